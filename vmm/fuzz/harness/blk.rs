@@ -330,10 +330,10 @@ fn gather(
 fn check_request(memory: &GuestMemoryMmap<()>, request: Request, limits: &Limits) {
     let within =
         |offset: u64, len: u64| assert!(offset + len <= limits.capacity_bytes, "{offset}+{len}");
-    let mut job = Job::new(request, true);
+    let mut job = Job::new(request);
     let mut buffers = Buffers::default();
     for _ in 0..100 {
-        match job.next(memory, &mut buffers) {
+        match job.next(memory, &mut buffers, || true) {
             Ok(Next::Step(step)) => {
                 use foreshore::disk::Step::{Discard, Flush, Read, Write, WriteZeroes};
                 match &step {

@@ -212,15 +212,15 @@ impl Worker {
         }
         self.open += 1;
         self.held_bytes += held_bytes(&request);
-        let job = Job::new(request, self.disk.writes_through(self.features));
-        self.go_on(memory, job)
+        self.go_on(memory, Job::new(request))
     }
 
     /// Returns a job with its next step. `None`: it is answered.
     fn go_on(&mut self, memory: &MappedMemory, mut job: Job) -> Option<(Job, Step)> {
         // What was copied is believed, and so a step begun or success told, only if all of it was
         // there.
-        let next = job.next(memory, &mut self.buffers);
+        let writes_through = || self.disk.writes_through(self.features);
+        let next = job.next(memory, &mut self.buffers, writes_through);
         let next =
             next.and_then(|next| memory.check_whole().map(|()| next).map_err(io::Error::other));
         match next {

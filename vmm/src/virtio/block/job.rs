@@ -29,8 +29,6 @@ pub enum Next {
 /// A request that was begun.
 pub struct Job {
     request: Request,
-    /// Each write is durable before it is answered.
-    writes_through: bool,
     /// Which range is next, where there are several.
     range: usize,
     /// Bytes of it whose steps were given out.
@@ -45,9 +43,9 @@ pub struct Job {
 
 impl Job {
     /// Nothing is done yet.
-    pub fn new(request: Request, writes_through: bool) -> Self {
+    pub fn new(request: Request) -> Self {
         let taken = Instant::now();
-        Self { request, writes_through, range: 0, begun: 0, flushed: false, taken, since: taken }
+        Self { request, range: 0, begun: 0, flushed: false, taken, since: taken }
     }
 
     /// When the request was taken.
@@ -66,14 +64,26 @@ impl Job {
 
     /// The next step. What it writes is copied from the guest now: `Err`, its buffers are not in
     /// memory.
-    pub fn next<M: GuestMemory>(&mut self, memory: &M, buffers: &mut Buffers) -> io::Result<Next> {
+    ///
+    /// `writes_through` returns true if writes are to be durable before they are answered. It is
+    /// called when all is transferred. A write during which the driver changes the mode may be
+    /// either (virtio 1.3, 5.2.6.2). But the flush of [`Disk::write_config`] misses what is
+    /// transferred after it, and Linux sends no flush from then on.
+    ///
+    /// [`Disk::write_config`]: super::state::Disk::write_config
+    pub fn next<M: GuestMemory>(
+        &mut self,
+        memory: &M,
+        buffers: &mut Buffers,
+        writes_through: impl FnOnce() -> bool,
+    ) -> io::Result<Next> {
         if let Some(step) = self.next_transfer(memory, buffers)? {
             return Ok(Next::Step(step));
         }
         let writes = !matches!(Kind::from(&self.request.operation), Kind::Read | Kind::GetId);
         let wants_flush =
-            writes && (self.writes_through || self.request.operation == Operation::Flush);
-        if wants_flush && !self.flushed {
+            || writes && (self.request.operation == Operation::Flush || writes_through());
+        if !self.flushed && wants_flush() {
             (self.flushed, self.since) = (true, Instant::now());
             return Ok(Next::Step(Step::Flush));
         }

@@ -1,7 +1,7 @@
 //! What a disk's front, its queues' workers and its handles share.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -126,6 +126,9 @@ impl Disk {
     /// Whether a write must be durable before it is answered: where the driver has switched the
     /// cache off, and where it has not agreed to flush (5.2.6.2).
     pub fn writes_through(&self, features: u64) -> bool {
+        // The write comes before the look at the mode, and in `write_config` the new mode before
+        // the flush: either the flush covers the write, or the new mode is seen here.
+        fence(Ordering::SeqCst);
         let flushes = features & (1 << VIRTIO_BLK_F_FLUSH) != 0;
         let chooses = features & (1 << VIRTIO_BLK_F_CONFIG_WCE) != 0;
         if chooses { !self.write_back.load(Ordering::Acquire) } else { !flushes }
@@ -156,8 +159,9 @@ impl Disk {
     /// The driver writes to the configuration.
     ///
     /// It does not flush any more once it has switched the cache off, so what it has written before
-    /// is made durable with that. Virtio asks for less: a write that was completed with the
-    /// cache on becomes stable by a flush that the driver sends (virtio 1.3, 5.2.6.2). But
+    /// is made durable with that. A write that is under way flushes when it is transferred
+    /// ([`Job::next`](super::job::Job::next)). Virtio asks for less: a write that was completed
+    /// with the cache on becomes stable by a flush that the driver sends (virtio 1.3, 5.2.6.2). But
     /// Linux sends none from the moment on at which this returns (cache_type_store in
     /// drivers/block/virtio_blk.c: the block layer drops flushes for a disk without a cache), and
     /// an fsync of what it has written back before need not send a write either, with which the
@@ -166,7 +170,7 @@ impl Disk {
     pub fn write_config(&self, offset: u64, data: &[u8]) {
         let (WRITEBACK_AT, [mode @ (0 | 1)]) = (offset, data) else { return };
         let write_back = *mode == 1;
-        if self.write_back.swap(write_back, Ordering::AcqRel) && !write_back {
+        if self.write_back.swap(write_back, Ordering::SeqCst) && !write_back {
             // A failure makes the disk read-only, which the next write finds.
             let _ = self.flush();
         }

@@ -40,10 +40,10 @@ fn a_large_write_goes_in_pieces_and_is_durable_once() {
     let data = pattern(LEN as usize, 4);
     memory.write_slice(&data[..0x12_3456], address(0x1000)).unwrap();
     memory.write_slice(&data[0x12_3456..], address(0x40_0000)).unwrap();
-    let mut job = Job::new(request(Operation::Write), true);
+    let mut job = Job::new(request(Operation::Write));
     let (mut buffers, mut written, mut flushes) = (Buffers::default(), Vec::new(), 0);
     loop {
-        match job.next(&memory, &mut buffers).unwrap() {
+        match job.next(&memory, &mut buffers, || true).unwrap() {
             Next::Step(Step::Write(offset, buffer)) => {
                 assert_eq!(offset, 100 * 512 + written.len() as u64);
                 assert!(buffer.len() as u64 <= PIECE_BYTES_MAX && flushes == 0);
@@ -62,10 +62,10 @@ fn a_large_write_goes_in_pieces_and_is_durable_once() {
 fn a_large_read_fills_the_buffers_in_pieces() {
     let memory = memory();
     let data = pattern(LEN as usize, 5);
-    let mut job = Job::new(request(Operation::Read), true);
+    let mut job = Job::new(request(Operation::Read));
     let mut buffers = Buffers::default();
     loop {
-        match job.next(&memory, &mut buffers).unwrap() {
+        match job.next(&memory, &mut buffers, || true).unwrap() {
             Next::Step(Step::Read(offset, mut buffer)) => {
                 let at = (offset - 100 * 512) as usize;
                 let len = buffer.len();
@@ -96,9 +96,11 @@ fn ranges_go_in_pieces_that_end_where_blocks_do() {
             list.iter().map(|(at, len)| disk_range(*at, len * 512, &LIMITS).unwrap()).collect();
         let zeroes = ranges.iter().map(|range| (*range, Unmap::Allowed)).collect();
         for operation in [Operation::Discard(ranges), Operation::WriteZeroes(zeroes)] {
-            let mut job = Job::new(Request { head: 0, status: address(0), operation }, false);
+            let mut job = Job::new(Request { head: 0, status: address(0), operation });
             let mut pieces = Vec::new();
-            while let Next::Step(step) = job.next(&memory(), &mut Buffers::default()).unwrap() {
+            while let Next::Step(step) =
+                job.next(&memory(), &mut Buffers::default(), || false).unwrap()
+            {
                 let (Step::Discard(piece) | Step::WriteZeroes(piece, Unmap::Allowed)) = step else {
                     panic!("another step")
                 };
