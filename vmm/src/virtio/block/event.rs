@@ -35,7 +35,7 @@ const DONE: u32 = 1;
 const SETTLED: u32 = 2;
 
 /// Bytes that one queue has copies of, or zeroes, at a time; requests beyond that wait in the ring.
-const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
+pub(super) const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
 /// Passes over the queue before the event loop has its turn: a driver that is as fast as we are
 /// would keep us from being stopped.
 const PASSES: usize = 64;

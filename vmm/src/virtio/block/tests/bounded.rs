@@ -1,22 +1,19 @@
 //! What a guest cannot have: a device that is busy as long as the guest likes.
 
-use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use virtio_bindings::virtio_blk::*;
 
+use super::fake::{Call, PATIENCE};
 use super::*;
-use crate::disk::range::{DiskRange, Unmap};
-use crate::disk::{Geometry, ResizeError};
 use crate::virtio::block::job::RANGE_PIECE_BYTES_MAX;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
-const PATIENCE: Duration = Duration::from_secs(60);
 const DISK_BYTES: u64 = 1 << 40;
 
 fn ranges(list: &[(u64, u32)]) -> Vec<u8> {
@@ -26,59 +23,27 @@ fn ranges(list: &[(u64, u32)]) -> Vec<u8> {
     list.iter().flat_map(one).collect()
 }
 
-/// A large store that takes each step when the test lets it, and counts.
-struct Slow {
-    begun: Mutex<Sender<u64>>,
-    go_on: Mutex<Receiver<()>>,
-    steps: AtomicU64,
-}
-
-impl Slow {
-    fn step(&self, range: DiskRange) -> io::Result<()> {
-        self.steps.fetch_add(1, Ordering::Relaxed);
-        let _ = self.begun.lock().send(range.len_bytes());
-        // The test has ended, and lets everything pass.
-        let _ = self.go_on.lock().recv();
+/// A large disk whose discards and zeroing the test lets go on: the length in bytes of each is sent
+/// when it begins, and the end of `go_on` lets everything pass.
+fn slow_disk() -> (Rig, Receiver<u64>, Sender<()>) {
+    let (begun, has_begun) = channel();
+    let (go_on, goes_on) = channel();
+    let (begun, goes_on) = (Mutex::new(begun), Mutex::new(goes_on));
+    let fake = Fake::without_memory(DISK_BYTES);
+    fake.set_hook(move |call| {
+        if let Call::Discard(len_bytes) | Call::WriteZeroes(len_bytes) = call {
+            let _ = begun.lock().send(len_bytes);
+            let _ = goes_on.lock().recv();
+        }
         Ok(())
-    }
-}
-
-impl BlockDevice for Slow {
-    fn geometry(&self) -> Geometry {
-        Fake::new(0).geometry
-    }
-    fn size_bytes(&self) -> u64 {
-        DISK_BYTES
-    }
-    fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
-        Ok(())
-    }
-    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
-        Ok(())
-    }
-    fn flush(&self) -> io::Result<()> {
-        Ok(())
-    }
-    fn discard(&self, range: DiskRange) -> io::Result<()> {
-        self.step(range)
-    }
-    fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
-        self.step(range)
-    }
-    fn resize(&self, _: u64) -> Result<(), ResizeError> {
-        Ok(())
-    }
+    });
+    (Rig::new(Arc::new(fake)), has_begun, go_on)
 }
 
 #[test]
 fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
     for kind in [VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_T_DISCARD] {
-        let (begun, has_begun) = channel();
-        let (go_on, goes_on) = channel();
-        let slow =
-            Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
-        let slow = Arc::new(slow);
-        let mut rig = Rig::new(slow.clone());
+        let (mut rig, has_begun, go_on) = slow_disk();
         let list: Vec<_> = (0..32).map(|nth| (nth << 22, 1 << 22)).collect();
         rig.driver.write(DATA, &ranges(&list));
         rig.write_header(kind, 0);
@@ -101,18 +66,14 @@ fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
             drop(go_on);
             reset.join().unwrap();
         });
-        assert_eq!(slow.steps.load(Ordering::Relaxed), 1, "steps before the reset has returned");
+        assert_eq!(has_begun.try_iter().count(), 0, "more steps before the reset has returned");
         assert_eq!(rig.status(), UNTOUCHED);
     }
 }
 
 #[test]
 fn read_behind_a_long_discard_is_answered_before_its_end() {
-    let (begun, has_begun) = channel();
-    let (go_on, goes_on) = channel();
-    let slow =
-        Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
-    let mut rig = Rig::new(Arc::new(slow));
+    let (mut rig, has_begun, go_on) = slow_disk();
     rig.driver.write(DATA, &ranges(&[(0, 1 << 22)]));
     rig.write_header(VIRTIO_BLK_T_DISCARD, 0);
     let chain = [Buffer::Out(HEADER, 16), Buffer::Out(DATA, 16), Buffer::In(STATUS, 1)];
@@ -132,31 +93,6 @@ fn read_behind_a_long_discard_is_answered_before_its_end() {
     assert_eq!((rig.driver.used(0), rig.status()), (None, UNTOUCHED));
     drop(go_on);
     assert_eq!((rig.driver.wait_used(0), rig.status()), ((discard, 1), OK));
-}
-
-#[test]
-fn a_queue_zeroes_only_so_much_at_a_time() {
-    let (begun, has_begun) = channel();
-    let (go_on, goes_on) = channel();
-    let slow =
-        Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
-    let mut rig = Rig::new(Arc::new(slow));
-    rig.driver.write(DATA, &ranges(&[(0, 1 << 14)]));
-    rig.write_header(VIRTIO_BLK_T_WRITE_ZEROES, 0);
-    let chain = [Buffer::Out(HEADER, 16), Buffer::Out(DATA, 16), Buffer::In(STATUS, 1)];
-    let requests = 10;
-    for _ in 0..requests {
-        rig.driver.add(0, &chain);
-    }
-    rig.driver.kick(0);
-    drop(go_on);
-    for _ in 0..requests {
-        assert_eq!(rig.driver.wait_used(0).1, 1);
-        assert_eq!(rig.status(), OK);
-    }
-    // 8 MiB in two pieces each.
-    let pieces: Vec<u64> = has_begun.try_iter().collect();
-    assert_eq!(pieces, vec![RANGE_PIECE_BYTES_MAX; 2 * requests]);
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 
+use super::fake::{Call, io_error};
 use super::*;
 use crate::virtio::block::Kind;
 
@@ -127,9 +128,9 @@ fn ranges_are_given_away_and_zeroed() {
 fn a_flush_makes_durable_and_is_timed() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[1; 512]), OK);
-    assert!(fake.dirty.load(Ordering::Relaxed), "nobody has asked for it");
+    assert!(fake.is_dirty(), "nobody has asked for it");
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (OK, 1));
-    assert!(!fake.dirty.load(Ordering::Relaxed));
+    assert!(!fake.is_dirty());
     assert_eq!(rig.metrics().flushes.count(), 1);
 }
 
@@ -139,7 +140,7 @@ fn without_a_flush_each_write_is_durable() {
     let device = Block::new(shape(), fake.clone()).unwrap();
     let mut rig = Rig::with(device, 1 << VIRTIO_F_VERSION_1);
     assert_eq!(rig.write(0, &[1; 512]), OK);
-    assert!(!fake.dirty.load(Ordering::Relaxed));
+    assert!(!fake.is_dirty());
 }
 
 #[test]
@@ -147,12 +148,12 @@ fn a_driver_that_switches_the_cache_off_needs_no_flush() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[1; 512]), OK);
     rig.device.write_config(32, &[0]);
-    assert!(!fake.dirty.load(Ordering::Relaxed), "what was written before");
+    assert!(!fake.is_dirty(), "what was written before");
     assert_eq!(rig.write(0, &[2; 512]), OK);
-    assert!(!fake.dirty.load(Ordering::Relaxed));
+    assert!(!fake.is_dirty());
     rig.device.write_config(32, &[1]);
     assert_eq!(rig.write(0, &[3; 512]), OK);
-    assert!(fake.dirty.load(Ordering::Relaxed));
+    assert!(fake.is_dirty());
     for (offset, data) in [(32, &[2][..]), (32, &[0, 0]), (31, &[0]), (0, &[0; 8])] {
         rig.device.write_config(offset, data);
     }
@@ -190,16 +191,16 @@ fn a_driver_that_may_choose_and_cannot_flush_begins_without_a_cache() {
         device.activate(activation).unwrap();
         let mut rig = Rig { device, driver, view };
         assert_eq!(rig.write(0, &[1; 512]), OK);
-        assert_eq!(fake.dirty.load(Ordering::Relaxed), expected == 1, "{features:#x} {written:?}");
+        assert_eq!(fake.is_dirty(), expected == 1, "{features:#x} {written:?}");
     }
 }
 
 #[test]
 fn a_failed_flush_is_told_and_ends_all_writing() {
     let (mut rig, fake) = Rig::fake(1 << 20);
-    fake.fail_flush.store(true, Ordering::Relaxed);
+    fake.set_hook(|call| if call == Call::Flush { io_error() } else { Ok(()) });
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (IOERR, 1));
-    fake.fail_flush.store(false, Ordering::Relaxed);
+    fake.set_hook(|_| Ok(()));
     assert_eq!(rig.write(0, &[1; 512]), IOERR);
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]).0, IOERR);
     assert_eq!(rig.read(0, 512), Ok(vec![0; 512]));
@@ -211,21 +212,26 @@ fn a_failed_flush_is_told_and_ends_all_writing() {
 #[test]
 fn failing_media_are_errors_and_the_disk_goes_on() {
     let (mut rig, fake) = Rig::fake(1 << 20);
-    fake.fail_io.store(true, Ordering::Relaxed);
+    fake.set_hook(|_| io_error());
     assert_eq!(rig.write(0, &[1; 512]), IOERR);
     assert_eq!(rig.read(0, 512), Err(IOERR));
     assert_eq!(rig.driver.read(DATA, 512), [0xaa; 512], "nothing was read");
-    fake.fail_io.store(false, Ordering::Relaxed);
+    fake.set_hook(|_| Ok(()));
     assert_eq!(rig.write(0, &[1; 512]), OK);
 }
 
 #[test]
 fn memory_can_be_plugged_while_a_disk_takes_its_time() {
     let (mut rig, fake) = Rig::fake(1 << 20);
-    *fake.view.lock() = Some(rig.view.clone());
+    let view = rig.view.clone();
     // With a guard held across a step, this would wait for itself for ever.
+    fake.set_hook(move |_| {
+        drop(view.exclusive());
+        Ok(())
+    });
     assert_eq!(rig.write(0, &[1; 512]), OK);
     assert_eq!(rig.read(0, 512), Ok(vec![1; 512]));
+    assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (OK, 1));
 }
 
 #[test]

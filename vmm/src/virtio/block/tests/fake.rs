@@ -1,66 +1,118 @@
-//! A disk in memory that can be made to fail.
+//! A disk in memory. The test decides how its steps end, and with a ring also when.
 
+use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::disk::range::{DiskRange, Unmap};
-use crate::disk::{BlockDevice, Geometry, ResizeError};
-use crate::memory::view::GuestView;
+use crate::disk::{BlockDevice, Done, Executor, Geometry, ResizeError, Step};
+
+/// A device that takes longer is broken, not slow.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A call of the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    Read,
+    Write,
+    Flush,
+    /// Discard of so many bytes.
+    Discard(u64),
+    /// Zeroing of so many bytes.
+    WriteZeroes(u64),
+}
+
+/// Runs before each call, without a lock of the disk. Its error is the result of the call.
+type Hook = Arc<dyn Fn(Call) -> io::Result<()> + Send + Sync>;
 
 pub struct Fake {
+    size_bytes: AtomicU64,
+    /// First bytes of the disk. The others read as zeros and cannot be written.
     pub bytes: Mutex<Vec<u8>>,
     pub geometry: Geometry,
-    pub fail_io: AtomicBool,
-    pub fail_flush: AtomicBool,
+    hook: Mutex<Option<Hook>>,
     pub flushes: AtomicU64,
-    /// What was not flushed yet.
+    /// The disk has changed since the last flush.
     pub dirty: AtomicBool,
-    /// Taken exclusively during each step, as a plug would.
-    pub view: Mutex<Option<GuestView>>,
+    pub has_rings: bool,
+    rings: Mutex<Vec<Arc<RingSteps>>>,
+}
+
+pub fn geometry() -> Geometry {
+    Geometry {
+        block_bytes: 512,
+        physical_block_bytes: 4096,
+        read_only: false,
+        discard: true,
+        unmap: true,
+    }
+}
+
+pub fn io_error() -> io::Result<()> {
+    Err(io::Error::from_raw_os_error(libc::EIO))
 }
 
 impl Fake {
     pub fn new(len: usize) -> Self {
-        let geometry = Geometry {
-            block_bytes: 512,
-            physical_block_bytes: 4096,
-            read_only: false,
-            discard: true,
-            unmap: true,
-        };
-        Self::with(len, geometry)
+        Self::with(len, geometry())
     }
 
     pub fn with(len: usize, geometry: Geometry) -> Self {
         Self {
+            size_bytes: AtomicU64::new(len as u64),
             bytes: Mutex::new(vec![0; len]),
             geometry,
-            fail_io: AtomicBool::new(false),
-            fail_flush: AtomicBool::new(false),
+            hook: Mutex::default(),
             flushes: AtomicU64::new(0),
             dirty: AtomicBool::new(false),
-            view: Mutex::new(None),
+            has_rings: false,
+            rings: Mutex::default(),
         }
     }
 
-    fn step(&self) -> io::Result<()> {
-        if let Some(view) = &*self.view.lock() {
-            drop(view.exclusive());
-        }
-        match self.fail_io.load(Ordering::Relaxed) {
-            true => Err(io::Error::from_raw_os_error(libc::EIO)),
-            false => Ok(()),
-        }
+    /// A disk of this size that stores nothing.
+    pub fn without_memory(size_bytes: u64) -> Self {
+        Self { size_bytes: AtomicU64::new(size_bytes), ..Self::new(0) }
     }
 
-    fn fill(&self, range: DiskRange, byte: u8) -> io::Result<()> {
-        self.step()?;
+    /// A disk whose queues have rings. [`Fake::ring`] returns them.
+    pub fn with_rings(len: usize) -> Self {
+        Self { has_rings: true, ..Self::new(len) }
+    }
+
+    /// Replaces the function that decides on the results of calls.
+    pub fn set_hook(&self, hook: impl Fn(Call) -> io::Result<()> + Send + Sync + 'static) {
+        *self.hook.lock() = Some(Arc::new(hook));
+    }
+
+    pub fn is_dirty(&self) -> bool {
+        self.dirty.load(Ordering::Relaxed)
+    }
+
+    /// The ring that was started `nth`: each activation starts one for each queue, in their order.
+    pub fn ring(&self, nth: usize) -> Arc<RingSteps> {
+        Arc::clone(&self.rings.lock()[nth])
+    }
+
+    fn call(&self, call: Call) -> io::Result<()> {
+        let hook = self.hook.lock().clone();
+        hook.map_or(Ok(()), |hook| hook(call))
+    }
+
+    fn change(&self, offset_bytes: u64, change: impl FnOnce(&mut [u8])) {
         self.dirty.store(true, Ordering::Relaxed);
-        let start = range.offset_bytes() as usize;
-        self.bytes.lock()[start..start + range.len_bytes() as usize].fill(byte);
-        Ok(())
+        change(self.bytes.lock().get_mut(offset_bytes as usize..).unwrap_or_default());
+    }
+
+    fn fill(&self, range: DiskRange, byte: u8) {
+        self.change(range.offset_bytes(), |bytes| {
+            bytes.iter_mut().take(range.len_bytes() as usize).for_each(|at| *at = byte);
+        });
     }
 }
 
@@ -69,37 +121,153 @@ impl BlockDevice for Fake {
         self.geometry
     }
     fn size_bytes(&self) -> u64 {
-        self.bytes.lock().len() as u64
+        self.size_bytes.load(Ordering::Relaxed)
     }
     fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
-        self.step()?;
-        data.copy_from_slice(&self.bytes.lock()[offset_bytes as usize..][..data.len()]);
+        self.call(Call::Read)?;
+        let bytes = self.bytes.lock();
+        let stored = bytes.get(offset_bytes as usize..).unwrap_or_default();
+        data.fill(0);
+        data.iter_mut().zip(stored).for_each(|(to, from)| *to = *from);
         Ok(())
     }
     fn write(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
-        self.step()?;
-        self.dirty.store(true, Ordering::Relaxed);
-        self.bytes.lock()[offset_bytes as usize..][..data.len()].copy_from_slice(data);
+        self.call(Call::Write)?;
+        self.change(offset_bytes, |bytes| {
+            bytes.iter_mut().zip(data).for_each(|(to, from)| *to = *from);
+        });
         Ok(())
     }
     fn flush(&self) -> io::Result<()> {
         self.flushes.fetch_add(1, Ordering::Relaxed);
-        match self.fail_flush.load(Ordering::Relaxed) {
-            true => Err(io::Error::from_raw_os_error(libc::EIO)),
-            false => {
-                self.dirty.store(false, Ordering::Relaxed);
-                Ok(())
-            }
-        }
+        self.call(Call::Flush)?;
+        self.dirty.store(false, Ordering::Relaxed);
+        Ok(())
     }
     fn discard(&self, range: DiskRange) -> io::Result<()> {
-        self.fill(range, 0xdd)
+        self.call(Call::Discard(range.len_bytes()))?;
+        self.fill(range, 0xdd);
+        Ok(())
     }
     fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
-        self.fill(range, 0)
+        self.call(Call::WriteZeroes(range.len_bytes()))?;
+        self.fill(range, 0);
+        Ok(())
     }
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
+        self.size_bytes.store(wanted_bytes, Ordering::Relaxed);
         self.bytes.lock().resize(wanted_bytes as usize, 0);
         Ok(())
+    }
+    fn start(self: Arc<Self>, _: u16) -> Option<Box<dyn Executor>> {
+        self.has_rings.then(|| {
+            let steps = Arc::new(RingSteps::default());
+            self.rings.lock().push(Arc::clone(&steps));
+            let event = steps.event.try_clone().unwrap();
+            Box::new(FakeRing { steps, event, added: Vec::new() }) as Box<dyn Executor>
+        })
+    }
+}
+
+/// Steps of a ring. The test ends each of them, in any order.
+pub struct RingSteps {
+    state: Mutex<State>,
+    changed: Condvar,
+    event: EventFd,
+    is_given_up: AtomicBool,
+    /// Largest number of steps under way at a time.
+    pub most_under_way: AtomicUsize,
+}
+
+#[derive(Default)]
+struct State {
+    under_way: Vec<(usize, Step)>,
+    done: VecDeque<Done>,
+    is_armed: bool,
+}
+
+impl Default for RingSteps {
+    fn default() -> Self {
+        Self {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            event: EventFd::new(EFD_NONBLOCK).unwrap(),
+            is_given_up: AtomicBool::new(false),
+            most_under_way: AtomicUsize::new(0),
+        }
+    }
+}
+
+impl RingSteps {
+    /// Waits until at least `count` steps are under way, and returns how many are.
+    pub fn wait_for(&self, count: usize) -> usize {
+        let mut state = self.state.lock();
+        let few = |state: &mut State| state.under_way.len() < count;
+        let waited = self.changed.wait_while_for(&mut state, few, PATIENCE);
+        assert!(!waited.timed_out(), "{} steps, not {count}", state.under_way.len());
+        state.under_way.len()
+    }
+
+    /// Ends the step that was begun `nth` of those under way. If it succeeds, `fake` executes it.
+    pub fn end(&self, fake: &Fake, nth: usize, result: io::Result<()>) {
+        let (token, mut step) = self.state.lock().under_way.remove(nth);
+        let result = result.and_then(|()| step.execute(fake));
+        let mut state = self.state.lock();
+        state.done.push_back(Done { token, step, result });
+        if state.is_armed {
+            self.event.write(1).unwrap();
+        }
+        self.changed.notify_all();
+    }
+
+    /// Has the ring report that the kernel takes no more steps from it.
+    pub fn give_up(&self) {
+        self.is_given_up.store(true, Ordering::Relaxed);
+    }
+}
+
+struct FakeRing {
+    steps: Arc<RingSteps>,
+    event: EventFd,
+    added: Vec<(usize, Step)>,
+}
+
+impl Executor for FakeRing {
+    fn add(&mut self, token: usize, step: Step) {
+        self.added.push((token, step));
+    }
+    fn begin(&mut self) -> bool {
+        if !self.added.is_empty() {
+            let mut state = self.steps.state.lock();
+            state.is_armed = false;
+            state.under_way.append(&mut self.added);
+            self.steps.most_under_way.fetch_max(state.under_way.len(), Ordering::Relaxed);
+            self.steps.changed.notify_all();
+        }
+        false
+    }
+    fn next_done(&mut self) -> Option<Done> {
+        self.steps.state.lock().done.pop_front()
+    }
+    fn arm(&mut self) -> bool {
+        let mut state = self.steps.state.lock();
+        state.is_armed = true;
+        !state.done.is_empty()
+    }
+    fn event(&self) -> &EventFd {
+        &self.event
+    }
+    fn batch(&self) -> usize {
+        64
+    }
+    fn is_given_up(&self) -> bool {
+        self.steps.is_given_up.load(Ordering::Relaxed)
+    }
+    /// Lets the test end what is under way.
+    fn drain(&mut self) -> Vec<Done> {
+        let mut state = self.steps.state.lock();
+        let any = |state: &mut State| !state.under_way.is_empty();
+        self.steps.changed.wait_while_for(&mut state, any, PATIENCE);
+        state.done.drain(..).collect()
     }
 }

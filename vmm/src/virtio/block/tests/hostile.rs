@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 
+use super::fake::geometry;
 use super::*;
 use crate::disk::Geometry;
 use crate::virtio::testing::MEMORY_LEN;
@@ -41,13 +42,7 @@ fn what_is_not_on_the_disk_is_an_error() {
 
 #[test]
 fn whole_blocks_are_wanted() {
-    let geometry = Geometry {
-        block_bytes: 4096,
-        physical_block_bytes: 4096,
-        read_only: false,
-        discard: true,
-        unmap: true,
-    };
+    let geometry = Geometry { block_bytes: 4096, ..geometry() };
     let mut rig = Rig::new(Arc::new(Fake::with(1 << 20, geometry)));
     assert_eq!(rig.read(8, 4096), Ok(vec![0; 4096]));
     assert_eq!(rig.read(8, 512), Err(IOERR));
@@ -76,13 +71,7 @@ fn what_was_not_agreed_on_is_unsupported() {
 
 #[test]
 fn a_read_only_disk_is_not_changed() {
-    let geometry = Geometry {
-        block_bytes: 512,
-        physical_block_bytes: 4096,
-        read_only: true,
-        discard: false,
-        unmap: false,
-    };
+    let geometry = Geometry { read_only: true, discard: false, unmap: false, ..geometry() };
     let fake = Arc::new(Fake::with(1 << 20, geometry));
     let device = Block::new(shape(), fake.clone()).unwrap();
     assert_ne!(device.features() & 1 << VIRTIO_BLK_F_RO, 0);

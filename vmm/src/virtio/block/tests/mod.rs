@@ -8,12 +8,13 @@ mod hostile;
 mod image;
 mod job;
 mod overlap;
+mod ring;
 mod unaligned;
 mod volume;
 
 use std::sync::Arc;
 
-use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use vm_memory::GuestAddress;
 
 use self::fake::Fake;
@@ -49,7 +50,11 @@ struct Rig {
 
 impl Rig {
     fn new(device: Arc<dyn BlockDevice>) -> Self {
-        let device = Block::new(shape(), device).unwrap();
+        Self::shaped(shape(), device)
+    }
+
+    fn shaped(shape: DiskShape, device: Arc<dyn BlockDevice>) -> Self {
+        let device = Block::new(shape, device).unwrap();
         let features = device.features();
         Self::with(device, features)
     }
@@ -86,6 +91,30 @@ impl Rig {
         self.driver.read(STATUS, 1)[0]
     }
 
+    /// Sends a request, and returns the head of its chain. Requests that are open together have
+    /// different slots. [`data_of`] is the sector of memory that a transfer is for.
+    fn send(&mut self, queue: usize, slot: u64, kind: u32, sector: u64) -> u16 {
+        let (header, status) = (HEADER + 0x200 + 0x10 * slot, status_at(slot));
+        let bytes = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
+        self.driver.write(header, &bytes);
+        self.driver.write(status, &[UNTOUCHED]);
+        let mut chain = vec![Buffer::Out(header, 16)];
+        match kind {
+            VIRTIO_BLK_T_OUT => chain.push(Buffer::Out(data_of(slot), 512)),
+            VIRTIO_BLK_T_IN => chain.push(Buffer::In(data_of(slot), 512)),
+            VIRTIO_BLK_T_GET_ID => chain.push(Buffer::In(data_of(slot), 20)),
+            _ => (),
+        }
+        chain.push(Buffer::In(status, 1));
+        let head = self.driver.add(queue, &chain);
+        self.driver.kick(queue);
+        head
+    }
+
+    fn status_of(&self, slot: u64) -> u8 {
+        self.driver.read(status_at(slot), 1)[0]
+    }
+
     /// Header, `buffers` and status byte as a chain: what the status says and how much was written.
     fn request(&mut self, kind: u32, sector: u64, buffers: &[Buffer]) -> (u8, u32) {
         self.write_header(kind, sector);
@@ -120,6 +149,14 @@ impl Rig {
 /// Bytes that differ from sector to sector.
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|at| (at as u8).wrapping_mul(31) ^ (at >> 9) as u8 ^ seed).collect()
+}
+
+fn status_at(slot: u64) -> u64 {
+    STATUS + 1 + slot
+}
+
+fn data_of(slot: u64) -> u64 {
+    DATA + 0x1000 * slot
 }
 
 fn address(at: u64) -> GuestAddress {

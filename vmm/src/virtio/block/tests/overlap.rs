@@ -1,191 +1,181 @@
-//! Flushes that overlap, of which one is told of an error.
+//! Flushes that overlap, of which one has an error. A disk with two queues, by calls and by rings.
 
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use virtio_bindings::virtio_blk::*;
 
+use super::fake::{Call, PATIENCE, io_error};
 use super::*;
-use crate::disk::range::{DiskRange, Unmap};
-use crate::disk::{Geometry, ResizeError};
 use crate::event_loop::EventLoopHandle;
 use crate::virtio::block::Kind;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
-const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A store whose flushes, in their order, are answered by the test.
-struct Asking {
-    begun: Mutex<Sender<()>>,
-    answers: Mutex<Vec<Receiver<io::Result<()>>>>,
+/// A disk with two queues. The test ends the flush of each.
+struct Flushes {
+    rig: Rig,
+    fake: Arc<Fake>,
+    by_ring: bool,
+    /// A message for each flush that calls have begun.
+    begun: Receiver<()>,
+    /// Results of the flushes by calls, in their order.
+    results: Vec<Sender<io::Result<()>>>,
 }
 
-impl BlockDevice for Asking {
-    fn geometry(&self) -> Geometry {
-        Fake::new(0).geometry
+impl Flushes {
+    fn new(by_ring: bool) -> Self {
+        let fake = Arc::new(if by_ring { Fake::with_rings(1 << 20) } else { Fake::new(1 << 20) });
+        let (begins, begun) = channel();
+        let (results, answers): (Vec<_>, Vec<_>) = (0..2).map(|_| channel()).unzip();
+        let (begins, answers) = (Mutex::new(begins), Mutex::new(answers));
+        if !by_ring {
+            fake.set_hook(move |call| {
+                if call != Call::Flush {
+                    return Ok(());
+                }
+                let answer: Receiver<_> = answers.lock().remove(0);
+                begins.lock().send(()).unwrap();
+                answer.recv_timeout(PATIENCE).unwrap()
+            });
+        }
+        let rig = Rig::shaped(DiskShape { queues: 2, ..shape() }, fake.clone());
+        Self { rig, fake, by_ring, begun, results }
     }
-    fn size_bytes(&self) -> u64 {
-        1 << 20
-    }
-    fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
-        Ok(())
-    }
-    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
-        Ok(())
-    }
-    fn flush(&self) -> io::Result<()> {
-        let answer = self.answers.lock().remove(0);
-        self.begun.lock().send(()).unwrap();
-        answer.recv_timeout(PATIENCE).unwrap()
-    }
-    fn discard(&self, _: DiskRange) -> io::Result<()> {
-        Ok(())
-    }
-    fn write_zeroes(&self, _: DiskRange, _: Unmap) -> io::Result<()> {
-        Ok(())
-    }
-    fn resize(&self, _: u64) -> Result<(), ResizeError> {
-        Ok(())
-    }
-}
 
-/// A disk with two queues, word of each flush that begins, and the answers to the first `N`.
-fn rig<const N: usize>() -> (Rig, Receiver<()>, [Sender<io::Result<()>>; N]) {
-    let (begun, has_begun) = channel();
-    let (senders, answers): (Vec<_>, Vec<_>) = (0..N).map(|_| channel()).unzip();
-    let asking = Asking { begun: Mutex::new(begun), answers: Mutex::new(answers) };
-    let device = Block::new(DiskShape { queues: 2, ..shape() }, Arc::new(asking)).unwrap();
-    let features = device.features();
-    (Rig::with(device, features), has_begun, senders.try_into().unwrap())
-}
-
-fn error() -> io::Result<()> {
-    Err(io::Error::from_raw_os_error(libc::EIO))
-}
-
-/// Where the status of a queue's request is.
-fn status_at(queue: usize) -> u64 {
-    STATUS + 1 + queue as u64
-}
-
-fn add(rig: &mut Rig, queue: usize, kind: u32, status: u64) {
-    let header = HEADER + 0x10 * u64::from(kind);
-    rig.driver.write(header, &[&kind.to_le_bytes()[..], &[0; 12]].concat());
-    rig.driver.write(status, &[UNTOUCHED]);
-    rig.driver.add(queue, &[Buffer::Out(header, 16), Buffer::In(status, 1)]);
-    rig.driver.kick(queue);
-}
-
-fn status(rig: &Rig, queue: usize) -> u8 {
-    rig.driver.read(status_at(queue), 1)[0]
-}
-
-/// Two flushes overlap, one in each queue, and the second is answered first.
-fn two_overlap(first: io::Result<()>, second: io::Result<()>) -> [u8; 2] {
-    let (mut rig, has_begun, answers) = rig::<2>();
-    for queue in 0..2 {
-        add(&mut rig, queue, VIRTIO_BLK_T_FLUSH, status_at(queue));
-        has_begun.recv_timeout(PATIENCE).unwrap();
+    /// Has the driver flush by a queue, which is also the slot of the request.
+    fn begin(&mut self, queue: usize) {
+        self.rig.send(queue, queue as u64, VIRTIO_BLK_T_FLUSH, 0);
+        if self.by_ring {
+            self.fake.ring(queue).wait_for(1);
+        } else {
+            self.begun.recv_timeout(PATIENCE).unwrap();
+        }
     }
-    let is_good = second.is_ok();
-    answers[1].send(second).unwrap();
-    // The queue has seen that answer when it has answered something else behind it.
-    while rig.metrics().flushes.count() == 0 {
-        thread::yield_now();
+
+    /// Ends the flush of a queue.
+    fn end(&self, queue: usize, result: io::Result<()>) {
+        if self.by_ring {
+            self.fake.ring(queue).end(&self.fake, 0, result);
+        } else {
+            self.results[queue].send(result).unwrap();
+        }
     }
-    if is_good {
-        add(&mut rig, 1, VIRTIO_BLK_T_GET_ID, STATUS);
-        rig.driver.wait_used(1);
-        assert_eq!(rig.status(), OK);
-        assert_eq!(status(&rig, 1), UNTOUCHED, "the other may be told of its error");
-    }
-    answers[0].send(first).unwrap();
-    rig.driver.wait_used(0);
-    rig.driver.wait_used(1);
-    [0, 1].map(|queue| status(&rig, queue))
-}
 
-#[test]
-fn both_of_two_flushes_fail_whichever_of_them_is_told() {
-    assert_eq!(two_overlap(error(), Ok(())), [IOERR, IOERR]);
-    assert_eq!(two_overlap(Ok(()), error()), [IOERR, IOERR]);
-    assert_eq!(two_overlap(Ok(()), Ok(())), [OK, OK]);
-}
-
-#[test]
-fn a_driver_that_switches_the_cache_off_may_get_the_error_of_a_flush() {
-    let (mut rig, has_begun, answers) = rig::<2>();
-    add(&mut rig, 0, VIRTIO_BLK_T_FLUSH, status_at(0));
-    has_begun.recv_timeout(PATIENCE).unwrap();
-    thread::scope(|scope| {
-        let device = &mut rig.device;
-        let switch = scope.spawn(move || device.write_config(32, &[0]));
-        has_begun.recv_timeout(PATIENCE).unwrap();
-        answers[1].send(error()).unwrap();
-        switch.join().unwrap();
-    });
-    answers[0].send(Ok(())).unwrap();
-    rig.driver.wait_used(0);
-    assert_eq!(status(&rig, 0), IOERR);
-}
-
-#[test]
-fn an_error_that_nobody_waits_for_any_more_is_remembered() {
-    let (mut rig, has_begun, answers) = rig::<1>();
-    add(&mut rig, 0, VIRTIO_BLK_T_FLUSH, status_at(0));
-    has_begun.recv_timeout(PATIENCE).unwrap();
-    let stop = Arc::clone(&rig.device.stop);
-    thread::scope(|scope| {
-        let device = &mut rig.device;
-        let reset = scope.spawn(move || device.reset());
-        while !stop.load(Ordering::Acquire) {
+    /// Waits until the first flush that ended is known to the disk.
+    fn wait_for_flush(&self) {
+        while self.rig.metrics().flushes.count() == 0 {
             thread::yield_now();
         }
-        answers[0].send(error()).unwrap();
-        reset.join().unwrap();
-    });
-    assert!(rig.metrics().read_only.load(Ordering::Relaxed));
-    let activation = rig.driver.activation(rig.device.features());
-    rig.device.activate(activation).unwrap();
-    assert_eq!(rig.write(0, &[1; 512]), IOERR);
-    assert_eq!(rig.metrics().failed(Kind::Write), 1);
+    }
+
+    fn statuses(&self) -> [u8; 2] {
+        [0, 1].map(|slot| self.rig.status_of(slot))
+    }
+}
+
+/// Two flushes overlap, one in each queue, and the second ends first. Returns their statuses.
+fn two_overlap(by_ring: bool, first: io::Result<()>, second: io::Result<()>) -> [u8; 2] {
+    let mut flushes = Flushes::new(by_ring);
+    (0..2).for_each(|queue| flushes.begin(queue));
+    let is_good = second.is_ok();
+    flushes.end(1, second);
+    flushes.wait_for_flush();
+    if is_good {
+        // The queue has seen the end when it has answered something else behind it.
+        flushes.rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
+        flushes.rig.driver.wait_used(1);
+        assert_eq!(flushes.rig.status_of(2), OK);
+        assert_eq!(flushes.statuses()[1], UNTOUCHED, "the other may have its error");
+    }
+    flushes.end(0, first);
+    for queue in 0..2 {
+        flushes.rig.driver.wait_used(queue);
+    }
+    flushes.statuses()
 }
 
 #[test]
-fn a_queue_is_held_when_what_it_has_taken_is_answered_and_takes_no_more() {
-    let (mut rig, has_begun, answers) = rig::<2>();
-    for queue in 0..2 {
-        add(&mut rig, queue, VIRTIO_BLK_T_FLUSH, status_at(queue));
-        has_begun.recv_timeout(PATIENCE).unwrap();
+fn both_of_two_flushes_fail_whichever_has_the_error() {
+    for by_ring in [false, true] {
+        assert_eq!(two_overlap(by_ring, io_error(), Ok(())), [IOERR, IOERR]);
+        assert_eq!(two_overlap(by_ring, Ok(()), io_error()), [IOERR, IOERR]);
+        assert_eq!(two_overlap(by_ring, Ok(()), Ok(())), [OK, OK]);
     }
-    // 1. The second is done, and waits for the first, which is not.
-    answers[1].send(Ok(())).unwrap();
-    while rig.metrics().flushes.count() == 0 {
-        thread::yield_now();
+}
+
+#[test]
+fn driver_that_switches_the_cache_off_may_get_the_error_of_a_flush() {
+    let mut flushes = Flushes::new(true);
+    flushes.begin(0);
+    flushes.fake.set_hook(|_| io_error());
+    flushes.rig.device.write_config(32, &[0]);
+    flushes.fake.set_hook(|_| Ok(()));
+    flushes.end(0, Ok(()));
+    flushes.rig.driver.wait_used(0);
+    assert_eq!(flushes.statuses()[0], IOERR);
+}
+
+#[test]
+fn error_of_a_flush_that_a_reset_ends_is_remembered() {
+    for by_ring in [false, true] {
+        let mut flushes = Flushes::new(by_ring);
+        flushes.begin(0);
+        let stop = Arc::clone(&flushes.rig.device.stop);
+        thread::scope(|scope| {
+            let Flushes { rig, fake, results, .. } = &mut flushes;
+            let reset = scope.spawn(|| rig.device.reset());
+            while !stop.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+            match by_ring {
+                true => fake.ring(0).end(fake, 0, io_error()),
+                false => results[0].send(io_error()).unwrap(),
+            }
+            reset.join().unwrap();
+        });
+        let rig = &mut flushes.rig;
+        assert!(rig.metrics().read_only.load(Ordering::Relaxed));
+        let activation = rig.driver.activation(rig.device.features());
+        rig.device.activate(activation).unwrap();
+        assert_eq!(rig.write(0, &[1; 512]), IOERR);
+        assert_eq!(rig.metrics().failed(Kind::Write), 1);
     }
-    add(&mut rig, 1, VIRTIO_BLK_T_GET_ID, STATUS);
-    rig.driver.wait_used(1);
-    let loops = rig.device.loops();
-    let (gate, began) = (loops[1].gate(), Instant::now());
-    while !gate.is_busy() {
-        assert!(began.elapsed() < PATIENCE, "the loop does not know of a request that was taken");
-        thread::yield_now();
+}
+
+#[test]
+fn queue_is_held_when_all_that_it_has_taken_is_answered_and_takes_no_more() {
+    for by_ring in [false, true] {
+        let mut flushes = Flushes::new(by_ring);
+        (0..2).for_each(|queue| flushes.begin(queue));
+        // 1. The second is done, and waits for the first, which is not.
+        flushes.end(1, Ok(()));
+        flushes.wait_for_flush();
+        flushes.rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
+        flushes.rig.driver.wait_used(1);
+        let loops = flushes.rig.device.loops();
+        let (gate, began) = (loops[1].gate(), Instant::now());
+        while !gate.is_busy() {
+            assert!(began.elapsed() < PATIENCE, "the loop does not know of an open request");
+            thread::yield_now();
+        }
+        loops.iter().for_each(EventLoopHandle::hold);
+        flushes.end(0, Ok(()));
+        loops.iter().for_each(EventLoopHandle::wait_until_held);
+        assert_eq!(flushes.statuses(), [OK, OK]);
+        let rig = &mut flushes.rig;
+        rig.driver.wait_used(1);
+        // 2. A request that comes now is for later.
+        rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
+        assert_eq!((rig.driver.used(1), rig.status_of(2)), (None, UNTOUCHED));
+        loops.iter().for_each(EventLoopHandle::release);
+        rig.driver.wait_used(1);
+        assert_eq!(rig.status_of(2), OK);
     }
-    loops.iter().for_each(EventLoopHandle::hold);
-    answers[0].send(Ok(())).unwrap();
-    loops.iter().for_each(EventLoopHandle::wait_until_held);
-    assert_eq!([0, 1].map(|queue| status(&rig, queue)), [OK, OK]);
-    rig.driver.wait_used(1);
-    // 2. What comes now is for later.
-    add(&mut rig, 1, VIRTIO_BLK_T_GET_ID, STATUS);
-    assert_eq!((rig.driver.used(1), rig.status()), (None, UNTOUCHED));
-    loops.iter().for_each(EventLoopHandle::release);
-    rig.driver.wait_used(1);
-    assert_eq!(rig.status(), OK);
 }

@@ -1,14 +1,14 @@
 //! Volumes as disks.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use tempfile::TempDir;
 use virtio_bindings::virtio_blk::*;
 
+use super::fake::geometry;
 use super::*;
-use crate::disk::range::{DiskRange, Unmap};
-use crate::disk::{Geometry, ResizeError};
+use crate::disk::Geometry;
 use crate::pool::{LocalPool, PmPool, VolumeFormat};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
@@ -50,58 +50,20 @@ fn a_volume_is_a_disk_that_keeps_what_was_written() {
     assert_eq!(disk().read(16, 32 << 10), Ok(expected));
 }
 
-/// A device whose writes fail.
-#[derive(Default)]
-struct Failing(AtomicBool);
-
-impl Failing {
-    fn result(&self) -> io::Result<()> {
-        match self.0.load(Ordering::Relaxed) {
-            true => Err(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "arena 0 is read-only")),
-            false => Ok(()),
-        }
-    }
-}
-
-impl BlockDevice for Failing {
-    fn geometry(&self) -> Geometry {
-        Geometry { block_bytes: 4096, ..Fake::new(0).geometry }
-    }
-    fn size_bytes(&self) -> u64 {
-        64 * 4096
-    }
-    fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
-        Ok(())
-    }
-    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
-        self.result()
-    }
-    fn flush(&self) -> io::Result<()> {
-        self.result()
-    }
-    fn discard(&self, _: DiskRange) -> io::Result<()> {
-        self.result()
-    }
-    fn write_zeroes(&self, _: DiskRange, _: Unmap) -> io::Result<()> {
-        self.result()
-    }
-    fn resize(&self, _: u64) -> Result<(), ResizeError> {
-        Ok(())
-    }
-}
-
 #[test]
 fn what_a_volume_cannot_do_is_an_error_and_a_failed_flush_is_remembered() {
-    let device = Arc::new(Failing::default());
+    let device = Arc::new(Fake::with(64 * 4096, Geometry { block_bytes: 4096, ..geometry() }));
     let mut rig = Rig::new(device.clone());
     let failure = rig.handle().failure();
     assert_eq!(rig.write(0, &[1; 4096]), OK);
-    device.0.store(true, Ordering::Relaxed);
+    device.set_hook(|_| {
+        Err(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "arena 0 is read-only"))
+    });
     assert_eq!(rig.write(0, &[1; 4096]), IOERR);
     assert!(failure.reason().is_none() && !rig.metrics().read_only.load(Ordering::Relaxed));
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (IOERR, 1));
     assert!(failure.reason().unwrap().contains("arena 0 is read-only"));
-    device.0.store(false, Ordering::Relaxed);
+    device.set_hook(|_| Ok(()));
     assert_eq!(rig.write(0, &[1; 4096]), IOERR, "nobody knows what the media has");
 }
 
