@@ -1,15 +1,14 @@
 //! The ELF file that is entered by PVH.
 //!
-//! linux-loader copies the segments. It cannot tell a short file from guest memory that is too
-//! small, nor Linux from another kernel, so the headers are verified here first. An image that lies
-//! in guest memory already is verified here as well; its segments are then moved by
-//! [`inplace`](super::inplace).
+//! The headers are verified, and then the segments are copied. The segments of an image that lies
+//! in guest memory already are moved instead, by [`inplace`](super::inplace). linux-loader cannot
+//! tell a short file from guest memory that is too small, nor Linux from another kernel.
 
 use std::io::{self, Read, Seek, SeekFrom};
 
-use linux_loader::loader::{Elf, KernelLoader};
 use thiserror::Error;
-use vm_memory::{Address, GuestMemoryBackend, ReadVolatile};
+use vm_memory::guest_memory::Error as AccessError;
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use super::pvh::{self, RangeKind};
@@ -83,7 +82,7 @@ pub enum ElfError {
     #[error("the ELF file cannot be read")]
     Read(#[from] io::Error),
     #[error("the ELF file cannot be loaded")]
-    Load(#[from] linux_loader::loader::Error),
+    Load(#[from] AccessError),
 }
 
 /// An ELF file of another machine, in words.
@@ -195,8 +194,11 @@ where
     M: GuestMemoryBackend,
     F: Read + ReadVolatile + Seek,
 {
-    let (_, loaded) = verify(image, image_bytes, boot_memory)?;
-    Elf::load(memory, None, image, None)?;
+    let (segments, loaded) = verify(image, image_bytes, boot_memory)?;
+    for Segment { offset, address, file_bytes, .. } in segments {
+        image.seek(SeekFrom::Start(offset))?;
+        memory.read_exact_volatile_from(GuestAddress(address), image, file_bytes as usize)?;
+    }
     Ok(loaded)
 }
 
@@ -417,7 +419,7 @@ impl<'a> Iterator for Notes<'a> {
 pub mod tests {
     use std::io::Cursor;
 
-    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+    use vm_memory::GuestMemoryMmap;
 
     use super::*;
 
@@ -610,7 +612,7 @@ pub mod tests {
 
     #[test]
     fn the_entry_point_is_the_one_that_linux_loader_finds() {
-        use linux_loader::loader::PvhBootCapability;
+        use linux_loader::loader::{Elf, KernelLoader, PvhBootCapability};
         let short = note(b"Xen\0", 18, &(ENTRY as u32).to_le_bytes());
         for notes in [pvh_note(), short, [linux_note(), pvh_note(), pvh_note_to(0)].concat()] {
             let image = build(&[0; 64], &notes);
