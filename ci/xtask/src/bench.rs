@@ -1,5 +1,7 @@
 //! Measurements of foreshore beside Debian's QEMU, in one boot of the host.
 
+mod requests;
+
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -50,6 +52,9 @@ pub struct Arguments {
     /// agent
     #[arg(long, value_name = "NAME", default_value = "real")]
     clock: Clock,
+    /// Count the instructions of a virtio-blk request instead, on this machine; requires valgrind
+    #[arg(long, exclusive = true)]
+    requests: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -83,6 +88,9 @@ impl Arguments {
 
 pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("bench", || {
+        if arguments.requests {
+            return requests::run(checkout).map(|()| 0);
+        }
         let options = arguments.of_host()?;
         let other_vmm = other_vmm()?;
         let folder = checkout.path(FOLDER);

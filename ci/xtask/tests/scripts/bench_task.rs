@@ -75,3 +75,19 @@ fn bad_command_lines_of_a_bench_are_refused_before_any_work() {
         assert!(!tree.path("target/bench").exists(), "{line}");
     }
 }
+
+/// A test that takes 50 instructions for each request, and 7 for its start.
+const COSTLY_TEST: &str =
+    r#"echo 1 passed; echo "==1== Collected : $((${FORESHORE_COST_REQUESTS:-0} * 50 + 7))" >&2"#;
+
+#[test]
+fn instructions_of_a_request_are_the_difference_of_two_runs() {
+    let Some(tree) = Tree::with_tools(COSTLY_TEST) else { return };
+    tree.write("bin/valgrind", "#!/bin/sh\n", 0o755).unwrap();
+    let output = run(&tree, "--requests", 0, "");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let rows: Vec<_> = stdout.lines().filter(|line| line.ends_with(" | 50 |")).collect();
+    assert_eq!(rows.len(), 4, "{stdout}");
+    assert!(rows[0].starts_with("| BTT volume, write |"), "{stdout}");
+}

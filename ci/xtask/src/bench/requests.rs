@@ -1,0 +1,101 @@
+//! Instructions of a virtio-blk request, counted by callgrind. Other work on the machine does not
+//! change them.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::cargo;
+use crate::checkout::Checkout;
+use crate::jobs::{self, Scratch};
+use crate::messages::{refuse, say, write_output};
+use crate::programs;
+
+/// Tests of `foreshore` that send requests one at a time.
+const TESTS: &str = "virtio::block::tests::cost::";
+/// Disks and operations, with their tests.
+const LOADS: [(&str, &str); 4] = [
+    ("BTT volume, write", "volume_returns_each_page_that_was_written"),
+    ("BTT volume, read", "volume_returns_the_same_page_to_each_read"),
+    ("image without io_uring, write", "image_without_io_uring_returns_each_page_that_was_written"),
+    ("image without io_uring, read", "image_without_io_uring_returns_the_same_page_to_each_read"),
+];
+/// Variable with the number of requests of a test.
+const REQUESTS: &str = "FORESHORE_COST_REQUESTS";
+/// Numbers of requests of two runs. The difference does not contain start and end of the device.
+const COUNTS: [u64; 2] = [1000, 3000];
+/// Variable with the program by which cargo runs tests.
+const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
+/// Counts in the event handler of a queue's worker alone.
+const VALGRIND: &str = "valgrind --tool=callgrind --toggle-collect=*block*event*Worker*process*";
+
+/// Prints a table of the instructions of a request of 4 KiB.
+pub fn run(checkout: &Checkout) -> Result<()> {
+    if programs::find("valgrind", programs::user_path()).is_none() {
+        refuse!("--requests requires valgrind (apt install valgrind)");
+    }
+    say!("building the tests (cargo test --release)");
+    jobs::run(&mut command(checkout, &["--no-run"]))?;
+    // Callgrind replaces the file of its profile, so that cannot be /dev/null.
+    let scratch = Scratch::new(None, "requests")?;
+    let runner = format!("{VALGRIND} --callgrind-out-file={}/profile", scratch.path().display());
+    write_output(b"| virtio-blk, request of 4 KiB | instructions |\n|---|---|\n");
+    for (name, test) in LOADS {
+        let count = |requests| count(checkout, &runner, test, requests);
+        let [few, many] = [count(COUNTS[0])?, count(COUNTS[1])?];
+        write_output(format!("| {name} | {} |\n", difference(few, many)?).as_bytes());
+    }
+    Ok(())
+}
+
+fn command(checkout: &Checkout, arguments: &[&str]) -> Command {
+    let first = ["test", "--quiet", "--release", "-p", "foreshore", "--lib"];
+    cargo::command(checkout, first.iter().chain(arguments))
+}
+
+/// Runs a test with this number of requests, and returns the instructions of the worker.
+fn count(checkout: &Checkout, runner: &str, test: &str, requests: u64) -> Result<u64> {
+    let mut cargo = command(checkout, &["--", "--exact", &format!("{TESTS}{test}")]);
+    cargo.env(RUNNER, runner).env(REQUESTS, requests.to_string());
+    let mut output = Vec::new();
+    let status = jobs::stream(&mut cargo, |bytes| {
+        output.extend_from_slice(bytes);
+        Ok(())
+    })?;
+    let output = String::from_utf8_lossy(&output);
+    if !status.success() || !output.contains("1 passed") {
+        bail!("{test} has not passed: {status}\n{output}");
+    }
+    collected(&output).with_context(|| format!("{test}: no count in\n{output}"))
+}
+
+/// The number in `==1234== Collected : 56789`.
+fn collected(output: &str) -> Option<u64> {
+    let line = output.lines().find_map(|line| line.split_once("Collected :"))?;
+    line.1.trim().parse().ok()
+}
+
+/// Instructions of one request.
+fn difference(few: u64, many: u64) -> Result<u64> {
+    let more = many.checked_sub(few).filter(|more| *more > 0);
+    let more = more.context("more requests have not taken more instructions")?;
+    Ok(more / (COUNTS[1] - COUNTS[0]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn count_is_read_from_the_output_of_callgrind() {
+        let output = "running 1 test\n==7== Events    : Ir\n==7== Collected : 21800000\n==7== \n";
+        assert_eq!(collected(output), Some(21_800_000));
+        assert_eq!(collected("==7== Events    : Ir\n"), None);
+    }
+
+    #[test]
+    fn cost_of_a_request_excludes_start_and_end() {
+        assert_eq!(difference(10_009_000, 30_009_000).unwrap(), 10_000);
+        assert!(difference(5, 5).is_err() && difference(6, 5).is_err());
+    }
+}
