@@ -11,6 +11,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Done, Executor, Geometry, ResizeError, Step};
+use crate::memory::view::GuestView;
 
 /// A device that takes longer is broken, not slow.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -175,6 +176,8 @@ pub struct RingSteps {
     changed: Condvar,
     event: EventFd,
     is_given_up: AtomicBool,
+    /// Memory that is plugged during each call of the ring.
+    view: Mutex<Option<GuestView>>,
     /// Largest number of steps under way at a time.
     pub most_under_way: AtomicUsize,
 }
@@ -193,6 +196,7 @@ impl Default for RingSteps {
             changed: Condvar::new(),
             event: EventFd::new(EFD_NONBLOCK).unwrap(),
             is_given_up: AtomicBool::new(false),
+            view: Mutex::default(),
             most_under_way: AtomicUsize::new(0),
         }
     }
@@ -220,6 +224,17 @@ impl RingSteps {
         self.changed.notify_all();
     }
 
+    /// Has memory plugged during each call of the ring, which waits until no guard is held.
+    pub fn plug_during_calls(&self, view: GuestView) {
+        *self.view.lock() = Some(view);
+    }
+
+    fn plug(&self) {
+        if let Some(view) = &*self.view.lock() {
+            drop(view.exclusive());
+        }
+    }
+
     /// Has the ring report that the kernel takes no more steps from it.
     pub fn give_up(&self) {
         self.is_given_up.store(true, Ordering::Relaxed);
@@ -234,9 +249,11 @@ struct FakeRing {
 
 impl Executor for FakeRing {
     fn add(&mut self, token: usize, step: Step) {
+        self.steps.plug();
         self.added.push((token, step));
     }
     fn begin(&mut self) -> bool {
+        self.steps.plug();
         if !self.added.is_empty() {
             let mut state = self.steps.state.lock();
             state.is_armed = false;
@@ -247,9 +264,11 @@ impl Executor for FakeRing {
         false
     }
     fn next_done(&mut self) -> Option<Done> {
+        self.steps.plug();
         self.steps.state.lock().done.pop_front()
     }
     fn arm(&mut self) -> bool {
+        self.steps.plug();
         let mut state = self.steps.state.lock();
         state.is_armed = true;
         !state.done.is_empty()

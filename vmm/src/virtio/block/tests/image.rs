@@ -7,18 +7,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use parking_lot::Mutex;
 use pmem_volume::{OpenMode, Pool};
 use tempfile::TempDir;
 use virtio_bindings::virtio_blk::*;
-use vmm_sys_util::eventfd::EventFd;
 
 use super::*;
 use crate::config::PmemConfig;
 use crate::disk::image::{ImageOptions, RawImage};
 use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::uring::Uring;
-use crate::disk::{Done, Executor, Geometry, ResizeError, Step};
+use crate::disk::{Geometry, ResizeError};
 use crate::volume::file::PmemFile;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
@@ -39,18 +37,14 @@ fn image(len: u64) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// Starts the ring of a queue, or none.
-type Start = Box<dyn Fn(&Arc<RawImage>, u16) -> Option<Box<dyn Executor>> + Send + Sync>;
+/// An image without io_uring.
+pub(super) struct WithoutRing(Arc<RawImage>);
 
-/// An image whose queues get another ring than its own.
-pub(super) struct OtherRing(Arc<RawImage>, Start);
-
-/// The same image without io_uring.
-pub(super) fn without_uring(image: Arc<RawImage>) -> Arc<OtherRing> {
-    Arc::new(OtherRing(image, Box::new(|_, _| None)))
+pub(super) fn without_uring(image: Arc<RawImage>) -> Arc<WithoutRing> {
+    Arc::new(WithoutRing(image))
 }
 
-impl BlockDevice for OtherRing {
+impl BlockDevice for WithoutRing {
     fn geometry(&self) -> Geometry {
         self.0.geometry()
     }
@@ -74,9 +68,6 @@ impl BlockDevice for OtherRing {
     }
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
         self.0.resize(wanted_bytes)
-    }
-    fn start(self: Arc<Self>, depth: u16) -> Option<Box<dyn Executor>> {
-        self.1(&self.0, depth)
     }
 }
 
@@ -109,75 +100,6 @@ fn an_image_is_a_disk_with_io_uring() {
     let rig = Rig::new(backend);
     assert!(rig.metrics().io_uring.load(Ordering::Relaxed), "it is there, and not used");
     exercise(rig, &path);
-}
-
-/// A ring that finds memory plugged whenever it is called.
-struct PluggingExecutor(Box<dyn Executor>, Arc<Mutex<Option<GuestView>>>);
-
-impl PluggingExecutor {
-    /// With a guard held across this, it would wait for itself for ever.
-    fn plug(&self) {
-        if let Some(view) = &*self.1.lock() {
-            drop(view.exclusive());
-        }
-    }
-}
-
-impl Executor for PluggingExecutor {
-    fn add(&mut self, token: usize, step: Step) {
-        self.plug();
-        self.0.add(token, step);
-    }
-    fn begin(&mut self) -> bool {
-        self.plug();
-        self.0.begin()
-    }
-    fn next_done(&mut self) -> Option<Done> {
-        self.plug();
-        self.0.next_done()
-    }
-    fn arm(&mut self) -> bool {
-        self.plug();
-        self.0.arm()
-    }
-    fn event(&self) -> &EventFd {
-        self.0.event()
-    }
-    fn batch(&self) -> usize {
-        self.0.batch()
-    }
-    fn is_given_up(&self) -> bool {
-        self.0.is_given_up()
-    }
-    fn drain(&mut self) -> Vec<Done> {
-        self.0.drain()
-    }
-}
-
-#[test]
-fn memory_can_be_plugged_while_an_image_takes_its_time() {
-    let (_folder, path) = image(32 << 20);
-    let view: Arc<Mutex<Option<GuestView>>> = Arc::default();
-    let seen = Arc::clone(&view);
-    let start: Start = Box::new(move |image, depth| {
-        let ring = Arc::clone(image).start(depth)?;
-        Some(Box::new(PluggingExecutor(ring, Arc::clone(&seen))))
-    });
-    let image = RawImage::open(&path, WRITABLE).unwrap();
-    let mut rig = Rig::new(Arc::new(OtherRing(image, start)));
-    *view.lock() = Some(rig.view.clone());
-    assert_eq!(rig.write(0, &pattern(8192, 3)), OK);
-    // Two ranges, and more than one piece: there are steps behind the first.
-    let range = |sector: u64, sectors: u32| {
-        [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat()
-    };
-    rig.driver.write(DATA, &[range(8, 8), range(16, 3 << 13)].concat());
-    for kind in [VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_T_DISCARD] {
-        assert_eq!(rig.request(kind, 0, &[Buffer::Out(DATA, 32)]), (OK, 1));
-    }
-    assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (OK, 1));
-    assert_eq!(rig.read(0, 4096), Ok(pattern(8192, 3)[..4096].to_vec()));
-    assert_eq!(rig.read(8, 8192), Ok(vec![0; 8192]));
 }
 
 #[test]

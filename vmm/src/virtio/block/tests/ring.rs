@@ -165,3 +165,29 @@ fn metric_shows_that_a_ring_is_given_up() {
     rig.driver.wait_used(0);
     assert!(!metrics.io_uring.load(Ordering::Relaxed));
 }
+
+#[test]
+fn memory_can_be_plugged_while_a_ring_is_at_work() {
+    let (mut rig, fake, ring) = rig();
+    // With a guard held across a call of the ring, this would wait for itself for ever.
+    ring.plug_during_calls(rig.view.clone());
+    // Two ranges have two steps.
+    let range = |sector: u64| [&sector.to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat();
+    rig.driver.write(DATA, &[range(8), range(16)].concat());
+    rig.write_header(VIRTIO_BLK_T_WRITE_ZEROES, 0);
+    let zeroes = [Buffer::Out(HEADER, 16), Buffer::Out(DATA, 32), Buffer::In(STATUS, 1)];
+    rig.driver.add(0, &zeroes);
+    rig.driver.kick(0);
+    for _ in 0..2 {
+        ring.wait_for(1);
+        ring.end(&fake, 0, Ok(()));
+    }
+    assert_eq!((rig.driver.wait_used(0).1, rig.status()), (1, OK));
+    for kind in [VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_FLUSH] {
+        rig.send(0, 0, kind, 0);
+        ring.wait_for(1);
+        ring.end(&fake, 0, Ok(()));
+        rig.driver.wait_used(0);
+        assert_eq!(rig.status_of(0), OK);
+    }
+}
