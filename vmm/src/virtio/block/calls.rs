@@ -20,6 +20,7 @@ const BATCH: usize = 8;
 type Over = (Job, Step, io::Result<()>);
 
 /// Continuation of a pass.
+#[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
 enum Turn {
     Step(Job, Step),
     /// Look again: there may be more than what one guard is held for.

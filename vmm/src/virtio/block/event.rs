@@ -76,6 +76,7 @@ pub(super) struct Worker {
 }
 
 /// Result of a look into the ring of the queue.
+#[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
 pub(super) enum Taken {
     /// A request, with its first step.
     Begun(Job, Step),

@@ -1,5 +1,6 @@
 //! Buffers of the guest as its driver lists them, one after the other.
 
+use smallvec::SmallVec;
 use vm_memory::guest_memory::Error as AccessError;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
@@ -19,9 +20,12 @@ impl Segment {
     }
 }
 
+/// Buffers of a request of one page: header or status, and data that may cross a page boundary.
+const USUAL: usize = 3;
+
 /// Buffers in a row. Nothing says that they are in memory before they are used.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Segments(Vec<Segment>);
+pub struct Segments(SmallVec<[Segment; USUAL]>);
 
 impl Segments {
     /// Adds one at the end; an empty one is nothing.
@@ -57,7 +61,7 @@ impl Segments {
     /// Takes the first `len_bytes` away.
     pub fn drop_front(&mut self, len_bytes: u64) {
         let mut left = len_bytes;
-        self.0.retain_mut(|segment| {
+        self.0.retain(|segment| {
             let dropped = left.min(u64::from(segment.len));
             left -= dropped;
             *segment = segment.behind(dropped);
@@ -68,7 +72,7 @@ impl Segments {
     /// Leaves out what is behind `len_bytes`.
     pub fn truncate(&mut self, len_bytes: u64) {
         let mut left = len_bytes;
-        self.0.retain_mut(|segment| {
+        self.0.retain(|segment| {
             segment.len = left.min(u64::from(segment.len)) as u32;
             left -= u64::from(segment.len);
             segment.len > 0
