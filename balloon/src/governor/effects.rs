@@ -2,7 +2,7 @@
 
 use foreshore_proto::{AgentMessage, Hello, OnlinePolicy, Refusal, Report};
 
-use super::AgentState;
+use super::{AgentState, ResizeTarget};
 use crate::controller::Rules;
 use crate::plan::Plan;
 use crate::policy::Policy;
@@ -26,10 +26,10 @@ pub enum Event {
     Report(Report),
     /// Time has passed, or a plugged size or statistics have changed. Due at least once a second.
     Tick,
-    /// A client has sized a zone in bytes, which pins it. The size has been checked.
-    Resize(ZoneId, u64),
-    /// A zone has a size in bytes at boot. The policy may change it later.
-    BootWith(ZoneId, u64),
+    /// A client has sized a zone, which pins it.
+    Resize(ResizeTarget),
+    /// A zone has a size at boot. The policy may change it later.
+    BootWith(ResizeTarget),
     /// A client has changed the governor.
     Change(Change),
     /// The guest gets a DIMM of so many bytes, whose page descriptors need room like those of a

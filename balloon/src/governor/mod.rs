@@ -18,6 +18,7 @@ pub mod decision;
 mod effects;
 mod held_plan;
 mod requests;
+mod resize_target;
 mod shortage;
 mod status;
 
@@ -32,6 +33,7 @@ use self::audit::Grounds;
 pub use self::audit::{Audit, AuditedZone, Entry};
 pub use self::effects::{Change, Decided, Effects, Event, Note, Request};
 use self::held_plan::HeldPlan;
+pub use self::resize_target::{ResizeTarget, ResizeTargetError};
 use self::shortage::{Ended, Shortage};
 pub use self::status::AgentState;
 use crate::controller::{self, Controller, Reminder, Rules};
@@ -128,12 +130,10 @@ impl Governor {
             }
             Event::Report(report) => self.agent_report(report, host, now, &mut effects),
             Event::Tick => self.tick(host, now, &mut effects),
-            Event::Resize(zone, size_bytes) => {
-                self.resize(zone, size_bytes, host, now, &mut effects)
-            }
-            Event::BootWith(zone, size_bytes) => {
+            Event::Resize(target) => self.resize(target, host, now, &mut effects),
+            Event::BootWith(target) => {
                 self.observe(host, now, &mut effects);
-                self.controller.set_goal(zone, size_bytes, host, now);
+                self.controller.set_goal(target.zone(), target.size_bytes(), host, now);
                 self.follow_goals(host, now, &mut effects);
             }
             Event::Change(change) => self.change(change, host, &mut effects),

@@ -12,7 +12,8 @@ use foreshore::config::{ApiSocket, DeviceConfig, VmConfig};
 use foreshore::events::EventMonitor;
 use foreshore::events::{Event, Events, Monitor};
 use foreshore::vm::request::{
-    PciDeviceInfo, Reply, Requests, ResizeRequest, VmError, VmHandle, VmInfo, VmRequest, VmState,
+    PciDeviceInfo, Reply, Requests, Resize, ResizeRequest, VmError, VmHandle, VmInfo, VmRequest,
+    VmState,
 };
 use serde_json::json;
 
@@ -132,8 +133,8 @@ impl Owner {
                 });
                 answer(reply, told);
             }
-            VmRequest::Resize(resize, reply) => answer(reply, self.resize(&resize)),
-            VmRequest::ResizeZone(resize, reply) => {
+            VmRequest::Resize(Resize::Vm(resize), reply) => answer(reply, self.resize(&resize)),
+            VmRequest::Resize(Resize::Zone(resize), reply) => {
                 let resize =
                     ResizeRequest { desired_ram: Some(resize.desired_ram), ..Default::default() };
                 answer(reply, self.resize(&resize));

@@ -3,6 +3,7 @@
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use balloon::governor::ResizeTargetError;
 use foreshore_config::{ConfigError, JsonError};
 use thiserror::Error;
 
@@ -72,7 +73,10 @@ impl ApiError {
             Self::Vm(
                 VmError::CannotResume { .. }
                 | VmError::IdTaken { .. }
-                | VmError::Governor(GovernorError::UnsupportedDriver { .. })
+                | VmError::Governor(GovernorError::NotResizable {
+                    reason: ResizeTargetError::UnsupportedDriver,
+                    ..
+                })
                 | VmError::NoRoomForDescriptors { .. },
             )
             | Self::Config(ConfigError::IdTaken { .. })

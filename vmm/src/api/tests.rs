@@ -20,8 +20,9 @@ use crate::config::{ApiSocket, DeviceConfig, test_config};
 use crate::events::{Event, Events};
 use crate::governor::info::PressureInfo;
 use crate::vm::request::{
-    PciDeviceInfo, PoolInfo, PoolStatus, Requests, ResizeDiskRequest, ResizeRequest, ResizeStatus,
-    VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
+    PciDeviceInfo, PoolInfo, PoolStatus, Requests, Resize, ResizeDiskRequest, ResizeRequest,
+    ResizeStatus, VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus,
+    ZoneInfo,
 };
 use crate::volume::kernel_gate::Verdict;
 
@@ -69,8 +70,10 @@ async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
                 reply.send(if created { Err(VmError::AlreadyCreated) } else { Ok(()) }).unwrap();
             }
             VmRequest::Delete(reply) => reply.send(Ok(())).unwrap(),
-            VmRequest::Resize(resize, reply) => reply.send(answer_resize(&resize)).unwrap(),
-            VmRequest::ResizeZone(resize, reply) => {
+            VmRequest::Resize(Resize::Vm(resize), reply) => {
+                reply.send(answer_resize(&resize)).unwrap();
+            }
+            VmRequest::Resize(Resize::Zone(resize), reply) => {
                 let known =
                     VmError::BadRequest("The VM has no zone \"x\"; its zones: dram".to_owned());
                 reply.send(if resize.id == "x" { Err(known) } else { Ok(()) }).unwrap();

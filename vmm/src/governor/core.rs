@@ -23,17 +23,17 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use balloon::governor::{Event, Governor, Onlining, Request};
+use balloon::governor::{Event, Governor, Onlining, Request, ResizeTarget, ResizeTargetError};
 use balloon::policy::Policy;
 use balloon::proto::{AgentMessage, Hello, Refusal, Settings};
 use balloon::statistics::BalloonState;
-use balloon::{Distances, DriverState, HostView, TimeMs, ZoneId, ZoneSizes};
+use balloon::{Distances, HostView, TimeMs, ZoneId};
 
 pub use self::show::{ZoneQuery, ZoneState};
 use super::GovernorError;
 use super::error::AboveZones;
 use super::record::{Recorder, Target};
-use super::{BalloonSource, Beside, GovernedZone, PoolFree};
+use super::{BalloonSource, Beside, GovernedZone, GovernedZones, PoolFree};
 use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
 use crate::metrics::LatencyHistogram;
 
@@ -43,7 +43,7 @@ const CALL: &str = "vm.pressure";
 /// The governor of one VM, and its devices.
 pub struct Core {
     pub(super) governor: Governor,
-    zones: Vec<GovernedZone>,
+    zones: GovernedZones,
     balloon: Option<Arc<dyn BalloonSource>>,
     boot_bytes: u64,
     beside: Beside,
@@ -83,6 +83,7 @@ impl Core {
     ) -> Result<Self, GovernorError> {
         let policy = config.policy(CALL)?;
         let rules = config.rules(CALL)?;
+        let zones = GovernedZones(zones.into());
         let (beside, distances) = (Beside::default(), Distances::default());
         let host = host_view(&zones, None, boot_bytes, &beside, &pool_free, &distances);
         fit(&policy, rules.floor_bytes, host.region_bytes())?;
@@ -179,7 +180,7 @@ impl Core {
                 core.report_to_plan.observe(took());
             }
         };
-        self.step_observed(Event::Message { message, with_sleep }, now, observe);
+        self.step_from(self.host(), Event::Message { message, with_sleep }, now, observe);
     }
 
     /// Time has passed, or a plugged size or statistics have changed.
@@ -187,28 +188,26 @@ impl Core {
         self.step(Event::Tick, now);
     }
 
-    /// Sizes a zone by hand and pins it.
-    pub fn resize(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), GovernorError> {
-        let zone = self.find_resizable(id, size_bytes)?;
-        self.step(Event::Resize(zone, size_bytes), now);
+    /// Zones, for the targets of [`Core::resize`] and [`Core::boot_with`].
+    pub fn zones(&self) -> &GovernedZones {
+        &self.zones
+    }
+
+    /// Sizes a zone by hand and pins it. Fails if the device has refused the guest's driver since
+    /// the target was parsed.
+    pub fn resize(&mut self, target: ResizeTarget, now: TimeMs) -> Result<(), GovernorError> {
+        let (zone, host) = (target.zone(), self.host());
+        if !target.has_driver(&host.zones[zone.0 as usize]) {
+            let (id, reason) = (self.zones[zone].id.clone(), ResizeTargetError::UnsupportedDriver);
+            return Err(GovernorError::NotResizable { id, reason });
+        }
+        self.step_from(host, Event::Resize(target), now, |_| ());
         Ok(())
     }
 
     /// Sets the size that a zone has at boot. The policy may change it later.
-    pub fn boot_with(
-        &mut self,
-        id: &str,
-        size_bytes: u64,
-        now: TimeMs,
-    ) -> Result<(), GovernorError> {
-        let zone = self.find_resizable(id, size_bytes)?;
-        self.step(Event::BootWith(zone, size_bytes), now);
-        Ok(())
-    }
-
-    /// Checks that a zone can be sized by hand to `size_bytes`.
-    pub fn check_resize(&self, id: &str, size_bytes: u64) -> Result<(), GovernorError> {
-        self.find_resizable(id, size_bytes).map(drop)
+    pub fn boot_with(&mut self, target: ResizeTarget, now: TimeMs) {
+        self.step(Event::BootWith(target), now);
     }
 
     /// Counts a DIMM that the guest gets towards the limit of rule 4.
@@ -222,20 +221,25 @@ impl Core {
     }
 
     fn step(&mut self, event: Event, now: TimeMs) {
-        self.step_observed(event, now, |_| ());
+        self.step_from(self.host(), event, now, |_| ());
     }
 
     /// Handles an event, and those that follow its requests. The guest waits for the requests, and
     /// a log reader can be slow. Therefore all requests are made before `performed` is called
-    /// and the notes are written.
-    fn step_observed(&mut self, event: Event, now: TimeMs, performed: impl FnOnce(&Self)) {
-        let (mut next, mut steps) = (Some(event), Vec::new());
-        while let Some(event) = next {
-            let host = self.host();
+    /// and the notes are written. `host` is the host at this moment.
+    fn step_from(
+        &mut self,
+        host: HostView,
+        event: Event,
+        now: TimeMs,
+        performed: impl FnOnce(&Self),
+    ) {
+        let (mut next, mut steps) = (Some((event, host)), Vec::new());
+        while let Some((event, host)) = next {
             let effects = self.governor.step(event, &host, now);
             effects.requests.into_iter().for_each(|request| self.perform(request));
             steps.push((effects.notes, host));
-            next = effects.next;
+            next = effects.next.map(|event| (event, self.host()));
         }
         performed(self);
         for (notes, host) in steps {
@@ -244,7 +248,7 @@ impl Core {
     }
 
     fn perform(&self, request: Request) {
-        let device = |zone: ZoneId| &self.zones[zone.0 as usize].device;
+        let device = |zone: ZoneId| &self.zones[zone].device;
         match request {
             Request::Size(zone, size_bytes) => device(zone).request(size_bytes),
             Request::Step { zone, size_bytes, goal_bytes } => {
@@ -262,34 +266,10 @@ impl Core {
         let balloon = self.balloon.as_ref().map(|balloon| balloon.state());
         host_view(zones, balloon, *boot_bytes, beside, pool_free, distances)
     }
-
-    fn find(&self, id: &str) -> Result<ZoneId, GovernorError> {
-        let index = self.zones.iter().position(|zone| zone.id == id);
-        index
-            .map(|index| ZoneId(index as u32))
-            .ok_or_else(|| GovernorError::NoSuchZone { id: id.to_owned() })
-    }
-
-    /// Finds a zone that can have this size.
-    fn find_resizable(&self, id: &str, size_bytes: u64) -> Result<ZoneId, GovernorError> {
-        let zone = self.find(id)?;
-        let ZoneSizes { max_bytes, block_bytes, driver, plugged_bytes, .. } =
-            self.zones[zone.0 as usize].device.sizes();
-        if size_bytes > max_bytes {
-            return Err(GovernorError::TooLarge { id: id.to_owned(), size_bytes, max_bytes });
-        }
-        if !size_bytes.is_multiple_of(block_bytes) {
-            return Err(GovernorError::NotMultiple { id: id.to_owned(), size_bytes, block_bytes });
-        }
-        if driver == DriverState::Unsupported && size_bytes != plugged_bytes {
-            return Err(GovernorError::UnsupportedDriver { id: id.to_owned() });
-        }
-        Ok(zone)
-    }
 }
 
 fn host_view(
-    zones: &[GovernedZone],
+    zones: &GovernedZones,
     balloon_state: Option<BalloonState>,
     boot_bytes: u64,
     beside: &Beside,
@@ -298,7 +278,7 @@ fn host_view(
 ) -> HostView {
     let balloon = zones.iter().position(|zone| zone.id == BALLOON_ZONE);
     HostView {
-        zones: zones.iter().zip(0..).map(|(zone, id)| zone.sizes(id)).collect(),
+        zones: zones.sizes(),
         boot_bytes: boot_bytes.saturating_add(beside.dimm_bytes()),
         mapped_bytes: beside.mapped_bytes(),
         pool_free_bytes: pool_free(),

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use balloon::DriverState;
 use balloon::controller::ResizeStatus;
+use balloon::{DriverState, ZoneSizes};
 use parking_lot::Mutex;
 use serde_json::json;
 
@@ -88,7 +88,7 @@ fn off_takes_reports_and_does_nothing() {
 fn a_resize_by_hand_pins_its_zone_until_the_governor_is_resumed() {
     let mut f = fixture("psi", false, true);
     f.greet();
-    f.core.resize("dram", 64 * MIB, TimeMs(0)).unwrap();
+    f.core.resize_zone("dram", 64 * MIB, TimeMs(0)).unwrap();
     assert_eq!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).pinned_zones, ["dram"]);
     for available in [60, 30, 20] {
         f.report(available);
@@ -107,17 +107,22 @@ fn resizes_out_of_bounds_change_nothing() {
     let mut f = fixture("psi", false, true);
     for (zone, bytes) in [("dram", 129 * MIB), ("dram", 130 * MIB), ("dram", MIB), ("nvram", BLOCK)]
     {
-        let refused = f.core.resize(zone, bytes, TimeMs(0)).unwrap_err();
-        let is_of_request = !matches!(refused, GovernorError::UnsupportedDriver { .. });
+        let refused = f.core.resize_zone(zone, bytes, TimeMs(0)).unwrap_err();
+        let is_of_request = !matches!(
+            refused,
+            GovernorError::NotResizable { reason: ResizeTargetError::UnsupportedDriver, .. }
+        );
         assert!(is_of_request, "{zone} {bytes}: {refused}");
     }
-    let text =
-        |core: &mut Core, bytes| core.resize("dram", bytes, TimeMs(0)).unwrap_err().to_string();
+    let text = |core: &mut Core, bytes| {
+        core.resize_zone("dram", bytes, TimeMs(0)).unwrap_err().to_string()
+    };
     assert_eq!(
         text(&mut f.core, 130 * MIB),
-        "Zone \"dram\" can have at most 128 MiB plugged, not 130 MiB"
+        "Zone \"dram\" cannot be resized: 130 MiB is above the maximum of 128 MiB"
     );
-    let not_multiple = "Zone \"dram\" is resized in blocks of 2 MiB; 1 MiB is not a multiple";
+    let not_multiple =
+        "Zone \"dram\" cannot be resized: 1 MiB is not a multiple of its block size, 2 MiB";
     assert_eq!(text(&mut f.core, MIB), not_multiple);
     assert!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).pinned_zones.is_empty());
     assert_eq!(f.dram.sizes().requested_bytes, 0);
@@ -126,7 +131,7 @@ fn resizes_out_of_bounds_change_nothing() {
 #[test]
 fn a_guest_that_does_not_follow_is_reminded_and_the_status_says_why() {
     let mut f = fixture("off", false, false);
-    f.core.resize("dram", 64 * MIB, TimeMs(0)).unwrap();
+    f.core.resize_zone("dram", 64 * MIB, TimeMs(0)).unwrap();
     f.core.tick(TimeMs(1000));
     assert_eq!(f.core.resize_status("dram", TimeMs(1000)), Some(ResizeStatus::Pending));
     f.core.tick(TimeMs(6000));
@@ -148,7 +153,7 @@ fn a_dry_run_reminds_the_guest_of_nothing_but_what_a_hand_has_asked_for() {
         .change(&PressureChange { dry_run: Some(true), ..Default::default() }, TimeMs(0))
         .unwrap();
     assert!(f.dram.sizes().requested_bytes > 0);
-    f.core.resize("pm", 64 * MIB, TimeMs(1_000)).unwrap();
+    f.core.resize_zone("pm", 64 * MIB, TimeMs(1_000)).unwrap();
     f.core.tick(TimeMs(60_000));
     assert_eq!(reminders(&f), (0, 1));
 }
@@ -244,7 +249,7 @@ fn a_driver_that_comes_and_goes_all_the_time_is_given_up() {
 fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() {
     let mut f = fixture("off", false, true);
     *f.pm.can_provide.lock() = 24 * MIB;
-    f.core.resize("pm", 64 * MIB, TimeMs(0)).unwrap();
+    f.core.resize_zone("pm", 64 * MIB, TimeMs(0)).unwrap();
     f.core.tick(TimeMs(500));
     let status = |f: &Fixture| f.core.resize_status("pm", TimeMs(500)).unwrap();
     let ResizeStatus::Stuck(reason) = status(&f) else { panic!("{:?}", status(&f)) };
@@ -254,12 +259,12 @@ fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() 
     );
     assert_eq!(f.pm.sizes().plugged_bytes, 24 * MIB);
     // What there is, asked for by hand, is a resize that is reached.
-    f.core.resize("pm", 24 * MIB, TimeMs(500)).unwrap();
+    f.core.resize_zone("pm", 24 * MIB, TimeMs(500)).unwrap();
     assert_eq!(status(&f), ResizeStatus::Reached);
-    f.core.resize("pm", 64 * MIB, TimeMs(500)).unwrap();
+    f.core.resize_zone("pm", 64 * MIB, TimeMs(500)).unwrap();
     assert!(matches!(status(&f), ResizeStatus::Stuck(_)));
     *f.pm.can_provide.lock() = u64::MAX;
-    f.core.resize("pm", 64 * MIB, TimeMs(500)).unwrap();
+    f.core.resize_zone("pm", 64 * MIB, TimeMs(500)).unwrap();
     assert_eq!(status(&f), ResizeStatus::Reached);
     assert_eq!(f.pm.sizes().plugged_bytes, 64 * MIB);
 }
@@ -271,7 +276,7 @@ fn request_without_room_for_its_descriptors_is_reported_once() {
     f.dram.sizes.lock().max_bytes = 8192 * MIB;
     let mut now_ms = 0;
     for round in 1..=2 {
-        f.core.resize("dram", 4096 * MIB, TimeMs(now_ms)).unwrap();
+        f.core.resize_zone("dram", 4096 * MIB, TimeMs(now_ms)).unwrap();
         for _ in 0..20 {
             now_ms += 1_000;
             f.core.tick(TimeMs(now_ms));
@@ -279,7 +284,7 @@ fn request_without_room_for_its_descriptors_is_reported_once() {
         assert_eq!(f.dram.sizes().plugged_bytes, 8 * 384 * MIB);
         assert_eq!(f.dram.sizes().held_bytes, (4096 - 8 * 384) * MIB);
         assert_eq!(*f.dram.reported_held.lock(), round);
-        f.core.resize("dram", 0, TimeMs(now_ms)).unwrap();
+        f.core.resize_zone("dram", 0, TimeMs(now_ms)).unwrap();
     }
 }
 
@@ -444,7 +449,7 @@ fn a_pause_holds_everything_until_it_is_ended_and_may_be_repeated() {
     assert!(info.paused && f.core.sample(TimeMs(0)).paused);
     assert_eq!((info.decisions[0].reason.as_str(), info.decisions[0].times), ("paused", 3));
     // A zone that is resumed does not end the pause, and the end of the pause resumes no zone.
-    f.core.resize("pm", 2 * MIB, TimeMs(0)).unwrap();
+    f.core.resize_zone("pm", 2 * MIB, TimeMs(0)).unwrap();
     let zone = |id: &str| PressureChange {
         resume: Some(true),
         zone: Some(id.to_owned()),
@@ -552,8 +557,8 @@ fn parameters_are_changed_by_name_all_or_none() {
 #[test]
 fn zones_of_one_node_share_what_the_guest_says_of_it() {
     let mut fixture = fixture("off", false, true);
-    fixture.core.zones[1].guest_numa_node = 0;
-    fixture.core.zones[1].boot_bytes = 384 * MIB;
+    let pm = &mut Arc::get_mut(&mut fixture.core.zones.0).unwrap()[1];
+    (pm.guest_numa_node, pm.boot_bytes) = (0, 384 * MIB);
     fixture.dram.request(64 * MIB);
     fixture.pm.request(32 * MIB);
     fixture.greet();
@@ -706,7 +711,7 @@ fn steps_towards_a_clients_size_are_requested_before_the_plan_is_logged() {
     let mut f = fixture("off", false, true);
     f.greet();
     f.report_little_free_memory();
-    f.core.resize("pm", 1024 * MIB, TimeMs(60)).unwrap();
+    f.core.resize_zone("pm", 1024 * MIB, TimeMs(60)).unwrap();
     let before = f.pm.sizes();
     assert!(before.held_bytes > 0);
     let size = Some(before.requested_bytes + 64 * MIB);

@@ -1,9 +1,8 @@
 //! Errors of requests to the governor.
 
-use balloon::UNSUPPORTED_DRIVER;
+use balloon::governor::ResizeTargetError;
 use balloon::params::{ParamError, Unit};
 use foreshore_config::ConfigError;
-use foreshore_types::size::Size;
 use thiserror::Error;
 
 /// Error of a request to the governor.
@@ -11,12 +10,8 @@ use thiserror::Error;
 pub enum GovernorError {
     #[error("There is no zone {id:?} that can be resized")]
     NoSuchZone { id: String },
-    #[error("Zone {id:?} can have at most {} plugged, not {}", Size(*.max_bytes), Size(*.size_bytes))]
-    TooLarge { id: String, size_bytes: u64, max_bytes: u64 },
-    #[error("Zone {id:?} is resized in blocks of {}; {} is not a multiple", Size(*.block_bytes), Size(*.size_bytes))]
-    NotMultiple { id: String, size_bytes: u64, block_bytes: u64 },
-    #[error("Zone {id:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
-    UnsupportedDriver { id: String },
+    #[error("Zone {id:?} cannot be resized: {reason}")]
+    NotResizable { id: String, reason: ResizeTargetError },
     #[error(transparent)]
     AboveZones(#[from] AboveZones),
     #[error(transparent)]

@@ -15,7 +15,7 @@ use tokio::net::UnixStream;
 use super::agent::{self, Heard, LineBudget};
 use super::core::Core;
 use super::task::Clock;
-use super::{GovernedZone, ZoneDevice};
+use super::{GovernedZone, GovernorError, ZoneDevice};
 use crate::config::PressureConfig;
 
 pub const MIB: u64 = 1 << 20;
@@ -142,6 +142,12 @@ pub fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
 }
 
 impl Core {
+    /// Sizes a zone by hand.
+    pub fn resize_zone(&mut self, id: &str, bytes: u64, now: TimeMs) -> Result<(), GovernorError> {
+        let target = self.zones().target(id, bytes)?;
+        self.resize(target, now)
+    }
+
     /// A line of the agent, parsed here.
     pub fn line(
         &mut self,

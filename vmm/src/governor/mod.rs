@@ -20,10 +20,12 @@ pub mod metrics;
 pub mod record;
 pub mod task;
 
+use std::ops::{Deref, Index};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::error::GovernorError;
+use balloon::governor::ResizeTarget;
 use balloon::statistics::BalloonState;
 use balloon::{Tier, ZoneId, ZoneSizes};
 
@@ -71,6 +73,49 @@ impl GovernedZone {
     fn sizes(&self, id: u32) -> ZoneSizes {
         let (id, tier, guest_numa_node) = (ZoneId(id), self.tier, self.guest_numa_node);
         ZoneSizes { id, tier, guest_numa_node, ..self.device.sizes() }
+    }
+}
+
+/// Zones of one VM by their number. Clones share them.
+#[derive(Clone)]
+pub struct GovernedZones(Arc<[GovernedZone]>);
+
+impl GovernedZones {
+    /// Reads the sizes of all zones, each once.
+    fn sizes(&self) -> Vec<ZoneSizes> {
+        self.0.iter().zip(0..).map(|(zone, id)| zone.sizes(id)).collect()
+    }
+
+    fn find(&self, id: &str) -> Result<ZoneId, GovernorError> {
+        let index = self.0.iter().position(|zone| zone.id == id);
+        index
+            .map(|index| ZoneId(index as u32))
+            .ok_or_else(|| GovernorError::NoSuchZone { id: id.to_owned() })
+    }
+
+    /// Checks that a zone can be sized by hand to `size_bytes`, without a call on the governor's
+    /// thread.
+    pub fn target(&self, id: &str, size_bytes: u64) -> Result<ResizeTarget, GovernorError> {
+        let zone = self.find(id)?;
+        let sizes = self[zone].sizes(zone.0);
+        ResizeTarget::parse(&sizes, size_bytes)
+            .map_err(|reason| GovernorError::NotResizable { id: id.to_owned(), reason })
+    }
+}
+
+impl Deref for GovernedZones {
+    type Target = [GovernedZone];
+
+    fn deref(&self) -> &[GovernedZone] {
+        &self.0
+    }
+}
+
+impl Index<ZoneId> for GovernedZones {
+    type Output = GovernedZone;
+
+    fn index(&self, zone: ZoneId) -> &GovernedZone {
+        &self.0[zone.0 as usize]
     }
 }
 

@@ -28,6 +28,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::{Interval, MissedTickBehavior};
 use tracing::debug;
 
+use super::GovernedZones;
 use super::agent::{self, Heard, LineBudget, Parse};
 use super::core::Core;
 use crate::governor::metrics::{PressureSample, PressureSource};
@@ -131,6 +132,7 @@ pub struct GovernorHandle {
     /// Each caller waits for its reply, which bounds the queue.
     calls: mpsc::UnboundedSender<Call>,
     clock: Clock,
+    zones: GovernedZones,
     /// Metrics hold it weakly.
     source: Arc<Source>,
     _threads: Vec<Thread>,
@@ -252,6 +254,7 @@ impl GovernorHandle {
         let (input, queue) = mpsc::channel(1);
         let (calls, called) = mpsc::unbounded_channel();
         let mut threads = Vec::new();
+        let zones = core.zones().clone();
         let state = GovernorTask::new(core, clock.clone());
         if let Some(agents) = agents {
             let link = state.link(input);
@@ -262,7 +265,7 @@ impl GovernorHandle {
             tokio::join!(tick(&state, &plugged), decide(&state, queue), answer(&state, called));
         })?);
         let source = Arc::new(Source { calls: calls.clone() });
-        Ok(Self { calls, clock, source, _threads: threads })
+        Ok(Self { calls, clock, zones, source, _threads: threads })
     }
 
     /// Runs `call` on the governor's thread, and returns its result.
@@ -276,6 +279,11 @@ impl GovernorHandle {
 
     pub fn clock(&self) -> &Clock {
         &self.clock
+    }
+
+    /// Zones that it sizes.
+    pub fn zones(&self) -> &GovernedZones {
+        &self.zones
     }
 
     /// Source of metrics, which ends with the governor.

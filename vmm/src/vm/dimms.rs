@@ -72,10 +72,11 @@ impl KvmMachine {
         if err.is_the_hosts() { VmError::Failed(text) } else { VmError::BadRequest(text) }
     }
 
-    /// Adds what is missing to `size_bytes` as one DIMM, and tells the guest. Memory that has come
-    /// by ACPI does not go: for less than there is nothing happens before the next boot.
-    pub(super) fn grow_by_dimms(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        let (there, more) = (self.dram_bytes(), self.missing_bytes(size_bytes)?);
+    /// Adds `more` bytes, which are missing to `size_bytes`, as one DIMM, and notifies the guest.
+    /// Memory that was added by ACPI cannot be removed: a smaller size has no effect before the
+    /// next boot.
+    pub(super) fn grow_by_dimm(&mut self, size_bytes: u64, more: u64) -> Result<(), VmError> {
+        let there = self.dram_bytes();
         let Some(dimms) = self.dimms.as_mut().filter(|_| more > 0) else {
             if size_bytes < there {
                 let (wanted, there) = (Size(size_bytes), Size(there));
@@ -111,7 +112,7 @@ mod tests {
     use crate::memory::{MemoryOptions, build};
     use crate::vm::machine::tests::machine;
     use crate::vm::owner::Machine;
-    use crate::vm::request::{ResizeRequest, ResizeZoneRequest};
+    use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest};
 
     const MIB: u64 = 1 << 20;
 
@@ -138,6 +139,17 @@ mod tests {
         (machine, table)
     }
 
+    fn dram(size_bytes: u64) -> Resize {
+        ResizeRequest { desired_ram: Some(size_bytes), ..ResizeRequest::default() }.into()
+    }
+
+    fn resize(machine: &mut KvmMachine, mib: u64) -> Result<(), VmError> {
+        for step in machine.plan_resize(&dram(mib * MIB))? {
+            machine.resize(&step)?;
+        }
+        Ok(())
+    }
+
     fn told(machine: &KvmMachine) -> u32 {
         machine.page.dimms(|registers| registers.read(0x1c))
     }
@@ -145,26 +157,26 @@ mod tests {
     #[test]
     fn what_is_more_comes_as_a_dimm_and_what_is_less_changes_nothing() {
         let (mut machine, _table) = growing(1024 * MIB);
-        machine.resize_dram((65 + 256) * MIB).unwrap();
+        resize(&mut machine, 65 + 256).unwrap();
         assert_eq!(
             (machine.memory_bytes(), told(&machine), told(&machine)),
             ((65 + 256) * MIB, 0, NONE)
         );
         for mib in [65 + 256, 65 + 128, 65, 16] {
-            machine.resize_dram(mib * MIB).unwrap();
+            resize(&mut machine, mib).unwrap();
         }
         assert_eq!((machine.memory_bytes(), told(&machine)), ((65 + 256) * MIB, NONE));
-        machine.resize_dram((65 + 1024) * MIB).unwrap();
+        resize(&mut machine, 65 + 1024).unwrap();
         assert_eq!((machine.memory_bytes(), told(&machine)), ((65 + 1024) * MIB, 1));
     }
 
     #[test]
     fn a_size_that_no_boot_could_have_is_refused() {
-        let (mut machine, _table) = growing(1024 * MIB);
+        let (machine, _table) = growing(1024 * MIB);
         for (size_bytes, text) in
             [(MIB, "below the minimum"), (1 << 50, "40-bit physical address space")]
         {
-            let error = machine.resize_dram(size_bytes).unwrap_err();
+            let error = machine.plan_resize(&dram(size_bytes)).unwrap_err();
             assert!(
                 matches!(&error, VmError::BadRequest(reason) if reason.contains("boot again") && reason.contains(text)),
                 "{error}"
@@ -176,25 +188,21 @@ mod tests {
     #[test]
     fn what_cannot_come_is_refused_and_the_guest_not_told() {
         let (mut machine, table) = growing(1024 * MIB);
-        let resize =
-            |mib| ResizeRequest { desired_ram: Some(mib * MIB), ..ResizeRequest::default() };
-        machine.check_resize(&resize(65 + 128)).unwrap();
+        machine.plan_resize(&dram((65 + 128) * MIB)).unwrap();
         for (mib, text) in [
             (66, "desired_ram 69206016: 1 MiB more is not a multiple of 128 MiB"),
             (65 + 1024 + 128, "1152 MiB more, of which hotplug_size leaves 1 GiB"),
         ] {
-            let before = machine.check_resize(&resize(mib)).unwrap_err();
-            let error = machine.resize_dram(mib * MIB).unwrap_err();
+            let error = resize(&mut machine, mib).unwrap_err();
             assert!(
                 matches!(&error, VmError::BadRequest(reason) if reason.contains(text)),
                 "{error}"
             );
-            assert_eq!(before.to_string(), error.to_string());
         }
         let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 193 * MIB };
-        assert!(matches!(machine.resize_zone(&zone), Err(VmError::BadRequest(_))));
+        assert!(matches!(machine.plan_resize(&zone.into()), Err(VmError::BadRequest(_))));
         *table.calls_left.lock() = Some(0);
-        let error = machine.resize_dram(193 * MIB).unwrap_err();
+        let error = resize(&mut machine, 193).unwrap_err();
         assert!(
             matches!(&error, VmError::Failed(reason) if reason.contains("KVM does not take")),
             "{error}"
@@ -202,12 +210,12 @@ mod tests {
         *table.calls_left.lock() = None;
         assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
         let (mut machine, _table) = growing(0);
-        let error = machine.resize_dram(193 * MIB).unwrap_err();
+        let error = resize(&mut machine, 193).unwrap_err();
         assert!(
             matches!(&error, VmError::BadRequest(reason) if reason.contains("no hotplug_size")),
             "{error}"
         );
-        machine.resize_dram(32 * MIB).unwrap();
+        resize(&mut machine, 32).unwrap();
     }
 
     #[test]
@@ -215,13 +223,9 @@ mod tests {
         // The governor's guest has booted with 384 MiB, and its agent reports nothing.
         const MOST_MIB: u64 = 384 * 8;
         let (mut machine, _table) = growing(8192 * MIB);
-        machine.resize_dram((65 + 256) * MIB).unwrap();
+        resize(&mut machine, 65 + 256).unwrap();
         let mut watcher = machine.told.watch();
-        let desired_ram = Some((65 + MOST_MIB + 128) * MIB);
-        let before =
-            machine.check_resize(&ResizeRequest { desired_ram, ..ResizeRequest::default() });
-        let error = machine.resize_dram((65 + MOST_MIB + 128) * MIB).unwrap_err();
-        assert_eq!(before.unwrap_err().to_string(), error.to_string());
+        let error = resize(&mut machine, 65 + MOST_MIB + 128).unwrap_err();
         machine.told.end();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let mut refused = Vec::new();
@@ -232,13 +236,13 @@ mod tests {
             [("zone", "dram"), ("reason", "descriptors"), ("requested_bytes", "268435456")];
         let event =
             ("memory-refused", properties.map(|(key, value)| (key, value.to_owned())).into());
-        assert_eq!(refused, [event.clone(), event], "one for each request");
+        assert_eq!(refused, [event]);
         let text = "page descriptors of 2944 MiB more, which take 46 MiB; it has room for those of 2816 MiB";
         assert!(error.to_string().contains(text), "{error}");
         assert_eq!(
             (machine.memory_bytes(), told(&machine), told(&machine)),
             ((65 + 256) * MIB, 0, NONE)
         );
-        machine.resize_dram((65 + MOST_MIB) * MIB).unwrap();
+        resize(&mut machine, 65 + MOST_MIB).unwrap();
     }
 }

@@ -190,14 +190,15 @@ pub(super) fn start(
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
         if target_bytes > 0 {
             // A size that was given is one by hand: it stays until somebody says otherwise.
-            core.resize(BALLOON_ZONE, balloon_bytes - target_bytes, clock.now())
-                .map_err(BuildError::Pressure)?;
+            let target = core.zones().target(BALLOON_ZONE, balloon_bytes - target_bytes);
+            let resized = target.and_then(|target| core.resize(target, clock.now()));
+            resized.map_err(BuildError::Pressure)?;
         }
     }
     for handle in handles.iter().filter(|handle| handle.zone().hotplugged_bytes > 0) {
         let zone = handle.zone();
-        core.boot_with(&zone.id, zone.hotplugged_bytes, clock.now())
-            .map_err(BuildError::Pressure)?;
+        let target = core.zones().target(&zone.id, zone.hotplugged_bytes);
+        core.boot_with(target.map_err(BuildError::Pressure)?, clock.now());
     }
     let core = core.with_distances(distances(&topology)).with_beside(beside);
     let core = match &pressure.record {

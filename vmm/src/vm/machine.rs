@@ -3,8 +3,6 @@
 use std::sync::Arc;
 
 use balloon::proto::descriptor_bytes;
-use foreshore_types::UNIT_BYTES;
-use foreshore_types::size::Size;
 use tracing::warn;
 
 use super::attached::AttachedVolume;
@@ -17,17 +15,17 @@ use super::hotplug_metrics::HotplugMetrics;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::pools::OpenPool;
 use super::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, ResizeDiskRequest, ResizeRequest,
-    ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, ResizeStatus,
+    VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
+use super::resize_plan::{ResizePlan, ResizeStep};
 use super::resources::{PmemFiles, Resources};
 use super::taps::{self, Taps};
 use super::vcpus::Vcpus;
 use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::acpi::hotplug::HotplugPage;
-use crate::config::BALLOON_ZONE;
-use crate::config::{ConsoleMode, DRAM_ZONE, DeviceConfig, VmConfig};
+use crate::config::{ConsoleMode, DeviceConfig, VmConfig};
 use crate::cpu::run::Pausing;
 use crate::disk::ResizeError;
 use crate::event_loop::EventLoop;
@@ -38,7 +36,7 @@ use crate::governor::task::{Agents, GovernorHandle};
 use crate::host_console::{Lines, Port};
 use crate::memory::Memory;
 use crate::memory::dimms::Dimms;
-use crate::memory::zone::{Growth, Tier, ZoneSpec};
+use crate::memory::zone::ZoneSpec;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::mem::MemHandle;
@@ -185,41 +183,12 @@ impl Machine for KvmMachine {
         self.guest_btt.kernel()
     }
 
-    fn check_resize(&self, resize: &ResizeRequest) -> Result<(), VmError> {
-        resize.desired_vcpus.map_or(Ok(()), |desired| self.vcpus_step(desired).map(drop))?;
-        resize.desired_ram.map_or(Ok(()), |size_bytes| self.check_dram(size_bytes))?;
-        resize
-            .desired_balloon
-            .map_or(Ok(()), |size_bytes| self.without_balloon(size_bytes).map(drop))
+    fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
+        self.plan(resize)
     }
 
-    fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        self.check_dram(size_bytes)?;
-        if self.memory.zones()[0].growth == Growth::Dimms {
-            return self.grow_by_dimms(size_bytes);
-        }
-        self.resize(0, "the VM", size_bytes)
-    }
-
-    fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError> {
-        let ResizeZoneRequest { id, desired_ram } = resize;
-        match self.memory.zones().iter().position(|spec| spec.id == *id) {
-            Some(nth) if self.memory.zones()[nth].growth == Growth::Dimms => {
-                Err(VmError::BadRequest(format!(
-                    "desired_ram {desired_ram}: zone {id} grows by ACPI: vm.resize adds memory to it"
-                )))
-            }
-            Some(nth) => self.resize(nth, &format!("zone {id}"), *desired_ram),
-            None => {
-                let known = self.zone_ids(|_| true).join(", ");
-                Err(VmError::BadRequest(format!("The VM has no zone {id:?}; its zones: {known}")))
-            }
-        }
-    }
-
-    fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        let Some(left_bytes) = self.without_balloon(size_bytes)? else { return Ok(()) };
-        Ok(self.governor.call(move |core, now| core.resize(BALLOON_ZONE, left_bytes, now))?)
+    fn resize(&mut self, step: &ResizeStep) -> Result<(), VmError> {
+        self.carry_out(step)
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
@@ -257,10 +226,6 @@ impl Machine for KvmMachine {
         self.let_go(slot);
     }
 
-    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
-        self.change_vcpus(desired)
-    }
-
     fn vcpu_ejected(&mut self, index: u8) {
         self.park_vcpu(index);
     }
@@ -276,106 +241,6 @@ impl Machine for KvmMachine {
 }
 
 impl KvmMachine {
-    fn zone_ids(&self, of: impl Fn(&ZoneSpec) -> bool) -> Vec<&str> {
-        self.memory.zones().iter().filter(|spec| of(spec)).map(|spec| spec.id.as_str()).collect()
-    }
-
-    /// Refuses a size of the DRAM that cannot be.
-    fn check_dram(&self, size_bytes: u64) -> Result<(), VmError> {
-        let dram: Vec<&str> = self.zone_ids(|spec| spec.tier == Tier::Dram);
-        if dram != [DRAM_ZONE] {
-            return Err(VmError::BadRequest(format!(
-                "desired_ram: the VM's memory is in zones; vm.resize-zone resizes each: {}",
-                dram.join(", ")
-            )));
-        }
-        match self.memory.zones()[0].growth {
-            Growth::Dimms => self.missing_bytes(size_bytes).map(drop),
-            Growth::VirtioMem => self.check_zone_resize(0, "the VM", size_bytes).map(drop),
-        }
-    }
-
-    /// What a balloon of that size leaves of the most that may be in it; `None` if there is none,
-    /// and none is asked for.
-    fn without_balloon(&self, size_bytes: u64) -> Result<Option<u64>, VmError> {
-        let refuse = |reason: String| {
-            Err(VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}")))
-        };
-        let Some(balloon) = &self.balloon else {
-            return if size_bytes == 0 {
-                Ok(None)
-            } else {
-                refuse("the VM has no balloon".to_owned())
-            };
-        };
-        let sizes = balloon.sizes();
-        let Some(left_bytes) = sizes.max_bytes.checked_sub(size_bytes) else {
-            let most_bytes = sizes.max_bytes;
-            return refuse(format!(
-                "the guest keeps its floor, which leaves at most {most_bytes} bytes"
-            ));
-        };
-        if !size_bytes.is_multiple_of(sizes.block_bytes) {
-            return refuse(format!("it is not a multiple of {} bytes", sizes.block_bytes));
-        }
-        Ok(Some(left_bytes))
-    }
-
-    /// The hotplug part of a zone of that size, boot part included, which is called `what` where it
-    /// cannot be. `None` if it has no such part: then the bounds leave only the size that it
-    /// has.
-    fn hotplugged_bytes(
-        &self,
-        nth: usize,
-        what: &str,
-        size_bytes: u64,
-    ) -> Result<Option<u64>, VmError> {
-        let spec = &self.memory.zones()[nth];
-        let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
-        let Some(hotplugged) =
-            size_bytes.checked_sub(boot_bytes).filter(|_| size_bytes <= most_bytes)
-        else {
-            return Err(VmError::BadRequest(format!(
-                "desired_ram {size_bytes}: {what} has {boot_bytes} bytes of boot memory and can have at most \
-                 {most_bytes}"
-            )));
-        };
-        if !hotplugged.is_multiple_of(UNIT_BYTES) {
-            return Err(VmError::BadRequest(format!(
-                "desired_ram {size_bytes}: {hotplugged} bytes beyond boot memory are not a multiple of {}",
-                Size(UNIT_BYTES)
-            )));
-        }
-        Ok((spec.hotplug_bytes > 0).then_some(hotplugged))
-    }
-
-    /// Like [`Self::hotplugged_bytes`], but also refuses a size that the guest's driver cannot
-    /// reach.
-    fn check_zone_resize(
-        &self,
-        nth: usize,
-        what: &str,
-        size_bytes: u64,
-    ) -> Result<Option<u64>, VmError> {
-        let hotplugged = self.hotplugged_bytes(nth, what, size_bytes)?;
-        if let Some(bytes) = hotplugged {
-            let id = self.memory.zones()[nth].id.clone();
-            self.governor.call(move |core, _| core.check_resize(&id, bytes))?;
-        }
-        Ok(hotplugged)
-    }
-
-    /// Sets the size of a zone, likewise.
-    fn resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<(), VmError> {
-        let Some(hotplugged) = self.check_zone_resize(nth, what, size_bytes)? else {
-            return Ok(());
-        };
-        let spec = &self.memory.zones()[nth];
-        self.told.expect_of_zone(&spec.id);
-        let id = spec.id.clone();
-        Ok(self.governor.call(move |core, now| core.resize(&id, hotplugged, now))?)
-    }
-
     fn dimms_of(&self, spec: &ZoneSpec) -> Option<&Dimms> {
         self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id)
     }
@@ -469,10 +334,12 @@ pub(super) mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+    use crate::config::DRAM_ZONE;
     use crate::governor::fake::fixture;
     use crate::governor::task::Clock;
     use crate::interrupt::testing::FakeController;
     use crate::memory::slots::fake::FakeSlots;
+    use crate::memory::zone::{Growth, Tier};
     use crate::memory::{MemoryOptions, build};
     use crate::metrics::Metrics;
     use crate::virtio::transport::pci::IoEvents;

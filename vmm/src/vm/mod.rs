@@ -22,6 +22,7 @@ mod pmem;
 mod pools;
 pub mod request;
 mod resident;
+mod resize_plan;
 pub(crate) mod resources;
 pub mod state;
 pub(crate) mod taps;

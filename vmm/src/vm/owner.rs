@@ -23,12 +23,12 @@ use tracing::{error, info};
 pub use self::machine::{Machine, MachineFactory};
 pub use self::restart::RestartMetrics;
 use super::request::{
-    PciDeviceInfo, Reply, Requests, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest, VmError,
-    VmInfo, VmRequest, VmState, check_vcpus, device_tree, hotplugged,
+    PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
+    VmRequest, VmState, check_vcpus, device_tree,
 };
 use super::state::{self, RestartGuard, Verb};
 use super::{named_twice, taps};
-use crate::config::{AtGuestShutdown, DRAM_ZONE, DeviceConfig, VmConfig};
+use crate::config::{AtGuestShutdown, DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
 use crate::governor::info::PressureChange;
@@ -250,26 +250,21 @@ impl Vm {
     }
 
     /// Of a VM without a machine it is the configuration that is resized: the next boot has it.
-    fn resize(&mut self, resize: &ResizeRequest) -> Result<(), VmError> {
+    fn resize(&mut self, resize: &Resize) -> Result<(), VmError> {
         if self.machine.is_none() {
             return self.reconfigure(resize, |config| resize.apply(config));
         }
         state::next(self.state, Verb::Change)?;
-        // Before anything is done: of one that is refused for a part of it nothing has changed.
-        self.check_next_boot(resize)?;
-        self.running()?.check_resize(resize)?;
-        if let Some(vcpus) = resize.desired_vcpus {
-            self.running()?.resize_vcpus(vcpus)?;
-            // At once, whenever the guest follows: it boots with as many the next time.
-            self.config.cpus.boot_vcpus = vcpus;
+        if let Resize::Vm(request) = resize {
+            self.check_next_boot(request)?;
         }
-        if let Some(size_bytes) = resize.desired_ram {
-            self.resize_ram(size_bytes)?;
+        // All checks are over before the first step. Each step is stored at once, whenever the
+        // guest follows, and stays stored if the host lacks memory for a later one.
+        for step in self.running()?.plan_resize(resize)? {
+            self.running()?.resize(&step)?;
+            step.store(&mut self.config);
         }
-        match resize.desired_balloon {
-            Some(size_bytes) => self.resize_balloon(size_bytes),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Refuses what the next boot could not be with. The parts are looked at together: a balloon
@@ -288,49 +283,6 @@ impl Vm {
             balloon.size = size_bytes;
         }
         config.validate().map_err(|error| VmError::BadRequest(format!("{resize}: {error}")))
-    }
-
-    /// The next boot's balloon is asked for the same, as in Cloud Hypervisor.
-    fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        self.running()?.resize_balloon(size_bytes)?;
-        if let Some(balloon) = &mut self.config.balloon {
-            balloon.size = size_bytes;
-        }
-        Ok(())
-    }
-
-    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what
-    /// was to go. Of a zone that shrinks as well the next boot is asked for the same.
-    fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        self.running()?.resize_dram(size_bytes)?;
-        if self.config.memory.resizes_by_acpi() {
-            self.config.memory.size = size_bytes;
-        } else {
-            self.remember_size(DRAM_ZONE, size_bytes);
-        }
-        Ok(())
-    }
-
-    /// The same of one zone.
-    fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError> {
-        if self.machine.is_none() {
-            return self.reconfigure(resize, |config| resize.apply(config));
-        }
-        state::next(self.state, Verb::Change)?;
-        self.running()?.resize_zone(resize)?;
-        self.remember_size(&resize.id, resize.desired_ram);
-        Ok(())
-    }
-
-    /// The configuration follows what a zone of DRAM was resized to. PM is nobody's after a reboot:
-    /// its pool is for whoever comes first.
-    fn remember_size(&mut self, zone_id: &str, size_bytes: u64) {
-        let memory = &mut self.config.memory;
-        if let Some(zone) = memory.zones.iter_mut().find(|zone| zone.id == zone_id) {
-            zone.hotplugged_size = hotplugged(size_bytes, zone.size);
-        } else if memory.zones.is_empty() && zone_id == DRAM_ZONE {
-            memory.hotplugged_size = hotplugged(size_bytes, memory.size);
-        }
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
@@ -544,17 +496,14 @@ impl<F: MachineFactory> Owner<F> {
         self.told.tell(Event::VmShutdown);
     }
 
-    fn resize(
-        &mut self,
-        resize: impl FnOnce(&mut Vm) -> Result<(), VmError>,
-    ) -> Result<(), VmError> {
+    fn resize(&mut self, resize: &Resize) -> Result<(), VmError> {
         let told = self.told.clone();
         let vm = self.vm()?;
         if vm.machine.is_none() {
-            return resize(vm);
+            return vm.resize(resize);
         }
         told.tell(Event::VmResizing);
-        resize(vm)?;
+        vm.resize(resize)?;
         told.tell(Event::VmResized);
         Ok(())
     }
@@ -683,10 +632,7 @@ impl<F: MachineFactory> Owner<F> {
             }
             VmRequest::Info(reply) => self.of_vm(reply, |vm| Ok(vm.info())),
             VmRequest::Resize(resize, reply) => {
-                answer(reply, self.busily(|owner| owner.resize(|vm| vm.resize(&resize))))
-            }
-            VmRequest::ResizeZone(resize, reply) => {
-                answer(reply, self.busily(|owner| owner.resize(|vm| vm.resize_zone(&resize))));
+                answer(reply, self.busily(|owner| owner.resize(&resize)));
             }
             VmRequest::ResizeDisk(resize, reply) => {
                 answer(reply, self.busily(|owner| owner.vm()?.resize_disk(&resize)));

@@ -244,6 +244,46 @@ impl ResizeZoneRequest {
     }
 }
 
+/// Resize of vCPUs and memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Resize {
+    /// `vm.resize`.
+    Vm(ResizeRequest),
+    /// `vm.resize-zone`.
+    Zone(ResizeZoneRequest),
+}
+
+impl From<ResizeRequest> for Resize {
+    fn from(request: ResizeRequest) -> Self {
+        Self::Vm(request)
+    }
+}
+
+impl From<ResizeZoneRequest> for Resize {
+    fn from(request: ResizeZoneRequest) -> Self {
+        Self::Zone(request)
+    }
+}
+
+impl fmt::Display for Resize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Vm(request) => request.fmt(f),
+            Self::Zone(request) => request.fmt(f),
+        }
+    }
+}
+
+impl Resize {
+    /// Changes the configuration of a VM that does not run.
+    pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
+        match self {
+            Self::Vm(request) => request.apply(config),
+            Self::Zone(request) => request.apply(config),
+        }
+    }
+}
+
 section! {
     /// `vm.resize-disk`.
     pub struct ResizeDiskRequest: "vm.resize-disk" {
@@ -457,10 +497,8 @@ pub enum VmRequest {
     Delete(Reply<()>),
     /// `vm.info`.
     Info(Reply<VmInfo>),
-    /// `vm.resize`.
-    Resize(ResizeRequest, Reply<()>),
-    /// `vm.resize-zone`.
-    ResizeZone(ResizeZoneRequest, Reply<()>),
+    /// `vm.resize` or `vm.resize-zone`.
+    Resize(Resize, Reply<()>),
     /// `vm.resize-disk`.
     ResizeDisk(ResizeDiskRequest, Reply<()>),
     /// `vm.add-disk`, `vm.add-net`, `vm.add-pmem`, `vm.add-vsock`; the answer is `None` if the VM

@@ -225,11 +225,10 @@ impl KvmMachine {
         })
     }
 
-    /// Has the guest have `desired` vCPUs: those that come are there at once, those that go are
-    /// asked for.
-    pub(super) fn change_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
+    /// Takes `step` to `desired` vCPUs: those that come are there at once, those that go are
+    /// requested from the guest.
+    pub(super) fn change_vcpus(&mut self, desired: u8, step: Step) -> Result<(), VmError> {
         let registers = Arc::clone(&self.vcpus.registers);
-        let step = self.vcpus_step(desired)?;
         match step {
             Step::Nothing => {
                 if registers.plug(|plug| plug.ask_again()) {

@@ -66,7 +66,6 @@ async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<A
             VmRequest::Create(_, reply)
             | VmRequest::Delete(reply)
             | VmRequest::Resize(_, reply)
-            | VmRequest::ResizeZone(_, reply)
             | VmRequest::ResizeDisk(_, reply)
             | VmRequest::RemoveDevice(_, reply)
             | VmRequest::ChangePressure(_, reply)

@@ -7,7 +7,7 @@ use axum::http::StatusCode;
 use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
 use crate::api::wire::{MemoryAnswer, ResizeBody, ResizeZoneBody};
-use crate::vm::request::{VmHandle, VmRequest};
+use crate::vm::request::{Resize, VmHandle, VmRequest};
 
 /// Answers as soon as the guest has been asked; `vm.memory` tells how it goes.
 pub(super) async fn resize(
@@ -15,7 +15,7 @@ pub(super) async fn resize(
     JsonBody(body): JsonBody<ResizeBody>,
 ) -> Result<StatusCode, ApiError> {
     let resize = body.try_into()?;
-    vm.ask(|reply| VmRequest::Resize(resize, reply)).await?;
+    vm.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -25,7 +25,7 @@ pub(super) async fn resize_zone(
     JsonBody(body): JsonBody<ResizeZoneBody>,
 ) -> Result<StatusCode, ApiError> {
     let resize = body.try_into()?;
-    vm.ask(|reply| VmRequest::ResizeZone(resize, reply)).await?;
+    vm.ask(|reply| VmRequest::Resize(Resize::Zone(resize), reply)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -93,7 +93,7 @@ fn an_agent_whose_zones_have_more_than_the_vm_can_have_together_is_refused() {
 fn no_more_is_shown_as_online_than_is_plugged() {
     let mut f = fixture("off", false, true);
     f.greet();
-    f.core.resize("pm", 64 * MIB, TimeMs(0)).unwrap();
+    f.core.resize_zone("pm", 64 * MIB, TimeMs(0)).unwrap();
     let mut line = report(1, 300, [128 * MIB, 1024 * MIB]);
     line["memory"]["total_bytes"] = json!(384 * MIB);
     f.line(&line);

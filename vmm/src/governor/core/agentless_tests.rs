@@ -543,7 +543,7 @@ fn a_recording_of_a_guest_with_a_balloon_is_read_and_replayed() {
 #[test]
 fn a_balloon_that_is_sized_by_hand_stays_so() {
     let mut rig = rig(false);
-    rig.core.resize(BALLOON_ZONE, REGION - 512 * MIB, rig.now).unwrap();
+    rig.core.resize_zone(BALLOON_ZONE, REGION - 512 * MIB, rig.now).unwrap();
     rig.wait(60);
     assert_eq!(rig.guest.ballooned(), 512 * MIB);
 }

@@ -118,12 +118,12 @@ fn resumed_zone_has_no_goal_and_a_later_resize_is_carried_out() {
     let mut f = fixture("off", false, true);
     f.greet();
     f.report_little_free_memory();
-    f.core.resize("pm", 1024 * MIB, TimeMs(100)).unwrap();
+    f.core.resize_zone("pm", 1024 * MIB, TimeMs(100)).unwrap();
     let before = f.pm.sizes();
     assert!(before.held_bytes > 0);
     f.core.change(&PressureChange { resume: Some(true), ..Default::default() }, TimeMs(0)).unwrap();
     let sizes = f.pm.sizes();
     assert_eq!((sizes.requested_bytes, sizes.held_bytes), (before.requested_bytes, 0));
-    f.core.resize("pm", 1024 * MIB, TimeMs(200)).unwrap();
+    f.core.resize_zone("pm", 1024 * MIB, TimeMs(200)).unwrap();
     assert_eq!(f.pm.sizes().held_bytes, before.held_bytes);
 }

@@ -26,7 +26,7 @@ impl Core {
 
     /// Checks all of a change, because all of it is made or nothing.
     fn check(&self, change: &PressureChange) -> Result<Change, GovernorError> {
-        let zone = change.zone.as_deref().map(|id| self.find(id)).transpose()?;
+        let zone = change.zone.as_deref().map(|id| self.zones.find(id)).transpose()?;
         let controller = self.governor.controller();
         let policy = match &change.policy {
             Some(name) => {
@@ -152,7 +152,7 @@ mod tests {
         let subscriber =
             tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
         tracing::subscriber::with_default(subscriber, || {
-            f.core.resize("pm", BLOCK, TimeMs(0)).unwrap();
+            f.core.resize_zone("pm", BLOCK, TimeMs(0)).unwrap();
             log.0.lock().clear();
             let mut said = |change| {
                 let _ = f.core.change(&serde_json::from_value(change).unwrap(), TimeMs(0));

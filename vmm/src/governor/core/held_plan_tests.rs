@@ -71,7 +71,7 @@ fn event_names_a_zone_that_the_policy_may_grow() {
     // A client has sized DRAM.
     let mut f = fixture("psi", false, true);
     f.greet();
-    f.core.resize("dram", 64 * MIB, TimeMs(0)).unwrap();
+    f.core.resize_zone("dram", 64 * MIB, TimeMs(0)).unwrap();
     hold(&mut f);
     assert_eq!(reported(&f), (0, 1));
     let mut f = fixture("psi", false, true);

@@ -1,6 +1,6 @@
 //! A guest that starts another kernel by itself.
 
-use balloon::DriverState;
+use balloon::{DriverState, ZoneSizes};
 
 use super::*;
 use crate::governor::ZoneDevice;

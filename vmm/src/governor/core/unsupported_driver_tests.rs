@@ -44,17 +44,20 @@ fn a_resize_of_a_zone_with_a_refused_driver_is_an_error_that_names_the_kernel() 
         let mut f = fixture(policy, false, true);
         refuse_all(&f);
         for bytes in [BLOCK, 64 * MIB] {
-            let error = f.core.resize("pm", bytes, TimeMs(0)).unwrap_err();
+            let error = f.core.resize_zone("pm", bytes, TimeMs(0)).unwrap_err();
             assert!(
-                matches!(&error, GovernorError::UnsupportedDriver { id } if id == "pm"),
+                matches!(
+                    &error,
+                    GovernorError::NotResizable { id, reason: ResizeTargetError::UnsupportedDriver }
+                        if id == "pm"
+                ),
                 "{error:?}"
             );
             assert!(error.to_string().contains("5.16"), "{error}");
-            assert!(f.core.check_resize("pm", bytes).is_err());
         }
         assert!(f.core.info(0, TimeMs(0)).pinned_zones.is_empty());
         // The size that it has needs no driver.
-        f.core.resize("pm", 0, TimeMs(0)).unwrap();
+        f.core.resize_zone("pm", 0, TimeMs(0)).unwrap();
         assert_eq!(f.core.resize_status("pm", TimeMs(0)), Some(ResizeStatus::Reached));
     }
 }
@@ -63,7 +66,7 @@ fn a_resize_of_a_zone_with_a_refused_driver_is_an_error_that_names_the_kernel() 
 fn a_resize_that_waits_for_its_driver_is_stuck_when_that_is_refused_and_stays_so() {
     let mut f = fixture("off", false, true);
     f.pm.sizes.lock().driver = DriverState::Absent;
-    f.core.resize("pm", 64 * MIB, TimeMs(0)).unwrap();
+    f.core.resize_zone("pm", 64 * MIB, TimeMs(0)).unwrap();
     f.core.tick(TimeMs(100));
     assert_eq!(f.core.resize_status("pm", TimeMs(100)), Some(ResizeStatus::Pending));
     f.pm.refuse_driver();
@@ -74,7 +77,7 @@ fn a_resize_that_waits_for_its_driver_is_stuck_when_that_is_refused_and_stays_so
     }
     assert_eq!((requested_bytes(&f), *f.pm.reminders.lock()), (0, 0));
     // Until a client requests the plugged size.
-    f.core.resize("pm", 0, TimeMs(120_000)).unwrap();
+    f.core.resize_zone("pm", 0, TimeMs(120_000)).unwrap();
     assert_eq!(f.core.resize_status("pm", TimeMs(120_000)), Some(ResizeStatus::Reached));
 }
 
@@ -84,7 +87,8 @@ fn a_size_at_boot_is_withdrawn_from_a_refused_driver_with_its_steps() {
     f.pm.sizes.lock().driver = DriverState::Absent;
     f.greet();
     f.report_little_free_memory();
-    f.core.boot_with("pm", 1024 * MIB, TimeMs(100)).unwrap();
+    let target = f.core.zones().target("pm", 1024 * MIB).unwrap();
+    f.core.boot_with(target, TimeMs(100));
     assert!(f.pm.sizes().held_bytes > 0);
     f.pm.refuse_driver();
     for now in (200..20_000).step_by(200).map(TimeMs) {

@@ -1,9 +1,10 @@
 //! Interface of a machine to its owner.
 
 use super::super::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, ResizeDiskRequest, ResizeRequest,
-    ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, VmError,
+    VolumeInfo, ZoneInfo,
 };
+use super::super::resize_plan::{ResizePlan, ResizeStep};
 use super::{EventSender, Standstill};
 use crate::config::{DeviceConfig, VmConfig};
 use crate::governor::info::{PressureChange, PressureInfo};
@@ -29,11 +30,11 @@ pub trait Machine {
     fn pools(&self) -> Vec<PoolInfo>;
     /// The guest's kernel, once an agent has said it.
     fn guest_kernel(&self) -> Option<GuestKernel>;
-    /// Whether all of a resize can be done, as far as it can be told without doing it: the host may
-    /// have no room.
-    fn check_resize(&self, resize: &ResizeRequest) -> Result<(), VmError>;
-    /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
-    fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
+    /// Checks all of a resize. The host may still lack the memory for it.
+    fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError>;
+    /// Carries out a step of a plan. Before the next plan is made, all steps are carried out or
+    /// dropped.
+    fn resize(&mut self, step: &ResizeStep) -> Result<(), VmError>;
     /// Fills in what of the configuration only the machine knows, such as where a pseudo terminal
     /// is.
     fn complete(&self, _config: &mut VmConfig) {}
@@ -41,10 +42,6 @@ pub trait Machine {
     fn counters(&self) -> Counters;
     /// Its balloon, if it has one.
     fn balloon(&self) -> Option<BalloonInfo>;
-    /// Sets what is in the balloon in bytes, and pins it until the governor is resumed.
-    fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError>;
-    /// The same of one zone, whatever it is made of.
-    fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError>;
     /// Gives a disk another size, which the guest is told of.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
     /// Its devices, those that the guest has not let go yet among them.
@@ -55,9 +52,6 @@ pub trait Machine {
     fn remove_device(&mut self, id: &str) -> Result<(), VmError>;
     /// The guest has let go what is in a PCI slot, and finds nothing there any more.
     fn ejected(&mut self, slot: u8);
-    /// Has the guest have so many vCPUs, of those that may ever be: it is given more, or asked to
-    /// let some go.
-    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError>;
     /// The guest has let a vCPU go.
     fn vcpu_ejected(&mut self, index: u8);
     /// What the governor does.

@@ -18,7 +18,10 @@ use crate::config::{ParamSettings, PressureConfig, test_config};
 use crate::events::{Seen, Watcher};
 use crate::governor::info::PressureInfo;
 use crate::vm::request::VmHandle;
-use crate::vm::request::{BalloonInfo, Counters, PoolInfo, VolumeInfo, ZoneInfo};
+use crate::vm::request::{
+    BalloonInfo, Counters, PoolInfo, ResizeZoneRequest, VolumeInfo, ZoneInfo,
+};
+use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 use crate::volume::kernel_gate::GuestKernel;
 
 /// What happened to the machines that were built, in order.
@@ -85,29 +88,27 @@ impl Machine for FakeMachine {
     fn guest_kernel(&self) -> Option<GuestKernel> {
         None
     }
-    fn check_resize(&self, resize: &ResizeRequest) -> Result<(), VmError> {
+    fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
         let is_odd = |size: Option<u64>| size.is_some_and(|size_bytes| size_bytes % 2 == 1);
-        match is_odd(resize.desired_ram) || is_odd(resize.desired_balloon) {
-            true => Err(VmError::BadRequest("odd".to_owned())),
-            false => Ok(()),
+        match resize {
+            Resize::Vm(request) if request.desired_vcpus == Some(3) => {
+                Err(VmError::VcpusLeaving { leaving: "2".to_owned() })
+            }
+            Resize::Vm(request)
+                if is_odd(request.desired_ram) || is_odd(request.desired_balloon) =>
+            {
+                Err(VmError::BadRequest("odd".to_owned()))
+            }
+            _ => Ok(ResizePlan::unchecked(resize)),
         }
     }
-    fn resize_dram(&mut self, _: u64) -> Result<(), VmError> {
-        self.0.lock().push("resize");
-        self.1.wait("resize");
+    fn resize(&mut self, step: &ResizeStep) -> Result<(), VmError> {
+        self.0.lock().push(step.label());
+        self.1.wait(step.label());
         Ok(())
     }
     fn balloon(&self) -> Option<BalloonInfo> {
         None
-    }
-    fn resize_balloon(&mut self, _: u64) -> Result<(), VmError> {
-        self.0.lock().push("resize balloon");
-        Ok(())
-    }
-    fn resize_zone(&mut self, _: &ResizeZoneRequest) -> Result<(), VmError> {
-        self.0.lock().push("resize zone");
-        self.1.wait("resize zone");
-        Ok(())
     }
     fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {
         self.0.lock().push("resize disk");
@@ -133,10 +134,6 @@ impl Machine for FakeMachine {
     }
     fn ejected(&mut self, _: u8) {
         self.0.lock().push("ejected");
-    }
-    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
-        self.0.lock().push("resize vcpus");
-        if desired == 3 { Err(VmError::VcpusLeaving { leaving: "2".to_owned() }) } else { Ok(()) }
     }
     fn vcpu_ejected(&mut self, _: u8) {
         self.0.lock().push("vcpu ejected");

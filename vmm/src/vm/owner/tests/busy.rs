@@ -71,11 +71,13 @@ fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
         vm.handle.ask(|reply| VmRequest::Create(Box::new(config), reply)).await.unwrap();
         vm.check("build", VmState::Created, |vm| vm.ask(VmRequest::Boot)).await;
         let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
-        vm.check("resize", VmState::Running, |vm| vm.ask(|reply| VmRequest::Resize(resize, reply)))
-            .await;
+        vm.check("resize zone", VmState::Running, |vm| {
+            vm.ask(|reply| VmRequest::Resize(resize.into(), reply))
+        })
+        .await;
         let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 1 << 30 };
         vm.check("resize zone", VmState::Running, |vm| {
-            vm.ask(|reply| VmRequest::ResizeZone(zone, reply))
+            vm.ask(|reply| VmRequest::Resize(zone.into(), reply))
         })
         .await;
         let size = ResizeDiskRequest { id: "_disk1".to_owned(), desired_size: 1 << 30 };

@@ -1,0 +1,345 @@
+//! Resizes of a running machine: all of a request is checked, and then carried out in steps.
+
+use balloon::governor::{ResizeTarget, ResizeTargetError};
+use foreshore_types::size::Size;
+
+use super::machine::KvmMachine;
+use super::request::{Resize, ResizeRequest, ResizeZoneRequest, VmError, hotplugged};
+use crate::acpi::plug::Step;
+use crate::config::{BALLOON_ZONE, DRAM_ZONE, VmConfig};
+use crate::governor::GovernorError;
+use crate::memory::zone::{Growth, Tier, ZoneSpec};
+
+/// Steps of a resize, each of which the machine can carry out unless the host lacks memory.
+#[derive(Debug)]
+pub struct ResizePlan(Vec<ResizeStep>);
+
+impl IntoIterator for ResizePlan {
+    type Item = ResizeStep;
+    type IntoIter = std::vec::IntoIter<ResizeStep>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+/// Step of a resize. Only a plan makes one.
+#[derive(Debug)]
+pub struct ResizeStep(Change);
+
+#[derive(Debug)]
+enum Change {
+    Vcpus {
+        desired: u8,
+        step: Step,
+    },
+    Zone {
+        id: String,
+        /// Requested size, boot part included.
+        size_bytes: u64,
+        growth: ZoneChange,
+    },
+    Balloon {
+        size_bytes: u64,
+        /// `None` without a balloon, of which only a size of 0 can be requested.
+        target: Option<ResizeTarget>,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+enum ZoneChange {
+    /// The zone has boot memory only, of the requested size.
+    None,
+    /// Size of the hotplug part.
+    Target(ResizeTarget),
+    /// Size of the DIMM to add. 0 if the zone is not smaller than the requested size.
+    Dimm(u64),
+}
+
+impl ResizeStep {
+    /// Stores the size for the next boot. Memory that was added by ACPI stays: the next boot has it
+    /// as boot memory. A zone of PM boots empty, because its pool serves other VMs as well.
+    pub fn store(&self, config: &mut VmConfig) {
+        match &self.0 {
+            Change::Vcpus { desired, .. } => config.cpus.boot_vcpus = *desired,
+            Change::Zone { id, size_bytes, .. } => {
+                let memory = &mut config.memory;
+                if memory.resizes_by_acpi() {
+                    memory.size = *size_bytes;
+                } else if let Some(zone) = memory.zones.iter_mut().find(|zone| zone.id == *id) {
+                    zone.hotplugged_size = hotplugged(*size_bytes, zone.size);
+                } else if memory.zones.is_empty() && id == DRAM_ZONE {
+                    memory.hotplugged_size = hotplugged(*size_bytes, memory.size);
+                }
+            }
+            Change::Balloon { size_bytes, .. } => {
+                if let Some(balloon) = &mut config.balloon {
+                    balloon.size = *size_bytes;
+                }
+            }
+        }
+    }
+}
+
+impl KvmMachine {
+    /// Checks all of a request. `desired_vcpus` is 1 to the maximum.
+    pub(super) fn plan(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
+        let mut changes = Vec::new();
+        match resize {
+            Resize::Vm(ResizeRequest { desired_vcpus, desired_ram, desired_balloon }) => {
+                if let Some(desired) = *desired_vcpus {
+                    changes.push(Change::Vcpus { desired, step: self.vcpus_step(desired)? });
+                }
+                if let Some(size_bytes) = *desired_ram {
+                    changes.push(self.plan_dram(size_bytes)?);
+                }
+                if let Some(size_bytes) = *desired_balloon {
+                    let target = self.balloon_target(size_bytes)?;
+                    changes.push(Change::Balloon { size_bytes, target });
+                }
+            }
+            Resize::Zone(request) => changes.push(self.plan_zone(request)?),
+        }
+        Ok(ResizePlan(changes.into_iter().map(ResizeStep).collect()))
+    }
+
+    /// Carries out a step. A zone or balloon that is resized stays pinned until the governor is
+    /// resumed.
+    pub(super) fn carry_out(&mut self, ResizeStep(change): &ResizeStep) -> Result<(), VmError> {
+        match change {
+            Change::Vcpus { desired, step } => self.change_vcpus(*desired, step.clone()),
+            Change::Zone { id, size_bytes, growth } => match *growth {
+                ZoneChange::None => Ok(()),
+                ZoneChange::Dimm(more_bytes) => self.grow_by_dimm(*size_bytes, more_bytes),
+                ZoneChange::Target(target) => {
+                    self.told.expect_of_zone(id);
+                    self.request(target)
+                }
+            },
+            Change::Balloon { target, .. } => target.map_or(Ok(()), |target| self.request(target)),
+        }
+    }
+
+    fn request(&self, target: ResizeTarget) -> Result<(), VmError> {
+        Ok(self.governor.call(move |core, now| core.resize(target, now))?)
+    }
+
+    fn zone_ids(&self, of: impl Fn(&ZoneSpec) -> bool) -> Vec<&str> {
+        self.memory.zones().iter().filter(|spec| of(spec)).map(|spec| spec.id.as_str()).collect()
+    }
+
+    fn plan_dram(&self, size_bytes: u64) -> Result<Change, VmError> {
+        let dram = self.zone_ids(|spec| spec.tier == Tier::Dram);
+        if dram != [DRAM_ZONE] {
+            return Err(VmError::BadRequest(format!(
+                "desired_ram: the VM's memory is in zones; vm.resize-zone resizes each: {}",
+                dram.join(", ")
+            )));
+        }
+        let spec = &self.memory.zones()[0];
+        let growth = match spec.growth {
+            Growth::Dimms => ZoneChange::Dimm(self.missing_bytes(size_bytes)?),
+            Growth::VirtioMem => self.zone_change(spec, "the VM", size_bytes)?,
+        };
+        Ok(Change::Zone { id: DRAM_ZONE.to_owned(), size_bytes, growth })
+    }
+
+    fn plan_zone(&self, request: &ResizeZoneRequest) -> Result<Change, VmError> {
+        let ResizeZoneRequest { id, desired_ram } = request;
+        let Some(spec) = self.memory.zones().iter().find(|spec| spec.id == *id) else {
+            let known = self.zone_ids(|_| true).join(", ");
+            return Err(VmError::BadRequest(format!(
+                "The VM has no zone {id:?}; its zones: {known}"
+            )));
+        };
+        if spec.growth == Growth::Dimms {
+            return Err(VmError::BadRequest(format!(
+                "desired_ram {desired_ram}: zone {id} grows by ACPI: vm.resize adds memory to it"
+            )));
+        }
+        let growth = self.zone_change(spec, &format!("zone {id}"), *desired_ram)?;
+        Ok(Change::Zone { id: id.clone(), size_bytes: *desired_ram, growth })
+    }
+
+    /// Checks that a zone, which errors call `name`, can have `size_bytes`, boot part included.
+    fn zone_change(
+        &self,
+        spec: &ZoneSpec,
+        name: &str,
+        size_bytes: u64,
+    ) -> Result<ZoneChange, VmError> {
+        let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
+        let out_of_bounds = || {
+            VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: {name} has {boot_bytes} bytes of boot memory and can have at most \
+                 {most_bytes}"
+            ))
+        };
+        let bytes = size_bytes.checked_sub(boot_bytes).ok_or_else(out_of_bounds)?;
+        // The governor has no zone without a hotplug part.
+        if spec.hotplug_bytes == 0 {
+            return if bytes == 0 { Ok(ZoneChange::None) } else { Err(out_of_bounds()) };
+        }
+        let target = self.governor.zones().target(&spec.id, bytes);
+        target.map(ZoneChange::Target).map_err(|err| match err {
+            GovernorError::NotResizable { reason: ResizeTargetError::TooLarge { .. }, .. } => {
+                out_of_bounds()
+            }
+            GovernorError::NotResizable {
+                reason: ResizeTargetError::NotMultiple { block_bytes, .. },
+                ..
+            } => VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: {bytes} bytes beyond boot memory are not a multiple of {}",
+                Size(block_bytes)
+            )),
+            err => err.into(),
+        })
+    }
+
+    /// Target of the zone that a balloon of `size_bytes` leaves to the guest. `None` without a
+    /// balloon.
+    fn balloon_target(&self, size_bytes: u64) -> Result<Option<ResizeTarget>, VmError> {
+        let refuse =
+            |reason| VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}"));
+        let Some(balloon) = &self.balloon else {
+            let refused = || refuse("the VM has no balloon".to_owned());
+            return if size_bytes == 0 { Ok(None) } else { Err(refused()) };
+        };
+        let most_bytes = balloon.sizes().max_bytes;
+        let left_bytes = most_bytes.checked_sub(size_bytes).ok_or_else(|| {
+            refuse(format!("the guest keeps its floor, which leaves at most {most_bytes} bytes"))
+        })?;
+        let target = self.governor.zones().target(BALLOON_ZONE, left_bytes);
+        target.map(Some).map_err(|err| match err {
+            // The maximum is whole blocks, so the balloon is not if the rest is not.
+            GovernorError::NotResizable {
+                reason: ResizeTargetError::NotMultiple { block_bytes, .. },
+                ..
+            } => refuse(format!("it is not a multiple of {block_bytes} bytes")),
+            err => err.into(),
+        })
+    }
+}
+
+#[cfg(test)]
+impl ResizePlan {
+    /// Plan of a machine that can carry out any request.
+    pub(super) fn unchecked(resize: &Resize) -> Self {
+        let growth = ZoneChange::None;
+        let changes = match resize.clone() {
+            Resize::Vm(ResizeRequest { desired_vcpus, desired_ram, desired_balloon }) => vec![
+                desired_vcpus.map(|desired| Change::Vcpus { desired, step: Step::Nothing }),
+                desired_ram.map(|size_bytes| Change::Zone {
+                    id: DRAM_ZONE.to_owned(),
+                    size_bytes,
+                    growth,
+                }),
+                desired_balloon.map(|size_bytes| Change::Balloon { size_bytes, target: None }),
+            ],
+            Resize::Zone(ResizeZoneRequest { id, desired_ram }) => {
+                vec![Some(Change::Zone { id, size_bytes: desired_ram, growth })]
+            }
+        };
+        Self(changes.into_iter().flatten().map(ResizeStep).collect())
+    }
+}
+
+#[cfg(test)]
+impl ResizeStep {
+    pub(super) fn label(&self) -> &'static str {
+        match self.0 {
+            Change::Vcpus { .. } => "resize vcpus",
+            Change::Zone { .. } => "resize zone",
+            Change::Balloon { .. } => "resize balloon",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use balloon::ZoneId;
+
+    use super::*;
+    use crate::memory::slots::fake::FakeSlots;
+    use crate::memory::{MemoryOptions, build};
+    use crate::vm::machine::tests::machine;
+    use crate::vm::owner::Machine;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A machine with 64 MiB of boot memory and a hotplug part.
+    fn growing(hotplug_bytes: u64) -> KvmMachine {
+        let mut machine = machine();
+        let mut spec = machine.memory.zones()[0].clone();
+        spec.hotplug_bytes = hotplug_bytes;
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
+        let slots = Arc::<FakeSlots>::default();
+        machine.memory = build(vec![spec], None, slots, options).unwrap();
+        machine
+    }
+
+    fn dram(size_bytes: u64) -> Resize {
+        ResizeRequest { desired_ram: Some(size_bytes), ..ResizeRequest::default() }.into()
+    }
+
+    fn zone(size_bytes: u64) -> Resize {
+        ResizeZoneRequest { id: DRAM_ZONE.to_owned(), desired_ram: size_bytes }.into()
+    }
+
+    #[test]
+    fn size_that_a_zone_cannot_have_is_refused_in_the_terms_of_the_request() {
+        let machine = growing(128 * MIB);
+        for size_bytes in [64 * MIB, 66 * MIB, 192 * MIB] {
+            machine.plan_resize(&dram(size_bytes)).unwrap();
+            machine.plan_resize(&zone(size_bytes)).unwrap();
+        }
+        let bounds = "67108864 bytes of boot memory and can have at most 201326592";
+        let blocks = "1048576 bytes beyond boot memory are not a multiple of 2 MiB";
+        for (size_bytes, for_dram, for_zone) in [
+            (62 * MIB, format!("the VM has {bounds}"), format!("zone dram has {bounds}")),
+            (194 * MIB, format!("the VM has {bounds}"), format!("zone dram has {bounds}")),
+            (65 * MIB, blocks.to_owned(), blocks.to_owned()),
+        ] {
+            for (resize, text) in [(dram(size_bytes), for_dram), (zone(size_bytes), for_zone)] {
+                let error = machine.plan_resize(&resize).unwrap_err();
+                assert!(matches!(error, VmError::BadRequest(_)));
+                assert_eq!(error.to_string(), format!("desired_ram {size_bytes}: {text}"));
+            }
+        }
+    }
+
+    #[test]
+    fn zone_without_hotplug_part_can_only_have_its_size() {
+        let mut machine = growing(0);
+        for step in machine.plan_resize(&dram(64 * MIB)).unwrap() {
+            machine.resize(&step).unwrap();
+        }
+        let error = machine.plan_resize(&dram(66 * MIB)).unwrap_err().to_string();
+        let bounds = "67108864 bytes of boot memory and can have at most 67108864";
+        assert_eq!(error, format!("desired_ram 69206016: the VM has {bounds}"));
+    }
+
+    /// The balloon is the last part that is checked.
+    #[test]
+    fn plan_of_a_request_with_one_wrong_part_changes_nothing() {
+        let machine = growing(128 * MIB);
+        let desired_balloon = Some(2 * MIB);
+        let desired_ram = Some(66 * MIB);
+        let request = ResizeRequest { desired_ram, desired_balloon, ..ResizeRequest::default() };
+        let error = machine.plan_resize(&request.into()).unwrap_err().to_string();
+        assert_eq!(error, "desired_balloon 2097152: the VM has no balloon");
+        assert!(machine.pressure(0).pinned_zones.is_empty());
+    }
+
+    #[test]
+    fn planned_size_of_a_zone_is_requested_and_pins_it() {
+        let mut machine = growing(128 * MIB);
+        for step in machine.plan_resize(&dram(66 * MIB)).unwrap() {
+            machine.resize(&step).unwrap();
+        }
+        assert_eq!(machine.governor.zones()[ZoneId(0)].device.sizes().requested_bytes, 2 * MIB);
+        assert_eq!(machine.pressure(0).pinned_zones, [DRAM_ZONE]);
+    }
+}
