@@ -20,18 +20,17 @@ pub struct Step {
 }
 
 impl Controller {
-    /// Stops sizing a zone that was sized by hand, until [`Controller::resume`].
-    pub fn pin(&mut self, id: ZoneId, host: &HostView, now: TimeMs) {
-        self.observe(host, now);
+    /// Stops sizing a zone that was sized by hand, until [`Controller::resume`]. Call
+    /// [`Controller::observe`] first.
+    pub fn pin(&mut self, id: ZoneId) {
         for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
             zone.pin();
         }
     }
 
-    /// Sets the size that a zone has to reach in steps. Call [`Controller::next_steps`] to get the
-    /// first step.
-    pub fn set_goal(&mut self, id: ZoneId, size_bytes: u64, host: &HostView, now: TimeMs) {
-        self.observe(host, now);
+    /// Sets the size that a zone has to reach in steps. Call [`Controller::observe`] first, and
+    /// [`Controller::next_steps`] to get the first step.
+    pub fn set_goal(&mut self, id: ZoneId, size_bytes: u64) {
         for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
             (zone.goal_bytes, zone.is_goal_new) = (Some(size_bytes), true);
         }
@@ -42,14 +41,13 @@ impl Controller {
         self.zones.iter().any(|zone| zone.goal_bytes.is_some())
     }
 
-    /// Returns requests that bring zones closer to their goals. Carry them out, and read the host
-    /// again before [`Controller::step`]. Goals stay in force in a paused loop and in a dry
-    /// run, because a client set them.
+    /// Returns requests that bring zones closer to their goals, after [`Controller::observe`] of
+    /// the same host. Carry them out, and read the host again before [`Controller::step`]. Goals
+    /// stay in force in a paused loop and in a dry run, because a client set them.
     pub fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<Step> {
         if !self.has_goals() {
             return Vec::new();
         }
-        self.observe(host, now);
         let mut room_bytes = self.descriptors.room_bytes(&self.rules, host, now);
         let mut steps = Vec::new();
         for (zone, followed) in host.zones.iter().zip(&mut self.zones) {

@@ -111,6 +111,11 @@ impl Controller {
     /// Decides what to do about `event`. `host` must be read after the last plan was carried out.
     pub fn step(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         self.observe(host, now);
+        self.decide(event, host, now)
+    }
+
+    /// Decides, after [`Controller::observe`] of the same host.
+    pub(crate) fn decide(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         for zone in &mut self.zones {
             zone.by_hand = false;
         }
@@ -267,7 +272,7 @@ impl Controller {
 
     fn take_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
         let state = std::mem::replace(&mut self.state, PolicyState::Empty);
-        let seen = self.without_stuck(host, now);
+        let seen = self.without_stuck(&self.zones, host, now);
         let is_carried_out = !self.rules.dry_run && !self.paused;
         let input = Input { report, host: &seen, is_carried_out };
         let (state, mut decision) = self.policy.decide(state, input, now);
@@ -294,10 +299,15 @@ impl Controller {
     /// comes, whoever asked for it. Where nothing has come for too long, and rule 5 does not
     /// end the request, the zone stays as it is: or what a hand has asked for would be waited
     /// for by a guest that is short.
-    fn without_stuck<'a>(&self, host: &'a HostView, now: TimeMs) -> Cow<'a, HostView> {
-        let passes_over = self.passes_over_driverless(host, now);
+    fn without_stuck<'a>(
+        &self,
+        trackers: &[ZoneTracker],
+        host: &'a HostView,
+        now: TimeMs,
+    ) -> Cow<'a, HostView> {
+        let passes_over = self.passes_over_driverless(trackers, host, now);
         let mut seen = Cow::Borrowed(host);
-        for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
+        for (index, (zone, followed)) in host.zones.iter().zip(trackers).enumerate() {
             let is_left =
                 followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
             let is_stuck = followed.is_stuck(zone, &self.rules, now);
@@ -317,9 +327,14 @@ impl Controller {
     /// Rule 5: whether zones without a driver are asked last, and not waited for: where another
     /// zone can be asked. Where none can, they are asked as if somebody were there, for the
     /// driver that may come.
-    fn passes_over_driverless(&self, host: &HostView, now: TimeMs) -> bool {
+    fn passes_over_driverless(
+        &self,
+        trackers: &[ZoneTracker],
+        host: &HostView,
+        now: TimeMs,
+    ) -> bool {
         let online_policy = self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy);
-        spread::has_live_room(host, &self.zones, self.unmovable_permille(online_policy), now)
+        spread::has_live_room(host, trackers, self.unmovable_permille(online_policy), now)
     }
 
     /// The share of a zone that may be lent to a guest that onlines memory like this.
@@ -362,21 +377,29 @@ impl Controller {
         }
     }
 
-    fn spread(&self, last: LastReport, from: Option<u32>, host: &HostView, now: TimeMs) -> Spread {
-        let awaited = self.without_stuck(host, now);
+    /// Divides sizes among zones as `trackers` follow them.
+    fn spread(
+        &self,
+        trackers: &[ZoneTracker],
+        last: LastReport,
+        from: Option<u32>,
+        host: &HostView,
+        now: TimeMs,
+    ) -> Spread {
+        let awaited = self.without_stuck(trackers, host, now);
         let limits = Limits {
             descriptor_bytes: self.descriptors.room_bytes(&self.rules, &awaited, now),
             room_bytes: self.rules.ceiling_bytes.saturating_sub(host.requested_bytes()),
             unmovable_permille: self.unmovable_permille(last.online_policy),
-            driverless_last: self.passes_over_driverless(host, now),
+            driverless_last: self.passes_over_driverless(trackers, host, now),
         };
         let is_kept_pm = |(zone, followed): &(&ZoneSizes, &ZoneTracker)| {
             zone.tier == Tier::Pm && !followed.pinned && followed.is_kept()
         };
-        let kept = host.zones.iter().zip(&self.zones).filter(is_kept_pm);
+        let kept = host.zones.iter().zip(trackers).filter(is_kept_pm);
         let kept_bytes =
             kept.fold(0u64, |sum, (zone, _)| sum.saturating_add(zone.outstanding_grow_bytes()));
-        Spread::new(host, &awaited, &self.zones, last.decision.near, from, limits, now)
+        Spread::new(host, &awaited, trackers, last.decision.near, from, limits, now)
             .owing(kept_bytes)
     }
 

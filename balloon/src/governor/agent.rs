@@ -91,7 +91,7 @@ mod tests {
         let mut governor =
             Governor::new(Policy::default(), rules, false, &host, TimeMs(0)).expect("defaults");
         let mut step = |event, now| {
-            let effects = governor.step(event, &host, TimeMs(now));
+            let effects = governor.effects_of(event, &host, TimeMs(now));
             effects.notes.iter().any(|note| matches!(note, Note::AgentMissed))
         };
         assert!(!step(Event::Tick, 60_000), "there was none");

@@ -1,4 +1,4 @@
-//! Input and output of [`Governor::step`](super::Governor::step).
+//! Input and output of [`Governor::run`](super::Governor::run).
 
 use foreshore_proto::{AgentMessage, Hello, OnlinePolicy, Refusal, Report};
 
@@ -6,9 +6,9 @@ use super::{AgentState, ResizeTarget};
 use crate::controller::Rules;
 use crate::plan::Plan;
 use crate::policy::Policy;
-use crate::{TimeMs, ZoneId};
+use crate::{HostView, TimeMs, ZoneId};
 
-/// Cause of a step.
+/// Event of a VM.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// An agent has connected.
@@ -35,13 +35,6 @@ pub enum Event {
     /// The guest gets a DIMM of so many bytes, whose page descriptors need room like those of a
     /// zone.
     AddDimm(u64),
-    /// Follows the requests of a plan: the next steps towards sizes that a client requested. If
-    /// true, decides after that.
-    Goals(bool),
-    /// Follows steps towards such a size: the second half of a tick.
-    Decide,
-    /// Follows other requests.
-    Observe,
 }
 
 /// Change of the governor. A field that is `None` stays unchanged. All values have been validated.
@@ -60,15 +53,45 @@ pub struct Change {
     pub paused: Option<bool>,
 }
 
-/// Results of a step, in the order in which the caller performs them.
-#[derive(Clone, Debug, Default)]
-pub struct Effects {
-    /// Requests to devices.
-    pub requests: Vec<Request>,
+/// Devices of a VM.
+pub trait Devices {
+    /// Performs the requests of a step.
+    fn perform(&mut self, requests: Vec<Request>);
+
+    /// Reads the sizes of zones, pool and balloon.
+    fn host(&mut self) -> HostView;
+}
+
+/// Notes of a step, with the host that it saw.
+#[derive(Clone, Debug)]
+pub struct StepNotes {
     /// Notes for the log, the trace and metrics.
     pub notes: Vec<Note>,
-    /// Event of the step that follows the requests.
-    pub next: Option<Event>,
+    /// The host before the requests of the step.
+    pub host: HostView,
+}
+
+/// Results of a step, in the order in which they are performed.
+#[derive(Debug, Default)]
+pub(super) struct Effects {
+    pub requests: Vec<Request>,
+    pub notes: Vec<Note>,
+    /// Step that follows the requests.
+    pub next: Option<FollowUp>,
+}
+
+/// Step after the requests of another one.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum FollowUp {
+    /// Takes the next steps towards sizes that a client requested, after the requests of a plan.
+    Goals {
+        /// Decides after that.
+        then_decide: bool,
+    },
+    /// Second half of a tick, after steps towards such a size.
+    Decide,
+    /// Only observes the new sizes.
+    Observe,
 }
 
 impl Effects {

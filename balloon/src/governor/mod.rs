@@ -3,13 +3,12 @@
 //! ```text
 //!   Event: message of the agent, resize, time ──┐              ┌─► requests to devices
 //!   HostView: sizes of zones, pool, balloon ────┼─► Governor ──┼─► notes for the log, the trace and metrics
-//!   TimeMs ─────────────────────────────────────┘    ::step    └─► the event that follows the requests
+//!   TimeMs ─────────────────────────────────────┘    ::run
 //! ```
 //!
-//! The caller reads the host, calls [`Governor::step`] and performs the [`Effects`]: first the
-//! requests, because the guest waits for them, then the notes. If [`Effects::next`] is set, it
-//! reads the host again and calls `step` with that event, because a device may have lowered what
-//! was requested.
+//! The caller reads the host and calls [`Governor::run`]. [`Devices`] perform the requests, and the
+//! host may be read again after that, because a device may have lowered what was requested. The
+//! caller writes the notes last, because the guest waits for the requests.
 
 mod agent;
 mod agentless;
@@ -31,7 +30,8 @@ use self::agentless::{Agentless, Reporter};
 pub use self::agentless::{FAST_INTERVAL_MS, Onlining};
 use self::audit::Grounds;
 pub use self::audit::{Audit, AuditedZone, Entry};
-pub use self::effects::{Change, Decided, Effects, Event, Note, Request};
+pub use self::effects::{Change, Decided, Devices, Event, Note, Request, StepNotes};
+use self::effects::{Effects, FollowUp};
 use self::held_plan::HeldPlan;
 pub use self::resize_target::{ResizeTarget, ResizeTargetError};
 use self::shortage::{Ended, Shortage};
@@ -118,40 +118,53 @@ impl Governor {
         self.agentless = Some(Agentless::new(onlining));
     }
 
-    /// Handles an event. `host` is the host at this moment, read after the last effects were
-    /// performed.
-    pub fn step(&mut self, event: Event, host: &HostView, now: TimeMs) -> Effects {
+    /// Handles an event, and has `devices` perform the requests. `host` is the host at this moment.
+    /// Returns the notes of each step with the host that it saw, for the log and the trace.
+    pub fn run(
+        &mut self,
+        event: Event,
+        mut host: HostView,
+        devices: &mut impl Devices,
+        now: TimeMs,
+    ) -> Vec<StepNotes> {
+        let mut steps = Vec::new();
         let mut effects = Effects::default();
-        match event {
-            Event::AgentConnected => self.agent_connected(now, &mut effects),
-            Event::AgentGone => self.agent_gone(now, &mut effects),
-            Event::Message { message, with_sleep } => {
-                self.message(message, with_sleep, host, now, &mut effects);
-            }
-            Event::Report(report) => self.agent_report(report, host, now, &mut effects),
-            Event::Tick => self.tick(host, now, &mut effects),
-            Event::Resize(target) => self.resize(target, host, now, &mut effects),
-            Event::BootWith(target) => {
-                self.observe(host, now, &mut effects);
-                self.controller.set_goal(target.zone(), target.size_bytes(), host, now);
-                self.follow_goals(host, now, &mut effects);
-            }
-            Event::Change(change) => self.change(change, host, &mut effects),
-            Event::AddDimm(bytes) => self.controller.add_dimm(bytes, now),
-            Event::Goals(then_decide) => {
-                self.observe(host, now, &mut effects);
-                self.goals(then_decide, host, now, &mut effects);
-            }
-            Event::Decide => {
-                self.observe(host, now, &mut effects);
-                self.decide(host, now, &mut effects);
-            }
-            Event::Observe => {
-                self.observe(host, now, &mut effects);
-                self.note_reached(&mut effects);
+        self.handle(event, &host, now, &mut effects);
+        loop {
+            let Effects { requests, notes, next } = std::mem::take(&mut effects);
+            devices.perform(requests);
+            steps.push(StepNotes { notes, host });
+            let Some(next) = next else { return steps };
+            host = devices.host();
+            self.observe(&host, now, &mut effects);
+            match next {
+                FollowUp::Goals { then_decide } => {
+                    self.goals(then_decide, &host, now, &mut effects);
+                }
+                FollowUp::Decide => self.decide(&host, now, &mut effects),
+                FollowUp::Observe => self.note_reached(&mut effects),
             }
         }
-        effects
+    }
+
+    fn handle(&mut self, event: Event, host: &HostView, now: TimeMs, effects: &mut Effects) {
+        match event {
+            Event::AgentConnected => self.agent_connected(now, effects),
+            Event::AgentGone => self.agent_gone(now, effects),
+            Event::Message { message, with_sleep } => {
+                self.message(message, with_sleep, host, now, effects);
+            }
+            Event::Report(report) => self.agent_report(report, host, now, effects),
+            Event::Tick => self.tick(host, now, effects),
+            Event::Resize(target) => self.resize(target, host, now, effects),
+            Event::BootWith(target) => {
+                self.observe(host, now, effects);
+                self.controller.set_goal(target.zone(), target.size_bytes());
+                self.follow_goals(host, now, effects);
+            }
+            Event::Change(change) => self.change(change, host, effects),
+            Event::AddDimm(bytes) => self.controller.add_dimm(bytes, now),
+        }
     }
 
     /// Handles a message of the agent, or the reason why its line was refused. The guest's clock is
@@ -191,7 +204,9 @@ impl Governor {
         // The plan's requests change the sizes that the goals start from.
         match effects.requests.is_empty() {
             true => self.goals(false, host, now, effects),
-            false if self.controller.has_goals() => effects.next = Some(Event::Goals(false)),
+            false if self.controller.has_goals() => {
+                effects.next = Some(FollowUp::Goals { then_decide: false });
+            }
             false => {}
         }
     }
@@ -237,7 +252,7 @@ impl Governor {
             Some(agentless) => agentless.place(report, from, host),
             None => report,
         };
-        let plan = self.controller.step(controller::Event::Report(&report), host, now);
+        let plan = self.controller.decide(controller::Event::Report(&report), host, now);
         self.last_report = Some((now, report));
         self.request(&plan, host, now, effects);
         self.note(plan, ended, true, host, now, effects);
@@ -256,22 +271,23 @@ impl Governor {
         }
         match taken {
             Some(Ok(report)) => self.report(report, Reporter::Statistics, host, now, effects),
-            Some(Err(refusal)) => self.refused(refusal, Reporter::Statistics, effects),
-            None => {}
+            Some(Err(refusal)) => {
+                self.refused(refusal, Reporter::Statistics, effects);
+                self.observe(host, now, effects);
+            }
+            None => self.observe(host, now, effects),
         }
-        if effects.is_sizing() {
-            effects.next = Some(Event::Goals(true));
-            return;
+        match effects.is_sizing() {
+            true => effects.next = Some(FollowUp::Goals { then_decide: true }),
+            false => self.goals(true, host, now, effects),
         }
-        self.observe(host, now, effects);
-        self.goals(true, host, now, effects);
     }
 
     /// Takes the next steps towards sizes that a client requested. After that, or at once if there
     /// are none, decides on a tick if `then_decide` is set.
     fn goals(&mut self, then_decide: bool, host: &HostView, now: TimeMs, effects: &mut Effects) {
         if self.follow_goals(host, now, effects) {
-            effects.next = Some(if then_decide { Event::Decide } else { Event::Observe });
+            effects.next = Some(if then_decide { FollowUp::Decide } else { FollowUp::Observe });
         } else if then_decide {
             self.decide(host, now, effects);
         }
@@ -297,12 +313,12 @@ impl Governor {
                 effects.requests.push(Request::Remind(sizes.id));
             }
         }
-        let plan = self.controller.step(controller::Event::Tick, host, now);
+        let plan = self.controller.decide(controller::Event::Tick, host, now);
         self.request(&plan, host, now, effects);
         self.note(plan, None, false, host, now, effects);
     }
 
-    /// Takes the host's present sizes.
+    /// Takes the host's present sizes, once per step.
     fn observe(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
         for (seen, sizes) in self.controller.observe(host, now).into_iter().zip(&host.zones) {
             self.shortage.lacks(seen.lowered_bytes);
@@ -397,6 +413,16 @@ impl Governor {
         if has_hotplug && !is_first_movable {
             effects.notes.push(Note::OnlinePolicy(now));
         }
+    }
+}
+
+#[cfg(test)]
+impl Governor {
+    /// Effects of an event, without the steps that follow them.
+    fn effects_of(&mut self, event: Event, host: &HostView, now: TimeMs) -> Effects {
+        let mut effects = Effects::default();
+        self.handle(event, host, now, &mut effects);
+        effects
     }
 }
 

@@ -1,6 +1,6 @@
 //! Requests of clients: sizes of zones, and changes of the governor.
 
-use super::{Change, Effects, Event, Governor, Note, Request, ResizeTarget};
+use super::{Change, Effects, FollowUp, Governor, Note, Request, ResizeTarget};
 use crate::controller::Step;
 use crate::{HostView, TimeMs, ZoneId};
 
@@ -18,13 +18,13 @@ impl Governor {
         let index = host.zones.iter().position(|sizes| sizes.id == zone);
         let index = index.unwrap_or_else(|| panic!("{zone} is not a zone of the VM"));
         let sizes = &host.zones[index];
-        self.controller.pin(zone, host, now);
+        self.controller.pin(zone);
         self.shortage.abandoned();
         self.audit.sized_by_hand(index, &host.zones, now);
         // If the device has lowered the last request, the same size is a new request.
         if size_bytes != sizes.requested_bytes + sizes.held_bytes || sizes.lowered_by().is_some() {
             effects.notes.push(Note::Resized(zone, size_bytes));
-            self.controller.set_goal(zone, size_bytes, host, now);
+            self.controller.set_goal(zone, size_bytes);
             self.follow_goals(host, now, effects);
         }
         self.note_reached(effects);
@@ -41,7 +41,7 @@ impl Governor {
         let steps = self.controller.next_steps(host, now);
         let is_sizing = !steps.is_empty();
         if is_sizing {
-            effects.next = Some(Event::Observe);
+            effects.next = Some(FollowUp::Observe);
         }
         effects.requests.extend(steps.into_iter().map(|step| {
             let Step { zone, requested_bytes, goal_bytes } = step;
@@ -91,6 +91,7 @@ impl Governor {
 mod tests {
     use super::*;
     use crate::controller::Rules;
+    use crate::governor::Event;
     use crate::policy::{Policy, fixed};
     use crate::{Tier, ZoneSizes};
 
@@ -99,7 +100,7 @@ mod tests {
         let mut governor =
             Governor::new(Policy::default(), Rules::default(), false, &host, TimeMs(0))
                 .expect("defaults");
-        governor.step(event, &host, TimeMs(0));
+        governor.effects_of(event, &host, TimeMs(0));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::agent::Agent;
 use super::demand::{Demand, Segment};
 use super::guest::{Guest, GuestConfig, Pool};
 use crate::controller::Rules;
-use crate::governor::{Change, Event, Governor, Note, Request};
+use crate::governor::{Change, Devices, Event, Governor, Note, Request};
 use crate::plan::{Direction, Plan, Reason};
 use crate::policy::Policy;
 use crate::{HostView, ParamError, TimeMs};
@@ -93,6 +93,34 @@ pub struct Vm {
     decided: Decided,
 }
 
+/// Zones of the simulated guest, which has neither a balloon nor a driver to remind.
+struct GuestDevices<'a> {
+    guest: &'a mut Guest,
+    host: &'a mut HostView,
+}
+
+impl Devices for GuestDevices<'_> {
+    fn perform(&mut self, requests: Vec<Request>) {
+        for request in requests {
+            let (Request::Size(zone, size_bytes) | Request::Step { zone, size_bytes, .. }) =
+                request
+            else {
+                continue;
+            };
+            for sizes in self.host.zones.iter_mut().filter(|sizes| sizes.id == zone) {
+                sizes.requested_bytes = size_bytes;
+            }
+        }
+        self.guest.request(self.host.zones.iter().map(|zone| zone.requested_bytes));
+    }
+
+    fn host(&mut self) -> HostView {
+        let pool_free_bytes = self.host.pool_free_bytes;
+        self.guest.show(self.host, pool_free_bytes);
+        self.host.clone()
+    }
+}
+
 impl Vm {
     /// A VM that has just started. `host` has its zones.
     pub fn new(
@@ -158,7 +186,9 @@ impl Vm {
         self.settle_ms = policy.settle_ms();
         self.rest_since = None;
         let change = Change { policy: Some(policy), ..Change::default() };
-        self.governor.step(Event::Change(change), &self.host, self.guest.now());
+        let (host, now) = (self.host.clone(), self.guest.now());
+        let mut devices = GuestDevices { guest: &mut self.guest, host: &mut self.host };
+        self.governor.run(Event::Change(change), host, &mut devices, now);
         Ok(())
     }
 
@@ -249,8 +279,8 @@ impl Vm {
         self.rest_since = rests.then(|| self.rest_since.unwrap_or(self.guest.now()));
     }
 
-    /// Sends a report or a tick to the governor and performs the effects. Returns whether that left
-    /// everything as it is, for good.
+    /// Sends a report or a tick to the governor. Returns whether that left everything as it is, for
+    /// good.
     fn step(
         &mut self,
         report: Option<&Report>,
@@ -258,22 +288,22 @@ impl Vm {
         observer: &mut impl Observer,
     ) -> bool {
         let now = self.guest.now();
-        let mut next = Some(report.map_or(Event::Tick, |report| Event::Report(report.clone())));
+        let event = report.map_or(Event::Tick, |report| Event::Report(report.clone()));
+        self.host.pool_free_bytes = pool.free_bytes();
+        let mut devices = GuestDevices { guest: &mut self.guest, host: &mut self.host };
+        let host = devices.host();
+        let steps = self.governor.run(event, host, &mut devices, now);
+        let settings = self.governor.settings();
+        self.agent.set_watermark(settings.watermark_bytes, settings.watermark_of);
         let mut is_at_rest = false;
-        while let Some(event) = next {
-            self.guest.show(&mut self.host, pool.free_bytes());
-            observer.host(now, &self.host);
-            let effects = self.governor.step(event, &self.host, now);
-            for note in &effects.notes {
+        for step in &steps {
+            observer.host(now, &step.host);
+            for note in &step.notes {
                 if let Note::Decided(decided) = note {
-                    observer.plan(now, &decided.plan, &self.host);
+                    observer.plan(now, &decided.plan, &step.host);
                     is_at_rest = self.count(&decided.plan);
                 }
             }
-            let settings = self.governor.settings();
-            self.agent.set_watermark(settings.watermark_bytes, settings.watermark_of);
-            self.perform(&effects.requests);
-            next = effects.next;
         }
         is_at_rest
     }
@@ -288,22 +318,6 @@ impl Vm {
         }
         plan.direction == Direction::Hold
             && matches!(plan.reason, Reason::Enough | Reason::Off | Reason::FixedSize)
-    }
-
-    /// Requests sizes from the guest. The simulated guest has neither a balloon nor a driver to
-    /// remind.
-    fn perform(&mut self, requests: &[Request]) {
-        for request in requests {
-            let (Request::Size(zone, size_bytes) | Request::Step { zone, size_bytes, .. }) =
-                *request
-            else {
-                continue;
-            };
-            for sizes in self.host.zones.iter_mut().filter(|sizes| sizes.id == zone) {
-                sizes.requested_bytes = size_bytes;
-            }
-        }
-        self.guest.request(self.host.zones.iter().map(|zone| zone.requested_bytes));
     }
 
     /// Goes on to the last report before the end of the rest that may still matter.

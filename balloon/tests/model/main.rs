@@ -327,7 +327,8 @@ impl World {
 
     fn size_by_hand(&mut self, zone: usize, bytes: u64) {
         self.end_flap();
-        self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
+        self.controller.observe(&self.host, self.now);
+        self.controller.pin(self.host.zones[zone].id);
         // The loop looks at all zones then.
         self.see_growth();
         self.see_sizes();

@@ -23,10 +23,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use balloon::governor::{Event, Governor, Onlining, Request, ResizeTarget, ResizeTargetError};
+use balloon::governor::{
+    Devices, Event, Governor, Onlining, Request, ResizeTarget, ResizeTargetError, StepNotes,
+};
 use balloon::policy::Policy;
 use balloon::proto::{AgentMessage, Hello, Refusal, Settings};
-use balloon::statistics::BalloonState;
 use balloon::{Distances, HostView, TimeMs, ZoneId};
 
 pub use self::show::{ZoneQuery, ZoneState};
@@ -43,12 +44,7 @@ const CALL: &str = "vm.pressure";
 /// The governor of one VM, and its devices.
 pub struct Core {
     pub(super) governor: Governor,
-    zones: GovernedZones,
-    balloon: Option<Arc<dyn BalloonSource>>,
-    boot_bytes: u64,
-    beside: Beside,
-    pool_free: PoolFree,
-    distances: Distances,
+    devices: GovernedDevices,
     agent_bytes: Arc<AtomicU64>,
     report_to_plan: LatencyHistogram,
     report_to_online: LatencyHistogram,
@@ -83,19 +79,20 @@ impl Core {
     ) -> Result<Self, GovernorError> {
         let policy = config.policy(CALL)?;
         let rules = config.rules(CALL)?;
-        let zones = GovernedZones(zones.into());
-        let (beside, distances) = (Beside::default(), Distances::default());
-        let host = host_view(&zones, None, boot_bytes, &beside, &pool_free, &distances);
+        let devices = GovernedDevices {
+            zones: GovernedZones(zones.into()),
+            balloon: None,
+            boot_bytes,
+            beside: Beside::default(),
+            pool_free,
+            distances: Distances::default(),
+        };
+        let host = devices.view();
         fit(&policy, rules.floor_bytes, host.region_bytes())?;
         let governor = Governor::new(policy, rules, config.paused, &host, now)?;
         Ok(Self {
             governor,
-            zones,
-            balloon: None,
-            boot_bytes,
-            beside,
-            pool_free,
-            distances,
+            devices,
             agent_bytes: Arc::default(),
             report_to_plan: LatencyHistogram::default(),
             report_to_online: LatencyHistogram::default(),
@@ -106,13 +103,13 @@ impl Core {
 
     /// Sets the distances between the guest's nodes.
     pub fn with_distances(mut self, distances: Distances) -> Self {
-        self.distances = distances;
+        self.devices.distances = distances;
         self
     }
 
     /// Sets the memory that the guest may have and the governor does not size.
     pub fn with_beside(mut self, beside: Beside) -> Self {
-        self.beside = beside;
+        self.devices.beside = beside;
         self
     }
 
@@ -124,7 +121,7 @@ impl Core {
 
     /// Sets the source of statistics for a guest without an agent.
     pub fn with_statistics(mut self, balloon: Arc<dyn BalloonSource>, onlining: Onlining) -> Self {
-        self.balloon = Some(balloon);
+        self.devices.balloon = Some(balloon);
         self.governor.use_statistics(onlining);
         self
     }
@@ -136,7 +133,7 @@ impl Core {
         vm: &str,
         now: TimeMs,
     ) -> io::Result<Self> {
-        self.recorder = Some(Recorder::start(target, vm, &self.host(), now)?);
+        self.recorder = Some(Recorder::start(target, vm, &self.devices.view(), now)?);
         Ok(self)
     }
 
@@ -180,7 +177,7 @@ impl Core {
                 core.report_to_plan.observe(took());
             }
         };
-        self.step_from(self.host(), Event::Message { message, with_sleep }, now, observe);
+        self.run(Event::Message { message, with_sleep }, self.devices.view(), now, observe);
     }
 
     /// Time has passed, or a plugged size or statistics have changed.
@@ -190,18 +187,19 @@ impl Core {
 
     /// Zones, for the targets of [`Core::resize`] and [`Core::boot_with`].
     pub fn zones(&self) -> &GovernedZones {
-        &self.zones
+        &self.devices.zones
     }
 
     /// Sizes a zone by hand and pins it. Fails if the device has refused the guest's driver since
     /// the target was parsed.
     pub fn resize(&mut self, target: ResizeTarget, now: TimeMs) -> Result<(), GovernorError> {
-        let (zone, host) = (target.zone(), self.host());
+        let (zone, host) = (target.zone(), self.devices.view());
         if !target.has_driver(&host.zones[zone.0 as usize]) {
-            let (id, reason) = (self.zones[zone].id.clone(), ResizeTargetError::UnsupportedDriver);
+            let (id, reason) =
+                (self.zones()[zone].id.clone(), ResizeTargetError::UnsupportedDriver);
             return Err(GovernorError::NotResizable { id, reason });
         }
-        self.step_from(host, Event::Resize(target), now, |_| ());
+        self.run(Event::Resize(target), host, now, |_| ());
         Ok(())
     }
 
@@ -217,74 +215,69 @@ impl Core {
 
     /// Memory for whose page descriptors the guest has room, by its last report or by `unreported`.
     pub fn describable_bytes(&self, now: TimeMs) -> u64 {
-        self.governor.controller().describable_bytes(&self.host(), now)
+        self.governor.controller().describable_bytes(&self.devices.view(), now)
     }
 
     fn step(&mut self, event: Event, now: TimeMs) {
-        self.step_from(self.host(), event, now, |_| ());
+        self.run(event, self.devices.view(), now, |_| ());
     }
 
-    /// Handles an event, and those that follow its requests. The guest waits for the requests, and
-    /// a log reader can be slow. Therefore all requests are made before `performed` is called
-    /// and the notes are written. `host` is the host at this moment.
-    fn step_from(
-        &mut self,
-        host: HostView,
-        event: Event,
-        now: TimeMs,
-        performed: impl FnOnce(&Self),
-    ) {
-        let (mut next, mut steps) = (Some((event, host)), Vec::new());
-        while let Some((event, host)) = next {
-            let effects = self.governor.step(event, &host, now);
-            effects.requests.into_iter().for_each(|request| self.perform(request));
-            steps.push((effects.notes, host));
-            next = effects.next.map(|event| (event, self.host()));
-        }
+    /// Handles an event. The guest waits for the requests, and a log reader can be slow. Therefore
+    /// all requests are made before `performed` is called and the notes are written. `host` is the
+    /// host at this moment.
+    fn run(&mut self, event: Event, host: HostView, now: TimeMs, performed: impl FnOnce(&Self)) {
+        let steps = self.governor.run(event, host, &mut self.devices, now);
         performed(self);
-        for (notes, host) in steps {
+        for StepNotes { notes, host } in steps {
             notes.into_iter().for_each(|note| self.write_down(note, &host, now));
         }
     }
+}
 
-    fn perform(&self, request: Request) {
-        let device = |zone: ZoneId| &self.zones[zone].device;
-        match request {
-            Request::Size(zone, size_bytes) => device(zone).request(size_bytes),
-            Request::Step { zone, size_bytes, goal_bytes } => {
-                device(zone).request_step(size_bytes, goal_bytes);
-            }
-            Request::Remind(zone) => device(zone).remind(),
-            Request::ReportHeld(zone) => device(zone).report_held(),
-            Request::AskStatistics => self.balloon.iter().for_each(|balloon| balloon.ask()),
-        }
-    }
+/// Devices of a VM as the governor reads and sizes them.
+struct GovernedDevices {
+    zones: GovernedZones,
+    balloon: Option<Arc<dyn BalloonSource>>,
+    boot_bytes: u64,
+    beside: Beside,
+    pool_free: PoolFree,
+    distances: Distances,
+}
 
+impl GovernedDevices {
     /// Reads the host. Each zone's sizes are read once.
-    fn host(&self) -> HostView {
-        let Self { zones, boot_bytes, beside, pool_free, distances, .. } = self;
-        let balloon = self.balloon.as_ref().map(|balloon| balloon.state());
-        host_view(zones, balloon, *boot_bytes, beside, pool_free, distances)
+    fn view(&self) -> HostView {
+        let balloon = self.zones.iter().position(|zone| zone.id == BALLOON_ZONE);
+        HostView {
+            zones: self.zones.sizes(),
+            boot_bytes: self.boot_bytes.saturating_add(self.beside.dimm_bytes()),
+            mapped_bytes: self.beside.mapped_bytes(),
+            pool_free_bytes: (self.pool_free)(),
+            distances: self.distances.clone(),
+            balloon: balloon.map(|at| ZoneId(at as u32)),
+            balloon_state: self.balloon.as_ref().map(|balloon| balloon.state()),
+        }
     }
 }
 
-fn host_view(
-    zones: &GovernedZones,
-    balloon_state: Option<BalloonState>,
-    boot_bytes: u64,
-    beside: &Beside,
-    pool_free: &PoolFree,
-    distances: &Distances,
-) -> HostView {
-    let balloon = zones.iter().position(|zone| zone.id == BALLOON_ZONE);
-    HostView {
-        zones: zones.sizes(),
-        boot_bytes: boot_bytes.saturating_add(beside.dimm_bytes()),
-        mapped_bytes: beside.mapped_bytes(),
-        pool_free_bytes: pool_free(),
-        distances: distances.clone(),
-        balloon: balloon.map(|at| ZoneId(at as u32)),
-        balloon_state,
+impl Devices for GovernedDevices {
+    fn perform(&mut self, requests: Vec<Request>) {
+        let device = |zone: ZoneId| &self.zones[zone].device;
+        for request in requests {
+            match request {
+                Request::Size(zone, size_bytes) => device(zone).request(size_bytes),
+                Request::Step { zone, size_bytes, goal_bytes } => {
+                    device(zone).request_step(size_bytes, goal_bytes);
+                }
+                Request::Remind(zone) => device(zone).remind(),
+                Request::ReportHeld(zone) => device(zone).report_held(),
+                Request::AskStatistics => self.balloon.iter().for_each(|balloon| balloon.ask()),
+            }
+        }
+    }
+
+    fn host(&mut self) -> HostView {
+        self.view()
     }
 }
 

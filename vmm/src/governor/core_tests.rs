@@ -20,12 +20,7 @@ fn a_guest_that_fills_gets_dram_first_and_then_pm() {
     for available in [200, 150, 100, 60] {
         f.report(available);
     }
-    assert_eq!(
-        f.core.governor.counters().refused.len(),
-        0,
-        "{:?}",
-        f.core.governor.counters().refused
-    );
+    assert_eq!(f.core.counters().refused.len(), 0, "{:?}", f.core.counters().refused);
     assert_eq!(f.dram.sizes().plugged_bytes, 128 * MIB);
     for available in [60, 40, 30] {
         f.report(available);
@@ -58,7 +53,7 @@ fn sizes_of_a_zone_are_read_once_per_report() {
             before.map(|reads| reads + 1)
         );
     }
-    assert!(f.core.governor.counters().plans.keys().any(|key| key.1 == "grow"));
+    assert!(f.core.counters().plans.keys().any(|key| key.1 == "grow"));
 }
 
 #[test]
@@ -68,7 +63,7 @@ fn dry_run_decides_and_asks_nobody() {
     for available in [100, 50, 20, 20] {
         f.report(available);
     }
-    assert!(f.core.governor.counters().plans.keys().any(|key| key.1 == "grow"));
+    assert!(f.core.counters().plans.keys().any(|key| key.1 == "grow"));
     assert_eq!(f.dram.sizes().requested_bytes, 0);
     assert!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).dry_run);
 }
@@ -80,7 +75,7 @@ fn off_takes_reports_and_does_nothing() {
     for available in [100, 50, 20, 5] {
         f.report(available);
     }
-    assert_eq!(f.core.governor.counters().reports, 4);
+    assert_eq!(f.core.counters().reports, 4);
     assert_eq!(f.dram.sizes().requested_bytes, 0);
 }
 
@@ -299,13 +294,13 @@ fn what_the_host_cannot_provide_is_asked_of_another_tier_and_not_all_the_time() 
         f.report(20);
     }
     assert_eq!(f.dram.sizes().plugged_bytes, 0);
-    assert_eq!(f.pm.sizes().plugged_bytes, 1024 * MIB, "{:?}", f.core.governor.counters().plans);
+    assert_eq!(f.pm.sizes().plugged_bytes, 1024 * MIB, "{:?}", f.core.counters().plans);
     let info = f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50));
-    assert!(info.decisions_total < 20, "{:?}", f.core.governor.counters().plans);
+    assert!(info.decisions_total < 20, "{:?}", f.core.counters().plans);
     assert!(
-        f.core.governor.counters().plans.keys().any(|key| key.2 == "host_short"),
+        f.core.counters().plans.keys().any(|key| key.2 == "host_short"),
         "{:?}",
-        f.core.governor.counters().plans
+        f.core.counters().plans
     );
     // What came from PM ends the wait: it is not waited for twice.
     assert!(f.core.sample(TimeMs(f.seq * 50)).report_to_online.count() >= 1);
@@ -315,7 +310,7 @@ fn what_the_host_cannot_provide_is_asked_of_another_tier_and_not_all_the_time() 
         f.seq += 19;
         f.report(20);
     }
-    assert_eq!(f.dram.sizes().plugged_bytes, 256 * MIB, "{:?}", f.core.governor.counters().plans);
+    assert_eq!(f.dram.sizes().plugged_bytes, 256 * MIB, "{:?}", f.core.counters().plans);
 }
 
 #[test]
@@ -557,7 +552,7 @@ fn parameters_are_changed_by_name_all_or_none() {
 #[test]
 fn zones_of_one_node_share_what_the_guest_says_of_it() {
     let mut fixture = fixture("off", false, true);
-    let pm = &mut Arc::get_mut(&mut fixture.core.zones.0).unwrap()[1];
+    let pm = &mut Arc::get_mut(&mut fixture.core.devices.zones.0).unwrap()[1];
     (pm.guest_numa_node, pm.boot_bytes) = (0, 384 * MIB);
     fixture.dram.request(64 * MIB);
     fixture.pm.request(32 * MIB);

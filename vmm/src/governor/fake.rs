@@ -5,6 +5,7 @@ use std::io::{self, Cursor, Write};
 use std::sync::Arc;
 use std::time::Duration;
 
+use balloon::governor::{AgentState, Counters};
 use balloon::proto::Refusal;
 use balloon::trace::{Reader, Trace};
 use balloon::{DriverState, Shortfall, Tier, TimeMs, ZoneSizes};
@@ -142,6 +143,19 @@ pub fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
 }
 
 impl Core {
+    pub fn counters(&self) -> &Counters {
+        self.governor.counters()
+    }
+
+    pub fn agent_state(&self, now: TimeMs) -> AgentState {
+        self.governor.agent_state(now)
+    }
+
+    /// The rule's patience with a guest that makes no progress.
+    pub fn progress_ms(&self) -> u64 {
+        self.governor.controller().rules().progress_ms
+    }
+
     /// Sizes a zone by hand.
     pub fn resize_zone(&mut self, id: &str, bytes: u64, now: TimeMs) -> Result<(), GovernorError> {
         let target = self.zones().target(id, bytes)?;

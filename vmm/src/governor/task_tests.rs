@@ -118,7 +118,7 @@ fn a_paused_vm_is_neither_silent_nor_late_and_goes_on_where_it_was() {
     assert_eq!((clock.now(), requested(&f)), (TimeMs(2_999), asked));
     pass(51);
     f.core.tick(clock.now());
-    assert_eq!(f.core.governor.agent_state(clock.now()), AgentState::Silent);
+    assert_eq!(f.core.agent_state(clock.now()), AgentState::Silent);
     assert!(requested(&f) > asked, "lost reports fail open once time goes on");
     // And a second pause is like the first.
     clock.hold();
@@ -178,7 +178,7 @@ fn decisions_come_whatever_the_rest_of_the_vmm_does() {
         BufReader::new(&agent).read_line(&mut settings).unwrap();
         assert!(settings.contains("watermark_bytes"), "{settings}");
         drop(agent);
-        let state = || governor.call(|core, now| core.governor.agent_state(now));
+        let state = || governor.call(|core, now| core.agent_state(now));
         wait_until("the agent's end", || state() == AgentState::Gone);
         enough.store(true, std::sync::atomic::Ordering::Relaxed);
     });

@@ -1,7 +1,7 @@
 //! Rule 5: a guest that does not follow is asked for less. A dry run says so once.
 
 use super::{Context, Memory, Verdict};
-use crate::controller::{Controller, ZoneTracker, requested};
+use crate::controller::{ZoneTracker, requested};
 use crate::plan::{Direction, Reason};
 use crate::policy::off;
 use crate::units::round_up;
@@ -54,8 +54,7 @@ fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTrac
     if missing == 0 {
         return;
     }
-    let after = Controller { zones: zones.to_vec(), ..controller.clone() };
-    let mut spread = after.spread(context.last_or(off::decide()), None, asked, now);
+    let mut spread = controller.spread(zones, context.last_or(off::decide()), None, asked, now);
     let (added, _) = spread.grow(missing);
     for (zone, bytes) in asked.zones.iter_mut().zip(spread.into_requests()) {
         zone.requested_bytes = bytes;

@@ -1,6 +1,7 @@
 //! Rules 1, 2 and 4: the policy's size is approached at once upwards, and in steps downwards.
 
 use super::Context;
+use crate::controller::spread::Spread;
 use crate::controller::{Controller, Event, LastReport};
 use crate::plan::{Direction, Plan, Reason};
 use crate::policy::{Policy, fixed};
@@ -46,7 +47,7 @@ impl Controller {
             // What is on its way counts as there: the guest will have enough, and has not got it
             // yet.
             _ if reason == Reason::Enough
-                && self.is_in_progress(&self.without_stuck(host, now)) =>
+                && self.is_in_progress(&self.without_stuck(&self.zones, host, now)) =>
             {
                 self.hold(Reason::InProgress, host)
             }
@@ -65,15 +66,10 @@ impl Controller {
     ) -> Plan {
         // Where memory was to go from is nothing to a grow, which a floor or lost reports may ask
         // for after it.
-        let mut spread = self.spread(last, None, host, now);
-        let (added, limit) = spread.grow(bytes);
-        let wanted = host.requested_bytes().saturating_add(bytes);
-        let requests = spread.into_requests();
-        let plan = match limit {
-            Some(limit) if added == 0 => self.build(Direction::Hold, limit, None, requests, host),
-            limit => self.build(Direction::Grow, reason, limit, requests, host),
-        };
-        Plan { wanted_bytes: wanted, ..plan }
+        let mut spread = self.spread(&self.zones, last, None, host, now);
+        let moved = spread.grow(bytes);
+        let plan = self.plan_move(Direction::Grow, reason, moved, spread, host);
+        Plan { wanted_bytes: host.requested_bytes().saturating_add(bytes), ..plan }
     }
 
     /// Rules 2 and 3: PM first, in steps, after a cool-down.
@@ -98,17 +94,27 @@ impl Controller {
         let share_bytes = scale(host.plugged_bytes(), self.rules.shrink_share_permille, 1000);
         let step = self.rules.shrink_step_bytes.max(share_bytes);
         let over = host.requested_bytes().saturating_sub(self.floor_bytes(host));
-        let mut spread = self.spread(last, last.decision.from, host, now);
+        let mut spread = self.spread(&self.zones, last, last.decision.from, host, now);
         let (taken, limit) = spread.shrink(bytes.min(step).min(over));
         let limit = limit.or((over < bytes.min(step)).then_some(Reason::AtFloor));
-        let requests = spread.into_requests();
-        let plan = match limit {
-            limit if taken == 0 => {
-                self.build(Direction::Hold, limit.unwrap_or(reason), None, requests, host)
-            }
-            limit => self.build(Direction::Shrink, reason, limit, requests, host),
-        };
+        let plan = self.plan_move(Direction::Shrink, reason, (taken, limit), spread, host);
         Plan { wanted_bytes: wanted, ..plan }
+    }
+
+    /// Plan that grows or shrinks as far as its limit allows, or holds.
+    fn plan_move(
+        &self,
+        direction: Direction,
+        reason: Reason,
+        (moved_bytes, limit): (u64, Option<Reason>),
+        spread: Spread,
+        host: &HostView,
+    ) -> Plan {
+        let (direction, reason, limit) = match moved_bytes {
+            0 => (Direction::Hold, limit.unwrap_or(reason), None),
+            _ => (direction, reason, limit),
+        };
+        self.build(direction, reason, limit, spread.into_requests(), host)
     }
 }
 

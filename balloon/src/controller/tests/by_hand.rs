@@ -6,10 +6,10 @@ use super::*;
 fn rule_7_a_zone_sized_by_hand_is_left_alone_until_resumed() {
     let mut rig = Rig::fixed(600);
     rig.host.zones[PM].requested_bytes = 30 * MIB;
-    rig.controller.pin(ZoneId(1), &rig.host, rig.now);
+    rig.pin(ZoneId(1));
     assert_eq!(rig.tick(0).limited_by, Some(Reason::AtCeiling));
     assert_eq!(rig.requested_mib(), (128, 30));
-    rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+    rig.pin(ZoneId(0));
     assert_eq!(rig.tick(0).reason, Reason::Pinned);
     assert_eq!(rig.controller.status().pinned, [ZoneId(0), ZoneId(1)]);
     rig.controller.resume(Some(ZoneId(1)));
@@ -24,7 +24,7 @@ fn rule_7_a_shrink_that_a_hand_alone_stands_in_the_way_of_says_so() {
         rig.tick(0);
         rig.follow();
         for zone in pinned {
-            rig.controller.pin(rig.host.zones[*zone].id, &rig.host, rig.now);
+            rig.pin(rig.host.zones[*zone].id);
         }
         rig.want(0);
         for _ in 0..10 {
@@ -45,7 +45,7 @@ fn rule_7_a_hand_that_the_guest_does_not_follow_stops_no_shrink() {
         let mut rig = Rig::fixed(400);
         rig.tick(0);
         rig.follow();
-        rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+        rig.pin(ZoneId(0));
         rig.host.zones[DRAM].requested_bytes = by_hand_mib * MIB;
         rig.want(by_hand_mib);
         assert_eq!(rig.tick(6_000).direction, Direction::Shrink);
@@ -59,7 +59,7 @@ fn rule_7_a_hand_that_the_guest_does_not_follow_stops_no_shrink() {
 #[test]
 fn rule_7_memory_that_does_not_come_to_a_zone_sized_by_hand_is_not_waited_for() {
     let mut rig = Rig::new(Policy::default());
-    rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+    rig.pin(ZoneId(0));
     rig.host.zones[DRAM].requested_bytes = 128 * MIB;
     assert_eq!(rig.report(1000, 10).direction, Direction::Hold, "what is on its way is enough");
     for _ in 0..4 {
@@ -78,7 +78,7 @@ fn rule_7_memory_that_does_not_come_to_a_zone_sized_by_hand_is_not_waited_for() 
 /// A guest that is short, in which a hand asks for a zone that does not come: until when it keeps
 /// `reason` from another.
 fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) {
-    rig.controller.pin(rig.host.zones[by_hand].id, &rig.host, rig.now);
+    rig.pin(rig.host.zones[by_hand].id);
     rig.host.zones[by_hand].requested_bytes = 128 * MIB;
     rig.want(256);
     for ms in [0, 1_000, 2_000, 1_999] {

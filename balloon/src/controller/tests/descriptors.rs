@@ -153,8 +153,8 @@ fn size_requested_by_client_is_reached_in_steps() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(2);
     rig.report(0, 280);
-    rig.controller.pin(ZoneId(1), &rig.host, rig.now);
-    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    rig.pin(ZoneId(1));
+    rig.set_goal(ZoneId(1), 600 * MIB);
     let step = |requested_mib: u64| Step {
         zone: ZoneId(1),
         requested_bytes: requested_mib * MIB,
@@ -183,16 +183,16 @@ fn new_goal_yields_step_even_if_nothing_can_be_requested() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(0);
     rig.report(0, 280);
-    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    rig.set_goal(ZoneId(1), 600 * MIB);
     assert_eq!(rig.step(), [Step { zone: ZoneId(1), requested_bytes: 0, goal_bytes: 600 * MIB }]);
     assert_eq!(rig.step(), []);
     // A smaller size is requested at once. Blocks that are still plugged have their descriptors
     // already.
     rig.host.zones[PM].plugged_bytes = 512 * MIB;
     rig.host.zones[PM].requested_bytes = 256 * MIB;
-    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    rig.set_goal(ZoneId(1), 600 * MIB);
     assert_eq!(rig.step()[0].requested_bytes, 512 * MIB);
-    rig.controller.set_goal(ZoneId(1), 64 * MIB, &rig.host, rig.now);
+    rig.set_goal(ZoneId(1), 64 * MIB);
     assert_eq!(rig.step()[0].requested_bytes, 64 * MIB);
     assert_eq!(rig.step(), []);
 }
@@ -202,7 +202,7 @@ fn goal_ends_when_host_or_policy_requests_another_size() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(2);
     rig.report(0, 280);
-    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    rig.set_goal(ZoneId(1), 600 * MIB);
     rig.step();
     rig.host_has(PM, 100);
     assert_eq!(rig.step(), []);
@@ -212,7 +212,7 @@ fn goal_ends_when_host_or_policy_requests_another_size() {
     rig.host.zones[PM].shortfall = None;
     rig.describe(2);
     rig.report(50, 280);
-    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    rig.set_goal(ZoneId(1), 600 * MIB);
     rig.step();
     rig.follow();
     rig.want(0);

@@ -50,7 +50,7 @@ fn rule_1_what_is_asked_for_is_in_progress_until_it_is_there() {
     assert_eq!(rig.tick(100).reason, Reason::Enough);
     // A hand's request is not the loop's, and nobody waits for what is kept of a zone that does not
     // follow.
-    rig.controller.pin(ZoneId(1), &rig.host, rig.now);
+    rig.pin(ZoneId(1));
     rig.host.zones[PM].requested_bytes = 64 * MIB;
     rig.want(128);
     assert_eq!(rig.tick(100).reason, Reason::Enough);

@@ -116,8 +116,19 @@ impl Rig {
         zone.free_pages = zone.high_pages + floor_pages + sections * 1024;
     }
 
+    fn pin(&mut self, zone: ZoneId) {
+        self.controller.observe(&self.host, self.now);
+        self.controller.pin(zone);
+    }
+
+    fn set_goal(&mut self, zone: ZoneId, size_bytes: u64) {
+        self.controller.observe(&self.host, self.now);
+        self.controller.set_goal(zone, size_bytes);
+    }
+
     /// Takes the next steps towards the sizes requested by hand.
     fn step(&mut self) -> Vec<Step> {
+        self.controller.observe(&self.host, self.now);
         let steps = self.controller.next_steps(&self.host, self.now);
         for step in &steps {
             self.host.zones[step.zone.0 as usize].requested_bytes = step.requested_bytes;

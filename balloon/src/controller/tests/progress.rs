@@ -592,8 +592,7 @@ fn rule_5_what_the_host_could_not_provide_to_a_hand_is_the_hands_affair() {
     let mut rig = Rig::fixed(24);
     rig.tick(0);
     rig.follow();
-    let (host, now) = (rig.host.clone(), rig.now);
-    rig.controller.pin(ZoneId(0), &host, now);
+    rig.pin(ZoneId(0));
     rig.host.zones[DRAM].requested_bytes = 100 * MIB;
     rig.tick(10);
     rig.host_has(DRAM, 24);
@@ -607,7 +606,7 @@ fn rule_5_what_the_host_could_not_provide_counts_during_steps_towards_a_boot_siz
     rig.describe(1);
     rig.report(50, 280);
     assert_eq!(rig.requested_mib(), (64, 0));
-    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    rig.set_goal(ZoneId(1), 600 * MIB);
     rig.step();
     assert!(rig.controller.has_goals());
     rig.host_has(DRAM, 10);

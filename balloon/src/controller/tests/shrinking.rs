@@ -128,7 +128,7 @@ fn rule_2_what_a_hand_adds_is_no_grow_of_the_guests() {
     rig.tick(0);
     rig.follow();
     rig.tick(60_000);
-    rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+    rig.pin(ZoneId(0));
     rig.host.zones[DRAM].requested_bytes = 128 * MIB;
     rig.follow();
     rig.controller.resume(None);

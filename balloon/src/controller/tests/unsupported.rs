@@ -105,7 +105,7 @@ fn a_goal_ends_when_the_driver_is_refused() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(1);
     rig.report(0, 200);
-    rig.controller.set_goal(ZoneId(1), 1024 * MIB, &rig.host, rig.now);
+    rig.set_goal(ZoneId(1), 1024 * MIB);
     let [step] = rig.step()[..] else { panic!("one zone has a goal") };
     assert!((1..1024 * MIB).contains(&step.requested_bytes), "{step:?}");
     rig.refuse_driver(PM);

@@ -24,11 +24,11 @@ fn lines_that_are_no_reports_are_counted_by_reason_and_change_nothing() {
     f.bytes(Ok(b"{}"), TimeMs(0));
     f.bytes(Err(Refusal::TooLong { bound_bytes: 1 }), TimeMs(0));
     f.line(&json!({"type": "report", "version": 99}));
-    let refused = &f.core.governor.counters().refused;
+    let refused = &f.core.counters().refused;
     assert_eq!(refused.values().sum::<u64>(), 4);
     assert_eq!(refused["too_long"], 1);
     assert_eq!(refused["wrong_version"], 1);
-    assert_eq!(f.core.governor.counters().reports, 0);
+    assert_eq!(f.core.counters().reports, 0);
 }
 
 #[test]
@@ -44,8 +44,8 @@ fn an_agent_that_tells_of_more_memory_than_the_vm_can_have_is_refused() {
         line["memory"]["total_bytes"] = json!(total_bytes);
         f.line(&line);
         (
-            f.core.governor.counters().reports,
-            f.core.governor.counters().refused.get("out_of_range").copied().unwrap_or(0),
+            f.core.counters().reports,
+            f.core.counters().refused.get("out_of_range").copied().unwrap_or(0),
         )
     };
     assert_eq!(say(&mut f, most + 4096), (0, 1));
@@ -74,8 +74,8 @@ fn an_agent_whose_zones_have_more_than_the_vm_can_have_together_is_refused() {
         line["zones"] = json!([zone(0), zone(1)]);
         f.line(&line);
         (
-            f.core.governor.counters().reports,
-            f.core.governor.counters().refused.get("out_of_range").copied().unwrap_or(0),
+            f.core.counters().reports,
+            f.core.counters().refused.get("out_of_range").copied().unwrap_or(0),
         )
     };
     let (half, slack) = (most_pages / 2, 65_536 / 2);
@@ -144,15 +144,12 @@ fn who_lied_about_the_clock_does_not_lock_the_agent_out() {
     let mut honest = report(1, 200, [0, 0]);
     honest["monotonic_ms"] = json!(now.0 - 100);
     line(&mut f, honest);
-    assert_eq!(
-        (f.core.governor.counters().reports, f.core.governor.counters().refused.len()),
-        (2, 0)
-    );
+    assert_eq!((f.core.counters().reports, f.core.counters().refused.len()), (2, 0));
     // A guest that seems older than its VM has to insist.
     let mut future = report(2, 200, [0, 0]);
     future["monotonic_ms"] = json!(2 * now.0);
     line(&mut f, future);
-    assert_eq!(f.core.governor.counters().refused["from_the_future"], 1);
+    assert_eq!(f.core.counters().refused["from_the_future"], 1);
 }
 
 /// Eight hours in which nobody could report or follow: only the guest's clock has gone on.
@@ -166,15 +163,12 @@ fn a_host_that_has_slept_takes_its_guest_neither_for_a_liar_nor_for_late() {
     assert!(asked > 0);
     let now = TimeMs(f.seq * 50 + 50);
     f.core.tick(now);
-    assert_eq!(f.core.governor.agent_state(now), AgentState::Live);
+    assert_eq!(f.core.agent_state(now), AgentState::Live);
     let mut next = report(f.seq + 1, 20, [0, 0]);
     next["monotonic_ms"] = json!(now.0 + SLEPT_MS);
     f.core.line(Ok(next.to_string().as_bytes()), now, now + SLEPT_MS, Duration::default);
-    assert_eq!(
-        (f.core.governor.counters().reports, f.core.governor.counters().refused.len()),
-        (2, 0)
-    );
-    assert_eq!(f.core.governor.counters().reminders, 0);
+    assert_eq!((f.core.counters().reports, f.core.counters().refused.len()), (2, 0));
+    assert_eq!(f.core.counters().reminders, 0);
     assert!(
         f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes >= asked,
         "it is still to follow"
@@ -239,7 +233,7 @@ fn lines_of_an_agent_that_has_closed_its_end_count() {
         let stream = tokio::net::UnixStream::from_std(vmm).unwrap();
         serve(stream, &core, &Clock::start(), &mut LineBudget::new()).await.unwrap();
     });
-    assert_eq!(core.borrow().governor.counters().refused.values().sum::<u64>(), 2);
+    assert_eq!(core.borrow().counters().refused.values().sum::<u64>(), 2);
 }
 
 /// A flood costs the host so many lines a second, and waits in the guest.
@@ -265,7 +259,7 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
         serve(stream, &core, &Clock::start(), &mut LineBudget::new()).await.unwrap();
         assert!(begin.elapsed() >= Duration::from_secs(4), "{:?}", begin.elapsed());
     });
-    assert_eq!(core.borrow().governor.counters().refused.values().sum::<u64>(), 1_000);
+    assert_eq!(core.borrow().counters().refused.values().sum::<u64>(), 1_000);
 }
 
 /// A line that never ends is no line that could be counted, and costs the host no more than lines
@@ -296,7 +290,7 @@ fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
         assert!(begin.elapsed() >= Duration::from_secs(3), "{:?}", begin.elapsed());
     });
     flood.join().unwrap();
-    assert_eq!(core.borrow().governor.counters().refused, BTreeMap::from([("too_long", 1)]));
+    assert_eq!(core.borrow().counters().refused, BTreeMap::from([("too_long", 1)]));
 }
 
 /// What it is told waits for it, the newest alone, and keeps nobody from hearing what it says.
@@ -335,7 +329,7 @@ fn an_agent_that_does_not_read_is_heard_all_the_same() {
             for line in 1..=LINES {
                 settings.set(Settings::with_watermark(line << 20));
                 to.write_all(b"no report\n").await.unwrap();
-                while core.borrow().governor.counters().refused.values().sum::<u64>() < line {
+                while core.borrow().counters().refused.values().sum::<u64>() < line {
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
             }
@@ -387,7 +381,7 @@ proptest! {
             f.line(&line);
             f.core.tick(TimeMs(f.seq * 50 + 20));
         }
-        prop_assert!(f.core.governor.counters().reports > 0, "{:?}", f.core.governor.counters().refused);
+        prop_assert!(f.core.counters().reports > 0, "{:?}", f.core.counters().refused);
         prop_assert!(f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50)).decisions.len() <= DECISIONS_KEPT);
     }
 }

@@ -26,7 +26,7 @@ impl Core {
 
     /// Checks all of a change, because all of it is made or nothing.
     fn check(&self, change: &PressureChange) -> Result<Change, GovernorError> {
-        let zone = change.zone.as_deref().map(|id| self.zones.find(id)).transpose()?;
+        let zone = change.zone.as_deref().map(|id| self.zones().find(id)).transpose()?;
         let controller = self.governor.controller();
         let policy = match &change.policy {
             Some(name) => {
@@ -44,7 +44,7 @@ impl Core {
             }
         };
         let rules = controller.rules().with(by_name(&change.rules))?;
-        fit(&policy, rules.floor_bytes, self.host().region_bytes())?;
+        fit(&policy, rules.floor_bytes, self.devices.view().region_bytes())?;
         let has_policy =
             change.policy.is_some() || change.params.is_some() || change.size.is_some();
         Ok(Change {

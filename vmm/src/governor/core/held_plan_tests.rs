@@ -26,7 +26,7 @@ fn report_without_room(f: &mut Fixture) {
 fn plan_held_back_by_descriptors_is_reported_once_until_it_proceeds() {
     let mut f = fixture("psi", false, true);
     f.greet();
-    let patience_ms = f.core.governor.controller().rules().progress_ms;
+    let patience_ms = f.core.progress_ms();
     let reports = patience_ms / 50;
     (0..reports).for_each(|_| report_without_room(&mut f));
     assert_eq!((reported(&f), f.dram.sizes().requested_bytes), ((0, 0), 0));
@@ -44,8 +44,7 @@ fn dry_run_held_back_by_descriptors_is_not_reported() {
     let mut f = fixture("psi", true, true);
     f.greet();
     (0..400).for_each(|_| report_without_room(&mut f));
-    let holds =
-        f.core.governor.counters().plans.iter().filter(|(key, _)| key.2 == "descriptors").count();
+    let holds = f.core.counters().plans.iter().filter(|(key, _)| key.2 == "descriptors").count();
     assert_eq!((holds, *f.dram.reported_held.lock()), (1, 0));
 }
 

@@ -45,15 +45,11 @@ fn a_kernel_that_kexec_has_started_is_served_as_the_first_one_was() {
     };
     let needed = asked(&f);
     say(&mut f, 1, 20);
-    assert!(
-        f.core.governor.counters().refused.is_empty(),
-        "{:?}",
-        f.core.governor.counters().refused
-    );
+    assert!(f.core.counters().refused.is_empty(), "{:?}", f.core.counters().refused);
     assert!(asked(&f) > needed, "it is short and gets more than {needed}: {}", asked(&f));
     for seq in 2..=2_000 {
         say(&mut f, seq, 340);
     }
     assert!(asked(&f) < needed, "it has plenty and gives back: {}", asked(&f));
-    assert_eq!(f.core.governor.agent_state(TimeMs(9_500 + 100_000)), AgentState::Live);
+    assert_eq!(f.core.agent_state(TimeMs(9_500 + 100_000)), AgentState::Live);
 }

@@ -76,7 +76,7 @@ impl Core {
     }
 
     pub(super) fn name(&self, zone: ZoneId) -> &str {
-        &self.zones[zone].id
+        &self.zones()[zone].id
     }
 
     fn log_online_policy(&self, policy: OnlinePolicy) {

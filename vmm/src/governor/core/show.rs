@@ -144,14 +144,15 @@ impl Core {
     pub fn view(&self, decisions: usize, now: TimeMs) -> View {
         let governor = &self.governor;
         let patience_ms = governor.controller().rules().progress_ms;
-        let zones =
-            self.zones.iter().zip(self.governed_zones()).zip(0..).map(|((zone, (_, info)), id)| {
+        let zones = self.zones().iter().zip(self.governed_zones()).zip(0..).map(
+            |((zone, (_, info)), id)| {
                 let id = ZoneId(id);
                 let plugged_bytes = zone.device.sizes().plugged_bytes;
                 let tracker = governor.controller().tracker(id);
                 let late = tracker.is_some_and(|zone| zone.is_late(patience_ms, now));
                 ViewedZone { id, plugged_bytes, late, info }
-            });
+            },
+        );
         let source = |is_active| if is_active { "statistics" } else { "agent" };
         View {
             now,
@@ -182,7 +183,7 @@ impl Core {
     /// Tier and state of each zone.
     fn governed_zones(&self) -> impl Iterator<Item = (&'static str, GovernedZoneInfo)> {
         let pinned = self.governor.controller().status().pinned;
-        self.zones.iter().zip(0..).map(move |(zone, index)| {
+        self.zones().iter().zip(0..).map(move |(zone, index)| {
             let info = GovernedZoneInfo {
                 id: zone.id.clone(),
                 driver_ready: zone.device.sizes().driver == DriverState::Ready,
@@ -206,7 +207,7 @@ impl Core {
 
     /// How the last resize of zone `id` goes; `None` if the governor does not size it.
     pub fn resize_status(&self, id: &str, now: TimeMs) -> Option<ResizeStatus> {
-        let (zone, number) = self.zones.iter().zip(0..).find(|(zone, _)| zone.id == id)?;
+        let (zone, number) = self.zones().iter().zip(0..).find(|(zone, _)| zone.id == id)?;
         let offline = self.node_blocks(zone.guest_numa_node).map_or(0, |(_, offline)| offline);
         let controller = self.governor.controller();
         let tracker = controller.tracker(ZoneId(number))?;
@@ -217,14 +218,14 @@ impl Core {
     /// what they have together: then the first ones' memory counts first. None has more online
     /// than it has plugged, whatever is said.
     pub fn online_bytes(&self, id: &str) -> Option<u64> {
-        let zone = self.zones.iter().find(|zone| zone.id == id)?;
+        let zone = self.zones().iter().find(|zone| zone.id == id)?;
         let (online, _) = self.node_blocks(zone.guest_numa_node)?;
         let mut left = online.saturating_sub(zone.boot_bytes);
         // A balloon's memory is boot memory.
         let is_neighbour = |other: &&GovernedZone| {
             other.guest_numa_node == zone.guest_numa_node && other.id != BALLOON_ZONE
         };
-        for neighbour in self.zones.iter().filter(is_neighbour) {
+        for neighbour in self.zones().iter().filter(is_neighbour) {
             let its = left.min(neighbour.device.sizes().plugged_bytes);
             if neighbour.id == id {
                 return Some(its);

@@ -1,0 +1,126 @@
+//! The governor under random sequences of events and host views. For each invariant there is a
+//! caller that breaks it, and the same checks must notice.
+
+mod broken;
+mod world;
+
+use balloon::params::Setting;
+use balloon::policy::Policy;
+use proptest::prelude::*;
+use proptest::test_runner::{RngAlgorithm, TestError, TestRng, TestRunner};
+
+use self::broken::Broken;
+use self::world::{Happening, World, ZONES};
+
+const POLICIES: [(&str, &[(&str, &str)]); 7] = [
+    ("psi", &[]),
+    ("amf", &[]),
+    ("dapper", &[("watermark-scale", "4")]),
+    ("pmb", &[("watermark-scale", "4"), ("unit", "16M")]),
+    ("memorage", &[("unit", "64M"), ("calm", "1s")]),
+    ("fixed", &[("size", "300M")]),
+    ("off", &[]),
+];
+
+fn policy(index: usize) -> Policy {
+    let (name, params) = POLICIES[index];
+    let settings = params.iter().map(|(name, text)| (*name, Setting::from(*text)));
+    let settings: Vec<_> = settings.collect();
+    let settings = settings.iter().map(|(name, setting)| (*name, setting));
+    Policy::from_name(name).expect("known").with(settings).expect("in bounds")
+}
+
+fn happening() -> impl Strategy<Value = Happening> {
+    let permille = || prop_oneof![1 => Just(0u64), 1 => Just(1000u64), 2 => 0u64..=1000];
+    prop_oneof![
+        8 => (permille(), any::<bool>())
+            .prop_map(|(free_permille, movable)| Happening::Report { free_permille, movable }),
+        1 => Just(Happening::StaleReport),
+        1 => Just(Happening::RefusedLine),
+        1 => any::<bool>().prop_map(|on| Happening::Agent { on }),
+        4 => Just(Happening::Tick),
+        4 => (0..ZONES, permille())
+            .prop_map(|(zone, permille)| Happening::Follow { zone, permille }),
+        1 => (0..ZONES, 0..3usize)
+            .prop_map(|(zone, driver)| Happening::Driver { zone, driver }),
+        1 => (0..ZONES, permille()).prop_map(|(zone, permille)| Happening::Host { zone, permille }),
+        1 => (0u64..2048).prop_map(|mib| Happening::Pool { mib }),
+        1 => permille().prop_map(|free_permille| Happening::Statistics { free_permille }),
+        2 => (0..ZONES, 0u64..520, any::<bool>())
+            .prop_map(|(zone, blocks, at_boot)| Happening::Size { zone, blocks, at_boot }),
+        1 => prop::option::of(0..ZONES).prop_map(|zone| Happening::Resume { zone }),
+        1 => prop::bool::weighted(0.3).prop_map(|on| Happening::Pause { on }),
+        1 => prop::bool::weighted(0.3).prop_map(|on| Happening::DryRun { on }),
+        1 => (0..POLICIES.len()).prop_map(|index| Happening::Policy { index }),
+        1 => (0u64..200, 0u64..500)
+            .prop_map(|(floor, more)| Happening::Bounds { floor, ceiling: floor + more }),
+        1 => Just(Happening::Dimm),
+    ]
+}
+
+/// Events of a guest that follows at once, on a host that has all memory.
+fn ready() -> impl Strategy<Value = Happening> {
+    prop_oneof![
+        4 => (0u64..=1000)
+            .prop_map(|free_permille| Happening::Report { free_permille, movable: true }),
+        1 => Just(Happening::Tick),
+    ]
+}
+
+type Life = (usize, Vec<(Happening, u64)>);
+
+fn life(happening: impl Strategy<Value = Happening>) -> impl Strategy<Value = Life> {
+    let ms = prop_oneof![3 => 1u64..200, 2 => 200u64..7000];
+    (0..POLICIES.len(), prop::collection::vec((happening, ms), 1..80))
+}
+
+fn live((index, life): &Life, follows: bool, broken: Option<Broken>) -> Result<(), TestCaseError> {
+    let mut world = World::new(policy(*index), follows, broken);
+    for (happening, ms) in life {
+        world.happen(happening, *ms);
+        let wrong = world.wrong();
+        prop_assert!(wrong.is_empty(), "{happening:?}: {wrong:?}");
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn requests_keep_to_the_invariants_in_any_sequence_of_events(life in life(happening())) {
+        live(&life, false, None)?;
+    }
+
+    #[test]
+    fn dram_comes_first_and_pm_goes_first_with_a_guest_that_follows(life in life(ready())) {
+        live(&life, true, None)?;
+    }
+}
+
+fn is_caught(broken: Broken) -> bool {
+    let config = ProptestConfig {
+        cases: 400,
+        failure_persistence: None,
+        max_shrink_iters: 0,
+        ..Default::default()
+    };
+    let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+    let mut runner = TestRunner::new_with_rng(config, rng);
+    let result = match broken.needs_follower() {
+        true => runner.run(&life(ready()), |life| live(&life, true, Some(broken))),
+        false => runner.run(&life(happening()), |life| live(&life, false, Some(broken))),
+    };
+    match result {
+        Ok(()) => false,
+        Err(TestError::Fail(..)) => true,
+        Err(TestError::Abort(reason)) => panic!("{broken:?}: {reason}"),
+    }
+}
+
+#[test]
+fn every_broken_caller_is_caught() {
+    for broken in Broken::ALL {
+        assert!(is_caught(broken), "{broken:?} goes unnoticed");
+    }
+}
