@@ -17,7 +17,6 @@ pub mod decision;
 mod effects;
 mod held_plan;
 mod requests;
-mod resize_target;
 mod shortage;
 mod status;
 
@@ -33,7 +32,7 @@ pub use self::audit::{Audit, AuditedZone, Entry};
 pub use self::effects::{Change, Decided, Devices, Event, Note, Request, StepNotes};
 use self::effects::{Effects, FollowUp};
 use self::held_plan::HeldPlan;
-pub use self::resize_target::{ResizeTarget, ResizeTargetError};
+pub use self::requests::{ResizeTarget, ResizeTargetError};
 use self::shortage::{Ended, Shortage};
 pub use self::status::AgentState;
 use crate::controller::{self, Controller, Reminder, Rules};

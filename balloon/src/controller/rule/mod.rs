@@ -4,32 +4,26 @@
 //! Rules 1, 2, 4 and 8 limit plans of the others: see [`policy`], [`super::descriptors`] and
 //! [`Context::left`].
 
-mod bounds;
-mod by_hand;
-mod host_short;
-mod lost_reports;
-mod no_progress;
 mod policy;
 
 use std::borrow::Cow;
 
-pub(super) use self::host_short::HostShortfall;
-pub(super) use self::lost_reports::Lost;
-use super::{Controller, Event, LastReport, ZoneTracker, zone_tracker};
-use crate::plan::Plan;
-use crate::policy::Decision;
-use crate::{HostView, TimeMs};
+use super::{Controller, Event, LastReport, ZoneTracker, requested, zone_tracker};
+use crate::plan::{Direction, Plan, Reason};
+use crate::policy::{Decision, Policy, off};
+use crate::units::round_up;
+use crate::{HostView, TimeMs, ZoneSizes};
 
 /// Decides upon a context, or leaves the decision to the next rule.
 type Rule = fn(&Context<'_>) -> Verdict;
 
 /// Rules in order of precedence, before the policy. The first that returns a plan decides.
 const RULES: [Rule; 5] = [
-    by_hand::decide,      // 7
-    no_progress::decide,  // 5
-    bounds::decide,       // 3
-    host_short::decide,   // 5
-    lost_reports::decide, // 6
+    by_hand,      // 7
+    no_progress,  // 5
+    bounds,       // 3
+    host_short,   // 5
+    lost_reports, // 6
 ];
 
 /// Input of a rule.
@@ -112,4 +106,196 @@ impl Controller {
         }
         left
     }
+}
+
+/// Rule 7: a paused loop decides nothing, and neither does the policy `off`. Pinned zones are left
+/// out where sizes are allocated.
+fn by_hand(context: &Context<'_>) -> Verdict {
+    let controller = context.controller;
+    let reason = match () {
+        () if controller.paused => Some(Reason::Paused),
+        () if controller.policy == Policy::Off => Some(Reason::Off),
+        () => None,
+    };
+    reason.map(|reason| controller.hold(reason, context.host)).into()
+}
+
+/// Rule 5: a guest that does not follow is asked for less. A dry run says so once.
+fn no_progress(context: &Context<'_>) -> Verdict {
+    let Context { controller, host, now, .. } = *context;
+    let rules = &controller.rules;
+    let has_failed = |(zone, tracker): (&ZoneSizes, &ZoneTracker)| {
+        !tracker.pinned && tracker.has_failed(zone, rules, now)
+    };
+    // None of them, mostly.
+    if !host.zones.iter().zip(&controller.zones).any(has_failed) {
+        return Verdict { plan: None, memory: Some(Memory::NoneFailed) };
+    }
+    let mut zones = controller.zones.clone();
+    let mut asked = host.clone();
+    let mut is_news = false;
+    for (zone, tracker) in
+        asked.zones.iter_mut().zip(&mut zones).filter(|(_, tracker)| !tracker.pinned)
+    {
+        let was_kept = tracker.is_kept();
+        let was_told = std::mem::take(&mut tracker.told);
+        if let Some(less) = tracker.fall_back(zone, rules, now) {
+            zone.requested_bytes = less;
+            is_news |= !was_kept && !was_told;
+        }
+    }
+    keep_floor(context, &mut asked, &mut zones);
+    if rules.dry_run {
+        zones.clone_from(&controller.zones);
+        for (zone, tracker) in host.zones.iter().zip(&mut zones) {
+            tracker.told = has_failed((zone, tracker));
+        }
+    } else {
+        is_news |= !requested(&asked).eq(requested(host));
+    }
+    let plan = is_news.then(|| {
+        controller.build(Direction::Hold, Reason::NoProgress, None, requested(&asked), host)
+    });
+    Verdict { plan, memory: Some(Memory::Zones(zones)) }
+}
+
+/// Rule 3 against rule 5: what of the floor is no longer asked of one zone is asked of others, and
+/// where they have none it stays asked for.
+fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTracker]) {
+    let Context { controller, host, now, .. } = *context;
+    let floor = controller.rules.floor_bytes.min(host.requested_bytes());
+    let missing = floor.saturating_sub(asked.requested_bytes());
+    if missing == 0 {
+        return;
+    }
+    let mut spread = controller.spread(zones, context.last_or(off::decide()), None, asked, now);
+    let (added, _) = spread.grow(missing);
+    for (zone, bytes) in asked.zones.iter_mut().zip(spread.into_requests()) {
+        zone.requested_bytes = bytes;
+    }
+    let mut missing = missing - added;
+    for ((zone, before), tracker) in asked.zones.iter_mut().zip(&host.zones).zip(zones) {
+        let taken = before.requested_bytes.saturating_sub(zone.requested_bytes);
+        let back = taken.min(round_up(missing, zone.block_bytes));
+        zone.requested_bytes += back;
+        missing = missing.saturating_sub(back);
+        if back > 0 {
+            tracker.keep(zone.requested_bytes);
+        }
+    }
+}
+
+/// Rule 3: the VM as a whole has a floor and a ceiling, whatever is reported and whoever wants
+/// something else.
+fn bounds(context: &Context<'_>) -> Verdict {
+    let controller = context.controller;
+    let Some(plan) = come_within_bounds(context) else {
+        return Verdict { plan: None, memory: Some(Memory::BoundsTold(false)) };
+    };
+    // Rule 8: a dry run says once what this rule would do, and then what the policy does. What
+    // stands in the way of a bound stands in a policy's, too.
+    let (is_dry_run, was_told) = (controller.rules.dry_run, controller.told_bounds);
+    let changes = plan.direction != Direction::Hold;
+    let is_news = !is_dry_run || (changes && !was_told);
+    let memory = Some(Memory::BoundsTold(is_dry_run && (was_told || changes)));
+    Verdict { plan: is_news.then_some(plan), memory }
+}
+
+fn come_within_bounds(context: &Context<'_>) -> Option<Plan> {
+    let Context { controller, now, .. } = *context;
+    let host = &*context.left();
+    let requested = host.requested_bytes();
+    let (floor, ceiling) = (controller.floor_bytes(host), controller.rules.ceiling_bytes);
+    let last = || context.last_or(off::decide());
+    if requested < floor {
+        Some(controller.grow(floor - requested, Reason::BelowFloor, last(), host, now))
+    } else if requested > ceiling {
+        Some(controller.shrink(requested - ceiling, Reason::AboveCeiling, last(), host, now))
+    } else {
+        None
+    }
+}
+
+/// Time for which others are asked for what the host could not provide. Later, the guest may want
+/// something else.
+const SHORTFALL_MS: u64 = 1_000;
+
+/// Bytes that the host could not provide, and that no other zone has been asked for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostShortfall {
+    bytes: u64,
+    at: TimeMs,
+}
+
+impl HostShortfall {
+    /// Bytes that still count.
+    fn bytes_at(&self, now: TimeMs) -> u64 {
+        if now.since(self.at) < SHORTFALL_MS { self.bytes } else { 0 }
+    }
+
+    pub fn add(&mut self, bytes: u64, now: TimeMs) {
+        if bytes > 0 {
+            *self = HostShortfall { bytes: self.bytes_at(now).saturating_add(bytes), at: now };
+        }
+    }
+
+    /// Subtracts bytes that other zones have been asked for.
+    pub fn is_asked(&mut self, bytes: u64) {
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+}
+
+/// Rule 5: what the host could not provide is asked of other zones, at once, and with what has come
+/// to be wanted since.
+///
+/// While the loop is paused, or does something else first, the shortfall is kept. A dry run asks
+/// nobody, and would ask for ever.
+fn host_short(context: &Context<'_>) -> Verdict {
+    let Context { controller, now, .. } = *context;
+    let shortfall_bytes = controller.host_shortfall.bytes_at(now);
+    if shortfall_bytes == 0 || controller.rules.dry_run {
+        return Verdict::default();
+    }
+    let host = context.host;
+    let last = context.last_or(off::decide());
+    let more = match context.event {
+        Event::Report(_) => {
+            last.decision.want_bytes.map_or(0, |want| want.saturating_sub(host.requested_bytes()))
+        }
+        Event::Tick => 0,
+    };
+    let reason = Reason::HostShort;
+    let plan = controller.grow(shortfall_bytes.max(more), reason, last, host, now);
+    // Also where nobody has it: what stood in the way of others is not what happened.
+    Some(Plan { reason, ..plan }).into()
+}
+
+/// Grows since reports were lost.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Lost {
+    steps: u64,
+    at: Option<TimeMs>,
+}
+
+/// Rule 6: reports are lost. Hold; if the guest was short when they stopped, give it a little more.
+fn lost_reports(context: &Context<'_>) -> Verdict {
+    let Context { controller, now, .. } = *context;
+    let rules = &controller.rules;
+    // The policy `fixed` needs no reports.
+    let is_by_reports = !matches!(controller.policy, Policy::Fixed(_));
+    let is_lost = |at: TimeMs| now.since(at) >= rules.lost_ms;
+    let Some(last) = controller.last.filter(|last| is_by_reports && is_lost(last.at)) else {
+        return Verdict::default();
+    };
+    let host = &*context.left();
+    let lost = controller.lost;
+    let is_due = is_lost(lost.at.unwrap_or(last.at));
+    if last.short_at.is_none() || lost.steps >= rules.lost_steps || !is_due {
+        return Some(controller.hold(Reason::ReportsLost, host)).into();
+    }
+    let step = rules.lost_step_bytes.saturating_mul(1 << lost.steps.min(32));
+    let plan = controller.grow(step, Reason::ReportsLost, last, host, now);
+    let memory =
+        (!rules.dry_run).then_some(Memory::Lost(Lost { steps: lost.steps + 1, at: Some(now) }));
+    Verdict { plan: Some(plan), memory }
 }
