@@ -1,11 +1,11 @@
 //! The rules above every policy. docs/policy.md lists them; the numbers in comments here are
 //! theirs.
 
+mod allocation;
 mod descriptors;
 mod goal;
 mod rule;
 mod rules;
-mod spread;
 #[cfg(test)]
 mod tests;
 mod zone_tracker;
@@ -17,9 +17,9 @@ pub use goal::Step;
 pub use rules::Rules;
 use serde::Serialize;
 
+use self::allocation::{Allocation, Limits};
 use self::descriptors::DescriptorLimit;
 use self::rule::{HostShortfall, Lost};
-use self::spread::{Limits, Spread};
 pub use self::zone_tracker::{Reminder, ResizeStatus, Seen, ZoneTracker};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState};
@@ -334,7 +334,7 @@ impl Controller {
         now: TimeMs,
     ) -> bool {
         let online_policy = self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy);
-        spread::has_live_room(host, trackers, self.unmovable_permille(online_policy), now)
+        allocation::has_live_room(host, trackers, self.unmovable_permille(online_policy), now)
     }
 
     /// The share of a zone that may be lent to a guest that onlines memory like this.
@@ -378,14 +378,14 @@ impl Controller {
     }
 
     /// Divides sizes among zones as `trackers` follow them.
-    fn spread(
+    fn allocation(
         &self,
         trackers: &[ZoneTracker],
         last: LastReport,
         from: Option<u32>,
         host: &HostView,
         now: TimeMs,
-    ) -> Spread {
+    ) -> Allocation {
         let awaited = self.without_stuck(trackers, host, now);
         let limits = Limits {
             descriptor_bytes: self.descriptors.room_bytes(&self.rules, &awaited, now),
@@ -399,7 +399,7 @@ impl Controller {
         let kept = host.zones.iter().zip(trackers).filter(is_kept_pm);
         let kept_bytes =
             kept.fold(0u64, |sum, (zone, _)| sum.saturating_add(zone.outstanding_grow_bytes()));
-        Spread::new(host, &awaited, trackers, last.decision.near, from, limits, now)
+        Allocation::new(host, &awaited, trackers, last.decision.near, from, limits, now)
             .owing(kept_bytes)
     }
 

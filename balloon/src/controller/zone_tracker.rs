@@ -9,7 +9,7 @@ mod resize;
 use self::resize::Resize;
 pub use self::resize::{Reminder, ResizeStatus};
 use super::Rules;
-use crate::rise::Rise;
+use crate::plug_filter::PlugFilter;
 use crate::units::{round_down, round_up};
 use crate::{TimeMs, ZoneId, ZoneSizes};
 
@@ -33,7 +33,7 @@ pub struct ZoneTracker {
     requested_bytes: u64,
     /// The last request was a plan's, not a client's.
     is_requested_by_plan: bool,
-    rise: Rise,
+    plug_filter: PlugFilter,
     /// The last time that the requested or the plugged size moved, and that is not taken back any
     /// more.
     moved: TimeMs,
@@ -87,7 +87,7 @@ impl ZoneTracker {
             sizes: *zone,
             requested_bytes: zone.requested_bytes,
             is_requested_by_plan: false,
-            rise: Rise::of(zone.requested_bytes, zone.plugged_bytes, now),
+            plug_filter: PlugFilter::of(zone.requested_bytes, zone.plugged_bytes, now),
             moved: now,
             grow: Attempt::default(),
             shrink: Attempt::default(),
@@ -117,7 +117,7 @@ impl ZoneTracker {
             self.shrink = Attempt::default();
         }
         let was_settled = self.is_settled();
-        let stayed_since = self.rise.observe(asked_bytes, zone.plugged_bytes, now);
+        let stayed_since = self.plug_filter.observe(asked_bytes, zone.plugged_bytes, now);
         if let Some(since) = stayed_since {
             (self.moved, self.kept) = (self.moved.max(since), false);
             self.grow = Attempt::default();
@@ -178,12 +178,14 @@ impl ZoneTracker {
 
     /// Returns true if that is so, and nothing has happened on it since.
     pub(super) fn is_kept(&self) -> bool {
-        self.kept && self.rise.pending_since().is_none()
+        self.kept && self.plug_filter.pending_since().is_none()
     }
 
     /// Returns true if what is plugged stays, or is what a shrink has left.
     fn is_settled(&self) -> bool {
-        self.rise.pending_since().is_none_or(|since| self.resize.asked_back_at >= Some(since))
+        self.plug_filter
+            .pending_since()
+            .is_none_or(|since| self.resize.asked_back_at >= Some(since))
     }
 
     /// A driver has come: what another one, or none, did not follow says nothing about it. The
@@ -191,7 +193,8 @@ impl ZoneTracker {
     /// to stay.
     fn begin_anew(&mut self, now: TimeMs) {
         self.moved = now;
-        self.rise = Rise::of(self.sizes.requested_bytes, self.sizes.plugged_bytes, now);
+        self.plug_filter =
+            PlugFilter::of(self.sizes.requested_bytes, self.sizes.plugged_bytes, now);
         self.grow = Attempt::default();
         self.shrink = Attempt::default();
         self.kept = false;
@@ -220,7 +223,7 @@ impl ZoneTracker {
         let attempt = if growing { &mut self.grow } else { &mut self.shrink };
         attempt.failed(half, zone, rules, now, growing);
         // Nor does what came before it undo the failure by staying.
-        self.rise.settle();
+        self.plug_filter.settle();
         self.moved = now;
         self.kept = false;
         let left = left_bytes(zone, half);
@@ -236,14 +239,15 @@ impl ZoneTracker {
 
     /// Returns true if nothing has happened for too long on what is requested.
     pub(super) fn is_stuck(&self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> bool {
-        let moved = self.rise.pending_since().map_or(self.moved, |since| since.max(self.moved));
+        let moved =
+            self.plug_filter.pending_since().map_or(self.moved, |since| since.max(self.moved));
         zone.requested_bytes != zone.plugged_bytes && now.since(moved) >= rules.progress_ms
     }
 
     /// The most that may be requested of the zone, for the guest's driver's sake.
     pub(super) fn ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
         match self.grow.allowed(now) {
-            Some(cap) => self.rise.stayed_bytes(zone.plugged_bytes).saturating_add(cap),
+            Some(cap) => self.plug_filter.stayed_bytes(zone.plugged_bytes).saturating_add(cap),
             None => u64::MAX,
         }
     }

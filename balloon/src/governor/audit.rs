@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::plan::{Direction, Plan, Reason};
-use crate::rise::STAYS_MS;
+use crate::plug_filter::STAYS_MS;
 use crate::{HostView, TimeMs, ZoneSizes};
 use foreshore_proto::Report;
 
@@ -39,7 +39,7 @@ pub struct Audit {
 
 /// What a decision was made upon.
 #[derive(Clone, Copy, Debug)]
-pub struct Grounds<'a> {
+pub struct DecisionContext<'a> {
     /// The policy's name.
     pub policy: &'static str,
     /// The last report, and when it came.
@@ -152,11 +152,11 @@ impl Audit {
     }
 
     /// Notes a decision that is about to be carried out. True if it says something new.
-    pub fn record(&mut self, plan: &Plan, grounds: Grounds<'_>, now: TimeMs) -> bool {
+    pub fn record(&mut self, plan: &Plan, context: DecisionContext<'_>, now: TimeMs) -> bool {
         if plan.direction == Direction::Hold && plan.reason == Reason::Quiet {
             return false;
         }
-        let zones = &grounds.host.zones;
+        let zones = &context.host.zones;
         let asks: Vec<Ask> = zones
             .iter()
             .zip(&plan.targets)
@@ -167,7 +167,7 @@ impl Audit {
             .map(|(index, (zone, target))| Ask::new(index, zone, target.requested_bytes, now))
             .collect();
         if asks.is_empty()
-            && let Some(earlier) = self.said_before(plan, grounds.policy, now)
+            && let Some(earlier) = self.said_before(plan, context.policy, now)
         {
             earlier.times += 1;
             return false;
@@ -196,10 +196,10 @@ impl Audit {
             seq: self.total,
             at: now,
             times: 1,
-            policy: grounds.policy,
-            report: grounds.report.map(|(at, report)| digest(report, now.since(at))),
-            near: grounds.near,
-            pool_free_bytes: grounds.host.pool_free_bytes,
+            policy: context.policy,
+            report: context.report.map(|(at, report)| digest(report, now.since(at))),
+            near: context.near,
+            pool_free_bytes: context.host.pool_free_bytes,
             before: zones.iter().map(|zone| (zone.requested_bytes, zone.plugged_bytes)).collect(),
             end,
             plan: plan.clone(),

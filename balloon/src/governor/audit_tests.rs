@@ -58,8 +58,8 @@ impl Fixture {
         now: u64,
     ) -> bool {
         let host = host(zones);
-        let grounds = Grounds { policy, report: None, near: None, host: &host };
-        self.0.record(plan, grounds, TimeMs(now))
+        let context = DecisionContext { policy, report: None, near: None, host: &host };
+        self.0.record(plan, context, TimeMs(now))
     }
 
     fn observe(&mut self, zones: [(u64, u64); 2], now: u64) {

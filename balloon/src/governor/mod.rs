@@ -27,7 +27,7 @@ use foreshore_proto::{AgentMessage, OnlinePolicy, Refusal, Report, Settings};
 use self::agent::Agent;
 use self::agentless::{Agentless, Reporter};
 pub use self::agentless::{FAST_INTERVAL_MS, Onlining};
-use self::audit::Grounds;
+use self::audit::DecisionContext;
 pub use self::audit::{Audit, AuditedZone, Entry};
 pub use self::effects::{Change, Decided, Devices, Event, Note, Request, StepNotes};
 use self::effects::{Effects, FollowUp};
@@ -382,7 +382,7 @@ impl Governor {
         let policy = self.controller.policy().name();
         let report = self.last_report.as_ref().map(|(at, report)| (*at, report));
         let near = self.controller.near();
-        let is_new = self.audit.record(&plan, Grounds { policy, report, near, host }, now);
+        let is_new = self.audit.record(&plan, DecisionContext { policy, report, near, host }, now);
         if is_new {
             let key = (policy, plan.direction.label(), plan.reason.label());
             *self.counters.plans.entry(key).or_default() += 1;

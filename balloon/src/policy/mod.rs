@@ -13,13 +13,13 @@ pub mod pmb;
 pub mod psi;
 mod reserve;
 
-mod arriving;
-pub(crate) mod base;
-pub(crate) mod leaving;
-mod table;
+pub(crate) mod boot_memory;
+mod numa_view;
+pub(crate) mod offlining;
+mod onlining;
 #[cfg(test)]
 mod testing;
-mod view;
+mod threshold_table;
 
 use foreshore_proto::{Measure, Report};
 use serde::Serialize;

@@ -5,8 +5,8 @@ use foreshore_proto::{
     Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Zone, ZoneKind,
 };
 
-use super::table::{self, Factor, Row};
-use super::view::NodeView;
+use super::numa_view::NodeView;
+use super::threshold_table::{self, Factor, Row};
 use super::{Decision, Input, Policy, PolicyState};
 use crate::plan::Reason;
 use crate::units::PAGE_BYTES;
@@ -163,7 +163,8 @@ impl TableRig {
     /// Whether the cases tell `table` from the right one.
     fn tells(&self, cases: &[(u64, u64)], table: &[Row]) -> bool {
         cases.iter().any(|(free, times)| {
-            table::row(table, &self.node(*free), Factor::Times(self.scale)).times != *times
+            threshold_table::row(table, &self.node(*free), Factor::Times(self.scale)).times
+                != *times
         })
     }
 

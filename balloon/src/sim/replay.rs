@@ -11,8 +11,8 @@ use super::demand::{Demand, Segment};
 use super::guest::{GuestConfig, boot_memory};
 use super::host::VmSetup;
 use crate::policy::Input;
-use crate::policy::base::Base;
-use crate::policy::leaving::Leaving;
+use crate::policy::boot_memory::BootMemory;
+use crate::policy::offlining::OffliningMemory;
 use crate::report::is_by_agent;
 use crate::trace::{Entry, Header, HostZone, Reader, RecordedPlan, TraceError};
 use crate::units::{PAGE_BYTES, scale};
@@ -138,8 +138,8 @@ impl Files {
 /// Memory that its guest is about to give back looks used, and nobody wants it.
 struct Unwanted {
     host: HostView,
-    base: Base,
-    leaving: Leaving,
+    boot_memory: BootMemory,
+    offlining: OffliningMemory,
     /// Memory on its way out at the last report.
     leaving_bytes: u64,
 }
@@ -148,7 +148,12 @@ impl Unwanted {
     fn new(header: &Header) -> Self {
         let mut host = HostView { boot_bytes: header.boot_bytes, ..HostView::default() };
         host.zones = header.zones.clone();
-        Unwanted { host, base: Base::default(), leaving: Leaving::default(), leaving_bytes: 0 }
+        Unwanted {
+            host,
+            boot_memory: BootMemory::default(),
+            offlining: OffliningMemory::default(),
+            leaving_bytes: 0,
+        }
     }
 
     /// The host's sizes are these.
@@ -171,10 +176,10 @@ impl Unwanted {
     /// of the balloon's statistics has no anonymous memory: there any rise is.
     fn see(&mut self, at: TimeMs, used: &Used, report: &Report) -> u64 {
         let memory = report.memory();
-        self.base.learn(Input { report, host: &self.host, is_carried_out: true }, at);
-        let online_bytes = self.base.online_bytes(memory.total_bytes, &self.host);
+        self.boot_memory.learn(Input { report, host: &self.host, is_carried_out: true }, at);
+        let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, &self.host);
         let to_go_bytes = online_bytes.saturating_sub(self.host.requested_bytes());
-        let leaving_bytes = self.leaving.learn(Self::other_bytes(used, report), to_go_bytes);
+        let leaving_bytes = self.offlining.learn(Self::other_bytes(used, report), to_go_bytes);
         self.leaving_bytes = leaving_bytes.min(used.anon_bytes);
         self.leaving_bytes
     }
@@ -182,7 +187,8 @@ impl Unwanted {
     /// Prepares for reports from another source, whose first report is `report`. It may show other
     /// memory as used, so only the size of the memory on its way out stays as it was.
     fn change_reporter(&mut self, used: &Used, report: &Report) {
-        self.leaving = Leaving::continued(Self::other_bytes(used, report), self.leaving_bytes);
+        self.offlining =
+            OffliningMemory::continued(Self::other_bytes(used, report), self.leaving_bytes);
     }
 
     /// Used memory that is not anonymous.

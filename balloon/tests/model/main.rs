@@ -15,12 +15,12 @@ use std::collections::VecDeque;
 use balloon::controller::{Controller, Event, Rules};
 use balloon::params::Setting;
 use balloon::plan::{Direction, Plan, Reason};
+use balloon::plug_filter::STAYS_MS;
 use balloon::policy::{Policy, fixed, psi};
 use balloon::proto::{
     Blocks, Counters, Memory, NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Stall,
     Zone, ZoneKind,
 };
-use balloon::rise::STAYS_MS;
 use balloon::{BLOCK_BYTES, HostView, MIB, Shortfall, Tier, TimeMs, ZoneId, ZoneSizes};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;

@@ -168,9 +168,10 @@ fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTrac
     if missing == 0 {
         return;
     }
-    let mut spread = controller.spread(zones, context.last_or(off::decide()), None, asked, now);
-    let (added, _) = spread.grow(missing);
-    for (zone, bytes) in asked.zones.iter_mut().zip(spread.into_requests()) {
+    let mut allocation =
+        controller.allocation(zones, context.last_or(off::decide()), None, asked, now);
+    let (added, _) = allocation.grow(missing);
+    for (zone, bytes) in asked.zones.iter_mut().zip(allocation.into_requests()) {
         zone.requested_bytes = bytes;
     }
     let mut missing = missing - added;

@@ -1,7 +1,7 @@
 //! Rules 1, 2 and 4: the policy's size is approached at once upwards, and in steps downwards.
 
 use super::Context;
-use crate::controller::spread::Spread;
+use crate::controller::allocation::Allocation;
 use crate::controller::{Controller, Event, LastReport};
 use crate::plan::{Direction, Plan, Reason};
 use crate::policy::{Policy, fixed};
@@ -66,9 +66,9 @@ impl Controller {
     ) -> Plan {
         // Where memory was to go from is nothing to a grow, which a floor or lost reports may ask
         // for after it.
-        let mut spread = self.spread(&self.zones, last, None, host, now);
-        let moved = spread.grow(bytes);
-        let plan = self.plan_move(Direction::Grow, reason, moved, spread, host);
+        let mut allocation = self.allocation(&self.zones, last, None, host, now);
+        let moved = allocation.grow(bytes);
+        let plan = self.plan_move(Direction::Grow, reason, moved, allocation, host);
         Plan { wanted_bytes: host.requested_bytes().saturating_add(bytes), ..plan }
     }
 
@@ -94,10 +94,10 @@ impl Controller {
         let share_bytes = scale(host.plugged_bytes(), self.rules.shrink_share_permille, 1000);
         let step = self.rules.shrink_step_bytes.max(share_bytes);
         let over = host.requested_bytes().saturating_sub(self.floor_bytes(host));
-        let mut spread = self.spread(&self.zones, last, last.decision.from, host, now);
-        let (taken, limit) = spread.shrink(bytes.min(step).min(over));
+        let mut allocation = self.allocation(&self.zones, last, last.decision.from, host, now);
+        let (taken, limit) = allocation.shrink(bytes.min(step).min(over));
         let limit = limit.or((over < bytes.min(step)).then_some(Reason::AtFloor));
-        let plan = self.plan_move(Direction::Shrink, reason, (taken, limit), spread, host);
+        let plan = self.plan_move(Direction::Shrink, reason, (taken, limit), allocation, host);
         Plan { wanted_bytes: wanted, ..plan }
     }
 
@@ -107,14 +107,14 @@ impl Controller {
         direction: Direction,
         reason: Reason,
         (moved_bytes, limit): (u64, Option<Reason>),
-        spread: Spread,
+        allocation: Allocation,
         host: &HostView,
     ) -> Plan {
         let (direction, reason, limit) = match moved_bytes {
             0 => (Direction::Hold, limit.unwrap_or(reason), None),
             _ => (direction, reason, limit),
         };
-        self.build(direction, reason, limit, spread.into_requests(), host)
+        self.build(direction, reason, limit, allocation.into_requests(), host)
     }
 }
 

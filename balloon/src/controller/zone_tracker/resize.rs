@@ -130,7 +130,7 @@ impl ZoneTracker {
     /// reminded since.
     fn rests(&self) -> (TimeMs, u32) {
         let Resize { changed_at, reminders, .. } = self.resize;
-        match self.rise.pending_since() {
+        match self.plug_filter.pending_since() {
             Some(since) if since > changed_at => (since, 0),
             _ => (changed_at, reminders),
         }
@@ -228,7 +228,7 @@ pub(super) fn is_reached(sizes: &ZoneSizes) -> bool {
 mod tests {
     use crate::Tier;
     use crate::controller::Rules;
-    use crate::rise::STAYS_MS;
+    use crate::plug_filter::STAYS_MS;
 
     use super::*;
 

@@ -4,8 +4,8 @@
 #[cfg(test)]
 mod tests;
 
-use super::table::{self, Asked, Factor, Mark, Row, above, from, rest};
-use super::view::{Coming, NodeView};
+use super::numa_view::{Coming, NodeView};
+use super::threshold_table::{self, Asked, Factor, Mark, Row, above, from, rest};
 use super::{Decision, Input};
 use crate::TimeMs;
 use crate::params::params;
@@ -83,7 +83,7 @@ pub fn decide(
 
 /// What can leave a node without Table 2 bringing it back.
 fn spare_pages(node: &NodeView, factor: Factor) -> u64 {
-    node.own_free_pages.saturating_sub(table::first_border(TABLE_2, node, factor) + 1)
+    node.own_free_pages.saturating_sub(threshold_table::first_border(TABLE_2, node, factor) + 1)
 }
 
 impl State {
@@ -91,7 +91,7 @@ impl State {
     /// DRAM.
     fn removable_bytes(&mut self, params: &Params, nodes: &[NodeView]) -> u64 {
         let factor = params.factor();
-        if nodes.iter().any(|node| table::leans_on_others(TABLE_2, node, factor)) {
+        if nodes.iter().any(|node| threshold_table::leans_on_others(TABLE_2, node, factor)) {
             self.reclaiming = false;
             return 0;
         }

@@ -4,8 +4,8 @@
 #[cfg(test)]
 mod tests;
 
-use super::table::{self, Asked, Factor, Mark, Row, above, rest};
-use super::view::{Coming, NodeView};
+use super::numa_view::{Coming, NodeView};
+use super::threshold_table::{self, Asked, Factor, Mark, Row, above, rest};
 use super::{Decision, Input};
 use crate::params::params;
 use crate::plan::Reason;
@@ -123,8 +123,8 @@ fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
 /// What can leave a node: free PM, as long as Table 3 would not bring it back at once. It brings
 /// back a whole D, so that much stays above its first border.
 fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
-    let kept_pages =
-        table::first_border(TABLE_3, node, factor).saturating_add(node.dram_bytes / PAGE_BYTES);
+    let kept_pages = threshold_table::first_border(TABLE_3, node, factor)
+        .saturating_add(node.dram_bytes / PAGE_BYTES);
     let spare_pages = node.own_free_pages.saturating_sub(kept_pages);
     (spare_pages * PAGE_BYTES).min(node.pm_free_bytes).min(node.pm_requested_bytes)
 }
@@ -137,7 +137,8 @@ impl State {
         nodes: &[NodeView],
         input: Input<'_>,
     ) -> Option<(u32, u64)> {
-        if nodes.iter().any(|node| table::leans_on_others(TABLE_3, node, params.factor())) {
+        if nodes.iter().any(|node| threshold_table::leans_on_others(TABLE_3, node, params.factor()))
+        {
             self.removing = None;
             return None;
         }

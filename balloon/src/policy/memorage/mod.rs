@@ -5,7 +5,7 @@
 #[cfg(test)]
 mod tests;
 
-use super::view::{self, Coming};
+use super::numa_view::{self, Coming};
 use super::{Decision, Input};
 use crate::params::params;
 use crate::plan::Reason;
@@ -49,7 +49,8 @@ pub fn decide(
 ) -> (State, Decision) {
     state.coming.observe(input, now);
     let host = input.host;
-    let trigger_bytes = view::scaled_high_bytes(&view::nodes(input), params.watermark_scale);
+    let trigger_bytes =
+        numa_view::scaled_high_bytes(&numa_view::nodes(input), params.watermark_scale);
     let free_bytes = input.report.memory().free_bytes;
     let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = host.requested_bytes();

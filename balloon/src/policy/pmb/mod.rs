@@ -5,7 +5,7 @@
 #[cfg(test)]
 mod tests;
 
-use super::view::{self, Coming};
+use super::numa_view::{self, Coming};
 use super::{Decision, Input};
 use crate::params::params;
 use crate::plan::Reason;
@@ -39,7 +39,7 @@ pub fn decide(
     now: TimeMs,
 ) -> (State, Decision) {
     state.coming.observe(input, now);
-    let watermark = view::scaled_high_bytes(&view::nodes(input), params.watermark_scale);
+    let watermark = numa_view::scaled_high_bytes(&numa_view::nodes(input), params.watermark_scale);
     let free_bytes = input.report.memory().free_bytes;
     let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = input.host.requested_bytes();
@@ -66,7 +66,7 @@ pub fn decide(
 /// The units of PM that are wholly free. An agent that does not count them leaves an estimate: as
 /// many as there would be if free pages lay side by side.
 fn free_units_bytes(params: &Params, input: Input<'_>) -> u64 {
-    let zones = view::pm_zones(input);
+    let zones = numa_view::pm_zones(input);
     let free_bytes = zones.fold(0u64, |sum, zone| {
         let bytes = match zone.largest_free_blocks {
             Some(blocks) => blocks.saturating_mul(LARGEST_BLOCK_BYTES),

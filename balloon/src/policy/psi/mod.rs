@@ -14,9 +14,9 @@ pub use params::Params;
 
 use self::history::{History, Rates};
 use self::learned::{Cache, Patience, PlugTime, Refusals, Swapped, Window};
-use super::arriving::Arriving;
-use super::base::Base;
-use super::leaving::Leaving;
+use super::boot_memory::BootMemory;
+use super::offlining::OffliningMemory;
+use super::onlining::OnliningMemory;
 use super::reserve::Forecast;
 use super::{Decision, Input};
 use crate::plan::Reason;
@@ -39,15 +39,15 @@ const SAME_GROW_MS: u64 = 250;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     history: History,
-    base: Base,
-    arriving: Arriving,
+    boot_memory: BootMemory,
+    onlining: OnliningMemory,
     grown: Option<Grown>,
     /// What the last decision asked for, of which the next report says whether the guest was
     /// asked.
     asked: Option<Asked>,
     /// The guest's clock when memory was last on its way to it.
     coming_ms: u64,
-    leaving: Leaving,
+    offlining: OffliningMemory,
     /// When the guest last grew, or was seen to fill.
     active_at: TimeMs,
     plug_time: PlugTime,
@@ -88,13 +88,13 @@ pub fn decide(
 ) -> (State, Decision) {
     let memory = input.report.memory();
     state.learn_grow(params, input.host);
-    state.base.learn(input, now);
-    let online_bytes = state.base.online_bytes(memory.total_bytes, input.host);
+    state.boot_memory.learn(input, now);
+    let online_bytes = state.boot_memory.online_bytes(memory.total_bytes, input.host);
     let used_bytes = history::used_bytes(input.report);
     let to_go_bytes = online_bytes.saturating_sub(input.host.requested_bytes());
-    let leaving_bytes = state.leaving.learn(used_bytes.into(), to_go_bytes);
+    let leaving_bytes = state.offlining.learn(used_bytes.into(), to_go_bytes);
     let arriving_bytes =
-        state.arriving.learn(history::unprotected_bytes(input.report), memory.available_bytes, now);
+        state.onlining.learn(history::unprotected_bytes(input.report), memory.available_bytes, now);
     state.history.push(input.report, leaving_bytes, arriving_bytes);
     if input.host.outstanding_grow_bytes() > 0 {
         state.coming_ms = input.report.monotonic_ms();
@@ -356,14 +356,14 @@ impl State {
             // All that looks back at these is within the five seconds, or sees when something
             // happened that is no rest.
             history: _,
-            base: _,
-            arriving: _,
+            boot_memory: _,
+            onlining: _,
             grown: _,
             // The rate falls to zero within a second; caches count again 10 s after a stall.
             kernel_growth,
             asked: _,
             coming_ms: _,
-            leaving: _,
+            offlining: _,
             active_at,
             plug_time,
             refusals,
@@ -473,9 +473,9 @@ impl State {
         let spare_bytes = coming_bytes.saturating_sub(touched_bytes);
         // Nor is what has not been there for as long: who waits for it may fill it as it comes.
         let requested_bytes = input.host.requested_bytes();
-        let online_bytes = self.base.online_bytes(memory.total_bytes, input.host);
+        let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, input.host);
         let on_way_bytes =
-            requested_bytes.saturating_sub(online_bytes).saturating_add(self.arriving.bytes());
+            requested_bytes.saturating_sub(online_bytes).saturating_add(self.onlining.bytes());
         let there_bytes = spare_bytes.saturating_sub(on_way_bytes);
         match self.patience.least_bytes(params, spare_bytes, there_bytes, requested_bytes, now) {
             Some(least) if !filling && least > marks.high_bytes => {

@@ -23,7 +23,7 @@ const GAP_MS: u64 = 300;
 
 /// What has come into the total and has not been seen free.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Arriving {
+pub(super) struct OnliningMemory {
     last: Option<Last>,
     /// Oldest first.
     parts: Vec<Part>,
@@ -54,7 +54,7 @@ impl Part {
     }
 }
 
-impl Arriving {
+impl OnliningMemory {
     /// Takes a report, and says how much of `total_bytes` may yet become free.
     pub fn learn(&mut self, total_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
         let report = Last { at: now, total_bytes, free_bytes };
@@ -102,31 +102,31 @@ mod tests {
     use super::*;
 
     /// What is said of reports at these times, with these totals and free sizes.
-    fn arriving(reports: &[(u64, u64, u64)]) -> Vec<u64> {
-        let mut arriving = Arriving::default();
+    fn onlining(reports: &[(u64, u64, u64)]) -> Vec<u64> {
+        let mut onlining = OnliningMemory::default();
         let learn =
-            |(at, total, free): &(u64, u64, u64)| arriving.learn(*total, *free, TimeMs(*at));
+            |(at, total, free): &(u64, u64, u64)| onlining.learn(*total, *free, TimeMs(*at));
         reports.iter().map(learn).collect()
     }
 
     #[test]
     fn what_a_guest_has_at_first_is_not_arriving() {
-        assert_eq!(arriving(&[(1_000, 500, 30), (1_050, 500, 30)]), [0, 0]);
+        assert_eq!(onlining(&[(1_000, 500, 30), (1_050, 500, 30)]), [0, 0]);
     }
 
     #[test]
     fn a_block_is_arriving_until_it_is_free() {
         let reports =
             [(0, 500, 30), (50, 564, 30), (99, 628, 20), (100, 628, 148), (150, 628, 148)];
-        assert_eq!(arriving(&reports), [0, 64, 128, 0, 0]);
-        assert_eq!(arriving(&[(0, 500, 30), (50, 628, 158)]), [0, 0], "free at once");
+        assert_eq!(onlining(&reports), [0, 64, 128, 0, 0]);
+        assert_eq!(onlining(&[(0, 500, 30), (50, 628, 158)]), [0, 0], "free at once");
         assert_eq!(
-            arriving(&[(0, 500, 30), (50, 628, 95), (99, 628, 140)]),
+            onlining(&[(0, 500, 30), (50, 628, 95), (99, 628, 140)]),
             [0, 0, 0],
             "most of it"
         );
         assert_eq!(
-            arriving(&[(0, 500, 30), (50, 756, 90), (99, 756, 200)]),
+            onlining(&[(0, 500, 30), (50, 756, 90), (99, 756, 200)]),
             [0, 196, 86],
             "one of two, in part"
         );
@@ -135,35 +135,35 @@ mod tests {
     #[test]
     fn a_block_that_does_not_become_free_has_been_filled() {
         let reports = [(0, 500, 30), (50, 628, 30), (149, 628, 30), (150, 628, 30)];
-        assert_eq!(arriving(&reports), [0, 128, 128, 0]);
+        assert_eq!(onlining(&reports), [0, 128, 128, 0]);
         // Reports each 5 ms get the time, slower ones the number.
         let reports: Vec<_> =
             (0..=21).map(|at| (at * 5, if at > 0 { 628 } else { 500 }, 30)).collect();
-        let fast = arriving(&reports);
+        let fast = onlining(&reports);
         assert_eq!((fast[0], &fast[1..21], fast[21]), (0, [128; 20].as_slice(), 0));
         for ms in [50, 100, 200, 249] {
             let at = |reports: u64| (reports * ms, if reports > 0 { 628 } else { 500 }, 30);
-            assert_eq!(arriving(&[0, 1, 2, 3].map(at)), [0, 128, 128, 0], "each {ms} ms");
+            assert_eq!(onlining(&[0, 1, 2, 3].map(at)), [0, 128, 128, 0], "each {ms} ms");
         }
         // But not for longer than half a second.
-        assert_eq!(arriving(&[(0, 500, 30), (50, 628, 30), (549, 628, 30)]), [0, 128, 128]);
-        assert_eq!(arriving(&[(0, 500, 30), (50, 628, 30), (550, 628, 30)]), [0, 128, 0]);
+        assert_eq!(onlining(&[(0, 500, 30), (50, 628, 30), (549, 628, 30)]), [0, 128, 128]);
+        assert_eq!(onlining(&[(0, 500, 30), (50, 628, 30), (550, 628, 30)]), [0, 128, 0]);
         // Each block has its own time: those that follow do not lengthen it.
         let reports = [(0, 500, 30), (50, 628, 30), (100, 756, 30), (150, 884, 30), (200, 884, 30)];
-        assert_eq!(arriving(&reports), [0, 128, 256, 256, 128]);
+        assert_eq!(onlining(&reports), [0, 128, 256, 256, 128]);
     }
 
     #[test]
     fn what_came_between_reports_far_apart_has_had_the_time() {
-        assert_eq!(arriving(&[(0, 500, 30), (300, 628, 30), (601, 756, 30)]), [0, 128, 128]);
-        assert_eq!(arriving(&[(0, 500, 30), (1_000, 628, 30), (2_000, 756, 30)]), [0, 0, 0]);
+        assert_eq!(onlining(&[(0, 500, 30), (300, 628, 30), (601, 756, 30)]), [0, 128, 128]);
+        assert_eq!(onlining(&[(0, 500, 30), (1_000, 628, 30), (2_000, 756, 30)]), [0, 0, 0]);
     }
 
     #[test]
     fn an_agents_steady_pace_is_no_gap() {
         for ms in 250..=260 {
             let reports = [(0, 500, 30), (ms, 628, 30), (2 * ms, 628, 158)];
-            assert_eq!(arriving(&reports), [0, 128, 0], "each {ms} ms");
+            assert_eq!(onlining(&reports), [0, 128, 0], "each {ms} ms");
         }
     }
 
@@ -175,7 +175,7 @@ mod tests {
             let mut reports: Vec<_> = swings.collect();
             let last = (200 * ms, 628, 30);
             reports.extend([last, (200 * ms + MAX_ARRIVING_MS, 628, 30)]);
-            assert_eq!(arriving(&reports).last(), Some(&0), "each {ms} ms");
+            assert_eq!(onlining(&reports).last(), Some(&0), "each {ms} ms");
         }
     }
 }

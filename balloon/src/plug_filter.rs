@@ -15,7 +15,7 @@ const MOST_STAYS_MS: u64 = 16_000;
 /// it: what came earlier does not vouch for what comes later. What has stayed once, goes without
 /// being asked back, and comes again, is nothing new.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rise {
+pub struct PlugFilter {
     /// The most that has stayed of what is requested: no more than that is no news. `None`:
     /// nothing has been seen yet.
     known_bytes: Option<u64>,
@@ -36,18 +36,18 @@ struct Level {
     bytes: u64,
 }
 
-impl Default for Rise {
+impl Default for PlugFilter {
     fn default() -> Self {
         Self { known_bytes: None, certain_bytes: 0, stays_ms: STAYS_MS, levels: Vec::new() }
     }
 }
 
-impl Rise {
+impl PlugFilter {
     /// A filter of a zone that has this plugged.
     pub fn of(asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Self {
-        let mut rise = Self::default();
-        rise.observe(asked_bytes, plugged_bytes, now);
-        rise
+        let mut filter = Self::default();
+        filter.observe(asked_bytes, plugged_bytes, now);
+        filter
     }
 
     /// Takes what is plugged now; `asked_bytes` is the least that has been requested since the last
@@ -114,9 +114,9 @@ mod tests {
     /// What is said to have stayed, of a zone with 256 requested of which so much is plugged at
     /// these times.
     fn stayed(plugged: &[(u64, u64)]) -> Vec<Option<u64>> {
-        let mut rise = Rise::default();
+        let mut filter = PlugFilter::default();
         let observe =
-            |&(at, bytes): &(u64, u64)| rise.observe(256, bytes, TimeMs(at)).map(|since| since.0);
+            |&(at, bytes): &(u64, u64)| filter.observe(256, bytes, TimeMs(at)).map(|since| since.0);
         plugged.iter().map(observe).collect()
     }
 
@@ -136,21 +136,21 @@ mod tests {
 
     #[test]
     fn what_came_earlier_does_not_vouch_for_what_comes_later() {
-        let mut rise = Rise::default();
+        let mut filter = PlugFilter::default();
         for (at, bytes) in [(0, 0), (10, 128), (1_005, 256)] {
-            assert_eq!(rise.observe(256, bytes, TimeMs(at)), None);
+            assert_eq!(filter.observe(256, bytes, TimeMs(at)), None);
         }
-        assert_eq!(rise.observe(256, 256, TimeMs(1_010)), Some(TimeMs(10)), "the first of them");
-        assert_eq!((rise.stayed_bytes(256), rise.pending_since()), (128, Some(TimeMs(1_005))));
+        assert_eq!(filter.observe(256, 256, TimeMs(1_010)), Some(TimeMs(10)), "the first of them");
+        assert_eq!((filter.stayed_bytes(256), filter.pending_since()), (128, Some(TimeMs(1_005))));
         // Of the second a part goes: what is left came with it.
-        assert_eq!(rise.observe(256, 200, TimeMs(1_020)), None);
-        assert_eq!(rise.pending_since(), Some(TimeMs(1_005)));
-        assert_eq!(rise.observe(256, 200, TimeMs(2_005)), Some(TimeMs(1_005)));
-        assert_eq!((rise.stayed_bytes(200), rise.pending_since()), (200, None));
+        assert_eq!(filter.observe(256, 200, TimeMs(1_020)), None);
+        assert_eq!(filter.pending_since(), Some(TimeMs(1_005)));
+        assert_eq!(filter.observe(256, 200, TimeMs(2_005)), Some(TimeMs(1_005)));
+        assert_eq!((filter.stayed_bytes(200), filter.pending_since()), (200, None));
         for (at, bytes) in [(3_000, 220), (3_100, 256), (3_110, 220)] {
-            rise.observe(256, bytes, TimeMs(at));
+            filter.observe(256, bytes, TimeMs(at));
         }
-        assert_eq!(rise.pending_since(), Some(TimeMs(3_000)), "all of the second has gone");
+        assert_eq!(filter.pending_since(), Some(TimeMs(3_000)), "all of the second has gone");
     }
 
     #[test]
@@ -177,26 +177,30 @@ mod tests {
 
     #[test]
     fn what_has_gone_unasked_is_certain_only_once_it_stays_again() {
-        let mut rise = Rise::default();
+        let mut filter = PlugFilter::default();
         // A guest that says at length on its console what it lacks keeps the block meanwhile.
         for (at, bytes) in [(0, 0), (100, 128), (1_200, 128), (1_300, 0)] {
-            rise.observe(256, bytes, TimeMs(at));
+            filter.observe(256, bytes, TimeMs(at));
         }
-        assert_eq!(rise.observe(256, 128, TimeMs(5_000)), None);
+        assert_eq!(filter.observe(256, 128, TimeMs(5_000)), None);
         assert_eq!(
-            (rise.stayed_bytes(128), rise.pending_since()),
+            (filter.stayed_bytes(128), filter.pending_since()),
             (0, None),
             "it is neither there nor news"
         );
         // It stays for as long as the first time, and goes again.
-        assert_eq!(rise.observe(256, 128, TimeMs(6_100)), None);
-        assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (0, None));
-        assert_eq!(rise.observe(256, 128, TimeMs(7_000)), None);
-        assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (128, None), "twice as long");
-        assert_eq!(rise.stayed_bytes(64), 64, "never more than there is");
-        rise.observe(256, 192, TimeMs(8_000));
+        assert_eq!(filter.observe(256, 128, TimeMs(6_100)), None);
+        assert_eq!((filter.stayed_bytes(128), filter.pending_since()), (0, None));
+        assert_eq!(filter.observe(256, 128, TimeMs(7_000)), None);
         assert_eq!(
-            rise.observe(256, 192, TimeMs(9_000)),
+            (filter.stayed_bytes(128), filter.pending_since()),
+            (128, None),
+            "twice as long"
+        );
+        assert_eq!(filter.stayed_bytes(64), 64, "never more than there is");
+        filter.observe(256, 192, TimeMs(8_000));
+        assert_eq!(
+            filter.observe(256, 192, TimeMs(9_000)),
             Some(TimeMs(8_000)),
             "what has stayed longer vouches"
         );
@@ -204,28 +208,28 @@ mod tests {
 
     #[test]
     fn what_is_asked_back_and_comes_again_is_new() {
-        let mut rise = Rise::default();
-        rise.observe(256, 256, TimeMs(0));
+        let mut filter = PlugFilter::default();
+        filter.observe(256, 256, TimeMs(0));
         // A shrink by half is withdrawn after a part of it.
-        rise.observe(128, 200, TimeMs(100));
-        assert_eq!((rise.observe(128, 200, TimeMs(5_000)), rise.pending_since()), (None, None));
-        rise.observe(200, 256, TimeMs(5_100));
-        assert_eq!(rise.observe(256, 256, TimeMs(6_100)), Some(TimeMs(5_100)));
+        filter.observe(128, 200, TimeMs(100));
+        assert_eq!((filter.observe(128, 200, TimeMs(5_000)), filter.pending_since()), (None, None));
+        filter.observe(200, 256, TimeMs(5_100));
+        assert_eq!(filter.observe(256, 256, TimeMs(6_100)), Some(TimeMs(5_100)));
         // Less is requested of what has gone by itself.
-        rise.observe(256, 0, TimeMs(6_200));
-        rise.observe(0, 0, TimeMs(6_300));
-        rise.observe(0, 2, TimeMs(6_400));
-        assert_eq!(rise.pending_since(), Some(TimeMs(6_400)));
+        filter.observe(256, 0, TimeMs(6_200));
+        filter.observe(0, 0, TimeMs(6_300));
+        filter.observe(0, 2, TimeMs(6_400));
+        assert_eq!(filter.pending_since(), Some(TimeMs(6_400)));
     }
 
     #[test]
     fn what_is_settled_is_not_news_later() {
-        let mut rise = Rise::default();
+        let mut filter = PlugFilter::default();
         for (at, bytes) in [(0, 0), (10, 128), (500, 256)] {
-            rise.observe(256, bytes, TimeMs(at));
+            filter.observe(256, bytes, TimeMs(at));
         }
-        rise.settle();
-        assert_eq!((rise.stayed_bytes(256), rise.pending_since()), (256, None));
-        assert_eq!(rise.observe(256, 256, TimeMs(2_000)), None);
+        filter.settle();
+        assert_eq!((filter.stayed_bytes(256), filter.pending_since()), (256, None));
+        assert_eq!(filter.observe(256, 256, TimeMs(2_000)), None);
     }
 }

@@ -11,13 +11,13 @@ const SETTLE_MS: u64 = 2_000;
 
 /// What is known of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Base {
+pub(crate) struct BootMemory {
     bytes: Option<u64>,
     /// The total and the plugged size that have not moved, and since when.
     still: Option<(u64, u64, TimeMs)>,
 }
 
-impl Base {
+impl BootMemory {
     /// Takes a report.
     pub fn learn(&mut self, input: Input<'_>, now: TimeMs) {
         let total = input.report.memory().total_bytes;

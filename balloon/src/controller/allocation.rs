@@ -30,7 +30,7 @@ pub(super) struct Share {
 
 /// The zones while they are being sized.
 #[derive(Clone, Debug)]
-pub(super) struct Spread {
+pub(super) struct Allocation {
     shares: Vec<Share>,
     /// What the pool can still give beyond what is plugged and outstanding.
     pool_bytes: u64,
@@ -56,8 +56,8 @@ pub(super) struct Limits {
 }
 
 /// Whether some zone has no driver that is up, and another that has one can be asked for more now.
-/// Never more is said to be there than [`Spread::grow`] finds: what it did not find would be asked
-/// of a zone without a driver, with every report anew.
+/// Never more is said to be there than [`Allocation::grow`] finds: what it did not find would be
+/// asked of a zone without a driver, with every report anew.
 pub(super) fn has_live_room(
     host: &HostView,
     zones: &[ZoneTracker],
@@ -102,7 +102,7 @@ fn ceiling(
     (round_down(ceiling.0, zone.block_bytes.max(1)), ceiling.1)
 }
 
-impl Spread {
+impl Allocation {
     /// Starts from what is requested now. `awaited` is the host without requests of which nothing
     /// comes any more: those keep nothing from others. `zones` are the host's with what is
     /// known of each; `near` is the guest node for whose sake they are sized, `from` the one
@@ -141,7 +141,7 @@ impl Spread {
         let awaited_pm = awaited.zones.iter().filter(|zone| zone.tier == Tier::Pm);
         let owed_pm =
             awaited_pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
-        Spread {
+        Allocation {
             shares,
             pool_bytes: host.pool_free_bytes.saturating_sub(owed_pm),
             descriptor_bytes: limits.descriptor_bytes,
@@ -331,7 +331,7 @@ mod tests {
         host.zones.iter().map(|zone| ZoneTracker::new(zone, TimeMs(0))).collect()
     }
 
-    fn spread(host: &HostView, near: Option<u32>) -> Spread {
+    fn allocation(host: &HostView, near: Option<u32>) -> Allocation {
         let zones = trackers(host);
         let limits = Limits {
             descriptor_bytes: 1 << 40,
@@ -339,13 +339,13 @@ mod tests {
             unmovable_permille: None,
             driverless_last: false,
         };
-        Spread::new(host, host, &zones, near, None, limits, TimeMs(0))
+        Allocation::new(host, host, &zones, near, None, limits, TimeMs(0))
     }
 
     fn grown_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
-        let mut spread = spread(&two_sockets([0; 4]), near);
-        assert_eq!(spread.grow(mib * MIB), (mib * MIB, None));
-        spread.into_requests().into_iter().map(|bytes| bytes / MIB).collect()
+        let mut allocation = allocation(&two_sockets([0; 4]), near);
+        assert_eq!(allocation.grow(mib * MIB), (mib * MIB, None));
+        allocation.into_requests().into_iter().map(|bytes| bytes / MIB).collect()
     }
 
     /// What is left after shrinks, each followed by the guest, until `mib` are gone.
@@ -353,11 +353,11 @@ mod tests {
         let mut left = [4, 4, 16, 16];
         let mut to_go = mib * MIB;
         while to_go > 0 {
-            let mut spread = spread(&two_sockets(left), near);
-            let (taken, _) = spread.shrink(to_go);
+            let mut allocation = allocation(&two_sockets(left), near);
+            let (taken, _) = allocation.shrink(to_go);
             assert!(taken > 0);
             to_go -= taken;
-            let requests = spread.into_requests();
+            let requests = allocation.into_requests();
             left = std::array::from_fn(|zone| requests[zone] / MIB);
         }
         left.to_vec()
@@ -415,11 +415,12 @@ mod tests {
                 unmovable_permille: None,
                 driverless_last: false,
             };
-            let mut spread = Spread::new(&host, &host, &zones, None, Some(from), limits, TimeMs(0));
-            assert_eq!(spread.shrink(16 * MIB), (16 * MIB, None));
+            let mut allocation =
+                Allocation::new(&host, &host, &zones, None, Some(from), limits, TimeMs(0));
+            assert_eq!(allocation.shrink(16 * MIB), (16 * MIB, None));
             let mut left = [16 * MIB; 3];
             left[from as usize] = 0;
-            assert_eq!(spread.into_requests(), left, "from node {from}");
+            assert_eq!(allocation.into_requests(), left, "from node {from}");
         }
     }
 
@@ -427,9 +428,9 @@ mod tests {
     fn nodes_without_distances_are_equally_far_but_ones_own() {
         let mut host = two_sockets([0; 4]);
         host.distances = crate::Distances::default();
-        let mut spread = spread(&host, Some(3));
-        spread.grow(26 * MIB);
-        assert_eq!(spread.into_requests(), [4, 4, 2, 16].map(|mib| mib * MIB));
+        let mut allocation = allocation(&host, Some(3));
+        allocation.grow(26 * MIB);
+        assert_eq!(allocation.into_requests(), [4, 4, 2, 16].map(|mib| mib * MIB));
     }
 
     /// A balloon before the two sockets, as the governor has it.
@@ -452,14 +453,14 @@ mod tests {
     fn a_balloon_is_the_first_to_grow_and_the_last_to_shrink() {
         // Whichever node it is for: the balloon counts as node 0's, and is every node's.
         for (near, next) in [(None, [2, 0]), (Some(0), [2, 0]), (Some(1), [0, 2])] {
-            let mut grown = spread(&with_balloon([60, 0, 0, 0, 0]), near);
+            let mut grown = allocation(&with_balloon([60, 0, 0, 0, 0]), near);
             assert_eq!(grown.grow(6 * MIB), (6 * MIB, None));
             assert_eq!(
                 grown.into_requests(),
                 [64, next[0], next[1], 0, 0].map(|mib| mib * MIB),
                 "{near:?}"
             );
-            let mut shrunk = spread(&with_balloon([64, 4, 4, 0, 0]), near);
+            let mut shrunk = allocation(&with_balloon([64, 4, 4, 0, 0]), near);
             assert_eq!(shrunk.shrink(10 * MIB), (10 * MIB, None));
             assert_eq!(shrunk.into_requests(), [62, 0, 0, 0, 0].map(|mib| mib * MIB), "{near:?}");
         }
@@ -475,8 +476,8 @@ mod tests {
             unmovable_permille: Some(500),
             driverless_last: false,
         };
-        let mut spread = Spread::new(&host, &host, &zones, None, None, limits, TimeMs(0));
-        assert_eq!(spread.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));
-        assert_eq!(spread.into_requests(), [64, 2, 0, 0, 0].map(|mib| mib * MIB));
+        let mut allocation = Allocation::new(&host, &host, &zones, None, None, limits, TimeMs(0));
+        assert_eq!(allocation.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));
+        assert_eq!(allocation.into_requests(), [64, 2, 0, 0, 0].map(|mib| mib * MIB));
     }
 }

@@ -4,16 +4,16 @@
 /// end. A rise in use while memory is to go is taken for that, as far as it goes: if it is use
 /// after all, what was to go is still there to serve it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Leaving {
+pub(crate) struct OffliningMemory {
     /// What was used when nothing was on its way back.
     still_bytes: Option<i128>,
 }
 
-impl Leaving {
+impl OffliningMemory {
     /// State after a change of the reporter. The new reporter counts `used_bytes` as used, and
     /// `leaving_bytes` of them are about to leave.
     pub fn continued(used_bytes: i128, leaving_bytes: u64) -> Self {
-        Leaving { still_bytes: Some(used_bytes - i128::from(leaving_bytes)) }
+        OffliningMemory { still_bytes: Some(used_bytes - i128::from(leaving_bytes)) }
     }
 
     /// Takes what a report shows as used while `to_go_bytes` are online and no longer requested,

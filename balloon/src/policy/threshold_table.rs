@@ -1,7 +1,7 @@
 //! Tables that say how much to integrate at which number of free pages, as AMF and Dapper have
 //! them, and what both of them do with one.
 
-use super::view::{self, Coming, NodeView};
+use super::numa_view::{self, Coming, NodeView};
 use super::{Decision, Input};
 use crate::TimeMs;
 use crate::plan::Reason;
@@ -150,7 +150,7 @@ impl<'a> Asked<'a> {
         now: TimeMs,
     ) -> Asked<'a> {
         coming.observe(input, now);
-        let nodes = view::nodes(input);
+        let nodes = numa_view::nodes(input);
         let short = nodes.iter().filter_map(|node| {
             let row = row(table, node, factor);
             let wanted_bytes = node.dram_bytes.saturating_mul(row.times);

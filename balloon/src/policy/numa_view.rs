@@ -6,8 +6,8 @@
 use foreshore_proto::{OnlinePolicy, Zone, ZoneKind};
 
 use super::Input;
-use super::arriving::Arriving;
-use super::base::Base;
+use super::boot_memory::BootMemory;
+use super::onlining::OnliningMemory;
 use crate::units::{PAGE_BYTES, SECTION_BYTES};
 use crate::{HostView, Tier, TimeMs};
 
@@ -138,8 +138,8 @@ fn nearest(nodes: &[NodeView], pm: u32, host: &HostView) -> Option<usize> {
 /// What has been asked for and is not there yet, and for which node's sake.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Coming {
-    base: Base,
-    arriving: Arriving,
+    boot_memory: BootMemory,
+    onlining: OnliningMemory,
     /// As of the last report.
     requested_bytes: u64,
     on_way_bytes: u64,
@@ -178,14 +178,14 @@ impl Coming {
     /// Takes a report: what has come online, and had the time to be free, is no longer on its way.
     pub fn observe(&mut self, input: Input<'_>, now: TimeMs) {
         let memory = input.report.memory();
-        self.base.learn(input, now);
-        let online_bytes = self.base.online_bytes(memory.total_bytes, input.host);
+        self.boot_memory.learn(input, now);
+        let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, input.host);
         // Tables go by the zones' free pages, which are not read together with the total: what only
         // one of the two sees is not there yet.
         let zones_free_pages =
             input.report.zones().iter().fold(0u64, |sum, zone| sum + zone.free_pages);
         let free_bytes = memory.free_bytes.min(zones_free_pages * PAGE_BYTES);
-        let arriving_bytes = self.arriving.learn(memory.total_bytes, free_bytes, now);
+        let arriving_bytes = self.onlining.learn(memory.total_bytes, free_bytes, now);
         let requested_bytes = input.host.requested_bytes();
         self.on_way_bytes =
             requested_bytes.saturating_add(arriving_bytes).saturating_sub(online_bytes);
