@@ -204,14 +204,14 @@ impl TableRig {
     }
 }
 
-/// A test for each case of a table, named after it, and all of them as `CASES`, to hold broken
+/// A test for each case of a table rig, named after it, and all of them as `CASES`, to hold broken
 /// tables against.
 macro_rules! cases {
-    ($check:path: $($name:ident: $at:expr => $amount:expr;)*) => {
+    ($rig:path: $($name:ident: $at:expr => $amount:expr;)*) => {
         $(
             #[test]
             fn $name() {
-                $check($at, $amount);
+                $rig.check($at, $amount);
             }
         )*
 

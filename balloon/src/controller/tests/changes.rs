@@ -27,15 +27,6 @@ fn other_rules_do_not_make_the_loop_forget() {
 }
 
 #[test]
-fn a_paused_loop_holds_and_goes_on() {
-    let mut rig = Rig::fixed(600);
-    rig.controller.pause();
-    assert_eq!(rig.tick(0).reason, Reason::Paused);
-    rig.controller.resume(None);
-    assert_eq!(rig.tick(0).direction, Direction::Grow);
-}
-
-#[test]
 fn off_changes_nothing_whatever_is_reported() {
     let mut rig = Rig::new(Policy::Off);
     let plan = rig.report(1000, 0);

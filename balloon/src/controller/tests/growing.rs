@@ -17,14 +17,6 @@ fn rule_1_a_grow_goes_to_its_full_target_at_once_dram_first() {
 }
 
 #[test]
-fn rule_1_sizes_are_rounded_up_to_blocks() {
-    let mut rig = Rig::new(Policy::default());
-    rig.report(1000, 43);
-    assert!(rig.host.zones.iter().all(|zone| zone.requested_bytes % zone.block_bytes == 0));
-    assert!(rig.host.requested_bytes() > 0);
-}
-
-#[test]
 fn pressure_takes_back_a_shrink_that_the_guest_has_not_followed() {
     let mut rig = Rig::fixed(512);
     rig.tick(0);

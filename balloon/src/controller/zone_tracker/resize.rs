@@ -432,6 +432,9 @@ mod tests {
         assert_eq!(reminded(30_000), [30_000, 90_000, 150_000]);
         assert_eq!(reminded(90_000), [90_000, 180_000], "Nobody is reminded before it is late");
         assert_eq!(reminded(1_000)[..4], [1_000, 3_000, 7_000, 15_000]);
+        assert_eq!(reminded(PATIENCE_MS)[..5], [5_000, 15_000, 35_000, 75_000, 135_000]);
+        let mut without_driver = tracker(sizes(10, 0, false), TimeMs(0));
+        assert_eq!(without_driver.remind(PATIENCE_MS, TimeMs(60_000)), None);
         let zone = tracker(sizes(10, 0, true), TimeMs(0));
         assert_eq!(zone.status(0, 30_000, TimeMs(29_999)), ResizeStatus::Pending);
         assert!(matches!(zone.status(0, 30_000, TimeMs(30_000)), ResizeStatus::Stuck(_)));
@@ -515,20 +518,5 @@ mod tests {
         assert!(!zone.reaches(sizes(4, 6, true), TimeMs(5_000)));
         assert!(!zone.is_late(PATIENCE_MS, TimeMs(9_999)));
         assert!(zone.reaches(sizes(4, 4, true), TimeMs(9_999)), "a shrink is reached at once");
-    }
-
-    #[test]
-    fn a_guest_that_does_not_stir_is_reminded_ever_more_rarely() {
-        let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
-        let mut reminders = Vec::new();
-        for now in (0..=200_000).step_by(1000) {
-            reminders.extend(zone.remind(PATIENCE_MS, TimeMs(now)).map(|reminder| (now, reminder)));
-        }
-        let again = [15_000, 35_000, 75_000, 135_000, 195_000].map(|now| (now, Reminder::Again));
-        assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
-        assert_eq!(
-            tracker(sizes(10, 0, false), TimeMs(0)).remind(PATIENCE_MS, TimeMs(60_000)),
-            None
-        );
     }
 }

@@ -17,11 +17,7 @@ fn amf(watermark_scale: u64) -> Policy {
 const PAPERS: TableRig =
     TableRig { policy: amf, table: TABLE_2, scale: 1024, marks: [MIN, LOW, HIGH] };
 
-fn check(free_pages: u64, times: u64) {
-    PAPERS.check(free_pages, times);
-}
-
-cases! { check:
+cases! { PAPERS:
     amf_table_2_row_above_high_x1024: HIGH * 1024 + 1_000_000 => 0;
     amf_table_2_edge_one_page_above_high_x1024: HIGH * 1024 + 1 => 0;
     amf_table_2_edge_at_high_x1024: HIGH * 1024 => 1;
@@ -54,11 +50,7 @@ mod overlap {
     const MARKS: [u64; 3] = [1000, 2000, 3000];
     const TWICE: TableRig = TableRig { scale: 2, marks: MARKS, ..PAPERS };
 
-    fn check(free_pages: u64, times: u64) {
-        TWICE.check(free_pages, times);
-    }
-
-    cases! { check:
+    cases! { TWICE:
         amf_table_2_x2_row_above_high_x2: 7000 => 0;
         amf_table_2_x2_edge_one_page_above_high_x2: 6001 => 0;
         amf_table_2_x2_edge_at_high_x2: 6000 => 1;
@@ -82,11 +74,7 @@ mod overlap {
 
         const ONCE: TableRig = TableRig { scale: 1, marks: MARKS, ..PAPERS };
 
-        fn check(free_pages: u64, times: u64) {
-            ONCE.check(free_pages, times);
-        }
-
-        cases! { check:
+        cases! { ONCE:
             amf_table_2_x1_row_above_high: 4000 => 0;
             amf_table_2_x1_edge_one_page_above_high: 3001 => 0;
             amf_table_2_x1_edge_at_high: 3000 => 5;
