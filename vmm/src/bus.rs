@@ -1,11 +1,14 @@
 //! Address ranges and the devices behind them, for port and memory-mapped I/O.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
 use parking_lot::RwLock;
 use thiserror::Error;
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::metrics::{Expose, Exposition, Family, and, one};
 
@@ -18,6 +21,24 @@ pub trait BusDevice: Send + Sync {
     fn read(&self, offset: u64, data: &mut [u8]);
     /// Takes `data` at `offset`, counted from the start of the range that was inserted.
     fn write(&self, offset: u64, data: &[u8]);
+}
+
+/// Writes of vCPUs that raise an eventfd without an exit: KVM, or a test's record of them.
+pub trait IoEvents: Send + Sync {
+    /// Has a write of any width at guest-physical `address` raise `event`.
+    fn register(&self, event: &EventFd, address: u64) -> io::Result<()>;
+    /// Undoes [`Self::register`].
+    fn unregister(&self, event: &EventFd, address: u64) -> io::Result<()>;
+}
+
+impl IoEvents for VmFd {
+    fn register(&self, event: &EventFd, address: u64) -> io::Result<()> {
+        Ok(self.register_ioevent(event, &IoEventAddress::Mmio(address), NoDatamatch)?)
+    }
+
+    fn unregister(&self, event: &EventFd, address: u64) -> io::Result<()> {
+        Ok(self.unregister_ioevent(event, &IoEventAddress::Mmio(address), NoDatamatch)?)
+    }
 }
 
 /// Why a range cannot be put on a bus.

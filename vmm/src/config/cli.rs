@@ -13,8 +13,8 @@ use super::at_guest_shutdown::AtGuestShutdown;
 use super::{
     ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig,
     MemoryZoneConfig, MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig,
-    PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig,
-    foreign, pressure,
+    PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, Switches, VmConfig,
+    VsockConfig, foreign, pressure,
 };
 use crate::events::EventMonitor;
 use crate::host_console::config as console;
@@ -187,12 +187,6 @@ struct VmFlags {
     serial: Option<String>,
     #[arg(long, value_name = "MODE", help_heading = "Devices")]
     console: Option<String>,
-    /// A virtio watchdog: a guest that pings it and stops for 20 s is restarted
-    #[arg(long, help_heading = "Devices")]
-    watchdog: bool,
-    /// A pvpanic device: an event is sent if the guest's kernel panics
-    #[arg(long, help_heading = "Devices")]
-    pvpanic: bool,
     #[arg(long, value_name = "OPTIONS", num_args = 0..=1, default_missing_value = "", help_heading = "Devices")]
     rng: Option<String>,
     #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
@@ -221,7 +215,7 @@ pub(super) const TABLES: [Table; 16] = [
 
 /// Returns the command line with help from the tables.
 pub(super) fn command() -> clap::Command {
-    Flags::command().mut_args(|arg| {
+    Flags::command().args(Switches::args()).mut_args(|arg| {
         match TABLES.iter().find(|table| arg.get_long() == table.flag.strip_prefix("--")) {
             Some(table) => arg.help(table.line()).long_help(table.listing()),
             None => arg,
@@ -232,11 +226,12 @@ pub(super) fn command() -> clap::Command {
 /// Reads and validates a command line, whose first word is the program's name.
 pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Command, CliError> {
     let matches = command().try_get_matches_from(args);
-    let flags = match matches.and_then(|matches| Flags::from_arg_matches(&matches)) {
-        Ok(flags) if flags.version => {
+    let read = |matches| Ok((Flags::from_arg_matches(&matches)?, Switches::from_matches(&matches)));
+    let (flags, switches) = match matches.and_then(read) {
+        Ok((flags, _)) if flags.version => {
             return Ok(Command::Print(version()));
         }
-        Ok(flags) => flags,
+        Ok(read) => read,
         Err(error) if error.kind() == ErrorKind::DisplayHelp => {
             return Ok(Command::Print(error.render().to_string()));
         }
@@ -273,8 +268,8 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     let at_guest_shutdown =
         if flags.no_shutdown { AtGuestShutdown::Stay } else { AtGuestShutdown::End };
     let config = match (&api_socket, flags.vm) {
-        (Some(_), None) => None,
-        (_, vm) => Some(vm_config(vm.unwrap_or_default())?),
+        (Some(_), None) if switches.is_empty() => None,
+        (_, vm) => Some(vm_config(vm.unwrap_or_default(), switches)?),
     };
     check_descriptors(config.as_ref(), api_socket.as_ref(), event_monitor.as_ref())?;
     if let Some(config) = &config {
@@ -302,7 +297,7 @@ fn version() -> String {
     format!("cloud-hypervisor v{COMPATIBLE_WITH} (foreshore v{ours})\nforeshore v{ours}\n")
 }
 
-fn vm_config(flags: VmFlags) -> Result<VmConfig, ConfigError> {
+fn vm_config(flags: VmFlags, switches: Switches) -> Result<VmConfig, ConfigError> {
     let serial = flags.serial.as_deref().map(ConsoleConfig::parse_serial).transpose()?;
     let console = flags.console.as_deref().map(ConsoleConfig::parse_console).transpose()?;
     Ok(VmConfig {
@@ -321,8 +316,7 @@ fn vm_config(flags: VmFlags) -> Result<VmConfig, ConfigError> {
         serial: serial.unwrap_or_else(ConsoleConfig::default_serial),
         console: console.unwrap_or_else(ConsoleConfig::default_console),
         rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
-        watchdog: flags.watchdog,
-        pvpanic: flags.pvpanic,
+        switches,
         vsock: flags.vsock.as_deref().map(VsockConfig::parse).transpose()?,
         platform: flags.platform.as_deref().map(PlatformConfig::parse).transpose()?,
         pm_memory: flags
@@ -598,10 +592,13 @@ mod tests {
         assert_eq!((launch.config, launch.at_guest_shutdown), (None, AtGuestShutdown::Stay));
         assert_eq!(bare(&["--api-socket", "fd=7"]).at_guest_shutdown, AtGuestShutdown::End);
         // Whoever describes a VM means to have one.
-        for described in
-            [["--cpus", "boot=2"], ["--console", "off"], ["--disk", "path=/a"], ["--cmdline", "x"]]
-        {
-            let args = [&["--api-socket", "/run/vm.sock"], &described[..]].concat();
+        for described in [
+            &["--cpus", "boot=2"][..],
+            &["--console", "off"],
+            &["--disk", "path=/a"],
+            &["--pvpanic"],
+        ] {
+            let args = [&["--api-socket", "/run/vm.sock"], described].concat();
             assert!(
                 parse(&args).unwrap_err().to_string().starts_with("--kernel is missing"),
                 "{described:?}"
@@ -707,7 +704,7 @@ mod tests {
 
     #[test]
     fn every_flag_of_cloud_hypervisor_is_known() {
-        let ours = Flags::command();
+        let ours = command();
         for flag in CLOUD_HYPERVISORS {
             let mut shown = ours.get_arguments().filter(|argument| !argument.is_hide_set());
             let is_ours = shown.any(|argument| argument.get_long() == Some(&flag[2..]));

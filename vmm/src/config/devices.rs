@@ -8,8 +8,9 @@ use serde_json::{Map, Value};
 
 use super::{
     BalloonConfig, DRAM_ZONE, DiskConfig, GivenFd, MacAddress, MemoryZoneConfig, NetConfig,
-    PmMemoryConfig, PmemConfig, VmConfig, VsockConfig,
+    PmMemoryConfig, PmemConfig, SWITCHES, VmConfig, VsockConfig,
 };
+use crate::device::Switch;
 use crate::memory::zone::device_id;
 
 /// A device that may be added to a VM and removed from it.
@@ -80,8 +81,8 @@ impl DeviceConfig {
     }
 }
 
-/// Devices that there is one of at most.
-const FIXED: [&str; 4] = ["__console", "__rng", "__watchdog", "__pvpanic"];
+/// Ids of devices with options that a VM has at most one of.
+const FIXED: [&str; 2] = ["__console", "__rng"];
 
 /// Reads a device by the rules of a whole configuration.
 fn read<T: Object>(
@@ -157,7 +158,7 @@ impl VmConfig {
             one.into_iter().chain(self.memory.zones.iter().map(|zone| &*zone.id)).map(device_id);
         let pm =
             self.pm_memory.iter().enumerate().map(|(nth, pm)| device_id(&pm.id_or_default(nth)));
-        dram.chain(pm).chain(FIXED.map(str::to_owned))
+        dram.chain(pm).chain(FIXED.map(str::to_owned)).chain(SWITCHES.iter().map(Switch::id))
     }
 
     /// What everything is called but volumes.

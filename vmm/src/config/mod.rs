@@ -3,8 +3,8 @@
 //!
 //! Field names are those of Cloud Hypervisor's API; sizes are in bytes. A new key of a section is
 //! one line in its table: the struct, the flag, JSON, the help and the errors follow (crate
-//! foreshore_config). A new flag, such as `--pvpanic`, is a field of [`VmConfig`] and of the flags
-//! in `cli`.
+//! foreshore_config). A new flag with keys is a field of [`VmConfig`] and of the flags in `cli`. A
+//! device without options, such as `--pvpanic`, is an entry of [`SWITCHES`].
 //!
 //! Three steps lead from text to a VM that may be built. A flag's text is parsed into its section,
 //! each section is validated alone, and [`VmConfig::validate`] checks them against each other. None
@@ -26,6 +26,7 @@ mod plug_bandwidth;
 mod pm_memory;
 mod pressure;
 mod socket;
+mod switches;
 #[cfg(test)]
 mod tables_tests;
 mod topology;
@@ -58,6 +59,7 @@ pub use self::pressure::{
     check_policy, rules_as_well,
 };
 pub use self::socket::{ApiSocket, MetricsAddress};
+pub use self::switches::{SWITCHES, Switches};
 pub use self::topology::{BALLOON_ZONE, DRAM_ZONE, Node, Topology};
 pub use crate::cpu::config::{
     CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS,
@@ -88,8 +90,7 @@ section! {
         serial (with serial_from_json): ConsoleConfig = ConsoleConfig::default_serial() => "COM1",
         console: ConsoleConfig = ConsoleConfig::default_console() => "virtio-console, hvc0",
         rng: RngConfig = RngConfig::default() => "Entropy source",
-        watchdog: bool = false => "Watchdog",
-        pvpanic: bool = false => "Device by which the guest reports a panic",
+        switches (flatten): Switches => "Devices without options",
         vsock: Option<VsockConfig> => "Sockets between guest and host",
         platform: Option<PlatformConfig> => "Machine as a whole",
         numa: Vec<NumaConfig> => "Nodes of the guest, instead of one and one for each zone of PM",
@@ -300,8 +301,7 @@ pub(crate) fn test_config() -> VmConfig {
         serial: ConsoleConfig::default(),
         console: ConsoleConfig::default(),
         rng: RngConfig { src: "/dev/urandom".into() },
-        watchdog: false,
-        pvpanic: false,
+        switches: Switches::default(),
         vsock: None,
         platform: None,
         numa: Vec::new(),

@@ -7,6 +7,15 @@ use super::limiter::Source;
 /// The longest text in an event, in characters.
 const MAX_TEXT: usize = 500;
 
+/// Event that is defined in the folder of a device.
+#[derive(Debug, PartialEq, Eq)]
+pub struct DeviceEvent {
+    pub source: &'static str,
+    pub name: &'static str,
+    /// Names of the properties.
+    pub properties: &'static [&'static str],
+}
+
 /// What happens. Names and properties are Cloud Hypervisor's, unless the source is `foreshore`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event<'a> {
@@ -48,10 +57,10 @@ pub enum Event<'a> {
     },
     /// The guest has not pinged its watchdog for too long, and is restarted.
     WatchdogExpired,
-    /// The guest's kernel has reported a panic.
-    GuestPanic {
-        /// Name of the report.
-        event: &'a str,
+    /// Event that a device defines, with the values of its properties.
+    OfDevice {
+        event: &'a DeviceEvent,
+        values: &'a [&'a str],
     },
     /// The guest restarts repeatedly, and its next start is delayed.
     RestartDelayed {
@@ -136,7 +145,7 @@ impl Event<'_> {
             Self::DeviceActivated { .. } => ("virtio-device", "activated"),
             Self::DeviceReset { .. } => ("virtio-device", "reset"),
             Self::WatchdogExpired => ("foreshore", "watchdog-expired"),
-            Self::GuestPanic { .. } => ("guest", "panic"),
+            Self::OfDevice { event, .. } => (event.source, event.name),
             Self::RestartDelayed { .. } => ("foreshore", "restart-delayed"),
             Self::VolumeReplaced { .. } => ("foreshore", "volume-replaced"),
             Self::VolumeDamaged { .. } => ("foreshore", "volume-damaged"),
@@ -159,7 +168,7 @@ impl Event<'_> {
             Self::MemoryReached { zone, .. }
             | Self::MemoryRefused { zone, .. }
             | Self::MemoryDriverUnsupported { zone, .. } => Source::Zone((*zone).to_owned()),
-            Self::GuestPanic { .. } => Source::Panics,
+            Self::OfDevice { event, .. } => Source::Kind(event.name),
             _ => Source::Vm,
         }
     }
@@ -173,7 +182,10 @@ impl Event<'_> {
             Self::DeviceAdded { id, bdf } | Self::DeviceRemoved { id, bdf } => {
                 vec![("id", without_braces(id)), ("bdf", without_braces(bdf))]
             }
-            Self::GuestPanic { event } => vec![("event", (*event).to_owned())],
+            Self::OfDevice { event, values } => {
+                let values = values.iter().map(|value| without_braces(value));
+                event.properties.iter().copied().zip(values).collect()
+            }
             Self::RestartDelayed { delay_ms } => vec![("delay_ms", delay_ms.to_string())],
             Self::VolumeReplaced { pool, volume } => {
                 vec![("pool", without_braces(pool)), ("volume", without_braces(volume))]
@@ -209,13 +221,13 @@ fn without_braces(text: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     const DOCUMENT: &str = include_str!("../../../docs/events.md");
 
     /// One of each kind.
-    const ALL: [Event<'_>; 28] = [
+    const ALL: [Event<'_>; 27] = [
         Event::VmmStarting,
         Event::VmmShutdown,
         Event::VmBooting,
@@ -233,7 +245,6 @@ mod tests {
         Event::DeviceActivated { id: "i" },
         Event::DeviceReset { id: "i" },
         Event::WatchdogExpired,
-        Event::GuestPanic { event: "panic" },
         Event::RestartDelayed { delay_ms: 1000 },
         Event::VolumeReplaced { pool: "p", volume: "v" },
         Event::VolumeDamaged { pool: "p", volume: "v", reason: "r" },
@@ -246,8 +257,9 @@ mod tests {
         Event::MemoryDriverUnsupported { zone: "z", reason: "r" },
     ];
 
-    #[test]
-    fn the_document_lists_every_event_with_its_properties_and_no_other() {
+    /// Checks that docs/events.md lists every event with its properties, those of devices
+    /// included, and no other.
+    pub(crate) fn check_document<'a>(of_devices: impl Iterator<Item = &'a DeviceEvent>) {
         let names = |cell: &str| -> Vec<String> {
             cell.split('`').skip(1).step_by(2).map(str::to_owned).collect()
         };
@@ -269,6 +281,12 @@ mod tests {
                 (source.to_owned(), name.to_owned(), properties.collect::<Vec<_>>())
             })
             .collect();
+        told.extend(of_devices.map(|event| {
+            let mut properties: Vec<_> =
+                event.properties.iter().map(|key| (*key).to_owned()).collect();
+            properties.sort();
+            (event.source.to_owned(), event.name.to_owned(), properties)
+        }));
         documented.sort();
         told.sort();
         assert_eq!(documented, told);

@@ -16,8 +16,8 @@ pub enum Source {
     Vm,
     /// A device, by its id, whose driver comes and goes.
     Device(String),
-    /// Panics that the guest reports. It can report them without a restart.
-    Panics,
+    /// Events of one kind that a guest can cause without a restart, such as reports of a panic.
+    Kind(&'static str),
     /// A zone of memory, by its id, that has what was requested, or cannot have it. What was told
     /// last is not told again.
     Zone(String),
@@ -140,7 +140,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
     /// know any more, and how the next one's are is news; but what was told has been told.
     pub fn end_machine(&mut self) {
         for (source, account) in &mut self.accounts {
-            if !matches!(source, Source::Vm | Source::Panics) {
+            if !matches!(source, Source::Vm | Source::Kind(_)) {
                 (account.last, account.withheld, account.is_asked) = (None, None, false);
             }
         }

@@ -18,7 +18,9 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{Notify, broadcast};
 
-pub use self::event::Event;
+#[cfg(test)]
+pub(crate) use self::event::tests::check_document;
+pub use self::event::{DeviceEvent, Event};
 use self::limiter::{Bounds, Limiter, Source, Verdict};
 pub use self::monitor::{Monitor, MonitorError};
 pub use self::target::EventMonitor;

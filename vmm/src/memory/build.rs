@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use foreshore_types::size::Size;
+use parking_lot::Mutex;
 use thiserror::Error;
 use vm_memory::{
     GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap, MmapRegion,
@@ -25,6 +26,7 @@ use super::populate::populate;
 use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots, check_ranges};
 use super::view::{GuestView, ViewError};
 use super::zone::{Growth, Tier, ZoneSpec};
+use crate::log::sparsely;
 use crate::pool::PmPool;
 
 /// The unit of plugging: the pool's chunk, and the host's and guest's huge page.
@@ -160,8 +162,17 @@ pub struct Memory {
     budget: Arc<MappingBudget>,
     hotplug: Vec<HotplugPart>,
     dimms: Option<Dimms>,
-    /// What is mapped of files beside zones.
-    file_bytes: Arc<AtomicU64>,
+    files: Arc<FileRanges>,
+}
+
+/// Ranges of files beside zones.
+struct FileRanges {
+    view: GuestView,
+    slots: Arc<Slots>,
+    /// Bytes that are mapped.
+    bytes: Arc<AtomicU64>,
+    /// Ranges that were removed since the last one was added.
+    removed: Mutex<Vec<GuestRange>>,
 }
 
 /// Makes the memory that `zones` ask for: boot memory mapped and in KVM, hotplug parts reserved and
@@ -267,21 +278,14 @@ pub fn build(
         let linux_block_bytes = map.linux_block_bytes();
         hotplug.push(HotplugPart { spec: spec.clone(), range, linux_block_bytes, backing, slots });
     }
-    let file_bytes = Arc::default();
+    let files = Arc::new(FileRanges {
+        view: view.clone(),
+        slots: Arc::clone(&slots),
+        bytes: Arc::default(),
+        removed: Mutex::default(),
+    });
     let boot = boot_regions;
-    Ok(Memory {
-        map,
-        zones,
-        host_ranges,
-        parts,
-        boot,
-        view,
-        slots,
-        budget,
-        hotplug,
-        dimms,
-        file_bytes,
-    })
+    Ok(Memory { map, zones, host_ranges, parts, boot, view, slots, budget, hotplug, dimms, files })
 }
 
 impl Memory {
@@ -375,7 +379,7 @@ impl Memory {
 
     /// What is mapped by [`Self::add_file_range`], as it comes and goes.
     pub fn file_bytes(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.file_bytes)
+        Arc::clone(&self.files.bytes)
     }
 
     /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The
@@ -387,11 +391,12 @@ impl Memory {
         extents: &[Range<u64>],
         access: Access,
     ) -> Result<MappedRange, MemoryError> {
+        self.files.removed.lock().drain(..).for_each(|range| self.map.give_back(range));
         let len = extents.iter().map(|extent| extent.end - extent.start).sum();
         let range = self.map.allocate(len, HOTPLUG_ALIGN)?;
         let result = self.show_file(range, file, extents, access);
         match &result {
-            Ok(_) => _ = self.file_bytes.fetch_add(range.len, Ordering::Relaxed),
+            Ok(_) => _ = self.files.bytes.fetch_add(range.len, Ordering::Relaxed),
             Err(_) => self.map.give_back(range),
         }
         result
@@ -420,7 +425,9 @@ impl Memory {
         }
         drop(memory);
         match self.slots.add(range, &reservation, 0, access) {
-            Ok(slot) => Ok(MappedRange { guest: range, reservation, slot }),
+            Ok(slot) => {
+                Ok(MappedRange { guest: range, reservation, slot, files: Arc::clone(&self.files) })
+            }
             Err(err) => {
                 self.view.exclusive().remove_region(
                     GuestAddress(range.start),
@@ -431,29 +438,32 @@ impl Memory {
             }
         }
     }
-
-    /// Takes a range back that [`Self::add_file_range`] made: the guest cannot reach it any more,
-    /// nor can a device. Waits for accesses of devices that are under way. What KVM keeps stays
-    /// mapped.
-    pub fn remove_file_range(&mut self, range: &MappedRange) -> Result<(), MemoryError> {
-        // 1. The guest, 2. devices, 3. the next one may have the addresses.
-        self.slots.remove(range.slot)?;
-        let MappedRange { guest, reservation, .. } = range;
-        self.view.exclusive().remove_region(GuestAddress(guest.start), guest.len, reservation);
-        self.map.give_back(*guest);
-        self.file_bytes.fetch_sub(guest.len, Ordering::Relaxed);
-        Ok(())
-    }
 }
 
-/// A volume in guest memory.
-#[derive(Clone, Debug)]
+/// File in guest memory. Dropping it removes the file from the guest's memory and from that of
+/// devices, and waits for accesses of devices that are under way. A range whose slot KVM keeps stays
+/// mapped.
 pub struct MappedRange {
     /// Where the guest sees it.
     pub guest: GuestRange,
     /// Where this process does.
     pub reservation: Arc<Reservation>,
     slot: u32,
+    files: Arc<FileRanges>,
+}
+
+impl Drop for MappedRange {
+    fn drop(&mut self) {
+        let Self { guest, reservation, slot, files } = self;
+        // 1. The guest, 2. devices, 3. the next one may have the addresses.
+        if let Err(err) = files.slots.remove(*slot) {
+            sparsely!(error, %err, "A file stays in guest memory");
+            return;
+        }
+        files.view.exclusive().remove_region(GuestAddress(guest.start), guest.len, reservation);
+        files.bytes.fetch_sub(guest.len, Ordering::Relaxed);
+        files.removed.lock().push(*guest);
+    }
 }
 
 fn open_file(zone: &ZoneSpec) -> Result<Option<Arc<ZoneFile>>, MemoryError> {
@@ -744,8 +754,9 @@ mod tests {
                 memory.view().memory().write_obj(7u8, at).is_ok(),
                 access == Access::ReadWrite
             );
-            memory.remove_file_range(&range).unwrap();
-            assert_eq!(Arc::strong_count(&range.reservation), 1, "somebody keeps it mapped");
+            let reservation = Arc::clone(&range.reservation);
+            drop(range);
+            assert_eq!(Arc::strong_count(&reservation), 1, "somebody keeps it mapped");
             assert!(memory.view().memory().read_obj::<u8>(at).is_err() && !table.covers(4 * GIB));
             assert_eq!(memory.slots().used(), used);
         }

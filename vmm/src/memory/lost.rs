@@ -147,6 +147,18 @@ pub struct LostMemory {
     ranges: Mutex<Vec<Watched>>,
 }
 
+/// Range that is watched until this is dropped.
+pub struct WatchedRange {
+    lost: Arc<LostMemory>,
+    range: Arc<GuestRange>,
+}
+
+impl Drop for WatchedRange {
+    fn drop(&mut self) {
+        self.lost.ranges.lock().retain(|(known, _)| !Arc::ptr_eq(known, &self.range));
+    }
+}
+
 impl Expose for LostMemory {
     fn expose(&self, out: &mut Exposition) {
         // A zone has several ranges with the same name.
@@ -183,9 +195,16 @@ impl LostMemory {
         self.add(name, reservation, Some((file, mapped_bytes)))
     }
 
-    /// Does not look at memory any more that the guest does not have any more.
-    pub fn forget(&self, range: &Arc<GuestRange>) {
-        self.ranges.lock().retain(|(known, _)| !Arc::ptr_eq(known, range));
+    /// Watches a file that is mapped until the result is dropped.
+    pub fn watch_mapped(
+        self: &Arc<Self>,
+        name: &str,
+        reservation: &Reservation,
+        file: BorrowedFd<'_>,
+        mapped_bytes: u64,
+    ) -> Result<WatchedRange, WatchError> {
+        let range = self.watch_file(name.to_owned(), reservation, file, mapped_bytes)?;
+        Ok(WatchedRange { lost: Arc::clone(self), range })
     }
 
     fn add(

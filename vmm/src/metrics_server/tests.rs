@@ -15,26 +15,30 @@ use balloon::statistics::Tag;
 use pmem_volume::media::OnPageLost;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
+use vm_memory::GuestMemoryMmap;
 
 use super::*;
 use crate::api::{Limits, Server, ServerMetrics, Socket};
 use crate::bus::{AddressSpaceMetrics, BusMetrics};
-use crate::config::MetricsAddress;
+use crate::config::{MetricsAddress, SWITCHES};
 use crate::cpu::metrics::VcpuMetrics;
+use crate::device::AttachedDevice;
+use crate::device::testing::FakeMachine;
 use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Geometry, ResizeError};
+use crate::event_loop::EventLoop;
 use crate::events::{Event, EventCounters, Events};
 use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
 use crate::governor::metrics::{PressureMetrics, PressureSample, PressureSource, PressureZone};
 use crate::host_console::{ConsoleFileMetrics, ConsoleFileSource};
 use crate::memory::backing::{MappingBudget, Reservation};
 use crate::memory::lost::{LossFlag, LostMemory};
+use crate::memory::view::GuestView;
 use crate::metrics::Registration;
 use crate::nvdimm::FlushHintMetrics;
 use crate::pool::btt_loss::BttLoss;
 use crate::pool::fake::FakePool;
 use crate::pool::{CHUNK_BYTES, PmPool, PoolMetrics};
-use crate::pvpanic::PvPanicMetrics;
 use crate::serial::SerialMetrics;
 use crate::virtio::balloon::BalloonMetrics;
 use crate::virtio::block::{BlockMetrics, DiskMetrics, Kind};
@@ -44,7 +48,6 @@ use crate::virtio::net::NetDeviceMetrics;
 use crate::virtio::pmem::metrics::{PmemFileMetrics, PmemMetrics};
 use crate::virtio::rng::RngMetrics;
 use crate::virtio::vsock::VsockMetrics;
-use crate::virtio::watchdog::WatchdogMetrics;
 use crate::vm::hotplug_metrics::HotplugMetrics;
 use crate::vm::owner::RestartMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, ZoneInfo};
@@ -198,14 +201,15 @@ type Others = (Arc<dyn PressureSource>, Arc<dyn BlockDevice>);
 
 /// Metrics with a source of every kind, and what must be kept alive for them.
 struct Everything {
-    metrics: Metrics,
+    metrics: Arc<Metrics>,
     registrations: Vec<Registration>,
+    switches: (EventLoop, Vec<AttachedDevice>),
     pool: Arc<dyn PmPool>,
     others: Others,
 }
 
 fn everything() -> Everything {
-    let metrics = Metrics::new("vm \"1\"");
+    let metrics = Arc::new(Metrics::new("vm \"1\""));
     metrics.add(told());
     register_process(&metrics, false);
     metrics.add(Arc::new(RefusedHosts::default()));
@@ -222,8 +226,6 @@ fn everything() -> Everything {
     plugs.failed(FailureReason::PoolFull);
     plugs.throttled.begin();
     plugs.throttled.end(Duration::from_millis(2500));
-    let watchdog = WatchdogMetrics::default();
-    watchdog.pings.store(81, Ordering::Relaxed);
     let serial = SerialMetrics::default();
     serial.lost_bytes.store(79, Ordering::Relaxed);
     let console = ConsoleMetrics::default();
@@ -295,13 +297,22 @@ fn everything() -> Everything {
         Arc::new(vsock),
         Arc::<RngMetrics>::default(),
         Arc::new(balloon),
-        Arc::new(watchdog),
         Arc::new(serial),
         Arc::new(console),
-        Arc::<PvPanicMetrics>::default(),
     ];
     let registrations = sources.into_iter().map(|source| metrics.register(source)).collect();
-    Everything { metrics, registrations, pool, others: (governor, device) }
+    let switches = switches(&metrics);
+    Everything { metrics, registrations, switches, pool, others: (governor, device) }
+}
+
+/// Devices without options.
+fn switches(metrics: &Arc<Metrics>) -> (EventLoop, Vec<AttachedDevice>) {
+    let event_loop = EventLoop::spawn("test").unwrap();
+    let fake = FakeMachine { metrics: Arc::clone(metrics), ..FakeMachine::default() };
+    let view = GuestView::new(GuestMemoryMmap::new());
+    let context = fake.context(view, event_loop.handle());
+    let devices = SWITCHES.iter().map(|switch| (switch.build)(&context).unwrap()).collect();
+    (event_loop, devices)
 }
 
 fn text() -> String {
@@ -361,9 +372,14 @@ fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
         .collect()
 }
 
-/// Names of the types in `folder` that implement `Expose`.
+/// Names of the types in `folder` that implement `Expose`, without those of devices without options:
+/// all of these are built.
 fn types_that_expose(folder: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
+    let module = std::fs::read_to_string(folder.join("mod.rs")).unwrap_or_default();
+    if module.contains("pub const SWITCH: Switch") {
+        return names;
+    }
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.ends_with("tests") {
@@ -477,7 +493,7 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_pressure_pinned{{{vm},zone="pm",tier="pm"}} 0.0"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="not_json"}} 2"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="too_long"}} 0"#),
-        format!("foreshore_watchdog_pings_total{{{vm}}} 81"),
+        format!("foreshore_watchdog_pings_total{{{vm}}} 0"),
         format!("foreshore_serial_lost_bytes_total{{{vm}}} 79"),
         format!(r#"foreshore_console_bytes_total{{{vm},direction="from-guest"}} 80"#),
         format!(r#"foreshore_console_file_throttled_seconds_total{{{vm},device="serial"}} 1.5"#),
@@ -526,7 +542,7 @@ fn a_scrape_shows_what_the_sources_say() {
 
 #[test]
 fn sources_of_an_ended_vm_are_not_exposed() {
-    let Everything { metrics, registrations, pool, others } = everything();
+    let Everything { metrics, registrations, switches, pool, others } = everything();
     let encode = || metrics.encode(&ZoneMetrics::default()).unwrap();
     drop((pool, others));
     let text = encode();
@@ -535,7 +551,7 @@ fn sources_of_an_ended_vm_are_not_exposed() {
         "{text}"
     );
     assert!(text.contains("foreshore_volume_size_bytes"));
-    drop(registrations);
+    drop((registrations, switches));
     let text = encode();
     assert!(!text.contains("foreshore_volume") && text.contains("foreshore_build_info"), "{text}");
 }

@@ -5,19 +5,30 @@
 mod device;
 mod metrics;
 
+use std::sync::Arc;
+
 pub use self::device::{GuestPanic, PvPanic};
 pub use self::metrics::PvPanicMetrics;
-use crate::device::{DeviceContext, NewDevice};
-use crate::events::Event;
+use crate::device::{DeviceContext, NewDevice, SetupResult, Switch};
+use crate::events::{DeviceEvent, Event};
 
-/// Builds the device of `--pvpanic`.
-pub fn build(is_given: bool, context: &DeviceContext) -> Option<NewDevice> {
-    let events = context.events.clone();
-    is_given.then(|| {
-        let device = PvPanic::new(move |report| {
-            events.tell_of_guest(Event::GuestPanic { event: report.label() });
-        });
-        let metrics = device.metrics();
-        NewDevice::pci("__pvpanic", device).exposing(metrics)
-    })
+/// `--pvpanic`.
+pub const SWITCH: Switch = Switch {
+    key: "pvpanic",
+    about: "A pvpanic device: an event is sent if the guest's kernel panics",
+    events: &[PANIC],
+    build,
+};
+
+/// Report of a guest's kernel.
+const PANIC: DeviceEvent = DeviceEvent { source: "guest", name: "panic", properties: &["event"] };
+
+fn build(context: &DeviceContext) -> SetupResult {
+    let events = context.machine.events.clone();
+    let device = PvPanic::new(move |report| {
+        events.tell_of_guest(Event::OfDevice { event: &PANIC, values: &[report.label()] });
+    });
+    let metrics = device.metrics();
+    let new = NewDevice::new(&SWITCH.id(), Arc::new(device), Vec::new());
+    Ok(new.exposing(metrics).attach(context)?)
 }

@@ -19,7 +19,6 @@ pub mod vsock;
 pub mod watchdog;
 mod worker;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -27,7 +26,8 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_queue::Queue;
 use vmm_sys_util::eventfd::EventFd;
 
-use self::block::BlockHandle;
+use self::transport::pci::{TransportError, VirtioPciDevice};
+use crate::device::{DeviceContext, NewDevice};
 use crate::event_loop::EventLoopHandle;
 use crate::interrupt::VirtioInterrupt;
 use crate::memory::view::GuestView;
@@ -70,26 +70,6 @@ pub enum ActivateError {
     Worker(#[from] crate::event_loop::EventLoopError),
     #[error("The device cannot set its files up")]
     Io(#[from] std::io::Error),
-}
-
-/// Counters of a device by Cloud Hypervisor's names. Each is at most `i64::MAX`, because clients
-/// read them as signed numbers.
-pub type DeviceCounters = BTreeMap<&'static str, u64>;
-
-/// Collects counters and limits each to `i64::MAX`.
-fn signed<const N: usize>(counters: [(&'static str, u64); N]) -> DeviceCounters {
-    counters.map(|(name, value)| (name, value.min(i64::MAX as u64))).into()
-}
-
-/// Interface of an attached device for the API.
-pub trait DeviceHandle: Send {
-    /// Returns the counters for `vm.counters`.
-    fn counters(&self) -> DeviceCounters;
-
-    /// Returns the disk to resize, if the device is a disk.
-    fn as_disk(&self) -> Option<&BlockHandle> {
-        None
-    }
 }
 
 /// The front of a virtio device: what the transport needs to show it.
@@ -158,4 +138,24 @@ pub fn read_config_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
         let len = rest.len().min(data.len());
         data[..len].copy_from_slice(&rest[..len]);
     }
+}
+
+/// Shows a device that exists as long as the machine by the PCI transport. Its name is its id.
+pub fn new_device(
+    device: impl VirtioDevice + 'static,
+    context: &DeviceContext,
+) -> Result<NewDevice, TransportError> {
+    let id = device.name().to_owned();
+    new_device_with_id(&id, device, context)
+}
+
+/// Shows a device by the PCI transport.
+pub fn new_device_with_id(
+    id: &str,
+    device: impl VirtioDevice + 'static,
+    context: &DeviceContext,
+) -> Result<NewDevice, TransportError> {
+    let loops = device.loops();
+    let device = VirtioPciDevice::new(id, Box::new(device), context)?;
+    Ok(NewDevice::new(id, device, loops))
 }

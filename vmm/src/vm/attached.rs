@@ -1,12 +1,13 @@
 //! Volumes that a machine has: what `vm.volumes` tells of each.
 
+use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::request::{VolumeInfo, VolumeStatus};
 use crate::config::PmVolumeConfig;
 use crate::persist::FirstFailure;
-use crate::pool::{PmPool, PoolVolume};
+use crate::pool::PmPool;
 use crate::volume::interface::Chosen;
 use crate::volume::kernel_gate::Verdict;
 
@@ -16,8 +17,11 @@ pub(super) struct Opened {
     pub(super) size_bytes: u64,
     /// In how many pieces it lies in the pool.
     pub(super) extents: usize,
-    /// Keeps it open; `None`: its device does.
-    pub(super) _volume: Option<Arc<dyn PoolVolume>>,
+    /// First failure of a flush.
+    pub(super) failure: FirstFailure,
+    /// Resources that its device does not hold: the open volume, and the mapping and the metrics
+    /// of an NVDIMM.
+    pub(super) _kept: Vec<Box<dyn Any + Send>>,
 }
 
 /// A volume that the guest has. It is open, and so nobody else's, as long as the machine lives.
@@ -26,7 +30,6 @@ pub(super) struct AttachedVolume {
     interface: Chosen,
     pool: Arc<dyn PmPool>,
     opened: Opened,
-    failure: FirstFailure,
 }
 
 impl AttachedVolume {
@@ -36,9 +39,8 @@ impl AttachedVolume {
         interface: Chosen,
         pool: &Arc<dyn PmPool>,
         opened: Opened,
-        failure: FirstFailure,
     ) -> Self {
-        Self { config: config.clone(), interface, pool: Arc::clone(pool), opened, failure }
+        Self { config: config.clone(), interface, pool: Arc::clone(pool), opened }
     }
 
     pub(super) fn pool_path(&self) -> &Path {
@@ -60,7 +62,7 @@ impl AttachedVolume {
             durability: self.pool.durability().name().to_owned(),
             extents: self.opened.extents,
             guest_btt,
-            status: status(self.failure.reason(), self.pool.has_failed()),
+            status: status(self.opened.failure.reason(), self.pool.has_failed()),
         }
     }
 }

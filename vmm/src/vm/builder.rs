@@ -11,7 +11,6 @@ use tracing::{debug, warn};
 use super::clock::GuestClock;
 use super::created_volumes::CreatedVolumes;
 use super::error::BuildError;
-use super::fabric::Fabric;
 use super::governing::Governed;
 use super::hotplug::{self, Leaving};
 use super::kvm::Hypervisor;
@@ -20,7 +19,7 @@ use super::owner::{EventSender, MachineEvent};
 use super::resident::Resident;
 use super::resources::Resources;
 use super::vcpus::{Maker, Vcpus};
-use super::{devices, governing, lost, named_twice, pmem, volumes, zones};
+use super::{devices, governing, lost, named_twice, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
 use crate::acpi::hotplug::HotplugPage;
 use crate::acpi::hotplug_cpus::CpuRegisters;
@@ -36,7 +35,7 @@ use crate::cpu::cpuid::{self, Traits};
 use crate::cpu::placement::Cores;
 use crate::cpu::run::{Placement, Surroundings, Vcpu, VcpuThread};
 use crate::cpu::state::{self, Fresh};
-use crate::device::DeviceContext;
+use crate::device::{DeviceContext, DeviceList, MachineParts};
 use crate::event_loop::EventLoop;
 use crate::governor::Beside;
 use crate::governor::metrics::PressureMetrics;
@@ -51,6 +50,8 @@ use crate::memory::{self, Memory, MemoryOptions};
 use crate::metrics::Expose;
 use crate::nmi_status::{NMI_STATUS_LEN, NMI_STATUS_PORT, NmiStatus};
 use crate::pool::Durability;
+use crate::virtio::balloon::BalloonHandle;
+use crate::virtio::mem::MemHandle;
 use crate::virtio::vsock::IN_PROCESS_BACKLOG;
 use crate::volume::interface::Payload;
 
@@ -81,59 +82,46 @@ pub fn build(
     memory.prefault().map_err(BuildError::device("prefault"))?;
     // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the
     //    others hold.
-    let vm = &hypervisor.vm;
-    let told = resources.events().clone();
-    let mut fabric = Fabric::new(
-        Arc::clone(vm) as _,
-        Arc::clone(vm) as _,
-        config.cpus.max_vcpus,
-        &memory,
-        told,
-        Arc::clone(resources.metrics()),
-    )?;
+    let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
+    let parts = machine_parts(config, &hypervisor, &memory, resources, &device_loop, events);
+    let context = DeviceContext::new(parts).map_err(BuildError::device("the buses"))?;
+    let mut devices = DeviceList::default();
     config
         .disks
         .iter()
         .filter_map(|disk| disk.pci_device_id)
-        .for_each(|slot| fabric.pci.reserve(slot));
-    lost::watch_zones(config, resources, &memory, &fabric.lost)?;
-    let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
+        .for_each(|slot| context.pci.reserve(slot));
+    lost::watch_zones(config, resources, &memory, &context.lost)?;
     let cpu_registers = cpu_registers(config, events);
-    let (ged, page) = add_platform(&fabric, Arc::clone(&cpu_registers), events)?;
+    let (ged, page) = add_platform(&context, Arc::clone(&cpu_registers), events)?;
     let mut files = ConsoleFiles::new(resources.file_start(), resources.lines().clone());
-    devices::attach_serial(config, &mut files, &mut fabric, &device_loop.handle())?;
-    let sender = events.clone();
-    let context = DeviceContext {
-        event_loop: device_loop.handle(),
-        events: resources.events().clone(),
-        reset_guest: Arc::new(move || sender.send(MachineEvent::GuestReset)),
-    };
-    devices::attach_fixed(config, &mut files, &mut fabric, &memory, &context)?;
+    let serial = devices::attach_serial(config, &mut files, &context)
+        .map_err(BuildError::device("--serial"))?;
+    devices::attach_fixed(config, &mut files, &context, &mut devices)?;
     // A vsock device may come later: the governor listens in any case.
     let (agents, connections) = mpsc::channel(IN_PROCESS_BACKLOG);
-    let attach_vsock =
-        |vsock| devices::attach_vsock(vsock, &mut fabric, &memory, &device_loop.handle(), &agents);
-    config.vsock.as_ref().map(attach_vsock).transpose()?;
+    if let Some(vsock) = &config.vsock {
+        devices.push(devices::build_vsock(vsock, &agents, &context)?);
+    }
     let plugged = Arc::new(Notify::new());
     let signals = devices::MemorySignals {
         plugged: Arc::clone(&plugged),
         events: resources.events().clone(),
     };
-    let budgets = resources.plug_budgets();
-    let zones =
-        devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &signals, budgets)?;
+    let (mem_loop, budgets) = (memory_loop.handle(), resources.plug_budgets());
+    devices::attach_memory(&mut memory, &mem_loop, &signals, budgets, &context, &mut devices)?;
     let dimms = memory.take_dimms();
-    let balloon =
-        devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
-    devices::attach_disks(config, &mut fabric, &memory)?;
-    devices::attach_nets(resources.taps(), &mut fabric, &memory)?;
+    if let Some(balloon) = &config.balloon {
+        devices.push(devices::build_balloon(balloon, &memory, &plugged, &context)?);
+    }
+    devices::attach_removable(config, resources, &context, &mut devices)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let with = (&*resources, &steps[..], &mut created);
-    let volumes = volumes::attach(config, payload, with, &mut memory, &mut fabric, events)?;
-    pmem::attach(resources.pmem(), &mut memory, &mut fabric)?;
-    let lost_loop = lost::watch(&fabric.lost, events)?;
+    let volumes = volumes::attach(config, payload, with, &mut memory, &context, &mut devices)?;
+    devices::attach_files(resources, &mut memory, &context, &mut devices)?;
+    let lost_loop = lost::watch(&context.lost, events)?;
     if config.payload.firmware.is_some() {
-        add_for_firmware(&fabric)?;
+        add_for_firmware(&context)?;
     }
     // 5. The tables, which describe all of that.
     let input = AcpiInput {
@@ -149,16 +137,18 @@ pub fn build(
     acpi::build(&input)?.write(memory.boot())?;
     // 6. vCPUs, paused: none runs before the owner resumes them all.
     let clock = Arc::new(GuestClock::new(Arc::clone(&hypervisor.vm)));
-    let vcpus = build_vcpus(config, &topology, hypervisor, &fabric, &boot, cpu_registers, events)?;
+    let vcpus = build_vcpus(config, &topology, hypervisor, &context, &boot, cpu_registers, events)?;
     // 7. The governor last: it acts on what is there.
     let beside = Beside {
         dimm_bytes: dimms.as_ref().map_or_else(Arc::default, Dimms::came_bytes),
         mapped_bytes: memory.file_bytes(),
     };
+    let zones: Vec<_> = devices.handles::<MemHandle>().cloned().collect();
+    let balloon = devices.handles::<BalloonHandle>().next();
     let governor = governing::start(
         config,
         resources,
-        Governed { handles: &zones, balloon: balloon.as_ref(), beside, plugged },
+        Governed { handles: &zones, balloon, beside, plugged },
         connections,
         &volumes.guest_btt,
     )?;
@@ -166,33 +156,34 @@ pub fn build(
     let console_files: Vec<_> = files.metrics().collect();
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     created.keep();
-    let hotplug = hotplug::metrics(&fabric.devices);
-    let lost = Arc::clone(&fabric.lost);
-    let spaces = [("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())];
-    let sources: [Arc<dyn Expose>; 6] = [
+    let hotplug = hotplug::metrics(&devices);
+    let spaces = [("port", context.ports.metrics()), ("mmio", context.mmio.metrics())]
+        .map(|(space, counters)| AddressSpaceMetrics { space, counters });
+    let mut sources: Vec<Arc<dyn Expose>> = vec![
         Arc::clone(&hotplug) as _,
         vcpus.metrics(),
         Arc::new(PressureMetrics(Arc::downgrade(&governor.pressure_source()))),
-        lost,
+        Arc::clone(&context.lost) as _,
         Arc::clone(&volumes.guest_btt) as _,
         Arc::clone(memory.mapping_budget()) as _,
     ];
-    sources.into_iter().for_each(|source| fabric.expose(source));
-    resources.pool_metrics().for_each(|pool| fabric.expose(Arc::new(pool)));
-    console_files.into_iter().for_each(|file| fabric.expose(Arc::new(file)));
-    for (space, counters) in spaces {
-        fabric.expose(Arc::new(AddressSpaceMetrics { space, counters }));
-    }
+    sources.extend(resources.pool_metrics().map(|pool| Arc::new(pool) as _));
+    sources.extend(console_files.into_iter().map(|file| Arc::new(file) as _));
+    sources.extend(spaces.map(|space| Arc::new(space) as _));
+    let exposed = sources.into_iter().map(|source| context.machine.metrics.register(source));
+    let exposed = serial.into_iter().chain(exposed).collect();
     resources.machine_built();
-    fabric.work.add(&[device_loop.handle(), memory_loop.handle()]);
+    context.work.add(&[device_loop.handle(), memory_loop.handle()]);
     let host_ranges = memory.host_ranges().to_vec();
     Ok(KvmMachine {
         vcpus,
         clock,
         governor,
-        fabric,
+        devices,
+        context,
+        _exposed: exposed,
         leaving: Leaving::default(),
-        loops: [device_loop, memory_loop],
+        _loops: [device_loop, memory_loop],
         lost_loop,
         events: events.clone(),
         agents,
@@ -200,9 +191,7 @@ pub fn build(
         page,
         hotplug,
         told: resources.events().clone(),
-        zones,
         dimms,
-        balloon,
         pmem_files: resources.pmem().clone(),
         lines: resources.lines().clone(),
         taps: resources.taps().clone(),
@@ -212,6 +201,28 @@ pub fn build(
         guest_btt: volumes.guest_btt,
         memory,
     })
+}
+
+fn machine_parts(
+    config: &VmConfig,
+    hypervisor: &Hypervisor,
+    memory: &Memory,
+    resources: &Resources,
+    device_loop: &EventLoop,
+    events: &EventSender,
+) -> MachineParts {
+    let (reset, pause) = (events.clone(), events.clone());
+    MachineParts {
+        io_events: Arc::clone(&hypervisor.vm) as _,
+        interrupts: Arc::clone(&hypervisor.vm) as _,
+        max_vcpus: config.cpus.max_vcpus,
+        view: memory.view().clone(),
+        event_loop: device_loop.handle(),
+        events: resources.events().clone(),
+        metrics: Arc::clone(resources.metrics()),
+        reset_guest: Arc::new(move || reset.send(MachineEvent::GuestReset)),
+        pause_guest: Arc::new(move |reason| pause.send(MachineEvent::MustPause { reason })),
+    }
 }
 
 fn build_memory(
@@ -278,7 +289,7 @@ fn load_kernel(
 
 /// Power management: how the guest ends itself, and how it is told to; and of what comes and goes.
 fn add_platform(
-    fabric: &Fabric,
+    context: &DeviceContext,
     cpus: Arc<CpuRegisters>,
     events: &EventSender,
 ) -> Result<(Arc<GenericEventDevice>, Arc<HotplugPage>), BuildError> {
@@ -289,25 +300,25 @@ fn add_platform(
             PmEvent::Reset => MachineEvent::GuestReset,
         });
     });
-    fabric.ports.insert(u64::from(ACPI_PM_PORT), u64::from(ACPI_PM_LEN), Arc::new(pm))?;
-    fabric.ports.insert(NMI_STATUS_PORT, NMI_STATUS_LEN, Arc::new(NmiStatus))?;
-    let ged = Arc::new(GenericEventDevice::new(fabric.level(GED_GSI)));
-    fabric.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
-    let (pci, sender) = (Arc::clone(&fabric.pci), events.clone());
+    context.ports.insert(u64::from(ACPI_PM_PORT), u64::from(ACPI_PM_LEN), Arc::new(pm))?;
+    context.ports.insert(NMI_STATUS_PORT, NMI_STATUS_LEN, Arc::new(NmiStatus))?;
+    let ged = Arc::new(GenericEventDevice::new(context.level(GED_GSI)));
+    context.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
+    let (pci, sender) = (Arc::clone(&context.pci), events.clone());
     let page = HotplugPage::new(move |slot| {
         // The machine has the device as well: its end is not for a vCPU.
         drop(pci.remove(slot));
         sender.send(MachineEvent::Ejected { slot });
     });
     let page = Arc::new(page.with_cpus(cpus));
-    fabric.mmio.insert(HOTPLUG_START, HOTPLUG_LEN, Arc::clone(&page) as _)?;
+    context.mmio.insert(HOTPLUG_START, HOTPLUG_LEN, Arc::clone(&page) as _)?;
     Ok((ged, page))
 }
 
 /// What a firmware wants of a PC, and a kernel that is entered without one does not.
-fn add_for_firmware(fabric: &Fabric) -> Result<(), BuildError> {
-    fabric.ports.insert(CMOS_PORT, CMOS_LEN, Arc::new(Cmos::new(wall_clock)))?;
-    fabric.pci.decode_memory();
+fn add_for_firmware(context: &DeviceContext) -> Result<(), BuildError> {
+    context.ports.insert(CMOS_PORT, CMOS_LEN, Arc::new(Cmos::new(wall_clock)))?;
+    context.pci.decode_memory();
     Ok(())
 }
 
@@ -322,17 +333,17 @@ fn build_vcpus(
     config: &VmConfig,
     topology: &Topology,
     hypervisor: Hypervisor,
-    fabric: &Fabric,
+    context: &DeviceContext,
     boot: &BootInfo,
     registers: Arc<CpuRegisters>,
     events: &EventSender,
 ) -> Result<Vcpus, BuildError> {
-    let (sink, lost) = (events.clone(), Arc::clone(&fabric.lost));
+    let (sink, lost) = (events.clone(), Arc::clone(&context.lost));
     let surroundings = Surroundings {
-        ports: Arc::clone(&fabric.ports),
-        mmio: Arc::clone(&fabric.mmio),
+        ports: Arc::clone(&context.ports),
+        mmio: Arc::clone(&context.mmio),
         events: Arc::new(move |event| sink.send(MachineEvent::Vcpu(event))),
-        brake: Arc::clone(&fabric.brake),
+        brake: Arc::clone(&context.brake),
         memory_is_lost: Arc::new(move || lost.explains_a_fault()),
     };
     let maker = VcpuMaker {

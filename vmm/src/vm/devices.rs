@@ -1,4 +1,5 @@
-//! Attaches devices that need no more than a configuration and an event loop.
+//! Devices of a machine, in the order of their slots. Each folder builds its device; here are the
+//! lists, and the connections to the governor.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,11 +8,9 @@ use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
 
 use super::error::BuildError;
-use super::fabric::Fabric;
-use super::taps::Taps;
-use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, VsockConfig};
-use crate::device::{DeviceContext, NewDevice};
-use crate::disk::image::{ImageOptions, RawImage};
+use super::resources::Resources;
+use crate::config::{BalloonConfig, ConsoleMode, DiskConfig, NetConfig, VmConfig, VsockConfig};
+use crate::device::{AttachedDevice, DeviceContext, DeviceList, SetupResult};
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
 use crate::governor::DESCRIPTOR_LACK;
@@ -20,169 +19,127 @@ use crate::host_console::{ConsoleFiles, HostConsole, Port};
 use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
-use crate::pvpanic;
+use crate::metrics::Registration;
 use crate::serial::Serial;
-use crate::virtio::balloon::BalloonHandle;
-use crate::virtio::block::{Block, DiskMetrics, DiskShape};
-use crate::virtio::mem::{MemEvent, MemHandle, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER};
+use crate::virtio::mem::{MemEvent, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER};
 use crate::virtio::net::tap::Tap;
 use crate::virtio::vsock::{GuestPorts, VsockPorts};
-use crate::virtio::{balloon as balloon_device, console, mem, net, rng, vsock, watchdog};
+use crate::virtio::{balloon as balloon_device, block, console, mem, net, rng, vsock};
+use crate::volume::build::build_file;
 use balloon::UNSUPPORTED_DRIVER_REASON;
 
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
 
-/// COM1.
+/// COM1, with the registration of its metrics.
 pub(super) fn attach_serial(
     config: &VmConfig,
     files: &mut ConsoleFiles,
-    fabric: &mut Fabric,
-    event_loop: &EventLoopHandle,
-) -> Result<(), BuildError> {
-    let console = HostConsole::open(Port::Serial, &config.serial, files)
-        .map_err(BuildError::device("--serial"))?;
-    let Some(mut console) = console else { return Ok(()) };
+    context: &DeviceContext,
+) -> SetupResult<Option<Registration>> {
+    let console = HostConsole::open(Port::Serial, &config.serial, files)?;
+    let Some(mut console) = console else { return Ok(None) };
     if [config.serial.mode, config.console.mode] == [ConsoleMode::Tty; 2] {
         // There is one keyboard, and it is the console's.
         console.input = None;
     }
-    let serial = Serial::new(console, fabric.line(SERIAL_GSI)?, event_loop)
-        .map_err(BuildError::device("--serial"))?;
-    fabric.expose(serial.metrics());
-    fabric.ports.insert(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
-    Ok(())
+    let serial = Serial::new(console, context.line(SERIAL_GSI)?, &context.machine.event_loop)?;
+    let registration = context.machine.metrics.register(serial.metrics());
+    context.ports.insert(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
+    Ok(Some(registration))
 }
-
-/// Builds a device that stays as long as the machine, if the configuration has it.
-type Build =
-    fn(&VmConfig, &mut ConsoleFiles, &DeviceContext) -> Result<Option<NewDevice>, BuildError>;
-
-/// Devices that need a configuration and the machine's context only, in the order of their slots.
-const FIXED: [Build; 4] = [
-    |config, files, context| {
-        let console = HostConsole::open(Port::Console, &config.console, files);
-        let console = console.map_err(BuildError::device("--console"))?;
-        Ok(console.map(|console| console::build(console, context)))
-    },
-    |config, _, context| {
-        rng::build(&config.rng, context).map(Some).map_err(BuildError::device("--rng"))
-    },
-    |config, _, context| Ok(watchdog::build(config.watchdog, context)),
-    |config, _, context| Ok(pvpanic::build(config.pvpanic, context)),
-];
 
 /// Attaches the devices that stay as long as the machine.
 pub(super) fn attach_fixed(
     config: &VmConfig,
     files: &mut ConsoleFiles,
-    fabric: &mut Fabric,
-    memory: &Memory,
     context: &DeviceContext,
+    devices: &mut DeviceList,
 ) -> Result<(), BuildError> {
-    for build in FIXED {
-        if let Some(new) = build(config, files, context)? {
-            fabric.attach(new, memory)?;
-        }
+    let console = HostConsole::open(Port::Console, &config.console, files);
+    if let Some(console) = console.map_err(BuildError::device("--console"))? {
+        let console = console::build(console, context);
+        devices.push(console.map_err(BuildError::device("--console"))?);
+    }
+    devices.push(rng::build(&config.rng, context).map_err(BuildError::device("--rng"))?);
+    for switch in config.switches.iter() {
+        let device = (switch.build)(context);
+        devices.push(device.map_err(BuildError::device(format!("--{}", switch.key)))?);
     }
     Ok(())
 }
 
-/// Sockets between guest and host; the agent's port ends in this process.
-pub(super) fn attach_vsock(
-    config: &VsockConfig,
-    fabric: &mut Fabric,
-    memory: &Memory,
-    event_loop: &EventLoopHandle,
-    agents: &Agents,
-) -> Result<u8, BuildError> {
-    let mut ports = VsockPorts::new();
-    // Reports move memory: they are believed of the agent, not of every process in the guest.
-    ports
-        .listen(VSOCK_PORT, GuestPorts::Privileged, agents.clone())
-        .map_err(BuildError::device("--vsock"))?;
-    let new = vsock::build(config, ports, event_loop).map_err(BuildError::device("--vsock"))?;
-    fabric.attach(new, memory)
-}
-
-/// Image files and block devices, each with threads of its own.
-pub(super) fn attach_disks(
+/// Attaches the devices that may be added and removed, except files of `--pmem`: they have their
+/// slots behind volumes.
+pub(super) fn attach_removable(
     config: &VmConfig,
-    fabric: &mut Fabric,
-    memory: &Memory,
+    resources: &Resources,
+    context: &DeviceContext,
+    devices: &mut DeviceList,
 ) -> Result<(), BuildError> {
-    config.disks.iter().try_for_each(|disk| attach_disk(disk, fabric, memory).map(drop))
+    for disk in &config.disks {
+        devices.push(build_disk(disk, context)?);
+    }
+    for (net, tap) in resources.taps().list() {
+        devices.push(build_net(&net, &tap, context)?);
+    }
+    Ok(())
 }
 
-/// An image file or block device that has an id (`VmConfig::name_devices`).
-pub(super) fn attach_disk(
+/// Attaches the files of `--pmem`, in their order: the guest numbers them so.
+pub(super) fn attach_files(
+    resources: &Resources,
+    memory: &mut Memory,
+    context: &DeviceContext,
+    devices: &mut DeviceList,
+) -> Result<(), BuildError> {
+    for (config, file) in resources.pmem().list() {
+        let device = build_file(&config, &file, memory, context);
+        devices.push(device.map_err(BuildError::device(config.flag()))?);
+    }
+    Ok(())
+}
+
+pub(super) fn build_disk(
     config: &DiskConfig,
-    fabric: &mut Fabric,
-    memory: &Memory,
-) -> Result<u8, BuildError> {
-    let options = ImageOptions {
-        readonly: config.readonly,
-        direct: config.direct,
-        sparse: config.sparse,
-        is_called_raw: config.image_type == ImageType::Raw,
-        guest_block_bytes: config.guest_block_size,
-    };
-    let image = RawImage::open(&config.path, options).map_err(BuildError::device("--disk"))?;
-    let id = config.id.clone().expect("a VM's devices have ids");
-    let shape = DiskShape {
-        serial: config.serial.clone().unwrap_or_else(|| id.clone()),
-        id: id.clone(),
-        queues: config.num_queues,
-        queue_size: config.queue_size,
-        read_only: config.readonly,
-    };
-    let device = Block::new(shape, image)?;
-    let handle = device.handle();
-    let source = Arc::new(DiskMetrics { disk: id.clone(), counters: handle.metrics() });
-    let new = NewDevice::removable(&id, "disk", device).at(config.pci_device_id);
-    fabric.attach(new.exposing(source).with_handle(handle), memory)
+    context: &DeviceContext,
+) -> Result<AttachedDevice, BuildError> {
+    block::build(config, context).map_err(BuildError::device("--disk"))
 }
 
-/// Network interfaces. Resources keep the host's side of them.
-pub(super) fn attach_nets(
-    taps: &Taps,
-    fabric: &mut Fabric,
-    memory: &Memory,
-) -> Result<(), BuildError> {
-    taps.list()
-        .iter()
-        .try_for_each(|(config, tap)| attach_net(config, tap, taps, fabric, memory).map(drop))
-}
-
-/// One, with threads of its own.
-pub(super) fn attach_net(
+pub(super) fn build_net(
     config: &NetConfig,
     tap: &Arc<Tap>,
-    taps: &Taps,
-    fabric: &mut Fabric,
-    memory: &Memory,
-) -> Result<u8, BuildError> {
-    let id = config.id.clone().unwrap_or_default();
-    let new = net::build(config, tap).map_err(BuildError::device(format!("--net id={id}")))?;
-    let taps = taps.clone();
-    fabric.attach(new.undone_by(move |_| taps.remove(&id)), memory)
+    context: &DeviceContext,
+) -> Result<AttachedDevice, BuildError> {
+    let flag = format!("--net id={}", config.id.as_deref().unwrap_or_default());
+    net::build(config, tap, context).map_err(BuildError::device(flag))
 }
 
-/// A balloon. `plugged` is notified when something changes.
-pub(super) fn attach_balloon(
-    config: &VmConfig,
-    fabric: &mut Fabric,
+/// Sockets between guest and host. The agent's port ends in this process.
+pub(super) fn build_vsock(
+    config: &VsockConfig,
+    agents: &Agents,
+    context: &DeviceContext,
+) -> Result<AttachedDevice, BuildError> {
+    let mut ports = VsockPorts::new();
+    // Reports move memory: they are accepted from the agent, not from every process in the guest.
+    let listening = ports.listen(VSOCK_PORT, GuestPorts::Privileged, agents.clone());
+    listening.map_err(BuildError::device("--vsock"))?;
+    vsock::build(config, ports, context).map_err(BuildError::device("--vsock"))
+}
+
+/// A balloon. `plugged` is notified of each change.
+pub(super) fn build_balloon(
+    config: &BalloonConfig,
     memory: &Memory,
-    event_loop: &EventLoopHandle,
     plugged: &Arc<Notify>,
-) -> Result<Option<BalloonHandle>, BuildError> {
-    let Some(config) = &config.balloon else { return Ok(None) };
+    context: &DeviceContext,
+) -> Result<AttachedDevice, BuildError> {
     let plugged = Arc::clone(plugged);
     let observer = Arc::new(move || plugged.notify_one());
-    let (new, handle) = balloon_device::build(config, memory, event_loop, observer)
-        .map_err(BuildError::device("--balloon"))?;
-    fabric.attach(new, memory)?;
-    Ok(Some(handle))
+    balloon_device::build(config, memory, observer, context)
+        .map_err(BuildError::device("--balloon"))
 }
 
 /// Who hears of what becomes of zones.
@@ -236,23 +193,22 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
     }
 }
 
-/// A virtio-mem device for each hotplug part.
+/// Attaches a virtio-mem device for each hotplug part.
 pub(super) fn attach_memory(
-    fabric: &mut Fabric,
     memory: &mut Memory,
     event_loop: &EventLoopHandle,
     signals: &MemorySignals,
     budgets: &mut PlugBudgets,
-) -> Result<Vec<MemHandle>, BuildError> {
-    let mut handles = Vec::new();
+    context: &DeviceContext,
+    devices: &mut DeviceList,
+) -> Result<(), BuildError> {
     for part in memory.take_hotplug() {
         let budget = budgets.of(&part.spec, Instant::now());
-        let view = memory.view().clone();
-        let (new, handle) = mem::build(part, &view, event_loop, signals.observer(), budget);
-        fabric.attach(new, memory)?;
-        handles.push(handle);
+        let flag = format!("the memory of zone {}", part.spec.id);
+        let device = mem::build(part, event_loop, signals.observer(), budget, context);
+        devices.push(device.map_err(BuildError::device(flag))?);
     }
-    Ok(handles)
+    Ok(())
 }
 
 #[cfg(test)]

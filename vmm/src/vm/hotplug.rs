@@ -29,15 +29,16 @@ use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
 
-use super::attached_device::AttachedDevice;
 use super::error::BuildError;
 use super::hotplug_metrics::HotplugMetrics;
 use super::machine::KvmMachine;
 use super::request::{PciDeviceInfo, VmError};
-use super::{devices, lost, pmem};
+use super::{devices, lost, resources, taps};
 use crate::acpi::ged;
 use crate::config::DeviceConfig;
+use crate::device::AttachedDevice;
 use crate::events::{Event, Events};
+use crate::volume::build::build_file;
 
 /// How long who adds a device waits for the ends of those of its kind: a disk may wait for its host
 /// without end.
@@ -67,10 +68,8 @@ impl Leaving {
         let (over, is_over) = mpsc::channel();
         let end = move || {
             let _over: mpsc::Sender<()> = over;
-            let AttachedDevice { id, slot, device, .. } = device;
-            device.stop();
+            let (id, bdf) = (device.id.clone(), bdf(device.slot));
             drop(device);
-            let bdf = bdf(slot);
             info!(id, bdf, "The device is removed");
             told.tell(Event::DeviceRemoved { id: &id, bdf: &bdf });
         };
@@ -111,7 +110,7 @@ impl KvmMachine {
         id: &str,
         device: &DeviceConfig,
     ) -> Result<PciDeviceInfo, VmError> {
-        if self.fabric.devices.iter().any(|attached| attached.id == id) {
+        if self.devices.iter().any(|attached| attached.id == id) {
             // One that was asked to go, and has not gone yet.
             return Err(VmError::IdTaken { id: id.to_owned() });
         }
@@ -141,8 +140,7 @@ impl KvmMachine {
 
     /// Devices of a kind that the guest was asked to let go, and has not; empty if there are none.
     fn being_asked(&self, kind: &str) -> String {
-        let attached =
-            self.fabric.devices.iter().filter(|attached| attached.removable == Some(kind));
+        let attached = self.devices.iter().filter(|attached| attached.removable == Some(kind));
         let leaving: Vec<_> = attached
             .filter(|attached| attached.is_leaving)
             .map(|attached| attached.id.as_str())
@@ -161,40 +159,47 @@ impl KvmMachine {
 
     /// Steps 2 to 4. Returns the slot.
     fn attach(&mut self, device: &DeviceConfig) -> Result<u8, BuildError> {
-        let had_files = self.fabric.lost.has_files();
-        let (fabric, memory) = (&mut self.fabric, &mut self.memory);
-        let slot = match device {
-            DeviceConfig::Disk(config) => devices::attach_disk(config, fabric, memory),
-            DeviceConfig::Net(config) => {
-                let tap = self.taps.add(config)?;
-                devices::attach_net(config, &tap, &self.taps, fabric, memory)
-                    .inspect_err(|_| self.taps.remove(config.id.as_deref().unwrap_or_default()))
-            }
-            DeviceConfig::Pmem(config) => {
-                let file = self.pmem_files.add(config)?;
-                pmem::attach_file(config, &file, &self.pmem_files, memory, fabric).inspect_err(
-                    |_| self.pmem_files.remove(config.id.as_deref().unwrap_or_default()),
-                )
-            }
-            DeviceConfig::Vsock(config) => {
-                devices::attach_vsock(config, fabric, memory, &self.loops[0].handle(), &self.agents)
-            }
-        }?;
-        if !had_files && self.fabric.lost.has_files() {
+        let had_files = self.context.lost.has_files();
+        let attached = self.build_device(device)?;
+        let slot = attached.slot;
+        self.devices.push(attached);
+        if !had_files && self.context.lost.has_files() {
             // The watch starts with the first file.
-            match lost::watch(&self.fabric.lost, &self.events) {
+            match lost::watch(&self.context.lost, &self.events) {
                 Ok(watcher) => self.lost_loop = watcher,
                 Err(err) => warn!(%err, "A file that is cut short is not noticed at once"),
             }
         }
-        self.hotplug.devices.store(self.fabric.devices.len() as u64, Ordering::Relaxed);
+        self.hotplug.devices.store(self.devices.len() as u64, Ordering::Relaxed);
         Ok(slot)
+    }
+
+    /// Builds a device. The VM keeps its interface or file for the next boot only if that succeeds.
+    fn build_device(&mut self, device: &DeviceConfig) -> Result<AttachedDevice, BuildError> {
+        match device {
+            DeviceConfig::Disk(config) => devices::build_disk(config, &self.context),
+            DeviceConfig::Net(config) => {
+                let tap = taps::open(config)?;
+                let attached = devices::build_net(config, &tap, &self.context)?;
+                self.taps.add(config, tap);
+                Ok(attached)
+            }
+            DeviceConfig::Pmem(config) => {
+                let file = resources::open_file(config)?;
+                let attached = build_file(config, &file, &mut self.memory, &self.context)
+                    .map_err(BuildError::device(config.flag()))?;
+                self.pmem_files.add(config, file);
+                Ok(attached)
+            }
+            DeviceConfig::Vsock(config) => {
+                devices::build_vsock(config, &self.agents, &self.context)
+            }
+        }
     }
 
     /// Step 1 of removing.
     pub(super) fn ask_to_let_go(&mut self, id: &str) -> Result<(), VmError> {
-        let Some(attached) = self.fabric.devices.iter_mut().find(|attached| attached.id == id)
-        else {
+        let Some(attached) = self.devices.iter_mut().find(|attached| attached.id == id) else {
             return Err(VmError::NoSuchDevice { id: id.to_owned() });
         };
         let Some(kind) = attached.removable else {
@@ -205,7 +210,7 @@ impl KvmMachine {
             self.hotplug.pending.fetch_add(1, Ordering::Relaxed);
         }
         let slot = attached.slot;
-        if !self.fabric.pci.has(slot, &*attached.device) {
+        if !attached.is_on_bus() {
             // Step 3 is done, and 4 is on its way: another device may be there by now.
             return Ok(());
         }
@@ -217,19 +222,19 @@ impl KvmMachine {
     /// Steps 4 and 5.
     pub(super) fn let_go(&mut self, slot: u8) {
         // Another device may be in the slot by now, and may have been asked to go as well.
-        let pci = Arc::clone(&self.fabric.pci);
-        let gone = self.fabric.devices.extract_if(.., |attached| {
-            attached.slot == slot && attached.is_leaving && !pci.has(slot, &*attached.device)
+        let gone = self.devices.extract_if(.., |attached| {
+            attached.slot == slot && attached.is_leaving && !attached.is_on_bus()
         });
         for mut attached in gone.collect::<Vec<_>>() {
             let kind = attached.removable.unwrap_or("device");
             self.hotplug.count(kind, "remove", "ok");
             self.hotplug.pending.fetch_sub(1, Ordering::Relaxed);
-            attached.detach(&mut self.memory);
-            self.fabric.work.remove(&attached.loops);
+            attached.detach();
+            self.taps.remove(&attached.id);
+            self.pmem_files.remove(&attached.id);
             self.leaving.end(kind, attached, self.told.clone());
         }
-        self.hotplug.devices.store(self.fabric.devices.len() as u64, Ordering::Relaxed);
+        self.hotplug.devices.store(self.devices.len() as u64, Ordering::Relaxed);
     }
 
     fn tell_slots(&self) {
@@ -255,18 +260,70 @@ mod tests {
     use super::*;
     use crate::acpi::hotplug::{PCI_DOWN, PCI_UP};
     use crate::config::{DiskConfig, PmemConfig, VsockConfig};
-    use crate::vm::machine::tests::machine;
-    use crate::vm::resources::PmemFiles;
+    use crate::device::testing::FakeMachine;
+    use crate::disk::image::{ImageOptions, RawImage};
+    use crate::virtio::block::BlockHandle;
+    use crate::vm::machine::tests::{machine, machine_on};
     use crate::vm::zone_metrics::ZoneMetrics;
 
     struct Rig {
         folder: TempDir,
+        fake: FakeMachine,
         machine: KvmMachine,
     }
 
+    /// Everything that a device is registered with.
+    #[derive(Debug, PartialEq)]
+    struct Footprint {
+        devices: usize,
+        pci_slots: usize,
+        io_events: usize,
+        threads: usize,
+        memory_slots: usize,
+        watched: usize,
+        kept_files: usize,
+        metrics: String,
+    }
+
+    /// Id and configuration of a device, and a check that its file is free.
+    type Sample = (&'static str, DeviceConfig, Box<dyn Fn() -> bool>);
+
     impl Rig {
         fn new() -> Self {
-            Self { folder: TempDir::new().unwrap(), machine: machine() }
+            let fake = FakeMachine::default();
+            Self { folder: TempDir::new().unwrap(), machine: machine_on(&fake), fake }
+        }
+
+        fn footprint(&self) -> Footprint {
+            let KvmMachine { devices, context, memory, .. } = &self.machine;
+            Footprint {
+                devices: devices.len(),
+                pci_slots: context.pci.used(),
+                io_events: self.fake.io_events.registered.lock().len(),
+                threads: context.work.count(),
+                memory_slots: memory.slots().used(),
+                watched: context.lost.ranges().len(),
+                kept_files: self.machine.pmem_files.list().len() + self.machine.taps.list().len(),
+                metrics: self.fake.metrics.encode(&ZoneMetrics::default()).unwrap(),
+            }
+        }
+
+        /// A device of each kind that needs no interface of the host.
+        fn kinds(&self) -> [Sample; 3] {
+            let path = |name: &str| self.folder.path().join(name);
+            File::create(path("pmem")).unwrap().set_len(4 << 20).unwrap();
+            let text = format!("file={},id=pmem", path("pmem").display());
+            let pmem = PmemConfig::parse(&text).unwrap();
+            let text = format!("cid=3,socket={},id=vsock", path("vsock").display());
+            let vsock = DeviceConfig::Vsock(VsockConfig::parse(&text).unwrap());
+            let (disk, image, socket) = (self.disk("disk"), path("disk"), path("vsock"));
+            let opens = move || RawImage::open(&image, ImageOptions::default()).is_ok();
+            let (file, pmem) = (pmem.clone(), DeviceConfig::Pmem(pmem));
+            [
+                ("disk", disk, Box::new(opens)),
+                ("pmem", pmem, Box::new(move || resources::open_file(&file).is_ok())),
+                ("vsock", vsock, Box::new(move || !socket.exists())),
+            ]
         }
 
         fn disk(&self, name: &str) -> DeviceConfig {
@@ -284,7 +341,7 @@ mod tests {
 
         /// As the guest does it.
         fn eject(&mut self, slot: u8) {
-            drop(self.machine.fabric.pci.remove(slot));
+            drop(self.machine.context.pci.remove(slot));
             self.machine.let_go(slot);
         }
 
@@ -293,17 +350,13 @@ mod tests {
         }
 
         fn disks(&self) -> Vec<&str> {
-            let disk = |attached: &'_ AttachedDevice| {
-                attached.handle().and_then(|handle| handle.as_disk()).is_some()
-            };
-            let disks = self.machine.fabric.devices.iter().filter(|attached| disk(attached));
-            disks.map(|attached| attached.id.as_str()).collect()
+            self.machine.devices.handles().map(BlockHandle::id).collect()
         }
 
         /// Devices on the bus, disks, and what is waited for.
         fn counts(&self) -> (usize, usize, u64) {
             let pending = self.machine.hotplug.pending.load(Ordering::Relaxed);
-            (self.machine.fabric.pci.used() - 1, self.disks().len(), pending)
+            (self.machine.context.pci.used() - 1, self.disks().len(), pending)
         }
     }
 
@@ -333,16 +386,16 @@ mod tests {
         File::create(&path).unwrap().set_len(4 << 20).unwrap();
         let config = PmemConfig::parse(&format!("file={},id=p", path.display())).unwrap();
         let device = DeviceConfig::Pmem(config.clone());
-        let before = (rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len());
+        let before = (rig.machine.memory.slots().used(), rig.machine.context.lost.ranges().len());
         for _ in 0..20 {
             assert_eq!(rig.machine.add("p", &device).unwrap().bdf, "0000:00:01.0");
             assert_eq!(rig.machine.memory.slots().used(), before.0 + 1);
-            assert!(rig.machine.fabric.lost.has_files());
+            assert!(rig.machine.context.lost.has_files());
             rig.machine.ask_to_let_go("p").unwrap();
             rig.eject(1);
             rig.machine.leaving.wait();
             assert_eq!(
-                (rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len()),
+                (rig.machine.memory.slots().used(), rig.machine.context.lost.ranges().len()),
                 before
             );
             assert!(rig.machine.pmem_files.list().is_empty());
@@ -353,10 +406,10 @@ mod tests {
         }
         assert!(matches!(rig.machine.add("p", &device), Err(VmError::Failed(_))));
         assert_eq!(
-            (rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len()),
+            (rig.machine.memory.slots().used(), rig.machine.context.lost.ranges().len()),
             before
         );
-        drop(PmemFiles::default().add(&config).unwrap());
+        drop(resources::open_file(&config).unwrap());
     }
 
     #[test]
@@ -392,10 +445,10 @@ mod tests {
         let is_named =
             matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "first");
         assert!(is_named && error.to_string().starts_with("a VM has one vsock device."), "{error}");
-        assert_eq!(rig.machine.fabric.pci.used() - 1, 1, "the guest has not seen it");
+        assert_eq!(rig.machine.context.pci.used() - 1, 1, "the guest has not seen it");
         rig.eject(1);
         rig.machine.add("second", &second).unwrap();
-        let metrics = rig.machine.fabric.metrics.encode(&ZoneMetrics::default()).unwrap();
+        let metrics = rig.machine.context.machine.metrics.encode(&ZoneMetrics::default()).unwrap();
         assert!(metrics.contains("foreshore_vsock_"), "{metrics}");
     }
 
@@ -405,7 +458,7 @@ mod tests {
         rig.add("a").unwrap();
         rig.machine.ask_to_let_go("a").unwrap();
         // The slot is empty before the owner hears of it.
-        drop(rig.machine.fabric.pci.remove(1));
+        drop(rig.machine.context.pci.remove(1));
         assert_eq!(rig.add("b").unwrap().bdf, "0000:00:01.0");
         // Whoever asks once more does not mean who is there now.
         rig.machine.ask_to_let_go("a").unwrap();
@@ -455,15 +508,77 @@ mod tests {
         for nth in 0..31 {
             rig.add(&format!("disk{nth}")).unwrap();
         }
-        let before = rig.machine.fabric.work.count();
+        let before = rig.machine.context.work.count();
         let error = rig.add("one-more").unwrap_err().to_string();
         assert!(error.contains("31 slots"), "{error}");
-        assert_eq!((rig.counts(), rig.machine.fabric.work.count()), ((31, 31, 0), before));
+        assert_eq!((rig.counts(), rig.machine.context.work.count()), ((31, 31, 0), before));
         rig.machine.ask_to_let_go("disk7").unwrap();
         rig.eject(8);
-        assert_eq!(rig.machine.fabric.work.count(), before - 1);
+        assert_eq!(rig.machine.context.work.count(), before - 1);
         // Its file is free, and so is its slot.
         assert_eq!(rig.add("one-more").unwrap().bdf, "0000:00:08.0");
+    }
+
+    #[test]
+    fn device_that_is_refused_at_any_step_leaves_nothing() {
+        let mut rig = Rig::new();
+        let before = rig.footprint();
+        let kinds = rig.kinds();
+        // The file is missing, or a directory is in the way of the socket.
+        rig.folder = TempDir::new().unwrap();
+        for (id, device, _) in &kinds {
+            assert!(rig.machine.add(id, device).is_err(), "{id}");
+            assert_eq!(rig.footprint(), before, "{id}");
+        }
+        let kinds = rig.kinds();
+        // KVM refuses the memory slot.
+        *rig.fake.slots.calls_left.lock() = Some(0);
+        assert!(rig.machine.add("pmem", &kinds[1].1).is_err());
+        *rig.fake.slots.calls_left.lock() = None;
+        assert!(rig.footprint() == before && kinds[1].2());
+        // The bus is full.
+        for nth in 0..31 {
+            rig.add(&format!("disk{nth}")).unwrap();
+        }
+        let before = rig.footprint();
+        for (id, device, is_free) in &kinds {
+            let error = rig.machine.add(id, device).unwrap_err().to_string();
+            assert!(error.contains("31 slots"), "{error}");
+            assert!(is_free(), "{id}");
+            assert_eq!(rig.footprint(), before, "{id}");
+        }
+    }
+
+    #[test]
+    fn removed_device_leaves_nothing() {
+        let mut rig = Rig::new();
+        let before = rig.footprint();
+        for (id, device, is_free) in &rig.kinds() {
+            rig.machine.add(id, device).unwrap();
+            assert!(rig.footprint() != before && !is_free(), "{id}");
+            rig.machine.ask_to_let_go(id).unwrap();
+            rig.eject(1);
+            rig.machine.leaving.wait();
+            assert!(is_free(), "{id}");
+            assert_eq!(rig.footprint(), before, "{id}");
+        }
+    }
+
+    #[test]
+    fn ended_machine_leaves_only_the_files_of_the_vm() {
+        let mut rig = Rig::new();
+        let metrics = rig.footprint().metrics;
+        let kinds = rig.kinds();
+        for (id, device, _) in &kinds {
+            rig.machine.add(id, device).unwrap();
+        }
+        let files = rig.machine.pmem_files.clone();
+        assert!(rig.fake.slots.covers(4 << 30));
+        rig.machine = machine();
+        assert!(!rig.fake.slots.covers(4 << 30));
+        assert_eq!(rig.fake.metrics.encode(&ZoneMetrics::default()).unwrap(), metrics);
+        assert_eq!(kinds.map(|(_, _, is_free)| is_free()), [true, false, true]);
+        assert_eq!(files.list().len(), 1, "the next machine has the file");
     }
 
     #[test]

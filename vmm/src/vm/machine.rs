@@ -6,10 +6,8 @@ use balloon::proto::descriptor_bytes;
 use tracing::warn;
 
 use super::attached::AttachedVolume;
-use super::attached_device::AttachedDevice;
 use super::builder;
 use super::clock::GuestClock;
-use super::fabric::Fabric;
 use super::hotplug::{Leaving, bdf};
 use super::hotplug_metrics::HotplugMetrics;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
@@ -27,6 +25,7 @@ use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::acpi::hotplug::HotplugPage;
 use crate::config::{ConsoleMode, DeviceConfig, VmConfig};
 use crate::cpu::run::Pausing;
+use crate::device::{AttachedDevice, DeviceContext, DeviceList};
 use crate::disk::ResizeError;
 use crate::event_loop::EventLoop;
 use crate::events::Events;
@@ -37,6 +36,7 @@ use crate::host_console::{Lines, Port};
 use crate::memory::Memory;
 use crate::memory::dimms::Dimms;
 use crate::memory::zone::ZoneSpec;
+use crate::metrics::Registration;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::mem::MemHandle;
@@ -48,11 +48,14 @@ pub struct KvmMachine {
     pub(super) vcpus: Vcpus,
     pub(super) clock: Arc<GuestClock>,
     pub(super) governor: GovernorHandle,
-    pub(super) fabric: Fabric,
+    pub(super) devices: DeviceList,
+    pub(super) context: DeviceContext,
+    /// Sources of metrics that exist as long as the machine.
+    pub(super) _exposed: Vec<Registration>,
     /// Devices that the guest has let go.
     pub(super) leaving: Leaving,
     /// Of devices without threads of their own, and of memory.
-    pub(super) loops: [EventLoop; 2],
+    pub(super) _loops: [EventLoop; 2],
     /// Watches files, if there were some when it was made.
     pub(super) lost_loop: EventLoop,
     pub(super) events: EventSender,
@@ -62,9 +65,7 @@ pub struct KvmMachine {
     pub(super) page: Arc<HotplugPage>,
     pub(super) hotplug: Arc<HotplugMetrics>,
     pub(super) told: Events,
-    pub(super) zones: Vec<MemHandle>,
     pub(super) dimms: Option<Dimms>,
-    pub(super) balloon: Option<BalloonHandle>,
     pub(super) taps: Taps,
     pub(super) pmem_files: PmemFiles,
     pub(super) lines: Lines,
@@ -84,12 +85,10 @@ impl Drop for KvmMachine {
     /// 4. What is left, memory last, goes in the order of the fields.
     fn drop(&mut self) {
         drop(self.pause());
-        self.fabric.teller.fall_silent();
-        self.fabric.work.dismiss();
+        self.context.emitter.silence();
+        self.context.work.dismiss();
         self.vcpus.end();
-        for attached in &self.fabric.devices {
-            attached.device.stop();
-        }
+        self.devices.iter().for_each(AttachedDevice::stop);
         self.leaving.wait();
     }
 }
@@ -97,7 +96,7 @@ impl Drop for KvmMachine {
 impl Machine for KvmMachine {
     fn resume(&mut self) {
         self.governor.clock().release();
-        self.fabric.work.release();
+        self.context.work.release();
         self.clock.release();
         self.vcpus.resume();
     }
@@ -106,10 +105,10 @@ impl Machine for KvmMachine {
     fn pause(&mut self) -> Standstill {
         let vcpus = self.vcpus.pause();
         // Now it is this pause that holds them.
-        self.fabric.brake.release();
+        self.context.brake.release();
         // Who stands still is not late.
         self.governor.clock().hold();
-        let (work, since) = (Arc::clone(&self.fabric.work), self.fabric.work.releases());
+        let (work, since) = (Arc::clone(&self.context.work), self.context.work.releases());
         let (clock, pause) = (Arc::clone(&self.clock), self.clock.pause());
         Box::new(move || {
             vcpus.into_iter().for_each(Pausing::wait);
@@ -135,21 +134,22 @@ impl Machine for KvmMachine {
 
     fn memory_bytes(&self) -> u64 {
         let boot_bytes: u64 = self.memory.zones().iter().map(|spec| spec.boot_bytes).sum();
-        let plugged_bytes: u64 = self.zones.iter().map(|handle| handle.sizes().plugged_bytes).sum();
+        let plugged_bytes: u64 =
+            self.devices.handles::<MemHandle>().map(|handle| handle.sizes().plugged_bytes).sum();
         let ballooned_bytes =
-            self.balloon.as_ref().map_or(0, |balloon| balloon.sizes().actual_bytes);
+            self.balloon_handle().map_or(0, |balloon| balloon.sizes().actual_bytes);
         let dimm_bytes = self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes());
         (boot_bytes + plugged_bytes + dimm_bytes).saturating_sub(ballooned_bytes)
     }
 
     fn counters(&self) -> Counters {
         let counters =
-            |attached: &AttachedDevice| Some((attached.id.clone(), attached.handle()?.counters()));
-        self.fabric.devices.iter().filter_map(counters).collect()
+            |attached: &AttachedDevice| Some((attached.id.clone(), attached.counters()?));
+        self.devices.iter().filter_map(counters).collect()
     }
 
     fn balloon(&self) -> Option<BalloonInfo> {
-        let balloon = self.balloon.as_ref()?;
+        let balloon = self.balloon_handle()?;
         let sizes = balloon.sizes();
         Some(BalloonInfo {
             target_bytes: sizes.target_bytes,
@@ -193,8 +193,7 @@ impl Machine for KvmMachine {
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
         let ResizeDiskRequest { id, desired_size } = resize;
-        let disks =
-            || self.fabric.devices.iter().filter_map(|attached| attached.handle()?.as_disk());
+        let disks = || self.devices.handles::<BlockHandle>();
         let Some(disk) = disks().find(|disk| disk.id() == id) else {
             let known = disks().map(BlockHandle::id).collect::<Vec<_>>();
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
@@ -211,7 +210,7 @@ impl Machine for KvmMachine {
             id: attached.id.clone(),
             bdf: bdf(attached.slot),
         };
-        self.fabric.devices.iter().map(info).collect()
+        self.devices.iter().map(info).collect()
     }
 
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
@@ -262,8 +261,8 @@ impl KvmMachine {
 
     fn zone_info(&self, spec: &ZoneSpec, state: ZoneState) -> ZoneInfo {
         let ZoneState { online_bytes, resize_status } = state;
-        let sizes =
-            self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
+        let sizes = self.devices.handles::<MemHandle>().find(|handle| handle.zone().id == spec.id);
+        let sizes = sizes.map(MemHandle::sizes);
         let dimms = self.dimms_of(spec);
         let dimm_bytes = dimms.map_or(0, |dimms| dimms.plan().used_bytes());
         let plugged_bytes = sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes);
@@ -335,30 +334,19 @@ pub(super) mod tests {
 
     use super::*;
     use crate::config::DRAM_ZONE;
+    use crate::device::testing::FakeMachine;
     use crate::governor::fake::fixture;
     use crate::governor::task::Clock;
-    use crate::interrupt::testing::FakeController;
-    use crate::memory::slots::fake::FakeSlots;
     use crate::memory::zone::{Growth, Tier};
     use crate::memory::{MemoryOptions, build};
-    use crate::metrics::Metrics;
-    use crate::virtio::transport::pci::IoEvents;
-    use vmm_sys_util::eventfd::EventFd;
-
-    /// Every notification is an exit.
-    struct NoIoEvents;
-
-    impl IoEvents for NoIoEvents {
-        fn register(&self, _: &EventFd, _: u64) -> std::io::Result<()> {
-            Ok(())
-        }
-        fn unregister(&self, _: &EventFd, _: u64) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
 
     /// A machine without vCPUs and devices, whose loops and governor run: it needs no KVM.
     pub(crate) fn machine() -> KvmMachine {
+        machine_on(&FakeMachine::default())
+    }
+
+    /// The same, whose registrations `fake` records.
+    pub(crate) fn machine_on(fake: &FakeMachine) -> KvmMachine {
         let spec = ZoneSpec {
             id: DRAM_ZONE.to_owned(),
             tier: Tier::Dram,
@@ -372,31 +360,28 @@ pub(super) mod tests {
             plug_bytes_per_s: None,
         };
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
-        let memory = build(vec![spec], None, Arc::<FakeSlots>::default(), options).unwrap();
+        let memory = build(vec![spec], None, fake.slots.clone(), options).unwrap();
         let loops = ["one", "two"].map(|name| EventLoop::spawn(name).unwrap());
         let core = fixture("psi", false, true).core;
-        let told = Events::start();
-        let (io_events, interrupts) = (Arc::new(NoIoEvents), FakeController::new());
-        let metrics = Arc::new(Metrics::new("vm"));
-        let fabric = Fabric::new(io_events, interrupts, 0, &memory, told.clone(), metrics).unwrap();
-        fabric.work.add(&loops.each_ref().map(EventLoop::handle));
+        let context = fake.context(memory.view().clone(), loops[0].handle());
+        context.work.add(&loops.each_ref().map(EventLoop::handle));
         KvmMachine {
             vcpus: Vcpus::none(),
             clock: Arc::new(GuestClock::new(Arc::<AtomicU64>::default())),
             governor: GovernorHandle::spawn(core, Clock::start(), Arc::default(), None).unwrap(),
-            fabric,
+            devices: DeviceList::default(),
+            context,
+            _exposed: Vec::new(),
             leaving: Leaving::default(),
             lost_loop: EventLoop::spawn("lost").unwrap(),
             events: EventSender::to_nobody(),
             agents: tokio::sync::mpsc::channel(1).0,
-            loops,
+            _loops: loops,
             ged: Arc::new(GenericEventDevice::new(|_| Ok(()))),
             page: Arc::new(HotplugPage::new(|_| ())),
             hotplug: Arc::default(),
-            told,
-            zones: Vec::new(),
+            told: fake.events.clone(),
             dimms: None,
-            balloon: None,
             taps: Taps::default(),
             pmem_files: PmemFiles::default(),
             lines: Lines::default(),

@@ -1,7 +1,6 @@
 //! A VM's life: what may be asked of it, who builds it, and the one task that owns its state.
 
 mod attached;
-mod attached_device;
 mod builder;
 mod cached;
 mod clock;
@@ -9,7 +8,6 @@ mod created_volumes;
 mod devices;
 mod dimms;
 pub mod error;
-mod fabric;
 mod governing;
 mod hotplug;
 pub(crate) mod hotplug_metrics;
@@ -18,7 +16,6 @@ mod lost;
 pub(crate) mod machine;
 mod named_twice;
 pub mod owner;
-mod pmem;
 mod pools;
 pub mod request;
 mod resident;
@@ -26,10 +23,8 @@ mod resize_plan;
 pub(crate) mod resources;
 pub mod state;
 pub(crate) mod taps;
-mod told;
 mod vcpus;
 mod volumes;
-mod work;
 pub mod zone_metrics;
 mod zones;
 

@@ -16,9 +16,9 @@ use thiserror::Error;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::config::{DeviceConfig, VmConfig};
+use crate::device::DeviceCounters;
 use crate::governor::GovernorError;
 use crate::governor::info::{PressureChange, PressureInfo};
-use crate::virtio::DeviceCounters;
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
 
 /// Counters of each device that has some, by its id.

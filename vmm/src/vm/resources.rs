@@ -258,10 +258,9 @@ impl PmemFiles {
         Ok(())
     }
 
-    pub fn add(&self, config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
-        let file = open_file(config)?;
-        self.0.lock().push((config.clone(), Arc::clone(&file)));
-        Ok(file)
+    /// Keeps the file of a device that was added.
+    pub fn add(&self, config: &PmemConfig, file: Arc<PmemFile>) {
+        self.0.lock().push((config.clone(), file));
     }
 
     /// Closes the one that is called `id`, when nobody has it any more.
@@ -279,9 +278,8 @@ impl PmemFiles {
     }
 }
 
-fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
-    let flag = format!("--pmem file={}", config.file.display());
-    PmemFile::open(config).map(Arc::new).map_err(BuildError::device(flag))
+pub(super) fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
+    PmemFile::open(config).map(Arc::new).map_err(BuildError::device(config.flag()))
 }
 
 /// Whether a part of a pool is gone: opening it says so, and what to do.

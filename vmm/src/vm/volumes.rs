@@ -1,43 +1,30 @@
-//! Attaches volumes: opens them, maps them, and shows them by the interface that is safe.
+//! Opens volumes and attaches them by the interface that is safe.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use foreshore_types::size::Size;
-use pmem_volume::Durability;
 use tracing::{info, warn};
 
 use super::attached::{AttachedVolume, Opened};
 use super::created_volumes::CreatedVolumes;
 use super::error::BuildError;
-use super::fabric::Fabric;
-use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
 use super::zones;
 use crate::acpi::Nvdimm;
 use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
-use crate::device::NewDevice;
-use crate::events::{Event, Events};
-use crate::memory::backing::Access;
-use crate::memory::layout::{FLUSH_HINT_LEN, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
-use crate::memory::lost::LostMemory;
-use crate::memory::{MappedRange, Memory};
-use crate::nvdimm::FlushHint;
+use crate::device::{DeviceContext, DeviceList};
+use crate::memory::Memory;
+use crate::memory::layout::{NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
 use crate::nvdimm::health::{self, Health, HealthRegisters};
-use crate::persist::{FirstFailure, Persist, ReadOnly, Watched};
-use crate::pool::btt_loss::BttLoss;
-use crate::pool::{PmPool, PoolError, PoolVolume, VolumeDisk};
-use crate::virtio::block::{Block, DiskShape};
-use crate::virtio::pmem::device::Pmem;
+use crate::persist::FirstFailure;
+use crate::pool::{PmPool, PoolError, PoolVolume};
+use crate::volume::build::{BuiltVolume, NewVolume, VolumeDevice, VolumePlace, build_volume};
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::{
     Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
 };
-use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
 use crate::volume::plan::Step;
-
-/// Queues of a volume that is shown as a disk, at most.
-const QUEUES_MAX: u16 = 16;
-const QUEUE_SIZE: u16 = 128;
 
 /// What attaching volumes leaves behind.
 #[derive(Default)]
@@ -49,64 +36,47 @@ pub(super) struct Attached {
     pub(super) guest_btt: Arc<GuestBtt>,
 }
 
-/// A volume that is open and mapped.
-struct Mapped<'a> {
-    config: &'a PmVolumeConfig,
-    volume: Arc<dyn PoolVolume>,
-    /// Makes it durable, and knows whether that has failed.
-    watched: Arc<Watched>,
-    range: MappedRange,
-    /// Whether a flush of the guest must come out to us.
-    flushes: bool,
-}
-
-/// Attaches every volume of `config`.
+/// Attaches every volume of `config`, and adds those on the PCI bus to `devices`.
 pub(super) fn attach(
     config: &VmConfig,
     payload: Payload,
     (resources, steps, created): (&Resources, &[Step], &mut CreatedVolumes),
     memory: &mut Memory,
-    fabric: &mut Fabric,
-    events: &EventSender,
+    context: &DeviceContext,
+    devices: &mut DeviceList,
 ) -> Result<Attached, BuildError> {
     let chosen = choose_all(config, payload, resources)?;
     let opened = open(config, steps, resources, created)?;
     let mut attached =
         Attached { guest_btt: Arc::new(guest_btt(config, &chosen)), ..Attached::default() };
     let mut healths = Vec::new();
-    for ((volume, opened), chosen) in config.pm_volumes.iter().zip(opened).zip(chosen) {
-        let pool = resources.pool(&volume.pool);
-        let shown = match chosen {
-            Chosen::VirtioBlk => {
-                let (vcpus, events) = (config.cpus.boot_vcpus, resources.events());
-                attach_virtio_blk(volume, opened, vcpus, events, fabric, memory)?
-            }
-            Chosen::Nvdimm => {
-                let mapped = map(volume, opened, resources, memory, &fabric.lost)?;
-                healths.push(health(pool, mapped.watched.failure()));
-                let node = zones::volume_node(memory.zones());
-                let counters = attach_nvdimm(&mapped, node, fabric, events, &mut attached.nvdimms)?;
-                mapped.shown(counters)
-            }
-            Chosen::VirtioPmem => {
-                let mapped = map(volume, opened, resources, memory, &fabric.lost)?;
-                let counters = attach_virtio_pmem(&mapped, fabric, memory)?;
-                mapped.shown(counters)
-            }
+    for ((volume_config, volume), interface) in config.pm_volumes.iter().zip(opened).zip(chosen) {
+        let pool = resources.pool(&volume_config.pool);
+        let new = NewVolume { config: volume_config, interface, pool, volume };
+        let place = VolumePlace {
+            boot_vcpus: config.cpus.boot_vcpus,
+            node: zones::volume_node(memory.zones()),
+            nvdimms: attached.nvdimms.len(),
         };
-        let Shown { opened, failure, counters } = shown;
-        fabric.expose(Arc::new(VolumeMetrics {
-            pool: volume.pool.display().to_string(),
-            volume: volume.name.clone(),
-            size_bytes: opened.size_bytes,
-            failure: failure.clone(),
-            counters,
-        }));
-        attached.volumes.push(AttachedVolume::new(volume, chosen, pool, opened, failure));
+        let built = build_volume(new, &place, memory, context)
+            .map_err(BuildError::device(volume_config.flag()))?;
+        let BuiltVolume { size_bytes, extents, failure, device, volume } = built;
+        let mut kept: Vec<Box<dyn Any + Send>> = Vec::new();
+        match device {
+            VolumeDevice::Pci(device) => devices.push(device),
+            VolumeDevice::Nvdimm(nvdimm, mapped, registration) => {
+                healths.push(health(pool, failure.clone()));
+                attached.nvdimms.push(nvdimm);
+                kept.push(Box::new((registration, mapped)));
+            }
+        }
+        kept.extend(volume.map(|volume| Box::new(volume) as _));
+        let opened = Opened { size_bytes, extents, failure, _kept: kept };
+        attached.volumes.push(AttachedVolume::new(volume_config, interface, pool, opened));
     }
     if !healths.is_empty() {
         let registers = Arc::new(HealthRegisters::new(healths));
-        fabric.mmio.insert(NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN, registers)?;
+        context.mmio.insert(NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN, registers)?;
     }
     Ok(attached)
 }
@@ -150,21 +120,6 @@ fn health(pool: &Arc<dyn PmPool>, failure: FirstFailure) -> health::Source {
     })
 }
 
-/// A volume that the guest has from now on.
-struct Shown {
-    opened: Opened,
-    failure: FirstFailure,
-    counters: VolumeCounters,
-}
-
-impl Mapped<'_> {
-    fn shown(self, counters: VolumeCounters) -> Shown {
-        let (size_bytes, extents) = (self.volume.size_bytes(), self.volume.extents().len());
-        let opened = Opened { size_bytes, extents, _volume: Some(self.volume) };
-        Shown { opened, failure: self.watched.failure(), counters }
-    }
-}
-
 /// Carries out the step of each volume of `config`, and opens it. Returns them in the order of
 /// `config`.
 ///
@@ -192,7 +147,7 @@ fn open(
             Step::Grow(size_bytes) => grow(volume, pool, *size_bytes),
         };
         let result = result.and_then(|()| pool.open_volume(&volume.name));
-        opened[place] = Some(result.map_err(BuildError::device(flag(volume)))?);
+        opened[place] = Some(result.map_err(BuildError::device(volume.flag()))?);
     }
     Ok(opened.into_iter().map(|volume| volume.expect("each volume has a step")).collect())
 }
@@ -215,140 +170,6 @@ fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Res
     Ok(())
 }
 
-/// How errors name a volume.
-fn flag(config: &PmVolumeConfig) -> String {
-    format!("--pm-volume pool={},name={}", config.pool.display(), config.name)
-}
-
-fn map<'a>(
-    config: &'a PmVolumeConfig,
-    volume: Box<dyn PoolVolume>,
-    resources: &Resources,
-    memory: &mut Memory,
-    lost: &LostMemory,
-) -> Result<Mapped<'a>, BuildError> {
-    let pool = resources.pool(&config.pool);
-    // Also of one that the guest only reads: what its recovery then finds would go nowhere, and it
-    // would show sectors in blocks that have become another's.
-    if config.format == VolumeFormat::Btt {
-        volume.settle().map_err(BuildError::device(flag(config)))?;
-    }
-    let (access, flushes) = mapping(config.readonly, pool.durability());
-    let range = memory
-        .add_file_range(pool.file(), &volume.extents(), access)
-        .map_err(BuildError::device(flag(config)))?;
-    // What lies behind the volume in the pool's file is not its own to lose.
-    let ends = volume.extents().into_iter().map(|extent| extent.end);
-    lost.watch_file(flag(config), &range.reservation, pool.file(), ends.max().unwrap_or(0))
-        .map_err(BuildError::device(flag(config)))?;
-    let volume: Arc<dyn PoolVolume> = Arc::from(volume);
-    let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);
-    Ok(Mapped { config, volume, watched, range, flushes })
-}
-
-/// How a volume is mapped, and whether its flushes must come out to us: a fence is enough on a
-/// volatile pool, where nothing survives the host, and on PM that is mapped with MAP_SYNC.
-fn mapping(readonly: bool, durability: Durability) -> (Access, bool) {
-    match (readonly, durability) {
-        (true, _) => (Access::Read, false),
-        (false, Durability::DaxSync) => (Access::ReadWriteSync, false),
-        (false, Durability::PageCache) => (Access::ReadWrite, true),
-        (false, Durability::Volatile) => (Access::ReadWrite, false),
-    }
-}
-
-fn attach_nvdimm(
-    mapped: &Mapped<'_>,
-    node: u32,
-    fabric: &Fabric,
-    events: &EventSender,
-    nvdimms: &mut Vec<Nvdimm>,
-) -> Result<VolumeCounters, BuildError> {
-    let (events, brake) = (events.clone(), Arc::clone(&fabric.brake));
-    // A store to the hint cannot fail in the guest's eyes: the vCPU stops before its next
-    // instruction, the others when the owner has the event.
-    let on_failure = Box::new(move |reason| {
-        brake.pull();
-        events.send(MachineEvent::MustPause { reason });
-    });
-    let hint = Arc::new(FlushHint::new(
-        mapped.config.name.clone(),
-        Arc::clone(&mapped.watched) as Arc<dyn Persist>,
-        on_failure,
-    ));
-    let counters = VolumeCounters::Nvdimm(hint.metrics());
-    if mapped.flushes {
-        fabric.mmio.insert(Nvdimm::flush_hint_address(nvdimms.len()), FLUSH_HINT_LEN, hint)?;
-    }
-    nvdimms.push(Nvdimm {
-        start: mapped.range.guest.start,
-        size_bytes: mapped.range.guest.len,
-        node,
-        flush_hint: mapped.flushes,
-        read_only: mapped.config.readonly,
-    });
-    Ok(counters)
-}
-
-fn attach_virtio_pmem(
-    mapped: &Mapped<'_>,
-    fabric: &mut Fabric,
-    memory: &Memory,
-) -> Result<VolumeCounters, BuildError> {
-    let guest = mapped.range.guest;
-    let backing = match mapped.config.readonly {
-        true => Arc::new(ReadOnly),
-        false => Arc::clone(&mapped.watched) as Arc<dyn Persist>,
-    };
-    let name = Chosen::VirtioPmem.device_id(&mapped.config.name).expect("it is on the PCI bus");
-    let device = match mapped.config.format {
-        VolumeFormat::Btt => Pmem::new(name, guest.start, guest.len, backing),
-        VolumeFormat::Raw => Pmem::raw(name, guest.start, guest.len, backing)?,
-    };
-    let counters = VolumeCounters::VirtioPmem(device.metrics());
-    fabric.attach(NewDevice::fixed(device), memory)?;
-    Ok(counters)
-}
-
-/// A queue for each vCPU: the media are as fast as memory, and take all of them at once.
-fn attach_virtio_blk(
-    config: &PmVolumeConfig,
-    volume: Box<dyn PoolVolume>,
-    vcpus: u8,
-    events: &Events,
-    fabric: &mut Fabric,
-    memory: &Memory,
-) -> Result<Shown, BuildError> {
-    let extents = volume.extents().len();
-    let VolumeDisk { device, btt_loss } =
-        volume.into_disk().map_err(BuildError::device(flag(config)))?;
-    let served = Arc::downgrade(&device);
-    if let Some(loss) = &btt_loss {
-        events.tell_of_guest(loss_event(loss, &config.pool.display().to_string(), &config.name));
-    }
-    let shape = DiskShape {
-        id: config.name.clone(),
-        serial: config.name.clone(),
-        queues: u16::from(vcpus).min(QUEUES_MAX),
-        queue_size: QUEUE_SIZE,
-        read_only: config.readonly,
-    };
-    let device = Block::new(shape, device)?;
-    let disk = device.handle();
-    fabric.attach(NewDevice::fixed(device).with_handle(disk.clone()), memory)?;
-    // The device has the volume.
-    let opened = Opened { size_bytes: disk.size_bytes(), extents, _volume: None };
-    let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), device: served, btt_loss };
-    Ok(Shown { opened, failure: disk.failure(), counters })
-}
-
-fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a> {
-    match loss {
-        BttLoss::Replaced { .. } => Event::VolumeReplaced { pool, volume },
-        BttLoss::Damaged { reason } => Event::VolumeDamaged { pool, volume, reason },
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::{Path, PathBuf};
@@ -360,27 +181,6 @@ mod tests {
     use crate::config::{PmMemoryConfig, test_config};
     use crate::metrics::Metrics;
     use crate::vm::machine::tests::machine;
-
-    #[test]
-    fn only_a_page_cache_needs_flushes_and_only_dax_is_mapped_for_a_fence() {
-        use Durability::{DaxSync, PageCache, Volatile};
-        assert_eq!(mapping(false, Volatile), (Access::ReadWrite, false));
-        assert_eq!(mapping(false, PageCache), (Access::ReadWrite, true));
-        assert_eq!(mapping(false, DaxSync), (Access::ReadWriteSync, false));
-        for durability in [Volatile, PageCache, DaxSync] {
-            assert_eq!(mapping(true, durability), (Access::Read, false));
-        }
-    }
-
-    #[test]
-    fn event_names_the_cause_of_a_lost_btt() {
-        let reason = "arena 1 is missing".to_owned();
-        let replaced = loss_event(&BttLoss::Replaced { reason: reason.clone() }, "p", "v").name();
-        assert_eq!(replaced, ("foreshore", "volume-replaced"));
-        let damaged = BttLoss::Damaged { reason: reason.clone() };
-        let expected = Event::VolumeDamaged { pool: "p", volume: "v", reason: &reason };
-        assert_eq!(loss_event(&damaged, "p", "v"), expected);
-    }
 
     const MIB: u64 = 1 << 20;
 
@@ -397,7 +197,7 @@ mod tests {
     }
 
     fn resources() -> Resources {
-        let events = Events::start();
+        let events = crate::events::Events::start();
         Resources::new(Arc::new(Metrics::new("vm")), events)
     }
 
@@ -489,16 +289,11 @@ mod tests {
         let mut volumes =
             open(&config, &steps, &resources, &mut CreatedVolumes::default()).unwrap();
         let mut machine = machine();
-        let (fabric, memory) = (&mut machine.fabric, &machine.memory);
-        attach_virtio_blk(
-            &config.pm_volumes[0],
-            volumes.remove(0),
-            1,
-            &machine.told,
-            fabric,
-            memory,
-        )
-        .unwrap();
+        let (volume, volume_config) = (volumes.remove(0), &config.pm_volumes[0]);
+        let (interface, pool) = (Chosen::VirtioBlk, resources.pool(pool));
+        let new = NewVolume { config: volume_config, interface, pool, volume };
+        let place = VolumePlace { boot_vcpus: 1, node: 0, nvdimms: 0 };
+        drop(build_volume(new, &place, &mut machine.memory, &machine.context).unwrap());
         let sent = machine.told.counters().told();
         let names = sent.into_iter().filter(|(_, count)| *count > 0).map(|((_, name), _)| name);
         names.filter(|name| name.starts_with("volume-")).collect()

@@ -124,6 +124,11 @@ section! {
 }
 
 impl PmVolumeConfig {
+    /// Flag as errors name it.
+    pub fn flag(&self) -> String {
+        format!("{} pool={},name={}", Self::FLAG, self.pool.display(), self.name)
+    }
+
     /// A name that a pool can hold, a size within its bounds, and no wish that contradicts another.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;

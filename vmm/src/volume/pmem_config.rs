@@ -17,6 +17,11 @@ section! {
 }
 
 impl PmemConfig {
+    /// Flag as errors name it.
+    pub fn flag(&self) -> String {
+        format!("{} file={}", Self::FLAG, self.file.display())
+    }
+
     /// A size that fits whole huge pages, and a name that can be told from others.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt::Debug;
 
 use foreshore::api::{MemoryAnswer, PoolsAnswer, VolumesAnswer, call_names};
-use foreshore::config::{PmMemoryConfig, PmVolumeConfig, PressureConfig, VmConfig};
+use foreshore::config::{PmMemoryConfig, PmVolumeConfig, PressureConfig, SWITCHES, VmConfig};
 use foreshore::events::Event;
 use foreshore::governor::info::{GovernedZoneInfo, PressureChange, PressureInfo, RecordingInfo};
 use foreshore::vm::decision::{
@@ -189,7 +189,11 @@ fn what_is_added_is_described() {
             .unwrap();
     let info = json!({"config": config, "state": "Running", "memory_actual_size": 1});
     let info: VmInfo = serde_json::from_value(info).unwrap();
-    for (schema, fields) in [("VmConfig", fields(&config)), ("VmInfo", fields(&info))] {
+    // A section that is flattened has its keys instead of its name.
+    let mut keys = fields(&config);
+    assert!(keys.remove("switches"));
+    keys.extend(SWITCHES.iter().map(|switch| switch.key.to_owned()));
+    for (schema, fields) in [("VmConfig", keys), ("VmInfo", fields(&info))] {
         let theirs: BTreeSet<_> = of_kind("field")
             .filter_map(|(name, _)| name.strip_prefix(schema)?.strip_prefix('.'))
             .collect();

@@ -114,10 +114,13 @@ fn metrics_are_served_over_http() {
         });
         let socket =
             Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
-        let Everything { metrics, registrations: _registrations, pool: _pool, others: _others } =
-            everything();
-        let server =
-            Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
+        let everything = everything();
+        let server = Server::start(
+            socket,
+            router(Arc::clone(&everything.metrics), vm, None),
+            Limits::METRICS,
+        )
+        .unwrap();
         let answer = get(&path, "GET /metrics").await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
         assert!(answer.contains("Content-Type: text/plain; version=0.0.4"), "{answer}");

@@ -17,21 +17,23 @@ mod state;
 mod tests;
 
 use self::config::BalloonConfig;
-use crate::device::NewDevice;
-use crate::event_loop::EventLoopHandle;
+use super::new_device;
+use crate::device::{DeviceContext, DeviceHandle, SetupResult};
 use crate::memory::Memory;
 
 pub use device::{Balloon, BalloonOptions};
 pub use handle::{BalloonHandle, BalloonObserver, BalloonSizes, Heard, TargetError};
 pub use metrics::{BalloonMetrics, Refusal};
 
+impl DeviceHandle for BalloonHandle {}
+
 /// Builds the device of `--balloon`. `observer` is notified of each change.
 pub fn build(
     config: &BalloonConfig,
     memory: &Memory,
-    event_loop: &EventLoopHandle,
     observer: BalloonObserver,
-) -> Result<(NewDevice, BalloonHandle), std::io::Error> {
+    context: &DeviceContext,
+) -> SetupResult {
     let boot_bytes = memory.zones().iter().map(|zone| zone.boot_bytes).sum();
     let options = BalloonOptions {
         max_bytes: config.max_bytes(boot_bytes),
@@ -41,6 +43,8 @@ pub fn build(
         statistics: config.statistics,
     };
     let id = config.id_or_default();
-    let (device, handle) = Balloon::new(id, options, memory, event_loop.clone(), observer)?;
-    Ok((NewDevice::fixed(device).exposing(handle.metrics()), handle))
+    let event_loop = context.machine.event_loop.clone();
+    let (device, handle) = Balloon::new(id, options, memory, event_loop, observer)?;
+    let new = new_device(device, context)?.exposing(handle.metrics()).with_handle(handle);
+    Ok(new.attach(context)?)
 }

@@ -9,13 +9,12 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 use super::event::Worker;
 use super::metrics::BlockMetrics;
 use super::state::{Disk, DiskShape};
+use crate::device::{DeviceCounters, DeviceHandle};
 use crate::disk::{BlockDevice, ResizeError};
 use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::persist::FirstFailure;
 use crate::virtio::worker::WorkerSlot;
-use crate::virtio::{
-    ActivateError, Activation, DeviceCounters, DeviceHandle, VirtioDevice, read_config_bytes,
-};
+use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
 /// A virtio-blk device.
 pub struct Block {
@@ -94,12 +93,8 @@ impl BlockHandle {
 }
 
 impl DeviceHandle for BlockHandle {
-    fn counters(&self) -> DeviceCounters {
-        self.disk.metrics().counters()
-    }
-
-    fn as_disk(&self) -> Option<&BlockHandle> {
-        Some(self)
+    fn counters(&self) -> Option<DeviceCounters> {
+        Some(self.disk.metrics().counters())
     }
 }
 

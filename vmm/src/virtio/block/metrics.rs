@@ -7,8 +7,8 @@ use std::time::Duration;
 use prometheus_client::registry::Unit;
 
 use super::request::Operation;
+use crate::device::{DeviceCounters, signed};
 use crate::metrics::{Expose, Exposition, Family, Labels, LatencyHistogram, and, one};
-use crate::virtio::{DeviceCounters, signed};
 
 /// Kinds of requests, as metrics name them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,12 +7,13 @@ pub mod metrics;
 pub use device::Console;
 pub use metrics::ConsoleMetrics;
 
-use crate::device::{DeviceContext, NewDevice};
+use super::new_device;
+use crate::device::{DeviceContext, SetupResult};
 use crate::host_console::HostConsole;
 
 /// Builds the device of `--console`.
-pub fn build(console: HostConsole, context: &DeviceContext) -> NewDevice {
-    let device = Console::new(console, context.event_loop.clone());
+pub fn build(console: HostConsole, context: &DeviceContext) -> SetupResult {
+    let device = Console::new(console, context.machine.event_loop.clone());
     let metrics = device.metrics();
-    NewDevice::fixed(device).exposing(metrics)
+    Ok(new_device(device, context)?.exposing(metrics).attach(context)?)
 }

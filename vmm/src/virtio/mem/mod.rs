@@ -22,10 +22,10 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::device::NewDevice;
+use super::new_device;
+use crate::device::{DeviceContext, DeviceHandle, SetupResult};
 use crate::event_loop::EventLoopHandle;
 use crate::memory::HotplugPart;
-use crate::memory::view::GuestView;
 
 pub use balloon::UNSUPPORTED_DRIVER;
 pub use budget::{PlugBudget, PlugBudgets};
@@ -34,20 +34,24 @@ pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeErro
 pub use metrics::{FailureReason, MemMetrics, OperationMetrics, PlugMetrics};
 pub use state::Shortfall;
 
+impl DeviceHandle for MemHandle {}
+
 /// Builds the device of a zone's hotplug part. `observer` is notified of each change.
 pub fn build(
     part: HotplugPart,
-    view: &GuestView,
     event_loop: &EventLoopHandle,
     observer: MemObserver,
     budget: Arc<Mutex<PlugBudget>>,
-) -> (NewDevice, MemHandle) {
-    let (device, handle) = MemDevice::new(part, view.clone(), event_loop.clone(), observer, budget);
+    context: &DeviceContext,
+) -> SetupResult {
+    let view = context.machine.view.clone();
+    let (device, handle) = MemDevice::new(part, view, event_loop.clone(), observer, budget);
     let zone = handle.zone();
     let source = PlugMetrics {
         zone: zone.id.clone(),
         tier: zone.tier.as_str().to_owned(),
         counters: handle.metrics(),
     };
-    (NewDevice::fixed(device).exposing(Arc::new(source)), handle)
+    let new = new_device(device, context)?.exposing(Arc::new(source)).with_handle(handle);
+    Ok(new.attach(context)?)
 }

@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use prometheus_client::registry::Unit;
 
 use super::tap::HostInterface;
+use crate::device::{DeviceCounters, DeviceHandle, signed};
 use crate::metrics::{Expose, Exposition, Family, Labels, and, one};
-use crate::virtio::{DeviceCounters, DeviceHandle, signed};
 
 /// Where a frame goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,7 +191,7 @@ impl NetDeviceMetrics {
 
 impl DeviceHandle for NetDeviceMetrics {
     /// Returns the traffic from the guest's point of view.
-    fn counters(&self) -> DeviceCounters {
+    fn counters(&self) -> Option<DeviceCounters> {
         let names = [
             (Direction::ToGuest, ["rx_bytes", "rx_frames"]),
             (Direction::FromGuest, ["tx_bytes", "tx_frames"]),
@@ -203,7 +203,7 @@ impl DeviceHandle for NetDeviceMetrics {
                 counters.extend(signed([(bytes, traffic.bytes), (frames, traffic.frames)]));
             }
         }
-        counters
+        Some(counters)
     }
 }
 
@@ -277,6 +277,6 @@ mod tests {
         metrics.passed(Direction::FromGuest, 60);
         let expected = [("rx_bytes", 100), ("rx_frames", 1), ("tx_bytes", 120), ("tx_frames", 2)];
         let device = NetDeviceMetrics { net: "a".to_owned(), counters: metrics };
-        assert_eq!(DeviceHandle::counters(&device), expected.into());
+        assert_eq!(DeviceHandle::counters(&device), Some(expected.into()));
     }
 }

@@ -20,29 +20,19 @@ pub mod vhost;
 
 use std::sync::Arc;
 
-use thiserror::Error;
 use tracing::info;
 
 use self::config::NetConfig;
 use self::tap::{HostInterface, Tap};
-use self::vhost::VhostError;
-use crate::device::NewDevice;
+use super::new_device_with_id;
+use crate::device::{DeviceContext, SetupResult};
 
 pub use device::Net;
 pub use metrics::{NetDeviceMetrics, NetMetrics};
 pub use state::NetShape;
 
-/// Error of an interface that cannot be built.
-#[derive(Debug, Error)]
-pub enum NetBuildError {
-    #[error(transparent)]
-    Kernel(#[from] VhostError),
-    #[error(transparent)]
-    Device(#[from] device::NetError),
-}
-
 /// Builds the interface of `--net`, which has an id and an address, on an interface of the host.
-pub fn build(config: &NetConfig, tap: &Arc<Tap>) -> Result<NewDevice, NetBuildError> {
+pub fn build(config: &NetConfig, tap: &Arc<Tap>, context: &DeviceContext) -> SetupResult {
     let id = config.id.clone().expect("a VM's devices have ids");
     info!(net = id, tap = tap.name(), "A network interface of the guest is this one of the host");
     let shape = NetShape {
@@ -62,5 +52,6 @@ pub fn build(config: &NetConfig, tap: &Arc<Tap>) -> Result<NewDevice, NetBuildEr
     let device = device?;
     let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
     let source = Arc::new(metrics.clone());
-    Ok(NewDevice::removable(&id, "net", device).exposing(source).with_handle(metrics))
+    let new = new_device_with_id(&id, device, context)?.removable("net");
+    Ok(new.exposing(source).with_handle(metrics).attach(context)?)
 }

@@ -11,11 +11,12 @@ pub use device::Rng;
 pub use metrics::RngMetrics;
 pub use source::{EntropySource, SourceError};
 
-use crate::device::{DeviceContext, NewDevice};
+use super::new_device;
+use crate::device::{DeviceContext, SetupResult};
 
 /// Builds the device of `--rng`.
-pub fn build(config: &RngConfig, context: &DeviceContext) -> Result<NewDevice, SourceError> {
-    let device = Rng::new(EntropySource::open(&config.src)?, context.event_loop.clone());
+pub fn build(config: &RngConfig, context: &DeviceContext) -> SetupResult {
+    let device = Rng::new(EntropySource::open(&config.src)?, context.machine.event_loop.clone());
     let metrics = device.metrics();
-    Ok(NewDevice::fixed(device).exposing(metrics))
+    Ok(new_device(device, context)?.exposing(metrics).attach(context)?)
 }

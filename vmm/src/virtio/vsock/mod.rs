@@ -34,8 +34,8 @@ pub use device::VsockDevice;
 pub use host::{GuestPorts, IN_PROCESS_BACKLOG, VsockError, VsockPorts};
 pub use metrics::VsockMetrics;
 
-use crate::device::NewDevice;
-use crate::event_loop::EventLoopHandle;
+use super::new_device_with_id;
+use crate::device::{DeviceContext, SetupResult};
 
 /// Queue indexes (virtio 1.3, 5.10.2).
 const RX_QUEUE: u16 = 0;
@@ -44,15 +44,13 @@ const EVENT_QUEUE: u16 = 2;
 
 /// Builds the device of `--vsock`, which has an id. Connections of the guest to `ports` end in this
 /// process.
-pub fn build(
-    config: &VsockConfig,
-    ports: VsockPorts,
-    event_loop: &EventLoopHandle,
-) -> Result<NewDevice, VsockError> {
-    let device = VsockDevice::new(config.cid, &config.socket, ports, event_loop.clone())?;
+pub fn build(config: &VsockConfig, ports: VsockPorts, context: &DeviceContext) -> SetupResult {
+    let event_loop = context.machine.event_loop.clone();
+    let device = VsockDevice::new(config.cid, &config.socket, ports, event_loop)?;
     let metrics = device.metrics();
     let id = config.id.as_deref().expect("a VM's devices have ids");
-    Ok(NewDevice::removable(id, "vsock", device).exposing(metrics))
+    let new = new_device_with_id(id, device, context)?.removable("vsock");
+    Ok(new.exposing(metrics).attach(context)?)
 }
 
 #[cfg(test)]

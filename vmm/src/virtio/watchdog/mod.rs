@@ -14,20 +14,27 @@ pub use metrics::WatchdogMetrics;
 
 use std::sync::Arc;
 
-use crate::device::{DeviceContext, NewDevice};
+use super::new_device;
+use crate::device::{DeviceContext, SetupResult, Switch};
 use crate::events::Event;
 
-/// Builds the device of `--watchdog`. A guest that stops to ping it is restarted as if it had
-/// requested that.
-pub fn build(is_given: bool, context: &DeviceContext) -> Option<NewDevice> {
-    let (events, reset_guest) = (context.events.clone(), Arc::clone(&context.reset_guest));
-    is_given.then(|| {
-        let on_silence = move || {
-            events.tell_of_guest(Event::WatchdogExpired);
-            reset_guest();
-        };
-        let device = Watchdog::new(Arc::new(on_silence), context.event_loop.clone());
-        let metrics = device.metrics();
-        NewDevice::fixed(device).exposing(metrics)
-    })
+/// `--watchdog`.
+pub const SWITCH: Switch = Switch {
+    key: "watchdog",
+    about: "A virtio watchdog: a guest that pings it and stops for 20 s is restarted",
+    events: &[],
+    build,
+};
+
+/// Builds the device. A guest that stops to ping it is restarted as if it had requested that.
+fn build(context: &DeviceContext) -> SetupResult {
+    let machine = &context.machine;
+    let (events, reset_guest) = (machine.events.clone(), Arc::clone(&machine.reset_guest));
+    let on_silence = move || {
+        events.tell_of_guest(Event::WatchdogExpired);
+        reset_guest();
+    };
+    let device = Watchdog::new(Arc::new(on_silence), machine.event_loop.clone());
+    let metrics = device.metrics();
+    Ok(new_device(device, context)?.exposing(metrics).attach(context)?)
 }

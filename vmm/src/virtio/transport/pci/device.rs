@@ -13,9 +13,11 @@ use vm_memory::{GuestAddress, GuestAddressSpace};
 
 use super::interrupt::{PciInterrupt, VectorMap};
 use super::layout::{self, Capabilities};
-use super::notify::{IoEvents, Notifications};
+use super::notify::Notifications;
 use super::registers::{self, CommonRegisters, QueueRegisters};
-use crate::interrupt::{MsiRouter, VirtioInterrupt};
+use crate::device::{DeviceContext, EventEmitter};
+use crate::events::Event;
+use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::GuestView;
 use crate::pci::{BarRange, ConfigSpace, PciDevice, msix};
@@ -47,8 +49,10 @@ pub enum TransportError {
 
 /// The device and what it is connected to: everything behind the registers.
 struct Backend {
+    id: String,
     device: Box<dyn VirtioDevice>,
     view: GuestView,
+    emitter: EventEmitter,
     interrupt: Arc<PciInterrupt>,
     notifications: Notifications,
     active: bool,
@@ -74,12 +78,11 @@ pub struct VirtioPciDevice {
 }
 
 impl VirtioPciDevice {
-    /// Shows `device`. Put the result on the root bus.
+    /// Shows `device`, whose events have `id`. Put the result on the root bus.
     pub fn new(
+        id: &str,
         device: Box<dyn VirtioDevice>,
-        view: GuestView,
-        router: &Arc<MsiRouter>,
-        io_events: Arc<dyn IoEvents>,
+        context: &DeviceContext,
     ) -> Result<Arc<Self>, TransportError> {
         let name = || device.name().to_owned();
         let sizes = device.queue_sizes();
@@ -93,14 +96,18 @@ impl VirtioPciDevice {
             }
         }
         let vectors = Arc::new(VectorMap::new(queues));
-        let interrupt = Arc::new(PciInterrupt::new(Arc::clone(&vectors), Arc::clone(router)));
+        let interrupt =
+            Arc::new(PciInterrupt::new(Arc::clone(&vectors), Arc::clone(&context.router)));
         let registers = CommonRegisters::new(device.features(), sizes, vectors);
+        let io_events = Arc::clone(&context.machine.io_events);
         let notifications = Notifications::new(io_events, queues, device.synchronous_queues())
             .map_err(|source| TransportError::Notifications { name: name(), source })?;
         let (config, capabilities) = layout::config_space(device.device_type(), queues);
         let backend = Backend {
+            id: id.to_owned(),
             device,
-            view,
+            view: context.machine.view.clone(),
+            emitter: context.emitter.clone(),
             interrupt: Arc::clone(&interrupt),
             notifications,
             active: false,
@@ -356,6 +363,7 @@ impl registers::Device for Backend {
                 self.active = true;
                 self.notifications.start();
                 debug!(device = self.device.name(), features, "Virtio device activated");
+                self.emitter.emit(Event::DeviceActivated { id: &self.id });
                 true
             }
             Err(err) => {
@@ -390,6 +398,7 @@ impl registers::Device for Backend {
         if std::mem::take(&mut self.active) {
             self.device.reset();
             debug!(device = self.device.name(), "Virtio device reset");
+            self.emitter.emit(Event::DeviceReset { id: &self.id });
         }
         self.notifications.stop();
         self.interrupt.take_isr();

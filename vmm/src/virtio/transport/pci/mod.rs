@@ -13,4 +13,3 @@ pub mod registers;
 mod tests;
 
 pub use device::{TransportError, VirtioPciDevice};
-pub use notify::IoEvents;

@@ -3,30 +3,11 @@
 use std::io;
 use std::sync::Arc;
 
-use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::log::sparsely;
-
 use super::layout::{NOTIFY_MULTIPLIER, NOTIFY_OFFSET};
-
-/// Writes of vCPUs that raise an eventfd without an exit to us: KVM, or a test's record of them.
-pub trait IoEvents: Send + Sync {
-    /// A write of any width at guest-physical `address` raises `event`.
-    fn register(&self, event: &EventFd, address: u64) -> io::Result<()>;
-    /// Undoes [`Self::register`].
-    fn unregister(&self, event: &EventFd, address: u64) -> io::Result<()>;
-}
-
-impl IoEvents for VmFd {
-    fn register(&self, event: &EventFd, address: u64) -> io::Result<()> {
-        Ok(self.register_ioevent(event, &IoEventAddress::Mmio(address), NoDatamatch)?)
-    }
-
-    fn unregister(&self, event: &EventFd, address: u64) -> io::Result<()> {
-        Ok(self.unregister_ioevent(event, &IoEventAddress::Mmio(address), NoDatamatch)?)
-    }
-}
+use crate::bus::IoEvents;
+use crate::log::sparsely;
 
 struct Notification {
     kick: EventFd,

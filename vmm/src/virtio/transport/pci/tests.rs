@@ -1,8 +1,6 @@
 //! A driver that goes through the root bus, as a guest's does, to a device that records what
 //! reaches it.
 
-use std::collections::BTreeMap;
-use std::io;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -10,17 +8,18 @@ use proptest::prelude::*;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_queue::QueueT;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
-use vmm_sys_util::eventfd::EventFd;
 
+use super::VirtioPciDevice;
 use super::layout::{self, access};
-use super::{IoEvents, VirtioPciDevice};
-use crate::bus::Bus;
-use crate::interrupt::MsiRouter;
-use crate::interrupt::testing::{Call, FakeController};
-use crate::memory::layout::{ECAM_LEN, ECAM_START};
+use crate::device::testing::FakeMachine;
+use crate::device::{DeviceContext, NewDevice};
+use crate::event_loop::EventLoop;
+use crate::interrupt::testing::Call;
+use crate::memory::layout::ECAM_START;
 use crate::memory::view::GuestView;
-use crate::pci::RootBus;
 use crate::pci::msix::MsiMessage;
+use crate::serial::SerialMetrics;
+use crate::virtio::rng::RngMetrics;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
 const MEMORY_LEN: u64 = 0x10_0000;
@@ -84,54 +83,35 @@ impl VirtioDevice for FakeDevice {
     }
 }
 
-#[derive(Default)]
-struct FakeIoEvents {
-    registered: Mutex<BTreeMap<u64, EventFd>>,
-}
-
-impl IoEvents for FakeIoEvents {
-    fn register(&self, event: &EventFd, address: u64) -> io::Result<()> {
-        let event = event.try_clone()?;
-        assert!(self.registered.lock().insert(address, event).is_none(), "registered twice");
-        Ok(())
-    }
-    fn unregister(&self, _: &EventFd, address: u64) -> io::Result<()> {
-        assert!(self.registered.lock().remove(&address).is_some(), "was not registered");
-        Ok(())
-    }
-}
-
 struct Rig {
-    memory: Arc<Bus>,
-    root: Arc<RootBus>,
-    controller: Arc<FakeController>,
-    io_events: Arc<FakeIoEvents>,
+    fake: FakeMachine,
+    context: DeviceContext,
+    event_loop: EventLoop,
     log: Arc<Mutex<Log>>,
     bar: u64,
 }
 
 impl Rig {
     fn new() -> Self {
-        let memory = Arc::new(Bus::default());
-        let root = RootBus::new(&memory);
-        memory.insert(ECAM_START, ECAM_LEN, root.ecam()).unwrap();
+        let (fake, event_loop) = (FakeMachine::default(), EventLoop::spawn("test").unwrap());
         let ram = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
-        let controller = FakeController::new();
-        let io_events = Arc::new(FakeIoEvents::default());
-        let log = Arc::new(Mutex::new(Log::default()));
-        let router = MsiRouter::new(controller.clone());
-        let device = Box::new(FakeDevice(log.clone()));
-        let device =
-            VirtioPciDevice::new(device, GuestView::new(ram), &router, io_events.clone()).unwrap();
-        root.add(Some(1), device).unwrap();
-        let mut rig = Self { memory, root, controller, io_events, log, bar: 0 };
+        let context = fake.context(GuestView::new(ram), event_loop.handle());
+        let log = Arc::<Mutex<Log>>::default();
+        let mut rig = Self { fake, context, event_loop, log, bar: 0 };
+        rig.add_device();
         rig.bar = rig.config_u32(0x10).into();
         rig.write_config(4, &6u16.to_le_bytes());
         rig
     }
 
+    fn add_device(&self) {
+        let device = Box::new(FakeDevice(self.log.clone()));
+        let device = VirtioPciDevice::new("fake", device, &self.context).unwrap();
+        self.context.pci.add(Some(1), device).unwrap();
+    }
+
     fn read_config(&self, register: u16, data: &mut [u8]) {
-        assert!(self.memory.read(ECAM_START + (1 << 15) + u64::from(register), data));
+        assert!(self.context.mmio.read(ECAM_START + (1 << 15) + u64::from(register), data));
     }
     fn config_u32(&self, register: u16) -> u32 {
         let mut data = [0; 4];
@@ -139,15 +119,15 @@ impl Rig {
         u32::from_le_bytes(data)
     }
     fn write_config(&self, register: u16, data: &[u8]) {
-        assert!(self.memory.write(ECAM_START + (1 << 15) + u64::from(register), data));
+        assert!(self.context.mmio.write(ECAM_START + (1 << 15) + u64::from(register), data));
     }
     fn read(&self, offset: u32, len: usize) -> u64 {
         let mut data = [0; 8];
-        assert!(self.memory.read(self.bar + u64::from(offset), &mut data[..len]));
+        assert!(self.context.mmio.read(self.bar + u64::from(offset), &mut data[..len]));
         u64::from_le_bytes(data)
     }
     fn write(&self, offset: u32, len: usize, value: u64) {
-        assert!(self.memory.write(self.bar + u64::from(offset), &value.to_le_bytes()[..len]));
+        assert!(self.context.mmio.write(self.bar + u64::from(offset), &value.to_le_bytes()[..len]));
     }
 
     /// Where the capability is that `matches` says yes to, given its first dword.
@@ -247,7 +227,7 @@ fn a_driver_brings_the_device_up_and_down() {
 #[test]
 fn notifications_go_by_ioeventfd_while_the_device_runs_and_follow_the_bar() {
     let rig = Rig::new();
-    let registered = || rig.io_events.registered.lock().keys().copied().collect::<Vec<_>>();
+    let registered = || rig.fake.io_events.registered.lock().keys().copied().collect::<Vec<_>>();
     assert!(registered().is_empty());
     rig.start();
     assert_eq!(registered(), [rig.bar + 0x3000], "queue 1 is synchronous");
@@ -257,7 +237,7 @@ fn notifications_go_by_ioeventfd_while_the_device_runs_and_follow_the_bar() {
     assert!(registered().is_empty());
     rig.write_config(4, &6u16.to_le_bytes());
     assert_eq!(registered(), [0xd000_3000]);
-    assert!(rig.memory.write(0xd000_0014, &[0]));
+    assert!(rig.context.mmio.write(0xd000_0014, &[0]));
     assert!(registered().is_empty());
 }
 
@@ -272,7 +252,7 @@ fn a_notification_that_exits_reaches_its_queue() {
     let queues = &log.active.as_ref().unwrap().queues;
     assert_eq!(queues[0].as_ref().unwrap().kick.read().unwrap(), 1);
     assert_eq!(log.synchronous, [1]);
-    assert_eq!(rig.controller.take_calls(), [Call::Signal(QUEUE_MESSAGE)]);
+    assert_eq!(rig.fake.interrupts.take_calls(), [Call::Signal(QUEUE_MESSAGE)]);
     assert!(queues[1].as_ref().unwrap().kick.read().is_err());
 }
 
@@ -294,9 +274,9 @@ fn a_device_that_fails_to_start_says_so_by_interrupt() {
     rig.log.lock().refuse = true;
     rig.start();
     assert_eq!(rig.read(0x14, 1), 15 | 64);
-    assert_eq!(rig.controller.count_of(24), 1);
-    assert_eq!(rig.controller.take_calls()[0], Call::Routes(vec![(24, CONFIG_MESSAGE)]));
-    assert_eq!(rig.io_events.registered.lock().len(), 0);
+    assert_eq!(rig.fake.interrupts.count_of(24), 1);
+    assert_eq!(rig.fake.interrupts.take_calls()[0], Call::Routes(vec![(24, CONFIG_MESSAGE)]));
+    assert_eq!(rig.fake.io_events.registered.lock().len(), 0);
     rig.log.lock().refuse = false;
     rig.start();
     assert_eq!(rig.read(0x14, 1), 15);
@@ -309,7 +289,7 @@ fn a_device_that_cannot_go_on_says_so_by_interrupt_until_its_reset() {
     let interrupt = Arc::clone(&rig.log.lock().active.as_ref().unwrap().interrupt);
     interrupt.needs_reset().unwrap();
     assert_eq!(rig.read(0x14, 1), 15 | 64);
-    assert_eq!(rig.controller.take_calls()[0], Call::Routes(vec![(24, CONFIG_MESSAGE)]));
+    assert_eq!(rig.fake.interrupts.take_calls()[0], Call::Routes(vec![(24, CONFIG_MESSAGE)]));
     rig.write(0x14, 1, 0);
     assert_eq!(rig.read(0x14, 1), 0);
     rig.start();
@@ -326,13 +306,13 @@ fn a_device_whose_bus_is_taken_away_stops_until_its_driver_resets_it() {
         let activated = |rig: &Rig| Arc::clone(&rig.log.lock().active.as_ref().unwrap().interrupt);
         let interrupt = activated(&rig);
         interrupt.signal_queue(0).unwrap();
-        rig.controller.take_calls();
+        rig.fake.interrupts.take_calls();
         rig.write_config(5, &[4]);
         assert_eq!(rig.read(0x14, 1), 15, "the other byte of the register");
         rig.write_config(4, without);
         let stopped = |log: &Log| (log.active.is_none(), log.resets) == (true, 1);
         assert!(stopped(&rig.log.lock()));
-        assert!(rig.io_events.registered.lock().is_empty());
+        assert!(rig.fake.io_events.registered.lock().is_empty());
         assert_eq!(rig.read(0x14, 1), 11 | 64);
         // What the old kernel left running reaches nobody, and nothing reaches it.
         rig.write(0x3000, 2, 0);
@@ -340,7 +320,7 @@ fn a_device_whose_bus_is_taken_away_stops_until_its_driver_resets_it() {
         assert!(rig.log.lock().synchronous.is_empty());
         interrupt.signal_queue_now(0).unwrap();
         interrupt.signal_config().unwrap();
-        assert_eq!(rig.controller.take_calls(), []);
+        assert_eq!(rig.fake.interrupts.take_calls(), []);
         // Neither does it go on by itself.
         rig.write_config(4, &6u16.to_le_bytes());
         rig.write(0x14, 1, 15);
@@ -350,9 +330,9 @@ fn a_device_whose_bus_is_taken_away_stops_until_its_driver_resets_it() {
         assert!(stopped(&rig.log.lock()));
         rig.start();
         assert_eq!(rig.read(0x14, 1), 15);
-        rig.controller.take_calls();
+        rig.fake.interrupts.take_calls();
         activated(&rig).signal_queue_now(0).unwrap();
-        assert_eq!(rig.controller.take_calls(), [Call::Signal(QUEUE_MESSAGE)]);
+        assert_eq!(rig.fake.interrupts.take_calls(), [Call::Signal(QUEUE_MESSAGE)]);
     }
 }
 
@@ -364,7 +344,7 @@ fn a_driver_that_never_gives_the_bus_polls() {
     assert_eq!(rig.read(0x14, 1), 15);
     rig.write(0x3004, 2, 1);
     assert_eq!(
-        (rig.log.lock().synchronous.clone(), rig.controller.take_calls()),
+        (rig.log.lock().synchronous.clone(), rig.fake.interrupts.take_calls()),
         (vec![1], vec![])
     );
 }
@@ -437,13 +417,53 @@ fn the_access_capability_reaches_the_bar_without_memory_accesses() {
 fn a_dropped_device_is_stopped() {
     let rig = Rig::new();
     rig.start();
-    rig.controller.take_calls();
-    let Rig { memory, root, log, io_events, .. } = rig;
-    assert_eq!(Arc::strong_count(&memory), 1, "the root bus must not hold the memory bus");
-    drop(memory);
-    drop(root);
+    rig.fake.interrupts.take_calls();
+    let Rig { fake, context, log, .. } = rig;
+    let DeviceContext { ports, mmio, pci, .. } = context;
+    assert_eq!(Arc::strong_count(&mmio), 1, "the root bus must not hold the memory bus");
+    drop(mmio);
+    drop((ports, pci));
     assert_eq!(log.lock().resets, 1);
-    assert_eq!(io_events.registered.lock().len(), 0);
+    assert_eq!(fake.io_events.registered.lock().len(), 0);
+}
+
+/// Resource that records whether the device is active when it is dropped.
+struct Held(Arc<Mutex<Log>>, Arc<Mutex<Vec<bool>>>);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.1.lock().push(self.0.lock().active.is_some());
+    }
+}
+
+#[test]
+fn dropped_device_is_detached_from_all_that_it_was_attached_to() {
+    let rig = Rig::new();
+    drop(rig.context.pci.remove(1));
+    let text = || rig.fake.metrics.encode(&SerialMetrics::default()).unwrap();
+    let (before, dropped) = (text(), Arc::<Mutex<Vec<bool>>>::default());
+    let new = |slot| {
+        let device = Box::new(FakeDevice(rig.log.clone()));
+        let device = VirtioPciDevice::new("fake", device, &rig.context).unwrap();
+        let held = Held(rig.log.clone(), dropped.clone());
+        let new = NewDevice::new("fake", device, vec![rig.event_loop.handle()]).at(Some(slot));
+        new.exposing(Arc::<RngMetrics>::default()).holding(held)
+    };
+    let device = new(1).attach(&rig.context).unwrap();
+    rig.write_config(4, &6u16.to_le_bytes());
+    rig.start();
+    assert!(new(1).attach(&rig.context).is_err(), "the slot is taken");
+    assert_eq!(dropped.lock().len(), 1, "the refused device drops its resources");
+    let counts = || {
+        let registered = rig.fake.io_events.registered.lock().len();
+        (rig.context.pci.used(), rig.context.work.count(), registered)
+    };
+    assert!(counts() == (2, 1, 1) && text() != before, "{:?}", counts());
+    drop(device);
+    assert_eq!((counts(), rig.log.lock().resets), ((1, 0, 0), 1));
+    assert_eq!(text(), before);
+    // The resources go before the wait for the device's work.
+    assert_eq!(dropped.lock()[1..], [true]);
 }
 
 #[derive(Clone, Debug)]
@@ -485,16 +505,35 @@ fn accesses() -> impl Strategy<Value = Vec<Access>> {
     prop::collection::vec(access, 0..100)
 }
 
+#[test]
+fn driver_that_activates_and_resets_a_device_causes_events_until_the_machine_ends() {
+    let rig = Rig::new();
+    let emitted = || {
+        let counts = rig.fake.events.counters().told();
+        ["activated", "reset"].map(|name| counts.get(&("virtio-device", name)).copied())
+    };
+    rig.log.lock().refuse = true;
+    rig.start();
+    assert_eq!(emitted(), [None, None], "the device refuses to start");
+    rig.log.lock().refuse = false;
+    rig.start();
+    rig.write(0x14, 1, 0);
+    assert_eq!(emitted(), [Some(1), Some(1)]);
+    rig.start();
+    rig.context.emitter.silence();
+    drop(rig.context.pci.remove(1));
+    assert_eq!(emitted(), [Some(2), Some(1)]);
+}
+
 /// Also while their driver has them: it may be a guest that does not ask.
 #[test]
 fn devices_that_come_and_go_leave_nothing_behind() {
     let rig = Rig::new();
-    let router = MsiRouter::new(rig.controller.clone());
     for round in 0..1_000 {
-        drop(rig.root.remove(1).unwrap());
-        assert!(rig.io_events.registered.lock().is_empty(), "round {round}");
+        drop(rig.context.pci.remove(1).unwrap());
+        assert!(rig.fake.io_events.registered.lock().is_empty(), "round {round}");
         assert!(rig.log.lock().active.is_none(), "round {round}");
-        let calls = rig.controller.take_calls();
+        let calls = rig.fake.interrupts.take_calls();
         let count = |wanted: fn(&Call) -> bool| calls.iter().filter(|call| wanted(call)).count();
         let registered = count(|call| matches!(call, Call::Register(_)));
         assert_eq!(registered, count(|call| matches!(call, Call::Unregister(_))), "round {round}");
@@ -503,12 +542,7 @@ fn devices_that_come_and_go_leave_nothing_behind() {
             _ => None,
         });
         assert!(gsis.into_iter().all(|gsi| gsi < 27), "a GSI is not given back: {calls:?}");
-        let ram = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
-        let device = Box::new(FakeDevice(rig.log.clone()));
-        let device =
-            VirtioPciDevice::new(device, GuestView::new(ram), &router, rig.io_events.clone())
-                .unwrap();
-        rig.root.add(Some(1), device).unwrap();
+        rig.add_device();
         rig.write_config(4, &6u16.to_le_bytes());
         rig.start();
         let active = rig.log.lock().active.as_ref().unwrap().interrupt.clone();
@@ -523,16 +557,16 @@ proptest! {
         for access in accesses {
             match access {
                 Access::ReadConfig(register, len) => {
-                    rig.memory.read(ECAM_START + (1 << 15) + u64::from(register), &mut vec![0; len]);
+                    rig.context.mmio.read(ECAM_START + (1 << 15) + u64::from(register), &mut vec![0; len]);
                 }
                 Access::WriteConfig(register, data) => {
-                    rig.memory.write(ECAM_START + (1 << 15) + u64::from(register), &data);
+                    rig.context.mmio.write(ECAM_START + (1 << 15) + u64::from(register), &data);
                 }
                 Access::ReadBar(offset, len) => {
-                    rig.memory.read(rig.bar + u64::from(offset), &mut vec![0; len]);
+                    rig.context.mmio.read(rig.bar + u64::from(offset), &mut vec![0; len]);
                 }
                 Access::WriteBar(offset, data) => {
-                    rig.memory.write(rig.bar + u64::from(offset), &data);
+                    rig.context.mmio.write(rig.bar + u64::from(offset), &data);
                 }
                 Access::Signal(queue) => {
                     let interrupt = rig.log.lock().active.as_ref().map(|active| active.interrupt.clone());
@@ -547,7 +581,7 @@ proptest! {
             // What runs is what the status says, and only what runs has ioeventfds.
             let running = rig.log.lock().active.is_some();
             prop_assert_eq!(running, rig.read(0x14, 1) & 4 != 0);
-            prop_assert_eq!(rig.io_events.registered.lock().len(), usize::from(running));
+            prop_assert_eq!(rig.fake.io_events.registered.lock().len(), usize::from(running));
         }
     }
 }

@@ -19,25 +19,25 @@ struct State {
 
 impl DeviceWork {
     /// That of these loops.
-    pub(super) fn new(loops: Vec<EventLoopHandle>) -> Arc<Self> {
+    pub fn new(loops: Vec<EventLoopHandle>) -> Arc<Self> {
         Arc::new(Self { state: Mutex::new(State { loops, releases: 0 }) })
     }
 
     /// Those of another device. While the VM is paused its driver does not begin anything.
-    pub(super) fn add(&self, loops: &[EventLoopHandle]) {
+    pub fn add(&self, loops: &[EventLoopHandle]) {
         self.state.lock().loops.extend_from_slice(loops);
     }
 
     /// Those of a device that the guest has let go: whoever stops it waits for them, also while the
     /// VM is paused.
-    pub(super) fn remove(&self, loops: &[EventLoopHandle]) {
+    pub fn remove(&self, loops: &[EventLoopHandle]) {
         let mut state = self.state.lock();
         state.loops.retain(|known| !loops.iter().any(|gone| gone.is_same(known)));
         loops.iter().for_each(EventLoopHandle::dismiss);
     }
 
     /// All of them, for a machine that ends.
-    pub(super) fn dismiss(&self) {
+    pub fn dismiss(&self) {
         let mut state = self.state.lock();
         state.releases += 1;
         state.loops.iter().for_each(EventLoopHandle::dismiss);
@@ -45,18 +45,18 @@ impl DeviceWork {
 
     /// How many threads there are.
     #[cfg(test)]
-    pub(super) fn count(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.state.lock().loops.len()
     }
 
     /// How often the VM has gone on.
-    pub(super) fn releases(&self) -> u64 {
+    pub fn releases(&self) -> u64 {
         self.state.lock().releases
     }
 
     /// Holds what has not gone on since there were so many releases, and waits until it stands
     /// still.
-    pub(super) fn hold(&self, since: u64) {
+    pub fn hold(&self, since: u64) {
         let loops = {
             let state = self.state.lock();
             if state.releases != since {
@@ -68,7 +68,7 @@ impl DeviceWork {
         loops.iter().for_each(EventLoopHandle::wait_until_held);
     }
 
-    pub(super) fn release(&self) {
+    pub fn release(&self) {
         let mut state = self.state.lock();
         state.releases += 1;
         state.loops.iter().for_each(EventLoopHandle::release);

@@ -1,0 +1,98 @@
+//! Devices without options.
+
+use std::collections::BTreeSet;
+
+use clap::{Arg, ArgAction, ArgMatches};
+use foreshore_config::{JsonError, JsonValue, Object, Walk};
+use serde::ser::SerializeMap;
+use serde_json::{Map, Value};
+
+use crate::device::Switch;
+use crate::{pvpanic, virtio};
+
+/// Devices without options, in the order of their PCI slots. Each has its description in its
+/// folder.
+pub const SWITCHES: &[Switch] = &[virtio::watchdog::SWITCH, pvpanic::SWITCH];
+
+/// Devices of [`SWITCHES`] that a VM has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Switches(BTreeSet<&'static str>);
+
+impl Switches {
+    /// Arguments of the command line.
+    pub(super) fn args() -> impl Iterator<Item = Arg> {
+        let arg = |switch: &Switch| Arg::new(switch.key).long(switch.key).help(switch.about);
+        SWITCHES.iter().map(arg).map(|arg| arg.action(ArgAction::SetTrue).help_heading("Devices"))
+    }
+
+    pub(super) fn from_matches(matches: &ArgMatches) -> Self {
+        let keys = SWITCHES.iter().map(|switch| switch.key);
+        Self(keys.filter(|key| matches.get_flag(key)).collect())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Devices to build, in the order of their slots.
+    pub fn iter(&self) -> impl Iterator<Item = &'static Switch> {
+        SWITCHES.iter().filter(|switch| self.0.contains(switch.key))
+    }
+}
+
+impl Object for Switches {
+    const FLAG: &'static str = "vm.create";
+
+    fn names() -> Vec<&'static str> {
+        SWITCHES.iter().map(|switch| switch.key).collect()
+    }
+
+    fn take(object: &mut Map<String, Value>, walk: &mut Walk) -> Result<Self, JsonError> {
+        let mut given = BTreeSet::new();
+        for Switch { key, .. } in SWITCHES {
+            if walk.take(object, key)?.unwrap_or(false) {
+                given.insert(*key);
+            }
+        }
+        Ok(Self(given))
+    }
+
+    fn write<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error> {
+        SWITCHES
+            .iter()
+            .try_for_each(|switch| map.serialize_entry(switch.key, &self.0.contains(switch.key)))
+    }
+}
+
+impl JsonValue for Switches {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        walk.object(json)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::GuestMemoryMmap;
+
+    use super::*;
+    use crate::device::testing::FakeMachine;
+    use crate::event_loop::EventLoop;
+    use crate::memory::view::GuestView;
+
+    #[test]
+    fn document_lists_events_of_all_devices() {
+        crate::events::check_document(SWITCHES.iter().flat_map(|switch| switch.events));
+    }
+
+    #[test]
+    fn each_device_is_built_with_its_id() {
+        let (fake, event_loop) = (FakeMachine::default(), EventLoop::spawn("test").unwrap());
+        let view = GuestView::new(GuestMemoryMmap::new());
+        let context = fake.context(view, event_loop.handle());
+        for switch in SWITCHES {
+            let device = (switch.build)(&context).unwrap();
+            assert_eq!((device.id.clone(), device.removable), (switch.id(), None));
+        }
+        assert_eq!(context.pci.used(), 1, "only the host bridge is left");
+    }
+}

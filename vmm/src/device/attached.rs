@@ -1,0 +1,173 @@
+//! Devices on the PCI bus.
+
+use std::any::Any;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use super::{DeviceContext, DeviceCounters, DeviceHandle, DeviceWork};
+use crate::event_loop::EventLoopHandle;
+use crate::metrics::{Expose, Registration};
+use crate::pci::{PciDevice, PciError, RootBus};
+
+/// Device that is not on the bus yet.
+pub struct NewDevice {
+    id: String,
+    device: Arc<dyn PciDevice>,
+    loops: Vec<EventLoopHandle>,
+    slot: Option<u8>,
+    removable: Option<&'static str>,
+    source: Option<Arc<dyn Expose>>,
+    handle: Option<Box<dyn DeviceHandle>>,
+    held: Vec<Box<dyn Any + Send>>,
+}
+
+impl NewDevice {
+    /// Creates a device that exists as long as the machine. `loops` are its own threads.
+    pub fn new(id: &str, device: Arc<dyn PciDevice>, loops: Vec<EventLoopHandle>) -> Self {
+        let (slot, removable, source, handle) = Default::default();
+        Self { id: id.to_owned(), device, loops, slot, removable, source, handle, held: Vec::new() }
+    }
+
+    /// Lets users remove the device. Metrics and events name its `kind`.
+    pub fn removable(self, kind: &'static str) -> Self {
+        Self { removable: Some(kind), ..self }
+    }
+
+    /// Requests a slot instead of the first free one.
+    pub fn at(self, slot: Option<u8>) -> Self {
+        Self { slot, ..self }
+    }
+
+    /// Exposes the counters of `source` while the guest has the device.
+    pub fn exposing(self, source: Arc<dyn Expose>) -> Self {
+        Self { source: Some(source), ..self }
+    }
+
+    /// Lets the API use the device.
+    pub fn with_handle(self, handle: impl DeviceHandle) -> Self {
+        Self { handle: Some(Box::new(handle)), ..self }
+    }
+
+    /// Drops `resource` when the device is detached.
+    pub fn holding(mut self, resource: impl Any + Send) -> Self {
+        self.held.push(Box::new(resource));
+        self
+    }
+
+    /// Puts the device on the bus and registers it. A device that is refused is stopped before its
+    /// resources are dropped.
+    pub fn attach(self, context: &DeviceContext) -> Result<AttachedDevice, PciError> {
+        let slot = context.pci.add(self.slot, Arc::clone(&self.device))?;
+        let Self { id, device, loops, removable, source, handle, held, .. } = self;
+        context.work.add(&loops);
+        Ok(AttachedDevice {
+            id,
+            slot,
+            removable,
+            is_leaving: false,
+            device,
+            loops,
+            handle,
+            registration: source.map(|source| context.machine.metrics.register(source)),
+            held,
+            pci: Arc::clone(&context.pci),
+            work: Arc::clone(&context.work),
+        })
+    }
+}
+
+/// Device on the PCI bus. Dropping it detaches and stops it.
+pub struct AttachedDevice {
+    /// Id in the API.
+    pub id: String,
+    pub slot: u8,
+    /// Its kind in metrics, if it can be removed.
+    pub removable: Option<&'static str>,
+    /// The guest was requested to eject it.
+    pub is_leaving: bool,
+    device: Arc<dyn PciDevice>,
+    loops: Vec<EventLoopHandle>,
+    handle: Option<Box<dyn DeviceHandle>>,
+    registration: Option<Registration>,
+    held: Vec<Box<dyn Any + Send>>,
+    pci: Arc<RootBus>,
+    work: Arc<DeviceWork>,
+}
+
+impl AttachedDevice {
+    /// Counters for `vm.counters`.
+    pub fn counters(&self) -> Option<DeviceCounters> {
+        self.handle.as_ref()?.counters()
+    }
+
+    /// Handle for the API, if the device has one of this type.
+    pub fn handle<T: DeviceHandle>(&self) -> Option<&T> {
+        let handle: &dyn Any = &**self.handle.as_ref()?;
+        handle.downcast_ref()
+    }
+
+    /// Checks that the guest has not ejected the device.
+    pub fn is_on_bus(&self) -> bool {
+        self.pci.has(self.slot, &*self.device)
+    }
+
+    /// Unregisters the device and drops its resources. Unlike [`Self::stop`], this does not wait
+    /// for a disk.
+    pub fn detach(&mut self) {
+        if self.is_on_bus() {
+            drop(self.pci.remove(self.slot));
+        }
+        self.handle = None;
+        self.registration = None;
+        self.held.clear();
+        self.work.remove(&std::mem::take(&mut self.loops));
+    }
+
+    /// Stops the device's work, which may wait for a disk.
+    pub fn stop(&self) {
+        self.device.stop();
+    }
+}
+
+impl Drop for AttachedDevice {
+    fn drop(&mut self) {
+        self.detach();
+        self.stop();
+    }
+}
+
+/// All devices of a machine on the PCI bus.
+#[derive(Default)]
+pub struct DeviceList(Vec<AttachedDevice>);
+
+impl DeviceList {
+    /// Adds a device.
+    ///
+    /// # Panics
+    /// If a device has its id, because a removal could then reach the other one. Configurations
+    /// with two devices of one id are refused, and so is an added device whose id is taken.
+    pub fn push(&mut self, device: AttachedDevice) {
+        let id = &device.id;
+        assert!(self.0.iter().all(|attached| attached.id != *id), "two devices have the id {id}");
+        self.0.push(device);
+    }
+
+    /// Handles of this type, in the order of their devices.
+    pub fn handles<T: DeviceHandle>(&self) -> impl Iterator<Item = &T> {
+        self.0.iter().filter_map(AttachedDevice::handle)
+    }
+}
+
+impl Deref for DeviceList {
+    type Target = Vec<AttachedDevice>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl DerefMut for DeviceList {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.0
+    }
+}

@@ -1,0 +1,91 @@
+//! Parts of a machine that its devices use.
+
+use std::io;
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::{DeviceWork, EventEmitter, SetupResult};
+use crate::brake::Brake;
+use crate::bus::{Bus, IoEvents};
+use crate::event_loop::EventLoopHandle;
+use crate::events::Events;
+use crate::interrupt::MsiController;
+use crate::interrupt::router::MsiRouter;
+use crate::memory::layout::{ECAM_LEN, ECAM_START};
+use crate::memory::lost::LostMemory;
+use crate::memory::view::GuestView;
+use crate::metrics::Metrics;
+use crate::pci::RootBus;
+
+/// Legacy access to PCI configuration space: address and data, 4 ports each.
+const PCI_CONFIG_PORT: u64 = 0xcf8;
+const PCI_CONFIG_LEN: u64 = 8;
+
+/// Parts of a machine from which a [`DeviceContext`] is made.
+pub struct MachineParts {
+    pub io_events: Arc<dyn IoEvents>,
+    pub interrupts: Arc<dyn MsiController>,
+    /// Upper limit of the number of vCPUs.
+    pub max_vcpus: u8,
+    pub view: GuestView,
+    /// Event loop of devices without their own threads.
+    pub event_loop: EventLoopHandle,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    /// Restarts the guest as if it had requested that.
+    pub reset_guest: Arc<dyn Fn() + Send + Sync>,
+    /// Has the owner pause the VM for a reason.
+    pub pause_guest: Arc<dyn Fn(String) + Send + Sync>,
+}
+
+/// Parts of a machine that its devices use, and with which they are registered.
+pub struct DeviceContext {
+    pub ports: Arc<Bus>,
+    pub mmio: Arc<Bus>,
+    pub pci: Arc<RootBus>,
+    pub router: Arc<MsiRouter>,
+    /// For devices that cannot report a failure to the guest.
+    pub brake: Arc<Brake>,
+    /// Watch for memory that may be lost.
+    pub lost: Arc<LostMemory>,
+    /// Threads of devices.
+    pub work: Arc<DeviceWork>,
+    pub emitter: EventEmitter,
+    pub machine: MachineParts,
+}
+
+impl DeviceContext {
+    pub fn new(machine: MachineParts) -> SetupResult<Self> {
+        let (ports, mmio) = (Arc::new(Bus::default()), Arc::new(Bus::default()));
+        let pci = RootBus::new(&mmio);
+        mmio.insert(ECAM_START, ECAM_LEN, pci.ecam())?;
+        ports.insert(PCI_CONFIG_PORT, PCI_CONFIG_LEN, pci.ports())?;
+        let brake = Arc::new(Brake::new(machine.max_vcpus));
+        Ok(Self {
+            ports,
+            mmio,
+            pci,
+            router: MsiRouter::new(Arc::clone(&machine.interrupts)),
+            lost: Arc::new(LostMemory::new(Arc::clone(&brake), machine.view.loss())?),
+            brake,
+            work: DeviceWork::new(Vec::new()),
+            emitter: EventEmitter::new(machine.events.clone()),
+            machine,
+        })
+    }
+
+    /// Returns a function that sets the level of the interrupt `gsi` of the I/O APIC. The level
+    /// persists while the guest masks the pin.
+    pub fn level(&self, gsi: u32) -> impl Fn(bool) -> io::Result<()> + Send + Sync + use<> {
+        let interrupts = Arc::clone(&self.machine.interrupts);
+        move |high| interrupts.set_line(gsi, high)
+    }
+
+    /// Creates an event that raises the interrupt `gsi` of the I/O APIC.
+    pub fn line(&self, gsi: u32) -> io::Result<EventFd> {
+        let line = EventFd::new(EFD_NONBLOCK)?;
+        self.machine.interrupts.register_irqfd(&line, gsi)?;
+        Ok(line)
+    }
+}

@@ -1,0 +1,31 @@
+//! Events of a machine's devices.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::events::{Event, Events};
+
+/// Emits events of a machine's devices. It is silent once the machine ends, because a reset at the
+/// end is not the driver's.
+#[derive(Clone)]
+pub struct EventEmitter {
+    events: Events,
+    is_silent: Arc<AtomicBool>,
+}
+
+impl EventEmitter {
+    pub(super) fn new(events: Events) -> Self {
+        Self { events, is_silent: Arc::default() }
+    }
+
+    /// Emits no further event.
+    pub fn silence(&self) {
+        self.is_silent.store(true, Ordering::Relaxed);
+    }
+
+    pub fn emit(&self, event: Event<'_>) {
+        if !self.is_silent.load(Ordering::Relaxed) {
+            self.events.tell_of_guest(event);
+        }
+    }
+}

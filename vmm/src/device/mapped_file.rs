@@ -1,0 +1,41 @@
+//! Files in guest memory.
+
+use std::os::fd::BorrowedFd;
+
+use super::{DeviceContext, SetupResult};
+use crate::memory::backing::Access;
+use crate::memory::layout::GuestRange;
+use crate::memory::lost::WatchedRange;
+use crate::memory::{MappedRange, Memory};
+use crate::pool::Extent;
+
+/// File in guest memory, or a part of one. Dropping it removes the file from guest memory; the
+/// device that shows it is not on the bus any more.
+pub struct MappedFile {
+    // Dropped first: a range that the guest no longer has cannot be lost.
+    _watched: WatchedRange,
+    range: MappedRange,
+}
+
+impl MappedFile {
+    /// Maps `extents` of `file` side by side and watches the file. `name` is the range's name if it
+    /// is lost.
+    pub fn new(
+        name: &str,
+        (file, extents): (BorrowedFd<'_>, &[Extent]),
+        access: Access,
+        memory: &mut Memory,
+        context: &DeviceContext,
+    ) -> SetupResult<Self> {
+        let range = memory.add_file_range(file, extents, access)?;
+        // The rest of the file is not the device's to lose.
+        let end = extents.iter().map(|extent| extent.offset + extent.len).max().unwrap_or(0);
+        let _watched = context.lost.watch_mapped(name, &range.reservation, file, end)?;
+        Ok(Self { _watched, range })
+    }
+
+    /// Range of guest memory.
+    pub fn guest(&self) -> GuestRange {
+        self.range.guest
+    }
+}

@@ -1,0 +1,48 @@
+//! Devices as units that register and unregister themselves.
+//!
+//! A device's folder has a function `build`. It takes the device's configuration and a
+//! [`DeviceContext`], and returns an [`AttachedDevice`], which the guest finds on the PCI bus.
+//! Dropping that removes the device and everything that was registered for it. vm/devices.rs lists
+//! these functions.
+
+mod attached;
+mod context;
+mod event_emitter;
+mod mapped_file;
+mod switch;
+#[cfg(test)]
+pub mod testing;
+mod work;
+
+use std::any::Any;
+use std::collections::BTreeMap;
+
+pub use self::attached::{AttachedDevice, DeviceList, NewDevice};
+pub use self::context::{DeviceContext, MachineParts};
+pub use self::event_emitter::EventEmitter;
+pub use self::mapped_file::MappedFile;
+pub use self::switch::Switch;
+pub use self::work::DeviceWork;
+
+/// Error of a device that cannot be built: the error of its folder, of its transport or of the bus.
+pub type SetupError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Device that its folder has built.
+pub type SetupResult<T = AttachedDevice> = Result<T, SetupError>;
+
+/// Counters of a device by Cloud Hypervisor's names. Each is at most `i64::MAX`, because clients
+/// read them as signed numbers.
+pub type DeviceCounters = BTreeMap<&'static str, u64>;
+
+/// Collects counters and limits each to `i64::MAX`.
+pub fn signed<const N: usize>(counters: [(&'static str, u64); N]) -> DeviceCounters {
+    counters.map(|(name, value)| (name, value.min(i64::MAX as u64))).into()
+}
+
+/// Interface of an attached device for the API. [`AttachedDevice::handle`] returns its type.
+pub trait DeviceHandle: Any + Send {
+    /// Returns the counters for `vm.counters`, if the device has some.
+    fn counters(&self) -> Option<DeviceCounters> {
+        None
+    }
+}

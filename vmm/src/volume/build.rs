@@ -1,0 +1,289 @@
+//! Builds the devices by which a guest has volumes and files of persistent memory.
+
+use std::sync::Arc;
+
+use pmem_volume::Durability;
+
+use super::config::{PmVolumeConfig, VolumeFormat};
+use super::file::PmemFile;
+use super::interface::Chosen;
+use super::metrics::{VolumeCounters, VolumeMetrics};
+use super::pmem_config::PmemConfig;
+use crate::acpi::Nvdimm;
+use crate::device::{AttachedDevice, DeviceContext, MappedFile, SetupResult};
+use crate::events::Event;
+use crate::memory::Memory;
+use crate::memory::backing::Access;
+use crate::memory::layout::FLUSH_HINT_LEN;
+use crate::metrics::Registration;
+use crate::nvdimm::FlushHint;
+use crate::persist::{FirstFailure, Persist, ReadOnly, Watched};
+use crate::pool::btt_loss::BttLoss;
+use crate::pool::{Extent, PmPool, PoolVolume, VolumeDisk};
+use crate::virtio::block::{Block, DiskShape};
+use crate::virtio::pmem::device::Pmem;
+use crate::virtio::pmem::metrics::PmemFileMetrics;
+use crate::virtio::{new_device, new_device_with_id};
+
+/// Upper limit of the queues of a volume that is shown as a disk.
+const QUEUES_MAX: u16 = 16;
+const QUEUE_SIZE: u16 = 128;
+
+/// Builds the device of `--pmem` for an open file. The configuration has an id.
+pub fn build_file(
+    config: &PmemConfig,
+    file: &Arc<PmemFile>,
+    memory: &mut Memory,
+    context: &DeviceContext,
+) -> SetupResult {
+    let extents = [Extent { offset: 0, len: file.len_bytes() }];
+    let name = config.flag();
+    let mapped = MappedFile::new(&name, (file.file(), &extents), file.access(), memory, context)?;
+    let id = config.id.as_deref().expect("a VM's devices have ids");
+    let (guest, backing) = (mapped.guest(), Arc::clone(file) as Arc<dyn Persist>);
+    let device = Pmem::raw(format!("pmem-{id}"), guest.start, guest.len, backing)?;
+    let source = PmemFileMetrics {
+        name: id.to_owned(),
+        file: config.file.display().to_string(),
+        size_bytes: file.len_bytes(),
+        durability: file.durability(),
+        failed: file.failure(),
+        counters: device.metrics(),
+    };
+    let new = new_device_with_id(id, device, context)?.removable("pmem");
+    Ok(new.exposing(Arc::new(source)).holding(mapped).attach(context)?)
+}
+
+/// Volume that is open, and the interface by which the guest shall have it.
+pub struct NewVolume<'a> {
+    pub config: &'a PmVolumeConfig,
+    pub interface: Chosen,
+    pub pool: &'a Arc<dyn PmPool>,
+    pub volume: Box<dyn PoolVolume>,
+}
+
+/// Properties of the machine that matter for a volume.
+pub struct VolumePlace {
+    pub boot_vcpus: u8,
+    /// NUMA node of an NVDIMM.
+    pub node: u32,
+    /// Number of NVDIMMs before this one.
+    pub nvdimms: usize,
+}
+
+/// Volume that the guest has.
+pub struct BuiltVolume {
+    /// Size as the guest sees it.
+    pub size_bytes: u64,
+    /// Number of its pieces in the pool.
+    pub extents: usize,
+    pub failure: FirstFailure,
+    pub device: VolumeDevice,
+    /// Keeps the volume open, unless its device does.
+    pub volume: Option<Arc<dyn PoolVolume>>,
+}
+
+/// Device that shows a volume.
+pub enum VolumeDevice {
+    Pci(AttachedDevice),
+    /// Range in the firmware's tables, with the mapping and the metrics.
+    Nvdimm(Nvdimm, MappedFile, Registration),
+}
+
+/// Builds the device of `--pm-volume`.
+pub fn build_volume(
+    new: NewVolume<'_>,
+    place: &VolumePlace,
+    memory: &mut Memory,
+    context: &DeviceContext,
+) -> SetupResult<BuiltVolume> {
+    match new.interface {
+        Chosen::VirtioBlk => build_virtio_blk(new, place.boot_vcpus, context),
+        Chosen::Nvdimm => build_nvdimm(MappedVolume::new(new, memory, context)?, place, context),
+        Chosen::VirtioPmem => build_virtio_pmem(MappedVolume::new(new, memory, context)?, context),
+    }
+}
+
+/// Volume that is mapped into guest memory.
+struct MappedVolume<'a> {
+    config: &'a PmVolumeConfig,
+    volume: Arc<dyn PoolVolume>,
+    /// Makes it durable, and keeps the first failure.
+    watched: Arc<Watched>,
+    mapped: MappedFile,
+    /// The VMM must see each flush of the guest.
+    flushes: bool,
+}
+
+impl<'a> MappedVolume<'a> {
+    fn new(new: NewVolume<'a>, memory: &mut Memory, context: &DeviceContext) -> SetupResult<Self> {
+        let NewVolume { config, pool, volume, .. } = new;
+        // Also of a volume that the guest only reads. Its driver could not store the result of a
+        // recovery, and would show sectors in blocks that have become another's.
+        if config.format == VolumeFormat::Btt {
+            volume.settle()?;
+        }
+        let (access, flushes) = mapping(config.readonly, pool.durability());
+        let extents = volume.extents();
+        let mapped =
+            MappedFile::new(&config.flag(), (pool.file(), &extents), access, memory, context)?;
+        let volume: Arc<dyn PoolVolume> = Arc::from(volume);
+        let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);
+        Ok(Self { config, volume, watched, mapped, flushes })
+    }
+
+    fn metrics(&self, counters: VolumeCounters) -> Arc<VolumeMetrics> {
+        metrics(self.config, self.volume.size_bytes(), self.watched.failure(), counters)
+    }
+
+    /// Finishes the volume with the device that holds its mapping.
+    fn built(
+        self,
+        device: impl FnOnce(MappedFile) -> SetupResult<VolumeDevice>,
+    ) -> SetupResult<BuiltVolume> {
+        Ok(BuiltVolume {
+            size_bytes: self.volume.size_bytes(),
+            extents: self.volume.extents().len(),
+            failure: self.watched.failure(),
+            device: device(self.mapped)?,
+            volume: Some(self.volume),
+        })
+    }
+}
+
+fn metrics(
+    config: &PmVolumeConfig,
+    size_bytes: u64,
+    failure: FirstFailure,
+    counters: VolumeCounters,
+) -> Arc<VolumeMetrics> {
+    Arc::new(VolumeMetrics {
+        pool: config.pool.display().to_string(),
+        volume: config.name.clone(),
+        size_bytes,
+        failure,
+        counters,
+    })
+}
+
+/// Returns how a volume is mapped, and whether the VMM must see its flushes. A fence is enough on a
+/// volatile pool, where nothing survives the host, and on PM that is mapped with MAP_SYNC.
+fn mapping(readonly: bool, durability: Durability) -> (Access, bool) {
+    match (readonly, durability) {
+        (true, _) => (Access::Read, false),
+        (false, Durability::DaxSync) => (Access::ReadWriteSync, false),
+        (false, Durability::PageCache) => (Access::ReadWrite, true),
+        (false, Durability::Volatile) => (Access::ReadWrite, false),
+    }
+}
+
+fn build_nvdimm(
+    new: MappedVolume<'_>,
+    place: &VolumePlace,
+    context: &DeviceContext,
+) -> SetupResult<BuiltVolume> {
+    let (pause, brake) = (Arc::clone(&context.machine.pause_guest), Arc::clone(&context.brake));
+    // The guest cannot see a failed store to the hint. The vCPU stops before its next instruction,
+    // and the others when the owner has the event.
+    let on_failure = Box::new(move |reason| {
+        brake.pull();
+        pause(reason);
+    });
+    let backing = Arc::clone(&new.watched) as Arc<dyn Persist>;
+    let hint = Arc::new(FlushHint::new(new.config.name.clone(), backing, on_failure));
+    let source = new.metrics(VolumeCounters::Nvdimm(hint.metrics()));
+    if new.flushes {
+        context.mmio.insert(Nvdimm::flush_hint_address(place.nvdimms), FLUSH_HINT_LEN, hint)?;
+    }
+    let guest = new.mapped.guest();
+    let nvdimm = Nvdimm {
+        start: guest.start,
+        size_bytes: guest.len,
+        node: place.node,
+        flush_hint: new.flushes,
+        read_only: new.config.readonly,
+    };
+    let registration = context.machine.metrics.register(source);
+    new.built(|mapped| Ok(VolumeDevice::Nvdimm(nvdimm, mapped, registration)))
+}
+
+fn build_virtio_pmem(new: MappedVolume<'_>, context: &DeviceContext) -> SetupResult<BuiltVolume> {
+    let (config, guest) = (new.config, new.mapped.guest());
+    let backing = match config.readonly {
+        true => Arc::new(ReadOnly),
+        false => Arc::clone(&new.watched) as Arc<dyn Persist>,
+    };
+    let name = Chosen::VirtioPmem.device_id(&config.name).expect("it is on the PCI bus");
+    let device = match config.format {
+        VolumeFormat::Btt => Pmem::new(name, guest.start, guest.len, backing),
+        VolumeFormat::Raw => Pmem::raw(name, guest.start, guest.len, backing)?,
+    };
+    let source = new.metrics(VolumeCounters::VirtioPmem(device.metrics()));
+    let device = new_device(device, context)?.exposing(source);
+    new.built(|mapped| Ok(VolumeDevice::Pci(device.holding(mapped).attach(context)?)))
+}
+
+/// Builds a disk with a queue for each vCPU: the media are as fast as memory, and serve all of them
+/// at once.
+fn build_virtio_blk(
+    new: NewVolume<'_>,
+    boot_vcpus: u8,
+    context: &DeviceContext,
+) -> SetupResult<BuiltVolume> {
+    let NewVolume { config, volume, .. } = new;
+    let extents = volume.extents().len();
+    let VolumeDisk { device, btt_loss } = volume.into_disk()?;
+    let served = Arc::downgrade(&device);
+    if let Some(loss) = &btt_loss {
+        let pool = config.pool.display().to_string();
+        context.machine.events.tell_of_guest(loss_event(loss, &pool, &config.name));
+    }
+    let shape = DiskShape {
+        id: config.name.clone(),
+        serial: config.name.clone(),
+        queues: u16::from(boot_vcpus).min(QUEUES_MAX),
+        queue_size: QUEUE_SIZE,
+        read_only: config.readonly,
+    };
+    let device = Block::new(shape, device)?;
+    let disk = device.handle();
+    let (size_bytes, failure) = (disk.size_bytes(), disk.failure());
+    let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), device: served, btt_loss };
+    let source = metrics(config, size_bytes, failure.clone(), counters);
+    let device = new_device(device, context)?.exposing(source).with_handle(disk);
+    let device = VolumeDevice::Pci(device.attach(context)?);
+    Ok(BuiltVolume { size_bytes, extents, failure, device, volume: None })
+}
+
+fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a> {
+    match loss {
+        BttLoss::Replaced { .. } => Event::VolumeReplaced { pool, volume },
+        BttLoss::Damaged { reason } => Event::VolumeDamaged { pool, volume, reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_page_cache_needs_flushes_and_only_dax_is_mapped_for_a_fence() {
+        use Durability::{DaxSync, PageCache, Volatile};
+        assert_eq!(mapping(false, Volatile), (Access::ReadWrite, false));
+        assert_eq!(mapping(false, PageCache), (Access::ReadWrite, true));
+        assert_eq!(mapping(false, DaxSync), (Access::ReadWriteSync, false));
+        for durability in [Volatile, PageCache, DaxSync] {
+            assert_eq!(mapping(true, durability), (Access::Read, false));
+        }
+    }
+
+    #[test]
+    fn event_names_the_cause_of_a_lost_btt() {
+        let reason = "arena 1 is missing".to_owned();
+        let replaced = loss_event(&BttLoss::Replaced { reason: reason.clone() }, "p", "v").name();
+        assert_eq!(replaced, ("foreshore", "volume-replaced"));
+        let damaged = BttLoss::Damaged { reason: reason.clone() };
+        let expected = Event::VolumeDamaged { pool: "p", volume: "v", reason: &reason };
+        assert_eq!(loss_event(&damaged, "p", "v"), expected);
+    }
+}
