@@ -53,6 +53,7 @@ fn place(size_bytes: u64, kernel_end: u64, low_end: u64) -> Option<u64> {
 mod tests {
     use std::io::Write;
 
+    use rustix::fs::{CWD, Mode, mkfifoat};
     use vm_memory::GuestMemoryMmap;
 
     use super::*;
@@ -112,9 +113,7 @@ mod tests {
         let folder = tempfile::TempDir::new().unwrap();
         assert!(error(folder.path()).ends_with("is a directory, and must be a file"));
         let pipe = folder.path().join("pipe");
-        let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
-        // SAFETY: the name is a C string.
-        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        mkfifoat(CWD, &pipe, Mode::RUSR | Mode::WUSR).unwrap();
         assert!(error(&pipe).ends_with("is a pipe, and must be a file"));
         let empty = tempfile::NamedTempFile::new().unwrap();
         assert!(error(empty.path()).contains("is empty"), "{}", error(empty.path()));

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use pmem_volume::pool::Holder;
 use pmem_volume::pool::claim::{ClaimError, claim};
 use pmem_volume::pool::signature::image_format;
+use rustix::fs::{FallocateFlags, fallocate};
 use thiserror::Error;
 use tracing::{info, warn};
 use vmm_sys_util::eventfd::EventFd;
@@ -256,7 +257,7 @@ impl RawImage {
 
     /// Makes a range read as zeros, while the caller has the blocks locked.
     fn write_zeroes_locked(&self, range: DiskRange, unmap: Unmap) -> io::Result<()> {
-        let modes: &[i32] = if self.unmaps(unmap) { &[PUNCH, ZERO] } else { &[ZERO] };
+        let modes: &[FallocateFlags] = if self.unmaps(unmap) { &[PUNCH, ZERO] } else { &[ZERO] };
         let (whole, end) = (self.whole_units(range), range.offset_bytes() + range.len_bytes());
         for mode in modes {
             match self.allocate(*mode, &whole) {
@@ -281,17 +282,11 @@ impl RawImage {
     }
 
     /// `fallocate`, whose errors are told apart by the caller.
-    fn allocate(&self, mode: i32, range: &Range<u64>) -> io::Result<()> {
+    fn allocate(&self, mode: FallocateFlags, range: &Range<u64>) -> io::Result<()> {
         if range.is_empty() {
             return Ok(());
         }
-        let offset = i64::try_from(range.start).map_err(io::Error::other)?;
-        let len = i64::try_from(range.end - range.start).map_err(io::Error::other)?;
-        // SAFETY: the call touches no memory.
-        match unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, len) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
+        Ok(fallocate(&self.file, mode, range.start, range.end - range.start)?)
     }
 
     /// For file systems that have no better way, such as tmpfs.
@@ -325,8 +320,9 @@ fn changed_range(step: &Step) -> Option<(u64, u64)> {
 }
 
 /// `fallocate` modes.
-pub(super) const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-pub(super) const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+pub(super) const PUNCH: FallocateFlags =
+    FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
+pub(super) const ZERO: FallocateFlags = FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE);
 
 impl BlockDevice for RawImage {
     fn geometry(&self) -> Geometry {

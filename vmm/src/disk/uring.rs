@@ -11,6 +11,8 @@ use tracing::warn;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::direct::is_refusal;
+use rustix::fs::FallocateFlags;
+
 use super::image::{PUNCH, RangeInUse, RawImage, ZERO};
 use super::range_locks::RangeGuard;
 use super::{Done, Executor, Step};
@@ -143,9 +145,9 @@ impl Uring {
     fn entry(&mut self, running: &mut Running) -> Option<squeue::Entry> {
         let file = types::Fd(self.image.file().as_raw_fd());
         let done = running.done;
-        let allocate = |range: &DiskRange, mode| {
+        let allocate = |range: &DiskRange, mode: FallocateFlags| {
             let entry = opcode::Fallocate::new(file, range.len_bytes());
-            Some(entry.offset(range.offset_bytes()).mode(mode).build())
+            Some(entry.offset(range.offset_bytes()).mode(mode.bits() as i32).build())
         };
         match &mut running.step {
             Step::Read(offset, buffer) if !buffer.is_empty() => {

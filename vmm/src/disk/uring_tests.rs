@@ -1,8 +1,9 @@
 use std::ffi::CStr;
 use std::fs::File;
-use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::*;
 use crate::disk::image::ImageOptions;
@@ -14,14 +15,10 @@ const NAME: &CStr = c"image";
 
 /// An image in memory, where a file system knows how to make holes, and not how to note zeros.
 fn image() -> (File, Arc<RawImage>) {
-    // SAFETY: the name is a string that ends.
-    let fd =
-        unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_ALLOW_SEALING | libc::MFD_CLOEXEC) };
-    assert!(fd >= 0, "{}", io::Error::last_os_error());
-    // SAFETY: it was just made, and is nobody else's.
-    let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
+    let file = File::from(memfd_create(NAME, flags).unwrap());
     file.set_len(IMAGE_BYTES).unwrap();
-    let path = format!("/proc/self/fd/{fd}");
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let options = ImageOptions { sparse: true, ..ImageOptions::default() };
     let image = RawImage::open(Path::new(&path), options).unwrap();
     (file, image)
@@ -119,8 +116,7 @@ fn what_the_file_refuses_is_an_error_of_its_step_alone() {
     let (file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
-    // SAFETY: takes numbers only.
-    assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_WRITE) }, 0);
+    fcntl_add_seals(&file, SealFlags::WRITE).unwrap();
     let refused: Vec<_> = carry_out(&mut ring, steps())
         .into_iter()
         .map(|done| done.result.err()?.raw_os_error())

@@ -2,11 +2,12 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::thread::JoinHandle;
 
 use pmem_volume::file_mode::PRIVATE_MODE;
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use thiserror::Error;
 use tracing::{debug, warn};
 
@@ -79,14 +80,7 @@ fn open(target: &EventMonitor) -> io::Result<File> {
 
 /// Whoever does not read shall not keep the VMM from ending.
 fn set_nonblocking(file: &File) -> io::Result<()> {
-    let fd = file.as_raw_fd();
-    // SAFETY: a system call that takes numbers, on a descriptor that is open.
-    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-    // SAFETY: the same.
-    if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
 }
 
 fn write_all(mut file: File, mut watcher: Watcher) {
@@ -114,11 +108,11 @@ fn write(file: &mut File, told: &Told) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::CString;
     use std::fs;
     use std::io::Read;
     use std::path::Path;
 
+    use rustix::fs::{CWD, Mode, mkfifoat};
     use tempfile::TempDir;
 
     use super::*;
@@ -126,9 +120,7 @@ mod tests {
 
     fn fifo(dir: &TempDir) -> std::path::PathBuf {
         let path = dir.path().join("fifo");
-        let name = CString::new(path.to_str().unwrap()).unwrap();
-        // SAFETY: the name ends with a zero.
-        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        mkfifoat(CWD, &path, Mode::RUSR | Mode::WUSR).unwrap();
         path
     }
 

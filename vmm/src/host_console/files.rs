@@ -158,8 +158,10 @@ impl Opened {
 mod tests {
     use std::io::Write;
     use std::num::NonZeroU64;
-    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    use std::os::fd::AsRawFd;
     use std::sync::atomic::Ordering;
+
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
     use super::super::file_rate::BURST_BYTES;
     use super::*;
@@ -224,19 +226,10 @@ mod tests {
 
     #[test]
     fn a_vm_that_cannot_empty_a_file_leaves_none_behind() {
-        let flags = libc::MFD_ALLOW_SEALING | libc::MFD_CLOEXEC;
-        // SAFETY: the name is a string that ends with a zero byte; what is returned is owned by
-        // nobody else.
-        let mut sealed = File::from(unsafe {
-            let fd = libc::memfd_create(c"console".as_ptr(), flags);
-            assert!(fd >= 0);
-            OwnedFd::from_raw_fd(fd)
-        });
+        let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
+        let mut sealed = File::from(memfd_create("console", flags).unwrap());
         sealed.write_all(b"of an earlier VM").unwrap();
-        // SAFETY: the call touches no memory.
-        let result =
-            unsafe { libc::fcntl(sealed.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) };
-        assert_eq!(result, 0);
+        fcntl_add_seals(&sealed, SealFlags::SHRINK).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let new = folder.path().join("new");
         let mut files = files(FileStart::Empty);

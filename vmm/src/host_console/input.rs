@@ -6,6 +6,10 @@ use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::fs::FileTypeExt;
 use std::time::Duration;
 
+use rustix::event::PollFlags;
+use rustix::process::getpgrp;
+use rustix::termios::{isatty, tcgetpgrp};
+
 use super::raw_mode::RawMode;
 use super::readiness::ready;
 
@@ -33,14 +37,9 @@ impl ConsoleInput {
     /// would stop the VMM.
     pub fn stdin() -> io::Result<Option<Self>> {
         let file = File::from(io::stdin().as_fd().try_clone_to_owned()?);
-        let fd = file.as_raw_fd();
-        // SAFETY: neither call touches memory.
-        let is_terminal = unsafe { libc::isatty(fd) } == 1;
-        if is_terminal {
-            // SAFETY: as above.
-            let in_foreground = unsafe { libc::tcgetpgrp(fd) == libc::getpgrp() };
-            return match in_foreground {
-                true => Ok(Some(Self { _raw: Some(RawMode::enter(fd)?), file })),
+        if isatty(&file) {
+            return match tcgetpgrp(&file) == Ok(getpgrp()) {
+                true => Ok(Some(Self { _raw: Some(RawMode::enter(file.as_raw_fd())?), file })),
                 false => Ok(None),
             };
         }
@@ -50,7 +49,7 @@ impl ConsoleInput {
 
     /// Reads what is there.
     pub fn read(&mut self, data: &mut [u8]) -> io::Result<Read> {
-        if !ready(self.file.as_fd(), libc::POLLIN, Duration::ZERO)? {
+        if !ready(self.file.as_fd(), PollFlags::IN, Duration::ZERO)? {
             return Ok(Read::Nothing);
         }
         match self.file.read(data) {

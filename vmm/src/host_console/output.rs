@@ -7,6 +7,8 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::event::PollFlags;
+
 use super::disk_file::DiskFile;
 use super::file_rate::FileThrottle;
 use super::line::ring::Ring;
@@ -88,7 +90,7 @@ impl Target {
     }
 
     fn is_ready(&self, patience: Duration) -> io::Result<bool> {
-        ready(self.file.as_fd(), libc::POLLOUT, patience)
+        ready(self.file.as_fd(), PollFlags::OUT, patience)
     }
 
     /// Writes as much of `backlog` as goes without waiting.

@@ -1,10 +1,10 @@
 //! The host's interfaces that a VM has. They outlive its machines.
 
-use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::error::BuildError;
 use crate::config::{GivenFd, MacAddress, NetConfig, VmConfig};
@@ -112,10 +112,8 @@ pub fn keep_named(config: &mut VmConfig) -> Result<(), TapError> {
 /// An Ethernet address that nobody has.
 pub fn draw_address() -> MacAddress {
     let mut bytes = [0u8; 6];
-    // SAFETY: the buffer is ours, and as long as is said.
-    let len = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    // Of up to 256 bytes it gives all, on every kernel that has KVM (getrandom(2)).
-    assert_eq!(len, 6, "getrandom: {}", io::Error::last_os_error());
+    // Up to 256 bytes are always filled, on every kernel that has KVM (getrandom(2)).
+    assert_eq!(getrandom(&mut bytes, GetRandomFlags::empty()), Ok(6));
     MacAddress::local(bytes)
 }
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use rustix::event::PollFlags;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use tracing::{debug, warn};
 use vmm_sys_util::timerfd::TimerFd;
@@ -310,7 +311,7 @@ impl Drop for Bridge {
                 Ok(Written::NoRoom) => {
                     let patience = deadline.saturating_duration_since(Instant::now());
                     if patience.is_zero()
-                        || ready(peer.writer.as_fd(), libc::POLLOUT, patience).is_err()
+                        || ready(peer.writer.as_fd(), PollFlags::OUT, patience).is_err()
                     {
                         return;
                     }

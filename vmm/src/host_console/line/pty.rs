@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, inotify};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, ptsname, unlockpt};
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
@@ -118,12 +119,9 @@ fn ticks() -> io::Result<OwnedFd> {
 
 /// Whether whoever was at the other end of a terminal or a socket has closed it.
 pub(super) fn is_hung_up(file: &impl AsFd) -> io::Result<bool> {
-    let mut poll = libc::pollfd { fd: file.as_fd().as_raw_fd(), events: 0, revents: 0 };
-    // SAFETY: `poll` is one valid entry, which lives over the call.
-    match unsafe { libc::poll(&raw mut poll, 1, 0) } {
-        count if count >= 0 => Ok(poll.revents & (libc::POLLHUP | libc::POLLERR) != 0),
-        _ => Err(io::Error::last_os_error()),
-    }
+    let mut end = [PollFd::new(file, PollFlags::empty())];
+    poll(&mut end, Some(&Timespec::default()))?;
+    Ok(end[0].revents().intersects(PollFlags::HUP | PollFlags::ERR))
 }
 
 #[cfg(test)]
@@ -151,7 +149,7 @@ mod tests {
         for _ in 0..2 {
             assert!(!pty.look().unwrap());
             let somebody = open(&pty);
-            assert!(ready(pty.arrivals.as_fd(), libc::POLLIN, Duration::from_secs(20)).unwrap());
+            assert!(ready(pty.arrivals.as_fd(), PollFlags::IN, Duration::from_secs(20)).unwrap());
             assert!(pty.look().unwrap());
             drop(somebody);
         }
@@ -166,7 +164,7 @@ mod tests {
         assert!(!pty.look().unwrap());
         let _somebody = open(&pty);
         for _ in 0..2 {
-            assert!(ready(pty.arrivals.as_fd(), libc::POLLIN, Duration::from_secs(20)).unwrap());
+            assert!(ready(pty.arrivals.as_fd(), PollFlags::IN, Duration::from_secs(20)).unwrap());
             assert!(pty.look().unwrap());
         }
     }
@@ -183,7 +181,7 @@ mod tests {
         somebody.write_all(&all).unwrap();
         let mut len = 0;
         while len < got.len() {
-            assert!(ready(master.as_fd(), libc::POLLIN, Duration::from_secs(20)).unwrap());
+            assert!(ready(master.as_fd(), PollFlags::IN, Duration::from_secs(20)).unwrap());
             len += master.read(&mut got[len..]).unwrap();
         }
         assert_eq!(got[..], all);

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use event_manager::SubscriberOps as _;
+use rustix::event::PollFlags;
 
 use super::super::readiness::ready;
 use super::super::{ConsoleFiles, FileStart, Read, WindowSize, resize};
@@ -48,7 +49,7 @@ fn sit_down_at(path: &Path) -> File {
 fn read_to(mut from: impl std::io::Read + AsFd, end: &[u8]) -> Vec<u8> {
     let mut got = Vec::new();
     while !got.ends_with(end) {
-        assert!(ready(from.as_fd(), libc::POLLIN, LIMIT).unwrap(), "after {got:?}");
+        assert!(ready(from.as_fd(), PollFlags::IN, LIMIT).unwrap(), "after {got:?}");
         let mut byte = [0];
         assert_eq!(from.read(&mut byte).unwrap(), 1, "after {got:?}");
         got.push(byte[0]);
@@ -110,7 +111,7 @@ fn who_leaves_a_pseudo_terminal_misses_nothing_but_the_oldest() {
     // What was said last is still to be had, once.
     let somebody = sit_down(&lines);
     read_to(&somebody, b"while nobody is.");
-    assert!(!ready(somebody.as_fd(), libc::POLLIN, Duration::ZERO).unwrap());
+    assert!(!ready(somebody.as_fd(), PollFlags::IN, Duration::ZERO).unwrap());
 }
 
 #[test]

@@ -12,6 +12,7 @@ use libc::{
     ifreq, in6_ifreq,
 };
 use parking_lot::Mutex;
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use thiserror::Error;
 
 use super::config::HostAddress;
@@ -462,11 +463,7 @@ fn set_queue(queue: &impl AsRawFd, flag: c_int) -> io::Result<()> {
 }
 
 fn set_nonblocking(file: &File) -> io::Result<()> {
-    // SAFETY: the descriptor is open, and neither call has to do with memory.
-    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    check(flags)?;
-    // SAFETY: as above.
-    check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) })
+    Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
 }
 
 /// A request about the interface `name`, which has been found to fit.

@@ -71,6 +71,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+    use rustix::fs::{OFlags, fcntl_setfl};
     use vm_memory::GuestAddress;
 
     use super::*;
@@ -124,9 +125,7 @@ mod tests {
     fn pipe() -> (File, io::PipeWriter) {
         let (reader, writer) = io::pipe().unwrap();
         let fd = OwnedFd::from(reader);
-        // SAFETY: the call touches no memory.
-        let set = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
-        assert_eq!(set, 0);
+        fcntl_setfl(&fd, OFlags::NONBLOCK).unwrap();
         (File::from(fd), writer)
     }
 

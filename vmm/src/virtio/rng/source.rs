@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::rand::{GetRandomFlags, getrandom};
 use thiserror::Error;
 
 /// Devices behind which there is the kernel's generator: asking it directly needs no file and no
@@ -52,17 +53,11 @@ impl EntropySource {
     /// Reads at least one byte, or fails: with `WouldBlock` if there are none yet.
     pub(super) fn fill(&mut self, data: &mut [u8]) -> io::Result<usize> {
         let len = match self {
-            Self::Kernel => get_random(data)?,
+            Self::Kernel => getrandom(data, GetRandomFlags::empty())?,
             Self::File(file) => file.read(data)?,
         };
         if len == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(len) }
     }
-}
-
-fn get_random(data: &mut [u8]) -> io::Result<usize> {
-    // SAFETY: the pointer and the length are those of a slice.
-    let len = unsafe { libc::getrandom(data.as_mut_ptr().cast(), data.len(), 0) };
-    usize::try_from(len).map_err(|_| io::Error::last_os_error())
 }
 
 #[cfg(test)]

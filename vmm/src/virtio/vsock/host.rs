@@ -3,11 +3,10 @@
 
 use std::collections::HashMap;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use thiserror::Error;
 use tokio::sync::mpsc;
 
@@ -22,9 +21,6 @@ pub const IN_PROCESS_BACKLOG: usize = 16;
 /// who has CAP_NET_BIND_SERVICE, in the guest's first user namespace, and takes others for who
 /// names none (LAST_RESERVED_PORT in its af_vsock.c).
 const LAST_PRIVILEGED_PORT: GuestPort = GuestPort(1023);
-
-/// A path in a socket address, without the NUL at its end (unix(7)).
-const MAX_PATH_BYTES: usize = 107;
 
 /// A greeting is at most this long: enough for any port and some white space.
 const MAX_GREETING_BYTES: usize = 32;
@@ -182,38 +178,10 @@ impl HostSide {
 /// Like `UnixStream::connect`, which waits while the listener's backlog is full: a guest could stop
 /// the device by connecting to a busy server.
 fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
-    let bytes = path.as_os_str().as_bytes();
-    if bytes.len() > MAX_PATH_BYTES || bytes.contains(&0) {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    // SAFETY: an address of zeros is a valid value of this plain C struct.
-    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
-    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    for (to, from) in address.sun_path.iter_mut().zip(bytes) {
-        *to = *from as libc::c_char;
-    }
-    // SAFETY: no memory is passed; the result is checked.
-    let fd = unsafe {
-        libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0)
-    };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: `fd` was just made and nobody else knows of it.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: `address` lives over the call and the length is its own; its path ends with a NUL,
-    // because it is shorter than the field, which began as zeros.
-    let result = unsafe {
-        libc::connect(
-            fd.as_raw_fd(),
-            (&raw const address).cast(),
-            size_of::<libc::sockaddr_un>() as libc::socklen_t,
-        )
-    };
-    if result < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(UnixStream::from(fd))
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(UnixStream::from(socket))
 }
 
 /// What a client's first line says so far.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use pmem_volume::{OpenMode, Pool};
+use rustix::fs::{CWD, Mode, mkfifoat};
 use tempfile::TempDir;
 use virtio_bindings::virtio_blk::*;
 
@@ -267,9 +268,7 @@ fn what_is_no_image_is_refused() {
     assert!(error(&folder.path().join("none")).contains("looked at"));
     // A pipe has no end to wait for.
     let pipe = folder.path().join("pipe");
-    let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
-    // SAFETY: the name is a string that ends.
-    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    mkfifoat(CWD, &pipe, Mode::RUSR | Mode::WUSR).unwrap();
     assert!(error(&pipe).contains("neither a file nor a block device"));
     let empty = folder.path().join("empty");
     File::create(&empty).unwrap().set_len(511).unwrap();
