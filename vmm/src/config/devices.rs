@@ -13,17 +13,115 @@ use super::{
 use crate::device::Switch;
 use crate::memory::zone::device_id;
 
-/// A device that may be added to a VM and removed from it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum DeviceConfig {
+/// Sections of one kind of device in a [`VmConfig`]: a list, or at most one.
+trait Sections<T> {
+    /// Adds a section. Returns false if there is no room for another one.
+    fn put(&mut self, section: T) -> bool;
+
+    fn keep_if(&mut self, stays: impl Fn(&T) -> bool);
+}
+
+impl<T> Sections<T> for Vec<T> {
+    fn put(&mut self, section: T) -> bool {
+        self.push(section);
+        true
+    }
+
+    fn keep_if(&mut self, stays: impl Fn(&T) -> bool) {
+        self.retain(stays);
+    }
+}
+
+impl<T> Sections<T> for Option<T> {
+    fn put(&mut self, section: T) -> bool {
+        let has_room = self.is_none();
+        self.get_or_insert(section);
+        has_room
+    }
+
+    fn keep_if(&mut self, stays: impl Fn(&T) -> bool) {
+        self.take_if(|section| !stays(section));
+    }
+}
+
+/// Makes [`DeviceConfig`] and all that differs by the kind of a device. Each kind has its section,
+/// the word for it in metrics and ids, and its field of [`VmConfig`].
+macro_rules! removable {
+    ($($(#[$doc:meta])* $Kind:ident($Config:ty) = $kind:literal in $field:ident,)*) => {
+        /// Device that may be added to a VM and removed from it.
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        pub enum DeviceConfig {
+            $($(#[$doc])* $Kind($Config),)*
+        }
+
+        impl DeviceConfig {
+            /// Its kind in one word.
+            pub fn kind(&self) -> &'static str {
+                match self { $(Self::$Kind(_) => $kind,)* }
+            }
+
+            fn flag(&self) -> &'static str {
+                match self { $(Self::$Kind(_) => <$Config>::FLAG,)* }
+            }
+
+            fn id_mut(&mut self) -> &mut Option<String> {
+                match self { $(Self::$Kind(section) => &mut section.id,)* }
+            }
+        }
+
+        impl VmConfig {
+            /// Ids of these devices with their kinds.
+            fn removable_ids_mut(&mut self) -> Vec<(&'static str, &mut Option<String>)> {
+                let mut ids = Vec::new();
+                $(ids.extend(self.$field.iter_mut().map(|section| ($kind, &mut section.id)));)*
+                ids
+            }
+
+            /// Ids that are given to these devices, with their flags.
+            fn removable_ids(&self) -> Vec<(&'static str, &str)> {
+                let mut ids = Vec::new();
+                $(
+                    let given = self.$field.iter().filter_map(|section| section.id.as_deref());
+                    ids.extend(given.map(|id| (<$Config>::FLAG, id)));
+                )*
+                ids
+            }
+
+            /// Adds a device. Returns false if the VM can have no other one of its kind.
+            fn put(&mut self, device: DeviceConfig) -> bool {
+                match device { $(DeviceConfig::$Kind(section) => self.$field.put(section),)* }
+            }
+
+            /// Returns the device with this id, if it may be removed.
+            pub fn device(&self, id: &str) -> Option<DeviceConfig> {
+                $(
+                    let found = self.$field.iter().find(|section| section.id.as_deref() == Some(id));
+                    if let Some(section) = found {
+                        return Some(DeviceConfig::$Kind(section.clone()));
+                    }
+                )*
+                None
+            }
+
+            /// Removes the device with this id. Returns false if there is none that may be removed.
+            pub fn remove_device(&mut self, id: &str) -> bool {
+                let is_there = self.device(id).is_some();
+                $(self.$field.keep_if(|section| section.id.as_deref() != Some(id));)*
+                is_there
+            }
+        }
+    };
+}
+
+removable! {
     /// `vm.add-disk`.
-    Disk(DiskConfig),
+    Disk(DiskConfig) = "disk" in disks,
     /// `vm.add-net`.
-    Net(NetConfig),
+    Net(NetConfig) = "net" in net,
     /// `vm.add-pmem`.
-    Pmem(PmemConfig),
+    Pmem(PmemConfig) = "pmem" in pmem,
     /// `vm.add-vsock`.
-    Vsock(VsockConfig),
+    Vsock(VsockConfig) = "vsock" in vsock,
 }
 
 /// A device that was read, with what is to be known about it.
@@ -51,34 +149,6 @@ impl DeviceConfig {
     pub fn vsock(json: Map<String, Value>) -> Result<Warned, JsonError> {
         read(json, Self::Vsock)
     }
-
-    /// What it is, in one word.
-    pub fn kind(&self) -> &'static str {
-        match self {
-            Self::Disk(_) => "disk",
-            Self::Net(_) => "net",
-            Self::Pmem(_) => "pmem",
-            Self::Vsock(_) => "vsock",
-        }
-    }
-
-    fn flag(&self) -> &'static str {
-        match self {
-            Self::Disk(_) => DiskConfig::FLAG,
-            Self::Net(_) => NetConfig::FLAG,
-            Self::Pmem(_) => PmemConfig::FLAG,
-            Self::Vsock(_) => VsockConfig::FLAG,
-        }
-    }
-
-    fn id_mut(&mut self) -> &mut Option<String> {
-        match self {
-            Self::Disk(disk) => &mut disk.id,
-            Self::Net(net) => &mut net.id,
-            Self::Pmem(pmem) => &mut pmem.id,
-            Self::Vsock(vsock) => &mut vsock.id,
-        }
-    }
 }
 
 /// Ids of devices with options that a VM has at most one of.
@@ -105,10 +175,7 @@ impl VmConfig {
     /// come and go; ids do not.
     pub fn name_devices(&mut self) {
         let mut taken = self.ids();
-        let devices = (self.disks.iter_mut().map(|disk| ("disk", &mut disk.id)))
-            .chain(self.pmem.iter_mut().map(|pmem| ("pmem", &mut pmem.id)))
-            .chain(self.net.iter_mut().map(|net| ("net", &mut net.id)))
-            .chain(self.vsock.iter_mut().map(|vsock| ("vsock", &mut vsock.id)));
+        let devices = self.removable_ids_mut().into_iter();
         for (kind, id) in devices.filter(|(_, id)| id.is_none()) {
             let name = free_name(kind, &taken);
             taken.push(name.clone());
@@ -126,15 +193,8 @@ impl VmConfig {
     /// Devices and zones of memory that are called something, each with its flag.
     fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let by = |flag| move |id| (flag, id);
-        (self.disks.iter().filter_map(|disk| disk.id.as_deref()).map(by(DiskConfig::FLAG)))
-            .chain(self.pmem.iter().filter_map(|pmem| pmem.id.as_deref()).map(by(PmemConfig::FLAG)))
-            .chain(self.net.iter().filter_map(|net| net.id.as_deref()).map(by(NetConfig::FLAG)))
-            .chain(
-                self.vsock
-                    .iter()
-                    .filter_map(|vsock| vsock.id.as_deref())
-                    .map(by(VsockConfig::FLAG)),
-            )
+        self.removable_ids()
+            .into_iter()
             .chain(
                 self.balloon
                     .iter()
@@ -197,46 +257,13 @@ impl VmConfig {
         if taken.contains(&id) {
             return Err(ConfigError::IdTaken { flag, id });
         }
-        match device {
-            DeviceConfig::Disk(disk) => config.disks.push(disk),
-            DeviceConfig::Net(net) => config.net.push(net),
-            DeviceConfig::Pmem(pmem) => config.pmem.push(pmem),
-            DeviceConfig::Vsock(vsock) => {
-                if config.vsock.is_some() {
-                    let reason = "a VM has one vsock device, and this one has it".to_owned();
-                    return Err(ConfigError::Conflict { flag, reason });
-                }
-                config.vsock = Some(vsock);
-            }
+        if !config.put(device) {
+            let reason = format!("a VM has one {kind} device, and this one has it");
+            return Err(ConfigError::Conflict { flag, reason });
         }
         config.validate()?;
         *self = config;
         Ok(id)
-    }
-
-    /// The device that is called `id`, if one that can be added is.
-    pub fn device(&self, id: &str) -> Option<DeviceConfig> {
-        let is_it = |given: &Option<String>| given.as_deref() == Some(id);
-        let disk = self.disks.iter().find(|disk| is_it(&disk.id)).cloned().map(DeviceConfig::Disk);
-        let net = || self.net.iter().find(|net| is_it(&net.id)).cloned().map(DeviceConfig::Net);
-        let pmem =
-            || self.pmem.iter().find(|pmem| is_it(&pmem.id)).cloned().map(DeviceConfig::Pmem);
-        let vsock =
-            || self.vsock.iter().find(|vsock| is_it(&vsock.id)).cloned().map(DeviceConfig::Vsock);
-        disk.or_else(net).or_else(pmem).or_else(vsock)
-    }
-
-    /// Takes out the device that is called `id`; false if none is that can be added.
-    pub fn remove_device(&mut self, id: &str) -> bool {
-        let Some(device) = self.device(id) else { return false };
-        let stays = |given: &Option<String>| given.as_deref() != Some(id);
-        match device {
-            DeviceConfig::Disk(_) => self.disks.retain(|disk| stays(&disk.id)),
-            DeviceConfig::Net(_) => self.net.retain(|net| stays(&net.id)),
-            DeviceConfig::Pmem(_) => self.pmem.retain(|pmem| stays(&pmem.id)),
-            DeviceConfig::Vsock(_) => self.vsock = None,
-        }
-        true
     }
 }
 
