@@ -1,15 +1,15 @@
 //! The brake of a VM: whoever must not let the guest run on pulls it.
 
-use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
+use rustix::thread::{Timespec, gettid, nanosleep};
 use vmm_sys_util::signal::SIGRTMIN;
 
 /// How often [`Brake::stop`] looks whether the vCPUs are out, and how long it waits in between: a
 /// second together. One that the host's kernel keeps for longer, as it waits for a disk, does not
 /// run the guest meanwhile.
 const LOOKS: usize = 10_000;
-const LOOK_INTERVAL_NS: libc::c_long = 100_000;
+const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000 };
 
 /// Keeps a vCPU whose exit has gone wrong from entering the guest again.
 ///
@@ -68,9 +68,8 @@ impl Brake {
             if are_out {
                 return;
             }
-            let interval = libc::timespec { tv_sec: 0, tv_nsec: LOOK_INTERVAL_NS };
-            // SAFETY: a system call, which a handler may make; the kernel reads the struct.
-            unsafe { libc::nanosleep(&raw const interval, ptr::null_mut()) };
+            // A handler of a signal may make this call.
+            let _ = nanosleep(&LOOK_INTERVAL);
         }
     }
 
@@ -107,8 +106,7 @@ impl Brake {
 }
 
 fn this_thread() -> libc::pid_t {
-    // SAFETY: a system call without arguments.
-    unsafe { libc::gettid() }
+    gettid().as_raw_nonzero().get()
 }
 
 /// The signal that ends KVM_RUN, again and again: one that arrives just before it would be lost.
@@ -148,9 +146,7 @@ pub(crate) mod tests {
             while brake.enter(index) {
                 runs += 1;
                 entering.send(()).unwrap();
-                let long = libc::timespec { tv_sec: 60, tv_nsec: 0 };
-                // SAFETY: a system call; the kernel reads the struct.
-                unsafe { libc::nanosleep(&raw const long, ptr::null_mut()) };
+                let _ = nanosleep(&Timespec { tv_sec: 60, tv_nsec: 0 });
                 brake.leave(index);
             }
             runs

@@ -7,6 +7,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
+use rustix::io::{FdFlags, fcntl_setfd};
 use thiserror::Error;
 
 use crate::config::{ApiSocket, MetricsAddress};
@@ -102,8 +103,7 @@ impl Socket {
         // descriptors by number. It is called once, before any thread but the first runs.
         let owned = unsafe { OwnedFd::from_raw_fd(fd) };
         // What the VMM may start one day shall not inherit its API.
-        // SAFETY: plain system call on an open descriptor.
-        if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        if fcntl_setfd(&owned, FdFlags::CLOEXEC).is_err() {
             return Err(refused);
         }
         let listener = UnixListener::from(owned);

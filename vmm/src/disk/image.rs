@@ -3,7 +3,6 @@
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};
 use std::ops::Range;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use pmem_volume::pool::Holder;
 use pmem_volume::pool::claim::{ClaimError, claim};
 use pmem_volume::pool::signature::image_format;
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, fallocate, ioctl_blkpbszget, ioctl_blksszget};
 use thiserror::Error;
 use tracing::{info, warn};
 use vmm_sys_util::eventfd::EventFd;
@@ -113,8 +112,7 @@ impl RawImage {
         let block_bytes =
             options.guest_block_bytes.or(device_block_bytes).unwrap_or(SECTOR_BYTES as u32);
         let physical_block_bytes = match kind.is_block_device() {
-            true => device_number(&file, libc::BLKPBSZGET as _)
-                .map_or(PAGE_BYTES, usable_physical_bytes),
+            true => ioctl_blkpbszget(&file).ok().map_or(PAGE_BYTES, usable_physical_bytes),
             false => PAGE_BYTES,
         };
         let physical_block_bytes = physical_block_bytes.max(block_bytes);
@@ -439,7 +437,7 @@ fn claim_error(path: &Path, options: ImageOptions, err: ClaimError) -> ImageErro
 /// Logical block size of a device. Its partition table counts in these blocks.
 fn device_block_bytes(file: &File) -> u32 {
     let usable = |bytes: &u32| bytes.is_power_of_two() && (512..=PAGE_BYTES).contains(bytes);
-    device_number(file, libc::BLKSSZGET as _).filter(usable).unwrap_or(PAGE_BYTES)
+    ioctl_blksszget(file).ok().filter(usable).unwrap_or(PAGE_BYTES)
 }
 
 /// What partitions and file systems shall align to, of what a device says: at least pages, which
@@ -450,14 +448,6 @@ fn usable_physical_bytes(bytes: u32) -> u32 {
     } else {
         PAGE_BYTES
     }
-}
-
-/// BLKSSZGET, what the device addresses, and BLKPBSZGET, what its media work with.
-fn device_number(file: &File, request: libc::Ioctl) -> Option<u32> {
-    let mut bytes: libc::c_int = 0;
-    // SAFETY: both calls write one int.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), request, &mut bytes) };
-    (result == 0).then(|| u32::try_from(bytes).ok()).flatten()
 }
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ impl ConsoleInput {
         let file = File::from(io::stdin().as_fd().try_clone_to_owned()?);
         if isatty(&file) {
             return match tcgetpgrp(&file) == Ok(getpgrp()) {
-                true => Ok(Some(Self { _raw: Some(RawMode::enter(file.as_raw_fd())?), file })),
+                true => Ok(Some(Self { _raw: Some(RawMode::enter(&file)?), file })),
                 false => Ok(None),
             };
         }

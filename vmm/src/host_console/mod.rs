@@ -11,6 +11,8 @@ mod output;
 mod raw_mode;
 mod readiness;
 mod rotated_file;
+#[cfg(test)]
+mod testing;
 mod window;
 
 use std::io;

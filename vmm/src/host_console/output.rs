@@ -254,8 +254,10 @@ impl Drop for ConsoleOutput {
 #[cfg(test)]
 mod tests {
     use std::io::{PipeReader, Read, Seek, SeekFrom};
-    use std::os::fd::{AsRawFd, OwnedFd};
+    use std::os::fd::OwnedFd;
     use std::sync::mpsc;
+
+    use rustix::termios::{Action, tcflow};
 
     use super::*;
 
@@ -296,25 +298,14 @@ mod tests {
 
     #[test]
     fn a_stopped_terminal_stops_nobody() {
-        let (mut master, mut slave) = (0, 0);
-        let null = std::ptr::null_mut();
-        // SAFETY: the two numbers are written, the other arguments may be null.
-        let result =
-            unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) };
-        assert_eq!(result, 0);
-        // SAFETY: both were just made, and nobody else knows of them.
-        let [master, slave] = [master, slave].map(|fd| unsafe {
-            use std::os::fd::FromRawFd;
-            OwnedFd::from_raw_fd(fd)
-        });
+        let (master, slave) = crate::host_console::testing::terminal();
         let mut output = ConsoleOutput::to(File::from(slave)).unwrap();
         // Newlines become two bytes, which is what may be too much for a terminal with little room.
         let mut lost = 0;
         while lost == 0 {
             lost += output.send(b"a line\tof a table\n\n").len;
         }
-        // SAFETY: no memory is passed.
-        assert_eq!(unsafe { libc::tcflow(output.file().unwrap().as_raw_fd(), libc::TCOOFF) }, 0);
+        tcflow(output.file().unwrap(), Action::OOff).unwrap();
         assert_eq!(output.send(b"stopped").len, 7);
         drop(master);
     }

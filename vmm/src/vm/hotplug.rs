@@ -380,55 +380,6 @@ mod tests {
     }
 
     #[test]
-    fn a_file_comes_into_guest_memory_and_leaves_it() {
-        let mut rig = Rig::new();
-        let path = rig.folder.path().join("pmem");
-        File::create(&path).unwrap().set_len(4 << 20).unwrap();
-        let config = PmemConfig::parse(&format!("file={},id=p", path.display())).unwrap();
-        let device = DeviceConfig::Pmem(config.clone());
-        let before = (rig.machine.memory.slots().used(), rig.machine.context.lost.ranges().len());
-        for _ in 0..20 {
-            assert_eq!(rig.machine.add("p", &device).unwrap().bdf, "0000:00:01.0");
-            assert_eq!(rig.machine.memory.slots().used(), before.0 + 1);
-            assert!(rig.machine.context.lost.has_files());
-            rig.machine.ask_to_let_go("p").unwrap();
-            rig.eject(1);
-            rig.machine.leaving.wait();
-            assert_eq!(
-                (rig.machine.memory.slots().used(), rig.machine.context.lost.ranges().len()),
-                before
-            );
-            assert!(rig.machine.pmem_files.list().is_empty());
-        }
-        // On a bus that is full nothing of it is left either.
-        for nth in 0..31 {
-            rig.add(&format!("disk{nth}")).unwrap();
-        }
-        assert!(matches!(rig.machine.add("p", &device), Err(VmError::Failed(_))));
-        assert_eq!(
-            (rig.machine.memory.slots().used(), rig.machine.context.lost.ranges().len()),
-            before
-        );
-        drop(resources::open_file(&config).unwrap());
-    }
-
-    #[test]
-    fn a_vsock_device_comes_and_goes_with_its_socket() {
-        let mut rig = Rig::new();
-        let socket = rig.folder.path().join("vsock");
-        let config =
-            VsockConfig::parse(&format!("cid=3,socket={},id=v", socket.display())).unwrap();
-        for _ in 0..3 {
-            rig.machine.add("v", &DeviceConfig::Vsock(config.clone())).unwrap();
-            assert!(socket.exists());
-            rig.machine.ask_to_let_go("v").unwrap();
-            rig.eject(1);
-            rig.machine.leaving.wait();
-            assert!(!socket.exists());
-        }
-    }
-
-    #[test]
     fn a_guest_has_one_vsock_device_also_while_it_lets_one_go() {
         let mut rig = Rig::new();
         let vsock = |name: &str| {
@@ -553,7 +504,7 @@ mod tests {
     fn removed_device_leaves_nothing() {
         let mut rig = Rig::new();
         let before = rig.footprint();
-        for (id, device, is_free) in &rig.kinds() {
+        for (id, device, is_free) in rig.kinds().iter().cycle().take(30) {
             rig.machine.add(id, device).unwrap();
             assert!(rig.footprint() != before && !is_free(), "{id}");
             rig.machine.ask_to_let_go(id).unwrap();
