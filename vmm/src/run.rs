@@ -13,11 +13,11 @@ use crate::events::{Event, Events, Monitor, MonitorError};
 use crate::metrics::Metrics;
 use crate::metrics_server;
 use crate::virtio::net::tap::TapError;
+use crate::vm::build::resources::Resources;
+use crate::vm::build::taps;
 use crate::vm::machine::KvmFactory;
 use crate::vm::owner::{self, Owner, RestartMetrics};
 use crate::vm::request::{VmHandle, VmRequest};
-use crate::vm::resources::Resources;
-use crate::vm::taps;
 
 /// Why a run did not end well.
 #[derive(Debug, Error)]

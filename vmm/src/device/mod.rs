@@ -2,8 +2,8 @@
 //!
 //! A device's folder has a function `build`. It takes the device's configuration and a
 //! [`DeviceContext`], and returns an [`AttachedDevice`], which the guest finds on the PCI bus.
-//! Dropping that removes the device and everything that was registered for it. vm/devices.rs lists
-//! these functions.
+//! Dropping that removes the device and everything that was registered for it. vmm/src/vm/devices
+//! lists these functions.
 
 mod attached;
 mod context;

@@ -20,8 +20,8 @@ use self::format::Format;
 use self::host_check::check_host;
 use self::process::{MissingSeccomp, ProcessMetrics};
 use crate::metrics::{Expose, Exposition, Family, Metrics};
+use crate::vm::machine::zone_metrics::ZoneMetrics;
 use crate::vm::request::{VmHandle, VmRequest};
-use crate::vm::zone_metrics::ZoneMetrics;
 
 const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metrics\">Metrics</a>\n";
 

@@ -127,7 +127,7 @@ pub struct ResizeRequest {
 }
 
 /// Refuses a number of vCPUs that the VM can never have.
-pub(super) fn check_vcpus(desired: u8, config: &VmConfig) -> Result<(), VmError> {
+pub(in crate::vm) fn check_vcpus(desired: u8, config: &VmConfig) -> Result<(), VmError> {
     let most = config.cpus.max_vcpus;
     if (1..=most).contains(&desired) {
         return Ok(());
@@ -152,7 +152,7 @@ impl fmt::Display for ResizeRequest {
 }
 
 /// What a zone is to have beyond its boot part, in a configuration.
-pub(super) fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
+pub(in crate::vm) fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
     size_bytes.checked_sub(boot_bytes).filter(|bytes| *bytes > 0)
 }
 
@@ -557,7 +557,7 @@ impl Requests {
     }
 
     /// What the owner is before and after a time in which it takes no requests.
-    pub(super) fn busy(&self) -> watch::Sender<Option<VmInfo>> {
+    pub(in crate::vm) fn busy(&self) -> watch::Sender<Option<VmInfo>> {
         self.busy.clone()
     }
 }

@@ -19,7 +19,7 @@ use crate::metrics::Registration;
 use crate::nvdimm::FlushHint;
 use crate::persist::{FirstFailure, Persist, ReadOnly, Watched};
 use crate::pool::btt_loss::BttLoss;
-use crate::pool::{Extent, PmPool, PoolVolume, VolumeDisk};
+use crate::pool::{PmPool, PoolVolume, VolumeDisk};
 use crate::virtio::block::{Block, DiskShape};
 use crate::virtio::pmem::device::Pmem;
 use crate::virtio::pmem::metrics::PmemFileMetrics;
@@ -36,7 +36,7 @@ pub fn build_file(
     memory: &mut Memory,
     context: &DeviceContext,
 ) -> SetupResult {
-    let extents = [Extent { offset: 0, len: file.len_bytes() }];
+    let extents = [0..file.len_bytes()];
     let name = config.flag();
     let mapped = MappedFile::new(&name, (file.file(), &extents), file.access(), memory, context)?;
     let id = config.id.as_deref().expect("a VM's devices have ids");

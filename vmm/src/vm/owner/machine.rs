@@ -1,13 +1,13 @@
 //! Interface of a machine to its owner.
 
-use super::super::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, VmError,
-    VolumeInfo, ZoneInfo,
-};
-use super::super::resize_plan::{ResizePlan, ResizeStep};
 use super::{EventSender, Standstill};
 use crate::config::{DeviceConfig, VmConfig};
 use crate::governor::info::{PressureChange, PressureInfo};
+use crate::vm::request::{
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, VmError,
+    VolumeInfo, ZoneInfo,
+};
+use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 use crate::volume::kernel_gate::GuestKernel;
 
 /// A VM that has been built. Dropping it ends it: vCPUs and devices stop, memory goes back.

@@ -10,7 +10,7 @@ use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
 use crate::log::sparsely;
 use crate::metrics::{Expose, Exposition, Family};
-use crate::vm::state::{self, Restart, RestartGuard, Verb};
+use crate::vm::owner::state::{self, Restart, RestartGuard, Verb};
 
 /// Counters of delayed restarts. A restart does not reset them.
 #[derive(Debug, Default)]

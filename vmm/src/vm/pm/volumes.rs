@@ -6,11 +6,6 @@ use std::sync::Arc;
 use foreshore_types::size::Size;
 use tracing::{info, warn};
 
-use super::attached::{AttachedVolume, Opened};
-use super::created_volumes::CreatedVolumes;
-use super::error::BuildError;
-use super::resources::Resources;
-use super::zones;
 use crate::acpi::Nvdimm;
 use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
 use crate::device::{DeviceContext, DeviceList};
@@ -19,6 +14,11 @@ use crate::memory::layout::{NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
 use crate::nvdimm::health::{self, Health, HealthRegisters};
 use crate::persist::FirstFailure;
 use crate::pool::{PmPool, PoolError, PoolVolume};
+use crate::vm::build::error::BuildError;
+use crate::vm::build::resources::Resources;
+use crate::vm::build::zones;
+use crate::vm::pm::attached::{AttachedVolume, Opened};
+use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::volume::build::{BuiltVolume, NewVolume, VolumeDevice, VolumePlace, build_volume};
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::{
@@ -28,16 +28,16 @@ use crate::volume::plan::Step;
 
 /// What attaching volumes leaves behind.
 #[derive(Default)]
-pub(super) struct Attached {
+pub(in crate::vm) struct Attached {
     /// For the firmware tables, in the order of their flush hint pages.
-    pub(super) nvdimms: Vec<Nvdimm>,
-    pub(super) volumes: Vec<AttachedVolume>,
+    pub(in crate::vm) nvdimms: Vec<Nvdimm>,
+    pub(in crate::vm) volumes: Vec<AttachedVolume>,
     /// Of those that the guest translates.
-    pub(super) guest_btt: Arc<GuestBtt>,
+    pub(in crate::vm) guest_btt: Arc<GuestBtt>,
 }
 
 /// Attaches every volume of `config`, and adds those on the PCI bus to `devices`.
-pub(super) fn attach(
+pub(in crate::vm) fn attach(
     config: &VmConfig,
     payload: Payload,
     (resources, steps, created): (&Resources, &[Step], &mut CreatedVolumes),

@@ -11,8 +11,6 @@ use std::time::{Duration, Instant};
 use kvm_ioctls::VcpuFd;
 use tracing::{info, warn};
 
-use super::machine::KvmMachine;
-use super::request::VmError;
 use crate::acpi::ged;
 use crate::acpi::hotplug_cpus::CpuRegisters;
 use crate::acpi::plug::{Pending, Step};
@@ -20,6 +18,8 @@ use crate::cpu::CpuError;
 use crate::cpu::metrics::VcpuMetrics;
 use crate::cpu::run::{Pausing, Vcpu};
 use crate::events::Event;
+use crate::vm::machine::KvmMachine;
+use crate::vm::request::VmError;
 
 /// What is in metrics of vCPUs that come and go.
 const KIND: &str = "vcpu";
@@ -29,7 +29,7 @@ const KIND: &str = "vcpu";
 const EXIT_LIMIT: Duration = Duration::from_secs(2);
 
 /// A thread that runs a vCPU.
-pub(super) trait Processor {
+pub(in crate::vm) trait Processor {
     /// What KVM has of it.
     type Created;
 
@@ -64,7 +64,7 @@ impl Processor for Vcpu {
     }
 }
 
-pub(super) trait Maker<P: Processor>: Send {
+pub(in crate::vm) trait Maker<P: Processor>: Send {
     /// KVM's part, once for each index: it refuses a second one as long as the VM is there, whether
     /// the first is open or not. So one that KVM has made, and whose `kvm_run` could not be
     /// mapped, cannot be had any more.
@@ -83,7 +83,7 @@ struct Made<P> {
     is_used: bool,
 }
 
-pub(super) struct Vcpus<P: Processor = Vcpu> {
+pub(in crate::vm) struct Vcpus<P: Processor = Vcpu> {
     made: BTreeMap<u8, Made<P>>,
     /// Those that KVM has made and that could not be finished.
     unfinished: BTreeMap<u8, P::Created>,
@@ -96,7 +96,7 @@ pub(super) struct Vcpus<P: Processor = Vcpu> {
 
 impl<P: Processor> Vcpus<P> {
     /// Those that the guest boots with, paused.
-    pub(super) fn new(
+    pub(in crate::vm) fn new(
         maker: Box<dyn Maker<P>>,
         registers: Arc<CpuRegisters>,
     ) -> Result<Self, CpuError> {
@@ -111,7 +111,7 @@ impl<P: Processor> Vcpus<P> {
         Ok(vcpus)
     }
 
-    pub(super) fn metrics(&self) -> Arc<VcpuMetrics> {
+    pub(in crate::vm) fn metrics(&self) -> Arc<VcpuMetrics> {
         Arc::clone(&self.metrics)
     }
 
@@ -156,22 +156,22 @@ impl<P: Processor> Vcpus<P> {
         self.made.values().filter(|made| !made.is_parked).map(|made| &made.processor)
     }
 
-    pub(super) fn resume(&mut self) {
+    pub(in crate::vm) fn resume(&mut self) {
         self.run = true;
         self.running().for_each(P::resume);
     }
 
     /// Asks all to stop: one that has been parked may be in an exit yet.
-    pub(super) fn pause(&mut self) -> Vec<Pausing> {
+    pub(in crate::vm) fn pause(&mut self) -> Vec<Pausing> {
         self.run = false;
         self.made.values().map(|made| made.processor.pause()).collect()
     }
 
-    pub(super) fn send_nmi(&self) {
+    pub(in crate::vm) fn send_nmi(&self) {
         self.running().for_each(P::send_nmi);
     }
 
-    pub(super) fn end(&mut self) {
+    pub(in crate::vm) fn end(&mut self) {
         self.made.clear();
     }
 
@@ -216,7 +216,7 @@ impl<P: Processor> Vcpus<P> {
 
 impl KvmMachine {
     /// What it takes to have `desired` vCPUs.
-    pub(super) fn vcpus_step(&self, desired: u8) -> Result<Step, VmError> {
+    pub(in crate::vm) fn vcpus_step(&self, desired: u8) -> Result<Step, VmError> {
         self.vcpus.registers.plug(|plug| plug.step(desired)).map_err(|Pending(leaving)| {
             self.hotplug.count(KIND, "resize", "pending");
             VmError::VcpusLeaving {
@@ -227,7 +227,7 @@ impl KvmMachine {
 
     /// Takes `step` to `desired` vCPUs: those that come are there at once, those that go are
     /// requested from the guest.
-    pub(super) fn change_vcpus(&mut self, desired: u8, step: Step) -> Result<(), VmError> {
+    pub(in crate::vm) fn change_vcpus(&mut self, desired: u8, step: Step) -> Result<(), VmError> {
         let registers = Arc::clone(&self.vcpus.registers);
         match step {
             Step::Nothing => {
@@ -256,7 +256,7 @@ impl KvmMachine {
     }
 
     /// The guest has let a vCPU go.
-    pub(super) fn park_vcpu(&mut self, index: u8) {
+    pub(in crate::vm) fn park_vcpu(&mut self, index: u8) {
         self.hotplug.count(KIND, "remove", "ok");
         if let Some(vcpus) = self.vcpus.park(index) {
             info!(vcpus, "vCPUs are removed");

@@ -1,26 +1,18 @@
 //! A VM on KVM: what was built, and how it ends.
 
+pub(super) mod clock;
+pub(super) mod dimms;
+pub(super) mod governing;
+pub(super) mod lost;
+pub(super) mod resident;
+pub(super) mod vcpus;
+pub mod zone_metrics;
+
 use std::sync::Arc;
 
 use balloon::proto::descriptor_bytes;
 use tracing::warn;
 
-use super::attached::AttachedVolume;
-use super::builder;
-use super::clock::GuestClock;
-use super::hotplug::{Leaving, bdf};
-use super::hotplug_metrics::HotplugMetrics;
-use super::owner::{EventSender, Machine, MachineFactory, Standstill};
-use super::pools::OpenPool;
-use super::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, ResizeStatus,
-    VmError, VolumeInfo, ZoneInfo,
-};
-use super::resident::Resident;
-use super::resize_plan::{ResizePlan, ResizeStep};
-use super::resources::{PmemFiles, Resources};
-use super::taps::{self, Taps};
-use super::vcpus::Vcpus;
 use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::acpi::hotplug::HotplugPage;
 use crate::config::{ConsoleMode, DeviceConfig, VmConfig};
@@ -40,41 +32,57 @@ use crate::metrics::Registration;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::mem::MemHandle;
+use crate::vm::build::builder;
+use crate::vm::build::resources::{PmemFiles, Resources};
+use crate::vm::build::taps::{self, Taps};
+use crate::vm::devices::hotplug::{Leaving, bdf};
+use crate::vm::devices::hotplug_metrics::HotplugMetrics;
+use crate::vm::machine::clock::GuestClock;
+use crate::vm::machine::resident::Resident;
+use crate::vm::machine::vcpus::Vcpus;
+use crate::vm::owner::{EventSender, Machine, MachineFactory, Standstill};
+use crate::vm::pm::attached::AttachedVolume;
+use crate::vm::pm::pools::OpenPool;
+use crate::vm::request::{
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, ResizeStatus,
+    VmError, VolumeInfo, ZoneInfo,
+};
+use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 use crate::volume::guest_btt::GuestBtt;
 use crate::volume::kernel_gate::GuestKernel;
 
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub struct KvmMachine {
-    pub(super) vcpus: Vcpus,
-    pub(super) clock: Arc<GuestClock>,
-    pub(super) governor: GovernorHandle,
-    pub(super) devices: DeviceList,
-    pub(super) context: DeviceContext,
+    pub(in crate::vm) vcpus: Vcpus,
+    pub(in crate::vm) clock: Arc<GuestClock>,
+    pub(in crate::vm) governor: GovernorHandle,
+    pub(in crate::vm) devices: DeviceList,
+    pub(in crate::vm) context: DeviceContext,
     /// Sources of metrics that exist as long as the machine.
-    pub(super) _exposed: Vec<Registration>,
+    pub(in crate::vm) _exposed: Vec<Registration>,
     /// Devices that the guest has let go.
-    pub(super) leaving: Leaving,
+    pub(in crate::vm) leaving: Leaving,
     /// Of devices without threads of their own, and of memory.
-    pub(super) _loops: [EventLoop; 2],
+    pub(in crate::vm) _loops: [EventLoop; 2],
     /// Watches files, if there were some when it was made.
-    pub(super) lost_loop: EventLoop,
-    pub(super) events: EventSender,
+    pub(in crate::vm) lost_loop: EventLoop,
+    pub(in crate::vm) events: EventSender,
     /// Takes agents of a vsock device that comes.
-    pub(super) agents: Agents,
-    pub(super) ged: Arc<GenericEventDevice>,
-    pub(super) page: Arc<HotplugPage>,
-    pub(super) hotplug: Arc<HotplugMetrics>,
-    pub(super) told: Events,
-    pub(super) dimms: Option<Dimms>,
-    pub(super) taps: Taps,
-    pub(super) pmem_files: PmemFiles,
-    pub(super) lines: Lines,
-    pub(super) resident: Arc<Resident>,
-    pub(super) volumes: Vec<AttachedVolume>,
-    pub(super) pools: Vec<OpenPool>,
-    pub(super) guest_btt: Arc<GuestBtt>,
+    pub(in crate::vm) agents: Agents,
+    pub(in crate::vm) ged: Arc<GenericEventDevice>,
+    pub(in crate::vm) page: Arc<HotplugPage>,
+    pub(in crate::vm) hotplug: Arc<HotplugMetrics>,
+    pub(in crate::vm) told: Events,
+    pub(in crate::vm) dimms: Option<Dimms>,
+    pub(in crate::vm) taps: Taps,
+    pub(in crate::vm) pmem_files: PmemFiles,
+    pub(in crate::vm) lines: Lines,
+    pub(in crate::vm) resident: Arc<Resident>,
+    pub(in crate::vm) volumes: Vec<AttachedVolume>,
+    pub(in crate::vm) pools: Vec<OpenPool>,
+    pub(in crate::vm) guest_btt: Arc<GuestBtt>,
     /// Last: nothing may touch it any more.
-    pub(super) memory: Memory,
+    pub(in crate::vm) memory: Memory,
 }
 
 impl Drop for KvmMachine {
@@ -328,7 +336,7 @@ impl MachineFactory for KvmFactory {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(in crate::vm) mod tests {
     use std::sync::atomic::AtomicU64;
     use std::time::{Duration, Instant};
 

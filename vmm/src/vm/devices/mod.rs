@@ -1,14 +1,15 @@
 //! Devices of a machine, in the order of their slots. Each folder builds its device; here are the
 //! lists, and the connections to the governor.
 
+pub(super) mod hotplug;
+pub(crate) mod hotplug_metrics;
+
 use std::sync::Arc;
 use std::time::Instant;
 
 use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
 
-use super::error::BuildError;
-use super::resources::Resources;
 use crate::config::{BalloonConfig, ConsoleMode, DiskConfig, NetConfig, VmConfig, VsockConfig};
 use crate::device::{AttachedDevice, DeviceContext, DeviceList, SetupResult};
 use crate::event_loop::EventLoopHandle;
@@ -25,6 +26,8 @@ use crate::virtio::mem::{MemEvent, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER}
 use crate::virtio::net::tap::Tap;
 use crate::virtio::vsock::{GuestPorts, VsockPorts};
 use crate::virtio::{balloon as balloon_device, block, console, mem, net, rng, vsock};
+use crate::vm::build::error::BuildError;
+use crate::vm::build::resources::Resources;
 use crate::volume::build::build_file;
 use balloon::UNSUPPORTED_DRIVER_REASON;
 
@@ -32,7 +35,7 @@ use balloon::UNSUPPORTED_DRIVER_REASON;
 const SERIAL_LEN: u64 = 8;
 
 /// COM1, with the registration of its metrics.
-pub(super) fn attach_serial(
+pub(in crate::vm) fn attach_serial(
     config: &VmConfig,
     files: &mut ConsoleFiles,
     context: &DeviceContext,
@@ -50,7 +53,7 @@ pub(super) fn attach_serial(
 }
 
 /// Attaches the devices that stay as long as the machine.
-pub(super) fn attach_fixed(
+pub(in crate::vm) fn attach_fixed(
     config: &VmConfig,
     files: &mut ConsoleFiles,
     context: &DeviceContext,
@@ -71,7 +74,7 @@ pub(super) fn attach_fixed(
 
 /// Attaches the devices that may be added and removed, except files of `--pmem`: they have their
 /// slots behind volumes.
-pub(super) fn attach_removable(
+pub(in crate::vm) fn attach_removable(
     config: &VmConfig,
     resources: &Resources,
     context: &DeviceContext,
@@ -87,7 +90,7 @@ pub(super) fn attach_removable(
 }
 
 /// Attaches the files of `--pmem`, in their order: the guest numbers them so.
-pub(super) fn attach_files(
+pub(in crate::vm) fn attach_files(
     resources: &Resources,
     memory: &mut Memory,
     context: &DeviceContext,
@@ -100,14 +103,14 @@ pub(super) fn attach_files(
     Ok(())
 }
 
-pub(super) fn build_disk(
+pub(in crate::vm) fn build_disk(
     config: &DiskConfig,
     context: &DeviceContext,
 ) -> Result<AttachedDevice, BuildError> {
     block::build(config, context).map_err(BuildError::device("--disk"))
 }
 
-pub(super) fn build_net(
+pub(in crate::vm) fn build_net(
     config: &NetConfig,
     tap: &Arc<Tap>,
     context: &DeviceContext,
@@ -117,7 +120,7 @@ pub(super) fn build_net(
 }
 
 /// Sockets between guest and host. The agent's port ends in this process.
-pub(super) fn build_vsock(
+pub(in crate::vm) fn build_vsock(
     config: &VsockConfig,
     agents: &Agents,
     context: &DeviceContext,
@@ -130,7 +133,7 @@ pub(super) fn build_vsock(
 }
 
 /// A balloon. `plugged` is notified of each change.
-pub(super) fn build_balloon(
+pub(in crate::vm) fn build_balloon(
     config: &BalloonConfig,
     memory: &Memory,
     plugged: &Arc<Notify>,
@@ -144,7 +147,7 @@ pub(super) fn build_balloon(
 
 /// Who hears of what becomes of zones.
 #[derive(Clone)]
-pub(super) struct MemorySignals {
+pub(in crate::vm) struct MemorySignals {
     /// Notified when something changes.
     pub plugged: Arc<Notify>,
     /// Told what has come of a request.
@@ -194,7 +197,7 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
 }
 
 /// Attaches a virtio-mem device for each hotplug part.
-pub(super) fn attach_memory(
+pub(in crate::vm) fn attach_memory(
     memory: &mut Memory,
     event_loop: &EventLoopHandle,
     signals: &MemorySignals,

@@ -3,24 +3,24 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::request::{PoolInfo, PoolStatus};
 use crate::pool::PmPool;
+use crate::vm::request::{PoolInfo, PoolStatus};
 
 /// A pool that memory or a volume of the machine is of.
-pub(super) struct OpenPool {
+pub(in crate::vm) struct OpenPool {
     path: PathBuf,
     pool: Arc<dyn PmPool>,
 }
 
 impl OpenPool {
     /// The pool at `path`.
-    pub(super) fn new(path: &Path, pool: &Arc<dyn PmPool>) -> Self {
+    pub(in crate::vm) fn new(path: &Path, pool: &Arc<dyn PmPool>) -> Self {
         Self { path: path.to_owned(), pool: Arc::clone(pool) }
     }
 
     /// What `pool.info` tells. Nobody waits for it: not for the media, nor for who changes the
     /// pool.
-    pub(super) fn info(&self) -> PoolInfo {
+    pub(in crate::vm) fn info(&self) -> PoolInfo {
         let info = self.pool.info();
         PoolInfo {
             path: self.path.display().to_string(),

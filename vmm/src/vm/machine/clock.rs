@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use tracing::debug;
 
 /// Nanoseconds that the guest has seen go by.
-pub(super) trait Source: Send + Sync {
+pub(in crate::vm) trait Source: Send + Sync {
     /// What it says now.
     fn get_ns(&self) -> Result<u64, kvm_ioctls::Error>;
     /// What it is to say from now on.
@@ -38,22 +38,22 @@ struct Held {
 }
 
 /// The clock of a VM.
-pub(super) struct GuestClock {
+pub(in crate::vm) struct GuestClock {
     source: Box<dyn Source>,
     held: Mutex<Held>,
 }
 
 /// A pause that has been asked for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pause(u64);
+pub(in crate::vm) struct Pause(u64);
 
 impl GuestClock {
-    pub(super) fn new(source: impl Source + 'static) -> Self {
+    pub(in crate::vm) fn new(source: impl Source + 'static) -> Self {
         Self { source: Box::new(source), held: Mutex::default() }
     }
 
     /// vCPUs are told to pause.
-    pub(super) fn pause(&self) -> Pause {
+    pub(in crate::vm) fn pause(&self) -> Pause {
         let mut held = self.held.lock();
         held.era += 1;
         Pause(held.era)
@@ -61,7 +61,7 @@ impl GuestClock {
 
     /// They are out of the guest, unless they were told otherwise since: then it is of no interest
     /// any more what the clock says.
-    pub(super) fn hold(&self, pause: Pause) {
+    pub(in crate::vm) fn hold(&self, pause: Pause) {
         let mut held = self.held.lock();
         if held.era == pause.0 && held.ns.is_none() {
             held.ns = self
@@ -73,7 +73,7 @@ impl GuestClock {
     }
 
     /// They are about to go on.
-    pub(super) fn release(&self) {
+    pub(in crate::vm) fn release(&self) {
         let mut held = self.held.lock();
         held.era += 1;
         if let Some(ns) = held.ns.take()
@@ -85,7 +85,7 @@ impl GuestClock {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(in crate::vm) mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use super::*;

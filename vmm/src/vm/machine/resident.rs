@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tracing::warn;
 
-use super::cached::Cached;
-use super::request::{Reply, ZoneInfo};
+use crate::vm::owner::cached::Cached;
+use crate::vm::request::{Reply, ZoneInfo};
 
 /// It is found out no more often than that while nothing is plugged or unplugged, whoever asks: the
 /// kernel walks the page tables of all mappings for it, which takes milliseconds.

@@ -2,8 +2,6 @@
 
 use thiserror::Error;
 
-use super::kvm::KvmError;
-use super::named_twice::NamedTwice;
 use crate::acpi::AcpiError;
 use crate::boot::BootError;
 use crate::bus::BusError;
@@ -15,6 +13,8 @@ use crate::unix_socket::UnixSocketError;
 use crate::virtio::net::tap::TapError;
 use crate::virtio::transport::pci::TransportError;
 use crate::virtio::vsock::VsockError;
+use crate::vm::build::kvm::KvmError;
+use crate::vm::build::named_twice::NamedTwice;
 use crate::volume::file::PmemFileError;
 use crate::volume::interface::InterfaceError;
 

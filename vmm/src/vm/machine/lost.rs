@@ -7,10 +7,6 @@ use std::time::Duration;
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::error::BuildError;
-use super::owner::{EventSender, MachineEvent};
-use super::resources::Resources;
-use super::zones;
 use crate::config::VmConfig;
 use crate::event_loop::EventLoop;
 use crate::log::sparsely;
@@ -18,6 +14,10 @@ use crate::memory::Memory;
 use crate::memory::backing::Reservation;
 use crate::memory::lost::LostMemory;
 use crate::memory::zone::Tier;
+use crate::vm::build::error::BuildError;
+use crate::vm::build::resources::Resources;
+use crate::vm::build::zones;
+use crate::vm::owner::{EventSender, MachineEvent};
 
 /// How often files are asked for their length: as long may a vCPU try to reach what was cut off.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -26,7 +26,7 @@ const LOST: u32 = 0;
 const LOOK: u32 = 1;
 
 /// Watches the zones; a zone of PM may have any part of its pool.
-pub(super) fn watch_zones(
+pub(in crate::vm) fn watch_zones(
     config: &VmConfig,
     resources: &Resources,
     memory: &Memory,
@@ -75,7 +75,7 @@ struct Watcher {
 
 /// Pauses the VM when memory is lost, as long as the loop that this returns is there. It has a
 /// thread of its own: the others may wait for what is lost.
-pub(super) fn watch(
+pub(in crate::vm) fn watch(
     memory: &Arc<LostMemory>,
     events: &EventSender,
 ) -> Result<EventLoop, BuildError> {

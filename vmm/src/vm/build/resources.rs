@@ -12,9 +12,6 @@ use parking_lot::Mutex;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
-use super::error::BuildError;
-use super::pools::OpenPool;
-use super::taps::Taps;
 use crate::config::{PmemConfig, VmConfig};
 use crate::events::Events;
 use crate::file_id::{FileId, is_same};
@@ -24,6 +21,9 @@ use crate::metrics::Metrics;
 use crate::pool::PoolMetrics;
 use crate::pool::{LocalPool, PmPool};
 use crate::virtio::mem::PlugBudgets;
+use crate::vm::build::error::BuildError;
+use crate::vm::build::taps::Taps;
+use crate::vm::pm::pools::OpenPool;
 use crate::volume::file::PmemFile;
 use crate::volume::plan::{Step, plan};
 
@@ -75,7 +75,7 @@ impl Resources {
     }
 
     /// Budgets of the VM's zones.
-    pub(super) fn plug_budgets(&mut self) -> &mut PlugBudgets {
+    pub(in crate::vm) fn plug_budgets(&mut self) -> &mut PlugBudgets {
         &mut self.plug_budgets
     }
 
@@ -93,7 +93,7 @@ impl Resources {
     /// Returns `config` with one path for each pool: the path that the VM's configuration has named
     /// first. A path is looked up once in the life of a VM, so a link that changes later has no
     /// effect.
-    pub(super) fn with_one_path_for_each_pool(&mut self, config: &VmConfig) -> VmConfig {
+    pub(in crate::vm) fn with_one_path_for_each_pool(&mut self, config: &VmConfig) -> VmConfig {
         let mut config = config.clone();
         let zones = config.pm_memory.iter_mut().map(|zone| &mut zone.pool);
         for path in zones.chain(config.pm_volumes.iter_mut().map(|volume| &mut volume.pool)) {
@@ -119,7 +119,7 @@ impl Resources {
     ///
     /// Returns the step for each volume of `config`, in their order. A pool is refused if its size
     /// does not suffice for the VM's volumes and for the memory that its zones may need.
-    pub(super) fn open_pools(&mut self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
+    pub(in crate::vm) fn open_pools(&mut self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
         self.pools.retain(|path, pool| {
             let failed = pool.has_failed();
             if failed {
@@ -186,7 +186,7 @@ impl Resources {
     }
 
     /// All pools, in the order of their paths.
-    pub(super) fn pools(&self) -> Vec<OpenPool> {
+    pub(in crate::vm) fn pools(&self) -> Vec<OpenPool> {
         self.pools.iter().map(|(path, pool)| OpenPool::new(path, pool)).collect()
     }
 
@@ -278,7 +278,7 @@ impl PmemFiles {
     }
 }
 
-pub(super) fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
+pub(in crate::vm) fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
     PmemFile::open(config).map(Arc::new).map_err(BuildError::device(config.flag()))
 }
 

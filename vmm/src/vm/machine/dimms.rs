@@ -3,19 +3,19 @@
 use foreshore_types::size::Size;
 use tracing::{info, warn};
 
-use super::machine::KvmMachine;
-use super::request::VmError;
 use crate::acpi::ged;
 use crate::events::Event;
 use crate::governor::DESCRIPTOR_LACK;
 use crate::memory::dimms::DimmError;
+use crate::vm::machine::KvmMachine;
+use crate::vm::request::VmError;
 
 /// What counts DIMMs that have come, or not.
 const KIND: &str = "dimm";
 
 impl KvmMachine {
     /// What is missing to `size_bytes`, if it can come as one DIMM.
-    pub(super) fn missing_bytes(&self, size_bytes: u64) -> Result<u64, VmError> {
+    pub(in crate::vm) fn missing_bytes(&self, size_bytes: u64) -> Result<u64, VmError> {
         // What is asked for is what the next boot begins with. A guest that reboots into a layout
         // that cannot be would end its VM.
         self.memory.could_boot_with(0, size_bytes).map_err(|err| {
@@ -75,7 +75,7 @@ impl KvmMachine {
     /// Adds `more` bytes, which are missing to `size_bytes`, as one DIMM, and notifies the guest.
     /// Memory that was added by ACPI cannot be removed: a smaller size has no effect before the
     /// next boot.
-    pub(super) fn grow_by_dimm(&mut self, size_bytes: u64, more: u64) -> Result<(), VmError> {
+    pub(in crate::vm) fn grow_by_dimm(&mut self, size_bytes: u64, more: u64) -> Result<(), VmError> {
         let there = self.dram_bytes();
         let Some(dimms) = self.dimms.as_mut().filter(|_| more > 0) else {
             if size_bytes < there {

@@ -7,8 +7,10 @@
 //!  vCPUs, devices ► MachineEvent┘
 //! ```
 
+pub(super) mod cached;
 mod machine;
 mod restart;
+pub mod state;
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,16 +24,16 @@ use tracing::{error, info};
 
 pub use self::machine::{Machine, MachineFactory};
 pub use self::restart::RestartMetrics;
-use super::request::{
-    PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
-    VmRequest, VmState, check_vcpus, device_tree,
-};
-use super::state::{self, RestartGuard, Verb};
-use super::{named_twice, taps};
+use self::state::{RestartGuard, Verb};
 use crate::config::{AtGuestShutdown, DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
 use crate::governor::info::PressureChange;
+use crate::vm::build::{named_twice, taps};
+use crate::vm::request::{
+    PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
+    VmRequest, VmState, check_vcpus, device_tree,
+};
 
 /// Waits until everything of a machine stands still, or the machine has been resumed or dropped.
 pub type Standstill = Box<dyn FnOnce() + Send>;

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use super::error::BuildError;
 use crate::config::{GivenFd, MacAddress, NetConfig, VmConfig};
 use crate::virtio::net::tap::{HostInterface, Tap, TapError, TapOptions, check_given};
+use crate::vm::build::error::BuildError;
 
 /// The interfaces of `--net`: those of the VM's configuration, in its order. Shared with the
 /// machine, to which they are added and from which they are removed.
@@ -65,7 +65,7 @@ impl Taps {
     }
 }
 
-pub(super) fn open(net: &NetConfig) -> Result<Arc<Tap>, BuildError> {
+pub(in crate::vm) fn open(net: &NetConfig) -> Result<Arc<Tap>, BuildError> {
     let flag = format!("--net id={}", net.id.as_deref().unwrap_or_default());
     open_tap(net).map(Arc::new).map_err(BuildError::device(flag))
 }

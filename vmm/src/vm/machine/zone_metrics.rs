@@ -2,8 +2,8 @@
 
 use balloon::DriverState;
 
-use super::request::{ResizeStatus, ZoneInfo};
 use crate::metrics::{Expose, Exposition, Family, Labels, and, one};
+use crate::vm::request::{ResizeStatus, ZoneInfo};
 
 /// State of all zones at a scrape.
 #[derive(Debug, Default)]

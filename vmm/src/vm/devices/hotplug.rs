@@ -29,15 +29,17 @@ use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
 
-use super::error::BuildError;
-use super::hotplug_metrics::HotplugMetrics;
-use super::machine::KvmMachine;
-use super::request::{PciDeviceInfo, VmError};
-use super::{devices, lost, resources, taps};
 use crate::acpi::ged;
 use crate::config::DeviceConfig;
 use crate::device::AttachedDevice;
 use crate::events::{Event, Events};
+use crate::vm::build::error::BuildError;
+use crate::vm::build::{resources, taps};
+use crate::vm::devices;
+use crate::vm::devices::hotplug_metrics::HotplugMetrics;
+use crate::vm::machine::KvmMachine;
+use crate::vm::machine::lost;
+use crate::vm::request::{PciDeviceInfo, VmError};
 use crate::volume::build::build_file;
 
 /// How long who adds a device waits for the ends of those of its kind: a disk may wait for its host
@@ -45,13 +47,13 @@ use crate::volume::build::build_file;
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// Where a slot's device is, as PCI counts.
-pub(super) fn bdf(slot: u8) -> String {
+pub(in crate::vm) fn bdf(slot: u8) -> String {
     format!("0000:00:{slot:02x}.0")
 }
 
 /// Devices that are gone for the guest, each being stopped by a thread of its own.
 #[derive(Default)]
-pub(super) struct Leaving(Vec<Ending>);
+pub(in crate::vm) struct Leaving(Vec<Ending>);
 
 struct Ending {
     kind: &'static str,
@@ -81,7 +83,7 @@ impl Leaving {
     }
 
     /// Waits until all are.
-    pub(super) fn wait(&mut self) {
+    pub(in crate::vm) fn wait(&mut self) {
         for ending in self.0.drain(..) {
             if ending.thread.join().is_err() {
                 error!("The end of a device has panicked");
@@ -105,7 +107,7 @@ impl Leaving {
 
 impl KvmMachine {
     /// Steps 2 to 5 of adding.
-    pub(super) fn add(
+    pub(in crate::vm) fn add(
         &mut self,
         id: &str,
         device: &DeviceConfig,
@@ -198,7 +200,7 @@ impl KvmMachine {
     }
 
     /// Step 1 of removing.
-    pub(super) fn ask_to_let_go(&mut self, id: &str) -> Result<(), VmError> {
+    pub(in crate::vm) fn ask_to_let_go(&mut self, id: &str) -> Result<(), VmError> {
         let Some(attached) = self.devices.iter_mut().find(|attached| attached.id == id) else {
             return Err(VmError::NoSuchDevice { id: id.to_owned() });
         };
@@ -220,7 +222,7 @@ impl KvmMachine {
     }
 
     /// Steps 4 and 5.
-    pub(super) fn let_go(&mut self, slot: u8) {
+    pub(in crate::vm) fn let_go(&mut self, slot: u8) {
         // Another device may be in the slot by now, and may have been asked to go as well.
         let gone = self.devices.extract_if(.., |attached| {
             attached.slot == slot && attached.is_leaving && !attached.is_on_bus()
@@ -245,7 +247,7 @@ impl KvmMachine {
 }
 
 /// Counters of a machine that has these devices.
-pub(super) fn metrics(devices: &[AttachedDevice]) -> Arc<HotplugMetrics> {
+pub(in crate::vm) fn metrics(devices: &[AttachedDevice]) -> Arc<HotplugMetrics> {
     let metrics = HotplugMetrics::default();
     metrics.devices.store(devices.len() as u64, Ordering::Relaxed);
     Arc::new(metrics)
@@ -264,7 +266,7 @@ mod tests {
     use crate::disk::image::{ImageOptions, RawImage};
     use crate::virtio::block::BlockHandle;
     use crate::vm::machine::tests::{machine, machine_on};
-    use crate::vm::zone_metrics::ZoneMetrics;
+    use crate::vm::machine::zone_metrics::ZoneMetrics;
 
     struct Rig {
         folder: TempDir,

@@ -9,8 +9,6 @@ use balloon::{Distances, DriverState, Shortfall, Tier as GovernedTier, ZoneSizes
 use tokio::sync::Notify;
 use tracing::{debug, error, warn};
 
-use super::error::BuildError;
-use super::resources::Resources;
 use crate::config::BALLOON_ZONE;
 use crate::config::{RECORD_BYTES, Topology, VmConfig};
 use crate::governor::core::Core;
@@ -23,6 +21,8 @@ use crate::memory::zone::Tier;
 use crate::pool::PoolInfo;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::mem::{MemHandle, RequestSizeError};
+use crate::vm::build::error::BuildError;
+use crate::vm::build::resources::Resources;
 use crate::volume::guest_btt::GuestBtt;
 
 impl ZoneDevice for MemHandle {
@@ -129,18 +129,18 @@ fn offered_bytes(pool: &PoolInfo) -> u64 {
 }
 
 /// The memory of a machine, to its governor.
-pub(super) struct Governed<'a> {
+pub(in crate::vm) struct Governed<'a> {
     /// Its virtio-mem devices.
-    pub(super) handles: &'a [MemHandle],
-    pub(super) balloon: Option<&'a BalloonHandle>,
+    pub(in crate::vm) handles: &'a [MemHandle],
+    pub(in crate::vm) balloon: Option<&'a BalloonHandle>,
     /// What comes and is not sized.
-    pub(super) beside: Beside,
+    pub(in crate::vm) beside: Beside,
     /// Tells that what is plugged has changed.
-    pub(super) plugged: Arc<Notify>,
+    pub(in crate::vm) plugged: Arc<Notify>,
 }
 
 /// Starts the governor of a machine that is about to run.
-pub(super) fn start(
+pub(in crate::vm) fn start(
     config: &VmConfig,
     resources: &Resources,
     governed: Governed<'_>,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::request::{VmError, VmState};
+use crate::vm::request::{VmError, VmState};
 
 /// What is asked of a VM as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use crate::pool::{PmPool, PoolError};
 ///
 /// Drop everything that has these volumes open first.
 #[derive(Default)]
-pub(super) struct CreatedVolumes(Vec<Created>);
+pub(in crate::vm) struct CreatedVolumes(Vec<Created>);
 
 struct Created {
     path: PathBuf,
@@ -23,7 +23,7 @@ struct Created {
 
 impl CreatedVolumes {
     /// Creates the volume of `config` in its pool.
-    pub(super) fn create(
+    pub(in crate::vm) fn create(
         &mut self,
         config: &PmVolumeConfig,
         pool: &Arc<dyn PmPool>,
@@ -36,7 +36,7 @@ impl CreatedVolumes {
     }
 
     /// Keeps the volumes, because the start has succeeded.
-    pub(super) fn keep(&mut self) {
+    pub(in crate::vm) fn keep(&mut self) {
         self.0.clear();
     }
 }

@@ -14,7 +14,6 @@ use std::sync::OnceLock;
 
 use thiserror::Error;
 
-use super::request::VmError;
 use crate::config::{
     ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, Launch, MetricsAddress, VmConfig,
 };
@@ -22,6 +21,7 @@ use crate::events::EventMonitor;
 use crate::file_id::{FileId, folder_of, link_target};
 use crate::host_console::names_beside;
 use crate::standard_stream;
+use crate::vm::request::VmError;
 
 /// Two flags name one file or device, and at least one of them writes to it.
 #[derive(Debug, Error, PartialEq, Eq)]

@@ -4,28 +4,28 @@ use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::request::{VolumeInfo, VolumeStatus};
 use crate::config::PmVolumeConfig;
 use crate::persist::FirstFailure;
 use crate::pool::PmPool;
+use crate::vm::request::{VolumeInfo, VolumeStatus};
 use crate::volume::interface::Chosen;
 use crate::volume::kernel_gate::Verdict;
 
 /// What is known of an open volume.
-pub(super) struct Opened {
+pub(in crate::vm) struct Opened {
     /// Its size as the guest sees it.
-    pub(super) size_bytes: u64,
+    pub(in crate::vm) size_bytes: u64,
     /// In how many pieces it lies in the pool.
-    pub(super) extents: usize,
+    pub(in crate::vm) extents: usize,
     /// First failure of a flush.
-    pub(super) failure: FirstFailure,
+    pub(in crate::vm) failure: FirstFailure,
     /// Resources that its device does not hold: the open volume, and the mapping and the metrics
     /// of an NVDIMM.
-    pub(super) _kept: Vec<Box<dyn Any + Send>>,
+    pub(in crate::vm) _kept: Vec<Box<dyn Any + Send>>,
 }
 
 /// A volume that the guest has. It is open, and so nobody else's, as long as the machine lives.
-pub(super) struct AttachedVolume {
+pub(in crate::vm) struct AttachedVolume {
     config: PmVolumeConfig,
     interface: Chosen,
     pool: Arc<dyn PmPool>,
@@ -34,7 +34,7 @@ pub(super) struct AttachedVolume {
 
 impl AttachedVolume {
     /// The volume of `config` in `pool`, shown by `interface`.
-    pub(super) fn new(
+    pub(in crate::vm) fn new(
         config: &PmVolumeConfig,
         interface: Chosen,
         pool: &Arc<dyn PmPool>,
@@ -43,16 +43,16 @@ impl AttachedVolume {
         Self { config: config.clone(), interface, pool: Arc::clone(pool), opened }
     }
 
-    pub(super) fn pool_path(&self) -> &Path {
+    pub(in crate::vm) fn pool_path(&self) -> &Path {
         &self.config.pool
     }
 
-    pub(super) fn name(&self) -> &str {
+    pub(in crate::vm) fn name(&self) -> &str {
         &self.config.name
     }
 
     /// What `vm.volumes` tells; `guest_btt` is what is thought of the guest's driver.
-    pub(super) fn info(&self, guest_btt: Option<Verdict>) -> VolumeInfo {
+    pub(in crate::vm) fn info(&self, guest_btt: Option<Verdict>) -> VolumeInfo {
         VolumeInfo {
             pool: self.pool_path().display().to_string(),
             name: self.name().to_owned(),
