@@ -441,8 +441,8 @@ impl Memory {
 }
 
 /// File in guest memory. Dropping it removes the file from the guest's memory and from that of
-/// devices, and waits for accesses of devices that are under way. A range whose slot KVM keeps stays
-/// mapped.
+/// devices, and waits for accesses of devices that are under way. A range stays mapped if KVM keeps
+/// its slot.
 pub struct MappedRange {
     /// Where the guest sees it.
     pub guest: GuestRange,

@@ -372,8 +372,8 @@ fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
         .collect()
 }
 
-/// Names of the types in `folder` that implement `Expose`, without those of devices without options:
-/// all of these are built.
+/// Names of the types in `folder` that implement `Expose`. Devices without options are left out,
+/// because all of them are built.
 fn types_that_expose(folder: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     let module = std::fs::read_to_string(folder.join("mod.rs")).unwrap_or_default();
