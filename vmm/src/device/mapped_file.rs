@@ -1,5 +1,6 @@
 //! Files in guest memory.
 
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
 use super::{DeviceContext, SetupResult};
@@ -7,7 +8,6 @@ use crate::memory::backing::Access;
 use crate::memory::layout::GuestRange;
 use crate::memory::lost::WatchedRange;
 use crate::memory::{MappedRange, Memory};
-use crate::pool::Extent;
 
 /// File in guest memory, or a part of one. Dropping it removes the file from guest memory; the
 /// device that shows it is not on the bus any more.
@@ -22,14 +22,14 @@ impl MappedFile {
     /// is lost.
     pub fn new(
         name: &str,
-        (file, extents): (BorrowedFd<'_>, &[Extent]),
+        (file, extents): (BorrowedFd<'_>, &[Range<u64>]),
         access: Access,
         memory: &mut Memory,
         context: &DeviceContext,
     ) -> SetupResult<Self> {
         let range = memory.add_file_range(file, extents, access)?;
         // The rest of the file is not the device's to lose.
-        let end = extents.iter().map(|extent| extent.offset + extent.len).max().unwrap_or(0);
+        let end = extents.iter().map(|extent| extent.end).max().unwrap_or(0);
         let _watched = context.lost.watch_mapped(name, &range.reservation, file, end)?;
         Ok(Self { _watched, range })
     }

@@ -201,7 +201,7 @@ impl KvmMachine {
     fn balloon_target(&self, size_bytes: u64) -> Result<Option<ResizeTarget>, VmError> {
         let refuse =
             |reason| VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}"));
-        let Some(balloon) = &self.balloon else {
+        let Some(balloon) = self.balloon_handle() else {
             let refused = || refuse("the VM has no balloon".to_owned());
             return if size_bytes == 0 { Ok(None) } else { Err(refused()) };
         };

@@ -75,7 +75,11 @@ impl KvmMachine {
     /// Adds `more` bytes, which are missing to `size_bytes`, as one DIMM, and notifies the guest.
     /// Memory that was added by ACPI cannot be removed: a smaller size has no effect before the
     /// next boot.
-    pub(in crate::vm) fn grow_by_dimm(&mut self, size_bytes: u64, more: u64) -> Result<(), VmError> {
+    pub(in crate::vm) fn grow_by_dimm(
+        &mut self,
+        size_bytes: u64,
+        more: u64,
+    ) -> Result<(), VmError> {
         let there = self.dram_bytes();
         let Some(dimms) = self.dimms.as_mut().filter(|_| more > 0) else {
             if size_bytes < there {

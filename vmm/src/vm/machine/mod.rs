@@ -248,6 +248,10 @@ impl Machine for KvmMachine {
 }
 
 impl KvmMachine {
+    pub(in crate::vm) fn balloon_handle(&self) -> Option<&BalloonHandle> {
+        self.devices.handles().next()
+    }
+
     fn dimms_of(&self, spec: &ZoneSpec) -> Option<&Dimms> {
         self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id)
     }
