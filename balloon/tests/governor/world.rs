@@ -129,14 +129,16 @@ impl State {
         match request {
             Request::Size(id, bytes) => {
                 let (zone, index) = (*self.zone(id), id.0 as usize);
-                let is_valid =
-                    aligned(bytes) && (zone.floor_bytes..=zone.max_bytes).contains(&bytes);
+                // A client may have sized the zone below its floor.
+                let floor_bytes = zone.floor_bytes.min(zone.requested_bytes);
+                let is_valid = aligned(bytes) && (floor_bytes..=zone.max_bytes).contains(&bytes);
                 self.expect(is_valid, || format!("{bytes} bytes of {zone:?}"));
                 self.expect(!self.pinned[index], || format!("{id} is pinned"));
                 self.expect(!self.is_dry_run, || format!("{id} is sized in a dry run"));
                 self.expect(!self.is_paused, || format!("{id} is sized in a pause"));
+                // The device ignores a request for less. Memory stays until a driver unplugs it.
                 let is_served =
-                    zone.driver != DriverState::Unsupported || bytes == zone.plugged_bytes;
+                    zone.driver != DriverState::Unsupported || bytes <= zone.requested_bytes;
                 self.expect(is_served, || format!("{id} has no driver for {bytes} bytes"));
             }
             Request::Step { zone: id, size_bytes, goal_bytes } => {
@@ -155,10 +157,14 @@ impl State {
         }
     }
 
-    /// Sets the size as far as the host has memory, as a device does.
+    /// Sets the size as far as the host has memory, as a device does. A device that has refused its
+    /// driver ignores the request.
     fn size(&mut self, id: ZoneId, size_bytes: u64, goal_bytes: u64) {
         let available_bytes = self.available_bytes[id.0 as usize];
         let zone = &mut self.host.zones[id.0 as usize];
+        if zone.driver == DriverState::Unsupported && size_bytes != zone.plugged_bytes {
+            return;
+        }
         let least_bytes = available_bytes.max(zone.plugged_bytes.next_multiple_of(BLOCK_BYTES));
         (zone.shortfall, zone.is_withdrawn) = (None, false);
         zone.requested_bytes = size_bytes.min(least_bytes);
