@@ -369,6 +369,21 @@ mod tests {
     }
 
     #[test]
+    fn receiver_that_fails_ends_a_job_that_is_silent() {
+        let folder = tempfile::tempdir().unwrap();
+        let late = folder.path().join("late");
+        let script = format!("echo first; sleep 20; echo late >{}", late.display());
+        let mut received = Vec::new();
+        let result = stream_output(Command::new("sh").args(["-c", &script]), |bytes| {
+            received.extend_from_slice(bytes);
+            bail!("disk full")
+        });
+        assert_eq!(result.unwrap_err().root_cause().to_string(), "disk full");
+        assert_eq!(received, b"first\n");
+        assert!(!late.exists());
+    }
+
+    #[test]
     fn exit_code_of_a_signal_is_that_of_a_shell() {
         let code =
             |script: &str| exit_code(status(Command::new("sh").args(["-c", script])).unwrap());
