@@ -51,3 +51,26 @@ impl Table {
         self.failures > 0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_aligned_and_failures_name_their_folders() {
+        let checkout = Checkout::new().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("table");
+        let mut table = Table::create(&checkout, &path, "foreshore abc").unwrap();
+        table.add("power", "604203", "1 power cuts").unwrap();
+        assert!(!table.has_failed());
+        table
+            .add_failure("nvdimm on 6.12", "7", &[checkout.path("target/soak/a"), "/b".into()])
+            .unwrap();
+        assert!(table.has_failed());
+        let expected = "measured on: foreshore abc\n\
+                        power                        604203     1 power cuts\n\
+                        nvdimm on 6.12               7          FAILED: see target/soak/a /b\n";
+        assert_eq!(read(&path).unwrap(), expected);
+    }
+}
