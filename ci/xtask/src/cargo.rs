@@ -68,7 +68,8 @@ pub fn run(mut cargo: Command) -> Result<ExitStatus> {
     if io::stderr().is_terminal() {
         return jobs::status(&mut cargo);
     }
-    cargo.env("CARGO_TERM_COLOR", "never");
+    // A bar that the user has turned on would be part of a line.
+    cargo.env("CARGO_TERM_COLOR", "never").env("CARGO_TERM_PROGRESS_WHEN", "never");
     let (progress, started) = (Mutex::new(Progress::default()), Instant::now());
     let lock = || progress.lock().unwrap_or_else(PoisonError::into_inner);
     let (over, is_over) = mpsc::channel::<()>();
