@@ -127,6 +127,7 @@ fn close(log: &mut Log, left: &[String], code: u8) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
     use std::collections::VecDeque;
 
     use super::*;
@@ -175,18 +176,30 @@ mod tests {
         }
     }
 
-    /// The host after the last boot, and the log.
+    thread_local! {
+        /// Shown lines of the lane of this test.
+        static SHOWN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// The host after the last boot, and the log, of which each line must have been shown.
     fn run(tests: &str, boots: impl IntoIterator<Item = Boot>) -> (Script, String) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let tests: Vec<_> = tests.split(' ').map(str::to_owned).collect();
         let boots = boots.into_iter().collect();
         let mut host = Script { boots, has_died: false, tests: Vec::new(), kept: Vec::new() };
-        let mut log = Log::create(&path, 2, |line| assert!(line.starts_with(b"2| "))).unwrap();
+        let mut log = Log::create(&path, 2, |line| {
+            SHOWN.with_borrow_mut(|shown| shown.extend_from_slice(line));
+        })
+        .unwrap();
         run_share(&tests, &mut host, &mut log).unwrap();
         log.finish();
         assert!(host.boots.is_empty());
-        (host, std::fs::read_to_string(&path).unwrap())
+        let shown = String::from_utf8(SHOWN.take()).unwrap();
+        let log = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(shown.replace("2| ", ""), log);
+        assert!(shown.lines().all(|line| line.starts_with("2| ")), "{shown}");
+        (host, log)
     }
 
     /// Logs of lanes whose host does not die.
