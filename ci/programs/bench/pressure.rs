@@ -49,7 +49,7 @@ fn fill(samples: &mut Samples) -> Result<()> {
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure("psi")
         .boot()?;
-    let _hog = guest.hog(FILL_MIB)?;
+    let _hog = guest.hog(FILL_MIB, LIMIT)?;
     let took_ms = wait_for("memory has come online", LIMIT, || {
         let info = guest.get("vm.pressure")?;
         Ok(info["details"]["report_to_online_ms"].as_f64())
@@ -73,7 +73,7 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         // the guest boots and a shrink after that.
         .pressure("psi,idle=1s,max_idle=1s")
         .boot()?;
-    let _base = guest.hog(BASE_MIB)?;
+    let _base = guest.hog(BASE_MIB, LIMIT)?;
     let mut idle = IdleThread::start()?;
     let (mut bursts, mut requests) = (Vec::new(), Vec::new());
     let mut enough = 0;

@@ -18,9 +18,6 @@ pub const BOOT_LIMIT: Duration = Duration::from_secs(60);
 /// For a command that has nothing to wait for.
 const RUN_LIMIT: Duration = Duration::from_secs(60);
 
-/// Between two lines of a load that fills memory, under emulation.
-const HOG_LIMIT: Duration = Duration::from_secs(120);
-
 /// Until the connection to a guest that ends is closed.
 const END_LIMIT: Duration = Duration::from_secs(20);
 
@@ -54,9 +51,10 @@ impl Machine {
         Script::start(&self.endpoint, silence_limit, command)
     }
 
-    /// Starts a load of `mib` that does not compress, and waits until all of it is held.
-    pub fn hog(&self, mib: u64) -> Result<Script> {
-        let mut hog = self.start_script(HOG_LIMIT, &format!("exec guest-tool hog {mib}"))?;
+    /// Starts a load of `mib` that does not compress, and waits until all of it is held. Fails if
+    /// the load is silent for longer than the limit.
+    pub fn hog(&self, mib: u64, silence_limit: Duration) -> Result<Script> {
+        let mut hog = self.start_script(silence_limit, &format!("exec guest-tool hog {mib}"))?;
         hog.wait_for_line(&format!("held {mib}"))?;
         Ok(hog)
     }

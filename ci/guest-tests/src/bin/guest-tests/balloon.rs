@@ -53,7 +53,7 @@ fn statistic(guest: &Guest, name: &str) -> Result<f64> {
 }
 
 fn touch(guest: &Guest, mib: u64) -> Result<()> {
-    drop(guest.hog(mib)?);
+    drop(guest.hog(mib, FOLLOW_LIMIT)?);
     wait_until_freed(guest)
 }
 
@@ -98,7 +98,7 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
         Ok(statistic(&guest, "total")? as u64 / MIB == total_mib && free_mib < 200)
     })?;
     // More than is left: the guest takes it out of the balloon before it kills anybody.
-    let hog = guest.hog(left_mib + 60)?;
+    let hog = guest.hog(left_mib + 60, FOLLOW_LIMIT)?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
     let saved = guest.metric("foreshore_balloon_oom_deflated_bytes_total", &[])?;
     ensure!(
@@ -139,7 +139,7 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
         Ok(back as u64)
     };
     let full = |guest: &Guest| -> Result<u64> {
-        let hog = guest.hog(FREED_MIB)?;
+        let hog = guest.hog(FREED_MIB, FOLLOW_LIMIT)?;
         let full_bytes = guest.rss_bytes()?;
         ensure!(
             full_bytes > FREED_MIB * MIB,
@@ -172,7 +172,7 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
         "Free pages were reported that nobody was to report"
     );
     // And it can be had again.
-    drop(reporting.hog(FREED_MIB)?);
+    drop(reporting.hog(FREED_MIB, FOLLOW_LIMIT)?);
     reporting.no_kernel_complaints()
 }
 
@@ -203,7 +203,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     // More than it has at hand: it comes out of the balloon in time.
     let need_mib = meminfo_mib(&guest, "MemAvailable")? + 100;
     let before_bytes = actual_bytes(&guest)?;
-    let hog = guest.hog(need_mib)?;
+    let hog = guest.hog(need_mib, FOLLOW_LIMIT)?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
     let busy_bytes = actual_bytes(&guest)?;
     ensure!(

@@ -81,7 +81,7 @@ fn grows(kernel: Kernel) -> Result<()> {
     let added = metrics.value("foreshore_hotplug_total", &[("kind", "dimm"), ("result", "ok")])?;
     ensure!(added == 2.0, "{added} DIMMs are counted");
     // More than the guest booted with: it is real memory.
-    let hog = guest.hog(700)?;
+    let hog = guest.hog(700, ONLINE_LIMIT)?;
     let resident = zone(&guest, "dram")?.resident_bytes;
     ensure!(resident >= 700 * MIB, "{resident} bytes are resident with 700 MiB in use");
     drop(hog);
@@ -171,7 +171,7 @@ fn dimms_stay_where_pm_comes_and_goes() -> Result<()> {
     wait_until_online(&guest, before + 128)?;
     let resize_pm = |mib: u64| {
         guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": mib * MIB }))?;
-        wait_until_plugged(&guest, "pm", mib * MIB)
+        wait_until_plugged(&guest, "pm", mib * MIB, ONLINE_LIMIT)
     };
     resize_pm(256)?;
     wait_until_online(&guest, before + 128 + 256)?;

@@ -33,7 +33,7 @@ fn fill_but(guest: &Guest, left_mib: u64) -> Result<Script> {
     let mib = meminfo_mib(guest, "MemAvailable")?
         .checked_sub(left_mib)
         .context("It has less than that already")?;
-    guest.hog(mib)
+    guest.hog(mib, LIMIT)
 }
 
 fn wait_until_grown(guest: &Guest) -> Result<()> {

@@ -136,10 +136,10 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     let memory = "size=257M,shared=on,hotplug_method=virtio-mem,hotplug_size=512M";
     let guest = Guest::builder().memory(memory).pressure("off").boot()?;
     has_all_odd_mebibytes(&guest, 257)?;
-    let plugged = |mib: u64| wait_until_plugged(&guest, "dram", mib * MIB);
+    let plugged = |mib: u64| wait_until_plugged(&guest, "dram", mib * MIB, LIMIT);
     guest.put("vm.resize", json!({ "desired_ram": 769 * MIB }))?;
     plugged(512)?;
-    let hog = guest.hog(350)?;
+    let hog = guest.hog(350, LIMIT)?;
     let [rss, pss] = ["Rss", "Pss"].map(|field| of_memory_files(&guest, field));
     let (rss, pss) = (rss?, pss?);
     ensure!(rss >= 350 * MIB && rss == pss, "Rss is {rss}, Pss {pss}: somebody has them twice");
@@ -162,7 +162,7 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
 fn a_balloon_gives_shared_memory_back() -> Result<()> {
     let builder = Guest::builder().memory("size=513M,shared=on").argument("--balloon", "size=0");
     let guest = builder.pressure("off").boot()?;
-    let hog = guest.hog(300)?;
+    let hog = guest.hog(300, LIMIT)?;
     drop(hog);
     let before = zone(&guest, "dram")?.resident_bytes;
     ensure!(before >= 300 * MIB, "{before} bytes are resident");
@@ -182,7 +182,7 @@ fn memory_is_there_from_the_start_where_it_is_wanted() -> Result<()> {
         let plug = "hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=128M";
         let guest =
             Guest::builder().memory(&format!("size=256M,{keys},{plug}")).pressure("off").boot()?;
-        wait_until_plugged(&guest, "dram", 128 * MIB)?;
+        wait_until_plugged(&guest, "dram", 128 * MIB, LIMIT)?;
         let resident = zone(&guest, "dram")?.resident_bytes;
         ensure!(resident == 384 * MIB, "{keys}: {resident} bytes are resident");
     }
@@ -270,13 +270,13 @@ fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
     let guest =
         in_huge_pages("size=256M").argument("--balloon", "size=0,free_page_reporting=on").boot()?;
     // 1. Free memory goes to the host in whole huge pages, and comes again when the guest uses it.
-    drop(guest.hog(100)?);
+    drop(guest.hog(100, LIMIT)?);
     let metrics = || guest.metrics();
     guest.wait_until("freed huge pages are the host's", LIMIT, || {
         Ok(metrics()?.value("foreshore_balloon_given_back_bytes_total", &[("by", "report")])?
             >= (32 * MIB) as f64)
     })?;
-    drop(guest.hog(100)?);
+    drop(guest.hog(100, LIMIT)?);
     // 2. Memory in the balloon is not available to the guest, but the VM keeps its pages.
     let before = mem_total_mib(&guest)?;
     let resize = |bytes: u64| guest.put("vm.resize", json!({ "desired_balloon": bytes }));
@@ -288,7 +288,7 @@ fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
     ensure!(parts >= 8192.0, "{parts} pages of huge pages stay with the VM");
     resize(0)?;
     guest.wait_until("the balloon is empty", LIMIT, || Ok(mem_total_mib(&guest)? == before))?;
-    drop(guest.hog(100)?);
+    drop(guest.hog(100, LIMIT)?);
     guest.no_kernel_complaints()?;
     drop(guest);
     aside.all_are_back()
@@ -310,7 +310,7 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     let guest = builder.boot()?;
     ensure!(aside.available()? == 48, "The guest's are not set aside");
     let resize = |mib: u64| guest.put("vm.resize", json!({ "desired_ram": mib * MIB }));
-    let plugged = |mib: u64| wait_until_plugged(&guest, "dram", mib * MIB);
+    let plugged = |mib: u64| wait_until_plugged(&guest, "dram", mib * MIB, LIMIT);
     // 1. More than there is: the guest gets what there is, and whoever asked is told.
     resize(512)?;
     plugged(96)?;
@@ -324,7 +324,7 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     )?;
     ensure!(refused >= 1.0, "No refused request is counted");
     ensure!(aside.available()? == 0, "The host has huge pages left");
-    let hog = guest.hog(220)?;
+    let hog = guest.hog(220, LIMIT)?;
     let used = aside.used()?;
     ensure!(used * 2 >= 220, "{used} huge pages are in use by a guest that uses 220 MiB");
     guest.wait_until("all huge pages in use count as resident", LIMIT, || {
@@ -342,7 +342,7 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     // 3. Plugged again they are zeros, and work.
     resize(352)?;
     plugged(96)?;
-    drop(guest.hog(220)?);
+    drop(guest.hog(220, LIMIT)?);
     guest.no_kernel_complaints()?;
     // 4. There are not enough for two machines: a reboot has those of the one before.
     guest.reboot_from_inside()?;
@@ -356,7 +356,7 @@ fn huge_pages_are_there_from_the_start_where_it_is_wanted() -> Result<()> {
     let guest = in_huge_pages(keys).boot()?;
     ensure!(aside.used()? == 128, "{} huge pages are in use, not 128", aside.used()?);
     guest.put("vm.resize", json!({ "desired_ram": 320 * MIB }))?;
-    wait_until_plugged(&guest, "dram", 64 * MIB)?;
+    wait_until_plugged(&guest, "dram", 64 * MIB, LIMIT)?;
     ensure!(aside.used()? == 160, "{} huge pages are in use, not 160", aside.used()?);
     guest.no_kernel_complaints()?;
     guest.power_off()?;
@@ -474,7 +474,7 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
         name.contains("(deleted)") && name.starts_with(&files.0.display().to_string()),
         "{name}"
     );
-    drop(guest.hog(100)?);
+    drop(guest.hog(100, LIMIT)?);
     ensure!(aside.used()? * 2 >= 100, "{} huge pages are in use", aside.used()?);
     guest.no_kernel_complaints()?;
     guest.power_off()?;

@@ -92,7 +92,7 @@ fn come_and_go(guest: &Guest, id: &str, check: impl Fn(u64) -> Result<()>) -> Re
             _ => ("vm.resize-zone", json!({ "id": id, "desired_ram": plugged_bytes })),
         };
         guest.put(call, body)?;
-        wait_until_plugged(guest, id, plugged_bytes)?;
+        wait_until_plugged(guest, id, plugged_bytes, ATTACK_LIMIT)?;
         check(plugged_bytes)?;
     }
     Ok(())

@@ -282,7 +282,7 @@ fn boot_with_24_gib_without_agent_stops_at_a_multiple_of_boot_memory() -> Result
         if boot == "reboot" {
             guest.reboot_from_inside()?;
         }
-        wait_until_plugged(&guest, "dram", 8 * 384 * MIB)?;
+        wait_until_plugged(&guest, "dram", 8 * 384 * MIB, RESIZE_LIMIT)?;
         guest.wait_until("the rest is stuck", RESIZE_LIMIT, || {
             Ok(zone(&guest, "dram")?.state == "stuck")
         })?;

@@ -176,7 +176,7 @@ fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
         .pm_memory(&format!("pool={},size=64M", pool.name()))
         .pm_volume(&format!("pool={},name=data,size=32M,create=on,interface=nvdimm", pool.name()))
         .boot()?;
-    wait_until_plugged(&guest, "pm", 64 * MIB)?;
+    wait_until_plugged(&guest, "pm", 64 * MIB, IO_LIMIT)?;
     guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")?;
     guest.run("dd if=/dev/urandom of=/dev/pmem0s bs=64k count=16 oflag=direct")?;
     let pool_bytes = fs::metadata(pool.path())?.len();

@@ -94,7 +94,7 @@ fn goes_back_to_the_host(guest: &Guest) -> Result<()> {
     resize_to(guest, 896)?;
     wait_until_plugged(guest, 512)?;
     // More than the boot part holds: what was plugged is touched.
-    let hog = guest.hog(640)?;
+    let hog = guest.hog(640, PLUG_LIMIT)?;
     let at_the_top = guest.rss_bytes()?;
     ensure!(
         at_the_top >= before + 400 * MIB,

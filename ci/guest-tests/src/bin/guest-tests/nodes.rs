@@ -120,7 +120,7 @@ fn are_seen(
 ) -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = two_sockets(&pool, kernel)?;
-    wait_until_plugged(&guest, "a", 128 * MIB)?;
+    wait_until_plugged(&guest, "a", 128 * MIB, PLUG_LIMIT)?;
     let dram = [node_mib(&guest, 0)?, node_mib(&guest, 1)?];
     check(&guest, &[("has_cpu", "0-1"), ("has_memory", "0-1"), ("possible", "0-3")])?;
     ensure!(!is_demotion_on(&guest)?, "The guest demotes pages, and has no PM");

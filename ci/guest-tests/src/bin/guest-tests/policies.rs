@@ -260,7 +260,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     })?;
     let top = zone(guest, "pm")?.plugged_bytes;
     // 4. It is used, and free again: then it goes.
-    let hog = guest.hog(LOAD_MIB)?;
+    let hog = guest.hog(LOAD_MIB, LIMIT)?;
     let used = zone(guest, "pm")?.resident_bytes;
     println!("{} MiB of PM are plugged and {} used", top / MIB, used / MIB);
     ensure!(used >= LOAD_MIB / 2 * MIB, "Of PM {used} bytes are used by a load of {LOAD_MIB} MiB");
@@ -276,7 +276,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
         "It gives back for another reason: {shrinks:?}"
     );
     set(json!({ "policy": "fixed", "size": 0 }))?;
-    wait_until_plugged(guest, "pm", 0)
+    wait_until_plugged(guest, "pm", 0, SHRINK_LIMIT)
 }
 
 /// Under the watermark of free memory the agent said so with every report, however much was

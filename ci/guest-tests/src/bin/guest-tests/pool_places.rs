@@ -395,14 +395,14 @@ fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
         // The kernel's own memory cannot be PM: it must be able to make room.
         .cmdline("foreshore.zram=256M")
         .boot()?;
-    wait_until_plugged(&guest, "pm", 128 * MIB)?;
+    wait_until_plugged(&guest, "pm", 128 * MIB, IO_LIMIT)?;
     wait_for_disk(&guest)?;
     ensure!(has_hints(&guest)? == hints, "Flush hints: {}", !hints);
     write_blocks(&guest, 50)?;
     let asked = flushes(&guest, "ok")?;
     ensure!((asked > 0.0) == hints && flushes(&guest, "error")? == 0.0, "{asked} flushes");
     // More than the boot memory holds.
-    let _hog = guest.hog(380)?;
+    let _hog = guest.hog(380, IO_LIMIT)?;
     ensure!(pool.info()?["memory_bytes"] == 128 * MIB, "Lent: {}", pool.info()?);
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
     guest.no_kernel_complaints()?;

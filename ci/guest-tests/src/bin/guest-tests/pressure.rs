@@ -252,7 +252,7 @@ fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
     }
     // All that is movable leaves again.
     guest.run("umount /run/load")?;
-    wait_until_plugged(&guest, "pm", 0)?;
+    wait_until_plugged(&guest, "pm", 0, SHRINK_LIMIT)?;
     guest.no_kernel_complaints()
 }
 

@@ -89,7 +89,7 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     // 1. Every vCPU is busy, and on one CPU so is the host: the guest still gets what it needs,
     //    before it would swap.
     let busy = guest.start_script(LIMIT, "while :; do :; done & while :; do :; done")?;
-    let hog = guest.hog(512)?;
+    let hog = guest.hog(512, LIMIT)?;
     let grown = |decision: &Value| {
         decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
     };
@@ -185,7 +185,7 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
     wait_for_agent(&guest, "live")?;
-    let hog = guest.hog(640)?;
+    let hog = guest.hog(640, LIMIT)?;
     let top = zone(&guest, "pm")?.plugged_bytes;
     ensure!(top >= 128 * MIB, "Only {top} bytes of PM are plugged");
     drop(hog);
@@ -204,7 +204,7 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
         "DRAM was taken in place of PM that stays"
     );
     drop(pins);
-    wait_until_plugged(&guest, "pm", 0)?;
+    wait_until_plugged(&guest, "pm", 0, SHRINK_LIMIT)?;
     guest.no_kernel_complaints()
 }
 
@@ -256,7 +256,7 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
     );
     guest.put("vm.pressure", json!({ "resume": true }))?;
     drop(dry);
-    wait_until_plugged(&guest, "pm", 512 * MIB)?;
+    wait_until_plugged(&guest, "pm", 512 * MIB, LIMIT)?;
     guest.run("pidof foreshore-agent").context("The agent was killed")?;
     ensure!(vmstat(&guest, "oom_kill")? == killed, "A process was killed");
     guest.no_kernel_complaints()

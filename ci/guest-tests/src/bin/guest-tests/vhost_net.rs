@@ -199,7 +199,7 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
     net.bring_up(&guest)?;
     let resize = |mib: u64| {
         guest.put("vm.resize", json!({ "desired_ram": (384 + mib) * MIB }))?;
-        wait_until_plugged(&guest, "dram", mib * MIB)
+        wait_until_plugged(&guest, "dram", mib * MIB, IO_LIMIT)
     };
     for _ in 0..2 {
         under_frames(&guest, &net, || {

@@ -84,7 +84,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     ensure!(log.contains("tmpfs or DAX would be better"), "The VMM does not warn:\n{log}");
     wait_for_disk(&guest)?;
     ensure!(has_hints(&guest)?, "The guest has no flush hints, which a page cache needs");
-    let hog = guest.hog(HOG_MIB)?;
+    let hog = guest.hog(HOG_MIB, IO_LIMIT)?;
 
     // 1. The guest flushes a volume of which little is dirty, while much of its memory is.
     let (before, written_before) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())?);

@@ -11,7 +11,7 @@ use guest_tests::pool::pmvol;
 use guest_tests::{Guest, Pool};
 use serde_json::json;
 
-use crate::pressure::fill;
+use crate::pressure::{GROW_LIMIT, fill};
 use crate::volume::{IO_LIMIT, wait_for_disk};
 use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
@@ -85,7 +85,7 @@ fn remaining_volume_leaves_memory_by_other_interfaces() -> Result<()> {
         let guest = guest(&pool, interface).pressure("off").boot()?;
         check_size(&pool).with_context(|| format!("interface={interface}"))?;
         guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 512 * MIB }))?;
-        wait_until_plugged(&guest, "pm", 512 * MIB)?;
+        wait_until_plugged(&guest, "pm", 512 * MIB, GROW_LIMIT)?;
         guest.power_off()?;
         pool.check()?;
         fs::remove_file(pool.path())?;

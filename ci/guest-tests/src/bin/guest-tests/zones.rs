@@ -7,7 +7,6 @@ use guest_tests::{Guest, Pool};
 use serde_json::Value;
 
 pub const MIB: u64 = 1 << 20;
-const PLUG_LIMIT: Duration = Duration::from_secs(240);
 /// Holes in what was lent, emulated.
 const REST_LIMIT: Duration = Duration::from_secs(60);
 
@@ -38,9 +37,9 @@ pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
     })
 }
 
-/// Waits until so much of a zone is plugged. Shrinks wait for cool-downs.
-pub fn wait_until_plugged(guest: &Guest, id: &str, bytes: u64) -> Result<()> {
-    guest.wait_until(&format!("{} MiB of {id} are plugged", bytes / MIB), PLUG_LIMIT, || {
+/// Waits until `bytes` of a zone are plugged.
+pub fn wait_until_plugged(guest: &Guest, id: &str, bytes: u64, limit: Duration) -> Result<()> {
+    guest.wait_until(&format!("{} MiB of {id} are plugged", bytes / MIB), limit, || {
         Ok(zone(guest, id)?.plugged_bytes == bytes)
     })
 }
