@@ -81,8 +81,14 @@ fn what_is_killed_for_memory_is_the_load() -> Result<()> {
         .cmdline("foreshore.zram=32M")
         .pressure("off")
         .boot()?;
-    let others = || guest.run("pidof guest-shell foreshore-agent");
-    let before = others()?;
+    let score = |process: &str| guest.run(&format!("cat /proc/{process}/oom_score_adj"));
+    ensure!(score("self")? == "0\n", "A script is spared or preferred");
+    ensure!(score("$(pidof guest-shell)")? == "-1000\n", "The guest's shell is not spared");
+    guest.wait_until_run(
+        "the agent is spared",
+        LIMIT,
+        "test $(cat /proc/$(pidof foreshore-agent)/oom_score_adj) = -1000",
+    )?;
     // What compilers need beside their source comes when that is there.
     for (load, mib, programs) in [
         ("redis", 400, &["redis-server", "guest-tool"][..]),
@@ -110,11 +116,6 @@ fn what_is_killed_for_memory_is_the_load() -> Result<()> {
             "{counted} kills, in the log {killed:?}"
         );
         ensure!(killed.iter().all(|name| programs.contains(name)), "{load} had {killed:?} killed");
-        ensure!(
-            others()? == before,
-            "The guest's shell and agent were {before:?} and are {:?}",
-            others()?
-        );
         guest.wait_until_run(
             "its programs have gone",
             LIMIT,
