@@ -509,11 +509,12 @@ mod tests {
     }
 
     #[test]
-    fn unknown_flags_and_numbers_are_refused() {
+    fn bad_flags_and_numbers_are_refused_and_a_time_is_taken() {
         for line in ["--bogus", "--within 0", "--within soon", "--within"] {
             let line = ["guest-tests"].into_iter().chain(line.split(' '));
             Options::try_parse_from(line).unwrap_err();
         }
+        assert_eq!(options("--within 60").within, Some(60));
     }
 
     #[test]
