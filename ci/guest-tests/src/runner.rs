@@ -238,7 +238,6 @@ fn run_and_report(test: &Test, deadline: Option<Instant>, suspects: &mut usize) 
         Verdict::Passed => println!("test {name} ... ok ({seconds:.1} s)"),
         Verdict::Skipped(reason) => println!("test {name} ... skipped: {reason}"),
         Verdict::Failed(output) | Verdict::FailedForGood(output) => {
-            // One write, so that two failures do not mix.
             let output: String = output.lines().map(|line| format!("  | {line}\n")).collect();
             println!("test {name} ... FAILED ({seconds:.1} s)\n{output}");
         }

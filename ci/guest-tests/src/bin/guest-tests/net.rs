@@ -76,8 +76,8 @@ impl Net {
         Path::new("/sys/class/net").join(&self.tap).exists()
     }
 
-    /// Each test has a network of its own: they run side by side. Skips the test on a host that
-    /// makes no tap interfaces.
+    /// Network whose tap and addresses have the number `nth`, another one for each test. Skips the
+    /// test on a host that makes no tap interfaces.
     pub fn new(nth: u8) -> Result<Self> {
         need_tun()?;
         let address = |last| Ipv4Addr::new(172, 30, nth, last);
