@@ -28,6 +28,7 @@ pub enum Frame {
 }
 
 impl Frame {
+    /// Writes the kind, the length of the payload in 4 little-endian bytes, and the payload.
     pub fn write_to(&self, writer: &mut impl Write) -> io::Result<()> {
         let code;
         let (kind, payload): (u8, &[u8]) = match self {

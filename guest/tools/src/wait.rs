@@ -25,6 +25,7 @@ pub fn stretched(limit: Duration) -> Duration {
     STRETCH.get().map_or(limit, |factor| limit.mul_f64(*factor))
 }
 
+/// Waits until `condition` holds. An error of the condition ends the wait at once.
 pub fn wait_until(
     what: &str,
     limit: Duration,

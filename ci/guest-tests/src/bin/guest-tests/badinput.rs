@@ -46,6 +46,7 @@ fn are_unchanged(before: &[FileState], after: &[FileState]) -> Result<()> {
     Ok(())
 }
 
+/// Length of the superblocks, volume tables, log and chunk table of the pools of these tests.
 const BEGINNING_BYTES: u64 = 4 << 20;
 /// All of any file.
 const ALL_BYTES: u64 = u64::MAX;

@@ -28,6 +28,8 @@ guest_tests::tests![
     a_paused_minute_locks_nothing_up: 400 (extended),
 ];
 
+/// Limit of the start or the release of a vCPU: up to four of them share the CPU of an emulated
+/// host.
 const LIMIT: Duration = Duration::from_secs(100);
 /// Where it is, the load ends.
 const STOP: &str = "/run/load-is-over";
@@ -43,6 +45,7 @@ fn resize(guest: &Guest, vcpus: u32) -> Result<u16> {
     Ok(guest.try_put("vm.resize", json!({ "desired_vcpus": vcpus }))?.status)
 }
 
+/// Numbers of present, leaving and parked vCPUs.
 fn counts(guest: &Guest) -> Result<[f64; 3]> {
     let metrics = guest.metrics()?;
     let count = |state| metrics.value("foreshore_vcpus", &[("state", state)]);

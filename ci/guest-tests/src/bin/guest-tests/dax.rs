@@ -55,6 +55,7 @@ fn word(seed: u64, index: u64) -> u64 {
 /// A raw volume as the host sees it while a VM has it: ranges of the pool's file.
 struct VolumeOnHost {
     file: File,
+    /// Offset in the volume, offset in the file, and length of each.
     extents: Vec<(u64, u64, u64)>,
 }
 

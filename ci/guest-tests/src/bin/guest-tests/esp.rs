@@ -42,10 +42,12 @@ impl<'a> Folder<'a> {
     }
 }
 
+/// Clusters of a FAT16 volume, and the chains that they form.
 struct Volume {
     /// Entries of the file allocation table; the first two are no clusters.
     table: Vec<u16>,
     data: Vec<u8>,
+    /// Number of short names. They are numbers because readers use the long names.
     names: u32,
 }
 

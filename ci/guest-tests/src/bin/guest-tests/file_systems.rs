@@ -75,6 +75,12 @@ fn node(guest: &Guest, interface: Interface) -> Result<String> {
     Ok(format!("/dev/{}", guest.run(&find)?.trim()))
 }
 
+/// Life of a file system on a disk.
+///
+/// 1. It is made and mounted. A file that is not written takes the space beyond `room_mib`.
+/// 2. It is filled until a file does not fit, and all others are read back from the disk.
+/// 3. It is unmounted and checked, mounted again and read. A third of the files is removed. It is
+///    unmounted and checked again.
 fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Result<()> {
     let FileSystem { name, make, check } = file_system;
     let run = |what: &str, command: &str| {
@@ -99,6 +105,8 @@ fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Re
     Ok(())
 }
 
+/// Replaces the content of a disk by two GPT partitions. The kernel finds them when it reads the
+/// table again, and the second takes a file system.
 fn partition(guest: &Guest, disk: &str) -> Result<()> {
     let run = |what: &str, command: &str| {
         guest.run_within(IO_LIMIT, command).with_context(|| format!("Partitions on {disk}: {what}"))

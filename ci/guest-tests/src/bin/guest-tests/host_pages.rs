@@ -218,6 +218,7 @@ struct SetAside {
 }
 
 impl SetAside {
+    /// Sets pages aside. Returns `None` if the host has no such pages, or not so many together.
     fn pages(pages: u64) -> Result<Option<Self>> {
         if !Path::new(HUGE_PAGES).exists() {
             return Ok(None);

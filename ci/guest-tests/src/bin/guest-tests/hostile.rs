@@ -81,6 +81,7 @@ fn attack_hotplug_range(guest: &Guest, how: &str, device: &str) -> Result<Script
     )
 }
 
+/// All memory that a target can plug.
 const PLUGGED_BYTES: u64 = 512 * MIB;
 
 /// All of the zone is plugged and unplugged eight times; CHECK is told what is plugged, each time
@@ -126,6 +127,7 @@ impl Moved {
     }
 }
 
+/// The kernel copies by addresses of the VMM and does not check them (docs/decisions/0018).
 fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     let net = vhost_net::network(37)?;
     // PM has nothing of what the guest boots from: what is resident is what was plugged.
@@ -213,6 +215,9 @@ fn report(text: &str) -> Result<Report> {
     report().with_context(|| format!("No report of an attack: {text:?}"))
 }
 
+/// Checks that the device was attacked. It was not if it has given its queues up, or takes nothing
+/// out of them. Few chains of vsock are answered, because its receive and event queues wait for
+/// something to send.
 fn garbage_was_taken(report: &Report) -> Result<()> {
     let Report { sent, answered, restarted } = report;
     ensure!(

@@ -18,6 +18,7 @@ guest_tests::tests![
 ];
 
 const ROUNDS: usize = 100;
+/// The first rounds leave what the VMM makes once.
 const WARM_UP: usize = 10;
 
 /// What the VMM had after the first rounds, and where the device was.

@@ -21,6 +21,7 @@ use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 guest_tests::tests![tables_are_followed_where_page_cache_takes_what_is_free: 400 (extended)];
 
 const LIMIT: Duration = Duration::from_secs(120);
+/// Shrinks wait for cool-downs.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 const PM_MIB: u64 = 640;
 /// More than is left of DRAM, and less than a row brings.

@@ -18,6 +18,7 @@ guest_tests::tests![
 ];
 
 const LIMIT: Duration = Duration::from_secs(120);
+/// Shrinks wait for cool-downs and pauses.
 const SHRINK_LIMIT: Duration = Duration::from_secs(400);
 
 fn small_guest(pool: &Pool) -> GuestBuilder {
@@ -56,6 +57,7 @@ fn reports(guest: &Guest) -> Result<f64> {
 /// What an agent says first.
 const HELLO: &str = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
 
+/// Report of a guest that has no memory left. `seq` counts from 1.
 fn lie(seq: u32, uptime_ms: u64, total_bytes: u64) -> String {
     let memory = json!({ "total_bytes": total_bytes, "free_bytes": 0, "available_bytes": 0 });
     let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 60_000, "min_pages": 0, "low_pages": 0,

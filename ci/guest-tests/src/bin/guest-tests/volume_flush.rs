@@ -25,6 +25,7 @@ pub fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     guest.metric("foreshore_volume_flushes_total", &labels)
 }
 
+/// Returns whether the driver of the guest has flush hints. Without them, its flush is a fence.
 pub fn has_hints(guest: &Guest) -> Result<bool> {
     match guest.run("cat /sys/bus/nd/devices/region0/deep_flush")?.trim() {
         "1" => Ok(true),
