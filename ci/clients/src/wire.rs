@@ -15,6 +15,7 @@ use crate::vm::PATIENCE;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub status: u16,
+    /// Empty if there is none.
     pub body: String,
 }
 
@@ -25,6 +26,7 @@ impl Answer {
     }
 }
 
+/// Connection that a client keeps for all its requests.
 #[derive(Debug)]
 pub struct Connection(UnixStream);
 
@@ -36,6 +38,7 @@ impl Connection {
         Ok(Self(stream))
     }
 
+    /// Writes a request, or one piece of it.
     pub fn write(&mut self, bytes: &str) -> Result<()> {
         Ok(self.0.write_all(bytes.as_bytes())?)
     }

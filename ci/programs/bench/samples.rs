@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 pub enum Target {
     /// So many times what QEMU takes.
     TimesQemu(f64),
+    /// In the unit of the row.
     AtMost(f64),
     /// None is set.
     Open,
@@ -169,6 +170,7 @@ impl Row {
     }
 }
 
+/// Values by row and VMM, in the order in which they were measured.
 #[derive(Clone, Debug, Default)]
 pub struct Samples(BTreeMap<(Row, String), Vec<f64>>);
 
