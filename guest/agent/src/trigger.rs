@@ -23,6 +23,7 @@ pub const TRIGGERS: usize = REQUESTS.len();
 /// A trigger that has been lost is asked for again after so long.
 const AGAIN_MS: u64 = 10_000;
 
+/// Triggers that the kernel has granted. A missing one is requested again.
 #[derive(Debug)]
 pub struct Triggers {
     path: PathBuf,

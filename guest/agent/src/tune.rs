@@ -68,7 +68,9 @@ pub struct Tuning {
     record: PathBuf,
     /// Of each of `SETTINGS` that is changed now: what was there.
     was: [Option<String>; SETTINGS.len()],
+    /// Nodes at the last look.
     nodes: Vec<u32>,
+    /// Nodes without CPUs.
     pm_nodes: Vec<u32>,
     has_free_pm: bool,
     huge_pages: HugePages,

@@ -40,6 +40,8 @@ impl Bitmap {
         })
     }
 
+    /// Reads the pages that were marked at least `SPAN_MS` ago, marks new ones, and returns the
+    /// result. Returns the last result if the marks are younger.
     pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> Vec<Found> {
         if now_ms.saturating_sub(self.marked_ms) < SPAN_MS && !self.marked.is_empty() {
             return self.found.clone();

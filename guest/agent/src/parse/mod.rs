@@ -22,6 +22,7 @@ pub enum ParseError {
     /// A field that every supported kernel has is not there.
     #[error("{file} has no {field}")]
     Missing { file: &'static str, field: &'static str },
+    /// A field is there, and it is not a number or does not fit into the type.
     #[error("{file} has a {field} that is not a number")]
     NotANumber { file: &'static str, field: &'static str },
 }
