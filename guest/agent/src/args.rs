@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use foreshore_proto::VSOCK_PORT;
@@ -70,6 +71,8 @@ pub enum Command {
 
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ArgsError {
+    #[error("Argument {0:?} is not UTF-8")]
+    NotUtf8(OsString),
     #[error("Unknown option {0}")]
     Unknown(String),
     #[error("{0} needs a value")]
@@ -79,7 +82,9 @@ pub enum ArgsError {
 }
 
 /// Understands the arguments, without the program's name.
-pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsError> {
+pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, ArgsError> {
+    let args = args.into_iter().map(|arg| arg.into_string().map_err(ArgsError::NotUtf8));
+    let args: Vec<String> = args.collect::<Result<_, _>>()?;
     let (mut cid, mut port, mut unix, mut once) = (HOST_CID, VSOCK_PORT, None, false);
     let (mut online, mut reserve, mut tune, mut idle) = (Online::Movable, true, true, true);
     let mut kernel_blocks = true;
@@ -146,7 +151,7 @@ mod tests {
     use super::*;
 
     fn parsed(line: &str) -> Result<Command, ArgsError> {
-        parse(line.split_whitespace().map(str::to_owned))
+        parse(line.split_whitespace().map(OsString::from))
     }
 
     fn options(line: &str) -> Options {

@@ -54,7 +54,7 @@ const WRONG_COMMAND_LINE: u8 = 2;
 fn main() -> ExitCode {
     // Other users have no access to files that the agent makes.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
-    let command = match args::parse(std::env::args().skip(1)) {
+    let command = match args::parse(std::env::args_os().skip(1)) {
         Ok(command) => command,
         Err(error) => {
             eprintln!("foreshore-agent: {error}");
