@@ -191,6 +191,9 @@ mod tests {
         for (line, error) in [
             ("--prot 5", "Unknown option --prot"),
             ("--once=yes", "Unknown option --once=yes"),
+            ("--version=x", "Unknown option --version=x"),
+            ("--help=", "Unknown option --help="),
+            ("-h=x", "Unknown option -h=x"),
             ("--port", "--port needs a value"),
             ("--port 4294967296", "--port is 4294967296, must be a number from 0 to 4294967295"),
             ("--online kernel", "--online is kernel, must be movable, auto or none"),
