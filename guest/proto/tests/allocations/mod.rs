@@ -1,0 +1,36 @@
+//! Number of allocations of a thread. Tests of other packages include this file by its path.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+/// System allocator that counts.
+struct Counting;
+
+thread_local! {
+    // A constant without a destructor: the first access in a thread allocates nothing.
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+// SAFETY: passes every call to the system's allocator; counting allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller's promises are the same ones.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promises are the same ones.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Calls `act`, and returns how often it allocated and its result.
+pub fn count<T>(act: impl FnOnce() -> T) -> (usize, T) {
+    let before = ALLOCATIONS.get();
+    let result = act();
+    (ALLOCATIONS.get() - before, result)
+}
