@@ -4,6 +4,10 @@
 #![deny(unsafe_code)]
 
 mod agent;
+#[cfg(test)]
+#[expect(unsafe_code, reason = "the trait of allocators is unsafe")]
+#[path = "../../proto/tests/allocations/mod.rs"]
+mod allocations;
 mod args;
 mod blocks;
 mod idle;

@@ -234,6 +234,7 @@ mod tests {
     use foreshore_proto::{AgentMessage, Memory, decode_agent_message};
 
     use super::*;
+    use crate::allocations;
     use crate::args::Online;
     use crate::blocks::{BlockReader, BlockWatch};
     use crate::tree::Tree;
@@ -278,6 +279,27 @@ mod tests {
             assert_eq!(report.seq(), seq);
             assert!(last <= Some(report.monotonic_ms()));
             last = Some(report.monotonic_ms());
+        }
+    }
+
+    #[test]
+    fn a_report_and_the_wait_for_it_allocate_nothing() {
+        let (ours, vmm) = UnixStream::pair().expect("socketpair");
+        let (mut agent, mut reader) = (agent(), BufReader::new(vmm));
+        let mut session = Session::new(&mut agent, ours.into()).expect("begins");
+        session.send_report(Cause::Rest).expect("goes on");
+        // Room for longer numbers.
+        session.out.reserve(1024);
+        let seq = session.agent.report.seq;
+        let (count, ()) = allocations::count(|| {
+            while session.agent.report.seq < seq + 2 {
+                session.turn().expect("goes on");
+            }
+        });
+        assert_eq!(count, 0);
+        assert!(matches!(message(&mut reader), AgentMessage::Hello(_)));
+        for _ in 0..=2 {
+            assert!(matches!(message(&mut reader), AgentMessage::Report(_)));
         }
     }
 

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::CWD;
 use rustix::io::Errno;
 use rustix::mm::MlockAllFlags;
 use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
@@ -91,14 +92,13 @@ pub fn watch_termination() -> io::Result<OwnedFd> {
 }
 
 /// Waits until one of `fds` is ready for its events or `timeout_ms` have passed, and returns the
-/// events of each. An interruption counts as a time-out.
+/// events of each. A missing descriptor has none. An interruption counts as a time-out.
 pub fn poll<const N: usize>(
     fds: [(Option<BorrowedFd<'_>>, PollFlags); N],
     timeout_ms: u64,
 ) -> io::Result<[PollFlags; N]> {
-    let polled =
-        fds.into_iter().filter_map(|(fd, events)| Some(PollFd::from_borrowed_fd(fd?, events)));
-    let mut polled: Vec<PollFd<'_>> = polled.collect();
+    // The kernel skips negative descriptors (do_pollfd in fs/select.c), and AT_FDCWD is one.
+    let mut polled = fds.map(|(fd, events)| PollFd::from_borrowed_fd(fd.unwrap_or(CWD), events));
     let timeout = Timespec {
         tv_sec: (timeout_ms / 1000).cast_signed(),
         tv_nsec: (timeout_ms % 1000 * 1_000_000).cast_signed(),
@@ -107,8 +107,7 @@ pub fn poll<const N: usize>(
         Err(Errno::INTR) => return Ok([PollFlags::empty(); N]),
         result => result?,
     };
-    let mut events = polled.iter().map(PollFd::revents);
-    Ok(fds.map(|(fd, _)| fd.and_then(|_| events.next()).unwrap_or(PollFlags::empty())))
+    Ok(polled.map(|fd| fd.revents()))
 }
 
 /// The highest port that Linux gives to privileged processes only (LAST_RESERVED_PORT in its
@@ -207,6 +206,20 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
+    use crate::allocations;
+
+    #[test]
+    fn poll_skips_missing_descriptors_and_allocates_nothing() {
+        let (ours, theirs) = UnixStream::pair().expect("socketpair");
+        let in_of = |socket| (socket, PollFlags::IN);
+        let fds = [in_of(None), in_of(Some(theirs.as_fd())), in_of(Some(ours.as_fd()))];
+        let nothing = PollFlags::empty();
+        assert_eq!(poll(fds, 0).expect("polls"), [nothing; 3]);
+        send(&theirs, &[7]).expect("sends");
+        let (count, events) = allocations::count(|| poll(fds, u64::MAX));
+        assert_eq!((count, events.expect("polls")), (0, [nothing, nothing, PollFlags::IN]));
+        assert_eq!(poll([in_of(None)], 0).expect("polls"), [nothing], "and if all are missing");
+    }
 
     #[test]
     fn some_memory_of_this_machine_is_free() {
