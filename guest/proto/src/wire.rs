@@ -536,6 +536,10 @@ mod tests {
             for (line, is_read) in [
                 (format!("{{{head},{fields}}}"), true),
                 (format!(r#"{{{fields},"seq":1,"monotonic_ms":2,{envelope}}}"#), true),
+                (
+                    format!(r#"{{"version":1,"type":"{kind}",{fields},"seq":1,"monotonic_ms":2}}"#),
+                    true,
+                ),
                 (format!("{{{head},{fields}}} {{}}"), false),
                 (format!("{{{head},{fields},{fields}}}"), false),
                 (format!("{{{envelope}}}"), false),
