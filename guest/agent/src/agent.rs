@@ -48,8 +48,9 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Opens what reports are made of. Of the two arguments one is /proc and the other
-    /// /sys/devices/system/memory. The parts that change the guest are still missing.
+    /// Opens the sources of reports. Outside of tests `proc_root` is /proc and `memory_root` is
+    /// /sys/devices/system/memory. The caller adds the optional parts: the watch of memory blocks,
+    /// triggers, termination, and the parts that change the guest.
     pub fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
         let mut blocks = BlockReader::new(memory_root, Online::None);
         blocks.read(Signs::default(), sys::monotonic_ms);
