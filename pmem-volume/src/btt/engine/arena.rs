@@ -97,6 +97,18 @@ impl Arena {
         }
     }
 
+    /// Fails if recovery was not possible: the log may hold writes that the map lacks, and then the
+    /// map entry of a sector names a block that may hold the data of another sector.
+    #[inline]
+    pub(super) fn check_recovered(&self) -> Result<(), EngineError> {
+        match self.fault.get() {
+            Some(why @ Fault::Unreadable(_)) => {
+                Err(EngineError::NotRecovered { arena: self.number, why: why.clone() })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Passes a result of the media on, of stores and persists. The first failure makes the arena
     /// read-only: nobody knows what is durable since. A read that fails says nothing of that.
     #[inline]
@@ -183,10 +195,6 @@ impl Arena {
     /// the words of the map that they changed last. All others are durable, or are made so
     /// before an entry that counts forgets them.
     pub(super) fn settle(&self, space: &impl Media) -> Result<(), EngineError> {
-        // Recovery may have left something to be redone.
-        if let Some(Fault::Unreadable(_)) = self.fault() {
-            return self.check_writable();
-        }
         let changed =
             self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
         self.latch(space.persist(&changed.collect::<Vec<_>>()))

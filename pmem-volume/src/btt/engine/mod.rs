@@ -109,6 +109,9 @@ pub enum EngineError {
     Length { length_bytes: usize, sector_bytes: u32 },
     #[error("arena {arena} is read-only: {why}")]
     ReadOnly { arena: usize, why: Fault },
+    /// The arena can be neither read nor written, because recovery was not possible at open.
+    #[error("arena {arena} is not recovered: {why}")]
+    NotRecovered { arena: usize, why: Fault },
     #[error("arena {arena} is missing: neither info block is whole ({why})")]
     Missing { arena: usize, why: InfoError },
     /// The sector cannot be read. It can be written.
@@ -310,14 +313,18 @@ impl<S: Media> Engine<S> {
 
     /// [`Engine::flush`], after which nothing of what was written before is left to be redone: the
     /// map is durable too. For whoever hands the media to a driver that takes what it sees for
-    /// durable, as Linux' does.
+    /// durable, as Linux' does. An arena that could not be read at open refuses this, after all
+    /// others are durable.
     pub fn settle(&self) -> Result<(), EngineError> {
+        let mut refused = Ok(());
         for place in &self.places {
             if let Place::Arena(arena) = place {
+                refused = refused.and(arena.check_recovered());
                 arena.settle(&self.common.space)?;
             }
         }
-        self.flush()
+        self.flush()?;
+        refused
     }
 
     #[inline]

@@ -283,11 +283,13 @@ pub(super) struct Failing {
     pub(super) media: MemoryMedia,
     pub(super) left: AtomicU64,
     bad: Mutex<Vec<Range<u64>>>,
+    /// Ranges of [`Media::persist`], in order.
+    pub(super) persisted: Mutex<Vec<Range<u64>>>,
 }
 
 impl Failing {
     pub(super) fn new(media: MemoryMedia) -> Self {
-        Self { media, left: u64::MAX.into(), bad: Mutex::default() }
+        Self { media, left: u64::MAX.into(), bad: Mutex::default(), persisted: Mutex::default() }
     }
 
     fn failure() -> MediaError {
@@ -334,8 +336,10 @@ impl Media for Failing {
         self.media.store(offset_bytes, bytes)
     }
 
-    fn persist(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
-        self.pass()
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        self.pass()?;
+        self.persisted.lock().unwrap().extend_from_slice(ranges);
+        Ok(())
     }
 
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {

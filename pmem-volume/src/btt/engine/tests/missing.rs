@@ -228,6 +228,25 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
 }
 
 #[test]
+fn settle_persists_maps_of_all_arenas_before_it_reports_an_unreadable_one() {
+    let media = formatted_twice(4096);
+    let [first, second] = [info_at(&media, START_BYTES), second_of(&media)];
+    let failing = Failing::new(media);
+    failing.set_bad(std::slice::from_ref(&(first.flog_at..first.flog_at + 64)));
+    let engine = Engine::open(&failing).unwrap();
+    let border = engine.arenas()[1].first_sector;
+    engine.write(border + 3, &content(border + 3, 1, 4096)).unwrap();
+    failing.persisted.lock().unwrap().clear();
+
+    let result = engine.settle();
+
+    assert!(matches!(result, Err(EngineError::NotRecovered { arena: 0, .. })), "{result:?}");
+    let entry_at = second.map_at + 4 * 3;
+    let persisted = failing.persisted.lock().unwrap();
+    assert!(persisted.iter().any(|range| range.contains(&entry_at)), "{persisted:?}");
+}
+
+#[test]
 fn an_error_flag_that_cannot_be_stored_is_no_success() {
     let media = formatted(4096);
     let info = info_at(&media, START_BYTES);
