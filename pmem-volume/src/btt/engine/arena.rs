@@ -36,9 +36,9 @@ pub(super) struct Arena {
 }
 
 impl Arena {
-    /// Recovers an arena, durably, and makes it ready. One that is damaged gets its error flag, and
-    /// is read-only; one of which flog or map cannot be read is read-only as long as it is
-    /// open, for it may be read at another time.
+    /// Recovers an arena, durably, and makes it ready. A damaged arena gets its error flag and is
+    /// read-only. An arena whose flog or map cannot be read takes no reads and no writes until the
+    /// next open, because the media may be readable then.
     pub(super) fn open(
         common: &Common<impl Media>,
         (number, first_sector): (usize, u64),
@@ -150,6 +150,7 @@ impl Arena {
         sector: u32,
         into: &mut [u8],
     ) -> Result<(), EngineError> {
+        self.check_recovered()?;
         let space = &common.space;
         let mut is_unwritten = false;
         let find = || {

@@ -20,7 +20,7 @@
 //! An arena whose flog or map cannot be is read-only, and says so in its info blocks, as the format
 //! has it; the others go on. Where an arena has no whole info block, its sectors are those that its
 //! size leads to, and none can be read; a volume in which its size is not known ([`walk`]) is not
-//! opened.
+//! opened. An arena whose flog or map cannot be read at open takes no reads and no writes.
 
 mod arena;
 mod cpu;

@@ -191,6 +191,12 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
                     matches!(result, Err(EngineError::ReadOnly { arena: 1, .. })),
                     "{result:?}"
                 );
+                let result = engine.read(border, &mut vec![0; 4096]);
+                assert!(
+                    matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })),
+                    "{result:?}"
+                );
+                assert_eq!(read(&engine, border - 1), content(border - 1, 1, 4096));
                 assert!(engine.settle().is_err(), "it is not known what is left to be redone");
             }
         }
