@@ -230,7 +230,9 @@ fn strg_is_never_lent_and_volumes_may_use_it() {
     };
     assert_eq!((requested_bytes, free_bytes, reserved_bytes), (42 * MIB, 60 * MIB, 20 * MIB));
     let memory = pool.alloc_memory(40 * MIB).unwrap();
-    assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::PoolFull { .. })));
+    let error = pool.alloc_memory(2 * MIB).unwrap_err();
+    let PoolError::PoolFull { reserved_bytes, .. } = error else { panic!("{error}") };
+    assert_eq!((pool.info().lendable_bytes, reserved_bytes), (0, 20 * MIB));
     pool.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Raw).unwrap();
     pool.free_memory(&memory).unwrap();
     // What a volume has counts towards STRG.

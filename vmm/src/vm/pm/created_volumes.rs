@@ -57,3 +57,36 @@ impl Drop for CreatedVolumes {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::pool::{LocalPool, VolumeFormat};
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn volume_is_created_with_the_name_size_and_format_of_its_configuration() {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let path = folder.path().join("pool");
+        drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
+        let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
+        let mut created = CreatedVolumes::default();
+        for (name, format) in [("indexed", "btt"), ("plain", "raw")] {
+            let options =
+                format!("pool={},name={name},create=on,size=20M,format={format}", path.display());
+            let config = PmVolumeConfig::parse(&options).unwrap();
+            created.create(&config, &pool, 20 * MIB).unwrap();
+        }
+        let volumes: Vec<_> = pool
+            .volumes()
+            .into_iter()
+            .map(|volume| (volume.name, volume.format, volume.size_bytes))
+            .collect();
+        let indexed = ("indexed".to_owned(), VolumeFormat::Btt, 20 * MIB);
+        let plain = ("plain".to_owned(), VolumeFormat::Raw, 20 * MIB);
+        assert_eq!(volumes, [indexed, plain]);
+    }
+}
