@@ -40,9 +40,20 @@ pub enum Finding {
     #[error("lane {lane} of the flog has the sequence numbers {} and {}", sequences[0], sequences[1])]
     FlogSequence { lane: u32, sequences: [u32; 2] },
     #[error("lane {lane} of the flog has {field} {value}, and the bound is {bound}")]
-    FlogRange { lane: u32, field: &'static str, value: u32, bound: u32 },
+    FlogRange {
+        lane: u32,
+        field: &'static str,
+        value: u32,
+        /// First number out of range.
+        bound: u32,
+    },
     #[error("sector L{sector} is mapped to block B{block}, and the bound is B{bound}")]
-    MapRange { sector: u32, block: u32, bound: u32 },
+    MapRange {
+        sector: u32,
+        block: u32,
+        /// First number out of range.
+        bound: u32,
+    },
     #[error("block B{block} is named twice, the second time by {by}")]
     BlockTwice { block: u32, by: String },
     #[error("{count} block(s) are named by neither map nor flog, the first is B{first}")]

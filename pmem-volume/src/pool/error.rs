@@ -195,6 +195,7 @@ pub enum PoolError {
         known_text(known)
     )]
     NoSuchVolume { name: String, known: Vec<String> },
+    /// Another handle in this process has the volume open.
     #[error("volume {name:?} is in use; end what uses it first")]
     VolumeInUse { name: String },
     /// The volume has holes that it should not have, or a kind this code does not serve.
@@ -218,6 +219,7 @@ pub enum PoolError {
     NotLent { extent: Extent },
     #[error("pool {path}: it is open for reading only, and this would change it")]
     ReadOnly { path: PathBuf },
+    /// An earlier store or persist failed, so it is unknown which writes are durable.
     #[error("pool {path}: read-only since a write to it failed ({cause}); open it again to go on")]
     Latched { path: PathBuf, cause: String },
     #[error("the pool's media failed; the pool is read-only until it is opened again")]

@@ -83,11 +83,12 @@ pub enum Fault {
     /// Flog or map could not be read at open, so recovery is not done. Nothing was stored.
     #[error("its log or map could not be read ({0})")]
     Unreadable(String),
+    /// A store or persist failed.
     #[error("the media failed before ({0})")]
     Media(String),
 }
 
-/// Why something could not be done.
+/// Failure of a call of the engine. Arenas count from 0.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum EngineError {
@@ -96,6 +97,7 @@ pub enum EngineError {
     NoBtt { start_bytes: u64, why: InfoError },
     #[error("its sectors have {sector_bytes} bytes; 512 and 4096 are served")]
     SectorSize { sector_bytes: u32 },
+    /// The data of a guest may look like the arenas behind the missing one.
     #[error(
         "arena {arena}, at {start_bytes:#x}, is missing ({why}), and where it ends is not known: the numbers of the sectors behind it are not either. What is in front of it can be copied out (`pmvol btt export`)"
     )]
@@ -104,7 +106,12 @@ pub enum EngineError {
     #[error("there are more than {MAX_ARENAS} arenas")]
     Arenas,
     #[error("sectors {first} to {} are not inside the volume, which has {sectors}", end.saturating_sub(1))]
-    Outside { first: u64, end: u64, sectors: u64 },
+    Outside {
+        first: u64,
+        /// The first sector behind the range.
+        end: u64,
+        sectors: u64,
+    },
     #[error("{length_bytes} bytes are not a multiple of the sector's {sector_bytes}")]
     Length { length_bytes: usize, sector_bytes: u32 },
     #[error("arena {arena} is read-only: {why}")]
