@@ -117,7 +117,8 @@ impl PmBacking {
     fn give_back(&mut self, extents: Vec<Range<u64>>) {
         self.detached.extend(extents);
         if let Err(err) = self.free_detached() {
-            error!(%err, "Chunks of a failed plug cannot be freed");
+            let error = foreshore_types::chain(&err);
+            error!(error, "Chunks of a failed plug cannot be freed");
         }
     }
 }
@@ -170,7 +171,8 @@ impl Drop for PmBacking {
         let result =
             self.detach(0, self.reservation.len_bytes()).and_then(|()| self.free_detached());
         if let Err(err) = result {
-            error!(%err, "Chunks cannot be given back to the pool");
+            let error = foreshore_types::chain(&err);
+            error!(error, "Chunks cannot be given back to the pool");
         }
     }
 }
