@@ -1,5 +1,4 @@
-//! The PM pool behind a trait: in this process now; a host daemon that passes file descriptors can
-//! come.
+//! The PM pool behind a trait, so that tests of its users need no pool on the media.
 
 pub mod block_device;
 pub mod btt_loss;
@@ -28,7 +27,7 @@ use crate::pool::btt_loss::BttLoss;
 pub trait PoolVolume: Persist {
     fn size_bytes(&self) -> u64;
 
-    /// Where it lies in the pool's file, in its logical order and without gaps.
+    /// Extents of the volume in the pool's file ([`PmPool`]), in logical order and without gaps.
     fn extents(&self) -> Vec<Range<u64>>;
 
     /// Does durably what an earlier user of its BTT may have left to recovery. To be called before
@@ -47,12 +46,12 @@ pub struct VolumeDisk {
     pub btt_loss: Option<BttLoss>,
 }
 
-/// What the VMM needs of a pool.
+/// Interface of a pool to the VMM.
 ///
-/// Extents are ranges of one file, in whole chunks, which the VMM maps itself: an implementation
-/// that asks a daemon passes that file's descriptor on.
+/// An extent is a byte range of one file, which the VMM maps itself. Both of its ends are multiples
+/// of [`CHUNK_BYTES`].
 pub trait PmPool: Debug + Send + Sync {
-    /// What extents are ranges of.
+    /// The file that extents are ranges of.
     fn file(&self) -> BorrowedFd<'_>;
 
     /// Takes `len` bytes, a power-of-two number of chunks, to be memory: in the fewest extents that
