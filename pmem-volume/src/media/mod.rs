@@ -45,7 +45,7 @@ pub(crate) use place::{Place, PlaceError, sysfs_of};
 pub use watch::{OnPageLost, TooManyRanges, Watch};
 
 /// What a completed [`Media::persist`] survives.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Durability {
     /// Persistent memory mapped with MAP_SYNC: a cache-line write-back and a fence make a store
@@ -56,7 +56,6 @@ pub enum Durability {
     PageCache,
     /// tmpfs, RAM disks, devdax of volatile memory: stores survive the death of the process, and
     /// nothing else.
-    #[default]
     Volatile,
 }
 

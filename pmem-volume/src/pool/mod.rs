@@ -34,7 +34,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 
 use serde::Serialize;
-pub use uuid::Uuid;
+use uuid::Uuid;
 
 pub use alloc::chunk::{ChunkId, Extent, MAX_ORDER, Run};
 pub use alloc::scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
@@ -179,7 +179,7 @@ struct Counts {
 }
 
 /// Bytes of a pool by state, and what is known about it. The states add up to the total.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub struct PoolInfo {
     /// Identity of the pool.
     pub uuid: Uuid,

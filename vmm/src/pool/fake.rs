@@ -10,6 +10,8 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
+use pmem_volume::pool::layout::FORMAT_VERSION;
+use uuid::Uuid;
 
 use super::{
     CHUNK_BYTES, Durability, PmPool, PoolError, PoolInfo, PoolVolume, VolumeFormat, VolumeInfo,
@@ -140,7 +142,7 @@ impl PmPool for FakePool {
             free_bytes,
             memory_bytes,
             lendable_bytes: free_bytes,
-            ..Default::default()
+            ..empty_info()
         }
     }
 
@@ -156,6 +158,28 @@ impl PmPool for FakePool {
 
     fn durability(&self) -> Durability {
         Durability::Volatile
+    }
+}
+
+/// Information about a pool without any bytes, for tests that set the fields they read.
+pub(crate) fn empty_info() -> PoolInfo {
+    PoolInfo {
+        uuid: Uuid::nil(),
+        format_version: FORMAT_VERSION,
+        durability: Durability::Volatile,
+        thin: false,
+        total_bytes: 0,
+        strg_bytes: 0,
+        metadata_bytes: 0,
+        volume_bytes: 0,
+        memory_bytes: 0,
+        scrubbing_bytes: 0,
+        damaged_bytes: 0,
+        retired_bytes: 0,
+        free_bytes: 0,
+        lendable_bytes: 0,
+        volumes: 0,
+        latched: None,
     }
 }
 

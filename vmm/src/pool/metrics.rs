@@ -66,6 +66,7 @@ impl Expose for PoolMetrics {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pool::fake::empty_info;
 
     #[test]
     fn states_add_up_to_the_pool_without_its_metadata() {
@@ -77,7 +78,7 @@ mod tests {
             memory_bytes: 8,
             scrubbing_bytes: 16,
             volume_bytes: 32,
-            ..PoolInfo::default()
+            ..empty_info()
         };
         let sum: u64 = states(&info).iter().map(|(_, bytes)| bytes).sum();
         assert_eq!(sum, info.total_bytes - info.metadata_bytes);

@@ -239,9 +239,10 @@ impl Rest {
 
 #[cfg(test)]
 mod tests {
-    use pmem_volume::pool::Uuid;
+    use uuid::Uuid;
 
     use super::*;
+    use crate::pool::fake::empty_info;
 
     const MIB: u64 = 1 << 20;
 
@@ -254,7 +255,7 @@ mod tests {
             volume_bytes,
             free_bytes: 1000 * MIB - volume_bytes,
             scrubbing_bytes: 20 * MIB,
-            ..PoolInfo::default()
+            ..empty_info()
         }
     }
 

@@ -263,10 +263,11 @@ fn distances(topology: &Topology) -> Distances {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pool::fake::empty_info;
 
     #[test]
     fn a_pool_that_has_failed_offers_nothing_whatever_it_has() {
-        let pool = PoolInfo { lendable_bytes: 64 << 20, ..PoolInfo::default() };
+        let pool = PoolInfo { lendable_bytes: 64 << 20, ..empty_info() };
         assert_eq!(offered_bytes(&pool), 64 << 20);
         let latched = Some("no room".to_owned());
         assert_eq!(offered_bytes(&PoolInfo { latched, ..pool }), 0);
