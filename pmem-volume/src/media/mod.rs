@@ -374,6 +374,7 @@ mod tests {
         }
     }
 
+    #[cfg(debug_assertions)]
     #[test]
     #[should_panic(expected = "0x4 is not aligned to a word")]
     fn word_at_unaligned_offset_is_refused() {
