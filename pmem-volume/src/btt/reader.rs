@@ -42,6 +42,7 @@ pub enum Lost {
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Trouble {
+    /// The arena's metadata is damaged.
     #[error(transparent)]
     Finding(#[from] Finding),
     #[error("the flog cannot be read ({0})")]

@@ -184,6 +184,7 @@ pub enum PoolError {
         /// How much of that is kept for volumes (STRG) and not lent as memory.
         reserved_bytes: u64,
     },
+    /// The requested name is invalid.
     #[error(transparent)]
     Name(#[from] NameError),
     #[error("volume {name:?} exists already; choose another name, or delete it first")]
@@ -228,8 +229,10 @@ pub enum PoolError {
         "the pool's log has {log_bytes} bytes, and the operation needs {needed_bytes}; make a new volume instead"
     )]
     LogTooSmall { log_bytes: u64, needed_bytes: u64 },
+    /// The volume's BTT cannot grow to the requested size.
     #[error(transparent)]
     BttGrowth(btt::ExtendError),
+    /// A BTT cannot have the volume's size or the requested sector size.
     #[error(transparent)]
     Btt(#[from] btt::GeometryError),
 }

@@ -78,6 +78,7 @@ enum Place {
 pub enum Fault {
     #[error("its error flag is set")]
     ErrorFlag,
+    /// The flog or the map is inconsistent.
     #[error("{0}")]
     Damaged(Finding),
     /// Flog or map could not be read at open, so recovery is not done. Nothing was stored.

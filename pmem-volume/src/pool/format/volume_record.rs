@@ -118,6 +118,7 @@ pub enum VolumeRecordError {
     NoPart { slot: u32, index: u32 },
     #[error("its BTT is to be written, and it cannot have one")]
     NoBtt,
+    /// The name in the record is invalid.
     #[error(transparent)]
     Name(#[from] NameError),
 }
