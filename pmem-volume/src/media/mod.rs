@@ -346,7 +346,7 @@ fn assert_inside(offset_bytes: u64, length_bytes: u64, media_bytes: u64) {
     );
 }
 
-/// Panics in debug builds if no word lies at an offset.
+/// Panics in debug builds if the offset is not a multiple of 8.
 #[inline(always)]
 pub(crate) fn debug_assert_word(offset_bytes: u64) {
     debug_assert!(offset_bytes.is_multiple_of(8), "{offset_bytes:#x} is not aligned to a word");

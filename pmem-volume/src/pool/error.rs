@@ -169,7 +169,6 @@ pub enum PoolError {
         Size(*lacking_bytes).rounded(), Size(*size_bytes).rounded()
     )]
     BlocksNotTaken { path: PathBuf, lacking_bytes: u64, size_bytes: u64 },
-    /// The host has no thread left.
     #[error("The thread that erases what is given back cannot be started")]
     Scrubber(#[source] io::Error),
     #[error(
