@@ -3,8 +3,8 @@
 pub(super) mod blocks;
 pub mod claim;
 pub mod formats;
+pub(super) mod free_space;
 pub mod lock;
 pub mod mark;
 pub(super) mod opening;
-pub(super) mod room;
 pub mod signature;
