@@ -13,7 +13,7 @@ use zerocopy::IntoBytes;
 
 use super::alloc::chunk::{ChunkId, Run};
 use super::file::lock::{LockKind, try_lock};
-use super::file::opening::{Opened, place_error};
+use super::file::open_steps::{Opened, place_error};
 use super::format::layout::SUPERBLOCK_OFFSETS;
 use super::format::superblock::Superblock;
 use super::format::table::{ChunkTable, Owner};

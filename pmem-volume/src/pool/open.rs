@@ -11,7 +11,7 @@ use super::alloc::buddy::Buddy;
 use super::alloc::scrub_queue::ScrubQueue;
 use super::file::blocks;
 use super::file::mark::Mark;
-use super::file::opening::{Length, Opened};
+use super::file::open_steps::{Length, Opened};
 use super::file::signature;
 use super::format::layout::{
     FORMAT_VERSION, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes,

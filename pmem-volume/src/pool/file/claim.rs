@@ -11,7 +11,7 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use super::lock::{Holder, LockKind};
-use super::opening::{FORK_PATIENCE, UDEV_PATIENCE, lock_within, user_of_device, while_in_use};
+use super::open_steps::{FORK_PATIENCE, UDEV_PATIENCE, lock_within, user_of_device, while_in_use};
 use crate::pool::{OpenMode, Pool, PoolError};
 
 /// Why something is not to be had.

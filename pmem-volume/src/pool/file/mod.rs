@@ -6,5 +6,5 @@ pub mod formats;
 pub(super) mod free_space;
 pub mod lock;
 pub mod mark;
-pub(super) mod opening;
+pub(super) mod open_steps;
 pub mod signature;

@@ -19,7 +19,7 @@ use crate::btt::{self, GiveUp};
 use crate::media::{FileMedia, Media, MediaError};
 use crate::pool::alloc::chunk::{ChunkId, Run};
 use crate::pool::file::blocks;
-use crate::pool::file::opening::Opened;
+use crate::pool::file::open_steps::Opened;
 use crate::pool::format::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};

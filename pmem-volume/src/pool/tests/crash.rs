@@ -59,7 +59,7 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<OtherPoo
         image.read(offset, copy.as_mut_bytes())?;
     }
     let path = Path::new("simulated");
-    let length = opening::Length::File(image.file_bytes());
+    let length = open_steps::Length::File(image.file_bytes());
     let (superblock, findings) = open::judge_superblocks(path, copies, length, mode)?;
     let media: Box<dyn Media> = Box::new(image.part(superblock.size_bytes()));
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)

@@ -37,7 +37,7 @@ use std::sync::Arc;
 
 use tempfile::TempDir;
 
-use super::file::opening;
+use super::file::open_steps;
 use super::format::{table, volume_record};
 use super::maintenance::grow;
 use super::transaction::{mirrored, redo_log};

@@ -416,7 +416,7 @@ fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
         device.read(offset, copy.as_mut_bytes())?;
     }
     let (path, mode) = (Path::new("simulated"), OpenMode::ReadWrite);
-    let length = opening::Length::Device(device.len_bytes());
+    let length = open_steps::Length::Device(device.len_bytes());
     let (superblock, findings) = open::judge_superblocks(path, copies, length, mode)?;
     let media: Box<dyn Media> = Box::new(OnDevice(device.part(superblock.size_bytes())));
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
