@@ -10,8 +10,8 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use pmem_volume::pool::claim::{PoolContent, pool_content};
 use pmem_volume::pool::mark::Mark;
+use pmem_volume::pool::ownership::{PoolContent, pool_content};
 use thiserror::Error;
 use tracing::warn;
 

@@ -123,14 +123,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk");
         fs::write(&path, [1; 4096]).unwrap();
-        let disk = pmem_volume::pool::claim::claim(&path, true, 0).unwrap();
+        let disk = pmem_volume::pool::ownership::claim(&path, true, 0).unwrap();
         let error = admit(&append(&path), &path).unwrap_err().to_string();
         assert!(error.contains(&format!("is in use by process {}", std::process::id())), "{error}");
         drop(disk);
         let [one, two] = [(); 2].map(|()| append(&path));
         admit(&one, &path).unwrap();
         admit(&two, &path).unwrap();
-        assert!(pmem_volume::pool::claim::claim(&path, true, 0).is_err());
+        assert!(pmem_volume::pool::ownership::claim(&path, true, 0).is_err());
         let null = File::options().write(true).open("/dev/null").unwrap();
         admit(&null, Path::new("/dev/null")).unwrap();
     }

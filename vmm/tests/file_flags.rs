@@ -19,8 +19,8 @@ use foreshore::memory::backing::ZoneFile;
 use foreshore::unix_socket::{self, SocketAccess};
 use foreshore::volume::file::PmemFile;
 use pmem_volume::Pool;
-use pmem_volume::pool::claim::claim;
 use pmem_volume::pool::formats::{self, Format};
+use pmem_volume::pool::ownership::claim;
 use tempfile::TempDir;
 
 const PAGE: &str = include_str!("../../docs/consoles.md");

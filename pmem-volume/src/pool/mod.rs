@@ -42,7 +42,7 @@ pub use create::CreateOptions;
 pub use error::PoolError;
 pub use file::lock::Holder;
 pub(crate) use file::lock::{LockKind, try_lock};
-pub use file::{claim, formats, lock, mark, signature};
+pub use file::{formats, lock, mark, ownership, signature};
 pub use format::layout;
 pub use format::superblock::SuperblockError;
 pub use format::volume_record::{NameError, VolumeFormat, VolumeName};

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pmem_volume::pool::Holder;
-use pmem_volume::pool::claim::{ClaimError, claim};
+use pmem_volume::pool::ownership::{ClaimError, claim};
 use pmem_volume::pool::signature::image_format;
 use rustix::fs::{FallocateFlags, fallocate, ioctl_blkpbszget, ioctl_blksszget};
 use thiserror::Error;

@@ -423,7 +423,7 @@ mod tests {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
         file.write_all(&[b'x'; 150]).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
-        assert!(pmem_volume::pool::claim::claim(&path, true, 0).is_err());
+        assert!(pmem_volume::pool::ownership::claim(&path, true, 0).is_err());
         assert_eq!(Mark::of(&open(&path)).unwrap(), Some(Mark::Output));
     }
 

@@ -15,7 +15,7 @@ use pmem_volume::Durability;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::media::{self, FileMedia, Media, MediaError};
 use pmem_volume::pool::Holder;
-use pmem_volume::pool::claim::{ClaimError, claim};
+use pmem_volume::pool::ownership::{ClaimError, claim};
 use thiserror::Error;
 
 use super::pmem_config::PmemConfig;

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
 use pmem_volume::file_mode::PRIVATE_MODE;
-use pmem_volume::pool::claim::{PoolContent, pool_content};
+use pmem_volume::pool::ownership::{PoolContent, pool_content};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 use pmem_volume::unnamed_file::{Taken, Unnamed};
 

@@ -1,10 +1,10 @@
 //! File or device below a pool: its lock, its blocks, and content that no pool may overwrite.
 
 pub(super) mod blocks;
-pub mod claim;
 pub mod formats;
 pub(super) mod free_space;
 pub mod lock;
 pub mod mark;
 pub(super) mod open_steps;
+pub mod ownership;
 pub mod signature;

@@ -11,9 +11,9 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::claim::{PoolContent, pool_content};
 use super::formats::{self, FORMATS, Format, IMAGES, find_at_start};
 use super::mark::Mark;
+use super::ownership::{PoolContent, pool_content};
 use crate::media::{Media, MediaError};
 
 /// Size of the parts at the start and at the end of a device that are searched. Common formats have

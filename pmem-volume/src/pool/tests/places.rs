@@ -14,8 +14,8 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::*;
 use crate::media::simulator::{Random, Simulator};
-use crate::pool::claim::{ClaimError, claim};
 use crate::pool::lock::{LockKind, try_lock};
+use crate::pool::ownership::{ClaimError, claim};
 use crate::progress::{Progress, Task, unheard};
 
 /// A loop device over a sparse file.
