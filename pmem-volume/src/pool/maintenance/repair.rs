@@ -237,7 +237,9 @@ pub(in crate::pool) fn mend_tables(
         keep(mending, &mut planned);
     }
     let Some(name) = give_up else { return Ok(planned) };
-    if let Some(given_up) = super::give_up::give_up(media, superblock, name, &planned, dry_run)? {
+    if let Some(given_up) =
+        super::discard_damaged::give_up(media, superblock, name, &planned, dry_run)?
+    {
         keep(given_up, &mut planned);
         // Without its gaps, words may be explained that were not.
         let rest = match dry_run {
