@@ -10,7 +10,7 @@ use super::layout::{
     FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR,
     MAP_ZERO,
 };
-use super::torn::{self, Suspect, looks_torn};
+use super::torn_entry::{self, Suspect, looks_torn};
 use crate::media::{Media, MediaError};
 
 /// A map entry, decoded.
@@ -151,7 +151,7 @@ pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Result<Recovery,
     // An entry that is wholly the old one of another lane's newest write is not torn.
     suspects.retain(|suspect| !recovery.redo.contains_key(&suspect.sector));
     if !suspects.is_empty() {
-        let torn = torn::torn(space, arena, suspects, &recovery.redo, &recovery.free)?;
+        let torn = torn_entry::torn(space, arena, suspects, &recovery.redo, &recovery.free)?;
         recovery.redo.extend(torn.into_iter().map(|torn| (torn.sector, torn.new)));
     }
     Ok(recovery)

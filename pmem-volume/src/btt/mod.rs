@@ -22,7 +22,7 @@ mod reader;
 mod repair;
 #[cfg(test)]
 mod tests;
-mod torn;
+mod torn_entry;
 mod walk;
 
 pub use arena::{ArenaInfo, InfoError, InfoSource};

@@ -11,7 +11,7 @@ mod modelled;
 mod readers;
 mod script;
 mod threads;
-mod torn;
+mod torn_entry;
 
 use uuid::Uuid;
 use zerocopy::{FromZeros, IntoBytes};
