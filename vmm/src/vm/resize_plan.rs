@@ -23,9 +23,31 @@ impl IntoIterator for ResizePlan {
     }
 }
 
+impl ResizePlan {
+    /// Stores the sizes of all steps for the next boot.
+    pub fn store(&self, config: &mut VmConfig) {
+        self.0.iter().for_each(|step| step.next_boot.store(config));
+    }
+}
+
 /// Step of a resize. Only a plan makes one.
 #[derive(Debug)]
-pub struct ResizeStep(Change);
+pub struct ResizeStep {
+    change: Change,
+    next_boot: NextBoot,
+}
+
+impl ResizeStep {
+    fn of_zone(spec: &ZoneSpec, size_bytes: u64, growth: ZoneChange) -> Self {
+        let change = Change::Zone { id: spec.id.clone(), growth };
+        Self { change, next_boot: NextBoot::of_zone(spec, size_bytes) }
+    }
+
+    /// Size to store for the next boot once the step is carried out.
+    pub fn next_boot(&self) -> &NextBoot {
+        &self.next_boot
+    }
+}
 
 #[derive(Debug)]
 enum Change {
@@ -35,15 +57,10 @@ enum Change {
     },
     Zone {
         id: String,
-        /// Requested size, boot part included.
-        size_bytes: u64,
         growth: ZoneChange,
     },
-    Balloon {
-        size_bytes: u64,
-        /// `None` without a balloon, of which only a size of 0 can be requested.
-        target: Option<ResizeTarget>,
-    },
+    /// `None` without a balloon, of which only a size of 0 can be requested.
+    Balloon(Option<ResizeTarget>),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -52,29 +69,64 @@ enum ZoneChange {
     None,
     /// Size of the hotplug part.
     Target(ResizeTarget),
-    /// Size of the DIMM to add. 0 if the zone is not smaller than the requested size.
-    Dimm(u64),
+    Dimm {
+        /// Requested size, boot part included.
+        size_bytes: u64,
+        /// Size of the DIMM to add. 0 if the zone is not smaller than the requested size.
+        more_bytes: u64,
+    },
 }
 
-impl ResizeStep {
-    /// Stores the size for the next boot. Memory that was added by ACPI stays: the next boot has it
-    /// as boot memory. A zone of PM boots empty, because its pool serves other VMs as well.
+/// Size that the next boot has after a step. The machine decides which, because zones of several
+/// kinds can have one configuration.
+#[derive(Clone, Debug)]
+pub enum NextBoot {
+    /// The step has no effect on the next boot.
+    Same,
+    Vcpus(u8),
+    /// Size of boot memory, which is in one zone.
+    BootMemory(u64),
+    /// Size of the hotplug part of a DRAM zone.
+    Hotplugged {
+        zone: String,
+        bytes: Option<u64>,
+    },
+    Balloon(u64),
+}
+
+impl NextBoot {
+    /// Size of a zone after a resize to `size_bytes`, boot part included. Memory that was added by
+    /// ACPI stays: the next boot has it as boot memory. A zone of PM boots empty, because its pool
+    /// serves other VMs as well.
+    fn of_zone(spec: &ZoneSpec, size_bytes: u64) -> Self {
+        match (spec.tier, spec.growth) {
+            (Tier::Pm, _) => Self::Same,
+            (Tier::Dram, Growth::Dimms) => Self::BootMemory(size_bytes),
+            (Tier::Dram, Growth::VirtioMem) => Self::Hotplugged {
+                zone: spec.id.clone(),
+                bytes: hotplugged(size_bytes, spec.boot_bytes),
+            },
+        }
+    }
+
+    /// Stores the size in the configuration of the machine that made the plan.
     pub fn store(&self, config: &mut VmConfig) {
-        match &self.0 {
-            Change::Vcpus { desired, .. } => config.cpus.boot_vcpus = *desired,
-            Change::Zone { id, size_bytes, .. } => {
-                let memory = &mut config.memory;
-                if memory.resizes_by_acpi() {
-                    memory.size = *size_bytes;
-                } else if let Some(zone) = memory.zones.iter_mut().find(|zone| zone.id == *id) {
-                    zone.hotplugged_size = hotplugged(*size_bytes, zone.size);
-                } else if memory.zones.is_empty() && id == DRAM_ZONE {
-                    memory.hotplugged_size = hotplugged(*size_bytes, memory.size);
-                }
+        let memory = &mut config.memory;
+        match self {
+            Self::Same => {}
+            Self::Vcpus(vcpus) => config.cpus.boot_vcpus = *vcpus,
+            Self::BootMemory(bytes) => memory.size = *bytes,
+            Self::Hotplugged { zone: id, bytes } => {
+                // DRAM that is not in zones is `--memory` itself.
+                let hotplugged_size = match memory.zones.iter_mut().find(|zone| zone.id == *id) {
+                    Some(zone) => &mut zone.hotplugged_size,
+                    None => &mut memory.hotplugged_size,
+                };
+                *hotplugged_size = *bytes;
             }
-            Change::Balloon { size_bytes, .. } => {
+            Self::Balloon(bytes) => {
                 if let Some(balloon) = &mut config.balloon {
-                    balloon.size = *size_bytes;
+                    balloon.size = *bytes;
                 }
             }
         }
@@ -84,39 +136,42 @@ impl ResizeStep {
 impl KvmMachine {
     /// Checks all of a request. `desired_vcpus` is 1 to the maximum.
     pub(super) fn plan(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
-        let mut changes = Vec::new();
+        let mut steps = Vec::new();
         match resize {
             Resize::Vm(ResizeRequest { desired_vcpus, desired_ram, desired_balloon }) => {
                 if let Some(desired) = *desired_vcpus {
-                    changes.push(Change::Vcpus { desired, step: self.vcpus_step(desired)? });
+                    let change = Change::Vcpus { desired, step: self.vcpus_step(desired)? };
+                    steps.push(ResizeStep { change, next_boot: NextBoot::Vcpus(desired) });
                 }
                 if let Some(size_bytes) = *desired_ram {
-                    changes.push(self.plan_dram(size_bytes)?);
+                    steps.push(self.plan_dram(size_bytes)?);
                 }
                 if let Some(size_bytes) = *desired_balloon {
-                    let target = self.balloon_target(size_bytes)?;
-                    changes.push(Change::Balloon { size_bytes, target });
+                    let change = Change::Balloon(self.balloon_target(size_bytes)?);
+                    steps.push(ResizeStep { change, next_boot: NextBoot::Balloon(size_bytes) });
                 }
             }
-            Resize::Zone(request) => changes.push(self.plan_zone(request)?),
+            Resize::Zone(request) => steps.push(self.plan_zone(request)?),
         }
-        Ok(ResizePlan(changes.into_iter().map(ResizeStep).collect()))
+        Ok(ResizePlan(steps))
     }
 
     /// Carries out a step. A zone or balloon that is resized stays pinned until the governor is
     /// resumed.
-    pub(super) fn carry_out(&mut self, ResizeStep(change): &ResizeStep) -> Result<(), VmError> {
-        match change {
-            Change::Vcpus { desired, step } => self.change_vcpus(*desired, step.clone()),
-            Change::Zone { id, size_bytes, growth } => match *growth {
+    pub(super) fn carry_out(&mut self, step: ResizeStep) -> Result<(), VmError> {
+        match step.change {
+            Change::Vcpus { desired, step } => self.change_vcpus(desired, step),
+            Change::Zone { id, growth } => match growth {
                 ZoneChange::None => Ok(()),
-                ZoneChange::Dimm(more_bytes) => self.grow_by_dimm(*size_bytes, more_bytes),
+                ZoneChange::Dimm { size_bytes, more_bytes } => {
+                    self.grow_by_dimm(size_bytes, more_bytes)
+                }
                 ZoneChange::Target(target) => {
-                    self.told.expect_of_zone(id);
+                    self.told.expect_of_zone(&id);
                     self.request(target)
                 }
             },
-            Change::Balloon { target, .. } => target.map_or(Ok(()), |target| self.request(target)),
+            Change::Balloon(target) => target.map_or(Ok(()), |target| self.request(target)),
         }
     }
 
@@ -128,7 +183,7 @@ impl KvmMachine {
         self.memory.zones().iter().filter(|spec| of(spec)).map(|spec| spec.id.as_str()).collect()
     }
 
-    fn plan_dram(&self, size_bytes: u64) -> Result<Change, VmError> {
+    fn plan_dram(&self, size_bytes: u64) -> Result<ResizeStep, VmError> {
         let dram = self.zone_ids(|spec| spec.tier == Tier::Dram);
         if dram != [DRAM_ZONE] {
             return Err(VmError::BadRequest(format!(
@@ -138,13 +193,15 @@ impl KvmMachine {
         }
         let spec = &self.memory.zones()[0];
         let growth = match spec.growth {
-            Growth::Dimms => ZoneChange::Dimm(self.missing_bytes(size_bytes)?),
+            Growth::Dimms => {
+                ZoneChange::Dimm { size_bytes, more_bytes: self.missing_bytes(size_bytes)? }
+            }
             Growth::VirtioMem => self.zone_change(spec, "the VM", size_bytes)?,
         };
-        Ok(Change::Zone { id: DRAM_ZONE.to_owned(), size_bytes, growth })
+        Ok(ResizeStep::of_zone(spec, size_bytes, growth))
     }
 
-    fn plan_zone(&self, request: &ResizeZoneRequest) -> Result<Change, VmError> {
+    fn plan_zone(&self, request: &ResizeZoneRequest) -> Result<ResizeStep, VmError> {
         let ResizeZoneRequest { id, desired_ram } = request;
         let Some(spec) = self.memory.zones().iter().find(|spec| spec.id == *id) else {
             let known = self.zone_ids(|_| true).join(", ");
@@ -158,7 +215,7 @@ impl KvmMachine {
             )));
         }
         let growth = self.zone_change(spec, &format!("zone {id}"), *desired_ram)?;
-        Ok(Change::Zone { id: id.clone(), size_bytes: *desired_ram, growth })
+        Ok(ResizeStep::of_zone(spec, *desired_ram, growth))
     }
 
     /// Checks that a zone, which errors call `name`, can have `size_bytes`, boot part included.
@@ -223,34 +280,39 @@ impl KvmMachine {
 
 #[cfg(test)]
 impl ResizePlan {
-    /// Plan of a machine that can carry out any request.
-    pub(super) fn unchecked(resize: &Resize) -> Self {
-        let growth = ZoneChange::None;
-        let changes = match resize.clone() {
+    /// Plan of a machine with `zones` that can carry out any request.
+    pub(super) fn unchecked(resize: &Resize, zones: &[ZoneSpec]) -> Self {
+        let of_zone = |id: &str, size_bytes| {
+            let spec = zones.iter().find(|spec| spec.id == id).expect("a zone of the machine");
+            ResizeStep::of_zone(spec, size_bytes, ZoneChange::None)
+        };
+        let steps = match resize {
             Resize::Vm(ResizeRequest { desired_vcpus, desired_ram, desired_balloon }) => vec![
-                desired_vcpus.map(|desired| Change::Vcpus { desired, step: Step::Nothing }),
-                desired_ram.map(|size_bytes| Change::Zone {
-                    id: DRAM_ZONE.to_owned(),
-                    size_bytes,
-                    growth,
+                desired_vcpus.map(|desired| ResizeStep {
+                    change: Change::Vcpus { desired, step: Step::Nothing },
+                    next_boot: NextBoot::Vcpus(desired),
                 }),
-                desired_balloon.map(|size_bytes| Change::Balloon { size_bytes, target: None }),
+                desired_ram.map(|size_bytes| of_zone(DRAM_ZONE, size_bytes)),
+                desired_balloon.map(|size_bytes| ResizeStep {
+                    change: Change::Balloon(None),
+                    next_boot: NextBoot::Balloon(size_bytes),
+                }),
             ],
             Resize::Zone(ResizeZoneRequest { id, desired_ram }) => {
-                vec![Some(Change::Zone { id, size_bytes: desired_ram, growth })]
+                vec![Some(of_zone(id, *desired_ram))]
             }
         };
-        Self(changes.into_iter().flatten().map(ResizeStep).collect())
+        Self(steps.into_iter().flatten().collect())
     }
 }
 
 #[cfg(test)]
 impl ResizeStep {
     pub(super) fn label(&self) -> &'static str {
-        match self.0 {
+        match &self.change {
             Change::Vcpus { .. } => "resize vcpus",
             Change::Zone { .. } => "resize zone",
-            Change::Balloon { .. } => "resize balloon",
+            Change::Balloon(_) => "resize balloon",
         }
     }
 }
@@ -262,21 +324,29 @@ mod tests {
     use balloon::ZoneId;
 
     use super::*;
+    use crate::config::test_config;
     use crate::memory::slots::fake::FakeSlots;
-    use crate::memory::{MemoryOptions, build};
+    use crate::memory::{Memory, MemoryOptions, build};
+    use crate::pool::PmPool;
+    use crate::pool::fake::FakePool;
     use crate::vm::machine::tests::machine;
     use crate::vm::owner::Machine;
 
     const MIB: u64 = 1 << 20;
+
+    /// Memory of `zones` on a host that has everything.
+    fn memory(zones: Vec<ZoneSpec>) -> Memory {
+        let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
+        build(zones, Some(&pool), Arc::<FakeSlots>::default(), options).unwrap()
+    }
 
     /// A machine with 64 MiB of boot memory and a hotplug part.
     fn growing(hotplug_bytes: u64) -> KvmMachine {
         let mut machine = machine();
         let mut spec = machine.memory.zones()[0].clone();
         spec.hotplug_bytes = hotplug_bytes;
-        let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
-        let slots = Arc::<FakeSlots>::default();
-        machine.memory = build(vec![spec], None, slots, options).unwrap();
+        machine.memory = memory(vec![spec]);
         machine
     }
 
@@ -314,7 +384,7 @@ mod tests {
     fn zone_without_hotplug_part_can_only_have_its_size() {
         let mut machine = growing(0);
         for step in machine.plan_resize(&dram(64 * MIB)).unwrap() {
-            machine.resize(&step).unwrap();
+            machine.resize(step).unwrap();
         }
         let error = machine.plan_resize(&dram(66 * MIB)).unwrap_err().to_string();
         let bounds = "67108864 bytes of boot memory and can have at most 67108864";
@@ -337,9 +407,41 @@ mod tests {
     fn planned_size_of_a_zone_is_requested_and_pins_it() {
         let mut machine = growing(128 * MIB);
         for step in machine.plan_resize(&dram(66 * MIB)).unwrap() {
-            machine.resize(&step).unwrap();
+            machine.resize(step).unwrap();
         }
         assert_eq!(machine.governor.zones()[ZoneId(0)].device.sizes().requested_bytes, 2 * MIB);
         assert_eq!(machine.pressure(0).pinned_zones, [DRAM_ZONE]);
+    }
+
+    #[test]
+    fn plan_stores_the_size_of_its_zone_only() {
+        let mut machine = growing(128 * MIB);
+        let dram_spec = machine.memory.zones()[0].clone();
+        let pm_spec = ZoneSpec {
+            id: "pm".to_owned(),
+            tier: Tier::Pm,
+            guest_node: 1,
+            boot_bytes: 0,
+            hotplug_bytes: 1024 * MIB,
+            ..dram_spec.clone()
+        };
+        let pm =
+            |mib| Resize::Zone(ResizeZoneRequest { id: "pm".to_owned(), desired_ram: mib * MIB });
+        let (boot, none) = (test_config().memory.size, None);
+        for (growth, resize, expected) in [
+            (Growth::Dimms, pm(1024), (boot, none)),
+            (Growth::Dimms, pm(0), (boot, none)),
+            (Growth::Dimms, dram(64 * MIB), (64 * MIB, none)),
+            (Growth::VirtioMem, pm(1024), (boot, none)),
+            (Growth::VirtioMem, dram(66 * MIB), (boot, Some(2 * MIB))),
+            (Growth::VirtioMem, dram(64 * MIB), (boot, none)),
+        ] {
+            machine.memory =
+                memory(vec![ZoneSpec { growth, ..dram_spec.clone() }, pm_spec.clone()]);
+            let mut config = test_config();
+            machine.plan_resize(&resize).unwrap().store(&mut config);
+            let stored = (config.memory.size, config.memory.hotplugged_size);
+            assert_eq!(stored, expected, "{growth:?}, {resize}");
+        }
     }
 }

@@ -149,7 +149,7 @@ mod tests {
 
     fn resize(machine: &mut KvmMachine, mib: u64) -> Result<(), VmError> {
         for step in machine.plan_resize(&dram(mib * MIB))? {
-            machine.resize(&step)?;
+            machine.resize(step)?;
         }
         Ok(())
     }

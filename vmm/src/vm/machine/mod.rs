@@ -195,7 +195,7 @@ impl Machine for KvmMachine {
         self.plan(resize)
     }
 
-    fn resize(&mut self, step: &ResizeStep) -> Result<(), VmError> {
+    fn resize(&mut self, step: ResizeStep) -> Result<(), VmError> {
         self.carry_out(step)
     }
 

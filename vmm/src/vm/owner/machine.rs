@@ -34,7 +34,7 @@ pub trait Machine {
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError>;
     /// Carries out a step of a plan. Before the next plan is made, all steps are carried out or
     /// dropped.
-    fn resize(&mut self, step: &ResizeStep) -> Result<(), VmError>;
+    fn resize(&mut self, step: ResizeStep) -> Result<(), VmError>;
     /// Fills in what of the configuration only the machine knows, such as where a pseudo terminal
     /// is.
     fn complete(&self, _config: &mut VmConfig) {}

@@ -34,6 +34,7 @@ use crate::vm::request::{
     PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
     VmRequest, VmState, check_vcpus, device_tree,
 };
+use crate::vm::resize_plan::ResizePlan;
 
 /// Waits until everything of a machine stands still, or the machine has been resumed or dropped.
 pub type Standstill = Box<dyn FnOnce() + Send>;
@@ -257,14 +258,17 @@ impl Vm {
             return self.reconfigure(resize, |config| resize.apply(config));
         }
         state::next(self.state, Verb::Change)?;
-        if let Resize::Vm(request) = resize {
-            self.check_next_boot(request)?;
+        if let Resize::Vm(ResizeRequest { desired_vcpus: Some(desired), .. }) = resize {
+            check_vcpus(*desired, &self.config)?;
         }
+        let plan = self.running()?.plan_resize(resize)?;
+        self.check_next_boot(resize, &plan)?;
         // All checks are over before the first step. Each step is stored at once, whenever the
         // guest follows, and stays stored if the host lacks memory for a later one.
-        for step in self.running()?.plan_resize(resize)? {
-            self.running()?.resize(&step)?;
-            step.store(&mut self.config);
+        for step in plan {
+            let next_boot = step.next_boot().clone();
+            self.running()?.resize(step)?;
+            next_boot.store(&mut self.config);
         }
         Ok(())
     }
@@ -272,18 +276,9 @@ impl Vm {
     /// Refuses what the next boot could not be with. The parts are looked at together: a balloon
     /// that the guest has room for now may be too large for what it boots with, and one that is
     /// too large may be made smaller by the same call.
-    fn check_next_boot(&self, resize: &ResizeRequest) -> Result<(), VmError> {
+    fn check_next_boot(&self, resize: &Resize, plan: &ResizePlan) -> Result<(), VmError> {
         let mut config = self.config.clone();
-        if let Some(vcpus) = resize.desired_vcpus {
-            check_vcpus(vcpus, &config)?;
-            config.cpus.boot_vcpus = vcpus;
-        }
-        if let Some(size_bytes) = resize.desired_ram.filter(|_| config.memory.resizes_by_acpi()) {
-            config.memory.size = size_bytes;
-        }
-        if let (Some(size_bytes), Some(balloon)) = (resize.desired_balloon, &mut config.balloon) {
-            balloon.size = size_bytes;
-        }
+        plan.store(&mut config);
         config.validate().map_err(|error| VmError::BadRequest(format!("{resize}: {error}")))
     }
 

@@ -14,9 +14,10 @@ use parking_lot::Mutex;
 use balloon::params::Setting;
 
 use super::*;
-use crate::config::{ParamSettings, PressureConfig, test_config};
+use crate::config::{ParamSettings, PressureConfig, Topology, test_config};
 use crate::events::{Seen, Watcher};
 use crate::governor::info::PressureInfo;
+use crate::memory::zone::ZoneSpec;
 use crate::vm::request::VmHandle;
 use crate::vm::request::{
     BalloonInfo, Counters, PoolInfo, ResizeZoneRequest, VolumeInfo, ZoneInfo,
@@ -52,28 +53,32 @@ impl Delays {
     }
 }
 
-struct FakeMachine(Log, Delays);
+struct FakeMachine {
+    log: Log,
+    delays: Delays,
+    zones: Vec<ZoneSpec>,
+}
 
 impl Machine for FakeMachine {
     fn resume(&mut self) {
-        self.0.lock().push("resume");
+        self.log.lock().push("resume");
     }
     fn pause(&mut self) -> Standstill {
-        self.0.lock().push("pause");
-        let delays = self.1.clone();
+        self.log.lock().push("pause");
+        let delays = self.delays.clone();
         Box::new(move || delays.wait("stand still"))
     }
     fn press_power_button(&mut self) {
-        self.0.lock().push("power button");
+        self.log.lock().push("power button");
     }
     fn send_nmi(&mut self) {
-        self.0.lock().push("nmi");
+        self.log.lock().push("nmi");
     }
     fn counters(&self) -> Counters {
         Counters::new()
     }
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>) {
-        self.0.lock().push("zones");
+        self.log.lock().push("zones");
         answer(reply, Ok(Vec::new()));
     }
     fn memory_bytes(&self) -> u64 {
@@ -99,28 +104,28 @@ impl Machine for FakeMachine {
             {
                 Err(VmError::BadRequest("odd".to_owned()))
             }
-            _ => Ok(ResizePlan::unchecked(resize)),
+            _ => Ok(ResizePlan::unchecked(resize, &self.zones)),
         }
     }
-    fn resize(&mut self, step: &ResizeStep) -> Result<(), VmError> {
-        self.0.lock().push(step.label());
-        self.1.wait(step.label());
+    fn resize(&mut self, step: ResizeStep) -> Result<(), VmError> {
+        self.log.lock().push(step.label());
+        self.delays.wait(step.label());
         Ok(())
     }
     fn balloon(&self) -> Option<BalloonInfo> {
         None
     }
     fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {
-        self.0.lock().push("resize disk");
-        self.1.wait("resize disk");
+        self.log.lock().push("resize disk");
+        self.delays.wait("resize disk");
         Ok(())
     }
     fn devices(&self) -> Vec<PciDeviceInfo> {
         vec![PciDeviceInfo { id: "_disk1".to_owned(), bdf: "0000:00:04.0".to_owned() }]
     }
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
-        self.0.lock().push("add device");
-        self.1.wait("add device");
+        self.log.lock().push("add device");
+        self.delays.wait("add device");
         match device {
             DeviceConfig::Disk(disk) if disk.path.ends_with("missing") => {
                 Err(VmError::Failed("no such file".to_owned()))
@@ -129,14 +134,14 @@ impl Machine for FakeMachine {
         }
     }
     fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
-        self.0.lock().push("remove device");
+        self.log.lock().push("remove device");
         if id == "nobody" { Err(VmError::NoSuchDevice { id: id.to_owned() }) } else { Ok(()) }
     }
     fn ejected(&mut self, _: u8) {
-        self.0.lock().push("ejected");
+        self.log.lock().push("ejected");
     }
     fn vcpu_ejected(&mut self, _: u8) {
-        self.0.lock().push("vcpu ejected");
+        self.log.lock().push("vcpu ejected");
     }
     fn pressure(&self, _: usize) -> PressureInfo {
         PressureInfo { policy: "off".to_owned(), ..PressureInfo::default() }
@@ -151,8 +156,8 @@ impl Machine for FakeMachine {
 
 impl Drop for FakeMachine {
     fn drop(&mut self) {
-        self.1.wait("drop");
-        self.0.lock().push("drop");
+        self.delays.wait("drop");
+        self.log.lock().push("drop");
     }
 }
 
@@ -180,7 +185,9 @@ impl MachineFactory for FakeFactory {
         }
         senders.push(events);
         self.log.lock().push("build");
-        Ok(Box::new(FakeMachine(Arc::clone(&self.log), self.delays.clone())))
+        let (log, delays) = (Arc::clone(&self.log), self.delays.clone());
+        let zones = Topology::of(config).unwrap().zones().to_vec();
+        Ok(Box::new(FakeMachine { log, delays, zones }))
     }
 
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {

@@ -1,7 +1,7 @@
 //! Memory and vCPUs of another size, and what the next boot has of it.
 
 use super::*;
-use crate::config::{BalloonConfig, MemoryConfig};
+use crate::config::{BalloonConfig, MemoryConfig, PmMemoryConfig};
 
 #[test]
 fn a_vm_that_is_shut_down_is_resized_in_its_configuration_and_booted_again() {
@@ -78,6 +78,25 @@ fn the_next_boot_has_what_has_come_by_acpi() {
         assert!(matches!(resize(5000).await, Err(VmError::BadRequest(_))));
         assert_eq!(size().await, 256 << 20);
         assert_eq!(vm.log(), ["build", "resume", "resize zone", "resize zone"]);
+    });
+}
+
+#[test]
+fn resize_of_pm_leaves_the_memory_of_the_next_boot() {
+    run(async {
+        for memory in ["size=512M", "size=512M,hotplug_size=1G"] {
+            let mut config = test_config();
+            config.memory = MemoryConfig::parse(memory).unwrap();
+            config.pm_memory = vec![PmMemoryConfig::parse("pool=/pool,size=8G").unwrap()];
+            let vm = serve(None, Some(config.clone()), AtGuestShutdown::End);
+            for bytes in [8 << 30, 0] {
+                let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: bytes };
+                vm.handle.ask(|reply| VmRequest::Resize(zone.into(), reply)).await.unwrap();
+                vm.handle.ask(VmRequest::Reboot).await.unwrap();
+                let info = vm.handle.ask(VmRequest::Info).await.unwrap();
+                assert_eq!(info.config.memory, config.memory, "{memory}, PM of {bytes} bytes");
+            }
+        }
     });
 }
 
@@ -176,6 +195,7 @@ fn a_vm_that_is_paused_is_resized_and_stays_paused() {
     run(async {
         let mut config = test_config();
         config.cpus.max_vcpus = 4;
+        config.memory.hotplug_size = Some(1 << 30);
         let vm = serve(None, Some(config), AtGuestShutdown::End);
         vm.handle.ask(VmRequest::Pause).await.unwrap();
         let resize = ResizeRequest {
@@ -199,11 +219,10 @@ fn a_resize_is_done_as_a_whole_or_not_at_all() {
     run(async {
         let mut config = test_config();
         config.cpus.max_vcpus = 4;
-        for acpi in [false, true] {
+        for method in ["virtio-mem", "acpi"] {
             let mut config = config.clone();
-            if acpi {
-                config.memory = MemoryConfig::parse("size=512M,hotplug_size=1G").unwrap();
-            }
+            let memory = format!("size=512M,hotplug_size=1G,hotplug_method={method}");
+            config.memory = MemoryConfig::parse(&memory).unwrap();
             let vm = serve(None, Some(config), AtGuestShutdown::End);
             let before = vm.handle.ask(VmRequest::Info).await.unwrap().config;
             let right = ResizeRequest {
