@@ -32,7 +32,7 @@ use balloon::{Distances, HostView, TimeMs, ZoneId};
 
 pub use self::show::{ZoneQuery, ZoneState};
 use super::GovernorError;
-use super::error::AboveZones;
+use super::error::{AboveZones, DescriptorLack};
 use super::record::{Recorder, Target};
 use super::{BalloonSource, Beside, GovernedZone, GovernedZones, PoolFree};
 use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
@@ -208,14 +208,32 @@ impl Core {
         self.step(Event::BootWith(target), now);
     }
 
-    /// Counts a DIMM that the guest gets towards the limit of rule 4.
-    pub fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
-        self.step(Event::AddDimm(bytes), now);
+    /// Checks that the guest has room for the page descriptors of a DIMM, by its last report or by
+    /// `unreported`.
+    pub fn check_dimm(&self, dimm_bytes: u64, now: TimeMs) -> Result<(), DescriptorLack> {
+        self.check_room(dimm_bytes, &self.devices.view(), now)
     }
 
-    /// Memory for whose page descriptors the guest has room, by its last report or by `unreported`.
-    pub fn describable_bytes(&self, now: TimeMs) -> u64 {
-        self.governor.controller().describable_bytes(&self.devices.view(), now)
+    /// Checks a DIMM again, and counts it towards the limit of rule 4 before anything else can use
+    /// up the room.
+    pub fn add_dimm(&mut self, dimm_bytes: u64, now: TimeMs) -> Result<(), DescriptorLack> {
+        let host = self.devices.view();
+        self.check_room(dimm_bytes, &host, now)?;
+        self.run(Event::AddDimm(dimm_bytes), host, now, |_| ());
+        Ok(())
+    }
+
+    fn check_room(
+        &self,
+        dimm_bytes: u64,
+        host: &HostView,
+        now: TimeMs,
+    ) -> Result<(), DescriptorLack> {
+        let most_bytes = self.governor.controller().describable_bytes(host, now);
+        if dimm_bytes > most_bytes {
+            return Err(DescriptorLack { dimm_bytes, most_bytes });
+        }
+        Ok(())
     }
 
     fn step(&mut self, event: Event, now: TimeMs) {

@@ -3,6 +3,7 @@
 use balloon::governor::ResizeTargetError;
 use balloon::params::{ParamError, Unit};
 use foreshore_config::ConfigError;
+use foreshore_types::size::Size;
 use thiserror::Error;
 
 /// Error of a request to the governor.
@@ -25,5 +26,19 @@ pub enum GovernorError {
 pub struct AboveZones {
     pub name: &'static str,
     pub bytes: u64,
+    pub most_bytes: u64,
+}
+
+/// Reason why the guest gets no DIMM (rule 4).
+#[derive(Debug, Error)]
+#[error(
+    "no room for the page descriptors of {}, at most for those of {}",
+    Size(*dimm_bytes),
+    Size(*most_bytes)
+)]
+pub struct DescriptorLack {
+    /// Size of the DIMM.
+    pub dimm_bytes: u64,
+    /// Memory for whose page descriptors the guest has room.
     pub most_bytes: u64,
 }

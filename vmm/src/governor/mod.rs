@@ -24,7 +24,7 @@ use std::ops::{Deref, Index};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub use self::error::GovernorError;
+pub use self::error::{DescriptorLack, GovernorError};
 use balloon::governor::ResizeTarget;
 use balloon::statistics::BalloonState;
 use balloon::{Tier, ZoneId, ZoneSizes};

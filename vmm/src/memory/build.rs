@@ -531,6 +531,7 @@ mod tests {
     use vm_memory::{Bytes, GuestAddressSpace, GuestMemoryBackend};
 
     use super::super::backing::policy_at;
+    use super::super::dimms::DimmError;
     use super::super::layout::{GIB, MIB};
     use super::super::slots::fake::FakeSlots;
     use super::super::zone::{HostMemory, HostPages};
@@ -776,18 +777,22 @@ mod tests {
             build(vec![zone], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
         assert!(memory.take_hotplug().is_empty(), "no virtio-mem device has it");
         let mut dimms = memory.take_dimms().unwrap();
+        let accept = || Ok::<(), DimmError>(());
         let at = |address| memory.view().memory().write_obj(7u64, GuestAddress(address)).is_ok();
         assert!(!at(4 * GIB) && !table.covers(4 * GIB));
-        assert_eq!(dimms.add(128 * MIB).unwrap(), GuestRange { start: 4 * GIB, len: 128 * MIB });
+        assert_eq!(
+            dimms.add(128 * MIB, accept).unwrap(),
+            GuestRange { start: 4 * GIB, len: 128 * MIB }
+        );
         assert!(at(4 * GIB) && at(4 * GIB + 128 * MIB - 8) && !at(4 * GIB + 128 * MIB));
         assert!(table.covers(4 * GIB + 128 * MIB - 1) && !table.covers(4 * GIB + 128 * MIB));
         // One that KVM does not take leaves nothing, and its place is the next one's.
         *table.calls_left.lock() = Some(0);
-        let error = dimms.add(256 * MIB).unwrap_err();
+        let error = dimms.add(256 * MIB, accept).unwrap_err();
         assert!(error.is_the_hosts(), "{error}");
         *table.calls_left.lock() = None;
         assert!(!at(4 * GIB + 128 * MIB));
-        assert_eq!(dimms.add(256 * MIB).unwrap().start, 4 * GIB + 128 * MIB);
+        assert_eq!(dimms.add(256 * MIB, accept).unwrap().start, 4 * GIB + 128 * MIB);
         assert!(at(4 * GIB + 384 * MIB - 8) && at(4 * GIB + 128 * MIB));
         assert_eq!(dimms.plan().used_bytes(), 384 * MIB);
         assert_eq!(dimms.came_bytes().load(Ordering::Relaxed), 384 * MIB);

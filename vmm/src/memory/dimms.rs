@@ -148,23 +148,41 @@ impl Dimms {
     }
 
     /// Makes one of `len` bytes: mapped, in KVM and in reach of devices. Nobody has told the guest
-    /// yet.
-    pub fn add(&mut self, len: u64) -> Result<GuestRange, DimmError> {
+    /// yet. `accept` is called last. If it fails, the host gets the memory back.
+    pub fn add<E: From<DimmError>>(
+        &mut self,
+        len: u64,
+        accept: impl FnOnce() -> Result<(), E>,
+    ) -> Result<GuestRange, E> {
         let dimm = self.plan.place(len)?;
         let offset = self.plan.used_bytes();
-        self.backing.plug(offset, len)?;
-        if let Err(err) = self.slots.add(dimm, &self.reservation, offset, Access::ReadWrite) {
-            let undone =
-                self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
-            if let Err(err) = undone {
-                tracing::error!(%err, "Memory of a DIMM that did not come stays with the VM");
+        self.backing.plug(offset, len).map_err(DimmError::from)?;
+        let slot = match self.slots.add(dimm, &self.reservation, offset, Access::ReadWrite) {
+            Ok(slot) => slot,
+            Err(err) => {
+                self.unplug(offset, len);
+                return Err(DimmError::from(err).into());
             }
-            return Err(err.into());
+        };
+        if let Err(err) = accept() {
+            // If KVM keeps the slot, the guest can reach nothing in it.
+            if let Err(err) = self.slots.remove(slot) {
+                tracing::error!(%err, "Slot of a DIMM that was not added stays with the VM");
+            }
+            self.unplug(offset, len);
+            return Err(err);
         }
         self.view.exclusive().set_plugged(GuestAddress(dimm.start), len, true);
         self.plan.put(dimm);
         self.came_bytes.store(self.plan.used_bytes(), Ordering::Relaxed);
         Ok(dimm)
+    }
+
+    fn unplug(&mut self, offset: u64, len: u64) {
+        let undone = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
+        if let Err(err) = undone {
+            tracing::error!(%err, "Memory of a DIMM that did not come stays with the VM");
+        }
     }
 }
 

@@ -1,17 +1,28 @@
 //! DRAM that grows by ACPI.
 
 use foreshore_types::size::Size;
+use thiserror::Error;
 use tracing::{info, warn};
 
 use crate::acpi::ged;
 use crate::events::Event;
-use crate::governor::DESCRIPTOR_LACK;
+use crate::governor::{DESCRIPTOR_LACK, DescriptorLack};
 use crate::memory::dimms::DimmError;
 use crate::vm::machine::KvmMachine;
 use crate::vm::request::VmError;
 
 /// What counts DIMMs that have come, or not.
 const KIND: &str = "dimm";
+
+/// Reason why a DIMM is refused. A zone of virtio-mem without room for page descriptors is plugged
+/// in steps; a DIMM comes as a whole.
+#[derive(Debug, Error)]
+enum Refusal {
+    #[error(transparent)]
+    Dimm(#[from] DimmError),
+    #[error(transparent)]
+    Descriptors(#[from] DescriptorLack),
+}
 
 impl KvmMachine {
     /// What is missing to `size_bytes`, if it can come as one DIMM.
@@ -27,8 +38,11 @@ impl KvmMachine {
         match &self.dimms {
             _ if more == 0 => Ok(0),
             Some(dimms) => {
-                dimms.plan().place(more).map_err(|err| self.refuse(size_bytes, &err))?;
-                self.check_descriptors(size_bytes, more)?;
+                let check = || {
+                    dimms.plan().place(more)?;
+                    Ok(self.governor.call(move |core, now| core.check_dimm(more, now))?)
+                };
+                check().map_err(|err| self.refuse(size_bytes, err))?;
                 Ok(more)
             }
             None => Err(VmError::BadRequest(format!(
@@ -36,24 +50,6 @@ impl KvmMachine {
                 self.dram_bytes()
             ))),
         }
-    }
-
-    /// Checks that the guest has room for the page descriptors of a DIMM. A zone of virtio-mem
-    /// would plug it in steps; a DIMM comes as a whole.
-    fn check_descriptors(&self, size_bytes: u64, dimm_bytes: u64) -> Result<(), VmError> {
-        let most_bytes = self.governor.call(|core, now| core.describable_bytes(now));
-        if dimm_bytes <= most_bytes {
-            return Ok(());
-        }
-        self.hotplug.count(KIND, "add", "error");
-        let zone = &self.memory.zones()[0].id;
-        self.told.expect_of_zone(zone);
-        self.told.tell_of_guest(Event::MemoryRefused {
-            zone,
-            reason: DESCRIPTOR_LACK,
-            requested_bytes: self.dimm_bytes(),
-        });
-        Err(VmError::NoRoomForDescriptors { size_bytes, dimm_bytes, most_bytes })
     }
 
     /// What was there at boot or has come.
@@ -66,10 +62,24 @@ impl KvmMachine {
         self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes())
     }
 
-    fn refuse(&self, size_bytes: u64, err: &DimmError) -> VmError {
+    fn refuse(&self, size_bytes: u64, err: Refusal) -> VmError {
         self.hotplug.count(KIND, "add", "error");
-        let text = format!("desired_ram {size_bytes}: {}", foreshore_types::chain(err));
-        if err.is_the_hosts() { VmError::Failed(text) } else { VmError::BadRequest(text) }
+        match err {
+            Refusal::Dimm(err) => {
+                let text = format!("desired_ram {size_bytes}: {}", foreshore_types::chain(&err));
+                if err.is_the_hosts() { VmError::Failed(text) } else { VmError::BadRequest(text) }
+            }
+            Refusal::Descriptors(DescriptorLack { dimm_bytes, most_bytes }) => {
+                let zone = &self.memory.zones()[0].id;
+                self.told.expect_of_zone(zone);
+                self.told.tell_of_guest(Event::MemoryRefused {
+                    zone,
+                    reason: DESCRIPTOR_LACK,
+                    requested_bytes: self.dimm_bytes(),
+                });
+                VmError::NoRoomForDescriptors { size_bytes, dimm_bytes, most_bytes }
+            }
+        }
     }
 
     /// Adds `more` bytes, which are missing to `size_bytes`, as one DIMM, and notifies the guest.
@@ -88,11 +98,13 @@ impl KvmMachine {
             }
             return Ok(());
         };
-        let added = dimms.add(more);
-        let dimm = added.map_err(|err| self.refuse(size_bytes, &err))?;
+        // The room may have been used up since the plan.
+        let governor = &self.governor;
+        let account = || Ok(governor.call(move |core, now| core.add_dimm(more, now))?);
+        let added = dimms.add(more, account);
+        let dimm = added.map_err(|err| self.refuse(size_bytes, err))?;
         let node = self.memory.zones()[0].guest_node;
         self.hotplug.count(KIND, "add", "ok");
-        self.governor.call(move |core, now| core.add_dimm(more, now));
         self.page.dimms(|registers| registers.put(dimm, node));
         // A guest without an interrupt finds it when it looks next: it is there.
         if let Err(err) = self.ged.notify(ged::Event::Memory) {
@@ -247,6 +259,37 @@ mod tests {
             (machine.memory_bytes(), told(&machine), told(&machine)),
             ((65 + 256) * MIB, 0, NONE)
         );
+        resize(&mut machine, 65 + MOST_MIB).unwrap();
+    }
+
+    #[test]
+    fn dimm_whose_room_was_used_up_after_its_plan_is_refused_and_undone() {
+        const MOST_MIB: u64 = 384 * 8;
+        let (mut machine, table) = growing(8192 * MIB);
+        let slots = table.slots.lock().len();
+        let plan = machine.plan_resize(&dram((65 + MOST_MIB) * MIB)).unwrap();
+        machine.governor.call(|core, now| core.add_dimm(128 * MIB, now)).unwrap();
+        for step in plan {
+            let error = machine.resize(step).unwrap_err();
+            assert!(matches!(
+                error,
+                VmError::NoRoomForDescriptors { dimm_bytes, most_bytes, .. }
+                    if (dimm_bytes, most_bytes) == (MOST_MIB * MIB, (MOST_MIB - 128) * MIB)
+            ));
+        }
+        assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
+        assert_eq!(table.slots.lock().len(), slots);
+        // The refused DIMM has left its place and its room.
+        resize(&mut machine, 65 + MOST_MIB - 128).unwrap();
+    }
+
+    #[test]
+    fn dimm_that_the_host_refuses_uses_up_no_room() {
+        const MOST_MIB: u64 = 384 * 8;
+        let (mut machine, table) = growing(8192 * MIB);
+        *table.calls_left.lock() = Some(0);
+        resize(&mut machine, 65 + MOST_MIB).unwrap_err();
+        *table.calls_left.lock() = None;
         resize(&mut machine, 65 + MOST_MIB).unwrap();
     }
 }
