@@ -28,6 +28,9 @@ use crate::volume::kernel_gate::GuestKernel;
 /// What happened to the machines that were built, in order.
 type Log = Arc<Mutex<Vec<&'static str>>>;
 
+/// Label of the step of a resize that the host has no memory for, if any.
+type FailingStep = Arc<Mutex<Option<&'static str>>>;
+
 /// What takes its time, until its sender is gone.
 #[derive(Clone, Default)]
 struct Delays(Arc<Mutex<BTreeMap<&'static str, mpsc::Receiver<()>>>>);
@@ -57,6 +60,7 @@ struct FakeMachine {
     log: Log,
     delays: Delays,
     zones: Vec<ZoneSpec>,
+    failing_step: FailingStep,
 }
 
 impl Machine for FakeMachine {
@@ -110,7 +114,10 @@ impl Machine for FakeMachine {
     fn resize(&mut self, step: ResizeStep) -> Result<(), VmError> {
         self.log.lock().push(step.label());
         self.delays.wait(step.label());
-        Ok(())
+        match *self.failing_step.lock() {
+            Some(label) if label == step.label() => Err(VmError::Failed("no memory".to_owned())),
+            _ => Ok(()),
+        }
     }
     fn balloon(&self) -> Option<BalloonInfo> {
         None
@@ -169,6 +176,7 @@ pub(crate) struct FakeFactory {
     pressure: Arc<Mutex<Vec<PressureConfig>>>,
     fail_from: Option<usize>,
     delays: Delays,
+    failing_step: FailingStep,
 }
 
 impl MachineFactory for FakeFactory {
@@ -187,7 +195,8 @@ impl MachineFactory for FakeFactory {
         self.log.lock().push("build");
         let (log, delays) = (Arc::clone(&self.log), self.delays.clone());
         let zones = Topology::of(config).unwrap().zones().to_vec();
-        Ok(Box::new(FakeMachine { log, delays, zones }))
+        let failing_step = Arc::clone(&self.failing_step);
+        Ok(Box::new(FakeMachine { log, delays, zones, failing_step }))
     }
 
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {
@@ -217,6 +226,7 @@ struct Fixture {
     senders: Arc<Mutex<Vec<EventSender>>>,
     pressure: Arc<Mutex<Vec<PressureConfig>>>,
     delays: Delays,
+    failing_step: FailingStep,
     end: tokio::task::JoinHandle<Result<(), RunError>>,
 }
 
@@ -238,13 +248,14 @@ fn serve(
     let factory = FakeFactory { fail_from, ..Default::default() };
     let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
     let (pressure, delays) = (Arc::clone(&factory.pressure), factory.delays.clone());
+    let failing_step = Arc::clone(&factory.failing_step);
     let (handle, requests) = VmHandle::channel();
     let events = Events::start();
     let told = events.watch();
     let restarts = Arc::<RestartMetrics>::default();
     let owner = Owner::new(factory, at_guest_shutdown, events.clone(), Arc::clone(&restarts));
     let end = tokio::task::spawn_local(owner.run(config, requests));
-    Fixture { events, told, restarts, handle, log, senders, pressure, delays, end }
+    Fixture { events, told, restarts, handle, log, senders, pressure, delays, failing_step, end }
 }
 
 impl Fixture {

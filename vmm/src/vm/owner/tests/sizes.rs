@@ -243,3 +243,35 @@ fn a_resize_is_done_as_a_whole_or_not_at_all() {
         }
     });
 }
+
+#[test]
+fn failed_step_and_later_ones_are_not_stored() {
+    run(async {
+        let steps = ["resize vcpus", "resize zone", "resize balloon"];
+        for (failing, label) in steps.into_iter().enumerate() {
+            let mut config = test_config();
+            config.cpus.max_vcpus = 4;
+            config.memory = MemoryConfig::parse("size=512M,hotplug_size=1G").unwrap();
+            config.balloon = Some(BalloonConfig::parse("size=0").unwrap());
+            let vm = serve(None, Some(config), AtGuestShutdown::End);
+            *vm.failing_step.lock() = Some(label);
+            let resize = ResizeRequest {
+                desired_vcpus: Some(2),
+                desired_ram: Some(1 << 30),
+                desired_balloon: Some(64 << 20),
+            };
+            let failed =
+                vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await.unwrap_err();
+            assert!(matches!(failed, VmError::Failed(_)), "{label}: {failed}");
+            let config = vm.handle.ask(VmRequest::Info).await.unwrap().config;
+            let stored = (config.cpus.boot_vcpus, config.memory.size, config.balloon.unwrap().size);
+            let expected = match failing {
+                0 => (1, 512 << 20, 0),
+                1 => (2, 512 << 20, 0),
+                _ => (2, 1 << 30, 0),
+            };
+            assert_eq!(stored, expected, "{label}");
+            assert_eq!(vm.log()[2..], steps[..=failing], "no step after {label}");
+        }
+    });
+}
