@@ -253,18 +253,6 @@ pub enum Resize {
     Zone(ResizeZoneRequest),
 }
 
-impl From<ResizeRequest> for Resize {
-    fn from(request: ResizeRequest) -> Self {
-        Self::Vm(request)
-    }
-}
-
-impl From<ResizeZoneRequest> for Resize {
-    fn from(request: ResizeZoneRequest) -> Self {
-        Self::Zone(request)
-    }
-}
-
 impl fmt::Display for Resize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -311,6 +311,7 @@ impl ResizeStep {
     pub(super) fn label(&self) -> &'static str {
         match &self.change {
             Change::Vcpus { .. } => "resize vcpus",
+            Change::Zone { id, .. } if id == DRAM_ZONE => "resize dram",
             Change::Zone { .. } => "resize zone",
             Change::Balloon(_) => "resize balloon",
         }
@@ -351,11 +352,11 @@ mod tests {
     }
 
     fn dram(size_bytes: u64) -> Resize {
-        ResizeRequest { desired_ram: Some(size_bytes), ..ResizeRequest::default() }.into()
+        Resize::Vm(ResizeRequest { desired_ram: Some(size_bytes), ..ResizeRequest::default() })
     }
 
     fn zone(size_bytes: u64) -> Resize {
-        ResizeZoneRequest { id: DRAM_ZONE.to_owned(), desired_ram: size_bytes }.into()
+        Resize::Zone(ResizeZoneRequest { id: DRAM_ZONE.to_owned(), desired_ram: size_bytes })
     }
 
     #[test]
@@ -398,7 +399,7 @@ mod tests {
         let desired_balloon = Some(2 * MIB);
         let desired_ram = Some(66 * MIB);
         let request = ResizeRequest { desired_ram, desired_balloon, ..ResizeRequest::default() };
-        let error = machine.plan_resize(&request.into()).unwrap_err().to_string();
+        let error = machine.plan_resize(&Resize::Vm(request)).unwrap_err().to_string();
         assert_eq!(error, "desired_balloon 2097152: the VM has no balloon");
         assert!(machine.pressure(0).pinned_zones.is_empty());
     }

@@ -156,7 +156,7 @@ mod tests {
     }
 
     fn dram(size_bytes: u64) -> Resize {
-        ResizeRequest { desired_ram: Some(size_bytes), ..ResizeRequest::default() }.into()
+        Resize::Vm(ResizeRequest { desired_ram: Some(size_bytes), ..ResizeRequest::default() })
     }
 
     fn resize(machine: &mut KvmMachine, mib: u64) -> Result<(), VmError> {
@@ -216,7 +216,7 @@ mod tests {
             );
         }
         let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 193 * MIB };
-        assert!(matches!(machine.plan_resize(&zone.into()), Err(VmError::BadRequest(_))));
+        assert!(matches!(machine.plan_resize(&Resize::Zone(zone)), Err(VmError::BadRequest(_))));
         *table.calls_left.lock() = Some(0);
         let error = resize(&mut machine, 193).unwrap_err();
         assert!(

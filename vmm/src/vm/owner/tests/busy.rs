@@ -1,7 +1,7 @@
 //! What is answered while something takes its time.
 
 use super::*;
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, PmMemoryConfig};
 
 /// An owner on a thread of its own, as it is beside the API's.
 struct Elsewhere {
@@ -68,16 +68,17 @@ fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
         let mut config = test_config();
         // The configuration follows the resize, and is to be a valid one then.
         config.memory.hotplug_size = Some(1 << 30);
+        config.pm_memory = vec![PmMemoryConfig::parse("pool=/pool,size=1G").unwrap()];
         vm.handle.ask(|reply| VmRequest::Create(Box::new(config), reply)).await.unwrap();
         vm.check("build", VmState::Created, |vm| vm.ask(VmRequest::Boot)).await;
         let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
-        vm.check("resize zone", VmState::Running, |vm| {
-            vm.ask(|reply| VmRequest::Resize(resize.into(), reply))
+        vm.check("resize dram", VmState::Running, |vm| {
+            vm.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply))
         })
         .await;
-        let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 1 << 30 };
+        let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: 1 << 30 };
         vm.check("resize zone", VmState::Running, |vm| {
-            vm.ask(|reply| VmRequest::Resize(zone.into(), reply))
+            vm.ask(|reply| VmRequest::Resize(Resize::Zone(zone), reply))
         })
         .await;
         let size = ResizeDiskRequest { id: "_disk1".to_owned(), desired_size: 1 << 30 };

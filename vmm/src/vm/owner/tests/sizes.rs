@@ -10,7 +10,7 @@ fn a_vm_that_is_shut_down_is_resized_in_its_configuration_and_booted_again() {
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
         assert_eq!(vm.state().await, VmState::Created);
         let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
-        vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await.unwrap();
+        vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await.unwrap();
         assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
@@ -23,7 +23,7 @@ fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
         let vm = serve(None, None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
         let resize = async |resize: ResizeRequest| {
-            vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await
+            vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await
         };
         let more = ResizeRequest {
             desired_ram: Some(1 << 30),
@@ -52,7 +52,7 @@ fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
             assert_eq!(error.to_string(), told);
         }
         let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: 0 };
-        let refused = vm.handle.ask(|reply| VmRequest::Resize(zone.into(), reply)).await;
+        let refused = vm.handle.ask(|reply| VmRequest::Resize(Resize::Zone(zone), reply)).await;
         assert!(matches!(refused, Err(VmError::BadRequest(_))));
         assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
         assert!(vm.log().is_empty());
@@ -67,7 +67,7 @@ fn the_next_boot_has_what_has_come_by_acpi() {
         let vm = serve(None, Some(config), AtGuestShutdown::End);
         let resize = async |bytes| {
             let resize = ResizeRequest { desired_ram: Some(bytes), ..ResizeRequest::default() };
-            vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await
+            vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await
         };
         let size = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size;
         for bytes in [1 << 30, 256 << 20] {
@@ -77,7 +77,7 @@ fn the_next_boot_has_what_has_come_by_acpi() {
         // What could not be booted is refused, and the machine is not asked.
         assert!(matches!(resize(5000).await, Err(VmError::BadRequest(_))));
         assert_eq!(size().await, 256 << 20);
-        assert_eq!(vm.log(), ["build", "resume", "resize zone", "resize zone"]);
+        assert_eq!(vm.log(), ["build", "resume", "resize dram", "resize dram"]);
     });
 }
 
@@ -91,7 +91,7 @@ fn resize_of_pm_leaves_the_memory_of_the_next_boot() {
             let vm = serve(None, Some(config.clone()), AtGuestShutdown::End);
             for bytes in [8 << 30, 0] {
                 let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: bytes };
-                vm.handle.ask(|reply| VmRequest::Resize(zone.into(), reply)).await.unwrap();
+                vm.handle.ask(|reply| VmRequest::Resize(Resize::Zone(zone), reply)).await.unwrap();
                 vm.handle.ask(VmRequest::Reboot).await.unwrap();
                 let info = vm.handle.ask(VmRequest::Info).await.unwrap();
                 assert_eq!(info.config.memory, config.memory, "{memory}, PM of {bytes} bytes");
@@ -108,7 +108,7 @@ fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
         let vm = serve(None, Some(config), AtGuestShutdown::End);
         let resize = async |vcpus| {
             let resize = ResizeRequest { desired_vcpus: Some(vcpus), ..ResizeRequest::default() };
-            vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await
+            vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await
         };
         let count = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.cpus.boot_vcpus;
         resize(4).await.unwrap();
@@ -136,7 +136,7 @@ fn the_next_boot_has_the_balloon_that_was_asked_for() {
         config.balloon = Some(BalloonConfig::parse("size=0").unwrap());
         let vm = serve(None, Some(config), AtGuestShutdown::End);
         let resize = ResizeRequest { desired_balloon: Some(64 << 20), ..ResizeRequest::default() };
-        vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await.unwrap();
+        vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await.unwrap();
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         let config = vm.handle.ask(VmRequest::Info).await.unwrap().config;
         assert_eq!(config.balloon.unwrap().size, 64 << 20);
@@ -168,7 +168,7 @@ fn no_resize_leaves_a_balloon_that_the_next_boot_has_no_room_for() {
         for row in rows {
             let vm = serve(None, Some(config()), AtGuestShutdown::End);
             let resize = async |resize: ResizeRequest| {
-                vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await
+                vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await
             };
             let (last, first) = row.split_last().unwrap();
             for wish in first {
@@ -184,7 +184,7 @@ fn no_resize_leaves_a_balloon_that_the_next_boot_has_no_room_for() {
         // What makes room in the same call is.
         let vm = serve(None, Some(config()), AtGuestShutdown::End);
         for wish in [wish(None, Some(300)), wish(Some(256), Some(0))] {
-            vm.handle.ask(|reply| VmRequest::Resize(wish.into(), reply)).await.unwrap();
+            vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(wish), reply)).await.unwrap();
         }
         assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.validate(), Ok(()));
     });
@@ -196,6 +196,7 @@ fn a_vm_that_is_paused_is_resized_and_stays_paused() {
         let mut config = test_config();
         config.cpus.max_vcpus = 4;
         config.memory.hotplug_size = Some(1 << 30);
+        config.pm_memory = vec![PmMemoryConfig::parse("pool=/pool,size=1G").unwrap()];
         let vm = serve(None, Some(config), AtGuestShutdown::End);
         vm.handle.ask(VmRequest::Pause).await.unwrap();
         let resize = ResizeRequest {
@@ -203,13 +204,13 @@ fn a_vm_that_is_paused_is_resized_and_stays_paused() {
             desired_vcpus: Some(2),
             desired_balloon: Some(0),
         };
-        vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await.unwrap();
-        let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 1 << 30 };
-        vm.handle.ask(|reply| VmRequest::Resize(zone.into(), reply)).await.unwrap();
+        vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await.unwrap();
+        let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: 1 << 30 };
+        vm.handle.ask(|reply| VmRequest::Resize(Resize::Zone(zone), reply)).await.unwrap();
         let disk = ResizeDiskRequest { id: "_disk1".to_owned(), desired_size: 1 << 30 };
         vm.handle.ask(|reply| VmRequest::ResizeDisk(disk, reply)).await.unwrap();
         assert_eq!(vm.state().await, VmState::Paused);
-        let expected = "build, resume, pause, resize vcpus, resize zone, resize balloon, resize zone, resize disk";
+        let expected = "build, resume, pause, resize vcpus, resize dram, resize balloon, resize zone, resize disk";
         assert_eq!(vm.log().join(", "), expected);
     });
 }
@@ -235,7 +236,8 @@ fn a_resize_is_done_as_a_whole_or_not_at_all() {
                 ResizeRequest { desired_ram: Some(5001), ..right.clone() },
                 ResizeRequest { desired_balloon: Some(1), ..right },
             ] {
-                let refused = vm.handle.ask(|reply| VmRequest::Resize(wrong.into(), reply)).await;
+                let refused =
+                    vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(wrong), reply)).await;
                 assert!(matches!(refused, Err(VmError::BadRequest(_) | VmError::Config(_))));
             }
             assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config, before);
@@ -247,7 +249,7 @@ fn a_resize_is_done_as_a_whole_or_not_at_all() {
 #[test]
 fn failed_step_and_later_ones_are_not_stored() {
     run(async {
-        let steps = ["resize vcpus", "resize zone", "resize balloon"];
+        let steps = ["resize vcpus", "resize dram", "resize balloon"];
         for (failing, label) in steps.into_iter().enumerate() {
             let mut config = test_config();
             config.cpus.max_vcpus = 4;
@@ -260,8 +262,11 @@ fn failed_step_and_later_ones_are_not_stored() {
                 desired_ram: Some(1 << 30),
                 desired_balloon: Some(64 << 20),
             };
-            let failed =
-                vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await.unwrap_err();
+            let failed = vm
+                .handle
+                .ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply))
+                .await
+                .unwrap_err();
             assert!(matches!(failed, VmError::Failed(_)), "{label}: {failed}");
             let config = vm.handle.ask(VmRequest::Info).await.unwrap().config;
             let stored = (config.cpus.boot_vcpus, config.memory.size, config.balloon.unwrap().size);

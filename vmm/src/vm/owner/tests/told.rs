@@ -9,7 +9,7 @@ fn what_happens_is_told_in_its_order() {
         vm.handle.ask(VmRequest::Pause).await.unwrap();
         vm.handle.ask(VmRequest::Resume).await.unwrap();
         let resize = ResizeRequest { desired_ram: Some(512 << 20), ..ResizeRequest::default() };
-        vm.handle.ask(|reply| VmRequest::Resize(resize.into(), reply)).await.unwrap();
+        vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await.unwrap();
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
         // What is refused is not told.
