@@ -10,7 +10,15 @@ use crate::config::{BALLOON_ZONE, DRAM_ZONE, VmConfig};
 use crate::governor::GovernorError;
 use crate::memory::zone::{Growth, Tier, ZoneSpec};
 
-/// Steps of a resize, each of which the machine can carry out unless the host lacks memory.
+/// Steps of a resize that passed all checks. A step can still fail, because the guest and the host
+/// change while the steps are carried out:
+///
+/// - A vCPU that was removed earlier does not leave its last exit
+///   ([`CpuError::Busy`](crate::cpu::CpuError::Busy)).
+/// - The host lacks memory or a thread.
+/// - The room for page descriptors of a DIMM was used up ([`VmError::NoRoomForDescriptors`]).
+/// - The device has refused the driver of the zone or balloon
+///   ([`ResizeTargetError::UnsupportedDriver`]).
 #[derive(Debug)]
 pub struct ResizePlan(Vec<ResizeStep>);
 

@@ -264,7 +264,7 @@ impl Vm {
         let plan = self.running()?.plan_resize(resize)?;
         self.check_next_boot(resize, &plan)?;
         // All checks are over before the first step. Each step is stored at once, whenever the
-        // guest follows, and stays stored if the host lacks memory for a later one.
+        // guest follows, and stays stored if a later one fails.
         for step in plan {
             let next_boot = step.next_boot().clone();
             self.running()?.resize(step)?;
