@@ -5,7 +5,7 @@ use foreshore_types::size::Size;
 
 use super::machine::KvmMachine;
 use super::request::{Resize, ResizeRequest, ResizeZoneRequest, VmError, hotplugged};
-use crate::acpi::plug::Step;
+use crate::acpi::plug;
 use crate::config::{BALLOON_ZONE, DRAM_ZONE, VmConfig};
 use crate::governor::GovernorError;
 use crate::memory::zone::{Growth, Tier, ZoneSpec};
@@ -41,14 +41,14 @@ impl ResizePlan {
 /// Step of a resize. Only a plan makes one.
 #[derive(Debug)]
 pub struct ResizeStep {
-    change: Change,
+    action: StepAction,
     next_boot: NextBoot,
 }
 
 impl ResizeStep {
-    fn of_zone(spec: &ZoneSpec, size_bytes: u64, growth: ZoneChange) -> Self {
-        let change = Change::Zone { id: spec.id.clone(), growth };
-        Self { change, next_boot: NextBoot::of_zone(spec, size_bytes) }
+    fn of_zone(spec: &ZoneSpec, size_bytes: u64, action: ZoneAction) -> Self {
+        let action = StepAction::Zone { id: spec.id.clone(), action };
+        Self { action, next_boot: NextBoot::of_zone(spec, size_bytes) }
     }
 
     /// Size to store for the next boot once the step is carried out.
@@ -58,21 +58,21 @@ impl ResizeStep {
 }
 
 #[derive(Debug)]
-enum Change {
+enum StepAction {
     Vcpus {
         desired: u8,
-        step: Step,
+        plug_step: plug::Step,
     },
     Zone {
         id: String,
-        growth: ZoneChange,
+        action: ZoneAction,
     },
     /// `None` without a balloon, of which only a size of 0 can be requested.
     Balloon(Option<ResizeTarget>),
 }
 
 #[derive(Clone, Copy, Debug)]
-enum ZoneChange {
+enum ZoneAction {
     /// The zone has boot memory only, of the requested size.
     None,
     /// Size of the hotplug part.
@@ -148,15 +148,16 @@ impl KvmMachine {
         match resize {
             Resize::Vm(ResizeRequest { desired_vcpus, desired_ram, desired_balloon }) => {
                 if let Some(desired) = *desired_vcpus {
-                    let change = Change::Vcpus { desired, step: self.vcpus_step(desired)? };
-                    steps.push(ResizeStep { change, next_boot: NextBoot::Vcpus(desired) });
+                    let action =
+                        StepAction::Vcpus { desired, plug_step: self.vcpus_step(desired)? };
+                    steps.push(ResizeStep { action, next_boot: NextBoot::Vcpus(desired) });
                 }
                 if let Some(size_bytes) = *desired_ram {
                     steps.push(self.plan_dram(size_bytes)?);
                 }
                 if let Some(size_bytes) = *desired_balloon {
-                    let change = Change::Balloon(self.balloon_target(size_bytes)?);
-                    steps.push(ResizeStep { change, next_boot: NextBoot::Balloon(size_bytes) });
+                    let action = StepAction::Balloon(self.balloon_target(size_bytes)?);
+                    steps.push(ResizeStep { action, next_boot: NextBoot::Balloon(size_bytes) });
                 }
             }
             Resize::Zone(request) => steps.push(self.plan_zone(request)?),
@@ -167,19 +168,19 @@ impl KvmMachine {
     /// Carries out a step. A zone or balloon that is resized stays pinned until the governor is
     /// resumed.
     pub(super) fn carry_out(&mut self, step: ResizeStep) -> Result<(), VmError> {
-        match step.change {
-            Change::Vcpus { desired, step } => self.change_vcpus(desired, step),
-            Change::Zone { id, growth } => match growth {
-                ZoneChange::None => Ok(()),
-                ZoneChange::Dimm { size_bytes, more_bytes } => {
+        match step.action {
+            StepAction::Vcpus { desired, plug_step } => self.change_vcpus(desired, plug_step),
+            StepAction::Zone { id, action } => match action {
+                ZoneAction::None => Ok(()),
+                ZoneAction::Dimm { size_bytes, more_bytes } => {
                     self.grow_by_dimm(size_bytes, more_bytes)
                 }
-                ZoneChange::Target(target) => {
+                ZoneAction::Target(target) => {
                     self.told.expect_of_zone(&id);
                     self.request(target)
                 }
             },
-            Change::Balloon(target) => target.map_or(Ok(()), |target| self.request(target)),
+            StepAction::Balloon(target) => target.map_or(Ok(()), |target| self.request(target)),
         }
     }
 
@@ -200,13 +201,13 @@ impl KvmMachine {
             )));
         }
         let spec = &self.memory.zones()[0];
-        let growth = match spec.growth {
+        let action = match spec.growth {
             Growth::Dimms => {
-                ZoneChange::Dimm { size_bytes, more_bytes: self.missing_bytes(size_bytes)? }
+                ZoneAction::Dimm { size_bytes, more_bytes: self.missing_bytes(size_bytes)? }
             }
-            Growth::VirtioMem => self.zone_change(spec, "the VM", size_bytes)?,
+            Growth::VirtioMem => self.zone_action(spec, "the VM", size_bytes)?,
         };
-        Ok(ResizeStep::of_zone(spec, size_bytes, growth))
+        Ok(ResizeStep::of_zone(spec, size_bytes, action))
     }
 
     fn plan_zone(&self, request: &ResizeZoneRequest) -> Result<ResizeStep, VmError> {
@@ -222,17 +223,17 @@ impl KvmMachine {
                 "desired_ram {desired_ram}: zone {id} grows by ACPI: vm.resize adds memory to it"
             )));
         }
-        let growth = self.zone_change(spec, &format!("zone {id}"), *desired_ram)?;
-        Ok(ResizeStep::of_zone(spec, *desired_ram, growth))
+        let action = self.zone_action(spec, &format!("zone {id}"), *desired_ram)?;
+        Ok(ResizeStep::of_zone(spec, *desired_ram, action))
     }
 
     /// Checks that a zone, which errors call `name`, can have `size_bytes`, boot part included.
-    fn zone_change(
+    fn zone_action(
         &self,
         spec: &ZoneSpec,
         name: &str,
         size_bytes: u64,
-    ) -> Result<ZoneChange, VmError> {
+    ) -> Result<ZoneAction, VmError> {
         let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
         let out_of_bounds = || {
             VmError::BadRequest(format!(
@@ -243,10 +244,10 @@ impl KvmMachine {
         let bytes = size_bytes.checked_sub(boot_bytes).ok_or_else(out_of_bounds)?;
         // The governor has no zone without a hotplug part.
         if spec.hotplug_bytes == 0 {
-            return if bytes == 0 { Ok(ZoneChange::None) } else { Err(out_of_bounds()) };
+            return if bytes == 0 { Ok(ZoneAction::None) } else { Err(out_of_bounds()) };
         }
         let target = self.governor.zones().target(&spec.id, bytes);
-        target.map(ZoneChange::Target).map_err(|err| match err {
+        target.map(ZoneAction::Target).map_err(|err| match err {
             GovernorError::NotResizable { reason: ResizeTargetError::TooLarge { .. }, .. } => {
                 out_of_bounds()
             }
@@ -292,17 +293,17 @@ impl ResizePlan {
     pub(super) fn unchecked(resize: &Resize, zones: &[ZoneSpec]) -> Self {
         let of_zone = |id: &str, size_bytes| {
             let spec = zones.iter().find(|spec| spec.id == id).expect("a zone of the machine");
-            ResizeStep::of_zone(spec, size_bytes, ZoneChange::None)
+            ResizeStep::of_zone(spec, size_bytes, ZoneAction::None)
         };
         let steps = match resize {
             Resize::Vm(ResizeRequest { desired_vcpus, desired_ram, desired_balloon }) => vec![
                 desired_vcpus.map(|desired| ResizeStep {
-                    change: Change::Vcpus { desired, step: Step::Nothing },
+                    action: StepAction::Vcpus { desired, plug_step: plug::Step::Nothing },
                     next_boot: NextBoot::Vcpus(desired),
                 }),
                 desired_ram.map(|size_bytes| of_zone(DRAM_ZONE, size_bytes)),
                 desired_balloon.map(|size_bytes| ResizeStep {
-                    change: Change::Balloon(None),
+                    action: StepAction::Balloon(None),
                     next_boot: NextBoot::Balloon(size_bytes),
                 }),
             ],
@@ -317,11 +318,11 @@ impl ResizePlan {
 #[cfg(test)]
 impl ResizeStep {
     pub(super) fn label(&self) -> &'static str {
-        match &self.change {
-            Change::Vcpus { .. } => "resize vcpus",
-            Change::Zone { id, .. } if id == DRAM_ZONE => "resize dram",
-            Change::Zone { .. } => "resize zone",
-            Change::Balloon(_) => "resize balloon",
+        match &self.action {
+            StepAction::Vcpus { .. } => "resize vcpus",
+            StepAction::Zone { id, .. } if id == DRAM_ZONE => "resize dram",
+            StepAction::Zone { .. } => "resize zone",
+            StepAction::Balloon(_) => "resize balloon",
         }
     }
 }
