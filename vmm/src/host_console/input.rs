@@ -7,8 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::time::Duration;
 
 use rustix::event::PollFlags;
-use rustix::process::getpgrp;
-use rustix::termios::{isatty, tcgetpgrp};
+use rustix::termios::isatty;
 
 use super::raw_mode::RawMode;
 use super::readiness::ready;
@@ -38,7 +37,7 @@ impl ConsoleInput {
     pub fn stdin() -> io::Result<Option<Self>> {
         let file = File::from(io::stdin().as_fd().try_clone_to_owned()?);
         if isatty(&file) {
-            return match tcgetpgrp(&file) == Ok(getpgrp()) {
+            return match is_in_foreground(&file) {
                 true => Ok(Some(Self { _raw: Some(RawMode::enter(&file)?), file })),
                 false => Ok(None),
             };
@@ -61,6 +60,17 @@ impl ConsoleInput {
     }
 }
 
+/// Checks that `terminal` belongs to the process group of this process.
+///
+/// Inside a PID namespace a group from outside has the number 0, for example under
+/// `unshare --pid --fork`. The calls are libc's because the `Pid` of rustix cannot be 0: its
+/// `tcgetpgrp` fails, and its `getpgrp` is undefined behavior.
+fn is_in_foreground(terminal: &File) -> bool {
+    // SAFETY: both calls take and return numbers.
+    let [foreground, own] = unsafe { [libc::tcgetpgrp(terminal.as_raw_fd()), libc::getpgrp()] };
+    foreground == own
+}
+
 impl AsRawFd for ConsoleInput {
     fn as_raw_fd(&self) -> RawFd {
         self.file.as_raw_fd()
@@ -77,8 +87,12 @@ impl From<File> for ConsoleInput {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::process::Command;
 
     use super::*;
+
+    /// Set in the process that runs a test once more inside a PID namespace.
+    const IN_NAMESPACE: &str = "FORESHORE_TEST_IN_PID_NAMESPACE";
 
     #[test]
     fn reading_never_waits_and_knows_the_end() {
@@ -91,5 +105,28 @@ mod tests {
         assert_eq!(input.read(&mut data).unwrap(), Read::Bytes(1));
         drop(writer);
         assert_eq!(input.read(&mut data).unwrap(), Read::End);
+    }
+    #[test]
+    fn terminal_of_a_group_outside_the_pid_namespace_is_in_the_foreground() {
+        if std::env::var_os(IN_NAMESPACE).is_some() {
+            // SAFETY: the call returns a number.
+            assert_eq!(unsafe { libc::getpgrp() }, 0);
+            let stdin = File::from(io::stdin().as_fd().try_clone_to_owned().unwrap());
+            return assert!(is_in_foreground(&stdin));
+        }
+        let unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork"];
+        let tried = Command::new(unshare[0]).args(&unshare[1..]).arg("true").output();
+        if !tried.is_ok_and(|output| output.status.success()) {
+            return eprintln!("Skipped: this user may not create namespaces");
+        }
+        let (_master, slave) = crate::host_console::testing::terminal();
+        assert!(!is_in_foreground(&File::from(slave.try_clone().unwrap())), "another session's");
+        let name = std::thread::current().name().unwrap().to_owned();
+        let mut again = Command::new("setsid");
+        again.args(["--ctty", "--wait"]).args(unshare);
+        again.arg(std::env::current_exe().unwrap()).args(["--exact", &name, "--nocapture"]);
+        let output = again.env(IN_NAMESPACE, "1").stdin(slave).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{output:?}");
     }
 }
