@@ -30,10 +30,20 @@ impl RawMode {
         raw.local_modes -=
             LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG | LocalModes::IEXTEN;
         restore_at_exit();
-        let kept = terminal.as_fd().try_clone_to_owned()?;
-        ORIGINAL.lock().get_or_insert((kept, original));
-        tcsetattr(terminal, OptionalActions::Now, &raw)?;
-        Ok(Self(()))
+        let held = terminal.as_fd().try_clone_to_owned()?;
+        Self::hold((held, original), || tcsetattr(terminal, OptionalActions::Now, &raw))
+    }
+
+    /// Remembers `original` and then makes the terminal raw. If that fails, the guard forgets it
+    /// again: otherwise it would stand in the way of the next terminal's.
+    fn hold(
+        original: (OwnedFd, Termios),
+        make_raw: impl FnOnce() -> rustix::io::Result<()>,
+    ) -> io::Result<Self> {
+        ORIGINAL.lock().get_or_insert(original);
+        let guard = Self(());
+        make_raw()?;
+        Ok(guard)
     }
 }
 
@@ -71,6 +81,10 @@ mod tests {
     fn a_terminal_is_raw_until_the_guard_is_dropped() {
         let (_master, slave) = crate::host_console::testing::terminal();
         let local_modes = || tcgetattr(&slave).unwrap().local_modes;
+        let original = (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());
+        // Both claims are one test because they share the global state.
+        assert!(RawMode::hold(original, || Err(rustix::io::Errno::IO)).is_err());
+        assert!(ORIGINAL.lock().is_none(), "a terminal that failed is not restored at the end");
         let before = local_modes();
         assert!(before.contains(LocalModes::ICANON));
         let raw = RawMode::enter(&slave).unwrap();
