@@ -18,14 +18,14 @@ pub struct NewDevice {
     removable: Option<&'static str>,
     source: Option<Arc<dyn Expose>>,
     handle: Option<Box<dyn DeviceHandle>>,
-    held: Vec<Box<dyn Any + Send>>,
+    mapping: Option<Box<dyn Any + Send>>,
 }
 
 impl NewDevice {
     /// Creates a device that exists as long as the machine. `loops` are its own threads.
     pub fn new(id: &str, device: Arc<dyn PciDevice>, loops: Vec<EventLoopHandle>) -> Self {
-        let (slot, removable, source, handle) = Default::default();
-        Self { id: id.to_owned(), device, loops, slot, removable, source, handle, held: Vec::new() }
+        let (slot, removable, source, handle, mapping) = Default::default();
+        Self { id: id.to_owned(), device, loops, slot, removable, source, handle, mapping }
     }
 
     /// Lets users remove the device. Metrics and events name its `kind`.
@@ -48,17 +48,17 @@ impl NewDevice {
         Self { handle: Some(Box::new(handle)), ..self }
     }
 
-    /// Drops `resource` when the device is detached.
-    pub fn holding(mut self, resource: impl Any + Send) -> Self {
-        self.held.push(Box::new(resource));
-        self
+    /// Holds the mapping that the device shows until the guest has ejected the device, or until it
+    /// has stopped.
+    pub fn mapping(self, mapping: impl Any + Send) -> Self {
+        Self { mapping: Some(Box::new(mapping)), ..self }
     }
 
     /// Puts the device on the bus and registers it. A device that is refused is stopped before its
     /// resources are dropped.
     pub fn attach(self, context: &DeviceContext) -> Result<AttachedDevice, PciError> {
         let slot = context.pci.add(self.slot, Arc::clone(&self.device))?;
-        let Self { id, device, loops, removable, source, handle, held, .. } = self;
+        let Self { id, device, loops, removable, source, handle, mapping, .. } = self;
         context.work.add(&loops);
         Ok(AttachedDevice {
             id,
@@ -69,14 +69,15 @@ impl NewDevice {
             loops,
             handle,
             registration: source.map(|source| context.machine.metrics.register(source)),
-            held,
+            mapping,
             pci: Arc::clone(&context.pci),
             work: Arc::clone(&context.work),
         })
     }
 }
 
-/// Device on the PCI bus. Dropping it detaches and stops it.
+/// Device on the PCI bus. Dropping it takes it off the bus, stops it, and then drops its mapping:
+/// its threads may use that until they have stopped.
 pub struct AttachedDevice {
     /// Id in the API.
     pub id: String,
@@ -89,7 +90,8 @@ pub struct AttachedDevice {
     loops: Vec<EventLoopHandle>,
     handle: Option<Box<dyn DeviceHandle>>,
     registration: Option<Registration>,
-    held: Vec<Box<dyn Any + Send>>,
+    // Dropped after the body of `drop`, which stops the device.
+    mapping: Option<Box<dyn Any + Send>>,
     pci: Arc<RootBus>,
     work: Arc<DeviceWork>,
 }
@@ -111,27 +113,32 @@ impl AttachedDevice {
         self.pci.has(self.slot, &*self.device)
     }
 
-    /// Unregisters the device and drops its resources. Unlike [`Self::stop`], this does not wait
-    /// for a disk.
-    pub fn detach(&mut self) {
-        if self.is_on_bus() {
-            drop(self.pci.remove(self.slot));
-        }
-        self.handle = None;
-        self.registration = None;
-        self.held.clear();
-        self.work.remove(&std::mem::take(&mut self.loops));
+    /// Unregisters a device that the guest has ejected, and releases its mapping: a loss of the
+    /// file no longer concerns the guest. The device's work goes on until the device is dropped,
+    /// which may wait for a disk.
+    pub fn eject(&mut self) {
+        self.unregister();
+        self.mapping = None;
     }
 
     /// Stops the device's work, which may wait for a disk.
     pub fn stop(&self) {
         self.device.stop();
     }
+
+    fn unregister(&mut self) {
+        if self.is_on_bus() {
+            drop(self.pci.remove(self.slot));
+        }
+        self.handle = None;
+        self.registration = None;
+        self.work.remove(&std::mem::take(&mut self.loops));
+    }
 }
 
 impl Drop for AttachedDevice {
     fn drop(&mut self) {
-        self.detach();
+        self.unregister();
         self.stop();
     }
 }

@@ -51,7 +51,7 @@ pub fn build_file(
         counters: device.metrics(),
     };
     let new = new_device_with_id(id, device, context)?.removable("pmem");
-    Ok(new.exposing(Arc::new(source)).holding(mapped).attach(context)?)
+    Ok(new.exposing(Arc::new(source)).mapping(mapped).attach(context)?)
 }
 
 /// Volume that is open, and the interface by which the guest shall have it.
@@ -220,7 +220,7 @@ fn build_virtio_pmem(new: MappedVolume<'_>, context: &DeviceContext) -> SetupRes
     };
     let source = new.metrics(VolumeCounters::VirtioPmem(device.metrics()));
     let device = new_device(device, context)?.exposing(source);
-    new.built(|mapped| Ok(VolumeDevice::Pci(device.holding(mapped).attach(context)?)))
+    new.built(|mapped| Ok(VolumeDevice::Pci(device.mapping(mapped).attach(context)?)))
 }
 
 /// Builds a disk with a queue for each vCPU: the media are as fast as memory, and serve all of them

@@ -231,7 +231,7 @@ impl KvmMachine {
             let kind = attached.removable.unwrap_or("device");
             self.hotplug.count(kind, "remove", "ok");
             self.hotplug.pending.fetch_sub(1, Ordering::Relaxed);
-            attached.detach();
+            attached.eject();
             self.taps.remove(&attached.id);
             self.pmem_files.remove(&attached.id);
             self.leaving.end(kind, attached, self.told.clone());

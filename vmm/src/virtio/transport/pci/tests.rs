@@ -427,7 +427,7 @@ fn a_dropped_device_is_stopped() {
     assert_eq!(fake.io_events.registered.lock().len(), 0);
 }
 
-/// Resource that records whether the device is active when it is dropped.
+/// Mapping that records whether the device is active when it is dropped.
 struct Held(Arc<Mutex<Log>>, Arc<Mutex<Vec<bool>>>);
 
 impl Drop for Held {
@@ -447,13 +447,13 @@ fn dropped_device_is_detached_from_all_that_it_was_attached_to() {
         let device = VirtioPciDevice::new("fake", device, &rig.context).unwrap();
         let held = Held(rig.log.clone(), dropped.clone());
         let new = NewDevice::new("fake", device, vec![rig.event_loop.handle()]).at(Some(slot));
-        new.exposing(Arc::<RngMetrics>::default()).holding(held)
+        new.exposing(Arc::<RngMetrics>::default()).mapping(held)
     };
     let device = new(1).attach(&rig.context).unwrap();
     rig.write_config(4, &6u16.to_le_bytes());
     rig.start();
     assert!(new(1).attach(&rig.context).is_err(), "the slot is taken");
-    assert_eq!(dropped.lock().len(), 1, "the refused device drops its resources");
+    assert_eq!(dropped.lock().len(), 1, "the refused device drops its mapping");
     let counts = || {
         let registered = rig.fake.io_events.registered.lock().len();
         (rig.context.pci.used(), rig.context.work.count(), registered)
@@ -462,8 +462,15 @@ fn dropped_device_is_detached_from_all_that_it_was_attached_to() {
     drop(device);
     assert_eq!((counts(), rig.log.lock().resets), ((1, 0, 0), 1));
     assert_eq!(text(), before);
-    // The resources go before the wait for the device's work.
-    assert_eq!(dropped.lock()[1..], [true]);
+    assert_eq!(dropped.lock()[1..], [false], "the device stops before its mapping is dropped");
+    // An ejected device releases its mapping at once and stops when it is dropped.
+    let mut device = new(1).attach(&rig.context).unwrap();
+    rig.write_config(4, &6u16.to_le_bytes());
+    rig.start();
+    device.eject();
+    assert_eq!((counts(), dropped.lock()[2..].to_vec()), ((1, 0, 0), vec![true]));
+    drop(device);
+    assert_eq!((rig.log.lock().resets, dropped.lock().len()), (2, 3));
 }
 
 #[derive(Clone, Debug)]
