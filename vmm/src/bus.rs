@@ -105,6 +105,12 @@ impl Bus {
         self.ranges.write().remove(&base).is_some()
     }
 
+    /// Number of ranges.
+    #[cfg(test)]
+    pub fn count(&self) -> usize {
+        self.ranges.read().len()
+    }
+
     pub fn metrics(&self) -> Arc<BusMetrics> {
         Arc::clone(&self.metrics)
     }

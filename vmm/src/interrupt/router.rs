@@ -84,6 +84,12 @@ impl MsiRouter {
         self.connect_irqfd(|| event.try_clone(), message)
     }
 
+    /// Number of GSIs with a message.
+    #[cfg(test)]
+    pub fn used(&self) -> usize {
+        self.routes.lock().messages.len()
+    }
+
     fn connect_irqfd(
         self: &Arc<Self>,
         irqfd: impl FnOnce() -> io::Result<EventFd>,

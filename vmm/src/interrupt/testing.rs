@@ -49,6 +49,11 @@ impl FakeController {
         self.0.lock().irqfds.get(&gsi).map_or(0, |irqfd| irqfd.read().unwrap_or(0))
     }
 
+    /// Number of registered irqfds.
+    pub fn irqfds(&self) -> usize {
+        self.0.lock().irqfds.len()
+    }
+
     /// Whether everything shall fail.
     pub fn refuse(&self, refuse: bool) {
         self.0.lock().refuse = refuse;

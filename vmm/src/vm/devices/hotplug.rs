@@ -258,15 +258,24 @@ mod tests {
     use std::fs::File;
 
     use tempfile::TempDir;
+    use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+    use virtio_queue::desc::RawDescriptor;
+    use virtio_queue::desc::split::Descriptor;
+    use vm_memory::{Bytes, GuestAddress};
 
     use super::*;
     use crate::acpi::hotplug::{PCI_DOWN, PCI_UP};
     use crate::config::{DiskConfig, PmemConfig, VsockConfig};
     use crate::device::testing::FakeMachine;
     use crate::disk::image::{ImageOptions, RawImage};
+    use crate::memory::layout::ECAM_START;
     use crate::virtio::block::BlockHandle;
+    use crate::virtio::transport::pci::layout::{MSIX_TABLE_OFFSET, NOTIFY_OFFSET};
     use crate::vm::machine::tests::{machine, machine_on};
     use crate::vm::machine::zone_metrics::ZoneMetrics;
+
+    /// Length of the file of the pmem device.
+    const FILE_LEN: u64 = 4 << 20;
 
     struct Rig {
         folder: TempDir,
@@ -275,15 +284,20 @@ mod tests {
     }
 
     /// Everything that a device is registered with.
-    #[derive(Debug, PartialEq)]
+    #[derive(Clone, Debug, PartialEq)]
     struct Footprint {
         devices: usize,
         pci_slots: usize,
+        port_ranges: usize,
+        mmio_ranges: usize,
         io_events: usize,
+        irqfds: usize,
+        routes: usize,
         threads: usize,
         memory_slots: usize,
+        file_bytes: u64,
         watched: usize,
-        kept_files: usize,
+        retained_files: usize,
         metrics: String,
     }
 
@@ -301,11 +315,17 @@ mod tests {
             Footprint {
                 devices: devices.len(),
                 pci_slots: context.pci.used(),
+                port_ranges: context.ports.count(),
+                mmio_ranges: context.mmio.count(),
                 io_events: self.fake.io_events.registered.lock().len(),
+                irqfds: self.fake.interrupts.irqfds(),
+                routes: context.router.used(),
                 threads: context.work.count(),
                 memory_slots: memory.slots().used(),
+                file_bytes: memory.file_bytes().load(Ordering::Relaxed),
                 watched: context.lost.ranges().len(),
-                kept_files: self.machine.pmem_files.list().len() + self.machine.taps.list().len(),
+                retained_files: self.machine.pmem_files.list().len()
+                    + self.machine.taps.list().len(),
                 metrics: self.fake.metrics.encode(&ZoneMetrics::default()).unwrap(),
             }
         }
@@ -313,7 +333,7 @@ mod tests {
         /// A device of each kind that needs no interface of the host.
         fn kinds(&self) -> [Sample; 3] {
             let path = |name: &str| self.folder.path().join(name);
-            File::create(path("pmem")).unwrap().set_len(4 << 20).unwrap();
+            File::create(path("pmem")).unwrap().set_len(FILE_LEN).unwrap();
             let text = format!("file={},id=pmem", path("pmem").display());
             let pmem = PmemConfig::parse(&text).unwrap();
             let text = format!("cid=3,socket={},id=vsock", path("vsock").display());
@@ -339,6 +359,79 @@ mod tests {
         fn add(&mut self, name: &str) -> Result<PciDeviceInfo, VmError> {
             let disk = self.disk(name);
             self.machine.add(name, &disk)
+        }
+
+        /// Footprint of the device of [`Self::kinds`] before the guest uses it.
+        fn expected(&self, id: &str, before: &Footprint) -> Footprint {
+            let files = usize::from(id == "pmem");
+            let family = format!("foreshore_{id}_");
+            let metrics = self.footprint().metrics;
+            assert!(!before.metrics.contains(&family) && metrics.contains(&family), "{metrics}");
+            Footprint {
+                devices: before.devices + 1,
+                pci_slots: before.pci_slots + 1,
+                // The vsock device works on the machine's thread.
+                threads: before.threads + usize::from(id != "vsock"),
+                memory_slots: before.memory_slots + files,
+                file_bytes: before.file_bytes + files as u64 * FILE_LEN,
+                watched: before.watched + files,
+                retained_files: before.retained_files + files,
+                metrics,
+                ..before.clone()
+            }
+        }
+
+        /// Acts as the driver of the virtio-pmem device in slot 1 until a flush has interrupted.
+        fn flush_pmem(&self) {
+            let (mmio, memory) = (&self.machine.context.mmio, self.machine.memory.boot());
+            let config = ECAM_START + (1 << 15);
+            let read_config = |register: u64| {
+                let mut value = [0; 4];
+                assert!(mmio.read(config + register, &mut value));
+                u32::from_le_bytes(value)
+            };
+            assert!(mmio.write(config + 4, &6u16.to_le_bytes()));
+            let bar = u64::from(read_config(0x10) & !0xf);
+            let write = |offset: u64, data: &[u8]| assert!(mmio.write(bar + offset, data));
+            for status in [1u8, 3] {
+                write(0x14, &[status]);
+            }
+            // VIRTIO_F_VERSION_1.
+            write(0x08, &1u32.to_le_bytes());
+            write(0x0c, &1u32.to_le_bytes());
+            write(0x14, &[11]);
+            // The message of vector 1, and MSI-X on.
+            write(u64::from(MSIX_TABLE_OFFSET) + 16, &0xfee0_0000u64.to_le_bytes());
+            write(u64::from(MSIX_TABLE_OFFSET) + 24, &[0x41, 0, 0, 0, 0, 0, 0, 0]);
+            let mut capability = u64::from(read_config(0x34) & 0xff);
+            while read_config(capability) & 0xff != 0x11 {
+                capability = u64::from(read_config(capability) >> 8 & 0xff);
+                assert_ne!(capability, 0, "the device has MSI-X");
+            }
+            assert!(mmio.write(config + capability + 2, &0x8000u16.to_le_bytes()));
+            write(0x1a, &1u16.to_le_bytes());
+            write(0x18, &16u16.to_le_bytes());
+            for (register, at) in [(0x20, 0x1000u64), (0x28, 0x2000), (0x30, 0x3000)] {
+                write(register, &at.to_le_bytes());
+            }
+            // A flush: a word that the device reads, and one that it writes.
+            let chain = [
+                RawDescriptor::from(Descriptor::new(0x4000, 4, VRING_DESC_F_NEXT as u16, 1)),
+                RawDescriptor::from(Descriptor::new(0x4004, 4, VRING_DESC_F_WRITE as u16, 0)),
+            ];
+            for (nth, descriptor) in chain.into_iter().enumerate() {
+                memory.write_obj(descriptor, GuestAddress(0x1000 + 16 * nth as u64)).unwrap();
+            }
+            // Flags 0, index 1, and the head of the chain.
+            memory.write_obj([0u16, 1, 0], GuestAddress(0x2000)).unwrap();
+            memory.write_obj([0u64; 2], GuestAddress(0x3000)).unwrap();
+            write(0x1c, &1u16.to_le_bytes());
+            write(0x14, &[15]);
+            let notify = bar + u64::from(NOTIFY_OFFSET);
+            self.fake.io_events.registered.lock()[&notify].write(1).unwrap();
+            while self.footprint().irqfds == 0 {
+                std::thread::yield_now();
+            }
         }
 
         /// As the guest does it.
@@ -508,13 +601,41 @@ mod tests {
         let before = rig.footprint();
         for (id, device, is_free) in rig.kinds().iter().cycle().take(30) {
             rig.machine.add(id, device).unwrap();
-            assert!(rig.footprint() != before && !is_free(), "{id}");
+            assert_eq!(rig.footprint(), rig.expected(id, &before));
+            assert!(!is_free(), "{id}");
+            assert_eq!(rig.machine.devices[0].removable, Some(device.kind()));
+            if *id == "pmem" {
+                rig.flush_pmem();
+                let Footprint { mmio_ranges, io_events, irqfds, routes, .. } = rig.footprint();
+                let of_bar = (mmio_ranges - before.mmio_ranges, io_events, irqfds, routes);
+                assert_eq!(of_bar, (1, 1, 1, 1));
+            }
             rig.machine.ask_to_let_go(id).unwrap();
             rig.eject(1);
             rig.machine.leaving.wait();
             assert!(is_free(), "{id}");
             assert_eq!(rig.footprint(), before, "{id}");
         }
+    }
+
+    #[test]
+    fn ejected_device_releases_its_mapping_before_it_stops() {
+        let mut rig = Rig::new();
+        let (before, kinds) = (rig.footprint(), rig.kinds());
+        let (id, device, _) = &kinds[1];
+        rig.machine.add(id, device).unwrap();
+        rig.flush_pmem();
+        let mut ejected = rig.machine.devices.pop().unwrap();
+        ejected.eject();
+        let footprint = rig.footprint();
+        // The guest has not reset the device, so its interrupt shows that it has not stopped.
+        assert_eq!(
+            (footprint.watched, footprint.memory_slots),
+            (before.watched, before.memory_slots)
+        );
+        assert_eq!(footprint.irqfds, 1);
+        drop(ejected);
+        assert_eq!(rig.footprint().irqfds, 0);
     }
 
     #[test]
