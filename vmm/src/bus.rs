@@ -66,6 +66,19 @@ struct Entry {
     device: Arc<dyn BusDevice>,
 }
 
+/// Range of a device that may go before its bus does. Dropping it takes the range off the bus.
+#[must_use = "the range leaves the bus when this is dropped"]
+pub struct BusRange {
+    bus: Arc<Bus>,
+    base: u64,
+}
+
+impl Drop for BusRange {
+    fn drop(&mut self) {
+        self.bus.remove(self.base);
+    }
+}
+
 /// Accesses that no device answers; they only grow.
 #[derive(Debug, Default)]
 pub struct BusMetrics {
@@ -84,7 +97,18 @@ pub struct Bus {
 }
 
 impl Bus {
-    /// Puts `device` at `base`.
+    /// Puts `device` at `base` until the returned range is dropped.
+    pub fn attach(
+        self: &Arc<Self>,
+        base: u64,
+        len: u64,
+        device: Arc<dyn BusDevice>,
+    ) -> Result<BusRange, BusError> {
+        self.insert(base, len, device)?;
+        Ok(BusRange { bus: Arc::clone(self), base })
+    }
+
+    /// Puts `device` at `base`, where it stays unless [`Self::remove`] takes it off.
     pub fn insert(&self, base: u64, len: u64, device: Arc<dyn BusDevice>) -> Result<(), BusError> {
         let last = match len.checked_sub(1).and_then(|n| base.checked_add(n)) {
             Some(last) => last,
@@ -102,7 +126,9 @@ impl Bus {
 
     /// Takes the range that starts at `base` off the bus; false if there is none.
     pub fn remove(&self, base: u64) -> bool {
-        self.ranges.write().remove(&base).is_some()
+        let removed = self.ranges.write().remove(&base);
+        // The last owner of a device may wait for its work, which is not for the lock.
+        removed.is_some()
     }
 
     /// Number of ranges.
@@ -224,6 +250,16 @@ mod tests {
         assert!(!bus.write(0xfff, &[0]));
         assert!(!bus.write(u64::MAX, &[0, 0]));
         assert_eq!(unanswered(&bus), (1, 2));
+    }
+
+    #[test]
+    fn dropped_range_leaves_the_bus() {
+        let bus = Arc::new(Bus::default());
+        let range = bus.attach(0x1000, 0x10, Arc::new(Recorder::default())).unwrap();
+        assert!(bus.attach(0x1000, 0x10, Arc::new(Recorder::default())).is_err());
+        assert!(bus.write(0x1000, &[0]), "the refused device takes nothing off the bus");
+        drop(range);
+        assert!(!bus.write(0x1000, &[0]));
     }
 
     #[test]

@@ -82,10 +82,26 @@ impl DeviceContext {
         move |high| interrupts.set_line(gsi, high)
     }
 
-    /// Creates an event that raises the interrupt `gsi` of the I/O APIC.
-    pub fn line(&self, gsi: u32) -> io::Result<EventFd> {
-        let line = EventFd::new(EFD_NONBLOCK)?;
-        self.machine.interrupts.register_irqfd(&line, gsi)?;
-        Ok(line)
+    /// Creates an event that raises the interrupt `gsi` of the I/O APIC until the line is dropped.
+    pub fn line(&self, gsi: u32) -> io::Result<(EventFd, InterruptLine)> {
+        let raised = EventFd::new(EFD_NONBLOCK)?;
+        let (event, interrupts) = (raised.try_clone()?, Arc::clone(&self.machine.interrupts));
+        interrupts.register_irqfd(&event, gsi)?;
+        Ok((raised, InterruptLine { interrupts, event, gsi }))
+    }
+}
+
+/// Registration of an event that raises an interrupt of the I/O APIC. Dropping it undoes that.
+#[must_use = "the interrupt is unregistered when this is dropped"]
+pub struct InterruptLine {
+    interrupts: Arc<dyn MsiController>,
+    event: EventFd,
+    gsi: u32,
+}
+
+impl Drop for InterruptLine {
+    fn drop(&mut self) {
+        // It fails only when the VM itself is gone.
+        let _ = self.interrupts.unregister_irqfd(&self.event, self.gsi);
     }
 }

@@ -18,7 +18,7 @@ use std::any::Any;
 use std::collections::BTreeMap;
 
 pub use self::attached::{AttachedDevice, DeviceList, NewDevice};
-pub use self::context::{DeviceContext, MachineParts};
+pub use self::context::{DeviceContext, InterruptLine, MachineParts};
 pub use self::event_emitter::EventEmitter;
 pub use self::mapped_file::MappedFile;
 pub use self::switch::Switch;

@@ -10,6 +10,7 @@ use super::interface::Chosen;
 use super::metrics::{VolumeCounters, VolumeMetrics};
 use super::pmem_config::PmemConfig;
 use crate::acpi::Nvdimm;
+use crate::bus::BusRange;
 use crate::device::{AttachedDevice, DeviceContext, MappedFile, SetupResult};
 use crate::events::Event;
 use crate::memory::Memory;
@@ -86,8 +87,8 @@ pub struct BuiltVolume {
 /// Device that shows a volume.
 pub enum VolumeDevice {
     Pci(AttachedDevice),
-    /// Range in the firmware's tables, with the mapping and the metrics.
-    Nvdimm(Nvdimm, MappedFile, Registration),
+    /// Range in the firmware's tables, with its flush hint, its mapping and its metrics.
+    Nvdimm(Nvdimm, (Option<BusRange>, MappedFile, Registration)),
 }
 
 /// Builds the device of `--pm-volume`.
@@ -192,9 +193,11 @@ fn build_nvdimm(
     let backing = Arc::clone(&new.watched) as Arc<dyn Persist>;
     let hint = Arc::new(FlushHint::new(new.config.name.clone(), backing, on_failure));
     let source = new.metrics(VolumeCounters::Nvdimm(hint.metrics()));
-    if new.flushes {
-        context.mmio.insert(Nvdimm::flush_hint_address(place.nvdimms), FLUSH_HINT_LEN, hint)?;
-    }
+    let address = Nvdimm::flush_hint_address(place.nvdimms);
+    let hint = match new.flushes {
+        true => Some(context.mmio.attach(address, FLUSH_HINT_LEN, hint)?),
+        false => None,
+    };
     let guest = new.mapped.guest();
     let nvdimm = Nvdimm {
         start: guest.start,
@@ -204,7 +207,7 @@ fn build_nvdimm(
         read_only: new.config.readonly,
     };
     let registration = context.machine.metrics.register(source);
-    new.built(|mapped| Ok(VolumeDevice::Nvdimm(nvdimm, mapped, registration)))
+    new.built(|mapped| Ok(VolumeDevice::Nvdimm(nvdimm, (hint, mapped, registration))))
 }
 
 fn build_virtio_pmem(new: MappedVolume<'_>, context: &DeviceContext) -> SetupResult<BuiltVolume> {

@@ -173,8 +173,8 @@ pub fn build(
     sources.extend(resources.pool_metrics().map(|pool| Arc::new(pool) as _));
     sources.extend(console_files.into_iter().map(|file| Arc::new(file) as _));
     sources.extend(spaces.map(|space| Arc::new(space) as _));
-    let exposed = sources.into_iter().map(|source| context.machine.metrics.register(source));
-    let exposed = serial.into_iter().chain(exposed).collect();
+    let exposed =
+        sources.into_iter().map(|source| context.machine.metrics.register(source)).collect();
     resources.machine_built();
     context.work.add(&[device_loop.handle(), memory_loop.handle()]);
     let host_ranges = memory.host_ranges().to_vec();
@@ -184,6 +184,7 @@ pub fn build(
         governor,
         devices,
         context,
+        _serial: serial,
         _exposed: exposed,
         leaving: Leaving::default(),
         _loops: [device_loop, memory_loop],

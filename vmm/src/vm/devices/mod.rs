@@ -10,8 +10,9 @@ use std::time::Instant;
 use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
 
+use crate::bus::BusRange;
 use crate::config::{BalloonConfig, ConsoleMode, DiskConfig, NetConfig, VmConfig, VsockConfig};
-use crate::device::{AttachedDevice, DeviceContext, DeviceList, SetupResult};
+use crate::device::{AttachedDevice, DeviceContext, DeviceList, InterruptLine, SetupResult};
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
 use crate::governor::DESCRIPTOR_LACK;
@@ -34,22 +35,30 @@ use balloon::UNSUPPORTED_DRIVER_REASON;
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
 
-/// COM1, with the registration of its metrics.
+/// COM1. Dropping it takes the port off the bus and undoes its registrations.
+pub(in crate::vm) struct SerialPort {
+    _ports: BusRange,
+    _line: InterruptLine,
+    _metrics: Registration,
+}
+
+/// Attaches COM1, unless it is off.
 pub(in crate::vm) fn attach_serial(
     config: &VmConfig,
     files: &mut ConsoleFiles,
     context: &DeviceContext,
-) -> SetupResult<Option<Registration>> {
+) -> SetupResult<Option<SerialPort>> {
     let console = HostConsole::open(Port::Serial, &config.serial, files)?;
     let Some(mut console) = console else { return Ok(None) };
     if [config.serial.mode, config.console.mode] == [ConsoleMode::Tty; 2] {
         // There is one keyboard, and it is the console's.
         console.input = None;
     }
-    let serial = Serial::new(console, context.line(SERIAL_GSI)?, &context.machine.event_loop)?;
-    let registration = context.machine.metrics.register(serial.metrics());
-    context.ports.insert(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
-    Ok(Some(registration))
+    let (irq, _line) = context.line(SERIAL_GSI)?;
+    let serial = Serial::new(console, irq, &context.machine.event_loop)?;
+    let _metrics = context.machine.metrics.register(serial.metrics());
+    let _ports = context.ports.attach(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
+    Ok(Some(SerialPort { _ports, _line, _metrics }))
 }
 
 /// Attaches the devices that stay as long as the machine.
@@ -217,7 +226,32 @@ pub(in crate::vm) fn attach_memory(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{ConsoleConfig, test_config};
+    use crate::device::testing::FakeMachine;
     use crate::events::Seen;
+    use crate::host_console::{FileStart, Lines};
+    use crate::vm::machine::tests::machine_on;
+    use crate::vm::machine::zone_metrics::ZoneMetrics;
+
+    #[test]
+    fn dropped_serial_port_leaves_nothing() {
+        let fake = FakeMachine::default();
+        let (machine, mut config) = (machine_on(&fake), test_config());
+        let folder = tempfile::TempDir::new().unwrap();
+        let text = format!("file={}", folder.path().join("log").display());
+        config.serial = ConsoleConfig::parse_serial(&text).unwrap();
+        let context = &machine.context;
+        let footprint = || {
+            let metrics = fake.metrics.encode(&ZoneMetrics::default()).unwrap();
+            (context.ports.count(), fake.interrupts.irqfds(), metrics.contains("foreshore_serial"))
+        };
+        let (ports, _, _) = footprint();
+        let mut files = ConsoleFiles::new(FileStart::Empty, Lines::default());
+        let serial = attach_serial(&config, &mut files, context).unwrap();
+        assert_eq!(footprint(), (ports + 1, 1, true));
+        drop(serial);
+        assert_eq!(footprint(), (ports, 0, false));
+    }
 
     #[test]
     fn a_refused_driver_is_an_event_and_so_is_the_request_that_it_ends() {

@@ -35,6 +35,7 @@ use crate::virtio::mem::MemHandle;
 use crate::vm::build::builder;
 use crate::vm::build::resources::{PmemFiles, Resources};
 use crate::vm::build::taps::{self, Taps};
+use crate::vm::devices::SerialPort;
 use crate::vm::devices::hotplug::{Leaving, bdf};
 use crate::vm::devices::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::clock::GuestClock;
@@ -58,6 +59,7 @@ pub struct KvmMachine {
     pub(in crate::vm) governor: GovernorHandle,
     pub(in crate::vm) devices: DeviceList,
     pub(in crate::vm) context: DeviceContext,
+    pub(in crate::vm) _serial: Option<SerialPort>,
     /// Sources of metrics that exist as long as the machine.
     pub(in crate::vm) _exposed: Vec<Registration>,
     /// Devices that the guest has let go.
@@ -383,6 +385,7 @@ pub(in crate::vm) mod tests {
             governor: GovernorHandle::spawn(core, Clock::start(), Arc::default(), None).unwrap(),
             devices: DeviceList::default(),
             context,
+            _serial: None,
             _exposed: Vec::new(),
             leaving: Leaving::default(),
             lost_loop: EventLoop::spawn("lost").unwrap(),

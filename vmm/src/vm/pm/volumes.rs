@@ -64,10 +64,10 @@ pub(in crate::vm) fn attach(
         let mut kept: Vec<Box<dyn Any + Send>> = Vec::new();
         match device {
             VolumeDevice::Pci(device) => devices.push(device),
-            VolumeDevice::Nvdimm(nvdimm, mapped, registration) => {
+            VolumeDevice::Nvdimm(nvdimm, resources) => {
                 healths.push(health(pool, failure.clone()));
                 attached.nvdimms.push(nvdimm);
-                kept.push(Box::new((registration, mapped)));
+                kept.push(Box::new(resources));
             }
         }
         kept.extend(volume.map(|volume| Box::new(volume) as _));
@@ -174,19 +174,24 @@ fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Res
 mod tests {
     use std::path::{Path, PathBuf};
 
+    use pmem_volume::Durability;
     use pmem_volume::media::Media;
     use tempfile::TempDir;
 
     use super::*;
     use crate::config::{PmMemoryConfig, test_config};
     use crate::metrics::Metrics;
+    use crate::vm::machine::KvmMachine;
     use crate::vm::machine::tests::machine;
 
     const MIB: u64 = 1 << 20;
 
     /// A pool of 128 MiB with these volumes, each of 20 MiB.
     fn pool_with(names: &[&str]) -> (TempDir, PathBuf) {
-        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        pool_in(TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap(), names)
+    }
+
+    fn pool_in(folder: TempDir, names: &[&str]) -> (TempDir, PathBuf) {
         let path = folder.path().join("pool");
         let pool = pmem_volume::Pool::create(&path, 128 * MIB, 16 * MIB).unwrap();
         for name in names {
@@ -268,6 +273,32 @@ mod tests {
         config.pm_memory[0].size = 66 * MIB;
         assert!(start(&config, true).is_err());
         assert_eq!(names_and_sizes(&path), [("rest".to_owned(), 212)]);
+    }
+
+    #[test]
+    fn dropped_nvdimm_leaves_nothing() {
+        let (_folder, path) = pool_in(TempDir::new().unwrap(), &["data"]);
+        let config = config(&path, &["name=data"]);
+        let mut resources = resources();
+        let steps = resources.open_pools(&config).unwrap();
+        let mut volumes =
+            open(&config, &steps, &resources, &mut CreatedVolumes::default()).unwrap();
+        let mut machine = machine();
+        let footprint = |machine: &KvmMachine| {
+            let KvmMachine { context, memory, .. } = machine;
+            (context.mmio.count(), memory.slots().used(), context.lost.ranges().len())
+        };
+        let before = footprint(&machine);
+        let (volume, pool) = (volumes.remove(0), resources.pool(&path));
+        // Only a page cache needs a flush hint: the folder may be on tmpfs.
+        let hints = usize::from(pool.durability() == Durability::PageCache);
+        let interface = Chosen::Nvdimm;
+        let new = NewVolume { config: &config.pm_volumes[0], interface, pool, volume };
+        let place = VolumePlace { boot_vcpus: 1, node: 0, nvdimms: 0 };
+        let built = build_volume(new, &place, &mut machine.memory, &machine.context).unwrap();
+        assert_eq!(footprint(&machine), (before.0 + hints, before.1 + 1, before.2 + 1));
+        drop(built);
+        assert_eq!(footprint(&machine), before);
     }
 
     #[test]
