@@ -57,7 +57,7 @@ macro_rules! removable {
         impl DeviceConfig {
             /// Its kind in one word.
             pub fn kind(&self) -> &'static str {
-                match self { $(Self::$Kind(_) => $kind,)* }
+                match self { $(Self::$Kind(_) => <$Config>::KIND,)* }
             }
 
             fn flag(&self) -> &'static str {
@@ -69,11 +69,18 @@ macro_rules! removable {
             }
         }
 
+        $(
+            impl $Config {
+                /// Kind of the device in one word, for ids and metrics.
+                pub const KIND: &'static str = $kind;
+            }
+        )*
+
         impl VmConfig {
             /// Ids of these devices with their kinds.
             fn removable_ids_mut(&mut self) -> Vec<(&'static str, &mut Option<String>)> {
                 let mut ids = Vec::new();
-                $(ids.extend(self.$field.iter_mut().map(|section| ($kind, &mut section.id)));)*
+                $(ids.extend(self.$field.iter_mut().map(|section| (<$Config>::KIND, &mut section.id)));)*
                 ids
             }
 

@@ -51,7 +51,7 @@ pub fn build_file(
         failed: file.failure(),
         counters: device.metrics(),
     };
-    let new = new_device_with_id(id, device, context)?.removable("pmem");
+    let new = new_device_with_id(id, device, context)?.removable(PmemConfig::KIND);
     Ok(new.exposing(Arc::new(source)).mapping(mapped).attach(context)?)
 }
 

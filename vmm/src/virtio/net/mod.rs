@@ -52,6 +52,6 @@ pub fn build(config: &NetConfig, tap: &Arc<Tap>, context: &DeviceContext) -> Set
     let device = device?;
     let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
     let source = Arc::new(metrics.clone());
-    let new = new_device_with_id(&id, device, context)?.removable("net");
+    let new = new_device_with_id(&id, device, context)?.removable(NetConfig::KIND);
     Ok(new.exposing(source).with_handle(metrics).attach(context)?)
 }

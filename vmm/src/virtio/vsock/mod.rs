@@ -49,7 +49,7 @@ pub fn build(config: &VsockConfig, ports: VsockPorts, context: &DeviceContext) -
     let device = VsockDevice::new(config.cid, &config.socket, ports, event_loop)?;
     let metrics = device.metrics();
     let id = config.id.as_deref().expect("a VM's devices have ids");
-    let new = new_device_with_id(id, device, context)?.removable("vsock");
+    let new = new_device_with_id(id, device, context)?.removable(VsockConfig::KIND);
     Ok(new.exposing(metrics).attach(context)?)
 }
 
