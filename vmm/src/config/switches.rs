@@ -72,12 +72,34 @@ impl JsonValue for Switches {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use vm_memory::GuestMemoryMmap;
 
     use super::*;
     use crate::device::testing::FakeMachine;
     use crate::event_loop::EventLoop;
     use crate::memory::view::GuestView;
+
+    /// Number of descriptions in the files below `folder`.
+    fn descriptions(folder: &Path) -> usize {
+        let count = |path: &Path| match path.is_dir() {
+            true => descriptions(path),
+            false => {
+                let text = std::fs::read_to_string(path).unwrap();
+                text.lines().filter(|line| line.starts_with("pub const SWITCH:")).count()
+            }
+        };
+        std::fs::read_dir(folder).unwrap().map(|entry| count(&entry.unwrap().path())).sum()
+    }
+
+    #[test]
+    fn every_description_is_in_the_list() {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        assert_eq!(SWITCHES.len(), descriptions(&source));
+        let keys: BTreeSet<_> = SWITCHES.iter().map(|switch| switch.key).collect();
+        assert_eq!(SWITCHES.len(), keys.len(), "no device is in the list twice");
+    }
 
     #[test]
     fn document_lists_events_of_all_devices() {
