@@ -596,6 +596,7 @@ mod tests {
             &["--cpus", "boot=2"][..],
             &["--console", "off"],
             &["--disk", "path=/a"],
+            &["--cmdline", "x"],
             &["--pvpanic"],
         ] {
             let args = [&["--api-socket", "/run/vm.sock"], described].concat();

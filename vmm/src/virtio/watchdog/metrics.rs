@@ -25,3 +25,18 @@ impl Expose for WatchdogMetrics {
         );
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::Metrics;
+
+    #[test]
+    fn each_counter_is_exposed_by_its_own_name() {
+        let metrics = WatchdogMetrics { pings: 81.into(), bad_requests: 7.into() };
+        let text = Metrics::new("vm").encode(&metrics).unwrap();
+        for line in ["pings_total{vm=\"vm\"} 81", "bad_requests_total{vm=\"vm\"} 7"] {
+            assert!(text.contains(&format!("foreshore_watchdog_{line}\n")), "{text}");
+        }
+    }
+}

@@ -142,5 +142,8 @@ mod tests {
         let message = foreshore_types::chain(&taps.open(&config).unwrap_err());
         assert!(message.starts_with("Cannot set up --net id=n: fd "), "{message}");
         assert!(taps.list().is_empty());
+        // An interface that is added to a running machine is opened by itself.
+        let added = open(&config.net[0]).unwrap_err();
+        assert_eq!(foreshore_types::chain(&added), message);
     }
 }
