@@ -168,7 +168,7 @@ impl Event<'_> {
             Self::MemoryReached { zone, .. }
             | Self::MemoryRefused { zone, .. }
             | Self::MemoryDriverUnsupported { zone, .. } => Source::Zone((*zone).to_owned()),
-            Self::OfDevice { event, .. } => Source::Kind(event.name),
+            Self::OfDevice { event, .. } => Source::Kind(event.source, event.name),
             _ => Source::Vm,
         }
     }
@@ -183,6 +183,8 @@ impl Event<'_> {
                 vec![("id", without_braces(id)), ("bdf", without_braces(bdf))]
             }
             Self::OfDevice { event, values } => {
+                let (names, given) = (event.properties.len(), values.len());
+                assert_eq!(names, given, "values of the event {}", event.name);
                 let values = values.iter().map(|value| without_braces(value));
                 event.properties.iter().copied().zip(values).collect()
             }
@@ -290,6 +292,22 @@ pub(super) mod tests {
         documented.sort();
         told.sort();
         assert_eq!(documented, told);
+    }
+
+    #[test]
+    fn equal_names_of_two_sources_have_a_limit_each() {
+        let of = |source| DeviceEvent { source, name: "panic", properties: &[] };
+        let concerns =
+            |event: DeviceEvent| Event::OfDevice { event: &event, values: &[] }.concerns();
+        assert_eq!(concerns(of("one")), concerns(of("one")));
+        assert_ne!(concerns(of("one")), concerns(of("other")));
+    }
+
+    #[test]
+    #[should_panic(expected = "values of the event panic")]
+    fn device_event_without_a_value_for_each_name_is_refused() {
+        let event = DeviceEvent { source: "one", name: "panic", properties: &["first", "last"] };
+        Event::OfDevice { event: &event, values: &["only"] }.properties();
     }
 
     #[test]

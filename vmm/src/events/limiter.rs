@@ -16,8 +16,9 @@ pub enum Source {
     Vm,
     /// A device, by its id, whose driver comes and goes.
     Device(String),
-    /// Events of one kind that a guest can cause without a restart, such as reports of a panic.
-    Kind(&'static str),
+    /// Events of one kind, by source and name, that a guest can cause without a restart, such as
+    /// reports of a panic.
+    Kind(&'static str, &'static str),
     /// A zone of memory, by its id, that has what was requested, or cannot have it. What was told
     /// last is not told again.
     Zone(String),
@@ -140,7 +141,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
     /// know any more, and how the next one's are is news; but what was told has been told.
     pub fn end_machine(&mut self) {
         for (source, account) in &mut self.accounts {
-            if !matches!(source, Source::Vm | Source::Kind(_)) {
+            if !matches!(source, Source::Vm | Source::Kind(..)) {
                 (account.last, account.withheld, account.is_asked) = (None, None, false);
             }
         }

@@ -226,7 +226,7 @@ fn check(rule: &mut dyn Rule, source: &Source, steps: &[(u32, Step)]) -> Result<
             }
             Step::EndMachine => {
                 rule.end_machine();
-                if !matches!(source, Source::Vm | Source::Kind(_)) {
+                if !matches!(source, Source::Vm | Source::Kind(..)) {
                     (seen, happened) = (None, None);
                 }
             }
@@ -279,11 +279,11 @@ fn limiters_that_are_wrong_are_found_out() {
 fn panics_neither_withhold_restarts_nor_are_replaced_by_them() {
     let (mut limiter, now) = (Limiter::new(Bounds::USUAL), Instant::now());
     let told = (0..1000)
-        .filter(|nth| limiter.hear(Source::Kind("panic"), nth, now) == Verdict::Tell)
+        .filter(|nth| limiter.hear(Source::Kind("foreshore", "panic"), nth, now) == Verdict::Tell)
         .count();
     assert_eq!(told, Bounds::USUAL.burst as usize);
     assert_eq!(limiter.hear(Source::Vm, &1000, now), Verdict::Tell);
     // A machine that has ended has panicked all the same.
     limiter.end_machine();
-    assert_eq!(limiter.release_of(&Source::Kind("panic")), Some(999));
+    assert_eq!(limiter.release_of(&Source::Kind("foreshore", "panic")), Some(999));
 }
