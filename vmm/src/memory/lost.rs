@@ -59,6 +59,8 @@ impl LossFlag {
 /// Why memory is not watched.
 #[derive(Debug, Error)]
 pub enum WatchError {
+    #[error("Cannot create the eventfd that reports lost memory")]
+    Event(#[source] io::Error),
     /// The handler has no place left for it.
     #[error(transparent)]
     TooMany(#[from] TooManyRanges),
@@ -173,8 +175,9 @@ impl Expose for LostMemory {
 
 impl LostMemory {
     /// Nothing is watched. What is lost later pulls the brake, and raises the flag.
-    pub fn new(brake: Arc<Brake>, loss: LossFlag) -> io::Result<Self> {
-        let alarm = Arc::new(Alarm { loss, brake, event: EventFd::new(EFD_NONBLOCK)? });
+    pub fn new(brake: Arc<Brake>, loss: LossFlag) -> Result<Self, WatchError> {
+        let event = EventFd::new(EFD_NONBLOCK).map_err(WatchError::Event)?;
+        let alarm = Arc::new(Alarm { loss, brake, event });
         Ok(Self { alarm, ranges: Mutex::default() })
     }
 

@@ -8,10 +8,8 @@ use crate::bus::BusError;
 use crate::cpu::CpuError;
 use crate::disk::image::ImageError;
 use crate::event_loop::EventLoopError;
-use crate::pci::PciError;
 use crate::unix_socket::UnixSocketError;
 use crate::virtio::net::tap::TapError;
-use crate::virtio::transport::pci::TransportError;
 use crate::virtio::vsock::VsockError;
 use crate::vm::build::kvm::KvmError;
 use crate::vm::build::named_twice::NamedTwice;
@@ -38,11 +36,6 @@ pub enum BuildError {
     EventLoop(#[from] EventLoopError),
     #[error(transparent)]
     Bus(#[from] BusError),
-    /// No slot or address on the PCI bus.
-    #[error(transparent)]
-    Pci(#[from] PciError),
-    #[error(transparent)]
-    Transport(#[from] TransportError),
     /// A volume that would not be safe.
     #[error(transparent)]
     Interface(#[from] InterfaceError),
