@@ -42,7 +42,7 @@ pub enum RunError {
 /// Sockets are bound first: a VM whose API nobody can reach is not started, and a socket in use is
 /// found out before anything is created.
 pub fn run(mut launch: Launch) -> Result<(), RunError> {
-    launch.config.as_mut().map_or(Ok(()), taps::keep_named)?;
+    launch.config.as_mut().map_or(Ok(()), taps::hold_named)?;
     let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
     let events = Events::start();
     let monitor =

@@ -18,7 +18,7 @@ trait Sections<T> {
     /// Adds a section. Returns false if there is no room for another one.
     fn put(&mut self, section: T) -> bool;
 
-    fn keep_if(&mut self, stays: impl Fn(&T) -> bool);
+    fn retain_if(&mut self, stays: impl Fn(&T) -> bool);
 }
 
 impl<T> Sections<T> for Vec<T> {
@@ -27,7 +27,7 @@ impl<T> Sections<T> for Vec<T> {
         true
     }
 
-    fn keep_if(&mut self, stays: impl Fn(&T) -> bool) {
+    fn retain_if(&mut self, stays: impl Fn(&T) -> bool) {
         self.retain(stays);
     }
 }
@@ -39,7 +39,7 @@ impl<T> Sections<T> for Option<T> {
         has_room
     }
 
-    fn keep_if(&mut self, stays: impl Fn(&T) -> bool) {
+    fn retain_if(&mut self, stays: impl Fn(&T) -> bool) {
         self.take_if(|section| !stays(section));
     }
 }
@@ -113,7 +113,7 @@ macro_rules! removable {
             /// Removes the device with this id. Returns false if there is none that may be removed.
             pub fn remove_device(&mut self, id: &str) -> bool {
                 let is_there = self.device(id).is_some();
-                $(self.$field.keep_if(|section| section.id.as_deref() != Some(id));)*
+                $(self.$field.retain_if(|section| section.id.as_deref() != Some(id));)*
                 is_there
             }
         }
@@ -397,7 +397,7 @@ mod tests {
             vec![fd()],
         );
         let (DeviceConfig::Net(given), warnings) = read.unwrap() else { panic!() };
-        assert!(given.fds.len() == 1 && given.fds[0].is_kept());
+        assert!(given.fds.len() == 1 && given.fds[0].is_held());
         assert!(
             warnings.len() == 1 && warnings[0].starts_with("--net: fds in JSON"),
             "{warnings:?}"

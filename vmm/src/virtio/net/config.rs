@@ -147,14 +147,14 @@ text_value!(MacAddress, "MAC", "six bytes in hexadecimal with colons between the
 pub struct GivenFd {
     number: RawFd,
     /// Closed with the last copy of this configuration. A number on the command line is nobody's
-    /// until it is kept.
-    kept: Option<Arc<OwnedFd>>,
+    /// until it is held.
+    held: Option<Arc<OwnedFd>>,
 }
 
 impl GivenFd {
     /// The one of this number, whoever it belongs to.
     pub fn named(number: RawFd) -> Self {
-        Self { number, kept: None }
+        Self { number, held: None }
     }
 
     pub fn number(&self) -> RawFd {
@@ -162,14 +162,14 @@ impl GivenFd {
     }
 
     /// Whether it is closed with this configuration.
-    pub fn is_kept(&self) -> bool {
-        self.kept.is_some()
+    pub fn is_held(&self) -> bool {
+        self.held.is_some()
     }
 }
 
 impl From<OwnedFd> for GivenFd {
     fn from(fd: OwnedFd) -> Self {
-        Self { number: fd.as_raw_fd(), kept: Some(Arc::new(fd)) }
+        Self { number: fd.as_raw_fd(), held: Some(Arc::new(fd)) }
     }
 }
 

@@ -84,10 +84,10 @@ impl Resources {
         &self.taps
     }
 
-    /// Closes what was kept for a next machine and `config` has not; there is no machine.
-    pub fn keep(&self, config: &VmConfig) {
-        self.taps.keep(config);
-        self.pmem.keep(config);
+    /// Closes what was retained for a next machine and `config` has not; there is no machine.
+    pub fn retain(&self, config: &VmConfig) {
+        self.taps.retain(config);
+        self.pmem.retain(config);
     }
 
     /// Returns `config` with one path for each pool: the path that the VM's configuration has named
@@ -247,8 +247,8 @@ impl PmemFiles {
         let mut earlier: Vec<_> = files.iter().collect();
         let mut opened = Vec::with_capacity(config.pmem.len());
         for pmem in &config.pmem {
-            let kept = earlier.iter().position(|(config, _)| config == pmem);
-            let file = match kept {
+            let retained = earlier.iter().position(|(config, _)| config == pmem);
+            let file = match retained {
                 Some(nth) => Arc::clone(&earlier.remove(nth).1),
                 None => open_file(pmem)?,
             };
@@ -269,7 +269,7 @@ impl PmemFiles {
     }
 
     /// Closes those that `config` has not; there is no machine.
-    fn keep(&self, config: &VmConfig) {
+    fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.pmem.contains(earlier));
     }
 

@@ -23,7 +23,7 @@ pub type NamedTap = (NetConfig, Arc<Tap>);
 
 impl Taps {
     /// Opens every interface of `config`. The machine before it has ended: nobody else reads one
-    /// that is kept.
+    /// that is retained.
     pub fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut taps = self.0.lock();
         // What is not wanted any more goes first: another one may have its name. What somebody has
@@ -34,8 +34,8 @@ impl Taps {
         let mut earlier = taps.clone();
         let mut opened = Vec::with_capacity(config.net.len());
         for net in &config.net {
-            let kept = earlier.iter().position(|(config, _)| config == net);
-            let tap = match kept {
+            let retained = earlier.iter().position(|(config, _)| config == net);
+            let tap = match retained {
                 Some(nth) => earlier.remove(nth).1,
                 None => open(net)?,
             };
@@ -56,7 +56,7 @@ impl Taps {
     }
 
     /// Closes those that `config` has not; there is no machine.
-    pub fn keep(&self, config: &VmConfig) {
+    pub fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.net.contains(earlier));
     }
 
@@ -94,10 +94,10 @@ pub fn check(config: &NetConfig) -> Result<(), TapError> {
 
 /// Keeps the descriptors that the command line names: they are the VM's from now on, and closed
 /// when it does without them.
-pub fn keep_named(config: &mut VmConfig) -> Result<(), TapError> {
+pub fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
     for net in &mut config.net {
         check(net)?;
-        for fd in net.fds.iter_mut().filter(|fd| !fd.is_kept()) {
+        for fd in net.fds.iter_mut().filter(|fd| !fd.is_held()) {
             // No number is given twice (`NetConfig::validate`), and no other flag takes it
             // (`parse_command_line`).
             // SAFETY: `check` has seen a queue of a tap interface. This process has opened none
@@ -130,14 +130,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_queue_of_a_tap_is_neither_opened_nor_kept() {
+    fn what_is_no_queue_of_a_tap_is_neither_opened_nor_held() {
         let file = tempfile::tempfile().unwrap();
         let mut config = test_config();
         config.net = vec![NetConfig::parse(&format!("id=n,fd={}", file.as_raw_fd())).unwrap()];
         assert!(
-            matches!(keep_named(&mut config), Err(TapError::NoTap { fd, .. }) if fd == file.as_raw_fd())
+            matches!(hold_named(&mut config), Err(TapError::NoTap { fd, .. }) if fd == file.as_raw_fd())
         );
-        assert!(!config.net[0].fds[0].is_kept());
+        assert!(!config.net[0].fds[0].is_held());
         let taps = Taps::default();
         let message = foreshore_types::chain(&taps.open(&config).unwrap_err());
         assert!(message.starts_with("Cannot set up --net id=n: fd "), "{message}");

@@ -333,7 +333,7 @@ impl MachineFactory for KvmFactory {
     }
 
     fn keep(&mut self, config: &VmConfig) {
-        self.resources.keep(config);
+        self.resources.retain(config);
     }
 
     fn release(&mut self) {

@@ -21,7 +21,7 @@ pub(in crate::vm) struct Opened {
     pub(in crate::vm) failure: FirstFailure,
     /// Resources that its device does not hold: the open volume, and the mapping and the metrics
     /// of an NVDIMM.
-    pub(in crate::vm) _kept: Vec<Box<dyn Any + Send>>,
+    pub(in crate::vm) _held: Vec<Box<dyn Any + Send>>,
 }
 
 /// A volume that the guest has. It is open, and so nobody else's, as long as the machine lives.

@@ -61,17 +61,17 @@ pub(in crate::vm) fn attach(
         let built = build_volume(new, &place, memory, context)
             .map_err(BuildError::device(volume_config.flag()))?;
         let BuiltVolume { size_bytes, extents, failure, device, volume } = built;
-        let mut kept: Vec<Box<dyn Any + Send>> = Vec::new();
+        let mut held: Vec<Box<dyn Any + Send>> = Vec::new();
         match device {
             VolumeDevice::Pci(device) => devices.push(device),
             VolumeDevice::Nvdimm(nvdimm, resources) => {
                 healths.push(health(pool, failure.clone()));
                 attached.nvdimms.push(nvdimm);
-                kept.push(Box::new(resources));
+                held.push(Box::new(resources));
             }
         }
-        kept.extend(volume.map(|volume| Box::new(volume) as _));
-        let opened = Opened { size_bytes, extents, failure, _kept: kept };
+        held.extend(volume.map(|volume| Box::new(volume) as _));
+        let opened = Opened { size_bytes, extents, failure, _held: held };
         attached.volumes.push(AttachedVolume::new(volume_config, interface, pool, opened));
     }
     if !healths.is_empty() {
