@@ -5,24 +5,24 @@
 //! Dropping that removes the device and everything that was registered for it. vmm/src/vm/devices
 //! lists these functions.
 
-mod attached;
+mod attached_device;
 mod context;
+mod device_work;
 mod event_emitter;
 mod mapped_file;
 mod switch;
 #[cfg(test)]
 pub mod testing;
-mod work;
 
 use std::any::Any;
 use std::collections::BTreeMap;
 
-pub use self::attached::{AttachedDevice, DeviceList, NewDevice};
+pub use self::attached_device::{AttachedDevice, DeviceList, NewDevice};
 pub use self::context::{DeviceContext, InterruptLine, MachineParts};
+pub use self::device_work::DeviceWork;
 pub use self::event_emitter::EventEmitter;
 pub use self::mapped_file::MappedFile;
 pub use self::switch::Switch;
-pub use self::work::DeviceWork;
 
 /// Error of a device that cannot be built: the error of its folder, of its transport or of the bus.
 pub type SetupError = Box<dyn std::error::Error + Send + Sync>;

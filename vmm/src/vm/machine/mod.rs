@@ -42,7 +42,7 @@ use crate::vm::machine::clock::GuestClock;
 use crate::vm::machine::resident::Resident;
 use crate::vm::machine::vcpus::Vcpus;
 use crate::vm::owner::{EventSender, Machine, MachineFactory, Standstill};
-use crate::vm::pm::attached::AttachedVolume;
+use crate::vm::pm::attached_volumes::AttachedVolume;
 use crate::vm::pm::pools::OpenPool;
 use crate::vm::request::{
     BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, ResizeStatus,

@@ -17,7 +17,7 @@ use crate::pool::{PmPool, PoolError, PoolVolume};
 use crate::vm::build::error::BuildError;
 use crate::vm::build::resources::Resources;
 use crate::vm::build::zones;
-use crate::vm::pm::attached::{AttachedVolume, Opened};
+use crate::vm::pm::attached_volumes::{AttachedVolume, Opened};
 use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::volume::build::{BuiltVolume, NewVolume, VolumeDevice, VolumePlace, build_volume};
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
