@@ -8,7 +8,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::config::{GivenFd, MacAddress, NetConfig, VmConfig};
 use crate::virtio::net::tap::{HostInterface, Tap, TapError, TapOptions, check_given};
-use crate::vm::build::error::BuildError;
+use crate::vm::error::BuildError;
 
 /// The interfaces of `--net`: those of the VM's configuration, in its order. Shared with the
 /// machine, to which they are added and from which they are removed.

@@ -27,8 +27,8 @@ use crate::virtio::mem::{MemEvent, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER}
 use crate::virtio::net::tap::Tap;
 use crate::virtio::vsock::{GuestPorts, VsockPorts};
 use crate::virtio::{balloon as balloon_device, block, console, mem, net, rng, vsock};
-use crate::vm::build::error::BuildError;
 use crate::vm::build::resources::Resources;
+use crate::vm::error::BuildError;
 use crate::volume::build::build_file;
 use balloon::UNSUPPORTED_DRIVER_REASON;
 

@@ -21,8 +21,8 @@ use crate::memory::zone::Tier;
 use crate::pool::PoolInfo;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::mem::{MemHandle, RequestSizeError};
-use crate::vm::build::error::BuildError;
 use crate::vm::build::resources::Resources;
+use crate::vm::error::BuildError;
 use crate::volume::guest_btt::GuestBtt;
 
 impl ZoneDevice for MemHandle {

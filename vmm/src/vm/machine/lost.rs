@@ -14,9 +14,9 @@ use crate::memory::Memory;
 use crate::memory::backing::Reservation;
 use crate::memory::lost::LostMemory;
 use crate::memory::zone::Tier;
-use crate::vm::build::error::BuildError;
 use crate::vm::build::resources::Resources;
 use crate::vm::build::zones;
+use crate::vm::error::BuildError;
 use crate::vm::owner::{EventSender, MachineEvent};
 
 /// How often files are asked for their length: as long may a vCPU try to reach what was cut off.
