@@ -68,7 +68,8 @@ impl Brake {
             if are_out {
                 return;
             }
-            // A handler of a signal may make this call.
+            // A signal handler may make this call: rustix enters the kernel itself, without libc,
+            // and leaves errno as it is.
             let _ = nanosleep(&LOOK_INTERVAL);
         }
     }

@@ -119,8 +119,8 @@ struct MappedVolume<'a> {
 impl<'a> MappedVolume<'a> {
     fn new(new: NewVolume<'a>, memory: &mut Memory, context: &DeviceContext) -> SetupResult<Self> {
         let NewVolume { config, pool, volume, .. } = new;
-        // Also of a volume that the guest only reads. Its driver could not store the result of a
-        // recovery, and would show sectors in blocks that have become another's.
+        // This includes a volume that the guest only reads. Its driver could not store the result
+        // of a recovery, and would show sectors in blocks that belong to other sectors by now.
         if config.format == VolumeFormat::Btt {
             volume.settle()?;
         }
