@@ -1,5 +1,6 @@
 //! Builds the devices by which a guest has volumes and files of persistent memory.
 
+use std::slice::from_ref;
 use std::sync::Arc;
 
 use pmem_volume::Durability;
@@ -37,9 +38,10 @@ pub fn build_file(
     memory: &mut Memory,
     context: &DeviceContext,
 ) -> SetupResult {
-    let extents = [0..file.len_bytes()];
+    let whole = 0..file.len_bytes();
     let name = config.flag();
-    let mapped = MappedFile::new(&name, (file.file(), &extents), file.access(), memory, context)?;
+    let mapped =
+        MappedFile::new(&name, (file.file(), from_ref(&whole)), file.access(), memory, context)?;
     let id = config.id.as_deref().expect("a VM's devices have ids");
     let (guest, backing) = (mapped.guest(), Arc::clone(file) as Arc<dyn Persist>);
     let device = Pmem::raw(format!("pmem-{id}"), guest.start, guest.len, backing)?;
