@@ -52,6 +52,8 @@ pub fn build(config: &DiskConfig, context: &DeviceContext) -> SetupResult {
     let device = Block::new(shape, image)?;
     let handle = device.handle();
     let source = DiskMetrics { disk: id.clone(), counters: handle.metrics() };
-    let new = new_device_with_id(&id, device, context)?.removable("disk").at(config.pci_device_id);
+    let new = new_device_with_id(&id, device, context)?
+        .removable(DiskConfig::KIND)
+        .at(config.pci_device_id);
     Ok(new.exposing(Arc::new(source)).with_handle(handle).attach(context)?)
 }
