@@ -1,64 +1,87 @@
 //! Callers that break one invariant each.
 
 use balloon::governor::Request;
-use balloon::{BLOCK_BYTES, HostView, Tier};
+use balloon::{BLOCK_BYTES, DriverState, HostView, Tier};
 
 use super::world::State;
 
 /// Invariant that is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Broken {
-    /// Requests half a block more.
     Unaligned,
-    /// Requests a block above the maximum.
     AboveMaximum,
-    /// Requests less than a zone's floor.
     BelowZoneFloor,
     /// Requests nothing of all zones, whatever the floor is.
     BelowFloor,
-    /// Follows a policy in a dry run.
+    IgnoresCeiling,
+    IgnoresPool,
     ActsInDryRun,
-    /// Follows a policy in a pause.
     ActsInPause,
-    /// Sizes a pinned zone.
     MovesPinned,
-    /// Requests more from a driver that the device has refused.
-    AsksUnsupported,
+    /// Shows a refused driver as ready.
+    HidesRefusal,
+    /// Requests a policy's size as a step.
+    StepsWithoutGoal,
+    StepsAfterResume,
+    /// Requests all of a goal at once.
+    IgnoresDescriptors,
     /// Shows DRAM as PM and PM as DRAM.
     SwapsTiers,
-    /// Decides differently upon the same inputs.
+    /// Requests more when it handles an event again.
     Wavers,
 }
 
 impl Broken {
-    pub const ALL: [Self; 10] = [
-        Self::Unaligned,
-        Self::AboveMaximum,
-        Self::BelowZoneFloor,
-        Self::BelowFloor,
-        Self::ActsInDryRun,
-        Self::ActsInPause,
-        Self::MovesPinned,
-        Self::AsksUnsupported,
-        Self::SwapsTiers,
-        Self::Wavers,
+    /// Broken callers, with the text of the check that must notice.
+    pub const ALL: [(Self, &str); 19] = [
+        (Self::Unaligned, "not whole blocks"),
+        (Self::Unaligned, "no step to the goal"),
+        (Self::AboveMaximum, "above the maximum"),
+        (Self::BelowZoneFloor, "below the zone's floor"),
+        (Self::BelowFloor, "below the floor of all zones"),
+        (Self::IgnoresCeiling, "above the ceiling of all zones"),
+        (Self::IgnoresPool, "more PM than the pool has"),
+        (Self::ActsInDryRun, "sized in a dry run"),
+        (Self::ActsInDryRun, "reminded in a dry run"),
+        (Self::ActsInPause, "sized in a pause"),
+        (Self::MovesPinned, "zone is pinned"),
+        (Self::HidesRefusal, "sized without a driver"),
+        (Self::HidesRefusal, "steps without a driver"),
+        (Self::StepsWithoutGoal, "no goal of a client"),
+        (Self::StepsAfterResume, "no goal of a client"),
+        (Self::IgnoresDescriptors, "more than the guest can describe"),
+        (Self::SwapsTiers, "PM comes before DRAM"),
+        (Self::SwapsTiers, "DRAM goes before PM"),
+        (Self::Wavers, "effects differ upon the same inputs"),
     ];
-
-    /// Only a guest that follows shows the order of zones.
-    pub fn needs_follower(self) -> bool {
-        self == Self::SwapsTiers
-    }
 
     /// Changes the requests of a step.
     pub fn distort(self, requests: &mut Vec<Request>, state: &State) {
         for request in requests.iter_mut() {
-            let Request::Size(id, bytes) = request else { continue };
-            let zone = state.zone(*id);
-            match self {
-                Self::Unaligned => *bytes += BLOCK_BYTES / 2,
-                Self::AboveMaximum => *bytes = zone.max_bytes + BLOCK_BYTES,
-                Self::BelowZoneFloor if zone.floor_bytes > 0 => *bytes = 0,
-                Self::BelowFloor if zone.floor_bytes == 0 => *bytes = 0,
+            match request {
+                Request::Size(_, bytes) | Request::Step { size_bytes: bytes, .. }
+                    if self == Self::Unaligned =>
+                {
+                    *bytes += BLOCK_BYTES / 2;
+                }
+                Request::Size(id, bytes) => {
+                    let zone = state.zone(*id);
+                    match self {
+                        Self::AboveMaximum => *bytes = zone.max_bytes + BLOCK_BYTES,
+                        Self::BelowZoneFloor if zone.floor_bytes > 0 => *bytes = 0,
+                        Self::BelowFloor if zone.floor_bytes == 0 => *bytes = 0,
+                        Self::StepsWithoutGoal => {
+                            let (zone, size_bytes, goal_bytes) = (*id, *bytes, *bytes);
+                            *request = Request::Step { zone, size_bytes, goal_bytes };
+                        }
+                        _ => {}
+                    }
+                }
+                Request::Step { size_bytes, goal_bytes, .. }
+                    if self == Self::IgnoresDescriptors =>
+                {
+                    *size_bytes = *goal_bytes;
+                }
                 _ => {}
             }
         }
@@ -66,18 +89,22 @@ impl Broken {
         if let (Self::MovesPinned, Some((zone, _))) = (self, pinned) {
             requests.push(Request::Size(zone.id, zone.max_bytes));
         }
+        if self == Self::Wavers && state.is_again {
+            requests.push(Request::AskStatistics);
+        }
     }
 
     /// Changes the host that the governor sees.
     pub fn distort_host(self, host: &mut HostView) {
-        if self == Self::SwapsTiers {
-            for zone in &mut host.zones {
-                zone.tier = if zone.tier == Tier::Dram { Tier::Pm } else { Tier::Dram };
-            }
+        if self == Self::IgnoresPool {
+            host.pool_free_bytes = u64::MAX;
         }
-        if self == Self::AsksUnsupported {
-            for zone in &mut host.zones {
-                zone.driver = balloon::DriverState::Ready;
+        for zone in &mut host.zones {
+            match self {
+                Self::SwapsTiers if zone.tier == Tier::Dram => zone.tier = Tier::Pm,
+                Self::SwapsTiers => zone.tier = Tier::Dram,
+                Self::HidesRefusal => zone.driver = DriverState::Ready,
+                _ => {}
             }
         }
     }

@@ -1,9 +1,9 @@
 //! A VM around the governor, and what must hold of its requests.
 
+use std::fmt::Debug;
+
 use balloon::controller::Rules;
-use balloon::governor::{
-    Change, Devices, Event, Governor, Note, Onlining, Request, ResizeTarget, StepNotes,
-};
+use balloon::governor::{Change, Devices, Event, Governor, Note, Onlining, Request, ResizeTarget};
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
 use balloon::proto::{
@@ -25,79 +25,54 @@ const HELLO: &[u8] = br#"{"type":"hello","version":1,"agent_version":"0.1.0","ke
 
 const BOOT_BYTES: u64 = 512 * MIB;
 
-/// An event of the VM, or a change of its host or guest.
+/// An event of the VM, or a change of its host or guest. Shares are in permille.
 #[derive(Clone, Debug)]
 pub enum Happening {
-    Report {
-        free_permille: u64,
-        movable: bool,
-    },
+    /// Report with this share of free memory.
+    Report(u64, OnlinePolicy),
     /// Repeats the number of the last report.
     StaleReport,
     RefusedLine,
     /// The agent connects or leaves.
-    Agent {
-        on: bool,
-    },
+    Agent(bool),
     Tick,
     /// The guest follows a zone's request, by this share.
-    Follow {
-        zone: usize,
-        permille: u64,
-    },
-    Driver {
-        zone: usize,
-        driver: usize,
-    },
+    Follow(usize, u64),
+    Driver(usize, DriverState),
     /// The host has this share of a zone's maximum from now on.
-    Host {
-        zone: usize,
-        permille: u64,
-    },
-    Pool {
-        mib: u64,
-    },
-    /// The balloon's driver sends statistics.
-    Statistics {
-        free_permille: u64,
-    },
-    Size {
-        zone: usize,
-        blocks: u64,
-        at_boot: bool,
-    },
-    Resume {
-        zone: Option<usize>,
-    },
-    Pause {
-        on: bool,
-    },
-    DryRun {
-        on: bool,
-    },
-    Policy {
-        index: usize,
-    },
-    /// Bounds of all zones together, in blocks.
-    Bounds {
-        floor: u64,
-        ceiling: u64,
-    },
+    Host(usize, u64),
+    /// Free memory of the pool in MiB.
+    Pool(u64),
+    /// The balloon's driver sends statistics with this share of free memory.
+    Statistics(u64),
+    /// A client sizes a zone, in blocks.
+    Resize(usize, u64),
+    /// A zone has a size at boot, in blocks.
+    Boot(usize, u64),
+    Resume(Option<usize>),
+    Pause(bool),
+    DryRun(bool),
+    Policy(usize),
+    /// Floor and ceiling of all zones together, in blocks.
+    Bounds(u64, u64),
     Dimm,
 }
 
 /// Devices and what a client has set, as the checks know them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct State {
     pub host: HostView,
     /// Memory that the host has for each zone.
     available_bytes: [u64; ZONES],
     pub pinned: [bool; ZONES],
+    /// Sizes that steps may lead to.
+    goals: [Option<u64>; ZONES],
     is_paused: bool,
-    is_dry_run: bool,
     rules: Rules,
     follows: bool,
     broken: Option<Broken>,
+    /// The last event is handled again.
+    pub is_again: bool,
     /// Requests of each step since the last event, with the host before them.
     steps: Vec<(Vec<Request>, HostView)>,
     wrong: Vec<String>,
@@ -108,8 +83,12 @@ pub struct World {
     state: State,
     now: TimeMs,
     seq: u64,
-    sample: u64,
     is_connected: bool,
+}
+
+/// Growth of a zone beyond what is requested or still plugged.
+fn new_bytes(zone: &ZoneSizes, size_bytes: u64) -> u64 {
+    size_bytes.saturating_sub(zone.requested_bytes.max(zone.plugged_bytes))
 }
 
 impl State {
@@ -117,51 +96,80 @@ impl State {
         &self.host.zones[id.0 as usize]
     }
 
-    fn expect(&mut self, holds: bool, what: impl FnOnce() -> String) {
+    fn expect(&mut self, holds: bool, what: &str, of: impl Debug) {
         if !holds {
-            self.wrong.push(what());
+            self.wrong.push(format!("{what}: {of:?}"));
         }
     }
 
-    /// Checks a request before it is performed.
-    fn check(&mut self, request: Request) {
-        let aligned = |bytes: u64| bytes.is_multiple_of(BLOCK_BYTES);
-        match request {
-            Request::Size(id, bytes) => {
-                let (zone, index) = (*self.zone(id), id.0 as usize);
-                // A client may have sized the zone below its floor.
-                let floor_bytes = zone.floor_bytes.min(zone.requested_bytes);
-                let is_valid = aligned(bytes) && (floor_bytes..=zone.max_bytes).contains(&bytes);
-                self.expect(is_valid, || format!("{bytes} bytes of {zone:?}"));
-                self.expect(!self.pinned[index], || format!("{id} is pinned"));
-                self.expect(!self.is_dry_run, || format!("{id} is sized in a dry run"));
-                self.expect(!self.is_paused, || format!("{id} is sized in a pause"));
-                // The device ignores a request for less. Memory stays until a driver unplugs it.
-                let is_served =
-                    zone.driver != DriverState::Unsupported || bytes <= zone.requested_bytes;
-                self.expect(is_served, || format!("{id} has no driver for {bytes} bytes"));
-            }
-            Request::Step { zone: id, size_bytes, goal_bytes } => {
-                let zone = *self.zone(id);
-                let is_valid = aligned(size_bytes)
-                    && aligned(goal_bytes)
-                    && size_bytes <= goal_bytes
-                    && goal_bytes <= zone.max_bytes;
-                self.expect(is_valid, || format!("{size_bytes} of {goal_bytes} of {zone:?}"));
-            }
-            Request::Remind(id) => {
-                let is_expected = !self.is_dry_run || self.pinned[id.0 as usize];
-                self.expect(is_expected, || format!("{id} is reminded in a dry run"));
-            }
-            Request::ReportHeld(_) | Request::AskStatistics => {}
+    /// Passes on a value, unless a broken caller forgets to.
+    fn unless<T>(&self, broken: Broken, value: T) -> Option<T> {
+        (self.broken != Some(broken)).then_some(value)
+    }
+
+    /// Checks a policy's request for a zone before it is performed.
+    fn check_size(&mut self, id: ZoneId, bytes: u64) {
+        let (zone, is_pinned) = (*self.zone(id), self.pinned[id.0 as usize]);
+        // A client may have sized the zone below its floor.
+        let floor_bytes = zone.floor_bytes.min(zone.requested_bytes);
+        // The device ignores a request for less. Memory stays until a driver unplugs it.
+        let is_served = zone.driver != DriverState::Unsupported || bytes <= zone.requested_bytes;
+        for (holds, what) in [
+            (bytes.is_multiple_of(BLOCK_BYTES), "not whole blocks"),
+            (bytes <= zone.max_bytes, "above the maximum"),
+            (bytes >= floor_bytes, "below the zone's floor"),
+            (!is_pinned, "zone is pinned"),
+            (!self.rules.dry_run, "sized in a dry run"),
+            (!self.is_paused, "sized in a pause"),
+            (is_served, "sized without a driver"),
+        ] {
+            self.expect(holds, what, (bytes, zone));
         }
+    }
+
+    /// Checks the requests of a policy together before they are performed.
+    fn check_sum(&mut self, requests: &[Request]) {
+        let old = self.host.requested_bytes();
+        let (mut sum, mut pm) = (old, 0);
+        for request in requests {
+            let Request::Size(id, bytes) = request else { continue };
+            let zone = self.zone(*id);
+            sum = sum + bytes - zone.requested_bytes;
+            pm += if zone.tier == Tier::Pm { new_bytes(zone, *bytes) } else { 0 };
+        }
+        // A shrink that the guest does not follow is withdrawn, up to what is plugged.
+        let zones = self.host.zones.iter();
+        let left = zones.map(|zone| zone.requested_bytes.max(zone.plugged_bytes)).sum();
+        let (floor, ceiling) =
+            (self.rules.floor_bytes.min(old), self.rules.ceiling_bytes.max(left));
+        let pool = self.host.pool_free_bytes;
+        self.expect(sum >= floor, "below the floor of all zones", (sum, floor));
+        self.expect(sum <= ceiling, "above the ceiling of all zones", (sum, ceiling));
+        self.expect(pm <= pool, "more PM than the pool has", (pm, pool));
+    }
+
+    /// Checks a step before it is performed. Without a goal, it can only end an earlier goal at the
+    /// size that is requested already.
+    fn check_step(&mut self, id: ZoneId, size_bytes: u64, goal_bytes: u64) {
+        let (zone, goal) = (*self.zone(id), self.goals[id.0 as usize]);
+        let is_expected = match goal {
+            Some(goal) => goal == goal_bytes,
+            None => [size_bytes, goal_bytes] == [zone.requested_bytes; 2],
+        };
+        let is_served = zone.driver != DriverState::Unsupported || goal_bytes == zone.plugged_bytes;
+        let is_valid = size_bytes.is_multiple_of(BLOCK_BYTES) && size_bytes <= goal_bytes;
+        let step = (size_bytes, goal_bytes, zone);
+        self.expect(is_expected, "no goal of a client", step);
+        self.expect(is_served, "steps without a driver", step);
+        self.expect(is_valid, "no step to the goal", step);
     }
 
     /// Sets the size as far as the host has memory, as a device does. A device that has refused its
     /// driver ignores the request.
     fn size(&mut self, id: ZoneId, size_bytes: u64, goal_bytes: u64) {
-        let available_bytes = self.available_bytes[id.0 as usize];
-        let zone = &mut self.host.zones[id.0 as usize];
+        let index = id.0 as usize;
+        let available_bytes = self.available_bytes[index];
+        let zone = &mut self.host.zones[index];
         if zone.driver == DriverState::Unsupported && size_bytes != zone.plugged_bytes {
             return;
         }
@@ -173,37 +181,35 @@ impl State {
             zone.shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes: goal_bytes });
             zone.held_bytes = 0;
         }
+        if zone.held_bytes == 0 {
+            self.goals[index] = None;
+        }
         if self.follows {
             zone.plugged_bytes = zone.requested_bytes;
         }
     }
 
-    /// Checks a plan with the requests that follow from it.
-    fn check_plan(&mut self, plan: &Plan, before: &HostView) {
+    /// Checks the order of tiers in a plan.
+    fn check_order(&mut self, plan: &Plan, before: &HostView) {
         // A dry run decides upon sizes that no device has.
         if plan.dry_run {
             return;
         }
-        let targets = || before.zones.iter().zip(&plan.targets).zip(self.pinned);
-        let requested: u64 = plan.targets.iter().map(|target| target.requested_bytes).sum();
-        let kept = requested >= self.rules.floor_bytes.min(before.requested_bytes());
-        let is_shrink = plan.direction == Direction::Shrink;
-        let takes_dram = targets().any(|((zone, target), _)| {
-            zone.tier == Tier::Dram && target.requested_bytes < zone.requested_bytes
-        });
-        let leaves_pm = targets().any(|((zone, target), pinned)| {
-            zone.tier == Tier::Pm && !pinned && target.requested_bytes > zone.floor_bytes
-        });
-        let gives_pm = targets().any(|((zone, target), _)| {
-            zone.tier == Tier::Pm && target.requested_bytes > zone.requested_bytes
-        });
-        let leaves_dram = targets().any(|((zone, target), _)| {
-            zone.tier == Tier::Dram && target.requested_bytes < zone.max_bytes
-        });
-        self.expect(kept, || format!("below the floor: {plan:?}"));
-        self.expect(!(is_shrink && takes_dram && leaves_pm), || format!("DRAM first: {plan:?}"));
-        let is_in_order = !self.follows || !gives_pm || !leaves_dram;
-        self.expect(is_in_order, || format!("PM before DRAM: {plan:?}"));
+        let any = |tier, holds: fn(&ZoneSizes, u64, bool) -> bool| {
+            before.zones.iter().zip(&plan.targets).zip(self.pinned).any(
+                |((zone, target), pinned)| {
+                    zone.tier == tier && holds(zone, target.requested_bytes, pinned)
+                },
+            )
+        };
+        let takes_dram = any(Tier::Dram, |zone, bytes, _| bytes < zone.requested_bytes);
+        let leaves_pm = any(Tier::Pm, |zone, bytes, pinned| !pinned && bytes > zone.floor_bytes);
+        let gives_pm = any(Tier::Pm, |zone, bytes, _| bytes > zone.requested_bytes);
+        let leaves_dram = any(Tier::Dram, |zone, bytes, _| bytes < zone.max_bytes);
+        let takes_dram_first = plan.direction == Direction::Shrink && takes_dram && leaves_pm;
+        let gives_pm_first = self.follows && gives_pm && leaves_dram;
+        self.expect(!takes_dram_first, "DRAM goes before PM", plan);
+        self.expect(!gives_pm_first, "PM comes before DRAM", plan);
     }
 }
 
@@ -213,22 +219,24 @@ impl Devices for State {
             broken.distort(&mut requests, self);
         }
         let before = self.host.clone();
+        self.check_sum(&requests);
         for request in &requests {
-            self.check(*request);
             match *request {
-                Request::Size(zone, bytes) => self.size(zone, bytes, bytes),
+                Request::Size(zone, bytes) => {
+                    self.check_size(zone, bytes);
+                    self.size(zone, bytes, bytes);
+                }
                 Request::Step { zone, size_bytes, goal_bytes } => {
+                    self.check_step(zone, size_bytes, goal_bytes);
                     self.size(zone, size_bytes, goal_bytes);
                 }
-                Request::Remind(_) | Request::ReportHeld(_) | Request::AskStatistics => {}
+                Request::Remind(id) => {
+                    let is_expected = !self.rules.dry_run || self.pinned[id.0 as usize];
+                    self.expect(is_expected, "reminded in a dry run", id);
+                }
+                Request::ReportHeld(_) | Request::AskStatistics => {}
             }
         }
-        let is_sized = requests.iter().any(|request| matches!(request, Request::Size(..)));
-        let (sum, old) = (self.host.requested_bytes(), before.requested_bytes());
-        // A device lowers requests that its host cannot serve, which is not the governor's doing.
-        let is_lowered = self.host.zones.iter().any(|zone| zone.shortfall.is_some());
-        let kept = !is_sized || is_lowered || sum >= self.rules.floor_bytes.min(old);
-        self.expect(kept, || format!("{sum} bytes are below the floor"));
         self.steps.push((requests, before));
     }
 
@@ -241,49 +249,32 @@ impl Devices for State {
 
 impl World {
     pub fn new(policy: Policy, follows: bool, broken: Option<Broken>) -> Self {
-        let zone = |id, tier, floor_bytes, max_mib| ZoneSizes {
-            floor_bytes,
-            requested_bytes: floor_bytes,
-            plugged_bytes: floor_bytes,
-            ..ZoneSizes::empty(id, tier, max_mib * MIB)
-        };
+        let zone = ZoneSizes::empty;
+        let mut pm = zone(2, Tier::Pm, 512 * MIB);
+        if !follows {
+            (pm.floor_bytes, pm.requested_bytes, pm.plugged_bytes) = (16 * MIB, 16 * MIB, 16 * MIB);
+        }
+        let (balloon, dram) = (zone(0, Tier::Dram, 128 * MIB), zone(1, Tier::Dram, 256 * MIB));
         let host = HostView {
-            zones: vec![
-                zone(0, Tier::Dram, 0, 128),
-                zone(1, Tier::Dram, 0, 256),
-                zone(2, Tier::Pm, if follows { 0 } else { 16 * MIB }, 512),
-                zone(3, Tier::Pm, 0, 640),
-            ],
+            zones: vec![balloon, dram, pm, zone(3, Tier::Pm, 640 * MIB)],
             boot_bytes: BOOT_BYTES,
             pool_free_bytes: 2048 * MIB,
             balloon: Some(ZoneId(0)),
             ..HostView::default()
         };
-        let rules = Rules::default();
-        let mut state = State {
-            host,
-            available_bytes: [u64::MAX; ZONES],
-            pinned: [false; ZONES],
-            is_paused: false,
-            is_dry_run: false,
-            rules: rules.clone(),
-            follows,
-            broken,
-            steps: Vec::new(),
-            wrong: Vec::new(),
-        };
-        let host = state.host();
+        let available_bytes = [u64::MAX; ZONES];
+        let mut state = State { host, available_bytes, follows, broken, ..State::default() };
+        let (host, rules) = (state.host(), state.rules.clone());
         let mut governor = Governor::new(policy, rules, false, &host, TimeMs(0)).expect("in range");
         governor.use_statistics(Onlining::CommandLine);
-        let mut world =
-            World { governor, state, now: TimeMs(1_000), seq: 0, sample: 0, is_connected: false };
+        let mut world = World { governor, state, now: TimeMs(1_000), seq: 0, is_connected: false };
         world.connect();
         world
     }
 
-    /// Violated invariants.
-    pub fn wrong(&self) -> &[String] {
-        &self.state.wrong
+    /// First violation whose text has `text` in it.
+    pub fn wrong(&self, text: &str) -> Option<&String> {
+        self.state.wrong.iter().find(|wrong| wrong.contains(text))
     }
 
     fn connect(&mut self) {
@@ -296,138 +287,147 @@ impl World {
         self.handle(Event::Message { message, with_sleep: self.now });
     }
 
-    fn change(&mut self, change: Change) {
-        self.handle(Event::Change(change));
-    }
-
     /// Handles an event twice from the same state, and checks that the effects are the same.
     fn handle(&mut self, event: Event) {
-        let (mut governor, mut state) = (self.governor.clone(), self.state.clone());
-        let steps = self.run(event.clone());
-        let effects = format!("{:?} {:?}", self.state.steps, steps);
-        std::mem::swap(&mut self.governor, &mut governor);
-        std::mem::swap(&mut self.state, &mut state);
-        if self.state.broken == Some(Broken::Wavers) {
-            self.now = self.now + 100_000;
-        }
+        let (governor, state) = (self.governor.clone(), self.state.clone());
+        let effects = self.run(event.clone());
+        (self.governor, self.state) = (governor, State { is_again: true, ..state });
         let again = self.run(event);
-        let again = format!("{:?} {:?}", self.state.steps, again);
-        self.state.expect(effects == again, || "effects differ upon the same inputs".to_owned());
+        self.state.is_again = false;
+        self.state.expect(
+            effects == again,
+            "effects differ upon the same inputs",
+            (effects, again),
+        );
     }
 
-    fn run(&mut self, event: Event) -> Vec<StepNotes> {
+    fn run(&mut self, event: Event) -> String {
         self.state.steps.clear();
         let host = self.state.host();
-        let steps = self.governor.run(event, host, &mut self.state, self.now);
-        let count = self.state.steps.len();
-        self.state.expect(count == steps.len() && count <= 3, || format!("{count} steps"));
-        let before: Vec<_> = self.state.steps.iter().map(|(_, host)| host.clone()).collect();
-        for (step, before) in steps.iter().zip(&before) {
-            for note in &step.notes {
+        let notes = self.governor.run(event, host, &mut self.state, self.now);
+        let steps = std::mem::take(&mut self.state.steps);
+        let count = steps.len();
+        self.state.expect(count == notes.len() && count <= 3, "number of steps", count);
+        for ((requests, before), notes) in steps.iter().zip(&notes) {
+            let stepped_bytes = requests.iter().map(|request| match *request {
+                Request::Step { zone, size_bytes, .. } if before.balloon != Some(zone) => {
+                    new_bytes(&before.zones[zone.0 as usize], size_bytes)
+                }
+                _ => 0,
+            });
+            let stepped_bytes: u64 = stepped_bytes.sum();
+            let room_bytes = self.governor.controller().describable_bytes(before, self.now);
+            let is_describable = stepped_bytes <= room_bytes;
+            self.state.expect(is_describable, "more than the guest can describe", requests);
+            for note in &notes.notes {
                 if let Note::Decided(decided) = note {
-                    self.state.check_plan(&decided.plan, before);
+                    self.state.check_order(&decided.plan, before);
                 }
             }
         }
-        steps
+        format!("{steps:?} {notes:?}")
     }
 
     pub fn happen(&mut self, happening: &Happening, ms: u64) {
         self.now = self.now + ms;
+        let state = &mut self.state;
         match *happening {
-            Happening::Report { free_permille, movable } => {
+            Happening::Report(free_permille, online_policy) => {
                 self.seq += 1;
-                self.report(free_permille, movable);
+                self.report(free_permille, online_policy);
             }
-            Happening::StaleReport => self.report(500, true),
+            Happening::StaleReport => self.report(500, OnlinePolicy::OnlineMovable),
             Happening::RefusedLine => self.message(Err(Refusal::NotUtf8)),
-            Happening::Agent { on: true } => self.connect(),
-            Happening::Agent { on: false } => {
+            Happening::Agent(true) => self.connect(),
+            Happening::Agent(false) => {
                 self.is_connected = false;
                 self.handle(Event::AgentGone);
             }
             Happening::Tick => self.handle(Event::Tick),
-            Happening::Follow { zone, permille } => {
-                let zone = &mut self.state.host.zones[zone];
+            Happening::Follow(zone, permille) => {
+                let zone = &mut state.host.zones[zone];
                 let share = |bytes: u64| bytes * permille / 1000 / BLOCK_BYTES * BLOCK_BYTES;
                 if zone.driver == DriverState::Ready {
                     zone.plugged_bytes += share(zone.outstanding_grow_bytes());
                     zone.plugged_bytes -= share(zone.outstanding_shrink_bytes());
                 }
             }
-            Happening::Driver { zone, driver } => self.set_driver(zone, DriverState::ALL[driver]),
-            Happening::Host { zone, permille } => {
-                let bytes = self.state.host.zones[zone].max_bytes * permille / 1000;
-                self.state.available_bytes[zone] = bytes / BLOCK_BYTES * BLOCK_BYTES;
+            Happening::Driver(zone, driver) => self.set_driver(zone, driver),
+            Happening::Host(zone, permille) => {
+                let bytes = state.host.zones[zone].max_bytes * permille / 1000;
+                state.available_bytes[zone] = bytes / BLOCK_BYTES * BLOCK_BYTES;
             }
-            Happening::Pool { mib } => self.state.host.pool_free_bytes = mib * MIB,
-            Happening::Statistics { free_permille } => self.send_statistics(free_permille),
-            Happening::Size { zone, blocks, at_boot } => self.size(zone, blocks, at_boot),
-            Happening::Resume { zone } => {
-                for (index, pinned) in self.state.pinned.iter_mut().enumerate() {
-                    *pinned &= zone.is_some_and(|zone| zone != index);
-                }
-                self.state.is_paused &= zone.is_some();
-                let zone = zone.map(|zone| ZoneId(zone as u32));
-                self.change(Change { resume: Some(zone), ..Change::default() });
-            }
-            Happening::Pause { on } => {
-                self.state.is_paused = on;
-                let paused = (self.state.broken != Some(Broken::ActsInPause)).then_some(on);
-                self.change(Change { paused, ..Change::default() });
-            }
-            Happening::DryRun { on } => {
-                self.state.is_dry_run = on;
-                let dry_run = (self.state.broken != Some(Broken::ActsInDryRun)).then_some(on);
-                self.change(Change { dry_run, ..Change::default() });
-            }
-            Happening::Policy { index } => {
-                self.change(Change { policy: Some(policy(index)), ..Change::default() });
-            }
-            Happening::Bounds { floor, ceiling } => {
-                let rules = Rules {
-                    floor_bytes: floor * BLOCK_BYTES,
-                    ceiling_bytes: ceiling * BLOCK_BYTES,
-                    ..self.governor.controller().rules().clone()
-                };
-                self.state.rules = rules.clone();
-                self.change(Change { rules: Some(rules), ..Change::default() });
-            }
+            Happening::Pool(mib) => state.host.pool_free_bytes = mib * MIB,
+            Happening::Statistics(free_permille) => self.send_statistics(free_permille),
+            Happening::Resize(zone, blocks) => self.size(zone, blocks, Event::Resize),
+            Happening::Boot(zone, blocks) => self.size(zone, blocks, Event::BootWith),
             Happening::Dimm => self.handle(Event::AddDimm(128 * MIB)),
+            _ => self.change(happening),
         }
     }
 
-    fn set_driver(&mut self, zone: usize, driver: DriverState) {
-        let is_balloon = self.state.host.balloon == Some(ZoneId(zone as u32));
-        let zone = &mut self.state.host.zones[zone];
-        if driver == DriverState::Unsupported && is_balloon {
-            return;
+    /// Changes what the governor does.
+    fn change(&mut self, happening: &Happening) {
+        let (state, mut change) = (&mut self.state, Change::default());
+        match *happening {
+            Happening::Resume(zone) => {
+                for index in (0..ZONES).filter(|index| zone.is_none_or(|zone| zone == *index)) {
+                    (state.pinned[index], state.goals[index]) = (false, None);
+                }
+                state.is_paused &= zone.is_some();
+                let zone = zone.map(|zone| ZoneId(zone as u32));
+                change.resume = state.unless(Broken::StepsAfterResume, zone);
+            }
+            Happening::Pause(on) => {
+                state.is_paused = on;
+                change.paused = state.unless(Broken::ActsInPause, on);
+            }
+            Happening::DryRun(on) => {
+                state.rules.dry_run = on;
+                change.dry_run = state.unless(Broken::ActsInDryRun, on);
+            }
+            Happening::Policy(index) => change.policy = Some(policy(index)),
+            Happening::Bounds(floor, ceiling) => {
+                state.rules.floor_bytes = floor * BLOCK_BYTES;
+                state.rules.ceiling_bytes = ceiling * BLOCK_BYTES;
+                change.rules = state.unless(Broken::IgnoresCeiling, state.rules.clone());
+            }
+            _ => unreachable!("{happening:?} is no change of the governor"),
         }
-        if driver == DriverState::Unsupported && zone.driver != driver {
-            zone.is_withdrawn = zone.requested_bytes + zone.held_bytes != zone.plugged_bytes;
-            (zone.requested_bytes, zone.held_bytes) = (zone.plugged_bytes, 0);
+        self.handle(Event::Change(change));
+    }
+
+    /// Sets the state of a zone's driver. The next tick drops goals that no driver serves.
+    fn set_driver(&mut self, index: usize, driver: DriverState) {
+        let zone = &mut self.state.host.zones[index];
+        if driver == DriverState::Unsupported {
+            if self.state.host.balloon == Some(zone.id) {
+                return;
+            }
+            self.state.goals[index] = None;
+            if zone.driver != driver {
+                zone.is_withdrawn = zone.requested_bytes + zone.held_bytes != zone.plugged_bytes;
+                (zone.requested_bytes, zone.held_bytes) = (zone.plugged_bytes, 0);
+            }
         }
         zone.driver = driver;
+        self.handle(Event::Tick);
     }
 
-    fn size(&mut self, zone: usize, blocks: u64, at_boot: bool) {
-        let Ok(target) = ResizeTarget::parse(&self.state.host.zones[zone], blocks * BLOCK_BYTES)
-        else {
-            return;
-        };
-        if at_boot {
-            self.handle(Event::BootWith(target));
-        } else {
-            self.state.pinned[zone] = true;
-            self.handle(Event::Resize(target));
-        }
+    fn size(&mut self, zone: usize, blocks: u64, event: fn(ResizeTarget) -> Event) {
+        let sizes = &self.state.host.zones[zone];
+        let Ok(target) = ResizeTarget::parse(sizes, blocks * BLOCK_BYTES) else { return };
+        let event = event(target);
+        self.state.pinned[zone] |= matches!(event, Event::Resize(_));
+        self.state.goals[zone] = Some(target.size_bytes());
+        self.handle(event);
     }
 
     fn total_bytes(&self) -> u64 {
         BOOT_BYTES - 152 * MIB + self.state.host.plugged_bytes()
     }
 
-    fn report(&mut self, free_permille: u64, movable: bool) {
+    fn report(&mut self, free_permille: u64, online_policy: OnlinePolicy) {
         if !self.is_connected {
             return;
         }
@@ -453,14 +453,7 @@ impl World {
                 managed_pages,
                 ..Zone::default()
             }],
-            blocks: Blocks {
-                online_policy: match movable {
-                    true => OnlinePolicy::OnlineMovable,
-                    false => OnlinePolicy::Online,
-                },
-                block_bytes: 128 * MIB,
-                ..Blocks::default()
-            },
+            blocks: Blocks { online_policy, block_bytes: 128 * MIB, ..Blocks::default() },
             ..RawReport::default()
         };
         let report = Report::try_from(raw).expect("sound");
@@ -468,7 +461,6 @@ impl World {
     }
 
     fn send_statistics(&mut self, free_permille: u64) {
-        self.sample += 1;
         let total_bytes = self.total_bytes();
         let free_bytes = total_bytes * free_permille / 1000;
         // Tags of virtio 1.3, 5.5.6.4: free, total, available, caches.
@@ -476,7 +468,7 @@ impl World {
         let bytes =
             entries.map(|(tag, value)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat());
         let statistics = Statistics::parse(&bytes.concat()).expect("whole entries");
-        let sample = Sample { statistics, number: self.sample, driver_life: 1 };
+        let sample = Sample { statistics, number: self.now.0, driver_life: 1 };
         let balloon = &self.state.host.zones[0];
         let ballooned_bytes = balloon.max_bytes.saturating_sub(balloon.plugged_bytes);
         self.state.host.balloon_state =
