@@ -4,13 +4,13 @@
 //! descriptors of plugged memory from DRAM. If a guest has no room for them, Linux kills its
 //! processes.
 
-use super::Controller;
+use super::{Controller, ZoneTracker};
 use crate::units::round_down;
 use crate::{DriverState, HostView, TimeMs, ZoneId};
 
 /// Request for a zone on the way to its goal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
+pub(crate) struct Step {
     /// Zone to request from.
     pub zone: ZoneId,
     /// Size to request now.
@@ -20,31 +20,36 @@ pub struct Step {
 }
 
 impl Controller {
-    /// Stops sizing a zone that was sized by hand, until [`Controller::resume`]. Call
-    /// [`Controller::observe`] first.
+    /// Stops sizing a zone that was sized by hand, until [`Controller::resume`].
+    ///
+    /// # Panics
+    ///
+    /// Panics if [`Controller::observe`] has not seen the zone.
     pub fn pin(&mut self, id: ZoneId) {
-        for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
-            zone.pin();
-        }
+        self.observed(id).pin();
     }
 
-    /// Sets the size that a zone has to reach in steps. Call [`Controller::observe`] first, and
-    /// [`Controller::next_steps`] to get the first step.
-    pub fn set_goal(&mut self, id: ZoneId, size_bytes: u64) {
-        for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
-            (zone.goal_bytes, zone.is_goal_new) = (Some(size_bytes), true);
-        }
+    /// Sets the size that an observed zone has to reach in steps. [`Controller::next_steps`]
+    /// returns the first step.
+    pub(crate) fn set_goal(&mut self, id: ZoneId, size_bytes: u64) {
+        let zone = self.observed(id);
+        (zone.goal_bytes, zone.is_goal_new) = (Some(size_bytes), true);
+    }
+
+    fn observed(&mut self, id: ZoneId) -> &mut ZoneTracker {
+        let zone = self.zones.iter_mut().find(|zone| zone.id == id);
+        zone.unwrap_or_else(|| panic!("{id} is not a zone of the VM"))
     }
 
     /// Returns true if some zone has a goal that its requests have not reached.
-    pub fn has_goals(&self) -> bool {
+    pub(crate) fn has_goals(&self) -> bool {
         self.zones.iter().any(|zone| zone.goal_bytes.is_some())
     }
 
     /// Returns requests that bring zones closer to their goals, after [`Controller::observe`] of
     /// the same host. Carry them out, and read the host again before [`Controller::step`]. Goals
     /// stay in force in a paused loop and in a dry run, because a client set them.
-    pub fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<Step> {
+    pub(crate) fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<Step> {
         if !self.has_goals() {
             return Vec::new();
         }

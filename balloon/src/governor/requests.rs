@@ -83,10 +83,9 @@ impl Governor {
     ) {
         self.observe(host, now, effects);
         let (zone, size_bytes) = (target.zone(), target.size_bytes());
-        let index = host.zones.iter().position(|sizes| sizes.id == zone);
-        let index = index.unwrap_or_else(|| panic!("{zone} is not a zone of the VM"));
-        let sizes = &host.zones[index];
         self.controller.pin(zone);
+        let index = host.zones.iter().position(|sizes| sizes.id == zone).expect("was observed");
+        let sizes = &host.zones[index];
         self.shortage.abandoned();
         self.audit.sized_by_hand(index, &host.zones, now);
         // If the device has lowered the last request, the same size is a new request.
@@ -171,11 +170,20 @@ mod tests {
         governor.effects_of(event, &host, TimeMs(0));
     }
 
+    fn unknown_zone() -> ResizeTarget {
+        ResizeTarget::parse(&ZoneSizes::empty(7, Tier::Pm, 0), 0).unwrap()
+    }
+
     #[test]
     #[should_panic(expected = "zone7 is not a zone of the VM")]
     fn resize_of_unknown_zone_violates_an_invariant() {
-        let sizes = ZoneSizes::empty(7, Tier::Pm, 0);
-        step(Event::Resize(ResizeTarget::parse(&sizes, 0).unwrap()));
+        step(Event::Resize(unknown_zone()));
+    }
+
+    #[test]
+    #[should_panic(expected = "zone7 is not a zone of the VM")]
+    fn boot_size_of_unknown_zone_violates_an_invariant() {
+        step(Event::BootWith(unknown_zone()));
     }
 
     #[test]
