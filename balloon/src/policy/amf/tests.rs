@@ -17,7 +17,7 @@ fn amf(watermark_scale: u64) -> Policy {
 const PAPERS: TableRig =
     TableRig { policy: amf, table: TABLE_2, scale: 1024, marks: [MIN, LOW, HIGH] };
 
-cases! { PAPERS:
+cases! { |free, times| PAPERS.check(free, times);
     amf_table_2_row_above_high_x1024: HIGH * 1024 + 1_000_000 => 0;
     amf_table_2_edge_one_page_above_high_x1024: HIGH * 1024 + 1 => 0;
     amf_table_2_edge_at_high_x1024: HIGH * 1024 => 1;
@@ -50,7 +50,7 @@ mod overlap {
     const MARKS: [u64; 3] = [1000, 2000, 3000];
     const TWICE: TableRig = TableRig { scale: 2, marks: MARKS, ..PAPERS };
 
-    cases! { TWICE:
+    cases! { |free, times| TWICE.check(free, times);
         amf_table_2_x2_row_above_high_x2: 7000 => 0;
         amf_table_2_x2_edge_one_page_above_high_x2: 6001 => 0;
         amf_table_2_x2_edge_at_high_x2: 6000 => 1;
@@ -74,7 +74,7 @@ mod overlap {
 
         const ONCE: TableRig = TableRig { scale: 1, marks: MARKS, ..PAPERS };
 
-        cases! { ONCE:
+        cases! { |free, times| ONCE.check(free, times);
             amf_table_2_x1_row_above_high: 4000 => 0;
             amf_table_2_x1_edge_one_page_above_high: 3001 => 0;
             amf_table_2_x1_edge_at_high: 3000 => 5;

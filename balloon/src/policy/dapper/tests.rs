@@ -19,7 +19,7 @@ mod table_3 {
     const PAPERS: TableRig =
         TableRig { policy: dapper, table: TABLE_3, scale: 1024, marks: [MIN, LOW, HIGH] };
 
-    cases! { PAPERS:
+    cases! { |free, times| PAPERS.check(free, times);
         dapper_table_3_row_high_x2048_to_all: HIGH * 2048 + 1_000_000 => 0;
         dapper_table_3_edge_all_is_free: D / PAGE_BYTES => 0;
         dapper_table_3_edge_one_page_above_high_x2048: HIGH * 2048 + 1 => 0;
@@ -56,7 +56,7 @@ mod table_3 {
         const MARKS: [u64; 3] = [1000, 2000, 3000];
         const TWICE: TableRig = TableRig { scale: 2, marks: MARKS, ..PAPERS };
 
-        cases! { TWICE:
+        cases! { |free, times| TWICE.check(free, times);
             dapper_table_3_x2_row_above_high_x4: 13_000 => 0;
             dapper_table_3_x2_edge_one_page_above_high_x4: 12_001 => 0;
             dapper_table_3_x2_edge_at_high_x4: 12_000 => 1;
@@ -81,7 +81,7 @@ mod table_3 {
 
             const ONCE: TableRig = TableRig { scale: 1, marks: MARKS, ..PAPERS };
 
-            cases! { ONCE:
+            cases! { |free, times| ONCE.check(free, times);
                 dapper_table_3_x1_row_above_high_x2: 7000 => 0;
                 dapper_table_3_x1_edge_one_page_above_high_x2: 6001 => 0;
                 dapper_table_3_x1_edge_at_high_x2: 6000 => 1;
@@ -180,37 +180,33 @@ mod table_4 {
     const P: u64 = 16 * GIB;
     const D: u64 = 8 * GIB;
 
-    /// A guest with one node of DRAM and one of PM.
-    struct RemovalRig;
-
-    impl RemovalRig {
-        /// Checks that `sixteenths` of P are removed if `free_bytes` are free on the only node.
-        fn check(&self, free_bytes: u64, sixteenths: u64) {
-            let mut rig = Rig::new(dapper(1), &[64 * GIB], &[P]);
-            rig.plug(0, P);
-            let in_pm = free_bytes.min(P);
-            rig.free(1, in_pm / PAGE_BYTES);
-            rig.free(0, (free_bytes - in_pm) / PAGE_BYTES);
-            // The table is looked at by itself: neither does Table 3 want what is free, nor what is
-            // left of DRAM.
-            rig.raw.zones[0].high_pages = 0;
-            (rig.raw.zones[0].min_pages, rig.raw.zones[0].low_pages) = (0, 0);
-            rig.raw.zones[0].managed_pages = rig.raw.zones[0].free_pages.max(1);
-            rig.sum_up();
-            let spare =
-                in_pm.min(free_bytes.saturating_sub(rig.raw.zones[0].managed_pages * PAGE_BYTES));
-            let removed = removed_bytes(TABLE_4, free_bytes, P);
-            assert_eq!(removed, P / 16 * sixteenths, "{free_bytes} bytes free");
-            let decision = rig.report(1_000);
-            assert_eq!(rig.taken(decision), removed.min(spare), "{free_bytes} bytes free");
-            let reason = if sixteenths > 0 { Reason::FreeShare } else { Reason::Enough };
-            assert_eq!((decision.reason, decision.pressure), (reason, false));
-        }
+    /// Checks that `sixteenths` of P are removed if `free_bytes` are free in a guest with one node
+    /// of DRAM and one of PM.
+    fn check_removal(free_bytes: u64, sixteenths: u64) {
+        let mut rig = Rig::new(dapper(1), &[64 * GIB], &[P]);
+        rig.plug(0, P);
+        let in_pm = free_bytes.min(P);
+        rig.free(1, in_pm / PAGE_BYTES);
+        rig.free(0, (free_bytes - in_pm) / PAGE_BYTES);
+        // The table is looked at by itself: neither does Table 3 want what is free, nor what is
+        // left of DRAM.
+        rig.raw.zones[0].high_pages = 0;
+        (rig.raw.zones[0].min_pages, rig.raw.zones[0].low_pages) = (0, 0);
+        rig.raw.zones[0].managed_pages = rig.raw.zones[0].free_pages.max(1);
+        rig.sum_up();
+        let spare =
+            in_pm.min(free_bytes.saturating_sub(rig.raw.zones[0].managed_pages * PAGE_BYTES));
+        let removed = removed_bytes(TABLE_4, free_bytes, P);
+        assert_eq!(removed, P / 16 * sixteenths, "{free_bytes} bytes free");
+        let decision = rig.report(1_000);
+        assert_eq!(rig.taken(decision), removed.min(spare), "{free_bytes} bytes free");
+        let reason = if sixteenths > 0 { Reason::FreeShare } else { Reason::Enough };
+        assert_eq!((decision.reason, decision.pressure), (reason, false));
     }
 
     const PAGE: u64 = PAGE_BYTES;
 
-    cases! { RemovalRig:
+    cases! { check_removal;
         dapper_table_4_row_p_to_all: P + P / 2 => 16;
         dapper_table_4_edge_one_page_above_p: P + PAGE => 16;
         dapper_table_4_edge_at_p: P => 8;
