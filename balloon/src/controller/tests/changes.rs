@@ -27,6 +27,16 @@ fn other_rules_do_not_make_the_loop_forget() {
 }
 
 #[test]
+fn resume_of_all_zones_ends_a_pause_and_resume_of_one_does_not() {
+    let mut rig = Rig::fixed(600);
+    rig.controller.pause();
+    rig.controller.resume(Some(ZoneId(0)));
+    assert_eq!(rig.tick(0).reason, Reason::Paused);
+    rig.controller.resume(None);
+    assert_eq!(rig.tick(0).direction, Direction::Grow);
+}
+
+#[test]
 fn off_changes_nothing_whatever_is_reported() {
     let mut rig = Rig::new(Policy::Off);
     let plan = rig.report(1000, 0);
