@@ -10,7 +10,7 @@ use crate::{DriverState, HostView, TimeMs, ZoneId};
 
 /// Request for a zone on the way to its goal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Step {
+pub(crate) struct GoalStep {
     /// Zone to request from.
     pub zone: ZoneId,
     /// Size to request now.
@@ -49,7 +49,7 @@ impl Controller {
     /// Returns requests that bring zones closer to their goals, after [`Controller::observe`] of
     /// the same host. Carry them out, and read the host again before [`Controller::step`]. Goals
     /// stay in force in a paused loop and in a dry run, because a client set them.
-    pub(crate) fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<Step> {
+    pub(crate) fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<GoalStep> {
         if !self.has_goals() {
             return Vec::new();
         }
@@ -82,7 +82,7 @@ impl Controller {
             }
             if std::mem::take(&mut followed.is_goal_new) || requested_bytes != zone.requested_bytes
             {
-                steps.push(Step { zone: zone.id, requested_bytes, goal_bytes });
+                steps.push(GoalStep { zone: zone.id, requested_bytes, goal_bytes });
             }
         }
         steps

@@ -13,7 +13,7 @@ mod zone_tracker;
 use std::borrow::Cow;
 
 use foreshore_proto::{Measure, OnlinePolicy, Report};
-pub(crate) use goal::Step;
+pub(crate) use goal::GoalStep;
 pub use rules::Rules;
 use serde::Serialize;
 

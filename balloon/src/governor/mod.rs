@@ -75,7 +75,7 @@ pub struct Governor {
     reached: Vec<(ZoneId, u64)>,
     agentless: Option<Agentless>,
     /// Last known online policy of the guest.
-    onlining: OnlinePolicy,
+    online_policy: OnlinePolicy,
 }
 
 impl Governor {
@@ -102,7 +102,7 @@ impl Governor {
             last_online_ms: None,
             reached: Vec::new(),
             agentless: None,
-            onlining: OnlinePolicy::Unknown,
+            online_policy: OnlinePolicy::Unknown,
         };
         governor.controller.observe(host, now);
         governor.settings.hotplug_bytes = host.pluggable_bytes();
@@ -378,7 +378,7 @@ impl Governor {
             effects.notes.push(Note::Online { took_ms, grown_bytes });
         }
         self.note_reached(effects);
-        self.watch_onlining(host, effects);
+        self.watch_online_policy(host, effects);
         let policy = self.controller.policy().name();
         let report = self.last_report.as_ref().map(|(at, report)| (*at, report));
         let near = self.controller.near();
@@ -398,13 +398,13 @@ impl Governor {
     }
 
     /// Notes each change of the guest's online policy, which decides how much memory is lent.
-    fn watch_onlining(&mut self, host: &HostView, effects: &mut Effects) {
+    fn watch_online_policy(&mut self, host: &HostView, effects: &mut Effects) {
         let Some((_, report)) = &self.last_report else { return };
-        let (before, now) = (self.onlining, report.blocks().online_policy);
+        let (before, now) = (self.online_policy, report.blocks().online_policy);
         if now == before || now == OnlinePolicy::Unknown {
             return;
         }
-        self.onlining = now;
+        self.online_policy = now;
         // The balloon's memory is online in any case.
         let has_hotplug = host.zones.iter().any(|zone| host.balloon != Some(zone.id));
         let is_first_movable =

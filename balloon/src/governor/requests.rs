@@ -4,7 +4,7 @@ use foreshore_types::size::Size;
 use thiserror::Error;
 
 use super::{Change, Effects, FollowUp, Governor, Note, Request};
-use crate::controller::Step;
+use crate::controller::GoalStep;
 use crate::{DriverState, HostView, TimeMs, ZoneId, ZoneSizes};
 
 /// Size in bytes that a zone can have: whole blocks within its region.
@@ -111,7 +111,7 @@ impl Governor {
             effects.next = Some(FollowUp::Observe);
         }
         effects.requests.extend(steps.into_iter().map(|step| {
-            let Step { zone, requested_bytes, goal_bytes } = step;
+            let GoalStep { zone, requested_bytes, goal_bytes } = step;
             Request::Step { zone, size_bytes: requested_bytes, goal_bytes }
         }));
         is_sizing

@@ -185,10 +185,10 @@ impl Coming {
         let zones_free_pages =
             input.report.zones().iter().fold(0u64, |sum, zone| sum + zone.free_pages);
         let free_bytes = memory.free_bytes.min(zones_free_pages * PAGE_BYTES);
-        let arriving_bytes = self.onlining.learn(memory.total_bytes, free_bytes, now);
+        let onlining_bytes = self.onlining.learn(memory.total_bytes, free_bytes, now);
         let requested_bytes = input.host.requested_bytes();
         self.on_way_bytes =
-            requested_bytes.saturating_add(arriving_bytes).saturating_sub(online_bytes);
+            requested_bytes.saturating_add(onlining_bytes).saturating_sub(online_bytes);
         self.follow_requests(requested_bytes);
         for grant in &mut self.granted {
             grant.on_way_bytes = grant.on_way_bytes.min(self.on_way_bytes);

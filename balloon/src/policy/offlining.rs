@@ -11,9 +11,9 @@ pub(crate) struct OffliningMemory {
 
 impl OffliningMemory {
     /// State after a change of the reporter. The new reporter counts `used_bytes` as used, and
-    /// `leaving_bytes` of them are about to leave.
-    pub fn continued(used_bytes: i128, leaving_bytes: u64) -> Self {
-        OffliningMemory { still_bytes: Some(used_bytes - i128::from(leaving_bytes)) }
+    /// `offlining_bytes` of them are about to leave.
+    pub fn continued(used_bytes: i128, offlining_bytes: u64) -> Self {
+        OffliningMemory { still_bytes: Some(used_bytes - i128::from(offlining_bytes)) }
     }
 
     /// Takes what a report shows as used while `to_go_bytes` are online and no longer requested,

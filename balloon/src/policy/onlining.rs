@@ -10,11 +10,11 @@ use crate::TimeMs;
 
 /// For so long after the first report that has it in the total, and in so many reports. What is not
 /// free by then has been filled.
-const ARRIVING_MS: u64 = 100;
-const ARRIVING_REPORTS: u32 = 2;
+const ONLINING_MS: u64 = 100;
+const ONLINING_REPORTS: u32 = 2;
 
 /// However few reports there are: a guest that is short waits no longer.
-const MAX_ARRIVING_MS: u64 = 500;
+const MAX_ONLINING_MS: u64 = 500;
 
 /// What came since a report that is older has had that time: a guest that reports no faster is not
 /// to wait for another of its reports. More than the 250 ms of an agent that has no reason to
@@ -50,7 +50,7 @@ struct Part {
 impl Part {
     fn has_had_time(&self, now: TimeMs) -> bool {
         let ms = now.since(self.since);
-        (ms >= ARRIVING_MS && self.reports > ARRIVING_REPORTS) || ms >= MAX_ARRIVING_MS
+        (ms >= ONLINING_MS && self.reports > ONLINING_REPORTS) || ms >= MAX_ONLINING_MS
     }
 }
 
@@ -110,12 +110,12 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_has_at_first_is_not_arriving() {
+    fn memory_in_the_first_report_is_not_onlining() {
         assert_eq!(onlining(&[(1_000, 500, 30), (1_050, 500, 30)]), [0, 0]);
     }
 
     #[test]
-    fn a_block_is_arriving_until_it_is_free() {
+    fn block_is_onlining_until_it_is_free() {
         let reports =
             [(0, 500, 30), (50, 564, 30), (99, 628, 20), (100, 628, 148), (150, 628, 148)];
         assert_eq!(onlining(&reports), [0, 64, 128, 0, 0]);
@@ -169,12 +169,12 @@ mod tests {
 
     /// A total that swings, and grows, and is never free.
     #[test]
-    fn nothing_is_arriving_for_long() {
+    fn no_memory_is_onlining_for_long() {
         for ms in [1, 20, 50, 100, 250, 1_000] {
             let swings = (0..200).map(|at| (at * ms, 500 + at % 2 * 128, 30));
             let mut reports: Vec<_> = swings.collect();
             let last = (200 * ms, 628, 30);
-            reports.extend([last, (200 * ms + MAX_ARRIVING_MS, 628, 30)]);
+            reports.extend([last, (200 * ms + MAX_ONLINING_MS, 628, 30)]);
             assert_eq!(onlining(&reports).last(), Some(&0), "each {ms} ms");
         }
     }

@@ -141,7 +141,7 @@ struct Unwanted {
     boot_memory: BootMemory,
     offlining: OffliningMemory,
     /// Memory on its way out at the last report.
-    leaving_bytes: u64,
+    offlining_bytes: u64,
 }
 
 impl Unwanted {
@@ -152,7 +152,7 @@ impl Unwanted {
             host,
             boot_memory: BootMemory::default(),
             offlining: OffliningMemory::default(),
-            leaving_bytes: 0,
+            offlining_bytes: 0,
         }
     }
 
@@ -179,16 +179,16 @@ impl Unwanted {
         self.boot_memory.learn(Input { report, host: &self.host, is_carried_out: true }, at);
         let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, &self.host);
         let to_go_bytes = online_bytes.saturating_sub(self.host.requested_bytes());
-        let leaving_bytes = self.offlining.learn(Self::other_bytes(used, report), to_go_bytes);
-        self.leaving_bytes = leaving_bytes.min(used.anon_bytes);
-        self.leaving_bytes
+        let offlining_bytes = self.offlining.learn(Self::other_bytes(used, report), to_go_bytes);
+        self.offlining_bytes = offlining_bytes.min(used.anon_bytes);
+        self.offlining_bytes
     }
 
     /// Prepares for reports from another source, whose first report is `report`. It may show other
     /// memory as used, so only the size of the memory on its way out stays as it was.
     fn change_reporter(&mut self, used: &Used, report: &Report) {
         self.offlining =
-            OffliningMemory::continued(Self::other_bytes(used, report), self.leaving_bytes);
+            OffliningMemory::continued(Self::other_bytes(used, report), self.offlining_bytes);
     }
 
     /// Used memory that is not anonymous.

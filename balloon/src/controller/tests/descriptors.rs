@@ -155,7 +155,7 @@ fn size_requested_by_client_is_reached_in_steps() {
     rig.report(0, 280);
     rig.pin(ZoneId(1));
     rig.set_goal(ZoneId(1), 600 * MIB);
-    let step = |requested_mib: u64| Step {
+    let step = |requested_mib: u64| GoalStep {
         zone: ZoneId(1),
         requested_bytes: requested_mib * MIB,
         goal_bytes: 600 * MIB,
@@ -184,7 +184,10 @@ fn new_goal_yields_step_even_if_nothing_can_be_requested() {
     rig.describe(0);
     rig.report(0, 280);
     rig.set_goal(ZoneId(1), 600 * MIB);
-    assert_eq!(rig.step(), [Step { zone: ZoneId(1), requested_bytes: 0, goal_bytes: 600 * MIB }]);
+    assert_eq!(
+        rig.step(),
+        [GoalStep { zone: ZoneId(1), requested_bytes: 0, goal_bytes: 600 * MIB }]
+    );
     assert_eq!(rig.step(), []);
     // A smaller size is requested at once. Blocks that are still plugged have their descriptors
     // already.

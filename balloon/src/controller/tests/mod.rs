@@ -127,7 +127,7 @@ impl Rig {
     }
 
     /// Takes the next steps towards the sizes requested by hand.
-    fn step(&mut self) -> Vec<Step> {
+    fn step(&mut self) -> Vec<GoalStep> {
         self.controller.observe(&self.host, self.now);
         let steps = self.controller.next_steps(&self.host, self.now);
         for step in &steps {

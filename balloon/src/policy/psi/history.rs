@@ -34,7 +34,7 @@ struct Sample {
     total_bytes: u64,
     used_bytes: u64,
     /// What of that may yet become available.
-    arriving_bytes: u64,
+    onlining_bytes: u64,
     some_us: u64,
     swapped_out_pages: u64,
     /// What kswapd and allocating tasks have looked at.
@@ -74,11 +74,11 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Adds a report, of whose used memory `leaving_bytes` are about to be given back and
-    /// `arriving_bytes` have come and are not available yet. One from somebody else, or whose
+    /// Adds a report, of whose used memory `offlining_bytes` are about to be given back and
+    /// `onlining_bytes` have come and are not available yet. One from somebody else, or whose
     /// clock or totals have started again, makes the older ones useless.
-    pub fn push(&mut self, report: &Report, leaving_bytes: u64, arriving_bytes: u64) {
-        let sample = Sample { arriving_bytes, ..Sample::of(report, leaving_bytes) };
+    pub fn push(&mut self, report: &Report, offlining_bytes: u64, onlining_bytes: u64) {
+        let sample = Sample { onlining_bytes, ..Sample::of(report, offlining_bytes) };
         if self.samples.back().is_some_and(|last| !sample.goes_on_from(last)) {
             self.samples.clear();
         }
@@ -138,14 +138,14 @@ impl History {
 }
 
 impl Sample {
-    fn of(report: &Report, leaving_bytes: u64) -> Self {
+    fn of(report: &Report, offlining_bytes: u64) -> Self {
         let (memory, counters) = (report.memory(), report.counters());
         Sample {
             guest_ms: report.monotonic_ms(),
             by_agent: is_by_agent(report),
             total_bytes: memory.total_bytes,
-            used_bytes: used_bytes(report).saturating_sub(leaving_bytes),
-            arriving_bytes: 0,
+            used_bytes: used_bytes(report).saturating_sub(offlining_bytes),
+            onlining_bytes: 0,
             some_us: report.stall().some_us,
             swapped_out_pages: counters.pswpout,
             scanned_pages: counters.pgscan_kswapd.saturating_add(counters.pgscan_direct),
@@ -192,9 +192,9 @@ impl Sample {
         // Of memory that was plugged meanwhile not all became available: page descriptors,
         // watermarks and what is kept for the kernel are no fill.
         let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;
-        // What is arriving counts as used in the older one: what is kept of it stays so, and is no
-        // fill later either.
-        let used_bytes = self.used_bytes.saturating_sub(self.arriving_bytes);
+        // Memory that is onlining counts as used in the older one: what is kept of it stays so, and
+        // is no fill later either.
+        let used_bytes = self.used_bytes.saturating_sub(self.onlining_bytes);
         let rise = used_bytes
             .saturating_add(swapped)
             .saturating_sub(older.used_bytes.saturating_add(kept));

@@ -92,10 +92,10 @@ pub fn decide(
     let online_bytes = state.boot_memory.online_bytes(memory.total_bytes, input.host);
     let used_bytes = history::used_bytes(input.report);
     let to_go_bytes = online_bytes.saturating_sub(input.host.requested_bytes());
-    let leaving_bytes = state.offlining.learn(used_bytes.into(), to_go_bytes);
-    let arriving_bytes =
+    let offlining_bytes = state.offlining.learn(used_bytes.into(), to_go_bytes);
+    let onlining_bytes =
         state.onlining.learn(history::unprotected_bytes(input.report), memory.available_bytes, now);
-    state.history.push(input.report, leaving_bytes, arriving_bytes);
+    state.history.push(input.report, offlining_bytes, onlining_bytes);
     if input.host.outstanding_grow_bytes() > 0 {
         state.coming_ms = input.report.monotonic_ms();
     }
@@ -115,7 +115,7 @@ pub fn decide(
         bytes.saturating_add_signed(-reserve_change_bytes)
     };
     let with_cache_bytes =
-        memory.available_bytes.saturating_add(leaving_bytes).saturating_add(arriving_bytes);
+        memory.available_bytes.saturating_add(offlining_bytes).saturating_add(onlining_bytes);
     let bare_bytes = coming(with_cache_bytes.saturating_sub(available_cache_bytes(input.report)));
     state.cache.learn(memory.total_bytes, &rates, now);
     let files_count = state.files_count(params, bare_bytes, input.report, now);

@@ -182,7 +182,7 @@ fn rule_3_what_is_on_its_way_counts_as_available() {
 
 /// A guest that has filled slowly and is below the bridge, with 128 MiB on their way to it; of
 /// those `online_mib` are in its total and none is available yet.
-fn short_with_a_block_arriving(online_mib: u64) -> Rig {
+fn short_with_a_block_onlining(online_mib: u64) -> Rig {
     let mut rig = Rig::new();
     rig.report(1000, 45);
     rig.report(1000, 45);
@@ -197,7 +197,7 @@ fn short_with_a_block_arriving(online_mib: u64) -> Rig {
 #[test]
 fn rule_3_a_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
     for online_mib in [64, 128] {
-        let mut rig = short_with_a_block_arriving(online_mib);
+        let mut rig = short_with_a_block_onlining(online_mib);
         for _ in 0..2 {
             let decision = rig.report(50, 43);
             assert_eq!(
@@ -216,24 +216,24 @@ fn rule_3_a_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
 
 #[test]
 fn rule_3_a_block_that_is_filled_is_missing_two_fast_reports_later() {
-    let mut rig = short_with_a_block_arriving(128);
+    let mut rig = short_with_a_block_onlining(128);
     assert_eq!(rig.report(50, 43).want_bytes, None);
     assert_eq!(rig.report(50, 43).want_bytes, None);
     let decision = rig.report(50, 43);
     assert!(decision.pressure);
     assert!(decision.want_bytes > Some(128 * MIB));
     // What has been available and is filled, at once.
-    let mut rig = short_with_a_block_arriving(128);
+    let mut rig = short_with_a_block_onlining(128);
     assert_eq!(rig.report(50, 43 + 128).want_bytes, None);
     assert!(rig.report(50, 43).pressure);
     // More than the block is missing: at once as well.
-    let mut rig = short_with_a_block_arriving(128);
+    let mut rig = short_with_a_block_onlining(128);
     assert!(rig.report(50, 3).pressure);
     // By reports that come late.
     for ms in [301, 1_000] {
-        assert!(short_with_a_block_arriving(128).report(ms, 43).pressure, "{ms} ms");
+        assert!(short_with_a_block_onlining(128).report(ms, 43).pressure, "{ms} ms");
     }
-    let mut rig = short_with_a_block_arriving(128);
+    let mut rig = short_with_a_block_onlining(128);
     assert_eq!(rig.report(50, 43).want_bytes, None);
     assert!(rig.report(500, 43).pressure, "half a second is enough");
 }
@@ -323,7 +323,7 @@ fn rule_3_dram_that_the_kernel_will_keep_does_not_count() {
 
 /// DRAM that is online and kept by the kernel never becomes available.
 #[test]
-fn rule_3_dram_that_the_kernel_keeps_is_not_arriving() {
+fn rule_3_dram_that_the_kernel_keeps_is_not_onlining() {
     let is_short = |protected_mib: u64| {
         let mut rig = Rig::with_dram(0);
         rig.report(1000, 100);
