@@ -204,8 +204,7 @@ impl TableRig {
     }
 }
 
-/// A test that checks each case, named after it, and all cases as `CASES`, to hold broken
-/// tables against.
+/// Defines a test for each case and lists the cases in `CASES`, for checks of broken tables.
 macro_rules! cases {
     ($check:expr; $($name:ident: $at:expr => $amount:expr;)*) => {
         $(

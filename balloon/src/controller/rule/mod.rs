@@ -249,8 +249,8 @@ impl HostShortfall {
 /// Rule 5: what the host could not provide is asked of other zones, at once, and with what has come
 /// to be wanted since.
 ///
-/// While the loop is paused, or does something else first, the shortfall is kept. A dry run asks
-/// nobody, and would ask for ever.
+/// While the loop is paused, or does something else first, the shortfall is kept. A dry run
+/// requests nothing, so that its shortfall would never end.
 fn host_short(context: &Context<'_>) -> Verdict {
     let Context { controller, now, .. } = *context;
     let shortfall_bytes = controller.host_shortfall.bytes_at(now);

@@ -127,8 +127,8 @@ fn rule_5_what_is_unplugged_again_at_once_is_no_progress() {
     assert_eq!(asked_of_a_guest_that_keeps_nothing(|requested| requested.min(128 * MIB)), nothing);
 }
 
-/// Asks for 256 MiB of PM. The first half comes after 0 ms and the second 10 ms later, and is
-/// unplugged after `ms`, at which the loop looks.
+/// Requests 256 MiB of PM. The guest plugs the first half at once and the second half 10 ms later.
+/// It unplugs the second half after ticks at the intervals `ms`.
 #[track_caller]
 fn second_half_that_does_not_stay(ms: &[u64], rest_ms: u64) {
     let mut rig = Rig::fixed(256);
