@@ -2,36 +2,19 @@
 //! caller that breaks it, and the same checks must notice.
 
 mod broken;
+#[path = "../rig/properties.rs"]
+mod properties;
 mod world;
 
 use balloon::DriverState;
-use balloon::params::Setting;
-use balloon::policy::Policy;
 use balloon::proto::OnlinePolicy::{Online, OnlineMovable};
 use proptest::prelude::*;
 use proptest::sample::select;
-use proptest::test_runner::{RngAlgorithm, TestCaseResult, TestError, TestRng, TestRunner};
+use proptest::test_runner::TestCaseResult;
 
 use self::broken::Broken;
+use self::properties::{POLICIES, fails, policy};
 use self::world::{Happening, World, ZONES};
-
-const POLICIES: [(&str, &[(&str, &str)]); 7] = [
-    ("psi", &[]),
-    ("amf", &[]),
-    ("dapper", &[("watermark-scale", "4")]),
-    ("pmb", &[("watermark-scale", "4"), ("unit", "16M")]),
-    ("memorage", &[("unit", "64M"), ("calm", "1s")]),
-    ("fixed", &[("size", "300M")]),
-    ("off", &[]),
-];
-
-fn policy(index: usize) -> Policy {
-    let (name, params) = POLICIES[index];
-    let settings = params.iter().map(|(name, text)| (*name, Setting::from(*text)));
-    let settings: Vec<_> = settings.collect();
-    let settings = settings.iter().map(|(name, setting)| (*name, setting));
-    Policy::from_name(name).expect("known").with(settings).expect("in bounds")
-}
 
 fn happening() -> impl Strategy<Value = Happening> {
     let permille = || prop_oneof![1 => Just(0u64), 1 => Just(1000u64), 2 => 0u64..=1000];
@@ -99,23 +82,10 @@ proptest! {
 }
 
 fn is_caught(broken: Broken, text: &str) -> bool {
-    let config = ProptestConfig {
-        cases: 400,
-        failure_persistence: None,
-        max_shrink_iters: 0,
-        ..Default::default()
-    };
-    let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
-    let mut runner = TestRunner::new_with_rng(config, rng);
     // Only a guest that follows shows the order of zones.
     let follows = broken == Broken::SwapsTiers;
     let happening = if follows { ready().boxed() } else { happening().boxed() };
-    let result = runner.run(&life(happening), |life| live(&life, follows, Some((broken, text))));
-    match result {
-        Ok(()) => false,
-        Err(TestError::Fail(..)) => true,
-        Err(TestError::Abort(reason)) => panic!("{broken:?}: {reason}"),
-    }
+    fails(2000, &life(happening), |life| live(&life, follows, Some((broken, text))))
 }
 
 #[test]

@@ -1,35 +1,20 @@
 //! Every broken loop is noticed by the checks that a right one passes.
 
-use proptest::test_runner::{RngAlgorithm, TestError, TestRng, TestRunner};
-
 use super::broken::LIVES;
 use super::happening::short;
 use super::*;
 
-/// Looks for a life in which a broken loop is noticed, the same lives every time.
+/// Looks for a life in which a broken loop is noticed.
 fn is_caught(
-    broken: Broken,
     check: impl Fn(usize, Rules, &[(Happening, u64)]) -> Result<(), TestCaseError>,
 ) -> bool {
-    let config = ProptestConfig {
-        cases: 600,
-        failure_persistence: None,
-        max_shrink_iters: 0,
-        ..Default::default()
-    };
-    let mut runner =
-        TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
-    match runner.run(&life(), |(index, rules, life)| check(index, rules, &life)) {
-        Ok(()) => false,
-        Err(TestError::Fail(..)) => true,
-        Err(TestError::Abort(reason)) => panic!("{broken:?}: {reason}"),
-    }
+    fails(600, &life(), |(index, rules, life)| check(index, rules, &life))
 }
 
 #[test]
 fn every_broken_loop_is_caught() {
     for broken in LIVES {
-        let caught = is_caught(broken, |index, rules, life| {
+        let caught = is_caught(|index, rules, life| {
             World::under(rules, policy(index), Some(broken)).live(life)
         });
         assert!(caught, "{broken:?} goes unnoticed");
@@ -126,6 +111,6 @@ fn a_dry_run_that_goes_on_saying_one_thing_is_caught() {
 fn a_loop_that_never_rests_is_caught() {
     let broken = Broken::Restless;
     let caught =
-        is_caught(broken, |index, _, _| World::new(policy(index), Some(broken)).comes_to_rest(700));
+        is_caught(|index, _, _| World::new(policy(index), Some(broken)).comes_to_rest(700));
     assert!(caught, "it goes unnoticed");
 }

@@ -7,13 +7,14 @@ mod caught;
 mod checks;
 mod happening;
 mod lives;
+#[path = "../rig/properties.rs"]
+mod properties;
 mod rules;
 mod want;
 
 use std::collections::VecDeque;
 
 use balloon::controller::{Controller, Event, Rules};
-use balloon::params::Setting;
 use balloon::plan::{Direction, Plan, Reason};
 use balloon::plug_filter::STAYS_MS;
 use balloon::policy::{Policy, fixed, psi};
@@ -27,6 +28,7 @@ use proptest::test_runner::RngSeed;
 
 use self::broken::Broken;
 use self::happening::{Counted, Happening, Idle, life, report};
+use self::properties::{POLICIES, fails, policy};
 
 const PAGES_PER_MIB: u64 = 256;
 /// What the guest's two nodes with DRAM manage of what they booted with.
@@ -38,29 +40,6 @@ const BALLOON: usize = 2;
 const BALLOON_ID: u32 = 3;
 /// So far back `psi` looks for what a report says.
 const LOOKS_BACK_MS: u64 = 2_500;
-/// Such a policy with such parameters decides.
-const POLICIES: [(&str, &[(&str, &str)]); 12] = [
-    ("psi", &[]),
-    ("psi", &[("slack", "200"), ("idle", "1s")]),
-    ("amf", &[]),
-    ("amf", &[("watermark-scale", "16"), ("reclaim", "5")]),
-    ("dapper", &[]),
-    ("dapper", &[("watermark-scale", "4")]),
-    ("pmb", &[]),
-    ("pmb", &[("watermark-scale", "4"), ("unit", "16M")]),
-    ("memorage", &[("unit", "64M"), ("calm", "1s")]),
-    ("memorage", &[("watermark-scale", "4"), ("storage_floor", "300M")]),
-    ("fixed", &[("size", "300M")]),
-    ("off", &[]),
-];
-
-fn policy(index: usize) -> Policy {
-    let (name, params) = POLICIES[index];
-    let settings: Vec<_> =
-        params.iter().map(|(name, text)| (*name, Setting::from(*text))).collect();
-    let policy = Policy::from_name(name).expect("known");
-    policy.with(settings.iter().map(|(name, setting)| (*name, setting))).expect("in bounds")
-}
 
 /// What has been asked of a zone, and what it had then.
 #[derive(Clone, Copy, Debug, Default)]
