@@ -173,6 +173,7 @@ pub trait Executor: Send {
     /// True once the kernel takes no more steps from the ring, so that calls execute them.
     fn is_given_up(&self) -> bool;
 
-    /// Waits for what is under way and returns its results. Steps that have not begun are dropped.
+    /// Waits for what is under way and returns its results. Other steps that have not begun are
+    /// dropped, but all flushes are executed.
     fn drain(&mut self) -> Vec<Done>;
 }

@@ -377,8 +377,12 @@ impl Executor for Uring {
         if !self.is_given_up {
             self.begin();
         }
-        self.deferred.clear();
         while self.under_way > 0 {
+            // Gives the ring up if the kernel does not take repeated flushes.
+            self.submit();
+            if self.under_way == 0 {
+                break;
+            }
             if let Err(err) = self.ring.submit_and_wait(1)
                 && err.kind() != io::ErrorKind::Interrupted
             {
@@ -398,6 +402,10 @@ impl Executor for Uring {
                 self.done.push_back(Done { token, step: running.step, result });
             }
         }
+        // 3. A flush may have been deferred after the kernel had interrupted it. It cannot wait for
+        // other steps, because it changes no blocks.
+        self.deferred.retain(|(_, step)| matches!(step, Step::Flush));
+        while self.carry_out_deferred() {}
         self.done.drain(..).collect()
     }
 }

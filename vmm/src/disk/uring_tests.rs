@@ -94,15 +94,20 @@ fn steps_of_all_kinds_are_carried_out_by_the_ring_alone() {
     assert!(!ring.is_given_up());
 }
 
+/// Replaces the descriptor of the ring, so that every later call of the kernel fails.
+fn take_away(ring: &Uring) {
+    let null = File::open("/dev/null").unwrap();
+    // SAFETY: both are open; the ring's memory stays mapped, and the kernel takes nothing from it
+    // any more.
+    assert!(unsafe { libc::dup2(null.as_raw_fd(), ring.as_raw_fd()) } >= 0);
+}
+
 #[test]
 fn without_the_ring_the_rest_is_done_by_calls() {
     let (file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
-    let null = File::open("/dev/null").unwrap();
-    // SAFETY: both are open; the ring's memory stays mapped, and the kernel takes nothing from it
-    // any more.
-    assert!(unsafe { libc::dup2(null.as_raw_fd(), ring.as_raw_fd()) } >= 0);
+    take_away(&ring);
     let done = carry_out(&mut ring, steps());
     assert!(ring.is_given_up());
     assert_done(&file, &done);
@@ -186,6 +191,36 @@ fn interrupted_flush_has_its_own_result_after_draining() {
         assert!(done.len() == 1 && done[0].result.is_ok());
         assert_eq!(ring.interruptions, 0);
     }
+}
+
+#[test]
+fn interrupted_flush_is_repeated_by_a_call_if_the_ring_fails_during_draining() {
+    let (_file, image) = image();
+    let Some(mut ring) = ring(&image) else { return };
+    ring.add(0, Step::Flush);
+    ring.begin();
+    while ring.ring.completion().is_empty() {
+        std::thread::yield_now();
+    }
+    ring.interruptions = 1;
+    take_away(&ring);
+    let done = ring.drain();
+    assert!(ring.is_given_up() && ring.interruptions == 0);
+    assert!(done.len() == 1 && done[0].result.is_ok());
+}
+
+#[test]
+fn draining_has_a_result_for_each_flush_that_the_ring_did_not_take() {
+    let (_file, image) = image();
+    let Some(mut ring) = ring(&image) else { return };
+    take_away(&ring);
+    (0..3).for_each(|token| ring.add(token, Step::Flush));
+    ring.add(3, Step::Write(0, buffer(512, 1)));
+    let done = ring.drain();
+    assert!(ring.is_given_up());
+    assert_eq!(done.iter().map(|done| done.token).collect::<Vec<_>>(), [0, 1, 2]);
+    assert!(done.iter().all(|done| done.result.is_ok()));
+    assert!(ring.drain().is_empty());
 }
 
 fn outcome(running: &mut Running, result: i32) -> Option<Result<(), io::ErrorKind>> {
