@@ -185,6 +185,8 @@ pub struct RingSteps {
 #[derive(Default)]
 struct State {
     under_way: Vec<(usize, Step)>,
+    /// Steps that [`RingSteps::end`] has removed from `under_way` and not yet added to `done`.
+    ending: usize,
     done: VecDeque<Done>,
     is_armed: bool,
 }
@@ -214,9 +216,13 @@ impl RingSteps {
 
     /// Ends the step that was begun `nth` of those under way. If it succeeds, `fake` executes it.
     pub fn end(&self, fake: &Fake, nth: usize, result: io::Result<()>) {
-        let (token, mut step) = self.state.lock().under_way.remove(nth);
+        let mut state = self.state.lock();
+        let (token, mut step) = state.under_way.remove(nth);
+        state.ending += 1;
+        drop(state);
         let result = result.and_then(|()| step.execute(fake));
         let mut state = self.state.lock();
+        state.ending -= 1;
         state.done.push_back(Done { token, step, result });
         if state.is_armed {
             self.event.write(1).unwrap();
@@ -285,8 +291,9 @@ impl Executor for FakeRing {
     /// Lets the test end what is under way.
     fn drain(&mut self) -> Vec<Done> {
         let mut state = self.steps.state.lock();
-        let any = |state: &mut State| !state.under_way.is_empty();
-        self.steps.changed.wait_while_for(&mut state, any, PATIENCE);
+        let any = |state: &mut State| !state.under_way.is_empty() || state.ending > 0;
+        let waited = self.steps.changed.wait_while_for(&mut state, any, PATIENCE);
+        assert!(!waited.timed_out(), "{} steps are under way", state.under_way.len());
         state.done.drain(..).collect()
     }
 }
