@@ -105,6 +105,15 @@ impl Fake {
         hook.map_or(Ok(()), |hook| hook(call))
     }
 
+    /// Checks the request of a device, which must not pass on a transfer beyond the end.
+    fn assert_inside(&self, offset_bytes: u64, len_bytes: u64) {
+        let size_bytes = self.size_bytes();
+        assert!(
+            offset_bytes.checked_add(len_bytes).is_some_and(|end| end <= size_bytes),
+            "{offset_bytes}+{len_bytes} of {size_bytes} bytes"
+        );
+    }
+
     fn change(&self, offset_bytes: u64, change: impl FnOnce(&mut [u8])) {
         self.dirty.store(true, Ordering::Relaxed);
         change(self.bytes.lock().get_mut(offset_bytes as usize..).unwrap_or_default());
@@ -125,6 +134,7 @@ impl BlockDevice for Fake {
         self.size_bytes.load(Ordering::Relaxed)
     }
     fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
+        self.assert_inside(offset_bytes, data.len() as u64);
         self.call(Call::Read)?;
         let bytes = self.bytes.lock();
         let stored = bytes.get(offset_bytes as usize..).unwrap_or_default();
@@ -133,6 +143,7 @@ impl BlockDevice for Fake {
         Ok(())
     }
     fn write(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
+        self.assert_inside(offset_bytes, data.len() as u64);
         self.call(Call::Write)?;
         self.change(offset_bytes, |bytes| {
             bytes.iter_mut().zip(data).for_each(|(to, from)| *to = *from);
@@ -146,11 +157,13 @@ impl BlockDevice for Fake {
         Ok(())
     }
     fn discard(&self, range: DiskRange) -> io::Result<()> {
+        self.assert_inside(range.offset_bytes(), range.len_bytes());
         self.call(Call::Discard(range.len_bytes()))?;
         self.fill(range, 0xdd);
         Ok(())
     }
     fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
+        self.assert_inside(range.offset_bytes(), range.len_bytes());
         self.call(Call::WriteZeroes(range.len_bytes()))?;
         self.fill(range, 0);
         Ok(())
