@@ -76,6 +76,13 @@ pub enum ElfError {
         /// The first address behind low memory.
         memory_end: u64,
     },
+    /// Two segments have memory in common, so that the order of loading would decide on it.
+    #[error("the segments at {first:#x} and {second:#x} overlap")]
+    SegmentsOverlap {
+        /// Address of the segment that starts first.
+        first: u64,
+        second: u64,
+    },
     /// The entry point is in no segment.
     #[error("the PVH entry point {0:#x} is in no segment")]
     EntryOutside(u64),
@@ -290,7 +297,8 @@ fn check_lengths(headers: &[ProgramHeader], image_bytes: u64) -> Result<(), ElfE
     Ok(())
 }
 
-/// Checks that every segment lies above the boot data in one range of usable memory.
+/// Checks that every segment lies above the boot data in one range of usable memory, and apart from
+/// the others.
 fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<(), ElfError> {
     let map = pvh::memory_map(boot_memory);
     for header in headers.iter().filter(|header| header.is_segment()) {
@@ -305,6 +313,16 @@ fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<
         if !start.checked_add(len).is_some_and(fits) {
             let memory_end = boot_memory.low_end();
             return Err(ElfError::DoesNotFit { start, len, memory_end });
+        }
+    }
+    let ranges = headers.iter().filter(|header| header.is_segment());
+    let mut ranges: Vec<_> =
+        ranges.map(|header| (header.physical_address, header.memory_size)).collect();
+    ranges.sort_unstable();
+    for (&(first, len), &(second, _)) in ranges.iter().zip(ranges.iter().skip(1)) {
+        // The sum fits, because the range lies in memory.
+        if second < first + len {
+            return Err(ElfError::SegmentsOverlap { first, second });
         }
     }
     Ok(())
@@ -677,6 +695,34 @@ pub mod tests {
         for len in [0, 0x20u64, MEMORY_BYTES, u64::MAX] {
             let image = patched(64 + 40, &len.to_le_bytes());
             assert!(matches!(load_bytes(&image), Err(ElfError::DoesNotFit { .. })), "{len:#x}");
+        }
+    }
+
+    #[test]
+    fn overlapping_segments_are_refused() {
+        let part = |index: usize, address: u64| Part {
+            offset: 0x1000 + 0x100 * index,
+            address,
+            len: 0x100,
+            fill: index as u8,
+            bss: 0x100,
+        };
+        let load_at = |second: u64, third: u64| {
+            let parts = [part(0, LOAD_ADDRESS), part(1, second), part(2, third)];
+            load_bytes(&build_parts(&parts, &pvh_note(), 0))
+        };
+        let after = LOAD_ADDRESS + 0x200;
+        assert!(load_at(after, after + 0x200).is_ok());
+        assert!(load_at(after + 0x200, after).is_ok(), "the order of the headers is free");
+        for (second, third, common) in [
+            (LOAD_ADDRESS, after, (LOAD_ADDRESS, LOAD_ADDRESS)),
+            (after - 1, after + 0x200, (LOAD_ADDRESS, after - 1)),
+            (after, after + 0x1ff, (after, after + 0x1ff)),
+            (after + 0x200, after - 1, (LOAD_ADDRESS, after - 1)),
+        ] {
+            let error = load_at(second, third).unwrap_err();
+            let ElfError::SegmentsOverlap { first, second } = error else { panic!("{error}") };
+            assert_eq!((first, second), common);
         }
     }
 

@@ -120,7 +120,7 @@ fn uninitialised_data_reads_as_zeros_where_the_image_was() {
     let parts = [
         Part { bss: 0x10_0000, ..part(0x1000, start + 0x1000, 0x1800, 1) },
         // No file bytes at all: where it seems to lie in the file does not matter.
-        Part { bss: 0x4000, ..part(0x1000, start + 0x3000, 0, 2) },
+        Part { bss: 0x4000, ..part(0x1000, start + 0x10_4000, 0, 2) },
     ];
     // Larger than huge pages, which are given back.
     loads_in_place_from_zstd(&parts, 5 << 20);
