@@ -89,7 +89,17 @@ pub enum ElfError {
     #[error("the ELF file cannot be read")]
     Read(#[from] io::Error),
     #[error("the ELF file cannot be loaded")]
-    Load(#[from] AccessError),
+    Load(#[source] AccessError),
+}
+
+impl From<AccessError> for ElfError {
+    /// Segments are read straight into guest memory, so that an error may be one of the file.
+    fn from(error: AccessError) -> Self {
+        match error {
+            AccessError::IOError(error) => Self::Read(error),
+            error => Self::Load(error),
+        }
+    }
 }
 
 /// An ELF file of another machine, in words.
@@ -437,7 +447,8 @@ impl<'a> Iterator for Notes<'a> {
 pub mod tests {
     use std::io::Cursor;
 
-    use vm_memory::GuestMemoryMmap;
+    use vm_memory::bitmap::BitmapSlice;
+    use vm_memory::{GuestMemoryMmap, VolatileMemoryError, VolatileSlice};
 
     use super::*;
 
@@ -696,6 +707,39 @@ pub mod tests {
             let image = patched(64 + 40, &len.to_le_bytes());
             assert!(matches!(load_bytes(&image), Err(ElfError::DoesNotFit { .. })), "{len:#x}");
         }
+    }
+
+    /// A file whose segments cannot be read.
+    struct Unreadable(Cursor<Vec<u8>>);
+
+    impl Read for Unreadable {
+        fn read(&mut self, data: &mut [u8]) -> io::Result<usize> {
+            self.0.read(data)
+        }
+    }
+
+    impl Seek for Unreadable {
+        fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+            self.0.seek(to)
+        }
+    }
+
+    impl ReadVolatile for Unreadable {
+        fn read_volatile<B: BitmapSlice>(
+            &mut self,
+            _: &mut VolatileSlice<B>,
+        ) -> Result<usize, VolatileMemoryError> {
+            Err(VolatileMemoryError::IOError(io::Error::from_raw_os_error(libc::EIO)))
+        }
+    }
+
+    #[test]
+    fn read_error_of_a_segment_is_an_error_of_the_file() {
+        let image = build(&[0x90; 0x100], &pvh_note());
+        let (len, boot_memory) = (image.len() as u64, BootMemory::of_small_pages(MEMORY_BYTES));
+        let result = load(&memory(), &mut Unreadable(Cursor::new(image)), len, boot_memory);
+        let Err(ElfError::Read(error)) = result else { panic!("{result:?}") };
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
     }
 
     #[test]
