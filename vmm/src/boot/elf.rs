@@ -1,8 +1,11 @@
 //! The ELF file that is entered by PVH.
 //!
 //! The headers are verified, and then the segments are copied. The segments of an image that lies
-//! in guest memory already are moved instead, by [`inplace`](super::inplace). linux-loader cannot
-//! tell a short file from guest memory that is too small, nor Linux from another kernel.
+//! in guest memory already are moved instead, by [`inplace`](super::inplace).
+//!
+//! linux-loader is not used, because it cannot tell a short file from guest memory that is too
+//! small, nor Linux from another kernel. It would also read the headers again from a file that may
+//! have changed.
 
 use std::io::{self, Read, Seek, SeekFrom};
 
