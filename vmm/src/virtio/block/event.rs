@@ -98,7 +98,7 @@ impl Worker {
         let depth = queue.queue.size();
         let ring =
             Arc::clone(disk.device()).start(depth).map(|executor| Ring::new(executor, depth));
-        disk.metrics().io_uring.store(ring.is_some(), Ordering::Relaxed);
+        disk.metrics().io_uring.fetch_and(ring.is_some(), Ordering::Relaxed);
         Ok(Self {
             disk,
             view,

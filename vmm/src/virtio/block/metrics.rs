@@ -114,7 +114,7 @@ pub struct BlockMetrics {
     /// Passes of the queues' workers: what they do when there is nothing to be done must not grow.
     #[cfg(test)]
     pub passes: AtomicU64,
-    /// The queues that were started last work by io_uring, and none has given it up.
+    /// All queues that were started last work by io_uring, and none has given it up.
     pub io_uring: AtomicBool,
     /// From taking a read out of the ring to its answer, of those that went well.
     pub reads: DurationRange,
@@ -193,7 +193,7 @@ impl Expose for DiskMetrics {
         out.counters(broken, get(&counters.broken_queues));
         let by_ring = Family(
             "disk_io_uring",
-            "1 when io_uring executes requests, 0 when system calls do.",
+            "1 if all queues use io_uring, 0 if system calls serve at least one.",
             None,
         );
         out.flags(by_ring, is_set(&counters.io_uring));

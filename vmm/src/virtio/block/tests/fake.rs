@@ -41,6 +41,8 @@ pub struct Fake {
     /// The disk has changed since the last flush.
     pub dirty: AtomicBool,
     pub has_rings: bool,
+    /// Number of the next queues to start that get no ring even so.
+    pub without_ring: AtomicUsize,
     rings: Mutex<Vec<Arc<RingSteps>>>,
 }
 
@@ -72,6 +74,7 @@ impl Fake {
             flushes: AtomicU64::new(0),
             dirty: AtomicBool::new(false),
             has_rings: false,
+            without_ring: AtomicUsize::new(0),
             rings: Mutex::default(),
         }
     }
@@ -174,7 +177,10 @@ impl BlockDevice for Fake {
         Ok(())
     }
     fn start(self: Arc<Self>, _: u16) -> Option<Box<dyn Executor>> {
-        self.has_rings.then(|| {
+        let take_one = |left: usize| left.checked_sub(1);
+        let is_refused =
+            self.without_ring.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take_one).is_ok();
+        (self.has_rings && !is_refused).then(|| {
             let steps = Arc::new(RingSteps::default());
             self.rings.lock().push(Arc::clone(&steps));
             let event = steps.event.try_clone().unwrap();

@@ -167,6 +167,26 @@ fn metric_shows_that_a_ring_is_given_up() {
 }
 
 #[test]
+fn metric_shows_a_ring_only_if_all_queues_have_one() {
+    let fake = Arc::new(Fake::with_rings(1 << 20));
+    fake.without_ring.store(1, Ordering::Relaxed);
+    let mut rig = Rig::shaped(DiskShape { queues: 2, ..shape() }, fake.clone());
+    let metrics = rig.metrics();
+    assert!(!metrics.io_uring.load(Ordering::Relaxed), "the first queue has none");
+    rig.device.reset();
+    let activation = rig.driver.activation(rig.device.features());
+    rig.device.activate(activation).unwrap();
+    assert!(metrics.io_uring.load(Ordering::Relaxed));
+    // The second queue still works by its ring.
+    fake.ring(1).give_up();
+    rig.send(0, 0, VIRTIO_BLK_T_OUT, 0);
+    fake.ring(1).wait_for(1);
+    fake.ring(1).end(&fake, 0, Ok(()));
+    rig.driver.wait_used(0);
+    assert!(!metrics.io_uring.load(Ordering::Relaxed));
+}
+
+#[test]
 fn memory_can_be_plugged_while_a_ring_is_at_work() {
     let (mut rig, fake, ring) = rig();
     // With a guard held across a call of the ring, this would wait for itself for ever.
