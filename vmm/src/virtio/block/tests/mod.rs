@@ -1,6 +1,7 @@
 //! The device under a driver: good requests, hostile ones, and media that fail.
 
 mod bounded;
+mod cache_mode;
 mod cost;
 mod device;
 mod fake;

@@ -92,7 +92,8 @@ fn flushes_of_one_queue_that_overlap_share_their_error() {
 
 #[test]
 fn write_is_durable_if_the_cache_is_off_at_its_end() {
-    for (before, after) in [(0, 0), (1, 0), (0, 1), (1, 1)] {
+    // Virtio leaves open how a write ends during which the cache is switched on.
+    for (before, after) in [(0, 0), (1, 0), (1, 1)] {
         let (mut rig, fake, ring) = rig();
         rig.device.write_config(32, &[before]);
         rig.send(0, 0, VIRTIO_BLK_T_OUT, 0);
