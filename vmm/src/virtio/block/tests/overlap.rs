@@ -112,14 +112,16 @@ fn both_of_two_flushes_fail_whichever_has_the_error() {
 
 #[test]
 fn driver_that_switches_the_cache_off_may_get_the_error_of_a_flush() {
-    let mut flushes = Flushes::new(true);
-    flushes.begin(0);
-    flushes.fake.set_hook(|_| io_error());
-    flushes.rig.device.write_config(32, &[0]);
-    flushes.fake.set_hook(|_| Ok(()));
-    flushes.end(0, Ok(()));
-    flushes.rig.driver.wait_used(0);
-    assert_eq!(flushes.statuses()[0], IOERR);
+    for by_ring in [false, true] {
+        let mut flushes = Flushes::new(by_ring);
+        flushes.begin(0);
+        flushes.fake.set_hook(|_| io_error());
+        flushes.rig.device.write_config(32, &[0]);
+        flushes.fake.set_hook(|_| Ok(()));
+        flushes.end(0, Ok(()));
+        flushes.rig.driver.wait_used(0);
+        assert_eq!(flushes.statuses()[0], IOERR, "{by_ring}");
+    }
 }
 
 #[test]
