@@ -34,7 +34,8 @@ const KICK: u32 = 0;
 const DONE: u32 = 1;
 const SETTLED: u32 = 2;
 
-/// Bytes that one queue has copies of, or zeroes, at a time; requests beyond that wait in the ring.
+/// Bytes of copies and of ranges to zero at which a queue stops taking requests. The last request
+/// may exceed it by less than one piece.
 pub(super) const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
 /// Passes over the queue before the event loop has its turn: a driver that is as fast as we are
 /// would keep us from being stopped.

@@ -9,7 +9,7 @@ use virtio_bindings::virtio_blk::*;
 use super::fake::{RingSteps, io_error};
 use super::*;
 use crate::virtio::block::event::HELD_BYTES_MAX;
-use crate::virtio::block::job::RANGE_PIECE_BYTES_MAX;
+use crate::virtio::block::job::{PIECE_BYTES_MAX, RANGE_PIECE_BYTES_MAX};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
@@ -152,6 +152,39 @@ fn queue_zeroes_no_more_than_its_limit_at_a_time() {
     (0..requests).for_each(|_| assert_eq!(rig.driver.wait_used(0).1, 1));
     let most = ring.most_under_way.load(Ordering::Relaxed) as u64;
     assert_eq!(most * RANGE_PIECE_BYTES_MAX, HELD_BYTES_MAX);
+}
+
+#[test]
+fn queue_exceeds_its_limit_by_less_than_one_piece() {
+    let mut fake = Fake::without_memory(1 << 30);
+    fake.has_rings = true;
+    let fake = Arc::new(fake);
+    let mut rig = Rig::new(fake.clone());
+    let ring = fake.ring(0);
+    // All of them write the same MiB, which is the driver's whole memory.
+    rig.write_header(VIRTIO_BLK_T_OUT, 0);
+    let write =
+        [Buffer::Out(HEADER, 16), Buffer::Out(0, PIECE_BYTES_MAX as u32), Buffer::In(STATUS, 1)];
+    let head = rig.driver.add(0, &write);
+    let writes = (HELD_BYTES_MAX / PIECE_BYTES_MAX - 1) as usize;
+    (1..writes).for_each(|_| rig.driver.add_again(0, head));
+    let list = [&0u64.to_le_bytes()[..], &(1u32 << 13).to_le_bytes(), &[0; 4]].concat();
+    rig.driver.write(DATA, &list);
+    let header = [&VIRTIO_BLK_T_WRITE_ZEROES.to_le_bytes()[..], &[0; 12]].concat();
+    rig.driver.write(HEADER + 0x10, &header);
+    let zeroes = [Buffer::Out(HEADER + 0x10, 16), Buffer::Out(DATA, 16), Buffer::In(STATUS, 1)];
+    rig.driver.add(0, &zeroes);
+    // The last one has to wait.
+    rig.driver.add_again(0, head);
+    rig.driver.kick(0);
+    assert_eq!(ring.wait_for(writes + 1), writes + 1);
+    for _ in 0..writes + 2 {
+        ring.wait_for(1);
+        ring.end(&fake, 0, Ok(()));
+        rig.driver.wait_used(0);
+        assert_eq!(rig.status(), OK);
+    }
+    assert_eq!(ring.most_under_way.load(Ordering::Relaxed), writes + 1);
 }
 
 #[test]
