@@ -388,9 +388,8 @@ impl Executor for Uring {
             {
                 std::thread::yield_now();
             }
-            // 2. The rest of what is done in part is left. But a flush that was put off is
-            // repeated: its result concerns all queues, and no result is not a failure of the
-            // media.
+            // 2. The rest of what is done in part is left. But an interrupted flush is repeated,
+            // because its result concerns all queues, and an interruption is not a media failure.
             for (token, mut running, result) in self.completed() {
                 let result = match running.advance(result) {
                     None if matches!(running.step, Step::Flush) => {

@@ -165,7 +165,7 @@ fn draining_waits_for_everything_and_says_how_it_went() {
 }
 
 impl Uring {
-    /// The kernel interrupts so many flushes.
+    /// Replaces the results of the next `interruptions` flushes with EINTR.
     pub(super) fn interrupted(
         &mut self,
         mut completed: Vec<(usize, Running, i32)>,

@@ -1,5 +1,5 @@
-//! Instructions of a virtio-blk request, counted by callgrind. Other work on the machine does not
-//! change them.
+//! Instructions of a virtio-blk request, counted by callgrind. Other work on the machine hardly
+//! changes them.
 
 use std::process::Command;
 

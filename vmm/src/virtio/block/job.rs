@@ -66,8 +66,8 @@ impl Job {
     /// memory.
     ///
     /// `writes_through` returns true if writes are to be durable before they are answered. It is
-    /// called when all is transferred. A write during which the driver changes the mode may be
-    /// either (virtio 1.3, 5.2.6.2). But the flush of [`Disk::write_config`] misses what is
+    /// called when all is transferred. The mode of a write during which the driver changes it is
+    /// undefined (virtio 1.3, 5.2.6.2). But the flush of [`Disk::write_config`] misses what is
     /// transferred after it, and Linux sends no flush from then on.
     ///
     /// [`Disk::write_config`]: super::state::Disk::write_config

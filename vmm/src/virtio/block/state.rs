@@ -126,8 +126,9 @@ impl Disk {
     /// Whether a write must be durable before it is answered: where the driver has switched the
     /// cache off, and where it has not agreed to flush (5.2.6.2).
     pub fn writes_through(&self, features: u64) -> bool {
-        // The write comes before the look at the mode, and in `write_config` the new mode before
-        // the flush: either the flush covers the write, or the new mode is seen here.
+        // The write precedes the load of the mode, and in `write_config` the store of the new mode
+        // precedes the flush. So either the flush covers the write, or this load returns the new
+        // mode.
         fence(Ordering::SeqCst);
         let flushes = features & (1 << VIRTIO_BLK_F_FLUSH) != 0;
         let chooses = features & (1 << VIRTIO_BLK_F_CONFIG_WCE) != 0;

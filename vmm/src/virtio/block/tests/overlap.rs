@@ -49,7 +49,7 @@ impl Flushes {
         Self { rig, fake, by_ring, begun, results }
     }
 
-    /// Has the driver flush by a queue, which is also the slot of the request.
+    /// Sends a flush to a queue. The slot of the request has the same number.
     fn begin(&mut self, queue: usize) {
         self.rig.send(queue, queue as u64, VIRTIO_BLK_T_FLUSH, 0);
         if self.by_ring {
