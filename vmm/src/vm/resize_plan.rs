@@ -188,12 +188,9 @@ impl KvmMachine {
         Ok(self.governor.call(move |core, now| core.resize(target, now))?)
     }
 
-    fn zone_ids(&self, of: impl Fn(&ZoneSpec) -> bool) -> Vec<&str> {
-        self.memory.zones().iter().filter(|spec| of(spec)).map(|spec| spec.id.as_str()).collect()
-    }
-
     fn plan_dram(&self, size_bytes: u64) -> Result<ResizeStep, VmError> {
-        let dram = self.zone_ids(|spec| spec.tier == Tier::Dram);
+        let dram: Vec<_> =
+            self.memory.zones().iter().filter(|spec| spec.tier == Tier::Dram).map(id_of).collect();
         if dram != [DRAM_ZONE] {
             return Err(VmError::BadRequest(format!(
                 "desired_ram: the VM's memory is in zones; vm.resize-zone resizes each: {}",
@@ -212,12 +209,7 @@ impl KvmMachine {
 
     fn plan_zone(&self, request: &ResizeZoneRequest) -> Result<ResizeStep, VmError> {
         let ResizeZoneRequest { id, desired_ram } = request;
-        let Some(spec) = self.memory.zones().iter().find(|spec| spec.id == *id) else {
-            let known = self.zone_ids(|_| true).join(", ");
-            return Err(VmError::BadRequest(format!(
-                "The VM has no zone {id:?}; its zones: {known}"
-            )));
-        };
+        let spec = zone(self.memory.zones(), id)?;
         if spec.growth == Growth::Dimms {
             return Err(VmError::BadRequest(format!(
                 "desired_ram {desired_ram}: zone {id} grows by ACPI: vm.resize adds memory to it"
@@ -287,13 +279,24 @@ impl KvmMachine {
     }
 }
 
+fn id_of(spec: &ZoneSpec) -> &str {
+    &spec.id
+}
+
+/// Zone that a client names.
+fn zone<'a>(zones: &'a [ZoneSpec], id: &str) -> Result<&'a ZoneSpec, VmError> {
+    zones.iter().find(|spec| spec.id == id).ok_or_else(|| {
+        let known = zones.iter().map(id_of).collect::<Vec<_>>().join(", ");
+        VmError::BadRequest(format!("The VM has no zone {id:?}; its zones: {known}"))
+    })
+}
+
 #[cfg(test)]
 impl ResizePlan {
-    /// Plan of a machine with `zones` that can carry out any request.
-    pub(super) fn unchecked(resize: &Resize, zones: &[ZoneSpec]) -> Self {
-        let of_zone = |id: &str, size_bytes| {
-            let spec = zones.iter().find(|spec| spec.id == id).expect("a zone of the machine");
-            ResizeStep::of_zone(spec, size_bytes, ZoneAction::None)
+    /// Plan of a machine with `zones` that can carry out any request for them.
+    pub(super) fn unchecked(resize: &Resize, zones: &[ZoneSpec]) -> Result<Self, VmError> {
+        let of_zone = |id: &str, size_bytes| -> Result<_, VmError> {
+            Ok(ResizeStep::of_zone(zone(zones, id)?, size_bytes, ZoneAction::None))
         };
         let steps = match resize {
             Resize::Vm(ResizeRequest { desired_vcpus, desired_ram, desired_balloon }) => vec![
@@ -301,17 +304,17 @@ impl ResizePlan {
                     action: StepAction::Vcpus { desired, plug_step: plug::Step::Nothing },
                     next_boot: NextBoot::Vcpus(desired),
                 }),
-                desired_ram.map(|size_bytes| of_zone(DRAM_ZONE, size_bytes)),
+                desired_ram.map(|size_bytes| of_zone(DRAM_ZONE, size_bytes)).transpose()?,
                 desired_balloon.map(|size_bytes| ResizeStep {
                     action: StepAction::Balloon(None),
                     next_boot: NextBoot::Balloon(size_bytes),
                 }),
             ],
             Resize::Zone(ResizeZoneRequest { id, desired_ram }) => {
-                vec![Some(of_zone(id, *desired_ram))]
+                vec![Some(of_zone(id, *desired_ram)?)]
             }
         };
-        Self(steps.into_iter().flatten().collect())
+        Ok(Self(steps.into_iter().flatten().collect()))
     }
 }
 

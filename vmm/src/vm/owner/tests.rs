@@ -108,7 +108,7 @@ impl Machine for FakeMachine {
             {
                 Err(VmError::BadRequest("odd".to_owned()))
             }
-            _ => Ok(ResizePlan::unchecked(resize, &self.zones)),
+            _ => ResizePlan::unchecked(resize, &self.zones),
         }
     }
     fn resize(&mut self, step: ResizeStep) -> Result<(), VmError> {
