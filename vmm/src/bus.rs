@@ -23,9 +23,10 @@ pub trait BusDevice: Send + Sync {
     fn write(&self, offset: u64, data: &[u8]);
 }
 
-/// Writes of vCPUs that raise an eventfd without an exit: KVM, or a test's record of them.
+/// Registers ioeventfds: eventfds that KVM raises when a vCPU writes to an address, without an
+/// exit. Tests implement it by a record.
 pub trait IoEvents: Send + Sync {
-    /// Has a write of any width at guest-physical `address` raise `event`.
+    /// Registers `event` to be raised by a write of any width at guest-physical `address`.
     fn register(&self, event: &EventFd, address: u64) -> io::Result<()>;
     /// Undoes [`Self::register`].
     fn unregister(&self, event: &EventFd, address: u64) -> io::Result<()>;
@@ -66,7 +67,7 @@ struct Entry {
     device: Arc<dyn BusDevice>,
 }
 
-/// Range of a device that may go before its bus does. Dropping it takes the range off the bus.
+/// Range of a device that may be dropped before its bus. Dropping it takes the range off the bus.
 #[must_use = "the range leaves the bus when this is dropped"]
 pub struct BusRange {
     bus: Arc<Bus>,
@@ -127,7 +128,8 @@ impl Bus {
     /// Takes the range that starts at `base` off the bus; false if there is none.
     pub fn remove(&self, base: u64) -> bool {
         let removed = self.ranges.write().remove(&base);
-        // The last owner of a device may wait for its work, which is not for the lock.
+        // The removed device is dropped after the lock is released, because its drop may wait for
+        // work in progress.
         removed.is_some()
     }
 

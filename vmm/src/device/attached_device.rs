@@ -22,13 +22,13 @@ pub struct NewDevice {
 }
 
 impl NewDevice {
-    /// Creates a device that exists as long as the machine. `loops` are its own threads.
+    /// Creates a device that exists as long as the machine. `loops` run on its own threads.
     pub fn new(id: &str, device: Arc<dyn PciDevice>, loops: Vec<EventLoopHandle>) -> Self {
         let (slot, removable, source, handle, mapping) = Default::default();
         Self { id: id.to_owned(), device, loops, slot, removable, source, handle, mapping }
     }
 
-    /// Lets users remove the device. Metrics and events name its `kind`.
+    /// Allows users to remove the device. Metrics and events name its `kind`.
     pub fn removable(self, kind: &'static str) -> Self {
         Self { removable: Some(kind), ..self }
     }
@@ -43,19 +43,19 @@ impl NewDevice {
         Self { source: Some(source), ..self }
     }
 
-    /// Lets the API use the device.
+    /// Gives the API a handle to the device.
     pub fn with_handle(self, handle: impl DeviceHandle) -> Self {
         Self { handle: Some(Box::new(handle)), ..self }
     }
 
-    /// Holds the mapping that the device shows until the guest has ejected the device, or until it
-    /// has stopped.
+    /// Holds the mapping that the device shows. It is dropped when the guest has ejected the
+    /// device, otherwise after the device has stopped.
     pub fn mapping(self, mapping: impl Any + Send) -> Self {
         Self { mapping: Some(Box::new(mapping)), ..self }
     }
 
-    /// Puts the device on the bus and registers it. A device that is refused is stopped before its
-    /// resources are dropped.
+    /// Puts the device on the bus and registers it. If the bus refuses it, the device stops before
+    /// its mapping is dropped.
     pub fn attach(self, context: &DeviceContext) -> Result<AttachedDevice, PciError> {
         let slot = context.pci.add(self.slot, Arc::clone(&self.device))?;
         let Self { id, device, loops, removable, source, handle, mapping, .. } = self;
@@ -76,8 +76,8 @@ impl NewDevice {
     }
 }
 
-/// Device on the PCI bus. Dropping it takes it off the bus, stops it, and then drops its mapping:
-/// its threads may use that until they have stopped.
+/// Device on the PCI bus. Dropping it takes it off the bus, stops it, and then drops its mapping,
+/// because its threads may use the mapping until they have stopped.
 pub struct AttachedDevice {
     /// Id in the API.
     pub id: String,
@@ -108,20 +108,20 @@ impl AttachedDevice {
         handle.downcast_ref()
     }
 
-    /// Checks that the guest has not ejected the device.
+    /// Returns false once the guest has ejected the device.
     pub fn is_on_bus(&self) -> bool {
         self.pci.has(self.slot, &*self.device)
     }
 
-    /// Unregisters a device that the guest has ejected, and releases its mapping: a loss of the
-    /// file no longer concerns the guest. The device's work goes on until the device is dropped,
-    /// which may wait for a disk.
+    /// Unregisters a device that the guest has ejected. Releases its mapping before its threads
+    /// have stopped, because a loss of the file no longer concerns the guest. The threads stop when
+    /// the device is dropped, which may wait for a disk.
     pub fn eject(&mut self) {
         self.unregister();
         self.mapping = None;
     }
 
-    /// Stops the device's work, which may wait for a disk.
+    /// Stops the device's threads. This may wait for a disk.
     pub fn stop(&self) {
         self.device.stop();
     }
@@ -151,15 +151,16 @@ impl DeviceList {
     /// Adds a device.
     ///
     /// # Panics
-    /// If a device has its id, because a removal could then reach the other one. Configurations
-    /// with two devices of one id are refused, and so is an added device whose id is taken.
+    /// If another device has the same id, because a removal could then reach the wrong one. Callers
+    /// prevent this: a configuration with two devices of one id is refused, and so is an added
+    /// device whose id is taken.
     pub fn push(&mut self, device: AttachedDevice) {
         let id = &device.id;
         assert!(self.0.iter().all(|attached| attached.id != *id), "two devices have the id {id}");
         self.0.push(device);
     }
 
-    /// Handles of this type, in the order of their devices.
+    /// Returns the handles of this type, in the order of their devices.
     pub fn handles<T: DeviceHandle>(&self) -> impl Iterator<Item = &T> {
         self.0.iter().filter_map(AttachedDevice::handle)
     }

@@ -35,7 +35,7 @@ pub struct MachineParts {
     pub metrics: Arc<Metrics>,
     /// Restarts the guest as if it had requested that.
     pub reset_guest: Arc<dyn Fn() + Send + Sync>,
-    /// Has the owner pause the VM for a reason.
+    /// Requests that the owner pause the VM, for the reason that is passed.
     pub pause_guest: Arc<dyn Fn(String) + Send + Sync>,
 }
 
@@ -91,7 +91,8 @@ impl DeviceContext {
     }
 }
 
-/// Registration of an event that raises an interrupt of the I/O APIC. Dropping it undoes that.
+/// Registration of an event that raises an interrupt of the I/O APIC. Dropping it unregisters the
+/// event.
 #[must_use = "the interrupt is unregistered when this is dropped"]
 pub struct InterruptLine {
     interrupts: Arc<dyn MsiController>,
@@ -101,7 +102,7 @@ pub struct InterruptLine {
 
 impl Drop for InterruptLine {
     fn drop(&mut self) {
-        // It fails only when the VM itself is gone.
+        // This fails only if the VM itself is gone.
         let _ = self.interrupts.unregister_irqfd(&self.event, self.gsi);
     }
 }

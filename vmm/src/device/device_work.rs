@@ -13,49 +13,51 @@ pub struct DeviceWork {
 
 struct State {
     loops: Vec<EventLoopHandle>,
-    /// How often the VM has gone on: a pause that comes late sees that it is over.
+    /// Number of resumes of the VM. A pause that holds the loops late finds that the VM was
+    /// resumed.
     releases: u64,
 }
 
 impl DeviceWork {
-    /// That of these loops.
+    /// Creates the set of these loops.
     pub fn new(loops: Vec<EventLoopHandle>) -> Arc<Self> {
         Arc::new(Self { state: Mutex::new(State { loops, releases: 0 }) })
     }
 
-    /// Those of another device. While the VM is paused its driver does not begin anything.
+    /// Adds the loops of another device. They need no hold while the VM is paused, because the
+    /// driver of the device cannot run.
     pub fn add(&self, loops: &[EventLoopHandle]) {
         self.state.lock().loops.extend_from_slice(loops);
     }
 
-    /// Those of a device that the guest has let go: whoever stops it waits for them, also while the
-    /// VM is paused.
+    /// Removes the loops of a device that the guest has ejected, and releases them for good.
+    /// Stopping the device waits for them, even while the VM is paused.
     pub fn remove(&self, loops: &[EventLoopHandle]) {
         let mut state = self.state.lock();
         state.loops.retain(|known| !loops.iter().any(|gone| gone.is_same(known)));
         loops.iter().for_each(EventLoopHandle::dismiss);
     }
 
-    /// All of them, for a machine that ends.
+    /// Releases all loops for good, because the machine ends.
     pub fn dismiss(&self) {
         let mut state = self.state.lock();
         state.releases += 1;
         state.loops.iter().for_each(EventLoopHandle::dismiss);
     }
 
-    /// How many threads there are.
+    /// Number of loops.
     #[cfg(test)]
     pub fn count(&self) -> usize {
         self.state.lock().loops.len()
     }
 
-    /// How often the VM has gone on.
+    /// Number of resumes of the VM.
     pub fn releases(&self) -> u64 {
         self.state.lock().releases
     }
 
-    /// Holds what has not gone on since there were so many releases, and waits until it stands
-    /// still.
+    /// Holds all loops and waits until they stand still, unless the VM was resumed after `since`
+    /// resumes.
     pub fn hold(&self, since: u64) {
         let loops = {
             let state = self.state.lock();
@@ -89,7 +91,7 @@ mod tests {
         assert!(stays.handle().gate().is_closed() && goes.handle().gate().is_closed());
         work.remove(&[goes.handle()]);
         assert!(stays.handle().gate().is_closed() && !goes.handle().gate().is_closed());
-        // It is nobody's any more.
+        // The removed loop is not held any more.
         work.hold(work.releases());
         assert!(!goes.handle().gate().is_closed());
         work.release();

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::events::{Event, Events};
 
-/// Emits events of a machine's devices. It is silent once the machine ends, because a reset at the
-/// end is not the driver's.
+/// Emits events of a machine's devices. Silent once the machine ends, because the machine resets
+/// the devices then, not their drivers.
 #[derive(Clone)]
 pub struct EventEmitter {
     events: Events,

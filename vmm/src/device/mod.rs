@@ -3,7 +3,7 @@
 //! A device's folder has a function `build`. It takes the device's configuration and a
 //! [`DeviceContext`], and returns an [`AttachedDevice`], which the guest finds on the PCI bus.
 //! Dropping that removes the device and everything that was registered for it. vmm/src/vm/devices
-//! lists these functions.
+//! calls these functions.
 
 mod attached_device;
 mod context;
@@ -27,7 +27,7 @@ pub use self::switch::Switch;
 /// Error of a device that cannot be built: the error of its folder, of its transport or of the bus.
 pub type SetupError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Device that its folder has built.
+/// Result of a device's `build`.
 pub type SetupResult<T = AttachedDevice> = Result<T, SetupError>;
 
 /// Counters of a device by Cloud Hypervisor's names. Each is at most `i64::MAX`, because clients
@@ -39,7 +39,7 @@ pub fn signed<const N: usize>(counters: [(&'static str, u64); N]) -> DeviceCount
     counters.map(|(name, value)| (name, value.min(i64::MAX as u64))).into()
 }
 
-/// Interface of an attached device for the API. [`AttachedDevice::handle`] returns its type.
+/// Interface of an attached device for the API. [`AttachedDevice::handle`] returns it by its type.
 pub trait DeviceHandle: Any + Send {
     /// Returns the counters for `vm.counters`, if the device has some.
     fn counters(&self) -> Option<DeviceCounters> {

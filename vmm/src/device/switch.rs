@@ -3,8 +3,8 @@
 use super::{DeviceContext, SetupResult};
 use crate::events::DeviceEvent;
 
-/// Device without options. Its folder has this description, from which its flag, its JSON key, its
-/// help and its place on the bus follow. config/switches.rs lists all of them.
+/// Description of a device without options, in the folder of the device. The flag, the JSON key and
+/// the help follow from it. config/switches.rs lists all of them, in the order of their PCI slots.
 pub struct Switch {
     /// Name of the flag, without its dashes, and of the JSON key.
     pub key: &'static str,

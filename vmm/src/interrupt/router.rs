@@ -84,7 +84,7 @@ impl MsiRouter {
         self.connect_irqfd(|| event.try_clone(), message)
     }
 
-    /// Number of GSIs with a message.
+    /// Number of GSIs that have a message.
     #[cfg(test)]
     pub fn used(&self) -> usize {
         self.routes.lock().messages.len()

@@ -20,7 +20,7 @@ pub const SWITCH: Switch = Switch {
     build,
 };
 
-/// Report of a guest's kernel.
+/// Event for a panic that the guest's kernel reports.
 const PANIC: DeviceEvent = DeviceEvent { source: "guest", name: "panic", properties: &["event"] };
 
 fn build(context: &DeviceContext) -> SetupResult {
