@@ -140,7 +140,7 @@ pub fn read_config_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
     }
 }
 
-/// Shows a device that exists as long as the machine by the PCI transport. Its name is its id.
+/// Wraps a device in the PCI transport. The name of the device is its id.
 pub fn new_device(
     device: impl VirtioDevice + 'static,
     context: &DeviceContext,
@@ -149,7 +149,7 @@ pub fn new_device(
     new_device_with_id(&id, device, context)
 }
 
-/// Shows a device by the PCI transport.
+/// Wraps a device in the PCI transport.
 pub fn new_device_with_id(
     id: &str,
     device: impl VirtioDevice + 'static,

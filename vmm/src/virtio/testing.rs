@@ -69,19 +69,21 @@ struct Ring {
 }
 
 impl Ring {
-    /// Index of the used buffer that the driver wants an interrupt for (virtio 1.3, 2.7.7).
+    /// Address of `used_event`: the index of the used buffer that the driver wants an interrupt for
+    /// (virtio 1.3, 2.7.7).
     fn used_event(&self) -> u64 {
         self.available + 4 + 2 * u64::from(QUEUE_SIZE)
     }
 
-    /// Index of the available buffer that the device wants a notification for (2.7.10).
+    /// Address of `avail_event`: the index of the available buffer that the device wants a
+    /// notification for (2.7.10).
     fn avail_event(&self) -> u64 {
         self.used + 4 + 8 * u64::from(QUEUE_SIZE)
     }
 }
 
-/// A driver with so many queues of 32 descriptors. Like Linux, it sends only the notifications that
-/// the device has not suppressed, so that a device that forgets to ask for one stalls.
+/// A driver whose queues have 32 descriptors each. Like Linux, it omits notifications that the
+/// device has suppressed. So a device stalls if it forgets to request one.
 pub struct TestDriver {
     pub memory: GuestMemoryMmap,
     /// What the device sees of it, where that is more; a view of it otherwise.
@@ -93,7 +95,7 @@ pub struct TestDriver {
     /// more: a test that adds so many has waited for the earlier ones.
     free: Vec<u16>,
     seen: Vec<u16>,
-    /// Index of each available ring at the last notification.
+    /// Index of the available ring of each queue at its last notification.
     notified: Vec<u16>,
     event_idx: bool,
 }
@@ -221,11 +223,11 @@ impl TestDriver {
     }
 
     /// Notifies the device of new buffers, unless it has suppressed that (virtio 1.3, 2.7.10).
-    /// Without new buffers, the notification is spurious, and sent in any case.
+    /// Without new buffers, it sends a spurious notification in any case.
     pub fn kick(&mut self, queue: usize) {
         let available: u16 = self.load(self.ring(queue).available + 2);
         let notified = std::mem::replace(&mut self.notified[queue], available);
-        // The index is stored before the device's wish is read.
+        // The store of the available index must precede the load of the device's suppression.
         fence(Ordering::SeqCst);
         if available == notified || self.is_wanted(self.ring(queue), notified, available) {
             self.kicks[queue].write(1).unwrap();
@@ -262,7 +264,9 @@ impl TestDriver {
     /// Waits for interrupts until there is a used buffer.
     pub fn wait_used(&mut self, queue: usize) -> (u16, u32) {
         loop {
-            // The device reads this after it has stored its index, and may have passed it by then.
+            // The device reads `used_event` after it has stored its used index. No interrupt
+            // follows if that index has passed the event already, so the ring is read once more
+            // before the wait.
             self.store(self.ring(queue).used_event(), self.seen[queue]);
             fence(Ordering::SeqCst);
             if let Some(used) = self.used(queue) {

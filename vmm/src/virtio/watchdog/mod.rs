@@ -26,7 +26,7 @@ pub const SWITCH: Switch = Switch {
     build,
 };
 
-/// Builds the device. A guest that stops to ping it is restarted as if it had requested that.
+/// Builds the device. A guest that stops pinging it is restarted as if it had requested a restart.
 fn build(context: &DeviceContext) -> SetupResult {
     let machine = &context.machine;
     let (events, reset_guest) = (machine.events.clone(), Arc::clone(&machine.reset_guest));

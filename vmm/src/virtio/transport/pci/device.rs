@@ -78,7 +78,7 @@ pub struct VirtioPciDevice {
 }
 
 impl VirtioPciDevice {
-    /// Shows `device`, whose events have `id`. Put the result on the root bus.
+    /// Shows `device`, whose events carry `id`. Put the result on the root bus.
     pub fn new(
         id: &str,
         device: Box<dyn VirtioDevice>,
