@@ -24,7 +24,7 @@ pub trait BusDevice: Send + Sync {
 }
 
 /// Registers ioeventfds: eventfds that KVM raises when a vCPU writes to an address, without an
-/// exit. Tests implement it by a record.
+/// exit. Tests implement it with a recorder.
 pub trait IoEvents: Send + Sync {
     /// Registers `event` to be raised by a write of any width at guest-physical `address`.
     fn register(&self, event: &EventFd, address: u64) -> io::Result<()>;

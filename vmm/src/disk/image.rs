@@ -279,7 +279,7 @@ impl RawImage {
         if first < last { first..last } else { start..start }
     }
 
-    /// `fallocate`, whose errors are told apart by the caller.
+    /// Calls `fallocate`, whose errors the caller distinguishes.
     fn allocate(&self, mode: FallocateFlags, range: &Range<u64>) -> io::Result<()> {
         if range.is_empty() {
             return Ok(());

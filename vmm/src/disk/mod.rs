@@ -170,10 +170,10 @@ pub trait Executor: Send {
     /// Number of steps worth adding before the first is begun.
     fn batch(&self) -> usize;
 
-    /// True once the kernel takes no more steps from the ring, so that calls execute them.
+    /// True once the kernel takes no more steps from the ring, so that system calls execute them.
     fn is_given_up(&self) -> bool;
 
-    /// Waits for what is under way and returns its results. Other steps that have not begun are
-    /// dropped, but all flushes are executed.
+    /// Waits for the steps under way and returns their results. Steps that have not begun are
+    /// dropped, except flushes, which are all executed.
     fn drain(&mut self) -> Vec<Done>;
 }

@@ -72,7 +72,7 @@ pub struct Uring {
     zeros: Option<Buffer>,
     /// The kernel takes no more from the ring.
     is_given_up: bool,
-    /// Completions of flushes that the test has interrupted.
+    /// Number of the next completions of flushes that the test replaces with EINTR.
     #[cfg(test)]
     interruptions: u32,
 }
@@ -378,7 +378,7 @@ impl Executor for Uring {
             self.begin();
         }
         while self.under_way > 0 {
-            // Gives the ring up if the kernel does not take repeated flushes.
+            // Submits repeated flushes. Gives the ring up if the kernel does not take them.
             self.submit();
             if self.under_way == 0 {
                 break;
@@ -388,8 +388,9 @@ impl Executor for Uring {
             {
                 std::thread::yield_now();
             }
-            // 2. The rest of what is done in part is left. But an interrupted flush is repeated,
-            // because its result concerns all queues, and an interruption is not a media failure.
+            // 2. The rest of a step that is done in part is dropped. But an interrupted flush is
+            // repeated, because its result concerns all queues, and an interruption is not a media
+            // failure.
             for (token, mut running, result) in self.completed() {
                 let result = match running.advance(result) {
                     None if matches!(running.step, Step::Flush) => {
@@ -401,7 +402,7 @@ impl Executor for Uring {
                 self.done.push_back(Done { token, step: running.step, result });
             }
         }
-        // 3. A flush may have been deferred after the kernel had interrupted it. It cannot wait for
+        // 3. A flush may have been deferred after the kernel had interrupted it. It never waits for
         // other steps, because it changes no blocks.
         self.deferred.retain(|(_, step)| matches!(step, Step::Flush));
         while self.carry_out_deferred() {}

@@ -94,7 +94,7 @@ fn steps_of_all_kinds_are_carried_out_by_the_ring_alone() {
     assert!(!ring.is_given_up());
 }
 
-/// Replaces the descriptor of the ring, so that every later call of the kernel fails.
+/// Replaces the descriptor of the ring, so that every later system call on the ring fails.
 fn take_away(ring: &Uring) {
     let null = File::open("/dev/null").unwrap();
     // SAFETY: both are open; the ring's memory stays mapped, and the kernel takes nothing from it

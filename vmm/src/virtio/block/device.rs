@@ -52,7 +52,7 @@ impl Block {
 
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { view, interrupt, queues, features } = activation;
-        // Each queue without a ring clears it.
+        // Each queue that gets no ring clears it.
         self.disk.metrics().io_uring.store(true, Ordering::Relaxed);
         let gates = self.threads.iter().map(|thread| thread.handle().gate());
         for (((index, queue), slot), gate) in (0..).zip(queues).zip(&mut self.workers).zip(gates) {

@@ -35,7 +35,7 @@ const DONE: u32 = 1;
 const SETTLED: u32 = 2;
 
 /// Bytes of copies and of ranges to zero at which a queue stops taking requests. The last request
-/// may exceed it by less than one piece.
+/// may exceed it by less than one piece. Further requests wait in the ring.
 pub(super) const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
 /// Passes over the queue before the event loop has its turn: a driver that is as fast as we are
 /// would keep us from being stopped.

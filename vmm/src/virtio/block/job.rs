@@ -62,13 +62,14 @@ impl Job {
         self.since
     }
 
-    /// The next step. What it writes is copied from the guest now: `Err`, its buffers are not in
-    /// memory.
+    /// Returns the next step. Data to write is copied from the guest now. Fails if the guest's
+    /// buffers are not in memory.
     ///
-    /// `writes_through` returns true if writes are to be durable before they are answered. It is
-    /// called when all is transferred. The mode of a write during which the driver changes it is
-    /// undefined (virtio 1.3, 5.2.6.2). But the flush of [`Disk::write_config`] misses what is
-    /// transferred after it, and Linux sends no flush from then on.
+    /// `writes_through` returns true if a write must be durable before it is answered. It is called
+    /// after the last transfer, because the driver may switch the cache off before that. Virtio
+    /// does not define the mode of such a write (virtio 1.3, 5.2.6.2). But the flush of
+    /// [`Disk::write_config`] misses data that is transferred after it, and Linux sends no flush
+    /// from then on.
     ///
     /// [`Disk::write_config`]: super::state::Disk::write_config
     pub fn next<M: GuestMemory>(

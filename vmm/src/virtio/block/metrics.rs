@@ -114,7 +114,7 @@ pub struct BlockMetrics {
     /// Passes of the queues' workers: what they do when there is nothing to be done must not grow.
     #[cfg(test)]
     pub passes: AtomicU64,
-    /// All queues that were started last work by io_uring, and none has given it up.
+    /// True if every queue of the last activation has a ring of io_uring and none has given it up.
     pub io_uring: AtomicBool,
     /// From taking a read out of the ring to its answer, of those that went well.
     pub reads: DurationRange,

@@ -31,7 +31,7 @@ pub use self::device::{Block, BlockHandle};
 pub use self::metrics::{BlockMetrics, DiskMetrics, Kind};
 pub use self::state::DiskShape;
 
-/// Builds the image file or block device of `--disk`, which has an id.
+/// Builds the device of `--disk` for an image file or a block device. The configuration has an id.
 pub fn build(config: &DiskConfig, context: &DeviceContext) -> SetupResult {
     let options = ImageOptions {
         readonly: config.readonly,

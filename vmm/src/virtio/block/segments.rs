@@ -20,10 +20,11 @@ impl Segment {
     }
 }
 
-/// Buffers of a request of one page: header or status, and data that may cross a page boundary.
+/// Number of buffers in one direction of a request for one page: the header or the status, and data
+/// that may cross a page boundary.
 const USUAL: usize = 3;
 
-/// Buffers in a row. Nothing says that they are in memory before they are used.
+/// Consecutive buffers. They may lie outside of memory; an access to them checks that.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Segments(SmallVec<[Segment; USUAL]>);
 

@@ -159,15 +159,15 @@ impl Disk {
 
     /// The driver writes to the configuration.
     ///
-    /// It does not flush any more once it has switched the cache off, so what it has written before
-    /// is made durable with that. A write that is under way flushes when it is transferred
+    /// A driver that has switched the cache off sends no more flushes. So the switch makes all
+    /// earlier writes durable, and a write that is under way flushes after its transfer
     /// ([`Job::next`](super::job::Job::next)). Virtio asks for less: a write that was completed
     /// with the cache on becomes stable by a flush that the driver sends (virtio 1.3, 5.2.6.2). But
-    /// Linux sends none from the moment on at which this returns (cache_type_store in
-    /// drivers/block/virtio_blk.c: the block layer drops flushes for a disk without a cache), and
-    /// an fsync of what it has written back before need not send a write either, with which the
-    /// flush could come. So the vCPU waits here, and with it who else touches the function's
-    /// registers: once in a guest's life, if at all.
+    /// Linux sends none once this has returned (cache_type_store in drivers/block/virtio_blk.c: the
+    /// block layer drops flushes for a disk without a cache). Nor need an fsync of data that was
+    /// written back before send a write, whose flush would cover that data. So the vCPU waits here,
+    /// and with it every other access to the function's registers: once in a guest's life, if at
+    /// all.
     pub fn write_config(&self, offset: u64, data: &[u8]) {
         let (WRITEBACK_AT, [mode @ (0 | 1)]) = (offset, data) else { return };
         let write_back = *mode == 1;

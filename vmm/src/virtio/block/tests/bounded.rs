@@ -23,8 +23,9 @@ fn ranges(list: &[(u64, u32)]) -> Vec<u8> {
     list.iter().flat_map(one).collect()
 }
 
-/// A large disk whose discards and zeroing the test lets go on: the length in bytes of each is sent
-/// when it begins, and the end of `go_on` lets everything pass.
+/// A large disk whose discards and zeroing wait for the test. Each sends its length in bytes when
+/// it begins, and then waits for a message of the returned sender. After the sender is dropped,
+/// none waits.
 fn slow_disk() -> (Rig, Receiver<u64>, Sender<()>) {
     let (begun, has_begun) = channel();
     let (go_on, goes_on) = channel();

@@ -14,7 +14,7 @@ use crate::virtio::block::job::PIECE_BYTES_MAX;
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const WRITEBACK_AT: u64 = 32;
 const DISK_BYTES: usize = 4 << 20;
-/// Bytes of guest memory that are written several times.
+/// Length of the guest's buffer. A write lists the buffer several times.
 const BUFFER_BYTES: u32 = 0x4_0000;
 
 /// Sends a write that takes `pieces` steps.
@@ -39,7 +39,8 @@ fn write_that_ends_during_the_flush_of_the_switch_has_a_flush_of_its_own() {
     let is_switched = AtomicBool::new(false);
     fake.set_hook(move |call| {
         if call == Call::Flush && !is_switched.swap(true, Ordering::Relaxed) {
-            // The device sees the new mode now, or never.
+            // The write ends during the flush of the switch: if its device does not see the new
+            // mode now, it never does.
             at_ring.end(&written, 0, Ok(()));
             at_ring.wait_for(1);
             at_ring.end(&written, 0, Ok(()));
@@ -47,7 +48,7 @@ fn write_that_ends_during_the_flush_of_the_switch_has_a_flush_of_its_own() {
         Ok(())
     });
     rig.device.write_config(WRITEBACK_AT, &[0]);
-    // The hook holds the disk.
+    // The hook has a reference to the disk. Replacing it drops the reference.
     fake.set_hook(|_| Ok(()));
     rig.driver.wait_used(0);
     assert_eq!((rig.status(), fake.is_dirty()), (OK, false));

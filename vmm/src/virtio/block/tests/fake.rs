@@ -1,4 +1,4 @@
-//! A disk in memory. The test decides how its steps end, and with a ring also when.
+//! A disk in memory. The test determines the results of its steps and, with a ring, when they end.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,18 +13,18 @@ use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Done, Executor, Geometry, ResizeError, Step};
 use crate::memory::view::GuestView;
 
-/// A device that takes longer is broken, not slow.
+/// Time limit of each wait. A device that takes longer is broken, not slow.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A call of the device.
+/// Call that a device makes to its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
     Read,
     Write,
     Flush,
-    /// Discard of so many bytes.
+    /// Discard, with its length in bytes.
     Discard(u64),
-    /// Zeroing of so many bytes.
+    /// Zeroing, with its length in bytes.
     WriteZeroes(u64),
 }
 
@@ -33,7 +33,7 @@ type Hook = Arc<dyn Fn(Call) -> io::Result<()> + Send + Sync>;
 
 pub struct Fake {
     size_bytes: AtomicU64,
-    /// First bytes of the disk. The others read as zeros and cannot be written.
+    /// First bytes of the disk. The others read as zeros, and writes to them are dropped.
     pub bytes: Mutex<Vec<u8>>,
     pub geometry: Geometry,
     hook: Mutex<Option<Hook>>,
@@ -41,7 +41,7 @@ pub struct Fake {
     /// The disk has changed since the last flush.
     pub dirty: AtomicBool,
     pub has_rings: bool,
-    /// Number of the next queues to start that get no ring even so.
+    /// Number of queues, from the next one to start, that get no ring in spite of `has_rings`.
     pub without_ring: AtomicUsize,
     rings: Mutex<Vec<Arc<RingSteps>>>,
 }
@@ -98,7 +98,8 @@ impl Fake {
         self.dirty.load(Ordering::Relaxed)
     }
 
-    /// The ring that was started `nth`: each activation starts one for each queue, in their order.
+    /// Returns the `nth` ring that was started. Each activation starts one for each queue, in their
+    /// order.
     pub fn ring(&self, nth: usize) -> Arc<RingSteps> {
         Arc::clone(&self.rings.lock()[nth])
     }
@@ -108,7 +109,7 @@ impl Fake {
         hook.map_or(Ok(()), |hook| hook(call))
     }
 
-    /// Checks the request of a device, which must not pass on a transfer beyond the end.
+    /// Checks that the device does not pass on a transfer beyond the end of the disk.
     fn assert_inside(&self, offset_bytes: u64, len_bytes: u64) {
         let size_bytes = self.size_bytes();
         assert!(
@@ -195,7 +196,7 @@ pub struct RingSteps {
     changed: Condvar,
     event: EventFd,
     is_given_up: AtomicBool,
-    /// Memory that is plugged during each call of the ring.
+    /// Memory whose view is locked exclusively during each call of the ring, as a plug does.
     view: Mutex<Option<GuestView>>,
     /// Largest number of steps under way at a time.
     pub most_under_way: AtomicUsize,
@@ -233,7 +234,8 @@ impl RingSteps {
         state.under_way.len()
     }
 
-    /// Ends the step that was begun `nth` of those under way. If it succeeds, `fake` executes it.
+    /// Ends the `nth` of the steps under way, in the order in which they began. If `result` is a
+    /// success, `fake` executes the step.
     pub fn end(&self, fake: &Fake, nth: usize, result: io::Result<()>) {
         let mut state = self.state.lock();
         let (token, mut step) = state.under_way.remove(nth);
@@ -249,7 +251,7 @@ impl RingSteps {
         self.changed.notify_all();
     }
 
-    /// Has memory plugged during each call of the ring, which waits until no guard is held.
+    /// Plugs memory during each call of the ring. The plug waits until no guard is held.
     pub fn plug_during_calls(&self, view: GuestView) {
         *self.view.lock() = Some(view);
     }
@@ -260,7 +262,7 @@ impl RingSteps {
         }
     }
 
-    /// Has the ring report that the kernel takes no more steps from it.
+    /// Makes the ring report that the kernel takes no more steps from it.
     pub fn give_up(&self) {
         self.is_given_up.store(true, Ordering::Relaxed);
     }
@@ -307,7 +309,7 @@ impl Executor for FakeRing {
     fn is_given_up(&self) -> bool {
         self.steps.is_given_up.load(Ordering::Relaxed)
     }
-    /// Lets the test end what is under way.
+    /// Waits until the test has ended the steps under way.
     fn drain(&mut self) -> Vec<Done> {
         let mut state = self.steps.state.lock();
         let any = |state: &mut State| !state.under_way.is_empty() || state.ending > 0;

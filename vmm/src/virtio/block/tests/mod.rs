@@ -92,8 +92,8 @@ impl Rig {
         self.driver.read(STATUS, 1)[0]
     }
 
-    /// Sends a request, and returns the head of its chain. Requests that are open together have
-    /// different slots. [`data_of`] is the sector of memory that a transfer is for.
+    /// Sends a request, and returns the head of its chain. Requests that are open at the same time
+    /// need different slots. A transfer moves one sector at [`data_of`] in guest memory.
     fn send(&mut self, queue: usize, slot: u64, kind: u32, sector: u64) -> u16 {
         let (header, status) = (HEADER + 0x200 + 0x10 * slot, status_at(slot));
         let bytes = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();

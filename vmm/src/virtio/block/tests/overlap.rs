@@ -1,4 +1,4 @@
-//! Flushes that overlap, of which one has an error. A disk with two queues, by calls and by rings.
+//! Overlapping flushes of which one fails, on a disk with two queues, with and without rings.
 
 use std::io;
 use std::sync::Arc;
@@ -23,9 +23,9 @@ struct Flushes {
     rig: Rig,
     fake: Arc<Fake>,
     by_ring: bool,
-    /// A message for each flush that calls have begun.
+    /// Receives a message for each flush that begins without a ring.
     begun: Receiver<()>,
-    /// Results of the flushes by calls, in their order.
+    /// Senders of the results of flushes without a ring, in the order in which they begin.
     results: Vec<Sender<io::Result<()>>>,
 }
 
@@ -68,7 +68,7 @@ impl Flushes {
         }
     }
 
-    /// Waits until the first flush that ended is known to the disk.
+    /// Waits until the disk has counted the first flush that ended.
     fn wait_for_flush(&self) {
         while self.rig.metrics().flushes.count() == 0 {
             thread::yield_now();
@@ -80,7 +80,8 @@ impl Flushes {
     }
 }
 
-/// Two flushes overlap, one in each queue, and the second ends first. Returns their statuses.
+/// Runs two overlapping flushes, one in each queue, of which the second ends first. Returns their
+/// statuses.
 fn two_overlap(by_ring: bool, first: io::Result<()>, second: io::Result<()>) -> [u8; 2] {
     let mut flushes = Flushes::new(by_ring);
     (0..2).for_each(|queue| flushes.begin(queue));
@@ -88,7 +89,7 @@ fn two_overlap(by_ring: bool, first: io::Result<()>, second: io::Result<()>) -> 
     flushes.end(1, second);
     flushes.wait_for_flush();
     if is_good {
-        // The queue has seen the end when it has answered something else behind it.
+        // Once the queue has answered a later request, it has seen the end of the flush.
         flushes.rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
         flushes.rig.driver.wait_used(1);
         assert_eq!(flushes.rig.status_of(2), OK);
@@ -156,7 +157,7 @@ fn queue_is_held_when_all_that_it_has_taken_is_answered_and_takes_no_more() {
     for by_ring in [false, true] {
         let mut flushes = Flushes::new(by_ring);
         (0..2).for_each(|queue| flushes.begin(queue));
-        // 1. The second is done, and waits for the first, which is not.
+        // 1. The second flush has ended, but waits for the first, which has not.
         flushes.end(1, Ok(()));
         flushes.wait_for_flush();
         flushes.rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
@@ -173,7 +174,7 @@ fn queue_is_held_when_all_that_it_has_taken_is_answered_and_takes_no_more() {
         assert_eq!(flushes.statuses(), [OK, OK]);
         let rig = &mut flushes.rig;
         rig.driver.wait_used(1);
-        // 2. A request that comes now is for later.
+        // 2. A request that arrives while the queue is held waits in the ring.
         rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
         assert_eq!((rig.driver.used(1), rig.status_of(2)), (None, UNTOUCHED));
         loops.iter().for_each(EventLoopHandle::release);

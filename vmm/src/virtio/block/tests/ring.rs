@@ -76,7 +76,7 @@ fn flushes_of_one_queue_that_overlap_share_their_error() {
             thread::yield_now();
         }
         if first != failing {
-            // The queue has seen the end when it has answered something else behind it.
+            // Once the queue has answered a later request, it has seen the end of the flush.
             rig.send(0, 2, VIRTIO_BLK_T_GET_ID, 0);
             rig.driver.wait_used(0);
             assert_eq!([0, 1, 2].map(|slot| rig.status_of(slot)), [UNTOUCHED, UNTOUCHED, OK]);
@@ -92,7 +92,8 @@ fn flushes_of_one_queue_that_overlap_share_their_error() {
 
 #[test]
 fn write_is_durable_if_the_cache_is_off_at_its_end() {
-    // Virtio leaves open how a write ends during which the cache is switched on.
+    // No case switches the cache on, because virtio does not define the mode of a write that is
+    // under way then.
     for (before, after) in [(0, 0), (1, 0), (1, 1)] {
         let (mut rig, fake, ring) = rig();
         rig.device.write_config(32, &[before]);
@@ -161,7 +162,7 @@ fn queue_exceeds_its_limit_by_less_than_one_piece() {
     let fake = Arc::new(fake);
     let mut rig = Rig::new(fake.clone());
     let ring = fake.ring(0);
-    // All of them write the same MiB, which is the driver's whole memory.
+    // All writes have the same MiB as data: the whole memory of the driver.
     rig.write_header(VIRTIO_BLK_T_OUT, 0);
     let write =
         [Buffer::Out(HEADER, 16), Buffer::Out(0, PIECE_BYTES_MAX as u32), Buffer::In(STATUS, 1)];
@@ -211,7 +212,7 @@ fn metric_shows_a_ring_only_if_all_queues_have_one() {
     let activation = rig.driver.activation(rig.device.features());
     rig.device.activate(activation).unwrap();
     assert!(metrics.io_uring.load(Ordering::Relaxed));
-    // The second queue still works by its ring.
+    // Ring 1 is that of the first queue. The second queue still has its ring.
     fake.ring(1).give_up();
     rig.send(0, 0, VIRTIO_BLK_T_OUT, 0);
     fake.ring(1).wait_for(1);
