@@ -1,4 +1,4 @@
-//! Resizes of a running machine: all of a request is checked, and then carried out in steps.
+//! Resizes of a running machine. The whole request is checked first, and then carried out in steps.
 
 use balloon::governor::{ResizeTarget, ResizeTargetError};
 use foreshore_types::size::Size;
@@ -67,7 +67,7 @@ enum StepAction {
         id: String,
         action: ZoneAction,
     },
-    /// `None` without a balloon, of which only a size of 0 can be requested.
+    /// `None` if the VM has no balloon. Then only the size 0 can be requested.
     Balloon(Option<ResizeTarget>),
 }
 
@@ -85,8 +85,8 @@ enum ZoneAction {
     },
 }
 
-/// Size that the next boot has after a step. The machine decides which, because zones of several
-/// kinds can have one configuration.
+/// Size that the next boot has after a step. The machine determines it, because the configuration
+/// does not show the kind of a zone.
 #[derive(Clone, Debug)]
 pub enum NextBoot {
     /// The step has no effect on the next boot.
@@ -99,13 +99,15 @@ pub enum NextBoot {
         zone: String,
         bytes: Option<u64>,
     },
+    /// Size of the balloon, as in Cloud Hypervisor.
     Balloon(u64),
 }
 
 impl NextBoot {
-    /// Size of a zone after a resize to `size_bytes`, boot part included. Memory that was added by
-    /// ACPI stays: the next boot has it as boot memory. A zone of PM boots empty, because its pool
-    /// serves other VMs as well.
+    /// Size of a zone after a resize to `size_bytes`, boot part included. Memory that grows by ACPI
+    /// never shrinks in a running guest, so the next boot has the requested size as boot memory. A
+    /// virtio-mem zone of DRAM boots with the requested size, even if the guest has not reached it
+    /// before. A zone of PM boots empty, because its pool serves other VMs as well.
     fn of_zone(spec: &ZoneSpec, size_bytes: u64) -> Self {
         match (spec.tier, spec.growth) {
             (Tier::Pm, _) => Self::Same,
@@ -142,7 +144,7 @@ impl NextBoot {
 }
 
 impl KvmMachine {
-    /// Checks all of a request. `desired_vcpus` is 1 to the maximum.
+    /// Checks all of a request. The caller has checked that `desired_vcpus` is 1 to the maximum.
     pub(super) fn plan(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
         let mut steps = Vec::new();
         match resize {
@@ -254,8 +256,8 @@ impl KvmMachine {
         })
     }
 
-    /// Target of the zone that a balloon of `size_bytes` leaves to the guest. `None` without a
-    /// balloon.
+    /// Target for the balloon zone: the memory that a balloon of `size_bytes` leaves to the guest.
+    /// `None` without a balloon.
     fn balloon_target(&self, size_bytes: u64) -> Result<Option<ResizeTarget>, VmError> {
         let refuse =
             |reason| VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}"));
@@ -269,7 +271,8 @@ impl KvmMachine {
         })?;
         let target = self.governor.zones().target(BALLOON_ZONE, left_bytes);
         target.map(Some).map_err(|err| match err {
-            // The maximum is whole blocks, so the balloon is not if the rest is not.
+            // The maximum is a multiple of the block size. So if the rest is not, neither is the
+            // requested size of the balloon.
             GovernorError::NotResizable {
                 reason: ResizeTargetError::NotMultiple { block_bytes, .. },
                 ..
@@ -347,7 +350,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Memory of `zones` on a host that has everything.
+    /// Memory of `zones` on a host with enough memory and slots.
     fn memory(zones: Vec<ZoneSpec>) -> Memory {
         let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };

@@ -291,7 +291,8 @@ fn load_kernel(
     Ok(boot)
 }
 
-/// Power management: how the guest ends itself, and how it is told to; and of what comes and goes.
+/// Adds power management, by which the guest ends itself or is requested to, and the registers for
+/// hotplug.
 fn add_platform(
     context: &DeviceContext,
     cpus: Arc<CpuRegisters>,
@@ -319,7 +320,8 @@ fn add_platform(
     Ok((ged, page))
 }
 
-/// What a firmware wants of a PC, and a kernel that is entered without one does not.
+/// Adds the parts of a PC that a firmware needs, and a kernel that starts without firmware does
+/// not.
 fn add_for_firmware(context: &DeviceContext) -> Result<(), BuildError> {
     context.ports.insert(CMOS_PORT, CMOS_LEN, Arc::new(Cmos::new(wall_clock)))?;
     context.pci.decode_memory();

@@ -1,4 +1,5 @@
-//! From a configuration to a machine: what it needs of the host, and how it is put together.
+//! Builds a machine from a configuration: opens the host's resources and creates the parts of the
+//! machine.
 
 pub(super) mod builder;
 pub mod kvm;

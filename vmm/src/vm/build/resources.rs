@@ -84,7 +84,8 @@ impl Resources {
         &self.taps
     }
 
-    /// Closes what was retained for a next machine and `config` has not; there is no machine.
+    /// Closes the interfaces and files that are retained for the next machine but are not in
+    /// `config`. Call it only without a machine.
     pub fn retain(&self, config: &VmConfig) {
         self.taps.retain(config);
         self.pmem.retain(config);
@@ -258,7 +259,7 @@ impl PmemFiles {
         Ok(())
     }
 
-    /// Keeps the file of a device that was added.
+    /// Retains the file of an added device for the next machine.
     pub fn add(&self, config: &PmemConfig, file: Arc<PmemFile>) {
         self.0.lock().push((config.clone(), file));
     }
@@ -268,7 +269,7 @@ impl PmemFiles {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
-    /// Closes those that `config` has not; there is no machine.
+    /// Closes the files that are not in `config`. Call it only without a machine.
     fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.pmem.contains(earlier));
     }

@@ -22,8 +22,8 @@ pub struct Taps(Arc<Mutex<Vec<NamedTap>>>);
 pub type NamedTap = (NetConfig, Arc<Tap>);
 
 impl Taps {
-    /// Opens every interface of `config`. The machine before it has ended: nobody else reads one
-    /// that is retained.
+    /// Opens every interface of `config`, unless it is retained. The previous machine has ended, so
+    /// it does not read from a retained interface any more.
     pub fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut taps = self.0.lock();
         // What is not wanted any more goes first: another one may have its name. What somebody has
@@ -45,7 +45,7 @@ impl Taps {
         Ok(())
     }
 
-    /// Keeps the interface of a device that was added.
+    /// Retains the interface of an added device for the next machine.
     pub fn add(&self, config: &NetConfig, tap: Arc<Tap>) {
         self.0.lock().push((config.clone(), tap));
     }
@@ -55,7 +55,7 @@ impl Taps {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
-    /// Closes those that `config` has not; there is no machine.
+    /// Closes the interfaces that are not in `config`. Call it only without a machine.
     pub fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.net.contains(earlier));
     }
@@ -92,8 +92,8 @@ pub fn check(config: &NetConfig) -> Result<(), TapError> {
     check_given(&numbers(config)).map(drop)
 }
 
-/// Keeps the descriptors that the command line names: they are the VM's from now on, and closed
-/// when it does without them.
+/// Takes ownership of the descriptors that the command line names. They are closed when the VM no
+/// longer has their interface.
 pub fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
     for net in &mut config.net {
         check(net)?;
@@ -112,7 +112,7 @@ pub fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
 /// An Ethernet address that nobody has.
 pub fn draw_address() -> MacAddress {
     let mut bytes = [0u8; 6];
-    // Up to 256 bytes are always filled, on every kernel that has KVM (getrandom(2)).
+    // getrandom(2) always fills up to 256 bytes, on every kernel that has KVM.
     assert_eq!(getrandom(&mut bytes, GetRandomFlags::empty()), Ok(6));
     MacAddress::local(bytes)
 }
@@ -142,7 +142,7 @@ mod tests {
         let message = foreshore_types::chain(&taps.open(&config).unwrap_err());
         assert!(message.starts_with("Cannot set up --net id=n: fd "), "{message}");
         assert!(taps.list().is_empty());
-        // An interface that is added to a running machine is opened by itself.
+        // An interface that is added to a running machine is opened by `open`, not by `Taps::open`.
         let added = open(&config.net[0]).unwrap_err();
         assert_eq!(foreshore_types::chain(&added), message);
     }

@@ -176,7 +176,7 @@ impl KvmMachine {
         Ok(slot)
     }
 
-    /// Builds a device. The VM keeps its interface or file for the next boot only if that succeeds.
+    /// Builds a device. Its interface or file is retained for the next boot only if that succeeds.
     fn build_device(&mut self, device: &DeviceConfig) -> Result<AttachedDevice, BuildError> {
         match device {
             DeviceConfig::Disk(config) => devices::build_disk(config, &self.context),
@@ -283,7 +283,7 @@ mod tests {
         machine: KvmMachine,
     }
 
-    /// Everything that a device is registered with.
+    /// State of everything that devices are registered with.
     #[derive(Clone, Debug, PartialEq)]
     struct Footprint {
         devices: usize,
@@ -330,7 +330,7 @@ mod tests {
             }
         }
 
-        /// A device of each kind that needs no interface of the host.
+        /// Returns a device of each kind that needs no interface of the host.
         fn kinds(&self) -> [Sample; 3] {
             let path = |name: &str| self.folder.path().join(name);
             File::create(path("pmem")).unwrap().set_len(FILE_LEN).unwrap();
@@ -361,7 +361,8 @@ mod tests {
             self.machine.add(name, &disk)
         }
 
-        /// Footprint of the device of [`Self::kinds`] before the guest uses it.
+        /// Returns the footprint after adding the device `id` of [`Self::kinds`], before the guest
+        /// uses it.
         fn expected(&self, id: &str, before: &Footprint) -> Footprint {
             let files = usize::from(id == "pmem");
             let family = format!("foreshore_{id}_");
@@ -381,7 +382,8 @@ mod tests {
             }
         }
 
-        /// Acts as the driver of the virtio-pmem device in slot 1 until a flush has interrupted.
+        /// Acts as the driver of the virtio-pmem device in slot 1 until a flush has raised an
+        /// interrupt.
         fn flush_pmem(&self) {
             let (mmio, memory) = (&self.machine.context.mmio, self.machine.memory.boot());
             let config = ECAM_START + (1 << 15);
@@ -400,7 +402,7 @@ mod tests {
             write(0x08, &1u32.to_le_bytes());
             write(0x0c, &1u32.to_le_bytes());
             write(0x14, &[11]);
-            // The message of vector 1, and MSI-X on.
+            // Set the message of vector 1, and enable MSI-X.
             write(u64::from(MSIX_TABLE_OFFSET) + 16, &0xfee0_0000u64.to_le_bytes());
             write(u64::from(MSIX_TABLE_OFFSET) + 24, &[0x41, 0, 0, 0, 0, 0, 0, 0]);
             let mut capability = u64::from(read_config(0x34) & 0xff);

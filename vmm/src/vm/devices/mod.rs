@@ -1,5 +1,5 @@
-//! Devices of a machine, in the order of their slots. Each folder builds its device; here are the
-//! lists, and the connections to the governor.
+//! Attaches the devices of a machine in the order of their slots, and connects them to the
+//! governor. The folder of each device builds it.
 
 pub(super) mod hotplug;
 pub(crate) mod hotplug_metrics;
@@ -81,8 +81,8 @@ pub(in crate::vm) fn attach_fixed(
     Ok(())
 }
 
-/// Attaches the devices that may be added and removed, except files of `--pmem`: they have their
-/// slots behind volumes.
+/// Attaches the devices that may be added and removed, except files of `--pmem`, whose slots are
+/// behind those of volumes. The host's side of a network interface stays in `resources`.
 pub(in crate::vm) fn attach_removable(
     config: &VmConfig,
     resources: &Resources,
@@ -98,7 +98,8 @@ pub(in crate::vm) fn attach_removable(
     Ok(())
 }
 
-/// Attaches the files of `--pmem`, in their order: the guest numbers them so.
+/// Attaches the files of `--pmem` in the order of the configuration, because the guest numbers them
+/// in the order of their slots.
 pub(in crate::vm) fn attach_files(
     resources: &Resources,
     memory: &mut Memory,
@@ -128,20 +129,21 @@ pub(in crate::vm) fn build_net(
     net::build(config, tap, context).map_err(BuildError::device(flag))
 }
 
-/// Sockets between guest and host. The agent's port ends in this process.
+/// Builds the vsock device. Connections to the agent's port end in this process.
 pub(in crate::vm) fn build_vsock(
     config: &VsockConfig,
     agents: &Agents,
     context: &DeviceContext,
 ) -> Result<AttachedDevice, BuildError> {
     let mut ports = VsockPorts::new();
-    // Reports move memory: they are accepted from the agent, not from every process in the guest.
+    // Reports move memory, so they are accepted only from privileged ports: from the agent, not
+    // from every process in the guest.
     let listening = ports.listen(VSOCK_PORT, GuestPorts::Privileged, agents.clone());
     listening.map_err(BuildError::device("--vsock"))?;
     vsock::build(config, ports, context).map_err(BuildError::device("--vsock"))
 }
 
-/// A balloon. `plugged` is notified of each change.
+/// Builds the virtio balloon. `plugged` is notified of each change.
 pub(in crate::vm) fn build_balloon(
     config: &BalloonConfig,
     memory: &Memory,
@@ -154,7 +156,7 @@ pub(in crate::vm) fn build_balloon(
         .map_err(BuildError::device("--balloon"))
 }
 
-/// Who hears of what becomes of zones.
+/// Receivers of changes of zones.
 #[derive(Clone)]
 pub(in crate::vm) struct MemorySignals {
     /// Notified when something changes.

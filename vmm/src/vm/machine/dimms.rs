@@ -14,8 +14,8 @@ use crate::vm::request::VmError;
 /// What counts DIMMs that have come, or not.
 const KIND: &str = "dimm";
 
-/// Reason why a DIMM is refused. A zone of virtio-mem without room for page descriptors is plugged
-/// in steps; a DIMM comes as a whole.
+/// Reason why a DIMM is refused. Without room for page descriptors, a virtio-mem zone is plugged in
+/// steps. A DIMM is added as a whole or not at all.
 #[derive(Debug, Error)]
 enum Refusal {
     #[error(transparent)]
@@ -25,10 +25,11 @@ enum Refusal {
 }
 
 impl KvmMachine {
-    /// What is missing to `size_bytes`, if it can come as one DIMM.
+    /// Returns the bytes that are missing to `size_bytes`. Fails if they cannot be added as one
+    /// DIMM.
     pub(in crate::vm) fn missing_bytes(&self, size_bytes: u64) -> Result<u64, VmError> {
-        // What is asked for is what the next boot begins with. A guest that reboots into a layout
-        // that cannot be would end its VM.
+        // The next boot has the requested size as boot memory. A guest that reboots into an
+        // impossible layout would end its VM.
         self.memory.could_boot_with(0, size_bytes).map_err(|err| {
             VmError::BadRequest(format!(
                 "desired_ram {size_bytes}: the VM could not boot again: {err}"
@@ -52,7 +53,7 @@ impl KvmMachine {
         }
     }
 
-    /// What was there at boot or has come.
+    /// Boot memory and all DIMMs that were added.
     fn dram_bytes(&self) -> u64 {
         self.memory.zones()[0].boot_bytes + self.dimm_bytes()
     }
@@ -98,7 +99,7 @@ impl KvmMachine {
             }
             return Ok(());
         };
-        // The room may have been used up since the plan.
+        // The room may have been used up since the plan was made.
         let governor = &self.governor;
         let account = || Ok(governor.call(move |core, now| core.add_dimm(more, now))?);
         let added = dimms.add(more, account);
@@ -279,7 +280,7 @@ mod tests {
         }
         assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
         assert_eq!(table.slots.lock().len(), slots);
-        // The refused DIMM has left its place and its room.
+        // The refused DIMM uses up neither address space nor room for page descriptors.
         resize(&mut machine, 65 + MOST_MIB - 128).unwrap();
     }
 

@@ -359,7 +359,7 @@ pub(in crate::vm) mod tests {
         machine_on(&FakeMachine::default())
     }
 
-    /// The same, whose registrations `fake` records.
+    /// Like [`machine`], with a `fake` that records the registrations.
     pub(crate) fn machine_on(fake: &FakeMachine) -> KvmMachine {
         let spec = ZoneSpec {
             id: DRAM_ZONE.to_owned(),

@@ -215,7 +215,7 @@ impl<P: Processor> Vcpus<P> {
 }
 
 impl KvmMachine {
-    /// What it takes to have `desired` vCPUs.
+    /// Returns the step that leads to `desired` vCPUs.
     pub(in crate::vm) fn vcpus_step(&self, desired: u8) -> Result<Step, VmError> {
         self.vcpus.registers.plug(|plug| plug.step(desired)).map_err(|Pending(leaving)| {
             self.hotplug.count(KIND, "resize", "pending");
@@ -225,8 +225,8 @@ impl KvmMachine {
         })
     }
 
-    /// Takes `step` to `desired` vCPUs: those that come are there at once, those that go are
-    /// requested from the guest.
+    /// Carries out the step to `desired` vCPUs. New vCPUs are there at once. The guest is requested
+    /// to eject the others.
     pub(in crate::vm) fn change_vcpus(&mut self, desired: u8, step: Step) -> Result<(), VmError> {
         let registers = Arc::clone(&self.vcpus.registers);
         match step {

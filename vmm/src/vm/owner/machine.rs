@@ -30,7 +30,7 @@ pub trait Machine {
     fn pools(&self) -> Vec<PoolInfo>;
     /// The guest's kernel, once an agent has said it.
     fn guest_kernel(&self) -> Option<GuestKernel>;
-    /// Checks all of a resize. [`ResizePlan`] lists why a step can fail nevertheless.
+    /// Checks all of a resize. [`ResizePlan`] lists the reasons why a step can still fail.
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError>;
     /// Carries out a step of a plan. Before the next plan is made, all steps are carried out or
     /// dropped.

@@ -252,7 +252,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Of a VM without a machine it is the configuration that is resized: the next boot has it.
+    /// Resizes the machine. Without one, resizes the configuration, which takes effect at the next
+    /// boot.
     fn resize(&mut self, resize: &Resize) -> Result<(), VmError> {
         if self.machine.is_none() {
             return self.reconfigure(resize, |config| resize.apply(config));
@@ -263,8 +264,8 @@ impl Vm {
         }
         let plan = self.running()?.plan_resize(resize)?;
         self.check_next_boot(resize, &plan)?;
-        // All checks are over before the first step. Each step is stored at once, whenever the
-        // guest follows, and stays stored if a later one fails.
+        // All checks precede the first step. Each step is stored for the next boot at once, without
+        // waiting for the guest, and stays stored if a later step fails.
         for step in plan {
             let next_boot = step.next_boot().clone();
             self.running()?.resize(step)?;
@@ -273,9 +274,9 @@ impl Vm {
         Ok(())
     }
 
-    /// Refuses what the next boot could not be with. The parts are looked at together: a balloon
-    /// that the guest has room for now may be too large for what it boots with, and one that is
-    /// too large may be made smaller by the same call.
+    /// Refuses a resize after which the VM could not boot. All parts are checked together. For
+    /// example, a balloon that the guest has room for now may be too large for its boot memory,
+    /// unless the same call makes it smaller.
     fn check_next_boot(&self, resize: &Resize, plan: &ResizePlan) -> Result<(), VmError> {
         let mut config = self.config.clone();
         plan.store(&mut config);

@@ -28,7 +28,7 @@ use crate::volume::kernel_gate::GuestKernel;
 /// What happened to the machines that were built, in order.
 type Log = Arc<Mutex<Vec<&'static str>>>;
 
-/// Label of the step of a resize that the host has no memory for, if any.
+/// Label of the resize step that fails because the host has no memory, if any.
 type FailingStep = Arc<Mutex<Option<&'static str>>>;
 
 /// What takes its time, until its sender is gone.

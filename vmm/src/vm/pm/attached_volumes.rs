@@ -15,7 +15,7 @@ use crate::volume::kernel_gate::Verdict;
 pub(in crate::vm) struct Opened {
     /// Its size as the guest sees it.
     pub(in crate::vm) size_bytes: u64,
-    /// In how many pieces it lies in the pool.
+    /// Number of its pieces in the pool.
     pub(in crate::vm) extents: usize,
     /// First failure of a flush.
     pub(in crate::vm) failure: FirstFailure,

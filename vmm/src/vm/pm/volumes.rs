@@ -1,4 +1,4 @@
-//! Opens volumes and attaches them by the interface that is safe.
+//! Opens volumes and attaches each by an interface that is safe for it.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -26,13 +26,13 @@ use crate::volume::interface::{
 };
 use crate::volume::plan::Step;
 
-/// What attaching volumes leaves behind.
+/// Attached volumes, and what the rest of the machine needs of them.
 #[derive(Default)]
 pub(in crate::vm) struct Attached {
     /// For the firmware tables, in the order of their flush hint pages.
     pub(in crate::vm) nvdimms: Vec<Nvdimm>,
     pub(in crate::vm) volumes: Vec<AttachedVolume>,
-    /// Of those that the guest translates.
+    /// Check of the guest's BTT driver, for the volumes whose sectors it translates.
     pub(in crate::vm) guest_btt: Arc<GuestBtt>,
 }
 
@@ -81,7 +81,7 @@ pub(in crate::vm) fn attach(
     Ok(attached)
 }
 
-/// The interface of each volume, in their order.
+/// Returns the interface of each volume, in the order of `config`.
 fn choose_all(
     config: &VmConfig,
     payload: Payload,
@@ -98,7 +98,7 @@ fn choose_all(
     Ok(chosen)
 }
 
-/// What is asked about the guest's driver: for the volumes whose sectors it finds.
+/// Creates the check of the guest's BTT driver, for the volumes whose sectors it translates.
 fn guest_btt(config: &VmConfig, chosen: &[Chosen]) -> GuestBtt {
     let translated = config
         .pm_volumes
@@ -111,7 +111,7 @@ fn guest_btt(config: &VmConfig, chosen: &[Chosen]) -> GuestBtt {
     GuestBtt::new(translated.collect(), config.cpus.max_vcpus)
 }
 
-/// What the guest is told of an NVDIMM's health.
+/// Returns the source of the health that the guest reads of an NVDIMM.
 fn health(pool: &Arc<dyn PmPool>, failure: FirstFailure) -> health::Source {
     let pool = Arc::clone(pool);
     Box::new(move || match failure.reason().is_some() || pool.has_failed() {
@@ -290,7 +290,7 @@ mod tests {
         };
         let before = footprint(&machine);
         let (volume, pool) = (volumes.remove(0), resources.pool(&path));
-        // Only a page cache needs a flush hint: the folder may be on tmpfs.
+        // Only a page cache needs a flush hint, and the folder may be on tmpfs, which is volatile.
         let hints = usize::from(pool.durability() == Durability::PageCache);
         let interface = Chosen::Nvdimm;
         let new = NewVolume { config: &config.pm_volumes[0], interface, pool, volume };
