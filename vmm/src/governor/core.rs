@@ -185,7 +185,8 @@ impl Core {
         self.step(Event::Tick, now);
     }
 
-    /// Zones, for the targets of [`Core::resize`] and [`Core::boot_with`].
+    /// Zones that the governor sizes. They check the targets of [`Core::resize`] and
+    /// [`Core::boot_with`].
     pub fn zones(&self) -> &GovernedZones {
         &self.devices.zones
     }
@@ -208,8 +209,8 @@ impl Core {
         self.step(Event::BootWith(target), now);
     }
 
-    /// Checks that the guest has room for the page descriptors of a DIMM, by its last report or by
-    /// `unreported`.
+    /// Checks that the guest has room for the page descriptors of a DIMM, by its last report or,
+    /// without one, by the parameter `unreported`.
     pub fn check_dimm(&self, dimm_bytes: u64, now: TimeMs) -> Result<(), DescriptorLack> {
         self.check_room(dimm_bytes, &self.devices.view(), now)
     }
@@ -240,9 +241,9 @@ impl Core {
         self.run(event, self.devices.view(), now, |_| ());
     }
 
-    /// Handles an event. The guest waits for the requests, and a log reader can be slow. Therefore
-    /// all requests are made before `performed` is called and the notes are written. `host` is the
-    /// host at this moment.
+    /// Handles an event and those that follow from its requests. The guest waits for the requests,
+    /// and a log reader can be slow. Therefore all requests are made before `performed` is called
+    /// and the notes are written. `host` is the host at this moment.
     fn run(&mut self, event: Event, host: HostView, now: TimeMs, performed: impl FnOnce(&Self)) {
         let steps = self.governor.run(event, host, &mut self.devices, now);
         performed(self);

@@ -151,7 +151,7 @@ impl Core {
         self.governor.agent_state(now)
     }
 
-    /// The rule's patience with a guest that makes no progress.
+    /// Time after which a guest without progress is late.
     pub fn progress_ms(&self) -> u64 {
         self.governor.controller().rules().progress_ms
     }

@@ -76,7 +76,7 @@ impl GovernedZone {
     }
 }
 
-/// Zones of one VM by their number. Clones share them.
+/// Zones of one VM, indexed by their number. Clones share them.
 #[derive(Clone)]
 pub struct GovernedZones(Arc<[GovernedZone]>);
 
@@ -93,7 +93,7 @@ impl GovernedZones {
             .ok_or_else(|| GovernorError::NoSuchZone { id: id.to_owned() })
     }
 
-    /// Checks that a zone can be sized by hand to `size_bytes`, without a call on the governor's
+    /// Checks that a zone can be sized by hand to `size_bytes`. Needs no call on the governor's
     /// thread.
     pub fn target(&self, id: &str, size_bytes: u64) -> Result<ResizeTarget, GovernorError> {
         let zone = self.find(id)?;

@@ -281,7 +281,7 @@ impl GovernorHandle {
         &self.clock
     }
 
-    /// Zones that it sizes.
+    /// Zones that the governor sizes.
     pub fn zones(&self) -> &GovernedZones {
         &self.zones
     }

@@ -165,13 +165,14 @@ pub struct Memory {
     files: Arc<FileRanges>,
 }
 
-/// Ranges of files beside zones.
+/// State that all [`MappedRange`]s share: files in guest memory outside of zones.
 struct FileRanges {
     view: GuestView,
     slots: Arc<Slots>,
-    /// Bytes that are mapped.
+    /// Mapped bytes of all ranges.
     bytes: Arc<AtomicU64>,
-    /// Ranges that were removed since the last one was added.
+    /// Ranges that were removed since the last addition. Their addresses are free again at the next
+    /// one.
     removed: Mutex<Vec<GuestRange>>,
 }
 
@@ -440,9 +441,9 @@ impl Memory {
     }
 }
 
-/// File in guest memory. Dropping it removes the file from the guest's memory and from that of
-/// devices, and waits for accesses of devices that are under way. A range stays mapped if KVM keeps
-/// its slot.
+/// File in guest memory. Dropping it removes the file from the memory of the guest and of devices,
+/// and waits for accesses of devices that are under way. The range stays mapped if KVM keeps its
+/// slot.
 pub struct MappedRange {
     /// Where the guest sees it.
     pub guest: GuestRange,
@@ -455,7 +456,7 @@ pub struct MappedRange {
 impl Drop for MappedRange {
     fn drop(&mut self) {
         let Self { guest, reservation, slot, files } = self;
-        // 1. The guest, 2. devices, 3. the next one may have the addresses.
+        // 1. The guest loses the file, 2. devices lose it, 3. the next file may have the addresses.
         if let Err(err) = files.slots.remove(*slot) {
             sparsely!(error, %err, "A file stays in guest memory");
             return;

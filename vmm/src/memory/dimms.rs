@@ -147,8 +147,9 @@ impl Dimms {
         Arc::clone(&self.came_bytes)
     }
 
-    /// Makes one of `len` bytes: mapped, in KVM and in reach of devices. Nobody has told the guest
-    /// yet. `accept` is called last. If it fails, the host gets the memory back.
+    /// Adds a DIMM of `len` bytes: maps it, gives it a slot in KVM and makes it accessible to
+    /// devices. The guest is not notified yet. `accept` is called when nothing else can fail. If it
+    /// fails, the memory returns to the host.
     pub fn add<E: From<DimmError>>(
         &mut self,
         len: u64,
@@ -165,7 +166,8 @@ impl Dimms {
             }
         };
         if let Err(err) = accept() {
-            // If KVM keeps the slot, the guest can reach nothing in it.
+            // Even if KVM keeps the slot, the guest reaches no memory through it, because the
+            // memory is unmapped below.
             if let Err(err) = self.slots.remove(slot) {
                 tracing::error!(%err, "Slot of a DIMM that was not added stays with the VM");
             }

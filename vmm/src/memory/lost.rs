@@ -198,7 +198,7 @@ impl LostMemory {
         self.add(name, reservation, Some((file, mapped_bytes)))
     }
 
-    /// Watches a file that is mapped until the result is dropped.
+    /// Watches a mapped file until the result is dropped.
     pub fn watch_mapped(
         self: &Arc<Self>,
         name: &str,
