@@ -1,4 +1,4 @@
-//! Builds the devices by which a guest has volumes and files of persistent memory.
+//! Builds the devices that show volumes and files of persistent memory to the guest.
 
 use std::slice::from_ref;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ pub fn build_file(
     Ok(new.exposing(Arc::new(source)).mapping(mapped).attach(context)?)
 }
 
-/// Volume that is open, and the interface by which the guest shall have it.
+/// Open volume, and the interface to show it by.
 pub struct NewVolume<'a> {
     pub config: &'a PmVolumeConfig,
     pub interface: Chosen,
@@ -74,7 +74,7 @@ pub struct VolumePlace {
     pub nvdimms: usize,
 }
 
-/// Volume that the guest has.
+/// Volume as the guest has it.
 pub struct BuiltVolume {
     /// Size as the guest sees it.
     pub size_bytes: u64,
@@ -121,8 +121,9 @@ struct MappedVolume<'a> {
 impl<'a> MappedVolume<'a> {
     fn new(new: NewVolume<'a>, memory: &mut Memory, context: &DeviceContext) -> SetupResult<Self> {
         let NewVolume { config, pool, volume, .. } = new;
-        // This includes a volume that the guest only reads. Its driver could not store the result
-        // of a recovery, and would show sectors in blocks that belong to other sectors by now.
+        // An earlier user of the BTT may have left a recovery to do. It is done for a volume that
+        // the guest only reads as well: its driver could not store the result of a recovery, and
+        // would show sectors in blocks that belong to other sectors by now.
         if config.format == VolumeFormat::Btt {
             volume.settle()?;
         }
@@ -186,8 +187,8 @@ fn build_nvdimm(
     context: &DeviceContext,
 ) -> SetupResult<BuiltVolume> {
     let (pause, brake) = (Arc::clone(&context.machine.pause_guest), Arc::clone(&context.brake));
-    // The guest cannot see a failed store to the hint. The vCPU stops before its next instruction,
-    // and the others when the owner has the event.
+    // A store to the hint cannot report a failure to the guest. So the vCPU stops before its next
+    // instruction, and the other vCPUs stop when the owner handles the event.
     let on_failure = Box::new(move |reason| {
         brake.pull();
         pause(reason);
@@ -228,8 +229,8 @@ fn build_virtio_pmem(new: MappedVolume<'_>, context: &DeviceContext) -> SetupRes
     new.built(|mapped| Ok(VolumeDevice::Pci(device.mapping(mapped).attach(context)?)))
 }
 
-/// Builds a disk with a queue for each vCPU: the media are as fast as memory, and serve all of them
-/// at once.
+/// Builds a disk with a queue for each vCPU, because the media are as fast as memory and serve all
+/// queues at once.
 fn build_virtio_blk(
     new: NewVolume<'_>,
     boot_vcpus: u8,

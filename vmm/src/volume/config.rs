@@ -124,7 +124,7 @@ section! {
 }
 
 impl PmVolumeConfig {
-    /// Flag as errors name it.
+    /// Flag and the properties by which errors identify the device.
     pub fn flag(&self) -> String {
         format!("{} pool={},name={}", Self::FLAG, self.pool.display(), self.name)
     }

@@ -17,7 +17,7 @@ section! {
 }
 
 impl PmemConfig {
-    /// Flag as errors name it.
+    /// Flag and the properties by which errors identify the device.
     pub fn flag(&self) -> String {
         format!("{} file={}", Self::FLAG, self.file.display())
     }
