@@ -3,9 +3,9 @@
 //! The headers are verified, and then the segments are copied. The segments of an image that lies
 //! in guest memory already are moved instead, by [`inplace`](super::inplace).
 //!
-//! linux-loader is not used, because it cannot tell a short file from guest memory that is too
-//! small, nor Linux from another kernel. It would also read the headers again from a file that may
-//! have changed.
+//! linux-loader is not used, because it cannot distinguish a short file from guest memory that is
+//! too small, nor Linux from another kernel. It would also read the headers again from a file that
+//! may have changed.
 
 use std::io::{self, Read, Seek, SeekFrom};
 
@@ -79,7 +79,8 @@ pub enum ElfError {
         /// The first address behind low memory.
         memory_end: u64,
     },
-    /// Two segments have memory in common, so that the order of loading would decide on it.
+    /// Two segments overlap, so that the order of loading would determine the content of their
+    /// memory.
     #[error("the segments at {first:#x} and {second:#x} overlap")]
     SegmentsOverlap {
         /// Address of the segment that starts first.
@@ -96,7 +97,8 @@ pub enum ElfError {
 }
 
 impl From<AccessError> for ElfError {
-    /// Segments are read straight into guest memory, so that an error may be one of the file.
+    /// Segments are read from the file straight into guest memory, so an I/O error is one of the
+    /// file.
     fn from(error: AccessError) -> Self {
         match error {
             AccessError::IOError(error) => Self::Read(error),
@@ -310,8 +312,8 @@ fn check_lengths(headers: &[ProgramHeader], image_bytes: u64) -> Result<(), ElfE
     Ok(())
 }
 
-/// Checks that every segment lies above the boot data in one range of usable memory, and apart from
-/// the others.
+/// Checks that every segment lies above the boot data in one range of usable memory, and that no
+/// two overlap.
 fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<(), ElfError> {
     let map = pvh::memory_map(boot_memory);
     for header in headers.iter().filter(|header| header.is_segment()) {

@@ -44,8 +44,8 @@ impl<T> Sections<T> for Option<T> {
     }
 }
 
-/// Makes [`DeviceConfig`] and all that differs by the kind of a device. Each kind has its section,
-/// the word for it in metrics and ids, and its field of [`VmConfig`].
+/// Generates [`DeviceConfig`] and all code that depends on the kind of a device. Each kind has its
+/// section, its name in ids and metrics, and its field of [`VmConfig`].
 macro_rules! removable {
     ($($(#[$doc:meta])* $Kind:ident($Config:ty) = $kind:literal in $field:ident,)*) => {
         /// Device that may be added to a VM and removed from it.
@@ -55,7 +55,7 @@ macro_rules! removable {
         }
 
         impl DeviceConfig {
-            /// Its kind in one word.
+            /// Kind of the device in one word.
             pub fn kind(&self) -> &'static str {
                 match self { $(Self::$Kind(_) => <$Config>::KIND,)* }
             }
@@ -77,14 +77,14 @@ macro_rules! removable {
         )*
 
         impl VmConfig {
-            /// Ids of these devices with their kinds.
+            /// Ids of the removable devices, with their kinds.
             fn removable_ids_mut(&mut self) -> Vec<(&'static str, &mut Option<String>)> {
                 let mut ids = Vec::new();
                 $(ids.extend(self.$field.iter_mut().map(|section| (<$Config>::KIND, &mut section.id)));)*
                 ids
             }
 
-            /// Ids that are given to these devices, with their flags.
+            /// Ids of the removable devices that have one, with their flags.
             fn removable_ids(&self) -> Vec<(&'static str, &str)> {
                 let mut ids = Vec::new();
                 $(
@@ -94,7 +94,8 @@ macro_rules! removable {
                 ids
             }
 
-            /// Adds a device. Returns false if the VM can have no other one of its kind.
+            /// Adds a device. Returns false if the VM has one already and can have only one of this
+            /// kind.
             fn put(&mut self, device: DeviceConfig) -> bool {
                 match device { $(DeviceConfig::$Kind(section) => self.$field.put(section),)* }
             }
@@ -158,7 +159,7 @@ impl DeviceConfig {
     }
 }
 
-/// Ids of devices with options that a VM has at most one of.
+/// Ids of the devices with options of which a VM has at most one.
 const FIXED: [&str; 2] = ["__console", "__rng"];
 
 /// Reads a device by the rules of a whole configuration.

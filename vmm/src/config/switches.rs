@@ -10,8 +10,8 @@ use serde_json::{Map, Value};
 use crate::device::Switch;
 use crate::{pvpanic, virtio};
 
-/// Devices without options, in the order of their PCI slots. Each has its description in its
-/// folder.
+/// Devices without options, in the order of their PCI slots. The folder of each device has its
+/// description.
 pub const SWITCHES: &[Switch] = &[virtio::watchdog::SWITCH, pvpanic::SWITCH];
 
 /// Devices of [`SWITCHES`] that a VM has.
@@ -81,7 +81,7 @@ mod tests {
     use crate::event_loop::EventLoop;
     use crate::memory::view::GuestView;
 
-    /// Number of descriptions in the files below `folder`.
+    /// Number of constants `SWITCH` in the files below `folder`.
     fn descriptions(folder: &Path) -> usize {
         let count = |path: &Path| match path.is_dir() {
             true => descriptions(path),

@@ -91,7 +91,7 @@ mod tests {
 
     use super::*;
 
-    /// Set in the process that runs a test once more inside a PID namespace.
+    /// Environment variable of the process that runs the test once more inside a PID namespace.
     const IN_NAMESPACE: &str = "FORESHORE_TEST_IN_PID_NAMESPACE";
 
     #[test]

@@ -7,8 +7,8 @@ use std::sync::Once;
 use parking_lot::Mutex;
 use rustix::termios::{InputModes, LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
 
-/// What to give back, and to which terminal. Global, because a process may also end without
-/// dropping anything.
+/// Terminal and its state to restore. Global, because a process may also end without dropping
+/// anything.
 static ORIGINAL: Mutex<Option<(OwnedFd, Termios)>> = Mutex::new(None);
 
 /// The terminal is raw while this lives. There is one console on the terminal at a time.
@@ -34,8 +34,9 @@ impl RawMode {
         Self::hold((held, original), || tcsetattr(terminal, OptionalActions::Now, &raw))
     }
 
-    /// Remembers `original` and then makes the terminal raw. If that fails, the guard forgets it
-    /// again: otherwise it would stand in the way of the next terminal's.
+    /// Remembers `original` and then makes the terminal raw. If that fails, the dropped guard
+    /// forgets it, because a remembered state would keep the state of the next terminal from being
+    /// remembered.
     fn hold(
         original: (OwnedFd, Termios),
         make_raw: impl FnOnce() -> rustix::io::Result<()>,

@@ -305,7 +305,7 @@ fn everything() -> Everything {
     Everything { metrics, registrations, switches, pool, others: (governor, device) }
 }
 
-/// Devices without options.
+/// Builds all devices without options.
 fn switches(metrics: &Arc<Metrics>) -> (EventLoop, Vec<AttachedDevice>) {
     let event_loop = EventLoop::spawn("test").unwrap();
     let fake = FakeMachine { metrics: Arc::clone(metrics), ..FakeMachine::default() };
@@ -398,7 +398,7 @@ fn every_source_is_compared_with_the_document() {
     let names = types_that_expose(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
     let code: Vec<_> =
         include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
-    // The last two by devices without options, all of which `everything` builds.
+    // The last two are created by devices without options, all of which `everything` builds.
     let elsewhere =
         ["EventCounters", "MissingSeccomp", "ProcessMetrics", "PvPanicMetrics", "WatchdogMetrics"];
     let is_made =

@@ -189,7 +189,7 @@ fn what_is_added_is_described() {
             .unwrap();
     let info = json!({"config": config, "state": "Running", "memory_actual_size": 1});
     let info: VmInfo = serde_json::from_value(info).unwrap();
-    // A section that is flattened has its keys instead of its name.
+    // A flattened section appears by its keys, not by its name.
     let mut keys = fields(&config);
     assert!(keys.remove("switches"));
     keys.extend(SWITCHES.iter().map(|switch| switch.key.to_owned()));
