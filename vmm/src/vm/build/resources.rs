@@ -1,5 +1,5 @@
-//! What outlives one machine: a reboot builds a new machine on the same pools, and its metrics go
-//! on.
+//! Resources that outlive a machine. A reboot builds a new machine on the same pools and continues
+//! the metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -27,7 +27,7 @@ use crate::vm::pm::pools::OpenPool;
 use crate::volume::file::PmemFile;
 use crate::volume::plan::{Step, plan};
 
-/// What a VMM has beside its machine.
+/// Resources that the VMM has outside of its machine.
 pub struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
     /// Maps each path of a pool in the VM's configuration to the path that the configuration named
@@ -59,7 +59,7 @@ impl Resources {
         }
     }
 
-    /// The same for another VM: nothing is open.
+    /// Resources for another VM, of which none is open yet.
     pub fn anew(&self) -> Self {
         Self::new(Arc::clone(&self.metrics), self.events.clone())
     }
@@ -115,8 +115,8 @@ impl Resources {
     }
 
     /// Opens every pool that `config` names and that is not open yet. They stay open, and locked,
-    /// as long as the VMM lives; but one of which a write has failed takes no more before it is
-    /// opened anew, which the next machine does.
+    /// as long as the VMM runs. But a pool with a failed write refuses writes until it is opened
+    /// again, so the next machine opens it again.
     ///
     /// Returns the step for each volume of `config`, in their order. A pool is refused if its size
     /// does not suffice for the VM's volumes and for the memory that its zones may need.
@@ -135,7 +135,7 @@ impl Resources {
         let memory = config.pm_memory.iter().map(|pm| ("--pm-memory", &pm.pool));
         let volumes = config.pm_volumes.iter().map(|volume| ("--pm-volume", &volume.pool));
         for (flag, path) in memory.chain(volumes) {
-            // Another machine on the same pool may have another bound.
+            // Another machine on the same pool may have another limit.
             let bound = scrub_bound(config, path);
             if let Some(pool) = self.pools.get(path) {
                 pool.set_scrub_bandwidth(bound);
@@ -244,7 +244,8 @@ impl PmemFiles {
             }
             !failed
         });
-        // They stay here until all are open: what has no name must outlive an attempt that fails.
+        // The earlier files stay open until all are open, because a file without a name must
+        // outlive an attempt that fails.
         let mut earlier: Vec<_> = files.iter().collect();
         let mut opened = Vec::with_capacity(config.pmem.len());
         for pmem in &config.pmem {
@@ -264,7 +265,7 @@ impl PmemFiles {
         self.0.lock().push((config.clone(), file));
     }
 
-    /// Closes the one that is called `id`, when nobody has it any more.
+    /// Releases the file of the device `id`. It closes once the device has ended.
     pub fn remove(&self, id: &str) {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }

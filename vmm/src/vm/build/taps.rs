@@ -1,4 +1,4 @@
-//! The host's interfaces that a VM has. They outlive its machines.
+//! Interfaces of the host that a VM has. They outlive its machines.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -10,15 +10,16 @@ use crate::config::{GivenFd, MacAddress, NetConfig, VmConfig};
 use crate::virtio::net::tap::{HostInterface, Tap, TapError, TapOptions, check_given};
 use crate::vm::error::BuildError;
 
-/// The interfaces of `--net`: those of the VM's configuration, in its order. Shared with the
-/// machine, to which they are added and from which they are removed.
+/// Interfaces of `--net`, in the order of the VM's configuration. Shared with the machine, which
+/// adds and removes interfaces.
 ///
-/// They stay as long as the VM has them: what was made of one that is ours, such as a bridge's
-/// port, is still so after a reboot, and descriptors that were given cannot be opened again.
+/// They stay open as long as the VM has them. So an interface that this process created is still,
+/// for example, a bridge's port after a reboot. And descriptors that were passed cannot be opened
+/// again.
 #[derive(Clone, Default)]
 pub struct Taps(Arc<Mutex<Vec<NamedTap>>>);
 
-/// An interface, and what was asked for.
+/// Interface with its configuration.
 pub type NamedTap = (NetConfig, Arc<Tap>);
 
 impl Taps {
@@ -26,8 +27,9 @@ impl Taps {
     /// it does not read from a retained interface any more.
     pub fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut taps = self.0.lock();
-        // What is not wanted any more goes first: another one may have its name. What somebody has
-        // removed is made again, but for descriptors, which would be no others.
+        // Interfaces that `config` does not have are closed first, because a new one may have the
+        // same name. An interface that was removed from the host is created again, except for
+        // descriptors, which would be the same.
         taps.retain(|(earlier, tap)| {
             config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.is_there())
         });
@@ -50,7 +52,7 @@ impl Taps {
         self.0.lock().push((config.clone(), tap));
     }
 
-    /// Closes the one that is called `id`, when nobody has it any more.
+    /// Releases the interface of the device `id`. It closes once the device has ended.
     pub fn remove(&self, id: &str) {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
@@ -109,7 +111,7 @@ pub fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
     Ok(())
 }
 
-/// An Ethernet address that nobody has.
+/// Returns a random Ethernet address that is locally administered.
 pub fn draw_address() -> MacAddress {
     let mut bytes = [0u8; 6];
     // getrandom(2) always fills up to 256 bytes, on every kernel that has KVM.

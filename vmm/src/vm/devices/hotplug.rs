@@ -1,26 +1,26 @@
-//! Devices that come and go while the guest runs.
+//! Devices that are added and removed while the guest runs.
 //!
-//! **Adding.** Whatever may be refused is refused before the guest hears of anything:
-//! 1. the owner has checked the configuration, and that nothing has the id;
-//! 2. the host's files are opened, and the device is made with its threads;
-//! 3. it is put into a free slot of the PCI bus, where a guest that looked would find it;
-//! 4. who pauses, resizes and counts devices knows it;
-//! 5. the guest is told: the slot's bit, then the interrupt.
+//! **Adding.** Everything that can be refused is refused before the guest is notified:
+//! 1. The owner checks the configuration, and that no device has the id.
+//! 2. The host's files are opened, and the device is created with its threads.
+//! 3. The device is put into a free slot of the PCI bus, where a guest that scans the bus finds it.
+//! 4. The device joins the machine's list, by which devices are paused, resized and counted.
+//! 5. The guest is notified: the slot's bit is set, and then the interrupt is raised.
 //!
-//! **Removing.** The guest is asked, and takes its time; nobody waits for it:
-//! 1. the slot's bit and the interrupt; the call is answered, and the next boot does without the
-//!    device;
-//! 2. the guest's driver lets go, and its firmware's method writes the eject register;
-//! 3. within that exit the slot is emptied: the guest looks again at once (`RootBus::remove`);
-//! 4. the owner hears of it, and nobody who pauses, resizes or counts devices knows it any more;
-//! 5. a thread of its own stops the device, which may wait for a disk, and closes its files. The
-//!    machine's end waits for it: the next one may have the same files.
+//! **Removing.** The guest is requested to eject the device, and nothing waits until it does:
+//! 1. The slot's bit is set, the interrupt is raised and the call is answered. The next boot does
+//!    without the device.
+//! 2. The guest's driver releases the device, and the firmware's method writes the eject register.
+//! 3. Within that exit the slot is emptied, because the guest reads it at once (`RootBus::remove`).
+//! 4. The owner is notified and takes the device off the machine's list.
+//! 5. A thread of its own stops the device, which may wait for a disk, and closes its files. The
+//!    end of the machine waits for it, because the next machine may have the same files.
 //!
-//! A guest that does not answer keeps its device until it does, or ends.
+//! A guest that does not react keeps its device until it reacts or ends.
 //!
-//! **One right behind the other.** Who removes a device and adds one on the same interface or file
-//! finds it in use until step 5 is done. Since the guest has let go that is a moment, and it is
-//! waited for; before that the answer says who has it.
+//! **Replacing.** If a client removes a device and adds another on the same interface or file, that
+//! is in use until step 5 is done. Once the guest has ejected the device this takes a moment, and
+//! the addition waits for it. Before that, the error names the device that the guest still has.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -42,28 +42,28 @@ use crate::vm::machine::lost;
 use crate::vm::request::{PciDeviceInfo, VmError};
 use crate::volume::build::build_file;
 
-/// How long who adds a device waits for the ends of those of its kind: a disk may wait for its host
-/// without end.
+/// Limit of the wait of an addition for the ends of devices of the same kind. A disk may wait for
+/// its host forever.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// Where a slot's device is, as PCI counts.
+/// PCI address (domain, bus, device, function) of the device in a slot.
 pub(in crate::vm) fn bdf(slot: u8) -> String {
     format!("0000:00:{slot:02x}.0")
 }
 
-/// Devices that are gone for the guest, each being stopped by a thread of its own.
+/// Devices that the guest has ejected. Each is stopped by a thread of its own.
 #[derive(Default)]
 pub(in crate::vm) struct Leaving(Vec<Ending>);
 
 struct Ending {
     kind: &'static str,
     thread: JoinHandle<()>,
-    /// Its other end is gone when the device is.
+    /// Disconnected once the device has ended.
     is_over: mpsc::Receiver<()>,
 }
 
 impl Leaving {
-    /// Ends `device` elsewhere, and then tells of it.
+    /// Ends `device` on another thread, which then emits the event.
     fn end(&mut self, kind: &'static str, device: AttachedDevice, told: Events) {
         self.0.retain(|ending| !ending.thread.is_finished());
         let id = device.id.clone();
@@ -77,12 +77,12 @@ impl Leaving {
         };
         match std::thread::Builder::new().name("_removed".to_owned()).spawn(end) {
             Ok(thread) => self.0.push(Ending { kind, thread, is_over }),
-            // Its end was dropped with the thread, and the device with it: that has ended it here.
+            // The closure was dropped with the device, which has ended the device on this thread.
             Err(err) => warn!(%err, id, "A device that was removed is waited for"),
         }
     }
 
-    /// Waits until all are.
+    /// Waits until all devices have ended.
     pub(in crate::vm) fn wait(&mut self) {
         for ending in self.0.drain(..) {
             if ending.thread.join().is_err() {
@@ -91,7 +91,7 @@ impl Leaving {
         }
     }
 
-    /// Waits until all of this kind are, or for `limit`.
+    /// Waits until all devices of this kind have ended, at most for `limit`.
     fn wait_for(&self, kind: &str, limit: Duration) {
         let until = Instant::now() + limit;
         for ending in self.0.iter().filter(|ending| ending.kind == kind) {
@@ -113,13 +113,13 @@ impl KvmMachine {
         device: &DeviceConfig,
     ) -> Result<PciDeviceInfo, VmError> {
         if self.devices.iter().any(|attached| attached.id == id) {
-            // One that was asked to go, and has not gone yet.
+            // The guest was requested to eject that device, and has not done so yet.
             return Err(VmError::IdTaken { id: id.to_owned() });
         }
         let kind = device.kind();
         let leaving = self.being_asked(kind);
         if matches!(device, DeviceConfig::Vsock(_)) && !leaving.is_empty() {
-            // The configuration does without the other already, and the guest has it yet.
+            // The configuration no longer has the other device, but the guest still has it.
             self.hotplug.count(kind, "add", "error");
             return Err(VmError::DeviceLeaving {
                 reason: "a VM has one vsock device".to_owned(),
@@ -140,7 +140,8 @@ impl KvmMachine {
         Ok(PciDeviceInfo { id: id.to_owned(), bdf })
     }
 
-    /// Devices of a kind that the guest was asked to let go, and has not; empty if there are none.
+    /// Ids of the devices of a kind that the guest was requested to eject and still has. Empty if
+    /// there are none.
     fn being_asked(&self, kind: &str) -> String {
         let attached = self.devices.iter().filter(|attached| attached.removable == Some(kind));
         let leaving: Vec<_> = attached
@@ -150,7 +151,8 @@ impl KvmMachine {
         leaving.join(", ")
     }
 
-    /// Something that is in use may be free soon, if a device of the kind is on its way out.
+    /// Reports an interface or file in use as `DeviceLeaving` while a device of the kind is being
+    /// removed, because it may be free soon.
     fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
         let (reason, leaving) = (foreshore_types::chain(err), self.being_asked(kind));
         match err.is_in_use() && (!leaving.is_empty() || self.leaving.has(kind)) {
@@ -213,7 +215,7 @@ impl KvmMachine {
         }
         let slot = attached.slot;
         if !attached.is_on_bus() {
-            // Step 3 is done, and 4 is on its way: another device may be there by now.
+            // Step 3 is done and step 4 will follow. Another device may be in the slot already.
             return Ok(());
         }
         self.page.slots(|slots| slots.ask(slot));
@@ -223,7 +225,8 @@ impl KvmMachine {
 
     /// Steps 4 and 5.
     pub(in crate::vm) fn let_go(&mut self, slot: u8) {
-        // Another device may be in the slot by now, and may have been asked to go as well.
+        // Another device may be in the slot already, and its removal may have been requested as
+        // well.
         let gone = self.devices.extract_if(.., |attached| {
             attached.slot == slot && attached.is_leaving && !attached.is_on_bus()
         });
@@ -436,7 +439,7 @@ mod tests {
             }
         }
 
-        /// As the guest does it.
+        /// Ejects the device in a slot, as the guest does.
         fn eject(&mut self, slot: u8) {
             drop(self.machine.context.pci.remove(slot));
             self.machine.let_go(slot);
@@ -450,7 +453,7 @@ mod tests {
             self.machine.devices.handles().map(BlockHandle::id).collect()
         }
 
-        /// Devices on the bus, disks, and what is waited for.
+        /// Number of devices on the bus, of disks and of pending removals.
         fn counts(&self) -> (usize, usize, u64) {
             let pending = self.machine.hotplug.pending.load(Ordering::Relaxed);
             (self.machine.context.pci.used() - 1, self.disks().len(), pending)

@@ -1,9 +1,9 @@
 //! The guest's clock (kvmclock), which stands still while the VM is paused.
 //!
-//! A guest that was paused for a minute would find a minute gone: its timers would all be late, and
-//! whoever watches it for hanging would believe that it did. So what the clock says when all vCPUs
-//! are out of the guest it says again when they go on. Each vCPU is told besides that it was
-//! stopped (`KVM_KVMCLOCK_CTRL`).
+//! Otherwise, a guest that was paused for a minute would find that a minute has passed. All its
+//! timers would be late, and its watchdogs would report a hang. So the clock's value is read when
+//! all vCPUs have left the guest, and set again when they resume. Each vCPU is also notified that
+//! it was stopped (`KVM_KVMCLOCK_CTRL`).
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use kvm_ioctls::VmFd;
 use parking_lot::Mutex;
 use tracing::debug;
 
-/// Nanoseconds that the guest has seen go by.
+/// Clock of the guest, in nanoseconds.
 pub(in crate::vm) trait Source: Send + Sync {
-    /// What it says now.
+    /// Present value.
     fn get_ns(&self) -> Result<u64, kvm_ioctls::Error>;
-    /// What it is to say from now on.
+    /// Sets the present value.
     fn set_ns(&self, ns: u64) -> Result<(), kvm_ioctls::Error>;
 }
 
@@ -31,9 +31,9 @@ impl Source for Arc<VmFd> {
 
 #[derive(Debug, Default)]
 struct Held {
-    /// Which pause, or time in between, it is.
+    /// Number of pauses and resumes, which identifies the present pause.
     era: u64,
-    /// What it said when the vCPUs were out.
+    /// Value when all vCPUs had left the guest.
     ns: Option<u64>,
 }
 
@@ -43,7 +43,7 @@ pub(in crate::vm) struct GuestClock {
     held: Mutex<Held>,
 }
 
-/// A pause that has been asked for.
+/// Pause that was requested, by its number.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::vm) struct Pause(u64);
 
@@ -52,15 +52,15 @@ impl GuestClock {
         Self { source: Box::new(source), held: Mutex::default() }
     }
 
-    /// vCPUs are told to pause.
+    /// Starts a pause. The vCPUs are requested to leave the guest.
     pub(in crate::vm) fn pause(&self) -> Pause {
         let mut held = self.held.lock();
         held.era += 1;
         Pause(held.era)
     }
 
-    /// They are out of the guest, unless they were told otherwise since: then it is of no interest
-    /// any more what the clock says.
+    /// Reads the clock, because all vCPUs have left the guest for `pause`. Has no effect if they
+    /// were resumed or paused again since.
     pub(in crate::vm) fn hold(&self, pause: Pause) {
         let mut held = self.held.lock();
         if held.era == pause.0 && held.ns.is_none() {
@@ -72,7 +72,7 @@ impl GuestClock {
         }
     }
 
-    /// They are about to go on.
+    /// Sets the clock to the value that was read, because the vCPUs are about to resume.
     pub(in crate::vm) fn release(&self) {
         let mut held = self.held.lock();
         held.era += 1;

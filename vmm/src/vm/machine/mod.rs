@@ -62,14 +62,14 @@ pub struct KvmMachine {
     pub(in crate::vm) _serial: Option<SerialPort>,
     /// Sources of metrics that exist as long as the machine.
     pub(in crate::vm) _exposed: Vec<Registration>,
-    /// Devices that the guest has let go.
+    /// Devices that the guest has ejected.
     pub(in crate::vm) leaving: Leaving,
-    /// Of devices without threads of their own, and of memory.
+    /// Event loops of devices without threads of their own, and of memory devices.
     pub(in crate::vm) _loops: [EventLoop; 2],
-    /// Watches files, if there were some when it was made.
+    /// Watches files for lost memory, if there were files when it started.
     pub(in crate::vm) lost_loop: EventLoop,
     pub(in crate::vm) events: EventSender,
-    /// Takes agents of a vsock device that comes.
+    /// Receives connections of agents, also from a vsock device that is added later.
     pub(in crate::vm) agents: Agents,
     pub(in crate::vm) ged: Arc<GenericEventDevice>,
     pub(in crate::vm) page: Arc<HotplugPage>,
@@ -83,16 +83,16 @@ pub struct KvmMachine {
     pub(in crate::vm) volumes: Vec<AttachedVolume>,
     pub(in crate::vm) pools: Vec<OpenPool>,
     pub(in crate::vm) guest_btt: Arc<GuestBtt>,
-    /// Last: nothing may touch it any more.
+    /// Dropped last, because nothing may access it any more.
     pub(in crate::vm) memory: Memory,
 }
 
 impl Drop for KvmMachine {
-    /// 1. The vCPUs leave the guest, all of them before any is waited for. Some may wait for
-    ///    devices, which are let go.
-    /// 2. Devices give their queues and workers back.
-    /// 3. So have those that were removed, and their files: the next machine may want them.
-    /// 4. What is left, memory last, goes in the order of the fields.
+    /// 1. All vCPUs are requested to leave the guest before any is waited for. Some may wait for
+    ///    devices, whose loops are released for that.
+    /// 2. Devices return their queues and stop their workers.
+    /// 3. The ends of removed devices are waited for, because the next machine may need their files.
+    /// 4. The rest is dropped in the order of the fields, memory last.
     fn drop(&mut self) {
         drop(self.pause());
         self.context.emitter.silence();
