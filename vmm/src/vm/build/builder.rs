@@ -58,14 +58,14 @@ use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::vm::pm::volumes;
 use crate::volume::interface::Payload;
 
-/// Builds the machine that `config`, which has been validated, asks for. Its vCPUs are stopped.
+/// Builds the machine of `config`, which has been validated. Its vCPUs are stopped.
 pub fn build(
     config: &VmConfig,
     resources: &mut Resources,
     events: &EventSender,
 ) -> Result<KvmMachine, BuildError> {
-    // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one
-    //    marks what an earlier life left lent, and starts to erase it.
+    // 1. Resources that may be missing or in use elsewhere, before anything is created. Pools last,
+    //    because opening one marks memory that an earlier run left lent, and starts to erase it.
     named_twice::check(config)?;
     let config = &resources.with_one_path_for_each_pool(config);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
@@ -83,8 +83,8 @@ pub fn build(
     // 3. The kernel: what it is decides which interface a volume gets.
     let boot = load_kernel(config, &topology, &memory)?;
     memory.prefault().map_err(BuildError::device("prefault"))?;
-    // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the
-    //    others hold.
+    // 4. Devices. Memory devices have an event loop of their own, because an unplug waits for
+    //    guards that other devices hold.
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let parts = machine_parts(config, &hypervisor, &memory, resources, &device_loop, events);
     let context = DeviceContext::new(parts).map_err(BuildError::device("the buses"))?;
@@ -101,7 +101,7 @@ pub fn build(
     let serial = devices::attach_serial(config, &mut files, &context)
         .map_err(BuildError::device("--serial"))?;
     devices::attach_fixed(config, &mut files, &context, &mut devices)?;
-    // A vsock device may come later: the governor listens in any case.
+    // The governor listens in any case, because a vsock device may be added later.
     let (agents, connections) = mpsc::channel(IN_PROCESS_BACKLOG);
     if let Some(vsock) = &config.vsock {
         devices.push(devices::build_vsock(vsock, &agents, &context)?);
@@ -126,7 +126,7 @@ pub fn build(
     if config.payload.firmware.is_some() {
         add_for_firmware(&context)?;
     }
-    // 5. The tables, which describe all of that.
+    // 5. The firmware tables, which describe all of the above.
     let input = AcpiInput {
         boot_vcpus: config.cpus.boot_vcpus,
         max_vcpus: config.cpus.max_vcpus,
@@ -138,10 +138,10 @@ pub fn build(
         nvdimms: volumes.nvdimms,
     };
     acpi::build(&input)?.write(memory.boot())?;
-    // 6. vCPUs, paused: none runs before the owner resumes them all.
+    // 6. vCPUs, paused: the owner resumes all of them together.
     let clock = Arc::new(GuestClock::new(Arc::clone(&hypervisor.vm)));
     let vcpus = build_vcpus(config, &topology, hypervisor, &context, &boot, cpu_registers, events)?;
-    // 7. The governor last: it acts on what is there.
+    // 7. The governor last, because it acts on the devices.
     let beside = Beside {
         dimm_bytes: dimms.as_ref().map_or_else(Arc::default, Dimms::came_bytes),
         mapped_bytes: memory.file_bytes(),
@@ -155,7 +155,7 @@ pub fn build(
         connections,
         &volumes.guest_btt,
     )?;
-    // 8. Nothing can be missing any more: what an earlier VM has said may go.
+    // 8. No later step depends on a resource, so the output of an earlier VM may be deleted.
     let console_files: Vec<_> = files.metrics().collect();
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     created.keep();
@@ -256,9 +256,9 @@ fn build_memory(
         .map_err(BuildError::device(flags))
 }
 
-/// Whether the host's kernel writes what a guest stores to memory that is lent: it does to all that
-/// is dirty in its page cache, sooner or later. On tmpfs the page cache is all there is, and on DAX
-/// there is none.
+/// Returns true if the host's kernel writes back the guest's stores to lent memory. It writes back
+/// everything that is dirty in its page cache. On tmpfs there is nothing behind the page cache, and
+/// DAX has no page cache.
 fn is_written_back(durability: Durability) -> bool {
     match durability {
         Durability::PageCache => true,
@@ -311,7 +311,8 @@ fn add_platform(
     context.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
     let (pci, sender) = (Arc::clone(&context.pci), events.clone());
     let page = HotplugPage::new(move |slot| {
-        // The machine has the device as well: its end is not for a vCPU.
+        // The machine has the device as well, so this drop does not end the device on the vCPU's
+        // thread.
         drop(pci.remove(slot));
         sender.send(MachineEvent::Ejected { slot });
     });
@@ -328,13 +329,13 @@ fn add_for_firmware(context: &DeviceContext) -> Result<(), BuildError> {
     Ok(())
 }
 
-/// Which vCPUs there are, as the guest asks and says.
+/// Creates the registers of vCPU hotplug.
 fn cpu_registers(config: &VmConfig, events: &EventSender) -> Arc<CpuRegisters> {
     let (plug, sender) = (Plug::new(config.cpus.boot_vcpus, config.cpus.max_vcpus), events.clone());
     Arc::new(CpuRegisters::new(plug, move |index| sender.send(MachineEvent::VcpuEjected { index })))
 }
 
-/// Those that the guest boots with. Others are made when it is to have them.
+/// Builds the vCPUs with which the guest boots. Others are created when the guest gets them.
 fn build_vcpus(
     config: &VmConfig,
     topology: &Topology,
@@ -374,7 +375,7 @@ struct VcpuMaker {
 }
 
 impl VcpuMaker {
-    /// Where it runs, and what it is before the guest starts it.
+    /// Prepares the thread of a vCPU, and its state before the guest starts it.
     fn prepare(&self, index: u8, fd: &VcpuFd) -> Result<(VcpuThread, Option<Fresh>), CpuError> {
         let placement =
             Placement { host_cpus: self.cpus.host_cpus(index).to_vec(), cores: self.cores.clone() };
@@ -390,7 +391,7 @@ impl VcpuMaker {
         let error = |source| CpuError::Kvm { what: "set the CPUID of", index, source };
         fd.set_cpuid2(&leaves).map_err(error)?;
         state::initialise(fd, index)?;
-        // The one that boots never goes.
+        // The boot vCPU is never ejected.
         let fresh = if index == 0 {
             state::enter_pvh(fd, index, &self.entry)?;
             None
@@ -403,7 +404,7 @@ impl VcpuMaker {
 
 impl Maker<Vcpu> for VcpuMaker {
     fn create(&self, index: u8) -> Result<VcpuFd, CpuError> {
-        // KVM takes the number that it is given for the APIC id, and 0 for the one that boots.
+        // KVM uses the passed number as the APIC id. The vCPU with the number 0 is the boot vCPU.
         let apic_id = self.places[usize::from(index)].apic_id;
         let error = |source| CpuError::Kvm { what: "create", index, source };
         self.hypervisor.vm.create_vcpu(u64::from(apic_id)).map_err(error)

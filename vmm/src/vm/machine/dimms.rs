@@ -11,7 +11,7 @@ use crate::memory::dimms::DimmError;
 use crate::vm::machine::KvmMachine;
 use crate::vm::request::VmError;
 
-/// What counts DIMMs that have come, or not.
+/// Kind of device in the metrics of hotplug.
 const KIND: &str = "dimm";
 
 /// Reason why a DIMM is refused. Without room for page descriptors, a virtio-mem zone is plugged in
@@ -84,7 +84,7 @@ impl KvmMachine {
     }
 
     /// Adds `more` bytes, which are missing to `size_bytes`, as one DIMM, and notifies the guest.
-    /// Memory that was added by ACPI cannot be removed: a smaller size has no effect before the
+    /// Memory that was added by ACPI cannot be removed, so a smaller size has no effect before the
     /// next boot.
     pub(in crate::vm) fn grow_by_dimm(
         &mut self,
@@ -107,7 +107,7 @@ impl KvmMachine {
         let node = self.memory.zones()[0].guest_node;
         self.hotplug.count(KIND, "add", "ok");
         self.page.dimms(|registers| registers.put(dimm, node));
-        // A guest without an interrupt finds it when it looks next: it is there.
+        // The DIMM is there already: without the interrupt, the guest finds it at its next scan.
         if let Err(err) = self.ged.notify(ged::Event::Memory) {
             warn!(%err, "The guest is not told that memory has come");
         }

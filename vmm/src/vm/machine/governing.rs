@@ -1,4 +1,4 @@
-//! Connects the governor to what it governs.
+//! Connects the governor to the memory of a machine.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -69,7 +69,8 @@ impl ZoneDevice for MemHandle {
     }
 }
 
-/// A balloon is boot memory that can be given and taken: what is in it is not plugged.
+/// The balloon zone is boot memory that the balloon takes and returns. Memory in the balloon is not
+/// plugged.
 impl ZoneDevice for BalloonHandle {
     fn sizes(&self) -> ZoneSizes {
         let sizes = BalloonHandle::sizes(self);
@@ -123,19 +124,19 @@ fn governed_balloon(balloon: &BalloonHandle) -> GovernedZone {
     }
 }
 
-/// What a pool can still lend: one that has failed has memory, and gives none of it.
+/// Bytes that a pool can still lend: 0 if it has failed, even if it has free memory.
 fn offered_bytes(pool: &PoolInfo) -> u64 {
     if pool.latched.is_some() { 0 } else { pool.lendable_bytes }
 }
 
-/// The memory of a machine, to its governor.
+/// Memory of a machine that its governor sizes or counts.
 pub(in crate::vm) struct Governed<'a> {
     /// Its virtio-mem devices.
     pub(in crate::vm) handles: &'a [MemHandle],
     pub(in crate::vm) balloon: Option<&'a BalloonHandle>,
-    /// What comes and is not sized.
+    /// Memory that is added and not sized by the governor.
     pub(in crate::vm) beside: Beside,
-    /// Tells that what is plugged has changed.
+    /// Notified when plugged memory changes.
     pub(in crate::vm) plugged: Arc<Notify>,
 }
 
@@ -151,7 +152,7 @@ pub(in crate::vm) fn start(
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
     let zones_of = |node| topology.zones().iter().filter(move |zone| zone.guest_node == node);
-    // First: within a tier, what is first grows first and shrinks last.
+    // The balloon is first, because within a tier the first zone grows first and shrinks last.
     let mut zones: Vec<_> = balloon.map(governed_balloon).into_iter().collect();
     zones.extend(handles.iter().map(|handle| {
         let spec = handle.zone();
@@ -162,14 +163,15 @@ pub(in crate::vm) fn start(
                 Tier::Pm => GovernedTier::Pm,
             },
             guest_numa_node: spec.guest_node,
-            // The guest tells what a node has, not what a zone has.
+            // The guest reports the memory of a node, not of a zone.
             boot_bytes: zones_of(spec.guest_node).map(|zone| zone.boot_bytes).sum(),
             device: Arc::new(handle.clone()),
         }
     }));
     let pool_free: PoolFree = match config.pm_memory.first() {
         Some(pm) => {
-            // Its task ends a moment after the machine, which may open the pool anew.
+            // Weak, because the governor's task ends slightly after the machine, and the next
+            // machine may open the pool again.
             let pool = Arc::downgrade(resources.pool(&pm.pool));
             Arc::new(move || pool.upgrade().map_or(0, |pool| offered_bytes(&pool.info())))
         }
@@ -189,7 +191,7 @@ pub(in crate::vm) fn start(
         core = core.with_statistics(Arc::new(balloon.clone()), onlining(config));
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
         if target_bytes > 0 {
-            // A size that was given is one by hand: it stays until somebody says otherwise.
+            // A configured size counts as a resize by hand: it stays until a client changes it.
             let target = core.zones().target(BALLOON_ZONE, balloon_bytes - target_bytes);
             let resized = target.and_then(|target| core.resize(target, clock.now()));
             resized.map_err(BuildError::Pressure)?;
@@ -213,8 +215,8 @@ pub(in crate::vm) fn start(
         .map_err(BuildError::device("the governor"))
 }
 
-/// Records what the governor sees. A machine that follows upon another does without a recording
-/// that cannot be had: its guest has been running, and is to run on.
+/// Records the input of the governor. After a reboot, a recording that cannot be opened is skipped,
+/// because the guest must keep running.
 fn record(
     core: Core,
     path: &Path,
@@ -241,7 +243,8 @@ fn record(
     }
 }
 
-/// Agents come by vsock. A guest with a firmware has a command line of its own.
+/// Returns the component that decides how memory is onlined. A guest that boots by firmware has its
+/// own command line, so its agent decides, if it can connect by vsock.
 fn onlining(config: &VmConfig) -> Onlining {
     if config.payload.firmware.is_some() && config.vsock.is_some() {
         Onlining::Agent
@@ -250,7 +253,7 @@ fn onlining(config: &VmConfig) -> Onlining {
     }
 }
 
-/// What the guest's tables say, for who decides which zone grows first.
+/// Returns the distances in the guest's tables, by which the policy orders the growth of zones.
 fn distances(topology: &Topology) -> Distances {
     let mut distances = Distances::default();
     let nodes = 0..topology.nodes().len() as u32;

@@ -19,13 +19,13 @@ use crate::vm::build::zones;
 use crate::vm::error::BuildError;
 use crate::vm::owner::{EventSender, MachineEvent};
 
-/// How often files are asked for their length: as long may a vCPU try to reach what was cut off.
+/// Interval of checks of the lengths of files. A vCPU may access truncated memory for that long.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 const LOST: u32 = 0;
 const LOOK: u32 = 1;
 
-/// Watches the zones; a zone of PM may have any part of its pool.
+/// Watches all zones. A zone of PM may have any part of its pool, so the whole pool is watched.
 pub(in crate::vm) fn watch_zones(
     config: &VmConfig,
     resources: &Resources,
@@ -46,7 +46,7 @@ pub(in crate::vm) fn watch_zones(
     Ok(())
 }
 
-/// A part of a zone of DRAM may be of a file, which somebody may cut short.
+/// Watches a part of a DRAM zone, which may be mapped from a file that can be truncated.
 fn watch_dram(
     memory: &Memory,
     reservation: &Reservation,
@@ -63,18 +63,18 @@ fn watch_dram(
     }
 }
 
-/// Waits for a loss, and tells the owner.
+/// Waits for a loss, and notifies the owner.
 struct Watcher {
     memory: Arc<LostMemory>,
-    /// When the next look is due, if there is something to look at.
+    /// Timer of checks, if there are files to check.
     timer: Option<TimerFd>,
     events: EventSender,
-    /// What the owner knows.
+    /// Last loss of which the owner was notified.
     told: Option<String>,
 }
 
-/// Pauses the VM when memory is lost, as long as the loop that this returns is there. It has a
-/// thread of its own: the others may wait for what is lost.
+/// Pauses the VM when memory is lost, as long as the returned loop exists. The loop has a thread of
+/// its own, because other threads may wait for the lost memory.
 pub(in crate::vm) fn watch(
     memory: &Arc<LostMemory>,
     events: &EventSender,
@@ -106,12 +106,12 @@ impl MutEventSubscriber for Watcher {
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
-        // Each is ready, or was and has been read already.
+        // Each event is ready, unless it was read already.
         match (events.data(), &mut self.timer) {
             (LOOK, Some(timer)) => drop(timer.wait()),
             _ => drop(self.memory.event().read()),
         }
-        // The guest is stopped before the owner is told (`Brake`).
+        // `Brake` stops the guest before the owner is notified.
         let reason = self.memory.look();
         if let Some(reason) = &reason
             && self.told.as_ref() != Some(reason)

@@ -1,5 +1,5 @@
-//! What is resident of a VM's memory: dear to find out, so not on the thread of the VM's owner, and
-//! not too often.
+//! Resident memory of a VM. Reading it is expensive, so it is read on a thread other than the
+//! owner's, and not too often.
 
 use std::io;
 use std::sync::Arc;
@@ -11,41 +11,41 @@ use tracing::warn;
 use crate::vm::owner::cached::Cached;
 use crate::vm::request::{Reply, ZoneInfo};
 
-/// It is found out no more often than that while nothing is plugged or unplugged, whoever asks: the
-/// kernel walks the page tables of all mappings for it, which takes milliseconds.
+/// Minimum interval of reads while nothing is plugged or unplugged. For each read, the kernel walks
+/// the page tables of all mappings, which takes milliseconds.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
-/// The resident bytes of all zones.
+/// Resident bytes of all zones.
 pub struct Resident {
     read: Box<dyn Fn() -> io::Result<Vec<u64>> + Send + Sync>,
     asked: Mutex<Asked>,
-    /// By what is plugged. Only who answers takes it.
+    /// Last value, by the plugged sizes. Only the answering thread locks it.
     last: Mutex<Cached<Vec<u64>, Vec<u64>>>,
 }
 
-/// What is asked for, and by whom.
+/// Request for the resident bytes of zones.
 type Request = (Vec<ZoneInfo>, Reply<Vec<ZoneInfo>>);
 
-/// Who has asked and has no answer yet.
+/// Requests without an answer.
 #[derive(Default)]
 struct Asked {
     waiting: Vec<Request>,
-    /// A thread is answering, and will come to all who are waiting.
+    /// A thread is answering, and will answer all waiting requests.
     is_answering: bool,
 }
 
 impl Resident {
-    /// What `read` finds, of each zone, in their order.
+    /// `read` returns the resident bytes of each zone, in their order.
     pub fn new(read: impl Fn() -> io::Result<Vec<u64>> + Send + Sync + 'static) -> Arc<Self> {
         let last = Mutex::new(Cached::new(MAX_AGE));
         Arc::new(Self { read: Box::new(read), asked: Mutex::default(), last })
     }
 
-    /// Answers with `zones`, with what is resident of them, from a thread where blocking is
-    /// allowed. The caller goes on at once. To be called in a runtime.
+    /// Answers with `zones` and their resident bytes, from a thread that may block. Returns at
+    /// once. Call it in a runtime.
     ///
-    /// One thread answers all who have asked: with one for each, a crowd of clients would park as
-    /// many threads.
+    /// One thread answers all requests. With one for each, many clients would block as many
+    /// threads.
     pub fn answer(self: Arc<Self>, zones: Vec<ZoneInfo>, reply: Reply<Vec<ZoneInfo>>) {
         let was_answering = {
             let mut asked = self.asked.lock();
@@ -57,18 +57,18 @@ impl Resident {
         }
     }
 
-    /// Answers until nobody waits any more.
+    /// Answers until no request is waiting.
     fn answer_all(&self) {
         while let Some(waiting) = self.take_waiting() {
             for (mut zones, reply) in waiting {
                 self.fill_in(&mut zones);
-                // A client that has gone does not want its answer any more.
+                // The client may have gone.
                 let _ = reply.send(Ok(zones));
             }
         }
     }
 
-    /// Those who wait. If there are none, whoever comes next needs a thread anew.
+    /// Takes the waiting requests. If there are none, the next request starts a new thread.
     fn take_waiting(&self) -> Option<Vec<Request>> {
         let mut asked = self.asked.lock();
         let waiting = std::mem::take(&mut asked.waiting);

@@ -1,7 +1,7 @@
-//! The vCPUs of a machine: those that the guest has, and those that wait for it to want them again.
+//! vCPUs of a machine: those that the guest has, and parked ones that the guest may get again.
 //!
-//! KVM makes vCPUs and never takes one away. What the guest has let go keeps its thread, and does
-//! not run; when the guest is to have it again it begins as if it had never run.
+//! KVM creates vCPUs and never removes one. A vCPU that the guest has ejected keeps its thread and
+//! does not run. When the guest gets it again, it starts as if it had never run.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,16 +21,16 @@ use crate::events::Event;
 use crate::vm::machine::KvmMachine;
 use crate::vm::request::VmError;
 
-/// What is in metrics of vCPUs that come and go.
+/// Kind of device in the metrics of hotplug.
 const KIND: &str = "vcpu";
 
-/// How long who gives the guest vCPUs back waits for their last exits: one may wait for a disk, and
-/// that for its host.
+/// Limit of the wait for the last exits of parked vCPUs before the guest gets them again. An exit
+/// may wait for a disk, and that for its host.
 const EXIT_LIMIT: Duration = Duration::from_secs(2);
 
-/// A thread that runs a vCPU.
+/// Thread that runs a vCPU.
 pub(in crate::vm) trait Processor {
-    /// What KVM has of it.
+    /// KVM's part of the vCPU.
     type Created;
 
     fn resume(&self);
@@ -65,37 +65,36 @@ impl Processor for Vcpu {
 }
 
 pub(in crate::vm) trait Maker<P: Processor>: Send {
-    /// KVM's part, once for each index: it refuses a second one as long as the VM is there, whether
-    /// the first is open or not. So one that KVM has made, and whose `kvm_run` could not be
-    /// mapped, cannot be had any more.
+    /// Creates KVM's part, once for each index. KVM refuses a second vCPU of an index as long as
+    /// the VM exists, even if the first is closed. So a vCPU whose `kvm_run` could not be mapped is
+    /// lost.
     fn create(&self, index: u8) -> Result<P::Created, CpuError>;
 
-    /// All the rest. What KVM has made comes back if that fails: it can be tried again with the
-    /// same.
+    /// Does the rest. If that fails, returns KVM's part for another attempt.
     fn finish(&self, index: u8, created: P::Created) -> Result<P, (P::Created, CpuError)>;
 }
 
 struct Made<P> {
     processor: P,
-    /// The guest has it not, or not any more.
+    /// The guest does not have it, or has ejected it.
     is_parked: bool,
-    /// The guest has had it.
+    /// The guest has it or has had it.
     is_used: bool,
 }
 
 pub(in crate::vm) struct Vcpus<P: Processor = Vcpu> {
     made: BTreeMap<u8, Made<P>>,
-    /// Those that KVM has made and that could not be finished.
+    /// vCPUs that KVM has created and that could not be finished.
     unfinished: BTreeMap<u8, P::Created>,
     maker: Box<dyn Maker<P>>,
     registers: Arc<CpuRegisters>,
     metrics: Arc<VcpuMetrics>,
-    /// Those that the guest has are to run.
+    /// The vCPUs that the guest has may run.
     run: bool,
 }
 
 impl<P: Processor> Vcpus<P> {
-    /// Those that the guest boots with, paused.
+    /// Creates the vCPUs with which the guest boots, paused.
     pub(in crate::vm) fn new(
         maker: Box<dyn Maker<P>>,
         registers: Arc<CpuRegisters>,
@@ -115,7 +114,7 @@ impl<P: Processor> Vcpus<P> {
         Arc::clone(&self.metrics)
     }
 
-    /// Makes one that has never been, for later.
+    /// Creates a parked vCPU, unless it exists.
     fn make(&mut self, index: u8) -> Result<(), CpuError> {
         if self.made.contains_key(&index) {
             return Ok(());
@@ -161,7 +160,7 @@ impl<P: Processor> Vcpus<P> {
         self.running().for_each(P::resume);
     }
 
-    /// Asks all to stop: one that has been parked may be in an exit yet.
+    /// Requests that all stop, including parked ones, which may still be in an exit.
     pub(in crate::vm) fn pause(&mut self) -> Vec<Pausing> {
         self.run = false;
         self.made.values().map(|made| made.processor.pause()).collect()
@@ -175,13 +174,13 @@ impl<P: Processor> Vcpus<P> {
         self.made.clear();
     }
 
-    /// Gives the guest `come`: all of them, or none.
+    /// Gives the guest the vCPUs `come`: all of them, or none.
     ///
-    /// 1. They are made, and those that the guest has had are made anew: that drops the INIT and
+    /// 1. They are created. Those that the guest has had before are reset, which drops the INIT and
     ///    the SIPI that they have latched.
-    /// 2. They may run, which is to wait for the guest to start them.
-    /// 3. The guest hears of them, and sends INIT and SIPI: not before 1. is over, or it would
-    ///    start one in vain.
+    /// 2. They may run, that is, wait for the guest to start them.
+    /// 3. The guest is notified, and sends INIT and SIPI. This comes after step 1, because a vCPU
+    ///    would lose them otherwise.
     fn give(&mut self, come: std::ops::Range<u8>) -> Result<(), CpuError> {
         come.clone().try_for_each(|index| self.make(index))?;
         let used = || self.made.range(come.clone()).filter(|(_, made)| made.is_used);
@@ -198,12 +197,11 @@ impl<P: Processor> Vcpus<P> {
         Ok(())
     }
 
-    /// The guest has let one go: it will not run any more. How many there are if that was the last
-    /// to go.
+    /// Parks a vCPU that the guest has ejected. Returns the number of vCPUs if no more are pending.
     fn park(&mut self, index: u8) -> Option<u8> {
         let made = self.made.get_mut(&index).expect("one that the guest had");
         made.is_parked = true;
-        // Nobody waits for it: it may be in an exit that takes its time.
+        // This does not wait, because the vCPU may be in a long exit.
         drop(made.processor.pause());
         let left = self.registers.plug(|plug| {
             plug.parked(index);
@@ -255,7 +253,7 @@ impl KvmMachine {
         Ok(())
     }
 
-    /// The guest has let a vCPU go.
+    /// Parks a vCPU that the guest has ejected.
     pub(in crate::vm) fn park_vcpu(&mut self, index: u8) {
         self.hotplug.count(KIND, "remove", "ok");
         if let Some(vcpus) = self.vcpus.park(index) {
@@ -296,16 +294,16 @@ mod tests {
     }
 
     impl Vcpus {
-        /// Of a machine that has none.
+        /// vCPUs of a machine that has none.
         pub(in crate::vm) fn none() -> Self {
             Self::new(Box::new(NoVcpus), Arc::new(CpuRegisters::new(Plug::new(0, 0), |_| ())))
                 .unwrap()
         }
     }
 
-    /// What vCPUs were told: index and verb.
+    /// Calls of vCPUs: index and verb.
     type Told = Arc<Mutex<Vec<(u8, &'static str)>>>;
-    /// One of them, for whom something is amiss.
+    /// Index of the vCPU that has a fault.
     type Index = Arc<Mutex<Option<u8>>>;
 
     struct Fake {
@@ -348,7 +346,7 @@ mod tests {
 
     struct FakeMaker {
         told: Told,
-        /// As KVM has it: each index once.
+        /// Indexes that KVM has created, each once.
         created: Mutex<BTreeSet<u8>>,
         broken: Index,
         busy: Index,
@@ -382,9 +380,9 @@ mod tests {
     struct Rig {
         vcpus: Vcpus<Fake>,
         told: Told,
-        /// The one that cannot be finished.
+        /// vCPU that cannot be finished.
         broken: Index,
-        /// The one that does not come out of its exit.
+        /// vCPU that does not leave its exit.
         busy: Index,
     }
 
@@ -401,7 +399,7 @@ mod tests {
             Self { vcpus: Vcpus::new(Box::new(maker), registers).unwrap(), told, broken, busy }
         }
 
-        /// What they were told since the last look.
+        /// Returns the calls since the last call of this function.
         fn told(&self) -> Vec<(u8, &'static str)> {
             mem::take(&mut *self.told.lock())
         }

@@ -1,4 +1,4 @@
-//! Volumes that a machine has: what `vm.volumes` tells of each.
+//! Volumes of a machine, and their state for `vm.volumes`.
 
 use std::any::Any;
 use std::path::Path;
@@ -11,9 +11,9 @@ use crate::vm::request::{VolumeInfo, VolumeStatus};
 use crate::volume::interface::Chosen;
 use crate::volume::kernel_gate::Verdict;
 
-/// What is known of an open volume.
+/// State of an open volume.
 pub(in crate::vm) struct Opened {
-    /// Its size as the guest sees it.
+    /// Size as the guest sees it.
     pub(in crate::vm) size_bytes: u64,
     /// Number of its pieces in the pool.
     pub(in crate::vm) extents: usize,
@@ -24,7 +24,8 @@ pub(in crate::vm) struct Opened {
     pub(in crate::vm) _held: Vec<Box<dyn Any + Send>>,
 }
 
-/// A volume that the guest has. It is open, and so nobody else's, as long as the machine lives.
+/// Volume that the guest has. It is open, and locked against other users, as long as the machine
+/// exists.
 pub(in crate::vm) struct AttachedVolume {
     config: PmVolumeConfig,
     interface: Chosen,
@@ -51,7 +52,7 @@ impl AttachedVolume {
         &self.config.name
     }
 
-    /// What `vm.volumes` tells; `guest_btt` is what is thought of the guest's driver.
+    /// Returns the state for `vm.volumes`. `guest_btt` is the verdict on the guest's driver.
     pub(in crate::vm) fn info(&self, guest_btt: Option<Verdict>) -> VolumeInfo {
         VolumeInfo {
             pool: self.pool_path().display().to_string(),
@@ -67,8 +68,8 @@ impl AttachedVolume {
     }
 }
 
-/// `failure`: why a flush of the volume's own failed, if one has. If something else of the pool's
-/// has, the next one will.
+/// Status of a volume. `failure` is the reason why a flush of the volume failed. If another write
+/// to the pool has failed, the next flush will fail, too.
 fn status(failure: Option<&str>, pool_has_failed: bool) -> VolumeStatus {
     match (failure, pool_has_failed) {
         (Some(reason), _) => VolumeStatus::Failed(format!("a flush has failed: {reason}")),

@@ -1,4 +1,4 @@
-//! Pools that a machine has open: what `pool.info` tells of each.
+//! Open pools of a machine, and their state for `pool.info`.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::pool::PmPool;
 use crate::vm::request::{PoolInfo, PoolStatus};
 
-/// A pool that memory or a volume of the machine is of.
+/// Pool with memory or a volume of the machine.
 pub(in crate::vm) struct OpenPool {
     path: PathBuf,
     pool: Arc<dyn PmPool>,
@@ -18,8 +18,7 @@ impl OpenPool {
         Self { path: path.to_owned(), pool: Arc::clone(pool) }
     }
 
-    /// What `pool.info` tells. Nobody waits for it: not for the media, nor for who changes the
-    /// pool.
+    /// Returns the state for `pool.info`. Waits neither for the media nor for changes of the pool.
     pub(in crate::vm) fn info(&self) -> PoolInfo {
         let info = self.pool.info();
         PoolInfo {
@@ -27,7 +26,7 @@ impl OpenPool {
             uuid: info.uuid.to_string(),
             durability: info.durability.name().to_owned(),
             total_bytes: info.total_bytes,
-            // Which of them are kept for volumes follows from `strg_bytes`.
+            // `strg_bytes` shows how many of them are reserved for volumes.
             free_bytes: info.free_bytes,
             memory_bytes: info.memory_bytes,
             volume_bytes: info.volume_bytes,
@@ -100,7 +99,7 @@ mod tests {
         }
     }
 
-    /// So that nobody has to learn two sets of names.
+    /// Users have to learn only one set of names.
     #[test]
     fn what_pmvol_info_says_as_well_has_its_name_and_its_number() {
         let (pool, open, _folder) = open();
@@ -110,13 +109,12 @@ mod tests {
         let theirs = object(serde_json::to_value(pool.pool().info()).unwrap());
         for (name, number) in &ours {
             match name.as_str() {
-                // pmvol adds the one; the other is its `latched`.
+                // pmvol adds `path`, and has `latched` instead of `status`.
                 "path" | "status" => assert!(!theirs.contains_key(name)),
                 _ => assert_eq!(theirs.get(name), Some(number), "{name}"),
             }
         }
-        // What is damaged nobody can say of a pool that a VM may have: it would not have been
-        // opened.
+        // `damaged_bytes` is always 0 for a VM, because a damaged pool is not opened.
         let missing: Vec<_> = theirs.keys().filter(|name| !ours.contains_key(*name)).collect();
         assert_eq!(missing, ["damaged_bytes", "format_version", "latched", "thin"]);
         assert_eq!(theirs["damaged_bytes"], 0);
