@@ -161,7 +161,7 @@ impl Disk {
     ///
     /// A driver that has switched the cache off sends no more flushes. So the switch makes all
     /// earlier writes durable, and a write that is under way flushes after its transfer
-    /// ([`Job::next`](super::job::Job::next)). Virtio asks for less: a write that was completed
+    /// ([`Job::next`](super::job::Job::next)). Virtio requires less: a write that was completed
     /// with the cache on becomes stable by a flush that the driver sends (virtio 1.3, 5.2.6.2). But
     /// Linux sends none once this has returned (cache_type_store in drivers/block/virtio_blk.c: the
     /// block layer drops flushes for a disk without a cache). Nor need an fsync of data that was

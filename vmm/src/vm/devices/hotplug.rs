@@ -95,7 +95,7 @@ impl Leaving {
     fn wait_for(&self, kind: &str, limit: Duration) {
         let until = Instant::now() + limit;
         for ending in self.0.iter().filter(|ending| ending.kind == kind) {
-            // Nothing is ever sent.
+            // The wait ends when the sender is dropped, because nothing is sent.
             let _ = ending.is_over.recv_timeout(until.saturating_duration_since(Instant::now()));
         }
     }
@@ -471,7 +471,7 @@ mod tests {
             rig.machine.ask_to_let_go("a").unwrap();
             assert_eq!((rig.register(PCI_DOWN), rig.counts()), (1 << 1, (1, 1, 1)));
         }
-        // As long as it is there, it has its name and its file.
+        // Until the guest has ejected the device, its id and its file are in use.
         assert!(matches!(rig.add("a"), Err(VmError::IdTaken { .. })));
         rig.eject(1);
         assert_eq!(rig.counts(), (0, 0, 0));
@@ -508,14 +508,14 @@ mod tests {
         let mut rig = Rig::new();
         rig.add("a").unwrap();
         rig.machine.ask_to_let_go("a").unwrap();
-        // The slot is empty before the owner hears of it.
+        // The slot is empty before the owner is notified.
         drop(rig.machine.context.pci.remove(1));
         assert_eq!(rig.add("b").unwrap().bdf, "0000:00:01.0");
-        // Whoever asks once more does not mean who is there now.
+        // A repeated request to remove `a` does not concern `b`, which is in the slot now.
         rig.machine.ask_to_let_go("a").unwrap();
         assert_eq!((rig.register(PCI_DOWN), rig.counts()), (0, (1, 2, 1)));
         assert!(!rig.machine.page.slots(|slots| slots.is_leaving(1)));
-        // It is to go as well, and has not gone.
+        // The removal of `b` is requested as well, but the guest has not ejected it.
         rig.machine.ask_to_let_go("b").unwrap();
         rig.machine.let_go(1);
         rig.machine.let_go(1);
@@ -534,7 +534,7 @@ mod tests {
         disk.id = Some("other".to_owned());
         for _ in 0..5 {
             rig.machine.add("image", &image).unwrap();
-            // Nobody has been asked: it is not free soon.
+            // No removal is pending, so the file will not be free soon.
             assert!(matches!(rig.machine.add("other", &other_id), Err(VmError::Failed(_))));
             rig.machine.ask_to_let_go("image").unwrap();
             let error = rig.machine.add("other", &other_id).unwrap_err();
@@ -544,7 +544,7 @@ mod tests {
             rig.eject(1);
             rig.machine.add("other", &other_id).unwrap();
             rig.machine.ask_to_let_go("other").unwrap();
-            // What is wrong by itself is not theirs to mend.
+            // The pending removal does not help an addition that fails for another reason.
             let missing = DeviceConfig::Disk(DiskConfig::parse("path=/nowhere/disk,id=a").unwrap());
             assert!(matches!(rig.machine.add("a", &missing), Err(VmError::Failed(_))));
             rig.eject(1);

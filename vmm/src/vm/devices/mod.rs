@@ -51,7 +51,7 @@ pub(in crate::vm) fn attach_serial(
     let console = HostConsole::open(Port::Serial, &config.serial, files)?;
     let Some(mut console) = console else { return Ok(None) };
     if [config.serial.mode, config.console.mode] == [ConsoleMode::Tty; 2] {
-        // There is one keyboard, and it is the console's.
+        // The terminal has one keyboard, whose input goes to the console.
         console.input = None;
     }
     let (irq, _line) = context.line(SERIAL_GSI)?;
@@ -161,7 +161,7 @@ pub(in crate::vm) fn build_balloon(
 pub(in crate::vm) struct MemorySignals {
     /// Notified when something changes.
     pub plugged: Arc<Notify>,
-    /// Told what has come of a request.
+    /// Emits the results of requests.
     pub events: Events,
 }
 
@@ -264,7 +264,7 @@ mod tests {
             let observer =
                 MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
             observer("pm", MemEvent::DriverUnsupported);
-            // The governor looks at the zone at once.
+            // The governor is notified at once.
             plugged.notified().await;
             observer("pm", MemEvent::Withdrawn { requested_bytes: 0 });
             events.end();
@@ -292,9 +292,9 @@ mod tests {
         assert!((0..10_000).all(|_| reached(&first, 0) == 1));
         let told = (0..10_000).fold(0, |_, nth| reached(&first, nth % 2));
         assert!((2..100).contains(&told), "{told}");
-        // Of these one of the two is news, whichever was told last.
+        // One of each pair differs from the event before it, and is counted as withheld.
         assert!(events.counters().withheld() > 4900, "{}", events.counters().withheld());
-        // Nor has a machine more for it that comes after others.
+        // A later machine of the VM has no additional budget of events.
         for nth in 0..1000 {
             events.end_machine();
             reached(&observer(), nth);
