@@ -292,7 +292,7 @@ mod tests {
         assert!((0..10_000).all(|_| reached(&first, 0) == 1));
         let told = (0..10_000).fold(0, |_, nth| reached(&first, nth % 2));
         assert!((2..100).contains(&told), "{told}");
-        // One of each pair differs from the event before it, and is counted as withheld.
+        // Half of these events differ from the last emitted one, and are withheld.
         assert!(events.counters().withheld() > 4900, "{}", events.counters().withheld());
         // A later machine of the VM has no additional budget of events.
         for nth in 0..1000 {

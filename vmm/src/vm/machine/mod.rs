@@ -91,7 +91,7 @@ impl Drop for KvmMachine {
     /// 1. All vCPUs are requested to leave the guest before any is waited for. Some may wait for
     ///    devices, whose loops are released for that.
     /// 2. Devices return their queues and stop their workers.
-    /// 3. The ends of removed devices are waited for, because the next machine may need their files.
+    /// 3. Removed devices have ended, because the next machine may need their files.
     /// 4. The rest is dropped in the order of the fields, memory last.
     fn drop(&mut self) {
         drop(self.pause());
