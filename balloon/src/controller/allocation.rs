@@ -55,9 +55,9 @@ pub(super) struct Limits {
     pub driverless_last: bool,
 }
 
-/// Whether some zone has no driver that is up, and another that has one can be asked for more now.
-/// Never more is said to be there than [`Allocation::grow`] finds: what it did not find would be
-/// asked of a zone without a driver, with every report anew.
+/// Returns true if a zone has no live driver and another zone, which has one, can grow now. Must
+/// not find more room than [`Allocation::grow`] does. Otherwise, each report would request the
+/// difference from a zone without a driver.
 pub(super) fn has_live_room(
     host: &HostView,
     zones: &[ZoneTracker],

@@ -46,9 +46,9 @@ impl Controller {
         self.zones.iter().any(|zone| zone.goal_bytes.is_some())
     }
 
-    /// Returns requests that bring zones closer to their goals, after [`Controller::observe`] of
-    /// the same host. Carry them out, and read the host again before [`Controller::step`]. Goals
-    /// stay in force in a paused loop and in a dry run, because a client set them.
+    /// Returns requests that bring zones closer to their goals. Call [`Controller::observe`] with
+    /// the same host first. Carry them out, and read the host again before [`Controller::step`].
+    /// Goals stay in force in a paused loop and in a dry run, because a client set them.
     pub(crate) fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<GoalStep> {
         if !self.has_goals() {
             return Vec::new();

@@ -114,7 +114,7 @@ impl Controller {
         self.decide(event, host, now)
     }
 
-    /// Decides, after [`Controller::observe`] of the same host.
+    /// Decides on an event. Call [`Controller::observe`] with the same host first.
     pub(crate) fn decide(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         for zone in &mut self.zones {
             zone.by_hand = false;
@@ -377,7 +377,7 @@ impl Controller {
         }
     }
 
-    /// Divides sizes among zones as `trackers` follow them.
+    /// Allocation of sizes to zones in the state that `trackers` describe.
     fn allocation(
         &self,
         trackers: &[ZoneTracker],

@@ -53,7 +53,7 @@ pub struct Change {
     pub paused: Option<bool>,
 }
 
-/// Devices of a VM.
+/// Access to the devices of a VM.
 pub trait Devices {
     /// Performs the requests of a step.
     fn perform(&mut self, requests: Vec<Request>);
@@ -62,7 +62,7 @@ pub trait Devices {
     fn host(&mut self) -> HostView;
 }
 
-/// Notes of a step, with the host that it saw.
+/// Notes of a step, with the host on which it was decided.
 #[derive(Clone, Debug)]
 pub struct StepNotes {
     /// Notes for the log, the trace and metrics.
@@ -80,15 +80,15 @@ pub(super) struct Effects {
     pub next: Option<FollowUp>,
 }
 
-/// Step after the requests of another one.
+/// Step that follows the requests of another one.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum FollowUp {
-    /// Takes the next steps towards sizes that a client requested, after the requests of a plan.
+    /// Takes the next steps toward sizes that a client requested, after the requests of a plan.
     Goals {
-        /// Decides after that.
+        /// Decides after these steps.
         then_decide: bool,
     },
-    /// Second half of a tick, after steps towards such a size.
+    /// Second half of a tick, after steps toward a client's size.
     Decide,
     /// Only observes the new sizes.
     Observe,

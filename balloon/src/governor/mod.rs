@@ -317,7 +317,7 @@ impl Governor {
         self.note(plan, None, false, host, now, effects);
     }
 
-    /// Takes the host's present sizes, once per step.
+    /// Passes the host's present sizes to the controller, once per step.
     fn observe(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
         for (seen, sizes) in self.controller.observe(host, now).into_iter().zip(&host.zones) {
             self.shortage.lacks(seen.lowered_bytes);

@@ -204,7 +204,8 @@ impl TableRig {
     }
 }
 
-/// Defines a test for each case and lists the cases in `CASES`, for checks of broken tables.
+/// Defines a test for each case, and lists the cases in `CASES`, so that other tests can check that
+/// a broken table fails them.
 macro_rules! cases {
     ($check:expr; $($name:ident: $at:expr => $amount:expr;)*) => {
         $(

@@ -279,8 +279,8 @@ impl Vm {
         self.rest_since = rests.then(|| self.rest_since.unwrap_or(self.guest.now()));
     }
 
-    /// Sends a report or a tick to the governor. Returns whether that left everything as it is, for
-    /// good.
+    /// Sends a report or a tick to the governor. Returns true if nothing has changed and a
+    /// repetition would not change anything either.
     fn step(
         &mut self,
         report: Option<&Report>,

@@ -1,4 +1,4 @@
-//! Callers that break one invariant each.
+//! Faulty callers of the governor, each of which breaks one invariant.
 
 use balloon::governor::Request;
 use balloon::{BLOCK_BYTES, DriverState, HostView, Tier};
@@ -18,21 +18,21 @@ pub enum Broken {
     ActsInDryRun,
     ActsInPause,
     MovesPinned,
-    /// Shows a refused driver as ready.
+    /// Presents a refused driver as ready.
     HidesRefusal,
     /// Requests a policy's size as a step.
     StepsWithoutGoal,
     StepsAfterResume,
     /// Requests all of a goal at once.
     IgnoresDescriptors,
-    /// Shows DRAM as PM and PM as DRAM.
+    /// Presents DRAM as PM and PM as DRAM.
     SwapsTiers,
     /// Requests more when it handles an event again.
     Wavers,
 }
 
 impl Broken {
-    /// Broken callers, with the text of the check that must notice.
+    /// Faulty callers, with the message of the check that must fail.
     pub const ALL: [(Self, &str); 19] = [
         (Self::Unaligned, "not whole blocks"),
         (Self::Unaligned, "no step to the goal"),

@@ -1,5 +1,5 @@
-//! The governor under random sequences of events and host views. For each invariant there is a
-//! caller that breaks it, and the same checks must notice.
+//! Property tests of the governor with random sequences of events and host views. Each invariant is
+//! also broken by a faulty caller, for which the same checks must fail.
 
 mod broken;
 #[path = "../rig/properties.rs"]
@@ -43,7 +43,7 @@ fn happening() -> impl Strategy<Value = Happening> {
     ]
 }
 
-/// Events of a guest that follows at once, on a host that has all memory.
+/// Events of a guest that follows requests at once, on a host with enough memory.
 fn ready() -> impl Strategy<Value = Happening> {
     prop_oneof![
         4 => (0u64..=1000).prop_map(|free| Happening::Report(free, OnlineMovable)),
@@ -58,7 +58,7 @@ fn life(happening: impl Strategy<Value = Happening>) -> impl Strategy<Value = Li
     (0..POLICIES.len(), prop::collection::vec((happening, ms), 1..80))
 }
 
-/// A broken caller fails only upon the violation that it is to show.
+/// Runs a life. With a faulty caller, only the expected violation is a failure.
 fn live((index, life): &Life, follows: bool, broken: Option<(Broken, &str)>) -> TestCaseResult {
     let mut world = World::new(policy(*index), follows, broken.map(|(broken, _)| broken));
     for (happening, ms) in life {
@@ -82,7 +82,7 @@ proptest! {
 }
 
 fn is_caught(broken: Broken, text: &str) -> bool {
-    // Only a guest that follows shows the order of zones.
+    // The order of zones shows only if the guest follows requests.
     let follows = broken == Broken::SwapsTiers;
     let happening = if follows { ready().boxed() } else { happening().boxed() };
     fails(2000, &life(happening), |life| live(&life, follows, Some((broken, text))))

@@ -1,4 +1,4 @@
-//! A VM around the governor, and what must hold of its requests.
+//! Simulated VM around the governor, and checks of the governor's requests.
 
 use std::fmt::Debug;
 
@@ -36,14 +36,14 @@ pub enum Happening {
     /// The agent connects or leaves.
     Agent(bool),
     Tick,
-    /// The guest follows a zone's request, by this share.
+    /// The guest carries out this share of a zone's request.
     Follow(usize, u64),
     Driver(usize, DriverState),
-    /// The host has this share of a zone's maximum from now on.
+    /// The host can provide this share of a zone's maximum from now on.
     Host(usize, u64),
     /// Free memory of the pool in MiB.
     Pool(u64),
-    /// The balloon's driver sends statistics with this share of free memory.
+    /// The virtio balloon's driver sends statistics with this share of free memory.
     Statistics(u64),
     /// A client sizes a zone, in blocks.
     Resize(usize, u64),
@@ -58,20 +58,20 @@ pub enum Happening {
     Dimm,
 }
 
-/// Devices and what a client has set, as the checks know them.
+/// Devices and settings of a client, as the checks expect them.
 #[derive(Clone, Debug, Default)]
 pub struct State {
     pub host: HostView,
-    /// Memory that the host has for each zone.
+    /// Memory that the host can provide for each zone.
     available_bytes: [u64; ZONES],
     pub pinned: [bool; ZONES],
-    /// Sizes that steps may lead to.
+    /// Goal of each zone. Steps must lead to it.
     goals: [Option<u64>; ZONES],
     is_paused: bool,
     rules: Rules,
     follows: bool,
     broken: Option<Broken>,
-    /// The last event is handled again.
+    /// True while an event is handled for the second time.
     pub is_again: bool,
     /// Requests of each step since the last event, with the host before them.
     steps: Vec<(Vec<Request>, HostView)>,
@@ -102,7 +102,7 @@ impl State {
         }
     }
 
-    /// Passes on a value, unless a broken caller forgets to.
+    /// Returns `value` unless the caller is faulty in this way.
     fn unless<T>(&self, broken: Broken, value: T) -> Option<T> {
         (self.broken != Some(broken)).then_some(value)
     }
@@ -137,7 +137,8 @@ impl State {
             sum = sum + bytes - zone.requested_bytes;
             pm += if zone.tier == Tier::Pm { new_bytes(zone, *bytes) } else { 0 };
         }
-        // A shrink that the guest does not follow is withdrawn, up to what is plugged.
+        // If the guest does not follow a shrink, the request rises again, to the plugged size at
+        // most.
         let zones = self.host.zones.iter();
         let left = zones.map(|zone| zone.requested_bytes.max(zone.plugged_bytes)).sum();
         let (floor, ceiling) =
@@ -191,7 +192,7 @@ impl State {
 
     /// Checks the order of tiers in a plan.
     fn check_order(&mut self, plan: &Plan, before: &HostView) {
-        // A dry run decides upon sizes that no device has.
+        // A dry run decides on sizes that are never requested.
         if plan.dry_run {
             return;
         }
@@ -272,7 +273,7 @@ impl World {
         world
     }
 
-    /// First violation whose text has `text` in it.
+    /// First violation that contains `text`.
     pub fn wrong(&self, text: &str) -> Option<&String> {
         self.state.wrong.iter().find(|wrong| wrong.contains(text))
     }
@@ -366,7 +367,7 @@ impl World {
         }
     }
 
-    /// Changes what the governor does.
+    /// Changes the governor's settings.
     fn change(&mut self, happening: &Happening) {
         let (state, mut change) = (&mut self.state, Change::default());
         match *happening {

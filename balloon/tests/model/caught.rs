@@ -4,7 +4,7 @@ use super::broken::LIVES;
 use super::happening::short;
 use super::*;
 
-/// Looks for a life in which a broken loop is noticed.
+/// Returns true if a check fails in one of many lives with a broken loop.
 fn is_caught(
     check: impl Fn(usize, Rules, &[(Happening, u64)]) -> Result<(), TestCaseError>,
 ) -> bool {

@@ -1,4 +1,4 @@
-//! Parts that property tests share: policies, and runs of broken code.
+//! Policies and runs of broken code that the property tests share.
 
 use balloon::params::Setting;
 use balloon::policy::Policy;

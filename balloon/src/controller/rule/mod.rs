@@ -108,8 +108,8 @@ impl Controller {
     }
 }
 
-/// Rule 7: a paused loop decides nothing, and neither does the policy `off`. Pinned zones are left
-/// out where sizes are allocated.
+/// Rule 7: holds while the loop is paused or the policy is `off`. Pinned zones are excluded where
+/// sizes are allocated.
 fn by_hand(context: &Context<'_>) -> Verdict {
     let controller = context.controller;
     let reason = match () {
@@ -120,14 +120,15 @@ fn by_hand(context: &Context<'_>) -> Verdict {
     reason.map(|reason| controller.hold(reason, context.host)).into()
 }
 
-/// Rule 5: a guest that does not follow is asked for less. A dry run says so once.
+/// Rule 5: replaces a request that the guest does not follow by one for a smaller change or none. A
+/// dry run reports this once.
 fn no_progress(context: &Context<'_>) -> Verdict {
     let Context { controller, host, now, .. } = *context;
     let rules = &controller.rules;
     let has_failed = |(zone, tracker): (&ZoneSizes, &ZoneTracker)| {
         !tracker.pinned && tracker.has_failed(zone, rules, now)
     };
-    // None of them, mostly.
+    // Usually no zone has failed, and the copies below are not needed.
     if !host.zones.iter().zip(&controller.zones).any(has_failed) {
         return Verdict { plan: None, memory: Some(Memory::NoneFailed) };
     }
@@ -159,8 +160,9 @@ fn no_progress(context: &Context<'_>) -> Verdict {
     Verdict { plan, memory: Some(Memory::Zones(zones)) }
 }
 
-/// Rule 3 against rule 5: what of the floor is no longer asked of one zone is asked of others, and
-/// where they have none it stays asked for.
+/// Rule 3 limits rule 5: the requests must not fall below the floor. Bytes of the floor that rule 5
+/// withdraws are requested from other zones. Bytes that no other zone has stay requested from the
+/// failed zones.
 fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTracker]) {
     let Context { controller, host, now, .. } = *context;
     let floor = controller.rules.floor_bytes.min(host.requested_bytes());
@@ -186,15 +188,16 @@ fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTrac
     }
 }
 
-/// Rule 3: the VM as a whole has a floor and a ceiling, whatever is reported and whoever wants
-/// something else.
+/// Rule 3: keeps all zones together between floor and ceiling, whatever the guest reports and the
+/// policy wants.
 fn bounds(context: &Context<'_>) -> Verdict {
     let controller = context.controller;
     let Some(plan) = come_within_bounds(context) else {
         return Verdict { plan: None, memory: Some(Memory::BoundsTold(false)) };
     };
-    // Rule 8: a dry run says once what this rule would do, and then what the policy does. What
-    // stands in the way of a bound stands in a policy's, too.
+    // Rule 8: a dry run reports the plan of this rule once, and after that the plans of the policy.
+    // A plan that only holds is not reported, because its obstacle prevents the policy's plan as
+    // well.
     let (is_dry_run, was_told) = (controller.rules.dry_run, controller.told_bounds);
     let changes = plan.direction != Direction::Hold;
     let is_news = !is_dry_run || (changes && !was_told);
@@ -217,11 +220,10 @@ fn come_within_bounds(context: &Context<'_>) -> Option<Plan> {
     }
 }
 
-/// Time for which others are asked for what the host could not provide. Later, the guest may want
-/// something else.
+/// Time after which a shortfall expires. By then, the guest may need a different amount.
 const SHORTFALL_MS: u64 = 1_000;
 
-/// Bytes that the host could not provide, and that no other zone has been asked for.
+/// Bytes that the host could not provide and that have not been requested from another zone.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostShortfall {
     bytes: u64,
@@ -229,7 +231,7 @@ pub struct HostShortfall {
 }
 
 impl HostShortfall {
-    /// Bytes that still count.
+    /// Bytes that have not expired.
     fn bytes_at(&self, now: TimeMs) -> u64 {
         if now.since(self.at) < SHORTFALL_MS { self.bytes } else { 0 }
     }
@@ -240,17 +242,17 @@ impl HostShortfall {
         }
     }
 
-    /// Subtracts bytes that other zones have been asked for.
+    /// Subtracts bytes that have been requested from other zones.
     pub fn is_asked(&mut self, bytes: u64) {
         self.bytes = self.bytes.saturating_sub(bytes);
     }
 }
 
-/// Rule 5: what the host could not provide is asked of other zones, at once, and with what has come
-/// to be wanted since.
+/// Rule 5: requests bytes that the host could not provide from other zones at once, or more if the
+/// policy wants more by now.
 ///
-/// While the loop is paused, or does something else first, the shortfall is kept. A dry run
-/// requests nothing, so that its shortfall would never end.
+/// The shortfall is kept while the loop is paused or another rule decides first. A dry run requests
+/// nothing, so its shortfall would never end.
 fn host_short(context: &Context<'_>) -> Verdict {
     let Context { controller, now, .. } = *context;
     let shortfall_bytes = controller.host_shortfall.bytes_at(now);
@@ -267,7 +269,8 @@ fn host_short(context: &Context<'_>) -> Verdict {
     };
     let reason = Reason::HostShort;
     let plan = controller.grow(shortfall_bytes.max(more), reason, last, host, now);
-    // Also where nobody has it: what stood in the way of others is not what happened.
+    // The reason stays `HostShort` even if no other zone has room, because the host's shortfall is
+    // the cause.
     Some(Plan { reason, ..plan }).into()
 }
 
@@ -278,7 +281,8 @@ pub struct Lost {
     at: Option<TimeMs>,
 }
 
-/// Rule 6: reports are lost. Hold; if the guest was short when they stopped, give it a little more.
+/// Rule 6: holds while reports are lost. If the guest was short when they stopped, grows in a
+/// limited number of steps.
 fn lost_reports(context: &Context<'_>) -> Verdict {
     let Context { controller, now, .. } = *context;
     let rules = &controller.rules;

@@ -146,13 +146,13 @@ fn second_half_that_does_not_stay(ms: &[u64], rest_ms: u64) {
 
 #[test]
 fn rule_5_what_came_earlier_and_stays_does_not_vouch_for_what_comes_later() {
-    // A moment more than a second later, and no step between.
+    // The first half has stayed for more than 1 s, without a step in between.
     second_half_that_does_not_stay(&[1_500], 3_480);
 }
 
 #[test]
 fn rule_5_each_block_has_to_stay_for_itself() {
-    // The first has stayed for a second after the second step, and the second for 5 ms.
+    // After the second step, the first half has stayed for 1 s and the second half for 5 ms.
     second_half_that_does_not_stay(&[995, 5], 3_980);
 }
 
