@@ -356,7 +356,7 @@ pub(crate) fn debug_assert_word(offset_bytes: u64) {
 mod tests {
     use super::*;
 
-    /// Media with the word operations that the trait provides.
+    /// Media with the trait's default word operations.
     struct ReadOnly;
 
     impl Media for ReadOnly {

@@ -305,9 +305,10 @@ impl<S: Media> Engine<S> {
         self.discard(sectors)
     }
 
-    /// At return all that was written is durable, to the degree that the media has. Everything was
-    /// when it was written; an arena in which something has failed since says so. An arena that
-    /// could not be read at open took no writes, so it does not keep the others from being flushed.
+    /// After return, all earlier writes are durable, to the degree that the media supports. Each
+    /// write already was when it returned. An arena in which a write has failed since returns an
+    /// error. An arena that could not be read at open took no writes, so it does not prevent a
+    /// flush of the others.
     pub fn flush(&self) -> Result<(), EngineError> {
         for place in &self.places {
             if let Place::Arena(arena) = place
@@ -319,10 +320,10 @@ impl<S: Media> Engine<S> {
         self.common.space.persist(&[]).map_err(EngineError::Media)
     }
 
-    /// [`Engine::flush`], after which nothing of what was written before is left to be redone: the
-    /// map is durable too. For whoever hands the media to a driver that takes what it sees for
-    /// durable, as Linux' does. An arena that could not be read at open refuses this, after all
-    /// others are durable.
+    /// Flushes like [`Engine::flush`], and makes the map durable as well, so that a recovery has
+    /// nothing to redo. Required before the media is passed to a driver that takes its content for
+    /// durable, as Linux' driver does. Fails if an arena could not be read at open, but only after
+    /// all others are durable.
     pub fn settle(&self) -> Result<(), EngineError> {
         let mut refused = Ok(());
         for place in &self.places {

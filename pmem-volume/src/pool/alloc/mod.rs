@@ -1,4 +1,4 @@
-//! Chunks of a pool: free, lent as memory, waiting to be erased.
+//! Allocation of a pool's chunks: free, lent as memory, or waiting to be erased.
 
 pub(super) mod buddy;
 pub(super) mod chunk;

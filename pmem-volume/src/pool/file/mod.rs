@@ -1,4 +1,5 @@
-//! File or device below a pool: its lock, its blocks, and content that no pool may overwrite.
+//! File or device below a pool: its lock, its blocks, and content of others, which no pool may
+//! overwrite.
 
 pub(super) mod blocks;
 pub mod formats;

@@ -1,5 +1,5 @@
-//! A full look at a pool and every volume in it, from the media alone. Nothing is changed. A read
-//! that fails latches nothing, because it says nothing of what is durable.
+//! Complete check of a pool and its volumes, from the media alone. Changes nothing. A failed read
+//! does not make the pool read-only, because durability does not depend on it.
 
 use std::sync::Arc;
 

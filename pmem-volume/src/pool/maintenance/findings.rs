@@ -33,8 +33,8 @@ impl Severity {
     }
 }
 
-/// One thing that is not as it should be. A `copy` is 0 or 1, and a `slot` is a place in the volume
-/// table.
+/// Defect or unfinished change that a check has found. `copy` is 0 or 1, and `slot` is an index in
+/// the volume table.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Finding {

@@ -20,7 +20,7 @@ fn with_volume() -> Fixture {
     fixture
 }
 
-/// A sample: `fields.rs` turns every bit.
+/// Sample of the fields. The test in `fields.rs` flips every bit of all fields.
 const SUPERBLOCK_FIELDS: [(&str, usize); 3] = [
     ("magic", offset_of!(SuperblockBytes, magic)),
     ("sequence", offset_of!(SuperblockBytes, sequence)),

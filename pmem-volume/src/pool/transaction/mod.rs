@@ -1,4 +1,4 @@
-//! Changes of several words or records that count as a whole.
+//! Atomic changes of several words or records.
 
 pub(super) mod mirrored;
 pub(super) mod redo_log;

@@ -552,7 +552,7 @@ mod tests {
     use super::*;
     use crate::pool::ChunkId;
 
-    /// Media of which nothing but words can be loaded. A word is its own offset.
+    /// Media that supports only loads of words. The value of each word is its offset.
     struct Words;
 
     impl Media for Words {
