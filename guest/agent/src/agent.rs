@@ -114,7 +114,8 @@ impl Agent {
         }
         if let Some(tuning) = &mut self.tuning {
             let result = tuning.adapt(&self.report.zones, self.report.memory.total_bytes);
-            // After an error too, what has been written is to go back at the end.
+            // Kept after an error, because settings that were written before it must be restored at
+            // the end.
             logged("adapt settings of the kernel", result);
         }
         Ok(())
@@ -213,7 +214,7 @@ mod tests {
     use super::*;
     use crate::tree::Tree;
 
-    /// Runs an agent that is told to end at once.
+    /// Runs an agent whose termination is requested before it starts.
     fn run_to_the_end(mut agent: Agent, tree: &Tree) {
         let (termination, mut told) = io::pipe().expect("pipe");
         told.write_all(&[15]).expect("write");

@@ -150,8 +150,9 @@ impl BlockReader {
         due_ms.max(self.not_before_ms)
     }
 
-    /// Reads them again, and onlines, if in charge, what has been offline since the last time.
-    /// Returns how many of these did not come online. `clock` gives the time before and after.
+    /// Reads the blocks again. If the agent is in charge, onlines blocks that were offline at the
+    /// last reading as well. Returns the number of blocks that did not come online. `clock` returns
+    /// the time before and after the reading.
     pub fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> u64 {
         let start_ms = clock();
         let mut failed = 0;
@@ -231,9 +232,9 @@ impl Block {
     }
 }
 
-/// Checks that a block that is online is in ZONE_MOVABLE. The block must be online: of one that is
-/// just being added Linux looks for the zones of node -1, and crashes (drivers/base/memory.c,
-/// valid_zones_show: `mem->nid` is set after the block can be seen).
+/// Checks that a block that is online is in ZONE_MOVABLE. The block must be online: for a block
+/// that is just being added, Linux looks up the zones of node -1 and crashes
+/// (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the block becomes visible).
 pub fn is_online_block_movable(block: &Path) -> bool {
     let zones = fs::read_to_string(block.join("valid_zones")).unwrap_or_default();
     // The first zone is the one that the block is in.
@@ -429,7 +430,8 @@ mod tests {
     fn policy_is_written_only_where_it_is_wrong_and_blocks_come_online_by_it() {
         for (online, policy, policy_after, state_after) in [
             (Online::Movable, "online", "online_movable", "online_movable"),
-            // A policy that ends with a line is not written again.
+            // A policy that is in force is not written again, although its file ends with a
+            // newline.
             (Online::Movable, "online_movable", "online_movable\n", "online_movable"),
             (Online::Auto, "offline", "online", "online"),
             (Online::Auto, "online_kernel", "online_kernel\n", "online"),
@@ -449,7 +451,7 @@ mod tests {
     #[test]
     fn they_are_read_on_change_and_otherwise_seldom() {
         let tree = Tree::memory("online_movable", &[(0, 0, "online", "Normal")]);
-        // The more a reading of very many blocks costs, the more seldom there is one.
+        // The longer a reading takes because of many blocks, the less often the blocks are read.
         for (cost_ms, rest_ms, change_ms) in [(0, 30_000, 20), (100, 100_000, 2_000)] {
             let mut reader = BlockReader::new(tree.path(), Online::Movable);
             assert_eq!(reader.due_ms(SIGNS), 0);

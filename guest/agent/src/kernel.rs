@@ -126,12 +126,12 @@ mod tests {
         for (version, [scheduler, log, command_line], model) in [
             (DEBIAN, ["none (voluntary) full\n", "", ""], "voluntary"),
             (DEBIAN, ["none voluntary (full) lazy\n", log, wanted], "full"),
-            // The last change.
+            // The last line of the log counts.
             (DEBIAN, ["", log, wanted], "voluntary"),
-            // The last that the kernel knows.
+            // The last value on the command line that the kernel knows counts.
             (DEBIAN, ["", "6,9,1,-;Dynamic Preempt: sometimes\n", wanted], "none"),
             (DEBIAN, ["", "", "xpreempt=full preempt= PREEMPT=full"], "dynamic"),
-            // Other kernels say it in their version.
+            // Kernels without a dynamic model name it in their version.
             ("#1 SMP PREEMPT_RT Debian", ["", "", "preempt=none"], "rt"),
             ("#7 SMP PREEMPT Mon", ["", "", "preempt=none"], "full"),
             ("#7 SMP Mon", ["", "", "preempt=none"], "static"),

@@ -135,7 +135,7 @@ fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The result, or a line on standard error that says what failed.
+/// Returns the result, or prints the failure to standard error.
 fn logged<T>(what: &str, result: io::Result<T>) -> Option<T> {
     result.inspect_err(|error| eprintln!("foreshore-agent: Cannot {what}: {error}")).ok()
 }

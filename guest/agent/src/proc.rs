@@ -331,7 +331,7 @@ mod tests {
         tree.put("sys/fs/dentry-state", "164829\t139103\t45\t0\t93217\t0\n");
         tree.put("sys/fs/inode-nr", "120413\t507\n");
         let (mut proc, mut report) = (Proc::open(tree.path()).expect("open"), RawReport::default());
-        // Of this thread only: other tests read at the same time.
+        // Counts this thread only, because other tests read files at the same time.
         let counter = Text::open("/proc/thread-self/io".into(), Pieces::One).expect("open");
         let reads = || {
             let mut buffer = [0; 256];
@@ -340,12 +340,13 @@ mod tests {
             let count = text.lines().find_map(|line| line.strip_prefix("syscr: "));
             count.and_then(|count| count.parse::<u64>().ok()).expect("Linux counts them")
         };
-        // All but zoneinfo.
+        // All files but zoneinfo.
         const SHORT_TEXTS: u64 = 6;
         for (now_ms, of_zoneinfo) in [(1_000, 2), (1_050, 0), (1_999, 0), (2_000, 2), (2_050, 0)] {
             let before = reads();
             proc.fill(&mut report, now_ms).expect("fill");
-            // The kernel counts a read when it ends, so the difference has one of the counter.
+            // The kernel counts a read when it ends, so the difference includes one read of the
+            // counter itself.
             assert_eq!(reads() - before - 1, SHORT_TEXTS + of_zoneinfo, "at {now_ms} ms");
         }
     }

@@ -23,8 +23,8 @@ pub fn replace(record: &Path, text: &str) -> io::Result<()> {
     fs::rename(&new, record)
 }
 
-/// Replaces the record before `what` is changed. Without a record the agent serves the guest all
-/// the same. Only an agent that is killed then leaves no trace of the old value.
+/// Replaces the record before `what` is changed. Without a record, the agent works all the same.
+/// The old value is lost only if the agent is killed.
 pub fn note(what: &str, record: &Path, text: &str) {
     let result = replace(record, text);
     logged(&format!("note the guest's {what} in {}", record.display()), result);

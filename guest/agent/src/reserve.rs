@@ -172,14 +172,14 @@ mod tests {
             self.open("")
         }
 
-        /// An agent starts, sees these zones, and is killed.
+        /// Starts an agent that adapts to these zones and is killed.
         fn agent(&self, zones: &[Zone]) {
             self.reserve().adapt(zones, 0).expect("writes");
         }
     }
 
-    /// A guest before memory is plugged, and two sizes of plugged memory, of which each wants
-    /// ratios of its own.
+    /// Zones of a guest without plugged memory and with two sizes of it. Each size needs its own
+    /// ratios.
     fn zones() -> [Vec<Zone>; 3] {
         let boot = zone(ZoneKind::Dma32, 337);
         let plugged = |mib| vec![boot, zone(ZoneKind::Movable, mib)];

@@ -288,7 +288,7 @@ mod tests {
         let (mut agent, mut reader) = (agent(), BufReader::new(vmm));
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
         session.send_report(Cause::Rest).expect("goes on");
-        // Room for longer numbers.
+        // Longer numbers in later reports must not grow the buffer.
         session.out.reserve(1024);
         let seq = session.agent.report.seq;
         let (count, ()) = allocations::count(|| {

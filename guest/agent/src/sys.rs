@@ -20,7 +20,7 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
 
 pub fn monotonic_ms() -> u64 {
     let now = rustix::time::clock_gettime(ClockId::Monotonic);
-    // The clock counts from the boot.
+    // The clock starts at boot, so its value is never negative.
     now.tv_sec.cast_unsigned().saturating_mul(1000) + now.tv_nsec.cast_unsigned() / 1_000_000
 }
 
@@ -58,7 +58,7 @@ pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::R
     // calls. The handler does nothing.
     let set = unsafe {
         let mut action: libc::sigaction = mem::zeroed();
-        // Without SA_RESTART, so that the signal ends the call.
+        // Without SA_RESTART, so that the signal interrupts the blocked call.
         action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as libc::sighandler_t;
         check(libc::sigaction(libc::SIGALRM, &raw const action, ptr::null_mut()))?;
         let mut event: libc::sigevent = mem::zeroed();
@@ -79,7 +79,7 @@ pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::R
 #[expect(unsafe_code, reason = "rustix has no masks of signals and no signalfd")]
 pub fn watch_termination() -> io::Result<OwnedFd> {
     // SAFETY: `set` outlives the calls, and sigemptyset makes a set of it before others read it.
-    // The kernel has just made the descriptor, and only the result has it.
+    // The kernel has just created the descriptor, and only the result owns it.
     unsafe {
         let mut set: libc::sigset_t = mem::zeroed();
         libc::sigemptyset(&raw mut set);

@@ -1,4 +1,4 @@
-//! Files in the shape of /proc or /sys, for tests.
+//! Trees of files for tests, in the form of /proc or /sys.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 pub struct Tree(tempfile::TempDir);
 
 impl Tree {
-    /// A tree with these files.
+    /// Creates a tree with these files.
     pub fn new(files: &[(&str, &str)]) -> Self {
         let tree = Tree(tempfile::tempdir().expect("tempdir"));
         files.iter().for_each(|(path, text)| tree.put(path, text));
@@ -47,7 +47,7 @@ impl Tree {
         self.0.path().join(path)
     }
 
-    /// Writes a file, and makes the directories that it lies in.
+    /// Writes a file, and creates its parent directories.
     pub fn put(&self, path: &str, text: impl AsRef<[u8]>) {
         let path = self.at(path);
         fs::create_dir_all(path.parent().expect("has one")).expect("creates");
@@ -58,7 +58,7 @@ impl Tree {
         fs::read_to_string(self.at(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
     }
 
-    /// Makes a directory, which takes no text.
+    /// Creates a directory, to which a write of text fails.
     pub fn make(&self, path: &str) {
         fs::create_dir_all(self.at(path)).expect("creates");
     }

@@ -359,7 +359,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// How Debian builds its kernels, and another way.
+    /// Build configuration of Debian's kernels, and another one.
     const OF_DEBIAN: (&str, &str) =
         ("boot/config-6.12.1-cloud", "CONFIG_X=y\nCONFIG_TRANSPARENT_HUGEPAGE_MADVISE=y\n");
     const ALWAYS: (&str, &str) =
@@ -474,7 +474,7 @@ mod tests {
     #[test]
     fn nodes_with_cpus_are_dram() {
         let other_cpus = Some("0-1,3\n");
-        // A kernel without NUMA has no such file.
+        // This file is missing on a kernel without NUMA.
         for (has_cpu, nodes, settings) in [
             (other_cpus, &[0, 1, 3][..], USUAL),
             (other_cpus, &[0, 1, 2], BESIDE_PM),
@@ -514,7 +514,8 @@ mod tests {
         for (files, nodes, total_bytes, huge_pages) in [
             (vec![OF_DEBIAN], &[0][..], HUGE_PAGES_FROM_BYTES - 1, none),
             (vec![OF_DEBIAN], &[0], HUGE_PAGES_FROM_BYTES, ["madvise", "madvise", "1"]),
-            // The command line counts at once and before the build.
+            // The command line overrides the build configuration, and applies to small guests as
+            // well.
             (
                 vec![OF_DEBIAN, cmdline("quiet transparent_hugepage=always\n")],
                 &[0, 1],
@@ -522,7 +523,7 @@ mod tests {
                 ["always", "always", "1"],
             ),
             (vec![OF_DEBIAN, cmdline("transparent_hugepage=never\n")], &[0, 1], GIB, none),
-            // Neither the command line nor /boot decides.
+            // Neither the command line nor /boot has a setting.
             (vec![], &[0, 1], GIB, none),
             // One of the three settings has been changed since the boot.
             (vec![ALWAYS, (ENABLED, "[always] never\n")], &[0], GIB, ["always", "never", "0"]),

@@ -141,7 +141,7 @@ fn connected(settings: Settings) -> (Agent, Vmm) {
     (agent, vmm)
 }
 
-/// The fastest that an agent can be asked for.
+/// Settings with the shortest interval that a VMM can request.
 fn many() -> Settings {
     Settings { rest_interval_ms: 20, ..Settings::with_watermark(0) }
 }

@@ -56,7 +56,7 @@ pub const VSOCK_PORT: u32 = 9746;
 /// The version of the protocol that this crate speaks.
 pub const PROTOCOL_VERSION: u32 = 1;
 
-/// Zones count pages of this size: all guests are x86-64.
+/// Page size in which zones are counted. All guests are x86-64.
 const PAGE_BYTES: u64 = 4096;
 
 /// The size of the largest blocks in which Linux' page allocator keeps free memory on x86-64 (order

@@ -90,7 +90,7 @@ fn fall_of(before_per_s: u64, before_bytes: u64, now_bytes: u64, elapsed_ms: u64
     now_per_s.max(before_per_s / 2)
 }
 
-/// The intervals under the watermark and at rest. The former is never the longer one.
+/// Intervals below the watermark and at rest. The former is never longer than the latter.
 fn bounds_ms(settings: &Settings) -> (u64, u64) {
     let rest_ms = u64::from(settings.rest_interval_ms);
     (u64::from(settings.watermark_interval_ms).min(rest_ms), rest_ms)
@@ -353,9 +353,9 @@ mod tests {
         for (free, available, report_due_ms, look_due_ms) in [
             (8_000, 8_000, 2_000, 1_100),
             (280, 280, 2_000, 1_000 + 35 * MIB / FASTEST_FILL_BYTES_PER_MS),
-            // Page cache does not count.
+            // Page cache does not count as used.
             (59, 120, 2_000, 1_050),
-            // Under the watermark.
+            // Below the watermark.
             (59, 60, 1_050, 1_050),
             (59, 59, 1_050, 1_050),
             (0, 0, 1_050, 1_050),
@@ -487,7 +487,7 @@ mod tests {
             (280, 245, true),
             (64, 61, false),
             (64, 59, true),
-            // Known to be under it already.
+            // The report before was below the watermark already.
             (59, 58, false),
             (0, 0, false),
         ] {
@@ -518,7 +518,7 @@ mod tests {
         for (before, now_bytes, is_suspicious) in [
             (280, 270 * MIB, false),
             (280, 262 * MIB, true),
-            // Page cache hides it, and kswapd makes more free than somebody takes.
+            // Page cache hides the fall, because kswapd frees more memory than the load takes.
             (20, 20 * MIB - PAGE, true),
             (20, 20 * MIB + PAGE, true),
         ] {
@@ -644,7 +644,8 @@ mod tests {
         assert!(free_pace(59, 8_000).is_fast(&memory(59 * MIB, 8_000 * MIB), 1_000));
         for (free, available, report_due_ms) in [
             (59, 8_000, 1_050),
-            // Nor is it one of available memory, and above it the interval is in proportion.
+            // Available memory does not count, and above the watermark the interval is
+            // proportional.
             (8_000, 59, 2_000),
             (90, 0, 1_000 + 50 + 950 / 2),
         ] {

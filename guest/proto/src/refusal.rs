@@ -109,7 +109,7 @@ const MAX_QUOTED_CHARS: usize = 32;
 /// Defines the labels and the match over them, so that neither can lack one.
 macro_rules! labels {
     ($($variant:ident: $label:literal,)+) => {
-        /// The reasons, for a metric that shows all of them from the start.
+        /// Labels of all reasons, for a metric that exports each of them from the start.
         pub const LABELS: [&'static str; [$($label),+].len()] = [$($label),+];
 
         /// A short name that does not change between releases.

@@ -290,16 +290,16 @@ mod tests {
             // A sixteenth is 28 MiB, and the descriptors of 7 GiB take 112 MiB.
             (vec![(0, Dma32, 311), (0, Movable, 144)], 0, [256, 5, 32, 0, 0]),
             (vec![(0, Dma32, 311), (0, Movable, 144)], 7 << 30, [256, 1, 32, 0, 0]),
-            // Never more than half of the kernel's zones: 155 MiB of these.
+            // At most half of the kernel's zones is kept, here 155 MiB.
             (vec![(0, Dma32, 311), (0, Movable, 1024)], 1 << 40, [256, 6, 32, 0, 0]),
-            // The defaults keep 2 GiB already.
+            // Linux's defaults keep 2 GiB already.
             (
                 vec![(0, Dma32, 3000), (0, Normal, 62_000), (0, Movable, 65_536)],
                 0,
                 LINUX_RESERVE_RATIOS,
             ),
-            // Nothing is kept without movable memory beside the kernel's, and of little no more
-            // than it has.
+            // Nothing is kept in a node without movable memory. With little movable memory, at most
+            // as much as it has is kept.
             (vec![(0, Dma32, 337), (1, Movable, 1024)], 0, LINUX_RESERVE_RATIOS),
             (vec![(0, Dma32, 337), (0, Movable, 2)], 0, [256, 1, 32, 0, 0]),
             // Node 0 keeps 96 MiB and a quarter of 256 MiB. With all descriptors it would keep 352

@@ -1,4 +1,4 @@
-//! Allocations of a line for its receiver and its sender.
+//! Counts the allocations that a line costs its receiver and its sender.
 
 mod allocations;
 

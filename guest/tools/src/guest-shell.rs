@@ -15,8 +15,8 @@ use anyhow::{Context, Result, ensure};
 use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, MAX_FRAME_BYTES, Request};
 use guest_tools::{oom, vsock};
 
-/// First line of each script, so that the OOM killer does not spare the script as it spares this
-/// shell. A script that cannot change this does not run.
+/// First line of each script. It makes the script a usual victim of the OOM killer, which spares
+/// this shell. A script for which this fails does not run.
 const KILLED_AS_USUAL: &str = "echo 0 >/proc/self/oom_score_adj || exit\n";
 
 fn main() -> Result<()> {

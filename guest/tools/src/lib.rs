@@ -1,5 +1,5 @@
-//! What the test guests' programs have in common with each other, and with who sends them their
-//! work: protocols, patterns of data, waits.
+//! Protocols, patterns of data and waits that the programs of the test guests share with each other
+//! and with the tests that start them.
 
 use std::fmt;
 
@@ -14,20 +14,20 @@ pub mod timed_net;
 pub mod vsock;
 pub mod wait;
 
-/// Sectors that say what they are (`guest-tool write-stamped`).
+/// Sectors that carry their own number and version (`guest-tool write-stamped`).
 pub mod torn {
     pub mod report;
     pub mod stamp;
 }
 
-/// The context of an error that nothing excuses: what was stored is not there as it has to be. A
-/// test that ends with it gets no second chance.
+/// Context of an error that no fault of the host excuses: stored data is missing or wrong. A test
+/// that fails with it is not repeated.
 #[derive(Debug)]
 pub struct StoredWrong;
 
 impl StoredWrong {
-    /// Exit code of a process that has ended with it: a test's, and a guest's that holds a disk
-    /// against what it should be.
+    /// Exit code of a process that fails with this error: a test, or a guest program that verifies
+    /// a disk.
     pub const CODE: i32 = 78;
 
     pub fn code_of(error: &anyhow::Error) -> i32 {

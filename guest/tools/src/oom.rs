@@ -12,8 +12,8 @@ pub fn volunteer() -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", SCORE_ADJ).context("Cannot set oom_score_adj")
 }
 
-/// Has it never take this process: who fills memory to the brim on purpose would be its first
-/// choice, and without a shell nobody can ask a guest what it has killed.
+/// Exempts this process from the OOM killer. A process that fills memory on purpose would be the
+/// first victim, and without its shell a guest cannot report which processes were killed.
 pub fn be_spared() -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", "-1000").context("Cannot set oom_score_adj")
 }

@@ -1,4 +1,4 @@
-//! Processes that end with their starter.
+//! Processes that end with the thread that started them.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -7,13 +7,13 @@ use std::process::Command;
 /// Has `command` killed when the thread that starts it ends, also if a signal ends it.
 pub fn end_with_parent(command: &mut Command) -> &mut Command {
     let set = || {
-        // SAFETY: prctl takes no pointers here.
+        // SAFETY: this prctl takes no pointers.
         match unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     };
-    // SAFETY: it makes a system call that is async-signal-safe, and allocates nothing.
+    // SAFETY: the closure makes one system call, which is async-signal-safe, and allocates nothing.
     unsafe { command.pre_exec(set) }
 }
 

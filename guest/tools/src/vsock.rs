@@ -19,17 +19,17 @@ fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Makes a socket, and binds it to `own_port` if there is one.
+/// Creates a socket, and binds it to `own_port` if that is given.
 pub fn socket(own_port: Option<u32>) -> io::Result<OwnedFd> {
-    // SAFETY: no pointers.
+    // SAFETY: the call takes no pointers.
     let fd = checked(unsafe {
         libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0)
     })?;
-    // SAFETY: the kernel has just made this descriptor for us.
+    // SAFETY: the kernel has just created the descriptor, and nothing else owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     if let Some(port) = own_port {
         let own = address(libc::VMADDR_CID_ANY, port);
-        // SAFETY: the address is one of vsock, and lives through the call.
+        // SAFETY: the address is a sockaddr_vm, which outlives the call.
         checked(unsafe { libc::bind(socket.as_raw_fd(), (&raw const own).cast(), ADDRESS_LEN) })?;
     }
     Ok(socket)
@@ -37,14 +37,14 @@ pub fn socket(own_port: Option<u32>) -> io::Result<OwnedFd> {
 
 pub fn connect(socket: &impl AsRawFd, cid: u32, port: u32) -> io::Result<()> {
     let address = address(cid, port);
-    // SAFETY: the address is one of vsock, and lives through the call.
+    // SAFETY: the address is a sockaddr_vm, which outlives the call.
     checked(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), ADDRESS_LEN) })
         .map(drop)
 }
 
 pub fn listen(port: u32) -> io::Result<OwnedFd> {
     let socket = socket(Some(port))?;
-    // SAFETY: no pointers.
+    // SAFETY: the call takes no pointers.
     checked(unsafe { libc::listen(socket.as_raw_fd(), 16) })?;
     Ok(socket)
 }
@@ -52,7 +52,7 @@ pub fn listen(port: u32) -> io::Result<OwnedFd> {
 pub fn accept(listener: &OwnedFd) -> io::Result<OwnedFd> {
     let null = std::ptr::null_mut();
     loop {
-        // SAFETY: null pointers are allowed: the peer's address is of no interest.
+        // SAFETY: accept4 accepts null pointers if the peer's address is not wanted.
         let fd = checked(unsafe {
             libc::accept4(listener.as_raw_fd(), null, null.cast(), libc::SOCK_CLOEXEC)
         });

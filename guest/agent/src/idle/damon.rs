@@ -52,7 +52,7 @@ pub struct Damon {
     monitors: Vec<Monitor>,
 }
 
-/// The monitor of a node, which has the node's number.
+/// DAMON monitor of one node.
 #[derive(Debug)]
 struct Monitor {
     root: PathBuf,
@@ -102,16 +102,16 @@ impl Damon {
         }
     }
 
-    /// Has the monitors look at `ranges`, and returns what they have found since the last time. May
-    /// wait for an aggregation.
+    /// Sets the ranges to monitor, and returns the idle memory found since the last call. May block
+    /// for an aggregation interval.
     pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
         let nodes = nodes_of(ranges);
         for monitor in &mut self.monitors {
             let ranges = nodes.iter().find(|(node, _)| *node == monitor.node);
             monitor.watch(ranges.map(|(_, ranges)| bounded(ranges)).unwrap_or_default(), now_ms)?;
             monitor.count(now_ms);
-            // Schemes that count no more, or cannot be read, say nothing of now. One look in vain
-            // is forgiven.
+            // The counts of schemes that have stopped or cannot be read are out of date. A single
+            // look without new counts keeps the last result.
             let is_stale = now_ms.saturating_sub(monitor.found_ms) > STALE_MS;
             monitor.found = monitor.found.filter(|_| !is_stale);
         }
@@ -159,7 +159,7 @@ impl Monitor {
         Ok(())
     }
 
-    /// Looks at `ranges` from now on.
+    /// Restarts the monitor on `ranges` unless they are unchanged.
     fn watch(&mut self, ranges: Vec<Range>, now_ms: u64) -> io::Result<()> {
         if ranges == self.ranges {
             return Ok(());
@@ -184,7 +184,7 @@ impl Monitor {
         Ok(())
     }
 
-    /// Takes in what the schemes have counted.
+    /// Updates the result from the counts of the schemes.
     fn count(&mut self, now_ms: u64) {
         let Some(started_ms) = self.started_ms else { return };
         if self.write("state", "update_schemes_stats").is_err() {
@@ -331,17 +331,17 @@ pub(super) mod tests {
         let mut damon = Damon::open(tree.path(), 2).expect("opens");
         let ranges = [range(1, 5120, 5632)];
         damon.look(&ranges, 0).expect("writes");
-        // The two counts in MiB, the time, and how much is idle.
+        // Both counts in MiB, the time, and the expected idle memory.
         for (counted, now_ms, idle_mib) in [
-            // Too early to tell.
+            // Too early for a result.
             (Some([0, 1000]), 79_999, None),
             (Some([300, 2200]), 80_000, Some(128)),
-            // Nothing new, which holds for two looks.
+            // Without new counts, the result is kept for two looks.
             (None, 100_000, Some(128)),
             (None, 120_000, Some(128)),
             (None, 140_000, None),
             (Some([400, 2600]), 160_000, Some(128)),
-            // Counted anew.
+            // The counts have restarted.
             (Some([100, 200]), 120_000, Some(128)),
             (Some([300, 400]), 140_000, Some(512)),
         ] {
@@ -389,7 +389,7 @@ pub(super) mod tests {
     #[test]
     fn what_could_be_prepared_in_part_only_is_given_back() {
         let tree = sysfs(0);
-        // A directory cannot be written.
+        // A write to a directory fails.
         tree.make("1/contexts/0/operations");
         Damon::open(tree.path(), 2).expect_err("the second cannot be prepared");
         assert_eq!(tree.get("nr_kdamonds"), "0");

@@ -178,7 +178,7 @@ impl<O: FnMut() -> io::Result<Source>> Seeker<O> {
         }
     }
 
-    /// Looks for idle memory. `None` if the source is busy and is to be tried again.
+    /// Looks for idle memory. Returns `None` if the source is busy. The caller tries again later.
     fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Option<Vec<Found>>> {
         let source = match &mut self.source {
             Some(source) => Ok(source),

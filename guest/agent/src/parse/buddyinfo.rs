@@ -50,7 +50,7 @@ pub fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseE
 }
 
 /// Sum of the columns from `order` on, in blocks of that order. A line such as `Node 0, zone DMA32`
-/// has a column for each order. `None` if it has none from there on.
+/// has a column for each order. Returns `None` if the line has no column from `order` on.
 fn free_blocks(line: &[u8], order: usize) -> Result<Option<u64>, ParseError> {
     let mut sum = None;
     for (above, word) in words(line).skip(4 + order).enumerate() {
@@ -107,7 +107,7 @@ mod tests {
             ("", None),
             (" 3", Some(3)),
             (" 3 2 1", Some(3 + 4 + 4)),
-            // No more than there are.
+            // At most as many as the zone can have.
             (" 18446744073709551615 18446744073709551615", Some(1 << 20)),
         ] {
             let text = format!("Node 0, zone Normal 9 9 9 9 9 9 9 9 9 9{larger}\n");
@@ -147,7 +147,7 @@ mod tests {
         };
         for (text, nodes, pages) in [
             (line, &[0][..], Some(7)),
-            // One has gone, another one is there, and one has come.
+            // A zone is missing, a zone is another one, and a zone is new.
             (line, &[0, 1], None),
             (line, &[1], None),
             (&one_more, &[0], None),

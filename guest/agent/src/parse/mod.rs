@@ -22,7 +22,7 @@ pub enum ParseError {
     /// A field that every supported kernel has is not there.
     #[error("{file} has no {field}")]
     Missing { file: &'static str, field: &'static str },
-    /// A field is there, and it is not a number or does not fit into the type.
+    /// A field is not a number, or does not fit into the type.
     #[error("{file} has a {field} that is not a number")]
     NotANumber { file: &'static str, field: &'static str },
 }
@@ -51,7 +51,7 @@ fn number(word: &[u8]) -> Option<u64> {
     })
 }
 
-/// The number that a `field` of `file` needs.
+/// Parses the number in a required `field` of `file`.
 fn required(
     word: Option<&[u8]>,
     file: &'static str,
@@ -70,7 +70,7 @@ mod tests {
 
     use super::*;
 
-    /// A text of a guest in tests/data.
+    /// Reads a file of a guest in tests/data.
     pub(super) fn text_of(guest: &str, name: &str) -> Vec<u8> {
         let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
         fs::read(data.join(guest).join(name)).expect("a text of this guest")

@@ -48,7 +48,7 @@ fn counter<'a>(counters: &'a mut Counters, name: &[u8]) -> Option<(&'static str,
         pswpin pswpout pgmajfault workingset_refault_anon workingset_refault_file pgscan_kswapd
         pgscan_direct pgsteal_kswapd pgsteal_direct numa_miss numa_other oom_kill
     }
-    // One per zone.
+    // Linux has one counter per zone.
     name.starts_with(b"allocstall_").then_some(("allocstall", &mut counters.allocstall))
 }
 
