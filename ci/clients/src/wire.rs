@@ -15,7 +15,7 @@ use crate::vm::PATIENCE;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub status: u16,
-    /// Empty if there is none.
+    /// Empty if the response has no body.
     pub body: String,
 }
 

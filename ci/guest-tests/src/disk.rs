@@ -61,10 +61,10 @@ pub fn sparse_file(name: &str, bytes: u64) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Makes a file that leaves no room.
+/// Fills the file system with a file.
 pub fn fill_up(path: &Path) -> Result<()> {
     let mut filler = File::create(path)?;
-    // Large steps first, then whatever is left.
+    // Writes large pieces first, then small ones for the rest.
     for step in [1 << 20, 4096] {
         loop {
             match filler.write_all(&vec![0xff; step]) {
@@ -77,7 +77,7 @@ pub fn fill_up(path: &Path) -> Result<()> {
     Ok(filler.sync_all()?)
 }
 
-/// Where the host has a file system with DAX. Skips the test if it has none.
+/// Returns the mount point of a file system with DAX. Skips the test if the host has none.
 pub fn need_dax() -> Result<&'static Path> {
     let mounts = fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
     let is_it = |line: &str| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always");

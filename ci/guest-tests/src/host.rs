@@ -18,7 +18,7 @@ pub fn load_modules(names: &[&str]) {
     }
 }
 
-/// A bridge, which goes however its user ends.
+/// Bridge that is removed on drop, so that a failed test leaves none.
 pub struct Bridge(&'static str);
 
 impl Bridge {

@@ -421,8 +421,8 @@ fn last_words(dir: &Path) -> String {
 }
 
 fn end_group(child: &mut Child) {
-    // The group is the child's own, and outlives it as long as a member does; a group that is gone
-    // is no error that matters.
+    // The child leads its own process group, which exists until its last member ends. A group that
+    // has ended is not an error.
     let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
     // The child is killed or has ended: this cannot block for long, and its result is known
     // already.

@@ -13,7 +13,7 @@ use anyhow::Result;
 
 use crate::vm::{UntilUp, Vm};
 
-/// Runs a client, which leaves no VM behind.
+/// Replay of a client's calls. It leaves no VM behind.
 pub type Replay = fn(&Vm, UntilUp) -> Result<()>;
 
 pub const ALL: &[(&str, Replay)] = &[

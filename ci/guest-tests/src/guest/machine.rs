@@ -1,4 +1,4 @@
-//! A machine with a guest, whichever VMM runs it: its process, its console, and the shell inside.
+//! Machine with a guest under any VMM: its process, its console, and the shell in the guest.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -51,8 +51,8 @@ impl Machine {
         Script::start(&self.endpoint, silence_limit, command)
     }
 
-    /// Starts a load of `mib` that does not compress, and waits until all of it is held. Fails if
-    /// the load is silent for longer than the limit.
+    /// Starts a load that fills `mib` MiB with incompressible data, and waits until it holds all of
+    /// it. Fails if the load prints nothing for longer than the limit.
     pub fn hog(&self, mib: u64, silence_limit: Duration) -> Result<Script> {
         let mut hog = self.start_script(silence_limit, &format!("exec guest-tool hog {mib}"))?;
         hog.wait_for_line(&format!("held {mib}"))?;

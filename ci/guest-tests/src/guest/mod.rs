@@ -129,7 +129,7 @@ impl Guest {
         Metrics::parse(&response.body)
     }
 
-    /// The value of one metric, as [`Metrics::value`] finds it.
+    /// Value of one metric, see [`Metrics::value`].
     pub fn metric(&self, name: &str, labels: &[(&str, &str)]) -> Result<f64> {
         self.metrics()?.value(name, labels)
     }

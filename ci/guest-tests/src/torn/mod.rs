@@ -1,7 +1,8 @@
 //! Torn sectors, for real: guests write sectors that say what they are, everything is killed at a
 //! random moment, and what is left is held against what the guests were told.
 //!
-//! - [`oracle`]: what must be found, of sectors and reports as [`guest_tools::torn`] has them.
+//! - [`oracle`]: checks of the sectors against the reports, both in the form of
+//!   [`guest_tools::torn`].
 //! - [`victim`]: a volume, and guests that write to it until they are killed. [`rounds`]: many of
 //!   them.
 

@@ -23,7 +23,7 @@ pub fn write(guest: &Guest, device: &str, modes: [&str; 3], rounds: u32) -> Resu
     Ok(())
 }
 
-/// Verifies what `write` has written, by the disk and not by the page cache.
+/// Verifies the blocks that `write` has written, on the disk instead of in the page cache.
 pub fn check(guest: &Guest, device: &str, rounds: u32) -> Result<()> {
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     for (first, seed) in PLACES {

@@ -1,8 +1,8 @@
 //! One media format, two implementations: what Linux' BTT driver writes we read, and the other way
 //! round.
 //!
-//! Both sides run seeded programs ([`guest_tools::sectors`]), so that either can tell what the
-//! other should have left. `FORESHORE_TEST_SEED=N` runs other ones.
+//! Both sides run seeded programs ([`guest_tools::sectors`]), so that each can compute the content
+//! that the other must have left. `FORESHORE_TEST_SEED=N` runs other programs.
 
 use std::ops::Range;
 use std::path::PathBuf;

@@ -156,7 +156,7 @@ fn flintlock_reads_the_counters() -> Result<()> {
     ends(vmm)
 }
 
-/// Libvirt makes the socket, starts the VMM, and opens the FIFO for which the VMM waits.
+/// Libvirt creates the socket, starts the VMM, and opens the FIFO. The VMM waits for the latter.
 fn libvirt_reboots() -> Result<()> {
     let client = Client::with_nets("libvirt", [24, 25])?;
     let events = this_tests_dir().join(EVENTS);

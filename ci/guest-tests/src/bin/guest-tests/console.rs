@@ -238,7 +238,8 @@ fn a_guest_follows_the_size_of_the_vmms_terminal() -> Result<()> {
     grantpt(&master)?;
     unlockpt(&master)?;
     let path = PathBuf::from(ptsname(&master, Vec::new())?.into_string()?);
-    // While one is open, the terminal outlives the VMM's.
+    // The terminal exists as long as a slave is open. This one keeps it when the VMM closes its
+    // own.
     let _slave = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&path)?;
     resize(&master, 100, 30)?;
     let mut visitor = Visitor::new(File::from(master.try_clone()?));

@@ -28,8 +28,8 @@ guest_tests::tests![
     a_paused_minute_locks_nothing_up: 400 (extended),
 ];
 
-/// Limit of the start or the release of a vCPU: up to four of them share the CPU of an emulated
-/// host.
+/// Limit of the start or the release of a vCPU. It is long because up to four vCPUs share the CPU
+/// of an emulated host.
 const LIMIT: Duration = Duration::from_secs(100);
 /// Where it is, the load ends.
 const STOP: &str = "/run/load-is-over";

@@ -1,4 +1,4 @@
-//! What the governor knows and has decided, as the API shows it.
+//! State and decisions of the governor, as the API returns them.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ pub fn pressure(guest: &Guest) -> Result<Value> {
     guest.get("vm.pressure?decisions=1000")
 }
 
-/// Decisions that are kept, newest first.
+/// Decisions that the VMM retains, newest first.
 pub fn decisions(guest: &Guest) -> Result<Vec<Value>> {
     let info = pressure(guest)?;
     Ok(info["decisions"].as_array().with_context(|| format!("No decisions: {info}"))?.clone())
@@ -33,7 +33,7 @@ pub fn has_decided(guest: &Guest, is_it: impl Fn(&Value) -> bool) -> Result<bool
     Ok(decisions(guest)?.iter().any(is_it))
 }
 
-/// Waits until the VMM has seen the agent in a state: `live`, `silent`, `gone`.
+/// Waits until the VMM reports this state of the agent: `live`, `silent` or `gone`.
 pub fn wait_for_agent(guest: &Guest, state: &str) -> Result<()> {
     guest.wait_until(&format!("the agent is {state}"), LIMIT, || {
         Ok(guest.get("vm.pressure")?["agent"] == state)

@@ -105,8 +105,8 @@ fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Re
     Ok(())
 }
 
-/// Replaces the content of a disk by two GPT partitions. The kernel finds them when it reads the
-/// table again, and the second takes a file system.
+/// Replaces the content of a disk with two GPT partitions. Checks that the kernel finds them when
+/// it reads the table again, and that the second one can hold a file system.
 fn partition(guest: &Guest, disk: &str) -> Result<()> {
     let run = |what: &str, command: &str| {
         guest.run_within(IO_LIMIT, command).with_context(|| format!("Partitions on {disk}: {what}"))

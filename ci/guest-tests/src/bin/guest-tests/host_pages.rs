@@ -218,7 +218,8 @@ struct SetAside {
 }
 
 impl SetAside {
-    /// Sets pages aside. Returns `None` if the host has no such pages, or not so many together.
+    /// Reserves huge pages. Returns `None` if the host does not support them or has too little
+    /// contiguous memory.
     fn pages(pages: u64) -> Result<Option<Self>> {
         if !Path::new(HUGE_PAGES).exists() {
             return Ok(None);

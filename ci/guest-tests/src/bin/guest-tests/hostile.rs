@@ -127,7 +127,8 @@ impl Moved {
     }
 }
 
-/// The kernel copies by addresses of the VMM and does not check them (docs/decisions/0018).
+/// vhost-net copies frames to addresses of the VMM without a check against plugged memory
+/// (docs/decisions/0018).
 fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     let net = vhost_net::network(37)?;
     // PM has nothing of what the guest boots from: what is resident is what was plugged.
@@ -215,9 +216,9 @@ fn report(text: &str) -> Result<Report> {
     report().with_context(|| format!("No report of an attack: {text:?}"))
 }
 
-/// Checks that the device was attacked. It was not if it has given its queues up, or takes nothing
-/// out of them. Few chains of vsock are answered, because its receive and event queues wait for
-/// something to send.
+/// Checks that the attack reached the device. It did not if the device has disabled its queues or
+/// takes nothing from them. vsock answers few chains, because its receive and event queues wait for
+/// data to send.
 fn garbage_was_taken(report: &Report) -> Result<()> {
     let Report { sent, answered, restarted } = report;
     ensure!(

@@ -174,8 +174,8 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
 /// The string that the guest writes at each start.
 const STARTED: &[u8] = b"A guest starts, and resets its machine.\n";
 
-/// Code that writes [`STARTED`] to COM1 by one string instruction, and then the reset register. It
-/// is entered in 32-bit protected mode.
+/// Code that writes [`STARTED`] to COM1 with one string instruction, and then writes the reset
+/// register. It is entered in 32-bit protected mode.
 fn resets_at_once() -> Vec<u8> {
     const CODE_BYTES: u32 = 29;
     let text = (firmware::ENTRY as u32 + CODE_BYTES).to_le_bytes();

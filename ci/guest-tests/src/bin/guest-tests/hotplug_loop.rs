@@ -18,7 +18,7 @@ guest_tests::tests![
 ];
 
 const ROUNDS: usize = 100;
-/// The first rounds leave what the VMM makes once.
+/// Rounds before the first count, because the VMM allocates some resources once and keeps them.
 const WARM_UP: usize = 10;
 
 /// What the VMM had after the first rounds, and where the device was.

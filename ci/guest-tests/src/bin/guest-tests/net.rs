@@ -44,7 +44,7 @@ const FRAME_BYTES: f64 = 1514.0;
 /// Upper limit of a transfer whose length depends on the speed of the host. The guest keeps the
 /// bytes in /tmp, which is in its memory of 384 MiB.
 const MOST_BYTES_UNTIL_DONE: usize = 64 << 20;
-/// What `yes` makes a stream of.
+/// Line that `yes` repeats to make a stream.
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
 /// The other end of a guest.
@@ -76,8 +76,8 @@ impl Net {
         Path::new("/sys/class/net").join(&self.tap).exists()
     }
 
-    /// Network whose tap and addresses have the number `nth`, another one for each test. Skips the
-    /// test on a host that makes no tap interfaces.
+    /// Network whose tap and addresses contain the number `nth`, which differs between tests. Skips
+    /// the test on a host without tap interfaces.
     pub fn new(nth: u8) -> Result<Self> {
         need_tun()?;
         let address = |last| Ipv4Addr::new(172, 30, nth, last);
@@ -232,7 +232,7 @@ fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     Ok(())
 }
 
-/// A driver that lets go and comes back finds the device as new.
+/// Unbinds the driver and binds it again. The device must then work like a new one.
 pub fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
     guest.run(
         "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
@@ -245,7 +245,7 @@ pub fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
     ping_host(guest, net)
 }
 
-/// Two streams at once, for which the driver uses the two queues of two CPUs.
+/// Sends two streams at once, for which the driver uses the queues of two CPUs.
 pub fn from_guest_by_two_queues(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     let queues = guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?;
     ensure!(queues.trim() == "2", "{} queues", queues.trim());
@@ -348,7 +348,7 @@ fn several_queues_are_used_and_put_aside() -> Result<()> {
     let guest = net.builder(",num_queues=4").cpus(2).boot()?;
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
-    // As many as there are CPUs, by the driver's own choice.
+    // By default, the driver uses one queue per CPU.
     from_guest_by_two_queues(&guest, &net, TRANSFER_BYTES / 8)?;
     to_guest(&guest, &net, TRANSFER_BYTES / 8)?;
     let threads: Vec<_> = std::fs::read_dir(format!("/proc/{}/task", guest.pid()))?
@@ -408,7 +408,7 @@ fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
     loses_the_tap(&Net::new(6)?, "", "")
 }
 
-/// `look` comes before each look at the link.
+/// `look` is a shell prefix of each check of the link.
 pub fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;

@@ -30,7 +30,7 @@ pub fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
     guest_with(pool, &format!("{RAW},{options}")).cpus(2)
 }
 
-/// A pool on a disk whose image has room for `room_mib`.
+/// Creates a pool on a disk whose image has room for `room_mib`.
 pub fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     let disk = Disk::create(384, room_mib)?;
     let pool = Pool::create_in(disk.dir(), "256M")?;

@@ -240,8 +240,8 @@ fn a_nic_without_the_bus_is_silent_for_the_kernel_as_well() -> Result<()> {
 
 fn without_the_device_on_is_refused_and_auto_does_without() -> Result<()> {
     let net = network(36)?;
-    // For the VMM alone, in a mount namespace of its own, so that the next tests have the device.
-    // No driver has that number.
+    // Hides the device from the VMM alone, in a mount namespace, so that the next tests still have
+    // it. No driver has the number of the node that replaces it.
     let [gone, script] = ["gone", "without-vhost-net"].map(|name| this_tests_dir().join(name));
     host::run(&format!("mknod {} c 10 254", gone.display()))?;
     let hide = format!("mount --bind {} /dev/vhost-net", gone.display());

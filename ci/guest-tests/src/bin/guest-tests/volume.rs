@@ -112,8 +112,8 @@ fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     Ok(())
 }
 
-/// Makes an ext4 file system with the fewest writes. Where each is four flushes to a disk, even
-/// these take a minute.
+/// Makes an ext4 file system with as few writes as possible. If each write costs four flushes of a
+/// disk, even these take a minute.
 pub fn make_file_system(guest: &Guest) -> Result<()> {
     let make = "mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0s";
     guest.run_within(IO_LIMIT, make).map(drop)
@@ -217,8 +217,8 @@ fn takes_no_writes(guest: &Guest, disk: &str, marked: &str) -> Result<()> {
     guest.run(&format!("dd if=/dev/{disk} of=/dev/null bs=4096 count=16")).map(drop)
 }
 
-/// One volume of each interface. A reboot builds the machine anew, and the second life of the
-/// volumes begins while nothing of the first may be left.
+/// Uses one volume per interface. A reboot builds a new machine, which must not open the volumes
+/// before the old machine has closed them.
 fn volumes_stay_across_a_reboot() -> Result<()> {
     let pool = pool_with_volume()?;
     pool.create_volume("more", "32M")?;

@@ -25,7 +25,7 @@ pub fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     guest.metric("foreshore_volume_flushes_total", &labels)
 }
 
-/// Returns whether the driver of the guest has flush hints. Without them, its flush is a fence.
+/// Returns true if the guest's driver has flush hints. Without them, its flush is only a fence.
 pub fn has_hints(guest: &Guest) -> Result<bool> {
     match guest.run("cat /sys/bus/nd/devices/region0/deep_flush")?.trim() {
         "1" => Ok(true),
@@ -50,7 +50,7 @@ fn acknowledged_files_survive_a_power_cut() -> Result<()> {
     files_survive_a_power_cut(&disk, &pool, "interface=nvdimm", "/dev/pmem0s")
 }
 
-/// The power of the host, not only the VMM: what the disk has at that moment is all there is.
+/// Cuts the power of the host instead of only killing the VMM: only data on the disk survives.
 pub fn files_survive_a_power_cut(
     disk: &Disk,
     pool: &Pool,
