@@ -38,12 +38,12 @@ pub struct Woken {
     pub decide_s: f64,
 }
 
-/// The idle thread. Another one wakes it while somebody wants to know.
+/// Thread that is idle until another thread wakes it during a measurement.
 pub struct IdleThread {
     started: Instant,
     tell: PipeWriter,
     answered: Receiver<Answer>,
-    /// All times that it was woken.
+    /// All wakeups.
     pub times: Vec<Woken>,
 }
 
@@ -75,7 +75,7 @@ impl IdleThread {
         })
     }
 
-    /// It is told the next time once it has answered the last one: it is idle then.
+    /// Sends a wakeup and waits for its answer, so that the thread is idle before the next one.
     fn wake(&mut self) -> Result<()> {
         let now_ns = u64::try_from(self.started.elapsed().as_nanos())?;
         self.tell.write_all(&now_ns.to_ne_bytes())?;

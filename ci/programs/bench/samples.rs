@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 pub enum Target {
     /// So many times what QEMU takes.
     TimesQemu(f64),
-    /// In the unit of the row.
+    /// Upper limit in the unit of the row.
     AtMost(f64),
     /// None is set.
     Open,
@@ -34,14 +34,14 @@ macro_rules! rows {
         impl Row {
             pub const ALL: &[Self] = &[$(Self::$row,)*];
 
-            /// Its name for programs, with its unit at the end.
+            /// Name for programs, which ends with the unit.
             pub fn key(self) -> &'static str {
                 match self {
                     $(Self::$row => $key,)*
                 }
             }
 
-            /// Its name for people.
+            /// Name for readers.
             pub fn title(self) -> &'static str {
                 match self {
                     $(Self::$row => $title,)*
@@ -57,7 +57,7 @@ macro_rules! rows {
     };
 }
 
-// STREAM shall be within a percent of memory.
+// The target of STREAM on PM is at most 1 % below its result in memory.
 rows! {
     Boot TimesQemu(0.55) "boot_seconds" "exec to guest init";
     VmmMemory AtMost(7.0) "vmm_memory_mebibytes" "VMM memory beside the guest's";
@@ -180,8 +180,8 @@ impl Samples {
         self.0.entry((row, vmm.to_owned())).or_default().push(value);
     }
 
-    /// Adds the medians of some runs of `once`, after a run that touches everything for the first
-    /// time.
+    /// Adds the medians of several runs of `once`. A run before them does not count, because it
+    /// touches all memory for the first time.
     pub fn add_medians<const ROWS: usize>(
         &mut self,
         rows: [Row; ROWS],

@@ -41,7 +41,7 @@ fn cpu_time(pid: u32) -> Result<Duration> {
     Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))
 }
 
-/// Bytes of a process outside of the memory of its guest.
+/// Memory of a VMM's process without the memory of its guest, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BesideGuest {
     /// Shared pages in proportion.

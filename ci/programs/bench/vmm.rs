@@ -112,7 +112,7 @@ impl Vmm {
         matches!(self, Self::Foreshore | Self::Qemu)
     }
 
-    /// Starts the guest, on a host with its memory evened out, and waits until it serves commands.
+    /// Evens out the memory of the host, starts the guest, and waits until it serves commands.
     pub fn boot(&self, extras: &Extras) -> Result<Vm> {
         host_memory::even_out()?;
         let vm = self.start(extras)?;

@@ -67,7 +67,7 @@ impl Table {
         series.len() * 100 / ((last - first) as usize + 1)
     }
 
-    /// What the demo has shown, as Prometheus saw it, and whether it holds.
+    /// Claims of the demo with values from Prometheus. Each claim has true if it holds.
     pub fn claims(&self) -> [(bool, String); 7] {
         let empty =
             self.columns.iter().filter(|(_, by_vm)| !by_vm.contains_key(VM)).map(|(name, _)| *name);

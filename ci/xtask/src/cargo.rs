@@ -68,7 +68,7 @@ pub fn run(mut cargo: Command) -> Result<ExitStatus> {
     if io::stderr().is_terminal() {
         return jobs::status(&mut cargo);
     }
-    // A bar that the user has turned on would be part of a line.
+    // A progress bar that the user has turned on would become part of a line.
     cargo.env("CARGO_TERM_COLOR", "never").env("CARGO_TERM_PROGRESS_WHEN", "never");
     let (progress, started) = (Mutex::new(Progress::default()), Instant::now());
     let lock = || progress.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,5 @@
-//! Instructions of a virtio-blk request, counted by callgrind. Other work on the machine hardly
-//! changes them.
+//! Instructions of a virtio-blk request, counted by callgrind. Other load on the machine hardly
+//! changes the result.
 
 use std::process::Command;
 
@@ -22,11 +22,12 @@ const LOADS: [(&str, &str); 4] = [
 ];
 /// Variable with the number of requests of a test.
 const REQUESTS: &str = "FORESHORE_COST_REQUESTS";
-/// Numbers of requests of two runs. The difference does not contain start and end of the device.
+/// Numbers of requests of the two runs. Their difference excludes the start and the end of the
+/// device.
 const COUNTS: [u64; 2] = [1000, 3000];
 /// Variable with the program by which cargo runs tests.
 const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
-/// Counts in the event handler of a queue's worker alone.
+/// Command that counts instructions only in the event handler of a queue's worker.
 const VALGRIND: &str = "valgrind --tool=callgrind --toggle-collect=*block*event*Worker*process*";
 
 /// Prints a table of the instructions of a request of 4 KiB.
@@ -36,7 +37,7 @@ pub fn run(checkout: &Checkout) -> Result<()> {
     }
     say!("building the tests (cargo test --release)");
     jobs::run(&mut command(checkout, &["--no-run"]))?;
-    // Callgrind replaces the file of its profile, so that cannot be /dev/null.
+    // Callgrind replaces the file of its profile, so the file cannot be /dev/null.
     let scratch = Scratch::new(None, "requests")?;
     let runner = format!("{VALGRIND} --callgrind-out-file={}/profile", scratch.path().display());
     write_output(b"| virtio-blk, request of 4 KiB | instructions |\n|---|---|\n");

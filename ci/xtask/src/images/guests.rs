@@ -105,7 +105,7 @@ impl Image {
         stage.add_busybox()?;
         let modules = [MODULES, MODULES_ON_DEMAND, self.flavor.modules].join(" ");
         stage.add_modules(checkout, &self.kernel, modules.trim_end())?;
-        // As modprobe of the guest's init reads them.
+        // One module a line, for modprobe in guest/image/init.
         stage.write("etc/modules", &format!("{}\n", MODULES.replace(' ', "\n")))?;
         stage.install(&checkout.path("guest/image/init"), "init")?;
         // The path that busybox' acpid derives from the button.

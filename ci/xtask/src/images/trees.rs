@@ -13,9 +13,9 @@ use crate::programs;
 pub struct ProgramSet {
     /// Folder of the merged packages below target/ci/roots.
     name: &'static str,
-    /// Lists of words.
+    /// Lists of package names, separated by spaces.
     packages: &'static [&'static str],
-    /// List of paths in the packages.
+    /// List of paths in the packages, separated by spaces.
     pub programs: &'static str,
 }
 

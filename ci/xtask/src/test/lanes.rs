@@ -177,11 +177,12 @@ mod tests {
     }
 
     thread_local! {
-        /// Shown lines of the lane of this test.
+        /// Lines of the lane that this test has shown.
         static SHOWN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// The host after the last boot, and the log, of which each line must have been shown.
+    /// Runs the boots. Returns the host after the last boot, and the log, each line of which must
+    /// have been shown.
     fn run(tests: &str, boots: impl IntoIterator<Item = Boot>) -> (Script, String) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
@@ -202,7 +203,7 @@ mod tests {
         (host, log)
     }
 
-    /// Logs of lanes whose host does not die.
+    /// Checks the logs of lanes whose host does not die.
     #[test]
     fn end_of_a_boot_is_a_failure_of_each_test_left_or_of_the_host() {
         let failed = "test a ... FAILED (1.0 s)\n";

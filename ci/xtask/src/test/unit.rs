@@ -121,7 +121,7 @@ struct Results {
     skipped: Vec<String>,
     crash_images: u64,
     section: Option<Section>,
-    /// Test whose output the lines are.
+    /// Test that wrote the present lines.
     test: Option<String>,
 }
 
@@ -146,12 +146,12 @@ impl Results {
         } else if let (Some(Section::Successes), Some(reason)) =
             (self.section, line.strip_prefix("skipped: "))
         {
-            // The first reason of a test stands for all.
+            // Only the first reason of a test counts.
             self.skipped.extend(self.test.take().map(|test| format!("{test}: {reason}")));
         } else if let (Some(Section::Failures), None, Some(test)) =
             (self.section, &self.test, line.strip_prefix("    "))
         {
-            // The list follows the output of the tests under a heading of its own.
+            // The list of failures has its own heading after the output of the tests.
             self.failures.push(test.to_owned());
         }
         let is_start =
@@ -222,7 +222,7 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
 error: test failed, to rerun pass `-p foreshore --lib`
 ";
 
-    /// Results and shown lines of the log.
+    /// Returns the results and the lines of the log that are shown.
     fn read() -> (Results, Vec<&'static str>) {
         let mut results = Results::default();
         let shown = LOG.lines().filter(|line| results.add(line)).collect();

@@ -76,7 +76,7 @@ fn bad_command_lines_of_a_bench_are_refused_before_any_work() {
     }
 }
 
-/// A test that takes 50 instructions for each request, and 7 for its start.
+/// Test that takes 50 instructions per request, and 7 for its start.
 const COSTLY_TEST: &str =
     r#"echo 1 passed; echo "==1== Collected : $((${FORESHORE_COST_REQUESTS:-0} * 50 + 7))" >&2"#;
 

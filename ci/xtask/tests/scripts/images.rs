@@ -43,8 +43,8 @@ enum Settings {
     Plain,
     /// Hostile umask, variables and programs of the user.
     User,
-    /// Those of `User`, and files of the machine: modprobe.d, depmod.d and mke2fs.conf. They need
-    /// root.
+    /// Those of `User`, and hostile files of the machine: modprobe.d, depmod.d and mke2fs.conf.
+    /// Writing these needs root.
     Machine,
 }
 
@@ -177,7 +177,7 @@ impl Builder {
         let hostile = |path: &str| self.tree.path("hostile").join(path).display().to_string();
         let mut path = self.tree.user_path()?;
         if is_hostile {
-            // The user's own busybox is in a folder of its own.
+            // The user's busybox is in a separate folder.
             path = format!("{}:{}:{path}", hostile("busybox"), hostile("bin"));
         }
         command
@@ -250,7 +250,7 @@ type Files = BTreeMap<String, Entry>;
 /// Files of the images by the image's name.
 type Images = BTreeMap<&'static str, Files>;
 
-/// Files that are not the same in both.
+/// Files that differ between the two.
 fn differences(one: &Images, other: &Images) -> Vec<String> {
     let mut differences = Vec::new();
     for (image, theirs) in other {

@@ -66,7 +66,7 @@ struct Stubs {
 }
 
 impl Stubs {
-    /// A tree whose tools are there, apart from cargo and our programs.
+    /// Tree with all tools except cargo and our programs.
     fn without_cargo() -> Option<Self> {
         (!is_skipped(missing_tool())).then(|| Self::new("no-cargo").unwrap())
     }
@@ -224,7 +224,7 @@ fn qemu_of_an_emulated_host_ends_with_a_power_cut_and_with_its_task() {
     let mut task = stubs.start("ci/nested/host --no-build --power-cut written:1 -- true").unwrap();
     let started = stubs.started(&mut task).unwrap();
     assert_eq!(task.wait().unwrap().code(), Some(0));
-    // It was the task's child, so nothing is left of it.
+    // The task has waited for its child, so not even a zombie is left.
     assert!(!is_running(started));
     check(&stubs, line, Signal::KILL).unwrap();
 }
