@@ -64,7 +64,7 @@ impl Extent {
         u64::from(self.chunks()) * CHUNK_BYTES
     }
 
-    /// Its bytes in the pool's file.
+    /// Bytes in the pool's file.
     pub fn byte_range(self) -> Range<u64> {
         self.run().byte_range()
     }
@@ -108,7 +108,7 @@ impl Run {
         self.start.plus(self.chunks)
     }
 
-    /// Its bytes in the pool's file.
+    /// Bytes in the pool's file.
     pub fn byte_range(self) -> Range<u64> {
         self.offset_bytes()..self.offset_bytes() + self.len_bytes()
     }
