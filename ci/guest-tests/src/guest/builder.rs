@@ -354,6 +354,7 @@ fn inheritable_listener(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
+/// Address that was free a moment ago. Another process may take it before the VMM does.
 fn free_address() -> Result<String> {
     let listener =
         TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("Cannot find a free port")?;

@@ -11,17 +11,17 @@ use super::console::{self, LogTails, complaints};
 use super::{Endpoint, Output, Script, VmmProcess};
 use crate::holdings::Holdings;
 
-/// Until init serves commands. A guest boots in 3 s in an emulated host that has nothing else to
-/// do.
+/// Limit of a boot until init serves commands. A boot takes 3 s in an emulated host without other
+/// load.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(60);
 
-/// For a command that has nothing to wait for.
+/// Limit of a command that does not wait for anything.
 const RUN_LIMIT: Duration = Duration::from_secs(60);
 
-/// Until the connection to a guest that ends is closed.
+/// Limit until the connection to a guest that ends is closed.
 const END_LIMIT: Duration = Duration::from_secs(20);
 
-/// Until threads and connections that end have ended.
+/// Limit until threads and connections that are about to end have ended.
 const LEFT_LIMIT: Duration = Duration::from_secs(20);
 
 #[derive(Debug)]
@@ -47,6 +47,7 @@ impl Machine {
             .with_context(|| format!("While the guest ran `{command}`"))
     }
 
+    /// Starts a command, whose output can be read while it runs. Dropping the script kills it.
     pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
         Script::start(&self.endpoint, silence_limit, command)
     }
@@ -59,12 +60,12 @@ impl Machine {
         Ok(hog)
     }
 
-    /// Waits until a command in the guest ends with zero.
+    /// Repeats a command in the guest until its exit code is 0.
     pub fn wait_until_run(&self, what: &str, limit: Duration, command: &str) -> Result<()> {
         self.wait_until(what, limit, || Ok(self.try_run(limit, command)?.code == 0))
     }
 
-    /// Waits until the condition holds, but not past the end of the VMM.
+    /// Waits until the condition holds. Fails if the VMM ends.
     pub fn wait_until(
         &self,
         what: &str,
@@ -89,8 +90,8 @@ impl Machine {
         console::read(&self.log)
     }
 
-    /// Fails if the guest's kernel has complained: BUG, WARNING, Oops, hung tasks, stalls. Looks at
-    /// the console and, while the guest runs, at its kernel log.
+    /// Fails if the guest's kernel has reported an error: BUG, WARNING, Oops, hung tasks, stalls.
+    /// Reads the console and, while the guest runs, its kernel log.
     pub fn no_kernel_complaints(&self) -> Result<()> {
         let mut log = self.console_log()?;
         if self.process.still_running().is_ok() {
@@ -105,7 +106,7 @@ impl Machine {
         self.process.pid()
     }
 
-    /// Memory of the VMM's process that is resident, guest memory included.
+    /// Resident memory of the VMM's process, including guest memory.
     pub fn rss_bytes(&self) -> Result<u64> {
         self.process.smaps_rollup_bytes("Rss")
     }
@@ -114,7 +115,7 @@ impl Machine {
         Holdings::of(self.pid())
     }
 
-    /// Waits until the VMM has no more than it had before.
+    /// Waits until the VMM holds no more resources than before.
     pub fn wait_until_nothing_is_left(&self, before: &Holdings) -> Result<()> {
         let waited = self.wait_until("the VMM has what it had before", LEFT_LIMIT, || {
             Ok(self.holdings()?.are_those_of(before))
@@ -123,36 +124,36 @@ impl Machine {
         self.holdings()?.check_memory(before)
     }
 
-    /// Kills the VMM, and does not wait for anything.
+    /// Kills the VMM without waiting for its end.
     pub fn kill_now(&self) -> Result<()> {
         self.process.kill_now()
     }
 
-    /// Stops the VMM where it is, vCPUs and all, and waits until it has stopped: what it would
-    /// leave if it were killed now can be looked at.
+    /// Stops the VMM with all its vCPUs, and waits until it has stopped. Its files are then as a
+    /// kill at this moment would leave them.
     pub fn stop(&self) -> Result<()> {
         self.process.stop()
     }
 
-    /// Lets it go on.
+    /// Continues a stopped VMM.
     pub fn go_on(&self) -> Result<()> {
         self.process.signal(Signal::CONT)
     }
 
-    /// Reboots the guest from inside and waits until the next boot serves commands. Its VMM must
-    /// live on.
+    /// Reboots the guest from inside and waits until the next boot serves commands. The VMM must
+    /// not end.
     pub fn reboot_from_inside(&self) -> Result<()> {
         const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
         let before = self.run(BOOT_ID)?;
         self.run_to_its_end("sync; reboot -f")?;
         self.wait_until("the next boot serves commands", BOOT_LIMIT, || {
-            // While it goes down and comes up again nobody answers, or the old boot still does.
+            // During the reboot, no shell answers, or the one of the old boot still does.
             let answer = Script::start(&self.endpoint, RUN_LIMIT, BOOT_ID).and_then(Script::finish);
             Ok(answer.is_ok_and(|output| output.code == 0 && output.stdout != before))
         })
     }
 
-    /// Runs a command that ends the guest: the connection dies with it, and no exit code comes.
+    /// Runs a command that ends the guest, so that the connection breaks before an exit code.
     pub(super) fn run_to_its_end(&self, command: &str) -> Result<()> {
         match self.start_script(END_LIMIT, command)?.finish() {
             Ok(output) => bail!("`{command}` came back with {output:?}"),
@@ -160,7 +161,7 @@ impl Machine {
         }
     }
 
-    /// An error with its last words, if the VMM has ended.
+    /// Fails with the last lines of the log if the VMM has ended.
     pub fn still_running(&self) -> Result<()> {
         self.process.still_running()
     }
@@ -172,7 +173,7 @@ impl Machine {
                 !self.console_log()?.contains("---[ end Kernel panic"),
                 "The guest's kernel has panicked"
             );
-            // Before the guest listens the connection is refused, or the socket is not there yet.
+            // Until the guest listens, the connection is refused or the socket does not exist.
             Ok(Script::start(&self.endpoint, RUN_LIMIT, "echo up").and_then(Script::finish).ok())
         });
         match answer {

@@ -26,6 +26,7 @@ use self::console::LogTails;
 use crate::http::{self, Response};
 use crate::metrics::Metrics;
 
+/// Running guest. Dropping it kills its VMM.
 #[derive(Debug)]
 pub struct Guest {
     machine: Machine,
@@ -134,6 +135,7 @@ impl Guest {
         self.metrics()?.value(name, labels)
     }
 
+    /// Kills the VMM as a power cut would, and waits for its end.
     pub fn kill9(mut self) -> Result<()> {
         self.machine.process.kill()
     }

@@ -40,6 +40,7 @@ impl Output {
     }
 }
 
+/// Script that runs in the guest. Dropping it closes the connection, and the guest kills the script.
 #[derive(Debug)]
 pub struct Script {
     stream: BufReader<UnixStream>,

@@ -307,6 +307,7 @@ fn on_devdax_it_is_dax_sync() -> Result<()> {
     pmvol(&["repair", &pool.name()]).map(drop)
 }
 
+/// Free bytes of a file system that an unprivileged user may use.
 fn free_bytes(dir: &Path) -> Result<u64> {
     let stat = rustix::fs::statvfs(dir)?;
     Ok(stat.f_bavail * stat.f_frsize)
