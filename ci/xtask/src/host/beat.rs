@@ -31,6 +31,7 @@ const MONITOR_LIMIT: Duration = Duration::from_secs(5);
 /// which ends QEMU.
 const MONITOR_COMMANDS: &[u8] = b"info registers -a\nnmi\n";
 
+/// Our ends of the pair of pipes that QEMU's `pipe` backend uses.
 struct Pipes {
     to_qemu: File,
     from_qemu: File,

@@ -18,6 +18,7 @@ use super::qemu;
 use crate::checkout::{Checkout, create_folder, rename, write};
 use crate::messages::{say, speak_as};
 
+/// Byte of a pattern. `None` matches all bytes.
 type Byte = Option<u8>;
 
 /// The store of the note, with a displacement of four bytes.
