@@ -98,7 +98,8 @@ pub enum EngineError {
     NoBtt { start_bytes: u64, why: InfoError },
     #[error("its sectors have {sector_bytes} bytes; 512 and 4096 are served")]
     SectorSize { sector_bytes: u32 },
-    /// The data of a guest may look like the arenas behind the missing one.
+    /// An arena is missing, and the arenas behind it cannot be found, because a guest's data may
+    /// look like an arena.
     #[error(
         "arena {arena}, at {start_bytes:#x}, is missing ({why}), and where it ends is not known: the numbers of the sectors behind it are not either. What is in front of it can be copied out (`pmvol btt export`)"
     )]
