@@ -40,7 +40,8 @@ impl Output {
     }
 }
 
-/// Script that runs in the guest. Dropping it closes the connection, and the guest kills the script.
+/// Script that runs in the guest. Dropping it closes the connection, and the guest then kills the
+/// script.
 #[derive(Debug)]
 pub struct Script {
     stream: BufReader<UnixStream>,
