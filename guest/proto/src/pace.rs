@@ -353,7 +353,7 @@ mod tests {
         for (free, available, report_due_ms, look_due_ms) in [
             (8_000, 8_000, 2_000, 1_100),
             (280, 280, 2_000, 1_000 + 35 * MIB / FASTEST_FILL_BYTES_PER_MS),
-            // Page cache does not count as used.
+            // Page cache counts as available memory.
             (59, 120, 2_000, 1_050),
             // Below the watermark.
             (59, 60, 1_050, 1_050),

@@ -110,8 +110,8 @@ impl Damon {
             let ranges = nodes.iter().find(|(node, _)| *node == monitor.node);
             monitor.watch(ranges.map(|(_, ranges)| bounded(ranges)).unwrap_or_default(), now_ms)?;
             monitor.count(now_ms);
-            // The counts of schemes that have stopped or cannot be read are out of date. A single
-            // look without new counts keeps the last result.
+            // Without new counts, because the schemes have stopped or cannot be read, the last
+            // result is kept for `STALE_MS`.
             let is_stale = now_ms.saturating_sub(monitor.found_ms) > STALE_MS;
             monitor.found = monitor.found.filter(|_| !is_stale);
         }
