@@ -248,8 +248,8 @@ impl HostShortfall {
     }
 }
 
-/// Rule 5: requests bytes that the host could not provide from other zones at once, or more if the
-/// policy wants more by now.
+/// Rule 5: if the host could not provide memory for a zone, requests as much from other zones at
+/// once, or more if the policy wants more by now.
 ///
 /// The shortfall is kept while the loop is paused or another rule decides first. A dry run requests
 /// nothing, so its shortfall would never end.
