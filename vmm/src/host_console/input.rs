@@ -106,6 +106,7 @@ mod tests {
         drop(writer);
         assert_eq!(input.read(&mut data).unwrap(), Read::End);
     }
+
     #[test]
     fn terminal_of_a_group_outside_the_pid_namespace_is_in_the_foreground() {
         if std::env::var_os(IN_NAMESPACE).is_some() {

@@ -6,10 +6,9 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use foreshore_types::size::Size;
-use parking_lot::Mutex;
 use thiserror::Error;
 use vm_memory::{
     GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap, MmapRegion,
@@ -21,12 +20,12 @@ use super::backing::{
     MappingBudget, PmBacking, Reservation, ZoneFile, ZoneFileError,
 };
 use super::dimms::{DimmPlan, Dimms};
+use super::file_ranges::{FileRanges, MappedRange};
 use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
 use super::populate::populate;
 use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots, check_ranges};
 use super::view::{GuestView, ViewError};
 use super::zone::{Growth, Tier, ZoneSpec};
-use crate::log::sparsely;
 use crate::pool::PmPool;
 
 /// The unit of plugging: the pool's chunk, and the host's and guest's huge page.
@@ -165,17 +164,6 @@ pub struct Memory {
     files: Arc<FileRanges>,
 }
 
-/// State that all [`MappedRange`]s share: files in guest memory outside of zones.
-struct FileRanges {
-    view: GuestView,
-    slots: Arc<Slots>,
-    /// Mapped bytes of all ranges.
-    bytes: Arc<AtomicU64>,
-    /// Ranges that were removed since the last addition. Their addresses are free again at the next
-    /// one.
-    removed: Mutex<Vec<GuestRange>>,
-}
-
 /// Makes the memory that `zones` ask for: boot memory mapped and in KVM, hotplug parts reserved and
 /// empty.
 pub fn build(
@@ -279,12 +267,7 @@ pub fn build(
         let linux_block_bytes = map.linux_block_bytes();
         hotplug.push(HotplugPart { spec: spec.clone(), range, linux_block_bytes, backing, slots });
     }
-    let files = Arc::new(FileRanges {
-        view: view.clone(),
-        slots: Arc::clone(&slots),
-        bytes: Arc::default(),
-        removed: Mutex::default(),
-    });
+    let files = FileRanges::new(view.clone(), Arc::clone(&slots));
     let boot = boot_regions;
     Ok(Memory { map, zones, host_ranges, parts, boot, view, slots, budget, hotplug, dimms, files })
 }
@@ -380,7 +363,7 @@ impl Memory {
 
     /// What is mapped by [`Self::add_file_range`], as it comes and goes.
     pub fn file_bytes(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.files.bytes)
+        self.files.bytes()
     }
 
     /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The
@@ -392,78 +375,10 @@ impl Memory {
         extents: &[Range<u64>],
         access: Access,
     ) -> Result<MappedRange, MemoryError> {
-        self.files.removed.lock().drain(..).for_each(|range| self.map.give_back(range));
+        self.files.take_removed().into_iter().for_each(|range| self.map.give_back(range));
         let len = extents.iter().map(|extent| extent.end - extent.start).sum();
         let range = self.map.allocate(len, HOTPLUG_ALIGN)?;
-        let result = self.show_file(range, file, extents, access);
-        match &result {
-            Ok(_) => _ = self.files.bytes.fetch_add(range.len, Ordering::Relaxed),
-            Err(_) => self.map.give_back(range),
-        }
-        result
-    }
-
-    fn show_file(
-        &self,
-        range: GuestRange,
-        file: BorrowedFd<'_>,
-        extents: &[Range<u64>],
-        access: Access,
-    ) -> Result<MappedRange, MemoryError> {
-        let reservation = reserve(range, None)?;
-        let mut at = 0;
-        for extent in extents {
-            let len = extent.end - extent.start;
-            reservation
-                .map_file(at, len, file, extent.start, access)
-                .map_err(|source| MemoryError::Map { len, source })?;
-            at += len;
-        }
-        let mut memory = self.view.exclusive();
-        memory.add_region(region(range, &reservation)?, Arc::clone(&reservation))?;
-        if access == Access::Read {
-            memory.forbid_writes(range.start, range.len);
-        }
-        drop(memory);
-        match self.slots.add(range, &reservation, 0, access) {
-            Ok(slot) => {
-                Ok(MappedRange { guest: range, reservation, slot, files: Arc::clone(&self.files) })
-            }
-            Err(err) => {
-                self.view.exclusive().remove_region(
-                    GuestAddress(range.start),
-                    range.len,
-                    &reservation,
-                );
-                Err(err.into())
-            }
-        }
-    }
-}
-
-/// File in guest memory. Dropping it removes the file from the memory of the guest and of devices,
-/// and waits for accesses of devices that are under way. The range stays mapped if KVM keeps its
-/// slot.
-pub struct MappedRange {
-    /// Where the guest sees it.
-    pub guest: GuestRange,
-    /// Where this process does.
-    pub reservation: Arc<Reservation>,
-    slot: u32,
-    files: Arc<FileRanges>,
-}
-
-impl Drop for MappedRange {
-    fn drop(&mut self) {
-        let Self { guest, reservation, slot, files } = self;
-        // 1. The guest loses the file, 2. devices lose it, 3. the next file may have the addresses.
-        if let Err(err) = files.slots.remove(*slot) {
-            sparsely!(error, %err, "A file stays in guest memory");
-            return;
-        }
-        files.view.exclusive().remove_region(GuestAddress(guest.start), guest.len, reservation);
-        files.bytes.fetch_sub(guest.len, Ordering::Relaxed);
-        files.removed.lock().push(*guest);
+        self.files.add(range, file, extents, access).inspect_err(|_| self.map.give_back(range))
     }
 }
 
@@ -490,7 +405,10 @@ fn host_node(zone: &ZoneSpec) -> Result<Option<HostNode>, MemoryError> {
     zone.host_node.map(|node| HostNode::find(node).map_err(error)).transpose()
 }
 
-fn reserve(range: GuestRange, node: Option<HostNode>) -> Result<Arc<Reservation>, MemoryError> {
+pub(super) fn reserve(
+    range: GuestRange,
+    node: Option<HostNode>,
+) -> Result<Arc<Reservation>, MemoryError> {
     // As the guest's address modulo 1 GiB is 0, so shall the host's be. Boot memory above the hole
     // starts there as well; a second zone's may not, and then loses pages of 1 GiB, not those
     // of 2 MiB.
@@ -502,7 +420,7 @@ fn reserve(range: GuestRange, node: Option<HostNode>) -> Result<Arc<Reservation>
     Ok(Arc::new(reservation))
 }
 
-fn region(
+pub(super) fn region(
     range: GuestRange,
     reservation: &Reservation,
 ) -> Result<Arc<GuestRegionMmap>, MemoryError> {
@@ -529,6 +447,8 @@ fn region(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::Ordering;
+
     use vm_memory::{Bytes, GuestAddressSpace, GuestMemoryBackend};
 
     use super::super::backing::policy_at;

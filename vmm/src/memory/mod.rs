@@ -3,6 +3,7 @@
 pub mod backing;
 mod build;
 pub mod dimms;
+mod file_ranges;
 pub mod layout;
 pub mod lost;
 mod populate;
@@ -10,4 +11,5 @@ pub mod slots;
 pub mod view;
 pub mod zone;
 
-pub use build::{BLOCK_BYTES, HotplugPart, MappedRange, Memory, MemoryError, MemoryOptions, build};
+pub use build::{BLOCK_BYTES, HotplugPart, Memory, MemoryError, MemoryOptions, build};
+pub use file_ranges::MappedRange;
