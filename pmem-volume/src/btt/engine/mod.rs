@@ -72,7 +72,7 @@ enum Place {
     Missing { arena: usize, start_bytes: u64, first_sector: u64, sectors: u64, why: InfoError },
 }
 
-/// Why an arena takes no writes.
+/// Why an arena refuses writes, and reads as well if it is unreadable.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Fault {
@@ -150,7 +150,7 @@ pub struct ArenaStatus {
     pub uuid: Option<Uuid>,
     /// Which of its info blocks was used.
     pub source: Option<InfoSource>,
-    /// Why it takes no writes.
+    /// Why it refuses writes.
     pub read_only: Option<String>,
 }
 
@@ -323,18 +323,18 @@ impl<S: Media> Engine<S> {
 
     /// Flushes like [`Engine::flush`], and makes the map durable as well, so that a recovery has
     /// nothing to redo. Required before the media is passed to a driver that takes its content for
-    /// durable, as Linux' driver does. Fails if an arena could not be read at open, but only after
-    /// all others are durable.
+    /// durable, as Linux' driver does. An arena that fails, or could not be read at open, does not
+    /// keep the others from being made durable first.
     pub fn settle(&self) -> Result<(), EngineError> {
         let mut refused = Ok(());
         for place in &self.places {
             if let Place::Arena(arena) = place {
-                refused = refused.and(arena.check_recovered());
-                arena.settle(&self.common.space)?;
+                let settled = arena.settle(&self.common.space);
+                refused = refused.and(arena.check_recovered()).and(settled);
             }
         }
-        self.flush()?;
-        refused
+        let flushed = self.flush();
+        refused.and(flushed)
     }
 
     #[inline]

@@ -2,7 +2,7 @@
 //! served as ever.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::script::{LANES, Oracle, Recorded, SECTORS, Wrong, new_media};
 use super::*;
@@ -285,11 +285,19 @@ pub(super) struct Failing {
     bad: Mutex<Vec<Range<u64>>>,
     /// Ranges of [`Media::persist`], in order.
     pub(super) persisted: Mutex<Vec<Range<u64>>>,
+    /// Makes the next [`Media::persist`] fail.
+    pub(super) persist_fails: AtomicBool,
 }
 
 impl Failing {
     pub(super) fn new(media: MemoryMedia) -> Self {
-        Self { media, left: u64::MAX.into(), bad: Mutex::default(), persisted: Mutex::default() }
+        Self {
+            media,
+            left: u64::MAX.into(),
+            bad: Mutex::default(),
+            persisted: Mutex::default(),
+            persist_fails: AtomicBool::default(),
+        }
     }
 
     fn failure() -> MediaError {
@@ -338,6 +346,9 @@ impl Media for Failing {
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         self.pass()?;
+        if self.persist_fails.swap(false, Ordering::SeqCst) {
+            return Err(Self::failure());
+        }
         self.persisted.lock().unwrap().extend_from_slice(ranges);
         Ok(())
     }

@@ -253,6 +253,27 @@ fn settle_persists_maps_of_all_arenas_before_it_reports_an_unreadable_one() {
 }
 
 #[test]
+fn settle_persists_the_map_of_an_arena_although_an_earlier_one_fails() {
+    let media = formatted_twice(4096);
+    let second = second_of(&media);
+    let failing = Failing::new(media);
+    let engine = Engine::open(&failing).unwrap();
+    let border = engine.arenas()[1].first_sector;
+    for sector in [3, border + 3] {
+        engine.write(sector, &content(sector, 1, 4096)).unwrap();
+    }
+    failing.persisted.lock().unwrap().clear();
+    failing.persist_fails.store(true, Ordering::SeqCst);
+
+    let result = engine.settle();
+
+    assert!(matches!(result, Err(EngineError::Media(_))), "{result:?}");
+    let entry_at = second.map_at + 4 * 3;
+    let persisted = failing.persisted.lock().unwrap();
+    assert!(persisted.iter().any(|range| range.contains(&entry_at)), "{persisted:?}");
+}
+
+#[test]
 fn an_error_flag_that_cannot_be_stored_is_no_success() {
     let media = formatted(4096);
     let info = info_at(&media, START_BYTES);
