@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_queue_of_a_tap_is_neither_opened_nor_held() {
+    fn descriptor_that_is_no_tap_queue_is_refused() {
         let file = tempfile::tempfile().unwrap();
         let mut config = test_config();
         config.net = vec![NetConfig::parse(&format!("id=n,fd={}", file.as_raw_fd())).unwrap()];

@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ejection_that_comes_late_takes_nothing_from_who_has_the_slot_now() {
+    fn late_ejection_leaves_the_next_device_in_the_slot() {
         let mut rig = Rig::new();
         rig.add("a").unwrap();
         rig.machine.ask_to_let_go("a").unwrap();
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_the_guest_has_let_go_is_had_at_once_and_one_that_it_has_not_is_said_to_be() {
+    fn file_of_an_ejected_device_is_free_at_once_and_a_file_in_use_names_its_device() {
         let mut rig = Rig::new();
         let image = rig.disk("image");
         let mut other_id = image.clone();
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_added_leaves_nothing() {
+    fn device_that_cannot_be_added_leaves_nothing() {
         let mut rig = Rig::new();
         let disk = DeviceConfig::Disk(DiskConfig::parse("path=/nowhere/disk,id=a").unwrap());
         assert!(matches!(rig.machine.add("a", &disk), Err(VmError::Failed(_))));
@@ -661,7 +661,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_ends_waits_for_what_was_removed() {
+    fn end_of_a_machine_waits_for_removed_devices() {
         let mut rig = Rig::new();
         let disk = rig.disk("a");
         for _ in 0..20 {

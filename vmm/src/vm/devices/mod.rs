@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_repeats_itself_is_told_of_once_and_one_that_goes_up_and_down_not_for_ever() {
+    fn repeated_events_of_a_driver_are_emitted_once_and_alternating_ones_are_limited() {
         let (plugged, events) = (Arc::default(), Events::start());
         let reached = |machine: &MemObserver, requested_bytes| {
             machine("pm", MemEvent::TargetReached { requested_bytes });

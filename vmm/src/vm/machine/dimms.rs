@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn dimm_whose_room_was_used_up_after_its_plan_is_refused_and_undone() {
+    fn dimm_without_room_when_it_is_added_is_refused_and_undone() {
         const MOST_MIB: u64 = 384 * 8;
         let (mut machine, table) = growing(8192 * MIB);
         let slots = table.slots.lock().len();
