@@ -10,8 +10,8 @@ pub(crate) struct OffliningMemory {
 }
 
 impl OffliningMemory {
-    /// State after a change of the reporter. The new reporter counts `used_bytes` as used, of which
-    /// `offlining_bytes` are about to go offline.
+    /// State after a change of the reporter. `used_bytes` is the used memory in the first report of
+    /// the new one, and includes the `offlining_bytes` that are about to go offline.
     pub fn continued(used_bytes: i128, offlining_bytes: u64) -> Self {
         OffliningMemory { still_bytes: Some(used_bytes - i128::from(offlining_bytes)) }
     }

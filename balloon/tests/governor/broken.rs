@@ -1,4 +1,4 @@
-//! Faulty callers of the governor, each of which breaks one invariant.
+//! Faulty callers of the governor. Each breaks one invariant.
 
 use balloon::governor::Request;
 use balloon::{BLOCK_BYTES, DriverState, HostView, Tier};

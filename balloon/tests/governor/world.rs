@@ -393,7 +393,7 @@ impl World {
                 state.rules.ceiling_bytes = ceiling * BLOCK_BYTES;
                 change.rules = state.unless(Broken::IgnoresCeiling, state.rules.clone());
             }
-            _ => unreachable!("{happening:?} is no change of the governor"),
+            _ => unreachable!("{happening:?} does not change the governor's settings"),
         }
         self.handle(Event::Change(change));
     }

@@ -164,7 +164,7 @@ mod tests {
         assert!(triggers.fired([NONE, PollFlags::PRI], 1_000), "either of them");
         assert!(
             !triggers.fired([PollFlags::ERR | PollFlags::PRI, NONE], 2_000),
-            "an error is no stall"
+            "an error does not report a stall"
         );
         assert!(triggers.fds()[0].is_none() && triggers.fds()[1].is_some());
         triggers.fired([NONE; TRIGGERS], 11_999);

@@ -83,8 +83,8 @@ pub struct Pace {
     kernel_bytes: u64,
 }
 
-/// Rate in bytes per second at which memory falls, from two amounts and the time between them. The
-/// previous rate is forgotten slowly, because a load that pauses for a moment goes on.
+/// Rate in bytes per second at which memory falls, from two amounts and the time between them. It
+/// is at least half of the previous rate, because a load may continue after a short pause.
 fn fall_of(before_per_s: u64, before_bytes: u64, now_bytes: u64, elapsed_ms: u64) -> u64 {
     let now_per_s = scale(before_bytes.saturating_sub(now_bytes), 1000, elapsed_ms);
     now_per_s.max(before_per_s / 2)

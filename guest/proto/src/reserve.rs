@@ -298,8 +298,8 @@ mod tests {
                 0,
                 LINUX_RESERVE_RATIOS,
             ),
-            // Nothing is kept in a node without movable memory. With little movable memory, at most
-            // as much as it has is kept.
+            // A node without movable memory reserves nothing. A node with little movable memory
+            // reserves at most as much.
             (vec![(0, Dma32, 337), (1, Movable, 1024)], 0, LINUX_RESERVE_RATIOS),
             (vec![(0, Dma32, 337), (0, Movable, 2)], 0, [256, 1, 32, 0, 0]),
             // Node 0 keeps 96 MiB and a quarter of 256 MiB. With all descriptors it would keep 352

@@ -15,7 +15,7 @@ use crate::memory::zone::device_id;
 
 /// Sections of one kind of device in a [`VmConfig`]: a list, or at most one.
 trait Sections<T> {
-    /// Adds a section. Returns false if there is no room for another one.
+    /// Adds a section. Returns false if the VM can have no more.
     fn put(&mut self, section: T) -> bool;
 
     fn retain_if(&mut self, stays: impl Fn(&T) -> bool);
@@ -111,7 +111,7 @@ macro_rules! removable {
                 None
             }
 
-            /// Removes the device with this id. Returns false if there is none that may be removed.
+            /// Removes the device with this id. Returns false if there is no removable one.
             pub fn remove_device(&mut self, id: &str) -> bool {
                 let is_there = self.device(id).is_some();
                 $(self.$field.retain_if(|section| section.id.as_deref() != Some(id));)*

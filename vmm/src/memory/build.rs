@@ -678,7 +678,7 @@ mod tests {
             );
             let reservation = Arc::clone(&range.reservation);
             drop(range);
-            assert_eq!(Arc::strong_count(&reservation), 1, "somebody keeps it mapped");
+            assert_eq!(Arc::strong_count(&reservation), 1, "the range is still mapped");
             assert!(memory.view().memory().read_obj::<u8>(at).is_err() && !table.covers(4 * GIB));
             assert_eq!(memory.slots().used(), used);
         }

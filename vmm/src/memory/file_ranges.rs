@@ -84,9 +84,9 @@ impl FileRanges {
 /// and waits for accesses of devices that are under way. The range stays mapped if KVM keeps its
 /// slot.
 pub struct MappedRange {
-    /// Where the guest sees it.
+    /// Addresses in the guest.
     pub guest: GuestRange,
-    /// Where this process does.
+    /// Addresses in this process.
     pub reservation: Arc<Reservation>,
     slot: u32,
     files: Arc<FileRanges>,

@@ -51,7 +51,7 @@ pub struct VolumeDisk {
 /// An extent is a byte range of one file, which the VMM maps itself. Both of its ends are multiples
 /// of [`CHUNK_BYTES`].
 pub trait PmPool: Debug + Send + Sync {
-    /// File of which extents are ranges.
+    /// File that contains the extents.
     fn file(&self) -> BorrowedFd<'_>;
 
     /// Takes `len` bytes, a power-of-two number of chunks, to be memory: in the fewest extents that

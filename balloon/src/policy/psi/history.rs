@@ -74,9 +74,9 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Adds a report. Of its used memory, `offlining_bytes` are about to be given back, and
-    /// `onlining_bytes` are plugged but not available yet. A report from another reporter, or with
-    /// a clock or totals that have restarted, discards the older ones.
+    /// Adds a report. Its used memory includes `offlining_bytes`, which are about to be unplugged,
+    /// and `onlining_bytes`, which are plugged but not available yet. A report from another
+    /// reporter, or with a clock or totals that have restarted, discards the older reports.
     pub fn push(&mut self, report: &Report, offlining_bytes: u64, onlining_bytes: u64) {
         let sample = Sample { onlining_bytes, ..Sample::of(report, offlining_bytes) };
         if self.samples.back().is_some_and(|last| !sample.goes_on_from(last)) {
@@ -192,8 +192,8 @@ impl Sample {
         // Of memory that was plugged meanwhile not all became available: page descriptors,
         // watermarks and what is kept for the kernel are no fill.
         let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;
-        // Onlining memory counts as used in the older report. The part of it that the kernel keeps
-        // stays used, so it is no fill later either.
+        // The older report counts onlining memory as used. The kernel's part of it stays used, so
+        // neither report counts it as fill.
         let used_bytes = self.used_bytes.saturating_sub(self.onlining_bytes);
         let rise = used_bytes
             .saturating_add(swapped)

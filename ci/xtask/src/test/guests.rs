@@ -54,7 +54,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> R
     let hosts = shares.first.len();
     let seconds = arguments.guest_tests_s() / u64::try_from(hosts)? + UNEVEN_S;
     let lanes = Lanes { checkout, started, seconds, kept: Mutex::new(shares.kept) };
-    // So that all logs can be followed from the start.
+    // `tail -f` can follow all logs from the start.
     for lane in 1..=hosts {
         create_folder(&lanes.folder(lane, 1))?;
         write(&lanes.folder(lane, 1).join("log"), "")?;

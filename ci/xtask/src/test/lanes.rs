@@ -181,8 +181,8 @@ mod tests {
         static SHOWN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// Runs the boots. Returns the host after the last boot, and the log, each line of which must
-    /// have been shown.
+    /// Runs the boots and requires that each line of the log was shown. Returns the host after the
+    /// last boot, and the log.
     fn run(tests: &str, boots: impl IntoIterator<Item = Boot>) -> (Script, String) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");

@@ -43,8 +43,8 @@ enum Settings {
     Plain,
     /// Hostile umask, variables and programs of the user.
     User,
-    /// Those of `User`, and hostile files of the machine: modprobe.d, depmod.d and mke2fs.conf.
-    /// Writing these needs root.
+    /// As `User`, with hostile modprobe.d, depmod.d and mke2fs.conf of the machine, which only root
+    /// can write.
     Machine,
 }
 

@@ -59,7 +59,7 @@ impl Resources {
         }
     }
 
-    /// Resources for another VM, of which none is open yet.
+    /// Resources for another VM. None is open yet.
     pub fn anew(&self) -> Self {
         Self::new(Arc::clone(&self.metrics), self.events.clone())
     }

@@ -69,7 +69,7 @@ struct Watcher {
     /// Timer of checks, if there are files to check.
     timer: Option<TimerFd>,
     events: EventSender,
-    /// Last loss of which the owner was notified.
+    /// Last loss that the owner was notified of.
     told: Option<String>,
 }
 

@@ -196,8 +196,8 @@ fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1() -> Result<()> {
     are_seen(Kernel::V6_1, &["0-3"], [""; 4])
 }
 
-/// A load on the CPU of node 1 fills the memory of node 1 first, and node 0 has twice as much. So
-/// node 1 is short, and PM near it is plugged first.
+/// A load on the CPU of node 1 allocates from node 1 first, which has half the memory of node 0.
+/// Node 1 therefore runs short, and PM near it is plugged first.
 fn what_a_node_is_short_of_comes_from_near_it() -> Result<()> {
     /// More than node 1 has of its own, and less than both have.
     const LOAD_MIB: u64 = 320;
