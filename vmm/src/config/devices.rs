@@ -45,9 +45,9 @@ impl<T> Sections<T> for Option<T> {
 }
 
 /// Generates [`DeviceConfig`] and all code that depends on the kind of a device. Each kind has its
-/// section, its name in ids and metrics, and its field of [`VmConfig`].
+/// section, whose `KIND` is its name in ids and metrics, and its field of [`VmConfig`].
 macro_rules! removable {
-    ($($(#[$doc:meta])* $Kind:ident($Config:ty) = $kind:literal in $field:ident,)*) => {
+    ($($(#[$doc:meta])* $Kind:ident($Config:ty) in $field:ident,)*) => {
         /// Device that may be added to a VM and removed from it.
         #[derive(Clone, Debug, PartialEq, Eq)]
         pub enum DeviceConfig {
@@ -68,13 +68,6 @@ macro_rules! removable {
                 match self { $(Self::$Kind(section) => &mut section.id,)* }
             }
         }
-
-        $(
-            impl $Config {
-                /// Kind of the device in one word, for ids and metrics.
-                pub const KIND: &'static str = $kind;
-            }
-        )*
 
         impl VmConfig {
             /// Ids of the removable devices, with their kinds.
@@ -123,13 +116,13 @@ macro_rules! removable {
 
 removable! {
     /// `vm.add-disk`.
-    Disk(DiskConfig) = "disk" in disks,
+    Disk(DiskConfig) in disks,
     /// `vm.add-net`.
-    Net(NetConfig) = "net" in net,
+    Net(NetConfig) in net,
     /// `vm.add-pmem`.
-    Pmem(PmemConfig) = "pmem" in pmem,
+    Pmem(PmemConfig) in pmem,
     /// `vm.add-vsock`.
-    Vsock(VsockConfig) = "vsock" in vsock,
+    Vsock(VsockConfig) in vsock,
 }
 
 /// A device that was read, with what is to be known about it.

@@ -17,6 +17,9 @@ section! {
 }
 
 impl PmemConfig {
+    /// Kind of the device in one word, for ids and metrics.
+    pub const KIND: &'static str = "pmem";
+
     /// Flag and the properties by which errors identify the device.
     pub fn flag(&self) -> String {
         format!("{} file={}", Self::FLAG, self.file.display())

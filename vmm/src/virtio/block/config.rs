@@ -99,6 +99,9 @@ section! {
 }
 
 impl DiskConfig {
+    /// Kind of the device in one word, for ids and metrics.
+    pub const KIND: &'static str = "disk";
+
     /// Queues that `vcpus` can use, of a size that virtio has, and a serial number that fits.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = Self::FLAG;

@@ -246,6 +246,9 @@ fn fds_from_json(json: Value, walk: &mut Walk) -> Result<Vec<GivenFd>, JsonError
 }
 
 impl NetConfig {
+    /// Kind of the device in one word, for ids and metrics.
+    pub const KIND: &'static str = "net";
+
     /// As many pairs of queues as a device has room for beside its control queue. Each may have a
     /// descriptor of its own.
     pub const MAX_PAIRS: u16 = (QUEUES_MAX - 1) / 2;

@@ -23,6 +23,9 @@ section! {
 }
 
 impl VsockConfig {
+    /// Kind of the device in one word, for ids and metrics.
+    pub const KIND: &'static str = "vsock";
+
     /// A context id that a guest may have, and a path that fits into an address.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
