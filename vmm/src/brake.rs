@@ -1,15 +1,27 @@
 //! The brake of a VM: whoever must not let the guest run on pulls it.
 
+use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use rustix::thread::{Timespec, gettid, nanosleep};
-use vmm_sys_util::signal::SIGRTMIN;
+use vmm_sys_util::errno;
+use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
 /// How often [`Brake::stop`] looks whether the vCPUs are out, and how long it waits in between: a
 /// second together. One that the host's kernel keeps for longer, as it waits for a disk, does not
 /// run the guest meanwhile.
 const LOOKS: usize = 10_000;
 const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000 };
+
+extern "C" fn interrupt_only(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
+
+/// Makes the signal with which [`Brake::stop`] interrupts a vCPU harmless. Later calls do nothing.
+pub fn install_handler() -> Result<(), errno::Error> {
+    static INSTALLED: Once = Once::new();
+    let mut result = Ok(());
+    INSTALLED.call_once(|| result = register_signal_handler(SIGRTMIN(), interrupt_only));
+    result
+}
 
 /// Keeps a vCPU whose exit has gone wrong from entering the guest again.
 ///
@@ -139,7 +151,7 @@ pub(crate) mod tests {
         brake: &Arc<Brake>,
         index: u8,
     ) -> (thread::JoinHandle<u32>, mpsc::Receiver<()>) {
-        crate::cpu::run::install_handler().unwrap();
+        install_handler().unwrap();
         let (entering, entered) = mpsc::channel();
         let brake = Arc::clone(brake);
         let thread = thread::spawn(move || {

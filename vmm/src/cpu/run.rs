@@ -12,7 +12,7 @@ use std::io;
 use std::os::unix::thread::JoinHandleExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Once, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
@@ -21,13 +21,13 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
 use thiserror::Error;
 use tracing::{debug, error, warn};
-use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
+use vmm_sys_util::signal::{Killable, SIGRTMIN};
 
 use super::CpuError;
 use super::placement::{self, Cores};
 use super::ports;
 use super::state::Fresh;
-use crate::brake::Brake;
+use crate::brake::{self, Brake};
 use crate::bus::Bus;
 use crate::log::sparsely;
 
@@ -241,17 +241,6 @@ pub struct Vcpu {
     thread: Option<JoinHandle<()>>,
 }
 
-extern "C" fn interrupt_only(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
-
-pub(crate) fn install_handler() -> Result<(), CpuError> {
-    static INSTALLED: Once = Once::new();
-    let mut result = Ok(());
-    INSTALLED.call_once(|| {
-        result = register_signal_handler(SIGRTMIN(), interrupt_only).map_err(CpuError::Signal);
-    });
-    result
-}
-
 /// The thread of a vCPU that is not there yet. Dropping it ends the thread.
 ///
 /// It comes first: what fails of it has KVM make nothing, and KVM never takes a vCPU back.
@@ -264,7 +253,7 @@ pub struct VcpuThread {
 impl VcpuThread {
     /// Starts the thread where it is to run.
     pub fn start(index: u8, placement: Placement) -> Result<Self, CpuError> {
-        install_handler()?;
+        brake::install_handler().map_err(CpuError::Signal)?;
         let Placement { host_cpus, cores } = placement;
         let (runner, given) = mpsc::channel::<Runner>();
         // The name is what libvirt looks for when it pins vCPUs.
