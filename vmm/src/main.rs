@@ -37,17 +37,17 @@ fn main() -> ExitCode {
 }
 
 fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
-    foreshore::log::start(&launch.log)?;
+    foreshore_devices::log::start(&launch.log)?;
     if let Some(error) = launch.seccomp_error() {
         tracing::error!("{error}");
     }
     for warning in &launch.warnings {
         tracing::warn!("{warning}");
     }
-    if let Err(error) = foreshore::core_dumps::disable() {
+    if let Err(error) = foreshore_devices::core_dumps::disable() {
         tracing::warn!(%error, "Core dumps of the VMM are not disabled");
     }
-    if let Err(error) = foreshore::open_files::raise_limit() {
+    if let Err(error) = foreshore_devices::open_files::raise_limit() {
         tracing::warn!(%error, "The limit of open files stays as it is");
     }
     Ok(foreshore::run::run(launch)?)

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use foreshore::config::{ConsoleConfig, PmemConfig};
 use foreshore::governor::record;
-use foreshore::host_console::{ConsoleFiles, FileStart, HostConsole, Lines, Port};
-use foreshore::unix_socket::{self, SocketAccess};
-use foreshore::volume::file::PmemFile;
+use foreshore_devices::host_console::{ConsoleFiles, FileStart, HostConsole, Lines, Port};
+use foreshore_devices::unix_socket::{self, SocketAccess};
+use foreshore_devices::volume::file::PmemFile;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tempfile::TempDir;
 

@@ -33,7 +33,7 @@ fn any_chain_is_a_request_or_refused() {
 /// check were missing.
 #[test]
 fn a_parser_that_lacks_a_check_is_found_out() {
-    use foreshore::virtio::block::request::Limits;
+    use foreshore_devices::virtio::block::request::Limits;
     all_are_found_out::<Limits>(
         40_000,
         harness::blk_request_by,
@@ -54,8 +54,8 @@ fn any_chain_is_a_frame_or_a_place_for_one_or_refused() {
 /// A parser that takes longer chains, or what was not agreed on, as if a check were missing.
 #[test]
 fn a_parser_of_frames_that_lacks_a_check_is_found_out() {
-    use foreshore::virtio::net::header::Offloads;
-    use foreshore::virtio::net::request::Limits;
+    use foreshore_devices::virtio::net::header::Offloads;
+    use foreshore_devices::virtio::net::request::Limits;
     all_are_found_out::<Limits>(
         40_000,
         harness::net_request_by,
@@ -82,8 +82,8 @@ fn any_chain_of_a_balloon_is_pages_or_refused() {
 /// huge pages count as small pages.
 #[test]
 fn a_balloon_that_gives_back_what_it_must_not_is_found_out() {
-    use foreshore::memory::zone::Tier;
-    use foreshore::virtio::balloon::request::Place;
+    use foreshore_devices::memory::zone::Tier;
+    use foreshore_devices::virtio::balloon::request::Place;
     all_are_found_out::<Vec<Place>>(
         10_000,
         harness::balloon_request_by,

@@ -9,12 +9,12 @@ use client_tests::vm::Vm;
 use client_tests::{every_call, replay};
 use foreshore::api::{Limits, Server, Socket, router};
 use foreshore::config::{ApiSocket, DeviceConfig, VmConfig};
-use foreshore::events::EventMonitor;
-use foreshore::events::{Event, Events, Monitor};
 use foreshore::vm::request::{
     PciDeviceInfo, Reply, Requests, Resize, ResizeRequest, VmError, VmHandle, VmInfo, VmRequest,
     VmState,
 };
+use foreshore_devices::events::EventMonitor;
+use foreshore_devices::events::{Event, Events, Monitor};
 use serde_json::json;
 
 /// A VM of which there is only what is said of it.

@@ -5,12 +5,12 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use foreshore::memory::BLOCK_BYTES;
-use foreshore::memory::layout::GuestRange;
-use foreshore::memory::view::{GuestView, MappedMemory};
-use foreshore::memory::zone::Tier;
-use foreshore::virtio::balloon::Refusal;
-use foreshore::virtio::balloon::request::{
+use foreshore_devices::memory::BLOCK_BYTES;
+use foreshore_devices::memory::layout::GuestRange;
+use foreshore_devices::memory::view::{GuestView, MappedMemory};
+use foreshore_devices::memory::zone::Tier;
+use foreshore_devices::virtio::balloon::Refusal;
+use foreshore_devices::virtio::balloon::request::{
     Listed, MAX_PAGES, MAX_RANGES, Place, cut, read_free, read_pages, read_statistics,
 };
 use virtio_queue::{Queue, QueueT};

@@ -2,9 +2,9 @@
 //! what the parser makes of each is held against a model that walks the same descriptors without a
 //! thought of speed.
 
-use foreshore::disk::buffer::Buffers;
-use foreshore::virtio::block::job::{Job, Next};
-use foreshore::virtio::block::request::{Limits, Operation, Refusal, Request, Status};
+use foreshore_devices::disk::buffer::Buffers;
+use foreshore_devices::virtio::block::job::{Job, Next};
+use foreshore_devices::virtio::block::request::{Limits, Operation, Refusal, Request, Status};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -335,7 +335,7 @@ fn check_request(memory: &GuestMemoryMmap<()>, request: Request, limits: &Limits
     for _ in 0..100 {
         match job.next(memory, &mut buffers, || true) {
             Ok(Next::Step(step)) => {
-                use foreshore::disk::Step::{Discard, Flush, Read, Write, WriteZeroes};
+                use foreshore_devices::disk::Step::{Discard, Flush, Read, Write, WriteZeroes};
                 match &step {
                     Read(offset, buffer) => within(*offset, buffer.len() as u64),
                     Write(offset, buffer) => {

@@ -2,9 +2,9 @@
 //! right, and what is made of each as a frame that is sent, and as a place for one that is
 //! received, is held against a model that goes through the same descriptors byte by byte.
 
-use foreshore::virtio::net::frames::{FRAME_LEN_MAX, FRAME_LEN_MIN, PACKET_LEN_MAX};
-use foreshore::virtio::net::header::{HEADER_LEN, Offloads};
-use foreshore::virtio::net::request::{Fit, Hand, Limits, read_packet};
+use foreshore_devices::virtio::net::frames::{FRAME_LEN_MAX, FRAME_LEN_MIN, PACKET_LEN_MAX};
+use foreshore_devices::virtio::net::header::{HEADER_LEN, Offloads};
+use foreshore_devices::virtio::net::request::{Fit, Hand, Limits, read_packet};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 

@@ -8,11 +8,11 @@ use serde::ser::SerializeMap;
 use serde_json::{Map, Value};
 
 use crate::device::Switch;
-use crate::{pvpanic, virtio};
+use crate::virtio;
 
 /// Devices without options, in the order of their PCI slots. The folder of each device has its
 /// description.
-pub const SWITCHES: &[Switch] = &[virtio::watchdog::SWITCH, pvpanic::SWITCH];
+pub const SWITCHES: &[Switch] = &[virtio::watchdog::SWITCH, foreshore_devices::pvpanic::SWITCH];
 
 /// Devices of [`SWITCHES`] that a VM has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -95,15 +95,15 @@ mod tests {
 
     #[test]
     fn every_description_is_in_the_list() {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-        assert_eq!(SWITCHES.len(), descriptions(&source));
+        let devices = Path::new(env!("CARGO_MANIFEST_DIR")).join("devices/src");
+        assert_eq!(SWITCHES.len(), descriptions(&devices));
         let keys: BTreeSet<_> = SWITCHES.iter().map(|switch| switch.key).collect();
         assert_eq!(SWITCHES.len(), keys.len(), "no device is in the list twice");
     }
 
     #[test]
     fn document_lists_events_of_all_devices() {
-        crate::events::check_document(SWITCHES.iter().flat_map(|switch| switch.events));
+        crate::events::testing::check_document(SWITCHES.iter().flat_map(|switch| switch.events));
     }
 
     #[test]

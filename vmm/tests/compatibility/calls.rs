@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use foreshore::api::{Limits, Server, Socket, router};
 use foreshore::config::ApiSocket;
-use foreshore::events::Events;
 use foreshore::governor::info::PressureInfo;
 use foreshore::vm::request::{PciDeviceInfo, Requests, VmHandle, VmInfo, VmRequest};
+use foreshore_devices::events::Events;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tempfile::TempDir;

@@ -5,13 +5,13 @@ use std::fmt::Debug;
 
 use foreshore::api::{MemoryAnswer, PoolsAnswer, VolumesAnswer, call_names};
 use foreshore::config::{PmMemoryConfig, PmVolumeConfig, PressureConfig, SWITCHES, VmConfig};
-use foreshore::events::Event;
 use foreshore::governor::info::{GovernedZoneInfo, PressureChange, PressureInfo, RecordingInfo};
 use foreshore::vm::decision::{
     DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, ReportDigest,
 };
 use foreshore::vm::request::{BalloonInfo, PoolInfo, VmInfo, VolumeInfo, ZoneInfo};
-use foreshore::volume::kernel_gate::GuestKernel;
+use foreshore_devices::events::Event;
+use foreshore_devices::volume::kernel_gate::GuestKernel;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
@@ -211,12 +211,12 @@ fn what_is_added_is_described() {
 fn events_are_as_they_are_described() {
     let document = document();
     let described = sample(&document, &document["components"]["schemas"]["Event"]);
-    let (events, _runtime) = (foreshore::events::Events::start(), ());
+    let (events, _runtime) = (foreshore_devices::events::Events::start(), ());
     let mut watcher = events.watch();
     events.tell(Event::VmBooted);
     let seen =
         tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(watcher.next());
-    let Some(foreshore::events::Seen::Event(told)) = seen else { panic!("{seen:?}") };
+    let Some(foreshore_devices::events::Seen::Event(told)) = seen else { panic!("{seen:?}") };
     let told = serde_json::to_value(&*told).unwrap();
     assert_eq!(names(&told), names(&described));
     assert_eq!(names(&told["timestamp"]), names(&described["timestamp"]));

@@ -50,7 +50,7 @@ pub fn run(checkout: &Checkout) -> Result<()> {
 }
 
 fn command(checkout: &Checkout, arguments: &[&str]) -> Command {
-    let first = ["test", "--quiet", "--release", "-p", "foreshore", "--lib"];
+    let first = ["test", "--quiet", "--release", "-p", "foreshore-devices", "--lib"];
     cargo::command(checkout, first.iter().chain(arguments))
 }
 

@@ -11,9 +11,9 @@ use crate::repository::Repository;
 /// Document with the table of layers.
 const DOCUMENT: &str = "docs/architecture.md";
 /// Start of the table's head.
-const TABLE_HEAD: &str = "| Layer | Modules of `vmm/src` |";
-/// Folder of the modules.
-const MODULES: &str = "vmm/src/";
+const TABLE_HEAD: &str = "| Layer | Modules |";
+/// Folders of the modules: the devices and what they stand on, and the rest.
+const MODULES: [&str; 2] = ["vmm/devices/src/", "vmm/src/"];
 /// Files that belong to no module: they list the modules or start the program.
 const ROOTS: [&str; 2] = ["lib", "main"];
 const PROGRAMS: &str = "bin";
@@ -107,11 +107,16 @@ struct Module<'a> {
     source: Source,
 }
 
+/// Path within the folder of the modules that has it.
+fn within(path: &str) -> Option<&str> {
+    MODULES.iter().find_map(|folder| path.strip_prefix(folder))
+}
+
 fn parse(sources: &[(String, String)]) -> Vec<Module<'_>> {
     let parsed: Vec<_> = sources
         .iter()
         .filter_map(|(path, text)| {
-            let name = path.strip_prefix(MODULES)?.split(['/', '.']).next()?;
+            let name = within(path)?.split(['/', '.']).next()?;
             (name != PROGRAMS).then(|| Module { path, name, source: Source::parse(path, text) })
         })
         .collect();
@@ -158,8 +163,7 @@ struct Source {
 impl Source {
     /// Parses a file. A file with an error of syntax, which the compiler reports, has no names.
     fn parse(path: &str, text: &str) -> Self {
-        let stem =
-            path.trim_start_matches(MODULES).trim_end_matches(".rs").trim_end_matches("/mod");
+        let stem = within(path).unwrap_or(path).trim_end_matches(".rs").trim_end_matches("/mod");
         let mut source = Self { depth: stem.split('/').count(), ..Self::default() };
         source.add(text.parse().unwrap_or_default());
         source
@@ -253,7 +257,7 @@ impl Source {
         let stem = path.trim_end_matches(".rs");
         let folder = stem.rsplit_once('/').map_or("", |(folder, _)| folder);
         // The files of a module are in its folder, unless it is that folder's own file.
-        let own = if stem.ends_with("/mod") || stem == "vmm/src/lib" { folder } else { stem };
+        let own = if stem.ends_with("/mod") || within(stem) == Some("lib") { folder } else { stem };
         let file = |(name, path): &(String, Option<String>)| match path {
             Some(path) => format!("{folder}/{}", path.trim_end_matches(".rs")),
             None => format!("{own}/{name}"),
@@ -262,11 +266,12 @@ impl Source {
     }
 }
 
-/// True for `[cfg(test)]`.
+/// True for `[cfg(test)]`, and for fakes that tests of other crates use.
 fn is_test_attribute(token: Option<&TokenTree>) -> bool {
     let Some(TokenTree::Group(group)) = token else { return false };
     let text: String = group.stream().into_iter().map(|token| token.to_string()).collect();
-    text == "cfg(test)"
+    let text: String = text.split_whitespace().collect();
+    text == "cfg(test)" || text == "cfg(any(test,feature=\"testing\"))"
 }
 
 fn path_attribute(attribute: TokenStream) -> Option<String> {
@@ -282,7 +287,7 @@ mod tests {
     const PAGE: &str = "\
 # Architecture
 
-| Layer | Modules of `vmm/src` | Purpose |
+| Layer | Modules | Purpose |
 |---|---|---|
 | machine | `vm` | composition |
 | devices | `virtio`, `serial` | |

@@ -36,7 +36,7 @@ const VERDICTS: &str = "test a::one ... ok (1.0 s)\ntest a::two ... FAILED (2.0 
                         test a::three ... skipped: no disk\n";
 
 /// Layers without a module, and their drawing.
-const ARCHITECTURE: &str = "| Layer | Modules of `vmm/src` |\n|---|---|\n| Base | |\n\n```mermaid\n\
+const ARCHITECTURE: &str = "| Layer | Modules |\n|---|---|\n| Base | |\n\n```mermaid\n\
                             flowchart TD\n    L0[\"<b>Base</b><br>\"]\n```\n";
 /// Code with the version of cargo-deny.
 const DEPENDENCIES: &str = include_str!("../../src/test/dependencies.rs");

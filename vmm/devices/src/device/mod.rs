@@ -1,0 +1,48 @@
+//! Devices as units that register and unregister themselves.
+//!
+//! A device's folder has a function `build`. It takes the device's configuration and a
+//! [`DeviceContext`], and returns an [`AttachedDevice`], which the guest finds on the PCI bus.
+//! Dropping that removes the device and everything that was registered for it. vmm/src/vm/devices
+//! calls these functions.
+
+mod attached_device;
+mod context;
+mod device_work;
+mod event_emitter;
+mod mapped_file;
+mod switch;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+
+use std::any::Any;
+use std::collections::BTreeMap;
+
+pub use self::attached_device::{AttachedDevice, DeviceList, NewDevice};
+pub use self::context::{DeviceContext, InterruptLine, MachineParts};
+pub use self::device_work::DeviceWork;
+pub use self::event_emitter::EventEmitter;
+pub use self::mapped_file::MappedFile;
+pub use self::switch::Switch;
+
+/// Error of a device that cannot be built: the error of its folder, of its transport or of the bus.
+pub type SetupError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Result of a device's `build`.
+pub type SetupResult<T = AttachedDevice> = Result<T, SetupError>;
+
+/// Counters of a device by Cloud Hypervisor's names. Each is at most `i64::MAX`, because clients
+/// read them as signed numbers.
+pub type DeviceCounters = BTreeMap<&'static str, u64>;
+
+/// Collects counters and limits each to `i64::MAX`.
+pub fn signed<const N: usize>(counters: [(&'static str, u64); N]) -> DeviceCounters {
+    counters.map(|(name, value)| (name, value.min(i64::MAX as u64))).into()
+}
+
+/// Interface of an attached device for the API. [`AttachedDevice::handle`] returns it by its type.
+pub trait DeviceHandle: Any + Send {
+    /// Returns the counters for `vm.counters`, if the device has some.
+    fn counters(&self) -> Option<DeviceCounters> {
+        None
+    }
+}

@@ -1,0 +1,251 @@
+//! Every event there is.
+
+use std::collections::BTreeMap;
+
+use super::limiter::Source;
+
+/// The longest text in an event, in characters.
+const MAX_TEXT: usize = 500;
+
+/// Event that is defined in the folder of a device.
+#[derive(Debug, PartialEq, Eq)]
+pub struct DeviceEvent {
+    pub source: &'static str,
+    pub name: &'static str,
+    /// Names of the properties.
+    pub properties: &'static [&'static str],
+}
+
+/// What happens. Names and properties are Cloud Hypervisor's, unless the source is `foreshore`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// The VMM has read its command line.
+    VmmStarting,
+    /// The VMM ends; always the last.
+    VmmShutdown,
+    /// The VM is being built.
+    VmBooting,
+    /// Its vCPUs run; what the guest makes of that it says itself.
+    VmBooted,
+    /// It is about to stand still.
+    VmPausing,
+    /// vCPUs and devices stand still.
+    VmPaused,
+    /// It is about to go on.
+    VmResuming,
+    VmResumed,
+    /// It has ended, and its configuration is kept.
+    VmShutdown,
+    /// It is about to be built anew.
+    VmRebooting,
+    VmRebooted,
+    /// Its configuration is forgotten.
+    VmDeleted,
+    /// A resize has been asked for.
+    VmResizing,
+    /// The guest has been asked to follow it.
+    VmResized,
+    /// A guest's driver has made a virtio device ready.
+    DeviceActivated {
+        /// What it is called.
+        id: &'a str,
+    },
+    /// A guest's driver has let it go.
+    DeviceReset {
+        /// What it is called.
+        id: &'a str,
+    },
+    /// The guest has not pinged its watchdog for too long, and is restarted.
+    WatchdogExpired,
+    /// Event that a device defines, with the values of its properties.
+    OfDevice {
+        event: &'a DeviceEvent,
+        values: &'a [&'a str],
+    },
+    /// The guest restarts repeatedly, and its next start is delayed.
+    RestartDelayed {
+        delay_ms: u64,
+    },
+    /// The guest has replaced the BTT of a volume, which is therefore shown as a read-only disk.
+    VolumeReplaced {
+        /// Path of the pool.
+        pool: &'a str,
+        /// Name of the volume.
+        volume: &'a str,
+    },
+    /// The BTT of a volume is damaged, and the volume is therefore shown as a read-only disk.
+    VolumeDamaged {
+        /// Path of the pool.
+        pool: &'a str,
+        /// Name of the volume.
+        volume: &'a str,
+        /// Damaged arena, and the kind of the damage.
+        reason: &'a str,
+    },
+    /// A device was added to the running guest.
+    DeviceAdded {
+        /// What it is called.
+        id: &'a str,
+        /// Where it is on the PCI bus.
+        bdf: &'a str,
+    },
+    /// The guest has let a device go, and its files are closed.
+    DeviceRemoved {
+        /// What it was called.
+        id: &'a str,
+        bdf: &'a str,
+    },
+    /// The guest has as many vCPUs as it was to have.
+    VcpusResized {
+        vcpus: u8,
+    },
+    /// The VM was paused by itself, for something that the guest cannot be told.
+    Failed {
+        reason: &'a str,
+    },
+    /// A zone has what was requested of it.
+    MemoryReached {
+        zone: &'a str,
+        /// What it has plugged now.
+        plugged_bytes: u64,
+    },
+    /// The host cannot provide what was requested of a zone.
+    MemoryRefused {
+        zone: &'a str,
+        reason: &'a str,
+        /// What is requested now.
+        requested_bytes: u64,
+    },
+    /// The device of a zone has refused the guest's driver.
+    MemoryDriverUnsupported {
+        /// Id of the zone.
+        zone: &'a str,
+        /// Feature that the driver lacks.
+        reason: &'a str,
+    },
+}
+
+impl Event<'_> {
+    pub fn name(&self) -> (&'static str, &'static str) {
+        match self {
+            Self::VmmStarting => ("vmm", "starting"),
+            Self::VmmShutdown => ("vmm", "shutdown"),
+            Self::VmBooting => ("vm", "booting"),
+            Self::VmBooted => ("vm", "booted"),
+            Self::VmPausing => ("vm", "pausing"),
+            Self::VmPaused => ("vm", "paused"),
+            Self::VmResuming => ("vm", "resuming"),
+            Self::VmResumed => ("vm", "resumed"),
+            Self::VmShutdown => ("vm", "shutdown"),
+            Self::VmRebooting => ("vm", "rebooting"),
+            Self::VmRebooted => ("vm", "rebooted"),
+            Self::VmDeleted => ("vm", "deleted"),
+            Self::VmResizing => ("vm", "resizing"),
+            Self::VmResized => ("vm", "resized"),
+            Self::DeviceActivated { .. } => ("virtio-device", "activated"),
+            Self::DeviceReset { .. } => ("virtio-device", "reset"),
+            Self::WatchdogExpired => ("foreshore", "watchdog-expired"),
+            Self::OfDevice { event, .. } => (event.source, event.name),
+            Self::RestartDelayed { .. } => ("foreshore", "restart-delayed"),
+            Self::VolumeReplaced { .. } => ("foreshore", "volume-replaced"),
+            Self::VolumeDamaged { .. } => ("foreshore", "volume-damaged"),
+            Self::DeviceAdded { .. } => ("foreshore", "device-added"),
+            Self::DeviceRemoved { .. } => ("vm", "device-removed"),
+            Self::VcpusResized { .. } => ("foreshore", "vcpus-resized"),
+            Self::Failed { .. } => ("foreshore", "failed"),
+            Self::MemoryReached { .. } => ("foreshore", "memory-reached"),
+            Self::MemoryRefused { .. } => ("foreshore", "memory-refused"),
+            Self::MemoryDriverUnsupported { .. } => ("foreshore", "memory-driver-unsupported"),
+        }
+    }
+
+    /// Whose events it is counted among, if a guest may cause it as often as it likes.
+    pub(super) fn concerns(&self) -> Source {
+        match self {
+            Self::DeviceActivated { id } | Self::DeviceReset { id } => {
+                Source::Device((*id).to_owned())
+            }
+            Self::MemoryReached { zone, .. }
+            | Self::MemoryRefused { zone, .. }
+            | Self::MemoryDriverUnsupported { zone, .. } => Source::Zone((*zone).to_owned()),
+            Self::OfDevice { event, .. } => Source::Kind(event.source, event.name),
+            _ => Source::Vm,
+        }
+    }
+
+    /// What else there is to say.
+    pub(super) fn properties(&self) -> Option<BTreeMap<&'static str, String>> {
+        let properties = match self {
+            Self::DeviceActivated { id } | Self::DeviceReset { id } => {
+                vec![("id", without_braces(id))]
+            }
+            Self::DeviceAdded { id, bdf } | Self::DeviceRemoved { id, bdf } => {
+                vec![("id", without_braces(id)), ("bdf", without_braces(bdf))]
+            }
+            Self::OfDevice { event, values } => {
+                let (names, given) = (event.properties.len(), values.len());
+                assert_eq!(names, given, "values of the event {}", event.name);
+                let values = values.iter().map(|value| without_braces(value));
+                event.properties.iter().copied().zip(values).collect()
+            }
+            Self::RestartDelayed { delay_ms } => vec![("delay_ms", delay_ms.to_string())],
+            Self::VolumeReplaced { pool, volume } => {
+                vec![("pool", without_braces(pool)), ("volume", without_braces(volume))]
+            }
+            Self::VolumeDamaged { pool, volume, reason } => vec![
+                ("pool", without_braces(pool)),
+                ("volume", without_braces(volume)),
+                ("reason", without_braces(reason)),
+            ],
+            Self::VcpusResized { vcpus } => vec![("vcpus", vcpus.to_string())],
+            Self::Failed { reason } => vec![("reason", without_braces(reason))],
+            Self::MemoryReached { zone, plugged_bytes } => {
+                vec![("zone", without_braces(zone)), ("plugged_bytes", plugged_bytes.to_string())]
+            }
+            Self::MemoryRefused { zone, reason, requested_bytes } => vec![
+                ("zone", without_braces(zone)),
+                ("reason", without_braces(reason)),
+                ("requested_bytes", requested_bytes.to_string()),
+            ],
+            Self::MemoryDriverUnsupported { zone, reason } => {
+                vec![("zone", without_braces(zone)), ("reason", without_braces(reason))]
+            }
+            _ => return None,
+        };
+        Some(properties.into_iter().collect())
+    }
+}
+
+/// libvirt finds the end of an event by counting braces, those within texts as well. And what is
+/// longer is cut, so that an event stays within what a FIFO takes at once.
+fn without_braces(text: &str) -> String {
+    text.chars().take(MAX_TEXT).collect::<String>().replace('{', "(").replace('}', ")")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_names_of_two_sources_have_a_limit_each() {
+        let of = |source| DeviceEvent { source, name: "panic", properties: &[] };
+        let concerns =
+            |event: DeviceEvent| Event::OfDevice { event: &event, values: &[] }.concerns();
+        assert_eq!(concerns(of("one")), concerns(of("one")));
+        assert_ne!(concerns(of("one")), concerns(of("other")));
+    }
+
+    #[test]
+    #[should_panic(expected = "values of the event panic")]
+    fn device_event_without_a_value_for_each_name_is_refused() {
+        let event = DeviceEvent { source: "one", name: "panic", properties: &["first", "last"] };
+        Event::OfDevice { event: &event, values: &["only"] }.properties();
+    }
+
+    #[test]
+    fn no_property_has_a_brace() {
+        let failed = Event::Failed { reason: "flush of {a} failed}" };
+        assert_eq!(failed.properties().unwrap()["reason"], "flush of (a) failed)");
+        assert_eq!(Event::VmBooted.properties(), None);
+    }
+}

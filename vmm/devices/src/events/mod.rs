@@ -1,0 +1,452 @@
+//! What happens to the VM and the VMM, told to whoever watches: a file or FIFO (`--event-monitor`),
+//! and clients of `vmm.events`.
+//!
+//! Who tells never waits: what a watcher is too slow for is lost to that watcher, and counted. What
+//! a guest causes is told as often as [`limiter`] allows. docs/events.md lists every event.
+
+mod event;
+mod limiter;
+mod monitor;
+mod target;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use serde::Serialize;
+use tokio::sync::{Notify, broadcast};
+
+pub use self::event::{DeviceEvent, Event};
+use self::limiter::{Bounds, Limiter, Source, Verdict};
+pub use self::monitor::{Monitor, MonitorError};
+pub use self::target::EventMonitor;
+use crate::metrics::{Expose, Exposition, Family, and, one};
+
+/// So many events may wait for a watcher. A boot tells some twenty.
+const QUEUED: usize = 1024;
+
+/// One event as it is written. Field names and their order are Cloud Hypervisor's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Told {
+    /// Since the VMM's start.
+    pub timestamp: Duration,
+    /// Who tells: `vmm`, `vm`, `virtio-device`, and `foreshore` of what Cloud Hypervisor has no
+    /// event for.
+    pub source: &'static str,
+    pub event: &'static str,
+    /// More about it; null if there is nothing more.
+    pub properties: Option<BTreeMap<&'static str, String>>,
+}
+
+/// Tells events, from any thread. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Events {
+    start: Instant,
+    /// `None` is the end.
+    queue: broadcast::Sender<Option<Arc<Told>>>,
+    counters: Arc<EventCounters>,
+    /// Held while something is told of what it limits, so that what is told last is what happened
+    /// last.
+    limiter: Arc<Mutex<Limiter<Message>>>,
+    /// Notified when something is withheld.
+    withheld: Arc<Notify>,
+}
+
+/// An event without its time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Message {
+    source: &'static str,
+    event: &'static str,
+    properties: Option<BTreeMap<&'static str, String>>,
+}
+
+/// An event that is in the queue and not in the log yet. Who writes the log may have to wait for
+/// whoever reads it, and a vCPU's thread with an event of its own must not wait for that: it is
+/// logged when the limiter has been let go.
+#[derive(Clone, Copy, Debug)]
+#[must_use]
+struct Sent {
+    source: &'static str,
+    event: &'static str,
+}
+
+impl Sent {
+    /// What a client has asked for, or happens once.
+    fn log(self) {
+        tracing::info!(source = self.source, event = self.event, "Event");
+    }
+
+    /// What a guest may cause as often as it likes.
+    fn log_of_guest(self) {
+        tracing::debug!(source = self.source, event = self.event, "Event");
+    }
+}
+
+impl From<&Event<'_>> for Message {
+    fn from(event: &Event<'_>) -> Self {
+        let (source, name) = event.name();
+        Self { source, event: name, properties: event.properties() }
+    }
+}
+
+/// How many events there have been, and how many a watcher has missed.
+#[derive(Debug, Default)]
+pub struct EventCounters {
+    told: Mutex<BTreeMap<(&'static str, &'static str), u64>>,
+    lost: AtomicU64,
+    withheld: AtomicU64,
+}
+
+impl EventCounters {
+    /// How many of each, by source and name.
+    pub fn told(&self) -> BTreeMap<(&'static str, &'static str), u64> {
+        self.told.lock().clone()
+    }
+
+    /// How many watchers have missed, all together.
+    pub fn lost(&self) -> u64 {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// How many a guest has caused too often to be told at once.
+    pub fn withheld(&self) -> u64 {
+        self.withheld.load(Ordering::Relaxed)
+    }
+
+    fn add_lost(&self, count: u64) {
+        self.lost.fetch_add(count, Ordering::Relaxed);
+    }
+}
+
+impl Expose for EventCounters {
+    fn expose(&self, out: &mut Exposition) {
+        let told = self
+            .told()
+            .into_iter()
+            .map(|((source, event), count)| (and(&one("source", source), "event", event), count));
+        out.counters(Family("events", "Events that were sent.", None), told);
+        let lost =
+            Family("events_lost", "Events lost because a watcher read them too slowly.", None);
+        out.counters(lost, [(vec![], self.lost())]);
+        let help = "Events that were withheld at first, because the guest caused them too often.";
+        out.counters(Family("events_withheld", help, None), [(vec![], self.withheld())]);
+    }
+}
+
+/// Somebody who watches from now on.
+pub struct Watcher {
+    queue: broadcast::Receiver<Option<Arc<Told>>>,
+    counters: Arc<EventCounters>,
+}
+
+/// What a watcher sees next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Seen {
+    Event(Arc<Told>),
+    /// So many were missed.
+    Lost(u64),
+}
+
+impl Events {
+    /// Nobody watches yet; the clock starts.
+    pub fn start() -> Self {
+        Self::start_within(Bounds::USUAL)
+    }
+
+    fn start_within(bounds: Bounds) -> Self {
+        Self {
+            start: Instant::now(),
+            queue: broadcast::Sender::new(QUEUED),
+            counters: Arc::new(EventCounters::default()),
+            limiter: Arc::new(Mutex::new(Limiter::new(bounds))),
+            withheld: Arc::new(Notify::new()),
+        }
+    }
+
+    /// Tells what a client has asked for, or what happens once. Never waits.
+    pub fn tell(&self, event: Event<'_>) {
+        let mut limiter = self.limiter.lock();
+        // Who hears of the VM next hears first how it is, and who hears of the end hears all that
+        // there is.
+        let before = match event {
+            Event::VmmShutdown => limiter.release_all(),
+            _ => limiter.release_of(&event.concerns()).into_iter().collect(),
+        };
+        let before: Vec<_> = before.into_iter().map(|message| self.send(message)).collect();
+        let sent = self.send(Message::from(&event));
+        drop(limiter);
+        before.into_iter().for_each(Sent::log_of_guest);
+        sent.log();
+    }
+
+    /// Tells what a guest may cause as often as it likes: now, or later, or not at all if something
+    /// takes its place. Never waits.
+    pub fn tell_of_guest(&self, event: Event<'_>) {
+        let message = Message::from(&event);
+        let mut limiter = self.limiter.lock();
+        match limiter.hear(event.concerns(), &message, Instant::now()) {
+            Verdict::Tell => {
+                let sent = self.send(message);
+                drop(limiter);
+                sent.log_of_guest();
+            }
+            Verdict::Known => {}
+            Verdict::Withhold => {
+                self.counters.withheld.fetch_add(1, Ordering::Relaxed);
+                self.withheld.notify_one();
+            }
+        }
+    }
+
+    /// A client has asked for another size of a zone: what comes of it is told, also if it was so
+    /// before.
+    pub fn expect_of_zone(&self, zone: &str) {
+        self.limiter.lock().ask(Source::Zone(zone.to_owned()), Instant::now());
+    }
+
+    /// A machine has ended. What there was to say of its devices and its memory is over, and what
+    /// may be told of the next one's is no more for it.
+    pub fn end_machine(&self) {
+        self.limiter.lock().end_machine();
+    }
+
+    /// Tells what was withheld as soon as it may be. For ever.
+    pub async fn tell_what_was_withheld(self) {
+        loop {
+            let due = self.limiter.lock().due();
+            match due {
+                None => self.withheld.notified().await,
+                Some(due) => {
+                    // Something of another source that is withheld from now on may be due before.
+                    let _ = tokio::time::timeout_at(due.into(), self.withheld.notified()).await;
+                }
+            }
+            let mut limiter = self.limiter.lock();
+            let messages = limiter.release(Instant::now()).into_iter();
+            let sent: Vec<_> = messages.map(|message| self.send(message)).collect();
+            drop(limiter);
+            sent.into_iter().for_each(Sent::log_of_guest);
+        }
+    }
+
+    fn send(&self, message: Message) -> Sent {
+        let Message { source, event, properties } = message;
+        *self.counters.told.lock().entry((source, event)).or_default() += 1;
+        let told = Told { timestamp: self.start.elapsed(), source, event, properties };
+        // Nobody may watch.
+        let _ = self.queue.send(Some(Arc::new(told)));
+        Sent { source, event }
+    }
+
+    /// Everybody has seen everything that will be told.
+    pub fn end(&self) {
+        let _ = self.queue.send(None);
+    }
+
+    /// Sees what is told from now on.
+    pub fn watch(&self) -> Watcher {
+        Watcher { queue: self.queue.subscribe(), counters: Arc::clone(&self.counters) }
+    }
+
+    pub fn counters(&self) -> Arc<EventCounters> {
+        Arc::clone(&self.counters)
+    }
+}
+
+impl Watcher {
+    /// Waits for the next event; `None` at the end.
+    pub async fn next(&mut self) -> Option<Seen> {
+        let received = self.queue.recv().await;
+        self.seen(received)
+    }
+
+    /// The same on a thread that may block.
+    fn next_blocking(&mut self) -> Option<Seen> {
+        let received = self.queue.blocking_recv();
+        self.seen(received)
+    }
+
+    fn seen(
+        &self,
+        received: Result<Option<Arc<Told>>, broadcast::error::RecvError>,
+    ) -> Option<Seen> {
+        match received {
+            Ok(told) => told.map(Seen::Event),
+            Err(broadcast::error::RecvError::Lagged(count)) => {
+                self.counters.add_lost(count);
+                Some(Seen::Lost(count))
+            }
+            Err(broadcast::error::RecvError::Closed) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn an_event_is_written_as_cloud_hypervisor_writes_it() {
+        let told = Told {
+            timestamp: Duration::new(3, 29_228_206),
+            source: "vm",
+            event: "booted",
+            properties: None,
+        };
+        let expected = "{\n  \"timestamp\": {\n    \"secs\": 3,\n    \"nanos\": 29228206\n  },\n  \"source\": \"vm\",\n  \
+                        \"event\": \"booted\",\n  \"properties\": null\n}";
+        assert_eq!(serde_json::to_string_pretty(&told).unwrap(), expected);
+    }
+
+    #[test]
+    fn who_watches_sees_what_is_told_from_then_on_and_how_much_was_missed() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let events = Events::start();
+            events.tell(Event::VmBooting);
+            let mut watcher = events.watch();
+            events.tell(Event::VmBooted);
+            let seen = watcher.next().await;
+            assert!(matches!(&seen, Some(Seen::Event(told)) if told.event == "booted"), "{seen:?}");
+            for _ in 0..QUEUED + 7 {
+                events.tell(Event::VmResizing);
+            }
+            assert_eq!(watcher.next().await, Some(Seen::Lost(7)));
+            events.end();
+            let mut left = 0;
+            while let Some(seen) = watcher.next().await {
+                left += usize::from(matches!(seen, Seen::Event(_)));
+            }
+            // The end has taken one's place.
+            assert_eq!(left, QUEUED - 1);
+            assert_eq!(events.counters().lost(), 8);
+            assert_eq!(events.counters().told()[&("vm", "resizing")], QUEUED as u64 + 7);
+        });
+    }
+
+    /// All that is told until the end.
+    async fn names(events: &Events, mut watcher: Watcher) -> Vec<&'static str> {
+        events.end();
+        let mut names = Vec::new();
+        while let Some(Seen::Event(told)) = watcher.next().await {
+            names.push(told.event);
+        }
+        names
+    }
+
+    #[test]
+    fn what_was_withheld_last_is_told_when_there_is_something_left_for_it() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let events = Events::start_within(Bounds { burst: 1, span: Duration::from_millis(20) });
+            let mut watcher = events.watch();
+            let later = tokio::spawn(events.clone().tell_what_was_withheld());
+            for plugged_bytes in 0..100 {
+                events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
+            }
+            // Some of those between as well, on a machine that takes its time.
+            loop {
+                let Some(Seen::Event(told)) = watcher.next().await else {
+                    panic!("nothing is told")
+                };
+                if told.properties.as_ref().unwrap()["plugged_bytes"] == "99" {
+                    break;
+                }
+            }
+            assert!(events.counters().withheld() > 0);
+            later.abort();
+        });
+    }
+
+    #[test]
+    fn what_was_withheld_of_the_vm_is_told_before_what_comes_next_and_all_before_the_end() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let events = Events::start_within(Bounds { burst: 1, span: Duration::from_secs(3600) });
+            let watcher = events.watch();
+            for _ in 0..10 {
+                events.tell_of_guest(Event::VmRebooting);
+                events.tell_of_guest(Event::VmRebooted);
+            }
+            for _ in 0..10 {
+                events.tell_of_guest(Event::DeviceActivated { id: "_net1" });
+                events.tell_of_guest(Event::DeviceReset { id: "_net1" });
+            }
+            events.tell(Event::DeviceAdded { id: "_net2", bdf: "0000:00:05.0" });
+            events.tell(Event::VmPausing);
+            events.tell(Event::VmPaused);
+            events.tell(Event::VmmShutdown);
+            let expected =
+                "rebooting activated rebooted device-added pausing paused reset shutdown";
+            assert_eq!(names(&events, watcher).await.join(" "), expected);
+        });
+    }
+
+    /// A log that looks, whenever a line is written, whether another thread could tell something
+    /// meanwhile.
+    struct Log {
+        events: Events,
+        lines: Arc<AtomicU64>,
+    }
+
+    impl io::Write for Log {
+        fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+            assert!(!self.events.limiter.is_locked(), "{}", String::from_utf8_lossy(line));
+            self.lines.fetch_add(1, Ordering::Relaxed);
+            Ok(line.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn nobody_who_tells_something_waits_for_the_log() {
+        let events = Events::start_within(Bounds { burst: 1, span: Duration::from_secs(3600) });
+        let (told, lines) = (events.clone(), Arc::<AtomicU64>::default());
+        let counted = Arc::clone(&lines);
+        let log = move || Log { events: told.clone(), lines: Arc::clone(&counted) };
+        let log = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::DEBUG)
+            .with_writer(log)
+            .finish();
+        tracing::subscriber::with_default(log, || {
+            // Another test may register a call site just now and decide without this subscriber.
+            tracing::callsite::rebuild_interest_cache();
+            events.tell(Event::VmBooted);
+            for plugged_bytes in 0..3 {
+                events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
+            }
+            // With what was withheld before it.
+            events.tell(Event::VmmShutdown);
+        });
+        assert_eq!(lines.load(Ordering::Relaxed), 4);
+    }
+
+    #[test]
+    fn what_a_client_asks_for_is_told_also_of_a_zone_that_goes_up_and_down() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let events = Events::start_within(Bounds { burst: 4, span: Duration::from_secs(3600) });
+            let reached = |plugged_bytes| {
+                events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes })
+            };
+            let told = || events.counters().told()[&("foreshore", "memory-reached")];
+            (0..1000).for_each(|nth| reached(nth % 2));
+            assert_eq!(told(), 4);
+            // As it was told last.
+            events.expect_of_zone("pm");
+            reached(1);
+            assert_eq!(told(), 5);
+            reached(0);
+            assert_eq!((told(), events.counters().withheld() > 400), (5, true));
+        });
+    }
+}

@@ -1,0 +1,160 @@
+//! The host's side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or
+//! nothing.
+
+pub mod config;
+mod disk_file;
+mod file_rate;
+mod files;
+mod input;
+mod line;
+mod output;
+mod raw_mode;
+mod readiness;
+mod rotated_file;
+#[cfg(test)]
+mod testing;
+mod window;
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use thiserror::Error;
+
+pub use files::{ConsoleFiles, FileStart};
+pub use input::{ConsoleInput, Read};
+pub use line::{Lines, Port};
+pub use output::{ConsoleOutput, Lost};
+pub use rotated_file::{ConsoleFileMetrics, ConsoleFileSource, names_beside};
+#[cfg(test)]
+pub use window::resize;
+pub use window::{Window, WindowSize};
+
+use self::config::{ConsoleConfig, ConsoleMode};
+use crate::event_loop::EventLoopError;
+use crate::unix_socket::UnixSocketError;
+
+/// Why a console cannot be opened.
+#[derive(Debug, Error)]
+pub enum ConsoleError {
+    #[error("Cannot open the console's file {path:?}")]
+    File {
+        path: PathBuf,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    #[error("Cannot empty the console's file {path:?}")]
+    Empty {
+        path: PathBuf,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    /// No path came with mode file.
+    #[error("The console goes to a file, but no file is named")]
+    NoFile,
+    /// No path came with mode socket.
+    #[error("The console goes to a socket, but no socket is named")]
+    NoSocket,
+    #[error(transparent)]
+    Socket(#[from] UnixSocketError),
+    /// There is no pseudo terminal.
+    #[error("Cannot open a pseudo terminal")]
+    Pty(#[source] io::Error),
+    /// No pipe or eventfd between a console and who comes to it.
+    #[error("Cannot set up a console that somebody can come to")]
+    Line(#[source] io::Error),
+    /// No thread for it.
+    #[error("Cannot start the thread of consoles that somebody can come to")]
+    Worker(#[source] EventLoopError),
+    #[error("Cannot use the terminal as console")]
+    Terminal(#[source] io::Error),
+}
+
+/// Where a console's bytes go to and come from.
+pub struct HostConsole {
+    /// What the guest says.
+    pub output: ConsoleOutput,
+    /// What is said to the guest.
+    pub input: Option<ConsoleInput>,
+    /// How large the terminal is, if it is one.
+    pub window: Option<Arc<Window>>,
+}
+
+impl HostConsole {
+    /// Opens what `config` names, files as some of `files`; `None` if the guest shall have no such
+    /// device.
+    pub fn open(
+        port: Port,
+        config: &ConsoleConfig,
+        files: &mut ConsoleFiles,
+    ) -> Result<Option<Self>, ConsoleError> {
+        let console = match config.mode {
+            ConsoleMode::Off => return Ok(None),
+            ConsoleMode::Null => Self::without_terminal(ConsoleOutput::null(), None),
+            ConsoleMode::Tty => Self {
+                output: ConsoleOutput::stdout().map_err(ConsoleError::Terminal)?,
+                input: ConsoleInput::stdin().map_err(ConsoleError::Terminal)?,
+                window: Window::of_the_vmm().map_err(ConsoleError::Terminal)?.map(Arc::new),
+            },
+            ConsoleMode::Pty | ConsoleMode::Socket => files.lines().open(port, config)?,
+            ConsoleMode::File => {
+                let path = config.file.as_ref().ok_or(ConsoleError::NoFile)?;
+                let output = files.output(port, path, config.file_limits());
+                let output =
+                    output.map_err(|source| ConsoleError::File { path: path.clone(), source })?;
+                Self::without_terminal(output, None)
+            }
+        };
+        Ok(Some(console))
+    }
+
+    /// A console whose other end has no size.
+    pub(crate) fn without_terminal(output: ConsoleOutput, input: Option<ConsoleInput>) -> Self {
+        Self { output, input, window: None }
+    }
+
+    /// A console with a test on its other end: its keyboard and its screen.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn pipes() -> (Self, io::PipeWriter, io::PipeReader) {
+        let (input, keyboard) = io::pipe().unwrap();
+        let (screen, output) = io::pipe().unwrap();
+        let file = |fd| std::fs::File::from(fd);
+        let input = Some(file(std::os::fd::OwnedFd::from(input)).into());
+        (
+            Self::without_terminal(ConsoleOutput::to(file(output.into())).unwrap(), input),
+            keyboard,
+            screen,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files() -> ConsoleFiles {
+        ConsoleFiles::new(FileStart::Empty, Lines::default())
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_opened_is_named() {
+        let path = Some("/nowhere/at/all".into());
+        let config =
+            ConsoleConfig { mode: ConsoleMode::File, file: path, ..ConsoleConfig::default() };
+        let error = HostConsole::open(Port::Serial, &config, &mut files()).err().unwrap();
+        assert_eq!(error.to_string(), r#"Cannot open the console's file "/nowhere/at/all""#);
+    }
+
+    #[test]
+    fn off_is_no_device_and_null_is_a_silent_one() {
+        let open = |mode| {
+            let config = ConsoleConfig { mode, ..ConsoleConfig::default() };
+            HostConsole::open(Port::Console, &config, &mut files()).unwrap()
+        };
+        assert!(open(ConsoleMode::Off).is_none());
+        let null = open(ConsoleMode::Null).unwrap();
+        assert!(null.output.is_null() && null.input.is_none() && null.window.is_none());
+    }
+}

@@ -1,0 +1,264 @@
+//! Delivers MSI messages to KVM: by an irqfd with a route of its own, or directly.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use thiserror::Error;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::MsiController;
+use crate::memory::layout::FIRST_MSI_GSI;
+use crate::pci::msix::MsiMessage;
+
+/// KVM takes so many routes (KVM_MAX_IRQ_ROUTES); each GSI of ours needs one.
+const GSI_END: u32 = 4096;
+
+/// Why a message cannot have an irqfd.
+#[derive(Debug, Error)]
+pub enum RouteError {
+    #[error("All interrupt routes are taken: KVM has {GSI_END}")]
+    Full,
+    #[error("Cannot make the eventfd of GSI {gsi}")]
+    EventFd {
+        gsi: u32,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    /// KVM does not take the table of routes.
+    #[error("KVM refuses the route of GSI {gsi}")]
+    Route {
+        gsi: u32,
+        #[source]
+        source: io::Error,
+    },
+    /// KVM does not take the irqfd.
+    #[error("KVM refuses the irqfd of GSI {gsi}")]
+    Irqfd {
+        gsi: u32,
+        #[source]
+        source: io::Error,
+    },
+}
+
+struct Routes {
+    /// The message of each GSI that has one.
+    messages: BTreeMap<u32, MsiMessage>,
+    /// GSIs that were given back.
+    free: Vec<u32>,
+    /// From here on, no GSI was ever given out.
+    next: u32,
+}
+
+/// Owns the VM's table of MSI routes.
+pub struct MsiRouter {
+    controller: Arc<dyn MsiController>,
+    routes: Mutex<Routes>,
+}
+
+impl MsiRouter {
+    /// A router without routes.
+    pub fn new(controller: Arc<dyn MsiController>) -> Arc<Self> {
+        let routes = Routes { messages: BTreeMap::new(), free: Vec::new(), next: FIRST_MSI_GSI };
+        Arc::new(Self { controller, routes: Mutex::new(routes) })
+    }
+
+    /// Delivers `message` before this returns.
+    pub fn send(&self, message: MsiMessage) -> io::Result<()> {
+        self.controller.signal_msi(message)
+    }
+
+    /// An irqfd that delivers `message`.
+    pub fn connect(self: &Arc<Self>, message: MsiMessage) -> Result<MsiLine, RouteError> {
+        self.connect_irqfd(|| EventFd::new(EFD_NONBLOCK), message)
+    }
+
+    /// The same with an event that somebody else raises as well: a copy of it.
+    pub fn connect_event(
+        self: &Arc<Self>,
+        event: &EventFd,
+        message: MsiMessage,
+    ) -> Result<MsiLine, RouteError> {
+        self.connect_irqfd(|| event.try_clone(), message)
+    }
+
+    /// Number of GSIs that have a message.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn used(&self) -> usize {
+        self.routes.lock().messages.len()
+    }
+
+    fn connect_irqfd(
+        self: &Arc<Self>,
+        irqfd: impl FnOnce() -> io::Result<EventFd>,
+        message: MsiMessage,
+    ) -> Result<MsiLine, RouteError> {
+        let mut line = MsiLine::allocate(self, irqfd)?;
+        let gsi = line.gsi;
+        // The route first: an irqfd looks its route up when it is registered.
+        self.route(gsi, message)?;
+        line.message = message;
+        self.controller
+            .register_irqfd(&line.irqfd, gsi)
+            .map_err(|source| RouteError::Irqfd { gsi, source })?;
+        line.registered = true;
+        Ok(line)
+    }
+
+    fn route(&self, gsi: u32, message: MsiMessage) -> Result<(), RouteError> {
+        let mut routes = self.routes.lock();
+        let before = routes.messages.insert(gsi, message);
+        self.controller.set_msi_routes(&routes.messages).map_err(|source| {
+            // KVM keeps its old table: so do we.
+            match before {
+                Some(before) => routes.messages.insert(gsi, before),
+                None => routes.messages.remove(&gsi),
+            };
+            RouteError::Route { gsi, source }
+        })
+    }
+}
+
+/// A GSI with its irqfd, given back when dropped.
+pub struct MsiLine {
+    router: Arc<MsiRouter>,
+    gsi: u32,
+    irqfd: EventFd,
+    message: MsiMessage,
+    registered: bool,
+}
+
+impl MsiLine {
+    fn allocate(
+        router: &Arc<MsiRouter>,
+        irqfd: impl FnOnce() -> io::Result<EventFd>,
+    ) -> Result<Self, RouteError> {
+        let mut routes = router.routes.lock();
+        let gsi = match routes.free.pop() {
+            Some(gsi) => gsi,
+            None if routes.next < GSI_END => {
+                routes.next += 1;
+                routes.next - 1
+            }
+            None => return Err(RouteError::Full),
+        };
+        let irqfd = irqfd().map_err(|source| {
+            routes.free.push(gsi);
+            RouteError::EventFd { gsi, source }
+        })?;
+        drop(routes);
+        let message = MsiMessage::default();
+        Ok(Self { router: Arc::clone(router), gsi, irqfd, message, registered: false })
+    }
+
+    /// Raises the interrupt. If the guest has changed the message since the last time, the route
+    /// follows: a change alone costs nothing, and guests change messages far more often than
+    /// they use them.
+    pub fn signal(&mut self, message: MsiMessage) -> Result<(), RouteError> {
+        self.follow(message)?;
+        self.irqfd.write(1).map_err(|source| RouteError::EventFd { gsi: self.gsi, source })
+    }
+
+    /// Delivers this message from now on, for whoever else raises the event.
+    pub fn follow(&mut self, message: MsiMessage) -> Result<(), RouteError> {
+        if message != self.message {
+            self.router.route(self.gsi, message)?;
+            self.message = message;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for MsiLine {
+    fn drop(&mut self) {
+        if self.registered {
+            // It fails only when the VM itself is gone.
+            let _ = self.router.controller.unregister_irqfd(&self.irqfd, self.gsi);
+        }
+        // Without an irqfd the route is dead; the next table will not have it.
+        let mut routes = self.router.routes.lock();
+        routes.messages.remove(&self.gsi);
+        routes.free.push(self.gsi);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Call, FakeController};
+    use super::*;
+
+    fn message(data: u32) -> MsiMessage {
+        MsiMessage { address: 0xfee0_0000, data }
+    }
+
+    #[test]
+    fn a_line_has_its_route_before_its_irqfd() {
+        let controller = FakeController::new();
+        let router = MsiRouter::new(controller.clone());
+        let mut line = router.connect(message(1)).unwrap();
+        line.signal(message(1)).unwrap();
+        line.signal(message(1)).unwrap();
+        assert_eq!(
+            controller.take_calls(),
+            [Call::Routes(vec![(24, message(1))]), Call::Register(24)]
+        );
+        assert_eq!(controller.count_of(24), 2);
+    }
+
+    #[test]
+    fn a_changed_message_is_routed_when_it_is_used() {
+        let controller = FakeController::new();
+        let router = MsiRouter::new(controller.clone());
+        let _other = router.connect(message(1)).unwrap();
+        let mut line = router.connect(message(2)).unwrap();
+        controller.take_calls();
+        line.signal(message(3)).unwrap();
+        assert_eq!(
+            controller.take_calls(),
+            [Call::Routes(vec![(24, message(1)), (25, message(3))])]
+        );
+    }
+
+    #[test]
+    fn a_dropped_line_gives_its_gsi_back() {
+        let controller = FakeController::new();
+        let router = MsiRouter::new(controller.clone());
+        let first = router.connect(message(1)).unwrap();
+        let _second = router.connect(message(2)).unwrap();
+        drop(first);
+        controller.take_calls();
+        let _third = router.connect(message(3)).unwrap();
+        let routes = Call::Routes(vec![(24, message(3)), (25, message(2))]);
+        assert_eq!(controller.take_calls(), [routes, Call::Register(24)]);
+    }
+
+    #[test]
+    fn a_refused_line_leaves_nothing_behind() {
+        let controller = FakeController::new();
+        let router = MsiRouter::new(controller.clone());
+        controller.refuse(true);
+        assert!(matches!(router.connect(message(1)), Err(RouteError::Route { gsi: 24, .. })));
+        controller.refuse(false);
+        let mut line = router.connect(message(2)).unwrap();
+        controller.refuse(true);
+        assert!(line.signal(message(3)).is_err());
+        controller.refuse(false);
+        controller.take_calls();
+        // Still routed as before, so going back needs no new table.
+        line.signal(message(2)).unwrap();
+        assert_eq!(controller.take_calls(), []);
+        assert_eq!(controller.count_of(24), 1);
+    }
+
+    #[test]
+    fn gsis_run_out_at_the_limit_of_kvm() {
+        let router = MsiRouter::new(FakeController::new());
+        router.routes.lock().next = GSI_END - 1;
+        let last = router.connect(message(1)).unwrap();
+        assert!(matches!(router.connect(message(1)), Err(RouteError::Full)));
+        drop(last);
+        router.connect(message(1)).unwrap();
+    }
+}

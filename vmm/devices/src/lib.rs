@@ -1,0 +1,37 @@
+//! Devices of the VMM, and what they stand on.
+
+pub mod acpi;
+pub mod brake;
+pub mod bus;
+pub mod cmos;
+pub mod core_dumps;
+pub mod device;
+pub mod disk;
+pub mod event_loop;
+pub mod events;
+pub mod file_id;
+pub mod file_mark;
+pub mod guest_file;
+pub mod host_console;
+pub mod interrupt;
+pub mod log;
+pub mod memory;
+pub mod metrics;
+pub mod nmi_status;
+pub mod nvdimm;
+pub mod open_files;
+pub mod output_file;
+pub mod pci;
+pub mod persist;
+pub mod pool;
+pub mod pvpanic;
+pub mod serial;
+pub mod standard_stream;
+pub mod throttle;
+pub mod unix_socket;
+pub mod virtio;
+pub mod volume;
+
+// The macro of [`log`] uses it, whatever its callers depend on.
+#[doc(hidden)]
+pub use tracing;

@@ -1,0 +1,149 @@
+//! Where log lines go.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, IsTerminal, stderr};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use pmem_volume::file_mode::PRIVATE_MODE;
+use thiserror::Error;
+use tracing::level_filters::LevelFilter;
+
+use crate::output_file::admit;
+use crate::standard_stream;
+
+/// Why nothing can be logged.
+#[derive(Debug, Error)]
+pub enum LogError {
+    #[error("--log-file: cannot open {path:?}")]
+    Open {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// `--log-file` and `-v`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LogConfig {
+    /// A file; standard error if there is none.
+    pub file: Option<PathBuf>,
+    /// How many times `-v` was given: warnings, then information, debugging, everything.
+    pub verbosity: u8,
+}
+
+/// Sends log lines where `config` says, from now on. To be called once.
+///
+/// Lines are written as they come, without a buffer: what was logged before a crash can be read
+/// after it.
+pub fn start(config: &LogConfig) -> Result<(), LogError> {
+    let lines = tracing_subscriber::fmt()
+        .with_max_level(level(config.verbosity))
+        .with_target(config.verbosity > 1);
+    match &config.file {
+        None => lines.with_ansi(stderr().is_terminal()).with_writer(stderr).init(),
+        Some(path) => {
+            let open = |path: &PathBuf| -> io::Result<File> {
+                let file =
+                    OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
+                admit(&file, path)?;
+                standard_stream::append_at(path)?;
+                Ok(file)
+            };
+            let file =
+                open(path).map_err(|source| LogError::Open { path: path.clone(), source })?;
+            lines.with_ansi(false).with_writer(Arc::new(file)).init();
+        }
+    }
+    Ok(())
+}
+
+fn level(verbosity: u8) -> LevelFilter {
+    match verbosity {
+        0 => LevelFilter::WARN,
+        1 => LevelFilter::INFO,
+        2 => LevelFilter::DEBUG,
+        _ => LevelFilter::TRACE,
+    }
+}
+
+/// Counts how often a line could have been logged.
+#[doc(hidden)]
+#[derive(Default)]
+pub struct Occasions(AtomicU64);
+
+impl Occasions {
+    /// None so far.
+    pub const fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    /// Another one: how many that makes, if it is the first, second, fourth, eighth, and so on.
+    pub fn another(&self) -> Option<u64> {
+        let times = self.0.fetch_add(1, Ordering::Relaxed) + 1;
+        times.is_power_of_two().then_some(times)
+    }
+}
+
+/// Logs what a guest can cause as often as it likes: `sparsely!(warn, fields, "message")`. The line
+/// comes out the first, second, fourth, eighth time and so on, with the count, so that a guest can
+/// neither fill the host's disk nor be slowed down by the host's log. Each place in the source
+/// counts for itself, all devices together; exact numbers are the metrics' business.
+#[macro_export]
+macro_rules! sparsely {
+    ($level:ident, $($line:tt)+) => {{
+        static OCCASIONS: $crate::log::Occasions = $crate::log::Occasions::new();
+        if let Some(times) = OCCASIONS.another() {
+            $crate::tracing::$level!(times, $($line)+);
+        }
+    }};
+}
+pub use sparsely;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_of_occasions_is_a_few_lines() {
+        let occasions = Occasions::new();
+        let logged: Vec<u64> = (0..1000).filter_map(|_| occasions.another()).collect();
+        assert_eq!(logged, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]);
+    }
+
+    #[test]
+    fn each_place_counts_for_itself_and_says_how_often() {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        tracing::subscriber::with_default(subscriber, || {
+            for round in 0..5 {
+                sparsely!(warn, round, "one place");
+                sparsely!(error, round, "another");
+            }
+        });
+        let text = String::from_utf8(lines.0.lock().clone()).unwrap();
+        let of = |place| {
+            text.lines().filter(|line| line.contains(place)).map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!((of("one place").len(), of("another").len()), (3, 3), "{text}");
+        assert!(of("another")[2].contains("times=4 round=3"), "{text}");
+    }
+
+    #[derive(Clone, Default)]
+    struct Lines(Arc<parking_lot::Mutex<Vec<u8>>>);
+
+    impl io::Write for Lines {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            self.0.lock().extend_from_slice(data);
+            Ok(data.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+}

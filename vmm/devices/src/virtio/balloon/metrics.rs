@@ -1,0 +1,204 @@
+//! Metrics of a balloon.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use balloon::statistics::Tag;
+
+use prometheus_client::registry::Unit;
+
+use crate::metrics::{Expose, Exposition, Family, get, one};
+
+/// Why pages are not given back to the host, or statistics not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Refusal {
+    /// Pages of PM: they belong to chunks.
+    Pm,
+    /// Pages of blocks that are not plugged.
+    Unplugged,
+    /// Pages of no memory that the guest has, or of a volume.
+    NoMemory,
+    /// Pages of a huge page that were not listed as a whole.
+    HugePage,
+    /// A chain without what belongs into it, or that cannot be read.
+    Malformed,
+    /// More in one chain than a driver has reason to send: the rest is not looked at.
+    TooLong,
+}
+
+impl Refusal {
+    pub const ALL: [Self; 6] =
+        [Self::Pm, Self::Unplugged, Self::NoMemory, Self::HugePage, Self::Malformed, Self::TooLong];
+
+    /// The value of the metric label `reason`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Pm => "pm",
+            Self::Unplugged => "unplugged",
+            Self::NoMemory => "no_memory",
+            Self::HugePage => "huge_page",
+            Self::Malformed => "malformed",
+            Self::TooLong => "too_long",
+        }
+    }
+}
+
+/// Everything that a balloon counts.
+#[derive(Debug)]
+pub struct BalloonMetrics {
+    /// What the driver is asked to have in the balloon.
+    pub target_bytes: AtomicU64,
+    /// What it says is in it.
+    pub actual_bytes: AtomicU64,
+    /// Given back to the host by inflating.
+    pub inflated_bytes: AtomicU64,
+    /// Taken out of the balloon again.
+    pub deflated_bytes: AtomicU64,
+    /// Given back to the host as free pages that were reported.
+    pub reported_bytes: AtomicU64,
+    /// Taken out of the balloon by a guest that had nothing else left.
+    pub oom_deflated_bytes: AtomicU64,
+    /// Calls by which the host should have taken pages back, and did not.
+    pub discard_failures: AtomicU64,
+    /// Statistics that were taken.
+    pub statistics: AtomicU64,
+    refused: [AtomicU64; Refusal::ALL.len()],
+    values: [AtomicU64; Tag::ALL.len()],
+}
+
+/// What stands for a statistic that the driver has not sent.
+const ABSENT: u64 = u64::MAX;
+
+impl Default for BalloonMetrics {
+    fn default() -> Self {
+        Self {
+            target_bytes: AtomicU64::default(),
+            actual_bytes: AtomicU64::default(),
+            inflated_bytes: AtomicU64::default(),
+            deflated_bytes: AtomicU64::default(),
+            reported_bytes: AtomicU64::default(),
+            oom_deflated_bytes: AtomicU64::default(),
+            discard_failures: AtomicU64::default(),
+            statistics: AtomicU64::default(),
+            refused: Default::default(),
+            values: std::array::from_fn(|_| AtomicU64::new(ABSENT)),
+        }
+    }
+}
+
+impl BalloonMetrics {
+    /// Counts `count` pages, chains or statistics that were refused.
+    pub(super) fn refuse(&self, reason: Refusal, count: u64) {
+        self.refused[reason as usize].fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// How many pages (`Malformed` and `TooLong`: chains) were refused for this reason.
+    pub fn refused(&self, reason: Refusal) -> u64 {
+        self.refused[reason as usize].load(Ordering::Relaxed)
+    }
+
+    /// Keeps the last value of a statistic, to be shown.
+    pub fn set_statistic(&self, tag: Tag, value: u64) {
+        self.values[tag as usize].store(value, Ordering::Relaxed);
+    }
+
+    /// The last value of a statistic.
+    pub fn statistic(&self, tag: Tag) -> Option<u64> {
+        Some(self.values[tag as usize].load(Ordering::Relaxed)).filter(|value| *value != ABSENT)
+    }
+}
+
+impl Expose for BalloonMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        out.bytes(
+            "balloon_target",
+            "Balloon size requested from the guest.",
+            [(vec![], get(&self.target_bytes))],
+        );
+        out.bytes(
+            "balloon_actual",
+            "Balloon size reported by the guest driver.",
+            [(vec![], get(&self.actual_bytes))],
+        );
+        out.counters(
+            Family("balloon_given_back", "Memory returned to the host.", Some(Unit::Bytes)),
+            [
+                (one("by", "inflate"), get(&self.inflated_bytes)),
+                (one("by", "report"), get(&self.reported_bytes)),
+            ],
+        );
+        out.counters(
+            Family(
+                "balloon_deflated",
+                "Memory that the guest has taken out of the balloon.",
+                Some(Unit::Bytes),
+            ),
+            [(vec![], get(&self.deflated_bytes))],
+        );
+        out.counters(
+            Family(
+                "balloon_oom_deflated",
+                "Part of the deflated memory that the guest took when it ran out of memory.",
+                Some(Unit::Bytes),
+            ),
+            [(vec![], get(&self.oom_deflated_bytes))],
+        );
+        out.counters(
+            Family("balloon_refused", "Pages and requests that were refused.", None),
+            Refusal::ALL.map(|reason| (one("reason", reason.as_str()), self.refused(reason))),
+        );
+        out.counters(
+            Family(
+                "balloon_discard_failures",
+                "Failed calls to return pages to the host's kernel.",
+                None,
+            ),
+            [(vec![], get(&self.discard_failures))],
+        );
+        out.counters(
+            Family("balloon_statistics", "Sets of statistics received from the guest.", None),
+            [(vec![], get(&self.statistics))],
+        );
+        let told = |bytes: bool| {
+            let tags = Tag::ALL.into_iter().filter(move |tag| tag.is_bytes() == bytes);
+            tags.filter_map(|tag| Some((one("statistic", tag.label()), self.statistic(tag)?)))
+        };
+        out.bytes(
+            "balloon_guest",
+            "Memory statistics in bytes reported by the guest's kernel.",
+            told(true),
+        );
+        out.gauges(
+            Family(
+                "balloon_guest_events",
+                "Events counted by the guest's kernel since its boot.",
+                None,
+            ),
+            told(false).map(|(labels, value)| (labels, value as f64)),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_has_its_own_counter() {
+        let metrics = BalloonMetrics::default();
+        for (index, reason) in Refusal::ALL.into_iter().enumerate() {
+            metrics.refuse(reason, index as u64 + 1);
+        }
+        assert_eq!(Refusal::ALL.map(|reason| metrics.refused(reason)), [1, 2, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn a_statistic_that_was_not_sent_is_not_zero() {
+        let metrics = BalloonMetrics::default();
+        assert!(Tag::ALL.iter().all(|tag| metrics.statistic(*tag).is_none()));
+        metrics.set_statistic(Tag::OomKills, 0);
+        assert_eq!(
+            (metrics.statistic(Tag::OomKills), metrics.statistic(Tag::Caches)),
+            (Some(0), None)
+        );
+    }
+}

@@ -1,0 +1,220 @@
+//! What a virtio-mem device counts: plain atomics, which the registry reads.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use prometheus_client::registry::Unit;
+
+use crate::memory::backing::BackingError;
+use crate::metrics::{Expose, Exposition, Family, LatencyHistogram, and, one};
+use crate::throttle::ThrottleMetrics;
+
+/// Requests that were carried out.
+#[derive(Debug, Default)]
+pub struct OperationMetrics {
+    bytes: AtomicU64,
+    latency: LatencyHistogram,
+}
+
+impl OperationMetrics {
+    pub fn done(&self, bytes: u64, duration: Duration) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.latency.observe(duration);
+    }
+
+    /// Bytes plugged or unplugged so far.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// How long the requests took, without their way through the queue; its count is theirs.
+    pub fn latency(&self) -> &LatencyHistogram {
+        &self.latency
+    }
+}
+
+/// What on the host kept blocks from being plugged or unplugged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FailureReason {
+    /// The process has too many mappings.
+    MappingBudget,
+    /// The kernel does not map memory.
+    Map,
+    /// The host has too few huge pages.
+    HugePages,
+    /// The pool has too little left.
+    PoolFull,
+    Pool,
+    /// KVM does not take a slot.
+    Slot,
+}
+
+impl FailureReason {
+    pub const ALL: [Self; 6] =
+        [Self::MappingBudget, Self::Map, Self::HugePages, Self::PoolFull, Self::Pool, Self::Slot];
+
+    /// The value of the metric label `reason`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::MappingBudget => "mapping-budget",
+            Self::Map => "map",
+            Self::HugePages => "huge-pages",
+            Self::PoolFull => "pool-full",
+            Self::Pool => "pool",
+            Self::Slot => "slot",
+        }
+    }
+}
+
+impl From<&BackingError> for FailureReason {
+    fn from(err: &BackingError) -> Self {
+        match err {
+            BackingError::MappingBudget { .. } => Self::MappingBudget,
+            BackingError::Map { .. } => Self::Map,
+            BackingError::HugePages { .. } => Self::HugePages,
+            BackingError::PoolFull { .. } => Self::PoolFull,
+            BackingError::Pool(_) => Self::Pool,
+        }
+    }
+}
+
+/// Everything that a virtio-mem device counts.
+#[derive(Debug, Default)]
+pub struct MemMetrics {
+    /// PLUG requests that were acknowledged.
+    pub plug: OperationMetrics,
+    /// UNPLUG and UNPLUG ALL requests that were acknowledged.
+    pub unplug: OperationMetrics,
+    /// Requests of any kind that were delayed.
+    pub throttled: ThrottleMetrics,
+    busy: [AtomicU64; FailureReason::ALL.len()],
+    pub(super) nacks: AtomicU64,
+    pub(super) errors: AtomicU64,
+    pub(super) malformed: AtomicU64,
+    pub(super) scrub_failures: AtomicU64,
+}
+
+impl MemMetrics {
+    pub fn failed(&self, reason: FailureReason) {
+        self.busy[reason as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Requests answered by BUSY, by what kept them.
+    pub fn busy(&self, reason: FailureReason) -> u64 {
+        self.busy[reason as usize].load(Ordering::Relaxed)
+    }
+
+    /// Requests to plug more than what is requested.
+    pub fn nacks(&self) -> u64 {
+        self.nacks.load(Ordering::Relaxed)
+    }
+
+    /// Requests that could never be right: after one, Linux gives the device up.
+    pub fn errors(&self) -> u64 {
+        self.errors.load(Ordering::Relaxed)
+    }
+
+    /// Descriptor chains that held no request or had no reachable place for its answer.
+    pub fn malformed(&self) -> u64 {
+        self.malformed.load(Ordering::Relaxed)
+    }
+
+    /// Unplugs after which memory could not be scrubbed: it stays out of use until it can.
+    pub fn scrub_failures(&self) -> u64 {
+        self.scrub_failures.load(Ordering::Relaxed)
+    }
+}
+
+/// Device of a zone with its counters.
+#[derive(Clone, Debug)]
+pub struct PlugMetrics {
+    /// Id of the zone.
+    pub zone: String,
+    /// Name of its tier.
+    pub tier: String,
+    pub counters: Arc<MemMetrics>,
+}
+
+impl PlugMetrics {
+    /// Returns the numbers of failed requests by reason: the host's reasons and the driver's
+    /// errors.
+    fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let counters = &self.counters;
+        let host = FailureReason::ALL.map(|reason| (reason.as_str(), counters.busy(reason)));
+        let driver = [
+            ("more-than-requested", counters.nacks()),
+            ("invalid", counters.errors()),
+            ("malformed", counters.malformed()),
+        ];
+        host.into_iter().chain(driver)
+    }
+}
+
+impl Expose for PlugMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let (labels, counters) =
+            (and(&one("zone", &self.zone), "tier", &self.tier), &self.counters);
+        out.latencies(
+            "memory_plug_duration",
+            "Time that the VMM takes for a plug request.",
+            [(labels.clone(), counters.plug.latency().sample())],
+        );
+        out.latencies(
+            "memory_unplug_duration",
+            "Time that the VMM takes for an unplug request.",
+            [(labels.clone(), counters.unplug.latency().sample())],
+        );
+        out.counters(
+            Family("memory_plug", "Bytes plugged.", Some(Unit::Bytes)),
+            [(labels.clone(), counters.plug.bytes())],
+        );
+        out.counters(
+            Family("memory_unplug", "Bytes unplugged.", Some(Unit::Bytes)),
+            [(labels.clone(), counters.unplug.bytes())],
+        );
+        out.counters(
+            Family(
+                "memory_refused_requests",
+                "Requests of the guest's driver that were refused.",
+                None,
+            ),
+            self.refused().map(|(reason, count)| (and(&labels, "reason", reason), count)),
+        );
+        out.counters(
+            Family(
+                "memory_throttled_requests",
+                "Requests of the guest's driver delayed because they exceeded the zone's budget.",
+                None,
+            ),
+            [(labels.clone(), counters.throttled.requests())],
+        );
+        out.seconds_total(
+            "memory_throttled",
+            "Time by which throttled requests were delayed.",
+            [(labels.clone(), counters.throttled.delay().as_secs_f64())],
+        );
+        out.counters(
+            Family(
+                "memory_scrub_failures",
+                "Unplugs whose memory could not be returned to the host or the pool.",
+                None,
+            ),
+            [(labels, counters.scrub_failures())],
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_has_its_own_counter() {
+        let metrics = MemMetrics::default();
+        for (index, reason) in FailureReason::ALL.into_iter().enumerate() {
+            (0..=index).for_each(|_| metrics.failed(reason));
+        }
+        assert_eq!(FailureReason::ALL.map(|reason| metrics.busy(reason)), [1, 2, 3, 4, 5, 6]);
+    }
+}
