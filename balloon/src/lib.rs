@@ -24,7 +24,7 @@ mod units;
 
 pub mod controller;
 pub mod governor;
-pub mod model;
+mod model;
 pub mod params;
 pub mod plan;
 pub mod plug_filter;

@@ -6,12 +6,12 @@
 //! only [`vm`] composes.
 
 pub mod api;
-pub mod boot;
+mod boot;
 pub mod config;
-pub mod cpu;
+mod cpu;
 pub mod governor;
 pub mod inherited;
-pub mod metrics_server;
+mod metrics_server;
 pub mod run;
 pub mod vm;
 

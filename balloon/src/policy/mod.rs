@@ -7,9 +7,9 @@
 pub mod amf;
 pub mod dapper;
 pub mod fixed;
-pub mod memorage;
+mod memorage;
 pub mod off;
-pub mod pmb;
+mod pmb;
 pub mod psi;
 mod reserve;
 

@@ -7,4 +7,4 @@
 pub mod every_call;
 pub mod replay;
 pub mod vm;
-pub mod wire;
+mod wire;

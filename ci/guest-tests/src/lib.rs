@@ -20,14 +20,14 @@
 pub mod btt_media;
 pub mod disk;
 pub mod guest;
-pub mod holdings;
+mod holdings;
 pub mod host;
 pub mod host_memory;
 pub mod http;
 pub mod lent;
-pub mod lie;
+mod lie;
 pub mod limits;
-pub mod metrics;
+mod metrics;
 pub mod namespace;
 pub mod pool;
 pub mod pressure;

@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestMemoryMmap};
 
-use super::super::Compression;
+use super::super::decompress::Compression;
 use super::super::decompress::tests::{gzip_payload, lz4_payload, xz_payload, zstd_payload};
 use super::super::elf::ElfError;
 use super::super::elf::tests::{Part, build_parts, linux_note, pvh_note_to};

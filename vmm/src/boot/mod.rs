@@ -37,12 +37,12 @@ use vm_memory::GuestMemoryBackend;
 use crate::memory::layout::BootMemory;
 
 pub use cmdline::{CommandLineError, Pluggable};
-pub use decompress::{Compression, DecompressError};
+pub use decompress::DecompressError;
 pub use elf::ElfError;
 pub use initramfs::Initramfs;
 pub use kernel::LoadedKernel;
 pub use kernel_share::{KernelShare, check_ratio};
-pub use pvh::{MemoryRange, PvhEntry, RangeKind, Segment, memory_map};
+pub use pvh::{PvhEntry, Segment};
 
 /// What to boot, and the machine it is booted on.
 #[derive(Clone, Copy, Debug)]

@@ -2,7 +2,7 @@
 
 pub mod build;
 pub(crate) mod devices;
-pub mod error;
+mod error;
 pub(crate) mod machine;
 pub mod owner;
 mod pm;

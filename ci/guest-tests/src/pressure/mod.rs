@@ -4,7 +4,7 @@
 //! `ci/soak` has the whole matrix of them, `ci/test` a short form.
 
 pub mod run;
-pub mod setup;
+mod setup;
 
 pub use run::{About, Condition, Outcome, Watched};
 pub use setup::{Config, GuestSize, MIB, WORKLOADS, Workload};

@@ -6,8 +6,8 @@
 //! - [`victim`]: a volume, and guests that write to it until they are killed. [`rounds`]: many of
 //!   them.
 
-pub mod oracle;
-pub mod rounds;
+mod oracle;
+mod rounds;
 pub mod victim;
 
 pub use oracle::{Fault, Judgement};

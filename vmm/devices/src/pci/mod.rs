@@ -1,9 +1,9 @@
 //! PCI: one root bus with functions in its slots, reached through ECAM and the legacy ports.
 
-pub mod config_space;
-pub mod host_bridge;
+mod config_space;
+mod host_bridge;
 pub mod msix;
-pub mod root_bus;
+mod root_bus;
 
 pub use config_space::{BarRange, ConfigSpace, FunctionIds};
 pub use root_bus::{PciError, RootBus};

@@ -1,6 +1,6 @@
 //! The PM pool behind a trait, so that tests of its users need no pool on the media.
 
-pub mod block_device;
+mod block_device;
 pub mod btt_loss;
 #[cfg(any(test, feature = "testing"))]
 pub mod fake;

@@ -4,7 +4,7 @@
 mod device;
 mod event;
 mod line_writer;
-pub mod metrics;
+mod metrics;
 
 pub use device::{Serial, SerialError};
 pub use metrics::SerialMetrics;

@@ -12,8 +12,8 @@ pub mod mem;
 pub mod net;
 pub mod pmem;
 pub mod rng;
-#[cfg(any(test, feature = "testing"))]
-pub mod testing;
+#[cfg(test)]
+mod testing;
 pub mod transport;
 pub mod vsock;
 pub mod watchdog;

@@ -10,7 +10,7 @@
 pub(super) mod cached;
 mod machine;
 mod restart;
-pub mod state;
+mod state;
 
 use std::fmt;
 use std::sync::Arc;

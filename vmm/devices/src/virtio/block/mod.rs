@@ -7,16 +7,16 @@
 
 mod calls;
 pub mod config;
-pub mod device;
+mod device;
 mod event;
-pub mod flush;
+mod flush;
 pub mod job;
-pub mod metrics;
+mod metrics;
 pub mod request;
 mod ring;
-pub mod segments;
+mod segments;
 pub mod serial;
-pub mod state;
+mod state;
 #[cfg(test)]
 mod tests;
 

@@ -2,7 +2,7 @@
 
 mod device;
 mod event;
-pub mod metrics;
+mod metrics;
 
 pub use device::Console;
 pub use metrics::ConsoleMetrics;

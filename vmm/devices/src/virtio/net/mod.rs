@@ -6,17 +6,17 @@
 
 pub mod config;
 mod control;
-pub mod device;
+mod device;
 mod event;
 pub mod frames;
 pub mod header;
-pub mod metrics;
+mod metrics;
 mod mover;
 pub mod request;
-pub mod state;
+mod state;
 pub mod tap;
 mod used;
-pub mod vhost;
+mod vhost;
 
 use std::sync::Arc;
 

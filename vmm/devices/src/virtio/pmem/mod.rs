@@ -8,4 +8,4 @@
 pub mod device;
 mod event;
 pub mod metrics;
-pub mod request;
+mod request;

@@ -3,7 +3,7 @@
 pub mod config;
 mod device;
 mod event;
-pub mod metrics;
+mod metrics;
 mod source;
 
 use self::config::RngConfig;

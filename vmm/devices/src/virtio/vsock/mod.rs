@@ -25,7 +25,7 @@ mod connection;
 mod device;
 mod event;
 mod host;
-pub mod metrics;
+mod metrics;
 mod muxer;
 mod packet;
 

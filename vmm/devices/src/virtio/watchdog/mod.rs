@@ -6,7 +6,7 @@
 mod countdown;
 mod device;
 mod event;
-pub mod metrics;
+mod metrics;
 
 pub use countdown::TIMEOUT;
 pub use device::Watchdog;

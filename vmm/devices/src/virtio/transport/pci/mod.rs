@@ -4,11 +4,11 @@
 //! are the two ways between driver and device; [`device`] is the PCI function that brings them
 //! together.
 
-pub mod device;
-pub mod interrupt;
+mod device;
+mod interrupt;
 pub mod layout;
-pub mod notify;
-pub mod registers;
+mod notify;
+mod registers;
 #[cfg(test)]
 mod tests;
 

@@ -284,11 +284,6 @@ impl CommonRegisters {
             self.status = self.status & !DRIVER_OK | NEEDS_RESET;
         }
     }
-
-    /// The device status as the driver sees it.
-    pub fn status(&self) -> u8 {
-        self.status
-    }
 }
 
 /// The half of a 64-bit value that a select register names; there is nothing beyond the second.
@@ -573,13 +568,13 @@ mod tests {
                 let value = if value % 3 == 0 { value >> 60 } else { value };
                 let mut data = value.to_le_bytes().to_vec();
                 data.resize(len, 0);
-                let before = rig.registers.status();
+                let before = rig.registers.status;
                 if write {
                     rig.registers.write(offset, &data, &mut rig.device);
                 } else {
                     rig.registers.read(offset, &mut data, &mut rig.device);
                 }
-                let after = rig.registers.status();
+                let after = rig.registers.status;
                 prop_assert!(after == 0 || after & before == before);
                 prop_assert_eq!(rig.device.active, after & DRIVER_OK != 0 && after & NEEDS_RESET == 0);
             }
