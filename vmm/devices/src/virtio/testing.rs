@@ -223,15 +223,24 @@ impl TestDriver {
     }
 
     /// Notifies the device of new buffers, unless it has suppressed that (virtio 1.3, 2.7.10).
-    /// Without new buffers, it sends a spurious notification in any case.
+    ///
+    /// # Panics
+    /// If there are no new buffers since the last notification. Such a notification would hide that
+    /// the device has lost the last one.
     pub fn kick(&mut self, queue: usize) {
         let available: u16 = self.load(self.ring(queue).available + 2);
         let notified = std::mem::replace(&mut self.notified[queue], available);
+        assert_ne!(available, notified, "queue {queue} has no new buffers");
         // The store of the available index must precede the load of the device's suppression.
         fence(Ordering::SeqCst);
-        if available == notified || self.is_wanted(self.ring(queue), notified, available) {
-            self.kicks[queue].write(1).unwrap();
+        if self.is_wanted(self.ring(queue), notified, available) {
+            self.kick_spuriously(queue);
         }
+    }
+
+    /// Notifies the device in any case, as a driver may without new buffers.
+    pub fn kick_spuriously(&self, queue: usize) {
+        self.kicks[queue].write(1).unwrap();
     }
 
     /// Checks that the device wants a notification of the buffers from `old` to `new`.
@@ -312,4 +321,14 @@ fn wait(interrupt: &EventFd, of: &str) {
     let ready = unsafe { libc::poll(&mut poll, 1, WAIT_MS_MAX) };
     assert_eq!(ready, 1, "no interrupt of {of} in {WAIT_MS_MAX} ms");
     interrupt.read().unwrap();
+}
+
+#[test]
+#[should_panic(expected = "queue 0 has no new buffers")]
+fn kick_without_new_buffers_is_refused() {
+    let mut driver = TestDriver::new(1);
+    driver.activation(0);
+    driver.add(0, &[Buffer::Out(BUFFERS, 1)]);
+    driver.kick(0);
+    driver.kick(0);
 }
