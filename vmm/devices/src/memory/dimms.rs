@@ -116,8 +116,17 @@ pub struct Dimms {
     reservation: Arc<Reservation>,
     slots: Arc<Slots>,
     view: GuestView,
+    /// DIMM that was not added and could not be undone.
+    unfinished: Option<Unfinished>,
     /// What has come, for who does not have this.
     came_bytes: Arc<AtomicU64>,
+}
+
+/// Memory of a DIMM that has not been added yet.
+struct Unfinished {
+    offset: u64,
+    len: u64,
+    slot: Option<u32>,
 }
 
 impl Dimms {
@@ -130,7 +139,8 @@ impl Dimms {
         slots: Arc<Slots>,
         view: GuestView,
     ) -> Self {
-        Self { spec, plan, backing, reservation, slots, view, came_bytes: Arc::default() }
+        let (unfinished, came_bytes) = (None, Arc::default());
+        Self { spec, plan, backing, reservation, slots, view, unfinished, came_bytes }
     }
 
     pub fn zone(&self) -> &ZoneSpec {
@@ -149,7 +159,8 @@ impl Dimms {
 
     /// Adds a DIMM of `len` bytes: maps it, gives it a slot in KVM and makes it accessible to
     /// devices. The guest is not notified yet. `accept` is called when nothing else can fail. If it
-    /// fails, the memory returns to the host.
+    /// fails, the memory returns to the host. If that fails as well, the next call repeats it,
+    /// because the next DIMM has the same place.
     pub fn add<E: From<DimmError>>(
         &mut self,
         len: u64,
@@ -157,21 +168,24 @@ impl Dimms {
     ) -> Result<GuestRange, E> {
         let dimm = self.plan.place(len)?;
         let offset = self.plan.used_bytes();
+        self.undo()?;
         self.backing.plug(offset, len).map_err(DimmError::from)?;
-        let slot = match self.slots.add(dimm, &self.reservation, offset, Access::ReadWrite) {
-            Ok(slot) => slot,
-            Err(err) => {
-                self.unplug(offset, len);
-                return Err(DimmError::from(err).into());
-            }
+        let added = match self.slots.add(dimm, &self.reservation, offset, Access::ReadWrite) {
+            Ok(slot) => accept().map_err(|err| (Some(slot), err)),
+            Err(err) => Err((None, DimmError::from(err).into())),
         };
-        if let Err(err) = accept() {
-            // Even if KVM keeps the slot, the guest reaches no memory through it, because the
-            // memory is unmapped below.
-            if let Err(err) = self.slots.remove(slot) {
-                tracing::error!(%err, "Slot of a DIMM that was not added stays with the VM");
+        if let Err((slot, err)) = added {
+            self.unfinished = Some(Unfinished { offset, len, slot });
+            if let Err(err) = self.undo() {
+                let (start, err) = (dimm.start, foreshore_types::chain(&err));
+                tracing::error!(
+                    err,
+                    start,
+                    bytes = len,
+                    "Memory of a refused DIMM cannot be returned to the host; the next DIMM \
+                     retries this"
+                );
             }
-            self.unplug(offset, len);
             return Err(err);
         }
         self.view.exclusive().set_plugged(GuestAddress(dimm.start), len, true);
@@ -180,17 +194,27 @@ impl Dimms {
         Ok(dimm)
     }
 
-    fn unplug(&mut self, offset: u64, len: u64) {
-        let undone = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
-        if let Err(err) = undone {
-            tracing::error!(%err, "Memory of a DIMM that did not come stays with the VM");
+    /// Undoes the addition of a DIMM. The memory stays mapped as long as KVM keeps its slot,
+    /// because a guest that accessed an unmapped slot would end its VM.
+    fn undo(&mut self) -> Result<(), DimmError> {
+        let Some(unfinished) = &mut self.unfinished else { return Ok(()) };
+        if let Some(slot) = unfinished.slot {
+            self.slots.remove(slot)?;
+            unfinished.slot = None;
         }
+        self.backing.detach(unfinished.offset, unfinished.len)?;
+        self.unfinished = None;
+        Ok(self.backing.free_detached()?)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::layout::{GIB, LINUX_MEMORY_BLOCK_BYTES, MIB};
+    use super::super::slots::SlotTable;
+    use super::super::slots::fake::FakeSlots;
+    use super::super::zone::{Growth, HostMemory, Tier};
+    use super::super::{MemoryOptions, build};
     use super::*;
 
     fn plan(most_bytes: u64) -> DimmPlan {
@@ -235,5 +259,56 @@ mod tests {
         assert!(
             plan.place(128 * MIB).unwrap_err().to_string().starts_with("all 64 DIMMs are there")
         );
+    }
+
+    const DIMM_BYTES: u64 = 128 * MIB;
+
+    /// Zone with 1 GiB of boot memory, which can grow by 1 GiB.
+    fn dimms() -> (Dimms, Arc<FakeSlots>) {
+        let spec = ZoneSpec {
+            id: "dram".to_owned(),
+            tier: Tier::Dram,
+            guest_node: 0,
+            host: HostMemory::default(),
+            growth: Growth::Dimms,
+            host_node: None,
+            boot_bytes: GIB,
+            hotplug_bytes: GIB,
+            hotplugged_bytes: 0,
+            plug_bytes_per_s: None,
+        };
+        let table = Arc::new(FakeSlots::default());
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
+        let slots = Arc::clone(&table) as Arc<dyn SlotTable>;
+        (build(vec![spec], None, slots, options).unwrap().take_dimms().unwrap(), table)
+    }
+
+    #[test]
+    fn refused_dimm_leaves_neither_slot_nor_memory() {
+        let (mut dimms, table) = dimms();
+        let slots = table.slots.lock().len();
+        let error = dimms.add(DIMM_BYTES, || Err(DimmError::NoneLeft)).unwrap_err();
+        assert!(matches!(error, DimmError::NoneLeft));
+        assert_eq!((table.slots.lock().len(), dimms.plan().used_bytes()), (slots, 0));
+        assert!(dimms.reservation.populate(0, 2 * MIB).is_err());
+    }
+
+    #[test]
+    fn place_of_a_refused_dimm_is_reused_only_after_its_slot_is_removed() {
+        let (mut dimms, table) = dimms();
+        let slots = table.slots.lock().len();
+        *table.calls_left.lock() = Some(1);
+        dimms.add(DIMM_BYTES, || Err(DimmError::NoneLeft)).unwrap_err();
+        for _ in 0..2 {
+            assert!(table.covers(4 * GIB));
+            dimms.reservation.populate(0, 2 * MIB).expect("the slot has memory");
+            let error = dimms.add(2 * DIMM_BYTES, || Ok::<(), DimmError>(())).unwrap_err();
+            assert!(matches!(error, DimmError::Slot(SlotError::Kvm { len: 0, .. })), "{error}");
+        }
+        *table.calls_left.lock() = None;
+        let dimm = dimms.add(2 * DIMM_BYTES, || Ok::<(), DimmError>(())).unwrap();
+        assert_eq!(dimm, GuestRange { start: 4 * GIB, len: 2 * DIMM_BYTES });
+        assert_eq!(table.slots.lock().len(), slots + 1);
+        assert!(table.covers(4 * GIB + 2 * DIMM_BYTES - 1));
     }
 }
