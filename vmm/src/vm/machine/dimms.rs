@@ -99,10 +99,12 @@ impl KvmMachine {
             }
             return Ok(());
         };
-        // The room may have been used up since the plan was made.
+        // The room may have been used up since the plan was made. The first check comes before the
+        // host populates the DIMM, which may take long.
         let governor = &self.governor;
+        let check = || Ok(governor.call(move |core, now| core.check_dimm(more, now))?);
         let account = || Ok(governor.call(move |core, now| core.add_dimm(more, now))?);
-        let added = dimms.add(more, account);
+        let added = check().and_then(|()| dimms.add(more, account));
         let dimm = added.map_err(|err| self.refuse(size_bytes, err))?;
         let node = self.memory.zones()[0].guest_node;
         self.hotplug.count(KIND, "add", "ok");
@@ -264,22 +266,26 @@ mod tests {
     }
 
     #[test]
-    fn dimm_without_room_when_it_is_added_is_refused_and_undone() {
+    fn dimm_without_room_when_it_is_added_is_refused_before_it_gets_memory() {
         const MOST_MIB: u64 = 384 * 8;
         let (mut machine, table) = growing(8192 * MIB);
-        let slots = table.slots.lock().len();
         let plan = machine.plan_resize(&dram((65 + MOST_MIB) * MIB)).unwrap();
         machine.governor.call(|core, now| core.add_dimm(128 * MIB, now)).unwrap();
+        // With memory, the DIMM would get a slot next, and KVM would refuse that.
+        *table.calls_left.lock() = Some(0);
         for step in plan {
             let error = machine.resize(step).unwrap_err();
-            assert!(matches!(
-                error,
-                VmError::NoRoomForDescriptors { dimm_bytes, most_bytes, .. }
-                    if (dimm_bytes, most_bytes) == (MOST_MIB * MIB, (MOST_MIB - 128) * MIB)
-            ));
+            assert!(
+                matches!(
+                    error,
+                    VmError::NoRoomForDescriptors { dimm_bytes, most_bytes, .. }
+                        if (dimm_bytes, most_bytes) == (MOST_MIB * MIB, (MOST_MIB - 128) * MIB)
+                ),
+                "{error}"
+            );
         }
+        *table.calls_left.lock() = None;
         assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
-        assert_eq!(table.slots.lock().len(), slots);
         // The refused DIMM uses up neither address space nor room for page descriptors.
         resize(&mut machine, 65 + MOST_MIB - 128).unwrap();
     }
