@@ -38,7 +38,7 @@ impl ConsoleInput {
         let file = File::from(io::stdin().as_fd().try_clone_to_owned()?);
         if isatty(&file) {
             return match is_in_foreground(&file) {
-                true => Ok(Some(Self { _raw: Some(RawMode::enter(&file)?), file })),
+                true => Ok(Some(Self { _raw: RawMode::enter(&file)?, file })),
                 false => Ok(None),
             };
         }

@@ -16,9 +16,9 @@ static ORIGINAL: Mutex<Option<(OwnedFd, Termios)>> = Mutex::new(None);
 pub(super) struct RawMode(());
 
 impl RawMode {
-    /// Makes `terminal` raw until this is dropped, or until the process exits, whichever comes
+    /// Makes `terminal` raw until the guard is dropped, or until the process exits, whichever comes
     /// first.
-    pub(super) fn enter(terminal: &impl AsFd) -> io::Result<Self> {
+    pub(super) fn enter(terminal: &impl AsFd) -> io::Result<Option<Self>> {
         let original = tcgetattr(terminal)?;
         let mut raw = original.clone();
         // Output stays cooked: the VMM's own messages go to the same terminal.
@@ -36,13 +36,17 @@ impl RawMode {
 
     /// Remembers `original` and then makes the terminal raw. If that fails, the dropped guard
     /// forgets it, because a remembered state would keep the state of the next terminal from being
-    /// remembered.
+    /// remembered. Returns no guard if another guard lives, which restores the state it has found.
     fn hold(
         original: (OwnedFd, Termios),
         make_raw: impl FnOnce() -> rustix::io::Result<()>,
-    ) -> io::Result<Self> {
-        ORIGINAL.lock().get_or_insert(original);
-        let guard = Self(());
+    ) -> io::Result<Option<Self>> {
+        let guard = {
+            let mut held = ORIGINAL.lock();
+            let guard = held.is_none().then(|| Self(()));
+            held.get_or_insert(original);
+            guard
+        };
         make_raw()?;
         Ok(guard)
     }
@@ -83,7 +87,7 @@ mod tests {
         let (_master, slave) = crate::host_console::testing::terminal();
         let local_modes = || tcgetattr(&slave).unwrap().local_modes;
         let original = (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());
-        // Both claims are one test because they share the global state.
+        // All claims are one test because they share the global state.
         assert!(RawMode::hold(original, || Err(rustix::io::Errno::IO)).is_err());
         assert!(ORIGINAL.lock().is_none(), "a terminal that failed is not restored at the end");
         let before = local_modes();
@@ -91,6 +95,11 @@ mod tests {
         let raw = RawMode::enter(&slave).unwrap();
         let changed = LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG;
         assert!(!local_modes().intersects(changed));
+        // A later call, whether it fails or not, leaves the terminal to the guard.
+        let again = || (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());
+        assert!(RawMode::hold(again(), || Err(rustix::io::Errno::IO)).is_err());
+        assert!(RawMode::hold(again(), || Ok(())).unwrap().is_none());
+        assert!(!local_modes().intersects(changed), "the terminal stays raw");
         drop(raw);
         assert_eq!(local_modes(), before);
     }
