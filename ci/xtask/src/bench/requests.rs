@@ -1,6 +1,7 @@
 //! Instructions of a virtio-blk request, counted by callgrind. Other load on the machine hardly
 //! changes the result.
 
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
@@ -25,10 +26,13 @@ const REQUESTS: &str = "FORESHORE_COST_REQUESTS";
 /// Numbers of requests of the two runs. Their difference excludes the start and the end of the
 /// device.
 const COUNTS: [u64; 2] = [1000, 3000];
-/// Variable with the program by which cargo runs tests.
+/// Variable with the program by which cargo runs tests. Cargo splits it at each space.
 const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
+/// Key of the configuration with the same program as a list.
+const RUNNER_KEY: &str = "target.x86_64-unknown-linux-gnu.runner";
 /// Command that counts instructions only in the event handler of a queue's worker.
-const VALGRIND: &str = "valgrind --tool=callgrind --toggle-collect=*block*event*Worker*process*";
+const VALGRIND: [&str; 3] =
+    ["valgrind", "--tool=callgrind", "--toggle-collect=*block*event*Worker*process*"];
 
 /// Prints a table of the instructions of a request of 4 KiB.
 pub fn run(checkout: &Checkout) -> Result<()> {
@@ -39,7 +43,7 @@ pub fn run(checkout: &Checkout) -> Result<()> {
     jobs::run(&mut command(checkout, &["--no-run"]))?;
     // Callgrind replaces the file of its profile, so the file cannot be /dev/null.
     let scratch = Scratch::new(None, "requests")?;
-    let runner = format!("{VALGRIND} --callgrind-out-file={}/profile", scratch.path().display());
+    let runner = runner(scratch.path());
     write_output(b"| virtio-blk, request of 4 KiB | instructions |\n|---|---|\n");
     for (name, test) in LOADS {
         let count = |requests| count(checkout, &runner, test, requests);
@@ -49,6 +53,13 @@ pub fn run(checkout: &Checkout) -> Result<()> {
     Ok(())
 }
 
+/// Setting of cargo with which callgrind runs a test and leaves its profile in a folder.
+fn runner(folder: &Path) -> String {
+    let profile = format!("--callgrind-out-file={}/profile", folder.display());
+    // A list of strings looks the same in Rust and in TOML.
+    format!("{RUNNER_KEY}={:?}", [&VALGRIND[..], &[&profile]].concat())
+}
+
 fn command(checkout: &Checkout, arguments: &[&str]) -> Command {
     let first = ["test", "--quiet", "--release", "-p", "foreshore-devices", "--lib"];
     cargo::command(checkout, first.iter().chain(arguments))
@@ -56,8 +67,9 @@ fn command(checkout: &Checkout, arguments: &[&str]) -> Command {
 
 /// Runs a test with this number of requests, and returns the instructions of the worker.
 fn count(checkout: &Checkout, runner: &str, test: &str, requests: u64) -> Result<u64> {
-    let mut cargo = command(checkout, &["--", "--exact", &format!("{TESTS}{test}")]);
-    cargo.env(RUNNER, runner).env(REQUESTS, requests.to_string());
+    let test_name = format!("{TESTS}{test}");
+    let mut cargo = command(checkout, &["--config", runner, "--", "--exact", &test_name]);
+    cargo.env_remove(RUNNER).env(REQUESTS, requests.to_string());
     let mut output = Vec::new();
     let status = jobs::stream(&mut cargo, |bytes| {
         output.extend_from_slice(bytes);

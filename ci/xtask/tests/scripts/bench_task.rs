@@ -76,15 +76,30 @@ fn bad_command_lines_of_a_bench_are_refused_before_any_work() {
     }
 }
 
-/// Test that takes 50 instructions per request, and 7 for its start.
-const COSTLY_TEST: &str =
-    r#"echo 1 passed; echo "==1== Collected : $((${FORESHORE_COST_REQUESTS:-0} * 50 + 7))" >&2"#;
+/// Test that takes 50 instructions per request, and 7 for its start. Like cargo, it uses the
+/// setting of the runner, whose list of strings means the same in TOML and in sh. It fails if it
+/// cannot write the profile.
+const COSTLY_TEST: &str = r#"case $* in *--no-run*) exit ;; esac
+for argument; do
+    case $argument in target.x86_64-unknown-linux-gnu.runner=*) list=${argument#*=} ;; esac
+done
+eval "set -- $(printf %s "$list" | tr -d '[],')"
+[ "$1" = valgrind ] || exit
+for argument; do
+    case $argument in --callgrind-out-file=*) profile=${argument#*=} ;; esac
+done
+: >"$profile" || exit
+echo 1 passed
+echo "==1== Collected : $((FORESHORE_COST_REQUESTS * 50 + 7))" >&2"#;
 
 #[test]
 fn instructions_of_a_request_are_the_difference_of_two_runs() {
     let Some(tree) = Tree::with_tools(COSTLY_TEST) else { return };
     tree.write("bin/valgrind", "#!/bin/sh\n", 0o755).unwrap();
-    let output = run(&tree, "--requests", 0, "");
+    let temporary = tree.path("temporary files");
+    std::fs::create_dir(&temporary).unwrap();
+    let mut command = tree.command("ci/bench --requests").unwrap();
+    let output = command.env("TMPDIR", temporary).output().unwrap();
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
     let rows: Vec<_> = stdout.lines().filter(|line| line.ends_with(" | 50 |")).collect();
