@@ -3,11 +3,16 @@
 use std::env;
 use std::fmt::Display;
 use std::fs::{self, Permissions};
+use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
 const WRAPPERS: [&str; 8] = [
@@ -49,6 +54,22 @@ const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.a";
 
 pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Writes a program by another process.
+///
+/// If this process wrote it, a child that another test starts at the same moment would have the
+/// file open until its own exec. Until then, the kernel refuses to run the program (ETXTBSY).
+fn write_program(path: &Path, content: &[u8], mode: u32) -> Result<()> {
+    let mut install = Command::new("install")
+        .args(["-m", &format!("{mode:o}"), "/dev/stdin"])
+        .arg(path)
+        .stdin(Stdio::piped())
+        .spawn()?;
+    install.stdin.take().context("no pipe")?.write_all(content)?;
+    let status = install.wait()?;
+    ensure!(status.success(), "install {}: {status}", path.display());
+    Ok(())
 }
 
 /// The first tool that `ci/setup` would have to install.
@@ -109,6 +130,9 @@ impl Tree {
     pub fn write(&self, path: &str, content: impl AsRef<[u8]>, mode: u32) -> Result<()> {
         let path = self.path(path);
         fs::create_dir_all(path.parent().context("no folder")?)?;
+        if mode & 0o111 != 0 {
+            return write_program(&path, content.as_ref(), mode);
+        }
         fs::write(&path, content)?;
         Ok(fs::set_permissions(&path, Permissions::from_mode(mode))?)
     }
@@ -145,4 +169,39 @@ impl Tree {
     pub fn user_path(&self) -> Result<String> {
         Ok(format!("{}:{}", self.path("bin").display(), env::var("PATH")?))
     }
+}
+
+#[test]
+fn program_runs_at_once_while_other_tests_start_processes() {
+    let tree = Tree::new(&env::temp_dir(), 0o022, ":").unwrap();
+    let is_over = AtomicBool::new(false);
+    let start_slowly = || {
+        let mut command = Command::new("true");
+        // SAFETY: the closure only sleeps, and `nanosleep` is safe after `fork`.
+        unsafe {
+            command.pre_exec(|| {
+                thread::sleep(Duration::from_millis(5));
+                Ok(())
+            })
+        };
+        while !is_over.load(Ordering::Relaxed) {
+            command.status().unwrap();
+        }
+    };
+    // The write takes long enough for a process to start meanwhile.
+    let program = format!("#!/bin/sh\nexit\n{}", "#".repeat(4 << 20));
+    let run = |nth: u32| -> Result<()> {
+        let name = format!("bin/program{nth}");
+        tree.write(&name, &program, 0o755)?;
+        let status = Command::new(tree.path(&name)).status()?;
+        ensure!(status.success(), "{status}");
+        Ok(())
+    };
+    let results = thread::scope(|scope| {
+        (0..4).for_each(|_| drop(scope.spawn(start_slowly)));
+        let results: Vec<_> = (0..20).map(run).collect();
+        is_over.store(true, Ordering::Relaxed);
+        results
+    });
+    results.into_iter().collect::<Result<Vec<_>>>().unwrap();
 }
