@@ -172,7 +172,12 @@ impl PoolVolume for Volume {
                 // What the guest makes of it is the guest's business: it may want to write another
                 // BTT.
                 let error = foreshore_types::chain(&err);
-                warn!(volume = name, error, "The volume's BTT is not what is served as a disk");
+                warn!(
+                    volume = name,
+                    error,
+                    "The volume's BTT cannot be opened and is not recovered; the guest gets the \
+                     volume as it is. `pmvol btt check` reports its damage"
+                );
                 Ok(())
             }
         }

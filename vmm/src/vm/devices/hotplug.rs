@@ -78,7 +78,11 @@ impl Leaving {
         match std::thread::Builder::new().name("_removed".to_owned()).spawn(end) {
             Ok(thread) => self.0.push(Ending { kind, thread, is_over }),
             // The closure was dropped with the device, which has ended the device on this thread.
-            Err(err) => warn!(%err, id, "A device that was removed is waited for"),
+            Err(err) => warn!(
+                %err,
+                id,
+                "Cannot start a thread to stop the removed device; the VM's thread has stopped it"
+            ),
         }
     }
 
@@ -133,7 +137,7 @@ impl KvmMachine {
         })?;
         self.hotplug.count(kind, "add", "ok");
         self.page.slots(|slots| slots.put(slot));
-        self.tell_slots();
+        self.tell_slots(slot);
         let bdf = bdf(slot);
         info!(id, bdf, "A {kind} is added");
         self.told.tell(Event::DeviceAdded { id, bdf: &bdf });
@@ -166,14 +170,19 @@ impl KvmMachine {
         let had_files = self.context.lost.has_files();
         let attached = self.build_device(device)?;
         let slot = attached.slot;
-        self.devices.push(attached);
         if !had_files && self.context.lost.has_files() {
             // The watch starts with the first file.
             match lost::watch(&self.context.lost, &self.events) {
                 Ok(watcher) => self.lost_loop = watcher,
-                Err(err) => warn!(%err, "A file that is cut short is not noticed at once"),
+                Err(err) => warn!(
+                    %err,
+                    id = attached.id,
+                    "Cannot watch the device's file: if it is truncated, the guest may hang \
+                     instead of being paused. A reboot of the VM starts the watch"
+                ),
             }
         }
+        self.devices.push(attached);
         self.hotplug.devices.store(self.devices.len() as u64, Ordering::Relaxed);
         Ok(slot)
     }
@@ -219,7 +228,7 @@ impl KvmMachine {
             return Ok(());
         }
         self.page.slots(|slots| slots.ask(slot));
-        self.tell_slots();
+        self.tell_slots(slot);
         Ok(())
     }
 
@@ -242,9 +251,14 @@ impl KvmMachine {
         self.hotplug.devices.store(self.devices.len() as u64, Ordering::Relaxed);
     }
 
-    fn tell_slots(&self) {
+    /// Notifies the guest of a change to `slot`. The guest reads the changes of all slots.
+    fn tell_slots(&self, slot: u8) {
         if let Err(err) = self.ged.notify(ged::Event::Pci) {
-            warn!(%err, "The guest does not hear of a PCI slot");
+            warn!(
+                %err,
+                bdf = bdf(slot),
+                "Cannot notify the guest of a change to the PCI slot; the next hotplug request does"
+            );
         }
     }
 }

@@ -187,7 +187,8 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
                 reason,
                 plugged_bytes,
                 requested_bytes,
-                "The host cannot plug what it was asked for"
+                "The host cannot plug all requested memory of the zone; a later resize requests \
+                 it again"
             );
             Some(Event::MemoryRefused { zone, reason, requested_bytes })
         }
