@@ -337,7 +337,7 @@ fn names(table: &[Param]) -> String {
 macro_rules! params {
     (
         $(#[$meta:meta])*
-        pub struct $struct:ident {
+        $vis:vis struct $struct:ident {
             $($(#[doc = $doc:literal])+ $field:ident: $name:literal, $unit:ident, $low:expr => $high:expr, $default:expr;)*
         }
         $(and { $($(#[$other_meta:meta])+ $other:ident: $other_type:ty = $other_default:expr;)* })?
@@ -345,7 +345,7 @@ macro_rules! params {
     ) => {
         $(#[$meta])*
         #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-        pub struct $struct {
+        $vis struct $struct {
             $($(#[doc = $doc])+ pub $field: u64,)*
             $($($(#[$other_meta])+ pub $other: $other_type,)*)?
         }
@@ -358,7 +358,7 @@ macro_rules! params {
 
         impl $struct {
             /// Every parameter.
-            pub const TABLE: &'static [$crate::params::Param] = &[$($crate::params::Param {
+            $vis const TABLE: &'static [$crate::params::Param] = &[$($crate::params::Param {
                 name: $name,
                 unit: $crate::params::Unit::$unit,
                 low: $low,
@@ -368,7 +368,7 @@ macro_rules! params {
             },)*];
 
             /// Checks every parameter against its bounds.
-            pub fn validate(&self) -> Result<(), $crate::ParamError> {
+            $vis fn validate(&self) -> Result<(), $crate::ParamError> {
                 $crate::params::Parameters::validate(self)
             }
         }
@@ -402,7 +402,7 @@ mod tests {
 
     params! {
         /// For tests.
-        pub struct Tides {
+        struct Tides {
             /// How high,
             /// at the most.
             high_bytes: "high", Bytes, 4096 => 1 << 40, 8 * MIB;

@@ -107,7 +107,7 @@ impl Allocation {
     /// comes any more: those keep nothing from others. `zones` are the host's with what is
     /// known of each; `near` is the guest node for whose sake they are sized, `from` the one
     /// whose memory is to go.
-    pub fn new(
+    pub(super) fn new(
         host: &HostView,
         awaited: &HostView,
         zones: &[ZoneTracker],
@@ -150,13 +150,13 @@ impl Allocation {
     }
 
     /// So much of the pool is asked for beside what is awaited, and may still be taken.
-    pub fn owing(mut self, pm_bytes: u64) -> Self {
+    pub(super) fn owing(mut self, pm_bytes: u64) -> Self {
         self.pool_bytes = self.pool_bytes.saturating_sub(pm_bytes);
         self
     }
 
     /// Adds `bytes`, and says what stood in the way if less could be added.
-    pub fn grow(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
+    pub(super) fn grow(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
         // 1. Memory that the guest has been asked for and still has is there at once.
         for share in self.shares.iter_mut().filter(|share| !share.pinned) {
@@ -200,7 +200,7 @@ impl Allocation {
     }
 
     /// Takes `bytes` away, and says what stood in the way if less could be taken.
-    pub fn shrink(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
+    pub(super) fn shrink(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
         let mut limit = None;
         let mut taken_from = None;
@@ -243,7 +243,7 @@ impl Allocation {
     }
 
     /// The sizes to request, in the host's order.
-    pub fn into_requests(mut self) -> Vec<u64> {
+    pub(super) fn into_requests(mut self) -> Vec<u64> {
         self.shares.sort_by_key(|share| share.index);
         self.shares.into_iter().map(|share| share.requested_bytes).collect()
     }

@@ -48,7 +48,7 @@ struct Reported {
 
 impl DescriptorLimit {
     /// Takes the limit from a report. `host` has the sizes at the time of the report.
-    pub fn observe(&mut self, report: &Report, host: &HostView, now: TimeMs) {
+    pub(super) fn observe(&mut self, report: &Report, host: &HostView, now: TimeMs) {
         // Balloon statistics have no memory blocks and do not separate the kernel's memory from the
         // rest.
         if report.blocks().block_bytes == 0 {
@@ -63,7 +63,7 @@ impl DescriptorLimit {
     }
 
     /// Counts a DIMM towards the limit.
-    pub fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
+    pub(super) fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
         self.dimm_bytes = self.dimm_bytes.saturating_add(bytes);
         let arriving = self.arriving.filter(|arriving| now.since(arriving.since) < ARRIVAL_MS);
         let before_bytes = arriving.map_or(0, |arriving| arriving.bytes);
@@ -75,7 +75,7 @@ impl DescriptorLimit {
     /// The limit is a total size that changes only with reports. A limit relative to the plugged
     /// size would allow another section as soon as the last one is plugged, until the guest has no
     /// DRAM left.
-    pub fn room_bytes(&self, rules: &Rules, host: &HostView, now: TimeMs) -> u64 {
+    pub(super) fn room_bytes(&self, rules: &Rules, host: &HostView, now: TimeMs) -> u64 {
         let boot_bytes = host.boot_bytes.saturating_add(balloon_zone_bytes(host));
         let unreported_bytes = boot_bytes.saturating_mul(rules.unreported_multiple);
         let limit_bytes = match self.reported {

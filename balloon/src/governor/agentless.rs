@@ -62,7 +62,7 @@ pub(super) struct Agentless {
 
 impl Agentless {
     /// Creates the state before any agent has reported.
-    pub fn new(onlining: Onlining) -> Self {
+    pub(super) fn new(onlining: Onlining) -> Self {
         Self {
             onlining,
             agent: None,
@@ -76,18 +76,23 @@ impl Agentless {
     }
 
     /// Returns true if statistics take the agent's place.
-    pub fn is_active(&self) -> bool {
+    pub(super) fn is_active(&self) -> bool {
         self.is_active
     }
 
     /// Returns true if statistics are needed more often than at rest.
-    pub fn is_fast(&self, settings: &Settings) -> bool {
+    pub(super) fn is_fast(&self, settings: &Settings) -> bool {
         self.is_active && self.memory.is_some_and(|memory| settings.is_under(&memory))
     }
 
     /// An agent has reported: it is listened to from now on. Returns the report as if what is in
     /// the balloon were no memory.
-    pub fn agent_reported(&mut self, report: Report, host: &HostView, now: TimeMs) -> Report {
+    pub(super) fn agent_reported(
+        &mut self,
+        report: Report,
+        host: &HostView,
+        now: TimeMs,
+    ) -> Report {
         self.is_active = false;
         self.estimator.follow(&report, now);
         let sample = host.balloon_state.and_then(|balloon| balloon.sample);
@@ -98,7 +103,7 @@ impl Agentless {
 
     /// Requests the next statistics when they are due. Returns a report made of new ones if they
     /// size the guest.
-    pub fn tick(
+    pub(super) fn tick(
         &mut self,
         settings: &Settings,
         host: &HostView,
@@ -136,7 +141,7 @@ impl Agentless {
 
     /// Divides a report of statistics by nodes. An agent's report stays as it is and calibrates the
     /// division.
-    pub fn place(&mut self, report: Report, from: Reporter, host: &HostView) -> Report {
+    pub(super) fn place(&mut self, report: Report, from: Reporter, host: &HostView) -> Report {
         match from {
             Reporter::Statistics => self.placing.place(report, host),
             Reporter::Agent => {

@@ -5,7 +5,7 @@ use crate::plan::{Plan, Reason};
 
 /// Requested size at which page descriptors hold back the plans.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct HeldPlan {
+pub(super) struct HeldPlan {
     held: Option<Held>,
 }
 
@@ -22,7 +22,7 @@ impl HeldPlan {
     /// report.
     ///
     /// A quiet plan decides nothing, so it changes nothing here.
-    pub fn is_held_too_long(&mut self, plan: &Plan, patience_ms: u64, now: TimeMs) -> bool {
+    pub(super) fn is_held_too_long(&mut self, plan: &Plan, patience_ms: u64, now: TimeMs) -> bool {
         if plan.reason == Reason::Quiet {
             return false;
         }

@@ -13,7 +13,7 @@ const TOLERANCE_PERCENT: u64 = 2;
 
 /// The present shortage, if there is one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Shortage {
+pub(super) struct Shortage {
     running: Option<Running>,
 }
 
@@ -27,7 +27,7 @@ struct Running {
 
 /// A shortage that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ended {
+pub(super) struct Ended {
     /// From the first report to the memory being online.
     pub took_ms: u64,
     /// By how much the guest was asked to grow.
@@ -36,7 +36,7 @@ pub struct Ended {
 
 impl Shortage {
     /// A plan requests this of a guest whose last report had this total.
-    pub fn requested(
+    pub(super) fn requested(
         &mut self,
         plan: &Plan,
         host: &HostView,
@@ -61,19 +61,19 @@ impl Shortage {
 
     /// So much of it the host could not provide. The guest waits for as much from elsewhere, if it
     /// is to have that, since it began to be short.
-    pub fn lacks(&mut self, bytes: u64) {
+    pub(super) fn lacks(&mut self, bytes: u64) {
         if let Some(running) = &mut self.running {
             running.grown_bytes = running.grown_bytes.saturating_sub(bytes);
         }
     }
 
     /// The guest was asked for less again: what it has not got it will not get.
-    pub fn abandoned(&mut self) {
+    pub(super) fn abandoned(&mut self) {
         self.running = None;
     }
 
     /// The guest reports a total of `total_bytes`.
-    pub fn reported(&mut self, total_bytes: u64, now: TimeMs) -> Option<Ended> {
+    pub(super) fn reported(&mut self, total_bytes: u64, now: TimeMs) -> Option<Ended> {
         let running = self.running?;
         if running.grown_bytes == 0 {
             // Nobody had any of it, and nobody was asked instead: nothing is waited for.

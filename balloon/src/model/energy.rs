@@ -11,7 +11,7 @@ const JOULES_PER_NANOJOULE: f64 = 1e-9;
 
 /// A memory technology.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Technology {
+pub(crate) struct Technology {
     /// From the request until the data is there.
     pub read_ns: u64,
     /// From the request until the data is stored.
@@ -25,7 +25,7 @@ pub struct Technology {
 }
 
 /// 002, Table 2.
-pub const DRAM: Technology = Technology {
+pub(crate) const DRAM: Technology = Technology {
     read_ns: 50,
     write_ns: 50,
     read_nj_per_bit: 0.1,
@@ -34,7 +34,7 @@ pub const DRAM: Technology = Technology {
 };
 
 /// 002, Table 2.
-pub const PRAM: Technology = Technology {
+pub(crate) const PRAM: Technology = Technology {
     read_ns: 50,
     write_ns: 1_000,
     read_nj_per_bit: 0.05,
@@ -44,18 +44,18 @@ pub const PRAM: Technology = Technology {
 
 impl Technology {
     /// Joules to keep so much for so long.
-    pub fn idle_joules(&self, byte_seconds: f64) -> f64 {
+    pub(crate) fn idle_joules(&self, byte_seconds: f64) -> f64 {
         self.idle_w_per_gib * byte_seconds / GIB
     }
 
     /// Joules to read and to write so much.
-    pub fn access_joules(&self, read_bytes: f64, written_bytes: f64) -> f64 {
+    pub(crate) fn access_joules(&self, read_bytes: f64, written_bytes: f64) -> f64 {
         let nanojoules = self.read_nj_per_bit * read_bytes + self.write_nj_per_bit * written_bytes;
         nanojoules * BITS_PER_BYTE * JOULES_PER_NANOJOULE
     }
 
     /// How much longer than in `other` an access takes, if so many thousandths of all are writes.
-    pub fn slower_ns(&self, other: &Technology, write_permille: u64) -> u64 {
+    pub(crate) fn slower_ns(&self, other: &Technology, write_permille: u64) -> u64 {
         let mean = |technology: &Technology| {
             technology.write_ns * write_permille
                 + technology.read_ns * (1000 - write_permille.min(1000))
@@ -66,7 +66,7 @@ impl Technology {
 
 /// Memory by the state that it is in, AMF's section 6.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct States {
+pub(crate) struct States {
     /// A gigabyte that nobody uses.
     pub idle_w_per_gib: f64,
     /// A gigabyte in use.
@@ -79,7 +79,7 @@ pub struct States {
 }
 
 /// 004, section 6.2, after Micron.
-pub const AMF: States = States {
+pub(crate) const AMF: States = States {
     idle_w_per_gib: 0.23,
     active_w_per_gib: 1.34,
     transition_w_per_gib: 0.76,
@@ -89,7 +89,7 @@ pub const AMF: States = States {
 impl States {
     /// Joules of memory that was so much active and so much idle, and of which so much became
     /// active.
-    pub fn joules(
+    pub(crate) fn joules(
         &self,
         active_byte_seconds: f64,
         idle_byte_seconds: f64,

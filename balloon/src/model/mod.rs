@@ -1,5 +1,5 @@
 //! What memory costs beside time: energy and wear, by the papers' models. docs/simulator.md says
 //! where each figure is from.
 
-pub mod energy;
-pub mod wear;
+pub(crate) mod energy;
+pub(crate) mod wear;

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 /// What storage and memory are to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Ratios {
+pub(crate) struct Ratios {
     /// a: storage capacity to memory capacity.
     pub capacity: f64,
     /// b: write bandwidth to memory, to that to storage.
@@ -19,14 +19,14 @@ pub struct Ratios {
 impl Ratios {
     /// Equation 1: how many times as long the memory lasts if its writes go over all of both
     /// evenly.
-    pub fn pooled_lifetime(&self) -> f64 {
+    pub(crate) fn pooled_lifetime(&self) -> f64 {
         (1.0 + self.capacity / self.endurance) * self.bandwidth / (1.0 + self.bandwidth)
     }
 }
 
 /// Memory of which a share rests on borrowed storage.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Lending {
+pub(crate) struct Lending {
     /// h: that share, 0 to 1.
     pub share: f64,
     /// b: write bandwidth to memory, to that to storage.
@@ -42,12 +42,12 @@ pub struct Lending {
 
 impl Lending {
     /// Equation 2, left: how many times as long the memory lasts.
-    pub fn memory_lifetime(&self) -> f64 {
+    pub(crate) fn memory_lifetime(&self) -> f64 {
         1.0 / (1.0 - self.share)
     }
 
     /// Equation 2, right: how many times as fast the storage wears.
-    pub fn storage_wear(&self) -> f64 {
+    pub(crate) fn storage_wear(&self) -> f64 {
         let exchanged = 2.0 * self.share * self.memory_bytes;
         1.0 + self.bandwidth * self.share
             + exchanged / (self.exchange_days * self.storage_bytes_per_day)

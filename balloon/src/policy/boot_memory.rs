@@ -19,7 +19,7 @@ pub(crate) struct BootMemory {
 
 impl BootMemory {
     /// Takes a report.
-    pub fn learn(&mut self, input: Input<'_>, now: TimeMs) {
+    pub(crate) fn learn(&mut self, input: Input<'_>, now: TimeMs) {
         let total = input.report.memory().total_bytes;
         let plugged = input.host.plugged_bytes();
         let since = match self.still {
@@ -38,7 +38,7 @@ impl BootMemory {
     }
 
     /// What is online of the hotplugged memory in a guest that has `total_bytes`.
-    pub fn online_bytes(&self, total_bytes: u64, host: &HostView) -> u64 {
+    pub(crate) fn online_bytes(&self, total_bytes: u64, host: &HostView) -> u64 {
         total_bytes.saturating_sub(self.bytes.unwrap_or(total_bytes)).min(host.max_bytes())
     }
 }

@@ -176,7 +176,7 @@ impl Grant {
 
 impl Coming {
     /// Takes a report: what has come online, and had the time to be free, is no longer on its way.
-    pub fn observe(&mut self, input: Input<'_>, now: TimeMs) {
+    pub(super) fn observe(&mut self, input: Input<'_>, now: TimeMs) {
         let memory = input.report.memory();
         self.boot_memory.learn(input, now);
         let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, input.host);
@@ -215,14 +215,14 @@ impl Coming {
     }
 
     /// What is on its way to the guest.
-    pub fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         self.on_way_bytes
     }
 
     /// What is on its way for the sake of `node`, or of nobody in particular; and what has come of
     /// that and is free. The kernels of the papers look at a table again once all that they
     /// integrate is there.
-    pub fn for_node(&self, node: &NodeView) -> u64 {
+    pub(super) fn for_node(&self, node: &NodeView) -> u64 {
         let others = self.granted.iter().filter(|grant| grant.node != node.node);
         let to_others = others.fold(0u64, |sum, grant| sum.saturating_add(grant.on_way_bytes));
         let not_others = self.on_way_bytes.saturating_sub(to_others);
@@ -234,7 +234,7 @@ impl Coming {
     }
 
     /// `bytes` are asked for, for the sake of `node`.
-    pub fn grant(&mut self, node: &NodeView, bytes: u64) {
+    pub(super) fn grant(&mut self, node: &NodeView, bytes: u64) {
         let free_bytes = node.free_pages.saturating_mul(PAGE_BYTES);
         match self.granted.iter_mut().find(|grant| grant.node == node.node) {
             Some(grant) => {

@@ -12,13 +12,13 @@ pub(crate) struct OffliningMemory {
 impl OffliningMemory {
     /// State after a change of the reporter. `used_bytes` is the used memory in the first report of
     /// the new one, and includes the `offlining_bytes` that are about to go offline.
-    pub fn continued(used_bytes: i128, offlining_bytes: u64) -> Self {
+    pub(crate) fn continued(used_bytes: i128, offlining_bytes: u64) -> Self {
         OffliningMemory { still_bytes: Some(used_bytes - i128::from(offlining_bytes)) }
     }
 
     /// Takes what a report shows as used while `to_go_bytes` are online and no longer requested,
     /// and says how much of it is on its way out.
-    pub fn learn(&mut self, used_bytes: i128, to_go_bytes: u64) -> u64 {
+    pub(crate) fn learn(&mut self, used_bytes: i128, to_go_bytes: u64) -> u64 {
         if to_go_bytes == 0 {
             self.still_bytes = Some(used_bytes);
         }

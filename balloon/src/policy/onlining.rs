@@ -56,7 +56,7 @@ impl Part {
 
 impl OnliningMemory {
     /// Takes a report, and says how much of `total_bytes` may yet become free.
-    pub fn learn(&mut self, total_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
+    pub(super) fn learn(&mut self, total_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
         let report = Last { at: now, total_bytes, free_bytes };
         let last = self.last.replace(report).unwrap_or(report);
         for part in &mut self.parts {
@@ -81,7 +81,7 @@ impl OnliningMemory {
     }
 
     /// What the last report made of it.
-    pub fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         self.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.unseen_bytes))
     }
 

@@ -61,7 +61,7 @@ pub(super) struct Forecast<'a> {
 }
 
 impl<'a> Forecast<'a> {
-    pub fn new(report: &'a Report, host: &'a HostView) -> Self {
+    pub(super) fn new(report: &'a Report, host: &'a HostView) -> Self {
         let zones = report.zones();
         let mut protected =
             zones.iter().filter(|zone| zone.serves_kernel()).map(|zone| zone.protected_pages);
@@ -86,7 +86,7 @@ impl<'a> Forecast<'a> {
 
     /// Change of the reserve once the guest has followed its requests, lowered to `requested_bytes`
     /// in all. PM is given back before DRAM, and a balloon last.
-    pub fn change_bytes(&self, requested_bytes: u64) -> i64 {
+    pub(super) fn change_bytes(&self, requested_bytes: u64) -> i64 {
         let Some(now_bytes) = self.now_bytes else { return 0 };
         let (balloons, dram): (Vec<&ZoneSizes>, Vec<&ZoneSizes>) = self
             .host
@@ -114,7 +114,7 @@ impl<'a> Forecast<'a> {
 
     /// Part of `bytes` that can be given back without the loss of more than `surplus_bytes` of
     /// available memory. The reserve can grow by more than the DRAM that is given back.
-    pub fn part_beside_reserve(&self, bytes: u64, surplus_bytes: u64) -> u64 {
+    pub(super) fn part_beside_reserve(&self, bytes: u64, surplus_bytes: u64) -> u64 {
         let requested_bytes = self.host.requested_bytes();
         let change_bytes = |bytes: u64| self.change_bytes(requested_bytes.saturating_sub(bytes));
         let now_bytes = change_bytes(0);

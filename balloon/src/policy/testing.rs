@@ -12,15 +12,15 @@ use crate::plan::Reason;
 use crate::units::PAGE_BYTES;
 use crate::{HostView, MIB, Tier, TimeMs, ZoneSizes};
 
-pub const GIB: u64 = 1024 * MIB;
+pub(super) const GIB: u64 = 1024 * MIB;
 
 /// Watermarks of the machine on which AMF was measured, in pages: 16, 20 and 24 MiB.
-pub const MIN: u64 = 4097;
-pub const LOW: u64 = 5121;
-pub const HIGH: u64 = 6145;
+pub(super) const MIN: u64 = 4097;
+pub(super) const LOW: u64 = 5121;
+pub(super) const HIGH: u64 = 6145;
 
 /// A guest with nodes of DRAM, nodes of PM, and a policy.
-pub struct Rig {
+pub(super) struct Rig {
     pub policy: Policy,
     pub state: PolicyState,
     pub host: HostView,
@@ -33,7 +33,7 @@ pub struct Rig {
 impl Rig {
     /// Nodes of DRAM of these sizes, and as many nodes of PM behind them, of these sizes and with
     /// nothing of it plugged: the first is near to the first, and so on.
-    pub fn new(policy: Policy, dram_bytes: &[u64], pm_bytes: &[u64]) -> Self {
+    pub(super) fn new(policy: Policy, dram_bytes: &[u64], pm_bytes: &[u64]) -> Self {
         let mut host = HostView {
             boot_bytes: dram_bytes.iter().sum(),
             pool_free_bytes: 1 << 44,
@@ -76,7 +76,7 @@ impl Rig {
     }
 
     /// The whole guest's figures follow from its zones'.
-    pub fn sum_up(&mut self) {
+    pub(super) fn sum_up(&mut self) {
         let zones = &self.raw.zones;
         let free_bytes = zones.iter().map(|zone| zone.free_pages).sum::<u64>() * PAGE_BYTES;
         let total_bytes = zones.iter().map(|zone| zone.managed_pages).sum::<u64>() * PAGE_BYTES;
@@ -85,13 +85,13 @@ impl Rig {
     }
 
     /// Sets what is free in a zone of the report.
-    pub fn free(&mut self, zone: usize, pages: u64) {
+    pub(super) fn free(&mut self, zone: usize, pages: u64) {
         self.raw.zones[zone].free_pages = pages;
         self.sum_up();
     }
 
     /// The guest has `bytes` of a zone of PM online, all of it free, and no more is on its way.
-    pub fn plug(&mut self, pm: usize, bytes: u64) {
+    pub(super) fn plug(&mut self, pm: usize, bytes: u64) {
         let zone = &mut self.host.zones[pm];
         (zone.requested_bytes, zone.plugged_bytes) = (bytes, bytes);
         let node = zone.guest_numa_node;
@@ -101,7 +101,7 @@ impl Rig {
     }
 
     /// The guest reports, `ms` after the report before.
-    pub fn report(&mut self, ms: u64) -> Decision {
+    pub(super) fn report(&mut self, ms: u64) -> Decision {
         self.now = self.now + ms;
         self.raw.seq += 1;
         self.raw.monotonic_ms = self.now.0;
@@ -113,18 +113,18 @@ impl Rig {
     }
 
     /// What a decision adds.
-    pub fn added(&self, decision: Decision) -> u64 {
+    pub(super) fn added(&self, decision: Decision) -> u64 {
         decision.want_bytes.map_or(0, |want| want.saturating_sub(self.host.requested_bytes()))
     }
 
     /// What it takes.
-    pub fn taken(&self, decision: Decision) -> u64 {
+    pub(super) fn taken(&self, decision: Decision) -> u64 {
         decision.want_bytes.map_or(0, |want| self.host.requested_bytes().saturating_sub(want))
     }
 }
 
 /// A table of rows, asked at some scale of a node with some watermarks.
-pub struct TableRig {
+pub(super) struct TableRig {
     pub policy: fn(u64) -> Policy,
     pub table: &'static [Row],
     pub scale: u64,
@@ -137,7 +137,7 @@ impl TableRig {
     const D: u64 = 64 * GIB;
 
     /// Asks the policy: with so many pages free so many times D are integrated, and why.
-    pub fn check(&self, free_pages: u64, times: u64) {
+    pub(super) fn check(&self, free_pages: u64, times: u64) {
         let mut rig = Rig::new((self.policy)(self.scale), &[Self::D], &[4096 * GIB]);
         let zone = &mut rig.raw.zones[0];
         [zone.min_pages, zone.low_pages, zone.high_pages] = self.marks;
@@ -169,7 +169,7 @@ impl TableRig {
     }
 
     /// Whether the cases tell every table with a fault from the right one.
-    pub fn check_cases(&self, cases: &[(u64, u64)]) {
+    pub(super) fn check_cases(&self, cases: &[(u64, u64)]) {
         assert!(!self.tells(cases, self.table));
         for index in 0..self.table.len() {
             let mut broken = self.table.to_vec();
@@ -190,7 +190,7 @@ impl TableRig {
 
     /// Whether the cases tell a look-up that takes the first row which fits from one that knows
     /// where rows end.
-    pub fn check_overlap(&self, cases: &[(u64, u64)]) {
+    pub(super) fn check_overlap(&self, cases: &[(u64, u64)]) {
         assert!(!self.tells(cases, self.table));
         let first = |free: u64| {
             let node = self.node(free);

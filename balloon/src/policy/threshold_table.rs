@@ -28,7 +28,7 @@ pub(super) enum Factor {
 impl Factor {
     /// Returns the factor that the parameters `watermark-scale` and `watermark-share` give. A share
     /// takes precedence unless it is 0.
-    pub fn new(watermark_scale: u64, share_permille: u64) -> Self {
+    pub(super) fn new(watermark_scale: u64, share_permille: u64) -> Self {
         if share_permille == 0 {
             Factor::Times(watermark_scale)
         } else {
@@ -55,7 +55,7 @@ pub(super) struct Border {
 }
 
 impl Border {
-    pub fn pages(self, node: &NodeView, factor: Factor) -> u64 {
+    pub(super) fn pages(self, node: &NodeView, factor: Factor) -> u64 {
         let pages = match self.mark {
             Mark::Min => node.min_pages,
             Mark::Low => node.low_pages,
@@ -142,7 +142,7 @@ pub(super) struct Asked<'a> {
 
 impl<'a> Asked<'a> {
     /// Asks `table`, as far as what is on its way leaves a shortage.
-    pub fn new(
+    pub(super) fn new(
         table: &'a [Row],
         factor: Factor,
         coming: &mut Coming,
@@ -165,7 +165,7 @@ impl<'a> Asked<'a> {
 
     /// The guest is given what `served` misses; where what is on its way is enough for all,
     /// nothing.
-    pub fn serve(&self, served: Option<&Shortage<'_>>, coming: &mut Coming) -> Decision {
+    pub(super) fn serve(&self, served: Option<&Shortage<'_>>, coming: &mut Coming) -> Decision {
         let Some(short) = served else { return self.hold(Reason::InProgress) };
         coming.grant(&short.node, short.missing_bytes);
         let want_bytes = self.requested_bytes.saturating_add(short.missing_bytes);
@@ -174,12 +174,12 @@ impl<'a> Asked<'a> {
     }
 
     /// Nothing changes.
-    pub fn hold(&self, reason: Reason) -> Decision {
+    pub(super) fn hold(&self, reason: Reason) -> Decision {
         Decision::hold(reason).watching_free(self.watermark_bytes)
     }
 
     /// The guest gives back, until it has so much in all.
-    pub fn shrink(&self, want_bytes: u64, reason: Reason) -> Decision {
+    pub(super) fn shrink(&self, want_bytes: u64, reason: Reason) -> Decision {
         Decision::want(want_bytes, reason).watching_free(self.watermark_bytes)
     }
 }

@@ -71,7 +71,7 @@ impl StallAverage {
 }
 
 impl Agent {
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         let settings = Settings::with_watermark(0);
         let mut pace = Pace::new(settings);
         pace.looked(BOOTED_MS);
@@ -91,7 +91,7 @@ impl Agent {
     }
 
     /// The VMM names a watermark.
-    pub fn set_watermark(&mut self, watermark_bytes: u64, watermark_of: Measure) {
+    pub(super) fn set_watermark(&mut self, watermark_bytes: u64, watermark_of: Measure) {
         let settings = Settings { watermark_bytes, watermark_of, ..self.settings };
         if settings != self.settings {
             self.settings = settings;
@@ -100,31 +100,31 @@ impl Agent {
     }
 
     /// When the next report is due if nothing happens. The first one is due at once.
-    pub fn report_due(&self) -> TimeMs {
+    pub(super) fn report_due(&self) -> TimeMs {
         if self.seq == 0 { TimeMs(0) } else { TimeMs(self.pace.report_due_ms() - BOOTED_MS) }
     }
 
     /// From one report to the next, if nothing happens.
-    pub fn interval_ms(&self) -> u64 {
+    pub(super) fn interval_ms(&self) -> u64 {
         self.report_due().since(self.reported)
     }
 
     /// Returns whether averages stay constant while no memory moves, and no conversion is needed or
     /// under way.
-    pub fn is_at_rest(&self) -> bool {
+    pub(super) fn is_at_rest(&self) -> bool {
         self.stall.basis_points == 0 && self.kernel_blocks.is_at_rest()
     }
 
     /// Begins to convert a block of DRAM to kernel memory if the last report shows that the kernel
     /// is short of memory.
-    pub fn give_kernel_block(&mut self, guest: &mut Guest) {
+    pub(super) fn give_kernel_block(&mut self, guest: &mut Guest) {
         let now_ms = guest.now().0 + BOOTED_MS;
         self.kernel_blocks.begin(guest, MEMORY_BLOCK_BYTES, now_ms);
     }
 
     /// When there will be news, if nothing but the segment moves memory; whether anybody looks is
     /// another matter.
-    pub fn news_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
+    pub(super) fn news_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
         if self.is_news(guest) {
             return Some(guest.now());
         }
@@ -141,14 +141,14 @@ impl Agent {
 
     /// The next look after `now` that is worth living to: the first one at `at` or later, and
     /// before it the one that it is compared with.
-    pub fn look_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
+    pub(super) fn look_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
         let look_ms = self.look_ms();
         let due = self.looked + at.max(now + 1).since(self.looked).div_ceil(look_ms) * look_ms;
         if due.since(now) > look_ms { TimeMs(due.0 - look_ms) } else { due }
     }
 
     /// Looks, if a look is due at this moment: whether the VMM should know at once.
-    pub fn looks(&mut self, guest: &Guest) -> bool {
+    pub(super) fn looks(&mut self, guest: &Guest) -> bool {
         let (now, look_ms) = (guest.now(), self.look_ms());
         if now == self.looked || !now.since(self.looked).is_multiple_of(look_ms) {
             return false;
@@ -172,7 +172,7 @@ impl Agent {
     }
 
     /// Whether the kernel's trigger fires.
-    pub fn is_stalled(&mut self, guest: &Guest) -> bool {
+    pub(super) fn is_stalled(&mut self, guest: &Guest) -> bool {
         let (since, total_us) = self.trigger;
         // The kernel's window begins with a stall (kernel/sched/psi.c, init_rtpoll_triggers).
         if guest.totals().stall_us == total_us {
@@ -190,12 +190,12 @@ impl Agent {
     }
 
     /// Something has been seen: report fast for a while.
-    pub fn alert(&mut self, now: TimeMs) {
+    pub(super) fn alert(&mut self, now: TimeMs) {
         self.pace.alert(now.0 + BOOTED_MS);
     }
 
     /// Reports that would say what the last one said have been left out.
-    pub fn skipped(&mut self, count: u64, guest: &Guest) {
+    pub(super) fn skipped(&mut self, count: u64, guest: &Guest) {
         let interval_ms = self.interval_ms();
         self.seq += count;
         let memory = Memory {
@@ -212,12 +212,12 @@ impl Agent {
     }
 
     /// Hands a report back, for its memory.
-    pub fn take_back(&mut self, report: Report) {
+    pub(super) fn take_back(&mut self, report: Report) {
         self.report = Some(report.into());
     }
 
     /// The report of this moment.
-    pub fn report(&mut self, guest: &Guest, cause: Cause) -> Report {
+    pub(super) fn report(&mut self, guest: &Guest, cause: Cause) -> Report {
         let mut raw = self.report.take().unwrap_or_else(|| RawReport {
             version: PROTOCOL_VERSION,
             blocks: Blocks {

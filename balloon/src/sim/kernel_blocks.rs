@@ -17,7 +17,7 @@ pub(super) struct KernelBlocks {
 
 impl KernelBlocks {
     /// Processes a report and the result of the last conversion.
-    pub fn update(&mut self, report: &RawReport, guest: &Guest) {
+    pub(super) fn update(&mut self, report: &RawReport, guest: &Guest) {
         let now_ms = report.monotonic_ms;
         // The model has no locked or compressed pages.
         self.growth.update(report, 0, now_ms);
@@ -31,7 +31,7 @@ impl KernelBlocks {
     }
 
     /// Begins a conversion if the kernel is short of memory.
-    pub fn begin(&mut self, guest: &mut Guest, block_bytes: u64, now_ms: u64) {
+    pub(super) fn begin(&mut self, guest: &mut Guest, block_bytes: u64, now_ms: u64) {
         let Some(node) = self.short_node.filter(|_| self.before_bytes.is_none()) else { return };
         if !self.pace.is_due(now_ms) {
             return;
@@ -43,7 +43,7 @@ impl KernelBlocks {
     }
 
     /// Returns whether no conversion is needed or under way.
-    pub fn is_at_rest(&self) -> bool {
+    pub(super) fn is_at_rest(&self) -> bool {
         self.short_node.is_none() && self.before_bytes.is_none()
     }
 }

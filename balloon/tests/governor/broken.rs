@@ -7,7 +7,7 @@ use super::world::State;
 
 /// Invariant that is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Broken {
+pub(crate) enum Broken {
     Unaligned,
     AboveMaximum,
     BelowZoneFloor,
@@ -33,7 +33,7 @@ pub enum Broken {
 
 impl Broken {
     /// Faulty callers, with the message of the check that must fail.
-    pub const ALL: [(Self, &str); 19] = [
+    pub(crate) const ALL: [(Self, &str); 19] = [
         (Self::Unaligned, "not whole blocks"),
         (Self::Unaligned, "no step to the goal"),
         (Self::AboveMaximum, "above the maximum"),
@@ -56,7 +56,7 @@ impl Broken {
     ];
 
     /// Changes the requests of a step.
-    pub fn distort(self, requests: &mut Vec<Request>, state: &State) {
+    pub(crate) fn distort(self, requests: &mut Vec<Request>, state: &State) {
         for request in requests.iter_mut() {
             match request {
                 Request::Size(_, bytes) | Request::Step { size_bytes: bytes, .. }
@@ -95,7 +95,7 @@ impl Broken {
     }
 
     /// Changes the host that the governor sees.
-    pub fn distort_host(self, host: &mut HostView) {
+    pub(crate) fn distort_host(self, host: &mut HostView) {
         if self == Self::IgnoresPool {
             host.pool_free_bytes = u64::MAX;
         }

@@ -19,7 +19,7 @@ use super::broken::Broken;
 use super::policy;
 
 /// The balloon, DRAM and two zones of PM.
-pub const ZONES: usize = 4;
+pub(crate) const ZONES: usize = 4;
 
 const HELLO: &[u8] = br#"{"type":"hello","version":1,"agent_version":"0.1.0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
 
@@ -27,7 +27,7 @@ const BOOT_BYTES: u64 = 512 * MIB;
 
 /// An event of the VM, or a change of its host or guest. Shares are in permille.
 #[derive(Clone, Debug)]
-pub enum Happening {
+pub(crate) enum Happening {
     /// Report with this share of free memory.
     Report(u64, OnlinePolicy),
     /// Repeats the number of the last report.
@@ -60,7 +60,7 @@ pub enum Happening {
 
 /// Devices and settings of a client, as the checks expect them.
 #[derive(Clone, Debug, Default)]
-pub struct State {
+pub(crate) struct State {
     pub host: HostView,
     /// Memory that the host can provide for each zone.
     available_bytes: [u64; ZONES],
@@ -78,7 +78,7 @@ pub struct State {
     wrong: Vec<String>,
 }
 
-pub struct World {
+pub(crate) struct World {
     governor: Governor,
     state: State,
     now: TimeMs,
@@ -92,7 +92,7 @@ fn new_bytes(zone: &ZoneSizes, size_bytes: u64) -> u64 {
 }
 
 impl State {
-    pub fn zone(&self, id: ZoneId) -> &ZoneSizes {
+    pub(crate) fn zone(&self, id: ZoneId) -> &ZoneSizes {
         &self.host.zones[id.0 as usize]
     }
 
@@ -249,7 +249,7 @@ impl Devices for State {
 }
 
 impl World {
-    pub fn new(policy: Policy, follows: bool, broken: Option<Broken>) -> Self {
+    pub(crate) fn new(policy: Policy, follows: bool, broken: Option<Broken>) -> Self {
         let zone = ZoneSizes::empty;
         let mut pm = zone(2, Tier::Pm, 512 * MIB);
         if !follows {
@@ -274,7 +274,7 @@ impl World {
     }
 
     /// First violation that contains `text`.
-    pub fn wrong(&self, text: &str) -> Option<&String> {
+    pub(crate) fn wrong(&self, text: &str) -> Option<&String> {
         self.state.wrong.iter().find(|wrong| wrong.contains(text))
     }
 
@@ -329,7 +329,7 @@ impl World {
         format!("{steps:?} {notes:?}")
     }
 
-    pub fn happen(&mut self, happening: &Happening, ms: u64) {
+    pub(crate) fn happen(&mut self, happening: &Happening, ms: u64) {
         self.now = self.now + ms;
         let state = &mut self.state;
         match *happening {

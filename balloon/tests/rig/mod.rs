@@ -1,7 +1,7 @@
 //! A VM of the simulator's model whose processes do what a test says, step by step.
 
 #[allow(dead_code, reason = "not every test runs them")]
-pub mod workload;
+pub(crate) mod workload;
 
 use balloon::controller::Rules;
 use balloon::plan::{Direction, Plan};
@@ -12,11 +12,11 @@ use balloon::sim::{
 use balloon::{HostView, MIB, Tier, TimeMs, ZoneSizes};
 
 /// What init and the agent use.
-pub const IDLE_BYTES: u64 = 40 * MIB;
+pub(crate) const IDLE_BYTES: u64 = 40 * MIB;
 
 /// A VM, and what its processes do beside filling memory.
 #[derive(Clone)]
-pub struct Rig {
+pub(crate) struct Rig {
     pub vm: Vm,
     /// What is read and touched; sizes and rates of anonymous memory are [`Rig::run`]'s.
     pub habits: Segment,
@@ -34,7 +34,7 @@ impl Observer for Plans {
 }
 
 /// 384 MiB of DRAM at boot; a plug takes 0.2 s, and 1 GiB/s from there on.
-pub fn config() -> GuestConfig {
+pub(crate) fn config() -> GuestConfig {
     GuestConfig {
         boot_bytes: 384 * MIB,
         swap: SwapDevice::from_name("disk", 1 << 30).expect("listed"),
@@ -47,7 +47,7 @@ pub fn config() -> GuestConfig {
 
 impl Rig {
     /// 128 MiB more of DRAM to come, and 1 GiB of PM.
-    pub fn new(policy: Policy, config: GuestConfig) -> Self {
+    pub(crate) fn new(policy: Policy, config: GuestConfig) -> Self {
         let zone = ZoneSizes::empty;
         let host = HostView {
             zones: vec![zone(0, Tier::Dram, 128 * MIB), zone(1, Tier::Pm, 1024 * MIB)],
@@ -63,18 +63,23 @@ impl Rig {
         Rig { vm, habits, pool: HostPool(2048 * MIB) }
     }
 
-    pub fn of(policy: &str) -> Self {
+    pub(crate) fn of(policy: &str) -> Self {
         Self::new(Policy::from_name(policy).expect("known"), config())
     }
 
     /// Lets `ms` pass while processes want `mib_per_s` more, and returns the plans that changed
     /// something. What init and the agent use is never freed.
-    pub fn run(&mut self, ms: u64, mib_per_s: i64) -> Vec<Plan> {
+    pub(crate) fn run(&mut self, ms: u64, mib_per_s: i64) -> Vec<Plan> {
         self.run_until(ms, mib_per_s, |_| false)
     }
 
     /// The same, until something is the case.
-    pub fn run_until(&mut self, ms: u64, mib_per_s: i64, ends: impl Fn(&Vm) -> bool) -> Vec<Plan> {
+    pub(crate) fn run_until(
+        &mut self,
+        ms: u64,
+        mib_per_s: i64,
+        ends: impl Fn(&Vm) -> bool,
+    ) -> Vec<Plan> {
         let (mut plans, mut left_ms) = (Plans::default(), ms);
         if let Some(rate) = u64::try_from(-mib_per_s).ok().filter(|rate| *rate > 0) {
             let over_bytes = self.guest().wanted_bytes().saturating_sub(IDLE_BYTES);
@@ -96,24 +101,24 @@ impl Rig {
         Segment { anon_bytes_per_s: mib_per_s * MIB as i64, ..self.habits }
     }
 
-    pub fn guest(&self) -> &Guest {
+    pub(crate) fn guest(&self) -> &Guest {
         self.vm.guest()
     }
 
-    pub fn totals(&self) -> &Totals {
+    pub(crate) fn totals(&self) -> &Totals {
         self.guest().totals()
     }
 
-    pub fn requested_bytes(&self) -> u64 {
+    pub(crate) fn requested_bytes(&self) -> u64 {
         self.guest().zones().iter().map(|zone| zone.requested_bytes).sum()
     }
 
-    pub fn resizes(&self) -> u64 {
+    pub(crate) fn resizes(&self) -> u64 {
         self.vm.decided().grows + self.vm.decided().shrinks
     }
 
     /// What it must have not to wait for memory.
-    pub fn need_bytes(&self) -> u64 {
+    pub(crate) fn need_bytes(&self) -> u64 {
         self.guest().needed_bytes(&Segment {
             anon_bytes: self.guest().wanted_bytes(),
             at: self.guest().now(),
@@ -122,7 +127,7 @@ impl Rig {
     }
 
     /// What it holds beyond that. Memory that it booted with is not held by anybody's decision.
-    pub fn over_bytes(&self) -> u64 {
+    pub(crate) fn over_bytes(&self) -> u64 {
         let total_bytes = self.guest().total_bytes();
         let boot_bytes = total_bytes - self.guest().plugged_bytes();
         total_bytes.saturating_sub(self.need_bytes().max(boot_bytes))

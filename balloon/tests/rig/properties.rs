@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestCaseResult, TestError, TestRng, TestRunner};
 
 /// Policies with parameters.
-pub const POLICIES: [(&str, &[(&str, &str)]); 12] = [
+pub(crate) const POLICIES: [(&str, &[(&str, &str)]); 12] = [
     ("psi", &[]),
     ("psi", &[("slack", "200"), ("idle", "1s")]),
     ("amf", &[]),
@@ -21,7 +21,7 @@ pub const POLICIES: [(&str, &[(&str, &str)]); 12] = [
     ("off", &[]),
 ];
 
-pub fn policy(index: usize) -> Policy {
+pub(crate) fn policy(index: usize) -> Policy {
     let (name, params) = POLICIES[index];
     let settings: Vec<_> =
         params.iter().map(|(name, text)| (*name, Setting::from(*text))).collect();
@@ -30,7 +30,7 @@ pub fn policy(index: usize) -> Policy {
 }
 
 /// Returns true if `check` fails for one of `cases` inputs, which are the same in each run.
-pub fn fails<S: Strategy>(
+pub(crate) fn fails<S: Strategy>(
     cases: u32,
     inputs: &S,
     check: impl Fn(S::Value) -> TestCaseResult,

@@ -7,7 +7,7 @@ use balloon::sim::{Channel, GuestConfig, Segment};
 use super::{Rig, config};
 
 /// A kind of guest and what it does, step by step: for so many milliseconds, so many MiB/s more.
-pub struct Workload {
+pub(crate) struct Workload {
     pub name: &'static str,
     config: GuestConfig,
     habits: Segment,
@@ -19,7 +19,7 @@ pub struct Workload {
 
 /// What a workload has come to.
 #[derive(Clone, Copy)]
-pub struct Figures {
+pub(crate) struct Figures {
     pub swapped_out_mib: u64,
     pub swapped_in_mib: u64,
     pub stall_ms: u64,
@@ -43,7 +43,7 @@ impl Workload {
         self
     }
 
-    pub fn run(self, policy: Policy) -> (Rig, Figures) {
+    pub(crate) fn run(self, policy: Policy) -> (Rig, Figures) {
         let mut rig = Rig::new(Policy::Off, self.config);
         for (ms, mib_per_s) in self.ungoverned {
             rig.run(ms, mib_per_s);
@@ -61,7 +61,7 @@ impl Workload {
 }
 
 impl Figures {
-    pub fn of(rig: &Rig) -> Self {
+    pub(crate) fn of(rig: &Rig) -> Self {
         let totals = rig.totals();
         Figures {
             swapped_out_mib: totals.swapped_out_bytes / MIB,
@@ -85,18 +85,18 @@ impl Figures {
 }
 
 /// What psi's bridge may come to in this guest: a burst of 256 MiB/s until more is there.
-pub fn bridge_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
+pub(crate) fn bridge_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
     // The agent notices within 0.1 s, and reports 20 times a second.
     256 * MIB * (100 + rig.guest().config().plug_delay_ms + 50 + report_delay_ms) / 1000
 }
 
 /// How long its reports take.
-pub const LATE_REPORTS_MS: u64 = 300;
+pub(crate) const LATE_REPORTS_MS: u64 = 300;
 
 /// What brings a guest without help to 600 MiB of which some is in swap, with a little room.
-pub const TO_SWAP: [(u64, i64); 4] = [(3_000, 0), (6_400, 100), (1_000, -80), (10_000, 0)];
+pub(crate) const TO_SWAP: [(u64, i64); 4] = [(3_000, 0), (6_400, 100), (1_000, -80), (10_000, 0)];
 
-pub fn workloads() -> Vec<Workload> {
+pub(crate) fn workloads() -> Vec<Workload> {
     let teeth = |up: (u64, i64), down: (u64, i64), count: usize| {
         let tooth = [up, down];
         let mut steps = vec![(3_000, 0), (4_000, 100)];

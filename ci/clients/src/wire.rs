@@ -13,7 +13,7 @@ use crate::vm::PATIENCE;
 
 /// A status and a body.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Answer {
+pub(crate) struct Answer {
     pub status: u16,
     /// Empty if the response has no body.
     pub body: String,
@@ -21,17 +21,17 @@ pub struct Answer {
 
 impl Answer {
     /// The body, which must be JSON.
-    pub fn json(&self) -> Result<Value> {
+    pub(crate) fn json(&self) -> Result<Value> {
         serde_json::from_str(&self.body).with_context(|| format!("{self:?} is no JSON"))
     }
 }
 
 /// Connection that a client keeps for all its requests.
 #[derive(Debug)]
-pub struct Connection(UnixStream);
+pub(crate) struct Connection(UnixStream);
 
 impl Connection {
-    pub fn open(path: &Path) -> Result<Self> {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
         let stream =
             UnixStream::connect(path).with_context(|| format!("Cannot connect to {path:?}"))?;
         stream.set_read_timeout(Some(PATIENCE))?;
@@ -39,17 +39,17 @@ impl Connection {
     }
 
     /// Writes a request, or one piece of it.
-    pub fn write(&mut self, bytes: &str) -> Result<()> {
+    pub(crate) fn write(&mut self, bytes: &str) -> Result<()> {
         Ok(self.0.write_all(bytes.as_bytes())?)
     }
 
     /// The same in one message with descriptors beside it, which are closed when it is sent.
-    pub fn write_with(&mut self, bytes: &str, files: Vec<File>) -> Result<()> {
+    pub(crate) fn write_with(&mut self, bytes: &str, files: Vec<File>) -> Result<()> {
         tap::send_with(&self.0, bytes.as_bytes(), &files)
     }
 
     /// All that one `recv` brings.
-    pub fn receive(&mut self) -> Result<String> {
+    pub(crate) fn receive(&mut self) -> Result<String> {
         let mut buffer = [0; 1023];
         let len = self.0.read(&mut buffer)?;
         Ok(String::from_utf8(buffer[..len].to_vec())?)
@@ -59,7 +59,7 @@ impl Connection {
     /// runtime-rs shares: all that stands between the version and the first `\r` is the status,
     /// and the length has its name in title case. Others take less literally what they are
     /// sent.
-    pub fn answer(&mut self) -> Result<Answer> {
+    pub(crate) fn answer(&mut self) -> Result<Answer> {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
             let mut byte = [0];
@@ -79,13 +79,13 @@ impl Connection {
     }
 
     /// A request in one piece, and its answer.
-    pub fn call(&mut self, request: &str) -> Result<Answer> {
+    pub(crate) fn call(&mut self, request: &str) -> Result<Answer> {
         self.write(request)?;
         self.answer()
     }
 
     /// The same, with the only status that its client takes for consent.
-    pub fn expect(&mut self, status: u16, request: &str) -> Result<Answer> {
+    pub(crate) fn expect(&mut self, status: u16, request: &str) -> Result<Answer> {
         let answer = self.call(request)?;
         ensure!(answer.status == status, "{request:?} is answered by {answer:?}, not by {status}");
         Ok(answer)
@@ -103,7 +103,7 @@ fn parse(head: &str) -> Option<(u16, usize)> {
 
 /// How a client writes its requests.
 #[derive(Clone, Copy, Debug)]
-pub struct Style {
+pub(crate) struct Style {
     /// What is before the path.
     pub base: &'static str,
     /// The headers that it always sends, each with its end.
@@ -115,7 +115,7 @@ pub struct Style {
 }
 
 /// Clients in Go that write their requests themselves.
-pub const GO: Style = Style {
+pub(crate) const GO: Style = Style {
     base: "",
     headers: "Host: localhost\r\nUser-Agent: Go-http-client/1.1\r\nAccept-Encoding: gzip\r\n",
     with_body: "Content-Type: application/json\r\n",
@@ -123,7 +123,7 @@ pub const GO: Style = Style {
 };
 
 impl Style {
-    pub fn request(&self, method: &str, call: &str, body: &str) -> String {
+    pub(crate) fn request(&self, method: &str, call: &str, body: &str) -> String {
         let mut request =
             format!("{method} {}/api/v1/{call} HTTP/1.1\r\n{}", self.base, self.headers);
         if !body.is_empty() {
@@ -134,11 +134,11 @@ impl Style {
         request + "\r\n" + body
     }
 
-    pub fn put(&self, call: &str, body: &str) -> String {
+    pub(crate) fn put(&self, call: &str, body: &str) -> String {
         self.request("PUT", call, body)
     }
 
-    pub fn get(&self, call: &str) -> String {
+    pub(crate) fn get(&self, call: &str) -> String {
         self.request("GET", call, "")
     }
 }

@@ -19,7 +19,7 @@ const FLUSHES: [libc::c_long; 6] = [
 ///
 /// A seccomp filter (Linux Documentation/userspace-api/seccomp_filter.rst) answers for the kernel:
 /// SECCOMP_RET_ERRNO with an error number of 0 is a system call that was not made and succeeded.
-pub fn about_flushes(command: &mut Command) -> &mut Command {
+pub(crate) fn about_flushes(command: &mut Command) -> &mut Command {
     let filter = filter();
     // SAFETY: prctl is async-signal-safe, and the filter was made before the fork; nothing is
     // allocated after it.

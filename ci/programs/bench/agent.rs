@@ -47,7 +47,7 @@ impl Spent {
     }
 }
 
-pub fn measure(samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     let guest = Guest::builder().memory("size=1G").pressure("psi").boot()?;
     let reports = || -> Result<u64> {
         let info = guest.get("vm.pressure")?;

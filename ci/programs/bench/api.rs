@@ -15,7 +15,7 @@ const CALLS: usize = 2000;
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// The guest has nothing to do.
-pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let vm = vmm.boot(&Extras::default())?;
     wait_for_rest(vm.pid())?;
     let times_us = match &vm {

@@ -16,7 +16,7 @@ const INIT_LINE: &str = "foreshore-guest: init";
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Boots a guest without anything that could be left out.
-pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let started = Instant::now();
     let vm = vmm.start(&Extras::default())?;

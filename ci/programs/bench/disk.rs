@@ -15,7 +15,7 @@ const DEEP: u32 = 32;
 
 /// Each row is the median of some runs of one guest, after a run that touches everything for the
 /// first time.
-pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let image = this_tests_dir().join("disk-image");
     fs::create_dir_all(this_tests_dir())?;
     fs::write(&image, vec![0; IMAGE_BYTES as usize]).context("Cannot write the image")?;

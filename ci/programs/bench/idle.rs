@@ -31,7 +31,7 @@ const REPORT_MS: u64 = 50;
 
 /// One time that it was woken.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Woken {
+pub(crate) struct Woken {
     /// From the write until it ran.
     pub wake_s: f64,
     /// What it then took to read a report and to decide.
@@ -39,7 +39,7 @@ pub struct Woken {
 }
 
 /// Thread that is idle until another thread wakes it during a measurement.
-pub struct IdleThread {
+pub(crate) struct IdleThread {
     started: Instant,
     tell: PipeWriter,
     answered: Receiver<Answer>,
@@ -48,7 +48,7 @@ pub struct IdleThread {
 }
 
 impl IdleThread {
-    pub fn start() -> Result<Self> {
+    pub(crate) fn start() -> Result<Self> {
         let (told, tell) = io::pipe().context("No pipe")?;
         let (answers, answered) = mpsc::sync_channel(1);
         let started = Instant::now();
@@ -57,7 +57,7 @@ impl IdleThread {
     }
 
     /// Wakes it again and again while `work` is done.
-    pub fn during<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub(crate) fn during<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {
             let waker = scope.spawn(|| {

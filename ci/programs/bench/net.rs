@@ -24,7 +24,7 @@ const TAPS: [&str; 2] = ["bench0", "bench1"];
 const BRIDGE: &str = "benchbr";
 
 /// Each row is the median of some runs of one guest, or of one pair of guests.
-pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     load_modules(&["tun", "bridge", "vhost_net"]);
     with_host(vmm, samples, [Row::NetToGuest, Row::NetFromGuest, Row::NetRoundTrip], false)?;
     if vmm.has_vhost_net() && Path::new("/dev/vhost-net").exists() {

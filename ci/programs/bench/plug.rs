@@ -19,7 +19,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// Plugs 1 GiB into a fresh guest, and takes it away unused; then once more, after most of it was
 /// used.
-pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let vm = vmm.boot(&Extras { hotplug_mib: PLUG_MIB, ..Extras::default() })?;
     let before = mem_total_mib(&vm)?;
     wait_for_rest(vm.pid())?;

@@ -30,7 +30,7 @@ const ENOUGH: Duration = Duration::from_secs(3);
 /// By how many lines the clocks of host and guest are compared.
 const TICKS: usize = 8;
 
-pub fn measure(samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     fill(samples)?;
     bursts(samples)
 }

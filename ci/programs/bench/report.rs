@@ -15,7 +15,7 @@ fn measured_on() -> String {
     std::env::var("FORESHORE_MEASURED_ON").unwrap_or_else(|_| "nobody has said what".to_owned())
 }
 
-pub fn write(samples: &Samples, rounds: usize, dir: &Path) -> Result<()> {
+pub(crate) fn write(samples: &Samples, rounds: usize, dir: &Path) -> Result<()> {
     let files = [
         ("bench.md", markdown(samples, rounds)),
         ("bench.json", format!("{:#}\n", as_json(samples, rounds))),
@@ -28,7 +28,7 @@ pub fn write(samples: &Samples, rounds: usize, dir: &Path) -> Result<()> {
 }
 
 /// A table: medians, in parentheses the smallest and the 99th percentile.
-pub fn markdown(samples: &Samples, rounds: usize) -> String {
+pub(crate) fn markdown(samples: &Samples, rounds: usize) -> String {
     let vmms = samples.vmms();
     let mut text = format!(
         "Medians of {rounds} rounds (smallest to 99th percentile, which is the largest of fewer than 100 values), the VMMs \

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 
 /// What a row should be.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Target {
+pub(crate) enum Target {
     /// So many times what QEMU takes.
     TimesQemu(f64),
     /// Upper limit in the unit of the row.
@@ -16,7 +16,7 @@ pub enum Target {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unit {
+pub(crate) enum Unit {
     Seconds,
     Microseconds,
     Mebibytes,
@@ -27,28 +27,28 @@ pub enum Unit {
 macro_rules! rows {
     ($($row:ident $target:ident $(($value:literal))? $key:literal $title:literal;)*) => {
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-        pub enum Row {
+        pub(crate) enum Row {
             $($row,)*
         }
 
         impl Row {
-            pub const ALL: &[Self] = &[$(Self::$row,)*];
+            pub(crate) const ALL: &[Self] = &[$(Self::$row,)*];
 
             /// Name for programs, which ends with the unit.
-            pub fn key(self) -> &'static str {
+            pub(crate) fn key(self) -> &'static str {
                 match self {
                     $(Self::$row => $key,)*
                 }
             }
 
             /// Name for readers.
-            pub fn title(self) -> &'static str {
+            pub(crate) fn title(self) -> &'static str {
                 match self {
                     $(Self::$row => $title,)*
                 }
             }
 
-            pub fn target(self) -> Target {
+            pub(crate) fn target(self) -> Target {
                 match self {
                     $(Self::$row => Target::$target $(($value))?,)*
                 }
@@ -145,7 +145,7 @@ rows! {
 }
 
 impl Row {
-    pub fn unit(self) -> Unit {
+    pub(crate) fn unit(self) -> Unit {
         match self.key().rsplit('_').next() {
             Some("mebibytes") => Unit::Mebibytes,
             Some("microseconds") => Unit::Microseconds,
@@ -157,7 +157,7 @@ impl Row {
 
     /// The row whose figures of QEMU this one is compared with: its NVDIMM has no flush hints, and
     /// is what its users have for a BTT; its disks have images, whose sectors may tear.
-    pub fn peer_row(self) -> Self {
+    pub(crate) fn peer_row(self) -> Self {
         match self {
             Self::HintsWrite | Self::VirtioPmemWrite => Self::NvdimmWrite,
             Self::HintsRead | Self::VirtioPmemRead => Self::NvdimmRead,
@@ -172,17 +172,17 @@ impl Row {
 
 /// Values by row and VMM, in the order in which they were measured.
 #[derive(Clone, Debug, Default)]
-pub struct Samples(BTreeMap<(Row, String), Vec<f64>>);
+pub(crate) struct Samples(BTreeMap<(Row, String), Vec<f64>>);
 
 impl Samples {
-    pub fn add(&mut self, row: Row, vmm: &str, value: f64) {
+    pub(crate) fn add(&mut self, row: Row, vmm: &str, value: f64) {
         eprintln!("bench:   {}: {vmm}: {}", row.title(), row.unit().show(value));
         self.0.entry((row, vmm.to_owned())).or_default().push(value);
     }
 
     /// Adds the medians of several runs of `once`. A run before them does not count, because it
     /// touches all memory for the first time.
-    pub fn add_medians<const ROWS: usize>(
+    pub(crate) fn add_medians<const ROWS: usize>(
         &mut self,
         rows: [Row; ROWS],
         vmm: &str,
@@ -198,12 +198,12 @@ impl Samples {
         Ok(())
     }
 
-    pub fn of(&self, row: Row, vmm: &str) -> &[f64] {
+    pub(crate) fn of(&self, row: Row, vmm: &str) -> &[f64] {
         self.0.get(&(row, vmm.to_owned())).map_or(&[], Vec::as_slice)
     }
 
     /// The VMMs that were measured, Foreshore and QEMU first.
-    pub fn vmms(&self) -> Vec<String> {
+    pub(crate) fn vmms(&self) -> Vec<String> {
         let mut names: Vec<String> = self.0.keys().map(|(_, vmm)| vmm.clone()).collect();
         names.sort_by_key(|name| {
             (name != super::vmm::FORESHORE, name != super::vmm::QEMU, name.clone())
@@ -214,7 +214,7 @@ impl Samples {
 }
 
 impl Unit {
-    pub fn show(self, value: f64) -> String {
+    pub(crate) fn show(self, value: f64) -> String {
         match self {
             Self::Seconds if value < 0.01 => format!("{:.2} ms", value * 1e3),
             Self::Seconds if value < 0.1 => format!("{:.1} ms", value * 1e3),
@@ -228,7 +228,7 @@ impl Unit {
 }
 
 /// The middle one; of an even number, the mean of the two in the middle.
-pub fn median(values: &[f64]) -> Option<f64> {
+pub(crate) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let middle = sorted.len() / 2;
@@ -239,12 +239,12 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-pub fn smallest(values: &[f64]) -> Option<f64> {
+pub(crate) fn smallest(values: &[f64]) -> Option<f64> {
     values.iter().copied().min_by(f64::total_cmp)
 }
 
 /// The smallest that at least 99 of 100 are no larger than: the largest of fewer than a hundred.
-pub fn p99(values: &[f64]) -> Option<f64> {
+pub(crate) fn p99(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let rank = (sorted.len() * 99).div_ceil(100);

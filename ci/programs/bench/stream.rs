@@ -32,7 +32,7 @@ const FSDAX: &str = "/mnt/fsdax/arrays";
 const PLACES: [&str; 4] = ["node=1", "node=1", "file=/dev/dax0.0", "file=/mnt/fsdax/arrays"];
 
 /// Boots a guest and runs all four kernels over all places.
-pub fn measure(samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let guest = start()?;
     make_devdax(&guest)?;

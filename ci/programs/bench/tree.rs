@@ -11,7 +11,7 @@ use crate::volume::{VOLUME_BYTES, make_pool, write_btt_file};
 const FILES: u32 = 1700;
 const REPEATS: usize = 3;
 
-pub fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
     for vmm in vmms {
         match vmm {
             Vmm::Foreshore => {

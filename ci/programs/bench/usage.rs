@@ -13,7 +13,7 @@ const REST_SHARE: f64 = 0.1;
 const REST_LIMIT: Duration = Duration::from_secs(120);
 
 /// Waits until the process, guest included, has next to nothing to do.
-pub fn wait_for_rest(pid: u32) -> Result<()> {
+pub(crate) fn wait_for_rest(pid: u32) -> Result<()> {
     let mut since = (Instant::now(), cpu_time(pid)?);
     wait_until("the guest is at rest", REST_LIMIT, || {
         let watched = since.0.elapsed();
@@ -43,7 +43,7 @@ fn cpu_time(pid: u32) -> Result<Duration> {
 
 /// Memory of a VMM's process without the memory of its guest, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BesideGuest {
+pub(crate) struct BesideGuest {
     /// Shared pages in proportion.
     pub pss: u64,
     /// Anonymous memory: the heap, stacks, data that was written.
@@ -52,7 +52,7 @@ pub struct BesideGuest {
 
 /// Sums a process's mappings, that of the guest's boot memory left out: the one with exactly its
 /// size. No other guest memory may be plugged.
-pub fn beside_guest(pid: u32, guest_bytes: u64) -> Result<BesideGuest> {
+pub(crate) fn beside_guest(pid: u32, guest_bytes: u64) -> Result<BesideGuest> {
     let path = format!("/proc/{pid}/smaps");
     let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
     sum_beside_guest(&text, guest_bytes)

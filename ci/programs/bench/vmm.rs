@@ -13,12 +13,12 @@ use serde_json::json;
 
 use crate::forget;
 
-pub const FORESHORE: &str = "foreshore";
-pub const QEMU: &str = "qemu";
+pub(crate) const FORESHORE: &str = "foreshore";
+pub(crate) const QEMU: &str = "qemu";
 
-pub const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 /// Boot memory of every guest here.
-pub const BOOT_MIB: u64 = 512;
+pub(crate) const BOOT_MIB: u64 = 512;
 
 const PATH_LIMIT: Duration = Duration::from_secs(120);
 
@@ -26,7 +26,7 @@ const PATH_LIMIT: Duration = Duration::from_secs(120);
 const CMDLINE: &str = "memhp_default_state=online_movable foreshore.agent=off";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Vmm {
+pub(crate) enum Vmm {
     Foreshore,
     Qemu,
     /// With Cloud Hypervisor's flags and API.
@@ -37,7 +37,7 @@ pub enum Vmm {
 }
 
 #[derive(Debug, Clone, Default)]
-pub enum Disk {
+pub(crate) enum Disk {
     #[default]
     None,
     /// `--pm-volume`.
@@ -50,7 +50,7 @@ pub enum Disk {
 
 /// A tap of the host, which each VMM makes itself.
 #[derive(Debug, Clone)]
-pub struct Net {
+pub(crate) struct Net {
     pub tap: String,
     /// The host's own address on it; none where it is in a bridge.
     pub host: Option<Ipv4Addr>,
@@ -62,7 +62,7 @@ pub struct Net {
 
 /// What a guest has beside its boot memory.
 #[derive(Debug, Clone, Default)]
-pub struct Extras {
+pub(crate) struct Extras {
     pub hotplug_mib: u64,
     pub disk: Disk,
     pub net: Option<Net>,
@@ -80,7 +80,7 @@ impl Extras {
 }
 
 /// A running guest under one of them.
-pub enum Vm {
+pub(crate) enum Vm {
     /// Foreshore, or what takes the same flags.
     Cli(Guest),
     Qemu(QemuGuest),
@@ -88,7 +88,7 @@ pub enum Vm {
 
 impl Vmm {
     /// Foreshore, QEMU, and what the environment names.
-    pub fn all() -> Vec<Self> {
+    pub(crate) fn all() -> Vec<Self> {
         let other =
             std::env::var_os("FORESHORE_TEST_BENCH_VMM").map(PathBuf::from).map(|program| {
                 let name = program
@@ -99,7 +99,7 @@ impl Vmm {
         [Self::Foreshore, Self::Qemu].into_iter().chain(other).collect()
     }
 
-    pub fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         match self {
             Self::Foreshore => FORESHORE,
             Self::Qemu => QEMU,
@@ -108,12 +108,12 @@ impl Vmm {
     }
 
     /// Whether the host's kernel can move the frames of its guests.
-    pub fn has_vhost_net(&self) -> bool {
+    pub(crate) fn has_vhost_net(&self) -> bool {
         matches!(self, Self::Foreshore | Self::Qemu)
     }
 
     /// Evens out the memory of the host, starts the guest, and waits until it serves commands.
-    pub fn boot(&self, extras: &Extras) -> Result<Vm> {
+    pub(crate) fn boot(&self, extras: &Extras) -> Result<Vm> {
         host_memory::even_out()?;
         let vm = self.start(extras)?;
         vm.wait_for_shell(BOOT_LIMIT)?;
@@ -121,7 +121,7 @@ impl Vmm {
     }
 
     /// Starts the guest and waits for nothing.
-    pub fn start(&self, extras: &Extras) -> Result<Vm> {
+    pub(crate) fn start(&self, extras: &Extras) -> Result<Vm> {
         match self {
             Self::Qemu => {
                 // QEMU empties it when it opens it: until then, it would show the last guest's
@@ -198,16 +198,16 @@ impl Deref for Vm {
 }
 
 impl Vm {
-    pub fn number(&self, command: &str) -> Result<f64> {
+    pub(crate) fn number(&self, command: &str) -> Result<f64> {
         let said = self.run(command)?;
         said.trim().parse().with_context(|| format!("`{command}` says {said:?}"))
     }
 
-    pub fn wait_for_path(&self, path: &str) -> Result<()> {
+    pub(crate) fn wait_for_path(&self, path: &str) -> Result<()> {
         self.wait_until_run(&format!("{path} is there"), PATH_LIMIT, &format!("test -e {path}"))
     }
 
-    pub fn request_bytes(&self, bytes: u64) -> Result<()> {
+    pub(crate) fn request_bytes(&self, bytes: u64) -> Result<()> {
         match self {
             Self::Cli(guest) => {
                 let size = BOOT_MIB * MIB + bytes;
@@ -217,7 +217,7 @@ impl Vm {
         }
     }
 
-    pub fn plugged_bytes(&self) -> Result<u64> {
+    pub(crate) fn plugged_bytes(&self) -> Result<u64> {
         match self {
             Self::Cli(guest) => {
                 let info = guest.get("vm.info")?;

@@ -18,7 +18,7 @@ use crate::samples::{Row, Samples};
 use crate::vmm::{Disk, Extras, MIB, Vmm};
 
 /// Size of the volumes here.
-pub const VOLUME_BYTES: u64 = 128 * MIB;
+pub(crate) const VOLUME_BYTES: u64 = 128 * MIB;
 
 /// How a row is measured: the median of so many runs of so many transfers, after a run that touches
 /// everything for the first time.
@@ -37,7 +37,7 @@ const FLUSHED: Effort = Effort { transfers: 100, repeats: 3 };
 const EXITING: Effort = Effort { transfers: 1000, repeats: 3 };
 const DISK_LIMIT: Duration = Duration::from_secs(60);
 
-pub fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
+pub(crate) fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
     let image = make_image()?;
     for vmm in vmms {
         time(vmm, Disk::Image(image.clone()), EXITING, [Row::BlockWrite, Row::BlockRead], samples)?;
@@ -93,7 +93,7 @@ fn time(
     samples.add_medians(rows, vmm.name(), repeats, || Ok([time_us("write")?, time_us("read")?]))
 }
 
-pub fn make_pool(dir: &Path) -> Result<PathBuf> {
+pub(crate) fn make_pool(dir: &Path) -> Result<PathBuf> {
     fs::create_dir_all(dir)?;
     let path = dir.join("bench-pool");
     forget(&path)?;
@@ -114,7 +114,7 @@ fn make_image() -> Result<PathBuf> {
 }
 
 /// The same table that a volume has, in a plain file.
-pub fn write_btt_file(path: &Path) -> Result<()> {
+pub(crate) fn write_btt_file(path: &Path) -> Result<()> {
     let media = MemoryMedia::new(VOLUME_BYTES);
     Layout::new(VOLUME_BYTES, SECTOR_BYTES, Uuid::new_v4())?.format(&media)?;
     fs::write(path, media.to_bytes()).with_context(|| format!("Cannot write {}", path.display()))

@@ -4,7 +4,7 @@ use crate::prometheus::Range;
 use crate::table::{OTHER_VM, VM};
 
 #[derive(Debug, Clone)]
-pub struct Event {
+pub(crate) struct Event {
     pub elapsed_s: f64,
     pub what: String,
 }
@@ -14,7 +14,7 @@ pub struct Event {
 const NAME_SPACING: f64 = 0.034;
 
 /// The script: gnuplot runs it in the directory of timeline.csv.
-pub fn script(range: &Range, events: &[Event]) -> String {
+pub(crate) fn script(range: &Range, events: &[Event]) -> String {
     let times: Vec<f64> = events.iter().map(|event| event.elapsed_s).collect();
     let names_at = spread(&times, range.len_s() as f64);
     let marks = events.iter().zip(names_at).enumerate();

@@ -10,14 +10,14 @@ use serde_json::Value;
 const STEP_S: u64 = 1;
 
 #[derive(Debug, Clone, Copy)]
-pub struct Range {
+pub(crate) struct Range {
     start_s: u64,
     end_s: u64,
 }
 
 impl Range {
     /// Whole seconds that take in both ends.
-    pub fn new(start_s: f64, end_s: f64) -> Result<Self> {
+    pub(crate) fn new(start_s: f64, end_s: f64) -> Result<Self> {
         ensure!(
             start_s.is_finite() && start_s > 0.0 && end_s > start_s,
             "The time from {start_s} to {end_s} is no span"
@@ -25,29 +25,29 @@ impl Range {
         Ok(Self { start_s: start_s.floor() as u64, end_s: end_s.ceil() as u64 })
     }
 
-    pub fn len_s(&self) -> u64 {
+    pub(crate) fn len_s(&self) -> u64 {
         self.end_s - self.start_s
     }
 
-    pub fn steps(&self) -> impl Iterator<Item = u64> + use<> {
+    pub(crate) fn steps(&self) -> impl Iterator<Item = u64> + use<> {
         (self.start_s..=self.end_s).step_by(STEP_S as usize)
     }
 }
 
-pub type Series = BTreeMap<u64, f64>;
+pub(crate) type Series = BTreeMap<u64, f64>;
 
-pub struct Prometheus {
+pub(crate) struct Prometheus {
     address: String,
 }
 
 impl Prometheus {
-    pub fn new(address: &str) -> Self {
+    pub(crate) fn new(address: &str) -> Self {
         Self { address: address.to_owned() }
     }
 
     /// What an expression was over a span of time, by the label `vm`. See Prometheus'
     /// documentation, "HTTP API", range queries.
-    pub fn ask(&self, expression: &str, range: &Range) -> Result<BTreeMap<String, Series>> {
+    pub(crate) fn ask(&self, expression: &str, range: &Range) -> Result<BTreeMap<String, Series>> {
         let path = format!(
             "/api/v1/query_range?query={}&start={}&end={}&step={STEP_S}",
             percent_encoded(expression),

@@ -25,8 +25,8 @@ const COLUMNS: [(&str, &str); 14] = [
 ];
 
 /// The VM that the demo is about, and the one beside it: names by the program `demo`.
-pub const VM: &str = "governed";
-pub const OTHER_VM: &str = "policy-off";
+pub(crate) const VM: &str = "governed";
+pub(crate) const OTHER_VM: &str = "policy-off";
 
 const MIB: f64 = (1u64 << 20) as f64;
 const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
@@ -35,14 +35,14 @@ const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
 /// the way.
 const LEAST_COVERED_PERCENT: usize = 60;
 
-pub struct Table {
+pub(crate) struct Table {
     range: Range,
     columns: Vec<(&'static str, BTreeMap<String, Series>)>,
 }
 
 impl Table {
     /// Asks for every column.
-    pub fn ask(prometheus: &Prometheus, range: &Range) -> Result<Self> {
+    pub(crate) fn ask(prometheus: &Prometheus, range: &Range) -> Result<Self> {
         let column = |(name, expression): (&'static str, &str)| {
             Ok((name, prometheus.ask(expression, range)?))
         };
@@ -68,7 +68,7 @@ impl Table {
     }
 
     /// Claims of the demo with values from Prometheus. Each claim has true if it holds.
-    pub fn claims(&self) -> [(bool, String); 7] {
+    pub(crate) fn claims(&self) -> [(bool, String); 7] {
         let empty =
             self.columns.iter().filter(|(_, by_vm)| !by_vm.contains_key(VM)).map(|(name, _)| *name);
         let empty: Vec<&str> = empty.collect();
@@ -113,7 +113,7 @@ impl Table {
     }
 
     /// Rows by VM, then by time; a cell is empty when there was no sample.
-    pub fn to_csv(&self) -> String {
+    pub(crate) fn to_csv(&self) -> String {
         let names: Vec<&str> = self.columns.iter().map(|(name, _)| *name).collect();
         let mut csv = format!("time_s,elapsed_s,vm,{}\n", names.join(","));
         let vms: BTreeSet<&String> =
@@ -132,7 +132,7 @@ impl Table {
     }
 
     /// How much there is.
-    pub fn summary(&self) -> String {
+    pub(crate) fn summary(&self) -> String {
         let samples: usize =
             self.columns.iter().flat_map(|(_, by_vm)| by_vm.values()).map(Series::len).sum();
         format!(

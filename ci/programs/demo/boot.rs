@@ -8,7 +8,7 @@ use crate::sizes::Sizes;
 use crate::{claim, event, phase};
 
 /// Boots it and looks at its memory from inside.
-pub fn show(builder: &GuestBuilder) -> Result<Guest> {
+pub(crate) fn show(builder: &GuestBuilder) -> Result<Guest> {
     phase(1, "a stock Debian guest boots on DRAM alone");
     event("VM governed boots");
     let guest = builder.boot()?;

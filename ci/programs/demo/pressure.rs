@@ -18,7 +18,7 @@ struct Run {
 }
 
 /// Fills both guests with the same; the first one stays full.
-pub fn show(guest: &Guest, boot_policy_off: &impl Fn() -> Result<Guest>) -> Result<()> {
+pub(crate) fn show(guest: &Guest, boot_policy_off: &impl Fn() -> Result<Guest>) -> Result<()> {
     phase(2, "Redis is filled to 1.5 times the DRAM");
     redis::start(guest)?;
     event("Redis fill begins");

@@ -24,11 +24,11 @@ const VALUES_PER_ROUND: u64 = 2496;
 const PIPELINE: u64 = 32;
 
 /// What a fill puts into Redis: 779 MiB, 1.5 times the guest's DRAM.
-pub const FILL_BYTES: u64 = VALUE_BYTES * ROUNDS * VALUES_PER_ROUND;
+pub(crate) const FILL_BYTES: u64 = VALUE_BYTES * ROUNDS * VALUES_PER_ROUND;
 
 /// How a fill ended.
 #[derive(Debug, Clone)]
-pub struct Fill {
+pub(crate) struct Fill {
     /// All of it is in Redis.
     pub completed: bool,
     /// What the guest said if it is not.
@@ -40,7 +40,7 @@ pub struct Fill {
 }
 
 /// Starts Redis as a cache: nothing on disk, and overcommit as Redis itself asks for in its log.
-pub fn start(guest: &Guest) -> Result<()> {
+pub(crate) fn start(guest: &Guest) -> Result<()> {
     guest.run("echo 1 >/proc/sys/vm/overcommit_memory")?;
     guest.run(&format!(
         "redis-server --daemonize yes --unixsocket {SOCKET} --port 0 --save '' --appendonly no \
@@ -54,7 +54,7 @@ pub fn start(guest: &Guest) -> Result<()> {
 }
 
 /// Fills it; `seen` is told of every round.
-pub fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fill> {
+pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fill> {
     let started = Instant::now();
     let mut script = guest.start_script(SILENCE_LIMIT, &fill_script())?;
     let mut keys = 0;
@@ -102,7 +102,7 @@ fn last_words(guest: &Guest, ended: &Result<Output>) -> Result<String> {
 }
 
 /// Bytes of values and keys that Redis holds.
-pub fn dataset_bytes(guest: &Guest) -> Result<u64> {
+pub(crate) fn dataset_bytes(guest: &Guest) -> Result<u64> {
     let text = guest.run(&format!("redis-cli -s {SOCKET} info memory"))?;
     let line = text.lines().find_map(|line| line.strip_prefix("used_memory_dataset:"));
     line.and_then(|bytes| bytes.trim().parse().ok())
@@ -110,7 +110,7 @@ pub fn dataset_bytes(guest: &Guest) -> Result<u64> {
 }
 
 /// Forgets everything and gives the allocator's pages back.
-pub fn flush(guest: &Guest) -> Result<()> {
+pub(crate) fn flush(guest: &Guest) -> Result<()> {
     let flush =
         format!("redis-cli -s {SOCKET} flushall sync && redis-cli -s {SOCKET} memory purge");
     guest.run_within(SILENCE_LIMIT, &flush).map(drop)

@@ -16,14 +16,14 @@ const TOLERANCE_BYTES: u64 = 4 * MIB;
 
 /// What the host has spent on a guest.
 #[derive(Debug, Clone, Copy)]
-pub struct Spent {
+pub(crate) struct Spent {
     rss_bytes: u64,
     pool_file_bytes: u64,
     sizes: Sizes,
 }
 
 impl Spent {
-    pub fn on(guest: &Guest, pool: &Pool) -> Result<Self> {
+    pub(crate) fn on(guest: &Guest, pool: &Pool) -> Result<Self> {
         Ok(Self {
             rss_bytes: guest.rss_bytes()?,
             pool_file_bytes: pool.occupied_bytes()?,
@@ -33,7 +33,7 @@ impl Spent {
 }
 
 /// Flushes Redis and follows the guest down.
-pub fn show(guest: &Guest, pool: &Pool, before: &Spent) -> Result<()> {
+pub(crate) fn show(guest: &Guest, pool: &Pool, before: &Spent) -> Result<()> {
     phase(3, "Redis is flushed, the guest shrinks");
     let top = Spent::on(guest, pool)?;
     event("Redis flushed");

@@ -5,11 +5,11 @@ use std::fmt;
 use anyhow::{Context, Result};
 use guest_tests::{Guest, Metrics};
 
-pub const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 
 /// Of a zone, its hotplug part; resident is all of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Zone {
+pub(crate) struct Zone {
     pub boot_bytes: u64,
     pub requested_bytes: u64,
     pub plugged_bytes: u64,
@@ -18,7 +18,7 @@ pub struct Zone {
 
 /// Both zones and the pool at one moment.
 #[derive(Debug, Clone, Copy)]
-pub struct Sizes {
+pub(crate) struct Sizes {
     pub dram: Zone,
     pub pm: Zone,
     pub pool_free_bytes: u64,
@@ -26,7 +26,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    pub fn of(guest: &Guest) -> Result<Self> {
+    pub(crate) fn of(guest: &Guest) -> Result<Self> {
         let metrics = guest.metrics()?;
         let pool = |state: &str| bytes(&metrics, "foreshore_pool_bytes", &[("state", state)]);
         Ok(Self {
@@ -66,7 +66,7 @@ fn bytes(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> Result<u64> 
 }
 
 /// A counter of the guest's /proc/vmstat, which no agent stands in for.
-pub fn vmstat(guest: &Guest, counter: &str) -> Result<u64> {
+pub(crate) fn vmstat(guest: &Guest, counter: &str) -> Result<u64> {
     let text = guest.run(&format!("awk '$1 == \"{counter}\" {{ print $2 }}' /proc/vmstat"))?;
     text.trim().parse().with_context(|| format!("{counter} in /proc/vmstat: {text:?}"))
 }

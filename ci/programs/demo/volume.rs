@@ -62,7 +62,7 @@ impl Acknowledged {
 }
 
 /// Takes the running guest, kills it while it writes, and looks for the files twice.
-pub fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
+pub(crate) fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
     phase(4, "a volume of the same pool survives SIGKILL and changes its interface");
     let mut acknowledged = Acknowledged::new()?;
     write_and_kill(guest, &mut acknowledged)?;

@@ -8,7 +8,13 @@ use guest_tests::{Kernel, Pool};
 const LANES: u64 = 2;
 
 /// Kills `rounds` guests and prints what came of it, a line for each and one for all.
-pub fn run(interface: Interface, kernel: Kernel, rounds: u32, seed: u64, raw: bool) -> Result<()> {
+pub(crate) fn run(
+    interface: Interface,
+    kernel: Kernel,
+    rounds: u32,
+    seed: u64,
+    raw: bool,
+) -> Result<()> {
     let (format, until) = if raw { (Format::Raw, Until::Torn) } else { (Format::Btt, Until::Done) };
     let looks = if raw { 60 } else { 10 };
     let setup = Setup { kernel, format, looks, ..Setup::new(interface) };

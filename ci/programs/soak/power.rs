@@ -41,7 +41,7 @@ const ALL_WRITE: &str = "all guests write";
 
 /// What is asked of a boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Task {
+pub(crate) enum Task {
     /// To look at what the last one has left, and to write until the power is cut.
     Write,
     /// The same, by VMMs whose flushes do nothing.
@@ -52,7 +52,7 @@ pub enum Task {
 }
 
 /// Does it. `heard` has what the boots before have said; it is empty before the first one.
-pub fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
+pub(crate) fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
     let heard =
         fs::read_to_string(heard).with_context(|| format!("Cannot read {}", heard.display()))?;
     let first = heard.is_empty();
@@ -164,7 +164,7 @@ fn write(victims: Vec<(Place, Victim)>) -> Result<Infallible> {
     Err(anyhow!("The guests have ended, and the power was not cut"))
 }
 
-pub fn task(name: &str) -> Result<Task> {
+pub(crate) fn task(name: &str) -> Result<Task> {
     Ok(match name {
         "write" => Task::Write,
         "write-and-lie" => Task::WriteAndLie,

@@ -17,18 +17,18 @@ const INSTALL: &str =
     "env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends";
 
 /// apt, with package lists that are refreshed at most once.
-pub struct Apt<'checkout> {
+pub(crate) struct Apt<'checkout> {
     checkout: &'checkout Checkout,
     root: Root,
     has_fresh_lists: bool,
 }
 
 impl<'checkout> Apt<'checkout> {
-    pub fn new(checkout: &'checkout Checkout) -> Self {
+    pub(crate) fn new(checkout: &'checkout Checkout) -> Self {
         Self { checkout, root: Root::new(), has_fresh_lists: false }
     }
 
-    pub fn install(&mut self, packages: &[&str]) -> Result<()> {
+    pub(crate) fn install(&mut self, packages: &[&str]) -> Result<()> {
         say!("installing by apt: {}", packages.join(" "));
         // Checked here, because the first attempt below discards its errors.
         self.root.require(&["apt-get", "install"])?;
@@ -44,7 +44,7 @@ impl<'checkout> Apt<'checkout> {
     }
 
     /// Refreshes the package lists, unless it already has.
-    pub fn refresh_lists(&mut self) -> Result<()> {
+    pub(crate) fn refresh_lists(&mut self) -> Result<()> {
         if self.has_fresh_lists {
             return Ok(());
         }
@@ -57,7 +57,7 @@ impl<'checkout> Apt<'checkout> {
     }
 
     /// Downloads `PACKAGE` or `PACKAGE=VERSION` to the cache. False if the mirror lacks it.
-    pub fn download(&mut self, package: &str) -> Result<bool> {
+    pub(crate) fn download(&mut self, package: &str) -> Result<bool> {
         let cache = self.checkout.debs();
         create_folder(cache)?;
         for is_last in [false, true] {
@@ -78,7 +78,7 @@ impl<'checkout> Apt<'checkout> {
     }
 
     /// The folder that a package is unpacked in. Downloads and unpacks it unless it is there.
-    pub fn unpacked(&mut self, package: &str) -> Result<PathBuf> {
+    pub(crate) fn unpacked(&mut self, package: &str) -> Result<PathBuf> {
         let tree = self.checkout.ci("packages").join(package);
         if tree.is_dir() {
             return Ok(tree);
@@ -119,19 +119,19 @@ impl<'checkout> Apt<'checkout> {
 }
 
 /// Unpacks a `.deb` file to a folder, which replaces one of that name.
-pub fn unpack(deb: &Path, folder: &Path) -> Result<()> {
+pub(crate) fn unpack(deb: &Path, folder: &Path) -> Result<()> {
     crate::checkout::remove_folder(folder)?;
     create_folder(folder)?;
     jobs::run(programs::system("dpkg").arg("-x").arg(deb).arg(folder))
 }
 
 /// SHA-256 of a file in hexadecimal digits.
-pub fn sha256(path: &Path) -> Result<String> {
+pub(crate) fn sha256(path: &Path) -> Result<String> {
     sha256_of(File::open(path).with_context(|| format!("Cannot open {}", path.display()))?)
 }
 
 /// SHA-256 of the rest of a file.
-pub fn sha256_of(file: File) -> Result<String> {
+pub(crate) fn sha256_of(file: File) -> Result<String> {
     let listed = jobs::output(programs::system("sha256sum").stdin(file))?;
     listed.split(' ').next().map(str::to_owned).context("sha256sum printed nothing")
 }

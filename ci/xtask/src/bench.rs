@@ -36,7 +36,7 @@ const SCRIPT: &str =
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Number of rounds (5)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..1_000_000))]
     rounds: Option<u32>,
@@ -86,7 +86,7 @@ impl Arguments {
     }
 }
 
-pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("bench", || {
         if arguments.requests {
             return requests::run(checkout).map(|()| 0);

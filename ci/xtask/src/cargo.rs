@@ -24,14 +24,14 @@ const PROGRESS: [&str; 5] =
 const CRATE_STARTS: [&str; 2] = ["   Compiling ", "    Checking "];
 
 #[derive(Clone, Copy)]
-pub enum Part {
+pub(crate) enum Part {
     /// The programs, in release mode.
     Programs,
     /// The API clients of the tests.
     Clients,
 }
 
-pub fn build(checkout: &Checkout, part: Part) -> Result<()> {
+pub(crate) fn build(checkout: &Checkout, part: Part) -> Result<()> {
     let (arguments, failure): (&[&str], _) = match part {
         Part::Programs => {
             say!("building the programs (cargo build --release)");
@@ -54,7 +54,7 @@ pub fn build(checkout: &Checkout, part: Part) -> Result<()> {
 }
 
 /// A command that runs cargo in the checkout.
-pub fn command(
+pub(crate) fn command(
     checkout: &Checkout,
     arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
 ) -> Command {
@@ -64,7 +64,7 @@ pub fn command(
 }
 
 /// Runs a command of cargo, and reports its progress.
-pub fn run(mut cargo: Command) -> Result<ExitStatus> {
+pub(crate) fn run(mut cargo: Command) -> Result<ExitStatus> {
     if io::stderr().is_terminal() {
         return jobs::status(&mut cargo);
     }

@@ -9,18 +9,18 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 /// Variable with the folder that `ci/xtask/run` was called from.
-pub const CALLER_FOLDER: &str = "FORESHORE_CALLER_FOLDER";
+pub(crate) const CALLER_FOLDER: &str = "FORESHORE_CALLER_FOLDER";
 /// Variable with the folder of this package, which `cargo run` sets.
-pub const PACKAGE_FOLDER: &str = "CARGO_MANIFEST_DIR";
+pub(crate) const PACKAGE_FOLDER: &str = "CARGO_MANIFEST_DIR";
 
-pub struct Checkout {
+pub(crate) struct Checkout {
     root: PathBuf,
     debs: PathBuf,
 }
 
 impl Checkout {
     /// The checkout that this program was built from.
-    pub fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         let package =
             env::var_os(PACKAGE_FOLDER).unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
         let root =
@@ -32,55 +32,55 @@ impl Checkout {
         Ok(Self { root, debs })
     }
 
-    pub fn root(&self) -> &Path {
+    pub(crate) fn root(&self) -> &Path {
         &self.root
     }
 
     /// A path in the checkout.
-    pub fn path(&self, path: &str) -> PathBuf {
+    pub(crate) fn path(&self, path: &str) -> PathBuf {
         self.root.join(path)
     }
 
     /// A path in the folder of all files that tasks make.
-    pub fn ci(&self, path: &str) -> PathBuf {
+    pub(crate) fn ci(&self, path: &str) -> PathBuf {
         self.root.join("target/ci").join(path)
     }
 
     /// The folder of downloaded packages. Several checkouts may share one.
-    pub fn debs(&self) -> &Path {
+    pub(crate) fn debs(&self) -> &Path {
         &self.debs
     }
 
     /// The folder of our release programs.
-    pub fn programs(&self) -> PathBuf {
+    pub(crate) fn programs(&self) -> PathBuf {
         self.root.join("target/x86_64-unknown-linux-gnu/release")
     }
 }
 
 /// Changes to the folder that the user called `ci/xtask/run` from, which itself runs cargo in the
 /// checkout.
-pub fn enter_caller_folder() -> Result<()> {
+pub(crate) fn enter_caller_folder() -> Result<()> {
     let Some(folder) = env::var_os(CALLER_FOLDER) else { return Ok(()) };
     env::set_current_dir(&folder).with_context(|| format!("Cannot enter {}", folder.display()))
 }
 
 /// Waits for the lock file at `path` and holds the lock until the file is dropped.
-pub fn lock(path: &Path) -> Result<File> {
+pub(crate) fn lock(path: &Path) -> Result<File> {
     let file = File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
     file.lock().with_context(|| format!("Cannot lock {}", path.display()))?;
     Ok(file)
 }
 
-pub fn create_folder(path: &Path) -> Result<()> {
+pub(crate) fn create_folder(path: &Path) -> Result<()> {
     fs::create_dir_all(path).with_context(|| format!("Cannot create {}", path.display()))
 }
 
-pub fn remove_folder(path: &Path) -> Result<()> {
+pub(crate) fn remove_folder(path: &Path) -> Result<()> {
     check_removed(fs::remove_dir_all(path), path)
 }
 
 /// Paths of the entries of a folder, in their order.
-pub fn list(folder: &Path) -> Result<Vec<PathBuf>> {
+pub(crate) fn list(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries =
         fs::read_dir(folder).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
     let mut paths: Vec<_> = entries.with_context(|| format!("Cannot list {}", folder.display()))?;
@@ -89,29 +89,29 @@ pub fn list(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Copies a file and its mode.
-pub fn copy(from: &Path, to: &Path) -> Result<()> {
+pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
     fs::copy(from, to)
         .with_context(|| format!("Cannot copy {} to {}", from.display(), to.display()))?;
     Ok(())
 }
 
-pub fn read(path: &Path) -> Result<String> {
+pub(crate) fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("Cannot read {}", path.display()))
 }
 
-pub fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
+pub(crate) fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
     fs::write(path, content).with_context(|| format!("Cannot write {}", path.display()))
 }
 
 /// Gives a finished file its name.
-pub fn rename(from: &Path, to: &Path) -> Result<()> {
+pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to)
         .with_context(|| format!("Cannot rename {} to {}", from.display(), to.display()))
 }
 
 /// Makes a symbolic link, in place of a file that is there. Other processes find one of the two at
 /// any time.
-pub fn link(target: &Path, path: &Path) -> Result<()> {
+pub(crate) fn link(target: &Path, path: &Path) -> Result<()> {
     if fs::read_link(path).is_ok_and(|old| old == target) {
         return Ok(());
     }
@@ -124,7 +124,7 @@ pub fn link(target: &Path, path: &Path) -> Result<()> {
 }
 
 /// Removes a file if it exists.
-pub fn remove_file(path: &Path) -> Result<()> {
+pub(crate) fn remove_file(path: &Path) -> Result<()> {
     check_removed(fs::remove_file(path), path)
 }
 

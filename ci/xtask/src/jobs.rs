@@ -21,10 +21,10 @@ use rustix::process::{
 use tempfile::TempDir;
 
 /// Exit code of a shell for a command that a signal ended, less the signal.
-pub const SIGNAL_BASE: u8 = 128;
+pub(crate) const SIGNAL_BASE: u8 = 128;
 const SIGNALS: [Signal; 3] = [Signal::HUP, Signal::INT, Signal::TERM];
 /// Time until a job that ignores SIGTERM is killed, unless it must not be.
-pub const GRACE: Duration = Duration::from_secs(5);
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// Time that jobs have to end, together.
 const END_LIMIT: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(20);
@@ -50,17 +50,17 @@ fn state() -> MutexGuard<'static, State> {
 }
 
 /// A running child process, which leads a process group.
-pub struct Job {
+pub(crate) struct Job {
     child: Child,
     leader: Pid,
 }
 
 impl Job {
-    pub fn child(&mut self) -> &mut Child {
+    pub(crate) fn child(&mut self) -> &mut Child {
         &mut self.child
     }
 
-    pub fn wait(&mut self) -> Result<ExitStatus> {
+    pub(crate) fn wait(&mut self) -> Result<ExitStatus> {
         // The process must keep its number until no signal can be sent to it any more.
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         while matches!(waitid(WaitId::Pid(self.leader), options), Err(Errno::INTR)) {}
@@ -68,7 +68,7 @@ impl Job {
     }
 
     /// The status of a child that has ended.
-    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
+    pub(crate) fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
         match waitid(WaitId::Pid(self.leader), options) {
             Ok(None) | Err(Errno::INTR) => Ok(None),
@@ -94,7 +94,7 @@ impl Job {
         Ok(status?)
     }
 
-    pub fn signal(&self, signal: Signal) {
+    pub(crate) fn signal(&self, signal: Signal) {
         // The group may have ended.
         let _ = kill_process_group(self.leader, signal);
     }
@@ -117,12 +117,12 @@ fn park() -> ! {
 }
 
 /// Starts a job that gets SIGTERM when this process ends, and no SIGKILL afterwards.
-pub fn spawn(command: &mut Command) -> Result<Job> {
+pub(crate) fn spawn(command: &mut Command) -> Result<Job> {
     start(command, false)
 }
 
 /// Starts a job that is killed if it ignores SIGTERM.
-pub fn spawn_killable(command: &mut Command) -> Result<Job> {
+pub(crate) fn spawn_killable(command: &mut Command) -> Result<Job> {
     start(command, true)
 }
 
@@ -146,25 +146,25 @@ fn name(command: &Command) -> String {
 }
 
 /// Runs a command as a job, and returns its exit status.
-pub fn status(command: &mut Command) -> Result<ExitStatus> {
+pub(crate) fn status(command: &mut Command) -> Result<ExitStatus> {
     spawn(command)?.wait()
 }
 
 /// Runs a command as a job. It is an error if it fails.
-pub fn run(command: &mut Command) -> Result<()> {
+pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = status(command)?;
     check(command, status)
 }
 
 /// Runs a command as a job, and returns its output. It is an error if it fails.
-pub fn output(command: &mut Command) -> Result<String> {
+pub(crate) fn output(command: &mut Command) -> Result<String> {
     let (status, output) = attempt(command)?;
     check(command, status)?;
     Ok(output)
 }
 
 /// Runs a command as a job, and returns its exit status and output.
-pub fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
+pub(crate) fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
     let mut job = spawn(command.stdout(Stdio::piped()))?;
     let mut output = String::new();
     let stdout = job.child.stdout.take().context("no pipe")?;
@@ -175,7 +175,7 @@ pub fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
 }
 
 /// Runs a command as a job, forwards its output and errors at once, and returns its exit status.
-pub fn stream(
+pub(crate) fn stream(
     command: &mut Command,
     receive: impl FnMut(&[u8]) -> Result<()>,
 ) -> Result<ExitStatus> {
@@ -188,7 +188,7 @@ pub fn stream(
 
 /// Runs a command as a job, forwards its output at once, and returns its exit status. It has the
 /// standard error of this process.
-pub fn stream_output(
+pub(crate) fn stream_output(
     command: &mut Command,
     receive: impl FnMut(&[u8]) -> Result<()>,
 ) -> Result<ExitStatus> {
@@ -217,7 +217,7 @@ fn drain(
 }
 
 /// An error unless the command succeeded.
-pub fn check(command: &Command, status: ExitStatus) -> Result<()> {
+pub(crate) fn check(command: &Command, status: ExitStatus) -> Result<()> {
     if !status.success() {
         bail!("{} failed: {status}", name(command));
     }
@@ -225,17 +225,17 @@ pub fn check(command: &Command, status: ExitStatus) -> Result<()> {
 }
 
 /// Exit code of a process as a shell reports it.
-pub fn exit_code(status: ExitStatus) -> u8 {
+pub(crate) fn exit_code(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| Some(status.signal()? + i32::from(SIGNAL_BASE)));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX)
 }
 
 /// A temporary folder, which is removed on drop and when a signal ends this process.
-pub struct Scratch(TempDir);
+pub(crate) struct Scratch(TempDir);
 
 impl Scratch {
     /// A folder below `parent` or, without one, where temporary files belong.
-    pub fn new(parent: Option<&Path>, prefix: &str) -> Result<Self> {
+    pub(crate) fn new(parent: Option<&Path>, prefix: &str) -> Result<Self> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(prefix);
         let mut state = state();
@@ -252,7 +252,7 @@ impl Scratch {
         Ok(Self(folder))
     }
 
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.0.path()
     }
 }
@@ -264,7 +264,7 @@ impl Drop for Scratch {
 }
 
 /// Starts the thread that ends this process and its jobs on a signal.
-pub fn end_on_signals() -> Result<()> {
+pub(crate) fn end_on_signals() -> Result<()> {
     let (reader, writer) = io::pipe()?;
     let writer = std::sync::Arc::new(writer);
     let ignored = ignored_signals()?;

@@ -13,15 +13,15 @@ use crate::messages::say;
 use crate::programs;
 
 /// Path of the pins in the checkout.
-pub const LOCK: &str = "ci/kernels.lock";
+pub(crate) const LOCK: &str = "ci/kernels.lock";
 /// Name of the kernel of the emulated host and of guests whose image has no other.
-pub const DEFAULT: &str = "6.12";
+pub(crate) const DEFAULT: &str = "6.12";
 /// End of the names of kernels with all drivers. Others are the cloud flavor.
 const GENERIC: &str = "-generic";
 
 /// A line of the lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pin {
+pub(crate) struct Pin {
     /// Series, with the flavor if it is the generic one.
     pub name: String,
     package: String,
@@ -31,11 +31,11 @@ pub struct Pin {
 
 impl Pin {
     /// True for the generic flavor, which has drivers that the cloud flavor lacks, such as F2FS.
-    pub fn is_generic(&self) -> bool {
+    pub(crate) fn is_generic(&self) -> bool {
         self.name.ends_with(GENERIC)
     }
 
-    pub fn version(&self) -> &str {
+    pub(crate) fn version(&self) -> &str {
         &self.version
     }
 
@@ -54,12 +54,12 @@ impl Pin {
     }
 
     /// Folder that the package is unpacked in.
-    pub fn tree(&self, checkout: &Checkout) -> PathBuf {
+    pub(crate) fn tree(&self, checkout: &Checkout) -> PathBuf {
         checkout.ci("kernels").join(&self.package)
     }
 
     /// Release of the unpacked kernel, as `uname -r` prints it.
-    pub fn release(&self, checkout: &Checkout) -> Result<String> {
+    pub(crate) fn release(&self, checkout: &Checkout) -> Result<String> {
         let modules = self.tree(checkout).join("lib/modules");
         let mut entries =
             fs::read_dir(&modules).with_context(|| format!("no {}", modules.display()))?;
@@ -69,18 +69,18 @@ impl Pin {
     }
 
     /// The unpacked kernel itself.
-    pub fn image(&self, checkout: &Checkout) -> Result<PathBuf> {
+    pub(crate) fn image(&self, checkout: &Checkout) -> Result<PathBuf> {
         let release = self.release(checkout)?;
         Ok(self.tree(checkout).join(format!("boot/vmlinuz-{release}")))
     }
 }
 
-pub fn pins(checkout: &Checkout) -> Result<Vec<Pin>> {
+pub(crate) fn pins(checkout: &Checkout) -> Result<Vec<Pin>> {
     parse(&read(&checkout.path(LOCK))?)
 }
 
 /// The pinned kernel `name`.
-pub fn pin(checkout: &Checkout, name: &str) -> Result<Pin> {
+pub(crate) fn pin(checkout: &Checkout, name: &str) -> Result<Pin> {
     let pin = pins(checkout)?.into_iter().find(|pin| pin.name == name);
     pin.with_context(|| format!("{LOCK} has no kernel {name}"))
 }
@@ -101,7 +101,7 @@ fn parse(text: &str) -> Result<Vec<Pin>> {
 }
 
 /// Fetches, verifies and unpacks a kernel, unless it is there.
-pub fn fetch(checkout: &Checkout, apt: &mut Apt<'_>, pin: &Pin) -> Result<()> {
+pub(crate) fn fetch(checkout: &Checkout, apt: &mut Apt<'_>, pin: &Pin) -> Result<()> {
     let Pin { name, package, version, .. } = pin;
     let tree = pin.tree(checkout);
     // The verified hash is the stamp, so a changed pin causes another unpacking.
@@ -137,7 +137,7 @@ pub fn fetch(checkout: &Checkout, apt: &mut Apt<'_>, pin: &Pin) -> Result<()> {
 }
 
 /// Moves all pins to the newest kernels that the mirror has.
-pub fn update(checkout: &Checkout, apt: &mut Apt<'_>) -> Result<()> {
+pub(crate) fn update(checkout: &Checkout, apt: &mut Apt<'_>) -> Result<()> {
     apt.refresh_lists()?;
     let lock = checkout.path(LOCK);
     let comments = read(&lock)?;

@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     /// Parses the options of a task.
-    pub fn parse<T: Args>(line: &str) -> Result<T, Error> {
+    pub(crate) fn parse<T: Args>(line: &str) -> Result<T, Error> {
         let command = T::augment_args(Command::new("task").no_binary_name(true));
         T::from_arg_matches(&command.try_get_matches_from(line.split_whitespace())?)
     }

@@ -17,7 +17,7 @@ pub(crate) use say;
 
 /// A command line that makes no sense. The exit code is 2.
 #[derive(Debug)]
-pub struct Refused(pub String);
+pub(crate) struct Refused(pub String);
 
 impl Display for Refused {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -34,13 +34,13 @@ macro_rules! refuse {
 pub(crate) use refuse;
 
 /// Prints `message` with the name of the task.
-pub fn print(message: &str) {
+pub(crate) fn print(message: &str) {
     let name = NAME.lock().unwrap_or_else(PoisonError::into_inner).clone();
     write_errors(format!("{name}: {message}\n").as_bytes());
 }
 
 /// Runs `work` under the name `name`. After an error the name stays, for the error's message.
-pub fn speak_as<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn speak_as<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let previous = replace(name);
     let result = work()?;
     replace(&previous);
@@ -48,7 +48,7 @@ pub fn speak_as<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 /// Runs a part of a task. Reports an error and returns `None`, so that later parts still run.
-pub fn attempt<T>(work: impl FnOnce() -> Result<T>) -> Option<T> {
+pub(crate) fn attempt<T>(work: impl FnOnce() -> Result<T>) -> Option<T> {
     let name = NAME.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let report = |error: Error| {
         print(&format!("{error:#}"));
@@ -58,23 +58,23 @@ pub fn attempt<T>(work: impl FnOnce() -> Result<T>) -> Option<T> {
 }
 
 /// Writes to standard output at once. It may be closed.
-pub fn write_output(bytes: &[u8]) {
+pub(crate) fn write_output(bytes: &[u8]) {
     let mut output = io::stdout().lock();
     let _ = output.write_all(bytes).and_then(|()| output.flush());
 }
 
 /// Writes to standard error. It may be closed.
-pub fn write_errors(bytes: &[u8]) {
+pub(crate) fn write_errors(bytes: &[u8]) {
     let _ = io::stderr().lock().write_all(bytes);
 }
 
 /// Output of a program in lines. The last line may be incomplete.
 #[derive(Default)]
-pub struct Lines(Vec<u8>);
+pub(crate) struct Lines(Vec<u8>);
 
 impl Lines {
     /// Adds output and returns the lines that it completes, with their newlines.
-    pub fn feed(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
+    pub(crate) fn feed(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
         self.0.extend_from_slice(bytes);
         let Some(end) = self.0.iter().rposition(|byte| *byte == b'\n') else { return Vec::new() };
         let rest = self.0.split_off(end + 1);
@@ -83,7 +83,7 @@ impl Lines {
     }
 
     /// Returns the last line with a newline, unless it is empty.
-    pub fn finish(&mut self) -> Vec<Vec<u8>> {
+    pub(crate) fn finish(&mut self) -> Vec<Vec<u8>> {
         if self.0.is_empty() { Vec::new() } else { self.feed(b"\n") }
     }
 }

@@ -21,7 +21,7 @@ struct Reference {
 }
 
 /// References in the repository's text files to missing files and headings.
-pub fn unresolved(repository: &Repository) -> Result<Vec<String>> {
+pub(crate) fn unresolved(repository: &Repository) -> Result<Vec<String>> {
     let mut texts = BTreeMap::new();
     for path in repository.files()? {
         if let Some(text) = repository.read(&path)? {

@@ -13,7 +13,7 @@ use crate::checkout::{CALLER_FOLDER, Checkout, PACKAGE_FOLDER};
 use crate::root::IS_JOB;
 
 /// Folders of the distribution's programs. Images are made with these alone.
-pub const SYSTEM_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
+pub(crate) const SYSTEM_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 /// No such file exists, so mke2fs uses its own defaults instead of those in /etc/mke2fs.conf.
 const MKE2FS_CONFIG: &str = "/nonexistent/mke2fs.conf";
 /// Variables of the user or of cargo that would change images, other cargo runs or programs'
@@ -34,24 +34,27 @@ const REMOVED: [&str; 8] = [
 const REMOVED_PREFIXES: [&str; 2] = ["CARGO_PKG_", "BASH_FUNC_"];
 
 /// The user's PATH. An ordinary user's lacks the folders of mke2fs and modprobe.
-pub fn user_path() -> OsString {
+pub(crate) fn user_path() -> OsString {
     let mut path = env::var_os("PATH").unwrap_or_default();
     path.push(":/usr/sbin:/sbin");
     path
 }
 
 /// A command that runs a program of the distribution, without input.
-pub fn system(name: &str) -> Command {
+pub(crate) fn system(name: &str) -> Command {
     with_path(name, SYSTEM_PATH)
 }
 
 /// A command that runs a program which may be the user's own, without input.
-pub fn user(name: impl AsRef<std::ffi::OsStr>) -> Command {
+pub(crate) fn user(name: impl AsRef<std::ffi::OsStr>) -> Command {
     with_path(name, user_path())
 }
 
 /// A command whose program is looked up in `path`, which is also its own PATH.
-pub fn with_path(name: impl AsRef<std::ffi::OsStr>, path: impl AsRef<std::ffi::OsStr>) -> Command {
+pub(crate) fn with_path(
+    name: impl AsRef<std::ffi::OsStr>,
+    path: impl AsRef<std::ffi::OsStr>,
+) -> Command {
     let mut command = Command::new(name);
     for (name, _) in env::vars_os() {
         let name = name.to_string_lossy();
@@ -71,7 +74,7 @@ fn is_removed(name: &str) -> bool {
 
 /// A command like that of `with_path`. The program gets the signal if the thread that has started
 /// it ends first, for example because this process is killed. `signal` is a name without SIG.
-pub fn ending_with_this_one(
+pub(crate) fn ending_with_this_one(
     signal: &str,
     program: &Path,
     path: impl AsRef<std::ffi::OsStr>,
@@ -82,7 +85,7 @@ pub fn ending_with_this_one(
 }
 
 /// A command that runs another task of this program. The task ends if this process is killed.
-pub fn task(checkout: &Checkout, name: &str) -> Result<Command> {
+pub(crate) fn task(checkout: &Checkout, name: &str) -> Result<Command> {
     // This path names the same program even if cargo has built another one since.
     let program = format!("/proc/{}/exe", std::process::id());
     let mut command = ending_with_this_one("TERM", Path::new(&program), user_path())?;
@@ -91,17 +94,17 @@ pub fn task(checkout: &Checkout, name: &str) -> Result<Command> {
 }
 
 /// The program `name` in the folders of `path`.
-pub fn find(name: &str, path: impl AsRef<std::ffi::OsStr>) -> Option<PathBuf> {
+pub(crate) fn find(name: &str, path: impl AsRef<std::ffi::OsStr>) -> Option<PathBuf> {
     env::split_paths(&path).map(|folder| folder.join(name)).find(|program| is_program(program))
 }
 
 /// The program `name` of the distribution.
-pub fn find_system(name: &str) -> Result<PathBuf> {
+pub(crate) fn find_system(name: &str) -> Result<PathBuf> {
     find(name, SYSTEM_PATH)
         .with_context(|| format!("{name} is not installed (ci/setup installs it)"))
 }
 
-pub fn is_program(path: &Path) -> bool {
+pub(crate) fn is_program(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
 }
 

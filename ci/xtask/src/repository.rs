@@ -6,12 +6,12 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-pub struct Repository {
+pub(crate) struct Repository {
     root: PathBuf,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub struct ChangedFile {
+pub(crate) struct ChangedFile {
     /// Path in the commit. `None` for a new file.
     pub old: Option<String>,
     /// Path in the work tree. `None` for a removed file.
@@ -19,7 +19,7 @@ pub struct ChangedFile {
 }
 
 impl Repository {
-    pub fn at(root: impl Into<PathBuf>) -> Self {
+    pub(crate) fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
@@ -32,7 +32,7 @@ impl Repository {
     }
 
     /// Paths of all tracked files and of files that git does not ignore.
-    pub fn files(&self) -> Result<Vec<String>> {
+    pub(crate) fn files(&self) -> Result<Vec<String>> {
         let listed = self.git(&["ls-files", "-z", "--cached", "--others", "--exclude-standard"])?;
         let paths =
             listed.split('\0').filter(|path| !path.is_empty() && self.root.join(path).is_file());
@@ -40,22 +40,22 @@ impl Repository {
     }
 
     /// Reads a file of the work tree. `None` if it is not text.
-    pub fn read(&self, path: &str) -> Result<Option<String>> {
+    pub(crate) fn read(&self, path: &str) -> Result<Option<String>> {
         let bytes =
             fs::read(self.root.join(path)).with_context(|| format!("Cannot read {path}"))?;
         Ok(String::from_utf8(bytes).ok())
     }
 
-    pub fn read_at(&self, commit: &str, path: &str) -> Result<String> {
+    pub(crate) fn read_at(&self, commit: &str, path: &str) -> Result<String> {
         self.git(&["show", &format!("{commit}:{path}")])
     }
 
-    pub fn exists(&self, path: &Path) -> bool {
+    pub(crate) fn exists(&self, path: &Path) -> bool {
         self.root.join(path).exists()
     }
 
     /// Rust files that differ between `base` and the work tree. A renamed file is one entry.
-    pub fn changed_rust_files(&self, base: &str) -> Result<Vec<ChangedFile>> {
+    pub(crate) fn changed_rust_files(&self, base: &str) -> Result<Vec<ChangedFile>> {
         let listed =
             self.git(&["diff", "--name-status", "-z", "--find-renames", base, "--", "*.rs"])?;
         let mut changed = parse_name_status(&listed)?;

@@ -11,12 +11,12 @@ use crate::programs::{self, SYSTEM_PATH};
 
 /// Set by tasks that run this program as a job, which cannot ask for a password: it would be
 /// stopped for reading from the terminal.
-pub const IS_JOB: &str = "FORESHORE_IS_JOB";
+pub(crate) const IS_JOB: &str = "FORESHORE_IS_JOB";
 const ADVICE: &str =
     "sudo asks for a password, which no job can give. Run `sudo -v`, and then this script again";
 
 /// The way in which this user becomes root.
-pub struct Root {
+pub(crate) struct Root {
     is_root: bool,
     is_job: bool,
     /// Folders that sudo is looked up in.
@@ -24,7 +24,7 @@ pub struct Root {
 }
 
 impl Root {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             is_root: rustix::process::geteuid().is_root(),
             is_job: env::var_os(IS_JOB).is_some_and(|value| !value.is_empty()),
@@ -33,7 +33,7 @@ impl Root {
     }
 
     /// Runs a command as root, through sudo for other users.
-    pub fn run(&self, arguments: &[&str], is_silent: bool) -> Result<ExitStatus> {
+    pub(crate) fn run(&self, arguments: &[&str], is_silent: bool) -> Result<ExitStatus> {
         self.require(arguments)?;
         let mut command = if self.is_root {
             let mut command = programs::with_path(arguments[0], &self.path);
@@ -63,7 +63,7 @@ impl Root {
     }
 
     /// An error if there is no way to run the command as root.
-    pub fn require(&self, arguments: &[&str]) -> Result<()> {
+    pub(crate) fn require(&self, arguments: &[&str]) -> Result<()> {
         if !self.is_root && programs::find("sudo", &self.path).is_none() {
             bail!("needs root for: {} (neither root nor sudo here)", arguments.join(" "));
         }
@@ -72,7 +72,7 @@ impl Root {
 
     /// A remedy if sudo would ask a job for a password, else an empty text. sudo remembers the last
     /// one for some minutes only, and a job may need root later than that.
-    pub fn advice(&self) -> String {
+    pub(crate) fn advice(&self) -> String {
         if self.is_root || self.remembers_password() {
             String::new()
         } else {
@@ -96,7 +96,7 @@ impl Root {
 }
 
 #[cfg(test)]
-pub mod tests {
+pub(crate) mod tests {
     use std::fs;
     use std::os::unix::fs::PermissionsExt;
     use std::path::Path;
@@ -104,12 +104,12 @@ pub mod tests {
     use super::*;
 
     /// A job of a user who is not root, with the programs in `folder`.
-    pub fn job_of_user(folder: &Path) -> Root {
+    pub(crate) fn job_of_user(folder: &Path) -> Root {
         Root { is_root: false, is_job: true, path: folder.display().to_string() }
     }
 
     /// Adds a sudo as it is with `-n` after it has forgotten the password.
-    pub fn add_expired_sudo(folder: &Path) {
+    pub(crate) fn add_expired_sudo(folder: &Path) {
         let expired = "#!/bin/sh\n[ \"$1\" = -n ] || exit 0\nexit 1\n";
         let path = folder.join("sudo");
         fs::write(&path, expired).unwrap();

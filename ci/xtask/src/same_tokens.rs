@@ -19,7 +19,7 @@ struct Token {
 }
 
 /// All differences between the Rust files of `base` and of the work tree.
-pub fn differences(repository: &Repository, base: &str) -> Result<Vec<String>> {
+pub(crate) fn differences(repository: &Repository, base: &str) -> Result<Vec<String>> {
     let mut differences = Vec::new();
     for file in repository.changed_rust_files(base)? {
         match file {

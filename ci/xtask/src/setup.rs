@@ -40,13 +40,13 @@ const STATIC_LIBC: Tool = ("/usr/lib/x86_64-linux-gnu/libc.a", "libc6-dev");
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 
 #[derive(Args)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Move ci/kernels.lock to the newest kernels that the mirror has
     #[arg(long)]
     update_kernels: bool,
 }
 
-pub fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
+pub(crate) fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     speak_as("setup", || {
         create_folder(&checkout.ci(""))?;
         // Two runs at once must not unpack into one another.
@@ -62,7 +62,7 @@ pub fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
 }
 
 /// Sets up without moving the kernels.
-pub fn ensure_set_up(checkout: &Checkout) -> Result<()> {
+pub(crate) fn ensure_set_up(checkout: &Checkout) -> Result<()> {
     set_up(checkout, &Arguments { update_kernels: false })
 }
 

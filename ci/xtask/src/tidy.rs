@@ -16,7 +16,7 @@ const MOST_COLUMNS: usize = 100;
 const TABLES: [&str; 2] = ["params! {", "reasons! {"];
 
 /// Violations of the rules, with file and line.
-pub fn violations(repository: &Repository) -> Result<Vec<String>> {
+pub(crate) fn violations(repository: &Repository) -> Result<Vec<String>> {
     let sources = sources(repository)?;
     let mut violations: Vec<_> =
         sources.iter().flat_map(|(file, text)| in_text(file, text)).collect();
@@ -25,7 +25,7 @@ pub fn violations(repository: &Repository) -> Result<Vec<String>> {
 }
 
 /// Drawing of the VMM's layers for docs/architecture.md.
-pub fn drawing(repository: &Repository) -> Result<String> {
+pub(crate) fn drawing(repository: &Repository) -> Result<String> {
     layers::drawing(repository, &sources(repository)?)
 }
 

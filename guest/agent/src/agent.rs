@@ -29,7 +29,7 @@ const HOUSE_MS: u64 = 1_000;
 
 /// Everything that outlives a connection.
 #[derive(Debug)]
-pub struct Agent {
+pub(crate) struct Agent {
     pub(crate) proc: Proc,
     pub blocks: Option<BlockWatch>,
     /// Have the thread take charge of blocks with its next request.
@@ -51,7 +51,7 @@ impl Agent {
     /// Opens the sources of reports. Outside of tests `proc_root` is /proc and `memory_root` is
     /// /sys/devices/system/memory. The caller adds the optional parts: the watch of memory blocks,
     /// triggers, termination, and the parts that change the guest.
-    pub fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
+    pub(crate) fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
         let mut blocks = BlockReader::new(memory_root, Online::None);
         blocks.read(Signs::default(), sys::monotonic_ms);
         let report = RawReport {
@@ -75,7 +75,7 @@ impl Agent {
         })
     }
 
-    pub fn take_report(&mut self, cause: Cause) -> Result<&RawReport, ProcError> {
+    pub(crate) fn take_report(&mut self, cause: Cause) -> Result<&RawReport, ProcError> {
         self.observe()?;
         self.report.cause = cause;
         self.report.monotonic_ms = self.observed_ms;
@@ -132,7 +132,7 @@ impl Agent {
     }
 
     /// Reports until it is told to end.
-    pub fn run(&mut self, address: &Address) {
+    pub(crate) fn run(&mut self, address: &Address) {
         self.report_to(address);
         if let Some(tuning) = &mut self.tuning {
             logged("put settings of the kernel back", tuning.restore());

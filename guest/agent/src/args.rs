@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use foreshore_proto::VSOCK_PORT;
 use thiserror::Error;
 
-pub const HELP: &str = "\
+pub(crate) const HELP: &str = "\
 Reports the guest's memory pressure to the VMM.
 
 Usage: foreshore-agent [OPTIONS]
@@ -32,7 +32,7 @@ Options:
 const HOST_CID: u32 = 2;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Address {
+pub(crate) enum Address {
     /// On the other side of a virtual socket.
     Vsock { cid: u32, port: u32 },
     /// Behind a socket's file. For tests and measurements on a machine that is no guest; not in the
@@ -42,7 +42,7 @@ pub enum Address {
 
 /// How plugged memory comes online.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Online {
+pub(crate) enum Online {
     /// Movable, so that it can leave again.
     Movable,
     /// In the zone that the kernel chooses.
@@ -52,7 +52,7 @@ pub enum Online {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
+pub(crate) struct Options {
     pub address: Address,
     pub online: Online,
     pub reserve: bool,
@@ -62,7 +62,7 @@ pub struct Options {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Command {
+pub(crate) enum Command {
     Run(Options),
     Once,
     Version,
@@ -70,7 +70,7 @@ pub enum Command {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum ArgsError {
+pub(crate) enum ArgsError {
     #[error("Argument {0:?} is not UTF-8")]
     NotUtf8(OsString),
     #[error("Unknown option {0}")]
@@ -82,7 +82,7 @@ pub enum ArgsError {
 }
 
 /// Understands the arguments, without the program's name.
-pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, ArgsError> {
+pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, ArgsError> {
     let args = args.into_iter().map(|arg| arg.into_string().map_err(ArgsError::NotUtf8));
     let args: Vec<String> = args.collect::<Result<_, _>>()?;
     let (mut cid, mut port, mut unix, mut once) = (HOST_CID, VSOCK_PORT, None, false);

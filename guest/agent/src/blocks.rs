@@ -52,7 +52,7 @@ const REST_COST_PART: u64 = 1_000;
 
 /// What shows, at little cost, that blocks have come, gone or changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Signs {
+pub(crate) struct Signs {
     pub total_bytes: u64,
     /// Links to the directory of all blocks: one for each of them, and some more. Blocks that are
     /// plugged and stay offline do not show in the total.
@@ -61,7 +61,7 @@ pub struct Signs {
 
 /// Physical addresses of a node that have blocks which are online.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Range {
+pub(crate) struct Range {
     pub node: u32,
     pub start: u64,
     /// The one behind the last.
@@ -85,7 +85,7 @@ fn ranges_of(mut blocks: Vec<(u32, u32)>, block_bytes: u64) -> Vec<Range> {
 
 /// The blocks as last read.
 #[derive(Debug)]
-pub struct BlockReader {
+pub(crate) struct BlockReader {
     root: PathBuf,
     online: Online,
     /// Whether blocks that are offline are onlined.
@@ -107,7 +107,7 @@ impl BlockReader {
     /// A reader of `root`, which is /sys/devices/system/memory outside of tests. It changes nothing
     /// before it is told to take charge, and then sees to it that memory comes online in the
     /// way of `online`.
-    pub fn new(root: &Path, online: Online) -> Self {
+    pub(crate) fn new(root: &Path, online: Online) -> Self {
         BlockReader {
             root: root.to_owned(),
             online,
@@ -124,7 +124,7 @@ impl BlockReader {
 
     /// Sees to it that plugged memory comes online as is wanted: has the kernel do so, if it does
     /// not already, and from now on onlines blocks that it left offline.
-    pub fn take_charge(&mut self) -> io::Result<()> {
+    pub(crate) fn take_charge(&mut self) -> io::Result<()> {
         let Some(word) = self.online.word() else { return Ok(()) };
         self.in_charge = true;
         let path = self.root.join("auto_online_blocks");
@@ -132,7 +132,7 @@ impl BlockReader {
         if self.online.is_done_by(policy) { Ok(()) } else { fs::write(path, word) }
     }
 
-    pub fn seen(&self) -> &Blocks {
+    pub(crate) fn seen(&self) -> &Blocks {
         &self.seen
     }
 
@@ -153,7 +153,7 @@ impl BlockReader {
     /// Reads the blocks again. If the agent is in charge, onlines blocks that were offline at the
     /// last reading as well. Returns the number of blocks that did not come online. `clock` returns
     /// the time before and after the reading.
-    pub fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> u64 {
+    pub(crate) fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> u64 {
         let start_ms = clock();
         let mut failed = 0;
         self.seen = self.scan(&mut failed);
@@ -235,23 +235,23 @@ impl Block {
 /// Checks that a block that is online is in ZONE_MOVABLE. The block must be online: for a block
 /// that is just being added, Linux looks up the zones of node -1 and crashes
 /// (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the block becomes visible).
-pub fn is_online_block_movable(block: &Path) -> bool {
+pub(crate) fn is_online_block_movable(block: &Path) -> bool {
     let zones = fs::read_to_string(block.join("valid_zones")).unwrap_or_default();
     // The first zone is the one that the block is in.
     zones.split_whitespace().next() == Some("Movable")
 }
 
 /// The number in a name such as `memory12`.
-pub fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
+pub(crate) fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
     name.to_str()?.strip_prefix(prefix)?.parse().ok()
 }
 
 /// The thread's stack. All of it is locked, so it is no larger than it needs to be.
-pub const STACK_BYTES: usize = 64 * 1024;
+pub(crate) const STACK_BYTES: usize = 64 * 1024;
 
 /// A [`BlockReader`] in a thread of its own.
 #[derive(Debug)]
-pub struct BlockWatch {
+pub(crate) struct BlockWatch {
     /// The directory of all blocks, kept open: a path takes the kernel many times as long.
     root: Option<File>,
     requests: SyncSender<Request>,
@@ -280,7 +280,7 @@ struct Answer {
 
 impl BlockWatch {
     /// Starts the thread. `clock` gives the time.
-    pub fn start(mut reader: BlockReader, clock: fn() -> u64) -> io::Result<Self> {
+    pub(crate) fn start(mut reader: BlockReader, clock: fn() -> u64) -> io::Result<Self> {
         let root = File::open(&reader.root).ok();
         let (requests, inbox) = sync_channel::<Request>(1);
         let (outbox, answers) = sync_channel::<Answer>(1);
@@ -306,7 +306,7 @@ impl BlockWatch {
 
     /// Has them read again if that may be due, and returns what a reading has found since the last
     /// call. Never waits. Clears `take_charge` when it has been passed on.
-    pub fn poll(
+    pub(crate) fn poll(
         &mut self,
         total_bytes: u64,
         now_ms: u64,

@@ -10,7 +10,7 @@ use foreshore_proto::{PROTOCOL_VERSION, RawHello};
 const MAX_TEXT_CHARS: usize = 120;
 
 /// The first message of a connection.
-pub fn hello() -> RawHello {
+pub(crate) fn hello() -> RawHello {
     let kernel = rustix::system::uname();
     let (release, version) =
         (kernel.release().to_string_lossy(), kernel.version().to_string_lossy());

@@ -29,7 +29,7 @@ const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
 
 /// Converts blocks in a thread of its own.
 #[derive(Debug)]
-pub struct KernelBlocks {
+pub(crate) struct KernelBlocks {
     requests: SyncSender<u32>,
     results: Receiver<Result<u32, (u32, io::Error)>>,
     is_busy: bool,
@@ -49,7 +49,7 @@ struct Exhausted {
 impl KernelBlocks {
     /// Starts the thread. `memory_root` is /sys/devices/system/memory outside of tests, `iomem` is
     /// /proc/iomem.
-    pub fn start(memory_root: &Path, iomem: &Path) -> io::Result<Self> {
+    pub(crate) fn start(memory_root: &Path, iomem: &Path) -> io::Result<Self> {
         let mut turner = Turner {
             memory_root: memory_root.to_owned(),
             iomem: iomem.to_owned(),
@@ -80,7 +80,7 @@ impl KernelBlocks {
     /// Requests a block for the kernel if the kernel is short of memory. Returns true if a block
     /// was converted since the last call. Does not block. `other_user_pages` is the result of
     /// [`parse::zoneinfo`](crate::parse::zoneinfo).
-    pub fn poll(&mut self, report: &RawReport, other_user_pages: u64, now_ms: u64) -> bool {
+    pub(crate) fn poll(&mut self, report: &RawReport, other_user_pages: u64, now_ms: u64) -> bool {
         self.growth.update(report, other_user_pages, now_ms);
         let result = self.results.try_recv().ok();
         self.is_busy &= result.is_none();

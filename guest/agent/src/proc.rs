@@ -33,7 +33,7 @@ const MAX_ZONES_AGE_MS: u64 = 1_000;
 const FREE_SLACK_BYTES: u64 = (2 << 20) - 1;
 
 #[derive(Debug, Error)]
-pub enum ProcError {
+pub(crate) enum ProcError {
     #[error("Cannot read {path}")]
     Read {
         path: PathBuf,
@@ -75,7 +75,7 @@ impl Pieces {
 
 /// The files that a report is made of.
 #[derive(Debug)]
-pub struct Proc {
+pub(crate) struct Proc {
     meminfo: Text,
     zoneinfo: Text,
     vmstat: Text,
@@ -95,7 +95,7 @@ pub struct Proc {
 
 impl Proc {
     /// Opens the files under `root`, which is /proc outside of tests.
-    pub fn open(root: &Path) -> Result<Self, ProcError> {
+    pub(crate) fn open(root: &Path) -> Result<Self, ProcError> {
         Ok(Proc {
             meminfo: Text::open(root.join("meminfo"), Pieces::One)?,
             // A node each.
@@ -114,7 +114,7 @@ impl Proc {
     }
 
     /// Fills in everything of a report that comes from /proc.
-    pub fn fill(&mut self, report: &mut RawReport, now_ms: u64) -> Result<(), ProcError> {
+    pub(crate) fn fill(&mut self, report: &mut RawReport, now_ms: u64) -> Result<(), ProcError> {
         let (memory, kernel) = parse::meminfo(self.meminfo.read(&mut self.buffer)?)?;
         let (unused_dentries, unused_inodes) =
             (self.unused(&self.dentries), self.unused(&self.inodes));
@@ -139,7 +139,7 @@ impl Proc {
     }
 
     /// Locked and compressed pages in the kernel's zones, as old as the sizes of the zones.
-    pub fn other_user_pages(&self) -> u64 {
+    pub(crate) fn other_user_pages(&self) -> u64 {
         self.other_user_pages
     }
 
@@ -174,7 +174,7 @@ impl Proc {
         Ok(())
     }
 
-    pub fn memory(&mut self) -> Result<(Memory, KernelUse), ProcError> {
+    pub(crate) fn memory(&mut self) -> Result<(Memory, KernelUse), ProcError> {
         Ok(parse::meminfo(self.meminfo.read(&mut self.buffer)?)?)
     }
 }

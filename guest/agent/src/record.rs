@@ -8,7 +8,7 @@ use crate::logged;
 
 /// Replaces a record, whole or not at all: one of which the end is missing would make ours the
 /// guest's. Without text there is none.
-pub fn replace(record: &Path, text: &str) -> io::Result<()> {
+pub(crate) fn replace(record: &Path, text: &str) -> io::Result<()> {
     if text.is_empty() {
         return match fs::remove_file(record) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -25,7 +25,7 @@ pub fn replace(record: &Path, text: &str) -> io::Result<()> {
 
 /// Replaces the record before `what` is changed. Without a record, the agent works all the same.
 /// The old value is lost only if the agent is killed.
-pub fn note(what: &str, record: &Path, text: &str) {
+pub(crate) fn note(what: &str, record: &Path, text: &str) {
     let result = replace(record, text);
     logged(&format!("note the guest's {what} in {}", record.display()), result);
 }

@@ -25,7 +25,7 @@ const NAME: &str = "lowmem_reserve_ratio";
 
 /// The sysctl and what it held before any agent wrote to it.
 #[derive(Debug)]
-pub struct Reserve {
+pub(crate) struct Reserve {
     path: PathBuf,
     record: PathBuf,
     initial: Vec<u64>,
@@ -45,7 +45,7 @@ pub struct Reserve {
 impl Reserve {
     /// Reads the setting under `root`, which is /proc/sys/vm outside of tests, and the record under
     /// `run`, which lasts as long as the guest runs. `cmdline` is the kernel's command line.
-    pub fn open(root: &Path, run: &Path, cmdline: &str) -> io::Result<Self> {
+    pub(crate) fn open(root: &Path, run: &Path, cmdline: &str) -> io::Result<Self> {
         let (path, record) = (root.join(NAME), run.join(NAME));
         let current = ratios_of(&fs::read_to_string(&path)?);
         if current.len() < KERNEL_ZONES.len() {
@@ -67,7 +67,7 @@ impl Reserve {
 
     /// Adapts the setting to the guest's zones and to the memory that can be added to them, if one
     /// of these has changed.
-    pub fn adapt(&mut self, zones: &[Zone], hotplug_bytes: u64) -> io::Result<()> {
+    pub(crate) fn adapt(&mut self, zones: &[Zone], hotplug_bytes: u64) -> io::Result<()> {
         let (managed, before_bytes) = &mut self.made_for;
         let managed_now = zones.iter().map(|zone| zone.managed_pages);
         if managed_now.clone().eq(managed.iter().copied()) && *before_bytes == hotplug_bytes {
@@ -96,7 +96,7 @@ impl Reserve {
     }
 
     /// Gives the guest back what an agent that was killed has not.
-    pub fn restore_after_another(root: &Path, run: &Path) -> io::Result<()> {
+    pub(crate) fn restore_after_another(root: &Path, run: &Path) -> io::Result<()> {
         match run.join(NAME).try_exists()? {
             true => Self::open(root, run, "")?.restore(),
             false => Ok(()),
@@ -104,7 +104,7 @@ impl Reserve {
     }
 
     /// Gives the guest its setting back, if what is in force is ours.
-    pub fn restore(self) -> io::Result<()> {
+    pub(crate) fn restore(self) -> io::Result<()> {
         let is_ours = ratios_of(&fs::read_to_string(&self.path)?) == self.current;
         if is_ours && self.current != self.initial {
             fs::write(&self.path, text_of(&self.initial))?;

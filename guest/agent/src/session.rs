@@ -21,7 +21,7 @@ use crate::{kernel, sys};
 const DEFAULT_WATERMARK_PART: u64 = 5;
 
 #[derive(Debug, Error)]
-pub enum SessionError {
+pub(crate) enum SessionError {
     #[error("Cannot connect to vsock port {port} of context {cid}")]
     Connect {
         cid: u32,
@@ -46,7 +46,7 @@ pub enum SessionError {
 }
 
 #[derive(Debug)]
-pub struct Session<'a> {
+pub(crate) struct Session<'a> {
     agent: &'a mut Agent,
     socket: OwnedFd,
     pace: Pace,
@@ -64,7 +64,7 @@ struct Ready {
 }
 
 impl<'a> Session<'a> {
-    pub fn connect(agent: &'a mut Agent, address: &Address) -> Result<Self, SessionError> {
+    pub(crate) fn connect(agent: &'a mut Agent, address: &Address) -> Result<Self, SessionError> {
         let socket = match address {
             Address::Vsock { cid, port } => sys::connect_vsock(*cid, *port)
                 .map_err(|source| SessionError::Connect { cid: *cid, port: *port, source })?,
@@ -92,7 +92,7 @@ impl<'a> Session<'a> {
     }
 
     /// Waits for whatever comes first, and answers it.
-    pub fn turn(&mut self) -> Result<(), SessionError> {
+    pub(crate) fn turn(&mut self) -> Result<(), SessionError> {
         let ready = self.wait()?;
         if ready.readable {
             self.receive()?;

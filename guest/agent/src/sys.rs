@@ -18,33 +18,33 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-pub fn monotonic_ms() -> u64 {
+pub(crate) fn monotonic_ms() -> u64 {
     let now = rustix::time::clock_gettime(ClockId::Monotonic);
     // The clock starts at boot, so its value is never negative.
     now.tv_sec.cast_unsigned().saturating_mul(1000) + now.tv_nsec.cast_unsigned() / 1_000_000
 }
 
 /// Free memory, by the one system call that costs no text.
-pub fn free_bytes() -> u64 {
+pub(crate) fn free_bytes() -> u64 {
     let info = rustix::system::sysinfo();
     info.freeram.saturating_mul(u64::from(info.mem_unit))
 }
 
 /// Locks all memory that the process has and will have, so that it can report under the pressure it
 /// reports.
-pub fn lock_memory() -> io::Result<()> {
+pub(crate) fn lock_memory() -> io::Result<()> {
     Ok(rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE)?)
 }
 
 /// Runs before ordinary processes: what it does is short, and late reports are of no use.
-pub fn raise_priority() -> io::Result<()> {
+pub(crate) fn raise_priority() -> io::Result<()> {
     Ok(rustix::process::setpriority_process(None, -10)?)
 }
 
 /// Calls `act`, whose system calls fail with EINTR once `limit_ms` have passed. For calls that wait
 /// for the kernel.
 #[expect(unsafe_code, reason = "rustix has no timers and no signal handlers")]
-pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+pub(crate) fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     extern "C" fn ignore(_: libc::c_int) {}
     let limit = libc::timespec {
         tv_sec: (limit_ms / 1000).cast_signed(),
@@ -77,7 +77,7 @@ pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::R
 /// A descriptor that becomes readable when the process is to end, which it does not do by itself
 /// from now on. Of threads started later; so it is called before any is.
 #[expect(unsafe_code, reason = "rustix has no masks of signals and no signalfd")]
-pub fn watch_termination() -> io::Result<OwnedFd> {
+pub(crate) fn watch_termination() -> io::Result<OwnedFd> {
     // SAFETY: `set` outlives the calls, and sigemptyset makes a set of it before others read it.
     // The kernel has just created the descriptor, and only the result owns it.
     unsafe {
@@ -93,7 +93,7 @@ pub fn watch_termination() -> io::Result<OwnedFd> {
 
 /// Waits until one of `fds` is ready for its events or `timeout_ms` have passed, and returns the
 /// events of each. A missing descriptor has none. An interruption counts as a time-out.
-pub fn poll<const N: usize>(
+pub(crate) fn poll<const N: usize>(
     fds: [(Option<BorrowedFd<'_>>, PollFlags); N],
     timeout_ms: u64,
 ) -> io::Result<[PollFlags; N]> {
@@ -166,7 +166,7 @@ unsafe impl SocketAddrArg for VsockAddress {
 }
 
 /// A stream to `port` of `cid`, from a privileged port.
-pub fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
+pub(crate) fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
     let socket = rustix::net::socket_with(
         AddressFamily::VSOCK,
         SocketType::STREAM,
@@ -181,12 +181,12 @@ pub fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
 }
 
 /// Sends what the socket takes now. Nothing is sent if it takes nothing.
-pub fn send(socket: impl AsFd, bytes: &[u8]) -> io::Result<usize> {
+pub(crate) fn send(socket: impl AsFd, bytes: &[u8]) -> io::Result<usize> {
     transferred(rustix::net::send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL))
 }
 
 /// Takes what has arrived; `None` at the end of the stream.
-pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     match rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT) {
         Ok((0, _)) => Ok(None),
         result => transferred(result.map(|(count, _)| count)).map(Some),

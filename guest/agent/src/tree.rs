@@ -4,11 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// A temporary directory.
-pub struct Tree(tempfile::TempDir);
+pub(crate) struct Tree(tempfile::TempDir);
 
 impl Tree {
     /// Creates a tree with these files.
-    pub fn new(files: &[(&str, &str)]) -> Self {
+    pub(crate) fn new(files: &[(&str, &str)]) -> Self {
         let tree = Tree(tempfile::tempdir().expect("tempdir"));
         files.iter().for_each(|(path, text)| tree.put(path, text));
         tree
@@ -16,7 +16,7 @@ impl Tree {
 
     /// A /sys/devices/system/memory with the policy by which blocks come online, and with blocks
     /// of 128 MiB: number, node, state and zones of each.
-    pub fn memory(policy: &str, blocks: &[(u32, u32, &str, &str)]) -> Self {
+    pub(crate) fn memory(policy: &str, blocks: &[(u32, u32, &str, &str)]) -> Self {
         let policy = format!("{policy}\n");
         let tree = Tree::new(&[("auto_online_blocks", &policy), ("block_size_bytes", "8000000\n")]);
         tree.make("power");
@@ -29,7 +29,7 @@ impl Tree {
     }
 
     /// A /proc with texts of the guests in tests/data.
-    pub fn proc(texts: &[&str]) -> Self {
+    pub(crate) fn proc(texts: &[&str]) -> Self {
         let tree = Tree::new(&[]);
         let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
         for text in texts {
@@ -39,32 +39,32 @@ impl Tree {
         tree
     }
 
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.0.path()
     }
 
-    pub fn at(&self, path: &str) -> PathBuf {
+    pub(crate) fn at(&self, path: &str) -> PathBuf {
         self.0.path().join(path)
     }
 
     /// Writes a file, and creates its parent directories.
-    pub fn put(&self, path: &str, text: impl AsRef<[u8]>) {
+    pub(crate) fn put(&self, path: &str, text: impl AsRef<[u8]>) {
         let path = self.at(path);
         fs::create_dir_all(path.parent().expect("has one")).expect("creates");
         fs::write(&path, text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     }
 
-    pub fn get(&self, path: &str) -> String {
+    pub(crate) fn get(&self, path: &str) -> String {
         fs::read_to_string(self.at(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
     }
 
     /// Creates a directory, to which a write of text fails.
-    pub fn make(&self, path: &str) {
+    pub(crate) fn make(&self, path: &str) {
         fs::create_dir_all(self.at(path)).expect("creates");
     }
 
     /// Removes a file or an empty directory.
-    pub fn remove(&self, path: &str) {
+    pub(crate) fn remove(&self, path: &str) {
         let path = self.at(path);
         fs::remove_file(&path).or_else(|_| fs::remove_dir(&path)).expect("removes");
     }

@@ -18,14 +18,14 @@ const REQUESTS: [[&[u8]; 2]; 2] = [
     [b"full 15000 500000\0", b"full 60000 2000000\0"],
 ];
 
-pub const TRIGGERS: usize = REQUESTS.len();
+pub(crate) const TRIGGERS: usize = REQUESTS.len();
 
 /// A trigger that has been lost is asked for again after so long.
 const AGAIN_MS: u64 = 10_000;
 
 /// Triggers that the kernel has granted. A missing one is requested again.
 #[derive(Debug)]
-pub struct Triggers {
+pub(crate) struct Triggers {
     path: PathBuf,
     files: [Option<File>; TRIGGERS],
     again_ms: u64,
@@ -34,7 +34,7 @@ pub struct Triggers {
 impl Triggers {
     /// Registers them with the pressure file under `root`, which is /proc outside of tests. An
     /// error if there is none of them.
-    pub fn register(root: &Path, now_ms: u64) -> io::Result<Self> {
+    pub(crate) fn register(root: &Path, now_ms: u64) -> io::Result<Self> {
         let mut triggers = Triggers {
             path: root.join("pressure/memory"),
             files: [None, None],
@@ -62,13 +62,13 @@ impl Triggers {
     }
 
     /// What to poll for POLLPRI.
-    pub fn fds(&self) -> [Option<BorrowedFd<'_>>; TRIGGERS] {
+    pub(crate) fn fds(&self) -> [Option<BorrowedFd<'_>>; TRIGGERS] {
         self.files.each_ref().map(|file| file.as_ref().map(AsFd::as_fd))
     }
 
     /// Takes in what poll has said of them: whether one has fired. Those that the kernel took away
     /// are given up, and asked for again some time later.
-    pub fn fired(&mut self, events: [PollFlags; TRIGGERS], now_ms: u64) -> bool {
+    pub(crate) fn fired(&mut self, events: [PollFlags; TRIGGERS], now_ms: u64) -> bool {
         for (file, events) in self.files.iter_mut().zip(events) {
             if events.intersects(PollFlags::ERR | PollFlags::NVAL) {
                 *file = None;

@@ -63,7 +63,7 @@ const NAME: &str = "settings";
 /// what was there is on record for as long as the guest runs, and is put there before a setting is
 /// written.
 #[derive(Debug)]
-pub struct Tuning {
+pub(crate) struct Tuning {
     root: PathBuf,
     record: PathBuf,
     /// Of each of `SETTINGS` that is changed now: what was there.
@@ -92,7 +92,7 @@ enum HugePages {
 impl Tuning {
     /// Reads what is set under `root`, which is / outside of tests, and the record under `run`,
     /// which lasts as long as the guest runs.
-    pub fn open(root: &Path, run: &Path) -> Self {
+    pub(crate) fn open(root: &Path, run: &Path) -> Self {
         let mut tuning = Self {
             root: root.to_owned(),
             record: run.join(NAME),
@@ -129,7 +129,7 @@ impl Tuning {
 
     /// Adapts them to the guest's zones and size. Does nothing while these stay as they are. What
     /// fails is tried again when they change.
-    pub fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
+    pub(crate) fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
         let huge_pages = self.give_huge_pages(total_bytes);
         let nodes = zones.chunk_by(|one, next| one.node == next.node).map(|zones| zones[0].node);
         let are_the_same = nodes.clone().eq(self.nodes.iter().copied());
@@ -162,7 +162,7 @@ impl Tuning {
     }
 
     /// Puts everything back that depends on what is plugged.
-    pub fn restore(&mut self) -> io::Result<()> {
+    pub(crate) fn restore(&mut self) -> io::Result<()> {
         self.nodes.clear();
         self.pm_nodes.clear();
         self.set()

@@ -139,7 +139,7 @@ fn bases() -> &'static [Base] {
 }
 
 /// Fletcher's checksum (UEFI 2.10, 6.2): 32-bit words, and the field itself counts as zeros.
-pub fn seal_info(image: &mut Image, at: u64) {
+pub(super) fn seal_info(image: &mut Image, at: u64) {
     let bytes: [u8; INFO_BYTES as usize - 8] = image.bytes(at);
     let (mut low, mut high) = (0u32, 0u32);
     let words = bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
@@ -195,7 +195,7 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
 /// Any bytes as a BTT that is served, also after a repair: what is asked for is done or refused,
 /// and sectors that were right and that nobody has written stay so. A BTT that a check finds whole
 /// does all of it, keeps it, and is whole after it.
-pub fn btt_engine(data: &[u8]) {
+pub(crate) fn btt_engine(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();
     let base = &bases[from.below(bases.len() as u64) as usize];
@@ -272,7 +272,7 @@ pub fn btt_engine(data: &[u8]) {
 
 /// Any bytes as a BTT: checks, readers and growth end in an answer, read and write nothing outside
 /// of it, and agree.
-pub fn btt_check(data: &[u8]) {
+pub(crate) fn btt_check(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();
     let base = &bases[from.below(bases.len() as u64) as usize];

@@ -1,40 +1,40 @@
 //! Numbers out of a fuzzer's bytes.
 
 /// Gives bytes as long as there are any, and zeros behind them.
-pub struct Cursor<'a> {
+pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
 }
 
 impl<'a> Cursor<'a> {
-    pub fn new(bytes: &'a [u8]) -> Self {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
         Self { bytes }
     }
 
-    pub fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
     /// Up to `count` bytes.
-    pub fn take(&mut self, count: usize) -> &'a [u8] {
+    pub(super) fn take(&mut self, count: usize) -> &'a [u8] {
         let (now, later) = self.bytes.split_at(count.min(self.bytes.len()));
         self.bytes = later;
         now
     }
 
-    pub fn number(&mut self, bytes: usize) -> u64 {
+    pub(super) fn number(&mut self, bytes: usize) -> u64 {
         let mut word = [0; 8];
         let taken = self.take(bytes);
         word[..taken.len()].copy_from_slice(taken);
         u64::from_le_bytes(word)
     }
 
-    pub fn below(&mut self, bound: u64) -> u64 {
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
         let bytes = (64 - bound.leading_zeros()).div_ceil(8) as usize;
         self.number(bytes) % bound
     }
 
     /// A number that is likely to hurt.
-    pub fn value(&mut self) -> u64 {
+    pub(super) fn value(&mut self) -> u64 {
         match self.number(1) % 6 {
             0 => self.number(1),
             1 => self.number(8),

@@ -6,19 +6,19 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
-pub const CHUNK_BYTES: u64 = pmem_volume::CHUNK_BYTES;
+pub(super) const CHUNK_BYTES: u64 = pmem_volume::CHUNK_BYTES;
 const PAGE_BYTES: u64 = 4096;
 const ZEROS: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
 
 /// Pages that are not listed are zero.
 #[derive(Clone, Default)]
-pub struct Image {
+pub(super) struct Image {
     pub len_bytes: u64,
     pages: BTreeMap<u64, [u8; PAGE_BYTES as usize]>,
 }
 
 impl Image {
-    pub fn read(&self, offset_bytes: u64, into: &mut [u8]) {
+    pub(super) fn read(&self, offset_bytes: u64, into: &mut [u8]) {
         let (mut at, mut rest) = (offset_bytes, into);
         while !rest.is_empty() {
             let within = (at % PAGE_BYTES) as usize;
@@ -33,19 +33,19 @@ impl Image {
     }
 
     /// Is all of a range, of whole pages, zero?
-    pub fn is_zero(&self, offset_bytes: u64, len_bytes: u64) -> bool {
+    pub(super) fn is_zero(&self, offset_bytes: u64, len_bytes: u64) -> bool {
         let pages = offset_bytes / PAGE_BYTES..(offset_bytes + len_bytes).div_ceil(PAGE_BYTES);
         self.pages.range(pages).all(|(_, page)| *page == ZEROS)
     }
 
-    pub fn bytes<const COUNT: usize>(&self, offset_bytes: u64) -> [u8; COUNT] {
+    pub(super) fn bytes<const COUNT: usize>(&self, offset_bytes: u64) -> [u8; COUNT] {
         let mut bytes = [0; COUNT];
         self.read(offset_bytes, &mut bytes);
         bytes
     }
 
     /// What lies behind the end is dropped.
-    pub fn write(&mut self, offset_bytes: u64, bytes: &[u8]) {
+    pub(super) fn write(&mut self, offset_bytes: u64, bytes: &[u8]) {
         let inside = self.len_bytes.saturating_sub(offset_bytes).min(bytes.len() as u64) as usize;
         let (mut at, mut rest) = (offset_bytes, &bytes[..inside]);
         while !rest.is_empty() {
@@ -61,11 +61,11 @@ impl Image {
         }
     }
 
-    pub fn write_word(&mut self, offset_bytes: u64, word: u64) {
+    pub(super) fn write_word(&mut self, offset_bytes: u64, word: u64) {
         self.write(offset_bytes, &word.to_le_bytes());
     }
 
-    pub fn set_len(&mut self, len_bytes: u64) {
+    pub(super) fn set_len(&mut self, len_bytes: u64) {
         self.len_bytes = len_bytes;
         self.pages.split_off(&len_bytes.div_ceil(PAGE_BYTES));
         if let Some(last) = self.pages.get_mut(&(len_bytes / PAGE_BYTES)) {
@@ -74,7 +74,7 @@ impl Image {
     }
 
     /// A file's content, of a file on tmpfs, which knows where it has holes.
-    pub fn of_file(file: &File) -> io::Result<Self> {
+    pub(super) fn of_file(file: &File) -> io::Result<Self> {
         let mut image = Self { len_bytes: file.metadata()?.len(), ..Self::default() };
         let mut at = 0;
         while let Some(start) = seek(file, at, libc::SEEK_DATA)? {
@@ -92,7 +92,7 @@ impl Image {
     }
 
     /// Makes a file's content this, whatever it was.
-    pub fn to_file(&self, file: &File) -> io::Result<()> {
+    pub(super) fn to_file(&self, file: &File) -> io::Result<()> {
         file.set_len(0)?;
         file.set_len(self.len_bytes)?;
         for (page, bytes) in &self.pages {

@@ -9,5 +9,5 @@ mod cursor;
 mod image;
 mod pool;
 
-pub use btt::{btt_check, btt_engine};
-pub use pool::{pool_open, repair};
+pub(crate) use btt::{btt_check, btt_engine};
+pub(crate) use pool::{pool_open, repair};

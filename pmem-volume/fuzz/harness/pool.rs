@@ -222,7 +222,7 @@ fn assert_adds_up(info: &PoolInfo) {
 
 /// Any bytes as a pool: looking at it changes nothing, nor does an open that is refused; one that
 /// is opened works, and opens again.
-pub fn pool_open(data: &[u8]) {
+pub(crate) fn pool_open(data: &[u8]) {
     Ground::with(|ground| {
         let (image, path) = (ground.image(data), ground.path());
         image.to_file(&ground.file).unwrap();
@@ -293,7 +293,7 @@ fn use_pool(ground: &Ground, before: &Image, pool: &std::sync::Arc<Pool>) {
 
 /// Any bytes as a pool to be repaired: a dry run changes nothing and says what the repair does;
 /// what that calls all right is all right.
-pub fn repair(data: &[u8]) {
+pub(crate) fn repair(data: &[u8]) {
     Ground::with(|ground| {
         let (image, path) = (ground.image(data), ground.path());
         image.to_file(&ground.file).unwrap();

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// xorshift64*.
-pub struct Random(pub u64);
+pub(crate) struct Random(pub u64);
 
 impl Random {
     fn below(&mut self, bound: u64) -> u64 {
@@ -14,7 +14,7 @@ impl Random {
     }
 
     /// Few edits mostly: many leave nothing that opens.
-    pub fn input(&mut self) -> Vec<u8> {
+    pub(crate) fn input(&mut self) -> Vec<u8> {
         let length = 1 << self.below(8);
         (0..length).map(|_| self.below(256) as u8).collect()
     }
@@ -22,7 +22,7 @@ impl Random {
 
 /// Inputs of a length as the fuzzer's are, then mutations of them, then what the crate's fuzzer has
 /// found.
-pub fn try_all(target: &str, run: fn(&[u8]), inputs: u64) {
+pub(crate) fn try_all(target: &str, run: fn(&[u8]), inputs: u64) {
     let mut random = Random(0x5eed_0000 + inputs);
     let mut said = Said { target, input: vec![] };
     for _ in 0..inputs / 2 {

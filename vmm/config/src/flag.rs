@@ -82,7 +82,7 @@ impl FlagValue for bool {
 /// Values of a switch that is off.
 pub const OFF: &[&str] = &["off", "false"];
 /// Values of a switch that is on.
-pub const ON: &[&str] = &["on", "true"];
+pub(crate) const ON: &[&str] = &["on", "true"];
 
 macro_rules! number_value {
     ($($Number:ty)*) => { $(

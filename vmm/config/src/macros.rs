@@ -259,7 +259,7 @@ macro_rules! section {
         impl $Name {
             /// Name of the section in errors: its flag, or its call.
             #[allow(dead_code, reason = "not every section is named outside of its table")]
-            pub const FLAG: &'static str = $flag;
+            $vis const FLAG: &'static str = $flag;
         }
 
         impl $crate::Object for $Name {
@@ -318,13 +318,13 @@ macro_rules! section {
         $crate::section!(@impl_default $Name [$($defaults)?] {
             $($field [$($($option)+)?] $ty [$($default)?])*
         });
-        $crate::section!(@section $Name [$($about)?] [$($words)?] [$($by)?] {
+        $crate::section!(@section $vis $Name [$($about)?] [$($words)?] [$($by)?] {
             $($field [$($($option)+)?] $ty [$($default)?] $key_about)*
         });
     };
 
-    (@section $Name:ident [] $words:tt $by:tt $fields:tt) => {};
-    (@section $Name:ident [$about:literal] [$($words:expr)?] $by:tt {
+    (@section $vis:vis $Name:ident [] $words:tt $by:tt $fields:tt) => {};
+    (@section $vis:vis $Name:ident [$about:literal] [$($words:expr)?] $by:tt {
         $($field:ident $options:tt $ty:ty [$($default:expr)?] $key_about:literal)*
     }) => {
         impl $crate::Section for $Name {
@@ -346,19 +346,19 @@ macro_rules! section {
             }
         }
 
-        $crate::section!(@parse $Name $by);
+        $crate::section!(@parse $vis $Name $by);
     };
-    (@parse $Name:ident []) => {
+    (@parse $vis:vis $Name:ident []) => {
         impl $Name {
             /// Reads the flag's value.
-            pub fn parse(text: &str) -> Result<Self, $crate::ConfigError> {
+            $vis fn parse(text: &str) -> Result<Self, $crate::ConfigError> {
                 use $crate::{Options, Section, Table};
 
                 Self::from_options(&Options::parse(&Table::of::<Self>(), &[], text)?)
             }
         }
     };
-    (@parse $Name:ident [$by:ident]) => {};
+    (@parse $vis:vis $Name:ident [$by:ident]) => {};
 }
 
 /// Makes an enum of option words. Each variant has its name in JSON, in parentheses other names

@@ -5,7 +5,7 @@ use super::*;
 
 words! {
     /// Kind of a thing.
-    pub enum Kind {
+    pub(crate) enum Kind {
         /// As it grew.
         Raw = "Raw" ("RAW") "raw" "uncooked",
         /// Heated.
@@ -17,7 +17,7 @@ words! {
 
 section! {
     /// Part of a thing.
-    pub struct Inner: "--thing" "part" {
+    pub(crate) struct Inner: "--thing" "part" {
         shared: bool = false => "Let others use it",
     }
     defaults true;
@@ -26,7 +26,7 @@ section! {
 
 section! {
     /// Thing.
-    pub struct Thing: "--thing" "things of every kind" {
+    pub(crate) struct Thing: "--thing" "things of every kind" {
         path: PathBuf => "Place",
         size (range (7..=8 << 20)): u64 = 4 << 20 => "Size",
         count_max (flag "count" range (1..=9)): u8 = 1 => "Number",
@@ -42,7 +42,7 @@ section! {
 
 section! {
     /// Part that is only in JSON.
-    pub struct Part: "--thing" {
+    pub(crate) struct Part: "--thing" {
         name: String => "Name",
         width (json_required): u16 = 0 => "Width",
         on (shown): Option<bool> => "Switch",
@@ -52,7 +52,7 @@ section! {
 
 section! {
     /// Section of which no key must be given.
-    pub struct Whole: "--whole" "things that may be left out" {
+    pub(crate) struct Whole: "--whole" "things that may be left out" {
         count: u8 = 3 => "Number",
         most (derived): u8 = count => "Largest number",
         kind (json_only): Kind = Kind::WellDone => "Kind",

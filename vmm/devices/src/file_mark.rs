@@ -10,7 +10,7 @@ use tracing::{debug, warn};
 ///
 /// Without the mark, content that the guest writes to the file is examined at the next start and
 /// may prevent it.
-pub fn set(mark: Mark, file: &File, path: &Path) {
+pub(crate) fn set(mark: Mark, file: &File, path: &Path) {
     let Err(err) = mark.set(file) else { return };
     if needs_warning(&err, file.metadata().is_ok_and(|metadata| metadata.is_file())) {
         warn!(

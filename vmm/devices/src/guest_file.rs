@@ -41,7 +41,7 @@ pub enum GuestFileError {
 
 /// Use of a file.
 #[derive(Clone, Copy, Debug)]
-pub struct GuestAccess {
+pub(crate) struct GuestAccess {
     /// The guest's writes go to the file.
     pub is_writable: bool,
     /// The host's user has declared a raw image.
@@ -86,7 +86,7 @@ fn decide(
 
 /// Checks that `file`, which was opened as `path`, may be attached to a guest. A file that cannot
 /// be marked is not refused because it has no mark.
-pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestFileError> {
+pub(crate) fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestFileError> {
     // A mark that cannot be read protects nothing, so a pool is refused as one without a mark.
     let mark = Mark::of(file).unwrap_or(None);
     let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
@@ -109,12 +109,12 @@ pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestF
 
 /// Returns true for a file that was attached as a disk before. The guest may have written any bytes
 /// to it.
-pub fn is_marked(file: &File) -> bool {
+pub(crate) fn is_marked(file: &File) -> bool {
     matches!(Mark::of(file), Ok(Some(Mark::Disk)))
 }
 
 /// Marks a file that a guest is about to write.
-pub fn mark(file: &File, path: &Path) {
+pub(crate) fn mark(file: &File, path: &Path) {
     file_mark::set(Mark::Disk, file, path);
 }
 

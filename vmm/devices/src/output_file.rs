@@ -46,7 +46,7 @@ impl From<OutputFileError> for io::Error {
 
 /// Locks an output file, so that no disk or pool can use it as long as it is open. Pipes and
 /// terminals are not locked.
-pub fn lock(file: &File, path: &Path) -> Result<(), OutputFileError> {
+pub(crate) fn lock(file: &File, path: &Path) -> Result<(), OutputFileError> {
     let failed = |source| OutputFileError::Io { path: path.to_owned(), source };
     if !file.metadata().map_err(failed)?.is_file() {
         return Ok(());
@@ -60,7 +60,7 @@ pub fn lock(file: &File, path: &Path) -> Result<(), OutputFileError> {
 
 /// Checks that an open file may be used for output, locks it and marks it. Pipes and terminals are
 /// always accepted.
-pub fn admit(file: &File, path: &Path) -> Result<(), OutputFileError> {
+pub(crate) fn admit(file: &File, path: &Path) -> Result<(), OutputFileError> {
     let failed = |source| OutputFileError::Io { path: path.to_owned(), source };
     let kind = file.metadata().map_err(failed)?.file_type();
     if kind.is_block_device() {

@@ -21,13 +21,13 @@ const POOL_BYTES: u64 = 768 * MIB;
 const PAGE: u64 = 4096;
 
 /// Says what `bytes` make, and panics where the VMM would be wrong.
-pub fn agent_report(bytes: &[u8]) {
+pub(crate) fn agent_report(bytes: &[u8]) {
     agent_report_by(bytes, |rules| rules);
 }
 
 /// The same with a controller that has other rules than its plans are held against: what is wrong
 /// must come out.
-pub fn agent_report_by(bytes: &[u8], wrong: impl FnOnce(Rules) -> Rules) {
+pub(crate) fn agent_report_by(bytes: &[u8], wrong: impl FnOnce(Rules) -> Rules) {
     let mut cursor = Cursor::new(bytes);
     let policy = policy(&mut cursor);
     let ceiling_bytes = cursor.pick(&[1 << 46, 256 * MIB, 64 * MIB, 0]);

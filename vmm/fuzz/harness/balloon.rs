@@ -35,12 +35,12 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
 /// Parses what `bytes` make, and panics where it should not have come out like that.
-pub fn balloon_request(bytes: &[u8]) {
+pub(crate) fn balloon_request(bytes: &[u8]) {
     balloon_request_by(bytes, |places| places);
 }
 
 /// The same with other places than the model knows of: what is wrong must come out.
-pub fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) -> Vec<Place>) {
+pub(crate) fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) -> Vec<Place>) {
     let mut cursor = Cursor::new(bytes);
     let region =
         |range: Range<u64>| (GuestAddress(range.start), (range.end - range.start) as usize);

@@ -32,12 +32,12 @@ struct Descriptor {
 }
 
 /// Parses what `bytes` make, and panics where it should not have come out like that.
-pub fn blk_request(bytes: &[u8]) {
+pub(crate) fn blk_request(bytes: &[u8]) {
     blk_request_by(bytes, |limits| limits);
 }
 
 /// The same, of a parser that goes by other limits than the model: what is wrong must come out.
-pub fn blk_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
+pub(crate) fn blk_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     let mut cursor = Cursor::new(bytes);
     let memory =
         GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();

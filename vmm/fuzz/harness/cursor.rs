@@ -1,16 +1,16 @@
 //! Numbers out of a fuzzer's bytes.
 
 /// Gives bytes as long as there are any, and zeros behind them.
-pub struct Cursor<'a> {
+pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
 }
 
 impl<'a> Cursor<'a> {
-    pub fn new(bytes: &'a [u8]) -> Self {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
         Self { bytes }
     }
 
-    pub fn number(&mut self, count: usize) -> u64 {
+    pub(super) fn number(&mut self, count: usize) -> u64 {
         let (now, later) = self.bytes.split_at(count.min(self.bytes.len()));
         self.bytes = later;
         let mut word = [0; 8];
@@ -19,17 +19,17 @@ impl<'a> Cursor<'a> {
     }
 
     /// Whether there are only zeros left.
-    pub fn is_done(&self) -> bool {
+    pub(super) fn is_done(&self) -> bool {
         self.bytes.is_empty()
     }
 
     /// One of them, to keep.
-    pub fn pick_of<T, const COUNT: usize>(&mut self, all: [T; COUNT]) -> T {
+    pub(super) fn pick_of<T, const COUNT: usize>(&mut self, all: [T; COUNT]) -> T {
         let nth = self.number(1) as usize % COUNT;
         all.into_iter().nth(nth).expect("less than COUNT")
     }
 
-    pub fn pick<T: Copy>(&mut self, all: &[T]) -> T {
+    pub(super) fn pick<T: Copy>(&mut self, all: &[T]) -> T {
         all[self.number(1) as usize % all.len()]
     }
 }

@@ -6,7 +6,7 @@ mod blk;
 mod cursor;
 mod net;
 
-pub use agent::{agent_report, agent_report_by};
-pub use balloon::{balloon_request, balloon_request_by};
-pub use blk::{blk_request, blk_request_by};
-pub use net::{net_request, net_request_by};
+pub(crate) use agent::{agent_report, agent_report_by};
+pub(crate) use balloon::{balloon_request, balloon_request_by};
+pub(crate) use blk::{blk_request, blk_request_by};
+pub(crate) use net::{net_request, net_request_by};

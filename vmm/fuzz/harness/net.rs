@@ -29,12 +29,12 @@ struct Descriptor {
 }
 
 /// Takes what `bytes` make, and panics where it should not have come out like that.
-pub fn net_request(bytes: &[u8]) {
+pub(crate) fn net_request(bytes: &[u8]) {
     net_request_by(bytes, |limits| limits);
 }
 
 /// The same, of a parser that goes by other limits than the model: what is wrong must come out.
-pub fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
+pub(crate) fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     let mut cursor = Cursor::new(bytes);
     let memory =
         GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();

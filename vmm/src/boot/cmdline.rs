@@ -33,7 +33,7 @@ const MOVABLE_NODE: &str = "movable_node";
 
 /// The memory that a guest can be given after it has booted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pluggable {
+pub(crate) enum Pluggable {
     /// None.
     Nothing,
     /// DRAM that stays, as DIMMs.
@@ -45,7 +45,7 @@ pub enum Pluggable {
 
 impl Pluggable {
     /// What the guest's zones can be given.
-    pub fn of(zones: &[ZoneSpec]) -> Self {
+    pub(crate) fn of(zones: &[ZoneSpec]) -> Self {
         let grows =
             |growth| zones.iter().any(|zone| zone.growth == growth && zone.hotplug_bytes > 0);
         match (grows(Growth::VirtioMem), grows(Growth::Dimms)) {
@@ -58,7 +58,7 @@ impl Pluggable {
 
 /// Why a command line is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
-pub enum CommandLineError {
+pub(crate) enum CommandLineError {
     #[error(
         "the command line has {actual_bytes} bytes with what is added to it, the limit is {MAX_BYTES}"
     )]
@@ -69,7 +69,7 @@ pub enum CommandLineError {
 }
 
 /// Command line of the guest: the user's, and defaults for the memory that can be plugged.
-pub fn compose(
+pub(super) fn compose(
     user: &str,
     pluggable: Pluggable,
     share: Option<KernelShare>,

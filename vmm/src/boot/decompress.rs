@@ -26,7 +26,7 @@ const XZ_MEMORY_BYTES: u64 = 256 << 20;
 
 /// How a payload is compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Compression {
+pub(crate) enum Compression {
     /// Not at all: the payload is the ELF file.
     None,
     /// zstd (RFC 8878).
@@ -60,7 +60,7 @@ impl fmt::Display for Compression {
 
 impl Compression {
     /// Tells the compression by the magic that a payload starts with.
-    pub fn of(payload: &[u8]) -> Option<Self> {
+    pub(crate) fn of(payload: &[u8]) -> Option<Self> {
         const MAGICS: [(&[u8], Compression); 8] = [
             (b"\x7fELF", Compression::None),
             (&[0x28, 0xb5, 0x2f, 0xfd], Compression::Zstd),
@@ -80,7 +80,7 @@ impl Compression {
 
 /// Why a payload cannot be unpacked.
 #[derive(Debug, Error)]
-pub enum DecompressError {
+pub(crate) enum DecompressError {
     /// No known magic.
     #[error("the payload is of no known compression: it starts with {0:02x?}")]
     Unknown(Vec<u8>),
@@ -118,7 +118,7 @@ pub enum DecompressError {
 
 /// A payload that is compressed, and whose trailer is there and believable.
 #[derive(Clone, Copy, Debug)]
-pub struct Packed<'a> {
+pub(super) struct Packed<'a> {
     payload: &'a [u8],
     stream: &'a [u8],
     compression: Compression,
@@ -127,7 +127,10 @@ pub struct Packed<'a> {
 
 impl<'a> Packed<'a> {
     /// Reads the trailer of `payload`, which is not [`Compression::None`].
-    pub fn new(payload: &'a [u8], compression: Compression) -> Result<Self, DecompressError> {
+    pub(super) fn new(
+        payload: &'a [u8],
+        compression: Compression,
+    ) -> Result<Self, DecompressError> {
         let Some((stream, trailer)) = payload.split_last_chunk::<TRAILER_BYTES>() else {
             return Err(DecompressError::Truncated { compression, stream_bytes: payload.len() });
         };
@@ -139,12 +142,12 @@ impl<'a> Packed<'a> {
     }
 
     /// How much comes out.
-    pub fn unpacked_bytes(&self) -> usize {
+    pub(super) fn unpacked_bytes(&self) -> usize {
         self.claimed_bytes as usize
     }
 
     /// Unpacks into a buffer of its own.
-    pub fn unpack(&self) -> Result<Scratch, DecompressError> {
+    pub(super) fn unpack(&self) -> Result<Scratch, DecompressError> {
         let mut output =
             Scratch::new(self.unpacked_bytes()).map_err(|source| self.no_memory(source))?;
         self.unpack_into(output.bytes_mut())?;
@@ -153,7 +156,7 @@ impl<'a> Packed<'a> {
 
     /// Unpacks into `output`, which has [`unpacked_bytes`](Self::unpacked_bytes). After an error
     /// anything may be in it.
-    pub fn unpack_into(&self, output: &mut [u8]) -> Result<(), DecompressError> {
+    pub(super) fn unpack_into(&self, output: &mut [u8]) -> Result<(), DecompressError> {
         let Self { payload, stream, compression, claimed_bytes } = *self;
         assert_eq!(
             output.len(),
@@ -183,7 +186,7 @@ impl<'a> Packed<'a> {
     }
 
     /// There is no buffer for what comes out.
-    pub fn no_memory(&self, source: io::Error) -> DecompressError {
+    pub(super) fn no_memory(&self, source: io::Error) -> DecompressError {
         DecompressError::NoMemory { bytes: self.claimed_bytes, source }
     }
 }
@@ -218,16 +221,16 @@ fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
 mod lz4 {
     use lz4_flex::block::{DecompressError, decompress_into};
 
-    pub const MAGIC: [u8; 4] = [0x02, 0x21, 0x4c, 0x18];
+    pub(super) const MAGIC: [u8; 4] = [0x02, 0x21, 0x4c, 0x18];
 
     #[derive(Debug)]
-    pub enum Lz4Error {
+    pub(super) enum Lz4Error {
         Truncated,
         Block(DecompressError),
     }
 
     /// Unpacks `stream` into `output`; returns how much came out.
-    pub fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, Lz4Error> {
+    pub(super) fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, Lz4Error> {
         let mut input = stream.strip_prefix(&MAGIC).ok_or(Lz4Error::Truncated)?;
         let mut written = 0;
         while !input.is_empty() {
@@ -247,7 +250,7 @@ mod lz4 {
 }
 
 #[cfg(test)]
-pub mod tests {
+pub(super) mod tests {
     use std::io::Write;
 
     use liblzma::stream::{Check, Filters, LzmaOptions};
@@ -259,16 +262,16 @@ pub mod tests {
         (0..len).map(|i| (i / 7 % 251) as u8).collect()
     }
 
-    pub fn with_trailer(mut stream: Vec<u8>, len: usize) -> Vec<u8> {
+    pub(crate) fn with_trailer(mut stream: Vec<u8>, len: usize) -> Vec<u8> {
         stream.extend_from_slice(&u32::try_from(len).unwrap().to_le_bytes());
         stream
     }
 
-    pub fn zstd_payload(data: &[u8]) -> Vec<u8> {
+    pub(crate) fn zstd_payload(data: &[u8]) -> Vec<u8> {
         with_trailer(zstd::bulk::compress(data, 3).unwrap(), data.len())
     }
 
-    pub fn lz4_payload(data: &[u8], block_bytes: usize) -> Vec<u8> {
+    pub(crate) fn lz4_payload(data: &[u8], block_bytes: usize) -> Vec<u8> {
         let mut stream = lz4::MAGIC.to_vec();
         for block in data.chunks(block_bytes) {
             let packed = lz4_flex::block::compress(block);
@@ -278,13 +281,13 @@ pub mod tests {
         with_trailer(stream, data.len())
     }
 
-    pub fn gzip_payload(data: &[u8]) -> Vec<u8> {
+    pub(crate) fn gzip_payload(data: &[u8]) -> Vec<u8> {
         let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         encoder.write_all(data).unwrap();
         encoder.finish().unwrap()
     }
 
-    pub fn xz_payload(data: &[u8]) -> Vec<u8> {
+    pub(crate) fn xz_payload(data: &[u8]) -> Vec<u8> {
         let mut options = LzmaOptions::new_preset(1).unwrap();
         options.dict_size(1 << 20);
         let mut filters = Filters::new();

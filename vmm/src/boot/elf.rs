@@ -36,7 +36,7 @@ const LAST_ENTRY: u64 = u32::MAX as u64;
 
 /// Why an ELF file cannot be loaded.
 #[derive(Debug, Error)]
-pub enum ElfError {
+pub(crate) enum ElfError {
     /// Not 64-bit little-endian x86.
     #[error("it is {}", other_machine(*class, *byte_order, *machine))]
     WrongMachine {
@@ -183,7 +183,7 @@ impl ProgramHeader {
 /// A loadable part of a verified image: it lies in the file, and in usable memory above the boot
 /// data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub(super) struct Segment {
     /// Where it starts in the file.
     pub offset: u64,
     /// Where it starts in guest-physical memory.
@@ -196,7 +196,7 @@ pub struct Segment {
 
 /// What is, or is to be, in guest memory.
 #[derive(Debug, PartialEq, Eq)]
-pub struct LoadedElf {
+pub(super) struct LoadedElf {
     /// The PVH entry point.
     pub entry: u64,
     /// The first address behind the kernel.
@@ -206,7 +206,7 @@ pub struct LoadedElf {
 }
 
 /// Loads `image`, a file of `image_bytes`, into boot memory.
-pub fn load<M, F>(
+pub(super) fn load<M, F>(
     memory: &M,
     image: &mut F,
     image_bytes: u64,
@@ -226,7 +226,7 @@ where
 
 /// Verifies all that loading relies on; says which segments go where, and what is there when they
 /// are.
-pub fn verify<F: Read + Seek>(
+pub(super) fn verify<F: Read + Seek>(
     image: &mut F,
     image_bytes: u64,
     boot_memory: BootMemory,
@@ -449,7 +449,7 @@ impl<'a> Iterator for Notes<'a> {
 }
 
 #[cfg(test)]
-pub mod tests {
+pub(super) mod tests {
     use std::io::Cursor;
 
     use vm_memory::bitmap::BitmapSlice;
@@ -457,8 +457,8 @@ pub mod tests {
 
     use super::*;
 
-    pub const LOAD_ADDRESS: u64 = 0x20_0000;
-    pub const ENTRY: u64 = LOAD_ADDRESS + 0x10;
+    pub(crate) const LOAD_ADDRESS: u64 = 0x20_0000;
+    pub(crate) const ENTRY: u64 = LOAD_ADDRESS + 0x10;
     const MEMORY_BYTES: u64 = 4 << 20;
 
     fn note(name: &[u8], kind: u32, description: &[u8]) -> Vec<u8> {
@@ -477,21 +477,21 @@ pub mod tests {
         note
     }
 
-    pub fn pvh_note() -> Vec<u8> {
+    pub(crate) fn pvh_note() -> Vec<u8> {
         pvh_note_to(ENTRY)
     }
 
-    pub fn pvh_note_to(entry: u64) -> Vec<u8> {
+    pub(crate) fn pvh_note_to(entry: u64) -> Vec<u8> {
         note(b"Xen\0", 18, &entry.to_le_bytes())
     }
 
-    pub fn linux_note() -> Vec<u8> {
+    pub(crate) fn linux_note() -> Vec<u8> {
         note(b"Linux\0", 0x100, b"6.12.0\0")
     }
 
     /// A segment whose file bytes are all `fill`.
     #[derive(Clone, Debug)]
-    pub struct Part {
+    pub(crate) struct Part {
         pub offset: usize,
         pub address: u64,
         pub len: usize,
@@ -501,7 +501,7 @@ pub mod tests {
 
     /// A kernel of several segments, then its notes, then `tail` bytes that belong to nothing. What
     /// lies between the segments is not zero.
-    pub fn build_parts(parts: &[Part], notes: &[u8], tail: usize) -> Vec<u8> {
+    pub(crate) fn build_parts(parts: &[Part], notes: &[u8], tail: usize) -> Vec<u8> {
         const JUNK: u8 = 0xdd;
         let mut header = FileHeader::new_zeroed();
         header.ident[..6].copy_from_slice(b"\x7fELF\x02\x01");
@@ -537,7 +537,7 @@ pub mod tests {
     }
 
     /// A kernel of one segment and one note segment.
-    pub fn build(code: &[u8], notes: &[u8]) -> Vec<u8> {
+    pub(crate) fn build(code: &[u8], notes: &[u8]) -> Vec<u8> {
         let offset = 64 + 2 * 56;
         let part = Part { offset, address: LOAD_ADDRESS, len: code.len(), fill: 0, bss: 0x1000 };
         let mut image = build_parts(&[part], notes, 0);

@@ -11,7 +11,7 @@ const PAGE_BYTES: u64 = 4096;
 
 /// Where the initial RAM file system lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Initramfs {
+pub(crate) struct Initramfs {
     pub start: GuestAddress,
     /// Size in bytes.
     pub size_bytes: u64,
@@ -20,7 +20,7 @@ pub struct Initramfs {
 /// Reads `path` straight into guest memory, as high in low memory as it goes: Linux's PVH entry
 /// takes a 32-bit address (arch/x86/platform/pvh/enlighten.c), and what lies right behind the
 /// kernel may be its early heap.
-pub fn load<M: GuestMemoryBackend>(
+pub(super) fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
     kernel_end: u64,

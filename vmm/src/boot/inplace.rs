@@ -26,7 +26,7 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// How far it came.
 #[derive(Debug)]
-pub enum Outcome {
+pub(super) enum Outcome {
     /// The kernel is where it belongs. All other memory reads as before.
     Loaded(LoadedElf),
     /// The image is unpacked, but its segments cannot be brought to their places, or it is not to
@@ -40,7 +40,7 @@ pub enum Outcome {
 ///
 /// # Safety
 /// As that of [`boot::load`](super::load).
-pub unsafe fn load<M: GuestMemoryBackend>(
+pub(super) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     packed: &Packed,
     boot_memory: BootMemory,
@@ -237,4 +237,4 @@ fn clear(bytes: &mut [u8]) {
 
 #[cfg(test)]
 #[path = "inplace_tests.rs"]
-pub mod tests;
+pub(super) mod tests;

@@ -29,7 +29,7 @@ fn memory(bytes: u64) -> GuestMemoryMmap {
 }
 
 /// All bytes of a memory of one region.
-pub fn contents(memory: &GuestMemoryMmap) -> Vec<u8> {
+pub(crate) fn contents(memory: &GuestMemoryMmap) -> Vec<u8> {
     let mut bytes = vec![0; memory.last_addr().raw_value() as usize + 1];
     memory.read_slice(&mut bytes, GuestAddress(0)).unwrap();
     bytes

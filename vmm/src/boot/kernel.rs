@@ -22,7 +22,7 @@ const ELF_MAGIC: &[u8] = b"\x7fELF";
 
 /// A kernel in guest memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LoadedKernel {
+pub(crate) struct LoadedKernel {
     /// The PVH entry point.
     pub entry: u64,
     /// The first address behind it.
@@ -66,7 +66,7 @@ impl SetupHeader {
 ///
 /// # Safety
 /// As that of [`boot::load`](super::load).
-pub unsafe fn load<M: GuestMemoryBackend>(
+pub(super) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
     boot_memory: BootMemory,
@@ -99,7 +99,7 @@ pub unsafe fn load<M: GuestMemoryBackend>(
 }
 
 /// Loads the firmware in `path`.
-pub fn load_firmware<M: GuestMemoryBackend>(
+pub(super) fn load_firmware<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
     boot_memory: BootMemory,

@@ -11,7 +11,7 @@ const _: () = assert!(LOW_RAM_END == balloon::proto::LOW_BOOT_BYTES);
 
 /// Division of boot memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KernelShare(BootMemory);
+pub(crate) struct KernelShare(BootMemory);
 
 /// Boot memory has no room for the page descriptors of all memory that can be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -20,7 +20,7 @@ pub struct KernelShare(BootMemory);
      for those of about {}: when programs fill DRAM, the guest will get no more unless DRAM is added first",
     Size(*hotplug_bytes), Size(*boot_bytes), Size(descriptor_bytes(*hotplug_bytes)), Size(*most_bytes).rounded()
 )]
-pub struct RatioTooHigh {
+pub(crate) struct RatioTooHigh {
     /// Memory that can be added.
     pub hotplug_bytes: u64,
     pub boot_bytes: u64,
@@ -31,26 +31,26 @@ pub struct RatioTooHigh {
 impl KernelShare {
     /// Division of the boot memory of a VM with these zones. `None` if nothing can be plugged by
     /// virtio-mem.
-    pub fn of(zones: &[ZoneSpec]) -> Option<Self> {
+    pub(crate) fn of(zones: &[ZoneSpec]) -> Option<Self> {
         let memory = boot_memory(zones);
         (memory.hotplug_bytes() > 0).then_some(Self(memory))
     }
 
     /// Value of `movablecore=`. `None` without PM: plugged DRAM is the movable memory of its node
     /// then.
-    pub fn movablecore(&self) -> Option<String> {
+    pub(crate) fn movablecore(&self) -> Option<String> {
         let movable_bytes = self.0.movable_bytes();
         (movable_bytes > 0).then(|| format!("{}M", movable_bytes / MIB))
     }
 
     /// Value of `vm.lowmem_reserve_ratio`.
-    pub fn lowmem_reserve_ratio(&self) -> String {
+    pub(crate) fn lowmem_reserve_ratio(&self) -> String {
         self.0.reserve_ratios().map(|ratio| ratio.to_string()).join(" ")
     }
 }
 
 /// Checks that boot memory has room for the page descriptors of all memory that can be added.
-pub fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
+pub(crate) fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
     let memory = boot_memory(zones);
     let dimms = zones.iter().filter(|zone| zone.growth == Growth::Dimms);
     let hotplug_bytes =
@@ -81,7 +81,7 @@ pub(super) mod tests {
     use super::*;
     use crate::memory::zone::HostMemory;
 
-    pub fn zone(tier: Tier, boot_mib: u64, hotplug_mib: u64) -> ZoneSpec {
+    pub(crate) fn zone(tier: Tier, boot_mib: u64, hotplug_mib: u64) -> ZoneSpec {
         ZoneSpec {
             id: String::new(),
             tier,

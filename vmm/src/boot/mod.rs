@@ -36,17 +36,17 @@ use vm_memory::GuestMemoryBackend;
 
 use crate::memory::layout::BootMemory;
 
-pub use cmdline::{CommandLineError, Pluggable};
-pub use decompress::DecompressError;
-pub use elf::ElfError;
-pub use initramfs::Initramfs;
-pub use kernel::LoadedKernel;
-pub use kernel_share::{KernelShare, check_ratio};
-pub use pvh::{PvhEntry, Segment};
+pub(crate) use cmdline::{CommandLineError, Pluggable};
+pub(crate) use decompress::DecompressError;
+pub(crate) use elf::ElfError;
+pub(crate) use initramfs::Initramfs;
+pub(crate) use kernel::LoadedKernel;
+pub(crate) use kernel_share::{KernelShare, check_ratio};
+pub(crate) use pvh::{PvhEntry, Segment};
 
 /// What to boot, and the machine it is booted on.
 #[derive(Clone, Copy, Debug)]
-pub struct BootRequest<'a> {
+pub(crate) struct BootRequest<'a> {
     /// An ELF kernel with a PVH note, or a bzImage; or a firmware.
     pub kernel: &'a Path,
     /// It is a firmware: an ELF file with a PVH note, which gets neither a command line nor an
@@ -65,7 +65,7 @@ pub struct BootRequest<'a> {
 
 /// What was loaded, and how it starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BootInfo {
+pub(crate) struct BootInfo {
     /// The boot vCPU's first state.
     pub entry: PvhEntry,
     pub kernel: LoadedKernel,
@@ -77,7 +77,7 @@ pub struct BootInfo {
 
 /// Why a VM cannot boot what it was given.
 #[derive(Debug, Error)]
-pub enum BootError {
+pub(crate) enum BootError {
     #[error("{flag} {}: cannot be read", path.display())]
     Read {
         /// What named the file.
@@ -204,7 +204,7 @@ fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> 
 /// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is
 /// anonymous, mapped shared, or a private mapping of a file that has no data: pages of one would
 /// have the file's contents again when they are given back.
-pub unsafe fn load<M: GuestMemoryBackend>(
+pub(crate) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     request: &BootRequest,
 ) -> Result<BootInfo, BootError> {

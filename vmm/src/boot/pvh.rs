@@ -27,7 +27,7 @@ const START_INFO_VERSION: u32 = 1;
 /// A range's type in the memory map (ACPI 6.5, 15, table 15.9).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum RangeKind {
+pub(super) enum RangeKind {
     Usable = 1,
     /// Not to be used.
     Reserved = 2,
@@ -35,7 +35,7 @@ pub enum RangeKind {
 
 /// An entry of the memory map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MemoryRange {
+pub(super) struct MemoryRange {
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
@@ -44,14 +44,14 @@ pub struct MemoryRange {
 
 impl MemoryRange {
     /// The first address behind it.
-    pub fn end(&self) -> u64 {
+    pub(super) fn end(&self) -> u64 {
         self.start + self.len
     }
 }
 
 /// The guest's memory map at boot, ascending. Hotplug parts are in no memory map: they appear when
 /// plugged.
-pub fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
+pub(super) fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
     let range =
         |start: u64, end: u64, kind| MemoryRange { start, len: end.saturating_sub(start), kind };
     let (low_end, high_end) = (boot_memory.low_end(), boot_memory.high_end());
@@ -70,7 +70,7 @@ pub fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
 
 /// A segment register with its hidden part (Intel SDM 3A, 3.4.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub(crate) struct Segment {
     pub selector: u16,
     pub base: u64,
     /// Limit in bytes.
@@ -88,7 +88,7 @@ pub struct Segment {
 /// The boot vCPU's state at the kernel's first instruction. Registers that are not here are 0,
 /// interrupts are off, and there is neither GDT nor IDT: a kernel brings its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PvhEntry {
+pub(crate) struct PvhEntry {
     pub rip: u64,
     /// The start info's address.
     pub rbx: u64,
@@ -109,7 +109,7 @@ pub struct PvhEntry {
 
 impl PvhEntry {
     /// Starts at `entry`, with the start info where [`Handover::write`] puts it.
-    pub fn new(entry: u64) -> Self {
+    pub(crate) fn new(entry: u64) -> Self {
         const CR0_PE: u64 = 1;
         // Hard-wired to 1 in every processor of this century.
         const CR0_ET: u64 = 1 << 4;
@@ -147,7 +147,7 @@ impl PvhEntry {
 }
 
 /// What the start info leads to.
-pub struct Handover<'a> {
+pub(super) struct Handover<'a> {
     /// The composed command line.
     pub cmdline: &'a str,
     /// The initial RAM file system.
@@ -158,7 +158,7 @@ pub struct Handover<'a> {
 
 impl Handover<'_> {
     /// Writes it all below 640 KiB.
-    pub fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), BootError> {
+    pub(super) fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), BootError> {
         let too_little = |address: GuestAddress| {
             let boot_memory_bytes = self.boot_memory.bytes();
             move |_| BootError::TooLittleMemory { boot_memory_bytes, address: address.raw_value() }

@@ -18,7 +18,10 @@ const PORT: [u8; 2] = (ACPI_PM_PORT + RESET_OFFSET as u16).to_le_bytes();
 /// position-independent.
 const CODE: [u8; 9] = [0xba, PORT[0], PORT[1], 0xb0, RESET_VALUE, 0xee, 0xf4, 0xeb, 0xfd];
 
-pub fn write<M: GuestMemoryBackend>(memory: &M, boot_memory: BootMemory) -> Result<(), BootError> {
+pub(super) fn write<M: GuestMemoryBackend>(
+    memory: &M,
+    boot_memory: BootMemory,
+) -> Result<(), BootError> {
     memory.write_slice(&CODE, GuestAddress(RESET_VECTOR)).map_err(|_| BootError::TooLittleMemory {
         boot_memory_bytes: boot_memory.bytes(),
         address: RESET_VECTOR,

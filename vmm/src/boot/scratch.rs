@@ -8,14 +8,14 @@ use vm_memory::MmapRegion;
 /// once, and does not raise the allocator's threshold for mappings, after which later buffers would
 /// stay in the heap.
 #[derive(Debug)]
-pub struct Scratch {
+pub(super) struct Scratch {
     /// `None` if there are no bytes: a mapping cannot be empty.
     region: Option<MmapRegion<()>>,
 }
 
 impl Scratch {
     /// Maps `len` bytes; they use memory as they are written.
-    pub fn new(len: usize) -> io::Result<Self> {
+    pub(super) fn new(len: usize) -> io::Result<Self> {
         if len == 0 {
             return Ok(Self { region: None });
         }
@@ -28,7 +28,7 @@ impl Scratch {
     }
 
     /// The bytes.
-    pub fn bytes(&self) -> &[u8] {
+    pub(super) fn bytes(&self) -> &[u8] {
         match &self.region {
             None => &[],
             // SAFETY: the mapping is private, readable, zero-initialised and lives as long as
@@ -39,7 +39,7 @@ impl Scratch {
     }
 
     /// The bytes, to be written.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         match &self.region {
             None => &mut [],
             // SAFETY: as in `bytes`; the mapping is writable and `self` is borrowed exclusively.

@@ -15,9 +15,9 @@ const REFUSED: &[Refused] = &[
 pub const MAX_NODE: u32 = 63;
 /// A node's distance to itself, by definition; and Linux takes no other for as near (ACPI 6.5,
 /// 5.2.17).
-pub const LOCAL_DISTANCE: u8 = 10;
+pub(super) const LOCAL_DISTANCE: u8 = 10;
 /// The largest distance: 255 means that there is no way at all.
-pub const MAX_DISTANCE: u8 = 254;
+pub(super) const MAX_DISTANCE: u8 = 254;
 
 section! {
     /// Distance to another node.

@@ -7,11 +7,11 @@ use foreshore_types::size::Size;
 
 /// Default, in bytes per second. It equals the default of `scrub_bandwidth`, because memory that is
 /// plugged again has to be erased again.
-pub const DEFAULT_PLUG_BANDWIDTH: u64 = 1 << 30;
+pub(super) const DEFAULT_PLUG_BANDWIDTH: u64 = 1 << 30;
 
 /// Lowest rate in bytes per second. Linux plugs up to 2 GiB in one request, and reports a task that
 /// has waited for 120 s as hung.
-pub const MIN_PLUG_BANDWIDTH: u64 = 64 << 20;
+pub(super) const MIN_PLUG_BANDWIDTH: u64 = 64 << 20;
 
 /// Rate of a zone; `None` for 0 (unlimited).
 pub(super) fn bytes_per_s(configured: Option<u64>) -> Option<NonZeroU64> {

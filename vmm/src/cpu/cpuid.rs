@@ -50,7 +50,7 @@ const DIES: u32 = 5;
 
 /// What is the same for every vCPU of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Traits {
+pub(crate) struct Traits {
     /// Whether KVM emulates the APIC timer's deadline mode (KVM_CAP_TSC_DEADLINE_TIMER); the
     /// supported leaves never say so.
     pub tsc_deadline: bool,
@@ -68,7 +68,7 @@ pub struct Traits {
 ///
 /// Of the extended topology, newer hosts return subleaf 0 alone, and that zeroed: its subleaves are
 /// written here. The leaf with dies stays out where neither the host has it nor the guest any dies.
-pub fn place(supported: &CpuId, place: VcpuPlace, traits: Traits) -> CpuId {
+pub(crate) fn place(supported: &CpuId, place: VcpuPlace, traits: Traits) -> CpuId {
     let has = |function| supported.as_slice().iter().any(|entry| entry.function == function);
     let with_dies = has(TOPOLOGY_WITH_DIES) || (has(TOPOLOGY) && place.shape.dies.count > 1);
     let is_written_here = |entry: &kvm_cpuid_entry2| {
@@ -216,14 +216,14 @@ fn restrict_entry(entry: &mut kvm_cpuid_entry2, traits: Traits) {
 }
 
 /// Whether the leaves have AMX.
-pub fn has_amx(cpuid: &CpuId) -> bool {
+pub(crate) fn has_amx(cpuid: &CpuId) -> bool {
     let features = cpuid.as_slice().iter().find(|entry| (entry.function, entry.index) == (0x7, 0));
     features.is_some_and(|entry| entry.edx & AMX != 0)
 }
 
 /// The number of physical address bits that the leaves promise (leaf 0x8000_0008, EAX, bits 7 to
 /// 0); 36 where they do not say, as the manuals have it.
-pub fn physical_address_bits(cpuid: &CpuId) -> u8 {
+pub(crate) fn physical_address_bits(cpuid: &CpuId) -> u8 {
     cpuid
         .as_slice()
         .iter()

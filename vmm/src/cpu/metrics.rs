@@ -6,7 +6,7 @@ use crate::metrics::{Expose, Exposition, Family, one};
 
 /// Numbers of vCPUs by state.
 #[derive(Debug, Default)]
-pub struct VcpuMetrics {
+pub(crate) struct VcpuMetrics {
     /// vCPUs that the guest has, or that were added for it.
     pub present: AtomicU64,
     /// vCPUs that the guest was requested to eject and has not ejected yet.

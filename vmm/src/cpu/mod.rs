@@ -1,13 +1,13 @@
 //! vCPUs: what they look like to the guest, the state they start in, and the threads that run them.
 
-pub mod config;
-pub mod cpuid;
-pub mod metrics;
-pub mod packages;
-pub mod placement;
+pub(crate) mod config;
+pub(crate) mod cpuid;
+pub(crate) mod metrics;
+pub(crate) mod packages;
+pub(crate) mod placement;
 mod ports;
-pub mod run;
-pub mod state;
+pub(crate) mod run;
+pub(crate) mod state;
 
 use std::io;
 
@@ -15,7 +15,7 @@ use thiserror::Error;
 
 /// Why a vCPU cannot be made or started.
 #[derive(Debug, Error)]
-pub enum CpuError {
+pub(crate) enum CpuError {
     #[error("KVM refuses to {what} vCPU {index}")]
     Kvm {
         what: &'static str,

@@ -23,7 +23,7 @@ const ONLINE: &str = "/sys/devices/system/cpu/online";
 /// With whom vCPUs of a VM share a core: the kernel lets only threads with the same cookie run on
 /// one core at a time.
 #[derive(Clone, Debug)]
-pub enum Cores {
+pub(crate) enum Cores {
     Anybody,
     /// With nobody: each thread has a cookie of its own.
     Nobody,
@@ -33,7 +33,7 @@ pub enum Cores {
 
 impl Cores {
     /// As it was asked for.
-    pub fn new(scheduling: CoreScheduling) -> Self {
+    pub(crate) fn new(scheduling: CoreScheduling) -> Self {
         match scheduling {
             CoreScheduling::Off => Self::Anybody,
             CoreScheduling::Vcpu => Self::Nobody,
@@ -42,7 +42,7 @@ impl Cores {
     }
 
     /// Gives the calling thread, which is that of vCPU `index`, its cookie.
-    pub fn claim(&self, index: u8) {
+    pub(crate) fn claim(&self, index: u8) {
         match self {
             Self::Anybody => {}
             Self::Nobody => {
@@ -79,7 +79,7 @@ fn core_scheduling(command: libc::c_ulong, thread: libc::pid_t) -> io::Result<()
 
 /// Lets the thread of vCPU `index` run on these CPUs of the host alone, each below `CPU_SETSIZE`;
 /// on any, if there are none.
-pub fn pin(thread: libc::pthread_t, index: u8, host_cpus: &[usize]) -> Result<(), CpuError> {
+pub(crate) fn pin(thread: libc::pthread_t, index: u8, host_cpus: &[usize]) -> Result<(), CpuError> {
     if host_cpus.is_empty() {
         return Ok(());
     }

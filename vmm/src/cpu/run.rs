@@ -50,7 +50,7 @@ pub enum VcpuEvent {
 }
 
 /// Where vCPU events go; called on vCPU threads.
-pub type EventSink = Arc<dyn Fn(VcpuEvent) + Send + Sync>;
+pub(crate) type EventSink = Arc<dyn Fn(VcpuEvent) + Send + Sync>;
 
 /// How often KVM may want something more for the instruction that a vCPU stopped in: it comes up
 /// for air after 1,024 rounds of one that repeats.
@@ -58,7 +58,7 @@ const MOST_ROUNDS: usize = 4096;
 
 /// What a vCPU's exits reach.
 #[derive(Clone)]
-pub struct Surroundings {
+pub(crate) struct Surroundings {
     pub ports: Arc<Bus>,
     /// Memory-mapped I/O.
     pub mmio: Arc<Bus>,
@@ -212,7 +212,7 @@ impl Shared {
 
 /// Where the thread of a vCPU runs.
 #[derive(Clone, Debug)]
-pub struct Placement {
+pub(crate) struct Placement {
     /// On which CPUs of the host; on any, if there are none.
     pub host_cpus: Vec<usize>,
     /// With whom it shares a core.
@@ -220,7 +220,7 @@ pub struct Placement {
 }
 
 /// A vCPU that was asked to pause.
-pub struct Pausing(Arc<Shared>);
+pub(crate) struct Pausing(Arc<Shared>);
 
 impl Pausing {
     /// That of a vCPU that does not run.
@@ -230,13 +230,13 @@ impl Pausing {
     }
 
     /// Waits until it is out of the guest and of its exit, or is wanted for something else.
-    pub fn wait(self) {
+    pub(crate) fn wait(self) {
         self.0.wait_until_out();
     }
 }
 
 /// A vCPU with its thread. Dropping it stops the thread.
-pub struct Vcpu {
+pub(crate) struct Vcpu {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -244,7 +244,7 @@ pub struct Vcpu {
 /// The thread of a vCPU that is not there yet. Dropping it ends the thread.
 ///
 /// It comes first: what fails of it has KVM make nothing, and KVM never takes a vCPU back.
-pub struct VcpuThread {
+pub(crate) struct VcpuThread {
     index: u8,
     thread: JoinHandle<()>,
     runner: mpsc::Sender<Runner>,
@@ -252,7 +252,7 @@ pub struct VcpuThread {
 
 impl VcpuThread {
     /// Starts the thread where it is to run.
-    pub fn start(index: u8, placement: Placement) -> Result<Self, CpuError> {
+    pub(crate) fn start(index: u8, placement: Placement) -> Result<Self, CpuError> {
         brake::install_handler().map_err(CpuError::Signal)?;
         let Placement { host_cpus, cores } = placement;
         let (runner, given) = mpsc::channel::<Runner>();
@@ -272,7 +272,7 @@ impl VcpuThread {
     /// Gives the thread its vCPU, paused: [`Vcpu::resume`] lets it run.
     ///
     /// `fresh` is what it begins as again after [`Vcpu::begin_afresh`], if it may.
-    pub fn run(self, fd: VcpuFd, fresh: Option<Fresh>, surroundings: Surroundings) -> Vcpu {
+    pub(crate) fn run(self, fd: VcpuFd, fresh: Option<Fresh>, surroundings: Surroundings) -> Vcpu {
         let Self { index, thread, runner } = self;
         let Surroundings { ports, mmio, events, brake, memory_is_lost } = surroundings;
         let shared = Arc::new(Shared::new(brake));
@@ -307,36 +307,36 @@ impl Vcpu {
     ///
     /// 1. It is noted, 2. the vCPU is brought out. Before it enters the guest again it lets 2. be
     ///    over, and then looks for 1.: it either sees the note, or is brought out once more.
-    pub fn send_nmi(&self) {
+    pub(crate) fn send_nmi(&self) {
         self.shared.nmi.store(true, Ordering::SeqCst);
         self.interrupt();
     }
 
     /// One that was paused, and that nobody has resumed since, is made to wait for the guest to
     /// start it when it goes on, as if it had never run: as soon as it is out of its last exit.
-    pub fn begin_afresh(&self) {
+    pub(crate) fn begin_afresh(&self) {
         self.shared.nmi.store(false, Ordering::SeqCst);
         self.shared.set_afresh(true);
     }
 
     /// Waits until that is done, or until `deadline`; whether it is.
-    pub fn wait_until_fresh(&self, deadline: Instant) -> bool {
+    pub(crate) fn wait_until_fresh(&self, deadline: Instant) -> bool {
         self.shared.wait_until_fresh(deadline)
     }
 
     /// Lets the vCPU run.
-    pub fn resume(&self) {
+    pub(crate) fn resume(&self) {
         self.set(Wanted::Run);
     }
 
     /// Asks the vCPU to leave the guest and wait, which takes it as long as its exit does.
-    pub fn pause(&self) -> Pausing {
+    pub(crate) fn pause(&self) -> Pausing {
         self.set(Wanted::Pause);
         Pausing(Arc::clone(&self.shared))
     }
 
     /// Ends the vCPU's thread and waits for it.
-    pub fn stop(&mut self) {
+    pub(crate) fn stop(&mut self) {
         self.set(Wanted::Stop);
         if let Some(thread) = self.thread.take() {
             assert_ne!(thread.as_pthread_t(), self_thread(), "a vCPU does not stop itself");

@@ -66,7 +66,7 @@ fn segment(segment: Segment) -> kvm_segment {
 }
 
 /// Sets the state that every vCPU starts with: MSRs and the local APIC's interrupt pins.
-pub fn initialise(vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
+pub(crate) fn initialise(vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
     let error = |what| move |source| CpuError::Kvm { what, index, source };
     let msr = |index, data| kvm_msr_entry { index, data, ..Default::default() };
     let msrs = Msrs::from_entries(&[
@@ -91,7 +91,7 @@ pub fn initialise(vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
 }
 
 /// Puts the boot processor at the kernel's PVH entry.
-pub fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<(), CpuError> {
+pub(crate) fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<(), CpuError> {
     let error = |what| move |source| CpuError::Kvm { what, index, source };
     let mut sregs = vcpu.get_sregs().map_err(error("read the system registers of"))?;
     let data = segment(entry.data);
@@ -107,7 +107,7 @@ pub fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<(), CpuEr
 
 /// What a vCPU was before the guest ran it, for when it comes back to the guest: KVM cannot take
 /// one away and make it anew.
-pub struct Fresh {
+pub(crate) struct Fresh {
     sregs: kvm_sregs,
     regs: kvm_regs,
     events: kvm_vcpu_events,
@@ -117,7 +117,7 @@ pub struct Fresh {
 
 impl Fresh {
     /// What `vcpu` is now.
-    pub fn of(vcpu: &VcpuFd, index: u8) -> Result<Self, CpuError> {
+    pub(crate) fn of(vcpu: &VcpuFd, index: u8) -> Result<Self, CpuError> {
         let error = |what| move |source| CpuError::Kvm { what, index, source };
         let msr = |&number: &u32| {
             let entry = kvm_msr_entry { index: number, ..Default::default() };
@@ -143,7 +143,7 @@ impl Fresh {
     ///    is not there.
     /// 3. The system registers say how the APIC is addressed, so its registers follow them.
     /// 4. The state once more, as the steps before may have changed it.
-    pub fn restore(&self, vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
+    pub(crate) fn restore(&self, vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
         let error = |what| move |source| CpuError::Kvm { what, index, source };
         let waiting = kvm_mp_state { mp_state: KVM_MP_STATE_UNINITIALIZED };
         vcpu.get_mp_state().map_err(error("read the state of"))?;

@@ -20,11 +20,11 @@ const MAX_LINES_PER_SECOND: usize = 200;
 /// that never ends is none that could be counted.
 const MAX_BYTES_PER_SECOND: usize = MAX_LINES_PER_SECOND * MAX_LINE_BYTES;
 
-pub type Parse = fn(&[u8]) -> Result<AgentMessage, Refusal>;
+pub(super) type Parse = fn(&[u8]) -> Result<AgentMessage, Refusal>;
 
 /// A message of the agent, or the reason why its line was refused.
 #[derive(Debug)]
-pub struct Heard {
+pub(super) struct Heard {
     pub message: Result<AgentMessage, Refusal>,
     /// Time at which the line was complete.
     pub at: Instant,
@@ -33,7 +33,7 @@ pub struct Heard {
 /// Serves one connection until it ends. Lines are parsed here. `settings` are the governor's
 /// present ones, `bytes` counts what is read, and `decide` returns when the governor has handled a
 /// message.
-pub async fn serve(
+pub(super) async fn serve(
     mut stream: UnixStream,
     settings: impl Fn() -> Settings,
     bytes: &AtomicU64,
@@ -117,14 +117,14 @@ impl Outgoing {
 
 /// A bound on the work that agents can cause.
 #[derive(Debug)]
-pub struct LineBudget {
+pub(super) struct LineBudget {
     second: tokio::time::Instant,
     lines_left: usize,
     bytes_left: usize,
 }
 
 impl LineBudget {
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             second: tokio::time::Instant::now(),
             lines_left: MAX_LINES_PER_SECOND,
@@ -133,12 +133,12 @@ impl LineBudget {
     }
 
     /// Waits until the next second when this one's lines are used up.
-    pub async fn spend(&mut self) {
+    pub(super) async fn spend(&mut self) {
         self.take(1, 0).await;
     }
 
     /// The same for bytes, of which no more come at a time than a second has.
-    pub async fn spend_bytes(&mut self, bytes: usize) {
+    pub(super) async fn spend_bytes(&mut self, bytes: usize) {
         self.take(0, bytes).await;
     }
 

@@ -19,11 +19,11 @@ use super::task::Clock;
 use super::{GovernedZone, GovernorError, ZoneDevice};
 use crate::config::PressureConfig;
 
-pub const MIB: u64 = 1 << 20;
-pub const BLOCK: u64 = 2 * MIB;
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const BLOCK: u64 = 2 * MIB;
 
 /// A device whose guest follows at once, as long as it has a driver, or not at all.
-pub struct FakeDevice {
+pub(crate) struct FakeDevice {
     pub sizes: Mutex<ZoneSizes>,
     /// How often the governor has read them.
     pub reads: Mutex<u32>,
@@ -36,7 +36,7 @@ pub struct FakeDevice {
 }
 
 impl FakeDevice {
-    pub fn new(region_bytes: u64, follows: bool) -> Arc<Self> {
+    pub(crate) fn new(region_bytes: u64, follows: bool) -> Arc<Self> {
         let sizes = ZoneSizes::empty(0, Tier::Dram, region_bytes);
         Arc::new(Self {
             sizes: Mutex::new(sizes),
@@ -51,7 +51,7 @@ impl FakeDevice {
 
 impl FakeDevice {
     /// Refuses the guest's driver, as a virtio-mem device does.
-    pub fn refuse_driver(&self) {
+    pub(crate) fn refuse_driver(&self) {
         let mut sizes = self.sizes.lock();
         sizes.driver = DriverState::Unsupported;
         sizes.is_withdrawn = sizes.requested_bytes + sizes.held_bytes != sizes.plugged_bytes;
@@ -97,7 +97,7 @@ impl ZoneDevice for FakeDevice {
 
 /// What has been written of a recording, to be looked at from outside.
 #[derive(Clone, Default)]
-pub struct Shown(pub Arc<Mutex<Vec<u8>>>);
+pub(crate) struct Shown(pub Arc<Mutex<Vec<u8>>>);
 
 impl Write for Shown {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -109,17 +109,17 @@ impl Write for Shown {
 }
 
 impl Shown {
-    pub fn reader(&self) -> Reader<Cursor<Vec<u8>>> {
+    pub(crate) fn reader(&self) -> Reader<Cursor<Vec<u8>>> {
         Reader::new(Cursor::new(self.0.lock().clone())).unwrap()
     }
 
-    pub fn trace(&self) -> Trace {
+    pub(crate) fn trace(&self) -> Trace {
         Trace::read(Cursor::new(self.0.lock().clone())).unwrap()
     }
 }
 
 /// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come.
-pub struct Fixture {
+pub(crate) struct Fixture {
     pub core: Core,
     pub dram: Arc<FakeDevice>,
     pub pm: Arc<FakeDevice>,
@@ -127,7 +127,7 @@ pub struct Fixture {
     pub seq: u64,
 }
 
-pub fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
+pub(crate) fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
     let (dram, pm) = (FakeDevice::new(128 * MIB, follows), FakeDevice::new(1024 * MIB, follows));
     let zone = |id: &str, tier, node, device: &Arc<FakeDevice>| GovernedZone {
         id: id.to_owned(),
@@ -175,7 +175,7 @@ impl Core {
 }
 
 /// Serves an agent on one thread, which parses and decides.
-pub async fn serve(
+pub(super) async fn serve(
     stream: UnixStream,
     core: &RefCell<Core>,
     clock: &Clock,
@@ -189,29 +189,29 @@ pub async fn serve(
 }
 
 impl Fixture {
-    pub fn greet(&mut self) {
+    pub(crate) fn greet(&mut self) {
         self.core.agent_connected(TimeMs(self.seq * 50));
         self.line(&hello());
     }
 
-    pub fn line(&mut self, line: &Value) {
+    pub(crate) fn line(&mut self, line: &Value) {
         self.bytes(Ok(line.to_string().as_bytes()), TimeMs(self.seq * 50));
     }
 
     /// A line, or none, of an agent on a host that has never slept.
-    pub fn bytes(&mut self, line: Result<&[u8], Refusal>, now: TimeMs) {
+    pub(crate) fn bytes(&mut self, line: Result<&[u8], Refusal>, now: TimeMs) {
         self.core.line(line, now, now, Duration::default);
     }
 
     /// A report of a guest that has `available` of what it has in all.
-    pub fn report(&mut self, available_mib: u64) {
+    pub(crate) fn report(&mut self, available_mib: u64) {
         self.seq += 1;
         let plugged = [self.dram.sizes().plugged_bytes, self.pm.sizes().plugged_bytes];
         self.line(&report(self.seq, available_mib, plugged));
     }
 
     /// A first report of a guest that has room for the page descriptors of a part of its PM.
-    pub fn report_little_free_memory(&mut self) {
+    pub(crate) fn report_little_free_memory(&mut self) {
         const FREE_PAGES: u64 = 4_500;
         let mut line = report(1, 16, [0, 0]);
         line["zones"][0]["free_pages"] = FREE_PAGES.into();
@@ -221,7 +221,7 @@ impl Fixture {
 }
 
 /// What an agent says first.
-pub fn hello() -> Value {
+pub(crate) fn hello() -> Value {
     json!({
         "type": "hello", "version": 1, "agent_version": "0.1.0", "kernel_release": "6.12.117",
         "preemption": "voluntary", "page_size_bytes": 4096,
@@ -229,7 +229,7 @@ pub fn hello() -> Value {
 }
 
 /// A report of a guest with so much plugged of DRAM and PM.
-pub fn report(seq: u64, available_mib: u64, [dram, pm]: [u64; 2]) -> Value {
+pub(crate) fn report(seq: u64, available_mib: u64, [dram, pm]: [u64; 2]) -> Value {
     let total = 360 * MIB + dram + pm;
     // The kernel's reserve is free but not available: page descriptors of all zones fit into it.
     let free_mib = available_mib.max(64);

@@ -28,7 +28,11 @@ const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metric
 /// Serves `metrics`. The sizes of the zones are requested from the VM's owner at each scrape. If
 /// `host_names` is given, requests are refused unless their host is one of these names, `localhost`
 /// or an IP address.
-pub fn router(metrics: Arc<Metrics>, vm: VmHandle, host_names: Option<Vec<String>>) -> Router {
+pub(crate) fn router(
+    metrics: Arc<Metrics>,
+    vm: VmHandle,
+    host_names: Option<Vec<String>>,
+) -> Router {
     let router = Router::new()
         .route("/", get(async || Html(INDEX)))
         .route("/metrics", get(scrape))
@@ -83,7 +87,7 @@ fn fail(error: &dyn std::error::Error) -> Response {
 
 /// Registers the metrics of the process. `is_seccomp_missing` is true if `--seccomp` requests a
 /// filter.
-pub fn register_process(metrics: &Metrics, is_seccomp_missing: bool) {
+pub(crate) fn register_process(metrics: &Metrics, is_seccomp_missing: bool) {
     metrics.add(Arc::new(ProcessMetrics));
     metrics.add(Arc::new(MissingSeccomp(is_seccomp_missing)));
 }

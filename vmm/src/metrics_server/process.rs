@@ -4,7 +4,7 @@ use crate::metrics::{Expose, Exposition, Family, one};
 
 /// Version and resident memory of the process.
 #[derive(Debug)]
-pub struct ProcessMetrics;
+pub(super) struct ProcessMetrics;
 
 impl Expose for ProcessMetrics {
     fn expose(&self, out: &mut Exposition) {
@@ -23,7 +23,7 @@ impl Expose for ProcessMetrics {
 
 /// True if `--seccomp` requests a system call filter, which does not exist yet.
 #[derive(Debug)]
-pub struct MissingSeccomp(pub bool);
+pub(super) struct MissingSeccomp(pub bool);
 
 impl Expose for MissingSeccomp {
     fn expose(&self, out: &mut Exposition) {

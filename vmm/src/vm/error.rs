@@ -18,7 +18,7 @@ use crate::volume::interface::InterfaceError;
 
 /// Why a VM cannot be built: one variant for each part, whose own error says the rest.
 #[derive(Debug, Error)]
-pub enum BuildError {
+pub(crate) enum BuildError {
     /// No hypervisor.
     #[error(transparent)]
     Kvm(#[from] KvmError),
@@ -56,7 +56,7 @@ pub enum BuildError {
 
 impl BuildError {
     /// For a device whose errors are its own.
-    pub fn device<E>(device: impl Into<String>) -> impl FnOnce(E) -> Self
+    pub(crate) fn device<E>(device: impl Into<String>) -> impl FnOnce(E) -> Self
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
@@ -65,7 +65,7 @@ impl BuildError {
     }
 
     /// Whether it is that somebody else has what a device needs.
-    pub fn is_in_use(&self) -> bool {
+    pub(crate) fn is_in_use(&self) -> bool {
         let Self::Device { source, .. } = self else { return false };
         let is_tap = matches!(
             source.downcast_ref(),

@@ -20,7 +20,7 @@ use crate::names::{of_kind, samples};
 use crate::verdict::Verdict;
 
 /// A server, and what its owner was asked, in words.
-pub struct Api {
+pub(crate) struct Api {
     path: PathBuf,
     asked: Arc<Mutex<Vec<String>>>,
     /// Whether the VM runs.
@@ -30,7 +30,7 @@ pub struct Api {
 }
 
 /// What comes of a call.
-pub struct Tried {
+pub(crate) struct Tried {
     /// How far it is there.
     pub verdict: Verdict,
     /// With what it was answered, of a VM that runs and of one that does not.
@@ -97,7 +97,7 @@ const VALID: &[(&str, &str)] = &[
 
 impl Api {
     /// Runs `test` on the runtime that the VMM has: one thread.
-    pub fn run<T, F: Future<Output = T>>(test: impl FnOnce(Self) -> F) -> T {
+    pub(crate) fn run<T, F: Future<Output = T>>(test: impl FnOnce(Self) -> F) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let dir = tempfile::tempdir().unwrap();
@@ -114,7 +114,7 @@ impl Api {
 
     /// One request on a connection of its own: the status, and the body if its length was said.
     /// Events have none, and never end.
-    pub async fn exchange(&self, method: &str, call: &str, body: &str) -> (u16, String) {
+    pub(crate) async fn exchange(&self, method: &str, call: &str, body: &str) -> (u16, String) {
         let mut stream = BufReader::new(UnixStream::connect(&self.path).await.unwrap());
         let len = body.len();
         let head = format!(
@@ -143,7 +143,7 @@ impl Api {
 
     /// What a request comes to that nothing is wrong with. It is answered alike, or there is no
     /// such call.
-    pub async fn attempt(&self, method: &str, call: &str) -> Tried {
+    pub(crate) async fn attempt(&self, method: &str, call: &str) -> Tried {
         let body = VALID
             .iter()
             .find(|(of, _)| *of == call && method == "PUT")
@@ -194,7 +194,7 @@ impl Api {
 }
 
 /// JSON, which no constant can be.
-pub type Json = fn() -> Value;
+pub(crate) type Json = fn() -> Value;
 
 /// Bodies of calls: schema, call, and what must be in it.
 const BODIES: &[(&str, &str, Json)] = &[
@@ -212,7 +212,7 @@ const ANSWERS: &[(&str, &str, &str, &str, &str)] = &[
 ];
 
 /// The verdict on a field of a body or an answer; none if the schema is of something else.
-pub async fn of_field(api: &Api, name: &str, text: &'static str) -> Option<Verdict> {
+pub(crate) async fn of_field(api: &Api, name: &str, text: &'static str) -> Option<Verdict> {
     let (schema, field) = name.split_once('.').expect("a schema and a field");
     if let Some((_, call, base)) = BODIES.iter().find(|(of, ..)| *of == schema) {
         return Some(api.of_body(call, &base(), field, samples(text).other).await);
@@ -226,7 +226,7 @@ pub async fn of_field(api: &Api, name: &str, text: &'static str) -> Option<Verdi
 
 /// Every call, each held against the statuses that Cloud Hypervisor's description has for what
 /// succeeds.
-pub async fn rows(api: &Api) -> Vec<(String, Verdict)> {
+pub(crate) async fn rows(api: &Api) -> Vec<(String, Verdict)> {
     let mut rows = Vec::new();
     for (name, statuses) in of_kind("call") {
         let (method, call) = name.split_once(' ').expect("a method and a call");

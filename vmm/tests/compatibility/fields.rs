@@ -184,7 +184,7 @@ fn verdict(place: &Place, name: &str, field: &str, text: &'static str) -> Verdic
 }
 
 /// The verdict on a field of a configuration; none if the schema is of something else.
-pub fn of_config(name: &str, text: &'static str) -> Option<Verdict> {
+pub(crate) fn of_config(name: &str, text: &'static str) -> Option<Verdict> {
     let (schema, field) = name.split_once('.').expect("a schema and a field");
     let place = PLACES.iter().find(|place| place.schema == schema)?;
     Some(verdict(place, name, field, text))

@@ -158,7 +158,7 @@ fn key_verdict(flag: &str, key: &str, text: &'static str) -> Verdict {
 }
 
 /// Every flag, and every key of each.
-pub fn rows() -> Vec<(String, Verdict)> {
+pub(crate) fn rows() -> Vec<(String, Verdict)> {
     let flags: Vec<_> =
         of_kind("flag").map(|(flag, sample)| (flag, flag_verdict(flag, sample))).collect();
     let keys = of_kind("key").map(|(name, text)| {

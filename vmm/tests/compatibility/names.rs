@@ -4,7 +4,7 @@ const NAMES: &str = include_str!("cloud-hypervisor-0.3.0.names");
 
 /// Values to try a name with.
 #[derive(Clone, Copy, Debug)]
-pub struct Samples {
+pub(crate) struct Samples {
     /// What it is when nothing is said, where that can be written out.
     pub default: Option<&'static str>,
     /// Something else.
@@ -13,7 +13,7 @@ pub struct Samples {
 
 /// The names of one kind (`call`, `field`, `flag`, `key`), with what is behind the `=`: values to
 /// try it with, and of a call the statuses of its description that are no errors.
-pub fn of_kind(kind: &str) -> impl Iterator<Item = (&'static str, Option<&'static str>)> {
+pub(crate) fn of_kind(kind: &str) -> impl Iterator<Item = (&'static str, Option<&'static str>)> {
     NAMES.lines().filter_map(move |line| {
         let name = line.strip_prefix(kind)?.strip_prefix(' ')?;
         Some(name.split_once(" = ").map_or((name, None), |(name, samples)| (name, Some(samples))))
@@ -21,7 +21,7 @@ pub fn of_kind(kind: &str) -> impl Iterator<Item = (&'static str, Option<&'stati
 }
 
 /// `DEFAULT | OTHER`, with `-` for none.
-pub fn samples(text: &'static str) -> Samples {
+pub(crate) fn samples(text: &'static str) -> Samples {
     let (default, other) =
         text.split_once(" | ").unwrap_or_else(|| panic!("{text:?} is not DEFAULT | OTHER"));
     Samples { default: Some(default).filter(|default| *default != "-"), other }

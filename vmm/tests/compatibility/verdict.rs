@@ -5,7 +5,7 @@ use foreshore_config::{ConfigError, JsonError};
 
 /// How far foreshore has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// It is taken and makes a difference.
     Implemented,
     /// It is taken and makes none, and why.
@@ -17,19 +17,19 @@ pub enum Verdict {
 
 impl Verdict {
     /// It is so anyway.
-    pub fn without_effect() -> Self {
+    pub(crate) fn without_effect() -> Self {
         Self::Neutral("it changes nothing".to_owned())
     }
 
     /// What a warning about what was tried says: that it has not got what it asked for.
-    pub fn of_warnings(warnings: &[String], flag: &str) -> Option<Self> {
+    pub(crate) fn of_warnings(warnings: &[String], flag: &str) -> Option<Self> {
         let warning = warnings.iter().find(|warning| warning.starts_with(flag))?;
         let (_, text) = warning.split_once(": ").expect("a warning about a flag");
         Some(Self::Neutral(text.to_owned()))
     }
 
     /// As it stands on the page.
-    pub fn columns(&self) -> (&'static str, &str) {
+    pub(crate) fn columns(&self) -> (&'static str, &str) {
         match self {
             Self::Implemented => ("implemented", ""),
             Self::Neutral(why) => ("neutral", why),
@@ -39,7 +39,7 @@ impl Verdict {
     }
 
     /// A reason with something more to say.
-    pub fn and(self, more: &str) -> Self {
+    pub(crate) fn and(self, more: &str) -> Self {
         match self {
             Self::Refused(why) => Self::Refused(format!("{why}; {more}")),
             other => other,
@@ -49,7 +49,7 @@ impl Verdict {
 
 /// What an error says, if it says that something is not there; others are about the values that
 /// were tried.
-pub fn of_error(error: &ConfigError) -> Option<Verdict> {
+pub(crate) fn of_error(error: &ConfigError) -> Option<Verdict> {
     match error {
         ConfigError::Unsupported { why, .. } | ConfigError::ForeignSection { why, .. } => {
             Some(Verdict::Refused((*why).to_owned()))
@@ -63,7 +63,7 @@ pub fn of_error(error: &ConfigError) -> Option<Verdict> {
 }
 
 /// The same of a command line.
-pub fn of_cli_error(error: &CliError) -> Option<Verdict> {
+pub(crate) fn of_cli_error(error: &CliError) -> Option<Verdict> {
     match error {
         CliError::Foreign { why, .. } => Some(Verdict::Refused((*why).to_owned())),
         CliError::Config(error) => of_error(error),
@@ -75,7 +75,7 @@ pub fn of_cli_error(error: &CliError) -> Option<Verdict> {
 }
 
 /// The same of a configuration in JSON.
-pub fn of_json_error(error: &JsonError) -> Option<Verdict> {
+pub(crate) fn of_json_error(error: &JsonError) -> Option<Verdict> {
     match error {
         JsonError::Config(error) => of_error(error),
         // A value that was no fair try.

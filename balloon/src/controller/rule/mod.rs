@@ -63,7 +63,7 @@ enum Memory {
 impl Context<'_> {
     /// Rule 8: sizes that a dry run decides upon. Requests that rule 5 would withdraw count as
     /// withdrawn, or the dry run would report nothing else.
-    pub fn left(&self) -> Cow<'_, HostView> {
+    pub(super) fn left(&self) -> Cow<'_, HostView> {
         self.controller.without_failed(self.host, self.now)
     }
 
@@ -225,7 +225,7 @@ const SHORTFALL_MS: u64 = 1_000;
 
 /// Bytes that the host could not provide and that have not been requested from another zone.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct HostShortfall {
+pub(super) struct HostShortfall {
     bytes: u64,
     at: TimeMs,
 }
@@ -236,14 +236,14 @@ impl HostShortfall {
         if now.since(self.at) < SHORTFALL_MS { self.bytes } else { 0 }
     }
 
-    pub fn add(&mut self, bytes: u64, now: TimeMs) {
+    pub(super) fn add(&mut self, bytes: u64, now: TimeMs) {
         if bytes > 0 {
             *self = HostShortfall { bytes: self.bytes_at(now).saturating_add(bytes), at: now };
         }
     }
 
     /// Subtracts bytes that have been requested from other zones.
-    pub fn is_asked(&mut self, bytes: u64) {
+    pub(super) fn is_asked(&mut self, bytes: u64) {
         self.bytes = self.bytes.saturating_sub(bytes);
     }
 }
@@ -276,7 +276,7 @@ fn host_short(context: &Context<'_>) -> Verdict {
 
 /// Grows since reports were lost.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Lost {
+pub(super) struct Lost {
     steps: u64,
     at: Option<TimeMs>,
 }

@@ -63,7 +63,7 @@ pub enum Reminder {
 }
 
 impl Resize {
-    pub fn new(sizes: &ZoneSizes, now: TimeMs) -> Self {
+    pub(super) fn new(sizes: &ZoneSizes, now: TimeMs) -> Self {
         Self {
             changed_at: now,
             reminded_at: now,

@@ -41,7 +41,7 @@ struct Calm {
 }
 
 /// Decides on one report.
-pub fn decide(
+pub(super) fn decide(
     params: &Params,
     mut state: State,
     input: Input<'_>,

@@ -32,7 +32,7 @@ pub struct State {
 }
 
 /// Decides on one report.
-pub fn decide(
+pub(super) fn decide(
     params: &Params,
     mut state: State,
     input: Input<'_>,

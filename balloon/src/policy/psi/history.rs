@@ -77,7 +77,7 @@ impl History {
     /// Adds a report. Its used memory includes `offlining_bytes`, which are about to be unplugged,
     /// and `onlining_bytes`, which are plugged but not available yet. A report from another
     /// reporter, or with a clock or totals that have restarted, discards the older reports.
-    pub fn push(&mut self, report: &Report, offlining_bytes: u64, onlining_bytes: u64) {
+    pub(super) fn push(&mut self, report: &Report, offlining_bytes: u64, onlining_bytes: u64) {
         let sample = Sample { onlining_bytes, ..Sample::of(report, offlining_bytes) };
         if self.samples.back().is_some_and(|last| !sample.goes_on_from(last)) {
             self.samples.clear();
@@ -90,7 +90,7 @@ impl History {
 
     /// The rates up to the newest report. Waiting, swapping and refaults count from `signs_from_ms`
     /// of the guest's clock on: what went before has been answered.
-    pub fn rates(&self, params: &Params, signs_from_ms: u64) -> Rates {
+    pub(super) fn rates(&self, params: &Params, signs_from_ms: u64) -> Rates {
         let Some((newest, older)) = self.newest_and_older() else {
             return Rates::default();
         };

@@ -63,20 +63,20 @@ impl Default for PlugTime {
 }
 
 impl PlugTime {
-    pub fn is_settled(&self) -> bool {
+    pub(super) fn is_settled(&self) -> bool {
         self.asked.is_none()
     }
 
-    pub fn ms(&self) -> u64 {
+    pub(super) fn ms(&self) -> u64 {
         self.ms
     }
 
-    pub fn asked(&mut self, total_bytes: u64, now: TimeMs) {
+    pub(super) fn asked(&mut self, total_bytes: u64, now: TimeMs) {
         self.asked.get_or_insert(Asked { at: now, total_bytes, nothing_at: now });
     }
 
     /// Takes the slower time at once, and comes down by a quarter of the way.
-    pub fn learn(&mut self, total_bytes: u64, host: &HostView, now: TimeMs) {
+    pub(super) fn learn(&mut self, total_bytes: u64, host: &HostView, now: TimeMs) {
         let Some(asked) = &mut self.asked else { return };
         if total_bytes > asked.total_bytes {
             // It came between two reports, which may be a second apart: soon after the first of
@@ -113,7 +113,7 @@ struct Refusal {
 }
 
 impl Refusals {
-    pub fn is_settled(&self, now: TimeMs) -> bool {
+    pub(super) fn is_settled(&self, now: TimeMs) -> bool {
         self.zones
             .iter()
             .all(|zone| zone.going_to.is_none() && zone.until.is_none_or(|until| until <= now))
@@ -121,7 +121,7 @@ impl Refusals {
 
     /// Looks at what became of the last requests. One that was withdrawn without a grow of ours was
     /// refused.
-    pub fn learn(&mut self, host: &HostView, now: TimeMs) {
+    pub(super) fn learn(&mut self, host: &HostView, now: TimeMs) {
         for zone in &host.zones {
             let index =
                 self.zones.iter().position(|known| known.id == zone.id).unwrap_or_else(|| {
@@ -155,7 +155,7 @@ impl Refusals {
     }
 
     /// More is asked for: what is still to go stays for that reason.
-    pub fn grown(&mut self) {
+    pub(super) fn grown(&mut self) {
         for zone in &mut self.zones {
             zone.going_to = None;
         }
@@ -163,7 +163,7 @@ impl Refusals {
 
     /// What can be asked back: no more of a zone than it has not refused, and no DRAM in place of
     /// PM that stays.
-    pub fn givable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
+    pub(super) fn givable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
         let stays = |id: ZoneId| {
             let known = self.zones.iter().find(|known| known.id == id)?;
             known.until.filter(|until| now < *until).map(|_| known.stays_bytes)
@@ -188,18 +188,18 @@ pub(super) struct Window {
 
 impl Window {
     /// It holds the value that it was given last, and none that will go with time.
-    pub fn is_settled(&self) -> bool {
+    pub(super) fn is_settled(&self) -> bool {
         self.values.len() <= 1
     }
 
     /// Takes a value, and says the least of the last `ms`.
-    pub fn least(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
+    pub(super) fn least(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
         while self.values.pop_back_if(|(_, earlier)| *earlier >= value).is_some() {}
         self.push(value, ms, now)
     }
 
     /// Takes a value, and says the most of the last `ms`.
-    pub fn most(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
+    pub(super) fn most(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
         while self.values.pop_back_if(|(_, earlier)| *earlier <= value).is_some() {}
         self.push(value, ms, now)
     }
@@ -230,20 +230,20 @@ pub(super) struct Patience {
 }
 
 impl Patience {
-    pub fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
+    pub(super) fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
         let is_over = self.calm_since.is_some_and(|since| now.since(since) >= self.ms(params));
         self.longer_ms == 0 && is_over && self.available.is_settled() && self.there.is_settled()
     }
 
     /// How long memory must have been idle.
-    pub fn ms(&self, params: &Params) -> u64 {
+    pub(super) fn ms(&self, params: &Params) -> u64 {
         params.idle_ms.max(self.longer_ms).min(params.max_idle_ms)
     }
 
     /// Sees whether memory was given back since the last report. What a guest unplugs that is to
     /// have more was not asked of it: Linux does that where it lacks the page descriptors, and
     /// tries again.
-    pub fn learn(&mut self, host: &HostView, now: TimeMs) {
+    pub(super) fn learn(&mut self, host: &HostView, now: TimeMs) {
         let plugged_bytes = host.plugged_bytes();
         let is_growing =
             host.zones.iter().any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1));
@@ -259,7 +259,7 @@ impl Patience {
     /// The guest is short. If something was taken from it lately, that was too early: wait twice as
     /// long the next time, and at least from one grow to the next, which is the time between
     /// two teeth of a saw.
-    pub fn grown(&mut self, params: &Params, now: TimeMs) {
+    pub(super) fn grown(&mut self, params: &Params, now: TimeMs) {
         self.disturbed();
         if self.shrunk_at.take().is_some_and(|at| now.since(at) < REGRET_MS) {
             let tooth_ms = now.since(self.grown_at);
@@ -271,13 +271,13 @@ impl Patience {
     }
 
     /// The guest is short or waits: what it has now is not idle.
-    pub fn disturbed(&mut self) {
+    pub(super) fn disturbed(&mut self) {
         self.calm_since = None;
     }
 
     /// The least of what is coming over the time of patience, once it has passed, and no more than
     /// was there for all of it.
-    pub fn least_bytes(
+    pub(super) fn least_bytes(
         &mut self,
         params: &Params,
         coming_bytes: u64,
@@ -318,12 +318,12 @@ struct Tried {
 }
 
 impl Cache {
-    pub fn is_settled(&self, now: TimeMs) -> bool {
+    pub(super) fn is_settled(&self, now: TimeMs) -> bool {
         self.is_forgotten(now) && !self.is_beyond_help(now)
     }
 
     /// Sees whether the last grow for it has helped: that at least a quarter less comes back.
-    pub fn learn(&mut self, total_bytes: u64, rates: &Rates, now: TimeMs) {
+    pub(super) fn learn(&mut self, total_bytes: u64, rates: &Rates, now: TimeMs) {
         let Some(tried) = self.tried.filter(|_| rates.watched) else { return };
         if rates.file_refault_bytes_per_s < tried.refault_bytes_per_s / 4 * 3 {
             (self.tried, self.vain_ms) = (None, 0);
@@ -339,7 +339,7 @@ impl Cache {
     }
 
     /// The guest is given more for it.
-    pub fn tried(&mut self, total_bytes: u64, refault_bytes_per_s: u64, now: TimeMs) {
+    pub(super) fn tried(&mut self, total_bytes: u64, refault_bytes_per_s: u64, now: TimeMs) {
         let before = self.tried.filter(|before| now.since(before.at) < REGRET_MS);
         let came = before.is_none_or(|before| total_bytes > before.total_bytes);
         let in_vain = before.map_or(0, |before| before.in_vain) + u32::from(came);
@@ -350,12 +350,12 @@ impl Cache {
     }
 
     /// Memory has not helped.
-    pub fn is_beyond_help(&self, now: TimeMs) -> bool {
+    pub(super) fn is_beyond_help(&self, now: TimeMs) -> bool {
         self.vain_until.is_some_and(|until| now < until)
     }
 
     /// Evicted pages come back and tasks wait for them: what is cached now is needed.
-    pub fn missed(&mut self, report: &Report, now: TimeMs) {
+    pub(super) fn missed(&mut self, report: &Report, now: TimeMs) {
         let cached_bytes = report.memory().cached_bytes;
         let forgotten = self.is_forgotten(now);
         if self.keep_ms == 0 {
@@ -369,7 +369,7 @@ impl Cache {
     }
 
     /// How much of what is cached counts as used.
-    pub fn needed_bytes(&self, report: &Report, now: TimeMs) -> u64 {
+    pub(super) fn needed_bytes(&self, report: &Report, now: TimeMs) -> u64 {
         if self.is_forgotten(now) {
             return 0;
         }
@@ -390,13 +390,13 @@ pub(super) struct Swapped {
 }
 
 impl Swapped {
-    pub fn is_settled(&self, now: TimeMs) -> bool {
+    pub(super) fn is_settled(&self, now: TimeMs) -> bool {
         self.moved_at.is_some_and(|at| now.since(at) >= SWAP_COLD_MS)
     }
 
     /// What is in swap counts as needed until nothing of it has moved for a minute. A guest that
     /// was never seen before may be about to want it.
-    pub fn needed_bytes(&mut self, report: &Report, now: TimeMs) -> u64 {
+    pub(super) fn needed_bytes(&mut self, report: &Report, now: TimeMs) -> u64 {
         let (memory, counters) = (report.memory(), report.counters());
         let pages = counters.pswpin.saturating_add(counters.pswpout);
         if pages != self.pages || self.moved_at.is_none() {

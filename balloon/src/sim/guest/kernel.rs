@@ -26,7 +26,7 @@ pub(super) struct KernelLoad {
 }
 
 impl KernelLoad {
-    pub fn wanted_bytes(&self) -> u64 {
+    pub(super) fn wanted_bytes(&self) -> u64 {
         self.held_bytes + self.waiting_bytes + self.killed_bytes
     }
 
@@ -41,7 +41,7 @@ impl KernelLoad {
 
     /// Frees a quarter of the allocated memory and drops the requests of all tasks that wait.
     /// Returns the sum of both.
-    pub fn kill(&mut self) -> u64 {
+    pub(super) fn kill(&mut self) -> u64 {
         let taken_bytes = self.held_bytes / 4;
         self.held_bytes -= taken_bytes;
         let killed_bytes = taken_bytes + std::mem::take(&mut self.waiting_bytes);

@@ -60,7 +60,7 @@ pub(in crate::sim) struct BootZones {
 }
 
 impl BootZones {
-    pub fn new(boot_bytes: u64, zones: &[ZoneSizes]) -> Self {
+    pub(crate) fn new(boot_bytes: u64, zones: &[ZoneSizes]) -> Self {
         // The kernel's code, and descriptors of the memory it boots with.
         let all_bytes = boot_bytes.saturating_sub(16 * MIB + boot_bytes / 32).max(MIB);
         let memory = boot_memory(boot_bytes, zones);
@@ -90,35 +90,35 @@ impl BootZones {
     }
 
     /// Plugged DRAM that serves the kernel.
-    pub fn block_bytes(&self) -> u64 {
+    pub(crate) fn block_bytes(&self) -> u64 {
         self.block_bytes
     }
 
     /// Kernel memory in blocks of plugged DRAM, if the kernel has `pinned_bytes` in all.
-    pub fn pinned_block_bytes(&self, pinned_bytes: u64) -> u64 {
+    pub(crate) fn pinned_block_bytes(&self, pinned_bytes: u64) -> u64 {
         let normal_bytes = self.kernel_zones[1].bytes;
         pinned_bytes.min(normal_bytes).saturating_sub(normal_bytes - self.block_bytes)
     }
 
     /// Managed memory of all zones.
-    pub fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.kernel_bytes() + self.movable_bytes
     }
 
     /// Managed memory of the kernel's zones.
-    pub fn kernel_bytes(&self) -> u64 {
+    pub(crate) fn kernel_bytes(&self) -> u64 {
         self.kernel_zones.iter().map(|zone| zone.bytes).sum()
     }
 
     /// Sum of a watermark of the kernel's zones, in pages.
-    pub fn kernel_mark(&self, mark: impl Fn(&Marks) -> u64) -> u64 {
+    pub(crate) fn kernel_mark(&self, mark: impl Fn(&Marks) -> u64) -> u64 {
         self.kernel_zones.iter().map(|zone| mark(&zone.marks)).sum()
     }
 
     /// Parts of `used_bytes` in the kernel's zones that have memory, the highest zone first. Linux
     /// allocates page descriptors and other memory of the kernel (`pinned_bytes`) from the highest
     /// zone that has free memory, and places user pages down to the reserve of that zone.
-    pub fn kernel_zones(
+    pub(crate) fn kernel_zones(
         &self,
         used_bytes: u64,
         pinned_bytes: u64,
@@ -144,14 +144,14 @@ impl BootZones {
     }
 
     /// Room for user pages in the kernel's zones in addition to the kernel's own memory.
-    pub fn room_bytes(&self, pinned_bytes: u64) -> u64 {
+    pub(crate) fn room_bytes(&self, pinned_bytes: u64) -> u64 {
         let parts = self.kernel_zones(pinned_bytes, pinned_bytes);
         parts.map(|part| part.zone.room_bytes(part.pinned_bytes)).sum()
     }
 
     /// Memory of the kernel's zones that MemAvailable leaves out: the reserve and the high
     /// watermark, at most the zone (mm/page_alloc.c, calculate_totalreserve_pages).
-    pub fn unavailable_bytes(&self) -> u64 {
+    pub(crate) fn unavailable_bytes(&self) -> u64 {
         let zones = self.kernel_zones.iter();
         zones.map(|zone| (zone.kept_bytes + zone.marks.high * PAGE_BYTES).min(zone.bytes)).sum()
     }
@@ -171,7 +171,7 @@ impl BootZones {
     /// Sets the reserve for `plugged_bytes` of movable memory in the node of the boot memory, as
     /// the agent of a guest with Linux' default ratios does. `block_bytes` is the size of the
     /// plugged DRAM that serves the kernel.
-    pub fn adapt(&mut self, plugged_bytes: u64, block_bytes: u64) {
+    pub(crate) fn adapt(&mut self, plugged_bytes: u64, block_bytes: u64) {
         if self.block_bytes != block_bytes {
             self.set_kernel_blocks(block_bytes);
         }
@@ -199,7 +199,7 @@ pub(super) struct Placed {
 
 impl Placed {
     /// Part in the movable zones of DRAM.
-    pub fn movable_dram_bytes(&self) -> u64 {
+    pub(super) fn movable_dram_bytes(&self) -> u64 {
         self.user_bytes.saturating_sub(self.kernel_zone_bytes + self.pm_bytes)
     }
 }

@@ -14,7 +14,7 @@ const STYLE: Style = Style {
     says_empty: false,
 };
 
-pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
+pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let mut curl = Connection::open(&vm.api_socket)?;
     for _ in 0..2 {
         curl.expect(200, &STYLE.get("vmm.ping"))?;

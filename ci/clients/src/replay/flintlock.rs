@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use crate::vm::{UntilUp, Vm};
 use crate::wire::{Connection, GO};
 
-pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
+pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     until_up()?;
     let mut connection = Connection::open(&vm.api_socket)?;
     let info = connection.expect(200, &GO.get("vm.info"))?.json()?;

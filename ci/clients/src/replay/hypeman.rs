@@ -16,7 +16,7 @@ fn actual_size(connection: &mut Connection) -> Result<Value> {
     Ok(connection.expect(200, &GO.get("vm.info"))?.json()?["memory_actual_size"].clone())
 }
 
-pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
+pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let mut connection = Connection::open(&vm.api_socket)?;
     connection.expect(200, &GO.get("vmm.ping"))?;
     let config = vm.config(json!({

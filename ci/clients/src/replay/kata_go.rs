@@ -74,7 +74,7 @@ fn config(vm: &Vm) -> Value {
     }))
 }
 
-pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
+pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let mut kata = Kata(Connection::open(&vm.api_socket)?);
     kata.0.expect(200, &STYLE.get("vmm.ping"))?;
     kata.put("vm.create", &config(vm).to_string())?;

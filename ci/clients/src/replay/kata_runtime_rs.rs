@@ -94,7 +94,7 @@ fn check(info: &Value, nics: usize) -> Result<()> {
     Ok(())
 }
 
-pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
+pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let mut stream = Connection::open(&vm.api_socket)?;
     call(&mut stream, "GET", "vmm.ping", None)?;
     call(&mut stream, "PUT", "vm.create", Some(&config(vm)))?;

@@ -154,7 +154,7 @@ fn follow(info: &Value, followed: &mut Option<String>, log: &Path) -> Result<()>
     Ok(())
 }
 
-pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
+pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let events = Events::open(&vm.events)?;
     let mut curl = Curl(Connection::open(&vm.api_socket)?);
     let config = vm.config(json!({

@@ -7,7 +7,7 @@ use serde_json::json;
 use crate::vm::{UntilUp, Vm};
 use crate::wire::{Connection, GO};
 
-pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
+pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     // Each call has a client, and so a connection, of its own.
     let call = |request: &str| Connection::open(&vm.api_socket)?.call(request);
     let info = call(&GO.get("vm.info"))?;

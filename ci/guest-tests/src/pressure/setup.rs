@@ -109,7 +109,7 @@ impl FromStr for Config {
     }
 }
 
-pub struct Stand {
+pub(super) struct Stand {
     pub guest: Guest,
     pub boot_bytes: u64,
     pool: Option<Pool>,
@@ -118,7 +118,7 @@ pub struct Stand {
 impl Stand {
     /// What is on tmpfs would be the next guest's memory. What is left of a guest with a policy is
     /// the trace of its decisions.
-    pub fn tear_down(self) -> Result<Option<Vec<u8>>> {
+    pub(super) fn tear_down(self) -> Result<Option<Vec<u8>>> {
         drop(self.guest);
         let trace = match std::fs::read(trace_file()) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
@@ -152,7 +152,7 @@ pub struct GuestSize {
     pub dram_mib: u64,
 }
 
-pub fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand> {
+pub(super) fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand> {
     let GuestSize { cpus, dram_mib } = size;
     std::fs::create_dir_all(this_tests_dir())?;
     let guest = Guest::builder()

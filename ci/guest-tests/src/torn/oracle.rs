@@ -9,7 +9,7 @@ use guest_tools::torn::stamp::{self, Content, Lines, SECTOR_BYTES};
 
 /// What the writers were told.
 #[derive(Debug, Clone)]
-pub struct Oracle {
+pub(super) struct Oracle {
     area: Area,
     acknowledged: Vec<u64>,
 }
@@ -74,12 +74,12 @@ impl Judgement {
 const SHOWN_FAULTS: usize = 10;
 
 impl Oracle {
-    pub fn new(area: Area) -> Self {
+    pub(super) fn new(area: Area) -> Self {
         Self { area, acknowledged: vec![0; area.sectors() as usize] }
     }
 
     /// A flush was completed, of which the guest has heard.
-    pub fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
+    pub(super) fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
         for sector in stretch.first..stretch.first.saturating_add(stretch.count) {
             let index = self
                 .area
@@ -91,7 +91,10 @@ impl Oracle {
         Ok(())
     }
 
-    pub fn judge(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<Judgement> {
+    pub(super) fn judge(
+        &self,
+        mut read: impl FnMut(u64, &mut [u8]) -> Result<()>,
+    ) -> Result<Judgement> {
         let mut judgement = Judgement::default();
         let mut bytes = vec![0; SECTOR_BYTES];
         for (index, &acknowledged) in self.acknowledged.iter().enumerate() {

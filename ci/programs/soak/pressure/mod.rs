@@ -58,7 +58,7 @@ where
 
 /// Runs them by turns in this boot of the host. Fails if a condition did not hold; times it only
 /// tells.
-pub fn run(arguments: &[&str]) -> Result<()> {
+pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     let options = Options::parse(arguments)?;
     let mut rows = Vec::new();
     for workload in &options.workloads {

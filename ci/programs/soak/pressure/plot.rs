@@ -15,7 +15,7 @@ const PANELS: [(&str, &str, &str); 4] = [
 ];
 
 /// The script: gnuplot runs it in the directory of the time series. It draws NAME.svg.
-pub fn script(name: &str, rows: &[&Row]) -> String {
+pub(super) fn script(name: &str, rows: &[&Row]) -> String {
     let last_s = |row: &&Row| row.outcome.points.last().map_or(0.0, |point| point.at_s);
     let axis_s = rows.iter().map(last_s).fold(1.0, f64::max).min(MOST_AXIS_S);
     let mut text = format!(

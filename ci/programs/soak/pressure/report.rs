@@ -11,7 +11,7 @@ const MOST_TOUCH: f64 = 1.05;
 /// What 99 of 100 reports may take until they are a plan.
 const MOST_TO_PLAN_S: f64 = 0.001;
 
-pub struct Row {
+pub(super) struct Row {
     pub workload: &'static str,
     /// DRAM in percent of what is needed.
     pub share: u64,
@@ -21,7 +21,7 @@ pub struct Row {
     pub outcome: Outcome,
 }
 
-pub struct Verdict {
+pub(super) struct Verdict {
     pub what: String,
     pub met: bool,
     /// It is a condition; times only are said.
@@ -36,7 +36,7 @@ impl fmt::Display for Verdict {
 
 impl Row {
     /// What is said while others still run.
-    pub fn line(&self) -> String {
+    pub(super) fn line(&self) -> String {
         let Outcome { run_s, broken, .. } = &self.outcome;
         let end = broken.as_deref().map_or_else(|| format!("{run_s:.2} s"), str::to_owned);
         format!("{} at {} % with {}: {end}", self.workload, self.share, self.config)
@@ -76,7 +76,7 @@ fn whole<'a>(rows: &'a [Row], workload: &str) -> Vec<&'a Row> {
 }
 
 /// A table: medians of the rounds.
-pub fn markdown(rows: &[Row]) -> String {
+pub(super) fn markdown(rows: &[Row]) -> String {
     let mut text =
         "| workload | DRAM | with | run | of DRAM alone | phases, s | swapped in, out, MiB | major faults | \
                     stall some, full, s | need, held at peak, MiB | held at last | back after | report to plan, p99 |\n"
@@ -131,7 +131,7 @@ pub fn markdown(rows: &[Row]) -> String {
 }
 
 /// What psi is held to, and every run to the same result.
-pub fn verdicts(rows: &[Row]) -> Vec<Verdict> {
+pub(super) fn verdicts(rows: &[Row]) -> Vec<Verdict> {
     let mut verdicts = Vec::new();
     let mut say =
         |counts: bool, met: bool, what: String| verdicts.push(Verdict { what, met, counts });

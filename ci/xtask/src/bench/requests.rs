@@ -35,7 +35,7 @@ const VALGRIND: [&str; 3] =
     ["valgrind", "--tool=callgrind", "--toggle-collect=*block*event*Worker*process*"];
 
 /// Prints a table of the instructions of a request of 4 KiB.
-pub fn run(checkout: &Checkout) -> Result<()> {
+pub(super) fn run(checkout: &Checkout) -> Result<()> {
     if programs::find("valgrind", programs::user_path()).is_none() {
         refuse!("--requests requires valgrind (apt install valgrind)");
     }

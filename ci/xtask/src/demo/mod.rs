@@ -45,7 +45,7 @@ const NOT_SEEN: &str = "NOT SEEN";
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Do not build programs and images
     #[arg(long)]
     no_build: bool,
@@ -59,7 +59,7 @@ pub struct Arguments {
     limit_s: u32,
 }
 
-pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("demo", || {
         prepare(checkout, arguments)?;
         let folder = checkout.path(FOLDER);

@@ -9,14 +9,14 @@ use anyhow::{Context, Result};
 
 use crate::messages::{Lines, write_output};
 
-pub const LOG: &str = "demo.log";
-pub const EVENTS: &str = "events.csv";
+pub(super) const LOG: &str = "demo.log";
+pub(super) const EVENTS: &str = "events.csv";
 const EVENTS_HEAD: &str = "time_s,elapsed_s,event\n";
 /// Start of a line about an event, which the picture has.
 const EVENT: &str = "* ";
 
 /// Forwards lines, each with its time.
-pub struct Narrator {
+pub(super) struct Narrator {
     folder: PathBuf,
     lines: Lines,
     /// Second of the first line. Times in the log and in the picture count from it.
@@ -24,26 +24,26 @@ pub struct Narrator {
 }
 
 impl Narrator {
-    pub fn new(folder: &Path) -> Self {
+    pub(super) fn new(folder: &Path) -> Self {
         Self { folder: folder.to_owned(), lines: Lines::default(), zero: None }
     }
 
     /// Begins a new run, whose times count from its own first line.
-    pub fn begin(&mut self) {
+    pub(super) fn begin(&mut self) {
         self.zero = None;
     }
 
-    pub fn zero(&self) -> Option<u64> {
+    pub(super) fn zero(&self) -> Option<u64> {
         self.zero
     }
 
-    pub fn add(&mut self, bytes: &[u8]) -> Result<()> {
+    pub(super) fn add(&mut self, bytes: &[u8]) -> Result<()> {
         let lines = self.lines.feed(bytes);
         self.pass(lines)
     }
 
     /// Forwards the last line even if it lacks a newline.
-    pub fn finish(&mut self) -> Result<()> {
+    pub(super) fn finish(&mut self) -> Result<()> {
         let lines = self.lines.finish();
         self.pass(lines)
     }
@@ -76,12 +76,12 @@ impl Narrator {
 }
 
 /// Time since 1970.
-pub fn now() -> Result<Duration> {
+pub(super) fn now() -> Result<Duration> {
     SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")
 }
 
 /// Seconds with a fraction, as scripts write them.
-pub fn seconds(time: Duration) -> String {
+pub(super) fn seconds(time: Duration) -> String {
     format!("{}.{:06}", time.as_secs(), time.subsec_micros())
 }
 

@@ -17,7 +17,7 @@ const TITLE: &str = "<title>Foreshore: a guest's memory grows into PM and back</
 /// Draws the picture in the folder of the demo and shows the output of the programs. Times count
 /// from the second `zero`. Returns true if all programs succeed. `demo-timeline` fails if the data
 /// do not show a claim.
-pub fn draw(
+pub(super) fn draw(
     demo: &Demo<'_>,
     prometheus: &Prometheus,
     zero: u64,

@@ -21,14 +21,14 @@ const POLL: Duration = Duration::from_millis(100);
 const LAST_LINES: usize = 3;
 
 /// A running Prometheus, which ends on drop.
-pub struct Prometheus {
+pub(super) struct Prometheus {
     port: u16,
     _job: Job,
     _data: Scratch,
 }
 
 impl Prometheus {
-    pub fn start(checkout: &Checkout, demo: &Path, metrics_ports: [u16; 2]) -> Result<Self> {
+    pub(super) fn start(checkout: &Checkout, demo: &Path, metrics_ports: [u16; 2]) -> Result<Self> {
         let program = Apt::new(checkout).unpacked("prometheus")?.join("usr/bin/prometheus");
         let folder = demo.join("prometheus");
         create_folder(&folder)?;
@@ -55,7 +55,7 @@ impl Prometheus {
         Ok(Self { port, _job: job, _data: data })
     }
 
-    pub fn port(&self) -> u16 {
+    pub(super) fn port(&self) -> u16 {
         self.port
     }
 }

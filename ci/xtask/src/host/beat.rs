@@ -18,10 +18,10 @@ use rustix::fs::{CWD, Mode, OFlags, mkfifoat};
 use crate::jobs::Job;
 
 /// Interval of the requests.
-pub const INTERVAL: Duration = Duration::from_millis(250);
+pub(super) const INTERVAL: Duration = Duration::from_millis(250);
 /// Requests without a response after which the host stands still: 120 s, in which it also has to
 /// boot.
-pub const MOST_SILENT: u32 = 480;
+pub(super) const MOST_SILENT: u32 = 480;
 /// Requests without a response after which only one in so many intervals has a request. Otherwise,
 /// the pipe would fill up.
 const FREQUENT: u32 = 8;
@@ -38,7 +38,7 @@ struct Pipes {
 }
 
 /// Makes the pipes of the backend `name` in the folder of a run.
-pub fn make_pipes(run: &Path, name: &str) -> Result<()> {
+pub(super) fn make_pipes(run: &Path, name: &str) -> Result<()> {
     for end in ["in", "out"] {
         mkfifoat(CWD, run.join(format!("{name}.{end}")), Mode::from(0o600))
             .context("Cannot make a pipe")?;
@@ -77,7 +77,7 @@ impl Pipes {
 }
 
 /// State of the requests.
-pub struct Beat {
+pub(super) struct Beat {
     pipes: Pipes,
     silent: u32,
     most_silent: u32,
@@ -86,7 +86,7 @@ pub struct Beat {
 
 impl Beat {
     /// After `most_silent` requests without a response, the host stands still.
-    pub fn new(run: &Path, most_silent: u32) -> Result<Self> {
+    pub(super) fn new(run: &Path, most_silent: u32) -> Result<Self> {
         Ok(Self {
             pipes: Pipes::open(run, "beat")?,
             silent: 0,
@@ -96,7 +96,7 @@ impl Beat {
     }
 
     /// Sends a request. With `is_over`, also requests once that the host end the command.
-    pub fn send_request(&mut self, is_over: bool) -> Result<()> {
+    pub(super) fn send_request(&mut self, is_over: bool) -> Result<()> {
         if self.silent < FREQUENT || self.silent.is_multiple_of(FREQUENT) {
             self.pipes.send(b"\n")?;
         }
@@ -108,7 +108,7 @@ impl Beat {
     }
 
     /// Receives the responses, an interval after the request. False if the host stands still.
-    pub fn receive_response(&mut self) -> Result<bool> {
+    pub(super) fn receive_response(&mut self) -> Result<bool> {
         self.silent = if self.pipes.receive()?.is_empty() { self.silent + 1 } else { 0 };
         Ok(self.silent < self.most_silent)
     }
@@ -116,7 +116,10 @@ impl Beat {
 
 /// Requests the registers of a host that stands still from QEMU, and returns the response. A QEMU
 /// that lives ends after that.
-pub fn examine(run: &Path, qemu: &mut Job) -> Result<(Vec<u8>, Option<std::process::ExitStatus>)> {
+pub(super) fn examine(
+    run: &Path,
+    qemu: &mut Job,
+) -> Result<(Vec<u8>, Option<std::process::ExitStatus>)> {
     let mut monitor = Pipes::open(run, "monitor")?;
     monitor.send(MONITOR_COMMANDS)?;
     let (mut response, started) = (Vec::new(), Instant::now());

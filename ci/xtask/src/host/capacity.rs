@@ -12,7 +12,7 @@ const OVERHEAD_MIB: u64 = 1024;
 const MAX_HOSTS: usize = 4;
 
 /// Number of hosts with one CPU and `memory_mib` each. One if commands run on this machine itself.
-pub fn hosts_at_once(memory_mib: u64) -> Result<usize> {
+pub(crate) fn hosts_at_once(memory_mib: u64) -> Result<usize> {
     let available_mib =
         parse_available(&read("/proc/meminfo".as_ref())?).context("no MemAvailable")?;
     let cpus = thread::available_parallelism()?.get();
@@ -22,7 +22,7 @@ pub fn hosts_at_once(memory_mib: u64) -> Result<usize> {
     })
 }
 
-pub fn load() -> Result<String> {
+pub(crate) fn load() -> Result<String> {
     let load = read("/proc/loadavg".as_ref())?;
     Ok(load.split_whitespace().take(3).collect::<Vec<_>>().join(" "))
 }

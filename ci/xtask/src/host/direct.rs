@@ -17,7 +17,7 @@ use crate::kernels;
 use crate::messages::{refuse, say};
 use crate::programs::{self, user_path};
 
-pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
+pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
     if host.disk.is_some() || host.nvdimm_file.is_some() || host.power_cut.is_some() {
         // Cutting this machine's power is out of the question.
         refuse!("--disk, --nvdimm-file and --power-cut require {PLACE}=nested");

@@ -15,20 +15,20 @@ use crate::jobs;
 use crate::programs;
 
 /// Variable that names what figures are measured on.
-pub const MEASURED_ON: &str = "FORESHORE_MEASURED_ON";
+pub(super) const MEASURED_ON: &str = "FORESHORE_MEASURED_ON";
 /// Variables that are passed on, and the prefix of others.
 const PASSED_ON: [&str; 2] = ["RUST_LOG", "RUST_BACKTRACE"];
 const PASSED_ON_PREFIX: &str = "FORESHORE_TEST_";
 
 /// Copies the files of `--put` to a folder.
-pub fn copy_puts(host: &Arguments, folder: &Path) -> Result<()> {
+pub(super) fn copy_puts(host: &Arguments, folder: &Path) -> Result<()> {
     host.puts
         .iter()
         .try_for_each(|put| copy(put, &folder.join(put.file_name().context("no name")?)))
 }
 
 /// Makes the archive `job.tar` in the folder of a run.
-pub fn make(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
+pub(super) fn make(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
     let job = run.join("job");
     create_folder(&job.join("put"))?;
     copy_puts(host, &job.join("put"))?;

@@ -10,12 +10,12 @@ use crate::jobs;
 use crate::programs;
 
 /// Size of a disk that is made for `--disk`.
-pub const DISK_MIB: u64 = 512;
+pub(super) const DISK_MIB: u64 = 512;
 /// Size of an NVDIMM that is made for `--nvdimm-file`.
-pub const NVDIMM_FILE_MIB: u64 = 256;
+pub(super) const NVDIMM_FILE_MIB: u64 = 256;
 
 /// Makes a file with an ext4 file system, unless the file exists.
-pub fn make(file: &Path, size_mib: u64) -> Result<()> {
+pub(super) fn make(file: &Path, size_mib: u64) -> Result<()> {
     if file.exists() {
         return Ok(());
     }

@@ -16,7 +16,7 @@ use crate::programs;
 
 /// The programs by their commit, and the machine or the emulated host's kernel and QEMU. A mended
 /// QEMU prints the version of the original.
-pub fn measured_on(checkout: &Checkout, place: Place) -> Result<String> {
+pub(super) fn measured_on(checkout: &Checkout, place: Place) -> Result<String> {
     let ours = commit(checkout)?;
     if place == Place::Direct {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;

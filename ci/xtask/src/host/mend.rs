@@ -32,7 +32,7 @@ const CONTEXT: &str = "c7 83 .. .. .. .. 00 00 00 00 48 c7 83 .. .. .. .. ff ff 
 
 /// The QEMU for emulated hosts: a mended copy or, if the instruction is not found exactly once,
 /// this machine's own.
-pub fn mended_qemu(checkout: &Checkout) -> Result<PathBuf> {
+pub(super) fn mended_qemu(checkout: &Checkout) -> Result<PathBuf> {
     speak_as("nested", || {
         let original = qemu::program()?;
         let folder = checkout.ci("host");

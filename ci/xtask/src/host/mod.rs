@@ -1,17 +1,17 @@
 //! A command on a KVM host: this machine, or one that QEMU emulates.
 
 mod beat;
-pub mod capacity;
+pub(crate) mod capacity;
 mod direct;
-pub mod ends;
+pub(crate) mod ends;
 mod job;
 mod lasting;
 mod measured;
 mod mend;
 mod nested;
 mod place;
-pub mod qemu;
-pub mod reruns;
+pub(crate) mod qemu;
+pub(crate) mod reruns;
 mod tail;
 
 use std::ffi::OsString;
@@ -30,13 +30,13 @@ use crate::setup;
 use place::Place;
 
 /// Exit code of a command that was cut off.
-pub const CUT_OFF: u8 = 124;
+pub(crate) const CUT_OFF: u8 = 124;
 /// Exit code if the host itself failed.
-pub const HOST_FAILED: u8 = 125;
+pub(crate) const HOST_FAILED: u8 = 125;
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Memory of the emulated host
     #[arg(long = "mem", value_name = "MIB", default_value_t = 4096)]
     memory_mib: u32,
@@ -156,16 +156,16 @@ impl Arguments {
 }
 
 /// True if commands run on this machine itself.
-pub fn is_direct() -> Result<bool> {
+pub(crate) fn is_direct() -> Result<bool> {
     Ok(place::choose()?.0 == Place::Direct)
 }
 
 /// A line that names what figures are measured on, wherever commands run.
-pub fn measured_here(checkout: &Checkout) -> Result<String> {
+pub(crate) fn measured_here(checkout: &Checkout) -> Result<String> {
     measured::measured_on(checkout, place::choose()?.0)
 }
 
-pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("host", || {
         let (place, reason) = place::choose()?;
         if arguments.which {
@@ -191,7 +191,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    pub fn parse(line: &str) -> Result<Arguments, clap::Error> {
+    pub(crate) fn parse(line: &str) -> Result<Arguments, clap::Error> {
         crate::tests::parse(line)
     }
 

@@ -37,7 +37,7 @@ const LAST_QEMU_LINES: usize = 5;
 /// Part of a warning of QEMU that is always there.
 const USUAL_WARNING: &str = "TCG doesn't support";
 
-pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
+pub(super) fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
     say!("booting the emulated KVM host ({} CPUs, {} MiB): {reason}", host.cpus, host.memory_mib);
     images::host::build(checkout)?;
     if host.peers {

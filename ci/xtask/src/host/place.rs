@@ -10,10 +10,10 @@ use anyhow::Result;
 use crate::messages::refuse;
 
 /// Variable that overrides the choice. The command gets it with the place where it runs.
-pub const PLACE: &str = "FORESHORE_HOST";
+pub(super) const PLACE: &str = "FORESHORE_HOST";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub(super) enum Place {
     Direct,
     /// On an emulated host.
     Nested,
@@ -29,7 +29,7 @@ impl Display for Place {
 }
 
 /// The place for commands, and the reason for it.
-pub fn choose() -> Result<(Place, String)> {
+pub(super) fn choose() -> Result<(Place, String)> {
     let wanted = env::var_os(PLACE).unwrap_or_default();
     let place = match wanted.to_str() {
         Some("direct") => Place::Direct,

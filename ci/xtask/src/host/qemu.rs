@@ -17,7 +17,7 @@ const OUTPUTS: [&str; 4] = ["stdout", "stderr", "out", "exit"];
 const CPU: &str = "EPYC,+svm,+npt,-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
 
 /// Folders of the modules and the firmware. A mended QEMU would look for them where it is itself.
-pub const MODULES: (&str, &str) = ("QEMU_MODULE_DIR", "/usr/lib/x86_64-linux-gnu/qemu");
+pub(crate) const MODULES: (&str, &str) = ("QEMU_MODULE_DIR", "/usr/lib/x86_64-linux-gnu/qemu");
 const FIRMWARE: [&str; 3] = ["/usr/share/qemu", "/usr/share/seabios", "/usr/lib/ipxe/qemu"];
 
 /// Options of the host's kernel.
@@ -48,19 +48,19 @@ const BELOW_4G_MIB: u64 = 2048;
 const FOUR_GIB_MIB: u64 = 4096;
 
 /// This machine's QEMU, which may be the user's own.
-pub fn program() -> Result<PathBuf> {
+pub(crate) fn program() -> Result<PathBuf> {
     let found = programs::find("qemu-system-x86_64", user_path());
     found.context("qemu-system-x86_64 is not installed (ci/setup installs it)")
 }
 
-pub struct Files<'run> {
+pub(crate) struct Files<'run> {
     pub kernel: &'run Path,
     pub initrd: &'run Path,
     /// Folder with the disks of this run, its pipes and its outputs.
     pub run: &'run Path,
 }
 
-pub fn arguments(host: &Arguments, files: &Files<'_>) -> Vec<String> {
+pub(crate) fn arguments(host: &Arguments, files: &Files<'_>) -> Vec<String> {
     let mut list = List(Vec::new());
     let memory = Memory::new(host);
     list.add(["-nodefaults", "-no-reboot", "-display", "none"]);

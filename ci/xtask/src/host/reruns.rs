@@ -19,7 +19,7 @@ const CONSOLE_SUFFIX: &str = ".console.log";
 
 /// Result of a command after its reruns.
 #[derive(Debug, PartialEq, Eq)]
-pub struct End {
+pub(crate) struct End {
     pub code: u8,
     /// Number of runs in which the emulation broke a kernel.
     pub broken: usize,
@@ -27,7 +27,7 @@ pub struct End {
 
 impl End {
     /// Reports the number of repeated runs. At the end of a task it is not overlooked.
-    pub fn note(&self) {
+    pub(crate) fn note(&self) {
         if self.broken > 0 {
             say!(
                 "runs without a result, because the emulation broke a kernel (docs/testing.md): {}",
@@ -39,7 +39,7 @@ impl End {
 
 /// Runs a command that boots the host and leaves its logs in `folder`. It runs again if the
 /// emulation broke a kernel. Logs of such a run are moved to `folder/broken-N`.
-pub fn run(
+pub(crate) fn run(
     checkout: &Checkout,
     folder: &Path,
     note: impl Fn(&str),

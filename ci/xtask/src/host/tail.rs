@@ -14,17 +14,17 @@ const POLL: Duration = Duration::from_millis(50);
 
 /// Copies of growing files to outputs of this process, each by a thread of its own: an output may
 /// block.
-pub struct Tails {
+pub(super) struct Tails {
     is_complete: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Tails {
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self { is_complete: Arc::default(), threads: Vec::new() }
     }
 
-    pub fn add(&mut self, path: &Path, output: impl Write + Send + 'static) -> Result<()> {
+    pub(super) fn add(&mut self, path: &Path, output: impl Write + Send + 'static) -> Result<()> {
         let file = open(path)?;
         let is_complete = self.is_complete.clone();
         self.threads.push(thread::spawn(move || follow(file, output, &is_complete)));
@@ -32,7 +32,7 @@ impl Tails {
     }
 
     /// Copies the rest of the files, which do not grow any more.
-    pub fn finish(self) {
+    pub(super) fn finish(self) {
         self.is_complete.store(true, Ordering::Release);
         for thread in self.threads {
             // A thread that has panicked has printed why.
@@ -61,7 +61,7 @@ fn open(path: &Path) -> Result<File> {
 }
 
 /// A reader that looks for a line in a growing file.
-pub struct LineWatch {
+pub(super) struct LineWatch {
     file: File,
     wanted: Vec<u8>,
     /// Bytes of a line that has no end yet.
@@ -69,12 +69,12 @@ pub struct LineWatch {
 }
 
 impl LineWatch {
-    pub fn new(path: &Path, wanted: &str) -> Result<Self> {
+    pub(super) fn new(path: &Path, wanted: &str) -> Result<Self> {
         Ok(Self { file: open(path)?, wanted: wanted.as_bytes().to_owned(), partial: Vec::new() })
     }
 
     /// Reads what is new. True if the line is among it.
-    pub fn sees_line(&mut self) -> Result<bool> {
+    pub(super) fn sees_line(&mut self) -> Result<bool> {
         self.file.read_to_end(&mut self.partial)?;
         let mut lines: Vec<_> = self.partial.split(|byte| *byte == b'\n').collect();
         let rest = lines.pop().unwrap_or_default().to_owned();

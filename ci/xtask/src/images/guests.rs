@@ -34,7 +34,7 @@ const MODULES_ON_DEMAND: &str = "device_dax pvpanic-pci";
 const FILE_SYSTEM_MODULES: &str = "ext4 xfs f2fs btrfs";
 
 #[derive(Args)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Build these images alone, for example redis-6.12
     images: Vec<String>,
 }
@@ -168,7 +168,7 @@ fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     Ok(())
 }
 
-pub fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
+pub(crate) fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     speak_as("image", || {
         let mut images = images(&kernels::pins(checkout)?);
         let known: Vec<_> = images.iter().map(Image::name).collect();
@@ -195,11 +195,11 @@ pub fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     })
 }
 
-pub fn build_named(checkout: &Checkout, names: &[&str]) -> Result<()> {
+pub(crate) fn build_named(checkout: &Checkout, names: &[&str]) -> Result<()> {
     build(checkout, &Arguments { images: names.iter().map(|name| (*name).to_owned()).collect() })
 }
 
-pub fn build_all(checkout: &Checkout) -> Result<()> {
+pub(crate) fn build_all(checkout: &Checkout) -> Result<()> {
     build(checkout, &Arguments { images: Vec::new() })
 }
 

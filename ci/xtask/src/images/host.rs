@@ -26,7 +26,7 @@ const MODULES: &str = "\
     kvm_amd virtio_net virtio_rng loop nd_e820 nd_pmem nd_btt dax_pmem device_dax kmem \
     vhost_vsock vhost_net xfs tun bridge";
 
-pub fn build(checkout: &Checkout) -> Result<()> {
+pub(crate) fn build(checkout: &Checkout) -> Result<()> {
     speak_as("nested", || {
         let folder = checkout.ci("host");
         for path in [&checkout.ci("guests"), &checkout.ci("host/extra"), &checkout.programs()] {

@@ -3,9 +3,9 @@
 //!
 //! Each has a stamp beside it: the key of the inputs that it was built from.
 
-pub mod guests;
-pub mod host;
-pub mod peers;
+pub(crate) mod guests;
+pub(crate) mod host;
+pub(crate) mod peers;
 mod staging;
 mod trees;
 

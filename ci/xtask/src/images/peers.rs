@@ -32,7 +32,7 @@ exec /peers/lib/ld.so --library-path /peers/lib /peers/qemu/qemu-system-x86_64 -
 ",
 );
 
-pub fn build(checkout: &Checkout) -> Result<()> {
+pub(crate) fn build(checkout: &Checkout) -> Result<()> {
     speak_as("nested", || {
         let folder = checkout.ci("host");
         create_folder(&folder)?;

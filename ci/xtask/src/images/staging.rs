@@ -18,51 +18,51 @@ const LOADER: &str = "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2";
 const LIBRARIES: [&str; 2] = ["lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu"];
 const BUSYBOX: &str = "/bin/busybox";
 
-pub struct Stage {
+pub(super) struct Stage {
     folder: PathBuf,
 }
 
 impl Stage {
-    pub fn new(folder: PathBuf, folders: &[&str]) -> Result<Self> {
+    pub(super) fn new(folder: PathBuf, folders: &[&str]) -> Result<Self> {
         crate::checkout::remove_folder(&folder)?;
         create_folder(&folder)?;
         folders.iter().try_for_each(|name| create_folder(&folder.join(name)))?;
         Ok(Self { folder })
     }
 
-    pub fn folder(&self) -> &Path {
+    pub(super) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    pub fn path(&self, path: &str) -> PathBuf {
+    pub(super) fn path(&self, path: &str) -> PathBuf {
         self.folder.join(path)
     }
 
-    pub fn write(&self, path: &str, content: &str) -> Result<()> {
+    pub(super) fn write(&self, path: &str, content: &str) -> Result<()> {
         write(&self.path(path), content)
     }
 
     /// Copies a program. Its mode does not depend on that of the file, which is the checkout's or
     /// the build's.
-    pub fn install(&self, program: &Path, path: &str) -> Result<()> {
+    pub(super) fn install(&self, program: &Path, path: &str) -> Result<()> {
         let target = self.path(path);
         create_folder(target.parent().context("no folder")?)?;
         copy(program, &target)?;
         self.make_executable(path)
     }
 
-    pub fn make_executable(&self, path: &str) -> Result<()> {
+    pub(super) fn make_executable(&self, path: &str) -> Result<()> {
         let mode = Permissions::from_mode(0o755);
         fs::set_permissions(self.path(path), mode).with_context(|| format!("Cannot change {path}"))
     }
 
     /// Makes a symbolic link, in place of one that is there.
-    pub fn link(&self, target: &str, path: &str) -> Result<()> {
+    pub(super) fn link(&self, target: &str, path: &str) -> Result<()> {
         remove_file(&self.path(path))?;
         symlink(target, self.path(path)).with_context(|| format!("Cannot link {path}"))
     }
 
-    pub fn add_busybox(&self) -> Result<()> {
+    pub(super) fn add_busybox(&self) -> Result<()> {
         let busybox = programs::find_system("busybox")?;
         create_folder(&self.path("sbin"))?;
         self.install(&busybox, "bin/busybox")?;
@@ -75,7 +75,7 @@ impl Stage {
     }
 
     /// Adds the files that name the user, the group and the machine. `more_*` are further lines.
-    pub fn add_names(&self, more_users: &str, more_groups: &str) -> Result<()> {
+    pub(super) fn add_names(&self, more_users: &str, more_groups: &str) -> Result<()> {
         self.write("etc/passwd", &format!("root:x:0:0:root:/root:/bin/sh\n{more_users}"))?;
         self.write("etc/group", &format!("root:x:0:\n{more_groups}"))?;
         self.write("etc/hosts", "127.0.0.1 localhost\n")
@@ -87,7 +87,12 @@ impl Stage {
     /// kmod's configuration of this machine (/etc/modprobe.d, /etc/depmod.d) does not count:
     /// packages have `install` commands there that replace a module, for example ndctl one for
     /// libnvdimm.
-    pub fn add_modules(&self, checkout: &Checkout, kernel: &str, modules: &str) -> Result<()> {
+    pub(super) fn add_modules(
+        &self,
+        checkout: &Checkout,
+        kernel: &str,
+        modules: &str,
+    ) -> Result<()> {
         let pin = kernels::pin(checkout, kernel)?;
         let (release, tree) = (pin.release(checkout)?, pin.tree(checkout));
         let source = tree.join("lib/modules").join(&release);
@@ -117,7 +122,7 @@ impl Stage {
 
     /// Adds programs of packages, and every shared object that they need, from these packages
     /// alone.
-    pub fn add_programs(
+    pub(super) fn add_programs(
         &self,
         checkout: &Checkout,
         apt: &mut Apt<'_>,
@@ -169,7 +174,7 @@ fn add_module(module: &Path, target: &Path) -> Result<()> {
 }
 
 /// Paths of the shared objects in the output of `ldd` or of the loader's `--list`.
-pub fn shared_objects(listed: &str) -> impl Iterator<Item = &Path> {
+pub(super) fn shared_objects(listed: &str) -> impl Iterator<Item = &Path> {
     listed.lines().filter_map(|line| {
         let (_, path) = line.split_once(" => ")?;
         let (path, _) = path.split_once(" (0x")?;

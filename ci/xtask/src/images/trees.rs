@@ -10,7 +10,7 @@ use crate::checkout::{Checkout, create_folder, remove_folder, write};
 use crate::jobs;
 use crate::programs;
 
-pub struct ProgramSet {
+pub(super) struct ProgramSet {
     /// Folder of the merged packages below target/ci/roots.
     name: &'static str,
     /// Lists of package names, separated by spaces.
@@ -20,21 +20,21 @@ pub struct ProgramSet {
 }
 
 /// Make, check and enlarge ext4 file systems.
-pub const EXT4: ProgramSet = ProgramSet {
+pub(super) const EXT4: ProgramSet = ProgramSet {
     name: "ext4",
     packages: &["libc6 e2fsprogs libext2fs2 libcom-err2 libblkid1 libuuid1 libss2"],
     programs: "sbin/mke2fs sbin/mkfs.ext4 sbin/e2fsck sbin/fsck.ext4 sbin/resize2fs",
 };
 
 /// Make XFS file systems.
-pub const XFS: ProgramSet = ProgramSet {
+pub(super) const XFS: ProgramSet = ProgramSet {
     name: "xfs",
     packages: &["libc6 xfsprogs libblkid1 libuuid1 libinih1 liburcu8"],
     programs: "sbin/mkfs.xfs",
 };
 
 /// Make and check all other file systems, and partition disks.
-pub const FILE_SYSTEMS: ProgramSet = ProgramSet {
+pub(super) const FILE_SYSTEMS: ProgramSet = ProgramSet {
     name: "file-systems",
     packages: &["libc6 xfsprogs f2fs-tools btrfs-progs fdisk libblkid1 libuuid1 libinih1 \
                 liburcu8 libselinux1 libpcre2-8-0 libudev1 zlib1g liblzo2-2 libzstd1 libfdisk1 \
@@ -43,7 +43,7 @@ pub const FILE_SYSTEMS: ProgramSet = ProgramSet {
                bin/btrfs sbin/sfdisk",
 };
 
-pub const NDCTL: ProgramSet = ProgramSet {
+pub(super) const NDCTL: ProgramSet = ProgramSet {
     name: "ndctl",
     packages: &["libc6 ndctl libndctl6 libdaxctl1 libcxl1 libiniparser1 libjson-c5 libkeyutils1 \
                 libkmod2 libudev1 libuuid1 libtraceevent1 libtracefs1 liblzma5 libssl3 \
@@ -56,7 +56,7 @@ const REDIS_PACKAGES: &str = "\
     lua-bitop libatomic1 libssl3 libsystemd0 libcap2 libgcrypt20 libgpg-error0 liblz4-1 liblzma5 \
     libzstd1 libgcc-s1 libstdc++6";
 
-pub const REDIS: ProgramSet = ProgramSet {
+pub(super) const REDIS: ProgramSet = ProgramSet {
     name: "redis",
     packages: &[REDIS_PACKAGES],
     programs: "usr/bin/redis-server usr/bin/redis-cli usr/bin/redis-check-rdb \
@@ -64,7 +64,7 @@ pub const REDIS: ProgramSet = ProgramSet {
 };
 
 /// Loads of the guests that have too little memory.
-pub const WORKLOADS: ProgramSet = ProgramSet {
+pub(super) const WORKLOADS: ProgramSet = ProgramSet {
     name: "workloads",
     packages: &[REDIS_PACKAGES, "sqlite3 libsqlite3-0 libreadline8 libtinfo6 zlib1g tcc"],
     programs: "usr/bin/redis-server usr/bin/sqlite3 usr/bin/tcc",
@@ -72,7 +72,7 @@ pub const WORKLOADS: ProgramSet = ProgramSet {
 
 impl ProgramSet {
     /// Folder with the packages unpacked over one another. It is made unless it is there.
-    pub fn merged(&self, checkout: &Checkout, apt: &mut Apt<'_>) -> Result<PathBuf> {
+    pub(super) fn merged(&self, checkout: &Checkout, apt: &mut Apt<'_>) -> Result<PathBuf> {
         let names = self.packages.join(" ");
         let root = checkout.ci("roots").join(self.name);
         let stamp = root.join("packages");

@@ -20,7 +20,7 @@ const OUTPUT: &str = "said";
 /// Starts of lines about acknowledged flushes. There are thousands, so only the file has them.
 const FLUSHES: [&str; 2] = ["disk flushed ", "dax flushed "];
 
-pub struct Boots<'run> {
+pub(super) struct Boots<'run> {
     pub checkout: &'run Checkout,
     pub folder: PathBuf,
     pub memory_mib: u32,
@@ -30,7 +30,7 @@ pub struct Boots<'run> {
 
 impl Boots<'_> {
     /// Boots the host, and returns the exit code of the command after `--`.
-    pub fn boot(&self, arguments: &[String]) -> Result<u8> {
+    pub(super) fn boot(&self, arguments: &[String]) -> Result<u8> {
         create_folder(&self.folder)?;
         let path = self.folder.join(OUTPUT);
         let mut file =
@@ -57,7 +57,7 @@ impl Boots<'_> {
     }
 
     /// Runs a command that boots the host, and again if the emulation broke a kernel.
-    pub fn run(&self, command: impl FnMut() -> Result<u8>) -> Result<End> {
+    pub(super) fn run(&self, command: impl FnMut() -> Result<u8>) -> Result<End> {
         reruns::run(self.checkout, &self.folder, |note| self.note(note), command)
     }
 
@@ -77,20 +77,20 @@ impl Boots<'_> {
         }
     }
 
-    pub fn output(&self) -> Result<String> {
+    pub(super) fn output(&self) -> Result<String> {
         output_in(&self.folder)
     }
 }
 
 /// The output of the last boot that left its logs in this folder.
-pub fn output_in(folder: &Path) -> Result<String> {
+pub(super) fn output_in(folder: &Path) -> Result<String> {
     let path = folder.join(OUTPUT);
     let output = fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;
     Ok(String::from_utf8_lossy(&output).into_owned())
 }
 
 /// The complete lines about acknowledged flushes. A power cut may have cut off the last line.
-pub fn flushes(output: &str) -> String {
+pub(super) fn flushes(output: &str) -> String {
     let is_flush =
         |line: &&str| line.ends_with('\n') && FLUSHES.iter().any(|flush| line.starts_with(flush));
     output.split_inclusive('\n').filter(is_flush).collect()
@@ -98,7 +98,7 @@ pub fn flushes(output: &str) -> String {
 
 /// Runs `work` for all items, several at the same time, and returns the results in the order of the
 /// items. After a result that `is_last` accepts, no further item begins.
-pub fn in_lanes<T: Send, R: Send>(
+pub(super) fn in_lanes<T: Send, R: Send>(
     lanes: usize,
     items: Vec<T>,
     work: impl Fn(&T) -> Result<R> + Sync,

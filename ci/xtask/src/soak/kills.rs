@@ -12,7 +12,7 @@ use crate::host::capacity;
 const BATCH: u32 = 25;
 /// Guests of a batch at the same time. Each has a seed of its own.
 const SEEDS_OF_BATCH: u32 = 2;
-pub const HOST_MIB: u32 = 3072;
+pub(super) const HOST_MIB: u32 = 3072;
 /// Limit of an emulated kill. It usually takes 7 to 12 s; 15 processes on 2 CPUs took 37 s.
 const KILL_S: u32 = 90;
 const BOOT_S: u32 = 120;
@@ -35,12 +35,12 @@ fn batches(first_seed: u32, rounds: u32) -> Vec<Batch> {
 
 impl Soak<'_> {
     /// Kills guests on volumes. No sector may be torn or lost.
-    pub fn kill(&mut self, interface: &str, kernel: &str) -> Result<()> {
+    pub(super) fn kill(&mut self, interface: &str, kernel: &str) -> Result<()> {
         self.kill_guests(interface, kernel, self.arguments.rounds(200), None)
     }
 
     /// Kills guests on a raw volume. A sector must be torn.
-    pub fn kill_raw(&mut self, kernel: &str) -> Result<()> {
+    pub(super) fn kill_raw(&mut self, kernel: &str) -> Result<()> {
         self.kill_guests("virtio-pmem", kernel, RAW_ROUNDS, Some("raw"))
     }
 

@@ -37,7 +37,7 @@ const SEEDS: u32 = 1_000_000;
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Run only this part; may be repeated
     #[arg(
         long = "only", value_name = "PART", value_enum, hide_default_value = true,
@@ -129,7 +129,7 @@ struct Soak<'run> {
     table: Table,
 }
 
-pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("soak", || {
         create_folder(&checkout.path(FOLDER))?;
         setup::ensure_set_up(checkout)?;
@@ -170,7 +170,7 @@ impl Soak<'_> {
 mod tests {
     use super::*;
 
-    pub fn parse(line: &str) -> Result<Arguments, clap::Error> {
+    pub(super) fn parse(line: &str) -> Result<Arguments, clap::Error> {
         crate::tests::parse(line)
     }
 

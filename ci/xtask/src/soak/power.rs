@@ -26,18 +26,19 @@ const DISKS: [&str; 2] = ["disk", "nvdimm"];
 const HEARD: &str = "heard";
 
 /// Tasks of the program `soak` in boots that are cut, and in the last one.
-pub struct Tasks {
+pub(super) struct Tasks {
     name: &'static str,
     write: &'static str,
     look: &'static str,
 }
 
-pub const POWER: Tasks = Tasks { name: "power", write: "write", look: "look" };
-pub const LIES: Tasks = Tasks { name: "lies", write: "write-and-lie", look: "look-for-losses" };
+pub(super) const POWER: Tasks = Tasks { name: "power", write: "write", look: "look" };
+pub(super) const LIES: Tasks =
+    Tasks { name: "lies", write: "write-and-lie", look: "look-for-losses" };
 
 impl Soak<'_> {
     /// Cuts the power `cuts` times and adds one row.
-    pub fn cut_power(&mut self, tasks: &Tasks, cuts: u32) -> Result<()> {
+    pub(super) fn cut_power(&mut self, tasks: &Tasks, cuts: u32) -> Result<()> {
         let folder = self.checkout.path(FOLDER).join(tasks.name);
         remove_folder(&folder)?;
         create_folder(&folder)?;

@@ -91,7 +91,7 @@ impl Run {
 }
 
 impl Soak<'_> {
-    pub fn run_pressure(&mut self) -> Result<()> {
+    pub(super) fn run_pressure(&mut self) -> Result<()> {
         let folder = self.checkout.path(FOLDER).join("pressure");
         remove_folder(&folder)?;
         create_folder(&folder)?;

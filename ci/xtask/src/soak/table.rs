@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use crate::checkout::{Checkout, read};
 use crate::messages::{say, write_output};
 
-pub struct Table {
+pub(super) struct Table {
     path: PathBuf,
     file: File,
     /// Folders are shown relative to it.
@@ -18,21 +18,26 @@ pub struct Table {
 }
 
 impl Table {
-    pub fn create(checkout: &Checkout, path: &Path, measured_on: &str) -> Result<Self> {
+    pub(super) fn create(checkout: &Checkout, path: &Path, measured_on: &str) -> Result<Self> {
         let mut file =
             File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
         writeln!(file, "measured on: {measured_on}")?;
         Ok(Self { path: path.to_owned(), file, root: checkout.root().to_owned(), failures: 0 })
     }
 
-    pub fn add(&mut self, name: &str, seed: &str, result: &str) -> Result<()> {
+    pub(super) fn add(&mut self, name: &str, seed: &str, result: &str) -> Result<()> {
         writeln!(self.file, "{name:<28} {seed:<10} {result}")?;
         say!("{name}, seed {seed}: {result}");
         Ok(())
     }
 
     /// Adds a row of a failure, whose logs are in these folders.
-    pub fn add_failure(&mut self, name: &str, seed: &str, folders: &[PathBuf]) -> Result<()> {
+    pub(super) fn add_failure(
+        &mut self,
+        name: &str,
+        seed: &str,
+        folders: &[PathBuf],
+    ) -> Result<()> {
         self.failures += 1;
         let folders: Vec<_> = folders.iter().map(|folder| self.shown(folder)).collect();
         self.add(name, seed, &format!("FAILED: see {}", folders.join(" ")))
@@ -42,12 +47,12 @@ impl Table {
         folder.strip_prefix(&self.root).unwrap_or(folder).display().to_string()
     }
 
-    pub fn print(&self) -> Result<()> {
+    pub(super) fn print(&self) -> Result<()> {
         write_output(read(&self.path)?.as_bytes());
         Ok(())
     }
 
-    pub fn has_failed(&self) -> bool {
+    pub(super) fn has_failed(&self) -> bool {
         self.failures > 0
     }
 }

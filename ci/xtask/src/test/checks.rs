@@ -18,7 +18,7 @@ const FUZZED: [&str; 2] = ["pmem-volume", "vmm"];
 /// Number of power cuts. `ci/soak` makes more.
 const POWER_CUTS: &str = "2";
 
-pub fn run(checkout: &Checkout, report: &mut Report) {
+pub(super) fn run(checkout: &Checkout, report: &mut Report) {
     check(report, "formatting (cargo fmt)", || {
         let status = jobs::status(&mut cargo::command(checkout, ["fmt", "--all", "--check"]))?;
         Ok(status.success())
@@ -71,7 +71,7 @@ fn compile_fuzz_targets(checkout: &Checkout) -> Result<bool> {
 }
 
 /// Cuts the power of emulated hosts, unless commands run on this machine itself.
-pub fn cut_power(checkout: &Checkout, report: &mut Report) -> Result<()> {
+pub(super) fn cut_power(checkout: &Checkout, report: &mut Report) -> Result<()> {
     if host::is_direct()? {
         say!("power cuts: skipped, the host is this machine");
         report.skipped += 1;

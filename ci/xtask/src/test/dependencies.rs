@@ -15,7 +15,7 @@ const VERSION: &str = "0.20.2";
 /// Folder of programs that checks need.
 const TOOLS: &str = "tools";
 
-pub fn check(checkout: &Checkout) -> Result<bool> {
+pub(super) fn check(checkout: &Checkout) -> Result<bool> {
     let program = checkout.ci(TOOLS).join("bin/cargo-deny");
     if !is_installed(&program) {
         install(checkout)?;

@@ -37,7 +37,7 @@ const RUNNER_END_S: u64 = 60;
 const FOLDER: &str = "guest-tests";
 const LOG: &str = "guest-tests.log";
 
-pub fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
+pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
     say!("guest tests");
     // If this build fails, no logs of an earlier run may remain.
     remove_folder(&checkout.ci(FOLDER))?;

@@ -21,7 +21,7 @@ use crate::messages::Lines;
 const MAX_BOOTS: usize = 5;
 
 /// Log of a lane. Its lines are also shown, with the lane's number in front.
-pub struct Log {
+pub(super) struct Log {
     file: File,
     text: Vec<u8>,
     lines: Lines,
@@ -30,13 +30,13 @@ pub struct Log {
 }
 
 impl Log {
-    pub fn create(path: &Path, lane: usize, show: fn(&[u8])) -> Result<Self> {
+    pub(super) fn create(path: &Path, lane: usize, show: fn(&[u8])) -> Result<Self> {
         let file =
             File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
         Ok(Self { file, text: Vec::new(), lines: Lines::default(), lane, show })
     }
 
-    pub fn add(&mut self, bytes: &[u8]) -> Result<()> {
+    pub(super) fn add(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).context("Cannot write the log")?;
         self.text.extend_from_slice(bytes);
         let lines = self.lines.feed(bytes);
@@ -53,7 +53,7 @@ impl Log {
     }
 
     /// Shows the last line even if it lacks a newline.
-    pub fn finish(mut self) {
+    pub(super) fn finish(mut self) {
         let lines = self.lines.finish();
         self.show_lines(&lines);
     }
@@ -67,12 +67,12 @@ impl Log {
         String::from_utf8_lossy(&self.text).into_owned()
     }
 
-    pub fn has_failure_without_verdict(&self) -> bool {
+    pub(super) fn has_failure_without_verdict(&self) -> bool {
         has_failure_without_verdict(&self.text())
     }
 }
 
-pub trait Host {
+pub(super) trait Host {
     /// Boots a host that runs these tests, adds all output to the log, and returns the exit code.
     fn boot(&mut self, tests: &[String], log: &mut Log) -> Result<u8>;
 
@@ -84,7 +84,7 @@ pub trait Host {
 }
 
 /// Runs tests until all have a verdict.
-pub fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -> Result<()> {
+pub(super) fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -> Result<()> {
     let mut code = host.boot(tests, log)?;
     let mut left = without_verdict(&log.text(), tests);
     let (mut deaths, mut interrupted) = (0, None);

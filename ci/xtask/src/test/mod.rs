@@ -29,7 +29,7 @@ const FIRST_RUN_BYTES: u64 = 10_000_000_000;
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Run long guest tests as well, as CI does
     #[arg(long)]
     long: bool,
@@ -62,7 +62,7 @@ impl Arguments {
     }
 }
 
-pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("test", || {
         let mut report = Report::new();
         report.begin_step("set-up");

@@ -11,7 +11,7 @@ const MAX_SUSPECTS: usize = 2;
 /// Number of the longest guest tests that are listed.
 const LONGEST_TESTS: usize = 20;
 
-pub struct Report {
+pub(super) struct Report {
     started: Instant,
     /// Steps and the seconds of the run in which they began.
     steps: Vec<(String, u64)>,
@@ -24,7 +24,7 @@ pub struct Report {
     guests: Option<Guests>,
 }
 
-pub struct Guests {
+pub(super) struct Guests {
     pub tally: Tally,
     /// Folder of the logs, relative to the checkout.
     pub folder: String,
@@ -34,7 +34,7 @@ pub struct Guests {
 }
 
 impl Report {
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             started: Instant::now(),
             steps: Vec::new(),
@@ -48,21 +48,21 @@ impl Report {
     }
 
     /// Ends the previous step.
-    pub fn begin_step(&mut self, name: &str) {
+    pub(super) fn begin_step(&mut self, name: &str) {
         self.steps.push((name.to_owned(), self.started.elapsed().as_secs()));
     }
 
-    pub fn add_failure(&mut self, name: &str) {
+    pub(super) fn add_failure(&mut self, name: &str) {
         self.add_failures(1, [name.to_owned()]);
     }
 
     /// Adds `count` failures. Some may lack a name.
-    pub fn add_failures(&mut self, count: usize, names: impl IntoIterator<Item = String>) {
+    pub(super) fn add_failures(&mut self, count: usize, names: impl IntoIterator<Item = String>) {
         self.failed += count;
         self.failures.extend(names);
     }
 
-    pub fn add_guests(&mut self, guests: Guests, count: usize) {
+    pub(super) fn add_guests(&mut self, guests: Guests, count: usize) {
         let tally = &guests.tally;
         self.passed += tally.passed;
         self.skipped += tally.skipped;
@@ -80,12 +80,12 @@ impl Report {
         self.guests = Some(guests);
     }
 
-    pub fn has_failed(&self) -> bool {
+    pub(super) fn has_failed(&self) -> bool {
         self.failed > 0
     }
 
     /// Prints the report. The last line is on standard output, all others are messages.
-    pub fn print(&self) {
+    pub(super) fn print(&self) {
         if let Some(guests) = &self.guests {
             guests.notes().iter().for_each(|note| say!("{note}"));
         }
@@ -112,7 +112,7 @@ impl Report {
         write_output(format!("{}\n", self.last_line()).as_bytes());
     }
 
-    pub fn last_line(&self) -> String {
+    pub(super) fn last_line(&self) -> String {
         let line = format!("{} passed, {} failed", self.passed, self.failed);
         if self.skipped > 0 { format!("{line}, {} skipped", self.skipped) } else { line }
     }

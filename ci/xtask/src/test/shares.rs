@@ -11,20 +11,20 @@ const KEPT_PART: usize = 5;
 const LEAST_SHARE: usize = 3;
 
 #[derive(Debug, PartialEq, Eq)]
-pub struct Shares {
+pub(super) struct Shares {
     /// First share of each host.
     pub first: Vec<Vec<String>>,
     pub kept: Kept,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub struct Kept {
+pub(super) struct Kept {
     tests: VecDeque<String>,
     hosts: usize,
 }
 
 /// Divides the tests between at most `hosts` hosts.
-pub fn divide(tests: &[String], hosts: usize) -> Shares {
+pub(super) fn divide(tests: &[String], hosts: usize) -> Shares {
     let hosts = hosts.clamp(1, tests.len().max(1));
     let kept = tests.len() / KEPT_PART;
     let kept = if hosts > 1 && kept >= hosts * LEAST_SHARE { kept } else { 0 };
@@ -39,7 +39,7 @@ pub fn divide(tests: &[String], hosts: usize) -> Shares {
 
 impl Kept {
     /// Takes half of one host's equal part of the rest.
-    pub fn next_share(&mut self) -> Vec<String> {
+    pub(super) fn next_share(&mut self) -> Vec<String> {
         let count = (self.tests.len() / (2 * self.hosts)).max(LEAST_SHARE).min(self.tests.len());
         self.tests.drain(..count).collect()
     }

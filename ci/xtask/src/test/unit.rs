@@ -20,7 +20,7 @@ const PACKAGES: [&[&str]; 2] =
 /// operation or crash point (docs/testing.md).
 const LEAST_CRASH_IMAGES: u64 = 300_000;
 
-pub fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
+pub(super) fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
     say!("unit tests");
     create_folder(&checkout.ci(""))?;
     let path = checkout.ci("unit-tests.log");

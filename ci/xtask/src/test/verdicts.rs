@@ -9,15 +9,15 @@ const OUTPUT_PREFIX: &str = "  | ";
 /// Start of the runner's line after its last test.
 const RUNNER_END: &str = "guest tests: ";
 /// Start of the line about a dead host.
-pub const HOST_DEATH: &str = "THE EMULATION BROKE";
+pub(super) const HOST_DEATH: &str = "THE EMULATION BROKE";
 /// Start of the reason of a failure that has no verdict of the runner's.
-pub const NO_VERDICT: &str = "no verdict";
+pub(super) const NO_VERDICT: &str = "no verdict";
 /// Name for a failure of a run whose tests have all passed.
-pub const THE_HOST: &str = "the-host";
+pub(super) const THE_HOST: &str = "the-host";
 const FAILED: &str = "FAILED";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub(super) enum Verdict {
     Passed,
     Failed,
     Skipped,
@@ -84,12 +84,12 @@ fn parse_seconds(result: &str) -> Option<f64> {
 }
 
 /// The line of a failure that the runner has not reported.
-pub fn failure(name: &str, reason: &str) -> String {
+pub(super) fn failure(name: &str, reason: &str) -> String {
     format!("test {name} ... {FAILED} ({reason})")
 }
 
 /// The tests that the log has no verdict of.
-pub fn without_verdict(log: &str, tests: &[String]) -> Vec<String> {
+pub(super) fn without_verdict(log: &str, tests: &[String]) -> Vec<String> {
     let judged: HashSet<_> = log.lines().filter_map(Event::parse).filter_map(judged).collect();
     tests.iter().filter(|test| !judged.contains(test.as_str())).cloned().collect()
 }
@@ -99,20 +99,20 @@ fn judged(event: Event<'_>) -> Option<&str> {
 }
 
 /// True if the log has a failed test.
-pub fn has_failure(log: &str) -> bool {
+pub(super) fn has_failure(log: &str) -> bool {
     let failed = |event| matches!(event, Event::Verdict { verdict: Verdict::Failed, .. });
     log.lines().filter_map(Event::parse).any(failed)
 }
 
 /// True if the log has a test that ended without a verdict of the runner's.
-pub fn has_failure_without_verdict(log: &str) -> bool {
+pub(super) fn has_failure_without_verdict(log: &str) -> bool {
     let reason = format!(" ... {FAILED} ({NO_VERDICT}");
     log.lines().any(|line| line.starts_with("test ") && line.contains(&reason))
 }
 
 /// Results of all guest tests.
 #[derive(Debug, Default, PartialEq)]
-pub struct Tally {
+pub(super) struct Tally {
     pub passed: usize,
     pub skipped: usize,
     /// Names of the tests that have failed, and of those without a verdict.
@@ -128,7 +128,7 @@ pub struct Tally {
 
 impl Tally {
     /// Counts what the logs of all lanes have about `tests`.
-    pub fn of(log: &str, tests: &[String]) -> Self {
+    pub(super) fn of(log: &str, tests: &[String]) -> Self {
         let mut tally = Self::default();
         log.lines().filter_map(Event::parse).for_each(|event| tally.add(event));
         let unjudged = without_verdict(log, tests);
@@ -160,7 +160,7 @@ impl Tally {
 
 /// Blocks of a log that belong to failed and suspect tests: the line with the result, and the last
 /// lines of the output below it.
-pub fn failure_blocks(log: &str) -> Vec<String> {
+pub(super) fn failure_blocks(log: &str) -> Vec<String> {
     let lines: Vec<_> = log.lines().collect();
     let block = |(index, line): (usize, &&str)| {
         let output = &lines[index + 1..];
@@ -193,11 +193,11 @@ fn format_block(line: &str, output: &[&str]) -> String {
 }
 
 #[cfg(test)]
-pub mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// Log of a lane whose host died in a test. Real lines, with a shorter output.
-    pub const LOG: &str = "\
+    pub(crate) const LOG: &str = "\
 host: booting the emulated KVM host (1 CPUs, 6144 MiB): no hardware virtualization here
 test boot::debian_6_1_boots_from_its_bzimage ... ok (8.5 s)
 rerun cpus::vcpus_come_run_and_go: the emulation broke a guest's kernel (vm0.console.log)

@@ -22,7 +22,10 @@ const PROGRAMS: &str = "bin";
 const DRAWING_FENCE: &str = "```mermaid\n";
 
 /// Uses against the layers in `sources`, which are paths with their texts.
-pub fn violations(repository: &Repository, sources: &[(String, String)]) -> Result<Vec<String>> {
+pub(super) fn violations(
+    repository: &Repository,
+    sources: &[(String, String)],
+) -> Result<Vec<String>> {
     let document = repository.read(DOCUMENT)?.unwrap_or_default();
     let layers = Layers::read(&document)?;
     let sources = parse(sources);
@@ -39,7 +42,7 @@ pub fn violations(repository: &Repository, sources: &[(String, String)]) -> Resu
 }
 
 /// Drawing of the layers and of the uses between them, in the language of Mermaid.
-pub fn drawing(repository: &Repository, sources: &[(String, String)]) -> Result<String> {
+pub(super) fn drawing(repository: &Repository, sources: &[(String, String)]) -> Result<String> {
     let document = repository.read(DOCUMENT)?.unwrap_or_default();
     Ok(draw(&Layers::read(&document)?, &parse(sources)))
 }

@@ -49,14 +49,14 @@ enum Settings {
 }
 
 /// A kernel that ci/setup has fetched.
-pub struct Kernel {
+pub(crate) struct Kernel {
     lock: String,
     packages: PathBuf,
     file: String,
 }
 
 impl Kernel {
-    pub fn read() -> Result<Self> {
+    pub(crate) fn read() -> Result<Self> {
         let lock = fs::read_to_string(repository().join("ci/kernels.lock"))?;
         let line = lock
             .lines()
@@ -72,7 +72,7 @@ impl Kernel {
     }
 
     /// The first thing that ci/setup would have to fetch or install.
-    pub fn missing(&self) -> Option<String> {
+    pub(crate) fn missing(&self) -> Option<String> {
         let file = self.packages.join(&self.file);
         if file.exists() {
             missing_tool().map(str::to_owned)
@@ -95,12 +95,12 @@ fn output(what: &str, command: &mut Command) -> Result<Vec<u8>> {
 }
 
 /// A tree that images are built in.
-pub struct Builder {
+pub(crate) struct Builder {
     tree: Tree,
 }
 
 impl Builder {
-    pub fn new(kernel: &Kernel, umask: u32) -> Result<Self> {
+    pub(crate) fn new(kernel: &Kernel, umask: u32) -> Result<Self> {
         // Not /tmp, which may be memory.
         let tree = Tree::new(Path::new(env!("CARGO_TARGET_TMPDIR")), umask, ":")?;
         SCRIPTS.iter().try_for_each(|script| tree.copy_script(script))?;
@@ -120,7 +120,7 @@ impl Builder {
         Ok(builder)
     }
 
-    pub fn into_tree(self) -> Tree {
+    pub(crate) fn into_tree(self) -> Tree {
         self.tree
     }
 

@@ -27,9 +27,9 @@ const WRAPPERS: [&str; 8] = [
 ];
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
 /// A built xtask. `ci/xtask/run` looks for a compiler unless it exists.
-pub const BUILT: &str = "target/xtask/x86_64-unknown-linux-gnu/debug/xtask";
+pub(crate) const BUILT: &str = "target/xtask/x86_64-unknown-linux-gnu/debug/xtask";
 /// A program of a package that is unpacked already.
-pub const PROMETHEUS: &str = "target/ci/packages/prometheus/usr/bin/prometheus";
+pub(crate) const PROMETHEUS: &str = "target/ci/packages/prometheus/usr/bin/prometheus";
 /// Tools without which `ci/setup` would install packages. The test must install nothing.
 const TOOLS: [&str; 16] = [
     "busybox",
@@ -52,7 +52,7 @@ const TOOLS: [&str; 16] = [
 const SYSTEM_FOLDERS: [&str; 4] = ["/usr/bin", "/usr/sbin", "/bin", "/sbin"];
 const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.a";
 
-pub fn repository() -> PathBuf {
+pub(crate) fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
@@ -73,21 +73,21 @@ fn write_program(path: &Path, content: &[u8], mode: u32) -> Result<()> {
 }
 
 /// The first tool that `ci/setup` would have to install.
-pub fn missing_tool() -> Option<&'static str> {
+pub(crate) fn missing_tool() -> Option<&'static str> {
     let is_missing =
         |tool: &&str| !SYSTEM_FOLDERS.iter().any(|folder| Path::new(folder).join(tool).exists());
     TOOLS.into_iter().find(is_missing).or_else(|| (!Path::new(LIBC).exists()).then_some(LIBC))
 }
 
 /// True if something is missing, which the test reports.
-pub fn is_skipped(missing: Option<impl Display>) -> bool {
+pub(crate) fn is_skipped(missing: Option<impl Display>) -> bool {
     missing
         .inspect(|missing| eprintln!("skipped: {missing} is not there (ci/setup does that)"))
         .is_some()
 }
 
 /// A directory with copies of the wrappers.
-pub struct Tree {
+pub(crate) struct Tree {
     folder: TempDir,
     umask: u32,
 }
@@ -95,7 +95,7 @@ pub struct Tree {
 impl Tree {
     /// Copies the wrappers. Files have the modes of a checkout and a build under `umask`. `cargo`
     /// is the stub's code for all but `cargo run`.
-    pub fn new(parent: &Path, umask: u32, cargo: &str) -> Result<Self> {
+    pub(crate) fn new(parent: &Path, umask: u32, cargo: &str) -> Result<Self> {
         let tree = Self { folder: TempDir::new_in(parent)?, umask };
         WRAPPERS.iter().try_for_each(|wrapper| tree.copy_script(wrapper))?;
         let run = format!(
@@ -111,23 +111,23 @@ impl Tree {
     }
 
     /// A tree in the folder of temporary files, unless a tool is missing.
-    pub fn with_tools(cargo: &str) -> Option<Self> {
+    pub(crate) fn with_tools(cargo: &str) -> Option<Self> {
         (!is_skipped(missing_tool())).then(|| Self::new(&env::temp_dir(), 0o022, cargo).unwrap())
     }
 
-    pub fn folder(&self) -> &Path {
+    pub(crate) fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    pub fn path(&self, path: &str) -> PathBuf {
+    pub(crate) fn path(&self, path: &str) -> PathBuf {
         self.folder.path().join(path)
     }
 
-    pub fn copy_script(&self, path: &str) -> Result<()> {
+    pub(crate) fn copy_script(&self, path: &str) -> Result<()> {
         self.copy(&repository().join(path), path, 0o755 & !self.umask)
     }
 
-    pub fn write(&self, path: &str, content: impl AsRef<[u8]>, mode: u32) -> Result<()> {
+    pub(crate) fn write(&self, path: &str, content: impl AsRef<[u8]>, mode: u32) -> Result<()> {
         let path = self.path(path);
         fs::create_dir_all(path.parent().context("no folder")?)?;
         if mode & 0o111 != 0 {
@@ -139,21 +139,21 @@ impl Tree {
 
     /// Makes a stand-in for one of our programs, and the files without which no task can run it.
     /// There are no kernels and images.
-    pub fn add_program(&self, name: &str, code: &str) -> Result<()> {
+    pub(crate) fn add_program(&self, name: &str, code: &str) -> Result<()> {
         self.write("ci/kernels.lock", "", 0o644)?;
         self.write("ci/xtask/Cargo.toml", "", 0o644)?;
         fs::create_dir_all(self.path("ci/xtask/src"))?;
         self.write(&format!("target/x86_64-unknown-linux-gnu/release/{name}"), code, 0o755)
     }
 
-    pub fn copy(&self, from: &Path, to: &str, mode: u32) -> Result<()> {
+    pub(crate) fn copy(&self, from: &Path, to: &str, mode: u32) -> Result<()> {
         let content = fs::read(from).with_context(|| format!("Cannot read {}", from.display()))?;
         self.write(to, content, mode)
     }
 
     /// A command that runs a wrapper from `folder`, without a terminal at which sudo could ask for
     /// a password. `host` is the choice of the host.
-    pub fn command_in(&self, folder: &Path, line: &str, host: &str) -> Result<Command> {
+    pub(crate) fn command_in(&self, folder: &Path, line: &str, host: &str) -> Result<Command> {
         let mut command = Command::new("setsid");
         command.args(line.split(' ')).current_dir(folder).stdin(Stdio::null());
         command.env("PATH", self.user_path()?).env("FORESHORE_HOST", host);
@@ -161,12 +161,12 @@ impl Tree {
     }
 
     /// A command that runs a wrapper on this machine itself.
-    pub fn command(&self, line: &str) -> Result<Command> {
+    pub(crate) fn command(&self, line: &str) -> Result<Command> {
         self.command_in(self.folder(), line, "direct")
     }
 
     /// PATH of a user, with the stubs in front.
-    pub fn user_path(&self) -> Result<String> {
+    pub(crate) fn user_path(&self) -> Result<String> {
         Ok(format!("{}:{}", self.path("bin").display(), env::var("PATH")?))
     }
 }

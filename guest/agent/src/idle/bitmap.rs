@@ -20,7 +20,7 @@ const WORDS: u64 = 64;
 const WORD_PAGES: u64 = 64;
 
 #[derive(Debug)]
-pub struct Bitmap {
+pub(super) struct Bitmap {
     file: File,
     marked: Vec<(u32, u64, Vec<u64>)>,
     marked_ms: u64,
@@ -29,7 +29,7 @@ pub struct Bitmap {
 }
 
 impl Bitmap {
-    pub fn open(path: &Path) -> io::Result<Self> {
+    pub(super) fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         Ok(Bitmap {
             file,
@@ -42,7 +42,7 @@ impl Bitmap {
 
     /// Reads the pages that were marked at least `SPAN_MS` ago, marks new ones, and returns the
     /// result. Returns the last result if the marks are younger.
-    pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> Vec<Found> {
+    pub(super) fn look(&mut self, ranges: &[Range], now_ms: u64) -> Vec<Found> {
         if now_ms.saturating_sub(self.marked_ms) < SPAN_MS && !self.marked.is_empty() {
             return self.found.clone();
         }

@@ -48,7 +48,7 @@ const ALL: usize = 1;
 
 /// The monitors, one for each node.
 #[derive(Debug)]
-pub struct Damon {
+pub(super) struct Damon {
     monitors: Vec<Monitor>,
 }
 
@@ -68,7 +68,7 @@ struct Monitor {
 impl Damon {
     /// Takes DAMON, if nobody else has it. `root` is /sys/kernel/mm/damon/admin/kdamonds outside of
     /// tests. There may be so many nodes.
-    pub fn open(root: &Path, nodes: u32) -> io::Result<Self> {
+    pub(super) fn open(root: &Path, nodes: u32) -> io::Result<Self> {
         let nodes = nodes.clamp(1, MAX_NODES);
         let count = count_of(root)?;
         if !(0..count).all(|number| is_ours(root, number)) {
@@ -91,7 +91,7 @@ impl Damon {
     }
 
     /// Ends what is ours, and gives DAMON back.
-    pub fn stop(root: &Path) {
+    pub(super) fn stop(root: &Path) {
         let count = count_of(root).unwrap_or(0);
         if (0..count).all(|number| is_ours(root, number)) {
             for number in 0..count {
@@ -104,7 +104,7 @@ impl Damon {
 
     /// Sets the ranges to monitor, and returns the idle memory found since the last call. May block
     /// for an aggregation interval.
-    pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
+    pub(super) fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
         let nodes = nodes_of(ranges);
         for monitor in &mut self.monitors {
             let ranges = nodes.iter().find(|(node, _)| *node == monitor.node);
@@ -268,7 +268,7 @@ pub(super) mod tests {
 
     /// What the kernel makes when the numbers of things are written. `taken`: monitors of somebody
     /// else's.
-    pub fn sysfs(taken: u32) -> Tree {
+    pub(crate) fn sysfs(taken: u32) -> Tree {
         let tree = Tree::new(&[]);
         tree.put("nr_kdamonds", format!("{taken}\n"));
         for number in 0..MAX_NODES {

@@ -77,7 +77,7 @@ impl Found {
 
 /// Where the kernel has what tells.
 #[derive(Clone, Debug)]
-pub struct Roots {
+pub(crate) struct Roots {
     pub damon: PathBuf,
     pub bitmap: PathBuf,
     pub nodes: PathBuf,
@@ -86,7 +86,7 @@ pub struct Roots {
 
 impl Roots {
     /// Those under `root`, which is /sys outside of tests.
-    pub fn under(root: &Path) -> Self {
+    pub(crate) fn under(root: &Path) -> Self {
         let mm = root.join("kernel/mm");
         Roots {
             damon: mm.join("damon/admin/kdamonds"),
@@ -200,7 +200,7 @@ fn is_busy(error: &io::Error) -> bool {
 
 /// A source in a thread of its own.
 #[derive(Debug)]
-pub struct IdleWatch {
+pub(crate) struct IdleWatch {
     damon: PathBuf,
     ranges: SyncSender<Vec<Range>>,
     unsent: Option<Vec<Range>>,
@@ -212,7 +212,7 @@ pub struct IdleWatch {
 impl IdleWatch {
     /// Starts the thread. An error if the kernel has nothing that tells, or somebody else uses it.
     /// `clock` gives the time.
-    pub fn start(roots: &Roots, clock: fn() -> u64) -> io::Result<Self> {
+    pub(crate) fn start(roots: &Roots, clock: fn() -> u64) -> io::Result<Self> {
         let (roots, damon) = (roots.clone(), roots.damon.clone());
         let mut source = Seeker::start({
             let roots = roots.clone();
@@ -250,12 +250,12 @@ impl IdleWatch {
     }
 
     /// Where memory is from now on. Never waits.
-    pub fn set_ranges(&mut self, ranges: Vec<Range>) {
+    pub(crate) fn set_ranges(&mut self, ranges: Vec<Range>) {
         self.unsent = Some(ranges);
     }
 
     /// Puts into `idle` what is known of idle memory in a guest with these zones. Never waits.
-    pub fn poll(&mut self, zones: &[Zone], now_ms: u64, idle: &mut Vec<NodeIdle>) {
+    pub(crate) fn poll(&mut self, zones: &[Zone], now_ms: u64, idle: &mut Vec<NodeIdle>) {
         if let Some(ranges) = self.unsent.take()
             && let Err(TrySendError::Full(ranges)) = self.ranges.try_send(ranges)
         {
@@ -271,7 +271,7 @@ impl IdleWatch {
     }
 
     /// Leaves DAMON as it was found.
-    pub fn stop(self) {
+    pub(crate) fn stop(self) {
         Damon::stop(&self.damon);
     }
 }

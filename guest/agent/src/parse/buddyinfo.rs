@@ -12,7 +12,7 @@ const LARGEST_ORDER: usize = 10;
 
 /// Fills in how many of the largest blocks each of `zones` has free. A kernel whose allocator keeps
 /// none that large leaves that unknown.
-pub fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
+pub(crate) fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
     zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
     for line in lines(text) {
         if !line.starts_with(b"Node ") {
@@ -34,7 +34,7 @@ pub fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
 
 /// Fills in how many pages each of `zones` has free, and returns how many that are in all. `None`
 /// if the text does not tell of exactly these zones.
-pub fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseError> {
+pub(crate) fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseError> {
     let (mut count, mut sum) = (0, 0u64);
     for line in lines(text).filter(|line| line.starts_with(b"Node ")) {
         let (node, kind) = zone_of(line, FILE)?;

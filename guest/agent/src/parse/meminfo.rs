@@ -7,7 +7,7 @@ use super::{ParseError, lines, number, words};
 const FILE: &str = "/proc/meminfo";
 
 /// Sizes. Fields that a kernel may lack are zero.
-pub fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
+pub(crate) fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
     let (mut memory, mut kernel) = (Memory::default(), KernelUse::default());
     let (mut total, mut free, mut available) = (None, None, None);
     for line in lines(text) {

@@ -9,16 +9,16 @@ mod zoneinfo;
 
 use std::io::BufRead;
 
-pub use buddyinfo::{buddyinfo, free_pages};
-pub use meminfo::meminfo;
-pub use pressure::pressure;
+pub(crate) use buddyinfo::{buddyinfo, free_pages};
+pub(crate) use meminfo::meminfo;
+pub(crate) use pressure::pressure;
 use thiserror::Error;
-pub use unused::unused;
-pub use vmstat::vmstat;
-pub use zoneinfo::zoneinfo;
+pub(crate) use unused::unused;
+pub(crate) use vmstat::vmstat;
+pub(crate) use zoneinfo::zoneinfo;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum ParseError {
+pub(crate) enum ParseError {
     /// A field that every supported kernel has is not there.
     #[error("{file} has no {field}")]
     Missing { file: &'static str, field: &'static str },

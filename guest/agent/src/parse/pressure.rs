@@ -8,7 +8,7 @@ const FILE: &str = "/proc/pressure/memory";
 
 /// Stall times. A kernel without pressure information has no such file; that is the caller's
 /// business.
-pub fn pressure(text: &[u8]) -> Result<Stall, ParseError> {
+pub(crate) fn pressure(text: &[u8]) -> Result<Stall, ParseError> {
     let mut stall = Stall::default();
     for line in lines(text) {
         let mut words = words(line);

@@ -4,7 +4,7 @@ use super::{number, words};
 
 /// Number of objects on LRU lists, the second number of each file. `None` if the file does not have
 /// it.
-pub fn unused(text: &[u8]) -> Option<u64> {
+pub(crate) fn unused(text: &[u8]) -> Option<u64> {
     words(text).nth(1).and_then(number)
 }
 

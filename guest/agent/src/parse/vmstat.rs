@@ -5,7 +5,7 @@ use foreshore_proto::Counters;
 use super::{ParseError, lines, required};
 
 /// Event counters. A counter that the kernel does not have is zero.
-pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
+pub(crate) fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
     let mut counters = Counters::default();
     for line in lines(text) {
         // Some two hundred lines, of which a dozen are ours: look at the first letters before

@@ -8,7 +8,7 @@ const FILE: &str = "/proc/zoneinfo";
 
 /// Replaces what is in `zones` by every zone that has memory. Returns the number of locked and
 /// compressed pages in the kernel's zones.
-pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
+pub(crate) fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
     zones.clear();
     let mut other_user_pages = 0;
     let mut zone: Option<Zone> = None;

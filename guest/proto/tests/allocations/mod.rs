@@ -29,7 +29,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// Calls `act`, and returns how often it allocated and its result.
-pub fn count<T>(act: impl FnOnce() -> T) -> (usize, T) {
+pub(crate) fn count<T>(act: impl FnOnce() -> T) -> (usize, T) {
     let before = ALLOCATIONS.get();
     let result = act();
     (ALLOCATIONS.get() - before, result)

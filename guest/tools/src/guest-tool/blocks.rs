@@ -13,7 +13,7 @@ use guest_tools::content::Bytes;
 const BLOCK_BYTES: usize = 4096;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
+pub(crate) enum Mode {
     Direct,
     /// Through the page cache, with fdatasync after each round.
     Buffered,
@@ -21,7 +21,7 @@ pub enum Mode {
 
 impl Mode {
     /// `direct` or `buffered`.
-    pub fn parse(text: &str) -> Result<Self> {
+    pub(crate) fn parse(text: &str) -> Result<Self> {
         match text {
             "direct" => Ok(Self::Direct),
             "buffered" => Ok(Self::Buffered),
@@ -30,7 +30,7 @@ impl Mode {
     }
 }
 
-pub struct Range {
+pub(crate) struct Range {
     device: File,
     mode: Mode,
     first: u64,
@@ -38,7 +38,7 @@ pub struct Range {
 }
 
 impl Range {
-    pub fn open(device: &str, mode: Mode, first: u64, count: u64) -> Result<Self> {
+    pub(crate) fn open(device: &str, mode: Mode, first: u64, count: u64) -> Result<Self> {
         ensure!(count > 0, "no blocks");
         let flags = if mode == Mode::Direct { libc::O_DIRECT } else { 0 };
         let device = OpenOptions::new().read(true).write(true).custom_flags(flags).open(device);
@@ -73,7 +73,7 @@ fn fill(block: &mut [u8], index: u64, seed: u64, round: u64) {
 
 /// Writes all blocks, ROUNDS times, and verifies each round. Says `round N` when a round is
 /// durable.
-pub fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
+pub(crate) fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
     let mut block = Aligned::zeroed(BLOCK_BYTES);
     for round in 1..=rounds {
         for index in range.shuffled(seed + round) {
@@ -94,7 +94,7 @@ pub fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
 }
 
 /// Verifies that every block is that of ROUND or, for a writer that was killed, of the next one.
-pub fn check(range: &Range, seed: u64, round: u64) -> Result<()> {
+pub(crate) fn check(range: &Range, seed: u64, round: u64) -> Result<()> {
     verify(range, seed, &[round, round + 1])?;
     println!("checked {}", range.count);
     Ok(())
@@ -122,7 +122,7 @@ fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
 
 /// Times COUNT direct transfers, DEPTH of them at a time, at shuffled places of the device's first
 /// 16 MiB.
-pub fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<()> {
+pub(crate) fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<()> {
     ensure!((1..=256).contains(&depth), "a depth of {depth}");
     let range = Range::open(device, Mode::Direct, 0, 4096)?;
     let places: Vec<u64> = range.shuffled(1237).cycle_to(count);

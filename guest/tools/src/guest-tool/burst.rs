@@ -17,7 +17,7 @@ const TICK_INTERVAL: Duration = Duration::from_millis(50);
 /// Touches that much memory as fast as it can and keeps it until killed; says `begin MICROSECONDS`,
 /// `held MICROSECONDS`, and for each rise of the guest's memory `total MICROSECONDS BYTES`. Beside
 /// that `tick MICROSECONDS` now and then. With 0 it only watches, from `begin` on.
-pub fn burst(mib: u64) -> Result<()> {
+pub(crate) fn burst(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let started = Instant::now();

@@ -46,7 +46,7 @@ const KILLED: &str = "Killed process";
 /// else wants one at that moment has somebody killed for it, and what the dead had is memory for
 /// descriptors. So the others are given a reserve below the watermark, which the kernel's worker
 /// that adds memory cannot touch.
-pub fn dry(left_kib: u64) -> Result<()> {
+pub(crate) fn dry(left_kib: u64) -> Result<()> {
     guest_tools::oom::be_spared()?;
     // SAFETY: no pointers.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT) };

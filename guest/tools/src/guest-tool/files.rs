@@ -9,7 +9,7 @@ use guest_tools::content::{Bytes, hash};
 
 /// Writes files until killed. A file's line is printed only when its content and its name are
 /// durable: from then on it must be found after any crash.
-pub fn write(dir: &Path, bytes: u64) -> Result<()> {
+pub(crate) fn write(dir: &Path, bytes: u64) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("Cannot make {}", dir.display()))?;
     let parent = File::open(dir)?;
     let first = next_number(dir)?;
@@ -41,7 +41,7 @@ fn next_number(dir: &Path) -> Result<u64> {
 }
 
 /// Compares every file of the list with its hash.
-pub fn check(dir: &Path, list: &Path) -> Result<()> {
+pub(crate) fn check(dir: &Path, list: &Path) -> Result<()> {
     let list =
         fs::read_to_string(list).with_context(|| format!("Cannot read {}", list.display()))?;
     let mut checked = 0;

@@ -28,7 +28,7 @@ fn name(number: u64) -> String {
 }
 
 /// Writes files until there is no room. The one that did not fit is removed.
-pub fn fill(dir: &Path, seed: u64) -> Result<()> {
+pub(crate) fn fill(dir: &Path, seed: u64) -> Result<()> {
     let mut number = 0;
     loop {
         let path = dir.join(name(number));
@@ -58,7 +58,7 @@ fn write(path: &Path, content: &[u8]) -> io::Result<()> {
 }
 
 /// Holds the first COUNT files against what they should be, and finds no other.
-pub fn check(dir: &Path, seed: u64, count: u64) -> Result<()> {
+pub(crate) fn check(dir: &Path, seed: u64, count: u64) -> Result<()> {
     for number in 0..count {
         let path = dir.join(name(number));
         let found = fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;

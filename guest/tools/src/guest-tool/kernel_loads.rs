@@ -16,7 +16,7 @@ const MIB: u64 = 1 << 20;
 const NEWS: u64 = 20_000;
 
 /// Makes `count` empty files: about 1 KiB each on a tmpfs, for the inode and the entry of its name.
-pub fn make_files(dir: &Path, count: u64) -> Result<()> {
+pub(crate) fn make_files(dir: &Path, count: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     for index in 0..count {
         File::create(dir.join(format!("some-file-name-of-an-archive-{index}")))
@@ -30,7 +30,7 @@ pub fn make_files(dir: &Path, count: u64) -> Result<()> {
 
 /// Looks up `count` missing files. Most file systems cache a negative dentry of some 200 bytes for
 /// each.
-pub fn miss_files(dir: &Path, count: u64) -> Result<()> {
+pub(crate) fn miss_files(dir: &Path, count: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     for index in 0..count {
         let missing = dir.join(format!("no-such-file-{index}"));
@@ -44,7 +44,7 @@ pub fn miss_files(dir: &Path, count: u64) -> Result<()> {
 
 /// Queues `mib` of data in sockets without a reader, prints `held MIB`, and keeps the sockets open
 /// until killed.
-pub fn fill_sockets(mib: u64) -> Result<()> {
+pub(crate) fn fill_sockets(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     limits::allow_open_files(1 << 20)?;
     let data = [1u8; 4096];
@@ -71,7 +71,7 @@ pub fn fill_sockets(mib: u64) -> Result<()> {
 /// Starts `count` processes that map `file` and touch all of it: page tables, stacks and task
 /// structures. Prints `held COUNT`, or `killed after INDEX` if one of them is killed before, and
 /// keeps the others until killed.
-pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
+pub(crate) fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     let file_bytes = usize::try_from(fs::metadata(file)?.len())?;
     let opened = File::open(file)?;

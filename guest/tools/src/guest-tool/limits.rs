@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 
 /// Sets how many files this process may have open. A higher limit than before needs
 /// CAP_SYS_RESOURCE.
-pub fn allow_open_files(count: usize) -> Result<()> {
+pub(crate) fn allow_open_files(count: usize) -> Result<()> {
     let limit = libc::rlimit { rlim_cur: count as libc::rlim_t, rlim_max: count as libc::rlim_t };
     // SAFETY: the structure lives through the call.
     let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };

@@ -11,24 +11,24 @@ use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
 
-pub struct Mapping {
+pub(crate) struct Mapping {
     start: *mut u64,
     words: usize,
 }
 
 impl Mapping {
     /// Maps `len_bytes` of a file or a devdax device from `offset` on.
-    pub fn new(path: &Path, offset: u64, len_bytes: u64) -> Result<Self> {
+    pub(crate) fn new(path: &Path, offset: u64, len_bytes: u64) -> Result<Self> {
         let file = open(path)?;
         map(&file, offset, len_bytes, libc::MAP_SHARED)
             .with_context(|| format!("Cannot map {}", path.display()))
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.words
     }
 
-    pub fn as_ptr(&self) -> *mut u64 {
+    pub(crate) fn as_ptr(&self) -> *mut u64 {
         self.start
     }
 
@@ -71,7 +71,7 @@ fn map(file: &File, offset: u64, len_bytes: u64, flags: libc::c_int) -> io::Resu
 
 /// How a program makes what it stores durable.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Care {
+pub(crate) enum Care {
     /// Not at all.
     None,
     /// As MAP_SYNC allows it: cache lines are written back, and a fence.
@@ -80,7 +80,7 @@ pub enum Care {
 
 /// Stores the words SEED, SEED + 1 and so on, says `stored`, and keeps the mapping until killed:
 /// the kernel is not asked to flush anything.
-pub fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: Care) -> Result<()> {
+pub(crate) fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: Care) -> Result<()> {
     let flags = match care {
         Care::None => libc::MAP_SHARED,
         Care::Fence => libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC,
@@ -106,7 +106,7 @@ pub fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: Care) ->
 
 /// Stores such words, and writes them to the start of a disk past the page cache: it is the device
 /// that reads what is mapped. Says `written` when it has, and goes on.
-pub fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> Result<()> {
+pub(crate) fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> Result<()> {
     let mapping = Mapping::new(path, 0, len_bytes)?;
     for index in 0..mapping.len() {
         mapping.store(index, seed + index as u64);
@@ -130,7 +130,7 @@ pub fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> Result<(
 }
 
 /// Compares with what such a store leaves.
-pub fn check(path: &Path, offset: u64, len_bytes: u64, seed: u64) -> Result<()> {
+pub(crate) fn check(path: &Path, offset: u64, len_bytes: u64, seed: u64) -> Result<()> {
     let mapping = Mapping::new(path, offset, len_bytes)?;
     for index in 0..mapping.len() {
         let (found, expected) = (mapping.load(index), seed + index as u64);
@@ -141,7 +141,7 @@ pub fn check(path: &Path, offset: u64, len_bytes: u64, seed: u64) -> Result<()> 
 }
 
 /// Maps a page, says `waiting`, and looks at its first word until it is WORD.
-pub fn wait_for_word(path: &Path, offset: u64, len_bytes: u64, word: u64) -> Result<()> {
+pub(crate) fn wait_for_word(path: &Path, offset: u64, len_bytes: u64, word: u64) -> Result<()> {
     let mapping = Mapping::new(path, offset, len_bytes)?;
     println!("waiting at {:#x}", mapping.load(0));
     io::stdout().flush()?;
@@ -153,7 +153,7 @@ pub fn wait_for_word(path: &Path, offset: u64, len_bytes: u64, word: u64) -> Res
 }
 
 /// Says whether the kernel lets a program map the file so that a fence is a flush (MAP_SYNC).
-pub fn say_map_sync(path: &Path, len_bytes: u64) -> Result<()> {
+pub(crate) fn say_map_sync(path: &Path, len_bytes: u64) -> Result<()> {
     let file = open(path)?;
     match map(&file, 0, len_bytes, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC) {
         Ok(_) => println!("allowed"),
@@ -192,7 +192,7 @@ const FIEMAP_FLAG_SYNC: u32 = 1;
 
 /// Says where a file lies on its device, a line for each extent: offset in the file, offset on the
 /// device, length.
-pub fn say_extents(path: &Path) -> Result<()> {
+pub(crate) fn say_extents(path: &Path) -> Result<()> {
     let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
     // SAFETY: plain numbers, for which zero is valid.
     let mut map: Fiemap = unsafe { std::mem::zeroed() };

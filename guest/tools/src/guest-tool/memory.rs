@@ -12,7 +12,7 @@ const MIB: usize = 1 << 20;
 
 /// Fills memory a MiB at a time, says `held N` after each sixteen and at the end, and keeps it
 /// until killed.
-pub fn hog(mib: u64) -> Result<()> {
+pub(crate) fn hog(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     let mut held = Vec::new();
     for index in 0..mib {
@@ -33,7 +33,7 @@ pub fn hog(mib: u64) -> Result<()> {
 
 /// Holds that much memory, and reads every page of it several times a second until killed. Says
 /// `touching` once it does.
-pub fn touch(mib: u64) -> Result<()> {
+pub(crate) fn touch(mib: u64) -> Result<()> {
     const PAGE: usize = 4096;
     guest_tools::oom::volunteer()?;
     let held = vec![1u8; usize::try_from(mib)? * MIB];
@@ -54,7 +54,7 @@ const PIPE_PAGES: usize = 16;
 /// Fills memory, and lends one page of every 2 MiB to a pipe that nobody reads: it cannot be moved
 /// until that ends. The rest it gives back: next to nothing is in use, and no 2 MiB of it can be
 /// had. Says `pinned`, and keeps it until killed.
-pub fn pin(mib: u64) -> Result<()> {
+pub(crate) fn pin(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     let mut held: Vec<Vec<u8>> = Vec::new();
     let mut pipes: Vec<(PipeReader, PipeWriter)> = Vec::new();

@@ -91,13 +91,13 @@ impl Storage for Device {
     }
 }
 
-pub fn write(device: &str, program: &str) -> Result<()> {
+pub(crate) fn write(device: &str, program: &str) -> Result<()> {
     let program: Program = program.parse()?;
     let device = Device::open(device)?;
     run(&program, device.shape, &device)
 }
 
-pub fn check(device: &str, history: &[&str]) -> Result<()> {
+pub(crate) fn check(device: &str, history: &[&str]) -> Result<()> {
     let device = Device::open(device)?;
     let outcome = Outcome::of_history(device.shape, history)?;
     outcome.check(|first, into| Ok(device.direct.read_exact_at(into, device.offset(first))?))?;

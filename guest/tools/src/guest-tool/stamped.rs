@@ -11,7 +11,7 @@ use guest_tools::content::Bytes;
 use guest_tools::torn::report::{Area, Line, Stretch};
 use guest_tools::torn::stamp::{self, Content, SECTOR_BYTES, Stamp};
 
-pub struct Target {
+pub(crate) struct Target {
     device: String,
     area: Area,
     /// Sectors between two flushes of a thread.
@@ -20,7 +20,7 @@ pub struct Target {
 
 impl Target {
     /// `longest`: how many neighbours a thread writes at most before it flushes.
-    pub fn new(device: &str, area: Area, longest: u64) -> Result<Self> {
+    pub(crate) fn new(device: &str, area: Area, longest: u64) -> Result<Self> {
         ensure!(area.threads > 0 && area.per_thread > 0, "no sectors");
         ensure!(
             (1..=area.per_thread).contains(&longest),
@@ -44,7 +44,7 @@ impl Target {
 /// or several, flushes, and says so. It touches none of its sectors again before the flush is done,
 /// so that the page cache never has a page that is written and written back at once: the guest
 /// itself tears nothing.
-pub fn write(target: &Target, seed: u64) -> Result<()> {
+pub(crate) fn write(target: &Target, seed: u64) -> Result<()> {
     thread::scope(|scope| {
         for number in 0..target.area.threads {
             scope.spawn(move || {

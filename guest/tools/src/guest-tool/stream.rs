@@ -157,7 +157,7 @@ fn anonymous(node: u32, bytes: usize) -> Result<*mut f64> {
 /// Streams through three arrays of ARRAY_MIB at each place, in turns, another one first in each
 /// round. Says a line for each kernel, place and round: the kernel's name, the place's number,
 /// microseconds.
-pub fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()> {
+pub(crate) fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()> {
     // Each round makes the numbers fifteen times as large.
     ensure!((1..=200).contains(&rounds), "1 to 200 rounds, not {rounds}");
     ensure!(

@@ -16,7 +16,7 @@ const FILES_PER_DIRECTORY: u64 = 16;
 const DIRECTORIES_PER_LEVEL: u64 = 12;
 
 /// Makes the tree of a seed with so many files, and says how many bytes they have.
-pub fn write(dir: &Path, seed: u64, files: u64) -> Result<()> {
+pub(crate) fn write(dir: &Path, seed: u64, files: u64) -> Result<()> {
     let mut numbers = Bytes::new(seed);
     let mut total = 0;
     for number in 0..files {

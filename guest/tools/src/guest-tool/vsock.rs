@@ -24,7 +24,7 @@ const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
 /// Sends the standard input to a port of the host from a privileged port, and closes the
 /// connection.
-pub fn send(port: u32) -> Result<()> {
+pub(crate) fn send(port: u32) -> Result<()> {
     let socket = socket(Some(PRIVILEGED_PORT)).context("No vsock from a privileged port")?;
     connect(&socket, HOST_CID, port).with_context(|| format!("Port {port} of the host"))?;
     io::copy(&mut io::stdin().lock(), &mut File::from(socket))
@@ -34,7 +34,7 @@ pub fn send(port: u32) -> Result<()> {
 
 /// Connects to a port of the host until killed, and holds every connection. Prints `held COUNT`
 /// when the host refuses the first one, and starts `command`.
-pub fn hold(port: u32, command: &str) -> Result<()> {
+pub(crate) fn hold(port: u32, command: &str) -> Result<()> {
     limits::allow_open_files(MOST_HELD + 64)?;
     let mut held = Vec::new();
     let mut running = None;

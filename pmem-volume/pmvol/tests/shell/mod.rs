@@ -5,18 +5,18 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-pub struct Folder(pub tempfile::TempDir);
+pub(crate) struct Folder(pub tempfile::TempDir);
 
 impl Folder {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(tempfile::TempDir::new_in("/dev/shm").unwrap())
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    pub fn run(&self, arguments: &[&str]) -> Output {
+    pub(crate) fn run(&self, arguments: &[&str]) -> Output {
         Command::new(env!("CARGO_BIN_EXE_pmvol"))
             .args(arguments)
             .current_dir(self.0.path())
@@ -24,7 +24,7 @@ impl Folder {
             .unwrap()
     }
 
-    pub fn succeed(&self, arguments: &[&str]) -> String {
+    pub(crate) fn succeed(&self, arguments: &[&str]) -> String {
         let output = self.run(arguments);
         assert!(
             output.status.success(),
@@ -36,7 +36,7 @@ impl Folder {
 
     /// Fails with exit code 1, or 2 if the command line is wrong or a check does not come to see
     /// the pool, and one line, which has all of `words` in it.
-    pub fn fail(&self, arguments: &[&str], words: &[&str]) {
+    pub(crate) fn fail(&self, arguments: &[&str], words: &[&str]) {
         let output = self.run(arguments);
         let text = String::from_utf8(output.stderr).unwrap();
         let command = if arguments[0] == "btt" { arguments[1] } else { arguments[0] };
@@ -48,12 +48,12 @@ impl Folder {
         }
     }
 
-    pub fn json(&self, arguments: &[&str]) -> Value {
+    pub(crate) fn json(&self, arguments: &[&str]) -> Value {
         serde_json::from_str(&self.succeed(arguments)).unwrap()
     }
 }
 
-pub fn overwrite(path: &Path, offset_bytes: u64, bytes: &[u8]) {
+pub(crate) fn overwrite(path: &Path, offset_bytes: u64, bytes: &[u8]) {
     use std::os::unix::fs::FileExt;
     std::fs::OpenOptions::new()
         .write(true)

@@ -12,7 +12,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Checks that `program` denies other users all access before it does anything else, whatever umask
 /// it was started with. The program is examined while it waits to print its help to a full pipe.
-pub fn check(program: &str) {
+pub(crate) fn check(program: &str) {
     for umask in [0o000, 0o022] {
         let (reader, writer) = pipe().unwrap();
         fill(&writer);
@@ -28,7 +28,7 @@ pub fn check(program: &str) {
 }
 
 /// Starts `command` with `umask`.
-pub fn set(command: &mut Command, umask: libc::mode_t) -> &mut Command {
+pub(crate) fn set(command: &mut Command, umask: libc::mode_t) -> &mut Command {
     // SAFETY: umask() is a system call that takes a number, which may be made between fork and
     // exec.
     unsafe {

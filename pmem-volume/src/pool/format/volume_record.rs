@@ -97,7 +97,7 @@ impl std::str::FromStr for VolumeName {
 
 /// A whole record that still cannot be.
 #[derive(Debug, Error, PartialEq, Eq)]
-pub enum VolumeRecordError {
+pub(crate) enum VolumeRecordError {
     #[error("it is the record of slot {0}")]
     Slot(u32),
     #[error("its slot is empty, and it still describes a volume")]

@@ -18,7 +18,7 @@ const NO_PCIE_ASPM: u16 = 1 << 4;
 const CMOS_RTC_NOT_PRESENT: u16 = 1 << 5;
 
 /// Fixed ACPI Description Table (ACPI 6.5, 5.2.9).
-pub fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
+pub(super) fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
     let port = |offset: u64| {
         let address = u64::from(ACPI_PM_PORT) + offset;
         GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, address)
@@ -47,7 +47,7 @@ pub fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
 
 /// Multiple APIC Description Table (ACPI 6.5, 5.2.12). No interrupt source overrides: without a
 /// legacy PIC there are no ISA interrupts to override, and every device in the DSDT names its GSI.
-pub fn madt(input: &AcpiInput) -> Vec<u8> {
+pub(super) fn madt(input: &AcpiInput) -> Vec<u8> {
     let lapic = LocalInterruptController::Address(LAPIC_START);
     let mut madt = MADT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION, lapic);
     // At most 255 vCPUs: ids end at 254, so none needs a Local x2APIC structure.
@@ -64,7 +64,7 @@ pub fn madt(input: &AcpiInput) -> Vec<u8> {
 }
 
 /// Configuration space of segment 0, bus 0 (PCI Firmware 3.3, 4.1.2).
-pub fn mcfg() -> Vec<u8> {
+pub(super) fn mcfg() -> Vec<u8> {
     let mut mcfg = MCFG::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     mcfg.add_ecam(ECAM_START, 0, 0, 0);
     bytes_of(&mcfg)

@@ -128,7 +128,7 @@ const _: () = assert!(size_of::<ControlRegion>() == 32);
 const _: () = assert!(size_of::<FlushHint>() == 16 + 8);
 
 /// NVDIMM Firmware Interface Table (ACPI 6.5, 5.2.25).
-pub fn nfit(nvdimms: &[Nvdimm]) -> Result<Vec<u8>, AcpiError> {
+pub(super) fn nfit(nvdimms: &[Nvdimm]) -> Result<Vec<u8>, AcpiError> {
     // Four reserved bytes make the header 40 long.
     let mut body = vec![0; 4];
     for (index, nvdimm) in nvdimms.iter().enumerate() {
@@ -230,7 +230,7 @@ fn guid(text: &str) -> [u8; 16] {
 
 /// NVDIMM root device with a child for each DIMM (ACPI 6.5, 9.19.2 and 9.19.3). A DIMM without a
 /// child is dropped by Linux.
-pub fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
+pub(super) fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
     let mut children = Vec::new();
     for index in 0..nvdimms.len() {
         let handle = u32::from(number(index));

@@ -51,7 +51,7 @@ pub struct NumaNode {
 ///
 /// # Panics
 /// If a node does not say its distance to each.
-pub fn tables(nodes: &[NumaNode]) -> Vec<Vec<u8>> {
+pub(super) fn tables(nodes: &[NumaNode]) -> Vec<Vec<u8>> {
     assert!(
         nodes.iter().all(|node| node.distances.len() == nodes.len()),
         "a distance to each node"

@@ -27,10 +27,10 @@ use crate::disk::buffer::Buffers;
 use crate::disk::range::SECTOR_BYTES;
 
 /// The largest unit that is tried.
-pub const UNIT_BYTES_MAX: u64 = 64 << 10;
+pub(super) const UNIT_BYTES_MAX: u64 = 64 << 10;
 
 /// Reads and writes at offsets, as [`FileExt`] does.
-pub trait ReadWriteAt {
+pub(super) trait ReadWriteAt {
     /// Reads up to `data.len()` bytes.
     fn read_at(&self, data: &mut [u8], offset_bytes: u64) -> io::Result<usize>;
 
@@ -94,7 +94,7 @@ impl Buffered {
 
 /// Alignment of an image that is open with O_DIRECT.
 #[derive(Debug)]
-pub struct DirectIo {
+pub(super) struct DirectIo {
     /// The image, for the log.
     path: PathBuf,
     /// `None` for a block device, whose size is whole units.
@@ -105,7 +105,7 @@ pub struct DirectIo {
 
 impl DirectIo {
     /// Probes the unit of `file`, which was opened at `path` with O_DIRECT and has `size_bytes`.
-    pub fn new(
+    pub(super) fn new(
         path: &Path,
         file: &File,
         is_file: bool,
@@ -122,22 +122,22 @@ impl DirectIo {
     }
 
     /// Unit of direct transfers, as far as known.
-    pub fn unit_bytes(&self) -> u64 {
+    pub(super) fn unit_bytes(&self) -> u64 {
         self.unit_bytes.load(Ordering::Relaxed)
     }
 
     /// Checks that the host accepts a transfer without widening, as far as known.
-    pub fn is_aligned(&self, offset_bytes: u64, len_bytes: u64) -> bool {
+    pub(super) fn is_aligned(&self, offset_bytes: u64, len_bytes: u64) -> bool {
         (offset_bytes | len_bytes).is_multiple_of(self.unit_bytes())
     }
 
     #[cfg(test)]
-    pub fn set_unit(&self, unit_bytes: u64) {
+    pub(super) fn set_unit(&self, unit_bytes: u64) {
         self.unit_bytes.store(unit_bytes, Ordering::Relaxed);
     }
 
     /// Locks of ranges that are being changed.
-    pub fn locks(&self) -> &Arc<RangeLocks> {
+    pub(super) fn locks(&self) -> &Arc<RangeLocks> {
         &self.locks
     }
 
@@ -147,12 +147,12 @@ impl DirectIo {
     }
 
     /// Locks a range for a change of any alignment.
-    pub fn lock_exclusive(&self, offset_bytes: u64, len_bytes: u64) -> RangeGuard {
+    pub(super) fn lock_exclusive(&self, offset_bytes: u64, len_bytes: u64) -> RangeGuard {
         self.locks.lock(widest_range(offset_bytes, len_bytes), Access::Exclusive)
     }
 
     /// Fills `data` from `offset_bytes` of `file`.
-    pub fn read(
+    pub(super) fn read(
         &self,
         file: &impl ReadWriteAt,
         offset_bytes: u64,
@@ -166,7 +166,12 @@ impl DirectIo {
     }
 
     /// Writes `data` to `offset_bytes` of `file`. Waits for other changes of the same blocks.
-    pub fn write(&self, file: &impl ReadWriteAt, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
+    pub(super) fn write(
+        &self,
+        file: &impl ReadWriteAt,
+        offset_bytes: u64,
+        data: &[u8],
+    ) -> io::Result<()> {
         let len_bytes = data.len() as u64;
         if self.is_aligned(offset_bytes, len_bytes) {
             let _guard = self.lock_shared(offset_bytes, len_bytes);
@@ -181,7 +186,7 @@ impl DirectIo {
 
     /// Writes `data`, while the caller holds [`DirectIo::lock_exclusive`] or an exclusive lock of
     /// [`widest_range`].
-    pub fn write_locked(
+    pub(super) fn write_locked(
         &self,
         file: &impl ReadWriteAt,
         offset_bytes: u64,
@@ -296,7 +301,7 @@ impl DirectIo {
 }
 
 /// Range that a widened write may touch, whatever the unit turns out to be.
-pub fn widest_range(offset_bytes: u64, len_bytes: u64) -> Range<u64> {
+pub(super) fn widest_range(offset_bytes: u64, len_bytes: u64) -> Range<u64> {
     widened(&(offset_bytes..offset_bytes + len_bytes), UNIT_BYTES_MAX)
 }
 
@@ -306,7 +311,7 @@ fn widened(range: &Range<u64>, unit_bytes: u64) -> Range<u64> {
 }
 
 /// EINVAL, by which the kernel refuses the alignment of a direct transfer.
-pub fn is_refusal(result: &io::Result<()>) -> bool {
+pub(super) fn is_refusal(result: &io::Result<()>) -> bool {
     matches!(result, Err(err) if err.raw_os_error() == Some(libc::EINVAL))
 }
 

@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// Kind of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub(super) enum Access {
     /// Compatible with other shared locks.
     Shared,
     /// Compatible with no other lock of an overlapping range.
@@ -25,7 +25,7 @@ pub enum Access {
 
 /// Locked ranges of one image.
 #[derive(Debug, Default)]
-pub struct RangeLocks {
+pub(super) struct RangeLocks {
     state: Mutex<State>,
     released: Condvar,
 }
@@ -42,7 +42,7 @@ struct State {
 }
 
 /// A locked range, unlocked on drop.
-pub struct RangeGuard {
+pub(super) struct RangeGuard {
     locks: Arc<RangeLocks>,
     id: u64,
 }
@@ -67,7 +67,7 @@ impl State {
 
 impl RangeLocks {
     /// Locks `range`, after all conflicting locks are released.
-    pub fn lock(self: &Arc<Self>, range: Range<u64>, access: Access) -> RangeGuard {
+    pub(super) fn lock(self: &Arc<Self>, range: Range<u64>, access: Access) -> RangeGuard {
         let mut state = self.state.lock();
         state.waiters += 1;
         self.released.wait_while(&mut state, |state| !state.is_free(&range, access));
@@ -76,12 +76,12 @@ impl RangeLocks {
     }
 
     #[cfg(test)]
-    pub fn has_waiter(&self) -> bool {
+    pub(super) fn has_waiter(&self) -> bool {
         self.state.lock().waiters > 0
     }
 
     /// Locks `range`, or returns `None` and raises `event` at the next release of any range.
-    pub fn try_lock(
+    pub(super) fn try_lock(
         self: &Arc<Self>,
         range: Range<u64>,
         access: Access,

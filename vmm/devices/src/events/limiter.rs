@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// Whose events are counted together.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Source {
+pub(super) enum Source {
     /// The VM, which restarts.
     Vm,
     /// A device, by its id, whose driver comes and goes.
@@ -26,7 +26,7 @@ pub enum Source {
 
 /// How much may be told of one source.
 #[derive(Clone, Copy, Debug)]
-pub struct Bounds {
+pub(super) struct Bounds {
     /// So much at once.
     pub burst: u32,
     /// Beyond that there is one in each such span.
@@ -37,12 +37,12 @@ impl Bounds {
     /// Of a VMM. Resizes by hand and by the governor come in groups, and so does what the drivers
     /// of a guest that is installed do; and in a day there is no more than some 300 kB of each
     /// source.
-    pub const USUAL: Self = Self { burst: 32, span: Duration::from_secs(60) };
+    pub(super) const USUAL: Self = Self { burst: 32, span: Duration::from_secs(60) };
 }
 
 /// Whether something is told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub(super) enum Verdict {
     Tell,
     /// It is how it was when something was told, or withheld, last.
     Known,
@@ -52,7 +52,7 @@ pub enum Verdict {
 
 /// What has been told of every source, and what has not.
 #[derive(Debug)]
-pub struct Limiter<E> {
+pub(super) struct Limiter<E> {
     bounds: Bounds,
     accounts: BTreeMap<Source, Account<E>>,
 }
@@ -73,12 +73,12 @@ struct Account<E> {
 
 impl<E: Clone + PartialEq> Limiter<E> {
     /// Nothing was told yet.
-    pub fn new(bounds: Bounds) -> Self {
+    pub(super) fn new(bounds: Bounds) -> Self {
         Self { bounds, accounts: BTreeMap::new() }
     }
 
     /// Hears of something. What is told counts as told.
-    pub fn hear(&mut self, source: Source, event: &E, now: Instant) -> Verdict {
+    pub(super) fn hear(&mut self, source: Source, event: &E, now: Instant) -> Verdict {
         let (bounds, is_zone) = (self.bounds, matches!(source, Source::Zone(_)));
         let account = self.account(source, now);
         if is_zone && !account.is_asked && account.knows(event) {
@@ -99,19 +99,19 @@ impl<E: Clone + PartialEq> Limiter<E> {
 
     /// Somebody has asked for something of a source: what comes next is news whatever it is, and is
     /// told.
-    pub fn ask(&mut self, source: Source, now: Instant) {
+    pub(super) fn ask(&mut self, source: Source, now: Instant) {
         let account = self.account(source, now);
         (account.is_asked, account.last) = (true, None);
     }
 
     /// When something that was withheld is to be told, if there is something.
-    pub fn due(&self) -> Option<Instant> {
+    pub(super) fn due(&self) -> Option<Instant> {
         let withheld = self.accounts.values().filter(|account| account.withheld.is_some());
         withheld.map(|account| account.since + self.bounds.span).min()
     }
 
     /// What was withheld and may be told now. It counts as told.
-    pub fn release(&mut self, now: Instant) -> Vec<E> {
+    pub(super) fn release(&mut self, now: Instant) -> Vec<E> {
         let mut released = Vec::new();
         for (source, account) in &mut self.accounts {
             account.refill(self.bounds, now);
@@ -128,18 +128,18 @@ impl<E: Clone + PartialEq> Limiter<E> {
 
     /// What was withheld of one source: it is told now, for what comes next would not be understood
     /// without it.
-    pub fn release_of(&mut self, source: &Source) -> Option<E> {
+    pub(super) fn release_of(&mut self, source: &Source) -> Option<E> {
         self.accounts.get_mut(source)?.withheld.take()
     }
 
     /// All that was withheld: nothing comes any more.
-    pub fn release_all(&mut self) -> Vec<E> {
+    pub(super) fn release_all(&mut self) -> Vec<E> {
         self.accounts.values_mut().filter_map(|account| account.withheld.take()).collect()
     }
 
     /// A machine has ended. How its devices and its memory are is nothing that anybody wants to
     /// know any more, and how the next one's are is news; but what was told has been told.
-    pub fn end_machine(&mut self) {
+    pub(super) fn end_machine(&mut self) {
         for (source, account) in &mut self.accounts {
             if !matches!(source, Source::Vm | Source::Kind(..)) {
                 (account.last, account.withheld, account.is_asked) = (None, None, false);

@@ -14,10 +14,10 @@ const IDS: FunctionIds = FunctionIds {
 };
 
 /// The function in slot 0.
-pub struct HostBridge(ConfigSpace);
+pub(super) struct HostBridge(ConfigSpace);
 
 impl HostBridge {
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self(ConfigSpace::new(&IDS))
     }
 }

@@ -2,11 +2,11 @@
 
 mod config_space;
 mod host_bridge;
-pub mod msix;
+pub(crate) mod msix;
 mod root_bus;
 
-pub use config_space::{BarRange, ConfigSpace, FunctionIds};
-pub use root_bus::{PciError, RootBus};
+pub(crate) use config_space::{BarRange, ConfigSpace, FunctionIds};
+pub(crate) use root_bus::{PciError, RootBus};
 
 /// A function in a slot of the root bus.
 ///

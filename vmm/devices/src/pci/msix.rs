@@ -1,13 +1,13 @@
 //! MSI-X (PCI Local Bus 3.0, 6.8.2): the capability, the table and the pending bits, without any
 //! delivery.
 
-pub const CAPABILITY_ID: u8 = 0x11;
+pub(crate) const CAPABILITY_ID: u8 = 0x11;
 /// Offset of message control in the capability.
-pub const CONTROL_OFFSET: u16 = 2;
+pub(crate) const CONTROL_OFFSET: u16 = 2;
 /// Bytes of a table entry.
-pub const ENTRY_LEN: u64 = 16;
+pub(crate) const ENTRY_LEN: u64 = 16;
 /// The most vectors that the 11-bit size field can tell.
-pub const MAX_VECTORS: u16 = 2048;
+pub(crate) const MAX_VECTORS: u16 = 2048;
 
 const CONTROL_FUNCTION_MASK: u16 = 1 << 14;
 const CONTROL_ENABLE: u16 = 1 << 15;
@@ -24,7 +24,7 @@ pub struct MsiMessage {
 /// The capability behind its id and link, and the bits of it that the guest may change.
 ///
 /// Table and pending bits lie in BAR `bar` at offsets that are multiples of 8.
-pub fn capability(
+pub(crate) fn capability(
     vectors: u16,
     bar: u8,
     table_offset: u32,
@@ -67,7 +67,7 @@ impl Entry {
 }
 
 /// Vectors of one function: their messages, what masks them, and which are pending.
-pub struct MsixTable {
+pub(crate) struct MsixTable {
     entries: Vec<Entry>,
     pending: Vec<u64>,
     enabled: bool,
@@ -77,7 +77,7 @@ pub struct MsixTable {
 
 impl MsixTable {
     /// So many vectors, all masked, as after a reset.
-    pub fn new(vectors: u16) -> Self {
+    pub(crate) fn new(vectors: u16) -> Self {
         let entry = Entry { address: 0, data: 0, control: VECTOR_MASKED };
         Self {
             entries: vec![entry; vectors.into()],
@@ -89,23 +89,23 @@ impl MsixTable {
     }
 
     /// Whether the function signals by MSI-X at all.
-    pub fn is_enabled(&self) -> bool {
+    pub(crate) fn is_enabled(&self) -> bool {
         self.enabled
     }
 
     /// Takes message control as the guest has written it. Afterwards, deliver [`Self::take_ready`].
-    pub fn set_control(&mut self, control: u16) {
+    pub(crate) fn set_control(&mut self, control: u16) {
         self.enabled = control & CONTROL_ENABLE != 0;
         self.function_masked = control & CONTROL_FUNCTION_MASK != 0;
     }
 
     /// Takes whether the function is a bus master: a message is a write to memory (6.8.3).
     /// Afterwards, deliver [`Self::take_ready`].
-    pub fn set_bus_master(&mut self, bus_master: bool) {
+    pub(crate) fn set_bus_master(&mut self, bus_master: bool) {
         self.bus_master = bus_master;
     }
 
-    pub fn read_table(&self, offset: u64, data: &mut [u8]) {
+    pub(crate) fn read_table(&self, offset: u64, data: &mut [u8]) {
         for (at, byte) in (offset..).zip(data) {
             let entry = self.entries.get((at / ENTRY_LEN) as usize);
             *byte = entry.map_or(0, |entry| entry.bytes()[(at % ENTRY_LEN) as usize]);
@@ -115,7 +115,7 @@ impl MsixTable {
     /// Writes the table. Afterwards, deliver [`Self::take_ready`].
     ///
     /// Software must write aligned dwords or qwords (6.8.2); anything else is dropped.
-    pub fn write_table(&mut self, offset: u64, data: &[u8]) {
+    pub(crate) fn write_table(&mut self, offset: u64, data: &[u8]) {
         if !matches!(data.len(), 4 | 8) || !offset.is_multiple_of(data.len() as u64) {
             return;
         }
@@ -128,7 +128,7 @@ impl MsixTable {
     }
 
     /// Reads the pending bits.
-    pub fn read_pending(&self, offset: u64, data: &mut [u8]) {
+    pub(crate) fn read_pending(&self, offset: u64, data: &mut [u8]) {
         for (at, byte) in (offset..).zip(data) {
             let word = self.pending.get((at / 8) as usize).copied().unwrap_or(0);
             *byte = word.to_le_bytes()[(at % 8) as usize];
@@ -137,7 +137,7 @@ impl MsixTable {
 
     /// The function wants to signal `vector`: the message to send now. If there is none, the vector
     /// is pending, or MSI-X is off, or there is no such vector.
-    pub fn raise(&mut self, vector: u16) -> Option<MsiMessage> {
+    pub(crate) fn raise(&mut self, vector: u16) -> Option<MsiMessage> {
         if !self.enabled || usize::from(vector) >= self.entries.len() {
             return None;
         }
@@ -149,13 +149,13 @@ impl MsixTable {
     }
 
     /// What to send for `vector`, if it may be sent now.
-    pub fn deliverable(&self, vector: u16) -> Option<MsiMessage> {
+    pub(crate) fn deliverable(&self, vector: u16) -> Option<MsiMessage> {
         let exists = self.enabled && usize::from(vector) < self.entries.len();
         (exists && !self.is_masked(vector)).then(|| self.message(vector))
     }
 
     /// Takes the vectors that are pending and no longer masked, with what to send for them.
-    pub fn take_ready(&mut self) -> Vec<(u16, MsiMessage)> {
+    pub(crate) fn take_ready(&mut self) -> Vec<(u16, MsiMessage)> {
         if !self.enabled || self.pending.iter().all(|word| *word == 0) {
             return Vec::new();
         }

@@ -32,7 +32,7 @@ fn io_error(err: EngineError) -> io::Error {
 }
 
 /// Refusal to resize a volume that a VM has.
-pub fn resized_elsewhere() -> ResizeError {
+pub(super) fn resized_elsewhere() -> ResizeError {
     ResizeError::NotHere("a volume is resized by pmvol, while no VM has its pool".to_owned())
 }
 

@@ -20,9 +20,9 @@ use crate::interrupt::VirtioInterrupt;
 use crate::memory::view::GuestView;
 
 /// Bytes of memory.
-pub const MEMORY_LEN: u64 = 1 << 20;
+pub(super) const MEMORY_LEN: u64 = 1 << 20;
 /// Where tests may put their buffers.
-pub const BUFFERS: u64 = 0x8_0000;
+pub(super) const BUFFERS: u64 = 0x8_0000;
 /// Descriptors of each queue.
 const QUEUE_SIZE: u16 = 32;
 /// A device that takes longer is broken, not slow.
@@ -30,7 +30,7 @@ const WAIT_MS_MAX: i32 = 60_000;
 
 /// One buffer of a chain.
 #[derive(Clone, Copy)]
-pub enum Buffer {
+pub(super) enum Buffer {
     /// For the device to read.
     Out(u64, u32),
     /// For the device to write.
@@ -38,7 +38,7 @@ pub enum Buffer {
 }
 
 /// Interrupts of each queue, to be waited for.
-pub struct TestInterrupt {
+pub(super) struct TestInterrupt {
     queues: Vec<EventFd>,
     config: EventFd,
     resets_needed: AtomicUsize,
@@ -84,7 +84,7 @@ impl Ring {
 
 /// A driver whose queues have 32 descriptors each. Like Linux, it omits notifications that the
 /// device has suppressed. So a device stalls if it forgets to request one.
-pub struct TestDriver {
+pub(super) struct TestDriver {
     pub memory: GuestMemoryMmap,
     /// What the device sees of it, where that is more; a view of it otherwise.
     view: Option<GuestView>,
@@ -101,7 +101,7 @@ pub struct TestDriver {
 }
 
 impl TestDriver {
-    pub fn new(queues: usize) -> Self {
+    pub(super) fn new(queues: usize) -> Self {
         let event = |flags| (0..queues).map(|_| EventFd::new(flags).unwrap()).collect();
         Self {
             memory: GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)])
@@ -122,7 +122,7 @@ impl TestDriver {
     }
 
     /// Empty rings in `memory`, whose first MiB is the driver's; the device sees `view`.
-    pub fn with_memory(queues: usize, memory: GuestMemoryMmap, view: GuestView) -> Self {
+    pub(super) fn with_memory(queues: usize, memory: GuestMemoryMmap, view: GuestView) -> Self {
         Self { memory, view: Some(view), ..Self::new(queues) }
     }
 
@@ -131,7 +131,7 @@ impl TestDriver {
     }
 
     /// What the transport gives the device. The rings start anew.
-    pub fn activation(&mut self, features: u64) -> Activation {
+    pub(super) fn activation(&mut self, features: u64) -> Activation {
         let mut queues = Vec::new();
         self.rings.clear();
         self.event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
@@ -158,7 +158,7 @@ impl TestDriver {
     }
 
     /// Makes a chain available, without notification. Returns its head.
-    pub fn add(&mut self, queue: usize, buffers: &[Buffer]) -> u16 {
+    pub(super) fn add(&mut self, queue: usize, buffers: &[Buffer]) -> u16 {
         if usize::from(self.free[queue]) + buffers.len() > usize::from(QUEUE_SIZE) {
             self.free[queue] = 0;
         }
@@ -180,7 +180,7 @@ impl TestDriver {
     }
 
     /// Writes a descriptor of a queue's table: address, length, flags and next.
-    pub fn set_descriptor(
+    pub(super) fn set_descriptor(
         &self,
         queue: usize,
         index: u16,
@@ -190,14 +190,19 @@ impl TestDriver {
     }
 
     /// The same, of a table that lies anywhere.
-    pub fn write_descriptor(&self, table: u64, index: u16, descriptor: (u64, u32, u32, u16)) {
+    pub(super) fn write_descriptor(
+        &self,
+        table: u64,
+        index: u16,
+        descriptor: (u64, u32, u32, u16),
+    ) {
         let (address, len, flags, next) = descriptor;
         let descriptor = Descriptor::new(address, len, flags as u16, next);
         self.store(table + 16 * u64::from(index), RawDescriptor::from(descriptor));
     }
 
     /// Makes the chain at `head` available once more, without notification.
-    pub fn add_again(&self, queue: usize, head: u16) {
+    pub(super) fn add_again(&self, queue: usize, head: u16) {
         let available = self.ring(queue).available;
         let next: u16 = self.load(available + 2);
         self.store(available + 4 + 2 * u64::from(next % QUEUE_SIZE), head);
@@ -207,18 +212,18 @@ impl TestDriver {
     }
 
     /// Says that so many more chains are available than there are, without notification.
-    pub fn jump(&self, queue: usize, chains: u16) {
+    pub(super) fn jump(&self, queue: usize, chains: u16) {
         let at = self.ring(queue).available + 2;
         self.store(at, self.load::<u16>(at).wrapping_add(chains));
     }
 
     /// What the device interrupts by.
-    pub fn interrupt(&self) -> Arc<TestInterrupt> {
+    pub(super) fn interrupt(&self) -> Arc<TestInterrupt> {
         Arc::clone(&self.interrupt)
     }
 
     /// How often the device has said that it needs a reset.
-    pub fn resets_needed(&self) -> usize {
+    pub(super) fn resets_needed(&self) -> usize {
         self.interrupt.resets_needed.load(Ordering::Relaxed)
     }
 
@@ -227,7 +232,7 @@ impl TestDriver {
     /// # Panics
     /// If there are no new buffers since the last notification. Such a notification would hide that
     /// the device has lost the last one.
-    pub fn kick(&mut self, queue: usize) {
+    pub(super) fn kick(&mut self, queue: usize) {
         let available: u16 = self.load(self.ring(queue).available + 2);
         let notified = std::mem::replace(&mut self.notified[queue], available);
         assert_ne!(available, notified, "queue {queue} has no new buffers");
@@ -239,7 +244,7 @@ impl TestDriver {
     }
 
     /// Notifies the device in any case, as a driver may without new buffers.
-    pub fn kick_spuriously(&self, queue: usize) {
+    pub(super) fn kick_spuriously(&self, queue: usize) {
         self.kicks[queue].write(1).unwrap();
     }
 
@@ -253,7 +258,7 @@ impl TestDriver {
     }
 
     /// A used buffer that was not seen before, if there is one: head and length.
-    pub fn used(&mut self, queue: usize) -> Option<(u16, u32)> {
+    pub(super) fn used(&mut self, queue: usize) -> Option<(u16, u32)> {
         let ring = *self.ring(queue);
         let next: u16 = self.memory.load(GuestAddress(ring.used + 2), Ordering::Acquire).unwrap();
         if next == self.seen[queue] {
@@ -266,12 +271,12 @@ impl TestDriver {
     }
 
     /// Whether there was an interrupt of a queue that was not waited for.
-    pub fn interrupted(&self, queue: usize) -> bool {
+    pub(super) fn interrupted(&self, queue: usize) -> bool {
         self.interrupt.queues[queue].read().is_ok()
     }
 
     /// Waits for interrupts until there is a used buffer.
-    pub fn wait_used(&mut self, queue: usize) -> (u16, u32) {
+    pub(super) fn wait_used(&mut self, queue: usize) -> (u16, u32) {
         loop {
             // The device reads `used_event` after it has stored its used index. No interrupt
             // follows if that index has passed the event already, so the ring is read once more
@@ -286,12 +291,12 @@ impl TestDriver {
     }
 
     /// Waits until the device has said that its configuration has changed.
-    pub fn wait_config(&self) {
+    pub(super) fn wait_config(&self) {
         wait(&self.interrupt.config, "the configuration");
     }
 
     /// Whether it has said so since it was waited for.
-    pub fn config_changed(&self) -> bool {
+    pub(super) fn config_changed(&self) -> bool {
         self.interrupt.config.read().is_ok()
     }
 
@@ -304,13 +309,13 @@ impl TestDriver {
     }
 
     /// Bytes of a buffer.
-    pub fn read(&self, address: u64, len: u32) -> Vec<u8> {
+    pub(super) fn read(&self, address: u64, len: u32) -> Vec<u8> {
         let mut data = vec![0; len as usize];
         self.memory.read_slice(&mut data, GuestAddress(address)).unwrap();
         data
     }
 
-    pub fn write(&self, address: u64, data: &[u8]) {
+    pub(super) fn write(&self, address: u64, data: &[u8]) {
         self.memory.write_slice(data, GuestAddress(address)).unwrap();
     }
 }

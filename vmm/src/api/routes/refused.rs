@@ -7,7 +7,7 @@ use axum::routing::put;
 use crate::api::body::PassedOver;
 use crate::api::error::ApiError;
 
-pub const REFUSED: [(&str, &str); 10] = [
+pub(crate) const REFUSED: [(&str, &str); 10] = [
     ("vm.add-device", "there is no device passthrough"),
     ("vm.add-fs", "virtio-fs is not implemented"),
     ("vm.add-generic-vhost-user", "vhost-user is not implemented"),

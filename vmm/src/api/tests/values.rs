@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-pub fn values() -> Vec<Value> {
+pub(super) fn values() -> Vec<Value> {
     vec![
         Value::Null,
         json!(true),

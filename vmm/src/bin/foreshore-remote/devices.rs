@@ -12,30 +12,30 @@ use crate::text_of;
 
 /// A device.
 #[derive(Debug, Args)]
-pub struct Device {
+pub(crate) struct Device {
     /// What its flag takes, such as path=/d.raw,readonly=on
     #[arg(value_name = "CONFIG")]
     config: String,
 }
 
 impl Device {
-    pub async fn add_disk(&self, vmm: &Client) -> Result<String> {
+    pub(crate) async fn add_disk(&self, vmm: &Client) -> Result<String> {
         let disk = refusing(DiskConfig::parse(&self.config))?;
         add(vmm, "vm.add-disk", &disk).await
     }
 
-    pub async fn add_pmem(&self, vmm: &Client) -> Result<String> {
+    pub(crate) async fn add_pmem(&self, vmm: &Client) -> Result<String> {
         let pmem = refusing(PmemConfig::parse(&self.config))?;
         add(vmm, "vm.add-pmem", &pmem).await
     }
 
-    pub async fn add_vsock(&self, vmm: &Client) -> Result<String> {
+    pub(crate) async fn add_vsock(&self, vmm: &Client) -> Result<String> {
         let vsock = refusing(VsockConfig::parse(&self.config))?;
         add(vmm, "vm.add-vsock", &vsock).await
     }
 
     /// The descriptors of `fd=` are this process's: they go beside the request.
-    pub async fn add_net(&self, vmm: &Client) -> Result<String> {
+    pub(crate) async fn add_net(&self, vmm: &Client) -> Result<String> {
         let mut net = refusing(NetConfig::parse(&self.config))?;
         let fds: Vec<_> = std::mem::take(&mut net.fds).iter().map(GivenFd::number).collect();
         let body = serde_json::to_string(&net)?;
@@ -53,6 +53,6 @@ async fn add(vmm: &Client, call: &str, device: &impl Serialize) -> Result<String
     text_of(&vmm.put(call, Some(serde_json::to_string(device)?)).await?)
 }
 
-pub async fn remove(vmm: &Client, id: &str) -> Result<String> {
+pub(crate) async fn remove(vmm: &Client, id: &str) -> Result<String> {
     text_of(&vmm.put("vm.remove-device", Some(json!({ "id": id }).to_string())).await?)
 }

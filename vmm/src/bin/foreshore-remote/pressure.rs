@@ -21,7 +21,7 @@ const SHOWN: u64 = 10;
 
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
-pub struct Pressure {
+pub(crate) struct Pressure {
     #[command(subcommand)]
     verb: Option<PressureVerb>,
     /// Show so many decisions, 1000 at most
@@ -137,7 +137,7 @@ fn switch(name: &str, value: &str) -> Result<bool> {
 
 impl Pressure {
     /// Does what is asked; returns what to print.
-    pub async fn execute(self, vmm: &Client) -> Result<String> {
+    pub(crate) async fn execute(self, vmm: &Client) -> Result<String> {
         let (log, json, params) = (self.log.unwrap_or(SHOWN), self.json, self.params);
         match self.change()? {
             Some(change) => put(vmm, "vm.pressure", Some(serde_json::to_string(&change)?)).await,

@@ -5,7 +5,7 @@ use foreshore_types::size::Size;
 /// Rows under a header. Columns are as wide as they must be; the last one is words, and as long as
 /// it wants to be. `left` tells how many of the first columns begin at the left; the others are
 /// numbers.
-pub fn table<const N: usize>(
+pub(crate) fn table<const N: usize>(
     header: [&str; N],
     left: usize,
     rows: impl IntoIterator<Item = [String; N]>,
@@ -29,6 +29,6 @@ pub fn table<const N: usize>(
 }
 
 /// Cell of a size in bytes.
-pub fn size_cell(bytes: u64) -> String {
+pub(crate) fn size_cell(bytes: u64) -> String {
     Size(bytes).rounded()
 }

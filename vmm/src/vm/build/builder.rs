@@ -59,7 +59,7 @@ use crate::vm::pm::volumes;
 use crate::volume::interface::Payload;
 
 /// Builds the machine of `config`, which has been validated. Its vCPUs are stopped.
-pub fn build(
+pub(crate) fn build(
     config: &VmConfig,
     resources: &mut Resources,
     events: &EventSender,

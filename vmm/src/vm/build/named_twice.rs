@@ -138,7 +138,7 @@ pub fn check_launch(launch: &Launch) -> Result<(), NamedTwice> {
 }
 
 /// Checks that `config` names no object twice, and none that the VMM itself has.
-pub fn check(config: &VmConfig) -> Result<(), NamedTwice> {
+pub(crate) fn check(config: &VmConfig) -> Result<(), NamedTwice> {
     check_uses(USES_OF_VMM.get().into_iter().flatten().cloned().chain(uses_of_vm(config)))
 }
 
@@ -185,7 +185,7 @@ fn ports_among(vsock: &Use, uses: &[Use]) -> Vec<Use> {
 
 /// Adds a device to `config`, after a check that nothing else in `config` uses its file. Returns
 /// the device's id.
-pub fn add_device(
+pub(crate) fn add_device(
     config: &mut VmConfig,
     device: DeviceConfig,
     in_use: &[String],

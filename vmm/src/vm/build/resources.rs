@@ -28,7 +28,7 @@ use crate::volume::file::PmemFile;
 use crate::volume::plan::{Step, plan};
 
 /// Resources that the VMM has outside of its machine.
-pub struct Resources {
+pub(crate) struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
     /// Maps each path of a pool in the VM's configuration to the path that the configuration named
     /// first.
@@ -44,7 +44,7 @@ pub struct Resources {
 
 impl Resources {
     /// Nothing is open yet.
-    pub fn new(metrics: Arc<Metrics>, events: Events) -> Self {
+    pub(crate) fn new(metrics: Arc<Metrics>, events: Events) -> Self {
         let (pools, paths_of_pools, pmem, taps, lines, plug_budgets) = Default::default();
         Self {
             pools,
@@ -60,17 +60,17 @@ impl Resources {
     }
 
     /// Resources for another VM. None is open yet.
-    pub fn anew(&self) -> Self {
+    pub(crate) fn anew(&self) -> Self {
         Self::new(Arc::clone(&self.metrics), self.events.clone())
     }
 
     /// Consoles that somebody can come to.
-    pub fn lines(&self) -> &Lines {
+    pub(crate) fn lines(&self) -> &Lines {
         &self.lines
     }
 
     /// The files of `--pmem`.
-    pub fn pmem(&self) -> &PmemFiles {
+    pub(crate) fn pmem(&self) -> &PmemFiles {
         &self.pmem
     }
 
@@ -80,13 +80,13 @@ impl Resources {
     }
 
     /// The interfaces of `--net`.
-    pub fn taps(&self) -> &Taps {
+    pub(crate) fn taps(&self) -> &Taps {
         &self.taps
     }
 
     /// Closes the interfaces and files that are retained for the next machine but are not in
     /// `config`. Call it only without a machine.
-    pub fn retain(&self, config: &VmConfig) {
+    pub(crate) fn retain(&self, config: &VmConfig) {
         self.taps.retain(config);
         self.pmem.retain(config);
     }
@@ -182,7 +182,7 @@ impl Resources {
     ///
     /// # Panics
     /// If it has not: the same configuration is used for both.
-    pub fn pool(&self, path: &Path) -> &Arc<dyn PmPool> {
+    pub(crate) fn pool(&self, path: &Path) -> &Arc<dyn PmPool> {
         self.pools.get(path).expect("a pool that was opened")
     }
 
@@ -192,33 +192,33 @@ impl Resources {
     }
 
     /// Pools as sources of metrics.
-    pub fn pool_metrics(&self) -> impl Iterator<Item = PoolMetrics> {
+    pub(crate) fn pool_metrics(&self) -> impl Iterator<Item = PoolMetrics> {
         self.pools.iter().map(|(path, pool)| PoolMetrics::new(path.display().to_string(), pool))
     }
 
     /// Where metrics are served from.
-    pub fn metrics(&self) -> &Arc<Metrics> {
+    pub(crate) fn metrics(&self) -> &Arc<Metrics> {
         &self.metrics
     }
 
     /// Where events are told.
-    pub fn events(&self) -> &Events {
+    pub(crate) fn events(&self) -> &Events {
         &self.events
     }
 
     /// Counts a machine that was built; the first one's console files start empty, later ones' go
     /// on.
-    pub fn file_start(&self) -> FileStart {
+    pub(crate) fn file_start(&self) -> FileStart {
         if self.machines == 0 { FileStart::Empty } else { FileStart::Continue }
     }
 
     /// How many machines have been built.
-    pub fn machines(&self) -> u64 {
+    pub(crate) fn machines(&self) -> u64 {
         self.machines
     }
 
     /// A machine has been built.
-    pub fn machine_built(&mut self) {
+    pub(crate) fn machine_built(&mut self) {
         self.machines += 1;
     }
 }
@@ -226,16 +226,16 @@ impl Resources {
 /// The files of `--pmem`: those of the VM's configuration, in its order. Shared with the machine,
 /// to which they are added and from which they are removed.
 #[derive(Clone, Default)]
-pub struct PmemFiles(Arc<Mutex<Vec<NamedFile>>>);
+pub(crate) struct PmemFiles(Arc<Mutex<Vec<NamedFile>>>);
 
 /// A file, and what was asked for.
-pub type NamedFile = (PmemConfig, Arc<PmemFile>);
+pub(crate) type NamedFile = (PmemConfig, Arc<PmemFile>);
 
 impl PmemFiles {
     /// Opens every file of `config`. They stay open, and locked, as long as the VM has them: a file
     /// without a name is still the same one after a reboot. One of which a flush has failed is
     /// opened anew, as a pool is.
-    pub fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
+    pub(crate) fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut files = self.0.lock();
         files.retain(|(config, file)| {
             let failed = file.wants_to_be_opened_anew();
@@ -261,12 +261,12 @@ impl PmemFiles {
     }
 
     /// Retains the file of an added device for the next machine.
-    pub fn add(&self, config: &PmemConfig, file: Arc<PmemFile>) {
+    pub(crate) fn add(&self, config: &PmemConfig, file: Arc<PmemFile>) {
         self.0.lock().push((config.clone(), file));
     }
 
     /// Releases the file of the device `id`. It closes once the device has ended.
-    pub fn remove(&self, id: &str) {
+    pub(crate) fn remove(&self, id: &str) {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
@@ -275,7 +275,7 @@ impl PmemFiles {
         self.0.lock().retain(|(earlier, _)| config.pmem.contains(earlier));
     }
 
-    pub fn list(&self) -> Vec<NamedFile> {
+    pub(crate) fn list(&self) -> Vec<NamedFile> {
         self.0.lock().clone()
     }
 }

@@ -17,15 +17,15 @@ use crate::vm::error::BuildError;
 /// for example, a bridge's port after a reboot. And descriptors that were passed cannot be opened
 /// again.
 #[derive(Clone, Default)]
-pub struct Taps(Arc<Mutex<Vec<NamedTap>>>);
+pub(crate) struct Taps(Arc<Mutex<Vec<NamedTap>>>);
 
 /// Interface with its configuration.
-pub type NamedTap = (NetConfig, Arc<Tap>);
+pub(crate) type NamedTap = (NetConfig, Arc<Tap>);
 
 impl Taps {
     /// Opens every interface of `config`, unless it is retained. The previous machine has ended, so
     /// it does not read from a retained interface any more.
-    pub fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
+    pub(crate) fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut taps = self.0.lock();
         // Interfaces that `config` does not have are closed first, because a new one may have the
         // same name. An interface that was removed from the host is created again, except for
@@ -48,21 +48,21 @@ impl Taps {
     }
 
     /// Retains the interface of an added device for the next machine.
-    pub fn add(&self, config: &NetConfig, tap: Arc<Tap>) {
+    pub(crate) fn add(&self, config: &NetConfig, tap: Arc<Tap>) {
         self.0.lock().push((config.clone(), tap));
     }
 
     /// Releases the interface of the device `id`. It closes once the device has ended.
-    pub fn remove(&self, id: &str) {
+    pub(crate) fn remove(&self, id: &str) {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
     /// Closes the interfaces that are not in `config`. Call it only without a machine.
-    pub fn retain(&self, config: &VmConfig) {
+    pub(crate) fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.net.contains(earlier));
     }
 
-    pub fn list(&self) -> Vec<NamedTap> {
+    pub(crate) fn list(&self) -> Vec<NamedTap> {
         self.0.lock().clone()
     }
 }
@@ -90,13 +90,13 @@ fn numbers(config: &NetConfig) -> Vec<RawFd> {
 }
 
 /// Refuses descriptors on which a device would not work.
-pub fn check(config: &NetConfig) -> Result<(), TapError> {
+pub(crate) fn check(config: &NetConfig) -> Result<(), TapError> {
     check_given(&numbers(config)).map(drop)
 }
 
 /// Takes ownership of the descriptors that the command line names. They are closed when the VM no
 /// longer has their interface.
-pub fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
+pub(crate) fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
     for net in &mut config.net {
         check(net)?;
         for fd in net.fds.iter_mut().filter(|fd| !fd.is_held()) {
@@ -112,7 +112,7 @@ pub fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
 }
 
 /// Returns a random Ethernet address that is locally administered.
-pub fn draw_address() -> MacAddress {
+pub(crate) fn draw_address() -> MacAddress {
     let mut bytes = [0u8; 6];
     // getrandom(2) always fills up to 256 bytes, on every kernel that has KVM.
     assert_eq!(getrandom(&mut bytes, GetRandomFlags::empty()), Ok(6));

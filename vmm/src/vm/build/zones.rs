@@ -14,12 +14,12 @@ const DRAM_PERFORMANCE: Performance =
 const LOCAL_DISTANCE: u32 = 10;
 
 /// The node in which volumes lie: that of the first zone of PM, or the first where there is none.
-pub fn volume_node(zones: &[ZoneSpec]) -> u32 {
+pub(crate) fn volume_node(zones: &[ZoneSpec]) -> u32 {
     zones.iter().find(|zone| zone.tier == Tier::Pm).map_or(0, |zone| zone.guest_node)
 }
 
 /// How errors name a zone: by the flag that asks for it.
-pub fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
+pub(crate) fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
     match zone.tier {
         Tier::Dram if config.memory.zones.is_empty() => "--memory".to_owned(),
         Tier::Dram => format!("--memory-zone id={}", zone.id),
@@ -38,7 +38,7 @@ pub fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
 
 /// The NUMA nodes for the tables. Hotplug parts are named from the start: Linux makes no node
 /// later.
-pub fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Vec<NumaNode> {
+pub(crate) fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Vec<NumaNode> {
     let range = |range: &GuestRange, hotpluggable| NodeMemory {
         start: range.start,
         len: range.len,

@@ -12,7 +12,7 @@ type What = (&'static str, &'static str, &'static str);
 
 /// Counts of devices on the PCI bus, and of hotplug actions.
 #[derive(Debug, Default)]
-pub struct HotplugMetrics {
+pub(crate) struct HotplugMetrics {
     /// Virtio devices on the bus.
     pub devices: AtomicU64,
     /// Devices that the guest was requested to eject and has not ejected yet.
@@ -21,7 +21,7 @@ pub struct HotplugMetrics {
 }
 
 impl HotplugMetrics {
-    pub fn count(&self, kind: &'static str, action: &'static str, result: &'static str) {
+    pub(crate) fn count(&self, kind: &'static str, action: &'static str, result: &'static str) {
         *self.done.lock().entry((kind, action, result)).or_default() += 1;
     }
 }

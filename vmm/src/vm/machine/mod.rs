@@ -6,7 +6,7 @@ pub(super) mod governing;
 pub(super) mod lost;
 pub(super) mod resident;
 pub(super) mod vcpus;
-pub mod zone_metrics;
+pub(crate) mod zone_metrics;
 
 use std::sync::Arc;
 
@@ -53,7 +53,7 @@ use crate::volume::guest_btt::GuestBtt;
 use crate::volume::kernel_gate::GuestKernel;
 
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
-pub struct KvmMachine {
+pub(crate) struct KvmMachine {
     pub(in crate::vm) vcpus: Vcpus,
     pub(in crate::vm) clock: Arc<GuestClock>,
     pub(in crate::vm) governor: GovernorHandle,
@@ -300,13 +300,13 @@ impl KvmMachine {
 }
 
 /// Builds VMs on KVM.
-pub struct KvmFactory {
+pub(crate) struct KvmFactory {
     resources: Resources,
 }
 
 impl KvmFactory {
     /// A factory whose machines use `resources`.
-    pub fn new(resources: Resources) -> Self {
+    pub(crate) fn new(resources: Resources) -> Self {
         Self { resources }
     }
 }

@@ -16,7 +16,7 @@ use crate::vm::request::{Reply, ZoneInfo};
 const MAX_AGE: Duration = Duration::from_secs(1);
 
 /// Resident bytes of all zones.
-pub struct Resident {
+pub(crate) struct Resident {
     read: Box<dyn Fn() -> io::Result<Vec<u64>> + Send + Sync>,
     asked: Mutex<Asked>,
     /// Last value, by the plugged sizes. Only the answering thread locks it.
@@ -36,7 +36,9 @@ struct Asked {
 
 impl Resident {
     /// `read` returns the resident bytes of each zone, in their order.
-    pub fn new(read: impl Fn() -> io::Result<Vec<u64>> + Send + Sync + 'static) -> Arc<Self> {
+    pub(crate) fn new(
+        read: impl Fn() -> io::Result<Vec<u64>> + Send + Sync + 'static,
+    ) -> Arc<Self> {
         let last = Mutex::new(Cached::new(MAX_AGE));
         Arc::new(Self { read: Box::new(read), asked: Mutex::default(), last })
     }
@@ -46,7 +48,7 @@ impl Resident {
     ///
     /// One thread answers all requests. With one for each, many clients would block as many
     /// threads.
-    pub fn answer(self: Arc<Self>, zones: Vec<ZoneInfo>, reply: Reply<Vec<ZoneInfo>>) {
+    pub(crate) fn answer(self: Arc<Self>, zones: Vec<ZoneInfo>, reply: Reply<Vec<ZoneInfo>>) {
         let was_answering = {
             let mut asked = self.asked.lock();
             asked.waiting.push((zones, reply));

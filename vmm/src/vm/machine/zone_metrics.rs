@@ -7,7 +7,7 @@ use crate::vm::request::{ResizeStatus, ZoneInfo};
 
 /// State of all zones at a scrape.
 #[derive(Debug, Default)]
-pub struct ZoneMetrics(pub Vec<ZoneInfo>);
+pub(crate) struct ZoneMetrics(pub Vec<ZoneInfo>);
 
 impl Expose for ZoneMetrics {
     fn expose(&self, out: &mut Exposition) {

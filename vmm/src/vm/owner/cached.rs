@@ -4,19 +4,19 @@ use std::time::{Duration, Instant};
 
 /// A value that is read again only when it has become too old, or what it depends on has changed.
 #[derive(Debug)]
-pub struct Cached<K, T> {
+pub(crate) struct Cached<K, T> {
     max_age: Duration,
     last: Option<(K, Instant, T)>,
 }
 
 impl<K: PartialEq, T> Cached<K, T> {
     /// Nothing has been read yet; what will be is good for `max_age`.
-    pub fn new(max_age: Duration) -> Self {
+    pub(crate) fn new(max_age: Duration) -> Self {
         Self { max_age, last: None }
     }
 
     /// The value for `key`, which `read` reads if there is none that is young enough.
-    pub fn get(&mut self, key: K, now: Instant, read: impl FnOnce() -> T) -> &T {
+    pub(crate) fn get(&mut self, key: K, now: Instant, read: impl FnOnce() -> T) -> &T {
         let is_good = |(of, at, _): &(K, Instant, T)| {
             *of == key && now.saturating_duration_since(*at) < self.max_age
         };

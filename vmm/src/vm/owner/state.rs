@@ -6,7 +6,7 @@ use crate::vm::request::{VmError, VmState};
 
 /// What is asked of a VM as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verb {
+pub(super) enum Verb {
     /// Start it. One that is paused goes on, as in Cloud Hypervisor until 52.
     Boot,
     /// Stop its vCPUs, keep everything.
@@ -45,7 +45,7 @@ impl Verb {
 }
 
 /// The state that `verb` leads to from `state`, or why it may not be asked.
-pub fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
+pub(super) fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
     use VmState::{Created, Paused, Running};
     match (verb, state) {
         (Verb::Boot, Created | Paused) | (Verb::Resume, Paused) => Ok(Running),
@@ -59,7 +59,7 @@ pub fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
 
 /// Decision on a guest that restarts itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Restart {
+pub(super) enum Restart {
     /// It starts again after this time.
     After(Duration),
     /// It has faulted [`RestartGuard::LIMIT`] times in a row: its payload is broken.
@@ -71,21 +71,21 @@ pub enum Restart {
 /// installers and firmware restart on purpose. Later ones wait 1, 2, 4 s and so on. A guest that
 /// has run for a while starts again at once.
 #[derive(Debug, Default)]
-pub struct RestartGuard {
+pub(super) struct RestartGuard {
     early_restarts: u32,
     early_faults: u32,
 }
 
 impl RestartGuard {
     /// So many early faults in a row end the VM.
-    pub const LIMIT: u32 = 3;
+    pub(super) const LIMIT: u32 = 3;
     /// A restart is early up to this time after the start.
-    pub const EARLY: Duration = Duration::from_secs(10);
-    pub const MAX_DELAY: Duration = Duration::from_secs(30);
+    pub(super) const EARLY: Duration = Duration::from_secs(10);
+    pub(super) const MAX_DELAY: Duration = Duration::from_secs(30);
 
     /// Decides on a restart `uptime` after the start. Only a triple fault can be unintentional, so
     /// only triple faults end the VM.
-    pub fn decide(&mut self, is_fault: bool, uptime: Duration) -> Restart {
+    pub(super) fn decide(&mut self, is_fault: bool, uptime: Duration) -> Restart {
         let is_early = uptime <= Self::EARLY;
         self.early_faults = if is_early && is_fault { self.early_faults + 1 } else { 0 };
         self.early_restarts = if is_early { self.early_restarts.saturating_add(1) } else { 0 };

@@ -16,7 +16,7 @@ guest_tests::tests![
 const START_LIMIT: Duration = Duration::from_secs(20);
 
 /// A VMM that is told of no VM.
-pub fn without_a_vm() -> GuestBuilder {
+pub(crate) fn without_a_vm() -> GuestBuilder {
     let flags = [
         "--kernel",
         "--initramfs",
@@ -32,14 +32,14 @@ pub fn without_a_vm() -> GuestBuilder {
 }
 
 /// One that serves its API.
-pub fn empty_vmm() -> Result<Guest> {
+pub(crate) fn empty_vmm() -> Result<Guest> {
     let vmm = without_a_vm().start()?;
     vmm.wait_until("the VMM answers", START_LIMIT, || Ok(vmm.get("vmm.ping").is_ok()))?;
     Ok(vmm)
 }
 
 /// What a client would send, defaults written out.
-pub fn config(vmm: &Guest) -> Value {
+pub(crate) fn config(vmm: &Guest) -> Value {
     json!({
         "payload": {
             "kernel": Kernel::V6_12.path(),

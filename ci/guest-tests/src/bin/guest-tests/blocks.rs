@@ -10,7 +10,7 @@ const PLACES: [(u32, u32); 3] = [(0, 1), (8192, 2), (16384, 3)];
 
 /// Writes to all thirds at once. Each writer goes through the page cache (`buffered`) or past it
 /// (`direct`).
-pub fn write(guest: &Guest, device: &str, modes: [&str; 3], rounds: u32) -> Result<()> {
+pub(crate) fn write(guest: &Guest, device: &str, modes: [&str; 3], rounds: u32) -> Result<()> {
     let start = |(mode, (first, seed)): (&str, _)| {
         let blocks = format!("{device} {mode} {first} 600 {seed} {rounds}");
         guest.start_script(IO_LIMIT, &format!("exec guest-tool write-blocks {blocks}"))
@@ -24,7 +24,7 @@ pub fn write(guest: &Guest, device: &str, modes: [&str; 3], rounds: u32) -> Resu
 }
 
 /// Verifies the blocks that `write` has written, on the disk instead of in the page cache.
-pub fn check(guest: &Guest, device: &str, rounds: u32) -> Result<()> {
+pub(crate) fn check(guest: &Guest, device: &str, rounds: u32) -> Result<()> {
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     for (first, seed) in PLACES {
         let blocks = format!("{device} {first} 600 {seed} {rounds}");

@@ -41,7 +41,7 @@ const AROUND_BORDER: u64 = 600;
 const ARENAS_MIB: u64 = 36;
 
 /// A program's seed: the test's own, or what was asked for.
-pub fn seed(own: u64) -> Result<u64> {
+pub(crate) fn seed(own: u64) -> Result<u64> {
     match std::env::var("FORESHORE_TEST_SEED") {
         Ok(asked) => {
             Ok(own + asked.parse::<u64>().context("FORESHORE_TEST_SEED is no number")? * 1000)
@@ -50,7 +50,7 @@ pub fn seed(own: u64) -> Result<u64> {
     }
 }
 
-pub struct Disk {
+pub(crate) struct Disk {
     pool: PathBuf,
     pub name: String,
     /// The volume, while nobody has it.
@@ -63,7 +63,12 @@ pub struct Disk {
 }
 
 impl Disk {
-    pub fn create(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
+    pub(crate) fn create(
+        pool: &Pool,
+        name: &str,
+        size_mib: u64,
+        sector_bytes: u32,
+    ) -> Result<Self> {
         pool.create_volume(name, &format!("{size_mib}M"))?;
         BttMedia::open(pool, name)?.format(sector_bytes)?;
         Self::open(pool, name)
@@ -72,7 +77,7 @@ impl Disk {
     /// Makes a volume that has grown: it has two arenas. One that has not has a second one beyond
     /// 512 GiB alone; Linux' driver takes an arena of any size, and finds the next by what the
     /// info block says (drivers/nvdimm/btt.c, discover_arenas).
-    pub fn create_with_two_arenas(
+    pub(crate) fn create_with_two_arenas(
         pool: &Pool,
         name: &str,
         size_mib: u64,
@@ -99,7 +104,7 @@ impl Disk {
     }
 
     /// Holds what we read against it while no guest has it: both our readers, and the check.
-    pub fn verify(&self, history: &[impl AsRef<str>]) -> Result<()> {
+    pub(crate) fn verify(&self, history: &[impl AsRef<str>]) -> Result<()> {
         let outcome = Outcome::of_history(self.shape, history)?;
         let verified = self.media.verify(&outcome).context("What Reader reads");
         verified.with_context(|| format!("Volume {}", self.name))?;
@@ -107,13 +112,13 @@ impl Disk {
     }
 
     /// Holds what our engine reads against it.
-    pub fn verify_by_engine(&self, outcome: &Outcome) -> Result<()> {
+    pub(crate) fn verify_by_engine(&self, outcome: &Outcome) -> Result<()> {
         let verified =
             self.with_engine(|engine| engine.verify(outcome)).context("What Engine reads");
         verified.with_context(|| format!("Volume {}", self.name))
     }
 
-    pub fn write(&self, program: &str) -> Result<()> {
+    pub(crate) fn write(&self, program: &str) -> Result<()> {
         let program: Program = program.parse()?;
         self.with_engine(|engine| run(&program, self.shape, engine))
     }
@@ -159,7 +164,7 @@ impl Storage for OnEngine {
     }
 }
 
-pub struct Linux<'a> {
+pub(crate) struct Linux<'a> {
     pub guest: Guest,
     disks: &'a [Disk],
     /// The disks' nodes, in their order.
@@ -168,7 +173,7 @@ pub struct Linux<'a> {
 
 impl<'a> Linux<'a> {
     /// Boots it, and finds the disks.
-    pub fn boot(
+    pub(crate) fn boot(
         pool: &Pool,
         disks: &'a [Disk],
         kernel: Kernel,
@@ -204,7 +209,7 @@ impl<'a> Linux<'a> {
     }
 
     /// Runs commands in the guest, on all disks at once.
-    pub fn on_each(&self, command: impl Fn(usize, &str) -> String) -> Result<()> {
+    pub(crate) fn on_each(&self, command: impl Fn(usize, &str) -> String) -> Result<()> {
         let start = |(number, node): (usize, &String)| {
             let command = command(number, &format!("/dev/{node}"));
             Ok((self.guest.start_script(IO_LIMIT, &command)?, command))
@@ -218,7 +223,7 @@ impl<'a> Linux<'a> {
     }
 
     /// Powers it off, if its kernel has no other complaint than that.
-    pub fn end(self, expected_complaint: Option<&str>) -> Result<()> {
+    pub(crate) fn end(self, expected_complaint: Option<&str>) -> Result<()> {
         let log = self.guest.run("dmesg")?;
         let mut complaints = complaints(&log);
         complaints
@@ -229,11 +234,11 @@ impl<'a> Linux<'a> {
 }
 
 /// The command that runs a program on a disk.
-pub fn write(node: &str, program: &str) -> String {
+pub(crate) fn write(node: &str, program: &str) -> String {
     format!("guest-tool write-sectors {node} {program}")
 }
 
-pub fn check(node: &str, history: &[impl AsRef<str>]) -> String {
+pub(crate) fn check(node: &str, history: &[impl AsRef<str>]) -> String {
     let history: Vec<&str> = history.iter().map(AsRef::as_ref).collect();
     format!("guest-tool check-sectors {node} {}", history.join(" "))
 }

@@ -26,13 +26,13 @@ guest_tests::tests![
 ];
 
 /// A file system with DAX, with nothing that would be flushed by itself while a test looks.
-pub struct FileSystem {
+pub(crate) struct FileSystem {
     make: &'static str,
     mount: &'static str,
     check: &'static str,
 }
 
-pub const EXT4: FileSystem = FileSystem {
+pub(crate) const EXT4: FileSystem = FileSystem {
     make: "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0",
     mount: "mkdir -p /mnt/data && mount -t ext4 -o dax=always,commit=300,noinit_itable /dev/pmem0 /mnt/data",
     check: "e2fsck -fn /dev/pmem0",
@@ -44,8 +44,8 @@ const XFS: FileSystem = FileSystem {
         echo 720000 >/proc/sys/fs/xfs/xfssyncd_centisecs",
     check: "xfs_repair -n /dev/pmem0",
 };
-pub const HEAP: &str = "/mnt/data/heap";
-pub const HEAP_BYTES: u64 = 8 * MIB;
+pub(crate) const HEAP: &str = "/mnt/data/heap";
+pub(crate) const HEAP_BYTES: u64 = 8 * MIB;
 
 /// The words that `guest-tool map-store` makes of a seed.
 fn word(seed: u64, index: u64) -> u64 {
@@ -144,7 +144,7 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
 
 impl FileSystem {
     /// Makes and mounts it, with a file of [`HEAP_BYTES`] at [`HEAP`].
-    pub fn make(&self, guest: &Guest) -> Result<()> {
+    pub(crate) fn make(&self, guest: &Guest) -> Result<()> {
         guest.run_within(IO_LIMIT, self.make)?;
         guest.run(self.mount)?;
         let mounts = guest.run("cat /proc/mounts")?;

@@ -8,33 +8,33 @@ use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(120);
 
-pub fn pressure(guest: &Guest) -> Result<Value> {
+pub(crate) fn pressure(guest: &Guest) -> Result<Value> {
     guest.get("vm.pressure?decisions=1000")
 }
 
 /// Decisions that the VMM retains, newest first.
-pub fn decisions(guest: &Guest) -> Result<Vec<Value>> {
+pub(crate) fn decisions(guest: &Guest) -> Result<Vec<Value>> {
     let info = pressure(guest)?;
     Ok(info["decisions"].as_array().with_context(|| format!("No decisions: {info}"))?.clone())
 }
 
-pub fn decisions_total(guest: &Guest) -> Result<u64> {
+pub(crate) fn decisions_total(guest: &Guest) -> Result<u64> {
     pressure(guest)?["decisions_total"].as_u64().context("No decisions_total")
 }
 
 /// Decisions after the first `total` ones.
-pub fn decisions_since(guest: &Guest, total: u64) -> Result<Vec<Value>> {
+pub(crate) fn decisions_since(guest: &Guest, total: u64) -> Result<Vec<Value>> {
     let mut decisions = decisions(guest)?;
     decisions.retain(|decision| decision["seq"].as_u64() > Some(total));
     Ok(decisions)
 }
 
-pub fn has_decided(guest: &Guest, is_it: impl Fn(&Value) -> bool) -> Result<bool> {
+pub(crate) fn has_decided(guest: &Guest, is_it: impl Fn(&Value) -> bool) -> Result<bool> {
     Ok(decisions(guest)?.iter().any(is_it))
 }
 
 /// Waits until the VMM reports this state of the agent: `live`, `silent` or `gone`.
-pub fn wait_for_agent(guest: &Guest, state: &str) -> Result<()> {
+pub(crate) fn wait_for_agent(guest: &Guest, state: &str) -> Result<()> {
     guest.wait_until(&format!("the agent is {state}"), LIMIT, || {
         Ok(guest.get("vm.pressure")?["agent"] == state)
     })?;

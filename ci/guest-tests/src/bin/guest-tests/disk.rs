@@ -298,7 +298,7 @@ fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()>
 }
 
 /// Makes the guest's own files a root file system on `device`.
-pub fn make_root(guest: &Guest, device: &str) -> Result<()> {
+pub(crate) fn make_root(guest: &Guest, device: &str) -> Result<()> {
     guest.run_within(
         IO_LIMIT,
         &format!(
@@ -310,7 +310,7 @@ pub fn make_root(guest: &Guest, device: &str) -> Result<()> {
     .map(drop)
 }
 
-pub fn lives_on(guest: &Guest, device: &str) -> Result<()> {
+pub(crate) fn lives_on(guest: &Guest, device: &str) -> Result<()> {
     let mounts = guest.run("cat /proc/mounts")?;
     ensure!(mounts.contains(&format!("{device} / ext4")), "The root is not on {device}:\n{mounts}");
     guest.run("echo here >/root/life && sync && cat /root/life")?;

@@ -103,7 +103,7 @@ impl Volume {
 }
 
 /// A disk whose one partition has `files`, by their paths.
-pub fn disk(files: &[(&str, &[u8])]) -> Vec<u8> {
+pub(crate) fn disk(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut root = Folder::default();
     files.iter().for_each(|(path, content)| root.add(path, content));
     let mut volume = Volume { table: vec![0xfff8, 0xffff], data: Vec::new(), names: 0 };

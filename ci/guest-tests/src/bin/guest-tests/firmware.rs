@@ -24,7 +24,7 @@ const END_LIMIT: Duration = Duration::from_secs(60);
 const LOAD_ADDRESS: u64 = 0x10_0000;
 const CODE_OFFSET: u64 = 0x1000;
 /// Guest address of the first byte of the code, where it is entered.
-pub const ENTRY: u64 = LOAD_ADDRESS + CODE_OFFSET;
+pub(crate) const ENTRY: u64 = LOAD_ADDRESS + CODE_OFFSET;
 
 // Entered by PVH in 32-bit protected mode, with the start info in EBX. Says on COM1 what it finds,
 // and switches the machine off. It is not run where it is assembled: addresses are of LOAD_ADDRESS
@@ -185,7 +185,7 @@ fn code() -> &'static [u8] {
 
 /// An ELF file of `code` with the note by which PVH finds its entry point: one segment, and in it
 /// one note.
-pub fn elf(code: &[u8]) -> Vec<u8> {
+pub(crate) fn elf(code: &[u8]) -> Vec<u8> {
     const NOTE_OFFSET: u64 = 0x200;
     const NOTE_LEN: u64 = 20;
     const PHYS32_ENTRY: u32 = 18;
@@ -221,7 +221,7 @@ pub fn elf(code: &[u8]) -> Vec<u8> {
     file
 }
 
-pub fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
+pub(crate) fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
     let dir = this_tests_dir();
     fs::create_dir_all(&dir)?;
     let path = dir.join(name);
@@ -229,7 +229,7 @@ pub fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
     Ok(path)
 }
 
-pub fn with_firmware(path: &Path) -> guest_tests::GuestBuilder {
+pub(crate) fn with_firmware(path: &Path) -> guest_tests::GuestBuilder {
     let builder = Guest::builder().argument("--firmware", &path.display().to_string());
     ["--kernel", "--initramfs", "--cmdline"]
         .into_iter()

@@ -21,15 +21,15 @@ guest_tests::tests![
     disks_that_come_while_the_guest_boots_are_found: 240,
 ];
 
-pub const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 const IO_LIMIT: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
 
-pub fn image(name: &str) -> Result<PathBuf> {
+pub(crate) fn image(name: &str) -> Result<PathBuf> {
     sparse_file(name, 64 * MIB)
 }
 
-pub fn builder() -> GuestBuilder {
+pub(crate) fn builder() -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off")
 }
 
@@ -48,23 +48,23 @@ fn slots_are_registered(guest: &Guest) -> Result<()> {
 }
 
 /// The slot that a device was put into.
-pub fn slot_of(added: &Value) -> Result<u32> {
+pub(crate) fn slot_of(added: &Value) -> Result<u32> {
     let bdf = added["bdf"].as_str().with_context(|| format!("No bdf: {added}"))?;
     let slot = bdf.strip_prefix("0000:00:").and_then(|rest| rest.strip_suffix(".0"));
     Ok(u32::from_str_radix(slot.with_context(|| format!("No bdf on bus 0: {bdf}"))?, 16)?)
 }
 
-pub fn add_disk(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
+pub(crate) fn add_disk(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
     let added = guest.put("vm.add-disk", json!({ "path": path, "id": id }))?;
     ensure!(added["id"] == id, "{added}");
     Ok(added)
 }
 
-pub fn remove(guest: &Guest, id: &str) -> Result<u16> {
+pub(crate) fn remove(guest: &Guest, id: &str) -> Result<u16> {
     Ok(guest.try_put("vm.remove-device", json!({ "id": id }))?.status)
 }
 
-pub fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
+pub(crate) fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
     let find = format!("grep -lx {serial} /sys/block/vd*/serial");
     guest.wait_until_run("the guest has the disk", LIMIT, &find)?;
     let found = guest.run(&find)?;
@@ -74,7 +74,7 @@ pub fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
 }
 
 /// Neither the guest nor the VMM has it any more.
-pub fn wait_until_gone(guest: &Guest, id: &str, bdf: &Value) -> Result<()> {
+pub(crate) fn wait_until_gone(guest: &Guest, id: &str, bdf: &Value) -> Result<()> {
     let bdf = bdf.as_str().context("No bdf")?;
     guest.wait_until_run(
         "the guest has let go",
@@ -150,13 +150,13 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
     wait_until_gone(guest, "_disk0", &again["bdf"])
 }
 
-pub fn add_pmem(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
+pub(crate) fn add_pmem(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
     let added = guest.put("vm.add-pmem", json!({ "file": path, "id": id }))?;
     ensure!(added["id"] == id, "{added}");
     Ok(added)
 }
 
-pub fn wait_for_pmem(guest: &Guest) -> Result<String> {
+pub(crate) fn wait_for_pmem(guest: &Guest) -> Result<String> {
     guest.wait_until_run("the guest has the file", LIMIT, "test -b /dev/pmem*")?;
     let node = guest.run("ls /dev | grep ^pmem")?.trim().to_owned();
     ensure!(!node.contains(char::is_whitespace), "The guest has {node}");

@@ -21,7 +21,7 @@ guest_tests::tests![
 ];
 
 /// What a VMM has after so many reboots, it is to have after many more.
-pub const WARM_UP: usize = 2;
+pub(crate) const WARM_UP: usize = 2;
 const PLUG_LIMIT: Duration = Duration::from_secs(60);
 
 fn resizable() -> guest_tests::GuestBuilder {
@@ -181,7 +181,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
 }
 
 /// A reboot that the guest begins, or one that the API does.
-pub fn reboot(guest: &Guest, round: usize) -> Result<()> {
+pub(crate) fn reboot(guest: &Guest, round: usize) -> Result<()> {
     if round.is_multiple_of(2) {
         return guest.reboot_from_inside();
     }
@@ -190,7 +190,7 @@ pub fn reboot(guest: &Guest, round: usize) -> Result<()> {
 }
 
 /// What the VMM has once the agent has come, whose connection has both of its ends there.
-pub fn holdings(guest: &Guest) -> Result<Holdings> {
+pub(crate) fn holdings(guest: &Guest) -> Result<Holdings> {
     guest.wait_until("the agent is there", BOOT_LIMIT, || {
         Ok(guest.get("vm.pressure?decisions=1")?["agent"] == "live")
     })?;

@@ -35,10 +35,10 @@ guest_tests::tests![
     a_nic_without_the_bus_is_silent_until_its_driver_comes_back: 300 (long),
 ];
 
-pub const IO_LIMIT: Duration = Duration::from_secs(120);
+pub(crate) const IO_LIMIT: Duration = Duration::from_secs(120);
 /// Length of a stream. Its segments, of 20 KiB on average, use a queue of 256 descriptors more than
 /// once.
-pub const TRANSFER_BYTES: usize = 8 << 20;
+pub(crate) const TRANSFER_BYTES: usize = 8 << 20;
 /// The longest frame of an MTU of 1500, without what virtio puts before it.
 const FRAME_BYTES: f64 = 1514.0;
 /// Upper limit of a transfer whose length depends on the speed of the host. The guest keeps the
@@ -48,19 +48,19 @@ const MOST_BYTES_UNTIL_DONE: usize = 64 << 20;
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
 /// The other end of a guest.
-pub struct Net {
+pub(crate) struct Net {
     pub tap: String,
     pub host: Ipv4Addr,
     pub guest: Ipv4Addr,
 }
 
 impl Net {
-    pub fn set_up_host(&self) -> Result<()> {
+    pub(crate) fn set_up_host(&self) -> Result<()> {
         let Self { tap, host, .. } = self;
         host::run(&format!("ip addr add {host}/24 dev {tap} && ip link set {tap} up"))
     }
 
-    pub fn set_up_guest(&self, guest: &Guest, interface: &str) -> Result<()> {
+    pub(crate) fn set_up_guest(&self, guest: &Guest, interface: &str) -> Result<()> {
         bring_up_as(guest, interface, self.guest)?;
         ping_host(guest, self)
     }
@@ -72,33 +72,33 @@ impl Net {
         Ok(files)
     }
 
-    pub fn is_there(&self) -> bool {
+    pub(crate) fn is_there(&self) -> bool {
         Path::new("/sys/class/net").join(&self.tap).exists()
     }
 
     /// Network whose tap and addresses contain the number `nth`, which differs between tests. Skips
     /// the test on a host without tap interfaces.
-    pub fn new(nth: u8) -> Result<Self> {
+    pub(crate) fn new(nth: u8) -> Result<Self> {
         need_tun()?;
         let address = |last| Ipv4Addr::new(172, 30, nth, last);
         Ok(Self { tap: format!("fstap{nth}"), host: address(1), guest: address(2) })
     }
 
-    pub fn option(&self, more: &str) -> String {
+    pub(crate) fn option(&self, more: &str) -> String {
         let Self { tap, host, .. } = self;
         format!("tap={tap},ip={host},mask=255.255.255.0,mac=02:f5:00:00:00:01{more}")
     }
 
-    pub fn builder(&self, more: &str) -> GuestBuilder {
+    pub(crate) fn builder(&self, more: &str) -> GuestBuilder {
         Guest::builder().memory("size=384M").pressure("off").argument("--net", &self.option(more))
     }
 
-    pub fn bring_up(&self, guest: &Guest) -> Result<()> {
+    pub(crate) fn bring_up(&self, guest: &Guest) -> Result<()> {
         bring_up(guest, self.guest)
     }
 }
 
-pub fn need_tun() -> Result<()> {
+pub(crate) fn need_tun() -> Result<()> {
     load_modules(&["tun", "bridge"]);
     if Path::new("/dev/net/tun").exists() { Ok(()) } else { skip("no /dev/net/tun here") }
 }
@@ -118,7 +118,7 @@ fn bring_up_as(guest: &Guest, name: &str, address: Ipv4Addr) -> Result<()> {
 }
 
 /// What the guest sends is what the host gets.
-pub fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
+pub(crate) fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     let listener =
         TcpListener::bind((net.host, 0)).context("Cannot listen on the tap's address")?;
     let port = listener.local_addr()?.port();
@@ -165,16 +165,16 @@ fn listen(guest: &Guest, bytes: usize) -> Result<Script> {
     Ok(reader)
 }
 
-pub fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
+pub(crate) fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     send(guest, net, |sent| bytes - sent)
 }
 
 /// An event that threads wait for.
 #[derive(Default)]
-pub struct Done(Mutex<bool>, Condvar);
+pub(crate) struct Done(Mutex<bool>, Condvar);
 
 impl Done {
-    pub fn set(&self) {
+    pub(crate) fn set(&self) {
         *self.0.lock().expect("no holder panics") = true;
         self.1.notify_all();
     }
@@ -191,7 +191,7 @@ impl Done {
 
 /// The host sends until `done`, and the guest gets the same bytes. After [`MOST_BYTES_UNTIL_DONE`]
 /// the connection stays open without data.
-pub fn to_guest_until(guest: &Guest, net: &Net, done: &Done) -> Result<()> {
+pub(crate) fn to_guest_until(guest: &Guest, net: &Net, done: &Done) -> Result<()> {
     send(guest, net, |sent| {
         if sent >= MOST_BYTES_UNTIL_DONE {
             done.wait();
@@ -233,7 +233,7 @@ fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
 }
 
 /// Unbinds the driver and binds it again. The device must then work like a new one.
-pub fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
+pub(crate) fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
     guest.run(
         "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
     )?;
@@ -246,7 +246,7 @@ pub fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
 }
 
 /// Sends two streams at once, for which the driver uses the queues of two CPUs.
-pub fn from_guest_by_two_queues(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
+pub(crate) fn from_guest_by_two_queues(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     let queues = guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?;
     ensure!(queues.trim() == "2", "{} queues", queues.trim());
     thread::scope(|scope| {
@@ -255,7 +255,7 @@ pub fn from_guest_by_two_queues(guest: &Guest, net: &Net, bytes: usize) -> Resul
     })
 }
 
-pub fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
+pub(crate) fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
     guest.run_within(IO_LIMIT, &format!("ping -A -c 5 -W 20 {}", net.host))?;
     guest.run_within(IO_LIMIT, &format!("ping -A -c 3 -W 20 -s 20000 {}", net.host))?;
     Ok(())
@@ -409,7 +409,7 @@ fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
 }
 
 /// `look` is a shell prefix of each check of the link.
-pub fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
+pub(crate) fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
     ping_host(&guest, net)?;
@@ -513,12 +513,12 @@ fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
     vmm.wait_until("its queues are closed", IO_LIMIT, || Ok(!first.is_there()))
 }
 
-pub fn builder() -> GuestBuilder {
+pub(crate) fn builder() -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off")
 }
 
 /// A NIC by name, or by a queue that is given.
-pub fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value> {
+pub(crate) fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value> {
     // Nobody has the one before any more.
     guest.wait_until("the interface is free", IO_LIMIT, || Ok(!net.is_there()))?;
     if by_fd {
@@ -590,14 +590,14 @@ impl Drop for Sender {
     }
 }
 
-pub fn taken(net: &Net) -> Result<u64> {
+pub(crate) fn taken(net: &Net) -> Result<u64> {
     let path = format!("/sys/class/net/{}/statistics/tx_packets", net.tap);
     std::fs::read_to_string(path)?.trim().parse().context("A number of frames")
 }
 
 /// Takes the bus away from a NIC under traffic, as Linux does before it starts a kernel by kexec
 /// (`pci_clear_master`), and gives it to a driver that comes anew.
-pub fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
+pub(crate) fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
     ping_host(&guest, net)?;

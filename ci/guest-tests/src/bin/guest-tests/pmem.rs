@@ -23,7 +23,7 @@ guest_tests::tests![
 ];
 
 /// A file whose every MiB begins with a text.
-pub fn file(dir: &Path, name: &str, mib: u64, text: &str) -> Result<PathBuf> {
+pub(crate) fn file(dir: &Path, name: &str, mib: u64, text: &str) -> Result<PathBuf> {
     fs::create_dir_all(dir)?;
     let path = dir.join(name);
     let file = File::create(&path)?;
@@ -34,7 +34,7 @@ pub fn file(dir: &Path, name: &str, mib: u64, text: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-pub fn guest_with(pmem: &str) -> GuestBuilder {
+pub(crate) fn guest_with(pmem: &str) -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off").cpus(2).argument("--pmem", pmem)
 }
 

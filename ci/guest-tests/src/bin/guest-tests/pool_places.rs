@@ -40,7 +40,7 @@ guest_tests::tests![
 /// Persistent memory without anything on it, as a block device.
 const PMEM: &str = "/dev/pmem1";
 /// The same, as devdax.
-pub const DEVDAX: &str = "/dev/dax2.0";
+pub(crate) const DEVDAX: &str = "/dev/dax2.0";
 
 /// What a pool is expected to be.
 struct Expected {
@@ -57,7 +57,7 @@ fn dax_sync() -> Expected {
 }
 
 /// A persistent memory device of the emulated host, without content.
-pub fn blank(device: &str) -> Result<PathBuf> {
+pub(crate) fn blank(device: &str) -> Result<PathBuf> {
     let path = PathBuf::from(device);
     if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
         return skip(format!(
@@ -88,7 +88,7 @@ pub fn blank(device: &str) -> Result<PathBuf> {
 }
 
 /// pmvol fails, and says all of the words.
-pub fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
+pub(crate) fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
     match pmvol(arguments) {
         Ok(output) => anyhow::bail!("pmvol {} did not fail: {output}", arguments.join(" ")),
         Err(error) => {

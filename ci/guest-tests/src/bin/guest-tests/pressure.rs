@@ -25,7 +25,7 @@ guest_tests::tests![
 ];
 
 /// For a plan to be made and carried out, under emulation.
-pub const GROW_LIMIT: Duration = Duration::from_secs(120);
+pub(crate) const GROW_LIMIT: Duration = Duration::from_secs(120);
 /// Shrinking is slow on purpose: steps after a cool-down.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 
@@ -41,7 +41,7 @@ fn small_guest(pool: &Pool) -> GuestBuilder {
 }
 
 /// Fills guest memory with what does not compress; true if all of it was held.
-pub fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
+pub(crate) fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
     let mut hog = guest.start_script(GROW_LIMIT, &format!("exec guest-tool hog {mib}"))?;
     let held = hog.wait_for_line(&format!("held {mib}")).is_ok();
     Ok((hog, held))

@@ -18,20 +18,20 @@ guest_tests::tests![
 ];
 
 /// What every raw volume here is.
-pub const RAW: &str = "format=raw,size=96M,create=on";
+pub(crate) const RAW: &str = "format=raw,size=96M,create=on";
 
 /// The guest's driver has found the bytes.
-pub fn wait_for_bytes(guest: &Guest) -> Result<()> {
+pub(crate) fn wait_for_bytes(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/pmem0 is there", IO_LIMIT, "test -b /dev/pmem0")
 }
 
 /// A guest with two CPUs and the raw volume `data`, which is made if it is missing.
-pub fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
+pub(crate) fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
     guest_with(pool, &format!("{RAW},{options}")).cpus(2)
 }
 
 /// Creates a pool on a disk whose image has room for `room_mib`.
-pub fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
+pub(crate) fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     let disk = Disk::create(384, room_mib)?;
     let pool = Pool::create_in(disk.dir(), "256M")?;
     ensure!(pool.durability()? == "page-cache", "A pool on a disk is {}", pool.durability()?);

@@ -37,7 +37,7 @@ guest_tests::tests![
 const DATAGRAMS: u64 = 100;
 const NO_VHOST: &str = "no /dev/vhost-net here";
 
-pub fn network(nth: u8) -> Result<Net> {
+pub(crate) fn network(nth: u8) -> Result<Net> {
     // It may be built in.
     let _ = Command::new("modprobe").arg("vhost_net").status();
     if !Path::new("/dev/vhost-net").exists() {
@@ -55,7 +55,7 @@ fn is_moved_by(backend: &str, guest: &Guest, net: &str) -> Result<()> {
     Ok(())
 }
 
-pub fn is_moved_by_kernel(guest: &Guest, net: &str) -> Result<()> {
+pub(crate) fn is_moved_by_kernel(guest: &Guest, net: &str) -> Result<()> {
     is_moved_by("vhost", guest, net)
 }
 

@@ -20,25 +20,25 @@ guest_tests::tests![
     volumes_stay_across_a_reboot: 300 (long),
 ];
 
-pub const IO_LIMIT: Duration = Duration::from_secs(180);
+pub(crate) const IO_LIMIT: Duration = Duration::from_secs(180);
 
-pub fn pool_with_volume() -> Result<Pool> {
+pub(crate) fn pool_with_volume() -> Result<Pool> {
     with_volume(Pool::create("256M")?)
 }
 
-pub fn with_volume(pool: Pool) -> Result<Pool> {
+pub(crate) fn with_volume(pool: Pool) -> Result<Pool> {
     pool.create_volume("data", "96M")?;
     Ok(pool)
 }
 
-pub fn guest_with(pool: &Pool, options: &str) -> GuestBuilder {
+pub(crate) fn guest_with(pool: &Pool, options: &str) -> GuestBuilder {
     Guest::builder()
         .memory("size=384M")
         .pressure("off")
         .pm_volume(&format!("pool={},name=data,{options}", pool.name()))
 }
 
-pub fn wait_for_disk(guest: &Guest) -> Result<()> {
+pub(crate) fn wait_for_disk(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")
 }
 
@@ -114,16 +114,16 @@ fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
 
 /// Makes an ext4 file system with as few writes as possible. If each write costs four flushes of a
 /// disk, even these take a minute.
-pub fn make_file_system(guest: &Guest) -> Result<()> {
+pub(crate) fn make_file_system(guest: &Guest) -> Result<()> {
     let make = "mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0s";
     guest.run_within(IO_LIMIT, make).map(drop)
 }
 
-pub const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
+pub(crate) const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
 
 /// Writes files with fsync until at least `count` are acknowledged, and kills the VMM in the middle
 /// of the next one. Returns a line for each that was acknowledged: its name and its hash.
-pub fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
+pub(crate) fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
     let mut acknowledged = String::new();
     let mut writer =
         guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
@@ -141,7 +141,7 @@ pub fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
 }
 
 /// Every file whose line has come out of the VM is in it, whole.
-pub fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
+pub(crate) fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
     // The evidence is kept outside of the VM; here only for the check.
     fs::write(this_tests_dir().join("acknowledged.log"), acknowledged)?;
     guest.run("mkdir -p /mnt/data/files && : >/tmp/list")?;

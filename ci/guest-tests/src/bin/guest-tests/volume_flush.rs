@@ -20,13 +20,13 @@ guest_tests::tests![
 ];
 
 /// So many flushes the guest has asked for, with that result.
-pub fn flushes(guest: &Guest, result: &str) -> Result<f64> {
+pub(crate) fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     let labels = [("volume", "data"), ("result", result)];
     guest.metric("foreshore_volume_flushes_total", &labels)
 }
 
 /// Returns true if the guest's driver has flush hints. Without them, its flush is only a fence.
-pub fn has_hints(guest: &Guest) -> Result<bool> {
+pub(crate) fn has_hints(guest: &Guest) -> Result<bool> {
     match guest.run("cat /sys/bus/nd/devices/region0/deep_flush")?.trim() {
         "1" => Ok(true),
         "0" => Ok(false),
@@ -34,13 +34,13 @@ pub fn has_hints(guest: &Guest) -> Result<bool> {
     }
 }
 
-pub fn write_blocks(guest: &Guest, count: u32) -> Result<()> {
+pub(crate) fn write_blocks(guest: &Guest, count: u32) -> Result<()> {
     guest
         .run_within(IO_LIMIT, &format!("guest-tool write-blocks /dev/pmem0s direct 0 {count} 1 1"))
         .map(drop)
 }
 
-pub fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
+pub(crate) fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     let (disk, pool) = raw::pool_on_disk(room_mib)?;
     Ok((disk, with_volume(pool)?))
 }
@@ -51,7 +51,7 @@ fn acknowledged_files_survive_a_power_cut() -> Result<()> {
 }
 
 /// Cuts the power of the host instead of only killing the VMM: only data on the disk survives.
-pub fn files_survive_a_power_cut(
+pub(crate) fn files_survive_a_power_cut(
     disk: &Disk,
     pool: &Pool,
     options: &str,

@@ -6,11 +6,11 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, Pool};
 use serde_json::Value;
 
-pub const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 /// Holes in what was lent, emulated.
 const REST_LIMIT: Duration = Duration::from_secs(60);
 
-pub struct Zone {
+pub(crate) struct Zone {
     pub requested_bytes: u64,
     pub plugged_bytes: u64,
     pub resident_bytes: u64,
@@ -18,7 +18,7 @@ pub struct Zone {
     pub state: String,
 }
 
-pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
+pub(crate) fn zone(guest: &Guest, id: &str) -> Result<Zone> {
     let answer = guest.get("vm.memory")?;
     // A list of zones, or an object that has one.
     let zones = answer.as_array().or_else(|| answer["zones"].as_array());
@@ -38,7 +38,12 @@ pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
 }
 
 /// Waits until `bytes` of a zone are plugged.
-pub fn wait_until_plugged(guest: &Guest, id: &str, bytes: u64, limit: Duration) -> Result<()> {
+pub(crate) fn wait_until_plugged(
+    guest: &Guest,
+    id: &str,
+    bytes: u64,
+    limit: Duration,
+) -> Result<()> {
     guest.wait_until(&format!("{} MiB of {id} are plugged", bytes / MIB), limit, || {
         Ok(zone(guest, id)?.plugged_bytes == bytes)
     })
@@ -54,7 +59,7 @@ fn pool_info(guest: &Guest) -> Result<Value> {
 
 /// Once the only pool of a guest is at rest, it has lent what is plugged of the only zone of PM,
 /// and `pool.info`, the metrics and `pmvol info` tell the same of it.
-pub fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
+pub(crate) fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
     guest.wait_until(
         "the pool has lent what is plugged, and nothing waits to be erased",
         REST_LIMIT,
@@ -102,16 +107,16 @@ pub fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
     Ok(())
 }
 
-pub fn mem_total_mib(guest: &Guest) -> Result<u64> {
+pub(crate) fn mem_total_mib(guest: &Guest) -> Result<u64> {
     meminfo_mib(guest, "MemTotal")
 }
 
-pub fn meminfo_mib(guest: &Guest, name: &str) -> Result<u64> {
+pub(crate) fn meminfo_mib(guest: &Guest, name: &str) -> Result<u64> {
     let text = guest.run(&format!("awk '/^{name}:/ {{ print int($2 / 1024) }}' /proc/meminfo"))?;
     text.trim().parse().with_context(|| format!("{name} in /proc/meminfo: {text:?}"))
 }
 
-pub fn vmstat(guest: &Guest, counter: &str) -> Result<u64> {
+pub(crate) fn vmstat(guest: &Guest, counter: &str) -> Result<u64> {
     let text = guest.run(&format!("awk '$1 == \"{counter}\" {{ print $2 }}' /proc/vmstat"))?;
     text.trim().parse().with_context(|| format!("{counter} in /proc/vmstat: {text:?}"))
 }

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use guest_tools::content::Bytes;
 
 use pci::Device;
-pub use plugs::plug_storm;
+pub(crate) use plugs::plug_storm;
 use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 
 // How often the device is looked at. Counted, like everything here: what the device is made to do
@@ -27,7 +27,7 @@ const ANSWER_LOOKS: u32 = 100_000_000;
 const REQUESTS_PER_LOOK: u64 = 16;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Malice {
+pub(crate) enum Malice {
     /// Well-formed chains whose buffers lie anywhere in a range of guest memory.
     Range {
         /// The range's first byte.
@@ -50,7 +50,7 @@ pub enum Malice {
 }
 
 /// When it is enough.
-pub enum Until {
+pub(crate) enum Until {
     /// So many requests have been sent.
     Sent(u64),
     /// There is a file.
@@ -67,7 +67,7 @@ impl Until {
 }
 
 /// Attacks every queue of the device with that PCI device id.
-pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
+pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
     if let Malice::Range { first, end } | Malice::Frames { first, end } = malice {
         ensure!(first < end, "the range {first:#x} to {end:#x} is empty");
     }
@@ -133,7 +133,7 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
 
 /// Negotiates with the device as a driver that lacks one of its features. A device that accepts
 /// this is an error.
-pub fn negotiate_without(device_id: u64, feature: u64) -> Result<()> {
+pub(crate) fn negotiate_without(device_id: u64, feature: u64) -> Result<()> {
     let without = u32::try_from(feature).ok().and_then(|bit| 1u32.checked_shl(bit));
     let without =
         without.with_context(|| format!("No feature of a device's own: bit {feature}"))?;

@@ -51,7 +51,7 @@ struct Region {
 }
 
 /// The device, taken from its kernel driver.
-pub struct Device {
+pub(super) struct Device {
     common: Bar,
     common_offset: usize,
     notify: Bar,
@@ -63,7 +63,7 @@ pub struct Device {
 
 impl Device {
     /// Finds the device by its PCI device id, unbinds its driver and maps it.
-    pub fn take(device_id: u16) -> Result<Self> {
+    pub(super) fn take(device_id: u16) -> Result<Self> {
         let dir = find(device_id)?;
         let driver = dir.join("driver/unbind");
         if driver.exists() {
@@ -90,7 +90,7 @@ impl Device {
     }
 
     /// Reads 8 bytes of the device-specific configuration (virtio 1.3, 4.1.4.6).
-    pub fn own_u64(&self, offset: usize) -> Result<u64> {
+    pub(super) fn own_u64(&self, offset: usize) -> Result<u64> {
         let (bar, begin) =
             self.own.as_ref().context("The device has no configuration of its own")?;
         let half = |at: usize| u64::from(bar.read::<u32>(begin + offset + at));
@@ -99,7 +99,7 @@ impl Device {
 
     /// Resets the device and takes VERSION_1 and what is the device's own: bits 0 to 23 (virtio
     /// 1.3, 6). Of the rings' features none, so that what they forbid is malice as well.
-    pub fn negotiate(&mut self) -> Result<()> {
+    pub(super) fn negotiate(&mut self) -> Result<()> {
         ensure!(self.try_negotiate(0)?, "The device does not take its own features");
         self.notify_offsets.clear();
         Ok(())
@@ -107,7 +107,7 @@ impl Device {
 
     /// Resets the device and negotiates without some of the features that it offers. Returns false
     /// if the device refuses that.
-    pub fn try_negotiate(&mut self, without: u32) -> Result<bool> {
+    pub(super) fn try_negotiate(&mut self, without: u32) -> Result<bool> {
         self.reset()?;
         self.set_status(ACKNOWLEDGE | DRIVER);
         self.common.write(self.common_offset + DEVICE_FEATURE_SELECT, 0u32);
@@ -122,7 +122,7 @@ impl Device {
 
     /// A driver waits for a status of 0 (4.1.4.3.2). A device that never says so is an error, with
     /// what it says.
-    pub fn reset(&mut self) -> Result<()> {
+    pub(super) fn reset(&mut self) -> Result<()> {
         self.set_status(0);
         ensure!(
             (0..RESET_LOOKS).any(|_| self.status() == 0),
@@ -132,12 +132,12 @@ impl Device {
         Ok(())
     }
 
-    pub fn queue_count(&self) -> u16 {
+    pub(super) fn queue_count(&self) -> u16 {
         self.common.read(self.common_offset + NUM_QUEUES)
     }
 
     /// False if the device has no such queue.
-    pub fn enable_queue(&mut self, queue: &Queue) -> bool {
+    pub(super) fn enable_queue(&mut self, queue: &Queue) -> bool {
         let at = self.common_offset;
         self.common.write(at + QUEUE_SELECT, queue.index);
         let largest: u16 = self.common.read(at + QUEUE_SIZE_AT);
@@ -155,21 +155,21 @@ impl Device {
         true
     }
 
-    pub fn driver_ok(&mut self) {
+    pub(super) fn driver_ok(&mut self) {
         self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
     }
 
-    pub fn notify(&mut self, queue: u16) {
+    pub(super) fn notify(&mut self, queue: u16) {
         let offset = usize::from(self.notify_offsets[usize::from(queue)])
             * self.notify_region.notify_multiplier;
         self.notify.write(self.notify_region.offset + offset, queue);
     }
 
-    pub fn needs_reset(&self) -> bool {
+    pub(super) fn needs_reset(&self) -> bool {
         self.status() & NEEDS_RESET != 0
     }
 
-    pub fn status(&self) -> u8 {
+    pub(super) fn status(&self) -> u8 {
         self.common.read(self.common_offset + DEVICE_STATUS)
     }
 

@@ -23,7 +23,7 @@ const ANSWER_BYTES: usize = 10;
 
 /// Plugs and unplugs the first `blocks` blocks of the guest's only virtio-mem device, which the
 /// host must have requested.
-pub fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
+pub(crate) fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
     queue::keep_locked_pages_in_place()?;
     let mut device = Device::take(MEM)?;
     let mut queues = start(&mut device)?;

@@ -8,11 +8,11 @@ use std::sync::atomic::{Ordering, fence};
 use anyhow::{Context, Result, ensure};
 
 /// What the smallest of devices offer (QEMU's rng), and all three rings fit into one page.
-pub const QUEUE_SIZE: u16 = 8;
+pub(super) const QUEUE_SIZE: u16 = 8;
 /// The chain goes on.
-pub const NEXT: u16 = 1;
+pub(super) const NEXT: u16 = 1;
 /// The device writes to the buffer.
-pub const WRITE: u16 = 2;
+pub(super) const WRITE: u16 = 2;
 
 const PAGE_BYTES: usize = 4096;
 const AVAILABLE_AT: usize = 1024;
@@ -23,7 +23,7 @@ const BUFFER_AT: usize = 3072;
 /// One descriptor, as it lies in memory.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct Descriptor {
+pub(super) struct Descriptor {
     pub address: u64,
     pub len: u32,
     pub flags: u16,
@@ -33,14 +33,14 @@ pub struct Descriptor {
 /// Keeps locked pages where they are. Compaction moves them otherwise, and nobody tells the device:
 /// it would go on with what has become somebody else's memory
 /// (Documentation/admin-guide/sysctl/vm.rst).
-pub fn keep_locked_pages_in_place() -> Result<()> {
+pub(super) fn keep_locked_pages_in_place() -> Result<()> {
     let path = "/proc/sys/vm/compact_unevictable_allowed";
     std::fs::write(path, "0").with_context(|| format!("Cannot write {path}"))
 }
 
 /// A queue and its page. The page is never unmapped: a device that is late must not write into what
 /// comes after.
-pub struct Queue {
+pub(super) struct Queue {
     pub index: u16,
     page: *mut u8,
     physical: u64,
@@ -50,7 +50,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    pub fn new(index: u16) -> Result<Self> {
+    pub(super) fn new(index: u16) -> Result<Self> {
         // SAFETY: a new anonymous mapping; the result is checked.
         let page = unsafe {
             libc::mmap(
@@ -69,17 +69,17 @@ impl Queue {
     }
 
     /// Guest-physical addresses of the descriptor table, the available ring and the used ring.
-    pub fn addresses(&self) -> [u64; 3] {
+    pub(super) fn addresses(&self) -> [u64; 3] {
         [self.physical, self.physical + AVAILABLE_AT as u64, self.physical + USED_AT as u64]
     }
 
     /// Guest-physical address of byte `at` of the buffer that follows the rings.
-    pub fn buffer_address(&self, at: usize) -> u64 {
+    pub(super) fn buffer_address(&self, at: usize) -> u64 {
         self.physical + (BUFFER_AT + at) as u64
     }
 
     /// Writes `bytes` to the start of the buffer.
-    pub fn write_buffer(&mut self, bytes: &[u8]) {
+    pub(super) fn write_buffer(&mut self, bytes: &[u8]) {
         assert!(BUFFER_AT + bytes.len() <= PAGE_BYTES, "{} bytes do not fit", bytes.len());
         for (at, byte) in bytes.iter().enumerate() {
             // SAFETY: the assertion above keeps the byte inside the page. The access is volatile
@@ -89,7 +89,7 @@ impl Queue {
     }
 
     /// Reads the little-endian number at byte `at` of the buffer.
-    pub fn read_buffer(&self, at: usize) -> u16 {
+    pub(super) fn read_buffer(&self, at: usize) -> u16 {
         assert!(BUFFER_AT + at + 2 <= PAGE_BYTES, "byte {at} lies outside of the buffer");
         // SAFETY: the assertion above keeps the bytes inside the page. The access is volatile
         // because the device writes them.
@@ -99,7 +99,7 @@ impl Queue {
 
     /// Writes descriptors from the table's start, makes HEAD available, and moves the ring's index
     /// by STEP.
-    pub fn offer(&mut self, descriptors: &[Descriptor], head: u16, step: u16) {
+    pub(super) fn offer(&mut self, descriptors: &[Descriptor], head: u16, step: u16) {
         self.used_before = self.used();
         for (index, descriptor) in descriptors.iter().enumerate().take(usize::from(QUEUE_SIZE)) {
             // SAFETY: the table's 8 entries of 16 bytes lie in the page, aligned; the device may
@@ -121,7 +121,7 @@ impl Queue {
 
     /// Waits until the device has used something since the last offer, but looks no more often than
     /// that. Returns whether it has.
-    pub fn wait_until_used(&self, looks: u32) -> bool {
+    pub(super) fn wait_until_used(&self, looks: u32) -> bool {
         (0..looks).any(|_| {
             std::hint::spin_loop();
             self.used() != self.used_before
@@ -130,7 +130,7 @@ impl Queue {
 
     /// Whether the device has given back all that was offered, where each offer moved the index by
     /// one at most.
-    pub fn has_all_back(&self) -> bool {
+    pub(super) fn has_all_back(&self) -> bool {
         self.used() == self.offered
     }
 

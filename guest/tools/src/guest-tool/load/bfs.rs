@@ -16,7 +16,7 @@ const ROOTS: usize = 3;
 const NOBODY: u64 = u64::MAX;
 
 /// Phases `generate`, `build`, `search`, `validate`.
-pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
+pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let edges = mib * MIB / BYTES_PER_EDGE;
     let scale = (edges / EDGE_FACTOR).max(2).ilog2();
     phases.begin();

@@ -24,7 +24,7 @@ const COMMENT_BYTES: u64 = 12_000;
 const CALLED: usize = 16;
 
 /// Phases `write`, `compile`, `link` and `run`.
-pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
+pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let functions = mib * MIB / (BYTES_PER_FUNCTION + COMMENT_BYTES) / JOBS;
     let files = MemoryFiles::mount()?;
     phases.begin();

@@ -10,7 +10,7 @@ use super::MIB;
 
 /// Fills `mib` MiB at `rate` MiB/s, and says `held N` after each sixteen; then it keeps them until
 /// it is killed.
-pub fn leak(mib: u64, rate: u64) -> Result<()> {
+pub(crate) fn leak(mib: u64, rate: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1")?;
     let started = Instant::now();

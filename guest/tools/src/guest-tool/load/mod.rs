@@ -20,15 +20,15 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use guest_tools::process::end_with_parent;
 
-pub use leak::leak;
-pub use watch::{say_counters, watch};
+pub(crate) use leak::leak;
+pub(crate) use watch::{say_counters, watch};
 
 const MIB: u64 = 1 << 20;
 /// What a workload keeps in files is memory as well.
 const DIR: &str = "/run/load";
 
 /// Runs a workload with a working set of about so many MiB.
-pub fn run(name: &str, mib: u64) -> Result<()> {
+pub(crate) fn run(name: &str, mib: u64) -> Result<()> {
     let workload = match name {
         "touch" => touch::run,
         "bfs" => bfs::run,

@@ -61,7 +61,7 @@ const MIX: &str = "
     return sum";
 
 /// Phases `fill` and `mix`.
-pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
+pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let keys = mib * MIB / BYTES_PER_KEY;
     let files = MemoryFiles::mount()?;
     let mut server = Server::start(&files.path("socket"))?;

@@ -16,7 +16,7 @@ const OPERATIONS: u64 = 10_000;
 const OPERATIONS_PER_TRANSACTION: u64 = 100;
 
 /// Phases `fill` and `mix`.
-pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
+pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let rows = mib * MIB / PAGE_BYTES;
     let files = MemoryFiles::mount()?;
     phases.begin();

@@ -9,7 +9,7 @@ const PAGE_WORDS: usize = 4096 / 8;
 const TOUCHES: u64 = 60_000;
 
 /// Phases `fill` and `touch`.
-pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
+pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let pages = mib * MIB / 4096;
     let mut memory = vec![0u64; pages as usize * PAGE_WORDS];
     phases.begin();

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tools::memory_sample::MemorySample;
 
 /// Prints a line for each interval, until it is killed.
-pub fn watch(interval_ms: u64) -> Result<()> {
+pub(crate) fn watch(interval_ms: u64) -> Result<()> {
     // SAFETY: no pointers.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) };
     ensure!(locked == 0, "Cannot lock memory: {}", io::Error::last_os_error());
@@ -33,7 +33,7 @@ pub fn watch(interval_ms: u64) -> Result<()> {
 }
 
 /// One line of them.
-pub fn say_counters() -> Result<()> {
+pub(crate) fn say_counters() -> Result<()> {
     println!("{}", Sources::open()?.sample(0)?);
     Ok(())
 }

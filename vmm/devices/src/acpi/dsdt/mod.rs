@@ -30,7 +30,7 @@ const NOTIFY_EJECT_REQUEST: u8 = 3;
 const NOTIFY_STATUS_CHANGED: u8 = 0x80;
 const SERIAL_PORTS: u8 = 8;
 
-pub struct Raw(pub Vec<u8>);
+pub(super) struct Raw(pub Vec<u8>);
 
 impl Aml for Raw {
     fn to_aml_bytes(&self, sink: &mut dyn AmlSink) {
@@ -39,7 +39,7 @@ impl Aml for Raw {
 }
 
 /// Differentiated System Description Table (ACPI 6.5, 5.2.11.1).
-pub fn dsdt(input: &AcpiInput) -> Vec<u8> {
+pub(super) fn dsdt(input: &AcpiInput) -> Vec<u8> {
     let mut system_bus = Vec::new();
     pci::root(&mut system_bus, home_node(input));
     motherboard(&mut system_bus);
@@ -68,7 +68,7 @@ fn home_node(input: &AcpiInput) -> Option<u32> {
     (input.nodes.len() > 1).then_some(home as u32)
 }
 
-pub fn path(name: &str) -> Path {
+pub(super) fn path(name: &str) -> Path {
     Path::new(name)
 }
 

@@ -318,7 +318,7 @@ impl Drop for Reservation {
 const GUARD_BYTES: usize = PAGE_BYTES;
 
 /// x86-64's small page.
-pub const PAGE_BYTES: usize = 4096;
+pub(super) const PAGE_BYTES: usize = 4096;
 
 const ANON: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 

@@ -14,7 +14,7 @@ use crate::metrics::{Expose, Exposition, Family};
 
 /// What lies behind a segment of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
+pub(super) enum Source {
     Nothing,
     Anonymous,
     /// A file, from this offset on.
@@ -36,7 +36,7 @@ impl Source {
 
 /// A stretch of a reservation that the kernel keeps as one mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub(super) struct Segment {
     /// Offset in the reservation.
     pub start: u64,
     /// Length in bytes.
@@ -48,24 +48,24 @@ pub struct Segment {
 /// The segments of one reservation: they cover it whole, and neighbours that continue each other
 /// are one.
 #[derive(Debug)]
-pub struct Segments {
+pub(super) struct Segments {
     by_start: BTreeMap<u64, (u64, Source)>,
     len: u64,
 }
 
 impl Segments {
     /// A reservation of `len` bytes of which nothing is mapped.
-    pub fn new(len: u64) -> Self {
+    pub(super) fn new(len: u64) -> Self {
         Self { by_start: BTreeMap::from([(0, (len, Source::Nothing))]), len }
     }
 
     /// The number of mappings that the kernel keeps.
-    pub fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.by_start.len()
     }
 
     /// What is in `start..start + len`, cut to it.
-    pub fn in_range(&self, start: u64, len: u64) -> Vec<Segment> {
+    pub(super) fn in_range(&self, start: u64, len: u64) -> Vec<Segment> {
         let end = start + len;
         let first = self.by_start.range(..=start).next_back().map_or(start, |(&at, _)| at);
         self.by_start
@@ -78,7 +78,7 @@ impl Segments {
     }
 
     /// Records that `start..start + len` is now `source`.
-    pub fn set(&mut self, start: u64, len: u64, source: Source) {
+    pub(super) fn set(&mut self, start: u64, len: u64, source: Source) {
         let end = start + len;
         assert!(len > 0 && end <= self.len, "a segment outside of its reservation");
         self.split_at(start);
@@ -181,24 +181,24 @@ impl MappingBudget {
 
 /// The segments of one reservation, counted against the budget of all.
 #[derive(Debug)]
-pub struct Ledger {
+pub(super) struct Ledger {
     segments: Segments,
     budget: Arc<MappingBudget>,
 }
 
 impl Ledger {
     /// For a reservation of `len` bytes of which nothing is mapped.
-    pub fn new(len: u64, budget: Arc<MappingBudget>) -> Self {
+    pub(super) fn new(len: u64, budget: Arc<MappingBudget>) -> Self {
         budget.take(1);
         Self { segments: Segments::new(len), budget }
     }
 
-    pub fn segments(&self) -> &Segments {
+    pub(super) fn segments(&self) -> &Segments {
         &self.segments
     }
 
     /// Lets `change` map up to `pieces` pieces, if the budget has room for them.
-    pub fn map<T>(
+    pub(super) fn map<T>(
         &mut self,
         pieces: usize,
         change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
@@ -216,7 +216,7 @@ impl Ledger {
     /// Lets `change` unmap one piece. It may need two mappings more, and is never refused: what the
     /// budget leaves to the rest of the process has room for that, and unmapping is what makes
     /// room again.
-    pub fn unmap<T>(
+    pub(super) fn unmap<T>(
         &mut self,
         change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
     ) -> Result<T, BackingError> {

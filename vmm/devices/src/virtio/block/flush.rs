@@ -19,7 +19,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// Which flushes of a disk are under way.
 #[derive(Default)]
-pub struct Flushes {
+pub(super) struct Flushes {
     state: Mutex<State>,
     ended: Condvar,
 }
@@ -40,17 +40,17 @@ impl State {
 
 /// A flush that is under way, from before the media are asked until its failure would be known. It
 /// ends also with whoever has it.
-pub struct Ticket {
+pub(super) struct Ticket {
     flushes: Arc<Flushes>,
     number: u64,
 }
 
 /// What was under way when the media answered a flush: all with a smaller number.
 #[derive(Clone, Copy, Debug)]
-pub struct Answered(u64);
+pub(super) struct Answered(u64);
 
 impl Flushes {
-    pub fn begin(self: &Arc<Self>) -> Ticket {
+    pub(super) fn begin(self: &Arc<Self>) -> Ticket {
         let mut state = self.state.lock();
         let number = state.next;
         state.next += 1;
@@ -60,7 +60,7 @@ impl Flushes {
 
     /// Whether all have ended that were under way then. If not, `event` is raised when another one
     /// ends.
-    pub fn is_settled(&self, answered: Answered, event: &Arc<EventFd>) -> bool {
+    pub(super) fn is_settled(&self, answered: Answered, event: &Arc<EventFd>) -> bool {
         let mut state = self.state.lock();
         let awaits = state.awaits(answered);
         if awaits && !state.waiting.iter().any(|other| Arc::ptr_eq(other, event)) {
@@ -70,7 +70,7 @@ impl Flushes {
     }
 
     /// Waits until all have ended that were under way then.
-    pub fn wait(&self, answered: Answered) {
+    pub(super) fn wait(&self, answered: Answered) {
         let mut state = self.state.lock();
         self.ended.wait_while(&mut state, |state| state.awaits(answered));
     }
@@ -78,7 +78,7 @@ impl Flushes {
 
 impl Ticket {
     /// The media have answered, and everybody can know if they have failed.
-    pub fn end(self) -> Answered {
+    pub(super) fn end(self) -> Answered {
         let flushes = Arc::clone(&self.flushes);
         drop(self);
         Answered(flushes.state.lock().next)

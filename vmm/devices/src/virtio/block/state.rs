@@ -45,7 +45,7 @@ pub struct DiskShape {
     pub read_only: bool,
 }
 
-pub struct Disk {
+pub(super) struct Disk {
     shape: DiskShape,
     device: Arc<dyn BlockDevice>,
     geometry: Geometry,
@@ -61,7 +61,7 @@ pub struct Disk {
 
 impl Disk {
     /// A disk with the content of `device`.
-    pub fn new(shape: DiskShape, device: Arc<dyn BlockDevice>) -> Self {
+    pub(super) fn new(shape: DiskShape, device: Arc<dyn BlockDevice>) -> Self {
         let mut geometry = device.geometry();
         geometry.read_only |= shape.read_only;
         let (interrupt, metrics) = (Mutex::default(), Arc::new(BlockMetrics::default()));
@@ -72,25 +72,25 @@ impl Disk {
     }
 
     /// How the guest sees it.
-    pub fn shape(&self) -> &DiskShape {
+    pub(super) fn shape(&self) -> &DiskShape {
         &self.shape
     }
 
-    pub fn device(&self) -> &Arc<dyn BlockDevice> {
+    pub(super) fn device(&self) -> &Arc<dyn BlockDevice> {
         &self.device
     }
 
     /// First failure of a flush.
-    pub fn failure(&self) -> &FirstFailure {
+    pub(super) fn failure(&self) -> &FirstFailure {
         &self.failure
     }
 
-    pub fn metrics(&self) -> &Arc<BlockMetrics> {
+    pub(super) fn metrics(&self) -> &Arc<BlockMetrics> {
         &self.metrics
     }
 
     /// What is offered (5.2.3).
-    pub fn features(&self) -> u64 {
+    pub(super) fn features(&self) -> u64 {
         let mut features = 1 << VIRTIO_F_VERSION_1
             | 1 << VIRTIO_RING_F_INDIRECT_DESC
             | 1 << VIRTIO_RING_F_EVENT_IDX
@@ -112,7 +112,7 @@ impl Disk {
     }
 
     /// What requests are held against, with `features` agreed on.
-    pub fn limits(&self, features: u64) -> Limits {
+    pub(super) fn limits(&self, features: u64) -> Limits {
         Limits {
             capacity_bytes: self.device.size_bytes(),
             block_bytes: self.geometry.block_bytes,
@@ -125,7 +125,7 @@ impl Disk {
 
     /// Whether a write must be durable before it is answered: where the driver has switched the
     /// cache off, and where it has not agreed to flush (5.2.6.2).
-    pub fn writes_through(&self, features: u64) -> bool {
+    pub(super) fn writes_through(&self, features: u64) -> bool {
         // The write precedes the load of the mode, and in `write_config` the store of the new mode
         // precedes the flush. So either the flush covers the write, or this load returns the new
         // mode.
@@ -136,7 +136,7 @@ impl Disk {
     }
 
     /// The configuration space as it is now.
-    pub fn config(&self) -> [u8; CONFIG_LEN] {
+    pub(super) fn config(&self) -> [u8; CONFIG_LEN] {
         let Geometry { block_bytes, physical_block_bytes, .. } = self.geometry;
         let physical_blocks = physical_block_bytes / block_bytes;
         let mut config = [0; CONFIG_LEN];
@@ -168,7 +168,7 @@ impl Disk {
     /// written back before send a write, whose flush would cover that data. So the vCPU waits here,
     /// and with it every other access to the function's registers: once in a guest's life, if at
     /// all.
-    pub fn write_config(&self, offset: u64, data: &[u8]) {
+    pub(super) fn write_config(&self, offset: u64, data: &[u8]) {
         let (WRITEBACK_AT, [mode @ (0 | 1)]) = (offset, data) else { return };
         let write_back = *mode == 1;
         if self.write_back.swap(write_back, Ordering::SeqCst) && !write_back {
@@ -179,23 +179,23 @@ impl Disk {
 
     /// The driver and the device have agreed on these features: from now on it may choose. Before,
     /// and without a choice, the cache is on if the driver knows how to flush it (5.2.5.2).
-    pub fn agree(&self, features: u64) {
+    pub(super) fn agree(&self, features: u64) {
         self.write_back.store(features & (1 << VIRTIO_BLK_F_FLUSH) != 0, Ordering::Release);
     }
 
     /// Back to what the driver begins with.
-    pub fn forget_driver(&self) {
+    pub(super) fn forget_driver(&self) {
         self.write_back.store(true, Ordering::Release);
         *self.interrupt.lock() = None;
     }
 
     /// A driver is there.
-    pub fn set_driver(&self, interrupt: Arc<dyn VirtioInterrupt>) {
+    pub(super) fn set_driver(&self, interrupt: Arc<dyn VirtioInterrupt>) {
         *self.interrupt.lock() = Some(interrupt);
     }
 
     /// The serial number, padded with zeros.
-    pub fn serial(&self) -> [u8; VIRTIO_BLK_ID_BYTES as usize] {
+    pub(super) fn serial(&self) -> [u8; VIRTIO_BLK_ID_BYTES as usize] {
         let mut serial = [0; VIRTIO_BLK_ID_BYTES as usize];
         let text = serial_number(&self.shape.serial);
         serial[..text.len()].copy_from_slice(text.as_bytes());
@@ -203,12 +203,12 @@ impl Disk {
     }
 
     /// The flushes that are under way, in all queues.
-    pub fn flushes(&self) -> &Arc<Flushes> {
+    pub(super) fn flushes(&self) -> &Arc<Flushes> {
         &self.flushes
     }
 
     /// Makes what was written durable, and returns when that is known.
-    pub fn flush(&self) -> std::io::Result<()> {
+    pub(super) fn flush(&self) -> std::io::Result<()> {
         let (begin, ticket) = (Instant::now(), self.flushes.begin());
         let result = self.device.flush();
         self.flushed(begin, &result);
@@ -222,7 +222,7 @@ impl Disk {
     ///
     /// After one that fails nobody knows what is on the media, and the kernel may call the next one
     /// a success: the disk takes no more writes until it is opened again.
-    pub fn flushed(&self, begin: Instant, result: &std::io::Result<()>) {
+    pub(super) fn flushed(&self, begin: Instant, result: &std::io::Result<()>) {
         self.metrics.flushes.observe(begin.elapsed());
         let Err(err) = result else { return };
         self.failure.record(err);
@@ -232,7 +232,7 @@ impl Disk {
     }
 
     /// What a flush comes to that went well, when all have ended that it overlapped.
-    pub fn settled(&self) -> std::io::Result<()> {
+    pub(super) fn settled(&self) -> std::io::Result<()> {
         match self.has_failed() {
             true => Err(std::io::Error::other(
                 "another flush has failed, and it may have been this one",
@@ -242,12 +242,12 @@ impl Disk {
     }
 
     /// Whether an earlier flush has failed.
-    pub fn has_failed(&self) -> bool {
+    pub(super) fn has_failed(&self) -> bool {
         self.metrics.read_only.load(Ordering::Acquire)
     }
 
     /// Gives the disk another size, and tells the driver.
-    pub fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
+    pub(super) fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
         self.device.resize(wanted_bytes)?;
         self.metrics.size_bytes.store(self.device.size_bytes(), Ordering::Relaxed);
         let interrupt = self.interrupt.lock().clone();

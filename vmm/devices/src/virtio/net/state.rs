@@ -44,13 +44,13 @@ pub struct NetShape {
 }
 
 /// Who serves a pair of queues without a thread of ours between it and the host's interface.
-pub trait PairUser: Send + Sync {
+pub(super) trait PairUser: Send + Sync {
     /// Frames come to the pair, or do not any more. When this returns, its queue of the interface
     /// is in use, or is not.
     fn use_pair(&self, is_active: bool);
 }
 
-pub struct Interface {
+pub(super) struct Interface {
     shape: NetShape,
     host: Arc<dyn HostInterface>,
     metrics: Arc<NetMetrics>,
@@ -66,7 +66,7 @@ pub struct Interface {
 
 impl Interface {
     /// One that has `host` on its other end.
-    pub fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> io::Result<Self> {
+    pub(super) fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> io::Result<Self> {
         let wake = |_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
         let wakes = (0..shape.pairs).map(wake).collect::<Result<_, _>>()?;
         let (metrics, users, interrupt) = (Arc::default(), Mutex::default(), Mutex::default());
@@ -75,21 +75,21 @@ impl Interface {
     }
 
     /// How the guest sees it.
-    pub fn shape(&self) -> &NetShape {
+    pub(super) fn shape(&self) -> &NetShape {
         &self.shape
     }
 
     /// What it is made of.
-    pub fn host(&self) -> &dyn HostInterface {
+    pub(super) fn host(&self) -> &dyn HostInterface {
         &*self.host
     }
 
-    pub fn metrics(&self) -> &Arc<NetMetrics> {
+    pub(super) fn metrics(&self) -> &Arc<NetMetrics> {
         &self.metrics
     }
 
     /// What is offered (5.1.3).
-    pub fn features(&self) -> u64 {
+    pub(super) fn features(&self) -> u64 {
         let NetShape { csum, tso, ufo, mtu, pairs, .. } = self.shape;
         let bits = |on: bool, bits: &[u32]| {
             bits.iter().filter(|_| on).fold(0, |all, bit| all | 1u64 << bit)
@@ -124,7 +124,7 @@ impl Interface {
     }
 
     /// Whether a driver may have these: some lean on others (5.1.3.1).
-    pub fn accepts(features: u64) -> bool {
+    pub(super) fn accepts(features: u64) -> bool {
         let has = |bit: u32| features & 1 << bit != 0;
         let control = [VIRTIO_NET_F_MQ, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS];
         has(VIRTIO_F_VERSION_1)
@@ -134,14 +134,14 @@ impl Interface {
     }
 
     /// The index of the control queue, with `features` agreed on (5.1.2).
-    pub fn control_queue(&self, features: u64) -> Option<u16> {
+    pub(super) fn control_queue(&self, features: u64) -> Option<u16> {
         let has = |bit: u32| features & 1 << bit != 0;
         let pairs = if has(VIRTIO_NET_F_MQ) { self.shape.pairs } else { 1 };
         has(VIRTIO_NET_F_CTRL_VQ).then_some(2 * pairs)
     }
 
     /// The configuration space as it is now.
-    pub fn config(&self) -> [u8; CONFIG_LEN] {
+    pub(super) fn config(&self) -> [u8; CONFIG_LEN] {
         let mut config = [0; CONFIG_LEN];
         let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
         let status =
@@ -154,14 +154,14 @@ impl Interface {
     }
 
     /// Whether frames come to a pair.
-    pub fn is_active(&self, pair: u16) -> bool {
+    pub(super) fn is_active(&self, pair: u16) -> bool {
         pair < self.active_pairs.load(Ordering::Acquire)
     }
 
     /// Has frames come to the first so many pairs alone. A queue is attached before its worker
     /// looks at it, and not looked at any more when it is detached: the kernel says of a
     /// detached one what it says of an interface that is gone.
-    pub fn set_pairs(&self, pairs: u16) -> io::Result<()> {
+    pub(super) fn set_pairs(&self, pairs: u16) -> io::Result<()> {
         let before = self.active_pairs.fetch_min(pairs, Ordering::AcqRel);
         // The kernel's vhost-net loses buffers of the driver's with what it sends by a queue that
         // is detached.
@@ -179,7 +179,7 @@ impl Interface {
 
     /// From now on `user` is told whether frames come to `pair`, for as long as there is one. It is
     /// told here, too.
-    pub fn add_user(&self, pair: u16, user: &Arc<dyn PairUser>) {
+    pub(super) fn add_user(&self, pair: u16, user: &Arc<dyn PairUser>) {
         let mut users = self.users.lock();
         users.retain(|(_, known)| known.strong_count() > 0);
         users.push((pair, Arc::downgrade(user)));
@@ -195,12 +195,12 @@ impl Interface {
     }
 
     /// What is raised when [`Interface::is_active`] may have changed.
-    pub fn wake(&self, pair: u16) -> &EventFd {
+    pub(super) fn wake(&self, pair: u16) -> &EventFd {
         &self.wakes[usize::from(pair)]
     }
 
     /// The host's interface is gone.
-    pub fn lose_link(&self) {
+    pub(super) fn lose_link(&self) {
         if self.is_up.swap(false, Ordering::AcqRel) {
             let id = &self.shape.id;
             sparsely!(warn, net = id, "The host's interface is gone: the link is down");
@@ -214,12 +214,12 @@ impl Interface {
     }
 
     /// A driver is there.
-    pub fn set_driver(&self, interrupt: Arc<dyn VirtioInterrupt>) {
+    pub(super) fn set_driver(&self, interrupt: Arc<dyn VirtioInterrupt>) {
         *self.interrupt.lock() = Some(interrupt);
     }
 
     /// There is none any more.
-    pub fn forget_driver(&self) {
+    pub(super) fn forget_driver(&self) {
         *self.interrupt.lock() = None;
     }
 }

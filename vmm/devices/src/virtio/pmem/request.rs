@@ -12,7 +12,7 @@ const WORD_LEN: u32 = 4;
 
 /// What the driver asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub(super) enum Kind {
     /// Make everything written to the range so far durable.
     Flush,
     /// A type that the specification does not have.
@@ -21,7 +21,7 @@ pub enum Kind {
 
 /// One request, ready to be answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
+pub(super) struct Request {
     /// Head of its descriptor chain.
     pub head: u16,
     pub kind: Kind,
@@ -31,7 +31,7 @@ pub struct Request {
 
 /// Why a chain is not a request: it cannot be answered either, only given back.
 #[derive(Debug, Error)]
-pub enum RequestError {
+pub(super) enum RequestError {
     #[error("The chain ends before its {0} descriptor")]
     Missing(&'static str),
     #[error("The {0} descriptor goes the wrong way")]
@@ -50,7 +50,7 @@ pub enum RequestError {
 
 /// Status of an answer: 0 for success; anything else becomes an I/O error in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub(super) enum Answer {
     /// Everything written before the request is durable.
     Durable,
     /// It is not, or the request was none.
@@ -68,7 +68,7 @@ impl Answer {
 
 impl Request {
     /// Reads a request from `chain`, which was popped from the queue in `memory`.
-    pub fn parse<M: GuestMemory>(
+    pub(super) fn parse<M: GuestMemory>(
         memory: &M,
         chain: &mut DescriptorChain<&M>,
     ) -> Result<Self, RequestError> {
@@ -84,7 +84,11 @@ impl Request {
     }
 
     /// Writes the answer; returns the number of bytes written, for the used ring.
-    pub fn answer<M: GuestMemory>(&self, memory: &M, answer: Answer) -> Result<u32, RequestError> {
+    pub(super) fn answer<M: GuestMemory>(
+        &self,
+        memory: &M,
+        answer: Answer,
+    ) -> Result<u32, RequestError> {
         memory
             .write_obj(answer.code().to_le(), self.response)
             .map_err(|source| RequestError::Memory { which: "response", source })?;

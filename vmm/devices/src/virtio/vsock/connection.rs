@@ -14,7 +14,7 @@ use super::packet::{Credit, Ended, Op};
 
 /// The receive buffer that we promise to each connection: two of Linux's largest packets, so that
 /// one may be under way while the other waits for the host.
-pub const BUFFER_BYTES: u32 = 128 * 1024;
+pub(super) const BUFFER_BYTES: u32 = 128 * 1024;
 
 /// We tell of freed buffer when at least this much is news to the guest. What is not told, what is
 /// not forwarded and what is free make up the buffer: a guest out of credit gets news once the host
@@ -23,15 +23,15 @@ const UPDATE_THRESHOLD_BYTES: u32 = BUFFER_BYTES / 4;
 
 /// How long the guest may take to answer a request. Its driver answers by itself, no program is
 /// involved; the time is for guests that are short of CPU or run in an emulator.
-pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long the guest may take to confirm that a connection which the host has left is over. It
 /// waits for a program to read what came before; Linux gives the other side as long.
-pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(8);
+pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// How the guest broke the protocol; the connection ends with a reset.
 #[derive(Debug, Error, PartialEq, Eq)]
-pub enum Violation {
+pub(super) enum Violation {
     /// The operation makes no sense in this state.
     #[error("{op:?} is out of place")]
     OutOfPlace { op: Op },
@@ -46,7 +46,7 @@ pub enum Violation {
 
 /// What a packet of the guest means for the host's side.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Event {
+pub(super) enum Event {
     None,
     /// The guest granted the host's request.
     Connected,
@@ -63,7 +63,7 @@ pub enum Event {
 
 /// What the guest is to be sent next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Next {
+pub(super) enum Next {
     Nothing,
     /// A packet without payload.
     Control(Op),
@@ -86,7 +86,7 @@ enum Phase {
 }
 
 #[derive(Debug)]
-pub struct Connection {
+pub(super) struct Connection {
     phase: Phase,
     deadline: Option<Instant>,
 
@@ -128,7 +128,7 @@ impl Connection {
     }
 
     /// A connection that the host asks for.
-    pub fn requested(now: Instant) -> Self {
+    pub(super) fn requested(now: Instant) -> Self {
         Self {
             deadline: Some(now + REQUEST_TIMEOUT),
             ..Self::new(Phase::Requesting { sent: false })
@@ -136,32 +136,32 @@ impl Connection {
     }
 
     /// A connection that the guest has asked for, with the credit in its request.
-    pub fn accepted(guest_credit: Credit) -> Self {
+    pub(super) fn accepted(guest_credit: Credit) -> Self {
         Self { guest_credit, ..Self::new(Phase::Responding) }
     }
 
     /// When the connection is to be reset, unless something happens before.
-    pub fn deadline(&self) -> Option<Instant> {
+    pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
     /// Whether the host's request has not been answered yet.
-    pub fn is_requesting(&self) -> bool {
+    pub(super) fn is_requesting(&self) -> bool {
         matches!(self.phase, Phase::Requesting { .. })
     }
 
     /// Which directions the guest has ended.
-    pub fn guest_ended(&self) -> Ended {
+    pub(super) fn guest_ended(&self) -> Ended {
         self.guest_ended
     }
 
     /// Payload that was received and is not forwarded: at most [`BUFFER_BYTES`].
-    pub fn unforwarded_bytes(&self) -> u32 {
+    pub(super) fn unforwarded_bytes(&self) -> u32 {
         (self.received - self.forwarded).0
     }
 
     /// Takes a packet of the guest.
-    pub fn on_guest_packet(&mut self, op: Op, credit: Credit) -> Result<Event, Violation> {
+    pub(super) fn on_guest_packet(&mut self, op: Op, credit: Credit) -> Result<Event, Violation> {
         self.guest_credit = credit;
         if self.guest_room_bytes() > 0 {
             self.credit_requested = false;
@@ -206,7 +206,7 @@ impl Connection {
     }
 
     /// The host has taken `bytes` of what the guest sent, or will never take them.
-    pub fn forwarded(&mut self, bytes: u32) {
+    pub(super) fn forwarded(&mut self, bytes: u32) {
         assert!(bytes <= self.unforwarded_bytes(), "more forwarded than was received");
         self.forwarded += bytes;
         if (self.forwarded - self.told_forwarded).0 >= UPDATE_THRESHOLD_BYTES {
@@ -215,13 +215,13 @@ impl Connection {
     }
 
     /// The host will send nothing more; all that it did send has been sent on.
-    pub fn host_ended_sending(&mut self, now: Instant) {
+    pub(super) fn host_ended_sending(&mut self, now: Instant) {
         self.host_ended.sending = true;
         self.begin_closing(now);
     }
 
     /// The host will take nothing more.
-    pub fn host_ended_receiving(&mut self, now: Instant) {
+    pub(super) fn host_ended_receiving(&mut self, now: Instant) {
         self.host_ended.receiving = true;
         self.begin_closing(now);
     }
@@ -241,7 +241,7 @@ impl Connection {
     }
 
     /// What to send next, if the host may have payload when `host_readable`.
-    pub fn next(&self, host_readable: bool) -> Next {
+    pub(super) fn next(&self, host_readable: bool) -> Next {
         match self.phase {
             Phase::Requesting { sent: false } => return Next::Control(Op::Request),
             Phase::Requesting { sent: true } => return Next::Nothing,
@@ -268,7 +268,7 @@ impl Connection {
 
     /// Notes that `op`, which [`Connection::next`] has allowed, is being sent. Returns the credit
     /// for its header.
-    pub fn send(&mut self, op: Op) -> Credit {
+    pub(super) fn send(&mut self, op: Op) -> Credit {
         match op {
             Op::Request => self.phase = Phase::Requesting { sent: true },
             Op::Response => self.phase = Phase::Established,

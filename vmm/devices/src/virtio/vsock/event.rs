@@ -53,7 +53,7 @@ struct BrokenQueue {
 type Chain<'a> = DescriptorChain<&'a MappedMemory>;
 
 /// Owns the queues and all connections from an activation to the next reset.
-pub struct Worker {
+pub(super) struct Worker {
     view: GuestView,
     interrupt: Arc<dyn VirtioInterrupt>,
     rx: ActiveQueue,

@@ -94,7 +94,7 @@ impl VsockPorts {
 
 /// Why a connection of the guest goes nowhere.
 #[derive(Debug, Error)]
-pub enum ConnectError {
+pub(super) enum ConnectError {
     /// The listener in this process is gone, or does not take its connections.
     #[error("{port} has no room or no listener in this process")]
     InProcess { port: HostPort },
@@ -117,7 +117,7 @@ pub enum ConnectError {
 /// The listening socket and the ports. Outlives resets of the device, so that a client may connect
 /// before the guest's driver is up: it waits in the socket's backlog.
 #[derive(Debug)]
-pub struct HostSide {
+pub(super) struct HostSide {
     path: PathBuf,
     listener: UnixListener,
     /// Removed after the listener is closed.
@@ -127,18 +127,18 @@ pub struct HostSide {
 
 impl HostSide {
     /// Listens on `path`. A socket that nobody listens on any more is replaced.
-    pub fn bind(path: &Path, ports: VsockPorts) -> Result<Self, VsockError> {
+    pub(super) fn bind(path: &Path, ports: VsockPorts) -> Result<Self, VsockError> {
         let (listener, file) = unix_socket::listen("--vsock", path, &SocketAccess::default())?;
         Ok(Self { path: path.to_owned(), listener, _file: file, ports })
     }
 
     /// The listening socket, to be watched.
-    pub fn listener(&self) -> &UnixListener {
+    pub(super) fn listener(&self) -> &UnixListener {
         &self.listener
     }
 
     /// Takes a client that waits; `None` if there is none.
-    pub fn accept(&self) -> io::Result<Option<UnixStream>> {
+    pub(super) fn accept(&self) -> io::Result<Option<UnixStream>> {
         match self.listener.accept() {
             Ok((stream, _)) => {
                 stream.set_nonblocking(true)?;
@@ -150,13 +150,13 @@ impl HostSide {
     }
 
     /// Checks if the VMM itself listens on the host's `port`.
-    pub fn listens_in_process(&self, port: HostPort) -> bool {
+    pub(super) fn listens_in_process(&self, port: HostPort) -> bool {
         self.ports.listeners.contains_key(&port)
     }
 
     /// Connects to whoever serves the host's port of `link`, for the guest's. Never waits for who
     /// listens there; the disk that the socket's path is on may keep it waiting.
-    pub fn connect(&self, link: Link) -> Result<UnixStream, ConnectError> {
+    pub(super) fn connect(&self, link: Link) -> Result<UnixStream, ConnectError> {
         let port = link.host;
         if let Some(Listener { sender, guests }) = self.ports.listeners.get(&port) {
             if *guests == GuestPorts::Privileged && link.guest > LAST_PRIVILEGED_PORT {
@@ -186,7 +186,7 @@ fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
 
 /// What a client's first line says so far.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Greeted {
+pub(super) enum Greeted {
     /// It is not complete.
     NotYet,
     /// It asks for this port of the guest.
@@ -197,13 +197,13 @@ pub enum Greeted {
 
 /// Reads a client's first line.
 #[derive(Debug, Default)]
-pub struct Greeting {
+pub(super) struct Greeting {
     line: Vec<u8>,
 }
 
 impl Greeting {
     /// Reads up to the line's end and not a byte more: what follows is the guest's.
-    pub fn read(&mut self, mut stream: impl Read) -> Greeted {
+    pub(super) fn read(&mut self, mut stream: impl Read) -> Greeted {
         let mut byte = [0];
         loop {
             match stream.read(&mut byte) {

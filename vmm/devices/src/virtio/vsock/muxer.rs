@@ -26,11 +26,11 @@ use super::packet::{Credit, GuestPacket, GuestPort, HostPort, Link, Op, RawHeade
 /// memory.
 ///
 /// [`BUFFER_BYTES`]: super::connection::BUFFER_BYTES
-pub const MAX_SOCKETS: usize = 1023;
+pub(super) const MAX_SOCKETS: usize = 1023;
 
 /// Sockets at one time in a process that may have `open_files`: half of them, because the rest of
 /// the VM needs files, too, and a guest must not be able to take the last one.
-pub fn max_sockets(open_files: u64) -> usize {
+pub(super) fn max_sockets(open_files: u64) -> usize {
     usize::try_from(open_files / 2).map_or(MAX_SOCKETS, |half| half.min(MAX_SOCKETS))
 }
 
@@ -38,7 +38,7 @@ pub fn max_sockets(open_files: u64) -> usize {
 const MAX_RESETS: usize = 1024;
 
 /// How long a client may take to say where it wants to go. People type it, too.
-pub const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Longest time in which the host may read nothing of the remaining data of a closed connection.
 /// Without a limit, a guest could occupy all sockets with such connections.
@@ -57,15 +57,15 @@ const CLIENT_PORTS: std::ops::Range<u32> = 1 << 30..1 << 31;
 
 /// Names a socket to epoll. Below [`Token::FIRST`], tokens are the worker's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Token(pub u32);
+pub(super) struct Token(pub u32);
 
 impl Token {
     /// The first one of a socket.
-    pub const FIRST: u32 = 16;
+    pub(super) const FIRST: u32 = 16;
 }
 
 /// Where sockets are watched for edges of being readable, writable and hung up.
-pub trait Watch {
+pub(super) trait Watch {
     fn watch(&mut self, stream: &UnixStream, token: Token) -> io::Result<()>;
     /// Ends it, before the socket is closed.
     fn unwatch(&mut self, stream: &UnixStream);
@@ -73,7 +73,7 @@ pub trait Watch {
 
 /// What epoll says of a socket.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Readiness {
+pub(super) struct Readiness {
     /// There is something to read, or an end of it, or an error.
     pub readable: bool,
     /// There is room to write, or an error.
@@ -85,7 +85,7 @@ pub struct Readiness {
 
 /// A packet for the guest.
 #[derive(Debug)]
-pub struct Packet<'a> {
+pub(super) struct Packet<'a> {
     pub header: RawHeader,
     pub payload: &'a [u8],
 }
@@ -188,7 +188,7 @@ fn flush(mut stream: &UnixStream, unsent: &mut VecDeque<u8>) -> io::Result<usize
 }
 
 /// The connections of one guest, from one activation of the device to the next reset.
-pub struct Muxer {
+pub(super) struct Muxer {
     guest_cid: u64,
     host: Arc<HostSide>,
     metrics: Arc<VsockMetrics>,
@@ -208,7 +208,7 @@ pub struct Muxer {
 
 impl Muxer {
     /// No connections, and never more than `max_sockets`.
-    pub fn new(
+    pub(super) fn new(
         guest_cid: u64,
         host: Arc<HostSide>,
         metrics: Arc<VsockMetrics>,
@@ -233,12 +233,12 @@ impl Muxer {
         }
     }
 
-    pub fn host(&self) -> &HostSide {
+    pub(super) fn host(&self) -> &HostSide {
         &self.host
     }
 
     /// Takes the clients that wait. An error is the process's lack of files or memory.
-    pub fn accept(&mut self, watch: &mut dyn Watch, now: Instant) -> io::Result<()> {
+    pub(super) fn accept(&mut self, watch: &mut dyn Watch, now: Instant) -> io::Result<()> {
         while let Some(stream) = self.host.accept()? {
             if !self.has_room(false) {
                 debug!("Too many vsock connections: a client is turned away");
@@ -286,7 +286,7 @@ impl Muxer {
     }
 
     /// A socket has changed.
-    pub fn on_socket(
+    pub(super) fn on_socket(
         &mut self,
         token: Token,
         ready: Readiness,
@@ -346,7 +346,7 @@ impl Muxer {
     /// Takes a packet of the guest, with the `payload_bytes` that its buffers hold behind the
     /// header. If [`Muxer::is_asked_to_connect`] then, [`Muxer::connect`] comes before anything
     /// else.
-    pub fn on_guest_packet(
+    pub(super) fn on_guest_packet(
         &mut self,
         header: &RawHeader,
         payload: &mut dyn Read,
@@ -386,13 +386,13 @@ impl Muxer {
     }
 
     /// Whether the last packet was the guest's wish to connect to a port of the host.
-    pub fn is_asked_to_connect(&self) -> bool {
+    pub(super) fn is_asked_to_connect(&self) -> bool {
         self.asking.is_some()
     }
 
     /// Connects where the guest wants to, if it does. Looking up the path of a socket may wait for
     /// a disk, and the packet's memory must not.
-    pub fn connect(&mut self, watch: &mut dyn Watch, now: Instant) {
+    pub(super) fn connect(&mut self, watch: &mut dyn Watch, now: Instant) {
         let Some(packet) = self.asking.take() else { return };
         let link = packet.link;
         if !self.has_room(self.host.listens_in_process(link.host)) {
@@ -501,13 +501,13 @@ impl Muxer {
     }
 
     /// Whether [`Muxer::next_packet`] may have something.
-    pub fn has_packets(&self) -> bool {
+    pub(super) fn has_packets(&self) -> bool {
         !self.resets.is_empty() || !self.ready.is_empty()
     }
 
     /// The next packet for the guest, with at most `capacity` bytes of payload; not zero, or
     /// payload could never be sent.
-    pub fn next_packet(
+    pub(super) fn next_packet(
         &mut self,
         capacity: usize,
         watch: &mut dyn Watch,
@@ -650,12 +650,12 @@ impl Muxer {
     }
 
     /// When [`Muxer::expire`] has something to do.
-    pub fn next_deadline(&self) -> Option<Instant> {
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.sockets.values().filter_map(Socket::deadline).min()
     }
 
     /// Ends what has waited too long.
-    pub fn expire(&mut self, watch: &mut dyn Watch, now: Instant) {
+    pub(super) fn expire(&mut self, watch: &mut dyn Watch, now: Instant) {
         let late = |(token, socket): (&Token, &Socket)| {
             socket.deadline().is_some_and(|deadline| deadline <= now).then_some(*token)
         };

@@ -11,12 +11,12 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// The host's context id (virtio 1.3, 5.10.4).
-pub const HOST_CID: u64 = 2;
+pub(super) const HOST_CID: u64 = 2;
 
 /// `struct virtio_vsock_hdr` (virtio 1.3, 5.10.6).
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct RawHeader {
+pub(super) struct RawHeader {
     /// Context id of the sender.
     pub src_cid: U64,
     /// Context id of the receiver.
@@ -40,7 +40,7 @@ pub struct RawHeader {
 }
 
 /// Bytes of a header.
-pub const HEADER_LEN: usize = size_of::<RawHeader>();
+pub(super) const HEADER_LEN: usize = size_of::<RawHeader>();
 const _: () = assert!(HEADER_LEN == 44);
 
 const TYPE_STREAM: u16 = 1;
@@ -55,11 +55,11 @@ const OP_CREDIT_REQUEST: u16 = 7;
 
 /// A port on the host's side of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct HostPort(pub u32);
+pub(super) struct HostPort(pub u32);
 
 /// A port on the guest's side of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct GuestPort(pub u32);
+pub(super) struct GuestPort(pub u32);
 
 impl fmt::Display for HostPort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -75,7 +75,7 @@ impl fmt::Display for GuestPort {
 
 /// What names a connection: the context ids are always the same two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Link {
+pub(super) struct Link {
     pub host: HostPort,
     pub guest: GuestPort,
 }
@@ -88,7 +88,7 @@ impl fmt::Display for Link {
 
 /// The state of one side's receive buffer, which every header carries (virtio 1.3, 5.10.6.3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Credit {
+pub(super) struct Credit {
     /// Its size in bytes.
     pub buf_alloc: u32,
     /// Bytes taken out of it so far, modulo 2^32.
@@ -97,7 +97,7 @@ pub struct Credit {
 
 /// Directions that one side has ended (virtio 1.3, 5.10.6.5): once set, a bit stays set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Ended {
+pub(super) struct Ended {
     /// It will receive nothing more.
     pub receiving: bool,
     /// It will send nothing more.
@@ -109,12 +109,12 @@ impl Ended {
     const SENDING: u32 = 2;
 
     /// Both directions have ended.
-    pub fn both(self) -> bool {
+    pub(super) fn both(self) -> bool {
         self.receiving && self.sending
     }
 
     /// What has ended in `self` or `other`.
-    pub fn union(self, other: Self) -> Self {
+    pub(super) fn union(self, other: Self) -> Self {
         Self {
             receiving: self.receiving || other.receiving,
             sending: self.sending || other.sending,
@@ -132,7 +132,7 @@ impl Ended {
 
 /// What a packet is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
+pub(super) enum Op {
     /// Asks for a connection.
     Request,
     Response,
@@ -151,7 +151,7 @@ pub enum Op {
 
 /// A packet of the guest, understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GuestPacket {
+pub(super) struct GuestPacket {
     pub link: Link,
     /// What it is for.
     pub op: Op,
@@ -161,7 +161,7 @@ pub struct GuestPacket {
 
 /// A packet of the guest to which nothing but a reset can be answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NotUnderstood {
+pub(super) struct NotUnderstood {
     /// Where the answer goes.
     pub link: Link,
     /// Resets are never answered.
@@ -170,12 +170,12 @@ pub struct NotUnderstood {
 
 impl RawHeader {
     /// Whether the packet is from the guest `guest_cid` to the host. Others have no business here.
-    pub fn is_to_host_from(&self, guest_cid: u64) -> bool {
+    pub(super) fn is_to_host_from(&self, guest_cid: u64) -> bool {
         self.src_cid.get() == guest_cid && self.dst_cid.get() == HOST_CID
     }
 
     /// Understands a packet of the guest.
-    pub fn parse_guest_packet(&self) -> Result<GuestPacket, NotUnderstood> {
+    pub(super) fn parse_guest_packet(&self) -> Result<GuestPacket, NotUnderstood> {
         let link =
             Link { host: HostPort(self.dst_port.get()), guest: GuestPort(self.src_port.get()) };
         let not_understood = NotUnderstood { link, is_reset: self.op.get() == OP_RST };
@@ -197,7 +197,7 @@ impl RawHeader {
     }
 
     /// A packet from the host to the guest `guest_cid`.
-    pub fn to_guest(guest_cid: u64, link: Link, op: Op, credit: Credit) -> Self {
+    pub(super) fn to_guest(guest_cid: u64, link: Link, op: Op, credit: Credit) -> Self {
         let (op, flags, len) = match op {
             Op::Request => (OP_REQUEST, 0, 0),
             Op::Response => (OP_RESPONSE, 0, 0),

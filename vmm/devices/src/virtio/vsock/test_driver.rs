@@ -19,13 +19,13 @@ use crate::virtio::vsock::packet::tests::{from_guest, parse_by_guest};
 use crate::virtio::vsock::packet::{Credit, GuestPacket, HEADER_LEN, Link, Op, RawHeader};
 use crate::virtio::{Activation, ActiveQueue};
 
-pub const CID: u64 = 3;
-pub const QUEUE_SIZE: u16 = 64;
-pub const MIB: u64 = 1 << 20;
-pub const UNPLUGGED: u64 = 32 * MIB;
+pub(super) const CID: u64 = 3;
+pub(super) const QUEUE_SIZE: u16 = 64;
+pub(super) const MIB: u64 = 1 << 20;
+pub(super) const UNPLUGGED: u64 = 32 * MIB;
 
 const RX_BUFFERS: u64 = MIB;
-pub const RX_BUFFER_LEN: u64 = 4096;
+pub(super) const RX_BUFFER_LEN: u64 = 4096;
 const TX_BUFFERS: u64 = 16 * MIB;
 /// A header and the largest packet.
 const TX_BUFFER_LEN: u64 = 0x2_0000;
@@ -39,7 +39,7 @@ const WRITE: u16 = 2;
 const NEXT: u16 = 1;
 
 #[derive(Default)]
-pub struct Interrupts {
+pub(super) struct Interrupts {
     count: Mutex<u64>,
     changed: Condvar,
 }
@@ -61,7 +61,7 @@ impl VirtioInterrupt for Interrupts {
     }
 }
 
-pub struct Ring {
+pub(super) struct Ring {
     base: u64,
     kick: EventFd,
     next_avail: u16,
@@ -113,7 +113,7 @@ impl Ring {
     }
 }
 
-pub struct Driver {
+pub(super) struct Driver {
     pub view: GuestView,
     pub interrupts: Arc<Interrupts>,
     pub rx: Ring,
@@ -125,7 +125,7 @@ pub struct Driver {
     pub credit: Credit,
 }
 
-pub fn new_view() -> GuestView {
+pub(super) fn new_view() -> GuestView {
     let ranges =
         [(GuestAddress(0), 32 * MIB as usize), (GuestAddress(UNPLUGGED), 2 * MIB as usize)];
     let view = GuestView::new(GuestMemoryMmap::from_ranges(&ranges).unwrap());
@@ -135,7 +135,7 @@ pub fn new_view() -> GuestView {
 
 impl Driver {
     /// A driver that has offered nothing yet.
-    pub fn new(view: GuestView) -> Self {
+    pub(super) fn new(view: GuestView) -> Self {
         let memory = view.memory();
         memory.write_slice(&[0; 0x2_0000], GuestAddress(0)).unwrap();
         drop(memory);
@@ -151,7 +151,7 @@ impl Driver {
         }
     }
 
-    pub fn activation(&mut self, features: u64) -> Activation {
+    pub(super) fn activation(&mut self, features: u64) -> Activation {
         self.event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
         let active =
             |ring: &Ring| Some(ActiveQueue::new(ring.queue(), ring.kick.try_clone().unwrap()));
@@ -163,7 +163,7 @@ impl Driver {
         }
     }
 
-    pub fn write(&self, addr: u64, bytes: &[u8]) {
+    pub(super) fn write(&self, addr: u64, bytes: &[u8]) {
         self.view.memory().write_slice(bytes, GuestAddress(addr)).unwrap();
     }
 
@@ -171,7 +171,15 @@ impl Driver {
         self.view.memory().load::<u16>(GuestAddress(addr), Ordering::Acquire).unwrap()
     }
 
-    pub fn descriptor(&self, table: u64, index: u16, addr: u64, len: u64, flags: u16, next: u16) {
+    pub(super) fn descriptor(
+        &self,
+        table: u64,
+        index: u16,
+        addr: u64,
+        len: u64,
+        flags: u16,
+        next: u16,
+    ) {
         let mut bytes = addr.to_le_bytes().to_vec();
         bytes.extend(u32::try_from(len).unwrap().to_le_bytes());
         bytes.extend(flags.to_le_bytes());
@@ -179,30 +187,30 @@ impl Driver {
         self.write(table + u64::from(index) * 16, &bytes);
     }
 
-    pub fn offer_rx(&mut self, head: u16, addr: u64, len: u64) {
+    pub(super) fn offer_rx(&mut self, head: u16, addr: u64, len: u64) {
         self.descriptor(self.rx.base, head, addr, len, WRITE, 0);
         self.rx.offer(&self.view, head, self.event_idx);
     }
 
-    pub fn offer_rx_buffer(&mut self, head: u16) {
+    pub(super) fn offer_rx_buffer(&mut self, head: u16) {
         self.offer_rx(head, RX_BUFFERS + u64::from(head) * RX_BUFFER_LEN, RX_BUFFER_LEN);
     }
 
-    pub fn offer_all_rx_buffers(&mut self) {
+    pub(super) fn offer_all_rx_buffers(&mut self) {
         (0..QUEUE_SIZE).for_each(|head| self.offer_rx_buffer(head));
     }
 
     /// Offers a chain whose descriptors the test has written.
-    pub fn offer_tx(&mut self, head: u16) {
+    pub(super) fn offer_tx(&mut self, head: u16) {
         self.tx.offer(&self.view, head, self.event_idx);
     }
 
-    pub fn tx_table(&self) -> u64 {
+    pub(super) fn tx_table(&self) -> u64 {
         self.tx.base
     }
 
     /// Claims to have offered what no ring can hold.
-    pub fn offer_absurdly_many(&mut self) {
+    pub(super) fn offer_absurdly_many(&mut self) {
         self.write(self.tx.avail() + 2, &(QUEUE_SIZE * 3).to_le_bytes());
         self.tx.kick.write(1).unwrap();
     }
@@ -226,7 +234,7 @@ impl Driver {
 
     /// Until `what` gives something, waits for interrupts.
     #[track_caller]
-    pub fn wait<T>(&mut self, mut what: impl FnMut(&mut Self) -> Option<T>) -> T {
+    pub(super) fn wait<T>(&mut self, mut what: impl FnMut(&mut Self) -> Option<T>) -> T {
         let interrupts = Arc::clone(&self.interrupts);
         loop {
             let before = *interrupts.count.lock().unwrap();
@@ -243,7 +251,7 @@ impl Driver {
     }
 
     /// Takes transmitted buffers back.
-    pub fn reap_tx(&mut self) {
+    pub(super) fn reap_tx(&mut self) {
         while let Some((head, len)) = self.take_used(false) {
             assert_eq!(len, 0);
             self.tx_free.push(head);
@@ -253,7 +261,7 @@ impl Driver {
     /// Waits until the device has nothing, and keeps one head and its descriptors for the test's
     /// own chains.
     #[track_caller]
-    pub fn keep_tx_head(&mut self) -> u16 {
+    pub(super) fn keep_tx_head(&mut self) -> u16 {
         let all = usize::from(QUEUE_SIZE / TX_DESCRIPTORS);
         self.wait(|driver| {
             driver.reap_tx();
@@ -264,18 +272,18 @@ impl Driver {
 
     /// Waits until a chain that the test has offered itself comes back.
     #[track_caller]
-    pub fn wait_tx(&mut self, expected: u16) {
+    pub(super) fn wait_tx(&mut self, expected: u16) {
         let (head, len) = self.wait(|driver| driver.take_used(false));
         assert_eq!((head, len), (expected, 0));
     }
 
-    pub fn can_send(&mut self) -> bool {
+    pub(super) fn can_send(&mut self) -> bool {
         self.reap_tx();
         !self.tx_free.is_empty()
     }
 
     /// Sends a packet, its payload in `pieces` descriptors.
-    pub fn send_in_pieces(&mut self, link: Link, op: Op, payload: &[u8], pieces: usize) {
+    pub(super) fn send_in_pieces(&mut self, link: Link, op: Op, payload: &[u8], pieces: usize) {
         let head = self.wait(|driver| {
             driver.reap_tx();
             driver.tx_free.pop()
@@ -299,20 +307,20 @@ impl Driver {
         self.tx.offer(&self.view, head, self.event_idx);
     }
 
-    pub fn send(&mut self, link: Link, op: Op, payload: &[u8]) {
+    pub(super) fn send(&mut self, link: Link, op: Op, payload: &[u8]) {
         self.send_in_pieces(link, op, payload, 1);
     }
 
-    pub fn send_data(&mut self, link: Link, payload: &[u8]) {
+    pub(super) fn send_data(&mut self, link: Link, payload: &[u8]) {
         self.send(link, Op::Data { len_bytes: payload.len().try_into().unwrap() }, payload);
     }
 
     /// A received buffer, not offered again: its descriptor and the length that the device wrote.
-    pub fn try_receive_raw(&mut self) -> Option<(u16, u32)> {
+    pub(super) fn try_receive_raw(&mut self) -> Option<(u16, u32)> {
         self.take_used(true)
     }
 
-    pub fn try_receive(&mut self) -> Option<(GuestPacket, Vec<u8>)> {
+    pub(super) fn try_receive(&mut self) -> Option<(GuestPacket, Vec<u8>)> {
         let (head, len) = self.take_used(true)?;
         let mut buffer = vec![0; len as usize];
         let addr = RX_BUFFERS + u64::from(head) * RX_BUFFER_LEN;
@@ -324,12 +332,12 @@ impl Driver {
     }
 
     #[track_caller]
-    pub fn receive(&mut self) -> (GuestPacket, Vec<u8>) {
+    pub(super) fn receive(&mut self) -> (GuestPacket, Vec<u8>) {
         self.wait(Self::try_receive)
     }
 
     #[track_caller]
-    pub fn expect(&mut self, link: Link, op: Op) {
+    pub(super) fn expect(&mut self, link: Link, op: Op) {
         let (packet, _) = self.receive();
         assert_eq!((packet.link, packet.op), (link, op));
     }

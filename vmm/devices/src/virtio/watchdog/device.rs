@@ -13,7 +13,7 @@ const TYPE_WATCHDOG: u16 = 35;
 const QUEUE_SIZES: [u16; 1] = [8];
 
 /// Told when a guest has been silent for too long.
-pub type OnSilence = Arc<dyn Fn() + Send + Sync>;
+pub(super) type OnSilence = Arc<dyn Fn() + Send + Sync>;
 
 pub struct Watchdog {
     on_silence: OnSilence,

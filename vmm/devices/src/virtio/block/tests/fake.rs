@@ -14,11 +14,11 @@ use crate::disk::{BlockDevice, Done, Executor, Geometry, ResizeError, Step};
 use crate::memory::view::GuestView;
 
 /// Time limit of each wait. A device that takes longer is broken, not slow.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Call that a device makes to its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Call {
+pub(super) enum Call {
     Read,
     Write,
     Flush,
@@ -31,7 +31,7 @@ pub enum Call {
 /// Runs before each call, without a lock of the disk. Its error is the result of the call.
 type Hook = Arc<dyn Fn(Call) -> io::Result<()> + Send + Sync>;
 
-pub struct Fake {
+pub(super) struct Fake {
     size_bytes: AtomicU64,
     /// First bytes of the disk. The others read as zeros, and writes to them are dropped.
     pub bytes: Mutex<Vec<u8>>,
@@ -46,7 +46,7 @@ pub struct Fake {
     rings: Mutex<Vec<Arc<RingSteps>>>,
 }
 
-pub fn geometry() -> Geometry {
+pub(super) fn geometry() -> Geometry {
     Geometry {
         block_bytes: 512,
         physical_block_bytes: 4096,
@@ -56,16 +56,16 @@ pub fn geometry() -> Geometry {
     }
 }
 
-pub fn io_error() -> io::Result<()> {
+pub(super) fn io_error() -> io::Result<()> {
     Err(io::Error::from_raw_os_error(libc::EIO))
 }
 
 impl Fake {
-    pub fn new(len: usize) -> Self {
+    pub(super) fn new(len: usize) -> Self {
         Self::with(len, geometry())
     }
 
-    pub fn with(len: usize, geometry: Geometry) -> Self {
+    pub(super) fn with(len: usize, geometry: Geometry) -> Self {
         Self {
             size_bytes: AtomicU64::new(len as u64),
             bytes: Mutex::new(vec![0; len]),
@@ -80,27 +80,27 @@ impl Fake {
     }
 
     /// A disk of this size that stores nothing.
-    pub fn without_memory(size_bytes: u64) -> Self {
+    pub(super) fn without_memory(size_bytes: u64) -> Self {
         Self { size_bytes: AtomicU64::new(size_bytes), ..Self::new(0) }
     }
 
     /// A disk whose queues have rings. [`Fake::ring`] returns them.
-    pub fn with_rings(len: usize) -> Self {
+    pub(super) fn with_rings(len: usize) -> Self {
         Self { has_rings: true, ..Self::new(len) }
     }
 
     /// Replaces the function that decides on the results of calls.
-    pub fn set_hook(&self, hook: impl Fn(Call) -> io::Result<()> + Send + Sync + 'static) {
+    pub(super) fn set_hook(&self, hook: impl Fn(Call) -> io::Result<()> + Send + Sync + 'static) {
         *self.hook.lock() = Some(Arc::new(hook));
     }
 
-    pub fn is_dirty(&self) -> bool {
+    pub(super) fn is_dirty(&self) -> bool {
         self.dirty.load(Ordering::Relaxed)
     }
 
     /// Returns the `nth` ring that was started. Each activation starts one for each queue, in their
     /// order.
-    pub fn ring(&self, nth: usize) -> Arc<RingSteps> {
+    pub(super) fn ring(&self, nth: usize) -> Arc<RingSteps> {
         Arc::clone(&self.rings.lock()[nth])
     }
 
@@ -191,7 +191,7 @@ impl BlockDevice for Fake {
 }
 
 /// Steps of a ring. The test ends each of them, in any order.
-pub struct RingSteps {
+pub(super) struct RingSteps {
     state: Mutex<State>,
     changed: Condvar,
     event: EventFd,
@@ -226,7 +226,7 @@ impl Default for RingSteps {
 
 impl RingSteps {
     /// Waits until at least `count` steps are under way, and returns how many are.
-    pub fn wait_for(&self, count: usize) -> usize {
+    pub(super) fn wait_for(&self, count: usize) -> usize {
         let mut state = self.state.lock();
         let few = |state: &mut State| state.under_way.len() < count;
         let waited = self.changed.wait_while_for(&mut state, few, PATIENCE);
@@ -236,7 +236,7 @@ impl RingSteps {
 
     /// Ends the `nth` of the steps under way, in the order in which they began. If `result` is a
     /// success, `fake` executes the step.
-    pub fn end(&self, fake: &Fake, nth: usize, result: io::Result<()>) {
+    pub(super) fn end(&self, fake: &Fake, nth: usize, result: io::Result<()>) {
         let mut state = self.state.lock();
         let (token, mut step) = state.under_way.remove(nth);
         state.ending += 1;
@@ -252,7 +252,7 @@ impl RingSteps {
     }
 
     /// Plugs memory during each call of the ring. The plug waits until no guard is held.
-    pub fn plug_during_calls(&self, view: GuestView) {
+    pub(super) fn plug_during_calls(&self, view: GuestView) {
         *self.view.lock() = Some(view);
     }
 
@@ -263,7 +263,7 @@ impl RingSteps {
     }
 
     /// Makes the ring report that the kernel takes no more steps from it.
-    pub fn give_up(&self) {
+    pub(super) fn give_up(&self) {
         self.is_given_up.store(true, Ordering::Relaxed);
     }
 }

@@ -35,7 +35,7 @@ const RING_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
 
 /// Why vhost-net does not move a device's frames.
 #[derive(Debug, Error)]
-pub enum VhostError {
+pub(super) enum VhostError {
     /// It is not there, or not ours.
     #[error("Cannot open {DEVICE}: is the module vhost_net loaded?")]
     Open(#[source] io::Error),
@@ -85,7 +85,7 @@ pub(super) fn connect() -> Connect {
 }
 
 /// Whether this host's vhost-net can serve a device, and may.
-pub fn probe() -> Result<(), VhostError> {
+pub(super) fn probe() -> Result<(), VhostError> {
     // Opening it loads the module, whose parameters are there from then on.
     check_features(kernel::features()?)?;
     check_zero_copy(fs::read_to_string(ZERO_COPY))

@@ -13,53 +13,53 @@ use crate::log::sparsely;
 use crate::pci::msix::{MsiMessage, MsixTable};
 
 /// VIRTIO_MSI_NO_VECTOR.
-pub const NO_VECTOR: u16 = 0xffff;
+pub(super) const NO_VECTOR: u16 = 0xffff;
 
 const ISR_QUEUE: u8 = 1;
 const ISR_CONFIG: u8 = 2;
 
 /// Which vector each event of the device raises. There is one vector for each queue, and one more.
-pub struct VectorMap {
+pub(super) struct VectorMap {
     config: AtomicU16,
     queues: Vec<AtomicU16>,
 }
 
 impl VectorMap {
-    pub fn new(queues: u16) -> Self {
+    pub(super) fn new(queues: u16) -> Self {
         let none = || AtomicU16::new(NO_VECTOR);
         Self { config: none(), queues: (0..queues).map(|_| none()).collect() }
     }
 
     /// How many vectors there are.
-    pub fn vectors(&self) -> u16 {
+    pub(super) fn vectors(&self) -> u16 {
         self.queues.len() as u16 + 1
     }
 
     /// The vector of configuration changes.
-    pub fn config(&self) -> u16 {
+    pub(super) fn config(&self) -> u16 {
         self.config.load(Ordering::Relaxed)
     }
 
     /// The vector of a queue.
-    pub fn queue(&self, queue: u16) -> u16 {
+    pub(super) fn queue(&self, queue: u16) -> u16 {
         self.queues
             .get(usize::from(queue))
             .map_or(NO_VECTOR, |vector| vector.load(Ordering::Relaxed))
     }
 
     /// Maps configuration changes, to nothing if there is no such vector.
-    pub fn set_config(&self, vector: u16) {
+    pub(super) fn set_config(&self, vector: u16) {
         self.config.store(self.existing(vector), Ordering::Relaxed);
     }
 
     /// Maps a queue, if it exists, to nothing if there is no such vector.
-    pub fn set_queue(&self, queue: u16, vector: u16) {
+    pub(super) fn set_queue(&self, queue: u16, vector: u16) {
         if let Some(slot) = self.queues.get(usize::from(queue)) {
             slot.store(self.existing(vector), Ordering::Relaxed);
         }
     }
 
-    pub fn reset(&self) {
+    pub(super) fn reset(&self) {
         self.set_config(NO_VECTOR);
         (0..self.queues.len() as u16).for_each(|queue| self.set_queue(queue, NO_VECTOR));
     }
@@ -91,7 +91,7 @@ struct Bound {
 }
 
 /// The interrupts of one function. Workers hold it; it never touches the device's lock.
-pub struct PciInterrupt {
+pub(super) struct PciInterrupt {
     vectors: Arc<VectorMap>,
     isr: AtomicU8,
     config_changes: AtomicU8,
@@ -101,7 +101,7 @@ pub struct PciInterrupt {
 }
 
 impl PciInterrupt {
-    pub fn new(vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
+    pub(super) fn new(vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
         let lines = (0..vectors.vectors()).map(|_| None).collect();
         let msix =
             Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines, bound: Vec::new() });
@@ -110,52 +110,52 @@ impl PciInterrupt {
     }
 
     /// Whether a worker of the device has said that it cannot go on.
-    pub fn is_reset_needed(&self) -> bool {
+    pub(super) fn is_reset_needed(&self) -> bool {
         self.needs_reset.load(Ordering::Acquire)
     }
 
     /// The device was reset.
-    pub fn forget_need_of_reset(&self) {
+    pub(super) fn forget_need_of_reset(&self) {
         self.needs_reset.store(false, Ordering::Release);
     }
 
     /// Reading the ISR status clears it.
-    pub fn take_isr(&self) -> u8 {
+    pub(super) fn take_isr(&self) -> u8 {
         self.isr.swap(0, Ordering::AcqRel)
     }
 
     /// How many configuration changes were signalled, modulo 256.
-    pub fn config_changes(&self) -> u8 {
+    pub(super) fn config_changes(&self) -> u8 {
         self.config_changes.load(Ordering::Acquire)
     }
 
     /// Takes message control from the capability.
-    pub fn set_control(&self, control: u16) {
+    pub(super) fn set_control(&self, control: u16) {
         self.change(|table| table.set_control(control));
     }
 
     /// Takes whether the function may write to memory.
-    pub fn set_bus_master(&self, bus_master: bool) {
+    pub(super) fn set_bus_master(&self, bus_master: bool) {
         self.change(|table| table.set_bus_master(bus_master));
     }
 
     /// Reads the MSI-X table.
-    pub fn read_table(&self, offset: u64, data: &mut [u8]) {
+    pub(super) fn read_table(&self, offset: u64, data: &mut [u8]) {
         self.msix.lock().table.read_table(offset, data);
     }
 
     /// Writes the MSI-X table.
-    pub fn write_table(&self, offset: u64, data: &[u8]) {
+    pub(super) fn write_table(&self, offset: u64, data: &[u8]) {
         self.change(|table| table.write_table(offset, data));
     }
 
     /// Reads the pending bits.
-    pub fn read_pending(&self, offset: u64, data: &mut [u8]) {
+    pub(super) fn read_pending(&self, offset: u64, data: &mut [u8]) {
         self.msix.lock().table.read_pending(offset, data);
     }
 
     /// The driver may have mapped queues to other vectors.
-    pub fn vectors_changed(&self) {
+    pub(super) fn vectors_changed(&self) {
         self.follow(&mut self.msix.lock());
     }
 

@@ -18,7 +18,7 @@ struct Notification {
 }
 
 /// The notifications of one device's queues.
-pub struct Notifications {
+pub(super) struct Notifications {
     io_events: Arc<dyn IoEvents>,
     queues: Vec<Notification>,
     /// Where the BAR is.
@@ -30,7 +30,11 @@ pub struct Notifications {
 
 impl Notifications {
     /// For `queues` queues, of which those in `synchronous` get no ioeventfd.
-    pub fn new(io_events: Arc<dyn IoEvents>, queues: u16, synchronous: &[u16]) -> io::Result<Self> {
+    pub(super) fn new(
+        io_events: Arc<dyn IoEvents>,
+        queues: u16,
+        synchronous: &[u16],
+    ) -> io::Result<Self> {
         let notification = |queue| {
             let kick = EventFd::new(EFD_NONBLOCK)?;
             Ok(Notification {
@@ -44,23 +48,23 @@ impl Notifications {
     }
 
     /// The event of a queue, for its worker.
-    pub fn kick(&self, queue: u16) -> io::Result<EventFd> {
+    pub(super) fn kick(&self, queue: u16) -> io::Result<EventFd> {
         self.queues[usize::from(queue)].kick.try_clone()
     }
 
     /// The BAR has moved.
-    pub fn set_bar_base(&mut self, base: Option<u64>) {
+    pub(super) fn set_bar_base(&mut self, base: Option<u64>) {
         self.bar_base = base;
         self.update();
     }
 
-    pub fn start(&mut self) {
+    pub(super) fn start(&mut self) {
         self.running = true;
         self.update();
     }
 
     /// The device has stopped: what it was notified of is forgotten.
-    pub fn stop(&mut self) {
+    pub(super) fn stop(&mut self) {
         self.running = false;
         self.update();
         for queue in &self.queues {
@@ -70,7 +74,7 @@ impl Notifications {
     }
 
     /// A notification that came as an exit: true if the caller must handle it now, on this thread.
-    pub fn notify(&self, queue: u16) -> bool {
+    pub(super) fn notify(&self, queue: u16) -> bool {
         let Some(queue) = self.queues.get(usize::from(queue)) else { return false };
         if !queue.synchronous && queue.kick.write(1).is_err() {
             // The counter is full, so the worker is about to look anyway.

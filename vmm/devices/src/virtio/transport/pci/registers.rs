@@ -14,7 +14,7 @@ use super::interrupt::VectorMap;
 use crate::virtio::read_config_bytes;
 
 /// The structure's length in bytes.
-pub const LEN: usize = 0x40;
+pub(super) const LEN: usize = 0x40;
 
 const ACKNOWLEDGE: u8 = VIRTIO_CONFIG_S_ACKNOWLEDGE as u8;
 const DRIVER: u8 = VIRTIO_CONFIG_S_DRIVER as u8;
@@ -29,7 +29,7 @@ const STEPS: [(u8, u8); 4] =
     [(ACKNOWLEDGE, 0), (DRIVER, ACKNOWLEDGE), (FEATURES_OK, DRIVER), (DRIVER_OK, FEATURES_OK)];
 
 /// What the registers need from the device behind them.
-pub trait Device {
+pub(super) trait Device {
     /// Whether it can work with these features, a subset of those offered.
     fn accepts_features(&mut self, features: u64) -> bool;
     /// Whether this queue can be used: its rings lie in memory, aligned.
@@ -51,7 +51,7 @@ pub trait Device {
 
 /// A queue as the driver describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct QueueRegisters {
+pub(super) struct QueueRegisters {
     /// The largest size offered.
     pub size_max: u16,
     /// The size chosen: a power of two, not above the largest.
@@ -71,7 +71,7 @@ impl QueueRegisters {
     }
 }
 
-pub struct CommonRegisters {
+pub(super) struct CommonRegisters {
     features_offered: u64,
     features: u64,
     device_feature_select: u32,
@@ -84,23 +84,27 @@ pub struct CommonRegisters {
 
 /// Offsets of what can be written.
 mod field {
-    pub const DEVICE_FEATURE_SELECT: u64 = 0x00;
-    pub const DRIVER_FEATURE_SELECT: u64 = 0x08;
-    pub const DRIVER_FEATURE: u64 = 0x0c;
-    pub const CONFIG_MSIX_VECTOR: u64 = 0x10;
-    pub const DEVICE_STATUS: u64 = 0x14;
-    pub const QUEUE_SELECT: u64 = 0x16;
-    pub const QUEUE_SIZE: u64 = 0x18;
-    pub const QUEUE_MSIX_VECTOR: u64 = 0x1a;
-    pub const QUEUE_ENABLE: u64 = 0x1c;
-    pub const QUEUE_DESC: u64 = 0x20;
-    pub const QUEUE_DRIVER: u64 = 0x28;
-    pub const QUEUE_DEVICE: u64 = 0x30;
+    pub(super) const DEVICE_FEATURE_SELECT: u64 = 0x00;
+    pub(super) const DRIVER_FEATURE_SELECT: u64 = 0x08;
+    pub(super) const DRIVER_FEATURE: u64 = 0x0c;
+    pub(super) const CONFIG_MSIX_VECTOR: u64 = 0x10;
+    pub(super) const DEVICE_STATUS: u64 = 0x14;
+    pub(super) const QUEUE_SELECT: u64 = 0x16;
+    pub(super) const QUEUE_SIZE: u64 = 0x18;
+    pub(super) const QUEUE_MSIX_VECTOR: u64 = 0x1a;
+    pub(super) const QUEUE_ENABLE: u64 = 0x1c;
+    pub(super) const QUEUE_DESC: u64 = 0x20;
+    pub(super) const QUEUE_DRIVER: u64 = 0x28;
+    pub(super) const QUEUE_DEVICE: u64 = 0x30;
 }
 
 impl CommonRegisters {
     /// A device after reset.
-    pub fn new(features_offered: u64, queue_sizes_max: &[u16], vectors: Arc<VectorMap>) -> Self {
+    pub(super) fn new(
+        features_offered: u64,
+        queue_sizes_max: &[u16],
+        vectors: Arc<VectorMap>,
+    ) -> Self {
         Self {
             features_offered,
             features: 0,
@@ -114,7 +118,7 @@ impl CommonRegisters {
     }
 
     /// Reads any part of the structure.
-    pub fn read(&self, offset: u64, data: &mut [u8], device: &mut dyn Device) {
+    pub(super) fn read(&self, offset: u64, data: &mut [u8], device: &mut dyn Device) {
         let status = self.status | if device.is_broken() { NEEDS_RESET } else { 0 };
         let image = self.image(status, || device.config_generation(), offset, data.len());
         read_config_bytes(&image, offset, data);
@@ -159,7 +163,7 @@ impl CommonRegisters {
 
     /// Writes one field with its own width, 64-bit fields also by halves (4.1.3.1). All else is
     /// dropped.
-    pub fn write(&mut self, offset: u64, data: &[u8], device: &mut dyn Device) {
+    pub(super) fn write(&mut self, offset: u64, data: &[u8], device: &mut dyn Device) {
         match *data {
             [byte] if offset == field::DEVICE_STATUS => self.write_status(byte, device),
             [low, high] => self.write_u16(offset, u16::from_le_bytes([low, high]), device),
@@ -268,7 +272,7 @@ impl CommonRegisters {
     }
 
     /// Back to the beginning, as by a status of 0.
-    pub fn reset(&mut self, device: &mut dyn Device) {
+    pub(super) fn reset(&mut self, device: &mut dyn Device) {
         device.reset();
         let sizes: Vec<u16> = self.queues.iter().map(|queue| queue.size_max).collect();
         self.vectors.reset();
@@ -278,7 +282,7 @@ impl CommonRegisters {
     /// The device may not reach memory any more. What it had under way is lost, so it does not go
     /// on where it was once it may again, but needs a reset. The driver is not told, as nobody
     /// is without DRIVER_OK (2.1.2).
-    pub fn lose_bus(&mut self, device: &mut dyn Device) {
+    pub(super) fn lose_bus(&mut self, device: &mut dyn Device) {
         if self.status & DRIVER_OK != 0 {
             device.reset();
             self.status = self.status & !DRIVER_OK | NEEDS_RESET;
