@@ -442,6 +442,9 @@ fn a_lost_arena_is_named_and_its_sectors_keep_their_place() {
         .fail(&["btt", "import", "pool", "v", "--from", "in", "--force"], &["arena 1 is missing"]);
 }
 
+const OLD_DATA: &str =
+    "arena 0: sectors that were written last may hold old data, or data of other sectors";
+
 #[test]
 fn a_damaged_log_is_told_by_the_exit_code_too() {
     let folder = with_volume();
@@ -457,8 +460,15 @@ fn a_damaged_log_is_told_by_the_exit_code_too() {
         let text = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{text}");
         assert!(text.contains("arena 0: lane 30 of the flog"), "{text}");
+        assert!(text.contains(OLD_DATA), "{text}");
     }
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
+    // The owner word of the volume's last chunk, with the log.
+    overwrite(&folder.path("pool"), (2 << 20) + 13 * 16, &[0; 8]);
+    let output = folder.run(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(text.contains("arena 0: the flog cannot be read"), "{text}");
+    assert!(text.contains(OLD_DATA), "{text}");
 }
 
 #[test]

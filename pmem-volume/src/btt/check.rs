@@ -33,8 +33,13 @@ pub enum Finding {
     InfoDiffers,
     #[error("the error flag is set: the arena takes no writes")]
     ErrorFlag,
-    #[error("the {what} cannot be read: {why}")]
-    Unreadable { what: &'static str, why: String },
+    #[error("the flog cannot be read: {0}")]
+    FlogUnreadable(String),
+    #[error("the map cannot be read: {0}")]
+    MapUnreadable(String),
+    /// Reported for the first one of the sectors of the lanes' newest entries.
+    #[error("the map entry of sector L{sector} cannot be read: {why}")]
+    EntryUnreadable { sector: u32, why: String },
     #[error("the flog uses its slots in no known way")]
     FlogPadding,
     #[error("lane {lane} of the flog has the sequence numbers {} and {}", sequences[0], sequences[1])]
@@ -58,6 +63,28 @@ pub enum Finding {
     BlockTwice { block: u32, by: String },
     #[error("{count} block(s) are named by neither map nor flog, the first is B{first}")]
     BlocksLost { count: u32, first: u32 },
+}
+
+impl Finding {
+    /// Returns true if the media could not be read, so that another look may find something else.
+    pub(super) fn is_unreadable(&self) -> bool {
+        matches!(
+            self,
+            Self::FlogUnreadable(_) | Self::MapUnreadable(_) | Self::EntryUnreadable { .. }
+        )
+    }
+
+    /// Returns true if the flog may have had writes that are not in the map. Without them the map
+    /// entry of a sector may name a block that was written again since.
+    pub fn loses_writes(&self) -> bool {
+        matches!(
+            self,
+            Self::FlogUnreadable(_)
+                | Self::FlogPadding
+                | Self::FlogSequence { .. }
+                | Self::FlogRange { .. }
+        )
+    }
 }
 
 impl Serialize for Finding {
@@ -163,13 +190,7 @@ fn check_arena(
     if info.has_error {
         report.add(Finding::ErrorFlag);
     }
-    let recovery = recover(space, &info).unwrap_or_else(|error| {
-        let finding = Finding::Unreadable {
-            what: "flog, or the map of what it names,",
-            why: foreshore_types::chain(&error),
-        };
-        Recovery { findings: vec![finding], ..Recovery::default() }
-    });
+    let recovery = recover(space, &info);
     recovery.findings.iter().for_each(|finding| report.add(finding.clone()));
     let flog_is_whole = recovery.findings.is_empty();
     report.redo = recovery.redo.len() as u32;
@@ -234,7 +255,7 @@ impl ArenaReport {
             let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
             if let Err(error) = space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)
             {
-                self.add(Finding::Unreadable { what: "map", why: foreshore_types::chain(&error) });
+                self.add(Finding::MapUnreadable(foreshore_types::chain(&error)));
                 is_whole = false;
                 first += count;
                 continue;

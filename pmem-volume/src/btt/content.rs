@@ -13,7 +13,7 @@ const PIECE_BYTES: u64 = 256 << 10;
 pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
     for place in arenas(space) {
         let Ok((info, _)) = place else { return Ok(true) };
-        let recovery = recover(space, &info)?;
+        let recovery = recover(space, &info);
         if !recovery.findings.is_empty() || !recovery.redo.is_empty() {
             return Ok(true);
         }

@@ -1,6 +1,6 @@
 //! The flog: each lane's free block, and the last write it recorded.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -120,20 +120,28 @@ pub(super) struct Recovery {
     /// Sectors whose map entry a crash kept from being written, in part or wholly, and the block
     /// it would name.
     pub(super) redo: BTreeMap<u32, u32>,
+    /// Sectors whose last write is unknown, because a part of the map cannot be read. Their entries
+    /// in the map and in `redo` do not count.
+    pub(super) doubtful: BTreeSet<u32>,
+    /// Sectors of the lanes' newest entries, and the blocks that the map names.
+    named: Vec<(u32, u32)>,
     /// What is wrong.
     pub(super) findings: Vec<Finding>,
 }
 
-/// Reads the whole flog and finds out where each lane is.
-pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Result<Recovery, MediaError> {
+/// Reads the whole flog and finds out where each lane is. Media errors are findings.
+pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Recovery {
+    let mut recovery = Recovery::default();
     let mut bytes = vec![0; (u64::from(arena.lanes) * FLOG_GROUP_BYTES) as usize];
-    space.read(arena.flog_at, &mut bytes)?;
+    if let Err(error) = space.read(arena.flog_at, &mut bytes) {
+        recovery.findings.push(Finding::FlogUnreadable(foreshore_types::chain(&error)));
+        return recovery;
+    }
     let groups =
         <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
-    let mut recovery = Recovery::default();
     let Some(second) = second_slot(groups) else {
         recovery.findings.push(Finding::FlogPadding);
-        return Ok(recovery);
+        return recovery;
     };
     recovery.second_slot = second;
     let mut suspects: Vec<Suspect> = Vec::new();
@@ -146,15 +154,14 @@ pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Result<Recovery,
             continue;
         };
         let next_slot = if newest == 0 { second } else { 0 };
-        suspects.extend(recovery.replay(space, arena, lane, pair[newest], next_slot)?);
+        suspects.extend(recovery.replay(space, arena, lane, pair[newest], next_slot));
     }
     // An entry that is wholly the old one of another lane's newest write is not torn.
     suspects.retain(|suspect| !recovery.redo.contains_key(&suspect.sector));
     if !suspects.is_empty() {
-        let torn = torn_entry::torn(space, arena, suspects, &recovery.redo, &recovery.free)?;
-        recovery.redo.extend(torn.into_iter().map(|torn| (torn.sector, torn.new)));
+        torn_entry::redo_torn(space, arena, suspects, &mut recovery);
     }
-    Ok(recovery)
+    recovery
 }
 
 impl Recovery {
@@ -168,7 +175,7 @@ impl Recovery {
         lane: u32,
         entry: &FlogEntryBytes,
         next_slot: usize,
-    ) -> Result<Option<Suspect>, MediaError> {
+    ) -> Option<Suspect> {
         let (sector, old, new) =
             (entry.lba.get(), entry.old_map.get() & MAP_BLOCK, entry.new_map.get() & MAP_BLOCK);
         let bounds = [
@@ -179,7 +186,7 @@ impl Recovery {
         for (field, value, bound) in bounds {
             if value >= bound {
                 self.findings.push(Finding::FlogRange { lane, field, value, bound });
-                return Ok(None);
+                return None;
             }
         }
         self.free.push((old, lane));
@@ -193,12 +200,53 @@ impl Recovery {
             sequence,
             sector,
         });
-        let entry = read_entry(space, arena, sector)?;
+        let entry = match read_entry(space, arena, sector) {
+            Ok(entry) => entry,
+            // The lane has written nothing yet, so the sector's last write is not in doubt.
+            Err(_) if old == new => return None,
+            Err(error) => {
+                // A lost page of the map may have the entries of all lanes.
+                if self.doubtful.is_empty() {
+                    let why = foreshore_types::chain(&error);
+                    self.findings.push(Finding::EntryUnreadable { sector, why });
+                }
+                self.doubtful.insert(sector);
+                return None;
+            }
+        };
         let names = decode_map(sector, entry).block;
+        self.named.push((sector, names));
         if old != new && names == old {
             self.redo.insert(sector, new);
         }
-        Ok(looks_torn(entry, old, new).then_some(Suspect { sector, names, new }))
+        looks_torn(entry, old, new).then_some(Suspect { sector, names, new })
+    }
+
+    /// Sectors whose map entry does not count, with the block that recovery gives them. `None`: it
+    /// is unknown.
+    pub(super) fn pending(&self) -> BTreeMap<u32, Option<u32>> {
+        let redone = self.redo.iter().map(|(sector, block)| (*sector, Some(*block)));
+        redone.chain(self.doubtful.iter().map(|sector| (*sector, None))).collect()
+    }
+
+    /// Does recovery leave a block to two? The whole map would take long to read; what lanes say of
+    /// each other, and the entries that they changed last, do not.
+    pub(super) fn block_twice(&self) -> Option<Finding> {
+        let mut free = BTreeSet::new();
+        for (block, lane) in &self.free {
+            if !free.insert(*block) {
+                let by = format!("lane {lane} of the flog");
+                return Some(Finding::BlockTwice { block: *block, by });
+            }
+        }
+        let known = self.named.iter().filter(|(sector, _)| !self.doubtful.contains(sector));
+        for (sector, named) in known {
+            let block = *self.redo.get(sector).unwrap_or(named);
+            if free.contains(&block) {
+                return Some(Finding::BlockTwice { block, by: format!("sector L{sector}") });
+            }
+        }
+        None
     }
 }
 
@@ -270,6 +318,17 @@ mod tests {
         assert_eq!(second_slot(&[group(&[0, 2]), group(&[0])]), Some(2));
         assert_eq!(second_slot(&[group(&[0, 2]), group(&[0, 1])]), None);
         assert_eq!(second_slot(&[group(&[0, 3])]), None);
+    }
+
+    #[test]
+    fn block_of_a_doubtful_sector_is_not_found_twice() {
+        let mut recovery =
+            Recovery { free: vec![(1, 0), (2, 1)], named: vec![(7, 1)], ..Recovery::default() };
+        let by = "sector L7".to_owned();
+        assert_eq!(recovery.block_twice(), Some(Finding::BlockTwice { block: 1, by }));
+        // As if the entry could be read for one lane and not for another, whose write is newer.
+        recovery.doubtful.insert(7);
+        assert_eq!(recovery.block_twice(), None);
     }
 
     #[test]

@@ -35,6 +35,6 @@ pub use layout::{
     SECTOR_BYTES, START_BYTES,
 };
 pub use plain::{PlainError, PlainFile};
-pub use reader::{Lost, Reader, Sector, Trouble};
+pub use reader::{Lost, Reader, Sector};
 pub use repair::{GiveUp, Mending, Repair, plan_repair};
 pub use walk::{Missing, Place, arenas, is_replaced};

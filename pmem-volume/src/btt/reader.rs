@@ -33,26 +33,18 @@ pub enum Lost {
     Outside,
     #[error("{}", foreshore_types::chain(.0))]
     Media(MediaError),
+    /// Its last write is unknown.
+    #[error("not recovered, because a part of the map cannot be read")]
+    NotRecovered,
     /// Its arena has lost both info blocks, and nobody knows where its map is.
     #[error("in arena {0}, which is lost")]
     Arena(usize),
 }
 
-/// What keeps an arena from being whole, and its sectors from being what they were.
-#[derive(Debug, Error)]
-#[expect(missing_docs, reason = "the messages describe variants and fields")]
-pub enum Trouble {
-    /// The arena's metadata is damaged.
-    #[error(transparent)]
-    Finding(#[from] Finding),
-    #[error("the flog cannot be read ({0})")]
-    Media(Lost),
-}
-
-/// An arena, with what recovery would do to its map.
+/// An arena, with what recovery would do to its map (`Recovery::pending`).
 struct Arena {
     info: ArenaInfo,
-    redo: BTreeMap<u32, u32>,
+    pending: BTreeMap<u32, Option<u32>>,
 }
 
 /// What lies at the place of an arena.
@@ -76,20 +68,21 @@ impl<'a, S: Media> Reader<'a, S> {
     /// Finds the arenas and replays their flogs. An arena that is not whole is an error.
     pub fn open(space: &'a S) -> Result<Result<Self, Finding>, MediaError> {
         let (reader, troubles) = Self::open_damaged(space)?;
-        match troubles.into_iter().next() {
-            None => Ok(Ok(reader)),
-            Some((_, Trouble::Finding(finding))) => Ok(Err(finding)),
-            Some((_, Trouble::Media(lost))) => {
-                Ok(Err(Finding::Unreadable { what: "flog", why: lost.to_string() }))
-            }
-        }
+        Ok(match troubles.into_iter().next() {
+            None => Ok(reader),
+            Some((_, finding)) => Err(finding),
+        })
     }
 
-    /// The same, of whatever can be found. Without its flog an arena lacks what was written last
-    /// and the map does not say yet: those sectors are as they were before. What follows an
-    /// arena without info blocks is read if it is known where it starts. What is wrong is told
-    /// with the arena.
-    pub fn open_damaged(space: &'a S) -> Result<(Self, Vec<(usize, Trouble)>), MediaError> {
+    /// Opens what can be found, and returns the findings with the numbers of their arenas.
+    ///
+    /// Recovery is done for all lanes of a flog that can be read. If a lane cannot, or the whole
+    /// flog, a sector that was written last may read as it was before, or as another sector:
+    /// its map entry may name a block that was written again since. If a part of the map cannot
+    /// be read, sectors whose last write is unknown cannot be read either.
+    ///
+    /// Arenas behind one without info blocks are read if it is known where they start.
+    pub fn open_damaged(space: &'a S) -> Result<(Self, Vec<(usize, Finding)>), MediaError> {
         let mut troubles = Vec::new();
         let mut reader = Self { space, parts: Vec::new(), sector_bytes: 0 };
         for (number, place) in arenas(space).into_iter().enumerate() {
@@ -98,25 +91,17 @@ impl<'a, S: Media> Reader<'a, S> {
                     if number == 0 {
                         reader.sector_bytes = info.sector_bytes;
                     }
-                    let redo = match recover(space, &info) {
-                        Ok(recovery) => {
-                            let findings = recovery.findings.into_iter();
-                            troubles.extend(findings.map(|finding| (number, finding.into())));
-                            recovery.redo
-                        }
-                        Err(error) => {
-                            troubles.push((number, Trouble::Media(Lost::Media(error))));
-                            BTreeMap::new()
-                        }
-                    };
-                    reader.parts.push(Part::Arena(Arena { info, redo }));
+                    let recovery = recover(space, &info);
+                    let pending = recovery.pending();
+                    troubles.extend(recovery.findings.into_iter().map(|found| (number, found)));
+                    reader.parts.push(Part::Arena(Arena { info, pending }));
                 }
                 Err(missing) => {
                     let sectors = missing.sectors(reader.sector_bytes);
                     reader
                         .parts
                         .extend(sectors.map(|sectors| Part::Missing { arena: number, sectors }));
-                    troubles.push((number, Finding::NoInfo(missing.why).into()));
+                    troubles.push((number, Finding::NoInfo(missing.why)));
                 }
             }
         }
@@ -139,8 +124,9 @@ impl<'a, S: Media> Reader<'a, S> {
         let (part, sector) = self.place_of(sector);
         let Part::Arena(arena) = part else { return Ok(Sector::Error) };
         let sector = sector as u32;
-        let entry = match arena.redo.get(&sector) {
-            Some(block) => MapEntry { block: *block, kind: MapKind::Data },
+        let entry = match arena.pending.get(&sector) {
+            Some(Some(block)) => MapEntry { block: *block, kind: MapKind::Data },
+            Some(None) => return Ok(Sector::Error),
             None => read_map(self.space, &arena.info, sector)?,
         };
         match entry.kind {
@@ -189,8 +175,8 @@ impl<'a, S: Media> Reader<'a, S> {
         };
         let mapped =
             written.map_or(end, |data| ((data.start - arena.info.map_at) / MAP_ENTRY_BYTES) as u32);
-        let redone = arena.redo.range(start..end).next().map_or(end, |(sector, _)| *sector);
-        let unmapped_end = mapped.min(redone);
+        let pending = arena.pending.range(start..end).next().map_or(end, |(sector, _)| *sector);
+        let unmapped_end = mapped.min(pending);
         let Some(last) = unmapped_end.checked_sub(1).filter(|last| *last >= start) else {
             return Some(start);
         };
@@ -250,7 +236,7 @@ impl<'a, S: Media> Reader<'a, S> {
                 Ok(MapEntry { kind: MapKind::Error, .. }) => Err(Lost::Marked),
                 Ok(entry) if entry.block >= arena.info.blocks => Err(Lost::Outside),
                 Ok(entry) => Ok(entry.block),
-                Err(error) => Err(Lost::Media(error)),
+                Err(why) => Err(why),
             };
             match block.map(|block| arena.info.block_at(block)) {
                 Ok(at) => match runs.last_mut() {
@@ -282,20 +268,17 @@ impl<'a, S: Media> Reader<'a, S> {
 
     /// Map entries as recovery leaves them; those that cannot be read by themselves if not all of
     /// them can together.
-    fn entries(
-        &self,
-        arena: &Arena,
-        first: u32,
-        count: usize,
-    ) -> Vec<Result<MapEntry, MediaError>> {
+    fn entries(&self, arena: &Arena, first: u32, count: usize) -> Vec<Result<MapEntry, Lost>> {
         let mut bytes = vec![0; count * MAP_ENTRY_BYTES as usize];
         let at = arena.info.map_at + u64::from(first) * MAP_ENTRY_BYTES;
         let all = self.space.read(at, &mut bytes);
         let (entries, _) = bytes.as_chunks::<4>();
-        let of_sector = |(sector, entry): (u32, &[u8; 4])| match (arena.redo.get(&sector), &all) {
-            (Some(block), _) => Ok(MapEntry { block: *block, kind: MapKind::Data }),
+        let of_sector = |(sector, entry): (u32, &[u8; 4])| match (arena.pending.get(&sector), &all)
+        {
+            (Some(Some(block)), _) => Ok(MapEntry { block: *block, kind: MapKind::Data }),
+            (Some(None), _) => Err(Lost::NotRecovered),
             (None, Ok(())) => Ok(decode_map(sector, u32::from_le_bytes(*entry))),
-            (None, Err(_)) => read_map(self.space, &arena.info, sector),
+            (None, Err(_)) => read_map(self.space, &arena.info, sector).map_err(Lost::Media),
         };
         (first..).zip(entries).map(of_sector).collect()
     }

@@ -17,12 +17,11 @@
 //! have got another block since by another lane. That block is the sector's alone, while one that a
 //! torn entry names by accident is somebody else's, or none: each block is named exactly once.
 
-use std::collections::BTreeMap;
-
 use super::arena::ArenaInfo;
-use super::flog::decode_map;
+use super::check::Finding;
+use super::flog::{Recovery, decode_map};
 use super::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
-use crate::media::{Media, MediaError};
+use crate::media::Media;
 
 /// Entries that are read at once.
 const PIECE: u32 = 1 << 16;
@@ -50,25 +49,31 @@ pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
     ![old, new].contains(&(entry & MAP_BLOCK)) && before.into_iter().any(is_torn)
 }
 
-/// Of the suspects, those whose block is named by another sector or lane as well, or that there is
-/// no such block. `redo` is what recovery would store otherwise, `free` the lanes' blocks.
-pub(super) fn torn(
+/// Adds suspects to the redo of a recovery if another sector or lane names their block as well, or
+/// if there is no such block. If the map cannot be read to find that out, they are doubtful.
+pub(super) fn redo_torn(
     space: &impl Media,
     arena: &ArenaInfo,
     suspects: Vec<Suspect>,
-    redo: &BTreeMap<u32, u32>,
-    free: &[(u32, u32)],
-) -> Result<Vec<Suspect>, MediaError> {
+    recovery: &mut Recovery,
+) {
+    let Recovery { redo, free, doubtful, findings, .. } = recovery;
     let (mut torn, mut open): (Vec<Suspect>, Vec<Suspect>) =
         suspects.into_iter().partition(|suspect| {
             suspect.names >= arena.blocks || free.iter().any(|(block, _)| *block == suspect.names)
         });
     let mut bytes = vec![0; PIECE.min(arena.sectors) as usize * MAP_ENTRY_BYTES as usize];
     let mut first = 0;
-    while first < arena.sectors && !open.is_empty() {
+    // An entry that could not be read may name the block of any suspect.
+    let mut is_map_known = doubtful.is_empty();
+    while is_map_known && first < arena.sectors && !open.is_empty() {
         let count = PIECE.min(arena.sectors - first);
         let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
-        space.read(arena.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
+        if let Err(error) = space.read(arena.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece) {
+            findings.push(Finding::MapUnreadable(foreshore_types::chain(&error)));
+            is_map_known = false;
+            break;
+        }
         let (entries, _) = piece.as_chunks::<4>();
         for (sector, entry) in (first..).zip(entries) {
             let entry = decode_map(sector, u32::from_le_bytes(*entry));
@@ -81,7 +86,10 @@ pub(super) fn torn(
         }
         first += count;
     }
-    Ok(torn)
+    redo.extend(torn.into_iter().map(|torn| (torn.sector, torn.new)));
+    if !is_map_known {
+        doubtful.extend(open.into_iter().map(|open| open.sector));
+    }
 }
 
 #[cfg(test)]

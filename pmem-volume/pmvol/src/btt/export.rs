@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use foreshore_types::size::Size;
-use pmem_volume::btt::{Lost, Reader, Trouble};
+use pmem_volume::btt::{Finding, Lost, Reader};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
 use super::args::{ImageFormat, Place};
@@ -62,11 +62,11 @@ pub(super) fn export(
             Size(data_bytes).rounded()
         )
     })?;
-    // Also with trouble alone: a damaged log may have had writes that are not in the map.
+    // Also with trouble alone: sectors may have been read that are not as they were written.
     Ok(outcome(lost.is_empty() && troubles.is_empty()))
 }
 
-type Troubles = Vec<(usize, Trouble)>;
+type Troubles = Vec<(usize, Finding)>;
 
 /// What is copied: sectors of a BTT, or a raw volume's bytes.
 enum Content<'a> {
@@ -185,10 +185,18 @@ pub(super) fn is_zero(bytes: &[u8]) -> bool {
     words.iter().all(|word| *word == [0; 8]) && rest.iter().all(|byte| *byte == 0)
 }
 
-/// Says on stderr what is wrong with the arenas: what is copied may not be what was there.
-pub(super) fn say_troubles(troubles: &[(usize, Trouble)]) {
-    for (arena, trouble) in troubles {
-        remark(format_args!("arena {arena}: {trouble}"));
+/// Reports on stderr what is wrong with the arenas, and what follows for their sectors.
+pub(super) fn say_troubles(troubles: &[(usize, Finding)]) {
+    for (arena, finding) in troubles {
+        remark(format_args!("arena {arena}: {finding}"));
+    }
+    let mut of_flog: Vec<_> =
+        troubles.iter().filter(|(_, finding)| finding.loses_writes()).map(|(n, _)| *n).collect();
+    of_flog.dedup();
+    for arena in of_flog {
+        remark(format_args!(
+            "arena {arena}: sectors that were written last may hold old data, or data of other sectors"
+        ));
     }
 }
 

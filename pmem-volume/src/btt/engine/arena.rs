@@ -1,6 +1,6 @@
 //! An arena that is served: opened, recovered, and latched when something about it is wrong.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -30,30 +30,30 @@ pub(super) struct Arena {
     pub(super) source: InfoSource,
     /// Blocks of which a read has failed.
     failed: FailedBlocks,
-    /// What recovery would have stored, had the arena been open for writing.
-    redo: BTreeMap<u32, u32>,
+    /// What recovery would have stored, had the arena been open for writing. `None`: the sector's
+    /// last write is unknown.
+    pending: BTreeMap<u32, Option<u32>>,
     fault: OnceLock<Fault>,
 }
 
 impl Arena {
     /// Recovers an arena, durably, and makes it ready. A damaged arena gets its error flag and is
-    /// read-only. An arena whose flog or map cannot be read takes no reads and no writes until the
-    /// next open, because the media may be readable then.
+    /// read-only. If recovery cannot read all that it needs, the arena is read-only until the next
+    /// open, because the media may be readable then. Without its flog it takes no reads either.
     pub(super) fn open(
         common: &Common<impl Media>,
         (number, first_sector): (usize, u64),
         (info, source): (ArenaInfo, InfoSource),
     ) -> Result<Self, EngineError> {
         let space = &common.space;
-        let (mut recovery, unreadable) = match examined(space, &info) {
-            Ok(recovery) => (recovery, None),
-            Err(error) => {
-                (Recovery::default(), Some(Fault::Unreadable(foreshore_types::chain(&error))))
-            }
-        };
+        let mut recovery = recover(space, &info);
         let map = Map::new(&info);
-        let damage = recovery.findings.first().cloned();
-        let fault = unreadable.or(info.has_error.then_some(Fault::ErrorFlag));
+        let mut findings = recovery.findings.iter();
+        let unreadable = findings.clone().find(|finding| finding.is_unreadable()).cloned();
+        let damage = findings.find(|finding| !finding.is_unreadable()).cloned();
+        let damage = damage.or_else(|| recovery.block_twice());
+        let fault =
+            unreadable.map(Fault::Unreadable).or(info.has_error.then_some(Fault::ErrorFlag));
         if damage.is_none() && fault.is_none() {
             redo(common, &info, &map, &recovery).map_err(EngineError::Media)?;
             recovery.redo.clear();
@@ -62,11 +62,11 @@ impl Arena {
             number,
             first_sector,
             map,
+            pending: recovery.pending(),
             lanes: Lanes::new(recovery.lanes),
             second_slot: recovery.second_slot,
             source,
             failed: FailedBlocks::default(),
-            redo: recovery.redo,
             fault: OnceLock::new(),
             info,
         };
@@ -97,14 +97,22 @@ impl Arena {
         }
     }
 
-    /// Fails if recovery was not possible: the log may hold writes that the map lacks, and then the
-    /// map entry of a sector names a block that may hold the data of another sector.
-    #[inline]
+    /// Fails if recovery was not possible, or only of a part.
     pub(super) fn check_recovered(&self) -> Result<(), EngineError> {
         match self.fault.get() {
             Some(why @ Fault::Unreadable(_)) => {
                 Err(EngineError::NotRecovered { arena: self.number, why: why.clone() })
             }
+            _ => Ok(()),
+        }
+    }
+
+    /// Fails if the flog could not be read: it may hold writes of any sectors that the map lacks,
+    /// and then their map entries name blocks that may hold the data of other sectors.
+    #[inline]
+    fn check_readable(&self) -> Result<(), EngineError> {
+        match self.fault.get() {
+            Some(Fault::Unreadable(Finding::FlogUnreadable(_))) => self.check_recovered(),
             _ => Ok(()),
         }
     }
@@ -150,7 +158,7 @@ impl Arena {
         sector: u32,
         into: &mut [u8],
     ) -> Result<(), EngineError> {
-        self.check_recovered()?;
+        self.check_readable()?;
         let space = &common.space;
         let mut is_unwritten = false;
         let find = || {
@@ -186,8 +194,12 @@ impl Arena {
     }
 
     fn entry(&self, space: &impl Media, sector: u32) -> Result<u32, EngineError> {
-        match self.redo.get(&sector) {
-            Some(block) => Ok(map::written(*block)),
+        match self.pending.get(&sector) {
+            Some(Some(block)) => Ok(map::written(*block)),
+            Some(None) => {
+                let sector = self.first_sector + u64::from(sector);
+                Err(EngineError::SectorNotRecovered { sector })
+            }
             None => self.map.entry(space, sector).map_err(EngineError::Media),
         }
     }
@@ -254,39 +266,6 @@ impl Arena {
         self.latch(space.persist(std::slice::from_ref(&self.map.words_of(sectors))))?;
         self.check_writable()
     }
-}
-
-/// What recovery is to do, and what is wrong.
-fn examined(space: &impl Media, info: &ArenaInfo) -> Result<Recovery, MediaError> {
-    let mut recovery = recover(space, info)?;
-    recovery.findings.extend(block_twice(space, info, &recovery)?);
-    Ok(recovery)
-}
-
-/// Does recovery leave a block to two? The whole map would take long to read; what lanes say of
-/// each other, and the entries that they changed last, do not.
-fn block_twice(
-    space: &impl Media,
-    info: &ArenaInfo,
-    recovery: &Recovery,
-) -> Result<Option<Finding>, MediaError> {
-    let mut free = BTreeSet::new();
-    for (block, lane) in &recovery.free {
-        if !free.insert(*block) {
-            let by = format!("lane {lane} of the flog");
-            return Ok(Some(Finding::BlockTwice { block: *block, by }));
-        }
-    }
-    for lane in &recovery.lanes {
-        let block = match recovery.redo.get(&lane.sector) {
-            Some(block) => *block,
-            None => crate::btt::flog::read_map(space, info, lane.sector)?.block,
-        };
-        if free.contains(&block) {
-            return Ok(Some(Finding::BlockTwice { block, by: format!("sector L{}", lane.sector) }));
-        }
-    }
-    Ok(None)
 }
 
 /// Does what a crash kept from being done. Whoever wrote this may have been killed a moment ago,

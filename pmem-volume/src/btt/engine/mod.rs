@@ -17,10 +17,12 @@
 //! another block. A store or persist that fails makes its arena read-only: nobody knows what is
 //! durable since.
 //!
-//! An arena whose flog or map cannot be is read-only, and says so in its info blocks, as the format
-//! has it; the others go on. Where an arena has no whole info block, its sectors are those that its
-//! size leads to, and none can be read; a volume in which its size is not known ([`walk`]) is not
-//! opened. An arena whose flog or map cannot be read at open takes no reads and no writes.
+//! An arena whose flog or map is inconsistent is read-only, which its info blocks record, as the
+//! format has it; the others go on. Where an arena has no whole info block, its sectors are those
+//! that its size leads to, and none can be read; a volume in which its size is not known ([`walk`])
+//! is not opened. An arena whose flog cannot be read at open takes no reads and no writes. If the
+//! map entry of a lane's last write cannot be read, the arena takes no writes, and that sector no
+//! reads.
 
 mod arena;
 mod cpu;
@@ -72,7 +74,7 @@ enum Place {
     Missing { arena: usize, start_bytes: u64, first_sector: u64, sectors: u64, why: InfoError },
 }
 
-/// Why an arena refuses writes, and reads as well if it is unreadable.
+/// Why an arena refuses writes, and some or all reads if it is [`Fault::Unreadable`].
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Fault {
@@ -81,9 +83,11 @@ pub enum Fault {
     /// The flog or the map is inconsistent.
     #[error("{0}")]
     Damaged(Finding),
-    /// Flog or map could not be read at open, so recovery is not done. Nothing was stored.
-    #[error("its log or map could not be read ({0})")]
-    Unreadable(String),
+    /// The flog or a part of the map could not be read at open, and recovery stored nothing.
+    /// Without the flog, all reads fail. Otherwise, those of sectors whose last write is unknown
+    /// fail.
+    #[error("{0}")]
+    Unreadable(Finding),
     /// A store or persist failed.
     #[error("the media failed before ({0})")]
     Media(String),
@@ -118,9 +122,12 @@ pub enum EngineError {
     Length { length_bytes: usize, sector_bytes: u32 },
     #[error("arena {arena} is read-only: {why}")]
     ReadOnly { arena: usize, why: Fault },
-    /// The arena can be neither read nor written, because recovery was not possible at open.
+    /// Recovery was not possible at open, or only of a part.
     #[error("arena {arena} is not recovered: {why}")]
     NotRecovered { arena: usize, why: Fault },
+    /// The last write of the sector is unknown. Its arena is read-only.
+    #[error("sector {sector} is not recovered: a part of the map could not be read")]
+    SectorNotRecovered { sector: u64 },
     #[error("arena {arena} is missing: neither info block is whole ({why})")]
     Missing { arena: usize, why: InfoError },
     /// The sector cannot be read. It can be written.
@@ -150,7 +157,8 @@ pub struct ArenaStatus {
     pub uuid: Option<Uuid>,
     /// Which of its info blocks was used.
     pub source: Option<InfoSource>,
-    /// Why it refuses writes.
+    /// Why it refuses writes. A missing arena and one with [`Fault::Unreadable`] refuse reads as
+    /// well.
     pub read_only: Option<String>,
 }
 

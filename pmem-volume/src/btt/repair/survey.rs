@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::super::arena::ArenaInfo;
-use super::super::check::BlockSet;
+use super::super::check::{BlockSet, Finding};
 use super::super::flog::{MapKind, decode_map, newest, read_map, recover, second_slot};
 use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES};
 use crate::media::{Media, MediaError};
@@ -49,9 +49,14 @@ pub(super) struct Survey {
     pub(super) error_sectors: u32,
 }
 
-/// Looks at an arena. `None`: more is wrong with it than anybody can make sense of.
+/// Looks at an arena. `None`: more is wrong with it than anybody can make sense of, or recovery
+/// could not read all that it needs. Then a block without an owner may hold a sector.
 pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Survey>, MediaError> {
-    let lanes = survey_flog(space, info)?;
+    let recovery = recover(space, info);
+    if recovery.findings.iter().any(Finding::is_unreadable) {
+        return Ok(None);
+    }
+    let lanes = survey_flog(space, info, &recovery.redo)?;
     let redo: BTreeMap<_, _> = lanes.iter().filter_map(|lane| lane.redo).collect();
     let mut survey = Survey {
         lanes,
@@ -131,15 +136,18 @@ fn each_entry(
     Ok(())
 }
 
-fn survey_flog(space: &impl Media, info: &ArenaInfo) -> Result<Vec<Lane>, MediaError> {
+/// Returns the lanes. Torn entries of the map are in `redo`, and are pending as well.
+fn survey_flog(
+    space: &impl Media,
+    info: &ArenaInfo,
+    redo: &BTreeMap<u32, u32>,
+) -> Result<Vec<Lane>, MediaError> {
     let mut bytes = vec![0; (u64::from(info.lanes) * FLOG_GROUP_BYTES) as usize];
     space.read(info.flog_at, &mut bytes)?;
     let groups =
         <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
     let second = likely_second_slot(groups);
-    // Torn entries of the map are pending as well, which takes a look at the whole of it.
-    let redo = recover(space, info)?.redo;
-    groups.iter().map(|group| survey_lane(space, info, group, second, &redo)).collect()
+    groups.iter().map(|group| survey_lane(space, info, group, second, redo)).collect()
 }
 
 fn survey_lane(

@@ -106,7 +106,7 @@ fn a_flog_that_cannot_be_makes_its_arena_read_only() {
         drop(engine);
         // Lane 3 and those next to it are not the ones that a thread begins with.
         let info = second_of(&media);
-        change(&media, &info, &recover(&media, &info).unwrap());
+        change(&media, &info, &recover(&media, &info));
         let engine = Engine::open(&media).unwrap();
         let why = only_the_second_is_read_only(&media, &engine);
         assert!(why.contains(what), "{what}: {why}");
@@ -147,7 +147,7 @@ fn an_error_flag_keeps_the_arena_as_it_is_and_shows_what_recovery_would() {
     let info = second_of(&media);
     // A write of sector 3 of which the map does not know yet: the lane's block and an entry that
     // counts.
-    let recovery = recover(&media, &info).unwrap();
+    let recovery = recover(&media, &info);
     let (block, _) = recovery.free[0];
     let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
     media.store(info.block_at(block), &content(border + 3, 5, 4096)).unwrap();
@@ -283,6 +283,8 @@ pub(super) struct Failing {
     pub(super) media: MemoryMedia,
     pub(super) left: AtomicU64,
     bad: Mutex<Vec<Range<u64>>>,
+    /// Number of reads before the one that fails.
+    pub(super) read_fails_after: AtomicU64,
     /// Ranges of [`Media::persist`], in order.
     pub(super) persisted: Mutex<Vec<Range<u64>>>,
     /// Makes the next [`Media::persist`] fail.
@@ -295,6 +297,7 @@ impl Failing {
             media,
             left: u64::MAX.into(),
             bad: Mutex::default(),
+            read_fails_after: u64::MAX.into(),
             persisted: Mutex::default(),
             persist_fails: AtomicBool::default(),
         }
@@ -335,6 +338,10 @@ impl Media for Failing {
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         self.reach(offset_bytes, into.len())?;
+        // After the failure, the count wraps around.
+        if self.read_fails_after.fetch_sub(1, Ordering::SeqCst) == 0 {
+            return Err(Self::failure());
+        }
         self.media.read(offset_bytes, into)
     }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use super::damage::{Failing, change_info, flags_at, info_at, second_of, spoil};
 use super::*;
 use crate::btt::layout::{INFO_BYTES, SIGNATURE};
-use crate::btt::{Finding, GiveUp, InfoSource, plan_repair};
+use crate::btt::{Finding, GiveUp, InfoSource, Lost, plan_repair};
 use crate::media::Media;
 
 /// Three arenas, each with a sector of its own at its start.
@@ -192,10 +192,14 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
                     "{result:?}"
                 );
                 let result = engine.read(border, &mut vec![0; 4096]);
-                assert!(
-                    matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })),
-                    "{result:?}"
-                );
+                let is_refused = match what {
+                    "flog" => matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })),
+                    _ => {
+                        assert_eq!(read(&engine, border + 2000), vec![0; 4096]);
+                        matches!(result, Err(EngineError::SectorNotRecovered { sector }) if sector == border)
+                    }
+                };
+                assert!(is_refused, "{what}: {result:?}");
                 assert_eq!(read(&engine, border - 1), content(border - 1, 1, 4096));
                 assert!(engine.settle().is_err(), "it is not known what is left to be redone");
             }
@@ -208,14 +212,29 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
         match what {
             "first" => assert_eq!(found[..], [Finding::FirstInfo]),
             "second" => assert_eq!(found[..], [Finding::SecondInfo]),
-            _ => {
-                assert!(matches!(found[..], [Finding::Unreadable { .. }, ..]), "{what}: {found:?}")
-            }
+            "flog" => assert!(matches!(found[..], [Finding::FlogUnreadable(_)]), "{found:?}"),
+            "map" => assert!(
+                matches!(
+                    found[..],
+                    [Finding::EntryUnreadable { sector: 0, .. }, Finding::MapUnreadable(_)]
+                ),
+                "{found:?}"
+            ),
+            _ => assert!(matches!(found[..], [Finding::MapUnreadable(_)]), "{what}: {found:?}"),
         }
-        let (reader, _) = Reader::open_damaged(&failing).unwrap();
+        let (reader, troubles) = Reader::open_damaged(&failing).unwrap();
+        let of_recovery = ["flog", "map"].contains(&what);
+        assert_eq!(
+            troubles,
+            found[..usize::from(of_recovery)].iter().map(|f| (1, f.clone())).collect::<Vec<_>>()
+        );
         let mut sector = vec![0; 4096];
-        assert_eq!(reader.read(border - 1, &mut sector).unwrap(), Sector::Data);
-        assert_eq!(sector, content(border - 1, 1, 4096));
+        for number in [border - 1, border] {
+            let is_doubtful = what == "map" && number == border;
+            let expected = if is_doubtful { Sector::Error } else { Sector::Data };
+            assert_eq!(reader.read(number, &mut sector).unwrap(), expected, "{what}");
+            assert!(is_doubtful || sector == content(number, 1, 4096), "{what}");
+        }
 
         let repair = plan_repair(&failing, GiveUp::Nothing, &mut |_| {}).unwrap();
         failing.set_bad(&[]);
@@ -231,6 +250,70 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
             Engine::open(&failing).unwrap().arenas().iter().all(|arena| arena.read_only.is_none())
         );
     }
+}
+
+/// Writes two sectors whose map entries share no line, at once and so with two lanes, and takes
+/// their map entries back, as a power cut may. Returns the first sector and the words of the map.
+fn leave_redo_of_two_lanes(media: &MemoryMedia) -> (u64, [u64; 2]) {
+    let info = second_of(media);
+    let engine = Engine::open(media).unwrap();
+    let first = engine.arenas()[1].first_sector + 15;
+    let both = |version| [first, first + 1].map(|n| content(n, version, 4096)).concat();
+    let words = [14, 16].map(|sector| info.map_at + 4 * sector);
+    engine.write(first, &both(1)).unwrap();
+    let old = words.map(|at| word_at(media, at));
+    engine.write(first, &both(2)).unwrap();
+    words.iter().zip(old).for_each(|(at, word)| media.store_word(*at, word).unwrap());
+    (first, words)
+}
+
+#[test]
+fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered() {
+    let media = formatted_twice(4096);
+    let (first, [_, unreadable]) = leave_redo_of_two_lanes(&media);
+    let before = media.to_bytes();
+    let failing = Failing::new(media);
+    failing.set_bad(std::slice::from_ref(&(unreadable..unreadable + 8)));
+    let engine = Engine::open(&failing).unwrap();
+    let (reader, troubles) = Reader::open_damaged(&failing).unwrap();
+
+    let why = engine.arenas()[1].read_only.clone().unwrap();
+    assert!(why.starts_with("the map entry of sector L16 cannot be read: "), "{why}");
+    assert_eq!(
+        troubles.iter().map(|(n, found)| (*n, found.to_string())).collect::<Vec<_>>(),
+        [(1, why)]
+    );
+    // The entry is an old one, and stays in doubt when it can be read.
+    for bad in [unreadable..unreadable + 8, 0..0] {
+        failing.set_bad(std::slice::from_ref(&bad));
+        assert_eq!(read(&engine, first), content(first, 2, 4096));
+        let result = engine.read(first + 1, &mut vec![0; 4096]);
+        assert!(
+            matches!(result, Err(EngineError::SectorNotRecovered { sector }) if sector == first + 1),
+            "{result:?}"
+        );
+        let result = engine.write(first, &content(first, 3, 4096));
+        assert!(matches!(result, Err(EngineError::ReadOnly { arena: 1, .. })), "{result:?}");
+
+        let mut sectors = vec![7; 2 * 4096];
+        let mut lost = Vec::new();
+        reader.read_many(first, &mut sectors, &mut |sector, why| lost.push((sector, why)));
+        assert!(
+            matches!(lost[..], [(sector, Lost::NotRecovered)] if sector == first + 1),
+            "{lost:?}"
+        );
+        assert_eq!(sectors, [content(first, 2, 4096), vec![0; 4096]].concat());
+        let mut sector = vec![0; 4096];
+        assert_eq!(reader.read(first + 1, &mut sector).unwrap(), Sector::Error);
+    }
+    engine.flush().unwrap();
+    let result = engine.settle();
+    assert!(matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })), "{result:?}");
+    assert!(failing.media.to_bytes() == before, "nothing is stored");
+
+    let engine = Engine::open(&failing).unwrap();
+    assert_eq!(read(&engine, first + 1), content(first + 1, 2, 4096));
+    engine.write(first, &content(first, 3, 4096)).unwrap();
 }
 
 #[test]

@@ -470,7 +470,7 @@ impl<'a> Driver<'a> {
     pub(super) fn open(recorded: &'a Recorded) -> Self {
         let size_bytes = Media::len_bytes(recorded) - START_BYTES;
         let (info, _) = read_arena(recorded, START_BYTES, size_bytes).unwrap();
-        let mut recovery = recover(recorded, &info).unwrap();
+        let mut recovery = recover(recorded, &info);
         let driver = Self { recorded, info, recovery: Recovery::default() };
         for (sector, block) in std::mem::take(&mut recovery.redo) {
             driver.map(sector, block);

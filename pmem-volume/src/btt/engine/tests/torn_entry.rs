@@ -1,10 +1,13 @@
 //! Map entries of which a crash has left the first bytes new and the others old (`btt::torn`).
 
+use std::sync::atomic::Ordering;
+
+use super::damage::Failing;
 use super::*;
 use crate::btt::arena::ArenaInfo;
-use crate::btt::flog;
 use crate::btt::layout::MAP_BLOCK;
 use crate::btt::tests::{map_entry, set_map};
+use crate::btt::{Finding, GiveUp, flog, plan_repair};
 
 const SECTOR: u64 = 6;
 
@@ -56,6 +59,58 @@ fn a_torn_entry_is_redone_by_all_that_read_it() {
 }
 
 #[test]
+fn suspect_is_refused_if_the_map_cannot_be_read_for_its_proof() {
+    let (media, info, before, after) = written();
+    let torn = torn(before, after, 1);
+    set_map(&media, &info, SECTOR as u32, torn);
+    let owner_at = info.map_at + 4 * u64::from(torn & MAP_BLOCK);
+    let failing = Failing::new(media);
+    failing.set_bad(std::slice::from_ref(&(owner_at..owner_at + 4)));
+
+    let engine = Engine::open(&failing).unwrap();
+    let result = engine.read(SECTOR, &mut vec![0; 4096]);
+    assert!(
+        matches!(result, Err(EngineError::SectorNotRecovered { sector: SECTOR })),
+        "{result:?}"
+    );
+    assert_eq!(read(&engine, 0), vec![0; 4096]);
+    let (reader, troubles) = Reader::open_damaged(&failing).unwrap();
+    assert!(matches!(troubles[..], [(0, Finding::MapUnreadable(_))]), "{troubles:?}");
+    assert_eq!(reader.read(SECTOR, &mut vec![0; 4096]).unwrap(), Sector::Error);
+
+    failing.set_bad(&[]);
+    let engine = Engine::open(&failing).unwrap();
+    assert_eq!(read(&engine, SECTOR), content(SECTOR, 3, 4096));
+}
+
+/// Without the redo of the torn entry, its sector would seem to share a block with another one.
+#[test]
+fn repair_gives_up_no_sector_with_a_torn_entry_after_a_failed_read() {
+    let (media, info, before, after) = written();
+    set_map(&media, &info, SECTOR as u32, torn(before, after, 1));
+    // A lane that makes no sense.
+    media.store(info.flog_at + 3 * 64 + 12, &9u32.to_le_bytes()).unwrap();
+    let failing = Failing::new(media);
+    let plan = || {
+        let repair = plan_repair(&failing, GiveUp::Sectors, &mut |_| {}).ok()?;
+        // An info block that cannot be read is written again, whatever else is wrong.
+        let of_flog = repair.mendings.iter().filter(|mending| !mending.what.contains("info block"));
+        Some(of_flog.map(|mending| format!("{mending:?}")).collect::<Vec<_>>())
+    };
+    let mended = plan().unwrap();
+    assert!(!mended.is_empty());
+    for fails_after in 0.. {
+        failing.read_fails_after.store(fails_after, Ordering::SeqCst);
+        let planned = plan().unwrap_or_default();
+        if failing.read_fails_after.swap(u64::MAX, Ordering::SeqCst) < u64::MAX / 2 {
+            assert!(fails_after > 8, "a plan reads more");
+            break;
+        }
+        assert!(planned.is_empty() || planned == mended, "{fails_after}: {planned:?}");
+    }
+}
+
+#[test]
 fn an_entry_that_only_looks_torn_stays() {
     let (media, info, before, after) = written();
     let torn = torn(before, after, 1);
@@ -68,7 +123,7 @@ fn an_entry_that_only_looks_torn_stays() {
     // block has one owner.
     set_map(&media, &info, SECTOR as u32, torn);
     set_map(&media, &info, owner, after);
-    assert!(flog::recover(&media, &info).unwrap().redo.is_empty());
+    assert!(flog::recover(&media, &info).redo.is_empty());
     let report = check(&media).unwrap();
     assert!(report.is_clean() && report.arenas[0].redo == 0, "{report:?}");
     drop(Engine::open(&media).unwrap());
@@ -84,7 +139,7 @@ fn what_another_lane_has_still_to_store_comes_before_what_looks_torn() {
     set_map(&media, &info, owner, after);
     // The last write of the sector is that of a lane which had not written before, and a crash kept
     // it from the map.
-    let lanes = flog::recover(&media, &info).unwrap().lanes;
+    let lanes = flog::recover(&media, &info).lanes;
     let lane = lanes
         .iter()
         .find(|lane| u64::from(lane.sector) != SECTOR && lane.block >= info.sectors)
@@ -92,7 +147,7 @@ fn what_another_lane_has_still_to_store_comes_before_what_looks_torn() {
     let words = [SECTOR as u32, owner, lane.block, 2];
     let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
     media.store(lane.group_at(&info) + 16, &bytes).unwrap();
-    let redo = flog::recover(&media, &info).unwrap().redo;
+    let redo = flog::recover(&media, &info).redo;
     assert_eq!(Vec::from_iter(redo), [(SECTOR as u32, lane.block)]);
     let report = check(&media).unwrap();
     assert!(report.is_clean(), "{report:?}");
@@ -105,6 +160,6 @@ fn what_no_store_can_have_left_is_damage() {
     let far = before | 0x3f << 24;
     assert!(far & MAP_BLOCK >= info.blocks);
     set_map(&media, &info, SECTOR as u32, far);
-    assert!(flog::recover(&media, &info).unwrap().redo.is_empty());
+    assert!(flog::recover(&media, &info).redo.is_empty());
     assert!(!check(&media).unwrap().is_clean());
 }
