@@ -243,7 +243,11 @@ fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
         if let Some(reason) = read_only {
             warn!(
                 volume,
-                arena, first_sector, sectors, reason, "An arena of the volume takes no writes"
+                arena,
+                first_sector,
+                sectors,
+                reason,
+                "An arena of the volume refuses writes, and reads of sectors that it cannot locate"
             );
         }
     }

@@ -81,7 +81,7 @@ fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
 fn is_said(disk: &Disk, log: &str) -> Result<()> {
     let volume = format!("volume=\"{}\"", disk.name);
     let lines =
-        log.lines().filter(|line| line.contains("takes no writes") && line.contains(&volume));
+        log.lines().filter(|line| line.contains("refuses writes") && line.contains(&volume));
     let lines: Vec<_> = lines.collect();
     let damaged = disk.damaged.context("Not damaged")?;
     let first_sector = disk.arenas[damaged];
