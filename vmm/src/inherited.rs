@@ -2,10 +2,10 @@
 
 use std::os::fd::RawFd;
 
+use foreshore_devices::events::EventMonitor;
 use thiserror::Error;
 
 use crate::config::{ApiSocket, Launch};
-use crate::events::EventMonitor;
 
 /// A flag names a descriptor that was not handed over.
 #[derive(Debug, Error)]

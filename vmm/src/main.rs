@@ -44,7 +44,7 @@ fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
     for warning in &launch.warnings {
         tracing::warn!("{warning}");
     }
-    if let Err(error) = foreshore_devices::core_dumps::disable() {
+    if let Err(error) = foreshore::core_dumps::disable() {
         tracing::warn!(%error, "Core dumps of the VMM are not disabled");
     }
     if let Err(error) = foreshore_devices::open_files::raise_limit() {

@@ -3,16 +3,16 @@
 use std::io;
 use std::sync::Arc;
 
+use foreshore_devices::events::{Event, Events, Monitor, MonitorError};
+use foreshore_devices::metrics::Metrics;
+use foreshore_devices::virtio::net::tap::TapError;
 use thiserror::Error;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::info;
 
 use crate::api::{self, Limits, Server, ServerMetrics, Socket, SocketError};
 use crate::config::{Launch, MetricsAddress};
-use crate::events::{Event, Events, Monitor, MonitorError};
-use crate::metrics::Metrics;
 use crate::metrics_server;
-use crate::virtio::net::tap::TapError;
 use crate::vm::build::resources::Resources;
 use crate::vm::build::taps;
 use crate::vm::machine::KvmFactory;

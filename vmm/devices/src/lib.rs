@@ -1,10 +1,8 @@
 //! Devices of the VMM, and what they stand on.
 
-pub mod acpi;
 pub mod brake;
 pub mod bus;
 pub mod cmos;
-pub mod core_dumps;
 pub mod device;
 pub mod disk;
 pub mod event_loop;

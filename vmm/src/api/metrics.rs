@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use foreshore_devices::metrics::{Expose, Exposition, Family, and, get, one};
+
 use super::ConnectionCounters;
-use crate::metrics::{Expose, Exposition, Family, and, get, one};
 
 /// Server with its counters.
 #[derive(Debug)]

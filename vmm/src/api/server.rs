@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::serve::Listener as AcceptIo;
+use foreshore_devices::unix_socket::SocketFile;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
@@ -26,7 +27,6 @@ use super::fd_stream::{self, Descriptors};
 use super::seat::{Answer, ConnectionCounters, Question, Room, Seat, Seats};
 use super::socket::{Listener, Socket};
 use super::write_timeout::WriteTimeout;
-use crate::unix_socket::SocketFile;
 
 /// The most that one connection buffers of what is not yet taken apart; a head must fit in.
 const BUFFER_BYTES: usize = 16 << 10;

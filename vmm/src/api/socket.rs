@@ -7,12 +7,12 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
+use foreshore_devices::unix_socket::SocketAccess;
+use foreshore_devices::unix_socket::{self, SocketFile, UnixSocketError};
 use rustix::io::{FdFlags, fcntl_setfd};
 use thiserror::Error;
 
 use crate::config::{ApiSocket, MetricsAddress};
-use crate::unix_socket::SocketAccess;
-use crate::unix_socket::{self, SocketFile, UnixSocketError};
 
 /// Why a socket cannot be listened on.
 #[derive(Debug, Error)]

@@ -6,6 +6,8 @@ use std::time::Duration;
 use axum::Router;
 use balloon::DriverState;
 use foreshore_config::ConfigError;
+use foreshore_devices::events::{Event, Events};
+use foreshore_devices::volume::kernel_gate::Verdict;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::AsyncBufReadExt;
@@ -17,14 +19,12 @@ use tokio::time::timeout;
 use super::routes::{REFUSED, router_within};
 use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, DeviceConfig, test_config};
-use crate::events::{Event, Events};
 use crate::governor::info::PressureInfo;
 use crate::vm::request::{
     PciDeviceInfo, PoolInfo, PoolStatus, Requests, Resize, ResizeDiskRequest, ResizeRequest,
     ResizeStatus, VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus,
     ZoneInfo,
 };
-use crate::volume::kernel_gate::Verdict;
 
 mod campaign;
 mod connections;

@@ -2,10 +2,10 @@
 
 use std::borrow::Cow;
 
+use foreshore_devices::memory::zone::{Growth, ZoneSpec};
 use thiserror::Error;
 
 use super::KernelShare;
-use crate::memory::zone::{Growth, ZoneSpec};
 
 /// x86's COMMAND_LINE_SIZE less the terminating zero; Linux cuts a longer line off without a word.
 const MAX_BYTES: usize = 2047;
@@ -162,9 +162,10 @@ fn is_called(key: &str, name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::memory::zone::Tier;
+
     use super::*;
     use crate::boot::kernel_share::tests::zone;
-    use crate::memory::zone::Tier;
 
     const OURS: &str = "memhp_default_state=online_movable swiotlb=noforce";
 

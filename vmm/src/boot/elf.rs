@@ -9,13 +9,13 @@
 
 use std::io::{self, Read, Seek, SeekFrom};
 
+use foreshore_devices::memory::layout::{BootMemory, HIMEM_START};
 use thiserror::Error;
 use vm_memory::guest_memory::Error as AccessError;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use super::pvh::{self, RangeKind};
-use crate::memory::layout::{BootMemory, HIMEM_START};
 
 const MAGIC: [u8; 4] = *b"\x7fELF";
 const CLASS_64: u8 = 2;

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
+use foreshore_devices::memory::layout::BootMemory;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::BootError;
-use crate::memory::layout::BootMemory;
 
 const PAGE_BYTES: u64 = 4096;
 

@@ -8,6 +8,7 @@
 use std::io::Cursor;
 use std::ops::Range;
 
+use foreshore_devices::memory::layout::{BootMemory, HIMEM_START, MIB};
 use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::DecompressError;
@@ -15,7 +16,6 @@ use super::decompress::Packed;
 use super::elf::{self, LoadedElf, Segment};
 use super::pvh::{self, RangeKind};
 use super::scratch::Scratch;
-use crate::memory::layout::{BootMemory, HIMEM_START, MIB};
 
 /// Where an image is unpacked to. Linux is linked to run at 16 MiB (CONFIG_PHYSICAL_START), and ld
 /// puts the first segment 2 MiB into the file, for it is aligned to that

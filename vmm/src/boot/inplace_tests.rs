@@ -1,6 +1,7 @@
 //! Tests of unpacking in place. The measure is the other way: unpack beside guest memory, then
 //! load.
 
+use foreshore_devices::memory::layout::GIB;
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestMemoryMmap};
 
@@ -9,7 +10,6 @@ use super::super::decompress::tests::{gzip_payload, lz4_payload, xz_payload, zst
 use super::super::elf::ElfError;
 use super::super::elf::tests::{Part, build_parts, linux_note, pvh_note_to};
 use super::*;
-use crate::memory::layout::GIB;
 
 /// Into memory that a test has made for itself.
 fn load(

@@ -4,13 +4,13 @@ use std::fs::File;
 use std::io::{self, Cursor, Read, Seek, SeekFrom};
 use std::path::Path;
 
+use foreshore_devices::memory::layout::BootMemory;
 use vm_memory::GuestMemoryBackend;
 
 use super::decompress::{Compression, Packed};
 use super::inplace::{self, Outcome};
 use super::scratch::Scratch;
 use super::{BootError, DecompressError, elf};
-use crate::memory::layout::BootMemory;
 
 /// Enough of a file to tell what it is: the setup header ends before (boot.rst, "The Real-Mode
 /// Kernel Header").

@@ -1,10 +1,9 @@
 //! Division of the boot memory of a VM between the guest's kernel and its programs.
 
 use balloon::proto::{BootMemory, descriptor_bytes};
+use foreshore_devices::memory::layout::LOW_RAM_END;
+use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
 use foreshore_types::size::Size;
-
-use crate::memory::layout::LOW_RAM_END;
-use crate::memory::zone::{Growth, Tier, ZoneSpec};
 
 const MIB: u64 = 1 << 20;
 const _: () = assert!(LOW_RAM_END == balloon::proto::LOW_BOOT_BYTES);
@@ -78,8 +77,9 @@ fn boot_memory(zones: &[ZoneSpec]) -> BootMemory {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use foreshore_devices::memory::zone::HostMemory;
+
     use super::*;
-    use crate::memory::zone::HostMemory;
 
     pub(crate) fn zone(tier: Tier, boot_mib: u64, hotplug_mib: u64) -> ZoneSpec {
         ZoneSpec {

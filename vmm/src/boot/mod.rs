@@ -31,10 +31,9 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
+use foreshore_devices::memory::layout::BootMemory;
 use thiserror::Error;
 use vm_memory::GuestMemoryBackend;
-
-use crate::memory::layout::BootMemory;
 
 pub(crate) use cmdline::{CommandLineError, Pluggable};
 pub(crate) use decompress::DecompressError;
@@ -198,7 +197,7 @@ fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> 
 ///
 /// `memory` must hold the boot memory that `request` announces, reading as zeros: the kernel's
 /// uninitialised data is not written. After an error it holds anything. ACPI tables are not placed
-/// here; the start info points at [`RSDP_START`](crate::memory::layout::RSDP_START).
+/// here; the start info points at [`RSDP_START`](foreshore_devices::memory::layout::RSDP_START).
 ///
 /// # Safety
 /// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is

@@ -4,15 +4,15 @@
 //! xen/include/public/arch-x86/hvm/start_info.h; the reader is Linux's
 //! arch/x86/platform/pvh/enlighten.c.
 
+use foreshore_devices::memory::layout::{
+    BootMemory, EBDA_START, ECAM_LEN, ECAM_START, HIGH_RAM_START, HIMEM_START, RSDP_START,
+};
 use linux_loader::loader::elf::start_info::{
     hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
 };
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::{BootError, Initramfs};
-use crate::memory::layout::{
-    BootMemory, EBDA_START, ECAM_LEN, ECAM_START, HIGH_RAM_START, HIMEM_START, RSDP_START,
-};
 
 const START_INFO: GuestAddress = GuestAddress(0x6000);
 const MODULE_LIST: GuestAddress = GuestAddress(0x6040);
@@ -201,11 +201,11 @@ impl Handover<'_> {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::memory::layout::{GIB, LOW_RAM_END, MIB};
+    use foreshore_devices::memory::zone::{HostMemory, HostPages, Tier, ZoneSpec};
     use vm_memory::GuestMemoryMmap;
 
     use super::*;
-    use crate::memory::layout::{GIB, LOW_RAM_END, MIB};
-    use crate::memory::zone::{HostMemory, HostPages, Tier, ZoneSpec};
 
     #[test]
     fn the_memory_map_ascends_and_sums_up_to_boot_memory() {

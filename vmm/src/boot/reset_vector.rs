@@ -5,11 +5,11 @@
 //! (arch/x86/kernel/reboot.c, `BOOT_EFI` and then `BOOT_BIOS`). There is no BIOS; these few bytes
 //! do what that one would.
 
+use foreshore_devices::memory::layout::{ACPI_PM_PORT, BootMemory, RESET_VECTOR};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::BootError;
 use crate::acpi::pm::{RESET_OFFSET, RESET_VALUE};
-use crate::memory::layout::{ACPI_PM_PORT, BootMemory, RESET_VECTOR};
 
 /// The I/O port of the reset register.
 const PORT: [u8; 2] = (ACPI_PM_PORT + RESET_OFFSET as u16).to_le_bytes();

@@ -6,6 +6,9 @@ use std::path::PathBuf;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser};
 use foreshore_config::{ConfigError, Table};
+use foreshore_devices::events::EventMonitor;
+use foreshore_devices::host_console::config as console;
+use foreshore_devices::log::LogConfig;
 use foreshore_types::size;
 use thiserror::Error;
 
@@ -16,9 +19,6 @@ use super::{
     PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, Switches, VmConfig,
     VsockConfig, foreign, pressure,
 };
-use crate::events::EventMonitor;
-use crate::host_console::config as console;
-use crate::log::LogConfig;
 
 /// What the command line asks for.
 #[derive(Debug, PartialEq, Eq)]

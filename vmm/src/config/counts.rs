@@ -3,12 +3,12 @@
 //! fit in a request's body.
 
 use foreshore_config::ConfigError;
+use foreshore_devices::memory::layout::PCI_SLOTS;
 
 use super::{
     DiskConfig, MemoryZoneConfig, NetConfig, NumaConfig, PmMemoryConfig, PmVolumeConfig,
     PmemConfig, VmConfig,
 };
-use crate::memory::layout::PCI_SLOTS;
 
 /// Of what has no slot on the PCI bus. A VM has less room for all of it; how much there is, is seen
 /// when it is built.

@@ -4,14 +4,14 @@ use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 
 use foreshore_config::{ConfigError, JsonError, Object, Walk};
+use foreshore_devices::device::Switch;
+use foreshore_devices::memory::zone::device_id;
 use serde_json::{Map, Value};
 
 use super::{
     BalloonConfig, DRAM_ZONE, DiskConfig, GivenFd, MacAddress, MemoryZoneConfig, NetConfig,
     PmMemoryConfig, PmemConfig, SWITCHES, VmConfig, VsockConfig,
 };
-use crate::device::Switch;
-use crate::memory::zone::device_id;
 
 /// Sections of one kind of device in a [`VmConfig`]: a list, or at most one.
 trait Sections<T> {

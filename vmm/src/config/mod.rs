@@ -32,15 +32,15 @@ mod tables_tests;
 mod topology;
 
 use foreshore_config::{ConfigError, SectionError, section};
+use foreshore_devices::file_id::is_same;
+use foreshore_devices::memory::layout::{BootMemory, linux_block_bytes};
+use foreshore_devices::virtio::block::serial::serial_number;
+use foreshore_devices::virtio::net;
+use foreshore_devices::volume::interface::{Chosen, Payload, check_ids, choose};
+use foreshore_devices::volume::pmem_config;
 use foreshore_types::size::Size;
 
 use self::json::{one_or_many, serial as serial_from_json};
-use crate::file_id::is_same;
-use crate::memory::layout::{BootMemory, linux_block_bytes};
-use crate::virtio::block::serial::serial_number;
-use crate::virtio::net;
-use crate::volume::interface::{Chosen, Payload, check_ids, choose};
-use crate::volume::pmem_config;
 
 pub use self::at_guest_shutdown::AtGuestShutdown;
 pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, parse_command_line, usage_line};
@@ -65,18 +65,20 @@ pub use crate::cpu::config::{
     CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS,
 };
 pub use crate::cpu::packages::{Level, Shape, VcpuPlace};
-pub use crate::host_console::config::{
+pub use foreshore_devices::host_console::config::{
     ConsoleConfig, ConsoleMode, DEFAULT_MAX_SIZE, FileLimits, LEAST_MAX_RATE,
 };
-pub use crate::virtio::balloon::config::BalloonConfig;
-pub use crate::virtio::block::config::{DiskConfig, ImageType};
-pub use crate::virtio::net::config::{
+pub use foreshore_devices::virtio::balloon::config::BalloonConfig;
+pub use foreshore_devices::virtio::block::config::{DiskConfig, ImageType};
+pub use foreshore_devices::virtio::net::config::{
     BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode,
 };
-pub use crate::virtio::rng::config::RngConfig;
-pub use crate::virtio::vsock::config::{MAX_CID, MIN_CID, VsockConfig};
-pub use crate::volume::config::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
-pub use crate::volume::pmem_config::PmemConfig;
+pub use foreshore_devices::virtio::rng::config::RngConfig;
+pub use foreshore_devices::virtio::vsock::config::{MAX_CID, MIN_CID, VsockConfig};
+pub use foreshore_devices::volume::config::{
+    PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize,
+};
+pub use foreshore_devices::volume::pmem_config::PmemConfig;
 
 section! {
     /// A VM.

@@ -4,13 +4,13 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use foreshore_config::{ConfigError, name, section, size};
+use foreshore_devices::file_id::is_same;
 use foreshore_types::UNIT_BYTES;
 use foreshore_types::size::Size;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 
 use super::numa::MAX_NODE;
 use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
-use crate::file_id::is_same;
 
 /// Node 0 is DRAM's.
 pub const MIN_PM_NODE: u32 = 1;

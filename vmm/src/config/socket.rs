@@ -5,8 +5,7 @@ use std::os::fd::RawFd;
 use std::path::PathBuf;
 
 use foreshore_config::{ConfigError, inherited_fd};
-
-use crate::unix_socket::{SocketAccess, check_path};
+use foreshore_devices::unix_socket::{SocketAccess, check_path};
 
 /// `--api-socket PATH|path=PATH[,mode=M][,group=G]|fd=N`.
 #[derive(Clone, Debug, PartialEq, Eq)]

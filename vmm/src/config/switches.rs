@@ -4,11 +4,10 @@ use std::collections::BTreeSet;
 
 use clap::{Arg, ArgAction, ArgMatches};
 use foreshore_config::{JsonError, JsonValue, Object, Walk};
+use foreshore_devices::device::Switch;
+use foreshore_devices::virtio;
 use serde::ser::SerializeMap;
 use serde_json::{Map, Value};
-
-use crate::device::Switch;
-use crate::virtio;
 
 /// Devices without options, in the order of their PCI slots. The folder of each device has its
 /// description.
@@ -74,12 +73,12 @@ impl JsonValue for Switches {
 mod tests {
     use std::path::Path;
 
+    use foreshore_devices::device::testing::FakeMachine;
+    use foreshore_devices::event_loop::EventLoop;
+    use foreshore_devices::memory::view::GuestView;
     use vm_memory::GuestMemoryMmap;
 
     use super::*;
-    use crate::device::testing::FakeMachine;
-    use crate::event_loop::EventLoop;
-    use crate::memory::view::GuestView;
 
     /// Number of constants `SWITCH` in the files below `folder`.
     fn descriptions(folder: &Path) -> usize {
@@ -103,7 +102,9 @@ mod tests {
 
     #[test]
     fn document_lists_events_of_all_devices() {
-        crate::events::testing::check_document(SWITCHES.iter().flat_map(|switch| switch.events));
+        foreshore_devices::events::testing::check_document(
+            SWITCHES.iter().flat_map(|switch| switch.events),
+        );
     }
 
     #[test]

@@ -4,11 +4,11 @@
 use std::collections::BTreeMap;
 
 use foreshore_config::ConfigError;
+use foreshore_devices::memory::zone::{Growth, HostMemory, HostPages, Tier, ZoneSpec};
 
 use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, check_node};
 use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig, plug_bandwidth};
 use crate::cpu::packages::{self, VcpuPlace};
-use crate::memory::zone::{Growth, HostMemory, HostPages, Tier, ZoneSpec};
 
 /// The zone of DRAM where there is no `--memory-zone`.
 pub const DRAM_ZONE: &str = "dram";

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::metrics::{Expose, Exposition, Family, one};
+use foreshore_devices::metrics::{Expose, Exposition, Family, one};
 
 /// Numbers of vCPUs by state.
 #[derive(Debug, Default)]

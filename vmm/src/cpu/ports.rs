@@ -2,9 +2,8 @@
 //! one exit (KVM API, 5: KVM_EXIT_IO, `count`). Each element is an access of its own, as on
 //! hardware.
 
+use foreshore_devices::bus::Bus;
 use kvm_bindings::kvm_run;
-
-use crate::bus::Bus;
 
 /// Size of each element of the port access for which KVM_RUN has returned.
 ///
@@ -34,13 +33,13 @@ mod tests {
     use std::io::Read;
     use std::sync::Arc;
 
+    use foreshore_devices::bus::BusDevice;
+    use foreshore_devices::event_loop::EventLoop;
+    use foreshore_devices::host_console::HostConsole;
+    use foreshore_devices::serial::Serial;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
-    use crate::bus::BusDevice;
-    use crate::event_loop::EventLoop;
-    use crate::host_console::HostConsole;
-    use crate::serial::Serial;
 
     const COM1: u16 = 0x3f8;
     const TEXT: &[u8] = b"A string of one instruction, whole.\n";

@@ -16,6 +16,9 @@ use std::sync::{Arc, mpsc};
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
+use foreshore_devices::brake::{self, Brake};
+use foreshore_devices::bus::Bus;
+use foreshore_devices::log::sparsely;
 use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED, kvm_run};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
@@ -27,9 +30,6 @@ use super::CpuError;
 use super::placement::{self, Cores};
 use super::ports;
 use super::state::Fresh;
-use crate::brake::{self, Brake};
-use crate::bus::Bus;
-use crate::log::sparsely;
 
 /// What a vCPU cannot handle by itself.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]

@@ -29,6 +29,7 @@ use balloon::governor::{
 use balloon::policy::Policy;
 use balloon::proto::{AgentMessage, Hello, Refusal, Settings};
 use balloon::{Distances, HostView, TimeMs, ZoneId};
+use foreshore_devices::metrics::LatencyHistogram;
 
 pub use self::show::{ZoneQuery, ZoneState};
 use super::GovernorError;
@@ -36,7 +37,6 @@ use super::error::{AboveZones, DescriptorLack};
 use super::record::{Recorder, Target};
 use super::{BalloonSource, Beside, GovernedZone, GovernedZones, PoolFree};
 use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
-use crate::metrics::LatencyHistogram;
 
 /// The call that changes what it does, as errors name it.
 const CALL: &str = "vm.pressure";

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use balloon::plan::{Direction, Reason};
 use balloon::proto::{OnlinePolicy, Refusal, Report, Zone};
+use foreshore_devices::metrics::{Expose, Exposition, Family, LatencySample, and, one};
 use prometheus_client::registry::Unit;
 
 use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
-use crate::metrics::{Expose, Exposition, Family, LatencySample, and, one};
 use balloon::governor::AgentState;
 
 /// The page size of x86-64, in which the guest counts.

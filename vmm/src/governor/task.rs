@@ -22,6 +22,7 @@ use std::time::Duration;
 use balloon::TimeMs;
 use balloon::governor::FAST_INTERVAL_MS;
 use balloon::proto::Settings;
+use foreshore_devices::log::sparsely;
 use parking_lot::Mutex;
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
@@ -32,7 +33,6 @@ use super::GovernedZones;
 use super::agent::{self, Heard, LineBudget, Parse};
 use super::core::Core;
 use crate::governor::metrics::{PressureSample, PressureSource};
-use crate::log::sparsely;
 
 /// The controller is to be called at least once a second.
 const TICK: Duration = Duration::from_millis(500);

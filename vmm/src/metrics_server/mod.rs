@@ -15,11 +15,11 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
+use foreshore_devices::metrics::{Expose, Exposition, Family, Metrics};
 
 use self::format::Format;
 use self::host_check::check_host;
 use self::process::{MissingSeccomp, ProcessMetrics};
-use crate::metrics::{Expose, Exposition, Family, Metrics};
 use crate::vm::machine::zone_metrics::ZoneMetrics;
 use crate::vm::request::{VmHandle, VmRequest};
 

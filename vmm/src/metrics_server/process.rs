@@ -1,6 +1,6 @@
 //! The VMM's own process.
 
-use crate::metrics::{Expose, Exposition, Family, one};
+use foreshore_devices::metrics::{Expose, Exposition, Family, one};
 
 /// Version and resident memory of the process.
 #[derive(Debug)]

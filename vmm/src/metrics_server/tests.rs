@@ -12,6 +12,34 @@ use std::time::Duration;
 use balloon::DriverState;
 use balloon::proto::{RawReport, Report};
 use balloon::statistics::Tag;
+use foreshore_devices::bus::{AddressSpaceMetrics, BusMetrics};
+use foreshore_devices::device::AttachedDevice;
+use foreshore_devices::device::testing::FakeMachine;
+use foreshore_devices::disk::range::{DiskRange, Unmap};
+use foreshore_devices::disk::{BlockDevice, Geometry, ResizeError};
+use foreshore_devices::event_loop::EventLoop;
+use foreshore_devices::events::{Event, EventCounters, Events};
+use foreshore_devices::host_console::{ConsoleFileMetrics, ConsoleFileSource};
+use foreshore_devices::memory::backing::{MappingBudget, Reservation};
+use foreshore_devices::memory::lost::{LossFlag, LostMemory};
+use foreshore_devices::memory::view::GuestView;
+use foreshore_devices::metrics::Registration;
+use foreshore_devices::nvdimm::FlushHintMetrics;
+use foreshore_devices::pool::btt_loss::BttLoss;
+use foreshore_devices::pool::fake::FakePool;
+use foreshore_devices::pool::{CHUNK_BYTES, PmPool, PoolMetrics};
+use foreshore_devices::serial::SerialMetrics;
+use foreshore_devices::virtio::balloon::BalloonMetrics;
+use foreshore_devices::virtio::block::{BlockMetrics, DiskMetrics, Kind};
+use foreshore_devices::virtio::console::ConsoleMetrics;
+use foreshore_devices::virtio::mem::{FailureReason, MemMetrics, PlugMetrics};
+use foreshore_devices::virtio::net::NetDeviceMetrics;
+use foreshore_devices::virtio::pmem::metrics::{PmemFileMetrics, PmemMetrics};
+use foreshore_devices::virtio::rng::RngMetrics;
+use foreshore_devices::virtio::vsock::VsockMetrics;
+use foreshore_devices::volume::guest_btt::{GuestBtt, VolumeKey};
+use foreshore_devices::volume::interface::Chosen;
+use foreshore_devices::volume::metrics::{VolumeCounters, VolumeMetrics};
 use pmem_volume::media::OnPageLost;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
@@ -19,42 +47,14 @@ use vm_memory::GuestMemoryMmap;
 
 use super::*;
 use crate::api::{Limits, Server, ServerMetrics, Socket};
-use crate::bus::{AddressSpaceMetrics, BusMetrics};
 use crate::config::{MetricsAddress, SWITCHES};
 use crate::cpu::metrics::VcpuMetrics;
-use crate::device::AttachedDevice;
-use crate::device::testing::FakeMachine;
-use crate::disk::range::{DiskRange, Unmap};
-use crate::disk::{BlockDevice, Geometry, ResizeError};
-use crate::event_loop::EventLoop;
-use crate::events::{Event, EventCounters, Events};
 use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
 use crate::governor::metrics::{PressureMetrics, PressureSample, PressureSource, PressureZone};
-use crate::host_console::{ConsoleFileMetrics, ConsoleFileSource};
-use crate::memory::backing::{MappingBudget, Reservation};
-use crate::memory::lost::{LossFlag, LostMemory};
-use crate::memory::view::GuestView;
-use crate::metrics::Registration;
-use crate::nvdimm::FlushHintMetrics;
-use crate::pool::btt_loss::BttLoss;
-use crate::pool::fake::FakePool;
-use crate::pool::{CHUNK_BYTES, PmPool, PoolMetrics};
-use crate::serial::SerialMetrics;
-use crate::virtio::balloon::BalloonMetrics;
-use crate::virtio::block::{BlockMetrics, DiskMetrics, Kind};
-use crate::virtio::console::ConsoleMetrics;
-use crate::virtio::mem::{FailureReason, MemMetrics, PlugMetrics};
-use crate::virtio::net::NetDeviceMetrics;
-use crate::virtio::pmem::metrics::{PmemFileMetrics, PmemMetrics};
-use crate::virtio::rng::RngMetrics;
-use crate::virtio::vsock::VsockMetrics;
 use crate::vm::devices::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::zone_metrics::ZoneMetrics;
 use crate::vm::owner::RestartMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, ZoneInfo};
-use crate::volume::guest_btt::{GuestBtt, VolumeKey};
-use crate::volume::interface::Chosen;
-use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
 use balloon::governor::AgentState;
 
 const DOC: &str = include_str!("../../../docs/metrics.md");
@@ -249,7 +249,7 @@ fn everything() -> Everything {
         pool: "/pm/pool".to_owned(),
         volume: name.to_owned(),
         size_bytes: 8 << 30,
-        failure: crate::persist::FirstFailure::default(),
+        failure: foreshore_devices::persist::FirstFailure::default(),
         counters,
     };
     let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };

@@ -1,20 +1,20 @@
 //! Why a VM cannot be built.
 
+use foreshore_devices::bus::BusError;
+use foreshore_devices::disk::image::ImageError;
+use foreshore_devices::event_loop::EventLoopError;
+use foreshore_devices::unix_socket::UnixSocketError;
+use foreshore_devices::virtio::net::tap::TapError;
+use foreshore_devices::virtio::vsock::VsockError;
+use foreshore_devices::volume::file::PmemFileError;
+use foreshore_devices::volume::interface::InterfaceError;
 use thiserror::Error;
 
 use crate::acpi::AcpiError;
 use crate::boot::BootError;
-use crate::bus::BusError;
 use crate::cpu::CpuError;
-use crate::disk::image::ImageError;
-use crate::event_loop::EventLoopError;
-use crate::unix_socket::UnixSocketError;
-use crate::virtio::net::tap::TapError;
-use crate::virtio::vsock::VsockError;
 use crate::vm::build::kvm::KvmError;
 use crate::vm::build::named_twice::NamedTwice;
-use crate::volume::file::PmemFileError;
-use crate::volume::interface::InterfaceError;
 
 /// Why a VM cannot be built: one variant for each part, whose own error says the rest.
 #[derive(Debug, Error)]

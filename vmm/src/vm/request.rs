@@ -6,6 +6,9 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use foreshore_devices::device::DeviceCounters;
+use foreshore_devices::volume::kernel_gate::{GuestKernel, Verdict};
+
 use balloon::DriverState;
 pub use balloon::controller::ResizeStatus;
 use balloon::proto::descriptor_bytes;
@@ -16,10 +19,8 @@ use thiserror::Error;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::config::{DeviceConfig, VmConfig};
-use crate::device::DeviceCounters;
 use crate::governor::GovernorError;
 use crate::governor::info::{PressureChange, PressureInfo};
-use crate::volume::kernel_gate::{GuestKernel, Verdict};
 
 /// Counters of each device that has some, by its id.
 pub type Counters = BTreeMap<String, DeviceCounters>;

@@ -1,6 +1,7 @@
 //! Resizes of a running machine. The whole request is checked first, and then carried out in steps.
 
 use balloon::governor::{ResizeTarget, ResizeTargetError};
+use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
 use foreshore_types::size::Size;
 
 use super::machine::KvmMachine;
@@ -8,7 +9,6 @@ use super::request::{Resize, ResizeRequest, ResizeZoneRequest, VmError, hotplugg
 use crate::acpi::plug;
 use crate::config::{BALLOON_ZONE, DRAM_ZONE, VmConfig};
 use crate::governor::GovernorError;
-use crate::memory::zone::{Growth, Tier, ZoneSpec};
 
 /// Steps of a resize that passed all checks. A step can still fail, because the guest and the host
 /// change while the steps are carried out:
@@ -338,13 +338,13 @@ mod tests {
     use std::sync::Arc;
 
     use balloon::ZoneId;
+    use foreshore_devices::memory::slots::fake::FakeSlots;
+    use foreshore_devices::memory::{Memory, MemoryOptions, build};
+    use foreshore_devices::pool::PmPool;
+    use foreshore_devices::pool::fake::FakePool;
 
     use super::*;
     use crate::config::test_config;
-    use crate::memory::slots::fake::FakeSlots;
-    use crate::memory::{Memory, MemoryOptions, build};
-    use crate::pool::PmPool;
-    use crate::pool::fake::FakePool;
     use crate::vm::machine::tests::machine;
     use crate::vm::owner::Machine;
 

@@ -14,6 +14,8 @@ const DOCUMENT: &str = "docs/architecture.md";
 const TABLE_HEAD: &str = "| Layer | Modules |";
 /// Folders of the modules: the devices and what they stand on, and the rest.
 const MODULES: [&str; 2] = ["vmm/devices/src/", "vmm/src/"];
+/// Beginnings of paths that lead to a module.
+const ROOT_PATHS: [&str; 2] = ["crate", "foreshore_devices"];
 /// Files that belong to no module: they list the modules or start the program.
 const ROOTS: [&str; 2] = ["lib", "main"];
 const PROGRAMS: &str = "bin";
@@ -155,7 +157,7 @@ fn in_sources(layers: &Layers, sources: &[Module<'_>]) -> Vec<String> {
 /// Names in a file, apart from items that are compiled for tests alone.
 #[derive(Debug, Default)]
 struct Source {
-    /// Line and first name of each path that begins with `crate`.
+    /// Line and first name of each path that begins with one of [`ROOT_PATHS`].
     uses: Vec<(usize, String)>,
     /// Modules in files of their own that are compiled for tests alone: name, and path if given.
     test_modules: Vec<(String, Option<String>)>,
@@ -183,7 +185,9 @@ impl Source {
                 {
                     at = self.skip_test_item(&tokens, at + 1);
                 }
-                TokenTree::Ident(root) if root == "crate" => at = self.add_path(&tokens, at),
+                TokenTree::Ident(root) if ROOT_PATHS.iter().any(|path| root == path) => {
+                    at = self.add_path(&tokens, at);
+                }
                 TokenTree::Ident(parent) if parent == "super" => {
                     let supers = tokens[at - 1..].iter().step_by(3);
                     let is_super = |token: &&TokenTree| token.to_string() == "super";
@@ -227,7 +231,8 @@ impl Source {
         at
     }
 
-    /// Adds the names behind `crate::`, and returns the position behind them.
+    /// Adds the names behind `crate::` or `foreshore_devices::`, and returns the position behind
+    /// them.
     fn add_path(&mut self, tokens: &[TokenTree], at: usize) -> usize {
         let is_colon = |token: Option<&TokenTree>| matches!(token, Some(TokenTree::Punct(colon)) if colon.as_char() == ':');
         if !is_colon(tokens.get(at)) || !is_colon(tokens.get(at + 1)) {

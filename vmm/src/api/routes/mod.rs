@@ -23,12 +23,12 @@ use axum::http::{Method, Uri};
 use axum::middleware::{Next, from_fn, map_response};
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, put};
+use foreshore_devices::events::Events;
 use hyper::ext::ReasonPhrase;
 use tokio::sync::Semaphore;
 
 use super::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES, PassedOver};
 use super::error::ApiError;
-use crate::events::Events;
 use crate::vm::request::VmHandle;
 
 /// How long who follows events hears nothing.

@@ -10,6 +10,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
+use foreshore_devices::events::{Events, Seen};
 use futures_util::stream;
 use serde_json::json;
 use tokio::sync::Semaphore;
@@ -17,7 +18,6 @@ use tokio::time::timeout;
 
 use crate::api::error::ApiError;
 use crate::api::wire::PingAnswer;
-use crate::events::{Events, Seen};
 use crate::vm::request::{VmHandle, VmRequest};
 
 /// Who follows events keeps a connection for as long. So many leave enough of them for those who

@@ -6,10 +6,10 @@ use balloon::governor::{AgentState, Decided, Note};
 use balloon::plan::Direction;
 use balloon::proto::OnlinePolicy;
 use balloon::{HostView, TimeMs, ZoneId};
+use foreshore_devices::log::sparsely;
 use tracing::{info, warn};
 
 use super::Core;
-use crate::log::sparsely;
 
 impl Core {
     pub(super) fn write_down(&mut self, note: Note, host: &HostView, now: TimeMs) {

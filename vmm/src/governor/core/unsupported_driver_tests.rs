@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use balloon::DriverState;
 use balloon::controller::ResizeStatus;
+use foreshore_devices::virtio::mem::UNSUPPORTED_DRIVER;
 
 use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{BLOCK, FakeDevice, Fixture, MIB, fixture, hello, report};
-use crate::virtio::mem::UNSUPPORTED_DRIVER;
 
 fn refuse_all(f: &Fixture) {
     f.dram.refuse_driver();

@@ -4,6 +4,25 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use foreshore_devices::bus::AddressSpaceMetrics;
+use foreshore_devices::cmos::{CMOS_LEN, CMOS_PORT, Cmos, wall_clock};
+use foreshore_devices::device::{DeviceContext, DeviceList, MachineParts};
+use foreshore_devices::event_loop::EventLoop;
+use foreshore_devices::host_console::ConsoleFiles;
+use foreshore_devices::memory::backing::resident::resident_bytes;
+use foreshore_devices::memory::dimms::Dimms;
+use foreshore_devices::memory::layout::{
+    ACPI_PM_LEN, ACPI_PM_PORT, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
+};
+use foreshore_devices::memory::slots::{self, SlotTable};
+use foreshore_devices::memory::{self, Memory, MemoryOptions};
+use foreshore_devices::metrics::Expose;
+use foreshore_devices::nmi_status::{NMI_STATUS_LEN, NMI_STATUS_PORT, NmiStatus};
+use foreshore_devices::pool::Durability;
+use foreshore_devices::virtio::balloon::BalloonHandle;
+use foreshore_devices::virtio::mem::MemHandle;
+use foreshore_devices::virtio::vsock::IN_PROCESS_BACKLOG;
+use foreshore_devices::volume::interface::Payload;
 use kvm_ioctls::VcpuFd;
 use tokio::sync::{Notify, mpsc};
 use tracing::{debug, warn};
@@ -15,32 +34,14 @@ use crate::acpi::plug::Plug;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
 use crate::boot::{self, BootInfo, BootRequest, KernelShare, Pluggable, PvhEntry};
-use crate::bus::AddressSpaceMetrics;
-use crate::cmos::{CMOS_LEN, CMOS_PORT, Cmos, wall_clock};
 use crate::config::{ConsoleMode, CpusConfig, Topology, VcpuPlace, VmConfig};
 use crate::cpu::CpuError;
 use crate::cpu::cpuid::{self, Traits};
 use crate::cpu::placement::Cores;
 use crate::cpu::run::{Placement, Surroundings, Vcpu, VcpuThread};
 use crate::cpu::state::{self, Fresh};
-use crate::device::{DeviceContext, DeviceList, MachineParts};
-use crate::event_loop::EventLoop;
 use crate::governor::Beside;
 use crate::governor::metrics::PressureMetrics;
-use crate::host_console::ConsoleFiles;
-use crate::memory::backing::resident::resident_bytes;
-use crate::memory::dimms::Dimms;
-use crate::memory::layout::{
-    ACPI_PM_LEN, ACPI_PM_PORT, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
-};
-use crate::memory::slots::{self, SlotTable};
-use crate::memory::{self, Memory, MemoryOptions};
-use crate::metrics::Expose;
-use crate::nmi_status::{NMI_STATUS_LEN, NMI_STATUS_PORT, NmiStatus};
-use crate::pool::Durability;
-use crate::virtio::balloon::BalloonHandle;
-use crate::virtio::mem::MemHandle;
-use crate::virtio::vsock::IN_PROCESS_BACKLOG;
 use crate::vm::build::kvm::Hypervisor;
 use crate::vm::build::resources::Resources;
 use crate::vm::build::{named_twice, zones};
@@ -56,7 +57,6 @@ use crate::vm::machine::{governing, lost};
 use crate::vm::owner::{EventSender, MachineEvent};
 use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::vm::pm::volumes;
-use crate::volume::interface::Payload;
 
 /// Builds the machine of `config`, which has been validated. Its vCPUs are stopped.
 pub(crate) fn build(

@@ -6,6 +6,9 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use foreshore_devices::interrupt::MsiController;
+use foreshore_devices::memory::layout::{KVM_IDENTITY_MAP_START, KVM_TSS_START};
+use foreshore_devices::memory::slots::disable_zap_all;
 use kvm_bindings::{
     CpuId, KVM_API_VERSION, KVM_CAP_PMU_CAPABILITY, KVM_MAX_CPUID_ENTRIES, KVM_PMU_CAP_DISABLE,
     kvm_enable_cap,
@@ -15,9 +18,6 @@ use thiserror::Error;
 use tracing::debug;
 
 use crate::cpu::cpuid;
-use crate::interrupt::MsiController;
-use crate::memory::layout::{KVM_IDENTITY_MAP_START, KVM_TSS_START};
-use crate::memory::slots::disable_zap_all;
 
 const DEVICE: &str = "/dev/kvm";
 

@@ -12,15 +12,15 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use foreshore_devices::events::EventMonitor;
+use foreshore_devices::file_id::{FileId, folder_of, link_target};
+use foreshore_devices::host_console::names_beside;
+use foreshore_devices::standard_stream;
 use thiserror::Error;
 
 use crate::config::{
     ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, Launch, MetricsAddress, VmConfig,
 };
-use crate::events::EventMonitor;
-use crate::file_id::{FileId, folder_of, link_target};
-use crate::host_console::names_beside;
-use crate::standard_stream;
 use crate::vm::request::VmError;
 
 /// Two flags name one file or device, and at least one of them writes to it.

@@ -8,24 +8,24 @@ use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use foreshore_devices::events::Events;
+use foreshore_devices::file_id::{FileId, is_same};
+use foreshore_devices::host_console::{FileStart, Lines};
+use foreshore_devices::memory::lost::cut_to_bytes;
+use foreshore_devices::metrics::Metrics;
+use foreshore_devices::pool::PoolMetrics;
+use foreshore_devices::pool::{LocalPool, PmPool};
+use foreshore_devices::virtio::mem::PlugBudgets;
+use foreshore_devices::volume::file::PmemFile;
+use foreshore_devices::volume::plan::{Step, plan};
 use parking_lot::Mutex;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
 use crate::config::{PmemConfig, VmConfig};
-use crate::events::Events;
-use crate::file_id::{FileId, is_same};
-use crate::host_console::{FileStart, Lines};
-use crate::memory::lost::cut_to_bytes;
-use crate::metrics::Metrics;
-use crate::pool::PoolMetrics;
-use crate::pool::{LocalPool, PmPool};
-use crate::virtio::mem::PlugBudgets;
 use crate::vm::build::taps::Taps;
 use crate::vm::error::BuildError;
 use crate::vm::pm::pools::OpenPool;
-use crate::volume::file::PmemFile;
-use crate::volume::plan::{Step, plan};
 
 /// Resources that the VMM has outside of its machine.
 pub(crate) struct Resources {
@@ -300,12 +300,12 @@ fn scrub_bound(config: &VmConfig, pool: &Path) -> Option<NonZeroU64> {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::persist::Persist;
     use pmem_volume::Durability;
     use tempfile::TempDir;
 
     use super::*;
     use crate::config::{PmMemoryConfig, PmVolumeConfig, test_config};
-    use crate::persist::Persist;
 
     const MIB: u64 = 1 << 20;
 

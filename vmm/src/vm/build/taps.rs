@@ -3,11 +3,11 @@
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
+use foreshore_devices::virtio::net::tap::{HostInterface, Tap, TapError, TapOptions, check_given};
 use parking_lot::Mutex;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::config::{GivenFd, MacAddress, NetConfig, VmConfig};
-use crate::virtio::net::tap::{HostInterface, Tap, TapError, TapOptions, check_given};
 use crate::vm::error::BuildError;
 
 /// Interfaces of `--net`, in the order of the VM's configuration. Shared with the machine, which

@@ -1,9 +1,10 @@
 //! How the firmware tables name the zones and nodes of a configuration, and how errors do: pure.
 
+use foreshore_devices::memory::layout::{GuestRange, MIB, MemoryMap};
+use foreshore_devices::memory::zone::{Tier, ZoneSpec};
+
 use crate::acpi::{NodeMemory, NumaNode, Performance};
 use crate::config::{PmMemoryConfig, Topology, VmConfig};
-use crate::memory::layout::{GuestRange, MIB, MemoryMap};
-use crate::memory::zone::{Tier, ZoneSpec};
 
 /// What the tables say of DRAM: what is usual. What they say of PM is in its configuration. The
 /// order is what matters, so that Linux puts PM into a lower memory tier; and that all DRAM is
@@ -106,9 +107,10 @@ fn pm_performance(pm: &PmMemoryConfig) -> Performance {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::memory::layout::GIB;
+
     use super::*;
     use crate::config::{CpusConfig, MemoryZoneConfig, NumaConfig, test_config};
-    use crate::memory::layout::GIB;
 
     fn nodes(config: &VmConfig) -> Vec<NumaNode> {
         let topology = Topology::of(config).unwrap();

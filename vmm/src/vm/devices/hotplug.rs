@@ -27,12 +27,13 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use foreshore_devices::device::AttachedDevice;
+use foreshore_devices::events::{Event, Events};
+use foreshore_devices::volume::build::build_file;
 use tracing::{error, info, warn};
 
 use crate::acpi::ged;
 use crate::config::DeviceConfig;
-use crate::device::AttachedDevice;
-use crate::events::{Event, Events};
 use crate::vm::build::{resources, taps};
 use crate::vm::devices;
 use crate::vm::devices::hotplug_metrics::HotplugMetrics;
@@ -40,7 +41,6 @@ use crate::vm::error::BuildError;
 use crate::vm::machine::KvmMachine;
 use crate::vm::machine::lost;
 use crate::vm::request::{PciDeviceInfo, VmError};
-use crate::volume::build::build_file;
 
 /// Limit of the wait of an addition for the ends of devices of the same kind. A disk may wait for
 /// its host forever.
@@ -274,6 +274,11 @@ pub(in crate::vm) fn metrics(devices: &[AttachedDevice]) -> Arc<HotplugMetrics> 
 mod tests {
     use std::fs::File;
 
+    use foreshore_devices::device::testing::FakeMachine;
+    use foreshore_devices::disk::image::{ImageOptions, RawImage};
+    use foreshore_devices::memory::layout::ECAM_START;
+    use foreshore_devices::virtio::block::BlockHandle;
+    use foreshore_devices::virtio::transport::pci::layout::{MSIX_TABLE_OFFSET, NOTIFY_OFFSET};
     use tempfile::TempDir;
     use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
     use virtio_queue::desc::RawDescriptor;
@@ -283,11 +288,6 @@ mod tests {
     use super::*;
     use crate::acpi::hotplug::{PCI_DOWN, PCI_UP};
     use crate::config::{DiskConfig, PmemConfig, VsockConfig};
-    use crate::device::testing::FakeMachine;
-    use crate::disk::image::{ImageOptions, RawImage};
-    use crate::memory::layout::ECAM_START;
-    use crate::virtio::block::BlockHandle;
-    use crate::virtio::transport::pci::layout::{MSIX_TABLE_OFFSET, NOTIFY_OFFSET};
     use crate::vm::machine::tests::{machine, machine_on};
     use crate::vm::machine::zone_metrics::ZoneMetrics;
 

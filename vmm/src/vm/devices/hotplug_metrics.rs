@@ -3,9 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use foreshore_devices::metrics::{Expose, Exposition, Family};
 use parking_lot::Mutex;
-
-use crate::metrics::{Expose, Exposition, Family};
 
 /// Kind, action and result.
 type What = (&'static str, &'static str, &'static str);

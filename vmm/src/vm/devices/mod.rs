@@ -8,28 +8,30 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use balloon::proto::VSOCK_PORT;
+use foreshore_devices::bus::BusRange;
+use foreshore_devices::device::{
+    AttachedDevice, DeviceContext, DeviceList, InterruptLine, SetupResult,
+};
+use foreshore_devices::event_loop::EventLoopHandle;
+use foreshore_devices::events::{Event, Events};
+use foreshore_devices::host_console::{ConsoleFiles, HostConsole, Port};
+use foreshore_devices::log::sparsely;
+use foreshore_devices::memory::Memory;
+use foreshore_devices::memory::layout::{SERIAL_GSI, SERIAL_PORT};
+use foreshore_devices::metrics::Registration;
+use foreshore_devices::serial::Serial;
+use foreshore_devices::virtio::mem::{MemEvent, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER};
+use foreshore_devices::virtio::net::tap::Tap;
+use foreshore_devices::virtio::vsock::{GuestPorts, VsockPorts};
+use foreshore_devices::virtio::{balloon as balloon_device, block, console, mem, net, rng, vsock};
+use foreshore_devices::volume::build::build_file;
 use tokio::sync::Notify;
 
-use crate::bus::BusRange;
 use crate::config::{BalloonConfig, ConsoleMode, DiskConfig, NetConfig, VmConfig, VsockConfig};
-use crate::device::{AttachedDevice, DeviceContext, DeviceList, InterruptLine, SetupResult};
-use crate::event_loop::EventLoopHandle;
-use crate::events::{Event, Events};
 use crate::governor::DESCRIPTOR_LACK;
 use crate::governor::task::Agents;
-use crate::host_console::{ConsoleFiles, HostConsole, Port};
-use crate::log::sparsely;
-use crate::memory::Memory;
-use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
-use crate::metrics::Registration;
-use crate::serial::Serial;
-use crate::virtio::mem::{MemEvent, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER};
-use crate::virtio::net::tap::Tap;
-use crate::virtio::vsock::{GuestPorts, VsockPorts};
-use crate::virtio::{balloon as balloon_device, block, console, mem, net, rng, vsock};
 use crate::vm::build::resources::Resources;
 use crate::vm::error::BuildError;
-use crate::volume::build::build_file;
 use balloon::UNSUPPORTED_DRIVER_REASON;
 
 /// Registers of a 16550.
@@ -228,11 +230,12 @@ pub(in crate::vm) fn attach_memory(
 
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::device::testing::FakeMachine;
+    use foreshore_devices::events::Seen;
+    use foreshore_devices::host_console::{FileStart, Lines};
+
     use super::*;
     use crate::config::{ConsoleConfig, test_config};
-    use crate::device::testing::FakeMachine;
-    use crate::events::Seen;
-    use crate::host_console::{FileStart, Lines};
     use crate::vm::machine::tests::machine_on;
     use crate::vm::machine::zone_metrics::ZoneMetrics;
 

@@ -1,13 +1,13 @@
 //! DRAM that grows by ACPI.
 
+use foreshore_devices::events::Event;
+use foreshore_devices::memory::dimms::DimmError;
 use foreshore_types::size::Size;
 use thiserror::Error;
 use tracing::{info, warn};
 
 use crate::acpi::ged;
-use crate::events::Event;
 use crate::governor::{DESCRIPTOR_LACK, DescriptorLack};
-use crate::memory::dimms::DimmError;
 use crate::vm::machine::KvmMachine;
 use crate::vm::request::VmError;
 
@@ -122,13 +122,14 @@ impl KvmMachine {
 mod tests {
     use std::sync::Arc;
 
+    use foreshore_devices::events::Seen;
+    use foreshore_devices::memory::slots::SlotTable;
+    use foreshore_devices::memory::slots::fake::FakeSlots;
+    use foreshore_devices::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
+    use foreshore_devices::memory::{MemoryOptions, build};
+
     use super::*;
     use crate::acpi::dimms::NONE;
-    use crate::events::Seen;
-    use crate::memory::slots::SlotTable;
-    use crate::memory::slots::fake::FakeSlots;
-    use crate::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
-    use crate::memory::{MemoryOptions, build};
     use crate::vm::machine::tests::machine;
     use crate::vm::owner::Machine;
     use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest};

@@ -6,6 +6,13 @@ use std::sync::Arc;
 use balloon::governor::Onlining;
 use balloon::statistics::{BalloonState, Sample};
 use balloon::{Distances, DriverState, Shortfall, Tier as GovernedTier, ZoneSizes};
+use foreshore_devices::log::sparsely;
+use foreshore_devices::memory::BLOCK_BYTES;
+use foreshore_devices::memory::zone::Tier;
+use foreshore_devices::pool::PoolInfo;
+use foreshore_devices::virtio::balloon::BalloonHandle;
+use foreshore_devices::virtio::mem::{MemHandle, RequestSizeError};
+use foreshore_devices::volume::guest_btt::GuestBtt;
 use tokio::sync::Notify;
 use tracing::{debug, error, warn};
 
@@ -15,15 +22,8 @@ use crate::governor::core::Core;
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, GovernorHandle};
 use crate::governor::{BalloonSource, Beside, GovernedZone, PoolFree, ZoneDevice};
-use crate::log::sparsely;
-use crate::memory::BLOCK_BYTES;
-use crate::memory::zone::Tier;
-use crate::pool::PoolInfo;
-use crate::virtio::balloon::BalloonHandle;
-use crate::virtio::mem::{MemHandle, RequestSizeError};
 use crate::vm::build::resources::Resources;
 use crate::vm::error::BuildError;
-use crate::volume::guest_btt::GuestBtt;
 
 impl ZoneDevice for MemHandle {
     fn sizes(&self) -> ZoneSizes {
@@ -265,8 +265,9 @@ fn distances(topology: &Topology) -> Distances {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::pool::fake::empty_info;
+
     use super::*;
-    use crate::pool::fake::empty_info;
 
     #[test]
     fn a_pool_that_has_failed_offers_nothing_whatever_it_has() {

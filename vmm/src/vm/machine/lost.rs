@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use foreshore_devices::event_loop::EventLoop;
+use foreshore_devices::log::sparsely;
+use foreshore_devices::memory::Memory;
+use foreshore_devices::memory::backing::Reservation;
+use foreshore_devices::memory::lost::LostMemory;
+use foreshore_devices::memory::zone::Tier;
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::config::VmConfig;
-use crate::event_loop::EventLoop;
-use crate::log::sparsely;
-use crate::memory::Memory;
-use crate::memory::backing::Reservation;
-use crate::memory::lost::LostMemory;
-use crate::memory::zone::Tier;
 use crate::vm::build::resources::Resources;
 use crate::vm::build::zones;
 use crate::vm::error::BuildError;

@@ -11,27 +11,29 @@ pub(crate) mod zone_metrics;
 use std::sync::Arc;
 
 use balloon::proto::descriptor_bytes;
+use foreshore_devices::device::{AttachedDevice, DeviceContext, DeviceList};
+use foreshore_devices::disk::ResizeError;
+use foreshore_devices::event_loop::EventLoop;
+use foreshore_devices::events::Events;
+use foreshore_devices::host_console::{Lines, Port};
+use foreshore_devices::memory::Memory;
+use foreshore_devices::memory::dimms::Dimms;
+use foreshore_devices::memory::zone::ZoneSpec;
+use foreshore_devices::metrics::Registration;
+use foreshore_devices::virtio::balloon::BalloonHandle;
+use foreshore_devices::virtio::block::BlockHandle;
+use foreshore_devices::virtio::mem::MemHandle;
+use foreshore_devices::volume::guest_btt::GuestBtt;
+use foreshore_devices::volume::kernel_gate::GuestKernel;
 use tracing::warn;
 
 use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::acpi::hotplug::HotplugPage;
 use crate::config::{ConsoleMode, DeviceConfig, VmConfig};
 use crate::cpu::run::Pausing;
-use crate::device::{AttachedDevice, DeviceContext, DeviceList};
-use crate::disk::ResizeError;
-use crate::event_loop::EventLoop;
-use crate::events::Events;
 use crate::governor::core::{ZoneQuery, ZoneState};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::governor::task::{Agents, GovernorHandle};
-use crate::host_console::{Lines, Port};
-use crate::memory::Memory;
-use crate::memory::dimms::Dimms;
-use crate::memory::zone::ZoneSpec;
-use crate::metrics::Registration;
-use crate::virtio::balloon::BalloonHandle;
-use crate::virtio::block::BlockHandle;
-use crate::virtio::mem::MemHandle;
 use crate::vm::build::builder;
 use crate::vm::build::resources::{PmemFiles, Resources};
 use crate::vm::build::taps::{self, Taps};
@@ -49,8 +51,6 @@ use crate::vm::request::{
     VmError, VolumeInfo, ZoneInfo,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
-use crate::volume::guest_btt::GuestBtt;
-use crate::volume::kernel_gate::GuestKernel;
 
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub(crate) struct KvmMachine {
@@ -346,13 +346,14 @@ pub(in crate::vm) mod tests {
     use std::sync::atomic::AtomicU64;
     use std::time::{Duration, Instant};
 
+    use foreshore_devices::device::testing::FakeMachine;
+    use foreshore_devices::memory::zone::{Growth, Tier};
+    use foreshore_devices::memory::{MemoryOptions, build};
+
     use super::*;
     use crate::config::DRAM_ZONE;
-    use crate::device::testing::FakeMachine;
     use crate::governor::fake::fixture;
     use crate::governor::task::Clock;
-    use crate::memory::zone::{Growth, Tier};
-    use crate::memory::{MemoryOptions, build};
 
     /// A machine without vCPUs and devices, whose loops and governor run: it needs no KVM.
     pub(crate) fn machine() -> KvmMachine {
@@ -365,7 +366,7 @@ pub(in crate::vm) mod tests {
             id: DRAM_ZONE.to_owned(),
             tier: Tier::Dram,
             guest_node: 0,
-            host: crate::memory::zone::HostMemory::default(),
+            host: foreshore_devices::memory::zone::HostMemory::default(),
             growth: Growth::VirtioMem,
             host_node: None,
             boot_bytes: 64 << 20,

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use foreshore_devices::events::Event;
 use kvm_ioctls::VcpuFd;
 use tracing::{info, warn};
 
@@ -17,7 +18,6 @@ use crate::acpi::plug::{Pending, Step};
 use crate::cpu::CpuError;
 use crate::cpu::metrics::VcpuMetrics;
 use crate::cpu::run::{Pausing, Vcpu};
-use crate::events::Event;
 use crate::vm::machine::KvmMachine;
 use crate::vm::request::VmError;
 
@@ -274,12 +274,12 @@ mod tests {
     use std::collections::BTreeSet;
     use std::mem;
 
+    use foreshore_devices::bus::BusDevice;
     use parking_lot::Mutex;
 
     use super::*;
     use crate::acpi::hotplug_cpus::{CPU_SELECT, CPU_STATUS};
     use crate::acpi::plug::Plug;
-    use crate::bus::BusDevice;
 
     struct NoVcpus;
 

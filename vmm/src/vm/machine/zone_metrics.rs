@@ -1,8 +1,8 @@
 //! Sizes and states of zones, read at each scrape.
 
 use balloon::DriverState;
+use foreshore_devices::metrics::{Expose, Exposition, Family, Labels, and, one};
 
-use crate::metrics::{Expose, Exposition, Family, Labels, and, one};
 use crate::vm::request::{ResizeStatus, ZoneInfo};
 
 /// State of all zones at a scrape.

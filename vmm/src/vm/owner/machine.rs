@@ -1,5 +1,7 @@
 //! Interface of a machine to its owner.
 
+use foreshore_devices::volume::kernel_gate::GuestKernel;
+
 use super::{EventSender, Standstill};
 use crate::config::{DeviceConfig, VmConfig};
 use crate::governor::info::{PressureChange, PressureInfo};
@@ -8,7 +10,6 @@ use crate::vm::request::{
     VolumeInfo, ZoneInfo,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
-use crate::volume::kernel_gate::GuestKernel;
 
 /// A VM that has been built. Dropping it ends it: vCPUs and devices stop, memory goes back.
 pub trait Machine {

@@ -16,6 +16,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use foreshore_devices::events::{Event, Events};
 use thiserror::Error;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -27,7 +28,6 @@ pub use self::restart::RestartMetrics;
 use self::state::{RestartGuard, Verb};
 use crate::config::{AtGuestShutdown, DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
-use crate::events::{Event, Events};
 use crate::governor::info::PressureChange;
 use crate::vm::build::{named_twice, taps};
 use crate::vm::request::{

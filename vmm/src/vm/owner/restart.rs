@@ -3,13 +3,13 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use foreshore_devices::events::{Event, Events};
+use foreshore_devices::log::sparsely;
+use foreshore_devices::metrics::{Expose, Exposition, Family};
 use tokio::time::{Instant, sleep_until};
 
 use super::{Flow, MachineEvent, MachineFactory, Owner, RunError, VmError, VmState};
 use crate::cpu::run::VcpuEvent;
-use crate::events::{Event, Events};
-use crate::log::sparsely;
-use crate::metrics::{Expose, Exposition, Family};
 use crate::vm::owner::state::{self, Restart, RestartGuard, Verb};
 
 /// Counters of delayed restarts. A restart does not reset them.

@@ -9,21 +9,21 @@ mod told;
 use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
 
+use foreshore_devices::events::{Seen, Watcher};
+use foreshore_devices::memory::zone::ZoneSpec;
+use foreshore_devices::volume::kernel_gate::GuestKernel;
 use parking_lot::Mutex;
 
 use balloon::params::Setting;
 
 use super::*;
 use crate::config::{ParamSettings, PressureConfig, Topology, test_config};
-use crate::events::{Seen, Watcher};
 use crate::governor::info::PressureInfo;
-use crate::memory::zone::ZoneSpec;
 use crate::vm::request::VmHandle;
 use crate::vm::request::{
     BalloonInfo, Counters, PoolInfo, ResizeZoneRequest, VolumeInfo, ZoneInfo,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
-use crate::volume::kernel_gate::GuestKernel;
 
 /// What happened to the machines that were built, in order.
 type Log = Arc<Mutex<Vec<&'static str>>>;

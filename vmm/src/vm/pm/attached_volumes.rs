@@ -4,12 +4,13 @@ use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
 
+use foreshore_devices::persist::FirstFailure;
+use foreshore_devices::pool::PmPool;
+use foreshore_devices::volume::interface::Chosen;
+use foreshore_devices::volume::kernel_gate::Verdict;
+
 use crate::config::PmVolumeConfig;
-use crate::persist::FirstFailure;
-use crate::pool::PmPool;
 use crate::vm::request::{VolumeInfo, VolumeStatus};
-use crate::volume::interface::Chosen;
-use crate::volume::kernel_gate::Verdict;
 
 /// State of an open volume.
 pub(in crate::vm) struct Opened {

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use foreshore_devices::pool::{PmPool, PoolError};
 use tracing::{info, warn};
 
 use crate::config::PmVolumeConfig;
-use crate::pool::{PmPool, PoolError};
 
 /// Volumes that the present start has created. Dropping this value deletes them, unless
 /// [`Self::keep`] was called.
@@ -60,10 +60,10 @@ impl Drop for CreatedVolumes {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::pool::{LocalPool, VolumeFormat};
     use tempfile::TempDir;
 
     use super::*;
-    use crate::pool::{LocalPool, VolumeFormat};
 
     const MIB: u64 = 1 << 20;
 

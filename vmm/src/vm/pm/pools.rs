@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::pool::PmPool;
+use foreshore_devices::pool::PmPool;
+
 use crate::vm::request::{PoolInfo, PoolStatus};
 
 /// Pool with memory or a volume of the machine.
@@ -45,12 +46,12 @@ impl OpenPool {
 mod tests {
     use std::fs::File;
 
+    use foreshore_devices::pool::{LocalPool, VolumeFormat};
     use pmem_volume::Pool;
     use serde_json::Value;
     use tempfile::TempDir;
 
     use super::*;
-    use crate::pool::{LocalPool, VolumeFormat};
 
     const MIB: u64 = 1 << 20;
 

@@ -3,28 +3,30 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use foreshore_devices::device::{DeviceContext, DeviceList};
+use foreshore_devices::memory::Memory;
+use foreshore_devices::memory::layout::{NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
+use foreshore_devices::nvdimm::Nvdimm;
+use foreshore_devices::nvdimm::health::{self, Health, HealthRegisters};
+use foreshore_devices::persist::FirstFailure;
+use foreshore_devices::pool::{PmPool, PoolError, PoolVolume};
+use foreshore_devices::volume::build::{
+    BuiltVolume, NewVolume, VolumeDevice, VolumePlace, build_volume,
+};
+use foreshore_devices::volume::guest_btt::{GuestBtt, VolumeKey};
+use foreshore_devices::volume::interface::{
+    Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
+};
+use foreshore_devices::volume::plan::Step;
 use foreshore_types::size::Size;
 use tracing::{info, warn};
 
-use crate::acpi::Nvdimm;
 use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
-use crate::device::{DeviceContext, DeviceList};
-use crate::memory::Memory;
-use crate::memory::layout::{NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
-use crate::nvdimm::health::{self, Health, HealthRegisters};
-use crate::persist::FirstFailure;
-use crate::pool::{PmPool, PoolError, PoolVolume};
 use crate::vm::build::resources::Resources;
 use crate::vm::build::zones;
 use crate::vm::error::BuildError;
 use crate::vm::pm::attached_volumes::{AttachedVolume, Opened};
 use crate::vm::pm::created_volumes::CreatedVolumes;
-use crate::volume::build::{BuiltVolume, NewVolume, VolumeDevice, VolumePlace, build_volume};
-use crate::volume::guest_btt::{GuestBtt, VolumeKey};
-use crate::volume::interface::{
-    Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
-};
-use crate::volume::plan::Step;
 
 /// Attached volumes, and what the rest of the machine needs of them.
 #[derive(Default)]
@@ -174,13 +176,13 @@ fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Res
 mod tests {
     use std::path::{Path, PathBuf};
 
+    use foreshore_devices::metrics::Metrics;
     use pmem_volume::Durability;
     use pmem_volume::media::Media;
     use tempfile::TempDir;
 
     use super::*;
     use crate::config::{PmMemoryConfig, test_config};
-    use crate::metrics::Metrics;
     use crate::vm::machine::KvmMachine;
     use crate::vm::machine::tests::machine;
 
@@ -202,7 +204,7 @@ mod tests {
     }
 
     fn resources() -> Resources {
-        let events = crate::events::Events::start();
+        let events = foreshore_devices::events::Events::start();
         Resources::new(Arc::new(Metrics::new("vm")), events)
     }
 

@@ -33,7 +33,7 @@ guest_tests::tests![
 const LIMIT: Duration = Duration::from_secs(100);
 /// Where it is, the load ends.
 const STOP: &str = "/run/load-is-over";
-/// The registers (vmm/devices/src/acpi/hotplug_cpus.rs).
+/// The registers (vmm/src/acpi/hotplug_cpus.rs).
 const SELECT: &str = "0xe9102020";
 const STATUS: &str = "0xe9102024";
 

@@ -11,19 +11,19 @@
 
 use std::collections::VecDeque;
 
-use crate::memory::dimms::MAX_DIMMS;
-use crate::memory::layout::GuestRange;
+use foreshore_devices::memory::dimms::MAX_DIMMS;
+use foreshore_devices::memory::layout::GuestRange;
 
 /// Where the registers begin in the page.
-pub const DIMMS_OFFSET: u64 = 0x40;
+pub(crate) const DIMMS_OFFSET: u64 = 0x40;
 /// Their length in bytes.
-pub const DIMMS_LEN: u64 = 0x20;
+pub(crate) const DIMMS_LEN: u64 = 0x20;
 /// No DIMM.
-pub const NONE: u32 = u32::MAX;
+pub(crate) const NONE: u32 = u32::MAX;
 
 /// DIMMs that are there, and what the guest has heard of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DimmRegisters {
+pub(crate) struct DimmRegisters {
     dimms: Vec<GuestRange>,
     node: u32,
     selected: u32,
@@ -35,7 +35,7 @@ impl DimmRegisters {
     ///
     /// # Panics
     /// If there are more than the guest has devices for.
-    pub fn put(&mut self, dimm: GuestRange, node: u32) {
+    pub(crate) fn put(&mut self, dimm: GuestRange, node: u32) {
         assert!(self.dimms.len() < MAX_DIMMS, "a DIMM without a device");
         self.untold.push_back(self.dimms.len() as u32);
         self.dimms.push(dimm);
@@ -43,7 +43,7 @@ impl DimmRegisters {
     }
 
     /// The guest reads the register at `offset` of these.
-    pub fn read(&mut self, offset: u64) -> u32 {
+    pub(crate) fn read(&mut self, offset: u64) -> u32 {
         let dimm = usize::try_from(self.selected).ok().and_then(|index| self.dimms.get(index));
         let [start, len] = dimm.map_or([0, 0], |dimm| [dimm.start, dimm.len]);
         let (low, high) = (|value: u64| value as u32, |value: u64| (value >> 32) as u32);
@@ -61,7 +61,7 @@ impl DimmRegisters {
     }
 
     /// The guest writes it.
-    pub fn write(&mut self, offset: u64, value: u32) {
+    pub(crate) fn write(&mut self, offset: u64, value: u32) {
         if offset == 0 {
             self.selected = value;
         }

@@ -7,10 +7,10 @@ use acpi_tables::aml::{
     Name, NotEqual, Notify, ONE, OpRegion, OpRegionSpace, Or, Package, ResourceTemplate, Return,
     ShiftLeft, Store, Uuid, ZERO,
 };
+use foreshore_devices::memory::layout::{HOTPLUG_START, MMIO32_LEN, MMIO32_START, PCI_SLOTS};
 
 use super::{NOTIFY_DEVICE_CHECK, NOTIFY_EJECT_REQUEST, Raw, path};
 use crate::acpi::hotplug::{PCI_DOWN, PCI_EJECT, PCI_UP, REGISTERS_LEN};
-use crate::memory::layout::{HOTPLUG_START, MMIO32_LEN, MMIO32_START, PCI_SLOTS};
 
 /// The configuration ports (PCI 3.0, 3.2.2.3.2).
 const PCI_CONFIG_PORT: u16 = 0xcf8;

@@ -14,26 +14,26 @@
 
 use std::fmt;
 
+use foreshore_devices::bus::BusDevice;
 use parking_lot::Mutex;
 
 use crate::acpi::plug::Plug;
-use crate::bus::BusDevice;
 
 /// Where the part begins in the page.
-pub const CPUS_OFFSET: u64 = 0x20;
+pub(crate) const CPUS_OFFSET: u64 = 0x20;
 /// How long it is.
-pub const CPUS_LEN: u64 = 0x20;
+pub(crate) const CPUS_LEN: u64 = 0x20;
 
 /// Offset in the part of the selection.
-pub const CPU_SELECT: u64 = 0x00;
+pub(crate) const CPU_SELECT: u64 = 0x00;
 /// Offset of the selected one's status.
-pub const CPU_STATUS: u64 = 0x04;
+pub(crate) const CPU_STATUS: u64 = 0x04;
 /// Offset of the list of those that have come.
-pub const CPU_ADDED: u64 = 0x08;
+pub(crate) const CPU_ADDED: u64 = 0x08;
 /// Offset of the list of those that are to go.
-pub const CPU_ASKED: u64 = 0x0c;
+pub(crate) const CPU_ASKED: u64 = 0x0c;
 /// The registers' length in bytes.
-pub const CPU_REGISTERS_LEN: u64 = 0x10;
+pub(crate) const CPU_REGISTERS_LEN: u64 = 0x10;
 
 /// What ends a list.
 const NONE: u32 = u32::MAX;
@@ -47,19 +47,19 @@ struct Registers {
 }
 
 /// The part as vCPUs see it.
-pub struct CpuRegisters {
+pub(crate) struct CpuRegisters {
     registers: Mutex<Registers>,
     gone: Box<dyn Fn(u8) + Send + Sync>,
 }
 
 impl CpuRegisters {
     /// `gone` hears of a vCPU that the guest has let go, on a vCPU's thread: maybe that vCPU's own.
-    pub fn new(plug: Plug, gone: impl Fn(u8) + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(plug: Plug, gone: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self { registers: Mutex::new(Registers { plug, selected: 0 }), gone: Box::new(gone) }
     }
 
     /// Looks at or changes which vCPUs there are.
-    pub fn plug<T>(&self, act: impl FnOnce(&mut Plug) -> T) -> T {
+    pub(crate) fn plug<T>(&self, act: impl FnOnce(&mut Plug) -> T) -> T {
         act(&mut self.registers.lock().plug)
     }
 }

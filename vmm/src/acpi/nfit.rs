@@ -14,13 +14,12 @@ use acpi_tables::aml::{
     FieldLockRule, FieldUpdateRule, If, Local, Method, Name, OpRegion, OpRegionSpace, Return,
     Store, Uuid,
 };
+use foreshore_devices::memory::layout::NVDIMM_HEALTH_REGISTER_LEN;
+use foreshore_devices::nvdimm::Nvdimm;
 use zerocopy::{Immutable, IntoBytes};
 
 use super::dsdt::{Raw, path};
 use super::{AcpiError, bytes_of, table};
-use crate::memory::layout::{
-    FLUSH_HINT_LEN, FLUSH_HINT_START, NVDIMM_HEALTH_REGISTER_LEN, NVDIMM_HEALTH_START,
-};
 
 /// "Byte addressable persistent memory" (ACPI 6.5, 5.2.25.2).
 const PERSISTENT_MEMORY: &str = "66F0D379-B4F3-4074-AC43-0D3318B78CDB";
@@ -29,28 +28,6 @@ const PERSISTENT_MEMORY: &str = "66F0D379-B4F3-4074-AC43-0D3318B78CDB";
 const VIRTUAL_NVDIMM: &str = "5746C5F2-A9A2-4264-AD0E-E4DDC9E09E80";
 const REVISION: u8 = 1;
 const PAGE_BYTES: u64 = 4096;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Nvdimm {
-    pub start: u64,
-    pub size_bytes: u64,
-    pub node: u32,
-    /// Whether a flush is a write to its flush hint page; without, a fence is enough.
-    pub flush_hint: bool,
-    /// Whether the guest may only read.
-    pub read_only: bool,
-}
-
-impl Nvdimm {
-    /// The flush hint page of NVDIMM `index`: an 8-byte write anywhere in it is a flush.
-    pub fn flush_hint_address(index: usize) -> u64 {
-        FLUSH_HINT_START + index as u64 * FLUSH_HINT_LEN
-    }
-
-    fn health_address(index: usize) -> u64 {
-        NVDIMM_HEALTH_START + index as u64 * NVDIMM_HEALTH_REGISTER_LEN
-    }
-}
 
 /// System Physical Address Range Structure (ACPI 6.5, table 5.144) without the location cookie.
 #[derive(IntoBytes, Immutable)]
@@ -308,8 +285,11 @@ fn health_method() -> Raw {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::memory::layout::{
+        FLUSH_HINT_LEN, FLUSH_HINT_START, GED_START, MAX_NVDIMMS,
+    };
+
     use super::*;
-    use crate::memory::layout::{GED_START, MAX_NVDIMMS};
 
     fn u64_at(bytes: &[u8], offset: usize) -> u64 {
         u64::from_le_bytes(*bytes[offset..].first_chunk().unwrap())

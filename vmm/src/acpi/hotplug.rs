@@ -14,25 +14,25 @@
 use std::fmt;
 use std::sync::Arc;
 
+use foreshore_devices::bus::BusDevice;
+use foreshore_devices::memory::layout::PCI_SLOTS;
 use parking_lot::Mutex;
 
 use super::dimms::{DIMMS_LEN, DIMMS_OFFSET, DimmRegisters};
 use super::hotplug_cpus::{CPUS_LEN, CPUS_OFFSET, CpuRegisters};
-use crate::bus::BusDevice;
-use crate::memory::layout::PCI_SLOTS;
 
 /// Offset of the slots in which something has been put.
-pub const PCI_UP: u64 = 0x00;
+pub(crate) const PCI_UP: u64 = 0x00;
 /// Offset of the slots that are to be let go.
-pub const PCI_DOWN: u64 = 0x04;
+pub(crate) const PCI_DOWN: u64 = 0x04;
 /// Offset of the slots that have been let go.
-pub const PCI_EJECT: u64 = 0x08;
+pub(crate) const PCI_EJECT: u64 = 0x08;
 /// The registers' length in bytes.
-pub const REGISTERS_LEN: u64 = 0x0c;
+pub(crate) const REGISTERS_LEN: u64 = 0x0c;
 
 /// What is said and not yet heard, and what is asked and not yet answered. Pure.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PciSlots {
+pub(crate) struct PciSlots {
     up: u32,
     down: u32,
     /// Asked to go, by a guest that may or may not have heard of it.
@@ -41,25 +41,26 @@ pub struct PciSlots {
 
 impl PciSlots {
     /// Something has been put into `slot`. What was asked about the slot was about another device.
-    pub fn put(&mut self, slot: u8) {
+    pub(crate) fn put(&mut self, slot: u8) {
         self.up |= bit(slot);
         self.down &= !bit(slot);
         self.leaving &= !bit(slot);
     }
 
     /// What is in `slot` is to go. Whoever asks again has the guest told again.
-    pub fn ask(&mut self, slot: u8) {
+    pub(crate) fn ask(&mut self, slot: u8) {
         self.down |= bit(slot);
         self.leaving |= bit(slot);
     }
 
-    /// Whether `slot` was asked for, and the guest has not let it go.
-    pub fn is_leaving(&self, slot: u8) -> bool {
+    /// Returns true if a removal was requested and the guest has not ejected the device.
+    #[cfg(test)]
+    pub(crate) fn is_leaving(&self, slot: u8) -> bool {
         self.leaving & bit(slot) != 0
     }
 
     /// The guest reads a register.
-    pub fn read(&mut self, offset: u64) -> u32 {
+    pub(crate) fn read(&mut self, offset: u64) -> u32 {
         match offset {
             PCI_UP => std::mem::take(&mut self.up),
             PCI_DOWN => std::mem::take(&mut self.down),
@@ -70,7 +71,7 @@ impl PciSlots {
     /// The guest writes a register: the slots that are free by that. A guest may let go what it was
     /// not asked for, as by a write to a slot's `power` file: that stays, and it finds it there
     /// again.
-    pub fn write(&mut self, offset: u64, value: u32) -> Vec<u8> {
+    pub(crate) fn write(&mut self, offset: u64, value: u32) -> Vec<u8> {
         if offset != PCI_EJECT {
             return Vec::new();
         }
@@ -88,7 +89,7 @@ fn bit(slot: u8) -> u32 {
 }
 
 /// The part as vCPUs see it.
-pub struct HotplugPage {
+pub(crate) struct HotplugPage {
     slots: Mutex<PciSlots>,
     dimms: Mutex<DimmRegisters>,
     cpus: Option<Arc<CpuRegisters>>,
@@ -98,7 +99,7 @@ pub struct HotplugPage {
 impl HotplugPage {
     /// `eject` takes out what is in a slot, before the guest goes on: it looks at once. It runs on
     /// a vCPU's thread.
-    pub fn new(eject: impl Fn(u8) + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(eject: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self {
             slots: Mutex::default(),
             dimms: Mutex::default(),
@@ -108,17 +109,17 @@ impl HotplugPage {
     }
 
     /// With the part of vCPUs.
-    pub fn with_cpus(self, cpus: Arc<CpuRegisters>) -> Self {
+    pub(crate) fn with_cpus(self, cpus: Arc<CpuRegisters>) -> Self {
         Self { cpus: Some(cpus), ..self }
     }
 
     /// Looks at or changes what the guest is told.
-    pub fn slots<T>(&self, act: impl FnOnce(&mut PciSlots) -> T) -> T {
+    pub(crate) fn slots<T>(&self, act: impl FnOnce(&mut PciSlots) -> T) -> T {
         act(&mut self.slots.lock())
     }
 
     /// The same of DIMMs.
-    pub fn dimms<T>(&self, act: impl FnOnce(&mut DimmRegisters) -> T) -> T {
+    pub(crate) fn dimms<T>(&self, act: impl FnOnce(&mut DimmRegisters) -> T) -> T {
         act(&mut self.dimms.lock())
     }
 
@@ -173,12 +174,12 @@ impl BusDevice for HotplugPage {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::memory::layout::GuestRange;
     use proptest::prelude::*;
 
     use super::*;
     use crate::acpi::hotplug_cpus::{CPU_SELECT, CPU_STATUS};
     use crate::acpi::plug::Plug;
-    use crate::memory::layout::GuestRange;
 
     #[test]
     fn vcpus_have_a_part_of_the_page() {

@@ -6,13 +6,13 @@ use acpi_tables::aml::{
     FieldLockRule, FieldUpdateRule, If, LessThan, Local, Method, MethodCall, Multiply, Mutex, Name,
     Notify, ONE, OpRegion, OpRegionSpace, Release, Return, Store, While,
 };
+use foreshore_devices::memory::layout::HOTPLUG_START;
 
 use super::{NOTIFY_DEVICE_CHECK, NOTIFY_EJECT_REQUEST, PRESENT, Raw, path};
 use crate::acpi::AcpiInput;
 use crate::acpi::hotplug_cpus::{
     CPU_ADDED, CPU_ASKED, CPU_REGISTERS_LEN, CPU_SELECT, CPU_STATUS, CPUS_OFFSET,
 };
-use crate::memory::layout::HOTPLUG_START;
 
 const NO_TIMEOUT: u16 = 0xffff;
 /// The method that looks which processors have changed.

@@ -13,15 +13,14 @@
 use std::fmt;
 use std::io;
 
+use foreshore_devices::bus::BusDevice;
+use foreshore_devices::log::sparsely;
 use parking_lot::Mutex;
-
-use crate::bus::BusDevice;
-use crate::log::sparsely;
 
 /// What can happen. The value is the bit in the register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Event {
+pub(crate) enum Event {
     /// The power button was pressed.
     PowerButton = 1 << 0,
     /// Something has come into a PCI slot, or is to go.
@@ -32,20 +31,21 @@ pub enum Event {
     Memory = 1 << 3,
 }
 
-pub struct GenericEventDevice {
+pub(crate) struct GenericEventDevice {
     /// The line follows it under its lock.
     pending: Mutex<u32>,
     line: Box<dyn Fn(bool) -> io::Result<()> + Send + Sync>,
 }
 
 impl GenericEventDevice {
-    /// `line` makes the interrupt line [`GED_GSI`](crate::memory::layout::GED_GSI) high or low.
-    pub fn new(line: impl Fn(bool) -> io::Result<()> + Send + Sync + 'static) -> Self {
+    /// Creates the device. `line` makes the interrupt line
+    /// [`GED_GSI`](foreshore_devices::memory::layout::GED_GSI) high or low.
+    pub(crate) fn new(line: impl Fn(bool) -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self { pending: Mutex::new(0), line: Box::new(line) }
     }
 
     /// Tells the guest about `event`. Several before the guest looks are one.
-    pub fn notify(&self, event: Event) -> io::Result<()> {
+    pub(crate) fn notify(&self, event: Event) -> io::Result<()> {
         let mut pending = self.pending.lock();
         *pending |= event as u32;
         (self.line)(true)

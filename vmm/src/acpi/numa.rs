@@ -14,7 +14,7 @@ const HMAT_REVISION: u8 = 2;
 
 /// A range of memory that belongs to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NodeMemory {
+pub(crate) struct NodeMemory {
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
@@ -24,7 +24,7 @@ pub struct NodeMemory {
 
 /// What a node's memory is worth to vCPUs of one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Performance {
+pub(crate) struct Performance {
     /// Time until a load has its data.
     pub read_latency_ns: u32,
     /// Time that a store takes.
@@ -34,7 +34,7 @@ pub struct Performance {
 
 /// A NUMA node. Its proximity domain is its place among the nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NumaNode {
+pub(crate) struct NumaNode {
     /// APIC ids of its vCPUs.
     pub vcpus: Vec<u8>,
     pub memory: Vec<NodeMemory>,

@@ -10,14 +10,14 @@ use acpi_tables::aml::{
     ONE, OpRegion, OpRegionSpace, Package, Path, ResourceTemplate, Scope, Store, ZERO,
 };
 use acpi_tables::{Aml, AmlSink};
+use foreshore_devices::memory::layout::{
+    ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN,
+    HOTPLUG_START, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START, SERIAL_GSI, SERIAL_PORT,
+};
 
 use super::ged::Event;
 use super::pm::S5_SLEEP_TYPE;
 use super::{AcpiInput, nfit, table};
-use crate::memory::layout::{
-    ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN,
-    HOTPLUG_START, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START, SERIAL_GSI, SERIAL_PORT,
-};
 
 /// Revision 2: integers of 64 bits (ACPI 6.5, 20.3.5).
 const REVISION: u8 = 2;
@@ -235,7 +235,7 @@ mod tests {
     fn flush_hint_pages_are_in_no_resource() {
         // The guest's NVDIMM driver wants them for itself. Memory32Fixed: 0x86, length 9,
         // read-write, base.
-        let nvdimm = crate::acpi::Nvdimm {
+        let nvdimm = foreshore_devices::nvdimm::Nvdimm {
             start: 1 << 33,
             size_bytes: 1 << 21,
             node: 0,
@@ -259,7 +259,7 @@ mod tests {
             (HOTPLUG_START, HOTPLUG_LEN),
         ];
         assert_eq!(ranges, ours.map(|(start, len)| (start, start + len)));
-        let hint = crate::acpi::Nvdimm::flush_hint_address(0);
+        let hint = foreshore_devices::nvdimm::Nvdimm::flush_hint_address(0);
         assert!(ranges.iter().all(|&(start, end)| hint + 0x1000 <= start || end <= hint));
         assert!(contains(&dsdt, b"ACPI0012"));
     }

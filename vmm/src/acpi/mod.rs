@@ -13,28 +13,27 @@
 //! | SRAT, SLIT, HMAT | which memory and vCPUs belong to which node, where there is more than one |
 //! | NFIT | NVDIMMs, where there are any |
 
-pub mod dimms;
+pub(crate) mod dimms;
 mod dsdt;
 mod fixed;
-pub mod ged;
-pub mod hotplug;
-pub mod hotplug_cpus;
+pub(crate) mod ged;
+pub(crate) mod hotplug;
+pub(crate) mod hotplug_cpus;
 mod nfit;
 mod numa;
-pub mod plug;
-pub mod pm;
+pub(crate) mod plug;
+pub(crate) mod pm;
 
 use acpi_tables::Aml;
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
+use foreshore_devices::memory::layout::{ACPI_END, RSDP_START};
+use foreshore_devices::nvdimm::Nvdimm;
 use thiserror::Error;
 use vm_memory::{Address, Bytes, GuestMemoryBackend};
 
-pub use nfit::Nvdimm;
-pub use numa::{NodeMemory, NumaNode, Performance};
-
-use crate::memory::layout::{ACPI_END, RSDP_START};
+pub(crate) use numa::{NodeMemory, NumaNode, Performance};
 
 const OEM_ID: [u8; 6] = *b"FRSHOR";
 const OEM_TABLE_ID: [u8; 8] = *b"FORESHOR";
@@ -44,7 +43,7 @@ const TABLE_ALIGN: usize = 16;
 
 /// What the tables describe.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct AcpiInput {
+pub(crate) struct AcpiInput {
     /// vCPUs that run from the start.
     pub boot_vcpus: u8,
     /// vCPUs that may ever be.
@@ -71,7 +70,7 @@ impl AcpiInput {
 
 /// Why there are no tables.
 #[derive(Debug, Error)]
-pub enum AcpiError {
+pub(crate) enum AcpiError {
     #[error("The ACPI tables have {actual_bytes} bytes, their room is {limit_bytes}")]
     TooLarge { actual_bytes: usize, limit_bytes: usize },
     /// A volume's length is no whole number of pages, or it is empty.
@@ -84,18 +83,13 @@ pub enum AcpiError {
 
 /// All tables, as they lie in guest memory from [`RSDP_START`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AcpiTables {
+pub(crate) struct AcpiTables {
     bytes: Vec<u8>,
 }
 
 impl AcpiTables {
-    /// The bytes from [`RSDP_START`].
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
-    }
-
     /// Copies them into guest memory.
-    pub fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), AcpiError> {
+    pub(crate) fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), AcpiError> {
         Ok(memory.write_slice(&self.bytes, RSDP_START)?)
     }
 
@@ -109,7 +103,7 @@ impl AcpiTables {
 }
 
 /// Builds all tables for `input`.
-pub fn build(input: &AcpiInput) -> Result<AcpiTables, AcpiError> {
+pub(crate) fn build(input: &AcpiInput) -> Result<AcpiTables, AcpiError> {
     let mut tables = AcpiTables { bytes: vec![0; Rsdp::len()] };
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     let dsdt = tables.place(&dsdt::dsdt(input));
@@ -170,15 +164,15 @@ mod tests {
     fn table_at(tables: &AcpiTables, address: u64) -> &[u8] {
         let offset = (address - RSDP_START.raw_value()) as usize;
         assert!(offset.is_multiple_of(TABLE_ALIGN));
-        let len = u32_at(tables.bytes(), offset + 4) as usize;
-        let table = &tables.bytes()[offset..offset + len];
+        let len = u32_at(&tables.bytes, offset + 4) as usize;
+        let table = &tables.bytes[offset..offset + len];
         assert_eq!(sum(table), 0, "checksum of {}", String::from_utf8_lossy(&table[..4]));
         table
     }
 
     /// Signature and bytes of every table, found as a guest does: RSDP, XSDT, FADT, DSDT.
     fn walk(tables: &AcpiTables) -> Vec<(String, &[u8])> {
-        let rsdp = &tables.bytes()[..36];
+        let rsdp = &tables.bytes[..36];
         assert_eq!(&rsdp[..8], b"RSD PTR ");
         // ACPI 6.5, 5.2.5.3: two checksums, revision 2, length 36.
         assert_eq!((sum(&rsdp[..20]), sum(rsdp), rsdp[15], u32_at(rsdp, 20)), (0, 0, 2, 36));
@@ -260,7 +254,7 @@ mod tests {
     #[test]
     fn tables_fit_with_all_vcpus_or_are_refused() {
         let mut input = AcpiInput { boot_vcpus: 255, max_vcpus: 255, ..large() };
-        assert!(build(&input).unwrap().bytes().len() < 0x5_f000);
+        assert!(build(&input).unwrap().bytes.len() < 0x5_f000);
         input.nvdimms = vec![input.nvdimms[0]; 4000];
         assert!(matches!(build(&input), Err(AcpiError::TooLarge { limit_bytes: 0x5_f000, .. })));
     }
@@ -271,9 +265,9 @@ mod tests {
             GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         let tables = build(&large()).unwrap();
         tables.write(&memory).unwrap();
-        let mut bytes = vec![0; tables.bytes().len()];
+        let mut bytes = vec![0; tables.bytes.len()];
         memory.read_slice(&mut bytes, RSDP_START).unwrap();
-        assert_eq!(bytes, tables.bytes());
+        assert_eq!(bytes, tables.bytes);
         let tiny: GuestMemoryMmap =
             GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0xa_0000)]).unwrap();
         assert!(matches!(tables.write(&tiny), Err(AcpiError::Write(_))));

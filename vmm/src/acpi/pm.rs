@@ -2,15 +2,15 @@
 
 use std::fmt;
 
-use crate::bus::BusDevice;
+use foreshore_devices::bus::BusDevice;
 
-pub const SLEEP_CONTROL_OFFSET: u64 = 0;
-pub const SLEEP_STATUS_OFFSET: u64 = 1;
-pub const RESET_OFFSET: u64 = 2;
+pub(crate) const SLEEP_CONTROL_OFFSET: u64 = 0;
+pub(crate) const SLEEP_STATUS_OFFSET: u64 = 1;
+pub(crate) const RESET_OFFSET: u64 = 2;
 /// What the guest writes to the reset register.
-pub const RESET_VALUE: u8 = 1;
+pub(crate) const RESET_VALUE: u8 = 1;
 /// `\_S5`'s SLP_TYPx.
-pub const S5_SLEEP_TYPE: u8 = 5;
+pub(crate) const S5_SLEEP_TYPE: u8 = 5;
 
 /// SLP_EN in the sleep control register (ACPI 6.5, table 4.18).
 const SLEEP_ENABLE: u8 = 1 << 5;
@@ -20,20 +20,20 @@ const SLEEP_TYPE_MASK: u8 = 0x7;
 
 /// What the guest asked the machine for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PmEvent {
+pub(crate) enum PmEvent {
     /// Power off: the guest went to S5.
     Shutdown,
     Reset,
 }
 
 /// The registers, three ports of one byte.
-pub struct PmPort {
+pub(crate) struct PmPort {
     on_event: Box<dyn Fn(PmEvent) + Send + Sync>,
 }
 
 impl PmPort {
     /// Calls `on_event` on the vCPU's thread.
-    pub fn new(on_event: impl Fn(PmEvent) + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(on_event: impl Fn(PmEvent) + Send + Sync + 'static) -> Self {
         Self { on_event: Box::new(on_event) }
     }
 }

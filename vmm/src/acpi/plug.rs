@@ -25,7 +25,7 @@ enum State {
 
 /// What a change of the count comes to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub(crate) enum Step {
     /// The guest has so many, or has been asked for so many.
     Nothing,
     Come(Range<u8>),
@@ -35,11 +35,11 @@ pub enum Step {
 
 /// Some are on their way out: what they are, ascending.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pending(pub Vec<u8>);
+pub(crate) struct Pending(pub Vec<u8>);
 
 /// The vCPUs of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plug {
+pub(crate) struct Plug {
     /// By index; as many as may ever be.
     states: Vec<State>,
     /// Put, and the guest has not been told.
@@ -50,7 +50,7 @@ pub struct Plug {
 
 impl Plug {
     /// A guest that boots with `boot` of `max`.
-    pub fn new(boot: u8, max: u8) -> Self {
+    pub(crate) fn new(boot: u8, max: u8) -> Self {
         let state = |index| if index < boot { State::Present } else { State::Absent };
         Self {
             states: (0..max).map(state).collect(),
@@ -64,12 +64,12 @@ impl Plug {
     }
 
     /// How many the guest has that it may keep.
-    pub fn present(&self) -> u8 {
+    pub(crate) fn present(&self) -> u8 {
         self.of(State::Present).count() as u8
     }
 
     /// Those that are on their way out, ascending.
-    pub fn pending(&self) -> Vec<u8> {
+    pub(crate) fn pending(&self) -> Vec<u8> {
         let is_pending = |state: &State| matches!(state, State::Leaving | State::Gone);
         (0..)
             .zip(&self.states)
@@ -79,7 +79,7 @@ impl Plug {
     }
 
     /// What it takes to have `desired` of them, which is 1 to the most.
-    pub fn step(&self, desired: u8) -> Result<Step, Pending> {
+    pub(crate) fn step(&self, desired: u8) -> Result<Step, Pending> {
         let present = self.present();
         let pending = self.pending();
         match desired {
@@ -90,7 +90,7 @@ impl Plug {
         }
     }
 
-    pub fn put(&mut self, come: Range<u8>) {
+    pub(crate) fn put(&mut self, come: Range<u8>) {
         for index in come {
             self.set(index, State::Absent, State::Present);
             self.added.insert(index);
@@ -98,7 +98,7 @@ impl Plug {
     }
 
     /// These are to go.
-    pub fn ask(&mut self, go: Range<u8>) {
+    pub(crate) fn ask(&mut self, go: Range<u8>) {
         for index in go {
             assert_ne!(index, 0, "vCPU 0 stays");
             self.set(index, State::Present, State::Leaving);
@@ -109,7 +109,7 @@ impl Plug {
 
     /// Those that were asked to go, and have not gone, are to be asked again; whether there are
     /// any.
-    pub fn ask_again(&mut self) -> bool {
+    pub(crate) fn ask_again(&mut self) -> bool {
         self.asked = self.of(State::Leaving).collect();
         !self.asked.is_empty()
     }
@@ -121,12 +121,12 @@ impl Plug {
     }
 
     /// The owner has stopped one that the guest has let go.
-    pub fn parked(&mut self, index: u8) {
+    pub(crate) fn parked(&mut self, index: u8) {
         self.set(index, State::Gone, State::Absent);
     }
 
     /// The guest has let one go, it says; false if nobody asked it to: then it stays.
-    pub fn let_go(&mut self, index: u8) -> bool {
+    pub(crate) fn let_go(&mut self, index: u8) -> bool {
         let Some(state) = self.states.get_mut(usize::from(index)) else { return false };
         if *state != State::Leaving {
             return false;
@@ -137,18 +137,18 @@ impl Plug {
     }
 
     /// Whether the guest finds it there. There need be no such vCPU.
-    pub fn is_there(&self, index: u8) -> bool {
+    pub(crate) fn is_there(&self, index: u8) -> bool {
         let state = self.states.get(usize::from(index));
         matches!(state, Some(State::Present | State::Leaving))
     }
 
     /// The lowest that has come and that the guest has not been told of, which it now is.
-    pub fn next_added(&mut self) -> Option<u8> {
+    pub(crate) fn next_added(&mut self) -> Option<u8> {
         self.added.pop_first()
     }
 
     /// The highest that is to go, likewise.
-    pub fn next_asked(&mut self) -> Option<u8> {
+    pub(crate) fn next_asked(&mut self) -> Option<u8> {
         self.asked.pop_last()
     }
 }

@@ -6,10 +6,10 @@ use acpi_tables::madt::{
     EnabledStatus, IoApic, LocalInterruptController, MADT, ProcessorLocalApic,
 };
 use acpi_tables::mcfg::MCFG;
+use foreshore_devices::memory::layout::{ACPI_PM_PORT, ECAM_START, IOAPIC_START, LAPIC_START};
 
 use super::pm::{RESET_OFFSET, RESET_VALUE, SLEEP_CONTROL_OFFSET, SLEEP_STATUS_OFFSET};
 use super::{AcpiInput, OEM_ID, OEM_REVISION, OEM_TABLE_ID, bytes_of};
-use crate::memory::layout::{ACPI_PM_PORT, ECAM_START, IOAPIC_START, LAPIC_START};
 
 /// IAPC_BOOT_ARCH (ACPI 6.5, table 5.11). Bits 0 and 1 stay clear: no legacy devices, no keyboard
 /// controller, for which Linux would otherwise look at length.

@@ -7,11 +7,11 @@ use acpi_tables::aml::{
     LessThan, Local, Method, MethodCall, Mutex, Name, Notify, ONE, OpRegion, OpRegionSpace, Or,
     Release, ResourceTemplate, Return, ShiftLeft, Store, Subtract, While, ZERO,
 };
+use foreshore_devices::memory::dimms::MAX_DIMMS;
+use foreshore_devices::memory::layout::HOTPLUG_START;
 
 use super::{PRESENT, Raw, path};
 use crate::acpi::dimms::{DIMMS_LEN, DIMMS_OFFSET};
-use crate::memory::dimms::MAX_DIMMS;
-use crate::memory::layout::HOTPLUG_START;
 
 /// "Device check": something may have come (ACPI 6.5, table 5.162).
 const NOTIFY_DEVICE_CHECK: u8 = 1;
