@@ -13,11 +13,11 @@ use tracing::info;
 use crate::api::{self, Limits, Server, ServerMetrics, Socket, SocketError};
 use crate::config::{Launch, MetricsAddress};
 use crate::metrics_server;
-use crate::vm::build::resources::Resources;
-use crate::vm::build::taps;
-use crate::vm::machine::KvmFactory;
+use crate::vm::build::factory::KvmFactory;
 use crate::vm::owner::{self, Owner, RestartMetrics};
 use crate::vm::request::{VmHandle, VmRequest};
+use crate::vm::resources::Resources;
+use crate::vm::resources::taps;
 
 /// Why a run did not end well.
 #[derive(Debug, Error)]

@@ -51,7 +51,7 @@ use crate::config::{MetricsAddress, SWITCHES};
 use crate::cpu::metrics::VcpuMetrics;
 use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
 use crate::governor::metrics::{PressureMetrics, PressureSample, PressureSource, PressureZone};
-use crate::vm::devices::hotplug_metrics::HotplugMetrics;
+use crate::vm::machine::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::zone_metrics::ZoneMetrics;
 use crate::vm::owner::RestartMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, ZoneInfo};

@@ -13,8 +13,8 @@ use thiserror::Error;
 use crate::acpi::AcpiError;
 use crate::boot::BootError;
 use crate::cpu::CpuError;
-use crate::vm::build::kvm::KvmError;
-use crate::vm::build::named_twice::NamedTwice;
+use crate::vm::kvm::KvmError;
+use crate::vm::named_twice::NamedTwice;
 
 /// Why a VM cannot be built: one variant for each part, whose own error says the rest.
 #[derive(Debug, Error)]

@@ -1,14 +1,18 @@
 //! A VM's life: what may be asked of it, who builds it, and the one task that owns its state.
 
-pub mod build;
+pub(crate) mod build;
 pub(crate) mod devices;
 mod error;
+mod kvm;
 pub(crate) mod machine;
+pub(crate) mod named_twice;
 pub mod owner;
 mod pm;
 pub mod request;
 mod resize_plan;
+pub(crate) mod resources;
+mod zones;
 
 pub use balloon::governor::decision;
 
-pub use self::build::named_twice::{NamedTwice, check_launch};
+pub use self::named_twice::{NamedTwice, check_launch};

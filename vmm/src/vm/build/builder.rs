@@ -42,21 +42,21 @@ use crate::cpu::run::{Placement, Surroundings, Vcpu, VcpuThread};
 use crate::cpu::state::{self, Fresh};
 use crate::governor::Beside;
 use crate::governor::metrics::PressureMetrics;
-use crate::vm::build::kvm::Hypervisor;
-use crate::vm::build::resources::Resources;
-use crate::vm::build::{named_twice, zones};
 use crate::vm::devices;
-use crate::vm::devices::hotplug::{self, Leaving};
 use crate::vm::error::BuildError;
+use crate::vm::kvm::Hypervisor;
 use crate::vm::machine::KvmMachine;
 use crate::vm::machine::clock::GuestClock;
 use crate::vm::machine::governing::Governed;
+use crate::vm::machine::hotplug::{self, Leaving};
 use crate::vm::machine::resident::Resident;
 use crate::vm::machine::vcpus::{Maker, Vcpus};
 use crate::vm::machine::{governing, lost};
 use crate::vm::owner::{EventSender, MachineEvent};
 use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::vm::pm::volumes;
+use crate::vm::resources::Resources;
+use crate::vm::{named_twice, zones};
 
 /// Builds the machine of `config`, which has been validated. Its vCPUs are stopped.
 pub(crate) fn build(

@@ -1,9 +1,4 @@
-//! Builds a machine from a configuration: opens the host's resources and creates the parts of the
-//! machine.
+//! Construction of a machine from a configuration.
 
-pub(super) mod builder;
-pub mod kvm;
-pub(super) mod named_twice;
-pub(crate) mod resources;
-pub(crate) mod taps;
-pub(super) mod zones;
+mod builder;
+pub(crate) mod factory;

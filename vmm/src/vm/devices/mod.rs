@@ -1,9 +1,6 @@
 //! Attaches the devices of a machine in the order of their slots, and connects them to the
 //! governor. The folder of each device builds it.
 
-pub(super) mod hotplug;
-pub(crate) mod hotplug_metrics;
-
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -30,8 +27,8 @@ use tokio::sync::Notify;
 use crate::config::{BalloonConfig, ConsoleMode, DiskConfig, NetConfig, VmConfig, VsockConfig};
 use crate::governor::DESCRIPTOR_LACK;
 use crate::governor::task::Agents;
-use crate::vm::build::resources::Resources;
 use crate::vm::error::BuildError;
+use crate::vm::resources::Resources;
 use balloon::UNSUPPORTED_DRIVER_REASON;
 
 /// Registers of a 16550.

@@ -22,8 +22,8 @@ use crate::governor::core::Core;
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, GovernorHandle};
 use crate::governor::{BalloonSource, Beside, GovernedZone, PoolFree, ZoneDevice};
-use crate::vm::build::resources::Resources;
 use crate::vm::error::BuildError;
+use crate::vm::resources::Resources;
 
 impl ZoneDevice for MemHandle {
     fn sizes(&self) -> ZoneSizes {

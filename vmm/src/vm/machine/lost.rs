@@ -14,10 +14,10 @@ use foreshore_devices::memory::zone::Tier;
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::config::VmConfig;
-use crate::vm::build::resources::Resources;
-use crate::vm::build::zones;
 use crate::vm::error::BuildError;
 use crate::vm::owner::{EventSender, MachineEvent};
+use crate::vm::resources::Resources;
+use crate::vm::zones;
 
 /// Interval of checks of the lengths of files. A vCPU may access truncated memory for that long.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);

@@ -3,6 +3,8 @@
 pub(super) mod clock;
 pub(super) mod dimms;
 pub(super) mod governing;
+pub(super) mod hotplug;
+pub(crate) mod hotplug_metrics;
 pub(super) mod lost;
 pub(super) mod resident;
 pub(super) mod vcpus;
@@ -34,23 +36,22 @@ use crate::cpu::run::Pausing;
 use crate::governor::core::{ZoneQuery, ZoneState};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::governor::task::{Agents, GovernorHandle};
-use crate::vm::build::builder;
-use crate::vm::build::resources::{PmemFiles, Resources};
-use crate::vm::build::taps::{self, Taps};
 use crate::vm::devices::SerialPort;
-use crate::vm::devices::hotplug::{Leaving, bdf};
-use crate::vm::devices::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::clock::GuestClock;
+use crate::vm::machine::hotplug::{Leaving, bdf};
+use crate::vm::machine::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::resident::Resident;
 use crate::vm::machine::vcpus::Vcpus;
-use crate::vm::owner::{EventSender, Machine, MachineFactory, Standstill};
+use crate::vm::owner::{EventSender, Machine, Standstill};
 use crate::vm::pm::attached_volumes::AttachedVolume;
-use crate::vm::pm::pools::OpenPool;
 use crate::vm::request::{
     BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, ResizeStatus,
     VmError, VolumeInfo, ZoneInfo,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
+use crate::vm::resources::PmemFiles;
+use crate::vm::resources::pools::OpenPool;
+use crate::vm::resources::taps::Taps;
 
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub(crate) struct KvmMachine {
@@ -296,48 +297,6 @@ impl KvmMachine {
             driver: sizes.as_ref().map(|sizes| sizes.driver),
             status: resize_status.unwrap_or(ResizeStatus::Reached),
         }
-    }
-}
-
-/// Builds VMs on KVM.
-pub(crate) struct KvmFactory {
-    resources: Resources,
-}
-
-impl KvmFactory {
-    /// A factory whose machines use `resources`.
-    pub(crate) fn new(resources: Resources) -> Self {
-        Self { resources }
-    }
-}
-
-impl MachineFactory for KvmFactory {
-    fn build(
-        &mut self,
-        config: &VmConfig,
-        events: EventSender,
-    ) -> Result<Box<dyn Machine>, VmError> {
-        match builder::build(config, &mut self.resources, &events) {
-            Ok(machine) => Ok(Box::new(machine)),
-            Err(err) => Err(VmError::Failed(foreshore_types::chain(&err))),
-        }
-    }
-
-    fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {
-        match device {
-            DeviceConfig::Net(net) => taps::check(net).map_err(|err| {
-                VmError::BadRequest(format!("--net: {}", foreshore_types::chain(&err)))
-            }),
-            _ => Ok(()),
-        }
-    }
-
-    fn keep(&mut self, config: &VmConfig) {
-        self.resources.retain(config);
-    }
-
-    fn release(&mut self) {
-        self.resources = self.resources.anew();
     }
 }
 

@@ -29,12 +29,13 @@ use self::state::{RestartGuard, Verb};
 use crate::config::{AtGuestShutdown, DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
 use crate::governor::info::PressureChange;
-use crate::vm::build::{named_twice, taps};
+use crate::vm::named_twice;
 use crate::vm::request::{
     PciDeviceInfo, Reply, Requests, Resize, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
     VmRequest, VmState, check_vcpus, device_tree,
 };
 use crate::vm::resize_plan::ResizePlan;
+use crate::vm::resources::taps;
 
 /// Waits until everything of a machine stands still, or the machine has been resumed or dropped.
 pub type Standstill = Box<dyn FnOnce() + Send>;

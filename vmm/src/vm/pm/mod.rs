@@ -1,6 +1,5 @@
-//! Persistent memory of a machine: its pools and volumes.
+//! Volumes of a machine.
 
 pub(super) mod attached_volumes;
 pub(super) mod created_volumes;
-pub(super) mod pools;
 pub(super) mod volumes;

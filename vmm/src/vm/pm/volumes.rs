@@ -22,11 +22,11 @@ use foreshore_types::size::Size;
 use tracing::{info, warn};
 
 use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
-use crate::vm::build::resources::Resources;
-use crate::vm::build::zones;
 use crate::vm::error::BuildError;
 use crate::vm::pm::attached_volumes::{AttachedVolume, Opened};
 use crate::vm::pm::created_volumes::CreatedVolumes;
+use crate::vm::resources::Resources;
+use crate::vm::zones;
 
 /// Attached volumes, and what the rest of the machine needs of them.
 #[derive(Default)]

@@ -34,13 +34,13 @@ use tracing::{error, info, warn};
 
 use crate::acpi::ged;
 use crate::config::DeviceConfig;
-use crate::vm::build::{resources, taps};
 use crate::vm::devices;
-use crate::vm::devices::hotplug_metrics::HotplugMetrics;
 use crate::vm::error::BuildError;
 use crate::vm::machine::KvmMachine;
+use crate::vm::machine::hotplug_metrics::HotplugMetrics;
 use crate::vm::machine::lost;
 use crate::vm::request::{PciDeviceInfo, VmError};
+use crate::vm::resources::{self, taps};
 
 /// Limit of the wait of an addition for the ends of devices of the same kind. A disk may wait for
 /// its host forever.

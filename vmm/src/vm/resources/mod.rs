@@ -1,6 +1,9 @@
 //! Resources that outlive a machine. A reboot builds a new machine on the same pools and continues
 //! the metrics.
 
+pub(crate) mod pools;
+pub(crate) mod taps;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -23,9 +26,9 @@ use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
 use crate::config::{PmemConfig, VmConfig};
-use crate::vm::build::taps::Taps;
 use crate::vm::error::BuildError;
-use crate::vm::pm::pools::OpenPool;
+use crate::vm::resources::pools::OpenPool;
+use crate::vm::resources::taps::Taps;
 
 /// Resources that the VMM has outside of its machine.
 pub(crate) struct Resources {

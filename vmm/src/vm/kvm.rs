@@ -23,7 +23,7 @@ const DEVICE: &str = "/dev/kvm";
 
 /// Why there is no hypervisor.
 #[derive(Debug, Error)]
-pub enum KvmError {
+pub(crate) enum KvmError {
     #[error("Cannot open {}: is KVM loaded, and may this user use it?", path.display())]
     Open {
         path: PathBuf,
@@ -53,7 +53,7 @@ pub enum KvmError {
 }
 
 /// What a VM needs before anything else is built.
-pub struct Hypervisor {
+pub(super) struct Hypervisor {
     pub vm: Arc<VmFd>,
     /// What its vCPUs can be.
     pub cpuid: CpuId,
@@ -114,7 +114,7 @@ impl Hypervisor {
     /// Opens KVM and makes an empty VM with its in-kernel interrupt controllers. With `amx` its
     /// vCPUs may use that: what KVM supports depends on whether the process may let guests use
     /// it, once and for all.
-    pub fn open(amx: bool) -> Result<Self, KvmError> {
+    pub(super) fn open(amx: bool) -> Result<Self, KvmError> {
         if amx {
             permit_amx().map_err(|err| KvmError::NoAmx(Some(err)))?;
         }

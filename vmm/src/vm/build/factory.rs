@@ -1,0 +1,49 @@
+//! The factory of machines, which retains their resources from one machine to the next.
+
+use crate::config::{DeviceConfig, VmConfig};
+use crate::vm::build::builder;
+use crate::vm::owner::{EventSender, Machine, MachineFactory};
+use crate::vm::request::VmError;
+use crate::vm::resources::{Resources, taps};
+
+/// Builds VMs on KVM.
+pub(crate) struct KvmFactory {
+    resources: Resources,
+}
+
+impl KvmFactory {
+    /// A factory whose machines use `resources`.
+    pub(crate) fn new(resources: Resources) -> Self {
+        Self { resources }
+    }
+}
+
+impl MachineFactory for KvmFactory {
+    fn build(
+        &mut self,
+        config: &VmConfig,
+        events: EventSender,
+    ) -> Result<Box<dyn Machine>, VmError> {
+        match builder::build(config, &mut self.resources, &events) {
+            Ok(machine) => Ok(Box::new(machine)),
+            Err(err) => Err(VmError::Failed(foreshore_types::chain(&err))),
+        }
+    }
+
+    fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {
+        match device {
+            DeviceConfig::Net(net) => taps::check(net).map_err(|err| {
+                VmError::BadRequest(format!("--net: {}", foreshore_types::chain(&err)))
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn keep(&mut self, config: &VmConfig) {
+        self.resources.retain(config);
+    }
+
+    fn release(&mut self) {
+        self.resources = self.resources.anew();
+    }
+}
