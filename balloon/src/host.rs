@@ -2,30 +2,11 @@
 
 use std::fmt;
 
+pub use foreshore_types::Tier;
 use serde::{Deserialize, Serialize};
 
 use crate::statistics::BalloonState;
 use crate::units::BLOCK_BYTES;
-
-/// Where a zone's memory comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Tier {
-    /// The host's DRAM: plugged first, unplugged last.
-    Dram,
-    /// The pool of persistent memory.
-    Pm,
-}
-
-impl Tier {
-    /// The name in metrics and on the API.
-    pub fn label(self) -> &'static str {
-        match self {
-            Tier::Dram => "dram",
-            Tier::Pm => "pm",
-        }
-    }
-}
 
 /// A zone of one VM; the caller chooses the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]

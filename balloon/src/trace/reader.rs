@@ -320,7 +320,7 @@ fn check_zone(raw: RawZone, balloon: Option<ZoneId>) -> Result<ZoneSizes, Fault>
         requested_bytes: raw.requested_bytes,
         plugged_bytes: raw.plugged_bytes,
         // Traces contain neither drivers nor shortfalls.
-        ..ZoneSizes::empty(raw.id, raw.tier.into(), raw.max_bytes)
+        ..ZoneSizes::empty(raw.id, raw.tier, raw.max_bytes)
     };
     check_requested(raw.requested_bytes, &sizes)?;
     check_plugged(raw.plugged_bytes, &sizes, balloon)?;

@@ -60,17 +60,10 @@ pub(super) struct RawDistance {
     pub distance: u8,
 }
 
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum RawTier {
-    Dram,
-    Pm,
-}
-
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct RawZone {
     pub id: u32,
-    pub tier: RawTier,
+    pub tier: Tier,
     pub guest_numa_node: u32,
     pub block_bytes: u64,
     pub floor_bytes: u64,
@@ -114,24 +107,6 @@ pub(super) struct RawTarget {
     pub requested_bytes: u64,
 }
 
-impl From<Tier> for RawTier {
-    fn from(tier: Tier) -> Self {
-        match tier {
-            Tier::Dram => RawTier::Dram,
-            Tier::Pm => RawTier::Pm,
-        }
-    }
-}
-
-impl From<RawTier> for Tier {
-    fn from(tier: RawTier) -> Self {
-        match tier {
-            RawTier::Dram => Tier::Dram,
-            RawTier::Pm => Tier::Pm,
-        }
-    }
-}
-
 impl From<&NodeDistance> for RawDistance {
     fn from(&NodeDistance { from, to, distance }: &NodeDistance) -> Self {
         RawDistance { from, to, distance }
@@ -142,7 +117,7 @@ impl From<&ZoneSizes> for RawZone {
     fn from(zone: &ZoneSizes) -> Self {
         RawZone {
             id: zone.id.0,
-            tier: zone.tier.into(),
+            tier: zone.tier,
             guest_numa_node: zone.guest_numa_node,
             block_bytes: zone.block_bytes,
             floor_bytes: zone.floor_bytes,

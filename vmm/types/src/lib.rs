@@ -5,6 +5,9 @@
 #![forbid(unsafe_code)]
 
 pub mod size;
+mod tier;
+
+pub use tier::Tier;
 
 /// Unit of memory that is plugged and unplugged: a block of virtio-mem and a chunk of a pool.
 pub const UNIT_BYTES: u64 = 2 << 20;

@@ -1,38 +1,12 @@
 //! Memory zones: ranges of guest-physical memory with one tier and one guest NUMA node.
 
-use std::fmt;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
+pub use foreshore_types::Tier;
 use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
-use serde::{Deserialize, Serialize};
 
 use super::layout::GIB;
-
-/// What a zone's memory is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Tier {
-    Dram,
-    /// Chunks of a PM pool.
-    Pm,
-}
-
-impl Tier {
-    /// The value of the metric label `tier`.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Dram => "dram",
-            Self::Pm => "pm",
-        }
-    }
-}
-
-impl fmt::Display for Tier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
 
 /// The host's pages that DRAM is of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

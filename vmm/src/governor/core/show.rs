@@ -189,7 +189,7 @@ impl Core {
                 driver_ready: zone.device.sizes().driver == DriverState::Ready,
                 pinned: pinned.contains(&ZoneId(index)),
             };
-            (zone.tier.label(), info)
+            (zone.tier.as_str(), info)
         })
     }
 

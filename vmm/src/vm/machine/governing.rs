@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use balloon::governor::Onlining;
 use balloon::statistics::{BalloonState, Sample};
-use balloon::{Distances, DriverState, Shortfall, Tier as GovernedTier, ZoneSizes};
+use balloon::{Distances, DriverState, Shortfall, ZoneSizes};
 use foreshore_devices::log::sparsely;
 use foreshore_devices::memory::BLOCK_BYTES;
 use foreshore_devices::memory::zone::Tier;
@@ -39,7 +39,7 @@ impl ZoneDevice for MemHandle {
                 wanted_bytes: shortfall.wanted_bytes,
             }),
             is_withdrawn: sizes.is_withdrawn,
-            ..ZoneSizes::empty(0, GovernedTier::Dram, sizes.max_bytes)
+            ..ZoneSizes::empty(0, Tier::Dram, sizes.max_bytes)
         }
     }
 
@@ -79,7 +79,7 @@ impl ZoneDevice for BalloonHandle {
             requested_bytes: sizes.max_bytes - sizes.target_bytes,
             plugged_bytes: sizes.max_bytes.saturating_sub(sizes.actual_bytes),
             driver: if self.driver_present() { DriverState::Ready } else { DriverState::Absent },
-            ..ZoneSizes::empty(0, GovernedTier::Dram, sizes.max_bytes)
+            ..ZoneSizes::empty(0, Tier::Dram, sizes.max_bytes)
         }
     }
 
@@ -117,7 +117,7 @@ impl BalloonSource for BalloonHandle {
 fn governed_balloon(balloon: &BalloonHandle) -> GovernedZone {
     GovernedZone {
         id: BALLOON_ZONE.to_owned(),
-        tier: GovernedTier::Dram,
+        tier: Tier::Dram,
         guest_numa_node: 0,
         boot_bytes: 0,
         device: Arc::new(balloon.clone()),
@@ -158,10 +158,7 @@ pub(in crate::vm) fn start(
         let spec = handle.zone();
         GovernedZone {
             id: spec.id.clone(),
-            tier: match spec.tier {
-                Tier::Dram => GovernedTier::Dram,
-                Tier::Pm => GovernedTier::Pm,
-            },
+            tier: spec.tier,
             guest_numa_node: spec.guest_node,
             // The guest reports the memory of a node, not of a zone.
             boot_bytes: zones_of(spec.guest_node).map(|zone| zone.boot_bytes).sum(),
