@@ -309,35 +309,34 @@ fn vm_config(flags: VmFlags, switches: Switches) -> Result<VmConfig, ConfigError
         },
         cpus: flags.cpus.as_deref().map_or(Ok(CpusConfig::default()), CpusConfig::parse)?,
         memory: memory_config(flags.memory.as_deref(), &flags.memory_zone)?,
-        numa: flags.numa.iter().map(|text| NumaConfig::parse(text)).collect::<Result<_, _>>()?,
+        numa: all(&flags.numa, NumaConfig::parse)?,
         balloon: flags.balloon.as_deref().map(BalloonConfig::parse).transpose()?,
-        disks: flags.disk.iter().map(|text| DiskConfig::parse(text)).collect::<Result<_, _>>()?,
-        net: flags.net.iter().map(|text| NetConfig::parse(text)).collect::<Result<_, _>>()?,
+        disks: all(&flags.disk, DiskConfig::parse)?,
+        net: all(&flags.net, NetConfig::parse)?,
         serial: serial.unwrap_or_else(ConsoleConfig::default_serial),
         console: console.unwrap_or_else(ConsoleConfig::default_console),
         rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
         switches,
         vsock: flags.vsock.as_deref().map(VsockConfig::parse).transpose()?,
         platform: flags.platform.as_deref().map(PlatformConfig::parse).transpose()?,
-        pm_memory: flags
-            .pm_memory
-            .iter()
-            .map(|text| PmMemoryConfig::parse(text))
-            .collect::<Result<_, _>>()?,
-        pm_volumes: flags
-            .pm_volume
-            .iter()
-            .map(|text| PmVolumeConfig::parse(text))
-            .collect::<Result<_, _>>()?,
-        pmem: flags.pmem.iter().map(|text| PmemConfig::parse(text)).collect::<Result<_, _>>()?,
+        pm_memory: all(&flags.pm_memory, PmMemoryConfig::parse)?,
+        pm_volumes: all(&flags.pm_volume, PmVolumeConfig::parse)?,
+        pmem: all(&flags.pmem, PmemConfig::parse)?,
         pressure: flags.pressure.as_deref().map(PressureConfig::parse).transpose()?,
     })
 }
 
 fn memory_config(memory: Option<&str>, zones: &[String]) -> Result<MemoryConfig, ConfigError> {
     let memory = memory.map_or(Ok(MemoryConfig::default()), MemoryConfig::parse)?;
-    let zones = zones.iter().map(|text| MemoryZoneConfig::parse(text)).collect::<Result<_, _>>()?;
-    Ok(MemoryConfig { zones, ..memory })
+    Ok(MemoryConfig { zones: all(zones, MemoryZoneConfig::parse)?, ..memory })
+}
+
+/// Reads all values of a flag.
+fn all<T>(
+    texts: &[String],
+    parse: fn(&str) -> Result<T, ConfigError>,
+) -> Result<Vec<T>, ConfigError> {
+    texts.iter().map(|text| parse(text)).collect()
 }
 
 /// What a VM is called that nobody has given a name: its API socket is what people know it by.
