@@ -59,9 +59,6 @@ pub fn range_text<V: Numeric<T>, T: FlagValue>(range: &RangeInclusive<T>) -> Str
 
 #[cfg(test)]
 mod tests {
-    use std::num::ParseIntError;
-    use std::str::FromStr;
-
     use super::*;
     use crate::text_value;
 
@@ -69,15 +66,7 @@ mod tests {
     #[derive(Clone, Copy)]
     struct Count(u64);
 
-    text_value!(Count, "N", "a whole number");
-
-    impl FromStr for Count {
-        type Err = ParseIntError;
-
-        fn from_str(text: &str) -> Result<Self, ParseIntError> {
-            text.parse().map(Self)
-        }
-    }
+    text_value!(Count, "N", "a whole number", |text| text.parse().ok().map(Count));
 
     impl From<Count> for u64 {
         fn from(count: Count) -> Self {

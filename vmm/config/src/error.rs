@@ -7,6 +7,9 @@ use std::sync::Arc;
 use foreshore_types::size::{Size, SizeError};
 use thiserror::Error;
 
+/// Forms of a flag that takes a path or a descriptor.
+pub const PATH_OR_FD: &str = "path=PATH and fd=N";
+
 /// Error of a rule that one section alone has. Two are equal if their texts are.
 #[derive(Clone, Debug)]
 pub struct SectionError(Arc<dyn StdError + Send + Sync>);
@@ -90,6 +93,9 @@ pub enum ConfigError {
         /// What could have been.
         expected: String,
     },
+    /// A text that has none of the forms, or several.
+    #[error("{flag}: {text:?} is not one of {forms}")]
+    NotOneOf { flag: &'static str, text: String, forms: &'static str },
     #[error("{flag}: {key}={error}")]
     NotASize { flag: &'static str, key: &'static str, error: SizeError },
     /// A quote or bracket without its partner.

@@ -1,17 +1,20 @@
 //! Flags in Cloud Hypervisor's syntax: `key=value,key=value`, some keys without a value.
 //!
 //! As in Cloud Hypervisor's parser, a comma within double quotes or brackets does not separate,
-//! quotes are removed, values are trimmed, and a key whose value is empty is not given.
+//! quotes are removed, values are trimmed, and a key whose value is empty is not given. A value
+//! that begins a flag without its key is taken as it is, up to the next key.
 
 use std::net::IpAddr;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
 use foreshore_types::size::{self, Size};
+use serde::Serialize;
 
 use super::list::digits;
-use super::{JsonValue, Refused, Table};
+use super::{JsonValue, Key, Refused, Table};
 use crate::error::ConfigError;
+use crate::text_value;
 
 pub trait FlagValue: JsonValue {
     /// The value is a size in bytes, and errors about its bounds have units.
@@ -183,10 +186,14 @@ impl Options {
     /// Splits a flag's value into keys and values. `more` are accepted keys outside the table.
     pub fn parse(table: &Table, more: &[&'static str], text: &str) -> Result<Self, ConfigError> {
         let flag = table.flag;
-        let keys: Vec<_> = table.names().chain(more.iter().copied()).collect();
-        let mut options = Self { flag, given: Vec::new(), words: Vec::new() };
-        let mut seen = Vec::new();
-        let parts = match text.trim() {
+        let in_table = (table.keys)();
+        let keys: Vec<_> =
+            in_table.iter().map(|key| key.name).chain(more.iter().copied()).collect();
+        let (bare, text) = split_bare(&in_table, text.trim());
+        let mut options = Self { flag, given: Vec::from_iter(bare), words: Vec::new() };
+        let mut seen: Vec<_> = options.given().map(|(key, _)| key).collect();
+        let is_repeated = |name| in_table.iter().any(|key| key.is_repeated && key.name == name);
+        let parts = match text {
             "" => Vec::new(),
             text => split(text, &[',']).map_err(|what| {
                 let text = text.to_owned();
@@ -210,7 +217,7 @@ impl Options {
             let Some(key) = known.iter().copied().find(|known| *known == key) else {
                 return Err(unknown(flag, key, value.is_some(), table.words, &keys));
             };
-            if seen.contains(&key) {
+            if seen.contains(&key) && !is_repeated(key) {
                 return Err(ConfigError::Duplicate { flag, key: key.to_owned() });
             }
             seen.push(key);
@@ -233,12 +240,15 @@ impl Options {
         self.given.iter().map(|(key, value)| (*key, value.as_str()))
     }
 
-    /// Value of a key, if it was given.
+    /// Value of a key, if it was given. Values of a repeated key are joined by commas.
     pub fn take<T: FlagValue>(&self, key: &'static str) -> Result<Option<T>, ConfigError> {
-        let Some((_, value)) = self.given().find(|(given, _)| *given == key) else {
+        let given = self.given().filter(|(given, _)| *given == key);
+        let values: Vec<_> = given.map(|(_, value)| value).collect();
+        if values.is_empty() {
             return Ok(None);
-        };
-        T::read(value).map(Some).ok_or_else(|| T::error(self.flag, key, value))
+        }
+        let value = values.join(",");
+        T::read(&value).map(Some).ok_or_else(|| T::error(self.flag, key, &value))
     }
 
     /// Value of a key that was not given and has no default.
@@ -267,6 +277,18 @@ fn unknown(
     let keys = keys.iter().map(|key| format!("{key}="));
     let known: Vec<_> = words.iter().map(|&word| word.to_owned()).chain(keys).collect();
     ConfigError::UnknownKey { flag, key, known: known.join(", ") }
+}
+
+/// Splits a flag into a value that begins it without its key, and the rest.
+fn split_bare<'a>(keys: &[Key], text: &'a str) -> (Option<(&'static str, String)>, &'a str) {
+    let begins = |key: &Key| text.starts_with(&format!("{}=", key.name));
+    let Some(bare) = keys.iter().find(|key| key.is_bare) else { return (None, text) };
+    if text.is_empty() || keys.iter().any(begins) {
+        return (None, text);
+    }
+    let end = keys.iter().filter_map(|key| text.find(&format!(",{}=", key.name))).min();
+    let (value, rest) = end.map_or((text, ""), |end| (&text[..end], &text[end + 1..]));
+    (Some((bare.name, value.trim().to_owned())), rest)
 }
 
 /// Splits at separators outside quotes and brackets. The error names the one that is not closed.
@@ -313,15 +335,21 @@ fn unquoted(value: &str) -> String {
 /// Last descriptor of the standard streams.
 const STANDARD_ERROR: RawFd = 2;
 
-/// Reads the number of an inherited descriptor.
-pub fn inherited_fd(flag: &'static str, number: &str) -> Result<RawFd, ConfigError> {
-    let fd = number.parse().ok().filter(|fd| *fd > STANDARD_ERROR);
-    fd.ok_or_else(|| ConfigError::BadValue {
-        flag,
-        key: "fd".to_owned(),
-        value: number.to_owned(),
-        expected: "the number of an inherited file descriptor, 3 and up".to_owned(),
-    })
-}
+/// Number of an inherited descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct InheritedFd(pub RawFd);
 
-crate::text_value!(IpAddr, "ADDRESS", "an IPv4 or IPv6 address");
+text_value!(InheritedFd, "N", "the number of an inherited file descriptor, 3 and up", |text| {
+    text.parse().ok().filter(|fd| *fd > STANDARD_ERROR).map(InheritedFd)
+});
+
+/// Any name without control characters.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Label(pub String);
+
+text_value!(Label, "NAME", "a name without control characters", |text| {
+    let is_name = !text.is_empty() && !text.contains(char::is_control);
+    is_name.then(|| Label(text.to_owned()))
+});
+
+text_value!(IpAddr, "ADDRESS", "an IPv4 or IPv6 address", |text| text.parse().ok());

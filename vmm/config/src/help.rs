@@ -51,7 +51,9 @@ impl Key {
     }
 
     fn form(&self) -> String {
-        format!("{}={}", self.name, (self.syntax)())
+        let (name, syntax) = (self.name, (self.syntax)());
+        let more = if self.is_repeated { "..." } else { "" };
+        if self.is_bare { format!("[{name}=]{syntax}") } else { format!("{name}={syntax}{more}") }
     }
 }
 

@@ -26,8 +26,8 @@ mod word;
 pub use {serde, serde_json};
 
 pub use self::bounds::{check_range, range_text};
-pub use self::error::{ConfigError, SectionError, bounds};
-pub use self::flag::{FlagValue, OFF, Options, inherited_fd};
+pub use self::error::{ConfigError, PATH_OR_FD, SectionError, bounds};
+pub use self::flag::{FlagValue, InheritedFd, Label, OFF, Options};
 pub use self::help::one_of;
 pub use self::json::{FieldError, JsonError};
 pub use self::json::{JsonValue, Object, Walk, read_body};
@@ -45,6 +45,10 @@ pub struct Key {
     /// Default in the syntax of the flag.
     pub default: Option<String>,
     pub range: Option<String>,
+    /// Its value may begin the flag, without the key.
+    pub is_bare: bool,
+    /// It may be given several times.
+    pub is_repeated: bool,
     pub about: &'static str,
 }
 

@@ -27,6 +27,8 @@
 /// | option | |
 /// |---|---|
 /// | `flag "name"` | name in the flag |
+/// | `bare` | its value may begin the flag, without the key |
+/// | `repeated` | may be given several times; the values are joined by commas |
 /// | `syntax ("FORM")` | form of the value in the help, instead of the type's |
 /// | `range (LEAST..=MOST)` | bounds of a number or a size, which `check_ranges` checks |
 /// | `usually (value)` | default in the help of a key whose absence is kept, an `Option` |
@@ -50,6 +52,11 @@ macro_rules! section {
     (@syntax [$other:tt $($rest:tt)*] $ty:ty) => { $crate::section!(@syntax [$($rest)*] $ty) };
     (@syntax [] $ty:ty) => { <$ty as $crate::FlagValue>::syntax };
 
+    (@is bare [bare $($rest:tt)*]) => { true };
+    (@is repeated [repeated $($rest:tt)*]) => { true };
+    (@is $option:ident [$other:tt $($rest:tt)*]) => { $crate::section!(@is $option [$($rest)*]) };
+    (@is $option:ident []) => { false };
+
     // Into the table.
     (@key [json_only $($rest:tt)*] $($more:tt)*) => { Vec::new() };
     (@key [flatten $($rest:tt)*] $all:tt $field:ident, $ty:ty, $about:literal) => {
@@ -68,6 +75,8 @@ macro_rules! section {
             syntax: $crate::section!(@syntax $all $ty),
             default: $crate::section!(@default $all $ty $(, $default)?),
             range: $crate::section!(@range $all $ty),
+            is_bare: $crate::section!(@is bare $all),
+            is_repeated: $crate::section!(@is repeated $all),
             about: $about,
         }]
     };
@@ -438,17 +447,17 @@ macro_rules! words {
     (@shown hidden) => { false };
 }
 
-/// Makes values of types that are a string in JSON and are read with `FromStr` there and in the
-/// flag.
+/// Makes values of types that are a string in JSON and in the flag. The function at the end reads
+/// both.
 #[macro_export]
 macro_rules! text_value {
-    ($Type:ty, $form:literal, $expected:literal) => {
+    ($Type:ty, $form:literal, $expected:expr, $read:expr) => {
         impl $crate::JsonValue for $Type {
             fn from_json(
                 json: $crate::serde_json::Value,
                 walk: &mut $crate::Walk,
             ) -> Result<Self, $crate::JsonError> {
-                let read = json.as_str().and_then(|text| text.parse().ok());
+                let read = json.as_str().and_then(<Self as $crate::FlagValue>::read);
                 read.ok_or_else(|| walk.wrong(&json, $expected))
             }
         }
@@ -463,7 +472,8 @@ macro_rules! text_value {
             }
 
             fn read(text: &str) -> Option<Self> {
-                text.parse().ok()
+                let read: fn(&str) -> Option<Self> = $read;
+                read(text)
             }
         }
     };

@@ -63,6 +63,15 @@ section! {
     defaults true;
 }
 
+section! {
+    /// Section that may be given without its first key.
+    pub(crate) struct Place: "--place" "places" {
+        path (bare): Option<PathBuf> => "Place",
+        name (repeated): Option<String> => "Names",
+        size: u64 = 1 => "Size",
+    }
+}
+
 use std::path::PathBuf;
 
 fn thing(text: &str) -> Thing {
@@ -156,6 +165,30 @@ fn quotes_keep_commas_and_are_removed() {
     assert_eq!(thing(r#"path="/a,b",count=1"#).path, PathBuf::from("/a,b"));
     assert_eq!(thing(r#"path=/a","b"#).path, PathBuf::from("/a,b"));
     assert_eq!(thing(r#"path="/a""b""#).path, PathBuf::from(r#"/a"b"#));
+}
+
+/// As Cloud Hypervisor reads `--api-socket`.
+#[test]
+fn bare_value_is_taken_as_it_is_up_to_the_next_key() {
+    let place = |text: &str| Place::parse(text).unwrap();
+    let path = |text: &str| place(text).path.map(|path| path.display().to_string());
+    for bare in ["/a", "a=b", "/a,b", r#"/a"[b"#, "path", "/a,sizes=1"] {
+        assert_eq!(path(bare).as_deref(), Some(bare));
+        assert_eq!((path(&format!(" {bare} ,size=2")), place("/a,size=2").size), (path(bare), 2));
+    }
+    for none in ["", " ", "path=", "size=1"] {
+        assert_eq!(path(none), None, "{none:?}");
+    }
+    let error = |text: &str| Place::parse(text).unwrap_err().to_string();
+    assert_eq!(error("/a,path=/b"), "--place: path is given twice");
+    assert_eq!(error("path=/a,b"), r#"--place: unknown key "b"; the keys are path=, name=, size="#);
+}
+
+#[test]
+fn repeated_key_has_all_its_values() {
+    let name = |text: &str| Place::parse(text).unwrap().name;
+    assert_eq!(name("/a,name=b,size=2,name= c ,name="), Some("b,c".to_owned()));
+    assert_eq!(name("/a,name=,size=2"), None);
 }
 
 #[test]
@@ -339,6 +372,8 @@ fn help_has_every_key_with_form_and_default() {
     let line = "tty,path=PATH,size=SIZE,count=N,kind=raw|well-done,list=[N-N,N],limit=N,shared=on|off: things of every kind \
                 [default: size=4M,count=1,kind=raw,limit=3]";
     assert_eq!(table.line(), line);
+    let place = "[path=]PATH,name=NAME...,size=SIZE: places [default: size=1]";
+    assert_eq!(Table::of::<Place>().line(), place);
     let listing = table.listing();
     assert!(listing.starts_with(
         "things of every kind\n  tty\n  path=PATH: Place\n  size=SIZE: Size (7 to 8M) [default: 4M]\n"

@@ -71,7 +71,7 @@ pub use foreshore_devices::host_console::config::{
 pub use foreshore_devices::virtio::balloon::config::BalloonConfig;
 pub use foreshore_devices::virtio::block::config::{DiskConfig, ImageType};
 pub use foreshore_devices::virtio::net::config::{
-    BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode,
+    GivenFd, HostAddress, MacAddress, NetConfig, VhostMode,
 };
 pub use foreshore_devices::virtio::rng::config::RngConfig;
 pub use foreshore_devices::virtio::vsock::config::{MAX_CID, MIN_CID, VsockConfig};

@@ -38,8 +38,9 @@ fn needed(flag: &str) -> &'static [(&'static str, &'static str)] {
         "--numa" => &[("guest_numa_id", "0")],
         "--pm-memory" => &[("pool", "/p"), ("size", "2M")],
         "--pm-volume" => &[("pool", "/p"), ("name", "a")],
-        "--disk" => &[("path", "/d")],
+        "--disk" | "--api-socket" => &[("path", "/d")],
         "--pmem" | "--serial" | "--console" => &[("file", "/f")],
+        "--metrics" => &[("address", "1")],
         "--vsock" => &[("cid", "3"), ("socket", "/s")],
         _ => &[],
     }
@@ -102,12 +103,16 @@ fn long_help_lists_the_keys_that_the_parser_takes() {
     let help = command().render_long_help().to_string();
     for table in TABLES {
         let lines: Vec<_> = help_of(&help, table.flag).lines().skip(2).map(str::trim).collect();
-        let keys = lines.iter().filter_map(|line| Some(format!("{}=", line.split_once('=')?.0)));
+        // The name of a key that may be left out is in brackets.
+        let name = |line: &str| Some(line.split_once('=')?.0.trim_start_matches('[').to_owned());
+        let keys = lines.iter().filter_map(|line| name(line)).map(|name| name + "=");
         let words = table.words.join("|");
         let words_line = lines.iter().filter(|line| **line == words && !words.is_empty());
         let listed: Names =
             keys.chain(words_line.flat_map(|line| line.split('|')).map(str::to_owned)).collect();
-        let parsed = match Options::parse(&table, &[], "no such key=1") {
+        // A text that begins without a key may be the value of one.
+        let unknown = format!("{}=,no such key=1", table.names().next().unwrap());
+        let parsed = match Options::parse(&table, &[], &unknown) {
             Err(ConfigError::UnknownKey { known, .. }) => names(known.split(", ")),
             other => panic!("{other:?}"),
         };
@@ -124,7 +129,8 @@ fn short_help_has_every_key_in_one_line() {
             .find(|line| line.trim_start().starts_with(&format!("{} ", table.flag)))
             .unwrap();
         for key in table_keys(&table) {
-            let has = line.split([' ', ',', '|']).any(|part| part == key || part.starts_with(&key));
+            let has =
+                line.split([' ', ',', '|', '[']).any(|part| part == key || part.starts_with(&key));
             assert!(has, "{} {key}: {line}", table.flag);
         }
     }

@@ -4,9 +4,17 @@ use std::fmt;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
-use foreshore_config::{ConfigError, inherited_fd};
+use foreshore_config::{ConfigError, InheritedFd, PATH_OR_FD, Table, section};
 
-/// `--event-monitor path=PATH|fd=N`.
+section! {
+    /// Keys of the flag.
+    struct Keys: "--event-monitor" "Events as JSON, to a path or to a descriptor" {
+        path: Option<PathBuf> => "File, or FIFO, which is waited for until it is read",
+        fd: Option<InheritedFd> => "Inherited descriptor",
+    }
+}
+
+/// Destination of the events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EventMonitor {
     /// A file, which is made or emptied, or a FIFO.
@@ -16,16 +24,15 @@ pub enum EventMonitor {
 }
 
 impl EventMonitor {
+    pub const TABLE: Table = Table::of::<Keys>();
+
     /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let flag = "--event-monitor";
-        match (text.strip_prefix("fd="), text.strip_prefix("path=")) {
-            (Some(number), _) => inherited_fd(flag, number).map(Self::Fd),
-            (None, Some(path)) if !path.is_empty() => Ok(Self::Path(path.into())),
-            _ => Err(ConfigError::Conflict {
-                flag,
-                reason: format!("{text:?} is neither path=PATH nor fd=N"),
-            }),
+        let flag = Keys::FLAG;
+        match Keys::parse(text)? {
+            Keys { path: Some(path), fd: None } => Ok(Self::Path(path)),
+            Keys { path: None, fd: Some(InheritedFd(fd)) } => Ok(Self::Fd(fd)),
+            _ => Err(ConfigError::NotOneOf { flag, text: text.to_owned(), forms: PATH_OR_FD }),
         }
     }
 }
@@ -35,6 +42,31 @@ impl fmt::Display for EventMonitor {
         match self {
             Self::Path(path) => write!(out, "{}", path.display()),
             Self::Fd(fd) => write!(out, "fd={fd}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_are_read_or_refused() {
+        for (text, expected) in [
+            ("path= /e ,fd=", "/e"),
+            (r#"path="/a,b""#, "/a,b"),
+            (" fd= 3 ,path=", "fd=3"),
+            ("fd=2", r#"fd="2" is not the number of an inherited file descriptor, 3 and up"#),
+            ("fd=x", r#"fd="x" is not the number of an inherited file descriptor, 3 and up"#),
+            ("", r#""" is not one of path=PATH and fd=N"#),
+            ("path=/e,fd=3", r#""path=/e,fd=3" is not one of path=PATH and fd=N"#),
+            ("/e", r#"unknown key "/e"; the keys are path=, fd="#),
+            ("path=/a,b", r#"unknown key "b"; the keys are path=, fd="#),
+        ] {
+            match EventMonitor::parse(text) {
+                Ok(target) => assert_eq!(target.to_string(), expected),
+                Err(error) => assert_eq!(error.to_string(), format!("--event-monitor: {expected}")),
+            }
         }
     }
 }

@@ -105,7 +105,11 @@ impl ConsoleConfig {
         let mut modes = words.chain(file).chain(socket);
         match (modes.next(), modes.next()) {
             (Some(mode), None) => console.mode = mode,
-            _ => return Err(one_of(table.flag, text)),
+            _ => {
+                let forms = "off, null, tty, pty, file=PATH and socket=PATH";
+                let (flag, text) = (table.flag, text.to_owned());
+                return Err(ConfigError::NotOneOf { flag, text, forms });
+            }
         }
         Ok(console)
     }
@@ -160,13 +164,6 @@ impl ConsoleConfig {
             });
         }
         Ok(())
-    }
-}
-
-fn one_of(flag: &'static str, text: &str) -> ConfigError {
-    ConfigError::Conflict {
-        flag,
-        reason: format!("{text:?} is not one of off, null, tty, pty, file=PATH and socket=PATH"),
     }
 }
 

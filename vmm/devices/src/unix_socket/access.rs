@@ -3,74 +3,45 @@
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use foreshore_config::ConfigError;
+use foreshore_config::{ConfigError, Label, section, text_value};
 use pmem_volume::file_mode::PRIVATE_MODE;
+use serde::Serialize;
 
 /// The longest path in a `sockaddr_un`, whose 108 bytes end with a zero (unix(7)).
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
-/// Users of the host that may connect to a socket.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SocketAccess {
-    /// Permissions of its file.
-    pub mode: u32,
-    /// Name or number of its group, if that is not the group of the process.
-    pub group: Option<String>,
+section! {
+    /// Users of the host that may connect to a socket.
+    pub struct SocketAccess: "--api-socket" "Users who may connect" {
+        mode: Option<SocketMode> => "Octal permissions of the socket's file, instead of 0600",
+        group: Option<Label> => "Name or number of its group, instead of the VMM's",
+    }
+    defaults true;
+    parse none;
 }
 
-impl Default for SocketAccess {
-    fn default() -> Self {
-        Self { mode: PRIVATE_MODE, group: None }
+/// Permissions of a socket's file, which its owner can read and write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct SocketMode(pub u32);
+
+text_value!(
+    SocketMode,
+    "MODE",
+    "an octal mode from 0600 to 0777 that the owner can read and write",
+    |text| {
+        let mode = u32::from_str_radix(text, 8).ok().filter(|mode| mode & !0o777 == 0);
+        mode.filter(|mode| mode & PRIVATE_MODE == PRIVATE_MODE).map(SocketMode)
     }
-}
+);
 
 impl SocketAccess {
-    /// Reads `mode=` or `group=`. Returns false for another key.
-    fn read(&mut self, flag: &'static str, key: &str, value: &str) -> Result<bool, ConfigError> {
-        let bad = |expected: &str| ConfigError::BadValue {
-            flag,
-            key: key.to_owned(),
-            value: value.to_owned(),
-            expected: expected.to_owned(),
-        };
-        match key {
-            "mode" => {
-                let mode = u32::from_str_radix(value, 8).ok().filter(|mode| mode & !0o777 == 0);
-                let mode = mode.filter(|mode| mode & PRIVATE_MODE == PRIVATE_MODE);
-                self.mode = mode.ok_or_else(|| {
-                    bad("an octal mode from 0600 to 0777 that the owner can read and write")
-                })?;
-            }
-            "group" if value.is_empty() => return Err(bad("the name or number of a group")),
-            "group" => self.group = Some(value.to_owned()),
-            _ => return Ok(false),
+    /// Refuses all keys, because `what` is not a socket with a file of this process.
+    pub fn check_absent(&self, flag: &'static str, what: &str) -> Result<(), ConfigError> {
+        if *self == Self::default() {
+            return Ok(());
         }
-        Ok(true)
-    }
-
-    /// Takes `,mode=` and `,group=` from the end of `text`, and hands every other key of `keys` to
-    /// `other`.
-    pub fn split<'a>(
-        flag: &'static str,
-        text: &'a str,
-        keys: &[&str],
-        mut other: impl FnMut(&str, &str) -> Result<(), ConfigError>,
-    ) -> Result<(&'a str, Option<Self>), ConfigError> {
-        let begin = keys.iter().filter_map(|key| text.find(&format!(",{key}="))).min();
-        let Some(begin) = begin else { return Ok((text, None)) };
-        let (mut access, mut is_given) = (Self::default(), false);
-        for part in text[begin + 1..].split(',') {
-            let (key, value) = part.split_once('=').unwrap_or((part, ""));
-            if !keys.contains(&key) {
-                let (key, known) = (key.to_owned(), keys.join("=, ") + "=");
-                return Err(ConfigError::UnknownKey { flag, key, known });
-            }
-            match access.read(flag, key, value)? {
-                true => is_given = true,
-                false => other(key, value)?,
-            }
-        }
-        Ok((&text[..begin], is_given.then_some(access)))
+        let reason = format!("mode= and group= are for the path of a socket, and {what}");
+        Err(ConfigError::Conflict { flag, reason })
     }
 }
 

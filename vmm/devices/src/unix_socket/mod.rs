@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use thiserror::Error;
 
-pub use self::access::{MAX_SOCKET_PATH_BYTES, SocketAccess, check_path};
+pub use self::access::{MAX_SOCKET_PATH_BYTES, SocketAccess, SocketMode, check_path};
 use self::path_lock::PathLock;
 
 /// Largest number of clients that wait to be accepted, the same as in the standard library.
@@ -89,7 +89,7 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
     if *access == SocketAccess::default() {
         return Ok(());
     }
-    let group = access.group.as_deref().map(group::id_of).transpose()?;
+    let group = access.group.as_ref().map(|group| group::id_of(&group.0)).transpose()?;
     let file =
         OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
     if !file.metadata()?.file_type().is_socket() {
@@ -99,7 +99,8 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
     if let Some(group) = group {
         std::os::unix::fs::chown(&file, None, Some(group))?;
     }
-    fs::set_permissions(&file, fs::Permissions::from_mode(access.mode))
+    let mode = access.mode.map_or(PRIVATE_MODE, |mode| mode.0);
+    fs::set_permissions(&file, fs::Permissions::from_mode(mode))
 }
 
 /// What a path is.
@@ -172,6 +173,8 @@ impl Drop for SocketFile {
 mod tests {
     use std::os::unix::net::UnixStream;
 
+    use foreshore_config::Label;
+
     use super::*;
 
     fn listen_on(path: &Path) -> Result<(UnixListener, SocketFile), UnixSocketError> {
@@ -190,12 +193,13 @@ mod tests {
         assert_eq!(mode_of(&path), 0o600);
         drop(socket);
         let group = fs::metadata(dir.path()).unwrap().gid();
-        let access = SocketAccess { mode: 0o660, group: Some(group.to_string()) };
+        let access =
+            SocketAccess { mode: Some(SocketMode(0o660)), group: Some(Label(group.to_string())) };
         let socket = listen("--metrics", &path, &access).unwrap();
         assert_eq!((mode_of(&path), fs::metadata(&path).unwrap().gid()), (0o660, group));
         UnixStream::connect(&path).unwrap();
         drop(socket);
-        let unknown = SocketAccess { group: Some("no such group".to_owned()), ..access };
+        let unknown = SocketAccess { group: Some(Label("no such group".to_owned())), ..access };
         let error = listen("--metrics", &path, &unknown).unwrap_err();
         let source = std::error::Error::source(&error).unwrap().to_string();
         assert_eq!(source, "the host has no group \"no such group\"");
