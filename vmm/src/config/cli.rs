@@ -1,6 +1,7 @@
 //! The command line: flags into a [`Launch`].
 
 use std::ffi::OsString;
+use std::os::fd::RawFd;
 use std::path::PathBuf;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -54,6 +55,19 @@ pub struct Launch {
 }
 
 impl Launch {
+    /// Descriptors that the process has inherited, each with the flag that names it.
+    pub(crate) fn descriptors(&self) -> Vec<(&'static str, RawFd)> {
+        let nets = self.config.iter().flat_map(|config| &config.net).flat_map(|net| &net.fds);
+        let mut all: Vec<_> = nets.map(|given| (NetConfig::FLAG, given.number())).collect();
+        if let Some(ApiSocket::Fd(fd)) = self.api_socket {
+            all.push((ApiSocket::TABLE.flag, fd));
+        }
+        if let Some(EventMonitor::Fd(fd)) = self.event_monitor {
+            all.push((EventMonitor::TABLE.flag, fd));
+        }
+        all
+    }
+
     /// Describes the system call filter that was requested and is not installed.
     pub fn seccomp_error(&self) -> Option<String> {
         let mode = self.missing_seccomp.as_ref()?;
@@ -265,7 +279,6 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         (Some(_), None) if switches.is_empty() => None,
         (_, vm) => Some(vm_config(vm.unwrap_or_default(), switches)?),
     };
-    check_descriptors(config.as_ref(), api_socket.as_ref(), event_monitor.as_ref())?;
     if let Some(config) = &config {
         config.validate()?;
         warnings.extend(config.warnings());
@@ -281,6 +294,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         warnings,
         missing_seccomp,
     };
+    check_descriptors(&launch)?;
     Ok(Command::Launch(Box::new(launch)))
 }
 
@@ -356,28 +370,16 @@ fn missing_seccomp(mode: Option<&str>) -> Result<Option<String>, ConfigError> {
     }
 }
 
-/// Each descriptor that was handed over is one thing's: whose it is closes it.
-fn check_descriptors(
-    config: Option<&VmConfig>,
-    api_socket: Option<&ApiSocket>,
-    event_monitor: Option<&EventMonitor>,
-) -> Result<(), ConfigError> {
-    let interfaces = config.into_iter().flat_map(|config| &config.net).flat_map(|net| &net.fds);
-    let mut taken: Vec<_> =
-        interfaces.map(|given| (given.number(), "a network interface's (--net)")).collect();
-    let api_socket = api_socket.and_then(|socket| match socket {
-        ApiSocket::Fd(fd) => Some((*fd, "--api-socket", "the API's (--api-socket)")),
-        ApiSocket::Path(..) => None,
-    });
-    let event_monitor = event_monitor.and_then(|monitor| match monitor {
-        EventMonitor::Fd(fd) => Some((*fd, "--event-monitor", "the events' (--event-monitor)")),
-        EventMonitor::Path(_) => None,
-    });
-    for (fd, flag, whose) in api_socket.into_iter().chain(event_monitor) {
-        if let Some((_, other)) = taken.iter().find(|(number, _)| *number == fd) {
-            return Err(ConfigError::Conflict { flag, reason: format!("fd {fd} is {other}") });
+/// Checks that no two flags name one descriptor, because each closes its own. `--net` checks its
+/// descriptors alone.
+fn check_descriptors(launch: &Launch) -> Result<(), ConfigError> {
+    let all = launch.descriptors();
+    for (nth, (flag, fd)) in all.iter().enumerate() {
+        let other = all[..nth].iter().find(|(other, taken)| other != flag && taken == fd);
+        if let Some((other, _)) = other {
+            let reason = format!("fd {fd} is that of {other}");
+            return Err(ConfigError::Conflict { flag, reason });
         }
-        taken.push((fd, whose));
     }
     Ok(())
 }
@@ -635,7 +637,9 @@ mod tests {
         assert!(error(&["--frobnicate"]).contains("--frobnicate"));
         assert!(error(&["stray"]).contains("stray"));
         let twice = error(&["--api-socket", "fd=7", "--event-monitor", "fd=7"]);
-        assert_eq!(twice, "--event-monitor: fd 7 is the API's (--api-socket)");
+        assert_eq!(twice, "--event-monitor: fd 7 is that of --api-socket");
+        let twice = error(&["--api-socket", "fd=7", "--net", "fd=7"]);
+        assert_eq!(twice, "--api-socket: fd 7 is that of --net");
         assert!(error(&["--seccomp", "maybe"]).starts_with("--seccomp:"));
         assert!(error(&["--pressure", "policy=magic"]).starts_with("--pressure:"));
         assert!(error(&["--serial", "tty,pty"]).starts_with("--serial:"));
