@@ -6,11 +6,12 @@ use anyhow::{Context, Result, bail};
 use balloon::controller::Rules;
 use balloon::params::{Param, Setting};
 use balloon::policy::Policy;
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{ArgAction, Args, Subcommand};
 use foreshore::api::Client;
 use foreshore::config::{FIXED_SIZE, ParamSettings};
 use foreshore::governor::info::{PressureChange, PressureInfo};
 use foreshore::vm::decision::{DECISIONS_KEPT, DecisionInfo, Outcome};
+use foreshore_config::FlagValue;
 use foreshore_types::size;
 
 use crate::table::{size_cell, table};
@@ -36,8 +37,8 @@ pub(crate) struct Pressure {
     #[command(flatten)]
     set: Choice,
     /// As `pressure dry-run`
-    #[arg(long, value_name = "SWITCH")]
-    dry_run: Option<Switch>,
+    #[arg(long, value_name = "SWITCH", value_parser = switch)]
+    dry_run: Option<bool>,
     /// As `pressure resume`
     #[arg(long)]
     resume: bool,
@@ -56,7 +57,8 @@ enum PressureVerb {
     /// Decide only, and change nothing: on or off
     DryRun {
         /// Whether
-        switch: Switch,
+        #[arg(action = ArgAction::Set, value_parser = switch)]
+        switch: bool,
     },
     /// Take another policy, or other parameters
     Set {
@@ -79,12 +81,6 @@ struct Choice {
     /// With --policy fixed: the hotplugged memory to keep
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Switch {
-    On,
-    Off,
 }
 
 impl Choice {
@@ -110,7 +106,7 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
     let is_rule = Rules::TABLE.iter().any(|param| param.name == name);
     let new = match name {
         "policy" => change.policy.replace(value.to_owned()).is_none(),
-        "dry_run" => change.dry_run.replace(switch(name, value)?).is_none(),
+        "dry_run" => change.dry_run.replace(switch(value)?).is_none(),
         "record" | "record_size" => bail!("{name}= is for the command line of the VMM alone"),
         _ => {
             let settings: &mut ParamSettings =
@@ -127,12 +123,9 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
     Ok(())
 }
 
-fn switch(name: &str, value: &str) -> Result<bool> {
-    match value {
-        "on" | "true" => Ok(true),
-        "off" | "false" => Ok(false),
-        _ => bail!("{name}={value:?} is not on or off"),
-    }
+/// Reads a value of `dry_run`, which is written as in a flag of the VMM.
+fn switch(value: &str) -> Result<bool> {
+    bool::read(value).with_context(|| format!("dry_run={value:?} is not {}", bool::expected()))
 }
 
 impl Pressure {
@@ -155,7 +148,6 @@ impl Pressure {
 
     /// What to change; `None` when it shall only be shown.
     fn change(self) -> Result<Option<PressureChange>> {
-        let on = |switch| switch == Switch::On;
         let none = PressureChange::default();
         Ok(Some(match self.verb {
             Some(PressureVerb::Pause) => PressureChange { pause: Some(true), ..none },
@@ -163,7 +155,7 @@ impl Pressure {
                 PressureChange { resume: Some(true), zone, ..none }
             }
             Some(PressureVerb::DryRun { switch }) => {
-                PressureChange { dry_run: Some(on(switch)), ..none }
+                PressureChange { dry_run: Some(switch), ..none }
             }
             Some(PressureVerb::Set { set, settings }) => {
                 if set.policy.is_none() && set.size.is_none() && settings.is_empty() {
@@ -180,7 +172,7 @@ impl Pressure {
                     return Ok(None);
                 }
                 PressureChange {
-                    dry_run: self.dry_run.map(on),
+                    dry_run: self.dry_run,
                     resume: self.resume.then_some(true),
                     ..self.set.change(&[])?
                 }
@@ -368,7 +360,7 @@ mod tests {
             (&["pause"], "pause=true"),
             (&["resume"], "resume=true"),
             (&["resume", "pm"], r#"resume=true zone="pm""#),
-            (&["dry-run", "on"], "dry_run=true"),
+            (&["dry-run", "ON"], "dry_run=true"),
             (&["set", "--policy", "fixed", "--size", "1G"], r#"policy="fixed" size=1073741824"#),
             (&["set", "idle=5s", "ceiling=1G"], r#"params={"idle":"5s"} rules={"ceiling":"1G"}"#),
         ] {
