@@ -2,7 +2,6 @@
 
 use std::os::fd::RawFd;
 
-use foreshore_devices::events::EventMonitor;
 use thiserror::Error;
 
 use crate::config::Launch;
