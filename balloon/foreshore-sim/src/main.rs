@@ -1,5 +1,7 @@
 //! `foreshore-sim`: how a policy would have done.
 
+#![forbid(unsafe_code)]
+
 mod args;
 mod manual;
 mod plot;
@@ -10,6 +12,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
+use rustix::fs::Mode;
 
 /// The command line is wrong.
 const USAGE: u8 = 2;
@@ -41,8 +44,7 @@ fn main() -> ExitCode {
 
 /// Denies other users all access to the files that this process creates, for example the plot.
 fn make_files_private() {
-    // SAFETY: takes a number, touches no memory and cannot fail (umask(2)).
-    unsafe { libc::umask(0o077) };
+    rustix::process::umask(Mode::RWXG | Mode::RWXO);
 }
 
 /// A reader that has seen enough is no failure.

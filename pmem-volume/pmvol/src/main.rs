@@ -1,5 +1,7 @@
 //! `pmvol`: pools of persistent memory and the volumes in them, from the shell.
 
+#![forbid(unsafe_code)]
+
 mod args;
 mod btt;
 mod commands;

@@ -4,7 +4,6 @@ use std::cell::RefCell;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -12,6 +11,7 @@ use anyhow::{Context, bail};
 use foreshore_types::size::Size;
 use pmem_volume::btt::{self, Engine};
 use pmem_volume::progress::{OnProgress, Progress, Task};
+use rustix::io::Errno;
 
 use super::args::{ImageFormat, Place};
 use super::export::is_zero;
@@ -322,16 +322,12 @@ impl Copy<'_> {
 
 /// Where data starts at or behind a place. `None`: there is only a hole.
 fn next_data(file: &File, from: u64, len_bytes: u64) -> io::Result<Option<u64>> {
-    // SAFETY: takes numbers only; the descriptor lives as long as `file`.
-    let at = unsafe { libc::lseek(file.as_raw_fd(), from as i64, libc::SEEK_DATA) };
-    if at >= 0 {
-        return Ok(Some(at as u64).filter(|at| *at < len_bytes));
-    }
-    match io::Error::last_os_error() {
-        error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
-        // Who knows no holes has none.
-        error if error.raw_os_error() == Some(libc::EINVAL) => Ok(Some(from)),
-        error => Err(error),
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(from)) {
+        Ok(at) => Ok(Some(at).filter(|at| *at < len_bytes)),
+        Err(Errno::NXIO) => Ok(None),
+        // A file system that knows no holes.
+        Err(Errno::INVAL) => Ok(Some(from)),
+        Err(error) => Err(error.into()),
     }
 }
 
