@@ -48,11 +48,12 @@ use crate::vm::kvm::Hypervisor;
 use crate::vm::machine::KvmMachine;
 use crate::vm::machine::clock::GuestClock;
 use crate::vm::machine::governing::Governed;
-use crate::vm::machine::hotplug::{self, Leaving};
+use crate::vm::machine::hotplug::{self, Hotplug};
 use crate::vm::machine::resident::Resident;
 use crate::vm::machine::vcpus::{Maker, Vcpus};
 use crate::vm::machine::{governing, lost};
 use crate::vm::owner::{EventSender, MachineEvent};
+use crate::vm::pm::PmStorage;
 use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::vm::pm::volumes;
 use crate::vm::resources::Resources;
@@ -186,23 +187,15 @@ pub(crate) fn build(
         context,
         _serial: serial,
         _exposed: exposed,
-        leaving: Leaving::default(),
+        hotplug: Hotplug::new(ged, page, hotplug),
         _loops: [device_loop, memory_loop],
         lost_loop,
         events: events.clone(),
         agents,
-        ged,
-        page,
-        hotplug,
-        told: resources.events().clone(),
         dimms,
-        pmem_files: resources.pmem().clone(),
-        lines: resources.lines().clone(),
-        taps: resources.taps().clone(),
+        open_files: resources.open_files().clone(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
-        volumes: volumes.volumes,
-        pools: resources.pools(),
-        guest_btt: volumes.guest_btt,
+        pm: PmStorage::new(volumes.volumes, resources.pools(), volumes.guest_btt),
         memory,
     })
 }

@@ -64,7 +64,7 @@ impl KvmMachine {
     }
 
     fn refuse(&self, size_bytes: u64, err: Refusal) -> VmError {
-        self.hotplug.count(KIND, "add", "error");
+        self.hotplug.metrics.count(KIND, "add", "error");
         match err {
             Refusal::Dimm(err) => {
                 let text = format!("desired_ram {size_bytes}: {}", foreshore_types::chain(&err));
@@ -72,8 +72,8 @@ impl KvmMachine {
             }
             Refusal::Descriptors(DescriptorLack { dimm_bytes, most_bytes }) => {
                 let zone = &self.memory.zones()[0].id;
-                self.told.expect_of_zone(zone);
-                self.told.tell_of_guest(Event::MemoryRefused {
+                self.context.machine.events.expect_of_zone(zone);
+                self.context.machine.events.tell_of_guest(Event::MemoryRefused {
                     zone,
                     reason: DESCRIPTOR_LACK,
                     requested_bytes: self.dimm_bytes(),
@@ -107,10 +107,10 @@ impl KvmMachine {
         let added = check().and_then(|()| dimms.add(more, account));
         let dimm = added.map_err(|err| self.refuse(size_bytes, err))?;
         let node = self.memory.zones()[0].guest_node;
-        self.hotplug.count(KIND, "add", "ok");
-        self.page.dimms(|registers| registers.put(dimm, node));
+        self.hotplug.metrics.count(KIND, "add", "ok");
+        self.hotplug.page.dimms(|registers| registers.put(dimm, node));
         // The DIMM is there already: without the interrupt, the guest finds it at its next scan.
-        if let Err(err) = self.ged.notify(ged::Event::Memory) {
+        if let Err(err) = self.hotplug.ged.notify(ged::Event::Memory) {
             warn!(%err, "The guest is not told that memory has come");
         }
         info!(start = dimm.start, bytes = dimm.len, "A DIMM has come");
@@ -171,7 +171,7 @@ mod tests {
     }
 
     fn told(machine: &KvmMachine) -> u32 {
-        machine.page.dimms(|registers| registers.read(0x1c))
+        machine.hotplug.page.dimms(|registers| registers.read(0x1c))
     }
 
     #[test]
@@ -244,9 +244,9 @@ mod tests {
         const MOST_MIB: u64 = 384 * 8;
         let (mut machine, _table) = growing(8192 * MIB);
         resize(&mut machine, 65 + 256).unwrap();
-        let mut watcher = machine.told.watch();
+        let mut watcher = machine.context.machine.events.watch();
         let error = resize(&mut machine, 65 + MOST_MIB + 128).unwrap_err();
-        machine.told.end();
+        machine.context.machine.events.end();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let mut refused = Vec::new();
         while let Some(Seen::Event(told)) = runtime.block_on(watcher.next()) {

@@ -32,7 +32,8 @@ use foreshore_devices::events::{Event, Events};
 use foreshore_devices::volume::build::build_file;
 use tracing::{error, info, warn};
 
-use crate::acpi::ged;
+use crate::acpi::ged::{self, GenericEventDevice};
+use crate::acpi::hotplug::HotplugPage;
 use crate::config::DeviceConfig;
 use crate::vm::devices;
 use crate::vm::error::BuildError;
@@ -51,9 +52,28 @@ pub(in crate::vm) fn bdf(slot: u8) -> String {
     format!("0000:00:{slot:02x}.0")
 }
 
+/// Announcements of hotplug to the guest by ACPI, and devices on their way out.
+pub(in crate::vm) struct Hotplug {
+    pub(super) ged: Arc<GenericEventDevice>,
+    pub(super) page: Arc<HotplugPage>,
+    pub(super) metrics: Arc<HotplugMetrics>,
+    pub(super) leaving: Leaving,
+}
+
+impl Hotplug {
+    /// No device has left yet.
+    pub(in crate::vm) fn new(
+        ged: Arc<GenericEventDevice>,
+        page: Arc<HotplugPage>,
+        metrics: Arc<HotplugMetrics>,
+    ) -> Self {
+        Self { ged, page, metrics, leaving: Leaving::default() }
+    }
+}
+
 /// Devices that the guest has ejected. Each is stopped by a thread of its own.
 #[derive(Default)]
-pub(in crate::vm) struct Leaving(Vec<Ending>);
+pub(super) struct Leaving(Vec<Ending>);
 
 struct Ending {
     kind: &'static str,
@@ -124,23 +144,23 @@ impl KvmMachine {
         let leaving = self.being_asked(kind);
         if matches!(device, DeviceConfig::Vsock(_)) && !leaving.is_empty() {
             // The configuration no longer has the other device, but the guest still has it.
-            self.hotplug.count(kind, "add", "error");
+            self.hotplug.metrics.count(kind, "add", "error");
             return Err(VmError::DeviceLeaving {
                 reason: "a VM has one vsock device".to_owned(),
                 leaving,
             });
         }
-        self.leaving.wait_for(kind, END_LIMIT);
+        self.hotplug.leaving.wait_for(kind, END_LIMIT);
         let slot = self.attach(device).map_err(|err| {
-            self.hotplug.count(kind, "add", "error");
+            self.hotplug.metrics.count(kind, "add", "error");
             self.why_not(kind, &err)
         })?;
-        self.hotplug.count(kind, "add", "ok");
-        self.page.slots(|slots| slots.put(slot));
+        self.hotplug.metrics.count(kind, "add", "ok");
+        self.hotplug.page.slots(|slots| slots.put(slot));
         self.tell_slots(slot);
         let bdf = bdf(slot);
         info!(id, bdf, "A {kind} is added");
-        self.told.tell(Event::DeviceAdded { id, bdf: &bdf });
+        self.context.machine.events.tell(Event::DeviceAdded { id, bdf: &bdf });
         Ok(PciDeviceInfo { id: id.to_owned(), bdf })
     }
 
@@ -159,7 +179,7 @@ impl KvmMachine {
     /// removed, because it may be free soon.
     fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
         let (reason, leaving) = (foreshore_types::chain(err), self.being_asked(kind));
-        match err.is_in_use() && (!leaving.is_empty() || self.leaving.has(kind)) {
+        match err.is_in_use() && (!leaving.is_empty() || self.hotplug.leaving.has(kind)) {
             true => VmError::DeviceLeaving { reason, leaving },
             false => VmError::Failed(reason),
         }
@@ -183,7 +203,7 @@ impl KvmMachine {
             }
         }
         self.devices.push(attached);
-        self.hotplug.devices.store(self.devices.len() as u64, Ordering::Relaxed);
+        self.hotplug.metrics.devices.store(self.devices.len() as u64, Ordering::Relaxed);
         Ok(slot)
     }
 
@@ -194,14 +214,14 @@ impl KvmMachine {
             DeviceConfig::Net(config) => {
                 let tap = taps::open(config)?;
                 let attached = devices::build_net(config, &tap, &self.context)?;
-                self.taps.add(config, tap);
+                self.open_files.taps.add(config, tap);
                 Ok(attached)
             }
             DeviceConfig::Pmem(config) => {
                 let file = resources::open_file(config)?;
                 let attached = build_file(config, &file, &mut self.memory, &self.context)
                     .map_err(BuildError::device(config.flag()))?;
-                self.pmem_files.add(config, file);
+                self.open_files.pmem.add(config, file);
                 Ok(attached)
             }
             DeviceConfig::Vsock(config) => {
@@ -219,15 +239,15 @@ impl KvmMachine {
             return Err(VmError::Failed(format!("{id} is not a device that can be removed")));
         };
         if !std::mem::replace(&mut attached.is_leaving, true) {
-            self.hotplug.count(kind, "remove", "asked");
-            self.hotplug.pending.fetch_add(1, Ordering::Relaxed);
+            self.hotplug.metrics.count(kind, "remove", "asked");
+            self.hotplug.metrics.pending.fetch_add(1, Ordering::Relaxed);
         }
         let slot = attached.slot;
         if !attached.is_on_bus() {
             // Step 3 is done and step 4 will follow. Another device may be in the slot already.
             return Ok(());
         }
-        self.page.slots(|slots| slots.ask(slot));
+        self.hotplug.page.slots(|slots| slots.ask(slot));
         self.tell_slots(slot);
         Ok(())
     }
@@ -241,19 +261,19 @@ impl KvmMachine {
         });
         for mut attached in gone.collect::<Vec<_>>() {
             let kind = attached.removable.unwrap_or("device");
-            self.hotplug.count(kind, "remove", "ok");
-            self.hotplug.pending.fetch_sub(1, Ordering::Relaxed);
+            self.hotplug.metrics.count(kind, "remove", "ok");
+            self.hotplug.metrics.pending.fetch_sub(1, Ordering::Relaxed);
             attached.eject();
-            self.taps.remove(&attached.id);
-            self.pmem_files.remove(&attached.id);
-            self.leaving.end(kind, attached, self.told.clone());
+            self.open_files.taps.remove(&attached.id);
+            self.open_files.pmem.remove(&attached.id);
+            self.hotplug.leaving.end(kind, attached, self.context.machine.events.clone());
         }
-        self.hotplug.devices.store(self.devices.len() as u64, Ordering::Relaxed);
+        self.hotplug.metrics.devices.store(self.devices.len() as u64, Ordering::Relaxed);
     }
 
     /// Notifies the guest of a change to `slot`. The guest reads the changes of all slots.
     fn tell_slots(&self, slot: u8) {
-        if let Err(err) = self.ged.notify(ged::Event::Pci) {
+        if let Err(err) = self.hotplug.ged.notify(ged::Event::Pci) {
             warn!(
                 %err,
                 bdf = bdf(slot),
@@ -341,8 +361,8 @@ mod tests {
                 memory_slots: memory.slots().used(),
                 file_bytes: memory.file_bytes().load(Ordering::Relaxed),
                 watched: context.lost.ranges().len(),
-                retained_files: self.machine.pmem_files.list().len()
-                    + self.machine.taps.list().len(),
+                retained_files: self.machine.open_files.pmem.list().len()
+                    + self.machine.open_files.taps.list().len(),
                 metrics: self.fake.metrics.encode(&ZoneMetrics::default()).unwrap(),
             }
         }
@@ -460,7 +480,7 @@ mod tests {
         }
 
         fn register(&self, offset: u64) -> u32 {
-            self.machine.page.slots(|slots| slots.read(offset))
+            self.machine.hotplug.page.slots(|slots| slots.read(offset))
         }
 
         fn disks(&self) -> Vec<&str> {
@@ -469,7 +489,7 @@ mod tests {
 
         /// Number of devices on the bus, of disks and of pending removals.
         fn counts(&self) -> (usize, usize, u64) {
-            let pending = self.machine.hotplug.pending.load(Ordering::Relaxed);
+            let pending = self.machine.hotplug.metrics.pending.load(Ordering::Relaxed);
             (self.machine.context.pci.used() - 1, self.disks().len(), pending)
         }
     }
@@ -489,7 +509,7 @@ mod tests {
         assert!(matches!(rig.add("a"), Err(VmError::IdTaken { .. })));
         rig.eject(1);
         assert_eq!(rig.counts(), (0, 0, 0));
-        rig.machine.leaving.wait();
+        rig.machine.hotplug.leaving.wait();
         rig.add("a").unwrap();
     }
 
@@ -528,7 +548,7 @@ mod tests {
         // A repeated request to remove `a` does not concern `b`, which is in the slot now.
         rig.machine.ask_to_let_go("a").unwrap();
         assert_eq!((rig.register(PCI_DOWN), rig.counts()), (0, (1, 2, 1)));
-        assert!(!rig.machine.page.slots(|slots| slots.is_leaving(1)));
+        assert!(!rig.machine.hotplug.page.slots(|slots| slots.is_leaving(1)));
         // The removal of `b` is requested as well, but the guest has not ejected it.
         rig.machine.ask_to_let_go("b").unwrap();
         rig.machine.let_go(1);
@@ -631,7 +651,7 @@ mod tests {
             }
             rig.machine.ask_to_let_go(id).unwrap();
             rig.eject(1);
-            rig.machine.leaving.wait();
+            rig.machine.hotplug.leaving.wait();
             assert!(is_free(), "{id}");
             assert_eq!(rig.footprint(), before, "{id}");
         }
@@ -665,7 +685,7 @@ mod tests {
         for (id, device, _) in &kinds {
             rig.machine.add(id, device).unwrap();
         }
-        let files = rig.machine.pmem_files.clone();
+        let files = rig.machine.open_files.pmem.clone();
         assert!(rig.fake.slots.covers(4 << 30));
         rig.machine = machine();
         assert!(!rig.fake.slots.covers(4 << 30));

@@ -7,6 +7,7 @@ pub(super) mod hotplug;
 pub(crate) mod hotplug_metrics;
 pub(super) mod lost;
 pub(super) mod resident;
+mod resize;
 pub(super) mod vcpus;
 pub(crate) mod zone_metrics;
 
@@ -16,8 +17,7 @@ use balloon::proto::descriptor_bytes;
 use foreshore_devices::device::{AttachedDevice, DeviceContext, DeviceList};
 use foreshore_devices::disk::ResizeError;
 use foreshore_devices::event_loop::EventLoop;
-use foreshore_devices::events::Events;
-use foreshore_devices::host_console::{Lines, Port};
+use foreshore_devices::host_console::Port;
 use foreshore_devices::memory::Memory;
 use foreshore_devices::memory::dimms::Dimms;
 use foreshore_devices::memory::zone::ZoneSpec;
@@ -25,12 +25,10 @@ use foreshore_devices::metrics::Registration;
 use foreshore_devices::virtio::balloon::BalloonHandle;
 use foreshore_devices::virtio::block::BlockHandle;
 use foreshore_devices::virtio::mem::MemHandle;
-use foreshore_devices::volume::guest_btt::GuestBtt;
 use foreshore_devices::volume::kernel_gate::GuestKernel;
 use tracing::warn;
 
-use crate::acpi::ged::{Event, GenericEventDevice};
-use crate::acpi::hotplug::HotplugPage;
+use crate::acpi::ged::Event;
 use crate::config::{ConsoleMode, DeviceConfig, VmConfig};
 use crate::cpu::run::Pausing;
 use crate::governor::core::{ZoneQuery, ZoneState};
@@ -38,20 +36,19 @@ use crate::governor::info::{PressureChange, PressureInfo};
 use crate::governor::task::{Agents, GovernorHandle};
 use crate::vm::devices::SerialPort;
 use crate::vm::machine::clock::GuestClock;
-use crate::vm::machine::hotplug::{Leaving, bdf};
-use crate::vm::machine::hotplug_metrics::HotplugMetrics;
+use crate::vm::machine::hotplug::{Hotplug, bdf};
 use crate::vm::machine::resident::Resident;
 use crate::vm::machine::vcpus::Vcpus;
 use crate::vm::owner::{EventSender, Machine, Standstill};
+use crate::vm::pm::PmStorage;
 use crate::vm::pm::attached_volumes::AttachedVolume;
 use crate::vm::request::{
     BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, ResizeStatus,
     VmError, VolumeInfo, ZoneInfo,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
-use crate::vm::resources::PmemFiles;
+use crate::vm::resources::OpenFiles;
 use crate::vm::resources::pools::OpenPool;
-use crate::vm::resources::taps::Taps;
 
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub(crate) struct KvmMachine {
@@ -63,8 +60,7 @@ pub(crate) struct KvmMachine {
     pub(in crate::vm) _serial: Option<SerialPort>,
     /// Sources of metrics that exist as long as the machine.
     pub(in crate::vm) _exposed: Vec<Registration>,
-    /// Devices that the guest has ejected.
-    pub(in crate::vm) leaving: Leaving,
+    pub(in crate::vm) hotplug: Hotplug,
     /// Event loops of devices without threads of their own, and of memory devices.
     pub(in crate::vm) _loops: [EventLoop; 2],
     /// Watches files for lost memory, if there were files when it started.
@@ -72,18 +68,10 @@ pub(crate) struct KvmMachine {
     pub(in crate::vm) events: EventSender,
     /// Receives connections of agents, also from a vsock device that is added later.
     pub(in crate::vm) agents: Agents,
-    pub(in crate::vm) ged: Arc<GenericEventDevice>,
-    pub(in crate::vm) page: Arc<HotplugPage>,
-    pub(in crate::vm) hotplug: Arc<HotplugMetrics>,
-    pub(in crate::vm) told: Events,
     pub(in crate::vm) dimms: Option<Dimms>,
-    pub(in crate::vm) taps: Taps,
-    pub(in crate::vm) pmem_files: PmemFiles,
-    pub(in crate::vm) lines: Lines,
+    pub(in crate::vm) open_files: OpenFiles,
     pub(in crate::vm) resident: Arc<Resident>,
-    pub(in crate::vm) volumes: Vec<AttachedVolume>,
-    pub(in crate::vm) pools: Vec<OpenPool>,
-    pub(in crate::vm) guest_btt: Arc<GuestBtt>,
+    pub(in crate::vm) pm: PmStorage,
     /// Dropped last, because nothing may access it any more.
     pub(in crate::vm) memory: Memory,
 }
@@ -100,7 +88,7 @@ impl Drop for KvmMachine {
         self.context.work.dismiss();
         self.vcpus.end();
         self.devices.iter().for_each(AttachedDevice::stop);
-        self.leaving.wait();
+        self.hotplug.leaving.wait();
     }
 }
 
@@ -129,7 +117,7 @@ impl Machine for KvmMachine {
     }
 
     fn press_power_button(&mut self) {
-        if let Err(err) = self.ged.notify(Event::PowerButton) {
+        if let Err(err) = self.hotplug.ged.notify(Event::PowerButton) {
             warn!(%err, "The power button does not reach the guest");
         }
     }
@@ -172,12 +160,12 @@ impl Machine for KvmMachine {
 
     fn volumes(&self) -> Vec<VolumeInfo> {
         let verdict =
-            |volume: &AttachedVolume| self.guest_btt.verdict(volume.pool_path(), volume.name());
-        self.volumes.iter().map(|volume| volume.info(verdict(volume))).collect()
+            |volume: &AttachedVolume| self.pm.guest_btt.verdict(volume.pool_path(), volume.name());
+        self.pm.volumes.iter().map(|volume| volume.info(verdict(volume))).collect()
     }
 
     fn pools(&self) -> Vec<PoolInfo> {
-        self.pools.iter().map(OpenPool::info).collect()
+        self.pm.pools.iter().map(OpenPool::info).collect()
     }
 
     fn complete(&self, config: &mut VmConfig) {
@@ -185,13 +173,13 @@ impl Machine for KvmMachine {
             [(Port::Serial, &mut config.serial), (Port::Console, &mut config.console)]
         {
             if console.mode == ConsoleMode::Pty {
-                console.file = self.lines.path(port);
+                console.file = self.open_files.lines.path(port);
             }
         }
     }
 
     fn guest_kernel(&self) -> Option<GuestKernel> {
-        self.guest_btt.kernel()
+        self.pm.guest_btt.kernel()
     }
 
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
@@ -308,8 +296,11 @@ pub(in crate::vm) mod tests {
     use foreshore_devices::device::testing::FakeMachine;
     use foreshore_devices::memory::zone::{Growth, Tier};
     use foreshore_devices::memory::{MemoryOptions, build};
+    use foreshore_devices::volume::guest_btt::GuestBtt;
 
     use super::*;
+    use crate::acpi::ged::GenericEventDevice;
+    use crate::acpi::hotplug::HotplugPage;
     use crate::config::DRAM_ZONE;
     use crate::governor::fake::fixture;
     use crate::governor::task::Clock;
@@ -347,23 +338,19 @@ pub(in crate::vm) mod tests {
             context,
             _serial: None,
             _exposed: Vec::new(),
-            leaving: Leaving::default(),
+            hotplug: Hotplug::new(
+                Arc::new(GenericEventDevice::new(|_| Ok(()))),
+                Arc::new(HotplugPage::new(|_| ())),
+                Arc::default(),
+            ),
             lost_loop: EventLoop::spawn("lost").unwrap(),
             events: EventSender::to_nobody(),
             agents: tokio::sync::mpsc::channel(1).0,
             _loops: loops,
-            ged: Arc::new(GenericEventDevice::new(|_| Ok(()))),
-            page: Arc::new(HotplugPage::new(|_| ())),
-            hotplug: Arc::default(),
-            told: fake.events.clone(),
             dimms: None,
-            taps: Taps::default(),
-            pmem_files: PmemFiles::default(),
-            lines: Lines::default(),
+            open_files: OpenFiles::default(),
             resident: Resident::new(|| Ok(Vec::new())),
-            volumes: Vec::new(),
-            pools: Vec::new(),
-            guest_btt: Arc::new(GuestBtt::new(Vec::new(), 1)),
+            pm: PmStorage::new(Vec::new(), Vec::new(), Arc::new(GuestBtt::new(Vec::new(), 1))),
             memory,
         }
     }

@@ -216,7 +216,7 @@ impl KvmMachine {
     /// Returns the step that leads to `desired` vCPUs.
     pub(in crate::vm) fn vcpus_step(&self, desired: u8) -> Result<Step, VmError> {
         self.vcpus.registers.plug(|plug| plug.step(desired)).map_err(|Pending(leaving)| {
-            self.hotplug.count(KIND, "resize", "pending");
+            self.hotplug.metrics.count(KIND, "resize", "pending");
             VmError::VcpusLeaving {
                 leaving: leaving.iter().map(u8::to_string).collect::<Vec<_>>().join(", "),
             }
@@ -237,14 +237,14 @@ impl KvmMachine {
                 let count = come.len();
                 let result = self.vcpus.give(come);
                 let counted = if result.is_ok() { "ok" } else { "error" };
-                (0..count).for_each(|_| self.hotplug.count(KIND, "add", counted));
+                (0..count).for_each(|_| self.hotplug.metrics.count(KIND, "add", counted));
                 result.map_err(|err| VmError::Failed(foreshore_types::chain(&err)))?;
                 self.tell_vcpus();
                 info!(vcpus = desired, "vCPUs are added");
-                self.told.tell(Event::VcpusResized { vcpus: desired });
+                self.context.machine.events.tell(Event::VcpusResized { vcpus: desired });
             }
             Step::Go(go) => {
-                go.clone().for_each(|_| self.hotplug.count(KIND, "remove", "asked"));
+                go.clone().for_each(|_| self.hotplug.metrics.count(KIND, "remove", "asked"));
                 registers.plug(|plug| plug.ask(go));
                 self.vcpus.count();
                 self.tell_vcpus();
@@ -255,15 +255,15 @@ impl KvmMachine {
 
     /// Parks a vCPU that the guest has ejected.
     pub(in crate::vm) fn park_vcpu(&mut self, index: u8) {
-        self.hotplug.count(KIND, "remove", "ok");
+        self.hotplug.metrics.count(KIND, "remove", "ok");
         if let Some(vcpus) = self.vcpus.park(index) {
             info!(vcpus, "vCPUs are removed");
-            self.told.tell(Event::VcpusResized { vcpus });
+            self.context.machine.events.tell(Event::VcpusResized { vcpus });
         }
     }
 
     fn tell_vcpus(&self) {
-        if let Err(err) = self.ged.notify(ged::Event::Cpus) {
+        if let Err(err) = self.hotplug.ged.notify(ged::Event::Cpus) {
             warn!(%err, "The guest does not hear of vCPUs");
         }
     }

@@ -327,7 +327,7 @@ mod tests {
         let new = NewVolume { config: volume_config, interface, pool, volume };
         let place = VolumePlace { boot_vcpus: 1, node: 0, nvdimms: 0 };
         drop(build_volume(new, &place, &mut machine.memory, &machine.context).unwrap());
-        let sent = machine.told.counters().told();
+        let sent = machine.context.machine.events.counters().told();
         let names = sent.into_iter().filter(|(_, count)| *count > 0).map(|((_, name), _)| name);
         names.filter(|name| name.starts_with("volume-")).collect()
     }

@@ -30,15 +30,25 @@ use crate::vm::error::BuildError;
 use crate::vm::resources::pools::OpenPool;
 use crate::vm::resources::taps::Taps;
 
+/// Network interfaces, files and consoles that stay open from one machine to the next. Clones share
+/// them.
+#[derive(Clone, Default)]
+pub(crate) struct OpenFiles {
+    /// The interfaces of `--net`.
+    pub(crate) taps: Taps,
+    /// The files of `--pmem`.
+    pub(crate) pmem: PmemFiles,
+    /// Consoles to which clients connect.
+    pub(crate) lines: Lines,
+}
+
 /// Resources that the VMM has outside of its machine.
 pub(crate) struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
     /// Maps each path of a pool in the VM's configuration to the path that the configuration named
     /// first.
     paths_of_pools: BTreeMap<PathBuf, PathBuf>,
-    pmem: PmemFiles,
-    taps: Taps,
-    lines: Lines,
+    open_files: OpenFiles,
     plug_budgets: PlugBudgets,
     metrics: Arc<Metrics>,
     events: Events,
@@ -48,18 +58,8 @@ pub(crate) struct Resources {
 impl Resources {
     /// Nothing is open yet.
     pub(crate) fn new(metrics: Arc<Metrics>, events: Events) -> Self {
-        let (pools, paths_of_pools, pmem, taps, lines, plug_budgets) = Default::default();
-        Self {
-            pools,
-            paths_of_pools,
-            pmem,
-            taps,
-            lines,
-            plug_budgets,
-            metrics,
-            events,
-            machines: 0,
-        }
+        let (pools, paths_of_pools, open_files, plug_budgets) = Default::default();
+        Self { pools, paths_of_pools, open_files, plug_budgets, metrics, events, machines: 0 }
     }
 
     /// Resources for another VM. None is open yet.
@@ -67,14 +67,19 @@ impl Resources {
         Self::new(Arc::clone(&self.metrics), self.events.clone())
     }
 
+    /// What stays open from one machine to the next.
+    pub(in crate::vm) fn open_files(&self) -> &OpenFiles {
+        &self.open_files
+    }
+
     /// Consoles that somebody can come to.
     pub(crate) fn lines(&self) -> &Lines {
-        &self.lines
+        &self.open_files.lines
     }
 
     /// The files of `--pmem`.
     pub(crate) fn pmem(&self) -> &PmemFiles {
-        &self.pmem
+        &self.open_files.pmem
     }
 
     /// Budgets of the VM's zones.
@@ -84,14 +89,14 @@ impl Resources {
 
     /// The interfaces of `--net`.
     pub(crate) fn taps(&self) -> &Taps {
-        &self.taps
+        &self.open_files.taps
     }
 
     /// Closes the interfaces and files that are retained for the next machine but are not in
     /// `config`. Call it only without a machine.
     pub(crate) fn retain(&self, config: &VmConfig) {
-        self.taps.retain(config);
-        self.pmem.retain(config);
+        self.open_files.taps.retain(config);
+        self.open_files.pmem.retain(config);
     }
 
     /// Returns `config` with one path for each pool: the path that the VM's configuration has named

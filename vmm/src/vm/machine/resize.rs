@@ -1,0 +1,281 @@
+//! Resizes of a running machine. The whole request is checked first, and then carried out in steps.
+
+use balloon::governor::{ResizeTarget, ResizeTargetError};
+use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
+use foreshore_types::size::Size;
+
+use crate::config::{BALLOON_ZONE, DRAM_ZONE};
+use crate::governor::GovernorError;
+use crate::vm::machine::KvmMachine;
+use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest, VmError};
+use crate::vm::resize_plan::{
+    NextBoot, ResizePlan, ResizeStep, StepAction, ZoneAction, id_of, zone,
+};
+
+impl KvmMachine {
+    /// Checks all of a request. The caller has checked that `desired_vcpus` is 1 to the maximum.
+    pub(super) fn plan(&self, resize: &Resize) -> Result<ResizePlan, VmError> {
+        let mut steps = Vec::new();
+        match resize {
+            Resize::Vm(ResizeRequest { desired_vcpus, desired_ram, desired_balloon }) => {
+                if let Some(desired) = *desired_vcpus {
+                    let action =
+                        StepAction::Vcpus { desired, plug_step: self.vcpus_step(desired)? };
+                    steps.push(ResizeStep { action, next_boot: NextBoot::Vcpus(desired) });
+                }
+                if let Some(size_bytes) = *desired_ram {
+                    steps.push(self.plan_dram(size_bytes)?);
+                }
+                if let Some(size_bytes) = *desired_balloon {
+                    let action = StepAction::Balloon(self.balloon_target(size_bytes)?);
+                    steps.push(ResizeStep { action, next_boot: NextBoot::Balloon(size_bytes) });
+                }
+            }
+            Resize::Zone(request) => steps.push(self.plan_zone(request)?),
+        }
+        Ok(ResizePlan(steps))
+    }
+
+    /// Carries out a step. A zone or balloon that is resized stays pinned until the governor is
+    /// resumed.
+    pub(super) fn carry_out(&mut self, step: ResizeStep) -> Result<(), VmError> {
+        match step.action {
+            StepAction::Vcpus { desired, plug_step } => self.change_vcpus(desired, plug_step),
+            StepAction::Zone { id, action } => match action {
+                ZoneAction::None => Ok(()),
+                ZoneAction::Dimm { size_bytes, more_bytes } => {
+                    self.grow_by_dimm(size_bytes, more_bytes)
+                }
+                ZoneAction::Target(target) => {
+                    self.context.machine.events.expect_of_zone(&id);
+                    self.request(target)
+                }
+            },
+            StepAction::Balloon(target) => target.map_or(Ok(()), |target| self.request(target)),
+        }
+    }
+
+    fn request(&self, target: ResizeTarget) -> Result<(), VmError> {
+        Ok(self.governor.call(move |core, now| core.resize(target, now))?)
+    }
+
+    fn plan_dram(&self, size_bytes: u64) -> Result<ResizeStep, VmError> {
+        let dram: Vec<_> =
+            self.memory.zones().iter().filter(|spec| spec.tier == Tier::Dram).map(id_of).collect();
+        if dram != [DRAM_ZONE] {
+            return Err(VmError::BadRequest(format!(
+                "desired_ram: the VM's memory is in zones; vm.resize-zone resizes each: {}",
+                dram.join(", ")
+            )));
+        }
+        let spec = &self.memory.zones()[0];
+        let action = match spec.growth {
+            Growth::Dimms => {
+                ZoneAction::Dimm { size_bytes, more_bytes: self.missing_bytes(size_bytes)? }
+            }
+            Growth::VirtioMem => self.zone_action(spec, "the VM", size_bytes)?,
+        };
+        Ok(ResizeStep::of_zone(spec, size_bytes, action))
+    }
+
+    fn plan_zone(&self, request: &ResizeZoneRequest) -> Result<ResizeStep, VmError> {
+        let ResizeZoneRequest { id, desired_ram } = request;
+        let spec = zone(self.memory.zones(), id)?;
+        if spec.growth == Growth::Dimms {
+            return Err(VmError::BadRequest(format!(
+                "desired_ram {desired_ram}: zone {id} grows by ACPI: vm.resize adds memory to it"
+            )));
+        }
+        let action = self.zone_action(spec, &format!("zone {id}"), *desired_ram)?;
+        Ok(ResizeStep::of_zone(spec, *desired_ram, action))
+    }
+
+    /// Checks that a zone, which errors call `name`, can have `size_bytes`, boot part included.
+    fn zone_action(
+        &self,
+        spec: &ZoneSpec,
+        name: &str,
+        size_bytes: u64,
+    ) -> Result<ZoneAction, VmError> {
+        let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
+        let out_of_bounds = || {
+            VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: {name} has {boot_bytes} bytes of boot memory and can have at most \
+                 {most_bytes}"
+            ))
+        };
+        let bytes = size_bytes.checked_sub(boot_bytes).ok_or_else(out_of_bounds)?;
+        // The governor has no zone without a hotplug part.
+        if spec.hotplug_bytes == 0 {
+            return if bytes == 0 { Ok(ZoneAction::None) } else { Err(out_of_bounds()) };
+        }
+        let target = self.governor.zones().target(&spec.id, bytes);
+        target.map(ZoneAction::Target).map_err(|err| match err {
+            GovernorError::NotResizable { reason: ResizeTargetError::TooLarge { .. }, .. } => {
+                out_of_bounds()
+            }
+            GovernorError::NotResizable {
+                reason: ResizeTargetError::NotMultiple { block_bytes, .. },
+                ..
+            } => VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: {bytes} bytes beyond boot memory are not a multiple of {}",
+                Size(block_bytes)
+            )),
+            err => err.into(),
+        })
+    }
+
+    /// Target for the balloon zone: the memory that a balloon of `size_bytes` leaves to the guest.
+    /// `None` without a balloon.
+    fn balloon_target(&self, size_bytes: u64) -> Result<Option<ResizeTarget>, VmError> {
+        let refuse =
+            |reason| VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}"));
+        let Some(balloon) = self.balloon_handle() else {
+            let refused = || refuse("the VM has no balloon".to_owned());
+            return if size_bytes == 0 { Ok(None) } else { Err(refused()) };
+        };
+        let most_bytes = balloon.sizes().max_bytes;
+        let left_bytes = most_bytes.checked_sub(size_bytes).ok_or_else(|| {
+            refuse(format!("the guest keeps its floor, which leaves at most {most_bytes} bytes"))
+        })?;
+        let target = self.governor.zones().target(BALLOON_ZONE, left_bytes);
+        target.map(Some).map_err(|err| match err {
+            // The maximum is a multiple of the block size. So if the rest is not, neither is the
+            // requested size of the balloon.
+            GovernorError::NotResizable {
+                reason: ResizeTargetError::NotMultiple { block_bytes, .. },
+                ..
+            } => refuse(format!("it is not a multiple of {block_bytes} bytes")),
+            err => err.into(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use balloon::ZoneId;
+    use foreshore_devices::memory::slots::fake::FakeSlots;
+    use foreshore_devices::memory::{Memory, MemoryOptions, build};
+    use foreshore_devices::pool::PmPool;
+    use foreshore_devices::pool::fake::FakePool;
+
+    use super::*;
+    use crate::config::test_config;
+    use crate::vm::machine::tests::machine;
+    use crate::vm::owner::Machine;
+
+    const MIB: u64 = 1 << 20;
+
+    /// Memory of `zones` on a host with enough memory and slots.
+    fn memory(zones: Vec<ZoneSpec>) -> Memory {
+        let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
+        build(zones, Some(&pool), Arc::<FakeSlots>::default(), options).unwrap()
+    }
+
+    /// A machine with 64 MiB of boot memory and a hotplug part.
+    fn growing(hotplug_bytes: u64) -> KvmMachine {
+        let mut machine = machine();
+        let mut spec = machine.memory.zones()[0].clone();
+        spec.hotplug_bytes = hotplug_bytes;
+        machine.memory = memory(vec![spec]);
+        machine
+    }
+
+    fn dram(size_bytes: u64) -> Resize {
+        Resize::Vm(ResizeRequest { desired_ram: Some(size_bytes), ..ResizeRequest::default() })
+    }
+
+    fn zone(size_bytes: u64) -> Resize {
+        Resize::Zone(ResizeZoneRequest { id: DRAM_ZONE.to_owned(), desired_ram: size_bytes })
+    }
+
+    #[test]
+    fn size_that_a_zone_cannot_have_is_refused_in_the_terms_of_the_request() {
+        let machine = growing(128 * MIB);
+        for size_bytes in [64 * MIB, 66 * MIB, 192 * MIB] {
+            machine.plan_resize(&dram(size_bytes)).unwrap();
+            machine.plan_resize(&zone(size_bytes)).unwrap();
+        }
+        let bounds = "67108864 bytes of boot memory and can have at most 201326592";
+        let blocks = "1048576 bytes beyond boot memory are not a multiple of 2 MiB";
+        for (size_bytes, for_dram, for_zone) in [
+            (62 * MIB, format!("the VM has {bounds}"), format!("zone dram has {bounds}")),
+            (194 * MIB, format!("the VM has {bounds}"), format!("zone dram has {bounds}")),
+            (65 * MIB, blocks.to_owned(), blocks.to_owned()),
+        ] {
+            for (resize, text) in [(dram(size_bytes), for_dram), (zone(size_bytes), for_zone)] {
+                let error = machine.plan_resize(&resize).unwrap_err();
+                assert!(matches!(error, VmError::BadRequest(_)));
+                assert_eq!(error.to_string(), format!("desired_ram {size_bytes}: {text}"));
+            }
+        }
+    }
+
+    #[test]
+    fn zone_without_hotplug_part_can_only_have_its_size() {
+        let mut machine = growing(0);
+        for step in machine.plan_resize(&dram(64 * MIB)).unwrap() {
+            machine.resize(step).unwrap();
+        }
+        let error = machine.plan_resize(&dram(66 * MIB)).unwrap_err().to_string();
+        let bounds = "67108864 bytes of boot memory and can have at most 67108864";
+        assert_eq!(error, format!("desired_ram 69206016: the VM has {bounds}"));
+    }
+
+    /// The balloon is the last part that is checked.
+    #[test]
+    fn plan_of_a_request_with_one_wrong_part_changes_nothing() {
+        let machine = growing(128 * MIB);
+        let desired_balloon = Some(2 * MIB);
+        let desired_ram = Some(66 * MIB);
+        let request = ResizeRequest { desired_ram, desired_balloon, ..ResizeRequest::default() };
+        let error = machine.plan_resize(&Resize::Vm(request)).unwrap_err().to_string();
+        assert_eq!(error, "desired_balloon 2097152: the VM has no balloon");
+        assert!(machine.pressure(0).pinned_zones.is_empty());
+    }
+
+    #[test]
+    fn planned_size_of_a_zone_is_requested_and_pins_it() {
+        let mut machine = growing(128 * MIB);
+        for step in machine.plan_resize(&dram(66 * MIB)).unwrap() {
+            machine.resize(step).unwrap();
+        }
+        assert_eq!(machine.governor.zones()[ZoneId(0)].device.sizes().requested_bytes, 2 * MIB);
+        assert_eq!(machine.pressure(0).pinned_zones, [DRAM_ZONE]);
+    }
+
+    #[test]
+    fn plan_stores_the_size_of_its_zone_only() {
+        let mut machine = growing(128 * MIB);
+        let dram_spec = machine.memory.zones()[0].clone();
+        let pm_spec = ZoneSpec {
+            id: "pm".to_owned(),
+            tier: Tier::Pm,
+            guest_node: 1,
+            boot_bytes: 0,
+            hotplug_bytes: 1024 * MIB,
+            ..dram_spec.clone()
+        };
+        let pm =
+            |mib| Resize::Zone(ResizeZoneRequest { id: "pm".to_owned(), desired_ram: mib * MIB });
+        let (boot, none) = (test_config().memory.size, None);
+        for (growth, resize, expected) in [
+            (Growth::Dimms, pm(1024), (boot, none)),
+            (Growth::Dimms, pm(0), (boot, none)),
+            (Growth::Dimms, dram(64 * MIB), (64 * MIB, none)),
+            (Growth::VirtioMem, pm(1024), (boot, none)),
+            (Growth::VirtioMem, dram(66 * MIB), (boot, Some(2 * MIB))),
+            (Growth::VirtioMem, dram(64 * MIB), (boot, none)),
+        ] {
+            machine.memory =
+                memory(vec![ZoneSpec { growth, ..dram_spec.clone() }, pm_spec.clone()]);
+            let mut config = test_config();
+            machine.plan_resize(&resize).unwrap().store(&mut config);
+            let stored = (config.memory.size, config.memory.hotplugged_size);
+            assert_eq!(stored, expected, "{growth:?}, {resize}");
+        }
+    }
+}
