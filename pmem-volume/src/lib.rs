@@ -10,6 +10,7 @@
 #![deny(missing_docs)]
 
 pub mod btt;
+pub mod btt_file;
 pub mod file_mode;
 pub mod media;
 pub mod pool;

@@ -8,7 +8,8 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use pmem_volume::btt::{Engine, Layout, PlainFile};
+use pmem_volume::btt::{Engine, Layout};
+use pmem_volume::btt_file::PlainFile;
 use pmem_volume::media::MemoryMedia;
 use pmem_volume::{OpenMode, Pool};
 use serde_json::Value;

@@ -6,9 +6,9 @@ use serde::{Serialize, ser};
 use thiserror::Error;
 
 use super::arena::{ArenaInfo, InfoError, InfoSource};
+use super::arena_walk::arenas;
 use super::flog::{MapKind, Recovery, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
-use super::walk::arenas;
 use crate::media::{Media, MediaError};
 
 /// How many findings of an arena are kept. All are counted.

@@ -1,8 +1,8 @@
 //! Has a BTT ever been written to?
 
+use super::arena_walk::arenas;
 use super::flog::{MapKind, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
-use super::walk::arenas;
 use crate::media::{Media, MediaError};
 
 /// The map is read in pieces of this many bytes.

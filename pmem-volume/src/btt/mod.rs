@@ -11,21 +11,21 @@
 //! All work on a [`Media`](crate::media::Media), so that the chunks of a volume may lie anywhere.
 
 mod arena;
+mod arena_walk;
 mod check;
 mod content;
 mod engine;
 mod extend;
 mod flog;
 mod layout;
-mod plain;
 mod reader;
 mod repair;
 #[cfg(test)]
 mod tests;
 mod torn_entry;
-mod walk;
 
 pub use arena::{ArenaInfo, InfoError, InfoSource};
+pub use arena_walk::{Missing, Place, arenas, is_replaced};
 pub use check::{ArenaReport, Finding, Report, check, check_with};
 pub use content::holds_data;
 pub use engine::{ArenaStatus, Engine, EngineError, Fault};
@@ -34,7 +34,5 @@ pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES,
     SECTOR_BYTES, START_BYTES,
 };
-pub use plain::{PlainError, PlainFile};
 pub use reader::{Lost, Reader, Sector};
 pub use repair::{GiveUp, Mending, Repair, plan_repair};
-pub use walk::{Missing, Place, arenas, is_replaced};

@@ -6,10 +6,10 @@ use std::ops::Range;
 use thiserror::Error;
 
 use super::arena::ArenaInfo;
+use super::arena_walk::arenas;
 use super::check::Finding;
 use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
-use super::walk::arenas;
 use crate::media::{Media, MediaError};
 
 /// What a sector holds.

@@ -24,12 +24,12 @@ use zerocopy::{FromZeros, IntoBytes};
 use self::overlay::Overlay;
 use self::survey::{Lane, Survey, survey};
 use super::arena::{ArenaInfo, InfoSource};
+use super::arena_walk::{Place, arenas};
 use super::check::{ArenaReport, Finding, Report, check_with};
 use super::layout::{
     FLAG_ERROR, FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, INFO_BYTES, InfoBytes, MAP_BLOCK,
     MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO, checksum,
 };
-use super::walk::{Place, arenas};
 use crate::media::{Media, MediaError};
 
 /// What may be given up, so that the rest can be written again.

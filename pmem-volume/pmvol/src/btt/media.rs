@@ -2,7 +2,7 @@
 
 use std::ops::Deref;
 
-use pmem_volume::btt::PlainFile;
+use pmem_volume::btt_file::PlainFile;
 use pmem_volume::media;
 use pmem_volume::pool::DamagedVolume;
 use pmem_volume::{OpenMode, Pool, PoolError, Volume, VolumeFormat};

@@ -44,9 +44,9 @@ use self::arena::Arena;
 use self::map::{LOCKS, Locks};
 use self::readers::{Readers, SLOTS};
 use super::arena::{InfoError, InfoSource};
+use super::arena_walk::{self, Missing, arenas};
 use super::check::Finding;
 use super::layout::PAGE_BYTES;
-use super::walk::{self, Missing, arenas};
 use crate::media::{Media, MediaError};
 
 /// The largest pool has room for 128 of full size; a volume that grew often has smaller ones.
@@ -182,7 +182,7 @@ impl<S: Media> Engine<S> {
 
     /// Checks that the arenas can be served, before anything is stored. Returns the size of a
     /// sector.
-    fn check(found: &[walk::Place]) -> Result<u32, EngineError> {
+    fn check(found: &[arena_walk::Place]) -> Result<u32, EngineError> {
         if found.len() > MAX_ARENAS {
             return Err(EngineError::Arenas);
         }
@@ -205,7 +205,7 @@ impl<S: Media> Engine<S> {
     }
 
     /// Opens the next arena.
-    fn open_next(&mut self, place: walk::Place) -> Result<(), EngineError> {
+    fn open_next(&mut self, place: arena_walk::Place) -> Result<(), EngineError> {
         let (arena, first_sector) = (self.places.len(), self.sectors);
         let place = match place {
             Ok((info, source)) => Place::Arena(Box::new(Arena::open(

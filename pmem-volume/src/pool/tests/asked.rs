@@ -8,7 +8,8 @@ use std::sync::Mutex;
 use uuid::Uuid;
 
 use super::*;
-use crate::btt::{Engine, Layout, PlainFile, arenas};
+use crate::btt::{Engine, Layout, arenas};
+use crate::btt_file::PlainFile;
 use crate::media::noted::{Noted, not_durable, noted_in};
 use crate::media::{Media, Pending};
 use crate::media::{MediaError, Place, coalesce};
