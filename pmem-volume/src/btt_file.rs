@@ -16,7 +16,7 @@ use crate::pool::{Holder, LockKind, try_lock};
 /// Why a file cannot be used as one with a BTT in it.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
-pub enum PlainError {
+pub enum BttFileError {
     #[error("{path}: cannot {action} it")]
     File {
         path: PathBuf,
@@ -42,45 +42,45 @@ pub enum PlainError {
 
 /// A file with a BTT in it, from its first byte on. As long as it is open, nobody else opens it in
 /// this way: many to read, or one to write.
-pub struct PlainFile {
+pub struct BttFile {
     media: FileMedia,
 }
 
-impl PlainFile {
+impl BttFile {
     /// Opens a file or device.
-    pub fn open(path: &Path, writable: bool) -> Result<Self, PlainError> {
+    pub fn open(path: &Path, writable: bool) -> Result<Self, BttFileError> {
         let failed =
-            |action| move |source| PlainError::File { path: path.to_owned(), action, source };
+            |action| move |source| BttFileError::File { path: path.to_owned(), action, source };
         let kind = std::fs::metadata(path).map_err(failed("open"))?.file_type();
         // Not to hang on a pipe; and a device that is mounted is not written.
         let exclusive = if writable && kind.is_block_device() { libc::O_EXCL } else { 0 };
         let mut options = OpenOptions::new();
         options.read(true).write(writable).custom_flags(libc::O_NONBLOCK | exclusive);
         let file = options.open(path).map_err(failed("open"))?;
-        let place = Place::of(&file).map_err(|error| PlainError::Place {
+        let place = Place::of(&file).map_err(|error| BttFileError::Place {
             path: path.to_owned(),
             reason: foreshore_types::chain(&error),
         })?;
         let lock = if writable { LockKind::Exclusive } else { LockKind::Shared };
         try_lock(&file, lock)
             .map_err(failed("lock"))?
-            .map_err(|holder| PlainError::InUse { path: path.to_owned(), holder })?;
+            .map_err(|holder| BttFileError::InUse { path: path.to_owned(), holder })?;
         let len_bytes = place.len_bytes(&file).map_err(failed("find the length of"))? / 8 * 8;
         if len_bytes == 0 {
-            return Err(PlainError::Empty { path: path.to_owned() });
+            return Err(BttFileError::Empty { path: path.to_owned() });
         }
-        let media_failed = |source| PlainError::Media { path: path.to_owned(), source };
+        let media_failed = |source| BttFileError::Media { path: path.to_owned(), source };
         let media = FileMedia::new(file, len_bytes, writable).map_err(media_failed)?;
         let mut magic = [0; SUPERBLOCK_MAGIC.len()];
         Media::read(&media, 0, &mut magic).map_err(media_failed)?;
         if magic == SUPERBLOCK_MAGIC {
-            return Err(PlainError::Pool { path: path.to_owned() });
+            return Err(BttFileError::Pool { path: path.to_owned() });
         }
         Ok(Self { media })
     }
 }
 
-impl Deref for PlainFile {
+impl Deref for BttFile {
     type Target = FileMedia;
 
     fn deref(&self) -> &FileMedia {

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use pmem_volume::btt::{Engine, Layout};
-use pmem_volume::btt_file::PlainFile;
+use pmem_volume::btt_file::BttFile;
 use pmem_volume::media::MemoryMedia;
 use pmem_volume::{OpenMode, Pool};
 use serde_json::Value;
@@ -243,7 +243,7 @@ fn a_file_with_a_btt_needs_no_pool() {
     folder.succeed(&["btt", "import", "--file", "media", "--from", "in"]);
     {
         // What one process has open for writing no other has.
-        let engine = Engine::open(PlainFile::open(&folder.path("media"), true).unwrap()).unwrap();
+        let engine = Engine::open(BttFile::open(&folder.path("media"), true).unwrap()).unwrap();
         let mut sector = [0; 512];
         engine.read(4, &mut sector).unwrap();
         assert_eq!(sector, [0x5a; 512]);

@@ -2,7 +2,7 @@
 
 use std::ops::Deref;
 
-use pmem_volume::btt_file::PlainFile;
+use pmem_volume::btt_file::BttFile;
 use pmem_volume::media;
 use pmem_volume::pool::DamagedVolume;
 use pmem_volume::{OpenMode, Pool, PoolError, Volume, VolumeFormat};
@@ -13,7 +13,7 @@ pub(super) enum Media {
     Volume(Volume),
     /// Of a pool that is looked at. It may lack chunks.
     Part(DamagedVolume),
-    File(PlainFile),
+    File(BttFile),
 }
 
 impl Media {
@@ -48,7 +48,7 @@ impl Media {
                 Ok(Media::Volume(Pool::open(pool, mode)?.open_volume(volume)?))
             }
             Place { file: Some(file), .. } => {
-                Ok(Media::File(PlainFile::open(file, mode == OpenMode::ReadWrite)?))
+                Ok(Media::File(BttFile::open(file, mode == OpenMode::ReadWrite)?))
             }
             _ => unreachable!("clap asks for a pool and a volume, or a file"),
         }

@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use super::*;
 use crate::btt::{Engine, Layout, arenas};
-use crate::btt_file::PlainFile;
+use crate::btt_file::BttFile;
 use crate::media::noted::{Noted, not_durable, noted_in};
 use crate::media::{Media, Pending};
 use crate::media::{MediaError, Place, coalesce};
@@ -222,7 +222,7 @@ fn a_file_without_a_pool_is_asked_as_its_place_needs_it() {
         let file = tempfile::NamedTempFile::new_in(folder).unwrap();
         file.as_file().set_len(4096).unwrap();
         let mut pending = Pending::default();
-        PlainFile::open(file.path(), true).unwrap().begin_persist(0..8, &mut pending).unwrap();
+        BttFile::open(file.path(), true).unwrap().begin_persist(0..8, &mut pending).unwrap();
         !pending.ranges().is_empty()
     };
     assert!(!by_range(Path::new("/dev/shm")));
