@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-use super::alloc::chunk::Extent;
-use super::file::lock::Holder;
+use super::findings::Finding;
+use super::format::chunk::Extent;
 use super::format::superblock::SuperblockError;
 use super::format::volume_record::NameError;
-use super::maintenance::findings::Finding;
+use super::lock::Holder;
 use super::volume::split::SplitError;
 use crate::btt;
 use crate::media::MediaError;

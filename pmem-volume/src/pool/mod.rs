@@ -17,13 +17,16 @@ mod alloc;
 mod create;
 mod error;
 mod file;
+mod findings;
 mod format;
+pub mod lock;
 mod maintenance;
 mod open;
+pub mod ownership;
+mod redo_log;
 mod scan;
 #[cfg(test)]
 pub(crate) mod tests;
-mod transaction;
 mod volume;
 
 use std::collections::BTreeMap;
@@ -36,18 +39,18 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use serde::Serialize;
 use uuid::Uuid;
 
-pub use alloc::chunk::{ChunkId, Extent, MAX_ORDER, Run};
 pub use alloc::scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
 pub use create::CreateOptions;
 pub use error::PoolError;
-pub use file::lock::Holder;
-pub(crate) use file::lock::{LockKind, try_lock};
-pub use file::{formats, lock, mark, ownership, signature};
+pub use file::{formats, mark, signature};
+pub use findings::{Finding, Severity};
+pub use format::chunk::{ChunkId, Extent, MAX_ORDER, Run};
 pub use format::layout;
 pub use format::superblock::SuperblockError;
 pub use format::volume_record::{NameError, VolumeFormat, VolumeName};
+pub use lock::Holder;
+pub(crate) use lock::{LockKind, try_lock};
 pub use maintenance::check::{CheckReport, VolumeCheck};
-pub use maintenance::findings::{Finding, Severity};
 pub use maintenance::repair::RepairReport;
 pub use open::OpenMode;
 pub use volume::damaged_volume::DamagedVolume;
@@ -62,8 +65,8 @@ use alloc::scrub_queue::ScrubQueue;
 use alloc::scrubber::ScrubWake;
 use format::superblock::Superblock;
 use format::table::{ChunkTable, Slot};
+use redo_log::Redone;
 use scan::VolumeEntry;
-use transaction::redo_log::Redone;
 
 /// Smallest pool: two chunks of metadata and two to use.
 pub const MIN_POOL_BYTES: u64 = 4 * CHUNK_BYTES;

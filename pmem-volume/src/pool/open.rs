@@ -13,16 +13,16 @@ use super::file::blocks;
 use super::file::mark::Mark;
 use super::file::open_steps::{Length, Opened};
 use super::file::signature;
+use super::findings::{Finding, Severity};
 use super::format::layout::{
     FORMAT_VERSION, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes,
 };
+use super::format::mirrored::{self, Copies, Mirrored};
 use super::format::superblock::Superblock;
 use super::format::table::{ChunkTable, Owner};
-use super::maintenance::findings::{Finding, Severity};
 use super::maintenance::grow;
+use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
-use super::transaction::mirrored::{self, Copies, Mirrored};
-use super::transaction::redo_log::{self, LogState, Redone};
 use super::volume::split;
 use super::{Counts, Pool, PoolError, State};
 use crate::CHUNK_BYTES;

@@ -3,13 +3,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::alloc::chunk::{ChunkId, Run, push, runs};
+use super::findings::{Finding, Findings};
+use super::format::chunk::{ChunkId, Run, push, runs};
 use super::format::layout::VolumeRecordBytes;
+use super::format::mirrored::{self, Copies};
 use super::format::superblock::Superblock;
 use super::format::table::{BadWord, ChunkTable, Owner, Slot};
 use super::format::volume_record::VolumeRecord;
-use super::maintenance::findings::{Finding, Findings};
-use super::transaction::mirrored::{self, Copies};
 use crate::media::{Media, MediaError};
 
 /// A live volume and its chunks. What a record says is no reason to reserve memory: only chunks

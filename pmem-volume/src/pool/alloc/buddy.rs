@@ -5,8 +5,8 @@
 
 use std::collections::BTreeSet;
 
-use super::chunk::{ChunkId, Extent, MAX_ORDER, Run, joined};
 use super::wear::Wear;
+use crate::pool::format::chunk::{ChunkId, Extent, MAX_ORDER, Run, joined};
 
 /// From which end of the pool to take. Volumes stay for long and memory comes and goes: taken from
 /// opposite ends, they leave one large hole between them rather than many small ones among them.
@@ -165,7 +165,7 @@ impl Buddy {
         }
         let mut extents = self.allocate(chunks, Placement::Low)?;
         extents.sort_unstable();
-        Some(super::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
+        Some(crate::pool::format::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
     }
 
     /// The same, right behind what the taker has already if they are free there: then it lies in as

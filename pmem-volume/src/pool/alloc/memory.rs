@@ -1,9 +1,9 @@
 //! Lending chunks as memory.
 
 use super::buddy::Placement;
-use super::chunk::{Extent, MAX_ORDER, Run};
 use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
+use crate::pool::format::chunk::{Extent, MAX_ORDER, Run};
 use crate::pool::format::table::Owner;
 use crate::pool::{Pool, PoolError};
 

@@ -1,7 +1,6 @@
 //! Allocation of a pool's chunks: free, lent as memory, or waiting to be erased.
 
 pub(super) mod buddy;
-pub(super) mod chunk;
 pub(super) mod memory;
 pub(super) mod pacer;
 pub(super) mod scrub;

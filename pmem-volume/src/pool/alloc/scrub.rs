@@ -7,9 +7,9 @@
 
 use std::sync::atomic::Ordering;
 
-use super::chunk::Run;
 use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
+use crate::pool::format::chunk::Run;
 use crate::pool::format::table::Owner;
 use crate::pool::{Pool, PoolError, State, StateGuard, VolumeSize, bytes};
 use crate::progress::{OnProgress, Progress, Task, unheard};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::chunk::{ChunkId, Run};
+use crate::pool::format::chunk::{ChunkId, Run};
 
 /// Runs of chunks that wait, and how many are being erased.
 #[derive(Debug, Default)]
@@ -130,7 +130,7 @@ mod tests {
             for (start, chunks, add) in operations {
                 if add {
                     let ids: Vec<_> = run(start, chunks).ids().filter(|id| waiting.insert(*id)).collect();
-                    super::super::chunk::runs(ids).into_iter().for_each(|run| queue.add(run));
+                    crate::pool::format::chunk::runs(ids).into_iter().for_each(|run| queue.add(run));
                 } else {
                     let batch = queue.take(chunks);
                     let taken: Vec<_> = batch.iter().flat_map(|run| run.ids()).collect();

@@ -1,6 +1,6 @@
 //! How often chunks were used, and how often extents of them were on average.
 
-use super::chunk::{Extent, MAX_ORDER, Run};
+use crate::pool::format::chunk::{Extent, MAX_ORDER, Run};
 
 /// Uses of a chunk, on average over an extent, that make no difference. Within a step placement
 /// decides and the smallest extent that fits is taken, which keeps free space in one piece; a chunk
@@ -97,7 +97,7 @@ impl Wear {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::alloc::chunk::ChunkId;
+    use crate::pool::format::chunk::ChunkId;
 
     #[test]
     fn levels_are_averages_whatever_way_the_uses_came_about() {

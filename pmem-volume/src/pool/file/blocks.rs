@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::media::{FileMedia, Lacking, Media, copy_on_write, take_lacking};
 use crate::pool::create::FileSystem;
-use crate::pool::maintenance::findings::Finding;
+use crate::pool::findings::Finding;
 use crate::pool::{Pool, PoolError};
 
 /// Finds blocks that the file of a pool lacks. Opening the pool for writing allocates them or

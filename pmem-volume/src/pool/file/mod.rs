@@ -1,11 +1,8 @@
-//! File or device below a pool: its lock, its blocks, and content of others, which no pool may
-//! overwrite.
+//! File or device below a pool: its blocks, and content of others, which no pool may overwrite.
 
 pub(super) mod blocks;
 pub mod formats;
 pub(super) mod free_space;
-pub mod lock;
 pub mod mark;
 pub(super) mod open_steps;
-pub mod ownership;
 pub mod signature;

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::lock::{self, Holder, LockKind, try_lock};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, Place, PlaceError, coalesce, forget_clean_pages, sysfs_of};
 use crate::pool::format::layout::{
     SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_MAGIC, VOLUME_TABLE_OFFSETS,
 };
+use crate::pool::lock::{self, Holder, LockKind, try_lock};
 use crate::pool::{OpenMode, PoolError};
 
 /// udev looks at a block device, with a shared lock, whenever somebody who wrote to it has closed

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 
 use super::formats::{self, FORMATS, Format, IMAGES, find_at_start};
 use super::mark::Mark;
-use super::ownership::{PoolContent, pool_content};
 use crate::media::{Media, MediaError};
+use crate::pool::ownership::{PoolContent, pool_content};
 
 /// Size of the parts at the start and at the end of a device that are searched. Common formats have
 /// data there.

@@ -3,7 +3,7 @@
 //!
 //! Everything is little-endian. Nothing here touches media, and nothing here is trusted: these are
 //! the bytes, to be turned into verified types by [`super::superblock`], [`super::table`],
-//! [`super::volume_record`] and [`crate::pool::transaction::redo_log`].
+//! [`super::volume_record`] and [`crate::pool::redo_log`].
 
 use std::mem::{offset_of, size_of};
 

@@ -1,6 +1,8 @@
 //! Format of a pool on the media, as verified types.
 
+pub(super) mod chunk;
 pub mod layout;
+pub(super) mod mirrored;
 pub(super) mod superblock;
 pub(super) mod table;
 pub(super) mod volume_record;

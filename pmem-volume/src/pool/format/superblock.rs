@@ -13,8 +13,8 @@ use super::layout::{
 };
 use super::table::Slot;
 use crate::CHUNK_BYTES;
-use crate::pool::alloc::chunk::ChunkId;
-use crate::pool::transaction::mirrored;
+use crate::pool::format::chunk::ChunkId;
+use crate::pool::format::mirrored;
 
 /// A field of a superblock that passes its checksum and still cannot be.
 #[derive(Debug, Error, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::layout::{CHUNK_ENTRY_BYTES, MAX_CHUNKS};
 use super::superblock::Superblock;
 use crate::media::{Media, MediaError};
-use crate::pool::alloc::chunk::{ChunkId, Run};
+use crate::pool::format::chunk::{ChunkId, Run};
 
 const INDEX_BITS: u32 = 28;
 const SLOT_SHIFT: u32 = 28;

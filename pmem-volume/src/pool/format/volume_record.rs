@@ -14,7 +14,7 @@ use super::layout::{
 use super::table::Slot;
 use crate::CHUNK_BYTES;
 use crate::btt::MIN_VOLUME_BYTES;
-use crate::pool::transaction::mirrored;
+use crate::pool::format::mirrored;
 
 /// How a volume's bytes are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]

@@ -6,15 +6,15 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
-use super::findings::{Finding, Findings, Severity};
 use super::free_content::ContentFinder;
 use crate::btt;
 use crate::media::Media;
-use crate::pool::alloc::chunk::{ChunkId, Run, runs};
+use crate::pool::findings::{Finding, Findings, Severity};
+use crate::pool::format::chunk::{ChunkId, Run, runs};
 use crate::pool::format::table::Owner;
 use crate::pool::format::volume_record::VolumeFormat;
+use crate::pool::redo_log::{self, Redone};
 use crate::pool::scan::scan;
-use crate::pool::transaction::redo_log::{self, Redone};
 use crate::pool::volume::{Space, VolumeInfo, volume_extents};
 use crate::pool::{Pool, PoolError, bytes};
 use crate::progress::{OnProgress, Progress, Task, unheard};

@@ -6,12 +6,12 @@ use std::collections::BTreeMap;
 use super::repair::Mending;
 use crate::media::{Media, MediaError};
 use crate::pool::format::layout::VolumeRecordBytes;
+use crate::pool::format::mirrored::{self, Copies};
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner, Slot, encode_owner};
 use crate::pool::format::volume_record::empty_record;
+use crate::pool::redo_log::{self, LogState, Redone};
 use crate::pool::scan::{Scan, VolumeEntry, scan};
-use crate::pool::transaction::mirrored::{self, Copies};
-use crate::pool::transaction::redo_log::{self, LogState, Redone};
 use crate::pool::{PoolError, Run};
 
 /// Deletes a volume that lacks chunks; a dry run only says so, and what it would store over what is

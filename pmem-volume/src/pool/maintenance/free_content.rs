@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
-use crate::pool::alloc::chunk::{ChunkId, Run};
+use crate::pool::format::chunk::{ChunkId, Run};
 
 /// What is read in one go.
 const READ_BYTES: u64 = 256 << 10;

@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
-use crate::pool::alloc::chunk::{ChunkId, Run};
 use crate::pool::create::{self, FileSystem, check_room};
+use crate::pool::format::chunk::{ChunkId, Run};
 use crate::pool::format::layout::{CHUNK_ENTRY_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes};
+use crate::pool::format::mirrored;
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner};
-use crate::pool::transaction::mirrored;
 use crate::pool::{MAX_POOL_BYTES, OpenMode, Pool, PoolError};
 use crate::progress::{OnProgress, unheard};
 use foreshore_types::size::Size;

@@ -2,7 +2,6 @@
 
 pub(super) mod check;
 pub(super) mod discard_damaged;
-pub(super) mod findings;
 pub(super) mod free_content;
 pub(super) mod grow;
 pub(super) mod repair;

@@ -6,10 +6,10 @@ use super::crash::{Volumes, fill_volume, new_pool_of, new_pool_with, open, verif
 use super::repair::entry;
 use super::*;
 use crate::media::simulator::{Random, Simulator};
+use crate::pool::format::mirrored::Copies;
 use crate::pool::format::table::{Owner, Slot};
 use crate::pool::layout::{LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS};
 use crate::pool::maintenance::repair::{Mending, mend, mend_superblocks};
-use crate::pool::transaction::mirrored::Copies;
 
 /// Damages a pool with a volume in chunks 2 to 4, mends it, and opens each image that a crash
 /// leaves once `again` has mended that.

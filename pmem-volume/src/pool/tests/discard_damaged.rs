@@ -6,10 +6,10 @@ use super::crash::{Volumes, fill_volume, new_pool_with, open, verify, volumes_of
 use super::repair::{entry, with_volumes};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
+use crate::pool::format::mirrored::Copies;
 use crate::pool::format::table::{Owner, Slot, encode_owner};
 use crate::pool::layout::VOLUME_TABLE_OFFSETS;
 use crate::pool::maintenance::repair::mend_tables;
-use crate::pool::transaction::mirrored::Copies;
 
 /// Makes a word say something else, with a check that fits, as a store that the disk lost leaves
 /// it.

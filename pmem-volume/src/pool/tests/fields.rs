@@ -11,12 +11,12 @@ use zerocopy::FromZeros;
 use super::crash::{fill_volume, new_pool_of, open, open_for};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
+use crate::pool::format::mirrored::Mirrored;
 use crate::pool::format::table::{Owner, Slot, encode_owner, seal_for_test};
 use crate::pool::layout::{
     CHUNK_TABLE_OFFSET, LOG_OFFSET, LogEntryBytes, LogHeaderBytes, SUPERBLOCK_OFFSETS,
     SuperblockBytes, VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
-use crate::pool::transaction::mirrored::Mirrored;
 
 /// A field: its name, and its bits.
 type Field = (&'static str, Range<usize>);

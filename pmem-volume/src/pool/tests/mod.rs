@@ -38,9 +38,8 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 use super::file::open_steps;
-use super::format::{table, volume_record};
+use super::format::{mirrored, table, volume_record};
 use super::maintenance::grow;
-use super::transaction::{mirrored, redo_log};
 use super::*;
 
 const MIB: u64 = 1 << 20;

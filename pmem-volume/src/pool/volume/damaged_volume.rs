@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::{VolumeExtent, VolumeInfo, volume_info};
 use crate::media::{Durability, FileMedia, Media, MediaError};
-use crate::pool::alloc::chunk::{Run, runs};
+use crate::pool::format::chunk::{Run, runs};
 use crate::pool::{OpenMode, Pool, PoolError};
 
 /// A volume of a pool that is looked at, whatever is left of it: reads of what it lacks fail.

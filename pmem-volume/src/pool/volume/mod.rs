@@ -15,15 +15,15 @@ use uuid::Uuid;
 use crate::CHUNK_BYTES;
 use crate::btt;
 use crate::media::{Durability, FileMedia, Media, MediaError, debug_assert_word, drop_clean_pages};
-use crate::pool::alloc::chunk::{Run, runs};
 use crate::pool::alloc::memory::chunk_count;
 use crate::pool::create::unix_now_s;
+use crate::pool::format::chunk::{Run, runs};
+use crate::pool::format::mirrored;
 use crate::pool::format::table::{Owner, Slot};
 use crate::pool::format::volume_record::{
     Part, VolumeFormat, VolumeName, VolumeRecord, empty_record,
 };
 use crate::pool::scan::VolumeEntry;
-use crate::pool::transaction::mirrored;
 use crate::pool::{OpenMode, Pool, PoolError, State};
 
 /// How large a new volume is to be.

@@ -4,12 +4,12 @@ use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
 use crate::CHUNK_BYTES;
 use crate::btt;
 use crate::media::Media;
-use crate::pool::alloc::chunk::runs;
 use crate::pool::alloc::memory::chunk_count;
+use crate::pool::format::chunk::runs;
+use crate::pool::format::mirrored;
 use crate::pool::format::table::{Owner, Slot};
 use crate::pool::format::volume_record::{VolumeFormat, VolumeRecord};
-use crate::pool::transaction::mirrored;
-use crate::pool::transaction::redo_log;
+use crate::pool::redo_log;
 use crate::pool::{Pool, PoolError, State};
 use foreshore_types::size::Size;
 

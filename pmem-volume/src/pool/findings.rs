@@ -6,7 +6,7 @@ use std::mem::Discriminant;
 use serde::Serialize;
 use thiserror::Error;
 
-use crate::pool::alloc::chunk::ChunkId;
+use crate::pool::format::chunk::ChunkId;
 use foreshore_types::size::Size;
 
 /// How bad a finding is.

@@ -10,8 +10,10 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
+use super::file::open_steps::{
+    FORK_PATIENCE, UDEV_PATIENCE, lock_within, user_of_device, while_in_use,
+};
 use super::lock::{Holder, LockKind};
-use super::open_steps::{FORK_PATIENCE, UDEV_PATIENCE, lock_within, user_of_device, while_in_use};
 use crate::pool::{OpenMode, Pool, PoolError};
 
 /// Why something is not to be had.

@@ -13,7 +13,7 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, Media, MediaError, debug_assert_word};
 use crate::pool::PoolError;
-use crate::pool::alloc::chunk::ChunkId;
+use crate::pool::format::chunk::ChunkId;
 use crate::pool::format::layout::{LOG_COMMITTED, LOG_MAGIC, LogEntryBytes, LogHeaderBytes};
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner};
