@@ -1,17 +1,16 @@
 //! Making a pool.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use uuid::Uuid;
 use zerocopy::IntoBytes;
 
-use super::file::open_steps::{Opened, place_error};
+use super::file::free_space::{FileSystem, check_device, check_room, file_too_large};
+use super::file::open_steps::{Opened, judge_superblocks};
 use super::findings::Severity;
 use super::format::chunk::{ChunkId, Run};
 use super::format::layout::SUPERBLOCK_OFFSETS;
@@ -20,12 +19,11 @@ use super::format::superblock::Superblock;
 use super::format::table::{ChunkTable, Owner};
 use super::format::volume_record;
 use super::lock::{LockKind, try_lock};
-use super::open::judge_superblocks;
 use super::redo_log;
-use super::{MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError};
+use super::{MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, unix_now_s};
 use crate::CHUNK_BYTES;
 use crate::file_mode::PRIVATE_MODE;
-use crate::media::{self, FileMedia, Media, MediaError, Place};
+use crate::media::{self, FileMedia, Media, MediaError};
 use crate::progress::{OnProgress, unheard};
 use crate::unnamed_file::{NamingError, Taken, Unnamed, folder_of};
 use foreshore_types::size::Size;
@@ -148,11 +146,6 @@ impl Pool {
     }
 }
 
-pub(super) fn file_too_large(size_bytes: u64) -> PoolError {
-    let rule = "is larger than a file may be on this file system (ext4: 16 TiB)".to_owned();
-    PoolError::Size { what: "pool size", value: size_bytes, rule }
-}
-
 /// Is there nothing at `path`, and a folder that it can be made in?
 fn check_new(path: &Path) -> Result<(), PoolError> {
     match path.symlink_metadata() {
@@ -171,18 +164,6 @@ fn check_new(path: &Path) -> Result<(), PoolError> {
         return Err(PoolError::NoDevice { path: path.to_owned() });
     }
     Ok(())
-}
-
-/// A pool is no larger than its device.
-pub(super) fn check_device(
-    path: &Path,
-    needed_bytes: u64,
-    device_bytes: u64,
-) -> Result<(), PoolError> {
-    if needed_bytes <= device_bytes {
-        return Ok(());
-    }
-    Err(PoolError::DeviceTooSmall { path: path.to_owned(), needed_bytes, device_bytes })
 }
 
 /// Is there nothing on a device that must be kept?
@@ -285,60 +266,4 @@ pub(super) fn write_empty_pool(
     let chunk_table = table.byte_range(Run { start: ChunkId(0), chunks: table.entries() });
     media.persist(&[chunk_table, volumes_a, volumes_b, log_range])?;
     mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes())
-}
-
-/// How much a file system holds.
-pub(super) struct FileSystem {
-    pub(super) total_bytes: u64,
-    pub(super) free_bytes: u64,
-}
-
-impl FileSystem {
-    /// The one that a file lies on.
-    pub(super) fn of(file: &File) -> io::Result<Self> {
-        // SAFETY: statvfs is plain numbers, for which zero is valid.
-        let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-        // SAFETY: the kernel fills the struct that outlives the call.
-        if unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut stat) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
-        Ok(Self { total_bytes: bytes(stat.f_blocks), free_bytes: bytes(stat.f_bavail) })
-    }
-}
-
-/// A disk must have room now for all that a file of `size_bytes` needs and does not have yet. tmpfs
-/// stays sparse, but what it can never hold is refused, and what the pool itself stores,
-/// `own_bytes`, must find room; one without a limit shows no size.
-pub(super) fn check_room(
-    path: &Path,
-    file: &File,
-    size_bytes: u64,
-    needed_bytes: u64,
-    own_bytes: u64,
-) -> Result<(), PoolError> {
-    let file_system = FileSystem::of(file).map_err(|source| PoolError::File {
-        path: path.to_owned(),
-        action: "look at the file system of",
-        source,
-    })?;
-    let is_in_memory = Place::of(file).map_err(|e| place_error(path, e))? == Place::Memory;
-    let (needed_bytes, room_bytes) = match is_in_memory {
-        true if size_bytes > file_system.total_bytes => (size_bytes, file_system.total_bytes),
-        true => (own_bytes, file_system.free_bytes),
-        false => (needed_bytes, file_system.free_bytes),
-    };
-    let unlimited = is_in_memory && file_system.total_bytes == 0;
-    if !unlimited && needed_bytes > room_bytes {
-        return Err(PoolError::FileSystemFull {
-            path: path.to_owned(),
-            needed_bytes,
-            free_bytes: file_system.free_bytes,
-        });
-    }
-    Ok(())
-}
-
-pub(super) fn unix_now_s() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

@@ -10,7 +10,6 @@ use super::format::chunk::Extent;
 use super::format::superblock::SuperblockError;
 use super::format::volume_record::NameError;
 use super::lock::Holder;
-use super::volume::split::SplitError;
 use crate::btt;
 use crate::media::MediaError;
 use foreshore_types::size::Size;
@@ -234,6 +233,31 @@ pub enum PoolError {
     /// A BTT cannot have the volume's size or the requested sector size.
     #[error(transparent)]
     Btt(#[from] btt::GeometryError),
+}
+
+/// Why a volume cannot be split as asked.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
+pub enum SplitError {
+    #[error("{count} part(s) are asked for, and it takes two at least")]
+    TooFew { count: usize },
+    #[error("two parts are to have the name {name:?}")]
+    NameTwice { name: String },
+    #[error("only one part can have the rest, and {first:?} and {second:?} are to")]
+    RestTwice { first: String, second: String },
+    #[error(
+        "its parts have {parts_bytes} bytes ({}) together, and it has {volume_bytes} ({}); one of them may have the rest",
+        Size(*parts_bytes).rounded(), Size(*volume_bytes).rounded()
+    )]
+    Sum { parts_bytes: u64, volume_bytes: u64 },
+    #[error("nothing is left for {name:?}: the other parts have {parts_bytes} bytes ({})", Size(*parts_bytes).rounded())]
+    NoRest { name: String, parts_bytes: u64 },
+    #[error("part {name:?}: {reason}")]
+    Size { name: String, reason: String },
+    #[error(
+        "it holds data, and a BTT cannot be cut: its parts would be empty. --force splits it all the same, and erases its content"
+    )]
+    HoldsData,
 }
 
 fn version_advice(version: u32, supported: u32) -> &'static str {

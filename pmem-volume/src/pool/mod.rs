@@ -35,13 +35,14 @@ use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use uuid::Uuid;
 
 pub use alloc::scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
 pub use create::CreateOptions;
-pub use error::PoolError;
+pub use error::{PoolError, SplitError};
 pub use file::{formats, mark, signature};
 pub use findings::{Finding, Severity};
 pub use format::chunk::{ChunkId, Extent, MAX_ORDER, Run};
@@ -52,10 +53,9 @@ pub use lock::Holder;
 pub(crate) use lock::{LockKind, try_lock};
 pub use maintenance::check::{CheckReport, VolumeCheck};
 pub use maintenance::repair::RepairReport;
-pub use open::OpenMode;
 pub use volume::damaged_volume::DamagedVolume;
 pub use volume::resize::Shrink;
-pub use volume::split::{SplitContent, SplitError};
+pub use volume::split::SplitContent;
 pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
 
 use crate::CHUNK_BYTES;
@@ -73,6 +73,18 @@ pub const MIN_POOL_BYTES: u64 = 4 * CHUNK_BYTES;
 /// Largest pool, 64 TiB: all of it is mapped at once. A chunk number on the media can count more.
 pub const MAX_POOL_BYTES: u64 = MAX_MAPPED_BYTES;
 const _: () = assert!(MAX_POOL_BYTES <= layout::MAX_CHUNKS * CHUNK_BYTES);
+
+/// What a pool is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenMode {
+    /// To change it. One at a time, and nobody reads meanwhile.
+    ReadWrite,
+    /// To look at it as it is: nothing is put right. Readers share.
+    ReadOnly,
+    /// To look at it while somebody else may change it: no lock is taken. Good for a rough picture,
+    /// such as bytes by state; not for volumes' content.
+    Peek,
+}
 
 /// An open pool. All methods may be called from any thread.
 ///
@@ -431,6 +443,10 @@ impl State {
 
 fn bytes(chunks: u32) -> u64 {
     u64::from(chunks) * CHUNK_BYTES
+}
+
+fn unix_now_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

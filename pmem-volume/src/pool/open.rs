@@ -5,40 +5,21 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
-use zerocopy::IntoBytes;
-
 use super::alloc::buddy::Buddy;
 use super::alloc::scrub_queue::ScrubQueue;
 use super::file::blocks;
 use super::file::mark::Mark;
-use super::file::open_steps::{Length, Opened};
-use super::file::signature;
+use super::file::open_steps::{Opened, judge_superblocks};
 use super::findings::{Finding, Severity};
-use super::format::layout::{
-    FORMAT_VERSION, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes,
-};
-use super::format::mirrored::{self, Copies, Mirrored};
-use super::format::superblock::Superblock;
+use super::format::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
+use super::format::mirrored::{self, Mirrored};
+use super::format::superblock::{Superblock, rewrite};
 use super::format::table::{ChunkTable, Owner};
-use super::maintenance::grow;
 use super::redo_log::{self, LogState, Redone};
-use super::scan::{Scan, scan};
+use super::scan::{Scan, make_durable, scan};
 use super::volume::split;
-use super::{Counts, Pool, PoolError, State};
-use crate::CHUNK_BYTES;
+use super::{Counts, OpenMode, Pool, PoolError, State};
 use crate::media::{FileMedia, Media, MediaError};
-
-/// What a pool is opened for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OpenMode {
-    /// To change it. One at a time, and nobody reads meanwhile.
-    ReadWrite,
-    /// To look at it as it is: nothing is put right. Readers share.
-    ReadOnly,
-    /// To look at it while somebody else may change it: no lock is taken. Good for a rough picture,
-    /// such as bytes by state; not for volumes' content.
-    Peek,
-}
 
 /// How often a peek is taken again when what it saw was being changed.
 const PEEK_ATTEMPTS: u32 = 5;
@@ -156,7 +137,7 @@ impl<M: Media> Pool<M> {
             put_right(media, &superblock, &findings, &mut scan)?;
             split::finish(media, &superblock, &mut scan.volumes)?;
             if superblock.growing_to_bytes > 0 {
-                superblock = grow::withdraw(media, &superblock)?;
+                superblock = withdraw(media, &superblock)?;
             }
         }
         if let (true, Some(media)) = (writable, media.as_file()) {
@@ -221,14 +202,6 @@ fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(),
     }
 }
 
-/// Makes the pool's own data durable as it is seen. What a process stored that was killed is seen,
-/// and need not be durable: a copy written again from such a record, a word taken for *scrub*
-/// because it reads so, or a transaction redone could outlive what it is based on when the power
-/// goes.
-pub(super) fn make_durable(media: &dyn Media, superblock: &Superblock) -> Result<(), MediaError> {
-    media.persist(&superblock.regions())
-}
-
 /// Writes damaged and stale copies again, and marks what is to be erased.
 fn put_right(
     media: &dyn Media,
@@ -265,75 +238,19 @@ fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Resul
     media.persist(&entries)
 }
 
+/// Takes step 1 back: cuts what the file has behind the pool, then says that it has nothing.
+/// `current` has the sequence number of before the announcement, or that of the announcement.
+pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superblock, MediaError> {
+    media.cut_tail()?;
+    let sequence = current.sequence.wrapping_add(2);
+    let withdrawn = Superblock { sequence, growing_to_bytes: 0, ..current.clone() };
+    rewrite(media, &withdrawn)?;
+    Ok(withdrawn)
+}
+
 /// Writes one copy of a record again from the other.
 fn heal<T: Mirrored>(media: &dyn Media, offsets: [u64; 2], copy: usize) -> Result<(), MediaError> {
     let mut good = T::new_zeroed();
     media.read(offsets[1 - copy], good.as_mut_bytes())?;
     mirrored::write_copy(media, offsets[copy], &good)
-}
-
-/// Decides from both superblocks and the length of what they lie in what the pool is.
-pub(super) fn judge_superblocks(
-    path: &Path,
-    copies: [SuperblockBytes; 2],
-    length: Length,
-    mode: OpenMode,
-) -> Result<(Superblock, Vec<Finding>), PoolError> {
-    let path = || path.to_owned();
-    let any_magic = copies.iter().any(|copy| copy.magic == SUPERBLOCK_MAGIC);
-    let found = signature::seems_to_be(copies[0].as_bytes(), length.bytes());
-    let mut findings = Vec::new();
-    let bytes = match mirrored::choose(copies) {
-        Copies::Agree(bytes) => bytes,
-        Copies::Stale { current, stale: copy } => {
-            findings.push(Finding::SuperblockStale { copy });
-            current
-        }
-        Copies::Damaged { current, damaged: copy } => {
-            findings.push(Finding::SuperblockCopy { copy });
-            current
-        }
-        Copies::Lost if any_magic => return Err(PoolError::SuperblocksDamaged { path: path() }),
-        Copies::Lost => return Err(PoolError::NotAPool { path: path(), found }),
-    };
-    let version = bytes.version.get();
-    if version != FORMAT_VERSION {
-        return Err(PoolError::Version { path: path(), version, supported: FORMAT_VERSION });
-    }
-    let features = bytes.features_incompatible.get();
-    if features != 0 {
-        return Err(PoolError::Features { path: path(), features, hint: "" });
-    }
-    let features = bytes.features_read_only.get();
-    if features != 0 && mode == OpenMode::ReadWrite {
-        return Err(PoolError::Features {
-            path: path(),
-            features,
-            hint: " well enough to change it",
-        });
-    }
-    let superblock = Superblock::parse(&bytes)
-        .map_err(|source| PoolError::SuperblockInvalid { path: path(), source })?;
-    let pool_bytes = superblock.size_bytes();
-    debug_assert!(pool_bytes.is_multiple_of(CHUNK_BYTES));
-    let to_bytes = superblock.growing_to_bytes;
-    if to_bytes > 0 {
-        findings.push(Finding::GrowthUnfinished { to_bytes });
-    }
-    let file_bytes = length.bytes();
-    match file_bytes.cmp(&pool_bytes) {
-        // What lies behind the pool on a device is not its business; the pool may grow into it.
-        std::cmp::Ordering::Greater if matches!(length, Length::Device(_)) => {
-            Ok((superblock, findings))
-        }
-        // A crash came while the pool was made larger. What is behind the old end is nobody's yet.
-        std::cmp::Ordering::Greater if file_bytes <= to_bytes => Ok((superblock, findings)),
-        std::cmp::Ordering::Less => {
-            Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes })
-        }
-        std::cmp::Ordering::Greater => {
-            Err(PoolError::Enlarged { path: path(), file_bytes, pool_bytes })
-        }
-        std::cmp::Ordering::Equal => Ok((superblock, findings)),
-    }
 }

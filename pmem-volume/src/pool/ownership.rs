@@ -1,15 +1,18 @@
 //! Files and devices that are no pool and are not to become one by mistake: opened under the lock
-//! that pools have, so that neither takes what the other has.
+//! that pools have, so that neither takes what the other has. And the content that another use of a
+//! file would destroy.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use thiserror::Error;
 
+use super::file::formats::{self, Format};
+use super::file::mark::Mark;
 use super::file::open_steps::{
     FORK_PATIENCE, UDEV_PATIENCE, lock_within, user_of_device, while_in_use,
 };
@@ -121,12 +124,54 @@ fn peek(file: &File, path: &Path) -> Result<Arc<Pool>, PoolError> {
     Pool::open(if open.exists() { &open } else { path }, OpenMode::Peek)
 }
 
+/// Describes the content that would be destroyed if the host used a file as `mark`. `None` for a
+/// file that already has this mark, whatever a guest has written to it. The mark of a disk or a
+/// pool counts as content, because not every format has a signature here.
+pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Option<&'static str>> {
+    let found = Mark::of(file)?;
+    if found == Some(mark) {
+        return Ok(None);
+    }
+    if let Some(content) = known_content(file, path)? {
+        return Ok(Some(content));
+    }
+    let is_empty = file.metadata()?.len() == 0;
+    Ok(match found {
+        Some(Mark::Disk) if !is_empty => Some("the data of a guest's disk"),
+        Some(Mark::Pool) if !is_empty => Some("the data of a pool"),
+        Some(Mark::Unknown) => Some("data that another release of Foreshore has marked"),
+        _ => None,
+    })
+}
+
+/// Known content of a file: a pool, a file system, a partition table, a BTT or a disk image.
+fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
+    // Opens the file again through /proc, because the path may name another file by now, and `file`
+    // may be open for writing only.
+    let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let open = if open.exists() { &open } else { path };
+    // Bytes that cannot be read may be a pool's.
+    if pool_content(file, path) != PoolContent::NoPool {
+        return Ok(Some("a pool"));
+    }
+    let content = File::open(open)?;
+    let read = |offset: u64, into: &mut [u8]| match content.read_exact_at(into, offset) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        result => result.map(|()| true),
+    };
+    let known = formats::find(formats::known(), Some(content.metadata()?.len()), read)?;
+    Ok(known.map(Format::name))
+}
+
 #[cfg(test)]
 mod tests {
     use tempfile::TempDir;
 
     use super::*;
     use crate::media::MediaError;
+    use crate::pool::file::formats::SAMPLE_BYTES;
+    use crate::pool::file::mark::set_unknown;
+    use crate::pool::signature::image_format;
 
     const MIB: u64 = 1 << 20;
 
@@ -191,5 +236,87 @@ mod tests {
         let flags = unsafe { libc::fcntl(claimed.as_raw_fd(), libc::F_GETFL) };
         assert_eq!(flags & libc::O_NONBLOCK, 0);
         assert_eq!(pool_content(&claimed, file.path()), PoolContent::NoPool);
+    }
+
+    #[test]
+    fn known_content_of_files_is_named() {
+        let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        let path = folder.path().join("file");
+        let content = |len: u64, parts: &[(u64, &[u8])]| {
+            let file = File::create(&path).unwrap();
+            file.set_len(len).unwrap();
+            for (offset, bytes) in parts {
+                file.write_all_at(bytes, *offset).unwrap();
+            }
+            known_content(&file, &path).unwrap()
+        };
+        for format in formats::known() {
+            // The second length is not a multiple of the sector size.
+            for len in [SAMPLE_BYTES, SAMPLE_BYTES + 100] {
+                for sample in format.samples(len) {
+                    assert_eq!(content(len, &sample), Some(format.name()), "{sample:x?}");
+                    if sample.len() > 1 {
+                        let text = [(0, &[b'a'; 4096][..]), sample[0]];
+                        assert_eq!(content(len, &text), None, "text is taken for {sample:x?}");
+                    }
+                }
+            }
+        }
+        for text in [&b""[..], b"[    0.000000] Linux version 6.12\n", &[7; 100_000]] {
+            assert_eq!(content(0, &[(0, text)]), None);
+        }
+        assert_eq!(image_format(b"QFI\xfb\0\0\0\x03"), Some("a qcow2 image"));
+        assert_eq!(image_format(b"QFI"), None);
+        std::fs::remove_file(&path).unwrap();
+        drop(crate::Pool::create(&path, 16 << 20, 0).unwrap());
+        let file = File::options().append(true).open(&path).unwrap();
+        assert_eq!(known_content(&file, &path).unwrap(), Some("a pool"));
+        // The start of this device can be read, and nothing more is known of it.
+        let null = File::open("/dev/null").unwrap();
+        assert_eq!(known_content(&null, Path::new("/dev/null")).unwrap(), Some("a pool"));
+    }
+
+    #[test]
+    fn marked_files_lose_content_without_a_signature() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let path = folder.path().join("file");
+        let lost = |mark: Option<Mark>, bytes: &[u8]| {
+            let _ = std::fs::remove_file(&path);
+            std::fs::write(&path, bytes).unwrap();
+            let file = File::options().append(true).open(&path).unwrap();
+            mark.map_or(Ok(()), |mark| mark.set(&file)).unwrap();
+            content_lost_to(Mark::Output, &file, &path).unwrap()
+        };
+        for mark in [None, Some(Mark::Output), Some(Mark::Memory)] {
+            assert_eq!(lost(mark, &[7; 4096]), None);
+        }
+        assert_eq!(lost(Some(Mark::Output), b"XFSB"), None);
+        assert_eq!(lost(Some(Mark::Memory), b"XFSB"), Some("an XFS file system"));
+        assert_eq!(lost(Some(Mark::Disk), b"XFSB"), Some("an XFS file system"));
+        assert_eq!(lost(Some(Mark::Disk), &[0; 4096]), Some("the data of a guest's disk"));
+        assert_eq!(lost(Some(Mark::Pool), &[7; 4096]), Some("the data of a pool"));
+        for mark in [Mark::Disk, Mark::Pool] {
+            assert_eq!(lost(Some(mark), b""), None, "an emptied file");
+        }
+        let file = tempfile::NamedTempFile::new().unwrap();
+        set_unknown(file.as_file(), b"volume");
+        for mark in [Mark::Output, Mark::Memory] {
+            let lost = content_lost_to(mark, file.as_file(), file.path()).unwrap();
+            assert_eq!(lost, Some("data that another release of Foreshore has marked"));
+        }
+    }
+
+    #[test]
+    fn file_with_an_unreadable_mark_is_not_lost() {
+        // The kernel reads no attributes of descriptors of O_PATH. The content is read by the path.
+        use std::os::unix::fs::OpenOptionsExt;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), [7; 4096]).unwrap();
+        Mark::Disk.set(file.as_file()).unwrap();
+        let path = file.path();
+        let file = File::options().read(true).custom_flags(libc::O_PATH).open(path).unwrap();
+        assert_eq!(known_content(&file, path).unwrap(), None);
+        let error = content_lost_to(Mark::Output, &file, path).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF));
     }
 }

@@ -283,3 +283,11 @@ impl Scan {
         }
     }
 }
+
+/// Makes the pool's own data durable as it is seen. What a process stored that was killed is seen,
+/// and need not be durable: a copy written again from such a record, a word taken for *scrub*
+/// because it reads so, or a transaction redone could outlive what it is based on when the power
+/// goes.
+pub(super) fn make_durable(media: &dyn Media, superblock: &Superblock) -> Result<(), MediaError> {
+    media.persist(&superblock.regions())
+}

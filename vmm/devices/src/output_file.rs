@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use pmem_volume::pool::Holder;
 use pmem_volume::pool::lock::{LockKind, try_lock};
 use pmem_volume::pool::mark::Mark;
-use pmem_volume::pool::signature::content_lost_to;
+use pmem_volume::pool::ownership::content_lost_to;
 use thiserror::Error;
 
 use crate::file_mark;

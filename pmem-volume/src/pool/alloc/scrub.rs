@@ -11,7 +11,7 @@ use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
 use crate::pool::format::chunk::Run;
 use crate::pool::format::table::Owner;
-use crate::pool::{Pool, PoolError, State, StateGuard, VolumeSize, bytes};
+use crate::pool::{Pool, PoolError, State, StateGuard, bytes};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
 /// Chunks in one batch where somebody waits for all of it, 256 MiB: on a disk each batch costs a
@@ -39,20 +39,8 @@ impl<M: Media> Pool<M> {
         self.scrub_until(|state| state.scrub.pending(), progress)
     }
 
-    /// Erases and frees as much of what waits as it takes to have this much clean, for a volume
-    /// that will be made or grown. Nothing, if even all of it were not enough.
-    pub fn scrub_for(&self, size: VolumeSize, progress: OnProgress<'_>) -> Result<(), PoolError> {
-        let VolumeSize::Bytes(bytes) = size else { return self.scrub_all_with(progress) };
-        let chunks = u32::try_from(bytes.div_ceil(CHUNK_BYTES)).unwrap_or(u32::MAX);
-        let lacking = |state: &State| match state.missing_clean(chunks) {
-            missing if missing <= state.scrub.pending() => missing,
-            _ => 0,
-        };
-        self.scrub_until(lacking, progress)
-    }
-
     /// Erases what waits until nothing is left to do. Never more is left than waits.
-    fn scrub_until(
+    pub(in crate::pool) fn scrub_until(
         &self,
         left_to_do: impl Fn(&State) -> u32,
         progress: OnProgress<'_>,

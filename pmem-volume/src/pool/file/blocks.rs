@@ -4,8 +4,8 @@
 use std::io;
 use std::path::Path;
 
+use super::free_space::FileSystem;
 use crate::media::{FileMedia, Lacking, Media, copy_on_write, take_lacking};
-use crate::pool::create::FileSystem;
 use crate::pool::findings::Finding;
 use crate::pool::{Pool, PoolError};
 

@@ -561,6 +561,10 @@ impl Format {
     }
 }
 
+/// Length of test content. All places of all formats lie in it.
+#[cfg(test)]
+pub(in crate::pool) const SAMPLE_BYTES: u64 = 4 * crate::CHUNK_BYTES;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,8 +1,13 @@
-//! Room in the file system below a pool whose free chunks are holes.
+//! Room in the file system or on the device below a pool.
 
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use super::open_steps::place_error;
 use crate::btt::ARENA_MAX_BYTES;
-use crate::media::Media;
-use crate::pool::create::FileSystem;
+use crate::media::{Media, Place};
 use crate::pool::{Pool, PoolError, bytes};
 
 /// Pages of the pool's tables that making a volume may store to for the first time.
@@ -50,4 +55,73 @@ impl<M: Media> Pool<M> {
         }
         Ok(())
     }
+}
+
+/// How much a file system holds.
+pub(in crate::pool) struct FileSystem {
+    pub(in crate::pool) total_bytes: u64,
+    pub(in crate::pool) free_bytes: u64,
+}
+
+impl FileSystem {
+    /// The one that a file lies on.
+    pub(in crate::pool) fn of(file: &File) -> io::Result<Self> {
+        // SAFETY: statvfs is plain numbers, for which zero is valid.
+        let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
+        // SAFETY: the kernel fills the struct that outlives the call.
+        if unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut stat) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+        Ok(Self { total_bytes: bytes(stat.f_blocks), free_bytes: bytes(stat.f_bavail) })
+    }
+}
+
+/// A disk must have room now for all that a file of `size_bytes` needs and does not have yet. tmpfs
+/// stays sparse, but what it can never hold is refused, and what the pool itself stores,
+/// `own_bytes`, must find room; one without a limit shows no size.
+pub(in crate::pool) fn check_room(
+    path: &Path,
+    file: &File,
+    size_bytes: u64,
+    needed_bytes: u64,
+    own_bytes: u64,
+) -> Result<(), PoolError> {
+    let file_system = FileSystem::of(file).map_err(|source| PoolError::File {
+        path: path.to_owned(),
+        action: "look at the file system of",
+        source,
+    })?;
+    let is_in_memory = Place::of(file).map_err(|e| place_error(path, e))? == Place::Memory;
+    let (needed_bytes, room_bytes) = match is_in_memory {
+        true if size_bytes > file_system.total_bytes => (size_bytes, file_system.total_bytes),
+        true => (own_bytes, file_system.free_bytes),
+        false => (needed_bytes, file_system.free_bytes),
+    };
+    let unlimited = is_in_memory && file_system.total_bytes == 0;
+    if !unlimited && needed_bytes > room_bytes {
+        return Err(PoolError::FileSystemFull {
+            path: path.to_owned(),
+            needed_bytes,
+            free_bytes: file_system.free_bytes,
+        });
+    }
+    Ok(())
+}
+
+/// A pool is no larger than its device.
+pub(in crate::pool) fn check_device(
+    path: &Path,
+    needed_bytes: u64,
+    device_bytes: u64,
+) -> Result<(), PoolError> {
+    if needed_bytes <= device_bytes {
+        return Ok(());
+    }
+    Err(PoolError::DeviceTooSmall { path: path.to_owned(), needed_bytes, device_bytes })
+}
+
+pub(in crate::pool) fn file_too_large(size_bytes: u64) -> PoolError {
+    let rule = "is larger than a file may be on this file system (ext4: 16 TiB)".to_owned();
+    PoolError::Size { what: "pool size", value: size_bytes, rule }
 }

@@ -11,11 +11,16 @@ use std::time::{Duration, Instant};
 
 use zerocopy::{FromZeros, IntoBytes};
 
+use super::signature;
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, Place, PlaceError, coalesce, forget_clean_pages, sysfs_of};
+use crate::pool::findings::Finding;
 use crate::pool::format::layout::{
-    SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_MAGIC, VOLUME_TABLE_OFFSETS,
+    FORMAT_VERSION, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes,
+    VOLUME_MAGIC, VOLUME_TABLE_OFFSETS,
 };
+use crate::pool::format::mirrored::{self, Copies};
+use crate::pool::format::superblock::Superblock;
 use crate::pool::lock::{self, Holder, LockKind, try_lock};
 use crate::pool::{OpenMode, PoolError};
 
@@ -288,6 +293,72 @@ fn mount_point(mounts: &str, device: u64) -> Option<&str> {
 fn upper_device(entry: &Path) -> Option<String> {
     let upper: PathBuf = fs::read_dir(entry.join("holders")).ok()?.next()?.ok()?.path();
     Some(upper.file_name()?.to_string_lossy().into_owned())
+}
+
+/// Decides from both superblocks and the length of what they lie in what the pool is.
+pub(in crate::pool) fn judge_superblocks(
+    path: &Path,
+    copies: [SuperblockBytes; 2],
+    length: Length,
+    mode: OpenMode,
+) -> Result<(Superblock, Vec<Finding>), PoolError> {
+    let path = || path.to_owned();
+    let any_magic = copies.iter().any(|copy| copy.magic == SUPERBLOCK_MAGIC);
+    let found = signature::seems_to_be(copies[0].as_bytes(), length.bytes());
+    let mut findings = Vec::new();
+    let bytes = match mirrored::choose(copies) {
+        Copies::Agree(bytes) => bytes,
+        Copies::Stale { current, stale: copy } => {
+            findings.push(Finding::SuperblockStale { copy });
+            current
+        }
+        Copies::Damaged { current, damaged: copy } => {
+            findings.push(Finding::SuperblockCopy { copy });
+            current
+        }
+        Copies::Lost if any_magic => return Err(PoolError::SuperblocksDamaged { path: path() }),
+        Copies::Lost => return Err(PoolError::NotAPool { path: path(), found }),
+    };
+    let version = bytes.version.get();
+    if version != FORMAT_VERSION {
+        return Err(PoolError::Version { path: path(), version, supported: FORMAT_VERSION });
+    }
+    let features = bytes.features_incompatible.get();
+    if features != 0 {
+        return Err(PoolError::Features { path: path(), features, hint: "" });
+    }
+    let features = bytes.features_read_only.get();
+    if features != 0 && mode == OpenMode::ReadWrite {
+        return Err(PoolError::Features {
+            path: path(),
+            features,
+            hint: " well enough to change it",
+        });
+    }
+    let superblock = Superblock::parse(&bytes)
+        .map_err(|source| PoolError::SuperblockInvalid { path: path(), source })?;
+    let pool_bytes = superblock.size_bytes();
+    debug_assert!(pool_bytes.is_multiple_of(CHUNK_BYTES));
+    let to_bytes = superblock.growing_to_bytes;
+    if to_bytes > 0 {
+        findings.push(Finding::GrowthUnfinished { to_bytes });
+    }
+    let file_bytes = length.bytes();
+    match file_bytes.cmp(&pool_bytes) {
+        // What lies behind the pool on a device is not its business; the pool may grow into it.
+        std::cmp::Ordering::Greater if matches!(length, Length::Device(_)) => {
+            Ok((superblock, findings))
+        }
+        // A crash came while the pool was made larger. What is behind the old end is nobody's yet.
+        std::cmp::Ordering::Greater if file_bytes <= to_bytes => Ok((superblock, findings)),
+        std::cmp::Ordering::Less => {
+            Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes })
+        }
+        std::cmp::Ordering::Greater => {
+            Err(PoolError::Enlarged { path: path(), file_bytes, pool_bytes })
+        }
+        std::cmp::Ordering::Equal => Ok((superblock, findings)),
+    }
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use super::layout::{
 };
 use super::table::Slot;
 use crate::CHUNK_BYTES;
+use crate::media::{Media, MediaError};
 use crate::pool::format::chunk::ChunkId;
 use crate::pool::format::mirrored;
 
@@ -276,6 +277,21 @@ fn require(
     rule: &'static str,
 ) -> Result<(), SuperblockError> {
     if holds { Ok(()) } else { Err(SuperblockError { field, value, rule }) }
+}
+
+/// Changes the superblock. What this code does not know of it, such as compatible features, stays.
+pub(in crate::pool) fn rewrite(
+    media: &dyn Media,
+    superblock: &Superblock,
+) -> Result<(), MediaError> {
+    let current = match mirrored::read::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS)? {
+        mirrored::Copies::Agree(bytes)
+        | mirrored::Copies::Stale { current: bytes, .. }
+        | mirrored::Copies::Damaged { current: bytes, .. } => bytes,
+        // Damaged since the pool was opened; what was read then is all there is.
+        mirrored::Copies::Lost => superblock.to_bytes(),
+    };
+    mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes_over(current))
 }
 
 #[cfg(test)]

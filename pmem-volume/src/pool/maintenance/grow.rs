@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
-use crate::pool::create::{self, FileSystem, check_room};
+use crate::pool::file::free_space::{FileSystem, check_device, check_room, file_too_large};
 use crate::pool::format::chunk::{ChunkId, Run};
-use crate::pool::format::layout::{CHUNK_ENTRY_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes};
-use crate::pool::format::mirrored;
-use crate::pool::format::superblock::Superblock;
+use crate::pool::format::layout::CHUNK_ENTRY_BYTES;
+use crate::pool::format::superblock::{Superblock, rewrite};
 use crate::pool::format::table::{ChunkTable, Owner};
+use crate::pool::open::withdraw;
 use crate::pool::{MAX_POOL_BYTES, OpenMode, Pool, PoolError};
 use crate::progress::{OnProgress, unheard};
 use foreshore_types::size::Size;
@@ -43,7 +43,7 @@ impl Pool {
             new_table(&pool.superblock, &new).map_or(0, |range| range.end - range.start);
         let needed_bytes = if new.is_thin { own_bytes } else { size_bytes - old_bytes };
         if media.place().is_device() {
-            create::check_device(path, size_bytes, pool.device_bytes()?)?;
+            check_device(path, size_bytes, pool.device_bytes()?)?;
             if !force {
                 pool.refuse_foreign(old_bytes..size_bytes)?;
             }
@@ -63,7 +63,7 @@ impl Pool {
                         PoolError::File { path: path.to_owned(), action: "erase more of", source }
                     }
                     Failure::NoRoom(source) if source.raw_os_error() == Some(libc::EFBIG) => {
-                        create::file_too_large(size_bytes)
+                        file_too_large(size_bytes)
                     }
                     Failure::NoRoom(source) => no_room(path, media.file(), needed_bytes, source),
                     Failure::Media(error) => error.into(),
@@ -221,19 +221,6 @@ pub(in crate::pool) fn announce(
     rewrite(media, &Superblock { sequence, growing_to_bytes: new.size_bytes(), ..old.clone() })
 }
 
-/// Takes step 1 back: cuts what the file has behind the pool, then says that it has nothing.
-/// `current` has the sequence number of before the announcement, or that of the announcement.
-pub(in crate::pool) fn withdraw(
-    media: &dyn Media,
-    current: &Superblock,
-) -> Result<Superblock, MediaError> {
-    media.cut_tail()?;
-    let sequence = current.sequence.wrapping_add(2);
-    let withdrawn = Superblock { sequence, growing_to_bytes: 0, ..current.clone() };
-    rewrite(media, &withdrawn)?;
-    Ok(withdrawn)
-}
-
 /// Step 3. Nothing of it counts before the superblock names it: entries lie behind the table's old
 /// end, or in chunks that the pool did not have.
 pub(in crate::pool) fn write_table(
@@ -256,21 +243,6 @@ pub(in crate::pool) fn write_table(
         to.set_wear(media, chunk, 0)?;
     }
     media.persist_range(to.byte_range(Run { start: ChunkId(0), chunks: to.entries() }))
-}
-
-/// Changes the superblock. What this code does not know of it, such as compatible features, stays.
-pub(in crate::pool) fn rewrite(
-    media: &dyn Media,
-    superblock: &Superblock,
-) -> Result<(), MediaError> {
-    let current = match mirrored::read::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS)? {
-        mirrored::Copies::Agree(bytes)
-        | mirrored::Copies::Stale { current: bytes, .. }
-        | mirrored::Copies::Damaged { current: bytes, .. } => bytes,
-        // Damaged since the pool was opened; what was read then is all there is.
-        mirrored::Copies::Lost => superblock.to_bytes(),
-    };
-    mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes_over(current))
 }
 
 fn no_room(path: &Path, file: &std::fs::File, needed_bytes: u64, source: io::Error) -> PoolError {

@@ -17,7 +17,7 @@ use super::free_content::ContentFinder;
 use crate::btt::{self, GiveUp};
 use crate::media::{FileMedia, Media, MediaError};
 use crate::pool::file::blocks;
-use crate::pool::file::open_steps::Opened;
+use crate::pool::file::open_steps::{Opened, judge_superblocks};
 use crate::pool::findings::{Finding, Findings, Severity};
 use crate::pool::format::chunk::{ChunkId, Run};
 use crate::pool::format::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
@@ -25,9 +25,8 @@ use crate::pool::format::mirrored::{self, Copies, Mirrored};
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};
 use crate::pool::format::volume_record::VolumeRecord;
-use crate::pool::open::make_durable;
 use crate::pool::redo_log::{self, LogState, Redone};
-use crate::pool::scan::{Scan, VolumeEntry, scan};
+use crate::pool::scan::{Scan, VolumeEntry, make_durable, scan};
 use crate::pool::volume::{Space, Volume};
 use crate::pool::{OpenMode, Pool, PoolError};
 use crate::progress::{OnProgress, unheard};
@@ -187,9 +186,7 @@ fn judge_for_repair(
     opened: &Opened,
 ) -> Result<(Superblock, Vec<Finding>, Option<SuperblockBytes>), PoolError> {
     let copies = opened.read_copies(path)?;
-    let judge = |copies| {
-        crate::pool::open::judge_superblocks(path, copies, opened.length, OpenMode::ReadWrite)
-    };
+    let judge = |copies| judge_superblocks(path, copies, opened.length, OpenMode::ReadWrite);
     match judge(copies.clone()) {
         Err(PoolError::SuperblocksDamaged { path }) => {
             let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;

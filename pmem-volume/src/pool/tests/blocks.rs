@@ -104,9 +104,10 @@ fn thin_pool_has_lost_nothing() {
 fn pool_without_room_for_its_blocks_is_opened_read_only() {
     let folder = TempDir::new_in(".").unwrap();
     let path = folder.path().join("pool");
-    let free_bytes = super::super::create::FileSystem::of(&File::open(folder.path()).unwrap())
-        .unwrap()
-        .free_bytes;
+    let free_bytes =
+        super::super::file::free_space::FileSystem::of(&File::open(folder.path()).unwrap())
+            .unwrap()
+            .free_bytes;
     let size_bytes = (free_bytes + (4 << 30)).next_multiple_of(CHUNK_BYTES);
     let options =
         CreateOptions { size_bytes: Some(size_bytes), thin: true, ..CreateOptions::default() };

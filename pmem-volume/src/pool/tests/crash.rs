@@ -60,7 +60,7 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<OtherPoo
     }
     let path = Path::new("simulated");
     let length = open_steps::Length::File(image.file_bytes());
-    let (superblock, findings) = open::judge_superblocks(path, copies, length, mode)?;
+    let (superblock, findings) = open_steps::judge_superblocks(path, copies, length, mode)?;
     let media: Box<dyn Media> = Box::new(image.part(superblock.size_bytes()));
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }

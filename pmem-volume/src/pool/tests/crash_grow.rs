@@ -89,7 +89,7 @@ fn a_longer_file_before_it_is_announced_is_found_out() {
     let grown = media.grown(new_bytes());
     grow::announce(&grown, &pool.superblock, &new).unwrap();
     grow::write_table(&grown, &pool.superblock, &new).unwrap();
-    grow::rewrite(&grown, &new).unwrap();
+    superblock::rewrite(&grown, &new).unwrap();
     let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order went unnoticed");
     assert!(error.contains("does not open") && error.contains("Cut it"), "{error}");
 }
@@ -102,7 +102,7 @@ fn a_superblock_before_its_table_is_found_out() {
         media.record();
         grow::announce(&media, &pool.superblock, &new).unwrap();
         let grown = media.grown(new_bytes());
-        grow::rewrite(&grown, &new).unwrap();
+        superblock::rewrite(&grown, &new).unwrap();
         grow::write_table(&grown, &pool.superblock, &new).unwrap();
         let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order went unnoticed");
         assert!(error.contains("does not open") && error.contains("owner word"), "{error}");

@@ -10,7 +10,7 @@ use super::repair::entry;
 use super::*;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::maintenance::repair::mend;
-use crate::pool::open::make_durable;
+use crate::pool::scan::make_durable;
 
 /// Images of each moment at which the power may go.
 const BOUND: usize = 24;

@@ -38,7 +38,7 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 use super::file::open_steps;
-use super::format::{mirrored, table, volume_record};
+use super::format::{mirrored, superblock, table, volume_record};
 use super::maintenance::grow;
 use super::*;
 

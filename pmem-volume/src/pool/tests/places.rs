@@ -417,7 +417,7 @@ fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     }
     let (path, mode) = (Path::new("simulated"), OpenMode::ReadWrite);
     let length = open_steps::Length::Device(device.len_bytes());
-    let (superblock, findings) = open::judge_superblocks(path, copies, length, mode)?;
+    let (superblock, findings) = open_steps::judge_superblocks(path, copies, length, mode)?;
     let media: Box<dyn Media> = Box::new(OnDevice(device.part(superblock.size_bytes())));
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }

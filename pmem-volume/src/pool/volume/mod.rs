@@ -16,7 +16,6 @@ use crate::CHUNK_BYTES;
 use crate::btt;
 use crate::media::{Durability, FileMedia, Media, MediaError, debug_assert_word, drop_clean_pages};
 use crate::pool::alloc::memory::chunk_count;
-use crate::pool::create::unix_now_s;
 use crate::pool::format::chunk::{Run, runs};
 use crate::pool::format::mirrored;
 use crate::pool::format::table::{Owner, Slot};
@@ -24,7 +23,8 @@ use crate::pool::format::volume_record::{
     Part, VolumeFormat, VolumeName, VolumeRecord, empty_record,
 };
 use crate::pool::scan::VolumeEntry;
-use crate::pool::{OpenMode, Pool, PoolError, State};
+use crate::pool::{OpenMode, Pool, PoolError, State, unix_now_s};
+use crate::progress::OnProgress;
 
 /// How large a new volume is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -158,6 +158,18 @@ impl<M: Media> Pool<M> {
         state.counts.volume += chunks;
         state.volumes.insert(slot, entry);
         Ok(info)
+    }
+
+    /// Erases and frees as much of what waits as it takes to have this much clean, for a volume
+    /// that will be made or grown. Nothing, if even all of it were not enough.
+    pub fn scrub_for(&self, size: VolumeSize, progress: OnProgress<'_>) -> Result<(), PoolError> {
+        let VolumeSize::Bytes(bytes) = size else { return self.scrub_all_with(progress) };
+        let chunks = u32::try_from(bytes.div_ceil(CHUNK_BYTES)).unwrap_or(u32::MAX);
+        let lacking = |state: &State| match state.missing_clean(chunks) {
+            missing if missing <= state.scrub.pending() => missing,
+            _ => 0,
+        };
+        self.scrub_until(lacking, progress)
     }
 
     /// Checks that a volume can be made, once enough chunks are clean.

@@ -11,7 +11,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use thiserror::Error;
 use uuid::Uuid;
 
 use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
@@ -19,7 +18,6 @@ use crate::CHUNK_BYTES;
 use crate::btt::{self, Layout};
 use crate::media::{Media, MediaError};
 use crate::pool::alloc::memory::chunk_count;
-use crate::pool::create::unix_now_s;
 use crate::pool::format::chunk::{Run, runs};
 use crate::pool::format::mirrored;
 use crate::pool::format::superblock::Superblock;
@@ -27,9 +25,8 @@ use crate::pool::format::table::{ChunkTable, Owner, Slot};
 use crate::pool::format::volume_record::{Part, VolumeFormat, VolumeName, VolumeRecord};
 use crate::pool::redo_log;
 use crate::pool::scan::VolumeEntry;
-use crate::pool::{Pool, PoolError, State};
+use crate::pool::{Pool, PoolError, SplitError, State, unix_now_s};
 use crate::progress::{OnProgress, Progress, Task, unheard};
-use foreshore_types::size::Size;
 
 /// What becomes of a BTT volume's content. A raw volume's bytes stay, each in its part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,31 +35,6 @@ pub enum SplitContent {
     Refuse,
     /// Its parts are empty.
     GiveUp,
-}
-
-/// Why a volume cannot be split as asked.
-#[derive(Debug, Error, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the messages describe variants and fields")]
-pub enum SplitError {
-    #[error("{count} part(s) are asked for, and it takes two at least")]
-    TooFew { count: usize },
-    #[error("two parts are to have the name {name:?}")]
-    NameTwice { name: String },
-    #[error("only one part can have the rest, and {first:?} and {second:?} are to")]
-    RestTwice { first: String, second: String },
-    #[error(
-        "its parts have {parts_bytes} bytes ({}) together, and it has {volume_bytes} ({}); one of them may have the rest",
-        Size(*parts_bytes).rounded(), Size(*volume_bytes).rounded()
-    )]
-    Sum { parts_bytes: u64, volume_bytes: u64 },
-    #[error("nothing is left for {name:?}: the other parts have {parts_bytes} bytes ({})", Size(*parts_bytes).rounded())]
-    NoRest { name: String, parts_bytes: u64 },
-    #[error("part {name:?}: {reason}")]
-    Size { name: String, reason: String },
-    #[error(
-        "it holds data, and a BTT cannot be cut: its parts would be empty. --force splits it all the same, and erases its content"
-    )]
-    HoldsData,
 }
 
 impl<M: Media> Pool<M> {

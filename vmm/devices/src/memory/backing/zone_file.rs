@@ -10,7 +10,7 @@ use std::sync::Arc;
 use foreshore_types::size::Size;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::mark::Mark;
-use pmem_volume::pool::signature::content_lost_to;
+use pmem_volume::pool::ownership::content_lost_to;
 use thiserror::Error;
 use tracing::warn;
 
