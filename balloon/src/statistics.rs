@@ -5,14 +5,11 @@
 //! (watermarks), or from what it counts (stall time); docs/balloon.md says how, and how far it is
 //! off.
 
-mod placing;
-
 use foreshore_proto::{
     Blocks, Bound, Cause, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Refusal,
     Report, Stall, Zone, ZoneKind,
 };
 
-pub use self::placing::Placing;
 use crate::TimeMs;
 use crate::units::{PAGE_BYTES, scale};
 

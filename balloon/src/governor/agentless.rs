@@ -2,8 +2,9 @@
 
 use foreshore_proto::{Memory, Refusal, Report, Settings};
 
+use super::placing::Placing;
 use super::{Effects, Request};
-use crate::statistics::{Estimator, Known, Placing, correct};
+use crate::statistics::{Estimator, Known, correct};
 use crate::{HostView, TimeMs};
 
 /// Time since the last report of an agent after which the governor uses statistics instead, so that

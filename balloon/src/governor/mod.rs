@@ -16,6 +16,7 @@ mod audit;
 pub mod decision;
 mod effects;
 mod held_plan;
+mod placing;
 mod requests;
 mod shortage;
 mod status;

@@ -9,7 +9,7 @@ use crate::{HostView, Tier};
 /// Splits the one zone of such reports into DRAM and PM, by what the host knows and by how Linux
 /// fills memory.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Placing {
+pub(super) struct Placing {
     /// What the guest's kernel keeps of boot memory: what was missing of it in totals while no PM
     /// was plugged.
     missing_bytes: Option<u64>,
@@ -17,7 +17,7 @@ pub struct Placing {
 
 impl Placing {
     /// Takes a report of whomever.
-    pub fn learn(&mut self, report: &Report, host: &HostView) {
+    pub(super) fn learn(&mut self, report: &Report, host: &HostView) {
         if plugged_bytes(host, Tier::Pm) == 0 {
             let bare_bytes =
                 report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
@@ -41,7 +41,7 @@ impl Placing {
     /// they take PM, so PM is the last that is used, and what is free above that watermark is
     /// taken to lie there. Where it does not, pages lie in PM for which there is room in DRAM,
     /// and the guest's driver moves them there when the PM is to go.
-    pub fn place(&mut self, report: Report, host: &HostView) -> Report {
+    pub(super) fn place(&mut self, report: Report, host: &HostView) -> Report {
         self.learn(&report, host);
         let plugged_pm_bytes = plugged_bytes(host, Tier::Pm);
         let bare_bytes = host.boot_bytes.saturating_sub(self.missing_bytes.unwrap_or(0));
@@ -84,9 +84,9 @@ fn plugged_bytes(host: &HostView, tier: Tier) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Estimator, Known, Statistics, Tag};
     use super::*;
     use crate::policy::{Input, Policy};
+    use crate::statistics::{Estimator, Known, Statistics, Tag};
     use crate::{MIB, TimeMs, ZoneSizes};
 
     const BOOT: u64 = 512 * MIB;
