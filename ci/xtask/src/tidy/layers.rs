@@ -1,4 +1,4 @@
-//! Direction of the modules of the VMM. docs/architecture.md lists them in layers, from the top to
+//! Direction of the modules of a crate. docs/architecture.md lists them in layers, from the top to
 //! the bottom, and a module may use its own layer and those below it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,16 +8,38 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
 use crate::repository::Repository;
 
-/// Document with the table of layers.
+/// Document with the tables of layers.
 const DOCUMENT: &str = "docs/architecture.md";
-/// Start of the table's head.
+/// Start of a table's head.
 const TABLE_HEAD: &str = "| Layer | Modules |";
-/// Folders of the modules: the devices and what they stand on, and the rest.
-const MODULES: [&str; 2] = ["vmm/devices/src/", "vmm/src/"];
+/// Modules with a table of layers.
+struct Tree {
+    /// Heading above the table.
+    heading: &'static str,
+    /// Folders of the modules.
+    folders: &'static [&'static str],
+    /// Names that lead from the crate to the module that has these modules.
+    parents: &'static [&'static str],
+}
+
+const VMM: Tree =
+    Tree { heading: "### VMM", folders: &["vmm/devices/src/", "vmm/src/"], parents: &[] };
+const POOL: Tree = Tree {
+    heading: "### `pmem-volume`: `pool`",
+    folders: &["pmem-volume/src/pool/"],
+    parents: &["pool"],
+};
+const TREES: [Tree; 4] = [
+    VMM,
+    Tree { heading: "### `pmem-volume`", folders: &["pmem-volume/src/"], parents: &[] },
+    POOL,
+    Tree { heading: "### `balloon`", folders: &["balloon/src/"], parents: &[] },
+];
+
 /// Beginnings of paths that lead to a module.
 const ROOT_PATHS: [&str; 2] = ["crate", "foreshore_devices"];
 /// Files that belong to no module: they list the modules or start the program.
-const ROOTS: [&str; 2] = ["lib", "main"];
+const ROOTS: [&str; 3] = ["lib", "main", "mod"];
 const PROGRAMS: &str = "bin";
 
 /// Fence of the drawing in the document.
@@ -29,24 +51,32 @@ pub(super) fn violations(
     sources: &[(String, String)],
 ) -> Result<Vec<String>> {
     let document = repository.read(DOCUMENT)?.unwrap_or_default();
-    let layers = Layers::read(&document)?;
-    let sources = parse(sources);
-    let mut violations = in_sources(&layers, &sources);
-    let is_missing = |module: &&String| sources.iter().all(|source| source.name != **module);
-    let missing = layers.modules.keys().filter(is_missing);
-    violations.extend(missing.map(|module| format!("{DOCUMENT}:1: there is no module {module}")));
+    let mut violations = Vec::new();
+    for tree in &TREES {
+        let layers = Layers::read(&document, tree)?;
+        let sources = parse(tree, sources);
+        violations.extend(in_sources(&layers, &sources));
+        let is_missing = |module: &&String| sources.iter().all(|source| source.name != **module);
+        let missing = layers.modules.keys().filter(is_missing);
+        violations
+            .extend(missing.map(|module| format!("{DOCUMENT}:1: there is no module {module}")));
+    }
     let shown = document.split_once(DRAWING_FENCE).and_then(|(_, rest)| rest.split_once("```"));
-    if shown.is_none_or(|(shown, _)| shown != draw(&layers, &sources)) {
+    let drawn = draw_vmm(&document, sources)?;
+    if shown.is_none_or(|(shown, _)| shown != drawn) {
         let remedy = "`cargo xtask draw-layers` prints it";
         violations.push(format!("{DOCUMENT}:1: the drawing is out of date: {remedy}"));
     }
     Ok(violations)
 }
 
-/// Drawing of the layers and of the uses between them, in the language of Mermaid.
+/// Drawing of the VMM's layers and of the uses between them, in the language of Mermaid.
 pub(super) fn drawing(repository: &Repository, sources: &[(String, String)]) -> Result<String> {
-    let document = repository.read(DOCUMENT)?.unwrap_or_default();
-    Ok(draw(&Layers::read(&document)?, &parse(sources)))
+    draw_vmm(&repository.read(DOCUMENT)?.unwrap_or_default(), sources)
+}
+
+fn draw_vmm(document: &str, sources: &[(String, String)]) -> Result<String> {
+    Ok(draw(&Layers::read(document, &VMM)?, &parse(&VMM, sources)))
 }
 
 #[derive(Debug)]
@@ -57,8 +87,11 @@ struct Layers {
 }
 
 impl Layers {
-    fn read(document: &str) -> Result<Self> {
-        let rows = document.lines().skip_while(|line| !line.starts_with(TABLE_HEAD)).skip(2);
+    fn read(document: &str, tree: &Tree) -> Result<Self> {
+        let heading = tree.heading;
+        let section = document.lines().skip_while(|line| *line != heading).skip(1);
+        let section = section.take_while(|line| !line.starts_with('#'));
+        let rows = section.skip_while(|line| !line.starts_with(TABLE_HEAD)).skip(2);
         let (mut names, mut modules) = (Vec::new(), BTreeMap::new());
         for row in rows.take_while(|line| line.starts_with('|')) {
             let mut cells = row.split('|').skip(1);
@@ -66,11 +99,11 @@ impl Layers {
             let own = cell.split('`').skip(1).step_by(2);
             for module in own {
                 let earlier = modules.insert(module.to_owned(), names.len());
-                ensure!(earlier.is_none(), "{DOCUMENT} has two layers for {module}");
+                ensure!(earlier.is_none(), "{DOCUMENT} has two layers for {module} in {heading}");
             }
             names.push(name.trim().to_owned());
         }
-        ensure!(!names.is_empty(), "{DOCUMENT} has no table that begins with {TABLE_HEAD}");
+        ensure!(!names.is_empty(), "{DOCUMENT} has no table {TABLE_HEAD} in {heading}");
         Ok(Self { names, modules })
     }
 
@@ -112,21 +145,27 @@ struct Module<'a> {
     source: Source,
 }
 
-/// Path within the folder of the modules that has it.
-fn within(path: &str) -> Option<&str> {
-    MODULES.iter().find_map(|folder| path.strip_prefix(folder))
+impl Tree {
+    /// Path within the folder of the modules that has it.
+    fn within<'a>(&self, path: &'a str) -> Option<&'a str> {
+        self.folders.iter().find_map(|folder| path.strip_prefix(folder))
+    }
 }
 
-fn parse(sources: &[(String, String)]) -> Vec<Module<'_>> {
+fn parse<'a>(tree: &Tree, sources: &'a [(String, String)]) -> Vec<Module<'a>> {
     let parsed: Vec<_> = sources
         .iter()
         .filter_map(|(path, text)| {
-            let name = within(path)?.split(['/', '.']).next()?;
-            (name != PROGRAMS).then(|| Module { path, name, source: Source::parse(path, text) })
+            let name = tree.within(path)?.split(['/', '.']).next()?;
+            (name != PROGRAMS).then(|| Module {
+                path,
+                name,
+                source: Source::parse(tree, path, text),
+            })
         })
         .collect();
     let test_files: BTreeSet<_> =
-        parsed.iter().flat_map(|module| module.source.test_files(module.path)).collect();
+        parsed.iter().flat_map(|module| module.source.test_files(tree, module.path)).collect();
     let is_test = |path: &str| {
         let stem = path.trim_end_matches(".rs");
         test_files.iter().any(|test| {
@@ -134,8 +173,19 @@ fn parse(sources: &[(String, String)]) -> Vec<Module<'_>> {
                 .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
         })
     };
-    let is_module = |module: &Module<'_>| !ROOTS.contains(&module.name) && !is_test(module.path);
-    parsed.into_iter().filter(is_module).collect()
+    let (roots, mut modules): (Vec<_>, Vec<_>) =
+        parsed.into_iter().partition(|module| ROOTS.contains(&module.name));
+    modules.retain(|module| !is_test(module.path));
+    let names: BTreeSet<_> = modules.iter().map(|module| module.name).collect();
+    let exports = roots.into_iter().flat_map(|root| root.source.exports);
+    let exports: BTreeMap<_, _> =
+        exports.filter(|(_, module)| names.contains(module.as_str())).collect();
+    for (_, used) in modules.iter_mut().flat_map(|module| &mut module.source.uses) {
+        if let Some(module) = exports.get(used) {
+            used.clone_from(module);
+        }
+    }
+    modules
 }
 
 fn in_sources(layers: &Layers, sources: &[Module<'_>]) -> Vec<String> {
@@ -157,19 +207,25 @@ fn in_sources(layers: &Layers, sources: &[Module<'_>]) -> Vec<String> {
 /// Names in a file, apart from items that are compiled for tests alone.
 #[derive(Debug, Default)]
 struct Source {
-    /// Line and first name of each path that begins with one of [`ROOT_PATHS`].
+    /// Line and first name of each path that begins at the root of the tree.
     uses: Vec<(usize, String)>,
     /// Modules in files of their own that are compiled for tests alone: name, and path if given.
     test_modules: Vec<(String, Option<String>)>,
+    /// Names in `pub use`, and the module that has each.
+    exports: Vec<(String, String)>,
     /// Number of `super` that lead to the root.
     depth: usize,
+    /// Names that lead from the crate to the root.
+    parents: &'static [&'static str],
 }
 
 impl Source {
     /// Parses a file. A file with an error of syntax, which the compiler reports, has no names.
-    fn parse(path: &str, text: &str) -> Self {
-        let stem = within(path).unwrap_or(path).trim_end_matches(".rs").trim_end_matches("/mod");
-        let mut source = Self { depth: stem.split('/').count(), ..Self::default() };
+    fn parse(tree: &Tree, path: &str, text: &str) -> Self {
+        let stem = tree.within(path).unwrap_or(path);
+        let stem = stem.trim_end_matches(".rs").trim_end_matches("/mod");
+        let (depth, parents) = (stem.split('/').count(), tree.parents);
+        let mut source = Self { depth, parents, ..Self::default() };
         source.add(text.parse().unwrap_or_default());
         source
     }
@@ -185,8 +241,11 @@ impl Source {
                 {
                     at = self.skip_test_item(&tokens, at + 1);
                 }
+                TokenTree::Ident(start) if start == "use" && is_public(&tokens[..at - 1]) => {
+                    self.add_exports(&tokens[at..]);
+                }
                 TokenTree::Ident(root) if ROOT_PATHS.iter().any(|path| root == path) => {
-                    at = self.add_path(&tokens, at);
+                    at = self.add_path(&tokens, at, self.parents);
                 }
                 TokenTree::Ident(parent) if parent == "super" => {
                     let supers = tokens[at - 1..].iter().step_by(3);
@@ -194,10 +253,29 @@ impl Source {
                     let count = supers.take_while(is_super).count();
                     at += 3 * (count - 1);
                     if count == self.depth {
-                        at = self.add_path(&tokens, at);
+                        at = self.add_path(&tokens, at, &[]);
                     }
                 }
                 TokenTree::Group(group) => self.add(group.stream()),
+                _ => {}
+            }
+        }
+    }
+
+    /// Adds the names of a `pub use`, which `tokens` follow.
+    fn add_exports(&mut self, tokens: &[TokenTree]) {
+        let end = tokens.iter().position(|token| token.to_string() == ";");
+        let Some((TokenTree::Ident(module), names)) = tokens[..end.unwrap_or(0)].split_first()
+        else {
+            return;
+        };
+        let mut names = names.to_vec();
+        while let Some(name) = names.pop() {
+            match name {
+                TokenTree::Ident(name) => {
+                    self.exports.push((name.to_string(), module.to_string()));
+                }
+                TokenTree::Group(group) => names.extend(group.stream()),
                 _ => {}
             }
         }
@@ -231,47 +309,56 @@ impl Source {
         at
     }
 
-    /// Adds the names behind `crate::` or `foreshore_devices::`, and returns the position behind
-    /// them.
-    fn add_path(&mut self, tokens: &[TokenTree], at: usize) -> usize {
-        let is_colon = |token: Option<&TokenTree>| matches!(token, Some(TokenTree::Punct(colon)) if colon.as_char() == ':');
-        if !is_colon(tokens.get(at)) || !is_colon(tokens.get(at + 1)) {
+    /// Adds the names behind `::` and behind the `parents`, and returns the position behind them.
+    fn add_path(&mut self, tokens: &[TokenTree], at: usize, parents: &[&str]) -> usize {
+        let is_mark = |token: Option<&TokenTree>, mark| matches!(token, Some(TokenTree::Punct(punct)) if punct.as_char() == mark);
+        if !is_mark(tokens.get(at), ':') || !is_mark(tokens.get(at + 1), ':') {
             return at;
         }
-        match tokens.get(at + 2) {
-            Some(TokenTree::Ident(name)) => {
-                self.uses.push((name.span().start().line, name.to_string()))
+        if let Some(TokenTree::Group(group)) = tokens.get(at + 2) {
+            let paths: Vec<_> = group.stream().into_iter().collect();
+            for path in paths.split(|token| is_mark(Some(token), ',')) {
+                self.add_name(path, 0, parents);
             }
-            Some(TokenTree::Group(group)) => {
-                let mut is_first = true;
-                for token in group.stream() {
-                    match token {
-                        TokenTree::Ident(name) if is_first => {
-                            self.uses.push((name.span().start().line, name.to_string()));
-                            is_first = false;
-                        }
-                        TokenTree::Punct(comma) => is_first = comma.as_char() == ',',
-                        _ => is_first = false,
-                    }
-                }
+            return at + 3;
+        }
+        self.add_name(tokens, at + 2, parents)
+    }
+
+    /// Adds the name at `at` or, behind the `parents`, the names that follow it.
+    fn add_name(&mut self, tokens: &[TokenTree], at: usize, parents: &[&str]) -> usize {
+        match (tokens.get(at), parents) {
+            (Some(TokenTree::Ident(name)), []) => {
+                self.uses.push((name.span().start().line, name.to_string()));
+            }
+            (Some(TokenTree::Ident(name)), [parent, rest @ ..]) if name == parent => {
+                return self.add_path(tokens, at + 1, rest);
             }
             _ => {}
         }
-        at + 3
+        at + 1
     }
 
     /// Files of the modules for tests, without extension, of the file at `path`.
-    fn test_files(&self, path: &str) -> Vec<String> {
+    fn test_files(&self, tree: &Tree, path: &str) -> Vec<String> {
         let stem = path.trim_end_matches(".rs");
         let folder = stem.rsplit_once('/').map_or("", |(folder, _)| folder);
         // The files of a module are in its folder, unless it is that folder's own file.
-        let own = if stem.ends_with("/mod") || within(stem) == Some("lib") { folder } else { stem };
+        let own =
+            if stem.ends_with("/mod") || tree.within(stem) == Some("lib") { folder } else { stem };
         let file = |(name, path): &(String, Option<String>)| match path {
             Some(path) => format!("{folder}/{}", path.trim_end_matches(".rs")),
             None => format!("{own}/{name}"),
         };
         self.test_modules.iter().map(file).collect()
     }
+}
+
+/// True behind `pub` and behind `pub(crate)`.
+fn is_public(tokens: &[TokenTree]) -> bool {
+    let is_scope = |token: &TokenTree| matches!(token, TokenTree::Group(_));
+    let visibility = tokens.iter().rev().find(|token| !is_scope(token));
+    visibility.is_some_and(|token| token.to_string() == "pub")
 }
 
 /// True for `[cfg(test)]`, and for fakes that tests of other crates use.
@@ -295,6 +382,15 @@ mod tests {
     const PAGE: &str = "\
 # Architecture
 
+### `pmem-volume`: `pool`
+
+| Layer | Modules |
+|---|---|
+| opening | `open` |
+| file | `file` |
+
+### VMM
+
 | Layer | Modules | Purpose |
 |---|---|---|
 | machine | `vm` | composition |
@@ -305,23 +401,27 @@ mod tests {
 ";
 
     fn faults(sources: &[(&str, &str)]) -> Vec<String> {
+        faults_in(&VMM, sources)
+    }
+
+    fn faults_in(tree: &Tree, sources: &[(&str, &str)]) -> Vec<String> {
         let sources: Vec<_> =
             sources.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect();
-        in_sources(&Layers::read(PAGE).unwrap(), &parse(&sources))
+        in_sources(&Layers::read(PAGE, tree).unwrap(), &parse(tree, &sources))
     }
 
     #[test]
     fn layers_are_the_rows_of_one_table() {
-        let layers = Layers::read(PAGE).unwrap();
+        let layers = Layers::read(PAGE, &VMM).unwrap();
         let expected = [("log", 2), ("serial", 1), ("virtio", 1), ("vm", 0)];
         assert_eq!(
             layers.modules,
             BTreeMap::from(expected.map(|(name, at)| (name.to_owned(), at)))
         );
         assert_eq!(layers.names, ["machine", "devices", "base"]);
-        assert!(Layers::read("| machine | `vm` |").is_err());
+        assert!(Layers::read(&PAGE.replace("### VMM", "### Other"), &VMM).is_err());
         let twice = PAGE.replace("| base | `log` |", "| base | `log`, `vm` |");
-        assert!(twice != PAGE && Layers::read(&twice).is_err());
+        assert!(twice != PAGE && Layers::read(&twice, &VMM).is_err());
     }
 
     #[test]
@@ -345,6 +445,44 @@ mod tests {
         assert_eq!(faults(&[("vmm/src/serial.rs", upward)]).len(), 1);
         assert_eq!(faults(&[("vmm/src/serial/a.rs", "use super::super::vm;")]).len(), 1);
         assert!(faults(&[("vmm/src/serial/a.rs", upward)]).is_empty());
+    }
+
+    #[test]
+    fn modules_of_a_module_have_layers_of_their_own() {
+        let found = |text| faults_in(&POOL, &[("pmem-volume/src/pool/file/mod.rs", text)]).len();
+        for upward in [
+            "use crate::pool::open::Open;",
+            "use crate::pool::{Pool, open::{self, Open}};",
+            "use crate::{CHUNK_BYTES, pool::open};",
+            "use super::open;",
+        ] {
+            assert_eq!(found(upward), 1, "{upward}");
+        }
+        for fine in ["use crate::open;", "use crate::{open, btt::open};", "use crate::pool::file;"]
+        {
+            assert_eq!(found(fine), 0, "{fine}");
+        }
+        let root = [("pmem-volume/src/pool/mod.rs", "use open::Open;")];
+        assert!(faults_in(&POOL, &root).is_empty());
+    }
+
+    #[test]
+    fn name_that_the_root_exports_belongs_to_its_module() {
+        for (root, used, expected) in [
+            ("pub use open::{mode::OpenMode, Other};", "OpenMode", 1),
+            ("pub(crate) use open::OpenMode;", "OpenMode", 1),
+            ("use open::OpenMode;", "OpenMode", 0),
+            ("pub use file::OpenMode; pub struct Pool;", "OpenMode", 0),
+            ("pub use other_crate::open;", "open", 1),
+        ] {
+            let file = format!("use crate::pool::{{Pool, {used}}};");
+            let sources = [
+                ("pmem-volume/src/pool/mod.rs", root),
+                ("pmem-volume/src/pool/open.rs", ""),
+                ("pmem-volume/src/pool/file/mod.rs", &file),
+            ];
+            assert_eq!(faults_in(&POOL, &sources).len(), expected, "{root}");
+        }
     }
 
     #[test]
@@ -384,12 +522,12 @@ mod tests {
         let sources = [("vm", "use crate::{virtio, log};"), ("virtio", "use crate::log;")];
         let sources =
             sources.map(|(module, text)| (format!("vmm/src/{module}/mod.rs"), text.to_owned()));
-        let drawing = draw(&Layers::read(PAGE).unwrap(), &parse(&sources));
+        let drawing = draw_vmm(PAGE, &sources).unwrap();
         let expected = "flowchart TD\n    L0[\"<b>machine</b><br>vm\"]\n    \
                         L1[\"<b>devices</b><br>serial, virtio\"]\n    L2[\"<b>base</b><br>log\"]\n    \
                         L0 --> L1\n    L1 --> L2\n";
         assert_eq!(drawing, expected);
-        let direct = draw(&Layers::read(PAGE).unwrap(), &parse(&sources[..1]));
+        let direct = draw_vmm(PAGE, &sources[..1]).unwrap();
         assert!(direct.ends_with("    L0 --> L1\n    L0 --> L2\n"), "{direct}");
     }
 }
