@@ -43,7 +43,7 @@ impl BttMedia {
 
     /// The dimensions of the disk that a guest sees.
     pub fn shape(&self) -> Result<Shape> {
-        let reader = Reader::open(self)?.map_err(|finding| anyhow::anyhow!("{finding}"))?;
+        let reader = Reader::open(self)?;
         Ok(Shape { sectors: reader.sectors(), sector_bytes: reader.sector_bytes() })
     }
 
@@ -60,13 +60,13 @@ impl BttMedia {
     /// as it should.
     pub fn verify(&self, outcome: &Outcome) -> Result<()> {
         let findings: Vec<_> =
-            check(self)?.arenas.into_iter().flat_map(|arena| arena.findings).collect();
+            check(self).arenas.into_iter().flat_map(|arena| arena.findings).collect();
         let is_clean = || {
             ensure!(findings.is_empty(), "The check finds: {findings:?}");
             Ok(())
         };
         is_clean().context(StoredWrong)?;
-        let reader = Reader::open(self)?.map_err(|finding| anyhow::anyhow!("{finding}"))?;
+        let reader = Reader::open(self)?;
         outcome.check(|first, into| {
             for (sector, bytes) in
                 (first..).zip(into.chunks_exact_mut(reader.sector_bytes() as usize))

@@ -66,12 +66,12 @@ pub struct Reader<'a, S> {
 
 impl<'a, S: Media> Reader<'a, S> {
     /// Finds the arenas and replays their flogs. An arena that is not whole is an error.
-    pub fn open(space: &'a S) -> Result<Result<Self, Finding>, MediaError> {
-        let (reader, troubles) = Self::open_damaged(space)?;
-        Ok(match troubles.into_iter().next() {
+    pub fn open(space: &'a S) -> Result<Self, Finding> {
+        let (reader, troubles) = Self::open_damaged(space);
+        match troubles.into_iter().next() {
             None => Ok(reader),
             Some((_, finding)) => Err(finding),
-        })
+        }
     }
 
     /// Opens what can be found, and returns the findings with the numbers of their arenas.
@@ -82,7 +82,7 @@ impl<'a, S: Media> Reader<'a, S> {
     /// be read, sectors whose last write is unknown cannot be read either.
     ///
     /// Arenas behind one without info blocks are read if it is known where they start.
-    pub fn open_damaged(space: &'a S) -> Result<(Self, Vec<(usize, Finding)>), MediaError> {
+    pub fn open_damaged(space: &'a S) -> (Self, Vec<(usize, Finding)>) {
         let mut troubles = Vec::new();
         let mut reader = Self { space, parts: Vec::new(), sector_bytes: 0 };
         for (number, place) in arenas(space).into_iter().enumerate() {
@@ -105,7 +105,7 @@ impl<'a, S: Media> Reader<'a, S> {
                 }
             }
         }
-        Ok((reader, troubles))
+        (reader, troubles)
     }
 
     /// How many sectors there are.

@@ -76,7 +76,7 @@ pub fn plan_repair(
     let mut overlay = Overlay::new(space);
     let mut mendings = damaged_info(space)?;
     mendings.iter().for_each(|mending| overlay.apply(mending));
-    let mut after = check_with(&overlay, reached)?;
+    let mut after = check_with(&overlay, reached);
     let places = arenas(&overlay);
     let mut more = Vec::new();
     for (number, info) in whole(&places) {
@@ -88,7 +88,7 @@ pub fn plan_repair(
     if !more.is_empty() {
         more.iter().for_each(|mending| overlay.apply(mending));
         mendings.append(&mut more);
-        after = check_with(&overlay, reached)?;
+        after = check_with(&overlay, reached);
     }
     for (number, info) in whole(&places) {
         if after.arenas[number].findings == [Finding::ErrorFlag] {

@@ -89,7 +89,7 @@ pub(super) fn content(sector: u32, version: u32, sector_bytes: u32) -> Vec<u8> {
 }
 
 fn read(media: &MemoryMedia, sector: u32) -> (Sector, Vec<u8>) {
-    let Ok(reader) = Reader::open(media).unwrap() else { panic!("not a whole volume") };
+    let Ok(reader) = Reader::open(media) else { panic!("not a whole volume") };
     let mut bytes = vec![0xee; reader.sector_bytes() as usize];
     let kind = reader.read(u64::from(sector), &mut bytes).unwrap();
     (kind, bytes)
@@ -99,7 +99,7 @@ fn read(media: &MemoryMedia, sector: u32) -> (Sector, Vec<u8>) {
 fn an_empty_volume_is_clean_and_reads_as_zeros() {
     for sector_bytes in [512, 4096] {
         let media = formatted(sector_bytes);
-        let report = check(&media).unwrap();
+        let report = check(&media);
         assert!(report.is_clean(), "{report:?}");
         let last = report.sectors() - 1;
         let (kind, bytes) = read(&media, last as u32);
@@ -123,7 +123,7 @@ fn a_write_that_stops_anywhere_leaves_the_old_sector_or_the_new_one() {
                 );
             }
         }
-        assert!(check(&media).unwrap().is_clean());
+        assert!(check(&media).is_clean());
         let before = media.to_bytes();
         for steps in 0..=ALL_STEPS {
             let media = MemoryMedia::from_bytes(&before);
@@ -134,7 +134,7 @@ fn a_write_that_stops_anywhere_leaves_the_old_sector_or_the_new_one() {
                 second,
             };
             stopped.write(200, 3, &content(3, 8, 4096), steps);
-            let report = check(&media).unwrap();
+            let report = check(&media);
             assert!(report.is_clean(), "stopped after {steps}: {report:?}");
             assert_eq!(report.arenas[0].redo, u32::from(steps == 3));
             // The second half of the flog entry is what makes the write count.
@@ -156,7 +156,7 @@ fn a_map_entry_before_its_flog_entry_is_found_out() {
     let writer = Writer::new(&media, 1);
     let (free, _, _) = writer.lanes[5];
     media.store(writer.arena.map_at, &(free | MAP_ERROR | MAP_ZERO).to_le_bytes()).unwrap();
-    let report = check(&media).unwrap();
+    let report = check(&media);
     let findings = &report.arenas[0].findings;
     assert!(
         findings.iter().any(|f| matches!(f, Finding::BlockTwice { block, .. } if *block == free)),
@@ -177,7 +177,7 @@ fn trimmed_and_failed_sectors_keep_their_blocks() {
     set(7, MAP_ZERO);
     set(8, MAP_ERROR);
     assert_eq!(read_map(&media, &writer.arena, 7).unwrap().kind, MapKind::Zeros);
-    let report = check(&media).unwrap();
+    let report = check(&media);
     assert!(report.is_clean());
     assert_eq!(report.arenas[0].error_sectors, 1);
     assert_eq!(read(&media, 7), (Sector::Zeros, vec![0; 4096]));
@@ -191,7 +191,7 @@ pub(super) fn flip(media: &MemoryMedia, offset: u64, bit: u8) {
 }
 
 fn findings(media: &MemoryMedia) -> Vec<Finding> {
-    let report = check(media).unwrap();
+    let report = check(media);
     assert!(!report.is_clean());
     report.arenas.into_iter().flat_map(|a| a.findings).collect()
 }
@@ -211,7 +211,7 @@ fn a_damaged_info_block_is_named_and_the_other_one_is_used() {
         assert_eq!(findings(&media), [Finding::SecondInfo]);
         flip(&media, second + offset, 2);
     }
-    assert!(check(&media).unwrap().is_clean());
+    assert!(check(&media).is_clean());
 }
 
 /// Changes the first info block and gives it a checksum that fits.
@@ -317,7 +317,7 @@ fn damage_in_map_and_flog_is_named() {
     assert_eq!(found[0], Finding::FlogPadding);
     let found = damaged(|m, a| m.store(a.flog_at, &[0; 64]).unwrap());
     assert_eq!(found, [Finding::FlogSequence { lane: 0, sequences: [0, 0] }]);
-    assert!(Reader::open(&MemoryMedia::new(VOLUME_BYTES)).unwrap().is_err());
+    assert!(Reader::open(&MemoryMedia::new(VOLUME_BYTES)).is_err());
 }
 
 #[test]
@@ -325,7 +325,7 @@ fn thousands_of_findings_are_counted_and_not_kept() {
     let media = formatted(4096);
     let arena = Writer::new(&media, 1).arena;
     media.store(arena.map_at, &vec![0xff; 4 * 4000]).unwrap();
-    let report = check(&media).unwrap();
+    let report = check(&media);
     assert_eq!(report.arenas[0].findings.len(), 100);
     assert_eq!(report.arenas[0].findings_total, 4001);
 }
@@ -343,15 +343,15 @@ fn what_no_arena_had_is_zeroed_before_one_gets_it() {
     let grown = MemoryMedia::from_bytes(&bytes);
     let extension = extend(&media, 40 << 20).unwrap().unwrap();
     extension.format(&grown).unwrap();
-    let sectors = check(&grown).unwrap().sectors();
-    assert_eq!(sectors, check(&media).unwrap().sectors(), "not linked yet");
+    let sectors = check(&grown).sectors();
+    assert_eq!(sectors, check(&media).sectors(), "not linked yet");
     for (at, word) in extension.link() {
         grown.store(at, &word.to_le_bytes()).unwrap();
     }
-    let report = check(&grown).unwrap();
+    let report = check(&grown);
     assert!(report.is_clean(), "{report:?}");
     assert_eq!((report.arenas.len(), report.arenas[1].start_bytes), (2, VOLUME_BYTES));
-    let reader = Reader::open(&grown).unwrap().unwrap();
+    let reader = Reader::open(&grown).unwrap();
     assert_eq!(reader.sector_bytes(), 512);
     let mut sector = [0xee; 512];
     for number in sectors..report.sectors() {
@@ -387,11 +387,11 @@ fn behind_an_arena_that_is_small_the_next_one_keeps_its_distance() {
     for at in [START_BYTES, START_BYTES + info.info2off.get()] {
         media.store(at, info.as_bytes()).unwrap();
     }
-    assert!(check(&media).unwrap().is_clean());
+    assert!(check(&media).is_clean());
     let extension = extend(&media, 40 << 20).unwrap().unwrap();
     extension.format(&media).unwrap();
     extension.link().iter().for_each(|(at, word)| media.store(*at, &word.to_le_bytes()).unwrap());
-    let report = check(&media).unwrap();
+    let report = check(&media);
     assert!(report.is_clean(), "{report:?}");
     assert_eq!(report.arenas[1].start_bytes, START_BYTES + ARENA_MIN_BYTES);
 }
@@ -425,7 +425,7 @@ fn a_btt_grows_as_long_as_the_engine_takes_its_arenas() {
 #[test]
 fn something_too_small_is_no_volume() {
     for bytes in [8, 4096, 1 << 20] {
-        assert!(!check(&MemoryMedia::new(bytes)).unwrap().is_clean());
+        assert!(!check(&MemoryMedia::new(bytes)).is_clean());
     }
 }
 
@@ -433,7 +433,7 @@ fn something_too_small_is_no_volume() {
 fn what_linux_wrote_is_clean_and_reads_back() {
     let text = include_str!("linux-6.12.golden");
     let media = MemoryMedia::from_bytes(&crate::test_image::from_text(text, VOLUME_BYTES));
-    let report = check(&media).unwrap();
+    let report = check(&media);
     assert!(report.is_clean(), "{report:?}");
     for sector in 0..=141 {
         let text = format!("L{sector:05} v5");
@@ -486,7 +486,7 @@ fn reader_finds_every_sector_with_data_and_reads_no_hole() {
     for sector_bytes in [512, 4096] {
         let media = formatted(sector_bytes);
         let sparse = Sparse { media: &media, read_bytes: 0.into() };
-        let reader = Reader::open(&sparse).unwrap().unwrap();
+        let reader = Reader::open(&sparse).unwrap();
         sparse.read_bytes.store(0, Ordering::Relaxed);
         assert_eq!(
             (reader.next_data(0..reader.sectors()), sparse.read_bytes.load(Ordering::Relaxed)),
@@ -499,7 +499,7 @@ fn reader_finds_every_sector_with_data_and_reads_no_hole() {
             writer.write(lane, sector, &content(sector, 1, sector_bytes), steps);
         }
         media.store(writer.arena.block_at(1500), &content(1500, 1, sector_bytes)).unwrap();
-        let reader = Reader::open(&sparse).unwrap().unwrap();
+        let reader = Reader::open(&sparse).unwrap();
         let mut bytes = vec![0; sector_bytes as usize];
         let mut has_data = |sector| {
             reader.read(sector, &mut bytes).unwrap();

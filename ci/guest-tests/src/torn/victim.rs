@@ -398,7 +398,7 @@ impl Victim {
     fn look(&self, seen: &mut Seen) -> Result<bool> {
         let pool = pmem_volume::Pool::open(self.pool.path(), OpenMode::Peek)?;
         let volume = pool.open_volume("data")?;
-        let report = volume.check_btt()?;
+        let report = volume.check_btt();
         if !report.as_ref().is_none_or(btt::Report::is_clean) {
             return Ok(false);
         }
@@ -471,8 +471,8 @@ impl Victim {
     }
 
     fn judge_btt(&self, volume: &Volume) -> Result<Judgement> {
-        let reader = Reader::open(volume)?
-            .map_err(|finding| anyhow!("The BTT cannot be read: {finding}"))?;
+        let reader =
+            Reader::open(volume).map_err(|finding| anyhow!("The BTT cannot be read: {finding}"))?;
         self.oracle.judge(|sector, bytes| match reader.read(sector, bytes)? {
             Sector::Data | Sector::Zeros => Ok(()),
             Sector::Error => bail!("Its map entry says that the media is bad"),

@@ -237,7 +237,7 @@ mod tests {
             let media = MemoryMedia::new(20 << 20);
             Layout::new(20 << 20, sector_bytes, Uuid::new_v4()).unwrap().format(&media).unwrap();
             Flogs { padding, shift }.make(&media).unwrap();
-            let report = check(&media).unwrap();
+            let report = check(&media);
             assert_eq!(report.arenas[0].findings, [], "{padding:?}");
             let each = |crash: Crash| {
                 (0..LANES).filter(|lane| state_of(*lane, shift).crash == crash).count()
@@ -246,7 +246,7 @@ mod tests {
                 report.arenas[0].redo as usize,
                 each(Crash::Pending) + each(Crash::PendingOnTrimmed)
             );
-            let reader = Reader::open(&media).unwrap().unwrap();
+            let reader = Reader::open(&media).unwrap();
             let shape = Shape { sectors: reader.sectors(), sector_bytes };
             let read = |first: u64, into: &mut [u8]| {
                 for (sector, bytes) in (first..).zip(into.chunks_exact_mut(sector_bytes as usize)) {

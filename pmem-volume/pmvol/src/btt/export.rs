@@ -80,7 +80,7 @@ impl<'a> Content<'a> {
         if media.is_raw() {
             return Ok((Content::Bytes(media), vec![]));
         }
-        let (reader, troubles) = Reader::open_damaged(media)?;
+        let (reader, troubles) = Reader::open_damaged(media);
         if reader.sectors() == 0 {
             say_troubles(&troubles);
             bail!("there is no arena that could be read");

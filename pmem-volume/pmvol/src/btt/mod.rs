@@ -60,7 +60,7 @@ fn check(place: &Place, output: &Output) -> anyhow::Result<Outcome> {
     let media = Media::look(place)?;
     media.require_btt()?;
     let report =
-        watched(|progress| looked_through(&media, progress, |r| btt::check_with(&media, r)))?;
+        watched(|progress| looked_through(&media, progress, |r| btt::check_with(&media, r)));
     if output.json {
         json(&print::CheckOutput::new(place, &report))?
     } else {

@@ -24,7 +24,7 @@ const LINE_BYTES: usize = 16;
 pub(super) fn read(place: &Place, first: u64, count: u64, hex: bool) -> anyhow::Result<Outcome> {
     let media = Media::look(place)?;
     media.require_btt()?;
-    let (reader, troubles) = Reader::open_damaged(&media)?;
+    let (reader, troubles) = Reader::open_damaged(&media);
     say_troubles(&troubles);
     let sectors = reader.sectors();
     let end = first.saturating_add(count);

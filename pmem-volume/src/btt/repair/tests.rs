@@ -31,13 +31,13 @@ fn filled(second: usize) -> (MemoryMedia, ArenaInfo) {
         }
     }
     let arena = writer.arena;
-    assert!(check(&media).unwrap().is_clean());
+    assert!(check(&media).is_clean());
     (media, arena)
 }
 
 /// What sectors read as; those that cannot be read are not there.
 fn sectors(space: &impl Media) -> BTreeMap<u64, Vec<u8>> {
-    let (reader, _) = Reader::open_damaged(space).unwrap();
+    let (reader, _) = Reader::open_damaged(space);
     if reader.sectors() == 0 {
         return BTreeMap::new();
     }
@@ -58,7 +58,7 @@ fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>
     let before = sectors(media);
     let repair = plan(media, give_up);
     repair.carry_out(media).unwrap();
-    let found = check(media).unwrap();
+    let found = check(media);
     assert_eq!(format!("{found:?}"), format!("{:?}", repair.after), "it is not what was said");
     let after = sectors(media);
     for (sector, bytes) in right.iter().filter(|(sector, bytes)| before.get(sector) == Some(bytes))
@@ -107,7 +107,7 @@ fn every_bit_of_an_info_block_is_restored_from_its_copy() {
         for byte in (0..120).chain(4088..4096) {
             for bit in 0..8 {
                 flip(&media, block + byte, bit);
-                let report = check(&media).unwrap();
+                let report = check(&media);
                 assert_eq!(
                     report.arenas[0].findings,
                     std::slice::from_ref(&finding),
@@ -194,7 +194,7 @@ fn a_slot_that_nobody_uses_is_the_matter_of_its_lane() {
         let (media, arena) = filled(second);
         let right = sectors(&media);
         set_flog(&media, &arena, 7, wrong, 1, 3);
-        assert!(check(&media).unwrap().arenas[0].findings.contains(&Finding::FlogPadding));
+        assert!(check(&media).arenas[0].findings.contains(&Finding::FlogPadding));
         let repair = assert_mended(&media, &right);
         assert!(repair.mendings[0].what.contains("1 lane(s) of the flog"), "{repair:?}");
     }
@@ -232,7 +232,7 @@ fn sectors_of_which_nothing_says_where_they_are_are_marked_as_lost() {
     assert_eq!(repair.after.arenas[0].error_sectors, 4);
     assert!(repair.mendings[0].what.contains("4 sector(s) are marked as lost"), "{repair:?}");
     assert!(repair.mendings[0].what.contains("L3 to 5, L20."), "{repair:?}");
-    let (reader, _) = Reader::open_damaged(&media).unwrap();
+    let (reader, _) = Reader::open_damaged(&media);
     let mut lost = vec![];
     reader.read_many(0, &mut [0; 30 * SECTOR_BYTES], &mut |sector, why| {
         lost.push((sector, matches!(why, Lost::Marked)));
@@ -330,7 +330,7 @@ fn what_a_lane_has_still_to_write_is_written_before_it_forgets() {
     set_flog(&media, &arena, 3, 0, 1, old);
     let repair = assert_mended(&media, &right);
     assert!(repair.mendings[0].what.contains("lane 50"), "{repair:?}");
-    assert_eq!(check(&media).unwrap().arenas[0].redo, 0);
+    assert_eq!(check(&media).arenas[0].redo, 0);
 }
 
 #[test]
@@ -392,7 +392,7 @@ fn the_second_arena_is_repaired_by_itself() {
     assert_eq!(clean, [false, true]);
     repair.carry_out(&media).unwrap();
     set_map(&media, &first, 12, 0);
-    assert!(check(&media).unwrap().is_clean() && damaged != media.to_bytes());
+    assert!(check(&media).is_clean() && damaged != media.to_bytes());
 }
 
 /// Everything that a repair can have to do, at once: both kinds of info block, sectors and lanes,
@@ -424,7 +424,7 @@ fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Resul
             images += 1;
             let failed = |text: String| format!("point {place}, image {number}: {text}");
             plan(&image, GiveUp::Nothing).carry_out(&image).unwrap();
-            let report = check(&image).unwrap();
+            let report = check(&image);
             if !report.is_clean() {
                 return Err(failed(format!("{report:?}")));
             }
@@ -521,7 +521,7 @@ fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, Strin
         {
             images += 1;
             plan(&image, GiveUp::Nothing).carry_out(&image).unwrap();
-            let report = check(&image).unwrap();
+            let report = check(&image);
             if !report.is_clean() {
                 return Err(format!("killed at {number}: {report:?}"));
             }

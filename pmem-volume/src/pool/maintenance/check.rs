@@ -184,8 +184,8 @@ impl<M: Media> Pool<M> {
     ) -> Result<Option<btt::Report>, PoolError> {
         let volume = self.open_volume(name)?;
         let info = volume.info().clone();
-        Checking::new(0, std::slice::from_ref(&info), progress)
-            .volume(&info, |reached| volume.check_btt_with(reached))
+        Ok(Checking::new(0, std::slice::from_ref(&info), progress)
+            .volume(&info, |reached| volume.check_btt_with(reached)))
     }
 
     /// Free chunks that do not read as zeros.
@@ -247,12 +247,12 @@ impl<M: Media> Pool<M> {
             volume_extents(&runs(entry.chunk_ids()))
         };
         let space = Space { media: self.media(), extents: &extents };
-        let mut found = btt::check_with(&space, reached)?;
+        let mut found = btt::check_with(&space, reached);
         for _ in 0..LOOKS_AGAIN {
             if found.is_clean() {
                 break;
             }
-            found.keep_common(&btt::check(&space)?);
+            found.keep_common(&btt::check(&space));
         }
         Ok(found)
     }
@@ -268,7 +268,7 @@ impl<M: Media> Pool<M> {
                 Err(PoolError::VolumeInUse { .. }) => {
                     self.check_in_use(&info.name, reached).map(Some)
                 }
-                opened => opened.and_then(|volume| volume.check_btt_with(reached)),
+                opened => opened.map(|volume| volume.check_btt_with(reached)),
             },
         };
         let (btt, unusable) = match result {

@@ -211,11 +211,11 @@ fn judge_btt(image: &Simulator, before: &Volumes, every: usize) -> Result<(), St
     }
     for name in volumes.keys() {
         let volume = pool.open_volume(name).map_err(|error| error.to_string())?;
-        let report = volume.check_btt().map_err(|error| error.to_string())?.expect("it has a BTT");
+        let report = volume.check_btt().expect("it has a BTT");
         if !report.is_clean() {
             return Err(format!("BTT of {name}: {report:?}"));
         }
-        let reader = btt::Reader::open(&volume).unwrap().unwrap();
+        let reader = btt::Reader::open(&volume).unwrap();
         let mut bytes = [0xee; 4096];
         if volumes == *before {
             for sector in WRITTEN {

@@ -356,7 +356,7 @@ fn remaining_takes_all_that_is_free() {
     assert_eq!(volume.extents, 1);
     let error = pool.create_volume("none", VolumeSize::Remaining, VolumeFormat::Raw).unwrap_err();
     assert!(matches!(error, PoolError::PoolFull { free_bytes: 0, .. }), "{error}");
-    assert!(pool.open_volume("all").unwrap().check_btt().unwrap().unwrap().is_clean());
+    assert!(pool.open_volume("all").unwrap().check_btt().unwrap().is_clean());
 }
 
 #[test]
@@ -374,7 +374,7 @@ fn a_fragmented_volume_is_read_across_its_pieces() {
     let info = pool.create_volume("bits", VolumeSize::Remaining, VolumeFormat::Btt).unwrap();
     assert_eq!(info.extents, 15);
     let volume = pool.open_volume("bits").unwrap();
-    assert!(volume.check_btt().unwrap().unwrap().is_clean());
+    assert!(volume.check_btt().unwrap().is_clean());
     for extent in volume.extents() {
         let mark = [extent.index as u8; 16];
         pool.file().write_all_at(&mark, extent.offset_bytes() + extent.len_bytes() - 16).unwrap();

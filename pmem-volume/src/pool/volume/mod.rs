@@ -411,7 +411,7 @@ impl<M: Media> Volume<M> {
     }
 
     /// Checks the volume's BTT from its media alone. `None`: a raw volume has nothing to check.
-    pub fn check_btt(&self) -> Result<Option<btt::Report>, PoolError> {
+    pub fn check_btt(&self) -> Option<btt::Report> {
         self.check_btt_with(&mut |_| {})
     }
 
@@ -419,10 +419,10 @@ impl<M: Media> Volume<M> {
     pub(in crate::pool) fn check_btt_with(
         &self,
         reached: &mut dyn FnMut(u64),
-    ) -> Result<Option<btt::Report>, PoolError> {
+    ) -> Option<btt::Report> {
         match self.info.format {
-            VolumeFormat::Raw => Ok(None),
-            VolumeFormat::Btt => Ok(Some(btt::check_with(self, reached)?)),
+            VolumeFormat::Raw => None,
+            VolumeFormat::Btt => Some(btt::check_with(self, reached)),
         }
     }
 }

@@ -48,10 +48,10 @@ fn arenas_behind_one_that_is_missing_keep_their_sectors() {
     let sectors = engine.sectors();
     drop(engine);
     // The other code that reads it goes the same way.
-    let report = check(&media).unwrap();
+    let report = check(&media);
     let totals: Vec<_> = report.arenas.iter().map(|arena| arena.findings_total).collect();
     assert_eq!(totals, [0, 1, 0]);
-    let (reader, troubles) = Reader::open_damaged(&media).unwrap();
+    let (reader, troubles) = Reader::open_damaged(&media);
     assert_eq!((reader.sectors(), troubles.len(), troubles[0].0), (sectors, 1, 1));
     let mut bytes = vec![7; 3 * 4096];
     let mut lost = Vec::new();
@@ -72,7 +72,7 @@ fn assert_refused(media: &MemoryMedia) {
     let repair = plan_repair(media, GiveUp::Sectors, &mut |_| {}).unwrap();
     assert!(repair.mendings.is_empty(), "{:?}", repair.mendings);
     assert!(matches!(repair.after.arenas[1].findings[..], [Finding::NoInfo(_)]));
-    let (reader, troubles) = Reader::open_damaged(media).unwrap();
+    let (reader, troubles) = Reader::open_damaged(media);
     assert_eq!(
         (reader.sectors(), troubles.len()),
         (u64::from(info_at(media, START_BYTES).sectors), 1)
@@ -206,7 +206,7 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
         }
         drop(engine);
 
-        let report = check(&failing).unwrap();
+        let report = check(&failing);
         assert_eq!(report.arenas[0].findings, []);
         let found = &report.arenas[1].findings;
         match what {
@@ -222,7 +222,7 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
             ),
             _ => assert!(matches!(found[..], [Finding::MapUnreadable(_)]), "{what}: {found:?}"),
         }
-        let (reader, troubles) = Reader::open_damaged(&failing).unwrap();
+        let (reader, troubles) = Reader::open_damaged(&failing);
         let of_recovery = ["flog", "map"].contains(&what);
         assert_eq!(
             troubles,
@@ -243,7 +243,7 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
             spoil(&failing.media, bad.start);
             repair.carry_out(&failing.media).unwrap();
         }
-        assert!(check(&failing.media).unwrap().is_clean(), "{what}");
+        assert!(check(&failing.media).is_clean(), "{what}");
         // It was not the arena's fault.
         assert_eq!(flags_at(&failing.media, info.start_bytes), 0);
         assert!(
@@ -275,7 +275,7 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
     let failing = Failing::new(media);
     failing.set_bad(std::slice::from_ref(&(unreadable..unreadable + 8)));
     let engine = Engine::open(&failing).unwrap();
-    let (reader, troubles) = Reader::open_damaged(&failing).unwrap();
+    let (reader, troubles) = Reader::open_damaged(&failing);
 
     let why = engine.arenas()[1].read_only.clone().unwrap();
     assert!(why.starts_with("the map entry of sector L16 cannot be read: "), "{why}");

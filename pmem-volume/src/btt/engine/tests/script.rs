@@ -537,7 +537,7 @@ impl Oracle {
     /// 3. A check finds nothing, and nothing to redo.
     pub(super) fn judge(&self, image: &Simulator) -> Result<Self, String> {
         let check_is_clean = |when: &str| {
-            let report = check(image).unwrap();
+            let report = check(image);
             if report.is_clean() {
                 Ok(report)
             } else {
