@@ -26,7 +26,7 @@ pub enum BttFileError {
     },
     #[error("{path}: {reason}")]
     Place { path: PathBuf, reason: String },
-    #[error("{path}: it is a pool, and its volumes have BTTs: name one of them, without --file")]
+    #[error("{path}: it is a pool, and its volumes have BTTs")]
     Pool { path: PathBuf },
     #[error("{path}: it is in use by {holder}")]
     InUse { path: PathBuf, holder: Holder },

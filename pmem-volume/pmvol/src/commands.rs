@@ -203,6 +203,7 @@ fn with_flag(error: PoolError) -> anyhow::Error {
         PoolError::Size { what: "STRG size", .. } => Some("--strg"),
         PoolError::Size { .. }
         | PoolError::PoolFull { .. }
+        | PoolError::ShrinkRefused { .. }
         | PoolError::FileSystemFull { .. }
         | PoolError::DeviceTooSmall { .. }
         | PoolError::SizeNeeded { .. }

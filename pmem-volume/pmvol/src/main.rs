@@ -8,6 +8,7 @@ mod commands;
 mod manual;
 mod meter;
 mod print;
+mod remedy;
 
 use std::process::ExitCode;
 
@@ -32,7 +33,8 @@ fn main() -> ExitCode {
         // The findings are printed already.
         Ok(commands::Outcome::Unclean) => ExitCode::FAILURE,
         Err(error) => {
-            print::remark(format_args!("{error:#}"));
+            let remedy = remedy::of(&error).map(|remedy| format!("; {remedy}")).unwrap_or_default();
+            print::remark(format_args!("{error:#}{remedy}"));
             match commands::is_unanswered(&arguments.command, &error) {
                 true => ExitCode::from(CANNOT),
                 false => ExitCode::FAILURE,

@@ -375,6 +375,12 @@ pub(crate) fn repair(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::
     for what in &report.left {
         writeln!(out, "left: {what}")?;
     }
+    for name in &report.incomplete_volumes {
+        writeln!(
+            out,
+            "`pmvol repair --give-up-volume {name}` gives up what is left of {name:?}, which nobody can read after that"
+        )?;
+    }
     match (report.mended.is_empty(), report.left.is_empty()) {
         (true, true) => writeln!(out, "nothing to mend"),
         (_, true) => writeln!(out, "nothing left"),

@@ -165,7 +165,10 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
     folder.fail(&["grow", "pool", "--size", "65M"], &["--size", "68157440", "2 MiB"]);
     folder.fail(&["grow", "pool", "--size", "1000T"], &["--size", "64 TiB"]);
     folder.fail(&["grow", "pool", "--size", "50T"], &["--size", "50 TiB", "free"]);
-    folder.fail(&["grow", "nothing", "--size", "100M"], &["nothing", "no such file"]);
+    folder.fail(
+        &["grow", "nothing", "--size", "100M"],
+        &["nothing", "no such file", "`pmvol create`"],
+    );
     folder.fail(
         &["volume", "create", "pool", "v", "--size", "0"],
         &["--size", "volume size 0", "2 MiB"],
@@ -253,7 +256,7 @@ fn a_pool_in_use_can_be_looked_at_and_not_changed() {
     folder.fail(&["volume", "create", "pool", "v", "--size", "20M"], &["in use by", &me]);
     folder.fail(&["volume", "rename", "pool", "v", "w"], &["in use by", &me]);
     folder.fail(&["grow", "pool", "--size", "96M"], &["in use by", &me]);
-    folder.fail(&["scrub", "pool"], &["in use by", &me]);
+    folder.fail(&["scrub", "pool"], &["in use by", &me, "`pmvol info`"]);
     folder.fail(&["volume", "delete", "pool", "v"], &["in use by", &me]);
     let info = folder.json(&["info", "pool", "--json"]);
     assert_eq!(info["memory_bytes"].as_u64(), Some(10 << 20));
@@ -308,7 +311,7 @@ fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
     assert!(!folder.succeed(&["check", "pool"]).contains("erased"));
     let made = folder.run(&["volume", "rename", "pool", "v", "w"]);
     assert!(made.status.success() && made.stderr.is_empty(), "nothing waits, nothing is said");
-    folder.fail(&["scrub", "nothing"], &["nothing", "no such file"]);
+    folder.fail(&["scrub", "nothing"], &["nothing", "no such file", "`pmvol create`"]);
 }
 
 #[test]
@@ -363,12 +366,15 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
     assert!(good == std::fs::read(folder.path("pool")).unwrap());
     overwrite(&folder.path("pool"), (2 << 20) + 3 * 16, &[0; 24]);
     overwrite(&folder.path("pool"), (2 << 20) + 4 * 16, &[0; 8]);
+    let output = folder.run(&["repair", "pool", "--dry-run"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("\n`pmvol repair --give-up-volume v` gives up"), "{text}");
     let output = folder.run(&["repair", "pool", "--json"]);
     assert_eq!(output.status.code(), Some(1));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["left"].as_array().unwrap().len(), 3);
     assert_eq!((&report["clean"], &report["dry_run"]), (&false.into(), &false.into()));
-    folder.fail(&["repair", "nothing"], &["nothing", "no such file"]);
+    folder.fail(&["repair", "nothing"], &["nothing", "no such file", "`pmvol create`"]);
     // Who can do without the volume.
     let text = folder.succeed(&["repair", "pool", "--give-up-volume", "v"]);
     assert!(

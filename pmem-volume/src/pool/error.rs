@@ -21,7 +21,7 @@ use foreshore_types::size::Size;
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum PoolError {
-    #[error("pool {path}: there is no such file or device; make a pool with `pmvol create`")]
+    #[error("pool {path}: there is no such file or device")]
     Missing { path: PathBuf },
     #[error(
         "pool {path}: the file exists already; a pool is only made where nothing is, so choose another name or remove it first"
@@ -49,16 +49,12 @@ pub enum PoolError {
     #[error("pool {path}: the device is in use: {by}")]
     DeviceInUse { path: PathBuf, by: String },
     #[error(
-        "pool {path}: the device is read-only (`blockdev --getro`), and this would write to it; `pmvol info` and `pmvol check` can look at it"
+        "pool {path}: the device is read-only (`blockdev --getro`), and this would write to it"
     )]
     DeviceReadOnly { path: PathBuf },
-    #[error(
-        "pool {path}: the device is not empty: {found}; --force makes a pool there, and erases it all"
-    )]
+    #[error("pool {path}: the device is not empty: {found}")]
     DeviceNotEmpty { path: PathBuf, found: String },
-    #[error(
-        "pool {path}: what it would get of the device is not empty: {found}; --force takes it, and erases it all"
-    )]
+    #[error("pool {path}: what it would get of the device is not empty: {found}")]
     DeviceGrowthNotEmpty { path: PathBuf, found: String },
     #[error(
         "pool {path}: there is a pool on the device already, with the volumes {}; delete them first if nobody needs them",
@@ -66,7 +62,7 @@ pub enum PoolError {
     )]
     DeviceHasVolumes { path: PathBuf, volumes: Vec<String> },
     #[error(
-        "pool {path}: there is a pool on the device already, and it may have volumes that cannot be seen ({reason}); see `pmvol check` and `pmvol repair`. To give it up for good, zero the first 2 MiB of the device yourself"
+        "pool {path}: there is a pool on the device already, and it may have volumes that cannot be seen ({reason}). To give it up for good, zero the first 2 MiB of the device yourself"
     )]
     DeviceUnknownVolumes { path: PathBuf, reason: String },
     #[error(
@@ -93,16 +89,14 @@ pub enum PoolError {
         #[source]
         source: io::Error,
     },
-    #[error(
-        "pool {path}: it is not a pool: {found}; nothing was changed. Pools are made with `pmvol create`"
-    )]
+    #[error("pool {path}: it is not a pool: {found}; nothing was changed")]
     NotAPool { path: PathBuf, found: String },
     #[error(
         "pool {path}: it was a pool: its volume table is there, and both superblocks are gone; nothing was changed. Nothing says how large it was, so it cannot be mended: restore it from a copy, and make no new one over it as long as it matters"
     )]
     SuperblocksGone { path: PathBuf },
     #[error(
-        "pool {path}: both superblocks are damaged; nothing was changed. `pmvol repair` puts them together if they are damaged in different places; if not, restore the pool from a copy"
+        "pool {path}: both superblocks are damaged; nothing was changed. A repair puts them together if they are damaged in different places; if not, restore the pool from a copy"
     )]
     SuperblocksDamaged { path: PathBuf },
     #[error(
@@ -123,7 +117,7 @@ pub enum PoolError {
     )]
     Features { path: PathBuf, features: u64, hint: &'static str },
     #[error(
-        "pool {path}: it has {file_bytes} bytes and the pool {pool_bytes} ({}): it was cut short; nothing was changed. Restore the pool from a copy; or, to save what is left, make it {} again (a file: `truncate -s {pool_bytes} {path}`), then `pmvol check`",
+        "pool {path}: it has {file_bytes} bytes and the pool {pool_bytes} ({}): it was cut short; nothing was changed. Restore the pool from a copy; or, to save what is left, make it {} again (a file: `truncate -s {pool_bytes} {path}`), then check it",
         Size(*pool_bytes).rounded(), Size(*pool_bytes).rounded()
     )]
     Truncated { path: PathBuf, file_bytes: u64, pool_bytes: u64 },
@@ -131,16 +125,20 @@ pub enum PoolError {
         "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}; nothing was changed. Cut it with `truncate -s {pool_bytes} {path}`: what lies behind the pool's end is lost then"
     )]
     Enlarged { path: PathBuf, file_bytes: u64, pool_bytes: u64 },
-    #[error(
-        "pool {path}: it is in use by {holder}; end that first, or only look with `pmvol info`"
-    )]
+    #[error("pool {path}: it is in use by {holder}; end that first")]
     InUse { path: PathBuf, holder: Holder },
     #[error(
-        "pool {path}: {first} ({count} finding(s) in all); nothing was changed. `pmvol check` lists them, `pmvol repair` mends what it can"
+        "pool {path}: {first} ({count} finding(s) in all); nothing was changed. A check lists them, and a repair mends what it can"
     )]
     Damaged { path: PathBuf, first: Box<Finding>, count: usize },
     #[error("{what} {value} ({}) {rule}", Size(*value).rounded())]
     Size { what: &'static str, value: u64, rule: String },
+    /// A raw volume shrinks only if the caller allows it.
+    #[error(
+        "volume size {size_bytes} ({}) is less than the {} that the volume has: what lies behind it would be erased",
+        Size(*size_bytes).rounded(), Size(*has_bytes).rounded()
+    )]
+    ShrinkRefused { size_bytes: u64, has_bytes: u64 },
     #[error(
         "pool {path}: {} are needed and the file system has {} free; make room there, or choose a smaller size or another file system",
         Size(*needed_bytes).rounded(),
@@ -171,7 +169,7 @@ pub enum PoolError {
     #[error("The thread that erases what is given back cannot be started")]
     Scrubber(#[source] io::Error),
     #[error(
-        "the pool is full: {}{}; `pmvol grow` makes it larger",
+        "the pool is full: {}{}",
         full_text(*requested_bytes, *free_bytes),
         reserved_text(*reserved_bytes)
     )]
@@ -189,16 +187,13 @@ pub enum PoolError {
     VolumeExists { name: String },
     #[error("volume {name:?}: that is its name already")]
     SameName { name: String },
-    #[error(
-        "there is no volume {name:?} in the pool{}; `pmvol volume create` makes one",
-        known_text(known)
-    )]
+    #[error("there is no volume {name:?} in the pool{}", known_text(known))]
     NoSuchVolume { name: String, known: Vec<String> },
     /// Another handle in this process has the volume open.
     #[error("volume {name:?} is in use; end what uses it first")]
     VolumeInUse { name: String },
     /// The volume has holes that it should not have, or a kind this code does not serve.
-    #[error("volume {name:?} cannot be used: {reason}; see `pmvol check`")]
+    #[error("volume {name:?} cannot be used: {reason}")]
     VolumeUnusable { name: String, reason: String },
     #[error("volume {name:?} is raw: it has no BTT, and no sectors")]
     NotBtt { name: String },
@@ -208,9 +203,7 @@ pub enum PoolError {
     VolumeUnfinished { name: String },
     #[error("volume {name:?} cannot be split: {reason}")]
     Split { name: String, reason: SplitError },
-    #[error(
-        "volume {name:?} lacks nothing, so it is not given up; `pmvol volume delete` deletes it"
-    )]
+    #[error("volume {name:?} lacks nothing, so it is not given up")]
     VolumeLacksNothing { name: String },
     #[error("the pool has room for {limit} volumes and has that many; delete one first")]
     NoVolumeSlot { limit: u32 },
@@ -254,9 +247,7 @@ pub enum SplitError {
     NoRest { name: String, parts_bytes: u64 },
     #[error("part {name:?}: {reason}")]
     Size { name: String, reason: String },
-    #[error(
-        "it holds data, and a BTT cannot be cut: its parts would be empty. --force splits it all the same, and erases its content"
-    )]
+    #[error("it holds data, and a BTT cannot be cut: its parts would be empty")]
     HoldsData,
 }
 
@@ -307,7 +298,7 @@ mod tests {
         let names: Vec<_> = (0..1000).map(|number| format!("v{number}")).collect();
         let known = names.clone();
         let text = PoolError::NoSuchVolume { name: "w".to_owned(), known }.to_string();
-        assert!(text.contains("v0, v1, v2, v3, v4, v5, v6, v7 and 992 more;"), "{text}");
+        assert!(text.contains("v0, v1, v2, v3, v4, v5, v6, v7 and 992 more"), "{text}");
         let text = PoolError::DeviceHasVolumes { path: "p".into(), volumes: names[..2].to_vec() }
             .to_string();
         assert!(text.contains("the volumes v0, v1;"), "{text}");

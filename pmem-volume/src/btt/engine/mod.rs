@@ -105,7 +105,7 @@ pub enum EngineError {
     /// An arena is missing, and the arenas behind it cannot be found, because a guest's data may
     /// look like an arena.
     #[error(
-        "arena {arena}, at {start_bytes:#x}, is missing ({why}), and where it ends is not known: the numbers of the sectors behind it are not either. What is in front of it can be copied out (`pmvol btt export`)"
+        "arena {arena}, at {start_bytes:#x}, is missing ({why}), and where it ends is not known: the numbers of the sectors behind it are not either. What is in front of it can be read"
     )]
     Ambiguous { arena: usize, start_bytes: u64, why: InfoError },
     /// More arenas than any volume needs; each takes memory.

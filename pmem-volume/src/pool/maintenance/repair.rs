@@ -38,6 +38,9 @@ pub struct RepairReport {
     pub mended: Vec<String>,
     /// What stays as it is, because the media does not say what was there.
     pub left: Vec<String>,
+    /// Volumes that lack chunks, which nothing explains. A repair gives one up if its name is given.
+    #[serde(skip)]
+    pub incomplete_volumes: Vec<String>,
 }
 
 /// Owner words that are mended one by one. So many damaged ones are no accident of single words but
@@ -119,7 +122,8 @@ impl Pool {
             }
             Err(PoolError::Damaged { .. }) => {
                 let found = Self::open(path, OpenMode::ReadOnly)?.check()?;
-                report.left.extend(found.pool.iter().filter(|f| !opening_mends(f)).map(left));
+                let left = found.pool.iter().filter(|finding| !opening_mends(finding));
+                left.for_each(|finding| report.add_left(finding));
             }
             Err(error) => return Err(error),
         }
@@ -139,7 +143,7 @@ impl Pool {
         for finding in self.findings_at_open() {
             match opening_mends(&finding) {
                 true => report.mended.push(finding.to_string()),
-                false => report.left.push(left(&finding)),
+                false => report.add_left(&finding),
             }
         }
         let volumes = self.volumes();
@@ -200,6 +204,15 @@ fn judge_for_repair(
 }
 
 impl RepairReport {
+    fn add_left(&mut self, finding: &Finding) {
+        let mut text = finding.to_string();
+        if let Finding::IndexMissing { name, .. } = finding {
+            self.incomplete_volumes.push(name.clone());
+            text += "; nothing says where they are";
+        }
+        self.left.push(text);
+    }
+
     /// What was repaired in a BTT, and what is left of it.
     pub fn add_btt(&mut self, prefix: &str, repair: &btt::Repair) {
         let say =
@@ -251,17 +264,6 @@ pub(in crate::pool) fn mend_tables(
 /// Does opening the pool for writing put it right?
 fn opening_mends(finding: &Finding) -> bool {
     finding.severity() != Severity::Fatal && !matches!(finding, Finding::NotErased { .. })
-}
-
-/// What is found and stays, and what can be done about it.
-fn left(finding: &Finding) -> String {
-    match finding {
-        Finding::IndexMissing { name, .. } => format!(
-            "{finding}; nothing says where they are. `pmvol repair --give-up-volume {name}` gives up what is left of it, which \
-             nobody can read after that"
-        ),
-        _ => finding.to_string(),
-    }
 }
 
 /// Finds out what can be mended, and, unless it is a dry run, stores it durably. Every word becomes

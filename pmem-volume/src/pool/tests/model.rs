@@ -71,7 +71,12 @@ fn end_of<T>(result: &Result<T, PoolError>) -> End {
         Err(PoolError::VolumeExists { .. } | PoolError::SameName { .. }) => End::Exists,
         Err(PoolError::NoSuchVolume { .. }) => End::NoSuch,
         Err(PoolError::NoVolumeSlot { .. }) => End::NoSlot,
-        Err(PoolError::Size { .. } | PoolError::Btt(_) | PoolError::BttGrowth(_)) => End::Refused,
+        Err(
+            PoolError::Size { .. }
+            | PoolError::ShrinkRefused { .. }
+            | PoolError::Btt(_)
+            | PoolError::BttGrowth(_),
+        ) => End::Refused,
         Err(error) => panic!("{error}"),
     }
 }

@@ -88,10 +88,7 @@ impl<M: Media> Pool<M> {
                 Size(has_bytes).rounded()
             )),
             (std::cmp::Ordering::Less, VolumeFormat::Raw) if shrink == Shrink::Refuse => {
-                refuse(format!(
-                    "is less than the {} that the volume has: what lies behind it would be erased, so it has to be asked for (--shrink)",
-                    Size(has_bytes).rounded()
-                ))
+                Err(PoolError::ShrinkRefused { size_bytes, has_bytes })
             }
             (std::cmp::Ordering::Less, VolumeFormat::Raw) => Ok(Resize::Shrink { chunks }),
             (std::cmp::Ordering::Greater, _) => {

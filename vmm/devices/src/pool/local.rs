@@ -203,7 +203,8 @@ fn btt_loss(volume: &Volume) -> Option<BttLoss> {
         Err(err) if is_of_media(&err) => None,
         // With a first info block, the BTT is still there.
         Err(err @ EngineError::Ambiguous { .. }) if !is_replaced(volume) => {
-            Some(BttLoss::Damaged { reason: err.to_string() })
+            let remedy = "`pmvol btt export` copies it out";
+            Some(BttLoss::Damaged { reason: format!("{err}; {remedy}") })
         }
         Err(err) => Some(BttLoss::Replaced { reason: err.to_string() }),
         Ok(()) => is_replaced(volume).then(|| BttLoss::Replaced {
