@@ -296,33 +296,6 @@ pub(super) fn verify_points(
 }
 
 #[test]
-fn a_btt_volume_is_made_whole_or_not_at_all() {
-    let (media, pool) = new_pool();
-    let before = volumes_of(&pool);
-    media.record();
-    pool.create_volume("btt", VolumeSize::Bytes(9 * CHUNK_BYTES), VolumeFormat::Btt).unwrap();
-    let points = media.take_points();
-    let after = volumes_of(&pool);
-    let images = verify_points(&points, 12, &[&before, &after], &mut Random::new(3)).unwrap();
-    Replay::from_environment().count(images, 60);
-}
-
-#[test]
-fn a_renamed_volume_has_one_of_its_names_and_all_of_its_content() {
-    let (media, pool) = new_pool();
-    pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
-    fill_volume(&media, &pool, "v");
-    let before = volumes_of(&pool);
-    media.record();
-    pool.rename_volume("v", "a-longer-name-of-many-words").unwrap();
-    let points = media.take_points();
-    let after = volumes_of(&pool);
-    assert_ne!(before, after);
-    let images = verify_points(&points, 256, &[&before, &after], &mut Random::new(21)).unwrap();
-    Replay::from_environment().count(images, 250);
-}
-
-#[test]
 fn a_rename_that_writes_both_copies_at_once_is_found_out() {
     let (media, pool) = new_pool();
     pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
@@ -367,22 +340,6 @@ fn lending_before_the_mark_is_durable_is_found_out() {
         pool.table.set_owner(media, chunk, Owner::Memory).unwrap();
         // Missing: persist.
         fill_memory(media, &[Extent::chunk(chunk)]);
-    });
-    assert!(error.contains("old content"), "{error}");
-}
-
-#[test]
-fn freeing_before_erasing_is_found_out() {
-    let error = must_be_found_out(|media, pool| {
-        let extents = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
-        fill_memory(media, &extents);
-        let runs: Vec<_> = extents.iter().map(|extent| extent.run()).collect();
-        for chunk in runs.iter().flat_map(|run| run.ids()) {
-            pool.table.set_owner(media, chunk, Owner::Free).unwrap();
-        }
-        pool.persist_entries(&runs).unwrap();
-        let ranges: Vec<_> = runs.iter().map(|run| run.byte_range()).collect();
-        media.erase(&ranges).unwrap();
     });
     assert!(error.contains("old content"), "{error}");
 }

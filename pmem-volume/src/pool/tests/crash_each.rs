@@ -70,7 +70,7 @@ pub(super) const OPERATIONS: [(&str, Operation, usize); 21] = [
     ("delete a BTT volume", |s| s.pool.delete_volume("b").unwrap(), 3500),
     ("delete and make", delete_and_make, 6100),
     ("delete, scrub and make", delete_scrub_and_make, 6200),
-    ("rename", |s| drop(s.pool.rename_volume("v", "a-longer-name").unwrap()), 1700),
+    ("rename", |s| drop(s.pool.rename_volume("v", "a-longer-name-of-many-words").unwrap()), 1700),
     (
         "grow a raw volume",
         |s| drop(s.pool.resize_volume("v", bytes(7), Shrink::Refuse).unwrap()),

@@ -41,11 +41,16 @@ fn what_a_volume_lacks_is_neither_lent_nor_erased() {
         let reader = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
         assert_eq!(reader.volumes().len(), 2);
         assert!(reader.open_volume("btt").is_ok(), "the others may be read");
-        assert!(!reader.check().unwrap().is_clean());
+        let report = reader.check().unwrap();
+        let not_erased = Finding::NotErased { chunk: ChunkId(12) };
+        assert_eq!(report.pool.contains(&not_erased), lost == Owner::Free, "{report:?}");
+        assert!(!report.is_clean());
         drop(reader);
         for dry_run in [true, false] {
             let report = Pool::repair(&fixture.path(), dry_run).unwrap();
             assert_eq!(report.incomplete_volumes, ["raw"], "{lost:?}: {report:?}");
+            let is_named = report.left.iter().any(|text| text.contains("free chunk C12 holds"));
+            assert_eq!(is_named, lost == Owner::Free, "{report:?}");
         }
         assert!(before == fs::read(fixture.path()).unwrap(), "{lost:?}");
     }

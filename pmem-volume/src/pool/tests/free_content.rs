@@ -1,9 +1,7 @@
-//! Free chunks that do not read as zeros: a check names them and a repair erases them, unless a
-//! volume may need them.
+//! Free chunks that do not read as zeros: a check names them and a repair erases them. Those that a
+//! volume may need are in `discard_damaged.rs`.
 
-use super::repair::entry;
 use super::*;
-use crate::pool::format::table::{Owner, encode_owner};
 
 /// A pool with a raw volume in chunks 2 to 4.
 fn with_volume(folder: &Path) -> Fixture {
@@ -67,18 +65,5 @@ fn what_is_lent_or_waits_is_nobodys_to_find() {
         assert_eq!(pool.check().unwrap().pool, []);
         pool.scrub_all().unwrap();
         assert_eq!(pool.check().unwrap().pool, []);
-    }
-}
-
-#[test]
-fn a_free_chunk_that_a_volume_may_lack_is_not_erased() {
-    let fixture = with_volume(Path::new("/dev/shm"));
-    fixture.overwrite(entry(3), &encode_owner(ChunkId(3), Owner::Free).to_le_bytes());
-    assert!(fixture.check().pool.contains(&Finding::NotErased { chunk: ChunkId(3) }));
-    let before = fs::read(fixture.path()).unwrap();
-    for dry_run in [true, false] {
-        let report = Pool::repair(&fixture.path(), dry_run).unwrap();
-        assert!(report.left.iter().any(|text| text.contains("free chunk C3 holds")), "{report:?}");
-        assert!(before == fs::read(fixture.path()).unwrap(), "it was touched");
     }
 }
