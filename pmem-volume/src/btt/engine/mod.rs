@@ -19,10 +19,10 @@
 //!
 //! An arena whose flog or map is inconsistent is read-only, which its info blocks record, as the
 //! format has it; the others go on. Where an arena has no whole info block, its sectors are those
-//! that its size leads to, and none can be read; a volume in which its size is not known ([`walk`])
-//! is not opened. An arena whose flog cannot be read at open takes no reads and no writes. If the
-//! map entry of a lane's last write cannot be read, the arena takes no writes, and that sector no
-//! reads.
+//! that its size leads to, and none can be read; a volume in which its size is not known
+//! ([`arena_walk`]) is not opened. An arena whose flog cannot be read at open takes no reads and no
+//! writes. If the map entry of a lane's last write cannot be read, the arena takes no writes, and
+//! that sector no reads.
 
 mod arena;
 mod cpu;

@@ -38,7 +38,7 @@ pub struct RepairReport {
     pub mended: Vec<String>,
     /// What stays as it is, because the media does not say what was there.
     pub left: Vec<String>,
-    /// Volumes that lack chunks, which nothing explains. A repair gives one up if its name is given.
+    /// Volumes that lack chunks, which nothing explains. A repair gives one up if it gets the name.
     #[serde(skip)]
     pub incomplete_volumes: Vec<String>,
 }
