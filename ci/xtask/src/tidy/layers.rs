@@ -29,8 +29,9 @@ const POOL: Tree = Tree {
     folders: &["pmem-volume/src/pool/"],
     parents: &["pool"],
 };
-const TREES: [Tree; 4] = [
+const TREES: [Tree; 5] = [
     VMM,
+    Tree { heading: "### VMM: `vm`", folders: &["vmm/src/vm/"], parents: &["vm"] },
     Tree { heading: "### `pmem-volume`", folders: &["pmem-volume/src/"], parents: &[] },
     POOL,
     Tree { heading: "### `balloon`", folders: &["balloon/src/"], parents: &[] },
