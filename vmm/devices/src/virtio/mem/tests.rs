@@ -20,6 +20,7 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+mod cost;
 mod throttle;
 
 use super::metrics::FailureReason;

@@ -1,6 +1,5 @@
 //! Loads whose instructions callgrind counts (docs/benchmarks.md).
 
-use std::env;
 use std::fs::File;
 
 use tempfile::TempDir;
@@ -10,20 +9,16 @@ use super::image::without_uring;
 use super::volume::disk_of_new_volume;
 use super::*;
 use crate::disk::image::{ImageOptions, RawImage};
+use crate::virtio::testing::counted_requests;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const PAGE_BYTES: usize = 4096;
 /// Places in the disk that are used in turn.
 const PLACES: u64 = 256;
 
-/// Number of requests, from the environment.
-fn requests() -> u64 {
-    env::var("FORESHORE_COST_REQUESTS").map_or(PLACES, |text| text.parse().unwrap())
-}
-
 fn writes(mut rig: Rig) {
     let data = pattern(PAGE_BYTES, 1);
-    for nth in 0..requests() {
+    for nth in 0..counted_requests(PLACES) {
         assert_eq!(rig.write(nth % PLACES * 8, &data), OK);
     }
     assert_eq!(rig.read(0, PAGE_BYTES as u32), Ok(data));
@@ -32,7 +27,7 @@ fn writes(mut rig: Rig) {
 fn reads(mut rig: Rig) {
     let data = pattern(PAGE_BYTES, 2);
     assert_eq!(rig.write(0, &data), OK);
-    for _ in 0..requests() {
+    for _ in 0..counted_requests(PLACES) {
         assert_eq!(rig.read(0, PAGE_BYTES as u32).as_deref(), Ok(&data[..]));
     }
 }
