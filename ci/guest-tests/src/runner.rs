@@ -238,11 +238,15 @@ fn run_and_report(test: &Test, deadline: Option<Instant>, suspects: &mut usize) 
         Verdict::Passed => println!("test {name} ... ok ({seconds:.1} s)"),
         Verdict::Skipped(reason) => println!("test {name} ... skipped: {reason}"),
         Verdict::Failed(output) | Verdict::FailedForGood(output) => {
-            let output: String = output.lines().map(|line| format!("  | {line}\n")).collect();
-            println!("test {name} ... FAILED ({seconds:.1} s)\n{output}");
+            println!("test {name} ... FAILED ({seconds:.1} s)\n{}", marked(output));
         }
     }
     verdict
+}
+
+/// Output of a test in lines that cannot be taken for those of the runner.
+fn marked(output: &str) -> String {
+    output.lines().map(|line| format!("  | {line}\n")).collect()
 }
 
 /// How often a test runs anew because the emulation broke a guest's kernel.
@@ -282,7 +286,8 @@ fn run_until_the_emulation_holds(
                 println!("rerun {name}: the emulation broke a guest's kernel ({console})")
             }
             None => println!(
-                "rerun {name}: suspect, it failed without a mark of the emulation\n{output}"
+                "rerun {name}: suspect, it failed without a mark of the emulation\n{}",
+                marked(output)
             ),
         }
     }

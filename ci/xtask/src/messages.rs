@@ -82,6 +82,11 @@ impl Lines {
         complete.split_inclusive(|byte| *byte == b'\n').map(<[u8]>::to_owned).collect()
     }
 
+    /// True if the last line has no newline yet.
+    pub(crate) fn is_partial(&self) -> bool {
+        !self.0.is_empty()
+    }
+
     /// Returns the last line with a newline, unless it is empty.
     pub(crate) fn finish(&mut self) -> Vec<Vec<u8>> {
         if self.0.is_empty() { Vec::new() } else { self.feed(b"\n") }

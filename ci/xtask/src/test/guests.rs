@@ -2,9 +2,9 @@
 //!
 //! With more CPUs the emulation breaks kernels (docs/testing.md).
 
-use std::fs;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
 
@@ -13,11 +13,11 @@ use anyhow::{Context, Result};
 use super::Arguments;
 use super::lanes::{self, Host, Log};
 use super::report::{Guests, Report};
-use super::shares::{self, Kept};
-use super::verdicts::{Tally, failure_blocks};
+use super::shares::Queue;
+use super::verdicts::Events;
 use crate::BAD_COMMAND_LINE;
 use crate::cargo::{self, Part};
-use crate::checkout::{Checkout, create_folder, remove_file, remove_folder, rename, write};
+use crate::checkout::{Checkout, create_folder, remove_folder, rename};
 use crate::host::{capacity, ends};
 use crate::images;
 use crate::jobs;
@@ -35,13 +35,11 @@ const UNEVEN_S: u64 = 600;
 /// the host's own limit ends it.
 const RUNNER_END_S: u64 = 60;
 const FOLDER: &str = "guest-tests";
-const LOG: &str = "guest-tests.log";
 
 pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
     say!("guest tests");
     // If this build fails, no logs of an earlier run may remain.
     remove_folder(&checkout.ci(FOLDER))?;
-    remove_file(&checkout.ci(LOG))?;
     if attempt(|| build(checkout, report)).is_none() {
         report.add_failure("build of the guest tests");
         return Ok(());
@@ -50,21 +48,19 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
     let started = Instant::now();
     let tests = list(checkout, arguments)?;
     let hosts = capacity::hosts_at_once(HOST_MIB + HOST_NVDIMM_MIB + 2 * HOST_PMEM_MIB)?;
-    let shares = shares::divide(&tests, hosts);
-    let hosts = shares.first.len();
-    let seconds = arguments.guest_tests_s() / u64::try_from(hosts)? + UNEVEN_S;
-    let lanes = Lanes { checkout, started, seconds, kept: Mutex::new(shares.kept) };
-    // `tail -f` can follow all logs from the start.
-    for lane in 1..=hosts {
-        create_folder(&lanes.folder(lane, 1))?;
-        write(&lanes.folder(lane, 1).join("log"), "")?;
-    }
-    lanes.run(shares.first);
-    let (log, boots) = lanes.collect(hosts)?;
-    let tally = Tally::of(&log, &tests);
-    let folder = format!("target/ci/{FOLDER}");
-    let boots = boots + tally.host_deaths;
-    report.add_guests(Guests { tally, folder, boots, blocks: failure_blocks(&log) }, tests.len());
+    let hosts = hosts.clamp(1, tests.len().max(1));
+    let lanes = Lanes {
+        checkout,
+        started,
+        seconds: arguments.guest_tests_s() / u64::try_from(hosts)? + UNEVEN_S,
+        boots: AtomicUsize::new(0),
+        queue: Mutex::new(Queue::new(&tests, hosts)),
+        events: Mutex::default(),
+    };
+    lanes.run(hosts);
+    let events = lanes.events.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let boots = lanes.boots.into_inner();
+    report.add_guests(Guests { events, folder: format!("target/ci/{FOLDER}"), boots }, &tests);
     Ok(())
 }
 
@@ -95,23 +91,22 @@ struct Lanes<'run> {
     started: Instant,
     /// Time of each lane.
     seconds: u64,
-    kept: Mutex<Kept>,
+    boots: AtomicUsize,
+    queue: Mutex<Queue>,
+    events: Mutex<Events>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Lanes<'_> {
-    /// Folder of a boot of a lane's host. Both numbers count from 1.
-    fn folder(&self, lane: usize, boot: usize) -> PathBuf {
-        let suffix = if boot > 1 { format!("-{boot}") } else { String::new() };
-        self.checkout.ci(FOLDER).join(format!("host-{lane}{suffix}"))
-    }
-
     /// Runs all lanes. Tests of a lane that fails itself have no verdict.
-    fn run(&self, shares: Vec<Vec<String>>) {
+    fn run(&self, hosts: usize) {
         thread::scope(|scope| {
-            for (index, share) in shares.into_iter().enumerate() {
-                let lane = index + 1;
+            for lane in 1..=hosts {
                 scope.spawn(move || {
-                    if let Err(error) = self.run_lane(lane, share) {
+                    if let Err(error) = self.run_lane(lane) {
                         print(&format!("lane {lane}: {error:#}"));
                     }
                 });
@@ -119,43 +114,28 @@ impl Lanes<'_> {
         });
     }
 
-    /// Runs a share, and then others as long as some are left.
-    fn run_lane(&self, lane: usize, mut share: Vec<String>) -> Result<()> {
-        for boot in 1.. {
+    /// Runs shares as long as tests are left.
+    fn run_lane(&self, lane: usize) -> Result<()> {
+        for number in 1.. {
+            let share = lock(&self.queue).next_share();
             if share.is_empty() {
                 break;
             }
-            let folder = self.folder(lane, boot);
+            let suffix = if number > 1 { format!("-{number}") } else { String::new() };
+            let folder = self.checkout.ci(FOLDER).join(format!("host-{lane}{suffix}"));
             create_folder(&folder)?;
             let mut log = Log::create(&folder.join("log"), lane, write_output)?;
-            lanes::run_share(&share, &mut EmulatedHost { lanes: self, folder: &folder }, &mut log)?;
+            let mut host = EmulatedHost { lanes: self, folder: &folder };
+            let result = lanes::run_share(&share, &mut host, &mut log);
             // A host that does not boot, or has no time left, must not take tests from others.
-            let is_over = log.has_failure_without_verdict();
-            log.finish();
+            let is_over = log.events.has_failure_without_verdict();
+            lock(&self.events).append(log.events);
+            result?;
             if is_over {
                 break;
             }
-            share = self.kept.lock().unwrap_or_else(PoisonError::into_inner).next_share();
         }
         Ok(())
-    }
-
-    /// Joins the logs of all lanes, and counts them. Tests of a log that is missing have no
-    /// verdict.
-    fn collect(&self, hosts: usize) -> Result<(String, usize)> {
-        let boots = |lane| {
-            (1..).map(move |boot| self.folder(lane, boot)).take_while(|folder| folder.exists())
-        };
-        let folders: Vec<_> = (1..=hosts).flat_map(boots).collect();
-        let mut log = Vec::new();
-        for folder in &folders {
-            let path = folder.join("log");
-            let read =
-                || fs::read(&path).with_context(|| format!("Cannot read {}", path.display()));
-            log.extend(attempt(read).unwrap_or_default());
-        }
-        write(&self.checkout.ci(LOG), &log)?;
-        Ok((String::from_utf8_lossy(&log).into_owned(), folders.len()))
     }
 
     fn seconds_left(&self) -> u64 {
@@ -180,6 +160,7 @@ impl Host for EmulatedHost<'_> {
         command.args(options.split(' ')).arg(self.folder);
         command.args(["--", "guest-tests", "--within", &left.to_string(), "--exact"]).args(tests);
         command.current_dir(self.lanes.checkout.root());
+        self.lanes.boots.fetch_add(1, Ordering::Relaxed);
         let status = jobs::stream(&mut command, |bytes| log.add(bytes))?;
         Ok(jobs::exit_code(status))
     }

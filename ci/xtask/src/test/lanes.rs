@@ -9,10 +9,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::verdicts::{
-    HOST_DEATH, NO_VERDICT, THE_HOST, failure, has_failure, has_failure_without_verdict,
-    without_verdict,
-};
+use super::verdicts::{Events, HOST_DEATH, Kind, NO_VERDICT, THE_HOST, failure};
 use crate::host::ends;
 use crate::messages::Lines;
 
@@ -23,7 +20,7 @@ const MAX_BOOTS: usize = 5;
 /// Log of a lane. Its lines are also shown, with the lane's number in front.
 pub(super) struct Log {
     file: File,
-    text: Vec<u8>,
+    pub events: Events,
     lines: Lines,
     lane: usize,
     show: fn(&[u8]),
@@ -33,42 +30,26 @@ impl Log {
     pub(super) fn create(path: &Path, lane: usize, show: fn(&[u8])) -> Result<Self> {
         let file =
             File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
-        Ok(Self { file, text: Vec::new(), lines: Lines::default(), lane, show })
+        Ok(Self { file, events: Events::default(), lines: Lines::default(), lane, show })
     }
 
     pub(super) fn add(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).context("Cannot write the log")?;
-        self.text.extend_from_slice(bytes);
-        let lines = self.lines.feed(bytes);
-        self.show_lines(&lines);
+        for line in self.lines.feed(bytes) {
+            let line = String::from_utf8_lossy(&line);
+            self.events.add_line(line.trim_end_matches('\n'));
+            (self.show)(format!("{}| {line}", self.lane).as_bytes());
+        }
         Ok(())
     }
 
-    /// Adds a line of this task. The output before it may have ended in the middle of a line.
+    /// Ends a line that the end of a boot has cut off.
+    fn end_line(&mut self) -> Result<()> {
+        if self.lines.is_partial() { self.add(b"\n") } else { Ok(()) }
+    }
+
     fn add_line(&mut self, line: &str) -> Result<()> {
-        if self.text.last().is_some_and(|byte| *byte != b'\n') {
-            self.add(b"\n")?;
-        }
         self.add(format!("{line}\n").as_bytes())
-    }
-
-    /// Shows the last line even if it lacks a newline.
-    pub(super) fn finish(mut self) {
-        let lines = self.lines.finish();
-        self.show_lines(&lines);
-    }
-
-    fn show_lines(&self, lines: &[Vec<u8>]) {
-        let prefix = format!("{}| ", self.lane).into_bytes();
-        lines.iter().for_each(|line| (self.show)(&[&prefix[..], line].concat()));
-    }
-
-    fn text(&self) -> String {
-        String::from_utf8_lossy(&self.text).into_owned()
-    }
-
-    pub(super) fn has_failure_without_verdict(&self) -> bool {
-        has_failure_without_verdict(&self.text())
     }
 }
 
@@ -85,29 +66,32 @@ pub(super) trait Host {
 
 /// Runs tests until all have a verdict.
 pub(super) fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -> Result<()> {
-    let mut code = host.boot(tests, log)?;
-    let mut left = without_verdict(&log.text(), tests);
     let (mut deaths, mut interrupted) = (0, None);
-    while !left.is_empty() && host.has_died(code) {
+    let mut left = tests.to_owned();
+    let code = loop {
+        let code = host.boot(&left, log)?;
+        log.end_line()?;
+        left = log.events.without_verdict(tests);
+        let has_died = host.has_died(code);
+        if left.is_empty() || !has_died {
+            // After the last verdict, the death of a host loses nothing.
+            break if has_died { 0 } else { code };
+        }
         deaths += 1;
         host.keep_logs(deaths)?;
-        let test = left[0].clone();
+        let (test, count) = (left[0].clone(), left.len());
         log.add_line(&format!(
-            "{HOST_DEATH} the host in {test}: {} tests have no verdict yet",
-            left.len()
+            "{HOST_DEATH} the host in {test}: {count} tests have no verdict yet"
         ))?;
-        if interrupted.replace(test.clone()) == Some(test) {
+        if interrupted.replace(test.clone()).as_ref() == Some(&test) {
             // The test is the cause if a host dies in it twice.
-            log.add_line(&failure(&left.remove(0), "the emulated host died in it twice"))?;
+            log.add_line(&failure(&test, "the emulated host died in it twice"))?;
+            left.remove(0);
         }
         if left.is_empty() || deaths >= MAX_BOOTS {
-            break;
+            break code;
         }
-        code = host.boot(&left, log)?;
-        left = without_verdict(&log.text(), tests);
-    }
-    // After the last verdict, the death of a host loses nothing.
-    let code = if host.has_died(code) && left.is_empty() { 0 } else { code };
+    };
     close(log, &left, code)
 }
 
@@ -118,7 +102,7 @@ fn close(log: &mut Log, left: &[String], code: u8) -> Result<()> {
     for test in left {
         log.add_line(&failure(test, &format!("{NO_VERDICT}: {meaning}")))?;
     }
-    if code != 0 && !has_failure(&log.text()) {
+    if code != 0 && log.events.names(Kind::Failed).is_empty() {
         let reason = format!("every test has passed, but the run has failed: {meaning}");
         log.add_line(&failure(THE_HOST, &reason))?;
     }
@@ -194,7 +178,6 @@ mod tests {
         })
         .unwrap();
         run_share(&tests, &mut host, &mut log).unwrap();
-        log.finish();
         assert!(host.boots.is_empty());
         let shown = String::from_utf8(SHOWN.take()).unwrap();
         let log = std::fs::read_to_string(&path).unwrap();

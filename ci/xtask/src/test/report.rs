@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::verdicts::Tally;
+use super::verdicts::{Events, Kind};
 use crate::messages::{say, write_errors, write_output};
 
 /// Limit of suspects in a run: tests that failed without a mark of the emulation, ran once more and
@@ -25,12 +25,10 @@ pub(super) struct Report {
 }
 
 pub(super) struct Guests {
-    pub tally: Tally,
+    pub events: Events,
     /// Folder of the logs, relative to the checkout.
     pub folder: String,
     pub boots: usize,
-    /// Output of failed and suspect tests.
-    pub blocks: Vec<String>,
 }
 
 impl Report {
@@ -62,15 +60,19 @@ impl Report {
         self.failures.extend(names);
     }
 
-    pub(super) fn add_guests(&mut self, guests: Guests, count: usize) {
-        let tally = &guests.tally;
-        self.passed += tally.passed;
-        self.skipped += tally.skipped;
-        self.add_failures(tally.failed.len(), tally.failed.iter().cloned());
-        if tally.unjudged > 0 {
-            say!("guest tests: {} verdicts of {count} tests", count - tally.unjudged);
+    pub(super) fn add_guests(&mut self, guests: Guests, tests: &[String]) {
+        let events = &guests.events;
+        self.passed += events.names(Kind::Passed).len();
+        self.skipped += events.names(Kind::Skipped).len();
+        let failed = events.names(Kind::Failed);
+        self.add_failures(failed.len(), failed.into_iter().map(str::to_owned));
+        let unjudged = events.without_verdict(tests);
+        if !unjudged.is_empty() {
+            let (judged, count) = (tests.len() - unjudged.len(), tests.len());
+            say!("guest tests: {judged} verdicts of {count} tests");
+            self.add_failures(unjudged.len(), unjudged);
         }
-        let suspects = tally.suspects.len();
+        let suspects = events.names(Kind::Suspect).len();
         if suspects > MAX_SUSPECTS {
             let failure =
                 format!("guest tests: {suspects} suspects, at most {MAX_SUSPECTS} are allowed");
@@ -98,12 +100,10 @@ impl Report {
         if self.crash_images > 0 {
             say!("crash images (pools and BTTs) verified by the oracle: {}", self.crash_images);
         }
-        if let Some(guests) = self.guests.as_ref().filter(|guests| !guests.blocks.is_empty()) {
-            say!(
-                "output of failed and suspect guest tests (all of it: {}/host-*/log):",
-                guests.folder
-            );
-            write_errors(guests.blocks.concat().as_bytes());
+        let blocks = self.guests.as_ref().map(|guests| (guests.events.blocks(), &guests.folder));
+        if let Some((blocks, folder)) = blocks.filter(|(blocks, _)| !blocks.is_empty()) {
+            say!("output of failed and suspect guest tests (all of it: {folder}/host-*/log):");
+            write_errors(blocks.as_bytes());
         }
         if !self.failures.is_empty() {
             say!("FAILED:");
@@ -130,26 +130,27 @@ fn format_steps(steps: &[(String, u64)], seconds: u64) -> String {
 impl Guests {
     /// Remarks about reruns, suspects and hosts that have died.
     fn notes(&self) -> Vec<String> {
-        let (tally, folder) = (&self.tally, &self.folder);
+        let (events, folder) = (&self.events, &self.folder);
+        let suspects = events.names(Kind::Suspect);
+        let reruns = events.names(Kind::Rerun).len() + suspects.len();
+        let deaths = events.names(Kind::HostDeath).len();
         let mut notes = Vec::new();
-        if tally.reruns > 0 {
+        if reruns > 0 {
             notes.push(format!(
                 "tests run again because the emulation broke a guest's kernel, or because they failed once \
-                 (docs/testing.md): {}",
-                tally.reruns
+                 (docs/testing.md): {reruns}"
             ));
         }
-        if !tally.suspects.is_empty() {
-            let suspects = tally.suspects.join(" ");
+        if !suspects.is_empty() {
+            let suspects = suspects.join(" ");
             notes.push(format!(
                 "suspects, which failed once without a mark of the emulation (logs: {folder}): {suspects}"
             ));
         }
-        if tally.host_deaths > 0 {
+        if deaths > 0 {
             notes.push(format!(
-                "emulated hosts that the emulation broke (docs/testing.md): {}\n  (their logs: \
-                 {folder}/host-*/host-*-*.log)",
-                tally.host_deaths
+                "emulated hosts that the emulation broke (docs/testing.md): {deaths}\n  (their logs: \
+                 {folder}/host-*/host-*-*.log)"
             ));
         }
         notes
@@ -157,7 +158,7 @@ impl Guests {
 
     /// The time of all tests and those of the longest ones.
     fn times(&self) -> String {
-        let times = &self.tally.times;
+        let times = self.events.times();
         let seconds: f64 = times.iter().map(|(seconds, _)| seconds).sum();
         let longest = times.iter().take(LONGEST_TESTS);
         let longest: String =
@@ -172,17 +173,11 @@ impl Guests {
 
 #[cfg(test)]
 mod tests {
-    use super::super::verdicts::tests::LOG;
+    use super::super::verdicts::tests::{events, events_of_log};
     use super::*;
 
-    fn guests(log: &str, tests: &[&str]) -> Guests {
-        let tests: Vec<_> = tests.iter().map(|name| (*name).to_owned()).collect();
-        Guests {
-            tally: Tally::of(log, &tests),
-            folder: "target/ci/guest-tests".to_owned(),
-            boots: 2,
-            blocks: Vec::new(),
-        }
+    fn guests(events: Events) -> Guests {
+        Guests { events, folder: "target/ci/guest-tests".to_owned(), boots: 2 }
     }
 
     #[test]
@@ -202,14 +197,22 @@ mod tests {
         };
         for (count, failed) in [(MAX_SUSPECTS, 0), (MAX_SUSPECTS + 1, 1)] {
             let mut report = Report::new();
-            report.add_guests(guests(&log(count), &[]), 0);
+            report.add_guests(guests(events(&log(count))), &[]);
             assert_eq!(report.last_line(), format!("{count} passed, {failed} failed"));
         }
     }
 
     #[test]
+    fn tests_without_a_verdict_have_failed() {
+        let mut report = Report::new();
+        report.add_guests(guests(events_of_log()), &["late::one".to_owned()]);
+        assert_eq!(report.last_line(), "4 passed, 2 failed, 1 skipped");
+        assert_eq!(report.failures, ["balloon::free", "late::one"]);
+    }
+
+    #[test]
     fn remarks_name_reruns_suspects_and_dead_hosts() {
-        let guests = guests(LOG, &[]);
+        let guests = guests(events_of_log());
         let notes = guests.notes();
         assert!(notes[0].ends_with("(docs/testing.md): 2"), "{notes:?}");
         assert!(

@@ -81,7 +81,7 @@ impl Log {
         cargo.args(packages).args(["--no-fail-fast", "--quiet", "--", "--show-output"]);
         // Tests must make file systems with the same options as without this task.
         cargo.env_remove("MKE2FS_CONFIG").env(IS_JOB, "yes");
-        self.results.section = None;
+        self.results.section = "";
         let mut lines = Lines::default();
         let mut show = |lines: Vec<Vec<u8>>| {
             for line in lines {
@@ -100,15 +100,11 @@ impl Log {
     }
 }
 
-/// A part of the output of a test program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Section {
-    Successes,
-    Failures,
-    Result,
-}
-
+const SUCCESSES: &str = "successes:";
+const FAILURES: &str = "failures:";
 const RESULT: &str = "test result:";
+/// Lines that begin a part of the output of a test program.
+const SECTIONS: [&str; 3] = [SUCCESSES, FAILURES, RESULT];
 
 /// Results of all test programs, read line by line.
 #[derive(Debug, Default)]
@@ -120,7 +116,8 @@ struct Results {
     /// `NAME: REASON` of each test that passed although it skipped itself or a part.
     skipped: Vec<String>,
     crash_images: u64,
-    section: Option<Section>,
+    /// Present part of the output.
+    section: &'static str,
     /// Test that wrote the present lines.
     test: Option<String>,
 }
@@ -129,27 +126,24 @@ impl Results {
     /// Adds a line. Returns false for a line that is not shown: progress, or output of a test that
     /// passed.
     fn add(&mut self, line: &str) -> bool {
-        let section = match line {
-            "successes:" => Some(Section::Successes),
-            "failures:" => Some(Section::Failures),
-            _ => line.starts_with(RESULT).then_some(Section::Result),
-        };
-        if section.is_some() {
+        let section = if line.starts_with(RESULT) { RESULT } else { line };
+        if let Some(section) = SECTIONS.into_iter().find(|known| *known == section) {
             (self.section, self.test) = (section, None);
         }
         if let Some(counts) = line.strip_prefix(RESULT) {
             self.add_counts(counts);
         } else if let Some(count) = line.strip_prefix("crash images opened: ") {
             self.crash_images += count.trim().parse::<u64>().unwrap_or(0);
-        } else if let Some(test) = heading(line) {
-            self.test = Some(test.to_owned());
-        } else if let (Some(Section::Successes), Some(reason)) =
-            (self.section, line.strip_prefix("skipped: "))
+        } else if let Some(test) = line.strip_prefix("---- ") {
+            self.test = test.strip_suffix(" stdout ----").map(str::to_owned);
+        } else if self.section == SUCCESSES
+            && let Some(reason) = line.strip_prefix("skipped: ")
         {
             // Only the first reason of a test counts.
             self.skipped.extend(self.test.take().map(|test| format!("{test}: {reason}")));
-        } else if let (Some(Section::Failures), None, Some(test)) =
-            (self.section, &self.test, line.strip_prefix("    "))
+        } else if self.section == FAILURES
+            && self.test.is_none()
+            && let Some(test) = line.strip_prefix("    ")
         {
             // The list of failures has its own heading after the output of the tests.
             self.failures.push(test.to_owned());
@@ -157,7 +151,7 @@ impl Results {
         let is_start =
             line.starts_with("running ") && line.trim_end_matches('s').ends_with(" test");
         let is_progress = line.bytes().all(|byte| byte == b'.');
-        self.section != Some(Section::Successes) && !is_start && !is_progress
+        self.section != SUCCESSES && !is_start && !is_progress
     }
 
     /// Adds the numbers of ` ok. 5 passed; 0 failed; 1 ignored; ...`.
@@ -173,11 +167,6 @@ impl Results {
             }
         }
     }
-}
-
-/// The test of a line `---- NAME stdout ----`.
-fn heading(line: &str) -> Option<&str> {
-    line.strip_prefix("---- ")?.strip_suffix(" stdout ----")
 }
 
 #[cfg(test)]

@@ -1,13 +1,11 @@
-//! Verdicts and reruns of guest tests, read from the log of a lane.
+//! Verdicts and reruns of guest tests, read from the output of a lane.
 
 use std::collections::HashSet;
 
 /// Number of lines of a test's output that the report repeats.
 const LAST_LINES: usize = 40;
-/// Start of a line of a failed test's output.
-const OUTPUT_PREFIX: &str = "  | ";
-/// Start of the runner's line after its last test.
-const RUNNER_END: &str = "guest tests: ";
+/// Start of a line of a failed or suspect test's output.
+const OUTPUT_PREFIX: &str = "  |";
 /// Start of the line about a dead host.
 pub(super) const HOST_DEATH: &str = "THE EMULATION BROKE";
 /// Start of the reason of a failure that has no verdict of the runner's.
@@ -17,55 +15,20 @@ pub(super) const THE_HOST: &str = "the-host";
 const FAILED: &str = "FAILED";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum Kind {
     Passed,
     Failed,
     Skipped,
-}
-
-/// A line of the log that is not output of a test.
-#[derive(Debug, PartialEq)]
-enum Event<'log> {
-    /// `test NAME ... VERDICT`, with the seconds that the test took.
-    Verdict {
-        name: &'log str,
-        verdict: Verdict,
-        seconds: Option<f64>,
-    },
-    /// `rerun NAME: REASON`.
-    Rerun {
-        name: &'log str,
-        is_suspect: bool,
-    },
+    /// The test runs again, because the emulation broke a guest's kernel.
+    Rerun,
+    /// The test runs again, although nothing shows a fault of the emulation.
+    Suspect,
     HostDeath,
-    RunnerEnd,
 }
 
-impl<'log> Event<'log> {
-    fn parse(line: &'log str) -> Option<Self> {
-        if line.starts_with(HOST_DEATH) {
-            return Some(Self::HostDeath);
-        }
-        if line.starts_with(RUNNER_END) {
-            return Some(Self::RunnerEnd);
-        }
-        if let Some(rest) = line.strip_prefix("rerun ") {
-            let (name, reason) = rest.split_once(": ").filter(|(name, _)| is_name(name))?;
-            return Some(Self::Rerun { name, is_suspect: reason.starts_with("suspect, ") });
-        }
-        let (name, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
-        let verdict = Verdict::parse(result).filter(|_| is_name(name))?;
-        Some(Self::Verdict { name, verdict, seconds: parse_seconds(result) })
-    }
-}
-
-fn is_name(word: &str) -> bool {
-    !word.is_empty() && !word.contains(' ')
-}
-
-impl Verdict {
+impl Kind {
     /// A host may die in the middle of a line, and a failure counts even then.
-    fn parse(result: &str) -> Option<Self> {
+    fn of_result(result: &str) -> Option<Self> {
         if result.starts_with("ok") {
             Some(Self::Passed)
         } else if result.starts_with("skipped: ") {
@@ -78,9 +41,53 @@ impl Verdict {
     }
 }
 
-/// The time at the end of `ok (1.2 s)`.
-fn parse_seconds(result: &str) -> Option<f64> {
-    result.strip_suffix(" s)")?.rsplit('(').next()?.parse().ok()
+/// A line that is not output of a test.
+struct Event {
+    kind: Kind,
+    /// Name of the test. Empty for a dead host.
+    name: String,
+    line: String,
+    /// Lines of the test's output below it.
+    output: Vec<String>,
+}
+
+impl Event {
+    /// Parses `test NAME ... VERDICT`, `rerun NAME: REASON` or a line about a dead host.
+    fn parse(line: &str) -> Option<Self> {
+        let (kind, name) = if line.starts_with(HOST_DEATH) {
+            (Kind::HostDeath, "")
+        } else if let Some(rest) = line.strip_prefix("rerun ") {
+            let (name, reason) = rest.split_once(": ")?;
+            let is_suspect = reason.starts_with("suspect, ");
+            (if is_suspect { Kind::Suspect } else { Kind::Rerun }, name)
+        } else {
+            let (name, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
+            (Kind::of_result(result)?, name)
+        };
+        let event =
+            || Self { kind, name: name.to_owned(), line: line.to_owned(), output: Vec::new() };
+        (!name.contains(' ')).then(event)
+    }
+
+    fn is_verdict(&self) -> bool {
+        matches!(self.kind, Kind::Passed | Kind::Failed | Kind::Skipped)
+    }
+
+    /// The time at the end of `ok (1.2 s)`.
+    fn seconds(&self) -> Option<f64> {
+        self.line.strip_suffix(" s)")?.rsplit('(').next()?.parse().ok()
+    }
+
+    /// The line and the last lines of the output below it.
+    fn block(&self) -> String {
+        let omitted = self.output.len().saturating_sub(LAST_LINES);
+        let mut block = format!("{}\n", self.line);
+        if omitted > 0 {
+            block += &format!("{OUTPUT_PREFIX} ({omitted} lines before these are in the log)\n");
+        }
+        block.extend(self.output[omitted..].iter().map(|line| format!("{line}\n")));
+        block
+    }
 }
 
 /// The line of a failure that the runner has not reported.
@@ -88,108 +95,54 @@ pub(super) fn failure(name: &str, reason: &str) -> String {
     format!("test {name} ... {FAILED} ({reason})")
 }
 
-/// The tests that the log has no verdict of.
-pub(super) fn without_verdict(log: &str, tests: &[String]) -> Vec<String> {
-    let judged: HashSet<_> = log.lines().filter_map(Event::parse).filter_map(judged).collect();
-    tests.iter().filter(|test| !judged.contains(test.as_str())).cloned().collect()
-}
+/// All events of some lanes.
+#[derive(Default)]
+pub(super) struct Events(Vec<Event>);
 
-fn judged(event: Event<'_>) -> Option<&str> {
-    if let Event::Verdict { name, .. } = event { Some(name) } else { None }
-}
-
-/// True if the log has a failed test.
-pub(super) fn has_failure(log: &str) -> bool {
-    let failed = |event| matches!(event, Event::Verdict { verdict: Verdict::Failed, .. });
-    log.lines().filter_map(Event::parse).any(failed)
-}
-
-/// True if the log has a test that ended without a verdict of the runner's.
-pub(super) fn has_failure_without_verdict(log: &str) -> bool {
-    let reason = format!(" ... {FAILED} ({NO_VERDICT}");
-    log.lines().any(|line| line.starts_with("test ") && line.contains(&reason))
-}
-
-/// Results of all guest tests.
-#[derive(Debug, Default, PartialEq)]
-pub(super) struct Tally {
-    pub passed: usize,
-    pub skipped: usize,
-    /// Names of the tests that have failed, and of those without a verdict.
-    pub failed: Vec<String>,
-    /// Number of tests that have no verdict at all, because their lane itself ended early.
-    pub unjudged: usize,
-    pub reruns: usize,
-    pub suspects: Vec<String>,
-    pub host_deaths: usize,
-    /// Seconds and names of the tests that report a time, the longest first.
-    pub times: Vec<(f64, String)>,
-}
-
-impl Tally {
-    /// Counts what the logs of all lanes have about `tests`.
-    pub(super) fn of(log: &str, tests: &[String]) -> Self {
-        let mut tally = Self::default();
-        log.lines().filter_map(Event::parse).for_each(|event| tally.add(event));
-        let unjudged = without_verdict(log, tests);
-        tally.unjudged = unjudged.len();
-        tally.failed.extend(unjudged);
-        tally.times.sort_by(|one, other| other.0.total_cmp(&one.0));
-        tally
-    }
-
-    fn add(&mut self, event: Event<'_>) {
-        match event {
-            Event::Verdict { name, verdict, seconds } => {
-                match verdict {
-                    Verdict::Passed => self.passed += 1,
-                    Verdict::Skipped => self.skipped += 1,
-                    Verdict::Failed => self.failed.push(name.to_owned()),
-                }
-                self.times.extend(seconds.map(|seconds| (seconds, name.to_owned())));
-            }
-            Event::Rerun { name, is_suspect } => {
-                self.reruns += 1;
-                self.suspects.extend(is_suspect.then(|| name.to_owned()));
-            }
-            Event::HostDeath => self.host_deaths += 1,
-            Event::RunnerEnd => {}
+impl Events {
+    pub(super) fn add_line(&mut self, line: &str) {
+        if let Some(event) = Event::parse(line) {
+            self.0.push(event);
+        } else if let Some(event) = self.0.last_mut().filter(|_| line.starts_with(OUTPUT_PREFIX)) {
+            event.output.push(line.to_owned());
         }
     }
-}
 
-/// Blocks of a log that belong to failed and suspect tests: the line with the result, and the last
-/// lines of the output below it.
-pub(super) fn failure_blocks(log: &str) -> Vec<String> {
-    let lines: Vec<_> = log.lines().collect();
-    let block = |(index, line): (usize, &&str)| {
-        let output = &lines[index + 1..];
-        let len = match Event::parse(line)? {
-            // The runner marks each line of the output.
-            Event::Verdict { verdict: Verdict::Failed, .. } => {
-                output.iter().take_while(|line| line.starts_with(OUTPUT_PREFIX.trim_end())).count()
-            }
-            Event::Rerun { is_suspect: true, .. } => {
-                output.iter().take_while(|line| Event::parse(line).is_none()).count()
-            }
-            _ => return None,
-        };
-        Some(format_block(line, &output[..len]))
-    };
-    lines.iter().enumerate().filter_map(block).collect()
-}
+    pub(super) fn append(&mut self, mut other: Self) {
+        self.0.append(&mut other.0);
+    }
 
-fn format_block(line: &str, output: &[&str]) -> String {
-    let omitted = output.len().saturating_sub(LAST_LINES);
-    let mut block = format!("{line}\n");
-    if omitted > 0 {
-        block.push_str(&format!("{OUTPUT_PREFIX}({omitted} lines before these are in the log)\n"));
+    /// Names of the tests with an event of this kind.
+    pub(super) fn names(&self, kind: Kind) -> Vec<&str> {
+        self.0.iter().filter(|event| event.kind == kind).map(|event| &event.name[..]).collect()
     }
-    for line in &output[omitted..] {
-        let text = line.strip_prefix(OUTPUT_PREFIX).unwrap_or(line);
-        block.push_str(&format!("{OUTPUT_PREFIX}{text}\n"));
+
+    pub(super) fn without_verdict(&self, tests: &[String]) -> Vec<String> {
+        let judged = self.0.iter().filter(|event| event.is_verdict()).map(|event| &event.name);
+        let judged: HashSet<_> = judged.collect();
+        tests.iter().filter(|test| !judged.contains(test)).cloned().collect()
     }
-    block
+
+    /// True if a test ended without a verdict of the runner's.
+    pub(super) fn has_failure_without_verdict(&self) -> bool {
+        let reason = format!(" ... {FAILED} ({NO_VERDICT}");
+        self.0.iter().any(|event| event.line.contains(&reason))
+    }
+
+    /// Seconds and names of the tests that report a time, the longest first.
+    pub(super) fn times(&self) -> Vec<(f64, &str)> {
+        let judged = self.0.iter().filter(|event| event.is_verdict());
+        let mut times: Vec<_> =
+            judged.filter_map(|event| Some((event.seconds()?, &event.name[..]))).collect();
+        times.sort_by(|one, other| other.0.total_cmp(&one.0));
+        times
+    }
+
+    /// Lines with failed and suspect tests, and the ends of their output.
+    pub(super) fn blocks(&self) -> String {
+        let is_shown = |event: &&Event| matches!(event.kind, Kind::Failed | Kind::Suspect);
+        self.0.iter().filter(is_shown).map(Event::block).collect()
+    }
 }
 
 #[cfg(test)]
@@ -197,16 +150,16 @@ pub(super) mod tests {
     use super::*;
 
     /// Log of a lane whose host died in a test. Real lines, with a shorter output.
-    pub(crate) const LOG: &str = "\
+    const LOG: &str = "\
 host: booting the emulated KVM host (1 CPUs, 6144 MiB): no hardware virtualization here
 test boot::debian_6_1_boots_from_its_bzimage ... ok (8.5 s)
 rerun cpus::vcpus_come_run_and_go: the emulation broke a guest's kernel (vm0.console.log)
 test cpus::vcpus_come_run_and_go ... ok (18.9 s)
 rerun boot::a_reset_reboots: suspect, it failed without a mark of the emulation
-Waited 30 s in vain until the guest serves commands
+  | Waited 30 s in vain until the guest serves commands
+  |\u{20}
+  | --- the end of vm0.vmm.log:
 
---- the end of vm0.vmm.log:
-WARN no driver
 test boot::a_reset_reboots ... ok (41.0 s)
 test firmware::a_users_firmware_boots_debian_from_a_disk ... skipped: FORESHORE_TEST_FIRMWARE names no firmware
 test balloon::free
@@ -214,13 +167,22 @@ THE EMULATION BROKE the host in balloon::free: 2 tests have no verdict yet
 host: booting the emulated KVM host (1 CPUs, 6144 MiB): no hardware virtualization here
 test balloon::free ... FAILED (3.0 s)
   | Not two CPUs
-  |\u{20}
-  | --- the end of vm0.console.log:
-  | [    1.2] login
+  | test balloon::free ... ok (8.5 s)
 
 test hotplug::a_disk_comes ... ok (100.1 s)
+test result: ok. 3 passed ... ok
 guest tests: 3 passed, 1 failed, 1 skipped
 ";
+
+    pub(crate) fn events(log: &str) -> Events {
+        let mut events = Events::default();
+        log.lines().for_each(|line| events.add_line(line));
+        events
+    }
+
+    pub(crate) fn events_of_log() -> Events {
+        events(LOG)
+    }
 
     fn names(names: &[&str]) -> Vec<String> {
         names.iter().map(|name| (*name).to_owned()).collect()
@@ -228,95 +190,64 @@ guest tests: 3 passed, 1 failed, 1 skipped
 
     #[test]
     fn lines_of_the_runner_are_recognized() {
-        let verdict = |name, verdict, seconds| Some(Event::Verdict { name, verdict, seconds });
-        for (line, event) in [
-            ("test boot::boots ... ok (8.5 s)", verdict("boot::boots", Verdict::Passed, Some(8.5))),
-            (
-                "test boot::boots ... skipped: no (2 s) disk",
-                verdict("boot::boots", Verdict::Skipped, None),
-            ),
-            (
-                "test boot::boots ... FAILED (0.1 s)",
-                verdict("boot::boots", Verdict::Failed, Some(0.1)),
-            ),
-            (
-                "test a ... FAILED (no verdict: signal: 9 (SIGKILL))",
-                verdict("a", Verdict::Failed, None),
-            ),
-            ("rerun a: suspect, it failed", Some(Event::Rerun { name: "a", is_suspect: true })),
-            ("rerun a: the emulation broke a", Some(Event::Rerun { name: "a", is_suspect: false })),
-            ("guest tests: 3 passed, 0 failed, 0 skipped", Some(Event::RunnerEnd)),
-            ("  | test boot::boots ... ok (8.5 s)", None),
-            ("test result: ok. 3 passed ... ok", None),
-            ("rerun of a test: no", None),
-        ] {
-            assert_eq!(Event::parse(line), event, "{line}");
-        }
+        let events = events(LOG);
+        let passed = ["boot::debian_6_1_boots_from_its_bzimage", "cpus::vcpus_come_run_and_go"];
+        let passed = [&passed[..], &["boot::a_reset_reboots", "hotplug::a_disk_comes"]].concat();
+        assert_eq!(events.names(Kind::Passed), passed);
+        assert_eq!(events.names(Kind::Failed), ["balloon::free"]);
+        let skipped = events.names(Kind::Skipped);
+        assert_eq!(skipped, ["firmware::a_users_firmware_boots_debian_from_a_disk"]);
+        assert_eq!(events.names(Kind::Rerun), ["cpus::vcpus_come_run_and_go"]);
+        assert_eq!(events.names(Kind::Suspect), ["boot::a_reset_reboots"]);
+        assert_eq!(events.names(Kind::HostDeath).len(), 1);
+        let times: Vec<_> = events.times().iter().map(|(seconds, _)| *seconds).collect();
+        assert_eq!(times, [100.1, 41.0, 18.9, 8.5, 3.0]);
+        let tests = names(&["hotplug::a_disk_comes", "late::one", "balloon::free"]);
+        assert_eq!(events.without_verdict(&tests), ["late::one"]);
+        assert!(!events.has_failure_without_verdict());
     }
 
     #[test]
     fn verdict_that_the_end_of_a_host_cuts_off_is_one_only_of_a_failure() {
-        for (line, verdict) in
-            [("F", Some(Verdict::Failed)), ("o", None), ("", None), ("skip", None)]
-        {
-            assert_eq!(Verdict::parse(line), verdict, "{line:?}");
+        for (line, kind) in [("F", Some(Kind::Failed)), ("o", None), ("", None), ("skip", None)] {
+            assert_eq!(Kind::of_result(line), kind, "{line:?}");
         }
-        let tests = names(&["a", "b", "c"]);
-        let log = "test a ... FAIL\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... o";
-        assert_eq!(without_verdict(log, &tests), ["b", "c"]);
         // The whole name must match.
-        assert_eq!(without_verdict("test ab ... ok (1.0 s)", &tests), tests);
+        let tests = names(&["a", "b", "c"]);
+        let log = "test a ... FAIL\ntest b ... o\ntest cc ... ok (1.0 s)\n";
+        assert_eq!(events(log).without_verdict(&tests), ["b", "c"]);
     }
 
     #[test]
-    fn results_are_counted() {
-        let tests = names(&["hotplug::a_disk_comes", "late::one", "balloon::free"]);
-        let tally = Tally::of(LOG, &tests);
-        assert_eq!((tally.passed, tally.skipped, tally.unjudged), (4, 1, 1));
-        assert_eq!(tally.failed, ["balloon::free", "late::one"]);
-        assert_eq!((tally.reruns, tally.host_deaths), (2, 1));
-        assert_eq!(tally.suspects, ["boot::a_reset_reboots"]);
-        let times: Vec<_> = tally.times.iter().map(|(seconds, _)| *seconds).collect();
-        assert_eq!(times, [100.1, 41.0, 18.9, 8.5, 3.0]);
-    }
-
-    #[test]
-    fn tests_without_verdict_are_counted_beside_failures() {
-        assert!(has_failure(LOG) && !has_failure_without_verdict(LOG));
-        let line = failure("boot::boots", &format!("{NO_VERDICT}: the host failed"));
-        assert_eq!(line, "test boot::boots ... FAILED (no verdict: the host failed)");
-        assert!(has_failure(&line) && has_failure_without_verdict(&line));
-        assert!(!has_failure("  | test boot::boots ... FAILED (no verdict: no)\n"));
+    fn failure_without_verdict_is_a_failure() {
+        let line = failure("boot::boots", &format!("{NO_VERDICT}: signal: 9 (SIGKILL)"));
+        assert_eq!(line, "test boot::boots ... FAILED (no verdict: signal: 9 (SIGKILL))");
+        let events = events(&line);
+        assert_eq!(events.names(Kind::Failed), ["boot::boots"]);
+        assert!(events.has_failure_without_verdict() && events.times().is_empty());
     }
 
     #[test]
     fn output_of_failed_and_suspect_tests_is_repeated() {
-        let suspect = "\
+        let expected = "\
 rerun boot::a_reset_reboots: suspect, it failed without a mark of the emulation
   | Waited 30 s in vain until the guest serves commands
   |\u{20}
   | --- the end of vm0.vmm.log:
-  | WARN no driver
-";
-        let failed = "\
 test balloon::free ... FAILED (3.0 s)
   | Not two CPUs
-  |\u{20}
-  | --- the end of vm0.console.log:
-  | [    1.2] login
+  | test balloon::free ... ok (8.5 s)
 ";
-        assert_eq!(failure_blocks(LOG), [suspect, failed]);
+        assert_eq!(events(LOG).blocks(), expected);
     }
 
     #[test]
     fn last_lines_of_a_long_output_remain() {
         let output: String =
             (1..=LAST_LINES + 3).map(|line| format!("  | line {line}\n")).collect();
-        let blocks = failure_blocks(&format!(
-            "test a ... FAILED (1.0 s)\n{output}\ntest b ... ok (1.0 s)\n"
-        ));
-        let lines: Vec<_> = blocks[0].lines().collect();
-        assert_eq!((blocks.len(), lines.len()), (1, LAST_LINES + 2));
+        let blocks = events(&format!("test a ... FAILED (1.0 s)\n{output}\n")).blocks();
+        let lines: Vec<_> = blocks.lines().collect();
+        assert_eq!(lines.len(), LAST_LINES + 2);
         assert_eq!(lines[1..3], ["  | (3 lines before these are in the log)", "  | line 4"]);
         assert_eq!(lines.last(), Some(&"  | line 43"));
     }
