@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::images::{Builder, Kernel};
+use super::images::{builder, kernel_lock};
 use super::tree::{BUILT, PROMETHEUS, Tree, is_skipped, missing_tool};
 
 /// Limit of each wait. Only a failure takes that long: builders are slow and busy.
@@ -82,8 +82,8 @@ impl Stubs {
     }
 
     /// A tree with all that an emulated host needs, built, apart from QEMU.
-    fn with_qemu(kernel: &Kernel) -> Result<Self> {
-        let stubs = Self::add_to(Builder::new(kernel, 0o022)?.into_tree(), "nested")?;
+    fn with_qemu(kernel_lock: &str) -> Result<Self> {
+        let stubs = Self::add_to(builder(kernel_lock, 0o022)?, "nested")?;
         stubs.tree.write("bin/qemu-system-x86_64", LASTING_QEMU, 0o755)?;
         stubs.tree.write("ci/xtask/src/host/mend.rs", "", 0o644)?;
         for line in ["ci/setup", "ci/xtask/run host-disk"] {
@@ -213,11 +213,8 @@ fn task_that_gets_term_ends_all_its_processes() {
 
 #[test]
 fn qemu_of_an_emulated_host_ends_with_a_power_cut_and_with_its_task() {
-    let kernel = Kernel::read().unwrap();
-    if is_skipped(kernel.missing()) {
-        return;
-    }
-    let stubs = Stubs::with_qemu(&kernel).unwrap();
+    let Some(lock) = kernel_lock() else { return };
+    let stubs = Stubs::with_qemu(&lock).unwrap();
     let line = "ci/nested/host --no-build -- true";
     check(&stubs, line, Signal::TERM).unwrap();
     assert_eq!(fs::read_dir(stubs.tree.path("target/ci/run")).unwrap().count(), 0);

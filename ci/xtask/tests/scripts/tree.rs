@@ -5,12 +5,8 @@ use std::fmt::Display;
 use std::fs::{self, Permissions};
 use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
@@ -54,6 +50,13 @@ const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.a";
 
 pub(crate) fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The folder with packages that `ci/setup` has fetched.
+pub(crate) fn debs() -> PathBuf {
+    let folder = env::var_os("FORESHORE_DEB_CACHE").map(PathBuf::from);
+    let folder = folder.unwrap_or_else(|| repository().join("target/ci/debs"));
+    std::path::absolute(folder).unwrap()
 }
 
 /// Writes a program by another process.
@@ -157,6 +160,7 @@ impl Tree {
         let mut command = Command::new("setsid");
         command.args(line.split(' ')).current_dir(folder).stdin(Stdio::null());
         command.env("PATH", self.user_path()?).env("FORESHORE_HOST", host);
+        command.env("FORESHORE_DEB_CACHE", debs());
         Ok(command)
     }
 
@@ -169,39 +173,4 @@ impl Tree {
     pub(crate) fn user_path(&self) -> Result<String> {
         Ok(format!("{}:{}", self.path("bin").display(), env::var("PATH")?))
     }
-}
-
-#[test]
-fn program_runs_at_once_while_other_tests_start_processes() {
-    let tree = Tree::new(&env::temp_dir(), 0o022, ":").unwrap();
-    let is_over = AtomicBool::new(false);
-    let start_slowly = || {
-        let mut command = Command::new("true");
-        // SAFETY: the closure only sleeps, and `nanosleep` is safe after `fork`.
-        unsafe {
-            command.pre_exec(|| {
-                thread::sleep(Duration::from_millis(5));
-                Ok(())
-            })
-        };
-        while !is_over.load(Ordering::Relaxed) {
-            command.status().unwrap();
-        }
-    };
-    // The write takes long enough for a process to start meanwhile.
-    let program = format!("#!/bin/sh\nexit\n{}", "#".repeat(4 << 20));
-    let run = |nth: u32| -> Result<()> {
-        let name = format!("bin/program{nth}");
-        tree.write(&name, &program, 0o755)?;
-        let status = Command::new(tree.path(&name)).status()?;
-        ensure!(status.success(), "{status}");
-        Ok(())
-    };
-    let results = thread::scope(|scope| {
-        (0..4).for_each(|_| drop(scope.spawn(start_slowly)));
-        let results: Vec<_> = (0..20).map(run).collect();
-        is_over.store(true, Ordering::Relaxed);
-        results
-    });
-    results.into_iter().collect::<Result<Vec<_>>>().unwrap();
 }
