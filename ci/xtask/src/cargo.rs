@@ -5,7 +5,6 @@ use std::ffi::OsStr;
 use std::io::{self, IsTerminal};
 use std::process::{Command, ExitStatus};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,15 +12,11 @@ use anyhow::{Result, bail};
 
 use crate::checkout::Checkout;
 use crate::jobs;
-use crate::messages::{Lines, say, write_errors};
+use crate::messages::say;
 use crate::programs;
 
 /// Interval of the lines about a long build.
 const REPORT_INTERVAL: Duration = Duration::from_secs(30);
-/// Words with which cargo reports its own progress, apart from the start of a crate.
-const PROGRESS: [&str; 5] =
-    ["    Finished ", "    Updating ", "  Downloaded ", " Downloading ", "  Executable "];
-const CRATE_STARTS: [&str; 2] = ["   Compiling ", "    Checking "];
 
 #[derive(Clone, Copy)]
 pub(crate) enum Part {
@@ -68,81 +63,23 @@ pub(crate) fn run(mut cargo: Command) -> Result<ExitStatus> {
     if io::stderr().is_terminal() {
         return jobs::status(&mut cargo);
     }
-    // A progress bar that the user has turned on would become part of a line.
-    cargo.env("CARGO_TERM_COLOR", "never").env("CARGO_TERM_PROGRESS_WHEN", "never");
-    let (progress, started) = (Mutex::new(Progress::default()), Instant::now());
-    let lock = || progress.lock().unwrap_or_else(PoisonError::into_inner);
+    cargo.env("CARGO_TERM_COLOR", "never").env("CARGO_TERM_QUIET", "true");
+    // Not even a quiet cargo omits a progress bar that the user has turned on.
+    cargo.env("CARGO_TERM_PROGRESS_WHEN", "never");
+    let started = Instant::now();
     let (over, is_over) = mpsc::channel::<()>();
     let status = thread::scope(|scope| {
         scope.spawn(move || {
             while is_over.recv_timeout(REPORT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                say!("{}", lock().report(started.elapsed().as_secs()));
+                say!("cargo has been at work for {} s", started.elapsed().as_secs());
             }
         });
-        let status = jobs::stream(&mut cargo, |bytes| {
-            write_errors(&lock().feed(bytes));
-            Ok(())
-        });
+        let status = jobs::status(&mut cargo);
         drop(over);
         status
     })?;
-    let mut progress = lock();
-    let last = progress.lines.finish();
-    write_errors(&progress.filter(last));
     if started.elapsed() >= REPORT_INTERVAL {
-        say!("cargo is done: {} crates in {} s", progress.crates, started.elapsed().as_secs());
+        say!("cargo is done after {} s", started.elapsed().as_secs());
     }
     Ok(status)
-}
-
-/// Progress of a run, read from cargo's output.
-#[derive(Default)]
-struct Progress {
-    lines: Lines,
-    crates: usize,
-    last_crate: Option<String>,
-}
-
-impl Progress {
-    /// Takes output of cargo, and returns the lines that are not about its progress.
-    fn feed(&mut self, bytes: &[u8]) -> Vec<u8> {
-        let lines = self.lines.feed(bytes);
-        self.filter(lines)
-    }
-
-    fn filter(&mut self, mut lines: Vec<Vec<u8>>) -> Vec<u8> {
-        lines.retain(|line| {
-            let text = String::from_utf8_lossy(line);
-            let started = CRATE_STARTS.iter().find_map(|start| text.strip_prefix(start));
-            if let Some(started) = started {
-                self.crates += 1;
-                self.last_crate = started.split_whitespace().next().map(str::to_owned);
-            }
-            let is_progress = PROGRESS.iter().any(|start| text.starts_with(start));
-            started.is_none() && !is_progress && !text.trim_end().is_empty()
-        });
-        lines.concat()
-    }
-
-    fn report(&self, seconds: u64) -> String {
-        let last = self.last_crate.as_ref().map(|name| format!(", the last of them {name}"));
-        let (crates, last) = (self.crates, last.unwrap_or_default());
-        format!("cargo is at work: {crates} crates begun in {seconds} s{last}")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn warnings_pass_and_progress_is_counted() {
-        let mut progress = Progress::default();
-        assert_eq!(progress.report(30), "cargo is at work: 0 crates begun in 30 s");
-        assert_eq!(progress.feed(b"    Updating index\n   Compiling serde v1.0.1\n   Comp"), b"");
-        let rest = "iling foreshore v0.1.0 (/f)\nwarning: unused\n\n    Finished `release`\n";
-        assert_eq!(progress.feed(rest.as_bytes()), b"warning: unused\n");
-        let expected = "cargo is at work: 2 crates begun in 31 s, the last of them foreshore";
-        assert_eq!(progress.report(31), expected);
-    }
 }

@@ -143,7 +143,7 @@ fn all_parts_of_a_run_are_counted() {
 
 #[test]
 fn check_that_fails_does_not_end_the_run() {
-    let clippy = "[ \"$1\" != clippy ] || { echo \"bars: $CARGO_TERM_PROGRESS_WHEN\"; exit 1; }";
+    let clippy = "[ \"$1\" != clippy ] || { echo \"quiet: $CARGO_TERM_QUIET, bars: $CARGO_TERM_PROGRESS_WHEN\" >&2; exit 1; }";
     let cargo = format!("{clippy}\n{}", UNIT_TESTS.replace("150000", "149999"));
     let Some(fakes) = fakes(&cargo) else { return };
     // Without this document, the check of the layers cannot run.
@@ -155,7 +155,10 @@ fn check_that_fails_does_not_end_the_run() {
         "{}",
         text(&output.stdout)
     );
-    assert!(stderr.contains("bars: never\ntest: lints (cargo clippy): FAILED\n"), "{stderr}");
+    assert!(
+        stderr.contains("quiet: true, bars: never\ntest: lints (cargo clippy): FAILED\n"),
+        "{stderr}"
+    );
     let failed = "test: FAILED:\n  lints (cargo clippy)\n  files, lines and layers (cargo xtask tidy)\n  crash images (pools and BTTs): only 299998 were opened";
     assert!(stderr.contains(failed), "{stderr}");
 }
