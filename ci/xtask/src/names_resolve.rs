@@ -1,7 +1,7 @@
 //! Check of the names by which files refer to documents and to included files.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Component, Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Result;
 
@@ -12,115 +12,72 @@ const DOCS: &str = "docs/";
 const MARKDOWN: &str = ".md";
 const INCLUDES: [&str; 2] = ["include_str!(\"", "include_bytes!(\""];
 
-#[derive(Debug, PartialEq, Eq)]
-struct Reference {
-    line: usize,
-    text: String,
-    path: PathBuf,
-    anchor: Option<String>,
-}
-
 /// References in the repository's text files to missing files and headings.
 pub(crate) fn unresolved(repository: &Repository) -> Result<Vec<String>> {
+    let root = repository.root();
     let mut texts = BTreeMap::new();
-    for path in repository.files()? {
-        if let Some(text) = repository.read(&path)? {
-            texts.insert(path, text);
+    let mut headings = BTreeMap::new();
+    for file in repository.files()? {
+        if let Some(text) = repository.read(&file)? {
+            if file.ends_with(MARKDOWN) {
+                headings.insert(root.join(&file).canonicalize()?, anchors(&text));
+            }
+            texts.insert(file, text);
         }
     }
-    let headings: BTreeMap<_, _> = texts
-        .iter()
-        .filter(|(path, _)| path.ends_with(MARKDOWN))
-        .map(|(path, text)| (PathBuf::from(path), anchors(text)))
-        .collect();
     let mut unresolved = Vec::new();
     for (file, text) in &texts {
-        for Reference { line, text, path, anchor } in references(file, text) {
-            let has_heading =
-                |anchor| headings.get(&path).is_some_and(|known| known.contains(anchor));
-            let kind = match &anchor {
-                _ if !repository.exists(&path) => "file",
-                Some(anchor) if !has_heading(anchor) => "heading",
-                _ => continue,
-            };
-            unresolved.push(format!("{file}:{line}: no such {kind}: {text}"));
+        for (line, content) in (1..).zip(text.lines()) {
+            for (reference, folder) in references(file, content) {
+                let (path, anchor) = match reference.split_once('#') {
+                    Some((path, anchor)) => (path, Some(anchor)),
+                    None => (reference, None),
+                };
+                let path = if path.is_empty() { Path::new(file) } else { &folder.join(path) };
+                let has_heading = |path, anchor| {
+                    headings.get(path).is_some_and(|known: &BTreeSet<_>| known.contains(anchor))
+                };
+                let kind = match (root.join(path).canonicalize(), anchor) {
+                    (Err(_), _) => "file",
+                    (Ok(path), Some(anchor)) if !has_heading(&path, anchor) => "heading",
+                    _ => continue,
+                };
+                unresolved.push(format!("{file}:{line}: no such {kind}: {reference}"));
+            }
         }
     }
     Ok(unresolved)
 }
 
-fn references(file: &str, text: &str) -> Vec<Reference> {
+/// References in a line, with the folders that they are relative to.
+fn references<'text>(file: &'text str, line: &'text str) -> Vec<(&'text str, &'text Path)> {
     let folder = Path::new(file).parent().unwrap_or(Path::new(""));
-    let mut references = Vec::new();
-    let mut add = |line, text: &str, folder: &Path| {
-        let (path, anchor) = match text.split_once('#') {
-            Some((path, anchor)) => (path, Some(anchor.to_owned())),
-            None => (text, None),
-        };
-        let path = if path.is_empty() { PathBuf::from(file) } else { normal(&folder.join(path)) };
-        references.push(Reference { line, text: text.to_owned(), path, anchor });
-    };
-    for (line, content) in (1..).zip(text.lines()) {
-        let is_markdown = file.ends_with(MARKDOWN);
-        if is_markdown {
-            links(content).for_each(|link| add(line, link, folder));
-        }
-        if file.ends_with(".rs") {
-            INCLUDES.iter().for_each(|start| {
-                let included =
-                    content.split(start).skip(1).filter_map(|rest| rest.split('"').next());
-                included.for_each(|path| add(line, path, folder));
-            });
-        }
-        // A link's text may name another document in full.
-        mentions(content).for_each(|mention| add(line, mention, Path::new("")));
+    let mut relative = Vec::new();
+    if file.ends_with(MARKDOWN) {
+        let is_local = |link: &&str| !link.contains("://") && !link.contains(char::is_whitespace);
+        relative.extend(between(line, "](", ')').filter(is_local));
     }
-    references
+    if file.ends_with(".rs") {
+        INCLUDES.iter().for_each(|start| relative.extend(between(line, start, '"')));
+    }
+    let relative = relative.into_iter().map(|reference| (reference, folder));
+    // A link's text may name another document in full.
+    relative.chain(mentions(line).map(|mention| (mention, Path::new("")))).collect()
 }
 
-/// Targets of the Markdown links in a line, except those of the web.
-fn links(line: &str) -> impl Iterator<Item = &str> {
-    let targets = line.split("](").skip(1).filter_map(|rest| rest.split(')').next());
-    targets.filter(|target| !target.contains("://") && !target.contains(char::is_whitespace))
+fn between<'line>(line: &'line str, start: &str, end: char) -> impl Iterator<Item = &'line str> {
+    line.split(start).skip(1).filter_map(move |rest| rest.split(end).next())
 }
 
-/// Paths of documents in a line, with their anchors.
+/// Paths of documents in a line, with their anchors. The end of another path, for example of the
+/// kernel's or of a link, is none.
 fn mentions(line: &str) -> impl Iterator<Item = &str> {
-    line.match_indices(DOCS).filter_map(|(start, _)| {
-        let before = line[..start].chars().next_back();
-        // The end of another path, for example of the kernel's or of a link.
-        if before.is_some_and(|before| before.is_alphanumeric() || "/._-".contains(before)) {
-            return None;
-        }
-        let rest = &line[start..];
-        let len = rest.find(MARKDOWN)? + MARKDOWN.len();
-        if !rest[..len].chars().all(is_path_char) {
-            return None;
-        }
-        let anchor = rest[len..].strip_prefix('#').map_or(0, |anchor| {
-            1 + anchor
-                .find(|next: char| !next.is_alphanumeric() && next != '-' && next != '_')
-                .unwrap_or(anchor.len())
-        });
-        Some(&rest[..len + anchor])
-    })
-}
-
-fn is_path_char(character: char) -> bool {
-    character.is_ascii_alphanumeric() || "/._-".contains(character)
-}
-
-/// Removes `.` and `..` without looking at the file system.
-fn normal(path: &Path) -> PathBuf {
-    path.components().fold(PathBuf::new(), |mut normal, component| {
-        match component {
-            Component::CurDir => {}
-            Component::ParentDir => {
-                normal.pop();
-            }
-            other => normal.push(other),
-        }
-        normal
+    let is_part = |letter: char| letter.is_alphanumeric() || "/._-#".contains(letter);
+    let words = line.split(move |letter| !is_part(letter)).filter(|word| word.starts_with(DOCS));
+    words.filter_map(|word| {
+        let len = word.find(MARKDOWN)? + MARKDOWN.len();
+        let has_anchor = word[len..].starts_with('#');
+        Some(if has_anchor { word.trim_end_matches('.') } else { &word[..len] })
     })
 }
 
@@ -168,10 +125,6 @@ mod tests {
         template.replace("DOCS/", DOCS)
     }
 
-    fn shown(found: &Reference) -> String {
-        found.path.display().to_string()
-    }
-
     #[test]
     fn anchors_are_made_as_github_makes_them() {
         let text = "# One, `two`\n\n```\n# a comment\n```\n## One two\n## One two\n#no heading\n";
@@ -190,37 +143,28 @@ mod tests {
     }
 
     #[test]
-    fn references_are_relative_to_their_file() {
-        let found =
-            references(&text("DOCS/a/b.md"), "[c](../c.md#d) [web](https://x/y.md) [here](#e)\n");
-        let found: Vec<_> =
-            found.iter().map(|found| (shown(found), found.anchor.as_deref())).collect();
-        assert_eq!(found, [(text("DOCS/c.md"), Some("d")), (text("DOCS/a/b.md"), Some("e"))]);
-        let found = references(
-            "x/src/a.rs",
-            &text("const A: &str = include_str!(\"../b.txt\"); // DOCS/c.md"),
-        );
-        let found: Vec<_> = found.iter().map(shown).collect();
-        assert_eq!(found, ["x/b.txt".to_owned(), text("DOCS/c.md")]);
-    }
-
-    #[test]
     fn dangling_references_are_reported() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
-        fs::create_dir(root.join("docs")).unwrap();
-        fs::write(root.join("docs").join("a.md"), "# Here\n[b](b.md) [c](#here) [d](#there)\n")
-            .unwrap();
-        fs::write(root.join("e.rs"), text("// DOCS/a.md#here\n// DOCS/f.md\n")).unwrap();
+        fs::create_dir_all(root.join("docs").join("sub")).unwrap();
+        let document = "# Here\n[b](b.md) [c](#here) [d](#there) [web](https://x/y.md)\n";
+        fs::write(root.join("docs").join("a.md"), document).unwrap();
+        let other = "[a](../a.md#here) [b](../a.md#there) [c](a.md)\n";
+        fs::write(root.join("docs/sub").join("c.md"), other).unwrap();
+        let code = [INCLUDES[0], "e.rs\") ", INCLUDES[1], "f.txt\")"].concat();
+        let code = text("// DOCS/a.md#here\n// DOCS/f.md\n") + &code;
+        fs::write(root.join("e.rs"), code).unwrap();
         let status = Command::new("git").arg("-C").arg(root).arg("init").output().unwrap().status;
         assert!(status.success());
         let found = unresolved(&Repository::at(root)).unwrap();
         let expected = [
             "DOCS/a.md:2: no such file: b.md",
             "DOCS/a.md:2: no such heading: #there",
+            "DOCS/sub/c.md:1: no such heading: ../a.md#there",
+            "DOCS/sub/c.md:1: no such file: a.md",
             "e.rs:2: no such file: DOCS/f.md",
+            "e.rs:3: no such file: f.txt",
         ];
-        let expected = expected.map(text);
-        assert_eq!(found, expected);
+        assert_eq!(found, expected.map(text));
     }
 }

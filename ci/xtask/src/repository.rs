@@ -10,17 +10,17 @@ pub(crate) struct Repository {
     root: PathBuf,
 }
 
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct ChangedFile {
-    /// Path in the commit. `None` for a new file.
-    pub old: Option<String>,
-    /// Path in the work tree. `None` for a removed file.
-    pub new: Option<String>,
-}
+/// Path of a changed file in a commit, `None` for a new file, and in the work tree, `None` for a
+/// removed file.
+pub(crate) type Change = (Option<String>, Option<String>);
 
 impl Repository {
     pub(crate) fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
+    }
+
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
     }
 
     fn git(&self, arguments: &[&str]) -> Result<String> {
@@ -50,38 +50,32 @@ impl Repository {
         self.git(&["show", &format!("{commit}:{path}")])
     }
 
-    pub(crate) fn exists(&self, path: &Path) -> bool {
-        self.root.join(path).exists()
-    }
-
     /// Rust files that differ between `base` and the work tree. A renamed file is one entry.
-    pub(crate) fn changed_rust_files(&self, base: &str) -> Result<Vec<ChangedFile>> {
+    pub(crate) fn changed_rust_files(&self, base: &str) -> Result<Vec<Change>> {
         let listed =
             self.git(&["diff", "--name-status", "-z", "--find-renames", base, "--", "*.rs"])?;
         let mut changed = parse_name_status(&listed)?;
         let untracked =
             self.git(&["ls-files", "-z", "--others", "--exclude-standard", "--", "*.rs"])?;
         let untracked = untracked.split('\0').filter(|path| !path.is_empty());
-        changed.extend(untracked.map(|path| ChangedFile { old: None, new: Some(path.to_owned()) }));
+        changed.extend(untracked.map(|path| (None, Some(path.to_owned()))));
         Ok(changed)
     }
 }
 
 /// Parses `git diff --name-status -z`: a status and one path, or two paths after `R`.
-fn parse_name_status(listed: &str) -> Result<Vec<ChangedFile>> {
+fn parse_name_status(listed: &str) -> Result<Vec<Change>> {
     let mut fields = listed.split('\0').filter(|field| !field.is_empty()).map(str::to_owned);
     let mut changed = Vec::new();
     while let Some(status) = fields.next() {
         let mut path =
             || fields.next().with_context(|| format!("git printed no path after {status}"));
-        changed.push(match status.as_bytes() {
-            [b'A', ..] => ChangedFile { old: None, new: Some(path()?) },
-            [b'D', ..] => ChangedFile { old: Some(path()?), new: None },
-            [b'R', ..] => ChangedFile { old: Some(path()?), new: Some(path()?) },
-            _ => {
-                let path = path()?;
-                ChangedFile { old: Some(path.clone()), new: Some(path) }
-            }
+        let first = path()?;
+        changed.push(match status.as_bytes()[0] {
+            b'A' => (None, Some(first)),
+            b'D' => (Some(first), None),
+            b'R' => (Some(first), Some(path()?)),
+            _ => (Some(first.clone()), Some(first)),
         });
     }
     Ok(changed)
@@ -94,15 +88,15 @@ mod tests {
     #[test]
     fn renamed_file_is_one_entry() {
         let changed = parse_name_status("M\0a.rs\0R095\0b.rs\0c.rs\0A\0d.rs\0D\0e.rs\0").unwrap();
-        let pairs: Vec<_> =
-            changed.iter().map(|file| (file.old.as_deref(), file.new.as_deref())).collect();
+        let changed: Vec<_> =
+            changed.iter().map(|(old, new)| (old.as_deref(), new.as_deref())).collect();
         let expected = [
             (Some("a.rs"), Some("a.rs")),
             (Some("b.rs"), Some("c.rs")),
             (None, Some("d.rs")),
             (Some("e.rs"), None),
         ];
-        assert_eq!(pairs, expected);
+        assert_eq!(changed, expected);
         parse_name_status("R100\0b.rs\0").unwrap_err();
     }
 }

@@ -9,7 +9,7 @@ use anyhow::{Result, anyhow};
 use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
 use similar::{Algorithm, DiffTag, capture_diff_slices};
 
-use crate::repository::{ChangedFile, Repository};
+use crate::repository::Repository;
 
 const SHOWN_TOKENS: usize = 12;
 
@@ -23,14 +23,14 @@ pub(crate) fn differences(repository: &Repository, base: &str) -> Result<Vec<Str
     let mut differences = Vec::new();
     for file in repository.changed_rust_files(base)? {
         match file {
-            ChangedFile { old: Some(old), new: Some(new) } => {
+            (Some(old), Some(new)) => {
                 let old = tokens(&old, &repository.read_at(base, &old)?)?;
                 let text = repository.read(&new)?.ok_or_else(|| anyhow!("{new} is not UTF-8"))?;
                 differences.extend(compare(&new, &old, &tokens(&new, &text)?));
             }
-            ChangedFile { new: Some(path), .. } => differences.push(format!("{path}: new file")),
-            ChangedFile { old: Some(path), .. } => differences.push(format!("{path}: removed")),
-            ChangedFile { .. } => {}
+            (None, Some(path)) => differences.push(format!("{path}: new file")),
+            (Some(path), None) => differences.push(format!("{path}: removed")),
+            (None, None) => {}
         }
     }
     Ok(differences)
