@@ -112,9 +112,6 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
 /// Makes a symbolic link, in place of a file that is there. Other processes find one of the two at
 /// any time.
 pub(crate) fn link(target: &Path, path: &Path) -> Result<()> {
-    if fs::read_link(path).is_ok_and(|old| old == target) {
-        return Ok(());
-    }
     let mut name = path.file_name().context("no name")?.to_owned();
     name.push(format!(".{}", std::process::id()));
     let new = path.with_file_name(name);
@@ -137,7 +134,6 @@ fn check_removed(removed: io::Result<()>, path: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::MetadataExt;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
@@ -163,19 +159,5 @@ mod tests {
         });
         assert_eq!(found.unwrap(), targets[0]);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
-    }
-
-    #[test]
-    fn link_with_the_same_target_stays() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("link");
-        let inode = || {
-            link(Path::new("target"), &path).unwrap();
-            path.symlink_metadata().unwrap().ino()
-        };
-        let first = inode();
-        // A second name keeps the number from being used again.
-        fs::hard_link(&path, folder.path().join("other")).unwrap();
-        assert_eq!(inode(), first);
     }
 }

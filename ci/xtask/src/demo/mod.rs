@@ -200,26 +200,3 @@ const SEEN: &str = "\
   beside them: this log (demo.log), and by VM (governed, policy-off, restarted-nvdimm, restarted-virtio-pmem)
   the guest's console (*.console.log) and the VMM's log (*.vmm.log); docs/demo.md describes them
 ";
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::tests::parse;
-
-    #[test]
-    fn limit_is_a_number_of_seconds() {
-        let limit = |line: &str| parse::<Arguments>(line).map(|arguments| arguments.limit_s);
-        for line in ["--within 0", "--within 1000000", "--within", "--within x", "x"] {
-            assert!(limit(line).is_err(), "{line}");
-        }
-        assert_eq!(limit("--no-build --within 900").unwrap(), 900);
-        assert_eq!(limit("").unwrap(), 780);
-    }
-
-    #[test]
-    fn port_is_free_and_in_the_range() {
-        let port = free_port().unwrap();
-        assert!((FIRST_PORT..FIRST_PORT + PORTS).contains(&port.into()));
-        TcpListener::bind(("127.0.0.1", port)).unwrap();
-    }
-}

@@ -146,16 +146,6 @@ mod tests {
     }
 
     #[test]
-    fn tallies_of_all_boots_are_added() {
-        let outputs = [
-            "kill 3: 5 looks\nvirtio-blk on 6.12, seed 6100: 25 kills, 200 looks; 10 flushes acknowledged\n",
-            "virtio-blk on 6.12, seed 6102: 5 kills, 40 looks; 1 flushes acknowledged\n",
-        ];
-        let tallies = outputs.map(|output| read_tally(output).unwrap());
-        assert_eq!(sum_up(tallies.into_iter()), "30 kills, 240 looks, 11 flushes acknowledged");
-    }
-
-    #[test]
     fn tally_that_is_missing_or_cut_off_is_none() {
         for output in
             ["", "kill 3: 5 looks\n", "nvdimm on 6.1, seed 7: 25 kills, 2", "a, seed x: 1 kills\n"]

@@ -1,7 +1,6 @@
 //! All tests, the same here and in CI.
 
 mod checks;
-mod dependencies;
 mod guests;
 mod lanes;
 mod report;
@@ -96,17 +95,13 @@ fn run_all(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> R
 fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
     create_folder(folder)?;
     let space = statvfs(folder).with_context(|| format!("Cannot look at {}", folder.display()))?;
-    compare_space(folder, needed_bytes, space.f_bavail.saturating_mul(space.f_frsize))
-}
-
-fn compare_space(folder: &Path, needed_bytes: u64, available_bytes: u64) -> Result<()> {
-    let gigabytes = |bytes: u64| bytes / 1_000_000_000;
+    let available_bytes = space.f_bavail.saturating_mul(space.f_frsize);
     ensure!(
         available_bytes >= needed_bytes,
         "the first run needs {} GB of disk space in {}, and {} GB are free",
-        gigabytes(needed_bytes),
+        needed_bytes / 1_000_000_000,
         folder.display(),
-        gigabytes(available_bytes)
+        available_bytes / 1_000_000_000
     );
     Ok(())
 }
@@ -147,14 +142,12 @@ mod tests {
     }
 
     #[test]
-    fn lack_of_disk_space_names_the_folder_and_both_sizes() {
-        let compare = |needed, free| compare_space(Path::new("/target/ci"), needed, free);
-        compare(2_560_000_000, 2_560_000_000).unwrap();
-        let error = compare(10_000_000_000, 2_560_000_000).unwrap_err().to_string();
-        let expected = "the first run needs 10 GB of disk space in /target/ci, and 2 GB are free";
-        assert_eq!(error, expected);
+    fn lack_of_disk_space_names_the_folder_and_the_size() {
         let folder = tempfile::tempdir().unwrap();
         check_space(folder.path(), 1).unwrap();
-        check_space(folder.path(), u64::MAX).unwrap_err();
+        let error = check_space(folder.path(), u64::MAX).unwrap_err().to_string();
+        let place = folder.path().display();
+        let start = format!("the first run needs 18446744073 GB of disk space in {place}, and ");
+        assert!(error.starts_with(&start), "{error}");
     }
 }

@@ -38,11 +38,11 @@ const VERDICTS: &str = "test a::one ... ok (1.0 s)\ntest a::two ... FAILED (2.0 
 const ARCHITECTURE: &str = "| Layer | Modules |\n|---|---|\n| Base | |\n\n```mermaid\n\
                             flowchart TD\n    L0[\"<b>Base</b><br>\"]\n```\n";
 /// Code with the version of cargo-deny.
-const DEPENDENCIES: &str = include_str!("../../src/test/dependencies.rs");
+const CHECKS: &str = include_str!("../../src/test/checks.rs");
 
 /// A cargo-deny that has nothing against any dependency.
 fn cargo_deny() -> String {
-    let version = DEPENDENCIES.lines().find_map(|line| line.strip_prefix("const VERSION: &str = "));
+    let version = CHECKS.lines().find_map(|line| line.strip_prefix("const CARGO_DENY: &str = "));
     let version = version.unwrap().trim_matches([';', '"']);
     format!("#!/bin/sh\n[ \"$1\" != --version ] || echo cargo-deny {version}\n")
 }

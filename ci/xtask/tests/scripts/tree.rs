@@ -11,40 +11,16 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
-const WRAPPERS: [&str; 8] = [
-    "ci/bench",
-    "ci/demo",
-    "ci/setup",
-    "ci/soak",
-    "ci/test",
-    "ci/nested/host",
-    "ci/xtask/run",
-    "guest/image/build",
-];
+const WRAPPERS: &str =
+    "ci/bench ci/demo ci/setup ci/soak ci/test ci/nested/host ci/xtask/run guest/image/build";
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
 /// A built xtask. `ci/xtask/run` looks for a compiler unless it exists.
 pub(crate) const BUILT: &str = "target/xtask/x86_64-unknown-linux-gnu/debug/xtask";
 /// A program of a package that is unpacked already.
 pub(crate) const PROMETHEUS: &str = "target/ci/packages/prometheus/usr/bin/prometheus";
 /// Tools without which `ci/setup` would install packages. The test must install nothing.
-const TOOLS: [&str; 16] = [
-    "busybox",
-    "cc",
-    "cpio",
-    "xz",
-    "lz4",
-    "depmod",
-    "mke2fs",
-    "sha256sum",
-    "tar",
-    "timeout",
-    "flock",
-    "setpriv",
-    "strip",
-    "qemu-img",
-    "qemu-system-x86_64",
-    "debugfs",
-];
+const TOOLS: &str = "busybox cc cpio xz lz4 depmod mke2fs sha256sum tar timeout flock setpriv strip qemu-img \
+                     qemu-system-x86_64 debugfs";
 const SYSTEM_FOLDERS: [&str; 4] = ["/usr/bin", "/usr/sbin", "/bin", "/sbin"];
 const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.a";
 
@@ -79,7 +55,7 @@ fn write_program(path: &Path, content: &[u8], mode: u32) -> Result<()> {
 pub(crate) fn missing_tool() -> Option<&'static str> {
     let is_missing =
         |tool: &&str| !SYSTEM_FOLDERS.iter().any(|folder| Path::new(folder).join(tool).exists());
-    TOOLS.into_iter().find(is_missing).or_else(|| (!Path::new(LIBC).exists()).then_some(LIBC))
+    TOOLS.split(' ').find(is_missing).or_else(|| (!Path::new(LIBC).exists()).then_some(LIBC))
 }
 
 /// True if something is missing, which the test reports.
@@ -100,7 +76,7 @@ impl Tree {
     /// is the stub's code for all but `cargo run`.
     pub(crate) fn new(parent: &Path, umask: u32, cargo: &str) -> Result<Self> {
         let tree = Self { folder: TempDir::new_in(parent)?, umask };
-        WRAPPERS.iter().try_for_each(|wrapper| tree.copy_script(wrapper))?;
+        WRAPPERS.split(' ').try_for_each(|wrapper| tree.copy_script(wrapper))?;
         let run = format!(
             "#!/bin/sh\nif [ \"$1\" != run ]; then {cargo}\nexit; fi\nwhile [ \"$1\" != -- ]; do shift; done\nshift\n\
              CARGO_MANIFEST_DIR=$PWD/ci/xtask exec {XTASK} \"$@\"\n"
