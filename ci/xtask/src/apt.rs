@@ -1,13 +1,12 @@
 //! Debian packages: installation, downloads, and a cache of `.deb` files.
 
-use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context, Result, bail};
 
-use crate::checkout::{Checkout, create_folder};
+use crate::checkout::{Checkout, create_folder, list, remove_folder, rename};
 use crate::jobs;
 use crate::messages::say;
 use crate::programs;
@@ -60,21 +59,18 @@ impl<'checkout> Apt<'checkout> {
     pub(crate) fn download(&mut self, package: &str) -> Result<bool> {
         let cache = self.checkout.debs();
         create_folder(cache)?;
-        for is_last in [false, true] {
+        let download = || {
             // apt's sandbox user cannot write to the cache. The caller verifies the file.
+            let options = ["download", "-q", "-o", "APT::Sandbox::User=root", package];
             let mut command = programs::system("apt-get");
-            command
-                .args(["download", "-q", "-o", "APT::Sandbox::User=root", package])
-                .current_dir(cache);
-            let command = command.stdout(Stdio::null()).stderr(Stdio::null());
-            if jobs::status(command)?.success() {
-                return Ok(true);
-            }
-            if !is_last {
-                self.refresh_lists()?;
-            }
+            command.args(options).current_dir(cache).stdout(Stdio::null()).stderr(Stdio::null());
+            jobs::status(&mut command).map(|status| status.success())
+        };
+        if download()? {
+            return Ok(true);
         }
-        Ok(false)
+        self.refresh_lists()?;
+        download()
     }
 
     /// The folder that a package is unpacked in. Downloads and unpacks it unless it is there.
@@ -96,22 +92,18 @@ impl<'checkout> Apt<'checkout> {
         };
         let new = tree.with_file_name(format!("{package}.new"));
         unpack(&cached, &new)?;
-        crate::checkout::rename(&new, &tree)?;
+        rename(&new, &tree)?;
         Ok(tree)
     }
 
     /// The newest file of the package in the cache.
     fn newest_cached(&self, package: &str) -> Result<Option<PathBuf>> {
         let prefix = format!("{package}_");
-        let is_of_package = |name: &OsStr| {
-            name.to_str().is_some_and(|name| name.starts_with(&prefix) && name.ends_with(".deb"))
-        };
-        let Ok(entries) = fs::read_dir(self.checkout.debs()) else { return Ok(None) };
         let mut newest = None;
-        for entry in entries {
-            let entry = entry?;
-            if is_of_package(&entry.file_name()) {
-                newest = newest.max(Some((entry.metadata()?.modified()?, entry.path())));
+        for path in list(self.checkout.debs()).unwrap_or_default() {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if name.starts_with(&prefix) && name.ends_with(".deb") {
+                newest = newest.max(Some((path.metadata()?.modified()?, path)));
             }
         }
         Ok(newest.map(|(_, path)| path))
@@ -120,7 +112,7 @@ impl<'checkout> Apt<'checkout> {
 
 /// Unpacks a `.deb` file to a folder, which replaces one of that name.
 pub(crate) fn unpack(deb: &Path, folder: &Path) -> Result<()> {
-    crate::checkout::remove_folder(folder)?;
+    remove_folder(folder)?;
     create_folder(folder)?;
     jobs::run(programs::system("dpkg").arg("-x").arg(deb).arg(folder))
 }
@@ -134,25 +126,4 @@ pub(crate) fn sha256(path: &Path) -> Result<String> {
 pub(crate) fn sha256_of(file: File) -> Result<String> {
     let listed = jobs::output(programs::system("sha256sum").stdin(file))?;
     listed.split(' ').next().map(str::to_owned).context("sha256sum printed nothing")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::root::tests::{add_expired_sudo, job_of_user};
-
-    #[test]
-    fn expired_sudo_is_reported_with_the_remedy() {
-        let folder = tempfile::tempdir().unwrap();
-        add_expired_sudo(folder.path());
-        let checkout = Checkout::new().unwrap();
-        let mut apt =
-            Apt { checkout: &checkout, root: job_of_user(folder.path()), has_fresh_lists: true };
-        let error = apt.install(&["package"]).unwrap_err().to_string();
-        assert!(
-            error.starts_with("apt could not install: package: sudo asks for a password"),
-            "{error}"
-        );
-        assert!(error.contains("`sudo -v`"), "{error}");
-    }
 }

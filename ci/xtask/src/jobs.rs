@@ -165,13 +165,13 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
 
 /// Runs a command as a job, and returns its exit status and output.
 pub(crate) fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
-    let mut job = spawn(command.stdout(Stdio::piped()))?;
-    let mut output = String::new();
-    let stdout = job.child.stdout.take().context("no pipe")?;
-    io::BufReader::new(stdout)
-        .read_to_string(&mut output)
-        .with_context(|| format!("Cannot read the output of {}", name(command)))?;
-    Ok((job.wait()?, output))
+    let mut output = Vec::new();
+    let status = stream_output(command, |bytes| {
+        output.extend_from_slice(bytes);
+        Ok(())
+    })?;
+    let output = String::from_utf8(output);
+    Ok((status, output.with_context(|| format!("Output of {}", name(command)))?))
 }
 
 /// Runs a command as a job, forwards its output and errors at once, and returns its exit status.

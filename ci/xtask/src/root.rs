@@ -96,33 +96,25 @@ impl Root {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use std::fs;
     use std::os::unix::fs::PermissionsExt;
-    use std::path::Path;
 
     use super::*;
 
-    /// A job of a user who is not root, with the programs in `folder`.
-    pub(crate) fn job_of_user(folder: &Path) -> Root {
-        Root { is_root: false, is_job: true, path: folder.display().to_string() }
-    }
-
-    /// Adds a sudo as it is with `-n` after it has forgotten the password.
-    pub(crate) fn add_expired_sudo(folder: &Path) {
-        let expired = "#!/bin/sh\n[ \"$1\" = -n ] || exit 0\nexit 1\n";
-        let path = folder.join("sudo");
-        fs::write(&path, expired).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    }
-
     #[test]
-    fn missing_sudo_is_reported_as_a_need_for_root() {
+    fn job_without_sudo_or_password_gets_a_remedy() {
         let folder = tempfile::tempdir().unwrap();
-        let error = job_of_user(folder.path()).run(&["apt-get", "install"], true).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "needs root for: apt-get install (neither root nor sudo here)"
-        );
+        let path = folder.path().display().to_string();
+        let root = Root { is_root: false, is_job: true, path };
+        let error = root.run(&["apt-get", "install"], true).unwrap_err();
+        let expected = "needs root for: apt-get install (neither root nor sudo here)";
+        assert_eq!(error.to_string(), expected);
+        // As sudo is with `-n` after it has forgotten the password.
+        let sudo = folder.path().join("sudo");
+        fs::write(&sudo, "#!/bin/sh\n[ \"$1\" = -n ] || exit 0\nexit 1\n").unwrap();
+        fs::set_permissions(&sudo, fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(!root.run(&["apt-get", "install"], true).unwrap().success());
+        assert!(root.advice().contains("Run `sudo -v`"));
     }
 }

@@ -52,7 +52,10 @@ pub(crate) fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
         // Two runs at once must not unpack into one another.
         let _lock = lock(&checkout.ci("setup.lock"))?;
         let mut apt = Apt::new(checkout);
-        install_tools(&mut apt)?;
+        let missing = missing_packages()?;
+        if !missing.is_empty() {
+            apt.install(&missing)?;
+        }
         add_components()?;
         if arguments.update_kernels {
             kernels::update(checkout, &mut apt)?;
@@ -64,11 +67,6 @@ pub(crate) fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
 /// Sets up without moving the kernels.
 pub(crate) fn ensure_set_up(checkout: &Checkout) -> Result<()> {
     set_up(checkout, &Arguments { update_kernels: false })
-}
-
-fn install_tools(apt: &mut Apt<'_>) -> Result<()> {
-    let missing = missing_packages()?;
-    if missing.is_empty() { Ok(()) } else { apt.install(&missing) }
 }
 
 fn missing_packages() -> Result<Vec<&'static str>> {

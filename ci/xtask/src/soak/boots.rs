@@ -12,10 +12,10 @@ use anyhow::{Context, Result};
 use crate::checkout::{Checkout, create_folder};
 use crate::host::reruns::{self, End};
 use crate::jobs;
-use crate::messages::{self, Lines, say, write_output};
+use crate::messages::{self, Lines, write_output};
 use crate::programs;
 
-/// File with the output of the command in the folder of a boot.
+/// File with the output of the host and its command in the folder of a boot.
 const OUTPUT: &str = "said";
 /// Starts of lines about acknowledged flushes. There are thousands, so only the file has them.
 const FLUSHES: [&str; 2] = ["disk flushed ", "dax flushed "];
@@ -46,12 +46,7 @@ impl Boots<'_> {
             self.show(lines.feed(bytes));
             Ok(())
         };
-        // Errors need the prefix as well.
-        let status = if self.prefix.is_empty() {
-            jobs::stream_output(&mut command, receive)?
-        } else {
-            jobs::stream(&mut command, receive)?
-        };
+        let status = jobs::stream(&mut command, receive)?;
         self.show(lines.finish());
         Ok(jobs::exit_code(status))
     }
@@ -62,11 +57,7 @@ impl Boots<'_> {
     }
 
     fn note(&self, text: &str) {
-        if self.prefix.is_empty() {
-            say!("{text}");
-        } else {
-            write_output(format!("{}soak: {text}\n", self.prefix).as_bytes());
-        }
+        write_output(format!("{}soak: {text}\n", self.prefix).as_bytes());
     }
 
     fn show(&self, lines: Vec<Vec<u8>>) {
