@@ -10,38 +10,19 @@
 //! other key of this kind, kvm_has_noapic_vcpu, counts vCPUs without an in-kernel APIC, which
 //! nobody here makes.
 
-use std::fs::File;
-use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::thread;
 
 use anyhow::{Context, Result};
-
-// Requests without an argument structure (Linux, include/uapi/linux/kvm.h): _IO(0xae, n).
-const KVM_CREATE_VM: libc::c_ulong = 0xae01;
-const KVM_CREATE_VCPU: libc::c_ulong = 0xae41;
-const KVM_CREATE_IRQCHIP: libc::c_ulong = 0xae60;
+use kvm_ioctls::Kvm;
 
 fn main() -> Result<()> {
-    let kvm =
-        File::options().read(true).write(true).open("/dev/kvm").context("Cannot open /dev/kvm")?;
-    let vm = owned(ioctl(kvm.as_raw_fd(), KVM_CREATE_VM).context("Cannot create a VM")?);
+    let kvm = Kvm::new().context("Cannot open /dev/kvm")?;
+    let vm = kvm.create_vm().context("Cannot create a VM")?;
     // The vCPU's local APIC starts software-disabled, and stays so: it never runs.
-    ioctl(vm.as_raw_fd(), KVM_CREATE_IRQCHIP).context("Cannot create the interrupt controllers")?;
-    let _vcpu = owned(ioctl(vm.as_raw_fd(), KVM_CREATE_VCPU).context("Cannot create a vCPU")?);
+    vm.create_irq_chip().context("Cannot create the interrupt controllers")?;
+    let _vcpu = vm.create_vcpu(0).context("Cannot create a vCPU")?;
     println!("held");
     loop {
         thread::park();
     }
-}
-
-fn ioctl(fd: RawFd, request: libc::c_ulong) -> io::Result<RawFd> {
-    // SAFETY: these requests take a number, 0 here, and touch none of our memory.
-    let result = unsafe { libc::ioctl(fd, request, 0) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
-}
-
-fn owned(fd: RawFd) -> OwnedFd {
-    // SAFETY: KVM has just made this descriptor for us.
-    unsafe { OwnedFd::from_raw_fd(fd) }
 }

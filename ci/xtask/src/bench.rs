@@ -12,7 +12,7 @@ use clap::{Args, ValueEnum};
 
 use crate::cargo::{self, Part};
 use crate::checkout::{Checkout, create_folder, list, remove_file, remove_folder};
-use crate::host::capacity::load;
+use crate::host::place::load;
 use crate::host::{ends, reruns};
 use crate::images;
 use crate::jobs;

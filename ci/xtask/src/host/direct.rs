@@ -8,8 +8,7 @@ use anyhow::{Context, Result};
 use rustix::process::Signal;
 
 use super::job::{MEASURED_ON, copy_puts};
-use super::measured::measured_on;
-use super::place::{PLACE, Place};
+use super::place::{PLACE, Place, measured_on};
 use super::{Arguments, CUT_OFF};
 use crate::checkout::{Checkout, create_folder, link};
 use crate::jobs::{self, GRACE, Scratch};

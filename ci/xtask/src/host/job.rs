@@ -8,8 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::Arguments;
-use super::measured::measured_on;
-use super::place::{PLACE, Place};
+use super::place::{PLACE, Place, measured_on};
 use crate::checkout::{Checkout, copy, create_folder, write};
 use crate::jobs;
 use crate::programs;

@@ -1,15 +1,12 @@
 //! A command on a KVM host: this machine, or one that QEMU emulates.
 
 mod beat;
-pub(crate) mod capacity;
 mod direct;
 pub(crate) mod ends;
 mod job;
-mod lasting;
-mod measured;
 mod mend;
 mod nested;
-mod place;
+pub(crate) mod place;
 pub(crate) mod qemu;
 pub(crate) mod reruns;
 mod tail;
@@ -162,7 +159,7 @@ pub(crate) fn is_direct() -> Result<bool> {
 
 /// A line that names what figures are measured on, wherever commands run.
 pub(crate) fn measured_here(checkout: &Checkout) -> Result<String> {
-    measured::measured_on(checkout, place::choose()?.0)
+    place::measured_on(checkout, place::choose()?.0)
 }
 
 pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Command, ExitStatus};
+use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,12 +13,11 @@ use rustix::process::Signal;
 
 use super::beat::{self, Beat};
 use super::ends;
-use super::lasting;
 use super::mend;
 use super::qemu;
 use super::tail::{LineWatch, Tails};
 use super::{Arguments, CUT_OFF, HOST_FAILED, PowerCut, job};
-use crate::checkout::{Checkout, copy, create_folder, read, remove_file, write};
+use crate::checkout::{Checkout, copy, create_folder, read, remove_file, rename, write};
 use crate::images;
 use crate::jobs::{self, GRACE, Job, Scratch};
 use crate::kernels;
@@ -29,6 +28,10 @@ use crate::programs;
 /// QEMU is ended.
 const END_LIMIT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(20);
+/// Size of a disk that is made for `--disk`.
+const DISK_MIB: u64 = 512;
+/// Size of an NVDIMM that is made for `--nvdimm-file`.
+pub(super) const NVDIMM_FILE_MIB: u64 = 256;
 /// Files of a run that exist from the start, so that they can be followed.
 const OUTPUTS: [&str; 5] = ["stdout", "stderr", "out", "exit", "console.log"];
 /// Lines of the host's console, and of QEMU's own output, that are shown after a failure.
@@ -68,12 +71,32 @@ fn prepare(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
     }
     make_outputs(run)?;
     if let Some(disk) = &host.disk {
-        lasting::make(disk, lasting::DISK_MIB)?;
+        make_lasting(disk, DISK_MIB)?;
     }
     if let Some(file) = &host.nvdimm_file {
-        lasting::make(file, lasting::NVDIMM_FILE_MIB)?;
+        make_lasting(file, NVDIMM_FILE_MIB)?;
     }
     job::make(checkout, host, run)
+}
+
+/// Makes a file with an ext4 file system that stays from boot to boot, unless the file exists.
+fn make_lasting(file: &Path, size_mib: u64) -> Result<()> {
+    if file.exists() {
+        return Ok(());
+    }
+    if let Some(folder) = file.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        create_folder(folder)?;
+    }
+    let mut name = file.file_name().context("not a file's name")?.to_owned();
+    name.push(".new");
+    let new = file.with_file_name(name);
+    remove_file(&new)?;
+    let mut mke2fs = programs::system("mke2fs");
+    let options = "-q -t ext4 -b 4096 -m 0 -E lazy_itable_init=0,root_owner=0:0";
+    mke2fs.args(options.split(' '));
+    mke2fs.arg(&new).arg(format!("{size_mib}M"));
+    jobs::run(mke2fs.stdout(Stdio::null()))?;
+    rename(&new, file)
 }
 
 /// Makes the files and pipes that QEMU writes to.

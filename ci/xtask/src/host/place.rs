@@ -1,16 +1,28 @@
-//! The choice between this machine and an emulated host.
+//! The choice between this machine and an emulated host, the number of such hosts, and a line that
+//! names what figures are measured on.
 
 use std::env;
 use std::fmt::{self, Display};
 use std::fs;
 use std::path::Path;
+use std::process::Stdio;
+use std::thread;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
+use super::{mend, qemu};
+use crate::apt::sha256;
+use crate::checkout::{Checkout, read};
+use crate::jobs;
+use crate::kernels;
 use crate::messages::refuse;
+use crate::programs;
 
 /// Variable that overrides the choice. The command gets it with the place where it runs.
 pub(super) const PLACE: &str = "FORESHORE_HOST";
+/// Memory of an emulated host beside that of its guests: QEMU, and the pages of its disks.
+const OVERHEAD_MIB: u64 = 1024;
+const MAX_HOSTS: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
@@ -58,5 +70,89 @@ fn why_emulated() -> Option<&'static str> {
         Some("this user may not use /dev/kvm (the group kvm may)")
     } else {
         None
+    }
+}
+
+/// Number of hosts with one CPU and `memory_mib` each. One if commands run on this machine itself.
+pub(crate) fn hosts_at_once(memory_mib: u64) -> Result<usize> {
+    let available_mib =
+        parse_available(&read("/proc/meminfo".as_ref())?).context("no MemAvailable")?;
+    let cpus = thread::available_parallelism()?.get();
+    Ok(match choose()?.0 {
+        Place::Direct => 1,
+        Place::Nested => count(cpus, available_mib, memory_mib),
+    })
+}
+
+pub(crate) fn load() -> Result<String> {
+    let load = read("/proc/loadavg".as_ref())?;
+    Ok(load.split_whitespace().take(3).collect::<Vec<_>>().join(" "))
+}
+
+/// MemAvailable of /proc/meminfo in MiB.
+fn parse_available(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.split_whitespace().next()?.parse::<u64>().ok()? / 1024)
+}
+
+fn count(cpus: usize, available_mib: u64, memory_mib: u64) -> usize {
+    let room = usize::try_from(available_mib / (memory_mib + OVERHEAD_MIB)).unwrap_or(MAX_HOSTS);
+    room.min(cpus).clamp(1, MAX_HOSTS)
+}
+
+/// The programs by their commit, and the machine or the emulated host's kernel and QEMU. A mended
+/// QEMU prints the version of the original.
+pub(super) fn measured_on(checkout: &Checkout, place: Place) -> Result<String> {
+    let ours = commit(checkout)?;
+    if place == Place::Direct {
+        let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+        return Ok(format!("{ours}; this machine: {}, Linux {}", cpu_model()?, release.trim_end()));
+    }
+    let (original, used) = (qemu::program()?, mend::mended_qemu(checkout)?);
+    let version = jobs::output(programs::user(&used).arg("--version"))?;
+    let version = version.lines().next().unwrap_or_default();
+    let is_mended = if used == original { "" } else { ", mended" };
+    let kernel = kernels::pin(checkout, kernels::DEFAULT)?;
+    let (linux, hash) = (kernel.version(), sha256(&used)?);
+    Ok(format!("{ours}; emulated, Linux {linux}, {version}{is_mended}, sha256 {hash}"))
+}
+
+fn commit(checkout: &Checkout) -> Result<String> {
+    let mut git = programs::user("git");
+    git.arg("-C").arg(checkout.root()).args(["describe", "--always", "--dirty", "--abbrev=12"]);
+    // Neither a repository nor git need be here.
+    let described = jobs::attempt(git.stderr(Stdio::null()));
+    let commit = described.ok().filter(|(status, _)| status.success());
+    let commit =
+        commit.map_or_else(|| "of no commit".to_owned(), |(_, commit)| commit.trim().to_owned());
+    Ok(format!("foreshore {commit}"))
+}
+
+fn cpu_model() -> Result<String> {
+    let cpus = fs::read_to_string("/proc/cpuinfo")?;
+    let line = cpus.lines().find(|line| line.starts_with("model name"));
+    let model =
+        line.and_then(|line| line.split_once(": ")).context("/proc/cpuinfo has no model name")?;
+    Ok(model.1.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cpus_and_memory_limit_the_hosts() {
+        assert_eq!(count(8, 100_000, 7000), MAX_HOSTS);
+        assert_eq!(count(2, 100_000, 7000), 2);
+        assert_eq!(count(8, 3 * 8024 - 1, 7000), 2);
+        assert_eq!(count(8, 1000, 7000), 1);
+    }
+
+    #[test]
+    fn available_memory_is_that_of_the_kernel() {
+        let meminfo =
+            "MemTotal:       24682516 kB\nMemFree:          500 kB\nMemAvailable:   20744192 kB\n";
+        assert_eq!(parse_available(meminfo), Some(20258));
+        assert_eq!(parse_available("MemAvailableX: 1 kB"), None);
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use super::Arguments;
-use super::lasting::NVDIMM_FILE_MIB;
+use super::nested::NVDIMM_FILE_MIB;
 use crate::programs::{self, user_path};
 
 /// Ports of the host that QEMU writes to files of these names.

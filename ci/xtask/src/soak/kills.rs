@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use super::boots::{Boots, in_lanes};
 use super::{FOLDER, Soak};
 use crate::checkout::remove_folder;
-use crate::host::capacity;
+use crate::host::place;
 
 /// Kills in one boot of the host. If the host dies, only these run again.
 const BATCH: u32 = 25;
@@ -58,7 +58,7 @@ impl Soak<'_> {
         let folder =
             self.checkout.path(FOLDER).join(format!("{interface}-{kernel}{}", suffix("-")));
         remove_folder(&folder)?;
-        let hosts = capacity::hosts_at_once(HOST_MIB.into())?;
+        let hosts = place::hosts_at_once(HOST_MIB.into())?;
         let run = |batch: &Batch| {
             let boots = Boots {
                 checkout: self.checkout,

@@ -14,7 +14,7 @@ use super::{Arguments, Clock, FOLDER, Soak};
 use crate::apt::Apt;
 use crate::checkout::{create_folder, list, read, remove_folder, write};
 use crate::host::CUT_OFF;
-use crate::host::capacity::load;
+use crate::host::place::load;
 use crate::jobs;
 use crate::messages::{say, write_output};
 use crate::programs::{self, user_path};

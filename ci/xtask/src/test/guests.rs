@@ -18,7 +18,7 @@ use super::verdicts::Events;
 use crate::BAD_COMMAND_LINE;
 use crate::cargo::{self, Part};
 use crate::checkout::{Checkout, create_folder, remove_folder, rename};
-use crate::host::{capacity, ends};
+use crate::host::{ends, place};
 use crate::images;
 use crate::jobs;
 use crate::messages::{attempt, print, refuse, say, write_output};
@@ -47,7 +47,7 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
     report.begin_step("guest tests");
     let started = Instant::now();
     let tests = list(checkout, arguments)?;
-    let hosts = capacity::hosts_at_once(HOST_MIB + HOST_NVDIMM_MIB + 2 * HOST_PMEM_MIB)?;
+    let hosts = place::hosts_at_once(HOST_MIB + HOST_NVDIMM_MIB + 2 * HOST_PMEM_MIB)?;
     let hosts = hosts.clamp(1, tests.len().max(1));
     let lanes = Lanes {
         checkout,
