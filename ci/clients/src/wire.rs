@@ -6,25 +6,10 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::http::Response;
 use guest_tests::tap;
-use serde_json::Value;
 
 use crate::vm::PATIENCE;
-
-/// A status and a body.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Answer {
-    pub status: u16,
-    /// Empty if the response has no body.
-    pub body: String,
-}
-
-impl Answer {
-    /// The body, which must be JSON.
-    pub(crate) fn json(&self) -> Result<Value> {
-        serde_json::from_str(&self.body).with_context(|| format!("{self:?} is no JSON"))
-    }
-}
 
 /// Connection that a client keeps for all its requests.
 #[derive(Debug)]
@@ -59,7 +44,7 @@ impl Connection {
     /// runtime-rs shares: all that stands between the version and the first `\r` is the status,
     /// and the length has its name in title case. Others take less literally what they are
     /// sent.
-    pub(crate) fn answer(&mut self) -> Result<Answer> {
+    pub(crate) fn answer(&mut self) -> Result<Response> {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
             let mut byte = [0];
@@ -75,17 +60,17 @@ impl Connection {
         self.0
             .read_exact(&mut body)
             .context("The connection ended before the answer's body did")?;
-        Ok(Answer { status, body: String::from_utf8(body)? })
+        Ok(Response { status, body: String::from_utf8(body)? })
     }
 
     /// A request in one piece, and its answer.
-    pub(crate) fn call(&mut self, request: &str) -> Result<Answer> {
+    pub(crate) fn call(&mut self, request: &str) -> Result<Response> {
         self.write(request)?;
         self.answer()
     }
 
     /// The same, with the only status that its client takes for consent.
-    pub(crate) fn expect(&mut self, status: u16, request: &str) -> Result<Answer> {
+    pub(crate) fn expect(&mut self, status: u16, request: &str) -> Result<Response> {
         let answer = self.call(request)?;
         ensure!(answer.status == status, "{request:?} is answered by {answer:?}, not by {status}");
         Ok(answer)

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use guest_tools::wait::stretched;
+use serde_json::Value;
 
 use crate::tap;
 
@@ -18,7 +19,15 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
     pub status: u16,
+    /// Empty if the response has no body.
     pub body: String,
+}
+
+impl Response {
+    /// The body, which must be JSON.
+    pub fn json(&self) -> Result<Value> {
+        serde_json::from_str(&self.body).with_context(|| format!("{self:?} is no JSON"))
+    }
 }
 
 pub fn request_unix(
@@ -43,17 +52,6 @@ pub fn request_tcp(
         TcpStream::connect(address).with_context(|| format!("Cannot connect to {address}"))?;
     stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
     exchange(&mut stream, method, path, body)
-}
-
-/// Sends raw bytes to a server on a unix socket and reads what it answers: for requests that are
-/// not HTTP.
-pub fn send_raw_unix(socket: &Path, bytes: &[u8]) -> Result<Response> {
-    let mut stream = UnixStream::connect(socket)
-        .with_context(|| format!("Cannot connect to {}", socket.display()))?;
-    stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
-    stream.write_all(bytes)?;
-    stream.shutdown(std::net::Shutdown::Write)?;
-    read_response(&mut stream)
 }
 
 /// One request on a connection that stays, with descriptors beside it, and its answer.
@@ -112,8 +110,7 @@ fn parse(bytes: &[u8], ended: bool) -> Result<Option<Response>> {
     };
     let head = std::str::from_utf8(&bytes[..head_len]).context("The answer's head is not UTF-8")?;
     let body = &bytes[head_len + 4..];
-    let mut lines = head.split("\r\n");
-    let status_line = lines.next().unwrap_or_default();
+    let status_line = head.split("\r\n").next().unwrap_or_default();
     let status = status_line.split(' ').nth(1).and_then(|status| status.parse().ok());
     let status: u16 =
         status.with_context(|| format!("Not an HTTP status line: {status_line:?}"))?;

@@ -4,13 +4,19 @@
 use std::fs::File;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::http::Response;
 use serde_json::{Value, json};
 
 use crate::vm::{Nic, UntilUp, Vm};
-use crate::wire::{Answer, Connection};
+use crate::wire::Connection;
 
 /// api_client writes head, length, end and body apart.
-fn call(stream: &mut Connection, method: &str, call: &str, body: Option<&Value>) -> Result<Answer> {
+fn call(
+    stream: &mut Connection,
+    method: &str,
+    call: &str,
+    body: Option<&Value>,
+) -> Result<Response> {
     call_with(stream, method, call, body, Vec::new())
 }
 
@@ -21,7 +27,7 @@ fn call_with(
     call: &str,
     body: Option<&Value>,
     files: Vec<File>,
-) -> Result<Answer> {
+) -> Result<Response> {
     let head = format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n");
     stream.write_with(&head, files)?;
     let body = body.map(serde_json::to_string_pretty).transpose()?;

@@ -86,8 +86,7 @@ impl Guest {
         if response.body.is_empty() {
             return Ok(Value::Null);
         }
-        serde_json::from_str(&response.body)
-            .with_context(|| format!("{call} answers {:?}", response.body))
+        response.json().with_context(|| format!("The answer to {call}"))
     }
 
     pub fn get(&self, call: &str) -> Result<Value> {
