@@ -11,7 +11,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 
 use crate::cargo::{self, Part};
-use crate::checkout::{Checkout, create_folder, list, remove_file, remove_folder};
+use crate::checkout::{Checkout, create_folder, remove_folder};
 use crate::host::place::load;
 use crate::host::{ends, reruns};
 use crate::images;
@@ -94,7 +94,9 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         let options = arguments.of_host()?;
         let other_vmm = other_vmm()?;
         let folder = checkout.path(FOLDER);
-        empty(&folder)?;
+        // Results of an earlier run are not evidence of this one.
+        remove_folder(&folder)?;
+        create_folder(&folder)?;
         setup::ensure_set_up(checkout)?;
         cargo::build(checkout, Part::Programs)?;
         cargo::build(checkout, Part::Clients)?;
@@ -120,19 +122,6 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         }
         Ok(end.code)
     })
-}
-
-/// Removes the results of an earlier run, because they are not evidence of this one.
-fn empty(folder: &Path) -> Result<()> {
-    create_folder(folder)?;
-    for path in list(folder)? {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if !(name.starts_with("broken-") || name.starts_with("bench.") || name.ends_with(".log")) {
-            continue;
-        }
-        if path.is_dir() { remove_folder(&path)? } else { remove_file(&path)? }
-    }
-    Ok(())
 }
 
 fn other_vmm() -> Result<Option<PathBuf>> {

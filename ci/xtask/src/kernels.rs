@@ -25,7 +25,7 @@ pub(crate) struct Pin {
     /// Series, with the flavor if it is the generic one.
     pub name: String,
     package: String,
-    version: String,
+    pub version: String,
     sha256: String,
 }
 
@@ -33,10 +33,6 @@ impl Pin {
     /// True for the generic flavor, which has drivers that the cloud flavor lacks, such as F2FS.
     pub(crate) fn is_generic(&self) -> bool {
         self.name.ends_with(GENERIC)
-    }
-
-    pub(crate) fn version(&self) -> &str {
-        &self.version
     }
 
     /// Name that `apt-get download` gives the file. It encodes the colon of an epoch.

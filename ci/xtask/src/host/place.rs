@@ -113,7 +113,7 @@ pub(super) fn measured_on(checkout: &Checkout, place: Place) -> Result<String> {
     let version = version.lines().next().unwrap_or_default();
     let is_mended = if used == original { "" } else { ", mended" };
     let kernel = kernels::pin(checkout, kernels::DEFAULT)?;
-    let (linux, hash) = (kernel.version(), sha256(&used)?);
+    let (linux, hash) = (kernel.version, sha256(&used)?);
     Ok(format!("{ours}; emulated, Linux {linux}, {version}{is_mended}, sha256 {hash}"))
 }
 

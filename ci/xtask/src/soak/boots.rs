@@ -89,7 +89,7 @@ pub(super) fn flushes(output: &str) -> String {
 
 /// Runs `work` for all items, several at the same time, and returns the results in the order of the
 /// items. After a result that `is_last` accepts, no further item begins.
-pub(super) fn in_lanes<T: Send, R: Send>(
+pub(crate) fn in_lanes<T: Send, R: Send>(
     lanes: usize,
     items: Vec<T>,
     work: impl Fn(&T) -> Result<R> + Sync,

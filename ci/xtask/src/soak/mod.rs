@@ -21,6 +21,7 @@ use crate::images;
 use crate::messages::{say, speak_as};
 use crate::random;
 use crate::setup;
+pub(crate) use boots::in_lanes;
 use table::Table;
 
 /// Folder of all files of this task.

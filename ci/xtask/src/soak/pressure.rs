@@ -46,22 +46,18 @@ struct Run {
 
 /// All boots, in folders below `folder`.
 fn runs(arguments: &Arguments, folder: &Path) -> Vec<Run> {
+    let is_real = arguments.clock == Clock::Real;
+    let split =
+        |values: &Vec<String>| if is_real { vec![values.join(",")] } else { values.clone() };
     let mut runs = Vec::new();
     for workload in &arguments.workloads {
-        let (folder, workload) = (folder.join(workload), workload.to_owned());
-        if arguments.clock == Clock::Real {
-            let (configs, dram) = (arguments.configs.join(","), arguments.dram.join(","));
-            runs.push(Run { workload, folder, configs, dram });
-            continue;
-        }
-        for dram in &arguments.dram {
-            let run = |configs: &String| Run {
-                workload: workload.clone(),
-                folder: folder.join(format!("{dram}-{configs}")),
-                configs: configs.clone(),
-                dram: dram.clone(),
-            };
-            runs.extend(arguments.configs.iter().map(run));
+        for dram in split(&arguments.dram) {
+            for configs in split(&arguments.configs) {
+                let folder = folder.join(workload);
+                let folder =
+                    if is_real { folder } else { folder.join(format!("{dram}-{configs}")) };
+                runs.push(Run { workload: workload.clone(), folder, configs, dram: dram.clone() });
+            }
         }
     }
     runs

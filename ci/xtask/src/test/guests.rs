@@ -5,7 +5,6 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -21,8 +20,9 @@ use crate::checkout::{Checkout, create_folder, remove_folder, rename};
 use crate::host::{ends, place};
 use crate::images;
 use crate::jobs;
-use crate::messages::{attempt, print, refuse, say, write_output};
+use crate::messages::{attempt, refuse, say, write_output};
 use crate::programs;
+use crate::soak::in_lanes;
 
 const HOST_CPUS: u64 = 1;
 const HOST_MIB: u64 = 6144;
@@ -57,7 +57,9 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
         queue: Mutex::new(Queue::new(&tests, hosts)),
         events: Mutex::default(),
     };
-    lanes.run(hosts);
+    // Tests of a lane that fails itself have no verdict.
+    let run = |lane: &usize| lanes.run_lane(*lane).with_context(|| format!("lane {lane}"));
+    in_lanes(hosts, (1..=hosts).collect(), run, |_| false);
     let events = lanes.events.into_inner().unwrap_or_else(PoisonError::into_inner);
     let boots = lanes.boots.into_inner();
     report.add_guests(Guests { events, folder: format!("target/ci/{FOLDER}"), boots }, &tests);
@@ -101,19 +103,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Lanes<'_> {
-    /// Runs all lanes. Tests of a lane that fails itself have no verdict.
-    fn run(&self, hosts: usize) {
-        thread::scope(|scope| {
-            for lane in 1..=hosts {
-                scope.spawn(move || {
-                    if let Err(error) = self.run_lane(lane) {
-                        print(&format!("lane {lane}: {error:#}"));
-                    }
-                });
-            }
-        });
-    }
-
     /// Runs shares as long as tests are left.
     fn run_lane(&self, lane: usize) -> Result<()> {
         for number in 1.. {

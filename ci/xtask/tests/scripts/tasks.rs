@@ -1,0 +1,172 @@
+//! `ci/bench`, `ci/demo` and `ci/soak` with stubs of the programs that they run on this machine.
+
+use std::ffi::OsString;
+use std::fs;
+use std::process::Output;
+
+use super::tree::{PROMETHEUS, Tree};
+
+fn names(tree: &Tree, folder: &str) -> Vec<OsString> {
+    let entries = fs::read_dir(tree.path(folder)).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    names
+}
+
+/// Prints its arguments and the name of another VMM, leaves a log, and ends with `$CODE`.
+const BENCH: &str = r#"#!/bin/sh
+echo "measured: $* $FORESHORE_TEST_BENCH_VMM"
+echo words >"$OUT/vm0.vmm.log"
+exit "$CODE"
+"#;
+
+fn bench_tree() -> Option<Tree> {
+    let tree = Tree::with_tools(":")?;
+    tree.add_program("bench", BENCH).unwrap();
+    Some(tree)
+}
+
+fn bench(tree: &Tree, line: &str, code: u8, other_vmm: &str) -> Output {
+    let mut command = tree.command(&format!("ci/bench {line}")).unwrap();
+    command.env("CODE", code.to_string()).env("FORESHORE_BENCH_VMM", other_vmm).output().unwrap()
+}
+
+#[test]
+fn choice_and_another_vmm_reach_the_program_that_measures() {
+    let Some(tree) = bench_tree() else { return };
+    tree.write("other-vmm", "", 0o755).unwrap();
+    let output = bench(&tree, "--rounds 2 --only boot,plug", 0, "other-vmm");
+    let (stdout, stderr) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    assert_eq!(stdout, "measured: --rounds 2 --only boot,plug other-vmm\n");
+    assert!(stderr.contains("bench: load of this machine before: "), "{stderr}");
+}
+
+#[test]
+fn failed_measurement_leaves_its_logs_and_its_exit_code() {
+    let Some(tree) = bench_tree() else { return };
+    tree.write("target/bench/broken-1/vm0.vmm.log", "", 0o644).unwrap();
+    let output = bench(&tree, "--rounds 2", 3, "");
+    assert_eq!(output.status.code(), Some(3));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        stderr.ends_with("bench: FAILED (exit code 3): the logs are in target/bench\n"),
+        "{stderr}"
+    );
+    assert_eq!(names(&tree, "target/bench"), ["vm0.vmm.log"]);
+}
+
+#[test]
+fn bad_command_lines_of_a_bench_are_refused_before_any_work() {
+    let Some(tree) = bench_tree() else { return };
+    for (line, other_vmm) in [
+        ("--only boots", ""),
+        ("--only boot,", ""),
+        ("--rounds 0", ""),
+        ("--clock fast", ""),
+        ("--clock counted", ""),
+        ("--clock counted --only agent,boot", ""),
+        ("--rounds 1", "missing"),
+    ] {
+        let output = bench(&tree, line, 0, other_vmm);
+        assert_eq!(
+            output.status.code(),
+            Some(2),
+            "{line}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        assert!(!tree.path("target/bench").exists(), "{line}");
+    }
+}
+
+/// Test that takes 50 instructions per request, and 7 for its start. Like cargo, it uses the
+/// setting of the runner, whose list of strings means the same in TOML and in sh. It fails if it
+/// cannot write the profile.
+const COSTLY_TEST: &str = r#"case $* in *--no-run*) exit ;; esac
+for argument; do
+    case $argument in target.x86_64-unknown-linux-gnu.runner=*) list=${argument#*=} ;; esac
+done
+eval "set -- $(printf %s "$list" | tr -d '[],')"
+[ "$1" = valgrind ] || exit
+for argument; do
+    case $argument in --callgrind-out-file=*) profile=${argument#*=} ;; esac
+done
+: >"$profile" || exit
+echo 1 passed
+echo "==1== Collected : $((FORESHORE_COST_REQUESTS * 50 + 7))" >&2"#;
+
+#[test]
+fn instructions_of_a_request_are_the_difference_of_two_runs() {
+    let Some(tree) = Tree::with_tools(COSTLY_TEST) else { return };
+    tree.write("bin/valgrind", "#!/bin/sh\n", 0o755).unwrap();
+    let temporary = tree.path("temporary files");
+    fs::create_dir(&temporary).unwrap();
+    let mut command = tree.command("ci/bench --requests").unwrap();
+    let output = command.env("TMPDIR", temporary).output().unwrap();
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let rows: Vec<_> = stdout.lines().filter(|line| line.ends_with(" | 50 |")).collect();
+    assert_eq!(rows.len(), 4, "{stdout}");
+    assert!(rows[0].starts_with("| BTT volume, write |"), "{stdout}");
+}
+
+#[test]
+fn early_end_of_prometheus_is_reported_with_its_last_lines() {
+    let Some(tree) = Tree::with_tools(":") else { return };
+    tree.write("ci/kernels.lock", "", 0o644).unwrap();
+    tree.write(PROMETHEUS, "#!/bin/sh\necho early\necho the port is taken >&2\nexit 1\n", 0o755)
+        .unwrap();
+    let mut command = tree.command_in(tree.folder(), "ci/demo --no-build", "nested").unwrap();
+    let output = command.output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.ends_with("demo: Prometheus ended: early\nthe port is taken\n"), "{stderr}");
+    // Its data are removed.
+    assert_eq!(names(&tree, "target/demo/prometheus"), ["prometheus.log", "prometheus.yml"]);
+}
+
+/// Prints the tally of a batch, but none with the seed `$MUTE`. Fails with the seed `$BAD`.
+const SOAK: &str = r#"#!/bin/sh
+[ "$1" = kills ] || exit 1
+[ "$5" = "$MUTE" ] || echo "$2 on $3, seed $5: $4 kills, 10 looks; 3 flushes acknowledged"
+[ "$5" != "$BAD" ]
+"#;
+
+/// Kills guests in batches of 25 with the seeds 7, 9 and so on.
+fn kill(rounds: u32, seeds: &[(&str, &str)]) -> Option<(Tree, Output)> {
+    let tree = Tree::with_tools(":")?;
+    tree.add_program("soak", SOAK).unwrap();
+    let line = format!(
+        "ci/soak --no-build --only kills --kernel 6.1 --interface nvdimm --rounds {rounds} --seed 7"
+    );
+    let output = tree.command(&line).unwrap().envs(seeds.iter().copied()).output().unwrap();
+    Some((tree, output))
+}
+
+#[test]
+fn tallies_of_all_kills_are_a_row_of_the_table() {
+    let Some((tree, output)) = kill(60, &[]) else { return };
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    let row =
+        "nvdimm on 6.1                7          60 kills, 30 looks, 9 flushes acknowledged\n";
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(stdout.contains("nvdimm 6.1 9| nvdimm on 6.1, seed 9: 25 kills"), "{stdout}");
+    assert!(stdout.contains("\nmeasured on: ") && stdout.ends_with(row), "{stdout}");
+    assert!(fs::read_to_string(tree.path("target/soak/table")).unwrap().ends_with(row));
+}
+
+#[test]
+fn kills_that_fail_or_have_no_tally_are_the_last_ones() {
+    for (variable, reason) in [("BAD", "exit code 1"), ("MUTE", "no tally")] {
+        let Some((tree, output)) = kill(75, &[(variable, "9")]) else { return };
+        assert_eq!(output.status.code(), Some(1));
+        let row = "nvdimm on 6.1                7          FAILED: see target/soak/nvdimm-6.1/9\n";
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(stdout.ends_with(row), "{stdout}");
+        assert!(!tree.path("target/soak/nvdimm-6.1/11").exists());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(stderr.contains(&format!("nvdimm on 6.1, seed 9: {reason}\n")), "{stderr}");
+    }
+}
