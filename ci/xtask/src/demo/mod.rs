@@ -2,7 +2,9 @@
 
 mod narrator;
 mod picture;
+mod plot;
 mod prometheus;
+mod table;
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -162,26 +164,29 @@ impl<'run> Demo<'run> {
 
     /// Runs phase 5. Returns true if the picture shows all claims.
     fn draw(&self, prometheus: &Prometheus, narrator: &mut Narrator) -> Result<bool> {
-        let Some(zero) = narrator.zero() else { bail!("the demo printed nothing") };
-        let is_drawn = picture::draw(self, prometheus, zero, &[], |bytes| narrator.add(bytes))?;
-        if is_drawn {
-            narrator.add(SEEN.as_bytes())?;
+        let events = narrator.events.clone();
+        let zero_s = narrator.zero_s;
+        let show = |bytes: &[u8]| narrator.add(bytes);
+        let drawn = picture::draw(self, prometheus, zero_s, &events, true, show);
+        match &drawn {
+            Ok(()) => narrator.add(SEEN.as_bytes())?,
+            Err(error) => narrator.add(format!("  {NOT_SEEN}: {error:#}\n").as_bytes())?,
         }
         narrator.finish()?;
-        Ok(is_drawn)
+        Ok(drawn.is_ok())
     }
 
     /// Reports a failure. Its picture shows how far the demo came.
     fn report_failure(&self, code: u8, prometheus: &Prometheus, narrator: &Narrator) -> Result<()> {
-        if let Some(zero) = narrator.zero() {
-            let show = |bytes: &[u8]| {
-                crate::messages::write_output(bytes);
-                Ok(())
-            };
-            if attempt(|| picture::draw(self, prometheus, zero, &["unjudged"], show)) != Some(true)
-            {
-                say!("the picture cannot be drawn");
-            }
+        let show = |bytes: &[u8]| {
+            crate::messages::write_output(bytes);
+            Ok(())
+        };
+        let Narrator { zero_s, events, .. } = narrator;
+        if zero_s.is_some()
+            && attempt(|| picture::draw(self, prometheus, *zero_s, events, false, show)).is_none()
+        {
+            say!("the picture cannot be drawn");
         }
         let log = self.folder.join(narrator::LOG);
         if log.exists() && read(&log)?.contains(NOT_SEEN) {

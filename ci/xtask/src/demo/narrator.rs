@@ -10,31 +10,36 @@ use anyhow::{Context, Result};
 use crate::messages::{Lines, write_output};
 
 pub(super) const LOG: &str = "demo.log";
-pub(super) const EVENTS: &str = "events.csv";
-const EVENTS_HEAD: &str = "time_s,elapsed_s,event\n";
 /// Start of a line about an event, which the picture has.
 const EVENT: &str = "* ";
+
+/// An event, with its time since 1970.
+#[derive(Clone)]
+pub(super) struct Event {
+    pub time: Duration,
+    pub elapsed_s: f64,
+    pub text: String,
+}
 
 /// Forwards lines, each with its time.
 pub(super) struct Narrator {
     folder: PathBuf,
     lines: Lines,
     /// Second of the first line. Times in the log and in the picture count from it.
-    zero: Option<u64>,
+    pub zero_s: Option<u64>,
+    pub events: Vec<Event>,
 }
 
 impl Narrator {
     pub(super) fn new(folder: &Path) -> Self {
-        Self { folder: folder.to_owned(), lines: Lines::default(), zero: None }
+        let folder = folder.to_owned();
+        Self { folder, lines: Lines::default(), zero_s: None, events: Vec::new() }
     }
 
     /// Begins a new run, whose times count from its own first line.
     pub(super) fn begin(&mut self) {
-        self.zero = None;
-    }
-
-    pub(super) fn zero(&self) -> Option<u64> {
-        self.zero
+        self.zero_s = None;
+        self.events.clear();
     }
 
     pub(super) fn add(&mut self, bytes: &[u8]) -> Result<()> {
@@ -53,25 +58,17 @@ impl Narrator {
     }
 
     fn pass_line(&mut self, line: &str, now: Duration) -> Result<()> {
-        if self.zero.is_none() {
-            crate::checkout::write(&self.folder.join(EVENTS), EVENTS_HEAD)?;
-        }
-        let zero = *self.zero.get_or_insert(now.as_secs());
-        let elapsed = tenths(now.saturating_sub(Duration::from_secs(zero)));
-        let text = format!("{elapsed:>6}  {line}");
+        let zero_s = *self.zero_s.get_or_insert(now.as_secs());
+        let elapsed = now.saturating_sub(Duration::from_secs(zero_s));
+        let tenths = format!("{}.{}", elapsed.as_secs(), elapsed.subsec_millis() / 100);
+        let text = format!("{tenths:>6}  {line}");
         write_output(text.as_bytes());
-        self.append(LOG, &text)?;
         if let Some(event) = line.strip_prefix(EVENT) {
-            let event = format!("{},{elapsed},{event}", seconds(now));
-            self.append(EVENTS, &event)?;
+            let text = event.trim_end().to_owned();
+            self.events.push(Event { time: now, elapsed_s: elapsed.as_secs_f64(), text });
         }
-        Ok(())
-    }
-
-    fn append(&self, name: &str, text: &str) -> Result<()> {
-        let file = File::options().append(true).create(true).open(self.folder.join(name));
-        file.and_then(|mut file| file.write_all(text.as_bytes()))
-            .with_context(|| format!("Cannot write {name}"))
+        let log = File::options().append(true).create(true).open(self.folder.join(LOG));
+        log.and_then(|mut log| log.write_all(text.as_bytes())).context("Cannot write the log")
     }
 }
 
@@ -80,33 +77,24 @@ pub(super) fn now() -> Result<Duration> {
     SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")
 }
 
-/// Seconds with a fraction, as scripts write them.
-pub(super) fn seconds(time: Duration) -> String {
-    format!("{}.{:06}", time.as_secs(), time.subsec_micros())
-}
-
-fn tenths(time: Duration) -> String {
-    format!("{}.{}", time.as_secs(), time.subsec_millis() / 100)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::checkout::read;
 
     #[test]
-    fn lines_have_their_times_and_events_are_listed() {
+    fn lines_have_their_times_and_events_are_kept() {
         let folder = tempfile::tempdir().unwrap();
         let mut narrator = Narrator::new(folder.path());
         narrator.pass_line("== 1\n", Duration::from_millis(7_950)).unwrap();
-        assert_eq!(narrator.zero(), Some(7));
-        narrator.pass_line("* two VMs, booted\n", Duration::from_micros(107_123_456)).unwrap();
+        assert_eq!(narrator.zero_s, Some(7));
+        narrator.pass_line("* two VMs, booted\n", Duration::from_millis(107_125)).unwrap();
         let log = read(&folder.path().join(LOG)).unwrap();
         assert_eq!(log, "   0.9  == 1\n 100.1  * two VMs, booted\n");
-        let events = read(&folder.path().join(EVENTS)).unwrap();
-        assert_eq!(events, format!("{EVENTS_HEAD}107.123456,100.1,two VMs, booted\n"));
+        let event = &narrator.events[0];
+        assert_eq!((event.elapsed_s, &event.text[..]), (100.125, "two VMs, booted"));
         narrator.begin();
         narrator.pass_line("== 1\n", Duration::from_secs(200)).unwrap();
-        assert_eq!(read(&folder.path().join(EVENTS)).unwrap(), EVENTS_HEAD);
+        assert!(narrator.events.is_empty() && narrator.zero_s == Some(200));
     }
 }

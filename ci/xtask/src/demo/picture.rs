@@ -1,10 +1,14 @@
 //! The picture of the metrics that Prometheus has collected.
 
-use anyhow::Result;
+use std::fmt::Write;
+
+use anyhow::{Context, Result, ensure};
 
 use super::Demo;
-use super::narrator::{EVENTS, now, seconds};
-use super::prometheus::Prometheus;
+use super::narrator::{Event, now};
+use super::plot;
+use super::prometheus::{Prometheus, Range};
+use super::table::Table;
 use crate::checkout::{read, write};
 use crate::jobs;
 use crate::programs;
@@ -14,33 +18,47 @@ const FORMATS: [&str; 2] = ["svg", "png"];
 const GNUPLOT_TITLE: &str = "<title>Gnuplot</title>";
 const TITLE: &str = "<title>Foreshore: a guest's memory grows into PM and back</title>";
 
-/// Draws the picture in the folder of the demo and shows the output of the programs. Times count
-/// from the second `zero`. Returns true if all programs succeed. `demo-timeline` fails if the data
-/// do not show a claim.
+/// Writes the data to the folder of the demo and draws the picture there. Times count from
+/// the second `zero_s`. It is an error if the data do not show a claim of a demo that is
+/// judged.
 pub(super) fn draw(
     demo: &Demo<'_>,
     prometheus: &Prometheus,
-    zero: u64,
-    options: &[&str],
+    zero_s: Option<u64>,
+    events: &[Event],
+    is_judged: bool,
     mut show: impl FnMut(&[u8]) -> Result<()>,
-) -> Result<bool> {
-    let mut timeline = programs::user(demo.checkout.programs().join("demo-timeline"));
-    timeline
-        .arg(format!("127.0.0.1:{}", prometheus.port()))
-        .arg(zero.to_string())
-        .arg(seconds(now()?));
-    timeline.arg(demo.folder.join(EVENTS)).arg(&demo.folder).args(options);
-    if !jobs::stream_output(&mut timeline, &mut show)?.success() {
-        return Ok(false);
+) -> Result<()> {
+    let start_s = zero_s.context("the demo printed nothing")?;
+    let range = Range { start_s, end_s: now()?.as_secs() + 1 };
+    let phase = if is_judged { "5/5 " } else { "" };
+    show(format!("== {phase}what Prometheus has seen\n").as_bytes())?;
+    let table = Table::query(prometheus, &range)?;
+    show(format!("  {}\n", table.summary()).as_bytes())?;
+    let path = |name: &str| demo.folder.join(name);
+    write(&path("timeline.csv"), table.to_csv())?;
+    write(&path("timeline.gnuplot"), plot::script(&range, events))?;
+    write(&path("events.csv"), events_csv(events))?;
+    for (holds, claim) in table.claims().into_iter().filter(|_| is_judged) {
+        ensure!(holds, "{claim}");
+        show(format!("  ok: {claim}\n").as_bytes())?;
     }
     for format in FORMATS {
         let mut gnuplot = programs::user("gnuplot");
         gnuplot.arg("-e").arg(format!("format='{format}'")).arg("timeline.gnuplot");
-        if !jobs::stream(gnuplot.current_dir(&demo.folder), &mut show)?.success() {
-            return Ok(false);
-        }
+        let status = jobs::stream(gnuplot.current_dir(&demo.folder), &mut show)?;
+        jobs::check(&gnuplot, status)?;
     }
-    let path = demo.folder.join("timeline.svg");
-    write(&path, read(&path)?.replace(GNUPLOT_TITLE, TITLE))?;
-    Ok(true)
+    let svg = path("timeline.svg");
+    write(&svg, read(&svg)?.replace(GNUPLOT_TITLE, TITLE))
+}
+
+fn events_csv(events: &[Event]) -> String {
+    let mut csv = "time_s,elapsed_s,event\n".to_owned();
+    for event in events {
+        // Writing to a String cannot fail.
+        let _ =
+            writeln!(csv, "{:.6},{:.1},{}", event.time.as_secs_f64(), event.elapsed_s, event.text);
+    }
+    csv
 }

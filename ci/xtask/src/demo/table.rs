@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 
-use crate::prometheus::{Prometheus, Range, Series};
+use super::prometheus::{Prometheus, Range, Series};
 
 /// Name and expression of every column.
 const COLUMNS: [(&str, &str); 14] = [
@@ -25,8 +25,8 @@ const COLUMNS: [(&str, &str); 14] = [
 ];
 
 /// The VM that the demo is about, and the one beside it: names by the program `demo`.
-pub(crate) const VM: &str = "governed";
-pub(crate) const OTHER_VM: &str = "policy-off";
+pub(super) const VM: &str = "governed";
+pub(super) const OTHER_VM: &str = "policy-off";
 
 const MIB: f64 = (1u64 << 20) as f64;
 const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
@@ -35,16 +35,15 @@ const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
 /// the way.
 const LEAST_COVERED_PERCENT: usize = 60;
 
-pub(crate) struct Table {
+pub(super) struct Table {
     range: Range,
     columns: Vec<(&'static str, BTreeMap<String, Series>)>,
 }
 
 impl Table {
-    /// Asks for every column.
-    pub(crate) fn ask(prometheus: &Prometheus, range: &Range) -> Result<Self> {
+    pub(super) fn query(prometheus: &Prometheus, range: &Range) -> Result<Self> {
         let column = |(name, expression): (&'static str, &str)| {
-            Ok((name, prometheus.ask(expression, range)?))
+            Ok((name, prometheus.query(expression, range)?))
         };
         Ok(Self { range: *range, columns: COLUMNS.into_iter().map(column).collect::<Result<_>>()? })
     }
@@ -68,7 +67,7 @@ impl Table {
     }
 
     /// Claims of the demo with values from Prometheus. Each claim has true if it holds.
-    pub(crate) fn claims(&self) -> [(bool, String); 7] {
+    pub(super) fn claims(&self) -> [(bool, String); 7] {
         let empty =
             self.columns.iter().filter(|(_, by_vm)| !by_vm.contains_key(VM)).map(|(name, _)| *name);
         let empty: Vec<&str> = empty.collect();
@@ -113,13 +112,14 @@ impl Table {
     }
 
     /// Rows by VM, then by time; a cell is empty when there was no sample.
-    pub(crate) fn to_csv(&self) -> String {
+    pub(super) fn to_csv(&self) -> String {
         let names: Vec<&str> = self.columns.iter().map(|(name, _)| *name).collect();
         let mut csv = format!("time_s,elapsed_s,vm,{}\n", names.join(","));
         let vms: BTreeSet<&String> =
             self.columns.iter().flat_map(|(_, series)| series.keys()).collect();
         for vm in vms {
-            for (elapsed_s, time_s) in self.range.steps().enumerate() {
+            for time_s in self.range.start_s..=self.range.end_s {
+                let elapsed_s = time_s - self.range.start_s;
                 let cell = |(_, by_vm): &(&str, BTreeMap<String, Series>)| {
                     let value = by_vm.get(vm).and_then(|series| series.get(&time_s));
                     value.map_or_else(String::new, f64::to_string)
@@ -132,7 +132,7 @@ impl Table {
     }
 
     /// How much there is.
-    pub(crate) fn summary(&self) -> String {
+    pub(super) fn summary(&self) -> String {
         let samples: usize =
             self.columns.iter().flat_map(|(_, by_vm)| by_vm.values()).map(Series::len).sum();
         format!(
@@ -159,7 +159,7 @@ mod tests {
             let by_vm = [(VM, governed), (OTHER_VM, other)];
             (name, by_vm.map(|(vm, values)| (vm.to_owned(), series(values))).into())
         };
-        Table { range: Range::new(1.0, 11.0).unwrap(), columns: COLUMNS.map(column).into() }
+        Table { range: Range { start_s: 1, end_s: 11 }, columns: COLUMNS.map(column).into() }
     }
 
     /// What does not hold once a value of VM `vm` is another.

@@ -1,20 +1,15 @@
-//! What gnuplot is told.
+//! Script of the picture for gnuplot.
 
-use crate::prometheus::Range;
-use crate::table::{OTHER_VM, VM};
-
-#[derive(Debug, Clone)]
-pub(crate) struct Event {
-    pub elapsed_s: f64,
-    pub what: String,
-}
+use super::narrator::Event;
+use super::prometheus::Range;
+use super::table::{OTHER_VM, VM};
 
 /// Names are written this far apart at least, as a part of the time axis, or they cover one
 /// another.
 const NAME_SPACING: f64 = 0.034;
 
 /// The script: gnuplot runs it in the directory of timeline.csv.
-pub(crate) fn script(range: &Range, events: &[Event]) -> String {
+pub(super) fn script(range: &Range, events: &[Event]) -> String {
     let times: Vec<f64> = events.iter().map(|event| event.elapsed_s).collect();
     let names_at = spread(&times, range.len_s() as f64);
     let marks = events.iter().zip(names_at).enumerate();
@@ -50,7 +45,7 @@ fn mark(number: usize, event: &Event, name_at: f64) -> String {
     let at = event.elapsed_s;
     let [past, lead] = [number + PAST_TITLE_FROM, number + LEADS_FROM];
     // gnuplot reads quotes and backslashes in a string; events are our own, and plain.
-    let what: String = event.what.chars().filter(|c| !matches!(c, '"' | '\\')).collect();
+    let what: String = event.text.chars().filter(|c| !matches!(c, '"' | '\\')).collect();
     let style = "nohead back lw 1 lc rgb '#999999' dt 3";
     format!(
         "set arrow {number} from {at:.2}, graph 0 to {at:.2}, graph 1 {style}\n\
@@ -68,6 +63,8 @@ const LEADS_FROM: usize = 200;
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -85,8 +82,9 @@ mod tests {
 
     #[test]
     fn an_event_is_marked_and_nothing_is_left_to_fill_in() {
-        let range = Range::new(1000.0, 1100.0).unwrap();
-        let event = |elapsed_s, what: &str| Event { elapsed_s, what: what.to_owned() };
+        let range = Range { start_s: 1000, end_s: 1100 };
+        let time = Duration::ZERO;
+        let event = |elapsed_s, text: &str| Event { time, elapsed_s, text: text.to_owned() };
         let script = script(&range, &[event(5.0, "one"), event(5.5, "a \"two\"")]);
         assert!(script.contains("set label 1 \"one\" at 5.00,"), "{script}");
         assert!(script.contains("set label 2 \"a two\" at 8.40,"), "{script}");
@@ -96,7 +94,7 @@ mod tests {
     /// gnuplot draws nothing at all if a panel has no points, as after a demo that failed early.
     #[test]
     fn every_panel_has_points_without_data() {
-        let script = script(&Range::new(1000.0, 1100.0).unwrap(), &[]);
+        let script = script(&Range { start_s: 1000, end_s: 1100 }, &[]);
         let panels: Vec<&str> = script.lines().filter(|line| line.starts_with("plot ")).collect();
         assert_eq!(panels.len(), 5);
         assert!(panels.iter().all(|panel| panel.starts_with("plot 0 with lines")), "{panels:?}");
