@@ -60,12 +60,11 @@ impl Narrator {
     fn pass_line(&mut self, line: &str, now: Duration) -> Result<()> {
         let zero_s = *self.zero_s.get_or_insert(now.as_secs());
         let elapsed = now.saturating_sub(Duration::from_secs(zero_s));
-        let tenths = format!("{}.{}", elapsed.as_secs(), elapsed.subsec_millis() / 100);
-        let text = format!("{tenths:>6}  {line}");
+        let elapsed_s = (elapsed.as_millis() / 100) as f64 / 10.0;
+        let text = format!("{elapsed_s:>6.1}  {line}");
         write_output(text.as_bytes());
         if let Some(event) = line.strip_prefix(EVENT) {
-            let text = event.trim_end().to_owned();
-            self.events.push(Event { time: now, elapsed_s: elapsed.as_secs_f64(), text });
+            self.events.push(Event { time: now, elapsed_s, text: event.trim_end().to_owned() });
         }
         let log = File::options().append(true).create(true).open(self.folder.join(LOG));
         log.and_then(|mut log| log.write_all(text.as_bytes())).context("Cannot write the log")
@@ -92,7 +91,7 @@ mod tests {
         let log = read(&folder.path().join(LOG)).unwrap();
         assert_eq!(log, "   0.9  == 1\n 100.1  * two VMs, booted\n");
         let event = &narrator.events[0];
-        assert_eq!((event.elapsed_s, &event.text[..]), (100.125, "two VMs, booted"));
+        assert_eq!((event.elapsed_s, &event.text[..]), (100.1, "two VMs, booted"));
         narrator.begin();
         narrator.pass_line("== 1\n", Duration::from_secs(200)).unwrap();
         assert!(narrator.events.is_empty() && narrator.zero_s == Some(200));
