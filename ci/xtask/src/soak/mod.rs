@@ -145,8 +145,8 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         let table = Table::create(checkout, &checkout.path(FOLDER).join("table"), &measured_on)?;
         let mut soak = Soak { checkout, arguments, seed, measured_on, table };
         arguments.parts.iter().try_for_each(|part| soak.run_part(*part))?;
-        soak.table.print()?;
-        Ok(u8::from(soak.table.has_failed()))
+        soak.table.print();
+        Ok(u8::from(soak.table.has_failed))
     })
 }
 
@@ -196,24 +196,15 @@ mod tests {
     }
 
     #[test]
-    fn parts_run_in_the_order_of_the_command_line() {
+    fn parts_run_in_the_order_of_the_command_line_or_all_of_them() {
         let arguments =
-            parse("--only power --only kills --kernel 6.1 --rounds 7 --no-build").unwrap();
+            parse("--only power --only kills --kernel 6.1 --workload bfs,redis").unwrap();
         assert_eq!(arguments.parts, [Part::Power, Part::Kills]);
-        assert_eq!((arguments.rounds(200), arguments.no_build), (7, true));
+        assert_eq!(arguments.workloads, ["bfs", "redis"]);
         assert_eq!(chosen(arguments.kernel.as_ref(), &KERNELS), ["6.1"]);
         assert_eq!(chosen(arguments.interface.as_ref(), &INTERFACES), INTERFACES);
-    }
-
-    #[test]
-    fn all_parts_run_without_a_choice() {
-        let arguments = parse("").unwrap();
-        assert_eq!(arguments.parts.len(), Part::value_variants().len());
-        assert_eq!((arguments.workloads.len(), arguments.configs.len()), (5, 9));
-        assert_eq!(
-            (arguments.dram.join(" "), arguments.clock),
-            ("75 50".to_owned(), Clock::Counted)
-        );
-        assert_eq!(parse("--workload bfs,redis").unwrap().workloads, ["bfs", "redis"]);
+        let all = parse("").unwrap();
+        assert_eq!(all.parts.len(), Part::value_variants().len());
+        assert_eq!((all.workloads.len(), all.configs.len(), all.dram.len()), (5, 9, 2));
     }
 }
