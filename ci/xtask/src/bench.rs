@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 
-use crate::cargo::{self, Part};
+use crate::cargo;
 use crate::checkout::{Checkout, create_folder, remove_folder};
 use crate::host::place::load;
 use crate::host::{ends, reruns};
@@ -98,8 +98,8 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         remove_folder(&folder)?;
         create_folder(&folder)?;
         setup::ensure_set_up(checkout)?;
-        cargo::build(checkout, Part::Programs)?;
-        cargo::build(checkout, Part::Clients)?;
+        cargo::build_programs(checkout)?;
+        cargo::build_clients(checkout)?;
         images::guests::build_all(checkout)?;
         let before = load()?;
         let end = reruns::run(checkout, &folder, print, || {

@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, ensure};
 
 use crate::checkout::Checkout;
 use crate::jobs;
@@ -18,33 +18,26 @@ use crate::programs;
 /// Interval of the lines about a long build.
 const REPORT_INTERVAL: Duration = Duration::from_secs(30);
 
-#[derive(Clone, Copy)]
-pub(crate) enum Part {
-    /// The programs, in release mode.
-    Programs,
-    /// The API clients of the tests.
-    Clients,
+/// Builds the programs in release mode.
+pub(crate) fn build_programs(checkout: &Checkout) -> Result<()> {
+    say!("building the programs (cargo build --release)");
+    if !checkout.programs().join("foreshore").exists() {
+        say!("the first build takes 4 to 7 minutes on two idle cores, later ones seconds");
+    }
+    build(checkout, &["--bins"])
 }
 
-pub(crate) fn build(checkout: &Checkout, part: Part) -> Result<()> {
-    let (arguments, failure): (&[&str], _) = match part {
-        Part::Programs => {
-            say!("building the programs (cargo build --release)");
-            if !checkout.programs().join("foreshore").exists() {
-                say!("the first build takes 4 to 7 minutes on two idle cores, later ones seconds");
-            }
-            (&["build", "--release", "--bins"], "the build failed")
-        }
-        // Apart: cargo unites the features of all crates that it builds at once, and the clients
-        // need more of hyper than the VMM does.
-        Part::Clients => {
-            say!("building the API clients of the tests");
-            (&["build", "--release", "-p", "client-tests"], "the build of the clients failed")
-        }
-    };
-    if !run(command(checkout, arguments))?.success() {
-        bail!("{failure}");
-    }
+/// Builds the API clients of the tests. Apart: cargo unites the features of all crates that it
+/// builds at once, and the clients need more of hyper than the VMM does.
+pub(crate) fn build_clients(checkout: &Checkout) -> Result<()> {
+    say!("building the API clients of the tests");
+    build(checkout, &["-p", "client-tests"])
+}
+
+fn build(checkout: &Checkout, choice: &[&str]) -> Result<()> {
+    let arguments = [&["build", "--release"], choice].concat();
+    let status = run(command(checkout, &arguments))?;
+    ensure!(status.success(), "cargo {} failed", arguments.join(" "));
     Ok(())
 }
 

@@ -13,7 +13,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 
 use crate::apt::Apt;
-use crate::cargo::{self, Part};
+use crate::cargo;
 use crate::checkout::{Checkout, create_folder, read, remove_folder};
 use crate::host::{self, ends, reruns};
 use crate::images::guests;
@@ -81,7 +81,7 @@ fn prepare(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
         Apt::new(checkout).install(&["gnuplot-nox"])?;
     }
     if !arguments.no_build {
-        cargo::build(checkout, Part::Programs)?;
+        cargo::build_programs(checkout)?;
         guests::build_named(checkout, &IMAGES)?;
     }
     Ok(())

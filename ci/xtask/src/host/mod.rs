@@ -19,7 +19,7 @@ use std::time::Duration;
 use anyhow::{Result, anyhow};
 use clap::Args;
 
-use crate::cargo::{self, Part};
+use crate::cargo;
 use crate::checkout::Checkout;
 use crate::images;
 use crate::messages::{refuse, speak_as};
@@ -172,7 +172,7 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         arguments.check()?;
         setup::ensure_set_up(checkout)?;
         if !arguments.no_build {
-            cargo::build(checkout, Part::Programs)?;
+            cargo::build_programs(checkout)?;
             images::guests::build_all(checkout)?;
         }
         match place {

@@ -14,7 +14,7 @@ use anyhow::Result;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 
-use crate::cargo::{self, Part as Programs};
+use crate::cargo;
 use crate::checkout::{Checkout, create_folder};
 use crate::host;
 use crate::images;
@@ -135,8 +135,8 @@ pub(crate) fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         create_folder(&checkout.path(FOLDER))?;
         setup::ensure_set_up(checkout)?;
         if !arguments.no_build {
-            cargo::build(checkout, Programs::Programs)?;
-            cargo::build(checkout, Programs::Clients)?;
+            cargo::build_programs(checkout)?;
+            cargo::build_clients(checkout)?;
             images::guests::build_all(checkout)?;
         }
         let seed = arguments.seed.unwrap_or_else(|| random::below(SEEDS));

@@ -15,7 +15,7 @@ use super::report::{Guests, Report};
 use super::shares::Queue;
 use super::verdicts::Events;
 use crate::BAD_COMMAND_LINE;
-use crate::cargo::{self, Part};
+use crate::cargo;
 use crate::checkout::{Checkout, create_folder, remove_folder, rename};
 use crate::host::{ends, place};
 use crate::images;
@@ -69,9 +69,9 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
 /// Builds the programs, the clients, and the guests' images, which contain some of the programs.
 fn build(checkout: &Checkout, report: &mut Report) -> Result<()> {
     report.begin_step("release build");
-    cargo::build(checkout, Part::Programs)?;
+    cargo::build_programs(checkout)?;
     report.begin_step("release build of the API clients");
-    cargo::build(checkout, Part::Clients)?;
+    cargo::build_clients(checkout)?;
     report.begin_step("guest images");
     images::guests::build_all(checkout)
 }
