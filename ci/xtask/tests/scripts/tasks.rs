@@ -2,9 +2,8 @@
 
 use std::ffi::OsString;
 use std::fs;
-use std::process::Output;
 
-use super::tree::{PROMETHEUS, Tree};
+use super::tree::{PROMETHEUS, Tree, run};
 
 fn names(tree: &Tree, folder: &str) -> Vec<OsString> {
     let entries = fs::read_dir(tree.path(folder)).unwrap();
@@ -26,19 +25,17 @@ fn bench_tree() -> Option<Tree> {
     Some(tree)
 }
 
-fn bench(tree: &Tree, line: &str, code: u8, other_vmm: &str) -> Output {
+fn bench(tree: &Tree, line: &str, code: u8, other_vmm: &str) -> (i32, String, String) {
     let mut command = tree.command(&format!("ci/bench {line}")).unwrap();
-    command.env("CODE", code.to_string()).env("FORESHORE_BENCH_VMM", other_vmm).output().unwrap()
+    run(command.env("CODE", code.to_string()).env("FORESHORE_BENCH_VMM", other_vmm))
 }
 
 #[test]
 fn choice_and_another_vmm_reach_the_program_that_measures() {
     let Some(tree) = bench_tree() else { return };
     tree.write("other-vmm", "", 0o755).unwrap();
-    let output = bench(&tree, "--rounds 2 --only boot,plug", 0, "other-vmm");
-    let (stdout, stderr) =
-        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    let (code, stdout, stderr) = bench(&tree, "--rounds 2 --only boot,plug", 0, "other-vmm");
+    assert_eq!(code, 0, "{stderr}");
     assert_eq!(stdout, "measured: --rounds 2 --only boot,plug other-vmm\n");
     assert!(stderr.contains("bench: load of this machine before: "), "{stderr}");
 }
@@ -47,13 +44,10 @@ fn choice_and_another_vmm_reach_the_program_that_measures() {
 fn failed_measurement_leaves_its_logs_and_its_exit_code() {
     let Some(tree) = bench_tree() else { return };
     tree.write("target/bench/broken-1/vm0.vmm.log", "", 0o644).unwrap();
-    let output = bench(&tree, "--rounds 2", 3, "");
-    assert_eq!(output.status.code(), Some(3));
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        stderr.ends_with("bench: FAILED (exit code 3): the logs are in target/bench\n"),
-        "{stderr}"
-    );
+    let (code, _, stderr) = bench(&tree, "--rounds 2", 3, "");
+    assert_eq!(code, 3);
+    let end = "bench: FAILED (exit code 3): the logs are in target/bench\n";
+    assert!(stderr.ends_with(end), "{stderr}");
     assert_eq!(names(&tree, "target/bench"), ["vm0.vmm.log"]);
 }
 
@@ -69,13 +63,8 @@ fn bad_command_lines_of_a_bench_are_refused_before_any_work() {
         ("--clock counted --only agent,boot", ""),
         ("--rounds 1", "missing"),
     ] {
-        let output = bench(&tree, line, 0, other_vmm);
-        assert_eq!(
-            output.status.code(),
-            Some(2),
-            "{line}: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
+        let (code, _, stderr) = bench(&tree, line, 0, other_vmm);
+        assert_eq!(code, 2, "{line}: {stderr}");
         assert!(!tree.path("target/bench").exists(), "{line}");
     }
 }
@@ -103,9 +92,8 @@ fn instructions_of_a_request_are_the_difference_of_two_runs() {
     let temporary = tree.path("temporary files");
     fs::create_dir(&temporary).unwrap();
     let mut command = tree.command("ci/bench --requests").unwrap();
-    let output = command.env("TMPDIR", temporary).output().unwrap();
-    let stdout = String::from_utf8_lossy(&output.stdout);
-    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let (code, stdout, stderr) = run(command.env("TMPDIR", temporary));
+    assert_eq!(code, 0, "{stderr}");
     let rows: Vec<_> = stdout.lines().filter(|line| line.ends_with(" | 50 |")).collect();
     assert_eq!(rows.len(), 4, "{stdout}");
     assert!(rows[0].starts_with("| BTT volume, write |"), "{stdout}");
@@ -118,9 +106,8 @@ fn early_end_of_prometheus_is_reported_with_its_last_lines() {
     tree.write(PROMETHEUS, "#!/bin/sh\necho early\necho the port is taken >&2\nexit 1\n", 0o755)
         .unwrap();
     let mut command = tree.command_in(tree.folder(), "ci/demo --no-build", "nested").unwrap();
-    let output = command.output().unwrap();
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    let (code, _, stderr) = run(&mut command);
+    assert_eq!(code, 1, "{stderr}");
     assert!(stderr.ends_with("demo: Prometheus ended: early\nthe port is taken\n"), "{stderr}");
     // Its data are removed.
     assert_eq!(names(&tree, "target/demo/prometheus"), ["prometheus.log", "prometheus.yml"]);
@@ -134,24 +121,21 @@ const SOAK: &str = r#"#!/bin/sh
 "#;
 
 /// Kills guests in batches of 25 with the seeds 7, 9 and so on.
-fn kill(rounds: u32, seeds: &[(&str, &str)]) -> Option<(Tree, Output)> {
-    let tree = Tree::with_tools(":")?;
+fn kill(tree: &Tree, rounds: u32, seeds: &[(&str, &str)]) -> (i32, String, String) {
     tree.add_program("soak", SOAK).unwrap();
     let line = format!(
         "ci/soak --no-build --only kills --kernel 6.1 --interface nvdimm --rounds {rounds} --seed 7"
     );
-    let output = tree.command(&line).unwrap().envs(seeds.iter().copied()).output().unwrap();
-    Some((tree, output))
+    run(tree.command(&line).unwrap().envs(seeds.iter().copied()))
 }
 
 #[test]
 fn tallies_of_all_kills_are_a_row_of_the_table() {
-    let Some((tree, output)) = kill(60, &[]) else { return };
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    let Some(tree) = Tree::with_tools(":") else { return };
+    let (code, stdout, stderr) = kill(&tree, 60, &[]);
+    assert_eq!(code, 0, "{stderr}");
     let row =
         "nvdimm on 6.1                7          60 kills, 30 looks, 9 flushes acknowledged\n";
-    let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(stdout.contains("nvdimm 6.1 9| nvdimm on 6.1, seed 9: 25 kills"), "{stdout}");
     assert!(stdout.contains("\nmeasured on: ") && stdout.ends_with(row), "{stdout}");
     assert!(fs::read_to_string(tree.path("target/soak/table")).unwrap().ends_with(row));
@@ -159,14 +143,13 @@ fn tallies_of_all_kills_are_a_row_of_the_table() {
 
 #[test]
 fn kills_that_fail_or_have_no_tally_are_the_last_ones() {
+    let Some(tree) = Tree::with_tools(":") else { return };
     for (variable, reason) in [("BAD", "exit code 1"), ("MUTE", "no tally")] {
-        let Some((tree, output)) = kill(75, &[(variable, "9")]) else { return };
-        assert_eq!(output.status.code(), Some(1));
+        let (code, stdout, stderr) = kill(&tree, 75, &[(variable, "9")]);
+        assert_eq!(code, 1);
         let row = "nvdimm on 6.1                7          FAILED: see target/soak/nvdimm-6.1/9\n";
-        let stdout = String::from_utf8_lossy(&output.stdout);
         assert!(stdout.ends_with(row), "{stdout}");
         assert!(!tree.path("target/soak/nvdimm-6.1/11").exists());
-        let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(stderr.contains(&format!("nvdimm on 6.1, seed 9: {reason}\n")), "{stderr}");
     }
 }

@@ -4,7 +4,7 @@
 use std::fs;
 use std::process::Command;
 
-use super::tree::Tree;
+use super::tree::{self, Tree};
 
 /// Lists three tests, but aborts if `$CODE` is 134. A run of them prints `$VERDICTS`, and ends with
 /// `$CODE`.
@@ -56,14 +56,10 @@ fn fakes(cargo: &str) -> Option<Tree> {
     Some(tree)
 }
 
-/// Runs `ci/test`. The guest tests print `verdicts` and end with `code`. Returns the exit code, the
-/// output and the errors.
+/// Runs `ci/test`. The guest tests print `verdicts` and end with `code`.
 fn run(tree: &Tree, arguments: &[&str], verdicts: &str, code: u8) -> (i32, String, String) {
     let mut command = tree.command("ci/test").unwrap();
-    command.args(arguments).env("VERDICTS", verdicts).env("CODE", code.to_string());
-    let output = command.output().unwrap();
-    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
-    (output.status.code().unwrap(), text(&output.stdout), text(&output.stderr))
+    tree::run(command.args(arguments).env("VERDICTS", verdicts).env("CODE", code.to_string()))
 }
 
 fn read(tree: &Tree, path: &str) -> String {

@@ -28,6 +28,13 @@ pub(crate) fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
+/// Runs a command. Returns the exit code, the output and the errors.
+pub(crate) fn run(command: &mut Command) -> (i32, String, String) {
+    let output = command.output().unwrap();
+    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code().unwrap(), text(&output.stdout), text(&output.stderr))
+}
+
 /// The folder with packages that `ci/setup` has fetched.
 pub(crate) fn debs() -> PathBuf {
     let folder = env::var_os("FORESHORE_DEB_CACHE").map(PathBuf::from);
