@@ -119,11 +119,7 @@ pub(crate) fn unpack(deb: &Path, folder: &Path) -> Result<()> {
 
 /// SHA-256 of a file in hexadecimal digits.
 pub(crate) fn sha256(path: &Path) -> Result<String> {
-    sha256_of(File::open(path).with_context(|| format!("Cannot open {}", path.display()))?)
-}
-
-/// SHA-256 of the rest of a file.
-pub(crate) fn sha256_of(file: File) -> Result<String> {
+    let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
     let listed = jobs::output(programs::system("sha256sum").stdin(file))?;
     listed.split(' ').next().map(str::to_owned).context("sha256sum printed nothing")
 }
