@@ -214,7 +214,7 @@ guest tests: 3 passed, 1 failed, 1 skipped
         }
         // The whole name must match.
         let tests = names(&["a", "b", "c"]);
-        let log = "test a ... FAIL\ntest b ... o\ntest cc ... ok (1.0 s)\n";
+        let log = "test a ... FAIL\nrerun b: suspect, no\ntest b ... o\ntest cc ... ok (1.0 s)\n";
         assert_eq!(events(log).without_verdict(&tests), ["b", "c"]);
     }
 
