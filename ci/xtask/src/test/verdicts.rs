@@ -97,28 +97,36 @@ pub(super) fn failure(name: &str, reason: &str) -> String {
 
 /// All events of some lanes.
 #[derive(Default)]
-pub(super) struct Events(Vec<Event>);
+pub(super) struct Events {
+    all: Vec<Event>,
+    /// True while lines belong to the last event. Later lines may be those of a host that has died.
+    is_in_output: bool,
+}
 
 impl Events {
     pub(super) fn add_line(&mut self, line: &str) {
         if let Some(event) = Event::parse(line) {
-            self.0.push(event);
-        } else if let Some(event) = self.0.last_mut().filter(|_| line.starts_with(OUTPUT_PREFIX)) {
-            event.output.push(line.to_owned());
+            self.all.push(event);
+            self.is_in_output = true;
+        } else {
+            self.is_in_output &= line.starts_with(OUTPUT_PREFIX);
+            if let Some(event) = self.all.last_mut().filter(|_| self.is_in_output) {
+                event.output.push(line.to_owned());
+            }
         }
     }
 
     pub(super) fn append(&mut self, mut other: Self) {
-        self.0.append(&mut other.0);
+        self.all.append(&mut other.all);
     }
 
     /// Names of the tests with an event of this kind.
     pub(super) fn names(&self, kind: Kind) -> Vec<&str> {
-        self.0.iter().filter(|event| event.kind == kind).map(|event| &event.name[..]).collect()
+        self.all.iter().filter(|event| event.kind == kind).map(|event| &event.name[..]).collect()
     }
 
     pub(super) fn without_verdict(&self, tests: &[String]) -> Vec<String> {
-        let judged = self.0.iter().filter(|event| event.is_verdict()).map(|event| &event.name);
+        let judged = self.all.iter().filter(|event| event.is_verdict()).map(|event| &event.name);
         let judged: HashSet<_> = judged.collect();
         tests.iter().filter(|test| !judged.contains(test)).cloned().collect()
     }
@@ -126,12 +134,12 @@ impl Events {
     /// True if a test ended without a verdict of the runner's.
     pub(super) fn has_failure_without_verdict(&self) -> bool {
         let reason = format!(" ... {FAILED} ({NO_VERDICT}");
-        self.0.iter().any(|event| event.line.contains(&reason))
+        self.all.iter().any(|event| event.line.contains(&reason))
     }
 
     /// Seconds and names of the tests that report a time, the longest first.
     pub(super) fn times(&self) -> Vec<(f64, &str)> {
-        let judged = self.0.iter().filter(|event| event.is_verdict());
+        let judged = self.all.iter().filter(|event| event.is_verdict());
         let mut times: Vec<_> =
             judged.filter_map(|event| Some((event.seconds()?, &event.name[..]))).collect();
         times.sort_by(|one, other| other.0.total_cmp(&one.0));
@@ -141,7 +149,7 @@ impl Events {
     /// Lines with failed and suspect tests, and the ends of their output.
     pub(super) fn blocks(&self) -> String {
         let is_shown = |event: &&Event| matches!(event.kind, Kind::Failed | Kind::Suspect);
-        self.0.iter().filter(is_shown).map(Event::block).collect()
+        self.all.iter().filter(is_shown).map(Event::block).collect()
     }
 }
 
@@ -169,6 +177,8 @@ test balloon::free ... FAILED (3.0 s)
   | Not two CPUs
   | test balloon::free ... ok (8.5 s)
 
+host: the host's last lines:
+  | [    9.1] Kernel panic
 test hotplug::a_disk_comes ... ok (100.1 s)
 test result: ok. 3 passed ... ok
 guest tests: 3 passed, 1 failed, 1 skipped
