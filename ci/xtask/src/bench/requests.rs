@@ -1,5 +1,5 @@
-//! Instructions of a virtio-blk request, counted by callgrind. Other load on the machine hardly
-//! changes the result.
+//! Instructions of requests to virtio-blk and virtio-mem, counted by callgrind. Other load on the
+//! machine hardly changes the result.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,14 +12,27 @@ use crate::jobs::{self, Scratch};
 use crate::messages::{refuse, say, write_output};
 use crate::programs;
 
-/// Tests of `foreshore` that send requests one at a time.
-const TESTS: &str = "virtio::block::tests::cost::";
-/// Disks and operations, with their tests.
-const LOADS: [(&str, &str); 4] = [
-    ("BTT volume, write", "volume_returns_each_page_that_was_written"),
-    ("BTT volume, read", "volume_returns_the_same_page_to_each_read"),
-    ("image without io_uring, write", "image_without_io_uring_returns_each_page_that_was_written"),
-    ("image without io_uring, read", "image_without_io_uring_returns_the_same_page_to_each_read"),
+/// Devices and operations, with the tests of `foreshore-devices` that send such requests one at a
+/// time: the module of the device, and the name.
+const LOADS: [(&str, &str, &str); 6] = [
+    ("BTT volume, write of 4 KiB", "block", "volume_returns_each_page_that_was_written"),
+    ("BTT volume, read of 4 KiB", "block", "volume_returns_the_same_page_to_each_read"),
+    (
+        "image without io_uring, write of 4 KiB",
+        "block",
+        "image_without_io_uring_returns_each_page_that_was_written",
+    ),
+    (
+        "image without io_uring, read of 4 KiB",
+        "block",
+        "image_without_io_uring_returns_the_same_page_to_each_read",
+    ),
+    ("virtio-mem, plug of 2 MiB of DRAM", "mem", "each_block_is_plugged_by_a_request_of_its_own"),
+    (
+        "virtio-mem, unplug of 2 MiB of DRAM",
+        "mem",
+        "each_block_is_unplugged_by_a_request_of_its_own",
+    ),
 ];
 /// Variable with the number of requests of a test.
 const REQUESTS: &str = "FORESHORE_COST_REQUESTS";
@@ -30,11 +43,15 @@ const COUNTS: [u64; 2] = [1000, 3000];
 const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
 /// Key of the configuration with the same program as a list.
 const RUNNER_KEY: &str = "target.x86_64-unknown-linux-gnu.runner";
-/// Command that counts instructions only in the event handler of a queue's worker.
-const VALGRIND: [&str; 3] =
-    ["valgrind", "--tool=callgrind", "--toggle-collect=*block*event*Worker*process*"];
+/// Command that counts instructions only in the event handlers of the devices' workers.
+const VALGRIND: [&str; 4] = [
+    "valgrind",
+    "--tool=callgrind",
+    "--toggle-collect=*virtio*block*event*Worker*process*",
+    "--toggle-collect=*virtio*mem*event*Worker*process*",
+];
 
-/// Prints a table of the instructions of a request of 4 KiB.
+/// Prints a table of the instructions of each request.
 pub(super) fn run(checkout: &Checkout) -> Result<()> {
     if programs::find("valgrind", programs::user_path()).is_none() {
         refuse!("--requests requires valgrind (apt install valgrind)");
@@ -44,9 +61,10 @@ pub(super) fn run(checkout: &Checkout) -> Result<()> {
     // Callgrind replaces the file of its profile, so the file cannot be /dev/null.
     let scratch = Scratch::new(None, "requests")?;
     let runner = runner(scratch.path());
-    write_output(b"| virtio-blk, request of 4 KiB | instructions |\n|---|---|\n");
-    for (name, test) in LOADS {
-        let count = |requests| count(checkout, &runner, test, requests);
+    write_output(b"| Request | Instructions |\n|---|---|\n");
+    for (name, device, test) in LOADS {
+        let test = format!("virtio::{device}::tests::cost::{test}");
+        let count = |requests| count(checkout, &runner, &test, requests);
         let [few, many] = [count(COUNTS[0])?, count(COUNTS[1])?];
         write_output(format!("| {name} | {} |\n", difference(few, many)?).as_bytes());
     }
@@ -67,8 +85,7 @@ fn command(checkout: &Checkout, arguments: &[&str]) -> Command {
 
 /// Runs a test with this number of requests, and returns the instructions of the worker.
 fn count(checkout: &Checkout, runner: &str, test: &str, requests: u64) -> Result<u64> {
-    let test_name = format!("{TESTS}{test}");
-    let mut cargo = command(checkout, &["--config", runner, "--", "--exact", &test_name]);
+    let mut cargo = command(checkout, &["--config", runner, "--", "--exact", test]);
     cargo.env_remove(RUNNER).env(REQUESTS, requests.to_string());
     let mut output = Vec::new();
     let status = jobs::stream(&mut cargo, |bytes| {
