@@ -52,7 +52,8 @@ pub(crate) struct Arguments {
     /// agent
     #[arg(long, value_name = "NAME", default_value = "real")]
     clock: Clock,
-    /// Count the instructions of requests to virtio-blk and virtio-mem instead, on this machine; requires valgrind
+    /// Count the instructions of requests to virtio-blk and virtio-mem instead, on this machine;
+    /// requires valgrind
     #[arg(long, exclusive = true)]
     requests: bool,
 }

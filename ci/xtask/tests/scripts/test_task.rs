@@ -32,9 +32,10 @@ esac";
 const VERDICTS: &str = "test a::one ... ok (1.0 s)\ntest a::two ... FAILED (2.0 s)\n  | the reason\n\n\
                         test a::three ... skipped: no disk\n";
 
-/// Layers without a module, and their drawing.
-const ARCHITECTURE: &str = "| Layer | Modules |\n|---|---|\n| Base | |\n\n```mermaid\n\
-                            flowchart TD\n    L0[\"<b>Base</b><br>\"]\n```\n";
+/// Drawing of a layer without a module.
+const DRAWING: &str = "```mermaid\nflowchart TD\n    L0[\"<b>Base</b><br>\"]\n```\n";
+/// Code with the headings above the tables of layers.
+const LAYERS: &str = include_str!("../../src/tidy/layers.rs");
 /// Code with the version of cargo-deny.
 const CHECKS: &str = include_str!("../../src/test/checks.rs");
 
@@ -45,10 +46,18 @@ fn cargo_deny() -> String {
     format!("#!/bin/sh\n[ \"$1\" != --version ] || echo cargo-deny {version}\n")
 }
 
+/// A document whose tables have one layer each, without a module.
+fn architecture() -> String {
+    let headings =
+        LAYERS.lines().filter_map(|line| line.split_once("heading: \"")?.1.split_once('"'));
+    let table = "\n\n| Layer | Modules |\n|---|---|\n| Base | |\n\n";
+    headings.map(|(heading, _)| heading.to_owned() + table).collect::<String>() + DRAWING
+}
+
 fn fakes(cargo: &str) -> Option<Tree> {
     let tree = Tree::with_tools(cargo)?;
     tree.add_program("guest-tests", GUEST_TESTS).unwrap();
-    tree.write("docs/architecture.md", ARCHITECTURE, 0o644).unwrap();
+    tree.write("docs/architecture.md", architecture(), 0o644).unwrap();
     tree.write("target/ci/tools/bin/cargo-deny", cargo_deny(), 0o755).unwrap();
     tree.write(".gitignore", "/target\n/bin\n", 0o644).unwrap();
     let mut git = Command::new("git");
