@@ -33,6 +33,8 @@ pub(super) struct Arena {
     /// What recovery would have stored, had the arena been open for writing. `None`: the sector's
     /// last write is unknown.
     pending: BTreeMap<u32, Option<u32>>,
+    /// What recovery could not read. The fault is another one if the arena is damaged as well.
+    unreadable: Option<Finding>,
     fault: OnceLock<Fault>,
 }
 
@@ -52,8 +54,8 @@ impl Arena {
         let unreadable = findings.clone().find(|finding| finding.is_unreadable()).cloned();
         let damage = findings.find(|finding| !finding.is_unreadable()).cloned();
         let damage = damage.or_else(|| recovery.block_twice());
-        let fault =
-            unreadable.map(Fault::Unreadable).or(info.has_error.then_some(Fault::ErrorFlag));
+        let fault = unreadable.clone().map(Fault::Unreadable);
+        let fault = fault.or(info.has_error.then_some(Fault::ErrorFlag));
         if damage.is_none() && fault.is_none() {
             redo(common, &info, &map, &recovery).map_err(EngineError::Media)?;
             recovery.redo.clear();
@@ -67,6 +69,7 @@ impl Arena {
             second_slot: recovery.second_slot,
             source,
             failed: FailedBlocks::default(),
+            unreadable,
             fault: OnceLock::new(),
             info,
         };
@@ -99,11 +102,9 @@ impl Arena {
 
     /// Fails if recovery was not possible, or only of a part.
     pub(super) fn check_recovered(&self) -> Result<(), EngineError> {
-        match self.fault.get() {
-            Some(why @ Fault::Unreadable(_)) => {
-                Err(EngineError::NotRecovered { arena: self.number, why: why.clone() })
-            }
-            _ => Ok(()),
+        match self.unreadable.clone().map(Fault::Unreadable) {
+            Some(why) => Err(EngineError::NotRecovered { arena: self.number, why }),
+            None => Ok(()),
         }
     }
 
@@ -111,8 +112,8 @@ impl Arena {
     /// and then their map entries name blocks that may hold the data of other sectors.
     #[inline]
     fn check_readable(&self) -> Result<(), EngineError> {
-        match self.fault.get() {
-            Some(Fault::Unreadable(Finding::FlogUnreadable(_))) => self.check_recovered(),
+        match self.unreadable {
+            Some(Finding::FlogUnreadable(_)) => self.check_recovered(),
             _ => Ok(()),
         }
     }

@@ -317,6 +317,22 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
 }
 
 #[test]
+fn settle_refuses_an_arena_with_an_unreadable_entry_although_it_is_damaged_too() {
+    let media = formatted_twice(4096);
+    let (_, [_, unreadable]) = leave_redo_of_two_lanes(&media);
+    // Sequence numbers 9 and 0 of a lane that the writes have not used.
+    media.store(second_of(&media).flog_at + 3 * 64 + 12, &9u32.to_le_bytes()).unwrap();
+    let failing = Failing::new(media);
+    failing.set_bad(std::slice::from_ref(&(unreadable..unreadable + 8)));
+    let engine = Engine::open(&failing).unwrap();
+
+    let why = engine.arenas()[1].read_only.clone().unwrap();
+    assert!(why.contains("sequence numbers 9 and 0"), "{why}");
+    let result = engine.settle();
+    assert!(matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })), "{result:?}");
+}
+
+#[test]
 fn settle_persists_maps_of_all_arenas_before_it_reports_an_unreadable_one() {
     let media = formatted_twice(4096);
     let [first, second] = [info_at(&media, START_BYTES), second_of(&media)];
