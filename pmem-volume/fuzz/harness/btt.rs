@@ -260,7 +260,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
         );
     }
     if is_clean {
-        assert!(btt::check(&space).is_clean(), "what was served is not whole any more");
+        assert!(btt::check(&space).is_clean(), "a clean volume is damaged after use");
         let engine = Engine::open(&space).unwrap();
         let mut bytes = vec![0; sector_bytes];
         for (sector, byte) in written {

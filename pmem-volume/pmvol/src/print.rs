@@ -378,7 +378,7 @@ pub(crate) fn repair(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::
     for name in &report.incomplete_volumes {
         writeln!(
             out,
-            "`pmvol repair --give-up-volume {name}` gives up what is left of {name:?}, which nobody can read after that"
+            "`pmvol repair --give-up-volume {name}` gives up the rest of {name:?}, which cannot be read after that"
         )?;
     }
     match (report.mended.is_empty(), report.left.is_empty()) {

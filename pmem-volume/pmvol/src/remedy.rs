@@ -1,4 +1,4 @@
-//! Commands and flags of pmvol that help after an error of the library, which knows neither.
+//! Commands and flags of pmvol that resolve an error of the library. The library names neither.
 
 use pmem_volume::PoolError;
 use pmem_volume::btt::EngineError;
@@ -22,10 +22,10 @@ pub(crate) fn of(error: &anyhow::Error) -> Option<&'static str> {
 fn of_pool(error: &PoolError) -> Option<&'static str> {
     Some(match error {
         PoolError::Missing { .. } | PoolError::NotAPool { .. } => "`pmvol create` makes a pool",
-        PoolError::DeviceReadOnly { .. } => "`pmvol info` and `pmvol check` can look at it",
-        PoolError::InUse { .. } => "`pmvol info` can look at it meanwhile",
-        PoolError::DeviceNotEmpty { .. } => "--force makes a pool there, and erases it all",
-        PoolError::DeviceGrowthNotEmpty { .. } => "--force takes it, and erases it all",
+        PoolError::DeviceReadOnly { .. } => "`pmvol info` and `pmvol check` can read it",
+        PoolError::InUse { .. } => "`pmvol info` can read it meanwhile",
+        PoolError::DeviceNotEmpty { .. } => "--force makes a pool there and erases the device",
+        PoolError::DeviceGrowthNotEmpty { .. } => "--force takes it and erases its content",
         PoolError::DeviceUnknownVolumes { .. }
         | PoolError::SuperblocksDamaged { .. }
         | PoolError::Damaged { .. } => "see `pmvol check` and `pmvol repair`",
@@ -35,7 +35,7 @@ fn of_pool(error: &PoolError) -> Option<&'static str> {
         PoolError::VolumeLacksNothing { .. } => "`pmvol volume delete` deletes it",
         PoolError::ShrinkRefused { .. } => "--shrink allows it",
         PoolError::Split { reason: SplitError::HoldsData, .. } => {
-            "--force splits it all the same, and erases its content"
+            "--force splits it anyway and erases its content"
         }
         _ => return None,
     })

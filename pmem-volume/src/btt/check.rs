@@ -37,7 +37,7 @@ pub enum Finding {
     FlogUnreadable(String),
     #[error("the map cannot be read: {0}")]
     MapUnreadable(String),
-    /// Reported for the first one of the sectors of the lanes' newest entries.
+    /// Reported once, for the first unreadable sector of the lanes' newest entries.
     #[error("the map entry of sector L{sector} cannot be read: {why}")]
     EntryUnreadable { sector: u32, why: String },
     #[error("the flog uses its slots in no known way")]
@@ -66,7 +66,7 @@ pub enum Finding {
 }
 
 impl Finding {
-    /// Returns true if the media could not be read, so that another look may find something else.
+    /// Returns true if the media could not be read. A later check may find something else.
     pub(super) fn is_unreadable(&self) -> bool {
         matches!(
             self,
@@ -74,8 +74,8 @@ impl Finding {
         )
     }
 
-    /// Returns true if the flog may have had writes that are not in the map. Without them the map
-    /// entry of a sector may name a block that was written again since.
+    /// Returns true if the flog may have had writes that are not in the map. Without them, the map
+    /// entry of a sector may name a block that was overwritten since.
     pub fn loses_writes(&self) -> bool {
         matches!(
             self,

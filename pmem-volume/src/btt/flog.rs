@@ -121,7 +121,7 @@ pub(super) struct Recovery {
     /// it would name.
     pub(super) redo: BTreeMap<u32, u32>,
     /// Sectors whose last write is unknown, because a part of the map cannot be read. Their entries
-    /// in the map and in `redo` do not count.
+    /// in the map and in `redo` are ignored.
     pub(super) doubtful: BTreeSet<u32>,
     /// Sectors of the lanes' newest entries, and the blocks that the map names.
     named: Vec<(u32, u32)>,
@@ -129,7 +129,7 @@ pub(super) struct Recovery {
     pub(super) findings: Vec<Finding>,
 }
 
-/// Reads the whole flog and finds out where each lane is. Media errors are findings.
+/// Reads the whole flog and determines the state of each lane. Media errors become findings.
 pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Recovery {
     let mut recovery = Recovery::default();
     let mut bytes = vec![0; (u64::from(arena.lanes) * FLOG_GROUP_BYTES) as usize];
@@ -205,7 +205,7 @@ impl Recovery {
             // The lane has written nothing yet, so the sector's last write is not in doubt.
             Err(_) if old == new => return None,
             Err(error) => {
-                // A lost page of the map may have the entries of all lanes.
+                // One lost page of the map may hold the entries of all lanes.
                 if self.doubtful.is_empty() {
                     let why = foreshore_types::chain(&error);
                     self.findings.push(Finding::EntryUnreadable { sector, why });
@@ -222,8 +222,8 @@ impl Recovery {
         looks_torn(entry, old, new).then_some(Suspect { sector, names, new })
     }
 
-    /// Sectors whose map entry does not count, with the block that recovery gives them. `None`: it
-    /// is unknown.
+    /// Sectors whose map entry is ignored, with the block that recovery gives them. `None`: the
+    /// block is unknown.
     pub(super) fn pending(&self) -> BTreeMap<u32, Option<u32>> {
         let redone = self.redo.iter().map(|(sector, block)| (*sector, Some(*block)));
         redone.chain(self.doubtful.iter().map(|sector| (*sector, None))).collect()
@@ -321,12 +321,12 @@ mod tests {
     }
 
     #[test]
-    fn block_of_a_doubtful_sector_is_not_found_twice() {
+    fn block_of_doubtful_sector_is_not_reported_as_shared() {
         let mut recovery =
             Recovery { free: vec![(1, 0), (2, 1)], named: vec![(7, 1)], ..Recovery::default() };
         let by = "sector L7".to_owned();
         assert_eq!(recovery.block_twice(), Some(Finding::BlockTwice { block: 1, by }));
-        // As if the entry could be read for one lane and not for another, whose write is newer.
+        // The entry could be read for one lane, but not for another lane with a newer write.
         recovery.doubtful.insert(7);
         assert_eq!(recovery.block_twice(), None);
     }

@@ -33,7 +33,7 @@ pub enum Lost {
     Outside,
     #[error("{}", foreshore_types::chain(.0))]
     Media(MediaError),
-    /// Its last write is unknown.
+    /// The sector's last write is unknown.
     #[error("not recovered, because a part of the map cannot be read")]
     NotRecovered,
     /// Its arena has lost both info blocks, and nobody knows where its map is.
@@ -41,7 +41,7 @@ pub enum Lost {
     Arena(usize),
 }
 
-/// An arena, with what recovery would do to its map (`Recovery::pending`).
+/// An arena and the changes that recovery would make to its map (`Recovery::pending`).
 struct Arena {
     info: ArenaInfo,
     pending: BTreeMap<u32, Option<u32>>,
@@ -74,12 +74,13 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Opens what can be found, and returns the findings with the numbers of their arenas.
+    /// Opens all arenas that can be found, and returns the findings with the numbers of their
+    /// arenas.
     ///
-    /// Recovery is done for all lanes of a flog that can be read. If a lane cannot, or the whole
-    /// flog, a sector that was written last may read as it was before, or as another sector:
-    /// its map entry may name a block that was written again since. If a part of the map cannot
-    /// be read, sectors whose last write is unknown cannot be read either.
+    /// Recovery covers all lanes that can be read. If a lane or the whole flog cannot be read, a
+    /// sector that was written last may read as its old data, or as another sector, because its map
+    /// entry may name a block that was overwritten since. If a part of the map cannot be read,
+    /// sectors whose last write is unknown cannot be read either.
     ///
     /// Arenas behind one without info blocks are read if it is known where they start.
     pub fn open_damaged(space: &'a S) -> (Self, Vec<(usize, Finding)>) {

@@ -54,7 +54,7 @@ pub enum PoolError {
     DeviceReadOnly { path: PathBuf },
     #[error("pool {path}: the device is not empty: {found}")]
     DeviceNotEmpty { path: PathBuf, found: String },
-    #[error("pool {path}: what it would get of the device is not empty: {found}")]
+    #[error("pool {path}: the part of the device that it would grow into is not empty: {found}")]
     DeviceGrowthNotEmpty { path: PathBuf, found: String },
     #[error(
         "pool {path}: there is a pool on the device already, with the volumes {}; delete them first if nobody needs them",
@@ -96,7 +96,7 @@ pub enum PoolError {
     )]
     SuperblocksGone { path: PathBuf },
     #[error(
-        "pool {path}: both superblocks are damaged; nothing was changed. A repair puts them together if they are damaged in different places; if not, restore the pool from a copy"
+        "pool {path}: both superblocks are damaged; nothing was changed. A repair combines them if they are damaged in different places; otherwise, restore the pool from a copy"
     )]
     SuperblocksDamaged { path: PathBuf },
     #[error(
@@ -128,14 +128,14 @@ pub enum PoolError {
     #[error("pool {path}: it is in use by {holder}; end that first")]
     InUse { path: PathBuf, holder: Holder },
     #[error(
-        "pool {path}: {first} ({count} finding(s) in all); nothing was changed. A check lists them, and a repair mends what it can"
+        "pool {path}: {first} ({count} finding(s) in all); nothing was changed. A check lists them, and a repair mends them where possible"
     )]
     Damaged { path: PathBuf, first: Box<Finding>, count: usize },
     #[error("{what} {value} ({}) {rule}", Size(*value).rounded())]
     Size { what: &'static str, value: u64, rule: String },
     /// A raw volume shrinks only if the caller allows it.
     #[error(
-        "volume size {size_bytes} ({}) is less than the {} that the volume has: what lies behind it would be erased",
+        "volume size {size_bytes} ({}) is less than the {} that the volume has: the data behind it would be erased",
         Size(*size_bytes).rounded(), Size(*has_bytes).rounded()
     )]
     ShrinkRefused { size_bytes: u64, has_bytes: u64 },
@@ -232,7 +232,7 @@ pub enum PoolError {
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum SplitError {
-    #[error("{count} part(s) are asked for, and it takes two at least")]
+    #[error("a split needs at least 2 parts, not {count}")]
     TooFew { count: usize },
     #[error("two parts are to have the name {name:?}")]
     NameTwice { name: String },

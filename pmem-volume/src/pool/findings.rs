@@ -80,7 +80,7 @@ pub enum Finding {
     )]
     IndexMissing { name: String, missing: u32, chunks: u32, first_index: u32 },
     #[error(
-        "free chunk {chunk} holds what somebody has left there, and its next owner could read it; a repair erases it unless a volume may lack it"
+        "free chunk {chunk} holds data of an earlier owner, which its next owner could read; a repair erases it unless a volume may lack it"
     )]
     NotErased { chunk: ChunkId },
     /// The file lacks blocks of its file system. The next open for writing allocates them or fails.

@@ -1,6 +1,6 @@
-//! Files and devices that are no pool and are not to become one by mistake: opened under the lock
-//! that pools have, so that neither takes what the other has. And the content that another use of a
-//! file would destroy.
+//! Files and devices that are no pool and must not become one by mistake. They are opened under the
+//! lock that pools use, so that neither takes a file of the other. Also finds content that another
+//! use of a file would destroy.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;

@@ -93,7 +93,7 @@ pub enum ConfigError {
         /// What could have been.
         expected: String,
     },
-    /// A text that has none of the forms, or several.
+    /// The value matches none of the forms, or several.
     #[error("{flag}: {text:?} is not one of {forms}")]
     NotOneOf { flag: &'static str, text: String, forms: &'static str },
     #[error("{flag}: {key}={error}")]

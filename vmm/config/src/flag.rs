@@ -1,8 +1,8 @@
 //! Flags in Cloud Hypervisor's syntax: `key=value,key=value`, some keys without a value.
 //!
 //! As in Cloud Hypervisor's parser, a comma within double quotes or brackets does not separate,
-//! quotes are removed, values are trimmed, and a key whose value is empty is not given. A value
-//! that begins a flag without its key is taken as it is, up to the next key.
+//! quotes are removed, values are trimmed, and a key whose value is empty is not given. If a
+//! flag begins with a value without its key, that value is literal up to the next key.
 
 use std::net::IpAddr;
 use std::os::fd::RawFd;
@@ -279,7 +279,7 @@ fn unknown(
     ConfigError::UnknownKey { flag, key, known: known.join(", ") }
 }
 
-/// Splits a flag into a value that begins it without its key, and the rest.
+/// Splits a flag into its first value, if that has no key, and the rest.
 fn split_bare<'a>(keys: &[Key], text: &'a str) -> (Option<(&'static str, String)>, &'a str) {
     let begins = |key: &Key| text.starts_with(&format!("{}=", key.name));
     let Some(bare) = keys.iter().find(|key| key.is_bare) else { return (None, text) };

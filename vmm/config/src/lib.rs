@@ -45,9 +45,9 @@ pub struct Key {
     /// Default in the syntax of the flag.
     pub default: Option<String>,
     pub range: Option<String>,
-    /// Its value may begin the flag, without the key.
+    /// The flag may begin with its value, without the key.
     pub is_bare: bool,
-    /// It may be given several times.
+    /// The key may be given several times.
     pub is_repeated: bool,
     pub about: &'static str,
 }

@@ -27,7 +27,7 @@
 /// | option | |
 /// |---|---|
 /// | `flag "name"` | name in the flag |
-/// | `bare` | its value may begin the flag, without the key |
+/// | `bare` | the flag may begin with its value, without the key |
 /// | `repeated` | may be given several times; the values are joined by commas |
 /// | `syntax ("FORM")` | form of the value in the help, instead of the type's |
 /// | `range (LEAST..=MOST)` | bounds of a number or a size, which `check_ranges` checks |
@@ -447,8 +447,8 @@ macro_rules! words {
     (@shown hidden) => { false };
 }
 
-/// Makes values of types that are a string in JSON and in the flag. The function at the end reads
-/// both.
+/// Implements [`crate::JsonValue`] and [`crate::FlagValue`] for a type that is a string in both.
+/// The function at the end reads it.
 #[macro_export]
 macro_rules! text_value {
     ($Type:ty, $form:literal, $expected:expr, $read:expr) => {

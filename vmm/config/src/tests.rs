@@ -64,7 +64,7 @@ section! {
 }
 
 section! {
-    /// Section that may be given without its first key.
+    /// Section whose first value may be given without its key.
     pub(crate) struct Place: "--place" "places" {
         path (bare): Option<PathBuf> => "Place",
         name (repeated): Option<String> => "Names",
@@ -167,9 +167,9 @@ fn quotes_keep_commas_and_are_removed() {
     assert_eq!(thing(r#"path="/a""b""#).path, PathBuf::from(r#"/a"b"#));
 }
 
-/// As Cloud Hypervisor reads `--api-socket`.
+/// Cloud Hypervisor reads `--api-socket` the same way.
 #[test]
-fn bare_value_is_taken_as_it_is_up_to_the_next_key() {
+fn bare_value_is_literal_up_to_the_next_key() {
     let place = |text: &str| Place::parse(text).unwrap();
     let path = |text: &str| place(text).path.map(|path| path.display().to_string());
     for bare in ["/a", "a=b", "/a,b", r#"/a"[b"#, "path", "/a,sizes=1"] {
@@ -185,7 +185,7 @@ fn bare_value_is_taken_as_it_is_up_to_the_next_key() {
 }
 
 #[test]
-fn repeated_key_has_all_its_values() {
+fn values_of_repeated_key_are_joined() {
     let name = |text: &str| Place::parse(text).unwrap().name;
     assert_eq!(name("/a,name=b,size=2,name= c ,name="), Some("b,c".to_owned()));
     assert_eq!(name("/a,name=,size=2"), None);

@@ -1,4 +1,4 @@
-//! Devices of the VMM, and what they stand on.
+//! Devices of the VMM, and the memory, pools, interrupts and buses that they use.
 
 pub mod brake;
 pub mod bus;
@@ -30,6 +30,6 @@ pub mod unix_socket;
 pub mod virtio;
 pub mod volume;
 
-// The macro of [`log`] uses it, whatever its callers depend on.
+// The macro of [`log`] names it by this path, so its callers need not depend on `tracing`.
 #[doc(hidden)]
 pub use tracing;

@@ -370,14 +370,14 @@ fn missing_seccomp(mode: Option<&str>) -> Result<Option<String>, ConfigError> {
     }
 }
 
-/// Checks that no two flags name one descriptor, because each closes its own. `--net` checks its
-/// descriptors alone.
+/// Checks that no two flags name the same descriptor, because each closes its own. `--net` itself
+/// compares its descriptors with each other.
 fn check_descriptors(launch: &Launch) -> Result<(), ConfigError> {
     let all = launch.descriptors();
     for (nth, (flag, fd)) in all.iter().enumerate() {
         let other = all[..nth].iter().find(|(other, taken)| other != flag && taken == fd);
         if let Some((other, _)) = other {
-            let reason = format!("fd {fd} is that of {other}");
+            let reason = format!("fd {fd} is also used by {other}");
             return Err(ConfigError::Conflict { flag, reason });
         }
     }
@@ -637,16 +637,16 @@ mod tests {
         assert!(error(&["--frobnicate"]).contains("--frobnicate"));
         assert!(error(&["stray"]).contains("stray"));
         let twice = error(&["--api-socket", "fd=7", "--event-monitor", "fd=7"]);
-        assert_eq!(twice, "--event-monitor: fd 7 is that of --api-socket");
+        assert_eq!(twice, "--event-monitor: fd 7 is also used by --api-socket");
         let twice = error(&["--api-socket", "fd=7", "--net", "fd=7"]);
-        assert_eq!(twice, "--api-socket: fd 7 is that of --net");
+        assert_eq!(twice, "--api-socket: fd 7 is also used by --net");
         assert!(error(&["--seccomp", "maybe"]).starts_with("--seccomp:"));
         assert!(error(&["--pressure", "policy=magic"]).starts_with("--pressure:"));
         assert!(error(&["--serial", "tty,pty"]).starts_with("--serial:"));
     }
 
     #[test]
-    fn every_flag_of_cloud_hypervisor_is_known_or_refused_with_the_reason() {
+    fn every_flag_of_cloud_hypervisor_is_supported_or_refused_with_a_reason() {
         let (ours, mut seen) = (command(), 0);
         let names = include_str!("../../tests/compatibility/cloud-hypervisor-0.3.0.names");
         for name in names.lines().filter_map(|line| line.strip_prefix("flag --")) {
@@ -656,7 +656,7 @@ mod tests {
             let mut shown = ours.get_arguments().filter(|argument| !argument.is_hide_set());
             let is_ours = shown.any(|argument| argument.get_long() == Some(long));
             let why = foreign::reason(flag);
-            assert!(is_ours != why.is_some(), "{flag} is neither here nor refused, or both");
+            assert!(is_ours != why.is_some(), "{flag} must be either supported or refused");
             if let Some(why) = why {
                 let refused = format!("{flag} is not supported by foreshore: {why}");
                 assert_eq!(error(&[flag, "x"]), refused);

@@ -44,8 +44,8 @@ impl<T> Sections<T> for Option<T> {
     }
 }
 
-/// Generates [`DeviceConfig`] and all code that depends on the kind of a device. Each kind has its
-/// section, whose `KIND` is its name in ids and metrics, and its field of [`VmConfig`].
+/// Generates [`DeviceConfig`] and all code that depends on the kind of a device. Each kind has
+/// a section and a field of [`VmConfig`]. `KIND` of the section is its name in ids and metrics.
 macro_rules! removable {
     ($($(#[$doc:meta])* $Kind:ident($Config:ty) in $field:ident,)*) => {
         /// Device that may be added to a VM and removed from it.

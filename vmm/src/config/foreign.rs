@@ -4,7 +4,7 @@
 use foreshore_config::{ConfigError, asks_for_nothing};
 use serde_json::{Map, Value};
 
-/// Each flag, the sections of a configuration that it fills, and why there are none.
+/// Refused flags, each with the sections of the configuration that it fills and the reason.
 const FLAGS: &[(&str, &[&str], &str)] = &[
     ("--dbus-object-path", &[], "there is no D-Bus interface; see --api-socket"),
     ("--dbus-service-name", &[], "there is no D-Bus interface; see --api-socket"),

@@ -10,9 +10,9 @@ use serde::Serialize;
 
 section! {
     /// Keys of `--api-socket`.
-    struct ApiKeys: "--api-socket" "REST API, at a path or at a descriptor" {
+    struct ApiKeys: "--api-socket" "REST API at a path or a descriptor" {
         path (bare): Option<PathBuf> => "Unix socket to listen on",
-        fd: Option<InheritedFd> => "Inherited unix socket that listens",
+        fd: Option<InheritedFd> => "Inherited unix socket that already listens",
         access (flatten): SocketAccess => "Users who may connect",
     }
 }
@@ -48,9 +48,9 @@ impl ApiSocket {
 
 section! {
     /// Keys of `--metrics`.
-    struct MetricsKeys: "--metrics" "OpenMetrics, at a TCP address or a unix socket" {
-        address (bare): MetricsAddress => "Address to listen on; a port alone is of 127.0.0.1",
-        host (repeated): Option<HostNames> => "DNS name under which clients may request a TCP address",
+    struct MetricsKeys: "--metrics" "OpenMetrics at a TCP address or a unix socket" {
+        address (bare): MetricsAddress => "Address to listen on; a port alone means 127.0.0.1",
+        host (repeated): Option<HostNames> => "DNS name that clients may use for the TCP address",
         vm: Option<Label> => "Name of the VM in the metrics, instead of the API socket's",
         access (flatten): SocketAccess => "Users who may connect",
     }
@@ -60,7 +60,7 @@ section! {
 /// root).
 const MAX_HOST_NAME_BYTES: usize = 253;
 
-/// Names of hosts, with commas between them.
+/// Comma-separated names of hosts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 struct HostNames(Vec<String>);
 
@@ -112,7 +112,7 @@ impl MetricsAddress {
         let address = match (keys.address, keys.host) {
             (Self::Unix(path, _), Some(_)) => {
                 let reason =
-                    format!("host= is for ADDRESS:PORT, and {} is a unix socket", path.display());
+                    format!("host= needs ADDRESS:PORT, but {} is a unix socket", path.display());
                 return Err(ConfigError::Conflict { flag, reason });
             }
             (Self::Unix(path, _), None) => {
@@ -141,7 +141,7 @@ impl MetricsAddress {
 mod tests {
     use super::*;
 
-    /// Text of an error after its flag.
+    /// Text of `error` without the flag in front.
     fn of(error: ConfigError, flag: &str) -> String {
         error.to_string().strip_prefix(&format!("{flag}: ")).unwrap().to_owned()
     }
@@ -180,7 +180,7 @@ mod tests {
             ("fd=x", r#"fd="x" is not the number of an inherited file descriptor, 3 and up"#),
             (
                 "fd=3,group=g",
-                "mode= and group= are for the path of a socket, and fd=3 is open already",
+                "mode= and group= need the path of a socket, but fd=3 is open already",
             ),
             ("path=/a,b", r#"unknown key "b"; the keys are path=, fd=, mode=, group="#),
             ("/a,mode=660,a=b", r#"unknown key "a"; the keys are path=, fd=, mode=, group="#),
@@ -222,10 +222,10 @@ mod tests {
             ("unix:/m,vm=a\tb", r#"vm="a\tb" is not a name without control characters"#),
             (r#"unix:/m,group="""#, r#"group="" is not a name without control characters"#),
             ("unix:/m,vm=a,vm=b", "vm is given twice"),
-            ("unix:/m,host=a", "host= is for ADDRESS:PORT, and /m is a unix socket"),
+            ("unix:/m,host=a", "host= needs ADDRESS:PORT, but /m is a unix socket"),
             (
                 "127.0.0.1:1,mode=0600",
-                "mode= and group= are for the path of a socket, and 127.0.0.1:1 is a TCP address",
+                "mode= and group= need the path of a socket, but 127.0.0.1:1 is a TCP address",
             ),
             (
                 "unix:/m,mode=0660,owner=me",

@@ -103,14 +103,14 @@ fn long_help_lists_the_keys_that_the_parser_takes() {
     let help = command().render_long_help().to_string();
     for table in TABLES {
         let lines: Vec<_> = help_of(&help, table.flag).lines().skip(2).map(str::trim).collect();
-        // The name of a key that may be left out is in brackets.
+        // A key that may be left out is in brackets.
         let name = |line: &str| Some(line.split_once('=')?.0.trim_start_matches('[').to_owned());
         let keys = lines.iter().filter_map(|line| name(line)).map(|name| name + "=");
         let words = table.words.join("|");
         let words_line = lines.iter().filter(|line| **line == words && !words.is_empty());
         let listed: Names =
             keys.chain(words_line.flat_map(|line| line.split('|')).map(str::to_owned)).collect();
-        // A text that begins without a key may be the value of one.
+        // The first key is given, because a flag may begin with the value of a bare key.
         let unknown = format!("{}=,no such key=1", table.names().next().unwrap());
         let parsed = match Options::parse(&table, &[], &unknown) {
             Err(ConfigError::UnknownKey { known, .. }) => names(known.split(", ")),

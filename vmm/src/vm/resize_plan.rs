@@ -35,7 +35,7 @@ impl ResizePlan {
     }
 }
 
-/// Step of a resize. Only a machine makes one, after it has checked the step.
+/// Step of a resize. Only a machine makes steps, after it has checked them.
 #[derive(Debug)]
 pub struct ResizeStep {
     pub(in crate::vm) action: StepAction,

@@ -39,9 +39,9 @@ const REQUESTS: &str = "FORESHORE_COST_REQUESTS";
 /// Numbers of requests of the two runs. Their difference excludes the start and the end of the
 /// device.
 const COUNTS: [u64; 2] = [1000, 3000];
-/// Variable with the program by which cargo runs tests. Cargo splits it at each space.
+/// Variable with the command that cargo runs tests with. Cargo splits it at each space.
 const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
-/// Key of the configuration with the same program as a list.
+/// Key of cargo's configuration with the same command as a list.
 const RUNNER_KEY: &str = "target.x86_64-unknown-linux-gnu.runner";
 /// Command that counts instructions only in the event handlers of the devices' workers.
 const VALGRIND: [&str; 4] = [
@@ -71,7 +71,7 @@ pub(super) fn run(checkout: &Checkout) -> Result<()> {
     Ok(())
 }
 
-/// Setting of cargo with which callgrind runs a test and leaves its profile in a folder.
+/// Setting that makes cargo run a test in callgrind, which writes its profile to `folder`.
 fn runner(folder: &Path) -> String {
     let profile = format!("--callgrind-out-file={}/profile", folder.display());
     // A list of strings looks the same in Rust and in TOML.

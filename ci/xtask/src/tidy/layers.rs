@@ -10,15 +10,15 @@ use crate::repository::Repository;
 
 /// Document with the tables of layers.
 const DOCUMENT: &str = "docs/architecture.md";
-/// Start of a table's head.
+/// Start of a table's header row.
 const TABLE_HEAD: &str = "| Layer | Modules |";
-/// Modules with a table of layers.
+/// Modules whose layers a table lists.
 struct Tree {
     /// Heading above the table.
     heading: &'static str,
     /// Folders of the modules.
     folders: &'static [&'static str],
-    /// Names that lead from the crate to the module that has these modules.
+    /// Path from the crate to the module that contains these modules.
     parents: &'static [&'static str],
 }
 
@@ -37,7 +37,7 @@ const TREES: [Tree; 5] = [
     Tree { heading: "### `balloon`", folders: &["balloon/src/"], parents: &[] },
 ];
 
-/// Beginnings of paths that lead to a module.
+/// First names of paths that lead to a module.
 const ROOT_PATHS: [&str; 2] = ["crate", "foreshore_devices"];
 /// Files that belong to no module: they list the modules or start the program.
 const ROOTS: [&str; 3] = ["lib", "main", "mod"];
@@ -71,7 +71,7 @@ pub(super) fn violations(
     Ok(violations)
 }
 
-/// Drawing of the VMM's layers and of the uses between them, in the language of Mermaid.
+/// Mermaid drawing of the VMM's layers and of the uses between them.
 pub(super) fn drawing(repository: &Repository, sources: &[(String, String)]) -> Result<String> {
     draw_vmm(&repository.read(DOCUMENT)?.unwrap_or_default(), sources)
 }
@@ -147,7 +147,7 @@ struct Module<'a> {
 }
 
 impl Tree {
-    /// Path within the folder of the modules that has it.
+    /// Path relative to the folder that contains it.
     fn within<'a>(&self, path: &'a str) -> Option<&'a str> {
         self.folders.iter().find_map(|folder| path.strip_prefix(folder))
     }
@@ -212,11 +212,11 @@ struct Source {
     uses: Vec<(usize, String)>,
     /// Modules in files of their own that are compiled for tests alone: name, and path if given.
     test_modules: Vec<(String, Option<String>)>,
-    /// Names in `pub use`, and the module that has each.
+    /// Names that `pub use` exports, each with its module.
     exports: Vec<(String, String)>,
-    /// Number of `super` that lead to the root.
+    /// Number of `super` between the file and the root.
     depth: usize,
-    /// Names that lead from the crate to the root.
+    /// Path from the crate to the root.
     parents: &'static [&'static str],
 }
 
@@ -263,7 +263,7 @@ impl Source {
         }
     }
 
-    /// Adds the names of a `pub use`, which `tokens` follow.
+    /// Adds the names that a `pub use` exports. `tokens` begin after `use`.
     fn add_exports(&mut self, tokens: &[TokenTree]) {
         let end = tokens.iter().position(|token| token.to_string() == ";");
         let Some((TokenTree::Ident(module), names)) = tokens[..end.unwrap_or(0)].split_first()
@@ -310,7 +310,7 @@ impl Source {
         at
     }
 
-    /// Adds the names behind `::` and behind the `parents`, and returns the position behind them.
+    /// Adds the names after `::` and the path `parents`, and returns the position after them.
     fn add_path(&mut self, tokens: &[TokenTree], at: usize, parents: &[&str]) -> usize {
         let is_mark = |token: Option<&TokenTree>, mark| matches!(token, Some(TokenTree::Punct(punct)) if punct.as_char() == mark);
         if !is_mark(tokens.get(at), ':') || !is_mark(tokens.get(at + 1), ':') {
@@ -326,7 +326,7 @@ impl Source {
         self.add_name(tokens, at + 2, parents)
     }
 
-    /// Adds the name at `at` or, behind the `parents`, the names that follow it.
+    /// Adds the name at `at`, or the names after `parents` if that path begins at `at`.
     fn add_name(&mut self, tokens: &[TokenTree], at: usize, parents: &[&str]) -> usize {
         match (tokens.get(at), parents) {
             (Some(TokenTree::Ident(name)), []) => {
@@ -355,14 +355,14 @@ impl Source {
     }
 }
 
-/// True behind `pub` and behind `pub(crate)`.
+/// Returns true if `tokens` end with `pub` or `pub(crate)`.
 fn is_public(tokens: &[TokenTree]) -> bool {
     let is_scope = |token: &TokenTree| matches!(token, TokenTree::Group(_));
     let visibility = tokens.iter().rev().find(|token| !is_scope(token));
     visibility.is_some_and(|token| token.to_string() == "pub")
 }
 
-/// True for `[cfg(test)]`, and for fakes that tests of other crates use.
+/// Returns true for `[cfg(test)]`, and for fakes that tests of other crates use.
 fn is_test_attribute(token: Option<&TokenTree>) -> bool {
     let Some(TokenTree::Group(group)) = token else { return false };
     let text: String = group.stream().into_iter().map(|token| token.to_string()).collect();
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn modules_of_a_module_have_layers_of_their_own() {
+    fn submodules_have_their_own_layers() {
         let found = |text| faults_in(&POOL, &[("pmem-volume/src/pool/file/mod.rs", text)]).len();
         for upward in [
             "use crate::pool::open::Open;",
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn name_that_the_root_exports_belongs_to_its_module() {
+    fn use_of_reexported_name_counts_as_use_of_its_module() {
         for (root, used, expected) in [
             ("pub use open::{mode::OpenMode, Other};", "OpenMode", 1),
             ("pub(crate) use open::OpenMode;", "OpenMode", 1),

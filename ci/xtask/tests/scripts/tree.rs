@@ -42,7 +42,7 @@ pub(crate) fn debs() -> PathBuf {
     std::path::absolute(folder).unwrap()
 }
 
-/// Writes a program by another process.
+/// Writes a program in a child process.
 ///
 /// If this process wrote it, a child that another test starts at the same moment would have the
 /// file open until its own exec. Until then, the kernel refuses to run the program (ETXTBSY).

@@ -62,7 +62,7 @@ pub(super) fn export(
             Size(data_bytes).rounded()
         )
     })?;
-    // Also with trouble alone: sectors may have been read that are not as they were written.
+    // Findings alone are a failure too, because the export may hold outdated data.
     Ok(outcome(lost.is_empty() && troubles.is_empty()))
 }
 

@@ -325,7 +325,7 @@ fn next_data(file: &File, from: u64, len_bytes: u64) -> io::Result<Option<u64>> 
     match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(from)) {
         Ok(at) => Ok(Some(at).filter(|at| *at < len_bytes)),
         Err(Errno::NXIO) => Ok(None),
-        // A file system that knows no holes.
+        // The file system does not report holes.
         Err(Errno::INVAL) => Ok(Some(from)),
         Err(error) => Err(error.into()),
     }

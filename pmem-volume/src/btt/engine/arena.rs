@@ -30,8 +30,8 @@ pub(super) struct Arena {
     pub(super) source: InfoSource,
     /// Blocks of which a read has failed.
     failed: FailedBlocks,
-    /// What recovery would have stored, had the arena been open for writing. `None`: the sector's
-    /// last write is unknown.
+    /// Blocks that recovery would store in the map if the arena were writable, by sector. `None`:
+    /// the sector's last write is unknown.
     pending: BTreeMap<u32, Option<u32>>,
     /// What recovery could not read. The fault is another one if the arena is damaged as well.
     unreadable: Option<Finding>,
@@ -40,8 +40,8 @@ pub(super) struct Arena {
 
 impl Arena {
     /// Recovers an arena, durably, and makes it ready. A damaged arena gets its error flag and is
-    /// read-only. If recovery cannot read all that it needs, the arena is read-only until the next
-    /// open, because the media may be readable then. Without its flog it takes no reads either.
+    /// read-only. If recovery cannot read the flog or the map, the arena is read-only until the
+    /// next open, because the media may be readable then. Without its flog it also refuses reads.
     pub(super) fn open(
         common: &Common<impl Media>,
         (number, first_sector): (usize, u64),
@@ -100,7 +100,7 @@ impl Arena {
         }
     }
 
-    /// Fails if recovery was not possible, or only of a part.
+    /// Fails if recovery was impossible or incomplete.
     pub(super) fn check_recovered(&self) -> Result<(), EngineError> {
         match self.unreadable.clone().map(Fault::Unreadable) {
             Some(why) => Err(EngineError::NotRecovered { arena: self.number, why }),
@@ -108,8 +108,8 @@ impl Arena {
         }
     }
 
-    /// Fails if the flog could not be read: it may hold writes of any sectors that the map lacks,
-    /// and then their map entries name blocks that may hold the data of other sectors.
+    /// Fails if the flog could not be read. It may hold writes of any sectors that the map lacks.
+    /// The map entries of such sectors name blocks that may hold the data of other sectors.
     #[inline]
     fn check_readable(&self) -> Result<(), EngineError> {
         match self.unreadable {

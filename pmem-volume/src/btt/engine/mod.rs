@@ -17,12 +17,14 @@
 //! another block. A store or persist that fails makes its arena read-only: nobody knows what is
 //! durable since.
 //!
-//! An arena whose flog or map is inconsistent is read-only, which its info blocks record, as the
-//! format has it; the others go on. Where an arena has no whole info block, its sectors are those
-//! that its size leads to, and none can be read; a volume in which its size is not known
-//! ([`arena_walk`]) is not opened. An arena whose flog cannot be read at open takes no reads and no
-//! writes. If the map entry of a lane's last write cannot be read, the arena takes no writes, and
-//! that sector no reads.
+//! An arena whose flog or map is inconsistent is read-only. Its info blocks record that, as the
+//! format requires. All other arenas stay writable.
+//!
+//! If an arena has no whole info block, the number of its sectors follows from its size, and none
+//! of them can be read. If its size is unknown ([`arena_walk`]), the volume is not opened.
+//!
+//! An arena whose flog cannot be read at open refuses reads and writes. If the map entry of a
+//! lane's last write cannot be read, the arena refuses writes, and reads of that sector.
 
 mod arena;
 mod cpu;
@@ -74,7 +76,7 @@ enum Place {
     Missing { arena: usize, start_bytes: u64, first_sector: u64, sectors: u64, why: InfoError },
 }
 
-/// Why an arena refuses writes, and some or all reads if it is [`Fault::Unreadable`].
+/// Reason why an arena refuses writes and, if it is [`Fault::Unreadable`], some or all reads.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Fault {
@@ -84,7 +86,7 @@ pub enum Fault {
     #[error("{0}")]
     Damaged(Finding),
     /// The flog or a part of the map could not be read at open, and recovery stored nothing.
-    /// Without the flog, all reads fail. Otherwise, those of sectors whose last write is unknown
+    /// Without the flog, all reads fail. Otherwise, reads of sectors whose last write is unknown
     /// fail.
     #[error("{0}")]
     Unreadable(Finding),
@@ -105,7 +107,7 @@ pub enum EngineError {
     /// An arena is missing, and the arenas behind it cannot be found, because a guest's data may
     /// look like an arena.
     #[error(
-        "arena {arena}, at {start_bytes:#x}, is missing ({why}), and where it ends is not known: the numbers of the sectors behind it are not either. What is in front of it can be read"
+        "arena {arena}, at {start_bytes:#x}, is missing ({why}), and its end is unknown, so the numbers of the sectors behind it are unknown too. Sectors in front of it can be read"
     )]
     Ambiguous { arena: usize, start_bytes: u64, why: InfoError },
     /// More arenas than any volume needs; each takes memory.
@@ -122,7 +124,7 @@ pub enum EngineError {
     Length { length_bytes: usize, sector_bytes: u32 },
     #[error("arena {arena} is read-only: {why}")]
     ReadOnly { arena: usize, why: Fault },
-    /// Recovery was not possible at open, or only of a part.
+    /// Recovery at open was impossible or incomplete.
     #[error("arena {arena} is not recovered: {why}")]
     NotRecovered { arena: usize, why: Fault },
     /// The last write of the sector is unknown. Its arena is read-only.
@@ -157,8 +159,8 @@ pub struct ArenaStatus {
     pub uuid: Option<Uuid>,
     /// Which of its info blocks was used.
     pub source: Option<InfoSource>,
-    /// Why it refuses writes. A missing arena and one with [`Fault::Unreadable`] refuse reads as
-    /// well.
+    /// Reason why it refuses writes. A missing arena also refuses all reads, and one with
+    /// [`Fault::Unreadable`] refuses some or all of them.
     pub read_only: Option<String>,
 }
 

@@ -49,8 +49,8 @@ pub(super) struct Survey {
     pub(super) error_sectors: u32,
 }
 
-/// Looks at an arena. `None`: more is wrong with it than anybody can make sense of, or recovery
-/// could not read all that it needs. Then a block without an owner may hold a sector.
+/// Surveys an arena. `None`: it has too much damage for a repair, or recovery could not read the
+/// flog or the map. In the second case, a block without an owner may hold a sector.
 pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Survey>, MediaError> {
     let recovery = recover(space, info);
     if recovery.findings.iter().any(Finding::is_unreadable) {
@@ -136,7 +136,7 @@ fn each_entry(
     Ok(())
 }
 
-/// Returns the lanes. Torn entries of the map are in `redo`, and are pending as well.
+/// Returns the lanes. A write is also pending if `redo` has its torn entry of the map.
 fn survey_flog(
     space: &impl Media,
     info: &ArenaInfo,

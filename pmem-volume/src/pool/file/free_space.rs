@@ -64,7 +64,7 @@ pub(in crate::pool) struct FileSystem {
 }
 
 impl FileSystem {
-    /// The one that a file lies on.
+    /// File system of `file`.
     pub(in crate::pool) fn of(file: &File) -> io::Result<Self> {
         // SAFETY: statvfs is plain numbers, for which zero is valid.
         let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };

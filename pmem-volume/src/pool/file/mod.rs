@@ -1,4 +1,4 @@
-//! File or device below a pool: its blocks, and content of others, which no pool may overwrite.
+//! File or device below a pool: its blocks, and foreign content that no pool may overwrite.
 
 pub(super) mod blocks;
 pub mod formats;

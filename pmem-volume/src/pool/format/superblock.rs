@@ -279,7 +279,7 @@ fn require(
     if holds { Ok(()) } else { Err(SuperblockError { field, value, rule }) }
 }
 
-/// Changes the superblock. What this code does not know of it, such as compatible features, stays.
+/// Changes the superblock. Parts that this code does not know, such as compatible features, stay.
 pub(in crate::pool) fn rewrite(
     media: &dyn Media,
     superblock: &Superblock,

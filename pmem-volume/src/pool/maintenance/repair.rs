@@ -38,7 +38,7 @@ pub struct RepairReport {
     pub mended: Vec<String>,
     /// What stays as it is, because the media does not say what was there.
     pub left: Vec<String>,
-    /// Volumes that lack chunks, which nothing explains. A repair gives one up if it gets the name.
+    /// Volumes that lack chunks for no known reason. A repair gives up those that the caller names.
     #[serde(skip)]
     pub incomplete_volumes: Vec<String>,
 }
@@ -208,7 +208,7 @@ impl RepairReport {
         let mut text = finding.to_string();
         if let Finding::IndexMissing { name, .. } = finding {
             self.incomplete_volumes.push(name.clone());
-            text += "; nothing says where they are";
+            text += "; their location is unknown";
         }
         self.left.push(text);
     }

@@ -1,5 +1,5 @@
-//! Free chunks that do not read as zeros: a check names them and a repair erases them. Those that a
-//! volume may need are in `discard_damaged.rs`.
+//! Free chunks that do not read as zeros: a check names them and a repair erases them. Tests of
+//! chunks that a volume may need are in `discard_damaged.rs`.
 
 use super::*;
 

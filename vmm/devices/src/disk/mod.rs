@@ -174,7 +174,7 @@ pub trait Executor: Send {
     fn is_given_up(&self) -> bool;
 
     /// Waits for the steps under way and returns one result for each of them. A step that is done
-    /// in part has [`io::ErrorKind::Interrupted`]. Steps that have not begun are dropped, except
-    /// flushes, which are all executed.
+    /// in part ends with [`io::ErrorKind::Interrupted`]. Steps that have not begun are dropped,
+    /// except flushes, which are all executed.
     fn drain(&mut self) -> Vec<Done>;
 }

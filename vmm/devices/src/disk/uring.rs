@@ -46,17 +46,17 @@ struct Running {
     /// Where zeros are asked for.
     way: Way,
     retries: u32,
-    /// The kernel may have done a part of the step.
+    /// The kernel may have executed a part of the step.
     is_begun: bool,
     /// Lock of the range that the step changes, against unaligned steps.
     guard: Option<RangeGuard>,
 }
 
-/// A step that is carried out by calls.
+/// A step that system calls execute instead of the ring.
 struct Deferred {
     token: usize,
     step: Step,
-    /// The kernel may have done a part of the step.
+    /// The kernel may have executed a part of the step.
     is_begun: bool,
 }
 
@@ -239,7 +239,7 @@ impl Uring {
         let Some(Deferred { step, .. }) = self.deferred.front_mut() else { return false };
         let Some(result) = self.image.carry_out_unaligned(step, &self.event) else { return false };
         let Deferred { token, step, .. } =
-            self.deferred.pop_front().expect("the step that was carried out");
+            self.deferred.pop_front().expect("the step that was executed");
         self.done.push_back(Done { token, step, result });
         !self.deferred.is_empty()
     }
@@ -290,7 +290,7 @@ impl Running {
         Self { step, done: 0, way, retries: 0, is_begun: false, guard: None }
     }
 
-    /// Leaves the whole step to calls, and releases its range for them.
+    /// Leaves the whole step to system calls, and releases its range for them.
     fn defer(self, token: usize) -> Deferred {
         Deferred { token, step: self.step, is_begun: self.is_begun }
     }

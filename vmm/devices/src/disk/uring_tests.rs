@@ -224,11 +224,11 @@ fn draining_has_a_result_for_each_flush_that_the_ring_did_not_take() {
 }
 
 #[test]
-fn draining_has_one_result_for_a_step_done_in_part_if_the_ring_fails() {
+fn drain_of_failed_ring_returns_one_result_for_partial_step() {
     let (_file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     take_away(&ring);
-    // The first step is carried out before the ring is drained.
+    // The first step is executed before the ring is drained.
     ring.add(0, Step::Flush);
     for token in 1..3 {
         let mut running = Running::new(Step::Write(0, buffer(4096, 1)), false);

@@ -8,8 +8,8 @@ use foreshore_config::{ConfigError, InheritedFd, PATH_OR_FD, Table, section};
 
 section! {
     /// Keys of the flag.
-    struct Keys: "--event-monitor" "Events as JSON, to a path or to a descriptor" {
-        path: Option<PathBuf> => "File, or FIFO, which is waited for until it is read",
+    struct Keys: "--event-monitor" "Events as JSON to a path or a descriptor" {
+        path: Option<PathBuf> => "File, or FIFO; startup waits until a FIFO has a reader",
         fd: Option<InheritedFd> => "Inherited descriptor",
     }
 }

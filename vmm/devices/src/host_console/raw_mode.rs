@@ -36,7 +36,7 @@ impl RawMode {
 
     /// Remembers `original` and then makes the terminal raw. If that fails, the dropped guard
     /// forgets it, because a remembered state would keep the state of the next terminal from being
-    /// remembered. Returns no guard if another guard lives, which restores the state it has found.
+    /// remembered. Returns no guard while another guard exists, which restores its own state.
     fn hold(
         original: (OwnedFd, Termios),
         make_raw: impl FnOnce() -> rustix::io::Result<()>,

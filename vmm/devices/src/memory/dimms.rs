@@ -116,7 +116,7 @@ pub struct Dimms {
     reservation: Arc<Reservation>,
     slots: Arc<Slots>,
     view: GuestView,
-    /// DIMM that was not added and could not be undone.
+    /// Refused DIMM whose addition could not be undone.
     unfinished: Option<Unfinished>,
     /// What has come, for who does not have this.
     came_bytes: Arc<AtomicU64>,
@@ -159,8 +159,8 @@ impl Dimms {
 
     /// Adds a DIMM of `len` bytes: maps it, gives it a slot in KVM and makes it accessible to
     /// devices. The guest is not notified yet. `accept` is called when nothing else can fail. If it
-    /// fails, the memory returns to the host. If that fails as well, the next call repeats it,
-    /// because the next DIMM has the same place.
+    /// fails, the memory returns to the host. If that fails too, the next call retries it, because
+    /// the next DIMM has the same place.
     pub fn add<E: From<DimmError>>(
         &mut self,
         len: u64,
@@ -195,7 +195,7 @@ impl Dimms {
     }
 
     /// Undoes the addition of a DIMM. The memory stays mapped as long as KVM keeps its slot,
-    /// because a guest that accessed an unmapped slot would end its VM.
+    /// because an access of the guest to an unmapped slot would end the VM.
     fn undo(&mut self) -> Result<(), DimmError> {
         let Some(unfinished) = &mut self.unfinished else { return Ok(()) };
         if let Some(slot) = unfinished.slot {
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn place_of_a_refused_dimm_is_reused_only_after_its_slot_is_removed() {
+    fn place_of_refused_dimm_is_reused_only_after_its_slot_is_removed() {
         let (mut dimms, table) = dimms();
         let slots = table.slots.lock().len();
         *table.calls_left.lock() = Some(1);

@@ -22,25 +22,25 @@ use crate::memory::layout::{
 use crate::metrics::LatencyHistogram;
 use crate::persist::Persist;
 
-/// What ACPI tables say of an NVDIMM.
+/// NVDIMM as described in ACPI tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nvdimm {
     pub start: u64,
     pub size_bytes: u64,
     pub node: u32,
-    /// Whether a flush is a write to its flush hint page; without, a fence is enough.
+    /// True if a flush is a write to its flush hint page. Otherwise, a fence is enough.
     pub flush_hint: bool,
-    /// Whether the guest may only read.
+    /// True if the guest may only read.
     pub read_only: bool,
 }
 
 impl Nvdimm {
-    /// The flush hint page of NVDIMM `index`: an 8-byte write anywhere in it is a flush.
+    /// Flush hint page of NVDIMM `index`: an 8-byte write anywhere in it is a flush.
     pub fn flush_hint_address(index: usize) -> u64 {
         FLUSH_HINT_START + index as u64 * FLUSH_HINT_LEN
     }
 
-    /// The register with the health of NVDIMM `index`.
+    /// Health register of NVDIMM `index`.
     pub fn health_address(index: usize) -> u64 {
         NVDIMM_HEALTH_START + index as u64 * NVDIMM_HEALTH_REGISTER_LEN
     }

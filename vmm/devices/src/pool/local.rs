@@ -203,7 +203,7 @@ fn btt_loss(volume: &Volume) -> Option<BttLoss> {
         Err(err) if is_of_media(&err) => None,
         // With a first info block, the BTT is still there.
         Err(err @ EngineError::Ambiguous { .. }) if !is_replaced(volume) => {
-            let remedy = "`pmvol btt export` copies it out";
+            let remedy = "`pmvol btt export` copies the readable sectors";
             Some(BttLoss::Damaged { reason: format!("{err}; {remedy}") })
         }
         Err(err) => Some(BttLoss::Replaced { reason: err.to_string() }),

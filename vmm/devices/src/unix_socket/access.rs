@@ -20,7 +20,7 @@ section! {
     parse none;
 }
 
-/// Permissions of a socket's file, which its owner can read and write.
+/// Permissions of a socket's file. The owner can always read and write it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct SocketMode(pub u32);
 
@@ -35,12 +35,12 @@ text_value!(
 );
 
 impl SocketAccess {
-    /// Refuses all keys, because `what` is not a socket with a file of this process.
-    pub fn check_absent(&self, flag: &'static str, what: &str) -> Result<(), ConfigError> {
+    /// Refuses both keys. `reason` is a clause about the socket, which has no file of this process.
+    pub fn check_absent(&self, flag: &'static str, reason: &str) -> Result<(), ConfigError> {
         if *self == Self::default() {
             return Ok(());
         }
-        let reason = format!("mode= and group= are for the path of a socket, and {what}");
+        let reason = format!("mode= and group= need the path of a socket, but {reason}");
         Err(ConfigError::Conflict { flag, reason })
     }
 }

@@ -236,8 +236,8 @@ impl TestDriver {
     /// Notifies the device of new buffers, unless it has suppressed that (virtio 1.3, 2.7.10).
     ///
     /// # Panics
-    /// If there are no new buffers since the last notification. Such a notification would hide that
-    /// the device has lost the last one.
+    /// Panics if there are no new buffers since the last notification. A second notification would
+    /// hide that the device has lost the first.
     pub(super) fn kick(&mut self, queue: usize) {
         let available: u16 = self.load(self.ring(queue).available + 2);
         let notified = std::mem::replace(&mut self.notified[queue], available);
@@ -249,7 +249,7 @@ impl TestDriver {
         }
     }
 
-    /// Notifies the device in any case, as a driver may without new buffers.
+    /// Notifies the device unconditionally, as a driver may even without new buffers.
     pub(super) fn kick_spuriously(&self, queue: usize) {
         self.kicks[queue].write(1).unwrap();
     }

@@ -143,7 +143,7 @@ impl VolumeMetrics {
     fn expose_translation(&self, out: &mut Exposition, labels: &Labels) {
         let with = |value| (labels.clone(), value);
         let help =
-            "Arenas of the volume that refuse writes, or reads as well, because of an error.";
+            "Arenas of the volume that refuse writes, or writes and reads, because of an error.";
         let read_only = self.read_only_arenas().map(|arenas| with(arenas as f64));
         out.gauges(Family("volume_read_only_arenas", help, None), read_only);
         let with = |is_lost| (labels.clone(), is_lost);

@@ -123,7 +123,7 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
     Ok(())
 }
 
-/// Reads a value of `dry_run`, which is written as in a flag of the VMM.
+/// Reads a value of `dry_run` in the syntax of the VMM's flags.
 fn switch(value: &str) -> Result<bool> {
     bool::read(value).with_context(|| format!("dry_run={value:?} is not {}", bool::expected()))
 }

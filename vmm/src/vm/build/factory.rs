@@ -1,4 +1,4 @@
-//! The factory of machines, which retains their resources from one machine to the next.
+//! Factory of machines. It holds the resources that outlive a machine.
 
 use crate::config::{DeviceConfig, VmConfig};
 use crate::vm::build::builder;

@@ -99,8 +99,8 @@ impl KvmMachine {
             }
             return Ok(());
         };
-        // The room may have been used up since the plan was made. The first check comes before the
-        // host populates the DIMM, which may take long.
+        // The room may have been used up since the plan was made. The first check precedes
+        // the population of the DIMM, which may take long.
         let governor = &self.governor;
         let check = || Ok(governor.call(move |core, now| core.check_dimm(more, now))?);
         let account = || Ok(governor.call(move |core, now| core.add_dimm(more, now))?);
@@ -267,12 +267,12 @@ mod tests {
     }
 
     #[test]
-    fn dimm_without_room_when_it_is_added_is_refused_before_it_gets_memory() {
+    fn dimm_that_lost_its_room_is_refused_before_population() {
         const MOST_MIB: u64 = 384 * 8;
         let (mut machine, table) = growing(8192 * MIB);
         let plan = machine.plan_resize(&dram((65 + MOST_MIB) * MIB)).unwrap();
         machine.governor.call(|core, now| core.add_dimm(128 * MIB, now)).unwrap();
-        // With memory, the DIMM would get a slot next, and KVM would refuse that.
+        // If the DIMM were populated, it would get a slot next, and KVM would refuse that.
         *table.calls_left.lock() = Some(0);
         for step in plan {
             let error = machine.resize(step).unwrap_err();

@@ -52,7 +52,7 @@ pub(in crate::vm) fn bdf(slot: u8) -> String {
     format!("0000:00:{slot:02x}.0")
 }
 
-/// Announcements of hotplug to the guest by ACPI, and devices on their way out.
+/// Hotplug by ACPI: notification of the guest, metrics, and ejected devices that are still ending.
 pub(in crate::vm) struct Hotplug {
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) page: Arc<HotplugPage>,
@@ -61,7 +61,7 @@ pub(in crate::vm) struct Hotplug {
 }
 
 impl Hotplug {
-    /// No device has left yet.
+    /// Creates the state without ejected devices.
     pub(in crate::vm) fn new(
         ged: Arc<GenericEventDevice>,
         page: Arc<HotplugPage>,
@@ -277,7 +277,8 @@ impl KvmMachine {
             warn!(
                 %err,
                 bdf = bdf(slot),
-                "Cannot notify the guest of a change to the PCI slot; the next hotplug request does"
+                "Cannot notify the guest of a change to the PCI slot; the next hotplug request \
+                 retries this"
             );
         }
     }

@@ -15,7 +15,7 @@ use crate::vm::resources::pools::OpenPool;
 pub(super) struct PmStorage {
     pub(super) volumes: Vec<AttachedVolume>,
     pub(super) pools: Vec<OpenPool>,
-    /// Verdict on the guest's kernel, which may translate volumes itself.
+    /// Verdict on the guest's BTT driver, if it translates any volume.
     pub(super) guest_btt: Arc<GuestBtt>,
 }
 

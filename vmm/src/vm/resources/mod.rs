@@ -34,9 +34,9 @@ use crate::vm::resources::taps::Taps;
 /// them.
 #[derive(Clone, Default)]
 pub(crate) struct OpenFiles {
-    /// The interfaces of `--net`.
+    /// Interfaces of `--net`.
     pub(crate) taps: Taps,
-    /// The files of `--pmem`.
+    /// Files of `--pmem`.
     pub(crate) pmem: PmemFiles,
     /// Consoles to which clients connect.
     pub(crate) lines: Lines,
@@ -67,7 +67,7 @@ impl Resources {
         Self::new(Arc::clone(&self.metrics), self.events.clone())
     }
 
-    /// What stays open from one machine to the next.
+    /// Files that stay open from one machine to the next.
     pub(in crate::vm) fn open_files(&self) -> &OpenFiles {
         &self.open_files
     }

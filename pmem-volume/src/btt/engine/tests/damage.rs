@@ -283,7 +283,7 @@ pub(super) struct Failing {
     pub(super) media: MemoryMedia,
     pub(super) left: AtomicU64,
     bad: Mutex<Vec<Range<u64>>>,
-    /// Number of reads before the one that fails.
+    /// Number of successful reads before one that fails.
     pub(super) read_fails_after: AtomicU64,
     /// Ranges of [`Media::persist`], in order.
     pub(super) persisted: Mutex<Vec<Range<u64>>>,
@@ -338,7 +338,7 @@ impl Media for Failing {
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         self.reach(offset_bytes, into.len())?;
-        // After the failure, the count wraps around.
+        // The count wraps around at the failure, so that later reads succeed.
         if self.read_fails_after.fetch_sub(1, Ordering::SeqCst) == 0 {
             return Err(Self::failure());
         }

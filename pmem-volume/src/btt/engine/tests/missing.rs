@@ -252,8 +252,9 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
     }
 }
 
-/// Writes two sectors whose map entries share no line, at once and so with two lanes, and takes
-/// their map entries back, as a power cut may. Returns the first sector and the words of the map.
+/// Writes two sectors whose map entries share no line. One call writes both, so it uses two lanes.
+/// Then restores their old map entries, as a power cut may. Returns the first sector and the words
+/// of the map.
 fn leave_redo_of_two_lanes(media: &MemoryMedia) -> (u64, [u64; 2]) {
     let info = second_of(media);
     let engine = Engine::open(media).unwrap();
@@ -283,7 +284,7 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
         troubles.iter().map(|(n, found)| (*n, found.to_string())).collect::<Vec<_>>(),
         [(1, why)]
     );
-    // The entry is an old one, and stays in doubt when it can be read.
+    // The entry is old. It stays in doubt even when it can be read again.
     for bad in [unreadable..unreadable + 8, 0..0] {
         failing.set_bad(std::slice::from_ref(&bad));
         assert_eq!(read(&engine, first), content(first, 2, 4096));
@@ -309,7 +310,7 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
     engine.flush().unwrap();
     let result = engine.settle();
     assert!(matches!(result, Err(EngineError::NotRecovered { arena: 1, .. })), "{result:?}");
-    assert!(failing.media.to_bytes() == before, "nothing is stored");
+    assert!(failing.media.to_bytes() == before, "the media changed");
 
     let engine = Engine::open(&failing).unwrap();
     assert_eq!(read(&engine, first + 1), content(first + 1, 2, 4096));

@@ -59,7 +59,7 @@ fn a_torn_entry_is_redone_by_all_that_read_it() {
 }
 
 #[test]
-fn suspect_is_refused_if_the_map_cannot_be_read_for_its_proof() {
+fn read_of_suspect_fails_if_its_other_owner_is_unreadable() {
     let (media, info, before, after) = written();
     let torn = torn(before, after, 1);
     set_map(&media, &info, SECTOR as u32, torn);
@@ -83,17 +83,17 @@ fn suspect_is_refused_if_the_map_cannot_be_read_for_its_proof() {
     assert_eq!(read(&engine, SECTOR), content(SECTOR, 3, 4096));
 }
 
-/// Without the redo of the torn entry, its sector would seem to share a block with another one.
+/// Without the redo of the torn entry, its sector would seem to share a block with another sector.
 #[test]
-fn repair_gives_up_no_sector_with_a_torn_entry_after_a_failed_read() {
+fn repair_after_failed_read_gives_up_no_sector_with_torn_entry() {
     let (media, info, before, after) = written();
     set_map(&media, &info, SECTOR as u32, torn(before, after, 1));
-    // A lane that makes no sense.
+    // Damages a lane.
     media.store(info.flog_at + 3 * 64 + 12, &9u32.to_le_bytes()).unwrap();
     let failing = Failing::new(media);
     let plan = || {
         let repair = plan_repair(&failing, GiveUp::Sectors, &mut |_| {}).ok()?;
-        // An info block that cannot be read is written again, whatever else is wrong.
+        // An unreadable info block is rewritten regardless of other damage.
         let of_flog = repair.mendings.iter().filter(|mending| !mending.what.contains("info block"));
         Some(of_flog.map(|mending| format!("{mending:?}")).collect::<Vec<_>>())
     };
