@@ -22,6 +22,7 @@ use foreshore_devices::virtio::mem::PlugBudgets;
 use foreshore_devices::volume::file::PmemFile;
 use foreshore_devices::volume::plan::{Step, plan};
 use parking_lot::Mutex;
+use pmem_volume::PoolError;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
@@ -40,6 +41,18 @@ pub(crate) struct OpenFiles {
     pub(crate) pmem: PmemFiles,
     /// Consoles to which clients connect.
     pub(crate) lines: Lines,
+}
+
+/// Text of an error of a pool that cannot be opened, with the command that helps.
+fn explain(err: &PoolError) -> String {
+    let remedy = match err {
+        PoolError::Missing { .. } | PoolError::NotAPool { .. } => "; `pmvol create` makes a pool",
+        PoolError::Damaged { .. }
+        | PoolError::SuperblocksDamaged { .. }
+        | PoolError::DeviceUnknownVolumes { .. } => "; see `pmvol check` and `pmvol repair`",
+        _ => "",
+    };
+    foreshore_types::chain(err) + remedy
 }
 
 /// Resources that the VMM has outside of its machine.
@@ -148,8 +161,9 @@ impl Resources {
             if let Some(pool) = self.pools.get(path) {
                 pool.set_scrub_bandwidth(bound);
             } else {
-                let pool = LocalPool::open(path, bound)
-                    .map_err(BuildError::device(format!("{flag} pool={}", path.display())))?;
+                let pool = LocalPool::open(path, bound).map_err(|err| {
+                    BuildError::device(format!("{flag} pool={}", path.display()))(explain(&err))
+                })?;
                 self.pools.insert(path.clone(), pool);
             }
         }
@@ -391,6 +405,22 @@ mod tests {
         pool_file.set_len(64 * MIB).unwrap();
         resources.pmem().open(&config).unwrap();
         resources.open_pools(&config).unwrap();
+    }
+
+    #[test]
+    fn missing_pool_is_refused_with_the_command_that_creates_it() {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("pool");
+        let config = VmConfig { pm_memory: vec![pm_zone(&path, 1 << 30)], ..test_config() };
+        let err = resources().open_pools(&config).unwrap_err();
+        let path = path.display();
+        assert_eq!(
+            foreshore_types::chain(&err),
+            format!(
+                "Cannot set up --pm-memory pool={path}: pool {path}: there is no such file or device; \
+                 `pmvol create` makes a pool"
+            )
+        );
     }
 
     #[test]
