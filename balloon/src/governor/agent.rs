@@ -90,6 +90,7 @@ mod tests {
         let (host, rules) = (HostView::default(), Rules::default());
         let mut governor =
             Governor::new(Policy::default(), rules, false, &host, TimeMs(0)).expect("defaults");
+        assert_eq!(governor.agent_state(TimeMs(60_000)), AgentState::Never);
         let mut step = |event, now| {
             let effects = governor.effects_of(event, &host, TimeMs(now));
             effects.notes.iter().any(|note| matches!(note, Note::AgentMissed))

@@ -326,16 +326,20 @@ fn what_the_host_lacks_is_said() {
     let mut f = fixture();
     f.record(&grow([0, 50]), [(0, 0), (0, 0)], 0);
     let mut lowered = sizes([(0, 0), (24, 20)]);
+    let mut refused = (f.0.clone(), sizes([(0, 0), (20, 20)]));
     lowered[1].shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes: 50 });
     f.0.observe(&lowered, TimeMs(10));
     assert_eq!(f.outcomes([0, 20], false), [Outcome::Pending { moved_bytes: 20 }]);
     lowered[1].plugged_bytes = 24;
     f.0.observe(&lowered, TimeMs(20));
-    let lack = Some("pool-full".to_owned());
-    assert_eq!(
-        f.outcomes([0, 24], false),
-        [Outcome::Partly { moved_bytes: 24, after_ms: 20, by: None, lack }]
-    );
+    let partly = |moved_bytes, lack: &str| {
+        [Outcome::Partly { moved_bytes, after_ms: 20, by: None, lack: Some(lack.to_owned()) }]
+    };
+    assert_eq!(f.outcomes([0, 24], false), partly(24, "pool-full"));
+    // The device has refused the driver.
+    refused.1[1].is_withdrawn = true;
+    refused.0.observe(&refused.1, TimeMs(20));
+    assert_eq!(Fixture(refused.0).outcomes([0, 20], false), partly(20, "driver"));
 }
 
 #[test]
@@ -379,5 +383,7 @@ fn the_oldest_are_dropped_and_what_was_open_of_them_with_them() {
     assert!(f.0.open.is_empty());
     let outcomes = f.outcomes([2000, 0], false);
     assert!(outcomes.iter().all(|outcome| matches!(outcome, Outcome::Reached { .. })));
-    assert_eq!(f.0.newest(1)[0].seq, DECISIONS_KEPT as u64 + 10);
+    let kept = f.0.newest(usize::MAX).into_iter().map(|entry| entry.seq);
+    assert!(kept.eq((11..=DECISIONS_KEPT as u64 + 10).rev()));
+    assert_eq!(f.0.newest(3).len(), 3);
 }

@@ -23,6 +23,10 @@ pub(crate) enum Broken {
     /// Requests a policy's size as a step.
     StepsWithoutGoal,
     StepsAfterResume,
+    /// Does not request a client's size.
+    DropsSteps,
+    /// Does not end the goals of a resumed zone.
+    KeepsGoals,
     /// Requests all of a goal at once.
     IgnoresDescriptors,
     /// Presents DRAM as PM and PM as DRAM.
@@ -33,7 +37,7 @@ pub(crate) enum Broken {
 
 impl Broken {
     /// Faulty callers, with the message of the check that must fail.
-    pub(crate) const ALL: [(Self, &str); 19] = [
+    pub(crate) const ALL: [(Self, &str); 21] = [
         (Self::Unaligned, "not whole blocks"),
         (Self::Unaligned, "no step to the goal"),
         (Self::AboveMaximum, "above the maximum"),
@@ -49,6 +53,8 @@ impl Broken {
         (Self::HidesRefusal, "steps without a driver"),
         (Self::StepsWithoutGoal, "no goal of a client"),
         (Self::StepsAfterResume, "no goal of a client"),
+        (Self::DropsSteps, "size of a client is not requested"),
+        (Self::KeepsGoals, "waits without a goal"),
         (Self::IgnoresDescriptors, "more than the guest can describe"),
         (Self::SwapsTiers, "PM comes before DRAM"),
         (Self::SwapsTiers, "DRAM goes before PM"),
@@ -57,6 +63,13 @@ impl Broken {
 
     /// Changes the requests of a step.
     pub(crate) fn distort(self, requests: &mut Vec<Request>, state: &State) {
+        requests.retain(|request| match *request {
+            Request::Step { zone, size_bytes, goal_bytes } => {
+                let is_end = [size_bytes, goal_bytes] == [state.zone(zone).requested_bytes; 2];
+                self != Self::DropsSteps && (self != Self::KeepsGoals || !is_end)
+            }
+            _ => true,
+        });
         for request in requests.iter_mut() {
             match request {
                 Request::Size(_, bytes) | Request::Step { size_bytes: bytes, .. }

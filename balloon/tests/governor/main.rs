@@ -2,6 +2,7 @@
 //! also broken by a faulty caller, for which the same checks must fail.
 
 mod broken;
+mod cases;
 #[path = "../rig/properties.rs"]
 mod properties;
 mod world;
@@ -21,6 +22,7 @@ fn happening() -> impl Strategy<Value = Happening> {
     prop_oneof![
         8 => (permille(), select(&[OnlineMovable, Online][..]))
             .prop_map(|(free, policy)| Happening::Report(free, policy)),
+        2 => prop::array::uniform4(0u64..1 << 40).prop_map(Happening::Lie),
         1 => Just(Happening::StaleReport),
         1 => Just(Happening::RefusedLine),
         1 => any::<bool>().prop_map(Happening::Agent),

@@ -7,8 +7,8 @@ use balloon::governor::{Change, Devices, Event, Governor, Note, Onlining, Reques
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
 use balloon::proto::{
-    AgentMessage, Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Refusal, Report, Zone,
-    ZoneKind,
+    AgentMessage, Blocks, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Refusal,
+    Report, Stall, Zone, ZoneKind,
 };
 use balloon::statistics::{BalloonState, Sample, Statistics};
 use balloon::{
@@ -30,6 +30,8 @@ const BOOT_BYTES: u64 = 512 * MIB;
 pub(crate) enum Happening {
     /// Report with this share of free memory.
     Report(u64, OnlinePolicy),
+    /// Report whose memory, free pages, watermark and counters are any numbers.
+    Lie([u64; 4]),
     /// Repeats the number of the last report.
     StaleReport,
     RefusedLine,
@@ -75,14 +77,27 @@ pub(crate) struct State {
     pub is_again: bool,
     /// Requests of each step since the last event, with the host before them.
     steps: Vec<(Vec<Request>, HostView)>,
+    /// All requests since the start.
+    pub requests: Vec<Request>,
+    /// All notes since the start.
+    pub notes: Vec<Note>,
     wrong: Vec<String>,
 }
 
 pub(crate) struct World {
-    governor: Governor,
-    state: State,
-    now: TimeMs,
-    seq: u64,
+    pub governor: Governor,
+    pub state: State,
+    pub now: TimeMs,
+    /// Number of the last report.
+    pub seq: u64,
+    /// Time in which the host slept.
+    pub slept_ms: u64,
+    /// Start of the guest's kernel.
+    pub booted_ms: u64,
+    /// Linux counts the memory in the balloon as used.
+    pub is_counted: bool,
+    /// Life of the balloon's driver.
+    pub driver_life: u64,
     is_connected: bool,
 }
 
@@ -94,6 +109,11 @@ fn new_bytes(zone: &ZoneSizes, size_bytes: u64) -> u64 {
 impl State {
     pub(crate) fn zone(&self, id: ZoneId) -> &ZoneSizes {
         &self.host.zones[id.0 as usize]
+    }
+
+    fn ballooned_bytes(&self) -> u64 {
+        let balloon = self.zone(ZoneId(0));
+        balloon.max_bytes.saturating_sub(balloon.plugged_bytes)
     }
 
     fn expect(&mut self, holds: bool, what: &str, of: impl Debug) {
@@ -238,11 +258,14 @@ impl Devices for State {
                 Request::ReportHeld(_) | Request::AskStatistics => {}
             }
         }
+        self.requests.extend(&requests);
         self.steps.push((requests, before));
     }
 
     fn host(&mut self) -> HostView {
         let mut host = self.host.clone();
+        let ballooned_bytes = self.ballooned_bytes();
+        host.balloon_state.iter_mut().for_each(|state| state.ballooned_bytes = ballooned_bytes);
         self.broken.iter().for_each(|broken| broken.distort_host(&mut host));
         host
     }
@@ -268,7 +291,17 @@ impl World {
         let (host, rules) = (state.host(), state.rules.clone());
         let mut governor = Governor::new(policy, rules, false, &host, TimeMs(0)).expect("in range");
         governor.use_statistics(Onlining::CommandLine);
-        let mut world = World { governor, state, now: TimeMs(1_000), seq: 0, is_connected: false };
+        let mut world = World {
+            governor,
+            state,
+            now: TimeMs(1_000),
+            seq: 0,
+            slept_ms: 0,
+            booted_ms: 0,
+            is_counted: true,
+            driver_life: 1,
+            is_connected: false,
+        };
         world.connect();
         world
     }
@@ -285,11 +318,11 @@ impl World {
     }
 
     fn message(&mut self, message: Result<AgentMessage, Refusal>) {
-        self.handle(Event::Message { message, with_sleep: self.now });
+        self.handle(Event::Message { message, with_sleep: self.now + self.slept_ms });
     }
 
     /// Handles an event twice from the same state, and checks that the effects are the same.
-    fn handle(&mut self, event: Event) {
+    pub(crate) fn handle(&mut self, event: Event) {
         let (governor, state) = (self.governor.clone(), self.state.clone());
         let effects = self.run(event.clone());
         (self.governor, self.state) = (governor, State { is_again: true, ..state });
@@ -320,11 +353,17 @@ impl World {
             let room_bytes = self.governor.controller().describable_bytes(before, self.now);
             let is_describable = stepped_bytes <= room_bytes;
             self.state.expect(is_describable, "more than the guest can describe", requests);
+            self.state.notes.extend(notes.notes.iter().cloned());
             for note in &notes.notes {
                 if let Note::Decided(decided) = note {
                     self.state.check_order(&decided.plan, before);
                 }
             }
+        }
+        for (index, goal) in self.state.goals.into_iter().enumerate() {
+            let zone = self.state.host.zones[index];
+            let is_expected = zone.held_bytes == 0 || goal.is_some();
+            self.state.expect(is_expected, "waits without a goal", zone);
         }
         format!("{steps:?} {notes:?}")
     }
@@ -336,6 +375,10 @@ impl World {
             Happening::Report(free_permille, online_policy) => {
                 self.seq += 1;
                 self.report(free_permille, online_policy);
+            }
+            Happening::Lie(numbers) => {
+                self.seq += 1;
+                self.lie(numbers);
             }
             Happening::StaleReport => self.report(500, OnlinePolicy::OnlineMovable),
             Happening::RefusedLine => self.message(Err(Refusal::NotUtf8)),
@@ -422,23 +465,67 @@ impl World {
         self.state.pinned[zone] |= matches!(event, Event::Resize(_));
         self.state.goals[zone] = Some(target.size_bytes());
         self.handle(event);
+        let sizes = self.state.host.zones[zone];
+        let has_bytes = sizes.requested_bytes + sizes.held_bytes;
+        let is_carried_out = has_bytes == target.size_bytes() && sizes.lowered_by().is_none();
+        let is_expected =
+            is_carried_out || has_bytes < target.size_bytes() && sizes.shortfall.is_some();
+        self.state.expect(is_expected, "size of a client is not requested", (target, sizes));
     }
 
-    fn total_bytes(&self) -> u64 {
-        BOOT_BYTES - 152 * MIB + self.state.host.plugged_bytes()
+    pub(crate) fn total_bytes(&self) -> u64 {
+        let ballooned_bytes = if self.is_counted { self.state.ballooned_bytes() } else { 0 };
+        BOOT_BYTES - 152 * MIB + self.state.host.plugged_bytes() + ballooned_bytes
     }
 
     fn report(&mut self, free_permille: u64, online_policy: OnlinePolicy) {
-        if !self.is_connected {
-            return;
+        self.say(self.raw(free_permille, online_policy));
+    }
+
+    fn lie(&mut self, [total_bytes, free_pages, mark_pages, count]: [u64; 4]) {
+        let mut raw = self.raw(0, OnlinePolicy::OnlineMovable);
+        // The guest cannot have more: such a report is refused whatever else it contains.
+        let total_bytes = (total_bytes % self.state.host.most_memory_bytes()).max(128 * MIB);
+        let free_pages = free_pages % (total_bytes / 4096);
+        raw.memory = Memory {
+            total_bytes,
+            free_bytes: free_pages * 2048,
+            available_bytes: free_pages * 4096,
+            swap_total_bytes: total_bytes,
+            swap_free_bytes: free_pages * 4096,
+            ..Memory::default()
+        };
+        let high_pages = mark_pages % (total_bytes / 4096);
+        let zone = &mut raw.zones[0];
+        (zone.free_pages, zone.managed_pages) = (free_pages, total_bytes / 4096);
+        (zone.min_pages, zone.low_pages, zone.high_pages) =
+            (high_pages / 4, high_pages / 3, high_pages);
+        let some_us = count % (raw.monotonic_ms * 1000);
+        raw.stall = Stall { some_us, full_us: some_us / 2, ..Stall::default() };
+        raw.counters = Counters {
+            pswpin: count,
+            pswpout: mark_pages,
+            workingset_refault_anon: count,
+            ..Counters::default()
+        };
+        self.say(raw);
+    }
+
+    pub(crate) fn say(&mut self, raw: RawReport) {
+        if self.is_connected {
+            let report = Report::try_from(raw).expect("sound");
+            self.message(Ok(AgentMessage::Report(report)));
         }
+    }
+
+    pub(crate) fn raw(&self, free_permille: u64, online_policy: OnlinePolicy) -> RawReport {
         let total_bytes = self.total_bytes();
         let managed_pages = total_bytes / 4096;
         let free_pages = managed_pages * free_permille / 1000;
-        let raw = RawReport {
+        RawReport {
             version: PROTOCOL_VERSION,
             seq: self.seq,
-            monotonic_ms: self.now.0,
+            monotonic_ms: self.now.0 + self.slept_ms - self.booted_ms,
             memory: Memory {
                 total_bytes,
                 free_bytes: free_pages * 4096,
@@ -456,9 +543,7 @@ impl World {
             }],
             blocks: Blocks { online_policy, block_bytes: 128 * MIB, ..Blocks::default() },
             ..RawReport::default()
-        };
-        let report = Report::try_from(raw).expect("sound");
-        self.message(Ok(AgentMessage::Report(report)));
+        }
     }
 
     fn send_statistics(&mut self, free_permille: u64) {
@@ -469,11 +554,10 @@ impl World {
         let bytes =
             entries.map(|(tag, value)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat());
         let statistics = Statistics::parse(&bytes.concat()).expect("whole entries");
-        let sample = Sample { statistics, number: self.now.0, driver_life: 1 };
-        let balloon = &self.state.host.zones[0];
-        let ballooned_bytes = balloon.max_bytes.saturating_sub(balloon.plugged_bytes);
+        let sample = Sample { statistics, number: self.now.0, driver_life: self.driver_life };
+        let (ballooned_bytes, is_counted) = (self.state.ballooned_bytes(), self.is_counted);
         self.state.host.balloon_state =
-            Some(BalloonState { sample: Some(sample), ballooned_bytes, is_counted: true });
+            Some(BalloonState { sample: Some(sample), ballooned_bytes, is_counted });
         self.handle(Event::Tick);
     }
 }

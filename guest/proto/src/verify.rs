@@ -522,6 +522,38 @@ mod tests {
         }
     }
 
+    /// By itself, each of several zones may be as large as any machine's.
+    #[test]
+    fn zones_together_have_no_more_than_the_vm_can_have() {
+        const MOST_PAGES: u64 = 1 << 20;
+        let check = |[free_pages, high_pages, managed_pages]: [u64; 3]| {
+            let mut raw = raw_report();
+            let (min_pages, low_pages) = (0, 0);
+            let zone = Zone {
+                free_pages,
+                min_pages,
+                low_pages,
+                high_pages,
+                managed_pages,
+                ..raw.zones[0]
+            };
+            raw.zones = vec![zone, Zone { node: zone.node + 1, ..zone }];
+            raw.idle.clear();
+            let report = Report::try_from(raw).expect("sound by itself");
+            report.check_within(MOST_PAGES * PAGE_BYTES_MIN).map_err(|refusal| refusal.to_string())
+        };
+        // Linux folds its counts in late, and a zone without memory has watermarks.
+        let half = MOST_PAGES / 2;
+        let most = [half + FREE_SLACK_PAGES / 2, half + LEAST_MARK_PAGES, half];
+        assert_eq!(check(most), Ok(()));
+        for (index, field) in ["free_pages", "high_pages", "managed_pages"].iter().enumerate() {
+            let mut beyond = most;
+            beyond[index] += 1;
+            let error = check(beyond).expect_err(field);
+            assert!(error.starts_with(&format!("sum of {field} is ")), "{error}");
+        }
+    }
+
     #[test]
     fn large_blocks_at_their_bound_or_not_known_are_sound() {
         for blocks in [None, Some(0), Some((131_072 + FREE_SLACK_PAGES) / 1024)] {

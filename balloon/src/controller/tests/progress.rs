@@ -53,6 +53,21 @@ fn rule_5_a_driver_that_comes_late_is_asked_at_once() {
     assert_eq!(rig.tick(100).reason, Reason::NoProgress);
 }
 
+/// A guest that is short takes no memory, and its driver comes and goes each second.
+#[test]
+fn rule_5_a_driver_that_comes_and_goes_is_given_up() {
+    let mut rig = Rig::new(Policy::default());
+    let much = (0..240).filter(|second| {
+        let driver = driver_state(second % 2 == 0);
+        rig.host.zones.iter_mut().for_each(|zone| zone.driver = driver);
+        rig.report(999, 20);
+        rig.tick(1);
+        rig.host.requested_bytes() >= 32 * MIB
+    });
+    let much_s = much.count();
+    assert!(much_s < 120, "much of the pool is reserved for it for {much_s} s of 240");
+}
+
 #[test]
 fn rule_5_progress_makes_whole_again() {
     let mut rig = Rig::fixed(64);

@@ -55,6 +55,18 @@ fn other_zones_serve_a_guest_at_once_when_a_driver_is_refused() {
 }
 
 #[test]
+fn driver_after_an_unsupported_one_is_served_at_once() {
+    let mut rig = Rig::new(Policy::default());
+    [DRAM, PM].into_iter().for_each(|zone| rig.refuse_driver(zone));
+    (0..100).for_each(|_| drop(rig.report(50, 20)));
+    assert_eq!(rig.requested_mib(), (0, 0));
+    rig.host.zones.iter_mut().for_each(|zone| zone.driver = DriverState::Ready);
+    rig.tick(1);
+    rig.report(50, 20);
+    assert!(rig.requested_mib().0 > 0);
+}
+
+#[test]
 fn unsupported_driver_is_not_awaited() {
     // The only other zone has no driver yet.
     let mut rig = Rig::fixed(64);
