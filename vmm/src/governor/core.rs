@@ -4,18 +4,10 @@
 #[cfg(test)]
 mod agent_tests;
 #[cfg(test)]
-mod agentless_tests;
-#[cfg(test)]
 mod bounds_tests;
 mod change;
-#[cfg(test)]
-mod held_plan_tests;
-#[cfg(test)]
-mod kexec_tests;
 mod notes;
 mod show;
-#[cfg(test)]
-mod unsupported_driver_tests;
 
 use std::fmt;
 use std::io::{self, Write};

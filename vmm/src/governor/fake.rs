@@ -2,16 +2,18 @@
 
 use std::cell::RefCell;
 use std::io::{self, Cursor, Write};
+use std::os::unix::net::UnixStream as StdUnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
 use balloon::governor::{AgentState, Counters};
-use balloon::proto::Refusal;
 use balloon::trace::{Reader, Trace};
-use balloon::{DriverState, Shortfall, Tier, TimeMs, ZoneSizes};
+use balloon::{DriverState, Tier, TimeMs, ZoneSizes};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
+use tokio::runtime::{Builder, Runtime};
+use tokio::time::Instant;
 
 use super::agent::{self, Heard, LineBudget};
 use super::core::Core;
@@ -22,14 +24,15 @@ use crate::config::PressureConfig;
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const BLOCK: u64 = 2 * MIB;
 
+/// Memory that the guest boots with.
+pub(crate) const BOOT_BYTES: u64 = 384 * MIB;
+
 /// A device whose guest follows at once, as long as it has a driver, or not at all.
 pub(crate) struct FakeDevice {
     pub sizes: Mutex<ZoneSizes>,
     /// How often the governor has read them.
     pub reads: Mutex<u32>,
     follows: bool,
-    /// What its host has for it.
-    pub can_provide: Mutex<u64>,
     pub reminders: Mutex<u32>,
     /// How often a goal was reported to be out of reach.
     pub reported_held: Mutex<u32>,
@@ -42,20 +45,9 @@ impl FakeDevice {
             sizes: Mutex::new(sizes),
             reads: Mutex::default(),
             follows,
-            can_provide: Mutex::new(u64::MAX),
             reminders: Mutex::new(0),
             reported_held: Mutex::new(0),
         })
-    }
-}
-
-impl FakeDevice {
-    /// Refuses the guest's driver, as a virtio-mem device does.
-    pub(crate) fn refuse_driver(&self) {
-        let mut sizes = self.sizes.lock();
-        sizes.driver = DriverState::Unsupported;
-        sizes.is_withdrawn = sizes.requested_bytes + sizes.held_bytes != sizes.plugged_bytes;
-        (sizes.requested_bytes, sizes.held_bytes) = (sizes.plugged_bytes, 0);
     }
 }
 
@@ -66,26 +58,15 @@ impl ZoneDevice for FakeDevice {
     }
     fn request(&self, size_bytes: u64) {
         let mut sizes = self.sizes.lock();
-        assert!(
-            sizes.driver != DriverState::Unsupported || size_bytes == sizes.plugged_bytes,
-            "{size_bytes} bytes requested of an unsupported driver"
-        );
-        sizes.is_withdrawn = false;
         assert!(size_bytes <= sizes.max_bytes && size_bytes.is_multiple_of(BLOCK));
-        let can_provide = *self.can_provide.lock();
-        sizes.requested_bytes = size_bytes.min(can_provide);
-        sizes.held_bytes = 0;
-        let shortfall = Shortfall { reason: "pool-full", wanted_bytes: size_bytes };
-        sizes.shortfall = (size_bytes > can_provide).then_some(shortfall);
+        (sizes.requested_bytes, sizes.held_bytes) = (size_bytes, 0);
         if self.follows && sizes.driver == DriverState::Ready {
-            sizes.plugged_bytes = sizes.requested_bytes;
+            sizes.plugged_bytes = size_bytes;
         }
     }
     fn request_step(&self, size_bytes: u64, goal_bytes: u64) {
         self.request(size_bytes);
-        let mut sizes = self.sizes.lock();
-        sizes.held_bytes =
-            if sizes.shortfall.is_some() { 0 } else { goal_bytes.saturating_sub(size_bytes) };
+        self.sizes.lock().held_bytes = goal_bytes - size_bytes;
     }
     fn remind(&self) {
         *self.reminders.lock() += 1;
@@ -118,6 +99,38 @@ impl Shown {
     }
 }
 
+type OnLine = dyn FnMut(&str) + Send;
+
+/// Log that passes each line to a function.
+#[derive(Clone)]
+struct Log(Arc<Mutex<OnLine>>);
+
+impl Write for Log {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        (*self.0.lock())(&String::from_utf8_lossy(line));
+        Ok(line.len())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Runs `act`, and passes each line of the log to `heard`.
+pub(crate) fn with_log<R>(heard: impl FnMut(&str) + Send + 'static, act: impl FnOnce() -> R) -> R {
+    let log = Log(Arc::new(Mutex::new(heard)));
+    let writer = move || log.clone();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(writer).finish();
+    tracing::subscriber::with_default(subscriber, act)
+}
+
+/// Lines of the log of `act`.
+pub(crate) fn logged(act: impl FnOnce()) -> Vec<String> {
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    let heard = Arc::clone(&lines);
+    with_log(move |line| heard.lock().push(line.trim_end().to_owned()), act);
+    std::mem::take(&mut *lines.lock())
+}
+
 /// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come.
 pub(crate) struct Fixture {
     pub core: Core,
@@ -127,19 +140,32 @@ pub(crate) struct Fixture {
     pub seq: u64,
 }
 
-pub(crate) fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
-    let (dram, pm) = (FakeDevice::new(128 * MIB, follows), FakeDevice::new(1024 * MIB, follows));
-    let zone = |id: &str, tier, node, device: &Arc<FakeDevice>| GovernedZone {
+/// Zone in a node of the guest. Node 0 has the boot memory.
+pub(crate) fn zone<D: ZoneDevice + 'static>(
+    id: &str,
+    tier: Tier,
+    guest_numa_node: u32,
+    device: &Arc<D>,
+) -> GovernedZone {
+    GovernedZone {
         id: id.to_owned(),
         tier,
-        guest_numa_node: node,
-        boot_bytes: if node == 0 { 384 * MIB } else { 0 },
+        guest_numa_node,
+        boot_bytes: if guest_numa_node == 0 { BOOT_BYTES } else { 0 },
         device: Arc::clone(device) as _,
-    };
+    }
+}
+
+/// Governor of a guest with boot memory and these zones.
+pub(crate) fn core(config: &PressureConfig, zones: Vec<GovernedZone>) -> Core {
+    Core::new(config, zones, BOOT_BYTES, Arc::new(|| 1024 * MIB), TimeMs(0)).unwrap()
+}
+
+pub(crate) fn fixture(policy: &str, follows: bool) -> Fixture {
+    let (dram, pm) = (FakeDevice::new(128 * MIB, follows), FakeDevice::new(1024 * MIB, follows));
     let zones = vec![zone("dram", Tier::Dram, 0, &dram), zone("pm", Tier::Pm, 1, &pm)];
-    let config = PressureConfig { policy: policy.to_owned(), dry_run, ..Default::default() };
-    let core = Core::new(&config, zones, 384 * MIB, Arc::new(|| 1024 * MIB), TimeMs(0)).unwrap();
-    Fixture { core, dram, pm, seq: 0 }
+    let config = PressureConfig { policy: policy.to_owned(), ..Default::default() };
+    Fixture { core: core(&config, zones), dram, pm, seq: 0 }
 }
 
 impl Core {
@@ -151,41 +177,46 @@ impl Core {
         self.governor.agent_state(now)
     }
 
-    /// Time after which a guest without progress is late.
-    pub fn progress_ms(&self) -> u64 {
-        self.governor.controller().rules().progress_ms
-    }
-
     /// Sizes a zone by hand.
     pub fn resize_zone(&mut self, id: &str, bytes: u64, now: TimeMs) -> Result<(), GovernorError> {
         let target = self.zones().target(id, bytes)?;
         self.resize(target, now)
     }
 
-    /// A line of the agent, parsed here.
-    pub fn line(
-        &mut self,
-        line: Result<&[u8], Refusal>,
-        now: TimeMs,
-        with_sleep: TimeMs,
-        took: impl FnOnce() -> Duration,
-    ) {
-        self.message(line.and_then(balloon::parse_line), now, with_sleep, took);
+    /// A line of the agent, parsed here, on a host that has never slept.
+    pub fn line(&mut self, line: &Value, now: TimeMs, took: impl FnOnce() -> Duration) {
+        self.message(balloon::parse_line(line.to_string().as_bytes()), now, now, took);
     }
 }
 
-/// Serves an agent on one thread, which parses and decides.
-pub(super) async fn serve(
-    stream: UnixStream,
-    core: &RefCell<Core>,
-    clock: &Clock,
-    budget: &mut LineBudget,
-) -> std::io::Result<()> {
+/// A runtime whose clock jumps as soon as all tasks wait. It shows what was waited for, and not how
+/// long the test takes.
+pub(crate) fn runtime() -> Runtime {
+    Builder::new_current_thread().enable_all().start_paused(true).build().unwrap()
+}
+
+/// The agent's and the VMM's end of a connection.
+pub(crate) fn connection() -> (StdUnixStream, StdUnixStream) {
+    let (agent, vmm) = StdUnixStream::pair().unwrap();
+    vmm.set_nonblocking(true).unwrap();
+    (agent, vmm)
+}
+
+/// Serves an agent on this thread, which parses and decides. Returns the time that passed for
+/// tasks.
+pub(super) fn serve(stream: StdUnixStream, core: &RefCell<Core>, clock: &Clock) -> Duration {
     let decide = async |Heard { message, at }: Heard| {
         core.borrow_mut().message(message, clock.now(), clock.with_sleep(), || at.elapsed());
     };
     let (settings, bytes) = (|| core.borrow().settings(), core.borrow().agent_bytes());
-    agent::serve(stream, settings, &bytes, budget, balloon::parse_line, decide).await
+    runtime().block_on(async {
+        let (begin, mut budget) = (Instant::now(), LineBudget::new());
+        let stream = UnixStream::from_std(stream).unwrap();
+        agent::serve(stream, settings, &bytes, &mut budget, balloon::parse_line, decide)
+            .await
+            .unwrap();
+        begin.elapsed()
+    })
 }
 
 impl Fixture {
@@ -194,13 +225,14 @@ impl Fixture {
         self.line(&hello());
     }
 
-    pub(crate) fn line(&mut self, line: &Value) {
-        self.bytes(Ok(line.to_string().as_bytes()), TimeMs(self.seq * 50));
+    /// Changes the governor as `vm.pressure` does.
+    pub(crate) fn change(&mut self, change: Value) -> Result<(), String> {
+        let change = serde_json::from_value(change).unwrap();
+        self.core.change(&change, TimeMs(0)).map_err(|error| error.to_string())
     }
 
-    /// A line, or none, of an agent on a host that has never slept.
-    pub(crate) fn bytes(&mut self, line: Result<&[u8], Refusal>, now: TimeMs) {
-        self.core.line(line, now, now, Duration::default);
+    pub(crate) fn line(&mut self, line: &Value) {
+        self.core.line(line, TimeMs(self.seq * 50), Duration::default);
     }
 
     /// A report of a guest that has `available` of what it has in all.
@@ -240,7 +272,7 @@ pub(crate) fn report(seq: u64, available_mib: u64, [dram, pm]: [u64; 2]) -> Valu
         "zones": [{"node": 0, "kind": "dma32", "free_pages": free_mib * 256, "min_pages": 500,
                    "low_pages": 700, "high_pages": 900, "managed_pages": total / 4096}],
         "blocks": {"online_policy": "online_movable", "block_bytes": 128 * MIB, "nodes": [
-            {"node": 0, "online_bytes": 384 * MIB + dram, "offline_bytes": 0, "movable_online_bytes": dram},
+            {"node": 0, "online_bytes": BOOT_BYTES + dram, "offline_bytes": 0, "movable_online_bytes": dram},
             {"node": 1, "online_bytes": pm, "offline_bytes": 0, "movable_online_bytes": pm},
         ]},
     })

@@ -2,10 +2,14 @@
 
 use std::sync::mpsc::{Sender, channel};
 
+use balloon::Tier;
+use balloon::sim::{GuestConfig, replay};
 use balloon::trace::Entry;
 
 use super::*;
-use crate::governor::fake::{Fixture, MIB, Shown, fixture};
+use crate::config::{BALLOON_ZONE, PressureConfig};
+use crate::governor::ZoneDevice;
+use crate::governor::fake::{FakeDevice, Fixture, MIB, Shown, core, fixture, zone};
 use crate::vm::decision::DECISIONS_SHOWN;
 
 fn target<W>(file: W, max_bytes: u64) -> Target<W> {
@@ -55,14 +59,13 @@ impl Write for Broken {
 }
 
 fn recorded<W: Write + Send + 'static>(file: W, max_bytes: u64) -> Fixture {
-    let Fixture { core, dram, pm, seq } = fixture("psi", false, true);
+    let mut f = fixture("psi", true);
     let mut distances = balloon::Distances::default();
     distances.set(0, 1, 17);
-    let core = core.with_distances(distances);
-    let core = core.record(target(file, max_bytes), "db", TimeMs(0)).unwrap();
-    let mut fixture = Fixture { core, dram, pm, seq };
-    fixture.greet();
-    fixture
+    let core = f.core.with_distances(distances);
+    f.core = core.record(target(file, max_bytes), "db", TimeMs(0)).unwrap();
+    f.greet();
+    f
 }
 
 fn info(f: &Fixture) -> RecordingInfo {
@@ -90,6 +93,35 @@ fn a_recording_is_a_trace_of_what_came_and_what_was_decided() {
     // The first sizes, and those after the grow.
     assert!(of(|entry| matches!(entry, Entry::Host { .. })) >= 2);
     assert!(shown.lost_lines().is_empty());
+}
+
+#[test]
+fn a_recording_of_a_guest_with_a_balloon_is_read_and_replayed() {
+    let (shown, balloon) = (Shown::default(), FakeDevice::new(1024 * MIB, true));
+    balloon.request(1024 * MIB);
+    let core = core(&PressureConfig::default(), vec![zone(BALLOON_ZONE, Tier::Dram, 0, &balloon)]);
+    let core = core.record(target(shown.clone(), 1 << 30), "db", TimeMs(0)).unwrap();
+    let mut f = Fixture { core, dram: balloon, pm: FakeDevice::new(0, true), seq: 0 };
+    f.greet();
+    for pages in [0, 255, 1, 511] {
+        f.seq += 99;
+        f.report(300);
+        // Linux is seen amid an inflation.
+        f.dram.sizes.lock().plugged_bytes -= pages * 4096;
+    }
+    f.report(300);
+    drop(f);
+    let trace = shown.trace();
+    assert_eq!(trace.header.balloon, Some(balloon::ZoneId(0)));
+    let is_odd = |entry: &Entry| {
+        let Entry::Host { zones, .. } = entry else { return false };
+        !zones[0].plugged_bytes.is_multiple_of(2 * MIB)
+    };
+    assert!(trace.entries.iter().any(is_odd));
+    // Another policy begins with what the guest booted with, so it is nothing to it where a block
+    // was not whole.
+    let (setup, _) = replay(&mut shown.reader(), &GuestConfig::default(), 0, 0).unwrap();
+    assert_eq!(setup.host.zones[0].plugged_bytes, 0);
 }
 
 #[test]

@@ -655,7 +655,7 @@ impl PressureSource for JustStarted {
 #[test]
 fn every_reason_is_there_from_the_start() {
     use crate::governor::info::PressureChange;
-    let core = crate::governor::fake::fixture("psi", false, true).core;
+    let core = crate::governor::fake::fixture("psi", true).core;
     let governor = Arc::new(JustStarted(core.into()));
     let metrics = Metrics::new("a");
     let source = Arc::downgrade(&governor) as Weak<dyn PressureSource>;

@@ -174,7 +174,7 @@ fn fields_of_vm_pressure_are_those_of_the_document() {
 
 #[test]
 fn details_of_vm_pressure_are_those_of_the_document() {
-    let mut governed = crate::governor::fake::fixture("psi", false, true);
+    let mut governed = crate::governor::fake::fixture("psi", true);
     governed.greet();
     // What the first leads to is online with the second.
     governed.report(20);
@@ -195,7 +195,7 @@ fn details_of_vm_pressure_are_those_of_the_document() {
 #[test]
 fn calls_that_the_document_shows_are_answered() {
     run(async |mut fixture| {
-        let mut governed = crate::governor::fake::fixture("psi", false, true);
+        let mut governed = crate::governor::fake::fixture("psi", true);
         let mut changed = PressureChange::default();
         for text in calls(section("vm.pressure")) {
             let (_, call) = text.split_once("http://localhost/api/v1/").unwrap();

@@ -121,90 +121,58 @@ fn parameters<'a>(
 
 #[cfg(test)]
 mod tests {
-    use std::io;
-    use std::sync::Arc;
-
     use balloon::TimeMs;
-    use parking_lot::Mutex;
     use serde_json::json;
 
     use crate::governor::ZoneDevice;
-    use crate::governor::fake::{BLOCK, MIB, fixture};
-
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<String>>);
-
-    impl io::Write for Log {
-        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-            self.0.lock().push_str(&String::from_utf8_lossy(text));
-            Ok(text.len())
-        }
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
+    use crate::governor::fake::{BLOCK, MIB, fixture, logged};
 
     #[test]
     fn each_thing_that_is_changed_by_hand_is_one_line_with_what_it_was() {
-        let mut f = fixture("psi", false, true);
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber =
-            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
-        tracing::subscriber::with_default(subscriber, || {
-            f.core.resize_zone("pm", BLOCK, TimeMs(0)).unwrap();
-            log.0.lock().clear();
-            let mut said = |change| {
-                let _ = f.core.change(&serde_json::from_value(change).unwrap(), TimeMs(0));
-                let text = std::mem::take(&mut *log.0.lock());
-                let fields = text.lines().map(|line| {
-                    assert!(line.contains(" INFO "), "{line}");
-                    line.split_once(": ").unwrap().1.to_owned()
-                });
-                fields.collect::<Vec<_>>()
-            };
-            let line = |what, from, to| {
-                format!(r#"The governor is set anew what="{what}" from="{from}" to="{to}""#)
-            };
-            assert_eq!(said(json!({"dry_run": true})), [line("dry_run", "off", "on")]);
-            assert_eq!(said(json!({"dry_run": true})), [""; 0], "the same again is no change");
-            assert_eq!(said(json!({"pause": true})), [line("paused", "off", "on")]);
-            assert_eq!(
-                said(json!({"params": {"idle": "9s", "stall": 100}, "rules": {"cool_down": "2s"}})),
-                [line("idle", "10s", "9s"), line("cool_down", "5s", "2s")]
-            );
-            assert_eq!(
-                said(json!({"params": {"idle": "1s"}, "rules": {"moon": 1}})),
-                [""; 0],
-                "refused"
-            );
-            assert_eq!(
-                said(json!({"policy": "amf", "params": {"reclaim": 40}, "dry_run": false})),
-                [
-                    line("policy", "psi", "amf"),
-                    line("dry_run", "on", "off"),
-                    line("reclaim", "30", "40")
-                ]
-            );
-            assert_eq!(
-                said(json!({"resume": true, "zone": "pm"})),
-                ["The zone is the governor's again zone=\"pm\""]
-            );
-            assert_eq!(said(json!({"resume": true})), [line("paused", "on", "off")]);
-            assert_eq!(said(json!({"policy": "off"})), [line("policy", "amf", "off")]);
-        });
+        let mut f = fixture("psi", true);
+        f.core.resize_zone("pm", BLOCK, TimeMs(0)).unwrap();
+        let mut said = |change| {
+            let lines = logged(|| drop(f.change(change)));
+            assert!(lines.iter().all(|line| line.contains(" INFO ")), "{lines:?}");
+            lines.iter().map(|line| line.split_once(": ").unwrap().1.to_owned()).collect::<Vec<_>>()
+        };
+        let line = |what, from, to| {
+            format!(r#"The governor is set anew what="{what}" from="{from}" to="{to}""#)
+        };
+        assert_eq!(said(json!({"dry_run": true})), [line("dry_run", "off", "on")]);
+        assert_eq!(said(json!({"dry_run": true})), [""; 0], "the same again is no change");
+        assert_eq!(said(json!({"pause": true})), [line("paused", "off", "on")]);
+        assert_eq!(
+            said(json!({"params": {"idle": "9s", "stall": 100}, "rules": {"cool_down": "2s"}})),
+            [line("idle", "10s", "9s"), line("cool_down", "5s", "2s")]
+        );
+        assert_eq!(
+            said(json!({"params": {"idle": "1s"}, "rules": {"moon": 1}})),
+            [""; 0],
+            "refused"
+        );
+        assert_eq!(
+            said(json!({"policy": "amf", "params": {"reclaim": 40}, "dry_run": false})),
+            [
+                line("policy", "psi", "amf"),
+                line("dry_run", "on", "off"),
+                line("reclaim", "30", "40")
+            ]
+        );
+        assert_eq!(
+            said(json!({"resume": true, "zone": "pm"})),
+            ["The zone is the governor's again zone=\"pm\""]
+        );
+        assert_eq!(said(json!({"resume": true})), [line("paused", "on", "off")]);
+        assert_eq!(said(json!({"policy": "off"})), [line("policy", "amf", "off")]);
     }
 
     /// A guest that runs short once, and follows.
     #[test]
     fn lines_that_the_document_explains_are_logged() {
         const DOCUMENT: &str = include_str!("../../../../docs/policy.md");
-        let mut f = fixture("psi", false, true);
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber =
-            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
-        tracing::subscriber::with_default(subscriber, || {
+        let mut f = fixture("psi", true);
+        let lines = logged(|| {
             f.greet();
             f.report(20);
             let plugged_bytes = f.dram.sizes().plugged_bytes + f.pm.sizes().plugged_bytes;
@@ -212,10 +180,9 @@ mod tests {
             f.report(20 + plugged_bytes / MIB);
             f.core.tick(TimeMs(1_300));
         });
-        let text = log.0.lock();
         // What may come as often as a guest likes is logged ever more rarely, counted over all
         // tests: whether this one is told of it depends on how many were before it.
-        let said = text.lines().map(|line| line.split_once(": ").unwrap().1);
+        let said = lines.iter().map(|line| line.split_once(": ").unwrap().1);
         let said: Vec<_> = said.filter(|line| !line.contains(" times=")).collect();
         assert!(said.len() > 1, "{said:?}");
         let missing: Vec<_> = said.iter().filter(|line| !DOCUMENT.contains(**line)).collect();

@@ -327,7 +327,7 @@ pub(in crate::vm) mod tests {
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         let memory = build(vec![spec], None, fake.slots.clone(), options).unwrap();
         let loops = ["one", "two"].map(|name| EventLoop::spawn(name).unwrap());
-        let core = fixture("psi", false, true).core;
+        let core = fixture("psi", true).core;
         let context = fake.context(memory.view().clone(), loops[0].handle());
         context.work.add(&loops.each_ref().map(EventLoop::handle));
         KvmMachine {
