@@ -218,8 +218,7 @@ fn guest_without_agent_gets_memory_when_it_is_short_and_returns_it() {
         assert_eq!(world.requested_mib(), [0; ZONES]);
         world.send_statistics_for(20, 800);
         assert!(world.state.host.plugged_bytes() > 440 * MIB, "{:?}", world.requested_mib());
-        // Statistics are divided by nodes. An agent's report stays as it is, except for memory in the
-        // balloon.
+        // Statistics are divided by nodes. An agent's report is not.
         let has_bytes = 360 * MIB + world.state.host.plugged_bytes();
         assert_eq!(world.reported(), (has_bytes, vec![0, 2]));
         world.report_free(500);

@@ -21,15 +21,12 @@ use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
 fn sizes_of_a_zone_are_read_once_per_report() {
     let mut f = fixture("psi", true);
     f.greet();
+    let reads = |f: &Fixture| [&f.dram, &f.pm].map(|device| *device.reads.lock());
     for available in [200, 20] {
-        let line = report(f.seq + 1, available, [0, 0]);
         f.seq += 1;
-        let before = [&f.dram, &f.pm].map(|device| *device.reads.lock());
-        f.line(&line);
-        assert_eq!(
-            [&f.dram, &f.pm].map(|device| *device.reads.lock()),
-            before.map(|reads| reads + 1)
-        );
+        let before = reads(&f);
+        f.line(&report(f.seq, available, [0, 0]));
+        assert_eq!(reads(&f), before.map(|reads| reads + 1));
     }
     assert!(f.core.counters().plans.keys().any(|key| key.1 == "grow"));
 }
@@ -351,7 +348,11 @@ fn sizes_are_requested_before_anything_is_written_down() {
 fn steps_towards_a_clients_size_are_requested_before_the_plan_is_logged() {
     let mut f = fixture("off", true);
     f.greet();
-    f.report_little_free_memory();
+    // The guest has room for the page descriptors of a part of its PM.
+    let mut line = report(1, 16, [0, 0]);
+    line["zones"][0]["free_pages"] = 4_500.into();
+    line["memory"]["free_bytes"] = (4_500 * 4096).into();
+    f.line(&line);
     f.core.resize_zone("pm", 1024 * MIB, TimeMs(60)).unwrap();
     let before = f.pm.sizes();
     assert!(before.held_bytes > 0);

@@ -241,15 +241,6 @@ impl Fixture {
         let plugged = [self.dram.sizes().plugged_bytes, self.pm.sizes().plugged_bytes];
         self.line(&report(self.seq, available_mib, plugged));
     }
-
-    /// A first report of a guest that has room for the page descriptors of a part of its PM.
-    pub(crate) fn report_little_free_memory(&mut self) {
-        const FREE_PAGES: u64 = 4_500;
-        let mut line = report(1, 16, [0, 0]);
-        line["zones"][0]["free_pages"] = FREE_PAGES.into();
-        line["memory"]["free_bytes"] = (FREE_PAGES * 4096).into();
-        self.line(&line);
-    }
 }
 
 /// What an agent says first.
