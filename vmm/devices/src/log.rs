@@ -69,6 +69,17 @@ fn level(verbosity: u8) -> LevelFilter {
     }
 }
 
+/// Runs `act` with a subscriber of its own, which receives the lines of this thread.
+///
+/// Another subscriber exists meanwhile. If there is only one, tracing decides about a new call site
+/// by the subscriber of the thread that reaches it first, which may be another test's
+/// (tracing-core, `has_just_one` in callsite.rs).
+#[cfg(any(test, feature = "testing"))]
+pub fn with_subscriber<T>(subscriber: impl Into<tracing::Dispatch>, act: impl FnOnce() -> T) -> T {
+    let _other = tracing::Dispatch::new(tracing::subscriber::NoSubscriber::new());
+    tracing::dispatcher::with_default(&subscriber.into(), act)
+}
+
 /// Counts how often a line could have been logged.
 #[doc(hidden)]
 #[derive(Default)]
@@ -119,7 +130,7 @@ mod tests {
         let writer = lines.clone();
         let subscriber =
             tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
-        tracing::subscriber::with_default(subscriber, || {
+        with_subscriber(subscriber, || {
             for round in 0..5 {
                 sparsely!(warn, round, "one place");
                 sparsely!(error, round, "another");

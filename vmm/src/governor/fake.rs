@@ -120,7 +120,7 @@ pub(crate) fn with_log<R>(heard: impl FnMut(&str) + Send + 'static, act: impl Fn
     let log = Log(Arc::new(Mutex::new(heard)));
     let writer = move || log.clone();
     let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(writer).finish();
-    tracing::subscriber::with_default(subscriber, act)
+    foreshore_devices::log::with_subscriber(subscriber, act)
 }
 
 /// Lines of the log of `act`.

@@ -417,9 +417,7 @@ mod tests {
             .with_max_level(tracing::Level::DEBUG)
             .with_writer(log)
             .finish();
-        tracing::subscriber::with_default(log, || {
-            // Another test may register a call site just now and decide without this subscriber.
-            tracing::callsite::rebuild_interest_cache();
+        crate::log::with_subscriber(log, || {
             events.tell(Event::VmBooted);
             for plugged_bytes in 0..3 {
                 events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });

@@ -233,7 +233,7 @@ fn image_is_examined_for_other_formats_until_it_is_a_disk() {
         drop(RawImage::open(&path, options).unwrap());
         fs::read_to_string(&log).unwrap()[before..].matches("a qcow2 image").count()
     };
-    tracing::subscriber::with_default(subscriber, || {
+    crate::log::with_subscriber(subscriber, || {
         // An image that is only read gets no mark.
         assert_eq!(
             [READONLY, READONLY, WRITABLE, WRITABLE, READONLY].map(warnings),

@@ -110,7 +110,7 @@ fn a_refused_driver_is_logged_once_a_boot_and_reported_once_a_driver() {
     let subscriber =
         tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
     let mut reported = 0;
-    tracing::subscriber::with_default(subscriber, || {
+    crate::log::with_subscriber(subscriber, || {
         for _ in 0..3 {
             guest.load_old_driver();
             (0..100).for_each(|_| guest.negotiate_as_old_driver());
