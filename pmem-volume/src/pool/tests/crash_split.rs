@@ -442,8 +442,8 @@ fn parts_that_cannot_be_are_refused_and_change_nothing() {
         );
     };
     refused("nothing", &[bytes("a", 4), rest("b")], &["no volume \"nothing\""]);
-    refused("raw", &[], &["\"raw\"", "0 part(s)", "two at least"]);
-    refused("raw", &[rest("a")], &["1 part(s)"]);
+    refused("raw", &[], &["\"raw\"", "at least 2 parts, not 0"]);
+    refused("raw", &[rest("a")], &["not 1"]);
     refused(
         "raw",
         &[bytes("a", 4), bytes("b", 2)],
