@@ -100,9 +100,9 @@ fn read_response(stream: &mut impl Read) -> Result<Response> {
         line.clear();
         stream.read_line(&mut line)?;
         ensure!(line.ends_with("\r\n"), "The connection ended before the answer's head did");
-        if let Some((key, value)) = line.split_once(':')
-            && key.eq_ignore_ascii_case("content-length")
-        {
+        let Some((key, value)) = line.split_once(':') else { continue };
+        ensure!(!key.eq_ignore_ascii_case("transfer-encoding"), "The answer comes in chunks");
+        if key.eq_ignore_ascii_case("content-length") {
             len = Some(value.trim().parse().with_context(|| format!("Not a length: {line:?}"))?);
         }
     }

@@ -22,7 +22,7 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(30);
 pub(crate) fn build_programs(checkout: &Checkout) -> Result<()> {
     say!("building the programs (cargo build --release)");
     if !checkout.programs().join("foreshore").exists() {
-        say!("the first build takes 4 to 7 minutes on two idle cores, later ones seconds");
+        say!("the first build takes 5 to 8 minutes on two idle cores");
     }
     build(checkout, &["--bins"])
 }

@@ -33,12 +33,12 @@ pub(super) fn draw(
     let range = Range { start_s, end_s: now()?.as_secs() + 1 };
     let phase = if is_judged { "5/5 " } else { "" };
     show(format!("== {phase}what Prometheus has seen\n").as_bytes())?;
+    let path = |name: &str| demo.folder.join(name);
+    write(&path("events.csv"), events_csv(events))?;
     let table = Table::query(prometheus, &range)?;
     show(format!("  {}\n", table.summary()).as_bytes())?;
-    let path = |name: &str| demo.folder.join(name);
     write(&path("timeline.csv"), table.to_csv())?;
     write(&path("timeline.gnuplot"), plot::script(&range, events))?;
-    write(&path("events.csv"), events_csv(events))?;
     for (holds, claim) in table.claims().into_iter().filter(|_| is_judged) {
         ensure!(holds, "{claim}");
         show(format!("  ok: {claim}\n").as_bytes())?;

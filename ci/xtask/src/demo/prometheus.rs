@@ -20,6 +20,8 @@ use crate::programs;
 /// One point per second, as often as it scrapes.
 const STEP_S: u64 = 1;
 const POLL: Duration = Duration::from_millis(100);
+/// Longest time without a byte of an answer.
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
 /// Number of lines of its log that are shown if it ends early.
 const LAST_LINES: usize = 3;
 
@@ -101,6 +103,7 @@ fn configuration(ports: [u16; 2]) -> String {
 /// closes the connection.
 fn get(port: u16, path: &str) -> Result<String> {
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
+    stream.set_read_timeout(Some(READ_TIMEOUT))?;
     stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes())?;
     let mut response = String::new();
     stream.read_to_string(&mut response)?;

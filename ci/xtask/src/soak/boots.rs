@@ -80,10 +80,14 @@ pub(super) fn output_in(folder: &Path) -> Result<String> {
     Ok(String::from_utf8_lossy(&output).into_owned())
 }
 
-/// The complete lines about acknowledged flushes. A power cut may have cut off the last line.
+/// The complete lines about acknowledged flushes. A power cut may have cut off the last line, and
+/// then a line of the host follows it at once.
 pub(super) fn flushes(output: &str) -> String {
-    let is_flush =
-        |line: &&str| line.ends_with('\n') && FLUSHES.iter().any(|flush| line.starts_with(flush));
+    let is_flush = |line: &&str| {
+        let numbers = FLUSHES.iter().find_map(|flush| line.strip_prefix(flush));
+        let is_number = |word: &str| word.parse::<u64>().is_ok();
+        line.ends_with('\n') && numbers.is_some_and(|rest| rest.split_whitespace().all(is_number))
+    };
     output.split_inclusive('\n').filter(is_flush).collect()
 }
 
@@ -125,7 +129,9 @@ mod tests {
     #[test]
     fn flushes_are_complete_lines() {
         let output = "disk: page-cache by nvdimm\ndisk flushed 1 2\nall guests write\ndax flushed 3\ndisk flushed 4";
-        assert_eq!(flushes(output), "disk flushed 1 2\ndax flushed 3\n");
+        for end in ["", "host: the power was cut\n", " host: the power was cut\n"] {
+            assert_eq!(flushes(&format!("{output}{end}")), "disk flushed 1 2\ndax flushed 3\n");
+        }
     }
 
     #[test]

@@ -66,7 +66,8 @@ impl Event {
         };
         let event =
             || Self { kind, name: name.to_owned(), line: line.to_owned(), output: Vec::new() };
-        (!name.contains(' ')).then(event)
+        let is_name = !name.is_empty() && !name.contains(' ');
+        (is_name || kind == Kind::HostDeath).then(event)
     }
 
     fn is_verdict(&self) -> bool {
