@@ -3,6 +3,7 @@
 use foreshore_devices::bus::BusError;
 use foreshore_devices::disk::image::ImageError;
 use foreshore_devices::event_loop::EventLoopError;
+use foreshore_devices::pool::PoolError;
 use foreshore_devices::unix_socket::UnixSocketError;
 use foreshore_devices::virtio::net::tap::TapError;
 use foreshore_devices::virtio::vsock::VsockError;
@@ -62,6 +63,31 @@ impl BuildError {
     {
         let device = device.into();
         move |source| Self::Device { device, source: source.into() }
+    }
+
+    /// For a pool or a volume in it. The text names the command that helps.
+    pub(crate) fn pool(device: impl Into<String>) -> impl FnOnce(PoolError) -> Self {
+        let device = Self::device(device);
+        move |err| {
+            let remedy = match err {
+                PoolError::Missing { .. } | PoolError::NotAPool { .. } => {
+                    "; `pmvol create` makes a pool"
+                }
+                PoolError::Damaged { .. }
+                | PoolError::SuperblocksDamaged { .. }
+                | PoolError::DeviceUnknownVolumes { .. } => {
+                    "; see `pmvol check` and `pmvol repair`"
+                }
+                PoolError::VolumeUnusable { .. } => "; see `pmvol check`",
+                PoolError::InUse { .. } | PoolError::DeviceReadOnly { .. } => {
+                    "; `pmvol info` shows it"
+                }
+                PoolError::NoSuchVolume { .. } => "; `pmvol volume create` makes one",
+                PoolError::PoolFull { .. } => "; `pmvol grow` makes it larger",
+                _ => "",
+            };
+            device(foreshore_types::chain(&err) + remedy)
+        }
     }
 
     /// Whether it is that somebody else has what a device needs.

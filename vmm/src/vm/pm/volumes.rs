@@ -149,7 +149,7 @@ fn open(
             Step::Grow(size_bytes) => grow(volume, pool, *size_bytes),
         };
         let result = result.and_then(|()| pool.open_volume(&volume.name));
-        opened[place] = Some(result.map_err(BuildError::device(volume.flag()))?);
+        opened[place] = Some(result.map_err(BuildError::pool(volume.flag()))?);
     }
     Ok(opened.into_iter().map(|volume| volume.expect("each volume has a step")).collect())
 }

@@ -22,7 +22,6 @@ use foreshore_devices::virtio::mem::PlugBudgets;
 use foreshore_devices::volume::file::PmemFile;
 use foreshore_devices::volume::plan::{Step, plan};
 use parking_lot::Mutex;
-use pmem_volume::PoolError;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
@@ -41,18 +40,6 @@ pub(crate) struct OpenFiles {
     pub(crate) pmem: PmemFiles,
     /// Consoles to which clients connect.
     pub(crate) lines: Lines,
-}
-
-/// Text of an error of a pool that cannot be opened, with the command that helps.
-fn explain(err: &PoolError) -> String {
-    let remedy = match err {
-        PoolError::Missing { .. } | PoolError::NotAPool { .. } => "; `pmvol create` makes a pool",
-        PoolError::Damaged { .. }
-        | PoolError::SuperblocksDamaged { .. }
-        | PoolError::DeviceUnknownVolumes { .. } => "; see `pmvol check` and `pmvol repair`",
-        _ => "",
-    };
-    foreshore_types::chain(err) + remedy
 }
 
 /// Resources that the VMM has outside of its machine.
@@ -161,9 +148,8 @@ impl Resources {
             if let Some(pool) = self.pools.get(path) {
                 pool.set_scrub_bandwidth(bound);
             } else {
-                let pool = LocalPool::open(path, bound).map_err(|err| {
-                    BuildError::device(format!("{flag} pool={}", path.display()))(explain(&err))
-                })?;
+                let pool = LocalPool::open(path, bound)
+                    .map_err(BuildError::pool(format!("{flag} pool={}", path.display())))?;
                 self.pools.insert(path.clone(), pool);
             }
         }
