@@ -35,8 +35,11 @@ fn sizes_of_a_zone_are_read_once_per_report() {
 fn resize_that_a_zone_cannot_carry_out_is_an_error_with_the_reason() {
     let mut f = fixture("psi", true);
     let target = f.core.zones().target("pm", 64 * MIB).unwrap();
-    f.pm.sizes.lock().driver = DriverState::Unsupported;
-    assert!(f.core.info(0, TimeMs(0)).zones.iter().map(|zone| zone.driver_ready).eq([true, false]));
+    for driver in [DriverState::Absent, DriverState::Unsupported] {
+        f.pm.sizes.lock().driver = driver;
+        let ready = f.core.info(0, TimeMs(0)).zones.into_iter().map(|zone| zone.driver_ready);
+        assert!(ready.eq([true, false]), "{driver:?}");
+    }
     for (zone, bytes, message) in [
         ("dram", 130 * MIB, "\"dram\" cannot be resized: 130 MiB is above the maximum of 128 MiB"),
         (

@@ -3,7 +3,7 @@
 use super::*;
 use crate::virtio::testing::counted_requests;
 
-/// Blocks of the zone.
+/// Blocks of the zone: at least as many as `ci/bench --requests` requests one at a time.
 const BLOCKS: u16 = 3000;
 
 fn requests() -> u64 {
