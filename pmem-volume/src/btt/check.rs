@@ -262,6 +262,10 @@ impl ArenaReport {
             }
             let (entries, _) = piece.as_chunks::<4>();
             for (sector, entry) in (first..).zip(entries) {
+                if recovery.doubtful.contains(&sector) {
+                    is_whole = false;
+                    continue;
+                }
                 let entry = decode_map(sector, u32::from_le_bytes(*entry));
                 let redone = recovery.redo.get(&sector);
                 let block = redone.copied().unwrap_or(entry.block);
@@ -319,5 +323,34 @@ impl BlockSet {
     fn missing(&self) -> Option<(u32, u32)> {
         let count = self.bound - self.words.iter().map(|w| w.count_ones()).sum::<u32>();
         self.iter_missing().next().map(|first| (count, first))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::btt::Layout;
+    use crate::media::MemoryMedia;
+
+    #[test]
+    fn entry_of_doubtful_sector_names_no_block() {
+        const SIZE: u64 = 18 << 20;
+        let media = MemoryMedia::new(SIZE);
+        Layout::new(SIZE, 4096, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
+        let arenas = arenas(&media);
+        let [Ok((info, _))] = &arenas[..] else { panic!("one arena") };
+        // The map as it is after a lane has written sector 7, without that lane's redo.
+        let entry_at = info.map_at + 7 * MAP_ENTRY_BYTES;
+        let (free, _) = recover(&media, info).free[0];
+        media.store(entry_at, &(3 << 30 | free).to_le_bytes()).unwrap();
+        for (is_doubtful, expected) in [(false, 1), (true, 0)] {
+            let mut recovery = recover(&media, info);
+            recovery.redo.clear();
+            recovery.doubtful.extend(is_doubtful.then_some(7));
+            let (mut report, mut named) = (ArenaReport::new(0), BlockSet::new(info.blocks));
+            let is_whole = report.name_mapped(&media, info, &recovery, &mut named, &mut |_| ());
+            report.name(&mut named, free, || "lane".to_owned());
+            assert_eq!((report.findings.len(), is_whole), (expected, !is_doubtful));
+        }
     }
 }
