@@ -1,7 +1,8 @@
 //! A guest that means harm gets an error, or a device that wants a reset. Never the VMM.
 
 use std::net::{Ipv4Addr, UdpSocket};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
@@ -137,9 +138,9 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     let guest = target().memory("size=384M").pm_memory(&memory);
     let guest = guest.argument("--net", &net.option(",vhost=on")).boot()?;
     let attack = attack_hotplug_range(&guest, "hostile-frames", NET)?;
-    let (resizes_are_over, given) = (AtomicBool::new(false), AtomicU64::new(0));
+    let ((end, ended), given) = (mpsc::channel(), AtomicU64::new(0));
     thread::scope(|scope| -> Result<()> {
-        let frames = scope.spawn(|| give_frames(&net, &given, &resizes_are_over));
+        let frames = scope.spawn(|| give_frames(&net, &given, ended));
         let came_and_went = come_and_go(&guest, "pm", |plugged_bytes| {
             let before = Moved::now(&net, &given)?;
             // 1. The kernel is at it: with memory it puts frames there, and sends what is there,
@@ -159,7 +160,7 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
             ensure!(resident_bytes == 0, "{resident_bytes} bytes of unplugged memory are there");
             Ok(())
         });
-        resizes_are_over.store(true, Ordering::SeqCst);
+        drop(end);
         frames.join().expect("it does not panic")?;
         came_and_went
     })?;
@@ -170,18 +171,17 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     still_well(&guest)
 }
 
-/// Gives the tap frames for the guest until it is over.
-fn give_frames(net: &Net, given: &AtomicU64, is_over: &AtomicBool) -> Result<()> {
+/// Gives the tap frames for the guest until the other end of `ended` is dropped.
+fn give_frames(net: &Net, given: &AtomicU64, ended: Receiver<()>) -> Result<()> {
     let socket = UdpSocket::bind((net.host, 0))?;
     // To all: nobody in the guest says that an address is its own.
     socket.set_broadcast(true)?;
     let everybody = Ipv4Addr::from_bits(net.host.to_bits() | 0xff);
-    while !is_over.load(Ordering::SeqCst) {
+    while ended.recv_timeout(BETWEEN_FRAMES) == Err(RecvTimeoutError::Timeout) {
         for _ in 0..16 {
             given.fetch_add(1, Ordering::SeqCst);
             socket.send_to(&[0x5a; 1400], (everybody, 9))?;
         }
-        thread::sleep(BETWEEN_FRAMES);
     }
     Ok(())
 }

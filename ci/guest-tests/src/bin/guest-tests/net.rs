@@ -5,8 +5,8 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -562,30 +562,30 @@ fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
 
 /// Somebody who sends to a guest without end, and is not answered.
 struct Sender {
-    is_over: Arc<AtomicBool>,
+    /// Disconnected to end the thread.
+    end: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Sender {
     fn start(net: &Net) -> Result<Self> {
-        let (socket, is_over) = (UdpSocket::bind((net.host, 0))?, Arc::new(AtomicBool::new(false)));
+        let (socket, (end, ended)) = (UdpSocket::bind((net.host, 0))?, mpsc::channel());
         // The guest's address is known without asking: one that is silent would not say it.
         host::run(&format!("arp -i {} -s {} 02:f5:00:00:00:01", net.tap, net.guest))?;
-        let (guest, stops) = (net.guest, Arc::clone(&is_over));
+        let guest = net.guest;
         let thread = thread::spawn(move || {
-            while !stops.load(Ordering::Relaxed) {
-                // The guest says that nobody listens there, and the tap may be full.
+            while ended.recv_timeout(Duration::from_millis(1)) == Err(RecvTimeoutError::Timeout) {
+                // The guest's port is closed, and the tap may be full.
                 let _ = socket.send_to(&[0x5a; 1024], (guest, 5002));
-                thread::sleep(Duration::from_millis(1));
             }
         });
-        Ok(Self { is_over, thread: Some(thread) })
+        Ok(Self { end: Some(end), thread: Some(thread) })
     }
 }
 
 impl Drop for Sender {
     fn drop(&mut self) {
-        self.is_over.store(true, Ordering::Relaxed);
+        self.end = None;
         self.thread.take().map(JoinHandle::join);
     }
 }
