@@ -108,7 +108,7 @@ impl World {
         self.handle(Event::Change(change));
     }
 
-    fn asked(&self) -> usize {
+    fn statistics_requests(&self) -> usize {
         self.state.requests.iter().filter(|request| **request == Request::AskStatistics).count()
     }
 
@@ -125,7 +125,7 @@ fn agent_is_live_silent_or_gone() {
     assert_eq!([0, 2_999].map(|ms| state(&world, ms)), [AgentState::Live; 2]);
     assert_eq!(state(&world, 3_000), AgentState::Silent);
     world.happen(&Happening::RefusedLine, 3_000);
-    assert_eq!(state(&world, 0), AgentState::Silent, "a refused line is no report");
+    assert_eq!(state(&world, 0), AgentState::Silent, "a refused line does not count as a report");
     world.report_free(500);
     assert_eq!(state(&world, 0), AgentState::Live);
     world.happen(&Happening::Agent(false), 1);
@@ -273,7 +273,7 @@ fn statistics_wait_for_an_agent_that_sets_the_online_policy() {
     let mut world = ready(PSI);
     world.governor.use_statistics(Onlining::Agent);
     world.send_statistics_for(8, 100);
-    assert_eq!((world.reports(), world.asked()), (0, 8));
+    assert_eq!((world.reports(), world.statistics_requests()), (0, 8));
     world.send_statistics_for(2, 100);
     assert!(world.reports() > 0);
 }
@@ -324,9 +324,9 @@ fn statistics_are_requested_faster_below_the_policys_watermark() {
         let mut world = slow(index);
         let mut asked_for = |used_mib| {
             world.send_statistics_for(2, used_mib);
-            let before = world.asked();
+            let before = world.statistics_requests();
             world.send_statistics_for(5, used_mib);
-            (world.governor.is_fast(), world.asked() - before)
+            (world.governor.is_fast(), world.statistics_requests() - before)
         };
         assert_eq!(asked_for(50), (false, 5));
         assert_eq!(asked_for(360), (true, 20), "with each tick");
@@ -384,7 +384,7 @@ fn dry_run_reminds_only_zones_that_a_client_has_sized() {
 }
 
 #[test]
-fn shortage_ends_when_another_zone_provides_what_the_host_lacks() {
+fn shortage_ends_when_another_zone_grows_instead() {
     let mut world = ready(PSI);
     [0, DRAM].into_iter().for_each(|zone| world.happen(&Happening::Host(zone, 0), 0));
     world.report_free(40);

@@ -26,7 +26,7 @@ pub struct Response {
 impl Response {
     /// The body, which must be JSON.
     pub fn json(&self) -> Result<Value> {
-        serde_json::from_str(&self.body).with_context(|| format!("{self:?} is no JSON"))
+        serde_json::from_str(&self.body).with_context(|| format!("{self:?} is not JSON"))
     }
 }
 

@@ -49,8 +49,8 @@ pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
     ![old, new].contains(&(entry & MAP_BLOCK)) && before.into_iter().any(is_torn)
 }
 
-/// Adds suspects to the redo of a recovery if another sector or lane also names their block, or if
-/// there is no such block. If the map cannot be read to decide this, the suspects are doubtful.
+/// Adds a suspect to the redo of a recovery if another sector or lane also names its block, or if
+/// the block is out of range. If the map cannot be read to decide this, the suspect is doubtful.
 pub(super) fn redo_torn(
     space: &impl Media,
     arena: &ArenaInfo,

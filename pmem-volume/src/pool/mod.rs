@@ -74,7 +74,7 @@ pub const MIN_POOL_BYTES: u64 = 4 * CHUNK_BYTES;
 pub const MAX_POOL_BYTES: u64 = MAX_MAPPED_BYTES;
 const _: () = assert!(MAX_POOL_BYTES <= layout::MAX_CHUNKS * CHUNK_BYTES);
 
-/// What a pool is opened for.
+/// Purpose for which a pool is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenMode {
     /// To change it. One at a time, and nobody reads meanwhile.

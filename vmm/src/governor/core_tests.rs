@@ -76,7 +76,7 @@ fn a_guest_that_does_not_follow_is_reminded_and_the_status_says_why() {
 
 /// Without reports, the page descriptors of eight times the boot memory have room.
 #[test]
-fn device_is_told_of_a_size_without_room_for_its_descriptors() {
+fn device_receives_a_size_without_room_for_its_descriptors() {
     let mut f = fixture("off", true);
     f.dram.sizes.lock().max_bytes = 8192 * MIB;
     f.core.resize_zone("dram", 4096 * MIB, TimeMs(0)).unwrap();
@@ -107,7 +107,7 @@ impl BalloonSource for FakeBalloon {
 }
 
 #[test]
-fn balloon_is_asked_for_statistics_until_an_agent_reports() {
+fn balloon_sends_statistics_until_an_agent_reports() {
     let mut f = fixture("off", true);
     let balloon = Arc::new(FakeBalloon(Mutex::new(0)));
     f.core = f.core.with_statistics(Arc::clone(&balloon) as _, Onlining::CommandLine);

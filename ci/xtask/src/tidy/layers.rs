@@ -60,7 +60,7 @@ pub(super) fn violations(
         let is_missing = |module: &&String| sources.iter().all(|source| source.name != **module);
         let missing = layers.modules.keys().filter(is_missing);
         violations
-            .extend(missing.map(|module| format!("{DOCUMENT}:1: there is no module {module}")));
+            .extend(missing.map(|module| format!("{DOCUMENT}:1: module {module} does not exist")));
     }
     let shown = document.split_once(DRAWING_FENCE).and_then(|(_, rest)| rest.split_once("```"));
     let drawn = draw_vmm(&document, sources)?;

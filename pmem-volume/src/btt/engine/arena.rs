@@ -33,7 +33,8 @@ pub(super) struct Arena {
     /// Blocks that recovery would store in the map if the arena were writable, by sector. `None`:
     /// the sector's last write is unknown.
     pending: BTreeMap<u32, Option<u32>>,
-    /// What recovery could not read. The fault is another one if the arena is damaged as well.
+    /// Finding about a part of flog or map that recovery could not read. If the arena is damaged as
+    /// well, `fault` holds the damage.
     unreadable: Option<Finding>,
     fault: OnceLock<Fault>,
 }

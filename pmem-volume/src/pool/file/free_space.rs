@@ -77,9 +77,11 @@ impl FileSystem {
     }
 }
 
-/// A disk must have room now for all that a file of `size_bytes` needs and does not have yet. tmpfs
-/// stays sparse, but what it can never hold is refused, and what the pool itself stores,
-/// `own_bytes`, must find room; one without a limit shows no size.
+/// Checks that the file system has room for a file of `size_bytes`.
+///
+/// A disk must have room now for all blocks that the file lacks. On tmpfs the file stays sparse,
+/// so only the total size of tmpfs and room for the pool's own `own_bytes` are checked. A tmpfs
+/// without a limit reports no size.
 pub(in crate::pool) fn check_room(
     path: &Path,
     file: &File,
@@ -109,7 +111,7 @@ pub(in crate::pool) fn check_room(
     Ok(())
 }
 
-/// A pool is no larger than its device.
+/// Checks that the pool fits on its device.
 pub(in crate::pool) fn check_device(
     path: &Path,
     needed_bytes: u64,

@@ -345,11 +345,11 @@ pub(in crate::pool) fn judge_superblocks(
     }
     let file_bytes = length.bytes();
     match file_bytes.cmp(&pool_bytes) {
-        // What lies behind the pool on a device is not its business; the pool may grow into it.
+        // Space behind the pool on a device is not part of the pool. The pool may grow into it.
         std::cmp::Ordering::Greater if matches!(length, Length::Device(_)) => {
             Ok((superblock, findings))
         }
-        // A crash came while the pool was made larger. What is behind the old end is nobody's yet.
+        // A crash interrupted a grow. Space behind the old end does not belong to the pool yet.
         std::cmp::Ordering::Greater if file_bytes <= to_bytes => Ok((superblock, findings)),
         std::cmp::Ordering::Less => {
             Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes })

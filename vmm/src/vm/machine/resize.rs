@@ -140,8 +140,8 @@ impl KvmMachine {
         })?;
         let target = self.governor.zones().target(BALLOON_ZONE, left_bytes);
         target.map(Some).map_err(|err| match err {
-            // The maximum is a multiple of the block size. So if the rest is not, neither is the
-            // requested size of the balloon.
+            // The maximum is a multiple of the block size. If the rest is not a
+            // multiple, the requested size of the balloon is not one either.
             GovernorError::NotResizable {
                 reason: ResizeTargetError::NotMultiple { block_bytes, .. },
                 ..

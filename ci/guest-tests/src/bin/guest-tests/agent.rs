@@ -84,7 +84,7 @@ impl Lines {
             self.0.read_line(&mut line).context("No line of the agent's")? > 0,
             "The agent hung up"
         );
-        serde_json::from_str(&line).with_context(|| format!("{line:?} is no JSON"))
+        serde_json::from_str(&line).with_context(|| format!("{line:?} is not JSON"))
     }
 
     fn tell(&mut self, message: &Value) -> Result<()> {

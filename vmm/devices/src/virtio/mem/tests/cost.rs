@@ -10,7 +10,7 @@ fn requests() -> u64 {
     counted_requests(256)
 }
 
-/// A guest of which all blocks are requested.
+/// A guest whose requested size is that of all blocks.
 fn guest() -> Guest {
     let guest = Guest::new(BLOCKS.into(), None);
     guest.handle.request_size(u64::from(BLOCKS) * BLOCK_BYTES).unwrap();
