@@ -5,6 +5,7 @@ mod bench;
 mod cargo;
 mod checkout;
 mod demo;
+mod facts_kept;
 mod host;
 mod images;
 mod jobs;
@@ -126,6 +127,15 @@ enum Task {
         /// Commit to compare with
         base: String,
     },
+    /// Compare comments and documents with a commit, and print facts that are missing
+    ///
+    /// Facts are back-ticked words, numbers, and names of C files and functions. The message of a
+    /// commit that drops facts on purpose lists them: "Dropped facts: mm/vmscan.c; 5.10". Exits
+    /// with 1 if another fact is missing.
+    FactsKept {
+        /// Commit to compare with
+        base: String,
+    },
     /// Check that documents, anchors and included files that other files name exist
     NamesResolve,
     /// Check the length of files, the width of comments, and the direction of the VMM's layers
@@ -159,6 +169,9 @@ fn run(task: Task) -> Result<u8> {
         Task::HostDisk => images::host::build(checkout)?,
         Task::SameTokens { base } => {
             return print(same_tokens::differences(&Repository::at(checkout.root()), &base)?);
+        }
+        Task::FactsKept { base } => {
+            return print(facts_kept::lost(&Repository::at(checkout.root()), &base)?);
         }
         Task::NamesResolve => {
             return print(names_resolve::unresolved(&Repository::at(checkout.root()))?);

@@ -6,6 +6,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
+/// Files with comments or prose.
+const TEXTS: [&str; 2] = ["*.rs", "*.md"];
+
 pub(crate) struct Repository {
     root: PathBuf,
 }
@@ -23,7 +26,7 @@ impl Repository {
         &self.root
     }
 
-    fn git(&self, arguments: &[&str]) -> Result<String> {
+    pub(crate) fn git(&self, arguments: &[&str]) -> Result<String> {
         let output = Command::new("git").arg("-C").arg(&self.root).args(arguments).output();
         let output = output.context("Cannot run git")?;
         let errors = String::from_utf8_lossy(&output.stderr);
@@ -55,11 +58,28 @@ impl Repository {
         let listed =
             self.git(&["diff", "--name-status", "-z", "--find-renames", base, "--", "*.rs"])?;
         let mut changed = parse_name_status(&listed)?;
-        let untracked =
-            self.git(&["ls-files", "-z", "--others", "--exclude-standard", "--", "*.rs"])?;
-        let untracked = untracked.split('\0').filter(|path| !path.is_empty());
-        changed.extend(untracked.map(|path| (None, Some(path.to_owned()))));
+        let untracked = self.untracked()?.into_iter().filter(|path| path.ends_with(".rs"));
+        changed.extend(untracked.map(|path| (None, Some(path))));
         Ok(changed)
+    }
+
+    /// New Rust files and documents that git does not track yet.
+    pub(crate) fn untracked(&self) -> Result<Vec<String>> {
+        let listed = ["ls-files", "-z", "--others", "--exclude-standard", "--"];
+        let listed = self.git(&[&listed[..], &TEXTS].concat())?;
+        Ok(listed.split('\0').filter(|path| !path.is_empty()).map(str::to_owned).collect())
+    }
+
+    /// Changed lines of Rust files and documents between `base` and the work tree, without
+    /// context.
+    pub(crate) fn text_diff(&self, base: &str) -> Result<String> {
+        let options = ["diff", "--no-ext-diff", "--no-color", "--unified=0", "--find-renames"];
+        self.git(&[&options[..], &[base, "--"], &TEXTS].concat())
+    }
+
+    /// Messages of the commits since `base`.
+    pub(crate) fn messages_since(&self, base: &str) -> Result<String> {
+        self.git(&["log", "--format=%B", &format!("{base}..HEAD")])
     }
 }
 
