@@ -1,5 +1,5 @@
 //! Parameters by name: one table for each policy and for the rules, from which the flag, the API
-//! and docs/policy.md all take names, units, bounds and defaults.
+//! and docs/reference/policies.md all take names, units, bounds and defaults.
 
 use std::fmt;
 

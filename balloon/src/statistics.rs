@@ -2,8 +2,8 @@
 //! 5.5.6.4), and the correction of reports of guests with a balloon.
 //!
 //! The driver tells less than an agent. What is missing is estimated as Linux would compute it
-//! (watermarks), or from what it counts (stall time); docs/balloon.md says how, and how far it is
-//! off.
+//! (watermarks), or from what it counts (stall time); docs/reference/balloon.md says how, and how
+//! far it is off.
 
 use foreshore_proto::{
     Blocks, Bound, Cause, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Refusal,
@@ -640,7 +640,8 @@ mod tests {
 
     #[test]
     fn watermarks_are_those_of_debian_guests() {
-        // Sums of /proc/zoneinfo over DMA, DMA32 and Normal, in pages; see docs/balloon.md.
+        // Sums of /proc/zoneinfo over DMA, DMA32 and Normal, in pages; see
+        // docs/reference/balloon.md.
         let marks = Watermarks::estimate(480 * MIB);
         assert_eq!(marks.min_pages, 480 * 256 / 20);
         assert_eq!(marks.low_pages, marks.min_pages + marks.min_pages / 4);

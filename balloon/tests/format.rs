@@ -1,4 +1,4 @@
-//! docs/format.md names every key of a report.
+//! docs/reference/format.md names every key of a report.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use balloon::proto::{
 use serde::Serialize;
 use serde_json::Value;
 
-const DOCS: &str = include_str!("../../docs/format.md");
+const DOCS: &str = include_str!("../../docs/reference/format.md");
 
 /// One with everything in it that may be left out.
 fn full() -> RawReport {

@@ -1,5 +1,5 @@
-//! docs/policy.md says what the tables of parameters and the list of reasons say, and
-//! docs/simulator.md what workloads have.
+//! docs/reference/policies.md says what the tables of parameters and the list of reasons say, and
+//! docs/reference/simulator.md what workloads have.
 
 use std::fmt::Write;
 
@@ -9,8 +9,8 @@ use balloon::plan::Reason;
 use balloon::policy::Policy;
 use balloon::sim::{Workload, WorkloadParams};
 
-const DOCS: &str = include_str!("../../docs/policy.md");
-const SIMULATOR_DOCS: &str = include_str!("../../docs/simulator.md");
+const DOCS: &str = include_str!("../../docs/reference/policies.md");
+const SIMULATOR_DOCS: &str = include_str!("../../docs/reference/simulator.md");
 
 /// A table as the documentation has it.
 fn documented(table: &[Param]) -> String {
@@ -38,7 +38,7 @@ fn every_parameter_is_documented_with_its_bounds() {
             write!(missing, "{name}:\n\n{text}\n").expect("a String");
         }
     }
-    assert!(missing.is_empty(), "docs/policy.md lacks:\n{missing}");
+    assert!(missing.is_empty(), "docs/reference/policies.md lacks:\n{missing}");
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn every_reason_is_documented() {
     for reason in Reason::ALL {
         writeln!(text, "| `{}` | {} |", reason.label(), reason.about()).expect("a String");
     }
-    assert!(DOCS.contains(&text), "docs/policy.md lacks:\n{text}");
+    assert!(DOCS.contains(&text), "docs/reference/policies.md lacks:\n{text}");
 }
 
 /// What stands in the cell of a row that begins so.

@@ -1,5 +1,5 @@
 //! What it costs to lend a chunk and to take it back, beside a plain persist of 64 bytes:
-//! `docs/benchmarks.md`.
+//! `docs/design/benchmarks.md`.
 
 use std::hint::black_box;
 use std::ops::Range;

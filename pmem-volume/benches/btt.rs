@@ -1,6 +1,6 @@
 //! What the BTT engine costs beside memcpy(), memcpy() past the cache, and the least that the
 //! format asks for, of as much to as random places by as many threads, in the same run and in the
-//! same memory: `docs/benchmarks.md`.
+//! same memory: `docs/design/benchmarks.md`.
 
 use std::arch::asm;
 use std::arch::x86_64::{

@@ -1,4 +1,4 @@
-//! How long it takes to open a large pool, and how much memory: `docs/benchmarks.md`.
+//! How long it takes to open a large pool, and how much memory: `docs/design/benchmarks.md`.
 //!
 //! A pool of 1 TiB with 10^5 extents in use and as many free ones between them is made by the
 //! public API on a sparse tmpfs, and opened in fresh processes, which say how long that took and

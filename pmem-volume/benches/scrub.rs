@@ -1,5 +1,5 @@
 //! How fast chunks are erased, beside memset on the same mapping in the same run:
-//! `docs/benchmarks.md`.
+//! `docs/design/benchmarks.md`.
 
 use std::env;
 use std::fs::File;

@@ -2,8 +2,8 @@
 //!
 //! A [`Pool`] is a file (on tmpfs, a disk file system or a DAX file system), a block device or a
 //! devdax device, cut into chunks of 2 MiB. A chunk is lent as memory, belongs to a volume, or is
-//! free. Everything the pool knows is on the media, in the format that `docs/format.md` describes;
-//! [`pool::layout`] is the same thing as types.
+//! free. Everything the pool knows is on the media, in the format that `docs/reference/format.md`
+//! describes; [`pool::layout`] is the same thing as types.
 //!
 //! Nothing but [`media`] touches persistent memory. Nothing here knows of KVM.
 

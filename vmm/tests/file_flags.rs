@@ -1,6 +1,7 @@
-//! The table of docs/consoles.md about files that flags name, and the code: every flag of the table
-//! meets every kind of content. A flag or a phrase of the table that this test does not know is a
-//! failure, and so is a flag of the VMM that takes a path and is not in the table. Needs no KVM.
+//! The table of docs/reference/consoles.md about files that flags name, and the code: every flag of
+//! the table meets every kind of content. A flag or a phrase of the table that this test does not
+//! know is a failure, and so is a flag of the VMM that takes a path and is not in the table. Needs
+//! no KVM.
 
 use std::any::Any;
 use std::error::Error;
@@ -23,7 +24,7 @@ use pmem_volume::pool::formats::{self, Format};
 use pmem_volume::pool::ownership::claim;
 use tempfile::TempDir;
 
-const PAGE: &str = include_str!("../../docs/consoles.md");
+const PAGE: &str = include_str!("../../docs/reference/consoles.md");
 const MIB: u64 = 1 << 20;
 /// Length of every file with content. It is valid for a zone and for a disk, and all formats have
 /// their bytes in it.

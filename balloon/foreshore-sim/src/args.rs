@@ -33,8 +33,8 @@ pub(crate) const EXIT_STATUS: &str =
 ///
 /// For each policy: how long tasks waited for memory, what was swapped, how much memory was held
 /// that nobody needed,
-/// how often the guest was resized, energy and wear. docs/simulator.md says what the model knows
-/// and what it leaves out.
+/// how often the guest was resized, energy and wear. docs/reference/simulator.md says what the
+/// model knows and what it leaves out.
 #[derive(Parser)]
 #[command(name = "foreshore-sim", version, after_help = format!("{EXAMPLES}\n{}", size::HELP), args_conflicts_with_subcommands = true)]
 pub(crate) struct Arguments {

@@ -239,9 +239,9 @@ fn all_formats_say_the_same_and_a_seed_is_a_run() {
     assert_eq!(table, with(&["--every-report"]));
 }
 
-/// The keys of docs/simulator.md, each with its heading in the table.
+/// The keys of docs/reference/simulator.md, each with its heading in the table.
 fn documented() -> Vec<(&'static str, &'static str)> {
-    let docs = include_str!("../../../docs/simulator.md");
+    let docs = include_str!("../../../docs/reference/simulator.md");
     let (_, from) =
         docs.split_once("| key | in the table | |\n|---|---|---|\n").expect("the table");
     let (table, _) = from.split_once("\n\n").expect("its end");
@@ -351,8 +351,8 @@ fn a_plot_replaces_a_plot_and_nothing_else() {
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     printed(&args);
     assert_eq!(std::fs::read(&path).unwrap(), plot);
-    // The rule in docs/consoles.md for files that flags name.
-    let page = include_str!("../../../docs/consoles.md");
+    // The rule in docs/reference/consoles.md for files that flags name.
+    let page = include_str!("../../../docs/reference/consoles.md");
     let rows: Vec<_> = page.lines().filter(|line| line.starts_with("| `foreshore-sim ")).collect();
     let row = "| `foreshore-sim --plot` | replaced if it is empty or a plot of its own | everything else |";
     assert_eq!(rows, [row]);

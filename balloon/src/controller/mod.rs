@@ -1,5 +1,5 @@
-//! The rules above every policy. docs/policy.md lists them; the numbers in comments here are
-//! theirs.
+//! The rules above every policy. docs/reference/policies.md lists them; the numbers in comments
+//! here are theirs.
 
 mod allocation;
 mod descriptors;

@@ -4,7 +4,7 @@ use crate::params::{Parameters, Setting, params};
 use crate::{MIB, ParamError};
 
 params! {
-    /// Parameters of the rules above every policy. docs/policy.md says what each is for.
+    /// Parameters of the rules above every policy. docs/reference/policies.md says what each is for.
     pub struct Rules {
         /// All zones together, what a balloon can take of boot memory among them, are never asked for less memory than this.
         floor_bytes: "floor", Blocks, 0 => 1 << 46, 0;

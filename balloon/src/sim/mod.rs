@@ -1,5 +1,5 @@
-//! A model of guests, for comparing policies. docs/simulator.md says what it knows and what it
-//! leaves out.
+//! A model of guests, for comparing policies. docs/reference/simulator.md says what it knows and
+//! what it leaves out.
 //!
 //! ```text
 //!   Workload or Trace -> Demand -> Vm: Guest <-> Agent -> Report -> Governor -> Requests -> Guest

@@ -429,7 +429,7 @@ impl Used {
         let anon_bytes =
             (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
         // Linux reclaims the dentries and inodes on LRU lists as it reclaims page cache. Other
-        // reclaimable slabs may be pinned, so the guest needs them (docs/agent.md).
+        // reclaimable slabs may be pinned, so the guest needs them (docs/reference/agent.md).
         let kernel = report.kernel().map(|kernel| KernelUsed {
             needed_bytes: kernel.total_bytes() - kernel.caches_bytes(),
             used_bytes: used_kernel_bytes,

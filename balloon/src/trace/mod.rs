@@ -1,5 +1,5 @@
 //! Traces: what a guest reported, what its host gave it and what was planned, as JSON lines.
-//! docs/format.md has the format.
+//! docs/reference/format.md has the format.
 //!
 //! [`Writer`] writes whole lines to whatever takes bytes, and decides nothing: not when, not where,
 //! not how much. [`Reader`] believes nothing: an entry that it returns has every value inside its

@@ -1,5 +1,5 @@
-//! The lines as they are written. docs/format.md describes them; this is the only place that spells
-//! them.
+//! The lines as they are written. docs/reference/format.md describes them; this is the only place
+//! that spells them.
 
 use foreshore_proto::RawReport;
 use serde::{Deserialize, Serialize};

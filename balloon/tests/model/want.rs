@@ -1,5 +1,5 @@
-//! What a guest wants by what it reported, as docs/policy.md has it, and not by what the policy
-//! says of it.
+//! What a guest wants by what it reported, as docs/reference/policies.md has it, and not by what
+//! the policy says of it.
 
 use super::*;
 

@@ -257,9 +257,9 @@ const MAX_RERUNS: usize = 2;
 /// A fault of the programs fails again, or in more tests than these.
 const MAX_SUSPECTS: usize = 2;
 
-/// The emulation that trips over a kernel which patches its own text (docs/testing.md) does so in
-/// guests as well: with two CPUs, while they boot. A test in which that shows in a guest's console
-/// says nothing; it runs anew, and the output tells.
+/// The emulation that trips over a kernel which patches its own text (docs/design/testing.md) does
+/// so in guests as well: with two CPUs, while they boot. A test in which that shows in a guest's
+/// console says nothing; it runs anew, and the output tells.
 fn run_until_the_emulation_holds(
     test: &Test,
     deadline: Option<Instant>,

@@ -85,8 +85,8 @@ enum Task {
     /// failed", with ", N skipped" if tests were skipped. The exit code is 0 only if nothing
     /// failed. Guest tests that fail leave their logs under target/ci/guest-tests.
     ///
-    /// A fault of the emulation may kill the kernel of an emulated host (docs/testing.md). Tests
-    /// without a verdict then run in a new boot. A test that has failed stays failed.
+    /// A fault of the emulation may kill the kernel of an emulated host (docs/design/testing.md).
+    /// Tests without a verdict then run in a new boot. A test that has failed stays failed.
     Test(test::Arguments),
     /// Show the purpose of Foreshore in five phases with a line for each claim, and in a picture
     ///
@@ -95,26 +95,25 @@ enum Task {
     ///
     /// Leaves target/demo: timeline.svg, timeline.png and timeline.csv with the data of Prometheus,
     /// the guests' consoles, the VMMs' logs, the list of acknowledged files, and all output
-    /// (demo.log). If the emulation breaks a kernel (docs/testing.md), the demo runs again, at most
-    /// twice, and reports that.
+    /// (demo.log). If the emulation breaks a kernel (docs/design/testing.md), the demo runs again,
+    /// at most twice, and reports that.
     Demo(demo::Arguments),
     /// Measure foreshore and Debian's QEMU alternately in one boot of the host, with the same
     /// kernel and guest
     ///
     /// FORESHORE_BENCH_VMM=PATH adds a VMM with Cloud Hypervisor's flags and API (a static
     /// program). Prints a table, and leaves it with all samples in target/bench. No figure is a
-    /// failure. If the emulation breaks a kernel (docs/testing.md), everything runs again, at most
-    /// twice, and the output reports that.
+    /// failure. If the emulation breaks a kernel (docs/design/testing.md), everything runs again,
+    /// at most twice, and the output reports that.
     Bench(bench::Arguments),
     /// Run tests that take hours: kills, power cuts, and workloads in too little DRAM
     ///
-    /// docs/testing.md (Torn sectors, for real) and docs/benchmarks.md (Guests that are too small)
-    /// describe the conditions. Each part prints its seed. The table of results is printed at the
-    /// end, and written to target/soak/table row by row. The exit code is 0 only if all conditions
-    /// held.
-    /// Logs and pools of failures are under target/soak. Pressure leaves tables, time series and
-    /// plots in target/soak/pressure. Times that psi does not meet are reported, but do not affect
-    /// the exit code.
+    /// docs/design/testing.md (Torn sectors, for real) and docs/design/benchmarks.md (Guests that
+    /// are too small) describe the conditions. Each part prints its seed. The table of results is
+    /// printed at the end, and written to target/soak/table row by row. The exit code is 0 only if
+    /// all conditions held. Logs and pools of failures are under target/soak. Pressure leaves
+    /// tables, time series and plots in target/soak/pressure. Times that psi does not meet are
+    /// reported, but do not affect the exit code.
     Soak(soak::Arguments),
     /// Build the disk and the initramfs of the emulated host, which `host` does as well
     #[command(hide = true)]
@@ -140,7 +139,7 @@ enum Task {
     NamesResolve,
     /// Check the length of files, the width of comments, and the direction of the VMM's layers
     Tidy,
-    /// Print the drawing of the VMM's layers in docs/architecture.md
+    /// Print the drawing of the VMM's layers in docs/design/architecture.md
     DrawLayers,
 }
 

@@ -24,7 +24,7 @@ pub(crate) fn violations(repository: &Repository) -> Result<Vec<String>> {
     Ok(violations)
 }
 
-/// Drawing of the VMM's layers for docs/architecture.md.
+/// Drawing of the VMM's layers for docs/design/architecture.md.
 pub(crate) fn drawing(repository: &Repository) -> Result<String> {
     layers::drawing(repository, &sources(repository)?)
 }

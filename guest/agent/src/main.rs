@@ -1,5 +1,5 @@
-//! The guest's agent: reports memory pressure to the VMM over vsock. docs/agent.md says what it
-//! does and costs.
+//! The guest's agent: reports memory pressure to the VMM over vsock. docs/reference/agent.md says
+//! what it does and costs.
 
 #![deny(unsafe_code)]
 

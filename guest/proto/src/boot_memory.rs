@@ -4,7 +4,7 @@
 //! leave the kernel no DRAM for page tables, slabs and the page descriptors of PM. Linux can keep a
 //! reserve free in a zone from allocations that a higher zone of the same node could serve
 //! (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So boot memory gets a ZONE_MOVABLE as large as
-//! the reserve (docs/decisions/0022).
+//! the reserve (docs/design/decisions/0022).
 //!
 //! The VMM writes the division to the kernel's command line, and the simulator models it.
 

@@ -1,7 +1,7 @@
 //! Decision to convert a block of plugged DRAM to kernel memory.
 //!
-//! The agent carries out the conversion (docs/agent.md, "Memory for the kernel"), and the simulator
-//! models it.
+//! The agent carries out the conversion (docs/reference/agent.md, "Memory for the kernel"), and the
+//! simulator models it.
 
 use crate::{
     Blocks, KernelGrowth, KernelMemory, RawReport, Zone, ZoneGrowth, kernel_reserve_bytes,

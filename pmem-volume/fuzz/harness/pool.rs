@@ -171,7 +171,8 @@ fn seal(image: &mut Image, start: u64, bytes: u64) {
     image.write_word(start + bytes - 8, u64::from(crc32fast::hash(&record)));
 }
 
-/// CRC-16 in the upper bits of an owner word (kind 0) or a wear word (1), as docs/format.md has it.
+/// CRC-16 in the upper bits of an owner word (kind 0) or a wear word (1), as
+/// docs/reference/format.md has it.
 fn seal_word(chunk: u32, kind: u8, low: u64) -> u64 {
     let mut crc: u16 = 0xffff;
     for byte in low.to_le_bytes()[..6].iter().chain(&chunk.to_le_bytes()).chain(&[kind]) {

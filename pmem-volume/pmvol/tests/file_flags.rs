@@ -1,4 +1,4 @@
-//! The rows of `pmvol` in the table of docs/consoles.md about files that flags name.
+//! The rows of `pmvol` in the table of docs/reference/consoles.md about files that flags name.
 //! vmm/tests/file_flags.rs has the VMM's rows.
 
 #[expect(dead_code, reason = "each program of tests uses a part of it")]
@@ -11,7 +11,7 @@ use pmem_volume::Pool;
 use pmem_volume::pool::formats;
 use shell::Folder;
 
-const PAGE: &str = include_str!("../../../docs/consoles.md");
+const PAGE: &str = include_str!("../../../docs/reference/consoles.md");
 const MIB: u64 = 1 << 20;
 
 /// Contents of a file: what it is, where its bytes are, and the bytes.

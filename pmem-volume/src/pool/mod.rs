@@ -1,8 +1,9 @@
 //! The pool: a file or device of persistent memory, cut into chunks that memory and volumes share.
 //!
-//! What the pool knows is on the media (`docs/format.md`); what is kept in memory is derived from
-//! it at open: the free chunks by order, and each volume's chunks by index. Every change follows
-//! one rule: what it leads to is durable before the one word or record that makes it count.
+//! What the pool knows is on the media (`docs/reference/format.md`); what is kept in memory is
+//! derived from it at open: the free chunks by order, and each volume's chunks by index. Every
+//! change follows one rule: what it leads to is durable before the one word or record that makes it
+//! count.
 //!
 //! - A free chunk reads as zeros. So chunks are erased before they become free, and whoever gets
 //!   one next, guest or volume, reads nothing of the last owner's. That is done in the background

@@ -1,7 +1,8 @@
 //! Unknown fields in JSON.
 //!
 //! They are ignored, as in Cloud Hypervisor, so that clients of a later version keep working
-//! (docs/decisions/0019). A mistyped field is ignored as well, so the warning names the fields.
+//! (docs/design/decisions/0019). A mistyped field is ignored as well, so the warning names the
+//! fields.
 
 /// Upper limit of fields in a warning, because a client may send thousands.
 const MOST_NAMES: usize = 8;

@@ -24,7 +24,7 @@ pub(crate) fn set(mark: Mark, file: &File, path: &Path) {
 }
 
 /// No warning is needed for other types of files and on file systems without attributes, because
-/// these never have marks. docs/disks.md describes the consequences.
+/// these never have marks. docs/reference/disks.md describes the consequences.
 fn needs_warning(error: &MarkError, is_file: bool) -> bool {
     is_file && !matches!(error, MarkError::Unsupported)
 }

@@ -2,7 +2,7 @@
 //!
 //! [`Socket`] binds before anything is built, so that a socket in use is found out before a VM is;
 //! [`router`] maps calls to requests to the VM's owner; [`Server`] runs any router on any socket.
-//! docs/api.md lists the calls.
+//! docs/reference/api.md lists the calls.
 
 mod body;
 mod client;

@@ -112,7 +112,7 @@ pub const POLICIES: &[&str] = &Policy::NAMES;
 section! {
     /// Governor of the guest's memory.
     pub struct PressureConfig: "--pressure"
-        "Governor of memory, also PARAMETER=VALUE (docs/policy.md); without it, psi with --pm-memory, else off" {
+        "Governor of memory, also PARAMETER=VALUE (docs/reference/policies.md); without it, psi with --pm-memory, else off" {
         policy (json_required syntax (POLICIES.join("|"))): String = "psi".to_owned() => "Policy",
         size: Option<u64> => "With policy fixed: hotplugged memory of all zones together",
         params (json_only): ParamSettings => "Parameters of the policy that are not the default",

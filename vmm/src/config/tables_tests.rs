@@ -1,5 +1,5 @@
-//! The tables against the places that name keys: help, parser, docs/openapi.json and
-//! docs/compatibility.md.
+//! The tables against the places that name keys: help, parser, docs/reference/openapi.json and
+//! docs/reference/compatibility.md.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -138,7 +138,8 @@ fn short_help_has_every_key_in_one_line() {
 
 #[test]
 fn schemas_of_foreshores_own_sections_have_their_keys() {
-    let document: Value = serde_json::from_str(include_str!("../../../docs/openapi.json")).unwrap();
+    let document: Value =
+        serde_json::from_str(include_str!("../../../docs/reference/openapi.json")).unwrap();
     let fields = json::fields();
     for (schema, section) in [
         ("PmMemoryConfig", "pm_memory"),
@@ -158,7 +159,7 @@ fn schemas_of_foreshores_own_sections_have_their_keys() {
 
 /// Rows of a table of the compatibility page: name and verdict.
 fn rows(title: &str) -> Vec<(&'static str, &'static str)> {
-    let page = include_str!("../../../docs/compatibility.md");
+    let page = include_str!("../../../docs/reference/compatibility.md");
     let (_, tables) = page.split_once(&format!("## {title}\n")).unwrap();
     let table = tables.split("\n## ").next().unwrap();
     let row = |line: &'static str| line.strip_prefix("| `")?.split_once("` | ");

@@ -1,5 +1,5 @@
 //! `--pressure record=FILE`: what the guest reports and what is decided, as a trace
-//! (docs/format.md).
+//! (docs/reference/format.md).
 //!
 //! Decisions never wait for the file. Lines go to a thread of their own over a queue of bounded
 //! length; what finds no room there is left out and counted, and the next line that finds some says

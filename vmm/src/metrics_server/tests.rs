@@ -57,7 +57,7 @@ use crate::vm::owner::RestartMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, ZoneInfo};
 use balloon::governor::AgentState;
 
-const DOC: &str = include_str!("../../../docs/metrics.md");
+const DOC: &str = include_str!("../../../docs/reference/metrics.md");
 
 #[derive(Debug)]
 struct FakeGovernor;

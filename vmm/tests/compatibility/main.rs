@@ -1,4 +1,4 @@
-//! docs/compatibility.md, docs/openapi.json, and what is really so.
+//! docs/reference/compatibility.md, docs/reference/openapi.json, and what is really so.
 //!
 //! `cloud-hypervisor-0.3.0.names` lists what Cloud Hypervisor has: every flag and key of its
 //! programs, every call and field of its API's description, with values to try them with. Each is

@@ -1,4 +1,4 @@
-//! docs/openapi.json against the server's calls and the types that are read and answered.
+//! docs/reference/openapi.json against the server's calls and the types that are read and answered.
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -21,7 +21,7 @@ use crate::names::of_kind;
 use crate::verdict::Verdict;
 
 fn document() -> Value {
-    serde_json::from_str(include_str!("../../../docs/openapi.json")).expect("JSON")
+    serde_json::from_str(include_str!("../../../docs/reference/openapi.json")).expect("JSON")
 }
 
 fn names(object: &Value) -> BTreeSet<&str> {

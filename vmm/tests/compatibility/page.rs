@@ -1,4 +1,4 @@
-//! docs/compatibility.md: its tables are written by this, what is above them by hand.
+//! docs/reference/compatibility.md: its tables are written by this, what is above them by hand.
 
 use std::fmt::Write;
 use std::{env, fs};
@@ -10,7 +10,7 @@ use crate::names::of_kind;
 use crate::verdict::Verdict;
 use crate::{fields, flags};
 
-const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/compatibility.md");
+const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/compatibility.md");
 /// The rest is written by the test.
 const MARK: &str =
     "<!-- UPDATE=1 cargo test -p foreshore --test compatibility writes all below -->\n";
@@ -103,7 +103,7 @@ fn tables() -> String {
 
 #[test]
 fn the_page_names_the_version_that_clients_are_told() {
-    let page = fs::read_to_string(PATH).expect("docs/compatibility.md");
+    let page = fs::read_to_string(PATH).expect("docs/reference/compatibility.md");
     let (by_hand, _) = page.split_once(MARK).expect("the mark above the tables");
     assert!(
         by_hand.contains(COMPATIBLE_WITH) && by_hand.contains("description 0.3.0"),
@@ -113,7 +113,7 @@ fn the_page_names_the_version_that_clients_are_told() {
 
 #[test]
 fn the_page_says_what_is_so() {
-    let old = fs::read_to_string(PATH).expect("docs/compatibility.md");
+    let old = fs::read_to_string(PATH).expect("docs/reference/compatibility.md");
     let (by_hand, old_tables) = old.split_once(MARK).expect("the mark above the tables");
     let tables = tables();
     if env::var_os("UPDATE").is_some() {
@@ -125,7 +125,7 @@ fn the_page_says_what_is_so() {
     let new: Vec<_> = tables.lines().filter(|line| lacks(old_tables, line)).collect();
     assert!(
         tables == old_tables,
-        "docs/compatibility.md is stale; UPDATE=1 cargo test -p foreshore --test compatibility writes it anew.\n\
+        "docs/reference/compatibility.md is stale; UPDATE=1 cargo test -p foreshore --test compatibility writes it anew.\n\
          It says:\n{}\nand it is so:\n{}",
         stale.join("\n"),
         new.join("\n")

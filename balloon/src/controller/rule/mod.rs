@@ -1,5 +1,5 @@
-//! The rules above every policy, as pure functions. docs/policy.md explains them, and their numbers
-//! here are its.
+//! The rules above every policy, as pure functions. docs/reference/policies.md explains them, and
+//! their numbers here are its.
 //!
 //! Rules 1, 2, 4 and 8 limit plans of the others: see [`policy`], [`super::descriptors`] and
 //! [`Context::left`].

@@ -1,5 +1,6 @@
 //! `amf`: integrates by the watermarks of a node and takes back lazily, as in "Adaptive Memory
-//! Fusion". docs/policy.md says how its rules were brought from an allocator's hooks to reports.
+//! Fusion". docs/reference/policies.md says how its rules were brought from an allocator's hooks to
+//! reports.
 
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,5 @@
-//! `dapper`: integrates per node by Table 3, and takes back by Table 4, of "Dapper". docs/policy.md
-//! says how its rules were brought from an allocator's hooks to reports.
+//! `dapper`: integrates per node by Table 3, and takes back by Table 4, of "Dapper".
+//! docs/reference/policies.md says how its rules were brought from an allocator's hooks to reports.
 
 #[cfg(test)]
 mod tests;

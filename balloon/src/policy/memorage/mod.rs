@@ -1,6 +1,6 @@
 //! `memorage`: lends storage in large units before kswapd wakes, and takes it back in the
-//! background, as in "Memorage". docs/policy.md says how its rules were brought from an allocator's
-//! hooks to reports.
+//! background, as in "Memorage". docs/reference/policies.md says how its rules were brought from an
+//! allocator's hooks to reports.
 
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,6 @@
 //! `pmb`: one watermark, small units, and units back as soon as they are wholly free, as in "PM
-//! Buddy" (SAY-Go). docs/policy.md says how its rules were brought from an allocator's hooks to
-//! reports.
+//! Buddy" (SAY-Go). docs/reference/policies.md says how its rules were brought from an allocator's
+//! hooks to reports.
 
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,5 @@
-//! `psi`: sizes by what the guest will need. docs/policy.md has its rules on one page; the numbers
-//! in comments here are theirs.
+//! `psi`: sizes by what the guest will need. docs/reference/policies.md has its rules on one page;
+//! the numbers in comments here are theirs.
 
 mod history;
 mod kernel;

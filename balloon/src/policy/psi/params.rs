@@ -4,7 +4,7 @@ use crate::MIB;
 use crate::params::params;
 
 params! {
-    /// Parameters of `psi`. docs/policy.md says what each is for.
+    /// Parameters of `psi`. docs/reference/policies.md says what each is for.
     pub struct Params {
         /// A burst of so many bytes a second is served before the guest has said anything.
         burst_bytes_per_s: "burst", Bytes, 0 => 1 << 50, 256 * MIB;

@@ -1,5 +1,5 @@
-//! A model of a guest: Linux as far as memory is concerned. docs/simulator.md has its rules and
-//! what it leaves out.
+//! A model of a guest: Linux as far as memory is concerned. docs/reference/simulator.md has its
+//! rules and what it leaves out.
 //!
 //! It lives from one moment to another in which the same is wanted. Where nothing moves, or
 //! everything moves evenly, that is one step however long it is; while memory is reclaimed, plugged
@@ -63,7 +63,7 @@ pub struct GuestConfig {
 }
 
 impl Default for GuestConfig {
-    /// A guest of 384 MiB on a host whose figures are those of docs/simulator.md.
+    /// A guest of 384 MiB on a host whose figures are those of docs/reference/simulator.md.
     fn default() -> Self {
         use crate::model::energy::{DRAM, PRAM};
         let write_permille = 500;

@@ -23,7 +23,7 @@ pub(in crate::sim) struct KernelZone {
     pub bytes: u64,
     pub marks: Marks,
     /// Free part that user pages leave to the kernel. The agent sets it for the present zones
-    /// (docs/agent.md).
+    /// (docs/reference/agent.md).
     pub kept_bytes: u64,
 }
 

@@ -37,7 +37,7 @@ fn may_stall_s(workload: Workload, run_s: f64) -> f64 {
         // Which files are needed is known when they have come back. Who grows for all of them does
         // not have to know.
         Workload::CacheHeavy => 0.1,
-        // The kernel's reserve is not available (docs/decisions/0022).
+        // The kernel's reserve is not available (docs/design/decisions/0022).
         Workload::Burst => 0.05,
         Workload::Steady | Workload::Ramp | Workload::Sawtooth => 0.0,
     }

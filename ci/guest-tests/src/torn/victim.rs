@@ -54,7 +54,7 @@ pub enum Interface {
 impl Interface {
     pub const ALL: [Self; 3] = [Self::Nvdimm, Self::VirtioPmem, Self::VirtioBlk];
 
-    /// The guest's BTT wants one vCPU for virtio-pmem (docs/volumes.md).
+    /// The guest's BTT wants one vCPU for virtio-pmem (docs/reference/volumes.md).
     fn most_cpus(self, format: Format) -> u32 {
         match (self, format) {
             (Self::VirtioPmem, Format::Btt) => 1,
@@ -175,8 +175,8 @@ impl fmt::Display for Moment {
 pub struct Life {
     pub moment: Moment,
     pub seen: Seen,
-    /// The emulation broke the guest's kernel (docs/testing.md): one crash more, at no moment of
-    /// ours.
+    /// The emulation broke the guest's kernel (docs/design/testing.md): one crash more, at no
+    /// moment of ours.
     pub broken: bool,
 }
 

@@ -32,7 +32,7 @@ const IMAGES: [&str; 2] = ["redis-6.12", "basic-6.12"];
 const END_S: u32 = 60;
 const HOST_MIB: &str = "5120";
 /// On a host with two CPUs, the emulation breaks 1 in 20 boots of a guest with two CPUs. Some of
-/// them leave no mark: a vCPU spins, and an NMI does not reach it (docs/testing.md).
+/// them leave no mark: a vCPU spins, and an NMI does not reach it (docs/design/testing.md).
 const HOST_CPUS: &str = "1";
 /// Ports below those that the kernel gives to connections.
 const FIRST_PORT: u32 = 20_000;
@@ -203,5 +203,5 @@ const SEEN: &str = "\
 == all claims were seen to hold
   the picture: target/demo/timeline.svg and timeline.png; its numbers: timeline.csv
   beside them: this log (demo.log), and by VM (governed, policy-off, restarted-nvdimm, restarted-virtio-pmem)
-  the guest's console (*.console.log) and the VMM's log (*.vmm.log); docs/demo.md describes them
+  the guest's console (*.console.log) and the VMM's log (*.vmm.log); docs/tutorials/try-it.md describes them
 ";

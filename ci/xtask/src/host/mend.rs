@@ -46,7 +46,7 @@ pub(super) fn mended_qemu(checkout: &Checkout) -> Result<PathBuf> {
             fs::read(&original).with_context(|| format!("Cannot read {}", original.display()))?;
         if !mend(&mut program)? {
             say!(
-                "this QEMU is unknown, and is used without a change: hosts may stand still (docs/testing.md)"
+                "this QEMU is unknown, and is used without a change: hosts may stand still (docs/design/testing.md)"
             );
             return Ok(original);
         }

@@ -1,6 +1,6 @@
 //! Reruns of commands on an emulated host after the emulation has broken a kernel.
 //!
-//! The failure of such a command proves nothing (docs/testing.md).
+//! The failure of such a command proves nothing (docs/design/testing.md).
 
 use std::fs;
 use std::path::Path;
@@ -30,7 +30,7 @@ impl End {
     pub(crate) fn note(&self) {
         if self.broken > 0 {
             say!(
-                "runs without a result, because the emulation broke a kernel (docs/testing.md): {}",
+                "runs without a result, because the emulation broke a kernel (docs/design/testing.md): {}",
                 self.broken
             );
         }
@@ -51,7 +51,9 @@ pub(crate) fn run(
         let kernel = if code == 0 { None } else { broken_kernel(code, folder)? };
         let Some(kernel) = kernel else { return Ok(End { code, broken }) };
         broken += 1;
-        note(&format!("THE EMULATION BROKE {kernel}: this run proves nothing (docs/testing.md)"));
+        note(&format!(
+            "THE EMULATION BROKE {kernel}: this run proves nothing (docs/design/testing.md)"
+        ));
         if broken >= MAX_RUNS {
             note(&format!("that was run {broken} of at most {MAX_RUNS}"));
             return Ok(End { code, broken });

@@ -1,8 +1,8 @@
 //! Tests that take hours: kills of guests that write, power cuts of their host, and workloads in
 //! too little DRAM.
 //!
-//! docs/testing.md (Torn sectors, for real) and docs/benchmarks.md (Guests that are too small)
-//! describe the conditions.
+//! docs/design/testing.md (Torn sectors, for real) and docs/design/benchmarks.md (Guests that are
+//! too small) describe the conditions.
 
 mod boots;
 mod kills;

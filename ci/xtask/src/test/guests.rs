@@ -1,6 +1,6 @@
 //! Guest tests: several hosts with one CPU each share them.
 //!
-//! With more CPUs the emulation breaks kernels (docs/testing.md).
+//! With more CPUs the emulation breaks kernels (docs/design/testing.md).
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -138,7 +138,7 @@ impl Guests {
         if reruns > 0 {
             notes.push(format!(
                 "tests run again because the emulation broke a guest's kernel, or because they failed once \
-                 (docs/testing.md): {reruns}"
+                 (docs/design/testing.md): {reruns}"
             ));
         }
         if !suspects.is_empty() {
@@ -149,7 +149,7 @@ impl Guests {
         }
         if deaths > 0 {
             notes.push(format!(
-                "emulated hosts that the emulation broke (docs/testing.md): {deaths}\n  (their logs: \
+                "emulated hosts that the emulation broke (docs/design/testing.md): {deaths}\n  (their logs: \
                  {folder}/host-*/host-*-*.log)"
             ));
         }
@@ -214,12 +214,12 @@ mod tests {
     fn remarks_name_reruns_suspects_and_dead_hosts() {
         let guests = guests(events_of_log());
         let notes = guests.notes();
-        assert!(notes[0].ends_with("(docs/testing.md): 2"), "{notes:?}");
+        assert!(notes[0].ends_with("(docs/design/testing.md): 2"), "{notes:?}");
         assert!(
             notes[1].ends_with("(logs: target/ci/guest-tests): boot::a_reset_reboots"),
             "{notes:?}"
         );
-        assert!(notes[2].contains("(docs/testing.md): 1\n"), "{notes:?}");
+        assert!(notes[2].contains("(docs/design/testing.md): 1\n"), "{notes:?}");
         let times = guests.times();
         let head = "guest tests: 171 s in 5 tests on 2 boots of hosts; the longest:\n    100.1 s  hotplug::a";
         assert!(times.starts_with(head), "{times}");

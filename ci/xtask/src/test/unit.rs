@@ -17,7 +17,7 @@ use crate::root::IS_JOB;
 const PACKAGES: [&[&str]; 2] =
     [&["--workspace", "--exclude=client-tests"], &["--package=client-tests"]];
 /// Number of images that the simulator of media must have opened. They are different within one
-/// operation or crash point (docs/testing.md).
+/// operation or crash point (docs/design/testing.md).
 const LEAST_CRASH_IMAGES: u64 = 300_000;
 
 pub(super) fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {

@@ -1,5 +1,5 @@
-//! Direction of the modules of a crate. docs/architecture.md lists them in layers, from the top to
-//! the bottom, and a module may use its own layer and those below it.
+//! Direction of the modules of a crate. docs/design/architecture.md lists them in layers, from the
+//! top to the bottom, and a module may use its own layer and those below it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use crate::repository::Repository;
 
 /// Document with the tables of layers.
-const DOCUMENT: &str = "docs/architecture.md";
+const DOCUMENT: &str = "docs/design/architecture.md";
 /// Start of a table's header row.
 const TABLE_HEAD: &str = "| Layer | Modules |";
 /// Modules whose layers a table lists.
@@ -428,7 +428,8 @@ mod tests {
     #[test]
     fn use_of_a_layer_above_is_named_with_its_line() {
         let upward = "\nuse crate::{serial::Port, vm::Machine};\nfn f() { crate::vm::g() }\n";
-        let expected = "virtio uses vm, which is in a layer above it in docs/architecture.md";
+        let expected =
+            "virtio uses vm, which is in a layer above it in docs/design/architecture.md";
         assert_eq!(
             faults(&[("vmm/src/virtio/mod.rs", upward)]),
             [2, 3].map(|line| format!("vmm/src/virtio/mod.rs:{line}: {expected}"))
@@ -494,7 +495,7 @@ mod tests {
 
     #[test]
     fn module_without_layer_is_named() {
-        let expected = "vmm/src/new.rs:1: docs/architecture.md has no layer for new";
+        let expected = "vmm/src/new.rs:1: docs/design/architecture.md has no layer for new";
         assert_eq!(
             faults(&[("vmm/src/new.rs", ""), ("vmm/src/lib.rs", "use crate::vm;")]),
             [expected]

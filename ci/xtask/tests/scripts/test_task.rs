@@ -57,7 +57,7 @@ fn architecture() -> String {
 fn fakes(cargo: &str) -> Option<Tree> {
     let tree = Tree::with_tools(cargo)?;
     tree.add_program("guest-tests", GUEST_TESTS).unwrap();
-    tree.write("docs/architecture.md", architecture(), 0o644).unwrap();
+    tree.write("docs/design/architecture.md", architecture(), 0o644).unwrap();
     tree.write("target/ci/tools/bin/cargo-deny", cargo_deny(), 0o755).unwrap();
     tree.write(".gitignore", "/target\n/bin\n", 0o644).unwrap();
     let mut git = Command::new("git");
@@ -134,7 +134,7 @@ fn check_that_fails_does_not_end_the_run() {
     let cargo = format!("{clippy}\n{}", UNIT_TESTS.replace("150000", "149999"));
     let Some(tree) = fakes(&cargo) else { return };
     // Without this document, the check of the layers cannot run.
-    fs::remove_file(tree.path("docs/architecture.md")).unwrap();
+    fs::remove_file(tree.path("docs/design/architecture.md")).unwrap();
     let (_, stdout, stderr) = run(&tree, &[], VERDICTS, 1);
     assert!(stdout.ends_with("\n5 passed, 4 failed, 6 skipped\n"), "{stdout}");
     let clippy = "quiet: true, bars: never\ntest: lints (cargo clippy): FAILED\n";

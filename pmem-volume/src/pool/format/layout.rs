@@ -1,5 +1,5 @@
-//! Format v1 of a pool, as it lies on the media. `docs/format.md` has the byte map and the commit
-//! arguments.
+//! Format v1 of a pool, as it lies on the media. `docs/reference/format.md` has the byte map and
+//! the commit arguments.
 //!
 //! Everything is little-endian. Nothing here touches media, and nothing here is trusted: these are
 //! the bytes, to be turned into verified types by [`super::superblock`], [`super::table`],

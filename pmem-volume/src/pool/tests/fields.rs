@@ -56,7 +56,7 @@ fn log_entry_fields() -> Vec<Field> {
     fields!(LogEntryBytes: offset, word)
 }
 
-/// An owner word, as docs/format.md has it.
+/// An owner word, as docs/reference/format.md has it.
 fn owner_fields() -> Vec<Field> {
     vec![("index", 0..28), ("slot", 28..44), ("state", 44..48), ("check", 48..64)]
 }

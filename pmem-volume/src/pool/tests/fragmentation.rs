@@ -1,5 +1,5 @@
 //! What a million random operations leave of a pool's contiguity. The figures are in
-//! docs/benchmarks.md.
+//! docs/design/benchmarks.md.
 
 use std::io::Write;
 

@@ -2,7 +2,8 @@
 //! and clients of `vmm.events`.
 //!
 //! Who tells never waits: what a watcher is too slow for is lost to that watcher, and counted. What
-//! a guest causes is told as often as [`limiter`] allows. docs/events.md lists every event.
+//! a guest causes is told as often as [`limiter`] allows. docs/reference/events.md lists every
+//! event.
 
 mod event;
 mod limiter;

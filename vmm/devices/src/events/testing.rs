@@ -2,7 +2,7 @@
 
 use super::event::{DeviceEvent, Event};
 
-const DOCUMENT: &str = include_str!("../../../../docs/events.md");
+const DOCUMENT: &str = include_str!("../../../../docs/reference/events.md");
 
 /// One of each kind.
 const ALL: [Event<'_>; 27] = [
@@ -35,7 +35,7 @@ const ALL: [Event<'_>; 27] = [
     Event::MemoryDriverUnsupported { zone: "z", reason: "r" },
 ];
 
-/// Checks that docs/events.md lists every event with its properties, those of devices
+/// Checks that docs/reference/events.md lists every event with its properties, those of devices
 /// included, and no other.
 pub fn check_document<'a>(of_devices: impl Iterator<Item = &'a DeviceEvent>) {
     let names = |cell: &str| -> Vec<String> {

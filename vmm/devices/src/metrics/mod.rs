@@ -3,7 +3,8 @@
 //! Devices and other sources count in plain atomics or in their own state. Each implements
 //! [`Expose`] beside its counters, and the code that attaches it registers it. A scrape reads each
 //! source once, so that nothing is counted twice. Costly values, such as the resident bytes of a
-//! zone, are computed only then. docs/metrics.md lists every metric, and a test compares the two.
+//! zone, are computed only then. docs/reference/metrics.md lists every metric, and a test compares
+//! the two.
 
 mod exposition;
 mod latency;

@@ -6,9 +6,9 @@ use super::{Persist, PersistError};
 
 /// Why the first flush that has failed did.
 ///
-/// After that nothing is durable any more until the pool is opened again (docs/durability.md), so
-/// the first reason is the one that counts, and it stays. Whoever has it does not keep the volume
-/// open.
+/// After that nothing is durable any more until the pool is opened again
+/// (docs/design/durability.md), so the first reason is the one that counts, and it stays. Whoever
+/// has it does not keep the volume open.
 #[derive(Clone, Debug, Default)]
 pub struct FirstFailure(Arc<OnceLock<String>>);
 

@@ -28,8 +28,8 @@ const QUEUE_SIZE: u16 = 32;
 /// A device that takes longer is broken, not slow.
 const WAIT_MS_MAX: i32 = 60_000;
 
-/// Number of requests of a load whose instructions callgrind counts (docs/benchmarks.md), from the
-/// environment.
+/// Number of requests of a load whose instructions callgrind counts (docs/design/benchmarks.md),
+/// from the environment.
 pub(super) fn counted_requests(default: u64) -> u64 {
     std::env::var("FORESHORE_COST_REQUESTS").map_or(default, |text| text.parse().unwrap())
 }

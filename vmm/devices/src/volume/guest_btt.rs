@@ -68,7 +68,7 @@ impl GuestBtt {
                 verdict = verdict.label(),
                 reason,
                 "The guest's BTT driver is not to be trusted with its volumes: take interface=virtio-blk, boot the \
-                 guest with preempt=voluntary, or give it a newer kernel (docs/volumes.md)"
+                 guest with preempt=voluntary, or give it a newer kernel (docs/reference/volumes.md)"
             );
         } else {
             info!(

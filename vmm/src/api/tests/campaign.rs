@@ -22,7 +22,7 @@ fn vm(fields: Value) -> String {
     config.to_string()
 }
 
-/// The answer is one that the table of docs/api.md has for such a request, and says why.
+/// The answer is one that the table of docs/reference/api.md has for such a request, and says why.
 #[track_caller]
 fn check(what: &str, (status, body): &Answer, allowed: &[u16]) {
     assert!(allowed.contains(status), "{what}: {status} {body}");

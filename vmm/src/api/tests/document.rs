@@ -1,4 +1,4 @@
-//! docs/api.md against what is answered: examples, fields, and the names of states.
+//! docs/reference/api.md against what is answered: examples, fields, and the names of states.
 
 use foreshore_config::Object;
 use serde::Serialize;
@@ -12,7 +12,7 @@ use crate::vm::decision::{
 };
 use balloon::governor::AgentState;
 
-const DOCUMENT: &str = include_str!("../../../../docs/api.md");
+const DOCUMENT: &str = include_str!("../../../../docs/reference/api.md");
 
 /// What is said of one call.
 fn section(call: &str) -> &'static str {

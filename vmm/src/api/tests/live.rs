@@ -231,7 +231,7 @@ fn what_a_machine_knows_is_answered_while_there_is_one() {
     });
 }
 
-/// What docs/openapi.json says of success, each in a state in which there is some.
+/// What docs/reference/openapi.json says of success, each in a state in which there is some.
 #[test]
 fn every_call_succeeds_as_it_is_described() {
     with_vmm(|path| {
@@ -286,7 +286,8 @@ fn every_call_succeeds_as_it_is_described() {
             say("PUT", call, "");
         }
         let document: Value =
-            serde_json::from_str(include_str!("../../../../docs/openapi.json")).expect("JSON");
+            serde_json::from_str(include_str!("../../../../docs/reference/openapi.json"))
+                .expect("JSON");
         let mut described = BTreeMap::new();
         for (path, methods) in document["paths"].as_object().unwrap() {
             for (method, operation) in methods.as_object().unwrap() {

@@ -583,7 +583,7 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
         let verbs: BTreeSet<_> = flags.get_subcommands().map(|verb| verb.get_name()).collect();
         let expected = CH_REMOTE.iter().map(|(verb, ..)| *verb).chain(OURS).collect();
         assert_eq!(verbs, expected);
-        let page = include_str!("../../../../docs/compatibility.md");
+        let page = include_str!("../../../../docs/reference/compatibility.md");
         for (name, args, call) in CH_REMOTE {
             let parsed = verb(&[&[name], args].concat());
             let told = CH_REMOTE_REFUSED.iter().find(|(refused, _)| *refused == name);

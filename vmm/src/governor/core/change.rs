@@ -170,7 +170,7 @@ mod tests {
     /// A guest that runs short once, and follows.
     #[test]
     fn lines_that_the_document_explains_are_logged() {
-        const DOCUMENT: &str = include_str!("../../../../docs/policy.md");
+        const DOCUMENT: &str = include_str!("../../../../docs/reference/policies.md");
         let mut f = fixture("psi", true);
         let lines = logged(|| {
             f.greet();
@@ -186,6 +186,6 @@ mod tests {
         let said: Vec<_> = said.filter(|line| !line.contains(" times=")).collect();
         assert!(said.len() > 1, "{said:?}");
         let missing: Vec<_> = said.iter().filter(|line| !DOCUMENT.contains(**line)).collect();
-        assert!(missing.is_empty(), "docs/policy.md lacks {missing:#?}");
+        assert!(missing.is_empty(), "docs/reference/policies.md lacks {missing:#?}");
     }
 }

@@ -1,4 +1,4 @@
-//! The rules of docs/policy.md, one by one.
+//! The rules of docs/reference/policies.md, one by one.
 
 mod growing;
 mod missing;

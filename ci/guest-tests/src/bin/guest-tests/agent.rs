@@ -181,8 +181,9 @@ fn span_ms(lines: &mut Lines, reports: u64) -> Result<u64> {
     }
 }
 
-/// It reports once a second and looks some ten times, as docs/agent.md says. A machine without time
-/// to spare makes that less, not more: so each is counted against the guest's clock, from above.
+/// It reports once a second and looks some ten times, as docs/reference/agent.md says. A machine
+/// without time to spare makes that less, not more: so each is counted against the guest's clock,
+/// from above.
 fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
     // For three seconds after it has connected it is not at rest.
     span_ms(lines, 4)?;

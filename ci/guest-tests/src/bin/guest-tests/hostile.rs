@@ -129,7 +129,7 @@ impl Moved {
 }
 
 /// vhost-net copies frames to addresses of the VMM without a check against plugged memory
-/// (docs/decisions/0018).
+/// (docs/design/decisions/0018).
 fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     let net = vhost_net::network(37)?;
     // PM has nothing of what the guest boots from: what is resident is what was plugged.

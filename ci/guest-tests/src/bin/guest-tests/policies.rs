@@ -159,7 +159,7 @@ fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
         .boot()?;
     guest.wait_until_run("the disk is there", LIMIT, "test -b /dev/vda")?;
     wait_for_agent(&guest, "live")?;
-    // Tables 2 and 3 (docs/policy.md), their first rows.
+    // Tables 2 and 3 (docs/reference/policies.md), their first rows.
     let amf = Paper {
         policy: "amf",
         // Two free sections are enough of them.

@@ -54,7 +54,7 @@ fn check_size(pool: &Pool) -> Result<()> {
     Ok(())
 }
 
-/// Boots the command line of docs/volumes.md, with a load that does not fit into DRAM.
+/// Boots the command line of docs/reference/volumes.md, with a load that does not fit into DRAM.
 fn leaves_memory(kernel: Kernel) -> Result<()> {
     let pool = pool()?;
     let builder = guest(&pool, "virtio-pmem").kernel(kernel).pressure("psi");

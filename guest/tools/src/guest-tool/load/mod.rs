@@ -39,7 +39,7 @@ pub(crate) fn run(name: &str, mib: u64) -> Result<()> {
     };
     guest_tools::oom::volunteer()?;
     // Linux refuses a mapping larger than all memory before anybody could grow the guest
-    // (docs/policy.md).
+    // (docs/reference/policies.md).
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let sum = workload(mib, &mut Phases::new())?;
     println!("sum {sum:016x}");

@@ -3,7 +3,7 @@
 //! [`request`] parses, [`job`] cuts a request into steps, a [disk](crate::disk) executes them, and
 //! a worker for each queue (`event`) moves all that along, by calls (`calls`) or by io_uring
 //! (`ring`).
-//! docs/decisions/0008-disks.md has the reasons.
+//! docs/design/decisions/0008-disks.md has the reasons.
 
 mod calls;
 pub mod config;

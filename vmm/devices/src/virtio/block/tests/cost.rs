@@ -1,4 +1,4 @@
-//! Loads whose instructions callgrind counts (docs/benchmarks.md).
+//! Loads whose instructions callgrind counts (docs/design/benchmarks.md).
 
 use std::fs::File;
 

@@ -1,4 +1,4 @@
-//! Loads whose instructions callgrind counts (docs/benchmarks.md).
+//! Loads whose instructions callgrind counts (docs/design/benchmarks.md).
 
 use super::*;
 use crate::virtio::testing::counted_requests;

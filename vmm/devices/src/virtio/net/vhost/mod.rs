@@ -1,7 +1,7 @@
 //! Frames that the host's kernel moves (Linux drivers/vhost/net.c): the same device, whose pairs of
 //! queues are served by vhost-net. Its control queue, and what the guest sees of it, stay here.
 //!
-//! Why what is unplugged stays out of its reach: docs/decisions/0018-vhost-net.md.
+//! Why what is unplugged stays out of its reach: docs/design/decisions/0018-vhost-net.md.
 
 mod engine;
 mod kernel;
