@@ -2,6 +2,7 @@
 
 mod apt;
 mod bench;
+mod book;
 mod cargo;
 mod checkout;
 mod demo;
@@ -21,6 +22,7 @@ mod setup;
 mod soak;
 mod test;
 mod tidy;
+mod tools;
 
 use std::process::ExitCode;
 
@@ -78,8 +80,8 @@ enum Task {
     /// Exit code 124: the command was cut off; 125: the host itself failed; 2: the command line was
     /// refused.
     Host(Box<host::Arguments>),
-    /// Run all tests: formatting, lints, fuzz targets, names of documents, unit tests, release
-    /// build, guest tests on KVM hosts, power cuts
+    /// Run all tests: formatting, lints, fuzz targets, names of documents, the book, unit tests,
+    /// release build, guest tests on KVM hosts, power cuts
     ///
     /// Without options, long and extended guest tests are left out. The last line is "N passed, N
     /// failed", with ", N skipped" if tests were skipped. The exit code is 0 only if nothing
@@ -139,6 +141,10 @@ enum Task {
     NamesResolve,
     /// Check the length of files, the width of comments, and the direction of the VMM's layers
     Tidy,
+    /// Build the book of the pages in docs/ in target/book
+    ///
+    /// mdBook is built in target/ci/tools if it is missing.
+    Book,
     /// Print the drawing of the VMM's layers in docs/design/architecture.md
     DrawLayers,
 }
@@ -176,6 +182,7 @@ fn run(task: Task) -> Result<u8> {
             return print(names_resolve::unresolved(&Repository::at(checkout.root()))?);
         }
         Task::Tidy => return print(tidy::violations(&Repository::at(checkout.root()))?),
+        Task::Book => return Ok(u8::from(!book::build(checkout)?)),
         Task::DrawLayers => print!("{}", tidy::drawing(&Repository::at(checkout.root()))?),
         Task::Demo(arguments) => return demo::run(checkout, &arguments),
         Task::Bench(arguments) => return bench::run(checkout, &arguments),

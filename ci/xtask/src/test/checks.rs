@@ -1,10 +1,10 @@
-//! Checks with one verdict each: formatting, lints, fuzz targets, names of documents, power cuts.
+//! Checks with one verdict each: formatting, lints, fuzz targets, names of documents, the book,
+//! power cuts.
 
-use std::path::Path;
-
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use super::report::Report;
+use crate::book;
 use crate::cargo;
 use crate::checkout::Checkout;
 use crate::host;
@@ -14,16 +14,11 @@ use crate::names_resolve;
 use crate::programs;
 use crate::repository::Repository;
 use crate::tidy;
+use crate::tools::CARGO_DENY;
 
 const FUZZED: [&str; 2] = ["pmem-volume", "vmm"];
 /// Number of power cuts. `ci/soak` makes more.
 const POWER_CUTS: &str = "2";
-
-/// Version of cargo-deny that is built if it is missing. A newer one may refuse what this one
-/// accepts.
-const CARGO_DENY: &str = "0.20.2";
-/// Folder of programs that checks need.
-const TOOLS: &str = "tools";
 
 pub(super) fn run(checkout: &Checkout, report: &mut Report) {
     check(report, "formatting (cargo fmt)", || {
@@ -44,6 +39,7 @@ pub(super) fn run(checkout: &Checkout, report: &mut Report) {
         Ok(crate::print(violations)? == 0)
     });
     check(report, "dependencies (cargo deny)", || check_dependencies(checkout));
+    check(report, "book (cargo xtask book)", || book::build(checkout));
 }
 
 /// Runs a check, which counts only if it fails. Returns true if it has passed.
@@ -79,29 +75,9 @@ fn compile_fuzz_targets(checkout: &Checkout) -> Result<bool> {
 
 /// Checks the dependencies' licenses, sources and versions (deny.toml).
 fn check_dependencies(checkout: &Checkout) -> Result<bool> {
-    let program = checkout.ci(TOOLS).join("bin/cargo-deny");
-    if !is_deny_installed(&program) {
-        install_deny(checkout)?;
-    }
-    let mut deny = programs::user(&program);
+    let mut deny = programs::user(&CARGO_DENY.path(checkout)?);
     deny.args(["--offline", "--all-features", "check", "bans", "licenses", "sources"]);
     Ok(jobs::status(deny.current_dir(checkout.root()))?.success())
-}
-
-fn is_deny_installed(program: &Path) -> bool {
-    let version = jobs::output(programs::user(program).arg("--version"));
-    version.is_ok_and(|version| version.trim() == format!("cargo-deny {CARGO_DENY}"))
-}
-
-fn install_deny(checkout: &Checkout) -> Result<()> {
-    say!("building cargo-deny {CARGO_DENY}, which takes 2 to 4 minutes once");
-    let mut cargo = cargo::command(checkout, ["install", "--quiet", "--locked", "cargo-deny"]);
-    cargo.args(["--version", CARGO_DENY, "--force", "--root"]).arg(checkout.ci(TOOLS));
-    // cargo's settings of this repository are for our programs: a static build and a target.
-    if !jobs::status(cargo.current_dir("/"))?.success() {
-        bail!("cargo-deny {CARGO_DENY} could not be built");
-    }
-    Ok(())
 }
 
 /// Cuts the power of emulated hosts, unless commands run on this machine itself.

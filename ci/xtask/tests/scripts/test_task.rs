@@ -36,14 +36,20 @@ const VERDICTS: &str = "test a::one ... ok (1.0 s)\ntest a::two ... FAILED (2.0 
 const DRAWING: &str = "```mermaid\nflowchart TD\n    L0[\"<b>Base</b><br>\"]\n```\n";
 /// Code with the headings above the tables of layers.
 const LAYERS: &str = include_str!("../../src/tidy/layers.rs");
-/// Code with the version of cargo-deny.
-const CHECKS: &str = include_str!("../../src/test/checks.rs");
+/// Code with the tools' names and versions.
+const TOOLS: &str = include_str!("../../src/tools.rs");
 
-/// A cargo-deny that has nothing against any dependency.
-fn cargo_deny() -> String {
-    let version = CHECKS.lines().find_map(|line| line.strip_prefix("const CARGO_DENY: &str = "));
-    let version = version.unwrap().trim_matches([';', '"']);
-    format!("#!/bin/sh\n[ \"$1\" != --version ] || echo cargo-deny {version}\n")
+/// Adds tools that have nothing against any dependency or page.
+fn add_tools(tree: &Tree) {
+    let values = |key: &'static str| {
+        let values = TOOLS.lines().filter_map(move |line| line.trim().strip_prefix(key));
+        values.map(|value| value.trim_matches(['"', ',']))
+    };
+    let versions = values("version_prefix: ").zip(values("version: "));
+    for (name, (prefix, version)) in values("name: ").zip(versions) {
+        let program = format!("#!/bin/sh\n[ \"$1\" != --version ] || echo '{prefix}{version}'\n");
+        tree.write(&format!("target/ci/tools/bin/{name}"), program, 0o755).unwrap();
+    }
 }
 
 /// A document whose tables have one layer each, without a module.
@@ -58,7 +64,7 @@ fn fakes(cargo: &str) -> Option<Tree> {
     let tree = Tree::with_tools(cargo)?;
     tree.add_program("guest-tests", GUEST_TESTS).unwrap();
     tree.write("docs/design/architecture.md", architecture(), 0o644).unwrap();
-    tree.write("target/ci/tools/bin/cargo-deny", cargo_deny(), 0o755).unwrap();
+    add_tools(&tree);
     tree.write(".gitignore", "/target\n/bin\n", 0o644).unwrap();
     let mut git = Command::new("git");
     assert!(git.args(["init", "--quiet"]).arg(tree.folder()).status().unwrap().success());

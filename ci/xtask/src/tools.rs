@@ -1,0 +1,68 @@
+//! Programs from crates.io that checks need, built once at pinned versions.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+
+use crate::cargo;
+use crate::checkout::Checkout;
+use crate::jobs;
+use crate::messages::say;
+use crate::programs;
+
+pub(crate) struct Tool {
+    name: &'static str,
+    version: &'static str,
+    install_options: &'static [&'static str],
+    build_minutes: &'static str,
+    /// Text of `--version` before the version.
+    version_prefix: &'static str,
+}
+
+/// Checks dependencies. A newer version may refuse a license or source that this one accepts.
+pub(crate) const CARGO_DENY: Tool = Tool {
+    name: "cargo-deny",
+    version: "0.20.2",
+    install_options: &[],
+    build_minutes: "2 to 4",
+    version_prefix: "cargo-deny ",
+};
+
+/// Builds the book, without its web server and its search index.
+pub(crate) const MDBOOK: Tool = Tool {
+    name: "mdbook",
+    version: "0.5.4",
+    install_options: &["--no-default-features"],
+    build_minutes: "2 to 3",
+    version_prefix: "mdbook v",
+};
+
+impl Tool {
+    /// Path of the program. Builds it if the pinned version is missing.
+    pub(crate) fn path(&self, checkout: &Checkout) -> Result<PathBuf> {
+        let program = checkout.ci("tools").join("bin").join(self.name);
+        if !self.is_installed(&program) {
+            self.install(checkout)?;
+        }
+        Ok(program)
+    }
+
+    fn is_installed(&self, program: &Path) -> bool {
+        let printed = jobs::output(programs::user(program).arg("--version"));
+        let expected = format!("{}{}", self.version_prefix, self.version);
+        printed.is_ok_and(|printed| printed.trim() == expected)
+    }
+
+    fn install(&self, checkout: &Checkout) -> Result<()> {
+        let Self { name, version, build_minutes, .. } = self;
+        say!("building {name} {version}, which takes {build_minutes} minutes once");
+        let mut cargo = cargo::command(checkout, ["install", "--quiet", "--locked", name]);
+        cargo.args(self.install_options);
+        cargo.args(["--version", version, "--force", "--root"]).arg(checkout.ci("tools"));
+        // cargo's settings of this repository are for our programs: a static build and a target.
+        if !jobs::status(cargo.current_dir("/"))?.success() {
+            bail!("{name} {version} could not be built");
+        }
+        Ok(())
+    }
+}
