@@ -173,8 +173,7 @@ pub trait Executor: Send {
     /// True once the kernel takes no more steps from the ring, so that system calls execute them.
     fn is_given_up(&self) -> bool;
 
-    /// Waits for the steps under way and returns one result for each of them. A step that is done
-    /// in part ends with [`io::ErrorKind::Interrupted`]. Steps that have not begun are dropped,
-    /// except flushes, which are all executed.
+    /// Waits for the steps under way and returns their results. Steps that have not begun are
+    /// dropped, except flushes, which are all executed.
     fn drain(&mut self) -> Vec<Done>;
 }

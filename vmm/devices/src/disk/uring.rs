@@ -46,18 +46,8 @@ struct Running {
     /// Where zeros are asked for.
     way: Way,
     retries: u32,
-    /// The kernel may have executed a part of the step.
-    is_begun: bool,
     /// Lock of the range that the step changes, against unaligned steps.
     guard: Option<RangeGuard>,
-}
-
-/// A step that system calls execute instead of the ring.
-struct Deferred {
-    token: usize,
-    step: Step,
-    /// The kernel may have executed a part of the step.
-    is_begun: bool,
 }
 
 /// A ring on a raw image.
@@ -77,7 +67,7 @@ pub struct Uring {
     done: VecDeque<Done>,
     /// Steps that are carried out by calls, one in each turn: unaligned ones, those whose range
     /// another step changes, and all once the ring is given up.
-    deferred: VecDeque<Deferred>,
+    deferred: VecDeque<(usize, Step)>,
     /// What zeros are written from; made when they are.
     zeros: Option<Buffer>,
     /// The kernel takes no more from the ring.
@@ -122,14 +112,14 @@ impl Uring {
     /// Puts a step, or what is left of it, into the ring.
     fn push(&mut self, token: usize, mut running: Running) {
         if !self.image.is_aligned(&running.step) {
-            self.deferred.push_back(running.defer(token));
+            self.deferred.push_back((token, running.step));
             return;
         }
         if running.guard.is_none() {
             match self.image.lock_aligned(&running.step, &self.event) {
                 Ok(guard) => running.guard = guard,
                 Err(RangeInUse) => {
-                    self.deferred.push_back(running.defer(token));
+                    self.deferred.push_back((token, running.step));
                     return;
                 }
             }
@@ -220,14 +210,14 @@ impl Uring {
                     Some(result) if !self.is_refused(&running.step, &result) => {
                         self.done.push_back(Done { token, step: running.step, result });
                     }
-                    _ => self.deferred.push_back(running.defer(token)),
+                    _ => self.deferred.push_back((token, running.step)),
                 }
             }
         }
         // 2. What it has not taken it never will: the whole step again, by calls.
         for (token, slot) in self.running.iter_mut().enumerate() {
             if let Some(running) = slot.take() {
-                self.deferred.push_back(running.defer(token));
+                self.deferred.push_back((token, running.step));
             }
         }
         (self.under_way, self.untold, self.is_given_up) = (0, false, true);
@@ -236,10 +226,9 @@ impl Uring {
     /// Carries out one deferred step, unless another step changes the same blocks. Returns true if
     /// more steps can be carried out.
     fn carry_out_deferred(&mut self) -> bool {
-        let Some(Deferred { step, .. }) = self.deferred.front_mut() else { return false };
+        let Some((_, step)) = self.deferred.front_mut() else { return false };
         let Some(result) = self.image.carry_out_unaligned(step, &self.event) else { return false };
-        let Deferred { token, step, .. } =
-            self.deferred.pop_front().expect("the step that was executed");
+        let (token, step) = self.deferred.pop_front().expect("the step that was executed");
         self.done.push_back(Done { token, step, result });
         !self.deferred.is_empty()
     }
@@ -275,7 +264,7 @@ impl Uring {
                 // The whole step is repeated: the guest expects nothing of its blocks before the
                 // answer.
                 Some(result) if self.is_refused(&running.step, &result) => {
-                    self.deferred.push_back(running.defer(token));
+                    self.deferred.push_back((token, running.step));
                 }
                 Some(result) => self.done.push_back(Done { token, step: running.step, result }),
             }
@@ -287,17 +276,11 @@ impl Uring {
 impl Running {
     fn new(step: Step, unmaps: bool) -> Self {
         let way = if unmaps { Way::Punch } else { Way::Zero };
-        Self { step, done: 0, way, retries: 0, is_begun: false, guard: None }
-    }
-
-    /// Leaves the whole step to system calls, and releases its range for them.
-    fn defer(self, token: usize) -> Deferred {
-        Deferred { token, step: self.step, is_begun: self.is_begun }
+        Self { step, done: 0, way, retries: 0, guard: None }
     }
 
     /// Takes what the kernel says. `None`: it is not all done yet.
     fn advance(&mut self, result: i32) -> Option<io::Result<()>> {
-        self.is_begun = true;
         let error = || Some(Err(io::Error::from_raw_os_error(-result)));
         let len = match &self.step {
             Step::Read(_, buffer) | Step::Write(_, buffer) => buffer.len(),
@@ -337,7 +320,7 @@ impl Running {
 impl Executor for Uring {
     fn add(&mut self, token: usize, step: Step) {
         if self.is_given_up {
-            self.deferred.push_back(Deferred { token, step, is_begun: false });
+            self.deferred.push_back((token, step));
             return;
         }
         let unmaps = matches!(step, Step::WriteZeroes(_, unmap) if self.image.unmaps(unmap));
@@ -420,17 +403,8 @@ impl Executor for Uring {
             }
         }
         // 3. A flush may have been deferred after the kernel had interrupted it. It never waits for
-        // other steps, because it changes no blocks. Other steps that were begun get the result of
-        // step 2.
-        for deferred in std::mem::take(&mut self.deferred) {
-            let Deferred { token, step, is_begun } = deferred;
-            if matches!(step, Step::Flush) {
-                self.deferred.push_back(Deferred { token, step, is_begun });
-            } else if is_begun {
-                let result = Err(io::ErrorKind::Interrupted.into());
-                self.done.push_back(Done { token, step, result });
-            }
-        }
+        // other steps, because it changes no blocks.
+        self.deferred.retain(|(_, step)| matches!(step, Step::Flush));
         while self.carry_out_deferred() {}
         self.done.drain(..).collect()
     }

@@ -223,30 +223,6 @@ fn draining_has_a_result_for_each_flush_that_the_ring_did_not_take() {
     assert!(ring.drain().is_empty());
 }
 
-#[test]
-fn drain_of_failed_ring_returns_one_result_for_partial_step() {
-    let (_file, image) = image();
-    let Some(mut ring) = ring(&image) else { return };
-    take_away(&ring);
-    // The first step is executed before the ring is drained.
-    ring.add(0, Step::Flush);
-    for token in 1..3 {
-        let mut running = Running::new(Step::Write(0, buffer(4096, 1)), false);
-        assert!(running.advance(512).is_none());
-        ring.push(token, running);
-    }
-    // The kernel does not begin this step.
-    ring.add(3, Step::Write(0, buffer(4096, 1)));
-    let mut done = ring.drain();
-    assert!(ring.is_given_up());
-    done.sort_by_key(|done| done.token);
-    let outcomes = done.iter().map(|done| (done.token, done.result.as_ref().err()));
-    let kinds: Vec<_> = outcomes.map(|(token, err)| (token, err.map(io::Error::kind))).collect();
-    let interrupted = Some(io::ErrorKind::Interrupted);
-    assert_eq!(kinds, [(0, None), (1, interrupted), (2, interrupted)]);
-    assert!(ring.drain().is_empty());
-}
-
 fn outcome(running: &mut Running, result: i32) -> Option<Result<(), io::ErrorKind>> {
     running.advance(result).map(|result| result.map_err(|err| err.kind()))
 }
