@@ -167,13 +167,14 @@ impl<'run> Demo<'run> {
         let events = narrator.events.clone();
         let zero_s = narrator.zero_s;
         let show = |bytes: &[u8]| narrator.add(bytes);
-        let drawn = picture::draw(self, prometheus, zero_s, &events, true, show);
-        match &drawn {
-            Ok(()) => narrator.add(SEEN.as_bytes())?,
-            Err(error) => narrator.add(format!("  {NOT_SEEN}: {error:#}\n").as_bytes())?,
-        }
+        let missing = picture::draw(self, prometheus, zero_s, &events, true, show);
         narrator.finish()?;
-        Ok(drawn.is_ok())
+        let missing = missing?;
+        match &missing {
+            None => narrator.add(SEEN.as_bytes())?,
+            Some(claim) => narrator.add(format!("  {NOT_SEEN}: {claim}\n").as_bytes())?,
+        }
+        Ok(missing.is_none())
     }
 
     /// Reports a failure. Its picture shows how far the demo came.

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
 use super::Demo;
 use super::narrator::{Event, now};
@@ -19,8 +19,8 @@ const GNUPLOT_TITLE: &str = "<title>Gnuplot</title>";
 const TITLE: &str = "<title>Foreshore: a guest's memory grows into PM and back</title>";
 
 /// Writes the data to the folder of the demo and draws the picture there. Times count from
-/// the second `zero_s`. It is an error if the data do not show a claim of a demo that is
-/// judged.
+/// the second `zero_s`. If the demo is judged, returns the first claim that the data do not show,
+/// without a picture.
 pub(super) fn draw(
     demo: &Demo<'_>,
     prometheus: &Prometheus,
@@ -28,7 +28,7 @@ pub(super) fn draw(
     events: &[Event],
     is_judged: bool,
     mut show: impl FnMut(&[u8]) -> Result<()>,
-) -> Result<()> {
+) -> Result<Option<String>> {
     let start_s = zero_s.context("the demo printed nothing")?;
     let range = Range { start_s, end_s: now()?.as_secs() + 1 };
     let phase = if is_judged { "5/5 " } else { "" };
@@ -40,7 +40,9 @@ pub(super) fn draw(
     write(&path("timeline.csv"), table.to_csv())?;
     write(&path("timeline.gnuplot"), plot::script(&range, events))?;
     for (holds, claim) in table.claims().into_iter().filter(|_| is_judged) {
-        ensure!(holds, "{claim}");
+        if !holds {
+            return Ok(Some(claim));
+        }
         show(format!("  ok: {claim}\n").as_bytes())?;
     }
     for format in FORMATS {
@@ -50,7 +52,8 @@ pub(super) fn draw(
         jobs::check(&gnuplot, status)?;
     }
     let svg = path("timeline.svg");
-    write(&svg, read(&svg)?.replace(GNUPLOT_TITLE, TITLE))
+    write(&svg, read(&svg)?.replace(GNUPLOT_TITLE, TITLE))?;
+    Ok(None)
 }
 
 fn events_csv(events: &[Event]) -> String {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use crate::checkout::{Checkout, write};
+use crate::checkout::{Checkout, rename, write};
 use crate::messages::{say, write_output};
 
 pub(super) struct Table {
@@ -26,7 +26,9 @@ impl Table {
     pub(super) fn add(&mut self, name: &str, seed: &str, result: &str) -> Result<()> {
         self.text += &format!("{name:<28} {seed:<10} {result}\n");
         say!("{name}, seed {seed}: {result}");
-        write(&self.path, &self.text)
+        let new = self.path.with_extension("new");
+        write(&new, &self.text)?;
+        rename(&new, &self.path)
     }
 
     /// Adds a row of a failure, whose logs are in these folders.

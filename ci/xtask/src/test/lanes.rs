@@ -72,13 +72,15 @@ pub(super) fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -
         let code = host.boot(&left, log)?;
         log.end_line()?;
         left = log.events.without_verdict(tests);
-        let has_died = host.has_died(code);
-        if left.is_empty() || !has_died {
-            // After the last verdict, the death of a host loses nothing.
-            break if has_died { 0 } else { code };
+        if !host.has_died(code) {
+            break code;
         }
         deaths += 1;
         host.keep_logs(deaths)?;
+        if left.is_empty() {
+            log.add_line(&format!("{HOST_DEATH} the host after its last test"))?;
+            break 0;
+        }
         let (test, count) = (left[0].clone(), left.len());
         log.add_line(&format!(
             "{HOST_DEATH} the host in {test}: {count} tests have no verdict yet"
@@ -223,10 +225,13 @@ mod tests {
         let death =
             "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... ok";
         assert!(log.contains(death) && !log.contains("FAILED"), "{log}");
-        // After the last verdict, a death loses nothing.
+        // After the last verdict, a death loses nothing, but it counts.
         let (host, log) = run("a", [died("test a ... ok (1.0 s)\n")]);
-        assert_eq!(log, "test a ... ok (1.0 s)\n");
-        assert!(host.kept.is_empty());
+        assert_eq!(
+            log,
+            "test a ... ok (1.0 s)\nTHE EMULATION BROKE the host after its last test\n"
+        );
+        assert_eq!(host.kept, [1]);
     }
 
     #[test]
