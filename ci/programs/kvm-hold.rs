@@ -10,6 +10,8 @@
 //! other key of this kind, kvm_has_noapic_vcpu, counts vCPUs without an in-kernel APIC, which
 //! nobody here makes.
 
+#![forbid(unsafe_code)]
+
 use std::thread;
 
 use anyhow::{Context, Result};

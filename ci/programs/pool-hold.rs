@@ -3,6 +3,8 @@
 //!
 //! `pool-hold POOL BYTES` prints `held` when it has it.
 
+#![forbid(unsafe_code)]
+
 use std::path::Path;
 use std::thread;
 

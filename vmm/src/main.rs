@@ -1,5 +1,7 @@
 //! Foreshore: the virtual machine monitor.
 
+#![forbid(unsafe_code)]
+
 use std::io::{self, Write};
 use std::process::ExitCode;
 

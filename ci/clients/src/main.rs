@@ -4,6 +4,8 @@
 //! Where the client needs the guest to be up, it says `until up`, and goes on when it is told so by
 //! a line.
 
+#![forbid(unsafe_code)]
+
 use std::io::{BufRead, stdin};
 use std::path::PathBuf;
 use std::process::ExitCode;

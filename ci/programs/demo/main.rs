@@ -8,6 +8,8 @@
 //! Two VMs: `governed` (policy=psi), which is killed and restarted in phase 4, and `policy-off`,
 //! for phase 2 alone.
 
+#![forbid(unsafe_code)]
+
 mod boot;
 mod pressure;
 mod redis;

@@ -1,6 +1,8 @@
 //! What takes long: many kills of guests that write, power cuts of the host, guests that are too
 //! small. `ci/soak` runs it.
 
+#![forbid(unsafe_code)]
+
 mod kills;
 mod power;
 mod pressure;

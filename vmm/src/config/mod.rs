@@ -15,15 +15,11 @@ mod cli;
 mod counts;
 mod devices;
 mod foreign;
-mod host_memory;
 mod json;
 mod memory;
-mod memory_zone;
 mod numa;
 mod payload;
 mod platform;
-mod plug_bandwidth;
-mod pm_memory;
 mod pressure;
 mod socket;
 mod switches;
@@ -45,15 +41,14 @@ use self::json::{one_or_many, serial as serial_from_json};
 pub use self::at_guest_shutdown::AtGuestShutdown;
 pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, parse_command_line, usage_line};
 pub use self::devices::DeviceConfig;
-pub use self::host_memory::HostMemoryConfig;
 #[cfg(test)]
 pub(crate) use self::json::fields;
-pub use self::memory::{HotplugMethod, MemoryConfig};
-pub use self::memory_zone::MemoryZoneConfig;
+pub use self::memory::{
+    HostMemoryConfig, HotplugMethod, MIN_PM_NODE, MemoryConfig, MemoryZoneConfig, PmMemoryConfig,
+};
 pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::platform::PlatformConfig;
-pub use self::pm_memory::{MIN_PM_NODE, PmMemoryConfig};
 pub use self::pressure::{
     FIXED_SIZE, POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size,
     check_policy, rules_as_well,
@@ -118,7 +113,7 @@ impl VmConfig {
         self.console.validate("--console")?;
         self.vsock.as_ref().map_or(Ok(()), VsockConfig::validate)?;
         self.platform.as_ref().map_or(Ok(()), PlatformConfig::validate)?;
-        pm_memory::validate_all(&self.pm_memory)?;
+        memory::pm::validate_all(&self.pm_memory)?;
         self.numa.iter().try_for_each(NumaConfig::validate)?;
         Topology::of(self)?;
         self.pm_volumes.iter().try_for_each(PmVolumeConfig::validate)?;

@@ -6,8 +6,9 @@ use std::collections::BTreeMap;
 use foreshore_config::ConfigError;
 use foreshore_devices::memory::zone::{Growth, HostMemory, HostPages, Tier, ZoneSpec};
 
+use super::memory::plug_bandwidth;
 use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, check_node};
-use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig, plug_bandwidth};
+use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig};
 use crate::cpu::packages::{self, VcpuPlace};
 
 /// The zone of DRAM where there is no `--memory-zone`.

@@ -1,5 +1,7 @@
 //! The client for the API of a VMM, with ch-remote's verbs and ours.
 
+#![forbid(unsafe_code)]
+
 mod devices;
 mod pressure;
 mod table;

@@ -1,12 +1,20 @@
 //! `--memory`.
 
+mod host;
+pub(super) mod plug_bandwidth;
+pub(super) mod pm;
+mod zone;
+
 use foreshore_config::{ConfigError, section, size, words};
 use foreshore_types::UNIT_BYTES;
 use foreshore_types::size::Size;
 
-use super::host_memory::HostMemoryConfig;
-use super::memory_zone::{MemoryZoneConfig, check_hotplug, check_plug_bandwidth};
-use super::plug_bandwidth::DEFAULT_PLUG_BANDWIDTH;
+use self::plug_bandwidth::DEFAULT_PLUG_BANDWIDTH;
+use self::zone::{check_hotplug, check_plug_bandwidth};
+
+pub use self::host::HostMemoryConfig;
+pub use self::pm::{MIN_PM_NODE, PmMemoryConfig};
+pub use self::zone::MemoryZoneConfig;
 
 words! {
     /// Method of DRAM hotplug.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use foreshore_config::{ConfigError, name, section, size};
 use foreshore_types::size::Size;
 
-use super::host_memory::HostMemoryConfig;
+use super::host::HostMemoryConfig;
 use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
 
 section! {

@@ -14,7 +14,7 @@ pub(super) const DEFAULT_PLUG_BANDWIDTH: u64 = 1 << 30;
 pub(super) const MIN_PLUG_BANDWIDTH: u64 = 64 << 20;
 
 /// Rate of a zone; `None` for 0 (unlimited).
-pub(super) fn bytes_per_s(configured: Option<u64>) -> Option<NonZeroU64> {
+pub(in crate::config) fn bytes_per_s(configured: Option<u64>) -> Option<NonZeroU64> {
     NonZeroU64::new(configured.unwrap_or(DEFAULT_PLUG_BANDWIDTH))
 }
 

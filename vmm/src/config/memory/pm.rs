@@ -9,7 +9,7 @@ use foreshore_types::UNIT_BYTES;
 use foreshore_types::size::Size;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 
-use super::numa::MAX_NODE;
+use super::super::numa::MAX_NODE;
 use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
 
 /// Node 0 is DRAM's.
@@ -92,7 +92,7 @@ impl PmMemoryConfig {
 
 /// Each zone alone, and that all of them are of one pool: the governor plans with what one pool has
 /// left.
-pub(super) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), ConfigError> {
+pub(in crate::config) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), ConfigError> {
     zones.iter().try_for_each(PmMemoryConfig::validate)?;
     let Some((first, others)) = zones.split_first() else { return Ok(()) };
     let conflict = |reason| Err(ConfigError::Conflict { flag: PmMemoryConfig::FLAG, reason });
