@@ -128,8 +128,15 @@ fn fact(word: &str) -> Option<String> {
     if is_function || [".c", ".h", ".S"].iter().any(|end| word.ends_with(end)) {
         return Some(word.trim_end_matches('(').to_owned());
     }
-    let starts_with_digit = word.starts_with(|letter: char| letter.is_ascii_digit());
-    starts_with_digit.then(|| word.replace(',', ""))
+    if !word.starts_with(|letter: char| letter.is_ascii_digit()) {
+        return None;
+    }
+    // A unit or a comma with more text may stand behind the digits.
+    let end = word.find(|letter: char| !letter.is_ascii_alphanumeric() && !".,".contains(letter));
+    let number = word[..end.unwrap_or(word.len())].split_inclusive(',');
+    let is_group = |group: &&str| group.starts_with(|letter: char| letter.is_ascii_digit());
+    let number: String = number.take_while(is_group).collect();
+    Some(number.replace(',', ""))
 }
 
 fn dropped(messages: &str) -> BTreeSet<String> {
@@ -146,8 +153,8 @@ mod tests {
     #[test]
     fn facts_are_code_numbers_files_and_functions() {
         let text = "At 4,096 bytes (section 5.15), `a\nb` is split by mm/vmscan.c's or page_c.c, \
-                    see shrink_node(). A word, a dash-ed one.";
-        let expected = ["4096", "5.15", "a b", "mm/vmscan.c", "page_c.c", "shrink_node"];
+                    see shrink_node() with 2M,more. A word, a dash-ed one.";
+        let expected = ["2M", "4096", "5.15", "a b", "mm/vmscan.c", "page_c.c", "shrink_node"];
         assert_eq!(facts(text), BTreeSet::from(expected.map(str::to_owned)));
     }
 
