@@ -215,13 +215,19 @@ fn fields_of_the_compatibility_page_are_in_the_tables() {
 
 /// Pages of docs/ that are not generated.
 fn pages() -> Vec<String> {
-    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
-    let files = std::fs::read_dir(docs).unwrap().map(|entry| entry.unwrap().path());
-    let is_page = |path: &std::path::PathBuf| {
-        let is_generated = path.file_name().is_some_and(|name| name == "compatibility.md");
-        !is_generated && path.extension().is_some_and(|extension| extension == "md")
-    };
-    files.filter(is_page).map(|path| std::fs::read_to_string(path).unwrap()).collect()
+    let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs")];
+    let mut pages = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for path in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+            let is_generated = path.file_name().is_some_and(|name| name == "compatibility.md");
+            if path.is_dir() {
+                folders.push(path);
+            } else if !is_generated && path.extension().is_some_and(|extension| extension == "md") {
+                pages.push(std::fs::read_to_string(path).unwrap());
+            }
+        }
+    }
+    pages
 }
 
 /// Returns true if a page names `flag`, and not only a longer one.
