@@ -286,7 +286,7 @@ impl Row {
                 content.known().is_some() && content != Content::DiskOfGuest
             }
             "disks of guests" => content == Content::DiskOfGuest,
-            "files that a VM or pool has" | "files in use" => content == Content::InUse,
+            "files in use" => content == Content::InUse,
             "any data" => {
                 content.known().is_some()
                     || matches!(
@@ -320,8 +320,8 @@ impl Row {
             "emptied: memory begins as zeros" => {
                 assert!(after()[..FILE_BYTES as usize] == vec![0; FILE_BYTES as usize])
             }
-            "read" | "the guest's to write" => assert!(after() == before),
-            "replaced if it is a socket that nobody listens on" => {}
+            "read" | "writable by the guest" => assert!(after() == before),
+            "replaced if it is a stale socket" => {}
             "never written" => panic!("it was taken"),
             existing => panic!("{existing:?}: a phrase of the table without a test"),
         }
