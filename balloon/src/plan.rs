@@ -63,73 +63,73 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// Less is available than the guest should have at hand.
+    /// Available memory is below the headroom.
     LowAvailable => "low_available",
-    /// There would be enough, but it is being used up fast.
+    /// Available memory is being used up fast.
     Filling => "filling",
-    /// Pages are being swapped.
+    /// The guest swaps.
     Swapping => "swapping",
     /// Tasks wait for memory.
     Stalled => "stalled",
-    /// Evicted pages come back soon after, and tasks wait for them.
+    /// Evicted pages are needed again soon, and tasks wait for them.
     Thrashing => "thrashing",
-    /// The guest's kernel runs short of memory that it can use itself.
+    /// The guest's kernel is short of memory that it can use itself.
     KernelMemory => "kernel_memory",
-    /// Reports stopped coming while the guest was short.
+    /// No report has arrived for the time `lost`.
     ReportsLost => "reports_lost",
-    /// Fewer pages are free than the scaled watermarks ask for.
+    /// Free memory is below the scaled watermarks.
     LowFree => "low_free",
-    /// Free pages are down to the kernel's own watermarks.
+    /// Free memory is down to the kernel's own watermarks.
     AtWatermarks => "at_watermarks",
-    /// The policy has a size of its own.
+    /// The policy requests a fixed size.
     FixedSize => "fixed_size",
-    /// More has been idle for a while than the guest should have at hand.
+    /// Memory above headroom and margin has been idle.
     Surplus => "surplus",
-    /// Page descriptors of free sections take up more of DRAM than they should.
+    /// Page descriptors of free sections take too much of DRAM.
     DescriptorSpace => "descriptor_space",
-    /// What is free is a large part of the PM that there is.
+    /// A large part of the PM is free.
     FreeShare => "free_share",
-    /// Units of lent memory are wholly free.
+    /// Whole units of lent memory are free.
     FreeUnits => "free_units",
-    /// There has been no pressure for a while, and more is free than has to be.
+    /// There has been no pressure for a while, and more memory is free than necessary.
     Calm => "calm",
-    /// The pool has less left than is kept for storage.
+    /// The pool has only its storage floor left.
     StorageShort => "storage_short",
-    /// Less is requested than the guest is to have in any case.
+    /// Requested memory is below `floor`.
     BelowFloor => "below_floor",
-    /// More is requested than the guest may have in all.
+    /// Requested memory is above `ceiling`.
     AboveCeiling => "above_ceiling",
-    /// The guest has what it needs, all that was asked for included.
+    /// The guest has enough memory, including memory on its way.
     Enough => "enough",
-    /// The policy decides nothing.
+    /// The policy makes no decisions.
     Off => "off",
-    /// The operator has stopped the governor.
+    /// The operator has paused the governor.
     Paused => "paused",
-    /// Nothing has been reported yet.
+    /// No report has arrived yet.
     NoReport => "no_report",
     /// Nothing has happened since the last plan.
     Quiet => "quiet",
-    /// Too soon after the last change to take memory back.
+    /// It is too soon after the last change to take memory back.
     CoolDown => "cool_down",
-    /// An earlier request is still being followed.
+    /// The guest is still following an earlier request.
     InProgress => "in_progress",
-    /// The guest did not follow a request in time: it is reduced, or withdrawn for a while.
+    /// The guest did not follow a request in time, so the request is reduced or withdrawn for a while.
     NoProgress => "no_progress",
-    /// The host could not provide what was asked for: others are asked, and the zone is left alone for a while.
+    /// The host could not provide the memory: other zones are used, and this one again after a pause.
     HostShort => "host_short",
-    /// Every zone has all it may have.
+    /// Every zone has its largest permitted size.
     AtCeiling => "at_ceiling",
-    /// Every zone is down to what it keeps.
+    /// Every zone has its smallest permitted size.
     AtFloor => "at_floor",
-    /// The pool has nothing left.
+    /// The pool has no memory left to lend.
     PoolEmpty => "pool_empty",
-    /// The guest's free DRAM carries no more page descriptors at a time.
+    /// The guest's free DRAM has no room for more page descriptors.
     Descriptors => "descriptors",
-    /// The guest does not online memory movable, so lending more of it would be for good.
+    /// The guest does not online memory as movable, so more of it might not come back.
     OnlinePolicy => "online_policy",
     /// The guest's virtio-mem driver lacks a feature that the device requires, and no other zone can grow.
     UnsupportedDriver => "unsupported_driver",
-    /// The zones that could change have been sized by hand.
+    /// The zones that could change were resized by hand.
     Pinned => "pinned",
 }
 

@@ -1,5 +1,5 @@
-//! docs/reference/policies.md says what the tables of parameters and the list of reasons say, and
-//! docs/reference/simulator.md what workloads have.
+//! docs/reference/policies.md lists all parameters and reasons, and docs/reference/simulator.md all
+//! parameters of workloads.
 
 use std::fmt::Write;
 
@@ -15,7 +15,8 @@ const SIMULATOR_DOCS: &str = include_str!("../../docs/reference/simulator.md");
 /// A table as the documentation has it.
 fn documented(table: &[Param]) -> String {
     let mut text =
-        "| parameter | unit | from | to | default | what |\n|---|---|---|---|---|---|\n".to_owned();
+        "| parameter | unit | from | to | default | meaning |\n|---|---|---|---|---|---|\n"
+            .to_owned();
     for param in table {
         let show = |value| param.unit.show(value);
         let (low, high, default) = (show(param.low), show(param.high), show(param.default));
@@ -78,7 +79,7 @@ fn every_pair_of_parameters_is_documented() {
 
 #[test]
 fn every_reason_is_documented() {
-    let mut text = "| reason | what it says |\n|---|---|\n".to_owned();
+    let mut text = "| reason | meaning |\n|---|---|\n".to_owned();
     for reason in Reason::ALL {
         writeln!(text, "| `{}` | {} |", reason.label(), reason.about()).expect("a String");
     }

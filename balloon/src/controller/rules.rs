@@ -6,31 +6,31 @@ use crate::{MIB, ParamError};
 params! {
     /// Parameters of the rules above every policy. docs/reference/policies.md says what each is for.
     pub struct Rules {
-        /// All zones together, what a balloon can take of boot memory among them, are never asked for less memory than this.
+        /// Lower limit of the requested memory of all zones together, with the part of boot memory that a balloon can take.
         floor_bytes: "floor", Blocks, 0 => 1 << 46, 0;
-        /// Nor for more than this.
+        /// Upper limit of the requested memory of all zones together, with the part of boot memory that a balloon can take.
         ceiling_bytes: "ceiling", Blocks, 0 => 1 << 46, 1 << 46;
-        /// No memory is taken back for this long after a grow.
+        /// Time after a grow in which no memory is taken back.
         cool_down_ms: "cool_down", Ms, 100 => 86_400_000, 5_000;
-        /// The longest that the cool-down becomes when shrinks turn out to have been wrong.
+        /// Upper limit of the cool-down, which doubles when a shrink has to be undone.
         max_cool_down_ms: "max_cool_down", Ms, 100 => 86_400_000, 60_000;
-        /// At most this is taken back in one step, or `shrink_share` of what is plugged if that is more.
+        /// Most memory taken back in one step, unless `shrink_share` allows more.
         shrink_step_bytes: "shrink_step", Bytes, 2 * MIB => 1 << 46, 128 * MIB;
-        /// The share of what is plugged that may be taken back in one step however little `shrink_step` is.
+        /// Share of the plugged memory that one step may take back, even if it is more than `shrink_step`.
         shrink_share_permille: "shrink_share", Permille, 0 => 1000, 125;
-        /// The least time between two steps.
+        /// Shortest time between two shrinks.
         shrink_interval_ms: "shrink_interval", Ms, 0 => 86_400_000, 1_000;
-        /// A request on which nothing happens for this long has made no progress.
+        /// Time without a change after which a request has made no progress.
         progress_ms: "progress", Ms, 100 => 600_000, 5_000;
-        /// The longest that a zone which did not follow is left alone.
+        /// Longest pause before a zone that made no progress is used again.
         max_retry_ms: "max_retry", Ms, 100 => 86_400_000, 60_000;
-        /// No report for this long means that reports are lost.
+        /// Time without a report after which reports count as lost.
         lost_ms: "lost", Ms, 1_500 => 600_000, 3_000;
-        /// So many grows follow upon lost reports, each twice the one before.
+        /// Number of grows after lost reports, each twice the one before.
         lost_steps: "lost_steps", Count, 0 => 32, 4;
-        /// The first of them.
+        /// Size of the first grow after lost reports.
         lost_step_bytes: "lost_step", Bytes, 2 * MIB => 1 << 40, 64 * MIB;
-        /// The share of a zone that is lent to a guest which does not online it movable.
+        /// Share of a zone that is lent to a guest that does not online it as movable memory.
         unmovable_permille: "unmovable", Permille, 0 => 1000, 250;
         /// Upper limit of the plugged memory of a guest whose agent does not report, as a multiple of its boot memory without the part in the balloon.
         unreported_multiple: "unreported", Count, 0 => 64, 8;

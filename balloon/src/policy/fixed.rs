@@ -8,7 +8,7 @@ use crate::plan::Reason;
 params! {
     /// Parameters of `fixed`.
     pub struct Params {
-        /// The memory to keep, all zones together, what a balloon can take of boot memory among them.
+        /// Memory to keep in all zones together, with the part of boot memory that a balloon can take.
         size_bytes: "size", Blocks, 0 => 1 << 46, 0;
     }
 }

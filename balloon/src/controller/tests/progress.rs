@@ -107,8 +107,7 @@ fn after_an_outage_of(outage_ms: u64) -> (u64, u64, u64) {
 
 #[test]
 fn rule_5_what_a_failure_costs_is_a_second_after_the_first_part() {
-    // docs/reference/policies.md has these: nothing has failed; once, twice, so often that a block
-    // is left.
+    // No failure, one failure, two failures, and so many that one block is left.
     assert_eq!(after_an_outage_of(4_000), (0, 512, 0));
     assert_eq!(after_an_outage_of(7_500), (0, 256, 1_010));
     assert_eq!(after_an_outage_of(12_500), (0, 128, 1_010));

@@ -16,12 +16,12 @@ use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, scale};
 params! {
     /// Parameters of `amf`.
     pub struct Params {
-        /// What watermarks are multiplied by to make the borders of Table 2.
+        /// Factor from the watermarks to the limits of Table 2.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
-        /// Unless 0: the factor is chosen for each node so that its high watermark becomes this share of its DRAM, and
-        /// `watermark-scale` is not used.
+        /// If not 0, replaces `watermark-scale`: each node's factor makes its scaled high watermark this share of
+        /// its DRAM.
         watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
-        /// Sections go back when the page descriptors of all that are free take more than this share of DRAM.
+        /// Free sections are returned when their page descriptors take more than this share of DRAM.
         reclaim_permille: "reclaim", Permille, 1 => 1000, 30;
     }
 }

@@ -15,10 +15,10 @@ use crate::{BLOCK_BYTES, TimeMs};
 params! {
     /// Parameters of `dapper`.
     pub struct Params {
-        /// What watermarks are multiplied by to make the borders of Table 3; its first border is twice that.
+        /// Factor from the watermarks to the limits of Table 3; the first limit is twice as high.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
-        /// Unless 0: the factor is chosen for each node so that its high watermark becomes this share of its DRAM, and
-        /// `watermark-scale` is not used.
+        /// If not 0, replaces `watermark-scale`: each node's factor makes its scaled high watermark this share of
+        /// its DRAM.
         watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
     }
 }

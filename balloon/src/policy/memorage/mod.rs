@@ -15,13 +15,13 @@ use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 params! {
     /// Parameters of `memorage`.
     pub struct Params {
-        /// Storage is lent one page below the sum of the guest's high watermarks times this; 1 is the paper's.
+        /// Storage is lent one page below the sum of the guest's high watermarks times this factor; the paper has 1.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
-        /// So much is lent at a time.
+        /// Unit in which storage is lent.
         unit_bytes: "unit", Blocks, 2 * MIB => 1 << 40, 2048 * MIB;
-        /// Lent memory goes back after there has been no pressure for this long.
+        /// Time without pressure after which lent memory is returned.
         calm_ms: "calm", Ms, 100 => 86_400_000, 10_000;
-        /// What the pool keeps for storage: with less, nothing is lent, and memory gives back first.
+        /// Pool space kept for storage: at this size nothing is lent, below it memory is returned first.
         storage_floor_bytes: "storage_floor", Bytes, 0 => 1 << 50, 0;
     }
 }

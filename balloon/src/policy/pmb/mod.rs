@@ -18,9 +18,9 @@ const LARGEST_BLOCK_BYTES: u64 = 4 * MIB;
 params! {
     /// Parameters of `pmb`.
     pub struct Params {
-        /// The watermark is the sum of the guest's high watermarks times this.
+        /// Factor from the sum of the guest's high watermarks to the watermark of the policy.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
-        /// Memory comes and goes in units of this size.
+        /// Unit in which memory is added and returned.
         unit_bytes: "unit", Blocks, 2 * MIB => 1 << 30, 4 * MIB;
     }
 }

@@ -6,29 +6,29 @@ use crate::params::params;
 params! {
     /// Parameters of `psi`. docs/reference/policies.md says what each is for.
     pub struct Params {
-        /// A burst of so many bytes a second is served before the guest has said anything.
+        /// Growth, in bytes per second, that the headroom absorbs until more memory is online.
         burst_bytes_per_s: "burst", Bytes, 0 => 1 << 50, 256 * MIB;
-        /// The least bridge.
+        /// Lower limit of the headroom.
         min_headroom_bytes: "min_headroom", Bytes, 2 * MIB => 1 << 40, 32 * MIB;
-        /// The most that `burst` makes of it, in thousandths of what the guest has.
+        /// Upper limit of the headroom that `burst` results in, as a share of the guest's memory.
         headroom_permille: "headroom", Permille, 10 => 500, 125;
-        /// The bridge is at least this many times the sum of kswapd's high watermarks.
+        /// The headroom is at least this multiple of the sum of kswapd's high watermarks.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1;
-        /// The slack beyond the bridge, in thousandths of need; at least `min_step`.
+        /// Margin above the headroom, as a share of need; at least `min_step`.
         slack_permille: "slack", Permille, 5 => 500, 31;
-        /// How far ahead the present rate of growth is provided for.
+        /// Time for which memory is provided at the present fill rate.
         horizon_ms: "horizon", Ms, 0 => 60_000, 1_500;
-        /// The least that is added at a time; doubled with every grow that follows closely upon another.
+        /// Smallest grow; doubled with every grow within `streak` of the last.
         min_step_bytes: "min_step", Bytes, 2 * MIB => 1 << 40, 16 * MIB;
-        /// How closely.
+        /// Longest time between two grows that double `min_step`.
         streak_ms: "streak", Ms, 100 => 600_000, 1_000;
-        /// Tasks waiting for memory for this share of the time is pressure.
+        /// Share of the time that tasks must wait for memory to count as stalled.
         stall_permille: "stall", Permille, 1 => 1000, 100;
-        /// Evicted pages coming back at this rate, in bytes a second, is pressure, if tasks wait as well.
+        /// Rate of returning evicted pages, in bytes per second, that counts as thrashing if tasks wait as well.
         refault_bytes_per_s: "refault", Bytes, 4096 => 1 << 50, 8 * MIB;
-        /// Memory is surplus once it has been idle for this long.
+        /// Time for which memory must be idle before it is surplus.
         idle_ms: "idle", Ms, 100 => 86_400_000, 10_000;
-        /// The longest that this becomes for a guest that wants back what went.
+        /// Upper limit of `idle`, which doubles if a guest needs returned memory again.
         max_idle_ms: "max_idle", Ms, 100 => 86_400_000, 30_000;
     }
     order { "idle" <= "max_idle"; }
