@@ -107,7 +107,7 @@ pub(super) mod tests {
     fn division_counts_the_memory_that_each_zone_can_add() {
         assert_eq!(share(512, 0, 1536), ("64M".to_owned(), "256 1 32 0 0".to_owned()));
         assert_eq!(share(384, 256, 512), ("44M".to_owned(), "256 8 32 0 0".to_owned()));
-        // docs/reference/policies.md has the first and the last one.
+        // docs/reference/policies.md has the shares of the first and the last one.
         let movable = [1024, 3584, 7168].map(|pm_mib| share(512, 0, pm_mib).0);
         assert_eq!(movable, ["56M", "96M", "152M"]);
     }
