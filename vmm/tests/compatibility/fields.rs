@@ -243,7 +243,7 @@ fn what_each_field_does_that_is_implemented_stands_on_its_page() {
         let (_, pages) =
             PAGES.iter().find(|(of, _)| *of == schema).unwrap_or_else(|| panic!("{name}"));
         let is_there = pages.iter().any(|page| {
-            let path = format!("{}/../docs/{page}.md", env!("CARGO_MANIFEST_DIR"));
+            let path = format!("{}/../docs/reference/{page}.md", env!("CARGO_MANIFEST_DIR"));
             has_in_code(&std::fs::read_to_string(&path).expect(&path), field)
         });
         if !is_there {
