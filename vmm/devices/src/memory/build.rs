@@ -1,4 +1,4 @@
-//! Composes zones, reservations, slots and the view.
+//! Builds guest memory from zones, reservations, KVM slots and the view.
 
 use std::fs::File;
 use std::io;
@@ -28,39 +28,33 @@ use super::view::{GuestView, ViewError};
 use super::zone::{Growth, Tier, ZoneSpec};
 use crate::pool::PmPool;
 
-/// The unit of plugging: the pool's chunk, and the host's and guest's huge page.
+/// Unit of plugging: a chunk of the pool, and a huge page of host and guest.
 pub const BLOCK_BYTES: u64 = 2 << 20;
 
-/// How guest memory is made.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryOptions {
-    /// Width of guest-physical addresses, as CPUID tells the guest.
+    /// Width of guest-physical addresses, as CPUID reports it to the guest.
     pub address_bits: u8,
     /// KVM_CAP_NR_MEMSLOTS.
     pub slot_limit: u32,
     pub host_bytes: u64,
 }
 
-/// Why a VM gets no memory.
 #[derive(Debug, Error)]
 pub enum MemoryError {
-    /// The zones do not fit.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// A zone of PM without a pool.
     #[error("Zone {zone:?} is of PM, but there is no pool")]
     NoPool { zone: String },
     #[error("Zone {zone:?} is of PM and cannot have {size_bytes} bytes of boot memory")]
     PmBoot {
         zone: String,
-        /// What was asked for.
+        /// Boot memory in the configuration.
         size_bytes: u64,
     },
-    /// A zone shall have memory of a node that the host has not.
     #[error("Zone {zone:?} cannot be bound")]
     HostNode {
         zone: String,
-        /// Why not.
         #[source]
         source: HostNodeError,
     },
@@ -77,82 +71,67 @@ pub enum MemoryError {
     HugePages {
         zone: String,
         len: u64,
-        /// The size of a page.
         page_bytes: u64,
-        /// How many the host has free.
+        /// Number of free huge pages on the host.
         free: u64,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// A zone shall be of a file that it cannot be of.
     #[error("Zone {zone:?}: file={}", path.display())]
     File {
         zone: String,
         path: PathBuf,
-        /// What is wrong with it.
         #[source]
         source: ZoneFileError,
     },
-    /// The host cannot find the memory that is wanted at once.
     #[error("Zone {zone:?}: {} cannot be found at once (prefault=on)", Size(*len))]
     Prefault {
         zone: String,
         len: u64,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// The host has no address space or memory for it.
     #[error("{len} bytes of guest memory cannot be reserved or mapped")]
     Map {
-        /// Length in bytes.
         len: u64,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// vm-memory does not take a region.
+    /// vm-memory rejects a region.
     #[error("Guest memory regions cannot be combined")]
     Regions(#[from] GuestRegionCollectionError),
-    /// KVM does not take a slot.
     #[error(transparent)]
     Slot(#[from] SlotError),
-    /// The view does not take a hotplug part.
     #[error(transparent)]
     View(#[from] ViewError),
 }
 
-/// What a zone's virtio-mem device works on.
+/// Hotplug part of a zone, for its virtio-mem device.
 pub struct HotplugPart {
     pub spec: ZoneSpec,
-    /// Where the part lies in the guest.
     pub range: GuestRange,
-    /// In which blocks the guest adds memory.
+    /// Size of the blocks in which Linux adds memory.
     pub linux_block_bytes: u64,
-    /// What is behind it.
     pub backing: Box<dyn Backing>,
-    /// How KVM learns of it.
     pub slots: HotplugSlots,
 }
 
-/// What a part of a zone lies in.
+/// Boot part or hotplug part of a zone.
 struct Part {
     zone: usize,
-    /// Where the guest has it.
     range: GuestRange,
     reservation: Arc<Reservation>,
-    /// What is to be found before the guest runs.
+    /// Allocate all pages before the guest runs.
     prefault: bool,
-    /// A file that somebody may cut short.
+    /// Backing file, which another process may truncate.
     file: Option<Arc<ZoneFile>>,
 }
 
-/// The memory of one VM. Drop it after the vCPUs have ended.
+/// Memory of one VM. Drop it after the vCPUs have ended.
 pub struct Memory {
     map: MemoryMap,
     zones: Vec<ZoneSpec>,
-    /// Where the parts of each zone are in this process.
+    /// Host-virtual addresses and lengths of the parts of each zone.
     host_ranges: Vec<Vec<(u64, u64)>>,
     parts: Vec<Part>,
     boot: GuestMemoryMmap,
@@ -164,8 +143,8 @@ pub struct Memory {
     files: Arc<FileRanges>,
 }
 
-/// Makes the memory that `zones` ask for: boot memory mapped and in KVM, hotplug parts reserved and
-/// empty.
+/// Builds the memory of `zones`: boot memory is mapped and has KVM slots, hotplug parts are
+/// reserved and empty.
 pub fn build(
     zones: Vec<ZoneSpec>,
     pool: Option<&Arc<dyn PmPool>>,
@@ -282,31 +261,31 @@ impl Memory {
         &self.zones
     }
 
-    /// Whether the next boot could have `boot_bytes` as boot memory of the zone `nth`, and all else
-    /// as it is.
+    /// Checks that the next boot could have `boot_bytes` of boot memory in the zone `nth`, with
+    /// everything else unchanged.
     pub fn could_boot_with(&self, nth: usize, boot_bytes: u64) -> Result<(), LayoutError> {
         let mut next = self.zones.clone();
         next[nth].boot_bytes = boot_bytes;
         self.map.has_room_for(&self.zones, &next)
     }
 
-    /// Each part of a zone in this process, whatever of it is plugged.
+    /// All parts of all zones, including unplugged memory.
     pub fn parts(&self) -> impl Iterator<Item = (&ZoneSpec, &Arc<Reservation>)> {
         self.placed_parts().map(|(zone, _, reservation)| (zone, reservation))
     }
 
-    /// The same with the range at which the guest has each of them.
+    /// All parts of all zones with their guest-physical ranges.
     pub fn placed_parts(&self) -> impl Iterator<Item = (&ZoneSpec, GuestRange, &Arc<Reservation>)> {
         self.parts.iter().map(|part| (&self.zones[part.zone], part.range, &part.reservation))
     }
 
-    /// The file that a part is of, if somebody may cut it short.
+    /// Backing file of a part, if another process may truncate it.
     pub fn file_of(&self, reservation: &Reservation) -> Option<&File> {
         let part = self.parts.iter().find(|part| std::ptr::eq(&*part.reservation, reservation))?;
         part.file.as_deref().map(|file| &**file.file())
     }
 
-    /// Finds all pages of boot memory of zones that want them at once; what is in them stays.
+    /// Allocates all pages of boot memory of zones with `prefault`. Contents are kept.
     pub fn prefault(&self) -> Result<(), MemoryError> {
         for part in self.parts.iter().filter(|part| part.prefault) {
             let zone = || self.zones[part.zone].id.clone();
@@ -320,13 +299,13 @@ impl Memory {
         Ok(())
     }
 
-    /// Boot memory alone, for loaders. It is never unplugged, so it needs no guard; it must not
-    /// outlive this.
+    /// Boot memory alone, for loaders. It needs no guard, because it is never unplugged. The result
+    /// must not outlive `self`.
     pub fn boot(&self) -> &GuestMemoryMmap {
         &self.boot
     }
 
-    /// All of memory, for devices.
+    /// All guest memory, for devices.
     pub fn view(&self) -> &GuestView {
         &self.view
     }
@@ -335,40 +314,39 @@ impl Memory {
         &self.slots
     }
 
-    /// How many mappings guest memory takes.
     pub fn mapping_budget(&self) -> &Arc<MappingBudget> {
         &self.budget
     }
 
-    /// The hotplug parts, each for one virtio-mem device; empty when taken before.
+    /// Takes the hotplug parts, each for one virtio-mem device. Later calls return an empty list.
     pub fn take_hotplug(&mut self) -> Vec<HotplugPart> {
         std::mem::take(&mut self.hotplug)
     }
 
-    /// The zone that grows by DIMMs, if there is one; none when taken before.
+    /// Takes the zone that grows by DIMMs. Later calls return `None`.
     pub fn take_dimms(&mut self) -> Option<Dimms> {
         self.dimms.take()
     }
 
-    /// What the host holds of each zone, in their order. See [`resident_bytes`] for what it costs.
+    /// Resident bytes of each zone, in their order. See [`resident_bytes`] for the cost.
     pub fn resident_bytes(&self) -> io::Result<Vec<u64>> {
         resident_bytes(&self.host_ranges)
     }
 
-    /// Where each zone is in this process (address, length), in their order: for [`resident_bytes`]
-    /// on another thread.
+    /// Addresses and lengths of each zone in this process, in their order, for a call of
+    /// [`resident_bytes`] on another thread.
     pub fn host_ranges(&self) -> &[Vec<(u64, u64)>] {
         &self.host_ranges
     }
 
-    /// What is mapped by [`Self::add_file_range`], as it comes and goes.
+    /// Counter of the bytes that are mapped by [`Self::add_file_range`].
     pub fn file_bytes(&self) -> Arc<AtomicU64> {
         self.files.bytes()
     }
 
     /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The
-    /// range is shown to the guest, and devices reach it through the view: a guest may do I/O
-    /// from and to mapped PM.
+    /// guest sees the range. Devices access it through the view, because a guest may do I/O from
+    /// and to mapped PM.
     pub fn add_file_range(
         &mut self,
         file: BorrowedFd<'_>,
@@ -389,7 +367,6 @@ fn open_file(zone: &ZoneSpec) -> Result<Option<Arc<ZoneFile>>, MemoryError> {
     file.map(|file| Some(Arc::new(file))).map_err(error)
 }
 
-/// Why boot memory is not there.
 fn not_mapped(zone: &ZoneSpec, len: u64, err: BackingError) -> MemoryError {
     match err {
         BackingError::HugePages { page_bytes, available_bytes, source, .. } => {
@@ -409,9 +386,9 @@ pub(super) fn reserve(
     range: GuestRange,
     node: Option<HostNode>,
 ) -> Result<Arc<Reservation>, MemoryError> {
-    // As the guest's address modulo 1 GiB is 0, so shall the host's be. Boot memory above the hole
-    // starts there as well; a second zone's may not, and then loses pages of 1 GiB, not those
-    // of 2 MiB.
+    // Guest and host addresses are both congruent to 0 modulo 1 GiB. Boot memory above the hole
+    // starts at such an address, too. The boot memory of a second zone may not: it then loses pages
+    // of 1 GiB, but keeps those of 2 MiB.
     let reservation = Reservation::new(range.len, HOTPLUG_ALIGN)
         .map_err(|source| MemoryError::Map { len: range.len, source })?;
     if let Some(node) = node {
@@ -429,9 +406,8 @@ pub(super) fn region(
         || MemoryError::Map { len: range.len, source: io::ErrorKind::InvalidInput.into() };
     let len = usize::try_from(range.len).map_err(|_| too_large())?;
     let flags = libc::MAP_NORESERVE;
-    // SAFETY: the range is reserved; whoever gets the region (the view; loaders through
-    // `Memory::boot`) keeps the reservation too. What is PROT_NONE in it is guarded by the
-    // view.
+    // SAFETY: the range is reserved. Each holder of the region (the view; loaders through
+    // `Memory::boot`) also keeps the reservation. The view guards the PROT_NONE parts.
     let mapping = unsafe {
         MmapRegion::build_raw(
             reservation.addr() as *mut u8,
@@ -539,8 +515,8 @@ mod tests {
         let mut memory = build(zones(0), None, table(), OPTIONS).unwrap();
         memory.take_hotplug()[0].backing.plug(0, 2 * MIB).unwrap();
         let policy = |nth: usize| policy_at(memory.parts[nth].reservation.addr());
-        // Boot parts come first: of the first zone, of the second; then the first one's hotplug
-        // part.
+        // Order of parts: boot part of the first zone, boot part of the second, hotplug part of the
+        // first.
         assert_eq!(
             [0, 1, 2].map(policy),
             [(libc::MPOL_BIND, 1), (libc::MPOL_DEFAULT, 0), (libc::MPOL_BIND, 1)]
@@ -584,8 +560,7 @@ mod tests {
         let has_file = |nth: usize| memory.file_of(&reservations[nth]).is_some();
         assert_eq!([0, 1, 2].map(has_file), [true, true, false]);
         drop((memory, reservations));
-        // What the guest left is nothing to one that does not write to it: that is told, and shared
-        // it is emptied.
+        // Without `shared`, data that the guest left is an error. With it, the file is emptied.
         let error = of(file.path(), false).err().unwrap();
         let source = std::error::Error::source(&error).unwrap().to_string();
         assert!(error.to_string().starts_with("Zone \"dram\": file=/dev/shm/"), "{error}");
@@ -597,7 +572,7 @@ mod tests {
     #[test]
     fn huge_pages_that_the_host_has_not_are_named() {
         let host = HostMemory { pages: HostPages::Huge(2 * MIB), ..HostMemory::default() };
-        // More than any host that runs this sets aside.
+        // More than the hosts that run this test reserve.
         let zones = vec![ZoneSpec { host, ..dram_zone(1 << 40, 0) }];
         let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
         let options = MemoryOptions { address_bits: 48, ..OPTIONS };
@@ -682,7 +657,7 @@ mod tests {
             assert!(memory.view().memory().read_obj::<u8>(at).is_err() && !table.covers(4 * GIB));
             assert_eq!(memory.slots().used(), used);
         }
-        // One that KVM does not take leaves nothing either.
+        // A range that KVM refuses is removed completely.
         *table.calls_left.lock() = Some(0);
         assert!(memory.add_file_range(file.as_fd(), extents, Access::ReadWrite).is_err());
         *table.calls_left.lock() = None;
@@ -707,7 +682,7 @@ mod tests {
         );
         assert!(at(4 * GIB) && at(4 * GIB + 128 * MIB - 8) && !at(4 * GIB + 128 * MIB));
         assert!(table.covers(4 * GIB + 128 * MIB - 1) && !table.covers(4 * GIB + 128 * MIB));
-        // One that KVM does not take leaves nothing, and its place is the next one's.
+        // A DIMM that KVM refuses is removed completely, and the next DIMM gets its address.
         *table.calls_left.lock() = Some(0);
         let error = dimms.add(256 * MIB, accept).unwrap_err();
         assert!(error.is_the_hosts(), "{error}");

@@ -1,4 +1,4 @@
-//! Memory that comes by ACPI: DIMMs in one range behind boot memory, side by side, which never go.
+//! Memory that is added by ACPI: DIMMs side by side in one range behind boot memory, never removed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,13 +13,11 @@ use super::slots::{SlotError, Slots};
 use super::view::GuestView;
 use super::zone::ZoneSpec;
 
-/// As many as the guest has devices for. They are all there in the tables, without memory.
+/// Number of DIMM devices of the guest. The tables describe all of them, without memory.
 pub const MAX_DIMMS: usize = 64;
 
-/// Why a DIMM does not come.
 #[derive(Debug, Error)]
 pub enum DimmError {
-    /// It is no whole number of blocks.
     #[error(
         "{} more is not a multiple of {}, the blocks in which memory comes",
         Size(*wanted_bytes),
@@ -27,66 +25,61 @@ pub enum DimmError {
     )]
     NotWhole {
         wanted_bytes: u64,
-        /// What the guest takes at a time, or a page of the host has.
+        /// Block size of the guest or page size of the host, whichever is larger.
         block_bytes: u64,
     },
-    /// There is no device left for it.
     #[error(
         "all {MAX_DIMMS} DIMMs are there; the size after the next boot can be set while the VM does not run"
     )]
     NoneLeft,
-    /// The range ends before.
     #[error(
         "{} more, of which hotplug_size leaves {}",
         Size(*wanted_bytes),
         Size(*left_bytes)
     )]
     TooLarge { wanted_bytes: u64, left_bytes: u64 },
-    /// The host has no memory for it.
     #[error("the host cannot map it")]
     Backing(#[from] BackingError),
-    /// KVM does not take it.
     #[error(transparent)]
     Slot(#[from] SlotError),
 }
 
 impl DimmError {
-    /// Whether it is the host that cannot, and not the request that is wrong.
+    /// Distinguishes a failure of the host from a wrong request.
     pub fn is_the_hosts(&self) -> bool {
         matches!(self, Self::Backing(_) | Self::Slot(_))
     }
 }
 
-/// Where DIMMs lie in a range, and where the next one would. Pure.
+/// Places DIMMs side by side in a range. Pure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DimmPlan {
     range: GuestRange,
-    /// What of the range may be used.
+    /// Usable size of the range.
     most_bytes: u64,
     block_bytes: u64,
     dimms: Vec<GuestRange>,
 }
 
 impl DimmPlan {
-    /// For a guest that boots with memory up to `boot_end`, on a host whose pages have `page_bytes`
-    /// at the most. `range` is rounded up; of it `most_bytes` may be used.
+    /// Plan for a guest whose boot memory ends at `boot_end`, on a host with pages of at most
+    /// `page_bytes`. `range` is rounded up; `most_bytes` of it may be used.
     pub fn new(range: GuestRange, most_bytes: u64, boot_end: u64, page_bytes: u64) -> Self {
         assert!(most_bytes <= range.len && range.start.is_multiple_of(LINUX_LARGEST_BLOCK_BYTES));
         let block_bytes = linux_block_bytes(boot_end).max(page_bytes);
         Self { range, most_bytes, block_bytes, dimms: Vec::new() }
     }
 
-    /// The memory of all DIMMs.
     pub fn used_bytes(&self) -> u64 {
         self.dimms.iter().map(|dimm| dimm.len).sum()
     }
 
-    /// All DIMMs, the first one first.
+    /// All DIMMs, in the order of their addition.
     pub fn dimms(&self) -> &[GuestRange] {
         &self.dimms
     }
 
-    /// Where the next DIMM would be, if it had `len` bytes, more than none.
+    /// Range of the next DIMM for a `len` above 0.
     pub fn place(&self, len: u64) -> Result<GuestRange, DimmError> {
         let used = self.used_bytes();
         let left_bytes = self.most_bytes - used;
@@ -102,7 +95,7 @@ impl DimmPlan {
         Ok(GuestRange { start: self.range.start + used, len })
     }
 
-    /// The DIMM that was placed is there.
+    /// Records the DIMM that was placed.
     fn put(&mut self, dimm: GuestRange) {
         self.dimms.push(dimm);
     }
@@ -118,7 +111,7 @@ pub struct Dimms {
     view: GuestView,
     /// Refused DIMM whose addition could not be undone.
     unfinished: Option<Unfinished>,
-    /// What has come, for who does not have this.
+    /// Bytes of all DIMMs, shared with other threads.
     came_bytes: Arc<AtomicU64>,
 }
 
@@ -130,7 +123,7 @@ struct Unfinished {
 }
 
 impl Dimms {
-    /// None yet, in a range that `view` has as pluggable.
+    /// No DIMM yet. `view` must have the range as pluggable.
     pub(super) fn new(
         spec: ZoneSpec,
         plan: DimmPlan,
@@ -151,8 +144,7 @@ impl Dimms {
         &self.plan
     }
 
-    /// The memory of all of them, as more of them come: a DIMM counts before anybody tells the
-    /// guest of it.
+    /// Counter of the bytes of all DIMMs. A DIMM counts before the guest is notified of it.
     pub fn came_bytes(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.came_bytes)
     }
@@ -235,7 +227,7 @@ mod tests {
             plan.put(dimm);
         }
         assert_eq!((plan.used_bytes(), plan.dimms().len()), (GIB, 3));
-        // What is left is less than a block, though the range has been rounded up to one.
+        // The rest is less than a block, although the range has been rounded up to one.
         let error = plan.place(128 * MIB).unwrap_err();
         assert_eq!(error.to_string(), "128 MiB more, of which hotplug_size leaves 1 MiB");
         assert!(!error.is_the_hosts());

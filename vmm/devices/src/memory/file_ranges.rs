@@ -95,7 +95,8 @@ pub struct MappedRange {
 impl Drop for MappedRange {
     fn drop(&mut self) {
         let Self { guest, reservation, slot, files } = self;
-        // 1. The guest loses the file, 2. devices lose it, 3. the next file may have the addresses.
+        // 1. The guest loses the file, 2. devices lose it, 3. the addresses are free for the next
+        //    file.
         if let Err(err) = files.slots.remove(*slot) {
             sparsely!(error, %err, "A file stays in guest memory");
             return;

@@ -6,7 +6,7 @@
 //! | 0x9_fc00 to 1 MiB | EBDA and ACPI tables, reserved in the memory map |
 //! | 0xc000_0000 to 0xe000_0000 | 32-bit BARs |
 //! | 0xe800_0000, 1 MiB per bus | ECAM, one bus |
-//! | 0xe900_0000, 4 KiB each | NVDIMM flush hint pages: no memory, no BAR, no other resource may lie there |
+//! | 0xe900_0000, 4 KiB each | NVDIMM flush hint pages: no memory, no BAR and no other resource may overlap them |
 //! | 0xe910_0000, 4 KiB | generic event device |
 //! | 0xe910_1000, 4 KiB | NVDIMM health registers |
 //! | 0xe910_2000, 4 KiB | hotplug registers |
@@ -20,131 +20,115 @@ use vm_memory::GuestAddress;
 
 use crate::memory::zone::{Growth, ZoneSpec};
 
-/// Bytes in a MiB.
 pub const MIB: u64 = 1 << 20;
-/// Bytes in a GiB.
 pub const GIB: u64 = 1 << 30;
 
-/// Boot memory below this address; what does not fit continues at [`HIGH_RAM_START`].
+/// End of low boot memory. The rest continues at [`HIGH_RAM_START`].
 pub const LOW_RAM_END: u64 = 3 * GIB;
-/// The first address of boot memory above the 32-bit devices.
+/// Start of boot memory above the 32-bit devices.
 pub const HIGH_RAM_START: u64 = 4 * GIB;
 
-/// Where the 32-bit BARs are.
+/// Start of the 32-bit BARs.
 pub const MMIO32_START: u64 = 0xc000_0000;
-/// Their extent in bytes.
 pub const MMIO32_LEN: u64 = 0x2000_0000;
 /// PCI Express configuration space of segment 0 (PCI Firmware 3.3, 4.1.2).
 pub const ECAM_START: u64 = 0xe800_0000;
 /// One bus: 32 devices of 8 functions of 4 KiB.
 pub const ECAM_LEN: u64 = MIB;
-/// The first NVDIMM flush hint page; DIMM n has page n.
+/// First NVDIMM flush hint page. DIMM n has page n.
 pub const FLUSH_HINT_START: u64 = 0xe900_0000;
-/// A flush hint page's size in bytes.
 pub const FLUSH_HINT_LEN: u64 = 0x1000;
-/// The most NVDIMMs that a guest may have. There is room for more: of flush hint pages, health
-/// registers and tables.
+/// Maximum number of NVDIMMs. Flush hint pages, health registers and tables have room for more.
 pub const MAX_NVDIMMS: usize = 64;
 const _: () = assert!(FLUSH_HINT_START + MAX_NVDIMMS as u64 * FLUSH_HINT_LEN <= GED_START);
 /// I/O APIC registers.
 pub const IOAPIC_START: u32 = 0xfec0_0000;
 pub const LAPIC_START: u32 = 0xfee0_0000;
-/// Intel's KVM wants three pages for a TSS and one for an identity map below 4 GiB.
+/// Intel's KVM needs three pages for a TSS and one for an identity map below 4 GiB.
 pub const KVM_TSS_START: u64 = 0xfffb_d000;
-/// The page of the identity map.
 pub const KVM_IDENTITY_MAP_START: u64 = 0xfffb_c000;
 
 /// End of conventional memory that the guest may use freely.
 pub const EBDA_START: u64 = 0x9_fc00;
-/// Where the RSDP lies; the other ACPI tables follow it.
+/// Address of the RSDP. The other ACPI tables follow it.
 pub const RSDP_START: GuestAddress = GuestAddress(0xa_0000);
-/// Room for ACPI tables: up to the page of the reset vector.
+/// End of the ACPI tables, below the page of the reset vector.
 pub const ACPI_END: u64 = MIB - 0x1000;
-/// FFFF:0000 in real mode, where a BIOS is entered.
+/// FFFF:0000 in real mode, the entry point of a BIOS.
 pub const RESET_VECTOR: u64 = 0xf_fff0;
-/// The first address of memory above the legacy hole.
+/// Start of memory above the legacy hole.
 pub const HIMEM_START: GuestAddress = GuestAddress(MIB);
 
-/// COM1.
+/// I/O port of COM1.
 pub const SERIAL_PORT: u16 = 0x3f8;
-/// COM1's interrupt.
+/// Interrupt of COM1.
 pub const SERIAL_GSI: u32 = 4;
 /// Sleep control (1 byte), sleep status (1 byte), reset (1 byte) registers of the FADT (ACPI 6.5,
 /// 4.8.3.7).
 pub const ACPI_PM_PORT: u16 = 0x600;
 pub const ACPI_PM_LEN: u16 = 3;
-/// Generic event device's register block (ACPI 6.5, 5.6.9).
+/// Register block of the generic event device (ACPI 6.5, 5.6.9).
 pub const GED_START: u64 = 0xe910_0000;
-/// Its length in bytes.
 pub const GED_LEN: u64 = 0x1000;
 pub const GED_GSI: u32 = 5;
-/// The NVDIMMs' health registers, 4 bytes each, that of DIMM n at 4 n.
+/// NVDIMM health registers, 4 bytes each. DIMM n has the register at offset 4 n.
 pub const NVDIMM_HEALTH_START: u64 = 0xe910_1000;
-/// Their page's length in bytes.
 pub const NVDIMM_HEALTH_LEN: u64 = 0x1000;
-/// The length of one.
 pub const NVDIMM_HEALTH_REGISTER_LEN: u64 = 4;
 const _: () = assert!(NVDIMM_HEALTH_START >= GED_START + GED_LEN);
-/// The registers of hotplug.
+/// Registers of hotplug.
 pub const HOTPLUG_START: u64 = 0xe910_2000;
-/// Their page's length in bytes.
 pub const HOTPLUG_LEN: u64 = 0x1000;
 const _: () = assert!(HOTPLUG_START >= NVDIMM_HEALTH_START + NVDIMM_HEALTH_LEN);
-/// Slots of the PCI bus; the host bridge has number 0.
+/// Slots of the PCI bus. The host bridge has number 0.
 pub const PCI_SLOTS: u8 = 32;
 const _: () = assert!(MAX_NVDIMMS as u64 * NVDIMM_HEALTH_REGISTER_LEN <= NVDIMM_HEALTH_LEN);
-/// The first interrupt that may be given to PCI INTx or MSI routes: 0 to 23 are the I/O APIC's
-/// pins.
+/// First interrupt for PCI INTx or MSI routes. 0 to 23 are the pins of the I/O APIC.
 pub const FIRST_MSI_GSI: u32 = 24;
 
-/// The smallest blocks in which Linux adds memory, those of all guests but large ones: see
+/// Smallest blocks in which Linux adds memory. All guests but large ones use them: see
 /// [`linux_block_bytes`].
 pub const LINUX_MEMORY_BLOCK_BYTES: u64 = 128 * MIB;
-/// The largest blocks in which Linux adds memory.
+/// Largest blocks in which Linux adds memory.
 pub const LINUX_LARGEST_BLOCK_BYTES: u64 = 2 * GIB;
-/// Guests whose boot memory ends here or beyond have larger blocks.
+/// End of boot memory from which guests have larger blocks.
 const LINUX_LARGE_BLOCKS_FROM: u64 = 64 * GIB;
 
-/// Alignment of everything behind the boot memory: the largest page that host and guest may map it
-/// with.
+/// Alignment of all ranges behind boot memory: the largest page with which host and guest may map
+/// them.
 pub const HOTPLUG_ALIGN: u64 = GIB;
 
-/// Alignment of DIMMs' range, whatever blocks the guest takes them in.
+/// Alignment of the DIMMs' range for any block size of the guest.
 pub const DIMM_ALIGN: u64 = LINUX_LARGEST_BLOCK_BYTES;
 
-/// The smallest boot memory: less than this holds no kernel.
+/// Smallest boot memory. Less does not hold a kernel.
 pub const MIN_BOOT_BYTES: u64 = 16 * MIB;
 
-/// Why zones cannot be laid out, or a further range cannot be had.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum LayoutError {
     #[error("Size {size_bytes} bytes of zone {zone:?} is not a multiple of {}", Size(*unit_bytes))]
     Unaligned {
         zone: String,
-        /// What was asked for.
+        /// Size in the configuration.
         size_bytes: u64,
-        /// What it should be a multiple of.
         unit_bytes: u64,
     },
-    /// There is too little memory to boot with.
     #[error("Boot memory of {size_bytes} bytes is below the minimum of {MIN_BOOT_BYTES} bytes")]
     BootTooSmall {
-        /// What was asked for.
+        /// Boot memory of all zones.
         size_bytes: u64,
     },
-    /// A further range is empty, off the page grid, or its alignment is no power of two.
+    /// An additional range is empty or off the page grid, or its alignment is not a power of two.
     #[error("A range of {len:#x} bytes aligned to {align:#x} is not a whole number of 4 KiB pages")]
     BadRange {
         /// Length in bytes.
         len: u64,
-        /// Alignment in bytes.
         align: u64,
     },
     #[error(
         "{what} of {size_bytes} bytes would end beyond the guest's {address_bits}-bit physical address space"
     )]
     AddressSpace {
-        /// What did not fit.
         what: String,
         size_bytes: u64,
         /// Width of guest-physical addresses.
@@ -152,7 +136,7 @@ pub enum LayoutError {
     },
 }
 
-/// A range of guest-physical addresses.
+/// Range of guest-physical addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestRange {
     pub start: u64,
@@ -161,18 +145,18 @@ pub struct GuestRange {
 }
 
 impl GuestRange {
-    /// The address behind the last one.
+    /// First address behind the range.
     pub fn end(&self) -> u64 {
         self.start + self.len
     }
 
-    /// Whether `start..start+len` lies in this range.
     pub fn contains(&self, start: u64, len: u64) -> bool {
         start >= self.start && start.checked_add(len).is_some_and(|end| end <= self.end())
     }
 }
 
-/// Boot memory of all zones together: below the hole of the 32-bit devices, and above it.
+/// Boot memory of all zones together: a part below the hole of the 32-bit devices, and a part above
+/// it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BootMemory {
     low_bytes: u64,
@@ -180,7 +164,6 @@ pub struct BootMemory {
 }
 
 impl BootMemory {
-    /// Boot memory of `zones`, in their order.
     pub fn of(zones: &[ZoneSpec]) -> Self {
         let mut memory = Self::default();
         for zone in zones {
@@ -189,7 +172,6 @@ impl BootMemory {
         memory
     }
 
-    /// Boot memory of small pages.
     #[cfg(any(test, feature = "testing"))]
     pub fn of_small_pages(boot_bytes: u64) -> Self {
         let mut memory = Self::default();
@@ -235,12 +217,12 @@ impl BootMemory {
     }
 }
 
-/// In which blocks a guest adds memory whose boot memory ends at `boot_end` (Linux
-/// arch/x86/mm/init_64.c, `probe_memory_block_size`: a processor that says it has no hypervisor
-/// would have the largest, ours says it has).
+/// Size of the blocks in which Linux adds memory if boot memory ends at `boot_end`
+/// (arch/x86/mm/init_64.c, `probe_memory_block_size`). Without the hypervisor bit in CPUID, Linux
+/// would use the largest blocks; our CPUID has the bit.
 ///
-/// Linux leaves alone what of a hotplug part is no whole block of it, so they begin at a multiple
-/// and are as long.
+/// Linux ignores a partial block at either end of a hotplug part. Hotplug parts therefore start at
+/// a multiple of the block size and consist of whole blocks.
 pub fn linux_block_bytes(boot_end: u64) -> u64 {
     if boot_end < LINUX_LARGE_BLOCKS_FROM {
         return LINUX_MEMORY_BLOCK_BYTES;
@@ -248,30 +230,30 @@ pub fn linux_block_bytes(boot_end: u64) -> u64 {
     (1u64 << boot_end.trailing_zeros()).clamp(LINUX_MEMORY_BLOCK_BYTES, LINUX_LARGEST_BLOCK_BYTES)
 }
 
-/// Where the parts of one zone lie.
+/// Location of the parts of one zone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZonePlacement {
-    /// The boot part: none, one, or two ranges where it goes around the hole below 4 GiB.
+    /// Boot part: no range, one range, or two ranges around the hole below 4 GiB.
     pub boot: Vec<GuestRange>,
-    /// The hotplug part: what may be plugged, rounded up to [`linux_block_bytes`].
+    /// Hotplug part: the pluggable memory, rounded up to [`linux_block_bytes`].
     pub hotplug: Option<GuestRange>,
 }
 
-/// The guest-physical map of one VM: computed from its zones, then asked for further ranges.
+/// Guest-physical map of one VM, computed from its zones. It then allocates additional ranges.
 #[derive(Clone, Debug)]
 pub struct MemoryMap {
     zones: Vec<ZonePlacement>,
     boot: BootMemory,
     next_free: u64,
-    /// Further ranges that were given back, in whole units of [`HOTPLUG_ALIGN`], none next to
-    /// another.
+    /// Additional ranges that were freed, in whole units of [`HOTPLUG_ALIGN`]. Adjacent ranges are
+    /// merged.
     given_back: Vec<GuestRange>,
     address_bits: u8,
 }
 
 impl MemoryMap {
-    /// Lays `zones` out, boot parts first and in order, for guest-physical addresses of
-    /// `address_bits` bits.
+    /// Lays out `zones` for guest-physical addresses of `address_bits` bits, boot parts first and
+    /// in order.
     pub fn new(zones: &[ZoneSpec], address_bits: u8) -> Result<Self, LayoutError> {
         for zone in zones {
             let unit_bytes = match zone.growth {
@@ -301,7 +283,7 @@ impl MemoryMap {
             given_back: Vec::new(),
             address_bits,
         };
-        // Boot memory fills the low part, skips the hole, and goes on above it.
+        // Boot memory fills the low part, skips the hole, and continues above it.
         let mut memory = BootMemory::default();
         for zone in zones {
             let start = memory.low_end();
@@ -312,7 +294,7 @@ impl MemoryMap {
             }
             if high > 0 {
                 let len = high;
-                // Side by side, as the kernel's memory map has them.
+                // Side by side, as in the kernel's memory map.
                 boot.push(
                     map.take(len, PAGE_BYTES, || format!("Boot memory of zone {:?}", zone.id))?,
                 );
@@ -332,12 +314,12 @@ impl MemoryMap {
         Ok(map)
     }
 
-    /// Where the zones' parts lie, in the order of the specifications.
+    /// Location of the zones' parts, in the order of the specifications.
     pub fn zones(&self) -> &[ZonePlacement] {
         &self.zones
     }
 
-    /// A further range behind everything else, for a volume or a file.
+    /// Allocates an additional range behind all others, for a volume or a file.
     pub fn allocate(&mut self, len: u64, align: u64) -> Result<GuestRange, LayoutError> {
         if len == 0 || !len.is_multiple_of(4096) || !align.is_power_of_two() {
             return Err(LayoutError::BadRange { len, align });
@@ -359,8 +341,8 @@ impl MemoryMap {
         self.take(len, align, || "A further range".to_owned())
     }
 
-    /// Whether a machine with `next` for its `zones` had room as well for all that lies behind
-    /// them.
+    /// Checks that a machine with zones `next` instead of `zones` has room for all additional
+    /// ranges.
     pub fn has_room_for(&self, zones: &[ZoneSpec], next: &[ZoneSpec]) -> Result<(), LayoutError> {
         let behind_bytes = self.next_free - Self::new(zones, self.address_bits)?.next_free;
         let mut next = Self::new(next, self.address_bits)?;
@@ -368,7 +350,7 @@ impl MemoryMap {
         Ok(())
     }
 
-    /// Takes back what [`Self::allocate`] gave, for whoever comes next.
+    /// Frees a range that [`Self::allocate`] returned, for reuse.
     pub fn give_back(&mut self, range: GuestRange) {
         let mut range = GuestRange { len: range.len.next_multiple_of(HOTPLUG_ALIGN), ..range };
         for next in self
@@ -381,22 +363,22 @@ impl MemoryMap {
         self.given_back.push(range);
     }
 
-    /// The first address behind the last boot memory: the end of what SRAT calls not hot-pluggable.
+    /// First address behind the last boot memory: end of the memory that SRAT describes as not
+    /// hot-pluggable.
     pub fn boot_end(&self) -> u64 {
         self.boot.end()
     }
 
-    /// Boot memory, as loaders and the guest's memory map need it.
     pub fn boot(&self) -> BootMemory {
         self.boot
     }
 
-    /// In which blocks the guest adds memory.
+    /// Size of the blocks in which the guest adds memory.
     pub fn linux_block_bytes(&self) -> u64 {
         linux_block_bytes(self.boot_end())
     }
 
-    /// The ranges of boot memory, in the order of the zones.
+    /// Ranges of boot memory, in the order of the zones.
     pub fn boot_ranges(&self) -> impl Iterator<Item = GuestRange> {
         self.zones.iter().flat_map(|zone| zone.boot.iter().copied())
     }
@@ -468,7 +450,7 @@ mod tests {
             assert_eq!((small.start, large.start), (kept.start + GIB, kept.start + 2 * GIB));
             map.give_back(large);
             map.give_back(small);
-            // Side by side they are one.
+            // Adjacent ranges were merged.
             let both = map.allocate(4 * GIB, 4096).unwrap();
             assert_eq!(both.start, small.start);
             map.give_back(both);
@@ -501,7 +483,7 @@ mod tests {
             map.zones().iter().map(|zone| zone.boot.clone()).collect::<Vec<_>>()
         };
         let dram = |boot_bytes| zone("dram", Tier::Dram, boot_bytes, 0);
-        // The second is the one that is cut, the third is above the hole whole.
+        // The hole splits the second zone, and the third is completely above the hole.
         assert_eq!(
             boot(&[dram(2 * GIB), dram(2 * GIB), dram(GIB)]),
             [
@@ -510,10 +492,10 @@ mod tests {
                 vec![range(5 * GIB, GIB)]
             ]
         );
-        // The first ends where the hole begins.
+        // The first zone ends where the hole begins.
         assert_eq!(boot(&[dram(3 * GIB), dram(GIB)]), [[range(0, 3 * GIB)], [range(4 * GIB, GIB)]]);
-        // Boot parts lie side by side whatever their sizes, as a kernel's memory map has them;
-        // hotplug parts at 1 GiB each.
+        // Boot parts are adjacent whatever their sizes, as in a kernel's memory map. Hotplug parts
+        // start at multiples of 1 GiB.
         let zones = [
             zone("a", Tier::Dram, 3 * GIB + 3 * MIB, 130 * MIB),
             zone("b", Tier::Dram, 6 * MIB, GIB),
@@ -566,12 +548,12 @@ mod tests {
             [range(0, 512 * MIB), range(512 * MIB, 2 * GIB)]
         );
         // The rest below the hole stays unused: boot memory above the hole begins with the zone
-        // that was cut.
+        // that was split.
         assert_eq!(
             boot(&[small(MIB), huge(3 * GIB, GIB), small(MIB)]),
             [range(0, MIB), range(MIB, 2 * GIB), range(high, GIB), range(high + GIB, MIB)]
         );
-        // A size that is not known, and may be 1 GiB or 2 MiB.
+        // The page size is unknown and may be 1 GiB or 2 MiB.
         for (bytes, low) in [(3 * GIB, 2 * GIB), (3 * GIB + 2 * MIB, 5 * GIB / 2)] {
             let host = HostMemory { pages: HostPages::HugeAsUsual, ..HostMemory::default() };
             let zones = [small(512 * MIB), ZoneSpec { host, ..small(bytes) }];
@@ -600,8 +582,8 @@ mod tests {
                 let page_bytes = zone.boot_page_bytes();
                 prop_assert!(placed.boot.iter().all(|range| range.len.is_multiple_of(page_bytes)));
             }
-            // Both parts are without gaps, and end where loaders and the memory map take them to
-            // end.
+            // Both parts have no gaps, and end at the addresses that loaders and the memory map
+            // use.
             for (start, end) in [(0, boot.low_end()), (HIGH_RAM_START, boot.high_end())] {
                 let inside = map.boot_ranges().filter(|range| (start..end).contains(&range.start));
                 let reached = inside.fold(start, |at, range| if range.start == at { range.end() } else { 0 });
@@ -640,7 +622,7 @@ mod tests {
 
     #[test]
     fn hotplug_parts_are_whole_blocks_of_linux_also_where_these_are_large() {
-        // Boot memory ends a GiB, the hole, behind its size.
+        // Boot memory ends 1 GiB (the hole) behind its size.
         for (boot_end, dram_start, dram_len, pm_start) in [
             (5 * GIB, 5 * GIB, 640 * MIB, 6 * GIB),
             (63 * GIB, 63 * GIB, 640 * MIB, 64 * GIB),
@@ -670,7 +652,7 @@ mod tests {
         let zones = |boot_bytes| [zone("dram", Tier::Dram, boot_bytes, 32 * GIB)];
         let mut map = MemoryMap::new(&zones(GIB), 36).unwrap();
         let next = |map: &MemoryMap, boot_bytes| map.has_room_for(&zones(GIB), &zones(boot_bytes));
-        // Around the hole: 64 GiB less what is behind 4 GiB and of the hotplug part.
+        // 64 GiB less 4 GiB (low memory and the hole) and the ranges behind boot memory.
         assert_eq!(next(&map, 31 * GIB), Ok(()));
         assert!(matches!(next(&map, 32 * GIB), Err(LayoutError::AddressSpace { .. })));
         map.allocate(4 * GIB, 4096).unwrap();

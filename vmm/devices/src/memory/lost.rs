@@ -1,22 +1,21 @@
-//! Guest memory that is gone: the file behind it was cut short, its file system is full, or the
-//! memory is bad.
+//! Lost guest memory: the file behind it was truncated, its file system is full, or the memory is
+//! bad.
 //!
-//! Whoever touches such a page gets SIGBUS, or worse. Who that is decides what happens:
+//! Accessing such a page raises SIGBUS at best. The result depends on the accessing thread:
 //!
-//! - **A device**, which is a thread of this process: the handler stops the guest and then puts
-//!   zeros in the page's place (`pmem_volume::media`, [`GuestRange::page_lost`]), and the device
-//!   finds out before it believes what it has copied ([`super::view::MappedMemory::check_whole`]).
-//! - **The guest, and the memory is bad**: KVM sends the vCPU's thread a SIGBUS (Linux
-//!   arch/x86/kvm/mmu/mmu.c, `kvm_send_hwpoison_signal`), with the same end.
-//! - **The guest, and there is no page**: KVM takes that for a page that has to be read from a
-//!   disk, has somebody fetch it and lets the vCPU try again when that has failed, for ever
-//!   (virt/kvm/async_pf.c; kvm_main.c, `hva_to_pfn` of a caller that does not wait). No exit tells
-//!   of it. So files are asked for their length now and then ([`LostMemory::look`]). Where the vCPU
-//!   cannot wait, as its interrupts are off, KVM_RUN fails with EFAULT: then they are asked at
-//!   once.
-//!
-//! What is gone stays gone, though the file may be made as long again: the bytes were the guest's
-//! memory.
+//! - **A device**, which is a thread of this process: the handler stops the guest and then maps
+//!   zeros in place of the page (`pmem_volume::media`, [`GuestRange::page_lost`]). The device
+//!   detects the loss before it uses the copied data ([`super::view::MappedMemory::check_whole`]).
+//! - **The guest, if the memory is bad**: KVM sends the vCPU's thread a SIGBUS (Linux
+//! arch/x86/kvm/mmu/mmu.c, `kvm_send_hwpoison_signal`), with the same result.
+//! - **The guest, if there is no page**: KVM treats the page as one to be read from a disk and has
+//!   it fetched asynchronously. When that fails, the vCPU tries again, forever
+//!   (virt/kvm/async_pf.c; kvm_main.c, `hva_to_pfn` of a caller that does not wait). No exit
+//!   reports this. The lengths of files are therefore checked regularly ([`LostMemory::look`]). If
+//!   the vCPU cannot wait because its interrupts are off, KVM_RUN fails with EFAULT, and the
+//!   lengths are checked at once.
+//! Lost memory stays lost, even if the file gets its old length back, because the bytes were the
+//! guest's memory.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -35,69 +34,65 @@ use super::backing::Reservation;
 use crate::brake::Brake;
 use crate::metrics::{Expose, Exposition, Family, one};
 
-/// What was copied from guest memory may be zeros, and what was copied to it be lost.
+/// Data copied from guest memory may be zeros, and data copied to it may be lost.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("Memory of the guest is gone")]
 pub struct MemoryLost;
 
-/// Raised when a page is gone.
+/// Raised when a page is lost.
 #[derive(Clone, Debug, Default)]
 pub struct LossFlag(Arc<AtomicBool>);
 
 impl LossFlag {
-    /// From now on copies are not to be believed.
+    /// Marks all later copies as invalid.
     pub fn raise(&self) {
         self.0.store(true, Ordering::Release);
     }
 
-    /// Whether a page is gone.
     pub fn is_raised(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 }
 
-/// Why memory is not watched.
 #[derive(Debug, Error)]
 pub enum WatchError {
     #[error("Cannot create the eventfd that reports lost memory")]
     Event(#[source] io::Error),
-    /// The handler has no place left for it.
     #[error(transparent)]
     TooMany(#[from] TooManyRanges),
     #[error("Its file cannot be kept open")]
     File(#[source] io::Error),
 }
 
-/// How memory was lost.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum Loss {
     #[error("its file was cut short to {}, of which the guest has {}", Size(*file_bytes), Size(*mapped_bytes))]
     CutShort {
-        /// The file's length when that was seen.
+        /// Length of the file when the loss was detected.
         file_bytes: u64,
-        /// Its length, at the least, when it was mapped.
+        /// Minimum length of the file when it was mapped.
         mapped_bytes: u64,
     },
     #[error("a page is bad, or its file system has no room for it")]
     Page,
 }
 
-/// A range of guest memory, and what has become of it.
+/// Watched range of guest memory, and its loss.
 #[derive(Debug)]
 pub struct GuestRange {
     name: String,
-    /// How much of the file must be there; 0 without a file.
+    /// Minimum length of the file. 0 without a file.
     mapped_bytes: u64,
-    /// The length that the file was found cut to, or [`WHOLE`].
+    /// Length to which the file was cut, or [`WHOLE`].
     cut_to_bytes: AtomicU64,
     page_lost: AtomicBool,
     alarm: Arc<Alarm>,
 }
 
-/// No file is as long.
+/// Longer than any file.
 const WHOLE: u64 = u64::MAX;
 
-/// What is done at once when memory is found to be gone.
+/// Immediate reaction to lost memory.
 #[derive(Debug)]
 struct Alarm {
     loss: LossFlag,
@@ -106,25 +101,25 @@ struct Alarm {
 }
 
 impl Alarm {
-    /// May be called in a handler of a signal.
+    /// May be called in a signal handler.
     fn raise(&self) {
-        // 1. Devices do not believe what they copy from now on.
+        // 1. Devices discard what they copy from now on.
         self.loss.raise();
-        // 2. The guest sees no zeros.
+        // 2. The guest does not see zeros.
         self.brake.stop();
-        // 3. Whoever waits tells the owner. It fails when it has been raised so often that it is up
-        //    in any case.
+        // 3. The owner is notified. The write fails only if the counter is at its maximum, and the
+        //    eventfd is then readable anyway.
         let _ = self.event.write(1);
     }
 }
 
 impl GuestRange {
-    /// What it is: the flag that made it.
+    /// Name of the range: the flag that created it.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What is known to have become of it.
+    /// Known loss of the range.
     pub fn loss(&self) -> Option<Loss> {
         match self.cut_to_bytes.load(Ordering::Acquire) {
             WHOLE => self.page_lost.load(Ordering::Acquire).then_some(Loss::Page),
@@ -140,10 +135,9 @@ impl OnPageLost for GuestRange {
     }
 }
 
-/// A range, and the file that it is of.
 type Watched = (Arc<GuestRange>, Option<Arc<File>>);
 
-/// All memory of one VM that may be lost.
+/// All memory of one VM that can be lost.
 pub struct LostMemory {
     alarm: Arc<Alarm>,
     ranges: Mutex<Vec<Watched>>,
@@ -174,19 +168,19 @@ impl Expose for LostMemory {
 }
 
 impl LostMemory {
-    /// Nothing is watched. What is lost later pulls the brake, and raises the flag.
+    /// No watched memory. A later loss stops the vCPUs through `brake`, and raises the flag.
     pub fn new(brake: Arc<Brake>, loss: LossFlag) -> Result<Self, WatchError> {
         let event = EventFd::new(EFD_NONBLOCK).map_err(WatchError::Event)?;
         let alarm = Arc::new(Alarm { loss, brake, event });
         Ok(Self { alarm, ranges: Mutex::default() })
     }
 
-    /// Watches memory that is nobody else's to lose: it may be bad.
+    /// Watches anonymous memory, which can turn bad.
     pub fn watch(&self, name: String, reservation: &Reservation) -> Result<(), WatchError> {
         self.add(name, reservation, None).map(drop)
     }
 
-    /// Watches memory of a file or device, of which the first `mapped_bytes` have to be there.
+    /// Watches memory of a file or device whose first `mapped_bytes` must exist.
     pub fn watch_file(
         &self,
         name: String,
@@ -239,21 +233,22 @@ impl LostMemory {
         self.ranges.lock().iter().map(|(range, _)| Arc::clone(range)).collect()
     }
 
-    /// Whether there is a file that somebody may cut.
+    /// Returns true if there is a file that another process may truncate.
     pub fn has_files(&self) -> bool {
         self.ranges.lock().iter().any(|(_, file)| file.as_deref().is_some_and(is_regular))
     }
 
-    /// Asks every file for its length. If anything is lost, now or before, the guest is stopped
-    /// when this returns, and why is said.
+    /// Checks the length of every file. If memory is lost, now or before, stops the guest and
+    /// returns the reason.
     pub fn look(&self) -> Option<String> {
-        // No lock while files are asked and vCPUs are waited for: vCPUs come here, too.
+        // No lock is held during the checks and while waiting for vCPUs, because vCPUs call this,
+        // too.
         let ranges = self.ranges.lock().clone();
         for (range, file) in &ranges {
             if let Some(file_bytes) =
                 file.as_deref().and_then(|file| cut_to_bytes(file, range.mapped_bytes))
             {
-                // The first time counts.
+                // Only the first detected length is stored.
                 let _ = range.cut_to_bytes.compare_exchange(
                     WHOLE,
                     file_bytes,
@@ -270,8 +265,8 @@ impl LostMemory {
         reason
     }
 
-    /// A vCPU has touched what is not accessible: was that a loss? If so, the guest is stopped, and
-    /// whoever waits told.
+    /// Checks if a loss caused a vCPU's access fault. If so, the guest is stopped and the owner
+    /// notified.
     pub fn explains_a_fault(&self) -> bool {
         let lost = self.look().is_some();
         if lost {
@@ -281,18 +276,18 @@ impl LostMemory {
     }
 }
 
-/// Devices keep their length, or say so by errors.
+/// Devices keep their length, or report errors.
 fn is_regular(file: &File) -> bool {
     file.metadata().is_ok_and(|metadata| metadata.is_file())
 }
 
-/// The length of a file that has less than `mapped_bytes`. One that cannot be asked is as it was.
+/// Length of a file that is shorter than `mapped_bytes`. `None` if its length cannot be read.
 pub fn cut_to_bytes(file: &File, mapped_bytes: u64) -> Option<u64> {
     let metadata = file.metadata().ok()?;
     (metadata.is_file() && metadata.len() < mapped_bytes).then_some(metadata.len())
 }
 
-/// What a VM is paused for, if it is.
+/// Reason for pausing the VM, if any.
 fn reason<'a>(ranges: impl Iterator<Item = (&'a str, Option<Loss>)>) -> Option<String> {
     let mut lost: Vec<_> =
         ranges.filter_map(|(name, loss)| loss.map(|loss| format!("{name}: {loss}"))).collect();
@@ -312,7 +307,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A file on tmpfs, mapped.
+    /// Mapped file on tmpfs.
     fn mapped() -> (File, Reservation) {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(2 * MIB).unwrap();
@@ -335,9 +330,9 @@ mod tests {
     fn a_device_that_touches_a_lost_page_stops_the_guest_and_is_told() {
         let (file, reservation) = mapped();
         let (lost, brake, flag) = lost_memory();
-        // Of the file it needs no more than what is left in the end: only the page itself can tell.
+        // `mapped_bytes` is the length that remains, so only the page itself shows the loss.
         lost.watch_file("data".to_owned(), &reservation, file.as_fd(), MIB).unwrap();
-        // SAFETY: mapped, and nobody else's.
+        // SAFETY: mapped, and used by this test only.
         unsafe { byte(&reservation, MIB).write_volatile(7) };
         assert_eq!(lost.look(), None);
         assert!(!brake.is_pulled() && !flag.is_raised() && lost.event().read().is_err());
@@ -382,7 +377,7 @@ mod tests {
             "memory of the guest is gone: data: its file was cut short to 1 MiB, of which the guest has 2 MiB"
         );
         assert!(brake.is_pulled() && flag.is_raised());
-        // Somebody makes it as long again: what was there is not.
+        // The old length does not bring the content back.
         file.set_len(2 * MIB).unwrap();
         assert_eq!(lost.look().unwrap(), reason);
         brake.release();

@@ -1,4 +1,4 @@
-//! Guest memory: where it lies, what backs it, and the one view through which the VMM reaches it.
+//! Guest memory: address layout, backing memory, and the view through which the VMM accesses it.
 
 pub mod backing;
 mod build;

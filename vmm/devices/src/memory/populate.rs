@@ -1,4 +1,4 @@
-//! Finds the pages of memory before anybody touches it, on several CPUs.
+//! Allocates pages of guest memory before the first access, on several CPUs.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,14 +7,15 @@ use std::thread;
 use super::backing::Reservation;
 use super::layout::MIB;
 
-/// More threads find no more: what is left is the memory's own speed.
+/// More threads are no faster: the memory itself then limits the speed.
 const MAX_THREADS: usize = 16;
-/// What one thread takes at a time, and what is not worth a second one: as much as Linux plugs at
-/// once. Of a huge page that is larger the first thread finds all, and the others wait for it.
+/// Bytes of one step of a thread, and the smallest size that gets a second thread: as much as Linux
+/// plugs at once. If a huge page is larger than a step, the first thread allocates all of it while
+/// the others wait.
 const STEP_BYTES: u64 = 128 * MIB;
 
-/// Finds pages for `len` bytes of `reservation` from `offset`, all of which is mapped. What is in
-/// them stays. On an error some may have been found.
+/// Allocates pages for `len` mapped bytes of `reservation` from `offset`. Contents are kept. On an
+/// error, some pages may have been allocated.
 pub(super) fn populate(reservation: &Reservation, offset: u64, len: u64) -> io::Result<()> {
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     populate_in_steps(reservation, offset, len, STEP_BYTES, cpus.min(MAX_THREADS))
@@ -38,7 +39,7 @@ fn populate_in_steps(
             }
             reservation.populate(offset + start, step_bytes.min(len - start)).inspect_err(
                 |_| {
-                    // What the others would find is of no use any more.
+                    // The other threads can stop.
                     next.store(steps, Ordering::Relaxed);
                 },
             )?;

@@ -1,8 +1,9 @@
 //! KVM memory slots.
 //!
-//! Boot memory and volumes have one slot for each range, for ever. A hotplug part is cut into slots
-//! of 128 MiB, added with their first block and removed with their last: what KVM does not know,
-//! the guest cannot reach, and page tables and dirty logs of memory that is not there cost nothing.
+//! Boot memory and volumes have one permanent slot for each range. A hotplug part is divided into
+//! slots of 128 MiB, which are added with their first block and removed with their last. The guest
+//! cannot access memory without a slot. Unplugged memory therefore costs no page tables or dirty
+//! logs.
 
 use std::io;
 use std::sync::Arc;
@@ -22,18 +23,17 @@ use tracing::error;
 use super::backing::{Access, Reservation};
 use super::layout::{GuestRange, MIB};
 
-/// Bytes of a slot of a hotplug part.
+/// Size of a slot of a hotplug part.
 pub const HOTPLUG_SLOT_BYTES: u64 = 128 * MIB;
 
-/// How long after the last unplug empty slots are removed: removing one may cost every vCPU its
-/// page tables.
+/// Delay after the last unplug before empty slots are removed. Removing a slot may cost every vCPU
+/// its page tables.
 pub const QUIET_TIME: Duration = Duration::from_secs(1);
 
 /// Largest slot: KVM counts its pages in 31 bits (KVM_MEM_MAX_NR_PAGES in Linux
 /// virt/kvm/kvm_main.c).
 const MAX_SLOT_BYTES: u64 = ((1 << 31) - 1) * PAGE_BYTES;
 
-/// Why a slot cannot be had.
 #[derive(Debug, Error)]
 pub enum SlotError {
     #[error("All {limit} memory slots of KVM are in use")]
@@ -52,16 +52,16 @@ pub enum SlotError {
     Kvm {
         slot: u32,
         start: u64,
-        /// Length; 0 when it was to be removed.
+        /// Length. 0 when the slot is removed.
         len: u64,
         #[source]
         source: io::Error,
     },
 }
 
-/// Memory that KVM allocates with the slots of `guest_bytes`: at most a pointer for each page
-/// (Linux arch/x86/kvm/x86.c, memslot_rmap_alloc). With the TDP MMU it is less, as long as no guest
-/// has guests of its own.
+/// Upper limit of the memory that KVM allocates with the slots of `guest_bytes`: a pointer for each
+/// page (Linux arch/x86/kvm/x86.c, memslot_rmap_alloc). The TDP MMU uses less, unless the guest has
+/// guests of its own.
 fn kvms_own_bytes(guest_bytes: u64) -> u64 {
     guest_bytes / PAGE_BYTES * size_of::<u64>() as u64
 }
@@ -100,23 +100,23 @@ pub fn host_bytes() -> u64 {
 
 /// KVM's slots, or a fake of them.
 pub trait SlotTable: Send + Sync {
-    /// KVM_SET_USER_MEMORY_REGION: adds the slot, or removes it when its size is 0.
+    /// KVM_SET_USER_MEMORY_REGION: adds the slot, or removes it if its size is 0.
     ///
     /// # Safety
-    /// The host-virtual range must stay reserved for the guest until the slot is removed: the guest
-    /// reaches whatever is mapped there.
+    /// The host-virtual range must stay reserved for the guest until the slot is removed, because
+    /// the guest can access all memory mapped there.
     unsafe fn set_user_memory_region(&self, region: kvm_userspace_memory_region) -> io::Result<()>;
 }
 
 impl SlotTable for VmFd {
     unsafe fn set_user_memory_region(&self, region: kvm_userspace_memory_region) -> io::Result<()> {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract.
         unsafe { VmFd::set_user_memory_region(self, region) }.map_err(Into::into)
     }
 }
 
-/// Makes KVM keep the page tables of other slots when one is removed, where it can: Linux 6.12 and
-/// later. Returns whether it does now.
+/// Makes KVM keep the page tables of other slots when one is removed, if it can (Linux 6.12 and
+/// later). Returns true on success.
 pub fn disable_zap_all(vm: &VmFd) -> io::Result<bool> {
     let quirks = vm.check_extension_raw(KVM_CAP_DISABLE_QUIRKS2.into());
     if quirks < 0 || quirks as u32 & KVM_X86_QUIRK_SLOT_ZAP_ALL == 0 {
@@ -128,11 +128,10 @@ pub fn disable_zap_all(vm: &VmFd) -> io::Result<bool> {
     Ok(true)
 }
 
-/// A slot in use.
 #[derive(Clone, Debug)]
 struct Entry {
     guest: GuestRange,
-    /// Keeps the host-virtual range from being anything else while the guest can reach it.
+    /// Keeps the host-virtual range reserved while the guest can access it.
     _reservation: Arc<Reservation>,
 }
 
@@ -144,13 +143,13 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// No slot yet, of `limit` (KVM_CAP_NR_MEMSLOTS).
+    /// No slots yet. `limit` is KVM_CAP_NR_MEMSLOTS.
     pub fn new(table: Arc<dyn SlotTable>, limit: u32) -> Self {
         Self { table, entries: Mutex::default(), limit }
     }
 
-    /// Shows the guest, at `guest`, what is mapped at `offset` of `reservation`, now and later.
-    /// Returns the slot's number.
+    /// Makes all present and later mappings at `offset` of `reservation` accessible to the guest at
+    /// `guest`. Returns the slot's number.
     pub fn add(
         &self,
         guest: GuestRange,
@@ -178,7 +177,7 @@ impl Slots {
             memory_size: guest.len,
             userspace_addr: reservation.addr() + offset,
         };
-        // SAFETY: the range lies in the reservation (checked above), which the entry keeps alive
+        // SAFETY: the range is inside the reservation (checked above), which the entry keeps alive
         // until the slot is removed.
         unsafe { self.table.set_user_memory_region(region) }.map_err(|source| SlotError::Kvm {
             slot: slot as u32,
@@ -195,7 +194,7 @@ impl Slots {
         Ok(slot as u32)
     }
 
-    /// Hides it again.
+    /// Removes a slot.
     ///
     /// # Panics
     /// If the slot is not in use.
@@ -209,7 +208,7 @@ impl Slots {
             memory_size: 0,
             ..Default::default()
         };
-        // SAFETY: removing a slot shows the guest nothing.
+        // SAFETY: removing a slot gives the guest no access.
         unsafe { self.table.set_user_memory_region(region) }.map_err(|source| SlotError::Kvm {
             slot,
             start,
@@ -220,14 +219,15 @@ impl Slots {
         Ok(())
     }
 
-    /// The number of slots in use.
+    /// Number of slots in use.
     pub fn used(&self) -> usize {
         self.entries.lock().iter().flatten().count()
     }
 }
 
 impl Drop for Slots {
-    /// Before the reservations go: KVM may live on in a vCPU's file descriptor.
+    /// Runs before the reservations are dropped, because a vCPU's file descriptor may keep KVM
+    /// alive.
     fn drop(&mut self) {
         let count = self.entries.get_mut().len() as u32;
         for slot in 0..count {
@@ -235,7 +235,8 @@ impl Drop for Slots {
                 continue;
             }
             if let Err(err) = self.remove(slot) {
-                // The reservation must not be unmapped under a slot that KVM keeps: leak it.
+                // Leaks the reservation, because it must not be unmapped under a slot that KVM
+                // keeps.
                 error!(%err, "A memory slot cannot be removed");
                 std::mem::forget(self.entries.get_mut()[slot as usize].take());
             }
@@ -243,26 +244,26 @@ impl Drop for Slots {
     }
 }
 
-/// One slot's worth of a hotplug part.
+/// Part of a hotplug part that has one slot.
 #[derive(Clone, Copy, Debug, Default)]
 struct Part {
     slot: Option<u32>,
     plugged_bytes: u64,
 }
 
-/// The slots of one hotplug part. Offsets count from its start.
+/// Slots of one hotplug part. Offsets count from its start.
 pub struct HotplugSlots {
     slots: Arc<Slots>,
     range: GuestRange,
     reservation: Arc<Reservation>,
     slot_bytes: u64,
     parts: Vec<Part>,
-    /// When a part was emptied last, while there are empty ones.
+    /// Time when a part last became empty, while there are empty parts.
     emptied: Option<Instant>,
 }
 
 impl HotplugSlots {
-    /// For `range`, of which nothing is plugged, in slots of `slot_bytes`.
+    /// Slots of `slot_bytes` for `range`, without plugged memory.
     pub fn new(
         slots: Arc<Slots>,
         range: GuestRange,
@@ -274,8 +275,8 @@ impl HotplugSlots {
         Self { slots, range, reservation, slot_bytes, parts, emptied: None }
     }
 
-    /// Adds the slots that `offset..offset + len`, about to be plugged, needs and that are not
-    /// there: all or none.
+    /// Adds the missing slots for `offset..offset + len`, which is about to be plugged. On an
+    /// error, none is added.
     pub fn acquire(&mut self, offset: u64, len: u64) -> Result<(), SlotError> {
         let pieces = self.pieces(offset, len);
         let mut added = Vec::new();
@@ -300,13 +301,13 @@ impl HotplugSlots {
         Ok(())
     }
 
-    /// Adds the next slot ahead of the request that will need it, if what is there has no room for
-    /// `wanted_bytes` more. Returns whether it added one.
+    /// Adds the next slot ahead of the request that will need it, if the present slots have no room
+    /// for another `wanted_bytes`. Returns true if it added one.
     ///
-    /// Adding a slot waits until no vCPU uses the old set any more, which takes longer than all the
-    /// rest of a plug; the driver need not wait for that. A slot alone lets the guest reach
-    /// nothing: what is not plugged is PROT_NONE. Unless blocks are plugged into it, it goes
-    /// with a sweep like any empty slot.
+    /// Adding a slot waits until no vCPU uses the old set of slots. This takes longer than the rest
+    /// of a plug, and the driver need not wait for it. A slot alone gives the guest no access,
+    /// because unplugged memory is PROT_NONE. A sweep removes the slot like any empty one, unless
+    /// blocks are plugged into it.
     pub fn prepare(&mut self, wanted_bytes: u64, now: Instant) -> Result<bool, SlotError> {
         let room = |part: &Part| {
             part.slot.map_or(0, |_| self.slot_bytes.saturating_sub(part.plugged_bytes))
@@ -322,8 +323,8 @@ impl HotplugSlots {
         Ok(true)
     }
 
-    /// Notes that `offset..offset + len` is unplugged. Slots that became empty go with the next
-    /// [`HotplugSlots::sweep`] after the quiet time.
+    /// Records that `offset..offset + len` is unplugged. [`HotplugSlots::sweep`] removes empty
+    /// slots after the quiet time.
     pub fn release(&mut self, offset: u64, len: u64, now: Instant) {
         for (index, bytes) in self.pieces(offset, len) {
             let part = &mut self.parts[index];
@@ -335,17 +336,17 @@ impl HotplugSlots {
         }
     }
 
-    /// When [`HotplugSlots::sweep`] has something to do.
+    /// Time of the next [`HotplugSlots::sweep`].
     pub fn sweep_due(&self) -> Option<Instant> {
         self.emptied.map(|at| at + QUIET_TIME)
     }
 
-    /// Removes empty slots if the quiet time is over. Returns how many.
+    /// Removes empty slots if the quiet time is over. Returns their number.
     pub fn sweep(&mut self, now: Instant) -> usize {
         if self.sweep_due().is_none_or(|due| now < due) { 0 } else { self.remove_empty() }
     }
 
-    /// Removes empty slots now. Returns how many.
+    /// Removes empty slots now. Returns their number.
     fn remove_empty(&mut self) -> usize {
         self.emptied = None;
         let empty: Vec<_> = (0..self.parts.len())
@@ -356,7 +357,7 @@ impl HotplugSlots {
         empty.into_iter().filter(|&index| self.remove_part(index)).count()
     }
 
-    /// The number of slots that KVM has of this part.
+    /// Number of slots of this part in KVM.
     pub fn used(&self) -> usize {
         self.parts.iter().filter(|part| part.slot.is_some()).count()
     }
@@ -378,14 +379,14 @@ impl HotplugSlots {
                 true
             }
             Err(err) => {
-                // Everything in it is PROT_NONE: the guest gains nothing by a slot that stays.
+                // A remaining slot gives the guest no access, because all of it is PROT_NONE.
                 error!(%err, "An empty memory slot cannot be removed");
                 false
             }
         }
     }
 
-    /// Cuts a range at slot boundaries: the index of each part, and how many bytes of it.
+    /// Divides a range at slot boundaries into indexes of parts and bytes in each.
     fn pieces(&self, offset: u64, len: u64) -> Vec<(usize, u64)> {
         assert!(len > 0 && offset + len <= self.range.len);
         let (first, last) = (offset / self.slot_bytes, (offset + len - 1) / self.slot_bytes);
@@ -410,12 +411,11 @@ pub mod fake {
     #[derive(Default)]
     pub struct FakeSlots {
         pub slots: Mutex<BTreeMap<u32, kvm_userspace_memory_region>>,
-        /// How many calls succeed before they fail with ENOMEM.
+        /// Number of calls that succeed before calls fail with ENOMEM.
         pub calls_left: Mutex<Option<usize>>,
     }
 
     impl FakeSlots {
-        /// Whether the guest can reach `addr`.
         pub fn covers(&self, addr: u64) -> bool {
             let covers = |slot: &kvm_userspace_memory_region| {
                 (slot.guest_phys_addr..slot.guest_phys_addr + slot.memory_size).contains(&addr)
@@ -451,7 +451,8 @@ pub mod fake {
                     .ok_or(io::Error::from_raw_os_error(libc::EINVAL));
             }
             if slots.contains_key(&region.slot) {
-                // An existing slot may be moved or get flags, never another size; we do neither.
+                // An existing slot may be moved or get flags, but cannot be resized. The VMM does
+                // neither.
                 return fail(libc::EINVAL);
             }
             let end = region.guest_phys_addr + region.memory_size;
@@ -521,7 +522,7 @@ mod tests {
             error,
             "12 TiB of guest memory can make KVM allocate 24 GiB for itself, but the host has only 23 GiB of memory"
         );
-        // The last range is checked before a slot is made for the first.
+        // The last range is checked before a slot is added for the first.
         assert!(
             check(&[TIB, 9 * TIB], 1024)
                 .unwrap_err()
@@ -539,7 +540,7 @@ mod tests {
         assert!(slots.prepare(SLOT, now).unwrap());
         assert!(table.covers(START + SLOT) && !table.covers(START + 2 * SLOT));
         assert!(!slots.prepare(SLOT, now).unwrap(), "there is room for what is wanted");
-        // What is plugged into it keeps it; what stays empty goes.
+        // Plugged blocks keep a slot. A slot that stays empty is removed.
         slots.acquire(SLOT, 2 * MIB).unwrap();
         assert!(slots.prepare(SLOT, now).unwrap());
         assert_eq!(slots.sweep(now + QUIET_TIME), 1);

@@ -1,10 +1,10 @@
-//! The one way by which the VMM's own threads reach guest memory.
+//! View through which all threads of the VMM access guest memory.
 //!
-//! A descriptor may point anywhere: at a block that is unplugged, or that another thread is
-//! unplugging right now. Unplugged blocks are PROT_NONE on the host, so an unchecked access would
-//! kill the VMM with SIGSEGV. The view therefore checks every range against what is plugged, and
-//! hands memory out under a read guard; whoever unplugs takes the write guard, and so waits until
-//! the last access in flight is over.
+//! A descriptor may refer to a block that is unplugged, or that another thread is unplugging at
+//! this moment. Unplugged blocks are PROT_NONE on the host, so an unchecked access would end the
+//! VMM with SIGSEGV. The view therefore checks every range against the plugged blocks, and gives
+//! access to memory under a read guard. An unplug takes the write guard, and thus waits for all
+//! accesses in flight.
 
 use std::io;
 use std::ops::Deref;
@@ -23,7 +23,6 @@ use vm_memory::{
 use super::backing::Reservation;
 use super::lost::{LossFlag, MemoryLost};
 
-/// Why a pluggable range is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ViewError {
     /// Empty, off the block grid, or ending beyond the address space.
@@ -34,7 +33,6 @@ pub enum ViewError {
         start: u64,
         /// Length in bytes.
         len: u64,
-        /// Block size in bytes.
         block_size: u64,
     },
     #[error("Pluggable range {start:#x}+{len:#x} overlaps another one")]
@@ -45,7 +43,7 @@ pub enum ViewError {
     },
 }
 
-/// A range whose blocks come and go, with one bit for each block.
+/// Range with one plugged bit for each block.
 #[derive(Debug)]
 struct PluggableRange {
     start: u64,
@@ -69,7 +67,7 @@ impl PluggableRange {
         *word = if plugged { *word | mask } else { *word & !mask };
     }
 
-    /// Whether every byte of the part of `start..end` that lies in this range is plugged.
+    /// Returns true if every byte in the intersection of `start..end` and this range is plugged.
     fn allows(&self, start: u64, end: u64) -> bool {
         let (from, to) = (start.max(self.start), end.min(self.end()));
         if from >= to {
@@ -81,47 +79,44 @@ impl PluggableRange {
     }
 }
 
-/// What guest memory lies in, and what keeps it there.
+/// Regions of guest memory, with the reservations that keep them mapped.
 #[derive(Clone, Debug)]
 pub struct Regions {
-    /// Where which addresses are. Of what is plugged it knows nothing: it is for who counts on the
-    /// host's page tables, where what is not plugged cannot be reached.
+    /// Address map. It does not distinguish plugged from unplugged memory. It is for users that
+    /// rely on the host's page tables, in which unplugged memory is inaccessible.
     pub memory: GuestMemoryMmap,
-    /// What they point into.
     pub reservations: Vec<Arc<Reservation>>,
 }
 
-/// Who reaches guest memory past the view, by the addresses of this process, as the host's kernel
-/// does.
+/// User of guest memory that bypasses the view and accesses it by addresses of this process, as the
+/// host's kernel does.
 pub trait RegionWatcher: Send + Sync {
-    /// There are other regions than before. When this returns none but these is reached any more.
+    /// Notifies the watcher of changed regions. When this returns, it accesses only these.
     fn regions_changed(&self, regions: &Regions);
 }
 
-/// Guest memory as it is at one moment: what a guard of [`GuestView`] gives access to.
+/// Guest memory at one moment, accessible through a guard of [`GuestView`].
 ///
-/// It is a [`GuestMemory`], so that queues, descriptor readers and `Bytes` work on it; an access to
-/// unplugged memory is an error like one to an address where there is no memory at all.
+/// It is a [`GuestMemory`], so that queues, descriptor readers and `Bytes` work on it. An access to
+/// unplugged memory fails like an access to an address without memory.
 #[derive(Debug)]
 pub struct MappedMemory {
     regions: GuestMemoryMmap,
     pluggable: Vec<PluggableRange>,
-    /// First and end addresses of what is mapped read-only on the host: a store there is SIGSEGV,
-    /// too.
+    /// Start and end addresses of ranges that are mapped read-only on the host. A store there would
+    /// be a SIGSEGV, too.
     read_only: Vec<(u64, u64)>,
-    /// What the regions point into.
     reservations: Vec<Arc<Reservation>>,
     loss: LossFlag,
     watchers: Vec<Weak<dyn RegionWatcher>>,
 }
 
 impl MappedMemory {
-    /// What it lies in.
     pub fn regions(&self) -> Regions {
         Regions { memory: self.regions.clone(), reservations: self.reservations.clone() }
     }
 
-    /// From now on `watcher` is told of other regions, for as long as there is one.
+    /// Notifies `watcher` of changed regions until it is dropped.
     pub fn watch_regions(&mut self, watcher: Weak<dyn RegionWatcher>) {
         self.watchers.retain(|known| known.strong_count() > 0);
         self.watchers.push(watcher);
@@ -143,7 +138,7 @@ impl MappedMemory {
         !forbidden && self.pluggable.iter().all(|range| range.allows(start, end))
     }
 
-    /// Adds a region that points into `reservation`, all of it accessible until it is declared
+    /// Adds a region that points into `reservation`. All of it is accessible until it is declared
     /// pluggable.
     pub fn add_region(
         &mut self,
@@ -156,7 +151,7 @@ impl MappedMemory {
         Ok(())
     }
 
-    /// Takes back what [`Self::add_region`] added, all of it.
+    /// Removes all of a region that [`Self::add_region`] added.
     ///
     /// # Panics
     /// If there is no such region.
@@ -168,32 +163,29 @@ impl MappedMemory {
         self.tell_watchers();
     }
 
-    /// Keeps what the regions given to [`GuestView::new`] point into as long as there is a view of
-    /// them.
+    /// Keeps the reservation of regions that [`GuestView::new`] received, as long as the view
+    /// exists.
     pub fn keep(&mut self, reservation: Arc<Reservation>) {
         self.reservations.push(reservation);
     }
 
-    /// Whether all that was copied from guest memory so far, or to it, is what is or was there. To
-    /// be asked after a copy, before anybody believes it: a page that was lost meanwhile has
-    /// read as zeros.
+    /// Checks that no page was lost so far. A device must call this after each copy from or to
+    /// guest memory, before it uses the copy, because a lost page reads as zeros.
     pub fn check_whole(&self) -> Result<(), MemoryLost> {
         if self.loss.is_raised() { Err(MemoryLost) } else { Ok(()) }
     }
 
-    /// Reads what `reader` copies from guest memory, and fails instead of giving out what may not
-    /// have been there.
+    /// Wraps `reader`, a reader of guest memory, which then fails if a page was lost.
     pub fn whole<R: io::Read>(&self, reader: R) -> impl io::Read {
         Whole { reader, memory: self }
     }
 
-    /// Refuses writes to `start..start + len` from now on.
+    /// Rejects writes to `start..start + len`.
     pub fn forbid_writes(&mut self, start: u64, len: u64) {
         self.read_only.push((start, start.saturating_add(len)));
     }
 
-    /// Adds a range of which nothing is plugged yet. It must lie in the regions given to
-    /// [`GuestView::new`].
+    /// Adds a range without plugged blocks. It must lie in regions that were added before.
     pub fn add_pluggable(
         &mut self,
         start: GuestAddress,
@@ -218,8 +210,8 @@ impl MappedMemory {
     /// Marks `start..start+len` plugged or unplugged.
     ///
     /// # Panics
-    /// If the blocks are not whole blocks of one pluggable range: the caller has validated the
-    /// guest's request against its own region before.
+    /// If the range does not consist of whole blocks of one pluggable range. The caller must have
+    /// validated the guest's request against its own region.
     pub fn set_plugged(&mut self, start: GuestAddress, len: u64, plugged: bool) {
         let start = start.raw_value();
         let range = self
@@ -238,7 +230,7 @@ impl MappedMemory {
     }
 }
 
-/// A reader of guest memory: see [`MappedMemory::whole`].
+/// Reader of guest memory: see [`MappedMemory::whole`].
 struct Whole<'a, R> {
     reader: R,
     memory: &'a MappedMemory,
@@ -275,16 +267,16 @@ impl GuestMemory for MappedMemory {
         Ok(slices)
     }
 
-    // `physical_memory` stays `None`: it would be a way around the check.
+    // `physical_memory` stays `None`, because it would bypass the check.
 }
 
-/// A handle on guest memory, cheap to clone.
+/// Handle of guest memory, cheap to clone.
 #[derive(Clone, Debug)]
 pub struct GuestView {
     memory: Arc<RwLock<MappedMemory>>,
 }
 
-/// Keeps everything that was plugged when it was taken plugged and mapped.
+/// Keeps all memory plugged and mapped that is plugged when the guard is acquired.
 #[derive(Clone)]
 pub struct ViewGuard(Arc<ArcRwLockReadGuard<RawRwLock, MappedMemory>>);
 
@@ -297,7 +289,7 @@ impl Deref for ViewGuard {
 }
 
 impl GuestView {
-    /// A view of `regions`, all of it accessible until ranges are declared pluggable.
+    /// View of `regions`. All of it is accessible until ranges are declared pluggable.
     pub fn new(regions: GuestMemoryMmap) -> Self {
         let memory = MappedMemory {
             regions,
@@ -310,18 +302,17 @@ impl GuestView {
         Self { memory: Arc::new(RwLock::new(memory)) }
     }
 
-    /// For whoever is told of pages that are gone.
+    /// Flag to raise when pages are lost.
     pub fn loss(&self) -> LossFlag {
         self.memory.read().loss.clone()
     }
 
-    /// For whoever plugs and unplugs: waits until no guard is held, and lets none be taken while it
-    /// lives.
+    /// Exclusive access for plug and unplug. Waits until no guard is held, and blocks new guards.
     pub fn exclusive(&self) -> RwLockWriteGuard<'_, MappedMemory> {
         self.memory.write()
     }
 
-    /// Whether somebody waits for exclusive access, or has it.
+    /// Returns true if a thread has or waits for exclusive access.
     #[cfg(test)]
     pub(crate) fn is_awaited(&self) -> bool {
         self.memory.try_read().is_none()
@@ -332,8 +323,8 @@ impl GuestAddressSpace for GuestView {
     type M = MappedMemory;
     type T = ViewGuard;
 
-    /// Takes a guard. A thread that holds one must not take a second one: between the two, somebody
-    /// may have begun to wait for exclusive access, and both would wait for ever.
+    /// Acquires a guard. A thread that holds one must not acquire a second one: another thread may
+    /// have started to wait for exclusive access in between, and both would wait forever.
     fn memory(&self) -> ViewGuard {
         ViewGuard(Arc::new(self.memory.read_arc()))
     }
@@ -394,7 +385,7 @@ mod tests {
         assert_eq!(std::mem::take(&mut *watcher.0.lock()), [(3, 1)]);
         view.exclusive().remove_region(at, BLOCK, &reservation);
         assert_eq!(*watcher.0.lock(), [(2, 0)]);
-        // One that has gone is not asked for.
+        // A dropped watcher is not notified.
         drop(watcher);
         view.exclusive().add_region(region(), reservation).unwrap();
     }

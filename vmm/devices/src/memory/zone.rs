@@ -8,73 +8,68 @@ use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 
 use super::layout::GIB;
 
-/// The host's pages that DRAM is of.
+/// Host pages that back DRAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HostPages {
-    /// Small ones, and huge ones where the host likes to (transparent huge pages).
+    /// Small pages, and huge pages if the host chooses so (transparent huge pages).
     #[default]
     Transparent,
     Small,
-    /// Huge ones that the host has set aside, of the size that is usual there.
+    /// Huge pages that are reserved on the host, of the host's default size.
     HugeAsUsual,
-    /// The same, of so many bytes.
+    /// Huge pages of this size in bytes, reserved on the host.
     Huge(u64),
 }
 
-/// How a zone grows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Growth {
-    /// By the blocks of a virtio-mem device, which come and go.
+    /// By virtio-mem blocks, which are plugged and unplugged.
     #[default]
     VirtioMem,
-    /// By DIMMs, which ACPI tells of, and which stay.
+    /// By DIMMs, which ACPI announces. They are never removed.
     Dimms,
 }
 
-/// What the host is asked for where a zone is of DRAM.
+/// Host memory behind a DRAM zone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMemory {
-    /// The size of its pages.
     pub pages: HostPages,
-    /// Others can map it.
+    /// Other processes can map it.
     pub shared: bool,
-    /// Pages are found when memory comes, not when it is touched.
+    /// Pages are allocated when memory is plugged, not when it is first touched.
     pub prefault: bool,
-    /// It is counted as taken when it comes, and refused if there is not as much.
+    /// Memory counts as committed when it is mapped. The mapping fails if the host has too little
+    /// memory.
     pub reserve: bool,
-    /// Pages of the same content may be one.
+    /// KSM may merge pages of equal content.
     pub mergeable: bool,
-    /// What the boot part is of, if not of memory alone.
+    /// File behind the boot part, if any.
     pub file: Option<PathBuf>,
 }
 
-/// What the API calls the virtio-mem device of a zone.
+/// ID of a zone's virtio-mem device in the API.
 pub fn device_id(zone_id: &str) -> String {
     format!("mem-{zone_id}")
 }
 
-/// What a zone shall be.
+/// Configuration of a zone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZoneSpec {
-    /// Its name, which metrics and API calls use.
+    /// Name in metrics and API calls.
     pub id: String,
-    /// What it is made of.
     pub tier: Tier,
-    /// Its node in the guest (an ACPI proximity domain).
+    /// Guest NUMA node (an ACPI proximity domain).
     pub guest_node: u32,
-    /// What the host is asked for.
     pub host: HostMemory,
-    /// The host's node from which all its memory comes; wherever the host likes otherwise.
+    /// Host node for all memory of the zone. `None`: any node.
     pub host_node: Option<u32>,
-    /// The part that is there from the start.
     pub boot_bytes: u64,
     pub growth: Growth,
-    /// The most that may be plugged beyond it; 0 for a zone that does not grow.
+    /// Upper limit of plugged memory. 0 for a zone that does not grow.
     pub hotplug_bytes: u64,
-    /// How much of that is requested when the guest starts.
+    /// Size that is requested at the start of the guest.
     pub hotplugged_bytes: u64,
-    /// Bytes per second that the guest may plug again after it has unplugged them. `None`: no
-    /// bound.
+    /// Bytes per second that the guest may plug again after unplugging them. `None`: no limit.
     pub plug_bytes_per_s: Option<NonZeroU64>,
 }
 

@@ -11,8 +11,8 @@ use super::segments::{Ledger, Source};
 use super::source::DramSource;
 use super::{Backing, BackingError, MappingBudget, Reservation};
 
-/// How much one call looks through for pages: as much as Linux unplugs at once, with a byte for
-/// each page.
+/// Bytes that one call examines for pages: as much as Linux unplugs at once, with a byte for each
+/// page.
 const LOOK_BYTES: u64 = 128 << 20;
 
 /// DRAM behind a reservation.
@@ -21,12 +21,12 @@ pub struct DramBacking {
     reservation: Arc<Reservation>,
     ledger: Ledger,
     source: DramSource,
-    /// Of a file: mapped no more, and not given back yet.
+    /// Ranges of a file that are unmapped but not yet released.
     detached: Vec<Range<u64>>,
 }
 
 impl DramBacking {
-    /// Backs `reservation`, of which nothing is mapped yet.
+    /// Backs `reservation`, in which nothing is mapped yet.
     pub fn new(
         reservation: Arc<Reservation>,
         budget: Arc<MappingBudget>,
@@ -37,7 +37,7 @@ impl DramBacking {
         Self { reservation, ledger, source, detached: Vec::new() }
     }
 
-    /// Gives back what has been detached; what fails stays.
+    /// Releases detached ranges. A range whose release fails stays detached.
     fn give_back(&mut self) -> io::Result<()> {
         while let Some(range) = self.detached.last() {
             self.source.give_back(range.start, range.end - range.start)?;
@@ -49,7 +49,7 @@ impl DramBacking {
 
 impl Backing for DramBacking {
     fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
-        // What comes is zeros, whatever was there before.
+        // Detached ranges become holes first, so that plugged memory reads as zeros.
         self.give_back().map_err(|source| BackingError::Map { offset, len, source })?;
         let (reservation, source) = (&self.reservation, &self.source);
         let plugged = self.ledger.map(1, |segments| {
@@ -59,7 +59,7 @@ impl Backing for DramBacking {
             segments.set(offset, len, of);
             Ok(())
         });
-        // Pages that were found until one could not be are the file's.
+        // On an error, pages that were already allocated are still in the file.
         if plugged.is_err() && self.source.in_file(offset).is_some() {
             self.detached.push(offset..offset + len);
             if let Err(err) = self.give_back() {
@@ -86,7 +86,7 @@ impl Backing for DramBacking {
         Ok(())
     }
 
-    /// Anonymous memory is gone with its mapping.
+    /// Anonymous memory was released by unmapping it.
     fn free_detached(&mut self) -> Result<(), BackingError> {
         let Some(Range { start: offset, end }) = self.detached.last().cloned() else {
             return Ok(());
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(populated(&backing, 0..8 * MIB), [false, true, true, false]);
         assert_eq!(populated(&backing, 4 * MIB..6 * MIB), [true]);
         assert_eq!((byte_at(&reservation, 2 * MIB), byte_at(&reservation, 2 * MIB + 1)), (0xa5, 0));
-        // What is not plugged gets no pages.
+        // Unplugged memory gets no pages.
         assert!(backing.populate(6 * MIB, 4 * MIB).is_err());
         assert_eq!(populated(&backing, 8 * MIB..10 * MIB), [false]);
     }
@@ -186,12 +186,12 @@ mod tests {
             DramSource::anonymous(false),
         );
         backing.plug(0, BLOCKS * 2 * MIB).unwrap();
-        // Around where one look ends and the next begins, and at the end.
+        // At the boundary of two calls of `pages`, and at the end.
         let touched = [1, BLOCKS / 2 - 2, BLOCKS / 2 - 1, BLOCKS - 4, BLOCKS - 3, BLOCKS - 1];
         for block in touched {
             fill(&reservation, block * 2 * MIB, 1, 0xa5);
         }
-        // Not the first page: that is not looked at.
+        // Not the first page of a block: the other pages are not examined.
         fill(&reservation, 3 * 2 * MIB + MIB, 1, 0xa5);
         for first in [0, 1, 5] {
             let populated = backing.populated_blocks(&(first * 2 * MIB..BLOCKS * 2 * MIB), 2 * MIB);
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(budget.used(), 1);
         backing.plug(12 * MIB, 2 * MIB).unwrap();
     }
-    /// A backing of a file, as shared memory is.
+    /// Backing of a file, as for shared memory.
     fn shared() -> (DramBacking, Arc<Reservation>) {
         let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
         let host = HostMemory { shared: true, ..HostMemory::default() };
@@ -262,7 +262,7 @@ mod tests {
         );
         backing.plug(2 * MIB, 40 * MIB).unwrap();
         assert_eq!((byte_at(&reservation, 2 * MIB), byte_at(&reservation, 42 * MIB)), (0, 0xa5));
-        // A balloon's pages as well.
+        // Pages in a balloon leave the file, too.
         let before = file_bytes();
         reservation.discard(42 * MIB, 4 * MIB).unwrap();
         assert_eq!((before - file_bytes(), byte_at(&reservation, 42 * MIB)), (4 * MIB, 0));
@@ -276,7 +276,7 @@ mod tests {
         let source = DramSource::of_hotplug(&host, LEN, 2 * MIB).unwrap();
         let mut backing = DramBacking::new(reservation, Arc::new(MappingBudget::new(100)), source);
         let file = Arc::clone(backing.source.file().unwrap());
-        // There is nothing behind its end: the kernel finds the pages before it, and fails there.
+        // Beyond the end of the file, allocation fails after the pages before it were allocated.
         file.set_len(4 * MIB).unwrap();
         backing.plug(0, 8 * MIB).unwrap_err();
         assert_eq!(file.metadata().unwrap().blocks(), 0);
@@ -311,7 +311,7 @@ mod tests {
         }
     }
 
-    /// The flags of the mapping at `addr`, as /proc/self/smaps has them.
+    /// Flags of the mapping at `addr` in /proc/self/smaps.
     fn flags_at(addr: u64) -> Vec<String> {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&format!("{addr:x}-")));
@@ -327,7 +327,7 @@ mod tests {
             (HostMemory { pages: HostPages::Small, ..HostMemory::default() }, "nh", "hg"),
             (HostMemory { mergeable: true, ..HostMemory::default() }, "mg", "nh"),
         ] {
-            // A kernel without transparent huge pages, or without KSM, cannot be told of them.
+            // A kernel without transparent huge pages or KSM rejects the advice.
             let is_known = match has {
                 "nh" => std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists(),
                 "mg" => std::path::Path::new("/sys/kernel/mm/ksm").exists(),
@@ -361,7 +361,7 @@ mod tests {
             error(2 * MIB, 3 * MIB),
             "3 MiB of memory, which is not a whole number of huge pages of 2 MiB"
         );
-        // More than any host that runs this sets aside.
+        // More than the hosts that run this test reserve.
         let len = 64 << 30;
         let reservation = Arc::new(Reservation::new(len, 2 * MIB).unwrap());
         let source = DramSource::of_hotplug(&huge(2 * MIB), len, 2 * MIB).unwrap();
@@ -374,7 +374,7 @@ mod tests {
             wanted_bytes == len && available_bytes < len,
             "{available_bytes} of {wanted_bytes}"
         );
-        // x86-64 has none of that size.
+        // x86-64 has no huge pages of this size.
         assert_eq!(error(32 * MIB, LEN), "the host has no huge pages of 32 MiB");
     }
 }

@@ -1,45 +1,40 @@
-//! Nodes of the host, and memory that comes from one of them alone.
+//! NUMA nodes of the host, and binding of memory to one of them.
 
 use std::fs;
 use std::io;
 
 use thiserror::Error;
 
-/// Nodes that have memory, as a list of ranges: `0-1,3`.
+/// List of the nodes that have memory, for example `0-1,3`.
 const HAS_MEMORY: &str = "/sys/devices/system/node/has_memory";
-/// The largest node that any kernel has (CONFIG_NODES_SHIFT is at most 10).
+/// Upper limit of the number of nodes in any kernel (CONFIG_NODES_SHIFT is at most 10).
 const MAX_NODES: usize = 1024;
 const WORD_BITS: usize = u64::BITS as usize;
 
-/// Why memory cannot come from a node.
 #[derive(Debug, Error)]
 pub enum HostNodeError {
     #[error(
         "host_numa_node={node}: the host has no NUMA node {node} with memory; its nodes: {known}"
     )]
     NoSuchNode {
-        /// What was asked for.
         node: u32,
-        /// What there is, as the kernel lists it.
+        /// Nodes of the host, as the kernel lists them.
         known: String,
     },
-    /// The kernel knows of no nodes.
     #[error("host_numa_node={node}: the host's kernel does not list its nodes in {HAS_MEMORY}")]
     Unknown {
-        /// What was asked for.
         node: u32,
-        /// What reading the list has come to.
         #[source]
         source: io::Error,
     },
 }
 
-/// A node of the host that has memory.
+/// Node of the host that has memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostNode(u32);
 
 impl HostNode {
-    /// The host's node of that number.
+    /// Finds the host's node of that number.
     pub fn find(node: u32) -> Result<Self, HostNodeError> {
         let list = fs::read_to_string(HAS_MEMORY)
             .map_err(|source| HostNodeError::Unknown { node, source })?;
@@ -58,18 +53,17 @@ impl HostNode {
         Err(HostNodeError::NoSuchNode { node, known: list.to_owned() })
     }
 
-    /// Pages that `addr..addr + len` gets from now on come from this node, or not at all
-    /// (MPOL_BIND).
+    /// Restricts later pages of `addr..addr + len` to this node (MPOL_BIND).
     ///
     /// # Safety
-    /// The range is mapped, and the caller's own.
+    /// The range must be mapped and belong to the caller.
     pub(super) unsafe fn bind(self, addr: usize, len: usize) -> io::Result<()> {
         let mut mask = [0u64; MAX_NODES / WORD_BITS];
         mask[self.0 as usize / WORD_BITS] = 1 << (self.0 as usize % WORD_BITS);
-        // The kernel takes one bit less than it is told of.
+        // The kernel uses one bit less than it is given.
         let bits = MAX_NODES + 1;
-        // SAFETY: a policy for pages to come, of the caller's own range; the mask has as many bits
-        // as the kernel reads.
+        // SAFETY: the policy affects later pages of the caller's own range. The mask has as many
+        // bits as the kernel reads.
         let result = unsafe {
             libc::syscall(libc::SYS_mbind, addr, len, libc::MPOL_BIND, mask.as_ptr(), bits, 0)
         };
@@ -81,13 +75,13 @@ impl HostNode {
 pub(crate) mod tests {
     use super::*;
 
-    /// The policy of the page at `addr`, and its nodes below 64 (get_mempolicy(2)).
+    /// Policy of the page at `addr`, and its nodes below 64 (get_mempolicy(2)).
     pub(crate) fn policy_at(addr: u64) -> (libc::c_int, u64) {
         let (mut mode, mut mask) = (-1, [0u64; MAX_NODES / WORD_BITS]);
-        /// Of <linux/mempolicy.h>; libc has it not.
+        /// From <linux/mempolicy.h>, because libc lacks it.
         const MPOL_F_ADDR: libc::c_int = 1 << 1;
-        // SAFETY: it writes to the two that it is given, the mask with as many bits as it is told
-        // of.
+        // SAFETY: the call writes to its first two arguments. The mask has the given number of
+        // bits.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_get_mempolicy,

@@ -9,25 +9,25 @@ use super::segments::{Ledger, Source};
 use super::{Access, Backing, BackingError, MappingBudget, Reservation};
 use crate::pool::{CHUNK_BYTES, PmPool, PoolError};
 
-/// The largest extent that is asked for: 2^10 chunks.
+/// Largest extent that is requested: 2^10 chunks.
 const MAX_EXTENT_BYTES: u64 = CHUNK_BYTES << 10;
 
 /// Chunks of a pool behind a reservation.
 ///
-/// A chunk goes back to the pool when nothing maps it any more, and not before: another VM would
-/// share it with this guest. What cannot be unmapped stays in the ledger, and so ours, until a
-/// later plug of the same range or the end of the VM has unmapped it.
+/// A chunk returns to the pool only when it is mapped nowhere. Otherwise another VM would share it
+/// with this guest. Chunks that cannot be unmapped stay in the ledger until a later plug of the
+/// same range or the end of the VM unmaps them.
 #[derive(Debug)]
 pub struct PmBacking {
     pool: Arc<dyn PmPool>,
     reservation: Arc<Reservation>,
     ledger: Ledger,
-    /// Unmapped, and not the pool's again yet.
+    /// Extents that are unmapped but not yet returned to the pool.
     detached: Vec<Range<u64>>,
 }
 
 impl PmBacking {
-    /// Backs `reservation`, of which nothing is mapped yet.
+    /// Backs `reservation`, in which nothing is mapped yet.
     pub fn new(
         pool: Arc<dyn PmPool>,
         reservation: Arc<Reservation>,
@@ -37,15 +37,16 @@ impl PmBacking {
         Self { pool, reservation, ledger, detached: Vec::new() }
     }
 
-    /// Takes chunks for `offset..offset + len`, in extents as large as their place in the zone and
-    /// the pool allow, so that host and guest can map them with huge pages.
+    /// Allocates chunks for `offset..offset + len`. Extents are as large as their place in the zone
+    /// and the pool allow, so that host and guest can map them with huge pages.
     fn allocate(&mut self, offset: u64, len: u64) -> Result<Vec<Range<u64>>, BackingError> {
         let mut extents = Vec::new();
         let mut at = offset;
         while at < offset + len {
             let piece = largest_aligned(at, offset + len - at);
             match self.pool.alloc_memory(piece) {
-                // Largest first, powers of two: each lies as it is aligned in the file.
+                // Extents are powers of two, largest first, so that each has its alignment in the
+                // file.
                 Ok(mut taken) => extents.append(&mut taken),
                 Err(err) => {
                     self.give_back(extents);
@@ -63,8 +64,8 @@ impl PmBacking {
         Ok(extents)
     }
 
-    /// Maps `extents` side by side at `offset`. On an error, what may still be mapped is in the
-    /// ledger, and what is mapped nowhere is left in `extents`.
+    /// Maps `extents` side by side at `offset`. On an error, extents that may still be mapped are
+    /// in the ledger, and those that are mapped nowhere stay in `extents`.
     fn map(
         &mut self,
         offset: u64,
@@ -102,7 +103,7 @@ impl PmBacking {
         })
     }
 
-    /// Takes away what a plug or its undoing could not unmap in `offset..offset + len`.
+    /// Unmaps the rest of an earlier failed plug in `offset..offset + len`.
     fn clear(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
         let before = self.ledger.segments().in_range(offset, len);
         if before.iter().all(|segment| segment.source == Source::Nothing) {
@@ -113,7 +114,7 @@ impl PmBacking {
         Ok(())
     }
 
-    /// After a failed plug; what the pool does not take back now stays set aside.
+    /// Returns chunks after a failed plug. Those that the pool refuses stay detached.
     fn give_back(&mut self, extents: Vec<Range<u64>>) {
         self.detached.extend(extents);
         if let Err(err) = self.free_detached() {
@@ -129,8 +130,7 @@ impl Backing for PmBacking {
         let mut extents = self.allocate(offset, len)?;
         let mapped = self.map(offset, len, &mut extents);
         match &mapped {
-            // tmpfs takes huge pages only where it is mounted for them (huge=advise or
-            // within_size).
+            // tmpfs uses huge pages only if mounted with huge=advise or huge=within_size.
             Ok(()) => self.reservation.advise_huge_pages(offset, len),
             Err(_) => self.give_back(extents),
         }
@@ -166,7 +166,7 @@ impl Backing for PmBacking {
 }
 
 impl Drop for PmBacking {
-    /// The chunks outlive the VM otherwise, lost until the pool is opened again.
+    /// Returns the chunks, which would otherwise stay allocated until the pool is opened again.
     fn drop(&mut self) {
         let result =
             self.detach(0, self.reservation.len_bytes()).and_then(|()| self.free_detached());
@@ -177,8 +177,8 @@ impl Drop for PmBacking {
     }
 }
 
-/// The largest power of two of bytes that `at` is aligned to, up to `left` bytes and the largest
-/// extent.
+/// Largest power of two that is at most `left` and the largest extent, and to which `at` is
+/// aligned.
 fn largest_aligned(at: u64, left: u64) -> u64 {
     let aligned = if at == 0 { MAX_EXTENT_BYTES } else { 1 << at.trailing_zeros() };
     let fits = 1 << left.ilog2();
@@ -228,7 +228,7 @@ mod tests {
         fill(&reservation, 0, 16 * CHUNK_BYTES);
         assert_eq!(resident_bytes(&[[range]]).unwrap(), [16 * CHUNK_BYTES]);
         assert_eq!(blocks(), 16 * CHUNK_BYTES);
-        // A part of what was one extent.
+        // Part of an extent.
         backing.detach(3 * CHUNK_BYTES, 4 * CHUNK_BYTES).unwrap();
         assert_eq!(resident_bytes(&[[range]]).unwrap(), [12 * CHUNK_BYTES]);
         assert_eq!(pool.info().memory_bytes, 16 * CHUNK_BYTES);
@@ -264,7 +264,7 @@ mod tests {
             fill(&reservation, 0, 32 * MIB);
             assert_eq!(resident_bytes(&[[range]]).unwrap(), [32 * MIB]);
             assert!(blocks() >= at_rest + 32 * MIB);
-            // Six chunks out of the middle, then the rest in one go.
+            // Six chunks from the middle, then the rest at once.
             backing.detach(6 * MIB, 12 * MIB).unwrap();
             backing.free_detached().unwrap();
             assert_eq!(
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn a_plug_that_fails_half_way_gives_everything_back() {
         let (mut backing, pool, reservation) = backing(16, 64);
-        // Two extents: the first is mapped, the second is not, and all is unmapped.
+        // Two extents: the first is mapped, the second fails, and all is unmapped.
         reservation.script([true, false, true]);
         let err = backing.plug(2 * MIB, 6 * MIB).unwrap_err();
         assert!(matches!(err, BackingError::Map { offset, .. } if offset == 4 * MIB), "{err}");
@@ -311,12 +311,12 @@ mod tests {
         let (mut backing, pool, reservation) = backing(16, 64);
         reservation.script([true, false, false]);
         backing.plug(2 * MIB, 6 * MIB).unwrap_err();
-        // The extent that was never mapped is the pool's again, the other one is not.
+        // The extent that was never mapped has returned to the pool, the other one has not.
         assert_eq!(pool.info().memory_bytes, 2 * MIB);
         fill(&reservation, 2 * MIB, 2 * MIB);
         backing.free_detached().unwrap();
         assert_eq!(pool.info().memory_bytes, 2 * MIB);
-        // As long as it cannot be unmapped, nothing takes its place.
+        // A range that cannot be unmapped is not plugged.
         reservation.script([false]);
         backing.plug(2 * MIB, 6 * MIB).unwrap_err();
         assert_eq!(pool.info().memory_bytes, 2 * MIB);

@@ -1,4 +1,4 @@
-//! Ranges of the VMM's address space that guest memory is mapped into.
+//! Ranges of the VMM's address space into which guest memory is mapped.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -8,53 +8,52 @@ use pmem_volume::media::{OnPageLost, TooManyRanges, Watch};
 
 use super::HostNode;
 
-/// A range of addresses that belongs to one part of guest memory for as long as the VM lives.
+/// Range of addresses that belongs to one part of guest memory during the VM's life.
 ///
-/// Whatever is not mapped in it is PROT_NONE and never unmapped, so that no other mapping of the
-/// process can take the hole, which KVM would then show to the guest. Nobody makes Rust references
-/// into it: guest memory is reached by volatile accesses, through the view.
+/// Unmapped parts are PROT_NONE, never free address space: another mapping of the process could
+/// otherwise use the hole, and KVM would expose it to the guest. No Rust references point into the
+/// range, because guest memory is accessed through the view by volatile accesses.
 #[derive(Debug)]
 pub struct Reservation {
     addr: usize,
     len: usize,
     watch: OnceLock<Watch>,
-    /// Where memory comes from.
+    /// Host node from which memory is allocated.
     host_node: OnceLock<HostNode>,
-    /// What is mapped is counted as taken.
+    /// Set if mapped memory counts as committed.
     set_aside: OnceLock<()>,
-    /// What is mapped is of a file that others may have mapped.
+    /// Set if mapped memory is a file that other processes may map.
     shared: OnceLock<()>,
-    /// Size of its pages, if they are of hugetlb.
+    /// Size of hugetlb pages, if any.
     huge_page_bytes: OnceLock<u64>,
-    /// Whether the next calls that map or unmap work; those after them do.
+    /// Results of the next calls that map or unmap. Later calls succeed.
     #[cfg(test)]
     script: parking_lot::Mutex<std::collections::VecDeque<bool>>,
 }
 
-/// What the process may do with mapped pages.
+/// Access rights of the process to mapped pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Read only: a store is SIGSEGV here; in the guest, whose slot is read-only too, it is an exit
-    /// that nobody answers.
+    /// Read only. A store raises SIGSEGV in this process. The guest's slot is read-only, too, and a
+    /// store of the guest causes an exit that is ignored.
     Read,
     ReadWrite,
-    /// Read and write, and a page becomes writable only when the file system's own records of it
-    /// are durable (MAP_SYNC): then a store is durable once it has left the CPU's caches. Fails
-    /// where there is no DAX.
+    /// Read and write. A page becomes writable only when the metadata of the file system for it is
+    /// durable (MAP_SYNC). A store is then durable once it has left the CPU's caches. Fails without
+    /// DAX.
     ReadWriteSync,
-    /// Read and write, but what is written stays in this process, page by page as it is written
-    /// (MAP_PRIVATE).
+    /// Read and write, but written pages stay in this process (MAP_PRIVATE).
     ReadWritePrivate,
 }
 
 impl Reservation {
-    /// Reserves `len` bytes at a multiple of `align`, a power of two: guest-physical, host-virtual
-    /// and file addresses must be congruent modulo the page size for huge pages to be used.
+    /// Reserves `len` bytes at a multiple of `align`, a power of two. Huge pages require
+    /// guest-physical, host-virtual and file addresses that are congruent modulo the page size.
     pub fn new(len: u64, align: u64) -> io::Result<Self> {
         assert!(align.is_power_of_two() && align >= 4096 && len > 0 && len.is_multiple_of(4096));
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         let (len, align) = (usize::try_from(len).map_err(|_| invalid())?, align as usize);
-        // mmap gives addresses aligned to 4 KiB: take more than needed, and trim.
+        // mmap returns addresses aligned to 4 KiB, so this maps more than needed and trims it.
         let padded = len
             .checked_add(align)
             .and_then(|sum| sum.checked_add(GUARD_BYTES))
@@ -62,8 +61,8 @@ impl Reservation {
         let raw = map(0, padded, libc::PROT_NONE, ANON | libc::MAP_NORESERVE, None)?;
         let addr = raw.next_multiple_of(align);
         let (head, tail) = (addr - raw, raw + padded - (addr + len + GUARD_BYTES));
-        // SAFETY: both are parts of the mapping just made, which nobody else knows yet, outside of
-        // what is kept.
+        // SAFETY: both are parts of the mapping just made, outside of the kept range, and have no
+        // other users.
         unsafe {
             if head > 0 {
                 libc::munmap(raw as *mut _, head);
@@ -89,39 +88,39 @@ impl Reservation {
         self.addr as u64
     }
 
-    /// Its length in bytes.
+    /// Length in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len as u64
     }
 
-    /// From now on `on_lost` is told of pages that are gone, whatever is mapped, and they read as
-    /// zeros.
+    /// Notifies `on_lost` of lost pages in any later mapping. Lost pages read as zeros.
     ///
     /// # Panics
-    /// If somebody is told of them already.
+    /// If the reservation is already watched.
     pub fn watch(&self, on_lost: Arc<dyn OnPageLost>) -> Result<(), TooManyRanges> {
-        // SAFETY: the range is ours alone, and the watch ends before it is unmapped (`drop`).
-        // Nobody counts on a page that is gone: what replaces it is reached by volatile
-        // accesses as well.
+        // SAFETY: the range belongs to this reservation, and the watch ends before it is unmapped
+        // (`drop`). No code relies on the content of a lost page, because the replacement is also
+        // reached by volatile accesses.
         let watch = unsafe { Watch::new(self.addr..self.addr + self.len, on_lost) }?;
         assert!(self.watch.set(watch).is_ok(), "a reservation is watched once");
         Ok(())
     }
 
-    /// Memory that is mapped from now on comes from `node`.
+    /// Allocates memory of later mappings from `node`.
     ///
     /// # Panics
-    /// If it has been said before.
+    /// If it was called before.
     pub fn bind_to(&self, node: HostNode) {
         assert!(self.host_node.set(node).is_ok(), "a reservation has one host node");
     }
 
-    /// Memory that is mapped from now on is counted as taken when it is mapped, or refused.
+    /// Makes later mappings count as committed, so that they fail if memory is short.
     pub fn set_aside(&self) {
         let _ = self.set_aside.set(());
     }
 
-    /// Files that are mapped from now on are memory: what is discarded is gone from them as well.
+    /// Records that later mappings are of a file that serves as memory. A discard then also removes
+    /// pages from the file.
     pub fn share(&self) {
         let _ = self.shared.set(());
     }
@@ -137,18 +136,18 @@ impl Reservation {
         self.huge_page_bytes.get().copied().unwrap_or(PAGE_BYTES as u64)
     }
 
-    /// Maps fresh zeroed memory at `offset`.
+    /// Maps zeroed memory at `offset`.
     pub fn map_anonymous(&self, offset: u64, len: u64) -> io::Result<()> {
         self.remap(offset, len, libc::PROT_READ | libc::PROT_WRITE, ANON, None)?;
         self.bind(offset, len)
     }
 
-    /// Has what was just mapped at `offset` come from the node that it shall come from.
+    /// Binds the new mapping at `offset` to the host node, if one is set.
     fn bind(&self, offset: u64, len: u64) -> io::Result<()> {
         let Some(node) = self.host_node.get() else { return Ok(()) };
-        // A policy is the mapping's: each new one needs it again.
+        // A policy belongs to a mapping, so each new mapping needs it again.
         let addr = self.checked(offset, len);
-        // SAFETY: just mapped, in our own range.
+        // SAFETY: just mapped, inside the reservation.
         let bound = unsafe { node.bind(addr, len as usize) };
         if bound.is_err() {
             self.unmap(offset, len)?;
@@ -156,8 +155,8 @@ impl Reservation {
         bound
     }
 
-    /// Maps `len` bytes of `file` from `file_offset` on at `offset`, shared unless `access` says
-    /// otherwise.
+    /// Maps `len` bytes of `file` from `file_offset` at `offset`. The mapping is shared unless
+    /// `access` requests a private one.
     pub fn map_file(
         &self,
         offset: u64,
@@ -169,7 +168,7 @@ impl Reservation {
         let (prot, kind) = match access {
             Access::Read => (libc::PROT_READ, libc::MAP_SHARED),
             Access::ReadWrite => (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED),
-            // Without VALIDATE a kernel or file system that does not know MAP_SYNC would ignore it
+            // Without VALIDATE, a kernel or file system that lacks MAP_SYNC would ignore it
             // (mmap(2)).
             Access::ReadWriteSync => {
                 (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC)
@@ -180,12 +179,12 @@ impl Reservation {
         self.bind(offset, len)
     }
 
-    /// Takes the pages at `offset` away: accesses fault, the memory is the host's again.
+    /// Unmaps the pages at `offset` and returns their memory to the host. Later accesses fault.
     pub fn unmap(&self, offset: u64, len: u64) -> io::Result<()> {
         self.remap(offset, len, libc::PROT_NONE, ANON, None)
     }
 
-    /// Replaces what is at `offset`.
+    /// Replaces the mapping at `offset`.
     fn remap(
         &self,
         offset: u64,
@@ -210,89 +209,90 @@ impl Reservation {
         Ok(())
     }
 
-    /// Says which of the next calls that map or unmap work. A test that breaks the kernel cannot do
-    /// it otherwise.
+    /// Sets the results of the next calls that map or unmap, because a test cannot make the kernel
+    /// fail.
     #[cfg(test)]
     pub(crate) fn script<const N: usize>(&self, works: [bool; N]) {
         *self.script.lock() = works.into();
     }
 
-    /// Tells the kernel that huge pages are welcome in what is mapped at `offset`. Not every kernel
-    /// has them; memory works without.
+    /// Advises the kernel to use huge pages at `offset`. A failure is harmless, and not every
+    /// kernel has them.
     pub fn advise_huge_pages(&self, offset: u64, len: u64) {
         if let Err(err) = self.advise(offset, len, libc::MADV_HUGEPAGE) {
             tracing::debug!(%err, "No transparent huge pages");
         }
     }
 
-    /// Tells the kernel that they are not. One that has none need not be told.
+    /// Advises the kernel not to use huge pages. A kernel without them rejects the advice.
     pub fn advise_small_pages(&self, offset: u64, len: u64) {
         if let Err(err) = self.advise(offset, len, libc::MADV_NOHUGEPAGE) {
             tracing::debug!(%err, "No transparent huge pages in any case");
         }
     }
 
-    /// Tells the kernel that pages of the same content may be one page (KSM).
+    /// Allows the kernel to merge pages of equal content (KSM).
     pub fn advise_merging(&self, offset: u64, len: u64) {
         if let Err(err) = self.advise(offset, len, libc::MADV_MERGEABLE) {
             tracing::warn!(%err, "The host's kernel does not merge pages");
         }
     }
 
-    /// Advice that changes no content.
+    /// Passes advice that changes no content.
     fn advise(&self, offset: u64, len: u64, advice: libc::c_int) -> io::Result<()> {
         let addr = self.checked(offset, len);
-        // SAFETY: advice about our own range (checked above); the callers pass such as changes no
-        // content.
+        // SAFETY: advice about a range inside the reservation (checked above). The callers pass
+        // only advice that changes no content.
         match unsafe { libc::madvise(addr as *mut _, len as usize, advice) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// Finds pages for what is mapped at `offset` now, as a store would: contents stay. Linux 5.14
-    /// and later.
+    /// Allocates pages for the mapping at `offset` now, as a store would. Contents are kept. Linux
+    /// 5.14 and later.
     pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
-        // SAFETY: our own range (checked above); faults are taken, contents are not changed.
+        // SAFETY: a range inside the reservation (checked above). Faults are handled, contents stay
+        // unchanged.
         match unsafe { libc::madvise(addr as *mut _, len as usize, libc::MADV_POPULATE_WRITE) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// Gives the host the pages back that are at `offset`, where memory is mapped: it reads as
-    /// zeros then, until it is written again.
+    /// Returns the mapped pages at `offset` to the host. They read as zeros until they are written
+    /// again.
     pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
-        // Pages of a file stay in it unless they are taken out of it.
+        // Pages of a shared file stay in it unless they are removed from the file.
         let advice =
             if self.shared.get().is_some() { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
-        // SAFETY: our own range (checked above); guest memory is reached by volatile accesses, and
-        // nobody relies on what was there.
+        // SAFETY: a range inside the reservation (checked above). Guest memory is reached by
+        // volatile accesses, and no code relies on its old content.
         match unsafe { libc::madvise(addr as *mut _, len as usize, advice) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// A byte for each page from `offset`, which is a page's: bit 0 tells whether it is there
-    /// (mincore(2)).
+    /// One byte for each page from `offset`, which must be page-aligned. Bit 0 is set if the page
+    /// is present (mincore(2)).
     pub fn pages(&self, offset: u64, len: u64) -> io::Result<Vec<u8>> {
         let addr = self.checked(offset, len);
         let mut pages = vec![0u8; (len as usize).div_ceil(PAGE_BYTES)];
-        // SAFETY: our own range (checked above), and a byte for each of its pages.
+        // SAFETY: a range inside the reservation (checked above), and a byte for each of its pages.
         match unsafe { libc::mincore(addr as *mut _, len as usize, pages.as_mut_ptr()) } {
             0 => Ok(pages),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// The address of `offset`.
+    /// Address of `offset`.
     ///
     /// # Panics
-    /// If `offset..offset + len` is not in the reservation: an invariant of ours, never up to the
-    /// guest.
+    /// If `offset..offset + len` is outside of the reservation. This is an invariant of the VMM,
+    /// and the guest cannot break it.
     fn checked(&self, offset: u64, len: u64) -> usize {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len as u64);
         assert!(
@@ -307,17 +307,17 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         drop(self.watch.take());
-        // SAFETY: the range is ours alone; whoever uses its addresses (view, slots, backings)
-        // shares ownership of the reservation, so that none of them is left.
+        // SAFETY: the range belongs to this reservation. All users of its addresses (view, slots,
+        // backings) share ownership of the reservation, so none is left.
         unsafe { libc::munmap(self.addr as *mut _, self.len + GUARD_BYTES) };
     }
 }
 
-/// Behind each reservation a page stays PROT_NONE, so that mappings of two of them never become
-/// one, and /proc/self/smaps tells them apart.
+/// A page behind each reservation stays PROT_NONE. Mappings of two reservations therefore never
+/// merge, and /proc/self/smaps lists them separately.
 const GUARD_BYTES: usize = PAGE_BYTES;
 
-/// x86-64's small page.
+/// Small page of x86-64.
 pub(super) const PAGE_BYTES: usize = 4096;
 
 const ANON: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -336,9 +336,8 @@ fn map(
         }
         None => (-1, 0),
     };
-    // SAFETY: without MAP_FIXED the kernel picks a free range. With it, the caller passes a range
-    // inside a reservation of its own (`Reservation::checked`), into which nobody holds
-    // references.
+    // SAFETY: without MAP_FIXED, the kernel picks a free range. With it, the caller passes a range
+    // inside its own reservation (`Reservation::checked`), into which no references exist.
     let result = unsafe { libc::mmap(addr as *mut _, len, prot, flags, fd, offset) };
     if result == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
@@ -405,10 +404,10 @@ mod tests {
         file.as_file().set_len(2 * MIB).unwrap();
         let read_only = fs::File::open(file.path()).unwrap();
         let reservation = Reservation::new(2 * MIB, 4096).unwrap();
-        // No right to write is needed for it.
+        // A private mapping needs no write permission.
         assert!(reservation.map_file(0, 2 * MIB, read_only.as_fd(), 0, Access::ReadWrite).is_err());
         reservation.map_file(0, 2 * MIB, read_only.as_fd(), 0, Access::ReadWritePrivate).unwrap();
-        // SAFETY: just mapped, and nobody else's.
+        // SAFETY: just mapped, and used by this test only.
         unsafe { std::ptr::write_volatile(reservation.addr() as *mut u8, 7) };
         let mut byte = [0xff];
         file.as_file().read_exact_at(&mut byte, 0).unwrap();

@@ -1,19 +1,19 @@
-//! How much of guest memory the host holds in its RAM or has mapped for the guest.
+//! Amount of guest memory that is in the host's RAM or mapped for the guest.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 
-/// The resident bytes of each zone, given as its host-virtual ranges (address, length), as
-/// /proc/self/smaps says: pages in this process's page tables, of DRAM and of mapped PM alike.
+/// Resident bytes of each zone, which is given as host-virtual ranges (address, length). The source
+/// is /proc/self/smaps: pages in this process's page tables, both DRAM and mapped PM.
 ///
-/// The kernel walks page tables for it, so it is one pass for all zones, to be made about once a
-/// second, not more often. A mapping of which a part is in a range counts whole: no mapping with
-/// pages reaches beyond the reservation that it is in.
+/// The kernel walks page tables for this, so one pass covers all zones. Call it about once a second
+/// at most. A mapping that overlaps a range counts completely, because no mapping with pages
+/// extends beyond its reservation.
 pub fn resident_bytes<R: AsRef<[(u64, u64)]>>(zones: &[R]) -> io::Result<Vec<u64>> {
     resident_bytes_in(BufReader::with_capacity(1 << 16, File::open("/proc/self/smaps")?), zones)
 }
 
-/// Huge pages that the host has set aside are not in the first.
+/// `Rss` does not include reserved huge pages.
 const RESIDENT: [&str; 3] = ["Rss:", "Private_Hugetlb:", "Shared_Hugetlb:"];
 
 fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(
@@ -21,7 +21,7 @@ fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(
     zones: &[R],
 ) -> io::Result<Vec<u64>> {
     let mut totals = vec![0; zones.len()];
-    // The zone that the mapping at hand is in.
+    // Zone of the current mapping.
     let mut inside = None;
     for line in smaps.lines() {
         let line = line?;
@@ -39,7 +39,7 @@ fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(
     Ok(totals)
 }
 
-/// The bounds of a mapping, if `line` begins one: `7f00-7f10 rw-p ...`.
+/// Bounds of a mapping, if `line` is its first line: `7f00-7f10 rw-p ...`.
 fn mapping(line: &str) -> Option<(u64, u64)> {
     let (start, end) = line.split_once(' ')?.0.split_once('-')?;
     Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))

@@ -1,8 +1,8 @@
-//! What is mapped where in a reservation, and how many of the process's mappings that takes.
+//! Mappings in a reservation, and their number, which the process limits.
 //!
-//! Linux gives a process 65,530 mappings (vm.max_map_count). A zone of PM whose blocks come and go
-//! can need one per 2 MiB, and when they are used up any mmap fails, an allocator's as well. So
-//! every backing counts its own and asks a budget before it makes more.
+//! Linux allows a process 65,530 mappings (vm.max_map_count). A fragmented PM zone can need one for
+//! each 2 MiB. At the limit, every mmap fails, including those of an allocator. Each backing
+//! therefore counts its mappings and reserves them from a budget first.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,20 +12,19 @@ use std::{fs, io};
 use super::BackingError;
 use crate::metrics::{Expose, Exposition, Family};
 
-/// What lies behind a segment of a reservation.
+/// Memory behind a segment of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     Nothing,
     Anonymous,
-    /// A file, from this offset on.
+    /// A file from this offset.
     File {
-        /// Offset in the file.
         offset: u64,
     },
 }
 
 impl Source {
-    /// What lies `bytes` behind the start of a segment of this source.
+    /// Source at `bytes` behind the start of a segment of this source.
     fn at(self, bytes: u64) -> Self {
         match self {
             Self::File { offset } => Self::File { offset: offset + bytes },
@@ -34,19 +33,16 @@ impl Source {
     }
 }
 
-/// A stretch of a reservation that the kernel keeps as one mapping.
+/// Part of a reservation that the kernel keeps as one mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Segment {
     /// Offset in the reservation.
     pub start: u64,
-    /// Length in bytes.
     pub len: u64,
-    /// What lies behind it.
     pub source: Source,
 }
 
-/// The segments of one reservation: they cover it whole, and neighbours that continue each other
-/// are one.
+/// Segments of one reservation. They cover it completely, and contiguous neighbors are merged.
 #[derive(Debug)]
 pub(super) struct Segments {
     by_start: BTreeMap<u64, (u64, Source)>,
@@ -54,17 +50,17 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    /// A reservation of `len` bytes of which nothing is mapped.
+    /// Segments of a reservation of `len` bytes without mappings.
     pub(super) fn new(len: u64) -> Self {
         Self { by_start: BTreeMap::from([(0, (len, Source::Nothing))]), len }
     }
 
-    /// The number of mappings that the kernel keeps.
+    /// Number of mappings in the kernel.
     pub(super) fn count(&self) -> usize {
         self.by_start.len()
     }
 
-    /// What is in `start..start + len`, cut to it.
+    /// Segments in `start..start + len`, cut to this range.
     pub(super) fn in_range(&self, start: u64, len: u64) -> Vec<Segment> {
         let end = start + len;
         let first = self.by_start.range(..=start).next_back().map_or(start, |(&at, _)| at);
@@ -77,7 +73,7 @@ impl Segments {
             .collect()
     }
 
-    /// Records that `start..start + len` is now `source`.
+    /// Records `source` for `start..start + len`.
     pub(super) fn set(&mut self, start: u64, len: u64, source: Source) {
         let end = start + len;
         assert!(len > 0 && end <= self.len, "a segment outside of its reservation");
@@ -113,7 +109,7 @@ impl Segments {
     }
 }
 
-/// The mappings that all zones of the process may have together.
+/// Number of mappings that all zones of the process may have together.
 #[derive(Debug)]
 pub struct MappingBudget {
     limit: usize,
@@ -135,16 +131,15 @@ impl Expose for MappingBudget {
 }
 
 impl MappingBudget {
-    /// What Linux allows unless told otherwise.
+    /// Default of Linux.
     pub const DEFAULT_MAX_MAPPINGS: usize = 65_530;
 
-    /// A budget of `limit` mappings.
     pub fn new(limit: usize) -> Self {
         Self { limit, used: AtomicUsize::new(0) }
     }
 
-    /// What this host allows, less an eighth for everything else in the process: libraries,
-    /// threads, volumes.
+    /// Budget of this host: its limit less an eighth for the rest of the process, such as
+    /// libraries, threads and volumes.
     pub fn of_host() -> Self {
         let max = read_max_map_count().unwrap_or_else(|err| {
             tracing::warn!(%err, "vm.max_map_count cannot be read: taking its default");
@@ -161,25 +156,24 @@ impl MappingBudget {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Sets `count` mappings aside; false if there are not that many left.
+    /// Reserves `count` mappings. Returns false if fewer are left.
     fn reserve(&self, count: usize) -> bool {
         let add = |used: usize| used.checked_add(count).filter(|used| *used <= self.limit);
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_ok()
     }
 
-    /// Takes `count` mappings, however many are left.
+    /// Counts `count` mappings without checking the limit.
     fn take(&self, count: usize) {
         self.used.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// Gives `count` mappings back.
     fn release(&self, count: usize) {
         let before = self.used.fetch_sub(count, Ordering::Relaxed);
         assert!(before >= count, "more mappings given back than taken");
     }
 }
 
-/// The segments of one reservation, counted against the budget of all.
+/// Segments of one reservation, counted against the shared budget.
 #[derive(Debug)]
 pub(super) struct Ledger {
     segments: Segments,
@@ -187,7 +181,7 @@ pub(super) struct Ledger {
 }
 
 impl Ledger {
-    /// For a reservation of `len` bytes of which nothing is mapped.
+    /// Ledger of a reservation of `len` bytes without mappings.
     pub(super) fn new(len: u64, budget: Arc<MappingBudget>) -> Self {
         budget.take(1);
         Self { segments: Segments::new(len), budget }
@@ -197,7 +191,7 @@ impl Ledger {
         &self.segments
     }
 
-    /// Lets `change` map up to `pieces` pieces, if the budget has room for them.
+    /// Runs `change`, which maps up to `pieces` pieces, if the budget has room for them.
     pub(super) fn map<T>(
         &mut self,
         pieces: usize,
@@ -213,9 +207,8 @@ impl Ledger {
         self.settle(2 * pieces, change)
     }
 
-    /// Lets `change` unmap one piece. It may need two mappings more, and is never refused: what the
-    /// budget leaves to the rest of the process has room for that, and unmapping is what makes
-    /// room again.
+    /// Runs `change`, which unmaps one piece and may need two more mappings. It is never refused:
+    /// the eighth that the budget leaves has room for them, and unmapping makes room again.
     pub(super) fn unmap<T>(
         &mut self,
         change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
@@ -293,7 +286,7 @@ mod tests {
     }
 
     proptest! {
-        /// The oracle holds the source of every byte on its own.
+        /// The oracle stores the source of every byte separately.
         #[test]
         fn segments_are_what_an_array_of_bytes_says(
             ops in prop::collection::vec((0u64..16, 1u64..16, source()), 1..40),

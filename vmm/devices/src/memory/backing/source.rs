@@ -1,9 +1,8 @@
-//! Where a part of DRAM comes from: memory of this process alone, memory of a file that has no
-//! name, or a file of the user's.
+//! Source of a part of DRAM: anonymous memory of this process, an unnamed file, or a file of the
+//! user.
 //!
-//! A file without a name is always mapped shared. A private mapping of one would have two pages for
-//! one of the guest's: that of the file, which a fault finds first, and the copy that is written
-//! to.
+//! An unnamed file is always mapped shared. A private mapping would use two pages for one of the
+//! guest's: the page of the file, which a fault finds first, and the written copy.
 
 use std::fs::{self, File};
 use std::io;
@@ -19,24 +18,18 @@ use super::{Access, BackingError, Reservation};
 use crate::memory::populate::populate;
 use crate::memory::zone::{HostMemory, HostPages};
 
-/// Why memory cannot be had as it is asked for.
 #[derive(Debug, Error)]
 pub enum DramError {
-    /// The kernel gives no file for memory that is shared.
     #[error("the host has no file for shared memory (memfd_create)")]
     NoFile(#[source] io::Error),
-    /// The kernel has none of that size.
     #[error("the host has no huge pages of {}", Size(*page_bytes))]
     NoSuchSize {
         page_bytes: u64,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// The kernel does not say what size is usual.
     #[error("the host does not say how large its huge pages are (Hugepagesize in /proc/meminfo)")]
     Unknown(#[source] io::Error),
-    /// A part is no whole number of them.
     #[error("{} of memory, which is not a whole number of huge pages of {}", Size(*len), Size(*page_bytes))]
     NotWhole { len: u64, page_bytes: u64 },
     #[error(
@@ -46,23 +39,23 @@ pub enum DramError {
     )]
     LargerThanBlock {
         page_bytes: u64,
-        /// What comes and goes.
+        /// Unit of plugging.
         block_bytes: u64,
     },
 }
 
-/// Where the memory of one reservation comes from, and what the kernel is asked for it.
+/// Source of the memory of one reservation, and the options for mapping it.
 #[derive(Clone, Debug)]
 pub struct DramSource {
     file: Option<Mapped>,
     pages: Pages,
-    /// Its pages are found when it comes.
+    /// Allocate pages when memory is plugged.
     prefault: bool,
     reserve: bool,
     mergeable: bool,
 }
 
-/// A file, of which offset 0 of the reservation is at `offset`.
+/// File that is mapped at offset 0 of the reservation from its `offset`.
 #[derive(Clone, Debug)]
 struct Mapped {
     file: Arc<File>,
@@ -78,20 +71,20 @@ enum Pages {
 }
 
 impl DramSource {
-    /// Memory of this process alone.
+    /// Anonymous memory.
     pub fn anonymous(transparent_huge_pages: bool) -> Self {
         let pages = if transparent_huge_pages { Pages::Transparent } else { Pages::Small };
         Self { file: None, pages, prefault: false, reserve: false, mergeable: false }
     }
 
-    /// What `host` asks for, for a part of `len` bytes that is there from the start. `file` is what
-    /// the zone's boot memory is of, if it is of a file, and where in it this part is.
+    /// Source according to `host` for a boot part of `len` bytes. `file` is the zone's file, if it
+    /// has one, and the part's offset in it.
     pub fn of_boot(
         host: &HostMemory,
         len: u64,
         file: Option<(&ZoneFile, u64)>,
     ) -> Result<Self, DramError> {
-        // Its pages are found when the kernel has been loaded, which gives some back.
+        // Pages of boot memory are allocated after the kernel is loaded, which releases some.
         let host = HostMemory { prefault: false, ..host.clone() };
         let Some((zone_file, offset)) = file else { return Self::new(&host, len) };
         let huge = zone_file.huge_page_bytes();
@@ -105,8 +98,7 @@ impl DramSource {
         Ok(Self { file: Some(mapped), pages, ..source })
     }
 
-    /// The same for a part of `len` bytes whose memory comes and goes in blocks of `block_bytes`,
-    /// none of which is there yet.
+    /// Source for a hotplug part of `len` bytes with blocks of `block_bytes`, all unplugged.
     pub fn of_hotplug(host: &HostMemory, len: u64, block_bytes: u64) -> Result<Self, DramError> {
         let source = Self::new(host, len)?;
         match source.huge_page_bytes() {
@@ -117,7 +109,8 @@ impl DramSource {
         }
     }
 
-    /// The same for a part of `len` bytes in which DIMMs come, whole pages each, and stay.
+    /// Source for a part of `len` bytes for DIMMs, which consist of whole pages and are never
+    /// removed.
     pub fn of_dimms(host: &HostMemory, len: u64) -> Result<Self, DramError> {
         Self::new(host, len)
     }
@@ -150,7 +143,7 @@ impl DramSource {
         Ok(Self { file, pages, prefault, reserve, mergeable })
     }
 
-    /// The size of its pages, if they are huge ones that were set aside.
+    /// Size of reserved huge pages, if it uses them.
     pub fn huge_page_bytes(&self) -> Option<u64> {
         match self.pages {
             Pages::Huge(page_bytes) => Some(page_bytes),
@@ -158,14 +151,14 @@ impl DramSource {
         }
     }
 
-    /// Has `reservation`, of which nothing is mapped yet, mapped as this memory wants to be.
+    /// Sets up `reservation`, which has no mappings yet, for this source.
     pub(super) fn prepare(&self, reservation: &Reservation) {
         let is_shared = self.file.as_ref().is_some_and(|mapped| mapped.access == Access::ReadWrite);
         if is_shared {
             reservation.share();
         }
-        // A huge page that is not there when the guest touches it is SIGBUS, not a wait: none is
-        // promised twice.
+        // Huge pages are always reserved, because a missing one is a SIGBUS for the guest, not a
+        // wait.
         if self.reserve || self.huge_page_bytes().is_some() {
             reservation.set_aside();
         }
@@ -174,7 +167,7 @@ impl DramSource {
         }
     }
 
-    /// Maps what belongs at `offset`.
+    /// Maps the memory at `offset`.
     pub(super) fn map(&self, reservation: &Reservation, offset: u64, len: u64) -> io::Result<()> {
         match &self.file {
             None => reservation.map_anonymous(offset, len)?,
@@ -200,7 +193,7 @@ impl DramSource {
         })
     }
 
-    /// What `err`, of mapping what belongs at `offset`, comes down to.
+    /// Converts `err` of mapping the memory at `offset`.
     pub(super) fn refusal(&self, offset: u64, len: u64, err: io::Error) -> BackingError {
         let lacks_pages = err.raw_os_error() == Some(libc::ENOMEM);
         match self.huge_page_bytes().filter(|_| lacks_pages) {
@@ -214,7 +207,7 @@ impl DramSource {
         }
     }
 
-    /// Where in its file what is at `offset` of the reservation is, if there is one.
+    /// Offset in the file of `offset` in the reservation, if there is a file.
     pub(super) fn in_file(&self, offset: u64) -> Option<u64> {
         self.file.as_ref().map(|mapped| mapped.offset + offset)
     }
@@ -224,8 +217,8 @@ impl DramSource {
         self.file.as_ref().map(|mapped| &mapped.file)
     }
 
-    /// Makes a range of the reservation that is mapped no more a hole of its file, which reads as
-    /// zeros and costs nothing. Other memory is gone with its mapping.
+    /// Punches a hole in the file for an unmapped range of the reservation. It then reads as zeros
+    /// and uses no memory. Other memory was released by unmapping it.
     pub(super) fn give_back(&self, offset: u64, len: u64) -> io::Result<()> {
         match &self.file {
             Some(Mapped { file, offset: at, .. }) => punch_hole(file, at + offset, len),
@@ -234,20 +227,20 @@ impl DramSource {
     }
 }
 
-/// A file in memory that has no name.
+/// Creates an unnamed file in memory.
 fn memory_file(len: u64, flags: libc::c_uint) -> io::Result<File> {
-    // SAFETY: a name that ends with a zero.
+    // SAFETY: the name ends with a zero.
     let fd = unsafe { libc::memfd_create(c"foreshore-dram".as_ptr(), libc::MFD_CLOEXEC | flags) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: just opened, and nobody else's.
+    // SAFETY: just opened, without other users.
     let file = unsafe { File::from_raw_fd(fd) };
     file.set_len(len)?;
     Ok(file)
 }
 
-/// Takes the pages of `offset..offset + len` out of a file.
+/// Removes the pages of `offset..offset + len` from a file.
 pub(super) fn punch_hole(file: &File, offset: u64, len: u64) -> io::Result<()> {
     let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
     let (offset, len) = (offset.try_into().map_err(invalid)?, len.try_into().map_err(invalid)?);
@@ -264,7 +257,7 @@ pub(super) fn punch_hole(file: &File, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
-/// The size of huge pages that nobody has said a size of.
+/// Default size of huge pages on the host.
 fn usual_huge_page_bytes() -> io::Result<u64> {
     let meminfo = fs::read_to_string("/proc/meminfo")?;
     let line = meminfo
@@ -275,12 +268,12 @@ fn usual_huge_page_bytes() -> io::Result<u64> {
     Ok(kib * 1024)
 }
 
-/// How many huge pages of that size the host has free, as far as it says.
+/// Number of free huge pages of that size on the host, if known.
 fn free_huge_pages(page_bytes: u64) -> Option<u64> {
     let folder = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page_bytes / 1024);
     let read = |name: &str| {
         fs::read_to_string(format!("{folder}/{name}")).ok()?.trim().parse::<u64>().ok()
     };
-    // Those that somebody has been promised are among the free.
+    // Reserved pages are among the free ones.
     read("free_hugepages")?.checked_sub(read("resv_hugepages")?)
 }

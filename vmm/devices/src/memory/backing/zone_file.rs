@@ -1,4 +1,4 @@
-//! The file that `--memory-zone file=` names, as the boot memory of a zone.
+//! File of `--memory-zone file=` as the boot memory of a zone.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -18,7 +18,6 @@ use super::Access;
 use super::source::punch_hole;
 use crate::file_mark;
 
-/// Why a file cannot be a zone's memory.
 #[derive(Debug, Error)]
 pub enum ZoneFileError {
     #[error("it cannot be opened")]
@@ -29,12 +28,11 @@ pub enum ZoneFileError {
     InUse(#[source] io::Error),
     #[error("it has {}, and the zone's size is {}", Size(*file_bytes), Size(*size_bytes))]
     TooShort { file_bytes: u64, size_bytes: u64 },
-    /// Something is in it, and it is not to be written.
     #[error(
         "there is data in it at {at}: memory begins as zeros, and only with shared=on is the file the guest's to write"
     )]
     HasData {
-        /// Where, in bytes.
+        /// Offset in bytes.
         at: u64,
     },
     #[error(
@@ -45,7 +43,7 @@ pub enum ZoneFileError {
     Empty(#[source] io::Error),
 }
 
-/// A file, open, of which the first bytes read as zeros.
+/// Open file whose first bytes read as zeros.
 #[derive(Debug)]
 pub struct ZoneFile {
     file: Arc<File>,
@@ -54,10 +52,10 @@ pub struct ZoneFile {
 }
 
 impl ZoneFile {
-    /// Opens `path` for a zone of `size_bytes`. In a directory a file is made that has no name and
-    /// ends with its last mapping: nobody else has it, so it need not be mapped privately. A
-    /// file that is `shared` is the guest's from now on, and emptied; another one is only read
-    /// from: what the guest writes is in memory.
+    /// Opens `path` for a zone of `size_bytes`. For a directory, an unnamed file is created, which
+    /// disappears with its last mapping. It has no other users, so it need not be mapped privately.
+    /// A `shared` file is emptied, and the guest writes to it. Other files are only read, and the
+    /// guest's writes stay in memory.
     pub fn open(path: &Path, size_bytes: u64, shared: bool) -> Result<Self, ZoneFileError> {
         let kind = path.metadata().map_err(ZoneFileError::Open)?.file_type();
         let what = [
@@ -73,7 +71,8 @@ impl ZoneFile {
         if kind.is_dir() {
             options.custom_flags(libc::O_TMPFILE).mode(PRIVATE_MODE);
         } else {
-            // What was put in its place since, a pipe for one, must not keep us waiting.
+            // The file may have been replaced meanwhile, for example by a pipe, whose open must not
+            // block.
             options.custom_flags(libc::O_NONBLOCK);
         }
         let file = options.open(path).map_err(ZoneFileError::Open)?;
@@ -82,8 +81,8 @@ impl ZoneFile {
         }
         let huge_page_bytes = huge_page_bytes(&file).map_err(ZoneFileError::Open)?;
         if kind.is_dir() {
-            // hugetlbfs has no other lengths. Whether they are the zone's, who maps it says, with
-            // the size of the pages.
+            // hugetlbfs has no other lengths. The caller checks the length against the zone and the
+            // page size.
             let len = size_bytes.next_multiple_of(huge_page_bytes.unwrap_or(1));
             file.set_len(len).map_err(ZoneFileError::Open)?;
         } else {
@@ -108,7 +107,7 @@ impl ZoneFile {
                 None => Ok(()),
             };
         }
-        // Released with the last mapping's file, at the end of the machine.
+        // Released with the file of the last mapping, at the end of the machine.
         file.try_lock().map_err(|err| ZoneFileError::InUse(err.into()))?;
         // The memory of an earlier guest may be discarded. hugetlbfs holds only memory and has no
         // marks.
@@ -131,25 +130,25 @@ impl ZoneFile {
         &self.file
     }
 
-    /// How it is mapped.
+    /// Access rights of the mapping.
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// The size of its pages, if it is on hugetlbfs.
+    /// Size of its pages, if it is on hugetlbfs.
     pub fn huge_page_bytes(&self) -> Option<u64> {
         self.huge_page_bytes
     }
 }
 
-/// Where a file begins to have data.
+/// Offset of the first data in a file.
 fn first_data(file: &File) -> io::Result<Option<u64>> {
     // SAFETY: no memory is passed; the file is open.
     let at = unsafe { libc::lseek(file.as_raw_fd(), 0, libc::SEEK_DATA) };
     match u64::try_from(at) {
         Ok(at) => Ok(Some(at)),
         Err(_) => match io::Error::last_os_error() {
-            // There is none.
+            // No data.
             err if err.raw_os_error() == Some(libc::ENXIO) => Ok(None),
             err => Err(err),
         },
@@ -157,9 +156,9 @@ fn first_data(file: &File) -> io::Result<Option<u64>> {
 }
 
 fn huge_page_bytes(file: &File) -> io::Result<Option<u64>> {
-    // SAFETY: a structure of integers, which may all be 0.
+    // SAFETY: a structure of integers, all of which may be 0.
     let mut system: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the file is open, and the structure is what the call fills in.
+    // SAFETY: the file is open, and the call fills the structure.
     if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut system) } != 0 {
         return Err(io::Error::last_os_error());
     }
