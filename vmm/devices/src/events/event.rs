@@ -1,10 +1,10 @@
-//! Every event there is.
+//! All events.
 
 use std::collections::BTreeMap;
 
 use super::limiter::Source;
 
-/// The longest text in an event, in characters.
+/// Longest text in an event, in characters.
 const MAX_TEXT: usize = 500;
 
 /// Event that is defined in the folder of a device.
@@ -16,46 +16,44 @@ pub struct DeviceEvent {
     pub properties: &'static [&'static str],
 }
 
-/// What happens. Names and properties are Cloud Hypervisor's, unless the source is `foreshore`.
+/// Events. Names and properties are Cloud Hypervisor's, unless the source is `foreshore`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event<'a> {
     /// The VMM has read its command line.
     VmmStarting,
-    /// The VMM ends; always the last.
+    /// The VMM ends. Always the last event.
     VmmShutdown,
     /// The VM is being built.
     VmBooting,
-    /// Its vCPUs run; what the guest makes of that it says itself.
+    /// The vCPUs run. Other events report the guest's state.
     VmBooted,
-    /// It is about to stand still.
+    /// A pause has begun.
     VmPausing,
-    /// vCPUs and devices stand still.
+    /// vCPUs and devices have stopped.
     VmPaused,
-    /// It is about to go on.
+    /// A resume has begun.
     VmResuming,
     VmResumed,
-    /// It has ended, and its configuration is kept.
+    /// The VM has ended, and its configuration is kept.
     VmShutdown,
-    /// It is about to be built anew.
+    /// The VM is about to be rebuilt.
     VmRebooting,
     VmRebooted,
-    /// Its configuration is forgotten.
+    /// The configuration was deleted.
     VmDeleted,
-    /// A resize has been asked for.
+    /// A resize was requested.
     VmResizing,
-    /// The guest has been asked to follow it.
+    /// The guest was notified of the resize.
     VmResized,
-    /// A guest's driver has made a virtio device ready.
+    /// The guest's driver has activated a virtio device.
     DeviceActivated {
-        /// What it is called.
         id: &'a str,
     },
-    /// A guest's driver has let it go.
+    /// The guest's driver has reset a virtio device.
     DeviceReset {
-        /// What it is called.
         id: &'a str,
     },
-    /// The guest has not pinged its watchdog for too long, and is restarted.
+    /// The guest has not pinged its watchdog in time, and is restarted.
     WatchdogExpired,
     /// Event that a device defines, with the values of its properties.
     OfDevice {
@@ -84,36 +82,34 @@ pub enum Event<'a> {
     },
     /// A device was added to the running guest.
     DeviceAdded {
-        /// What it is called.
         id: &'a str,
-        /// Where it is on the PCI bus.
+        /// Address on the PCI bus.
         bdf: &'a str,
     },
-    /// The guest has let a device go, and its files are closed.
+    /// The guest has ejected a device, and its files are closed.
     DeviceRemoved {
-        /// What it was called.
         id: &'a str,
         bdf: &'a str,
     },
-    /// The guest has as many vCPUs as it was to have.
+    /// The guest has the requested number of vCPUs.
     VcpusResized {
         vcpus: u8,
     },
-    /// The VM was paused by itself, for something that the guest cannot be told.
+    /// The VMM has paused the VM because of a failure that cannot be reported to the guest.
     Failed {
         reason: &'a str,
     },
-    /// A zone has what was requested of it.
+    /// A zone has the requested size.
     MemoryReached {
         zone: &'a str,
-        /// What it has plugged now.
+        /// Plugged size.
         plugged_bytes: u64,
     },
-    /// The host cannot provide what was requested of a zone.
+    /// The host cannot provide the requested size of a zone.
     MemoryRefused {
         zone: &'a str,
         reason: &'a str,
-        /// What is requested now.
+        /// Size that is requested now.
         requested_bytes: u64,
     },
     /// The device of a zone has refused the guest's driver.
@@ -159,7 +155,7 @@ impl Event<'_> {
         }
     }
 
-    /// Whose events it is counted among, if a guest may cause it as often as it likes.
+    /// Source whose rate limit applies if a guest can repeat the event.
     pub(super) fn concerns(&self) -> Source {
         match self {
             Self::DeviceActivated { id } | Self::DeviceReset { id } => {
@@ -173,7 +169,6 @@ impl Event<'_> {
         }
     }
 
-    /// What else there is to say.
     pub(super) fn properties(&self) -> Option<BTreeMap<&'static str, String>> {
         let properties = match self {
             Self::DeviceActivated { id } | Self::DeviceReset { id } => {
@@ -216,8 +211,8 @@ impl Event<'_> {
     }
 }
 
-/// libvirt finds the end of an event by counting braces, those within texts as well. And what is
-/// longer is cut, so that an event stays within what a FIFO takes at once.
+/// Replaces braces, because libvirt counts all braces, including those in texts, to find the end of
+/// an event. Long texts are cut, so that a FIFO takes an event in one write.
 fn without_braces(text: &str) -> String {
     text.chars().take(MAX_TEXT).collect::<String>().replace('{', "(").replace('}', ")")
 }

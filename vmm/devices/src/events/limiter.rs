@@ -1,56 +1,54 @@
-//! How often a guest is told of: decisions alone.
+//! Rate limit of events that a guest can repeat. Decisions without I/O.
 //!
-//! A guest may restart, reset its devices, and plug and unplug memory as often as it likes, and
-//! each event that is told may end up in a file of the host's. So each source, a device or a zone
-//! or the VM itself, has an allowance, which lasts from machine to machine: a guest that restarts
-//! has no more for it. What it has caused beyond that is withheld, but for the last: that is how it
-//! is now, and it is told as soon as there is something left for it.
+//! A guest may restart, reset its devices, and plug and unplug memory at any rate. Each event may
+//! end up in a file on the host. Each source (a device, a zone, or the VM itself) therefore has an
+//! allowance, which outlives machines: a restart does not renew it. Of the events beyond the
+//! allowance, only the last is kept, because it shows the present state. It is sent as soon as the
+//! allowance permits.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Whose events are counted together.
+/// Source of events, which has one allowance.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Source {
-    /// The VM, which restarts.
+    /// Restarts of the VM.
     Vm,
-    /// A device, by its id, whose driver comes and goes.
+    /// Device, by its id. Its driver may activate and reset it.
     Device(String),
     /// Events of one kind, by source and name, that a guest can cause without a restart, such as
     /// reports of a panic.
     Kind(&'static str, &'static str),
-    /// A zone of memory, by its id, that has what was requested, or cannot have it. What was told
-    /// last is not told again.
+    /// Memory zone, by its id, that has the requested size or cannot have it. An event that equals
+    /// the last one sent is not sent again.
     Zone(String),
 }
 
-/// How much may be told of one source.
+/// Allowance of each source.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
-    /// So much at once.
+    /// Number of events that may be sent at once.
     pub burst: u32,
-    /// Beyond that there is one in each such span.
+    /// After the burst, one event is sent in each span.
     pub span: Duration,
 }
 
 impl Bounds {
-    /// Of a VMM. Resizes by hand and by the governor come in groups, and so does what the drivers
-    /// of a guest that is installed do; and in a day there is no more than some 300 kB of each
-    /// source.
+    /// Bounds of a VMM. Events come in groups: resizes by clients and by the governor, and driver
+    /// activity while a guest is installed. The bounds limit a source to about 300 kB a day.
     pub(super) const USUAL: Self = Self { burst: 32, span: Duration::from_secs(60) };
 }
 
-/// Whether something is told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Tell,
-    /// It is how it was when something was told, or withheld, last.
+    /// The event equals the last one that was sent or withheld.
     Known,
-    /// There was too much. It will be told if nothing takes its place before.
+    /// The allowance is used up. The event is sent later unless another one replaces it.
     Withhold,
 }
 
-/// What has been told of every source, and what has not.
+/// Allowances of all sources, and their withheld events.
 #[derive(Debug)]
 pub(super) struct Limiter<E> {
     bounds: Bounds,
@@ -59,25 +57,25 @@ pub(super) struct Limiter<E> {
 
 #[derive(Debug)]
 struct Account<E> {
-    /// How many may be told at once.
+    /// Remaining allowance.
     left: u32,
-    /// One more may be told of what comes: somebody has asked for it.
+    /// The next event is free, because a client requested it.
     is_asked: bool,
-    /// When `left` last grew, or could have.
+    /// Start of the current span. `left` grows at its end.
     since: Instant,
-    /// What was told last, of a zone.
+    /// Last event that was sent, if this is a zone.
     last: Option<E>,
-    /// What was heard last, and not told.
+    /// Last event that was not sent.
     withheld: Option<E>,
 }
 
 impl<E: Clone + PartialEq> Limiter<E> {
-    /// Nothing was told yet.
+    /// No events so far.
     pub(super) fn new(bounds: Bounds) -> Self {
         Self { bounds, accounts: BTreeMap::new() }
     }
 
-    /// Hears of something. What is told counts as told.
+    /// Decides on an event. If the verdict is `Tell`, the event counts as sent.
     pub(super) fn hear(&mut self, source: Source, event: &E, now: Instant) -> Verdict {
         let (bounds, is_zone) = (self.bounds, matches!(source, Source::Zone(_)));
         let account = self.account(source, now);
@@ -97,20 +95,20 @@ impl<E: Clone + PartialEq> Limiter<E> {
         Verdict::Tell
     }
 
-    /// Somebody has asked for something of a source: what comes next is news whatever it is, and is
-    /// told.
+    /// Records that a client made a request to a source. The next event is sent even if it repeats
+    /// the last one.
     pub(super) fn ask(&mut self, source: Source, now: Instant) {
         let account = self.account(source, now);
         (account.is_asked, account.last) = (true, None);
     }
 
-    /// When something that was withheld is to be told, if there is something.
+    /// Time when the next withheld event may be sent, if any.
     pub(super) fn due(&self) -> Option<Instant> {
         let withheld = self.accounts.values().filter(|account| account.withheld.is_some());
         withheld.map(|account| account.since + self.bounds.span).min()
     }
 
-    /// What was withheld and may be told now. It counts as told.
+    /// Takes the withheld events that may be sent now. They count as sent.
     pub(super) fn release(&mut self, now: Instant) -> Vec<E> {
         let mut released = Vec::new();
         for (source, account) in &mut self.accounts {
@@ -126,19 +124,19 @@ impl<E: Clone + PartialEq> Limiter<E> {
         released
     }
 
-    /// What was withheld of one source: it is told now, for what comes next would not be understood
-    /// without it.
+    /// Takes the withheld event of one source. It is sent before the source's next event, which is
+    /// unintelligible without it.
     pub(super) fn release_of(&mut self, source: &Source) -> Option<E> {
         self.accounts.get_mut(source)?.withheld.take()
     }
 
-    /// All that was withheld: nothing comes any more.
+    /// Takes all withheld events, because no event follows.
     pub(super) fn release_all(&mut self) -> Vec<E> {
         self.accounts.values_mut().filter_map(|account| account.withheld.take()).collect()
     }
 
-    /// A machine has ended. How its devices and its memory are is nothing that anybody wants to
-    /// know any more, and how the next one's are is news; but what was told has been told.
+    /// Records the end of a machine. The state of its devices and memory is no longer relevant, and
+    /// that of the next machine is new. Used allowances stay used.
     pub(super) fn end_machine(&mut self) {
         for (source, account) in &mut self.accounts {
             if !matches!(source, Source::Vm | Source::Kind(..)) {
@@ -150,7 +148,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
     fn account(&mut self, source: Source, now: Instant) -> &mut Account<E> {
         let bounds = self.bounds;
         if !self.accounts.contains_key(&source) {
-            // Devices come and go. One of which there is nothing to remember is as good as new.
+            // Devices can be removed, so accounts without any state are dropped.
             self.accounts.retain(|_, account| !account.is_as_new(bounds, now));
         }
         self.accounts.entry(source).or_insert_with(|| Account {
@@ -164,14 +162,14 @@ impl<E: Clone + PartialEq> Limiter<E> {
 }
 
 impl<E: PartialEq> Account<E> {
-    /// Whether this is how it is as far as anybody knows, or will know.
+    /// Returns true if the event repeats the last one that was or will be sent.
     fn knows(&mut self, event: &E) -> bool {
         if self.withheld.as_ref() == Some(event) {
             return true;
         }
         let is_known = self.last.as_ref() == Some(event);
         if is_known {
-            // What was withheld meanwhile is over.
+            // The state has changed back, so the withheld event is obsolete.
             self.withheld = None;
         }
         is_known
@@ -181,7 +179,7 @@ impl<E: PartialEq> Account<E> {
         let spans = now.saturating_duration_since(self.since).as_nanos() / bounds.span.as_nanos();
         let spans = u32::try_from(spans).unwrap_or(u32::MAX);
         self.left = self.left.saturating_add(spans).min(bounds.burst);
-        // Of a span that has begun nothing is lost, unless there is nothing to be gained by it.
+        // A span that has begun continues, unless the allowance is full.
         self.since = if self.left == bounds.burst { now } else { self.since + bounds.span * spans };
     }
 

@@ -1,4 +1,4 @@
-//! The limiter, by itself and beside limiters that are wrong.
+//! Tests of the limiter, and of the checks with faulty limiters.
 
 use proptest::prelude::*;
 
@@ -15,7 +15,7 @@ fn device(id: u32) -> Source {
     Source::Device(id.to_string())
 }
 
-/// Has a hundred things happen at once, 0 to 99.
+/// Passes a hundred events at once, 0 to 99.
 fn hear_hundred(limiter: &mut Limiter<u64>, source: &Source, now: Instant) {
     for event in 0..100 {
         limiter.hear(source.clone(), &event, now);
@@ -35,7 +35,7 @@ fn of_a_zone_what_differs_is_told_at_once_and_what_was_told_last_is_not() {
     ] {
         assert_eq!(limiter.hear(zone(), &event, now), verdict, "{event}");
     }
-    // A device that does the same again has done it again.
+    // Repeated events of a device are separate occurrences.
     assert!((0..3).all(|_| limiter.hear(device(1), &0, now) == Verdict::Tell));
 }
 
@@ -47,7 +47,7 @@ fn after_too_much_there_is_one_in_a_span_and_in_time_a_burst_again() {
     assert_eq!(told(start), 4);
     assert_eq!(told(start + BOUNDS.span - SECOND), 0);
     assert_eq!(told(start + BOUNDS.span), 1);
-    // What is heard meanwhile costs nothing of the span that has begun.
+    // An event that is withheld does not restart the current span.
     assert_eq!(told(start + BOUNDS.span * 2 - SECOND), 0);
     assert_eq!(told(start + BOUNDS.span * 2 + SECOND), 1);
     assert_eq!(told(start + BOUNDS.span * 3), 1);
@@ -69,7 +69,7 @@ fn what_was_withheld_last_is_told_when_its_span_is_over() {
     assert_eq!(limiter.due(), None);
     hear_hundred(&mut limiter, &zone(), start);
     assert_eq!((limiter.due(), limiter.release(start)), (Some(start + BOUNDS.span), vec![]));
-    // It will be told: that it is so again is no news.
+    // The withheld event will be sent, so a repetition is not new.
     assert_eq!(limiter.hear(zone(), &99, start), Verdict::Known);
     assert_eq!(limiter.release(start + BOUNDS.span), [99]);
     assert_eq!((limiter.due(), limiter.release(start + BOUNDS.span * 9)), (None, vec![]));
@@ -106,7 +106,7 @@ fn what_comes_of_a_request_is_news_and_may_be_told() {
         (limiter.hear(zone(), &1, now), limiter.due()),
         (Verdict::Withhold, Some(now + BOUNDS.span))
     );
-    // That is for what comes, and not for what was withheld before.
+    // A request frees the next event, not one that was withheld before.
     limiter.ask(zone(), now);
     assert_eq!((limiter.due(), limiter.release(now)), (Some(now + BOUNDS.span), vec![]));
     assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell, "withheld or not");
@@ -122,7 +122,7 @@ fn what_ends_with_a_machine_is_not_told_after_it_but_that_the_vm_goes_on_is() {
     limiter.end_machine();
     assert_eq!((limiter.release_of(&zone()), limiter.release_of(&device(1))), (None, None));
     assert_eq!(limiter.release_of(&Source::Vm), Some(99));
-    // The next one's memory may be as the last one's was.
+    // The memory of the next machine may have the same state as the last one's.
     let later = now + BOUNDS.span;
     assert_eq!(limiter.hear(zone(), &3, later), Verdict::Tell);
 }
@@ -136,7 +136,7 @@ fn devices_that_have_gone_are_forgotten() {
     }
 }
 
-/// What decides, rightly or not.
+/// Limiter under test, correct or faulty.
 trait Rule {
     fn hear(&mut self, source: Source, event: u64, now: Instant) -> Verdict;
     fn release(&mut self, now: Instant) -> Vec<u64>;
@@ -155,7 +155,7 @@ impl Rule for Limiter<u64> {
     }
 }
 
-/// Broken: it starts anew with each machine.
+/// Faulty: the allowance is renewed with each machine.
 struct OfOneMachine(Limiter<u64>);
 
 impl Rule for OfOneMachine {
@@ -170,7 +170,7 @@ impl Rule for OfOneMachine {
     }
 }
 
-/// Broken: what it has withheld is never told.
+/// Faulty: withheld events are never sent.
 struct ForgetsTheLast(Limiter<u64>);
 
 impl Rule for ForgetsTheLast {
@@ -185,7 +185,7 @@ impl Rule for ForgetsTheLast {
     }
 }
 
-/// Broken: all that is no repetition is told.
+/// Faulty: every event that is not a repetition is sent.
 struct OnlyRepetitions(Option<u64>);
 
 impl Rule for OnlyRepetitions {
@@ -198,17 +198,17 @@ impl Rule for OnlyRepetitions {
     fn end_machine(&mut self) {}
 }
 
-/// What happens, some seconds after what happened before.
+/// Step of a test, some seconds after the previous one.
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// Something of the source.
+    /// Event of the source.
     Event(u64),
     EndMachine,
 }
 
-/// Does so, and says what is wrong: there is never more than a burst and one for each span that has
-/// begun, and who watches knows in the end what happened last, as long as the machine has not
-/// ended.
+/// Executes the steps and returns a violated rule, if any. A source never sends more than a burst
+/// and one event for each span that has begun. In the end, a watcher has the last event, unless the
+/// machine has ended.
 fn check(rule: &mut dyn Rule, source: &Source, steps: &[(u32, Step)]) -> Result<(), String> {
     let start = Instant::now();
     let (mut told, mut seen, mut happened, mut now) = (0, None, None, start);
@@ -283,7 +283,7 @@ fn panics_neither_withhold_restarts_nor_are_replaced_by_them() {
         .count();
     assert_eq!(told, Bounds::USUAL.burst as usize);
     assert_eq!(limiter.hear(Source::Vm, &1000, now), Verdict::Tell);
-    // A machine that has ended has panicked all the same.
+    // The panic of a machine that has ended is still sent.
     limiter.end_machine();
     assert_eq!(limiter.release_of(&Source::Kind("foreshore", "panic")), Some(999));
 }

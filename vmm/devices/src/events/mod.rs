@@ -1,9 +1,8 @@
-//! What happens to the VM and the VMM, told to whoever watches: a file or FIFO (`--event-monitor`),
-//! and clients of `vmm.events`.
+//! Events of the VM and the VMM for watchers: a file or FIFO (`--event-monitor`), and clients of
+//! `vmm.events`.
 //!
-//! Who tells never waits: what a watcher is too slow for is lost to that watcher, and counted. What
-//! a guest causes is told as often as [`limiter`] allows. docs/reference/events.md lists every
-//! event.
+//! Senders never wait. A watcher that is too slow loses events, which are counted. [`limiter`]
+//! restricts the rate of events that a guest causes. docs/reference/events.md lists every event.
 
 mod event;
 mod limiter;
@@ -27,37 +26,36 @@ pub use self::monitor::{Monitor, MonitorError};
 pub use self::target::EventMonitor;
 use crate::metrics::{Expose, Exposition, Family, and, one};
 
-/// So many events may wait for a watcher. A boot tells some twenty.
+/// Number of events that may wait for a watcher. A boot sends about 20.
 const QUEUED: usize = 1024;
 
-/// One event as it is written. Field names and their order are Cloud Hypervisor's.
+/// Event as it is written. Field names and their order are Cloud Hypervisor's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Told {
-    /// Since the VMM's start.
+    /// Time since the VMM's start.
     pub timestamp: Duration,
-    /// Who tells: `vmm`, `vm`, `virtio-device`, and `foreshore` of what Cloud Hypervisor has no
-    /// event for.
+    /// `vmm`, `vm` or `virtio-device`. `foreshore` for events that Cloud Hypervisor does not have.
     pub source: &'static str,
     pub event: &'static str,
-    /// More about it; null if there is nothing more.
+    /// Properties, or null.
     pub properties: Option<BTreeMap<&'static str, String>>,
 }
 
-/// Tells events, from any thread. Cheap to clone.
+/// Sender of events, for any thread. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Events {
     start: Instant,
     /// `None` is the end.
     queue: broadcast::Sender<Option<Arc<Told>>>,
     counters: Arc<EventCounters>,
-    /// Held while something is told of what it limits, so that what is told last is what happened
-    /// last.
+    /// Held while a limited event is sent, so that events are sent in the order in which they
+    /// occurred.
     limiter: Arc<Mutex<Limiter<Message>>>,
-    /// Notified when something is withheld.
+    /// Notified when an event is withheld.
     withheld: Arc<Notify>,
 }
 
-/// An event without its time.
+/// Event without its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Message {
     source: &'static str,
@@ -65,9 +63,9 @@ struct Message {
     properties: Option<BTreeMap<&'static str, String>>,
 }
 
-/// An event that is in the queue and not in the log yet. Who writes the log may have to wait for
-/// whoever reads it, and a vCPU's thread with an event of its own must not wait for that: it is
-/// logged when the limiter has been let go.
+/// Event that is in the queue but not yet in the log. Writing the log may block on its reader. The
+/// event is therefore logged after the limiter is unlocked. Otherwise a vCPU's thread with an event
+/// of its own would wait for the log.
 #[derive(Clone, Copy, Debug)]
 #[must_use]
 struct Sent {
@@ -76,12 +74,12 @@ struct Sent {
 }
 
 impl Sent {
-    /// What a client has asked for, or happens once.
+    /// Logs an event that a client requested, or that happens once.
     fn log(self) {
         tracing::info!(source = self.source, event = self.event, "Event");
     }
 
-    /// What a guest may cause as often as it likes.
+    /// Logs an event that a guest can repeat.
     fn log_of_guest(self) {
         tracing::debug!(source = self.source, event = self.event, "Event");
     }
@@ -94,7 +92,7 @@ impl From<&Event<'_>> for Message {
     }
 }
 
-/// How many events there have been, and how many a watcher has missed.
+/// Counters of sent, lost and withheld events.
 #[derive(Debug, Default)]
 pub struct EventCounters {
     told: Mutex<BTreeMap<(&'static str, &'static str), u64>>,
@@ -103,17 +101,17 @@ pub struct EventCounters {
 }
 
 impl EventCounters {
-    /// How many of each, by source and name.
+    /// Number of events of each kind, by source and name.
     pub fn told(&self) -> BTreeMap<(&'static str, &'static str), u64> {
         self.told.lock().clone()
     }
 
-    /// How many watchers have missed, all together.
+    /// Number of events that all watchers together have lost.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// How many a guest has caused too often to be told at once.
+    /// Number of events that were not sent at once, because the guest caused too many.
     pub fn withheld(&self) -> u64 {
         self.withheld.load(Ordering::Relaxed)
     }
@@ -138,22 +136,22 @@ impl Expose for EventCounters {
     }
 }
 
-/// Somebody who watches from now on.
+/// Watcher of all events from its creation on.
 pub struct Watcher {
     queue: broadcast::Receiver<Option<Arc<Told>>>,
     counters: Arc<EventCounters>,
 }
 
-/// What a watcher sees next.
+/// Next item of a watcher.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Seen {
     Event(Arc<Told>),
-    /// So many were missed.
+    /// Number of lost events.
     Lost(u64),
 }
 
 impl Events {
-    /// Nobody watches yet; the clock starts.
+    /// Starts the clock. There are no watchers yet.
     pub fn start() -> Self {
         Self::start_within(Bounds::USUAL)
     }
@@ -168,11 +166,11 @@ impl Events {
         }
     }
 
-    /// Tells what a client has asked for, or what happens once. Never waits.
+    /// Sends an event that a client requested, or that happens once. Never waits.
     pub fn tell(&self, event: Event<'_>) {
         let mut limiter = self.limiter.lock();
-        // Who hears of the VM next hears first how it is, and who hears of the end hears all that
-        // there is.
+        // Withheld events of the same source go first. Before the last event, all withheld events
+        // are sent.
         let before = match event {
             Event::VmmShutdown => limiter.release_all(),
             _ => limiter.release_of(&event.concerns()).into_iter().collect(),
@@ -184,8 +182,8 @@ impl Events {
         sent.log();
     }
 
-    /// Tells what a guest may cause as often as it likes: now, or later, or not at all if something
-    /// takes its place. Never waits.
+    /// Sends an event that a guest can repeat: now, later, or never if another one replaces it.
+    /// Never waits.
     pub fn tell_of_guest(&self, event: Event<'_>) {
         let message = Message::from(&event);
         let mut limiter = self.limiter.lock();
@@ -203,26 +201,26 @@ impl Events {
         }
     }
 
-    /// A client has asked for another size of a zone: what comes of it is told, also if it was so
-    /// before.
+    /// Records that a client requested another size of a zone. The result is sent even if it
+    /// repeats the last event.
     pub fn expect_of_zone(&self, zone: &str) {
         self.limiter.lock().ask(Source::Zone(zone.to_owned()), Instant::now());
     }
 
-    /// A machine has ended. What there was to say of its devices and its memory is over, and what
-    /// may be told of the next one's is no more for it.
+    /// Records the end of a machine. Withheld events of its devices and memory are dropped. The
+    /// allowance of the next machine is not renewed.
     pub fn end_machine(&self) {
         self.limiter.lock().end_machine();
     }
 
-    /// Tells what was withheld as soon as it may be. For ever.
+    /// Sends withheld events as soon as the limiter permits. Never returns.
     pub async fn tell_what_was_withheld(self) {
         loop {
             let due = self.limiter.lock().due();
             match due {
                 None => self.withheld.notified().await,
                 Some(due) => {
-                    // Something of another source that is withheld from now on may be due before.
+                    // An event of another source may be withheld meanwhile, and be due earlier.
                     let _ = tokio::time::timeout_at(due.into(), self.withheld.notified()).await;
                 }
             }
@@ -238,17 +236,17 @@ impl Events {
         let Message { source, event, properties } = message;
         *self.counters.told.lock().entry((source, event)).or_default() += 1;
         let told = Told { timestamp: self.start.elapsed(), source, event, properties };
-        // Nobody may watch.
+        // The send fails if there are no watchers.
         let _ = self.queue.send(Some(Arc::new(told)));
         Sent { source, event }
     }
 
-    /// Everybody has seen everything that will be told.
+    /// Ends the stream of events.
     pub fn end(&self) {
         let _ = self.queue.send(None);
     }
 
-    /// Sees what is told from now on.
+    /// Creates a watcher of all later events.
     pub fn watch(&self) -> Watcher {
         Watcher { queue: self.queue.subscribe(), counters: Arc::clone(&self.counters) }
     }
@@ -259,13 +257,13 @@ impl Events {
 }
 
 impl Watcher {
-    /// Waits for the next event; `None` at the end.
+    /// Waits for the next event. Returns `None` at the end.
     pub async fn next(&mut self) -> Option<Seen> {
         let received = self.queue.recv().await;
         self.seen(received)
     }
 
-    /// The same on a thread that may block.
+    /// As [`Self::next`], on a thread that may block.
     fn next_blocking(&mut self) -> Option<Seen> {
         let received = self.queue.blocking_recv();
         self.seen(received)
@@ -324,14 +322,14 @@ mod tests {
             while let Some(seen) = watcher.next().await {
                 left += usize::from(matches!(seen, Seen::Event(_)));
             }
-            // The end has taken one's place.
+            // The end has replaced one event.
             assert_eq!(left, QUEUED - 1);
             assert_eq!(events.counters().lost(), 8);
             assert_eq!(events.counters().told()[&("vm", "resizing")], QUEUED as u64 + 7);
         });
     }
 
-    /// All that is told until the end.
+    /// Names of all events until the end.
     async fn names(events: &Events, mut watcher: Watcher) -> Vec<&'static str> {
         events.end();
         let mut names = Vec::new();
@@ -351,7 +349,7 @@ mod tests {
             for plugged_bytes in 0..100 {
                 events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
             }
-            // Some of those between as well, on a machine that takes its time.
+            // On a slow machine, some of the events in between are sent as well.
             loop {
                 let Some(Seen::Event(told)) = watcher.next().await else {
                     panic!("nothing is told")
@@ -389,8 +387,7 @@ mod tests {
         });
     }
 
-    /// A log that looks, whenever a line is written, whether another thread could tell something
-    /// meanwhile.
+    /// Log that checks, for each line, that another thread can send events meanwhile.
     struct Log {
         events: Events,
         lines: Arc<AtomicU64>,
@@ -423,7 +420,7 @@ mod tests {
             for plugged_bytes in 0..3 {
                 events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
             }
-            // With what was withheld before it.
+            // With the event that was withheld before it.
             events.tell(Event::VmmShutdown);
         });
         assert_eq!(lines.load(Ordering::Relaxed), 4);
@@ -440,7 +437,7 @@ mod tests {
             let told = || events.counters().told()[&("foreshore", "memory-reached")];
             (0..1000).for_each(|nth| reached(nth % 2));
             assert_eq!(told(), 4);
-            // As it was told last.
+            // The same state as in the last event.
             events.expect_of_zone("pm");
             reached(1);
             assert_eq!(told(), 5);

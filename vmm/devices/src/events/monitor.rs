@@ -1,4 +1,4 @@
-//! `--event-monitor`: events in a file, a FIFO or a descriptor that was handed over.
+//! `--event-monitor`: events to a file, a FIFO or an inherited descriptor.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -31,8 +31,8 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Writes what is told from now on. A FIFO is waited for until somebody reads it: libvirt opens
-    /// its end once we run.
+    /// Starts to write events. Waits until a FIFO has a reader: libvirt opens its end once the VMM
+    /// runs.
     pub fn start(target: &EventMonitor, events: &Events) -> Result<Self, MonitorError> {
         let failed = |source| MonitorError { target: target.clone(), source };
         let file = open(target).map_err(failed)?;
@@ -45,7 +45,7 @@ impl Monitor {
         Ok(Self { thread })
     }
 
-    /// Waits until everything has been written that will be; after [`Events::end`].
+    /// Waits until all events have been written. Call it after [`Events::end`].
     pub fn finish(self) {
         if self.thread.join().is_err() {
             warn!("The thread that writes events has panicked");
@@ -59,7 +59,7 @@ fn open(target: &EventMonitor) -> io::Result<File> {
             let file =
                 OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
             admit(&file, path)?;
-            // The log may be in a standard stream as well.
+            // The log may use the same standard stream.
             let is_shared = standard_stream::append_at(path)?;
             if !is_shared && file.metadata()?.is_file() {
                 file.set_len(0)?;
@@ -67,18 +67,18 @@ fn open(target: &EventMonitor) -> io::Result<File> {
             Ok(file)
         }
         EventMonitor::Fd(fd) => {
-            // SAFETY: F_GETFD reads a flag of whatever the number names, or fails.
+            // SAFETY: F_GETFD reads a flag of any descriptor, or fails.
             if unsafe { libc::fcntl(*fd, libc::F_GETFD) } < 0 {
                 return Err(io::Error::last_os_error());
             }
-            // SAFETY: it is open (above), and who started us has given it to us: nothing else here
-            // uses that number.
+            // SAFETY: the descriptor is open (above). It was inherited for this purpose, so no
+            // other code uses it.
             Ok(unsafe { OwnedFd::from_raw_fd(*fd) }.into())
         }
     }
 }
 
-/// Whoever does not read shall not keep the VMM from ending.
+/// A FIFO without a reader must not block the end of the VMM.
 fn set_nonblocking(file: &File) -> io::Result<()> {
     Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
 }
@@ -97,8 +97,8 @@ fn write_all(mut file: File, mut watcher: Watcher) {
     }
 }
 
-/// One write: what is not longer than PIPE_BUF a FIFO takes whole or not at all (pipe(7)), and
-/// events are a few hundred bytes.
+/// Writes an event at once: a FIFO accepts up to PIPE_BUF bytes completely or not at all (pipe(7)),
+/// and events have a few hundred bytes.
 fn write(file: &mut File, told: &Told) -> io::Result<()> {
     let mut text = serde_json::to_string_pretty(told)?;
     text.push_str("\n\n");
@@ -124,7 +124,7 @@ mod tests {
         path
     }
 
-    /// As libvirt does: an event ends where its braces do.
+    /// Finds the end of an event by its braces, as libvirt does.
     fn events_in(text: &str) -> Vec<String> {
         let (mut depth, mut begin, mut found) = (0, 0, Vec::new());
         for (at, character) in text.char_indices() {
@@ -201,10 +201,10 @@ mod tests {
         let events = Events::start();
         let monitor = Monitor::start(&EventMonitor::Path(path.clone()), &events).unwrap();
         let reason = "x".repeat(400);
-        // Four times what a FIFO takes.
+        // Four times the capacity of a FIFO.
         for told in 0..640 {
             events.tell(Event::Failed { reason: &reason });
-            // A watcher that lags would lose them elsewhere.
+            // A watcher that lags would lose events in its queue instead.
             while told % 256 == 255 && !events.queue.is_empty() {
                 std::thread::yield_now();
             }
@@ -213,11 +213,11 @@ mod tests {
         monitor.finish();
         let lost = events.counters().lost();
         assert!(lost > 300, "{lost}");
-        // What has arrived is whole.
+        // The received events are complete.
         let mut text = String::new();
         reader.read_to_string(&mut text).unwrap();
         assert_eq!(events_in(&text).len() as u64, 640 - lost);
-        // One who has gone.
+        // The reader has closed the FIFO.
         let monitor = Monitor::start(&EventMonitor::Path(path), &events).unwrap();
         drop(reader);
         events.tell(Event::VmBooted);

@@ -17,9 +17,9 @@ section! {
 /// Destination of the events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EventMonitor {
-    /// A file, which is made or emptied, or a FIFO.
+    /// File, which is created or truncated, or FIFO.
     Path(PathBuf),
-    /// A descriptor that was handed over by who started the VMM.
+    /// Inherited descriptor.
     Fd(RawFd),
 }
 

@@ -4,7 +4,7 @@ use super::event::{DeviceEvent, Event};
 
 const DOCUMENT: &str = include_str!("../../../../docs/reference/events.md");
 
-/// One of each kind.
+/// One event of each kind.
 const ALL: [Event<'_>; 27] = [
     Event::VmmStarting,
     Event::VmmShutdown,
