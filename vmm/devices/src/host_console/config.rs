@@ -20,7 +20,7 @@ pub const CONSOLE: Table = Table::of::<ConsoleConfig>();
 words! {
     /// Destination of a console's output.
     pub enum ConsoleMode {
-        /// There is no device.
+        /// No device.
         Off = "Off" "off",
         /// Output is discarded.
         Null = "Null" "null",
@@ -76,22 +76,22 @@ pub const DEFAULT_MAX_RATE: u64 = 1 << 20;
 pub const LEAST_MAX_RATE: u64 = 1 << 20;
 
 impl ConsoleConfig {
-    /// COM1 when nothing is said of it: there, and silent.
+    /// COM1 without a flag: a device whose output is discarded.
     pub fn default_serial() -> Self {
         Self { mode: ConsoleMode::Null, ..Self::default() }
     }
 
-    /// hvc0 when nothing is said of it: the terminal.
+    /// hvc0 without a flag: the terminal.
     pub fn default_console() -> Self {
         Self { mode: ConsoleMode::Tty, ..Self::default() }
     }
 
-    /// Reads `--serial`'s value.
+    /// Parses the value of `--serial`.
     pub fn parse_serial(text: &str) -> Result<Self, ConfigError> {
         Self::parse(&SERIAL, text)
     }
 
-    /// Reads `--console`'s value.
+    /// Parses the value of `--console`.
     pub fn parse_console(text: &str) -> Result<Self, ConfigError> {
         Self::parse(&CONSOLE, text)
     }
@@ -114,7 +114,7 @@ impl ConsoleConfig {
         Ok(console)
     }
 
-    /// A file or a socket where there must be one, and only there.
+    /// Checks that there is a file or socket if and only if the mode needs it.
     pub fn validate(&self, flag: &'static str) -> Result<(), ConfigError> {
         let file_fits = (self.mode == ConsoleMode::File) == self.file.is_some()
             || self.mode == ConsoleMode::Pty;
@@ -194,7 +194,7 @@ mod tests {
         assert!(socket.validate("--serial").is_ok());
         let json = |text| serde_json::from_str::<ConsoleConfig>(text).unwrap();
         assert_eq!(json(r#"{"mode":"Socket","socket":"/s"}"#), socket);
-        // As it is shown while the VM runs.
+        // As shown while the VM runs.
         assert!(json(r#"{"mode":"Pty","file":"/dev/pts/3"}"#).validate("--serial").is_ok());
         assert_eq!(json(r#"{"mode":"Pty"}"#), serial("pty"));
     }

@@ -1,5 +1,5 @@
-//! A file on a disk: written by a thread of its own, since a disk may keep whoever writes waiting
-//! for as long as it likes.
+//! Console file on a disk. A thread of its own writes it, because a disk may block a writer for any
+//! time.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -14,24 +14,24 @@ use super::Lost;
 use super::config::LEAST_MAX_RATE;
 use super::file_rate::{BURST_BYTES, FileThrottle};
 
-/// What waits for the disk: more than a guest says while it boots.
+/// Capacity of the queue: more than the output of a boot.
 const LEN_MAX: usize = 1 << 20;
-/// The most that is written at once.
+/// Upper limit of one write.
 const STEP_LEN_MAX: usize = 64 << 10;
-/// How long a guest that has said so much may wait for the disk before it is taken for stalled.
-/// Linux makes whoever writes too fast wait for a fifth of a second at a time (MAX_PAUSE in
+/// Time that a guest with a full queue waits for the disk before the disk counts as stalled. Linux
+/// delays a process that writes too fast by a fifth of a second at a time (MAX_PAUSE in
 /// mm/page-writeback.c).
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long the end of a VM waits for a disk that does nothing meanwhile.
+/// Time that the end of a VM waits for a disk that makes no progress.
 const LINGER: Duration = Duration::from_secs(10);
 
-// A guest that waits for the rate must not be taken for one that waits for a stalled disk.
+// A wait for the rate must not be mistaken for a stalled disk.
 const _: () =
     assert!(STEP_LEN_MAX as u128 * 1000 / LEAST_MAX_RATE as u128 * 10 < PATIENCE.as_millis());
 // A bucket never has the tokens for a longer step.
 const _: () = assert!(STEP_LEN_MAX as u64 <= BURST_BYTES);
 
-/// A file and its thread. Dropping it waits until all that was sent is written.
+/// File and its thread. Drop waits until all output is written.
 #[derive(Debug)]
 pub(super) struct DiskFile {
     shared: Arc<Shared>,
@@ -42,24 +42,24 @@ pub(super) struct DiskFile {
 struct Shared {
     throttle: Option<FileThrottle>,
     queue: Mutex<Queue>,
-    /// Something was sent, or nothing will be any more.
+    /// Notified when bytes are queued or the queue is closed.
     sent: Condvar,
-    /// The thread has taken something, or has come to its end.
+    /// Notified when the thread has taken bytes or has ended.
     taken: Condvar,
-    /// Nothing more will be sent.
+    /// Notified when the queue is closed.
     closed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
     bytes: VecDeque<u8>,
-    /// Somebody has waited in vain, and the disk has not moved since.
+    /// A sender has timed out, and the disk has made no progress since.
     is_stalled: bool,
-    /// Lost, and nobody was told.
+    /// Lost output that is not reported yet.
     untold: Lost,
-    /// Nothing more will be sent.
+    /// The queue receives no more bytes.
     is_closed: bool,
-    /// All is written that ever will be.
+    /// All output is written.
     is_done: bool,
 }
 
@@ -77,11 +77,11 @@ impl DiskFile {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Has `data` written behind all that was sent before. Says what was lost since the last call.
+    /// Queues `data`, and returns the losses since the last call.
     ///
-    /// Somebody wants a file to be whole: who sends faster than the disk writes waits for it, as
-    /// long as it writes. One that does not move keeps a guest, and the devices beside its
-    /// console, for a second once; then what finds no room is lost.
+    /// A file should be complete, so a sender that is faster than the disk waits while the disk
+    /// makes progress. A stalled disk blocks the guest, and the devices on the console's thread,
+    /// for a second once. Later output that does not fit into the queue is lost.
     pub(super) fn send(&self, data: &[u8]) -> Lost {
         let Shared { queue, sent, taken, .. } = &*self.shared;
         let (mut queue, mut rest) = (queue.lock(), data);
@@ -94,7 +94,7 @@ impl DiskFile {
                 break;
             }
             let in_vain = taken.wait_for(&mut queue, PATIENCE).timed_out();
-            // It may have moved at the last moment.
+            // The disk may have made progress at the last moment.
             queue.is_stalled = in_vain && queue.bytes.len() == LEN_MAX;
         }
         let untold = std::mem::take(&mut queue.untold);
@@ -108,8 +108,7 @@ impl DiskFile {
 }
 
 impl Drop for DiskFile {
-    /// The last words of a guest shall be in its file, but a disk that hangs must not keep its VM
-    /// alive.
+    /// Waits for the guest's last output, but a stalled disk must not keep the VM alive.
     fn drop(&mut self) {
         let mut queue = self.shared.queue.lock();
         queue.is_closed = true;
@@ -159,7 +158,7 @@ impl Shared {
         }
     }
 
-    /// Waits for something to write. `None`: there will be nothing.
+    /// Waits for bytes to write. Returns `None` at the end.
     fn take(&self) -> Option<Vec<u8>> {
         let mut queue = self.queue.lock();
         while queue.bytes.is_empty() && !queue.is_closed {
@@ -207,7 +206,7 @@ mod tests {
     use super::*;
     use crate::throttle::TokenBucket;
 
-    /// A disk that writes as often as it is let, and says what.
+    /// Disk that writes once for each permission, and reports each write.
     struct Disk {
         lets: Receiver<io::Result<()>>,
         written: Sender<Vec<u8>>,
@@ -215,9 +214,9 @@ mod tests {
 
     impl Write for Disk {
         fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-            // Without anybody to hold it, it goes.
+            // Writes without a permission after the test has dropped its end.
             self.lets.recv().unwrap_or(Ok(()))?;
-            // The test may have seen enough.
+            // The test may have dropped its end.
             let _ = self.written.send(data.to_vec());
             Ok(data.len())
         }
@@ -254,7 +253,7 @@ mod tests {
     fn a_disk_that_hangs_stops_nobody_for_good_and_what_there_is_no_room_for_is_counted() {
         let (hold, seen, file) = disk();
         assert_eq!(file.send(b"x").len, 0);
-        // The first byte may still be in the queue, or on its way already.
+        // The first byte may be in the queue or already at the disk.
         let sent = text(LEN_MAX + STEP_LEN_MAX + 2);
         let lost = file.send(&sent).len;
         assert!((1..=STEP_LEN_MAX + 3).contains(&lost), "{lost}");
@@ -277,7 +276,7 @@ mod tests {
         });
         let mut written = Vec::new();
         while written.len() < sent.len() {
-            // The test may end before the disk has heard this.
+            // The test may end before the disk has received this.
             let _ = hold.send(Ok(()));
             written.extend(seen.recv().unwrap());
         }
@@ -291,7 +290,7 @@ mod tests {
         file.send(b"one");
         hold.send(Err(io::ErrorKind::StorageFull.into())).unwrap();
         hold.send(Ok(())).unwrap();
-        // Whether it has been refused already is seen by asking.
+        // Polls until the failure is reported.
         let lost = (0..).map(|_| file.send(b"")).find(|lost| lost.len > 0).unwrap();
         assert_eq!((lost.len, lost.error.unwrap().kind()), (3, io::ErrorKind::StorageFull));
         assert_eq!(file.send(b"two").len, 0);

@@ -72,7 +72,7 @@ impl FileThrottle {
         Ok(())
     }
 
-    /// Takes the tokens that there are, for `len` bytes that are not delayed.
+    /// Takes the available tokens for `len` bytes that are not delayed.
     pub(super) fn take_available(&self, len: usize, now: Instant) {
         let mut bucket = self.bucket.lock();
         bucket.refill(now);
@@ -115,7 +115,7 @@ mod tests {
         let wait = Duration::from_millis(1000) / 16;
         assert_eq!(throttle.take(step, now), Err(wait));
         assert_eq!(throttle.take(step, now + wait), Ok(()));
-        // Output that is not delayed takes what there is, and the next waits.
+        // Output that is not delayed takes the available tokens, so the next output is delayed.
         throttle.take_available(step, now + wait * 3 / 2);
         assert_eq!(throttle.take(step, now + wait * 3 / 2), Err(wait));
     }

@@ -1,4 +1,4 @@
-//! The files that consoles write. A VM that cannot be built leaves them as they were.
+//! Files to which consoles write. A VM that cannot be built leaves them unchanged.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -15,17 +15,18 @@ use super::rotated_file::{ConsoleFileSource, RotatedFile, adopt_newer, id_of};
 use super::{ConsoleError, ConsoleOutput, Lines, Port};
 use crate::output_file::{admit, lock};
 
-/// What becomes of a file that is there already.
+/// Treatment of an existing file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileStart {
-    /// It is emptied: a new VM.
+    /// Empty the file, for a new VM.
     Empty,
-    /// It is continued: the same VM after a reboot.
+    /// Continue the file, for the same VM after a reboot.
     Continue,
 }
 
-/// The console files of a VM that is being built. Dropped before [`Self::begin`] has succeeded,
-/// those that were not there are gone again; dropped before it is called, none is emptied.
+/// Console files of a VM that is being built. If this is dropped before [`Self::begin`] has
+/// succeeded, new files are removed. If it is dropped before `begin` is called, no existing file is
+/// emptied.
 pub struct ConsoleFiles {
     start: FileStart,
     opened: Vec<Opened>,
@@ -37,13 +38,13 @@ pub struct ConsoleFiles {
 struct Opened {
     path: PathBuf,
     file: File,
-    /// Where it is, links resolved if they can be, if it was made for this VM.
+    /// Path of a file that was created for this VM, without links if possible.
     made: Option<PathBuf>,
 }
 
 impl ConsoleFiles {
-    /// No file as yet. Pseudo terminals and sockets are in `lines`, and stay there whatever becomes
-    /// of the VM.
+    /// No files yet. Pseudo terminals and sockets are in `lines` and stay there, even if the VM
+    /// cannot be built.
     pub fn new(start: FileStart, lines: Lines) -> Self {
         Self { start, opened: Vec::new(), limited: Vec::new(), lines }
     }
@@ -52,8 +53,8 @@ impl ConsoleFiles {
         &self.lines
     }
 
-    /// Opens a file to append to it: serial and virtio console may share one, and logs may be
-    /// truncated while they grow.
+    /// Opens a file for appending, because the serial port and the virtio console may share it, and
+    /// logs may be truncated while they grow.
     pub(super) fn open(&mut self, path: &Path) -> io::Result<File> {
         let mut options = OpenOptions::new();
         let (file, is_made) = match options.append(true).open(path) {
@@ -62,7 +63,7 @@ impl ConsoleFiles {
             }
             result => (result?, false),
         };
-        // Remembered before anything else can fail: what was made goes again, whatever comes.
+        // Recorded before any other step can fail, so that a created file is always removed again.
         let made = is_made.then(|| path.to_owned());
         let opened = self.opened.push_mut(Opened { path: path.to_owned(), file, made });
         if is_made {
@@ -76,7 +77,7 @@ impl ConsoleFiles {
         opened.file.try_clone()
     }
 
-    /// Opens the file that a console writes. The limits apply to regular files.
+    /// Opens the output file of a console. The limits apply to regular files.
     pub(super) fn output(
         &mut self,
         port: Port,
@@ -103,7 +104,7 @@ impl ConsoleFiles {
         ConsoleOutput::to_rotated(limited, throttle)
     }
 
-    /// Counters of the files that consoles write.
+    /// Counters of the output files.
     pub fn metrics(&self) -> impl Iterator<Item = ConsoleFileSource> {
         self.limited.iter().map(|(port, file)| ConsoleFileSource {
             device: port.label(),
@@ -111,13 +112,13 @@ impl ConsoleFiles {
         })
     }
 
-    /// The VM has been built, and may write from now on.
+    /// Empties the files if the VM is new. Call it after the VM has been built, before it writes.
     pub fn begin(mut self) -> Result<(), ConsoleError> {
         if self.start == FileStart::Empty {
-            // One that has been emptied stays so if another one cannot be.
+            // An emptied file stays empty if another one cannot be emptied.
             self.opened.iter().try_for_each(Opened::empty)?;
         }
-        // From here on they are the VM's, and stay.
+        // The files now belong to the VM and are not removed.
         self.opened.clear();
         Ok(())
     }
@@ -144,7 +145,7 @@ impl Opened {
         empty().map_err(|source| ConsoleError::Empty { path: self.path.clone(), source })
     }
 
-    /// Removes the file, if it is still what is at `path`.
+    /// Removes the file if it is still at `path`.
     fn remove(&self, path: &Path) -> io::Result<()> {
         let (ours, named) = (self.file.metadata()?, fs::symlink_metadata(path)?);
         if (ours.dev(), ours.ino()) == (named.dev(), named.ino()) {
@@ -243,7 +244,7 @@ mod tests {
 
     #[test]
     fn a_file_whose_place_cannot_be_told_is_not_left_behind() {
-        // A folder whose path is longer than any that the kernel tells.
+        // Folder with a path longer than the kernel reports.
         let folder = tempfile::tempdir().unwrap();
         let mut deep = File::open(folder.path()).unwrap();
         for _ in 0..=libc::PATH_MAX / 200 {
@@ -270,7 +271,7 @@ mod tests {
         assert!(error.contains("holds a pool"), "{error}");
         drop(console);
         assert!(fs::read(&path).unwrap() == before);
-        // A guest writes the same to a serial port that is its own, and its next VMM starts.
+        // A guest may write the same content to its own serial port, and its next VMM still starts.
         let serial = folder.path().join("serial");
         drop(files(FileStart::Empty).open(&serial).unwrap());
         let mut console = files(FileStart::Empty);

@@ -12,28 +12,27 @@ use rustix::termios::isatty;
 use super::raw_mode::RawMode;
 use super::readiness::ready;
 
-/// What there was to read.
+/// Result of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Read {
-    /// So many bytes.
+    /// Number of bytes.
     Bytes(usize),
-    /// Nothing for the moment.
+    /// No bytes at present.
     Nothing,
     End,
 }
 
-/// Something that can be waited for by epoll and read without blocking.
+/// Input that supports epoll and reads without blocking.
 #[derive(Debug)]
 pub struct ConsoleInput {
-    /// Gives the terminal back as it was; before the file is closed, so it comes first.
+    /// Restores the terminal. First field, because it must be dropped before the file is closed.
     _raw: Option<RawMode>,
     file: File,
 }
 
 impl ConsoleInput {
-    /// Standard input: a terminal, which goes into raw mode, or a pipe or socket. `None` if it is
-    /// something else, or a terminal that belongs to another process group: touching that one
-    /// would stop the VMM.
+    /// Standard input: a terminal, which is set to raw mode, or a pipe or socket. `None` for other
+    /// files, and for a terminal of another process group, because access to it would stop the VMM.
     pub fn stdin() -> io::Result<Option<Self>> {
         let file = File::from(io::stdin().as_fd().try_clone_to_owned()?);
         if isatty(&file) {
@@ -46,7 +45,7 @@ impl ConsoleInput {
         Ok((kind.is_fifo() || kind.is_socket()).then_some(Self { file, _raw: None }))
     }
 
-    /// Reads what is there.
+    /// Reads the available bytes.
     pub fn read(&mut self, data: &mut [u8]) -> io::Result<Read> {
         if !ready(self.file.as_fd(), PollFlags::IN, Duration::ZERO)? {
             return Ok(Read::Nothing);
@@ -77,7 +76,7 @@ impl AsRawFd for ConsoleInput {
     }
 }
 
-/// A pipe or a socket.
+/// Input from a pipe or socket.
 impl From<File> for ConsoleInput {
     fn from(file: File) -> Self {
         Self { file, _raw: None }

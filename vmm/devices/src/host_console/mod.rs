@@ -1,5 +1,4 @@
-//! The host's side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or
-//! nothing.
+//! Host side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or none.
 
 pub mod config;
 mod disk_file;
@@ -34,57 +33,52 @@ use self::config::{ConsoleConfig, ConsoleMode};
 use crate::event_loop::EventLoopError;
 use crate::unix_socket::UnixSocketError;
 
-/// Why a console cannot be opened.
 #[derive(Debug, Error)]
 pub enum ConsoleError {
     #[error("Cannot open the console's file {path:?}")]
     File {
         path: PathBuf,
-        /// What the operating system says.
         #[source]
         source: io::Error,
     },
     #[error("Cannot empty the console's file {path:?}")]
     Empty {
         path: PathBuf,
-        /// What the operating system says.
         #[source]
         source: io::Error,
     },
-    /// No path came with mode file.
+    /// Mode `File` without a path.
     #[error("The console goes to a file, but no file is named")]
     NoFile,
-    /// No path came with mode socket.
+    /// Mode `Socket` without a path.
     #[error("The console goes to a socket, but no socket is named")]
     NoSocket,
     #[error(transparent)]
     Socket(#[from] UnixSocketError),
-    /// There is no pseudo terminal.
     #[error("Cannot open a pseudo terminal")]
     Pty(#[source] io::Error),
-    /// No pipe or eventfd between a console and who comes to it.
+    /// No pipe or eventfd for a pseudo terminal or socket.
     #[error("Cannot set up a console that somebody can come to")]
     Line(#[source] io::Error),
-    /// No thread for it.
     #[error("Cannot start the thread of consoles that somebody can come to")]
     Worker(#[source] EventLoopError),
     #[error("Cannot use the terminal as console")]
     Terminal(#[source] io::Error),
 }
 
-/// Where a console's bytes go to and come from.
+/// Output and input of a console on the host.
 pub struct HostConsole {
-    /// What the guest says.
+    /// Output of the guest.
     pub output: ConsoleOutput,
-    /// What is said to the guest.
+    /// Input to the guest.
     pub input: Option<ConsoleInput>,
-    /// How large the terminal is, if it is one.
+    /// Size of the terminal, if the console is one.
     pub window: Option<Arc<Window>>,
 }
 
 impl HostConsole {
-    /// Opens what `config` names, files as some of `files`; `None` if the guest shall have no such
-    /// device.
+    /// Opens the console that `config` describes, and adds its file to `files`. Returns `None` if
+    /// the guest has no such device.
     pub fn open(
         port: Port,
         config: &ConsoleConfig,
@@ -110,12 +104,12 @@ impl HostConsole {
         Ok(Some(console))
     }
 
-    /// A console whose other end has no size.
+    /// Console without a window size.
     pub(crate) fn without_terminal(output: ConsoleOutput, input: Option<ConsoleInput>) -> Self {
         Self { output, input, window: None }
     }
 
-    /// A console with a test on its other end: its keyboard and its screen.
+    /// Console for a test, which receives the writer of its input and the reader of its output.
     #[cfg(any(test, feature = "testing"))]
     pub fn pipes() -> (Self, io::PipeWriter, io::PipeReader) {
         let (input, keyboard) = io::pipe().unwrap();

@@ -1,4 +1,4 @@
-//! Where a guest's output goes.
+//! Destinations of a guest's output.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,41 +15,41 @@ use super::line::ring::Ring;
 use super::readiness::ready;
 use super::rotated_file::RotatedFile;
 
-/// What waits for a reader who is late. More is lost: a guest's thread, or the thread of all
-/// devices, does not wait for whoever reads a console.
+/// Upper limit of the output that waits for a slow reader. More is lost, because a guest's thread,
+/// or the thread of all devices, does not wait for a reader.
 const BACKLOG_LEN_MAX: usize = 256 << 10;
-/// How long the end of a VM waits for a reader who is late.
+/// Time that the end of a VM waits for a slow reader.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// A pipe with room has room for one page (pipe_poll in Linux), a socket for more.
+/// A pipe that is ready has room for one page (pipe_poll in Linux), a socket for more.
 const PIPE_STEP_LEN: usize = 4096;
-/// A pseudo terminal with room has room for 256 bytes, the unit in which Linux extends its buffer.
+/// A ready pseudo terminal has room for 256 bytes, the unit in which Linux extends its buffer.
 const TERMINAL_STEP_LEN: usize = 128;
 
-/// A file, standard output, whoever comes, or nothing. Nothing that is sent to it waits, except for
-/// a disk that is slower than the guest, and moves.
+/// Output to a file, standard output, a client, or none. Sending does not wait, except for a disk
+/// that is slower than the guest but makes progress.
 #[derive(Debug)]
 pub struct ConsoleOutput {
     end: End,
-    /// Sent, and not yet written.
+    /// Output that is not written yet.
     backlog: VecDeque<u8>,
 }
 
-/// Output that nobody will ever see.
+/// Lost output.
 #[derive(Debug, Default)]
 pub struct Lost {
-    /// How much of it.
+    /// Number of lost bytes.
     pub len: usize,
-    /// Why, if it was not for a reader who is too late.
+    /// Error that caused the loss. `None` if the reader was too slow.
     pub error: Option<io::Error>,
 }
 
-/// Who is at the other end.
+/// Other end of the output.
 #[derive(Debug)]
 enum End {
     Nobody,
     Line(Arc<Ring>),
-    /// Whoever reads it later.
+    /// Regular file.
     DiskFile(DiskFile),
     Reader(Target),
 }
@@ -63,18 +63,18 @@ struct Target {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Terminal,
-    /// Or a socket, or whatever else.
+    /// Pipe, socket or other file.
     Pipe,
 }
 
 impl Kind {
-    /// How much of `data`, which is not empty, a file that is ready takes without waiting.
+    /// Number of bytes of `data`, which is not empty, that a ready file accepts without blocking.
     fn step_len(self, data: &[u8]) -> usize {
         match self {
             Self::Pipe => data.len().min(PIPE_STEP_LEN),
             Self::Terminal => {
-                // Linux writes these one by one, and looks for new room before each (n_tty_write):
-                // the first may use up what the second waits for.
+                // Linux writes these one by one, and checks for room before each (n_tty_write). The
+                // first may use up the room for which the second then waits.
                 let special =
                     data.iter().position(|byte| matches!(byte, b'\n' | b'\r' | b'\t' | 8));
                 special.unwrap_or(data.len()).clamp(1, TERMINAL_STEP_LEN)
@@ -93,14 +93,15 @@ impl Target {
         ready(self.file.as_fd(), PollFlags::OUT, patience)
     }
 
-    /// Writes as much of `backlog` as goes without waiting.
+    /// Writes as much of `backlog` as possible without blocking.
     fn take(&mut self, backlog: &mut VecDeque<u8>) -> io::Result<()> {
         while !backlog.is_empty() && self.is_ready(Duration::ZERO)? {
             let (data, _) = backlog.as_slices();
             match self.file.write(&data[..self.kind.step_len(data)]) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => drop(backlog.drain(..written)),
-                // Whoever shares a non-blocking file may have been faster; signals go first, too.
+                // Another user of a non-blocking file may have been faster. Signals also come
+                // first.
                 Err(err)
                     if matches!(
                         err.kind(),
@@ -121,14 +122,14 @@ impl ConsoleOutput {
         Self::new(End::Nobody)
     }
 
-    /// For who comes: what is sent is kept until then, the newest of it.
+    /// Output to a line, which keeps the newest bytes until a client reads them.
     pub(super) fn line(ring: Arc<Ring>) -> Self {
         Self::new(End::Line(ring))
     }
 
-    /// For whoever has the other end of `file`, or reads it later.
+    /// Output to the other end of `file`, or to a regular file.
     pub fn to(file: File) -> io::Result<Self> {
-        // Such a file is always ready (poll(2)), whatever its disk is about to do.
+        // poll(2) always reports a regular file as ready, even if its disk is about to block.
         Ok(Self::new(match file.metadata()?.is_file() {
             true => End::DiskFile(DiskFile::start(file, None)?),
             false => End::Reader(Target::new(file)),
@@ -177,8 +178,8 @@ impl ConsoleOutput {
         Self { end, backlog: VecDeque::new() }
     }
 
-    /// Writes what waits and `data`, as far as that goes without waiting, and keeps the rest if it
-    /// is not too much. Says what was lost.
+    /// Writes the backlog and `data` as far as possible without blocking. Keeps the rest if it fits
+    /// into the backlog. Returns the losses.
     pub fn send(&mut self, data: &[u8]) -> Lost {
         match &self.end {
             End::Nobody => return Lost::default(),
@@ -197,7 +198,7 @@ impl ConsoleOutput {
         }
     }
 
-    /// Writes what waits, as far as that goes without waiting. Says what was lost.
+    /// Writes as much of the backlog as possible without blocking. Returns the losses.
     pub fn flush(&mut self) -> Lost {
         let End::Reader(target) = &mut self.end else { return Lost::default() };
         let result = target.take(&mut self.backlog);
@@ -211,19 +212,19 @@ impl ConsoleOutput {
         }
     }
 
-    /// Whether something waits: call [`Self::flush`] when the file can be written, or after a
-    /// while.
+    /// Returns true if there is a backlog. Call [`Self::flush`] when the file is writable, or after
+    /// a delay.
     pub fn is_behind(&self) -> bool {
         !self.backlog.is_empty()
     }
 
-    /// True if [`Self::send`] may have to wait, because a file is written more slowly than output
-    /// comes.
+    /// Returns true if [`Self::send`] may have to wait, because the file is written more slowly
+    /// than output arrives.
     pub fn is_full(&self) -> bool {
         matches!(&self.end, End::DiskFile(file) if file.is_full())
     }
 
-    /// To be waited for while something waits to be written.
+    /// File to wait for while there is a backlog.
     pub fn file(&self) -> Option<&File> {
         match &self.end {
             End::Reader(target) => Some(&target.file),
@@ -233,7 +234,7 @@ impl ConsoleOutput {
 }
 
 impl Drop for ConsoleOutput {
-    /// The last words of a guest are worth a moment, but a stopped terminal must not keep its VM
+    /// Waits briefly for the guest's last output, but a stopped terminal must not keep the VM
     /// alive.
     fn drop(&mut self) {
         let deadline = Instant::now() + LINGER;
@@ -261,7 +262,7 @@ mod tests {
 
     use super::*;
 
-    /// Linux's default, and more than that.
+    /// Linux's default, and more.
     const PIPE_LEN: usize = 64 << 10;
 
     fn pipe() -> (PipeReader, ConsoleOutput) {
@@ -281,7 +282,7 @@ mod tests {
         for part in text.chunks(1000) {
             lost += output.send(part).len;
         }
-        // Small writes do not fill a pipe's pages to the last byte.
+        // Small writes do not fill the pages of a pipe completely.
         assert!((PIPE_LEN..2 * PIPE_LEN).contains(&lost), "{lost}");
         assert_eq!(output.backlog.len(), BACKLOG_LEN_MAX);
         let mut got = vec![0; text.len() - lost];
@@ -300,7 +301,7 @@ mod tests {
     fn a_stopped_terminal_stops_nobody() {
         let (master, slave) = crate::host_console::testing::terminal();
         let mut output = ConsoleOutput::to(File::from(slave)).unwrap();
-        // Newlines become two bytes, which is what may be too much for a terminal with little room.
+        // Newlines become two bytes, which may be too many for a terminal with little room.
         let mut lost = 0;
         while lost == 0 {
             lost += output.send(b"a line\tof a table\n\n").len;

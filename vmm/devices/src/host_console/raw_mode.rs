@@ -1,4 +1,4 @@
-//! Raw mode of the terminal: every key goes to the guest, and the guest echoes.
+//! Raw mode of the terminal: the guest receives every key and echoes it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,7 +11,7 @@ use rustix::termios::{InputModes, LocalModes, OptionalActions, Termios, tcgetatt
 /// anything.
 static ORIGINAL: Mutex<Option<(OwnedFd, Termios)>> = Mutex::new(None);
 
-/// The terminal is raw while this lives. There is one console on the terminal at a time.
+/// Keeps the terminal raw. There is one console on the terminal at a time.
 #[derive(Debug)]
 pub(super) struct RawMode(());
 
@@ -72,8 +72,8 @@ extern "C" fn restore_hook() {
 fn restore_at_exit() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
-        // SAFETY: the function lives as long as the program, takes nothing and does not unwind.
-        // Without room for it the terminal is still restored by whoever drops the guard.
+        // SAFETY: the function exists until the process ends, has no arguments and does not unwind.
+        // If no slot is left for it, the dropped guard still restores the terminal.
         let _ = unsafe { libc::atexit(restore_hook) };
     });
 }

@@ -29,7 +29,7 @@ use crate::metrics::{Expose, Exposition, Family, one};
 use crate::output_file::admit;
 use crate::throttle::ThrottleMetrics;
 
-/// Added to the name of a file that has reached its limit.
+/// Suffix of a file that has reached its limit.
 const OLDER: &str = ".1";
 /// Name of the new file until the old one has been renamed.
 const NEWER: &str = ".new";
@@ -113,7 +113,7 @@ struct Current {
     length: Length,
 }
 
-/// Length of the file as far as it is known. Other programs may empty the file or append to it.
+/// Last known length of the file. Other programs may empty the file or append to it.
 #[derive(Debug)]
 struct Length {
     bytes: u64,

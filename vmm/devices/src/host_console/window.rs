@@ -1,4 +1,4 @@
-//! How large the terminal behind a console is.
+//! Window size of the terminal behind a console.
 
 use std::fs::File;
 use std::io::{self, IsTerminal};
@@ -9,26 +9,26 @@ use rustix::termios::tcgetwinsize;
 use signal_hook_registry::{SigId, register, unregister};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// In characters; zeros where nobody has said.
+/// Size in characters. Zeros if unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WindowSize {
     pub columns: u16,
     pub rows: u16,
 }
 
-/// A terminal's size, and when it changes.
+/// Size of a terminal, with notification of changes.
 #[derive(Debug)]
 pub struct Window {
     terminal: OwnedFd,
     seen: Mutex<WindowSize>,
     changed: EventFd,
-    /// Of the VMM's own terminal, which says by a signal that it changes.
+    /// Handler of SIGWINCH, for the VMM's own terminal.
     signal: Option<SigId>,
 }
 
 impl Window {
-    /// The terminal that the VMM is on, if it is on one: standard output's, or else, as in
-    /// `foreshore | tee log`, standard input's.
+    /// Terminal of the VMM, if it has one: standard output, or otherwise standard input, for
+    /// example in `foreshore | tee log`.
     pub(super) fn of_the_vmm() -> io::Result<Option<Self>> {
         let terminal = if io::stdout().is_terminal() {
             io::stdout().as_fd().try_clone_to_owned()?
@@ -43,14 +43,14 @@ impl Window {
     fn with_signal(terminal: OwnedFd) -> io::Result<Self> {
         let mut window = Self::new(terminal)?;
         let changed = window.changed.try_clone()?;
-        // SAFETY: all that the handler does is write(2), which signal-safety(7) allows.
+        // SAFETY: the handler only calls write(2), which signal-safety(7) allows.
         let signal = unsafe { register(libc::SIGWINCH, move || drop(changed.write(1))) };
         window.signal = Some(signal?);
         Ok(window)
     }
 
-    /// A pseudo terminal, by its master's side. Linux tells nobody there when the size changes:
-    /// somebody has to [look](Self::look).
+    /// Pseudo terminal, by its master side. Linux does not notify the master of a new size, so the
+    /// caller must [poll](Self::look).
     pub(super) fn of_pty(master: &File) -> io::Result<Self> {
         Self::new(master.as_fd().try_clone_to_owned()?)
     }
@@ -63,19 +63,19 @@ impl Window {
     }
 
     pub fn size(&self) -> WindowSize {
-        // A terminal that is gone has none.
+        // A closed terminal has no size.
         tcgetwinsize(&self.terminal).map_or_else(
             |_| WindowSize::default(),
             |size| WindowSize { columns: size.ws_col, rows: size.ws_row },
         )
     }
 
-    /// Tells of a size that is not the one at the last look.
+    /// Notifies of a size that differs from the last one.
     pub(super) fn look(&self) {
         let mut seen = self.seen.lock();
         let now = self.size();
         if std::mem::replace(&mut *seen, now) != now {
-            // Fails only when the counter is full, and then it tells anyway.
+            // The write fails only if the counter is full, and the eventfd is then readable anyway.
             let _ = self.changed.write(1);
         }
     }
@@ -96,7 +96,7 @@ impl Drop for Window {
 
 #[cfg(test)]
 impl Window {
-    /// A terminal of a test's, and its other side.
+    /// Terminal of a test, and its other side.
     pub fn of_test() -> (Self, OwnedFd) {
         use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
@@ -107,7 +107,7 @@ impl Window {
     }
 }
 
-/// Makes a terminal another size, as its user does.
+/// Sets the size of a terminal, as its user does.
 #[cfg(test)]
 pub fn resize(terminal: &impl AsFd, columns: u16, rows: u16) {
     let size =

@@ -1,4 +1,4 @@
-//! Between a guest's console and whoever is there: nobody at times, and never more than one.
+//! Connection between a guest's console and its client: at most one at a time, and sometimes none.
 
 use std::fs::File;
 use std::io::{self, PipeWriter, Read, Write};
@@ -28,24 +28,24 @@ const OUTPUT: u32 = 3;
 const ROOM: u32 = 4;
 const AGAIN: u32 = 5;
 
-/// The most that is written at once.
+/// Upper limit of one write.
 const OUTPUT_LEN_MAX: usize = 16 << 10;
-/// The most that is read at once: what goes into a pipe whole or not at all (pipe(7), PIPE_BUF), so
-/// that a pipe with room has room for it.
+/// Upper limit of one read: PIPE_BUF, which a pipe accepts completely or not at all (pipe(7)). A
+/// pipe that is ready has room for it.
 const INPUT_LEN_MAX: usize = 4096;
-/// Reads or writes before others on the event loop have their turn.
+/// Reads or writes before other subscribers of the event loop have their turn.
 const BATCH: usize = 16;
-/// When nobody can come, because there are no files for it, for example: until somebody may try
-/// again.
+/// Delay before new clients are accepted again after a failure, for example because no descriptors
+/// were left.
 const AGAIN_DELAY: Duration = Duration::from_secs(1);
-/// How long the end waits for a reader who is late.
+/// Time that the end of a VM waits for a slow reader.
 const LINGER: Duration = Duration::from_secs(1);
 
 pub(super) enum End {
     Pty(Pty),
     Socket {
         listener: UnixListener,
-        /// After the listener: nobody shall find a path on which nobody answers.
+        /// After the listener, because a path must not exist without a listener.
         _file: SocketFile,
     },
 }
@@ -54,33 +54,32 @@ pub(super) enum End {
 pub(super) struct Bridge {
     peer: Option<Peer>,
     ring: Arc<Ring>,
-    /// Taken from the ring, and not written yet.
+    /// Output that was taken from the ring and is not written yet.
     said: Vec<u8>,
-    /// Where the guest reads.
+    /// Write end of the guest's input.
     typing: PipeWriter,
-    /// Read, and not yet on its way to the guest.
+    /// Input that was read and is not passed to the guest yet.
     typed: Vec<u8>,
     room: Interest,
     end: End,
     listening: Interest,
     again: TimerFd,
-    /// Looked at whenever something happens here: who makes it another size types, or is shown
-    /// something, soon.
+    /// Checked at each event, because a client that changes the size soon sends or receives data.
     window: Option<Arc<Window>>,
 }
 
 struct Peer {
-    /// The same file twice: each is waited for by itself.
+    /// Duplicates of one file, so that each can be registered separately.
     reader: File,
     writer: File,
     reading: Interest,
     writing: Interest,
-    /// It has said all it will say.
+    /// The client has closed its sending half.
     is_silent: bool,
 }
 
 impl Peer {
-    /// `files` are the same one, and do not block.
+    /// `files` must be duplicates of one non-blocking file.
     fn new([reader, writer]: [File; 2]) -> Self {
         let reading = Interest::new("input of a console's line", INPUT, EventSet::IN);
         let writing = Interest::new("output of a console's line", OUTPUT, EventSet::OUT);
@@ -114,7 +113,7 @@ impl Bridge {
         }
     }
 
-    /// Somebody may have come.
+    /// Handles a possible new client.
     fn look(&mut self, ops: &mut EventOps) {
         match self.newcomer() {
             Ok(Some(files)) => {
@@ -126,7 +125,7 @@ impl Bridge {
             Ok(None) => {}
             Err(err) => {
                 sparsely!(warn, %err, "Nobody can come to a console's line");
-                // It is still there, and would keep the loop busy.
+                // The client is still pending, and would keep the loop busy.
                 self.listen(false, ops);
                 if let Err(err) = self.again.reset(AGAIN_DELAY, None) {
                     warn!(%err, "Nobody can come to a console's line any more");
@@ -135,7 +134,7 @@ impl Bridge {
         }
     }
 
-    /// The files of who is there now, if that is another one.
+    /// Files of a new client, if there is one.
     fn newcomer(&mut self) -> io::Result<Option<[File; 2]>> {
         match &mut self.end {
             End::Pty(pty) => match pty.look()? && self.peer.is_none() {
@@ -144,7 +143,7 @@ impl Bridge {
             },
             End::Socket { listener, .. } => {
                 let mut newest = None;
-                // The last one has it: who has lost his terminal wants to come back.
+                // The last client wins, because a user may reconnect after losing a terminal.
                 for _ in 0..BATCH {
                     match listener.accept() {
                         Ok((stream, _)) => newest = Some(stream),
@@ -160,7 +159,7 @@ impl Bridge {
         }
     }
 
-    /// Nobody is there any more.
+    /// Handles the end of a client.
     fn leave(&mut self, ops: &mut EventOps) {
         if let Some(mut peer) = self.peer.take() {
             peer.forget(ops);
@@ -196,7 +195,7 @@ impl Bridge {
                 Ok(0) => {
                     peer.is_silent = true;
                     peer.reading.set(false, &peer.reader, ops);
-                    // It may still listen, as `echo date | socat - UNIX:...` does.
+                    // The client may still read, for example `echo date | socat - UNIX:...`.
                     if is_hung_up(&peer.reader).unwrap_or(true) {
                         self.leave(ops);
                     }
@@ -215,7 +214,8 @@ impl Bridge {
         }
     }
 
-    /// Gives the guest what was typed. False if there is no room: the guest does not read.
+    /// Passes input to the guest. Returns false if there is no room, because the guest does not
+    /// read.
     fn pass_on(&mut self, ops: &mut EventOps) -> bool {
         while !self.typed.is_empty() {
             match self.typing.write(&self.typed) {
@@ -244,7 +244,7 @@ enum Written {
     NoRoom,
 }
 
-/// Writes some of what was said.
+/// Writes some of the pending output.
 fn write_some(ring: &Ring, said: &mut Vec<u8>, writer: &mut File) -> io::Result<Written> {
     if said.is_empty() {
         *said = ring.take(OUTPUT_LEN_MAX);
@@ -279,14 +279,14 @@ impl MutEventSubscriber for Bridge {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match events.data() {
             FILLED => {
-                // Several tellings count as one.
+                // Several notifications count as one.
                 let _ = self.ring.filled().read();
                 self.serve_output(ops);
             }
             OUTPUT => self.serve_output(ops),
             ARRIVAL => self.look(ops),
             AGAIN => {
-                // Only reading the timer can fail, which only means that it has not rung.
+                // A failed read only means that the timer has not expired.
                 let _ = self.again.wait();
                 self.listen(true, ops);
             }
@@ -299,7 +299,7 @@ impl MutEventSubscriber for Bridge {
 }
 
 impl Drop for Bridge {
-    /// The last words of a guest are worth a moment, but who does not read must not keep its VM
+    /// Waits briefly for the last output, but a client that does not read must not keep the VM
     /// alive.
     fn drop(&mut self) {
         let Some(peer) = &mut self.peer else { return };

@@ -1,9 +1,9 @@
-//! Consoles that somebody comes to and leaves: pseudo terminals and sockets. They outlive machines,
-//! so that whoever is there stays there over a reboot.
+//! Consoles with clients that connect and disconnect: pseudo terminals and sockets. They outlive
+//! machines, so that clients stay connected over a reboot.
 //!
 //! ```text
-//!  device ── what the guest says ──► Ring ──► Bridge ◄──► pseudo terminal, or the socket's last client
-//!         ◄───── what is typed ──── pipe ◄──┘
+//! device ─── output ───► Ring ──► Bridge ◄──► pseudo terminal, or the socket's last client
+//!        ◄── input ─── pipe ◄──┘
 //! ```
 
 mod bridge;
@@ -35,7 +35,7 @@ use crate::throttle::TokenBucket;
 use crate::unix_socket;
 use crate::unix_socket::SocketAccess;
 
-/// Which of a VM's consoles.
+/// Console of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Port {
     /// COM1.
@@ -45,7 +45,7 @@ pub enum Port {
 }
 
 impl Port {
-    /// Its name in metrics.
+    /// Name in metrics.
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Serial => "serial",
@@ -68,27 +68,27 @@ pub struct Lines(Arc<Mutex<Open>>);
 
 #[derive(Default)]
 struct Open {
-    /// Before the loop: each takes its bridge back.
+    /// First field, because dropping a line removes its bridge from the loop.
     lines: BTreeMap<Port, Line>,
-    /// Begun with the first line.
+    /// Started with the first line.
     event_loop: Option<EventLoop>,
     file_rates: FileRates,
 }
 
 struct Line {
     config: ConsoleConfig,
-    /// Of a pseudo terminal.
+    /// Path of a pseudo terminal.
     path: Option<PathBuf>,
     ring: Arc<Ring>,
     keyboard: PipeReader,
-    /// Of a pseudo terminal, for the device that shows it.
+    /// Size of a pseudo terminal, for the device that reports it.
     window: Option<Arc<Window>>,
     event_loop: EventLoopHandle,
     bridge: SubscriberId,
 }
 
 impl Lines {
-    /// A machine's end of the line that `config` asks for, which is opened if it is not yet.
+    /// Opens the line for `config` unless it is already open. Returns the machine's end.
     pub(super) fn open(
         &self,
         port: Port,
@@ -97,7 +97,7 @@ impl Lines {
         let mut open = self.0.lock();
         let open = &mut *open;
         if open.lines.get(&port).is_none_or(|line| !line.is_of(config)) {
-            // What is there goes first: it may have the path.
+            // The old line is closed first, because it may use the same path.
             open.lines.remove(&port);
             if open.event_loop.is_none() {
                 open.event_loop = Some(EventLoop::spawn("_console").map_err(ConsoleError::Worker)?);
@@ -119,7 +119,7 @@ impl Lines {
         self.0.lock().file_rates.bucket(port, bytes_per_s, now)
     }
 
-    /// Where the pseudo terminal of a console is, if it has one.
+    /// Path of a console's pseudo terminal, if it has one.
     pub fn path(&self, port: Port) -> Option<PathBuf> {
         self.0.lock().lines.get(&port)?.path.clone()
     }
@@ -164,7 +164,8 @@ impl Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        // Its end says what is left. The loop may have ended, and dropped it, before.
+        // Dropping the bridge writes the remaining output. The loop may have ended and dropped it
+        // before.
         let _ = self.event_loop.remove(self.bridge);
     }
 }

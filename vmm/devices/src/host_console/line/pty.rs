@@ -1,4 +1,4 @@
-//! A pseudo terminal, and whether anybody has it open.
+//! Pseudo terminal, with detection of its clients.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -17,22 +17,22 @@ use tracing::debug;
 
 use super::super::Window;
 
-/// How often is looked who is there, where the kernel has no watch to spare for it.
+/// Interval of checks if the kernel has no inotify watch left.
 const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 
-/// A pseudo terminal: its master's side, and where the other one is.
+/// Master side of a pseudo terminal, and the path of the other side.
 #[derive(Debug)]
 pub(super) struct Pty {
     master: File,
     path: PathBuf,
-    /// Readable when somebody may have opened the terminal, or closed it, as `stty -F` does when
-    /// it has set a size. Linux wakes nobody who waits for the master then. Reading it does
-    /// not block.
+    /// Readable when a client may have opened or closed the terminal, for example `stty -F` after
+    /// it has set a size. Linux does not wake waiters on the master then. Reads do not block.
     arrivals: File,
 }
 
 impl Pty {
-    /// A new one: raw, because the guest has a line discipline of its own, and with nobody there.
+    /// New pseudo terminal without a client. It is raw, because the guest has its own line
+    /// discipline.
     pub(super) fn open() -> io::Result<Self> {
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
         grantpt(&master)?;
@@ -40,8 +40,8 @@ impl Pty {
         let path = PathBuf::from(
             String::from_utf8_lossy(ptsname(&master, Vec::new())?.as_bytes()).as_ref(),
         );
-        // From when this is closed the master says that nobody is there, which is no news to the
-        // watch. Settings stay.
+        // After this descriptor is closed, the master reports a hang-up, which does not trigger the
+        // watch. Settings are kept.
         let peer = ioctl_tiocgptpeer(
             &master,
             OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC,
@@ -59,22 +59,22 @@ impl Pty {
         &self.path
     }
 
-    /// The master's side, not blocking: to read or to write.
+    /// Non-blocking master side, for reading or writing.
     pub(super) fn side(&self) -> io::Result<File> {
         self.master.try_clone()
     }
 
-    /// Its size, which whoever is there says. Somebody has to look.
+    /// Size, which the client sets. The caller must poll it.
     pub(super) fn window(&self) -> io::Result<Window> {
         Window::of_pty(&self.master)
     }
 
-    /// To be waited for; then call [`Self::look`].
+    /// Descriptor to wait for before calling [`Self::look`].
     pub(super) fn arrivals(&self) -> RawFd {
         self.arrivals.as_raw_fd()
     }
 
-    /// Whether somebody has it open now. What has come before is no news any more.
+    /// Returns true if a client has the terminal open. Clears pending notifications.
     pub(super) fn look(&mut self) -> io::Result<bool> {
         self.forget_arrivals()?;
         Ok(!is_hung_up(&self.master)?)
@@ -94,7 +94,7 @@ impl Pty {
     }
 }
 
-/// By a watch of the kernel's, of which users have few, or by time, which is always there.
+/// Uses an inotify watch, which are few for each user, or otherwise a timer.
 fn arrivals_at(path: &Path) -> io::Result<File> {
     let arrivals = watch(path).or_else(|err| {
         debug!(%err, "No watch for a pseudo terminal: it is looked at from time to time");
@@ -117,7 +117,7 @@ fn ticks() -> io::Result<OwnedFd> {
     Ok(timer)
 }
 
-/// Whether whoever was at the other end of a terminal or a socket has closed it.
+/// Returns true if the other end of a terminal or socket is closed.
 pub(super) fn is_hung_up(file: &impl AsFd) -> io::Result<bool> {
     let mut end = [PollFd::new(file, PollFlags::empty())];
     poll(&mut end, Some(&Timespec::default()))?;
@@ -159,7 +159,7 @@ mod tests {
     fn without_a_watch_it_is_looked_at_from_time_to_time() {
         let mut pty = Pty::open().unwrap();
         pty.arrivals = arrivals_at(Path::new("/nowhere")).unwrap();
-        // Whoever looks before the time has come does not wait for it.
+        // A check before the timer expires does not block.
         assert!(fcntl_getfl(&pty.arrivals).unwrap().contains(OFlags::NONBLOCK));
         assert!(!pty.look().unwrap());
         let _somebody = open(&pty);

@@ -1,4 +1,4 @@
-//! What a guest has said and nobody has read yet: the newest of it.
+//! Newest output of a guest that is not read yet.
 
 use std::collections::VecDeque;
 use std::io;
@@ -6,11 +6,11 @@ use std::io;
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// So much is kept for who comes late. Who looks at a guest wants to know how it is, not how it
-/// was: the oldest goes.
+/// Output that is kept for a client that connects late. The oldest bytes are dropped, because users
+/// need the present state.
 pub(in crate::host_console) const LEN_MAX: usize = 256 << 10;
 
-/// Filled by a device, which it never stops, and emptied by the bridge.
+/// A device fills it without ever blocking, and the bridge drains it.
 #[derive(Debug)]
 pub(in crate::host_console) struct Ring {
     kept: Mutex<Kept>,
@@ -20,7 +20,7 @@ pub(in crate::host_console) struct Ring {
 #[derive(Debug, Default)]
 struct Kept {
     bytes: VecDeque<u8>,
-    /// Lost, and nobody was told.
+    /// Number of lost bytes that are not reported yet.
     untold_len: usize,
 }
 
@@ -38,7 +38,7 @@ impl Ring {
         Ok(Self { kept: Mutex::default(), filled: EventFd::new(EFD_NONBLOCK)? })
     }
 
-    /// Appends `data`. Says how much was lost since the last call.
+    /// Appends `data`. Returns the number of bytes lost since the last call.
     pub(in crate::host_console) fn push(&self, data: &[u8]) -> usize {
         let (too_much, newest) = data.split_at(data.len().saturating_sub(LEN_MAX));
         let mut kept = self.kept.lock();
@@ -49,7 +49,7 @@ impl Ring {
         let lost_len = too_much.len() + std::mem::take(&mut kept.untold_len);
         drop(kept);
         if is_filled {
-            // Fails only when the counter is full, that is when the bridge has been told already.
+            // The write fails only if the counter is full, and the bridge is then notified already.
             let _ = self.filled.write(1);
         }
         lost_len
@@ -62,7 +62,8 @@ impl Ring {
         kept.bytes.drain(..len).collect()
     }
 
-    /// What was taken and nobody has got. The oldest of it goes if there is no room any more.
+    /// Puts back bytes that were taken and not delivered. The oldest ones are dropped if there is
+    /// no room.
     pub(super) fn put_back(&self, taken: &[u8]) {
         let mut kept = self.kept.lock();
         let room = LEN_MAX - kept.bytes.len();
@@ -71,7 +72,7 @@ impl Ring {
         rest.iter().rev().for_each(|byte| kept.bytes.push_front(*byte));
     }
 
-    /// Readable once something is there after there was nothing.
+    /// Readable when bytes arrive in an empty ring.
     pub(super) fn filled(&self) -> &EventFd {
         &self.filled
     }

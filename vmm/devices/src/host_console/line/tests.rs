@@ -1,4 +1,4 @@
-//! A machine at one end, somebody at the other.
+//! A machine at one end, a client at the other.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -16,7 +16,7 @@ use super::super::{ConsoleFiles, FileStart, Read, WindowSize, resize};
 use super::ring::LEN_MAX;
 use super::*;
 
-/// For what comes at once. Who waits as long has found a fault.
+/// Limit for immediate results. A longer wait is a failure.
 const LIMIT: Duration = Duration::from_secs(20);
 
 fn pty() -> ConsoleConfig {
@@ -45,7 +45,7 @@ fn sit_down_at(path: &Path) -> File {
     File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(path).unwrap()
 }
 
-/// Reads until `end` was read.
+/// Reads until `end`.
 fn read_to(mut from: impl std::io::Read + AsFd, end: &[u8]) -> Vec<u8> {
     let mut got = Vec::new();
     while !got.ends_with(end) {
@@ -57,7 +57,7 @@ fn read_to(mut from: impl std::io::Read + AsFd, end: &[u8]) -> Vec<u8> {
     got
 }
 
-/// What the guest reads, until `end` was read.
+/// Input that the guest reads, until `end`.
 fn typed(console: &mut HostConsole, end: &[u8]) -> Vec<u8> {
     let input = console.input.as_mut().unwrap();
     let (mut got, since) = (Vec::new(), Instant::now());
@@ -78,7 +78,7 @@ fn a_pseudo_terminal_keeps_the_newest_for_who_comes_and_stays_the_same_over_a_re
     let mut first = machine(&lines, &pty());
     let path = lines.path(Port::Serial).unwrap();
     assert_eq!(first.output.send(b"lost").len, 0);
-    // What nobody reads is bounded, and the oldest goes.
+    // Unread output is limited, and the oldest bytes are lost.
     assert_eq!(first.output.send(&vec![b'x'; LEN_MAX]).len, 4);
     assert_eq!(first.output.send(b"login: ").len, 7);
     let mut somebody = sit_down(&lines);
@@ -108,7 +108,7 @@ fn who_leaves_a_pseudo_terminal_misses_nothing_but_the_oldest() {
         drop(somebody);
         console.output.send(b"while nobody is.");
     }
-    // What was said last is still to be had, once.
+    // The last output can be read once.
     let somebody = sit_down(&lines);
     read_to(&somebody, b"while nobody is.");
     assert!(!ready(somebody.as_fd(), PollFlags::IN, Duration::ZERO).unwrap());
@@ -125,7 +125,7 @@ fn a_terminal_that_nobody_is_at_costs_nothing() {
     manager.add_subscriber(bridge);
     let mut run_until_idle = || {
         let events = (0..).find(|_| manager.run_with_timeout(0).unwrap() == 0).unwrap();
-        // Somebody who comes, or goes, or something that is said is a few events.
+        // A client that connects or disconnects, or a line of output, causes few events.
         assert!(events < 20, "{events}");
     };
     run_until_idle();
@@ -157,12 +157,12 @@ fn another_size_of_a_pseudo_terminal_is_told_when_somebody_types_or_closes_it() 
     typed(&mut console, b"x");
     is_told();
     assert_eq!(window.size(), WindowSize { columns: 100, rows: 30 });
-    // As `stty -F` does it, while somebody else is there.
+    // As `stty -F` does, while another client is connected.
     let other = sit_down_at(&lines.path(Port::Console).unwrap());
     resize(&other, 80, 24);
     drop(other);
     is_told();
-    // A serial port has no way to say it.
+    // A serial port cannot report the size.
     assert!(machine(&lines, &pty()).window.is_none());
 }
 
@@ -185,7 +185,7 @@ fn a_socket_has_one_client_who_is_replaced_by_the_next() {
     console.output.send(b"hello.");
     assert_eq!(read_to(&second, b"."), b"hello.");
     drop(second);
-    // Who has gone takes nothing along, once that is known.
+    // Input of a later client is not lost with the disconnected one.
     let mut third = UnixStream::connect(&path).unwrap();
     third.write_all(b"three\n").unwrap();
     assert_eq!(typed(&mut console, b"\n"), b"three\n");
@@ -257,7 +257,7 @@ fn a_client_who_does_not_read_stops_nobody() {
     while lost == 0 {
         lost += console.output.send(&[b'y'; 1000]).len;
     }
-    // Nor the end.
+    // The end does not wait, either.
     drop(console);
     drop(lines);
 }
