@@ -1,52 +1,48 @@
-//! Memory of the VMM between the guest's and the disk.
+//! Memory of the VMM between guest memory and the disk.
 //!
-//! A disk may be slow, and whoever plugs memory waits until nobody in the VMM uses guest memory: so
-//! no guard is held while a disk works, and the disk works on these. They are aligned as O_DIRECT
-//! wants it, which the guest's buffers need not be, and the guest cannot change what is in them
-//! while it is looked at.
+//! A disk may be slow, and a plug waits until no thread of the VMM uses guest memory. No guard is
+//! therefore held while a disk works, and the disk uses these buffers. They have the alignment that
+//! O_DIRECT requires, which the guest's buffers may lack. The guest cannot change their content
+//! during a check.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const PAGE_BYTES: usize = 4096;
-/// Buffers that are kept for the next request: it has no need to ask the allocator, which zeroes
-/// them.
+/// Maximum number of buffers kept for later requests. Their reuse avoids the allocator, which
+/// zeroes new buffers.
 const KEPT_MAX: usize = 32;
-/// Pages that all of these have at most.
+/// Maximum number of pages in all kept buffers.
 const KEPT_PAGES_MAX: usize = 2048;
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C, align(4096))]
 struct Page([u8; PAGE_BYTES]);
 
-/// Bytes that begin on a page.
+/// Bytes that start at a page boundary.
 pub struct Buffer {
     pages: Vec<Page>,
     len: usize,
 }
 
 impl Buffer {
-    /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.pages.as_slice().as_bytes()[..self.len]
     }
 
-    /// The bytes, to be changed.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.pages.as_mut_slice().as_mut_bytes()[..self.len]
     }
 
-    /// How many there are.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 }
 
-/// Buffers that were used before.
+/// Buffers for reuse.
 #[derive(Default)]
 pub struct Buffers {
     free: Vec<Vec<Page>>,
@@ -54,11 +50,11 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// A buffer of `len` bytes. What is in it may be left from another request: it is for who fills
-    /// all of it.
+    /// Returns a buffer of `len` bytes. The caller must fill it completely, because it may contain
+    /// data of another request.
     pub fn take(&mut self, len: usize) -> Buffer {
         let count = len.div_ceil(PAGE_BYTES);
-        // The smallest that is large enough: the large ones stay for who needs them.
+        // The smallest sufficient buffer, so that large ones remain for large requests.
         let fitting = self.free.iter().enumerate().filter(|(_, pages)| pages.len() >= count);
         let best = fitting.min_by_key(|(_, pages)| pages.len()).map(|(at, _)| at);
         let pages = match best {
@@ -72,7 +68,7 @@ impl Buffers {
         Buffer { pages, len }
     }
 
-    /// Takes a buffer back.
+    /// Takes a buffer back for reuse.
     pub fn put(&mut self, buffer: Buffer) {
         let pages = buffer.pages.len();
         if self.free.len() < KEPT_MAX && self.free_pages + pages <= KEPT_PAGES_MAX {

@@ -119,7 +119,7 @@ fn refusals_for_other_reasons_stay_errors_and_change_nothing() {
 
 #[test]
 fn probe_looks_at_more_than_the_start() {
-    /// Refuses small reads behind its first half.
+    /// Refuses small reads in its second half.
     struct Grown;
     impl ReadWriteAt for Grown {
         fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<usize> {
@@ -147,7 +147,7 @@ fn end_of_file_that_is_no_whole_unit_is_served_and_keeps_its_size() {
     let size = SIZE + 512;
     let file = tempfile::tempfile().unwrap();
     FileExt::write_all_at(&file, &pattern(size as usize), 0).unwrap();
-    // Media that end with the last whole unit: a direct transfer of what is behind would fail.
+    // Media that end with the last whole unit: a direct transfer of the rest would fail.
     let media = Media::new(SIZE, 4096, 4096);
     let direct = DirectIo::with_unit(Some(Buffered::new(&file, true).unwrap()), 4096);
     let mut data = Buffers::default().take(1024);
@@ -168,7 +168,7 @@ fn end_of_file_that_is_no_whole_unit_is_served_and_keeps_its_size() {
     assert!(is_open());
 }
 
-/// Cycles of neighboring sectors lose each other's writes without the lock.
+/// Without the lock, cycles of neighboring sectors lose each other's writes.
 #[test]
 fn concurrent_writes_of_neighboring_sectors_are_all_kept() {
     let media = Media::new(4096, 4096, 4096);

@@ -24,48 +24,43 @@ use crate::disk::buffer::Buffers;
 use crate::disk::range::{DiskRange, SECTOR_BYTES, Unmap};
 use crate::guest_file::{self, GuestAccess, GuestFileError};
 
-/// What file systems and media work with, where nothing else is known.
+/// Block size of file systems and media if no other is known.
 const PAGE_BYTES: u32 = 4096;
-/// Larger ones are no help: a file system would leave gaps.
+/// Upper limit of physical blocks. With larger ones, file systems would leave gaps.
 const PHYSICAL_BLOCK_BYTES_MAX: u32 = 1 << 20;
-/// Zeros that are written at once, where they have to be written.
+/// Zeros in one write, if zeros must be written.
 const ZEROS_BYTES: usize = 1 << 20;
 
-/// How an image is opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ImageOptions {
     pub readonly: bool,
-    /// Past the page cache (O_DIRECT).
+    /// Bypass the page cache (O_DIRECT).
     pub direct: bool,
-    /// Ranges that are discarded give their blocks back to the file system.
+    /// Return the blocks of discarded ranges to the file system.
     pub sparse: bool,
     /// The host's user has declared a raw image, so content of another format causes no warning.
     pub is_called_raw: bool,
-    /// Size of the guest's logical blocks; `None`: 512 bytes for a file, a device's own for a
+    /// Size of the guest's logical blocks. `None`: 512 bytes for a file, the block size of a
     /// device.
     pub guest_block_bytes: Option<u32>,
 }
 
-/// Why an image cannot be a disk.
 #[derive(Debug, Error)]
 pub enum ImageError {
     #[error("{path:?} cannot be {done}")]
     Io {
         path: PathBuf,
         done: &'static str,
-        /// What the operating system says.
         #[source]
         source: io::Error,
     },
     #[error("{path:?} is neither a file nor a block device")]
     Kind {
-        /// What it is not.
+        /// Path of a file of another type.
         path: PathBuf,
     },
-    /// Somebody else has it.
     #[error("{path:?} is in use by {holder}; only readonly=on images are shared")]
     InUse { path: PathBuf, holder: Holder },
-    /// The kernel does not give the device away.
     #[error("{path:?} is in use: {by}")]
     DeviceInUse { path: PathBuf, by: String },
     #[error(transparent)]
@@ -74,13 +69,13 @@ pub enum ImageError {
     Empty { path: PathBuf, size_bytes: u64, block_bytes: u32 },
 }
 
-/// A raw image that is open, and locked as long as it is.
+/// Open and locked raw image.
 #[derive(Debug)]
 pub struct RawImage {
     path: PathBuf,
     file: File,
     geometry: Geometry,
-    /// A file can be made longer; a device has its size.
+    /// A file can grow, but a device cannot.
     is_file: bool,
     size_bytes: AtomicU64,
     /// `None` without O_DIRECT, because the page cache accepts transfers of any alignment.
@@ -93,20 +88,20 @@ impl RawImage {
     /// Opens and locks the image at `path`.
     pub fn open(path: &Path, options: ImageOptions) -> Result<Arc<Self>, ImageError> {
         let error = |done| move |source| ImageError::Io { path: path.to_owned(), done, source };
-        // 1. What it is: opening what is no disk may have consequences.
+        // 1. Check the type of the file, because opening another kind of file may have side
+        //    effects.
         let is_image = |kind: fs::FileType| kind.is_file() || kind.is_block_device();
         let refuse_others = |metadata: fs::Metadata| match is_image(metadata.file_type()) {
             true => Ok(metadata.file_type()),
             false => Err(ImageError::Kind { path: path.to_owned() }),
         };
         refuse_others(fs::metadata(path).map_err(error("looked at"))?)?;
-        // 2. As it will be used, and nobody's else from now on; whatever is asked about it is asked
-        //    of this open file.
+        // 2. Open it as it will be used, and lock it. All later checks use this open file.
         let flags = if options.direct { libc::O_DIRECT } else { 0 };
         let file =
             claim(path, !options.readonly, flags).map_err(|err| claim_error(path, options, err))?;
         let kind = refuse_others(file.metadata().map_err(error("looked at"))?)?;
-        // 3. What it is like.
+        // 3. Determine its properties.
         let size_bytes = (&file).seek(SeekFrom::End(0)).map_err(error("measured"))?;
         let device_block_bytes = kind.is_block_device().then(|| device_block_bytes(&file));
         let block_bytes =
@@ -170,7 +165,8 @@ impl RawImage {
         &self.file
     }
 
-    /// Whether zeros may be made by giving blocks away: not where the image is to keep its room.
+    /// Returns true if zeros may be made by freeing blocks. If the image must stay allocated, they
+    /// may not.
     pub(super) fn unmaps(&self, unmap: Unmap) -> bool {
         self.geometry.unmap && unmap == Unmap::Allowed
     }
@@ -287,12 +283,12 @@ impl RawImage {
         Ok(fallocate(&self.file, mode, range.start, range.end - range.start)?)
     }
 
-    /// For file systems that have no better way, such as tmpfs.
+    /// Writes zeros, for file systems without a better method, such as tmpfs.
     fn write_out_zeroes(&self, range: Range<u64>) -> io::Result<()> {
         if range.is_empty() {
             return Ok(());
         }
-        // New memory is zeros.
+        // New memory is zeroed.
         let zeros = Buffers::default().take(ZEROS_BYTES);
         for offset in range.clone().step_by(ZEROS_BYTES) {
             let len = (range.end - offset).min(ZEROS_BYTES as u64) as usize;
@@ -385,7 +381,7 @@ impl BlockDevice for RawImage {
         }
         let failed = |source| ResizeError::Io { wanted_bytes, source };
         let now_bytes = (&self.file).seek(SeekFrom::End(0)).map_err(failed)?;
-        // Who resizes an image by other means only tells us.
+        // The image may have been resized already, and this call only announces it.
         if now_bytes < wanted_bytes {
             if !self.is_file {
                 let reason = format!("the device has {now_bytes} bytes, not {wanted_bytes}");
@@ -440,8 +436,8 @@ fn device_block_bytes(file: &File) -> u32 {
     ioctl_blksszget(file).ok().filter(usable).unwrap_or(PAGE_BYTES)
 }
 
-/// What partitions and file systems shall align to, of what a device says: at least pages, which
-/// the host's cache has.
+/// Physical block size for the alignment of partitions and file systems, from that of the device.
+/// At least a page, the unit of the host's cache.
 fn usable_physical_bytes(bytes: u32) -> u32 {
     if bytes.is_power_of_two() {
         bytes.clamp(PAGE_BYTES, PHYSICAL_BLOCK_BYTES_MAX)

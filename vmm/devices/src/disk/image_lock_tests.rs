@@ -11,7 +11,7 @@ const IMAGE_BYTES: u64 = 1 << 20;
 const SECTOR: u64 = SECTOR_BYTES;
 const BLOCK: u64 = 4096;
 
-/// An image whose host takes blocks of 4096 bytes. `None` where there is no O_DIRECT.
+/// Image on a host that accepts only blocks of 4096 bytes. `None` without O_DIRECT.
 fn direct_image() -> Option<(tempfile::TempDir, Arc<RawImage>)> {
     let folder = tempfile::TempDir::new().unwrap();
     let path = folder.path().join("image");
@@ -44,8 +44,8 @@ fn changes(offset_bytes: u64, len_bytes: u64) -> [(&'static str, Step); 3] {
     ]
 }
 
-/// A cycle of the first sector rewrites the block that the sector is part of, so nothing else may
-/// change the block.
+/// A cycle of the first sector rewrites the block that contains it, so no other step may change the
+/// block.
 #[test]
 fn cycle_and_other_changes_of_its_block_exclude_each_other() {
     let Some((_folder, image)) = direct_image() else { return };
@@ -59,7 +59,7 @@ fn cycle_and_other_changes_of_its_block_exclude_each_other() {
     }
     drop(cycle);
     assert!(event.read().is_ok(), "the release raises the event");
-    // The unit may grow during a cycle, so the cycle locks the blocks beside its own as well.
+    // The unit may grow during a cycle, so the cycle also locks the neighboring blocks.
     for (whole_name, whole) in changes(BLOCK, BLOCK) {
         let guard = image.lock_aligned(&whole, &event).unwrap();
         assert!(guard.is_some(), "{whole_name}");

@@ -16,47 +16,43 @@ use vmm_sys_util::eventfd::EventFd;
 use self::buffer::Buffer;
 use self::range::{DiskRange, Unmap};
 
-/// What a disk shows of itself, apart from its size.
+/// Properties of a disk that the guest sees, apart from its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// The unit of all requests.
+    /// Unit of all requests.
     pub block_bytes: u32,
-    /// What the media works with: partitions and file systems align to it.
+    /// Unit of the media, to which partitions and file systems align.
     pub physical_block_bytes: u32,
-    /// Nothing may be written.
+    /// Writes are refused.
     pub read_only: bool,
-    /// Ranges can be given away.
+    /// Ranges can be discarded.
     pub discard: bool,
-    /// Ranges that are made to be zeros are given away where the driver allows it.
+    /// Zeroed ranges are deallocated if the driver allows it.
     pub unmap: bool,
 }
 
-/// Why a disk cannot get another size.
 #[derive(Debug, Error)]
 pub enum ResizeError {
-    /// What is cut off would be lost, and the guest may hold it to be there.
+    /// Shrinking would lose data that the guest may still use.
     #[error("it has {size_bytes} bytes and does not shrink to {wanted_bytes}")]
     Shrinks {
         size_bytes: u64,
-        /// What was asked for.
+        /// Requested size.
         wanted_bytes: u64,
     },
-    /// Not whole blocks.
     #[error("{wanted_bytes} bytes are not whole blocks of {block_bytes}")]
     PartOfBlock {
-        /// What was asked for.
+        /// Requested size.
         wanted_bytes: u64,
         block_bytes: u32,
     },
-    /// The disk is somebody else's to resize.
+    /// The image is resized by other means.
     #[error("{0}")]
     NotHere(String),
-    /// The file does not get the size.
     #[error("its file cannot be resized to {wanted_bytes} bytes: {source}")]
     Io {
-        /// What was asked for.
+        /// Requested size.
         wanted_bytes: u64,
-        /// What the operating system says.
         source: io::Error,
     },
 }
@@ -91,8 +87,8 @@ pub trait BlockDevice: Send + Sync {
 
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError>;
 
-    /// Starts a ring for one queue, which never has more than `depth` steps under way. `None`: the
-    /// calls of this trait are the only way, or the better one.
+    /// Starts a ring for one queue, which never has more than `depth` steps in flight. `None`: the
+    /// calls of this trait are the only or the better way.
     fn start(self: Arc<Self>, _depth: u16) -> Option<Box<dyn Executor>> {
         None
     }
@@ -103,7 +99,7 @@ pub trait BlockDevice: Send + Sync {
     }
 }
 
-/// One step of a request: what media do at once.
+/// Step of a request, which the media execute at once.
 pub enum Step {
     /// Fills the buffer from an offset in bytes.
     Read(u64, Buffer),
@@ -111,7 +107,7 @@ pub enum Step {
     Write(u64, Buffer),
     /// Makes everything written durable.
     Flush,
-    /// Gives a range away.
+    /// Deallocates a range.
     Discard(DiskRange),
     /// Makes a range read as zeros.
     WriteZeroes(DiskRange, Unmap),
@@ -129,7 +125,7 @@ impl Step {
         }
     }
 
-    /// The buffer, when it is not needed any more.
+    /// Returns the buffer of a step that is done.
     pub fn into_buffer(self) -> Option<Buffer> {
         match self {
             Self::Read(_, buffer) | Self::Write(_, buffer) => Some(buffer),
@@ -138,42 +134,42 @@ impl Step {
     }
 }
 
-/// A step that is over.
+/// Completed step.
 pub struct Done {
-    /// What it was given as.
+    /// Token that was passed with the step.
     pub token: usize,
-    /// What it was; a buffer that was read into is full if there is no error.
+    /// The step. Its buffer is filled if it was a read without an error.
     pub step: Step,
     pub result: io::Result<()>,
 }
 
-/// Ring that executes the steps of one queue together. When it is dropped, nothing is under way any
-/// more.
+/// Ring that executes the steps of one queue together. After drop, no step is in flight.
 pub trait Executor: Send {
-    /// Takes a step over, and returns at once. A token is not used twice at a time.
+    /// Queues a step and returns at once. A token must be unique among the steps in flight.
     fn add(&mut self, token: usize, step: Step);
 
-    /// Begins all steps that were added. True: steps that have to be executed by calls are left,
-    /// and each call of this function executes one of them.
+    /// Starts all queued steps. Returns true if steps are left that must be executed by calls: each
+    /// call of this function executes one of them.
     fn begin(&mut self) -> bool;
 
-    /// Takes a step that is over.
+    /// Takes a completed step.
     fn next_done(&mut self) -> Option<Done>;
 
-    /// Has the event raised for steps that end from now on, until more are begun. True: some are
-    /// over already.
+    /// Makes later completions raise the event until more steps are started. Returns true if there
+    /// are completed steps already.
     fn arm(&mut self) -> bool;
 
     /// Event that [`Executor::arm`] raises.
     fn event(&self) -> &EventFd;
 
-    /// Number of steps worth adding before the first is begun.
+    /// Number of steps that should be added before they are started together.
     fn batch(&self) -> usize;
 
-    /// True once the kernel takes no more steps from the ring, so that system calls execute them.
+    /// Returns true if the kernel accepts no more steps from the ring, and system calls execute
+    /// them.
     fn is_given_up(&self) -> bool;
 
-    /// Waits for the steps under way and returns their results. Steps that have not begun are
+    /// Waits for the steps in flight and returns their results. Steps that have not begun are
     /// dropped, except flushes, which are all executed.
     fn drain(&mut self) -> Vec<Done>;
 }

@@ -1,9 +1,9 @@
 //! Ranges of a disk.
 
-/// The unit of a request's address and of the capacity, whatever the block size is (5.2.6).
+/// Unit of a request's address and of the capacity, independent of the block size (5.2.6).
 pub const SECTOR_BYTES: u64 = 512;
 
-/// A part of the disk: whole blocks within its capacity.
+/// Part of the disk: whole blocks within its capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskRange {
     offset_bytes: u64,
@@ -11,14 +11,14 @@ pub struct DiskRange {
 }
 
 impl DiskRange {
-    /// Range of `len_bytes` from an offset. The caller has checked that it is whole blocks of the
-    /// disk.
+    /// Range of `len_bytes` from an offset. The caller has checked that it consists of whole blocks
+    /// of the disk.
     pub fn at(offset_bytes: u64, len_bytes: u64) -> Self {
         Self { offset_bytes, len_bytes }
     }
 
-    /// What of it lies behind its first `skip_bytes`, up to the next multiple of `piece_bytes`,
-    /// which is one of all block sizes: file systems give whole blocks away.
+    /// Piece of the range behind its first `skip_bytes`, up to the next multiple of `piece_bytes`.
+    /// This must be a multiple of all block sizes, because file systems deallocate whole blocks.
     pub fn piece(&self, skip_bytes: u64, piece_bytes: u64) -> Self {
         let skip_bytes = skip_bytes.min(self.len_bytes);
         let offset_bytes = self.offset_bytes + skip_bytes;
@@ -30,16 +30,15 @@ impl DiskRange {
         self.offset_bytes
     }
 
-    /// How long it is.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 }
 
-/// Whether blocks that are to be zero may be given away.
+/// Permission to deallocate blocks that are zeroed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unmap {
     Allowed,
-    /// They must stay: a later write must not fail for want of room.
+    /// The blocks must stay allocated, so that a later write does not fail for lack of space.
     Forbidden,
 }

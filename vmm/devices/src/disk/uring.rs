@@ -1,4 +1,4 @@
-//! Files by io_uring: steps are under way together, and the thread goes on meanwhile.
+//! Raw images by io_uring: several steps are in flight while the thread continues.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,58 +19,58 @@ use super::{Done, Executor, Step};
 use crate::disk::buffer::{Buffer, Buffers};
 use crate::disk::range::DiskRange;
 
-/// Steps before the kernel is told: it takes them all in one call.
+/// Steps that are queued before the kernel is notified. It accepts all of them in one call.
 const BATCH: usize = 64;
-/// Zeros that are written at once, where they have to be written.
+/// Zeros in one write, if zeros must be written.
 const ZEROS_BYTES: usize = 1 << 20;
-/// Calls that the kernel may refuse in a row before it is not asked any more.
+/// Consecutive submissions that the kernel may refuse before the ring is given up.
 const SUBMITS_MAX: u32 = 1000;
-/// Times that the kernel may put one step off.
+/// Times that the kernel may defer one step.
 const RETRIES_MAX: u32 = 100;
 
-/// How a range is made to read as zeros: which way a file system takes is found by trying.
+/// Method of zeroing a range. The supported one is found by trying.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// Its blocks are given away.
+    /// Deallocate its blocks.
     Punch,
-    /// The file system notes that they are zero.
+    /// The file system marks the blocks as zero.
     Zero,
     Write,
 }
 
-/// A step that the kernel works on.
+/// Step that the kernel executes.
 struct Running {
     step: Step,
-    /// Bytes of it that are done: files may do less than what was asked for.
+    /// Completed bytes of the step, because files may transfer less than requested.
     done: usize,
-    /// Where zeros are asked for.
+    /// Method, if the step writes zeros.
     way: Way,
     retries: u32,
     /// Lock of the range that the step changes, against unaligned steps.
     guard: Option<RangeGuard>,
 }
 
-/// A ring on a raw image.
+/// Ring for a raw image.
 pub struct Uring {
     ring: IoUring,
-    /// Raised when the kernel has something to tell, while it is armed.
+    /// Raised on completions while it is armed.
     event: Arc<EventFd>,
     image: Arc<RawImage>,
-    /// By token. The kernel has the addresses of the buffers: they stay here until it is done with
-    /// them.
+    /// Steps in flight, by token. The kernel has the addresses of their buffers, which stay here
+    /// until the steps are completed.
     running: Vec<Option<Running>>,
     under_way: usize,
-    /// The kernel has not been told of all of them.
+    /// Set if the kernel has not been notified of all of them.
     untold: bool,
-    /// The event is raised.
+    /// Set if completions raise the event.
     armed: bool,
     done: VecDeque<Done>,
-    /// Steps that are carried out by calls, one in each turn: unaligned ones, those whose range
-    /// another step changes, and all once the ring is given up.
+    /// Steps that are executed by calls, one for each call of `begin`: unaligned steps, steps whose
+    /// range another step changes, and all steps once the ring is given up.
     deferred: VecDeque<(usize, Step)>,
-    /// What zeros are written from; made when they are.
+    /// Source of written zeros, allocated on first use.
     zeros: Option<Buffer>,
-    /// The kernel takes no more from the ring.
+    /// The kernel accepts no more steps from the ring.
     is_given_up: bool,
     /// Number of the next completions of flushes that the test replaces with EINTR.
     #[cfg(test)]
@@ -78,7 +78,7 @@ pub struct Uring {
 }
 
 impl Uring {
-    /// A ring for up to `depth` steps at a time.
+    /// Ring for up to `depth` steps in flight.
     pub fn new(image: Arc<RawImage>, depth: u16) -> io::Result<Self> {
         let mut ring = IoUring::builder().build(u32::from(depth))?;
         let mut probe = Probe::new();
@@ -109,7 +109,7 @@ impl Uring {
         })
     }
 
-    /// Puts a step, or what is left of it, into the ring.
+    /// Puts a step, or the rest of it, into the ring.
     fn push(&mut self, token: usize, mut running: Running) {
         if !self.image.is_aligned(&running.step) {
             self.deferred.push_back((token, running.step));
@@ -133,15 +133,15 @@ impl Uring {
         self.running[token] = Some(running);
         self.under_way += 1;
         self.untold = true;
-        // SAFETY: the buffer that the entry points into is in `running` until the completion has
-        // been seen, or the zeros are in `self`; dropping `self` waits for it. Heap memory
-        // of either does not move.
+        // SAFETY: the entry points into a buffer in `running`, which stays there until its
+        // completion, or to the zeros in `self`. Dropping `self` waits for completions. The heap
+        // memory of both does not move.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         // The ring has room for every token.
         pushed.expect("room for as many entries as there are tokens");
     }
 
-    /// The ring's word for what is left of a step; `None`: that is nothing.
+    /// Ring entry for the rest of a step. `None` if there is no rest.
     fn entry(&mut self, running: &mut Running) -> Option<squeue::Entry> {
         let file = types::Fd(self.image.file().as_raw_fd());
         let done = running.done;
@@ -168,7 +168,7 @@ impl Uring {
                 Way::Punch => allocate(range, PUNCH),
                 Way::Zero => allocate(range, ZERO),
                 Way::Write => {
-                    // New memory is zeros, and nobody else writes to it.
+                    // New memory is zeroed, and is never written.
                     let zeros =
                         self.zeros.get_or_insert_with(|| Buffers::default().take(ZEROS_BYTES));
                     let len = (range.len_bytes() - done as u64).min(ZEROS_BYTES as u64);
@@ -180,8 +180,8 @@ impl Uring {
         }
     }
 
-    /// Tells the kernel. After an error the entries are still in the ring, and the next call takes
-    /// them. EBUSY and EAGAIN mean that the kernel wants to be rid of completions first.
+    /// Notifies the kernel. After an error, the entries stay in the ring, and the next call submits
+    /// them. EBUSY and EAGAIN mean that completions must be reaped first.
     fn submit(&mut self) {
         for _ in 0..SUBMITS_MAX {
             match self.ring.submit() {
@@ -194,12 +194,12 @@ impl Uring {
         self.give_up();
     }
 
-    /// Goes on without the ring, which is never entered again.
+    /// Continues without the ring, which is never entered again.
     fn give_up(&mut self) {
         warn!(
             "io_uring takes no more: this queue of a disk does one transfer at a time from now on"
         );
-        // 1. What the kernel has taken ends, and is taken notice of.
+        // 1. Steps that the kernel has accepted complete, and their results are processed.
         while self.under_way > self.ring.submission().len() {
             let completed = self.completed();
             if completed.is_empty() {
@@ -214,7 +214,8 @@ impl Uring {
                 }
             }
         }
-        // 2. What it has not taken it never will: the whole step again, by calls.
+        // 2. Steps that the kernel has not accepted will never start. They are executed by calls,
+        //    from their beginning.
         for (token, slot) in self.running.iter_mut().enumerate() {
             if let Some(running) = slot.take() {
                 self.deferred.push_back((token, running.step));
@@ -223,8 +224,8 @@ impl Uring {
         (self.under_way, self.untold, self.is_given_up) = (0, false, true);
     }
 
-    /// Carries out one deferred step, unless another step changes the same blocks. Returns true if
-    /// more steps can be carried out.
+    /// Executes one deferred step, unless another step changes the same blocks. Returns true if
+    /// more steps can be executed.
     fn carry_out_deferred(&mut self) -> bool {
         let Some((_, step)) = self.deferred.front_mut() else { return false };
         let Some(result) = self.image.carry_out_unaligned(step, &self.event) else { return false };
@@ -238,7 +239,7 @@ impl Uring {
         is_refusal(result) && self.image.may_refuse(step)
     }
 
-    /// Takes what the kernel is done with.
+    /// Takes the steps that the kernel has completed.
     fn completed(&mut self) -> Vec<(usize, Running, i32)> {
         let completions = self.ring.completion();
         let running = &mut self.running;
@@ -254,15 +255,15 @@ impl Uring {
         completed
     }
 
-    /// Takes notice of what the kernel is done with; false if that is nothing.
+    /// Processes completions. Returns false if there are none.
     fn reap(&mut self) -> bool {
         let completed = self.completed();
         let any = !completed.is_empty();
         for (token, mut running, result) in completed {
             match running.advance(result) {
                 None => self.push(token, running),
-                // The whole step is repeated: the guest expects nothing of its blocks before the
-                // answer.
+                // The whole step is repeated, because the content of its blocks is undefined for
+                // the guest before the answer.
                 Some(result) if self.is_refused(&running.step, &result) => {
                     self.deferred.push_back((token, running.step));
                 }
@@ -279,7 +280,7 @@ impl Running {
         Self { step, done: 0, way, retries: 0, guard: None }
     }
 
-    /// Takes what the kernel says. `None`: it is not all done yet.
+    /// Processes the kernel's result. Returns `None` if the step is not complete.
     fn advance(&mut self, result: i32) -> Option<io::Result<()>> {
         let error = || Some(Err(io::Error::from_raw_os_error(-result)));
         let len = match &self.step {
@@ -292,7 +293,7 @@ impl Running {
                 self.retries += 1;
                 if self.retries < RETRIES_MAX { None } else { error() }
             }
-            // A discard is a hint (5.2.6.2); zeros are not.
+            // A discard is a hint (5.2.6.2), but zeroing is mandatory.
             (Step::Discard(_), result) if result == -libc::EOPNOTSUPP => Some(Ok(())),
             (Step::WriteZeroes(..), result)
                 if result == -libc::EOPNOTSUPP && self.way != Way::Write =>
@@ -303,7 +304,7 @@ impl Running {
             (_, ..0) => error(),
             (Step::Flush | Step::Discard(_), _) => Some(Ok(())),
             (Step::WriteZeroes(..), _) if self.way != Way::Write => Some(Ok(())),
-            // The file is shorter than it was, or has no room.
+            // The file has become shorter, or has no space.
             (Step::Read(..), 0) => Some(Err(io::ErrorKind::UnexpectedEof.into())),
             (Step::Write(..) | Step::WriteZeroes(..), 0) => {
                 Some(Err(io::ErrorKind::WriteZero.into()))
@@ -329,8 +330,7 @@ impl Executor for Uring {
 
     fn begin(&mut self) -> bool {
         if std::mem::take(&mut self.untold) {
-            // What is over when it has begun, as reads from the page cache are, is seen without an
-            // event.
+            // Steps that complete at once, for example reads from the page cache, need no event.
             if std::mem::take(&mut self.armed) {
                 self.ring.completion().disable_eventfd();
             }
@@ -341,7 +341,7 @@ impl Executor for Uring {
 
     fn next_done(&mut self) -> Option<Done> {
         while self.done.is_empty() && self.reap() {
-            // Repeats steps that the kernel refused, and the rest of steps that it did in part.
+            // Repeats steps that the kernel refused, and continues partially completed ones.
             self.begin();
         }
         self.done.pop_front()
@@ -351,7 +351,7 @@ impl Executor for Uring {
         if !self.armed && self.under_way > 0 {
             self.ring.completion().enable_eventfd();
             self.armed = true;
-            // What came before that the kernel has not raised the event for.
+            // Ensures that completions without an event are seen below.
             fence(Ordering::SeqCst);
         }
         // A step that has to wait for others has registered the event.
@@ -371,14 +371,15 @@ impl Executor for Uring {
         self.is_given_up
     }
 
-    /// The kernel may still write to the buffers.
+    /// Completes all steps, because the kernel may still write to their buffers.
     fn drain(&mut self) -> Vec<Done> {
-        // 1. What was added and not begun has to be, as there is no other way out of the ring.
+        // 1. Steps that were added but not started must be started, because they cannot be removed
+        //    from the ring.
         if !self.is_given_up {
             self.begin();
         }
         while self.under_way > 0 {
-            // Submits repeated flushes. Gives the ring up if the kernel does not take them.
+            // Submits repeated flushes. Gives the ring up if the kernel refuses them.
             self.submit();
             if self.under_way == 0 {
                 break;
@@ -388,9 +389,9 @@ impl Executor for Uring {
             {
                 std::thread::yield_now();
             }
-            // 2. The rest of a step that is done in part is dropped. But an interrupted flush is
-            // repeated, because its result concerns all queues, and an interruption is not a media
-            // failure.
+            // 2. The rest of a partially completed step is dropped. But an interrupted flush is
+            //    repeated, because its result concerns all queues, and an interruption is not a
+            //    media failure.
             for (token, mut running, result) in self.completed() {
                 let result = match running.advance(result) {
                     None if matches!(running.step, Step::Flush) => {
@@ -402,8 +403,8 @@ impl Executor for Uring {
                 self.done.push_back(Done { token, step: running.step, result });
             }
         }
-        // 3. A flush may have been deferred after the kernel had interrupted it. It never waits for
-        // other steps, because it changes no blocks.
+        // 3. A flush may have been deferred after an interruption. It never waits for other steps,
+        //    because it changes no blocks.
         self.deferred.retain(|(_, step)| matches!(step, Step::Flush));
         while self.carry_out_deferred() {}
         self.done.drain(..).collect()

@@ -13,7 +13,7 @@ const MIB: u64 = 1 << 20;
 const IMAGE_BYTES: u64 = 8 * MIB;
 const NAME: &CStr = c"image";
 
-/// An image in memory, where a file system knows how to make holes, and not how to note zeros.
+/// Image in memory, on a file system that can punch holes but not mark blocks as zero.
 fn image() -> (File, Arc<RawImage>) {
     let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
     let file = File::from(memfd_create(NAME, flags).unwrap());
@@ -24,7 +24,7 @@ fn image() -> (File, Arc<RawImage>) {
     (file, image)
 }
 
-/// `None`, with the reason: the kernel lets nobody have one, as in many containers.
+/// Returns `None` and prints the reason if the kernel refuses a ring, as in many containers.
 fn ring(image: &Arc<RawImage>) -> Option<Uring> {
     Uring::new(Arc::clone(image), 16)
         .inspect_err(|err| eprintln!("skipped: no io_uring here: {err}"))
@@ -37,7 +37,7 @@ fn buffer(len: u64, byte: u8) -> Buffer {
     buffer
 }
 
-/// Steps of every kind, which go together: parts of the image that they do not share.
+/// Steps of every kind on separate parts of the image, so that they can run together.
 fn steps() -> Vec<Step> {
     vec![
         Step::Write(0, buffer(MIB, 1)),
@@ -49,7 +49,7 @@ fn steps() -> Vec<Step> {
     ]
 }
 
-/// Has all of them carried out: how they went, by token.
+/// Executes all steps. Returns their results by token.
 fn carry_out(ring: &mut Uring, steps: Vec<Step>) -> Vec<Done> {
     let count = steps.len();
     steps.into_iter().enumerate().for_each(|(token, step)| ring.add(token, step));
@@ -65,7 +65,7 @@ fn carry_out(ring: &mut Uring, steps: Vec<Step>) -> Vec<Done> {
     all
 }
 
-/// What the image has after these steps, if it was full of sevens.
+/// Checks the image after these steps, if it was filled with sevens.
 fn assert_done(file: &File, done: &[Done]) {
     for Done { token, step, result } in done {
         assert!(result.is_ok(), "step {token}: {result:?}");
@@ -97,8 +97,7 @@ fn steps_of_all_kinds_are_carried_out_by_the_ring_alone() {
 /// Replaces the descriptor of the ring, so that every later system call on the ring fails.
 fn take_away(ring: &Uring) {
     let null = File::open("/dev/null").unwrap();
-    // SAFETY: both are open; the ring's memory stays mapped, and the kernel takes nothing from it
-    // any more.
+    // SAFETY: both are open. The ring's memory stays mapped, and the kernel no longer reads it.
     assert!(unsafe { libc::dup2(null.as_raw_fd(), ring.as_raw_fd()) } >= 0);
 }
 
@@ -111,7 +110,7 @@ fn without_the_ring_the_rest_is_done_by_calls() {
     let done = carry_out(&mut ring, steps());
     assert!(ring.is_given_up());
     assert_done(&file, &done);
-    // And so are later ones.
+    // Later steps are executed by calls, too.
     let done = carry_out(&mut ring, vec![Step::Write(0, buffer(512, 3)), Step::Flush]);
     assert!(done.iter().all(|done| done.result.is_ok()));
 }
