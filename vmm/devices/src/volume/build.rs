@@ -56,7 +56,7 @@ pub fn build_file(
     Ok(new.exposing(Arc::new(source)).mapping(mapped).attach(context)?)
 }
 
-/// Open volume, and the interface to show it by.
+/// Open volume and its interface.
 pub struct NewVolume<'a> {
     pub config: &'a PmVolumeConfig,
     pub interface: Chosen,
@@ -73,7 +73,7 @@ pub struct VolumePlace {
     pub nvdimms: usize,
 }
 
-/// Volume as the guest has it.
+/// Volume with its device.
 pub struct BuiltVolume {
     /// Size as the guest sees it.
     pub size_bytes: u64,
@@ -120,9 +120,9 @@ struct MappedVolume<'a> {
 impl<'a> MappedVolume<'a> {
     fn new(new: NewVolume<'a>, memory: &mut Memory, context: &DeviceContext) -> SetupResult<Self> {
         let NewVolume { config, pool, volume, .. } = new;
-        // An earlier user of the BTT may have left a recovery to do. It is done for a volume that
-        // the guest only reads as well: its driver could not store the result of a recovery, and
-        // would show sectors in blocks that belong to other sectors by now.
+        // An earlier user of the BTT may have left an unfinished recovery. It is completed even for
+        // a read-only volume: the guest's driver could not store its result, and would serve
+        // sectors from blocks that already belong to other sectors.
         if config.format == VolumeFormat::Btt {
             volume.settle()?;
         }
@@ -186,8 +186,8 @@ fn build_nvdimm(
     context: &DeviceContext,
 ) -> SetupResult<BuiltVolume> {
     let (pause, brake) = (Arc::clone(&context.machine.pause_guest), Arc::clone(&context.brake));
-    // A store to the hint cannot report a failure to the guest. So the vCPU stops before its next
-    // instruction, and the other vCPUs stop when the owner handles the event.
+    // A store to the hint cannot report a failure to the guest. The vCPU therefore stops before its
+    // next instruction, and the other vCPUs stop when the owner handles the event.
     let on_failure = Box::new(move |reason| {
         brake.pull();
         pause(reason);

@@ -40,17 +40,16 @@ impl From<VolumeFormat> for pmem_volume::VolumeFormat {
     }
 }
 
-/// How large a volume shall be. In JSON bytes, or `"remaining"`, as the flag has it.
+/// Size of a volume. In JSON, a number of bytes or `"remaining"`, as in the flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VolumeSize {
     Existing,
-    /// So many bytes.
     Bytes(u64),
     /// Rest of the pool after the other volumes and the VM's `--pm-memory`, computed at each boot.
     Remaining,
 }
 
-/// As the flag and JSON call it.
+/// Word in the flag and in JSON.
 const REMAINING: &str = "remaining";
 
 /// Completes "must be" in an error about JSON.
@@ -129,7 +128,8 @@ impl PmVolumeConfig {
         format!("{} pool={},name={}", Self::FLAG, self.pool.display(), self.name)
     }
 
-    /// A name that a pool can hold, a size within its bounds, and no wish that contradicts another.
+    /// Checks that the pool accepts the name, that the size is within its limits, and that no keys
+    /// contradict each other.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         let name = self.name.parse::<VolumeName>();
@@ -209,7 +209,7 @@ mod tests {
         let raw = PmVolumeConfig::parse("pool=/p,name=a,size=2M,create=on,format=raw").unwrap();
         assert_eq!(raw.format, VolumeFormat::Raw);
         assert!(raw.validate().is_ok());
-        // In JSON it may be missing, as in what older clients send.
+        // The key may be missing in JSON, as from older clients.
         let json: PmVolumeConfig = serde_json::from_str(r#"{"pool": "/p", "name": "a"}"#).unwrap();
         assert_eq!(json.format, VolumeFormat::Btt);
         let json = serde_json::to_value(&raw).unwrap();

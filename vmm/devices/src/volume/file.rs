@@ -1,5 +1,4 @@
-//! A file or device of the host's that a guest sees as it is, without a pool: what `--pmem`
-//! attaches.
+//! File or device of the host that a guest sees unchanged, without a pool, for `--pmem`.
 
 use std::fs::File;
 use std::io;
@@ -24,25 +23,20 @@ use crate::memory::backing::Access;
 use crate::memory::lost::cut_to_bytes;
 use crate::persist::{Persist, PersistError};
 
-/// Why a file is not shown to a guest.
 #[derive(Debug, Error)]
 pub enum PmemFileError {
-    /// It is not there, or not for us.
     #[error("Cannot open {}", path.display())]
     Open {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// It cannot be looked at, or not be made as large as it shall be.
     #[error("It has no size that can be told or set")]
     Length(#[source] io::Error),
     #[error("It cannot be locked")]
     Lock(#[source] io::Error),
-    /// Somebody else has it.
     #[error("It is in use by {holder}")]
     InUse { holder: Holder },
-    /// The kernel does not give the device away.
     #[error("It is in use: {by}")]
     DeviceInUse { by: String },
     #[error(transparent)]
@@ -54,11 +48,11 @@ pub enum PmemFileError {
         "It is a directory, in which an empty file is made: discard_writes=on would show zeros for ever"
     )]
     DirectoryWithoutWrites,
-    /// The guest would touch what is not there.
+    /// The guest would access bytes beyond the end.
     #[error("It has {}, less than the {} that size= asks for", Size(*file_bytes), Size(*wanted_bytes))]
     Short {
         file_bytes: u64,
-        /// What was asked for.
+        /// Requested size.
         wanted_bytes: u64,
     },
     #[error(
@@ -66,31 +60,31 @@ pub enum PmemFileError {
         Size(*file_bytes), Size(UNIT_BYTES)
     )]
     Uneven { file_bytes: u64 },
-    /// It cannot be mapped, as a file in /proc for instance.
+    /// For example, files in /proc cannot be mapped.
     #[error("It cannot be mapped")]
     Media(#[from] MediaError),
 }
 
-/// A file that is open and locked, so that no other VM and no pool has it.
+/// Open and locked file, so that no other VM and no pool uses it.
 pub struct PmemFile {
     contents: Contents,
     len_bytes: u64,
     has_name: bool,
-    /// A flush has failed: from then on all do, as nobody knows what is on the disk.
+    /// Set after a failed flush. All later flushes fail, because the content of the disk is
+    /// unknown.
     failed: Arc<AtomicBool>,
 }
 
-/// What becomes of what a guest writes.
+/// Destination of the guest's writes.
 enum Contents {
-    /// It goes to the file.
+    /// The file.
     Shared(FileMedia),
-    /// It stays with this VM, and goes with it: the file is open for reading.
+    /// Memory of this VM, which is lost at its end. The file is open for reading.
     Private(File),
 }
 
 impl PmemFile {
-    /// Opens what `config`, which has been validated, asks for. Nothing that was there has changed
-    /// when this fails.
+    /// Opens the file of a validated `config`. On an error, no existing data has changed.
     pub fn open(config: &PmemConfig) -> Result<Self, PmemFileError> {
         let is_directory = config.file.is_dir();
         let file = match (is_directory, config.size) {
@@ -111,8 +105,8 @@ impl PmemFile {
             true => Contents::Private(file),
             false => {
                 let media = FileMedia::new(file, len_bytes, true)?;
-                // A flush may have failed in an earlier life: the guest's file system is checked
-                // against the disk.
+                // A flush may have failed in an earlier VM. The guest's file system must then be
+                // checked against the disk.
                 media.forget_clean_pages();
                 if !is_directory {
                     guest_file::mark(media.file(), &config.file);
@@ -123,7 +117,7 @@ impl PmemFile {
         Ok(Self { contents, len_bytes, has_name: !is_directory, failed: Arc::default() })
     }
 
-    /// What is mapped into the guest.
+    /// File that is mapped into the guest.
     pub fn file(&self) -> BorrowedFd<'_> {
         match &self.contents {
             Contents::Shared(media) => media.file().as_fd(),
@@ -131,13 +125,13 @@ impl PmemFile {
         }
     }
 
-    /// How much of it the guest sees, from its start.
+    /// Number of bytes that the guest sees, from the start of the file.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// Whether a flush has failed or a part is gone, and another start may begin with what is
-    /// there. What has no name would be gone as a whole.
+    /// Returns true if a flush has failed or the file was truncated, and a new start can reopen the
+    /// file. An unnamed file would be lost.
     pub fn wants_to_be_opened_anew(&self) -> bool {
         let file = match &self.contents {
             Contents::Shared(media) => media.file(),
@@ -147,13 +141,12 @@ impl PmemFile {
         self.has_name && (is_cut || self.failed.load(Ordering::Relaxed))
     }
 
-    /// Whether a flush has failed, now and whenever it is asked. Who has it does not keep the file
-    /// open.
+    /// Flag that is set after a failed flush. Holding it does not keep the file open.
     pub fn failure(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.failed)
     }
 
-    /// How it is mapped into the guest.
+    /// Access for the guest's mapping.
     pub fn access(&self) -> Access {
         match self.durability() {
             None => Access::ReadWritePrivate,
@@ -162,7 +155,7 @@ impl PmemFile {
         }
     }
 
-    /// What a flush survives; `None` where nothing is kept at all.
+    /// Durability of a flush. `None` if writes are discarded.
     pub fn durability(&self) -> Option<Durability> {
         match &self.contents {
             Contents::Shared(media) => Some(media.durability()),
@@ -172,7 +165,7 @@ impl PmemFile {
 }
 
 impl Persist for PmemFile {
-    /// As for a volume: the guest has written its caches back before it asks (virtio 1.3,
+    /// As for a volume, the guest has written back its caches before the request (virtio 1.3,
     /// 5.19.6.2).
     fn persist(&self) -> Result<(), PersistError> {
         let Contents::Shared(media) = &self.contents else { return Ok(()) };
@@ -181,7 +174,7 @@ impl Persist for PmemFile {
             Durability::DaxSync => media.persist(&[]),
             Durability::PageCache => media.persist_range(0..self.len_bytes),
         };
-        // In one line with its causes: that is how it is logged.
+        // The causes are included, because the error is logged in one line.
         result.map_err(|err| {
             self.failed.store(true, Ordering::Relaxed);
             PersistError::Backing(foreshore_types::chain(&err).into())
@@ -189,7 +182,7 @@ impl Persist for PmemFile {
     }
 }
 
-/// A file without a name, which goes with its last user.
+/// Creates an unnamed file, which disappears with its last user.
 fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
     let mut options = File::options();
     let file = options
@@ -203,9 +196,9 @@ fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
     Ok(file)
 }
 
-/// The lock is that of pools, so that neither takes what the other has.
+/// Opens and locks a file. Pools use the same kind of lock, so a VM and a pool exclude each other.
 fn existing_file(path: &Path, writable: bool) -> Result<File, PmemFileError> {
-    // A FIFO would wait for somebody at its other end, and has no size anyway.
+    // Opening a FIFO would wait for its other end. A FIFO has no size anyway.
     claim(path, writable, libc::O_NONBLOCK).map_err(|error| match error {
         ClaimError::Open(source) => PmemFileError::Open { path: path.to_owned(), source },
         ClaimError::Lock(source) => PmemFileError::Lock(source),
@@ -214,7 +207,7 @@ fn existing_file(path: &Path, writable: bool) -> Result<File, PmemFileError> {
     })
 }
 
-/// How much of a file is shown.
+/// Number of bytes that are shown.
 fn shown_bytes(file: &File, wanted: Option<u64>) -> Result<u64, PmemFileError> {
     let file_bytes = media::len_bytes(file).map_err(PmemFileError::Length)?;
     match wanted {
@@ -249,7 +242,6 @@ mod tests {
         PmemConfig::parse(&format!("file={}{options}", path.display())).unwrap()
     }
 
-    /// A file of that length.
     fn file(folder: &TempDir, len_bytes: u64) -> PathBuf {
         let path = folder.path().join("file");
         File::create(&path).unwrap().set_len(len_bytes).unwrap();
@@ -291,7 +283,7 @@ mod tests {
         let pmem = PmemFile::open(&config(folder.path(), ",size=4M")).unwrap();
         assert_eq!(pmem.len_bytes(), 4 * MIB);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
-        // Each has its own.
+        // Each VM has its own file.
         PmemFile::open(&config(folder.path(), ",size=4M")).unwrap();
     }
 
@@ -318,7 +310,7 @@ mod tests {
         let path = file(&folder, 4 * MIB);
         let pmem = PmemFile::open(&config(&path, ",discard_writes=on")).unwrap();
         assert_eq!((pmem.access(), pmem.durability()), (Access::ReadWritePrivate, None));
-        // SAFETY: a query.
+        // SAFETY: F_GETFL only reads flags.
         let flags =
             unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&pmem.file()), libc::F_GETFL) };
         assert_eq!(flags & libc::O_ACCMODE, libc::O_RDONLY);
@@ -333,7 +325,7 @@ mod tests {
         assert!(error(&config(&path, "")).contains("in use"));
         drop(pool);
         assert!(error(&config(&path, "")).contains("--pm-volume pool="));
-        // Nor one whose superblocks are lost, which can be repaired.
+        // A pool with lost superblocks is refused as well, because it can be repaired.
         let mut bytes = fs::read(&path).unwrap();
         bytes[..4096].fill(0);
         bytes[(2 << 20) - 4096..2 << 20].fill(0);
@@ -357,13 +349,13 @@ mod tests {
         PmemFile::open(&config(&path, "")).unwrap();
     }
 
-    /// How many pages of a file the page cache has.
+    /// Number of pages of a file in the page cache.
     fn cached_pages(path: &Path) -> usize {
         let file = File::open(path).unwrap();
         let len = file.metadata().unwrap().len() as usize;
         let mut resident = vec![0u8; len.div_ceil(4096)];
-        // SAFETY: a new mapping of a file of our own, which nobody touches: mincore() is asked
-        // about it, with a byte for each page, and it goes again.
+        // SAFETY: a new mapping of the test's own file. It is passed only to mincore(), with a byte
+        // for each page, and then unmapped.
         unsafe {
             let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
             let at =
@@ -396,7 +388,7 @@ mod tests {
         let folder = folder();
         let path = folder.path().join("fifo");
         let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
-        // SAFETY: makes a node of that name.
+        // SAFETY: creates a node from a valid name.
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         for options in [",size=2M", ",size=2M,discard_writes=on"] {
             assert!(error(&config(&path, options)).contains("no size"));

@@ -1,5 +1,5 @@
-//! What is thought of the guest's BTT driver: asked of [`kernel_gate`](super::kernel_gate) when an
-//! agent says which kernel it runs on, told once in the log, and at any time to whoever asks.
+//! Verdict on the guest's BTT driver by [`kernel_gate`](super::kernel_gate), from the kernel that
+//! the agent reports. It is logged once and can be queried at any time.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,21 +12,21 @@ use super::interface::Chosen;
 use super::kernel_gate::{GuestKernel, Verdict, judge};
 use crate::metrics::{Expose, Exposition, Family, one};
 
-/// Which volume: names are a pool's own.
+/// Identity of a volume. Names are unique within a pool only.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolumeKey {
     pub pool: PathBuf,
     pub name: String,
 }
 
-/// The guest's BTT driver, if it translates any volume.
+/// BTT driver of the guest, if it translates any volume.
 #[derive(Debug, Default)]
 pub struct GuestBtt {
     /// Volumes whose sectors the guest translates.
     volumes: Vec<(VolumeKey, Chosen)>,
     max_vcpus: u8,
     said: Mutex<Said>,
-    /// How often each verdict of [`Verdict::LABELS`] was reached.
+    /// Counts of the verdicts, in the order of [`Verdict::LABELS`].
     verdicts: [AtomicU64; Verdict::LABELS.len()],
 }
 
@@ -37,13 +37,14 @@ struct Said {
 }
 
 impl GuestBtt {
-    /// For `volumes` that a guest of up to `max_vcpus` translates itself.
+    /// Driver for `volumes` that a guest with up to `max_vcpus` translates itself.
     pub fn new(volumes: Vec<(VolumeKey, Chosen)>, max_vcpus: u8) -> Self {
         Self { volumes, max_vcpus, ..Self::default() }
     }
 
-    /// An agent says who it is. True if its kernel is warned of, which happens once in the life of
-    /// a machine: an agent that comes and goes, or says something else each time, fills no log.
+    /// Records the kernel from an agent's hello. Returns true if it logs a warning. This happens
+    /// once for each machine, so that an agent that reconnects, or changes its report, does not
+    /// fill the log.
     pub fn hello(&self, hello: &Hello) -> bool {
         let kernel = GuestKernel {
             release: hello.kernel_release().to_owned(),
@@ -79,25 +80,25 @@ impl GuestBtt {
         first
     }
 
-    /// The guest's kernel as its agent last said; `None` before that.
+    /// Kernel of the guest in the last report. `None` before the first.
     pub fn kernel(&self) -> Option<GuestKernel> {
         self.said.lock().kernel.clone()
     }
 
-    /// What is thought of the driver for the volume called `name` in `pool`. `None`: the VMM
-    /// translates it, or nothing is known yet.
+    /// Verdict on the driver for the volume `name` in `pool`. `None` if the VMM translates the
+    /// volume, or no kernel is known yet.
     pub fn verdict(&self, pool: &Path, name: &str) -> Option<Verdict> {
         let (_, interface) =
             self.volumes.iter().find(|(key, _)| key.pool == pool && key.name == name)?;
         match self.kernel() {
             Some(kernel) => Some(judge(&kernel, *interface, self.max_vcpus)),
-            // What is wrong with every kernel is known before one says who it is.
+            // A fault of every kernel is known before the report.
             None => Some(judge(&GuestKernel::default(), *interface, self.max_vcpus))
                 .filter(|verdict| matches!(verdict, Verdict::Unsafe(_))),
         }
     }
 
-    /// How often each verdict was reached, if the guest translates any volume.
+    /// Counts of the verdicts, if the guest translates any volume.
     pub fn verdicts_total(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counts = self.verdicts.iter().map(|count| count.load(Ordering::Relaxed));
         Verdict::LABELS.into_iter().zip(counts).filter(|_| !self.volumes.is_empty())
@@ -153,7 +154,7 @@ mod tests {
         assert!(!btt.hello(&hello("6.12.50", "full")));
         assert!(!btt.hello(&hello("6.12.51", "dynamic")));
         assert_eq!(totals(&btt), [1, 0, 1, 2]);
-        // What was said last counts.
+        // The last report applies.
         assert_eq!(verdict(&btt, "data").unwrap().label(), "suspect");
         assert_eq!(btt.kernel().unwrap().release, "6.12.51");
         assert_eq!(verdict(&btt, "other"), None);
@@ -163,7 +164,7 @@ mod tests {
     fn the_worst_of_several_volumes_counts_once() {
         let volumes = vec![(key("a"), Chosen::Nvdimm), (key("b"), Chosen::VirtioPmem)];
         let btt = GuestBtt::new(volumes, 2);
-        // Known of every kernel.
+        // A fault of every kernel.
         assert_eq!(verdict(&btt, "b").unwrap().label(), "unsafe");
         assert!(btt.hello(&hello("6.12.117", "voluntary")));
         assert_eq!(totals(&btt), [0, 0, 0, 1]);

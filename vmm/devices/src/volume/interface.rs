@@ -1,11 +1,11 @@
-//! Which interface a volume gets: pure, one table.
+//! Choice of a volume's interface: pure, one table.
 //!
 //! | format | interface | translation | safe with |
 //! |---|---|---|---|
-//! | btt | `nvdimm` | the guest's BTT driver, flushes without waiting | every Linux, any number of vCPUs |
-//! | btt | `virtio-pmem` | the guest's BTT driver, flushes that must not wait | one possible vCPU |
+//! | btt | `nvdimm` | the guest's BTT driver, with flushes that do not block | every Linux, any number of vCPUs |
+//! | btt | `virtio-pmem` | the guest's BTT driver, with flushes that must not block | one possible vCPU |
 //! | btt | `virtio-blk` | the VMM's BTT engine | every guest, any number of vCPUs |
-//! | raw | `virtio-pmem` | none; flushes may take their time | every guest with the driver, any number of vCPUs |
+//! | raw | `virtio-pmem` | none; flushes may block | every guest with the driver, any number of vCPUs |
 //! | raw | `nvdimm` | none | pools on which a fence is a flush |
 
 use std::collections::BTreeSet;
@@ -16,7 +16,7 @@ use thiserror::Error;
 use super::config::{PmVolumeConfig, VolumeFormat, VolumeInterface};
 use crate::memory::layout::MAX_NVDIMMS;
 
-/// An interface that was chosen.
+/// Chosen interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chosen {
     /// An NVDIMM in the NFIT.
@@ -28,7 +28,7 @@ pub enum Chosen {
 }
 
 impl Chosen {
-    /// Whether the guest's driver finds the sectors of a BTT, and not the VMM.
+    /// Returns true if the guest's driver, and not the VMM, translates the sectors of a BTT.
     pub const fn guest_translates(self) -> bool {
         match self {
             Self::Nvdimm | Self::VirtioPmem => true,
@@ -36,7 +36,7 @@ impl Chosen {
         }
     }
 
-    /// As `interface=` and the metrics have it.
+    /// Name in `interface=` and in metrics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Nvdimm => "nvdimm",
@@ -45,7 +45,7 @@ impl Chosen {
         }
     }
 
-    /// What the API calls the device of a volume; an NVDIMM is none on the PCI bus.
+    /// ID of a volume's device in the API. An NVDIMM is not on the PCI bus and has none.
     pub fn device_id(self, volume: &str) -> Option<String> {
         match self {
             Self::Nvdimm => None,
@@ -55,20 +55,18 @@ impl Chosen {
     }
 }
 
-/// What the payload is, as far as it matters here.
+/// Kind of the payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// A Linux kernel that is known as one.
+    /// Recognized Linux kernel.
     Linux,
-    /// Anything else.
     Unknown,
 }
 
-/// Why an interface is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum InterfaceError {
-    /// The guest's BTT flushes under a spinlock, and with several vCPUs the answer of a virtio-pmem
-    /// device cannot be there in time.
+    /// The guest's BTT driver flushes under a spinlock. With several vCPUs, the answer of a
+    /// virtio-pmem device cannot arrive in time.
     #[error(
         "--pm-volume name={name}: interface=virtio-pmem is unsafe with more than one possible vCPU (max={max_vcpus}): \
          the guest's BTT driver flushes under a spinlock and would have to sleep there; use interface=nvdimm, \
@@ -76,36 +74,37 @@ pub enum InterfaceError {
     )]
     UnsafeVirtioPmem {
         name: String,
-        /// How many vCPUs there may be.
+        /// Maximum number of vCPUs.
         max_vcpus: u8,
     },
-    /// What a disk promises, raw bytes do not keep.
+    /// Raw bytes lack the guarantees of a disk.
     #[error(
         "--pm-volume name={name}: interface=virtio-blk serves the sectors of a BTT, and format=raw has none; use \
          interface=virtio-pmem"
     )]
     RawBlocks { name: String },
-    /// The API could not tell two devices apart, nor the guest two disks, of which it is the serial
-    /// number.
+    /// The API could not distinguish two devices. The guest could not distinguish two disks,
+    /// because the id is their serial number.
     #[error(
         "--pm-volume name={name}: another device of this VM has the id {id}; rename the volume (pmvol volume rename), or \
          give the other another id="
     )]
     SameId {
         name: String,
-        /// What its device would be called.
+        /// ID of its device.
         id: String,
     },
-    /// More than there are flush hint pages and health registers for.
+    /// Flush hint pages and health registers are limited.
     #[error(
         "--pm-volume: {count} volumes would be NVDIMMs, and a guest may have at most {MAX_NVDIMMS}; name another \
          interface for the rest"
     )]
     TooManyNvdimms {
-        /// How many there would be.
+        /// Number of volumes with this interface.
         count: usize,
     },
-    /// Programs in the guest would take a fence for a flush, and a power loss their data.
+    /// Programs in the guest would use a fence as a flush, and a power loss would destroy their
+    /// data.
     #[error(
         "--pm-volume name={name}: interface=nvdimm with format=raw is unsafe on a {} pool: a guest allows MAP_SYNC \
          on an NVDIMM, and takes a fence for a flush there, which this pool needs to be asked for; use \
@@ -114,12 +113,12 @@ pub enum InterfaceError {
     )]
     UnsafeRawNvdimm {
         name: String,
-        /// What a flush survives on its pool.
+        /// Durability of the pool.
         durability: Durability,
     },
 }
 
-/// Chooses the volume's interface, or says why the wish is refused.
+/// Chooses the volume's interface, or returns the reason for refusing the requested one.
 pub fn choose(
     volume: &PmVolumeConfig,
     max_vcpus: u8,
@@ -141,7 +140,7 @@ fn choose_for_btt(
         (VolumeInterface::Nvdimm, _) | (VolumeInterface::Auto, Payload::Linux) => {
             Ok(Chosen::Nvdimm)
         }
-        // Who has no NVDIMM driver, as firmware, has one for this.
+        // Payloads without an NVDIMM driver, such as firmware, have a virtio-blk driver.
         (VolumeInterface::VirtioBlk, _) | (VolumeInterface::Auto, Payload::Unknown) => {
             Ok(Chosen::VirtioBlk)
         }
@@ -152,8 +151,8 @@ fn choose_for_btt(
     }
 }
 
-/// virtio-pmem is right on every pool, and Linux has struct pages for it, without which there is no
-/// DAX; those of an NVDIMM have to be made by ndctl first.
+/// virtio-pmem is safe on every pool. Linux also creates its struct pages, without which there is
+/// no DAX. For an NVDIMM, ndctl has to create them first.
 fn choose_for_raw(volume: &PmVolumeConfig) -> Result<Chosen, InterfaceError> {
     match volume.interface {
         VolumeInterface::Auto | VolumeInterface::VirtioPmem => Ok(Chosen::VirtioPmem),
@@ -168,8 +167,8 @@ pub fn check_count(chosen: &[Chosen]) -> Result<(), InterfaceError> {
     if count > MAX_NVDIMMS { Err(InterfaceError::TooManyNvdimms { count }) } else { Ok(()) }
 }
 
-/// Refuses volumes whose devices would have the same id: it comes from their name, and names are a
-/// pool's own. `others` are the ids of all other devices.
+/// Refuses volumes with equal device ids. The id is the volume's name, which is unique within a
+/// pool only. `others` are the ids of all other devices.
 pub fn check_ids<'a>(
     volumes: impl Iterator<Item = (&'a PmVolumeConfig, Chosen)>,
     others: impl IntoIterator<Item = String>,
@@ -185,10 +184,11 @@ pub fn check_ids<'a>(
     Ok(())
 }
 
-/// Refuses what was chosen where the pool is not made for it, which is known when the pool is open.
+/// Refuses an interface that does not suit the pool. This is known only when the pool is open.
 ///
-/// A BTT's driver flushes by the hints, and so do file systems. But Linux takes every NVDIMM in the
-/// NFIT for memory that is durable behind a fence: it lets programs map a raw one with MAP_SYNC,
+/// The BTT driver flushes by hints, and so do file systems. But Linux treats every NVDIMM in the
+/// NFIT as memory that is durable after a fence. It lets programs map a raw NVDIMM with MAP_SYNC,
+/// and these flush only cache lines.
 /// and they flush no more than cache lines.
 pub fn check_pool(
     volume: &PmVolumeConfig,

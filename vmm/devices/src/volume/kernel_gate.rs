@@ -1,13 +1,13 @@
-//! Whether a guest's own BTT driver can be trusted with a volume: pure, one table.
+//! Verdict on the trustworthiness of a guest's BTT driver for a volume: pure, one table.
 //!
-//! Two faults of Linux' drivers/nvdimm are known, and nothing in a VMM can work around them:
+//! Linux's drivers/nvdimm has two known faults, which a VMM cannot work around:
 //!
-//! | what | kernels | when | what happens |
+//! | fault | kernels | condition | effect |
 //! |---|---|---|---|
-//! | lanes are shared by mistake (CVE-2026-74365; since 36c75ce3bd29, fixed by 8d4b989d9c9a) | [`LANES_SHARED`] | the guest preempts fully | silent corruption, by any interface that leaves translation to the guest |
+//! | lanes are shared by mistake (CVE-2026-74365; since 36c75ce3bd29, fixed by 8d4b989d9c9a) | [`LANES_SHARED`] | the guest preempts fully | silent corruption, by any interface with translation in the guest |
 //! | virtio-pmem's flush sleeps under BTT's spinlock | all | more than one vCPU | "scheduling while atomic", and writers die |
 //!
-//! What an agent says may be a lie. It decides about a warning and a metric, and nothing else.
+//! An agent's report may be false. It affects only a warning and a metric.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::interface::Chosen;
 
-/// A kernel's version as far as fixes are told by it: `6.12.117`.
+/// Kernel version that determines the included fixes: `6.12.117`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct KernelVersion {
     major: u16,
@@ -35,11 +35,11 @@ impl fmt::Display for KernelVersion {
     }
 }
 
-/// Kernels in which two writers may get one lane when one preempts the other: the first that has
-/// the fault, and the first of that series that has not.
+/// Kernels in which two writers may get the same lane if one preempts the other: the first affected
+/// version and the first fixed version of each series.
 ///
-/// The beginnings and the ends of series that are not named otherwise are those of the kernel's own
-/// record of the CVE. 6.1 and 6.12 are Debian's: it went from a version before the fix to these.
+/// The ranges are those of the kernel's own record of the CVE, unless noted otherwise. 6.1 and 6.12
+/// are Debian's: its updates went from a version before the fix directly to these.
 pub const LANES_SHARED: [(KernelVersion, KernelVersion); 9] = [
     (KernelVersion::new(4, 19, 299), KernelVersion::new(4, 20, 0)),
     (KernelVersion::new(5, 4, 261), KernelVersion::new(5, 5, 0)),
@@ -52,21 +52,21 @@ pub const LANES_SHARED: [(KernelVersion, KernelVersion); 9] = [
     (KernelVersion::new(6, 19, 0), KernelVersion::new(7, 1, 5)),
 ];
 
-/// Whether tasks in the kernel can be preempted anywhere.
+/// Preemption of tasks in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preemption {
     /// `preempt=full`, or a real-time kernel.
     Full,
     /// `none`, `voluntary`, or a kernel without the choice.
     Not,
-    /// The kernel can be either, and the agent does not know which; or it names a model that is not
-    /// known here.
+    /// The kernel can be either, and the agent does not know the current model. Or the model is
+    /// unknown here.
     Unknown,
 }
 
 impl Preemption {
-    /// From a hello's `preemption`. `lazy` preempts real-time tasks' victims at once, and others at
-    /// the next tick: anywhere.
+    /// Parses `preemption` of a hello. `lazy` preempts at once for real-time tasks, and otherwise
+    /// at the next tick: anywhere.
     pub fn parse(text: &str) -> Self {
         match text {
             "full" | "lazy" | "rt" => Self::Full,
@@ -76,23 +76,23 @@ impl Preemption {
     }
 }
 
-/// What a guest says of its kernel.
+/// Kernel that a guest reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestKernel {
     /// `uname -r`.
     pub release: String,
-    /// `uname -v`; empty if the agent is an older one.
+    /// `uname -v`. Empty for older agents.
     pub version: String,
-    /// The preemption model, as the agent names it.
+    /// Preemption model, as named by the agent.
     pub preemption: String,
 }
 
 impl GuestKernel {
-    /// The version that says which fixes it has, if it can be told.
+    /// Version that determines the included fixes, if known.
     ///
-    /// Debian's and Ubuntu's kernels are named by an ABI, `6.1.0-56-cloud-amd64`, which stays when
-    /// fixes come. Debian says the version behind its name in `uname -v`: `#1 SMP
-    /// PREEMPT_DYNAMIC Debian 6.1.192-2 (2026-11-14)`.
+    /// Debian's and Ubuntu's kernels are named by an ABI, `6.1.0-56-cloud-amd64`, which fixes do
+    /// not change. In `uname -v`, the version follows the name Debian: `#1 SMP PREEMPT_DYNAMIC
+    /// Debian 6.1.192-2 (2026-11-14)`.
     pub fn fixes(&self) -> Option<KernelVersion> {
         let words = self.version.split_ascii_whitespace();
         let package = words.skip_while(|word| *word != "Debian").nth(1);
@@ -100,7 +100,7 @@ impl GuestKernel {
             return Some(version);
         }
         let version = parse_version(&self.release)?;
-        // `6.1.0-56`: an ABI number of a kernel that has fixes of its own.
+        // `6.1.0-56`: an ABI number of a kernel with its own fixes.
         let is_abi =
             version.patch == 0 && self.release.split('-').nth(1).is_some_and(starts_with_digit);
         (!is_abi).then_some(version)
@@ -111,7 +111,7 @@ fn starts_with_digit(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_digit())
 }
 
-/// The numbers at the beginning: two or three, up to whatever else there is.
+/// Parses the two or three numbers at the start.
 fn parse_version(text: &str) -> Option<KernelVersion> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let mut numbers =
@@ -121,26 +121,25 @@ fn parse_version(text: &str) -> Option<KernelVersion> {
     Some(KernelVersion { major, minor, patch })
 }
 
-/// What is thought of a guest's BTT.
+/// Verdict on a guest's BTT driver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "verdict", content = "reason")]
 pub enum Verdict {
-    /// Nothing is known against it.
+    /// Without known faults.
     Safe,
-    /// Neither its kernel's fixes nor its preemption can be told. Of most such kernels nothing
-    /// would be wrong.
+    /// Neither the kernel's fixes nor its preemption are known. Most such kernels are not affected.
     Unknown,
-    /// It may be one that is unsafe: what would tell is not known.
+    /// Possibly unsafe, but a decisive fact is unknown.
     Suspect(String),
-    /// It can corrupt the volume, or break the guest.
+    /// Can corrupt the volume, or break the guest.
     Unsafe(String),
 }
 
 impl Verdict {
-    /// Their names, for a metric that shows all of them from the start.
+    /// Labels of the metric, which shows all of them from the start.
     pub const LABELS: [&'static str; 4] = ["safe", "unknown", "suspect", "unsafe"];
 
-    /// Its place in [`Verdict::LABELS`], which get worse.
+    /// Index in [`Verdict::LABELS`], which are sorted by severity.
     pub fn severity(&self) -> usize {
         match self {
             Self::Safe => 0,
@@ -150,12 +149,11 @@ impl Verdict {
         }
     }
 
-    /// The name of this one.
     pub fn label(&self) -> &'static str {
         Self::LABELS[self.severity()]
     }
 
-    /// What is wrong, unless nothing is known to be.
+    /// Reason for `Suspect` and `Unsafe`.
     pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Safe | Self::Unknown => None,
@@ -164,11 +162,10 @@ impl Verdict {
     }
 }
 
-/// Judges the BTT driver of `kernel` for a volume that is shown by `interface` to a guest of up to
+/// Judges the BTT driver of `kernel` for a volume with this `interface` in a guest with up to
 /// `max_vcpus`.
 ///
-/// Only of volumes whose sectors the guest itself translates: those of format btt, by nvdimm or
-/// virtio-pmem.
+/// Applies only to volumes that the guest translates itself: format btt by nvdimm or virtio-pmem.
 pub fn judge(kernel: &GuestKernel, interface: Chosen, max_vcpus: u8) -> Verdict {
     if interface == Chosen::VirtioPmem && max_vcpus > 1 {
         return Verdict::Unsafe(format!(
@@ -297,7 +294,7 @@ mod tests {
         assert_eq!(debian("6.12.117+deb12-cloud-amd64", "6.12.117-1~deb12u1", "full"), "safe");
         assert_eq!(debian("6.12.57+deb13-amd64", "6.12.57-1", "full"), "unsafe");
         assert_eq!(debian("6.12.57+deb13-amd64", "6.12.57-1", "voluntary"), "safe");
-        // The build is believed before the name, a build that is none is not.
+        // The build takes precedence over the name. An invalid build is ignored.
         assert_eq!(debian("6.12.57+deb13-amd64", "bookworm", "full"), "unsafe");
     }
 
@@ -317,7 +314,7 @@ mod tests {
             assert_eq!(label(release, "voluntary"), "safe", "{release}");
             assert_eq!(label(release, "dynamic"), "unknown", "{release}");
         }
-        // A kernel of one's own, and the first of a series.
+        // A self-built kernel, and the first version of a series.
         assert_eq!(label("6.8.0-rc1", "full"), "unsafe");
         assert_eq!(label("6.8.0", "full"), "unsafe");
         assert_eq!(label("6.8.12-200.fc39.x86_64", "full"), "unsafe");

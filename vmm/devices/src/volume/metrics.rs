@@ -90,7 +90,7 @@ impl VolumeMetrics {
         }
     }
 
-    /// Returns whether `is_lost` applies to the loss of the BTT. `None` if the VMM does not
+    /// Returns true if `is_lost` holds for the loss of the BTT. `None` if the VMM does not
     /// translate.
     fn btt_loss(&self, is_lost: impl Fn(&BttLoss) -> bool) -> Option<bool> {
         match &self.counters {

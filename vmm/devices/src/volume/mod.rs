@@ -1,5 +1,4 @@
-//! Volumes of PM pools as a VM sees them: which interface is safe, how their chunks are mapped, and
-//! what makes them durable.
+//! Volumes of PM pools in a VM: choice of safe interfaces, mapping of chunks, and durability.
 
 pub mod build;
 pub mod config;

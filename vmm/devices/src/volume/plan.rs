@@ -104,7 +104,7 @@ pub enum PlanError {
 }
 
 impl PlanError {
-    /// The volume that is refused. `None`: the zones are.
+    /// The refused volume. `None` if the zones are refused.
     pub fn volume(&self) -> Option<&str> {
         match self {
             Self::NoVolume { name }
@@ -128,8 +128,8 @@ impl PlanError {
     }
 }
 
-/// Decides the step of each of `volumes`, in their order. All are of the pool that `pool` and
-/// `stored` describe. `memory_bytes` is the sum of the sizes of the VM's zones on that pool.
+/// Decides the step of each of `volumes`, in their order. `pool` and `stored` describe the pool of
+/// all of them. `memory_bytes` is the sum of the sizes of the VM's zones on that pool.
 pub fn plan(
     volumes: &[&PmVolumeConfig],
     stored: &[VolumeInfo],

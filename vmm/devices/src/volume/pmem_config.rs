@@ -25,22 +25,20 @@ impl PmemConfig {
         format!("{} file={}", Self::FLAG, self.file.display())
     }
 
-    /// A size that fits whole huge pages, and a name that can be told from others.
+    /// Checks that the size consists of whole huge pages, and that the id is valid.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         self.size.map_or(Ok(()), |bytes| size::check(flag, "size", bytes))?;
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))
     }
 
-    /// What the `nth` device is called: by its own name, or by Cloud Hypervisor's for those
-    /// without.
+    /// Name of the `nth` device: its own, or otherwise Cloud Hypervisor's.
     pub fn name(&self, nth: usize) -> String {
         self.id.clone().unwrap_or_else(|| format!("_pmem{nth}"))
     }
 }
 
-/// Checks devices against each other: one name each, and no file of which one of them sees what
-/// another writes.
+/// Checks each device, and that their names are unique.
 pub fn validate_all(devices: &[PmemConfig]) -> Result<(), ConfigError> {
     let conflict = |reason| Err(ConfigError::Conflict { flag: PmemConfig::FLAG, reason });
     for (nth, device) in devices.iter().enumerate() {
@@ -81,7 +79,7 @@ mod tests {
         assert_eq!((least.size, least.discard_writes), (None, false));
         assert!(least.validate().is_ok());
         assert_eq!(least.name(3), "_pmem3");
-        // The API's words are Cloud Hypervisor's.
+        // Keys of the API are Cloud Hypervisor's.
         let json = serde_json::json!({"file": "/img", "size": 1 << 30, "discard_writes": true, "id": "root"});
         assert_eq!(serde_json::to_value(&pmem).unwrap(), json);
         assert_eq!(serde_json::from_str::<PmemConfig>(r#"{"file": "/img"}"#).unwrap(), least);
