@@ -1,4 +1,4 @@
-//! The health of NVDIMMs: a page of registers, one for each, that the `_DSM` of its device reads
+//! Health of NVDIMMs: a page with a register for each, which the `_DSM` of its device reads
 //! (acpi/nfit.rs).
 
 use std::fmt;
@@ -6,18 +6,18 @@ use std::fmt;
 use crate::bus::BusDevice;
 use crate::memory::layout::NVDIMM_HEALTH_REGISTER_LEN;
 
-/// Whether the guest can rely on an NVDIMM.
+/// Reliability of an NVDIMM for the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// What it flushes is durable.
+    /// Flushes are durable.
     Ok,
-    /// It is not: a flush, or another write to the pool, has failed.
+    /// A flush, or another write to the pool, has failed.
     NotDurable,
 }
 
 impl Health {
-    /// Get Health Information's bits ("_DSM for Virtual NVDIMMs", function 1). ndctl calls either
-    /// of the first two "critical".
+    /// Bits of Get Health Information ("_DSM for Virtual NVDIMMs", function 1). ndctl shows each of
+    /// the first two as "critical".
     fn register(self) -> u32 {
         match self {
             Self::Ok => 0,
@@ -26,14 +26,14 @@ impl Health {
     }
 }
 
-/// Tells the health of one NVDIMM, now.
+/// Returns the current health of one NVDIMM.
 pub type Source = Box<dyn Fn() -> Health + Send + Sync>;
 
-/// The registers, in the order of the NVDIMMs.
+/// Registers in the order of the NVDIMMs.
 pub struct HealthRegisters(Vec<Source>);
 
 impl HealthRegisters {
-    /// Registers that ask `sources` when they are read.
+    /// Registers that call `sources` when they are read.
     pub fn new(sources: Vec<Source>) -> Self {
         Self(sources)
     }
@@ -53,7 +53,7 @@ impl BusDevice for HealthRegisters {
             (Ok(register), Some(source)) if is_register => {
                 *register = source().register().to_le_bytes()
             }
-            // No whole register: nobody reads that.
+            // Not a whole register, which drivers do not read.
             _ => data.fill(0),
         }
     }
@@ -87,7 +87,7 @@ mod tests {
         assert_eq!([read(0), read(4)], [0, 0]);
         failed[1].store(true, Ordering::Relaxed);
         assert_eq!([read(0), read(4)], [0, 1]);
-        // Behind the last one, between two, and all that a guest may think of.
+        // Behind the last register, between two, and at arbitrary offsets.
         for offset in [8, 2, 5, 0xffc, u64::MAX] {
             assert_eq!(read(offset), 0, "{offset:#x}");
         }

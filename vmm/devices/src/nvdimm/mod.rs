@@ -2,9 +2,9 @@
 //! translate.
 //!
 //! The guest flushes by a store to a flush hint address (5.2.26.9). The page behind it has no
-//! memory, so the store is an exit of the vCPU: the backing is durable before the guest's next
-//! instruction. Where a fence is enough, because the backing is volatile or mapped with MAP_SYNC,
-//! no hint is declared and there is no exit at all.
+//! memory, so the store causes an exit of the vCPU. The backing is durable before the guest's next
+//! instruction. If a fence is enough, because the backing is volatile or mapped with MAP_SYNC, no
+//! hint is declared, and there are no exits.
 
 pub mod health;
 
@@ -46,35 +46,35 @@ impl Nvdimm {
     }
 }
 
-/// What a flush hint counts.
+/// Counters of a flush hint.
 #[derive(Debug, Default)]
 pub struct FlushHintMetrics {
     /// Flushes that made the backing durable.
     pub flushes: AtomicU64,
-    /// Flushes that did not: the VM was paused.
+    /// Failed flushes, after which the VM was paused.
     pub flush_failures: AtomicU64,
-    /// How long they took, good or bad.
+    /// Durations of all flushes.
     pub persists: LatencyHistogram,
 }
 
-/// Called with the reason when a flush fails; must see to it that the guest does not run on.
+/// Called with the reason when a flush fails. It must prevent the guest from running on.
 pub type OnFailure = Box<dyn Fn(String) + Send + Sync>;
 
-/// The flush hint page of one NVDIMM.
+/// Flush hint page of one NVDIMM.
 pub struct FlushHint {
     name: String,
     backing: Arc<dyn Persist>,
     on_failure: OnFailure,
-    /// One flush at a time: two would only slow each other down, and the second finds less to do.
+    /// Serializes flushes, because two would slow each other down, and the second has less to do.
     flushing: Mutex<()>,
     metrics: Arc<FlushHintMetrics>,
 }
 
 impl FlushHint {
-    /// The hint page of the NVDIMM called `name`.
+    /// Hint page of the NVDIMM `name`.
     ///
-    /// A store cannot report an error. So a flush that fails calls `on_failure` before the vCPU
-    /// goes on; it is never swallowed.
+    /// A store cannot report an error. A failed flush therefore always calls `on_failure` before
+    /// the vCPU continues.
     pub fn new(name: String, backing: Arc<dyn Persist>, on_failure: OnFailure) -> Self {
         Self { name, backing, on_failure, flushing: Mutex::new(()), metrics: Arc::default() }
     }
@@ -85,12 +85,12 @@ impl FlushHint {
 }
 
 impl BusDevice for FlushHint {
-    /// Nobody reads a flush hint; it reads as zero.
+    /// A flush hint reads as zero. Drivers do not read it.
     fn read(&self, _offset: u64, data: &mut [u8]) {
         data.fill(0);
     }
 
-    /// Any store flushes, whatever its value and place in the page (5.2.26.9 asks for any).
+    /// A store of any value anywhere in the page is a flush, as 5.2.26.9 requires.
     fn write(&self, _offset: u64, _data: &[u8]) {
         let _one = self.flushing.lock();
         let begin = Instant::now();

@@ -1,19 +1,19 @@
-//! A volume's flushes, and what became of them: whoever asks later is told why one has failed.
+//! Flushes of a volume, with a record of the first failure.
 
 use std::sync::{Arc, OnceLock};
 
 use super::{Persist, PersistError};
 
-/// Why the first flush that has failed did.
+/// Reason of the first failed flush.
 ///
-/// After that nothing is durable any more until the pool is opened again
-/// (docs/design/durability.md), so the first reason is the one that counts, and it stays. Whoever
-/// has it does not keep the volume open.
+/// After it, the volume is not durable until the pool is opened again (docs/design/durability.md).
+/// The first reason is therefore the relevant one and is kept. Holding it does not keep the volume
+/// open.
 #[derive(Clone, Debug, Default)]
 pub struct FirstFailure(Arc<OnceLock<String>>);
 
 impl FirstFailure {
-    /// Keeps the reason, unless there is one already.
+    /// Records the reason, unless there is one already.
     pub fn record(&self, reason: &dyn std::fmt::Display) {
         self.0.get_or_init(|| reason.to_string());
     }
@@ -24,19 +24,19 @@ impl FirstFailure {
     }
 }
 
-/// Something whose content can be made durable, and the first time that this has failed.
+/// Content that can be made durable, with the first failure.
 pub struct Watched {
     backing: Arc<dyn Persist>,
     failure: FirstFailure,
 }
 
 impl Watched {
-    /// Watches `backing`, of which nothing has failed yet.
+    /// Watches `backing`, without failures yet.
     pub fn new(backing: Arc<dyn Persist>) -> Arc<Self> {
         Arc::new(Self { backing, failure: FirstFailure::default() })
     }
 
-    /// What has failed, now and whenever it is asked.
+    /// Shared record of the first failure.
     pub fn failure(&self) -> FirstFailure {
         self.failure.clone()
     }
@@ -46,7 +46,7 @@ impl Persist for Watched {
     fn persist(&self) -> Result<(), PersistError> {
         let result = self.backing.persist();
         match &result {
-            // What a guest is not to write is not lost.
+            // A read-only volume has nothing to lose.
             Ok(()) | Err(PersistError::ReadOnlyVolume) => {}
             Err(err) => self.failure.record(err),
         }
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
     use crate::persist::ReadOnly;
 
-    /// Gives each of its results once.
+    /// Returns each of its results once.
     struct Script(Mutex<Vec<Result<(), PersistError>>>);
 
     impl Persist for Script {

@@ -1,4 +1,4 @@
-//! A volume of a PM pool: sectors of the VMM's own BTT engine, at the speed of memory.
+//! Volume of a PM pool as a disk: sectors of the VMM's own BTT engine, at the speed of memory.
 
 use std::io;
 use std::ops::Range;
@@ -17,7 +17,7 @@ fn sector_of(engine: &Engine<Volume>, offset_bytes: u64) -> u64 {
     offset_bytes / u64::from(engine.sector_bytes())
 }
 
-/// Ranges are whole blocks, which are sectors here.
+/// Ranges consist of whole blocks, which are sectors here.
 fn sectors_of(engine: &Engine<Volume>, range: DiskRange) -> Range<u64> {
     let end_bytes = range.offset_bytes() + range.len_bytes();
     sector_of(engine, range.offset_bytes())..sector_of(engine, end_bytes)
@@ -31,7 +31,7 @@ fn io_error(err: EngineError) -> io::Error {
     }
 }
 
-/// Refusal to resize a volume that a VM has.
+/// Refusal to resize a volume that a VM uses.
 pub(super) fn resized_elsewhere() -> ResizeError {
     ResizeError::NotHere("a volume is resized by pmvol, while no VM has its pool".to_owned())
 }
@@ -73,7 +73,7 @@ impl BlockDevice for Engine<Volume> {
         Engine::discard(self, sectors_of(self, range)).map_err(io_error)
     }
 
-    /// Either way, the sectors keep their blocks.
+    /// In both cases, the sectors keep their blocks.
     fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
         BlockDevice::discard(self, range)
     }

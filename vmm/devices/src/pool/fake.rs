@@ -1,5 +1,4 @@
-//! A pool in a temporary file, for tests of those who use one: it checks that they keep to the
-//! contract.
+//! Pool in a temporary file, for tests of pool users. It checks that they follow the contract.
 
 use std::fs::File;
 use std::io;
@@ -20,7 +19,7 @@ use super::{
 #[derive(Debug)]
 pub struct FakePool {
     file: File,
-    /// By chunk: whether it is memory.
+    /// True for chunks that are memory.
     used: Mutex<Vec<bool>>,
     erased_bytes: AtomicU64,
     /// Makes [`PmPool::free_memory`] fail.
@@ -35,12 +34,12 @@ impl FakePool {
         Self { file, used, erased_bytes: AtomicU64::new(0), fail_free: AtomicBool::new(false) }
     }
 
-    /// What the file takes of its file system.
+    /// Bytes that the file uses in its file system.
     pub fn blocks(&self) -> u64 {
         self.file.metadata().unwrap().blocks() * 512
     }
 
-    /// Bytes of free chunks that are not zero: what a guest would see of another one.
+    /// Bytes of free chunks that are not zero, and that another guest would see.
     pub fn dirty_free_bytes(&self) -> usize {
         let mut chunk = vec![0; CHUNK_BYTES as usize];
         let used = self.used.lock();
@@ -102,7 +101,7 @@ impl PmPool for FakePool {
                 ((extent.start / CHUNK_BYTES) as usize, (len / CHUNK_BYTES) as usize);
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             let (offset, size) = (extent.start as libc::off_t, len as libc::off_t);
-            // SAFETY: a call on a file of our own.
+            // SAFETY: a call on the pool's own file.
             assert_eq!(unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, size) }, 0);
             self.erased_bytes.fetch_add(len, Ordering::Relaxed);
             let mut used = self.used.lock();

@@ -1,4 +1,4 @@
-//! A pool that this process has opened itself.
+//! Pool that this process has opened itself.
 
 use std::fmt;
 use std::num::NonZeroU64;
@@ -23,17 +23,18 @@ use super::{
 use crate::persist::{Persist, PersistError};
 use crate::pool::btt_loss::BttLoss;
 
-/// A pool of the crate `pmem-volume`, and the thread that erases what is given back to it.
+/// Pool of the crate `pmem-volume`, and the thread that erases returned memory.
 pub struct LocalPool {
-    // Ends, and on tmpfs gives the host its memory back, before the pool is closed.
+    // First field, because it must end, and on tmpfs return memory to the host, before the pool is
+    // closed.
     scrubber: Scrubber,
     pool: Arc<Pool>,
 }
 
 impl LocalPool {
-    /// Opens the pool at `path` for writing: chunks that an earlier life of a VM left lent wait to
-    /// be erased, which takes at most `scrub_bytes_per_s` of the media's bandwidth, where it
-    /// takes any. `None`: as fast as it goes.
+    /// Opens the pool at `path` for writing. Chunks that an earlier VM left lent are queued for
+    /// erasure. This uses at most `scrub_bytes_per_s` of the media's bandwidth, unless it only
+    /// punches holes. `None`: no limit.
     pub fn open(
         path: &Path,
         scrub_bytes_per_s: Option<NonZeroU64>,
@@ -119,7 +120,7 @@ impl PmPool for LocalPool {
     }
 
     fn has_failed(&self) -> bool {
-        // It was opened for writing.
+        // The pool was opened for writing.
         !self.pool.is_writable()
     }
 
@@ -141,10 +142,11 @@ impl PoolVolume for Volume {
         Volume::extents(self).iter().map(|extent| extent.run.byte_range()).collect()
     }
 
-    /// Words of the map that the engine has stored need not be durable: it redoes them from the
-    /// log, or persists them before the log forgets them (`pmem_volume::btt`). A guest's driver
-    /// knows nothing of them, and goes on with the log: after a power cut a sector would have a
-    /// block that is another's, too. So recovery, which persists the map, comes first.
+    /// Completes the recovery of the BTT. Words of the map that the engine has stored need not be
+    /// durable. The engine redoes them from the log, or persists them before the log forgets them
+    /// (`pmem_volume::btt`). A guest's driver does not handle them, and continues with the log.
+    /// After a power cut, two sectors would then share a block. Recovery, which persists the map,
+    /// therefore comes first.
     fn settle(&self) -> Result<(), EngineError> {
         let name = &self.info().name;
         // If the guest has replaced the BTT, the engine would use the backup of the old info block
@@ -169,8 +171,7 @@ impl PoolVolume for Volume {
                 err @ (EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. }),
             ) => Err(err),
             Err(err) => {
-                // What the guest makes of it is the guest's business: it may want to write another
-                // BTT.
+                // The guest may want to write another BTT.
                 let error = foreshore_types::chain(&err);
                 warn!(
                     volume = name,
@@ -196,12 +197,13 @@ impl PoolVolume for Volume {
     }
 }
 
-/// Returns why the BTT engine must not serve a volume. `None` if it can, or if reading the media
-/// fails. A guest can cause each of these reasons, so none may prevent the start of the VMM.
+/// Returns the reason why the BTT engine must not serve a volume. `None` if it can, or if reading
+/// the media fails. A guest can cause each of these reasons, so none may prevent the start of the
+/// VMM.
 fn btt_loss(volume: &Volume) -> Option<BttLoss> {
     match Engine::check_servable(&volume) {
         Err(err) if is_of_media(&err) => None,
-        // With a first info block, the BTT is still there.
+        // With a first info block, the BTT still exists.
         Err(err @ EngineError::Ambiguous { .. }) if !is_replaced(volume) => {
             let remedy = "`pmvol btt export` copies the readable sectors";
             Some(BttLoss::Damaged { reason: format!("{err}; {remedy}") })
@@ -256,8 +258,8 @@ fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
 
 impl Persist for Volume {
     fn persist(&self) -> Result<(), PersistError> {
-        // After a failure the kernel may call the next write-back a success: nothing is durable any
-        // more.
+        // After a failure, the kernel may report the next write-back as a success, although the
+        // content is not durable.
         if !self.pool().is_writable() {
             return Err(PersistError::ReadOnly);
         }
@@ -266,10 +268,10 @@ impl Persist for Volume {
     }
 }
 
-/// Chunks by their numbers.
+/// Chunk numbers of an extent.
 ///
 /// # Panics
-/// If the extent is not of a pool: whoever has one got it from here.
+/// If the extent is not from a pool. All callers pass extents that they received here.
 fn run(extent: &Range<u64>) -> Run {
     let chunk = |at: u64| {
         assert!(at.is_multiple_of(CHUNK_BYTES), "{extent:?}");
@@ -294,7 +296,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A pool of 64 MiB, 16 MiB of them for volumes, on tmpfs where there is one.
+    /// Pool of 64 MiB, 16 MiB of them for volumes, on tmpfs if there is one.
     fn pool() -> (Arc<LocalPool>, PathBuf, TempDir) {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let path = folder.path().join("pool");
@@ -326,7 +328,7 @@ mod tests {
         assert!(extents.iter().all(|extent| extent.start.is_multiple_of(len(extent))));
         assert_eq!(pool.info().memory_bytes, 16 * MIB);
         assert_eq!(states(&pool.info()), before.total_bytes);
-        // Three chunks of one extent: no power of two.
+        // Three chunks of one extent: not a power of two.
         assert!(len(&extents[0]) >= 8 * MIB, "{extents:?}");
         let start = extents[0].start + 2 * MIB;
         let part = start..start + 6 * MIB;
@@ -368,8 +370,8 @@ mod tests {
         assert_eq!(volumes(), [raw]);
     }
 
-    /// The offset of the only word in a run of its own that differs, and its two values: the data
-    /// of a sector makes a run of many, its entry in the log one of two.
+    /// Offset of the only changed word without changed neighbors, and its two values. The data of a
+    /// sector changes a long run of words, and its log entry changes two.
     fn lone_word(before: &[u8], after: &[u8]) -> (u64, [u8; 8], [u8; 8]) {
         let pairs = before.as_chunks::<8>().0.iter().zip(after.as_chunks::<8>().0);
         let words: Vec<_> = pairs.enumerate().filter(|(_, (old, new))| old != new).collect();
@@ -395,7 +397,7 @@ mod tests {
             word
         };
         assert_eq!(word(), new);
-        // As a power cut may leave it: the log has the write, the map does not.
+        // State after a power cut: the log has the write, but the map does not.
         file.write_all_at(&old, at).unwrap();
         let volume = pool.open_volume("data").unwrap();
         assert_eq!(word(), old, "to open a volume is not enough");
@@ -413,7 +415,7 @@ mod tests {
             bytes.chunks(4096).position(|page| page.starts_with(signature)).expect("an info block")
                 * 4096;
         let file = OpenOptions::new().write(true).open(&path).unwrap();
-        // As `ndctl create-namespace -m fsdax` does in the guest, which then uses all of the
+        // As after `ndctl create-namespace -m fsdax` in the guest, which then uses all of the
         // volume.
         file.write_all_at(b"NVDIMM_PFN_INFO\0", at as u64).unwrap();
         let map_at = at as u64 + 16 * MIB;
@@ -496,7 +498,7 @@ mod tests {
         assert!(reason.contains("arena 1") && reason.contains("pmvol btt export"), "{reason}");
         assert_eq!(device.write(0, &[1; 4096]).unwrap_err().to_string(), reason);
         drop(device);
-        // As after `mkfs` on all of the volume: the first arena is known by its copy only.
+        // As after `mkfs` on all of the volume: only the copy of the first info block is left.
         file.write_all_at(&[0x55; 4096], first).unwrap();
         let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
         assert!(matches!(disk.btt_loss, Some(BttLoss::Replaced { .. })));
@@ -522,12 +524,12 @@ mod tests {
         create_data(&pool);
         let [first, second] = info_blocks(&path)[..] else { panic!("one arena") };
         let file = OpenOptions::new().write(true).open(&path).unwrap();
-        // The first is torn: the BTT is damaged, and its copy is used.
+        // The first info block is torn: the BTT is damaged, and the copy is used.
         file.write_all_at(&[0xff; 8], first + 4088).unwrap();
         let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
         assert_eq!(disk.btt_loss, None);
         drop(disk);
-        // Neither is whole, with and without signatures.
+        // Neither info block is whole, with and without signatures.
         for (offset, bytes) in [(4088, &[0xff; 4096][..8]), (0, &[0x55; 4096][..])] {
             for at in [first, second] {
                 file.write_all_at(bytes, at + offset).unwrap();
@@ -541,7 +543,7 @@ mod tests {
         let (pool, path, _folder) = pool();
         let err = LocalPool::open(&path, None).err().unwrap().to_string();
         assert!(err.contains("in use"), "{err}");
-        // No thread of the scrubber has it.
+        // No thread of the scrubber holds the pool.
         drop(pool);
         LocalPool::open(&path, None).unwrap();
     }

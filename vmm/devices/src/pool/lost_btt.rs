@@ -1,11 +1,11 @@
-//! A volume whose BTT cannot be served, shown as a disk.
+//! Volume with a BTT that cannot be served, shown as a disk.
 //!
-//! A guest that translates by itself can write anything to its volume, for example a file system
-//! without a BTT. If the volume is then shown by virtio-blk, the old BTT's copy of its info block
-//! may still be whole. The engine must not use it, because recovery and writes would go to the
-//! places of the old map and blocks, which hold the guest's new content. The disk shows the bytes
-//! of the volume, as the guest left them. It takes no writes, because the BTT may have been lost by
-//! accident: then `pmvol btt repair` restores it.
+//! A guest that translates sectors itself can write anything to its volume, for example a file
+//! system without a BTT. If the volume is then shown by virtio-blk, the old BTT's copy of its info
+//! block may still be whole. The engine must not use it, because recovery and writes would
+//! overwrite the guest's new content at the places of the old map and blocks. The disk shows the
+//! bytes of the volume, as the guest left them. It refuses writes, because the BTT may have been
+//! lost by accident, and `pmvol btt repair` then restores it.
 //!
 //! The bytes are also shown if the end of a damaged arena is unknown, and with it the numbers of
 //! the sectors behind it.

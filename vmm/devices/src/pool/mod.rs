@@ -23,18 +23,18 @@ use crate::disk::BlockDevice;
 use crate::persist::Persist;
 use crate::pool::btt_loss::BttLoss;
 
-/// A volume that is open; nobody else has it until it is dropped.
+/// Open volume, which has no other users until it is dropped.
 pub trait PoolVolume: Persist {
     fn size_bytes(&self) -> u64;
 
     /// Extents of the volume in the pool's file ([`PmPool`]), in logical order and without gaps.
     fn extents(&self) -> Vec<Range<u64>>;
 
-    /// Does durably what an earlier user of its BTT may have left to recovery. To be called before
-    /// a guest is given the media itself.
+    /// Makes durable what an earlier user of the BTT may have left to recovery. Call it before the
+    /// guest gets access to the media.
     fn settle(&self) -> Result<(), EngineError>;
 
-    /// Serves it to a guest that is not given the media itself.
+    /// Serves the volume to a guest without access to the media.
     fn into_disk(self: Box<Self>) -> Result<VolumeDisk, EngineError>;
 }
 
@@ -54,17 +54,17 @@ pub trait PmPool: Debug + Send + Sync {
     /// File that contains the extents.
     fn file(&self) -> BorrowedFd<'_>;
 
-    /// Takes `len` bytes, a power-of-two number of chunks, to be memory: in the fewest extents that
-    /// the pool has, largest first, each a power of two of chunks and aligned to its own length
-    /// in the file. They read as zeros, and have blocks of the file system behind them where
-    /// that can run full: a store cannot fail for want of room.
+    /// Allocates `len` bytes, a power-of-two number of chunks, as memory. Uses as few extents as
+    /// possible, largest first. Each is a power of two of chunks and aligned to its own length in
+    /// the file. The extents read as zeros. On file systems that can run full, they have blocks, so
+    /// that a store cannot fail for lack of space.
     fn alloc_memory(&self, len: u64) -> Result<Vec<Range<u64>>, PoolError>;
 
-    /// Takes memory back, which waits to be erased from then on, and is free after that; who needs
-    /// it earlier does not see the difference. Extents may be any whole chunks of what
-    /// [`PmPool::alloc_memory`] gave. The caller has unmapped them everywhere. On an error
-    /// nothing is taken back. The caller may try again, in vain where one failed write ends all
-    /// (as in a [`LocalPool`]): what is not taken back is erased when the pool is opened again.
+    /// Takes memory back and queues it for erasure. The erasure is invisible to later users.
+    /// Extents may be any whole chunks of a result of [`PmPool::alloc_memory`], and must be
+    /// unmapped everywhere. On an error, no memory is taken back, and the caller may try again. A
+    /// [`LocalPool`] refuses this after a failed write, and erases the memory when it is opened
+    /// again.
     fn free_memory(&self, extents: &[Range<u64>]) -> Result<(), PoolError>;
 
     /// All volumes of the pool, by name.
@@ -78,7 +78,7 @@ pub trait PmPool: Debug + Send + Sync {
         format: VolumeFormat,
     ) -> Result<(), PoolError>;
 
-    /// Gives a volume that is not open a larger size.
+    /// Grows a volume that is not open.
     fn grow_volume(&self, name: &str, size_bytes: u64) -> Result<(), PoolError>;
 
     /// Deletes a volume that is not open.
@@ -86,8 +86,8 @@ pub trait PmPool: Debug + Send + Sync {
 
     fn open_volume(&self, name: &str) -> Result<Box<dyn PoolVolume>, PoolError>;
 
-    /// Bounds, in bytes per second, what erasing in the background takes of the media's bandwidth.
-    /// `None`: no bound. Holes, on tmpfs and in thin pools, are never bounded.
+    /// Limits the media's bandwidth for background erasing, in bytes per second. `None`: no limit.
+    /// Holes, on tmpfs and in thin pools, are never limited.
     fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>);
 
     /// Bytes by state.
@@ -96,9 +96,10 @@ pub trait PmPool: Debug + Send + Sync {
     /// Bytes erased since the pool was opened.
     fn scrubbed_bytes(&self) -> u64;
 
-    /// Whether a write has failed, after which it takes no more. Asks nobody who may be at work.
+    /// Returns true after a failed write, which makes the pool read-only. Does not block on
+    /// operations in progress.
     fn has_failed(&self) -> bool;
 
-    /// What a completed flush survives.
+    /// Durability of a completed flush.
     fn durability(&self) -> Durability;
 }
