@@ -1,4 +1,4 @@
-//! Interrupts as KVM's in-kernel controllers take them.
+//! Interrupts through KVM's in-kernel controllers.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -37,16 +37,15 @@ impl MsiController for VmFd {
     fn signal_msi(&self, message: MsiMessage) -> io::Result<()> {
         let (address_lo, address_hi) = halves(message.address);
         let msi = kvm_msi { address_lo, address_hi, data: message.data, ..Default::default() };
-        // 0 means that the guest blocks it, which is its own affair.
+        // 0 means that the guest blocks the interrupt, which is not an error.
         VmFd::signal_msi(self, msi)?;
         Ok(())
     }
 }
 
-/// Each pin of the I/O APIC by its number. KVM would have the first 16 reach the 8259s it emulates
-/// as well, which no guest is told of (MADT without PCAT_COMPAT) and so none masks: whatever comes
-/// before the guest has masked LINT0, by which they interrupt, is a vector that belongs to an
-/// exception.
+/// Routes of all pins of the I/O APIC. KVM's own routes also connect the first 16 to its emulated
+/// 8259s. Guests do not mask these, because no table describes them (MADT without PCAT_COMPAT).
+/// Until a guest has masked LINT0, they would raise vectors that belong to exceptions.
 fn fixed_routes() -> Vec<kvm_irq_routing_entry> {
     (0..FIRST_MSI_GSI).map(|gsi| chip_route(gsi, KVM_IRQCHIP_IOAPIC, gsi)).collect()
 }

@@ -12,10 +12,9 @@ use super::MsiController;
 use crate::memory::layout::FIRST_MSI_GSI;
 use crate::pci::msix::MsiMessage;
 
-/// KVM takes so many routes (KVM_MAX_IRQ_ROUTES); each GSI of ours needs one.
+/// Upper limit of KVM's routes (KVM_MAX_IRQ_ROUTES). Each GSI needs one.
 const GSI_END: u32 = 4096;
 
-/// Why a message cannot have an irqfd.
 #[derive(Debug, Error)]
 pub enum RouteError {
     #[error("All interrupt routes are taken: KVM has {GSI_END}")]
@@ -23,18 +22,15 @@ pub enum RouteError {
     #[error("Cannot make the eventfd of GSI {gsi}")]
     EventFd {
         gsi: u32,
-        /// What the operating system says.
         #[source]
         source: io::Error,
     },
-    /// KVM does not take the table of routes.
     #[error("KVM refuses the route of GSI {gsi}")]
     Route {
         gsi: u32,
         #[source]
         source: io::Error,
     },
-    /// KVM does not take the irqfd.
     #[error("KVM refuses the irqfd of GSI {gsi}")]
     Irqfd {
         gsi: u32,
@@ -44,15 +40,15 @@ pub enum RouteError {
 }
 
 struct Routes {
-    /// The message of each GSI that has one.
+    /// Messages by GSI.
     messages: BTreeMap<u32, MsiMessage>,
-    /// GSIs that were given back.
+    /// GSIs that were freed.
     free: Vec<u32>,
-    /// From here on, no GSI was ever given out.
+    /// First GSI that was never allocated.
     next: u32,
 }
 
-/// Owns the VM's table of MSI routes.
+/// Owner of the VM's table of MSI routes.
 pub struct MsiRouter {
     controller: Arc<dyn MsiController>,
     routes: Mutex<Routes>,
@@ -70,12 +66,12 @@ impl MsiRouter {
         self.controller.signal_msi(message)
     }
 
-    /// An irqfd that delivers `message`.
+    /// Creates an irqfd that delivers `message`.
     pub fn connect(self: &Arc<Self>, message: MsiMessage) -> Result<MsiLine, RouteError> {
         self.connect_irqfd(|| EventFd::new(EFD_NONBLOCK), message)
     }
 
-    /// The same with an event that somebody else raises as well: a copy of it.
+    /// As [`Self::connect`], with a copy of an event that another component raises as well.
     pub fn connect_event(
         self: &Arc<Self>,
         event: &EventFd,
@@ -97,7 +93,7 @@ impl MsiRouter {
     ) -> Result<MsiLine, RouteError> {
         let mut line = MsiLine::allocate(self, irqfd)?;
         let gsi = line.gsi;
-        // The route first: an irqfd looks its route up when it is registered.
+        // The route comes first, because the registration of an irqfd looks it up.
         self.route(gsi, message)?;
         line.message = message;
         self.controller
@@ -111,7 +107,7 @@ impl MsiRouter {
         let mut routes = self.routes.lock();
         let before = routes.messages.insert(gsi, message);
         self.controller.set_msi_routes(&routes.messages).map_err(|source| {
-            // KVM keeps its old table: so do we.
+            // KVM keeps its old table, so the entry is restored.
             match before {
                 Some(before) => routes.messages.insert(gsi, before),
                 None => routes.messages.remove(&gsi),
@@ -121,7 +117,7 @@ impl MsiRouter {
     }
 }
 
-/// A GSI with its irqfd, given back when dropped.
+/// GSI with its irqfd. Both are freed on drop.
 pub struct MsiLine {
     router: Arc<MsiRouter>,
     gsi: u32,
@@ -153,15 +149,15 @@ impl MsiLine {
         Ok(Self { router: Arc::clone(router), gsi, irqfd, message, registered: false })
     }
 
-    /// Raises the interrupt. If the guest has changed the message since the last time, the route
-    /// follows: a change alone costs nothing, and guests change messages far more often than
+    /// Raises the interrupt. If the guest has changed the message since the last call, the route is
+    /// updated first. A change alone is free, because guests change messages far more often than
     /// they use them.
     pub fn signal(&mut self, message: MsiMessage) -> Result<(), RouteError> {
         self.follow(message)?;
         self.irqfd.write(1).map_err(|source| RouteError::EventFd { gsi: self.gsi, source })
     }
 
-    /// Delivers this message from now on, for whoever else raises the event.
+    /// Delivers this message from now on, also when another component raises the event.
     pub fn follow(&mut self, message: MsiMessage) -> Result<(), RouteError> {
         if message != self.message {
             self.router.route(self.gsi, message)?;
@@ -174,10 +170,10 @@ impl MsiLine {
 impl Drop for MsiLine {
     fn drop(&mut self) {
         if self.registered {
-            // It fails only when the VM itself is gone.
+            // It fails only if the VM itself is gone.
             let _ = self.router.controller.unregister_irqfd(&self.irqfd, self.gsi);
         }
-        // Without an irqfd the route is dead; the next table will not have it.
+        // Without an irqfd, the route is unused, and the next table omits it.
         let mut routes = self.router.routes.lock();
         routes.messages.remove(&self.gsi);
         routes.free.push(self.gsi);
@@ -246,7 +242,7 @@ mod tests {
         assert!(line.signal(message(3)).is_err());
         controller.refuse(false);
         controller.take_calls();
-        // Still routed as before, so going back needs no new table.
+        // The old route is still in use, so the old message needs no new table.
         line.signal(message(2)).unwrap();
         assert_eq!(controller.take_calls(), []);
         assert_eq!(controller.count_of(24), 1);

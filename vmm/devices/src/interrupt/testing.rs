@@ -1,4 +1,4 @@
-//! An interrupt controller that records what it is told.
+//! Interrupt controller that records calls.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -10,15 +10,15 @@ use vmm_sys_util::eventfd::EventFd;
 use super::MsiController;
 use crate::pci::msix::MsiMessage;
 
-/// What was asked of the controller.
+/// Recorded call.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Call {
     Routes(Vec<(u32, MsiMessage)>),
-    /// An irqfd for this GSI.
+    /// Registration of an irqfd for this GSI.
     Register(u32),
-    /// No longer.
+    /// Its removal.
     Unregister(u32),
-    /// The line of this GSI is high, or low.
+    /// New level of this GSI's line: true for high.
     Line(u32, bool),
     Signal(MsiMessage),
 }
@@ -34,17 +34,17 @@ struct State {
 pub struct FakeController(Mutex<State>);
 
 impl FakeController {
-    /// One without irqfds.
+    /// Controller without irqfds.
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// What was asked since the last time.
+    /// Takes the calls since the last time.
     pub fn take_calls(&self) -> Vec<Call> {
         std::mem::take(&mut self.0.lock().calls)
     }
 
-    /// How often the irqfd of `gsi` was raised since the last time.
+    /// Number of times that the irqfd of `gsi` was raised since the last call.
     pub fn count_of(&self, gsi: u32) -> u64 {
         self.0.lock().irqfds.get(&gsi).map_or(0, |irqfd| irqfd.read().unwrap_or(0))
     }
@@ -54,7 +54,7 @@ impl FakeController {
         self.0.lock().irqfds.len()
     }
 
-    /// Whether everything shall fail.
+    /// Makes all later calls fail, or succeed again.
     pub fn refuse(&self, refuse: bool) {
         self.0.lock().refuse = refuse;
     }

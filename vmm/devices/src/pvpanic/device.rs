@@ -1,4 +1,4 @@
-//! The PCI function.
+//! PCI function of pvpanic.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use super::PvPanicMetrics;
 use crate::pci::{BarRange, ConfigSpace, FunctionIds, PciDevice};
 
-/// The function of pci.ids 1b36:0011, a system peripheral of no other class.
+/// pci.ids 1b36:0011, a system peripheral without a more specific class.
 const IDS: FunctionIds = FunctionIds {
     vendor: 0x1b36,
     device: 0x0011,
@@ -58,7 +58,7 @@ impl GuestPanic {
     }
 }
 
-/// Receiver of reports. It runs on the vCPU's thread, and a guest can call it as often as it likes.
+/// Receiver of reports. It runs on the vCPU's thread, and a guest can call it at any rate.
 type OnPanic = Box<dyn Fn(GuestPanic) + Send + Sync>;
 
 pub struct PvPanic {

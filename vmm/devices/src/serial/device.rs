@@ -1,4 +1,4 @@
-//! The port range, and the life of what is behind it.
+//! COM1's port range, and the lifetime of its parts.
 
 use std::io;
 use std::sync::Arc;
@@ -18,12 +18,10 @@ use crate::bus::BusDevice;
 use crate::event_loop::{EventLoopError, EventLoopHandle};
 use crate::host_console::HostConsole;
 
-/// Why there is no serial port.
 #[derive(Debug, Error)]
 pub enum SerialError {
     #[error("Cannot set up the serial port")]
     Io(#[from] io::Error),
-    /// The event loop does not take its worker.
     #[error("Cannot start the serial port's worker")]
     Worker(#[from] EventLoopError),
 }
@@ -39,7 +37,7 @@ impl Trigger for Irq {
     }
 }
 
-/// What the UART reports while it is locked.
+/// Reports of the UART, made while it is locked.
 pub(super) struct Reports {
     metrics: Arc<SerialMetrics>,
     /// The worker waits until the guest has read all input.
@@ -62,16 +60,16 @@ impl SerialEvents for Reports {
 
     fn in_buffer_empty(&self) {
         if self.waiting.swap(false, Ordering::AcqRel) {
-            // Fails only when the counter is full, that is when the worker has been told already.
+            // Fails only if the counter is full, and the worker is then notified already.
             let _ = self.drained.write(1);
         }
     }
 }
 
-/// The UART, shared by vCPUs and worker.
+/// UART, shared by vCPUs and the worker.
 pub(super) type SharedUart = Arc<Mutex<Uart<Irq, Reports, LineWriter>>>;
 
-/// COM1: put it on the port bus.
+/// COM1, for the port bus.
 pub struct Serial {
     uart: SharedUart,
     metrics: Arc<SerialMetrics>,
@@ -80,8 +78,8 @@ pub struct Serial {
 }
 
 impl Serial {
-    /// A serial port that raises `irq`, which the caller has connected to its interrupt, and has
-    /// `console` on its other end.
+    /// Serial port that raises `irq`, which the caller has connected to its interrupt. `console` is
+    /// its other end.
     pub fn new(
         console: HostConsole,
         irq: EventFd,
@@ -109,8 +107,7 @@ impl Serial {
 
 impl BusDevice for Serial {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        // The registers are a byte wide; wider accesses find nothing, as on an ISA bus without a
-        // device.
+        // The registers have one byte. Wider accesses read ones, as on an ISA bus without a device.
         match data {
             [byte] => *byte = self.uart.lock().read(offset as u8),
             _ => data.fill(0xff),
@@ -119,7 +116,7 @@ impl BusDevice for Serial {
 
     fn write(&self, offset: u64, data: &[u8]) {
         if let [byte] = data {
-            // The writer never fails, and the guest cannot be told of an interrupt that does.
+            // The writer never fails. A failure to interrupt cannot be reported to the guest.
             let _ = self.uart.lock().write(offset as u8, *byte);
         }
     }
@@ -127,7 +124,7 @@ impl BusDevice for Serial {
 
 impl Drop for Serial {
     fn drop(&mut self) {
-        // Gives the terminal back. The loop may have ended, and dropped the worker, before.
+        // Restores the terminal. The loop may have ended and dropped the worker before.
         let _ = self.event_loop.remove(self.worker);
     }
 }

@@ -1,4 +1,5 @@
-//! The worker on the event loop: unfinished lines, and input as fast as the guest reads it.
+//! Worker on the event loop: writes unfinished lines, and passes input as fast as the guest reads
+//! it.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
@@ -17,11 +18,11 @@ const INPUT: u32 = 2;
 
 pub(super) struct Worker {
     uart: SharedUart,
-    /// Belongs to the writer in the UART.
+    /// Timer of the writer in the UART.
     timer: RawFd,
     drained: EventFd,
     input: Option<ConsoleInput>,
-    /// Input is not waited for while the guest's buffer is full.
+    /// Disabled while the guest's buffer is full.
     waiting: Interest,
 }
 
@@ -36,7 +37,7 @@ impl Worker {
         Self { uart, timer, drained, input, waiting }
     }
 
-    /// Gives the guest what it has room for.
+    /// Passes as much input to the guest as its buffer accepts.
     fn pump(&mut self, ops: &mut EventOps) {
         let Some(input) = &mut self.input else { return };
         let mut uart = self.uart.lock();
@@ -50,8 +51,8 @@ impl Worker {
             }
             match input.read(&mut data[..room]) {
                 Ok(Read::Bytes(len)) => {
-                    // There is room; while the driver tests the port in loopback, what is typed is
-                    // lost, as on a real one.
+                    // The buffer has room. While the driver tests the port in loopback mode, input
+                    // is lost, as on real hardware.
                     if let Err(err) = uart.enqueue_raw_bytes(&data[..len]) {
                         warn!(%err, "The guest cannot be told of input");
                     }
@@ -89,11 +90,11 @@ impl MutEventSubscriber for Worker {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match events.data() {
             TIMER => {
-                // Only reading the timer can fail, which only means that it has not rung.
+                // A failed read only means that the timer has not expired.
                 let _ = self.uart.lock().writer_mut().timer_rang();
             }
             DRAINED => {
-                // Several tellings count as one.
+                // Several notifications count as one.
                 let _ = self.drained.read();
                 self.pump(ops);
             }
@@ -191,7 +192,7 @@ mod tests {
         while lost() == 0 {
             [b'x'; 99].iter().chain(b"\n").for_each(|byte| rig.write(DATA, *byte));
         }
-        // The worker still serves input, and still lets go.
+        // The worker still processes input, and can still be removed.
         rig.keyboard.write_all(b"k").unwrap();
         while rig.read(LSR) & 1 == 0 {
             std::thread::yield_now();

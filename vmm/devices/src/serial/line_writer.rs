@@ -1,5 +1,5 @@
-//! Output by lines: a UART sends bytes one by one, and a system call for each would be most of the
-//! cost.
+//! Buffers output by lines, because a UART sends single bytes, and a system call for each would be
+//! most of the cost.
 
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
@@ -13,21 +13,20 @@ use super::metrics::SerialMetrics;
 use crate::host_console::ConsoleOutput;
 use crate::log::sparsely;
 
-/// A line that is longer goes out in parts.
+/// Longer lines are written in parts.
 const LINE_LEN_MAX: usize = 512;
-/// How long the beginning of a line may wait for the rest: prompts end without a newline. A reader
-/// who is late is looked after as often.
+/// Delay of an unfinished line, because prompts end without a newline. It is also the interval of
+/// retries for a slow reader.
 const PART_DELAY: Duration = Duration::from_millis(10);
 
-/// Holds back an unfinished line, but not for long: when nothing completes it, a timer does. Never
-/// waits, and never fails: what cannot be written is counted and logged here, because the guest
-/// cannot be told.
+/// Delays an unfinished line until its end or a short timeout. Writing never blocks and never
+/// fails. Losses are counted and logged here, because the guest cannot be notified.
 pub(super) struct LineWriter {
     output: ConsoleOutput,
     line: Vec<u8>,
     timer: TimerFd,
-    /// The timer runs. It is not stopped when the line ends: it rings once for all lines of these
-    /// milliseconds.
+    /// The timer runs. It is not stopped at the end of a line, so that it expires once for all
+    /// lines in its interval.
     armed: bool,
     losing: bool,
     metrics: Arc<SerialMetrics>,
@@ -40,12 +39,12 @@ impl LineWriter {
         Ok(Self { output, line, timer, armed: false, losing: false, metrics })
     }
 
-    /// To be waited for; when it is readable, call [`Self::timer_rang`].
+    /// Timer to wait for. When it is readable, call [`Self::timer_rang`].
     pub(super) fn timer(&self) -> RawFd {
         self.timer.as_raw_fd()
     }
 
-    /// Writes what has waited long enough. Call it only when the timer is readable.
+    /// Writes the delayed line. Call it only when the timer is readable.
     pub(super) fn timer_rang(&mut self) -> io::Result<()> {
         self.timer.wait()?;
         self.armed = false;
@@ -58,14 +57,13 @@ impl LineWriter {
         self.line.clear();
         self.metrics.lost_bytes.fetch_add(lost.len as u64, Ordering::Relaxed);
         if lost.len > 0 && !self.losing {
-            // Not each time: beside a slow reader, a guest finds places and loses them as often as
-            // it likes.
+            // Limited, because with a slow reader, a guest can cause losses at any rate.
             sparsely!(warn, err = ?lost.error, "Output of the serial port is lost");
         }
-        // It ends when the reader has caught up, not with each line that finds a place.
+        // A loss ends when the reader has caught up, not with each line that is accepted.
         self.losing = lost.len > 0 || self.losing && self.output.is_behind();
         if self.output.is_behind() {
-            // Without a timer, the next line tries.
+            // Without a timer, the next line tries again.
             self.arm();
         }
     }
@@ -87,14 +85,13 @@ impl Write for LineWriter {
         if data.contains(&b'\n') || self.line.len() >= LINE_LEN_MAX {
             self.drain();
         } else if !self.arm() {
-            // Without a timer, nothing may wait.
+            // Without a timer, output must not be delayed.
             self.drain();
         }
         Ok(data.len())
     }
 
-    /// Does nothing: the UART flushes after every byte, which is what this type is there to
-    /// prevent.
+    /// Does nothing, because the UART flushes after every byte, which this type avoids.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
@@ -102,7 +99,7 @@ impl Write for LineWriter {
 
 impl Drop for LineWriter {
     fn drop(&mut self) {
-        // The last words of a guest that has crashed rarely end with a newline.
+        // The last output of a crashed guest rarely ends with a newline.
         self.drain();
     }
 }
@@ -121,7 +118,7 @@ mod tests {
         (reader, LineWriter::new(output, Arc::default()).unwrap())
     }
 
-    /// What one write has put into the pipe.
+    /// Result of one write into the pipe.
     fn read(reader: &mut PipeReader) -> String {
         let mut data = [0; 2 * LINE_LEN_MAX];
         let len = reader.read(&mut data).unwrap();

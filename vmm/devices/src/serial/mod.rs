@@ -1,5 +1,5 @@
-//! COM1: the UART of vm-superio on a port range, with its output gathered into lines and its input
-//! from the host.
+//! COM1: the UART of vm-superio on a port range. Its output is buffered by lines, and its input
+//! comes from the host.
 
 mod device;
 mod event;
