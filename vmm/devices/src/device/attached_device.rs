@@ -82,7 +82,7 @@ pub struct AttachedDevice {
     /// Id in the API.
     pub id: String,
     pub slot: u8,
-    /// Its kind in metrics, if it can be removed.
+    /// Kind in metrics, if it can be removed.
     pub removable: Option<&'static str>,
     /// The guest was requested to eject it.
     pub is_leaving: bool,

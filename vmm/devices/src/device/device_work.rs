@@ -1,4 +1,4 @@
-//! The threads on which devices work.
+//! Threads on which devices work.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::event_loop::EventLoopHandle;
 
-/// The threads on which devices work. They stand still while the VM is paused.
+/// Threads on which devices work. They stop while the VM is paused.
 pub struct DeviceWork {
     state: Mutex<State>,
 }
@@ -56,7 +56,7 @@ impl DeviceWork {
         self.state.lock().releases
     }
 
-    /// Holds all loops and waits until they stand still, unless the VM was resumed after `since`
+    /// Holds all loops and waits until they have stopped, unless the VM was resumed after `since`
     /// resumes.
     pub fn hold(&self, since: u64) {
         let loops = {

@@ -1,4 +1,4 @@
-//! A context for tests of devices, without KVM.
+//! Context for tests of devices, without KVM.
 
 use std::collections::BTreeMap;
 use std::io;

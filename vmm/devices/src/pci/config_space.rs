@@ -1,8 +1,9 @@
 //! Configuration space of a function with a type 0 header (PCI Local Bus 3.0, 6.1).
 
-/// Bytes that a function without extended capabilities has; the rest of its ECAM page reads zero.
+/// Configuration space of a function without extended capabilities. The rest of its ECAM page reads
+/// as zero.
 const SIZE: usize = 256;
-/// Capabilities begin behind the header.
+/// Capabilities follow the header.
 const FIRST_CAPABILITY: usize = 0x40;
 /// BARs of a type 0 header.
 const BARS: usize = 6;
@@ -26,14 +27,14 @@ const COMMAND_BUS_MASTER: u16 = 1 << 2;
 const COMMAND_INTX_DISABLE: u16 = 1 << 10;
 const STATUS_CAPABILITIES: u16 = 1 << 4;
 
-/// The end of the header registers that decide where BARs decode.
+/// End of the header registers that determine the addresses of BARs.
 pub(super) const BARS_END: u16 = (BAR0 + 4 * BARS) as u16;
 
-/// What a function is.
+/// Identification of a function.
 #[derive(Clone, Copy, Debug)]
 pub struct FunctionIds {
     pub vendor: u16,
-    /// Device, by that vendor's numbers.
+    /// Device number of that vendor.
     pub device: u16,
     pub revision: u8,
     /// Base class, subclass, programming interface: 24 bits.
@@ -42,7 +43,7 @@ pub struct FunctionIds {
     pub subsystem: u16,
 }
 
-/// A memory BAR as the guest has placed it.
+/// Memory BAR at the address that the guest has set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BarRange {
     /// Index in the header.
@@ -52,19 +53,19 @@ pub struct BarRange {
     pub len: u64,
 }
 
-/// The registers, with a mask that says which bits the guest may change.
+/// Registers, with a mask of the bits that the guest may change.
 pub struct ConfigSpace {
     bytes: [u8; SIZE],
     writable: [u8; SIZE],
     bar_len: [Option<u32>; BARS],
-    /// Where the pointer to the next capability goes.
+    /// Offset of the link to the next capability.
     last_link: usize,
-    /// Where the next capability goes.
+    /// Offset of the next capability.
     free: usize,
 }
 
 impl ConfigSpace {
-    /// A function without BARs and capabilities.
+    /// Function without BARs and capabilities.
     pub fn new(ids: &FunctionIds) -> Self {
         let mut this = Self {
             bytes: [0; SIZE],
@@ -81,26 +82,26 @@ impl ConfigSpace {
         this.set(SUBSYSTEM_ID, &ids.subsystem.to_le_bytes());
         let command = COMMAND_MEMORY | COMMAND_BUS_MASTER | COMMAND_INTX_DISABLE;
         this.allow(COMMAND, &command.to_le_bytes());
-        // Without effect, but software expects to find there what it wrote.
+        // Without effect, but software expects to read back the written values.
         this.allow(CACHE_LINE_SIZE, &[0xff]);
         this.allow(LATENCY_TIMER, &[0xff]);
         this.allow(INTERRUPT_LINE, &[0xff]);
         this
     }
 
-    /// Gives the function a 32-bit memory BAR without prefetch of `len` bytes.
+    /// Adds a 32-bit memory BAR of `len` bytes, without prefetch.
     ///
     /// # Panics
-    /// If there is no such BAR, it is taken, or `len` is not a power of two from 16 up.
+    /// If the BAR does not exist or is in use, or if `len` is not a power of two of at least 16.
     pub fn add_bar(&mut self, bar: u8, len: u32) {
         assert!(len.is_power_of_two() && len >= 16, "a BAR cannot have {len:#x} bytes");
         assert!(self.bar_len[usize::from(bar)].replace(len).is_none(), "BAR {bar} twice");
-        // Address bits below the size are wired to zero: that is how software learns the size.
+        // Address bits below the size are wired to zero, by which software determines the size.
         self.allow(BAR0 + 4 * usize::from(bar), &(!(len - 1)).to_le_bytes());
     }
 
-    /// Appends a capability: `body` follows the id and the link; `writable` has the bits of it that
-    /// the guest may change. Returns where it is.
+    /// Appends a capability and returns its offset. `body` follows the ID and the link. `writable`
+    /// is a mask of the bits in `body` that the guest may change.
     ///
     /// # Panics
     /// If there is no room left.
@@ -117,14 +118,14 @@ impl ConfigSpace {
         at as u16
     }
 
-    /// Reads any number of bytes; beyond the end they are zero.
+    /// Reads any number of bytes. Bytes beyond the end are zero.
     pub fn read(&self, offset: u16, data: &mut [u8]) {
         for (at, byte) in (usize::from(offset)..).zip(data) {
             *byte = self.bytes.get(at).copied().unwrap_or(0);
         }
     }
 
-    /// Changes those bits that the guest may change.
+    /// Changes the bits that the guest may change.
     pub fn write(&mut self, offset: u16, data: &[u8]) {
         for (at, new) in (usize::from(offset)..SIZE).zip(data) {
             let mask = self.writable[at];
@@ -144,12 +145,12 @@ impl ConfigSpace {
         self.bar_len.iter().enumerate().filter_map(range).collect()
     }
 
-    /// Whether the function may read and write memory, which an MSI does, too (6.2.2).
+    /// Returns true if the function may access memory, which includes sending MSIs (6.2.2).
     pub fn is_bus_master(&self) -> bool {
         u16::from_le_bytes(self.get(COMMAND)) & COMMAND_BUS_MASTER != 0
     }
 
-    /// Bytes at `at`, which must lie in the 256 bytes.
+    /// Bytes at `at`, which must be within the 256 bytes.
     pub fn get<const N: usize>(&self, at: usize) -> [u8; N] {
         self.bytes[at..at + N].try_into().expect("as many as were asked for")
     }

@@ -1,9 +1,8 @@
-//! The host bridge: a function in slot 0 that has nothing to decode, but by which Linux recognises
-//! a PCI bus.
+//! Host bridge: a function in slot 0 without BARs, by which Linux recognizes a PCI bus.
 
 use super::{BarRange, ConfigSpace, FunctionIds, PciDevice};
 
-/// The generic PCI Express host bridge (pci.ids 1b36:0008): no driver has quirks for it.
+/// Generic PCI Express host bridge (pci.ids 1b36:0008). No driver has quirks for it.
 const IDS: FunctionIds = FunctionIds {
     vendor: 0x1b36,
     device: 0x0008,
@@ -13,7 +12,6 @@ const IDS: FunctionIds = FunctionIds {
     subsystem: 0,
 };
 
-/// The function in slot 0.
 pub(super) struct HostBridge(ConfigSpace);
 
 impl HostBridge {
@@ -33,7 +31,7 @@ impl PciDevice for HostBridge {
         self.0.read(offset, data);
     }
 
-    /// Nothing in it can be changed: it decodes and masters nothing.
+    /// All registers are read-only, because the bridge has no BARs and is not a bus master.
     fn write_config(&self, _offset: u16, _data: &[u8]) {}
 
     fn decoded_bars(&self) -> Vec<BarRange> {

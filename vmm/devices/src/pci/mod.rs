@@ -1,4 +1,4 @@
-//! PCI: one root bus with functions in its slots, reached through ECAM and the legacy ports.
+//! PCI: one root bus with functions in its slots, accessible through ECAM and the legacy ports.
 
 mod config_space;
 mod host_bridge;
@@ -8,26 +8,27 @@ mod root_bus;
 pub(crate) use config_space::{BarRange, ConfigSpace, FunctionIds};
 pub(crate) use root_bus::{PciError, RootBus};
 
-/// A function in a slot of the root bus.
+/// Function in a slot of the root bus.
 ///
-/// All calls run on vCPU threads, several at once. An implementation never calls the bus back: the
-/// bus asks it, after every write to its header, where its BARs are.
+/// All calls run on vCPU threads, several at once. Implementations must not call the bus. It calls
+/// [`Self::decoded_bars`] after every write to the header.
 pub trait PciDevice: Send + Sync {
-    /// Reads configuration space from `offset`, which is below 4096 as is the end of `data`.
+    /// Reads configuration space from `offset`. `offset` and the end of `data` are within 4096
+    /// bytes.
     fn read_config(&self, offset: u16, data: &mut [u8]);
 
     fn write_config(&self, offset: u16, data: &[u8]);
 
-    /// The memory BARs that the function decodes at present: none while memory decoding is off.
+    /// Memory BARs that the function currently decodes. None while memory decoding is off.
     fn decoded_bars(&self) -> Vec<BarRange>;
 
-    /// Reads in BAR `bar`.
+    /// Reads from BAR `bar`.
     fn read_bar(&self, bar: u8, offset: u64, data: &mut [u8]);
 
-    /// Writes in BAR `bar`.
+    /// Writes to BAR `bar`.
     fn write_bar(&self, bar: u8, offset: u64, data: &[u8]);
 
-    /// BAR `bar` can now be reached at `base`, or no longer.
+    /// Notifies the function that BAR `bar` is now accessible at `base`, or no longer accessible.
     fn bar_moved(&self, _bar: u8, _base: Option<u64>) {}
 
     /// Stops the function, because the VM ends or the guest has ejected it.

@@ -1,29 +1,27 @@
-//! MSI-X (PCI Local Bus 3.0, 6.8.2): the capability, the table and the pending bits, without any
-//! delivery.
+//! MSI-X (PCI Local Bus 3.0, 6.8.2): capability, table and pending bits, without delivery.
 
 pub(crate) const CAPABILITY_ID: u8 = 0x11;
 /// Offset of message control in the capability.
 pub(crate) const CONTROL_OFFSET: u16 = 2;
-/// Bytes of a table entry.
+/// Size of a table entry in bytes.
 pub(crate) const ENTRY_LEN: u64 = 16;
-/// The most vectors that the 11-bit size field can tell.
+/// Maximum number of vectors, which the 11-bit size field can hold.
 pub(crate) const MAX_VECTORS: u16 = 2048;
 
 const CONTROL_FUNCTION_MASK: u16 = 1 << 14;
 const CONTROL_ENABLE: u16 = 1 << 15;
 const VECTOR_MASKED: u32 = 1;
 
-/// What is written to raise an interrupt.
+/// Memory write that raises an interrupt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MsiMessage {
-    /// Where it is written.
     pub address: u64,
     pub data: u32,
 }
 
-/// The capability behind its id and link, and the bits of it that the guest may change.
+/// Returns the capability behind its ID and link, and a mask of the bits that the guest may change.
 ///
-/// Table and pending bits lie in BAR `bar` at offsets that are multiples of 8.
+/// Table and pending bits are in BAR `bar`, at offsets that are multiples of 8.
 pub(crate) fn capability(
     vectors: u16,
     bar: u8,
@@ -57,7 +55,7 @@ impl Entry {
 
     fn set_dword(&mut self, index: u64, value: u32) {
         match index {
-            // Messages are dwords: the two lowest bits are wired to zero.
+            // Messages are dwords, so the two lowest address bits are wired to zero.
             0 => self.address = self.address & !0xffff_ffff | u64::from(value & !3),
             1 => self.address = self.address & 0xffff_ffff | u64::from(value) << 32,
             2 => self.data = value,
@@ -66,7 +64,7 @@ impl Entry {
     }
 }
 
-/// Vectors of one function: their messages, what masks them, and which are pending.
+/// Vectors of a function: messages, masks and pending bits.
 pub(crate) struct MsixTable {
     entries: Vec<Entry>,
     pending: Vec<u64>,
@@ -76,7 +74,7 @@ pub(crate) struct MsixTable {
 }
 
 impl MsixTable {
-    /// So many vectors, all masked, as after a reset.
+    /// Table of `vectors` masked vectors, as after a reset.
     pub(crate) fn new(vectors: u16) -> Self {
         let entry = Entry { address: 0, data: 0, control: VECTOR_MASKED };
         Self {
@@ -88,19 +86,19 @@ impl MsixTable {
         }
     }
 
-    /// Whether the function signals by MSI-X at all.
+    /// Returns true if the guest has enabled MSI-X.
     pub(crate) fn is_enabled(&self) -> bool {
         self.enabled
     }
 
-    /// Takes message control as the guest has written it. Afterwards, deliver [`Self::take_ready`].
+    /// Sets message control to the guest's value. Afterwards, deliver [`Self::take_ready`].
     pub(crate) fn set_control(&mut self, control: u16) {
         self.enabled = control & CONTROL_ENABLE != 0;
         self.function_masked = control & CONTROL_FUNCTION_MASK != 0;
     }
 
-    /// Takes whether the function is a bus master: a message is a write to memory (6.8.3).
-    /// Afterwards, deliver [`Self::take_ready`].
+    /// Sets the bus master bit, because a message is a memory write (6.8.3). Afterwards, deliver
+    /// [`Self::take_ready`].
     pub(crate) fn set_bus_master(&mut self, bus_master: bool) {
         self.bus_master = bus_master;
     }
@@ -114,7 +112,7 @@ impl MsixTable {
 
     /// Writes the table. Afterwards, deliver [`Self::take_ready`].
     ///
-    /// Software must write aligned dwords or qwords (6.8.2); anything else is dropped.
+    /// Software must write aligned dwords or qwords (6.8.2). All other writes are ignored.
     pub(crate) fn write_table(&mut self, offset: u64, data: &[u8]) {
         if !matches!(data.len(), 4 | 8) || !offset.is_multiple_of(data.len() as u64) {
             return;
@@ -127,7 +125,6 @@ impl MsixTable {
         }
     }
 
-    /// Reads the pending bits.
     pub(crate) fn read_pending(&self, offset: u64, data: &mut [u8]) {
         for (at, byte) in (offset..).zip(data) {
             let word = self.pending.get((at / 8) as usize).copied().unwrap_or(0);
@@ -135,8 +132,8 @@ impl MsixTable {
         }
     }
 
-    /// The function wants to signal `vector`: the message to send now. If there is none, the vector
-    /// is pending, or MSI-X is off, or there is no such vector.
+    /// Raises `vector`. Returns the message to send now. `None` if the vector is now pending, MSI-X
+    /// is off, or the vector does not exist.
     pub(crate) fn raise(&mut self, vector: u16) -> Option<MsiMessage> {
         if !self.enabled || usize::from(vector) >= self.entries.len() {
             return None;
@@ -148,13 +145,13 @@ impl MsixTable {
         Some(self.message(vector))
     }
 
-    /// What to send for `vector`, if it may be sent now.
+    /// Message for `vector`, if it may be sent now.
     pub(crate) fn deliverable(&self, vector: u16) -> Option<MsiMessage> {
         let exists = self.enabled && usize::from(vector) < self.entries.len();
         (exists && !self.is_masked(vector)).then(|| self.message(vector))
     }
 
-    /// Takes the vectors that are pending and no longer masked, with what to send for them.
+    /// Takes the pending vectors that are no longer masked, with their messages.
     pub(crate) fn take_ready(&mut self) -> Vec<(u16, MsiMessage)> {
         if !self.enabled || self.pending.iter().all(|word| *word == 0) {
             return Vec::new();
@@ -190,7 +187,7 @@ mod tests {
 
     const MESSAGE: MsiMessage = MsiMessage { address: 0x1_fee0_1004, data: 0x4023 };
 
-    /// Three vectors; vector 1 has a message; all are masked.
+    /// Three masked vectors. Vector 1 has a message.
     fn table() -> MsixTable {
         let mut table = MsixTable::new(3);
         table.set_bus_master(true);
@@ -276,7 +273,7 @@ mod tests {
             operations in prop::collection::vec((0..5u8, 0..80u64, prop::collection::vec(any::<u8>(), 0..9)), 0..60),
         ) {
             let mut table = MsixTable::new(3);
-            // The oracle: a raise that was not answered with a message is owed, while MSI-X is on.
+            // Oracle: while MSI-X is on, each raise without a message must be delivered later.
             let mut owed = [false; 3];
             for (kind, offset, mut data) in operations {
                 match kind {

@@ -1,4 +1,4 @@
-//! The root bus: slots, ways into configuration space, and BARs that follow what the guest writes.
+//! Root bus: slots, access to configuration space, and BARs at the addresses that the guest sets.
 
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,38 +15,32 @@ use crate::bus::{Bus, BusDevice};
 use crate::log::sparsely;
 use crate::memory::layout::{MMIO32_LEN, MMIO32_START, PCI_SLOTS};
 
-/// Devices on a bus.
 const SLOTS: usize = PCI_SLOTS as usize;
 /// Registers of the BARs of a type 0 header.
 const BAR_REGISTERS: [u16; 6] = [0x10, 0x14, 0x18, 0x1c, 0x20, 0x24];
-/// The command register, and its bit that makes memory BARs answer (PCI Local Bus 3.0, 6.2.2).
+/// Command register and its memory space bit, which enables memory BARs (PCI Local Bus 3.0, 6.2.2).
 const COMMAND: u16 = 4;
 const COMMAND_MEMORY: u16 = 1 << 1;
-/// A BAR smaller than a page would share its page with a neighbour.
+/// Smallest alignment, so that a BAR does not share a page with its neighbor.
 const BAR_ALIGN_MIN: u64 = 0x1000;
 
-/// Why a function cannot be put on the bus.
 #[derive(Debug, Error)]
 pub enum PciError {
-    /// The slot does not exist.
     #[error("PCI slot {slot} does not exist: slots are 1 to 31")]
     NoSuchSlot {
-        /// The slot asked for.
+        /// Requested slot.
         slot: u8,
     },
     #[error("PCI slot {slot} is taken")]
     SlotTaken {
-        /// The slot asked for.
+        /// Requested slot.
         slot: u8,
     },
     #[error("All 31 slots of the PCI bus are taken")]
     Full,
-    /// The window has no room for a BAR.
     #[error("A BAR of {len:#x} bytes does not fit in the window {MMIO32_START:#x}+{MMIO32_LEN:#x}")]
     NoAddress {
-        /// The BAR's length in bytes.
         len: u64,
-        /// What the allocator says.
         #[source]
         source: vm_allocator::Error,
     },
@@ -54,22 +48,24 @@ pub enum PciError {
 
 struct Slot {
     device: Arc<dyn PciDevice>,
-    /// What its BARs were given: kept from others until it is removed, wherever the guest moves
-    /// them.
+    /// Initial addresses of its BARs. They stay allocated until the slot is removed, even if the
+    /// guest moves the BARs.
     given: Vec<RangeInclusive>,
-    /// The lock is held while BARs move: the device may have to finish a flush before it answers,
-    /// and KVM takes its time over each ioeventfd, which concerns no other slot.
+    /// Held while BARs move. A device may have to finish a flush first, and KVM is slow for each
+    /// ioeventfd. Other slots are not blocked by this.
     mapped: Mutex<Mapped>,
-    /// Whether a BAR of it is where another is, or may be. Set before the memory bus is asked, so
-    /// that who frees a place there sees it, or the place was free in time.
+    /// Set if a BAR of the slot may overlap another one. It is set before the insertion into the
+    /// memory bus. A thread that frees an address there therefore either sees the flag, or has
+    /// freed the address in time.
     waits: AtomicBool,
 }
 
-/// The BARs of a slot that are on the memory bus.
+/// BARs of a slot that are on the memory bus.
 #[derive(Default)]
 struct Mapped {
     ranges: Vec<BarRange>,
-    /// The slot has been removed: a write that found it before puts nothing back.
+    /// The slot has been removed, so concurrent writes that found it before must not map BARs
+    /// again.
     is_removed: bool,
 }
 
@@ -81,21 +77,21 @@ impl Slot {
 
 struct Slots {
     slots: [Option<Arc<Slot>>; SLOTS],
-    /// Not for who wants any.
+    /// Slots that are not chosen as the first free one.
     reserved: [bool; SLOTS],
     addresses: AddressAllocator,
 }
 
 /// Bus 0 of segment 0.
 pub struct RootBus {
-    /// Where BARs go. Weak: that bus holds this one, by its ECAM.
+    /// Bus for BARs. Weak, because it holds this bus through its ECAM.
     memory: Weak<Bus>,
-    /// Locked to find a slot, and not while its device does something.
+    /// Held only while a slot is looked up, not during calls of its device.
     slots: Mutex<Slots>,
 }
 
 impl RootBus {
-    /// A bus with nothing but a host bridge; BARs will appear on `memory`.
+    /// Bus with a host bridge only. BARs will be inserted into `memory`.
     pub fn new(memory: &Arc<Bus>) -> Arc<Self> {
         let addresses =
             AddressAllocator::new(MMIO32_START, MMIO32_LEN).expect("a window that is not empty");
@@ -105,15 +101,15 @@ impl RootBus {
         Arc::new(Self { memory: Arc::downgrade(memory), slots: Mutex::new(slots) })
     }
 
-    /// Keeps `slot` for a device that asks for it.
+    /// Reserves `slot` for a device with an explicit slot.
     pub fn reserve(&self, slot: u8) {
         if let Some(reserved) = self.slots.lock().reserved.get_mut(usize::from(slot)) {
             *reserved = true;
         }
     }
 
-    /// Puts `device` in `slot`, or in the first free one, and gives its BARs addresses as firmware
-    /// would: there is none. Returns the slot.
+    /// Puts `device` into `slot`, or into the first free one, and returns the slot. Assigns
+    /// addresses to its BARs, because there is no firmware to do so.
     pub fn add(&self, slot: Option<u8>, device: Arc<dyn PciDevice>) -> Result<u8, PciError> {
         let mut slots = self.slots.lock();
         let slot = match slot {
@@ -134,10 +130,10 @@ impl RootBus {
         Ok(slot)
     }
 
-    /// Takes the function out of `slot`: from now on the guest finds nothing there, and the slot
-    /// and the addresses are free for another. An access that was under way may still reach the
-    /// function, which is whole until it is dropped; that may take time, and is not for a
-    /// vCPU's thread. `None`: there is nothing, or the host bridge.
+    /// Removes the function from `slot`. The slot and its addresses are then free. An access in
+    /// progress may still reach the function until it is dropped. Do not drop it on a vCPU's
+    /// thread, because that may take time. Returns `None` for an empty slot and for the host
+    /// bridge.
     pub fn remove(&self, slot: u8) -> Option<Arc<dyn PciDevice>> {
         let removed = {
             let mut slots = self.slots.lock();
@@ -150,9 +146,9 @@ impl RootBus {
         Some(Arc::clone(&removed.device))
     }
 
-    /// Makes the BARs of every function answer, as a firmware would leave them. A kernel does that
-    /// by itself, and takes them away while it looks how large they are, which costs the less
-    /// if they are not there yet.
+    /// Enables memory decoding in every function, as firmware would. Kernels do this themselves.
+    /// They disable decoding while they determine the sizes of BARs, which is cheaper if the BARs
+    /// are not mapped yet.
     pub fn decode_memory(&self) {
         for slot in 1..PCI_SLOTS {
             let command = FunctionAddress { slot, function: 0, register: COMMAND };
@@ -163,30 +159,30 @@ impl RootBus {
         }
     }
 
-    /// Whether that very `device` is in `slot`.
+    /// Returns true if exactly this `device` is in `slot`.
     pub fn has(&self, slot: u8, device: &dyn PciDevice) -> bool {
         let slots = self.slots.lock();
         let found = slots.slots.get(usize::from(slot)).and_then(Option::as_ref);
         found.is_some_and(|slot| ptr::addr_eq(&raw const *slot.device, device))
     }
 
-    /// How many slots have a function, the host bridge among them.
+    /// Number of slots with a function, including the host bridge.
     pub fn used(&self) -> usize {
         self.slots.lock().slots.iter().flatten().count()
     }
 
-    /// Configuration space for PCI Express: put it on the memory bus at ECAM_START.
+    /// Configuration space of PCI Express, for the memory bus at ECAM_START.
     pub fn ecam(self: &Arc<Self>) -> Arc<dyn BusDevice> {
         Arc::new(Ecam(Arc::clone(self)))
     }
 
-    /// The legacy way: put it on the port bus at 0xcf8, 8 ports.
+    /// Legacy access, for the port bus at 0xcf8, 8 ports.
     pub fn ports(self: &Arc<Self>) -> Arc<dyn BusDevice> {
         Arc::new(Ports { bus: Arc::clone(self), address: Mutex::new(0) })
     }
 
     fn slot(&self, function: FunctionAddress) -> Option<Arc<Slot>> {
-        // Functions other than 0 are not looked for where function 0 says that it is the only one.
+        // Software does not probe other functions if function 0 is a single-function device.
         let slots = self.slots.lock();
         (function.function == 0).then(|| slots.slots[usize::from(function.slot)].clone()).flatten()
     }
@@ -206,9 +202,9 @@ impl RootBus {
         }
     }
 
-    /// Makes the memory bus agree with the BARs of `slot`, and then with those of others that had
-    /// to wait for a place: who moves several BARs, one by one, may have put one where another
-    /// still was.
+    /// Updates the memory bus to the BARs of `slot`, and then to BARs of other slots that wait for
+    /// a free address. A guest that moves several BARs one by one may put one at an address that
+    /// another still has.
     fn follow(&self, slot: &Slot) {
         let mut freed = self.remap(slot);
         while freed {
@@ -230,19 +226,18 @@ impl RootBus {
             .collect()
     }
 
-    /// Makes the memory bus agree with the BARs of `slot`. The slot is locked throughout, so that
-    /// the last of two concurrent writes is the one that counts. Two slots that move at once
-    /// onto one address meet on the memory bus, which takes the first. Returns whether a place
-    /// on the memory bus has become free.
+    /// Updates the memory bus to the BARs of `slot`. Returns true if an address has become free.
+    /// The slot is locked throughout, so that the last of two concurrent writes wins. If two slots
+    /// move to one address at once, the memory bus accepts the first.
     fn remap(&self, slot: &Slot) -> bool {
         let Some(memory) = self.memory.upgrade() else { return false };
         let mut mapped = slot.mapped.lock();
         let mut freed = false;
         let decoded = if mapped.is_removed { Vec::new() } else { slot.device.decoded_bars() };
         let wanted: Vec<BarRange> = decoded.into_iter().filter(in_window).collect();
-        // What goes, goes first: a BAR may move onto its own old place.
+        // Old ranges are removed first, because a BAR may move onto its own old range.
         for gone in mapped.ranges.extract_if(.., |range| !wanted.contains(range)) {
-            // Nobody has the place before the device has let it go.
+            // The range is free only after the device has released it.
             slot.device.bar_moved(gone.bar, None);
             memory.remove(gone.base);
             freed = true;
@@ -272,12 +267,13 @@ impl RootBus {
     }
 }
 
-/// The bridge forwards nothing outside its window: a BAR elsewhere is unreachable.
+/// The bridge forwards only its window, so a BAR outside of it is unreachable.
 fn in_window(range: &BarRange) -> bool {
     range.base >= MMIO32_START && range.base + range.len <= MMIO32_START + MMIO32_LEN
 }
 
-/// Finds the BARs by their size bits and writes an address to each. All get one, or none is taken.
+/// Determines the BARs by their size bits and assigns an address to each. Assigns none if one does
+/// not fit.
 fn place_bars(
     device: &dyn PciDevice,
     addresses: &mut AddressAllocator,
@@ -312,7 +308,7 @@ fn free(addresses: &mut AddressAllocator, given: &[RangeInclusive]) {
     }
 }
 
-/// A register of a function of this bus.
+/// Register of a function of this bus.
 #[derive(Clone, Copy)]
 struct FunctionAddress {
     slot: u8,
@@ -321,13 +317,13 @@ struct FunctionAddress {
 }
 
 impl FunctionAddress {
-    /// Whether an access of `len` bytes stays in the function's 4 KiB.
+    /// Returns true if an access of `len` bytes stays within the function's 4 KiB.
     fn holds(self, len: usize) -> bool {
         usize::from(self.register) + len <= 0x1000
     }
 }
 
-/// PCI Express 5.0, 7.2.2: the address has bus, device, function, register.
+/// PCI Express 5.0, 7.2.2: the address consists of bus, device, function and register.
 struct Ecam(Arc<RootBus>);
 
 impl Ecam {
@@ -360,7 +356,7 @@ const CONFIG_ENABLE: u32 = 1 << 31;
 const CONFIG_WRITABLE: u32 = 0x80ff_fffc;
 
 impl Ports {
-    /// What an access to CONFIG_DATA at port `offset` means.
+    /// Register that an access to CONFIG_DATA at port `offset` reaches.
     fn target(&self, offset: u64, len: usize) -> Option<FunctionAddress> {
         let address = *self.address.lock();
         let on_bus_0 = address & CONFIG_ENABLE != 0 && address >> 16 & 0xff == 0;
@@ -393,7 +389,7 @@ impl BusDevice for Ports {
     }
 }
 
-/// A BAR as the memory bus sees it.
+/// BAR on the memory bus.
 struct BarWindow {
     device: Arc<dyn PciDevice>,
     bar: u8,

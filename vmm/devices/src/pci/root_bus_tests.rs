@@ -1,4 +1,4 @@
-//! The root bus with functions that only say where they are.
+//! Root bus with functions that only record their addresses.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc;
@@ -12,7 +12,7 @@ use crate::memory::layout::{ECAM_LEN, ECAM_START};
 
 const BAR_LEN: u32 = 0x2000;
 
-/// A function with one BAR that reads as the offset's low byte.
+/// Function with one BAR, in which each byte reads as the low byte of its offset.
 struct Function {
     config: Mutex<ConfigSpace>,
     base: Mutex<Option<u64>>,
@@ -163,8 +163,8 @@ fn a_bar_moves_with_its_register_but_not_out_of_the_window_or_onto_another() {
     assert!(machine.answers(0xd000_0000) && machine.answers(other.into()));
 }
 
-/// As who moves the BARs of several functions does, one after the other, with decoding on (Linux,
-/// pci_std_update_resource).
+/// Moves the BARs of several functions one by one with decoding on, as Linux does in
+/// pci_std_update_resource.
 #[test]
 fn a_bar_that_is_put_where_another_is_gets_the_place_when_that_one_moves() {
     let machine = Machine::new();
@@ -175,7 +175,7 @@ fn a_bar_that_is_put_where_another_is_gets_the_place_when_that_one_moves() {
     }
     let is_at = |function: usize, base: u32| *functions[function].base.lock() == Some(base.into());
     let [first, second, third] = [1, 2, 3].map(|slot| machine.read(slot, 0x10));
-    // Each onto the next one's place, and the last one elsewhere.
+    // Each to the place of the next one, and the last one elsewhere.
     machine.write(1, 0x10, second);
     machine.write(2, 0x10, third);
     assert!(is_at(0, second) && functions[1].base.lock().is_none() && is_at(2, third));
@@ -184,7 +184,7 @@ fn a_bar_that_is_put_where_another_is_gets_the_place_when_that_one_moves() {
     for base in [first, second, third] {
         assert!(machine.answers(base.into()), "{base:#x}");
     }
-    // Two that swap; one that has stopped waiting for a place does not get it.
+    // Two swap. A BAR that no longer waits for a place does not get it.
     machine.write(1, 0x10, third);
     machine.write(2, 0x10, second);
     assert!(is_at(0, third) && is_at(1, second));
@@ -192,7 +192,7 @@ fn a_bar_that_is_put_where_another_is_gets_the_place_when_that_one_moves() {
     machine.write(1, 4, 0);
     machine.write(2, 4, 0);
     assert!(!machine.answers(second.into()) && !machine.answers(third.into()));
-    // A place is free as well where decoding is switched off.
+    // Switching decoding off also frees a place.
     machine.write(1, 4, 2);
     machine.write(2, 4, 2);
     assert!(is_at(0, second) && functions[1].base.lock().is_none());
@@ -200,7 +200,7 @@ fn a_bar_that_is_put_where_another_is_gets_the_place_when_that_one_moves() {
     assert!(is_at(1, second));
 }
 
-/// Whoever's write frees a place sees who waits for it, or who waits finds it free.
+/// A write that frees a place sees the waiting BAR, or the waiting BAR finds the place free.
 #[test]
 fn two_cpus_that_swap_bars_leave_both_in_their_places() {
     const PLACES: [u32; 2] = [0xd000_0000, 0xd000_2000];
@@ -212,7 +212,7 @@ fn two_cpus_that_swap_bars_leave_both_in_their_places() {
     }
     let start = std::sync::Barrier::new(2);
     std::thread::scope(|scope| {
-        // It asserts nothing: the other thread would wait for this one for ever.
+        // Asserts nothing, because the other thread would then wait forever.
         let moves = |slot: usize| {
             let mut wrong = 0;
             for _ in 0..2_000 {
@@ -243,7 +243,7 @@ fn sizing_by_a_driver_finds_the_length() {
     assert!(machine.answers(base.into()));
 }
 
-/// A function whose BAR moves only when the test lets it.
+/// Function with a BAR that moves only with permission of the test.
 struct Slow {
     function: Arc<Function>,
     moving: mpsc::SyncSender<()>,
@@ -266,7 +266,7 @@ impl PciDevice for Slow {
     fn write_bar(&self, _: u8, _: u64, _: &[u8]) {}
     fn bar_moved(&self, _: u8, _: Option<u64>) {
         self.moving.send(()).unwrap();
-        // An error is a test that has ended.
+        // An error means that the test has ended.
         let _ = self.go_on.lock().recv();
     }
 }
@@ -288,7 +288,7 @@ fn a_bar_that_moves_slowly_holds_up_no_other_slot() {
             answer.send(machine.answers(machine.read(2, 0x10).into())).unwrap();
         });
         let other = answered.recv_timeout(Duration::from_secs(30));
-        // Whatever came of it: a test that fails must end, too.
+        // A failing test must end, too.
         drop(go_on);
         assert_eq!(other, Ok(true));
     });
@@ -304,7 +304,7 @@ proptest! {
         machine.root.add(None, Function::new(1)).unwrap();
         machine.root.add(None, Function::new(2)).unwrap();
         for (by_ports, write, offset, mut data) in accesses {
-            // Most of the time something that exists.
+            // Mostly registers that exist.
             let offset = if offset % 4 == 0 { offset } else { offset & 0x1_80ff };
             let (bus, at) = if by_ports { (&machine.ports, 0xcf8 + offset % 8) } else { (&machine.memory, ECAM_START + offset) };
             if write { bus.write(at, &data); } else { bus.read(at, &mut data); }
@@ -329,7 +329,7 @@ fn what_is_removed_is_gone_and_its_place_free() {
     assert_eq!((machine.read(3, 0), *function.base.lock()), (u32::MAX, None));
     assert!(!machine.answers(base.into()));
     assert_eq!(Arc::strong_count(&function), 1, "somebody keeps it");
-    // The next one has slot and address.
+    // The next function gets the slot and the address.
     machine.root.add(Some(3), Function::new(8)).unwrap();
     assert_eq!((machine.read(3, 0) >> 16, machine.read(3, 0x10)), (8, base));
 }
@@ -349,7 +349,7 @@ fn a_place_that_a_removed_function_had_goes_to_who_waits_for_it() {
     assert_eq!(*functions[1].base.lock(), Some(place.into()));
 }
 
-/// Whoever has found the slot before may write to it afterwards.
+/// A thread that found the slot before its removal may write to it later.
 #[test]
 fn a_write_that_comes_late_puts_nothing_back_on_the_bus() {
     let machine = Machine::new();
@@ -366,7 +366,7 @@ fn a_write_that_comes_late_puts_nothing_back_on_the_bus() {
 fn a_function_that_does_not_fit_takes_nothing() {
     let machine = Machine::new();
     let large = |bars: &[u32]| Arc::new(Tagged::new(9, bars));
-    // Two of the three fit, and are given back.
+    // Two of the three fit, and are freed again.
     for _ in 0..3 {
         let error = machine.root.add(None, large(&[0x1000_0000, 0x1000_0000, 0x1000])).unwrap_err();
         assert!(matches!(error, PciError::NoAddress { len: 0x1000, .. }), "{error}");
@@ -374,7 +374,7 @@ fn a_function_that_does_not_fit_takes_nothing() {
     machine.root.add(None, large(&[0x1000_0000, 0x1000_0000])).unwrap();
 }
 
-/// A function with some BARs that read as its number, and that knows where they are.
+/// Function with several BARs that read as its number, and that records their addresses.
 struct Tagged {
     number: u8,
     config: Mutex<ConfigSpace>,
@@ -417,16 +417,16 @@ impl PciDevice for Tagged {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Into a slot, or the first free one.
+    /// Add to a slot, or to the first free one.
     Add(Option<u8>, Vec<u32>),
     Remove(u8),
-    /// Decoding on or off.
+    /// Switch decoding on or off.
     Decode(u8, bool),
-    /// A BAR to the n-th of 128 places of 4 MiB.
+    /// Move a BAR to the n-th of 128 places of 4 MiB.
     Move(u8, u8, u8),
 }
 
-/// No BAR has more, so that 31 functions of two always fit, wherever others have been before.
+/// Largest BAR, so that 31 functions with two BARs always fit, whatever was removed before.
 const LARGEST: u32 = 4 << 20;
 
 fn step() -> impl Strategy<Value = Step> {
@@ -442,8 +442,8 @@ fn step() -> impl Strategy<Value = Step> {
 
 type Remove = fn(&RootBus, u8) -> Option<Arc<dyn PciDevice>>;
 
-/// Carries `steps` out, holds the bus against an obvious model after each, and then fills and
-/// empties it a few times.
+/// Executes `steps` and compares the bus with a simple model after each. Then fills and empties the
+/// bus a few times.
 fn bus_gives_back(steps: &[Step], remove: Remove) -> Result<(), String> {
     let machine = Machine::new();
     let mut model: BTreeMap<u8, Arc<Tagged>> = BTreeMap::new();
@@ -528,7 +528,8 @@ fn hold_against(machine: &Machine, model: &BTreeMap<u8, Arc<Tagged>>) -> Result<
             return Err(format!("slot {slot} decodes nothing and has {claims} BARs on the bus"));
         }
     }
-    // Who has a place answers there, and who has none only because another is there.
+    // A function with a place answers there. A function without one only lacks it because another
+    // one is there.
     for (base, (len, number)) in &claimed {
         let mut answer = [0];
         machine.memory.read(base + len - 1, &mut answer);
