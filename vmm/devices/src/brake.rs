@@ -1,4 +1,4 @@
-//! The brake of a VM: whoever must not let the guest run on pulls it.
+//! Brake of a VM, which keeps the guest from running on.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -7,9 +7,9 @@ use rustix::thread::{Timespec, gettid, nanosleep};
 use vmm_sys_util::errno;
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
-/// How often [`Brake::stop`] looks whether the vCPUs are out, and how long it waits in between: a
-/// second together. One that the host's kernel keeps for longer, as it waits for a disk, does not
-/// run the guest meanwhile.
+/// Number of checks by which [`Brake::stop`] waits for vCPUs to leave the guest, and their
+/// interval: a second in total. A vCPU that stays longer in the host's kernel, for example to wait
+/// for a disk, does not run the guest meanwhile.
 const LOOKS: usize = 10_000;
 const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000 };
 
@@ -23,32 +23,32 @@ pub fn install_handler() -> Result<(), errno::Error> {
     result
 }
 
-/// Keeps a vCPU whose exit has gone wrong from entering the guest again.
+/// Keeps a vCPU from entering the guest again after a failure in its exit.
 ///
-/// The owner of the VM is told by an event and pauses every vCPU, but it does so later and on
-/// another thread. The vCPU that pulled the brake, inside its exit, would meanwhile run on as if
-/// all were well: a flush that failed would look like one that did not. So:
-/// 1. the brake is pulled, then the event is sent, then the exit ends: the owner cannot release it
-///    before it is pulled;
-/// 2. a vCPU does not enter the guest while the brake is pulled, whatever else it has been told;
-/// 3. the owner pauses every vCPU, and only then releases the brake: from there on it is the owner
-///    that decides.
+/// The owner of the VM receives an event and pauses every vCPU, but later and on another thread.
+/// The vCPU that pulled the brake in its exit would meanwhile continue, and a failed flush would
+/// look successful. The order is therefore:
+/// 1. The brake is pulled, then the event is sent, then the exit ends. The owner cannot release the
+///    brake before it is pulled.
+/// 2. A vCPU does not enter the guest while the brake is pulled, whatever else is requested.
+/// 3. The owner pauses every vCPU, and only then releases the brake. From then on, the owner
+///    decides.
 #[derive(Debug, Default)]
 pub struct Brake {
     pulled: AtomicBool,
     seats: Box<[Seat]>,
 }
 
-/// Where a vCPU is.
+/// State of a vCPU.
 #[derive(Debug, Default)]
 struct Seat {
     in_guest: AtomicBool,
-    /// Its thread, as the kernel numbers them.
+    /// Kernel's ID of its thread.
     thread: AtomicI32,
 }
 
 impl Brake {
-    /// Released; for a VM with so many vCPUs.
+    /// Released brake of a VM with `vcpus` vCPUs.
     pub fn new(vcpus: u8) -> Self {
         Self {
             pulled: AtomicBool::new(false),
@@ -56,13 +56,13 @@ impl Brake {
         }
     }
 
-    /// From now on no vCPU enters the guest. Those that are in it stay there until they are paused.
+    /// Prevents vCPUs from entering the guest. vCPUs in the guest stay there until they are paused.
     pub fn pull(&self) {
         self.pulled.store(true, Ordering::SeqCst);
     }
 
-    /// Pulls it, and brings those that are in the guest out: none is when this returns, and none
-    /// enters it again. May be called in a handler of a signal, on any thread.
+    /// Pulls the brake and interrupts the vCPUs in the guest. When this returns, no vCPU is in the
+    /// guest, and none enters it again. May be called in a signal handler, on any thread.
     pub fn stop(&self) {
         self.pull();
         let this = this_thread();
@@ -70,8 +70,7 @@ impl Brake {
             let mut are_out = true;
             for seat in self.seats.iter().filter(|seat| seat.in_guest.load(Ordering::SeqCst)) {
                 let thread = seat.thread.load(Ordering::Relaxed);
-                // A vCPU whose thread is here has left the guest, though it had no time yet to say
-                // so.
+                // A vCPU with this thread has left the guest, but has not recorded it yet.
                 if thread != this {
                     are_out = false;
                     interrupt(thread);
@@ -80,27 +79,26 @@ impl Brake {
             if are_out {
                 return;
             }
-            // A signal handler may make this call: rustix enters the kernel itself, without libc,
-            // and leaves errno as it is.
+            // A signal handler may make this call: rustix enters the kernel directly, without libc,
+            // and does not change errno.
             let _ = nanosleep(&LOOK_INTERVAL);
         }
     }
 
-    /// The vCPUs have been told to pause.
+    /// Releases the brake after all vCPUs were requested to pause.
     pub fn release(&self) {
         self.pulled.store(false, Ordering::SeqCst);
     }
 
-    /// Whether it has been pulled.
     pub fn is_pulled(&self) -> bool {
         self.pulled.load(Ordering::SeqCst)
     }
 
-    /// Says that the vCPU of this thread is about to enter the guest; false: it must not, and has
-    /// not said so.
+    /// Records that the vCPU of this thread is about to enter the guest. Returns false, and records
+    /// nothing, if it must not.
     ///
-    /// First it says so, then it looks: either it sees that the brake is pulled, or who pulls it
-    /// sees it in the guest.
+    /// The record is set before the brake is checked. Therefore either the vCPU sees the pulled
+    /// brake, or the thread that pulls it sees the vCPU in the guest.
     pub fn enter(&self, vcpu: u8) -> bool {
         let seat = &self.seats[usize::from(vcpu)];
         seat.thread.store(this_thread(), Ordering::Relaxed);
@@ -112,7 +110,7 @@ impl Brake {
         true
     }
 
-    /// The vCPU is out of the guest.
+    /// Records that the vCPU has left the guest.
     pub fn leave(&self, vcpu: u8) {
         self.seats[usize::from(vcpu)].in_guest.store(false, Ordering::SeqCst);
     }
@@ -122,10 +120,11 @@ fn this_thread() -> libc::pid_t {
     gettid().as_raw_nonzero().get()
 }
 
-/// The signal that ends KVM_RUN, again and again: one that arrives just before it would be lost.
+/// Interrupts KVM_RUN by a signal. The caller repeats this, because a signal just before KVM_RUN
+/// would be lost.
 fn interrupt(thread: libc::pid_t) {
-    // SAFETY: a system call that takes numbers. A thread that has ended meanwhile is an error, or
-    // one of this process' other threads, to which the signal does nothing.
+    // SAFETY: a system call with integers. If the thread has ended meanwhile, the call fails or
+    // reaches another thread of this process, on which the signal has no effect.
     unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, SIGRTMIN()) };
 }
 
@@ -139,14 +138,13 @@ pub(crate) mod tests {
     use super::*;
 
     impl Brake {
-        /// Whether a vCPU is in the guest.
         pub(crate) fn is_any_in_guest(&self) -> bool {
             self.seats.iter().any(|seat| seat.in_guest.load(Ordering::SeqCst))
         }
     }
 
-    /// A thread that runs a guest: a system call that only a signal ends. It says when it is about
-    /// to begin, each time.
+    /// Thread that runs a guest: a system call that only a signal ends. It sends a message each
+    /// time before it begins.
     pub(crate) fn vcpu(
         brake: &Arc<Brake>,
         index: u8,
@@ -174,8 +172,8 @@ pub(crate) mod tests {
         for (_, entered) in &vcpus {
             entered.recv_timeout(Duration::from_secs(20)).unwrap();
         }
-        // The third has brought this thread here, as a device's register does, or a signal: it is
-        // not waited for.
+        // The third vCPU made this call itself, as in a device's register or a signal handler, so
+        // `stop` does not wait for it.
         assert!(brake.enter(2));
         brake.stop();
         for (index, (thread, _)) in vcpus.into_iter().enumerate() {

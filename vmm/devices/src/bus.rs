@@ -1,4 +1,4 @@
-//! Address ranges and the devices behind them, for port and memory-mapped I/O.
+//! Address ranges and their devices, for port and memory-mapped I/O.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,14 +12,14 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::metrics::{Expose, Exposition, Family, and, one};
 
-/// Something that answers accesses of vCPUs.
+/// Device that responds to accesses of vCPUs.
 ///
-/// Both calls run on vCPU threads, several at once: an implementation locks what it must, and never
-/// blocks on I/O unless the guest is meant to wait (a synchronous flush).
+/// Both calls run on vCPU threads, several at once. Implementations lock as needed, and never block
+/// on I/O unless the guest is meant to wait (a synchronous flush).
 pub trait BusDevice: Send + Sync {
-    /// Fills `data` from `offset`, counted from the start of the range that was inserted.
+    /// Fills `data` from `offset`, counted from the start of the inserted range.
     fn read(&self, offset: u64, data: &mut [u8]);
-    /// Takes `data` at `offset`, counted from the start of the range that was inserted.
+    /// Receives `data` at `offset`, counted from the start of the inserted range.
     fn write(&self, offset: u64, data: &[u8]);
 }
 
@@ -42,7 +42,6 @@ impl IoEvents for VmFd {
     }
 }
 
-/// Why a range cannot be put on a bus.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum BusError {
     /// The range is empty or ends beyond 2^64.
@@ -57,7 +56,7 @@ pub enum BusError {
         base: u64,
         /// Length in bytes.
         len: u64,
-        /// First address of the range that is in the way.
+        /// First address of the overlapped range.
         other: u64,
     },
 }
@@ -80,16 +79,16 @@ impl Drop for BusRange {
     }
 }
 
-/// Accesses that no device answers; they only grow.
+/// Counters of accesses without a device.
 #[derive(Debug, Default)]
 pub struct BusMetrics {
-    /// Reads, which find all ones.
+    /// Reads, which return ones.
     pub unanswered_reads: AtomicU64,
-    /// Writes, which go nowhere.
+    /// Writes, which are discarded.
     pub unanswered_writes: AtomicU64,
 }
 
-/// A set of disjoint ranges. Lookups share a read lock; ranges change only at build time, when the
+/// Set of disjoint ranges. Lookups share a read lock. Ranges change only at build time, when the
 /// guest moves a BAR, and at hotplug.
 #[derive(Default)]
 pub struct Bus {
@@ -109,7 +108,7 @@ impl Bus {
         Ok(BusRange { bus: Arc::clone(self), base })
     }
 
-    /// Puts `device` at `base`, where it stays unless [`Self::remove`] takes it off.
+    /// Puts `device` at `base`, where it stays until [`Self::remove`].
     pub fn insert(&self, base: u64, len: u64, device: Arc<dyn BusDevice>) -> Result<(), BusError> {
         let last = match len.checked_sub(1).and_then(|n| base.checked_add(n)) {
             Some(last) => last,
@@ -125,7 +124,7 @@ impl Bus {
         Ok(())
     }
 
-    /// Takes the range that starts at `base` off the bus; false if there is none.
+    /// Removes the range that starts at `base`. Returns false if there is none.
     pub fn remove(&self, base: u64) -> bool {
         let removed = self.ranges.write().remove(&base);
         // The removed device is dropped after the lock is released, because its drop may wait for
@@ -147,12 +146,14 @@ impl Bus {
         let ranges = self.ranges.read();
         let (&base, entry) = ranges.range(..=address).next_back()?;
         let offset = address - base;
-        // An access must lie in one range whole: hardware would split it, no driver relies on that.
+        // An access must be within one range. Hardware would split it, but no driver relies on
+        // that.
         let end = offset.checked_add(len as u64)?;
         (end <= entry.len).then(|| (offset, Arc::clone(&entry.device)))
     }
 
-    /// Reads at `address`; where nothing answers, the guest sees all ones, as on a PCI bus.
+    /// Reads at `address`. Without a device, returns false, and the guest reads ones, as on a PCI
+    /// bus.
     pub fn read(&self, address: u64, data: &mut [u8]) -> bool {
         match self.find(address, data.len()) {
             Some((offset, device)) => {
@@ -167,7 +168,7 @@ impl Bus {
         }
     }
 
-    /// Writes at `address`; false where nothing answers.
+    /// Writes at `address`. Returns false if there is no device.
     pub fn write(&self, address: u64, data: &[u8]) -> bool {
         match self.find(address, data.len()) {
             Some((offset, device)) => {

@@ -1,8 +1,8 @@
-//! The real-time clock of a PC, ports 0x70 and 0x71, for firmware that asks it for the time
-//! (Motorola MC146818A).
+//! Real-time clock of a PC, ports 0x70 and 0x71, from which firmware reads the time (Motorola
+//! MC146818A).
 //!
-//! The host's time in UTC, by 24 hours and in BCD, as it is read. The guest sets nothing: its
-//! kernel has better clocks.
+//! It shows the host's time at each read in UTC, in 24-hour mode and BCD. It cannot be set, because
+//! guest kernels have better clocks.
 
 use std::time::SystemTime;
 
@@ -13,20 +13,20 @@ use parking_lot::Mutex;
 use crate::bus::BusDevice;
 
 pub const CMOS_PORT: u64 = 0x70;
-/// How many there are: the register's number, and what is in it.
+/// Number of ports: register number, and data.
 pub const CMOS_LEN: u64 = 2;
 
-/// Bit 7 of the number masks non-maskable interrupts, elsewhere.
+/// Mask without bit 7, which masks non-maskable interrupts in other hardware.
 const REGISTER: u8 = 0x7f;
-/// A time base of 32,768 Hz; bit 7 would say that the time is just changing.
+/// Time base of 32,768 Hz. Bit 7 would report an update in progress.
 const STATUS_A: u8 = 0x26;
-/// 24 hours.
+/// 24-hour mode.
 const STATUS_B: u8 = 1 << 1;
 /// The time is valid.
 const STATUS_D: u8 = 1 << 7;
 
 pub fn wall_clock() -> Timestamp {
-    // It fails where the host's clock is beyond the year 9999.
+    // Fails if the host's clock is beyond the year 9999.
     Timestamp::try_from(SystemTime::now()).unwrap_or(Timestamp::UNIX_EPOCH)
 }
 
@@ -36,7 +36,7 @@ pub struct Cmos {
 }
 
 impl Cmos {
-    /// A clock that shows `now`.
+    /// Clock that shows `now`.
     pub fn new(now: fn() -> Timestamp) -> Self {
         Self { register: Mutex::new(0), now }
     }

@@ -1,4 +1,4 @@
-//! A thread that waits for file descriptors on behalf of devices.
+//! Thread that waits for file descriptors of devices.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -15,25 +15,20 @@ use tracing::error;
 
 use crate::log::sparsely;
 
-/// What a device registers: the owner of its queues and file descriptors.
+/// Owner of a device's queues and file descriptors.
 pub type Subscriber = Box<dyn MutEventSubscriber + Send>;
 
-/// Why an event loop cannot do what it was asked.
 #[derive(Debug, Error)]
 pub enum EventLoopError {
     #[error("Cannot create the event loop {name:?}")]
     Create {
-        /// The loop's thread name.
         name: String,
-        /// What event-manager says.
         #[source]
         source: event_manager::Error,
     },
     #[error("Cannot start the thread of event loop {name:?}")]
     Spawn {
-        /// The loop's thread name.
         name: String,
-        /// What the operating system says.
         #[source]
         source: io::Error,
     },
@@ -41,44 +36,44 @@ pub enum EventLoopError {
     Ended(#[source] event_manager::Error),
 }
 
-/// An event loop with its thread. Dropping it ends the thread and drops all subscribers.
+/// Event loop with its thread. Dropping it ends the thread and drops all subscribers.
 pub struct EventLoop {
     handle: EventLoopHandle,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Adds and removes subscribers, and holds the loop, from any thread but the loop's own.
+/// Adds and removes subscribers, and holds the loop, from any thread except the loop's own.
 #[derive(Clone)]
 pub struct EventLoopHandle {
     endpoint: RemoteEndpoint<Subscriber>,
     gate: Arc<Gate>,
 }
 
-/// What works for a loop's subscriber and is no thread of this process, as a driver of the host's
-/// kernel. It stands still while the loop does; both calls come on the loop's thread.
+/// Helper of a loop's subscriber that is not a thread of this process, for example a driver in the
+/// host's kernel. It stops while the loop is held. Both calls run on the loop's thread.
 pub trait Helper: Send + Sync {
-    /// When this returns it does nothing any more.
+    /// Stops the helper. When this returns, it is idle.
     fn stand_still(&self);
-    /// It may go on.
+    /// Resumes the helper.
     fn go_on(&self);
 }
 
-/// Where a loop's thread stands still, between two events, while it is held.
+/// Point between two events at which a loop's thread stops while it is held.
 #[derive(Default)]
 pub struct Gate {
-    /// The thread stands at the gate, or has ended.
+    /// The thread waits at the gate, or has ended.
     is_held: Mutex<bool>,
     changed: Condvar,
     is_closed: AtomicBool,
     is_busy: AtomicBool,
-    /// Subscribers are taken back, and nothing else is to happen.
+    /// Subscribers are being removed, and no other work may start.
     is_dismissed: AtomicBool,
     helpers: Mutex<Vec<Weak<dyn Helper>>>,
 }
 
 impl Gate {
-    /// From now on `helper` stands still with the loop, for as long as there is one.
+    /// Stops `helper` together with the loop, until it is dropped.
     pub fn add_helper(&self, helper: Weak<dyn Helper>) {
         let mut helpers = self.helpers.lock();
         helpers.retain(|known| known.strong_count() > 0);
@@ -89,18 +84,17 @@ impl Gate {
         self.helpers.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Whether the loop is to stand still: what is begun now keeps it from that.
+    /// Returns true if the loop is requested to stop. Work that is started now delays this.
     pub fn is_closed(&self) -> bool {
         self.is_closed.load(Ordering::Acquire)
     }
 
-    /// Says whether the subscriber of this loop has something under way that is to end before the
-    /// loop stands still. Called on the loop's thread.
+    /// Records that the loop's subscriber has work in progress that must end before the loop stops.
+    /// Called on the loop's thread.
     pub fn set_busy(&self, is_busy: bool) {
         self.is_busy.store(is_busy, Ordering::Relaxed);
     }
 
-    /// Whether it was said so.
     #[cfg(test)]
     pub fn is_busy(&self) -> bool {
         self.is_busy.load(Ordering::Relaxed)
@@ -123,7 +117,7 @@ impl Gate {
         stop.load(Ordering::Acquire) || self.is_dismissed.load(Ordering::Acquire)
     }
 
-    /// Stands still while the gate is closed, unless the loop is busy or shall end.
+    /// Waits while the gate is closed, unless the loop is busy or about to end.
     fn pass(&self, stop: &AtomicBool) {
         let mut is_held = self.is_held.lock();
         let mut standing = Vec::new();
@@ -139,7 +133,7 @@ impl Gate {
             self.changed.notify_all();
             self.changed.wait(&mut is_held);
         }
-        // What is about to be given up begins nothing any more.
+        // A loop that ends does not resume its helpers.
         if !self.is_over(stop) {
             standing.iter().for_each(|helper| helper.go_on());
         }
@@ -147,7 +141,7 @@ impl Gate {
     }
 }
 
-/// Nobody waits for a thread that has ended.
+/// Marks the loop as held when its thread ends, so that no thread waits for it.
 struct HeldForGood(Arc<Gate>);
 
 impl Drop for HeldForGood {
@@ -158,7 +152,7 @@ impl Drop for HeldForGood {
 }
 
 impl EventLoop {
-    /// Starts a thread called `name` (at most 15 bytes are shown by the kernel).
+    /// Starts a thread. The kernel shows at most 15 bytes of its `name`.
     pub fn spawn(name: &str) -> Result<Self, EventLoopError> {
         let create = |source| EventLoopError::Create { name: name.to_owned(), source };
         let mut manager = EventManager::<Subscriber>::new().map_err(create)?;
@@ -172,7 +166,8 @@ impl EventLoop {
                 while !stopped.load(Ordering::Acquire) {
                     gate.pass(&stopped);
                     if let Err(err) = manager.run() {
-                        // Subscribers handle their own errors: this is epoll itself failing.
+                        // Subscribers handle their own errors, so this is a failure of epoll
+                        // itself.
                         error!(%err, "Event loop cannot wait");
                         break;
                     }
@@ -182,7 +177,6 @@ impl EventLoop {
         Ok(Self { handle, stop, thread: Some(thread) })
     }
 
-    /// A handle for whoever registers subscribers.
     pub fn handle(&self) -> EventLoopHandle {
         self.handle.clone()
     }
@@ -203,15 +197,15 @@ impl Drop for EventLoop {
 }
 
 impl EventLoopHandle {
-    /// Has the loop stand still before its next event, and when what is under way has ended. Until
-    /// it is released nobody may wait for it to add or remove subscribers.
+    /// Stops the loop before its next event, after work in progress has ended. Until it is
+    /// released, no thread may wait for it to add or remove subscribers.
     pub fn hold(&self) {
         self.gate.set_closed(true);
         // A failed kick means that the thread has ended.
         let _ = self.endpoint.kick();
     }
 
-    /// Waits until the loop stands still, or has been released.
+    /// Waits until the loop has stopped or was released.
     pub fn wait_until_held(&self) {
         let mut is_held = self.gate.is_held.lock();
         while self.gate.is_closed() && !*is_held {
@@ -219,28 +213,27 @@ impl EventLoopHandle {
         }
     }
 
-    /// Lets it go on.
+    /// Resumes the loop.
     pub fn release(&self) {
         self.gate.set_closed(false);
     }
 
-    /// Lets it go on for good, so that its subscribers can be taken back. Its helpers do not: what
-    /// stands still stays so.
+    /// Resumes the loop for good, so that its subscribers can be removed. Its helpers stay stopped.
     pub fn dismiss(&self) {
         self.gate.dismiss();
     }
 
-    /// Whether both are of one loop.
+    /// Returns true if both handles are of one loop.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.gate, &other.gate)
     }
 
-    /// For subscribers that have something under way when they return.
+    /// Gate of the loop, for subscribers with work in progress after they return.
     pub fn gate(&self) -> Arc<Gate> {
         Arc::clone(&self.gate)
     }
 
-    /// Registers `subscriber`; its `init` has run when this returns. Must not be called on the
+    /// Registers `subscriber`. Its `init` has run when this returns. Must not be called on the
     /// loop's thread.
     pub fn add(&self, subscriber: Subscriber) -> Result<SubscriberId, EventLoopError> {
         self.endpoint
@@ -250,7 +243,7 @@ impl EventLoopHandle {
             .map_err(EventLoopError::Ended)
     }
 
-    /// Takes a subscriber back; after that the loop touches nothing of it. Must not be called on
+    /// Removes and returns a subscriber, which the loop then no longer uses. Must not be called on
     /// the loop's thread.
     pub fn remove(&self, id: SubscriberId) -> Result<Subscriber, EventLoopError> {
         self.endpoint
@@ -261,30 +254,30 @@ impl EventLoopHandle {
     }
 }
 
-/// A file that a subscriber waits for at times only: while it does not, a file that is ready would
-/// keep the loop busy.
+/// File for which a subscriber waits only at times. Otherwise a ready file would keep the loop
+/// busy.
 pub struct Interest {
     what: &'static str,
     data: u32,
     set: EventSet,
-    /// It is waited for.
+    /// The file is registered.
     on: bool,
 }
 
 impl Interest {
-    /// Will wait for `set`, which comes as `data`. Log lines call the file `what`.
+    /// Interest in `set`, which is reported as `data`. Log lines call the file `what`.
     pub fn new(what: &'static str, data: u32, set: EventSet) -> Self {
         Self { what, data, set, on: false }
     }
 
-    /// Whether the file is waited for.
     pub fn is_on(&self) -> bool {
         self.on
     }
 
-    /// Begins or ends waiting for `file`, which is the same one until waiting has ended. Where it
-    /// cannot begin, the next call tries again. Where it cannot end, the file is not waited for
-    /// at all: epoll does not know it, and whoever went on as if it were would wait for ever.
+    /// Registers or unregisters `file`, which must stay the same until it is unregistered. If
+    /// registration fails, the next call tries again. If unregistration fails, the file counts as
+    /// unregistered: epoll does not know it, and a caller that assumes otherwise would wait
+    /// forever.
     pub fn set(&mut self, on: bool, file: &impl AsRawFd, ops: &mut EventOps) {
         if on == self.on {
             return;
@@ -328,7 +321,7 @@ mod tests {
         }
     }
 
-    /// Does something with its file descriptors, once.
+    /// Runs a function with its event operations, once.
     struct Once<F>(F);
 
     impl<F: FnMut(&mut EventOps)> MutEventSubscriber for Once<F> {
@@ -347,7 +340,7 @@ mod tests {
         let mut seen = Vec::new();
         let mut manager = EventManager::new().unwrap();
         manager.add_subscriber(Once(|ops: &mut EventOps| {
-            // epoll takes no regular file.
+            // epoll does not accept regular files.
             interest.set(true, &regular, ops);
             seen.push(interest.is_on());
             interest.set(true, &fd, ops);
@@ -359,7 +352,7 @@ mod tests {
         assert_eq!(seen, [false, true, false]);
     }
 
-    /// Takes its time: says that it has an event, and waits until it may go on.
+    /// Slow subscriber: it reports an event, and waits until it may continue.
     struct Slow {
         fd: EventFd,
         gate: Arc<Gate>,
@@ -370,7 +363,7 @@ mod tests {
         fn init(&mut self, ops: &mut EventOps) {
             ops.add(Events::new(&self.fd, EventSet::IN)).unwrap();
         }
-        /// An event of 2 is the first half of something, and one of 1 the second.
+        /// An event of 2 is the first half of an operation, and one of 1 the second.
         fn process(&mut self, _: Events, _: &mut EventOps) {
             let count = self.fd.read().unwrap();
             self.steps.send(()).unwrap();
@@ -390,26 +383,26 @@ mod tests {
         let (steps, seen) = mpsc::sync_channel(0);
         let slow = Slow { fd: fd.try_clone().unwrap(), gate: handle.gate(), steps };
         handle.add(Box::new(slow)).unwrap();
-        // 1. It is at an event when it is to stand still.
+        // 1. The loop is handling an event when it is held.
         fd.write(2).unwrap();
         seen.recv().unwrap();
         handle.hold();
         assert!(!is_held(&handle));
         seen.recv().unwrap();
-        // 2. The event has begun something, whose end comes as another one.
+        // 2. The event has started an operation, whose end is another event.
         fd.write(1).unwrap();
         seen.recv().unwrap();
         assert!(!is_held(&handle));
         seen.recv().unwrap();
         handle.wait_until_held();
-        // 3. What comes now is for later.
+        // 3. Later events wait.
         fd.write(1).unwrap();
         assert!(is_held(&handle) && seen.try_recv().is_err());
         handle.release();
         seen.recv().unwrap();
         seen.recv().unwrap();
         assert!(!is_held(&handle));
-        // 4. Who waits in vain is not kept waiting.
+        // 4. Waiting for a loop that is not held, or has ended, returns at once.
         handle.wait_until_held();
         handle.hold();
         drop(event_loop);
@@ -445,7 +438,7 @@ mod tests {
             }
             assert_eq!(std::mem::take(&mut *helper.0.lock()), ["stands", "goes on"]);
         }
-        // One that has gone is nobody's.
+        // A dropped helper is not called.
         drop(helper);
         handle.hold();
         handle.wait_until_held();
@@ -466,7 +459,7 @@ mod tests {
         handle.hold();
         handle.wait_until_held();
         handle.dismiss();
-        // The loop's thread answers that, and so has gone on.
+        // The loop's thread responds, so it has resumed.
         handle.remove(id).unwrap();
         assert_eq!(*helper.0.lock(), ["stands"]);
     }
@@ -482,7 +475,7 @@ mod tests {
         assert_eq!(counts.recv().unwrap(), 3);
         drop(event_loop.handle().remove(id).unwrap());
         fd.write(1).unwrap();
-        // The subscriber owned the only sender: gone means that nothing can serve the event any
+        // The subscriber owned the only sender. Its end proves that the event cannot be handled any
         // more.
         assert!(counts.recv().is_err());
         assert!(event_loop.handle().remove(id).is_err());

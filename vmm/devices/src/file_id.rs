@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// Identity of a file or device on this host, whichever path leads to it.
+/// Identity of a file or device on this host, independent of its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FileId {
     /// A file: its file system and its inode. Hard links, symbolic links and bind mounts lead to
@@ -52,7 +52,7 @@ impl From<&Metadata> for FileId {
 /// Most symbolic links that the kernel follows (path_resolution(7)).
 const MAX_LINKS: usize = 40;
 
-/// `path`, and the paths that the symbolic links at its end lead to.
+/// `path`, and the targets of the symbolic links at its end.
 pub fn links_of(path: &Path) -> impl Iterator<Item = PathBuf> {
     let next = |path: &PathBuf| Some(folder_of(path).join(fs::read_link(path).ok()?));
     iter::successors(Some(path.to_owned()), next).take(1 + MAX_LINKS)

@@ -1,4 +1,4 @@
-//! Where log lines go.
+//! Output of log lines.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, stderr};
@@ -14,7 +14,6 @@ use tracing::level_filters::LevelFilter;
 use crate::output_file::admit;
 use crate::standard_stream;
 
-/// Why nothing can be logged.
 #[derive(Debug, Error)]
 pub enum LogError {
     #[error("--log-file: cannot open {path:?}")]
@@ -28,16 +27,15 @@ pub enum LogError {
 /// `--log-file` and `-v`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LogConfig {
-    /// A file; standard error if there is none.
+    /// File, or standard error if `None`.
     pub file: Option<PathBuf>,
-    /// How many times `-v` was given: warnings, then information, debugging, everything.
+    /// Number of `-v`: warnings, then information, debugging, everything.
     pub verbosity: u8,
 }
 
-/// Sends log lines where `config` says, from now on. To be called once.
+/// Sends log lines to the destination in `config`. Call it once.
 ///
-/// Lines are written as they come, without a buffer: what was logged before a crash can be read
-/// after it.
+/// Lines are written at once, without a buffer, so that the lines before a crash are not lost.
 pub fn start(config: &LogConfig) -> Result<(), LogError> {
     let lines = tracing_subscriber::fmt()
         .with_max_level(level(config.verbosity))
@@ -80,28 +78,27 @@ pub fn with_subscriber<T>(subscriber: impl Into<tracing::Dispatch>, act: impl Fn
     tracing::dispatcher::with_default(&subscriber.into(), act)
 }
 
-/// Counts how often a line could have been logged.
+/// Counts the occasions of a log line.
 #[doc(hidden)]
 #[derive(Default)]
 pub struct Occasions(AtomicU64);
 
 impl Occasions {
-    /// None so far.
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))
     }
 
-    /// Another one: how many that makes, if it is the first, second, fourth, eighth, and so on.
+    /// Counts an occasion. Returns the total if it is the first, second, fourth, eighth, and so on.
     pub fn another(&self) -> Option<u64> {
         let times = self.0.fetch_add(1, Ordering::Relaxed) + 1;
         times.is_power_of_two().then_some(times)
     }
 }
 
-/// Logs what a guest can cause as often as it likes: `sparsely!(warn, fields, "message")`. The line
-/// comes out the first, second, fourth, eighth time and so on, with the count, so that a guest can
-/// neither fill the host's disk nor be slowed down by the host's log. Each place in the source
-/// counts for itself, all devices together; exact numbers are the metrics' business.
+/// Logs an event that a guest can repeat: `sparsely!(warn, fields, "message")`. The line is logged
+/// the first, second, fourth, eighth time and so on, with the count. A guest can thus neither fill
+/// the host's disk nor be slowed down by the host's log. Each call site counts separately, for all
+/// devices together. Metrics have exact numbers.
 #[macro_export]
 macro_rules! sparsely {
     ($level:ident, $($line:tt)+) => {{

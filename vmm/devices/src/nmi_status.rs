@@ -1,9 +1,10 @@
-//! Port 0x61, by which a PC says why there was a non-maskable interrupt.
+//! Port 0x61, by which a PC reports the cause of a non-maskable interrupt.
 //!
-//! A port that nobody answers reads as all ones: a memory parity error and an I/O check, which
-//! Linux then takes `vm.nmi` for (arch/x86/kernel/nmi.c, default_do_nmi). There never is one. Bit
-//! 5, the output of timer 2, is set: who waits for it without a timer that could set it
-//! (arch/x86/kernel/tsc.c, pit_hpet_ptimer_calibrate_cpu) shall not wait for ever.
+//! A port without a device reads as ones, which means a memory parity error and an I/O check. Linux
+//! would then report one of these as the cause of the NMI of `vm.nmi` (arch/x86/kernel/nmi.c,
+//! default_do_nmi). This device never reports a cause. Bit 5, the output of timer 2, is set:
+//! otherwise a kernel that waits for it without a timer (arch/x86/kernel/tsc.c,
+//! pit_hpet_ptimer_calibrate_cpu) would wait forever.
 
 use crate::bus::BusDevice;
 
@@ -12,7 +13,7 @@ pub const NMI_STATUS_LEN: u64 = 1;
 
 const TIMER_2_OUTPUT: u8 = 1 << 5;
 
-/// The port's device, which has no state.
+/// Device of the port, without state.
 #[derive(Debug)]
 pub struct NmiStatus;
 
@@ -21,7 +22,7 @@ impl BusDevice for NmiStatus {
         data.fill(TIMER_2_OUTPUT);
     }
 
-    /// What is enabled and cleared here is not there.
+    /// The device has no causes that could be enabled or cleared.
     fn write(&self, _offset: u64, _data: &[u8]) {}
 }
 

@@ -1,11 +1,11 @@
-//! How many files the process may have open.
+//! Limit of the number of open files.
 
 use std::io;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the soft limit to the hard one. The soft one is low for the sake of programs that use
-/// select(2), which is not for descriptors above 1023 (getrlimit(2)); this one does not.
+/// Raises the soft limit to the hard one. The soft limit is low for programs that use select(2),
+/// which does not support descriptors above 1023 (getrlimit(2)). This program does not use it.
 pub fn raise_limit() -> io::Result<()> {
     let limit = getrlimit(Resource::Nofile);
     if limit.current == limit.maximum {
@@ -14,7 +14,7 @@ pub fn raise_limit() -> io::Result<()> {
     Ok(setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?)
 }
 
-/// The number of files that the process may have open now.
+/// Number of files that the process may have open now.
 pub fn limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }

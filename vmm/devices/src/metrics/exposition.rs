@@ -145,7 +145,7 @@ impl Exposition {
         value: impl Fn(V) -> Value,
     ) {
         let family = self.0.entry(name).or_insert(Samples { help, unit, samples: Vec::new() });
-        // A scrape is no reason to end a guest: the first description stays.
+        // In release builds, the first description stays, because a scrape must not end a guest.
         debug_assert_eq!(family.help, help, "two descriptions of {name}");
         family.samples.extend(samples.into_iter().map(|(labels, sample)| (labels, value(sample))));
     }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Upper bounds of the buckets: from a flush of one cache line to a guest that takes a minute. One
-/// more bucket takes what is above.
+/// more bucket counts longer durations.
 pub const LATENCY_BOUNDS_NS: [u64; 16] = [
     1_000,
     5_000,
@@ -26,7 +26,7 @@ pub const LATENCY_BOUNDS_NS: [u64; 16] = [
 
 const BUCKETS: usize = LATENCY_BOUNDS_NS.len() + 1;
 
-/// A histogram of durations. Each observation is two additions.
+/// Histogram of durations. Each observation is two additions.
 #[derive(Debug, Default)]
 pub struct LatencyHistogram {
     buckets: [AtomicU64; BUCKETS],
@@ -41,7 +41,7 @@ impl LatencyHistogram {
         self.sum_ns.fetch_add(ns, Ordering::Relaxed);
     }
 
-    /// What has been counted so far.
+    /// Current counts.
     pub fn sample(&self) -> LatencySample {
         LatencySample {
             buckets: std::array::from_fn(|index| self.buckets[index].load(Ordering::Relaxed)),
@@ -49,23 +49,23 @@ impl LatencyHistogram {
         }
     }
 
-    /// The number of observations.
+    /// Number of observations.
     pub fn count(&self) -> u64 {
         self.sample().count()
     }
 }
 
-/// A histogram at one moment.
+/// Histogram at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LatencySample {
-    /// Observations in each bucket, not cumulated; the last one has no upper bound.
+    /// Observations in each bucket, not cumulative. The last bucket has no upper bound.
     pub buckets: [u64; BUCKETS],
-    /// The sum of all observations.
+    /// Sum of all observations.
     pub sum_ns: u64,
 }
 
 impl LatencySample {
-    /// The number of observations.
+    /// Number of observations.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }

@@ -58,7 +58,7 @@ pub struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // The last owner of a source may close files, which is not for the lock.
+        // The source is dropped after the lock is released, because its last owner may close files.
         let source = self.sources.registered.lock().remove(&self.id);
         drop(source);
     }

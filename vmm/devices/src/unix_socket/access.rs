@@ -1,4 +1,4 @@
-//! Access to a unix socket, and the bound of its path.
+//! Access to a Unix socket, and the length limit of its path.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -7,7 +7,7 @@ use foreshore_config::{ConfigError, Label, section, text_value};
 use pmem_volume::file_mode::PRIVATE_MODE;
 use serde::Serialize;
 
-/// The longest path in a `sockaddr_un`, whose 108 bytes end with a zero (unix(7)).
+/// Longest path in a `sockaddr_un`, whose 108 bytes end with a zero (unix(7)).
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 section! {

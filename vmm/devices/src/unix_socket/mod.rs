@@ -1,7 +1,7 @@
-//! Unix sockets that the VMM listens on, each at a path that is one owner's.
+//! Unix sockets on which the VMM listens. Each path has one owner.
 //!
-//! What a VMM that was killed left behind is replaced, what somebody has is not, and what is ours
-//! is taken away at the end.
+//! The stale socket of a killed VMM is replaced, a socket in use is not. The VMM removes its own
+//! sockets at its end.
 
 mod access;
 mod group;
@@ -26,10 +26,9 @@ use self::path_lock::PathLock;
 /// Largest number of clients that wait to be accepted, the same as in the standard library.
 const BACKLOG: i32 = 128;
 
-/// Why a path cannot be listened on.
 #[derive(Debug, Error)]
 pub enum UnixSocketError {
-    /// Somebody else listens there, or is about to.
+    /// Another process listens there, or is about to.
     #[error("{flag}: {path:?} is in use: another process {what}")]
     InUse { flag: &'static str, path: PathBuf, what: &'static str },
     #[error("{flag}: {path:?} exists, and is not a socket")]
@@ -103,15 +102,15 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
     fs::set_permissions(&file, fs::Permissions::from_mode(mode))
 }
 
-/// What a path is.
+/// Kind of object at a path.
 #[derive(Debug, PartialEq, Eq)]
 enum Place {
     Free,
-    /// A socket that somebody has.
+    /// Socket in use.
     Used,
-    /// A socket that nobody has any more.
+    /// Stale socket.
     LeftBehind,
-    /// A file, a folder or a link.
+    /// File, folder or link.
     SomethingElse,
 }
 
@@ -122,12 +121,12 @@ fn what_is_at(path: &Path) -> io::Result<Place> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Place::Free),
         Err(error) => return Err(error),
     }
-    // Who listens and accepts nothing would be waited for.
+    // Non-blocking, because a listener that accepts nothing would block the call.
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     for kind in [SocketType::STREAM, SocketType::SEQPACKET, SocketType::DGRAM] {
         let socket = socket_with(AddressFamily::UNIX, kind, flags, None)?;
         match connect(&socket, &SocketAddrUnix::new(path)?) {
-            // Of a socket that is not of this kind (unix(7)).
+            // The socket is of another kind (unix(7)).
             Err(Errno::PROTOTYPE) => {}
             Err(Errno::CONNREFUSED) => return Ok(Place::LeftBehind),
             Ok(()) | Err(Errno::AGAIN) => return Ok(Place::Used),
@@ -137,13 +136,13 @@ fn what_is_at(path: &Path) -> io::Result<Place> {
     Ok(Place::Used)
 }
 
-/// A socket's file, removed when this is dropped, unless somebody has put another one in its place.
+/// File of a socket. It is removed on drop, unless another file has replaced it.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
     device: u64,
     inode: u64,
-    /// Until the file is gone.
+    /// Held until the file is removed.
     _lock: PathLock,
 }
 
@@ -219,7 +218,7 @@ mod tests {
         );
         drop(first);
         assert!(!path.exists(), "the socket goes with its owner");
-        // What a VMM that was killed leaves behind, one that held a lock and one that knew none.
+        // Stale sockets of killed VMMs, with and without a lock.
         for lock in [true, false] {
             drop(UnixListener::bind(&path).unwrap());
             if lock {
@@ -247,7 +246,7 @@ mod tests {
         std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
         assert!(error().ends_with("is not a socket") && elsewhere.exists());
         fs::remove_file(&path).unwrap();
-        // 2. Sockets: one that accepts nothing, one whose queue is full, one of another kind.
+        // 2. Sockets: one that accepts nothing, one with a full queue, one of another kind.
         let listener = UnixListener::bind(&path).unwrap();
         assert!(error().ends_with("is in use: another process answers on it"), "{}", error());
         // SAFETY: a system call on an open descriptor.
@@ -260,7 +259,7 @@ mod tests {
         assert!(error().ends_with("answers on it"), "{}", error());
         drop(datagrams);
         fs::remove_file(&path).unwrap();
-        // 3. A path that somebody is about to listen on.
+        // 3. A path on which another process is about to listen.
         let lock = PathLock::take(&path).unwrap();
         assert!(error().ends_with("another process has its lock"), "{}", error());
         drop(lock);

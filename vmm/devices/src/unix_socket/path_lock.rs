@@ -1,8 +1,8 @@
-//! One owner at a time of a path that is listened on.
+//! Exclusive ownership of a path on which a process listens.
 //!
-//! A socket whose owner was killed stays in the file system, and looks like one that is about to be
-//! listened on. The lock tells them apart: it dies with its holder. It is one of the open file
-//! (fcntl(2), F_OFD_SETLK) on `PATH.lock`, as Cloud Hypervisor's is.
+//! The socket of a killed owner stays in the file system, and looks like one on which a process is
+//! about to listen. The lock distinguishes them, because it ends with its holder. It is a lock of
+//! the open file (fcntl(2), F_OFD_SETLK) on `PATH.lock`, as in Cloud Hypervisor.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use pmem_volume::file_mode::PRIVATE_MODE;
 
-/// Whoever has it, has the path. Its file goes with it.
+/// Lock of a path. Its file is removed with it.
 #[derive(Debug)]
 pub(super) struct PathLock {
     path: PathBuf,
@@ -21,7 +21,7 @@ pub(super) struct PathLock {
 }
 
 impl PathLock {
-    /// Takes it; `None` if somebody else has it.
+    /// Takes the lock. Returns `None` if another process holds it.
     pub(super) fn take(path: &Path) -> io::Result<Option<Self>> {
         let path = lock_path(path);
         loop {
@@ -46,7 +46,7 @@ impl PathLock {
 }
 
 impl Drop for PathLock {
-    /// Before the lock is let go: whoever waits for it looks again.
+    /// The file is removed before the lock is released, so that a waiting process opens a new file.
     fn drop(&mut self) {
         if let Err(error) = fs::remove_file(&self.path) {
             tracing::debug!(path = ?self.path, %error, "A lock is left behind");
@@ -61,7 +61,7 @@ fn lock_path(path: &Path) -> PathBuf {
 }
 
 fn try_lock(file: &File) -> io::Result<bool> {
-    // SAFETY: it has numbers, for which zeros are fine. A length of 0 is the whole file.
+    // SAFETY: a structure of integers, which may be zero. A length of 0 means the whole file.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = libc::F_WRLCK as libc::c_short;
     lock.l_whence = libc::SEEK_SET as libc::c_short;
@@ -98,7 +98,7 @@ mod tests {
         assert!(PathLock::take(&path).unwrap().is_none());
         drop(first);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-        // A file that was left is as good as none.
+        // An unlocked lock file does not matter.
         fs::write(lock_path(&path), "").unwrap();
         assert!(PathLock::take(&path).unwrap().is_some());
         fs::write(lock_path(&path), "somebody's").unwrap();
