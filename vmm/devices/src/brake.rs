@@ -166,7 +166,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_stop_brings_every_vcpu_out_of_the_guest_and_keeps_it_out() {
+    fn stop_takes_every_vcpu_out_of_the_guest() {
         let brake = Arc::new(Brake::new(3));
         let vcpus: Vec<_> = (0..2).map(|index| vcpu(&brake, index)).collect();
         for (_, entered) in &vcpus {

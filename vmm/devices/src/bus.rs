@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn an_access_that_leaves_its_range_is_nobodys() {
+    fn access_beyond_a_range_reaches_no_device() {
         let bus = Bus::default();
         bus.insert(0x1000, 0x10, Arc::new(Recorder::default())).unwrap();
         let mut data = [0; 4];

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_week_begins_with_its_sunday() {
+    fn week_begins_on_sunday() {
         // 2023-12-31 23:59:59.
         let cmos = Cmos::new(|| Timestamp::constant(1_704_067_199, 0));
         let time = TIME.map(|register| read(&cmos, register));
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clock_is_read_in_bcd_and_never_changes_under_a_reader() {
+    fn clock_is_in_bcd_without_update_in_progress() {
         // 2009-02-13 23:31:30, a Friday.
         let cmos = Cmos::new(|| Timestamp::constant(1_234_567_890, 0));
         let read = |register| read(&cmos, register);

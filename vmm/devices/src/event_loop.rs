@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interest_that_cannot_begin_or_end_is_off() {
+    fn interest_is_off_after_a_failure() {
         let fd = EventFd::new(EFD_NONBLOCK).unwrap();
         let never_added = EventFd::new(EFD_NONBLOCK).unwrap();
         let regular = tempfile::tempfile().unwrap();
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_is_held_when_its_event_is_over_and_what_that_began() {
+    fn loop_is_held_after_its_event_and_operation_end() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let (handle, fd) = (event_loop.handle(), EventFd::new(EFD_NONBLOCK).unwrap());
         let (steps, seen) = mpsc::sync_channel(0);
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn a_helper_stands_still_as_long_as_its_loop() {
+    fn helper_stops_with_its_loop() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let (handle, helper) = (event_loop.handle(), Arc::new(Watched(Mutex::default())));
         let weak: Weak<Watched> = Arc::downgrade(&helper);
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_helper_of_a_loop_that_is_dismissed_stays_where_it_is() {
+    fn helper_of_a_dismissed_loop_stays_stopped() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let (handle, helper) = (event_loop.handle(), Arc::new(Watched(Mutex::default())));
         let weak: Weak<Watched> = Arc::downgrade(&helper);
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn a_subscriber_is_served_until_it_is_removed() {
+    fn subscriber_is_served_until_removed() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let fd = EventFd::new(EFD_NONBLOCK).unwrap();
         let (seen, counts) = mpsc::channel();

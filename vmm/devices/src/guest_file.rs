@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn pool_that_a_guest_writes_is_no_reason_to_refuse_its_disk() {
+    fn disk_with_a_pool_written_by_the_guest_is_served() {
         let folder = tempfile::tempdir().unwrap();
         let [_, copy] = pool_and_copy(folder.path());
         let bytes = fs::read(&copy).unwrap();

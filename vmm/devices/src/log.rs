@@ -115,14 +115,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_of_occasions_is_a_few_lines() {
+    fn flood_of_occasions_causes_few_lines() {
         let occasions = Occasions::new();
         let logged: Vec<u64> = (0..1000).filter_map(|_| occasions.another()).collect();
         assert_eq!(logged, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]);
     }
 
     #[test]
-    fn each_place_counts_for_itself_and_says_how_often() {
+    fn each_call_site_logs_its_own_count() {
         let lines = Lines::default();
         let writer = lines.clone();
         let subscriber =

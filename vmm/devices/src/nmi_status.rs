@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neither_memory_nor_a_device_is_ever_the_reason() {
+    fn no_cause_is_reported() {
         let mut data = [0xff];
         NmiStatus.write(0, &[0xff]);
         NmiStatus.read(0, &mut data);

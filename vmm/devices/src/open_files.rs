@@ -24,7 +24,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_soft_limit_becomes_the_hard_one() {
+    fn soft_limit_is_raised_to_the_hard_limit() {
         raise_limit().unwrap();
         let raised = getrlimit(Resource::Nofile);
         assert_eq!(raised.current, raised.maximum);

@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn content_is_looked_at_once_and_then_belongs_to_the_guest() {
+    fn content_is_checked_only_once() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("serial");
         let mut disk = vec![0; 1 << 20];

@@ -83,7 +83,7 @@ mod tests {
     use crate::event_loop::EventLoop;
 
     #[test]
-    fn a_device_that_goes_while_the_vm_is_paused_can_be_stopped() {
+    fn device_removed_during_a_pause_can_be_stopped() {
         let [stays, goes] = ["stays", "goes"].map(|name| EventLoop::spawn(name).unwrap());
         let work = DeviceWork::new(vec![stays.handle()]);
         work.add(&[goes.handle()]);

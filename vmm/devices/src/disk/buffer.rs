@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buffers_are_aligned_and_as_long_as_asked() {
+    fn buffers_are_aligned_and_have_the_requested_length() {
         let mut buffers = Buffers::default();
         for len in [512, 4096, 4097, 1 << 20, 512, 0] {
             let mut buffer = buffers.take(len);
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_used_again_and_small_ones_leave_them_alone() {
+    fn large_buffers_are_reused_for_large_requests() {
         let mut buffers = Buffers::default();
         let (piece, small) = (buffers.take(1 << 20), buffers.take(4096));
         let address = |buffer: &Buffer| buffer.bytes().as_ptr().addr();
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn only_so_many_are_kept() {
+    fn number_of_kept_buffers_is_limited() {
         let mut buffers = Buffers::default();
         for (len, kept) in [(1 << 20, KEPT_PAGES_MAX / 256), (4096, KEPT_MAX)] {
             let many: Vec<_> = (0..2 * KEPT_MAX).map(|_| buffers.take(len)).collect();

@@ -78,7 +78,7 @@ fn assert_served(direct: &DirectIo, media: &Media) {
 }
 
 #[test]
-fn unaligned_transfers_are_served_whatever_the_unit() {
+fn unaligned_transfers_are_served_with_every_unit() {
     for unit in [512, 1024, 4096, UNIT_BYTES_MAX] {
         let media = Media::new(SIZE, unit, unit);
         let direct = DirectIo::with_unit(None, probe(&media, SIZE));
@@ -118,7 +118,7 @@ fn refusals_for_other_reasons_stay_errors_and_change_nothing() {
 }
 
 #[test]
-fn probe_looks_at_more_than_the_start() {
+fn probe_reads_more_than_the_start() {
     /// Refuses small reads in its second half.
     struct Grown;
     impl ReadWriteAt for Grown {
@@ -143,7 +143,7 @@ fn probe_looks_at_more_than_the_start() {
 }
 
 #[test]
-fn end_of_file_that_is_no_whole_unit_is_served_and_keeps_its_size() {
+fn partial_unit_at_the_end_of_a_file_is_served_and_keeps_its_size() {
     let size = SIZE + 512;
     let file = tempfile::tempfile().unwrap();
     FileExt::write_all_at(&file, &pattern(size as usize), 0).unwrap();

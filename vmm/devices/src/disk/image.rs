@@ -451,7 +451,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn physical_blocks_are_pages_or_what_a_device_says() {
+    fn physical_blocks_are_at_least_pages() {
         for (says, used) in [
             (0, 4096),
             (512, 4096),

@@ -85,7 +85,7 @@ fn assert_done(file: &File, done: &[Done]) {
 }
 
 #[test]
-fn steps_of_all_kinds_are_carried_out_by_the_ring_alone() {
+fn ring_executes_steps_of_all_kinds() {
     let (file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
@@ -102,7 +102,7 @@ fn take_away(ring: &Uring) {
 }
 
 #[test]
-fn without_the_ring_the_rest_is_done_by_calls() {
+fn steps_are_executed_by_calls_after_the_ring_fails() {
     let (file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
@@ -116,7 +116,7 @@ fn without_the_ring_the_rest_is_done_by_calls() {
 }
 
 #[test]
-fn what_the_file_refuses_is_an_error_of_its_step_alone() {
+fn refused_step_fails_alone() {
     let (file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
@@ -130,7 +130,7 @@ fn what_the_file_refuses_is_an_error_of_its_step_alone() {
 }
 
 #[test]
-fn a_file_that_has_become_short_is_an_error_after_what_it_has() {
+fn read_beyond_a_truncated_file_is_an_error() {
     let (file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     file.set_len(MIB / 2).unwrap();
@@ -141,7 +141,7 @@ fn a_file_that_has_become_short_is_an_error_after_what_it_has() {
 }
 
 #[test]
-fn draining_waits_for_everything_and_says_how_it_went() {
+fn draining_returns_the_results_of_all_steps() {
     let (file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     for _ in 0..50 {
@@ -227,7 +227,7 @@ fn outcome(running: &mut Running, result: i32) -> Option<Result<(), io::ErrorKin
 }
 
 #[test]
-fn what_was_done_in_part_goes_on_where_it_stopped() {
+fn partial_transfer_is_continued() {
     for step in [Step::Write(0, buffer(4096, 1)), Step::Read(0, buffer(4096, 1))] {
         let mut running = Running::new(step, false);
         for (result, done) in [(512, 512), (-libc::EAGAIN, 512), (1, 513), (-libc::EINTR, 513)] {
@@ -244,7 +244,7 @@ fn what_was_done_in_part_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn a_failed_flush_is_an_error_whatever_it_is() {
+fn failed_flush_is_always_an_error() {
     for error in [libc::EIO, libc::ENOSPC, libc::EDQUOT, libc::EOPNOTSUPP, libc::EINVAL] {
         let result = Running::new(Step::Flush, false).advance(-error).unwrap();
         assert_eq!(result.unwrap_err().raw_os_error(), Some(error));
@@ -252,7 +252,7 @@ fn a_failed_flush_is_an_error_whatever_it_is() {
 }
 
 #[test]
-fn zeros_are_tried_three_ways_and_a_discard_is_a_hint() {
+fn zeroing_tries_three_methods_and_discard_is_a_hint() {
     let no = -libc::EOPNOTSUPP;
     let mut zeros = Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Allowed), true);
     for way in [Way::Punch, Way::Zero] {
@@ -278,7 +278,7 @@ fn zeros_are_tried_three_ways_and_a_discard_is_a_hint() {
 }
 
 #[test]
-fn what_is_put_off_without_end_fails() {
+fn step_that_is_deferred_too_often_fails() {
     let mut running = Running::new(Step::Flush, false);
     let times = (0..10_000).find(|_| running.advance(-libc::EAGAIN).is_some());
     assert_eq!(times, Some(RETRIES_MAX - 1));

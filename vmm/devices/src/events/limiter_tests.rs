@@ -23,7 +23,7 @@ fn hear_hundred(limiter: &mut Limiter<u64>, source: &Source, now: Instant) {
 }
 
 #[test]
-fn of_a_zone_what_differs_is_told_at_once_and_what_was_told_last_is_not() {
+fn repeated_event_of_a_zone_is_not_sent() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(Bounds::USUAL));
     for (event, verdict) in [
         (0, Verdict::Tell),
@@ -40,7 +40,7 @@ fn of_a_zone_what_differs_is_told_at_once_and_what_was_told_last_is_not() {
 }
 
 #[test]
-fn after_too_much_there_is_one_in_a_span_and_in_time_a_burst_again() {
+fn one_event_per_span_is_sent_after_a_burst() {
     let (start, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
     let mut told =
         |at| (0..100).filter(|nth| limiter.hear(device(1), nth, at) == Verdict::Tell).count();
@@ -55,7 +55,7 @@ fn after_too_much_there_is_one_in_a_span_and_in_time_a_burst_again() {
 }
 
 #[test]
-fn no_source_uses_up_what_another_has() {
+fn sources_have_separate_allowances() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
     for source in [Source::Vm, zone(), device(1), device(2)] {
         let told = (0..100).filter(|nth| limiter.hear(source.clone(), nth, now) == Verdict::Tell);
@@ -64,7 +64,7 @@ fn no_source_uses_up_what_another_has() {
 }
 
 #[test]
-fn what_was_withheld_last_is_told_when_its_span_is_over() {
+fn last_withheld_event_is_sent_at_the_end_of_its_span() {
     let (start, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
     assert_eq!(limiter.due(), None);
     hear_hundred(&mut limiter, &zone(), start);
@@ -77,7 +77,7 @@ fn what_was_withheld_last_is_told_when_its_span_is_over() {
 }
 
 #[test]
-fn what_is_over_before_it_could_be_told_is_not() {
+fn withheld_event_is_dropped_if_the_state_changes_back() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
     assert!((0..4).all(|nth| limiter.hear(zone(), &nth, now) == Verdict::Tell));
     assert_eq!(limiter.hear(zone(), &7, now), Verdict::Withhold);
@@ -90,7 +90,7 @@ fn what_is_over_before_it_could_be_told_is_not() {
 }
 
 #[test]
-fn what_comes_of_a_request_is_news_and_may_be_told() {
+fn result_of_a_request_is_sent_beyond_the_allowance() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
     assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell);
     limiter.ask(zone(), now);
@@ -114,7 +114,7 @@ fn what_comes_of_a_request_is_news_and_may_be_told() {
 }
 
 #[test]
-fn what_ends_with_a_machine_is_not_told_after_it_but_that_the_vm_goes_on_is() {
+fn end_of_a_machine_drops_withheld_events_except_those_of_the_vm() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
     for source in [Source::Vm, zone(), device(1)] {
         hear_hundred(&mut limiter, &source, now);
@@ -128,7 +128,7 @@ fn what_ends_with_a_machine_is_not_told_after_it_but_that_the_vm_goes_on_is() {
 }
 
 #[test]
-fn devices_that_have_gone_are_forgotten() {
+fn accounts_of_removed_devices_are_dropped() {
     let (start, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
     for nth in 0..1000 {
         limiter.hear(device(nth), &0, start + BOUNDS.span * nth);
@@ -250,7 +250,7 @@ fn any_steps() -> impl Strategy<Value = Vec<(u32, Step)>> {
 
 proptest! {
     #[test]
-    fn no_guest_is_told_of_too_often_and_how_it_is_is_known_in_the_end(steps in any_steps()) {
+    fn rate_is_limited_and_the_last_event_is_sent(steps in any_steps()) {
         for source in [Source::Vm, device(1), zone()] {
             prop_assert_eq!(check(&mut Limiter::new(BOUNDS), &source, &steps), Ok(()));
         }
@@ -258,7 +258,7 @@ proptest! {
 }
 
 #[test]
-fn limiters_that_are_wrong_are_found_out() {
+fn faulty_limiters_are_detected() {
     let resets: Vec<_> =
         (0..100).flat_map(|nth| [(1, Step::Event(nth)), (0, Step::EndMachine)]).collect();
     let flaps: Vec<_> = (0..101).map(|nth| (1, Step::Event(nth % 2))).collect();

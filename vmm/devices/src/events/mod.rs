@@ -291,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_event_is_written_as_cloud_hypervisor_writes_it() {
+    fn event_has_cloud_hypervisors_format() {
         let told = Told {
             timestamp: Duration::new(3, 29_228_206),
             source: "vm",
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn who_watches_sees_what_is_told_from_then_on_and_how_much_was_missed() {
+    fn watcher_receives_later_events_and_the_number_of_lost_ones() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let events = Events::start();
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_withheld_last_is_told_when_there_is_something_left_for_it() {
+    fn last_withheld_event_is_sent_when_the_allowance_permits() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             let events = Events::start_within(Bounds { burst: 1, span: Duration::from_millis(20) });
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_withheld_of_the_vm_is_told_before_what_comes_next_and_all_before_the_end() {
+    fn withheld_events_are_sent_before_the_next_event_and_the_end() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let events = Events::start_within(Bounds { burst: 1, span: Duration::from_secs(3600) });
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_who_tells_something_waits_for_the_log() {
+    fn senders_do_not_wait_for_the_log() {
         let events = Events::start_within(Bounds { burst: 1, span: Duration::from_secs(3600) });
         let (told, lines) = (events.clone(), Arc::<AtomicU64>::default());
         let counted = Arc::clone(&lines);
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_client_asks_for_is_told_also_of_a_zone_that_goes_up_and_down() {
+    fn result_of_a_resize_is_sent_although_the_zone_is_limited() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let events = Events::start_within(Bounds { burst: 4, span: Duration::from_secs(3600) });

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_every_event_once_the_monitor_has_finished() {
+    fn file_has_every_event_after_the_monitor_finishes() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("events");
         fs::write(&path, "what was there").unwrap();
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fifo_is_waited_for_until_somebody_reads_it() {
+    fn start_waits_until_a_fifo_has_a_reader() {
         let dir = tempfile::tempdir().unwrap();
         let path = fifo(&dir);
         let reader = {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_read_or_has_gone_holds_nobody_up() {
+    fn missing_or_slow_reader_does_not_block() {
         let dir = tempfile::tempdir().unwrap();
         let path = fifo(&dir);
         let mut reader = open_without_reading(&path);
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_opened_is_named() {
+    fn target_that_cannot_be_opened_is_named() {
         let start = |target: &EventMonitor| {
             Monitor::start(target, &Events::start()).unwrap_err().to_string()
         };

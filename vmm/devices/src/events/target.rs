@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn targets_are_read_or_refused() {
+    fn targets_are_parsed_or_refused() {
         for (text, expected) in [
             ("path= /e ,fd=", "/e"),
             (r#"path="/a,b""#, "/a,b"),

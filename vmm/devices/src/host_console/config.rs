@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_mode_is_read() {
+    fn every_mode_is_parsed() {
         let serial = |text| ConsoleConfig::parse_serial(text).unwrap();
         assert_eq!(serial("off").mode, ConsoleMode::Off);
         assert_eq!(serial("null").mode, ConsoleMode::Null);
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused() {
+    fn unknown_modes_are_refused() {
         let error = |text| ConsoleConfig::parse_console(text).unwrap_err().to_string();
         let modes = "off, null, tty, pty, file=PATH and socket=PATH";
         for text in ["off,tty", "tty,file=/log", "pty,socket=/s", "file=/log,socket=/s"] {

@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_hangs_stops_nobody_for_good_and_what_there_is_no_room_for_is_counted() {
+    fn stalled_disk_delays_once_and_losses_are_counted() {
         let (hold, seen, file) = disk();
         assert_eq!(file.send(b"x").len, 0);
         // The first byte may be in the queue or already at the disk.
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_faster_than_the_disk_waits_and_loses_nothing() {
+    fn writer_faster_than_disk_is_throttled_without_loss() {
         let (hold, seen, file) = disk();
         let sent = text(3 * LEN_MAX);
         let sending = std::thread::spawn({
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_disk_refuses_is_told_with_the_next_and_the_rest_goes_on() {
+    fn write_error_is_reported_by_the_next_send_and_output_continues() {
         let (hold, seen, file) = disk();
         file.send(b"one");
         hold.send(Err(io::ErrorKind::StorageFull.into())).unwrap();
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_does_not_come_before_the_last_words_are_written() {
+    fn drop_waits_until_all_output_is_written() {
         let (hold, seen, file) = disk();
         file.send(b"Power down");
         let ending = std::thread::spawn(move || drop(file));

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_emptied_when_its_vm_begins_and_not_before() {
+    fn file_is_emptied_only_when_its_vm_begins() {
         let (_folder, path) = folder_with("console", "of an earlier VM");
         let mut files = files(FileStart::Empty);
         let mut file = files.open(&path).unwrap();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_goes_on_after_a_reboot() {
+    fn file_is_continued_after_a_reboot() {
         let (_folder, path) = folder_with("console", "one ");
         let mut files = files(FileStart::Continue);
         let mut file = files.open(&path).unwrap();
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_never_is_leaves_everything_as_it_was() {
+    fn failed_build_leaves_files_unchanged() {
         let (folder, old) = folder_with("old", "of an earlier VM");
         let [new, link, target, replaced] =
             ["new", "link", "target", "replaced"].map(|name| folder.path().join(name));
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_cannot_empty_a_file_leaves_none_behind() {
+    fn failure_to_empty_a_file_removes_new_files() {
         let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
         let mut sealed = File::from(memfd_create("console", flags).unwrap());
         sealed.write_all(b"of an earlier VM").unwrap();
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_whose_place_cannot_be_told_is_not_left_behind() {
+    fn new_file_with_an_unknown_path_is_removed() {
         // Folder with a path longer than the kernel reports.
         let folder = tempfile::tempdir().unwrap();
         let mut deep = File::open(folder.path()).unwrap();
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_is_neither_emptied_nor_written_to() {
+    fn pool_is_neither_emptied_nor_written() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&path, 16 << 20, 0).unwrap());
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn two_consoles_share_a_file() {
+    fn two_consoles_can_share_a_file() {
         let (_folder, path) = folder_with("console", "of an earlier VM");
         let mut files = files(FileStart::Empty);
         let [mut one, mut two] = [(); 2].map(|()| files.open(&path).unwrap());

@@ -94,7 +94,7 @@ mod tests {
     const IN_NAMESPACE: &str = "FORESHORE_TEST_IN_PID_NAMESPACE";
 
     #[test]
-    fn reading_never_waits_and_knows_the_end() {
+    fn reading_never_blocks_and_reports_the_end() {
         let (reader, mut writer) = io::pipe().unwrap();
         let mut input = ConsoleInput::from(File::from(std::os::fd::OwnedFd::from(reader)));
         let mut data = [0; 4];

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_opened_is_named() {
+    fn file_that_cannot_be_opened_is_named() {
         let path = Some("/nowhere/at/all".into());
         let config =
             ConsoleConfig { mode: ConsoleMode::File, file: path, ..ConsoleConfig::default() };
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn off_is_no_device_and_null_is_a_silent_one() {
+    fn off_has_no_device_and_null_has_a_silent_one() {
         let open = |mode| {
             let config = ConsoleConfig { mode, ..ConsoleConfig::default() };
             HostConsole::open(Port::Console, &config, &mut files()).unwrap()

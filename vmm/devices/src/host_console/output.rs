@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_pipe_stops_nobody_and_what_is_too_much_is_counted() {
+    fn full_pipe_does_not_block_and_losses_are_counted() {
         let (mut reader, mut output) = pipe();
         let text = text(2 * PIPE_LEN + BACKLOG_LEN_MAX);
         let mut lost = 0;
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stopped_terminal_stops_nobody() {
+    fn stopped_terminal_does_not_block() {
         let (master, slave) = crate::host_console::testing::terminal();
         let mut output = ConsoleOutput::to(File::from(slave)).unwrap();
         // Newlines become two bytes, which may be too many for a terminal with little room.
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_reader_everything_is_lost_at_once() {
+    fn output_without_a_reader_is_lost_at_once() {
         let (reader, mut output) = pipe();
         while !output.is_behind() {
             assert_eq!(output.send(&[b'x'; 1000]).len, 0);
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_all_and_in_order_once_its_output_has_ended() {
+    fn file_has_all_output_in_order_after_drop() {
         let mut file = tempfile::tempfile().unwrap();
         let mut output = ConsoleOutput::to(file.try_clone().unwrap()).unwrap();
         let text = text(3 << 20);
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_waits_for_a_reader_who_reads() {
+    fn drop_waits_for_an_active_reader() {
         let (mut reader, mut output) = pipe();
         let text = text(PIPE_LEN + 100_000);
         assert_eq!(output.send(&text).len, 0);
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_does_not_wait_for_ever_for_one_who_does_not() {
+    fn drop_does_not_wait_forever_for_an_idle_reader() {
         let (_reader, mut output) = pipe();
         output.send(&text(PIPE_LEN + 1000));
         assert!(output.is_behind());

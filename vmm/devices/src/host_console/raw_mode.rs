@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_terminal_is_raw_until_the_guard_is_dropped() {
+    fn terminal_is_raw_until_the_guard_is_dropped() {
         let (_master, slave) = crate::host_console::testing::terminal();
         let local_modes = || tcgetattr(&slave).unwrap().local_modes;
         let original = (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_looks_tells_once_of_another_size() {
+    fn changed_size_is_reported_once() {
         let (window, peer) = Window::of_test();
         assert_eq!(window.size(), WindowSize::default());
         window.look();
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn the_vmms_terminal_tells_by_a_signal_as_long_as_somebody_listens() {
+    fn sigwinch_is_reported_until_the_window_is_dropped() {
         let (_master, peer) = Window::of_test();
         let window = Window::with_signal(peer).unwrap();
         let changed = window.changed().try_clone().unwrap();

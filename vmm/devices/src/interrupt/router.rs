@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_has_its_route_before_its_irqfd() {
+    fn route_is_set_before_the_irqfd() {
         let controller = FakeController::new();
         let router = MsiRouter::new(controller.clone());
         let mut line = router.connect(message(1)).unwrap();
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_message_is_routed_when_it_is_used() {
+    fn changed_message_is_routed_on_use() {
         let controller = FakeController::new();
         let router = MsiRouter::new(controller.clone());
         let _other = router.connect(message(1)).unwrap();
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_line_gives_its_gsi_back() {
+    fn dropped_line_frees_its_gsi() {
         let controller = FakeController::new();
         let router = MsiRouter::new(controller.clone());
         let first = router.connect(message(1)).unwrap();
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_line_leaves_nothing_behind() {
+    fn refused_line_is_removed_completely() {
         let controller = FakeController::new();
         let router = MsiRouter::new(controller.clone());
         controller.refuse(true);

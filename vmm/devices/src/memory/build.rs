@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn boot_memory_is_there_and_hotplug_memory_is_not() {
+    fn boot_memory_is_accessible_and_hotplug_memory_is_not() {
         let table = Arc::new(FakeSlots::default());
         let zones = vec![dram_zone(4 * GIB, GIB)];
         let mut memory =
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pm_zone_needs_a_pool_and_has_no_boot_memory() {
+    fn pm_zone_needs_a_pool_and_has_no_boot_memory() {
         let table = || Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
         let pm = |boot_bytes| ZoneSpec {
             id: "pm".into(),
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn zones_are_bound_to_host_nodes_that_there_are() {
+    fn zones_are_bound_to_existing_host_nodes() {
         let table = || Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
         let zones = |node| {
             vec![
@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wanted_at_once_is_there_when_the_kernel_has_been_loaded() {
+    fn prefault_allocates_boot_memory_after_the_kernel_is_loaded() {
         let table = || Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
         for shared in [false, true] {
             let host = HostMemory { prefault: true, shared, ..HostMemory::default() };
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn the_boot_part_alone_is_of_the_file_on_both_sides_of_the_hole() {
+    fn zone_file_backs_only_the_boot_part_on_both_sides_of_the_hole() {
         use std::os::unix::fs::FileExt;
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         file.as_file().set_len(4 * GIB).unwrap();
@@ -570,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_that_the_host_has_not_are_named() {
+    fn missing_huge_pages_are_reported_with_their_size() {
         let host = HostMemory { pages: HostPages::Huge(2 * MIB), ..HostMemory::default() };
         // More than the hosts that run this test reserve.
         let zones = vec![ZoneSpec { host, ..dram_zone(1 << 40, 0) }];
@@ -588,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn zones_side_by_side_are_one_stretch_of_memory() {
+    fn adjacent_zones_are_contiguous_memory() {
         let table = Arc::new(FakeSlots::default());
         let zones = vec![dram_zone(64 * MIB, 0), dram_zone(64 * MIB, 0)];
         let memory = build(zones, None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
@@ -605,7 +605,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_is_mapped_side_by_side_and_read_only_means_so() {
+    fn extents_of_a_volume_are_contiguous_and_read_only_rejects_writes() {
         use std::os::fd::AsFd;
         use std::os::unix::fs::FileExt;
         let table = Arc::new(FakeSlots::default());
@@ -632,7 +632,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_comes_and_goes_leaves_nothing_in_guest_memory() {
+    fn removed_file_leaves_neither_slot_nor_addresses_in_use() {
         use std::os::fd::AsFd;
         let table = Arc::new(FakeSlots::default());
         let mut memory =
@@ -666,7 +666,7 @@ mod tests {
         assert_eq!(range.guest.start, 4 * GIB);
     }
     #[test]
-    fn a_dimm_is_there_for_the_guest_and_its_devices_when_it_comes() {
+    fn added_dimm_is_accessible_to_guest_and_devices() {
         let table = Arc::new(FakeSlots::default());
         let zone = ZoneSpec { growth: Growth::Dimms, ..dram_zone(GIB, GIB) };
         let mut memory =

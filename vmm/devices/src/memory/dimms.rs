@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn dimms_lie_side_by_side_until_the_range_ends() {
+    fn dimms_are_adjacent_until_the_range_ends() {
         let mut plan = plan(GIB + MIB);
         for (len, start) in [
             (128 * MIB, 4 * GIB),
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dimm_is_whole_blocks_and_there_are_as_many_as_devices() {
+    fn dimm_consists_of_whole_blocks_and_their_number_is_limited() {
         let mut plan = plan(64 * GIB);
         let error = plan.place(100 * MIB).unwrap_err().to_string();
         assert_eq!(

@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn boot_memory_goes_around_the_hole_and_hotplug_parts_lie_behind() {
+    fn boot_memory_skips_the_hole_and_hotplug_parts_follow() {
         let zones =
             [zone("dram", Tier::Dram, 4 * GIB, 512 * MIB), zone("pm", Tier::Pm, 0, 3 * GIB)];
         let mut map = MemoryMap::new(&zones, 40).unwrap();
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_that_come_and_go_take_no_more_addresses() {
+    fn freed_ranges_are_reused() {
         let mut map = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, 0)], 36).unwrap();
         let kept = map.allocate(2 * MIB, 4096).unwrap();
         for _ in 0..100 {
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn several_zones_go_around_the_hole_one_after_another() {
+    fn hole_splits_only_the_zone_that_reaches_it() {
         let range = |start: u64, len: u64| GuestRange { start, len };
         let boot = |zones: &[ZoneSpec]| {
             let map = MemoryMap::new(zones, 40).unwrap();
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn dimms_lie_where_linux_takes_its_largest_blocks() {
+    fn range_of_dimms_is_aligned_to_the_largest_linux_blocks() {
         let mut dimms = zone("dram", Tier::Dram, 4 * GIB + MIB, 200 * MIB + 4096);
         dimms.growth = Growth::Dimms;
         let map = MemoryMap::new(&[dimms], 40).unwrap();
@@ -604,7 +604,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_as_large_as_linux_makes_them() {
+    fn block_size_matches_linux() {
         for (boot_end, expected) in [
             (512 * MIB, 128 * MIB),
             (63 * GIB, 128 * MIB),
@@ -621,7 +621,7 @@ mod tests {
     }
 
     #[test]
-    fn hotplug_parts_are_whole_blocks_of_linux_also_where_these_are_large() {
+    fn hotplug_parts_consist_of_whole_linux_blocks() {
         // Boot memory ends 1 GiB (the hole) behind its size.
         for (boot_end, dram_start, dram_len, pm_start) in [
             (5 * GIB, 5 * GIB, 640 * MIB, 6 * GIB),
@@ -648,7 +648,7 @@ mod tests {
     }
 
     #[test]
-    fn another_size_must_leave_room_for_what_lies_behind() {
+    fn new_boot_size_must_leave_room_for_additional_ranges() {
         let zones = |boot_bytes| [zone("dram", Tier::Dram, boot_bytes, 32 * GIB)];
         let mut map = MemoryMap::new(&zones(GIB), 36).unwrap();
         let next = |map: &MemoryMap, boot_bytes| map.has_room_for(&zones(GIB), &zones(boot_bytes));
@@ -662,7 +662,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn zone_that_does_not_fit_is_refused_by_name() {
         let err = MemoryMap::new(
             &[zone("dram", Tier::Dram, GIB, 0), zone("pm", Tier::Pm, 0, 1 << 36)],
             36,

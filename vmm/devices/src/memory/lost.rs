@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_touches_a_lost_page_stops_the_guest_and_is_told() {
+    fn device_access_to_a_lost_page_stops_the_guest() {
         let (file, reservation) = mapped();
         let (lost, brake, flag) = lost_memory();
         // `mapped_bytes` is the length that remains, so only the page itself shows the loss.
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn no_vcpu_is_in_the_guest_when_a_device_finds_zeros() {
+    fn vcpus_have_left_the_guest_when_a_device_reads_zeros() {
         let (file, reservation) = mapped();
         let brake = Arc::new(Brake::new(1));
         let lost = LostMemory::new(Arc::clone(&brake), LossFlag::default()).unwrap();
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_cut_short_is_found_untouched_and_stays_lost() {
+    fn truncated_file_is_detected_without_access_and_stays_lost() {
         let ((file, reservation), (other_file, other)) = (mapped(), mapped());
         let (lost, brake, flag) = lost_memory();
         lost.watch_file("data".to_owned(), &reservation, file.as_fd(), 2 * MIB).unwrap();
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_without_a_file_can_be_bad_and_cannot_be_cut() {
+    fn memory_without_a_file_can_be_bad_but_not_truncated() {
         let reservation = Reservation::new(2 * MIB, 4096).unwrap();
         reservation.map_anonymous(0, 2 * MIB).unwrap();
         let (lost, brake, _) = lost_memory();
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reason_names_everything_that_is_lost_once() {
+    fn reason_names_each_loss_once() {
         let cut = Loss::CutShort { file_bytes: 0, mapped_bytes: 4 * MIB };
         let ranges =
             [("a", None), ("b", Some(Loss::Page)), ("b", Some(Loss::Page)), ("c", Some(cut))];

@@ -60,7 +60,7 @@ mod tests {
     const PAGE_BYTES: usize = 4096;
 
     #[test]
-    fn all_of_a_range_is_found_and_nothing_beside_it() {
+    fn only_the_given_range_is_populated() {
         for (len, threads) in [(16 * MIB, 4), (15 * MIB, 4), (MIB, 4), (16 * MIB, 1)] {
             let reservation = Reservation::new(32 * MIB, 2 * MIB).unwrap();
             reservation.map_anonymous(0, 32 * MIB).unwrap();
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_found_is_an_error_whoever_looked_for_it() {
+    fn failed_allocation_is_an_error_on_any_thread() {
         for mapped in [0, 2, 14] {
             let reservation = Reservation::new(32 * MIB, 2 * MIB).unwrap();
             if mapped > 0 {

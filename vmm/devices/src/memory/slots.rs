@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_larger_than_a_slot_is_refused_with_the_bound() {
+    fn range_larger_than_a_slot_is_refused_with_the_limit() {
         let slots = Slots::new(Arc::new(FakeSlots::default()), 4);
         let reservation = Arc::new(Reservation::new(9 << 40, 1 << 21).unwrap());
         let guest = GuestRange { start: 4 << 30, len: 9 << 40 };
@@ -532,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_is_prepared_while_there_is_no_room_and_goes_again_when_it_stays_empty() {
+    fn slot_is_prepared_if_room_is_short_and_removed_if_it_stays_empty() {
         let (mut slots, table) = hotplug(8);
         let now = Instant::now();
         slots.acquire(0, SLOT).unwrap();
@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_come_with_their_first_block_and_go_with_their_last_after_a_quiet_time() {
+    fn slots_are_added_with_their_first_block_and_removed_after_the_quiet_time() {
         let (mut slots, table) = hotplug(8);
         slots.acquire(2 * MIB, 4 * MIB).unwrap();
         assert_eq!(slots.used(), 2);
@@ -570,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_is_filled_again_in_time_stays() {
+    fn slot_that_is_refilled_within_the_quiet_time_stays() {
         let (mut slots, table) = hotplug(8);
         let now = Instant::now();
         slots.acquire(0, 2 * MIB).unwrap();
@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_slot_ends_where_the_part_ends() {
+    fn last_slot_ends_at_the_end_of_the_part() {
         let (mut slots, table) = hotplug(8);
         slots.acquire(0, 5 * SLOT / 2).unwrap();
         assert_eq!(slots.used(), 3);
@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plug_that_does_not_get_all_its_slots_gets_none() {
+    fn plug_without_all_its_slots_adds_none() {
         let (mut slots, table) = hotplug(2);
         assert!(matches!(slots.acquire(0, 5 * SLOT / 2), Err(SlotError::NoneLeft { limit: 2 })));
         assert_eq!(slots.used(), 0);
@@ -601,7 +601,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_leave_kvm_before_their_memory_leaves_the_process() {
+    fn slots_are_removed_before_their_memory_is_unmapped() {
         let (mut slots, table) = hotplug(8);
         slots.acquire(0, SLOT).unwrap();
         drop(slots);

@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn only_plugged_blocks_can_be_reached() {
+    fn only_plugged_blocks_are_accessible() {
         let view = view();
         let at = GuestAddress(2 * BLOCK);
         assert!(view.memory().write_obj(1u64, GuestAddress(8)).is_ok());
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn who_reaches_past_the_view_is_told_of_other_regions() {
+    fn region_watcher_is_notified_of_changed_regions() {
         struct Watcher(parking_lot::Mutex<Vec<(usize, usize)>>);
         impl RegionWatcher for Watcher {
             fn regions_changed(&self, regions: &Regions) {
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn an_access_that_touches_one_unplugged_byte_is_refused_whole() {
+    fn access_to_one_unplugged_byte_is_refused_completely() {
         let view = view();
         view.exclusive().set_plugged(GuestAddress(2 * BLOCK), BLOCK, true);
         let memory = view.memory();
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_off_the_grid_or_on_each_other_are_refused() {
+    fn unaligned_or_overlapping_ranges_are_refused() {
         let view = view();
         let mut memory = view.exclusive();
         assert!(matches!(

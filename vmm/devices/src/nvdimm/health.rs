@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_register_is_asked_of_its_own_nvdimm_when_it_is_read() {
+    fn register_reads_query_their_own_nvdimm() {
         let failed: Arc<[AtomicBool; 2]> = Arc::default();
         let source = |index: usize| -> Source {
             let failed = Arc::clone(&failed);

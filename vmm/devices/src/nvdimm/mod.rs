@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_flushes_and_a_failure_is_told_before_it_returns() {
+    fn store_flushes_and_reports_a_failure_before_it_returns() {
         let backing = Arc::new(Backing::default());
         let told = Arc::new(Mutex::new(Vec::new()));
         let on_failure = Box::new({

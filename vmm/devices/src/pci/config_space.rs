@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn the_header_says_what_the_function_is_and_cannot_be_changed() {
+    fn header_identifies_the_function_and_is_read_only() {
         let mut space = space();
         for offset in [0, 8, 0x2c] {
             space.write(offset, &[0xff; 4]);
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_tells_its_size_and_decodes_where_it_is_put() {
+    fn bar_reports_its_size_and_decodes_at_its_address() {
         let mut space = space();
         space.add_bar(0, 0x8000);
         space.write(0x10, &[0xff; 4]);

@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unmasked_vector_is_sent_at_once() {
+    fn unmasked_vector_is_sent_at_once() {
         let mut table = table();
         table.set_control(CONTROL_ENABLE);
         mask(&mut table, 1, false);
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_masked_vector_stays_pending_until_it_is_unmasked() {
+    fn masked_vector_stays_pending_until_unmasked() {
         let mut table = table();
         table.set_control(CONTROL_ENABLE);
         assert_eq!(table.raise(1), None);
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn the_function_mask_holds_all_vectors_back() {
+    fn function_mask_blocks_all_vectors() {
         let mut table = table();
         mask(&mut table, 1, false);
         table.set_control(CONTROL_ENABLE | CONTROL_FUNCTION_MASK);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_sent_by_a_function_that_is_no_bus_master() {
+    fn function_without_bus_mastering_sends_nothing() {
         let mut table = table();
         mask(&mut table, 1, false);
         table.set_control(CONTROL_ENABLE);
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_sent_or_remembered_while_msix_is_off() {
+    fn disabled_msix_neither_sends_nor_stores() {
         let mut table = table();
         mask(&mut table, 1, false);
         assert_eq!(table.raise(1), None);
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn the_capability_tells_size_and_places() {
+    fn capability_has_size_and_offsets() {
         let (body, writable) = capability(5, 2, 0x4000, 0x5000);
         assert_eq!(body, [4, 0, 2, 0x40, 0, 0, 2, 0x50, 0, 0]);
         assert_eq!(writable, [0, 0xc0]);
@@ -269,7 +269,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_access_is_survived_and_no_interrupt_is_lost(
+        fn arbitrary_accesses_lose_no_interrupt(
             operations in prop::collection::vec((0..5u8, 0..80u64, prop::collection::vec(any::<u8>(), 0..9)), 0..60),
         ) {
             let mut table = MsixTable::new(3);

@@ -90,7 +90,7 @@ impl Machine {
 }
 
 #[test]
-fn both_ways_into_configuration_space_find_the_same_functions() {
+fn ecam_and_ports_reach_the_same_functions() {
     let machine = Machine::new();
     assert_eq!(machine.root.add(Some(3), Function::new(0x1044)).unwrap(), 3);
     assert_eq!(machine.read(0, 8) >> 16, 0x0600);
@@ -107,7 +107,7 @@ fn both_ways_into_configuration_space_find_the_same_functions() {
 }
 
 #[test]
-fn slots_are_taken_once_and_in_order() {
+fn slots_are_assigned_once_and_in_order() {
     let machine = Machine::new();
     assert_eq!(machine.root.add(None, Function::new(1)).unwrap(), 1);
     assert!(matches!(
@@ -125,7 +125,7 @@ fn slots_are_taken_once_and_in_order() {
 }
 
 #[test]
-fn bars_get_disjoint_addresses_and_answer_once_decoding_is_on() {
+fn bars_get_disjoint_addresses_and_answer_with_decoding() {
     let machine = Machine::new();
     for slot in 1..=2 {
         machine.root.add(None, Function::new(slot)).unwrap();
@@ -142,7 +142,7 @@ fn bars_get_disjoint_addresses_and_answer_once_decoding_is_on() {
 }
 
 #[test]
-fn a_bar_moves_with_its_register_but_not_out_of_the_window_or_onto_another() {
+fn bar_moves_only_to_free_addresses_in_the_window() {
     let machine = Machine::new();
     let function = Function::new(1);
     machine.root.add(None, function.clone()).unwrap();
@@ -166,7 +166,7 @@ fn a_bar_moves_with_its_register_but_not_out_of_the_window_or_onto_another() {
 /// Moves the BARs of several functions one by one with decoding on, as Linux does in
 /// pci_std_update_resource.
 #[test]
-fn a_bar_that_is_put_where_another_is_gets_the_place_when_that_one_moves() {
+fn overlapping_bar_is_mapped_when_the_other_moves() {
     let machine = Machine::new();
     let functions = [1, 2, 3].map(Function::new);
     for (slot, function) in (1..).zip(&functions) {
@@ -202,7 +202,7 @@ fn a_bar_that_is_put_where_another_is_gets_the_place_when_that_one_moves() {
 
 /// A write that frees a place sees the waiting BAR, or the waiting BAR finds the place free.
 #[test]
-fn two_cpus_that_swap_bars_leave_both_in_their_places() {
+fn concurrent_swap_maps_both_bars() {
     const PLACES: [u32; 2] = [0xd000_0000, 0xd000_2000];
     let machine = Machine::new();
     let functions = [1, 2].map(Function::new);
@@ -272,7 +272,7 @@ impl PciDevice for Slow {
 }
 
 #[test]
-fn a_bar_that_moves_slowly_holds_up_no_other_slot() {
+fn slow_move_of_a_bar_blocks_no_other_slot() {
     let machine = Machine::new();
     let (moving, moves) = mpsc::sync_channel(1);
     let (go_on, wait) = mpsc::channel();
@@ -297,7 +297,7 @@ fn a_bar_that_moves_slowly_holds_up_no_other_slot() {
 
 proptest! {
     #[test]
-    fn any_access_is_survived(
+    fn arbitrary_accesses_do_not_panic(
         accesses in prop::collection::vec((any::<bool>(), any::<bool>(), 0..ECAM_LEN, prop::collection::vec(any::<u8>(), 1..9)), 0..100),
     ) {
         let machine = Machine::new();
@@ -313,7 +313,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_removed_is_gone_and_its_place_free() {
+fn removed_function_frees_slot_and_addresses() {
     let machine = Machine::new();
     let function = Function::new(7);
     machine.root.add(Some(3), function.clone()).unwrap();
@@ -335,7 +335,7 @@ fn what_is_removed_is_gone_and_its_place_free() {
 }
 
 #[test]
-fn a_place_that_a_removed_function_had_goes_to_who_waits_for_it() {
+fn address_of_a_removed_function_goes_to_a_waiting_bar() {
     let machine = Machine::new();
     let functions = [1, 2].map(Function::new);
     for (slot, function) in (1..).zip(&functions) {
@@ -351,7 +351,7 @@ fn a_place_that_a_removed_function_had_goes_to_who_waits_for_it() {
 
 /// A thread that found the slot before its removal may write to it later.
 #[test]
-fn a_write_that_comes_late_puts_nothing_back_on_the_bus() {
+fn late_write_to_a_removed_function_maps_no_bar() {
     let machine = Machine::new();
     let function = Function::new(1);
     machine.root.add(Some(1), function.clone()).unwrap();
@@ -363,7 +363,7 @@ fn a_write_that_comes_late_puts_nothing_back_on_the_bus() {
 }
 
 #[test]
-fn a_function_that_does_not_fit_takes_nothing() {
+fn function_that_does_not_fit_allocates_nothing() {
     let machine = Machine::new();
     let large = |bars: &[u32]| Arc::new(Tagged::new(9, bars));
     // Two of the three fit, and are freed again.
@@ -561,13 +561,13 @@ fn hold_against(machine: &Machine, model: &BTreeMap<u8, Arc<Tagged>>) -> Result<
 
 proptest! {
     #[test]
-    fn a_bus_on_which_functions_come_and_go_is_as_its_model(steps in prop::collection::vec(step(), 0..120)) {
+    fn bus_matches_its_model(steps in prop::collection::vec(step(), 0..120)) {
         bus_gives_back(&steps, RootBus::remove).map_err(TestCaseError::fail)?;
     }
 }
 
 #[test]
-fn a_bus_that_keeps_addresses_is_found_out() {
+fn leaked_addresses_are_detected() {
     let keeps: Remove = |root, slot| {
         let removed =
             root.slots.lock().slots[1..].get_mut(usize::from(slot).checked_sub(1)?)?.take()?;
@@ -580,7 +580,7 @@ fn a_bus_that_keeps_addresses_is_found_out() {
 }
 
 #[test]
-fn a_bus_that_keeps_bars_is_found_out() {
+fn leaked_bars_are_detected() {
     let keeps: Remove = |root, slot| {
         let mut slots = root.slots.lock();
         let removed = slots.slots[1..].get_mut(usize::from(slot).checked_sub(1)?)?.take()?;
@@ -593,7 +593,7 @@ fn a_bus_that_keeps_bars_is_found_out() {
 }
 
 #[test]
-fn a_firmware_finds_bars_that_answer() {
+fn firmware_finds_decoded_bars() {
     let machine = Machine::new();
     let slots =
         [0x1042, 0x1044].map(|device| machine.root.add(None, Function::new(device)).unwrap());
@@ -604,7 +604,7 @@ fn a_firmware_finds_bars_that_answer() {
 }
 
 #[test]
-fn a_slot_that_is_reserved_is_for_who_asks_for_it() {
+fn reserved_slot_is_used_only_on_request() {
     let machine = Machine::new();
     machine.root.reserve(1);
     machine.root.reserve(200);

@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_is_kept_and_every_result_passed_on() {
+    fn first_failure_is_kept_and_results_are_passed_on() {
         let backing = |text: &str| Err(PersistError::Backing(text.to_owned().into()));
         let script = Script(Mutex::new(vec![Ok(()), backing("no room"), backing("later"), Ok(())]));
         let watched = Watched::new(Arc::new(script));
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_readonly_volume_has_not_failed() {
+    fn readonly_volume_does_not_count_as_failed() {
         let watched = Watched::new(Arc::new(ReadOnly));
         assert!(watched.persist().is_err());
         assert_eq!(watched.failure().reason(), None);

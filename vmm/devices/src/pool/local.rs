@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_lent_largest_first_and_taken_back_in_any_parts() {
+    fn memory_is_lent_largest_first_and_returned_in_any_parts() {
         let (pool, _path, _folder) = pool();
         let before = pool.info();
         let extents = pool.alloc_memory(16 * MIB).unwrap();
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_is_given_a_map_in_which_nothing_is_left_to_do() {
+    fn settle_makes_the_map_durable() {
         let (pool, path, _folder) = pool();
         create_data(&pool);
         let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_behind_the_first_arena_is_not_called_replaced_by_the_guest() {
+    fn damage_behind_the_first_arena_does_not_count_as_replacement() {
         let (pool, path, _folder) = pool();
         let [[first, _], second, [_, third_copy]] = create_three_arenas(&pool, &path);
         let file = OpenOptions::new().write(true).open(&path).unwrap();

@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_appears_without_a_newline() {
+    fn prompt_appears_without_a_newline() {
         let mut rig = Rig::new();
         b"login: ".iter().for_each(|byte| rig.write(DATA, *byte));
         let mut prompt = [0; 7];
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn more_input_than_the_guest_has_room_for_arrives_whole() {
+    fn input_beyond_the_guests_buffer_arrives_completely() {
         let mut rig = Rig::new();
         rig.write(IER, 1);
         let text: Vec<u8> = (0..1000u32).map(|n| n as u8).collect();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_input_is_not_the_end_of_output() {
+    fn output_continues_after_the_end_of_input() {
         let mut rig = Rig::new();
         let (unused, keyboard) = io::pipe().unwrap();
         drop(std::mem::replace(&mut rig.keyboard, keyboard));
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_screen_that_nobody_reads_stops_neither_the_guest_nor_the_end() {
+    fn unread_output_blocks_neither_guest_nor_drop() {
         let mut rig = Rig::new();
         let lost = || rig.serial.metrics().lost_bytes.load(Ordering::Relaxed);
         while lost() == 0 {
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn wide_accesses_find_nothing() {
+    fn wide_accesses_read_ones() {
         let rig = Rig::new();
         let mut data = [0; 2];
         rig.serial.read(DATA, &mut data);

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_written_at_once_when_it_ends() {
+    fn line_is_written_at_its_end() {
         let (mut reader, mut writer) = pipe();
         send(&mut writer, "hello\nwor");
         assert_eq!(read(&mut reader), "hello\n");
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_is_written_when_the_timer_rings() {
+    fn prompt_is_written_when_the_timer_expires() {
         let (mut reader, mut writer) = pipe();
         send(&mut writer, "login: ");
         assert!(writer.armed);
@@ -152,14 +152,14 @@ mod tests {
     }
 
     #[test]
-    fn a_long_line_does_not_wait_for_its_end() {
+    fn long_line_is_written_before_its_end() {
         let (mut reader, mut writer) = pipe();
         send(&mut writer, &"x".repeat(LINE_LEN_MAX + 1));
         assert_eq!(read(&mut reader).len(), LINE_LEN_MAX);
     }
 
     #[test]
-    fn last_words_are_written_when_the_vm_ends() {
+    fn last_output_is_written_on_drop() {
         let (mut reader, mut writer) = pipe();
         send(&mut writer, "Kernel panic");
         drop(writer);
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_piles_up_when_nobody_reads() {
+    fn backlog_is_limited_without_a_reader() {
         let (reader, mut writer) = pipe();
         drop(reader);
         send(&mut writer, "lost\n");
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_who_is_late_gets_what_was_kept_by_the_timer() {
+    fn late_reader_receives_the_backlog_by_the_timer() {
         let (mut reader, mut writer) = pipe();
         let line = format!("{}\n", "x".repeat(99));
         let mut sent = 0;

@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_is_its_owners_unless_access_is_given() {
+    fn socket_is_private_unless_access_is_given() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
         let socket = listen_on(&path).unwrap();
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_used_is_told_from_one_that_was_left() {
+    fn used_socket_is_distinguished_from_a_stale_one() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
         let first = listen_on(&path).unwrap();
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_has_is_neither_replaced_nor_removed() {
+    fn used_path_is_neither_replaced_nor_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
         let error = || listen_on(&path).unwrap_err().to_string();
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_took_the_sockets_place_stays() {
+    fn file_that_replaced_the_socket_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
         let socket = listen_on(&path).unwrap();

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_has_it_and_the_next_when_that_has_gone() {
+    fn lock_is_exclusive_until_dropped() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
         let first = PathLock::take(&path).unwrap().unwrap();
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn many_who_come_and_go_never_have_it_together() {
+    fn concurrent_threads_never_share_the_lock() {
         use std::sync::atomic::{AtomicU32, Ordering};
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");

@@ -272,7 +272,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_page_cache_needs_flushes_and_only_dax_is_mapped_for_a_fence() {
+    fn mapping_depends_on_the_durability_of_the_pool() {
         use Durability::{DaxSync, PageCache, Volatile};
         assert_eq!(mapping(false, Volatile), (Access::ReadWrite, false));
         assert_eq!(mapping(false, PageCache), (Access::ReadWrite, true));

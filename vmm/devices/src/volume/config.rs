@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_in_json_is_what_the_flag_says() {
+    fn size_in_json_equals_that_of_the_flag() {
         for (text, json) in [
             ("pool=/p,name=a,size=2M", r#"{"pool":"/p","name":"a","size":2097152}"#),
             ("pool=/p,name=a,size=remaining", r#"{"pool":"/p","name":"a","size":"remaining"}"#),
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let volume = PmVolumeConfig::parse(
             "pool=/pm/pool,name=data,size=8G,interface=virtio-pmem,create=on,readonly=off,force=on,format=btt",
         )

@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_shown_whole_or_in_part() {
+    fn file_is_shown_completely_or_in_part() {
         let folder = folder();
         let path = file(&folder, 8 * MIB);
         assert_eq!(PmemFile::open(&config(&path, "")).unwrap().len_bytes(), 8 * MIB);
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_gets_a_file_without_a_name() {
+    fn directory_gets_an_unnamed_file() {
         let folder = folder();
         assert!(error(&config(folder.path(), "")).contains("size= has to say"));
         assert!(
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_written_by_one_or_read_by_many() {
+    fn file_has_one_writer_or_many_readers() {
         let folder = folder();
         let path = file(&folder, 4 * MIB);
         let writer = PmemFile::open(&config(&path, "")).unwrap();
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_discarded_needs_no_right_to_write() {
+    fn discard_writes_needs_no_write_permission() {
         let folder = folder();
         let path = file(&folder, 4 * MIB);
         let pmem = PmemFile::open(&config(&path, ",discard_writes=on")).unwrap();
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_is_not_given_away() {
+    fn pool_is_refused_as_a_file() {
         let folder = folder();
         let path = folder.path().join("pool");
         let pool = Pool::create(&path, 64 * MIB, 16 * MIB).unwrap();
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_sees_what_the_disk_has_and_not_a_page_that_never_got_there() {
+    fn open_drops_clean_pages_that_the_disk_may_lack() {
         let folder = tempfile::tempdir_in(".").unwrap();
         let path = file(&folder, 4 * MIB);
         fs::write(&path, vec![0x5a; 4 << 20]).unwrap();
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fifo_is_refused_and_not_waited_for() {
+    fn fifo_is_refused_without_waiting() {
         let folder = folder();
         let path = folder.path().join("fifo");
         let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_cut_short_is_not_flushed() {
+    fn flush_of_a_truncated_file_fails() {
         let folder = tempfile::tempdir_in(".").unwrap();
         let path = file(&folder, 4 * MIB);
         let pmem = PmemFile::open(&config(&path, "")).unwrap();

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn an_affected_kernel_is_counted_each_time_and_warned_of_once() {
+    fn affected_kernel_is_counted_each_time_and_logged_once() {
         let btt = GuestBtt::new(vec![(key("data"), Chosen::Nvdimm)], 2);
         assert_eq!((btt.kernel(), verdict(&btt, "data")), (None, None));
         assert!(!btt.hello(&hello("6.12.117", "full")));
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_of_several_volumes_counts_once() {
+    fn worst_verdict_of_several_volumes_counts_once() {
         let volumes = vec![(key("a"), Chosen::Nvdimm), (key("b"), Chosen::VirtioPmem)];
         let btt = GuestBtt::new(volumes, 2);
         // A fault of every kernel.
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn volumes_of_one_name_in_two_pools_have_verdicts_of_their_own() {
+    fn equal_volume_names_in_two_pools_have_separate_verdicts() {
         let other = VolumeKey { pool: PathBuf::from("/q"), name: "data".to_owned() };
         let btt =
             GuestBtt::new(vec![(key("data"), Chosen::Nvdimm), (other, Chosen::VirtioPmem)], 2);
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_translates_nothing_is_not_judged() {
+    fn guest_without_translated_volumes_has_no_verdict() {
         let btt = GuestBtt::new(Vec::new(), 2);
         assert!(!btt.hello(&hello("6.12.50", "full")));
         assert_eq!(totals(&btt), Vec::<u64>::new());

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_is_virtio_pmem_on_any_number_of_vcpus_unless_it_is_said_otherwise() {
+    fn raw_volume_is_virtio_pmem_by_default() {
         for payload in [Payload::Linux, Payload::Unknown] {
             for vcpus in [1, 2, 64] {
                 let chosen = |options| choose(&volume(options), vcpus, payload);
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_bytes_are_no_disk() {
+    fn raw_volume_is_refused_as_virtio_blk() {
         let text = choose(&volume("format=raw,interface=virtio-blk"), 1, Payload::Linux)
             .unwrap_err()
             .to_string();
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_raw_nvdimm_that_is_written_needs_a_pool_on_which_a_fence_is_a_flush() {
+    fn writable_raw_nvdimm_needs_a_pool_with_fences_as_flushes() {
         use Durability::{DaxSync, PageCache, Volatile};
         let checked = |options, durability| {
             let volume = volume(options);
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn so_many_nvdimms_and_any_number_of_others() {
+    fn number_of_nvdimms_is_limited() {
         let mut chosen = vec![Chosen::Nvdimm; MAX_NVDIMMS];
         chosen.extend([Chosen::VirtioPmem; 3]);
         assert_eq!(check_count(&chosen), Ok(()));
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_of_one_id_are_refused() {
+    fn equal_device_ids_are_refused() {
         let disk = |pool: &str, name: &str| {
             PmVolumeConfig::parse(&format!("pool={pool},name={name},interface=virtio-blk")).unwrap()
         };
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_of_interfaces() {
+    fn choice_follows_the_table() {
         use Payload::{Linux, Unknown};
         use VolumeInterface::{Auto, Nvdimm, VirtioBlk, VirtioPmem};
         let chosen = |interface, vcpus, payload, force| {
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_names_the_volume_the_count_and_the_way_out() {
+    fn refusal_names_volume_count_and_remedy() {
         let text =
             choose(&volume("interface=virtio-pmem"), 2, Payload::Linux).unwrap_err().to_string();
         for part in ["data", "max=2", "spinlock", "interface=nvdimm", "force=on"] {

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_edges_of_every_series() {
+    fn first_and_fixed_versions_of_every_series() {
         let edges = [
             ("4.19.298", false),
             ("4.19.299", true),
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn every_model_of_preemption() {
+    fn preemption_models_are_parsed() {
         for (model, expected) in [
             ("full", "unsafe"),
             ("lazy", "unsafe"),
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn debians_name_is_no_version_and_its_build_tells_it() {
+    fn debian_version_is_read_from_the_build() {
         let debian = |release, build, preemption| {
             let version = format!("#1 SMP PREEMPT_DYNAMIC Debian {build} (2026-11-14)");
             judge(&kernel(release, &version, preemption), Chosen::Nvdimm, 1).label()
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_tells_no_fixes_is_suspect_only_with_full_preemption() {
+    fn unknown_fixes_are_suspect_only_with_full_preemption() {
         for release in [
             "6.1.0-56-amd64",
             "6.8.0-45-generic",
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn virtio_pmem_on_more_than_one_vcpu_is_unsafe_whatever_the_kernel() {
+    fn virtio_pmem_with_several_vcpus_is_unsafe_on_every_kernel() {
         for release in ["6.12.117", "6.1.10", "99.0.0", "linux"] {
             let kernel = kernel(release, "", "voluntary");
             let verdict = judge(&kernel, Chosen::VirtioPmem, 2);
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_sorted_and_its_ranges_are_none_that_is_empty() {
+    fn table_is_sorted_and_without_empty_ranges() {
         let edges: Vec<_> =
             LANES_SHARED.iter().flat_map(|(first, fixed)| [*first, *fixed]).collect();
         assert!(edges.windows(2).all(|pair| pair[0] < pair[1]), "{edges:?}");

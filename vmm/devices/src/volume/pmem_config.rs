@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let pmem = PmemConfig::parse(
             "file=/img,size=1G,discard_writes=on,id=root,iommu=off,pci_segment=0",
         )

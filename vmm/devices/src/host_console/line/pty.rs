@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn it_knows_whether_somebody_is_there_and_when_somebody_comes() {
+    fn clients_are_detected_when_they_open_or_close() {
         let mut pty = Pty::open().unwrap();
         drop(watch(pty.path()).expect("this system has no watches to spare"));
         for _ in 0..2 {
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_watch_it_is_looked_at_from_time_to_time() {
+    fn clients_are_polled_without_a_watch() {
         let mut pty = Pty::open().unwrap();
         pty.arrivals = arrivals_at(Path::new("/nowhere")).unwrap();
         // A check before the timer expires does not block.
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_pass_as_they_are() {
+    fn bytes_pass_unchanged() {
         let pty = Pty::open().unwrap();
         let (mut master, mut somebody) = (pty.side().unwrap(), open(&pty));
         let all: Vec<u8> = (0..=255).collect();

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_goes_and_is_counted() {
+    fn oldest_bytes_are_dropped_and_counted() {
         let ring = ring();
         assert_eq!(ring.push(&[1; 10]), 0);
         assert_eq!(ring.push(&vec![2; LEN_MAX - 5]), 5);
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn it_tells_once_until_it_was_empty() {
+    fn notification_is_sent_once_until_empty() {
         let ring = ring();
         ring.push(b"a");
         ring.push(b"b");
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_back_is_the_first_again_as_far_as_there_is_room() {
+    fn bytes_put_back_are_first_again_if_there_is_room() {
         let ring = ring();
         ring.push(b"hello");
         let taken = ring.take(3);

@@ -73,7 +73,7 @@ fn typed(console: &mut HostConsole, end: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn a_pseudo_terminal_keeps_the_newest_for_who_comes_and_stays_the_same_over_a_reboot() {
+fn pseudo_terminal_keeps_the_newest_output_and_its_path_over_a_reboot() {
     let lines = Lines::default();
     let mut first = machine(&lines, &pty());
     let path = lines.path(Port::Serial).unwrap();
@@ -95,7 +95,7 @@ fn a_pseudo_terminal_keeps_the_newest_for_who_comes_and_stays_the_same_over_a_re
 }
 
 #[test]
-fn who_leaves_a_pseudo_terminal_misses_nothing_but_the_oldest() {
+fn output_without_a_client_is_kept_except_the_oldest() {
     let lines = Lines::default();
     let mut console = machine(&lines, &pty());
     for round in 0..3 {
@@ -115,7 +115,7 @@ fn who_leaves_a_pseudo_terminal_misses_nothing_but_the_oldest() {
 }
 
 #[test]
-fn a_terminal_that_nobody_is_at_costs_nothing() {
+fn terminal_without_a_client_causes_no_events() {
     let ring = Arc::new(Ring::new().unwrap());
     let pty = Pty::open().unwrap();
     let path = pty.path().to_owned();
@@ -140,7 +140,7 @@ fn a_terminal_that_nobody_is_at_costs_nothing() {
 }
 
 #[test]
-fn another_size_of_a_pseudo_terminal_is_told_when_somebody_types_or_closes_it() {
+fn size_of_a_pseudo_terminal_is_reported_on_input_or_close() {
     let lines = Lines::default();
     let mut files = ConsoleFiles::new(FileStart::Empty, lines.clone());
     let mut console = HostConsole::open(Port::Console, &pty(), &mut files).unwrap().unwrap();
@@ -167,7 +167,7 @@ fn another_size_of_a_pseudo_terminal_is_told_when_somebody_types_or_closes_it() 
 }
 
 #[test]
-fn a_socket_has_one_client_who_is_replaced_by_the_next() {
+fn new_client_of_a_socket_replaces_the_old_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("serial");
     let lines = Lines::default();
@@ -198,7 +198,7 @@ fn a_socket_has_one_client_who_is_replaced_by_the_next() {
 }
 
 #[test]
-fn who_has_said_all_still_listens() {
+fn client_with_a_closed_sending_half_still_receives() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("serial");
     let lines = Lines::default();
@@ -212,7 +212,7 @@ fn who_has_said_all_still_listens() {
 }
 
 #[test]
-fn what_the_guest_does_not_read_stops_who_types_and_is_whole_in_the_end() {
+fn unread_input_delays_the_client_without_loss() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("serial");
     let lines = Lines::default();
@@ -245,7 +245,7 @@ fn what_the_guest_does_not_read_stops_who_types_and_is_whole_in_the_end() {
 }
 
 #[test]
-fn a_client_who_does_not_read_stops_nobody() {
+fn client_that_does_not_read_does_not_block() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("serial");
     let lines = Lines::default();
@@ -263,7 +263,7 @@ fn a_client_who_does_not_read_stops_nobody() {
 }
 
 #[test]
-fn a_path_that_is_there_is_not_taken() {
+fn existing_path_is_not_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("serial");
     std::fs::write(&path, "mine").unwrap();

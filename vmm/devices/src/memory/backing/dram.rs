@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn unplugged_memory_leaves_the_process_and_comes_back_zeroed() {
+    fn unplugged_memory_is_released_and_zeroed_on_the_next_plug() {
         let (mut backing, reservation) = backing();
         let range = (reservation.addr(), reservation.len_bytes());
         backing.plug(0, LEN).unwrap();
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_found_ahead_and_keep_what_is_in_them() {
+    fn populate_allocates_pages_and_keeps_their_content() {
         let (mut backing, reservation) = backing();
         backing.plug(0, 8 * MIB).unwrap();
         let populated = |backing: &DramBacking, run| backing.populated_blocks(&run, 2 * MIB);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_a_long_run_are_found_where_they_are() {
+    fn populated_blocks_of_a_long_run_are_reported() {
         const BLOCKS: u64 = 2 * LOOK_BYTES / (2 * MIB) + 3;
         let reservation = Arc::new(Reservation::new(BLOCKS * 2 * MIB, 2 * MIB).unwrap());
         let mut backing = DramBacking::new(
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_comes_from_the_node_that_it_is_bound_to_also_when_it_comes_back() {
+    fn replugged_memory_is_bound_to_its_host_node() {
         use super::super::HostNode;
         use super::super::host_node::tests::policy_at;
         let policy =
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_memory_is_counted_once_and_leaves_its_file_when_it_goes() {
+    fn shared_memory_counts_once_and_leaves_its_file_on_unplug() {
         use std::os::unix::fs::MetadataExt;
         let (mut backing, reservation) = shared();
         let file = Arc::clone(backing.source.file().unwrap());
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_found_of_memory_that_cannot_be_had_goes_back() {
+    fn failed_plug_releases_the_pages_it_allocated() {
         use std::os::unix::fs::MetadataExt;
         let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
         let host = HostMemory { shared: true, prefault: true, ..HostMemory::default() };
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_not_been_given_back_is_zeros_when_it_comes_again() {
+    fn detached_memory_is_zeroed_before_the_next_plug() {
         let (mut backing, reservation) = shared();
         backing.plug(0, 4 * MIB).unwrap();
         fill(&reservation, 0, 4 * MIB, 0xa5);
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_found_at_once_where_they_are_wanted_at_once() {
+    fn prefault_allocates_pages_on_plug() {
         for shared in [false, true] {
             let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
             let host =
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_is_told_what_the_memory_is_for() {
+    fn memory_options_are_passed_to_the_kernel() {
         for (host, has, has_not) in [
             (HostMemory { reserve: true, ..HostMemory::default() }, "ac", "nr"),
             (HostMemory::default(), "nr", "mg"),
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_are_refused_where_they_cannot_be() {
+    fn unavailable_huge_pages_are_refused() {
         let huge =
             |page_bytes| HostMemory { pages: HostPages::Huge(page_bytes), ..HostMemory::default() };
         let error = |page_bytes, len| {

@@ -97,7 +97,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_node_is_one_of_those_that_the_host_lists() {
+    fn only_listed_host_nodes_are_found() {
         for (node, list) in [(0, "0"), (1, "0-1"), (5, "0,2,4-6")] {
             assert_eq!(HostNode::find_in(node, list).unwrap(), HostNode(node));
         }

@@ -213,14 +213,14 @@ mod tests {
     }
 
     #[test]
-    fn a_run_is_one_mapping_where_the_pool_has_one_extent() {
+    fn run_in_one_extent_is_one_mapping() {
         let (mut backing, _pool, _reservation) = backing(64, 64);
         backing.plug(0, 64 * CHUNK_BYTES).unwrap();
         assert_eq!(backing.ledger.segments().count(), 1);
     }
 
     #[test]
-    fn unplugged_chunks_leave_the_process_and_the_file() {
+    fn unplugged_chunks_are_removed_from_process_and_file() {
         let (mut backing, pool, reservation) = backing(16, 64);
         let range = (reservation.addr(), reservation.len_bytes());
         let blocks = || pool.blocks();
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_on_tmpfs_gives_its_blocks_back_and_what_it_lends_next_is_zeroed() {
+    fn pool_on_tmpfs_frees_blocks_and_lends_zeroed_memory() {
         let Ok(folder) = tempfile::TempDir::new_in("/dev/shm") else { return };
         let path = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&path, 64 * MIB, 0).unwrap());
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plug_that_finds_too_little_takes_nothing_and_says_how_much_there_is() {
+    fn plug_beyond_the_pool_takes_nothing_and_reports_available_bytes() {
         let (mut backing, pool, _reservation) = backing(16, 6);
         let err = backing.plug(0, 8 * CHUNK_BYTES).unwrap_err();
         assert!(matches!(
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plug_that_fails_half_way_gives_everything_back() {
+    fn plug_that_fails_halfway_returns_all_chunks() {
         let (mut backing, pool, reservation) = backing(16, 64);
         // Two extents: the first is mapped, the second fails, and all is unmapped.
         reservation.script([true, false, true]);
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_that_may_still_be_mapped_go_to_nobody_else() {
+    fn chunks_that_may_still_be_mapped_are_not_returned() {
         let (mut backing, pool, reservation) = backing(16, 64);
         reservation.script([true, false, false]);
         backing.plug(2 * MIB, 6 * MIB).unwrap_err();

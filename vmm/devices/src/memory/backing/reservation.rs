@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn core_dumps_hold_no_guest_memory() {
+    fn core_dumps_exclude_guest_memory() {
         use std::os::fd::AsFd;
         let reservation = Reservation::new(4 * MIB, MIB).unwrap();
         let file = tempfile::tempfile().unwrap();
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_is_aligned_and_inaccessible_until_something_is_mapped() {
+    fn reservation_is_aligned_and_inaccessible_until_mapped() {
         let reservation = Reservation::new(8 * MIB, 1 << 30).unwrap();
         assert!(reservation.addr().is_multiple_of(1 << 30));
         assert_eq!(permissions_at(reservation.addr() + 4 * MIB), "---p");
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_dax_is_not_mapped_as_if_it_were() {
+    fn map_sync_fails_without_dax() {
         use std::os::fd::AsFd;
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(2 * MIB).unwrap();
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_privately_does_not_reach_the_file() {
+    fn private_writes_do_not_reach_the_file() {
         use std::os::fd::AsFd;
         use std::os::unix::fs::FileExt;
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -416,7 +416,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "outside of a reservation")]
-    fn nothing_is_mapped_outside_of_a_reservation() {
+    fn mapping_outside_of_a_reservation_panics() {
         let reservation = Reservation::new(2 * MIB, 4096).unwrap();
         let _ = reservation.map_anonymous(MIB, 2 * MIB);
     }

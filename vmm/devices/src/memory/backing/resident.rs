@@ -66,7 +66,7 @@ Rss:                   0 kB
 ";
 
     #[test]
-    fn only_mappings_in_the_ranges_count() {
+    fn only_mappings_in_the_ranges_are_counted() {
         let resident =
             |ranges: &[(u64, u64)]| resident_bytes_in(SMAPS.as_bytes(), &[ranges]).unwrap();
         assert_eq!(resident(&[(0x1000, 0x2000)]), [4096]);
@@ -78,7 +78,7 @@ Rss:                   0 kB
     }
 
     #[test]
-    fn one_pass_tells_zones_apart() {
+    fn one_pass_separates_zones() {
         let zones = [vec![(0x5000, 0x4000)], vec![], vec![(0x1000, 0x2000), (0x3000, 0x2000)]];
         assert_eq!(resident_bytes_in(SMAPS.as_bytes(), &zones).unwrap(), [16384, 0, 4096]);
     }

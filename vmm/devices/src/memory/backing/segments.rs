@@ -247,7 +247,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_budget_gives_no_more_than_it_has() {
+    fn budget_rejects_mappings_beyond_its_limit() {
         let budget = MappingBudget::new(5);
         assert!(budget.reserve(3));
         assert!(!budget.reserve(3));
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ledger_counts_what_is_mapped_and_no_more() {
+    fn ledger_counts_exactly_the_present_mappings() {
         let budget = Arc::new(MappingBudget::new(4));
         let mut ledger = Ledger::new(16, Arc::clone(&budget));
         let set = |start, source| {
@@ -288,7 +288,7 @@ mod tests {
     proptest! {
         /// The oracle stores the source of every byte separately.
         #[test]
-        fn segments_are_what_an_array_of_bytes_says(
+        fn segments_match_an_array_of_bytes(
             ops in prop::collection::vec((0u64..16, 1u64..16, source()), 1..40),
         ) {
             const LEN: u64 = 16;

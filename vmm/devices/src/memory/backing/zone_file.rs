@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_gets_a_file_without_a_name() {
+    fn directory_gets_an_unnamed_file() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         for shared in [false, true] {
             let zone = ZoneFile::open(folder.path(), SIZE, shared).unwrap();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_shared_begins_as_zeros_and_is_one_vms() {
+    fn shared_file_is_zeroed_and_locked_for_one_vm() {
         let mut file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         file.write_all(&[7; 4096]).unwrap();
         assert!(error(file.path(), true).contains("it has 4 KiB, and the zone's size is 1 MiB"));
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_or_a_file_system_is_not_emptied_and_a_guests_memory_is() {
+    fn only_files_without_foreign_content_are_emptied() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&path, 16 << 20, 0).unwrap());
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_shared_is_left_alone() {
+    fn private_file_is_not_changed() {
         let mut file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         file.as_file().set_len(SIZE).unwrap();
         let zone = ZoneFile::open(file.path(), SIZE, false).unwrap();
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_is_told() {
+    fn device_or_pipe_is_refused_by_name() {
         assert!(error(Path::new("/dev/null"), true).contains("it is a device"));
         assert!(error(Path::new("/nowhere/at/all"), true).contains("cannot be opened"));
     }
