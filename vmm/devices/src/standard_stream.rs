@@ -23,8 +23,8 @@ pub fn is_at(path: &Path) -> bool {
     })
 }
 
-/// Sets the standard output and error to append, as far as they are regular files, if `path` leads
-/// through one of them. Returns false if it does not.
+/// Makes standard output and error append if `path` leads through one of them. A stream that is not
+/// a regular file stays unchanged. Returns false if `path` leads through neither.
 ///
 /// Both are set, because each may be the same file: errors and the output of a `tty` console go
 /// there without a flag.

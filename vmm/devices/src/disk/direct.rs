@@ -121,12 +121,12 @@ impl DirectIo {
         Self { path, buffered, unit_bytes: AtomicU64::new(unit_bytes), locks: Arc::default() }
     }
 
-    /// Unit of direct transfers, as far as known.
+    /// Known unit of direct transfers.
     pub(super) fn unit_bytes(&self) -> u64 {
         self.unit_bytes.load(Ordering::Relaxed)
     }
 
-    /// Checks that the host accepts a transfer without widening, as far as known.
+    /// Checks that the host accepts a transfer without widening, by the known unit.
     pub(super) fn is_aligned(&self, offset_bytes: u64, len_bytes: u64) -> bool {
         (offset_bytes | len_bytes).is_multiple_of(self.unit_bytes())
     }
@@ -316,7 +316,7 @@ pub(super) fn is_refusal(result: &io::Result<()>) -> bool {
 }
 
 /// The smallest unit in which the host reads an image of `size_bytes`: at its start, its middle and
-/// its end, each time at an odd multiple of the unit. Errors other than a refusal say nothing about
+/// its end, each time at an odd multiple of the unit. Errors other than a refusal do not concern
 /// alignment.
 fn probe(file: &impl ReadWriteAt, size_bytes: u64) -> u64 {
     let mut buffer = Buffers::default().take(UNIT_BYTES_MAX as usize);

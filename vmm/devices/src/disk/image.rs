@@ -171,7 +171,7 @@ impl RawImage {
         self.geometry.unmap && unmap == Unmap::Allowed
     }
 
-    /// Checks that the kernel accepts a step without widening, as far as known.
+    /// Checks that the kernel accepts a step without widening, by the known units.
     pub(super) fn is_aligned(&self, step: &Step) -> bool {
         let is_transfer_aligned = |offset, len| {
             self.direct.as_ref().is_none_or(|direct| direct.is_aligned(offset, len as u64))

@@ -199,7 +199,7 @@ impl Uring {
         warn!(
             "io_uring takes no more: this queue of a disk does one transfer at a time from now on"
         );
-        // 1. Steps that the kernel has accepted complete, and their results are processed.
+        // 1. Wait for the steps that the kernel has accepted, and process their results.
         while self.under_way > self.ring.submission().len() {
             let completed = self.completed();
             if completed.is_empty() {

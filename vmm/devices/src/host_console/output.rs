@@ -178,8 +178,8 @@ impl ConsoleOutput {
         Self { end, backlog: VecDeque::new() }
     }
 
-    /// Writes the backlog and `data` as far as possible without blocking. Keeps the rest if it fits
-    /// into the backlog. Returns the losses.
+    /// Writes as much of the backlog and `data` as possible without blocking. Keeps the rest if it
+    /// fits into the backlog. Returns the losses.
     pub fn send(&mut self, data: &[u8]) -> Lost {
         match &self.end {
             End::Nobody => return Lost::default(),

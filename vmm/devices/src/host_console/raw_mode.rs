@@ -34,9 +34,9 @@ impl RawMode {
         Self::hold((held, original), || tcsetattr(terminal, OptionalActions::Now, &raw))
     }
 
-    /// Remembers `original` and then makes the terminal raw. If that fails, the dropped guard
-    /// forgets it, because a remembered state would keep the state of the next terminal from being
-    /// remembered. Returns no guard while another guard exists, which restores its own state.
+    /// Stores `original` and then makes the terminal raw. If that fails, dropping the guard clears
+    /// the stored state, which would otherwise prevent storing the state of the next terminal.
+    /// Returns no guard while another guard exists, which restores its own state.
     fn hold(
         original: (OwnedFd, Termios),
         make_raw: impl FnOnce() -> rustix::io::Result<()>,
@@ -87,7 +87,7 @@ mod tests {
         let (_master, slave) = crate::host_console::testing::terminal();
         let local_modes = || tcgetattr(&slave).unwrap().local_modes;
         let original = (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());
-        // All claims are one test because they share the global state.
+        // All checks are in one test because they share the global state.
         assert!(RawMode::hold(original, || Err(rustix::io::Errno::IO)).is_err());
         assert!(ORIGINAL.lock().is_none(), "a terminal that failed is not restored at the end");
         let before = local_modes();

@@ -45,7 +45,7 @@ pub enum DimmError {
 }
 
 impl DimmError {
-    /// Distinguishes a failure of the host from a wrong request.
+    /// Returns true if the request was valid, and the host failed.
     pub fn is_the_hosts(&self) -> bool {
         matches!(self, Self::Backing(_) | Self::Slot(_))
     }

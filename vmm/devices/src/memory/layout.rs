@@ -1,6 +1,6 @@
 //! The guest-physical map of an x86-64 guest.
 //!
-//! | range | what |
+//! | range | use |
 //! |---|---|
 //! | 0 to 640 KiB, 1 MiB to 3 GiB | boot memory, low part; with huge pages it ends earlier if one would reach beyond 3 GiB |
 //! | 0x9_fc00 to 1 MiB | EBDA and ACPI tables, reserved in the memory map |
@@ -91,7 +91,7 @@ pub const FIRST_MSI_GSI: u32 = 24;
 pub const LINUX_MEMORY_BLOCK_BYTES: u64 = 128 * MIB;
 /// Largest blocks in which Linux adds memory.
 pub const LINUX_LARGEST_BLOCK_BYTES: u64 = 2 * GIB;
-/// End of boot memory from which guests have larger blocks.
+/// Guests with boot memory that ends here or beyond have larger blocks.
 const LINUX_LARGE_BLOCKS_FROM: u64 = 64 * GIB;
 
 /// Alignment of all ranges behind boot memory: the largest page with which host and guest may map

@@ -7,13 +7,14 @@
 //!   zeros in place of the page (`pmem_volume::media`, [`GuestRange::page_lost`]). The device
 //!   detects the loss before it uses the copied data ([`super::view::MappedMemory::check_whole`]).
 //! - **The guest, if the memory is bad**: KVM sends the vCPU's thread a SIGBUS (Linux
-//! arch/x86/kvm/mmu/mmu.c, `kvm_send_hwpoison_signal`), with the same result.
+//!   arch/x86/kvm/mmu/mmu.c, `kvm_send_hwpoison_signal`), with the same result.
 //! - **The guest, if there is no page**: KVM treats the page as one to be read from a disk and has
 //!   it fetched asynchronously. When that fails, the vCPU tries again, forever
 //!   (virt/kvm/async_pf.c; kvm_main.c, `hva_to_pfn` of a caller that does not wait). No exit
 //!   reports this. The lengths of files are therefore checked regularly ([`LostMemory::look`]). If
 //!   the vCPU cannot wait because its interrupts are off, KVM_RUN fails with EFAULT, and the
 //!   lengths are checked at once.
+//!
 //! Lost memory stays lost, even if the file gets its old length back, because the bytes were the
 //! guest's memory.
 
@@ -103,7 +104,7 @@ struct Alarm {
 impl Alarm {
     /// May be called in a signal handler.
     fn raise(&self) {
-        // 1. Devices discard what they copy from now on.
+        // 1. Devices discard data that they copy from now on.
         self.loss.raise();
         // 2. The guest does not see zeros.
         self.brake.stop();
@@ -337,7 +338,7 @@ mod tests {
         assert_eq!(lost.look(), None);
         assert!(!brake.is_pulled() && !flag.is_raised() && lost.event().read().is_err());
         file.set_len(MIB).unwrap();
-        // SAFETY: mapped, with the file or with what the handler puts in its place.
+        // SAFETY: mapped, to the file or to its replacement by the handler.
         assert_eq!(unsafe { byte(&reservation, MIB).read_volatile() }, 0);
         assert!(brake.is_pulled() && flag.is_raised());
         assert_eq!(lost.event().read().unwrap(), 1);
@@ -356,7 +357,7 @@ mod tests {
         entered.recv_timeout(Duration::from_secs(20)).unwrap();
         file.set_len(0).unwrap();
         assert!(brake.is_any_in_guest());
-        // SAFETY: mapped, with the file or with what the handler puts in its place.
+        // SAFETY: mapped, to the file or to its replacement by the handler.
         assert_eq!(unsafe { byte(&reservation, 0).read_volatile() }, 0);
         assert!(!brake.is_any_in_guest());
         assert_eq!(vcpu.join().unwrap(), 1);

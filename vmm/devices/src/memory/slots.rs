@@ -116,7 +116,7 @@ impl SlotTable for VmFd {
 }
 
 /// Makes KVM keep the page tables of other slots when one is removed, if it can (Linux 6.12 and
-/// later). Returns true on success.
+/// later). Returns false if it cannot.
 pub fn disable_zap_all(vm: &VmFd) -> io::Result<bool> {
     let quirks = vm.check_extension_raw(KVM_CAP_DISABLE_QUIRKS2.into());
     if quirks < 0 || quirks as u32 & KVM_X86_QUIRK_SLOT_ZAP_ALL == 0 {
@@ -244,7 +244,7 @@ impl Drop for Slots {
     }
 }
 
-/// Part of a hotplug part that has one slot.
+/// Piece of a hotplug part that has a slot of its own.
 #[derive(Clone, Copy, Debug, Default)]
 struct Part {
     slot: Option<u32>,

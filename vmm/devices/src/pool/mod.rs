@@ -30,8 +30,8 @@ pub trait PoolVolume: Persist {
     /// Extents of the volume in the pool's file ([`PmPool`]), in logical order and without gaps.
     fn extents(&self) -> Vec<Range<u64>>;
 
-    /// Makes durable what an earlier user of the BTT may have left to recovery. Call it before the
-    /// guest gets access to the media.
+    /// Completes, durably, a recovery that an earlier user of the BTT may have left. Call it before
+    /// the guest gets access to the media.
     fn settle(&self) -> Result<(), EngineError>;
 
     /// Serves the volume to a guest without access to the media.

@@ -167,8 +167,8 @@ pub fn check_count(chosen: &[Chosen]) -> Result<(), InterfaceError> {
     if count > MAX_NVDIMMS { Err(InterfaceError::TooManyNvdimms { count }) } else { Ok(()) }
 }
 
-/// Refuses volumes with equal device ids. The id is the volume's name, which is unique within a
-/// pool only. `others` are the ids of all other devices.
+/// Refuses volumes with equal device ids. An id derives from the volume's name, which is unique
+/// within a pool only. `others` are the ids of all other devices.
 pub fn check_ids<'a>(
     volumes: impl Iterator<Item = (&'a PmVolumeConfig, Chosen)>,
     others: impl IntoIterator<Item = String>,
@@ -189,7 +189,6 @@ pub fn check_ids<'a>(
 /// The BTT driver flushes by hints, and so do file systems. But Linux treats every NVDIMM in the
 /// NFIT as memory that is durable after a fence. It lets programs map a raw NVDIMM with MAP_SYNC,
 /// and these flush only cache lines.
-/// and they flush no more than cache lines.
 pub fn check_pool(
     volume: &PmVolumeConfig,
     chosen: Chosen,

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! usable = the pool - its own data - bad media
-//! rest   = usable - all other volumes - what the zones of --pm-memory may need
+//! rest   = usable - all other volumes - sizes of the zones of --pm-memory
 //! ```
 //!
 //! The reserve for volumes (STRG) is never lent as memory, so the zones must fit into
@@ -29,7 +29,7 @@ pub enum Step {
     Grow(u64),
 }
 
-/// Why a VM cannot have its volumes and its memory from one pool.
+/// Conflict between the volumes and the memory of a VM in one pool.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum PlanError {
     /// The volume does not exist and may not be created.

@@ -2,8 +2,8 @@
 //! machines, so that clients stay connected over a reboot.
 //!
 //! ```text
-//! device ─── output ───► Ring ──► Bridge ◄──► pseudo terminal, or the socket's last client
-//!        ◄── input ─── pipe ◄──┘
+//!  device ── output ──► Ring ──► Bridge ◄──► pseudo terminal, or the socket's last client
+//!         ◄─ input ─── pipe ◄──────┘
 //! ```
 
 mod bridge;

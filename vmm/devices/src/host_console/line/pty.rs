@@ -94,7 +94,7 @@ impl Pty {
     }
 }
 
-/// Uses an inotify watch, which are few for each user, or otherwise a timer.
+/// Uses an inotify watch, or a timer if the user has no watch left.
 fn arrivals_at(path: &Path) -> io::Result<File> {
     let arrivals = watch(path).or_else(|err| {
         debug!(%err, "No watch for a pseudo terminal: it is looked at from time to time");

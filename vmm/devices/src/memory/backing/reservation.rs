@@ -99,8 +99,8 @@ impl Reservation {
     /// If the reservation is already watched.
     pub fn watch(&self, on_lost: Arc<dyn OnPageLost>) -> Result<(), TooManyRanges> {
         // SAFETY: the range belongs to this reservation, and the watch ends before it is unmapped
-        // (`drop`). No code relies on the content of a lost page, because the replacement is also
-        // reached by volatile accesses.
+        // (`drop`). No code relies on the content of a lost page, and its replacement is reached
+        // by volatile accesses, too.
         let watch = unsafe { Watch::new(self.addr..self.addr + self.len, on_lost) }?;
         assert!(self.watch.set(watch).is_ok(), "a reservation is watched once");
         Ok(())

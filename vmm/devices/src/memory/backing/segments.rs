@@ -131,7 +131,7 @@ impl Expose for MappingBudget {
 }
 
 impl MappingBudget {
-    /// Default of Linux.
+    /// Linux's default of vm.max_map_count.
     pub const DEFAULT_MAX_MAPPINGS: usize = 65_530;
 
     pub fn new(limit: usize) -> Self {
