@@ -1,5 +1,4 @@
-//! The driver's side of a device under test: rings in memory, and interrupts that can be waited
-//! for.
+//! A test driver with rings in memory and interrupts that tests can wait for.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -19,9 +18,8 @@ use super::{Activation, ActiveQueue};
 use crate::interrupt::VirtioInterrupt;
 use crate::memory::view::GuestView;
 
-/// Bytes of memory.
 pub(super) const MEMORY_LEN: u64 = 1 << 20;
-/// Where tests may put their buffers.
+/// Start of the memory for buffers of tests.
 pub(super) const BUFFERS: u64 = 0x8_0000;
 /// Descriptors of each queue.
 const QUEUE_SIZE: u16 = 32;
@@ -37,13 +35,13 @@ pub(super) fn counted_requests(default: u64) -> u64 {
 /// One buffer of a chain.
 #[derive(Clone, Copy)]
 pub(super) enum Buffer {
-    /// For the device to read.
+    /// Read by the device.
     Out(u64, u32),
-    /// For the device to write.
+    /// Written by the device.
     In(u64, u32),
 }
 
-/// Interrupts of each queue, to be waited for.
+/// Records interrupts, so that tests can wait for them.
 pub(super) struct TestInterrupt {
     queues: Vec<EventFd>,
     config: EventFd,
@@ -66,7 +64,6 @@ impl VirtioInterrupt for TestInterrupt {
     }
 }
 
-/// Where a queue's parts are.
 #[derive(Clone, Copy)]
 struct Ring {
     descriptors: u64,
@@ -88,17 +85,17 @@ impl Ring {
     }
 }
 
-/// A driver whose queues have 32 descriptors each. Like Linux, it omits notifications that the
-/// device has suppressed. So a device stalls if it forgets to request one.
+/// A driver with queues of 32 descriptors. Like Linux, it omits notifications that the device has
+/// suppressed, so a device stalls if it forgets to request one.
 pub(super) struct TestDriver {
     pub memory: GuestMemoryMmap,
-    /// What the device sees of it, where that is more; a view of it otherwise.
+    /// The device's view of memory, if it differs from `memory`.
     view: Option<GuestView>,
     interrupt: Arc<TestInterrupt>,
     kicks: Vec<EventFd>,
     rings: Vec<Ring>,
-    /// The next free descriptor of each queue. The first ones are used again when there are no
-    /// more: a test that adds so many has waited for the earlier ones.
+    /// Next free descriptor of each queue. The descriptors are reused from the first, because a
+    /// test that adds so many has waited for the earlier chains.
     free: Vec<u16>,
     seen: Vec<u16>,
     /// Index of the available ring of each queue at its last notification.
@@ -127,7 +124,7 @@ impl TestDriver {
         }
     }
 
-    /// Empty rings in `memory`, whose first MiB is the driver's; the device sees `view`.
+    /// Uses `memory`, of which the first MiB is the driver's, and passes `view` to the device.
     pub(super) fn with_memory(queues: usize, memory: GuestMemoryMmap, view: GuestView) -> Self {
         Self { memory, view: Some(view), ..Self::new(queues) }
     }
@@ -136,7 +133,7 @@ impl TestDriver {
         &self.rings[queue]
     }
 
-    /// What the transport gives the device. The rings start anew.
+    /// Resets the rings and returns what the transport passes to the device.
     pub(super) fn activation(&mut self, features: u64) -> Activation {
         let mut queues = Vec::new();
         self.rings.clear();
@@ -163,7 +160,7 @@ impl TestDriver {
         Activation { view, interrupt: self.interrupt.clone(), queues, features }
     }
 
-    /// Makes a chain available, without notification. Returns its head.
+    /// Makes a chain available without notification. Returns its head.
     pub(super) fn add(&mut self, queue: usize, buffers: &[Buffer]) -> u16 {
         if usize::from(self.free[queue]) + buffers.len() > usize::from(QUEUE_SIZE) {
             self.free[queue] = 0;
@@ -185,7 +182,7 @@ impl TestDriver {
         head
     }
 
-    /// Writes a descriptor of a queue's table: address, length, flags and next.
+    /// Writes a descriptor (address, length, flags and next) to a queue's table.
     pub(super) fn set_descriptor(
         &self,
         queue: usize,
@@ -195,7 +192,7 @@ impl TestDriver {
         self.write_descriptor(self.ring(queue).descriptors, index, (address, len, flags, next));
     }
 
-    /// The same, of a table that lies anywhere.
+    /// Writes a descriptor to a table at any address.
     pub(super) fn write_descriptor(
         &self,
         table: u64,
@@ -207,7 +204,7 @@ impl TestDriver {
         self.store(table + 16 * u64::from(index), RawDescriptor::from(descriptor));
     }
 
-    /// Makes the chain at `head` available once more, without notification.
+    /// Makes the chain at `head` available again, without notification.
     pub(super) fn add_again(&self, queue: usize, head: u16) {
         let available = self.ring(queue).available;
         let next: u16 = self.load(available + 2);
@@ -217,18 +214,17 @@ impl TestDriver {
             .unwrap();
     }
 
-    /// Says that so many more chains are available than there are, without notification.
+    /// Advances the available index by `chains` without adding any, and without notification.
     pub(super) fn jump(&self, queue: usize, chains: u16) {
         let at = self.ring(queue).available + 2;
         self.store(at, self.load::<u16>(at).wrapping_add(chains));
     }
 
-    /// What the device interrupts by.
     pub(super) fn interrupt(&self) -> Arc<TestInterrupt> {
         Arc::clone(&self.interrupt)
     }
 
-    /// How often the device has said that it needs a reset.
+    /// Number of times that the device has set DEVICE_NEEDS_RESET.
     pub(super) fn resets_needed(&self) -> usize {
         self.interrupt.resets_needed.load(Ordering::Relaxed)
     }
@@ -263,7 +259,7 @@ impl TestDriver {
         new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
     }
 
-    /// A used buffer that was not seen before, if there is one: head and length.
+    /// Takes the next used buffer, if there is one: head and length.
     pub(super) fn used(&mut self, queue: usize) -> Option<(u16, u32)> {
         let ring = *self.ring(queue);
         let next: u16 = self.memory.load(GuestAddress(ring.used + 2), Ordering::Acquire).unwrap();
@@ -276,12 +272,12 @@ impl TestDriver {
         Some((element.id() as u16, element.len()))
     }
 
-    /// Whether there was an interrupt of a queue that was not waited for.
+    /// Takes an interrupt that has not been waited for. False if there is none.
     pub(super) fn interrupted(&self, queue: usize) -> bool {
         self.interrupt.queues[queue].read().is_ok()
     }
 
-    /// Waits for interrupts until there is a used buffer.
+    /// Waits until there is a used buffer.
     pub(super) fn wait_used(&mut self, queue: usize) -> (u16, u32) {
         loop {
             // The device reads `used_event` after it has stored its used index. No interrupt
@@ -296,12 +292,12 @@ impl TestDriver {
         }
     }
 
-    /// Waits until the device has said that its configuration has changed.
+    /// Waits for a configuration change interrupt.
     pub(super) fn wait_config(&self) {
         wait(&self.interrupt.config, "the configuration");
     }
 
-    /// Whether it has said so since it was waited for.
+    /// Takes a configuration change interrupt that has not been waited for. False if there is none.
     pub(super) fn config_changed(&self) -> bool {
         self.interrupt.config.read().is_ok()
     }
@@ -314,7 +310,6 @@ impl TestDriver {
         self.memory.write_obj(value, GuestAddress(address)).unwrap();
     }
 
-    /// Bytes of a buffer.
     pub(super) fn read(&self, address: u64, len: u32) -> Vec<u8> {
         let mut data = vec![0; len as usize];
         self.memory.read_slice(&mut data, GuestAddress(address)).unwrap();

@@ -1,5 +1,4 @@
-//! What devices with a worker on an event loop have in common: its life, and how it waits for the
-//! driver.
+//! Start and stop of workers on an event loop, and their access to queues.
 
 use std::sync::atomic::Ordering;
 
@@ -14,33 +13,31 @@ use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::MappedMemory;
 
-/// The worker of a device: on its event loop between activation and reset.
+/// A worker that is on its event loop between activation and reset.
 ///
-/// Nothing of this may be called, nor the value be dropped, on that loop's thread.
+/// The loop's own thread must neither call its methods nor drop the value.
 pub(super) struct WorkerSlot {
     event_loop: EventLoopHandle,
     worker: Option<SubscriberId>,
 }
 
 impl WorkerSlot {
-    /// No worker as yet.
     pub(super) fn new(event_loop: EventLoopHandle) -> Self {
         Self { event_loop, worker: None }
     }
 
-    /// Starts the worker; its `init` has run when this returns.
+    /// Starts the worker. Its `init` has run when this returns.
     pub(super) fn start(&mut self, worker: Subscriber) -> Result<(), ActivateError> {
         assert!(self.worker.is_none(), "activated twice without a reset");
         self.worker = Some(self.event_loop.add(worker)?);
         Ok(())
     }
 
-    /// Ends the worker, if there is one: after that nothing touches its queues any more. Returns
-    /// whether there was one.
+    /// Stops the worker, after which nothing accesses its queues. Returns false if there was none.
     pub(super) fn stop(&mut self) -> bool {
         let Some(worker) = self.worker.take() else { return false };
         if let Err(err) = self.event_loop.remove(worker) {
-            // The loop is gone, and the worker with it.
+            // The loop has ended, and the worker with it.
             debug!(%err, "A device's worker has ended before");
         }
         true
@@ -54,19 +51,18 @@ impl Drop for WorkerSlot {
 }
 
 impl Activation {
-    /// Takes a queue without which the device cannot work.
+    /// Takes a queue that the device requires.
     pub(super) fn take_queue(&mut self, index: u16) -> Result<ActiveQueue, ActivateError> {
         let queue = self.queues.get_mut(usize::from(index)).and_then(Option::take);
         queue.ok_or(ActivateError::QueueMissing { index })
     }
 }
 
-/// The next chain that the driver has made available; `Err`: there is one, and it cannot be taken.
+/// Returns the next available chain, or `Err` if the available ring is invalid.
 ///
-/// Whoever looks for chains until there are none, and then asks whether some have come, would go on
-/// for ever with a ring whose index is more than a ring ahead, or whose entries are in memory that
-/// was unplugged: for the one `pop_descriptor_chain` finds nothing, and for the other `AvailIter`
-/// ends, while the index says that there is more.
+/// The index can be more than a ring ahead, or the ring's entries can be in unplugged memory.
+/// `pop_descriptor_chain` then finds no chain and `AvailIter` ends, although `enable_notification`
+/// reports more chains. Without an error, a loop over the two would never end.
 pub(super) fn next_chain<'m>(
     queue: &mut Queue,
     memory: &'m MappedMemory,
@@ -78,14 +74,12 @@ pub(super) fn next_chain<'m>(
 }
 
 impl ActiveQueue {
-    /// A queue that the driver has enabled.
     pub fn new(queue: Queue, kick: EventFd) -> Self {
         Self { queue, kick, is_broken: false }
     }
 
-    /// Takes the next chain that the driver has made available. A driver that makes nonsense of its
-    /// ring is told that the device needs a reset (virtio 1.3, 2.1.2), and gets nothing from
-    /// this queue until then.
+    /// Takes the next available chain. If the ring is invalid, sets DEVICE_NEEDS_RESET (virtio 1.3,
+    /// 2.1.2) and returns no more chains until the reset.
     pub(super) fn pop<'m>(
         &mut self,
         memory: &'m MappedMemory,
@@ -104,9 +98,9 @@ impl ActiveQueue {
         })
     }
 
-    /// Serves chains that the driver has made available, at most `batch` before others on the event
-    /// loop have their turn. `serve` says how many bytes it has written to one; `None` leaves
-    /// that one where it is, and ends the pass. Returns whether the driver wants to be told.
+    /// Serves at most `batch` available chains, so that other devices on the event loop get their
+    /// turn. `serve` returns the number of bytes that it has written to the chain, or `None` to
+    /// leave the chain in the ring and end the pass. Returns true if the driver wants an interrupt.
     pub(super) fn serve<'m>(
         &mut self,
         memory: &'m MappedMemory,
@@ -134,38 +128,38 @@ impl ActiveQueue {
         used && self.queue.needs_notification(memory).unwrap_or(true)
     }
 
-    /// Whether the driver has made nonsense of its ring.
     pub(super) fn is_broken(&self) -> bool {
         self.is_broken
     }
 
-    /// Lets the driver notify again; true if it has added something that it will not notify of.
+    /// Enables notifications. Returns true if the driver has added chains in the meantime, which it
+    /// will not notify of.
     pub(super) fn wait_for_more(&mut self, memory: &MappedMemory) -> bool {
         !self.is_broken && self.queue.enable_notification(memory).unwrap_or(false)
     }
 
-    /// Waits for notifications from now on; they come as `data`.
+    /// Registers the notifications with the event loop. They arrive as `data`.
     pub(super) fn watch(&self, data: u32, ops: &mut EventOps) {
         if let Err(err) = ops.add(Events::with_data(&self.kick, data, EventSet::IN)) {
             sparsely!(error, ?err, "Cannot wait for a driver");
         }
     }
 
-    /// Takes notice of notifications: several count as one.
+    /// Clears pending notifications.
     pub(super) fn clear_kick(&self) {
-        // Fails only when there are none.
+        // Fails only if there are none.
         let _ = self.kick.read();
     }
 
-    /// Makes the worker come back to the queue when others on the event loop have had their turn.
+    /// Schedules another pass over the queue, after other devices on the event loop.
     pub(super) fn come_back(&self) {
-        // Fails only when the counter is full, and then it comes back anyway.
+        // Fails only if the counter is full, and then the pass is already scheduled.
         let _ = self.kick.write(1);
     }
 
-    /// Gives a chain back to the driver. False if its ring cannot be written: the pass over the
-    /// queue ends, since what else is taken would be lost as well. The driver's next
-    /// notification begins another one.
+    /// Returns a chain to the driver. False if the used ring cannot be written. The pass over the
+    /// queue must then end, because further chains would be lost as well. The driver's next
+    /// notification starts another pass.
     #[must_use]
     pub(super) fn give_back(&mut self, memory: &MappedMemory, head: u16, len: u32) -> bool {
         let result = self.queue.add_used(memory, head, len);
@@ -186,7 +180,7 @@ mod tests {
     use crate::virtio::testing::TestDriver;
 
     const PAGE: u64 = 0x1000;
-    /// The ring's index is on one page, and its entries are on the next.
+    /// The ring's index is at the end of one page, and its entries begin on the next.
     const AVAILABLE: u64 = 4 * PAGE - 4;
 
     fn queue(memory: &GuestMemoryMmap, index: u16) -> ActiveQueue {

@@ -1,3 +1,3 @@
-//! How the guest reaches virtio devices.
+//! Transports between the guest and virtio devices.
 
 pub mod pci;

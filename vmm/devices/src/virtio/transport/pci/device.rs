@@ -23,17 +23,16 @@ use crate::memory::view::GuestView;
 use crate::pci::{BarRange, ConfigSpace, PciDevice, msix};
 use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
 
-/// Bytes of device configuration that are compared to find out whether it has changed; no device
-/// has more.
+/// Bytes of device configuration that are compared to detect a change. No device has more.
 const CONFIG_LEN_MAX: usize = 256;
 
-/// Why a device cannot be shown.
+/// Error of the creation of a PCI function for a device.
 #[derive(Debug, Error)]
 pub enum TransportError {
-    /// A device has queues that the transport has no room for.
+    /// The device has more queues than the transport supports.
     #[error("Device {name} has {queues} queues; there is room for {}", layout::QUEUES_MAX)]
     TooManyQueues { name: String, queues: usize },
-    /// A queue's size is none.
+    /// A queue's size is not a power of two.
     #[error(
         "Queue {index} of device {name} has a size of {size}: it must be a power of two up to 32768"
     )]
@@ -41,13 +40,12 @@ pub enum TransportError {
     #[error("Cannot make the notifications of device {name}")]
     Notifications {
         name: String,
-        /// What the operating system says.
         #[source]
         source: io::Error,
     },
 }
 
-/// The device and what it is connected to: everything behind the registers.
+/// The device and its connections: the part behind the registers.
 struct Backend {
     id: String,
     device: Box<dyn VirtioDevice>,
@@ -56,7 +54,7 @@ struct Backend {
     interrupt: Arc<PciInterrupt>,
     notifications: Notifications,
     active: bool,
-    /// The configuration as it was when the driver last looked at its generation.
+    /// Configuration when the driver last read the generation.
     config_seen: [u8; CONFIG_LEN_MAX],
     config_generation: u8,
 }
@@ -70,15 +68,16 @@ struct Inner {
 
 /// A virtio device in a PCI slot.
 ///
-/// Accesses of vCPUs take its lock, under which the device starts and stops; its workers never take
-/// it. They reach the guest by [`PciInterrupt`], which has a lock of its own.
+/// vCPUs access it under its lock, which is also held while the device starts and stops. Workers
+/// never take this lock. They signal the guest through [`PciInterrupt`], which has its own lock.
 pub struct VirtioPciDevice {
     interrupt: Arc<PciInterrupt>,
     inner: Mutex<Inner>,
 }
 
 impl VirtioPciDevice {
-    /// Shows `device`, whose events carry `id`. Put the result on the root bus.
+    /// Creates the function for `device`, whose events carry `id`. The caller adds it to the root
+    /// bus.
     pub fn new(
         id: &str,
         device: Box<dyn VirtioDevice>,
@@ -182,16 +181,18 @@ impl PciDevice for VirtioPciDevice {
 }
 
 impl VirtioPciDevice {
-    /// Before it starts a kernel by kexec, Linux takes the bus away from every function
-    /// (`pci_device_shutdown`), and many kernels do no more: what goes on writing then writes
-    /// to memory that is another kernel's. A driver that keeps the device gives it
-    /// the bus before DRIVER_OK, and takes it after a reset.
+    /// Handles a change of the Bus Master bit.
     ///
-    /// A driver that never gives it the bus gets a device all the same: rust-hypervisor-firmware is
-    /// one. It gets no interrupts.
+    /// Before a kexec, Linux clears the bit of every function (`pci_device_shutdown`), and many
+    /// kernels do nothing else. A device that kept writing would then write to the next kernel's
+    /// memory. A driver that keeps the device sets the bit before DRIVER_OK and clears it after a
+    /// reset.
+    ///
+    /// A device whose driver never sets the bit works, but sends no interrupts. One such driver is
+    /// rust-hypervisor-firmware.
     fn bus_master_changed(&self, inner: &mut Inner, bus_master: bool) {
         if !bus_master {
-            // First, so that nothing is pending of what the device was about.
+            // First, so that no interrupt of the stopped device stays pending.
             inner.registers.lose_bus(&mut inner.backend);
         }
         self.interrupt.set_bus_master(bus_master);
@@ -232,7 +233,6 @@ impl VirtioPciDevice {
     }
 }
 
-/// What lies at an offset in the BAR.
 #[derive(Clone, Copy)]
 enum Structure {
     Common,
@@ -245,7 +245,7 @@ enum Structure {
 }
 
 impl Structure {
-    /// The structure, and the offset in it.
+    /// Finds the structure at `offset` in the BAR, and the offset within it.
     fn find(offset: u64) -> (Self, u64) {
         const fn range(start: u32, end: u32) -> Range<u64> {
             start as u64..end as u64
@@ -264,15 +264,14 @@ impl Structure {
     }
 }
 
-/// An access by way of configuration space (virtio 1.3, 4.1.4.9).
+/// An access to the BAR through configuration space (virtio 1.3, 4.1.4.9).
 struct WindowedAccess {
     offset: u64,
     len: usize,
 }
 
 impl Inner {
-    /// Whether an access to configuration space is one to the access capability's data, and what it
-    /// means.
+    /// Parses an access to the data field of the access capability. `None` for other accesses.
     fn windowed_access(&self, offset: u16, len: usize) -> Option<WindowedAccess> {
         let at = usize::from(self.capabilities.access);
         if offset != self.capabilities.access + layout::access::DATA || len > 4 {
@@ -281,7 +280,7 @@ impl Inner {
         let [bar] = self.config.get(at + layout::access::BAR);
         let offset = u32::from_le_bytes(self.config.get(at + layout::access::OFFSET));
         let len = u32::from_le_bytes(self.config.get(at + layout::access::LEN));
-        // The driver keeps to 1, 2 or 4 bytes, aligned (4.1.4.9.2).
+        // Drivers use lengths of 1, 2 or 4 bytes at aligned offsets (4.1.4.9.2).
         let proper = bar == layout::BAR && matches!(len, 1 | 2 | 4) && offset.is_multiple_of(len);
         proper.then_some(WindowedAccess { offset: offset.into(), len: len as usize })
     }
@@ -315,7 +314,7 @@ impl Backend {
     }
 }
 
-/// The queue that the registers describe, if it is enabled and they describe one.
+/// Builds an enabled queue from its registers. `None` if they are invalid.
 fn build_queue(registers: &QueueRegisters, features: u64) -> Option<Queue> {
     let mut queue = Queue::new(registers.size_max).ok()?;
     queue.try_set_size(registers.size).ok()?;
@@ -393,7 +392,9 @@ impl registers::Device for Backend {
     }
 
     fn reset(&mut self) {
-        // 1. No new notification, 2. no worker, 3. nothing left of the old life for the next one.
+        // 1. Stop notifications.
+        // 2. Stop the worker.
+        // 3. Discard pending notifications and interrupts, so that none reaches the next driver.
         self.notifications.stop();
         if std::mem::take(&mut self.active) {
             self.device.reset();
@@ -405,9 +406,9 @@ impl registers::Device for Backend {
         self.interrupt.forget_need_of_reset();
     }
 
-    /// A driver reads the generation before and after a field of several words. A worker may change
-    /// the field at any time and signals only afterwards, so its signal comes too late for
-    /// that: what has changed is found by looking.
+    /// A driver reads the generation before and after it reads a field of several words. A worker
+    /// may change the field at any time and signals the change only afterwards. The signal is too
+    /// late to protect the driver's read, so the configuration itself is compared.
     fn config_generation(&mut self) -> u8 {
         let mut now = [0; CONFIG_LEN_MAX];
         self.device.read_config(0, &mut now);

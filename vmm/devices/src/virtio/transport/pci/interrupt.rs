@@ -1,4 +1,4 @@
-//! From device to driver: MSI-X vectors (virtio 1.3, 4.1.5.1) and the ISR status (4.1.4.5).
+//! Interrupts of a device: MSI-X vectors (virtio 1.3, 4.1.5.1) and the ISR status (4.1.4.5).
 
 use std::io;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub(super) const NO_VECTOR: u16 = 0xffff;
 const ISR_QUEUE: u8 = 1;
 const ISR_CONFIG: u8 = 2;
 
-/// Which vector each event of the device raises. There is one vector for each queue, and one more.
+/// Mapping of events to MSI-X vectors. There is one vector for each queue, and one more.
 pub(super) struct VectorMap {
     config: AtomicU16,
     queues: Vec<AtomicU16>,
@@ -30,29 +30,28 @@ impl VectorMap {
         Self { config: none(), queues: (0..queues).map(|_| none()).collect() }
     }
 
-    /// How many vectors there are.
     pub(super) fn vectors(&self) -> u16 {
         self.queues.len() as u16 + 1
     }
 
-    /// The vector of configuration changes.
+    /// Vector of configuration changes.
     pub(super) fn config(&self) -> u16 {
         self.config.load(Ordering::Relaxed)
     }
 
-    /// The vector of a queue.
+    /// Vector of a queue.
     pub(super) fn queue(&self, queue: u16) -> u16 {
         self.queues
             .get(usize::from(queue))
             .map_or(NO_VECTOR, |vector| vector.load(Ordering::Relaxed))
     }
 
-    /// Maps configuration changes, to nothing if there is no such vector.
+    /// Maps configuration changes to `vector`, or to none if it does not exist.
     pub(super) fn set_config(&self, vector: u16) {
         self.config.store(self.existing(vector), Ordering::Relaxed);
     }
 
-    /// Maps a queue, if it exists, to nothing if there is no such vector.
+    /// Maps a queue to `vector`, or to none if the vector does not exist. Ignores unknown queues.
     pub(super) fn set_queue(&self, queue: u16, vector: u16) {
         if let Some(slot) = self.queues.get(usize::from(queue)) {
             slot.store(self.existing(vector), Ordering::Relaxed);
@@ -77,20 +76,20 @@ enum Delivery {
 
 struct Msix {
     table: MsixTable,
-    /// Irqfds of the vectors that were ever raised.
+    /// Irqfds of vectors that have been raised at least once.
     lines: Vec<Option<MsiLine>>,
-    /// Queues whose interrupts somebody else raises.
+    /// Queues whose interrupts are raised by an external event, such as that of vhost.
     bound: Vec<Bound>,
 }
 
-/// An event that raises a queue's vector while the guest lets it.
+/// An external event that raises a queue's vector unless the guest has masked it.
 struct Bound {
     queue: u16,
     call: EventFd,
     line: Option<MsiLine>,
 }
 
-/// The interrupts of one function. Workers hold it; it never touches the device's lock.
+/// Interrupts of one function. Workers use it, and it never takes the device's lock.
 pub(super) struct PciInterrupt {
     vectors: Arc<VectorMap>,
     isr: AtomicU8,
@@ -109,59 +108,53 @@ impl PciInterrupt {
         Self { vectors, isr, config_changes, needs_reset, msix, router }
     }
 
-    /// Whether a worker of the device has said that it cannot go on.
     pub(super) fn is_reset_needed(&self) -> bool {
         self.needs_reset.load(Ordering::Acquire)
     }
 
-    /// The device was reset.
+    /// Clears the request for a reset.
     pub(super) fn forget_need_of_reset(&self) {
         self.needs_reset.store(false, Ordering::Release);
     }
 
-    /// Reading the ISR status clears it.
+    /// Reads and clears the ISR status.
     pub(super) fn take_isr(&self) -> u8 {
         self.isr.swap(0, Ordering::AcqRel)
     }
 
-    /// How many configuration changes were signalled, modulo 256.
+    /// Number of configuration changes signaled, modulo 256.
     pub(super) fn config_changes(&self) -> u8 {
         self.config_changes.load(Ordering::Acquire)
     }
 
-    /// Takes message control from the capability.
+    /// Sets Message Control of the MSI-X capability.
     pub(super) fn set_control(&self, control: u16) {
         self.change(|table| table.set_control(control));
     }
 
-    /// Takes whether the function may write to memory.
     pub(super) fn set_bus_master(&self, bus_master: bool) {
         self.change(|table| table.set_bus_master(bus_master));
     }
 
-    /// Reads the MSI-X table.
     pub(super) fn read_table(&self, offset: u64, data: &mut [u8]) {
         self.msix.lock().table.read_table(offset, data);
     }
 
-    /// Writes the MSI-X table.
     pub(super) fn write_table(&self, offset: u64, data: &[u8]) {
         self.change(|table| table.write_table(offset, data));
     }
 
-    /// Reads the pending bits.
     pub(super) fn read_pending(&self, offset: u64, data: &mut [u8]) {
         self.msix.lock().table.read_pending(offset, data);
     }
 
-    /// The driver may have mapped queues to other vectors.
+    /// Updates external events after the driver has mapped queues to other vectors.
     pub(super) fn vectors_changed(&self) {
         self.follow(&mut self.msix.lock());
     }
 
-    /// Makes KVM agree with the table on the events of others. KVM takes an event that it knows
-    /// from us: what was raised before it did is delivered when it is told of it, and what
-    /// comes after that is ours.
+    /// Updates the irqfds of external events from the table. When KVM registers an event, it
+    /// delivers a pending one. After it is unregistered, its owner handles the event.
     fn follow(&self, Msix { table, bound, .. }: &mut Msix) {
         for Bound { queue, call, line } in bound {
             let Some(message) = table.deliverable(self.vectors.queue(*queue)) else {
@@ -173,7 +166,7 @@ impl PciInterrupt {
                 None => self.router.connect_event(call, message).map(|new| *line = Some(new)),
             };
             if let Err(err) = followed {
-                // Then its owner delivers it, and works as well.
+                // The event's owner then delivers the interrupt, which is only slower.
                 *line = None;
                 sparsely!(warn, %err, queue, "A queue's event goes without an irqfd");
             }
@@ -194,12 +187,12 @@ impl PciInterrupt {
     fn signal(&self, vector: u16, isr: u8, delivery: Delivery) -> io::Result<()> {
         let mut msix = self.msix.lock();
         if !msix.table.is_enabled() {
-            // A driver without MSI-X has nothing but this: there is no INTx.
+            // Without MSI-X the ISR status is all that the driver has, because there is no INTx.
             self.isr.fetch_or(isr, Ordering::AcqRel);
             return Ok(());
         }
-        // The lock is held while the message goes out: once the guest has masked the vector,
-        // nothing comes.
+        // The lock is held during delivery, so that no interrupt arrives after the guest has masked
+        // the vector.
         match msix.table.raise(vector) {
             Some(message) => self.deliver(&mut msix.lines, vector, message, delivery),
             None => Ok(()),
@@ -275,7 +268,7 @@ mod tests {
     }
 
     impl Rig {
-        /// Queue 0 raises vector 1, which has a message.
+        /// Maps queue 0 to vector 1, which has a message.
         fn new() -> Self {
             let controller = FakeController::new();
             let vectors = Arc::new(VectorMap::new(2));
@@ -333,7 +326,11 @@ mod tests {
         );
         call.write(1).unwrap();
         assert_eq!(rig.controller.count_of(24), 1, "it is the same event");
-        // 1. Masked, 2. back with another message, 3. on no vector, 4. on one, 5. given up.
+        // 1. Mask the vector.
+        // 2. Unmask it with another message.
+        // 3. Unmap it.
+        // 4. Map it again.
+        // 5. Unbind the event.
         rig.interrupt.write_table(28, &[1, 0, 0, 0]);
         assert_eq!(rig.controller.take_calls(), [Call::Unregister(24)]);
         rig.interrupt.write_table(24, &7u32.to_le_bytes());

@@ -1,34 +1,33 @@
-//! Where the structures of virtio over PCI are: one BAR, and capabilities that point into it
-//! (virtio 1.3, 4.1.4).
+//! Layout of the virtio structures on PCI: one BAR, and capabilities that point into it (virtio
+//! 1.3, 4.1.4).
 
 use super::registers;
 use crate::pci::msix;
 use crate::pci::{ConfigSpace, FunctionIds};
 
 pub const BAR: u8 = 0;
-/// Its length in bytes.
+/// Length of the BAR in bytes.
 pub const BAR_LEN: u32 = 0x8000;
 pub const COMMON_OFFSET: u32 = 0x0000;
 pub const ISR_OFFSET: u32 = 0x1000;
 pub const DEVICE_OFFSET: u32 = 0x2000;
-/// Its length in bytes.
+/// Length of the device configuration in bytes.
 pub const DEVICE_LEN: u32 = 0x1000;
-/// Notifications: each queue has its own address, so that KVM can tell them apart without looking
-/// at the value.
+/// Notifications. Each queue has its own address, so that an ioeventfd needs no match of the value.
 pub const NOTIFY_OFFSET: u32 = 0x3000;
-/// Bytes between two of them.
+/// Bytes between the notification addresses of two queues.
 pub const NOTIFY_MULTIPLIER: u32 = 4;
 pub const MSIX_TABLE_OFFSET: u32 = 0x4000;
 /// MSI-X pending bits.
 pub const MSIX_PBA_OFFSET: u32 = 0x6000;
 
-/// The most queues that the structures have room for.
+/// Largest number of queues that fit into the structures.
 pub const QUEUES_MAX: u16 = 256;
 
 const VENDOR_VIRTIO: u16 = 0x1af4;
 /// Device ids are this plus the device type (4.1.2).
 const DEVICE_ID_BASE: u16 = 0x1040;
-/// Modern devices have revision 1 or more, and a subsystem of 0x40 or more (4.1.2.1).
+/// Modern devices have revision 1 or higher, and a subsystem of 0x40 or higher (4.1.2.1).
 const REVISION: u8 = 1;
 const SUBSYSTEM: u16 = 0x40;
 
@@ -43,19 +42,19 @@ const CFG_PCI: u8 = 5;
 pub mod access {
     pub const BAR: usize = 4;
     pub const OFFSET: usize = 8;
-    /// Bytes to access.
+    /// Length of the access.
     pub const LEN: usize = 12;
-    /// Where to access them.
+    /// Data window of the access.
     pub const DATA: u16 = 16;
 }
 
-/// What the transport looks for in configuration space.
+/// Offsets of capabilities in configuration space.
 pub struct Capabilities {
     pub msix: u16,
     pub access: u16,
 }
 
-/// Builds the header and the capabilities of a device.
+/// Builds the header and capabilities of a device.
 pub fn config_space(device_type: u16, queues: u16) -> (ConfigSpace, Capabilities) {
     let mut config = ConfigSpace::new(&FunctionIds {
         vendor: VENDOR_VIRTIO,
@@ -80,8 +79,8 @@ pub fn config_space(device_type: u16, queues: u16) -> (ConfigSpace, Capabilities
     add(CFG_DEVICE, DEVICE_OFFSET, DEVICE_LEN, &[], &[]);
     let notify_len = u32::from(queues) * NOTIFY_MULTIPLIER;
     add(CFG_NOTIFY, NOTIFY_OFFSET, notify_len, &NOTIFY_MULTIPLIER.to_le_bytes(), &[]);
-    // BAR, offset and length of the access capability are the driver's; the mask starts behind id
-    // and link.
+    // BAR, offset and length of the access capability are writable. The mask starts after id and
+    // link.
     let mut writable = [0; 18];
     writable[access::BAR - 2] = 0xff;
     writable[access::OFFSET - 2..].fill(0xff);
@@ -89,7 +88,7 @@ pub fn config_space(device_type: u16, queues: u16) -> (ConfigSpace, Capabilities
     (config, Capabilities { msix, access })
 }
 
-/// struct virtio_pci_cap behind its id and link (4.1.4).
+/// struct virtio_pci_cap without its id and link (4.1.4).
 fn capability(cfg_type: u8, offset: u32, len: u32, extra: &[u8]) -> Vec<u8> {
     let mut body = vec![(16 + extra.len()) as u8, cfg_type, BAR, 0, 0, 0];
     body.extend(offset.to_le_bytes());
@@ -98,7 +97,7 @@ fn capability(cfg_type: u8, offset: u32, len: u32, extra: &[u8]) -> Vec<u8> {
     body
 }
 
-/// The PCI class by which tools name the device: drivers do not look at it.
+/// PCI class, which tools display and drivers ignore.
 fn class(device_type: u16) -> u32 {
     match device_type {
         1 => 0x02_00_00,

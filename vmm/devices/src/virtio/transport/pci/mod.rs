@@ -1,8 +1,7 @@
-//! Virtio over PCI, modern only (virtio 1.3, 4.1).
+//! Virtio over PCI, modern devices only (virtio 1.3, 4.1).
 //!
-//! [`registers`] is the device as the driver sees it, without any I/O; [`interrupt`] and [`notify`]
-//! are the two ways between driver and device; [`device`] is the PCI function that brings them
-//! together.
+//! [`registers`] has the registers that the driver accesses, without I/O. [`interrupt`] and
+//! [`notify`] signal the driver and the device. [`device`] is the PCI function that combines them.
 
 mod device;
 mod interrupt;

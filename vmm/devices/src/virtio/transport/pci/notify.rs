@@ -1,4 +1,4 @@
-//! From driver to device: the notification structure (virtio 1.3, 4.1.4.4).
+//! Notifications by the driver: the notification structure (virtio 1.3, 4.1.4.4).
 
 use std::io;
 use std::sync::Arc;
@@ -11,25 +11,24 @@ use crate::log::sparsely;
 
 struct Notification {
     kick: EventFd,
-    /// Handled inside the vCPU's exit, so it must cause one.
+    /// Handled in the vCPU's exit, so it must have no ioeventfd.
     synchronous: bool,
-    /// Where KVM raises it.
+    /// Address of the ioeventfd.
     registered_at: Option<u64>,
 }
 
-/// The notifications of one device's queues.
+/// Notifications of a device's queues.
 pub(super) struct Notifications {
     io_events: Arc<dyn IoEvents>,
     queues: Vec<Notification>,
-    /// Where the BAR is.
     bar_base: Option<u64>,
-    /// Whether the device runs. KVM knows only notifications of running devices: a guest sizes and
-    /// moves BARs before that, and each registration is a wait for all vCPUs.
+    /// Set while the device is active. Only active devices have ioeventfds: a guest sizes and moves
+    /// BARs before that, and each registration waits for all vCPUs.
     running: bool,
 }
 
 impl Notifications {
-    /// For `queues` queues, of which those in `synchronous` get no ioeventfd.
+    /// Creates the notifications of `queues` queues. Queues in `synchronous` get no ioeventfd.
     pub(super) fn new(
         io_events: Arc<dyn IoEvents>,
         queues: u16,
@@ -47,12 +46,12 @@ impl Notifications {
         Ok(Self { io_events, queues, bar_base: None, running: false })
     }
 
-    /// The event of a queue, for its worker.
+    /// Event of a queue, for its worker.
     pub(super) fn kick(&self, queue: u16) -> io::Result<EventFd> {
         self.queues[usize::from(queue)].kick.try_clone()
     }
 
-    /// The BAR has moved.
+    /// Updates the ioeventfds after the BAR was moved.
     pub(super) fn set_bar_base(&mut self, base: Option<u64>) {
         self.bar_base = base;
         self.update();
@@ -63,27 +62,28 @@ impl Notifications {
         self.update();
     }
 
-    /// The device has stopped: what it was notified of is forgotten.
+    /// Removes the ioeventfds and discards pending notifications.
     pub(super) fn stop(&mut self) {
         self.running = false;
         self.update();
         for queue in &self.queues {
-            // Fails when there is nothing to forget.
+            // Fails if there is none.
             let _ = queue.kick.read();
         }
     }
 
-    /// A notification that came as an exit: true if the caller must handle it now, on this thread.
+    /// Handles a notification that caused a vCPU exit. True if the caller must serve the queue on
+    /// this thread.
     pub(super) fn notify(&self, queue: u16) -> bool {
         let Some(queue) = self.queues.get(usize::from(queue)) else { return false };
         if !queue.synchronous && queue.kick.write(1).is_err() {
-            // The counter is full, so the worker is about to look anyway.
+            // The counter is full, so the worker is about to run.
             return false;
         }
         queue.synchronous && self.running
     }
 
-    /// Makes KVM agree with us.
+    /// Registers and unregisters ioeventfds with KVM as needed.
     fn update(&mut self) {
         for (queue, index) in self.queues.iter_mut().zip(0u64..) {
             let offset = u64::from(NOTIFY_OFFSET) + index * u64::from(NOTIFY_MULTIPLIER);
@@ -100,7 +100,7 @@ impl Notifications {
             if let Some(address) = wanted {
                 match self.io_events.register(&queue.kick, address) {
                     Ok(()) => queue.registered_at = wanted,
-                    // Then it comes as an exit, and works as well.
+                    // Notifications of the queue then cause exits, which are only slower.
                     Err(err) => sparsely!(warn, %err, address, "A queue goes without ioeventfd"),
                 }
             }

@@ -1,7 +1,7 @@
-//! The common configuration structure (virtio 1.3, 4.1.4.3) and the device status behind it.
+//! The common configuration structure (virtio 1.3, 4.1.4.3) and the device status.
 //!
-//! Everything a driver may write, in any order, ends here as a change of plain values. What must be
-//! asked of or told to the device goes through [`Device`].
+//! Writes of a driver, in any order, only change plain values here. Effects on the device are calls
+//! of [`Device`].
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use virtio_bindings::virtio_config::{
 use super::interrupt::VectorMap;
 use crate::virtio::read_config_bytes;
 
-/// The structure's length in bytes.
+/// Length of the structure in bytes.
 pub(super) const LEN: usize = 0x40;
 
 const ACKNOWLEDGE: u8 = VIRTIO_CONFIG_S_ACKNOWLEDGE as u8;
@@ -23,45 +23,43 @@ const FEATURES_OK: u8 = VIRTIO_CONFIG_S_FEATURES_OK as u8;
 const NEEDS_RESET: u8 = VIRTIO_CONFIG_S_NEEDS_RESET as u8;
 const FAILED: u8 = VIRTIO_CONFIG_S_FAILED as u8;
 
-/// The status bits that a driver sets one after the other, each with the one that must be set
-/// before it (virtio 1.3, 3.1.1).
+/// Status bits in the order in which a driver sets them, each with the bit that must be set before
+/// it (virtio 1.3, 3.1.1).
 const STEPS: [(u8, u8); 4] =
     [(ACKNOWLEDGE, 0), (DRIVER, ACKNOWLEDGE), (FEATURES_OK, DRIVER), (DRIVER_OK, FEATURES_OK)];
 
-/// What the registers need from the device behind them.
+/// The device behind the registers.
 pub(super) trait Device {
-    /// Whether it can work with these features, a subset of those offered.
+    /// Checks that the device can work with `features`, a subset of those offered.
     fn accepts_features(&mut self, features: u64) -> bool;
-    /// Whether this queue can be used: its rings lie in memory, aligned.
+    /// Checks that the rings of the queue are in memory and aligned.
     fn accepts_queue(&mut self, index: u16, queue: &QueueRegisters) -> bool;
-    /// The driver is ready. False makes the device need a reset.
+    /// Activates the device at DRIVER_OK. False sets DEVICE_NEEDS_RESET.
     fn activate(&mut self, features: u64, queues: &[QueueRegisters]) -> bool;
-    /// The status says DEVICE_NEEDS_RESET from now on; the driver learns of it by a configuration
-    /// change (2.1.2).
+    /// Signals DEVICE_NEEDS_RESET to the driver by a configuration change (2.1.2).
     fn needs_reset(&mut self);
-    /// Whether the device has met something, since it was activated, that it cannot go on after.
+    /// True if the device has failed since its activation.
     fn is_broken(&self) -> bool;
-    /// The driver wants to start anew, or has taken the bus away: nothing of the device runs any
-    /// more when this returns.
+    /// Stops the device, because the driver resets it or has cleared Bus Master. When this returns,
+    /// nothing of the device runs.
     fn reset(&mut self);
-    /// The value of config_generation: it differs from the one before if the configuration has
+    /// Value of config_generation. It differs from the previous value if the configuration has
     /// changed since.
     fn config_generation(&mut self) -> u8;
 }
 
-/// A queue as the driver describes it.
+/// Registers of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct QueueRegisters {
-    /// The largest size offered.
+    /// Largest size, as offered.
     pub size_max: u16,
-    /// The size chosen: a power of two, not above the largest.
+    /// Size set by the driver, a power of two of at most `size_max`.
     pub size: u16,
-    /// Whether the driver has enabled it.
     pub enabled: bool,
     pub descriptors: u64,
-    /// Available ring, which the specification calls driver area.
+    /// Available ring, the driver area of the specification.
     pub available: u64,
-    /// Used ring, device area.
+    /// Used ring, the device area of the specification.
     pub used: u64,
 }
 
@@ -82,7 +80,7 @@ pub(super) struct CommonRegisters {
     vectors: Arc<VectorMap>,
 }
 
-/// Offsets of what can be written.
+/// Offsets of writable fields.
 mod field {
     pub(super) const DEVICE_FEATURE_SELECT: u64 = 0x00;
     pub(super) const DRIVER_FEATURE_SELECT: u64 = 0x08;
@@ -99,7 +97,6 @@ mod field {
 }
 
 impl CommonRegisters {
-    /// A device after reset.
     pub(super) fn new(
         features_offered: u64,
         queue_sizes_max: &[u16],
@@ -124,7 +121,7 @@ impl CommonRegisters {
         read_config_bytes(&image, offset, data);
     }
 
-    /// All of the structure as bytes.
+    /// Builds the whole structure as bytes.
     fn image(
         &self,
         status: u8,
@@ -141,7 +138,7 @@ impl CommonRegisters {
         put(0x10, &self.vectors.config().to_le_bytes());
         put(0x12, &(self.queues.len() as u16).to_le_bytes());
         put(0x14, &[status]);
-        // Looking at the generation has a price: only for who asks for it.
+        // The generation is expensive, so it is computed only if it is read.
         if offset <= 0x15 && offset.saturating_add(len as u64) > 0x15 {
             put(0x15, &[generation()]);
         }
@@ -161,8 +158,8 @@ impl CommonRegisters {
         image
     }
 
-    /// Writes one field with its own width, 64-bit fields also by halves (4.1.3.1). All else is
-    /// dropped.
+    /// Writes one field at its own width, or half of a 64-bit field (4.1.3.1). Ignores all other
+    /// writes.
     pub(super) fn write(&mut self, offset: u64, data: &[u8], device: &mut dyn Device) {
         match *data {
             [byte] if offset == field::DEVICE_STATUS => self.write_status(byte, device),
@@ -185,7 +182,7 @@ impl CommonRegisters {
         match offset {
             field::DEVICE_FEATURE_SELECT => self.device_feature_select = value,
             field::DRIVER_FEATURE_SELECT => self.driver_feature_select = value,
-            // What was agreed on holds until the next reset.
+            // Negotiated features are fixed until the next reset.
             field::DRIVER_FEATURE if self.status & FEATURES_OK == 0 => {
                 set_half(&mut self.features, self.driver_feature_select, value);
             }
@@ -220,7 +217,7 @@ impl CommonRegisters {
                 }
             }
             field::QUEUE_MSIX_VECTOR => self.vectors.set_queue(self.queue_select, value),
-            // The driver never writes 0 (4.1.4.3.2).
+            // Drivers never write 0 (4.1.4.3.2).
             field::QUEUE_ENABLE if value == 1 && self.status & FEATURES_OK != 0 => {
                 let index = self.queue_select;
                 if let Some(queue) = self.configurable_queue() {
@@ -231,7 +228,7 @@ impl CommonRegisters {
         }
     }
 
-    /// The selected queue, as long as the driver may change it.
+    /// The selected queue, unless it is enabled or DRIVER_OK is set.
     fn configurable_queue(&mut self) -> Option<&mut QueueRegisters> {
         if self.status & DRIVER_OK != 0 {
             return None;
@@ -271,7 +268,7 @@ impl CommonRegisters {
         self.features & !self.features_offered == 0 && device.accepts_features(self.features)
     }
 
-    /// Back to the beginning, as by a status of 0.
+    /// Resets the device, as a status of 0 does.
     pub(super) fn reset(&mut self, device: &mut dyn Device) {
         device.reset();
         let sizes: Vec<u16> = self.queues.iter().map(|queue| queue.size_max).collect();
@@ -279,9 +276,9 @@ impl CommonRegisters {
         *self = Self::new(self.features_offered, &sizes, Arc::clone(&self.vectors));
     }
 
-    /// The device may not reach memory any more. What it had under way is lost, so it does not go
-    /// on where it was once it may again, but needs a reset. The driver is not told, as nobody
-    /// is without DRIVER_OK (2.1.2).
+    /// Stops a device that may no longer access memory. Its requests in progress are lost, so it
+    /// needs a reset, even if it gets access to memory again. The driver is not notified, because
+    /// DRIVER_OK is cleared (2.1.2).
     pub(super) fn lose_bus(&mut self, device: &mut dyn Device) {
         if self.status & DRIVER_OK != 0 {
             device.reset();
@@ -290,7 +287,7 @@ impl CommonRegisters {
     }
 }
 
-/// The half of a 64-bit value that a select register names; there is nothing beyond the second.
+/// The half of a 64-bit value that a select register selects, 0 beyond the second.
 fn half(value: u64, select: u32) -> u32 {
     match select {
         0 => value as u32,
@@ -425,7 +422,7 @@ mod tests {
 
     #[test]
     fn status_bits_come_in_order_and_stay() {
-        // What is written, one after the other, and what is read in the end.
+        // Status values written in order, and the status read after them.
         let table: &[(&[u8], u8)] = &[
             (&[2], 0),
             (&[1, 3], 3),
@@ -568,7 +565,7 @@ mod tests {
         ) {
             let mut rig = Rig::new();
             for (offset, len, write, value) in accesses {
-                // The values that drivers write, more often than chance would have them.
+                // Makes values that drivers write more frequent.
                 let value = if value % 3 == 0 { value >> 60 } else { value };
                 let mut data = value.to_le_bytes().to_vec();
                 data.resize(len, 0);

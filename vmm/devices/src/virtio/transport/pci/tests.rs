@@ -1,5 +1,4 @@
-//! A driver that goes through the root bus, as a guest's does, to a device that records what
-//! reaches it.
+//! Tests of a driver that accesses a recording device through the root bus, as a guest does.
 
 use std::sync::Arc;
 
@@ -130,7 +129,7 @@ impl Rig {
         assert!(self.context.mmio.write(self.bar + u64::from(offset), &value.to_le_bytes()[..len]));
     }
 
-    /// Where the capability is that `matches` says yes to, given its first dword.
+    /// Offset of the first capability for whose first dword `matches` returns true.
     fn capability(&self, matches: impl Fn(u32) -> bool) -> u16 {
         let mut at = self.config_u32(0x34) as u8;
         while at != 0 {
@@ -296,10 +295,10 @@ fn a_device_that_cannot_go_on_says_so_by_interrupt_until_its_reset() {
     assert_eq!(rig.read(0x14, 1), 15);
 }
 
-/// As Linux leaves it to a kernel that it starts by kexec.
+/// Linux leaves a device in this state to the next kernel when it executes a kexec.
 #[test]
 fn a_device_whose_bus_is_taken_away_stops_until_its_driver_resets_it() {
-    // By a word, by the byte that has the bit, and by more than the register.
+    // Writes to the whole register, to the byte with the bit, and across the register's end.
     for without in [&[2, 0][..], &[2], &[2, 0, 0, 0]] {
         let rig = Rig::new();
         rig.start();
@@ -314,14 +313,14 @@ fn a_device_whose_bus_is_taken_away_stops_until_its_driver_resets_it() {
         assert!(stopped(&rig.log.lock()));
         assert!(rig.fake.io_events.registered.lock().is_empty());
         assert_eq!(rig.read(0x14, 1), 11 | 64);
-        // What the old kernel left running reaches nobody, and nothing reaches it.
+        // Notifications do not reach the device, and its interrupts do not reach the guest.
         rig.write(0x3000, 2, 0);
         rig.write(0x3004, 2, 1);
         assert!(rig.log.lock().synchronous.is_empty());
         interrupt.signal_queue_now(0).unwrap();
         interrupt.signal_config().unwrap();
         assert_eq!(rig.fake.interrupts.take_calls(), []);
-        // Neither does it go on by itself.
+        // The device does not continue when it gets the bus back.
         rig.write_config(4, &6u16.to_le_bytes());
         rig.write(0x14, 1, 15);
         assert_eq!(rig.read(0x14, 1), 11 | 64);
@@ -497,7 +496,7 @@ fn accesses() -> impl Strategy<Value = Vec<Access>> {
         let small = prop::collection::vec(0..16u8, 1..9);
         prop_oneof![small, prop::collection::vec(any::<u8>(), 1..9)]
     };
-    // Registers whose change only moves the BAR away are left to the root bus's own tests.
+    // Registers that only move the BAR are covered by the tests of the root bus.
     let register = prop_oneof![0x30..0x100u16, 0x40..0xb0u16, 0..4096u16]
         .prop_filter("moves the BAR", |register| *register > 0x28);
     let access = prop_oneof![
@@ -532,7 +531,7 @@ fn driver_that_activates_and_resets_a_device_causes_events_until_the_machine_end
     assert_eq!(emitted(), [Some(2), Some(1)]);
 }
 
-/// Also while their driver has them: it may be a guest that does not ask.
+/// Includes devices with an active driver, because a guest may remove a device itself.
 #[test]
 fn devices_that_come_and_go_leave_nothing_behind() {
     let rig = Rig::new();
@@ -585,7 +584,8 @@ proptest! {
                 Access::BusMaster(bus_master) => rig.write_config(4, &[2 | u8::from(bus_master) << 2]),
                 Access::Start => rig.start(),
             }
-            // What runs is what the status says, and only what runs has ioeventfds.
+            // The device is active if and only if the status has DRIVER_OK, and only then it has an
+            // ioeventfd.
             let running = rig.log.lock().active.is_some();
             prop_assert_eq!(running, rig.read(0x14, 1) & 4 != 0);
             prop_assert_eq!(rig.fake.io_events.registered.lock().len(), usize::from(running));
