@@ -124,7 +124,7 @@ impl TestDriver {
         }
     }
 
-    /// Uses `memory`, of which the first MiB is the driver's, and passes `view` to the device.
+    /// Uses the first MiB of `memory` for the driver, and passes `view` to the device.
     pub(super) fn with_memory(queues: usize, memory: GuestMemoryMmap, view: GuestView) -> Self {
         Self { memory, view: Some(view), ..Self::new(queues) }
     }
@@ -272,7 +272,7 @@ impl TestDriver {
         Some((element.id() as u16, element.len()))
     }
 
-    /// Takes an interrupt that has not been waited for. False if there is none.
+    /// Takes a pending interrupt of a queue. False if none is pending.
     pub(super) fn interrupted(&self, queue: usize) -> bool {
         self.interrupt.queues[queue].read().is_ok()
     }
@@ -297,7 +297,7 @@ impl TestDriver {
         wait(&self.interrupt.config, "the configuration");
     }
 
-    /// Takes a configuration change interrupt that has not been waited for. False if there is none.
+    /// Takes a pending configuration change interrupt. False if none is pending.
     pub(super) fn config_changed(&self) -> bool {
         self.interrupt.config.read().is_ok()
     }

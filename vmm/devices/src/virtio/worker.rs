@@ -147,7 +147,7 @@ impl ActiveQueue {
 
     /// Clears pending notifications.
     pub(super) fn clear_kick(&self) {
-        // Fails only if there are none.
+        // Fails only if no notification is pending.
         let _ = self.kick.read();
     }
 

@@ -1,9 +1,8 @@
-//! The short path: a device whose calls return when they are done. A request is taken, executed and
-//! answered by the same pass. The queue has a thread of its own, so nothing else waits.
+//! Execution of requests by calls of the device that return when they are done. One pass takes,
+//! executes and answers a request. The queue has its own thread, so nothing else waits.
 //!
-//! A request of many steps, such as a discard of gigabytes, does not keep others waiting: after
-//! each step one more request is taken, and steps have their turns in the order in which their
-//! requests came to them.
+//! A request of many steps, such as a discard of gigabytes, does not delay others. After each step
+//! one more request is taken, and steps are executed in the order in which they became ready.
 
 use std::io;
 
@@ -14,23 +13,22 @@ use super::job::Job;
 use crate::disk::Step;
 use crate::memory::view::MappedMemory;
 
-/// Upper limit of steps before the driver is notified of answers.
+/// Largest number of steps before the driver is notified of answers.
 const BATCH: usize = 8;
 
 type Over = (Job, Step, io::Result<()>);
 
-/// Continuation of a pass.
 #[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
 enum Turn {
     Step(Job, Step),
-    /// Look again: there may be more than what one guard is held for.
+    /// Run another pass: more may be available than one guard is held for.
     Again,
     /// Wait for the driver.
     Idle,
 }
 
 impl Worker {
-    /// Executes up to a batch of steps. False: nothing is left to do.
+    /// Executes up to a batch of steps. False if nothing is left to do.
     pub(super) fn pass_by_calls(&mut self) -> bool {
         let mut over = None;
         for _ in 0..BATCH {
@@ -62,15 +60,14 @@ impl Worker {
         true
     }
 
-    /// Passes on what is over. If that was not the last step of its request, the next one waits for
-    /// its turn.
+    /// Processes a completed step, and queues the next step of its request.
     fn put_back(&mut self, guard: &MappedMemory, over: Option<Over>) {
         let next = over.and_then(|(job, step, result)| self.finish(guard, job, step, result));
         self.next.extend(next);
     }
 
-    /// Returns a step to execute. If it may take long, the driver is notified before of all that is
-    /// answered.
+    /// Returns a step to execute. Before a step that may take long, checks for an interrupt, so
+    /// that the driver is notified of earlier answers.
     fn begin_step(&mut self, guard: &MappedMemory, (job, step): (Job, Step)) -> Turn {
         if !matches!(step, Step::Read(..) | Step::Write(..)) || !self.disk.device().is_memory() {
             self.check_interrupt(guard);
@@ -78,7 +75,7 @@ impl Worker {
         Turn::Step(job, step)
     }
 
-    /// Passes on what is over and looks for the next step, under one guard.
+    /// Processes a completed step and returns the next step to execute, under one guard.
     fn turn(&mut self, over: Option<Over>) -> Turn {
         let guard = self.view.memory();
         if over.is_none() {
@@ -90,7 +87,7 @@ impl Worker {
             let none = self.finish(&guard, job, Step::Flush, result);
             assert!(none.is_none(), "a step behind a flush");
         }
-        // Refused requests count as well: a guard is held for a bounded number of them.
+        // Refused requests count as well, so that the guard is held for a bounded number of them.
         let mut taken = Taken::Answered;
         for _ in 0..BATCH {
             taken = self.take(&guard);

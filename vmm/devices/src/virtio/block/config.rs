@@ -9,9 +9,10 @@ use foreshore_config::{ConfigError, OFF, Refused, name, section, words};
 use super::serial::serial_number;
 use crate::memory::layout::PCI_SLOTS;
 
-/// Descriptors of a queue: two are not data, and the largest is what other VMMs have as well.
+/// Descriptors of a queue. A request needs two besides those of its data. The upper limit is that
+/// of other VMMs.
 const QUEUE_SIZES: RangeInclusive<u16> = 4..=1024;
-/// virtio-blk has room for so many bytes (virtio 1.3, 5.2.6).
+/// Limit of virtio-blk (virtio 1.3, 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
 
 /// Logical block sizes that guests' drivers and disk images support.
@@ -30,7 +31,7 @@ const REFUSED: &[Refused] = &[
     Refused { key: "_disable_io_uring", neutral: OFF, why: HOW_IT_WORKS },
     Refused { key: "_disable_aio", neutral: OFF, why: HOW_IT_WORKS },
     Refused { key: "disable_aio", neutral: OFF, why: HOW_IT_WORKS },
-    // A range that is the whole image is the same.
+    // Both names have the same effect, because a byte range would cover the whole image.
     Refused {
         key: "lock_granularity",
         neutral: &["full", "byte-range", "ByteRange"],
@@ -52,21 +53,21 @@ const REFUSED: &[Refused] = &[
 words! {
     /// Type of an image file.
     pub enum ImageType {
-        /// Raw, unless the first bytes are those of another type.
+        /// Raw, unless the first bytes are a known format.
         Unknown = "Unknown" ("unknown") "unknown" hidden,
-        /// Raw, whatever the first bytes are.
+        /// Raw, regardless of the first bytes.
         Raw = "Raw" ("raw") "raw",
-        /// Not served.
+        /// Unsupported.
         Qcow2 = "Qcow2" ("qcow2") "qcow2" hidden,
-        /// Not served.
+        /// Unsupported.
         FixedVhd = "FixedVhd" ("vhd") "vhd" "fixed-vhd" hidden,
-        /// Not served.
+        /// Unsupported.
         Vhdx = "Vhdx" ("vhdx") "vhdx" hidden,
     }
 }
 
 impl ImageType {
-    /// Name of a type that is not served.
+    /// Name of an unsupported type.
     fn foreign_name(self) -> Option<&'static str> {
         match self {
             Self::Unknown | Self::Raw => None,
@@ -99,13 +100,13 @@ section! {
 }
 
 impl DiskConfig {
-    /// Kind of the device in one word, for ids and metrics.
+    /// Kind of the device in ids and metrics.
     pub const KIND: &'static str = "disk";
 
-    /// Queues that `vcpus` can use, of a size that virtio has, and a serial number that fits.
+    /// Checks the queues, at most one for each of the `vcpus`, and the length of the serial number.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
-        // One more would never be used.
+        // Further queues would never be used.
         if !(1..=u16::from(vcpus)).contains(&self.num_queues) {
             return Err(ConfigError::QueueCount {
                 flag,
@@ -147,12 +148,12 @@ impl DiskConfig {
         }
     }
 
-    /// What the guest reads as the serial number of the disk that is the `nth`.
+    /// Serial number that the guest reads from disk `nth`, counted from 0.
     pub fn serial_or_default(&self, nth: usize) -> String {
         serial_number(&self.serial.clone().unwrap_or_else(|| self.id_or_default(nth)))
     }
 
-    /// What the disk is called that is the `nth`, counted from 0.
+    /// Id of disk `nth`, counted from 0.
     pub fn id_or_default(&self, nth: usize) -> String {
         self.id.clone().unwrap_or_else(|| format!("_disk{nth}"))
     }

@@ -1,4 +1,4 @@
-//! The device: its configuration, and a thread with a worker for each queue.
+//! The virtio-blk device: configuration, and one thread with a worker for each queue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,24 +20,24 @@ use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 pub struct Block {
     disk: Arc<Disk>,
     queue_sizes: Vec<u16>,
-    /// By queue. They end before the threads that they are on.
+    /// By queue. Dropped before `threads`, because each worker runs on one of them.
     workers: Vec<WorkerSlot>,
-    /// Set while somebody waits for the workers' end.
+    /// Set while a reset waits for the workers to end.
     pub(super) stop: Arc<AtomicBool>,
     threads: Vec<EventLoop>,
 }
 
-/// What the rest of the VMM does with a disk. Cheap to clone.
+/// A disk as the rest of the VMM uses it. Cheap to clone.
 #[derive(Clone)]
 pub struct BlockHandle {
     disk: Arc<Disk>,
 }
 
 impl Block {
-    /// A device of this shape with the content of `device`, and its threads.
+    /// Creates the device and its threads. `device` is the content of the disk.
     pub fn new(shape: DiskShape, device: Arc<dyn BlockDevice>) -> Result<Self, EventLoopError> {
         let queue_sizes = vec![shape.queue_size; usize::from(shape.queues)];
-        // As Cloud Hypervisor calls them, for tools that pin threads by their names.
+        // Names as in Cloud Hypervisor, for tools that pin threads by name.
         let thread = |queue| EventLoop::spawn(&format!("{}_q{queue}", shape.id));
         let threads: Vec<_> = (0..shape.queues).map(thread).collect::<Result<_, _>>()?;
         let workers = threads.iter().map(|thread| WorkerSlot::new(thread.handle())).collect();
@@ -45,14 +45,13 @@ impl Block {
         Ok(Self { disk, queue_sizes, workers, stop: Arc::default(), threads })
     }
 
-    /// A handle on the disk.
     pub fn handle(&self) -> BlockHandle {
         BlockHandle { disk: Arc::clone(&self.disk) }
     }
 
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { view, interrupt, queues, features } = activation;
-        // Each queue that gets no ring clears it.
+        // Cleared by each queue that gets no ring.
         self.disk.metrics().io_uring.store(true, Ordering::Relaxed);
         let gates = self.threads.iter().map(|thread| thread.handle().gate());
         for (((index, queue), slot), gate) in (0..).zip(queues).zip(&mut self.workers).zip(gates) {
@@ -70,7 +69,7 @@ impl Block {
 }
 
 impl BlockHandle {
-    /// What the VMM calls the disk.
+    /// Id in logs, metrics and the API.
     pub fn id(&self) -> &str {
         &self.disk.shape().id
     }
@@ -79,7 +78,7 @@ impl BlockHandle {
         self.disk.device().size_bytes()
     }
 
-    /// Gives it another size, and tells the guest.
+    /// Resizes the disk and notifies the guest.
     pub fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
         self.disk.resize(wanted_bytes)
     }
@@ -145,9 +144,8 @@ impl VirtioDevice for Block {
         self.threads.iter().map(EventLoop::handle).collect()
     }
 
-    /// Steps that are under way are carried out before this returns. What requests have left to do
-    /// is not: they may be for many gigabytes, nobody waits for their answer any more, and a
-    /// vCPU waits here.
+    /// Waits for the steps in progress only. The rest of their requests is not executed: it may be
+    /// many gigabytes, no driver waits for the answer, and a vCPU waits for this call.
     fn reset(&mut self) {
         self.stop.store(true, Ordering::Release);
         self.workers.iter_mut().for_each(|worker| {

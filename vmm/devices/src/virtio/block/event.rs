@@ -1,8 +1,8 @@
-//! The worker of one queue, on a thread of its own: takes requests, executes them, and answers.
+//! The worker of one queue, on its own thread. It takes requests, executes them, and answers.
 //!
 //! Requests are executed by calls of the device ([`super::calls`]) or by a ring ([`super::ring`]).
-//! A guard of guest memory is held to take requests and copy what they write, and again to copy
-//! what was read and answer; never while the disk works.
+//! One guard of guest memory is held to take requests and copy the data to write, and another one
+//! to copy the data read and to answer. No guard is held while the disk works.
 
 use std::collections::VecDeque;
 use std::io;
@@ -35,13 +35,12 @@ const DONE: u32 = 1;
 const SETTLED: u32 = 2;
 
 /// Bytes of copies and of ranges to zero at which a queue stops taking requests. The last request
-/// may exceed it by less than one piece. Further requests wait in the ring.
+/// may exceed the limit by less than one piece. Further requests wait in the ring.
 pub(super) const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
-/// Passes over the queue before the event loop has its turn: a driver that is as fast as we are
-/// would keep us from being stopped.
+/// Passes over the queue before the event loop regains control. Otherwise a driver that keeps up
+/// with the worker would prevent the worker from being stopped.
 const PASSES: usize = 64;
 
-/// Worker of one queue.
 pub(super) struct Worker {
     pub(super) disk: Arc<Disk>,
     pub(super) view: GuestView,
@@ -49,41 +48,41 @@ pub(super) struct Worker {
     index: u16,
     pub(super) queue: ActiveQueue,
     features: u64,
-    /// `None`: steps are executed by calls.
+    /// `None` if steps are executed by calls.
     ring: Option<Ring>,
-    /// Steps that the calls have yet to execute, in the order of their turns.
+    /// Steps to be executed by calls, in order.
     pub(super) next: VecDeque<(Job, Step)>,
     pub(super) buffers: Buffers,
-    /// Jobs whose flush succeeded, and waits for the flushes that it overlapped.
+    /// Jobs with a successful flush that wait for the flushes that it overlapped.
     settling: Vec<(Job, Answered)>,
-    /// Raised when one of these has ended.
+    /// Signaled when one of these flushes has ended.
     settled: Arc<EventFd>,
-    /// Requests that are taken and not answered. At most `depth`.
+    /// Requests that are taken and not yet answered, at most `depth`.
     open: u16,
     depth: u16,
-    /// Bytes that the steps of jobs are for.
+    /// Bytes of copies and of ranges to zero, for [`HELD_BYTES_MAX`].
     held_bytes: u64,
     /// The used ring has entries that the driver was not notified of.
     pub(super) used: bool,
     /// The driver expects an interrupt.
     is_interrupt_due: bool,
-    /// The used ring cannot be written, and answers would be lost. The next notification tries
+    /// The used ring cannot be written, so answers would be lost. The next notification tries
     /// again.
     lost: bool,
     /// Set while a reset waits for the end of this worker.
     stop: Arc<AtomicBool>,
-    /// Closed while the VM is paused: what was taken ends, and nothing more is.
+    /// Closed while the VM is paused. Requests in progress are completed, and no more are taken.
     gate: Arc<Gate>,
 }
 
-/// Result of a look into the ring of the queue.
+/// Result of [`Worker::take`].
 #[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
 pub(super) enum Taken {
     /// A request, with its first step.
     Begun(Job, Step),
     /// A request that was refused or answered at once.
     Answered,
-    /// There is none, or none may be taken.
+    /// No request is available, or none may be taken.
     Nothing,
 }
 
@@ -123,7 +122,7 @@ impl Worker {
         })
     }
 
-    /// Works until nothing is left to do, or a reset waits: each step of a request is short, and
+    /// Works until nothing is left to do or a reset waits. Each step of a request is short, but
     /// there may be many.
     fn serve(&mut self) {
         self.lost = false;
@@ -143,7 +142,8 @@ impl Worker {
         }
     }
 
-    /// Works, and lets a paused VM wait for what was taken. What is in the ring is for later then.
+    /// Works, and reports to the gate whether requests are open. If the gate is closed, available
+    /// requests are left for later.
     fn serve_or_wait(&mut self) {
         self.serve();
         let is_busy = self.open > 0;
@@ -157,14 +157,14 @@ impl Worker {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Tells the driver not to notify of requests while they are taken anyway.
+    /// Disables notifications, because the worker takes requests anyway.
     pub(super) fn silence(&mut self, memory: &MappedMemory) {
         if let Err(err) = self.queue.queue.disable_notification(memory) {
             debug!(%err, "The driver cannot be told to be quiet");
         }
     }
 
-    /// Takes the next request out of the ring.
+    /// Takes the next request from the queue.
     pub(super) fn take(&mut self, memory: &MappedMemory) -> Taken {
         if !self.takes_more() {
             return Taken::Nothing;
@@ -195,7 +195,7 @@ impl Worker {
         }
     }
 
-    /// Begins a request and returns its first step. `None`: it is answered already.
+    /// Begins a request and returns its first step, or `None` if the request is answered.
     fn begin(&mut self, memory: &MappedMemory, request: Request) -> Option<(Job, Step)> {
         let kind = Kind::from(&request.operation);
         if let Operation::GetId(segments) = &request.operation {
@@ -217,10 +217,9 @@ impl Worker {
         self.go_on(memory, Job::new(request))
     }
 
-    /// Returns a job with its next step. `None`: it is answered.
+    /// Returns a job with its next step, or `None` if the request is answered.
     fn go_on(&mut self, memory: &MappedMemory, mut job: Job) -> Option<(Job, Step)> {
-        // What was copied is believed, and so a step begun or success told, only if all of it was
-        // there.
+        // A step begins, or a success is reported, only if all memory copied before was present.
         let writes_through = || self.disk.writes_through(self.features);
         let next = job.next(memory, &mut self.buffers, writes_through);
         let next =
@@ -233,8 +232,8 @@ impl Worker {
         None
     }
 
-    /// Passes the result of a step on to the guest, and returns the next one of the same job.
-    /// `None`: it is answered.
+    /// Copies the result of a step to the guest and returns the job's next step, or `None` if the
+    /// request is answered.
     pub(super) fn finish(
         &mut self,
         memory: &MappedMemory,
@@ -255,8 +254,8 @@ impl Worker {
         }
     }
 
-    /// Takes notice of a flush that the device has executed. `None`: it succeeded, and
-    /// [`Self::take_settled`] returns it once all flushes have ended that it overlapped.
+    /// Records the result of a flush. Returns the job if the flush failed. If it succeeded,
+    /// [`Self::take_settled`] returns the job once all flushes that it overlapped have ended.
     pub(super) fn flushed(
         &mut self,
         job: Job,
@@ -272,7 +271,8 @@ impl Worker {
         None
     }
 
-    /// Takes the jobs whose flushes, and all that these overlapped, have ended; with their result.
+    /// Takes the jobs whose flushes have ended, together with all flushes that these overlapped,
+    /// and their results.
     pub(super) fn take_settled(&mut self) -> Vec<(Job, io::Result<()>)> {
         let (flushes, settled) = (self.disk.flushes(), &self.settled);
         let over = |&mut (_, answered): &mut _| flushes.is_settled(answered, settled);
@@ -289,7 +289,8 @@ impl Worker {
         self.end(memory, job.request(), kind, result);
     }
 
-    /// Counts and answers a request: with the bytes that went to its buffers, or an error.
+    /// Counts and answers a request. `result` is the number of bytes written to its buffers, or an
+    /// error.
     fn end(
         &mut self,
         memory: &MappedMemory,
@@ -313,7 +314,7 @@ impl Worker {
         self.answer(memory, request.head, request.status, status, len);
     }
 
-    /// Writes the status, and gives the chain back: `len` bytes and the status were written.
+    /// Writes the status and returns the chain, with a length of `len` and the status byte.
     fn answer(
         &mut self,
         memory: &MappedMemory,
@@ -323,7 +324,7 @@ impl Worker {
         len: u64,
     ) {
         let len = match memory.write_obj(status.code(), at) {
-            // A chain has less than 2^32 bytes, its status among them.
+            // A chain, including its status, has less than 2^32 bytes.
             Ok(()) => u32::try_from(len + 1).unwrap_or(u32::MAX),
             Err(err) => {
                 self.disk.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
@@ -340,14 +341,14 @@ impl Worker {
         self.lost |= !given;
     }
 
-    /// Notes whether the driver wants an interrupt for what the used ring has, if that is news.
+    /// Checks whether the driver wants an interrupt for new entries of the used ring.
     pub(super) fn check_interrupt(&mut self, memory: &MappedMemory) {
         if std::mem::take(&mut self.used) {
             self.is_interrupt_due |= self.queue.queue.needs_notification(memory).unwrap_or(true);
         }
     }
 
-    /// Interrupts, if the driver expects that.
+    /// Sends an interrupt if the driver expects one.
     pub(super) fn interrupt_if_due(&mut self) {
         if std::mem::take(&mut self.is_interrupt_due)
             && let Err(err) = self.interrupt.signal_queue(self.index)
@@ -363,14 +364,15 @@ impl Worker {
             && !self.lost
     }
 
-    /// Lets the driver notify again; true if it has added something that it will not notify of.
+    /// Enables notifications. Returns true if the driver has added chains in the meantime, which it
+    /// will not notify of.
     pub(super) fn is_wanted(&mut self, memory: &MappedMemory) -> bool {
-        // The next answer or notification resumes a queue that may take nothing now.
+        // A queue that may take no request now resumes at the next answer or notification.
         self.takes_more() && self.queue.wait_for_more(memory)
     }
 }
 
-/// What the step of a request is for, at most.
+/// Largest number of bytes of a step of the request.
 fn held_bytes(request: &Request) -> u64 {
     let longest = |lengths: &mut dyn Iterator<Item = u64>| lengths.max().unwrap_or(0);
     match &request.operation {
@@ -388,7 +390,7 @@ fn held_bytes(request: &Request) -> u64 {
     }
 }
 
-/// What a request moves between disk and guest.
+/// Bytes transferred between disk and guest.
 fn transferred_bytes(request: &Request) -> u64 {
     match &request.operation {
         Operation::Read(range, _) | Operation::Write(range, _) => range.len_bytes(),
@@ -397,7 +399,7 @@ fn transferred_bytes(request: &Request) -> u64 {
 }
 
 impl Drop for Worker {
-    /// Results of flushes concern all queues, even if the driver no longer waits for them.
+    /// A failed flush concerns all queues, even if the driver no longer waits for its result.
     fn drop(&mut self) {
         self.gate.set_busy(false);
         for (job, ticket, result) in self.ring.iter_mut().flat_map(Ring::drain_flushes) {
@@ -422,7 +424,7 @@ impl MutEventSubscriber for Worker {
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
-        // Reading an event fails only when somebody else has seen it.
+        // Reading an event fails only if it was already read.
         match events.data() {
             KICK => self.queue.clear_kick(),
             SETTLED => {

@@ -1,14 +1,14 @@
-//! One error for all flushes of a disk that overlap.
+//! Shared errors of overlapping flushes of a disk.
 //!
-//! All queues of a disk share one open file, and Linux tells of a page that could not be written
-//! back once per open file (file_check_and_advance_wb_err(), called by every fsync()), to whoever
-//! asks first, whosever page it was. So of two flushes that overlap, one may be told of the other's
-//! lost page, and the other that all is well.
+//! All queues of a disk share one open file. Linux reports a page that could not be written back
+//! once per open file, to the next fsync() (file_check_and_advance_wb_err(), called by every
+//! fsync()), regardless of the page's writer. If two flushes overlap, one can receive the error of
+//! the other's page, and the other succeeds.
 //!
-//! Hence a flush that went well is answered when all have ended that were under way when the media
-//! answered it, and only if none of them has failed. `pmem_volume::media` does the same for pools.
-//! There, a thread waits; a queue of a disk has other things to do meanwhile, and is woken by an
-//! event.
+//! A successful flush is therefore answered only when all flushes that were in progress when the
+//! media answered it have ended, and only if none of them has failed. `pmem_volume::media` does the
+//! same for pools with a waiting thread. The queue of a disk continues meanwhile and is resumed by
+//! an event.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use parking_lot::{Condvar, Mutex};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Which flushes of a disk are under way.
+/// Flushes of a disk that are in progress.
 #[derive(Default)]
 pub(super) struct Flushes {
     state: Mutex<State>,
@@ -28,7 +28,7 @@ pub(super) struct Flushes {
 struct State {
     next: u64,
     under_way: BTreeSet<u64>,
-    /// Raised when one ends.
+    /// Signaled when a flush ends.
     waiting: Vec<Arc<EventFd>>,
 }
 
@@ -38,14 +38,14 @@ impl State {
     }
 }
 
-/// A flush that is under way, from before the media are asked until its failure would be known. It
-/// ends also with whoever has it.
+/// A flush in progress, from before it is sent to the media until its failure is recorded. Dropping
+/// the ticket ends the flush.
 pub(super) struct Ticket {
     flushes: Arc<Flushes>,
     number: u64,
 }
 
-/// What was under way when the media answered a flush: all with a smaller number.
+/// Flushes in progress when the media answered: all with a smaller number.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Answered(u64);
 
@@ -58,8 +58,8 @@ impl Flushes {
         Ticket { flushes: Arc::clone(self), number }
     }
 
-    /// Whether all have ended that were under way then. If not, `event` is raised when another one
-    /// ends.
+    /// Returns true if all flushes in `answered` have ended. Otherwise, `event` is signaled when
+    /// the next flush ends.
     pub(super) fn is_settled(&self, answered: Answered, event: &Arc<EventFd>) -> bool {
         let mut state = self.state.lock();
         let awaits = state.awaits(answered);
@@ -69,7 +69,7 @@ impl Flushes {
         !awaits
     }
 
-    /// Waits until all have ended that were under way then.
+    /// Waits until all flushes in `answered` have ended.
     pub(super) fn wait(&self, answered: Answered) {
         let mut state = self.state.lock();
         self.ended.wait_while(&mut state, |state| state.awaits(answered));
@@ -77,7 +77,7 @@ impl Flushes {
 }
 
 impl Ticket {
-    /// The media have answered, and everybody can know if they have failed.
+    /// Ends the flush. The media have answered, and a failure is recorded.
     pub(super) fn end(self) -> Answered {
         let flushes = Arc::clone(&self.flushes);
         drop(self);
@@ -91,7 +91,7 @@ impl Drop for Ticket {
         state.under_way.remove(&self.number);
         self.flushes.ended.notify_all();
         for event in state.waiting.drain(..) {
-            // Fails only when it was raised without end, and then it is seen anyway.
+            // Fails only if the counter is full, and then the event is pending anyway.
             let _: io::Result<()> = event.write(1);
         }
     }

@@ -1,6 +1,5 @@
-//! A request on its way: the steps that it takes, one after the other.
-//!
-//! A request may be larger than anybody wants to copy at once: then it goes in pieces.
+//! A request in progress, as a sequence of steps. Large requests are executed in pieces, to bound
+//! the size of copies.
 
 use std::io;
 use std::time::Instant;
@@ -13,42 +12,40 @@ use crate::disk::Step;
 use crate::disk::buffer::Buffers;
 use crate::disk::range::DiskRange;
 
-/// The most that is copied and transferred at once.
+/// Largest size of a copy and its transfer.
 pub const PIECE_BYTES_MAX: u64 = 1 << 20;
-/// The most that is zeroed or given away at once: a request may be for 64 GiB, and whoever resets
-/// the device waits for the step that is under way.
+/// Largest range that is zeroed or discarded at once. A request may cover 64 GiB, and a reset of
+/// the device waits for the step in progress.
 pub const RANGE_PIECE_BYTES_MAX: u64 = 4 << 20;
 
 pub enum Next {
-    /// This is to be done.
+    /// The step to execute next.
     Step(Step),
-    /// Nothing more: the bytes that were written to the guest's buffers.
+    /// The job is finished. The number of bytes written to the guest's buffers.
     Finished(u64),
 }
 
-/// A request that was begun.
 pub struct Job {
     request: Request,
-    /// Which range is next, where there are several.
+    /// Index of the next range, if the request has several.
     range: usize,
-    /// Bytes of it whose steps were given out.
+    /// Bytes of this range for which steps were returned.
     begun: u64,
-    /// The step that makes a write durable was given out.
+    /// The flush at the end of a durable write was returned.
     flushed: bool,
-    /// When the request was taken.
+    /// Time at which the request was taken.
     taken: Instant,
-    /// When the flush was given out, if it was.
+    /// Time at which the flush was returned, if it was.
     since: Instant,
 }
 
 impl Job {
-    /// Nothing is done yet.
     pub fn new(request: Request) -> Self {
         let taken = Instant::now();
         Self { request, range: 0, begun: 0, flushed: false, taken, since: taken }
     }
 
-    /// When the request was taken.
+    /// Time at which the request was taken.
     pub fn taken(&self) -> Instant {
         self.taken
     }
@@ -57,13 +54,13 @@ impl Job {
         &self.request
     }
 
-    /// When the flush was given out.
+    /// Time at which the flush was returned.
     pub fn since(&self) -> Instant {
         self.since
     }
 
-    /// Returns the next step. Data to write is copied from the guest now. Fails if the guest's
-    /// buffers are not in memory.
+    /// Returns the next step, with a copy of the data to write. Fails if the guest's buffers are
+    /// not in memory.
     ///
     /// `writes_through` returns true if a write must be durable before it is answered. It is called
     /// after the last transfer, because the driver may switch the cache off before that. Virtio
@@ -128,7 +125,7 @@ impl Job {
         })
     }
 
-    /// A step has been done: what was read goes to the guest.
+    /// Completes a step: copies the data read to the guest.
     pub fn done<M: GuestMemory>(&self, memory: &M, step: &Step) -> io::Result<()> {
         let (Step::Read(offset, buffer), Operation::Read(range, segments)) =
             (step, &self.request.operation)
@@ -141,7 +138,7 @@ impl Job {
     }
 }
 
-/// The next piece of the `nth` range, of which `begun` bytes were given out, or of one behind it.
+/// Returns the next piece of range `nth`, after its first `begun` bytes, or of a later range.
 fn next_piece(
     ranges: impl Iterator<Item = DiskRange>,
     nth: &mut usize,

@@ -10,7 +10,7 @@ use super::request::Operation;
 use crate::device::{DeviceCounters, signed};
 use crate::metrics::{Expose, Exposition, Family, Labels, LatencyHistogram, and, one};
 
-/// Kinds of requests, as metrics name them.
+/// Kinds of requests in metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Read,
@@ -18,7 +18,7 @@ pub enum Kind {
     Flush,
     Discard,
     WriteZeroes,
-    /// Asks for the serial number.
+    /// Request for the serial number.
     GetId,
 }
 
@@ -26,7 +26,7 @@ impl Kind {
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Flush, Self::Discard, Self::WriteZeroes, Self::GetId];
 
-    /// The value of the metric label `operation`.
+    /// Value of the metric label `operation`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -52,7 +52,7 @@ impl From<&Operation> for Kind {
     }
 }
 
-/// Durations, in microseconds.
+/// Minimum, maximum and mean of durations in microseconds.
 #[derive(Debug)]
 pub struct DurationRange {
     least_us: AtomicU64,
@@ -81,7 +81,7 @@ impl DurationRange {
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The shortest, the longest and the mean; zeros while there was none.
+    /// The minimum, the maximum and the mean, or zeros if there was no duration.
     pub fn least_most_mean_us(&self) -> [u64; 3] {
         let count = self.count.load(Ordering::Relaxed);
         if count == 0 {
@@ -96,44 +96,44 @@ impl DurationRange {
     }
 }
 
-/// Counters of one disk; they only grow.
+/// Counters of one disk. They only grow.
 #[derive(Debug, Default)]
 pub struct BlockMetrics {
     done: [AtomicU64; Kind::ALL.len()],
     failed: [AtomicU64; Kind::ALL.len()],
-    /// The disk's size now.
+    /// Current size of the disk.
     pub size_bytes: AtomicU64,
-    /// Bytes that the guest has read.
+    /// Bytes read by the guest.
     pub read_bytes: AtomicU64,
-    /// Bytes that the guest has written.
+    /// Bytes written by the guest.
     pub written_bytes: AtomicU64,
     /// Buffer chains that are not a request, and requests that the disk refuses.
     pub bad_requests: AtomicU64,
-    /// Queues whose ring the driver has made nonsense of; each is served again after a reset.
+    /// Queues with an invalid ring. Each is served again after a reset.
     pub broken_queues: AtomicU64,
-    /// Passes of the queues' workers: what they do when there is nothing to be done must not grow.
+    /// Passes of the queues' workers. An idle worker must not add passes.
     #[cfg(test)]
     pub passes: AtomicU64,
-    /// True if every queue of the last activation has a ring of io_uring and none has given it up.
+    /// True if every queue of the last activation has an io_uring and none has given it up.
     pub io_uring: AtomicBool,
-    /// From taking a read out of the ring to its answer, of those that went well.
+    /// Time from taking a read from the ring to its answer, of successful reads.
     pub reads: DurationRange,
-    /// The same of writes.
+    /// Time from taking a write from the ring to its answer, of successful writes.
     pub writes: DurationRange,
-    /// Time that the media took for a flush, good or bad.
+    /// Time that the media took for a flush, successful or failed.
     pub flushes: LatencyHistogram,
-    /// Set by the first flush that failed: nothing is written from then on.
+    /// Set by the first failed flush. Nothing is written from then on.
     pub read_only: AtomicBool,
 }
 
 impl BlockMetrics {
-    /// Counts a request that was carried out, or was tried to be.
+    /// Counts an executed request and its result.
     pub fn finished(&self, kind: Kind, ok: bool) {
         let counters = if ok { &self.done } else { &self.failed };
         counters[kind as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts what a request has taken that went well.
+    /// Counts the duration of a successful request.
     pub fn took(&self, kind: Kind, duration: Duration) {
         match kind {
             Kind::Read => self.reads.observe(duration),
@@ -142,7 +142,7 @@ impl BlockMetrics {
         }
     }
 
-    /// Counts what went from or to the disk.
+    /// Counts the bytes read from or written to the disk.
     pub fn transferred(&self, kind: Kind, bytes: u64) {
         match kind {
             Kind::Read => self.read_bytes.fetch_add(bytes, Ordering::Relaxed),
@@ -156,13 +156,13 @@ impl BlockMetrics {
         self.done[kind as usize].load(Ordering::Relaxed)
     }
 
-    /// Requests answered with an error, because memory or media failed.
+    /// Requests answered with an error because memory or media failed.
     pub fn failed(&self, kind: Kind) -> u64 {
         self.failed[kind as usize].load(Ordering::Relaxed)
     }
 }
 
-/// Disk with its counters.
+/// A disk's counters with its id, for the exposition.
 #[derive(Clone, Debug)]
 pub struct DiskMetrics {
     /// Id of the disk.
@@ -204,7 +204,8 @@ impl Expose for DiskMetrics {
 }
 
 impl BlockMetrics {
-    /// Returns the counters for `vm.counters`. Latencies are in microseconds, 0 before a request.
+    /// Returns the counters for `vm.counters`. Latencies are in microseconds, or 0 before the first
+    /// request.
     pub fn counters(&self) -> DeviceCounters {
         let [read_least, read_most, read_mean] = self.reads.least_most_mean_us();
         let [write_least, write_most, write_mean] = self.writes.least_most_mean_us();

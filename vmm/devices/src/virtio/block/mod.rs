@@ -1,9 +1,8 @@
-//! virtio-blk (virtio 1.3, 5.2): disks of image files and block devices.
+//! virtio-blk (virtio 1.3, 5.2): disks on image files and block devices.
 //!
-//! [`request`] parses, [`job`] cuts a request into steps, a [disk](crate::disk) executes them, and
-//! a worker for each queue (`event`) moves all that along, by calls (`calls`) or by io_uring
-//! (`ring`).
-//! docs/design/decisions/0008-disks.md has the reasons.
+//! [`request`] parses a request, [`job`] divides it into steps, and a [disk](crate::disk) executes
+//! them. Each queue has a worker (`event`), which uses calls (`calls`) or io_uring (`ring`). For
+//! the reasons see docs/design/decisions/0008-disks.md.
 
 mod calls;
 pub mod config;
@@ -31,7 +30,8 @@ pub use self::device::{Block, BlockHandle};
 pub use self::metrics::{BlockMetrics, DiskMetrics, Kind};
 pub use self::state::DiskShape;
 
-/// Builds the device of `--disk` for an image file or a block device. The configuration has an id.
+/// Builds the `--disk` device for an image file or a block device. The configuration must have an
+/// id.
 pub fn build(config: &DiskConfig, context: &DeviceContext) -> SetupResult {
     let options = ImageOptions {
         readonly: config.readonly,

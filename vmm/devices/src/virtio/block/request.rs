@@ -1,9 +1,9 @@
-//! Requests of the virtio-blk driver (virtio 1.3, 5.2.6): parsed once into a type that can be
-//! carried out as it is.
+//! Requests of the virtio-blk driver (virtio 1.3, 5.2.6), parsed once into a type that can be
+//! executed as it is.
 //!
-//! The driver may cut a request into descriptors as it likes (2.7.4.1), so nothing here depends on
-//! where one ends: what the device may read begins with the header, what it may write ends with the
-//! status byte.
+//! A driver may divide a request into descriptors at any byte (2.7.4.1), so parsing ignores
+//! descriptor boundaries. The header is at the start of the device-readable bytes, and the status
+//! is the last device-writable byte.
 
 use thiserror::Error;
 use virtio_bindings::virtio_blk::{
@@ -17,34 +17,35 @@ use vm_memory::{GuestAddress, GuestMemory};
 use super::segments::{Segment, Segments};
 use crate::disk::range::{DiskRange, SECTOR_BYTES, Unmap};
 
-/// Ranges in one DISCARD or WRITE ZEROES request.
+/// Largest number of ranges in a DISCARD or WRITE ZEROES request.
 pub const MAX_RANGES: u32 = 32;
-/// Sectors of such a range: 2 GiB.
+/// Largest number of sectors in such a range: 2 GiB.
 pub const MAX_RANGE_SECTORS: u32 = 1 << 22;
 
-/// Type, reserved, and first sector.
+/// Length of type, reserved field and first sector.
 const HEADER_LEN: u64 = 16;
-/// `struct virtio_blk_discard_write_zeroes`: first sector, sectors, flags.
+/// Length of `struct virtio_blk_discard_write_zeroes`: first sector, sectors, flags.
 const RANGE_LEN: u64 = 16;
 
-/// What a request is held against.
+/// Limits that requests are checked against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of the disk, whole blocks.
+    /// Size of the disk, whole blocks.
     pub capacity_bytes: u64,
-    /// What every address and length is a multiple of; itself one of [`SECTOR_BYTES`].
+    /// Alignment of every address and length, itself a multiple of [`SECTOR_BYTES`].
     pub block_bytes: u32,
-    /// Nothing may change the disk.
+    /// The disk must not be changed.
     pub read_only: bool,
-    /// DISCARD was agreed on.
+    /// DISCARD was negotiated.
     pub discard: bool,
-    /// WRITE ZEROES was agreed on.
+    /// WRITE ZEROES was negotiated.
     pub write_zeroes: bool,
-    /// The most descriptors of one request.
+    /// Largest number of descriptors of a request.
     pub max_descriptors: u16,
 }
 
-/// Returns the range of `len_bytes` from `first_sector`, if the disk has it and it is whole blocks.
+/// Returns the range of `len_bytes` from `first_sector` if it is on the disk and consists of whole
+/// blocks.
 pub fn disk_range(
     first_sector: u64,
     len_bytes: u64,
@@ -68,29 +69,29 @@ pub fn disk_range(
     Ok(DiskRange::at(offset_bytes, len_bytes))
 }
 
-/// What the driver asks for: it can be carried out, unless memory or media fail.
+/// A checked operation. Its execution fails only if memory or media fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// From the disk into memory; as long as the buffers are.
+    /// Read from the disk into the segments. The range is as long as the segments.
     Read(DiskRange, Segments),
-    /// From memory to the disk.
+    /// Write from the segments to the disk. The range is as long as the segments.
     Write(DiskRange, Segments),
-    /// What was answered before is durable.
+    /// Make all answered writes durable.
     Flush,
-    /// The serial number into memory.
+    /// Copy the serial number into the segments.
     GetId(Segments),
-    /// These ranges are not needed any more.
+    /// Discard the ranges.
     Discard(Vec<DiskRange>),
-    /// These ranges read as zeros; the flag allows to give their blocks away.
+    /// Zero the ranges. Their blocks may be deallocated if the flag allows it.
     WriteZeroes(Vec<(DiskRange, Unmap)>),
 }
 
-/// A request, and where its answer goes.
+/// A request, with the place of its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Head of its chain.
     pub head: u16,
-    /// Where the status byte is.
+    /// Address of the status byte.
     pub status: GuestAddress,
     pub operation: Operation,
 }
@@ -98,14 +99,14 @@ pub struct Request {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
     Ok,
-    /// Not done.
+    /// The request failed.
     IoError,
-    /// Not known here.
+    /// The type of the request is unsupported.
     Unsupported,
 }
 
 impl Status {
-    /// As the driver reads it.
+    /// Code that the driver reads.
     pub fn code(self) -> u8 {
         (match self {
             Self::Ok => VIRTIO_BLK_S_OK,
@@ -115,85 +116,83 @@ impl Status {
     }
 }
 
-/// A chain that is no request to be carried out.
+/// A chain that cannot be executed.
 #[derive(Debug)]
 pub struct Refusal {
-    /// Where the status byte is; `None`: the chain can only be given back.
+    /// Address of the status byte. If `None`, the chain is returned without a status.
     pub status: Option<GuestAddress>,
     pub error: RequestError,
 }
 
-/// Why a request is refused.
+/// Reason to refuse a request.
 #[derive(Debug, Error)]
 pub enum RequestError {
-    /// The chain does not end as it says.
+    /// The chain ends although its last descriptor has a next one.
     #[error("The chain is broken after {descriptors} descriptors")]
     Broken {
-        /// How many could be read.
+        /// Number of valid descriptors.
         descriptors: usize,
     },
     #[error("The chain has more than {max} descriptors")]
     TooManyDescriptors { max: u16 },
-    /// What the device reads comes after what it writes.
+    /// A device-readable descriptor follows a device-writable one.
     #[error("A descriptor that is read follows one that is written")]
     Order,
-    /// There is no place for the status.
     #[error("There is no status byte")]
     NoStatus,
     #[error("The header has {len} bytes, needed are {HEADER_LEN}")]
     ShortHeader { len: u64 },
-    /// The header, or what follows it, is not in memory.
+    /// The header or the data after it is not in memory.
     #[error("The {what} cannot be read")]
     Memory {
         what: &'static str,
-        /// What vm-memory says.
         #[source]
         source: vm_memory::guest_memory::Error,
     },
-    /// A type that the device does not have, or that was not agreed on.
+    /// The type is unknown or was not negotiated.
     #[error("Requests of type {kind} are not supported")]
     UnknownType { kind: u32 },
-    /// Buffers that the type has no use for.
+    /// Device-readable or device-writable buffers that the type does not use.
     #[error("A request of type {kind} has {len} bytes of buffers that go the wrong way")]
     Direction { kind: u32, len: u64 },
-    /// Not a part of the disk.
+    /// The range is not on the disk.
     #[error(
         "{len_bytes} bytes from sector {first_sector} are not within the disk's {capacity_bytes} bytes"
     )]
     Outside {
         first_sector: u64,
-        /// How long it is.
+        /// Length of the range.
         len_bytes: u64,
         capacity_bytes: u64,
     },
-    /// Not whole blocks.
+    /// The range does not consist of whole blocks.
     #[error(
         "{len_bytes} bytes from sector {first_sector} are not whole blocks of {block_bytes} bytes"
     )]
     PartOfBlock {
         first_sector: u64,
-        /// How long it is.
+        /// Length of the range.
         len_bytes: u64,
         block_bytes: u32,
     },
-    /// A change of what must not change.
+    /// A change of a read-only disk.
     #[error("The disk is read-only, and the request is of type {kind}")]
     ReadOnly { kind: u32 },
-    /// No list of ranges.
+    /// The data is not a list of ranges.
     #[error("{len} bytes are not 1 to {MAX_RANGES} ranges of {RANGE_LEN} bytes")]
     BadRanges {
-        /// How many bytes there are.
+        /// Length of the data.
         len: u64,
     },
     #[error("A range has {sectors} sectors, at most {MAX_RANGE_SECTORS} are taken")]
     LongRange { sectors: u32 },
-    /// Flags that are reserved, or do not belong to the type.
+    /// Flags that are reserved or not valid for the type.
     #[error("The flags {flags:#x} do not go with type {kind}")]
     BadFlags { kind: u32, flags: u32 },
 }
 
 impl RequestError {
-    /// What the driver is told (5.2.6.2).
+    /// Status for the driver (5.2.6.2).
     pub fn status(&self) -> Status {
         match self {
             Self::UnknownType { .. } | Self::BadFlags { .. } => Status::Unsupported,
@@ -209,8 +208,8 @@ struct Header {
 }
 
 impl Request {
-    /// Reads a request from `chain`, which was popped from the queue in `memory`. Buffers are
-    /// looked at when they are used: they may be gone by then.
+    /// Parses a request from `chain`, which was popped from the queue in `memory`. Buffers are
+    /// checked only when they are used, because their memory may be unplugged until then.
     pub fn parse<M: GuestMemory>(
         memory: &M,
         chain: &mut DescriptorChain<&M>,
@@ -229,7 +228,7 @@ impl Request {
     }
 }
 
-/// What the device may read, and what it may write.
+/// Collects the device-readable and the device-writable buffers.
 fn collect<M: GuestMemory>(
     chain: &mut DescriptorChain<&M>,
     limits: &Limits,
@@ -251,8 +250,8 @@ fn collect<M: GuestMemory>(
             readable.push(segment);
         }
     }
-    // The iterator ends without a word at a loop, at a descriptor that is none, and at a table
-    // within a table.
+    // The iterator ends without an error at a loop, an invalid descriptor, and a table within a
+    // table.
     if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok((readable, writable)) }
 }
 
@@ -292,7 +291,7 @@ fn operation<M: GuestMemory>(
             Ok(Operation::Read(range(&buffers)?, buffers))
         }
         VIRTIO_BLK_T_OUT => {
-            // The device MUST answer IOERR, and write nothing, where it offers RO (5.2.6.2).
+            // If RO is offered, the device MUST answer IOERR and write nothing (5.2.6.2).
             writes()?;
             let buffers = only(readable, writable)?;
             Ok(Operation::Write(range(&buffers)?, buffers))
@@ -316,7 +315,7 @@ fn operation<M: GuestMemory>(
     }
 }
 
-/// The ranges of a DISCARD or WRITE ZEROES request.
+/// Parses the ranges of a DISCARD or WRITE ZEROES request.
 fn ranges<M: GuestMemory>(
     memory: &M,
     kind: u32,

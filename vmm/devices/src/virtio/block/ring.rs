@@ -1,5 +1,5 @@
-//! The path by io_uring: steps of several requests are under way together, and the thread goes on
-//! meanwhile.
+//! Execution of requests by io_uring: steps of several requests are in progress at a time, and the
+//! thread continues meanwhile.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -12,22 +12,22 @@ use super::flush::Ticket;
 use super::job::Job;
 use crate::disk::{Done, Executor, Step};
 
-/// Ring of one queue.
+/// io_uring of one queue.
 pub(super) struct Ring {
     executor: Box<dyn Executor>,
     jobs: Vec<Option<(Job, Option<Ticket>)>>,
-    /// Tokens that are not used.
+    /// Unused tokens.
     free: Vec<usize>,
 }
 
 impl Ring {
-    /// A ring with up to `depth` steps under way.
+    /// Creates a ring with up to `depth` steps in progress.
     pub(super) fn new(executor: Box<dyn Executor>, depth: u16) -> Self {
         let jobs = (0..depth).map(|_| None).collect();
         Self { executor, jobs, free: (0..usize::from(depth)).collect() }
     }
 
-    /// Raised when a step has ended, while the ring is armed.
+    /// Signaled when a step has ended, if the ring is armed.
     pub(super) fn event(&self) -> &EventFd {
         self.executor.event()
     }
@@ -47,8 +47,8 @@ impl Ring {
         self.jobs[token].take().expect("the job of a step that was begun")
     }
 
-    /// Waits for what is under way, and returns the flushes. A ticket has to live until the result
-    /// of its flush is known to all queues.
+    /// Waits for the steps in progress and returns the flushes. Keep each ticket until the result
+    /// of its flush is recorded for all queues.
     pub(super) fn drain_flushes(&mut self) -> Vec<(Job, Option<Ticket>, io::Result<()>)> {
         let done = self.executor.drain();
         let flushes = done.into_iter().filter(|done| matches!(done.step, Step::Flush));
@@ -62,8 +62,8 @@ impl Ring {
 }
 
 impl Worker {
-    /// Takes requests, begins their steps, and answers what is over. False: nothing is left to do
-    /// before the next event.
+    /// Takes requests, begins their steps, and answers completed ones. False if nothing is left to
+    /// do until the next event.
     pub(super) fn pass_by_ring(&mut self, ring: &mut Ring) -> bool {
         let steps = self.take_batch(ring.executor.batch());
         let taken = !steps.is_empty();
@@ -81,12 +81,12 @@ impl Worker {
         taken || more || finished || ring.executor.arm() || self.is_wanted(&self.view.memory())
     }
 
-    /// Takes requests out of the ring, under one guard, with the first step of each.
+    /// Takes a batch of requests under one guard, with the first step of each.
     fn take_batch(&mut self, batch: usize) -> Vec<(Job, Step)> {
         let guard = self.view.memory();
         self.silence(&guard);
         let mut steps = Vec::new();
-        // Refused requests count as well: a guard is held for a bounded number of them.
+        // Refused requests count as well, so that the guard is held for a bounded number of them.
         for _ in 0..batch {
             match self.take(&guard) {
                 Taken::Begun(job, step) => steps.push((job, step)),
@@ -100,16 +100,17 @@ impl Worker {
     fn add(&mut self, ring: &mut Ring, steps: Vec<(Job, Step)>) {
         for (job, step) in steps {
             let ticket = matches!(step, Step::Flush).then(|| self.disk.flushes().begin());
-            // Each request that is taken has one.
+            // There is a token for each request that is taken.
             let token = ring.free.pop().expect("a token for each request");
             ring.jobs[token] = Some((job, ticket));
             ring.executor.add(token, step);
         }
     }
 
-    /// Answers what is over, and begins the next steps of the same jobs. False if nothing was over.
+    /// Answers completed requests, and begins the next steps of the others. False if no step has
+    /// completed.
     fn finish_done(&mut self, ring: &mut Ring) -> bool {
-        // 1. Results of flushes are known before other requests are answered.
+        // 1. Record the results of flushes before other requests are answered.
         let mut over = Vec::new();
         for Done { token, step, result } in ring.take_done() {
             let (job, ticket) = ring.end(token);
@@ -122,14 +123,14 @@ impl Worker {
                 }
             }
         }
-        // 2. Those that succeeded are over when all are that they overlapped.
+        // 2. Take successful flushes for which all overlapping flushes have ended.
         over.extend(
             self.take_settled().into_iter().map(|(job, result)| (job, Step::Flush, result)),
         );
         if over.is_empty() {
             return false;
         }
-        // 3. The next steps are begun when the guard is gone.
+        // 3. Begin the next steps after the guard is dropped.
         let guard = self.view.memory();
         let next = over
             .into_iter()

@@ -1,10 +1,10 @@
-//! Buffers of the guest as its driver lists them, one after the other.
+//! Buffers of the guest, in the order of the driver's list.
 
 use smallvec::SmallVec;
 use vm_memory::guest_memory::Error as AccessError;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// Consecutive bytes of guest memory, if they are there.
+/// A range of guest memory, which may not exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     pub address: GuestAddress,
@@ -12,9 +12,9 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// What is left behind the first `len_bytes`, of which it has as many.
+    /// The rest after the first `len_bytes`, which the segment must have.
     fn behind(self, len_bytes: u64) -> Self {
-        // Where it goes beyond the address space, an address that nothing is at does as well.
+        // Saturates at the end of the address space, which has no memory.
         let address = GuestAddress(self.address.0.saturating_add(len_bytes));
         Self { address, len: self.len - len_bytes as u32 }
     }
@@ -24,34 +24,33 @@ impl Segment {
 /// that may cross a page boundary.
 const USUAL: usize = 3;
 
-/// Consecutive buffers. They may lie outside of memory; an access to them checks that.
+/// Consecutive buffers. They may be outside of memory, which each access checks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Segments(SmallVec<[Segment; USUAL]>);
 
 impl Segments {
-    /// Adds one at the end; an empty one is nothing.
+    /// Appends a segment, unless it is empty.
     pub fn push(&mut self, segment: Segment) {
         if segment.len > 0 {
             self.0.push(segment);
         }
     }
 
-    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Bytes of all: a chain has less than 2^16 descriptors of less than 2^32 bytes, so they add
-    /// up.
+    /// Total length. It does not overflow, because a chain has less than 2^16 descriptors of less
+    /// than 2^32 bytes.
     pub fn len_bytes(&self) -> u64 {
         self.0.iter().map(|segment| u64::from(segment.len)).sum()
     }
 
-    /// Takes the last byte away: its address.
+    /// Removes the last byte and returns its address.
     pub fn cut_last_byte(&mut self) -> Option<GuestAddress> {
         let last = self.0.last_mut()?;
         last.len -= 1;
-        // A buffer that goes beyond the address space has no last byte.
+        // The last byte of a buffer beyond the end of the address space has no address.
         let address = last.address.0.checked_add(u64::from(last.len));
         if last.len == 0 {
             self.0.pop();
@@ -59,7 +58,7 @@ impl Segments {
         address.map(GuestAddress)
     }
 
-    /// Takes the first `len_bytes` away.
+    /// Removes the first `len_bytes`.
     pub fn drop_front(&mut self, len_bytes: u64) {
         let mut left = len_bytes;
         self.0.retain(|segment| {
@@ -70,7 +69,7 @@ impl Segments {
         });
     }
 
-    /// Leaves out what is behind `len_bytes`.
+    /// Keeps only the first `len_bytes`.
     pub fn truncate(&mut self, len_bytes: u64) {
         let mut left = len_bytes;
         self.0.retain(|segment| {
@@ -80,7 +79,7 @@ impl Segments {
         });
     }
 
-    /// Copies from guest memory, beginning `skip_bytes` into the buffers, until `data` is full.
+    /// Copies from guest memory to all of `data`, starting `skip_bytes` into the buffers.
     pub fn read<M: GuestMemory>(
         &self,
         memory: &M,
@@ -97,7 +96,7 @@ impl Segments {
         Ok(())
     }
 
-    /// Copies `data` to guest memory, beginning `skip_bytes` into the buffers.
+    /// Copies `data` to guest memory, starting `skip_bytes` into the buffers.
     pub fn write<M: GuestMemory>(
         &self,
         memory: &M,
@@ -114,7 +113,7 @@ impl Segments {
         Ok(())
     }
 
-    /// Up to `len_bytes` behind the first `skip_bytes`.
+    /// Up to `len_bytes` after the first `skip_bytes`.
     fn part(&self, skip_bytes: u64, len_bytes: u64) -> impl Iterator<Item = Segment> {
         let (mut skip, mut left) = (skip_bytes, len_bytes);
         self.0.iter().filter_map(move |segment| {

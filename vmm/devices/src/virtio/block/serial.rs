@@ -1,14 +1,14 @@
-//! Serial numbers: by these a guest tells disks apart (`/dev/disk/by-id/virtio-…`), and virtio-blk
-//! has room for 20 bytes (virtio 1.3, 5.2.6).
+//! Serial numbers, by which a guest identifies disks (`/dev/disk/by-id/virtio-…`). virtio-blk
+//! limits them to 20 bytes (virtio 1.3, 5.2.6).
 
 use virtio_bindings::virtio_blk::VIRTIO_BLK_ID_BYTES;
 
 const MAX_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
-/// `-` and a CRC-32 in hexadecimal.
+/// Length of `-` and a CRC-32 in hexadecimal.
 const TAIL_BYTES: usize = 9;
 
-/// What the guest reads of a disk that is called `name`: the name, or as much of it as fits beside
-/// a check sum of all of it, so that names with the same beginning are two.
+/// Serial number of a disk with this name. A longer name is cut and gets a checksum of the whole
+/// name, so that names with the same beginning differ.
 pub fn serial_number(name: &str) -> String {
     if name.len() <= MAX_BYTES {
         return name.to_owned();

@@ -1,4 +1,4 @@
-//! What a disk's front, its queues' workers and its handles share.
+//! State of a disk that its front, its queues' workers and its handles share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
@@ -24,24 +24,24 @@ use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::persist::FirstFailure;
 
-/// `struct virtio_blk_config` as far as there is something in it (virtio 1.3, 5.2.4).
+/// Length of `struct virtio_blk_config` up to the last supported field (virtio 1.3, 5.2.4).
 const CONFIG_LEN: usize = 60;
-/// `writeback`, the one field that the driver writes.
+/// Offset of `writeback`, the only field that drivers write.
 const WRITEBACK_AT: u64 = 32;
-/// Descriptors beside those of the data: the header's and the status byte's.
+/// Descriptors of a request besides its data: those of the header and the status byte.
 const OTHER_DESCRIPTORS: u16 = 2;
 
-/// How the guest sees a disk, apart from what it is made of.
+/// Properties of a disk that are independent of its content.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskShape {
-    /// What the VMM calls it: in logs, metrics and the API.
+    /// Id in logs, metrics and the API.
     pub id: String,
-    /// What the guest reads as its serial number; [`serial_number`] makes it fit.
+    /// Serial number for the guest. [`serial_number`] shortens it if needed.
     pub serial: String,
     pub queues: u16,
-    /// Descriptors of each, a power of two from 4 on.
+    /// Descriptors of each queue, a power of two of at least 4.
     pub queue_size: u16,
-    /// Takes no writes of the guest, although its content would.
+    /// Refuses writes of the guest, even if the content is writable.
     pub read_only: bool,
 }
 
@@ -49,10 +49,10 @@ pub(super) struct Disk {
     shape: DiskShape,
     device: Arc<dyn BlockDevice>,
     geometry: Geometry,
-    /// What the driver has chosen, if it may choose: off, each write is durable before it is
+    /// Cache mode that the driver has set. Without a cache, each write is durable before it is
     /// answered.
     write_back: AtomicBool,
-    /// Set while the driver is there.
+    /// Set while a driver is active.
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     metrics: Arc<BlockMetrics>,
     flushes: Arc<Flushes>,
@@ -60,7 +60,6 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    /// A disk with the content of `device`.
     pub(super) fn new(shape: DiskShape, device: Arc<dyn BlockDevice>) -> Self {
         let mut geometry = device.geometry();
         geometry.read_only |= shape.read_only;
@@ -71,7 +70,6 @@ impl Disk {
         Self { shape, device, geometry, write_back, interrupt, metrics, flushes, failure }
     }
 
-    /// How the guest sees it.
     pub(super) fn shape(&self) -> &DiskShape {
         &self.shape
     }
@@ -89,7 +87,7 @@ impl Disk {
         &self.metrics
     }
 
-    /// What is offered (5.2.3).
+    /// Offered features (5.2.3).
     pub(super) fn features(&self) -> u64 {
         let mut features = 1 << VIRTIO_F_VERSION_1
             | 1 << VIRTIO_RING_F_INDIRECT_DESC
@@ -111,7 +109,7 @@ impl Disk {
         features
     }
 
-    /// What requests are held against, with `features` agreed on.
+    /// Limits for requests with the negotiated `features`.
     pub(super) fn limits(&self, features: u64) -> Limits {
         Limits {
             capacity_bytes: self.device.size_bytes(),
@@ -123,8 +121,8 @@ impl Disk {
         }
     }
 
-    /// Whether a write must be durable before it is answered: where the driver has switched the
-    /// cache off, and where it has not agreed to flush (5.2.6.2).
+    /// Returns true if a write must be durable before it is answered: the driver has switched the
+    /// cache off, or has not negotiated FLUSH (5.2.6.2).
     pub(super) fn writes_through(&self, features: u64) -> bool {
         // The write precedes the load of the mode, and in `write_config` the store of the new mode
         // precedes the flush. So either the flush covers the write, or this load returns the new
@@ -135,7 +133,7 @@ impl Disk {
         if chooses { !self.write_back.load(Ordering::Acquire) } else { !flushes }
     }
 
-    /// The configuration space as it is now.
+    /// Current configuration space.
     pub(super) fn config(&self) -> [u8; CONFIG_LEN] {
         let Geometry { block_bytes, physical_block_bytes, .. } = self.geometry;
         let physical_blocks = physical_block_bytes / block_bytes;
@@ -157,39 +155,42 @@ impl Disk {
         config
     }
 
-    /// The driver writes to the configuration.
+    /// Handles a driver's write to the configuration.
     ///
     /// A driver that has switched the cache off sends no more flushes. So the switch makes all
-    /// earlier writes durable, and a write that is under way flushes after its transfer
-    /// ([`Job::next`](super::job::Job::next)). Virtio requires less: a write that was completed
-    /// with the cache on becomes stable by a flush that the driver sends (virtio 1.3, 5.2.6.2). But
-    /// Linux sends none once this has returned (cache_type_store in drivers/block/virtio_blk.c: the
-    /// block layer drops flushes for a disk without a cache). Nor need an fsync of data that was
-    /// written back before send a write, whose flush would cover that data. So the vCPU waits here,
-    /// and with it every other access to the function's registers: once in a guest's life, if at
-    /// all.
+    /// earlier writes durable, and a write in progress flushes after its transfer
+    /// ([`Job::next`](super::job::Job::next)).
+    ///
+    /// Virtio requires less: a write that was completed with the cache on becomes stable by a flush
+    /// of the driver (virtio 1.3, 5.2.6.2). But Linux sends none after this call (cache_type_store
+    /// in drivers/block/virtio_blk.c: the block layer drops flushes for a disk without a cache). An
+    /// fsync of data that was written back before may also send no write, whose flush would cover
+    /// the data.
+    ///
+    /// The vCPU waits here, and so does every other access to the function's registers. This
+    /// happens at most once in the life of most guests.
     pub(super) fn write_config(&self, offset: u64, data: &[u8]) {
         let (WRITEBACK_AT, [mode @ (0 | 1)]) = (offset, data) else { return };
         let write_back = *mode == 1;
         if self.write_back.swap(write_back, Ordering::SeqCst) && !write_back {
-            // A failure makes the disk read-only, which the next write finds.
+            // A failure makes the disk read-only, and the next write fails.
             let _ = self.flush();
         }
     }
 
-    /// The driver and the device have agreed on these features: from now on it may choose. Before,
-    /// and without a choice, the cache is on if the driver knows how to flush it (5.2.5.2).
+    /// Sets the cache mode after feature negotiation, from which the driver may change it. Before
+    /// that, and without a change, the cache is on if the driver can flush it (5.2.5.2).
     pub(super) fn agree(&self, features: u64) {
         self.write_back.store(features & (1 << VIRTIO_BLK_F_FLUSH) != 0, Ordering::Release);
     }
 
-    /// Back to what the driver begins with.
+    /// Resets the state that a driver has set.
     pub(super) fn forget_driver(&self) {
         self.write_back.store(true, Ordering::Release);
         *self.interrupt.lock() = None;
     }
 
-    /// A driver is there.
+    /// Stores the interrupt of the active driver.
     pub(super) fn set_driver(&self, interrupt: Arc<dyn VirtioInterrupt>) {
         *self.interrupt.lock() = Some(interrupt);
     }
@@ -202,12 +203,12 @@ impl Disk {
         serial
     }
 
-    /// The flushes that are under way, in all queues.
+    /// Flushes in progress in all queues.
     pub(super) fn flushes(&self) -> &Arc<Flushes> {
         &self.flushes
     }
 
-    /// Makes what was written durable, and returns when that is known.
+    /// Makes all earlier writes durable. Returns after all overlapping flushes have ended.
     pub(super) fn flush(&self) -> std::io::Result<()> {
         let (begin, ticket) = (Instant::now(), self.flushes.begin());
         let result = self.device.flush();
@@ -218,10 +219,10 @@ impl Disk {
         self.settled()
     }
 
-    /// The media have answered a flush that was begun then.
+    /// Records the media's result of a flush that was begun at `begin`.
     ///
-    /// After one that fails nobody knows what is on the media, and the kernel may call the next one
-    /// a success: the disk takes no more writes until it is opened again.
+    /// After a failed flush the content of the media is unknown, and the kernel may report success
+    /// for the next one. The disk therefore refuses writes until it is opened again.
     pub(super) fn flushed(&self, begin: Instant, result: &std::io::Result<()>) {
         self.metrics.flushes.observe(begin.elapsed());
         let Err(err) = result else { return };
@@ -231,7 +232,7 @@ impl Disk {
         }
     }
 
-    /// What a flush comes to that went well, when all have ended that it overlapped.
+    /// Result of a successful flush, when all flushes that it overlapped have ended.
     pub(super) fn settled(&self) -> std::io::Result<()> {
         match self.has_failed() {
             true => Err(std::io::Error::other(
@@ -241,12 +242,12 @@ impl Disk {
         }
     }
 
-    /// Whether an earlier flush has failed.
+    /// Returns true if an earlier flush has failed.
     pub(super) fn has_failed(&self) -> bool {
         self.metrics.read_only.load(Ordering::Acquire)
     }
 
-    /// Gives the disk another size, and tells the driver.
+    /// Resizes the disk and notifies the driver.
     pub(super) fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
         self.device.resize(wanted_bytes)?;
         self.metrics.size_bytes.store(self.device.size_bytes(), Ordering::Relaxed);

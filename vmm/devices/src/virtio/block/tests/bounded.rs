@@ -1,4 +1,4 @@
-//! What a guest cannot have: a device that is busy as long as the guest likes.
+//! Limits to the time that requests of a guest keep the device busy.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -48,7 +48,7 @@ fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
         let list: Vec<_> = (0..32).map(|nth| (nth << 22, 1 << 22)).collect();
         rig.driver.write(DATA, &ranges(&list));
         rig.write_header(kind, 0);
-        // Several of them: each is a request of its own that could be begun.
+        // Several requests that could all be begun.
         for _ in 0..8 {
             let chain = [Buffer::Out(HEADER, 16), Buffer::Out(DATA, 512), Buffer::In(STATUS, 1)];
             rig.driver.add(0, &chain);
@@ -63,7 +63,7 @@ fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
             while !stop.load(Ordering::Acquire) {
                 thread::yield_now();
             }
-            // Whatever it wants to do from now on, it may.
+            // From now on no step waits.
             drop(go_on);
             reset.join().unwrap();
         });
@@ -88,7 +88,7 @@ fn read_behind_a_long_discard_is_answered_before_its_end() {
         has_begun.recv_timeout(PATIENCE).unwrap();
         go_on.send(()).unwrap();
     }
-    // The interrupt as well comes before the third step, which has begun and does not end.
+    // The interrupt also precedes the end of the third step, which has begun and waits.
     assert_eq!(rig.driver.wait_used(0), (read, 513));
     has_begun.recv_timeout(PATIENCE).unwrap();
     assert_eq!((rig.driver.used(0), rig.status()), (None, UNTOUCHED));
@@ -119,7 +119,7 @@ fn after_an_index_that_makes_no_sense_the_thread_is_idle_until_a_reset() {
         wait("a notification is not seen", &|| passes() > before);
     }
     assert_eq!(rig.driver.resets_needed(), 1);
-    // When this returns, the thread has done all that it wanted to do.
+    // When this returns, the thread has ended all its passes.
     rig.device.reset();
     assert!(passes() <= allowed, "{} passes and not {allowed}: the thread is busy", passes());
     let activation = rig.driver.activation(rig.device.features());

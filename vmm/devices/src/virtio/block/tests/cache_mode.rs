@@ -1,4 +1,4 @@
-//! Writes that are under way while the driver switches the write cache off.
+//! Writes in progress while the driver switches the write cache off.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,7 +39,7 @@ fn write_that_ends_during_the_flush_of_the_switch_has_a_flush_of_its_own() {
     let is_switched = AtomicBool::new(false);
     fake.set_hook(move |call| {
         if call == Call::Flush && !is_switched.swap(true, Ordering::Relaxed) {
-            // The write ends during the flush of the switch: if its device does not see the new
+            // The write ends during the flush of the switch. If its device does not see the new
             // mode now, it never does.
             at_ring.end(&written, 0, Ok(()));
             at_ring.wait_for(1);

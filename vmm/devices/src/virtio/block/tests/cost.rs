@@ -13,7 +13,7 @@ use crate::virtio::testing::counted_requests;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const PAGE_BYTES: usize = 4096;
-/// Places in the disk that are used in turn.
+/// Number of places in the disk that are used in turn.
 const PLACES: u64 = 256;
 
 fn writes(mut rig: Rig) {

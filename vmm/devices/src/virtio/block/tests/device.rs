@@ -34,7 +34,7 @@ fn a_request_may_be_cut_anywhere() {
     let (mut rig, _) = Rig::fake(1 << 20);
     let data = pattern(1024, 2);
     rig.driver.write(DATA, &data);
-    // The header in three parts, the last of them with data; a descriptor of nothing.
+    // The header is in three parts, the last of them with data. One descriptor is empty.
     rig.write_header(VIRTIO_BLK_T_OUT, 3);
     rig.driver.write(DATA - 4, &rig.driver.read(HEADER + 12, 4));
     let chain = [
@@ -49,7 +49,7 @@ fn a_request_may_be_cut_anywhere() {
     rig.driver.kick(0);
     rig.driver.wait_used(0);
     assert_eq!(rig.status(), OK);
-    // The status byte behind the data, in the same descriptor.
+    // The status byte follows the data in the same descriptor.
     rig.write_header(VIRTIO_BLK_T_IN, 3);
     rig.driver.write(DATA, &[0; 1025]);
     rig.driver.add(0, &[Buffer::Out(HEADER, 16), Buffer::In(DATA, 3), Buffer::In(DATA + 3, 1022)]);
@@ -157,8 +157,7 @@ fn a_driver_that_switches_the_cache_off_needs_no_flush() {
 fn a_driver_that_cannot_flush_begins_without_a_cache() {
     let version = 1 << VIRTIO_F_VERSION_1;
     let (flush, choose) = (1 << VIRTIO_BLK_F_FLUSH, 1 << VIRTIO_BLK_F_CONFIG_WCE);
-    // What the driver agreed on, what it writes before DRIVER_OK, and what the configuration says
-    // then.
+    // Negotiated features, mode written before DRIVER_OK, and mode in the configuration.
     for (features, written, expected) in [
         (version, None, 0),
         (version | choose, None, 0),
@@ -168,7 +167,7 @@ fn a_driver_that_cannot_flush_begins_without_a_cache() {
     ] {
         let fake = Arc::new(Fake::new(1 << 20));
         let mut device = Block::new(shape(), fake.clone()).unwrap();
-        // A driver before it, which has left it otherwise.
+        // An earlier driver has left the other mode.
         device.write_config(32, &[1 - expected]);
         assert!(device.accepts_features(features));
         if let Some(written) = written {
@@ -216,7 +215,7 @@ fn failing_media_are_errors_and_the_disk_goes_on() {
 fn memory_can_be_plugged_while_a_disk_takes_its_time() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     let view = rig.view.clone();
-    // With a guard held across a step, this would wait for itself for ever.
+    // Would deadlock if a guard was held during a step.
     fake.set_hook(move |_| {
         drop(view.exclusive());
         Ok(())
@@ -240,7 +239,7 @@ fn buffers_in_unplugged_memory_are_errors() {
     assert_eq!(fake.bytes.lock()[..4096], [7; 4096]);
     rig.view.exclusive().set_plugged(address(0xc_0000), 0x1_0000, true);
     assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(0xc_0000, 4096)]).0, OK);
-    // Up to the last plugged byte, and over it.
+    // Up to the last plugged byte, and beyond it.
     assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(0xc_f000, 4096)]).0, OK);
     assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(0xc_f200, 4096)]).0, IOERR);
 }
@@ -249,11 +248,11 @@ fn buffers_in_unplugged_memory_are_errors() {
 fn a_disk_does_not_get_what_may_not_be_what_the_guest_wrote() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[7; 4096]), OK);
-    // A page of the buffers is gone while they are copied: zeros, as a handler puts them there.
+    // A page of the buffers is lost while they are copied. The handler replaces it by zeros.
     rig.view.loss().raise();
     assert_eq!(rig.write(0, &[0; 4096]), IOERR);
     assert_eq!(fake.bytes.lock()[..4096], [7; 4096]);
-    // Nor is the guest told that it has what it may not have.
+    // The guest does not receive data that may be wrong either.
     assert_eq!(rig.read(0, 512), Err(IOERR));
     assert_eq!((rig.metrics().failed(Kind::Read), rig.metrics().failed(Kind::Write)), (1, 1));
 }

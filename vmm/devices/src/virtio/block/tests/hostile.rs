@@ -1,4 +1,4 @@
-//! What no driver should send, and some may.
+//! Requests that a correct driver does not send.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,7 +23,7 @@ fn what_is_not_on_the_disk_is_an_error() {
     for (sector, len) in [
         (2048, 512),
         (2047, 1024),
-        // times 512 this is a small number again
+        // The product with 512 overflows to a small number.
         (1 << 55, 512),
         ((1 << 55) + 1, 512),
         (u64::MAX, 512),
@@ -75,7 +75,7 @@ fn a_read_only_disk_is_not_changed() {
     let fake = Arc::new(Fake::with(1 << 20, geometry));
     let device = Block::new(shape(), fake.clone()).unwrap();
     assert_ne!(device.features() & 1 << VIRTIO_BLK_F_RO, 0);
-    // A driver that takes what was never offered.
+    // The driver accepts features that were never offered.
     let features = device.features() | 1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES;
     let mut rig = Rig::with(device, features);
     assert_eq!(rig.write(0, &[1; 512]), IOERR);
@@ -108,7 +108,7 @@ fn ranges_are_checked_all_of_them() {
         (range(0, 1, 2), UNSUPP),
         // A discard has no such flag.
         (range(0, 1, 1), UNSUPP),
-        // One bad one, and nothing is done.
+        // One invalid range prevents the whole request.
         ([good.clone(), range(2048, 1, 0)].concat(), IOERR),
     ] {
         rig.driver.write(DATA, &list);
@@ -137,10 +137,10 @@ fn chains_that_cannot_be_answered_are_given_back() {
         // No status byte.
         &[out],
         &[out, Buffer::In(STATUS, 0)],
-        // It is not in memory.
+        // Status byte outside of memory.
         &[out, Buffer::In(DATA, 512), Buffer::In(MEMORY_LEN, 1)],
         &[out, Buffer::In(u64::MAX, 2)],
-        // What is read follows what is written.
+        // Readable descriptor after a writable one.
         &[Buffer::In(DATA, 512), out, Buffer::In(STATUS, 1)],
         &[Buffer::In(STATUS, 1), out],
     ];
@@ -186,8 +186,8 @@ const NEXT: u32 = VRING_DESC_F_NEXT;
 const WRITE: u32 = VRING_DESC_F_WRITE;
 const INDIRECT: u32 = VRING_DESC_F_INDIRECT;
 
-/// A read of one sector, as it should be; `next` is where the status byte's descriptor says that it
-/// goes on.
+/// A valid read of one sector. If `next` is set, the last descriptor, of the status byte, continues
+/// there.
 fn good_chain(next: Option<u16>) -> [(u64, u32, u32, u16); 3] {
     let more = next.map_or(0, |_| NEXT);
     [
@@ -197,7 +197,8 @@ fn good_chain(next: Option<u16>) -> [(u64, u32, u32, u16); 3] {
     ]
 }
 
-/// Has the device look at the chain at descriptor 0, and says whether it gave it back unanswered.
+/// Makes the chain at descriptor 0 available. Returns true if the device returned it without a
+/// status.
 fn is_given_back(rig: &mut Rig) -> bool {
     rig.write_header(VIRTIO_BLK_T_IN, 0);
     let before = rig.metrics().bad_requests.load(Ordering::Relaxed);
@@ -213,7 +214,7 @@ fn is_given_back(rig: &mut Rig) -> bool {
     len == 0
 }
 
-/// The same, of a chain in a table of so many bytes.
+/// Same as [`is_given_back`], for a chain in an indirect table of `table_len` bytes.
 fn is_given_back_from_table(rig: &mut Rig, chain: &[(u64, u32, u32, u16)], table_len: u32) -> bool {
     (0..)
         .zip(chain)
@@ -253,7 +254,7 @@ fn loops_in_an_indirect_table_are_given_back() {
     assert!(!is_given_back_from_table(&mut rig, &good_chain(None), 48));
     for next in 0..3 {
         assert!(is_given_back_from_table(&mut rig, &good_chain(Some(next)), 48), "{next}");
-        // One that is so large that a loop in it would take its time.
+        // A table of 65,535 descriptors, in which following a loop would take long.
         assert!(is_given_back_from_table(&mut rig, &good_chain(Some(next)), 0xf_fff0), "{next}");
     }
 }
@@ -284,7 +285,7 @@ fn tables_of_no_whole_descriptors_are_given_back() {
     {
         assert_eq!(is_given_back_from_table(&mut rig, &good_chain(None), len), bad, "{len}");
     }
-    // More than there can be, and more than there is memory.
+    // Larger than a table can be, and larger than memory.
     for len in [0x10_0000, u32::MAX, u32::MAX - 15] {
         assert!(is_given_back_from_table(&mut rig, &good_chain(None), len), "{len:#x}");
     }

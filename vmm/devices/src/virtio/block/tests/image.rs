@@ -1,4 +1,4 @@
-//! Image files, by io_uring where there is one, and without.
+//! Disks on image files, with io_uring if the host has it, and without.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -171,11 +171,11 @@ fn a_pool_is_not_given_away_in_use_or_not() {
             error(options)
         );
     }
-    // A reader may attach the pool's file. Then no VM can open the pool.
+    // A pool's file can be attached read-only. No VM can then open the pool.
     let image = RawImage::open(&path, READONLY).unwrap();
     assert!(Pool::open(&path, OpenMode::ReadWrite).unwrap_err().to_string().contains("in use"));
     drop(image);
-    // One whose superblocks are lost can be repaired, as long as nobody writes there.
+    // A pool without superblocks can be repaired unless a guest writes to it.
     let mut bytes = before.clone();
     bytes[..4096].fill(0);
     bytes[(2 << 20) - 4096..2 << 20].fill(0);
@@ -254,7 +254,7 @@ fn copy_of_a_pool_becomes_a_disk_only_if_the_user_says_so() {
     RawImage::open(&copy, READONLY).unwrap();
     RawImage::open(&copy, WRITABLE).unwrap_err();
     RawImage::open(&copy, ImageOptions { is_called_raw: true, ..WRITABLE }).unwrap();
-    // From now on it is a disk, which the guest may fill with anything.
+    // From now on the copy is a disk, which the guest may fill with any content.
     RawImage::open(&copy, WRITABLE).unwrap();
     PmemFile::open(&PmemConfig::parse(&format!("file={}", copy.display())).unwrap()).unwrap();
 }
@@ -266,7 +266,7 @@ fn what_is_no_image_is_refused() {
     assert!(error(folder.path()).contains("neither a file nor a block device"));
     assert!(error(Path::new("/dev/null")).contains("neither a file nor a block device"));
     assert!(error(&folder.path().join("none")).contains("looked at"));
-    // A pipe has no end to wait for.
+    // Opening a pipe would wait for its other end.
     let pipe = folder.path().join("pipe");
     mkfifoat(CWD, &pipe, Mode::RUSR | Mode::WUSR).unwrap();
     assert!(error(&pipe).contains("neither a file nor a block device"));
@@ -305,7 +305,7 @@ fn transfers_past_the_page_cache_are_aligned_here() {
     let block = u64::from(backend.geometry().block_bytes);
     let mut rig = Rig::new(backend);
     let data = pattern(3 * block as usize, 7);
-    // The driver's buffer lies anywhere.
+    // The driver's buffer is not aligned.
     rig.driver.write(DATA + 13, &data);
     let (len, sector) = (data.len() as u32, block / 512);
     assert_eq!(rig.request(VIRTIO_BLK_T_OUT, sector, &[Buffer::Out(DATA + 13, len)]), (OK, 1));
@@ -327,7 +327,7 @@ fn queues_that_work_at_once_are_reset_in_the_middle_and_go_on() {
     let mut rig = Rig::with(device, features);
     let data = pattern(LEN as usize, 9);
     rig.driver.write(DATA, &data);
-    // Each queue has a region of the disk, ten blocks of which it writes.
+    // Each queue writes ten blocks in its region of the disk.
     let sector = |queue: usize, nth: usize| (queue * 4096 + nth * 128) as u64;
     for round in 0..20 {
         let mut written = 0;
@@ -345,7 +345,7 @@ fn queues_that_work_at_once_are_reset_in_the_middle_and_go_on() {
             written += 1;
         }
         (0..QUEUES).for_each(|queue| rig.driver.kick(queue));
-        // In every second round, wherever they are.
+        // Every second round resets the device at an arbitrary moment.
         if round % 2 == 0 {
             rig.device.reset();
             let activation = rig.driver.activation(features);

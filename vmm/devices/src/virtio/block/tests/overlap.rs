@@ -1,4 +1,4 @@
-//! Overlapping flushes of which one fails, on a disk with two queues, with and without rings.
+//! Two overlapping flushes with one failure, on a disk with two queues, with and without rings.
 
 use std::io;
 use std::sync::Arc;
@@ -80,8 +80,7 @@ impl Flushes {
     }
 }
 
-/// Runs two overlapping flushes, one in each queue, of which the second ends first. Returns their
-/// statuses.
+/// Runs two overlapping flushes, one in each queue. The second ends first. Returns their statuses.
 fn two_overlap(by_ring: bool, first: io::Result<()>, second: io::Result<()>) -> [u8; 2] {
     let mut flushes = Flushes::new(by_ring);
     (0..2).for_each(|queue| flushes.begin(queue));
@@ -89,7 +88,7 @@ fn two_overlap(by_ring: bool, first: io::Result<()>, second: io::Result<()>) -> 
     flushes.end(1, second);
     flushes.wait_for_flush();
     if is_good {
-        // Once the queue has answered a later request, it has seen the end of the flush.
+        // When the queue has answered a later request, it has processed the end of the flush.
         flushes.rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
         flushes.rig.driver.wait_used(1);
         assert_eq!(flushes.rig.status_of(2), OK);

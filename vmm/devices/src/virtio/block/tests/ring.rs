@@ -1,4 +1,4 @@
-//! Steps that are under way together, in a ring whose steps the test ends.
+//! Steps in progress together in a ring, whose steps the test ends.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -76,7 +76,7 @@ fn flushes_of_one_queue_that_overlap_share_their_error() {
             thread::yield_now();
         }
         if first != failing {
-            // Once the queue has answered a later request, it has seen the end of the flush.
+            // When the queue has answered a later request, it has processed the end of the flush.
             rig.send(0, 2, VIRTIO_BLK_T_GET_ID, 0);
             rig.driver.wait_used(0);
             assert_eq!([0, 1, 2].map(|slot| rig.status_of(slot)), [UNTOUCHED, UNTOUCHED, OK]);
@@ -92,8 +92,8 @@ fn flushes_of_one_queue_that_overlap_share_their_error() {
 
 #[test]
 fn write_is_durable_if_the_cache_is_off_at_its_end() {
-    // No case switches the cache on, because virtio does not define the mode of a write that is
-    // under way then.
+    // No case switches the cache on, because virtio does not define the mode of a write in
+    // progress.
     for (before, after) in [(0, 0), (1, 0), (1, 1)] {
         let (mut rig, fake, ring) = rig();
         rig.device.write_config(32, &[before]);
@@ -162,7 +162,7 @@ fn queue_exceeds_its_limit_by_less_than_one_piece() {
     let fake = Arc::new(fake);
     let mut rig = Rig::new(fake.clone());
     let ring = fake.ring(0);
-    // All writes have the same MiB as data: the whole memory of the driver.
+    // All writes have the same MiB of data: the driver's whole memory.
     rig.write_header(VIRTIO_BLK_T_OUT, 0);
     let write =
         [Buffer::Out(HEADER, 16), Buffer::Out(0, PIECE_BYTES_MAX as u32), Buffer::In(STATUS, 1)];
@@ -175,7 +175,7 @@ fn queue_exceeds_its_limit_by_less_than_one_piece() {
     rig.driver.write(HEADER + 0x10, &header);
     let zeroes = [Buffer::Out(HEADER + 0x10, 16), Buffer::Out(DATA, 16), Buffer::In(STATUS, 1)];
     rig.driver.add(0, &zeroes);
-    // The last one has to wait.
+    // The last write has to wait.
     rig.driver.add_again(0, head);
     rig.driver.kick(0);
     assert_eq!(ring.wait_for(writes + 1), writes + 1);
@@ -212,7 +212,7 @@ fn metric_shows_a_ring_only_if_all_queues_have_one() {
     let activation = rig.driver.activation(rig.device.features());
     rig.device.activate(activation).unwrap();
     assert!(metrics.io_uring.load(Ordering::Relaxed));
-    // Ring 1 is that of the first queue. The second queue still has its ring.
+    // Ring 1 belongs to the first queue. The second queue still has its ring.
     fake.ring(1).give_up();
     rig.send(0, 0, VIRTIO_BLK_T_OUT, 0);
     fake.ring(1).wait_for(1);
@@ -224,7 +224,7 @@ fn metric_shows_a_ring_only_if_all_queues_have_one() {
 #[test]
 fn memory_can_be_plugged_while_a_ring_is_at_work() {
     let (mut rig, fake, ring) = rig();
-    // With a guard held across a call of the ring, this would wait for itself for ever.
+    // Would deadlock if a guard was held during a call of the ring.
     ring.plug_during_calls(rig.view.clone());
     // Two ranges have two steps.
     let range = |sector: u64| [&sector.to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat();

@@ -1,5 +1,5 @@
-//! Sectors of 512 bytes on media with sectors of 4096 bytes, with io_uring where the host has it,
-//! and without.
+//! Sectors of 512 bytes on media with sectors of 4096 bytes, with io_uring if the host has it, and
+//! without.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ struct Device {
 }
 
 impl Device {
-    /// `None` where there are no loop devices.
+    /// Returns `None` if there are no loop devices.
     fn new(len_bytes: u64) -> Option<Self> {
         let folder = TempDir::new().unwrap();
         let image = folder.path().join("image");
@@ -42,7 +42,7 @@ impl Device {
         Some(Self { folder, path, is_mounted: false })
     }
 
-    /// `None` where nothing can be mounted.
+    /// Returns `None` if nothing can be mounted.
     fn mounted() -> Option<Self> {
         let mut device = Self::new(16 * MIB)?;
         let folder = device.folder.path().join("mounted");
@@ -81,8 +81,7 @@ fn range(sector: u64, sectors: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat()
 }
 
-/// Changes parts of the first 64 KiB of a disk of `sectors` and its last sectors, and compares all
-/// of it.
+/// Writes to parts of the first 64 KiB and to the last sectors of a disk, and compares its content.
 fn exercise(mut rig: Rig, sectors: u64) {
     let mut expected = pattern(64 << 10, 3);
     assert_eq!(rig.write(0, &expected), OK);
@@ -98,7 +97,7 @@ fn exercise(mut rig: Rig, sectors: u64) {
             "sector {sector}, {count} sectors"
         );
     }
-    // The edges of zeros are kept to the byte; those of a discard as well.
+    // Zeroing and discards are exact to the byte.
     for (sector, count) in [(33, 30), (65, 2), (72, 8)] {
         rig.driver.write(DATA, &range(sector, count));
         assert_eq!(rig.request(VIRTIO_BLK_T_WRITE_ZEROES, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
@@ -173,8 +172,7 @@ fn requested_block_size_is_shown() {
     assert_eq!(rig.write(8, &pattern(4096, 1)), OK);
 }
 
-/// Queues write neighboring sectors of the same blocks at once, beside whole blocks that are under
-/// way in the rings.
+/// Queues write adjacent sectors of the same blocks at once, while rings write whole blocks.
 #[test]
 fn queues_that_change_the_same_blocks_lose_nothing() {
     const QUEUES: usize = 4;
@@ -185,7 +183,7 @@ fn queues_that_change_the_same_blocks_lose_nothing() {
     let mut rig = Rig::with(block, features);
     for round in 0..50u8 {
         let sent = (0..QUEUES * 4).map(|nth| {
-            // Every fourth write is a block of its own; the others are sectors of shared ones.
+            // Every fourth write is a whole block. The others are sectors of shared blocks.
             let (sector, sectors) =
                 if nth % 4 == 3 { (64 + nth as u64 * 8, 8) } else { (nth as u64, 1) };
             let (header, data) = (HEADER + 0x200 + 0x10 * nth as u64, DATA + 0x1000 * nth as u64);

@@ -187,7 +187,7 @@ impl PciInterrupt {
     fn signal(&self, vector: u16, isr: u8, delivery: Delivery) -> io::Result<()> {
         let mut msix = self.msix.lock();
         if !msix.table.is_enabled() {
-            // Without MSI-X the ISR status is all that the driver has, because there is no INTx.
+            // Without MSI-X the driver has only the ISR status, because the device has no INTx.
             self.isr.fetch_or(isr, Ordering::AcqRel);
             return Ok(());
         }

@@ -67,7 +67,7 @@ impl Notifications {
         self.running = false;
         self.update();
         for queue in &self.queues {
-            // Fails if there is none.
+            // Fails if no notification is pending.
             let _ = queue.kick.read();
         }
     }
