@@ -1,32 +1,32 @@
-//! Has the host's pages ready for a driver that zeroes memory before it unplugs it. Pure: it
-//! decides, others do.
+//! Populates the host's pages in advance for a driver that zeroes memory before it unplugs it. This
+//! module only decides which pages; the caller populates them.
 //!
-//! With init_on_alloc, which distributions' kernels have on, Linux writes zeros to every page of a
-//! block that it isolates to be unplugged (alloc_contig_range). Where the guest has never used the
-//! block, the host must first find, and zero, a page for each fault: more than half of the time
-//! that the unplug takes, all of it spent by the vCPU. Linux unplugs from the highest memory block
-//! down, so the next run is known, and another CPU can provide its pages meanwhile.
+//! With init_on_alloc, which distributions' kernels enable, Linux writes zeros to every page of a
+//! block that it isolates for an unplug (alloc_contig_range). If the guest has never used the
+//! block, the host must allocate and zero a page for each fault. This takes more than half of the
+//! time of the unplug, all on the vCPU. Linux unplugs from the highest memory block downwards, so
+//! the next run is known, and another CPU can populate its pages in the meantime.
 //!
-//! Whether a driver does zero is seen, not assumed. Of each run that is made ready one block that
-//! has no page, the probe, is left without one: if it has one when the run is unplugged, moments
-//! later, the driver has written to it. Only for the first run, which has no probe, all blocks
-//! having pages must do. So a driver that does not zero costs the host the untouched rest of one
-//! run, once for each time that its memory shrinks.
+//! Zeroing is detected, not assumed. One block without a page in each populated run, the probe, is
+//! left unpopulated. If the probe has a page when the run is unplugged, moments later, the driver
+//! has written to it. The first run has no probe, so all its blocks must have pages. A driver that
+//! does not zero therefore costs the host the unused rest of one run, each time that its memory
+//! shrinks.
 
 use std::ops::Range;
 
-/// What is made ready in one go: requests that come meanwhile wait for it.
+/// Blocks to populate at a time. Requests of the driver wait for one such step.
 const STEP_BLOCKS: u64 = 2;
-/// Linux's largest memory block: the driver asks for no longer run of its own accord.
+/// Linux's largest memory block, and the longest run that the driver unplugs unprompted.
 const RUN_MAX_BYTES: u64 = 2 << 30;
 
-/// The run that is expected to be unplugged next. Offsets count from the region's start.
+/// The run that is expected to be unplugged next. Offsets are relative to the region.
 #[derive(Debug)]
 pub(super) struct ZeroAhead {
     block_bytes: u64,
-    /// What is left to be made ready.
+    /// The part that is not populated yet.
     left: Range<u64>,
-    /// The block that shows whether the driver zeroes, in the run that was made ready last.
+    /// The block that shows if the driver zeroes, in the run that was populated last.
     probe: Option<u64>,
 }
 
@@ -35,9 +35,9 @@ impl ZeroAhead {
         Self { block_bytes, left: 0..0, probe: None }
     }
 
-    /// Whether the driver, which asks for `run` to be unplugged, has zeroed it. `populated` tells
-    /// of each block of a run whether its first page is there; it takes a system call, and so
-    /// it is asked once.
+    /// Returns true if the driver has zeroed `run`, which it requests to unplug. `populated`
+    /// returns for each block of a run if its first page is populated. It is called once, because
+    /// it needs a system call.
     pub(super) fn was_zeroed(
         &self,
         run: &Range<u64>,
@@ -50,8 +50,8 @@ impl ZeroAhead {
         populated(&telling, self.block_bytes).into_iter().all(|populated| populated)
     }
 
-    /// Plans for the run that lies below `run`, which has been unplugged after it had been zeroed.
-    /// `surplus_bytes` is what is still plugged beyond what is requested.
+    /// Plans to populate the run below `run`, which was zeroed and unplugged. `surplus_bytes` is
+    /// the plugged memory beyond the requested size.
     pub(super) fn expect_below(
         &mut self,
         run: &Range<u64>,
@@ -60,13 +60,13 @@ impl ZeroAhead {
     ) {
         let len = (run.end - run.start).min(surplus_bytes).min(run.start).min(RUN_MAX_BYTES);
         let below = run.start - len..run.start;
-        // Without a block that has no page there is nothing to make ready.
+        // If all blocks have pages, nothing needs to be populated.
         let missing = populated(&below, self.block_bytes).iter().position(|populated| !populated);
         self.probe = missing.map(|block| below.start + block as u64 * self.block_bytes);
         self.left = self.probe.map_or(0..0, |probe| probe + self.block_bytes..below.end);
     }
 
-    /// What to make ready now.
+    /// Takes the next range to populate.
     pub(super) fn next(&mut self) -> Option<Range<u64>> {
         let end = self.left.end.min(self.left.start + STEP_BLOCKS * self.block_bytes);
         let step = self.left.start..end;
@@ -74,7 +74,7 @@ impl ZeroAhead {
         (!step.is_empty()).then_some(step)
     }
 
-    /// Makes nothing more ready: the driver does something else. What the probe shows still counts.
+    /// Stops populating, because the driver has sent another request. The probe stays valid.
     pub(super) fn pause(&mut self) {
         self.left = 0..0;
     }
@@ -84,7 +84,7 @@ impl ZeroAhead {
         self.probe = None;
     }
 
-    /// Whether there is more to make ready.
+    /// Returns true if more ranges remain to be populated.
     pub(super) fn is_busy(&self) -> bool {
         !self.left.is_empty()
     }
@@ -107,7 +107,7 @@ mod tests {
             .collect()
     }
 
-    /// Whether the blocks of a run are populated, by a function of their offsets.
+    /// A `populated` function from a function of the blocks' offsets.
     fn of(has_page: impl Fn(u64) -> bool) -> impl FnOnce(&Range<u64>, u64) -> Vec<bool> {
         move |run, block_bytes| run.clone().step_by(block_bytes as usize).map(has_page).collect()
     }
@@ -124,7 +124,7 @@ mod tests {
         assert!(ahead.is_busy());
         assert_eq!(steps(&mut ahead), [(11, 13), (13, 15), (15, 16)]);
         assert!(!ahead.is_busy());
-        // Of a run that was used in part, what lies above the first block that was not.
+        // In a partly used run, only the blocks above the first unused one are populated.
         ahead.expect_below(&run(16, 22), PLENTY, of(|block| block < 13 * BLOCK));
         assert_eq!(steps(&mut ahead), [(14, 16)]);
         ahead.expect_below(&run(16, 22), PLENTY, of(|_| true));
@@ -136,8 +136,7 @@ mod tests {
         let mut ahead = ZeroAhead::new(BLOCK);
         ahead.expect_below(&run(16, 22), PLENTY, of(|block| block == 10 * BLOCK));
         ahead.pause();
-        // All that was made ready has pages, and what the guest used has; the probe, block 11, has
-        // one if it was zeroed.
+        // Populated and used blocks have pages. The probe, block 11, has one only if it was zeroed.
         assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 11 * BLOCK)));
         assert!(ahead.was_zeroed(&run(10, 16), of(|_| true)));
     }
@@ -147,7 +146,7 @@ mod tests {
         let mut ahead = ZeroAhead::new(BLOCK);
         assert!(ahead.was_zeroed(&run(10, 16), of(|_| true)));
         assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 15 * BLOCK)));
-        // One in another run says nothing about this one, nor does one that is forgotten.
+        // A probe in another run and a forgotten probe have no effect on this run.
         ahead.expect_below(&run(6, 8), PLENTY, nowhere);
         assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 15 * BLOCK)));
         ahead.forget();
@@ -163,7 +162,7 @@ mod tests {
             ahead.expect_below(&run(16, 22), surplus_bytes, nowhere);
             assert_eq!(steps(&mut ahead), []);
         }
-        // At the region's start there is no room for a whole run.
+        // The region's start cuts the run short.
         ahead.expect_below(&run(4, 10), PLENTY, nowhere);
         assert_eq!(steps(&mut ahead), [(1, 3), (3, 4)]);
         ahead.expect_below(&run(0, 6), PLENTY, nowhere);

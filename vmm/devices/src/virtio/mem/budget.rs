@@ -1,5 +1,5 @@
-//! Limits of the rate at which a guest may plug and unplug memory. The functions read no clock; the
-//! caller passes the time.
+//! Rate limits for a guest's plugs and unplugs. The functions read no clock; the caller passes the
+//! time.
 //!
 //! For each plug the host changes mappings, writes the pool's table and, after the unplug, erases
 //! the memory. On DAX an erasure takes bandwidth and wears the media. Linux grows a zone once and
@@ -25,8 +25,8 @@ use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::ZoneSpec;
 use crate::throttle::TokenBucket;
 
-/// Requests per second, beyond the burst. The most expensive request, an unplug, takes a host core
-/// some 100 µs.
+/// Requests per second, beyond the burst. The most expensive request, an unplug, takes about 100 µs
+/// on a host core.
 const REQUESTS_PER_S: NonZeroU64 = NonZeroU64::new(4096).expect("not zero");
 /// Burst of requests for each block. A driver that handles blocks one by one plugs it, unplugs it
 /// and reads its state, and may have tried a longer run before.
@@ -34,15 +34,14 @@ const REQUESTS_PER_BLOCK: u64 = 4;
 /// Burst of requests of the smallest zone.
 const MIN_REQUEST_BURST: u64 = 1024;
 
-/// Budget of one zone's virtio-mem device.
 #[derive(Debug)]
 pub struct PlugBudget {
     zone_bytes: u64,
     bytes_per_s: Option<NonZeroU64>,
     requests: TokenBucket,
-    /// `None`: no bound.
+    /// `None` if plugged bytes are unlimited.
     bytes: Option<TokenBucket>,
-    /// Requests that exceeded the budget, with each attempt.
+    /// Requests that exceeded the budget, including retries.
     #[cfg(test)]
     pub(super) refusals: u64,
 }
@@ -94,13 +93,14 @@ impl PlugBudget {
     }
 }
 
-/// Budgets of a VM's zones, by their ids. They outlive a machine, so that a guest gains nothing by
-/// a reboot.
+/// Budgets of a VM's zones by id. They outlive a machine, so that a guest gains nothing by a
+/// reboot.
 #[derive(Debug, Default)]
 pub struct PlugBudgets(BTreeMap<String, Arc<Mutex<PlugBudget>>>);
 
 impl PlugBudgets {
-    /// The budget of `zone`; a full one if the zone is new, or has another size or rate.
+    /// Returns the budget of `zone`, or a full one if the zone is new or its size or rate has
+    /// changed.
     pub fn of(&mut self, zone: &ZoneSpec, now: Instant) -> Arc<Mutex<PlugBudget>> {
         match self.0.get(&zone.id) {
             Some(budget) if budget.lock().is_of(zone) => Arc::clone(budget),
@@ -145,7 +145,7 @@ mod tests {
             for _ in 0..24 * GIB / block_bytes {
                 assert_eq!(budget.take(block_bytes, now), Ok(()));
             }
-            // Unplugging all of it is free as well.
+            // Unplugging all blocks does not wait either.
             for _ in 0..24 * GIB / block_bytes {
                 assert_eq!(budget.take(0, now), Ok(()));
             }
@@ -191,8 +191,7 @@ mod tests {
     }
 
     proptest! {
-        /// Over every stretch of time no more is plugged than the zone's size and what the rate
-        /// adds.
+        /// In any interval, the plugged bytes are at most the zone's size plus what the rate adds.
         #[test]
         fn rate_holds_over_every_stretch(
             bytes_per_s in 1..4 * GIB,

@@ -28,10 +28,10 @@ use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
 /// `node_id` is valid (virtio 1.3, 5.15.3).
 const F_ACPI_PXM: u64 = 1 << 0;
-/// The driver must not touch unplugged memory, not even to read it.
+/// The driver must neither write nor read unplugged memory.
 const F_UNPLUGGED_INACCESSIBLE: u64 = 1 << 1;
 
-/// The driver has one request in flight; a queue of this size leaves room for others.
+/// Linux's driver has one request in flight. The size allows for other drivers.
 const QUEUE_SIZES: [u16; 1] = [64];
 
 /// A virtio-mem device.
@@ -40,16 +40,15 @@ pub struct MemDevice {
     shared: Arc<Shared>,
     executor: Arc<Mutex<Executor>>,
     worker: WorkerSlot,
-    /// A refused driver was logged: a guest can negotiate as often as it likes.
+    /// Set when a refused driver was logged, because a guest can negotiate any number of times.
     is_refusal_logged: AtomicBool,
 }
 
 impl MemDevice {
-    /// A device for `part`, whose worker runs on `event_loop`. The loop must serve virtio-mem
-    /// devices alone: a worker waits for guards that devices on other loops hold.
+    /// Creates the device of `part`, whose worker runs on `event_loop`. The loop must serve
+    /// virtio-mem devices only, because a worker waits for guards that devices on other loops hold.
     ///
-    /// # Panics
-    /// If the zone's node does not fit in 16 bits: configuration has refused it.
+    /// # Panics If the zone's node does not fit in 16 bits, which the configuration ensures.
     pub fn new(
         part: HotplugPart,
         view: GuestView,
@@ -97,8 +96,8 @@ impl VirtioDevice for MemDevice {
     }
 
     fn accepts_features(&self, features: u64) -> bool {
-        // Unplugged memory is PROT_NONE: a driver that reads it, as one without the feature may,
-        // would end its VM.
+        // Unplugged memory is PROT_NONE. A driver without the feature may read it, which would end
+        // the VM.
         if features & F_UNPLUGGED_INACCESSIBLE == 0 {
             self.refuse_driver();
             return false;
@@ -137,8 +136,8 @@ impl VirtioDevice for MemDevice {
         Ok(())
     }
 
-    /// Keeps what is plugged (virtio 1.3, 5.15.5.2): a kernel started by kexec, or one that writes
-    /// a crash dump, resets the device and goes on using the memory.
+    /// Retains plugged memory (virtio 1.3, 5.15.5.2). A kernel started by kexec, or one that writes
+    /// a crash dump, resets the device and continues to use the memory.
     fn reset(&mut self) {
         if !self.worker.stop() {
             return;
@@ -167,12 +166,12 @@ impl MemDevice {
 
 #[cfg(test)]
 impl MemDevice {
-    /// Carries out a request at a time of the test's clock.
+    /// Executes a request at a time of the test's clock.
     pub(super) fn execute(&self, request: Request, now: Instant) -> Result<Response, Duration> {
         self.executor.lock().execute(request, now)
     }
 
-    /// Whether it has not done yet what it does ahead of the next request.
+    /// Returns true if the device is still preparing for the next request.
     pub(super) fn is_preparing(&self) -> bool {
         self.executor.lock().is_preparing()
     }

@@ -1,4 +1,4 @@
-//! The worker: takes requests off the queue, one after the other.
+//! The worker, which executes requests one at a time.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,12 +22,12 @@ const KICK: u32 = 0;
 const SWEEP: u32 = 1;
 const BUDGET: u32 = 2;
 
-/// Request that has no answer yet.
+/// A request without an answer yet.
 pub(super) struct Pending {
     head: u16,
     request: Request,
     reply: ReplySlot,
-    /// Set once it has exceeded the budget.
+    /// Set when the request has exceeded the budget.
     delay: Option<Delay>,
 }
 
@@ -35,17 +35,17 @@ pub(super) struct Pending {
 #[derive(Clone, Copy)]
 struct Delay {
     since: Instant,
-    /// Not executed before that time, however often the driver notifies the device.
+    /// Earliest time of the next attempt, regardless of notifications.
     retry_at: Instant,
 }
 
-/// Least time between two attempts at a delayed request.
+/// Minimum time between two attempts at a delayed request.
 pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// What came out of the queue.
+/// A chain that was taken from the queue.
 enum Popped {
     Request(Pending),
-    /// No request, but a chain that must be returned.
+    /// A chain without a valid request, which must be returned.
     Malformed {
         head: u16,
     },
@@ -54,7 +54,7 @@ enum Popped {
 /// Outcome of a request.
 enum Answer {
     Given,
-    /// The budget is used up.
+    /// The request exceeds the budget.
     Delayed,
     /// The used ring cannot be written.
     Lost,
@@ -74,8 +74,8 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Serves the requests that are there. A driver that adds more all the time gets them served as
-    /// well, but not before other devices of the loop and the loop's owner had their turn.
+    /// Serves available requests, at most one queue's length before other devices on the loop and
+    /// the loop's owner get their turn.
     fn serve(&mut self) {
         let mut served = 0;
         while let Some(popped) = self.next() {
@@ -94,15 +94,15 @@ impl Worker {
         {
             sparsely!(error, zone = %self.shared.zone.id, %err, "The driver cannot be told of an answer");
         }
-        // The driver has its answer, and works on it meanwhile. Its next request comes before the
+        // The driver processes its answer in the meantime. Its next request is served before the
         // next step.
         if self.executor.lock().prepare(Instant::now()) {
             self.queue.come_back();
         }
     }
 
-    /// Serves the requests, except while it is too early to retry a delayed one. One round of the
-    /// loop can have a notification as well as an expired timer, which must not be two attempts.
+    /// Serves requests, unless a delayed one must still wait. One pass of the loop can have both a
+    /// notification and an expired timer, which must count as one attempt.
     fn serve_unless_early(&mut self) {
         let delay = self.delayed.as_ref().and_then(|pending| pending.delay);
         match delay.map(|delay| delay.retry_at.saturating_duration_since(Instant::now())) {
@@ -115,7 +115,7 @@ impl Worker {
         let (head, answer) = match popped {
             Popped::Request(pending) => {
                 let now = Instant::now();
-                // No guard is held here: an unplug waits until all are gone.
+                // No guard is held here, because an unplug waits until all guards are dropped.
                 let result = self.executor.lock().execute(pending.request, now);
                 match result {
                     Ok(response) => {
@@ -194,7 +194,7 @@ impl Worker {
         // A timer set to 0 would never expire.
         let wait = due.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         if let Err(err) = self.sweep_timer.reset(wait, None) {
-            // They go with a later one, or with the VM.
+            // A later timer, or the end of the VM, removes them.
             sparsely!(warn, zone = %self.shared.zone.id, %err, "Empty memory slots stay for now");
         }
     }
@@ -208,13 +208,14 @@ impl MutEventSubscriber for Worker {
                 sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wait for its timer");
             }
         }
-        // A notification may have come before the worker did, and slots may have become empty under
-        // an earlier one. Not here, though: whoever adds the worker waits for this.
+        // A notification may have preceded the worker, and slots may have become empty under an
+        // earlier worker. The queue is served later, because the thread that adds the worker waits
+        // for `init`.
         self.queue.come_back();
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
-        // The timer is cleared instead of read. Another event of the same round may have set it
+        // The timer is cleared instead of read. Another event of the same pass may have set it
         // again, and a read would block the loop until the timer expires.
         match events.data() {
             KICK => {

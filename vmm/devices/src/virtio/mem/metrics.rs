@@ -1,4 +1,4 @@
-//! What a virtio-mem device counts: plain atomics, which the registry reads.
+//! Counters of a virtio-mem device: atomics that the registry reads.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use crate::memory::backing::BackingError;
 use crate::metrics::{Expose, Exposition, Family, LatencyHistogram, and, one};
 use crate::throttle::ThrottleMetrics;
 
-/// Requests that were carried out.
+/// Executed requests.
 #[derive(Debug, Default)]
 pub struct OperationMetrics {
     bytes: AtomicU64,
@@ -28,25 +28,25 @@ impl OperationMetrics {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// How long the requests took, without their way through the queue; its count is theirs.
+    /// Duration and number of the requests, without their time in the queue.
     pub fn latency(&self) -> &LatencyHistogram {
         &self.latency
     }
 }
 
-/// What on the host kept blocks from being plugged or unplugged.
+/// Reason of the host for a failed plug or unplug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FailureReason {
     /// The process has too many mappings.
     MappingBudget,
-    /// The kernel does not map memory.
+    /// The kernel refused the mapping.
     Map,
-    /// The host has too few huge pages.
+    /// The host has too few free huge pages.
     HugePages,
-    /// The pool has too little left.
+    /// The pool has too little free memory.
     PoolFull,
     Pool,
-    /// KVM does not take a slot.
+    /// KVM refused a memory slot.
     Slot,
 }
 
@@ -54,7 +54,7 @@ impl FailureReason {
     pub const ALL: [Self; 6] =
         [Self::MappingBudget, Self::Map, Self::HugePages, Self::PoolFull, Self::Pool, Self::Slot];
 
-    /// The value of the metric label `reason`.
+    /// Value of the metric label `reason`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::MappingBudget => "mapping-budget",
@@ -79,14 +79,14 @@ impl From<&BackingError> for FailureReason {
     }
 }
 
-/// Everything that a virtio-mem device counts.
+/// Counters of a virtio-mem device.
 #[derive(Debug, Default)]
 pub struct MemMetrics {
-    /// PLUG requests that were acknowledged.
+    /// Acknowledged PLUG requests.
     pub plug: OperationMetrics,
-    /// UNPLUG and UNPLUG ALL requests that were acknowledged.
+    /// Acknowledged UNPLUG and UNPLUG ALL requests.
     pub unplug: OperationMetrics,
-    /// Requests of any kind that were delayed.
+    /// Delayed requests of any kind.
     pub throttled: ThrottleMetrics,
     busy: [AtomicU64; FailureReason::ALL.len()],
     pub(super) nacks: AtomicU64,
@@ -100,45 +100,44 @@ impl MemMetrics {
         self.busy[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Requests answered by BUSY, by what kept them.
+    /// Requests answered with BUSY, by reason.
     pub fn busy(&self, reason: FailureReason) -> u64 {
         self.busy[reason as usize].load(Ordering::Relaxed)
     }
 
-    /// Requests to plug more than what is requested.
+    /// Requests to plug more than the requested size.
     pub fn nacks(&self) -> u64 {
         self.nacks.load(Ordering::Relaxed)
     }
 
-    /// Requests that could never be right: after one, Linux gives the device up.
+    /// Invalid requests. After one, Linux stops using the device.
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Relaxed)
     }
 
-    /// Descriptor chains that held no request or had no reachable place for its answer.
+    /// Descriptor chains without a valid request or without a reachable place for its answer.
     pub fn malformed(&self) -> u64 {
         self.malformed.load(Ordering::Relaxed)
     }
 
-    /// Unplugs after which memory could not be scrubbed: it stays out of use until it can.
+    /// Unplugs whose memory could not be scrubbed. It stays unused until it can be.
     pub fn scrub_failures(&self) -> u64 {
         self.scrub_failures.load(Ordering::Relaxed)
     }
 }
 
-/// Device of a zone with its counters.
+/// Counters of a zone's device.
 #[derive(Clone, Debug)]
 pub struct PlugMetrics {
     /// Id of the zone.
     pub zone: String,
-    /// Name of its tier.
+    /// Name of the zone's tier.
     pub tier: String,
     pub counters: Arc<MemMetrics>,
 }
 
 impl PlugMetrics {
-    /// Returns the numbers of failed requests by reason: the host's reasons and the driver's
-    /// errors.
+    /// Numbers of failed requests by reason: reasons of the host and errors of the driver.
     fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counters = &self.counters;
         let host = FailureReason::ALL.map(|reason| (reason.as_str(), counters.busy(reason)));

@@ -1,10 +1,10 @@
-//! virtio-mem (virtio 1.3, 5.15): one device for each zone's hotplug part.
+//! virtio-mem (virtio 1.3, 5.15): one device for the hotplug part of each zone.
 //!
-//! The device asks for an amount of memory; the driver picks blocks and requests that they be
-//! plugged or unplugged. What Linux makes of the answers decides what may be answered: ERROR makes
-//! its driver give the device up for good, NACK makes it try again at once, BUSY after 50 seconds
-//! or with the next configuration change. So whatever fails on the host is BUSY, together with a
-//! lower requested size that can be reached.
+//! The device requests a size; the driver selects blocks and requests to plug or unplug them.
+//! Answers are chosen by the reaction of Linux. After ERROR its driver permanently stops using the
+//! device. After NACK it tries again at once. After BUSY it tries again in 50 seconds or at the
+//! next configuration change. So a failure of the host is answered with BUSY, together with a lower
+//! requested size that the host can provide.
 
 mod ahead;
 mod budget;

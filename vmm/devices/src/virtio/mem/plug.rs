@@ -1,4 +1,4 @@
-//! Carries requests out.
+//! Execution of requests.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::memory::backing::{Backing, BackingError};
 use crate::memory::slots::{HotplugSlots, SlotError};
 use crate::memory::view::GuestView;
 
-/// What the host could not do.
+/// Failure of the host.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HostError {
     #[error(transparent)]
@@ -37,7 +37,7 @@ impl HostError {
     }
 }
 
-/// The one who plugs and unplugs. It lives as long as the device, beyond resets of it.
+/// Executes requests. It lives as long as the device, across resets.
 pub(super) struct Executor {
     backing: Box<dyn Backing>,
     slots: HotplugSlots,
@@ -59,14 +59,14 @@ impl Executor {
         Self { backing, slots, view, ahead, budget, shared }
     }
 
-    /// Carries `request` out completely or not at all. If the request exceeds the budget, returns
-    /// the time after which it may be tried again. It is checked again then, because the
-    /// requested size may have changed. The caller must not hold a guard of the view, because
-    /// an unplug waits for all guards.
+    /// Executes `request` completely or not at all. If the request exceeds the budget, returns the
+    /// time after which it may be tried again. It is checked again then, because the requested size
+    /// may have changed. The caller must not hold a guard of the view, because an unplug waits for
+    /// all guards.
     pub(super) fn execute(&mut self, request: Request, now: Instant) -> Result<Response, Duration> {
         self.ahead.pause();
-        // A request that is refused plugs nothing. One that fails on the host may have erased
-        // memory before.
+        // A refused request plugs nothing. One that fails on the host may have erased memory
+        // before.
         let plugged_bytes = match request {
             Request::Plug(run) => {
                 self.shared.state.lock().check_plug(run).map_or(0, |(_, len)| len)
@@ -127,13 +127,13 @@ impl Executor {
         self.answer_unplug(result, len, now)
     }
 
-    /// Gets ready, in short steps, for the request that the driver is expected to make next.
-    /// Returns whether there is another step.
+    /// Prepares for the request that the driver is expected to send next, in short steps. Returns
+    /// true if another step remains.
     pub(super) fn prepare(&mut self, now: Instant) -> bool {
         if let Some(step) = self.ahead.next()
             && let Err(err) = self.backing.populate(step.start, step.end - step.start)
         {
-            // The guest's own faults will find out whether there is memory.
+            // The guest's own faults will show if memory is available.
             debug!(zone = %self.shared.zone.id, %err, "No pages ahead of the next unplug");
             self.ahead.pause();
         }
@@ -141,7 +141,7 @@ impl Executor {
             let state = self.shared.state.lock();
             state.requested_bytes().saturating_sub(state.plugged_bytes())
         };
-        // If it cannot be had, the request that needs it says so.
+        // If no slot is available, the request that needs it fails.
         if missing > 0
             && let Err(err) = self.slots.prepare(missing, now)
         {
@@ -155,7 +155,7 @@ impl Executor {
         self.ahead.is_busy()
     }
 
-    /// When [`Executor::sweep`] has something to do.
+    /// Time at which [`Executor::sweep`] removes slots.
     pub(super) fn sweep_due(&self) -> Option<Instant> {
         self.slots.sweep_due()
     }
@@ -211,7 +211,8 @@ impl Executor {
         }
     }
 
-    /// BUSY, not ERROR: the fault is the host's, and ERROR would end the device for good.
+    /// Answers BUSY, not ERROR, because the host has failed and ERROR would end the device
+    /// permanently.
     fn fail(&self, err: &HostError) -> Response {
         let reason = err.reason();
         let (plugged_bytes, requested_bytes) = {
@@ -229,8 +230,8 @@ impl Executor {
         Response::Busy
     }
 
-    /// Requests no more than what is plugged and what is `left`, so that the driver does not try
-    /// for ever what cannot be.
+    /// Lowers the requested size to the plugged size plus `left`, so that the driver does not retry
+    /// a request that cannot succeed.
     fn lower_requested(&self, left: u64, reason: FailureReason) {
         let lowered = {
             let mut state = self.shared.state.lock();
@@ -242,26 +243,26 @@ impl Executor {
         }
     }
 
-    /// Plugs what has been checked.
+    /// Plugs blocks that were checked before.
     fn plug(&mut self, offset: u64, len: u64) -> Result<(), HostError> {
-        // 1. Memory: nobody can reach it yet.
+        // 1. The memory, which is not accessible yet.
         self.backing.plug(offset, len)?;
-        // 2. KVM's slots: from here on a vCPU that goes where it must not reaches zeroed memory of
-        //    its own.
+        // 2. KVM's slots. From here on, an invalid access of a vCPU reaches zeroed memory of its
+        //    own VM.
         if let Err(err) = self.slots.acquire(offset, len) {
             self.undo_plug(offset, len);
             return Err(err.into());
         }
-        // 3. The view: devices may be given buffers there as soon as the driver knows, so before it
-        //    knows.
+        // 3. The view. The driver may pass buffers there to devices as soon as it has its answer.
         let addr = self.shared.state.lock().address(offset);
         self.view.exclusive().set_plugged(addr, len, true);
-        // 4. The state; the caller acknowledges.
+        // 4. The state. The caller acknowledges the request.
         self.shared.state.lock().commit(offset, len, true);
         Ok(())
     }
 
-    /// What cannot be detached stays the backing's, mapped or not: nobody else gets it.
+    /// Returns the memory of a failed plug. Memory that cannot be detached stays with the backing,
+    /// mapped or not, and is not lent again.
     fn undo_plug(&mut self, offset: u64, len: u64) {
         let result = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
         if let Err(err) = result {
@@ -274,20 +275,21 @@ impl Executor {
         }
     }
 
-    /// Unplugs what has been checked.
+    /// Unplugs blocks that were checked before.
     fn unplug(&mut self, offset: u64, len: u64) -> Result<(), HostError> {
         let addr = self.shared.state.lock().address(offset);
-        // 1. The view: waits until the last access in flight is over; there is no new one after it.
+        // 1. The view. Waits for the last access in progress and prevents new ones.
         self.view.exclusive().set_plugged(addr, len, false);
-        // 2. The mapping: takes the pages from KVM's page tables as well.
+        // 2. The mapping. This also removes the pages from KVM's page tables.
         if let Err(err) = self.backing.detach(offset, len) {
             self.view.exclusive().set_plugged(addr, len, true);
             return Err(err.into());
         }
-        // 3. The slots: empty ones go after a quiet time, PROT_NONE protects until then.
+        // 3. The slots. Empty ones are removed after a quiet time. Until then PROT_NONE protects
+        //    them.
         self.slots.release(offset, len, Instant::now());
-        // 4. Back it goes, while devices go on, to be scrubbed before anybody gets it. What is not
-        //    taken stays out of everybody's reach.
+        // 4. The memory, while devices continue. It is scrubbed before its next use. Memory that
+        //    cannot be returned stays set aside.
         if let Err(err) = self.backing.free_detached() {
             self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
             sparsely!(
@@ -296,16 +298,16 @@ impl Executor {
                 "Unplugged memory cannot be given back, and is set aside"
             );
         }
-        // 5. The state; the caller acknowledges.
+        // 5. The state. The caller acknowledges the request.
         self.shared.state.lock().commit(offset, len, false);
         Ok(())
     }
 
-    /// Linux goes on with what lies below, as long as more is plugged than requested.
+    /// Expects Linux to continue with the run below, as long as more is plugged than requested.
     fn expect_the_run_below(&mut self, run: &Range<u64>) {
         let below = run.start.saturating_sub(run.end - run.start);
-        // The lock ends here: a vCPU that reads the configuration waits for it, and looking for
-        // pages takes system calls.
+        // The lock must be released here: a vCPU that reads the configuration waits for it, and the
+        // check for pages needs system calls.
         let (is_plugged, surplus_bytes) = {
             let state = self.shared.state.lock();
             let surplus_bytes = state.plugged_bytes().saturating_sub(state.requested_bytes());
@@ -320,8 +322,8 @@ impl Executor {
         }
     }
 
-    /// Unplugs everything. When it fails half way, what is unplugged stays so: the driver asks
-    /// again.
+    /// Unplugs all blocks. After a failure, unplugged blocks stay unplugged, and the driver
+    /// requests the rest again.
     fn unplug_all(&mut self) -> Result<(), HostError> {
         let runs = self.shared.state.lock().plugged_runs();
         for (offset, len) in runs {

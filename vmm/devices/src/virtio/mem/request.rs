@@ -9,27 +9,26 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::memory::view::MappedMemory;
 
-/// All requests are this long.
+/// Length of each request.
 const REQUEST_BYTES: usize = 24;
-/// All answers are this long.
+/// Length of each answer.
 const RESPONSE_BYTES: usize = 10;
 
-/// Consecutive blocks, as the driver names them: not checked against anything yet.
+/// Consecutive blocks of a request, unchecked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockRun {
-    /// Guest-physical address of the first.
+    /// Guest-physical address of the first block.
     pub(super) addr: u64,
     pub(super) count: u16,
 }
 
-/// What the driver wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Request {
     Plug(BlockRun),
     Unplug(BlockRun),
     UnplugAll,
     State(BlockRun),
-    /// A type that no feature bit allows: answered by ERROR.
+    /// A type that no feature bit allows, answered with ERROR.
     Unknown(u16),
 }
 
@@ -50,7 +49,7 @@ impl Request {
     }
 }
 
-/// What a run of blocks is.
+/// State of a run of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockState {
     Plugged,
@@ -58,7 +57,6 @@ pub(super) enum BlockState {
     Mixed,
 }
 
-/// What the driver is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Response {
     Ack,
@@ -86,7 +84,7 @@ impl Response {
     }
 }
 
-/// Why a descriptor chain holds no request: the driver is broken, and nothing can be answered.
+/// Error of a descriptor chain without a request. The driver is broken and gets no answer.
 #[derive(Debug, Error)]
 pub(super) enum ChainError {
     #[error("A descriptor points outside of plugged memory")]
@@ -97,15 +95,15 @@ pub(super) enum ChainError {
     NoRoom { bytes: usize },
 }
 
-/// Where an answer goes. Unlike a chain it holds no guard, so that blocks can be unplugged
-/// meanwhile.
+/// Buffers of an answer. Unlike a chain it holds no guard, so that blocks can be unplugged in the
+/// meantime.
 #[derive(Debug)]
 pub(super) struct ReplySlot {
     segments: Vec<(GuestAddress, usize)>,
 }
 
-/// Reads the request in `chain` and notes where its answer goes. The driver may have cut both into
-/// descriptors as it likes (virtio 1.3, 2.7.4.3).
+/// Reads the request in `chain` and returns it with the buffers of its answer. The driver may
+/// divide both into descriptors at any byte (virtio 1.3, 2.7.4.3).
 pub(super) fn read_request(
     memory: &MappedMemory,
     chain: DescriptorChain<&MappedMemory>,
@@ -126,8 +124,8 @@ pub(super) fn read_request(
 }
 
 impl ReplySlot {
-    /// Writes the answer; returns its length for the used ring. The driver may have had the
-    /// answer's own place unplugged by its request: then there is none.
+    /// Writes the answer and returns its length for the used ring. Fails if the request has
+    /// unplugged the memory of its own answer.
     pub(super) fn write(
         &self,
         memory: &MappedMemory,

@@ -1,5 +1,5 @@
-//! The device as its driver sees it: a queue in guest memory, real mappings, KVM's slots and the
-//! pool faked.
+//! Tests with a driver: a queue in guest memory and real mappings, with simulated KVM slots and a
+//! simulated pool.
 
 mod unsupported_driver;
 
@@ -42,7 +42,7 @@ const AVAILABLE: u64 = 0x1_1000;
 const USED: u64 = 0x1_2000;
 const REQUEST: u64 = 0x1_3000;
 const ANSWER: u64 = 0x1_4000;
-/// Where the only hotplug part of these tests begins.
+/// Start of the only hotplug part.
 const START: u64 = 4 * GIB;
 
 const PLUG: u16 = 0;
@@ -55,7 +55,7 @@ const NACK: u16 = 1;
 const BUSY: u16 = 2;
 const ERROR: u16 = 3;
 
-/// Longer than anything here takes: a test that waits so long has failed.
+/// Time limit of each wait. A device that takes longer is broken, not slow.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 #[derive(Debug, PartialEq, Eq)]
@@ -78,7 +78,7 @@ impl VirtioInterrupt for Signals {
     }
 }
 
-/// A backing that can be made to keep what it shall detach.
+/// A backing that fails to detach memory if `sticks` is set.
 #[derive(Debug)]
 struct StickyBacking {
     backing: Box<dyn Backing>,
@@ -107,7 +107,7 @@ impl Backing for StickyBacking {
     }
 }
 
-/// A VM with one virtio-mem device, and the driver's side of it.
+/// A VM with one virtio-mem device and its driver.
 struct Guest {
     memory: Memory,
     table: Arc<FakeSlots>,
@@ -120,13 +120,13 @@ struct Guest {
     kick: EventFd,
     sent: u16,
     budget: Arc<Mutex<PlugBudget>>,
-    // The last one: its thread outlives the device.
+    // Last, because its thread outlives the device.
     event_loop: EventLoop,
 }
 
 impl Guest {
-    /// With a hotplug part of `blocks` blocks: of PM if there is a pool of `chunks` chunks, or else
-    /// of DRAM.
+    /// Creates a hotplug part of `blocks` blocks: of PM from a pool of `chunks` chunks, or of DRAM
+    /// for `None`.
     fn new(blocks: u64, chunks: Option<u64>) -> Self {
         Self::with_rate(blocks, chunks, None)
     }
@@ -161,7 +161,7 @@ impl Guest {
         let (report, events) = mpsc::channel();
         let report = Mutex::new(report);
         let observer: MemObserver = Arc::new(move |_, event| {
-            // The device may outlive the test's interest.
+            // The receiver may have been dropped before the device.
             let _ = report.lock().send(event);
         });
         let mut part = memory.take_hotplug().pop().unwrap();
@@ -227,8 +227,8 @@ impl Guest {
         memory.write_obj(index + 1, at(14)).unwrap();
     }
 
-    /// Makes the chain that begins with descriptor 0 available, and waits until it is used. Returns
-    /// the length in the used ring.
+    /// Makes the chain at descriptor 0 available and waits until it is used. Returns the length in
+    /// the used ring.
     fn submit(&mut self) -> u32 {
         let slot = u64::from(self.sent % 16);
         self.post(0);
@@ -238,7 +238,7 @@ impl Guest {
         memory.read_obj(GuestAddress(USED + 4 + 8 * slot + 4)).unwrap()
     }
 
-    /// Makes the chain that begins with descriptor `head` available.
+    /// Makes the chain at descriptor `head` available.
     fn post(&mut self, head: u16) {
         let memory = self.memory.boot();
         let slot = u64::from(self.sent % 16);
@@ -260,7 +260,7 @@ impl Guest {
         self.memory.boot().write_slice(&request, GuestAddress(addr)).unwrap();
     }
 
-    /// Sends a request; returns the answer's code and state.
+    /// Sends a request. Returns the code and the state of the answer.
     fn send(&mut self, code: u16, block: u64, count: u16) -> (u16, u16) {
         self.write_request(code, block, count);
         self.write_descriptor(0, REQUEST, 24, 1);
@@ -308,8 +308,8 @@ impl Guest {
         u64::from_le_bytes(bytes)
     }
 
-    /// Waits until the device has done what it does ahead of the next request. Returns how many
-    /// bytes the host holds.
+    /// Waits until the device has prepared for the next request. Returns the number of bytes that
+    /// the host holds.
     fn prepared_bytes(&self) -> u64 {
         let begun = Instant::now();
         while self.device.is_preparing() {
@@ -377,7 +377,7 @@ fn what_could_never_be_right_is_an_error_and_changes_nothing() {
     let mut guest = Guest::new(64, None);
     guest.handle.request_size(64 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(8, 4), ACK);
-    // The last block of the run is wrong each time.
+    // Only the last block of each run is invalid.
     assert_eq!(guest.plug(4, 5), ERROR);
     assert_eq!(guest.unplug(10, 3), ERROR);
     assert_eq!(guest.plug(60, 5), ERROR);
@@ -407,12 +407,12 @@ fn a_full_pool_is_busy_and_the_request_is_lowered_to_what_it_has() {
     let shortfall = Some(Shortfall { reason, wanted_bytes: 64 * BLOCK_BYTES });
     assert_eq!(guest.handle.sizes().shortfall, shortfall);
     assert_eq!(guest.config_field(48), 12 * BLOCK_BYTES);
-    // What Linux asks for next.
+    // The next request of Linux.
     assert_eq!(guest.plug(8, 4), ACK);
     let plugged_bytes = requested_bytes;
     assert_eq!(guest.drain_events(), [MemEvent::SizeChanged { plugged_bytes, requested_bytes }]);
     assert_eq!(guest.handle.sizes().shortfall, shortfall);
-    // Whoever asks for no more than that has it.
+    // A request for the available size succeeds.
     guest.handle.request_size(requested_bytes).unwrap();
     assert_eq!(guest.handle.sizes().shortfall, None);
     assert_eq!(guest.drain_events(), [MemEvent::TargetReached { requested_bytes }]);
@@ -447,7 +447,7 @@ fn memory_of_a_failed_plug_that_cannot_be_unmapped_is_lent_to_nobody_else() {
     assert_eq!(guest.handle.metrics().scrub_failures(), 1);
     *guest.table.calls_left.lock() = None;
     guest.sticks.store(false, Ordering::Relaxed);
-    // A part of the range: what is behind the rest of it stays set aside.
+    // Part of the range. The memory of the rest stays set aside.
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(2, 4), ACK);
     assert_eq!(guest.pool_info().memory_bytes, 8 * BLOCK_BYTES);
@@ -483,7 +483,7 @@ fn memory_that_cannot_be_scrubbed_is_set_aside_until_it_can() {
     assert_eq!(guest.unplug(3, 1), ACK);
     assert!(!guest.reachable(3));
     assert_eq!(guest.handle.metrics().scrub_failures(), 1);
-    // It is not lent again, though the pool has nothing else.
+    // The memory is not lent again, although the pool has no other.
     assert_eq!(guest.plug(3, 1), BUSY);
     guest.pool.fail_free.store(false, Ordering::Relaxed);
     assert_eq!(guest.unplug(0, 1), ACK);
@@ -500,22 +500,22 @@ fn pages_are_ready_for_a_driver_that_zeroes_what_it_unplugs() {
     let touch = |guest: &Guest, blocks: std::ops::Range<u64>| {
         blocks.for_each(|block| guest.write(block, 0))
     };
-    // Not zeroed before it went: nothing is made ready below.
+    // The run was not zeroed before its unplug, so nothing is populated below.
     touch(&guest, 20..23);
     assert_eq!(guest.unplug(20, 4), ACK);
     let before = guest.prepared_bytes();
     let ready_blocks = |guest: &Guest| (guest.prepared_bytes() - before) / BLOCK_BYTES;
-    // Zeroed before it went: all but one block of what comes next.
+    // The run was zeroed before its unplug, so all but one block of the next one are populated.
     touch(&guest, 16..20);
     assert_eq!(guest.unplug(16, 4), ACK);
     assert_eq!(ready_blocks(&guest), 3);
-    // That block was not touched: the others were made ready for nothing, and they go at once.
+    // The probe was not touched. The other blocks were populated in vain and are returned at once.
     assert_eq!(guest.unplug(12, 4), ACK);
     assert_eq!(ready_blocks(&guest), 0);
     touch(&guest, 8..12);
     assert_eq!(guest.unplug(8, 4), ACK);
     assert_eq!(ready_blocks(&guest), 3);
-    // What is to stay is left alone.
+    // Memory that stays plugged is not populated.
     guest.write(4, 0);
     assert_eq!(guest.unplug(4, 4), ACK);
     assert_eq!(ready_blocks(&guest), 0);
@@ -560,7 +560,7 @@ fn memory_goes_back_to_the_pool_with_the_device() {
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
     guest.write(7, 0x77);
-    // A handle that somebody keeps does not keep memory.
+    // A retained handle does not hold memory.
     let Guest { device, handle: _handle, pool, .. } = guest;
     drop(device);
     assert_eq!(pool.info().memory_bytes, 0);
@@ -601,7 +601,7 @@ fn chains_that_hold_no_request_are_returned_empty() {
         assert_eq!(guest.submit(), 0, "{request:x?} {answer:x?}");
     }
     assert_eq!(guest.handle.metrics().malformed(), 6);
-    // Nothing came of it, or of all but the one whose answer had no place.
+    // Only the request whose answer was unreachable may have been executed.
     assert!(guest.handle.sizes().plugged_bytes <= BLOCK_BYTES);
     assert_eq!(guest.send(STATE, 32, 1), (ACK, 1));
 }
@@ -647,13 +647,13 @@ fn accesses_to_memory_that_comes_and_goes_are_survived() {
                 let mut random = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(seed + 1);
                 let mut buffer = vec![seed as u8; 6000];
                 while !stop.load(Ordering::Relaxed) {
-                    // xorshift64, to go everywhere in no order.
+                    // xorshift64, for accesses at random addresses.
                     random ^= random << 13;
                     random ^= random >> 7;
                     random ^= random << 17;
                     let at = GuestAddress(START + random % (BLOCKS * BLOCK_BYTES));
                     let len = 1 + (random >> 40) as usize % buffer.len();
-                    // What a device does with a descriptor: check, copy, and let go.
+                    // Accesses memory as a device does: take a guard, copy, and drop the guard.
                     let guard = view.memory();
                     let result = if random & (1 << 60) == 0 {
                         guard.write_slice(&buffer[..len], at)
@@ -666,7 +666,7 @@ fn accesses_to_memory_that_comes_and_goes_are_survived() {
             })
         })
         .collect();
-    // Rounds go on until the threads have met both kinds of memory often enough.
+    // Continues until the threads have accessed both kinds of memory often enough.
     let deadline = std::time::Instant::now() + PATIENCE;
     let mut rounds = 0;
     while rounds < 100
@@ -694,7 +694,7 @@ enum Op {
     Plug(u64, u16),
     Unplug(u64, u16),
     UnplugAll,
-    /// The number of calls that KVM's slots answer before they fail.
+    /// Number of calls that succeed before KVM's slots fail.
     BreakSlots(Option<usize>),
     BreakScrubbing(bool),
     ResetDevice,
@@ -719,9 +719,9 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// Whatever fails on the host: the driver is never told ERROR or ACK wrongly, the view, the
-    /// pool and the
-    /// slots agree with what it was told, and no byte of one life of a chunk is seen in the next.
+    /// For any failure of the host, the driver never gets a wrong ERROR or ACK, and the view, the
+    /// pool and the slots agree with its answers. No content of a chunk survives until its next
+    /// use.
     #[test]
     fn what_is_reachable_is_what_was_acknowledged(ops in prop::collection::vec(op(), 1..40)) {
         let mut guest = Guest::new(MODEL_BLOCKS, Some(MODEL_CHUNKS));

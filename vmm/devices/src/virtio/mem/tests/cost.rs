@@ -3,14 +3,14 @@
 use super::*;
 use crate::virtio::testing::counted_requests;
 
-/// Blocks of the zone: at least as many as `ci/bench --requests` requests one at a time.
+/// Blocks of the zone, at least as many as `ci/bench --requests` requests one at a time.
 const BLOCKS: u16 = 3000;
 
 fn requests() -> u64 {
     counted_requests(256)
 }
 
-/// A guest whose requested size is that of all blocks.
+/// A guest with a requested size of all blocks.
 fn guest() -> Guest {
     let guest = Guest::new(BLOCKS.into(), None);
     guest.handle.request_size(u64::from(BLOCKS) * BLOCK_BYTES).unwrap();

@@ -6,7 +6,7 @@ use crate::virtio::mem::request::{BlockRun, Request, Response};
 
 const BLOCKS: u16 = 8;
 const ZONE_BYTES: u64 = BLOCKS as u64 * BLOCK_BYTES;
-/// Refills nothing in the time of a test.
+/// A rate that refills no block during a test.
 const NO_REFILL: NonZeroU64 = NonZeroU64::new(1).unwrap();
 
 fn guest(rate: Option<NonZeroU64>) -> Guest {
@@ -24,7 +24,7 @@ fn delayed_guest() -> Guest {
     guest
 }
 
-/// Makes a request available in descriptors `head` and `head + 1`, beside others.
+/// Makes a request available in descriptors `head` and `head + 1`, with its own buffers.
 fn post(guest: &mut Guest, head: u16, code: u16, block: u64, count: u16) {
     let beside = u64::from(head) * 0x40;
     guest.write_request_at(REQUEST + beside, code, block, count);
@@ -58,14 +58,15 @@ fn wait_until_throttled(guest: &Guest, requests: u64) {
     wait_until("no request is delayed", || metrics.throttled.requests() == requests);
 }
 
-/// Fills the budget and has the worker look at the delayed request, as its timer would.
+/// Fills the budget and wakes the worker, as its timer would.
 fn refill(guest: &Guest) {
     *guest.budget.lock() = PlugBudget::new(guest.handle.zone(), Instant::now());
     guest.kick.write(1).unwrap();
 }
 
-/// Bytes that a hostile driver has plugged, and the pool has erased, in `seconds` of its own clock:
-/// it plugs and unplugs the whole zone in a loop, and each request takes it 1 ms.
+/// Returns the bytes that a hostile driver has plugged, and that the pool has erased, in `seconds`
+/// of the driver's clock. The driver plugs and unplugs the whole zone in a loop, 1 ms for each
+/// request.
 fn plug_storm(rate: Option<NonZeroU64>, seconds: u64) -> (u64, u64) {
     let guest = guest(rate);
     let run = BlockRun { addr: START, count: BLOCKS };
@@ -90,7 +91,7 @@ fn plug_storm_is_held_to_the_rate() {
     let is_held = |bytes: u64, seconds: u64| bytes <= ZONE_BYTES + seconds * GIB;
     let (plugged, erased) = plug_storm(NonZeroU64::new(GIB), 10);
     assert!(is_held(plugged, 10) && is_held(erased, 10), "{plugged} plugged, {erased} erased");
-    // The rate is used: the driver gets what it may have.
+    // The driver can use the whole rate.
     assert!(plugged >= 10 * GIB, "{plugged}");
     // Without a budget the same driver exceeds the bound.
     let (plugged, erased) = plug_storm(None, 2);
@@ -103,7 +104,7 @@ fn storm_of_requests_that_change_nothing_is_held_to_a_rate() {
     let run = BlockRun { addr: START, count: BLOCKS };
     let start = Instant::now();
     let (mut now, mut served) = (start, 0);
-    // Answered by state, ERROR and ERROR.
+    // Answered with the state, ERROR and ERROR.
     let requests = [Request::State(run), Request::Unplug(run), Request::Unknown(7)];
     for request in requests.iter().cycle() {
         if now > start + Duration::from_secs(2) {
@@ -138,7 +139,7 @@ fn notifications_do_not_repeat_a_delayed_request() {
     let (begun, before) = (Instant::now(), refusals());
     for _ in 0..1000 {
         guest.kick.write(1).unwrap();
-        // A round of the loop.
+        // One pass of the loop.
         event_loop.hold();
         event_loop.wait_until_held();
         event_loop.release();
@@ -208,7 +209,7 @@ fn size_that_is_lowered_during_the_delay_counts() {
     assert_eq!(guest.handle.metrics().nacks(), 1);
 }
 
-/// The timer and a notification come in one round of the event loop, and the request is delayed
+/// The timer and a notification arrive in one pass of the event loop, and the request is delayed
 /// again.
 #[test]
 fn notification_beside_the_timer_does_not_block_the_loop() {
@@ -228,7 +229,7 @@ fn notification_beside_the_timer_does_not_block_the_loop() {
     let event_loop = guest.event_loop.handle();
     event_loop.hold();
     event_loop.wait_until_held();
-    // Longer than the patience of a test, and not for ever: a loop that is blocked fails it.
+    // Longer than [`PATIENCE`], so that a blocked loop fails the test, but finite.
     *guest.budget.lock() = drained(ZONE_BYTES / 60);
     guest.kick.write(1).unwrap();
     let begun = Instant::now();

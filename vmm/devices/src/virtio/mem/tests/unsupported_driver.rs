@@ -1,10 +1,10 @@
-//! Drivers without VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE, as Linux 5.8 to 5.15 has them.
+//! Drivers without VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE, such as those of Linux 5.8 to 5.15.
 
 use super::*;
 use crate::virtio::mem::UNSUPPORTED_DRIVER;
 
 impl Guest {
-    /// Ends the present driver and has one of Linux before 5.16 negotiate.
+    /// Replaces the driver by one of Linux before 5.16.
     fn load_old_driver(&mut self) {
         self.device.reset();
         self.negotiate_as_old_driver();
@@ -52,7 +52,7 @@ fn nothing_is_requested_of_a_refused_driver() {
     assert_eq!(guest.handle.request_step(0, BLOCK_BYTES), Err(unsupported()));
     assert_eq!(guest.handle.sizes().requested_bytes, 0);
     assert!(!guest.handle.sizes().is_withdrawn);
-    // A request of the size that is plugged already needs no driver.
+    // A request of the plugged size needs no driver.
     guest.handle.request_size(0).unwrap();
     let text = unsupported().to_string();
     assert!(text.contains("\"dram\"") && text.contains("5.16"), "{text}");
@@ -88,7 +88,6 @@ fn a_newer_driver_after_a_refused_one_is_served() {
     assert_eq!(guest.handle.sizes().driver, DriverState::Absent);
 }
 
-/// Lines of a log.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
