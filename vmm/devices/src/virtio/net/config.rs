@@ -19,21 +19,21 @@ use crate::virtio::transport::pci::layout::QUEUES_MAX;
 const REFUSED: &[Refused] =
     &[Refused { key: "vhost_mode", neutral: &["client"], why: refused::NO_VHOST_USER }];
 
-/// `fds` in JSON, unless it is a list of numbers, which are ignored.
+/// Refusal of `fds` in JSON, unless it is a list of numbers, which are ignored.
 const FDS: Refused = Refused {
     key: "fds",
     neutral: &[],
     why: "file descriptors do not travel in JSON; send them beside vm.add-net, or use --net fd=",
 };
 
-/// Descriptors of a queue. Linux's driver stops a queue that has no room for the most fragments of
-/// a frame and two more, 19, and would never start a smaller one again; virtio has no larger one.
+/// Descriptors of a queue. Linux's driver stops a queue that cannot hold 19 descriptors: the most
+/// fragments of a frame and two more. It would never restart a smaller queue. virtio has no larger
+/// queues.
 const QUEUE_SIZES: RangeInclusive<u16> = 32..=1 << 15;
-/// What IPv6 needs, as in Cloud Hypervisor.
+/// Minimum of IPv6, as in Cloud Hypervisor.
 const MIN_MTU: u16 = 1280;
-/// Bits of an IPv6 address.
 const IPV6_BITS: u32 = 128;
-/// Bytes of an interface's name, without the zero at its end.
+/// Length of an interface's name, without the zero at its end.
 const MAX_TAP_BYTES: usize = 15;
 
 /// Warning about descriptors in JSON.
@@ -52,17 +52,17 @@ words! {
     }
 }
 
-/// The host's address on an interface, and the network it is in.
+/// Address of the host on an interface, with its network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostAddress {
-    /// With the network's mask.
+    /// Address and network mask.
     V4(Ipv4Addr, Ipv4Addr),
-    /// With the length of the network's prefix.
+    /// Address and length of the network's prefix.
     V6(Ipv6Addr, u8),
 }
 
 impl HostAddress {
-    /// What `ip` and `mask` come to; or why they come to nothing.
+    /// Combines `ip` and `mask`, or returns the reason why they are invalid.
     fn new(ip: IpAddr, mask: IpAddr) -> Result<Self, String> {
         match (ip, mask) {
             (IpAddr::V4(ip), IpAddr::V4(mask)) => Ok(Self::V4(ip, mask)),
@@ -74,7 +74,7 @@ impl HostAddress {
     }
 }
 
-/// How many ones a mask begins with, if nothing but zeros follows.
+/// Length of the prefix, or `None` if the mask is not ones followed by zeros.
 fn prefix_len(mask: Ipv6Addr) -> Option<u8> {
     let bits = mask.to_bits();
     let ones = bits.leading_ones();
@@ -85,13 +85,11 @@ fn prefix_len(mask: Ipv6Addr) -> Option<u8> {
 pub struct MacAddress([u8; 6]);
 
 impl MacAddress {
-    /// Its bytes.
     pub fn bytes(self) -> [u8; 6] {
         self.0
     }
 
-    /// One of nobody's, made of bytes that were drawn: locally administered (IEEE 802, 8.2.2), and
-    /// a single station's.
+    /// Creates a locally administered unicast address (IEEE 802, 8.2.2) from random bytes.
     pub fn local(drawn: [u8; 6]) -> Self {
         let mut bytes = drawn;
         bytes[0] = bytes[0] & !3 | 2;
@@ -126,18 +124,18 @@ text_value!(MacAddress, "MAC", "six bytes in hexadecimal with colons between the
     (parts.next().is_none() && !text.contains('+')).then_some(MacAddress(bytes))
 });
 
-/// A queue of a tap interface that somebody else has opened. Nothing of it is in JSON but that
-/// there is one: a number says nothing outside of this process.
+/// A queue of a tap interface that was opened by another program. JSON contains -1 instead of the
+/// number, because the number is valid only in this process.
 #[derive(Clone, Debug)]
 pub struct GivenFd {
     number: RawFd,
-    /// Closed with the last copy of this configuration. A number on the command line is nobody's
-    /// until it is held.
+    /// Closed with the last copy of this configuration. `None` for a number on the command line
+    /// until its descriptor is held.
     held: Option<Arc<OwnedFd>>,
 }
 
 impl GivenFd {
-    /// The one of this number, whoever it belongs to.
+    /// Names a descriptor without holding it.
     pub fn named(number: RawFd) -> Self {
         Self { number, held: None }
     }
@@ -146,7 +144,7 @@ impl GivenFd {
         self.number
     }
 
-    /// Whether it is closed with this configuration.
+    /// Returns true if the descriptor is closed with this configuration.
     pub fn is_held(&self) -> bool {
         self.held.is_some()
     }
@@ -158,7 +156,7 @@ impl From<OwnedFd> for GivenFd {
     }
 }
 
-/// Descriptors that are open have different numbers.
+/// Numbers suffice, because open descriptors have different numbers.
 impl PartialEq for GivenFd {
     fn eq(&self, other: &Self) -> bool {
         self.number == other.number
@@ -213,7 +211,7 @@ section! {
 }
 
 /// Ignores numbers of descriptors with a warning, because they name no file of this process.
-/// `vm.info` shows -1 in their place, and clients send that back. Cloud Hypervisor ignores them as
+/// `vm.info` shows -1 in their place, and clients return that. Cloud Hypervisor ignores them as
 /// well.
 fn fds_from_json(json: Value, walk: &mut Walk) -> Result<Vec<GivenFd>, JsonError> {
     let is_number =
@@ -231,14 +229,14 @@ fn fds_from_json(json: Value, walk: &mut Walk) -> Result<Vec<GivenFd>, JsonError
 }
 
 impl NetConfig {
-    /// Kind of the device in one word, for ids and metrics.
+    /// Kind of the device in ids and metrics.
     pub const KIND: &'static str = "net";
 
-    /// As many pairs of queues as a device has room for beside its control queue. Each may have a
-    /// descriptor of its own.
+    /// Largest number of queue pairs of a device with a control queue. Each pair may have its own
+    /// descriptor.
     pub const MAX_PAIRS: u16 = (QUEUES_MAX - 1) / 2;
 
-    /// Queues that `vcpus` can use, and an interface that can be made or found.
+    /// Checks the number of queues, at most a pair for each of the `vcpus`, and the interface.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
@@ -288,7 +286,7 @@ impl NetConfig {
 
     fn check_tap(&self) -> Result<(), ConfigError> {
         let Some(tap) = &self.tap else { return Ok(()) };
-        // What Linux takes for a name, and no pattern.
+        // Names that Linux accepts, without patterns.
         let is_name = !matches!(&**tap, "." | "..")
             && !tap.contains(|c: char| c.is_whitespace() || c.is_control() || "/:%".contains(c));
         if (1..=MAX_TAP_BYTES).contains(&tap.len()) && is_name {
@@ -328,24 +326,25 @@ impl NetConfig {
         }
     }
 
-    /// What was said of an interface that is given open: who opened it sets that.
+    /// Returns true if `ip` or `host_mac` is set for an interface that was passed open. They have
+    /// no effect, because the program that opened it sets them.
     pub fn is_idle_of_given(&self) -> bool {
         !self.fds.is_empty() && (self.ip.is_some() || self.host_mac.is_some())
     }
 
-    /// The host's address on the interface, of a configuration that is valid.
+    /// Address of the host on the interface. The configuration must be valid.
     pub fn host_address(&self) -> Option<HostAddress> {
         let (ip, mask) = self.ip.zip(self.mask)?;
         Some(HostAddress::new(ip, mask).expect("validated"))
     }
 
-    /// Pairs of a queue that receives and one that sends.
+    /// Number of pairs of a receive and a transmit queue.
     pub fn pairs(&self) -> u16 {
         self.num_queues / 2
     }
 }
 
-/// Interfaces and descriptors are each one device's.
+/// Validates all interfaces, and checks that none is used twice.
 pub fn validate_all(nets: &[NetConfig], vcpus: u8) -> Result<(), ConfigError> {
     nets.iter().try_for_each(|net| net.validate(vcpus))?;
     let conflict = |reason| Err(ConfigError::Conflict { flag: NetConfig::FLAG, reason });
@@ -435,7 +434,7 @@ mod tests {
         let v6 = HostAddress::V6("fd00::1".parse().unwrap(), 64);
         assert_eq!(read("ip=fd00::1,mask=ffff:ffff:ffff:ffff::"), Some(v6));
         assert_eq!(read("tap=a"), None);
-        // As clients of Cloud Hypervisor's write it.
+        // Form of Cloud Hypervisor's clients.
         let json = serde_json::json!({"ip": "fd00::1", "mask": "ffff:ffff:ffff:ffff:0:0:0:0"});
         assert_eq!(serde_json::from_value::<NetConfig>(json).unwrap().host_address(), Some(v6));
     }
@@ -462,7 +461,7 @@ mod tests {
                 serde_json::from_value(serde_json::json!({"vhost": word})).unwrap();
             assert_eq!(json, net);
         }
-        // Clients of Cloud Hypervisor's do not know it.
+        // Cloud Hypervisor's clients do not know this key.
         assert_eq!(serde_json::to_value(NetConfig::parse("").unwrap()).unwrap().get("vhost"), None);
         assert!(error("vhost=true").contains("off, on or auto"));
         assert!(serde_json::from_str::<NetConfig>(r#"{"vhost": true}"#).is_err());

@@ -1,5 +1,5 @@
-//! The control queue (virtio 1.3, 5.1.6.5): how many pairs of queues there are, and what may be
-//! left to the driver.
+//! The control queue (virtio 1.3, 5.1.6.5): number of active queue pairs, and offloads to the
+//! driver.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,19 +26,19 @@ use crate::virtio::ActiveQueue;
 
 /// Descriptors of the control queue.
 pub(super) const QUEUE_SIZE: u16 = 64;
-/// Class, command, and the longest data of a command that is known.
+/// Class, command, and the longest data of a supported command.
 const COMMAND_LEN_MAX: usize = 2 + 8;
-/// Commands at a time: Linux's driver waits for each.
+/// Commands per pass. Linux's driver waits for each.
 const COMMANDS_MAX: usize = 16;
 
-/// What a driver asks for, and may.
+/// A valid command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Command {
     SetPairs(u16),
     SetOffloads(Offloads),
 }
 
-/// Why it is answered with `VIRTIO_NET_ERR`.
+/// Reason to answer with `VIRTIO_NET_ERR`.
 #[derive(Debug, Error, PartialEq, Eq)]
 enum CommandError {
     #[error("There is no class and no command")]
@@ -53,7 +53,7 @@ enum CommandError {
     Offloads { bits: u64 },
 }
 
-/// Reads a command: what a driver with these features may ask of a device with so many pairs.
+/// Parses a command of a driver with these features, for a device with `pairs_max` pairs.
 fn parse(bytes: &[u8], features: u64, pairs_max: u16) -> Result<Command, CommandError> {
     let [class, command, data @ ..] = bytes else { return Err(CommandError::TooShort) };
     let (class, command) = (*class, *command);
@@ -79,7 +79,7 @@ fn parse(bytes: &[u8], features: u64, pairs_max: u16) -> Result<Command, Command
                 VIRTIO_NET_F_GUEST_UFO,
             ];
             let agreed = known.into_iter().fold(0, |all, bit| all | 1 << bit) & features;
-            // Linux leaves ECN set when it switches segmentation off, which then means nothing.
+            // Linux leaves ECN set when it switches segmentation off. ECN has no meaning then.
             let mut offloads = Offloads::of_device(bits);
             offloads.ecn &= offloads.tso4 || offloads.tso6;
             match bits & !agreed == 0 && offloads.is_consistent() {
@@ -91,10 +91,10 @@ fn parse(bytes: &[u8], features: u64, pairs_max: u16) -> Result<Command, Command
     }
 }
 
-/// A command as it is in memory, and where its answer goes.
+/// Bytes of a command, and the place of its answer.
 struct Request {
     bytes: [u8; COMMAND_LEN_MAX],
-    /// More than [`COMMAND_LEN_MAX`] is the length of no command.
+    /// A length above [`COMMAND_LEN_MAX`] is invalid for all commands.
     len: usize,
     answer: Option<GuestAddress>,
 }
@@ -125,7 +125,7 @@ fn read<M: GuestMemory>(memory: &M, chain: &mut DescriptorChain<&M>) -> Option<R
     (!goes_on).then_some(request)
 }
 
-/// Carries commands out, on the thread of the first pair.
+/// Executes commands on the thread of the first pair.
 pub(super) struct Control {
     net: Arc<Interface>,
     view: GuestView,
@@ -148,7 +148,7 @@ impl Control {
     fn serve(&mut self) {
         let view = self.view.clone();
         for _ in 0..COMMANDS_MAX {
-            // No guard is held while the host's kernel carries a command out.
+            // No guard is held while the host's kernel executes a command.
             let (head, request) = {
                 let guard = view.memory();
                 let memory: &MappedMemory = &guard;
@@ -162,7 +162,7 @@ impl Control {
             };
             let answer = request.and_then(|request| {
                 let known = &request.bytes[..request.len.min(COMMAND_LEN_MAX)];
-                // One that is longer than all is not cut to one that is known.
+                // A longer command must not be cut to a valid one.
                 let result = match request.len > COMMAND_LEN_MAX {
                     true => Err(CommandError::Unknown { class: known[0], command: known[1] }),
                     false => parse(known, self.features, self.net.shape().pairs),
@@ -199,7 +199,7 @@ impl Control {
         }
     }
 
-    /// False if the ring cannot be written.
+    /// Returns false if the ring cannot be written.
     fn answer(&mut self, head: u16, answer: Option<(GuestAddress, u8)>) -> bool {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;

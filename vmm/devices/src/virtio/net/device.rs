@@ -1,5 +1,5 @@
-//! The device: its configuration, and a thread with a worker for each pair of queues, or one for
-//! all that the kernel serves.
+//! The virtio-net device: configuration, and a thread with a worker for each queue pair. With
+//! vhost-net one thread serves all pairs.
 
 use std::sync::Arc;
 
@@ -17,35 +17,35 @@ use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
-/// Why there is no device.
+/// Error of the creation of a device.
 #[derive(Debug, Error)]
 pub enum NetError {
-    /// No thread.
+    /// The thread cannot be created.
     #[error(transparent)]
     Thread(#[from] EventLoopError),
-    /// No event.
+    /// An event cannot be created.
     #[error("The device cannot set its files up")]
     Io(#[from] std::io::Error),
 }
 
-/// A virtio-net device.
 pub struct Net {
     net: Arc<Interface>,
-    /// How pairs of queues are handed to the kernel, if they are.
+    /// Connects queue pairs to the kernel, if vhost-net is used.
     kernel: Option<vhost::Connect>,
     queue_sizes: Vec<u16>,
-    /// By pair, and the control queue's behind them. They end before the threads that they are on.
+    /// By pair, followed by that of the control queue. Dropped before `threads`, because each
+    /// worker runs on one of them.
     workers: Vec<WorkerSlot>,
     threads: Vec<EventLoop>,
 }
 
 impl Net {
-    /// A device of this shape with `host` on its other end, and its threads.
+    /// Creates a device with its threads. `host` is the host's end of the interface.
     pub fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> Result<Self, NetError> {
         Self::with(shape, host, None)
     }
 
-    /// One whose frames the host's kernel moves ([`vhost::probe`]).
+    /// Creates a device whose frames the host's kernel transfers ([`vhost::probe`]).
     pub fn moved_by_kernel(
         shape: NetShape,
         host: Arc<dyn HostInterface>,
@@ -60,7 +60,7 @@ impl Net {
     ) -> Result<Self, NetError> {
         let mut queue_sizes = vec![shape.queue_size; 2 * usize::from(shape.pairs)];
         queue_sizes.push(control::QUEUE_SIZE);
-        // As Cloud Hypervisor calls them, for tools that pin threads by their names.
+        // Names as in Cloud Hypervisor, for tools that pin threads by name.
         let thread = |pair| EventLoop::spawn(&format!("{}_qp{pair}", shape.id));
         let busy = if kernel.is_some() { 1 } else { shape.pairs };
         let threads: Vec<_> = (0..busy).map(thread).collect::<Result<_, _>>()?;
@@ -81,7 +81,7 @@ impl Net {
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { view, interrupt, mut queues, features } = activation;
         self.net.host().set_offloads(Offloads::of_device(features))?;
-        // Until the driver says that it has more (5.1.6.5.5).
+        // One pair, until the driver activates more (5.1.6.5.5).
         self.net.set_pairs(1)?;
         self.net.set_driver(Arc::clone(&interrupt));
         let control = self.net.control_queue(features);
@@ -89,7 +89,7 @@ impl Net {
             control.and_then(|index| Some((index, queues.get_mut(usize::from(index))?.take()?)));
         let mut queues = queues.into_iter();
         for (pair, slot) in (0..self.net.shape().pairs).zip(&mut self.workers) {
-            // A driver may enable fewer than there are; one without the other is of no use.
+            // A driver may enable fewer queues than there are. A pair needs both of its queues.
             let (Some(Some(receive)), Some(Some(transmit))) = (queues.next(), queues.next()) else {
                 continue;
             };
@@ -154,7 +154,7 @@ impl VirtioDevice for Net {
     }
 
     fn reset(&mut self) {
-        // The last first: it has others look for frames.
+        // Stops the control queue first, because it wakes the other workers.
         self.workers.iter_mut().rev().for_each(|worker| {
             worker.stop();
         });
@@ -209,7 +209,7 @@ mod tests {
             Self::with(1, |features| features)
         }
 
-        /// With so many pairs, and what the driver takes of the features.
+        /// Creates a device with `pairs` pairs. `agree` selects the negotiated features.
         fn with(pairs: u16, agree: impl FnOnce(u64) -> u64) -> Self {
             let (tap, host) = FakeTap::new(pairs);
             let mut net = Net::new(shape(pairs), Arc::new(tap.clone())).unwrap();
@@ -218,8 +218,7 @@ mod tests {
             let activation = driver.activation(features);
             let loss = activation.view.loss();
             for socket in &host {
-                // Longer than anything takes here: a device that does not send fails rather than
-                // hangs.
+                // A device that sends nothing fails the test instead of blocking it.
                 socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
             }
             net.activate(activation).unwrap();
@@ -249,7 +248,7 @@ mod tests {
         }
     }
 
-    /// A header of zeros and a frame of so many bytes.
+    /// A header of zeros and a frame of `len` bytes.
     fn packet(fill: u8, len: usize) -> Vec<u8> {
         [vec![0; 12], vec![fill; len]].concat()
     }
@@ -337,7 +336,7 @@ mod tests {
         rig.send(&packet(1, 60));
         assert_eq!(rig.host_gets(), packet(1, 60));
         assert_eq!(rig.net.metrics().bad_requests.load(Ordering::Relaxed), 1);
-        // 2. From a host that had not heard of it yet.
+        // 2. From a host that has not applied the negotiated offloads yet.
         rig.offer(BUFFERS, 100);
         rig.driver.kick(RECEIVE);
         rig.host[0].send(&csum).unwrap();
@@ -352,7 +351,7 @@ mod tests {
     fn what_the_guest_may_not_have_said_is_not_sent() {
         let mut rig = Rig::new();
         rig.send(&packet(1, 60));
-        // A page is gone: what is copied may be zeros.
+        // A page is lost, so the copy may contain zeros.
         rig.loss.raise();
         rig.send(&packet(2, 60));
         assert_eq!(rig.host_gets(), packet(1, 60));
@@ -384,7 +383,7 @@ mod tests {
             rig.host[0].send(&packet(1, 60)).unwrap();
             assert_eq!(rig.driver.wait_used(RECEIVE), (head, 0));
         }
-        // A loop, and what is behind it.
+        // A descriptor loop, and a valid chain after it.
         rig.driver.set_descriptor(TRANSMIT, 8, (BUFFERS, 10, VRING_DESC_F_NEXT, 8));
         rig.driver.add_again(TRANSMIT, 8);
         rig.driver.set_descriptor(
@@ -411,7 +410,7 @@ mod tests {
             rig.driver.kick(queue);
         }
         rig.host[0].send(&packet(1, 60)).unwrap();
-        // The last of both is seen when both have been.
+        // Both queues have been processed after the second request for a reset.
         while rig.driver.resets_needed() < 2 {
             std::thread::yield_now();
         }
@@ -459,7 +458,7 @@ mod tests {
         rig.send(&packet(1, 60));
         let passes = || rig.net.metrics().passes.load(Ordering::Relaxed);
         let mut last = passes();
-        // It comes to rest: until then there is a pass between two looks.
+        // Until the device is idle, each interval has a pass.
         for _ in 0..1000 {
             std::thread::sleep(Duration::from_millis(5));
             if passes() == last {
@@ -474,8 +473,7 @@ mod tests {
     fn a_host_without_room_holds_the_driver_back() {
         let mut rig = Rig::new();
         let mut sent = 0u32;
-        // The socket takes so many, and the device as many as it has room for: the rest stays in
-        // the ring.
+        // The socket and the device store a limited number of frames. The rest stays in the ring.
         let full = packet(9, 4000);
         rig.driver.write(BUFFERS, &full);
         while rig.driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, full.len() as u32)]) < 31 {
@@ -535,7 +533,7 @@ mod tests {
     fn the_driver_says_how_many_pairs_there_are() {
         let mut rig = Rig::with(3, |features| features);
         assert_eq!(*rig.tap.pairs.lock(), 1);
-        // What is not attached is not read.
+        // A queue that is not attached is not read.
         rig.host[2].send(&packet(3, 60)).unwrap();
         rig.driver.add(4, &[Buffer::In(BUFFERS, 100)]);
         rig.driver.kick(4);
@@ -581,8 +579,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// Whatever frames and buffers there are, what the guest finds is what the host sent, in
-        /// order.
+        /// For any frames and buffers, the guest receives what the host sent, in order.
         #[test]
         fn frames_come_in_order_whatever_the_buffers_are(
             steps in prop::collection::vec((14usize..3000, 200u32..2000), 1..20),
@@ -591,7 +588,7 @@ mod tests {
             let mut buffers = std::collections::HashMap::new();
             for (nth, (len, room)) in steps.iter().enumerate() {
                 rig.host[0].send(&packet(nth as u8, *len)).unwrap();
-                // There is a buffer for each part of it, and no more.
+                // Offers exactly one buffer for each part of the frame.
                 for part in 0..(len + 12).div_ceil(*room as usize) {
                     let at = BUFFERS + 2048 * part as u64;
                     let head = rig.offer(at, *room);
@@ -602,7 +599,7 @@ mod tests {
                 let mut found = rig.driver.read(buffers[&head], first);
                 let count = u16::from_le_bytes([found[10], found[11]]);
                 for _ in 1..count {
-                    // All are there when the first one is.
+                    // All buffers of the frame are used when the first one is.
                     let (head, len) = rig.driver.used(RECEIVE).unwrap();
                     found.extend(rig.driver.read(buffers[&head], len));
                 }

@@ -1,7 +1,7 @@
-//! The worker of one pair of queues, on a thread of its own: frames of the guest to the host's
-//! interface and back.
+//! The worker of one queue pair, on its own thread. It transfers frames between the guest and the
+//! host's interface.
 //!
-//! A guard of guest memory is held to copy frames, never while the host's kernel has one.
+//! A guard of guest memory is held while frames are copied, never during a system call for a frame.
 
 use std::io;
 use std::sync::Arc;
@@ -32,10 +32,9 @@ const INPUT: u32 = 2;
 const ROOM: u32 = 3;
 const WAKE: u32 = 4;
 
-/// Rounds of [`FRAMES_MAX`] frames before the other direction has its turn.
+/// Rounds of [`FRAMES_MAX`] frames before the other direction is served.
 const PASSES: usize = 4;
 
-/// What a worker is made with.
 pub(super) struct Worker {
     net: Arc<Interface>,
     pair: u16,
@@ -45,21 +44,21 @@ pub(super) struct Worker {
     transmit: ActiveQueue,
     host: Box<dyn HostQueue>,
     is_mergeable: bool,
-    /// What may be left to the driver.
+    /// Offloads to the driver.
     to_driver: Offloads,
     limits: Limits,
-    /// From the host, and not yet in the driver's buffers.
+    /// Frames of the host that are not yet in the driver's buffers.
     incoming: Frames,
     hand: Hand,
-    /// From the driver, and not yet the host's.
+    /// Frames of the driver that are not yet sent to the host.
     outgoing: Frames,
-    /// Chains that are given back together.
+    /// Chains that are returned together.
     used: Vec<(u16, u32)>,
-    /// There are frames, and no buffers for them: the driver's notification brings us back.
+    /// Frames wait for buffers. The driver's notification resumes the worker.
     is_starving: bool,
-    /// Frames are waited for while there is some place to put them.
+    /// Set while the worker waits for frames of the host.
     input: Interest,
-    /// Room is waited for while there are frames without it.
+    /// Set while frames wait for room in the host's queue.
     room: Interest,
 }
 
@@ -104,7 +103,7 @@ impl Worker {
     fn serve_transmit(&mut self, ops: &mut EventOps) {
         for _ in 0..PASSES {
             self.count_pass();
-            // Frames that the host has no room for keep the driver's in its ring.
+            // Waiting frames leave further ones in the driver's ring.
             if !self.send(ops) {
                 return;
             }
@@ -116,7 +115,7 @@ impl Worker {
         self.transmit.come_back();
     }
 
-    /// Gives what was gathered to the host; false if it has no room for all.
+    /// Sends the gathered frames to the host. False if the host has no room for all.
     fn send(&mut self, ops: &mut EventOps) -> bool {
         let metrics = self.net.metrics();
         while let Some(packet) = self.outgoing.first() {
@@ -138,8 +137,8 @@ impl Worker {
         true
     }
 
-    /// Takes frames out of the ring, under one guard, and gives their chains back: what they say is
-    /// copied. True if there are more.
+    /// Copies frames from the ring under one guard, and returns their chains. True if there are
+    /// more.
     fn gather(&mut self) -> bool {
         let view = self.view.clone();
         let guard = view.memory();
@@ -148,7 +147,7 @@ impl Worker {
         self.be_quiet(memory);
         self.used.clear();
         let is_empty = self.take_packets(memory);
-        // What was copied is believed only if all of it was there.
+        // The copies are used only if all memory was present.
         if memory.check_whole().is_err() {
             let frames = self.outgoing.len() as u64;
             self.net.metrics().dropped(Direction::FromGuest, DropReason::Memory, frames);
@@ -157,7 +156,7 @@ impl Worker {
         self.count_broken(was_broken, self.transmit.is_broken());
         if let Err(err) = used::give_back(&mut self.transmit.queue, memory, &self.used) {
             debug!(net = self.net.shape().id, %err, "A device's used ring cannot be written");
-            // What is taken now would be lost as well. The next notification tries again.
+            // Further chains would be lost as well. The next notification tries again.
             return false;
         }
         let tell = used::wants_interrupt(&self.transmit.queue, memory, old);
@@ -169,8 +168,7 @@ impl Worker {
         more
     }
 
-    /// Until there are no more, which is true, or as many as are taken at a time. What is refused
-    /// counts as well.
+    /// Takes a bounded number of frames, including refused ones. True if the ring is empty.
     fn take_packets(&mut self, memory: &MappedMemory) -> bool {
         while self.used.len() < FRAMES_MAX
             && let Some(room) = self.outgoing.room()
@@ -200,7 +198,7 @@ impl Worker {
         self.is_starving = false;
         for _ in 0..PASSES {
             self.count_pass();
-            // A detached queue has no frames, and says so in another way.
+            // A detached queue has no frames, and reading it fails like a removed interface.
             if !self.net.is_active(self.pair) {
                 return self.watch_input(false, ops);
             }
@@ -213,7 +211,7 @@ impl Worker {
                 Fetched::All => return self.watch_input(true, ops),
                 Fetched::Some => {}
                 Fetched::Gone => {
-                    // It may have been detached since it was looked at.
+                    // The queue may have been detached since the check above.
                     if self.net.is_active(self.pair) {
                         self.net.lose_link();
                     }
@@ -221,7 +219,7 @@ impl Worker {
                 }
             }
         }
-        // There are more: that brings us back.
+        // The event of further frames resumes the worker.
         self.watch_input(true, ops);
     }
 
@@ -229,9 +227,9 @@ impl Worker {
         self.input.set(on, &self.host.input(), ops);
     }
 
-    /// Takes what the host has, as far as there is room.
+    /// Takes frames from the host while there is room.
     fn fetch(&mut self) -> Fetched {
-        // Frames that are dropped count as well.
+        // Dropped frames count as well.
         for _ in 0..FRAMES_MAX {
             let Some(room) = self.incoming.room() else { return Fetched::Some };
             let reason = match self.host.receive(room) {
@@ -258,7 +256,7 @@ impl Worker {
         Fetched::Some
     }
 
-    /// Moves frames into the driver's buffers, under one guard; false if it has too few, or its
+    /// Copies frames into the driver's buffers under one guard. False if buffers are missing or the
     /// ring cannot be used.
     fn deliver(&mut self) -> bool {
         if self.incoming.is_empty() {
@@ -271,8 +269,7 @@ impl Worker {
         if let Err(err) = self.receive.queue.disable_notification(memory) {
             debug!(%err, "The driver cannot be told to be quiet");
         }
-        // Chains that are refused cost time as well, and another vCPU may give them again as fast
-        // as they are taken.
+        // Limits refused chains, because another vCPU may add them as fast as they are taken.
         let mut chains_left = usize::from(self.receive.queue.size());
         let mut is_given = true;
         while !self.incoming.is_empty() && is_given {
@@ -294,7 +291,7 @@ impl Worker {
         self.incoming.is_empty()
     }
 
-    /// Fills buffers with frames until one of the two is used up. True if that is the frames.
+    /// Fills buffers until the frames or the buffers are used up. True if no frames remain.
     fn fill_buffers(&mut self, memory: &MappedMemory, chains_left: &mut usize) -> bool {
         let chains_max = usize::from(self.receive.queue.size());
         let metrics = self.net.metrics();
@@ -336,7 +333,7 @@ impl Worker {
         true
     }
 
-    /// Gives back what was filled, all at once; false if the ring cannot be written.
+    /// Returns the filled buffers at once. False if the ring cannot be written.
     fn give_back(&mut self, memory: &MappedMemory) -> bool {
         let result = used::give_back(&mut self.receive.queue, memory, &self.used);
         if let Err(err) = &result {
@@ -359,13 +356,12 @@ impl Worker {
     }
 }
 
-/// What was there of frames.
 enum Fetched {
-    /// All of them were fetched.
+    /// All frames were fetched.
     All,
-    /// There may be more.
+    /// More frames may be available.
     Some,
-    /// There will be none.
+    /// The interface is removed or the queue is detached.
     Gone,
 }
 
@@ -389,13 +385,13 @@ impl MutEventSubscriber for Worker {
             ROOM => self.serve_transmit(ops),
             RECEIVE_KICK => {
                 self.receive.clear_kick();
-                // Buffers that nothing waits for are found when there is something.
+                // Buffers are found when a frame arrives, unless a frame waits for them.
                 if self.is_starving {
                     self.serve_receive(ops);
                 }
             }
             WAKE => {
-                // Fails only when somebody else has seen it.
+                // Fails only if the event was already read.
                 let _ = self.net.wake(self.pair).read();
                 self.serve_receive(ops);
             }

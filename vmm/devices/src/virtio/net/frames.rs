@@ -1,23 +1,22 @@
-//! Frames on their way, each with its header, in one buffer that is made once.
+//! A queue of frames with their headers, in one buffer that is allocated once.
 
 use super::header::HEADER_LEN;
 
-/// The longest frame: what TCP and UDP in one piece come to (virtio 1.3, 5.1.6.3.1), and the tag of
-/// a VLAN.
+/// Longest frame: a TCP or UDP packet with segmentation offload (virtio 1.3, 5.1.6.3.1), and a VLAN
+/// tag.
 pub const FRAME_LEN_MAX: usize = 65_550 + 4;
-/// The shortest: its two addresses and its type.
+/// Shortest frame: two addresses and a type.
 pub const FRAME_LEN_MIN: usize = 14;
 pub const PACKET_LEN_MAX: usize = HEADER_LEN + FRAME_LEN_MAX;
-/// Frames at a time, and bytes: beyond that others have their turn.
+/// Frames, and their bytes, that are processed at a time.
 pub const FRAMES_MAX: usize = 64;
 const BYTES: usize = 4 * PACKET_LEN_MAX;
 
-/// A queue of frames.
 pub struct Frames {
     bytes: Box<[u8]>,
-    /// Where each ends. The first begins at 0, the others where the one before ends.
+    /// End of each frame. The first frame begins at 0, each other one at the end of the previous.
     ends: Vec<usize>,
-    /// Those that have left.
+    /// Number of frames that were popped.
     left: usize,
 }
 
@@ -28,7 +27,7 @@ impl Default for Frames {
 }
 
 impl Frames {
-    /// Room for the longest, if there is some.
+    /// Returns room for the longest frame, if available.
     pub fn room(&mut self) -> Option<&mut [u8; PACKET_LEN_MAX]> {
         let start = self.end();
         if self.ends.len() == FRAMES_MAX {
@@ -38,13 +37,13 @@ impl Frames {
         Some(room.try_into().expect("a slice of that length"))
     }
 
-    /// Adds the one that is at the front of [`Frames::room`].
+    /// Appends the frame of `len` bytes at the start of [`Frames::room`].
     pub fn push(&mut self, len: usize) {
         assert!(len <= PACKET_LEN_MAX && self.ends.len() < FRAMES_MAX, "a frame that has room");
         self.ends.push(self.end() + len);
     }
 
-    /// The first that has not left.
+    /// First frame that was not popped.
     pub fn first(&mut self) -> Option<&mut [u8]> {
         let end = *self.ends.get(self.left)?;
         let start = if self.left == 0 { 0 } else { self.ends[self.left - 1] };
@@ -63,12 +62,10 @@ impl Frames {
         self.left = 0;
     }
 
-    /// How many there are.
     pub fn len(&self) -> usize {
         self.ends.len() - self.left
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }

@@ -1,4 +1,4 @@
-//! The header before each frame (virtio 1.3, 5.1.6): the same on the tap, which takes it as it is.
+//! The header before each frame (virtio 1.3, 5.1.6). The tap uses the same format.
 
 use thiserror::Error;
 use virtio_bindings::virtio_net::{
@@ -9,7 +9,7 @@ use virtio_bindings::virtio_net::{
     VIRTIO_NET_HDR_GSO_TCPV6, VIRTIO_NET_HDR_GSO_UDP,
 };
 
-/// Bytes of the header: with VERSION_1 it always has `num_buffers`.
+/// Length of the header. With VERSION_1 it always includes `num_buffers`.
 pub const HEADER_LEN: usize = 12;
 
 const FLAGS: usize = 0;
@@ -18,25 +18,25 @@ const GSO_SIZE: usize = 4;
 const CSUM_START: usize = 6;
 const CSUM_OFFSET: usize = 8;
 const NUM_BUFFERS: usize = 10;
-/// Of an Internet checksum.
+/// Length of an Internet checksum.
 const CSUM_LEN: usize = 2;
 
-/// What one side may leave to the other.
+/// Offloads from one side to the other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offloads {
     pub csum: bool,
-    /// TCP over IPv4 in pieces longer than frames.
+    /// TCP segmentation over IPv4.
     pub tso4: bool,
-    /// And over IPv6.
+    /// TCP segmentation over IPv6.
     pub tso6: bool,
-    /// Those with congestion marked.
+    /// TCP segmentation with ECN.
     pub ecn: bool,
-    /// UDP in pieces longer than frames.
+    /// UDP fragmentation.
     pub ufo: bool,
 }
 
 impl Offloads {
-    /// What the driver may leave to the device.
+    /// Offloads from the driver to the device.
     pub fn of_driver(features: u64) -> Self {
         Self::of(
             features,
@@ -50,7 +50,7 @@ impl Offloads {
         )
     }
 
-    /// What the device may leave to the driver.
+    /// Offloads from the device to the driver.
     pub fn of_device(features: u64) -> Self {
         Self::of(
             features,
@@ -69,7 +69,7 @@ impl Offloads {
         Self { csum, tso4, tso6, ecn, ufo }
     }
 
-    /// Whether nothing is left that leans on what is not there (5.1.3.1).
+    /// Checks that each offload has the offloads that it requires (5.1.3.1).
     pub fn is_consistent(self) -> bool {
         let long = self.tso4 || self.tso6;
         (self.csum || !long && !self.ufo) && (long || !self.ecn)
@@ -87,32 +87,32 @@ impl Offloads {
     }
 }
 
-/// Why a header is not taken.
+/// Reason to refuse a header.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum HeaderError {
-    /// A checksum is left to the other side, which has not agreed to that.
+    /// The checksum is offloaded, but the offload was not negotiated.
     #[error("A checksum is missing, and it was not agreed that it may")]
     Csum,
     #[error("A checksum from {start} on belongs at {at}, beyond the frame's {len} bytes")]
     CsumOutside {
-        /// What it is of.
+        /// Start of the checksummed data.
         start: u16,
         at: usize,
         len: usize,
     },
-    /// A kind of segmentation that was not agreed on.
+    /// The kind of segmentation was not negotiated.
     #[error("Segmentation of kind {gso_type:#x} was not agreed on")]
     Gso { gso_type: u8 },
-    /// Segmentation without what it needs.
+    /// Segmentation without a checksum or a segment length.
     #[error(
         "Segmentation of kind {gso_type:#x} needs a length of segments, and a checksum to fill in"
     )]
     GsoIncomplete { gso_type: u8 },
 }
 
-/// Turns the header that a driver has written before a frame of `frame_len` bytes into what the tap
-/// is given: nothing of what the device must ignore (5.1.6.2.2), and nothing that was not agreed
-/// on.
+/// Converts the header that a driver has written before a frame of `frame_len` bytes for the tap.
+/// Clears fields that the device must ignore (5.1.6.2.2), and refuses offloads that were not
+/// negotiated.
 pub fn check_sent(
     header: &mut [u8; HEADER_LEN],
     frame_len: usize,
@@ -134,7 +134,7 @@ pub fn check_sent(
         header[CSUM_START..NUM_BUFFERS].fill(0);
     }
     if u32::from(gso_type) == VIRTIO_NET_HDR_GSO_NONE {
-        // `hdr_len` stays: it is a hint, of the bytes that belong together at the front.
+        // `hdr_len` remains, as a hint of the length of the protocol headers.
         header[GSO_SIZE..CSUM_START].fill(0);
     } else if !allowed.allows(gso_type) {
         return Err(HeaderError::Gso { gso_type });
@@ -145,15 +145,15 @@ pub fn check_sent(
     Ok(())
 }
 
-/// Turns the header of a frame from the tap into what the driver reads. An error is a frame from
-/// before the tap was told what is agreed on: it was in its queue.
+/// Converts the header of a frame from the tap for the driver. An error occurs for a frame that was
+/// in the tap's queue before the negotiated offloads were set.
 pub fn check_received(header: &mut [u8; HEADER_LEN], allowed: Offloads) -> Result<(), HeaderError> {
     if !allowed.csum {
         if header[FLAGS] & VIRTIO_NET_HDR_F_NEEDS_CSUM as u8 != 0 {
             return Err(HeaderError::Csum);
         }
-        // The kernel also says what it has checked; a driver that has not asked is told nothing
-        // (5.1.6.4.1).
+        // The kernel also reports verified checksums, which a driver without the feature must not
+        // see (5.1.6.4.1).
         header[FLAGS] = 0;
     }
     let gso_type = header[GSO_TYPE];
@@ -163,7 +163,7 @@ pub fn check_received(header: &mut [u8; HEADER_LEN], allowed: Offloads) -> Resul
     Ok(())
 }
 
-/// Says in how many buffers the frame is.
+/// Sets the number of buffers of the frame.
 pub fn set_num_buffers(header: &mut [u8], buffers: u16) {
     header[NUM_BUFFERS..HEADER_LEN].copy_from_slice(&buffers.to_le_bytes());
 }

@@ -10,19 +10,19 @@ use super::tap::HostInterface;
 use crate::device::{DeviceCounters, DeviceHandle, signed};
 use crate::metrics::{Expose, Exposition, Family, Labels, and, one};
 
-/// Where a frame goes.
+/// Direction of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// The guest sends it.
+    /// Sent by the guest.
     FromGuest,
-    /// The guest receives it.
+    /// Received by the guest.
     ToGuest,
 }
 
 impl Direction {
     pub const ALL: [Self; 2] = [Self::FromGuest, Self::ToGuest];
 
-    /// As it is shown.
+    /// Value of the metric label `direction`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::FromGuest => "from-guest",
@@ -31,26 +31,26 @@ impl Direction {
     }
 }
 
-/// Why a frame is dropped.
+/// Reason to drop a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DropReason {
-    /// The host's interface does not take it: it is down, or the frame's header makes no sense to
-    /// it.
+    /// The host's interface refuses it, because the interface is down or the frame's header is
+    /// invalid.
     Host,
-    /// The driver's buffers are too small for it, or are not in memory.
+    /// The driver's buffers are too small or not in memory.
     Buffers,
-    /// It leaves to the driver what it has not agreed to do.
+    /// It uses an offload that the driver has not negotiated.
     Offload,
     /// The driver's rings cannot be written.
     Ring,
-    /// Memory that it was in is lost.
+    /// Memory of the frame is lost.
     Memory,
 }
 
 impl DropReason {
     pub const ALL: [Self; 5] = [Self::Host, Self::Buffers, Self::Offload, Self::Ring, Self::Memory];
 
-    /// As it is shown.
+    /// Value of the metric label `reason`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Host => "host",
@@ -62,11 +62,10 @@ impl DropReason {
     }
 }
 
-/// Frames, and their bytes without the header of virtio.
+/// Frames, and their bytes without the virtio header.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     pub frames: u64,
-    /// How long they were together.
     pub bytes: u64,
 }
 
@@ -77,14 +76,14 @@ impl Traffic {
     }
 }
 
-/// Where frames are counted that the kernel moves.
+/// Counters of an interface whose frames the kernel transfers.
 struct Elsewhere {
     host: Weak<dyn HostInterface>,
-    /// What had been counted before the device was there.
+    /// Counts before the device was created.
     start: Option<[Traffic; 2]>,
 }
 
-/// Counters of one interface; they only grow.
+/// Counters of one interface. They only grow.
 #[derive(Default)]
 pub struct NetMetrics {
     elsewhere: OnceLock<Elsewhere>,
@@ -93,9 +92,9 @@ pub struct NetMetrics {
     dropped: [[AtomicU64; DropReason::ALL.len()]; 2],
     /// Buffer chains that are not a valid frame, receive buffer or control command.
     pub bad_requests: AtomicU64,
-    /// Queues whose ring the driver has made nonsense of; each is served again after a reset.
+    /// Queues with an invalid ring. Each is served again after a reset.
     pub broken_queues: AtomicU64,
-    /// Passes of the queues' workers: what they do when there is nothing to be done must not grow.
+    /// Passes of the queues' workers. An idle worker must not add passes.
     #[cfg(test)]
     pub passes: AtomicU64,
 }
@@ -108,18 +107,18 @@ impl fmt::Debug for NetMetrics {
 }
 
 impl NetMetrics {
-    /// The kernel moves frames, and nobody counts them but `host`.
+    /// Takes the counters from `host`, because the kernel transfers the frames.
     pub fn leave_to(&self, host: &Arc<dyn HostInterface>) {
         let elsewhere = Elsewhere { host: Arc::downgrade(host), start: host.traffic() };
         assert!(self.elsewhere.set(elsewhere).is_ok(), "it is left to one interface");
     }
 
-    /// Whether the host's kernel moves frames.
+    /// Returns true if the host's kernel transfers the frames.
     pub fn is_left_to_kernel(&self) -> bool {
         self.elsewhere.get().is_some()
     }
 
-    /// What has passed, if that is known.
+    /// Transferred frames, if their number is known.
     pub fn traffic(&self, direction: Direction) -> Option<Traffic> {
         let Some(Elsewhere { host, start }) = self.elsewhere.get() else {
             return Some(Traffic { frames: self.frames(direction), bytes: self.bytes(direction) });
@@ -128,34 +127,34 @@ impl NetMetrics {
         Some(now[direction as usize].since(start[direction as usize]))
     }
 
-    /// Counts a frame that has arrived.
+    /// Counts a delivered frame.
     pub fn passed(&self, direction: Direction, bytes: usize) {
         self.frames[direction as usize].fetch_add(1, Ordering::Relaxed);
         self.bytes[direction as usize].fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Counts one that has not.
+    /// Counts dropped frames.
     pub fn dropped(&self, direction: Direction, reason: DropReason, frames: u64) {
         self.dropped[direction as usize][reason as usize].fetch_add(frames, Ordering::Relaxed);
     }
 
-    /// Frames that have arrived by this process.
+    /// Frames delivered by this process.
     pub fn frames(&self, direction: Direction) -> u64 {
         self.frames[direction as usize].load(Ordering::Relaxed)
     }
 
-    /// Their bytes, without the header of virtio.
+    /// Bytes of these frames without the virtio header.
     pub fn bytes(&self, direction: Direction) -> u64 {
         self.bytes[direction as usize].load(Ordering::Relaxed)
     }
 
-    /// Frames that were dropped.
+    /// Frames dropped by this process.
     pub fn drops(&self, direction: Direction, reason: DropReason) -> u64 {
         self.dropped[direction as usize][reason as usize].load(Ordering::Relaxed)
     }
 }
 
-/// Network interface with its counters.
+/// Counters of a network interface with its id, for the exposition.
 #[derive(Clone, Debug)]
 pub struct NetDeviceMetrics {
     /// Id of the interface.
@@ -164,7 +163,7 @@ pub struct NetDeviceMetrics {
 }
 
 impl NetDeviceMetrics {
-    /// Exposes frames and bytes by direction, as far as they are known.
+    /// Exposes frames and bytes by direction, if known.
     fn expose_traffic(&self, out: &mut Exposition, labels: &Labels) {
         let known = Direction::ALL.into_iter().filter_map(|direction| {
             let labels = and(labels, "direction", direction.as_str());
@@ -198,7 +197,7 @@ impl DeviceHandle for NetDeviceMetrics {
         ];
         let mut counters = DeviceCounters::new();
         for (direction, [bytes, frames]) in names {
-            // Unknown if vhost-net moves the frames of a tap that was passed open.
+            // Unknown if vhost-net transfers the frames of a tap that was passed open.
             if let Some(traffic) = self.counters.traffic(direction) {
                 counters.extend(signed([(bytes, traffic.bytes), (frames, traffic.frames)]));
             }
@@ -260,7 +259,7 @@ mod tests {
         *tap.traffic.lock() = count(8);
         assert_eq!(metrics.traffic(Direction::FromGuest), Some(Traffic { frames: 3, bytes: 180 }));
         assert_eq!(metrics.traffic(Direction::ToGuest), Some(Traffic::default()));
-        // One in somebody else's network namespace does not say, nor one that has gone.
+        // Counters of an interface in another network namespace, and of a removed one, are unknown.
         *tap.traffic.lock() = None;
         assert_eq!(metrics.traffic(Direction::FromGuest), None);
         *tap.traffic.lock() = count(8);

@@ -1,8 +1,8 @@
-//! virtio-net: Ethernet by a tap interface of the host (virtio 1.3, 5.1).
+//! virtio-net: Ethernet through a tap interface of the host (virtio 1.3, 5.1).
 //!
-//! Frames are copied once on their way, between guest memory and a buffer of the worker's: what is
-//! sent is checked before the host's kernel sees it, and no guard of guest memory is held while
-//! that works. Or the kernel moves them itself ([`vhost`]).
+//! The worker copies each frame once, between guest memory and its own buffer. It checks frames of
+//! the guest before the host's kernel gets them, and holds no guard of guest memory during system
+//! calls. Alternatively, the kernel transfers the frames itself ([`vhost`]).
 
 pub mod config;
 mod control;
@@ -31,7 +31,7 @@ pub use device::Net;
 pub use metrics::{NetDeviceMetrics, NetMetrics};
 pub use state::NetShape;
 
-/// Builds the interface of `--net`, which has an id and an address, on an interface of the host.
+/// Builds the `--net` device on `tap`. The configuration must have an id and an address.
 pub fn build(config: &NetConfig, tap: &Arc<Tap>, context: &DeviceContext) -> SetupResult {
     let id = config.id.clone().expect("a VM's devices have ids");
     info!(net = id, tap = tap.name(), "A network interface of the guest is this one of the host");

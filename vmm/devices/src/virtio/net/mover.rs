@@ -1,12 +1,12 @@
-//! Choice between the kernel's and our own transport of frames.
+//! Choice between vhost-net and this process for the transfer of frames.
 
 use tracing::info;
 
 use super::config::VhostMode;
 use super::vhost::VhostError;
 
-/// Returns true if the host's kernel moves the frames of the interface `net`. `probe` checks that
-/// it can.
+/// Returns true if the host's kernel transfers the frames of the interface `net`. `probe` checks
+/// that it can.
 pub(super) fn is_kernel_used(
     mode: VhostMode,
     net: &str,

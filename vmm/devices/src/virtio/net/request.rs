@@ -1,8 +1,8 @@
-//! Chains of the virtio-net driver (virtio 1.3, 5.1.6): what they say is read once, and is bounded
-//! by the longest frame.
+//! Chains of the virtio-net driver (virtio 1.3, 5.1.6). They are read once and are limited to the
+//! longest frame.
 //!
-//! The driver may cut a frame into descriptors as it likes (2.7.4.1), so nothing here depends on
-//! where one ends.
+//! A driver may divide a frame into descriptors at any byte (2.7.4.1), so parsing ignores
+//! descriptor boundaries.
 
 use thiserror::Error;
 use virtio_queue::DescriptorChain;
@@ -12,24 +12,25 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory};
 use super::frames::{FRAME_LEN_MIN, PACKET_LEN_MAX};
 use super::header::{self, HEADER_LEN, HeaderError, Offloads};
 
-/// Descriptors of one chain: a frame of Linux's has at most 19.
+/// Largest number of descriptors in a chain. A frame of Linux has at most 19.
 pub const DESCRIPTORS_MAX: u16 = 1024;
 
-/// Why a chain is refused.
+/// Reason to refuse a chain.
 #[derive(Debug, Error)]
 pub enum RequestError {
-    /// The chain does not end as it says.
+    /// The chain ends although its last descriptor has a next one.
     #[error("The chain is broken after {descriptors} descriptors")]
     Broken {
-        /// How many could be read.
+        /// Number of valid descriptors.
         descriptors: u16,
     },
     #[error("The chain has more than {max} descriptors")]
     TooManyDescriptors { max: u16 },
-    /// A descriptor that the device is to write where it reads, or the other way round.
+    /// A device-writable descriptor in a transmit queue, or a device-readable one in a receive
+    /// queue.
     #[error("A descriptor goes the wrong way")]
     Direction,
-    /// Not even the shortest frame, or no room for a header.
+    /// Shorter than the shortest frame, or without room for a header.
     #[error("The chain has {len} bytes, at least {least} are needed")]
     TooShort { len: usize, least: usize },
     #[error("The chain has more than {PACKET_LEN_MAX} bytes")]
@@ -37,21 +38,21 @@ pub enum RequestError {
     /// A buffer is not in memory.
     #[error("A buffer cannot be reached")]
     Memory(#[source] vm_memory::guest_memory::Error),
-    /// The header asks for what was not agreed on, or makes no sense.
+    /// The header is invalid or uses an offload that was not negotiated.
     #[error(transparent)]
     Header(#[from] HeaderError),
 }
 
-/// What chains are held against.
+/// Limits that chains are checked against.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// The most descriptors of one chain.
+    /// Largest number of descriptors in a chain.
     pub max_descriptors: u16,
-    /// What the driver may leave to the device.
+    /// Offloads from the driver to the device.
     pub offloads: Offloads,
 }
 
-/// Hands each descriptor of a chain to `each`, until it has had enough.
+/// Calls `each` for each descriptor of a chain, until it returns an error.
 fn walk<M: GuestMemory>(
     chain: &mut DescriptorChain<&M>,
     max: u16,
@@ -66,13 +67,13 @@ fn walk<M: GuestMemory>(
         goes_on = descriptor.has_next();
         each(descriptor)?;
     }
-    // The iterator ends without a word at a loop, at a descriptor that is none, and at a table
-    // within a table.
+    // The iterator ends without an error at a loop, an invalid descriptor, and a table within a
+    // table.
     if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok(()) }
 }
 
-/// Copies what a driver sends to `room`, its header as the tap is to have it. Returns the length of
-/// both.
+/// Copies a packet of the driver to `room`, with its header converted for the tap. Returns the
+/// length with the header.
 pub fn read_packet<M: GuestMemory>(
     memory: &M,
     chain: &mut DescriptorChain<&M>,
@@ -101,25 +102,25 @@ pub fn read_packet<M: GuestMemory>(
     Ok(len)
 }
 
-/// Consecutive bytes of guest memory, if they are there.
+/// A range of guest memory, which may not exist.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
     address: GuestAddress,
     len: usize,
 }
 
-/// A chain for the device to write.
+/// A device-writable chain.
 #[derive(Clone, Copy, Debug)]
 struct Taken {
     head: u16,
-    /// How many of the segments.
+    /// Number of its segments.
     segments: usize,
-    /// Bytes that fit, up to the longest frame.
+    /// Usable bytes, at most the longest frame.
     capacity: usize,
 }
 
-/// Chains that were taken to be filled, in their order. They are as many as one frame needs: what
-/// is kept of them is bounded by its length.
+/// Chains that were taken to be filled, in order. They are no more than one frame needs, so the
+/// frame's length limits their segments.
 #[derive(Default)]
 pub struct Hand {
     segments: Vec<Segment>,
@@ -127,19 +128,19 @@ pub struct Hand {
     capacity: usize,
 }
 
-/// What the chains in hand are to a frame.
+/// Capacity of the chains in hand for a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// It goes into the first so many.
+    /// The frame fits into this number of chains.
     Chains(usize),
-    /// It needs another one.
+    /// The frame needs another chain.
     More,
-    /// It does not fit, whatever comes.
+    /// The frame does not fit into any number of chains.
     Never,
 }
 
 impl Hand {
-    /// Takes one chain. After an error it is not in hand, and is to be given back.
+    /// Takes one chain. After an error the caller must return the chain.
     pub fn take<M: GuestMemory>(
         &mut self,
         chain: &mut DescriptorChain<&M>,
@@ -168,8 +169,8 @@ impl Hand {
         Ok(())
     }
 
-    /// Where a packet of `len` bytes goes. `chains_max` are all that the ring has; without merging,
-    /// each takes a packet of its own.
+    /// Determines the chains for a packet of `len` bytes. `chains_max` is the size of the ring.
+    /// Without merging, a packet must fit into one chain.
     pub fn fit(&self, len: usize, chains_max: usize, is_mergeable: bool) -> Fit {
         if !is_mergeable {
             return match self.chains.first() {
@@ -190,9 +191,9 @@ impl Hand {
         Fit::Chains(before.expect("the capacity of all chains") + 1)
     }
 
-    /// Writes `packet` to the first `count` chains, which [`Hand::fit`] has found. They are not in
-    /// hand any more: head and length of each is added to `used`. After an error nothing that
-    /// the driver may believe is in them.
+    /// Writes `packet` to the first `count` chains, as determined by [`Hand::fit`], and removes
+    /// them. Adds the head and length of each to `used`. After an error all lengths are 0, because
+    /// the content is invalid.
     pub fn write<M: GuestMemory>(
         &mut self,
         memory: &M,
@@ -228,7 +229,7 @@ fn write_part<'s, M: GuestMemory>(
     segments: impl Iterator<Item = &'s Segment>,
 ) -> Result<(), RequestError> {
     let (mut rest, mut result) = (part, Ok(()));
-    // All of them are taken from the iterator, also after an error.
+    // Consumes all segments, even after an error.
     for segment in segments {
         let (now, later) = rest.split_at(rest.len().min(segment.len));
         rest = later;
@@ -254,7 +255,7 @@ mod tests {
         offloads: Offloads { csum: true, tso4: false, tso6: false, ecn: false, ufo: false },
     };
 
-    /// Parses the one chain that the driver makes of these.
+    /// Parses a chain of `buffers`.
     fn read(driver: &mut TestDriver, buffers: &[Buffer]) -> Result<Vec<u8>, RequestError> {
         with_chain(driver, buffers, |memory, chain| {
             let mut room = [0xaa; PACKET_LEN_MAX];
@@ -387,8 +388,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the driver's buffers are like, it finds the frame by putting together what it
-        /// was told.
+        /// For any buffers, the driver can assemble the frame from the used chains.
         #[test]
         fn a_frame_is_whole_however_it_is_split(
             chains in prop::collection::vec(prop::collection::vec(0u32..600, 1..4), 1..16),
@@ -416,7 +416,7 @@ mod tests {
             let memory: &MappedMemory = &guard;
             let (mut hand, mut used) = (Hand::default(), Vec::new());
             let mut packet: Vec<u8> = (0..len).map(|nth| (nth % 251) as u8).collect();
-            // The head of a chain, where it is no answer to a chain that is refused.
+            // Buffers by head of their chain, including refused chains.
             let mut of_head = std::collections::HashMap::new();
             let fit = loop {
                 match hand.fit(len, 32, true) {

@@ -1,4 +1,4 @@
-//! What an interface's front and its workers share.
+//! State of an interface that its front and its workers share.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
@@ -22,31 +22,31 @@ use super::tap::HostInterface;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 
-/// `struct virtio_net_config` as far as there is something in it (virtio 1.3, 5.1.4).
+/// Length of `struct virtio_net_config` up to the last supported field (virtio 1.3, 5.1.4).
 const CONFIG_LEN: usize = 12;
 
-/// How the guest sees an interface, apart from what it is made of.
+/// Properties of an interface that are independent of its tap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetShape {
-    /// What the VMM calls it: in logs, metrics, thread names and the API.
+    /// Id in logs, metrics, thread names and the API.
     pub id: String,
     pub mac: [u8; 6],
-    /// The longest frame's payload, if the driver is to be told.
+    /// Largest payload of a frame, if the driver is to know it.
     pub mtu: Option<u16>,
     pub pairs: u16,
     /// Descriptors of each queue.
     pub queue_size: u16,
-    /// Checksums may be left to the other side.
+    /// Offers checksum offloads.
     pub csum: bool,
-    /// TCP in long pieces; needs `csum`.
+    /// Offers TCP segmentation, which needs `csum`.
     pub tso: bool,
     pub ufo: bool,
 }
 
-/// Who serves a pair of queues without a thread of ours between it and the host's interface.
+/// A queue pair that is served without a worker of this process, by vhost-net.
 pub(super) trait PairUser: Send + Sync {
-    /// Frames come to the pair, or do not any more. When this returns, its queue of the interface
-    /// is in use, or is not.
+    /// Activates or deactivates the pair. When this returns, its queue of the interface is in use
+    /// or no longer in use.
     fn use_pair(&self, is_active: bool);
 }
 
@@ -54,18 +54,18 @@ pub(super) struct Interface {
     shape: NetShape,
     host: Arc<dyn HostInterface>,
     metrics: Arc<NetMetrics>,
-    /// Pairs that frames come to: the driver says how many (5.1.6.5.5).
+    /// Number of pairs that receive frames, as set by the driver (5.1.6.5.5).
     active_pairs: AtomicU16,
-    /// By pair: raised when that has changed.
+    /// By pair. Signaled when `active_pairs` has changed.
     wakes: Vec<EventFd>,
     users: Mutex<Vec<(u16, Weak<dyn PairUser>)>>,
     is_up: AtomicBool,
-    /// Set while the driver is there.
+    /// Set while a driver is active.
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
 }
 
 impl Interface {
-    /// One that has `host` on its other end.
+    /// Creates an interface with `host` as its other end.
     pub(super) fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> io::Result<Self> {
         let wake = |_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
         let wakes = (0..shape.pairs).map(wake).collect::<Result<_, _>>()?;
@@ -74,12 +74,10 @@ impl Interface {
         Ok(Self { shape, host, metrics, active_pairs, wakes, users, is_up, interrupt })
     }
 
-    /// How the guest sees it.
     pub(super) fn shape(&self) -> &NetShape {
         &self.shape
     }
 
-    /// What it is made of.
     pub(super) fn host(&self) -> &dyn HostInterface {
         &*self.host
     }
@@ -88,7 +86,7 @@ impl Interface {
         &self.metrics
     }
 
-    /// What is offered (5.1.3).
+    /// Offered features (5.1.3).
     pub(super) fn features(&self) -> u64 {
         let NetShape { csum, tso, ufo, mtu, pairs, .. } = self.shape;
         let bits = |on: bool, bits: &[u32]| {
@@ -123,7 +121,7 @@ impl Interface {
             | bits(pairs > 1, &[VIRTIO_NET_F_MQ])
     }
 
-    /// Whether a driver may have these: some lean on others (5.1.3.1).
+    /// Checks that each feature has the features that it requires (5.1.3.1).
     pub(super) fn accepts(features: u64) -> bool {
         let has = |bit: u32| features & 1 << bit != 0;
         let control = [VIRTIO_NET_F_MQ, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS];
@@ -133,14 +131,14 @@ impl Interface {
             && (has(VIRTIO_NET_F_CTRL_VQ) || !control.into_iter().any(has))
     }
 
-    /// The index of the control queue, with `features` agreed on (5.1.2).
+    /// Index of the control queue with the negotiated `features` (5.1.2).
     pub(super) fn control_queue(&self, features: u64) -> Option<u16> {
         let has = |bit: u32| features & 1 << bit != 0;
         let pairs = if has(VIRTIO_NET_F_MQ) { self.shape.pairs } else { 1 };
         has(VIRTIO_NET_F_CTRL_VQ).then_some(2 * pairs)
     }
 
-    /// The configuration space as it is now.
+    /// Current configuration space.
     pub(super) fn config(&self) -> [u8; CONFIG_LEN] {
         let mut config = [0; CONFIG_LEN];
         let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
@@ -153,32 +151,31 @@ impl Interface {
         config
     }
 
-    /// Whether frames come to a pair.
+    /// Returns true if the pair receives frames.
     pub(super) fn is_active(&self, pair: u16) -> bool {
         pair < self.active_pairs.load(Ordering::Acquire)
     }
 
-    /// Has frames come to the first so many pairs alone. A queue is attached before its worker
-    /// looks at it, and not looked at any more when it is detached: the kernel says of a
-    /// detached one what it says of an interface that is gone.
+    /// Activates the first `pairs` pairs and deactivates the others. A queue is attached before its
+    /// worker reads it, and detached after its worker has stopped reading. Otherwise reading it
+    /// would fail like a removed interface.
     pub(super) fn set_pairs(&self, pairs: u16) -> io::Result<()> {
         let before = self.active_pairs.fetch_min(pairs, Ordering::AcqRel);
-        // The kernel's vhost-net loses buffers of the driver's with what it sends by a queue that
-        // is detached.
+        // vhost-net loses buffers of the driver if it sends on a detached queue.
         self.tell_users();
         let result = self.host.set_pairs(pairs);
         let now = if result.is_ok() { pairs } else { before.min(pairs) };
         self.active_pairs.store(now, Ordering::Release);
         self.tell_users();
         for wake in &self.wakes {
-            // Fails only when the counter is full, and then it wakes anyway.
+            // Fails only if the counter is full, and then the worker is awake.
             let _ = wake.write(1);
         }
         result
     }
 
-    /// From now on `user` is told whether frames come to `pair`, for as long as there is one. It is
-    /// told here, too.
+    /// Registers `user`, which is called with the state of `pair` now and after each change, as
+    /// long as it exists.
     pub(super) fn add_user(&self, pair: u16, user: &Arc<dyn PairUser>) {
         let mut users = self.users.lock();
         users.retain(|(_, known)| known.strong_count() > 0);
@@ -194,12 +191,12 @@ impl Interface {
         }
     }
 
-    /// What is raised when [`Interface::is_active`] may have changed.
+    /// Event that is signaled when [`Interface::is_active`] may have changed.
     pub(super) fn wake(&self, pair: u16) -> &EventFd {
         &self.wakes[usize::from(pair)]
     }
 
-    /// The host's interface is gone.
+    /// Reports a link that is down, because the host's interface was removed.
     pub(super) fn lose_link(&self) {
         if self.is_up.swap(false, Ordering::AcqRel) {
             let id = &self.shape.id;
@@ -213,12 +210,12 @@ impl Interface {
         }
     }
 
-    /// A driver is there.
+    /// Stores the interrupt of the active driver.
     pub(super) fn set_driver(&self, interrupt: Arc<dyn VirtioInterrupt>) {
         *self.interrupt.lock() = Some(interrupt);
     }
 
-    /// There is none any more.
+    /// Removes the interrupt after a reset.
     pub(super) fn forget_driver(&self) {
         *self.interrupt.lock() = None;
     }

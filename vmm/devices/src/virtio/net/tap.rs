@@ -20,41 +20,42 @@ use super::header::{HEADER_LEN, Offloads};
 use super::metrics::Traffic;
 
 const DEVICE: &str = "/dev/net/tun";
-/// The kernel puts a number in.
+/// The kernel replaces `%d` by a number.
 const DEFAULT_NAME: &str = "vmtap%d";
 /// `IFF_ATTACH_QUEUE` of linux/if_tun.h.
 const IFF_ATTACH_QUEUE: c_int = 0x0200;
 
-/// A host's side of a virtio-net device.
+/// The host's end of a virtio-net device.
 pub trait HostInterface: Send + Sync {
-    /// One of its queues. It is read by one worker at a time.
+    /// Returns one of the interface's queues. One worker reads it at a time.
     fn queue(&self, pair: u16) -> io::Result<Box<dyn HostQueue>>;
-    /// What may be left to the guest.
+    /// Sets the offloads to the guest.
     fn set_offloads(&self, offloads: Offloads) -> io::Result<()>;
-    /// Has frames come to the first so many queues alone.
+    /// Attaches the first `pairs` queues and detaches the others.
     fn set_pairs(&self, pairs: u16) -> io::Result<()>;
-    /// One of its queues, for the kernel to read and write.
+    /// Returns one of the interface's queues for the kernel to read and write.
     fn file(&self, pair: u16) -> io::Result<File>;
-    /// Whether there still is one: somebody may have removed it.
+    /// Returns true if the interface still exists. Any administrator may remove it.
     fn is_there(&self) -> bool;
-    /// What has passed since it was made, from the guest and to it, if that can be known.
+    /// Traffic from and to the guest since the interface was created, if known.
     fn traffic(&self) -> Option<[Traffic; 2]>;
 }
 
-/// One queue of it. Neither call waits.
+/// One queue of an interface. Its calls do not block.
 pub trait HostQueue: Send {
-    /// Takes a frame, behind its header; `EBADFD`: the interface is gone, or the queue is detached.
+    /// Receives a frame with its header. `EBADFD` if the interface is removed or the queue is
+    /// detached.
     fn receive(&mut self, packet: &mut [u8]) -> io::Result<usize>;
-    /// Gives a frame, behind its header.
+    /// Sends a frame with its header.
     fn send(&mut self, packet: &[u8]) -> io::Result<()>;
-    /// Readable when there is a frame.
+    /// Readable if a frame is available.
     fn input(&self) -> RawFd;
-    /// Writable when there is room for one; another descriptor than `input`, as each is waited for
-    /// by itself.
+    /// Writable if there is room for a frame. A different descriptor than `input`, because the
+    /// event loop watches each separately.
     fn output(&self) -> RawFd;
 }
 
-/// Why there is no interface.
+/// Error of the creation of an interface.
 #[derive(Debug, Error)]
 pub enum TapError {
     #[error("Cannot open {DEVICE}: is the module tun loaded?")]
@@ -64,50 +65,47 @@ pub enum TapError {
         name: String,
         /// Command that root can run instead; may be empty.
         hint: &'static str,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// A setting is not taken.
+    /// The kernel refused a setting.
     #[error("Cannot set {what} of the interface {name}{hint}")]
     Set {
         what: &'static str,
         name: String,
         /// Command that root can run instead, after a colon; may be empty.
         hint: String,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// A descriptor that was given is none.
+    /// A passed descriptor is not a queue of a tap interface.
     #[error("fd {fd} is no tap interface")]
     NoTap {
         fd: RawFd,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
     #[error("fd {fd} is a tap interface opened {lacks}")]
     Lacks {
         fd: RawFd,
-        /// What is missing or too much.
+        /// Missing or unsuitable flag.
         lacks: &'static str,
     },
     #[error("fd {fd} is a queue of {name}, and the one before is of {first}")]
     Mixed { fd: RawFd, name: String, first: String },
 }
 
-/// What to make, or to find.
+/// Interface to create or attach to.
 #[derive(Clone, Debug, Default)]
 pub struct TapOptions {
     pub name: Option<String>,
-    /// Queues that send and receive.
+    /// Number of pairs of a receive and a transmit queue.
     pub pairs: u16,
-    /// The host's address, of an interface that is made.
+    /// Address of the host on an interface that is created.
     pub address: Option<HostAddress>,
-    /// The host's Ethernet address.
+    /// Ethernet address of the host.
     pub host_mac: Option<[u8; 6]>,
-    /// The longest frame's payload.
+    /// Largest payload of a frame.
     pub mtu: Option<u16>,
 }
 
@@ -117,20 +115,21 @@ pub struct Tap {
     name: String,
     queues: Vec<File>,
     mtu: Option<u16>,
-    /// It is in this network namespace, where its name is its own.
+    /// The interface is in this process's network namespace, so that its name can be looked up.
     is_ours: bool,
-    /// Queues that frames come to.
+    /// Number of attached queues.
     attached: Mutex<u16>,
 }
 
 impl Tap {
-    /// Attaches to an interface, or makes one.
+    /// Attaches to an interface, or creates one.
     pub fn open(options: &TapOptions) -> Result<Self, TapError> {
         let wanted = options.name.as_deref().unwrap_or(DEFAULT_NAME);
         let is_there = options.name.as_deref().is_some_and(exists);
         let multi_queue = if options.pairs > 1 { IFF_MULTI_QUEUE } else { 0 };
         let (first, name) = match attach(wanted, multi_queue) {
-            // One that is there, and made for several queues, is so by the first as well.
+            // An existing interface with several queues requires the flag for the first queue as
+            // well.
             Err(TapError::Attach { source, .. })
                 if is_there && multi_queue == 0 && source.raw_os_error() == Some(libc::EINVAL) =>
             {
@@ -147,9 +146,9 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Takes queues that somebody else has opened, by their numbers: copies of them. Of what they
-    /// are of nothing is changed but what the device needs: whose it is may have it in a
-    /// network namespace of its own.
+    /// Uses copies of queues that another program has opened. Changes only settings of the
+    /// interface that the device requires, because the interface may be in another network
+    /// namespace.
     pub fn from_fds(given: &[RawFd], mtu: Option<u16>) -> Result<Self, TapError> {
         let (name, fds) = check_given(given)?;
         let tap = Self::new(name, fds.into_iter().map(File::from).collect())?;
@@ -196,8 +195,8 @@ impl Tap {
         }
     }
 
-    /// Sets what can be set by name, and brings the interface up. One that was there keeps its
-    /// addresses.
+    /// Applies settings by the interface's name, and sets the interface up. An existing interface
+    /// retains its addresses.
     fn configure(&mut self, options: &TapOptions, was_there: bool) -> Result<(), TapError> {
         let socket =
             UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(self.failed("anything"))?;
@@ -211,7 +210,7 @@ impl Tap {
             fill(&mut interface);
             call(&socket, request, &mut interface).map_err(self.failed_unless_root(what, arguments))
         };
-        // The kernel asks for a privilege even if a setting changes nothing, so equal values are
+        // The kernel requires a privilege even if a setting changes nothing, so equal values are
         // not set.
         if let Some(mac) = options.host_mac {
             let found = get("the Ethernet address", libc::SIOCGIFHWADDR)?;
@@ -276,14 +275,15 @@ impl Tap {
         &self.name
     }
 
-    /// The longest frame's payload, if that is known.
+    /// Largest payload of a frame, if known.
     pub fn mtu(&self) -> Option<u16> {
         self.mtu
     }
 }
 
-/// What the interface `name` has received and sent, which the guest has sent and received, by
-/// /proc/net/dev (proc(5)): eight counters of each direction, bytes and packets first.
+/// Traffic of the interface `name` from /proc/net/dev (proc(5)). The guest has sent what the
+/// interface has received, and vice versa. Each direction has eight counters, beginning with bytes
+/// and packets.
 fn counters(interfaces: &str, name: &str) -> Option<[Traffic; 2]> {
     let of = |line: &'_ str| {
         let (of, values) = line.split_once(':')?;
@@ -310,8 +310,8 @@ impl HostInterface for Tap {
         if !self.is_ours {
             return None;
         }
-        // Of the network namespace that the thread is in; /sys/class/net is of the one in which it
-        // was mounted.
+        // For the network namespace of the thread. /sys/class/net is that of the namespace in which
+        // it was mounted.
         counters(&fs::read_to_string("/proc/thread-self/net/dev").ok()?, &self.name)
     }
 
@@ -361,7 +361,7 @@ impl HostQueue for TapQueue {
     }
 
     fn send(&mut self, packet: &[u8]) -> io::Result<()> {
-        // The kernel takes a frame whole or not at all.
+        // The kernel takes a frame completely or not at all.
         self.output.write(packet).map(|_| ())
     }
 
@@ -374,13 +374,13 @@ impl HostQueue for TapQueue {
     }
 }
 
-/// Whether there is an interface of this name.
+/// Returns true if an interface of this name exists.
 fn exists(name: &str) -> bool {
-    // SAFETY: the string ends with a zero and lives as long as the call.
+    // SAFETY: the string ends with a zero and outlives the call.
     CString::new(name).is_ok_and(|name| unsafe { libc::if_nametoindex(name.as_ptr()) } != 0)
 }
 
-/// A queue of the interface `name`, and what the kernel calls that.
+/// Attaches a queue to the interface `name`. Returns the queue and the interface's actual name.
 fn attach(name: &str, flags: c_int) -> Result<(File, String), TapError> {
     let mut options = OpenOptions::new();
     let options = options.read(true).write(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC);
@@ -401,15 +401,15 @@ fn attach(name: &str, flags: c_int) -> Result<(File, String), TapError> {
     Ok((file, name_of(&interface)))
 }
 
-/// Refuses descriptors on which a device would not work: all are queues of one interface. Returns
-/// its name and copies of them.
+/// Checks that descriptors are suitable queues of one interface. Returns its name and copies of
+/// them.
 pub fn check_given(given: &[RawFd]) -> Result<(String, Vec<OwnedFd>), TapError> {
     let several = given.len() > 1;
     let (mut name, mut copies) = (String::new(), Vec::with_capacity(given.len()));
     for &fd in given {
         let copy = duplicate(fd)?;
         if several {
-            // Another VM's driver may have put it aside. Fails where there is nothing to be done.
+            // The driver of another VM may have detached the queue. Fails if it is attached.
             let _ = set_queue(&copy, IFF_ATTACH_QUEUE);
         }
         let found = check_queue(fd, &copy, several)?;
@@ -422,7 +422,7 @@ pub fn check_given(given: &[RawFd]) -> Result<(String, Vec<OwnedFd>), TapError> 
     Ok((name, copies))
 }
 
-/// Refuses one, which is `fd` to who has given it. Returns its interface's name.
+/// Checks one queue. `fd` is its number in errors. Returns the name of its interface.
 fn check_queue(fd: RawFd, queue: &OwnedFd, several: bool) -> Result<String, TapError> {
     let mut interface = named("");
     call(queue, libc::TUNGETIFF, &mut interface)
@@ -435,7 +435,7 @@ fn check_queue(fd: RawFd, queue: &OwnedFd, several: bool) -> Result<String, TapE
     }
 }
 
-/// What a queue that was opened with these flags is not fit for.
+/// Returns the missing or unsuitable flag of a queue that was opened with `flags`.
 fn lacks(flags: c_int, several: bool) -> Option<&'static str> {
     match flags {
         _ if flags & IFF_TAP == 0 => Some("as tun, which has no Ethernet"),
@@ -446,16 +446,16 @@ fn lacks(flags: c_int, several: bool) -> Option<&'static str> {
     }
 }
 
-/// Duplicates a descriptor that was given by its number: whose it is keeps it.
+/// Duplicates a passed descriptor, which remains open.
 fn duplicate(fd: RawFd) -> Result<OwnedFd, TapError> {
-    // SAFETY: it is only duplicated, which fails where there is none. That nobody else closes it
-    // and opens something else is for who has given its number.
+    // SAFETY: the descriptor is only duplicated, which fails if it is not open. The program that
+    // has passed its number ensures that it is not closed and reused meanwhile.
     unsafe { BorrowedFd::borrow_raw(fd) }
         .try_clone_to_owned()
         .map_err(|source| TapError::NoTap { fd, source })
 }
 
-/// Has frames come to a queue, or no more.
+/// Attaches or detaches a queue.
 fn set_queue(queue: &impl AsRawFd, flag: c_int) -> io::Result<()> {
     let mut interface = named("");
     interface.ifr_ifru.ifru_flags = flag as c_short;
@@ -466,9 +466,9 @@ fn set_nonblocking(file: &File) -> io::Result<()> {
     Ok(fcntl_setfl(file, fcntl_getfl(file)? | OFlags::NONBLOCK)?)
 }
 
-/// A request about the interface `name`, which has been found to fit.
+/// A request for the interface `name`, which must fit.
 fn named(name: &str) -> ifreq {
-    // SAFETY: it has numbers and arrays of them, for which zeros are fine.
+    // SAFETY: all fields are numbers and arrays of numbers, for which zeros are valid.
     let mut interface: ifreq = unsafe { std::mem::zeroed() };
     let last = interface.ifr_name.len() - 1;
     for (to, from) in interface.ifr_name[..last].iter_mut().zip(name.bytes()) {
@@ -490,7 +490,7 @@ fn ethernet(mac: [u8; 6]) -> libc::sockaddr {
     address
 }
 
-/// As `sockaddr_in` has it: a port of two bytes, and the address.
+/// Address in the layout of `sockaddr_in`: a port of two bytes, and the address.
 fn ipv4(ip: Ipv4Addr) -> libc::sockaddr {
     let mut address =
         libc::sockaddr { sa_family: libc::AF_INET as libc::sa_family_t, sa_data: [0; 14] };
@@ -500,10 +500,10 @@ fn ipv4(ip: Ipv4Addr) -> libc::sockaddr {
     address
 }
 
-/// Gives the interface `name` one more address. Unlike IPv4's, these calls have its number, and a
-/// socket of their own kind (ipv6(7), linux/ipv6.h `struct in6_ifreq`).
+/// Adds an address to the interface `name`. Unlike those of IPv4, these calls use the interface's
+/// number and an IPv6 socket (ipv6(7), linux/ipv6.h `struct in6_ifreq`).
 fn add_ipv6(name: &str, address: Ipv6Addr, prefix_len: u8) -> io::Result<()> {
-    // A host without IPv6 has no such socket, and says so here.
+    // Fails on a host without IPv6.
     let socket = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0))?;
     let mut interface = named(name);
     call(&socket, libc::SIOCGIFINDEX, &mut interface)?;
@@ -518,7 +518,7 @@ fn add_ipv6(name: &str, address: Ipv6Addr, prefix_len: u8) -> io::Result<()> {
 }
 
 fn call(file: &impl AsRawFd, request: c_ulong, interface: &mut ifreq) -> io::Result<()> {
-    // SAFETY: all requests that are made here read and write one `ifreq`.
+    // SAFETY: all requests of this module read and write one `ifreq`.
     check(unsafe { libc::ioctl(file.as_raw_fd(), request, std::ptr::from_mut(interface)) })
 }
 
@@ -526,7 +526,7 @@ fn check(result: c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// A pair of sockets in place of a tap interface.
+/// Socket pairs in place of a tap interface.
 #[cfg(test)]
 pub mod fake {
     use std::os::unix::net::UnixDatagram;
@@ -539,17 +539,17 @@ pub mod fake {
     #[derive(Clone)]
     pub struct FakeTap {
         queues: Arc<Vec<UnixDatagram>>,
-        /// What was set last.
+        /// Last value that was set.
         pub offloads: Arc<Mutex<Offloads>>,
         pub pairs: Arc<Mutex<u16>>,
-        /// What it says has passed.
+        /// Traffic that the interface reports.
         pub traffic: Arc<Mutex<Option<[Traffic; 2]>>>,
-        /// Somebody has removed it.
+        /// The interface was removed.
         pub is_gone: Arc<AtomicBool>,
     }
 
     impl FakeTap {
-        /// With so many queues; the host's ends of them.
+        /// Creates an interface with `pairs` queues. Returns the host's ends as well.
         pub fn new(pairs: u16) -> (Self, Vec<UnixDatagram>) {
             let (ours, theirs): (Vec<_>, Vec<_>) = (0..pairs)
                 .map(|_| {
@@ -628,7 +628,7 @@ mod tests {
         assert!(matches!(check_given(&[i32::MAX]), Err(TapError::NoTap { fd: i32::MAX, .. })));
     }
 
-    /// Makes an interface that stays and that this user may attach to.
+    /// Creates an interface that persists and that this user may attach to.
     fn make_persistent(name: &str) -> Result<(), TapError> {
         let (queue, _) = attach(name, 0)?;
         // SAFETY: takes no pointer.
@@ -641,7 +641,7 @@ mod tests {
         Ok(())
     }
 
-    /// Takes all privileges from this thread.
+    /// Drops all capabilities of this thread.
     fn drop_capabilities() {
         // _LINUX_CAPABILITY_VERSION_3 of linux/capability.h, this thread; effective, permitted and
         // inheritable, twice.
@@ -651,11 +651,11 @@ mod tests {
             .unwrap();
     }
 
-    /// In a network namespace of its own.
+    /// Runs in its own network namespace.
     #[test]
     fn interface_of_a_user_is_taken_as_it_is_or_refused_with_the_command() {
         let thread = std::thread::spawn(|| {
-            // SAFETY: takes a number; only this thread changes its namespace.
+            // SAFETY: takes a number, and changes the namespace of this thread only.
             if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 || make_persistent("down").is_err()
             {
                 return eprintln!("skipped: no interfaces can be made here (that needs root)");
@@ -716,7 +716,7 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
     fn a_queue_was_opened_as_the_device_needs_it() {
         let all = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
         assert_eq!((lacks(all, false), lacks(all | IFF_MULTI_QUEUE, true)), (None, None));
-        // One queue of several is one.
+        // One queue of an interface with several is suitable.
         assert_eq!(lacks(all | IFF_MULTI_QUEUE, false), None);
         assert_eq!(lacks(all, true), Some("without IFF_MULTI_QUEUE"));
         assert_eq!(lacks(all & !IFF_VNET_HDR, false), Some("without IFF_VNET_HDR"));
@@ -738,13 +738,12 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
         assert_eq!(ethernet([2, 0, 0, 0, 0, 9]).sa_data[..6], [2, 0, 0, 0, 0, 9]);
     }
 
-    /// In a network namespace of the thread's own, which needs a privilege; without it, or without
-    /// IPv6, nothing is tried. Of such a namespace lo is all there is, and takes addresses as a
-    /// tap does.
+    /// Runs in the thread's own network namespace, which needs a privilege. Skipped without it or
+    /// without IPv6. The namespace has only lo, which accepts addresses as a tap does.
     #[test]
     fn an_ipv6_address_is_there_when_it_has_been_given() {
         let thread = std::thread::spawn(|| {
-            // SAFETY: it changes the namespace of this thread alone, which ends with it.
+            // SAFETY: it changes the namespace of this thread only, which ends with it.
             if let Err(error) = check(unsafe { libc::unshare(libc::CLONE_NEWNET) }) {
                 return eprintln!("skipped: no network namespace: {error}");
             }

@@ -1,8 +1,8 @@
-//! The used ring, written so that several chains become the driver's at once.
+//! Writing of several used ring entries at once.
 //!
-//! A frame in several buffers is announced by the first (virtio 1.3, 5.1.6.4): a driver that finds
-//! the first used and the next one not takes the frame for broken. `Queue::add_used` shows each
-//! chain by itself.
+//! The first buffer of a frame has the number of its buffers (virtio 1.3, 5.1.6.4). A driver that
+//! finds the first used and the next one not regards the frame as broken. `Queue::add_used`
+//! publishes each chain separately.
 
 use std::num::Wrapping;
 use std::sync::atomic::{Ordering, fence};
@@ -10,7 +10,7 @@ use std::sync::atomic::{Ordering, fence};
 use virtio_queue::{Error, Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// Flags and index, before the elements of either ring.
+/// Flags and index before the elements of either ring.
 const RING_HEADER_LEN: u64 = 4;
 const INDEX_AT: u64 = 2;
 const USED_ELEMENT_LEN: u64 = 8;
@@ -18,7 +18,7 @@ const AVAIL_ELEMENT_LEN: u64 = 2;
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT` (2.7.6).
 const NO_INTERRUPT: u16 = 1;
 
-/// Gives chains back, all at once: head and length of each.
+/// Returns chains to the driver at once. `chains` has the head and length of each.
 pub(super) fn give_back<M: GuestMemory>(
     queue: &mut Queue,
     memory: &M,
@@ -37,15 +37,15 @@ pub(super) fn give_back<M: GuestMemory>(
     memory.store(next.0.to_le(), at(INDEX_AT)?, Ordering::Release).map_err(Error::GuestMemory)
 }
 
-/// Whether the driver wants to hear of what was used since the ring's index was `old` (2.7.7.2,
+/// Returns true if the driver wants an interrupt for entries since the index `old` (2.7.7.2,
 /// 2.7.10).
 pub(super) fn wants_interrupt<M: GuestMemory>(queue: &Queue, memory: &M, old: u16) -> bool {
     let new = queue.next_used();
     if new == old {
         return false;
     }
-    // What was written is there before it is read what the driver waits for: it does the two the
-    // other way round.
+    // The entries must be written before the driver's event index is read. The driver does the
+    // reverse.
     fence(Ordering::SeqCst);
     let read = |offset: u64| -> Option<u16> {
         let at = GuestAddress(queue.avail_ring().checked_add(offset)?);
@@ -53,7 +53,7 @@ pub(super) fn wants_interrupt<M: GuestMemory>(queue: &Queue, memory: &M, old: u1
     };
     if queue.event_idx_enabled() {
         let event = RING_HEADER_LEN + u64::from(queue.size()) * AVAIL_ELEMENT_LEN;
-        // Of a ring that cannot be read nothing is known.
+        // If the ring cannot be read, sends the interrupt.
         read(event)
             .is_none_or(|event| new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old))
     } else {
@@ -116,7 +116,7 @@ mod tests {
         set(AVAILABLE, 1);
         assert!(!wants_interrupt(&queue, &memory, 7));
         queue.set_event_idx(true);
-        // As `vring_need_event` has it, for every place of the event.
+        // Expected results of `vring_need_event` for every position of the event.
         for (event, wanted) in
             [(6, false), (7, true), (8, true), (9, true), (10, false), (u16::MAX, false)]
         {

@@ -1,5 +1,5 @@
-//! What keeps a pair of queues in the kernel in step with the device: attached while the driver
-//! uses it and the VM runs, with the memory that the VM has, and nothing else.
+//! State of a queue pair in the kernel. It is attached while the driver uses the pair and the VM
+//! runs, and its memory table is that of the VM.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -15,25 +15,25 @@ use crate::log::sparsely;
 use crate::memory::view::{RegionWatcher, Regions};
 use crate::virtio::net::state::PairUser;
 
-/// A pair of queues that somebody else serves. Dropped, it serves nothing any more.
+/// A queue pair that vhost-net serves. Dropping it ends the service.
 pub(in super::super) trait Rings: Send {
-    /// Begins, or goes on where it was.
+    /// Starts or resumes the pair.
     fn attach(&mut self) -> Result<(), VhostError>;
-    /// Stops: when this returns, no guest memory is touched.
+    /// Stops the pair. When this returns, it no longer accesses guest memory.
     fn detach(&mut self) -> Result<(), VhostError>;
-    /// Follows addresses into these regions alone from now on.
+    /// Replaces the regions that the pair may access.
     fn set_regions(&mut self, regions: &Regions) -> Result<(), VhostError>;
 }
 
-/// What a pair is made of: the queue that receives, and the one that sends.
+/// Parts of a pair. Arrays have the receive queue first, then the transmit queue.
 pub(in super::super) struct Setup<'a> {
     pub(in super::super) regions: &'a Regions,
     pub(in super::super) features: u64,
-    /// As the driver has set them up.
+    /// Queues as the driver has configured them.
     pub(in super::super) queues: [&'a Queue; 2],
-    /// Raised by the driver.
+    /// Signaled by the driver.
     pub(in super::super) kicks: [&'a EventFd; 2],
-    /// Raised for the driver.
+    /// Signaled for the driver.
     pub(in super::super) calls: [&'a EventFd; 2],
     pub(in super::super) errors: [&'a EventFd; 2],
     /// A queue of the host's interface.
@@ -44,7 +44,7 @@ pub(in super::super) type Connect =
     Arc<dyn Fn(Setup<'_>) -> Result<Box<dyn Rings>, VhostError> + Send + Sync>;
 
 struct State {
-    /// `None` when they are given up.
+    /// `None` after the pair was given up.
     rings: Option<Box<dyn Rings>>,
     /// The driver uses the pair.
     is_wanted: bool,
@@ -53,11 +53,11 @@ struct State {
     is_attached: bool,
 }
 
-/// A pair of queues. What fails ends it; its worker is told by an event.
+/// A queue pair. A failure ends it and signals its worker.
 pub(super) struct Engine {
     state: Mutex<State>,
     kicks: [EventFd; 2],
-    /// Raised when it has failed.
+    /// Signaled after a failure.
     failure: EventFd,
 }
 
@@ -69,17 +69,18 @@ impl Engine {
     }
 
     pub(super) fn give_up(&self) {
-        // Under the lock: who takes a region away meanwhile waits until it is not reached any more.
+        // Under the lock, so that the removal of a region waits until the pair no longer accesses
+        // it.
         let mut state = self.state.lock();
         if let Some(mut rings) = state.rings.take()
             && let Err(err) = rings.detach()
         {
-            // Closed, it is detached as well.
+            // Closing the file detaches the pair as well.
             debug!(%err, "vhost-net does not stop when it is asked to");
         }
     }
 
-    /// Whether it has been ended.
+    /// Returns true if the pair was given up or has failed.
     pub(super) fn is_given_up(&self) -> bool {
         self.state.lock().rings.is_none()
     }
@@ -97,21 +98,21 @@ impl Engine {
         };
         self.check(&mut state, result);
         if should && state.rings.is_some() {
-            // What the driver said meanwhile nobody has heard.
+            // Repeats notifications that were lost while the pair was detached.
             for kick in &self.kicks {
-                // Fails only when the counter is full, and then it has been heard.
+                // Fails only if the counter is full, and then a notification is pending.
                 let _ = kick.write(1);
             }
         }
     }
 
-    /// Ends what has failed: closed, it touches nothing, whatever state it was in.
+    /// Ends a pair that has failed. Closing its file stops all accesses, regardless of its state.
     fn check(&self, state: &mut State, result: Result<(), VhostError>) {
         if let Err(err) = result {
             let error = &err as &dyn std::error::Error;
             sparsely!(warn, error, "vhost-net fails: a pair of queues ends");
             state.rings = None;
-            // Fails only when the counter is full, and then it is known.
+            // Fails only if the counter is full, and then the failure is signaled.
             let _ = self.failure.write(1);
         }
     }
@@ -146,14 +147,14 @@ impl RegionWatcher for Engine {
 pub(in super::super) mod fake {
     use super::*;
 
-    /// What was asked of a pair.
+    /// Calls of a pair.
     #[derive(Default)]
     pub(in super::super::super) struct Record {
         pub(in super::super::super) calls: Vec<String>,
         pub(in super::super::super) refuse: bool,
     }
 
-    /// A pair that only records.
+    /// A pair that only records calls.
     pub(in super::super::super) struct FakeRings(pub(in super::super::super) Arc<Mutex<Record>>);
 
     impl FakeRings {

@@ -1,4 +1,4 @@
-//! One pair of queues in the kernel: a file of /dev/vhost-net.
+//! One queue pair in the kernel: a file of /dev/vhost-net.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::{RING_FEATURES, VhostError};
 use crate::memory::backing::Reservation;
 use crate::memory::view::Regions;
 
-/// Its two queues, as the kernel numbers them.
+/// Indices of the two queues in the kernel.
 const QUEUES: [usize; 2] = [0, 1];
 
 fn call(what: &'static str) -> impl Fn(vhost::Error) -> VhostError {
@@ -29,24 +29,24 @@ fn open(memory: Arc<GuestMemoryMmap>) -> Result<Net<Arc<GuestMemoryMmap>>, Vhost
     })
 }
 
-/// What the kernel's vhost-net can do.
+/// Features of the kernel's vhost-net.
 pub(super) fn features() -> Result<u64, VhostError> {
     open(Arc::new(GuestMemoryMmap::new()))?.get_features().map_err(call("to be asked"))
 }
 
-/// A pair of queues that the kernel has.
+/// A queue pair in the kernel.
 struct KernelRings {
-    /// First: it is closed before what it points into goes.
+    /// First, so that the file is closed before the reservations are dropped.
     net: Net<Arc<GuestMemoryMmap>>,
     tap: File,
-    /// Where rings begin here: the kernel goes on using that, whatever the table says.
+    /// Start addresses of the rings in this process. The kernel uses them regardless of the table.
     ring_starts: Vec<u64>,
-    /// What the table and the rings point into. None of it is unmapped, and so nothing else of
-    /// this process's comes to lie there, while the kernel may follow an address into it.
+    /// Address space of the table and the rings. It must not be unmapped while the kernel may
+    /// access it, so that no other memory of this process is placed there.
     reservations: Vec<Arc<Reservation>>,
 }
 
-/// Hands a pair of queues over. Nothing moves yet.
+/// Passes a queue pair to the kernel. It is not yet attached.
 pub(super) fn connect(setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
     let Setup { regions, features, queues, kicks, calls, errors, tap } = setup;
     let table = Table::new(&regions.memory)?;
@@ -64,8 +64,8 @@ pub(super) fn connect(setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
     Ok(Box::new(KernelRings { net, tap, ring_starts, reservations: regions.reservations.clone() }))
 }
 
-/// Tells the kernel where a ring is, which the driver has said. Returns where its parts begin in
-/// this process.
+/// Sets the addresses of a ring from the driver. Returns the start addresses of its parts in this
+/// process.
 fn set_ring(
     net: &Net<Arc<GuestMemoryMmap>>,
     table: &Table,
@@ -75,7 +75,7 @@ fn set_ring(
     let size = u64::from(queue.size());
     let (descriptors, available, used) =
         (queue.desc_table(), queue.avail_ring(), queue.used_ring());
-    // With the event's index at the end of both rings (virtio 1.3, 2.7.6 and 2.7.8).
+    // Lengths include the event index at the end of both rings (virtio 1.3, 2.7.6 and 2.7.8).
     let starts = [
         table.find("descriptor table", descriptors, 16 * size)?,
         table.find("available ring", available, 6 + 2 * size)?,
@@ -103,10 +103,10 @@ impl Rings for KernelRings {
         })
     }
 
-    /// The kernel waits for what it has under way (vhost_net_set_backend: the queue's mutex, and a
-    /// flush of its thread), and frames that it had taken out of the interface go back there.
-    /// How far it has come in the available ring it keeps; in the used ring it looks that up
-    /// when it goes on (vhost_vq_init_access).
+    /// The kernel waits for requests in progress (vhost_net_set_backend: the queue's mutex, and a
+    /// flush of its thread). Frames that it had taken from the interface return there. The kernel
+    /// retains its position in the available ring, and reads that of the used ring when it resumes
+    /// (vhost_vq_init_access).
     fn detach(&mut self) -> Result<(), VhostError> {
         QUEUES
             .into_iter()
@@ -121,9 +121,8 @@ impl Rings for KernelRings {
     }
 }
 
-/// The address space that nothing else may come to lie in while the kernel has a table of `new`:
-/// that of the table, and of `old` what a ring begins in, for rings are followed by the addresses
-/// that were given.
+/// Returns the reservations that the kernel needs with a table of `new`: all of `new`, and those of
+/// `old` in which a ring begins, because rings are accessed by their original addresses.
 fn reserved(
     old: &[Arc<Reservation>],
     new: &[Arc<Reservation>],
@@ -172,7 +171,7 @@ mod tests {
 
     #[test]
     fn without_the_device_there_is_an_error_that_names_it() {
-        // A host that has it says what it can do.
+        // The device exists, so its features are readable.
         match features() {
             Ok(features) => assert_eq!(features & RING_FEATURES, RING_FEATURES),
             Err(err) => assert!(err.to_string().contains("/dev/vhost-net"), "{err}"),

@@ -1,7 +1,7 @@
-//! Frames that the host's kernel moves (Linux drivers/vhost/net.c): the same device, whose pairs of
-//! queues are served by vhost-net. Its control queue, and what the guest sees of it, stay here.
+//! Transfer of frames by the host's kernel (Linux drivers/vhost/net.c). vhost-net serves the queue
+//! pairs of the same device. Its control queue and its configuration stay here.
 //!
-//! Why what is unplugged stays out of its reach: docs/design/decisions/0018-vhost-net.md.
+//! docs/design/decisions/0018-vhost-net.md explains why vhost-net cannot access unplugged memory.
 
 mod engine;
 mod kernel;
@@ -23,33 +23,33 @@ pub(super) use engine::Connect;
 pub(super) use worker::Worker;
 
 const DEVICE: &str = "/dev/vhost-net";
-/// Given when the module is loaded, and 0 if nothing is said since Linux 5.3.
+/// Set when the module is loaded. The default is 0 since Linux 5.3.
 const ZERO_COPY: &str = "/sys/module/vhost_net/parameters/experimental_zcopytx";
 
-/// What the rings are like: the one part of what was negotiated that is vhost-net's business. The
-/// header's length follows from the first of them; offloads are the tap's.
+/// Negotiated features that affect vhost-net, which are those of the rings. The header's length
+/// depends on the first two of them. Offloads belong to the tap.
 const RING_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
     | 1 << VIRTIO_NET_F_MRG_RXBUF
     | 1 << VIRTIO_RING_F_INDIRECT_DESC
     | 1 << VIRTIO_RING_F_EVENT_IDX;
 
-/// Why vhost-net does not move a device's frames.
+/// Reason why vhost-net cannot transfer a device's frames.
 #[derive(Debug, Error)]
 pub(super) enum VhostError {
-    /// It is not there, or not ours.
+    /// The device does not exist or is not accessible.
     #[error("Cannot open {DEVICE}: is the module vhost_net loaded?")]
     Open(#[source] io::Error),
     #[error("{DEVICE} lacks the features {missing:#x}")]
     Features {
-        /// What is missing, as bits.
+        /// Missing features, as bits.
         missing: u64,
     },
-    /// It may send from pages that are not the guest's any more.
+    /// vhost-net might send from pages that the guest has returned.
     #[error(
         "The module vhost_net was loaded with experimental_zcopytx={value}: it would keep pages that the guest gives back"
     )]
     ZeroCopy {
-        /// What the parameter says.
+        /// Value of the parameter.
         value: String,
     },
     #[error(
@@ -62,31 +62,31 @@ pub(super) enum VhostError {
         #[source]
         source: vhost::Error,
     },
-    /// There is no memory, or it lies in too many places.
+    /// No memory, or too many ranges.
     #[error("Guest memory lies in {ranges} ranges, and must in 1 to {}", table::RANGES_MAX)]
     Ranges { ranges: usize },
-    /// The kernel follows a ring from its first byte to its last by one address.
+    /// Each part of a ring must be contiguous, because the kernel accesses it by one address.
     #[error("The {part} at {address:#x}, of {len} bytes, lies in no single range of guest memory")]
     Ring {
         part: &'static str,
-        /// Where the driver has it.
+        /// Guest address of the part.
         address: u64,
-        /// Bytes.
+        /// Length of the part.
         len: u64,
     },
-    /// No file of a tap's queue, or no event.
+    /// A file of a tap's queue or an event cannot be created.
     #[error("The queues' files cannot be set up")]
     Io(#[from] io::Error),
 }
 
-/// How pairs of queues are handed to the kernel.
+/// Returns the function that passes queue pairs to the kernel.
 pub(super) fn connect() -> Connect {
     Arc::new(kernel::connect)
 }
 
-/// Whether this host's vhost-net can serve a device, and may.
+/// Checks that this host's vhost-net can and may serve a device.
 pub(super) fn probe() -> Result<(), VhostError> {
-    // Opening it loads the module, whose parameters are there from then on.
+    // Opening the device loads the module, whose parameters exist from then on.
     check_features(kernel::features()?)?;
     check_zero_copy(fs::read_to_string(ZERO_COPY))
 }
@@ -98,7 +98,7 @@ fn check_features(features: u64) -> Result<(), VhostError> {
     }
 }
 
-/// Pages that are sent from as they are would be sent from also when they are somebody else's.
+/// With zero copy, the kernel would send from pages even after they have another owner.
 fn check_zero_copy(parameter: io::Result<String>) -> Result<(), VhostError> {
     match parameter.map_err(VhostError::ZeroCopyUnknown)?.trim() {
         "0" => Ok(()),

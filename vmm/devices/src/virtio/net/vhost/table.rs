@@ -1,14 +1,14 @@
-//! Guest memory as vhost-net is told of it. Pure.
+//! Guest memory table of vhost-net, without I/O.
 
 use vhost::VhostUserMemoryRegionInfo;
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
 use super::VhostError;
 
-/// What the module takes, if it was loaded without `max_mem_regions`.
+/// Default limit of the module, without `max_mem_regions`.
 pub(super) const RANGES_MAX: usize = 64;
 
-/// A range of guest memory, and where this process has it.
+/// A range of guest memory with its address in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Range {
     guest: u64,
@@ -36,7 +36,7 @@ impl Table {
         }
     }
 
-    /// Where this process has all of a ring's part.
+    /// Returns the address of a ring's part in this process. The part must be in one range.
     pub(super) fn find(
         &self,
         part: &'static str,
@@ -51,7 +51,7 @@ impl Table {
         Ok(range.host + (address - range.guest))
     }
 
-    /// As the kernel takes it.
+    /// The table in the form of the kernel.
     pub(super) fn regions(&self) -> Vec<VhostUserMemoryRegionInfo> {
         let region = |range: &Range| VhostUserMemoryRegionInfo {
             guest_phys_addr: range.guest,
@@ -73,7 +73,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// Two that touch in the guest, and are apart here.
+    /// The first two ranges are adjacent in the guest, but not in this process.
     fn table() -> Table {
         Table::of(vec![
             Range { guest: 0, len: GIB, host: 0x7000_0000_0000 },

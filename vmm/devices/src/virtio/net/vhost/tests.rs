@@ -1,4 +1,4 @@
-//! The device with a kernel that only records what it is asked for.
+//! Tests of the device with a simulated kernel that records calls.
 
 use std::os::unix::net::UnixDatagram;
 use std::sync::atomic::Ordering;
@@ -14,7 +14,7 @@ use crate::virtio::net::tap::fake::FakeTap;
 use crate::virtio::net::{Net, NetShape};
 use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
 
-/// A pair as the kernel has it.
+/// A pair as passed to the kernel.
 struct Pair {
     record: Arc<Mutex<Record>>,
     features: u64,
@@ -72,7 +72,7 @@ impl Rig {
         self.pairs.lock()[pair].asked()
     }
 
-    /// By the control queue.
+    /// Sets the number of active pairs by the control queue.
     fn use_pairs(&mut self, pairs: u8) {
         self.driver.write(BUFFERS, &[4, 0, pairs, 0]);
         self.driver.add(4, &[Buffer::Out(BUFFERS, 4), Buffer::In(BUFFERS + 64, 1)]);
@@ -87,7 +87,7 @@ impl Rig {
         status[0] == 1
     }
 
-    /// What a pair is asked for next.
+    /// Waits for the next calls for a pair.
     fn wait_asked(&self, pair: usize) -> Vec<String> {
         wait(|| {
             let asked = self.asked(pair);
@@ -123,7 +123,7 @@ fn pairs_are_attached_as_the_driver_uses_them() {
     let mut rig = Rig::new();
     assert_eq!((rig.asked(0), rig.asked(1)), (vec!["attach".to_owned()], Vec::new()));
     assert_eq!(rig.pairs.lock()[0].features, rig.net.features());
-    // What is answered has been done.
+    // A command has taken effect when it is answered.
     rig.use_pairs(2);
     assert_eq!(rig.asked(1), ["attach"]);
     rig.use_pairs(1);
@@ -201,7 +201,7 @@ fn an_interface_that_goes_in_a_pause_is_a_link_that_is_down_as_well() {
     loops[0].hold();
     loops[0].wait_until_held();
     rig.tap.is_gone.store(true, Ordering::Relaxed);
-    // As the kernel does: it polls the interface when it is given one.
+    // The kernel polls an interface when it is attached.
     rig.pairs.lock()[0].record.lock().refuse = true;
     loops[0].release();
     wait(|| (!rig.is_up()).then_some(()));
@@ -224,7 +224,7 @@ fn a_device_that_goes_in_a_pause_is_not_attached_again() {
 fn a_queue_that_is_put_aside_breaks_nothing() {
     let mut rig = Rig::new();
     rig.pairs.lock()[1].errors[1].write(1).unwrap();
-    // When this is answered the error has been seen, or will be before what is asked next.
+    // When this is answered, the error has been handled, or is handled before the next command.
     rig.use_pairs(1);
     rig.use_pairs(2);
     assert_eq!(rig.asked(1), ["attach"]);

@@ -1,5 +1,5 @@
-//! What is left to do here for a pair of queues that the kernel serves: interrupts while the guest
-//! masks them, and errors.
+//! The worker of a queue pair that the kernel serves. It delivers interrupts while the guest masks
+//! them, and handles errors.
 
 use std::fs::File;
 use std::io;
@@ -23,7 +23,7 @@ const CALLS: [u32; 2] = [0, 1];
 const ERRORS: [u32; 2] = [2, 3];
 const FAILURE: u32 = 4;
 
-/// On the device's thread as long as its driver is there.
+/// Runs on the device's thread while a driver is active.
 pub(in super::super) struct Worker {
     net: Arc<Interface>,
     pair: u16,
@@ -34,7 +34,7 @@ pub(in super::super) struct Worker {
     connect: Connect,
     gate: Arc<Gate>,
     tap: File,
-    /// Once the kernel has been given the queues, if it has taken them.
+    /// Set after the kernel has accepted the queues.
     engine: Option<Arc<Engine>>,
     calls: [EventFd; 2],
     errors: [EventFd; 2],
@@ -69,14 +69,15 @@ impl Worker {
         })
     }
 
-    /// Hands the queues over. It is this thread that does so: since Linux 6.4 the kernel's is one
-    /// of this process, begins where its maker may run, and a vCPU may be pinned.
+    /// Passes the queues to the kernel. This thread must do so: since Linux 6.4 the kernel's thread
+    /// is one of this process and inherits the affinity of the thread that creates it, and a vCPU
+    /// may be pinned.
     fn hand_over(&self) -> Result<Arc<Engine>, VhostError> {
         let [receive, transmit] = &self.queues;
         let (tap, kicks) =
             (self.tap.try_clone()?, [receive.kick.try_clone()?, transmit.kick.try_clone()?]);
         let failure = self.failure.try_clone()?;
-        // Nothing is added or removed between the table and whoever keeps it up to date.
+        // Regions do not change between the creation of the table and the registration for updates.
         let mut memory = self.view.exclusive();
         let rings = (self.connect)(Setup {
             regions: &memory.regions(),
@@ -104,7 +105,7 @@ impl Worker {
         (0..2).try_for_each(|nth| self.interrupt.bind_queue(self.queue(nth), &self.calls[nth]))
     }
 
-    /// Delivers what the guest has masked, or what KVM does not know.
+    /// Delivers interrupts that the guest has masked or that KVM does not deliver.
     fn interrupt(&self, nth: usize) {
         if self.calls[nth].read().is_ok()
             && let Err(err) = self.interrupt.signal_queue(self.queue(nth))
@@ -113,16 +114,16 @@ impl Worker {
         }
     }
 
-    /// The kernel has met something in a ring, or with the interface, that it does not go on after.
+    /// Handles an error after which the kernel does not continue, in a ring or with the interface.
     fn meet_error(&self, nth: usize) {
-        // Fails only when somebody else has seen it.
+        // Fails only if the event was already read.
         let _ = self.errors[nth].read();
         let Some(engine) = self.engine.as_ref().filter(|engine| !engine.is_given_up()) else {
             return;
         };
         if !self.net.is_active(self.pair) {
-            // It was put aside meanwhile. What is wrong with a ring is met again when it is used
-            // again.
+            // The pair was deactivated meanwhile. An error of its rings is reported again when it
+            // is used again.
             return;
         }
         debug!(net = self.net.shape().id, queue = self.queue(nth), "vhost-net does not go on");
@@ -130,7 +131,7 @@ impl Worker {
         self.end_pair();
     }
 
-    /// The pair does not go on. Without the interface there is nothing wrong with it.
+    /// Ends the pair. If the interface was removed, reports the link as down instead of an error.
     fn end_pair(&self) {
         match self.net.host().is_there() {
             true => self.break_queue(),
@@ -176,7 +177,7 @@ impl MutEventSubscriber for Worker {
             }
         }
         if let Err(err) = self.bind() {
-            // Then they come here, and work as well.
+            // Interrupts then arrive here and are delivered, only slower.
             sparsely!(warn, %err, net = self.net.shape().id, "Interrupts of vhost-net take a way round");
         }
         match self.hand_over() {
@@ -201,7 +202,7 @@ impl MutEventSubscriber for Worker {
     fn process(&mut self, events: Events, _: &mut EventOps) {
         match events.data() {
             FAILURE => {
-                // Fails only when somebody else has seen it.
+                // Fails only if the event was already read.
                 let _ = self.failure.read();
                 self.end_pair();
             }
