@@ -1,21 +1,20 @@
-//! The device: its range, and who answers flushes, and when.
+//! The device: its range, and the threads that answer flushes.
 //!
-//! **Behind a BTT** flushes are over before the vCPU enters the guest again. The guest's BTT
-//! flushes under a spinlock, so its driver must not have to sleep for the answer. The only way is
-//! to have the answer there when the notifying instruction retires:
-//! 1. the flush queue has no ioeventfd: the notification is an exit of the vCPU;
-//! 2. inside that exit the backing is made durable and the used ring is written;
-//! 3. the interrupt is sent as a message (KVM_SIGNAL_MSI), not by irqfd, which KVM may defer;
-//! 4. the vCPU enters the guest; as the driver releases its queue lock it takes the interrupt, and
-//!    the waiter finds its request done.
+//! **With a BTT** in the guest, a flush is complete before the vCPU enters the guest again. The
+//! guest's BTT flushes under a spinlock, so its driver must not sleep for the answer. The answer
+//! must therefore exist when the notifying instruction retires:
+//! 1. The flush queue has no ioeventfd, so the notification causes a vCPU exit.
+//! 2. In this exit the backing is made durable and the used ring is written.
+//! 3. The interrupt is sent as a message (KVM_SIGNAL_MSI), not by irqfd, which KVM may defer.
+//! 4. The vCPU enters the guest. When the driver releases its queue lock, it takes the interrupt,
+//!    and the waiter finds its request completed.
 //!
-//! With one vCPU that is enough. With more, the interrupt may belong to another vCPU, which cannot
-//! take the queue lock while the first one holds it; nothing in a VMM closes that window, so the
-//! interface is refused there (see `volume::interface`).
+//! With one vCPU this suffices. With more, the interrupt may belong to another vCPU, which cannot
+//! take the queue lock while the first one holds it. A VMM cannot close that window, so the
+//! interface is refused with several vCPUs (see `volume::interface`).
 //!
-//! **A raw range** is flushed where the guest may sleep: by its file systems and its programs. A
-//! thread of the device's own answers, so that a disk that takes its time holds up who waits for it
-//! and not a vCPU.
+//! **A raw range** is flushed by file systems and programs, which may sleep. The device's own
+//! thread answers, so that a slow disk delays the flushing program and not a vCPU.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -50,16 +49,16 @@ pub struct Pmem {
 }
 
 enum Answers {
-    /// The vCPU that asks, within its exit. The activation is there while the device runs.
+    /// The vCPU that flushes answers in its exit. The activation exists while the device is active.
     InExit(Option<Activation>),
     OnThread {
         worker: WorkerSlot,
-        /// Behind the worker, which ends before it does.
+        /// After `worker`, because it is dropped later.
         thread: EventLoop,
     },
 }
 
-/// What answers flushes, on whichever thread.
+/// Answers flushes, on any thread.
 pub(super) struct Flusher {
     name: String,
     backing: Arc<dyn Persist>,
@@ -67,13 +66,13 @@ pub(super) struct Flusher {
 }
 
 impl Pmem {
-    /// A device for a guest's BTT: it shows `len_bytes` from guest-physical `start`, made durable
-    /// by `backing`.
+    /// Creates a device for a BTT in the guest. The range has `len_bytes` from guest-physical
+    /// `start`, and `backing` makes it durable.
     pub fn new(name: String, start: u64, len_bytes: u64, backing: Arc<dyn Persist>) -> Self {
         Self::answered(name, start, len_bytes, backing, Answers::InExit(None))
     }
 
-    /// A device for whoever may sleep while a flush takes its time.
+    /// Creates a device for a guest that may sleep during a flush.
     pub fn raw(
         name: String,
         start: u64,
@@ -105,12 +104,12 @@ impl Pmem {
 }
 
 impl Flusher {
-    /// What logs call the device.
+    /// Name of the device in logs.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    /// One result for all flushes that were taken from the queue before the call.
+    /// Result for all flushes that were taken from the queue before the call.
     fn persist(&self) -> Answer {
         let begin = Instant::now();
         let result = self.backing.persist();
@@ -124,26 +123,26 @@ impl Flusher {
         }
     }
 
-    /// Answers what is in the queue; true if the guest wants to be told.
+    /// Answers the flushes in the queue. True if the guest wants an interrupt.
     ///
-    /// One round is enough: whatever the driver queues later, it notifies us of, since it is never
-    /// told not to. No guard is held while the backing is made durable: that may take long, and
-    /// whoever plugs memory waits for guards, with everybody else behind it.
+    /// One pass suffices: the driver notifies of later flushes, because notifications are never
+    /// disabled. No guard is held while the backing is made durable. That may take long, and a plug
+    /// waits for all guards and blocks new ones.
     pub(super) fn serve(&self, active: &mut Activation) -> bool {
         let Activation { queues, view, interrupt, .. } = active;
         let Some(Some(active)) = queues.get_mut(usize::from(FLUSH_QUEUE)) else { return false };
-        // 1. Take what is there, at most a ring's worth. A flush that is queued from now on waits
-        //    for its own notification: its stores may come after the persist has begun.
+        // 1. Take the available flushes, at most a ring's worth. Later flushes wait for their own
+        //    notification, because their stores may follow the start of the persist.
         let requests = self.take(active, &view.memory(), &**interrupt);
         if requests.is_empty() {
             return false;
         }
-        // 2. Make it durable, once for all of them.
+        // 2. Make the range durable, once for all flushes.
         let wanted = requests
             .iter()
             .any(|(_, request)| matches!(request, Ok(Request { kind: Kind::Flush, .. })));
         let answer = if wanted { self.persist() } else { Answer::Failed };
-        // 3. Answer, then publish in the used ring.
+        // 3. Write the answers, then publish them in the used ring.
         let guard = view.memory();
         let memory: &MappedMemory = &guard;
         let queue = &mut active.queue;
@@ -285,7 +284,7 @@ mod tests {
     struct Backing {
         persists: AtomicU32,
         fails: AtomicBool,
-        /// Taken exclusively during a persist, as a plug would.
+        /// Locked exclusively during a persist, as a plug does.
         view: Mutex<Option<GuestView>>,
     }
 
@@ -332,7 +331,7 @@ mod tests {
         [(REQUEST + 8 * index, 4, next), (RESPONSE + 8 * index, 4, VRING_DESC_F_WRITE)]
     }
 
-    /// A device whose queue holds `chains` of (address, length, flags).
+    /// A device whose queue contains `chains` of (address, length, flags).
     fn fixture(chains: &[&[(u64, u32, u32)]]) -> Fixture {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
         memory.write_slice(&[0xaa; 64], GuestAddress(RESPONSE)).unwrap();
@@ -383,7 +382,7 @@ mod tests {
         assert_eq!(f.backing.persists.load(Ordering::Relaxed), 1);
         assert_eq!(f.line.now.load(Ordering::Relaxed), 1);
         assert_eq!(f.device.metrics().flushes.load(Ordering::Relaxed), 3);
-        // Nothing new: no work, no interrupt.
+        // No new request: no work, no interrupt.
         f.device.notify_synchronous(0);
         assert_eq!(f.line.now.load(Ordering::Relaxed), 1);
     }
@@ -393,7 +392,7 @@ mod tests {
         let mut f = fixture(&[&flush(0)]);
         let Answers::InExit(Some(active)) = &f.device.answers else { panic!("not active") };
         *f.backing.view.lock() = Some(active.view.clone());
-        // With a guard held across the persist, this would wait for itself for ever.
+        // Would deadlock if a guard was held during the persist.
         f.device.notify_synchronous(0);
         assert_eq!(response(&f, 0), 0);
     }

@@ -1,4 +1,4 @@
-//! The worker of a raw device: flushes from the queue, on a thread of the device's own.
+//! The worker of a raw device, which answers flushes on the device's own thread.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ const KICK: u32 = 0;
 
 pub(super) struct Worker {
     flusher: Arc<Flusher>,
-    /// With the flush queue: who makes a worker has seen to it.
+    /// The creator of the worker ensures that it has the flush queue.
     active: Activation,
 }
 
@@ -21,7 +21,7 @@ impl Worker {
         Self { flusher, active }
     }
 
-    /// A ring's worth at most is answered in one go; what comes meanwhile has its own notification.
+    /// Answers at most a ring's worth of flushes. Later ones have their own notification.
     fn serve(&mut self) {
         if self.flusher.serve(&mut self.active)
             && let Err(err) = self.active.interrupt.signal_queue(FLUSH_QUEUE)
@@ -40,8 +40,8 @@ impl MutEventSubscriber for Worker {
     }
 
     fn process(&mut self, _: Events, _: &mut EventOps) {
-        // Before the queue is looked at: a flush that comes afterwards has a notification that is
-        // still to be seen.
+        // Cleared before the queue is read, so that the notification of a later flush remains
+        // pending.
         for queue in self.active.queues.iter().flatten() {
             queue.clear_kick();
         }
@@ -67,7 +67,7 @@ mod tests {
 
     const RESPONSE: u64 = BUFFERS + 0x1000;
 
-    /// Says when a persist has begun, and ends it when it is told to.
+    /// Reports when a persist has begun, and ends it when the test sends its result.
     struct Backing {
         begun: Mutex<Sender<()>>,
         end: Mutex<Receiver<Result<(), PersistError>>>,
@@ -107,7 +107,7 @@ mod tests {
         Fixture { device, driver, view, backing, begun, end }
     }
 
-    /// A request to flush.
+    /// Sends a flush request.
     fn flush(f: &mut Fixture, nth: u64) -> u16 {
         f.driver.write(RESPONSE + 8 * nth, &[0xaa; 4]);
         let head = f.driver.add(0, &[Buffer::Out(BUFFERS, 4), Buffer::In(RESPONSE + 8 * nth, 4)]);
@@ -121,9 +121,9 @@ mod tests {
         assert!(f.device.synchronous_queues().is_empty(), "a vCPU would wait");
         let first = flush(&mut f, 0);
         f.begun.recv().unwrap();
-        // Memory can be plugged meanwhile: no guard is held.
+        // Memory can be plugged meanwhile, because no guard is held.
         drop(f.view.exclusive());
-        // What is asked for now may be of later stores: it waits for a persist of its own.
+        // A later flush may follow later stores, so it waits for its own persist.
         let second = flush(&mut f, 1);
         assert_eq!(f.driver.used(0), None);
         f.end.send(Ok(())).unwrap();
@@ -152,7 +152,7 @@ mod tests {
             "the ring may be written after the reset"
         );
         disk.join().unwrap();
-        // Nothing looks at the queue any more, and the device can start anew.
+        // The worker has stopped, and the device can be activated again.
         flush(&mut f, 1);
         assert!(f.begun.try_recv().is_err());
         let activation = f.driver.activation(f.device.features());

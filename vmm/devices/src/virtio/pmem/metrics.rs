@@ -20,7 +20,8 @@ pub struct PmemMetrics {
     pub persists: LatencyHistogram,
 }
 
-/// Device of `--pmem` with its counters. The VMM sees only the guest's flushes.
+/// Counters of a `--pmem` device with its properties, for the exposition. The VMM sees only the
+/// guest's flushes.
 #[derive(Clone, Debug)]
 pub struct PmemFileMetrics {
     /// Id of the device.

@@ -1,9 +1,9 @@
-//! virtio-pmem (virtio 1.3, 5.19): a range of guest-physical memory that is storage, with a queue
-//! of flushes.
+//! virtio-pmem (virtio 1.3, 5.19): a range of guest-physical memory for storage, with a flush
+//! queue.
 //!
-//! The guest reads and writes the range without an exit. Its driver asks for durability through the
-//! queue. Who answers, and when, depends on what the guest makes of the range: see
-//! [`device::Pmem`].
+//! The guest reads and writes the range without exits. Its driver requests durability through the
+//! queue. The use of the range in the guest determines how and when flushes are answered
+//! ([`device::Pmem`]).
 
 pub mod device;
 mod event;

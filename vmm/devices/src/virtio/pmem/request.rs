@@ -1,4 +1,4 @@
-//! Requests of the virtio-pmem driver (virtio 1.3, 5.19.6): parsed once, answered in one place.
+//! Parsing and answering of the virtio-pmem driver's requests (virtio 1.3, 5.19.6).
 
 use thiserror::Error;
 use virtio_queue::DescriptorChain;
@@ -10,26 +10,25 @@ const TYPE_FLUSH: u32 = 0;
 /// Length of `struct virtio_pmem_req` and of `struct virtio_pmem_resp`: one 32-bit word each.
 const WORD_LEN: u32 = 4;
 
-/// What the driver asks for.
+/// Type of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Make everything written to the range so far durable.
+    /// Make all earlier writes to the range durable.
     Flush,
-    /// A type that the specification does not have.
+    /// A type that is not in the specification.
     Unknown(u32),
 }
 
-/// One request, ready to be answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Request {
-    /// Head of its descriptor chain.
+    /// Head of the descriptor chain.
     pub head: u16,
     pub kind: Kind,
-    /// Where the answer goes.
+    /// Address of the answer.
     response: GuestAddress,
 }
 
-/// Why a chain is not a request: it cannot be answered either, only given back.
+/// Error of a chain that is not a request. It is returned without an answer.
 #[derive(Debug, Error)]
 pub(super) enum RequestError {
     #[error("The chain ends before its {0} descriptor")]
@@ -38,22 +37,21 @@ pub(super) enum RequestError {
     Direction(&'static str),
     #[error("The {which} descriptor has {len} bytes, needed are {WORD_LEN}")]
     Short { which: &'static str, len: u32 },
-    /// A descriptor points where there is no memory.
+    /// A descriptor points outside of memory.
     #[error("The {which} descriptor points outside of memory")]
     Memory {
         which: &'static str,
-        /// What vm-memory says.
         #[source]
         source: vm_memory::guest_memory::Error,
     },
 }
 
-/// Status of an answer: 0 for success; anything else becomes an I/O error in the guest.
+/// Status of an answer. 0 is success. All other values become I/O errors in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
-    /// Everything written before the request is durable.
+    /// All writes before the request are durable.
     Durable,
-    /// It is not, or the request was none.
+    /// The writes may not be durable, or the request was invalid.
     Failed,
 }
 
@@ -67,7 +65,7 @@ impl Answer {
 }
 
 impl Request {
-    /// Reads a request from `chain`, which was popped from the queue in `memory`.
+    /// Parses a request from `chain`, which was popped from the queue in `memory`.
     pub(super) fn parse<M: GuestMemory>(
         memory: &M,
         chain: &mut DescriptorChain<&M>,
@@ -83,7 +81,7 @@ impl Request {
         Ok(Self { head, kind, response })
     }
 
-    /// Writes the answer; returns the number of bytes written, for the used ring.
+    /// Writes the answer. Returns the number of bytes written, for the used ring.
     pub(super) fn answer<M: GuestMemory>(
         &self,
         memory: &M,
