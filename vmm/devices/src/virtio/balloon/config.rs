@@ -5,14 +5,13 @@ use foreshore_config::{ConfigError, name, section};
 use foreshore_types::size::Size;
 use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 
-/// What Cloud Hypervisor calls the one that there is.
+/// Id in Cloud Hypervisor, which has one virtio balloon.
 const ID: &str = "__balloon";
 
-/// The least that a guest keeps if nothing else is said; a quarter of its boot memory if that is
-/// more.
+/// Minimum of the default floor, which otherwise is a quarter of the boot memory.
 const MIN_FLOOR_BYTES: u64 = 64 << 20;
 
-/// The most that a balloon's driver can be asked for: pages, in 32 bits.
+/// Largest target of the driver, in 32 bits of pages.
 const MOST_BYTES: u64 = u32::MAX as u64 * PAGE_BYTES;
 
 section! {
@@ -36,15 +35,15 @@ impl BalloonConfig {
         self.id.as_deref().unwrap_or(ID)
     }
 
-    /// The most that may be in it, of a VM that boots with `boot_bytes`.
+    /// Maximum size of the balloon in a VM with `boot_bytes` of boot memory.
     pub fn max_bytes(&self, boot_bytes: u64) -> u64 {
         let usual = (boot_bytes / 4).next_multiple_of(UNIT_BYTES).max(MIN_FLOOR_BYTES);
-        // Of boot memory that is no whole number of blocks the guest keeps the rest.
+        // The guest keeps boot memory beyond the last whole block.
         let most = boot_bytes.saturating_sub(self.floor.unwrap_or(usual)).min(MOST_BYTES);
         most / UNIT_BYTES * UNIT_BYTES
     }
 
-    /// Sizes in whole blocks, and a balloon that leaves the guest what it keeps.
+    /// Checks that sizes are whole blocks and that `size` leaves the guest its floor.
     pub fn validate(&self, boot_bytes: u64) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         for (key, bytes) in [("size", self.size), ("floor", self.floor.unwrap_or(0))] {
@@ -63,7 +62,7 @@ impl BalloonConfig {
                 because: ", which leaves the guest floor= of its boot memory",
             });
         }
-        // What it is called anyway may be written out.
+        // The default id may be set explicitly.
         self.id.as_ref().filter(|id| *id != ID).map_or(Ok(()), |id| name::check(flag, "id", id))
     }
 }
@@ -114,7 +113,7 @@ mod tests {
         assert_eq!(most("size=0", 32), 0);
         assert_eq!(most("floor=32M", 512), 480);
         assert_eq!(most("floor=1G", 512), 0);
-        // Whole blocks, whatever a quarter is.
+        // A whole number of blocks, for any quarter.
         assert_eq!(most("size=0", 1022), 766);
         assert_eq!(most("floor=32M", 513), 480);
         assert_eq!(

@@ -21,35 +21,35 @@ use crate::memory::{BLOCK_BYTES, Memory};
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
-/// There is a queue for statistics (virtio 1.3, 5.5.3).
+/// The device has a statistics queue (virtio 1.3, 5.5.3).
 pub(super) const F_STATS_VQ: u64 = 1 << 1;
-/// The driver may take pages out of the balloon when the guest has nothing else left.
+/// The guest may deflate the balloon when it is out of memory.
 pub(super) const F_DEFLATE_ON_OOM: u64 = 1 << 2;
-/// There is a queue for free pages.
+/// The device has a free page reporting queue.
 pub(super) const F_REPORTING: u64 = 1 << 5;
 
 const INFLATE: u16 = 0;
 const DEFLATE: u16 = 1;
 const STATS: u16 = 2;
-/// Where the specification has the queue of free pages. Drivers that leave no gap for queues which
-/// they do not use, as Linux' before 6.11, have it further down.
+/// Index of the reporting queue in the specification. Drivers that leave no gap for queues that
+/// they do not use, such as Linux before 6.11, have it at a lower index.
 const REPORTING: u16 = 4;
 
-/// Linux wants 32 entries for free pages.
+/// Linux requires 32 entries for free page reporting.
 const QUEUE_SIZES: [u16; 5] = [128; 5];
 
-/// What a balloon does.
+/// Properties of a virtio balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BalloonOptions {
-    /// The most that may be asked for: boot memory without what the guest keeps.
+    /// Maximum target: boot memory without the floor.
     pub max_bytes: u64,
-    /// What it begins with.
+    /// Initial target.
     pub target_bytes: u64,
-    /// Offer the driver to take pages out of it when the guest has nothing else left.
+    /// Offers the feature that lets the guest deflate when it is out of memory.
     pub deflate_on_oom: bool,
-    /// Offer to take free pages.
+    /// Offers free page reporting.
     pub free_page_reporting: bool,
-    /// Offer to take statistics.
+    /// Offers statistics.
     pub statistics: bool,
 }
 
@@ -61,7 +61,7 @@ pub struct Balloon {
     worker: WorkerSlot,
 }
 
-/// The parts of memory, and what is behind each.
+/// Parts of guest memory in ascending order, with their reservations.
 pub(super) struct Places {
     pub(super) places: Vec<Place>,
     pub(super) reservations: Vec<Arc<Reservation>>,
@@ -83,11 +83,10 @@ impl Places {
 }
 
 impl Balloon {
-    /// A balloon in `memory`, whose worker runs on `event_loop`.
+    /// Creates a virtio balloon for `memory`. Its worker runs on `event_loop`.
     ///
-    /// # Panics
-    /// If sizes are not whole blocks, or the target is above the maximum: configuration has refused
-    /// it.
+    /// # Panics If sizes are not whole blocks, or if the target is above the maximum. The
+    /// configuration ensures this.
     pub fn new(
         id: &str,
         options: BalloonOptions,
@@ -161,7 +160,7 @@ impl VirtioDevice for Balloon {
                     .metrics
                     .oom_deflated_bytes
                     .fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
-                // The target is whole blocks: the driver goes on to it.
+                // The new target is whole blocks, so the driver continues to deflate.
                 self.shared.signal_config();
             }
         }
@@ -209,7 +208,7 @@ impl Drop for Balloon {
     }
 }
 
-/// Which queue is which depends on the features, and on whether the driver leaves gaps.
+/// The index of a queue depends on the features, and on gaps that the driver may leave.
 fn take_queues(activation: &mut Activation) -> Result<Queues, ActivateError> {
     let has = |feature| activation.features & feature != 0;
     let (has_stats, has_reporting) = (has(F_STATS_VQ), has(F_REPORTING));

@@ -1,4 +1,4 @@
-//! The worker: pages to the host, statistics to whoever asks.
+//! The worker, which returns pages to the host and receives statistics.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
-/// Chains served before others on the event loop have their turn.
+/// Chains to serve before other devices on the event loop.
 const BATCH: usize = 4;
 
 const INFLATE: u32 = 0;
@@ -26,15 +26,15 @@ const STATS: u32 = 2;
 const REPORTING: u32 = 3;
 const ASK: u32 = 4;
 
-/// The number by which the driver knows the queue of statistics.
+/// Queue index of the statistics queue for the driver.
 const STATS_QUEUE: u16 = 2;
 
-/// The queues that were negotiated.
+/// Negotiated queues.
 pub(super) struct Queues {
     pub(super) inflate: ActiveQueue,
     pub(super) deflate: ActiveQueue,
     pub(super) stats: Option<ActiveQueue>,
-    /// With the number by which the driver knows it.
+    /// With its queue index for the driver.
     pub(super) reporting: Option<(u16, ActiveQueue)>,
 }
 
@@ -42,10 +42,10 @@ pub(super) struct Worker {
     pub(super) view: GuestView,
     pub(super) interrupt: Arc<dyn VirtioInterrupt>,
     pub(super) queues: Queues,
-    /// The chain that the driver gets back when it is asked for statistics (virtio 1.3, 5.5.6.4).
+    /// Chain that is returned to the driver to request statistics (virtio 1.3, 5.5.6.4).
     pub(super) held: Option<u16>,
-    /// Whether statistics are: a driver sends its first ones by itself, and further ones when it
-    /// is asked. Whoever sends more would keep everybody busy who is told of them.
+    /// True if statistics are requested. The driver sends the first ones unprompted, and later ones
+    /// on request. Others are ignored, so that the driver cannot keep observers busy.
     pub(super) awaited: bool,
     pub(super) places: Arc<Places>,
     pub(super) shared: Arc<Shared>,
@@ -61,8 +61,8 @@ impl Worker {
         });
     }
 
-    /// Pages that leave the balloon need nothing: the host finds memory for them when the guest
-    /// writes to them.
+    /// Pages that leave the balloon need no action. The host allocates memory when the guest writes
+    /// to them.
     fn deflate(&mut self) {
         let metrics = &self.shared.metrics;
         serve(&self.view, &*self.interrupt, 1, &mut self.queues.deflate, |memory, chain| {
@@ -83,7 +83,7 @@ impl Worker {
         });
     }
 
-    /// Takes statistics; their chain is kept until the next ones are wanted.
+    /// Receives statistics, and holds their chain until the next request.
     fn hear(&mut self) {
         let Some(queue) = &mut self.queues.stats else { return };
         let mut heard = None;
@@ -105,7 +105,7 @@ impl Worker {
                     Err(err) => refuse(&err, &self.shared.metrics),
                 }
             }
-            // A driver has one buffer at a time; of several, the last is kept.
+            // A driver has one buffer at a time. If it has several, the last one is held.
             if let Some(earlier) = self.held.replace(head) {
                 if !queue.give_back(&guard, earlier, 0) {
                     break;
@@ -122,8 +122,8 @@ impl Worker {
         }
     }
 
-    /// Asks for statistics: the driver answers what it gets back. It is not asked twice for one
-    /// answer.
+    /// Requests statistics by returning the held chain. Does nothing until an earlier request is
+    /// answered.
     fn ask(&mut self) {
         let Some(queue) = &mut self.queues.stats else { return };
         let Some(head) = self.held.take() else { return };
@@ -135,7 +135,7 @@ impl Worker {
 }
 
 impl Places {
-    /// Gives the pages of `ranges` back to the host, those that may be.
+    /// Returns the returnable pages of `ranges` to the host.
     fn give_back(
         &self,
         ranges: &[Range<u64>],
@@ -186,7 +186,7 @@ fn refuse(err: &ChainError, metrics: &BalloonMetrics) {
     sparsely!(warn, %err, "A balloon's driver sends what makes no sense");
 }
 
-/// Serves the chains that are there, and gives each back when `each` has dealt with it.
+/// Serves available chains. Returns each to the driver after `each`.
 fn serve(
     view: &GuestView,
     interrupt: &dyn VirtioInterrupt,
@@ -200,8 +200,8 @@ fn serve(
             queue.come_back();
             break;
         }
-        // One guard for a chain: what is plugged when a range is checked is plugged until it has
-        // been discarded. And for no more than one: who plugs or unplugs waits for it.
+        // One guard for each chain. Memory that is plugged when a range is checked stays plugged
+        // until it is discarded. Plugs and unplugs wait for one chain only.
         let guard = view.memory();
         let memory: &MappedMemory = &guard;
         let Some(chain) = queue.pop(memory, interrupt) else { break };
@@ -237,7 +237,7 @@ impl MutEventSubscriber for Worker {
         for (data, queue) in queues {
             let Some(queue) = queue else { continue };
             queue.watch(data, ops);
-            // A notification may have come before the worker did.
+            // A notification may have preceded the worker.
             queue.come_back();
         }
         if let Err(err) = ops.add(Events::with_data(&self.shared.ask, ASK, EventSet::IN)) {
@@ -264,7 +264,7 @@ impl MutEventSubscriber for Worker {
                 self.report();
             }
             _ => {
-                // Fails only when nobody asks.
+                // Fails only if no request is pending.
                 let _ = self.shared.ask.read();
                 self.ask();
             }
@@ -281,7 +281,7 @@ mod tests {
     use super::*;
     use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
 
-    /// Discarding the pages of a chain takes its time, and a guest may keep the queue full.
+    /// Discarding the pages of a chain takes time, and a guest may keep the queue full.
     #[test]
     fn who_plugs_or_unplugs_waits_for_one_chain_and_for_no_other() {
         let mut driver = TestDriver::new(1);
@@ -307,7 +307,8 @@ mod tests {
                 seen.borrow_mut().push((before, unplugs.load(Ordering::Relaxed)));
             });
         });
-        // What comes in the midst of a chain has to wait, and is done before the next one.
+        // A plug or unplug that begins during a chain waits for its end, and completes before the
+        // next chain.
         assert_eq!(seen.into_inner(), [(0, 0), (1, 1), (2, 2), (3, 3)]);
     }
 }

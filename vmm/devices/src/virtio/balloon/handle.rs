@@ -1,5 +1,4 @@
-//! What the rest of the VMM does with a balloon: ask for a size and for statistics, and hear what
-//! became of it.
+//! Interface of the virtio balloon for the rest of the VMM: targets, sizes and statistics.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,67 +14,66 @@ use super::state::BalloonState;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 
-/// Is told that sizes or statistics have changed. It is called on vCPUs' and the device's threads:
-/// it must return soon, and must not take a guard of guest memory.
+/// Called after a change of sizes or statistics, on threads of vCPUs and of the device. It must
+/// return soon and must not take a guard of guest memory.
 pub type BalloonObserver = Arc<dyn Fn() + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BalloonSizes {
-    /// What the driver is asked to have in it.
+    /// Requested size.
     pub target_bytes: u64,
-    /// What it says is in it.
+    /// Size reported by the driver.
     pub actual_bytes: u64,
-    /// The most that may be asked for.
+    /// Largest size that may be requested.
     pub max_bytes: u64,
-    /// The unit in which it may be.
+    /// Requested sizes are multiples of this.
     pub block_bytes: u64,
 }
 
-/// Statistics as they came.
+/// Statistics of the driver.
 #[derive(Clone, Copy, Debug)]
 pub struct Heard {
-    /// What the driver says.
     pub statistics: Statistics,
-    /// Counts up with every set.
+    /// Sequence number, which increases with every set.
     pub number: u64,
-    /// Counts the driver's lives: counters may begin anew with each.
+    /// Number of the driver's activation. Counters may restart with each.
     pub driver_life: u64,
     pub at: Instant,
 }
 
-/// Why a size cannot be asked for.
+/// Error of a requested size.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TargetError {
     #[error("a balloon of {bytes} bytes is above its maximum of {max_bytes} bytes")]
     TooLarge {
-        /// What was asked for.
+        /// Requested size.
         bytes: u64,
         max_bytes: u64,
     },
-    /// Not whole blocks.
+    /// The size is not whole blocks.
     #[error("a balloon of {bytes} bytes is not a multiple of {block_bytes} bytes")]
     Unaligned {
-        /// What was asked for.
+        /// Requested size.
         bytes: u64,
         block_bytes: u64,
     },
 }
 
-/// What the front, the worker and the handles of one device share.
+/// State that the front, the worker and the handles of a device share.
 pub(super) struct Shared {
     pub(super) state: Mutex<BalloonState>,
-    /// Set while the driver is there.
+    /// Set while a driver is active.
     pub(super) interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     pub(super) heard: Mutex<Option<Heard>>,
     pub(super) driver_life: Mutex<u64>,
-    /// Raised to have the driver asked for statistics.
+    /// Signaled to request statistics from the driver.
     pub(super) ask: EventFd,
     pub(super) metrics: Arc<BalloonMetrics>,
     pub(super) observer: BalloonObserver,
 }
 
 impl Shared {
-    /// Shows the sizes in the metrics, and tells the observer. No lock may be held.
+    /// Updates the metrics and calls the observer. No lock may be held.
     pub(super) fn report(&self) {
         let (target_bytes, actual_bytes) = {
             let state = self.state.lock();
@@ -86,7 +84,7 @@ impl Shared {
         (self.observer)();
     }
 
-    /// Takes statistics as they came.
+    /// Stores received statistics.
     pub(super) fn hear(&self, statistics: Statistics) {
         for tag in balloon::statistics::Tag::ALL {
             if let Some(value) = statistics.get(tag) {
@@ -99,8 +97,8 @@ impl Shared {
         (self.observer)();
     }
 
-    /// Tells the driver to look at the configuration; without a driver, that is what it begins
-    /// with.
+    /// Notifies the driver of a changed configuration. A later driver reads the configuration when
+    /// it starts.
     pub(super) fn signal_config(&self) {
         let interrupt = self.interrupt.lock().clone();
         if let Some(interrupt) = interrupt
@@ -111,15 +109,15 @@ impl Shared {
     }
 }
 
-/// A handle on a balloon, cheap to clone, for any thread. It keeps none of the VM's memory.
+/// A handle on a virtio balloon for any thread. Cheap to clone, and holds no guest memory.
 #[derive(Clone)]
 pub struct BalloonHandle {
     pub(super) shared: Arc<Shared>,
 }
 
 impl BalloonHandle {
-    /// Asks the driver to have `bytes` in the balloon. Returns at once; the observer is told how it
-    /// goes.
+    /// Requests a balloon of `bytes` from the driver. Returns at once. The observer is called after
+    /// each change.
     pub fn set_target(&self, bytes: u64) -> Result<(), TargetError> {
         {
             let mut state = self.shared.state.lock();
@@ -137,12 +135,12 @@ impl BalloonHandle {
         Ok(())
     }
 
-    /// Makes the driver look at its target again.
+    /// Makes the driver read its target again.
     pub fn kick(&self) {
         self.shared.signal_config();
     }
 
-    /// What is asked for, there, and possible.
+    /// Requested, current and maximum size.
     pub fn sizes(&self) -> BalloonSizes {
         let state = self.shared.state.lock();
         BalloonSizes {
@@ -153,30 +151,28 @@ impl BalloonHandle {
         }
     }
 
-    /// Whether the driver takes pages out of the balloon when the guest has nothing else left: then
-    /// Linux counts what is in it as used memory.
+    /// Returns true if the guest deflates the balloon when it is out of memory. Linux then counts
+    /// memory in the balloon as used.
     pub fn deflates_on_oom(&self) -> bool {
         self.shared.state.lock().deflates_on_oom()
     }
 
-    /// Asks the driver for statistics; it has nothing to answer by while it has not answered the
-    /// last time.
+    /// Requests statistics from the driver. Has no effect until an earlier request is answered.
     pub fn ask_statistics(&self) {
-        // Fails only when the counter is full, and then it is asked anyway.
+        // Fails only if the counter is full, and then a request is pending.
         let _ = self.shared.ask.write(1);
     }
 
-    /// The last statistics of the driver that is there.
+    /// Latest statistics of the active driver.
     pub fn statistics(&self) -> Option<Heard> {
         *self.shared.heard.lock()
     }
 
-    /// Whether the guest's driver works: without it, no request will be followed.
+    /// Returns true if the guest's driver is active. Without it, requests have no effect.
     pub fn driver_present(&self) -> bool {
         self.shared.interrupt.lock().is_some()
     }
 
-    /// What the device counts.
     pub fn metrics(&self) -> Arc<BalloonMetrics> {
         Arc::clone(&self.shared.metrics)
     }

@@ -1,4 +1,4 @@
-//! Metrics of a balloon.
+//! Metrics of the virtio balloon.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,20 +8,20 @@ use prometheus_client::registry::Unit;
 
 use crate::metrics::{Expose, Exposition, Family, get, one};
 
-/// Why pages are not given back to the host, or statistics not taken.
+/// Reason to refuse pages or chains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Refusal {
-    /// Pages of PM: they belong to chunks.
+    /// Pages of PM, which belong to chunks.
     Pm,
-    /// Pages of blocks that are not plugged.
+    /// Pages of unplugged blocks.
     Unplugged,
-    /// Pages of no memory that the guest has, or of a volume.
+    /// Pages outside of guest memory, or of a volume.
     NoMemory,
-    /// Pages of a huge page that were not listed as a whole.
+    /// Parts of huge pages that were not listed completely.
     HugePage,
-    /// A chain without what belongs into it, or that cannot be read.
+    /// A chain that has invalid content or cannot be read.
     Malformed,
-    /// More in one chain than a driver has reason to send: the rest is not looked at.
+    /// A chain with more entries than a driver needs. The excess is ignored.
     TooLong,
 }
 
@@ -29,7 +29,7 @@ impl Refusal {
     pub const ALL: [Self; 6] =
         [Self::Pm, Self::Unplugged, Self::NoMemory, Self::HugePage, Self::Malformed, Self::TooLong];
 
-    /// The value of the metric label `reason`.
+    /// Value of the metric label `reason`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Pm => "pm",
@@ -42,30 +42,30 @@ impl Refusal {
     }
 }
 
-/// Everything that a balloon counts.
+/// Counters of the virtio balloon.
 #[derive(Debug)]
 pub struct BalloonMetrics {
-    /// What the driver is asked to have in the balloon.
+    /// Requested size.
     pub target_bytes: AtomicU64,
-    /// What it says is in it.
+    /// Size reported by the driver.
     pub actual_bytes: AtomicU64,
-    /// Given back to the host by inflating.
+    /// Bytes returned to the host by inflating.
     pub inflated_bytes: AtomicU64,
-    /// Taken out of the balloon again.
+    /// Bytes that were deflated.
     pub deflated_bytes: AtomicU64,
-    /// Given back to the host as free pages that were reported.
+    /// Bytes returned to the host as reported free pages.
     pub reported_bytes: AtomicU64,
-    /// Taken out of the balloon by a guest that had nothing else left.
+    /// Bytes deflated by a guest that was out of memory.
     pub oom_deflated_bytes: AtomicU64,
-    /// Calls by which the host should have taken pages back, and did not.
+    /// Failed calls to return pages to the host.
     pub discard_failures: AtomicU64,
-    /// Statistics that were taken.
+    /// Received sets of statistics.
     pub statistics: AtomicU64,
     refused: [AtomicU64; Refusal::ALL.len()],
     values: [AtomicU64; Tag::ALL.len()],
 }
 
-/// What stands for a statistic that the driver has not sent.
+/// Placeholder of a statistic that the driver has not sent.
 const ABSENT: u64 = u64::MAX;
 
 impl Default for BalloonMetrics {
@@ -86,22 +86,22 @@ impl Default for BalloonMetrics {
 }
 
 impl BalloonMetrics {
-    /// Counts `count` pages, chains or statistics that were refused.
+    /// Counts refused pages, chains or statistics.
     pub(super) fn refuse(&self, reason: Refusal, count: u64) {
         self.refused[reason as usize].fetch_add(count, Ordering::Relaxed);
     }
 
-    /// How many pages (`Malformed` and `TooLong`: chains) were refused for this reason.
+    /// Number of pages refused for this reason. For `Malformed` and `TooLong`, number of chains.
     pub fn refused(&self, reason: Refusal) -> u64 {
         self.refused[reason as usize].load(Ordering::Relaxed)
     }
 
-    /// Keeps the last value of a statistic, to be shown.
+    /// Stores the latest value of a statistic for the exposition.
     pub fn set_statistic(&self, tag: Tag, value: u64) {
         self.values[tag as usize].store(value, Ordering::Relaxed);
     }
 
-    /// The last value of a statistic.
+    /// Latest value of a statistic.
     pub fn statistic(&self, tag: Tag) -> Option<u64> {
         Some(self.values[tag as usize].load(Ordering::Relaxed)).filter(|value| *value != ABSENT)
     }

@@ -1,10 +1,9 @@
-//! virtio-balloon (virtio 1.3, 5.5): memory that the guest gives back without hotplug.
+//! virtio-balloon (virtio 1.3, 5.5): memory that the guest returns without hotplug.
 //!
-//! The device asks for an amount of memory; the driver allocates as many pages, tells which, and
-//! leaves them alone until it is asked for less. Beside that the driver may report pages that
-//! happen to be free, of which it may use each again whenever it likes, and tell what its kernel
-//! counts. Given back are pages of DRAM that is plugged: pages of PM belong to chunks, which come
-//! and go by virtio-mem.
+//! The device requests a size. The driver allocates that many pages, lists them, and leaves them
+//! unused until the device requests less. The driver may also report free pages, which it may use
+//! again at any time, and statistics of its kernel. Only pages of plugged DRAM are returned to the
+//! host. Pages of PM belong to chunks, which virtio-mem plugs and unplugs.
 
 pub mod config;
 mod device;
@@ -27,7 +26,7 @@ pub use metrics::{BalloonMetrics, Refusal};
 
 impl DeviceHandle for BalloonHandle {}
 
-/// Builds the device of `--balloon`. `observer` is notified of each change.
+/// Builds the `--balloon` device. `observer` is notified of each change.
 pub fn build(
     config: &BalloonConfig,
     memory: &Memory,

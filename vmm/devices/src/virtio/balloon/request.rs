@@ -1,5 +1,5 @@
-//! What the driver puts into its queues (virtio 1.3, 5.5.6), read once and turned into ranges that
-//! may be given back.
+//! Content of the driver's queues (virtio 1.3, 5.5.6), parsed into ranges that may be returned to
+//! the host.
 
 use std::io::{self, Read};
 use std::ops::Range;
@@ -16,35 +16,35 @@ use crate::memory::layout::GuestRange;
 use crate::memory::view::MappedMemory;
 use crate::memory::zone::Tier;
 
-/// The most page numbers that are taken of one chain: each may be a call to the host, and nothing
-/// is plugged or unplugged meanwhile. Linux sends 256, and waits until they are used.
+/// Largest number of page numbers that are used from a chain. Each may need a system call, and
+/// plugs and unplugs wait meanwhile. Linux sends 256 and waits until they are used.
 pub const MAX_PAGES: usize = 1_024;
-/// The most ranges that are taken of one chain of free pages. Linux reports 32.
+/// Largest number of ranges that are used from a chain of free pages. Linux reports 32.
 pub const MAX_RANGES: usize = 256;
 
-/// Why a chain is not taken; the driver gets it back.
+/// Error of a chain, which is returned to the driver.
 #[derive(Debug, Error)]
 pub enum ChainError {
     #[error("A descriptor points outside of plugged memory")]
     Descriptors(#[from] virtio_queue::Error),
     #[error("A request cannot be read")]
     Read(#[source] io::Error),
-    /// Its length is not that of what belongs into it.
+    /// The length does not match the content.
     #[error("A request of {bytes} bytes is not what belongs into this queue")]
     Length { bytes: usize },
 }
 
-/// What was in a chain.
+/// Content of a chain.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Listed {
-    /// Ranges of guest-physical addresses, whole pages of 4 KiB, in ascending order, none of which
-    /// touch.
+    /// Ranges of guest-physical addresses in ascending order, as whole pages of 4 KiB. They neither
+    /// overlap nor touch.
     pub ranges: Vec<Range<u64>>,
-    /// There was more than is taken of one chain.
+    /// The chain has more entries than are used.
     pub is_cut: bool,
 }
 
-/// Reads a list of page numbers: that of the inflate queue, or of the deflate queue.
+/// Reads a list of page numbers from the inflate or the deflate queue.
 pub fn read_pages(
     memory: &MappedMemory,
     chain: DescriptorChain<&MappedMemory>,
@@ -64,8 +64,8 @@ pub fn read_pages(
     Ok(Listed { ranges: join(pages.collect()), is_cut: bytes > 4 * MAX_PAGES })
 }
 
-/// Reads a chain of the reporting queue: its buffers are the free pages themselves. They are shrunk
-/// to whole pages.
+/// Reads a chain of the reporting queue. Its buffers are the free pages, which are reduced to whole
+/// pages.
 pub fn read_free(chain: DescriptorChain<&MappedMemory>) -> Result<Listed, ChainError> {
     let mut buffers = chain.writable().map(|descriptor| {
         let start = descriptor.addr().raw_value();
@@ -81,7 +81,7 @@ pub fn read_free(chain: DescriptorChain<&MappedMemory>) -> Result<Listed, ChainE
     Ok(Listed { ranges: join(ranges), is_cut })
 }
 
-/// Reads a set of statistics.
+/// Reads statistics.
 pub fn read_statistics(
     memory: &MappedMemory,
     chain: DescriptorChain<&MappedMemory>,
@@ -96,8 +96,8 @@ pub fn read_statistics(
     Statistics::parse(&buffer).ok_or(ChainError::Length { bytes })
 }
 
-/// Sorts ranges and joins those that overlap or touch: Linux lists its pages as they come off its
-/// free lists, backwards more often than not.
+/// Sorts ranges and joins those that overlap or touch. Linux lists pages in the order of its free
+/// lists, usually backwards.
 fn join(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
     ranges.dedup_by(|next, range| {
@@ -110,19 +110,18 @@ fn join(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges
 }
 
-/// Part of a zone, where the guest has it.
+/// Part of a zone in the guest's address space.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Its addresses in the guest.
+    /// Guest-physical range.
     pub range: GuestRange,
-    /// What it is made of.
     pub tier: Tier,
-    /// Unit in which the host takes memory back: the size of its pages.
+    /// Size of the host's pages, in which the host takes memory back.
     pub unit_bytes: u64,
 }
 
 impl Place {
-    /// Largest range of whole units inside `range`. `range` must lie in the place.
+    /// Largest range of whole units inside `range`, which must be within the place.
     fn whole_units(&self, range: &Range<u64>) -> Range<u64> {
         let offsets = range.start - self.range.start..range.end - self.range.start;
         let start = offsets.start.next_multiple_of(self.unit_bytes);
@@ -131,17 +130,16 @@ impl Place {
     }
 }
 
-/// A piece of a listed range: all of it can be given back, or none of it.
+/// A piece of a listed range that is returned as a whole or not at all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     pub range: Range<u64>,
-    /// The place that it lies in, by its index; or why it is not given back.
+    /// Index of the place that contains it, or the reason to refuse it.
     pub verdict: Result<usize, Refusal>,
 }
 
-/// Cuts `range` at the borders of `places`, which are in ascending order and do not overlap, and of
-/// blocks that are not plugged. The guard that `memory` comes from must be held until the pieces
-/// have been dealt with.
+/// Cuts `range` at the boundaries of `places`, which are in ascending order without overlap, and of
+/// unplugged blocks. Hold the guard of `memory` until the pieces have been handled.
 pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut at = range.start;
@@ -178,8 +176,7 @@ pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<P
     pieces.into_iter().flat_map(|piece| whole_units(piece, places)).collect()
 }
 
-/// Splits off the parts of a piece that the host cannot take back, because they are not whole huge
-/// pages.
+/// Separates the parts of a piece that are not whole huge pages, which the host cannot take back.
 fn whole_units(piece: Piece, places: &[Place]) -> Vec<Piece> {
     let Piece { range, verdict } = piece;
     let parts = match verdict.map(|index| places[index].whole_units(&range)) {
@@ -200,7 +197,7 @@ fn is_plugged(memory: &MappedMemory, range: Range<u64>) -> bool {
     memory.check_range(GuestAddress(range.start), len, Permissions::Write)
 }
 
-/// What a range has of pages.
+/// Number of pages in a range.
 pub fn pages(range: &Range<u64>) -> u64 {
     (range.end - range.start) / PAGE_BYTES
 }
@@ -215,8 +212,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// 8 MiB of boot memory, a hole of 8, 16 of DRAM of which blocks 2 and 3 are plugged, 16 of PM,
-    /// and a volume.
+    /// 8 MiB of boot memory, a hole of 8 MiB, 16 MiB of DRAM with blocks 2 and 3 plugged, 16 MiB of
+    /// PM, and a volume.
     fn memory() -> (GuestView, Vec<Place>) {
         let at = |start: u64, len: u64| (GuestAddress(start * MIB), (len * MIB) as usize);
         let regions =
@@ -291,7 +288,7 @@ mod tests {
     }
 
     proptest! {
-        /// Page by page, the pieces say what the map says.
+        /// The verdict of each page is that of its part of memory.
         #[test]
         fn every_page_has_one_verdict_and_it_is_its_own(start in 0u64..20_000, len in 1u64..20_000) {
             let (view, places) = memory();

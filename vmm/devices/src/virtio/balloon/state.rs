@@ -1,43 +1,42 @@
-//! What a balloon knows: pure state, no I/O.
+//! State of a virtio balloon, without I/O.
 
-/// The unit of the protocol, whatever the guest's pages are (virtio 1.3, 5.5.6).
+/// Page size of the protocol, regardless of the guest's page size (virtio 1.3, 5.5.6).
 pub(super) const PAGE_BYTES: u64 = 4096;
 /// Length of the configuration (virtio 1.3, 5.5.4).
 pub(super) const CONFIG_BYTES: usize = 16;
-/// The only field that the driver writes.
+/// The only field that drivers write.
 const ACTUAL: std::ops::Range<usize> = 4..8;
 
-/// What became of a size that the driver has told.
+/// Meaning of a size reported by the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Told {
-    /// It is on its way to the target, or at it.
+    /// The driver moves towards the target or has reached it.
     Following,
-    /// So many bytes were taken out of the balloon that nobody had asked for: the guest had nothing
-    /// else left. They are not asked for again.
+    /// The guest was out of memory and has deflated this number of bytes without a request. They
+    /// are not requested again.
     TakenBack(u64),
 }
 
-/// Target and size of a balloon.
 #[derive(Clone, Debug)]
 pub(super) struct BalloonState {
-    /// The most that may be asked for.
+    /// Largest size that may be requested.
     max_bytes: u64,
-    /// What is lowered for a guest that deflates is lowered to a multiple of this.
+    /// A target that is lowered after the guest has deflated is a multiple of this.
     block_bytes: u64,
     target_bytes: u64,
-    /// As the driver tells it.
+    /// Size reported by the driver.
     actual_pages: u32,
     deflates_on_oom: bool,
-    /// The lower target that the driver was on its way to when the present one was set. What it
-    /// has in hand it finishes: it tells of it once, and looks at the target again.
+    /// The lower target that the driver was moving towards when the current target was set. The
+    /// driver completes its current step, reports it once, and reads the target again.
     turned_from: Option<u64>,
-    /// The target before the driver took the last of the balloon out unasked, if that is the last
-    /// that it has told.
+    /// The target before the driver emptied the balloon without a request, if that was its last
+    /// report.
     emptied_from: Option<u64>,
 }
 
 impl BalloonState {
-    /// An empty balloon of which up to `max_bytes` may be asked for.
+    /// An empty balloon with a maximum target of `max_bytes`.
     pub(super) fn new(max_bytes: u64, block_bytes: u64) -> Self {
         assert!(max_bytes.is_multiple_of(block_bytes) && block_bytes.is_multiple_of(PAGE_BYTES));
         assert!(
@@ -71,12 +70,12 @@ impl BalloonState {
         u64::from(self.actual_pages) * PAGE_BYTES
     }
 
-    /// Whether the driver takes pages out of the balloon when the guest has nothing else left.
+    /// Returns true if the guest deflates the balloon when it is out of memory.
     pub(super) fn deflates_on_oom(&self) -> bool {
         self.deflates_on_oom
     }
 
-    /// Asks for `bytes`; the caller has checked them.
+    /// Sets the target, which the caller has checked.
     pub(super) fn set_target(&mut self, bytes: u64) {
         assert!(bytes <= self.max_bytes && bytes.is_multiple_of(self.block_bytes));
         if bytes > self.target_bytes && self.actual_bytes() > self.target_bytes {
@@ -86,7 +85,7 @@ impl BalloonState {
         self.emptied_from = None;
     }
 
-    /// A driver begins: its balloon is empty.
+    /// Resets the balloon for a new driver, which begins with an empty balloon.
     pub(super) fn start(&mut self, deflates_on_oom: bool) {
         self.actual_pages = 0;
         self.deflates_on_oom = deflates_on_oom;
@@ -94,16 +93,16 @@ impl BalloonState {
         self.emptied_from = None;
     }
 
-    /// The driver has gone, and what was in its balloon is the guest's again. The target stays:
-    /// whoever comes next, after a kexec for example, is asked for it. One that empties its
-    /// balloon and then resets the device was not short of memory, it was unloaded, or its
-    /// guest hibernates (`remove_common` in Linux' drivers/virtio/virtio_balloon.c).
+    /// Ends the driver. The guest has the memory of its balloon again. The target remains for the
+    /// next driver, for example after a kexec. A driver that empties its balloon and then resets
+    /// the device was not out of memory: it was unloaded, or its guest hibernates (`remove_common`
+    /// in Linux' drivers/virtio/virtio_balloon.c).
     pub(super) fn end(&mut self) {
         self.target_bytes = self.emptied_from.unwrap_or(self.target_bytes);
         self.start(false);
     }
 
-    /// The configuration as the driver reads it.
+    /// The configuration as bytes.
     pub(super) fn config(&self) -> [u8; CONFIG_BYTES] {
         let mut config = [0; CONFIG_BYTES];
         config[..4].copy_from_slice(&((self.target_bytes / PAGE_BYTES) as u32).to_le_bytes());
@@ -111,8 +110,8 @@ impl BalloonState {
         config
     }
 
-    /// The driver writes its configuration; all but its own field is ignored, and so is what it has
-    /// told before.
+    /// Handles a write of the driver to the configuration. Ignores other fields than the driver's
+    /// own, and repeated values.
     pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) -> Option<Told> {
         let mut config = self.config();
         let at = usize::try_from(offset).ok().filter(|at| *at < ACTUAL.end)?;
@@ -131,9 +130,10 @@ impl BalloonState {
         self.actual_pages = pages;
         self.emptied_from = None;
         let actual_bytes = self.actual_bytes();
-        // A driver that follows does not go below the target, except with what it had in hand when
-        // the target rose. To ask for the same again would take from a guest what it has
-        // just been saved by; who wants it back asks anew.
+        // A driver that follows the target does not go below it, except to complete a step that it
+        // began before the target rose. Otherwise the guest was out of memory. To request the same
+        // size again would take the memory that it has just deflated. A client that wants it back
+        // requests it again.
         let was_asked_to =
             self.turned_from.take().is_some_and(|lower_bytes| actual_bytes >= lower_bytes);
         if self.deflates_on_oom
@@ -184,7 +184,7 @@ mod tests {
             assert_eq!(state.write_config(offset, &[0xff; 4][..len]), None, "{offset}");
         }
         assert_eq!((state.target_bytes(), state.actual_bytes()), (BLOCK, 0));
-        // In pieces, and across the field's ends.
+        // In pieces, and across the ends of the field.
         assert!(state.write_config(6, &[1]).is_some());
         assert_eq!(state.actual_bytes(), 0x1_0000 * PAGE_BYTES);
         assert!(state.write_config(0, &[2; 12]).is_some());
@@ -196,15 +196,15 @@ mod tests {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
         assert_eq!(tell(&mut state, 8 * BLOCK), Told::Following);
-        // Linux takes a MiB at a time.
+        // Linux deflates 1 MiB at a time.
         assert_eq!(tell(&mut state, 8 * BLOCK - BLOCK / 2), Told::TakenBack(BLOCK / 2));
         assert_eq!(state.target_bytes(), 7 * BLOCK);
-        // It goes on to the new target, as it is asked to.
+        // The driver continues to the new target, as requested.
         assert_eq!(tell(&mut state, 7 * BLOCK), Told::Following);
         assert_eq!(state.target_bytes(), 7 * BLOCK);
         state.set_target(20 * BLOCK);
         assert_eq!(tell(&mut state, 9 * BLOCK), Told::Following);
-        // In the midst of inflating.
+        // While the driver inflates.
         assert_eq!(tell(&mut state, 8 * BLOCK), Told::TakenBack(BLOCK));
         assert_eq!(state.target_bytes(), 8 * BLOCK);
     }
@@ -220,13 +220,13 @@ mod tests {
         state.set_target(12 * BLOCK);
         assert_eq!(tell(&mut state, 6 * BLOCK), Told::Following, "it was on its way to 4");
         assert_eq!(state.target_bytes(), 12 * BLOCK);
-        // By now it knows better.
+        // A second report below the target is not part of the earlier step.
         assert_eq!(tell(&mut state, 5 * BLOCK), Told::TakenBack(BLOCK));
-        // Nobody has ever asked it to go that far.
+        // No target was that low.
         state.set_target(2 * BLOCK);
         state.set_target(12 * BLOCK);
         assert_eq!(tell(&mut state, BLOCK), Told::TakenBack(4 * BLOCK));
-        // Once it inflates, what it gives up it has been short of.
+        // After it has inflated, deflating means that the guest is out of memory.
         state.set_target(0);
         state.set_target(12 * BLOCK);
         assert_eq!(tell(&mut state, 2 * BLOCK), Told::Following);
@@ -266,12 +266,12 @@ mod tests {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
         tell(&mut state, 8 * BLOCK);
-        // It empties the balloon, tells so once, and resets the device.
+        // The driver empties the balloon, reports this once, and resets the device.
         assert_eq!(tell(&mut state, 0), Told::TakenBack(8 * BLOCK));
         assert_eq!(state.target_bytes(), 0, "for all that can be known by now");
         state.end();
         assert_eq!((state.target_bytes(), state.actual_bytes()), (8 * BLOCK, 0));
-        // One whose balloon was not full yet.
+        // A driver with a partly inflated balloon.
         state.start(true);
         tell(&mut state, 3 * BLOCK);
         tell(&mut state, 0);
@@ -291,7 +291,7 @@ mod tests {
         let mut rebooted = state.clone();
         rebooted.end();
         assert!(rebooted.target_bytes() <= BLOCK, "{rebooted:?}");
-        // Whoever has asked or told since knows better.
+        // A later target or report replaces the earlier one.
         state.set_target(2 * BLOCK);
         state.end();
         assert_eq!(state.target_bytes(), 2 * BLOCK);

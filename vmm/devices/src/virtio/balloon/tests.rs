@@ -1,4 +1,4 @@
-//! The device as its driver sees it, and what the host has left of the pages.
+//! Tests with a driver, and of the pages that the host still holds.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,8 +27,8 @@ const DEFLATE: usize = 1;
 const STATS: usize = 2;
 const ALL: u64 = F_STATS_VQ | F_DEFLATE_ON_OOM | F_REPORTING;
 
-/// A VM's memory with a balloon in it: 32 MiB of boot memory, DRAM and PM of which the first four
-/// blocks are plugged.
+/// Memory of a VM with a balloon: 32 MiB of boot memory, and DRAM and PM with four plugged blocks
+/// each.
 struct Rig {
     driver: TestDriver,
     device: Balloon,
@@ -46,12 +46,12 @@ impl Rig {
         rig
     }
 
-    /// Without a driver as yet.
+    /// Without a driver.
     fn off() -> Self {
         Self::of_pages(None)
     }
 
-    /// Its memory as if it had huge pages of that size.
+    /// Memory with huge pages of this size, or without.
     fn of_pages(huge_page_bytes: Option<u64>) -> Self {
         let zone = |id: &str, tier, guest_node, boot_bytes| ZoneSpec {
             id: id.to_owned(),
@@ -117,7 +117,7 @@ impl Rig {
         self.try_start(features, enabled).unwrap();
     }
 
-    /// Has the device serve a list of bytes in one buffer.
+    /// Sends bytes in one buffer and waits until they are served.
     fn send(&mut self, queue: usize, bytes: &[u8]) {
         self.driver.write(BUFFERS, bytes);
         let head = self.driver.add(queue, &[Buffer::Out(BUFFERS, bytes.len() as u32)]);
@@ -125,7 +125,7 @@ impl Rig {
         assert_eq!(self.driver.wait_used(queue), (head, 0));
     }
 
-    /// Has the device serve page numbers, given as addresses.
+    /// Sends page numbers, given as addresses, and waits until they are served.
     fn list(&mut self, queue: usize, addresses: &[u64]) {
         let pages: Vec<u8> =
             addresses.iter().flat_map(|at| ((at / PAGE) as u32).to_le_bytes()).collect();
@@ -150,7 +150,7 @@ impl Rig {
         self.memory.view().memory().read_obj(GuestAddress(at)).unwrap()
     }
 
-    /// How many pages of a range the host has.
+    /// Number of resident pages in a range.
     fn resident(&self, at: u64, len: u64) -> u64 {
         let (_, range, reservation) =
             self.memory.placed_parts().find(|(_, range, _)| range.contains(at, len)).unwrap();
@@ -196,7 +196,7 @@ fn pages_in_the_balloon_are_the_hosts_and_their_neighbours_are_not() {
     let at = 8 * MIB;
     rig.fill(at, MIB);
     assert_eq!(rig.resident(at, MIB), 256);
-    // Backwards, as Linux has them, one twice, and one apart.
+    // Backwards as in Linux, with one page twice and one separate.
     let mut pages: Vec<u64> = (64..128).rev().map(|page| at + page * PAGE).collect();
     pages.extend([at + 64 * PAGE, at + 200 * PAGE]);
     rig.list(INFLATE, &pages);
@@ -205,7 +205,7 @@ fn pages_in_the_balloon_are_the_hosts_and_their_neighbours_are_not() {
     assert_eq!(rig.inflated(), 65 * PAGE);
     assert_eq!((rig.byte(at + 64 * PAGE - 1), rig.byte(at + 128 * PAGE)), (0xa5, 0xa5));
     assert_eq!((rig.byte(at + 64 * PAGE), rig.byte(at + 200 * PAGE)), (0, 0));
-    // Out of it again they are the guest's, and nothing happens to what it writes.
+    // After deflating, content that the guest writes is retained.
     rig.fill(at, MIB);
     rig.list(DEFLATE, &pages);
     assert_eq!((rig.byte(at + 64 * PAGE), rig.resident(at, MIB)), (0xa5, 256));
@@ -221,7 +221,7 @@ fn hotplugged_dram_is_given_back_where_it_is_plugged() {
     rig.list(INFLATE, &[dram + 8 * MIB - PAGE, dram + 8 * MIB, dram + 127 * MIB]);
     assert_eq!(rig.resident(dram, 8 * MIB), 2047);
     assert_eq!(rig.refused(), [("unplugged", 2)]);
-    // Across the border, in one range.
+    // One range across the end of the plugged blocks.
     rig.report(4, &[Buffer::In(dram + 6 * MIB, 4 << 20)]);
     assert_eq!(rig.resident(dram, 8 * MIB), 1536);
     assert_eq!((rig.reported(), rig.refused()), (2 * MIB, vec![("unplugged", 2 + 512)]));
@@ -253,7 +253,7 @@ fn reported_free_pages_are_given_back_and_shrunk_to_whole_ones() {
     assert_eq!(rig.resident(at, 8 * MIB), 2048 - 513);
     assert_eq!((rig.byte(at + 4 * MIB), rig.byte(at + 4 * MIB + 2 * PAGE)), (0xa5, 0xa5));
     assert_eq!(rig.byte(at + 4 * MIB + PAGE), 0);
-    // The guest uses them again whenever it likes.
+    // The guest may use the pages again at any time.
     rig.fill(at, 2 * MIB);
     assert_eq!((rig.byte(at), rig.refused()), (0xa5, vec![]));
 }
@@ -264,7 +264,7 @@ fn huge_pages_go_to_the_host_as_a_whole_and_their_parts_stay() {
     rig.start(ALL, &[0, 1, 2, 3, 4]);
     let at = 8 * MIB;
     rig.fill(at, 8 * MIB);
-    // Linux inflates by 1 MiB in a chain.
+    // Linux inflates 1 MiB with each chain.
     let pages: Vec<u64> = (0..256).map(|page| at + page * PAGE).collect();
     rig.list(INFLATE, &pages);
     assert_eq!((rig.inflated(), rig.resident(at, 8 * MIB)), (0, 2048));
@@ -278,7 +278,7 @@ fn huge_pages_go_to_the_host_as_a_whole_and_their_parts_stay() {
 #[test]
 fn queues_are_found_whether_or_not_the_driver_leaves_gaps() {
     let at = 8 * MIB;
-    // Features, queues that the driver has, and the one among them for free pages.
+    // Features, enabled queues, and index of the reporting queue.
     let drivers: [(u64, &[usize], usize); 6] = [
         (F_STATS_VQ | F_REPORTING, &[0, 1, 2, 4], 4),
         (F_STATS_VQ | F_REPORTING, &[0, 1, 2, 3], 3),
@@ -312,7 +312,7 @@ fn a_driver_without_the_queues_of_its_features_is_refused() {
         assert!(matches!(result, Err(ActivateError::QueueMissing { index }) if index == expected));
         assert!(!rig.handle.driver_present());
     }
-    // What was not negotiated is not needed.
+    // Queues of features that were not negotiated are not required.
     Rig::off().start(0, &[0, 1]);
 }
 
@@ -339,7 +339,7 @@ fn chains_that_make_no_sense_are_returned_and_counted() {
         rig.send(INFLATE, &vec![0; wrong]);
         rig.send(DEFLATE, &vec![0; wrong]);
     }
-    // Nothing to read, or what is not there to be read.
+    // Unreadable or unsuitable buffers.
     let unplugged = rig.parts[0].range.start + 64 * MIB;
     rig.report(INFLATE, &[Buffer::In(BUFFERS, 1024)]);
     rig.report(INFLATE, &[Buffer::Out(unplugged, 1024)]);
@@ -356,7 +356,7 @@ fn chains_that_make_no_sense_are_returned_and_counted() {
 #[test]
 fn lists_and_chains_without_end_are_cut() {
     let mut rig = Rig::new(ALL);
-    // More page numbers than anybody has reason to send, in 16 descriptors of the same 64 KiB.
+    // More page numbers than a driver needs, in 16 descriptors of the same 64 KiB.
     let pages: Vec<u8> =
         (0..16_384u32).flat_map(|page| (2048 + page % 256).to_le_bytes()).collect();
     rig.fill(8 * MIB, MIB);
@@ -366,7 +366,7 @@ fn lists_and_chains_without_end_are_cut() {
     assert_eq!(rig.driver.wait_used(INFLATE), (head, 0));
     assert_eq!((rig.inflated(), rig.resident(8 * MIB, MIB)), (MIB, 0));
     assert_eq!(rig.refused(), [("too_long", 1)]);
-    // A chain whose descriptors lead to one another.
+    // A chain with a loop.
     let looping = rig.driver.add(4, &[Buffer::In(8 * MIB, 4096), Buffer::In(8 * MIB + PAGE, 4096)]);
     rig.driver.set_descriptor(4, looping, (8 * MIB, 4096, 3, looping + 1));
     rig.driver.set_descriptor(4, looping + 1, (8 * MIB + PAGE, 4096, 3, looping));
@@ -399,13 +399,13 @@ fn statistics_that_nobody_asked_for_are_told_to_nobody() {
             std::thread::yield_now();
         }
         if let Some(last) = last.replace(head) {
-            // With its return the device has read the next one, or has chosen not to.
+            // When the device returns it, the device has read or ignored the next one.
             assert_eq!(rig.driver.wait_used(STATS), (last, 0));
         }
     }
     assert_eq!(rig.handle.statistics().unwrap().statistics.get(Tag::Total), Some(100 * MIB));
     assert_eq!(rig.told.load(Ordering::Relaxed), told + 1);
-    // The next that are asked for count.
+    // The next requested statistics are received.
     rig.handle.ask_statistics();
     let head = rig.driver.wait_used(STATS).0;
     assert_eq!(Some(head), last);
@@ -436,7 +436,7 @@ fn a_size_that_was_told_before_is_told_to_nobody() {
 fn statistics_come_when_they_are_asked_for() {
     let mut rig = Rig::new(ALL);
     assert!(rig.handle.statistics().is_none());
-    // The driver gives its first buffer without being asked, and gets it back when it is.
+    // The driver sends its first buffer unprompted, and gets it back with the first request.
     rig.driver.write(BUFFERS, &statistics(&[(5, 100 * MIB), (4, 50 * MIB), (77, 1)]));
     let head = rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 30)]);
     rig.driver.kick(STATS);
@@ -455,7 +455,7 @@ fn statistics_come_when_they_are_asked_for() {
     assert_eq!(rig.driver.used(STATS), None, "kept until the next are wanted");
     rig.handle.ask_statistics();
     assert_eq!(rig.driver.wait_used(STATS), (head, 0));
-    // Asked again before it has answered: there is nothing to ask by.
+    // A second request before the answer has no buffer to return.
     rig.handle.ask_statistics();
     rig.driver.write(BUFFERS, &statistics(&[(5, 101 * MIB)]));
     rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 10)]);
@@ -470,7 +470,7 @@ fn statistics_come_when_they_are_asked_for() {
         (metrics.statistic(Tag::Total), metrics.statistic(Tag::Free)),
         (Some(101 * MIB), Some(50 * MIB))
     );
-    // Another driver counts anew, and what the earlier one said is void.
+    // Another driver restarts its counters, and earlier statistics are discarded.
     rig.device.reset();
     assert!(rig.handle.statistics().is_none());
     rig.start(ALL, &[0, 1, 2, 4]);
@@ -488,7 +488,7 @@ fn statistics_that_make_no_sense_are_counted_and_asked_for_again() {
         let head = rig.driver.add(STATS, &[Buffer::Out(BUFFERS, len)]);
         rig.driver.kick(STATS);
         if let Some(last) = last.replace(head) {
-            // Of several buffers the device keeps the last.
+            // The device holds the last of several buffers.
             assert_eq!(rig.driver.wait_used(STATS), (last, 0));
         }
     }
@@ -528,7 +528,7 @@ fn a_guest_that_saves_itself_is_not_asked_again() {
     assert_eq!(rig.handle.sizes().target_bytes, 6 * MIB);
     assert_eq!(rig.target_pages(), 1536);
     assert_eq!(rig.handle.metrics().oom_deflated_bytes.load(Ordering::Relaxed), MIB);
-    // Without the feature the driver only follows.
+    // Without the feature, the driver only follows the target.
     let mut rig = Rig::new(F_STATS_VQ);
     rig.handle.set_target(8 * MIB).unwrap();
     rig.tell_actual(8 * MIB);
@@ -537,7 +537,7 @@ fn a_guest_that_saves_itself_is_not_asked_again() {
     assert!(!rig.handle.deflates_on_oom());
 }
 
-/// As Linux unloads its driver (virtballoon_remove).
+/// Linux unloads its driver in this way (virtballoon_remove).
 #[test]
 fn a_driver_that_is_loaded_again_is_asked_for_what_the_earlier_one_had() {
     let mut rig = Rig::new(ALL);
@@ -564,7 +564,7 @@ fn a_reset_device_touches_nothing_and_its_balloon_is_empty() {
     rig.handle.ask_statistics();
     assert_eq!((rig.driver.used(INFLATE), rig.resident(8 * MIB, MIB)), (None, 256));
     rig.device.reset();
-    // The target waits for the next driver.
+    // The next driver gets the target.
     rig.start(ALL, &[0, 1, 2, 4]);
     assert_eq!(rig.target_pages(), 1024);
     rig.list(INFLATE, &[8 * MIB]);
