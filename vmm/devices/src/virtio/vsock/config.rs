@@ -7,9 +7,9 @@ use foreshore_config::{ConfigError, name, section};
 
 use crate::unix_socket::check_path;
 
-/// The first context id that a guest may have (virtio 1.3, 5.10.4: 0, 1 and 2 are reserved).
+/// First context id of guests (virtio 1.3, 5.10.4: 0, 1 and 2 are reserved).
 pub const MIN_CID: u32 = 3;
-/// The last one: the next is `VMADDR_CID_ANY`.
+/// Last context id of guests. The next one is `VMADDR_CID_ANY`.
 pub const MAX_CID: u32 = u32::MAX - 1;
 
 section! {
@@ -23,10 +23,10 @@ section! {
 }
 
 impl VsockConfig {
-    /// Kind of the device in one word, for ids and metrics.
+    /// Kind of the device in ids and metrics.
     pub const KIND: &'static str = "vsock";
 
-    /// A context id that a guest may have, and a path that fits into an address.
+    /// Checks the context id, the id and the length of the socket's path.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         self.id.as_ref().map_or(Ok(()), |id| name::check(Self::FLAG, "id", id))?;

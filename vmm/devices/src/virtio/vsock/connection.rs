@@ -1,9 +1,8 @@
-//! One stream connection as a state machine (virtio 1.3, 5.10.6): it knows what may be sent and
-//! what was promised, and nothing of files, queues or the clock.
+//! State machine of a stream connection (virtio 1.3, 5.10.6), without files, queues or a clock.
 //!
-//! Credit (5.10.6.3): a sender never has more payload under way than fits in the receiver's buffer.
-//! Each side tells the size of its buffer and how much it has taken out of it since the beginning,
-//! modulo 2^32.
+//! Credit (5.10.6.3): a sender never has more payload in flight than fits into the receiver's
+//! buffer. Each side announces the size of its buffer and the total of bytes taken from it, modulo
+//! 2^32.
 
 use std::num::Wrapping;
 use std::time::{Duration, Instant};
@@ -12,75 +11,72 @@ use thiserror::Error;
 
 use super::packet::{Credit, Ended, Op};
 
-/// The receive buffer that we promise to each connection: two of Linux's largest packets, so that
-/// one may be under way while the other waits for the host.
+/// Size of the VMM's receive buffer for each connection: two of Linux's largest packets, so that
+/// one can be in flight while the other waits for the host.
 pub(super) const BUFFER_BYTES: u32 = 128 * 1024;
 
-/// We tell of freed buffer when at least this much is news to the guest. What is not told, what is
-/// not forwarded and what is free make up the buffer: a guest out of credit gets news once the host
-/// has caught up.
+/// Freed bytes that are announced to the guest. The buffer consists of unannounced, unforwarded and
+/// free bytes, so a guest without credit gets an update once the host has caught up.
 const UPDATE_THRESHOLD_BYTES: u32 = BUFFER_BYTES / 4;
 
-/// How long the guest may take to answer a request. Its driver answers by itself, no program is
-/// involved; the time is for guests that are short of CPU or run in an emulator.
+/// Time limit for the guest's answer to a request. The driver answers without a program, but the
+/// guest may be short of CPU or run in an emulator.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the guest may take to confirm that a connection which the host has left is over. It
-/// waits for a program to read what came before; Linux gives the other side as long.
+/// Time limit for the guest to confirm the end of a connection that the host has closed. The guest
+/// first waits for a program to read the remaining data. Linux uses the same limit.
 pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// How the guest broke the protocol; the connection ends with a reset.
+/// Violation of the protocol by the guest. The connection is reset.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(super) enum Violation {
-    /// The operation makes no sense in this state.
+    /// The operation is invalid in this state.
     #[error("{op:?} is out of place")]
     OutOfPlace { op: Op },
     #[error("{len_bytes} bytes of payload, but credit is {credit_bytes}")]
     CreditExceeded {
         /// Length of the payload.
         len_bytes: u32,
-        /// What the guest may send.
+        /// Bytes that the guest may send.
         credit_bytes: u32,
     },
 }
 
-/// What a packet of the guest means for the host's side.
+/// Effect of a guest's packet on the host's side.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Event {
     None,
-    /// The guest granted the host's request.
+    /// The guest accepted the host's request.
     Connected,
-    /// Payload of this length follows. It counts as received.
+    /// A payload follows, which counts as received.
     Data {
-        /// Bytes.
+        /// Length of the payload.
         len_bytes: u32,
     },
-    /// The guest ended one direction or both; see [`Connection::guest_ended`].
+    /// The guest ended one or both directions; see [`Connection::guest_ended`].
     Ended,
-    /// The guest reset the connection.
     Reset,
 }
 
-/// What the guest is to be sent next.
+/// Next packet for the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     Nothing,
-    /// A packet without payload.
     Control(Op),
-    /// Payload of the host, at most this much.
+    /// Payload of the host.
     Data {
-        /// Bytes; not zero.
+        /// Largest length, not zero.
         max_bytes: u32,
     },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// The host asks; the request is on its way once `sent`.
+    /// Request of the host, in flight if `sent`.
     Requesting {
         sent: bool,
     },
-    /// The guest asked; it is owed a response.
+    /// The guest sent a request and waits for the response.
     Responding,
     Established,
 }
@@ -95,17 +91,17 @@ pub(super) struct Connection {
     sent: Wrapping<u32>,
     credit_requested: bool,
 
-    /// Payload that the guest has sent.
+    /// Payload received from the guest.
     received: Wrapping<u32>,
-    /// What of it the host has taken.
+    /// Payload forwarded to the host.
     forwarded: Wrapping<u32>,
-    /// What of that the guest knows of.
+    /// Value of `forwarded` that was announced to the guest.
     told_forwarded: Wrapping<u32>,
     credit_update_owed: bool,
 
     guest_ended: Ended,
     host_ended: Ended,
-    /// What of that the guest knows of.
+    /// Value of `host_ended` that was sent to the guest.
     told_ended: Ended,
 }
 
@@ -127,7 +123,7 @@ impl Connection {
         }
     }
 
-    /// A connection that the host asks for.
+    /// Creates a connection that the host requests.
     pub(super) fn requested(now: Instant) -> Self {
         Self {
             deadline: Some(now + REQUEST_TIMEOUT),
@@ -135,32 +131,32 @@ impl Connection {
         }
     }
 
-    /// A connection that the guest has asked for, with the credit in its request.
+    /// Creates a connection that the guest requests, with the credit of its request.
     pub(super) fn accepted(guest_credit: Credit) -> Self {
         Self { guest_credit, ..Self::new(Phase::Responding) }
     }
 
-    /// When the connection is to be reset, unless something happens before.
+    /// Time at which the connection is reset, unless its state changes before.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Whether the host's request has not been answered yet.
+    /// Returns true until the host's request is answered.
     pub(super) fn is_requesting(&self) -> bool {
         matches!(self.phase, Phase::Requesting { .. })
     }
 
-    /// Which directions the guest has ended.
+    /// Directions that the guest has ended.
     pub(super) fn guest_ended(&self) -> Ended {
         self.guest_ended
     }
 
-    /// Payload that was received and is not forwarded: at most [`BUFFER_BYTES`].
+    /// Payload received but not forwarded, at most [`BUFFER_BYTES`].
     pub(super) fn unforwarded_bytes(&self) -> u32 {
         (self.received - self.forwarded).0
     }
 
-    /// Takes a packet of the guest.
+    /// Processes a packet of the guest.
     pub(super) fn on_guest_packet(&mut self, op: Op, credit: Credit) -> Result<Event, Violation> {
         self.guest_credit = credit;
         if self.guest_room_bytes() > 0 {
@@ -175,8 +171,7 @@ impl Connection {
                 }
                 Ok(Event::Connected)
             }
-            // A response to what was not asked; anything but a response to what was; a second
-            // request.
+            // An unrequested response, another answer than a response, or a second request.
             (Phase::Requesting { .. }, _) | (_, Op::Request | Op::Response) => {
                 Err(Violation::OutOfPlace { op })
             }
@@ -205,7 +200,7 @@ impl Connection {
         Ok(Event::Data { len_bytes })
     }
 
-    /// The host has taken `bytes` of what the guest sent, or will never take them.
+    /// Records that the host has taken `bytes` of the guest's payload or will never take them.
     pub(super) fn forwarded(&mut self, bytes: u32) {
         assert!(bytes <= self.unforwarded_bytes(), "more forwarded than was received");
         self.forwarded += bytes;
@@ -214,33 +209,33 @@ impl Connection {
         }
     }
 
-    /// The host will send nothing more; all that it did send has been sent on.
+    /// Records that the host sends no more payload, and that all of it was sent to the guest.
     pub(super) fn host_ended_sending(&mut self, now: Instant) {
         self.host_ended.sending = true;
         self.begin_closing(now);
     }
 
-    /// The host will take nothing more.
+    /// Records that the host receives no more payload.
     pub(super) fn host_ended_receiving(&mut self, now: Instant) {
         self.host_ended.receiving = true;
         self.begin_closing(now);
     }
 
     fn begin_closing(&mut self, now: Instant) {
-        // While the request is not answered, its own deadline holds.
+        // The deadline of an unanswered request remains.
         if self.host_ended.both() && self.deadline.is_none() {
             self.deadline = Some(now + CLOSE_TIMEOUT);
         }
     }
 
-    /// What the guest's buffer has room for. A guest that claims to have taken more than it was
-    /// sent gets nothing: the difference wraps around.
+    /// Free bytes in the guest's buffer. If the guest claims to have taken more than was sent, the
+    /// difference wraps around and the result is 0.
     fn guest_room_bytes(&self) -> u32 {
         let under_way = self.sent - Wrapping(self.guest_credit.fwd_cnt);
         self.guest_credit.buf_alloc.saturating_sub(under_way.0)
     }
 
-    /// What to send next, if the host may have payload when `host_readable`.
+    /// Next packet to send. `host_readable` is true if the host may have payload.
     pub(super) fn next(&self, host_readable: bool) -> Next {
         match self.phase {
             Phase::Requesting { sent: false } => return Next::Control(Op::Request),
@@ -250,7 +245,8 @@ impl Connection {
         }
         let has_data = host_readable && !self.guest_ended.receiving && !self.host_ended.sending;
         let max_bytes = self.guest_room_bytes();
-        // Payload carries our credit, too, so it comes before a packet that carries nothing else.
+        // Payload comes before a pure credit update, because its header contains the credit as
+        // well.
         if has_data && max_bytes > 0 {
             return Next::Data { max_bytes };
         }
@@ -266,7 +262,7 @@ impl Connection {
         Next::Nothing
     }
 
-    /// Notes that `op`, which [`Connection::next`] has allowed, is being sent. Returns the credit
+    /// Records that `op`, which was allowed by [`Connection::next`], is sent. Returns the credit
     /// for its header.
     pub(super) fn send(&mut self, op: Op) -> Credit {
         match op {

@@ -150,7 +150,7 @@ fn a_host_that_has_left_sets_a_deadline_and_tells_what_remains_first() {
     let mut connection = established();
     connection.host_ended_receiving(now);
     assert_eq!(connection.deadline(), None);
-    // Payload that the host left behind goes first.
+    // Remaining payload of the host comes first.
     assert!(matches!(connection.next(true), Next::Data { .. }));
     connection.host_ended_sending(now);
     assert_eq!(connection.deadline(), Some(now + CLOSE_TIMEOUT));
@@ -158,7 +158,7 @@ fn a_host_that_has_left_sets_a_deadline_and_tells_what_remains_first() {
     assert_eq!(connection.next(true), Next::Control(Op::Shutdown(both)));
 }
 
-/// A guest by the book: what it has in its buffer, and what it believes of us.
+/// A correct guest: its receive buffer, and its view of the host's.
 struct Guest {
     capacity_bytes: u32,
     unread_bytes: u32,
@@ -167,7 +167,7 @@ struct Guest {
     sent: Wrapping<u32>,
     written_bytes: u64,
     host_credit: Credit,
-    /// The last credit that it told was no room at all: the next read must be told.
+    /// The last announced credit was zero, so the next read must be announced.
     told_full: bool,
     to_host: VecDeque<(Op, Credit)>,
 }
@@ -230,7 +230,7 @@ impl Guest {
     }
 }
 
-/// Both sides and the wire between them.
+/// Both sides and the packets in flight.
 struct Pair {
     connection: Connection,
     guest: Guest,
@@ -338,7 +338,7 @@ proptest! {
             }
             prop_assert!(pair.connection.unforwarded_bytes() <= BUFFER_BYTES);
         }
-        // Let everything run until it stands still: nothing may be left behind.
+        // Continues until nothing moves. No payload may remain.
         loop {
             let mut moved = pair.host_takes(u32::MAX);
             while pair.receive_from_guest() {
@@ -355,7 +355,7 @@ proptest! {
         }
         prop_assert_eq!(pair.guest.read_bytes, host_written_bytes);
         prop_assert_eq!(pair.host_taken_bytes, pair.guest.written_bytes);
-        // And the guest may write again: it was told of enough credit.
+        // The guest can send again, because enough credit was announced.
         let before = pair.guest.written_bytes;
         pair.guest.write(u32::MAX);
         prop_assert!(pair.guest.written_bytes - before > u64::from(BUFFER_BYTES / 2));
@@ -378,8 +378,8 @@ proptest! {
                     connection.send(Op::Data { len_bytes: bytes.min(max_bytes) });
                 }
             }
-            // A violation ends the connection in the muxer; here it goes on, which only makes it
-            // harder.
+            // The muxer ends a connection after a violation. Here it continues, which is the harder
+            // case.
             let _ = connection.on_guest_packet(op, Credit { buf_alloc, fwd_cnt });
             prop_assert!(connection.unforwarded_bytes() <= BUFFER_BYTES);
             connection.forwarded(bytes.min(connection.unforwarded_bytes()));

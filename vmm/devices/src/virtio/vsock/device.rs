@@ -1,4 +1,4 @@
-//! The front of the device: configuration, activation, reset.
+//! Configuration, activation and reset of the device.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,8 +22,8 @@ use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 /// Stream sockets (virtio 1.3, 5.10.3).
 const VIRTIO_VSOCK_F_STREAM: u32 = 0;
 
-/// Receive, transmit, event. A Linux guest keeps a page in each receive buffer: 128 are half a
-/// megabyte of its memory. It posts eight buffers for events.
+/// Receive, transmit and event queue. A Linux guest keeps a page in each receive buffer, so 128
+/// take half a megabyte of its memory. It posts eight buffers for events.
 const QUEUE_SIZES: [u16; 3] = [128, 128, 8];
 
 /// A virtio socket device.
@@ -36,15 +36,15 @@ pub struct VsockDevice {
 }
 
 impl VsockDevice {
-    /// A device for the guest `cid` that listens on `socket` from now on. Its worker runs on
-    /// `event_loop`; the device must not be dropped, activated or reset on that loop's thread.
+    /// Creates a device for the guest `cid` that listens on `socket` at once. Its worker runs on
+    /// `event_loop`. The device must not be dropped, activated or reset on that loop's thread.
     pub fn new(
         cid: u32,
         socket: &Path,
         ports: VsockPorts,
         event_loop: EventLoopHandle,
     ) -> Result<Self, VsockError> {
-        // 0 and 1 are reserved, 2 is the host, the last one means any (virtio 1.3, 5.10.4).
+        // 0 and 1 are reserved, 2 is the host, and the last one is a wildcard (virtio 1.3, 5.10.4).
         if !(3..u32::MAX).contains(&cid) {
             return Err(VsockError::InvalidCid { cid });
         }
@@ -58,7 +58,6 @@ impl VsockDevice {
         })
     }
 
-    /// What the device counts.
     pub fn metrics(&self) -> Arc<VsockMetrics> {
         Arc::clone(&self.metrics)
     }
@@ -106,7 +105,8 @@ impl VirtioDevice for VsockDevice {
     }
 
     fn reset(&mut self) {
-        // Dropping the worker closes its sockets; the clients of the host see the end.
+        // Dropping the worker closes its sockets, so that clients on the host see the end of their
+        // streams.
         self.worker.stop();
         self.metrics.connections.set(0);
     }

@@ -20,7 +20,7 @@ const FEATURES: u64 = 1 << VIRTIO_F_VERSION_1;
 const EVENT_IDX: u64 = FEATURES | 1 << VIRTIO_RING_F_EVENT_IDX;
 const BOTH: Ended = Ended { receiving: true, sending: true };
 
-/// A device on an event loop of its own. Fields are dropped in this order.
+/// A device on its own event loop. Fields are dropped in this order.
 struct Fixture {
     device: VsockDevice,
     driver: Driver,
@@ -65,8 +65,8 @@ impl Fixture {
         (client, link)
     }
 
-    /// The guest hears that the host has left: the end of the stream may be read before epoll tells
-    /// the rest.
+    /// Expects that the host has left. The end of the stream may be read before epoll reports the
+    /// rest.
     #[track_caller]
     fn expect_host_left(&mut self, link: Link) {
         loop {
@@ -79,7 +79,7 @@ impl Fixture {
         }
     }
 
-    /// The guest accepts a client's connection.
+    /// Accepts a client's connection in the guest.
     fn accept(&mut self) -> Link {
         let (packet, _) = self.driver.receive();
         assert_eq!((packet.op, packet.link.guest), (Op::Request, GuestPort(52)));
@@ -97,7 +97,7 @@ fn read_line(stream: &mut UnixStream) -> String {
     String::from_utf8(line).unwrap()
 }
 
-/// Bytes that repeat so late that a lost or doubled packet shows.
+/// Bytes with a period that is long enough to detect a lost or repeated packet.
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let next = |state: &mut u64| {
         *state =
@@ -112,8 +112,8 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
     .collect()
 }
 
-/// The guest's side of a transfer in both directions: sends `outgoing` as credit and queue allow,
-/// and takes what comes until the host has sent all.
+/// The guest's side of a transfer in both directions. Sends `outgoing` within the limits of credit
+/// and queue, and receives until the host has sent all.
 fn transfer(driver: &mut Driver, link: Link, mut host_credit: Credit, outgoing: &[u8]) -> Vec<u8> {
     let (mut sent, mut incoming, mut told) = (0, Vec::new(), 0);
     loop {
@@ -233,7 +233,7 @@ fn the_guest_reaches_a_port_in_this_process() {
 
 #[test]
 fn memory_can_be_unplugged_while_the_guest_is_being_connected() {
-    /// Watches a connection that is being made, once somebody else has had the memory.
+    /// Registers a connection only after another thread has locked the view exclusively.
     struct Unplugger(GuestView);
 
     impl Watch for Unplugger {
@@ -266,7 +266,7 @@ fn memory_can_be_unplugged_while_the_guest_is_being_connected() {
         driver.send(link, Op::Request, &[]);
     }
     worker.pass(&mut Unplugger(view), Instant::now());
-    // One pass answers both.
+    // One pass answers both requests.
     for link in links {
         driver.expect(link, Op::Response);
     }
@@ -277,7 +277,7 @@ fn a_client_that_came_before_the_guest_is_served_when_it_is_up() {
     let mut fixture = Fixture::idle(VsockPorts::new());
     let mut client = fixture.client();
     fixture.activate(FEATURES);
-    // And the packet waits for a buffer.
+    // The packet also waits for a buffer.
     fixture.driver.offer_all_rx_buffers();
     let link = fixture.accept();
     assert_eq!(read_line(&mut client), format!("OK {}\n", link.host.0));
@@ -307,7 +307,7 @@ fn receive_buffers_in_unplugged_memory_come_back_empty_and_lose_no_packet() {
     driver.offer_rx(0, UNPLUGGED, 4096);
     driver.offer_rx(1, UNPLUGGED - 100, 4096);
     driver.offer_rx(2, u64::MAX - 10, 4096);
-    // No room for a header; none for payload.
+    // The first has no room for a header, the second none for payload.
     driver.offer_rx(3, MIB, 43);
     driver.offer_rx(4, MIB, 44);
     driver.offer_rx_buffer(5);
@@ -338,8 +338,8 @@ fn packets_in_unplugged_memory_come_back_and_the_device_goes_on() {
         bad += 1;
         assert_eq!(bad_buffers.bad_buffers_total.get(), bad);
     };
-    // The whole packet, its end, nothing at all, a chain that bites its tail, one that leaves the
-    // table, one that is longer than any packet needs.
+    // Unplugged memory, memory that ends in the packet, an empty packet, a chain with a loop, a
+    // chain that leaves the table, and one that is longer than any packet needs.
     driver.descriptor(table, head, UNPLUGGED, 100, 0, 0);
     offer_bad(driver);
     driver.descriptor(table, head, UNPLUGGED - 43, 44, 0, 0);
@@ -365,7 +365,7 @@ fn a_ring_that_makes_no_sense_stops_the_device_until_the_reset() {
     let mut fixture = Fixture::new(FEATURES);
     let (mut client, _) = fixture.connected_client();
     fixture.driver.offer_absurdly_many();
-    // The worker says so by doing nothing; the counter is its only trace.
+    // A stopped worker is visible only in the counter.
     let metrics = fixture.device.metrics();
     let patience = Instant::now() + Duration::from_secs(30);
     while metrics.broken_queues_total.get() == 0 {

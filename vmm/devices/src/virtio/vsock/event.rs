@@ -1,5 +1,4 @@
-//! The worker: moves packets between the queues and the muxer whenever epoll says that something
-//! has changed.
+//! The worker, which moves packets between the queues and the muxer after each event.
 
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
@@ -30,18 +29,18 @@ const EVENT_KICK: u32 = 2;
 const LISTENER: u32 = 3;
 const TIMER: u32 = 4;
 
-/// Chains taken from each queue in one pass. A guest that refills its queues without end holds up
-/// neither whoever waits for the memory guard nor the other devices of the loop.
+/// Chains taken from each queue in a pass. A guest that keeps refilling its queues delays neither
+/// plugs, which wait for the memory guard, nor other devices on the loop.
 const PASS_BUDGET: usize = 256;
 
-/// Descriptors in a chain: a header and the largest packet in single pages need less; an indirect
-/// table could have 65535.
+/// Limit of descriptors in a chain. A header and the largest packet in single pages need fewer; an
+/// indirect table could have 65535.
 const MAX_DESCRIPTORS: usize = 64;
 
-/// How long clients wait when the process has run out of files.
+/// Delay of clients when the process has no free file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
-/// A ring that makes no sense: nothing of it can be trusted until the next reset.
+/// Error of a ring that is ignored until the next reset.
 #[derive(Debug, Error)]
 #[error("Queue {index} is unusable")]
 struct BrokenQueue {
@@ -58,8 +57,8 @@ pub(super) struct Worker {
     interrupt: Arc<dyn VirtioInterrupt>,
     rx: ActiveQueue,
     tx: ActiveQueue,
-    /// The guest's buffers for events stay unused: the only event tells of a migration (virtio
-    /// 1.3, 5.10.6.7), and a guest that was restarted starts its driver anew.
+    /// The guest's event buffers stay unused. The only event reports a migration (virtio 1.3,
+    /// 5.10.6.7), and the driver of a restarted guest starts again.
     event: Option<ActiveQueue>,
     muxer: Muxer,
     metrics: Arc<VsockMetrics>,
@@ -95,11 +94,11 @@ impl Worker {
         })
     }
 
-    /// Moves all that can be moved.
+    /// Moves packets until none can be moved.
     pub(super) fn pass(&mut self, watch: &mut dyn Watch, now: Instant) {
         if !self.broken {
             match self.move_all(watch, now) {
-                // The rest in another pass: the event is the worker's own note to itself.
+                // The kick of the transmit queue schedules another pass.
                 Ok(true) => self.tx.come_back(),
                 Ok(false) => {}
                 Err(err) => {
@@ -115,14 +114,14 @@ impl Worker {
         self.arm_timer(now);
     }
 
-    /// True if the budget did not suffice.
+    /// Returns true if the budget is used up.
     fn move_all(&mut self, watch: &mut dyn Watch, now: Instant) -> Result<bool, BrokenQueue> {
         let mut budget = PASS_BUDGET;
         loop {
             {
                 let memory = self.view.memory();
-                // Packets of the guest first: they bring credit, and answers to them can go at
-                // once.
+                // Packets of the guest first, because they contain credit, and their answers can be
+                // sent in this pass.
                 self.move_tx(&memory, &mut budget, watch, now)?;
                 if !self.muxer.is_asked_to_connect() {
                     let more_rx = self.move_rx(&memory, watch, now)?;
@@ -133,8 +132,8 @@ impl Worker {
         }
     }
 
-    /// Takes packets of the guest, as far as `budget` goes or up to one for which no guard may be
-    /// held.
+    /// Takes packets of the guest, within `budget` and up to one that must be handled without a
+    /// guard.
     fn move_tx(
         &mut self,
         memory: &MappedMemory,
@@ -182,7 +181,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Gives packets to the guest; true if the budget did not suffice.
+    /// Moves packets to the guest. True if the budget is used up.
     fn move_rx(
         &mut self,
         memory: &MappedMemory,
@@ -192,7 +191,7 @@ impl Worker {
         let broken = |source| BrokenQueue { index: RX_QUEUE, source };
         let mut budget = PASS_BUDGET;
         let mut used = false;
-        // New buffers are of interest only while there is something to put into them.
+        // New buffers matter only while packets wait for them.
         self.rx.queue.disable_notification(memory).map_err(broken)?;
         while self.muxer.has_packets() && budget > 0 {
             let Some(chain) = next_chain(&mut self.rx.queue, memory).map_err(broken)? else {
@@ -206,7 +205,7 @@ impl Worker {
             let len_bytes = match PacketBuffer::new(memory, chain) {
                 Some(buffer) => match self.muxer.next_packet(buffer.capacity(), watch, now) {
                     Some(packet) => buffer.write(&packet),
-                    // Every socket that seemed readable was not: the buffer is for the next packet.
+                    // No socket was readable after all. The next packet gets the buffer.
                     None => {
                         self.rx.queue.go_to_previous_position();
                         break;
@@ -233,14 +232,15 @@ impl Worker {
         }
     }
 
-    /// Sets the timer to the earliest deadline. It is never set back: it may fire once for nothing.
+    /// Sets the timer to the earliest deadline. It is never postponed, so it may expire without
+    /// effect.
     fn arm_timer(&mut self, now: Instant) {
         let next = self.muxer.next_deadline().into_iter().chain(self.accept_paused_until).min();
         let Some(next) = next else { return };
         if self.armed.is_some_and(|armed| armed <= next) {
             return;
         }
-        // A time of zero would disarm it.
+        // A timer set to 0 would never expire.
         let wait = next.saturating_duration_since(now).max(Duration::from_millis(1));
         match self.timer.reset(wait, None) {
             Ok(()) => self.armed = Some(next),
@@ -262,7 +262,7 @@ impl Worker {
 
     fn on_client(&mut self, ops: &mut EventOps, now: Instant) {
         if let Err(err) = self.muxer.accept(&mut EpollWatch(ops), now) {
-            // Most likely there are no files left; the listener would be reported again and again.
+            // Usually no file descriptor is free. The listener would be reported again and again.
             sparsely!(warn, %err, "Cannot accept vsock clients for a moment");
             let events = Events::with_data(self.muxer.host().listener(), LISTENER, EventSet::IN);
             if let Err(err) = ops.remove(events) {
@@ -313,7 +313,7 @@ fn add(ops: &mut EventOps, source: &impl AsRawFd, data: u32, set: EventSet) {
     }
 }
 
-/// The event loop as the muxer sees it.
+/// The event loop for the muxer.
 struct EpollWatch<'a, 'b>(&'a mut EventOps<'b>);
 
 impl Watch for EpollWatch<'_, '_> {
@@ -335,8 +335,8 @@ fn is_short(chain: &Chain) -> bool {
     chain.clone().take(MAX_DESCRIPTORS + 1).count() <= MAX_DESCRIPTORS
 }
 
-/// Header and payload of a packet of the guest, however they are spread over descriptors; `None` if
-/// there is no header, or a descriptor points to where no memory is.
+/// Reads the header of a guest's packet from any number of descriptors. `None` if the header is
+/// incomplete or a descriptor is outside of memory.
 fn read_packet<'a>(memory: &'a MappedMemory, chain: Chain<'a>) -> Option<(RawHeader, Reader<'a>)> {
     if !is_short(&chain) {
         return None;
@@ -347,7 +347,7 @@ fn read_packet<'a>(memory: &'a MappedMemory, chain: Chain<'a>) -> Option<(RawHea
     Some((RawHeader::read_from_bytes(&header).expect("an array of the header's size"), reader))
 }
 
-/// A buffer of the guest for one packet, with room for a header and at least one byte.
+/// A guest's buffer for one packet, with room for a header and at least one byte.
 struct PacketBuffer<'a> {
     header: Writer<'a>,
     payload: Writer<'a>,
@@ -370,7 +370,7 @@ impl<'a> PacketBuffer<'a> {
         self.payload.available_bytes()
     }
 
-    /// Writes a packet that fits and returns its length.
+    /// Writes a packet that fits, and returns its length.
     fn write(mut self, packet: &Packet) -> u32 {
         self.header.write_all(packet.header.as_bytes()).expect("room for a header was checked");
         self.payload.write_all(packet.payload).expect("payload is at most the capacity");

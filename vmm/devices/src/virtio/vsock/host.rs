@@ -1,5 +1,5 @@
-//! The host's side: the listening socket, ports that end in this process, connections to other
-//! sockets of the host, and the line by which a client says where it wants to go.
+//! The host's side: the listening socket, ports in this process, connections to other sockets of
+//! the host, and the client's first line with the requested port.
 
 use std::collections::HashMap;
 use std::io::{self, Read};
@@ -14,21 +14,21 @@ use super::packet::{GuestPort, HostPort, Link};
 use crate::unix_socket::SocketAccess;
 use crate::unix_socket::{self, SocketFile, UnixSocketError};
 
-/// Connections to a port of this process that wait to be taken; more are refused.
+/// Connections to a port of this process that wait to be accepted. Further ones are refused.
 pub const IN_PROCESS_BACKLOG: usize = 16;
 
-/// The highest port that takes a privilege of the guest: Linux gives those up to this one only to
-/// who has CAP_NET_BIND_SERVICE, in the guest's first user namespace, and takes others for who
-/// names none (LAST_RESERVED_PORT in its af_vsock.c).
+/// Highest privileged port of the guest. Linux requires CAP_NET_BIND_SERVICE in the guest's first
+/// user namespace for ports up to this one, and never assigns them automatically
+/// (LAST_RESERVED_PORT in its af_vsock.c).
 const LAST_PRIVILEGED_PORT: GuestPort = GuestPort(1023);
 
-/// A greeting is at most this long: enough for any port and some white space.
+/// Maximum length of a greeting: any port and some white space.
 const MAX_GREETING_BYTES: usize = 32;
 
-/// Why a vsock device cannot be made.
+/// Error of the creation of a vsock device.
 #[derive(Debug, Error)]
 pub enum VsockError {
-    /// Not a context id that a guest may have (virtio 1.3, 5.10.4).
+    /// The context id is reserved (virtio 1.3, 5.10.4).
     #[error("Context id {cid} is reserved; a guest has one from 3 to 4294967294")]
     InvalidCid { cid: u32 },
     #[error(transparent)]
@@ -37,7 +37,7 @@ pub enum VsockError {
     PortTaken { port: u32 },
 }
 
-/// The ports of the host that end in this process. Complete before the device is made.
+/// Ports of the host with listeners in this process. Complete before the device is created.
 #[derive(Debug, Default)]
 pub struct VsockPorts {
     listeners: HashMap<HostPort, Listener>,
@@ -49,24 +49,23 @@ struct Listener {
     guests: GuestPorts,
 }
 
-/// Which ports of the guest may connect.
+/// Ports of the guest that may connect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestPorts {
-    /// Any: every process in the guest.
+    /// All ports, and so every process in the guest.
     All,
-    /// Those up to 1023: processes that the guest's kernel trusts.
+    /// Ports up to 1023, and so processes that the guest's kernel trusts.
     Privileged,
 }
 
 impl VsockPorts {
-    /// No ports.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Makes connections of the guest to `port` end in this process, if they come from one of
-    /// `guests`. The streams received are non-blocking, as tokio wants them. When the receiver
-    /// is gone, the guest finds the port closed.
+    /// Listens in this process for connections of the guest to `port` from a port in `guests`. The
+    /// received streams are non-blocking, as tokio requires. Without a receiver, the port is closed
+    /// for the guest.
     pub fn listen_in_process(
         &mut self,
         port: u32,
@@ -77,7 +76,7 @@ impl VsockPorts {
         Ok(receiver)
     }
 
-    /// The same with a receiver that outlives the device.
+    /// Same as [`VsockPorts::listen_in_process`], with a receiver that outlives the device.
     pub fn listen(
         &mut self,
         port: u32,
@@ -92,30 +91,29 @@ impl VsockPorts {
     }
 }
 
-/// Why a connection of the guest goes nowhere.
+/// Error of a connection by the guest.
 #[derive(Debug, Error)]
 pub(super) enum ConnectError {
-    /// The listener in this process is gone, or does not take its connections.
+    /// The listener in this process was dropped, or its backlog is full.
     #[error("{port} has no room or no listener in this process")]
     InProcess { port: HostPort },
-    /// The listener wants to hear of privileged processes only.
+    /// The listener accepts only privileged processes.
     #[error("{link} is not from a privileged port, which is at most {LAST_PRIVILEGED_PORT}")]
     Unprivileged { link: Link },
-    /// Nobody listens on the socket, or there is none.
+    /// The socket does not exist or has no listener.
     #[error("Cannot connect to socket {path:?}")]
     Socket {
         path: PathBuf,
-        /// What the operating system says.
         #[source]
         source: io::Error,
     },
-    /// There are no files for it.
+    /// No file descriptor is free.
     #[error("Cannot make a pair of sockets")]
     Pair(#[from] io::Error),
 }
 
-/// The listening socket and the ports. Outlives resets of the device, so that a client may connect
-/// before the guest's driver is up: it waits in the socket's backlog.
+/// The listening socket and the ports. They outlive resets of the device, so a client may connect
+/// before the guest's driver is active. It then waits in the socket's backlog.
 #[derive(Debug)]
 pub(super) struct HostSide {
     path: PathBuf,
@@ -126,18 +124,17 @@ pub(super) struct HostSide {
 }
 
 impl HostSide {
-    /// Listens on `path`. A socket that nobody listens on any more is replaced.
+    /// Listens on `path`. Replaces a stale socket.
     pub(super) fn bind(path: &Path, ports: VsockPorts) -> Result<Self, VsockError> {
         let (listener, file) = unix_socket::listen("--vsock", path, &SocketAccess::default())?;
         Ok(Self { path: path.to_owned(), listener, _file: file, ports })
     }
 
-    /// The listening socket, to be watched.
     pub(super) fn listener(&self) -> &UnixListener {
         &self.listener
     }
 
-    /// Takes a client that waits; `None` if there is none.
+    /// Accepts a waiting client, if there is one.
     pub(super) fn accept(&self) -> io::Result<Option<UnixStream>> {
         match self.listener.accept() {
             Ok((stream, _)) => {
@@ -154,8 +151,8 @@ impl HostSide {
         self.ports.listeners.contains_key(&port)
     }
 
-    /// Connects to whoever serves the host's port of `link`, for the guest's. Never waits for who
-    /// listens there; the disk that the socket's path is on may keep it waiting.
+    /// Connects the guest's port of `link` to the listener of its host port. Does not wait for the
+    /// listener, but may wait for the disk of the socket's path.
     pub(super) fn connect(&self, link: Link) -> Result<UnixStream, ConnectError> {
         let port = link.host;
         if let Some(Listener { sender, guests }) = self.ports.listeners.get(&port) {
@@ -175,8 +172,8 @@ impl HostSide {
     }
 }
 
-/// Like `UnixStream::connect`, which waits while the listener's backlog is full: a guest could stop
-/// the device by connecting to a busy server.
+/// Same as `UnixStream::connect`, except that it fails if the listener's backlog is full. Otherwise
+/// a guest could block the device by connections to a busy server.
 fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -184,14 +181,14 @@ fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
     Ok(UnixStream::from(socket))
 }
 
-/// What a client's first line says so far.
+/// State of a client's first line.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Greeted {
-    /// It is not complete.
+    /// The line is incomplete.
     NotYet,
-    /// It asks for this port of the guest.
+    /// The client requests this port of the guest.
     Connect(GuestPort),
-    /// It is no greeting, or the client has left.
+    /// The line is invalid, or the client has left.
     Refused,
 }
 
@@ -202,7 +199,7 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
-    /// Reads up to the line's end and not a byte more: what follows is the guest's.
+    /// Reads up to the end of the line and no further, because the rest is payload for the guest.
     pub(super) fn read(&mut self, mut stream: impl Read) -> Greeted {
         let mut byte = [0];
         loop {
@@ -222,7 +219,7 @@ impl Greeting {
         let Ok(line) = str::from_utf8(&self.line) else { return Greeted::Refused };
         let mut words = line.split_ascii_whitespace();
         match (words.next(), words.next(), words.next()) {
-            // u32's parser alone would take a plus sign.
+            // The parser of u32 would also accept a plus sign.
             (Some(verb), Some(port), None)
                 if verb.eq_ignore_ascii_case("connect")
                     && port.bytes().all(|byte| byte.is_ascii_digit()) =>
@@ -309,7 +306,7 @@ mod tests {
         assert!(path.exists());
         drop(first);
 
-        // A listener that is gone without removing its socket, as after SIGKILL.
+        // A listener that was closed without removing its socket, as after SIGKILL.
         drop(UnixListener::bind(&path).unwrap());
         let second = HostSide::bind(&path, VsockPorts::new()).unwrap();
         drop(second);
@@ -345,7 +342,7 @@ mod tests {
         let mut ports = VsockPorts::new();
         let mut receiver = ports.listen_in_process(7, GuestPorts::Privileged).unwrap();
         let host = HostSide::bind(&dir.path().join("vsock"), ports).unwrap();
-        // Not even by a socket of the host that has the port's name.
+        // Not even through a socket of the host with the port's name.
         let _listener = UnixListener::bind(dir.path().join("vsock_7")).unwrap();
         for guest in [1024, 4000, u32::MAX] {
             let refused = host.connect(from(guest, 7)).unwrap_err();

@@ -10,7 +10,6 @@ use crate::metrics::{Expose, Exposition, Family, one};
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// Adds `n`.
     pub fn add(&self, n: u64) {
         self.0.fetch_add(n, Ordering::Relaxed);
     }
@@ -38,7 +37,7 @@ impl Gauge {
     }
 }
 
-/// Metrics of one device, kept over its resets.
+/// Metrics of one device, retained across resets.
 #[derive(Debug, Default)]
 pub struct VsockMetrics {
     /// Sockets that are open on the host, in any state.

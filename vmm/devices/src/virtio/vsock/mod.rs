@@ -1,21 +1,21 @@
-//! A virtio socket device (virtio 1.3, 5.10) whose far ends are unix sockets of the host.
+//! A virtio socket device (virtio 1.3, 5.10) that connects the guest to unix sockets of the host.
 //!
 //! The scheme is that of Firecracker and Cloud Hypervisor, so that their clients work:
 //!
-//! - Host to guest: a client connects to the device's socket, writes `CONNECT <port>\n`, reads `OK
-//!   <host port>\n`, and from there on talks to whoever listens on that port in the guest. A
+//! - Host to guest: a client connects to the device's socket, writes `CONNECT <port>\n`, and reads
+//!   `OK <host port>\n`. The stream is then connected to the listener on that port in the guest. A
 //!   refused connection is closed.
-//! - Guest to host: a connection to port P of the host ends at whoever listens on the unix socket
-//!   `<device's socket>_P`.
-//! - Ports of our own: a connection to a port registered with [`VsockPorts::listen_in_process`]
-//!   ends inside this process, as one half of a pair of unix sockets. That is how the governor
-//!   hears the guest's agent.
+//! - Guest to host: a connection to port P of the host is connected to the listener on the unix
+//!   socket `<device's socket>_P`.
+//! - Ports in this process: a connection to a port registered with
+//!   [`VsockPorts::listen_in_process`] ends in this process, as one half of a pair of unix sockets.
+//!   The governor receives the guest's agent in this way.
 //!
 //! ```text
 //! device     front: configuration, activation, reset
 //! event      worker on an event loop: queues, epoll, the timer
-//! muxer      which socket belongs to which connection, who may send next
-//! connection one connection's protocol, without any I/O
+//! muxer      sockets of connections, and their turns to send
+//! connection protocol of one connection, without I/O
 //! host       the listening socket, ports, outgoing connections, the greeting
 //! packet     headers, parsed once
 //! ```
@@ -42,8 +42,8 @@ const RX_QUEUE: u16 = 0;
 const TX_QUEUE: u16 = 1;
 const EVENT_QUEUE: u16 = 2;
 
-/// Builds the device of `--vsock`, which has an id. Connections of the guest to `ports` end in this
-/// process.
+/// Builds the `--vsock` device. The configuration must have an id. Connections of the guest to
+/// `ports` end in this process.
 pub fn build(config: &VsockConfig, ports: VsockPorts, context: &DeviceContext) -> SetupResult {
     let event_loop = context.machine.event_loop.clone();
     let device = VsockDevice::new(config.cid, &config.socket, ports, event_loop)?;

@@ -1,10 +1,10 @@
-//! Between the queues and the sockets: which socket belongs to which connection, and who may send
-//! next.
+//! Multiplexer between the queues and the sockets. It maps connections to sockets and lets them
+//! send in turn.
 //!
-//! Sockets are watched edge-triggered. A socket is `readable` from the moment that epoll says so
-//! until a read finds nothing; what the host has for the guest stays in the socket until the guest
-//! has both a buffer in its queue and credit. What the guest has for the host is taken at once, up
-//! to its credit, and waits in `unsent`.
+//! Sockets are watched edge-triggered. A socket is `readable` from the report of epoll until a read
+//! finds nothing. Payload of the host stays in the socket until the guest has both a buffer in its
+//! queue and credit. Payload of the guest is taken at once, up to its credit, and waits in
+//! `unsent`.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
@@ -22,68 +22,67 @@ use super::host::{Greeted, Greeting, HostSide};
 use super::metrics::VsockMetrics;
 use super::packet::{Credit, GuestPacket, GuestPort, HostPort, Link, Op, RawHeader};
 
-/// Sockets at one time, whatever their state: a bound on files and, at [`BUFFER_BYTES`] each, on
-/// memory.
+/// Largest number of sockets in any state, which limits file descriptors and, at [`BUFFER_BYTES`]
+/// each, memory.
 ///
 /// [`BUFFER_BYTES`]: super::connection::BUFFER_BYTES
 pub(super) const MAX_SOCKETS: usize = 1023;
 
-/// Sockets at one time in a process that may have `open_files`: half of them, because the rest of
-/// the VM needs files, too, and a guest must not be able to take the last one.
+/// Largest number of sockets in a process with a limit of `open_files`. This is half of them,
+/// because the rest of the VMM needs files, too, and a guest must not take the last one.
 pub(super) fn max_sockets(open_files: u64) -> usize {
     usize::try_from(open_files / 2).map_or(MAX_SOCKETS, |half| half.min(MAX_SOCKETS))
 }
 
-/// Resets owed at one time. A guest that takes none while it asks for more does not get them.
+/// Largest number of pending resets. Further resets are dropped until the guest takes some.
 const MAX_RESETS: usize = 1024;
 
-/// How long a client may take to say where it wants to go. People type it, too.
+/// Time limit for a client's greeting. Users also type it.
 pub(super) const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Longest time in which the host may read nothing of the remaining data of a closed connection.
 /// Without a limit, a guest could occupy all sockets with such connections.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Part of the sockets that is reserved for ports that the VMM itself listens on, and its maximum.
-/// So a program in the guest that holds all other sockets does not prevent the agent's connection.
+/// Share of the sockets that is reserved for ports that the VMM itself listens on, and its maximum.
+/// A program in the guest that holds all other sockets then does not prevent the agent's
+/// connection.
 const OWN_PART: usize = 8;
 const MAX_OWN_SOCKETS: usize = 8;
 
-/// The most payload that is moved at once: Linux's largest packet.
+/// Largest payload that is moved at once: Linux's largest packet.
 const CHUNK_BYTES: usize = 64 * 1024;
 
-/// Ports of clients are taken from here, as in Firecracker: far from those that anybody listens on.
+/// Host ports of clients, as in Firecracker: far from ports with listeners.
 const CLIENT_PORTS: std::ops::Range<u32> = 1 << 30..1 << 31;
 
-/// Names a socket to epoll. Below [`Token::FIRST`], tokens are the worker's own.
+/// Identifies a socket in epoll. The worker's own events have tokens below [`Token::FIRST`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Token(pub u32);
 
 impl Token {
-    /// The first one of a socket.
+    /// First token of a socket.
     pub(super) const FIRST: u32 = 16;
 }
 
-/// Where sockets are watched for edges of being readable, writable and hung up.
+/// Watches sockets for edges of readable, writable and hung up.
 pub(super) trait Watch {
     fn watch(&mut self, stream: &UnixStream, token: Token) -> io::Result<()>;
-    /// Ends it, before the socket is closed.
+    /// Stops watching, before the socket is closed.
     fn unwatch(&mut self, stream: &UnixStream);
 }
 
-/// What epoll says of a socket.
+/// Events of a socket.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Readiness {
-    /// There is something to read, or an end of it, or an error.
+    /// Data, the end of the stream, or an error can be read.
     pub readable: bool,
-    /// There is room to write, or an error.
+    /// The socket has room to write, or an error.
     pub writable: bool,
-    /// The other side is gone: nothing can be written any more, but there may be something to
-    /// read.
+    /// The peer has left: writes fail, but data may remain to be read.
     pub hung_up: bool,
 }
 
-/// A packet for the guest.
 #[derive(Debug)]
 pub(super) struct Packet<'a> {
     pub header: RawHeader,
@@ -93,29 +92,29 @@ pub(super) struct Packet<'a> {
 struct Socket {
     stream: UnixStream,
     role: Role,
-    /// May have something to read.
+    /// May have data to read.
     readable: bool,
-    /// Is in `ready`.
+    /// The socket is in `ready`.
     queued: bool,
 }
 
 enum Role {
-    /// A client that has not yet said where it wants to go.
+    /// A client that has not yet requested a port.
     Greeting { greeting: Greeting, deadline: Instant },
     /// One end of a connection.
     Joined(Joined),
-    /// The connection is over for the guest; the host has yet to take what came before.
+    /// The guest has closed the connection, and the host has yet to read the remaining data.
     Draining { unsent: VecDeque<u8>, deadline: Instant },
 }
 
 struct Joined {
     link: Link,
     connection: Connection,
-    /// Received, and neither forwarded nor given up.
+    /// Received, and neither forwarded nor discarded.
     unsent: VecDeque<u8>,
-    /// The host takes nothing more.
+    /// The host receives no more data.
     write_failed: bool,
-    /// The host was told that the guest sends nothing more, or takes nothing more.
+    /// Shutdowns for sending and for receiving of the guest that were passed to the host.
     told_host: (bool, bool),
 }
 
@@ -125,7 +124,7 @@ impl Joined {
         Self { link, connection, unsent, write_failed: false, told_host }
     }
 
-    /// Gives up what the host will never take.
+    /// Discards data that the host will never receive.
     fn fail_writes(&mut self, now: Instant) {
         if !self.write_failed {
             self.write_failed = true;
@@ -135,7 +134,7 @@ impl Joined {
         }
     }
 
-    /// Sends `data` on; what the socket has no room for is kept.
+    /// Forwards `data`. Data that does not fit into the socket waits in `unsent`.
     fn send(&mut self, mut stream: &UnixStream, mut data: &[u8], now: Instant) {
         while !self.write_failed && self.unsent.is_empty() && !data.is_empty() {
             match stream.write(data) {
@@ -149,7 +148,7 @@ impl Joined {
             }
         }
         if self.write_failed {
-            // Given up when the write failed, or received after it.
+            // Discarded when the write failed, or received after it.
             self.connection.forwarded(self.connection.unforwarded_bytes());
         } else {
             self.unsent.extend(data);
@@ -182,22 +181,22 @@ fn flush(mut stream: &UnixStream, unsent: &mut VecDeque<u8>) -> io::Result<usize
             Err(err) => return Err(err),
         }
     }
-    // Its bound is the connection's buffer; idle connections need not keep it.
+    // Frees the memory, which idle connections do not need.
     *unsent = VecDeque::new();
     Ok(total)
 }
 
-/// The connections of one guest, from one activation of the device to the next reset.
+/// The connections of a guest from an activation of the device to the next reset.
 pub(super) struct Muxer {
     guest_cid: u64,
     host: Arc<HostSide>,
     metrics: Arc<VsockMetrics>,
     sockets: HashMap<Token, Socket>,
     links: HashMap<Link, Token>,
-    /// Sockets with something for the guest, each at most once, served in turn.
+    /// Sockets with packets for the guest, each at most once, served in turn.
     ready: VecDeque<Token>,
     resets: VecDeque<Link>,
-    /// The guest wants to connect.
+    /// Request of the guest to connect.
     asking: Option<GuestPacket>,
     next_token: u32,
     next_client_port: u32,
@@ -207,7 +206,7 @@ pub(super) struct Muxer {
 }
 
 impl Muxer {
-    /// No connections, and never more than `max_sockets`.
+    /// Creates a muxer without connections. It never has more than `max_sockets`.
     pub(super) fn new(
         guest_cid: u64,
         host: Arc<HostSide>,
@@ -237,7 +236,7 @@ impl Muxer {
         &self.host
     }
 
-    /// Takes the clients that wait. An error is the process's lack of files or memory.
+    /// Accepts waiting clients. Fails if the process has no free file descriptors or memory.
     pub(super) fn accept(&mut self, watch: &mut dyn Watch, now: Instant) -> io::Result<()> {
         while let Some(stream) = self.host.accept()? {
             if !self.has_room(false) {
@@ -252,7 +251,7 @@ impl Muxer {
         Ok(())
     }
 
-    /// Checks if one more socket may be added; `is_own` is for a port of the VMM itself.
+    /// Checks if one more socket may be added. `is_own` is true for a port of the VMM itself.
     fn has_room(&self, is_own: bool) -> bool {
         let own = (self.max_sockets / OWN_PART).min(MAX_OWN_SOCKETS);
         let most = if is_own { self.max_sockets } else { self.max_sockets - own };
@@ -285,7 +284,7 @@ impl Muxer {
         self.metrics.connections.set(self.sockets.len() as u64);
     }
 
-    /// A socket has changed.
+    /// Handles events of a socket.
     pub(super) fn on_socket(
         &mut self,
         token: Token,
@@ -323,7 +322,7 @@ impl Muxer {
         self.settle(token, watch, now);
     }
 
-    /// A client has said where it wants to go.
+    /// Handles a client's request for a port.
     fn request(&mut self, token: Token, guest: GuestPort, now: Instant) {
         let link = loop {
             let host = HostPort(self.next_client_port);
@@ -338,14 +337,14 @@ impl Muxer {
         };
         let socket = self.sockets.get_mut(&token).expect("the socket that was greeted");
         socket.role = Role::Joined(Joined::new(link, Connection::requested(now)));
-        // What follows the greeting may have come with it, and no further edge would tell.
+        // Data after the greeting may have arrived with it, and causes no further edge.
         socket.readable = true;
         self.links.insert(link, token);
     }
 
-    /// Takes a packet of the guest, with the `payload_bytes` that its buffers hold behind the
-    /// header. If [`Muxer::is_asked_to_connect`] then, [`Muxer::connect`] comes before anything
-    /// else.
+    /// Processes a packet of the guest, with `payload_bytes` after the header in its buffers. If
+    /// [`Muxer::is_asked_to_connect`] is true afterwards, call [`Muxer::connect`] before other
+    /// methods.
     pub(super) fn on_guest_packet(
         &mut self,
         header: &RawHeader,
@@ -364,7 +363,7 @@ impl Muxer {
             Ok(packet) => packet,
             Err(not_understood) => {
                 // virtio 1.3, 5.10.6.4: a reset MUST answer an unknown type. It ends a connection
-                // of that name for the guest, so it ends it here, too.
+                // with these ports for the guest, so it ends here as well.
                 self.metrics.violations_total.increment();
                 if let Some(&token) = self.links.get(&not_understood.link) {
                     self.remove(token, watch);
@@ -385,13 +384,13 @@ impl Muxer {
         }
     }
 
-    /// Whether the last packet was the guest's wish to connect to a port of the host.
+    /// Returns true if the last packet was a request to connect to a port of the host.
     pub(super) fn is_asked_to_connect(&self) -> bool {
         self.asking.is_some()
     }
 
-    /// Connects where the guest wants to, if it does. Looking up the path of a socket may wait for
-    /// a disk, and the packet's memory must not.
+    /// Handles the guest's request to connect, if there is one. The lookup of a socket's path may
+    /// wait for a disk, so the caller must hold no guard.
     pub(super) fn connect(&mut self, watch: &mut dyn Watch, now: Instant) {
         let Some(packet) = self.asking.take() else { return };
         let link = packet.link;
@@ -441,7 +440,7 @@ impl Muxer {
             Ok(Event::None | Event::Ended) => {}
             Ok(Event::Connected) => {
                 self.metrics.connections_total.increment();
-                // So short a line fits into a socket that nothing was written to.
+                // Such a short line fits into a socket without pending data.
                 let line = format!("OK {}\n", packet.link.host.0);
                 if !matches!((&socket.stream).write(line.as_bytes()), Ok(n) if n == line.len()) {
                     joined.fail_writes(now);
@@ -471,7 +470,7 @@ impl Muxer {
         self.settle(token, watch, now);
     }
 
-    /// False if the buffers do not hold what the header promises.
+    /// Returns false if the buffers are shorter than the header's length.
     fn take_payload(
         &mut self,
         token: Token,
@@ -500,13 +499,13 @@ impl Muxer {
         true
     }
 
-    /// Whether [`Muxer::next_packet`] may have something.
+    /// Returns true if [`Muxer::next_packet`] may return a packet.
     pub(super) fn has_packets(&self) -> bool {
         !self.resets.is_empty() || !self.ready.is_empty()
     }
 
-    /// The next packet for the guest, with at most `capacity` bytes of payload; not zero, or
-    /// payload could never be sent.
+    /// Returns the next packet for the guest, with at most `capacity` bytes of payload. `capacity`
+    /// must not be zero, because payload could then never be sent.
     pub(super) fn next_packet(
         &mut self,
         capacity: usize,
@@ -575,12 +574,12 @@ impl Muxer {
                 self.settle(token, watch, now);
             }
             io::ErrorKind::Interrupted => self.settle(token, watch, now),
-            // The host left without reading all; what it had sent before has been read.
+            // The host left without reading everything. Its data was read before.
             _ => self.break_off(token, watch),
         }
     }
 
-    /// Draws the consequences of whatever has happened to a socket.
+    /// Updates a socket's state after an event.
     fn settle(&mut self, token: Token, watch: &mut dyn Watch, now: Instant) {
         let Some(socket) = self.sockets.get_mut(&token) else { return };
         match &mut socket.role {
@@ -593,14 +592,14 @@ impl Muxer {
             Role::Joined(joined) => {
                 let ended = joined.connection.guest_ended();
                 if ended.both() {
-                    // virtio 1.3, 5.10.6.5: a reset confirms the end, and frees the ports.
+                    // virtio 1.3, 5.10.6.5: a reset confirms the end and frees the ports.
                     let link = joined.link;
                     self.part(token, watch, now);
                     self.owe_reset(link);
                     return;
                 }
                 let (told_sending, told_receiving) = &mut joined.told_host;
-                // An error means that the host has left, which epoll tells as well.
+                // An error means that the host has left, which epoll reports as well.
                 if ended.sending && joined.unsent.is_empty() && !*told_sending {
                     *told_sending = true;
                     let _ = socket.stream.shutdown(Shutdown::Write);
@@ -617,7 +616,8 @@ impl Muxer {
         }
     }
 
-    /// The guest has left: the host still gets what was sent in order.
+    /// Ends the connection for the guest. If the guest has closed it properly, the host still
+    /// receives the remaining data.
     fn part(&mut self, token: Token, watch: &mut dyn Watch, now: Instant) {
         let socket = self.sockets.get_mut(&token).expect("the socket that was parted from");
         let Role::Joined(joined) = &mut socket.role else {
@@ -632,7 +632,7 @@ impl Muxer {
         socket.role = Role::Draining { unsent, deadline: now + DRAIN_TIMEOUT };
     }
 
-    /// Ends a connection for both sides at once.
+    /// Resets a connection on both sides at once.
     fn break_off(&mut self, token: Token, watch: &mut dyn Watch) {
         if let Some(Socket { role: Role::Joined(joined), .. }) = self.sockets.get(&token) {
             let link = joined.link;
@@ -649,12 +649,12 @@ impl Muxer {
         }
     }
 
-    /// When [`Muxer::expire`] has something to do.
+    /// Earliest time at which [`Muxer::expire`] has an effect.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.sockets.values().filter_map(Socket::deadline).min()
     }
 
-    /// Ends what has waited too long.
+    /// Ends connections whose deadline has passed.
     pub(super) fn expire(&mut self, watch: &mut dyn Watch, now: Instant) {
         let late = |(token, socket): (&Token, &Socket)| {
             socket.deadline().is_some_and(|deadline| deadline <= now).then_some(*token)

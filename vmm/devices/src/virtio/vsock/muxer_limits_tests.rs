@@ -1,9 +1,10 @@
-//! Limits of sockets, and the rest of connections that the guest has closed.
+//! Tests of the limits of sockets, and of data that remains after the guest has closed a
+//! connection.
 
 use super::*;
 
 impl Fixture {
-    /// Bytes of a connection that neither the host has read nor its socket holds.
+    /// Bytes of a connection that are neither read by the host nor in its socket.
     fn unsent(&self, link: Link) -> usize {
         let socket = self.muxer.links.get(&link).and_then(|token| self.muxer.sockets.get(token));
         match socket.map(|socket| &socket.role) {
@@ -151,7 +152,7 @@ fn agent_connects_while_all_other_sockets_are_used() {
 fn unread_rest_of_a_closed_connection_expires() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
-    // More than the socket's own buffer takes.
+    // More than the socket's own buffer holds.
     let payload = vec![7; BUFFER_BYTES as usize / 4];
     while fixture.unsent(link) < 3 * payload.len() {
         fixture.guest_sends(link, Op::Data { len_bytes: payload.len() as u32 }, &payload);
@@ -159,7 +160,7 @@ fn unread_rest_of_a_closed_connection_expires() {
     }
     fixture.guest_sends(link, Op::Shutdown(BOTH), &[]);
     assert_eq!(fixture.muxer.next_deadline(), Some(fixture.now + DRAIN_TIMEOUT));
-    // A host that reads slowly has more time with every part.
+    // A host that reads slowly gets more time with each part.
     fixture.now += DRAIN_TIMEOUT - Duration::from_millis(1);
     let left_bytes = |fixture: &Fixture| match &fixture.muxer.sockets.values().next().unwrap().role
     {

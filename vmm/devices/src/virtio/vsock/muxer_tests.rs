@@ -22,7 +22,7 @@ const BOTH: Ended = Ended { receiving: true, sending: true };
 const SENDING: Ended = Ended { receiving: false, sending: true };
 const RECEIVING: Ended = Ended { receiving: true, sending: false };
 
-/// Stands for epoll: the test asks the sockets itself.
+/// Replaces epoll. The test polls the sockets.
 #[derive(Default)]
 struct Watched(HashMap<Token, RawFd>);
 
@@ -42,7 +42,7 @@ impl Watch for Watched {
 fn readiness_of(fd: RawFd) -> Readiness {
     let mut poll =
         libc::pollfd { fd, events: libc::POLLIN | libc::POLLOUT | libc::POLLRDHUP, revents: 0 };
-    // SAFETY: one pollfd is passed, which lives over the call.
+    // SAFETY: one pollfd is passed, which outlives the call.
     assert!(unsafe { libc::poll(&raw mut poll, 1, 0) } >= 0);
     Readiness {
         readable: poll.revents & (libc::POLLIN | libc::POLLRDHUP | libc::POLLERR) != 0,
@@ -59,7 +59,7 @@ struct Fixture {
     trusted: mpsc::Receiver<UnixStream>,
     watch: Watched,
     now: Instant,
-    /// The credit that the guest puts into its packets.
+    /// Credit in the guest's packets.
     credit: Credit,
 }
 
@@ -95,7 +95,7 @@ impl Fixture {
         client
     }
 
-    /// What an event loop would do until nothing changes any more.
+    /// Handles all events of the sockets, as an event loop does.
     fn poll(&mut self) {
         self.muxer.accept(&mut self.watch, self.now).unwrap();
         let sockets: Vec<_> = self.watch.0.iter().map(|(token, fd)| (*token, *fd)).collect();
@@ -147,7 +147,7 @@ impl Fixture {
         assert!(self.guest_receives().is_none_or(|packet| panic!("unexpected {packet:?}")));
     }
 
-    /// A connection of a client of the host to the guest's port 52.
+    /// Creates a connection of a client on the host to the guest's port 52.
     #[track_caller]
     fn connected_client(&mut self) -> (UnixStream, Link) {
         let mut client = self.client();
@@ -159,7 +159,7 @@ impl Fixture {
         (client, packet.link)
     }
 
-    /// A connection of the guest to a server on the host's port 80.
+    /// Creates a connection of the guest to a server on the host's port 80.
     #[track_caller]
     fn connected_server(&mut self) -> (UnixStream, Link) {
         let listener = self.listen(80);
@@ -172,7 +172,7 @@ impl Fixture {
     }
 }
 
-/// What is there to read now; nothing at the end of the stream.
+/// Reads the available data, which is empty at the end of the stream.
 #[track_caller]
 fn read_some(stream: &mut UnixStream) -> Vec<u8> {
     let mut buffer = vec![0; 1 << 20];
@@ -258,7 +258,7 @@ fn a_guest_that_does_not_answer_a_request_is_told_to_forget_it() {
     fixture.muxer.expire(&mut fixture.watch, fixture.now);
     assert_eq!(read_some(&mut client), b"");
     fixture.guest_expects(packet.link, Op::Reset);
-    // A late answer finds nothing.
+    // A late answer belongs to no connection.
     fixture.guest_sends(packet.link, Op::Response, &[]);
     fixture.guest_expects(packet.link, Op::Reset);
     assert_eq!(fixture.metrics.expired_total.get(), 1);
@@ -356,7 +356,7 @@ fn a_host_that_vanishes_is_reported_and_forgotten_in_time() {
     drop(client);
     fixture.guest_expects_data(link, b"last words");
     fixture.guest_expects(link, Op::Shutdown(BOTH));
-    // What the guest had under way is taken and given up.
+    // Data in flight from the guest is accepted and discarded.
     fixture.guest_sends_data(link, &[1; 5000]);
     fixture.guest_expects_nothing();
     assert_eq!(fixture.muxer.next_deadline(), Some(fixture.now + CLOSE_TIMEOUT));
@@ -407,7 +407,7 @@ fn a_guest_without_credit_gets_nothing_until_it_has_some() {
     fixture.guest_expects_data(link, b"ef");
 }
 
-/// Fills the host's socket and our buffer behind it; returns how much that took.
+/// Fills the host's socket and the VMM's buffer behind it. Returns the number of bytes.
 fn stuff(fixture: &mut Fixture, link: Link, forwarded: &mut u32) -> u32 {
     let (mut sent, chunk) = (0, vec![7; 4096]);
     while sent - *forwarded + u32_of(chunk.len()) <= BUFFER_BYTES {
@@ -543,8 +543,7 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     prop::collection::vec(act, 1..120)
 }
 
-/// A packet near enough to a good one to get somewhere: the guest's addresses, a known operation,
-/// ports that are in use.
+/// A packet that is almost valid: addresses of the guest, a known operation, and ports in use.
 fn plausible(raw: &RawHeader, links: &[Link], pick: usize, payload: usize) -> RawHeader {
     let agent = Link { host: HostPort(AGENT), guest: GuestPort(raw.src_port.get() % 8) };
     let link = match links.len() {
@@ -617,7 +616,7 @@ proptest! {
 }
 
 impl Fixture {
-    /// What must hold of the muxer's tables at any time.
+    /// Checks the invariants of the muxer's tables.
     fn check(&self) {
         let muxer = &self.muxer;
         assert_eq!(muxer.sockets.len(), self.watch.0.len());

@@ -1,9 +1,7 @@
-//! Packets as they lie in the queues (virtio 1.3, 5.10.6), parsed once into what the muxer
-//! understands.
+//! Packets in the queues (virtio 1.3, 5.10.6), parsed once for the muxer.
 //!
-//! The header is ours and not that of the virtio-vsock crate: that one takes a payload in one
-//! descriptor and one piece of memory, but a Linux guest from 6.7 on sends one descriptor for each
-//! page (MSG_ZEROCOPY).
+//! The crate virtio-vsock is not used, because its header requires a payload in one descriptor and
+//! one piece of memory. A Linux guest since 6.7 sends one descriptor for each page (MSG_ZEROCOPY).
 
 use std::fmt;
 
@@ -25,21 +23,20 @@ pub(super) struct RawHeader {
     pub src_port: U32,
     /// Port of the receiver.
     pub dst_port: U32,
-    /// Bytes of payload behind the header.
+    /// Length of the payload after the header.
     pub len: U32,
-    /// Stream or something else.
+    /// Type of the socket, such as stream.
     pub socket_type: U16,
-    /// What the packet is for.
+    /// Operation of the packet.
     pub op: U16,
     pub flags: U32,
-    /// Receive buffer of the sender, in bytes.
+    /// Size of the sender's receive buffer in bytes.
     pub buf_alloc: U32,
-    /// What the sender has taken out of that buffer since the connection began, in bytes, modulo
-    /// 2^32.
+    /// Bytes that the sender has taken from that buffer since the connection began, modulo 2^32.
     pub fwd_cnt: U32,
 }
 
-/// Bytes of a header.
+/// Length of a header.
 pub(super) const HEADER_LEN: usize = size_of::<RawHeader>();
 const _: () = assert!(HEADER_LEN == 44);
 
@@ -73,7 +70,7 @@ impl fmt::Display for GuestPort {
     }
 }
 
-/// What names a connection: the context ids are always the same two.
+/// Ports that identify a connection. The context ids are always the same two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Link {
     pub host: HostPort,
@@ -86,21 +83,21 @@ impl fmt::Display for Link {
     }
 }
 
-/// The state of one side's receive buffer, which every header carries (virtio 1.3, 5.10.6.3).
+/// State of one side's receive buffer, which each header contains (virtio 1.3, 5.10.6.3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Credit {
-    /// Its size in bytes.
+    /// Size of the buffer in bytes.
     pub buf_alloc: u32,
-    /// Bytes taken out of it so far, modulo 2^32.
+    /// Bytes taken from the buffer so far, modulo 2^32.
     pub fwd_cnt: u32,
 }
 
-/// Directions that one side has ended (virtio 1.3, 5.10.6.5): once set, a bit stays set.
+/// Directions that one side has ended (virtio 1.3, 5.10.6.5). A bit that is set stays set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Ended {
-    /// It will receive nothing more.
+    /// The side receives no more data.
     pub receiving: bool,
-    /// It will send nothing more.
+    /// The side sends no more data.
     pub sending: bool,
 }
 
@@ -108,12 +105,12 @@ impl Ended {
     const RECEIVING: u32 = 1;
     const SENDING: u32 = 2;
 
-    /// Both directions have ended.
+    /// Returns true if both directions have ended.
     pub(super) fn both(self) -> bool {
         self.receiving && self.sending
     }
 
-    /// What has ended in `self` or `other`.
+    /// Directions that have ended in `self` or `other`.
     pub(super) fn union(self, other: Self) -> Self {
         Self {
             receiving: self.receiving || other.receiving,
@@ -130,51 +127,51 @@ impl Ended {
     }
 }
 
-/// What a packet is for.
+/// Operation of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Op {
-    /// Asks for a connection.
+    /// Requests a connection.
     Request,
     Response,
-    /// Refuses or ends it.
+    /// Refuses or ends a connection.
     Reset,
-    /// Ends directions of it.
+    /// Ends directions of a connection.
     Shutdown(Ended),
     Data {
         len_bytes: u32,
     },
-    /// Tells the sender's credit.
+    /// Announces the sender's credit.
     CreditUpdate,
-    /// Asks for the receiver's.
+    /// Requests the receiver's credit.
     CreditRequest,
 }
 
-/// A packet of the guest, understood.
+/// A valid packet of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GuestPacket {
     pub link: Link,
-    /// What it is for.
     pub op: Op,
-    /// The guest's receive buffer.
+    /// State of the guest's receive buffer.
     pub credit: Credit,
 }
 
-/// A packet of the guest to which nothing but a reset can be answered.
+/// A packet of the guest that can only be answered with a reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NotUnderstood {
-    /// Where the answer goes.
+    /// Connection for the answer.
     pub link: Link,
     /// Resets are never answered.
     pub is_reset: bool,
 }
 
 impl RawHeader {
-    /// Whether the packet is from the guest `guest_cid` to the host. Others have no business here.
+    /// Returns true if the packet is from the guest `guest_cid` to the host. Other packets are
+    /// ignored.
     pub(super) fn is_to_host_from(&self, guest_cid: u64) -> bool {
         self.src_cid.get() == guest_cid && self.dst_cid.get() == HOST_CID
     }
 
-    /// Understands a packet of the guest.
+    /// Parses a packet of the guest.
     pub(super) fn parse_guest_packet(&self) -> Result<GuestPacket, NotUnderstood> {
         let link =
             Link { host: HostPort(self.dst_port.get()), guest: GuestPort(self.src_port.get()) };
@@ -196,7 +193,7 @@ impl RawHeader {
         Ok(GuestPacket { link, op, credit })
     }
 
-    /// A packet from the host to the guest `guest_cid`.
+    /// Builds the header of a packet from the host to the guest `guest_cid`.
     pub(super) fn to_guest(guest_cid: u64, link: Link, op: Op, credit: Credit) -> Self {
         let (op, flags, len) = match op {
             Op::Request => (OP_REQUEST, 0, 0),
@@ -230,7 +227,7 @@ pub(crate) mod tests {
 
     const CID: u64 = 3;
 
-    /// The same packet as if the guest had sent it.
+    /// Builds the header of the same packet in the other direction.
     pub(crate) fn from_guest(guest_cid: u64, link: Link, op: Op, credit: Credit) -> RawHeader {
         let header = RawHeader::to_guest(guest_cid, link, op, credit);
         RawHeader {
@@ -242,7 +239,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// What a guest makes of a packet for it.
+    /// Parses a packet for the guest.
     pub(crate) fn parse_by_guest(header: &RawHeader) -> GuestPacket {
         RawHeader { src_port: header.dst_port, dst_port: header.src_port, ..*header }
             .parse_guest_packet()

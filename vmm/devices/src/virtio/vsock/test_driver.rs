@@ -1,6 +1,5 @@
-//! A guest's driver in a few lines: rings in guest memory, packets through them, waiting for
-//! interrupts. The mock queue of virtio-queue never wraps around its ring, so it cannot carry a
-//! long transfer.
+//! A small guest driver: rings in guest memory, packets, and waits for interrupts. The mock queue
+//! of virtio-queue never wraps around its ring, so it cannot be used for a long transfer.
 
 use std::io;
 use std::sync::atomic::{Ordering, fence};
@@ -32,7 +31,7 @@ const TX_BUFFER_LEN: u64 = 0x2_0000;
 /// Descriptors of each transmit buffer: the header and a payload in up to three pieces.
 const TX_DESCRIPTORS: u16 = 4;
 
-/// Nothing here takes as long, unless it never happens.
+/// Time limit of each wait. A device that takes longer is broken, not slow.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 const WRITE: u16 = 2;
@@ -79,8 +78,8 @@ impl Ring {
         self.base + 0x2000
     }
 
-    /// Offers a chain, and notifies the device if it wants to be: a device that forgets to ask
-    /// hangs.
+    /// Offers a chain, and notifies the device unless it has suppressed notifications. A device
+    /// that forgets to request them stalls.
     fn offer(&mut self, view: &GuestView, head: u16, event_idx: bool) {
         let memory = view.memory();
         let slot = self.avail() + 4 + u64::from(self.next_avail % QUEUE_SIZE) * 2;
@@ -91,8 +90,7 @@ impl Ring {
         fence(Ordering::SeqCst);
         let load = |addr| memory.load::<u16>(GuestAddress(addr), Ordering::Acquire).unwrap();
         let wanted = if event_idx {
-            // avail_event (virtio 1.3, 2.7.10): this very chain is the one that the device waits
-            // for.
+            // avail_event (virtio 1.3, 2.7.10): the device waits for exactly this chain.
             load(self.used() + 4 + u64::from(QUEUE_SIZE) * 8) == old
         } else {
             load(self.used()) & 1 == 0
@@ -121,7 +119,7 @@ pub(super) struct Driver {
     event: Ring,
     tx_free: Vec<u16>,
     event_idx: bool,
-    /// What the guest puts into its packets.
+    /// Credit in the guest's packets.
     pub credit: Credit,
 }
 
@@ -134,7 +132,7 @@ pub(super) fn new_view() -> GuestView {
 }
 
 impl Driver {
-    /// A driver that has offered nothing yet.
+    /// Creates a driver that has offered no buffers.
     pub(super) fn new(view: GuestView) -> Self {
         let memory = view.memory();
         memory.write_slice(&[0; 0x2_0000], GuestAddress(0)).unwrap();
@@ -200,7 +198,7 @@ impl Driver {
         (0..QUEUE_SIZE).for_each(|head| self.offer_rx_buffer(head));
     }
 
-    /// Offers a chain whose descriptors the test has written.
+    /// Offers a chain of descriptors that the test has written.
     pub(super) fn offer_tx(&mut self, head: u16) {
         self.tx.offer(&self.view, head, self.event_idx);
     }
@@ -209,7 +207,7 @@ impl Driver {
         self.tx.base
     }
 
-    /// Claims to have offered what no ring can hold.
+    /// Sets an available index that is more than a ring ahead.
     pub(super) fn offer_absurdly_many(&mut self) {
         self.write(self.tx.avail() + 2, &(QUEUE_SIZE * 3).to_le_bytes());
         self.tx.kick.write(1).unwrap();
@@ -225,14 +223,14 @@ impl Driver {
         let [head, len] = self.view.memory().read_obj::<[u32; 2]>(entry).unwrap();
         let ring = if rx { &mut self.rx } else { &mut self.tx };
         ring.last_used = last.wrapping_add(1);
-        // used_event (virtio 1.3, 2.7.10): interrupt at the next one.
+        // used_event (virtio 1.3, 2.7.10): interrupt at the next entry.
         let (event, last) = (ring.avail() + 4 + u64::from(QUEUE_SIZE) * 2, ring.last_used);
         self.write(event, &last.to_le_bytes());
         fence(Ordering::SeqCst);
         Some((u16::try_from(head).unwrap(), len))
     }
 
-    /// Until `what` gives something, waits for interrupts.
+    /// Waits for interrupts until `what` returns a value.
     #[track_caller]
     pub(super) fn wait<T>(&mut self, mut what: impl FnMut(&mut Self) -> Option<T>) -> T {
         let interrupts = Arc::clone(&self.interrupts);
@@ -258,8 +256,8 @@ impl Driver {
         }
     }
 
-    /// Waits until the device has nothing, and keeps one head and its descriptors for the test's
-    /// own chains.
+    /// Waits until the device has returned all chains, and reserves one head with its descriptors
+    /// for chains of the test.
     #[track_caller]
     pub(super) fn keep_tx_head(&mut self) -> u16 {
         let all = usize::from(QUEUE_SIZE / TX_DESCRIPTORS);
@@ -270,7 +268,7 @@ impl Driver {
         self.tx_free.pop().expect("all heads")
     }
 
-    /// Waits until a chain that the test has offered itself comes back.
+    /// Waits until the device returns a chain that the test has offered itself.
     #[track_caller]
     pub(super) fn wait_tx(&mut self, expected: u16) {
         let (head, len) = self.wait(|driver| driver.take_used(false));
@@ -282,7 +280,7 @@ impl Driver {
         !self.tx_free.is_empty()
     }
 
-    /// Sends a packet, its payload in `pieces` descriptors.
+    /// Sends a packet with its payload in `pieces` descriptors.
     pub(super) fn send_in_pieces(&mut self, link: Link, op: Op, payload: &[u8], pieces: usize) {
         let head = self.wait(|driver| {
             driver.reap_tx();
@@ -315,7 +313,8 @@ impl Driver {
         self.send(link, Op::Data { len_bytes: payload.len().try_into().unwrap() }, payload);
     }
 
-    /// A received buffer, not offered again: its descriptor and the length that the device wrote.
+    /// Takes a received buffer without offering it again. Returns its head and the length that the
+    /// device wrote.
     pub(super) fn try_receive_raw(&mut self) -> Option<(u16, u32)> {
         self.take_used(true)
     }
