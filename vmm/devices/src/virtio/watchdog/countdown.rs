@@ -1,31 +1,30 @@
-//! When a guest has been silent for too long. No clock is here: ticks are told.
+//! Countdown until a guest that has stopped pinging is restarted, without a clock: the caller
+//! passes the ticks.
 
 use std::time::Duration;
 
-/// How often it ticks. A VM that is paused does not tick, and what has passed when it goes on is
-/// one tick.
+/// Interval of ticks. A paused VM has no ticks, and the time of a pause counts as one tick when the
+/// VM resumes.
 pub(super) const TICK: Duration = Duration::from_secs(5);
-/// Ticks without a ping. The first of them may come right after a ping, so that it is one more than
-/// the timeout has.
+/// Ticks without a ping. The first may follow a ping immediately, so this is one more than the
+/// timeout requires.
 const TICKS: u32 = 5;
-/// A guest that has pinged has at least so long until it must have done so again, as in Cloud
-/// Hypervisor.
+/// Time that a guest has at least between two pings, as in Cloud Hypervisor.
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What is left until the guest is restarted.
 #[derive(Debug, Default)]
 pub(super) struct Countdown {
-    /// `None`: nobody has begun to ping, or it is over.
+    /// `None` if the guest has not begun to ping or the countdown has expired.
     left: Option<u32>,
 }
 
 impl Countdown {
-    /// The guest lives. True if that is the first one knows of it.
+    /// Restarts the countdown. True if it was not running.
     pub(super) fn ping(&mut self) -> bool {
         self.left.replace(TICKS).is_none()
     }
 
-    /// Time has passed. True, once, when it was too much.
+    /// Counts a tick. True once, when the countdown expires.
     pub(super) fn tick(&mut self) -> bool {
         self.left = match self.left {
             Some(1) => {
@@ -37,7 +36,7 @@ impl Countdown {
         false
     }
 
-    /// Whether ticks are wanted.
+    /// Returns true if the countdown is running.
     pub(super) fn is_on(&self) -> bool {
         self.left.is_some()
     }
@@ -47,7 +46,7 @@ impl Countdown {
 mod tests {
     use super::*;
 
-    /// Ticks until it is over, which must be.
+    /// Counts the ticks until the countdown expires.
     fn ticks(countdown: &mut Countdown) -> u32 {
         (1..100).find(|_| countdown.tick()).expect("an end")
     }

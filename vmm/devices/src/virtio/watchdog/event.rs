@@ -1,4 +1,5 @@
-//! The worker: pings from the queue, ticks from a timer that runs once there was one.
+//! The worker: receives pings from the queue, and ticks from a timer that runs after the first
+//! ping.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -19,9 +20,9 @@ use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
 pub(super) const QUEUE: u16 = 0;
-/// What a driver reads that has been heard.
+/// Answer to a ping.
 const HEARD: [u8; 1] = [1];
-/// Pings before others on the event loop have their turn.
+/// Pings to serve before other devices on the event loop.
 const BATCH: usize = 64;
 
 const KICK: u32 = 0;
@@ -62,7 +63,7 @@ impl Worker {
             Some(if is_ping { HEARD.len() as u32 } else { 0 })
         });
         drop(guard);
-        // Before the driver hears that it was heard.
+        // Before the driver is notified of the answer.
         if pinged && self.countdown.ping() {
             self.begin();
         }
@@ -90,7 +91,7 @@ impl Worker {
     }
 }
 
-/// Says in the driver's byte that it was heard. False if there is none.
+/// Writes the answer to the driver's byte. False if the chain has no writable byte.
 fn answer(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>) -> bool {
     Writer::new(memory, chain).is_ok_and(|mut writer| writer.write_all(&HEARD).is_ok())
 }
@@ -107,7 +108,7 @@ impl MutEventSubscriber for Worker {
     fn process(&mut self, events: Events, _ops: &mut EventOps) {
         match events.data() {
             TICKED => {
-                // However often it has rung: who stood still meanwhile could not ping.
+                // Several expirations count as one, because a stopped guest could not ping.
                 if self.timer.wait().is_ok() {
                     self.tick();
                 }

@@ -1,7 +1,7 @@
-//! A watchdog (device type 35): a guest that has begun to ping it and stops is restarted.
+//! A watchdog (device type 35). A guest that has begun to ping it and stops is restarted.
 //!
-//! virtio has reserved the type and specifies nothing. What is here is Cloud Hypervisor's device:
-//! one queue; the driver puts a byte that can be written, the device sets it to one.
+//! virtio has reserved the type without a specification. The device is Cloud Hypervisor's: it has
+//! one queue, the driver adds a writable byte, and the device sets it to one.
 
 mod countdown;
 mod device;
