@@ -1,4 +1,4 @@
-//! The device: two queues, and a configuration that says how large the terminal is.
+//! The console device: two queues, and a configuration with the size of the terminal.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ const F_SIZE: u64 = 1 << 0;
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
 pub struct Console {
-    /// The worker's while there is one; kept here, so that the next one continues with it.
+    /// Used by the worker while the device is active. Stored here for the next worker.
     host: Arc<Mutex<HostConsole>>,
     window: Option<Arc<Window>>,
     metrics: Arc<ConsoleMetrics>,
@@ -28,7 +28,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// A console that has `host` on its other end.
+    /// Creates a console with `host` as its other end.
     pub fn new(host: HostConsole, event_loop: EventLoopHandle) -> Self {
         let worker = WorkerSlot::new(event_loop);
         let window = host.window.clone();
@@ -49,8 +49,8 @@ impl VirtioDevice for Console {
         "__console"
     }
 
-    /// Offered where there is a terminal: one that nobody has given a size is 0 by 0, which a Linux
-    /// guest takes for one without.
+    /// Offers F_SIZE if there is a terminal. A terminal without a size reports 0 by 0, for which a
+    /// Linux guest behaves as without the feature.
     fn features(&self) -> u64 {
         1 << VIRTIO_F_VERSION_1 | self.window.as_ref().map_or(0, |_| F_SIZE)
     }
@@ -59,7 +59,7 @@ impl VirtioDevice for Console {
         &QUEUE_SIZES
     }
 
-    /// `cols` and `rows` (5.3.4). What is behind them belongs to features that are not offered.
+    /// `cols` and `rows` (5.3.4). Later fields belong to features that are not offered.
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let size = self.window.as_ref().map(|window| window.size()).unwrap_or_default();
         let [columns, rows] = [size.columns, size.rows].map(u16::to_le_bytes);
@@ -142,7 +142,7 @@ mod tests {
         let mut rig = Rig::new();
         rig.say(b"there");
         rig.driver.wait_used(TRANSMIT);
-        // A page is gone: what is copied may be zeros.
+        // A page is lost, so the copy may contain zeros.
         rig.loss.raise();
         rig.say(b"gone");
         rig.driver.wait_used(TRANSMIT);
@@ -236,7 +236,7 @@ mod tests {
             rig.say(&text);
             rig.driver.wait_used(TRANSMIT);
         }
-        // The loop goes on, and so does another life of the device.
+        // The event loop continues, and the device works after its next activation.
         rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 8)]);
         rig.driver.kick(RECEIVE);
         rig.keyboard.write_all(b"key").unwrap();
@@ -290,7 +290,7 @@ mod tests {
         for _ in 0..WRITES {
             driver.wait_used(TRANSMIT);
         }
-        // The turn after the last write may not have come yet.
+        // The turn after the last write may not have happened yet.
         let turns = (1..WRITES).map(|nth| nth * u64::from(WRITE_LEN)).collect();
         assert!(seen.lock().is_superset(&turns), "{seen:?}");
         drop(hold);
@@ -323,7 +323,7 @@ mod tests {
         rig.keyboard.write_all(b"early birds").unwrap();
         for _ in 0..2 {
             rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 4)]);
-            // As much as is taken at a time.
+            // The largest amount of one pass.
             rig.driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, 64 << 10)]);
         }
         rig.console.activate(activation).unwrap();
@@ -378,7 +378,7 @@ mod tests {
             if let Some(window) = window {
                 window.changed().write(1).unwrap();
             }
-            // When something comes after it, it is over.
+            // When this is answered, the resize has been handled.
             driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, 1)]);
             driver.kick(TRANSMIT);
             driver.wait_used(TRANSMIT);

@@ -1,4 +1,4 @@
-//! The worker: the guest's output as it comes, and input as long as the guest has buffers for it.
+//! The worker: forwards the guest's output, and input while the guest has buffers for it.
 
 use std::io::{Read as _, Write as _};
 use std::sync::Arc;
@@ -27,12 +27,12 @@ const INPUT: u32 = 2;
 const OUTPUT: u32 = 3;
 const RESIZED: u32 = 4;
 
-/// The most that is taken from one chain, and gathered for one write. Drivers send a page at a
-/// time; descriptors may claim gigabytes.
+/// Largest output that is taken from a chain and gathered for a write. Drivers send a page at a
+/// time, but descriptors may claim gigabytes.
 const OUTPUT_LEN_MAX: usize = 64 << 10;
-/// The most input for one chain.
+/// Largest input for one chain.
 const INPUT_LEN_MAX: usize = 4096;
-/// Writes, or chains of input, before others on the event loop have their turn.
+/// Writes, or chains of input, before other devices on the event loop.
 const BATCH: usize = 16;
 
 pub(super) struct Worker {
@@ -41,11 +41,11 @@ pub(super) struct Worker {
     receive: ActiveQueue,
     transmit: ActiveQueue,
     host: Arc<Mutex<HostConsole>>,
-    /// Input is waited for while there is some place to put it.
+    /// Set while the worker waits for input.
     input: Interest,
-    /// Room for output is waited for while there is output without it.
+    /// Set while output waits for room.
     room: Interest,
-    /// The terminal, if the driver wants to know how large it is.
+    /// The terminal, if the driver has negotiated its size.
     window: Option<Arc<Window>>,
     metrics: Arc<ConsoleMetrics>,
 }
@@ -71,16 +71,16 @@ impl Worker {
                 return self.watch_output(ops);
             }
             add(&self.metrics.output_bytes, text.len());
-            // No guard is held meanwhile: a disk may be slow, and unplugging memory waits for
+            // No guard is held during the write, because a disk may be slow, and unplugs wait for
             // guards.
             let lost = self.host.lock().output.send(&text);
             self.lose(&lost);
-            // Whatever became of it: a driver that waits for its buffer keeps a CPU busy, and
-            // others waiting.
+            // Buffers are returned even if the output was lost. A driver that waits for its buffer
+            // keeps a CPU busy and delays others.
             if !self.give_back(&heads) {
                 return self.watch_output(ops);
             }
-            // The next output would wait for a slow file, and so would others on the event loop.
+            // The next output would wait for a slow file and delay other devices on the event loop.
             if self.host.lock().output.is_full() {
                 break;
             }
@@ -96,7 +96,7 @@ impl Worker {
         }
     }
 
-    /// The reader of the output has made room.
+    /// Writes pending output after the reader has made room.
     fn catch_up(&mut self, ops: &mut EventOps) {
         let lost = self.host.lock().output.flush();
         self.lose(&lost);
@@ -110,7 +110,7 @@ impl Worker {
         }
     }
 
-    /// Takes what the driver has made available, with one guard.
+    /// Takes available output under one guard. Returns the text and the heads of its chains.
     fn gather(&mut self) -> (Vec<u8>, Vec<u16>) {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -120,7 +120,7 @@ impl Worker {
         gather(memory, chains, chains_max, &self.metrics)
     }
 
-    /// False if the ring cannot be written.
+    /// Returns false if the ring cannot be written.
     fn give_back(&mut self, heads: &[u16]) -> bool {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -149,7 +149,7 @@ impl Worker {
         }
     }
 
-    /// Moves what there is of input into what there is of buffers.
+    /// Moves input into the guest's buffers, until either is used up.
     fn fill_buffers(&mut self, input: &mut ConsoleInput) -> Outcome {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -179,7 +179,8 @@ impl Worker {
             };
             add(&self.metrics.input_bytes, len);
             if !self.receive.give_back(memory, head, len as u32) {
-                // Input that is ready would bring us back at once; the driver's notification shall.
+                // Waits for the driver's notification, because available input would resume the
+                // worker at once.
                 outcome = Outcome::NoBuffer;
                 break;
             }
@@ -193,7 +194,8 @@ impl Worker {
         outcome
     }
 
-    /// The terminal may have another size: the driver is told, and reads the configuration (5.3.4).
+    /// Notifies the driver of a possible change of size, which it reads from the configuration
+    /// (5.3.4).
     fn tell_size(&self) {
         let Some(window) = &self.window else { return };
         // Several changes count as one.
@@ -210,13 +212,13 @@ impl Worker {
     }
 }
 
-/// What stopped the flow of input.
+/// Reason to stop moving input.
 enum Outcome {
-    /// There is none for the moment, or others have their turn: readiness brings us back.
+    /// No input is available, or other devices have their turn. Further input resumes the worker.
     Idle,
-    /// The guest has no room for it; its notification brings us back.
+    /// The guest has no buffer. Its notification resumes the worker.
     NoBuffer,
-    /// There will be none.
+    /// The input has ended.
     End,
 }
 
@@ -227,7 +229,7 @@ enum Filled {
     BadChain,
 }
 
-/// Puts what can be read now into `chain`.
+/// Reads available input into `chain`.
 fn fill(
     memory: &MappedMemory,
     chain: DescriptorChain<&MappedMemory>,
@@ -253,11 +255,11 @@ fn fill(
     }
 }
 
-/// Takes chains, and what they say, until there is enough for one write.
+/// Takes chains and their text, until the text suffices for one write.
 ///
-/// At most `chains_max`, a ring's worth: chains without a byte to read never fill the text, and
-/// another vCPU may give the same ones again as fast as they are taken, while the caller's guard
-/// keeps memory from being unplugged.
+/// At most `chains_max`, a ring's worth. Chains without readable bytes never fill the text, and
+/// another vCPU may add the same ones as fast as they are taken, while the caller's guard delays
+/// unplugs.
 fn gather<'a>(
     memory: &'a MappedMemory,
     chains: impl Iterator<Item = DescriptorChain<&'a MappedMemory>>,
@@ -277,7 +279,7 @@ fn gather<'a>(
     (text, heads)
 }
 
-/// Appends what `chain` says to `text`; false if there is nothing that can be read.
+/// Appends the content of `chain` to `text`. False if it is unreadable or empty.
 fn append(
     memory: &MappedMemory,
     chain: DescriptorChain<&MappedMemory>,
@@ -310,8 +312,8 @@ impl MutEventSubscriber for Worker {
         {
             warn!(?err, "Cannot wait for another size of a console's terminal");
         }
-        // Linux reads the first size, too, when it is told that there is another one
-        // (virtcons_probe, config_work_handler).
+        // Linux reads even the first size only after a configuration change (virtcons_probe,
+        // config_work_handler).
         self.tell_size();
         self.serve_output(ops);
         self.serve_input(ops);
@@ -341,8 +343,7 @@ mod tests {
 
     #[test]
     fn a_driver_that_refills_the_ring_while_it_is_drained_does_not_keep_the_loop() {
-        // More often than any device should play along, so that one that does fails rather than
-        // hangs.
+        // A limit, so that a device that never stops fails the test instead of hanging.
         const REFILLS: usize = 10_000;
         let mut driver = TestDriver::new(1);
         let mut activation = driver.activation(0);
@@ -350,7 +351,7 @@ mod tests {
         let guard = activation.view.memory();
         let memory: &MappedMemory = &guard;
         driver.write(BUFFERS, b"0123456789");
-        // Nothing to read, a few bytes, and as many as are enough for a write by themselves.
+        // No bytes, a few bytes, and enough for a write.
         for (len, chains) in [(0, 32), (10, 32), (OUTPUT_LEN_MAX as u32, 1)] {
             let head = driver.add(0, &[Buffer::Out(BUFFERS, len)]);
             let mut refills = 0;
@@ -366,7 +367,7 @@ mod tests {
             let (text, heads) = gather(memory, refilled, chains_max, &ConsoleMetrics::default());
             assert_eq!(heads.len(), chains, "chains of {len} bytes");
             assert_eq!(text.len(), chains * len as usize);
-            // What the last refill has left is for the next pass.
+            // The chain of the last refill remains for the next pass.
             assert!(queue.pop_descriptor_chain(memory).is_some());
         }
     }

@@ -11,7 +11,7 @@ use super::new_device;
 use crate::device::{DeviceContext, SetupResult};
 use crate::host_console::HostConsole;
 
-/// Builds the device of `--console`.
+/// Builds the `--console` device.
 pub fn build(console: HostConsole, context: &DeviceContext) -> SetupResult {
     let device = Console::new(console, context.machine.event_loop.clone());
     let metrics = device.metrics();
