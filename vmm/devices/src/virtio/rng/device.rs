@@ -1,4 +1,4 @@
-//! The device: it has one queue and no configuration.
+//! The entropy device, with one queue and no configuration.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// A device that gives out what `source` gives.
+    /// Creates a device that provides the entropy of `source`.
     pub fn new(source: EntropySource, event_loop: EventLoopHandle) -> Self {
         Self { source, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
     }
@@ -121,7 +121,7 @@ mod tests {
         assert_eq!(rng.metrics().bad_requests.load(Ordering::Relaxed), 3);
     }
 
-    /// What has nothing yet, and what makes it have something.
+    /// An empty pipe as a source, and its writing end.
     fn pipe() -> (File, io::PipeWriter) {
         let (reader, writer) = io::pipe().unwrap();
         let fd = OwnedFd::from(reader);
@@ -129,7 +129,7 @@ mod tests {
         (File::from(fd), writer)
     }
 
-    /// Has a file descriptor on the event loop, so that nobody else can.
+    /// Adds a file descriptor to the event loop, so that adding it again fails.
     struct Occupant(RawFd);
 
     impl MutEventSubscriber for Occupant {
@@ -177,12 +177,12 @@ mod tests {
 
     #[test]
     fn memory_can_be_unplugged_while_a_source_keeps_the_device_waiting() {
-        // One whose reads wait, as a file's on a slow disk do.
+        // A source with blocking reads, such as a file on a slow disk.
         let (reader, writer) = io::pipe().unwrap();
         let event_loop = EventLoop::spawn("test").unwrap();
         let source = EntropySource::File(File::from(OwnedFd::from(reader)));
         let mut rng = Rng::new(source, event_loop.handle());
-        // Before the device: a test that fails ends the wait.
+        // Dropped before the device, so that a failed test ends the read.
         let mut writer = writer;
         let mut driver = TestDriver::new(1);
         let activation = driver.activation(rng.features());
@@ -192,7 +192,7 @@ mod tests {
         let second = driver.add(0, &[Buffer::In(BUFFERS + 8, 8)]);
         writer.write_all(b"one").unwrap();
         driver.kick(0);
-        // Once the first is answered, it goes on to the second without anything in between.
+        // After the first answer, the device reads for the second request at once.
         let begin = Instant::now();
         let answered = std::iter::from_fn(|| Some(driver.used(0))).find(|used| {
             assert!(begin.elapsed() < Duration::from_secs(60), "no answer");
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(driver.used(0), None);
         rng.reset();
         rng.activate(driver.activation(rng.features())).unwrap();
-        // What was made available before the start is found without a notification.
+        // A request that was added before the activation is found without a notification.
         rng.reset();
         let activation = driver.activation(rng.features());
         driver.add(0, &[Buffer::In(BUFFERS, 64)]);

@@ -1,4 +1,4 @@
-//! The worker: buffers from the queue, bytes from the source.
+//! The worker: fills buffers from the queue with bytes from the source.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -17,9 +17,9 @@ use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
-/// The most that one request gets: a driver must take less than it asked for (5.4.6.1).
+/// Largest amount for one request. Drivers must accept less than they requested (5.4.6.1).
 const REQUEST_LEN_MAX: usize = 4096;
-/// Requests answered before others on the event loop have their turn.
+/// Requests to answer before other devices on the event loop.
 const BATCH: usize = 64;
 
 pub(super) const QUEUE: u16 = 0;
@@ -34,10 +34,11 @@ pub(super) struct Worker {
     supply: Supply,
 }
 
-/// The source, with the kernel's generator behind it: a guest without entropy may not even boot.
+/// The source, with the kernel's generator as a fallback, because a guest without entropy may not
+/// even boot.
 struct Supply {
     source: EntropySource,
-    /// The source is waited for while the request that needs it is still in the queue.
+    /// Set while a request in the queue waits for the source.
     waiting: Interest,
     metrics: Arc<RngMetrics>,
 }
@@ -54,8 +55,8 @@ impl Worker {
         Self { view, interrupt, queue, supply: Supply { source, waiting, metrics } }
     }
 
-    /// Answers requests. The source is read between two guards: a file may keep whoever reads it
-    /// waiting, and unplugging memory waits for guards.
+    /// Answers requests. The source is read between two guards, because reading a file may block,
+    /// and unplugs wait for guards.
     fn serve(&mut self, ops: &mut EventOps) {
         let mut used = false;
         for count in 0.. {
@@ -85,8 +86,8 @@ impl Worker {
         }
     }
 
-    /// How much the next request gets; it stays in the queue until there is as much. `None`: there
-    /// is no request.
+    /// Length of the next request, which remains in the queue until its entropy is available.
+    /// `None` if no request is available.
     fn wanted(&mut self) -> Option<usize> {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -96,8 +97,8 @@ impl Worker {
         Some(len.min(REQUEST_LEN_MAX))
     }
 
-    /// Gives the next request as much of `data` as it has room for: its descriptors may be others
-    /// by now. False if the pass is over.
+    /// Writes as much of `data` to the next request as fits. Its descriptors may have changed
+    /// since. False if the pass ends.
     fn answer(&mut self, data: &[u8]) -> bool {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -136,10 +137,9 @@ fn write(
 }
 
 impl Supply {
-    /// Fills as much of `data` as it gets. `WouldBlock`: the source has nothing yet, and is waited
-    /// for.
+    /// Fills part of `data`. On `WouldBlock` the source is empty, and the event loop waits for it.
     fn fill(&mut self, data: &mut [u8], ops: &mut EventOps) -> io::Result<usize> {
-        // A file that has nothing for nobody has not ended.
+        // Reading zero bytes from a file does not mean that it has ended.
         if data.is_empty() { Ok(0) } else { self.read(data, ops) }
     }
 
@@ -151,8 +151,8 @@ impl Supply {
                     if self.waiting.is_on() {
                         return Err(err);
                     }
-                    // A driver with one request at a time, as Linux's is, never kicks again:
-                    // nothing would bring us back to this one.
+                    // A driver with one request at a time, such as Linux's, never notifies again.
+                    // The worker would never return to this request.
                 }
                 self.fall_back(&err, ops);
                 self.source.fill(data)
@@ -161,7 +161,7 @@ impl Supply {
         }
     }
 
-    /// Begins or ends waiting for the source.
+    /// Starts or stops waiting for the source.
     fn wait(&mut self, on: bool, ops: &mut EventOps) {
         if let EntropySource::File(file) = &self.source {
             self.waiting.set(on, file, ops);
@@ -172,8 +172,8 @@ impl Supply {
         let source = &self.source;
         sparsely!(warn, %err, ?source, "The entropy source has failed: the kernel's generator takes its place");
         self.metrics.source_failures.fetch_add(1, Ordering::Relaxed);
-        // While its file is open: epoll would go on with a closed one, as the device has another
-        // handle on it.
+        // While the file is open. epoll would continue to report a closed one, because the device
+        // has another descriptor of it.
         self.wait(false, ops);
         self.source = EntropySource::Kernel;
     }
@@ -190,7 +190,7 @@ impl MutEventSubscriber for Worker {
             KICK => {
                 self.queue.clear_kick();
                 if self.supply.waiting.is_on() {
-                    // New requests queue up behind the one that waits.
+                    // New requests wait for the first one.
                     return;
                 }
             }

@@ -14,7 +14,7 @@ pub use source::{EntropySource, SourceError};
 use super::new_device;
 use crate::device::{DeviceContext, SetupResult};
 
-/// Builds the device of `--rng`.
+/// Builds the `--rng` device.
 pub fn build(config: &RngConfig, context: &DeviceContext) -> SetupResult {
     let device = Rng::new(EntropySource::open(&config.src)?, context.machine.event_loop.clone());
     let metrics = device.metrics();

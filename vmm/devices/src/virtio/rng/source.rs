@@ -1,4 +1,4 @@
-//! Where entropy comes from.
+//! Sources of entropy.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -8,8 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::rand::{GetRandomFlags, getrandom};
 use thiserror::Error;
 
-/// Devices behind which there is the kernel's generator: asking it directly needs no file and no
-/// seek.
+/// Devices of the kernel's generator. getrandom(2) needs no file and no seek.
 const KERNEL_DEVICES: [&str; 2] = ["/dev/urandom", "/dev/random"];
 
 #[derive(Debug, Error)]
@@ -20,17 +19,17 @@ pub struct SourceError {
     source: io::Error,
 }
 
-/// The kernel's generator, or a file such as a hardware generator's.
+/// The kernel's generator, or a file, such as that of a hardware generator.
 #[derive(Debug)]
 pub enum EntropySource {
     /// getrandom(2).
     Kernel,
-    /// A file, read without waiting.
+    /// A file with non-blocking reads.
     File(File),
 }
 
 impl EntropySource {
-    /// What `--rng src=` names.
+    /// Opens the source of `--rng src=`.
     pub fn open(path: &Path) -> Result<Self, SourceError> {
         if KERNEL_DEVICES.iter().any(|device| Path::new(device) == path) {
             return Ok(Self::Kernel);
@@ -42,7 +41,7 @@ impl EntropySource {
         }
     }
 
-    /// A second handle on the same source.
+    /// Duplicates the handle on the source.
     pub(super) fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
             Self::Kernel => Self::Kernel,
@@ -50,7 +49,7 @@ impl EntropySource {
         })
     }
 
-    /// Reads at least one byte, or fails: with `WouldBlock` if there are none yet.
+    /// Reads at least one byte, or fails. `WouldBlock` means that no byte is available yet.
     pub(super) fn fill(&mut self, data: &mut [u8]) -> io::Result<usize> {
         let len = match self {
             Self::Kernel => getrandom(data, GetRandomFlags::empty())?,
