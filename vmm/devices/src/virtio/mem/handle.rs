@@ -1,5 +1,4 @@
-//! What the rest of the VMM does with a virtio-mem device: ask for a size, and hear what became of
-//! it.
+//! Interface of a virtio-mem device for the rest of the VMM: requested sizes, and events.
 
 use std::sync::Arc;
 
@@ -13,45 +12,46 @@ use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::zone::ZoneSpec;
 
-/// Something that happened to a zone's hotplug part.
+/// Event of a zone's hotplug part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemEvent {
-    /// The guest's driver works from now on.
+    /// The guest's driver is active.
     DriverPresent,
     /// The device has refused the guest's driver, because it lacks a feature.
     DriverUnsupported,
     /// The request was withdrawn, because the driver was refused.
     Withdrawn {
-        /// The requested size from now on.
+        /// New requested size.
         requested_bytes: u64,
     },
-    /// The guest's driver has reset the device: nothing will be plugged or unplugged until it is
-    /// back.
+    /// The guest's driver has reset the device. Nothing is plugged or unplugged until it is active
+    /// again.
     DriverGone,
     /// Blocks were plugged or unplugged.
     SizeChanged {
-        /// What is plugged now.
+        /// Plugged size.
         plugged_bytes: u64,
         requested_bytes: u64,
     },
-    /// What was requested is plugged, no more and no less; never a size that the host had to lower.
+    /// Exactly the requested size is plugged. Not reported for a size that was lowered because of
+    /// the host.
     TargetReached { requested_bytes: u64 },
     /// The guest has no room for the page descriptors of the requested size.
     Held {
-        /// Size that is requested from the guest now.
+        /// Size that is now requested from the guest.
         requested_bytes: u64,
     },
-    /// The host could not do what the driver asked for.
+    /// The host could not execute a request of the driver.
     HostFailure {
         reason: FailureReason,
         plugged_bytes: u64,
-        /// What is requested now: after a failed plug, no more than can be had.
+        /// New requested size. After a failed plug it is limited to what the host can provide.
         requested_bytes: u64,
     },
 }
 
-/// Is told, with the zone's id, what happens. It is called on the device's threads: it must return
-/// soon, and must not take a guard of guest memory.
+/// Called with the zone's id for each event, on the device's threads. It must return soon and must
+/// not take a guard of guest memory.
 pub type MemObserver = Arc<dyn Fn(&str, MemEvent) + Send + Sync>;
 
 /// Sizes of a hotplug part.
@@ -73,35 +73,35 @@ pub struct PluggedSizes {
     pub is_withdrawn: bool,
 }
 
-/// Why a size cannot be requested.
+/// Error of a requested size.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RequestSizeError {
     #[error("{bytes} bytes of zone {zone:?} are above its maximum of {max_bytes} bytes")]
     TooLarge {
         zone: String,
-        /// What was asked for.
+        /// Requested size.
         bytes: u64,
         max_bytes: u64,
     },
     #[error("zone {zone:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
     UnsupportedDriver { zone: String },
-    /// Not whole blocks.
+    /// The size is not whole blocks.
     #[error(
         "{bytes} bytes of zone {zone:?} are not a multiple of its block size of {block_bytes} bytes"
     )]
     Unaligned {
         zone: String,
-        /// What was asked for.
+        /// Requested size.
         bytes: u64,
         block_bytes: u64,
     },
 }
 
-/// What the front, the worker and the handles of one device share.
+/// State that the front, the worker and the handles of a device share.
 pub(super) struct Shared {
     pub(super) zone: ZoneSpec,
     pub(super) state: Mutex<MemState>,
-    /// Set while the driver is there.
+    /// Set while a driver is active.
     pub(super) interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     pub(super) metrics: Arc<MemMetrics>,
     pub(super) observer: MemObserver,
@@ -125,7 +125,7 @@ impl Shared {
         }
     }
 
-    /// Records that the driver cannot be served, and withdraws the present request.
+    /// Records a refused driver, and withdraws the current request.
     pub(super) fn refuse_driver(&self) {
         let withdrawn = {
             let mut state = self.state.lock();
@@ -140,8 +140,8 @@ impl Shared {
         }
     }
 
-    /// Tells the driver to look at the configuration; without a driver, that is what it begins
-    /// with.
+    /// Notifies the driver of a changed configuration. A later driver reads the configuration when
+    /// it starts.
     pub(super) fn signal_config(&self) {
         let interrupt = self.interrupt.lock().clone();
         if let Some(interrupt) = interrupt
@@ -152,15 +152,13 @@ impl Shared {
     }
 }
 
-/// A handle on a virtio-mem device, cheap to clone, for any thread. It keeps none of the VM's
-/// memory.
+/// A handle on a virtio-mem device for any thread. Cheap to clone, and holds no guest memory.
 #[derive(Clone)]
 pub struct MemHandle {
     pub(super) shared: Arc<Shared>,
 }
 
 impl MemHandle {
-    /// The zone that the device serves.
     pub fn zone(&self) -> &ZoneSpec {
         &self.shared.zone
     }
@@ -202,7 +200,7 @@ impl MemHandle {
         self.shared.report(MemEvent::Held { requested_bytes });
     }
 
-    /// Makes the driver try at once what it would try again after 50 to 300 seconds.
+    /// Makes the driver retry now what it would otherwise retry in 50 to 300 seconds.
     pub fn kick(&self) {
         self.shared.signal_config();
     }
@@ -221,7 +219,6 @@ impl MemHandle {
         }
     }
 
-    /// What the device counts.
     pub fn metrics(&self) -> Arc<MemMetrics> {
         Arc::clone(&self.shared.metrics)
     }

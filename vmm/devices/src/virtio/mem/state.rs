@@ -1,4 +1,4 @@
-//! What a virtio-mem device knows: pure state, no I/O.
+//! State of a virtio-mem device, without I/O.
 
 use balloon::DriverState;
 use vm_memory::GuestAddress;
@@ -9,19 +9,19 @@ use super::request::{BlockRun, BlockState};
 /// Length of the configuration (virtio 1.3, 5.15.4).
 pub(super) const CONFIG_BYTES: usize = 56;
 
-/// How far the usable region goes beyond the requested size, in memory blocks of Linux: one for the
-/// driver to step around what it cannot use, and one because it rounds the region's end down to a
-/// whole block, while what is requested may end with a part of one. Without, a request for less
-/// than a block would plug nothing, and nothing would make the driver try again (Linux
+/// Memory blocks of Linux by which the usable region exceeds the requested size. One block allows
+/// the driver to avoid blocks that it cannot use. The other is needed because the driver rounds the
+/// region's end down to a whole block, while the requested size may end within a block. Without it,
+/// a request for less than a block would plug nothing, and the driver would not try again (Linux
 /// drivers/virtio/virtio_mem.c, `virtio_mem_refresh_config`, `virtio_mem_sbm_prepare_next_mb`).
 const USABLE_SLACK_BLOCKS: u64 = 2;
 
-/// Why a request is answered otherwise than by doing it.
+/// Reason to refuse a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// It could never be right: ERROR.
+    /// The request is invalid: ERROR.
     Error,
-    /// More than what is requested: NACK.
+    /// The request exceeds the requested size: NACK.
     Nack,
 }
 
@@ -38,10 +38,10 @@ pub struct Shortfall {
 pub(super) struct MemState {
     addr: u64,
     region_bytes: u64,
-    /// The most that may be requested; the region may be larger.
+    /// Largest size that may be requested. The region may be larger.
     max_bytes: u64,
     block_bytes: u64,
-    /// Beyond what is requested.
+    /// Usable bytes beyond the requested size.
     slack_bytes: u64,
     node_id: u16,
     usable_bytes: u64,
@@ -59,8 +59,8 @@ pub(super) struct MemState {
 }
 
 impl MemState {
-    /// A region of which nothing is plugged or requested, and up to `max_bytes` may be, in a guest
-    /// that adds memory in blocks of `linux_block_bytes`.
+    /// Creates a region without plugged or requested blocks. Up to `max_bytes` may be requested.
+    /// The guest adds memory in blocks of `linux_block_bytes`.
     pub(super) fn new(
         addr: u64,
         region_bytes: u64,
@@ -106,7 +106,7 @@ impl MemState {
         self.requested_bytes
     }
 
-    /// Memory that is to be requested later.
+    /// Part of the goal that is not requested yet.
     pub(super) fn held_bytes(&self) -> u64 {
         self.goal_bytes - self.requested_bytes
     }
@@ -123,18 +123,18 @@ impl MemState {
         self.is_withdrawn
     }
 
-    /// Checks if the requested goal is plugged. A step towards it does not count, nor does a size
-    /// that was lowered or withdrawn.
+    /// Checks if the goal is plugged. A step towards it does not count, and neither does a lowered
+    /// or withdrawn size.
     pub(super) fn is_reached(&self) -> bool {
         self.plugged_bytes == self.goal_bytes && self.shortfall.is_none() && !self.is_withdrawn
     }
 
-    /// The guest-physical address of an offset in the region.
+    /// Guest-physical address of an offset in the region.
     pub(super) fn address(&self, offset: u64) -> GuestAddress {
         GuestAddress(self.addr + offset)
     }
 
-    /// The configuration as the driver reads it.
+    /// The configuration as bytes.
     pub(super) fn config(&self) -> [u8; CONFIG_BYTES] {
         let mut config = [0; CONFIG_BYTES];
         config[0..8].copy_from_slice(&self.block_bytes.to_le_bytes());
@@ -161,8 +161,8 @@ impl MemState {
         );
         (self.requested_bytes, self.goal_bytes) = (bytes, goal_bytes);
         (self.shortfall, self.is_withdrawn) = (None, false);
-        // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up
-        // there.
+        // It MUST NOT shrink here (virtio 1.3, 5.15.4.2), because the driver may have plugged
+        // blocks there.
         self.usable_bytes = self.usable_bytes.max(self.usable_for(bytes));
     }
 
@@ -179,7 +179,7 @@ impl MemState {
         lower
     }
 
-    /// Records a driver that carries out requests.
+    /// Records an active driver.
     pub(super) fn driver_came(&mut self) {
         (self.driver, self.is_withdrawn) = (DriverState::Ready, false);
     }
@@ -189,8 +189,8 @@ impl MemState {
         self.driver = DriverState::Absent;
     }
 
-    /// Records a driver that the device cannot serve, and withdraws the present request. Returns
-    /// false if such a driver was recorded already.
+    /// Records a driver that the device refuses, and withdraws the current request. Returns false
+    /// if such a driver was recorded already.
     pub(super) fn refuse_driver(&mut self) -> bool {
         if self.driver == DriverState::Unsupported {
             return false;
@@ -202,11 +202,10 @@ impl MemState {
         true
     }
 
-    /// Checks a request to plug (virtio 1.3, 5.15.6.1.2) and gives its offset and length in the
-    /// region.
+    /// Checks a plug request (virtio 1.3, 5.15.6.1.2). Returns its offset and length in the region.
     pub(super) fn check_plug(&self, run: BlockRun) -> Result<(u64, u64), Refusal> {
         let (offset, len) = self.resolve(run)?;
-        // All blocks are looked at before anything is done: a request may be wrong in its last one.
+        // All blocks are checked first, because only the last one of a request may be invalid.
         if self.count_plugged(offset, len) != 0 {
             return Err(Refusal::Error);
         }
@@ -216,7 +215,7 @@ impl MemState {
         Ok((offset, len))
     }
 
-    /// Checks a request to unplug (virtio 1.3, 5.15.6.2.2) and gives its offset and length in the
+    /// Checks an unplug request (virtio 1.3, 5.15.6.2.2). Returns its offset and length in the
     /// region.
     pub(super) fn check_unplug(&self, run: BlockRun) -> Result<(u64, u64), Refusal> {
         let (offset, len) = self.resolve(run)?;
@@ -226,12 +225,13 @@ impl MemState {
         Ok((offset, len))
     }
 
-    /// Whether every block of `offset..offset + len`, which lie in the region, is plugged.
+    /// Returns true if all blocks of `offset..offset + len`, which must be in the region, are
+    /// plugged.
     pub(super) fn is_all_plugged(&self, offset: u64, len: u64) -> bool {
         self.count_plugged(offset, len) * self.block_bytes == len
     }
 
-    /// Answers a request for the state of blocks (virtio 1.3, 5.15.6.4.2).
+    /// Returns the state of blocks (virtio 1.3, 5.15.6.4.2).
     pub(super) fn block_state(&self, run: BlockRun) -> Result<BlockState, Refusal> {
         let (offset, len) = self.resolve(run)?;
         Ok(match self.count_plugged(offset, len) {
@@ -241,7 +241,7 @@ impl MemState {
         })
     }
 
-    /// Records a plug or an unplug that has been carried out.
+    /// Records an executed plug or unplug.
     pub(super) fn commit(&mut self, offset: u64, len: u64, plugged: bool) {
         let already = self.count_plugged(offset, len) * self.block_bytes;
         assert_eq!(
@@ -258,14 +258,14 @@ impl MemState {
             if plugged { self.plugged_bytes + len } else { self.plugged_bytes - len };
     }
 
-    /// Shrinks the usable region to what is requested, when nothing is plugged: the end of UNPLUG
-    /// ALL.
+    /// Shrinks the usable region to the requested size at the end of UNPLUG ALL, when no block is
+    /// plugged.
     pub(super) fn shrink_usable(&mut self) {
         assert_eq!(self.plugged_bytes, 0);
         self.usable_bytes = self.usable_for(self.requested_bytes);
     }
 
-    /// The runs of plugged blocks, as offsets and lengths.
+    /// Runs of plugged blocks as offsets and lengths.
     pub(super) fn plugged_runs(&self) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for block in self.blocks(0, self.region_bytes).filter(|&block| self.is_plugged(block)) {
@@ -381,12 +381,11 @@ mod tests {
             for requested in [BLOCK, LINUX_BLOCK, 768 << 20, GIB, 2 * GIB + BLOCK] {
                 let mut state = MemState::new(addr, len, len, BLOCK, block, 0);
                 state.set_requested(requested, requested);
-                // What the driver makes of it: the last block that lies in the usable region as a
-                // whole.
+                // The driver uses the memory blocks that are completely in the usable region.
                 let whole_blocks = (addr + state.usable_bytes) / block - addr / block;
                 assert!(whole_blocks > requested.div_ceil(block), "{boot_end:#x}, {requested:#x}");
             }
-            // As much as there is: the region's end is a block's.
+            // The usable region is limited by the region, which ends at a block's end.
             let mut state = MemState::new(addr, len, len - BLOCK, BLOCK, block, 0);
             state.set_requested(len - BLOCK, len - BLOCK);
             assert_eq!(state.usable_bytes, len);
@@ -439,7 +438,7 @@ mod tests {
         ]
     }
 
-    /// The oracle: a set of block numbers and the rules in the spec's words.
+    /// The oracle: a set of block numbers with the rules of the specification.
     #[derive(Default)]
     struct Oracle {
         plugged: BTreeSet<u64>,
