@@ -125,7 +125,7 @@ impl Disk {
     /// cache off, or has not negotiated FLUSH (5.2.6.2).
     pub(super) fn writes_through(&self, features: u64) -> bool {
         // The write precedes the load of the mode, and in `write_config` the store of the new mode
-        // precedes the flush. So either the flush covers the write, or this load returns the new
+        // precedes the flush. Therefore the flush covers the write, or this load returns the new
         // mode.
         fence(Ordering::SeqCst);
         let flushes = features & (1 << VIRTIO_BLK_F_FLUSH) != 0;
@@ -157,8 +157,8 @@ impl Disk {
 
     /// Handles a driver's write to the configuration.
     ///
-    /// A driver that has switched the cache off sends no more flushes. So the switch makes all
-    /// earlier writes durable, and a write in progress flushes after its transfer
+    /// A driver that has switched the cache off sends no more flushes. The switch therefore makes
+    /// all earlier writes durable, and a write in progress flushes after its transfer
     /// ([`Job::next`](super::job::Job::next)).
     ///
     /// Virtio requires less: a write that was completed with the cache on becomes stable by a flush

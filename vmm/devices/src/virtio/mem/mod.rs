@@ -3,8 +3,8 @@
 //! The device requests a size; the driver selects blocks and requests to plug or unplug them.
 //! Answers are chosen by the reaction of Linux. After ERROR its driver permanently stops using the
 //! device. After NACK it tries again at once. After BUSY it tries again in 50 seconds or at the
-//! next configuration change. So a failure of the host is answered with BUSY, together with a lower
-//! requested size that the host can provide.
+//! next configuration change. A failure of the host is therefore answered with BUSY, together with
+//! a lower requested size that the host can provide.
 
 mod ahead;
 mod budget;
