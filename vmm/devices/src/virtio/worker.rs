@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_that_makes_no_sense_is_looked_at_once() {
+    fn invalid_ring_is_read_once() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap();
         let view = GuestView::new(memory.clone());
         for (index, unplugged, breaks) in [

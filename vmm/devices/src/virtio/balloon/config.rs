@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let text = "size=128M,deflate_on_oom=on,free_page_reporting=on,statistics=off,floor=64M,id=b,pci_segment=0";
         let balloon = BalloonConfig::parse(text).unwrap();
         let expected = BalloonConfig {
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_is_as_in_cloud_hypervisor() {
+    fn unset_keys_have_the_defaults_of_cloud_hypervisor() {
         let balloon = BalloonConfig::parse("size=0").unwrap();
         assert!(!balloon.deflate_on_oom && !balloon.free_page_reporting && balloon.statistics);
         assert_eq!(balloon.id_or_default(), "__balloon");
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_keeps_a_quarter_unless_it_is_said_otherwise() {
+    fn default_floor_is_a_quarter_of_boot_memory() {
         let most =
             |text: &str, boot| BalloonConfig::parse(text).unwrap().max_bytes(boot * MIB) / MIB;
         assert_eq!(most("size=0", 512), 384);

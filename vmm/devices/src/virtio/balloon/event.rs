@@ -283,7 +283,7 @@ mod tests {
 
     /// Discarding the pages of a chain takes time, and a guest may keep the queue full.
     #[test]
-    fn who_plugs_or_unplugs_waits_for_one_chain_and_for_no_other() {
+    fn plug_waits_for_one_chain_only() {
         let mut driver = TestDriver::new(1);
         let mut activation = driver.activation(0);
         let view = activation.view.clone();

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_statistic_that_was_not_sent_is_not_zero() {
+    fn missing_statistic_is_not_zero() {
         let metrics = BalloonMetrics::default();
         assert!(Tag::ALL.iter().all(|tag| metrics.statistic(*tag).is_none()));
         metrics.set_statistic(Tag::OomKills, 0);

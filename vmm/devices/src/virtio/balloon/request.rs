@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_given_back_where_dram_is_plugged_and_nowhere_else() {
+    fn only_pages_of_plugged_dram_are_returned() {
         let (unplugged, nothing) = (Err(Refusal::Unplugged), Err(Refusal::NoMemory));
         assert_eq!(verdicts(1..3), [(1, 3, Ok(0))]);
         assert_eq!(verdicts(20..24), [(20, 24, Ok(1))]);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_are_given_back_as_a_whole() {
+    fn only_whole_huge_pages_are_returned() {
         let (view, mut places) = memory();
         places.iter_mut().for_each(|place| place.unit_bytes = 2 * MIB);
         let cut = |range: Range<u64>| -> Vec<_> {
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_are_joined_whatever_their_order() {
+    fn runs_are_joined_in_any_order() {
         let page = |n: u64| n * PAGE_BYTES..(n + 1) * PAGE_BYTES;
         assert_eq!(
             join(vec![page(9), page(8), page(3), page(8), page(10)]),
@@ -290,7 +290,7 @@ mod tests {
     proptest! {
         /// The verdict of each page is that of its part of memory.
         #[test]
-        fn every_page_has_one_verdict_and_it_is_its_own(start in 0u64..20_000, len in 1u64..20_000) {
+        fn each_page_has_the_verdict_of_its_part_of_memory(start in 0u64..20_000, len in 1u64..20_000) {
             let (view, places) = memory();
             let range = start * PAGE_BYTES..(start + len) * PAGE_BYTES;
             let pieces = cut(&range, &places, &view.memory());

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_is_laid_out_as_the_spec_says() {
+    fn configuration_has_the_layout_of_the_specification() {
         let mut state = state(false);
         state.set_target(8 * BLOCK);
         assert_eq!(tell(&mut state, 3 * BLOCK), Told::Following);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_writes_its_own_field_and_no_other() {
+    fn driver_writes_only_its_own_field() {
         let mut state = state(false);
         state.set_target(BLOCK);
         for (offset, len) in [(0, 4), (3, 1), (8, 4), (12, 4), (u64::MAX, 4), (100, 4), (4, 0)] {
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_takes_back_by_itself_is_not_asked_for_again() {
+    fn memory_deflated_by_the_guest_is_not_requested_again() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
         assert_eq!(tell(&mut state, 8 * BLOCK), Told::Following);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_finishes_what_it_has_in_hand_when_the_target_rises() {
+    fn driver_completes_its_step_after_the_target_rises() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
         tell(&mut state, 8 * BLOCK);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_has_told_before_is_no_news() {
+    fn repeated_size_has_no_effect() {
         let mut state = state(true);
         tell(&mut state, BLOCK);
         let again = ((BLOCK / PAGE_BYTES) as u32).to_le_bytes();
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_without_the_feature_has_no_reason_to_take_back() {
+    fn deflation_without_the_feature_keeps_the_target() {
         let mut state = state(false);
         state.set_target(8 * BLOCK);
         tell(&mut state, 8 * BLOCK);
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn the_target_outlives_a_driver_and_the_balloon_does_not() {
+    fn target_outlives_the_driver_unlike_the_balloon() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
         tell(&mut state, 8 * BLOCK);
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_is_unloaded_has_not_been_short() {
+    fn unloaded_driver_keeps_the_target() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
         tell(&mut state, 8 * BLOCK);
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_was_short_and_is_rebooted_later_is_asked_for_a_block_at_most() {
+    fn reboot_after_deflation_requests_at_most_one_block() {
         let mut state = state(true);
         state.set_target(8 * BLOCK);
         tell(&mut state, 8 * BLOCK);

@@ -191,7 +191,7 @@ fn statistics(entries: &[(u16, u64)]) -> Vec<u8> {
 }
 
 #[test]
-fn pages_in_the_balloon_are_the_hosts_and_their_neighbours_are_not() {
+fn inflating_returns_the_listed_pages_only() {
     let mut rig = Rig::new(ALL);
     let at = 8 * MIB;
     rig.fill(at, MIB);
@@ -214,7 +214,7 @@ fn pages_in_the_balloon_are_the_hosts_and_their_neighbours_are_not() {
 }
 
 #[test]
-fn hotplugged_dram_is_given_back_where_it_is_plugged() {
+fn only_plugged_blocks_of_hotplugged_dram_are_returned() {
     let mut rig = Rig::new(ALL);
     let dram = rig.parts[0].range.start;
     rig.fill(dram, 8 * MIB);
@@ -228,7 +228,7 @@ fn hotplugged_dram_is_given_back_where_it_is_plugged() {
 }
 
 #[test]
-fn pages_of_pm_and_of_nothing_are_refused_and_counted() {
+fn pages_of_pm_and_outside_of_memory_are_refused_and_counted() {
     let mut rig = Rig::new(ALL);
     let pm = rig.parts[1].range.start;
     rig.fill(pm, 2 * MIB);
@@ -242,7 +242,7 @@ fn pages_of_pm_and_of_nothing_are_refused_and_counted() {
 }
 
 #[test]
-fn reported_free_pages_are_given_back_and_shrunk_to_whole_ones() {
+fn reported_ranges_are_reduced_to_whole_pages_and_returned() {
     let mut rig = Rig::new(ALL);
     let at = 8 * MIB;
     rig.fill(at, 8 * MIB);
@@ -259,7 +259,7 @@ fn reported_free_pages_are_given_back_and_shrunk_to_whole_ones() {
 }
 
 #[test]
-fn huge_pages_go_to_the_host_as_a_whole_and_their_parts_stay() {
+fn parts_of_huge_pages_are_not_returned() {
     let mut rig = Rig::of_pages(Some(2 * MIB));
     rig.start(ALL, &[0, 1, 2, 3, 4]);
     let at = 8 * MIB;
@@ -276,7 +276,7 @@ fn huge_pages_go_to_the_host_as_a_whole_and_their_parts_stay() {
 }
 
 #[test]
-fn queues_are_found_whether_or_not_the_driver_leaves_gaps() {
+fn queues_are_found_with_and_without_gaps() {
     let at = 8 * MIB;
     // Features, enabled queues, and index of the reporting queue.
     let drivers: [(u64, &[usize], usize); 6] = [
@@ -299,7 +299,7 @@ fn queues_are_found_whether_or_not_the_driver_leaves_gaps() {
 }
 
 #[test]
-fn a_driver_without_the_queues_of_its_features_is_refused() {
+fn driver_without_the_queues_of_its_features_is_refused() {
     let missing: [(u64, &[usize], u16); 4] = [
         (0, &[1], 0),
         (0, &[0], 1),
@@ -317,7 +317,7 @@ fn a_driver_without_the_queues_of_its_features_is_refused() {
 }
 
 #[test]
-fn only_what_was_asked_for_is_offered() {
+fn only_configured_features_are_offered() {
     let rig = Rig::off();
     assert_eq!(rig.device.features() & 0xff, ALL);
     let options = BalloonOptions {
@@ -333,7 +333,7 @@ fn only_what_was_asked_for_is_offered() {
 }
 
 #[test]
-fn chains_that_make_no_sense_are_returned_and_counted() {
+fn invalid_chains_are_returned_and_counted() {
     let mut rig = Rig::new(ALL);
     for wrong in [1, 3, 4097] {
         rig.send(INFLATE, &vec![0; wrong]);
@@ -354,7 +354,7 @@ fn chains_that_make_no_sense_are_returned_and_counted() {
 }
 
 #[test]
-fn lists_and_chains_without_end_are_cut() {
+fn long_lists_and_looping_chains_are_cut() {
     let mut rig = Rig::new(ALL);
     // More page numbers than a driver needs, in 16 descriptors of the same 64 KiB.
     let pages: Vec<u8> =
@@ -377,7 +377,7 @@ fn lists_and_chains_without_end_are_cut() {
 }
 
 #[test]
-fn no_more_pages_are_taken_of_a_chain_than_may_be_made_to_wait_for() {
+fn pages_beyond_the_limit_of_a_chain_are_ignored() {
     let mut rig = Rig::new(ALL);
     let pages: Vec<u64> = (0..1_025).map(|page| 8 * MIB + page * PAGE).collect();
     rig.list(INFLATE, &pages[..1_024]);
@@ -387,7 +387,7 @@ fn no_more_pages_are_taken_of_a_chain_than_may_be_made_to_wait_for() {
 }
 
 #[test]
-fn statistics_that_nobody_asked_for_are_told_to_nobody() {
+fn unrequested_statistics_are_ignored() {
     let mut rig = Rig::new(F_STATS_VQ);
     let told = rig.told.load(Ordering::Relaxed);
     let mut last = None;
@@ -420,7 +420,7 @@ fn statistics_that_nobody_asked_for_are_told_to_nobody() {
 }
 
 #[test]
-fn a_size_that_was_told_before_is_told_to_nobody() {
+fn repeated_size_is_not_reported() {
     let mut rig = Rig::new(ALL);
     rig.tell_actual(MIB);
     let told = rig.told.load(Ordering::Relaxed);
@@ -433,7 +433,7 @@ fn a_size_that_was_told_before_is_told_to_nobody() {
 }
 
 #[test]
-fn statistics_come_when_they_are_asked_for() {
+fn statistics_are_received_on_request() {
     let mut rig = Rig::new(ALL);
     assert!(rig.handle.statistics().is_none());
     // The driver sends its first buffer unprompted, and gets it back with the first request.
@@ -481,7 +481,7 @@ fn statistics_come_when_they_are_asked_for() {
 }
 
 #[test]
-fn statistics_that_make_no_sense_are_counted_and_asked_for_again() {
+fn invalid_statistics_are_counted_and_requested_again() {
     let mut rig = Rig::new(ALL);
     let mut last = None;
     for len in [9, 11, 0x1_0000] {
@@ -499,7 +499,7 @@ fn statistics_that_make_no_sense_are_counted_and_asked_for_again() {
 }
 
 #[test]
-fn a_target_is_shown_and_what_the_driver_says_of_it_is_heard() {
+fn target_and_reported_size_are_exchanged_by_the_configuration() {
     let mut rig = Rig::new(0);
     assert_eq!(rig.target_pages(), 1024, "what it begins with");
     let told = rig.told.load(Ordering::Relaxed);
@@ -520,7 +520,7 @@ fn a_target_is_shown_and_what_the_driver_says_of_it_is_heard() {
 }
 
 #[test]
-fn a_guest_that_saves_itself_is_not_asked_again() {
+fn guest_that_deflates_gets_a_lower_target() {
     let mut rig = Rig::new(ALL);
     rig.handle.set_target(8 * MIB).unwrap();
     rig.tell_actual(8 * MIB);
@@ -539,7 +539,7 @@ fn a_guest_that_saves_itself_is_not_asked_again() {
 
 /// Linux unloads its driver in this way (virtballoon_remove).
 #[test]
-fn a_driver_that_is_loaded_again_is_asked_for_what_the_earlier_one_had() {
+fn reloaded_driver_gets_the_previous_target() {
     let mut rig = Rig::new(ALL);
     rig.handle.set_target(8 * MIB).unwrap();
     rig.tell_actual(8 * MIB);
@@ -552,7 +552,7 @@ fn a_driver_that_is_loaded_again_is_asked_for_what_the_earlier_one_had() {
 }
 
 #[test]
-fn a_reset_device_touches_nothing_and_its_balloon_is_empty() {
+fn reset_stops_all_accesses_and_empties_the_balloon() {
     let mut rig = Rig::new(ALL);
     rig.tell_actual(4 * MIB);
     rig.device.reset();

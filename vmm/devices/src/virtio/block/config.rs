@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let disk = DiskConfig::parse(
             "path=/d,readonly=on,direct=on,num_queues=4,queue_size=256,serial=abc,id=root,image_type=raw,\
              sparse=off,iommu=off,backing_files=off,pci_device_id=31,lock_granularity=byte-range,\
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_is_as_in_cloud_hypervisor() {
+    fn unset_keys_have_the_defaults_of_cloud_hypervisor() {
         let disk = DiskConfig::parse("path=/d").unwrap();
         assert_eq!(
             (disk.readonly, disk.direct, disk.num_queues, disk.queue_size),

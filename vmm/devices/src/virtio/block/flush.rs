@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flush_waits_for_those_before_its_answer_and_for_no_later_one() {
+    fn flush_waits_only_for_flushes_that_began_before_its_answer() {
         let flushes = Arc::new(Flushes::default());
         let event = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
         let (first, second) = (flushes.begin(), flushes.begin());

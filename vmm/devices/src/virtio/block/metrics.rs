@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_have_a_least_a_most_and_a_mean_once_there_is_one() {
+    fn durations_have_minimum_maximum_and_mean() {
         let metrics = BlockMetrics::default();
         assert_eq!(metrics.reads.least_most_mean_us(), [0; 3]);
         for us in [30, 10, 50] {

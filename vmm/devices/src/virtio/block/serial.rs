@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_names_keep_their_beginning_and_differ() {
+    fn long_names_with_the_same_beginning_differ() {
         assert_eq!(serial_number("data"), "data");
         assert_eq!(serial_number("12345678901234567890"), "12345678901234567890");
         let (a, b) =

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_may_not_have_said_does_not_appear() {
+    fn output_copied_from_lost_memory_is_dropped() {
         let mut rig = Rig::new();
         rig.say(b"there");
         rig.driver.wait_used(TRANSMIT);
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_says_appears_in_order() {
+    fn output_is_written_in_order() {
         let mut rig = Rig::new();
         rig.driver.write(BUFFERS + 0x1000, b"world");
         rig.driver.write(BUFFERS, b"hello ");
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_outside_memory_or_of_the_wrong_kind_are_given_back() {
+    fn buffers_outside_memory_or_of_the_wrong_kind_are_returned() {
         let mut rig = Rig::new();
         rig.driver.add(TRANSMIT, &[Buffer::Out(MEMORY_LEN - 4, 8)]);
         rig.driver.add(TRANSMIT, &[Buffer::In(BUFFERS, 8)]);
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_screen_that_nobody_reads_stops_nothing_and_gets_what_was_kept_later() {
+    fn output_without_a_reader_does_not_block_and_is_partly_delivered_later() {
         let mut rig = Rig::new();
         let text = vec![b'x'; 64 << 10];
         let metrics = rig.console.metrics();
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_life_continues_with_the_same_host_side() {
+    fn next_activation_continues_with_the_same_host_side() {
         let mut rig = Rig::new();
         rig.console.reset();
         rig.say(b"never");
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_is_told_how_large_the_terminal_is_at_first_and_whenever_that_changes() {
+    fn driver_is_notified_of_the_first_size_and_of_each_change() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let (window, terminal) = Window::of_test();
         let host = HostConsole { window: Some(Arc::new(window)), ..HostConsole::pipes().0 };
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_does_not_want_to_know_is_not_told_and_what_is_no_terminal_has_no_size() {
+    fn size_changes_without_the_feature_cause_no_interrupt() {
         let (window, _terminal) = Window::of_test();
         for window in [Some(Arc::new(window)), None] {
             let event_loop = EventLoop::spawn("test").unwrap();
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn without_its_queues_it_does_not_start() {
+    fn activation_without_its_queues_fails() {
         for missing in [0, 1] {
             let event_loop = EventLoop::spawn("test").unwrap();
             let host = HostConsole::without_terminal(ConsoleOutput::null(), None);

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn the_run_below_is_made_ready_but_for_the_probe() {
+    fn run_below_is_populated_except_for_the_probe() {
         let mut ahead = ZeroAhead::new(BLOCK);
         assert!(!ahead.is_busy() && ahead.next().is_none());
         ahead.expect_below(&run(16, 22), PLENTY, nowhere);
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn the_probe_tells_whether_a_driver_zeroes() {
+    fn probe_shows_if_a_driver_zeroes() {
         let mut ahead = ZeroAhead::new(BLOCK);
         ahead.expect_below(&run(16, 22), PLENTY, of(|block| block == 10 * BLOCK));
         ahead.pause();
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_made_ready_than_is_to_go() {
+    fn populated_run_is_limited_to_the_surplus() {
         let mut ahead = ZeroAhead::new(BLOCK);
         ahead.expect_below(&run(16, 22), 3 * BLOCK, nowhere);
         assert_eq!(steps(&mut ahead), [(14, 16)]);

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_have_a_rate_without_any_bound_on_bytes() {
+    fn requests_are_limited_even_if_bytes_are_not() {
         let start = Instant::now();
         let mut budget = PlugBudget::new(&zone(2 * MIB, 0), start);
         let (mut now, mut served) = (start, 0);
@@ -193,7 +193,7 @@ mod tests {
     proptest! {
         /// In any interval, the plugged bytes are at most the zone's size plus what the rate adds.
         #[test]
-        fn rate_holds_over_every_stretch(
+        fn rate_holds_in_every_interval(
             bytes_per_s in 1..4 * GIB,
             requests in prop::collection::vec((0..=64u64, 0..50_000_000u64), 2..60),
         ) {

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_have_the_codes_of_the_spec() {
+    fn answers_have_the_codes_of_the_specification() {
         let codes = |response: Response| {
             let bytes = response.to_bytes();
             assert_eq!(bytes[2..8], [0; 6]);
@@ -184,7 +184,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_request(bytes: [u8; REQUEST_BYTES]) {
+        fn any_bytes_are_parsed(bytes: [u8; REQUEST_BYTES]) {
             let known = u16::from_le_bytes([bytes[0], bytes[1]]) < 4;
             prop_assert_eq!(known, !matches!(Request::parse(&bytes), Request::Unknown(_)));
         }

@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_is_laid_out_as_the_spec_says() {
+    fn configuration_has_the_layout_of_the_specification() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 3);
         state.set_requested(8 * BLOCK, 8 * BLOCK);
         state.commit(0, BLOCK, true);
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_off_the_region_are_errors() {
+    fn requests_outside_of_the_region_are_errors() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
         assert_eq!(state.check_plug(run(0, 1)), Err(Refusal::Error));
         state.set_requested(BLOCKS * BLOCK, BLOCKS * BLOCK);
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn the_usable_region_shrinks_only_when_all_is_unplugged() {
+    fn usable_region_shrinks_only_when_all_is_unplugged() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
         state.set_requested(BLOCKS * BLOCK, BLOCKS * BLOCK);
         state.set_requested(0, 0);
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_request_leaves_the_driver_a_block_and_one_to_step_around() {
+    fn usable_region_has_a_spare_block_for_small_requests() {
         const GIB: u64 = 1 << 30;
         for boot_end in [GIB, 63 * GIB, 64 * GIB, 65 * GIB, 127 * GIB] {
             let block = linux_block_bytes(boot_end);
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lowered_request_is_whole_blocks_and_never_a_raise() {
+    fn lowered_request_is_whole_blocks_and_never_raised() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
         state.set_requested(8 * BLOCK, 8 * BLOCK);
         assert!(!state.lower_requested(8 * BLOCK, FailureReason::Map));
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lowered_request_is_not_reached_and_what_was_wanted_is_kept_until_the_next() {
+    fn lowered_request_is_not_reached_and_records_the_wanted_size() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
         state.set_requested(8 * BLOCK, 8 * BLOCK);
         state.lower_requested(5 * BLOCK, FailureReason::PoolFull);
@@ -458,7 +458,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_state_is_what_a_set_of_blocks_says(ops in prop::collection::vec(op(), 1..60)) {
+        fn state_equals_a_set_of_blocks(ops in prop::collection::vec(op(), 1..60)) {
             let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
             let mut oracle = Oracle::default();
             for op in ops {

@@ -373,7 +373,7 @@ fn blocks_are_plugged_and_unplugged_up_to_the_requested_size() {
 }
 
 #[test]
-fn what_could_never_be_right_is_an_error_and_changes_nothing() {
+fn invalid_request_is_an_error_without_effect() {
     let mut guest = Guest::new(64, None);
     guest.handle.request_size(64 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(8, 4), ACK);
@@ -391,7 +391,7 @@ fn what_could_never_be_right_is_an_error_and_changes_nothing() {
 }
 
 #[test]
-fn a_full_pool_is_busy_and_the_request_is_lowered_to_what_it_has() {
+fn full_pool_is_busy_and_lowers_the_requested_size() {
     let mut guest = Guest::new(64, Some(12));
     guest.handle.request_size(64 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
@@ -421,7 +421,7 @@ fn a_full_pool_is_busy_and_the_request_is_lowered_to_what_it_has() {
 }
 
 #[test]
-fn a_slot_that_kvm_refuses_is_busy_and_leaves_nothing_behind() {
+fn refused_slot_is_busy_and_the_plug_is_undone() {
     let mut guest = Guest::new(64, Some(64));
     guest.handle.request_size(64 * BLOCK_BYTES).unwrap();
     *guest.table.calls_left.lock() = Some(0);
@@ -436,7 +436,7 @@ fn a_slot_that_kvm_refuses_is_busy_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn memory_of_a_failed_plug_that_cannot_be_unmapped_is_lent_to_nobody_else() {
+fn memory_of_a_failed_plug_that_cannot_be_unmapped_is_not_lent_again() {
     let mut guest = Guest::new(64, Some(64));
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     *guest.table.calls_left.lock() = Some(0);
@@ -459,7 +459,7 @@ fn memory_of_a_failed_plug_that_cannot_be_unmapped_is_lent_to_nobody_else() {
 }
 
 #[test]
-fn an_unplug_that_fails_leaves_its_blocks_plugged() {
+fn failed_unplug_leaves_its_blocks_plugged() {
     let mut guest = Guest::new(64, Some(64));
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
@@ -474,7 +474,7 @@ fn an_unplug_that_fails_leaves_its_blocks_plugged() {
 }
 
 #[test]
-fn memory_that_cannot_be_scrubbed_is_set_aside_until_it_can() {
+fn unscrubbed_memory_is_set_aside_until_it_can_be_scrubbed() {
     let mut guest = Guest::new(64, Some(8));
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
@@ -492,7 +492,7 @@ fn memory_that_cannot_be_scrubbed_is_set_aside_until_it_can() {
 }
 
 #[test]
-fn pages_are_ready_for_a_driver_that_zeroes_what_it_unplugs() {
+fn pages_are_populated_for_a_driver_that_zeroes() {
     let mut guest = Guest::new(64, None);
     guest.handle.request_size(24 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 24), ACK);
@@ -538,7 +538,7 @@ fn empty_slots_leave_kvm_after_a_quiet_time() {
 }
 
 #[test]
-fn a_device_reset_keeps_what_is_plugged() {
+fn device_reset_retains_plugged_memory() {
     let mut guest = Guest::new(64, Some(64));
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
@@ -555,7 +555,7 @@ fn a_device_reset_keeps_what_is_plugged() {
 }
 
 #[test]
-fn memory_goes_back_to_the_pool_with_the_device() {
+fn dropped_device_returns_its_memory_to_the_pool() {
     let mut guest = Guest::new(64, Some(64));
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
@@ -568,7 +568,7 @@ fn memory_goes_back_to_the_pool_with_the_device() {
 }
 
 #[test]
-fn sizes_that_cannot_be_are_refused_with_their_bound() {
+fn invalid_sizes_are_refused_with_their_bound() {
     let guest = Guest::new(64, None);
     let zone = || "dram".to_owned();
     let max_bytes = 64 * BLOCK_BYTES;
@@ -582,7 +582,7 @@ fn sizes_that_cannot_be_are_refused_with_their_bound() {
 }
 
 #[test]
-fn chains_that_hold_no_request_are_returned_empty() {
+fn chains_without_a_request_are_returned_empty() {
     let mut guest = Guest::new(64, None);
     guest.handle.request_size(64 * BLOCK_BYTES).unwrap();
     guest.write_request(PLUG, 0, 1);
@@ -607,7 +607,7 @@ fn chains_that_hold_no_request_are_returned_empty() {
 }
 
 #[test]
-fn an_answer_in_the_block_that_its_request_unplugs_is_survived() {
+fn answer_in_the_block_that_its_request_unplugs_is_dropped() {
     let mut guest = Guest::new(64, None);
     guest.handle.request_size(64 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 1), ACK);
@@ -620,7 +620,7 @@ fn an_answer_in_the_block_that_its_request_unplugs_is_survived() {
 }
 
 #[test]
-fn requests_may_be_cut_into_descriptors_at_will() {
+fn requests_may_be_divided_into_descriptors_at_any_byte() {
     let mut guest = Guest::new(64, None);
     guest.handle.request_size(64 * BLOCK_BYTES).unwrap();
     guest.write_request(PLUG, 2, 3);
@@ -633,7 +633,7 @@ fn requests_may_be_cut_into_descriptors_at_will() {
 }
 
 #[test]
-fn accesses_to_memory_that_comes_and_goes_are_survived() {
+fn concurrent_accesses_during_plugs_and_unplugs_are_safe() {
     const BLOCKS: u64 = 32;
     let mut guest = Guest::new(BLOCKS, Some(BLOCKS));
     guest.handle.request_size(BLOCKS * BLOCK_BYTES).unwrap();
@@ -723,7 +723,7 @@ proptest! {
     /// pool and the slots agree with its answers. No content of a chunk survives until its next
     /// use.
     #[test]
-    fn what_is_reachable_is_what_was_acknowledged(ops in prop::collection::vec(op(), 1..40)) {
+    fn exactly_the_acknowledged_blocks_are_reachable(ops in prop::collection::vec(op(), 1..40)) {
         let mut guest = Guest::new(MODEL_BLOCKS, Some(MODEL_CHUNKS));
         let mut plugged: BTreeSet<u64> = BTreeSet::new();
         let mut broken = false;

@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let net = NetConfig::parse(
             "tap=tap0,ip=10.0.0.1,mask=255.255.255.0,mac=02:00:00:00:00:0a,host_mac=02:00:00:00:00:0B,mtu=9000,\
              num_queues=4,queue_size=1024,id=lan,offload_tso=off,offload_ufo=off,offload_csum=off,iommu=off,\
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_is_as_in_cloud_hypervisor() {
+    fn unset_keys_have_the_defaults_of_cloud_hypervisor() {
         let net = NetConfig::parse("tap=,mac=,ip=,mask=").unwrap();
         assert_eq!(
             (&net.tap, net.ip, net.mask, net.mtu, &net.id),
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hosts_address_may_be_of_either_family() {
+    fn host_address_may_be_ipv4_or_ipv6() {
         let read = |text: &str| {
             let net = NetConfig::parse(text).unwrap();
             assert!(net.validate(1).is_ok(), "{text}");
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn every_prefix_has_a_length_and_no_other_mask_has() {
+    fn only_prefix_masks_have_a_length() {
         for len in 0..=128u8 {
             let bits = u128::MAX.checked_shl(u32::from(128 - len)).unwrap_or(0);
             assert_eq!(prefix_len(Ipv6Addr::from_bits(bits)), Some(len));
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_moves_frames_where_it_is_asked_to() {
+    fn vhost_mode_is_parsed() {
         for (word, mode) in
             [("off", VhostMode::Off), ("on", VhostMode::On), ("auto", VhostMode::Auto)]
         {
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_is_drawn_is_one_stations_and_nobody_elses() {
+    fn random_address_is_local_and_unicast() {
         for first in 0..=u8::MAX {
             let mac = MacAddress::local([first, 1, 2, 3, 4, 5]);
             assert_eq!((mac.bytes()[0] & 3, mac.bytes()[0] & !3), (2, first & !3));
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn of_descriptors_there_is_only_their_count_in_json() {
+    fn json_has_only_the_number_of_descriptors() {
         let net = NetConfig::parse("fd=[30,70],num_queues=4,ip=10.0.0.1,mask=255.0.0.0").unwrap();
         assert!(net.validate(2).is_ok() && net.is_idle_of_given());
         let json = serde_json::to_value(&net).unwrap();
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_are_read_alone_and_in_a_list() {
+    fn descriptors_are_parsed_alone_and_in_a_list() {
         let numbers = |net: &NetConfig| net.fds.iter().map(GivenFd::number).collect::<Vec<_>>();
         assert_eq!(numbers(&NetConfig::parse("fd=3").unwrap()), [3]);
         let net = NetConfig::parse("fd=[3,7],num_queues=4").unwrap();
@@ -579,7 +579,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_address_is_the_same_when_it_is_read_again(bytes: [u8; 6]) {
+        fn displayed_address_is_parsed_to_the_same_value(bytes: [u8; 6]) {
             let mac = MacAddress(bytes);
             prop_assert_eq!(MacAddress::read(&mac.to_string()), Some(mac));
         }

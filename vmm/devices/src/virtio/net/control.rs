@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_are_those_that_there_are() {
+    fn pairs_beyond_those_of_the_device_are_refused() {
         for (bytes, result) in [
             (&[4, 0, 1, 0][..], Ok(Command::SetPairs(1))),
             (&[4, 0, 4, 0], Ok(Command::SetPairs(4))),
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn offloads_are_those_that_were_agreed_on() {
+    fn offloads_must_be_negotiated() {
         let csum = Offloads { csum: true, ..Offloads::default() };
         assert_eq!(offloads(0), Ok(Command::SetOffloads(Offloads::default())));
         assert_eq!(offloads(1 << 1), Ok(Command::SetOffloads(csum)));

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_go_both_ways() {
+    fn frames_are_transferred_in_both_directions() {
         let mut rig = Rig::new();
         assert_eq!(rig.send(&packet(1, 60)), (0, 0));
         assert_eq!(rig.host_gets(), packet(1, 60));
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_frame_takes_several_buffers_which_are_shown_at_once() {
+    fn buffers_of_a_long_frame_are_published_at_once() {
         let mut rig = Rig::new();
         for nth in 0..4 {
             rig.offer(BUFFERS + 1000 * nth, 1000);
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn without_merging_a_frame_has_one_buffer_or_is_dropped() {
+    fn frame_without_merging_uses_one_buffer_or_is_dropped() {
         let mut rig = Rig::with(1, |features| features & !(1 << VIRTIO_NET_F_MRG_RXBUF));
         rig.offer(BUFFERS, 100);
         rig.offer(BUFFERS + 100, 100);
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_asks_for_what_was_not_agreed_on_is_refused() {
+    fn frame_with_an_offload_that_was_not_negotiated_is_dropped() {
         let mut rig = Rig::with(1, |features| 1 << 32 | features & 1 << VIRTIO_NET_F_MRG_RXBUF);
         let csum = [vec![1, 0, 0, 0, 0, 0, 34, 0, 16, 0, 0, 0], vec![5; 60]].concat();
         // 1. From the guest.
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_may_not_have_said_is_not_sent() {
+    fn frame_copied_from_lost_memory_is_dropped() {
         let mut rig = Rig::new();
         rig.send(&packet(1, 60));
         // A page is lost, so the copy may contain zeros.
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_that_are_no_frame_are_given_back() {
+    fn invalid_chains_are_returned() {
         let mut rig = Rig::new();
         for buffers in [
             &[Buffer::Out(BUFFERS, 25)][..],
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn rings_that_make_no_sense_are_left_alone_until_a_reset() {
+    fn invalid_rings_are_ignored_until_a_reset() {
         let mut rig = Rig::new();
         for queue in [RECEIVE, TRANSMIT] {
             rig.driver.jump(queue, 1000);
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn used_rings_that_cannot_be_written_do_not_keep_the_thread() {
+    fn unwritable_used_rings_do_not_block_the_thread() {
         let mut rig = Rig::new();
         rig.net.reset();
         let mut activation = rig.driver.activation(rig.net.features());
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_with_nothing_to_do_does_nothing() {
+    fn idle_device_makes_no_passes() {
         let mut rig = Rig::new();
         // Buffers without frames, and then frames without buffers.
         rig.offer(BUFFERS, 1000);
@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_without_room_holds_the_driver_back() {
+    fn frames_stay_in_the_ring_if_the_host_has_no_room() {
         let mut rig = Rig::new();
         let mut sent = 0u32;
         // The socket and the device store a limited number of frames. The rest stays in the ring.
@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_says_how_many_pairs_there_are() {
+    fn driver_sets_the_number_of_pairs() {
         let mut rig = Rig::with(3, |features| features);
         assert_eq!(*rig.tap.pairs.lock(), 1);
         // A queue that is not attached is not read.
@@ -554,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_says_what_may_be_left_to_it() {
+    fn driver_sets_its_offloads() {
         let mut rig = Rig::new();
         assert!(rig.tap.offloads.lock().csum);
         assert_eq!(command(&mut rig, 2, &[5, 0, 0, 0, 0, 0, 0, 0, 0, 0]), 0);
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn without_its_first_pair_it_does_not_start() {
+    fn activation_without_its_first_pair_fails() {
         for missing in [0, 1] {
             let mut net = Net::new(shape(1), Arc::new(FakeTap::new(1).0)).unwrap();
             let mut activation = TestDriver::new(3).activation(1 << VIRTIO_NET_F_CSUM);
@@ -581,7 +581,7 @@ mod tests {
 
         /// For any frames and buffers, the guest receives what the host sent, in order.
         #[test]
-        fn frames_come_in_order_whatever_the_buffers_are(
+        fn frames_arrive_in_order_in_any_buffers(
             steps in prop::collection::vec((14usize..3000, 200u32..2000), 1..20),
         ) {
             let mut rig = Rig::new();

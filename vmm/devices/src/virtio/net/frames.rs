@@ -85,7 +85,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn frames_leave_as_they_came(steps in prop::collection::vec((0usize..=PACKET_LEN_MAX, 0usize..4), 1..200)) {
+        fn frames_are_popped_in_order_and_unchanged(steps in prop::collection::vec((0usize..=PACKET_LEN_MAX, 0usize..4), 1..200)) {
             let (mut frames, mut model) = (Frames::default(), VecDeque::new());
             for (nth, (len, pops)) in steps.into_iter().enumerate() {
                 if let Some(room) = frames.room() {

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_agreed_on_is_refused() {
+    fn sent_offloads_must_be_negotiated() {
         let none = Offloads::default();
         let sent = |mut header, allowed| check_sent(&mut header, 1000, allowed);
         assert_eq!(sent(header(0, 0, 0, 0, 0), none), Ok(()));
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checksum_is_within_the_frame() {
+    fn checksum_outside_of_the_frame_is_refused() {
         let sent = |start, offset| check_sent(&mut header(1, 0, 0, start, offset), 100, CSUM);
         assert_eq!(sent(82, 16), Ok(()));
         assert_eq!(sent(83, 16), Err(HeaderError::CsumOutside { start: 83, at: 99, len: 100 }));
@@ -232,14 +232,14 @@ mod tests {
     }
 
     #[test]
-    fn the_tap_is_told_nothing_that_a_device_ignores() {
+    fn fields_that_a_device_ignores_are_cleared_for_the_tap() {
         let mut sent = header(0xfe, 0, 77, 5, 6);
         check_sent(&mut sent, 60, ALL).unwrap();
         assert_eq!(sent, [0, 0, 0xee, 0xee, 0, 0, 0, 0, 0, 0, 0, 0]);
     }
 
     #[test]
-    fn frames_from_before_the_agreement_are_no_use() {
+    fn received_offloads_must_be_negotiated() {
         let received =
             |mut header, allowed| check_received(&mut header, allowed).map(|()| header[FLAGS]);
         let none = Offloads::default();
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn features_lean_on_each_other() {
+    fn offloads_require_each_other() {
         assert!(ALL.is_consistent() && CSUM.is_consistent() && Offloads::default().is_consistent());
         assert!(!Offloads { csum: false, ..ALL }.is_consistent());
         assert!(!Offloads { ecn: true, ..CSUM }.is_consistent());
@@ -271,7 +271,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_taken_is_taken_as_it_is(bytes: [u8; HEADER_LEN], len in 14usize..70_000) {
+        fn accepted_header_is_accepted_unchanged_again(bytes: [u8; HEADER_LEN], len in 14usize..70_000) {
             let mut once = bytes;
             if check_sent(&mut once, len, ALL).is_ok() {
                 let mut twice = once;

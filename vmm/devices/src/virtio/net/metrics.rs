@@ -244,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_kernel_moves_the_interface_counts() {
+    fn counters_of_vhost_are_those_of_the_interface() {
         let metrics = NetMetrics::default();
         metrics.passed(Direction::ToGuest, 100);
         assert_eq!(metrics.traffic(Direction::ToGuest), Some(Traffic { frames: 1, bytes: 100 }));
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn rx_counters_are_what_the_guest_receives() {
+    fn rx_counters_count_frames_to_the_guest() {
         let metrics = Arc::<NetMetrics>::default();
         metrics.passed(Direction::ToGuest, 100);
         metrics.passed(Direction::FromGuest, 60);

@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_is_used_if_it_can_be() {
+    fn vhost_is_used_if_requested_and_possible() {
         assert!(!is_kernel_used(VhostMode::Off, "n", || panic!("nobody asked for it")).unwrap());
         assert!(is_kernel_used(VhostMode::On, "n", || Ok(())).unwrap());
         assert!(is_kernel_used(VhostMode::Auto, "n", || Ok(())).unwrap());

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_may_be_cut_anywhere() {
+    fn frame_may_be_divided_at_any_byte() {
         let mut driver = TestDriver::new(1);
         let packet: Vec<u8> = (0..100).map(|nth| if nth < 12 { 0 } else { nth }).collect();
         driver.write(BUFFERS, &packet);
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_frame_is_refused() {
+    fn invalid_frames_are_refused() {
         let mut driver = TestDriver::new(1);
         let mut error = |buffers: &[Buffer]| read(&mut driver, buffers).unwrap_err().to_string();
         assert!(error(&[Buffer::Out(BUFFERS, 25)]).contains("25 bytes, at least 26"));
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_filled_is_refused() {
+    fn unsuitable_receive_chains_are_refused() {
         let mut driver = TestDriver::new(1);
         let mut hand = Hand::default();
         let mut take = |buffers: &[Buffer]| {
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_of_a_chain_is_bounded() {
+    fn capacity_of_a_chain_is_limited_to_a_frame() {
         let mut driver = TestDriver::new(1);
         let mut hand = Hand::default();
         with_chain(
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_fits_nowhere_is_known_as_such() {
+    fn frame_without_sufficient_chains_never_fits() {
         let hand = |capacities: &[usize]| Hand {
             segments: Vec::new(),
             chains: capacities
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_that_is_gone_costs_its_frame_and_nothing_else() {
+    fn missing_buffer_loses_only_its_frame() {
         let mut driver = TestDriver::new(1);
         let mut hand = Hand::default();
         let mut packet = [7; 40];
@@ -390,7 +390,7 @@ mod tests {
     proptest! {
         /// For any buffers, the driver can assemble the frame from the used chains.
         #[test]
-        fn a_frame_is_whole_however_it_is_split(
+        fn frame_is_complete_in_any_chains(
             chains in prop::collection::vec(prop::collection::vec(0u32..600, 1..4), 1..16),
             len in 12usize..4000,
         ) {

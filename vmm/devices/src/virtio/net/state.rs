@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_is_as_the_driver_reads_it() {
+    fn configuration_has_the_layout_of_the_specification() {
         let net = interface(shape());
         assert_eq!(net.config(), [2, 0, 0, 0, 0, 1, 1, 0, 4, 0, 0xdc, 5]);
         net.lose_link();
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_is_let_go_before_it_is_detached_and_taken_after_it_is_attached() {
+    fn queue_is_attached_before_and_detached_after_its_use() {
         struct User(FakeTap, Mutex<Vec<(bool, u16)>>);
         impl PairUser for User {
             fn use_pair(&self, is_active: bool) {
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leans_on_something_else_is_not_offered_alone() {
+    fn features_are_offered_only_with_those_that_they_require() {
         let all = interface(shape()).features();
         for shape in [
             shape(),
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn the_control_queue_is_behind_those_that_are_used() {
+    fn control_queue_follows_the_negotiated_pairs() {
         let net = interface(shape());
         let all = net.features();
         assert_eq!(net.control_queue(all), Some(8));

@@ -619,7 +619,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_tap_is_refused() {
+    fn descriptors_that_are_not_taps_are_refused() {
         let file = tempfile::tempfile().unwrap();
         let fd = file.as_raw_fd();
         assert!(
@@ -653,7 +653,7 @@ mod tests {
 
     /// Runs in its own network namespace.
     #[test]
-    fn interface_of_a_user_is_taken_as_it_is_or_refused_with_the_command() {
+    fn unprivileged_settings_must_match_or_the_error_has_the_command() {
         let thread = std::thread::spawn(|| {
             // SAFETY: takes a number, and changes the namespace of this thread only.
             if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 || make_persistent("down").is_err()
@@ -692,7 +692,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_counts_of_an_interface_is_found() {
+    fn counters_of_an_interface_are_parsed() {
         let interfaces = "\
 Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
@@ -713,7 +713,7 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
     }
 
     #[test]
-    fn a_queue_was_opened_as_the_device_needs_it() {
+    fn missing_flags_of_a_queue_are_found() {
         let all = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
         assert_eq!((lacks(all, false), lacks(all | IFF_MULTI_QUEUE, true)), (None, None));
         // One queue of an interface with several is suitable.
@@ -727,7 +727,7 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
     }
 
     #[test]
-    fn requests_are_as_the_kernel_has_them() {
+    fn requests_have_the_layout_of_the_kernel() {
         let interface = named("a-name-of-15-byt-and-more");
         assert_eq!(name_of(&interface), "a-name-of-15-by");
         let address = ipv4([10, 1, 2, 3].into());
@@ -741,7 +741,7 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
     /// Runs in the thread's own network namespace, which needs a privilege. Skipped without it or
     /// without IPv6. The namespace has only lo, which accepts addresses as a tap does.
     #[test]
-    fn an_ipv6_address_is_there_when_it_has_been_given() {
+    fn ipv6_address_is_added() {
         let thread = std::thread::spawn(|| {
             // SAFETY: it changes the namespace of this thread only, which ends with it.
             if let Err(error) = check(unsafe { libc::unshare(libc::CLONE_NEWNET) }) {

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_are_shown_at_once_and_around_the_rings_end() {
+    fn chains_are_published_at_once_and_wrap_around() {
         let (mut queue, memory) = queue();
         queue.set_next_used(u16::MAX - 1);
         give_back(&mut queue, &memory, &[(1, 10), (2, 20), (3, 30)]).unwrap();
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_that_is_not_in_memory_shows_nothing() {
+    fn ring_outside_of_memory_is_an_error() {
         let (mut queue, memory) = queue();
         queue.try_set_used_ring_address(GuestAddress(0x8000)).unwrap();
         assert!(give_back(&mut queue, &memory, &[(1, 10)]).is_err());
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_is_interrupted_when_it_has_asked_for_that() {
+    fn driver_is_interrupted_if_it_has_requested_that() {
         let (mut queue, memory) = queue();
         let set = |at: u64, value: u16| memory.write_obj(value, GuestAddress(at)).unwrap();
         let event_at = AVAILABLE + 4 + 2 * u64::from(SIZE);

@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn flushes_that_wait_together_share_one_persist_and_one_interrupt() {
+    fn waiting_flushes_share_one_persist_and_one_interrupt() {
         let mut f = fixture(&[&flush(0), &flush(1), &flush(2)]);
         f.device.notify_synchronous(0);
         assert_eq!([response(&f, 0), response(&f, 1), response(&f, 2)], [0; 3]);
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_can_be_plugged_while_a_flush_takes_its_time() {
+    fn memory_can_be_plugged_during_a_flush() {
         let mut f = fixture(&[&flush(0)]);
         let Answers::InExit(Some(active)) = &f.device.answers else { panic!("not active") };
         *f.backing.view.lock() = Some(active.view.clone());
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_persist_is_an_error_in_the_guest() {
+    fn failed_persist_is_an_error_in_the_guest() {
         let mut f = fixture(&[&flush(0)]);
         f.backing.fails.store(true, Ordering::Relaxed);
         f.device.notify_synchronous(0);
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_type_fails_without_a_persist() {
+    fn unknown_type_fails_without_a_persist() {
         let mut f = fixture(&[&flush(0)]);
         f.memory.write_obj(7u32, GuestAddress(REQUEST)).unwrap();
         f.device.notify_synchronous(0);
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_that_are_no_request_are_given_back_and_counted() {
+    fn invalid_chains_are_returned_and_counted() {
         let write = VRING_DESC_F_WRITE;
         let mut f = fixture(&[
             &[(REQUEST, 4, 0)],
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn the_range_is_told_in_the_configuration() {
+    fn configuration_contains_the_range() {
         let f = fixture(&[]);
         let mut data = [0; 20];
         f.device.read_config(0, &mut data);
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_reset_a_notification_does_nothing() {
+    fn notification_after_a_reset_has_no_effect() {
         let mut f = fixture(&[&flush(0)]);
         f.device.reset();
         f.device.notify_synchronous(0);

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_that_takes_its_time_holds_nobody_up() {
+    fn slow_flush_delays_neither_vcpus_nor_plugs() {
         let mut f = fixture();
         assert!(f.device.synchronous_queues().is_empty(), "a vCPU would wait");
         let first = flush(&mut f, 0);
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_waits_for_the_flush_that_is_under_way() {
+    fn reset_waits_for_the_flush_in_progress() {
         let mut f = fixture();
         flush(&mut f, 0);
         f.begun.recv().unwrap();

@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         assert_eq!(RngConfig::parse("src=/dev/hwrng").unwrap().src, PathBuf::from("/dev/hwrng"));
         assert_eq!(RngConfig::parse("iommu=off"), Ok(RngConfig::default()));
         let error = RngConfig::parse("source=/dev/random").unwrap_err();

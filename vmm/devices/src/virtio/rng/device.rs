@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_of_buffers_is_filled() {
+    fn chain_of_buffers_is_filled() {
         let (_loop, rng, mut driver) = start(EntropySource::Kernel);
         let head = driver.add(0, &[Buffer::In(BUFFERS, 40), Buffer::In(BUFFERS + 0x1000, 24)]);
         driver.kick(0);
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_request_gets_a_part() {
+    fn large_request_is_filled_partly() {
         let (_loop, _rng, mut driver) = start(EntropySource::Kernel);
         driver.add(0, &[Buffer::In(BUFFERS, 0x1_0000)]);
         driver.kick(0);
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_device_may_not_write_is_left_alone() {
+    fn readable_buffers_are_not_written() {
         let (_loop, rng, mut driver) = start(EntropySource::Kernel);
         driver.add(0, &[Buffer::Out(BUFFERS, 64)]);
         driver.add(0, &[Buffer::In(MEMORY_LEN - 8, 64)]);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_cannot_be_waited_for_is_replaced_by_the_kernel() {
+    fn source_that_cannot_be_watched_is_replaced_by_the_kernel() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let (file, _writer) = pipe();
         let occupant: Subscriber = Box::new(Occupant(file.as_raw_fd()));
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_waits_for_a_source_that_has_nothing_yet() {
+    fn request_waits_for_an_empty_source() {
         let (file, mut writer) = pipe();
         let (_loop, _rng, mut driver) = start(EntropySource::File(file));
         let first = driver.add(0, &[Buffer::In(BUFFERS, 8)]);
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_can_be_unplugged_while_a_source_keeps_the_device_waiting() {
+    fn memory_can_be_unplugged_while_a_source_blocks() {
         // A source with blocking reads, such as a file on a slow disk.
         let (reader, writer) = io::pipe().unwrap();
         let event_loop = EventLoop::spawn("test").unwrap();
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_ends_is_replaced_by_the_kernel() {
+    fn source_that_ends_is_replaced_by_the_kernel() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(b"one").unwrap();
         io::Seek::rewind(&mut file).unwrap();
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_device_touches_nothing_and_may_start_again() {
+    fn reset_device_is_inactive_until_its_next_activation() {
         let (_loop, mut rng, mut driver) = start(EntropySource::Kernel);
         rng.reset();
         driver.add(0, &[Buffer::In(BUFFERS, 64)]);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_used_ring_that_cannot_be_written_costs_one_request() {
+    fn unwritable_used_ring_loses_one_request() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let mut rng = Rng::new(EntropySource::Kernel, event_loop.handle());
         let mut driver = TestDriver::new(1);
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn without_its_queue_it_does_not_start() {
+    fn activation_without_its_queue_fails() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let mut rng = Rng::new(EntropySource::Kernel, event_loop.handle());
         let mut activation = TestDriver::new(1).activation(rng.features());

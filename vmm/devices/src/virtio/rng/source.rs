@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_is_asked_without_its_device() {
+    fn kernel_devices_use_getrandom() {
         for device in KERNEL_DEVICES {
             let mut source = EntropySource::open(Path::new(device)).unwrap();
             assert!(matches!(source, EntropySource::Kernel));
@@ -75,13 +75,13 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_source_is_named() {
+    fn missing_source_is_named() {
         let error = EntropySource::open(Path::new("/nowhere/rng")).unwrap_err();
         assert_eq!(error.to_string(), r#"Cannot open the entropy source "/nowhere/rng""#);
     }
 
     #[test]
-    fn the_end_of_a_file_is_an_error() {
+    fn end_of_a_file_is_an_error() {
         let mut source = EntropySource::File(tempfile::tempfile().unwrap());
         assert_eq!(source.fill(&mut [0; 8]).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }

@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let vsock = VsockConfig::parse("cid=3,socket=/run/vm.vsock,id=v,iommu=off").unwrap();
         let id = Some("v".to_owned());
         assert_eq!(vsock, VsockConfig { cid: 3, socket: "/run/vm.vsock".into(), id });

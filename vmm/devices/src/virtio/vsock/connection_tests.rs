@@ -14,7 +14,7 @@ fn established() -> Connection {
 }
 
 #[test]
-fn a_request_of_the_host_is_established_by_the_response() {
+fn response_establishes_a_request_of_the_host() {
     let now = Instant::now();
     let mut connection = Connection::requested(now);
     assert_eq!(connection.deadline(), Some(now + REQUEST_TIMEOUT));
@@ -43,14 +43,14 @@ fn only_a_response_or_a_reset_answers_a_request() {
 }
 
 #[test]
-fn a_second_handshake_is_a_violation() {
+fn second_handshake_is_a_violation() {
     for op in [Op::Request, Op::Response] {
         assert_eq!(established().on_guest_packet(op, ROOMY), Err(Violation::OutOfPlace { op }));
     }
 }
 
 #[test]
-fn a_guest_that_overruns_our_buffer_is_caught() {
+fn buffer_overrun_by_the_guest_is_a_violation() {
     let mut connection = established();
     let len_bytes = BUFFER_BYTES;
     assert_eq!(
@@ -65,7 +65,7 @@ fn a_guest_that_overruns_our_buffer_is_caught() {
 }
 
 #[test]
-fn the_guest_hears_of_its_credit_when_a_quarter_of_the_buffer_is_news() {
+fn credit_is_announced_after_a_quarter_of_the_buffer() {
     let mut connection = established();
     let data = Op::Data { len_bytes: BUFFER_BYTES };
     connection.on_guest_packet(data, ROOMY).unwrap();
@@ -78,7 +78,7 @@ fn the_guest_hears_of_its_credit_when_a_quarter_of_the_buffer_is_news() {
 }
 
 #[test]
-fn a_credit_request_is_answered_once() {
+fn credit_request_is_answered_once() {
     let mut connection = established();
     assert_eq!(connection.on_guest_packet(Op::CreditRequest, ROOMY), Ok(Event::None));
     assert_eq!(connection.on_guest_packet(Op::CreditRequest, ROOMY), Ok(Event::None));
@@ -88,7 +88,7 @@ fn a_credit_request_is_answered_once() {
 }
 
 #[test]
-fn without_credit_the_guest_is_asked_once_until_it_has_some() {
+fn credit_is_requested_once_until_the_guest_has_some() {
     let mut connection = established();
     let full = Credit { buf_alloc: 100, fwd_cnt: 0 };
     connection.on_guest_packet(Op::CreditUpdate, full).unwrap();
@@ -105,7 +105,7 @@ fn without_credit_the_guest_is_asked_once_until_it_has_some() {
 }
 
 #[test]
-fn a_guest_that_claims_to_have_taken_what_it_never_got_gets_nothing() {
+fn guest_with_an_impossible_forward_count_receives_nothing() {
     let mut connection = established();
     connection.send(Op::Data { len_bytes: 100 });
     let liar = Credit { buf_alloc: 1 << 16, fwd_cnt: 101 };
@@ -114,7 +114,7 @@ fn a_guest_that_claims_to_have_taken_what_it_never_got_gets_nothing() {
 }
 
 #[test]
-fn a_half_closed_host_still_receives() {
+fn half_closed_host_still_receives() {
     let mut connection = established();
     connection.host_ended_sending(Instant::now());
     let sending = Ended { sending: true, receiving: false };
@@ -127,7 +127,7 @@ fn a_half_closed_host_still_receives() {
 }
 
 #[test]
-fn a_half_closed_guest_still_receives_and_may_not_send() {
+fn half_closed_guest_still_receives_and_must_not_send() {
     let mut connection = established();
     let ended = Ended { sending: true, receiving: false };
     assert_eq!(connection.on_guest_packet(Op::Shutdown(ended), ROOMY), Ok(Event::Ended));
@@ -137,7 +137,7 @@ fn a_half_closed_guest_still_receives_and_may_not_send() {
 }
 
 #[test]
-fn nothing_is_sent_to_a_guest_that_will_not_receive() {
+fn guest_that_has_ended_receiving_is_sent_nothing() {
     let mut connection = established();
     let ended = Ended { sending: false, receiving: true };
     connection.on_guest_packet(Op::Shutdown(ended), ROOMY).unwrap();
@@ -145,7 +145,7 @@ fn nothing_is_sent_to_a_guest_that_will_not_receive() {
 }
 
 #[test]
-fn a_host_that_has_left_sets_a_deadline_and_tells_what_remains_first() {
+fn closed_host_sends_remaining_data_and_sets_a_deadline() {
     let now = Instant::now();
     let mut connection = established();
     connection.host_ended_receiving(now);
@@ -315,7 +315,7 @@ fn any_op() -> impl Strategy<Value = Op> {
 
 proptest! {
     #[test]
-    fn all_that_is_written_arrives_and_no_buffer_is_overrun(
+    fn all_written_bytes_arrive_without_an_overrun(
         capacity_bytes in prop_oneof![1u32..50, 1000u32..300_000],
         steps in steps(),
     ) {
@@ -362,7 +362,7 @@ proptest! {
     }
 
     #[test]
-    fn a_guest_that_says_anything_panics_nothing_and_overruns_nothing(
+    fn arbitrary_packets_cause_neither_panic_nor_overrun(
         requested: bool,
         packets in prop::collection::vec((any_op(), any::<(u32, u32)>(), any::<(bool, bool, u32)>()), 0..200),
     ) {

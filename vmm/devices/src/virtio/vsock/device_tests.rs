@@ -185,17 +185,17 @@ fn one_mebibyte_both_ways(features: u64) {
 }
 
 #[test]
-fn one_mebibyte_goes_both_ways() {
+fn one_mebibyte_is_transferred_in_both_directions() {
     one_mebibyte_both_ways(FEATURES);
 }
 
 #[test]
-fn one_mebibyte_goes_both_ways_with_event_indexes() {
+fn one_mebibyte_is_transferred_in_both_directions_with_event_indexes() {
     one_mebibyte_both_ways(EVENT_IDX);
 }
 
 #[test]
-fn the_guest_reaches_a_server_with_a_payload_in_pieces() {
+fn guest_reaches_a_server_with_a_payload_in_pieces() {
     let mut fixture = Fixture::new(EVENT_IDX);
     let listener = UnixListener::bind(fixture.path("_80")).unwrap();
     let link = Link { host: HostPort(80), guest: GuestPort(4000) };
@@ -212,7 +212,7 @@ fn the_guest_reaches_a_server_with_a_payload_in_pieces() {
 }
 
 #[test]
-fn the_guest_reaches_a_port_in_this_process() {
+fn guest_reaches_a_port_in_this_process() {
     let mut ports = VsockPorts::new();
     let mut agents = ports.listen_in_process(1024, GuestPorts::All).unwrap();
     let mut fixture = Fixture::idle(ports);
@@ -273,7 +273,7 @@ fn memory_can_be_unplugged_while_the_guest_is_being_connected() {
 }
 
 #[test]
-fn a_client_that_came_before_the_guest_is_served_when_it_is_up() {
+fn early_client_is_served_after_the_activation() {
     let mut fixture = Fixture::idle(VsockPorts::new());
     let mut client = fixture.client();
     fixture.activate(FEATURES);
@@ -284,7 +284,7 @@ fn a_client_that_came_before_the_guest_is_served_when_it_is_up() {
 }
 
 #[test]
-fn a_reset_closes_connections_and_the_device_works_again() {
+fn device_works_after_a_reset_closed_connections() {
     let mut fixture = Fixture::new(EVENT_IDX);
     let (mut client, _) = fixture.connected_client();
     fixture.device.reset();
@@ -301,7 +301,7 @@ fn a_reset_closes_connections_and_the_device_works_again() {
 }
 
 #[test]
-fn receive_buffers_in_unplugged_memory_come_back_empty_and_lose_no_packet() {
+fn receive_buffers_in_unplugged_memory_are_returned_without_loss() {
     let mut fixture = Fixture::idle(VsockPorts::new());
     let driver = &mut fixture.driver;
     driver.offer_rx(0, UNPLUGGED, 4096);
@@ -324,7 +324,7 @@ fn receive_buffers_in_unplugged_memory_come_back_empty_and_lose_no_packet() {
 }
 
 #[test]
-fn packets_in_unplugged_memory_come_back_and_the_device_goes_on() {
+fn packets_in_unplugged_memory_are_returned_and_the_device_continues() {
     let mut fixture = Fixture::new(EVENT_IDX);
     let (mut client, link) = fixture.connected_client();
     let bad_buffers = fixture.device.metrics();
@@ -361,7 +361,7 @@ fn packets_in_unplugged_memory_come_back_and_the_device_goes_on() {
 }
 
 #[test]
-fn a_ring_that_makes_no_sense_stops_the_device_until_the_reset() {
+fn invalid_ring_stops_the_device_until_the_reset() {
     let mut fixture = Fixture::new(FEATURES);
     let (mut client, _) = fixture.connected_client();
     fixture.driver.offer_absurdly_many();
@@ -381,7 +381,7 @@ fn a_ring_that_makes_no_sense_stops_the_device_until_the_reset() {
 }
 
 #[test]
-fn the_timer_ends_what_waits_too_long() {
+fn timer_ends_expired_connections() {
     let mut fixture = Fixture::idle(VsockPorts::new());
     fixture.device.greeting_timeout = Duration::from_millis(20);
     fixture.activate(FEATURES);
@@ -393,7 +393,7 @@ fn the_timer_ends_what_waits_too_long() {
 }
 
 #[test]
-fn a_driver_that_enables_too_few_queues_is_told_which_one_is_missing() {
+fn error_of_a_missing_queue_names_it() {
     let mut fixture = Fixture::idle(VsockPorts::new());
     let mut activation = fixture.driver.activation(FEATURES);
     activation.queues[1] = None;
@@ -405,7 +405,7 @@ fn a_driver_that_enables_too_few_queues_is_told_which_one_is_missing() {
 }
 
 #[test]
-fn the_configuration_is_the_context_id() {
+fn configuration_is_the_context_id() {
     let fixture = Fixture::idle(VsockPorts::new());
     let mut config = [9; 10];
     fixture.device.read_config(0, &mut config);
@@ -416,7 +416,7 @@ fn the_configuration_is_the_context_id() {
 }
 
 #[test]
-fn reserved_context_ids_are_refused_before_anything_is_made() {
+fn reserved_context_ids_are_refused_without_side_effects() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vsock");
     let event_loop = EventLoop::spawn("vsock-test").unwrap();
@@ -428,7 +428,7 @@ fn reserved_context_ids_are_refused_before_anything_is_made() {
 }
 
 #[test]
-fn a_device_that_is_dropped_while_active_closes_everything_and_removes_its_socket() {
+fn dropped_active_device_closes_connections_and_removes_its_socket() {
     let mut fixture = Fixture::new(FEATURES);
     let (mut client, _) = fixture.connected_client();
     let path = fixture.path("");

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_greeting_names_a_port_and_nothing_else() {
+    fn greeting_has_a_port_and_nothing_else() {
         let greeted = |line: &str| Greeting::default().read(line.as_bytes());
         assert_eq!(greeted("CONNECT 52\n"), Greeted::Connect(GuestPort(52)));
         assert_eq!(greeted("connect 4294967295\r\n"), Greeted::Connect(GuestPort(u32::MAX)));
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_greeting_may_come_in_pieces_and_leaves_what_follows_it() {
+    fn greeting_in_pieces_leaves_later_bytes_in_the_stream() {
         let (mut client, mut ours) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         let mut greeting = Greeting::default();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn the_socket_is_removed_with_the_device_unless_it_is_anothers() {
+    fn socket_is_removed_unless_it_was_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("vsock");
         let host = HostSide::bind(&path, VsockPorts::new()).unwrap();
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_is_taken_is_refused_and_a_stale_socket_is_not() {
+    fn used_path_is_refused_and_stale_socket_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("vsock");
         let first = HostSide::bind(&path, VsockPorts::new()).unwrap();
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_has_one_listener_and_a_bounded_backlog() {
+    fn port_has_one_listener_and_a_bounded_backlog() {
         let dir = tempfile::tempdir().unwrap();
         let mut ports = VsockPorts::new();
         let mut receiver = ports.listen_in_process(7, GuestPorts::All).unwrap();
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_privileged_port_hears_of_privileged_ports_only() {
+    fn privileged_listener_accepts_privileged_ports_only() {
         let dir = tempfile::tempdir().unwrap();
         let mut ports = VsockPorts::new();
         let mut receiver = ports.listen_in_process(7, GuestPorts::Privileged).unwrap();
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_with_a_full_backlog_refuses_instead_of_blocking() {
+    fn full_backlog_refuses_instead_of_blocking() {
         let dir = tempfile::tempdir().unwrap();
         let host = HostSide::bind(&dir.path().join("vsock"), VsockPorts::new()).unwrap();
         let path = dir.path().join("vsock_9");

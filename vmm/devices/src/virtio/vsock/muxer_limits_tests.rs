@@ -15,7 +15,7 @@ impl Fixture {
 }
 
 #[test]
-fn a_slow_host_stops_the_guest_until_it_reads() {
+fn slow_host_stops_the_guest_until_it_reads() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
     let mut forwarded = 0;
@@ -39,7 +39,7 @@ fn a_slow_host_stops_the_guest_until_it_reads() {
 }
 
 #[test]
-fn a_slow_host_gets_everything_from_a_guest_that_has_left() {
+fn slow_host_receives_everything_after_the_guest_has_left() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
     let sent = stuff(&mut fixture, link, &mut 0);
@@ -65,7 +65,7 @@ fn a_slow_host_gets_everything_from_a_guest_that_has_left() {
 }
 
 #[test]
-fn a_host_that_leaves_while_much_is_waiting_frees_the_buffer() {
+fn host_that_leaves_frees_the_pending_data() {
     let mut fixture = Fixture::new();
     let (client, link) = fixture.connected_client();
     stuff(&mut fixture, link, &mut 0);
@@ -78,7 +78,7 @@ fn a_host_that_leaves_while_much_is_waiting_frees_the_buffer() {
 }
 
 #[test]
-fn resets_owed_to_a_guest_that_takes_none_are_bounded() {
+fn pending_resets_are_bounded() {
     let mut fixture = Fixture::new();
     for port in 0..3 * u32_of(MAX_RESETS) {
         let link = Link { host: HostPort(5), guest: GuestPort(port) };
@@ -89,13 +89,13 @@ fn resets_owed_to_a_guest_that_takes_none_are_bounded() {
 }
 
 #[test]
-fn sockets_leave_half_of_the_files_to_others() {
+fn sockets_use_at_most_half_of_the_files() {
     assert_eq!([0, 1, 256, 1024, 2046].map(max_sockets), [0, 0, 128, 512, 1023]);
     assert_eq!([2048, 1 << 20, u64::MAX].map(max_sockets), [MAX_SOCKETS; 3]);
 }
 
 #[test]
-fn sockets_are_bounded_and_room_is_used_again() {
+fn sockets_are_bounded_and_reused() {
     const BOUND: usize = 100;
     let mut fixture = Fixture::new();
     let request = |fixture: &mut Fixture, port| {

@@ -188,7 +188,7 @@ fn assert_waits(stream: &mut UnixStream) {
 }
 
 #[test]
-fn a_client_of_the_host_reaches_the_guest() {
+fn client_of_the_host_reaches_the_guest() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
     client.write_all(b"ping").unwrap();
@@ -203,7 +203,7 @@ fn a_client_of_the_host_reaches_the_guest() {
 }
 
 #[test]
-fn what_a_client_sends_right_after_its_greeting_is_not_lost() {
+fn data_right_after_the_greeting_is_not_lost() {
     let mut fixture = Fixture::new();
     let mut client = fixture.client();
     client.write_all(b"CONNECT 52\nhello").unwrap();
@@ -216,7 +216,7 @@ fn what_a_client_sends_right_after_its_greeting_is_not_lost() {
 }
 
 #[test]
-fn a_refused_client_is_closed_without_ok() {
+fn refused_client_is_closed_without_ok() {
     let mut fixture = Fixture::new();
     let mut client = fixture.client();
     client.write_all(b"CONNECT 52\n").unwrap();
@@ -230,7 +230,7 @@ fn a_refused_client_is_closed_without_ok() {
 }
 
 #[test]
-fn a_client_that_does_not_say_where_to_go_is_closed() {
+fn client_without_a_greeting_is_closed_in_time() {
     let mut fixture = Fixture::new();
     let mut client = fixture.client();
     client.write_all(b"GET / HTTP/1.1\n").unwrap();
@@ -248,7 +248,7 @@ fn a_client_that_does_not_say_where_to_go_is_closed() {
 }
 
 #[test]
-fn a_guest_that_does_not_answer_a_request_is_told_to_forget_it() {
+fn unanswered_request_is_reset() {
     let mut fixture = Fixture::new();
     let mut client = fixture.client();
     client.write_all(b"CONNECT 52\n").unwrap();
@@ -265,7 +265,7 @@ fn a_guest_that_does_not_answer_a_request_is_told_to_forget_it() {
 }
 
 #[test]
-fn the_guest_reaches_a_server_of_the_host() {
+fn guest_reaches_a_server_of_the_host() {
     let mut fixture = Fixture::new();
     let (mut server, link) = fixture.connected_server();
     fixture.guest_sends_data(link, b"ping");
@@ -275,7 +275,7 @@ fn the_guest_reaches_a_server_of_the_host() {
 }
 
 #[test]
-fn the_guest_is_refused_where_nobody_listens() {
+fn port_without_a_listener_refuses_the_guest() {
     let mut fixture = Fixture::new();
     let link = Link { host: HostPort(81), guest: GuestPort(1000) };
     fixture.guest_sends(link, Op::Request, &[]);
@@ -284,7 +284,7 @@ fn the_guest_is_refused_where_nobody_listens() {
 }
 
 #[test]
-fn the_guest_reaches_a_port_in_this_process() {
+fn guest_reaches_a_port_in_this_process() {
     let mut fixture = Fixture::new();
     let link = Link { host: HostPort(AGENT), guest: GuestPort(1000) };
     fixture.guest_sends(link, Op::Request, &[]);
@@ -304,7 +304,7 @@ fn the_guest_reaches_a_port_in_this_process() {
 }
 
 #[test]
-fn a_guest_that_ends_sending_still_receives() {
+fn guest_that_ends_sending_still_receives() {
     let mut fixture = Fixture::new();
     let (mut server, link) = fixture.connected_server();
     fixture.guest_sends_data(link, b"question");
@@ -321,7 +321,7 @@ fn a_guest_that_ends_sending_still_receives() {
 }
 
 #[test]
-fn a_host_that_ends_sending_still_receives() {
+fn host_that_ends_sending_still_receives() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
     client.write_all(b"question").unwrap();
@@ -339,7 +339,7 @@ fn a_host_that_ends_sending_still_receives() {
 }
 
 #[test]
-fn a_host_that_writes_to_a_guest_that_will_not_receive_learns_it() {
+fn write_to_a_guest_that_has_ended_receiving_fails() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
     fixture.guest_sends(link, Op::Shutdown(RECEIVING), &[]);
@@ -349,7 +349,7 @@ fn a_host_that_writes_to_a_guest_that_will_not_receive_learns_it() {
 }
 
 #[test]
-fn a_host_that_vanishes_is_reported_and_forgotten_in_time() {
+fn host_that_leaves_is_reported_and_removed_in_time() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
     client.write_all(b"last words").unwrap();
@@ -367,7 +367,7 @@ fn a_host_that_vanishes_is_reported_and_forgotten_in_time() {
 }
 
 #[test]
-fn a_host_that_leaves_without_reading_resets_the_connection() {
+fn host_that_leaves_without_reading_resets_the_connection() {
     let mut fixture = Fixture::new();
     let (client, link) = fixture.connected_client();
     fixture.guest_sends_data(link, b"unheard");
@@ -377,7 +377,7 @@ fn a_host_that_leaves_without_reading_resets_the_connection() {
 }
 
 #[test]
-fn a_guest_that_vanishes_ends_the_hosts_stream() {
+fn reset_by_the_guest_ends_the_stream_of_the_host() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
     fixture.guest_sends_data(link, b"last words");
@@ -389,7 +389,7 @@ fn a_guest_that_vanishes_ends_the_hosts_stream() {
 }
 
 #[test]
-fn a_guest_without_credit_gets_nothing_until_it_has_some() {
+fn guest_without_credit_receives_nothing_until_it_has_some() {
     let mut fixture = Fixture::new();
     fixture.credit = Credit { buf_alloc: 10, fwd_cnt: 0 };
     let (mut client, link) = fixture.connected_client();
@@ -422,7 +422,7 @@ fn stuff(fixture: &mut Fixture, link: Link, forwarded: &mut u32) -> u32 {
 }
 
 #[test]
-fn an_overrun_resets_the_connection() {
+fn overrun_resets_the_connection() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
     let mut forwarded = 0;
@@ -434,7 +434,7 @@ fn an_overrun_resets_the_connection() {
 }
 
 #[test]
-fn a_packet_shorter_than_its_header_says_resets_the_connection() {
+fn packet_shorter_than_the_length_in_its_header_resets_the_connection() {
     let mut fixture = Fixture::new();
     let (_client, link) = fixture.connected_client();
     fixture.guest_sends(link, Op::Data { len_bytes: 100 }, b"only this");
@@ -444,7 +444,7 @@ fn a_packet_shorter_than_its_header_says_resets_the_connection() {
 }
 
 #[test]
-fn packets_that_belong_nowhere_are_answered_with_a_reset_or_ignored() {
+fn packets_without_a_connection_are_reset_or_ignored() {
     let mut fixture = Fixture::new();
     let link = Link { host: HostPort(5), guest: GuestPort(6) };
     for op in [Op::Response, Op::Shutdown(BOTH), Op::CreditUpdate, Op::CreditRequest] {
@@ -466,7 +466,7 @@ fn packets_that_belong_nowhere_are_answered_with_a_reset_or_ignored() {
 }
 
 #[test]
-fn an_unknown_operation_ends_the_connection_of_its_name_on_both_sides() {
+fn unknown_operation_ends_its_connection_on_both_sides() {
     let mut fixture = Fixture::new();
     let (mut client, link) = fixture.connected_client();
     let good = from_guest(CID, link, Op::CreditUpdate, fixture.credit);
@@ -476,7 +476,7 @@ fn an_unknown_operation_ends_the_connection_of_its_name_on_both_sides() {
 }
 
 #[test]
-fn a_second_request_on_the_same_ports_ends_the_first() {
+fn second_request_on_the_same_ports_ends_the_first() {
     let mut fixture = Fixture::new();
     let (mut server, link) = fixture.connected_server();
     fixture.guest_sends(link, Op::Request, &[]);
@@ -485,7 +485,7 @@ fn a_second_request_on_the_same_ports_ends_the_first() {
 }
 
 #[test]
-fn an_unprivileged_process_of_the_guest_does_not_reach_a_port_for_privileged_ones() {
+fn unprivileged_port_does_not_reach_a_privileged_listener() {
     let mut fixture = Fixture::new();
     let link = Link { host: HostPort(TRUSTED), guest: GuestPort(1024) };
     fixture.guest_sends(link, Op::Request, &[]);
@@ -559,7 +559,7 @@ fn plausible(raw: &RawHeader, links: &[Link], pick: usize, payload: usize) -> Ra
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
     #[test]
-    fn whatever_guest_and_clients_do_nothing_panics_and_nothing_grows(acts in acts()) {
+    fn arbitrary_actions_cause_neither_panic_nor_growth(acts in acts()) {
         let mut fixture = Fixture::new();
         let mut clients: Vec<UnixStream> = Vec::new();
         let mut links: Vec<Link> = Vec::new();

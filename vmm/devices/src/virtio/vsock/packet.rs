@@ -247,7 +247,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_header_has_the_byte_order_of_the_specification() {
+    fn header_has_the_byte_order_of_the_specification() {
         let link = Link { host: HostPort(0x0102_0304), guest: GuestPort(0x0506_0708) };
         let credit = Credit { buf_alloc: 0x1112_1314, fwd_cnt: 0x2122_2324 };
         let header = RawHeader::to_guest(3, link, Op::Data { len_bytes: 0x99 }, credit);
@@ -259,7 +259,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn packets_of_other_types_and_operations_are_not_understood() {
+    fn unknown_types_and_operations_are_not_understood() {
         let link = Link { host: HostPort(1), guest: GuestPort(2) };
         let good = from_guest(CID, link, Op::Request, Credit::default());
         assert!(good.parse_guest_packet().is_ok());
@@ -274,7 +274,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_the_guest_itself_may_speak_and_only_to_the_host() {
+    fn only_packets_from_the_guest_to_the_host_are_accepted() {
         let link = Link { host: HostPort(1), guest: GuestPort(2) };
         let good = from_guest(CID, link, Op::Request, Credit::default());
         assert!(good.is_to_host_from(CID));
@@ -285,7 +285,7 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn what_is_understood_says_what_the_bytes_say(bytes: [u8; HEADER_LEN]) {
+        fn parsed_packet_equals_its_bytes(bytes: [u8; HEADER_LEN]) {
             let raw = RawHeader::read_from_bytes(&bytes).unwrap();
             if let Ok(packet) = raw.parse_guest_packet() {
                 let again = from_guest(raw.src_cid.get(), packet.link, packet.op, packet.credit);

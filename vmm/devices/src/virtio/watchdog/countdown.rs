@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn it_begins_with_the_first_ping_and_anew_with_each() {
+    fn countdown_starts_with_the_first_ping_and_restarts_with_each() {
         let mut countdown = Countdown::default();
         assert!((0..100).all(|_| !countdown.tick()) && !countdown.is_on());
         assert!(countdown.ping() && !countdown.ping());
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_over_once_until_the_next_ping() {
+    fn countdown_expires_once_until_the_next_ping() {
         let mut countdown = Countdown::default();
         countdown.ping();
         ticks(&mut countdown);
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_has_the_time_that_it_is_promised_whenever_it_pings() {
+    fn ticks_cover_the_timeout() {
         assert!(TICK * (TICKS - 1) >= TIMEOUT);
     }
 }

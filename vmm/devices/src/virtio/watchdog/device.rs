@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_is_no_ping() {
+    fn request_without_a_writable_byte_is_not_a_ping() {
         let mut rig = Rig::new();
         assert_eq!(rig.ping(Buffer::Out(BUFFERS, 1)).1, 0);
         assert_eq!(rig.ping(Buffer::In(MEMORY_LEN, 1)).1, 0);
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn without_its_queue_it_does_not_start() {
+    fn activation_without_its_queue_fails() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let mut watchdog = Watchdog::new(Arc::new(|| {}), event_loop.handle());
         // The id of Cloud Hypervisor. The prefix marks a permanent device.

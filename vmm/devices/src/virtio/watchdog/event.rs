@@ -129,7 +129,7 @@ mod tests {
     use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
 
     #[test]
-    fn a_guest_that_has_pinged_and_stops_is_told_of_once() {
+    fn guest_that_stops_pinging_is_reported_once() {
         let mut driver = TestDriver::new(1);
         let mut activation = driver.activation(0);
         let queue = activation.queues.pop().flatten().unwrap();

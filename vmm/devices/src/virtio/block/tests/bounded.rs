@@ -42,7 +42,7 @@ fn slow_disk() -> (Rig, Receiver<u64>, Sender<()>) {
 }
 
 #[test]
-fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
+fn reset_waits_for_one_step_of_a_request_of_64_gib() {
     for kind in [VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_T_DISCARD] {
         let (mut rig, has_begun, go_on) = slow_disk();
         let list: Vec<_> = (0..32).map(|nth| (nth << 22, 1 << 22)).collect();
@@ -97,7 +97,7 @@ fn read_behind_a_long_discard_is_answered_before_its_end() {
 }
 
 #[test]
-fn after_an_index_that_makes_no_sense_the_thread_is_idle_until_a_reset() {
+fn thread_is_idle_after_an_invalid_index_until_a_reset() {
     let (mut rig, _) = Rig::fake(1 << 20);
     let metrics = rig.metrics();
     let passes = || metrics.passes.load(Ordering::Relaxed);

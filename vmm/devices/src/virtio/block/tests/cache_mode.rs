@@ -29,7 +29,7 @@ fn send_write(rig: &mut Rig, pieces: u64) {
 }
 
 #[test]
-fn write_that_ends_during_the_flush_of_the_switch_has_a_flush_of_its_own() {
+fn write_that_ends_during_the_flush_of_the_switch_has_its_own_flush() {
     let fake = Arc::new(Fake::with_rings(DISK_BYTES));
     let mut rig = Rig::new(fake.clone());
     let ring = fake.ring(0);

@@ -16,7 +16,7 @@ fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
 }
 
 #[test]
-fn what_was_written_is_read_again() {
+fn read_returns_written_data() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     let data = pattern(8192, 1);
     assert_eq!(rig.write(16, &data), OK);
@@ -30,7 +30,7 @@ fn what_was_written_is_read_again() {
 }
 
 #[test]
-fn a_request_may_be_cut_anywhere() {
+fn request_may_be_divided_at_any_byte() {
     let (mut rig, _) = Rig::fake(1 << 20);
     let data = pattern(1024, 2);
     rig.driver.write(DATA, &data);
@@ -60,7 +60,7 @@ fn a_request_may_be_cut_anywhere() {
 }
 
 #[test]
-fn requests_that_wait_together_are_all_answered() {
+fn waiting_requests_are_all_answered() {
     let (mut rig, _) = Rig::fake(1 << 20);
     rig.write_header(VIRTIO_BLK_T_IN, 0);
     let heads: Vec<_> = (0..10)
@@ -96,7 +96,7 @@ fn every_queue_works() {
 }
 
 #[test]
-fn the_serial_number_is_padded_and_cut() {
+fn serial_number_is_padded_and_cut() {
     let (mut rig, _) = Rig::fake(1 << 20);
     rig.driver.write(DATA, &[0xaa; 64]);
     let (status, len) = rig.request(VIRTIO_BLK_T_GET_ID, 0, &[Buffer::In(DATA, 64)]);
@@ -108,7 +108,7 @@ fn the_serial_number_is_padded_and_cut() {
 }
 
 #[test]
-fn ranges_are_given_away_and_zeroed() {
+fn ranges_are_discarded_and_zeroed() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &pattern(8192, 3)), OK);
     let list = [range(0, 2, 0), range(8, 1, 0)].concat();
@@ -125,7 +125,7 @@ fn ranges_are_given_away_and_zeroed() {
 }
 
 #[test]
-fn a_flush_makes_durable_and_is_timed() {
+fn flush_makes_writes_durable_and_is_timed() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[1; 512]), OK);
     assert!(fake.is_dirty(), "nobody has asked for it");
@@ -135,7 +135,7 @@ fn a_flush_makes_durable_and_is_timed() {
 }
 
 #[test]
-fn a_driver_that_switches_the_cache_off_needs_no_flush() {
+fn writes_are_durable_after_the_cache_is_switched_off() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[1; 512]), OK);
     rig.device.write_config(32, &[0]);
@@ -154,7 +154,7 @@ fn a_driver_that_switches_the_cache_off_needs_no_flush() {
 }
 
 #[test]
-fn a_driver_that_cannot_flush_begins_without_a_cache() {
+fn driver_that_cannot_flush_begins_without_a_cache() {
     let version = 1 << VIRTIO_F_VERSION_1;
     let (flush, choose) = (1 << VIRTIO_BLK_F_FLUSH, 1 << VIRTIO_BLK_F_CONFIG_WCE);
     // Negotiated features, mode written before DRIVER_OK, and mode in the configuration.
@@ -187,7 +187,7 @@ fn a_driver_that_cannot_flush_begins_without_a_cache() {
 }
 
 #[test]
-fn a_failed_flush_is_told_and_ends_all_writing() {
+fn failed_flush_is_reported_and_stops_writes() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     fake.set_hook(|call| if call == Call::Flush { io_error() } else { Ok(()) });
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (IOERR, 1));
@@ -201,7 +201,7 @@ fn a_failed_flush_is_told_and_ends_all_writing() {
 }
 
 #[test]
-fn failing_media_are_errors_and_the_disk_goes_on() {
+fn failed_transfers_are_errors_and_the_disk_continues() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     fake.set_hook(|_| io_error());
     assert_eq!(rig.write(0, &[1; 512]), IOERR);
@@ -212,7 +212,7 @@ fn failing_media_are_errors_and_the_disk_goes_on() {
 }
 
 #[test]
-fn memory_can_be_plugged_while_a_disk_takes_its_time() {
+fn memory_can_be_plugged_while_the_disk_works() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     let view = rig.view.clone();
     // Would deadlock if a guard was held during a step.
@@ -245,7 +245,7 @@ fn buffers_in_unplugged_memory_are_errors() {
 }
 
 #[test]
-fn a_disk_does_not_get_what_may_not_be_what_the_guest_wrote() {
+fn data_copied_from_lost_memory_is_neither_written_nor_returned() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[7; 4096]), OK);
     // A page of the buffers is lost while they are copied. The handler replaces it by zeros.
@@ -258,7 +258,7 @@ fn a_disk_does_not_get_what_may_not_be_what_the_guest_wrote() {
 }
 
 #[test]
-fn the_configuration_tells_the_shape() {
+fn configuration_contains_the_shape() {
     let fake = Arc::new(Fake::new(1 << 20));
     let device = Block::new(DiskShape { queues: 2, queue_size: 64, ..shape() }, fake).unwrap();
     let mut config = [0xff; 64];
@@ -279,7 +279,7 @@ fn the_configuration_tells_the_shape() {
 }
 
 #[test]
-fn a_new_size_is_for_the_next_request() {
+fn resize_applies_to_the_next_request() {
     let (mut rig, _) = Rig::fake(1 << 20);
     assert_eq!(rig.read(2048, 512), Err(IOERR));
     rig.handle().resize(2 << 20).unwrap();
@@ -290,7 +290,7 @@ fn a_new_size_is_for_the_next_request() {
 }
 
 #[test]
-fn after_a_reset_the_device_starts_anew() {
+fn device_works_after_a_reset() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[5; 512]), OK);
     rig.device.write_config(32, &[0]);

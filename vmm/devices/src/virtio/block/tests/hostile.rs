@@ -16,7 +16,7 @@ const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 
 #[test]
-fn what_is_not_on_the_disk_is_an_error() {
+fn access_outside_of_the_disk_is_an_error() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     let read =
         |rig: &mut Rig, sector, len| rig.request(VIRTIO_BLK_T_IN, sector, &[Buffer::In(DATA, len)]);
@@ -41,7 +41,7 @@ fn what_is_not_on_the_disk_is_an_error() {
 }
 
 #[test]
-fn whole_blocks_are_wanted() {
+fn parts_of_blocks_are_refused() {
     let geometry = Geometry { block_bytes: 4096, ..geometry() };
     let mut rig = Rig::new(Arc::new(Fake::with(1 << 20, geometry)));
     assert_eq!(rig.read(8, 4096), Ok(vec![0; 4096]));
@@ -51,7 +51,7 @@ fn whole_blocks_are_wanted() {
 }
 
 #[test]
-fn types_that_are_none_are_unsupported() {
+fn unknown_types_are_unsupported() {
     let (mut rig, _) = Rig::fake(1 << 20);
     for kind in [2, 3, 5, 9, 10, 12, VIRTIO_BLK_T_SECURE_ERASE, 15, 1 << 31, u32::MAX] {
         assert_eq!(rig.request(kind, 0, &[]), (UNSUPP, 1), "{kind}");
@@ -59,7 +59,7 @@ fn types_that_are_none_are_unsupported() {
 }
 
 #[test]
-fn what_was_not_agreed_on_is_unsupported() {
+fn types_that_were_not_negotiated_are_unsupported() {
     let device = Block::new(shape(), Arc::new(Fake::new(1 << 20))).unwrap();
     let features =
         device.features() & !(1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES);
@@ -70,7 +70,7 @@ fn what_was_not_agreed_on_is_unsupported() {
 }
 
 #[test]
-fn a_read_only_disk_is_not_changed() {
+fn writes_to_a_read_only_disk_are_refused() {
     let geometry = Geometry { read_only: true, discard: false, unmap: false, ..geometry() };
     let fake = Arc::new(Fake::with(1 << 20, geometry));
     let device = Block::new(shape(), fake.clone()).unwrap();
@@ -88,7 +88,7 @@ fn a_read_only_disk_is_not_changed() {
 }
 
 #[test]
-fn ranges_are_checked_all_of_them() {
+fn one_invalid_range_fails_the_request() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[9; 512]), OK);
     let range = |sector: u64, sectors: u32, flags: u32| {
@@ -119,7 +119,7 @@ fn ranges_are_checked_all_of_them() {
 }
 
 #[test]
-fn buffers_that_go_the_wrong_way_are_errors() {
+fn buffers_of_the_wrong_direction_are_errors() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     rig.driver.write(DATA, &[1; 512]);
     assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::Out(DATA, 512)]), (IOERR, 1));
@@ -129,7 +129,7 @@ fn buffers_that_go_the_wrong_way_are_errors() {
 }
 
 #[test]
-fn chains_that_cannot_be_answered_are_given_back() {
+fn chains_without_a_place_for_the_status_are_returned() {
     let (mut rig, _) = Rig::fake(1 << 20);
     rig.write_header(VIRTIO_BLK_T_IN, 0);
     let out = Buffer::Out(HEADER, 16);
@@ -155,7 +155,7 @@ fn chains_that_cannot_be_answered_are_given_back() {
 }
 
 #[test]
-fn headers_that_cannot_be_read_are_errors() {
+fn unreadable_headers_are_errors() {
     let (mut rig, _) = Rig::fake(1 << 20);
     for out in [Buffer::Out(HEADER, 15), Buffer::Out(MEMORY_LEN, 16), Buffer::Out(u64::MAX - 3, 16)]
     {
@@ -172,7 +172,7 @@ fn headers_that_cannot_be_read_are_errors() {
 }
 
 #[test]
-fn data_that_is_not_in_memory_is_an_error() {
+fn data_outside_of_memory_is_an_error() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     for at in [MEMORY_LEN, MEMORY_LEN - 256, u64::MAX - 511, u64::MAX - 100] {
         assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(at, 512)]), (IOERR, 1));
@@ -224,7 +224,7 @@ fn is_given_back_from_table(rig: &mut Rig, chain: &[(u64, u32, u32, u16)], table
 }
 
 #[test]
-fn loops_of_descriptors_are_given_back() {
+fn loops_of_descriptors_are_returned() {
     let (mut rig, _) = Rig::fake(1 << 20);
     for (next, bad) in [(None, false), (Some(0), true), (Some(1), true), (Some(2), true)] {
         let chain = good_chain(next);
@@ -236,7 +236,7 @@ fn loops_of_descriptors_are_given_back() {
 }
 
 #[test]
-fn descriptors_outside_the_table_are_given_back() {
+fn descriptors_outside_the_table_are_returned() {
     let (mut rig, _) = Rig::fake(1 << 20);
     for next in [32, 33, u16::MAX] {
         let chain = good_chain(Some(next));
@@ -249,7 +249,7 @@ fn descriptors_outside_the_table_are_given_back() {
 }
 
 #[test]
-fn loops_in_an_indirect_table_are_given_back() {
+fn loops_in_an_indirect_table_are_returned() {
     let (mut rig, _) = Rig::fake(1 << 20);
     assert!(!is_given_back_from_table(&mut rig, &good_chain(None), 48));
     for next in 0..3 {
@@ -260,7 +260,7 @@ fn loops_in_an_indirect_table_are_given_back() {
 }
 
 #[test]
-fn a_table_within_a_table_is_given_back() {
+fn nested_indirect_table_is_returned() {
     let (mut rig, _) = Rig::fake(1 << 20);
     let [header, data, status] = good_chain(None);
     let nested = (TABLE, 48, INDIRECT, 0);
@@ -278,7 +278,7 @@ fn a_table_within_a_table_is_given_back() {
 }
 
 #[test]
-fn tables_of_no_whole_descriptors_are_given_back() {
+fn indirect_tables_of_invalid_length_are_returned() {
     let (mut rig, _) = Rig::fake(1 << 20);
     for (len, bad) in
         [(0, true), (15, true), (16, true), (32, true), (47, true), (48, false), (49, true)]

@@ -92,7 +92,7 @@ fn exercise(mut rig: Rig, path: &Path) {
 }
 
 #[test]
-fn an_image_is_a_disk_with_io_uring() {
+fn image_works_with_io_uring() {
     let (_folder, path) = image(1 << 20);
     let backend = RawImage::open(&path, WRITABLE).unwrap();
     if let Err(err) = Uring::new(Arc::clone(&backend), 8) {
@@ -104,13 +104,13 @@ fn an_image_is_a_disk_with_io_uring() {
 }
 
 #[test]
-fn an_image_is_a_disk_without_io_uring() {
+fn image_works_without_io_uring() {
     let (_folder, path) = image(1 << 20);
     exercise(Rig::new(without_uring(RawImage::open(&path, WRITABLE).unwrap())), &path);
 }
 
 #[test]
-fn what_is_discarded_takes_no_room() {
+fn discarded_ranges_release_space() {
     let (_folder, path) = image(1 << 20);
     fs::write(&path, vec![1; 1 << 20]).unwrap();
     File::open(&path).unwrap().sync_all().unwrap();
@@ -124,7 +124,7 @@ fn what_is_discarded_takes_no_room() {
 }
 
 #[test]
-fn a_file_that_has_become_short_is_an_error() {
+fn truncated_file_is_an_error() {
     let (_folder, path) = image(1 << 20);
     let mut rig = Rig::new(RawImage::open(&path, WRITABLE).unwrap());
     assert_eq!(rig.write(0, &[1; 4096]), OK);
@@ -135,7 +135,7 @@ fn a_file_that_has_become_short_is_an_error() {
 }
 
 #[test]
-fn one_writes_or_many_read_and_who_has_it_is_named() {
+fn image_has_one_writer_or_several_readers() {
     let (_folder, path) = image(1 << 20);
     let refused = |options| {
         let error = RawImage::open(&path, options).unwrap_err().to_string();
@@ -153,7 +153,7 @@ fn one_writes_or_many_read_and_who_has_it_is_named() {
 }
 
 #[test]
-fn a_pool_is_not_given_away_in_use_or_not() {
+fn pool_is_not_attached_as_a_writable_disk() {
     let (_folder, path) = image(1 << 20);
     let error = |options| RawImage::open(&path, options).unwrap_err().to_string();
     fs::remove_file(&path).unwrap();
@@ -186,7 +186,7 @@ fn a_pool_is_not_given_away_in_use_or_not() {
 }
 
 #[test]
-fn what_a_pmem_device_has_no_disk_gets() {
+fn file_of_a_pmem_device_is_not_attached_as_a_disk() {
     let (_folder, path) = image(2 << 20);
     let config =
         |options: &str| PmemConfig::parse(&format!("file={}{options}", path.display())).unwrap();
@@ -207,7 +207,7 @@ fn what_a_pmem_device_has_no_disk_gets() {
 }
 
 #[test]
-fn bytes_that_a_guest_wrote_never_keep_its_disk_from_it() {
+fn content_written_by_the_guest_does_not_prevent_opening() {
     let (folder, path) = image(16 << 20);
     let pool = folder.path().join("pool");
     drop(Pool::create(&pool, 16 << 20, 0).unwrap());
@@ -243,7 +243,7 @@ fn image_is_examined_for_other_formats_until_it_is_a_disk() {
 }
 
 #[test]
-fn copy_of_a_pool_becomes_a_disk_only_if_the_user_says_so() {
+fn copy_of_a_pool_becomes_a_disk_only_as_explicit_raw_image() {
     let (folder, path) = image(16 << 20);
     let copy = folder.path().join("copy");
     fs::remove_file(&path).unwrap();
@@ -260,7 +260,7 @@ fn copy_of_a_pool_becomes_a_disk_only_if_the_user_says_so() {
 }
 
 #[test]
-fn what_is_no_image_is_refused() {
+fn files_that_are_not_images_are_refused() {
     let folder = TempDir::new().unwrap();
     let error = |path: &Path| RawImage::open(path, WRITABLE).unwrap_err().to_string();
     assert!(error(folder.path()).contains("neither a file nor a block device"));
@@ -276,13 +276,13 @@ fn what_is_no_image_is_refused() {
 }
 
 #[test]
-fn the_end_of_an_image_that_is_no_block_is_not_served() {
+fn partial_last_block_of_an_image_is_ignored() {
     let (_folder, path) = image((1 << 20) + 511);
     assert_eq!(RawImage::open(&path, WRITABLE).unwrap().size_bytes(), 1 << 20);
 }
 
 #[test]
-fn an_image_grows_and_does_not_shrink() {
+fn image_grows_but_does_not_shrink() {
     let (_folder, path) = image(1 << 20);
     let image = RawImage::open(&path, WRITABLE).unwrap();
     assert!(matches!(image.resize(512), Err(ResizeError::Shrinks { .. })));
@@ -296,7 +296,7 @@ fn an_image_grows_and_does_not_shrink() {
 }
 
 #[test]
-fn transfers_past_the_page_cache_are_aligned_here() {
+fn direct_transfers_are_aligned_by_the_device() {
     let (_folder, path) = image(1 << 20);
     let backend = match RawImage::open(&path, ImageOptions { direct: true, ..WRITABLE }) {
         Ok(backend) => backend,
@@ -317,7 +317,7 @@ fn transfers_past_the_page_cache_are_aligned_here() {
 }
 
 #[test]
-fn queues_that_work_at_once_are_reset_in_the_middle_and_go_on() {
+fn queues_continue_after_a_reset_during_their_requests() {
     const QUEUES: usize = 4;
     const LEN: u32 = 64 << 10;
     let (_folder, path) = image(16 << 20);

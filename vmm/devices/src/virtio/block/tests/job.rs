@@ -35,7 +35,7 @@ fn memory() -> GuestMemoryMmap {
 }
 
 #[test]
-fn a_large_write_goes_in_pieces_and_is_durable_once() {
+fn large_write_in_pieces_has_one_flush() {
     let memory = memory();
     let data = pattern(LEN as usize, 4);
     memory.write_slice(&data[..0x12_3456], address(0x1000)).unwrap();
@@ -59,7 +59,7 @@ fn a_large_write_goes_in_pieces_and_is_durable_once() {
 }
 
 #[test]
-fn a_large_read_fills_the_buffers_in_pieces() {
+fn large_read_fills_the_buffers_in_pieces() {
     let memory = memory();
     let data = pattern(LEN as usize, 5);
     let mut job = Job::new(request(Operation::Read));
@@ -83,7 +83,7 @@ fn a_large_read_fills_the_buffers_in_pieces() {
 }
 
 #[test]
-fn ranges_go_in_pieces_that_end_where_blocks_do() {
+fn pieces_of_ranges_end_at_blocks() {
     let sectors = RANGE_PIECE_BYTES_MAX / 512;
     let lists: [&[(u64, u64)]; 4] = [
         &[(1, 3 * sectors)],

@@ -111,7 +111,7 @@ fn both_of_two_flushes_fail_whichever_has_the_error() {
 }
 
 #[test]
-fn driver_that_switches_the_cache_off_may_get_the_error_of_a_flush() {
+fn flush_that_overlaps_the_cache_switch_may_get_its_error() {
     for by_ring in [false, true] {
         let mut flushes = Flushes::new(by_ring);
         flushes.begin(0);
@@ -125,7 +125,7 @@ fn driver_that_switches_the_cache_off_may_get_the_error_of_a_flush() {
 }
 
 #[test]
-fn error_of_a_flush_that_a_reset_ends_is_remembered() {
+fn error_of_a_flush_during_a_reset_is_recorded() {
     for by_ring in [false, true] {
         let mut flushes = Flushes::new(by_ring);
         flushes.begin(0);
@@ -152,7 +152,7 @@ fn error_of_a_flush_that_a_reset_ends_is_remembered() {
 }
 
 #[test]
-fn queue_is_held_when_all_that_it_has_taken_is_answered_and_takes_no_more() {
+fn held_queue_answers_open_requests_and_takes_no_more() {
     for by_ring in [false, true] {
         let mut flushes = Flushes::new(by_ring);
         (0..2).for_each(|queue| flushes.begin(queue));

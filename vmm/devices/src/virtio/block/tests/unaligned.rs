@@ -131,7 +131,7 @@ fn device_of_4096_serves_sectors_of_512() {
 }
 
 #[test]
-fn file_keeps_sectors_of_512_wherever_it_is() {
+fn file_has_sectors_of_512_on_any_media() {
     let Some(device) = Device::mounted() else { return };
     let size = MIB + 1536;
     let path = device.file(size);
@@ -151,7 +151,7 @@ fn file_keeps_sectors_of_512_wherever_it_is() {
 }
 
 #[test]
-fn host_that_begins_to_refuse_sectors_is_no_error() {
+fn host_that_begins_to_refuse_sectors_causes_no_error() {
     let Some(device) = Device::new(8 * MIB) else { return };
     let image = RawImage::open(&device.path, DIRECT_512).unwrap();
     // Simulates a host that accepted 512 bytes when the image was opened.
@@ -160,7 +160,7 @@ fn host_that_begins_to_refuse_sectors_is_no_error() {
 }
 
 #[test]
-fn requested_block_size_is_shown() {
+fn requested_block_size_is_used() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(MIB + 512).unwrap();
     let options = ImageOptions { guest_block_bytes: Some(4096), ..WRITABLE };

@@ -30,7 +30,7 @@ pub(super) fn disk_of_new_volume(folder: &TempDir) -> Arc<dyn BlockDevice> {
 }
 
 #[test]
-fn a_volume_is_a_disk_that_keeps_what_was_written() {
+fn volume_retains_written_data_as_a_disk() {
     let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
     let pool = new_pool(&folder);
     let disk = || Rig::new(pool.open_volume("data").unwrap().into_disk().unwrap().device);
@@ -51,7 +51,7 @@ fn a_volume_is_a_disk_that_keeps_what_was_written() {
 }
 
 #[test]
-fn what_a_volume_cannot_do_is_an_error_and_a_failed_flush_is_remembered() {
+fn failed_write_is_an_error_and_failed_flush_is_recorded() {
     let device = Arc::new(Fake::with(64 * 4096, Geometry { block_bytes: 4096, ..geometry() }));
     let mut rig = Rig::new(device.clone());
     let failure = rig.handle().failure();
@@ -68,7 +68,7 @@ fn what_a_volume_cannot_do_is_an_error_and_a_failed_flush_is_remembered() {
 }
 
 #[test]
-fn volume_that_is_attached_read_only_takes_no_write_and_no_discard() {
+fn read_only_volume_refuses_writes_and_discards() {
     let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
     let shape = DiskShape { read_only: true, ..shape() };
     let device = Block::new(shape, disk_of_new_volume(&folder)).unwrap();

@@ -99,7 +99,7 @@ fn plug_storm_is_held_to_the_rate() {
 }
 
 #[test]
-fn storm_of_requests_that_change_nothing_is_held_to_a_rate() {
+fn requests_without_effect_are_held_to_a_rate() {
     let guest = guest(None);
     let run = BlockRun { addr: START, count: BLOCKS };
     let start = Instant::now();
@@ -164,7 +164,7 @@ fn requests_behind_a_delayed_one_are_answered_after_it() {
 }
 
 #[test]
-fn giving_memory_back_never_waits() {
+fn unplugs_are_never_delayed() {
     let mut guest = guest(Some(NO_REFILL));
     assert_eq!(guest.plug(0, BLOCKS), ACK);
     assert_eq!((guest.unplug(0, 1), guest.send(UNPLUG_ALL, 0, 0).0), (ACK, ACK));
@@ -189,7 +189,7 @@ fn device_reset_drops_a_delayed_request_and_keeps_the_budget() {
 }
 
 #[test]
-fn device_removed_with_a_delayed_request_leaves_nothing_behind() {
+fn removed_device_drops_a_delayed_request() {
     let mut guest = guest(Some(NO_REFILL));
     assert_eq!((guest.plug(0, BLOCKS), guest.unplug(4, 4)), (ACK, ACK));
     post(&mut guest, 0, PLUG, 4, 4);
@@ -200,7 +200,7 @@ fn device_removed_with_a_delayed_request_leaves_nothing_behind() {
 }
 
 #[test]
-fn size_that_is_lowered_during_the_delay_counts() {
+fn delayed_request_is_checked_against_a_lowered_size() {
     let guest = delayed_guest();
     guest.handle.request_size(3 * BLOCK_BYTES).unwrap();
     refill(&guest);
@@ -251,7 +251,7 @@ fn notification_beside_the_timer_does_not_block_the_loop() {
 }
 
 #[test]
-fn pause_holds_a_delayed_request_up() {
+fn delayed_request_waits_during_a_pause() {
     let guest = delayed_guest();
     let event_loop = guest.event_loop.handle();
     event_loop.hold();

@@ -20,7 +20,7 @@ fn unsupported() -> RequestSizeError {
 }
 
 #[test]
-fn only_a_driver_that_leaves_unplugged_memory_alone_is_accepted() {
+fn driver_without_unplugged_inaccessible_is_refused() {
     let mut guest = Guest::new(64, None);
     guest.load_old_driver();
     assert_eq!(guest.handle.sizes().driver, DriverState::Unsupported);
@@ -29,7 +29,7 @@ fn only_a_driver_that_leaves_unplugged_memory_alone_is_accepted() {
 }
 
 #[test]
-fn a_refused_driver_ends_the_request_that_waited_for_it() {
+fn refused_driver_withdraws_the_waiting_request() {
     let mut guest = Guest::new(64, None);
     guest.device.reset();
     guest.handle.request_step(8 * BLOCK_BYTES, 16 * BLOCK_BYTES).unwrap();
@@ -45,7 +45,7 @@ fn a_refused_driver_ends_the_request_that_waited_for_it() {
 }
 
 #[test]
-fn nothing_is_requested_of_a_refused_driver() {
+fn request_from_a_refused_driver_is_an_error() {
     let mut guest = Guest::new(64, None);
     guest.load_old_driver();
     assert_eq!(guest.handle.request_size(BLOCK_BYTES), Err(unsupported()));
@@ -59,7 +59,7 @@ fn nothing_is_requested_of_a_refused_driver() {
 }
 
 #[test]
-fn plugged_memory_stays_when_a_later_driver_is_refused() {
+fn memory_stays_plugged_when_a_later_driver_is_refused() {
     let mut guest = Guest::new(64, Some(64));
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
@@ -74,7 +74,7 @@ fn plugged_memory_stays_when_a_later_driver_is_refused() {
 }
 
 #[test]
-fn a_newer_driver_after_a_refused_one_is_served() {
+fn newer_driver_after_a_refused_one_is_accepted() {
     let mut guest = Guest::new(64, None);
     guest.device.reset();
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
@@ -101,7 +101,7 @@ impl io::Write for Log {
 }
 
 #[test]
-fn a_refused_driver_is_logged_once_a_boot_and_reported_once_a_driver() {
+fn refused_driver_is_logged_once_per_boot_and_reported_once_per_driver() {
     let mut guest = Guest::new(64, None);
     guest.drain_events();
     let log = Log::default();

@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_attached_while_it_is_wanted_and_the_vm_runs() {
+    fn pair_is_attached_while_active_and_the_vm_runs() {
         let rig = Rig::new();
         rig.engine.use_pair(false);
         rig.engine.stand_still();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn it_follows_memory_also_while_it_stands_still() {
+    fn regions_are_updated_also_while_paused() {
         let rig = Rig::new();
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 4096)]).unwrap();
         let regions = Regions { memory, reservations: Vec::new() };
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_is_closed_and_told() {
+    fn failed_pair_is_closed_and_signaled() {
         let fails: [fn(&Rig); 3] = [
             |rig| rig.engine.use_pair(true),
             |rig| {

@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_ring_lies_in_stays_reserved_when_its_region_goes() {
+    fn reservation_of_a_ring_outlives_its_region() {
         let [ram, file, zone] =
             [(); 3].map(|()| Arc::new(Reservation::new(4 << 20, 2 << 20).unwrap()));
         let names = |kept: &[Arc<Reservation>]| {
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_device_there_is_an_error_that_names_it() {
+    fn error_without_the_device_names_it() {
         // The device exists, so its features are readable.
         match features() {
             Ok(features) => assert_eq!(features & RING_FEATURES, RING_FEATURES),

@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn every_region_is_in_it() {
+    fn table_contains_every_region() {
         let (first, second) = ((GuestAddress(0), 0x1000), (GuestAddress(0x8000), 0x2000));
         let memory = GuestMemoryMmap::from_ranges(&[first, second]).unwrap();
         let table = Table::new(&memory).unwrap();
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn there_are_as_many_as_the_kernel_takes() {
+    fn number_of_ranges_is_limited() {
         let ranges = |count| vec![Range { guest: 0, len: 1, host: 1 }; count];
         assert!(Table::of(ranges(RANGES_MAX)).is_ok());
         for count in [0, RANGES_MAX + 1] {
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_lies_in_one_range() {
+    fn ring_must_be_in_one_range() {
         let table = table();
         assert_eq!(table.find("used ring", 0x1000, 70).unwrap(), 0x7000_0000_1000);
         assert_eq!(table.find("used ring", GIB - 70, 70).unwrap(), 0x7000_3fff_ffba);
@@ -128,7 +128,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_found_is_in_the_range_that_it_is_found_in(address in 0..5 * GIB, len in 1..2 * GIB) {
+        fn found_address_is_in_its_range(address in 0..5 * GIB, len in 1..2 * GIB) {
             let table = table();
             let holder = table.0.iter().find(|range| (range.guest..range.guest + range.len).contains(&address));
             let fits = holder.filter(|range| address + len <= range.guest + range.len);

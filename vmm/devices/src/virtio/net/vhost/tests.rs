@@ -119,7 +119,7 @@ fn wait<T>(mut look: impl FnMut() -> Option<T>) -> T {
 }
 
 #[test]
-fn pairs_are_attached_as_the_driver_uses_them() {
+fn pairs_are_attached_while_the_driver_uses_them() {
     let mut rig = Rig::new();
     assert_eq!((rig.asked(0), rig.asked(1)), (vec!["attach".to_owned()], Vec::new()));
     assert_eq!(rig.pairs.lock()[0].features, rig.net.features());
@@ -138,7 +138,7 @@ fn pairs_are_attached_as_the_driver_uses_them() {
 }
 
 #[test]
-fn there_is_one_thread_and_they_stand_still_with_it() {
+fn pairs_are_detached_while_their_thread_is_held() {
     let rig = Rig::new();
     rig.asked(0);
     let loops = rig.net.loops();
@@ -151,7 +151,7 @@ fn there_is_one_thread_and_they_stand_still_with_it() {
 }
 
 #[test]
-fn what_the_kernel_raises_and_kvm_does_not_take_is_delivered() {
+fn interrupts_without_an_irqfd_are_delivered_by_the_worker() {
     let rig = Rig::new();
     for queue in 0..4 {
         rig.pairs.lock()[queue / 2].calls[queue % 2].write(1).unwrap();
@@ -160,7 +160,7 @@ fn what_the_kernel_raises_and_kvm_does_not_take_is_delivered() {
 }
 
 #[test]
-fn an_error_of_the_kernels_ends_a_pair_until_a_reset() {
+fn error_of_the_kernel_ends_a_pair_until_a_reset() {
     for queue in 0..2 {
         let mut rig = Rig::new();
         rig.asked(0);
@@ -175,7 +175,7 @@ fn an_error_of_the_kernels_ends_a_pair_until_a_reset() {
 }
 
 #[test]
-fn a_pair_that_cannot_be_attached_needs_a_reset() {
+fn failed_attach_needs_a_reset() {
     let mut rig = Rig::new();
     rig.pairs.lock()[1].record.lock().refuse = true;
     rig.use_pairs(2);
@@ -184,7 +184,7 @@ fn a_pair_that_cannot_be_attached_needs_a_reset() {
 }
 
 #[test]
-fn without_its_interface_the_link_is_down_and_nothing_is_broken() {
+fn removed_interface_is_reported_as_link_down() {
     let rig = Rig::new();
     rig.asked(0);
     rig.tap.is_gone.store(true, Ordering::Relaxed);
@@ -195,7 +195,7 @@ fn without_its_interface_the_link_is_down_and_nothing_is_broken() {
 }
 
 #[test]
-fn an_interface_that_goes_in_a_pause_is_a_link_that_is_down_as_well() {
+fn interface_removed_during_a_pause_is_reported_as_link_down() {
     let rig = Rig::new();
     let loops = rig.net.loops();
     loops[0].hold();
@@ -210,7 +210,7 @@ fn an_interface_that_goes_in_a_pause_is_a_link_that_is_down_as_well() {
 }
 
 #[test]
-fn a_device_that_goes_in_a_pause_is_not_attached_again() {
+fn device_removed_during_a_pause_is_not_attached_again() {
     let mut rig = Rig::new();
     let loops = rig.net.loops();
     loops[0].hold();
@@ -221,7 +221,7 @@ fn a_device_that_goes_in_a_pause_is_not_attached_again() {
 }
 
 #[test]
-fn a_queue_that_is_put_aside_breaks_nothing() {
+fn error_of_an_inactive_pair_is_ignored() {
     let mut rig = Rig::new();
     rig.pairs.lock()[1].errors[1].write(1).unwrap();
     // When this is answered, the error has been handled, or is handled before the next command.
@@ -232,7 +232,7 @@ fn a_queue_that_is_put_aside_breaks_nothing() {
 }
 
 #[test]
-fn what_cannot_be_handed_over_needs_a_reset() {
+fn pair_that_the_kernel_refuses_needs_a_reset() {
     let connect: Connect = Arc::new(|_: Setup<'_>| Err(VhostError::Ranges { ranges: 0 }));
     let mut net = Net::with(shape(), Arc::new(FakeTap::new(2).0), Some(connect)).unwrap();
     let mut driver = TestDriver::new(5);
@@ -244,7 +244,7 @@ fn what_cannot_be_handed_over_needs_a_reset() {
 }
 
 #[test]
-fn a_kernel_that_keeps_pages_is_not_used() {
+fn kernel_with_zero_copy_is_not_used() {
     assert!(check_zero_copy(Ok("0\n".to_owned())).is_ok());
     for value in ["1\n", "", "-1"] {
         assert!(matches!(check_zero_copy(Ok(value.to_owned())), Err(VhostError::ZeroCopy { .. })));
@@ -254,7 +254,7 @@ fn a_kernel_that_keeps_pages_is_not_used() {
 }
 
 #[test]
-fn a_kernel_without_what_is_offered_is_not_used() {
+fn kernel_without_the_offered_features_is_not_used() {
     assert!(check_features(RING_FEATURES | 1 << 26).is_ok());
     let missing = 1 << VIRTIO_F_VERSION_1;
     let error = check_features(RING_FEATURES & !missing).unwrap_err();

@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn used_buffers_arrive_by_irqfd_or_at_once() {
+    fn queues_are_signaled_by_irqfd_or_by_message() {
         let rig = Rig::new();
         rig.interrupt.set_control(ENABLE);
         assert_eq!(rig.controller.take_calls(), [], "a vector costs nothing until it is used");
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_masked_interrupt_arrives_when_it_is_unmasked() {
+    fn masked_interrupt_arrives_when_it_is_unmasked() {
         let rig = Rig::new();
         rig.interrupt.set_control(ENABLE);
         rig.interrupt.write_table(28, &[1, 0, 0, 0]);
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_of_somebody_elses_interrupts_while_the_guest_lets_it() {
+    fn external_event_interrupts_unless_the_guest_masks_it() {
         let rig = Rig::new();
         let call = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
         rig.interrupt.bind_queue(0, &call).unwrap();
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn without_msix_the_isr_tells() {
+    fn isr_status_is_used_without_msix() {
         let rig = Rig::new();
         rig.interrupt.signal_queue(0).unwrap();
         rig.interrupt.signal_config().unwrap();
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn events_without_a_vector_are_silent() {
+    fn events_without_a_vector_cause_no_interrupt() {
         let rig = Rig::new();
         rig.interrupt.set_control(ENABLE);
         rig.interrupt.signal_queue(1).unwrap();
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn without_irqfds_messages_go_out_directly() {
+    fn messages_are_sent_directly_without_irqfds() {
         struct NoIrqfds(Arc<FakeController>);
         impl crate::interrupt::MsiController for NoIrqfds {
             fn set_msi_routes(

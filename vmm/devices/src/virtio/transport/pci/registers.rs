@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_follows_the_specification_gets_a_running_device() {
+    fn driver_that_follows_the_specification_activates_the_device() {
         let mut rig = Rig::new();
         assert_eq!(rig.read(0x12, 2), 2);
         rig.write(0x00, 4, 1);
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn status_bits_come_in_order_and_stay() {
+    fn status_bits_are_set_in_order_and_stay_set() {
         // Status values written in order, and the status read after them.
         let table: &[(&[u8], u8)] = &[
             (&[2], 0),
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn features_that_were_not_offered_or_are_too_few_are_refused() {
+    fn missing_or_unoffered_features_are_refused() {
         for features in [0, 0b101, OFFERED | 0b10] {
             let mut rig = Rig::new();
             assert_eq!(rig.negotiate(features), 3);
@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_does_not_exist_reads_as_zero() {
+    fn unknown_queue_reads_as_zero() {
         let mut rig = Rig::new();
         rig.negotiate(OFFERED);
         rig.write(0x16, 2, 2);
@@ -500,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vector_that_does_not_exist_reads_as_none() {
+    fn unknown_vector_reads_as_none() {
         let mut rig = Rig::new();
         for (offset, value, expected) in
             [(0x10, 2, 2), (0x10, 3, 0xffff), (0x1a, 0, 0), (0x1a, 0x1000, 0xffff)]
@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_cannot_start_needs_a_reset() {
+    fn failed_activation_needs_a_reset() {
         let mut rig = Rig::new();
         rig.device.refuse = true;
         rig.negotiate(OFFERED);
@@ -525,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_loses_the_bus_stops_until_its_reset() {
+    fn device_without_bus_master_stops_until_its_reset() {
         let mut rig = Rig::new();
         rig.negotiate(OFFERED);
         rig.registers.lose_bus(&mut rig.device);
@@ -545,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_widths_are_dropped() {
+    fn writes_of_invalid_width_are_ignored() {
         let mut rig = Rig::new();
         rig.write(0x14, 2, 1);
         rig.write(0x14, 4, 1);

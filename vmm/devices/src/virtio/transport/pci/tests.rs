@@ -184,7 +184,7 @@ impl Rig {
 }
 
 #[test]
-fn the_function_is_a_modern_virtio_device_with_all_structures() {
+fn function_is_a_modern_virtio_device_with_all_structures() {
     let rig = Rig::new();
     assert_eq!(rig.config_u32(0), 0x1044_1af4);
     assert!(rig.config_u32(8) & 0xff >= 1);
@@ -200,7 +200,7 @@ fn the_function_is_a_modern_virtio_device_with_all_structures() {
 }
 
 #[test]
-fn a_driver_brings_the_device_up_and_down() {
+fn driver_activates_and_resets_the_device() {
     let rig = Rig::new();
     rig.start();
     assert_eq!(rig.read(0x14, 1), 15);
@@ -224,7 +224,7 @@ fn a_driver_brings_the_device_up_and_down() {
 }
 
 #[test]
-fn notifications_go_by_ioeventfd_while_the_device_runs_and_follow_the_bar() {
+fn ioeventfds_exist_while_the_device_is_active_and_move_with_the_bar() {
     let rig = Rig::new();
     let registered = || rig.fake.io_events.registered.lock().keys().copied().collect::<Vec<_>>();
     assert!(registered().is_empty());
@@ -241,7 +241,7 @@ fn notifications_go_by_ioeventfd_while_the_device_runs_and_follow_the_bar() {
 }
 
 #[test]
-fn a_notification_that_exits_reaches_its_queue() {
+fn notification_by_exit_reaches_its_queue() {
     let rig = Rig::new();
     rig.start();
     rig.write(0x3000, 2, 0);
@@ -256,7 +256,7 @@ fn a_notification_that_exits_reaches_its_queue() {
 }
 
 #[test]
-fn synchronous_queues_are_silent_until_the_device_runs() {
+fn synchronous_queues_are_ignored_until_the_device_is_active() {
     let rig = Rig::new();
     rig.write(0x3004, 2, 1);
     assert!(rig.log.lock().synchronous.is_empty());
@@ -268,7 +268,7 @@ fn synchronous_queues_are_silent_until_the_device_runs() {
 }
 
 #[test]
-fn a_device_that_fails_to_start_says_so_by_interrupt() {
+fn failed_activation_interrupts() {
     let rig = Rig::new();
     rig.log.lock().refuse = true;
     rig.start();
@@ -282,7 +282,7 @@ fn a_device_that_fails_to_start_says_so_by_interrupt() {
 }
 
 #[test]
-fn a_device_that_cannot_go_on_says_so_by_interrupt_until_its_reset() {
+fn failed_device_interrupts_and_needs_a_reset() {
     let rig = Rig::new();
     rig.start();
     let interrupt = Arc::clone(&rig.log.lock().active.as_ref().unwrap().interrupt);
@@ -297,7 +297,7 @@ fn a_device_that_cannot_go_on_says_so_by_interrupt_until_its_reset() {
 
 /// Linux leaves a device in this state to the next kernel when it executes a kexec.
 #[test]
-fn a_device_whose_bus_is_taken_away_stops_until_its_driver_resets_it() {
+fn device_without_bus_master_stops_until_its_driver_resets_it() {
     // Writes to the whole register, to the byte with the bit, and across the register's end.
     for without in [&[2, 0][..], &[2], &[2, 0, 0, 0]] {
         let rig = Rig::new();
@@ -336,7 +336,7 @@ fn a_device_whose_bus_is_taken_away_stops_until_its_driver_resets_it() {
 }
 
 #[test]
-fn a_driver_that_never_gives_the_bus_polls() {
+fn device_without_bus_master_works_without_interrupts() {
     let rig = Rig::new();
     rig.write_config(4, &2u16.to_le_bytes());
     rig.start();
@@ -349,7 +349,7 @@ fn a_driver_that_never_gives_the_bus_polls() {
 }
 
 #[test]
-fn queues_outside_memory_or_off_their_alignment_are_refused() {
+fn unaligned_queues_and_queues_outside_memory_are_refused() {
     for (field, address) in [
         (0x20, MEMORY_LEN - 16),
         (0x20, 0x1008),
@@ -376,7 +376,7 @@ fn queues_outside_memory_or_off_their_alignment_are_refused() {
 }
 
 #[test]
-fn the_generation_tells_a_change_that_was_not_signalled_yet() {
+fn generation_changes_before_a_change_is_signaled() {
     let rig = Rig::new();
     rig.write(0x2000, 4, 0x0102_0304);
     let before = rig.read(0x15, 1);
@@ -388,7 +388,7 @@ fn the_generation_tells_a_change_that_was_not_signalled_yet() {
 }
 
 #[test]
-fn the_access_capability_reaches_the_bar_without_memory_accesses() {
+fn access_capability_reaches_the_bar() {
     let rig = Rig::new();
     let at = rig.virtio_capability(5);
     let aim = |offset: u32, len: u32| {
@@ -413,7 +413,7 @@ fn the_access_capability_reaches_the_bar_without_memory_accesses() {
 }
 
 #[test]
-fn a_dropped_device_is_stopped() {
+fn dropped_device_is_stopped() {
     let rig = Rig::new();
     rig.start();
     rig.fake.interrupts.take_calls();
@@ -436,7 +436,7 @@ impl Drop for Held {
 }
 
 #[test]
-fn dropped_device_is_detached_from_all_that_it_was_attached_to() {
+fn dropped_device_is_detached_from_everything() {
     let rig = Rig::new();
     drop(rig.context.pci.remove(1));
     let text = || rig.fake.metrics.encode(&SerialMetrics::default()).unwrap();
@@ -512,7 +512,7 @@ fn accesses() -> impl Strategy<Value = Vec<Access>> {
 }
 
 #[test]
-fn driver_that_activates_and_resets_a_device_causes_events_until_the_machine_ends() {
+fn activation_and_reset_emit_events_until_the_machine_ends() {
     let rig = Rig::new();
     let emitted = || {
         let counts = rig.fake.events.counters().told();
@@ -533,7 +533,7 @@ fn driver_that_activates_and_resets_a_device_causes_events_until_the_machine_end
 
 /// Includes devices with an active driver, because a guest may remove a device itself.
 #[test]
-fn devices_that_come_and_go_leave_nothing_behind() {
+fn removed_devices_release_ioeventfds_and_gsis() {
     let rig = Rig::new();
     for round in 0..1_000 {
         drop(rig.context.pci.remove(1).unwrap());
