@@ -21,7 +21,6 @@ use crate::memory::view::GuestView;
 pub(super) const MEMORY_LEN: u64 = 1 << 20;
 /// Start of the memory for buffers of tests.
 pub(super) const BUFFERS: u64 = 0x8_0000;
-/// Descriptors of each queue.
 const QUEUE_SIZE: u16 = 32;
 /// A device that takes longer is broken, not slow.
 const WAIT_MS_MAX: i32 = 60_000;
@@ -32,7 +31,6 @@ pub(super) fn counted_requests(default: u64) -> u64 {
     std::env::var("FORESHORE_COST_REQUESTS").map_or(default, |text| text.parse().unwrap())
 }
 
-/// One buffer of a chain.
 #[derive(Clone, Copy)]
 pub(super) enum Buffer {
     /// Read by the device.

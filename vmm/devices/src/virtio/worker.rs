@@ -145,7 +145,6 @@ impl ActiveQueue {
         }
     }
 
-    /// Clears pending notifications.
     pub(super) fn clear_kick(&self) {
         // Fails only if no notification is pending.
         let _ = self.kick.read();

@@ -29,7 +29,6 @@ const ASK: u32 = 4;
 /// Queue index of the statistics queue for the driver.
 const STATS_QUEUE: u16 = 2;
 
-/// Negotiated queues.
 pub(super) struct Queues {
     pub(super) inflate: ActiveQueue,
     pub(super) deflate: ActiveQueue,
@@ -135,7 +134,7 @@ impl Worker {
 }
 
 impl Places {
-    /// Returns the returnable pages of `ranges` to the host.
+    /// Returns the pages of `ranges` to the host, except refused ones, which are counted.
     fn give_back(
         &self,
         ranges: &[Range<u64>],

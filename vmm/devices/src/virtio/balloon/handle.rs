@@ -30,7 +30,6 @@ pub struct BalloonSizes {
     pub block_bytes: u64,
 }
 
-/// Statistics of the driver.
 #[derive(Clone, Copy, Debug)]
 pub struct Heard {
     pub statistics: Statistics,
@@ -84,7 +83,6 @@ impl Shared {
         (self.observer)();
     }
 
-    /// Stores received statistics.
     pub(super) fn hear(&self, statistics: Statistics) {
         for tag in balloon::statistics::Tag::ALL {
             if let Some(value) = statistics.get(tag) {

@@ -34,7 +34,6 @@ pub enum ChainError {
     Length { bytes: usize },
 }
 
-/// Content of a chain.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Listed {
     /// Ranges of guest-physical addresses in ascending order, as whole pages of 4 KiB. They neither
@@ -81,7 +80,6 @@ pub fn read_free(chain: DescriptorChain<&MappedMemory>) -> Result<Listed, ChainE
     Ok(Listed { ranges: join(ranges), is_cut })
 }
 
-/// Reads statistics.
 pub fn read_statistics(
     memory: &MappedMemory,
     chain: DescriptorChain<&MappedMemory>,
@@ -113,7 +111,6 @@ fn join(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
 /// Part of a zone in the guest's address space.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Guest-physical range.
     pub range: GuestRange,
     pub tier: Tier,
     /// Size of the host's pages, in which the host takes memory back.
@@ -197,7 +194,6 @@ fn is_plugged(memory: &MappedMemory, range: Range<u64>) -> bool {
     memory.check_range(GuestAddress(range.start), len, Permissions::Write)
 }
 
-/// Number of pages in a range.
 pub fn pages(range: &Range<u64>) -> u64 {
     (range.end - range.start) / PAGE_BYTES
 }

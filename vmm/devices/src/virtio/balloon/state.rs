@@ -10,7 +10,7 @@ const ACTUAL: std::ops::Range<usize> = 4..8;
 /// Meaning of a size reported by the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Told {
-    /// The driver moves towards the target or has reached it.
+    /// The driver moves toward the target or has reached it.
     Following,
     /// The guest was out of memory and has deflated this number of bytes without a request. They
     /// are not requested again.
@@ -27,7 +27,7 @@ pub(super) struct BalloonState {
     /// Size reported by the driver.
     actual_pages: u32,
     deflates_on_oom: bool,
-    /// The lower target that the driver was moving towards when the current target was set. The
+    /// The lower target that the driver was moving toward when the current target was set. The
     /// driver completes its current step, reports it once, and reads the target again.
     turned_from: Option<u64>,
     /// The target before the driver emptied the balloon without a request, if that was its last
@@ -102,7 +102,6 @@ impl BalloonState {
         self.start(false);
     }
 
-    /// The configuration as bytes.
     pub(super) fn config(&self) -> [u8; CONFIG_BYTES] {
         let mut config = [0; CONFIG_BYTES];
         config[..4].copy_from_slice(&((self.target_bytes / PAGE_BYTES) as u32).to_le_bytes());

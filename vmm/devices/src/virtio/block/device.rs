@@ -16,7 +16,6 @@ use crate::persist::FirstFailure;
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
-/// A virtio-blk device.
 pub struct Block {
     disk: Arc<Disk>,
     queue_sizes: Vec<u16>,

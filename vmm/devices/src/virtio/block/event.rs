@@ -64,7 +64,6 @@ pub(super) struct Worker {
     held_bytes: u64,
     /// The used ring has entries that the driver was not notified of.
     pub(super) used: bool,
-    /// The driver expects an interrupt.
     is_interrupt_due: bool,
     /// The used ring cannot be written, so answers would be lost. The next notification tries
     /// again.
@@ -75,7 +74,6 @@ pub(super) struct Worker {
     gate: Arc<Gate>,
 }
 
-/// Result of [`Worker::take`].
 #[expect(clippy::large_enum_variant, reason = "a box would cost more than the move")]
 pub(super) enum Taken {
     /// A request, with its first step.
@@ -164,7 +162,6 @@ impl Worker {
         }
     }
 
-    /// Takes the next request from the queue.
     pub(super) fn take(&mut self, memory: &MappedMemory) -> Taken {
         if !self.takes_more() {
             return Taken::Nothing;
@@ -348,7 +345,6 @@ impl Worker {
         }
     }
 
-    /// Sends an interrupt if the driver expects one.
     pub(super) fn interrupt_if_due(&mut self) {
         if std::mem::take(&mut self.is_interrupt_due)
             && let Err(err) = self.interrupt.signal_queue(self.index)
@@ -390,7 +386,6 @@ fn held_bytes(request: &Request) -> u64 {
     }
 }
 
-/// Bytes transferred between disk and guest.
 fn transferred_bytes(request: &Request) -> u64 {
     match &request.operation {
         Operation::Read(range, _) | Operation::Write(range, _) => range.len_bytes(),

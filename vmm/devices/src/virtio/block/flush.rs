@@ -2,8 +2,8 @@
 //!
 //! All queues of a disk share one open file. Linux reports a page that could not be written back
 //! once per open file, to the next fsync() (file_check_and_advance_wb_err(), called by every
-//! fsync()), regardless of the page's writer. If two flushes overlap, one can receive the error of
-//! the other's page, and the other succeeds.
+//! fsync()), regardless of the page's writer. If two flushes overlap, one may receive the error of
+//! the other's page, while the other succeeds.
 //!
 //! A successful flush is therefore answered only when all flushes that were in progress when the
 //! media answered it have ended, and only if none of them has failed. `pmem_volume::media` does the

@@ -19,9 +19,8 @@ pub const PIECE_BYTES_MAX: u64 = 1 << 20;
 pub const RANGE_PIECE_BYTES_MAX: u64 = 4 << 20;
 
 pub enum Next {
-    /// The step to execute next.
     Step(Step),
-    /// The job is finished. The number of bytes written to the guest's buffers.
+    /// The end of the job, with the number of bytes written to the guest's buffers.
     Finished(u64),
 }
 
@@ -45,7 +44,6 @@ impl Job {
         Self { request, range: 0, begun: 0, flushed: false, taken, since: taken }
     }
 
-    /// Time at which the request was taken.
     pub fn taken(&self) -> Instant {
         self.taken
     }
@@ -54,7 +52,6 @@ impl Job {
         &self.request
     }
 
-    /// Time at which the flush was returned.
     pub fn since(&self) -> Instant {
         self.since
     }

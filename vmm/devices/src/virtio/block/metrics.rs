@@ -101,7 +101,6 @@ impl DurationRange {
 pub struct BlockMetrics {
     done: [AtomicU64; Kind::ALL.len()],
     failed: [AtomicU64; Kind::ALL.len()],
-    /// Current size of the disk.
     pub size_bytes: AtomicU64,
     /// Bytes read by the guest.
     pub read_bytes: AtomicU64,
@@ -133,7 +132,6 @@ impl BlockMetrics {
         counters[kind as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts the duration of a successful request.
     pub fn took(&self, kind: Kind, duration: Duration) {
         match kind {
             Kind::Read => self.reads.observe(duration),
@@ -142,7 +140,6 @@ impl BlockMetrics {
         }
     }
 
-    /// Counts the bytes read from or written to the disk.
     pub fn transferred(&self, kind: Kind, bytes: u64) {
         match kind {
             Kind::Read => self.read_bytes.fetch_add(bytes, Ordering::Relaxed),
@@ -165,7 +162,6 @@ impl BlockMetrics {
 /// A disk's counters with its id, for the exposition.
 #[derive(Clone, Debug)]
 pub struct DiskMetrics {
-    /// Id of the disk.
     pub disk: String,
     pub counters: Arc<BlockMetrics>,
 }

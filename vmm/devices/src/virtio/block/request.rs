@@ -34,7 +34,6 @@ pub struct Limits {
     pub capacity_bytes: u64,
     /// Alignment of every address and length, itself a multiple of [`SECTOR_BYTES`].
     pub block_bytes: u32,
-    /// The disk must not be changed.
     pub read_only: bool,
     /// DISCARD was negotiated.
     pub discard: bool,
@@ -80,7 +79,6 @@ pub enum Operation {
     Flush,
     /// Copy the serial number into the segments.
     GetId(Segments),
-    /// Discard the ranges.
     Discard(Vec<DiskRange>),
     /// Zero the ranges. Their blocks may be deallocated if the flag allows it.
     WriteZeroes(Vec<(DiskRange, Unmap)>),
@@ -89,7 +87,6 @@ pub enum Operation {
 /// A request, with the place of its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Head of its chain.
     pub head: u16,
     /// Address of the status byte.
     pub status: GuestAddress,
@@ -99,9 +96,7 @@ pub struct Request {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
     Ok,
-    /// The request failed.
     IoError,
-    /// The type of the request is unsupported.
     Unsupported,
 }
 
@@ -124,7 +119,6 @@ pub struct Refusal {
     pub error: RequestError,
 }
 
-/// Reason to refuse a request.
 #[derive(Debug, Error)]
 pub enum RequestError {
     /// The chain ends although its last descriptor has a next one.
@@ -135,7 +129,6 @@ pub enum RequestError {
     },
     #[error("The chain has more than {max} descriptors")]
     TooManyDescriptors { max: u16 },
-    /// A device-readable descriptor follows a device-writable one.
     #[error("A descriptor that is read follows one that is written")]
     Order,
     #[error("There is no status byte")]
@@ -155,7 +148,6 @@ pub enum RequestError {
     /// Device-readable or device-writable buffers that the type does not use.
     #[error("A request of type {kind} has {len} bytes of buffers that go the wrong way")]
     Direction { kind: u32, len: u64 },
-    /// The range is not on the disk.
     #[error(
         "{len_bytes} bytes from sector {first_sector} are not within the disk's {capacity_bytes} bytes"
     )]
@@ -165,7 +157,6 @@ pub enum RequestError {
         len_bytes: u64,
         capacity_bytes: u64,
     },
-    /// The range does not consist of whole blocks.
     #[error(
         "{len_bytes} bytes from sector {first_sector} are not whole blocks of {block_bytes} bytes"
     )]
@@ -175,10 +166,8 @@ pub enum RequestError {
         len_bytes: u64,
         block_bytes: u32,
     },
-    /// A change of a read-only disk.
     #[error("The disk is read-only, and the request is of type {kind}")]
     ReadOnly { kind: u32 },
-    /// The data is not a list of ranges.
     #[error("{len} bytes are not 1 to {MAX_RANGES} ranges of {RANGE_LEN} bytes")]
     BadRanges {
         /// Length of the data.
@@ -186,7 +175,6 @@ pub enum RequestError {
     },
     #[error("A range has {sectors} sectors, at most {MAX_RANGE_SECTORS} are taken")]
     LongRange { sectors: u32 },
-    /// Flags that are reserved or not valid for the type.
     #[error("The flags {flags:#x} do not go with type {kind}")]
     BadFlags { kind: u32, flags: u32 },
 }

@@ -16,7 +16,6 @@ use crate::disk::{Done, Executor, Step};
 pub(super) struct Ring {
     executor: Box<dyn Executor>,
     jobs: Vec<Option<(Job, Option<Ticket>)>>,
-    /// Unused tokens.
     free: Vec<usize>,
 }
 

@@ -133,7 +133,6 @@ impl Disk {
         if chooses { !self.write_back.load(Ordering::Acquire) } else { !flushes }
     }
 
-    /// Current configuration space.
     pub(super) fn config(&self) -> [u8; CONFIG_LEN] {
         let Geometry { block_bytes, physical_block_bytes, .. } = self.geometry;
         let physical_blocks = physical_block_bytes / block_bytes;
@@ -242,7 +241,6 @@ impl Disk {
         }
     }
 
-    /// Returns true if an earlier flush has failed.
     pub(super) fn has_failed(&self) -> bool {
         self.metrics.read_only.load(Ordering::Acquire)
     }

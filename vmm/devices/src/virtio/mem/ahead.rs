@@ -4,7 +4,7 @@
 //! With init_on_alloc, which distributions' kernels enable, Linux writes zeros to every page of a
 //! block that it isolates for an unplug (alloc_contig_range). If the guest has never used the
 //! block, the host must allocate and zero a page for each fault. This takes more than half of the
-//! time of the unplug, all on the vCPU. Linux unplugs from the highest memory block downwards, so
+//! time of the unplug, all on the vCPU. Linux unplugs from the highest memory block downward, so
 //! the next run is known, and another CPU can populate its pages in the meantime.
 //!
 //! Zeroing is detected, not assumed. One block without a page in each populated run, the probe, is
@@ -36,8 +36,8 @@ impl ZeroAhead {
     }
 
     /// Returns true if the driver has zeroed `run`, which it requests to unplug. `populated`
-    /// returns for each block of a run if its first page is populated. It is called once, because
-    /// it needs a system call.
+    /// returns for each block of a run whether its first page is populated. It is called once,
+    /// because it needs a system call.
     pub(super) fn was_zeroed(
         &self,
         run: &Range<u64>,

@@ -34,7 +34,6 @@ const F_UNPLUGGED_INACCESSIBLE: u64 = 1 << 1;
 /// Linux's driver has one request in flight. The size allows for other drivers.
 const QUEUE_SIZES: [u16; 1] = [64];
 
-/// A virtio-mem device.
 pub struct MemDevice {
     name: String,
     shared: Arc<Shared>,

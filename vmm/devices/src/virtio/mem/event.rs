@@ -31,7 +31,6 @@ pub(super) struct Pending {
     delay: Option<Delay>,
 }
 
-/// Delay of a request.
 #[derive(Clone, Copy)]
 struct Delay {
     since: Instant,
@@ -51,7 +50,6 @@ enum Popped {
     },
 }
 
-/// Outcome of a request.
 enum Answer {
     Given,
     /// The request exceeds the budget.

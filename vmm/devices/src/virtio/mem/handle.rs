@@ -169,7 +169,7 @@ impl MemHandle {
         self.request_step(bytes, bytes)
     }
 
-    /// Requests the smaller of `bytes` and `goal_bytes` as a step towards `goal_bytes`. The request
+    /// Requests the smaller of `bytes` and `goal_bytes` as a step toward `goal_bytes`. The request
     /// counts as reached only when the goal is plugged.
     pub fn request_step(&self, bytes: u64, goal_bytes: u64) -> Result<(), RequestSizeError> {
         let bytes = bytes.min(goal_bytes);

@@ -129,9 +129,7 @@ impl MemMetrics {
 /// Counters of a zone's device.
 #[derive(Clone, Debug)]
 pub struct PlugMetrics {
-    /// Id of the zone.
     pub zone: String,
-    /// Name of the zone's tier.
     pub tier: String,
     pub counters: Arc<MemMetrics>,
 }

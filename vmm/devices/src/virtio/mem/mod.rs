@@ -1,7 +1,7 @@
 //! virtio-mem (virtio 1.3, 5.15): one device for the hotplug part of each zone.
 //!
-//! The device requests a size; the driver selects blocks and requests to plug or unplug them.
-//! Answers are chosen by the reaction of Linux. After ERROR its driver permanently stops using the
+//! The device requests a size; the driver selects blocks and requests to plug or unplug them. The
+//! answers depend on the reaction of Linux. After ERROR its driver permanently stops using the
 //! device. After NACK it tries again at once. After BUSY it tries again in 50 seconds or at the
 //! next configuration change. A failure of the host is therefore answered with BUSY, together with
 //! a lower requested size that the host can provide.

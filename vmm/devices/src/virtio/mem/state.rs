@@ -123,7 +123,7 @@ impl MemState {
         self.is_withdrawn
     }
 
-    /// Checks if the goal is plugged. A step towards it does not count, and neither does a lowered
+    /// Checks if the goal is plugged. A step toward it does not count, and neither does a lowered
     /// or withdrawn size.
     pub(super) fn is_reached(&self) -> bool {
         self.plugged_bytes == self.goal_bytes && self.shortfall.is_none() && !self.is_withdrawn
@@ -152,7 +152,7 @@ impl MemState {
         config
     }
 
-    /// Requests `bytes`, as a step towards `goal_bytes`. The caller has checked both against the
+    /// Requests `bytes`, as a step toward `goal_bytes`. The caller has checked both against the
     /// maximum and the block size.
     pub(super) fn set_requested(&mut self, bytes: u64, goal_bytes: u64) {
         assert!(bytes <= goal_bytes && goal_bytes <= self.max_bytes);

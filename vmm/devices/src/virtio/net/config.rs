@@ -36,7 +36,6 @@ const IPV6_BITS: u32 = 128;
 /// Length of an interface's name, without the zero at its end.
 const MAX_TAP_BYTES: usize = 15;
 
-/// Warning about descriptors in JSON.
 const FDS_IGNORED: &str = "--net: fds in JSON are ignored, because they name no file of this process: \
      the interface is made or found by tap; send descriptors beside vm.add-net, as SCM_RIGHTS";
 

@@ -24,14 +24,12 @@ use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
-/// Descriptors of the control queue.
 pub(super) const QUEUE_SIZE: u16 = 64;
 /// Class, command, and the longest data of a supported command.
 const COMMAND_LEN_MAX: usize = 2 + 8;
 /// Commands per pass. Linux's driver waits for each.
 const COMMANDS_MAX: usize = 16;
 
-/// A valid command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Command {
     SetPairs(u16),

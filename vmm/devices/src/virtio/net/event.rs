@@ -103,7 +103,7 @@ impl Worker {
     fn serve_transmit(&mut self, ops: &mut EventOps) {
         for _ in 0..PASSES {
             self.count_pass();
-            // Waiting frames leave further ones in the driver's ring.
+            // While frames wait for room, further ones stay in the driver's ring.
             if !self.send(ops) {
                 return;
             }
@@ -385,7 +385,7 @@ impl MutEventSubscriber for Worker {
             ROOM => self.serve_transmit(ops),
             RECEIVE_KICK => {
                 self.receive.clear_kick();
-                // Buffers are found when a frame arrives, unless a frame waits for them.
+                // If no frame waits, the buffers are found when one arrives.
                 if self.is_starving {
                     self.serve_receive(ops);
                 }

@@ -127,13 +127,11 @@ impl NetMetrics {
         Some(now[direction as usize].since(start[direction as usize]))
     }
 
-    /// Counts a delivered frame.
     pub fn passed(&self, direction: Direction, bytes: usize) {
         self.frames[direction as usize].fetch_add(1, Ordering::Relaxed);
         self.bytes[direction as usize].fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Counts dropped frames.
     pub fn dropped(&self, direction: Direction, reason: DropReason, frames: u64) {
         self.dropped[direction as usize][reason as usize].fetch_add(frames, Ordering::Relaxed);
     }
@@ -157,7 +155,6 @@ impl NetMetrics {
 /// Counters of a network interface with its id, for the exposition.
 #[derive(Clone, Debug)]
 pub struct NetDeviceMetrics {
-    /// Id of the interface.
     pub net: String,
     pub counters: Arc<NetMetrics>,
 }

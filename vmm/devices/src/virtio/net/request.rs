@@ -15,7 +15,6 @@ use super::header::{self, HEADER_LEN, HeaderError, Offloads};
 /// Largest number of descriptors in a chain. A frame of Linux has at most 19.
 pub const DESCRIPTORS_MAX: u16 = 1024;
 
-/// Reason to refuse a chain.
 #[derive(Debug, Error)]
 pub enum RequestError {
     /// The chain ends although its last descriptor has a next one.
@@ -35,7 +34,6 @@ pub enum RequestError {
     TooShort { len: usize, least: usize },
     #[error("The chain has more than {PACKET_LEN_MAX} bytes")]
     TooLong,
-    /// A buffer is not in memory.
     #[error("A buffer cannot be reached")]
     Memory(#[source] vm_memory::guest_memory::Error),
     /// The header is invalid or uses an offload that was not negotiated.

@@ -34,7 +34,6 @@ pub struct NetShape {
     /// Largest payload of a frame, if the driver is to know it.
     pub mtu: Option<u16>,
     pub pairs: u16,
-    /// Descriptors of each queue.
     pub queue_size: u16,
     /// Offers checksum offloads.
     pub csum: bool,
@@ -138,7 +137,6 @@ impl Interface {
         has(VIRTIO_NET_F_CTRL_VQ).then_some(2 * pairs)
     }
 
-    /// Current configuration space.
     pub(super) fn config(&self) -> [u8; CONFIG_LEN] {
         let mut config = [0; CONFIG_LEN];
         let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);

@@ -374,7 +374,6 @@ impl HostQueue for TapQueue {
     }
 }
 
-/// Returns true if an interface of this name exists.
 fn exists(name: &str) -> bool {
     // SAFETY: the string ends with a zero and outlives the call.
     CString::new(name).is_ok_and(|name| unsafe { libc::if_nametoindex(name.as_ptr()) } != 0)
@@ -535,7 +534,6 @@ pub mod fake {
 
     use super::*;
 
-    /// The interface of the device under test.
     #[derive(Clone)]
     pub struct FakeTap {
         queues: Arc<Vec<UnixDatagram>>,
@@ -544,7 +542,6 @@ pub mod fake {
         pub pairs: Arc<Mutex<u16>>,
         /// Traffic that the interface reports.
         pub traffic: Arc<Mutex<Option<[Traffic; 2]>>>,
-        /// The interface was removed.
         pub is_gone: Arc<AtomicBool>,
     }
 

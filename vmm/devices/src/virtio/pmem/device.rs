@@ -40,7 +40,6 @@ const TYPE_PMEM: u16 = 27;
 pub(super) const FLUSH_QUEUE: u16 = 0;
 const QUEUE_SIZES: [u16; 1] = [64];
 
-/// A range of PM as a virtio-pmem device.
 pub struct Pmem {
     /// `struct virtio_pmem_config` (5.19.4): start and size, 64 bits each.
     config: [u8; 16],
@@ -104,7 +103,6 @@ impl Pmem {
 }
 
 impl Flusher {
-    /// Name of the device in logs.
     pub(super) fn name(&self) -> &str {
         &self.name
     }

@@ -21,7 +21,6 @@ pub(super) enum Kind {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Request {
-    /// Head of the descriptor chain.
     pub head: u16,
     pub kind: Kind,
     /// Address of the answer.

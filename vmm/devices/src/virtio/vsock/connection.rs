@@ -15,8 +15,9 @@ use super::packet::{Credit, Ended, Op};
 /// one can be in flight while the other waits for the host.
 pub(super) const BUFFER_BYTES: u32 = 128 * 1024;
 
-/// Freed bytes that are announced to the guest. The buffer consists of unannounced, unforwarded and
-/// free bytes, so a guest without credit gets an update once the host has caught up.
+/// Freed bytes at which an update is sent to the guest. The buffer consists of unannounced,
+/// unforwarded and free bytes, so a guest without credit gets an update once the host has caught
+/// up.
 const UPDATE_THRESHOLD_BYTES: u32 = BUFFER_BYTES / 4;
 
 /// Time limit for the guest's answer to a request. The driver answers without a program, but the
@@ -156,7 +157,6 @@ impl Connection {
         (self.received - self.forwarded).0
     }
 
-    /// Processes a packet of the guest.
     pub(super) fn on_guest_packet(&mut self, op: Op, credit: Credit) -> Result<Event, Violation> {
         self.guest_credit = credit;
         if self.guest_room_bytes() > 0 {

@@ -52,9 +52,9 @@ struct Listener {
 /// Ports of the guest that may connect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestPorts {
-    /// All ports, and so every process in the guest.
+    /// All ports, which every process in the guest can use.
     All,
-    /// Ports up to 1023, and so processes that the guest's kernel trusts.
+    /// Ports up to 1023, which only processes that the guest's kernel trusts can use.
     Privileged,
 }
 
@@ -192,7 +192,6 @@ pub(super) enum Greeted {
     Refused,
 }
 
-/// Reads a client's first line.
 #[derive(Debug, Default)]
 pub(super) struct Greeting {
     line: Vec<u8>,

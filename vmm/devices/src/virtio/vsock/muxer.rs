@@ -37,7 +37,7 @@ pub(super) fn max_sockets(open_files: u64) -> usize {
 /// Largest number of pending resets. Further resets are dropped until the guest takes some.
 const MAX_RESETS: usize = 1024;
 
-/// Time limit for a client's greeting. Users also type it.
+/// Time limit for a client's greeting, which may be typed by hand.
 pub(super) const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Longest time in which the host may read nothing of the remaining data of a closed connection.
@@ -114,7 +114,8 @@ struct Joined {
     unsent: VecDeque<u8>,
     /// The host receives no more data.
     write_failed: bool,
-    /// Shutdowns for sending and for receiving of the guest that were passed to the host.
+    /// True for each direction, sending and receiving of the guest, whose end was passed to the
+    /// host.
     told_host: (bool, bool),
 }
 
@@ -343,7 +344,7 @@ impl Muxer {
     }
 
     /// Processes a packet of the guest, with `payload_bytes` after the header in its buffers. If
-    /// [`Muxer::is_asked_to_connect`] is true afterwards, call [`Muxer::connect`] before other
+    /// [`Muxer::is_asked_to_connect`] is true afterward, call [`Muxer::connect`] before other
     /// methods.
     pub(super) fn on_guest_packet(
         &mut self,

@@ -15,13 +15,9 @@ pub(super) const HOST_CID: u64 = 2;
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub(super) struct RawHeader {
-    /// Context id of the sender.
     pub src_cid: U64,
-    /// Context id of the receiver.
     pub dst_cid: U64,
-    /// Port of the sender.
     pub src_port: U32,
-    /// Port of the receiver.
     pub dst_port: U32,
     /// Length of the payload after the header.
     pub len: U32,
@@ -36,7 +32,6 @@ pub(super) struct RawHeader {
     pub fwd_cnt: U32,
 }
 
-/// Length of a header.
 pub(super) const HEADER_LEN: usize = size_of::<RawHeader>();
 const _: () = assert!(HEADER_LEN == 44);
 
@@ -105,12 +100,10 @@ impl Ended {
     const RECEIVING: u32 = 1;
     const SENDING: u32 = 2;
 
-    /// Returns true if both directions have ended.
     pub(super) fn both(self) -> bool {
         self.receiving && self.sending
     }
 
-    /// Directions that have ended in `self` or `other`.
     pub(super) fn union(self, other: Self) -> Self {
         Self {
             receiving: self.receiving || other.receiving,
@@ -146,7 +139,6 @@ pub(super) enum Op {
     CreditRequest,
 }
 
-/// A valid packet of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GuestPacket {
     pub link: Link,
@@ -171,7 +163,6 @@ impl RawHeader {
         self.src_cid.get() == guest_cid && self.dst_cid.get() == HOST_CID
     }
 
-    /// Parses a packet of the guest.
     pub(super) fn parse_guest_packet(&self) -> Result<GuestPacket, NotUnderstood> {
         let link =
             Link { host: HostPort(self.dst_port.get()), guest: GuestPort(self.src_port.get()) };

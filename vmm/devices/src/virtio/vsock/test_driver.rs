@@ -248,7 +248,6 @@ impl Driver {
         }
     }
 
-    /// Takes transmitted buffers back.
     pub(super) fn reap_tx(&mut self) {
         while let Some((head, len)) = self.take_used(false) {
             assert_eq!(len, 0);

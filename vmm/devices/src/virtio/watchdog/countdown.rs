@@ -36,7 +36,6 @@ impl Countdown {
         false
     }
 
-    /// Returns true if the countdown is running.
     pub(super) fn is_on(&self) -> bool {
         self.left.is_some()
     }

@@ -38,7 +38,6 @@ fn image(len: u64) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// An image without io_uring.
 pub(super) struct WithoutRing(Arc<RawImage>);
 
 pub(super) fn without_uring(image: Arc<RawImage>) -> Arc<WithoutRing> {

@@ -42,7 +42,6 @@ fn shape() -> DiskShape {
     }
 }
 
-/// An activated device with its driver.
 struct Rig {
     device: Block,
     driver: TestDriver,

@@ -59,7 +59,6 @@ impl Flushes {
         }
     }
 
-    /// Ends the flush of a queue.
     fn end(&self, queue: usize, result: io::Result<()>) {
         if self.by_ring {
             self.fake.ring(queue).end(&self.fake, 0, result);

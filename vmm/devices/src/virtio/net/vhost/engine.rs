@@ -1,4 +1,4 @@
-//! State of a queue pair in the kernel. It is attached while the driver uses the pair and the VM
+//! State of a queue pair in the kernel. The pair is attached while the driver uses it and the VM
 //! runs, and its memory table is that of the VM.
 
 use std::fs::File;

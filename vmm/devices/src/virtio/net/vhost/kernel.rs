@@ -34,7 +34,6 @@ pub(super) fn features() -> Result<u64, VhostError> {
     open(Arc::new(GuestMemoryMmap::new()))?.get_features().map_err(call("to be asked"))
 }
 
-/// A queue pair in the kernel.
 struct KernelRings {
     /// First, so that the file is closed before the reservations are dropped.
     net: Net<Arc<GuestMemoryMmap>>,

@@ -407,7 +407,7 @@ impl registers::Device for Backend {
     }
 
     /// A driver reads the generation before and after it reads a field of several words. A worker
-    /// may change the field at any time and signals the change only afterwards. The signal is too
+    /// may change the field at any time and signals the change only afterward. The signal is too
     /// late to protect the driver's read, so the configuration itself is compared.
     fn config_generation(&mut self) -> u8 {
         let mut now = [0; CONFIG_LEN_MAX];

@@ -39,7 +39,6 @@ impl VectorMap {
         self.config.load(Ordering::Relaxed)
     }
 
-    /// Vector of a queue.
     pub(super) fn queue(&self, queue: u16) -> u16 {
         self.queues
             .get(usize::from(queue))

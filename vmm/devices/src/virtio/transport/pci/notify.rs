@@ -17,7 +17,6 @@ struct Notification {
     registered_at: Option<u64>,
 }
 
-/// Notifications of a device's queues.
 pub(super) struct Notifications {
     io_events: Arc<dyn IoEvents>,
     queues: Vec<Notification>,

@@ -48,7 +48,6 @@ pub(super) trait Device {
     fn config_generation(&mut self) -> u8;
 }
 
-/// Registers of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct QueueRegisters {
     /// Largest size, as offered.
@@ -121,7 +120,6 @@ impl CommonRegisters {
         read_config_bytes(&image, offset, data);
     }
 
-    /// Builds the whole structure as bytes.
     fn image(
         &self,
         status: u8,

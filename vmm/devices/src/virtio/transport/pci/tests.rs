@@ -584,8 +584,8 @@ proptest! {
                 Access::BusMaster(bus_master) => rig.write_config(4, &[2 | u8::from(bus_master) << 2]),
                 Access::Start => rig.start(),
             }
-            // The device is active if and only if the status has DRIVER_OK, and only then it has an
-            // ioeventfd.
+            // The device is active exactly if the status has DRIVER_OK, and has an ioeventfd only
+            // then.
             let running = rig.log.lock().active.is_some();
             prop_assert_eq!(running, rig.read(0x14, 1) & 4 != 0);
             prop_assert_eq!(rig.fake.io_events.registered.lock().len(), usize::from(running));
