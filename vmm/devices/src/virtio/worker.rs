@@ -99,8 +99,8 @@ impl ActiveQueue {
     }
 
     /// Serves at most `batch` available chains, so that other devices on the event loop get their
-    /// turn. `serve` returns the number of bytes that it has written to the chain, or `None` to
-    /// leave the chain in the ring and end the pass. Returns true if the driver wants an interrupt.
+    /// turn. `serve` returns the number of bytes written to the chain. `None` leaves the chain in
+    /// the ring and ends the pass. Returns true if the driver wants an interrupt.
     pub(super) fn serve<'m>(
         &mut self,
         memory: &'m MappedMemory,

@@ -1,8 +1,8 @@
 //! The worker of one queue, on its own thread. It takes requests, executes them, and answers.
 //!
 //! Requests are executed by calls of the device ([`super::calls`]) or by a ring ([`super::ring`]).
-//! One guard of guest memory is held to take requests and copy the data to write, and another one
-//! to copy the data read and to answer. No guard is held while the disk works.
+//! One guard of guest memory is held to take requests and copy the data to write. Another one is
+//! held to copy the data read and to answer. No guard is held while the disk works.
 
 use std::collections::VecDeque;
 use std::io;

@@ -1,12 +1,12 @@
 //! Shared errors of overlapping flushes of a disk.
 //!
 //! All queues of a disk share one open file. Linux reports a page that could not be written back
-//! once per open file, to the next fsync() (file_check_and_advance_wb_err(), called by every
-//! fsync()), regardless of the page's writer. If two flushes overlap, one may receive the error of
-//! the other's page, while the other succeeds.
+//! once per open file, to the next fsync(), regardless of the page's writer. Every fsync() calls
+//! file_check_and_advance_wb_err(). If two flushes overlap, one may receive the error of the
+//! other's page, while the other succeeds.
 //!
-//! A successful flush is therefore answered only when all flushes that were in progress when the
-//! media answered it have ended, and only if none of them has failed. `pmem_volume::media` does the
+//! A successful flush is therefore answered only after all flushes that were in progress when the
+//! media answered it. If one of them has failed, it fails as well. `pmem_volume::media` does the
 //! same for pools with a waiting thread. The queue of a disk continues meanwhile and is resumed by
 //! an event.
 

@@ -257,8 +257,8 @@ fn fill(
 
 /// Takes chains and their text, until the text suffices for one write.
 ///
-/// At most `chains_max`, a ring's worth. Chains without readable bytes never fill the text, and
-/// another vCPU may add the same ones as fast as they are taken, while the caller's guard delays
+/// At most `chains_max`, a ring's worth, because chains without readable bytes never fill the text.
+/// Another vCPU may add the same ones as fast as they are taken, while the caller's guard delays
 /// unplugs.
 fn gather<'a>(
     memory: &'a MappedMemory,

@@ -6,8 +6,8 @@
 //! uses it. A hostile driver plugs and unplugs the same block in a loop. Each zone therefore has a
 //! token bucket whose capacity is the size of the zone. Plugging the whole zone never waits, and
 //! only memory that is plugged again is limited to the rate. An unplug takes no tokens of this
-//! bucket, because no block is unplugged more often than it is plugged, and because the host always
-//! wants memory back at once.
+//! bucket: no block is unplugged more often than it is plugged, and the host always wants memory
+//! back at once.
 //!
 //! A second bucket limits the number of requests of any kind, including refused ones.
 //!

@@ -719,9 +719,8 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// For any failure of the host, the driver never gets a wrong ERROR or ACK, and the view, the
-    /// pool and the slots agree with its answers. No content of a chunk survives until its next
-    /// use.
+    /// For any failure of the host, the driver never gets a wrong ERROR or ACK. The view, the pool
+    /// and the slots agree with its answers. No content of a chunk survives until its next use.
     #[test]
     fn exactly_the_acknowledged_blocks_are_reachable(ops in prop::collection::vec(op(), 1..40)) {
         let mut guest = Guest::new(MODEL_BLOCKS, Some(MODEL_CHUNKS));

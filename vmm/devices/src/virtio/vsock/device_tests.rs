@@ -338,8 +338,8 @@ fn packets_in_unplugged_memory_are_returned_and_the_device_continues() {
         bad += 1;
         assert_eq!(bad_buffers.bad_buffers_total.get(), bad);
     };
-    // Unplugged memory, memory that ends in the packet, an empty packet, a chain with a loop, a
-    // chain that leaves the table, and one that is longer than any packet needs.
+    // In order: unplugged memory, memory that ends in the packet, an empty packet, a chain with a
+    // loop, a chain that leaves the table, and a chain longer than any packet needs.
     driver.descriptor(table, head, UNPLUGGED, 100, 0, 0);
     offer_bad(driver);
     driver.descriptor(table, head, UNPLUGGED - 43, 44, 0, 0);

@@ -69,9 +69,9 @@ impl Worker {
         })
     }
 
-    /// Passes the queues to the kernel. This thread must do so: since Linux 6.4 the kernel's thread
-    /// is one of this process and inherits the affinity of the thread that creates it, and a vCPU
-    /// may be pinned.
+    /// Passes the queues to the kernel. This thread must do so, because a vCPU's thread may be
+    /// pinned. Since Linux 6.4 the kernel's thread is one of this process and inherits the affinity
+    /// of its creator.
     fn hand_over(&self) -> Result<Arc<Engine>, VhostError> {
         let [receive, transmit] = &self.queues;
         let (tap, kicks) =
