@@ -354,7 +354,8 @@ fn a_plot_replaces_a_plot_and_nothing_else() {
     // The rule in docs/reference/consoles.md for files that flags name.
     let page = include_str!("../../../docs/reference/consoles.md");
     let rows: Vec<_> = page.lines().filter(|line| line.starts_with("| `foreshore-sim ")).collect();
-    let row = "| `foreshore-sim --plot` | replaced if it is empty or an earlier plot | everything else |";
+    let row =
+        "| `foreshore-sim --plot` | replaced if it is empty or an earlier plot | everything else |";
     assert_eq!(rows, [row]);
     std::fs::write(&path, "").unwrap();
     printed(&args);
