@@ -1,57 +1,57 @@
-//! One size for the VM becomes one for each zone.
+//! Division of a size for the VM among its zones.
 
 use super::ZoneTracker;
 use crate::plan::Reason;
 use crate::units::round_down;
 use crate::{DriverState, HostView, Tier, TimeMs, ZoneSizes};
 
-/// A zone while it is being sized.
+/// One zone during allocation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
-    /// Its place in the host's view.
+    /// Index of the zone in the host's view.
     index: usize,
     tier: Tier,
-    /// From the node for whose sake the zones are sized.
+    /// Distance from the node for which the zones are sized.
     distance: u8,
     block_bytes: u64,
     floor_bytes: u64,
     plugged_bytes: u64,
-    /// What is to be requested of it.
+    /// Size to request.
     pub requested_bytes: u64,
     ceiling_bytes: u64,
-    /// What sets the ceiling, if it is not the zone's size.
+    /// Reason for the ceiling. [`Reason::AtCeiling`] if the zone's size is the limit.
     ceiling_reason: Reason,
     shrink_cap_bytes: u64,
     pinned: bool,
     is_balloon: bool,
-    /// It has no driver, and another zone that has one has room: it is the last to grow.
+    /// The zone has no driver, and another zone with a driver has room. It grows last.
     is_last: bool,
 }
 
-/// The zones while they are being sized.
+/// All zones during allocation.
 #[derive(Clone, Debug)]
 pub(super) struct Allocation {
     shares: Vec<Share>,
-    /// What the pool can still give beyond what is plugged and outstanding.
+    /// Free memory of the pool, without plugged and outstanding memory.
     pool_bytes: u64,
-    /// What may be added before the guest lacks DRAM for page descriptors.
+    /// Memory that may be added until the guest lacks DRAM for page descriptors.
     descriptor_bytes: u64,
-    /// What may be added to all zones together.
+    /// Memory that may be added to all zones together.
     room_bytes: u64,
 }
 
-/// What limits the zones, beside their sizes.
+/// Limits of the zones other than their sizes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     /// Memory that may be requested in addition to the present requests, see
     /// [`super::descriptors`].
     pub descriptor_bytes: u64,
-    /// What all zones together may be asked for beyond what they are.
+    /// Memory that may be added to all zones together.
     pub room_bytes: u64,
-    /// The share of a zone that may be lent, in thousandths, if the guest does not online it
+    /// Share of a zone that may be lent, in thousandths, if the guest does not online it as
     /// movable.
     pub unmovable_permille: Option<u64>,
-    /// Zones without a driver are asked last, see [`has_live_room`].
+    /// Zones without a driver are used last, see [`has_live_room`].
     pub driverless_last: bool,
 }
 
@@ -81,7 +81,7 @@ pub(super) fn has_live_room(
     })
 }
 
-/// The most that may be requested of a zone, in whole blocks, and what sets that.
+/// Largest size that may be requested of a zone, in whole blocks, and the reason for that limit.
 fn ceiling(
     zone: &ZoneSizes,
     tracker: &ZoneTracker,
@@ -103,10 +103,10 @@ fn ceiling(
 }
 
 impl Allocation {
-    /// Starts from what is requested now. `awaited` is the host without requests of which nothing
-    /// comes any more: those keep nothing from others. `zones` are the host's with what is
-    /// known of each; `near` is the guest node for whose sake they are sized, `from` the one
-    /// whose memory is to go.
+    /// Starts from the requested sizes. `awaited` is the host without requests that make no
+    /// progress, so that these reserve no memory of the pool. `zones` are the trackers of the
+    /// host's zones. `near` is the guest node for which the zones are sized, and `from` the node
+    /// from which memory is removed.
     pub(super) fn new(
         host: &HostView,
         awaited: &HostView,
@@ -123,7 +123,7 @@ impl Allocation {
             .enumerate()
             .map(|(index, (zone, tracker))| {
                 let to_zone = |node| host.distances.between(node, zone.guest_numa_node);
-                // A shrink takes from the far end.
+                // A shrink starts with the zone at the end of the order.
                 let distance = match (from, near) {
                     (Some(from), _) => u8::MAX - to_zone(from),
                     (None, Some(near)) => to_zone(near),
@@ -135,8 +135,9 @@ impl Allocation {
                 Share { index, distance, is_balloon, ..Share::new(zone, tracker, limits, now) }
             })
             .collect();
-        // DRAM first, and of it a balloon, whose pages Linux takes from any node; within a tier
-        // what is near, and what is equally near in the host's order.
+        // DRAM comes first. Within DRAM, the balloon comes first, because Linux fills it with pages
+        // of any node. Within a tier, the nearest zones come first, and equally near ones in the
+        // host's order.
         shares.sort_by_key(|share| (share.tier, !share.is_balloon, share.distance, share.index));
         let awaited_pm = awaited.zones.iter().filter(|zone| zone.tier == Tier::Pm);
         let owed_pm =
@@ -149,16 +150,17 @@ impl Allocation {
         }
     }
 
-    /// So much of the pool is asked for beside what is awaited, and may still be taken.
+    /// Reserves memory of the pool that is requested but not awaited, because the guest may still
+    /// plug it.
     pub(super) fn owing(mut self, pm_bytes: u64) -> Self {
         self.pool_bytes = self.pool_bytes.saturating_sub(pm_bytes);
         self
     }
 
-    /// Adds `bytes`, and says what stood in the way if less could be added.
+    /// Adds `bytes`. Returns the bytes added and, if these are fewer, the obstacle.
     pub(super) fn grow(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
-        // 1. Memory that the guest has been asked for and still has is there at once.
+        // 1. Blocks that are requested back but still plugged are available at once.
         for share in self.shares.iter_mut().filter(|share| !share.pinned) {
             let back =
                 share.plugged_bytes.min(share.ceiling_bytes).saturating_sub(share.requested_bytes);
@@ -166,7 +168,7 @@ impl Allocation {
             bytes -= share.add(round_down(back.min(self.room_bytes), share.block_bytes), bytes);
             self.room_bytes -= share.requested_bytes - before;
         }
-        // 2. DRAM, then PM; after that what has nobody to take it, and may have.
+        // 2. DRAM, then PM, then zones without a driver, because it may still load.
         let mut limit = None;
         let free = self.shares.iter_mut().filter(|share| !share.pinned);
         let (last, first): (Vec<_>, Vec<_>) = free.partition(|share| share.is_last);
@@ -199,14 +201,14 @@ impl Allocation {
         (wanted - bytes, Some(limit.unwrap_or(Reason::Pinned)))
     }
 
-    /// Takes `bytes` away, and says what stood in the way if less could be taken.
+    /// Removes `bytes`. Returns the bytes removed and, if these are fewer, the obstacle.
     pub(super) fn shrink(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
         let mut limit = None;
         let mut taken_from = None;
         let mut stays_in = None;
-        // PM back first, and DRAM only when no PM is left that could go. A step takes from one
-        // tier: a guest serves its devices side by side, and would give DRAM back while it
+        // PM is removed first, and DRAM only if no removable PM is left. A step removes from one
+        // tier only. The guest serves its devices in parallel, so it would unplug DRAM while it
         // still has PM.
         for share in self.shares.iter_mut().rev().filter(|share| !share.pinned) {
             if stays_in.is_some_and(|tier| tier != share.tier) {
@@ -224,8 +226,8 @@ impl Allocation {
                 taken_from = Some(share.tier);
             }
             if share.shrink_cap_bytes < over && bytes >= share.block_bytes {
-                // It has more, and does not let it go: others of its tier are asked, and what is
-                // behind that stays.
+                // The guest does not release more of this zone. Other zones of the tier follow, but
+                // not the next tier.
                 stays_in = Some(share.tier);
             }
             limit = Some(if stays_in.is_some() { Reason::NoProgress } else { Reason::AtFloor });
@@ -234,7 +236,7 @@ impl Allocation {
         if bytes < left_over {
             return (wanted - bytes, None);
         }
-        // Not everything is down to what it keeps while a hand holds some of it.
+        // With a pinned zone above its floor, not all zones are at their floors.
         let is_held = |share: &Share| share.pinned && share.requested_bytes > share.floor_bytes;
         if limit.is_none_or(|limit| limit == Reason::AtFloor) && self.shares.iter().any(is_held) {
             limit = Some(Reason::Pinned);
@@ -242,7 +244,7 @@ impl Allocation {
         (wanted - bytes, Some(limit.unwrap_or(Reason::AtFloor)))
     }
 
-    /// The sizes to request, in the host's order.
+    /// Returns the sizes to request, in the host's order.
     pub(super) fn into_requests(mut self) -> Vec<u64> {
         self.shares.sort_by_key(|share| share.index);
         self.shares.into_iter().map(|share| share.requested_bytes).collect()
@@ -271,8 +273,8 @@ impl Share {
         }
     }
 
-    /// Adds at most `allowed` and, rounded up to a block, `wanted`. Returns what of `wanted` is
-    /// served.
+    /// Adds `wanted`, rounded up to a block, but at most `allowed`. Returns the part of `wanted`
+    /// that was added.
     fn add(&mut self, allowed: u64, wanted: u64) -> u64 {
         let added = crate::units::round_up(wanted.min(allowed), self.block_bytes).min(allowed);
         self.requested_bytes += added;
@@ -307,8 +309,8 @@ mod tests {
     use super::*;
     use crate::{MIB, ZoneId};
 
-    /// Nodes 0 and 1 with 4 MiB of DRAM each to come, and 2 and 3 with PM: 2 is near to 0, 3 is
-    /// near to 1.
+    /// Nodes 0 and 1 with 4 MiB of pluggable DRAM each, and nodes 2 and 3 with PM. Node 2 is near
+    /// node 0, and node 3 is near node 1.
     fn two_sockets(requested_mib: [u64; 4]) -> HostView {
         let tiers = [Tier::Dram, Tier::Dram, Tier::Pm, Tier::Pm];
         let mut host = HostView { pool_free_bytes: 64 * MIB, ..HostView::default() };
@@ -348,7 +350,7 @@ mod tests {
         allocation.into_requests().into_iter().map(|bytes| bytes / MIB).collect()
     }
 
-    /// What is left after shrinks, each followed by the guest, until `mib` are gone.
+    /// Requested sizes after shrinks by `mib` in total. The guest follows each one.
     fn shrunk_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
         let mut left = [4, 4, 16, 16];
         let mut to_go = mib * MIB;
@@ -397,8 +399,7 @@ mod tests {
 
     #[test]
     fn the_node_that_memory_is_to_go_from_is_named_whoever_is_equally_far() {
-        // Three nodes of DRAM, and PM of the same number near to each: all other distances are
-        // equal.
+        // Three nodes of DRAM with one node of PM near each. All other distances are equal.
         let mut host = two_sockets([0; 4]);
         host.distances = crate::Distances::default();
         host.zones.truncate(3);
@@ -433,7 +434,7 @@ mod tests {
         assert_eq!(allocation.into_requests(), [4, 4, 2, 16].map(|mib| mib * MIB));
     }
 
-    /// A balloon before the two sockets, as the governor has it.
+    /// Adds a balloon in front of the zones of the two sockets, as the governor does.
     fn with_balloon(requested_mib: [u64; 5]) -> HostView {
         let [balloon_mib, rest @ ..] = requested_mib;
         let mut host = two_sockets(rest);
@@ -451,7 +452,7 @@ mod tests {
 
     #[test]
     fn a_balloon_is_the_first_to_grow_and_the_last_to_shrink() {
-        // Whichever node it is for: the balloon counts as node 0's, and is every node's.
+        // The balloon's zone has node 0, but its memory is from every node.
         for (near, next) in [(None, [2, 0]), (Some(0), [2, 0]), (Some(1), [0, 2])] {
             let mut grown = allocation(&with_balloon([60, 0, 0, 0, 0]), near);
             assert_eq!(grown.grow(6 * MIB), (6 * MIB, None));

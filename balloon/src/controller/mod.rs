@@ -1,5 +1,5 @@
-//! The rules above every policy. docs/reference/policies.md lists them; the numbers in comments
-//! here are theirs.
+//! Rules above every policy. docs/reference/policies.md lists them, and comments here use its
+//! numbers.
 
 mod allocation;
 mod descriptors;
@@ -25,19 +25,20 @@ use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState};
 use crate::{DriverState, HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
 
-/// Rule 6: a guest that was short so recently may be so still, when its reports stop.
+/// Rule 6: time after the last sign of shortage in which a guest still counts as short if its
+/// reports stop.
 const SHORT_MS: u64 = 1_000;
 
-/// Why the controller is called.
+/// Reason for a call of the controller.
 #[derive(Clone, Copy, Debug)]
 pub enum Event<'a> {
-    /// The guest has reported.
+    /// A report from the guest.
     Report(&'a Report),
-    /// Time has passed, or a plugged size has changed. To be called at least once a second.
+    /// Time has passed, or a plugged size has changed. Expected at least once a second.
     Tick,
 }
 
-/// The state of the loop of one VM, apart from what its policy remembers.
+/// State of the controller of one VM, except the state of its policy.
 #[derive(Clone, Debug)]
 pub struct Controller {
     rules: Rules,
@@ -52,42 +53,41 @@ pub struct Controller {
     lost: Lost,
     host_shortfall: HostShortfall,
     descriptors: DescriptorLimit,
-    /// A dry run has said what rule 3 would do about what is requested.
+    /// A dry run has reported the plan of rule 3 for the present requests.
     told_bounds: bool,
 }
 
-/// What is kept of the last report.
+/// Parts of the last report that later decisions need.
 #[derive(Clone, Copy, Debug)]
 struct LastReport {
     at: TimeMs,
     decision: Decision,
-    /// When the guest was last known to be short, if that is not long ago.
+    /// Last time at which the guest was known to be short, if it is less than [`SHORT_MS`] ago.
     short_at: Option<TimeMs>,
     online_policy: OnlinePolicy,
 }
 
-/// What `vm.pressure` shows of the loop.
+/// State of the controller, as `vm.pressure` shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Status {
-    /// The policy's name.
+    /// Name of the policy.
     pub policy: &'static str,
-    /// Decisions are made and not carried out.
+    /// Decisions are made but not carried out.
     pub dry_run: bool,
-    /// The operator has stopped the loop.
+    /// The operator has paused the controller.
     pub paused: bool,
-    /// Zones that were sized by hand.
+    /// Zones sized by a client.
     pub pinned: Vec<ZoneId>,
-    /// When the last report came.
+    /// Time of the last report.
     pub last_report: Option<TimeMs>,
-    /// What the policy made of it.
+    /// The policy's decision on that report.
     pub last_decision: Option<Decision>,
-    /// The present cool-down: longer than configured after a shrink that turned out to have been
-    /// wrong.
+    /// Present cool-down. Longer than configured after a shrink that had to be undone.
     pub cool_down_ms: u64,
 }
 
 impl Controller {
-    /// A loop for a guest that has just started.
+    /// Creates the controller of a guest that has just started.
     pub fn new(policy: Policy, rules: Rules) -> Result<Self, ParamError> {
         policy.validate()?;
         rules.validate()?;
@@ -108,13 +108,13 @@ impl Controller {
         })
     }
 
-    /// Decides what to do about `event`. `host` must be read after the last plan was carried out.
+    /// Decides on `event`. Read `host` after the last plan has been carried out.
     pub fn step(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         self.observe(host, now);
         self.decide(event, host, now)
     }
 
-    /// Decides on an event. Call [`Controller::observe`] with the same host first.
+    /// Decides on `event`. Call [`Controller::observe`] with the same host first.
     pub(crate) fn decide(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         for zone in &mut self.zones {
             zone.by_hand = false;
@@ -131,32 +131,32 @@ impl Controller {
         plan
     }
 
-    /// The tracker of a zone.
+    /// Returns the tracker of a zone.
     pub fn tracker(&self, id: ZoneId) -> Option<&ZoneTracker> {
         self.zones.iter().find(|zone| zone.id == id)
     }
 
-    /// Trackers of all zones, in the host's order.
+    /// Returns the trackers of all zones, in the host's order.
     pub(crate) fn trackers_mut(&mut self) -> impl Iterator<Item = &mut ZoneTracker> {
         self.zones.iter_mut()
     }
 
-    /// Memory for whose page descriptors the guest has room (rule 4).
+    /// Returns the size of the memory for whose page descriptors the guest has room (rule 4).
     pub fn describable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
         self.descriptors.room_bytes(&self.rules, host, now)
     }
 
-    /// Counts a DIMM that the guest gets towards the limit of rule 4.
+    /// Counts a DIMM that is added to the guest towards the limit of rule 4.
     pub fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
         self.descriptors.add_dimm(bytes, now);
     }
 
-    /// Whether a zone was sized by hand, and is left alone.
+    /// Returns true if a client has sized the zone, so that the controller leaves it alone.
     pub fn is_pinned(&self, id: ZoneId) -> bool {
         self.zones.iter().any(|zone| zone.id == id && zone.pinned)
     }
 
-    /// Takes up a zone that was sized by hand, or every one of them, and a loop that was paused.
+    /// Resumes sizing of zone `id`. Without `id`, resumes all zones and a paused controller.
     pub fn resume(&mut self, id: Option<ZoneId>) {
         for zone in self.zones.iter_mut().filter(|zone| id.is_none_or(|id| zone.id == id)) {
             (zone.pinned, zone.goal_bytes) = (false, None);
@@ -164,38 +164,39 @@ impl Controller {
         self.paused = self.paused && id.is_some();
     }
 
-    /// Stops deciding until [`Controller::resume`].
+    /// Stops all decisions until [`Controller::resume`] or [`Controller::unpause`].
     pub fn pause(&mut self) {
         self.paused = true;
     }
 
-    /// Decides again. Zones that were sized by hand stay pinned.
+    /// Resumes decisions. Zones sized by a client stay pinned.
     pub fn unpause(&mut self) {
         self.paused = false;
     }
 
-    /// Decides without acting, or acts again.
+    /// Starts or ends a dry run.
     pub fn set_dry_run(&mut self, dry_run: bool) {
         self.rules.dry_run = dry_run;
     }
 
-    /// Exchanges the policy. If its parameters are out of range the present one stays.
+    /// Replaces the policy. If a parameter is out of range, the present policy stays.
     pub fn set_policy(&mut self, policy: Policy) -> Result<(), ParamError> {
         policy.validate()?;
-        // With other parameters it goes on with what it remembers.
+        // The same policy with other parameters keeps its state.
         if std::mem::discriminant(&policy) != std::mem::discriminant(&self.policy) {
             self.state = policy.initial_state();
         }
         self.policy = policy;
-        // What is wanted is another question now.
+        // The new policy may want a different amount.
         self.host_shortfall = HostShortfall::default();
         Ok(())
     }
 
-    /// Exchanges the rules' parameters. If one is out of range the present ones stay.
+    /// Replaces the parameters of the rules. If one is out of range, the present ones stay.
     pub fn set_rules(&mut self, rules: Rules) -> Result<(), ParamError> {
         rules.validate()?;
-        // What was learned stays, within the new bounds; what was not is as configured.
+        // A cool-down that was learned stays, within the new bounds. Otherwise, it is as
+        // configured.
         self.cool_down_ms = match self.cool_down_ms == self.rules.cool_down_ms {
             true => rules.cool_down_ms,
             false => self.cool_down_ms.clamp(rules.cool_down_ms, rules.max_cool_down_ms),
@@ -205,28 +206,28 @@ impl Controller {
         Ok(())
     }
 
-    /// The policy.
+    /// Returns the policy.
     pub fn policy(&self) -> &Policy {
         &self.policy
     }
 
-    /// The node for whose sake the policy decided upon the last report.
+    /// Returns the node for which the policy decided on the last report.
     pub fn near(&self) -> Option<u32> {
         self.last.and_then(|last| last.decision.near)
     }
 
-    /// The rules' parameters.
+    /// Returns the parameters of the rules.
     pub fn rules(&self) -> &Rules {
         &self.rules
     }
 
-    /// Whether the passing of time alone changes nothing of what the policy decides, once reports
-    /// have been the same for [`Policy::settle_ms`].
+    /// Returns true if the passing of time alone does not change the policy's decision, once
+    /// reports have been the same for [`Policy::settle_ms`].
     pub fn is_settled(&self, now: TimeMs) -> bool {
         self.policy.is_settled(&self.state, now)
     }
 
-    /// The state of the loop.
+    /// Returns the state of the controller.
     pub fn status(&self) -> Status {
         Status {
             policy: self.policy.name(),
@@ -239,9 +240,9 @@ impl Controller {
         }
     }
 
-    /// Takes the host's present sizes. A zone that has grown of itself, as a balloon does that
-    /// deflates when its guest has nothing else left, is a grow like any other: what the guest
-    /// took is not taken back at once. A second call with the same sizes changes nothing.
+    /// Updates the trackers with the host's present sizes. A zone that grows without a plan, for
+    /// example a balloon that the guest deflates on OOM, counts as a grow. So the memory is not
+    /// removed again at once. A second call with the same sizes changes nothing.
     pub fn observe(&mut self, host: &HostView, now: TimeMs) -> Vec<Seen> {
         if !host.zones.iter().map(|zone| zone.id).eq(self.zones.iter().map(|known| known.id)) {
             let known = std::mem::take(&mut self.zones);
@@ -277,13 +278,14 @@ impl Controller {
         let input = Input { report, host: &seen, is_carried_out };
         let (state, mut decision) = self.policy.decide(state, input, now);
         self.state = state;
-        // A policy's sizes begin at what it saw requested.
+        // The policy's size is relative to the requested size in its input.
         let change = |want: u64| {
             want.saturating_add(host.requested_bytes()).saturating_sub(seen.requested_bytes())
         };
         decision.want_bytes = decision.want_bytes.map(change);
         self.lost = Lost::default();
-        // A grow that is under way ends a policy's want, and not yet the guest's.
+        // While a grow is in progress, the policy reports no pressure, but the guest may still be
+        // short.
         let was_short_at = self.last.and_then(|last| last.short_at);
         let is_short = decision.pressure || (was_short_at.is_some() && self.is_growing(host));
         let short_at = if is_short { Some(now) } else { was_short_at };
@@ -295,10 +297,10 @@ impl Controller {
         });
     }
 
-    /// What the policy is shown. Memory on its way to a zone, or from it, counts for as long as it
-    /// comes, whoever asked for it. Where nothing has come for too long, and rule 5 does not
-    /// end the request, the zone stays as it is: or what a hand has asked for would be waited
-    /// for by a guest that is short.
+    /// Returns the sizes that are the input of the policy. Memory on its way to or from a zone
+    /// counts as long as it makes progress, regardless of the origin of the request. If a request
+    /// makes no progress and rule 5 does not withdraw it, the zone counts with its plugged size.
+    /// Otherwise, a guest that is short would wait for memory that a client has requested in vain.
     fn without_stuck<'a>(
         &self,
         trackers: &[ZoneTracker],
@@ -311,7 +313,7 @@ impl Controller {
             let is_left =
                 followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
             let is_stuck = followed.is_stuck(zone, &self.rules, now);
-            // Nobody is there to take it, and somebody else is.
+            // Another zone with a driver has room.
             let is_driverless = zone.driver == DriverState::Absent;
             let is_passed_over = passes_over
                 && is_driverless
@@ -324,9 +326,9 @@ impl Controller {
         seen
     }
 
-    /// Rule 5: whether zones without a driver are asked last, and not waited for: where another
-    /// zone can be asked. Where none can, they are asked as if somebody were there, for the
-    /// driver that may come.
+    /// Rule 5: returns true if zones without a driver are used last and are not waited for, because
+    /// another zone has room. If none has, they are used as if they had a driver, because it may
+    /// still load.
     fn passes_over_driverless(
         &self,
         trackers: &[ZoneTracker],
@@ -337,25 +339,26 @@ impl Controller {
         allocation::has_live_room(host, trackers, self.unmovable_permille(online_policy), now)
     }
 
-    /// The share of a zone that may be lent to a guest that onlines memory like this.
+    /// Share of a zone that may be lent to a guest with this onlining policy.
     fn unmovable_permille(&self, online_policy: OnlinePolicy) -> Option<u64> {
         let movable = matches!(online_policy, OnlinePolicy::OnlineMovable | OnlinePolicy::Unknown);
         (!movable).then_some(self.rules.unmovable_permille)
     }
 
-    /// The zones that the loop sizes: a hand's request is the hand's to wait for.
+    /// Zones that the controller sizes. Pinned zones are excluded, because the client waits for its
+    /// own request.
     fn own<'a>(&'a self, host: &'a HostView) -> impl Iterator<Item = &'a ZoneSizes> {
         let zones = host.zones.iter().zip(&self.zones);
         zones.filter(|(_, followed)| !followed.pinned).map(|(zone, _)| zone)
     }
 
-    /// Whether a zone that the loop sizes is still to follow.
+    /// Returns true if a zone that the controller sizes has not reached its requested size.
     fn is_in_progress(&self, host: &HostView) -> bool {
         self.is_growing(host) || self.own(host).any(|zone| zone.outstanding_shrink_bytes() > 0)
     }
 
-    /// Whether memory that the loop has asked for is on its way to the guest. Less than a block is
-    /// not waited for.
+    /// Returns true if memory that the controller has requested is on its way to the guest. Less
+    /// than a block is not waited for.
     fn is_growing(&self, host: &HostView) -> bool {
         self.own(host).any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
     }
@@ -366,8 +369,7 @@ impl Controller {
         self.rules.floor_bytes.min(host.max_bytes())
     }
 
-    /// A decision that needed no report, so that `fixed` works without an agent. An idle guest is
-    /// assumed.
+    /// Stand-in for a report, so that `fixed` works without an agent. Assumes an idle guest.
     fn unreported(&self, decision: Decision, now: TimeMs) -> LastReport {
         LastReport {
             at: now,
@@ -377,7 +379,7 @@ impl Controller {
         }
     }
 
-    /// Allocation of sizes to zones in the state that `trackers` describe.
+    /// Allocation for the state in `trackers`.
     fn allocation(
         &self,
         trackers: &[ZoneTracker],
@@ -432,13 +434,13 @@ impl Controller {
         }
     }
 
-    /// Remembers what a plan that is carried out means for the ones to come.
+    /// Updates the state for a plan that is carried out.
     fn note(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         for ((zone, target), before) in self.zones.iter_mut().zip(&plan.targets).zip(&host.zones) {
             zone.asked(target.requested_bytes, before.requested_bytes, now);
         }
         match (plan.reason, plan.direction) {
-            // It has been answered, as far as it can be.
+            // The plan requests everything that other zones can provide.
             (Reason::HostShort, _) => self.host_shortfall = HostShortfall::default(),
             (_, Direction::Grow) => {
                 self.host_shortfall
@@ -453,7 +455,8 @@ impl Controller {
         }
     }
 
-    /// Rule 2: a shrink that has to be undone came too early: wait longer before the next one.
+    /// Rule 2: a grow soon after a shrink lengthens the cool-down, because the shrink came too
+    /// early.
     fn has_grown(&mut self, now: TimeMs) {
         let undone = self.shrunk_at.filter(|at| now.since(*at) < self.rules.max_cool_down_ms);
         self.cool_down_ms = match undone {
@@ -467,7 +470,7 @@ impl Controller {
     }
 }
 
-/// What is requested of each zone.
+/// Requested size of each zone.
 fn requested(host: &HostView) -> impl Iterator<Item = u64> {
     host.zones.iter().map(|zone| zone.requested_bytes)
 }

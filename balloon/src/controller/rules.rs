@@ -1,4 +1,4 @@
-//! The parameters of the rules above every policy.
+//! Parameters of the rules above every policy.
 
 use crate::params::{Parameters, Setting, params};
 use crate::{MIB, ParamError};
@@ -43,7 +43,7 @@ params! {
 }
 
 impl Rules {
-    /// The same rules with these parameters changed: all of them, or, with an error, none.
+    /// Returns these rules with changed parameters. On an error, none is changed.
     pub fn with<'a>(
         &self,
         settings: impl IntoIterator<Item = (&'a str, &'a Setting)>,

@@ -1,8 +1,8 @@
-//! One zone as the governor follows it.
+//! Tracker of a zone.
 //!
-//! A tracker takes the zone's sizes once per step. From these it derives whether the guest's driver
-//! follows the request (rule 5), what the host could not provide, and the progress of a resize for
-//! its status and for reminders.
+//! The controller passes the zone's sizes once per step. From these, the tracker derives three
+//! results: whether the guest's driver follows the request (rule 5), the memory that the host could
+//! not provide, and the progress of a resize for its status and for reminders.
 
 mod resize;
 
@@ -13,69 +13,66 @@ use crate::plug_filter::PlugFilter;
 use crate::units::{round_down, round_up};
 use crate::{TimeMs, ZoneId, ZoneSizes};
 
-/// Tracker of one zone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZoneTracker {
     pub(super) id: ZoneId,
-    /// Sized by hand, and left alone.
+    /// Sized by a client, so the controller leaves it alone.
     pub(super) pinned: bool,
-    /// Sized by hand since the last decision: what has grown may be that.
+    /// Sized by a client since the last decision, so a grow may be the client's.
     pub(super) by_hand: bool,
     /// Size requested by a client or at boot, until all of it is requested from the guest.
     pub(super) goal_bytes: Option<u64>,
     /// No step towards the goal has been taken yet.
     pub(super) is_goal_new: bool,
-    /// A dry run has said what rule 5 would do about what is requested of it.
+    /// A dry run has reported the plan of rule 5 for the present request.
     pub(super) told: bool,
-    /// Sizes when the zone was observed last.
+    /// Sizes at the last observation.
     sizes: ZoneSizes,
-    /// Size requested since: by a plan, or as observed.
+    /// Requested size, from the last observation or from a plan after it.
     requested_bytes: u64,
-    /// The last request was a plan's, not a client's.
+    /// The last request was from a plan, not from a client.
     is_requested_by_plan: bool,
     plug_filter: PlugFilter,
-    /// The last time that the requested or the plugged size moved, and that is not taken back any
-    /// more.
+    /// Last change of the requested or the plugged size that was not undone.
     moved: TimeMs,
     grow: Attempt,
     shrink: Attempt,
-    /// Grows, for the host's sake.
+    /// Grows that the host could not provide.
     host: Attempt,
-    /// What the guest does not follow is asked for all the same, for the floor's sake.
+    /// The request stays for the floor, although the guest does not follow it.
     kept: bool,
     resize: Resize,
 }
 
-/// Changes of a zone since it was observed last.
+/// Changes of a zone since the last observation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// More is requested than was asked for.
+    /// The requested size has grown without a plan.
     pub(super) has_grown: bool,
-    /// What was asked for and the host could not provide.
+    /// Requested memory that the host could not provide.
     pub(super) shortfall_bytes: u64,
     /// Bytes by which the device has lowered a plan's request.
     pub lowered_bytes: u64,
-    /// The guest's driver has become ready, and is waited for anew.
+    /// The guest's driver has become ready, so its time to follow starts again.
     pub has_driver_come: bool,
-    /// The requested size has been reached, and stays. True once for each requested size, because
-    /// a guest may give memory back and take it again as often as it likes.
+    /// The requested size has been reached, and stays. True once for each requested size, because a
+    /// guest may give memory back and plug it again as often as it likes.
     pub is_reached: bool,
 }
 
-/// How much may be asked at a time, after the guest has not followed, or the host could not provide
-/// it.
+/// Limit of requests after a failure of the guest or the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Attempt {
-    /// At most this may be outstanding; `None`: no limit.
+    /// Most memory that may be outstanding. `None` if unlimited.
     cap_bytes: Option<u64>,
-    /// Nothing may be asked before this.
+    /// Time before which nothing may be requested.
     retry_at: Option<TimeMs>,
-    /// How long the zone is left alone after the next failure.
+    /// Length of the last pause. The next one is twice as long.
     pause_ms: u64,
 }
 
 impl ZoneTracker {
-    /// Starts to follow a zone.
+    /// Creates the tracker of a zone.
     pub fn new(zone: &ZoneSizes, now: TimeMs) -> Self {
         ZoneTracker {
             id: zone.id,
@@ -97,7 +94,7 @@ impl ZoneTracker {
         }
     }
 
-    /// Takes the zone's present sizes.
+    /// Updates the tracker with the zone's present sizes.
     pub fn observe(&mut self, zone: &ZoneSizes, now: TimeMs) -> Seen {
         let has_driver_come = self.has_driver_come(zone, now);
         let before = std::mem::replace(&mut self.sizes, *zone);
@@ -107,7 +104,7 @@ impl ZoneTracker {
         let less_bytes = requested_before.saturating_sub(zone.requested_bytes);
         let is_lowered = self.is_requested_by_plan && zone.lowered_by().is_some();
 
-        // What goes without being asked back is no progress.
+        // Memory that the guest unplugs without a request is no progress.
         let is_asked_back =
             zone.plugged_bytes < before.plugged_bytes && asked_bytes < before.plugged_bytes;
         if zone.requested_bytes != requested_before || is_asked_back {
@@ -121,13 +118,14 @@ impl ZoneTracker {
         if let Some(since) = stayed_since {
             (self.moved, self.kept) = (self.moved.max(since), false);
             self.grow = Attempt::default();
-            // What comes before the host is asked again is what it had left.
+            // Memory plugged before the host's retry was available to the host earlier, so it does
+            // not end the pause.
             if !is_short && self.host.allowed(since) != Some(0) {
                 self.host = Attempt::default();
             }
         }
-        // A guest that sinks unasked has done nothing of its request. It is waited for where all of
-        // it was there.
+        // A guest that unplugs memory without a request has made no progress. If it had reached the
+        // requested size, its time to follow starts again.
         let has_left =
             zone.plugged_bytes < before.plugged_bytes && was_settled && resize::is_reached(&before);
         if is_asked_back {
@@ -143,12 +141,12 @@ impl ZoneTracker {
         }
     }
 
-    /// The host could not provide what was asked for: not before the next try is it asked again.
+    /// Pauses requests because the host could not provide the requested memory.
     pub(super) fn fell_short(&mut self, rules: &Rules, now: TimeMs) {
         self.host.pause(rules, now);
     }
 
-    /// A plan asks for this, of a zone of which `before_bytes` were requested.
+    /// Records the request of a plan. `before_bytes` is the size requested before it.
     pub(super) fn asked(&mut self, requested_bytes: u64, before_bytes: u64, now: TimeMs) {
         if requested_bytes != before_bytes {
             (self.goal_bytes, self.is_requested_by_plan) = (None, true);
@@ -160,37 +158,37 @@ impl ZoneTracker {
         }
     }
 
-    /// Returns true if the zone was sized by hand and is left alone.
+    /// Returns true if the zone was sized by a client, so that the controller leaves it alone.
     pub fn is_pinned(&self) -> bool {
         self.pinned
     }
 
-    /// A client sizes the zone.
+    /// Pins the zone because a client has sized it.
     pub(super) fn pin(&mut self) {
         (self.pinned, self.by_hand, self.is_requested_by_plan) = (true, true, false);
     }
 
-    /// This is asked for after all, though [`ZoneTracker::fall_back`] has taken it.
+    /// Keeps a request that [`ZoneTracker::fall_back`] has withdrawn.
     pub(super) fn keep(&mut self, requested_bytes: u64) {
         self.requested_bytes = requested_bytes;
         self.kept = true;
     }
 
-    /// Returns true if that is so, and nothing has happened on it since.
+    /// Returns true if a withdrawn request is kept and nothing has been plugged for it since.
     pub(super) fn is_kept(&self) -> bool {
         self.kept && self.plug_filter.pending_since().is_none()
     }
 
-    /// Returns true if what is plugged stays, or is what a shrink has left.
+    /// Returns true if the plugged memory stays, or is the rest after a shrink.
     fn is_settled(&self) -> bool {
         self.plug_filter
             .pending_since()
             .is_none_or(|since| self.resize.asked_back_at >= Some(since))
     }
 
-    /// A driver has come: what another one, or none, did not follow says nothing about it. The
-    /// sizes are those before it came, because the memory that it has plugged since still has
-    /// to stay.
+    /// Restarts the tracker for a driver that has become ready, because failures under another
+    /// driver or none do not count for it. The filter starts from the sizes before this driver,
+    /// because memory that it has plugged since still has to stay.
     fn begin_anew(&mut self, now: TimeMs) {
         self.moved = now;
         self.plug_filter =
@@ -200,14 +198,14 @@ impl ZoneTracker {
         self.kept = false;
     }
 
-    /// What to request instead, if the guest has not followed for too long: half of what is
-    /// missing, so that the change itself makes the driver try again; at the end, what it has.
-    /// A shrink is withdrawn at once, because memory that the guest uses is not worth fighting
-    /// for, and the next one is smaller.
+    /// Returns the request to make instead if the guest has not followed for too long. A grow is
+    /// halved, because only a change of the request makes the driver try again. In the end, it is
+    /// withdrawn to the plugged size. A shrink is withdrawn at once, because the guest uses the
+    /// memory, and the next one is smaller.
     ///
-    /// A balloon's guest counts in pages: what it has may lie between two blocks, and what is
-    /// requested never does. A withdrawn shrink leaves it the whole block; the last part of a
-    /// block of a grow is as good as there.
+    /// A guest with a balloon counts in pages, so its plugged size may lie between two blocks, but
+    /// requests are whole blocks. A withdrawn shrink leaves the whole block. A grow that lacks less
+    /// than a block counts as reached.
     pub(super) fn fall_back(
         &mut self,
         zone: &ZoneSizes,
@@ -222,7 +220,7 @@ impl ZoneTracker {
         let half = round_down(missing / 2, zone.block_bytes);
         let attempt = if growing { &mut self.grow } else { &mut self.shrink };
         attempt.failed(half, zone, rules, now, growing);
-        // Nor does what came before it undo the failure by staying.
+        // Memory plugged earlier does not undo the failure by staying.
         self.plug_filter.settle();
         self.moved = now;
         self.kept = false;
@@ -237,14 +235,14 @@ impl ZoneTracker {
         self.is_stuck(zone, rules, now) && !(is_there && zone.requested_bytes > zone.plugged_bytes)
     }
 
-    /// Returns true if nothing has happened for too long on what is requested.
+    /// Returns true if the request has made no progress for too long.
     pub(super) fn is_stuck(&self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> bool {
         let moved =
             self.plug_filter.pending_since().map_or(self.moved, |since| since.max(self.moved));
         zone.requested_bytes != zone.plugged_bytes && now.since(moved) >= rules.progress_ms
     }
 
-    /// The most that may be requested of the zone, for the guest's driver's sake.
+    /// Largest size that may be requested, after failures of the guest's driver.
     pub(super) fn ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
         match self.grow.allowed(now) {
             Some(cap) => self.plug_filter.stayed_bytes(zone.plugged_bytes).saturating_add(cap),
@@ -252,7 +250,7 @@ impl ZoneTracker {
         }
     }
 
-    /// The most that may be requested of the zone, for the host's sake.
+    /// Largest size that may be requested, after failures of the host.
     pub(super) fn host_ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
         match self.host.allowed(now) {
             Some(cap) => zone.plugged_bytes.saturating_add(cap),
@@ -260,14 +258,13 @@ impl ZoneTracker {
         }
     }
 
-    /// The most that may be taken back from the zone at a time, for the guest's driver's sake.
+    /// Most memory that one step may remove, after failures of the guest's driver.
     pub(super) fn shrink_cap_bytes(&self, now: TimeMs) -> u64 {
         self.shrink.allowed(now).unwrap_or(u64::MAX)
     }
 }
 
-/// What is requested of a zone after a request that was not followed: what is there, and so much of
-/// a grow.
+/// Fallback request after a timeout: the plugged size plus, for a grow, `more_bytes`.
 pub(super) fn left_bytes(zone: &ZoneSizes, more_bytes: u64) -> u64 {
     let left = match zone.requested_bytes > zone.plugged_bytes {
         true => round_down(zone.plugged_bytes + more_bytes, zone.block_bytes),

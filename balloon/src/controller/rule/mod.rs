@@ -1,8 +1,8 @@
-//! The rules above every policy, as pure functions. docs/reference/policies.md explains them, and
-//! their numbers here are its.
+//! Rules above every policy, as pure functions. docs/reference/policies.md explains them, and
+//! comments here use its numbers.
 //!
-//! Rules 1, 2, 4 and 8 limit plans of the others: see [`policy`], [`super::descriptors`] and
-//! [`Context::left`].
+//! Rules 1, 2, 4 and 8 limit the plans of the other rules: see [`policy`], [`super::descriptors`]
+//! and [`Context::left`].
 
 mod policy;
 
@@ -14,7 +14,7 @@ use crate::policy::{Decision, Policy, off};
 use crate::units::round_up;
 use crate::{HostView, TimeMs, ZoneSizes};
 
-/// Decides upon a context, or leaves the decision to the next rule.
+/// Decides on a context, or leaves the decision to the next rule.
 type Rule = fn(&Context<'_>) -> Verdict;
 
 /// Rules in order of precedence, before the policy. The first that returns a plan decides.
@@ -61,8 +61,8 @@ enum Memory {
 }
 
 impl Context<'_> {
-    /// Rule 8: sizes that a dry run decides upon. Requests that rule 5 would withdraw count as
-    /// withdrawn, or the dry run would report nothing else.
+    /// Rule 8: sizes on which a dry run decides. Requests that rule 5 would withdraw count as
+    /// withdrawn. Otherwise, the dry run would report nothing else.
     pub(super) fn left(&self) -> Cow<'_, HostView> {
         self.controller.without_failed(self.host, self.now)
     }
@@ -74,7 +74,7 @@ impl Context<'_> {
 }
 
 impl Controller {
-    /// Asks the rules in their order.
+    /// Applies the rules in their order.
     pub(super) fn plan(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         for rule in RULES {
             let Verdict { plan, memory } = rule(&Context { controller: self, event, host, now });
@@ -108,8 +108,8 @@ impl Controller {
     }
 }
 
-/// Rule 7: holds while the loop is paused or the policy is `off`. Pinned zones are excluded where
-/// sizes are allocated.
+/// Rule 7: holds while the controller is paused or the policy is `off`. The allocation excludes
+/// pinned zones.
 fn by_hand(context: &Context<'_>) -> Verdict {
     let controller = context.controller;
     let reason = match () {
@@ -120,8 +120,8 @@ fn by_hand(context: &Context<'_>) -> Verdict {
     reason.map(|reason| controller.hold(reason, context.host)).into()
 }
 
-/// Rule 5: replaces a request that the guest does not follow by one for a smaller change or none. A
-/// dry run reports this once.
+/// Rule 5: replaces a request that the guest does not follow by a smaller change or none. A dry run
+/// reports this once.
 fn no_progress(context: &Context<'_>) -> Verdict {
     let Context { controller, host, now, .. } = *context;
     let rules = &controller.rules;
@@ -188,8 +188,7 @@ fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTrac
     }
 }
 
-/// Rule 3: keeps all zones together between floor and ceiling, whatever the guest reports and the
-/// policy wants.
+/// Rule 3: keeps all zones together between floor and ceiling, regardless of the policy.
 fn bounds(context: &Context<'_>) -> Verdict {
     let controller = context.controller;
     let Some(plan) = come_within_bounds(context) else {
@@ -251,8 +250,8 @@ impl HostShortfall {
 /// Rule 5: if the host could not provide memory for a zone, requests as much from other zones at
 /// once, or more if the policy wants more by now.
 ///
-/// The shortfall is kept while the loop is paused or another rule decides first. A dry run requests
-/// nothing, so its shortfall would never end.
+/// The shortfall is kept while the controller is paused or another rule decides first. A dry run
+/// requests nothing, so its shortfall would never end.
 fn host_short(context: &Context<'_>) -> Verdict {
     let Context { controller, now, .. } = *context;
     let shortfall_bytes = controller.host_shortfall.bytes_at(now);

@@ -1,4 +1,4 @@
-//! Rules 1, 2 and 4: the policy's size is approached at once upwards, and in steps downwards.
+//! Rules 1, 2 and 4: grows to the policy's size at once, and shrinks to it in steps.
 
 use super::Context;
 use crate::controller::allocation::Allocation;
@@ -28,8 +28,8 @@ impl Controller {
         let (floor, ceiling) = (self.floor_bytes(host), self.rules.ceiling_bytes);
         let reason = last.decision.reason;
         match last.decision.want_bytes {
-            // Only of what a dry run leaves outside of the bounds does a policy want what stays
-            // there.
+            // The policy's size can be outside of the bounds only if a dry run leaves requests
+            // outside of them.
             Some(want) if want > requested && want < floor => bound(
                 self.grow(floor - requested, reason, last, host, now),
                 want,
@@ -44,8 +44,7 @@ impl Controller {
             Some(want) if want < requested => {
                 self.shrink(requested - want, reason, last, host, now)
             }
-            // What is on its way counts as there: the guest will have enough, and has not got it
-            // yet.
+            // The guest has enough only with memory that is still on its way.
             _ if reason == Reason::Enough
                 && self.is_in_progress(&self.without_stuck(&self.zones, host, now)) =>
             {
@@ -55,7 +54,7 @@ impl Controller {
         }
     }
 
-    /// Rules 1, 2 and 4: at once, DRAM first, as far as the guest can carry it.
+    /// Rules 1, 2 and 4: grows at once, DRAM first, within the room for page descriptors.
     pub(super) fn grow(
         &self,
         bytes: u64,
@@ -64,15 +63,15 @@ impl Controller {
         host: &HostView,
         now: TimeMs,
     ) -> Plan {
-        // Where memory was to go from is nothing to a grow, which a floor or lost reports may ask
-        // for after it.
+        // A grow ignores the node from which the last decision wanted to remove memory. The floor
+        // or lost reports may cause a grow after such a decision.
         let mut allocation = self.allocation(&self.zones, last, None, host, now);
         let moved = allocation.grow(bytes);
         let plan = self.plan_move(Direction::Grow, reason, moved, allocation, host);
         Plan { wanted_bytes: host.requested_bytes().saturating_add(bytes), ..plan }
     }
 
-    /// Rules 2 and 3: PM first, in steps, after a cool-down.
+    /// Rules 2 and 3: shrinks in steps after a cool-down, PM first.
     pub(super) fn shrink(
         &self,
         bytes: u64,
@@ -101,7 +100,7 @@ impl Controller {
         Plan { wanted_bytes: wanted, ..plan }
     }
 
-    /// Plan that grows or shrinks as far as its limit allows, or holds.
+    /// Returns a plan for the bytes that could be moved, or one that holds if there are none.
     fn plan_move(
         &self,
         direction: Direction,
@@ -118,7 +117,7 @@ impl Controller {
     }
 }
 
-/// A plan that goes to a bound of all zones together, beyond what the policy wants.
+/// Changes a plan of the policy to one that ends at a bound of all zones together.
 fn bound(plan: Plan, wanted_bytes: u64, by: Reason) -> Plan {
     let limited_by = (plan.direction != Direction::Hold).then(|| plan.limited_by.unwrap_or(by));
     Plan { wanted_bytes, limited_by, ..plan }

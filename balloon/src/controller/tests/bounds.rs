@@ -1,4 +1,4 @@
-//! Rule 3: floors, ceilings, and what the pool has.
+//! Rule 3: floors, ceilings and the free part of the pool.
 
 use super::*;
 
@@ -19,7 +19,7 @@ fn rule_3_floors_and_ceilings_hold() {
     assert_eq!(rig.tick(6_000).reason, Reason::AtFloor);
 }
 
-/// Memory in two nodes of PM beside DRAM that is full, the last shrink from node 1.
+/// A guest with full DRAM and two nodes of PM. Its last shrink was from node 1.
 fn shrunk_from_node_1() -> Rig {
     let mut rig = Rig::new(Policy::default());
     rig.host.zones[DRAM].requested_bytes = 128 * MIB;
@@ -44,7 +44,7 @@ fn rule_3_where_memory_was_to_go_from_is_nothing_to_a_floors_grow() {
         let plan = rig.tick(100);
         let pm = [PM, PM + 1].map(|zone| rig.host.zones[zone].requested_bytes / MIB);
         match ceiling_mib {
-            // In the host's order, as for any grow of the VM as a whole.
+            // In the host's order, as for every grow without a near node.
             None => assert_eq!((plan.reason, pm), (Reason::BelowFloor, [320, 256])),
             Some(_) => assert_eq!((plan.reason, pm), (Reason::AboveCeiling, [192, 256])),
         }
@@ -57,7 +57,7 @@ fn rule_3_an_empty_pool_limits_pm_and_is_said() {
     rig.host.pool_free_bytes = 101 * MIB;
     assert_eq!(rig.tick(0).limited_by, Some(Reason::PoolEmpty));
     assert_eq!(rig.requested_mib(), (128, 100));
-    // What is requested and not plugged will still be taken from the pool.
+    // Requested memory that is not plugged yet will still be allocated from the pool.
     assert_eq!(rig.tick(1_000).reason, Reason::PoolEmpty);
     assert_eq!(rig.requested_mib(), (128, 100));
 }

@@ -1,4 +1,4 @@
-//! Rule 7: zones that were sized by hand.
+//! Rule 7: zones sized by a client.
 
 use super::*;
 
@@ -75,8 +75,8 @@ fn rule_7_memory_that_does_not_come_to_a_zone_sized_by_hand_is_not_waited_for() 
     );
 }
 
-/// A guest that is short, in which a hand asks for a zone that does not come: until when it keeps
-/// `reason` from another.
+/// A client requests memory of zone `by_hand`, which does not arrive, and the guest is short.
+/// Asserts that the other zones hold with `reason` for 5 s and then grow.
 fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) {
     rig.pin(rig.host.zones[by_hand].id);
     rig.host.zones[by_hand].requested_bytes = 128 * MIB;

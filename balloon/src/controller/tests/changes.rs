@@ -1,4 +1,4 @@
-//! What changes while the loop runs: pauses, policies, parameters.
+//! Changes at run time: pauses, policies, parameters.
 
 use super::*;
 

@@ -42,8 +42,8 @@ fn rule_8_a_dry_run_leaves_no_trace_of_what_it_did_not_do() {
     assert_eq!(rig.host.requested_bytes() - before, 64 * MIB, "the first of the steps");
 }
 
-/// It used to say `no_progress` for ever: who tries a policy on a guest in trouble would never have
-/// seen it decide.
+/// After reporting `no_progress` once, a dry run shows the decisions of a policy for a guest that
+/// does not follow.
 #[test]
 fn rule_8_a_dry_run_says_once_that_a_guest_does_not_follow_and_then_what_the_policy_decides() {
     let mut rig = Rig::fixed(64);
@@ -58,11 +58,11 @@ fn rule_8_a_dry_run_says_once_that_a_guest_does_not_follow_and_then_what_the_pol
             assert_eq!(plan.wanted_bytes, plan.requested_bytes(), "beside what does not come");
             assert_eq!(rig.tick(10).reason, Reason::Quiet);
         }
-        // As much as it is, another request is another one.
+        // A change of the request is reported again, even a small one.
         rig.host.zones[DRAM].requested_bytes = (round + 1) * 2 * MIB;
         rig.tick(10);
     }
-    // Nor is a shrink waited for that is not followed.
+    // A shrink that the guest does not follow is not waited for either.
     rig.host.zones[DRAM].plugged_bytes = 128 * MIB;
     rig.host.zones[PM].requested_bytes = 512 * MIB;
     rig.host.zones[PM].plugged_bytes = 512 * MIB;
@@ -93,7 +93,7 @@ fn rule_8_a_dry_run_says_once_what_bounds_would_do_and_then_what_the_policy_deci
     assert_eq!(plan.requested_bytes(), 1024 * MIB);
     assert!(plan.wanted_bytes < 1024 * MIB, "what the policy wants: {plan:?}");
 
-    // Other bounds are said anew.
+    // New bounds are reported again.
     let rules = Rules { floor_bytes: 0, ceiling_bytes: 512 * MIB, ..rules };
     rig.controller.set_rules(rules).expect("in range");
     rig.host.zones[PM].requested_bytes = 1024 * MIB;
@@ -118,8 +118,8 @@ fn rule_8_a_dry_run_says_once_what_bounds_would_do_and_then_what_the_policy_deci
     assert!(plan.wanted_bytes > 1024 * MIB, "what the policy wants: {plan:?}");
 }
 
-/// Of a removal that `dapper` decides on while nothing is carried out, nothing is left when that is
-/// over: the table is asked what it says by then.
+/// A removal that `dapper` decides on while nothing is carried out leaves no state behind.
+/// Afterwards, the table is evaluated again.
 #[test]
 fn rule_8_a_removal_that_a_dry_run_or_a_pause_held_up_is_not_under_way() {
     let begin: [fn(&mut Controller); 2] =
@@ -146,7 +146,7 @@ fn rule_8_a_removal_that_a_dry_run_or_a_pause_held_up_is_not_under_way() {
             rig.raw.memory.free_bytes = (dram_pages + pm_pages) * PAGE_BYTES;
         };
         begin(&mut rig.controller);
-        // All of PM could go.
+        // The table allows removal of all PM.
         free(&mut rig, 70_000, 1024);
         rig.report(1_000, 1_200);
         assert_eq!(rig.requested_mib().1, 1024);

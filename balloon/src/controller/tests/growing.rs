@@ -1,4 +1,4 @@
-//! Rule 1: grows go to their full target at once, DRAM first.
+//! Rule 1: a grow requests its full target at once, DRAM first.
 
 use super::*;
 
@@ -24,7 +24,7 @@ fn pressure_takes_back_a_shrink_that_the_guest_has_not_followed() {
     rig.want(0);
     rig.tick(6_000);
     assert_eq!(rig.requested_mib(), (128, 256));
-    // What is still plugged is there at once, before more DRAM could be.
+    // Blocks that are still plugged are available before more DRAM is.
     rig.host.zones[DRAM].max_bytes = 256 * MIB;
     rig.want(500);
     rig.tick(100);
@@ -40,8 +40,8 @@ fn rule_1_what_is_asked_for_is_in_progress_until_it_is_there() {
     assert_eq!(rig.tick(100).reason, Reason::InProgress);
     rig.follow();
     assert_eq!(rig.tick(100).reason, Reason::Enough);
-    // A hand's request is not the loop's, and nobody waits for what is kept of a zone that does not
-    // follow.
+    // A client's request is not the controller's, and memory that is kept for the floor is not
+    // waited for.
     rig.pin(ZoneId(1));
     rig.host.zones[PM].requested_bytes = 64 * MIB;
     rig.want(128);
@@ -51,7 +51,8 @@ fn rule_1_what_is_asked_for_is_in_progress_until_it_is_there() {
     assert_eq!(rig.report(50, 40).reason, Reason::InProgress);
 }
 
-/// What is asked for by a guest that is short, and whose reports nobody has acted upon for 5 s.
+/// Size requested by the first plan that is carried out for a short guest, after 5 s of reports
+/// without one.
 fn asked_after(mut rig: Rig, act: impl Fn(&mut Rig)) -> u64 {
     for _ in 0..100 {
         rig.report(50, 30);
@@ -83,7 +84,7 @@ fn psi_doubles_no_step_that_was_not_asked_of_the_guest() {
     assert_eq!(asked_after(bounded, no_bound), fresh);
 }
 
-/// What is asked for at once.
+/// Size requested by a first plan without such a delay.
 fn asked_after_nothing() -> u64 {
     let mut rig = Rig::new(Policy::default());
     rig.report(50, 30);

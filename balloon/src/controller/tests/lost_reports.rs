@@ -1,4 +1,4 @@
-//! Rule 6: reports that stop coming.
+//! Rule 6: lost reports.
 
 use super::*;
 
@@ -52,7 +52,7 @@ fn short(policy: &str) -> Rig {
     rig
 }
 
-/// What is added in a minute without reports, if the guest takes at once what it is asked to.
+/// MiB added in a minute without reports, if the guest follows each request at once.
 fn added_without_reports(rig: &mut Rig) -> u64 {
     let before = rig.host.requested_bytes();
     for _ in 0..60 {
@@ -67,8 +67,8 @@ fn rule_6_a_guest_whose_agent_dies_while_memory_comes_was_short() {
     for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
         let mut rig = short(policy);
         assert_eq!(rig.report(1000, 5).direction, Direction::Grow, "{policy}");
-        // What has been asked for is coming: the policy wants no more, and may have been the last
-        // to know.
+        // With the requested memory on its way, the policy reports no pressure. This report may be
+        // the last one.
         assert_ne!(rig.report(50, 5).reason, Reason::ReportsLost);
         assert_ne!(added_without_reports(&mut rig), 0, "{policy}");
     }

@@ -21,7 +21,7 @@ use crate::{MIB, Shortfall, Tier, ZoneSizes};
 const DRAM: usize = 0;
 const PM: usize = 1;
 
-/// A VM of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come, and its loop.
+/// A VM of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to plug, and its controller.
 struct Rig {
     controller: Controller,
     host: HostView,
@@ -75,7 +75,7 @@ impl Rig {
         self.controller.set_policy(policy).expect("in range");
     }
 
-    /// Time passes, and the controller is called without a report. The plan is carried out.
+    /// Advances time by `ms`, calls the controller without a report and carries out the plan.
     fn tick(&mut self, ms: u64) -> Plan {
         self.now = self.now + ms;
         let plan = self.controller.step(Event::Tick, &self.host, self.now);
@@ -83,7 +83,7 @@ impl Rig {
         plan
     }
 
-    /// Time passes, and the guest reports. The plan is carried out.
+    /// Advances time by `ms`, passes a report and carries out the plan.
     fn report(&mut self, ms: u64, available_mib: u64) -> Plan {
         self.now = self.now + ms;
         self.raw.seq += 1;
@@ -107,8 +107,8 @@ impl Rig {
         }
     }
 
-    /// Sets the free memory above the high watermarks so that the guest can describe `sections`,
-    /// and no more.
+    /// Sets the free memory above the high watermarks so that the guest can describe exactly
+    /// `sections`.
     fn describe(&mut self, sections: u64) {
         let zone = &mut self.raw.zones[0];
         let floor_pages = zone.managed_pages.div_ceil(64).max(1024);
@@ -126,7 +126,7 @@ impl Rig {
         self.controller.set_goal(zone, size_bytes);
     }
 
-    /// Takes the next steps towards the sizes requested by hand.
+    /// Requests the next steps towards the goals.
     fn step(&mut self) -> Vec<GoalStep> {
         self.controller.observe(&self.host, self.now);
         let steps = self.controller.next_steps(&self.host, self.now);
@@ -142,7 +142,7 @@ impl Rig {
         (zone.driver, zone.requested_bytes) = (DriverState::Unsupported, zone.plugged_bytes);
     }
 
-    /// The host has no more than this for a zone, and the device lowers what is requested.
+    /// Lowers the request of a zone to `mib`, as the device does when the host has no more memory.
     fn host_has(&mut self, zone: usize, mib: u64) {
         let zone = &mut self.host.zones[zone];
         assert!(zone.requested_bytes > mib * MIB);
@@ -150,7 +150,7 @@ impl Rig {
         zone.shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes });
     }
 
-    /// The guest's driver does what it was asked.
+    /// Plugs and unplugs all that is requested, as the guest's driver does.
     fn follow(&mut self) {
         for zone in &mut self.host.zones {
             zone.plugged_bytes = zone.requested_bytes;

@@ -1,4 +1,4 @@
-//! Rule 5: guests that do not follow, and hosts that have nothing.
+//! Rule 5: guests that do not follow, and hosts without memory.
 
 use super::*;
 
@@ -18,7 +18,7 @@ fn rule_5_a_guest_without_a_driver_is_asked_for_less_and_less_and_then_left_alon
             seen.push(rig.requested_mib());
         }
     }
-    // DRAM is tried with less; what it does not take is asked of PM, with which it is the same.
+    // DRAM is halved. The withdrawn part is requested from PM, which has no driver either.
     assert!(seen.len() > 10, "{seen:?}");
     assert!(
         seen.iter().any(|(dram, _)| *dram == 32) && seen.iter().any(|(dram, _)| *dram == 0),
@@ -34,7 +34,7 @@ fn rule_5_a_driver_that_comes_late_is_asked_at_once() {
     rig.host.zones.truncate(1);
     rig.host.zones[0].driver = DriverState::Absent;
     let mut alone_s = 0;
-    // Until it is asked no more than once in a while.
+    // Until requests are rare.
     for _ in 0..300 {
         rig.tick(1_000);
         alone_s = if rig.host.requested_bytes() == 0 { alone_s + 1 } else { 0 };
@@ -48,12 +48,12 @@ fn rule_5_a_driver_that_comes_late_is_asked_at_once() {
     rig.host.zones[0].driver = DriverState::Ready;
     assert_eq!(rig.tick(10).direction, Direction::Grow);
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
-    // It has as long to follow as any.
+    // It has the full time to follow.
     assert_ne!(rig.tick(4_900).reason, Reason::NoProgress);
     assert_eq!(rig.tick(100).reason, Reason::NoProgress);
 }
 
-/// A guest that is short takes no memory, and its driver comes and goes each second.
+/// The guest is short but plugs nothing, and its driver loads and unloads each second.
 #[test]
 fn rule_5_a_driver_that_comes_and_goes_is_given_up() {
     let mut rig = Rig::new(Policy::default());
@@ -82,9 +82,9 @@ fn rule_5_progress_makes_whole_again() {
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
 }
 
-/// A guest that wants 512 MiB of PM plugs nothing for so long, and then all that is asked of it,
-/// within 10 ms. How long it takes from then on to the first of it, how many MiB that is, and how
-/// long to all of it.
+/// A guest that should have 512 MiB of PM plugs nothing for `outage_ms`, and then follows each
+/// request within 10 ms. Returns the time from the end of the outage to the first memory, the size
+/// of that memory in MiB, and the time to all memory.
 fn after_an_outage_of(outage_ms: u64) -> (u64, u64, u64) {
     let mut rig = Rig::fixed(512);
     rig.host.zones[DRAM].max_bytes = 0;
@@ -114,9 +114,9 @@ fn rule_5_what_a_failure_costs_is_a_second_after_the_first_part() {
     assert_eq!(after_an_outage_of(42_500), (0, 2, 1_010));
 }
 
-/// What is requested of the PM of a guest that wants 256 MiB, whenever that changes. `takes`: what
-/// its driver has plugged for a moment after it was asked, of what it was asked. There is no memory
-/// for page descriptors: it is unplugged again.
+/// Requests for the PM of a guest that should have 256 MiB, with their times. For each new request,
+/// the driver plugs the result of `takes` and unplugs it again, because it has no memory for page
+/// descriptors.
 fn asked_of_a_guest_that_keeps_nothing(takes: impl Fn(u64) -> u64) -> Vec<(TimeMs, u64)> {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
@@ -185,7 +185,7 @@ fn rule_5_a_block_that_comes_and_goes_for_ever_is_no_progress() {
             asked.push((ms, requested_mib));
         }
     }
-    // Since it was there first.
+    // Times since the block was first plugged.
     assert_eq!(asked, [(0, 256), (5_100, 128), (10_100, 64), (15_100, 32)]);
 }
 
@@ -216,16 +216,16 @@ fn rule_5_what_stays_of_what_is_unplugged_again_is_progress() {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
     rig.tick(0);
-    // One section of two finds memory for its descriptors.
+    // One section of two finds memory for its page descriptors.
     for plugged_mib in [128, 256, 128] {
         rig.host.zones[PM].plugged_bytes = plugged_mib * MIB;
         rig.tick(10);
     }
-    // 5 s since the first came, and not since the second came and went.
+    // The 5 s count from the first section, not from the second one, which did not stay.
     assert_eq!(rig.tick(4_970).reason, Reason::InProgress);
     assert_eq!(rig.tick(10).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (0, 192), "half of what is missing");
-    // It takes that, and keeps it: all is asked for again.
+    // The guest plugs that and keeps it, so all is requested again.
     rig.host.zones[PM].plugged_bytes = 192 * MIB;
     rig.tick(10);
     rig.tick(1_000);
@@ -245,10 +245,10 @@ fn rule_5_a_zone_without_a_driver_is_asked_last() {
     };
     assert_eq!(asked(64, [false, true]), (0, 64));
     assert_eq!(asked(1100, [false, true]), (76, 1024), "what PM has no room for");
-    // Nobody is there: whoever comes is asked as ever.
+    // Neither zone has a driver, so the order is as usual.
     assert_eq!(asked(64, [false, false]), (64, 0));
     assert_eq!(asked(64, [true, false]), (64, 0));
-    // And it is no reason to take DRAM back before PM.
+    // The missing driver is no reason to remove DRAM before PM.
     let mut rig = Rig::fixed(64);
     for zone in &mut rig.host.zones {
         (zone.requested_bytes, zone.plugged_bytes) = (64 * MIB, 64 * MIB);
@@ -268,7 +268,7 @@ fn rule_5_what_a_zone_without_a_driver_was_asked_for_is_not_waited_for_where_ano
     rig.report(50, 20);
     let (left, pm) = rig.requested_mib();
     assert!(pm > 0 && left == dram, "{left} and {pm} MiB");
-    // Of PM it is asked once.
+    // PM is requested once.
     assert_eq!(rig.report(50, 20).reason, Reason::InProgress);
     assert_eq!(rig.requested_mib(), (dram, pm));
 }
@@ -294,14 +294,14 @@ fn rule_5_where_no_other_zone_has_room_one_without_a_driver_is_asked_as_if_it_ha
     for without_room in cases {
         assert_eq!(asked(false, without_room), asked(true, without_room));
     }
-    // Nor does little room have it asked for more and more.
+    // With little room in another zone, requests do not accumulate either.
     let little: fn(&mut Rig) = |rig| rig.host.pool_free_bytes = 4 * MIB;
     let (most, as_ever) = (asked(false, little), asked(true, little));
     let sum = |asked: &[(u64, u64)]| asked.iter().map(|(dram, pm)| dram + pm).max();
     assert!(sum(&most) <= sum(&as_ever), "{most:?}");
 }
 
-/// A loop whose zones together have a floor of 64 MiB, asked for it and not followed.
+/// A controller with a floor of 64 MiB, which it has requested and the guest does not follow.
 fn floor_that_nobody_follows(zones: usize, pool_mib: u64) -> Rig {
     let mut rig = Rig::new(Policy::default());
     rig.host.zones.truncate(zones);
@@ -319,7 +319,7 @@ fn rule_5_what_the_floor_asks_for_stays_where_nobody_else_has_any() {
     let said = (0..600).filter(|_| rig.tick(100).reason == Reason::NoProgress).count();
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
     assert_eq!(said, 1, "once for as long as nothing happens");
-    // A guest that is short does not wait for it.
+    // A short guest does not wait for it.
     let mut rig = floor_that_nobody_follows(2, 0);
     assert_eq!(rig.tick(100).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (64, 0));
@@ -377,7 +377,7 @@ fn rule_5_a_shrink_that_one_pm_zone_refuses_is_asked_of_the_other() {
         rig.follow();
     }
     assert_eq!(rig.host.zones[2].plugged_bytes, 64 * MIB);
-    // The zone that goes first does not let go of anything.
+    // The zone that shrinks first releases nothing.
     rig.want(1024);
     let first = rig.tick(10_000);
     assert_eq!(first.targets[2].requested_bytes, 0);
@@ -393,7 +393,7 @@ fn rule_5_a_shrink_that_one_pm_zone_refuses_is_asked_of_the_other() {
     assert_eq!(second.targets[DRAM].requested_bytes, 128 * MIB);
 }
 
-/// A balloon's guest inflates and deflates by pages, and stops anywhere.
+/// A guest inflates and deflates its balloon by pages, so it can stop within a block.
 #[test]
 fn rule_5_what_is_withdrawn_is_whole_blocks_whatever_the_guest_has() {
     let mut rig = Rig::fixed(128);
@@ -406,7 +406,7 @@ fn rule_5_what_is_withdrawn_is_whole_blocks_whatever_the_guest_has() {
     rig.tick(1_000);
     assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (102, 0), "what it has stays, and the rest of the block");
-    // What is missing of the block is no request that has to be withdrawn.
+    // The missing part of the block is not a request that could fail.
     rig.want(102);
     assert_eq!(rig.tick(60_000).reason, Reason::Enough);
 
@@ -437,7 +437,7 @@ fn rule_5_what_the_host_cannot_provide_is_asked_of_another_zone_at_once() {
         (Direction::Grow, Reason::HostShort, None)
     );
     assert_eq!(rig.requested_mib(), (24, 76));
-    // What it got comes, and says nothing about what it did not get.
+    // Memory that arrives from the earlier request does not end the pause of the zone.
     rig.follow();
     rig.want(110);
     assert_eq!(rig.tick(4_990).reason, Reason::FixedSize);
@@ -446,7 +446,7 @@ fn rule_5_what_the_host_cannot_provide_is_asked_of_another_zone_at_once() {
     rig.want(120);
     rig.tick(10);
     assert_eq!(rig.requested_mib(), (34, 86), "asked again");
-    // It comes: the host has memory again.
+    // The memory is plugged, so the host has memory again.
     rig.follow();
     rig.want(128);
     rig.tick(10);
@@ -477,8 +477,7 @@ fn rule_5_a_host_that_has_nothing_is_asked_ever_more_rarely() {
 
 #[test]
 fn rule_5_what_is_unplugged_again_at_once_does_not_say_that_the_host_has_memory_again() {
-    // A host that has nothing, and a guest that plugs so much of what is asked, and unplugs it
-    // again.
+    // The host has no memory. The guest plugs `plugs_mib` of each request and unplugs it again.
     let asked_s = |plugs_mib| {
         let mut rig = Rig::fixed(64);
         rig.host.zones.truncate(1);
@@ -502,7 +501,7 @@ fn rule_5_what_is_unplugged_again_at_once_does_not_say_that_the_host_has_memory_
     assert_eq!(asked_s(2), nothing);
 }
 
-/// A report may come before the devices' news: it has its say as well.
+/// A report may precede the notification of the device, and its demand counts as well.
 #[test]
 fn rule_5_what_is_wanted_meanwhile_is_asked_with_what_the_host_could_not_provide() {
     let mut rig = Rig::new(Policy::default());
@@ -517,7 +516,7 @@ fn rule_5_what_is_wanted_meanwhile_is_asked_with_what_the_host_could_not_provide
 
 #[test]
 fn rule_5_what_the_host_could_not_provide_is_kept_for_a_moment() {
-    // 128 MiB are asked of DRAM, of which the host has 24, while the loop is paused for so long.
+    // Requests 128 MiB of DRAM, of which the host has 24, and pauses the controller for `ms`.
     let paused_for = |ms| {
         let mut rig = Rig::fixed(128);
         rig.tick(0);
@@ -545,7 +544,7 @@ fn rule_5_what_the_host_could_not_provide_outlasts_a_request_that_is_withdrawn()
     rig.tick(100);
     assert_eq!(rig.requested_mib(), (128, 512));
     rig.controller.set_policy(Policy::default()).expect("defaults");
-    // PM does not come, and in the same moment the host has no more DRAM.
+    // PM makes no progress, and at the same time the host runs out of DRAM.
     rig.host_has(DRAM, 64);
     assert_eq!(rig.tick(4_900).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (64, 256));

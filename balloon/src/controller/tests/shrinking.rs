@@ -33,7 +33,7 @@ fn rule_2_the_next_step_waits_for_the_last_one() {
     assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::InProgress));
 }
 
-/// A guest of which 64 GiB are plugged, and none are wanted any more.
+/// A guest with 64 GiB plugged and a wanted size of 0.
 fn large() -> Rig {
     let mut rig = Rig::fixed(64 << 10);
     rig.host.zones[PM].max_bytes = 128 << 30;
@@ -89,8 +89,8 @@ fn rule_2_a_shrink_that_had_to_be_undone_doubles_the_cool_down() {
     assert_eq!(rig.controller.status().cool_down_ms, 5_000, "forgotten after a minute");
 }
 
-/// Seconds at which a balloon is inflated whose guest takes it all back a second later, as its
-/// device does on OOM.
+/// Seconds at which the balloon is inflated. The guest deflates it a second later, as its device
+/// does on OOM.
 fn fought_at(rig: &mut Rig) -> Vec<u64> {
     let mut at = Vec::new();
     for second in 1..=200 {
@@ -115,8 +115,8 @@ fn rule_2_memory_that_a_guest_takes_out_of_its_balloon_is_fought_for_ever_more_r
         rig.host.zones[DRAM].requested_bytes = 128 * MIB;
         rig.follow();
         rig.controller.set_rules(rules).expect("in bounds");
-        // A second until it is taken back, one more until that is seen, and the cool-down: 10, 20,
-        // 40 and 60 s.
+        // 1 s until the guest deflates, 1 s until that is observed, and the cool-down of 10, 20, 40
+        // and 60 s.
         assert_eq!(fought_at(&mut rig), [1, 13, 35, 77, 139], "fixed at {size_mib} MiB");
         assert_eq!(rig.controller.status().cool_down_ms, 60_000);
     }

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// A loop whose guest has 384 MiB of boot memory, 256 MiB of them in a balloon, and drivers that
-/// are unsupported.
+/// A controller whose guest has 384 MiB of boot memory, 256 MiB of it in the balloon, and
+/// unsupported drivers.
 fn guest_with_balloon(policy: Policy) -> Rig {
     let mut rig = Rig::new(policy);
     let balloon = ZoneId(2);

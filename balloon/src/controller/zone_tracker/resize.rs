@@ -1,7 +1,7 @@
 //! Progress of a resize, for its status and for reminders.
 //!
-//! Without progress for as long as the rule `progress` says, its `patience_ms`, a resize is stuck,
-//! and the guest is reminded.
+//! A resize without progress for the time `progress` of the rules (`patience_ms`) is stuck, and the
+//! guest's driver is reminded.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,55 +10,55 @@ use crate::{
     DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER, UNSUPPORTED_DRIVER_REASON, ZoneSizes,
 };
 
-/// Longest time between two reminders. A loop that withdraws what is not followed requests it again
-/// as often.
+/// Longest time between two reminders. Equal to the default of `max_retry`, after which a withdrawn
+/// request is repeated.
 const MOST_PATIENCE_MS: u64 = 60_000;
 
-/// Least time between two drivers that are waited for anew: a guest can reset a device as often as
+/// Shortest time between two restarts for a driver, because a guest can reset a device as often as
 /// it likes.
 const ANEW_MS: u64 = 60_000;
 
-/// Times of the last changes, and what was reported about them.
+/// Times of the last changes, and flags for results that were reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Resize {
-    /// When a size changed last and that was not taken back, or the guest was asked for something
-    /// new.
+    /// Last change of a size that was not undone, or last new request.
     changed_at: TimeMs,
     reminded_at: TimeMs,
     /// Number of reminders since something changed.
     reminders: u32,
-    /// When the driver came, and was waited for anew.
+    /// Last time at which the driver became ready and its time to follow started again.
     came_at: Option<TimeMs>,
-    /// When plugged memory last went because it was asked back. What is left was there before.
+    /// Last unplug that was requested. The memory that is left was plugged before.
     pub asked_back_at: Option<TimeMs>,
     /// The size requested last has not been reached yet.
     is_awaited: bool,
-    /// Plugged size at which rule 5 has just withdrawn the request. It was not what was requested.
+    /// Plugged size at which rule 5 has just withdrawn the request. It differs from the requested
+    /// size.
     pub withdrawn_bytes: Option<u64>,
-    /// It was reported that the guest has no room for the descriptors of what was requested last.
+    /// It was reported that the guest has no room for the page descriptors of the last request.
     is_held_reported: bool,
 }
 
-/// How a resize goes.
+/// State of a resize.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum ResizeStatus {
-    /// Plugged is what was requested.
+    /// The plugged size equals the requested size.
     Reached,
-    /// The guest is at it.
+    /// The guest is following the request.
     Pending,
-    /// The guest's driver has not come up.
+    /// The guest's driver is not ready.
     NoDriver,
-    /// The guest makes no progress, and why as far as is known.
+    /// The guest makes no progress, with the known reason.
     Stuck(String),
 }
 
 /// A reminder that is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reminder {
-    /// The first since something changed, which is logged.
+    /// The first reminder since the last change. It is logged.
     First,
-    /// Nothing has changed since the last.
+    /// Another reminder without a change in between.
     Again,
 }
 
@@ -82,8 +82,8 @@ impl Resize {
 }
 
 impl ZoneTracker {
-    /// Returns true if the guest's driver has become ready since the last observation. It is then
-    /// waited for anew, once in [`ANEW_MS`] at most.
+    /// Returns true if the guest's driver has become ready since the last observation. Its time to
+    /// follow then starts again, at most once per [`ANEW_MS`].
     pub(super) fn has_driver_come(&mut self, zone: &ZoneSizes, now: TimeMs) -> bool {
         let has_come = zone.driver == DriverState::Ready
             && self.sizes.driver != DriverState::Ready
@@ -96,9 +96,9 @@ impl ZoneTracker {
         has_come
     }
 
-    /// Returns true when the resize has just ended: plugged is what was requested, and stays, and
-    /// the host has not lowered it. `has_moved`: what was plugged has gone, asked back or from
-    /// a size that had been reached.
+    /// Returns true if the resize has just ended: the requested size is plugged and stays, and the
+    /// host has not lowered it. `has_moved` is true if plugged memory was unplugged, on request or
+    /// from a size that had been reached.
     pub(super) fn observe_resize(
         &mut self,
         before: &ZoneSizes,
@@ -116,7 +116,7 @@ impl ZoneTracker {
         if let Some(since) = stayed_since.filter(|since| *since >= resize.changed_at) {
             resize.has_changed(since);
         }
-        // Plugged memory counts once it stays, and a driver that comes or goes is no progress.
+        // Plugged memory counts once it stays. A driver that loads or unloads is no progress.
         let (plugged_bytes, driver) = (sizes.plugged_bytes, sizes.driver);
         if *sizes != (ZoneSizes { plugged_bytes, driver, ..*before }) || has_moved {
             resize.has_changed(now);
@@ -126,8 +126,8 @@ impl ZoneTracker {
         has_ended
     }
 
-    /// Since when nothing has changed, if what came last stays, and how often the guest was
-    /// reminded since.
+    /// Time of the last change, including plugged memory that may not stay, and the number of
+    /// reminders since.
     fn rests(&self) -> (TimeMs, u32) {
         let Resize { changed_at, reminders, .. } = self.resize;
         match self.plug_filter.pending_since() {
@@ -136,8 +136,8 @@ impl ZoneTracker {
         }
     }
 
-    /// Returns the reminder that is due now: after a span of patience without progress, and then
-    /// ever more rarely.
+    /// Returns the reminder that is due now. The first is due after `patience_ms` without progress,
+    /// and each pause is twice the one before.
     pub fn remind(&mut self, patience_ms: u64, now: TimeMs) -> Option<Reminder> {
         let (changed_at, reminders) = self.rests();
         let doubled_ms = patience_ms.saturating_mul(1 << reminders.min(31));
@@ -153,7 +153,7 @@ impl ZoneTracker {
         Some(if reminders == 0 { Reminder::First } else { Reminder::Again })
     }
 
-    /// True once for each request that waits too long for room for its page descriptors.
+    /// Returns true once for each request that waits too long for room for its page descriptors.
     pub fn is_held_too_long(&mut self, patience_ms: u64, now: TimeMs) -> bool {
         let is_news = self.is_held(patience_ms, now) && !self.resize.is_held_reported;
         self.resize.is_held_reported |= is_news;
@@ -167,13 +167,14 @@ impl ZoneTracker {
             && now.since(self.rests().0) >= patience_ms
     }
 
-    /// Returns true if the zone makes no progress.
+    /// Returns true if the zone has made no progress for `patience_ms`.
     pub fn is_late(&self, patience_ms: u64, now: TimeMs) -> bool {
         self.sizes.plugged_bytes != self.sizes.requested_bytes
             && now.since(self.rests().0) >= patience_ms
     }
 
-    /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
+    /// Returns the state of the resize. `offline_bytes` is the memory of the zone's node that is
+    /// not online, as the agent reported it last.
     pub fn status(&self, offline_bytes: u64, patience_ms: u64, now: TimeMs) -> ResizeStatus {
         let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, driver, shortfall, .. } =
             self.sizes;
@@ -232,7 +233,7 @@ mod tests {
 
     use super::*;
 
-    /// What the rule says by default.
+    /// Default of the rule `progress`.
     const PATIENCE_MS: u64 = 5_000;
 
     fn tracker(sizes: ZoneSizes, now: TimeMs) -> ZoneTracker {
@@ -268,9 +269,9 @@ mod tests {
             panic!("{zone:?}")
         };
         assert!(reason.starts_with("pool-full: ") && reason.contains("10 bytes"), "{reason}");
-        // The driver needs no reminder: there is nothing left for it to do.
+        // The driver has nothing left to do, so it gets no reminder.
         assert_eq!(zone.remind(PATIENCE_MS, TimeMs(60_000)), None);
-        // Asked for again, with the host's trouble over.
+        // A new request after the host's shortfall has ended.
         assert!(!zone.reaches(sizes(10, 6, true), TimeMs(60_000)));
         assert!(!zone.reaches(sizes(10, 10, true), TimeMs(60_100)));
         assert!(zone.reaches(sizes(10, 10, true), TimeMs(61_100)));
@@ -283,7 +284,7 @@ mod tests {
         assert!(!zone.reaches(sizes(10, 0, false), TimeMs(0)));
         let driver = DriverState::Unsupported;
         let withdrawn = ZoneSizes { driver, is_withdrawn: true, ..sizes(0, 0, false) };
-        // Neither at the refusal nor when a newer driver loads.
+        // It is not reached at the refusal, nor when a newer driver loads.
         let seen = [
             (withdrawn, 100),
             (withdrawn, 60_000),
@@ -368,7 +369,7 @@ mod tests {
         for now in [1_060, 1_100, 5_000] {
             assert!(!zone.reaches(sizes(8, 8, true), TimeMs(now)), "{now}");
         }
-        // The next request is waited for like any other.
+        // The next request is awaited as usual.
         assert!(!zone.reaches(sizes(12, 8, true), TimeMs(6_000)));
         assert!(!zone.reaches(sizes(12, 12, true), TimeMs(6_100)));
         assert!(zone.reaches(sizes(12, 12, true), TimeMs(6_100 + STAYS_MS)));
@@ -402,7 +403,7 @@ mod tests {
         for now in (0..=80_000).step_by(10) {
             if let Some(reminder) = zone.remind(PATIENCE_MS, TimeMs(now)) {
                 reminders.push((now, reminder));
-                // It tries, and has no memory for page descriptors.
+                // The guest tries, but has no memory for page descriptors.
                 assert!(!zone.reaches(sizes(10, 10, true), TimeMs(now)));
             } else {
                 assert!(!zone.reaches(sizes(10, 0, true), TimeMs(now)));
@@ -413,7 +414,7 @@ mod tests {
         let ResizeStatus::Stuck(_) = zone.status(0, PATIENCE_MS, TimeMs(80_000)) else {
             panic!("{zone:?}")
         };
-        // What stays is one.
+        // Memory that stays is progress.
         assert!(!zone.reaches(sizes(10, 8, true), TimeMs(80_000)));
         assert!(!zone.is_late(PATIENCE_MS, TimeMs(84_990)));
         assert_eq!(zone.remind(PATIENCE_MS, TimeMs(85_000)), Some(Reminder::First));
@@ -438,7 +439,7 @@ mod tests {
         let zone = tracker(sizes(10, 0, true), TimeMs(0));
         assert_eq!(zone.status(0, 30_000, TimeMs(29_999)), ResizeStatus::Pending);
         assert!(matches!(zone.status(0, 30_000, TimeMs(30_000)), ResizeStatus::Stuck(_)));
-        // It may change while a resize is under way.
+        // The patience may change during a resize.
         assert!(zone.is_late(PATIENCE_MS, TimeMs(29_999)) && !zone.is_late(30_000, TimeMs(29_999)));
     }
 
@@ -446,7 +447,8 @@ mod tests {
     fn what_came_earlier_and_stays_does_not_vouch_for_what_comes_later() {
         let mut zone = tracker(sizes(20, 0, true), TimeMs(0));
         zone.reaches(sizes(20, 10, true), TimeMs(10));
-        // All of it comes, and is looked at again a moment after the first part has stayed.
+        // The rest is plugged, and the next observation follows just after the first part has
+        // stayed.
         for (plugged, now) in [(20, 1_000), (20, 1_010), (10, 1_020)] {
             assert!(!zone.reaches(sizes(20, plugged, true), TimeMs(now)), "reached at {now}");
         }
@@ -456,7 +458,7 @@ mod tests {
             Some(Reminder::First),
             "5 s since the first part came"
         );
-        // And what comes now has to stay for a second of its own.
+        // The memory plugged now has to stay for a second of its own.
         assert!(!zone.reaches(sizes(20, 18, true), TimeMs(6_000)));
         assert!(!zone.reaches(sizes(20, 20, true), TimeMs(6_990)));
         assert!(!zone.reaches(sizes(20, 20, true), TimeMs(7_989)));
@@ -485,7 +487,7 @@ mod tests {
                 "{now}: it came at the beginning, and stayed"
             );
         }
-        // More than ever is zone.
+        // A size above all earlier ones is progress.
         assert!(!zone.reaches(sizes(10, 9, true), TimeMs(8_000)));
         assert!(!zone.is_late(PATIENCE_MS, TimeMs(12_900)));
     }
