@@ -1,4 +1,4 @@
-//! State of the guest's agent, as its connections show it.
+//! State of the guest's agent, derived from its connections.
 
 use super::{AgentState, Effects, Governor, Note};
 use crate::TimeMs;
@@ -9,17 +9,17 @@ pub(super) struct Agent {
     pub connected: bool,
     /// Time of the connection, or of the last report.
     pub heard: Option<TimeMs>,
-    /// End of the connection.
+    /// Time at which the connection ended.
     gone: Option<TimeMs>,
-    /// State that was noted last.
+    /// Last state that was noted.
     noted: Option<AgentState>,
     /// It was noted that no agent has connected again.
     missed: bool,
 }
 
 impl Agent {
-    /// Returns true once if the agent has been gone for too long. Agents also go whenever their
-    /// guests end.
+    /// Returns true once if no agent has connected for too long. A disconnect alone is normal,
+    /// because it also happens when a guest ends.
     fn is_missed(&mut self, now: TimeMs, lost_ms: u64) -> bool {
         let is_late = self.gone.is_some_and(|at| now.since(at) >= lost_ms);
         let is_news = is_late && !self.missed;
@@ -49,8 +49,7 @@ impl Governor {
         effects.notes.push(Note::AgentGone);
     }
 
-    /// State of the agent. An agent that is connected and sends nothing that can be believed is
-    /// silent.
+    /// Returns the state of the agent. A connected agent without valid reports is silent.
     pub fn agent_state(&self, now: TimeMs) -> AgentState {
         match self.agent {
             Agent { heard: None, .. } => AgentState::Never,
@@ -62,8 +61,8 @@ impl Governor {
         }
     }
 
-    /// Notes once that an agent has fallen silent or does not come back, and once that it reports
-    /// again.
+    /// Notes once that an agent has become silent or does not connect again, and once that it
+    /// reports again.
     pub(super) fn watch_agent(&mut self, now: TimeMs, effects: &mut Effects) {
         if self.agent.is_missed(now, self.controller.rules().lost_ms) {
             effects.notes.push(Note::AgentMissed);
@@ -84,7 +83,7 @@ mod tests {
     use crate::governor::Event;
     use crate::policy::Policy;
 
-    /// An agent goes with its guest, which is no reason for a warning.
+    /// An agent disconnects when its guest ends, which needs no warning.
     #[test]
     fn agent_that_is_gone_is_missed_once_if_none_connects() {
         let (host, rules) = (HostView::default(), Rules::default());

@@ -1,4 +1,4 @@
-//! A guest without an agent: the statistics of its balloon take the place of reports.
+//! Balloon statistics in place of reports, for a guest without an agent.
 
 use foreshore_proto::{Memory, Refusal, Report, Settings};
 
@@ -15,27 +15,27 @@ use crate::{HostView, TimeMs};
 /// a guest may run short as soon as it has booted. If the agent decides how plugged memory is
 /// onlined, the governor waits as long for its first report.
 const PATIENCE_MS: u64 = 10_000;
-/// How often statistics are asked for.
+/// Time between two requests for statistics.
 const REST_INTERVAL_MS: u64 = 1_000;
-/// The same under the policy's watermark. An agent reports twice as often then; statistics take the
-/// guest more.
+/// The same below the policy's watermark. An agent then reports twice as often, but statistics cost
+/// the guest more.
 pub const FAST_INTERVAL_MS: u64 = 100;
 
 /// Source of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reporter {
-    /// The agent, which knows zones.
+    /// The agent, which reports zones.
     Agent,
-    /// The balloon's statistics, which are about memory as a whole.
+    /// The statistics of the balloon, which have totals only.
     Statistics,
 }
 
-/// Component that decides how memory is onlined that is plugged before the agent reports.
+/// Component that brings memory online that is plugged before the agent reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Onlining {
-    /// The kernel, by the VMM's command line: all of it as movable.
+    /// The kernel, by the VMM's command line: all memory as movable.
     CommandLine,
-    /// The agent. Until it starts, memory may be onlined so that it cannot leave again.
+    /// The agent. Until it starts, memory may come online in a way that prevents its removal.
     Agent,
 }
 
@@ -43,12 +43,12 @@ pub enum Onlining {
 #[derive(Clone, Copy, Debug)]
 struct Reported {
     at: TimeMs,
-    /// Life of the balloon driver at that time, if it had sent statistics. In another life the
-    /// kernel is another one, after kexec, or the driver was loaded again.
+    /// Life of the balloon driver at that time, if it had sent statistics. A new life means that
+    /// the driver was loaded again, perhaps by another kernel after kexec.
     driver_life: Option<u64>,
 }
 
-/// Statistics in place of reports.
+/// State for statistics in place of reports.
 #[derive(Clone, Debug)]
 pub(super) struct Agentless {
     onlining: Onlining,
@@ -86,8 +86,8 @@ impl Agentless {
         self.is_active && self.memory.is_some_and(|memory| settings.is_under(&memory))
     }
 
-    /// An agent has reported: it is listened to from now on. Returns the report as if what is in
-    /// the balloon were no memory.
+    /// Handles a report of an agent, which replaces statistics from now on. Returns the report
+    /// without the memory in the balloon.
     pub(super) fn agent_reported(
         &mut self,
         report: Report,
@@ -102,8 +102,8 @@ impl Agentless {
         correct(report, known(driver_life.unwrap_or(0), host))
     }
 
-    /// Requests the next statistics when they are due. Returns a report made of new ones if they
-    /// size the guest.
+    /// Requests the next statistics when they are due. Returns a report made from new statistics,
+    /// if the agent is not awaited.
     pub(super) fn tick(
         &mut self,
         settings: &Settings,

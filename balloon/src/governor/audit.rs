@@ -1,11 +1,13 @@
-//! The audit: what was decided, upon what, why, and what came of it. Pure.
+//! Audit of decisions with their input, reason and outcome.
 //!
-//! A decision asks zones for sizes. It stays open until each has followed, or until a later
-//! decision takes back or turns round what it asked; a later one that asks for more of the same
-//! leaves it open, and the guest reaches it on its way. One that was reached is open again if that
-//! does not stay for a second, unless something else has been asked of the zone meanwhile.
-//! Decisions that ask for nothing and say what was said before are counted there and take no place:
-//! they come with every report, and what was asked of the guest is to stay in sight.
+//! A decision requests sizes from zones. It stays open until each zone has followed, or until a
+//! later decision withdraws or reverses its request. A later decision that requests more of the
+//! same leaves it open, because the guest reaches its size on the way. A decision that was reached
+//! is opened again if the size does not stay for a second, unless another size has been requested
+//! from the zone meanwhile.
+//!
+//! A decision without a request that repeats an earlier one only increases a count there. Such
+//! decisions follow every report and would push out the ones with requests.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,38 +22,37 @@ use super::decision::{
     ReportDigest,
 };
 
-/// So long a dry run's decision stands for those of its kind, whatever sizes they come to: nothing
-/// follows them, and so each report leads to other ones.
+/// Time for which a dry run's decision counts for similar ones, regardless of their sizes. The
+/// guest follows none of them, so each report leads to another size.
 const DRY_RUN_MS: u64 = 1_000;
 
 /// The last decisions.
 #[derive(Clone, Debug, Default)]
 pub struct Audit {
-    /// Shared with whoever shows them, which takes its time.
+    /// Decisions, shared with readers, which take longer than a step.
     ring: VecDeque<Arc<Entry>>,
-    /// How many there have been; also the number of the newest.
+    /// Number of decisions so far, and number of the newest one.
     total: u64,
-    /// Numbers of those that the guest has not followed yet, oldest first.
+    /// Numbers of decisions that the guest has not followed yet, oldest first.
     open: Vec<u64>,
-    /// Numbers of those that it has just followed, and may not have for good.
+    /// Numbers of decisions that the guest has just followed, but may leave again.
     fresh: Vec<(u64, TimeMs)>,
 }
 
-/// What a decision was made upon.
+/// Input of a decision.
 #[derive(Clone, Copy, Debug)]
 pub struct DecisionContext<'a> {
     /// The policy's name.
     pub policy: &'static str,
-    /// The last report, and when it came.
+    /// The last report and the time of its arrival.
     pub report: Option<(TimeMs, &'a Report)>,
-    /// The node for whose sake the policy decided.
+    /// Guest node for which the policy decided.
     pub near: Option<u32>,
-    /// The sizes.
+    /// Sizes of zones and pool.
     pub host: &'a HostView,
 }
 
-/// A decision as it was, and as it is when it changes: whoever has it sees it as it was when it was
-/// taken.
+/// A decision. A reader has a copy of its state at the time of reading.
 #[derive(Clone, Debug)]
 pub struct Entry {
     seq: u64,
@@ -61,26 +62,26 @@ pub struct Entry {
     report: Option<ReportDigest>,
     near: Option<u32>,
     pool_free_bytes: u64,
-    /// Requested and plugged of each zone.
+    /// Requested and plugged size of each zone.
     before: Vec<(u64, u64)>,
     plan: Plan,
     asks: Vec<Ask>,
     end: Option<Outcome>,
 }
 
-/// What a decision asks of one zone.
+/// Request of a decision to one zone.
 #[derive(Clone, Copy, Debug)]
 struct Ask {
     zone: usize,
-    /// More than was requested before: what is plugged may be more still, or less, and says
-    /// nothing about that.
+    /// The request is above the previous request. The plugged size at that time may be above or
+    /// below either.
     grows: bool,
-    /// What was plugged then.
+    /// Plugged size at the decision.
     from_bytes: u64,
     target_bytes: u64,
     reached: Option<TimeMs>,
-    /// It was reached, and something else was asked of the zone since: what becomes of that says
-    /// nothing about this.
+    /// The request was reached, and another size has been requested from the zone since, so later
+    /// changes do not count.
     is_over: bool,
 }
 
@@ -98,8 +99,8 @@ impl Ask {
         ask
     }
 
-    /// Takes the zone's present sizes. What is unplugged again at once, though it is asked for, has
-    /// not been reached.
+    /// Updates the request with the zone's present sizes. A grow that is unplugged again at once,
+    /// although it is still requested, has not been reached.
     fn observe(&mut self, sizes: &ZoneSizes, now: TimeMs) {
         let is_reached = self.is_reached_by(sizes.plugged_bytes);
         let is_asked = self.grows && sizes.requested_bytes >= self.target_bytes;
@@ -120,12 +121,12 @@ impl Ask {
         }
     }
 
-    /// Whether a request for `bytes` takes back what this one asks.
+    /// Returns true if a request for `bytes` withdraws this one.
     fn is_undone_by(&self, bytes: u64) -> bool {
         self.reached.is_none() && self.is_turned_by(bytes)
     }
 
-    /// Whether a request for `bytes` goes the other way.
+    /// Returns true if a request for `bytes` goes in the opposite direction.
     fn is_turned_by(&self, bytes: u64) -> bool {
         if self.grows { bytes < self.target_bytes } else { bytes > self.target_bytes }
     }
@@ -139,19 +140,20 @@ impl Ask {
         }
     }
 
-    /// What has to be plugged or unplugged for it.
+    /// Memory to plug or unplug for the request.
     fn asked_bytes(&self) -> u64 {
         self.moved_bytes(self.target_bytes)
     }
 }
 
 impl Audit {
-    /// How many decisions there have been.
+    /// Returns the number of decisions so far.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// Notes a decision that is about to be carried out. True if it says something new.
+    /// Records a decision that is about to be carried out. Returns true if it does not repeat an
+    /// earlier one.
     pub fn record(&mut self, plan: &Plan, context: DecisionContext<'_>, now: TimeMs) -> bool {
         if plan.direction == Direction::Hold && plan.reason == Reason::Quiet {
             return false;
@@ -208,9 +210,9 @@ impl Audit {
         true
     }
 
-    /// The policy's decision in which one that asks for nothing is counted: a hold in the last one
-    /// for its reason since something else was decided, a dry run's in the last one of its
-    /// kind.
+    /// Returns the earlier decision of the policy that a decision without a request repeats. A hold
+    /// repeats the last hold for its reason since the last other decision. A decision of a dry run
+    /// repeats the last one of its kind.
     fn said_before(&mut self, plan: &Plan, policy: &str, now: TimeMs) -> Option<&mut Entry> {
         let hold = plan.direction == Direction::Hold;
         let counts = |entry: &Entry| {
@@ -222,7 +224,7 @@ impl Audit {
         stands.then(|| Arc::make_mut(same))
     }
 
-    /// Ends what the newest decision takes back or turns round.
+    /// Ends the decisions that the newest one withdraws or reverses.
     fn undo(&mut self, plan: &Plan, plugged: &[u64], now: TimeMs) {
         let target = |ask: &Ask| plan.targets.get(ask.zone);
         self.end_watch(|ask| {
@@ -243,7 +245,7 @@ impl Audit {
         });
     }
 
-    /// A zone has been sized by hand.
+    /// Ends decisions because a client has sized a zone.
     pub fn sized_by_hand(&mut self, zone: usize, sizes: &[ZoneSizes], now: TimeMs) {
         self.end_watch(|ask| ask.zone == zone);
         let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
@@ -254,7 +256,7 @@ impl Audit {
         });
     }
 
-    /// Takes the zones' present sizes.
+    /// Updates decisions with the zones' present sizes.
     pub fn observe(&mut self, sizes: &[ZoneSizes], now: TimeMs) {
         self.reopen(sizes, now);
         if self.open.is_empty() {
@@ -284,8 +286,7 @@ impl Audit {
         self.fresh.append(&mut fresh);
     }
 
-    /// What such an ask has reached it has reached for good: something else has been asked of its
-    /// zone.
+    /// Makes reached requests final, because another size has been requested from their zone.
     fn end_watch(&mut self, is_over: impl Fn(&Ask) -> bool) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
         let fresh = self.fresh.iter().map(|&(seq, _)| seq);
@@ -299,7 +300,7 @@ impl Audit {
         }
     }
 
-    /// Opens what had been reached, and has not stayed so, anew.
+    /// Opens decisions again that were reached for less than [`STAYS_MS`].
     fn reopen(&mut self, sizes: &[ZoneSizes], now: TimeMs) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
         let (ring, open) = (&mut self.ring, &mut self.open);
@@ -311,14 +312,14 @@ impl Audit {
             entry.observe(sizes, now);
             if !entry.is_reached() {
                 entry.end = None;
-                // A later one may be open by now.
+                // A later decision may be open already.
                 open.insert(open.partition_point(|other| *other < seq), seq);
             }
             entry.is_reached()
         });
     }
 
-    /// Asks of each open decision whether it has ended.
+    /// Closes each open decision for which `end` returns an outcome.
     fn close(&mut self, mut end: impl FnMut(&mut Entry) -> Option<Outcome>) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
         let ring = &mut self.ring;
@@ -329,20 +330,20 @@ impl Audit {
         });
     }
 
-    /// The last decisions, newest first.
+    /// Returns the last decisions, newest first.
     pub fn newest(&self, count: usize) -> Vec<Arc<Entry>> {
         self.ring.iter().rev().take(count).cloned().collect()
     }
 }
 
-/// A zone as the audit shows it.
+/// State of a zone that an outcome depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct AuditedZone<'a> {
-    /// Its name.
+    /// ID of the zone.
     pub id: &'a str,
-    /// What is plugged now.
+    /// Plugged size.
     pub plugged_bytes: u64,
-    /// Whether it makes no progress.
+    /// The zone makes no progress.
     pub late: bool,
 }
 
@@ -369,7 +370,7 @@ impl Entry {
         self.asks.iter().map(moved).fold(0, u64::saturating_add)
     }
 
-    /// How it is shown, with the zones as they are.
+    /// Returns the decision for the API, with its outcome for the present sizes of `zones`.
     pub fn info(&self, zones: &[AuditedZone<'_>], now: TimeMs) -> DecisionInfo {
         let id =
             |index: usize| zones.get(index).map_or_else(String::new, |zone| zone.id.to_owned());

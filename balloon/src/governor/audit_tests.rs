@@ -1,4 +1,4 @@
-//! What comes of decisions, by hand-made plans.
+//! Outcomes of decisions, for plans made by hand.
 
 use crate::plan::ZoneTarget;
 use crate::{Shortfall, Tier, ZoneId, ZoneSizes};
@@ -6,7 +6,7 @@ use foreshore_proto::Measure;
 
 use super::*;
 
-/// Two zones, of which the tests say requested and plugged.
+/// Two zones with these requested and plugged sizes.
 fn sizes(zones: [(u64, u64); 2]) -> Vec<ZoneSizes> {
     let sizes = |((requested_bytes, plugged_bytes), id)| ZoneSizes {
         block_bytes: 1,
@@ -66,7 +66,7 @@ impl Fixture {
         self.0.observe(&sizes(zones), TimeMs(now));
     }
 
-    /// What came of the decisions, oldest first, where so much is plugged.
+    /// Outcomes of the decisions, oldest first, for these plugged sizes.
     fn outcomes(&self, plugged: [u64; 2], late: bool) -> Vec<Outcome> {
         let zone = |(id, plugged_bytes)| AuditedZone { id, plugged_bytes, late };
         let zones = [("dram", plugged[0]), ("pm", plugged[1])].map(zone);
@@ -92,7 +92,7 @@ fn a_decision_is_reached_when_every_zone_has_followed() {
     assert_eq!(f.outcomes([10, 5], true), [Outcome::Stuck { moved_bytes: 15 }]);
     f.observe([(10, 10), (20, 20)], 180);
     assert_eq!(f.outcomes([10, 20], false), [Outcome::Reached { after_ms: 80 }]);
-    // And once that has stayed so, it does, whatever comes after.
+    // After a second, the outcome is final.
     f.observe([(10, 10), (20, 20)], 1_180);
     f.observe([(10, 0), (20, 0)], 1_180);
     assert_eq!(f.outcomes([0, 0], true), [Outcome::Reached { after_ms: 80 }]);
@@ -107,7 +107,7 @@ fn a_grow_that_is_unplugged_again_at_once_has_not_been_reached() {
     f.observe([(10, 10), (20, 0)], 160);
     assert_eq!(f.outcomes([10, 0], false), [Outcome::Pending { moved_bytes: 10 }]);
     assert_eq!(f.outcomes([10, 0], true), [Outcome::Stuck { moved_bytes: 10 }]);
-    // The other one, while this one is waited for.
+    // The first zone is unplugged as well, while the second one is awaited.
     f.observe([(10, 4), (20, 0)], 170);
     assert_eq!(f.outcomes([4, 0], false), [Outcome::Pending { moved_bytes: 4 }]);
     f.observe([(10, 10), (20, 20)], 500);
@@ -141,14 +141,14 @@ fn what_was_reached_before_it_was_turned_round_is_not_opened_by_what_is_asked_ne
     f.observe([(10, 4), (0, 0)], 310);
     let pending = Outcome::Pending { moved_bytes: 0 };
     assert_eq!(f.outcomes([4, 0], false), [reached(50), reached(50), pending.clone()]);
-    // Nor by what a hand asks for.
+    // A client's request does not reopen it either.
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
     f.observe([(10, 10), (0, 0)], 150);
     f.0.sized_by_hand(0, &sizes([(12, 10), (0, 0)]), TimeMs(200));
     f.observe([(12, 8), (0, 0)], 210);
     assert_eq!(f.outcomes([8, 0], false), [reached(50)]);
-    // Nor is the part of one whose other part is open still.
+    // The same holds for the first part of a decision if its second part is still open.
     let mut f = fixture();
     f.record(&grow([10, 20]), [(0, 0), (0, 0)], 100);
     f.observe([(10, 10), (20, 0)], 150);
@@ -210,14 +210,14 @@ fn what_the_guest_does_not_follow_is_taken_back_in_part_or_whole() {
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
     let less = |to| plan(Direction::Hold, Reason::NoProgress, to);
     assert!(f.record(&less([5, 0]), [(10, 0), (0, 0)], 5000));
-    // The same words, and not the same decision: it asks for something.
+    // The reason is the same, but the decision is another one, because it has a request.
     assert!(f.record(&less([3, 0]), [(5, 3), (0, 0)], 10_000));
     f.observe([(3, 3), (0, 0)], 10_001);
     assert_eq!(
         f.outcomes([3, 0], false),
         [
             Outcome::Withdrawn { after_ms: 5000, by: 2 },
-            // To have no more than so much plugged is what it had.
+            // The guest already had no more than this size.
             Outcome::Reached { after_ms: 0 },
             Outcome::Reached { after_ms: 0 },
         ]
@@ -238,12 +238,12 @@ fn a_grow_amid_a_shrink_is_a_grow() {
     let mut f = fixture();
     let shrink = plan(Direction::Shrink, Reason::Surplus, [100, 0]);
     f.record(&shrink, [(200, 200), (0, 0)], 0);
-    // What it asks for is plugged still, and there is nothing to wait for.
+    // The requested memory is still plugged, so nothing is awaited.
     f.record(&grow([150, 0]), [(100, 200), (0, 0)], 10);
     let superseded = Outcome::Superseded { moved_bytes: 0, after_ms: 10, by: 2 };
     assert_eq!(f.outcomes([200, 0], false), [superseded, Outcome::Reached { after_ms: 0 }]);
     assert_eq!(f.0.newest(1)[0].info(&[], TimeMs(10)).asked_bytes, 0);
-    // Beyond what is plugged, it is what lies beyond.
+    // If more than the plugged size is requested, only the excess is awaited.
     f.record(&grow([230, 0]), [(150, 200), (0, 0)], 20);
     f.observe([(230, 190), (0, 0)], 25);
     assert_eq!(f.outcomes([190, 0], false)[2], Outcome::Pending { moved_bytes: 0 });
@@ -272,7 +272,7 @@ fn holds_push_no_decision_out_however_they_alternate() {
     assert_eq!(f.0.total(), 3);
     let times: Vec<_> = f.0.newest(10).iter().map(|entry| entry.times).collect();
     assert_eq!(times, [2 * DECISIONS_KEPT as u64, 2 * DECISIONS_KEPT as u64, 1]);
-    // Those after the next decision are others.
+    // Holds after the next decision are new.
     f.record(&grow([20, 0]), [(10, 10), (0, 0)], 300_000);
     assert!(f.record(&plan(Direction::Hold, Reason::Enough, [20, 0]), [(20, 20), (0, 0)], 300_050));
 }
@@ -299,7 +299,7 @@ fn a_dry_run_says_once_a_second_what_it_comes_to() {
         .collect();
     assert_eq!(said.iter().filter(|said| **said).count(), 3);
     assert!(said[0] && said[20] && said[40]);
-    // Holds between them make no difference.
+    // Holds in between make no difference.
     let mut f = fixture();
     let mut said = 0;
     for at in 0..60u64 {
@@ -378,7 +378,7 @@ fn the_oldest_are_dropped_and_what_was_open_of_them_with_them() {
     }
     assert_eq!(f.0.ring.len(), DECISIONS_KEPT);
     assert_eq!(f.0.open.len(), DECISIONS_KEPT);
-    // None of the open numbers is of one that has been dropped: this would not find it.
+    // A number of a dropped decision would be out of bounds here.
     f.observe([(2000, 2000), (0, 0)], 9000);
     assert!(f.0.open.is_empty());
     let outcomes = f.outcomes([2000, 0], false);

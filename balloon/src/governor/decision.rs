@@ -1,81 +1,81 @@
-//! Decisions of the governor as `vm.pressure` shows them.
+//! Decisions of the governor, as `vm.pressure` shows them.
 
 use serde::{Deserialize, Serialize};
 
-/// So many decisions are kept.
+/// Number of decisions that are kept.
 pub const DECISIONS_KEPT: usize = 1_000;
-/// So many of them are shown unless more are asked for.
+/// Number of decisions that are shown by default.
 pub const DECISIONS_SHOWN: usize = 50;
 
-/// One decision: upon what, what, why, and what came of it.
+/// A decision with its input, reason and outcome.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DecisionInfo {
-    /// Counts decisions from 1 on, since the VM was started or last rebooted.
+    /// Number of the decision, from 1 since the VM was started or last rebooted.
     pub seq: u64,
-    /// How long ago it was made.
+    /// Time since the decision.
     pub age_ms: u64,
-    /// How often it was made, with nothing asked of the guest. Those that asked for something
-    /// stand for themselves.
+    /// Number of times that this decision was made without a request to the guest. A decision with
+    /// a request counts alone.
     pub times: u64,
-    /// The policy that was asked.
+    /// Name of the policy.
     pub policy: String,
     /// `grow`, `shrink` or `hold`.
     pub direction: String,
-    /// Why.
+    /// Label of the reason.
     pub reason: String,
-    /// What kept it smaller than was wanted.
+    /// Reason why less was requested than wanted.
     pub limited_by: Option<String>,
-    /// The node for whose sake it was made; `None`: the VM as a whole.
+    /// Guest node for which the decision was made. `None` for the VM as a whole.
     pub near: Option<u32>,
-    /// The hotplugged memory that the policy wanted in all.
+    /// Hotplugged memory that the policy wants in total.
     pub wanted_bytes: u64,
-    /// What of it is requested, all zones together.
+    /// Requested size of all zones together.
     pub requested_bytes: u64,
-    /// By how much the guest was asked to change what it has plugged.
+    /// Memory that the guest has to plug or unplug for the decision.
     pub asked_bytes: u64,
-    /// What was available to the guest; `None` before the first report.
+    /// Available memory of the guest. `None` before the first report.
     pub available_bytes: Option<u64>,
-    /// Decided only: nothing was asked of the guest.
+    /// The decision was made in a dry run, so nothing was requested from the guest.
     pub dry_run: bool,
-    /// What it was decided upon.
+    /// Input of the decision.
     pub input: DecisionInput,
-    /// What was decided for each zone.
+    /// Requested sizes by zone.
     pub targets: Vec<DecisionTarget>,
-    /// What came of it.
+    /// Outcome of the decision.
     pub outcome: Outcome,
 }
 
-/// What a decision was made upon.
+/// Input of a decision.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DecisionInput {
-    /// The last report; `None` before the first.
+    /// The last report. `None` before the first.
     pub report: Option<ReportDigest>,
-    /// What the pool could still lend.
+    /// Free memory of the pool.
     pub pool_free_bytes: u64,
-    /// Each zone's sizes.
+    /// Sizes of each zone.
     pub zones: Vec<DecisionSizes>,
 }
 
-/// What a report came down to. Totals are since the guest booted.
+/// Main values of a report. Totals are since the guest booted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReportDigest {
-    /// Its number on its agent's connection.
+    /// Number of the report on the agent's connection.
     pub seq: u64,
-    /// How old it was.
+    /// Age of the report at the decision.
     pub age_ms: u64,
-    /// The guest's clock when it was made.
+    /// Time of the report by the guest's clock.
     pub monotonic_ms: u64,
-    /// All memory of the guest's page allocator.
+    /// Memory of the guest's page allocator.
     pub total_bytes: u64,
-    /// What was available.
+    /// Available memory.
     pub available_bytes: u64,
-    /// What was free.
+    /// Free memory.
     pub free_bytes: u64,
-    /// What was swapped out.
+    /// Used swap.
     pub swap_used_bytes: u64,
     /// Total time in which at least one task waited for memory.
     pub stall_some_us: u64,
-    /// Total time in which all tasks did.
+    /// Total time in which all tasks waited for memory.
     pub stall_full_us: u64,
     /// Pages swapped in.
     pub pswpin: u64,
@@ -86,80 +86,80 @@ pub struct ReportDigest {
 /// A zone's sizes before a decision.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DecisionSizes {
-    /// Which zone.
+    /// ID of the zone.
     pub zone: String,
-    /// What the guest was asked to have plugged.
+    /// Requested size.
     pub requested_bytes: u64,
-    /// What it had plugged.
+    /// Plugged size.
     pub plugged_bytes: u64,
 }
 
-/// What was decided for a zone.
+/// Decision for a zone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DecisionTarget {
-    /// Which zone.
+    /// ID of the zone.
     pub zone: String,
     /// The size to request.
     pub requested_bytes: u64,
 }
 
-/// What came of a decision. `after_ms` counts from the decision; `moved_bytes` is what the guest
-/// has followed of what it was asked.
+/// Outcome of a decision. `after_ms` is the time since the decision, and `moved_bytes` the memory
+/// that the guest has plugged or unplugged for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state")]
 pub enum Outcome {
-    /// Nothing was asked of the guest.
+    /// Nothing was requested from the guest.
     None,
-    /// Nothing was asked of the guest, because of the dry run.
+    /// Nothing was requested from the guest, because of a dry run.
     DryRun,
-    /// The guest is at it.
+    /// The guest is following the request.
     Pending {
-        /// What has moved so far.
+        /// Memory moved so far.
         moved_bytes: u64,
     },
-    /// The guest makes no progress. It may yet.
+    /// The guest makes no progress, but the request still stands.
     Stuck {
-        /// What has moved so far.
+        /// Memory moved so far.
         moved_bytes: u64,
     },
-    /// All of it was followed.
+    /// The guest has followed the whole request.
     Reached {
-        /// When.
+        /// Time until then.
         after_ms: u64,
     },
-    /// Some of it was followed; the rest was taken back, by decision `by` or because the host could
-    /// not provide it.
+    /// The guest has followed a part. The rest was withdrawn, by decision `by` or because the host
+    /// could not provide it.
     Partly {
-        /// What has moved.
+        /// Memory moved.
         moved_bytes: u64,
-        /// When that was final.
+        /// Time until the rest was withdrawn.
         after_ms: u64,
-        /// The decision that took the rest back.
+        /// Decision that withdrew the rest.
         by: Option<u64>,
-        /// What the host lacked.
+        /// Reason of the host.
         lack: Option<String>,
     },
-    /// None of it was followed, and decision `by` took it back.
+    /// The guest has followed no part of the request, and decision `by` withdrew it.
     Withdrawn {
-        /// When.
+        /// Time until then.
         after_ms: u64,
-        /// The decision that took it back.
+        /// Decision that withdrew the request.
         by: u64,
     },
-    /// Another decision wanted the opposite before this one was followed.
+    /// A decision with the opposite direction replaced this one before the guest had followed.
     Superseded {
-        /// What had moved.
+        /// Memory moved until then.
         moved_bytes: u64,
-        /// When.
+        /// Time until then.
         after_ms: u64,
         /// The other decision.
         by: u64,
     },
-    /// Somebody sized the zone by hand before it was followed.
+    /// A client sized the zone before the guest had followed.
     ByHand {
-        /// What had moved.
+        /// Memory moved until then.
         moved_bytes: u64,
-        /// When.
+        /// Time until then.
         after_ms: u64,
     },
 }

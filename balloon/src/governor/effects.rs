@@ -32,22 +32,22 @@ pub enum Event {
     BootWith(ResizeTarget),
     /// A client has changed the governor.
     Change(Change),
-    /// The guest gets a DIMM of so many bytes, whose page descriptors need room like those of a
+    /// A DIMM of this size in bytes is added, whose page descriptors need room like those of a
     /// zone.
     AddDimm(u64),
 }
 
-/// Change of the governor. A field that is `None` stays unchanged. All values have been validated.
+/// Change of the governor. `None` leaves a value unchanged. All values have been validated.
 #[derive(Clone, Debug, Default)]
 pub struct Change {
     /// The policy with its parameters.
     pub policy: Option<Policy>,
     /// The rules' parameters.
     pub rules: Option<Rules>,
-    /// Decide only.
+    /// Make decisions without carrying them out.
     pub dry_run: Option<bool>,
-    /// Returns pinned zones to the governor: this one, or all of them and the governor from its
-    /// pause.
+    /// Return a zone, or all zones (`None`), to the governor. The latter also ends a pause of the
+    /// governor.
     pub resume: Option<Option<ZoneId>>,
     /// Pause or resume decisions.
     pub paused: Option<bool>,
@@ -83,12 +83,12 @@ pub(super) struct Effects {
 /// Step that follows the requests of another one.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum FollowUp {
-    /// Takes the next steps toward sizes that a client requested, after the requests of a plan.
+    /// Requests the next steps towards sizes that a client requested, after the requests of a plan.
     Goals {
         /// Decides after these steps.
         then_decide: bool,
     },
-    /// Second half of a tick, after steps toward a client's size.
+    /// Second half of a tick, after steps towards a client's size.
     Decide,
     /// Only observes the new sizes.
     Observe,
@@ -132,14 +132,14 @@ pub enum Request {
     AskStatistics,
 }
 
-/// Something to log, to record or to count.
+/// Note for the log, the trace or metrics.
 #[derive(Clone, Debug)]
 pub enum Note {
     /// An agent has connected.
     AgentConnected,
     /// The agent's connection has ended.
     AgentGone,
-    /// No agent has connected for a while since.
+    /// No agent has connected for `lost` since the last one disconnected.
     AgentMissed,
     /// The state of the agent has changed to `Silent`, or from it.
     AgentState(AgentState),
@@ -154,7 +154,7 @@ pub enum Note {
         /// Number of refusals for this reason.
         count: u64,
     },
-    /// Statistics of the balloon size the guest from now on.
+    /// Statistics of the balloon replace reports from now on.
     StatisticsTakeOver,
     /// The guest's driver of a zone is ready.
     DriverReady(ZoneId),

@@ -17,11 +17,11 @@ struct Held {
 }
 
 impl HeldPlan {
-    /// Returns whether page descriptors have held back the plans for `patience_ms` at one size. It
-    /// returns true once until the plans proceed, although the policy makes a plan with each
+    /// Returns true if page descriptors have held back the plans for `patience_ms` at one size.
+    /// Returns true only once until the plans proceed, although the policy makes a plan with each
     /// report.
     ///
-    /// A quiet plan decides nothing, so it changes nothing here.
+    /// A quiet plan makes no decision, so it changes nothing here.
     pub(super) fn is_held_too_long(&mut self, plan: &Plan, patience_ms: u64, now: TimeMs) -> bool {
         if plan.reason == Reason::Quiet {
             return false;

@@ -191,7 +191,7 @@ impl Governor {
         }
     }
 
-    /// Decides upon a report of the agent, and takes the next steps towards sizes that a client
+    /// Decides on a report of the agent, and requests the next steps towards sizes that a client
     /// requested.
     fn agent_report(
         &mut self,
@@ -226,7 +226,7 @@ impl Governor {
         Ok(message)
     }
 
-    /// Counts a refusal, and notes it ever more rarely.
+    /// Counts a refusal. Notes it at powers of two, so that the log grows slowly.
     fn refused(&mut self, refusal: Refusal, from: Reporter, effects: &mut Effects) {
         let count = self.counters.refused.entry(refusal.label()).or_default();
         *count += 1;
@@ -236,7 +236,7 @@ impl Governor {
         }
     }
 
-    /// Decides upon a report.
+    /// Decides on a report.
     fn report(
         &mut self,
         report: Report,
@@ -283,8 +283,8 @@ impl Governor {
         }
     }
 
-    /// Takes the next steps towards sizes that a client requested. After that, or at once if there
-    /// are none, decides on a tick if `then_decide` is set.
+    /// Requests the next steps towards sizes that a client requested. After these, or at once if
+    /// there are none, decides on a tick if `then_decide` is set.
     fn goals(&mut self, then_decide: bool, host: &HostView, now: TimeMs, effects: &mut Effects) {
         if self.follow_goals(host, now, effects) {
             effects.next = Some(if then_decide { FollowUp::Decide } else { FollowUp::Observe });
@@ -333,7 +333,7 @@ impl Governor {
         self.settings.hotplug_bytes = host.pluggable_bytes();
     }
 
-    /// Requests what a plan asks for.
+    /// Makes the requests of a plan, unless it is a dry run.
     fn request(&mut self, plan: &Plan, host: &HostView, now: TimeMs, effects: &mut Effects) {
         if plan.watermark_bytes != 0 {
             self.settings.watermark_bytes = plan.watermark_bytes;
@@ -353,7 +353,7 @@ impl Governor {
         }
     }
 
-    /// Zone that an event about a held plan names, because a plan is for all zones.
+    /// Returns the zone that an event about a held plan names, because a plan is for all zones.
     fn first_that_could_grow(&self, plan: &Plan, host: &HostView) -> Option<ZoneId> {
         let could_grow = |(zone, target): &(&ZoneSizes, &ZoneTarget)| {
             host.balloon != Some(zone.id)
@@ -364,7 +364,7 @@ impl Governor {
         host.zones.iter().zip(&plan.targets).find(could_grow).map(|(zone, _)| zone.id)
     }
 
-    /// Notes what was seen and decided.
+    /// Notes a plan and the changes that preceded it.
     fn note(
         &mut self,
         plan: Plan,
@@ -428,7 +428,7 @@ impl Governor {
 
 /// State for the API and for metrics.
 impl Governor {
-    /// Settings of the agent: how it has to report.
+    /// Returns the settings for the agent: watermark and hotplugged size.
     pub fn settings(&self) -> Settings {
         self.settings
     }
@@ -448,17 +448,17 @@ impl Governor {
         self.by_statistics() == Some(true)
     }
 
-    /// The controller, with its policy, rules and trackers.
+    /// Returns the controller, with its policy, rules and trackers.
     pub fn controller(&self) -> &Controller {
         &self.controller
     }
 
-    /// Last accepted report, with the time of its arrival.
+    /// Returns the last accepted report with the time of its arrival.
     pub fn last_report(&self) -> Option<(TimeMs, &Report)> {
         self.last_report.as_ref().map(|(at, report)| (*at, report))
     }
 
-    /// Totals.
+    /// Returns the totals.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -468,12 +468,13 @@ impl Governor {
         self.agent.connected
     }
 
-    /// Duration of the last shortage, from its first report until the memory was online.
+    /// Returns the duration of the last shortage, from its first report until the memory was
+    /// online.
     pub fn last_online_ms(&self) -> Option<u64> {
         self.last_online_ms
     }
 
-    /// Decisions.
+    /// Returns the audit of the decisions.
     pub fn audit(&self) -> &Audit {
         &self.audit
     }

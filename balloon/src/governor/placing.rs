@@ -1,30 +1,29 @@
-//! Which memory of a guest is PM, and how much of that is free, where statistics tell of memory as
-//! a whole alone.
+//! Division of a guest's memory into DRAM and PM, for statistics, which have totals only.
 
 use foreshore_proto::{RawReport, Report, Zone, ZoneKind};
 
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, Tier};
 
-/// Splits the one zone of such reports into DRAM and PM, by what the host knows and by how Linux
-/// fills memory.
+/// Splits the single zone of a report made from statistics into DRAM and PM. The division follows
+/// from the host's sizes and from the order in which Linux fills memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Placing {
-    /// What the guest's kernel keeps of boot memory: what was missing of it in totals while no PM
-    /// was plugged.
+    /// Boot memory that the guest's kernel reserves for itself: the part that was missing in the
+    /// guest's total while no PM was plugged.
     missing_bytes: Option<u64>,
 }
 
 impl Placing {
-    /// Takes a report of whomever.
+    /// Learns from a report of an agent or from statistics.
     pub(super) fn learn(&mut self, report: &Report, host: &HostView) {
         if plugged_bytes(host, Tier::Pm) == 0 {
             let bare_bytes =
                 report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
-            // What is plugged, or has come by ACPI, may not be online yet: then more looks missing.
-            // A report from before an unplug that is taken after it tells of more than
-            // there is, and nothing would ever correct that. What no guest has is not
-            // learned.
+            // More may seem to be missing, because plugged or ACPI memory may not be online yet. So
+            // the smallest value counts. A report from before an unplug that arrives after it has
+            // more memory than the guest has now, and would never be corrected. So such a report is
+            // ignored.
             if let Some(missing_bytes) = host.boot_bytes.checked_sub(bare_bytes) {
                 let least_bytes =
                     self.missing_bytes.map_or(missing_bytes, |least| least.min(missing_bytes));
@@ -33,14 +32,14 @@ impl Placing {
         }
     }
 
-    /// A report made of statistics, which has one zone, with one more for the PM of each node. An
-    /// agent's is not to be given here: a guest of its may have one zone too.
+    /// Adds a zone for the PM of each node to a report made from statistics, which has one zone. A
+    /// report of an agent must not be passed, because it may have one zone as well.
     ///
-    /// Of what is plugged, so much is online as the total has beyond everything else: at least,
-    /// because the kernel may keep some. Processes fill DRAM down to kswapd's watermark before
-    /// they take PM, so PM is the last that is used, and what is free above that watermark is
-    /// taken to lie there. Where it does not, pages lie in PM for which there is room in DRAM,
-    /// and the guest's driver moves them there when the PM is to go.
+    /// The online part of plugged PM is the guest's total minus all other memory. This is a lower
+    /// bound, because the kernel may reserve some. Processes fill DRAM down to kswapd's watermark
+    /// before PM, so free memory above that watermark counts as free PM. If it is free DRAM
+    /// instead, DRAM has room for as many pages of PM, and the guest's driver moves them there when
+    /// the PM is removed.
     pub(super) fn place(&mut self, report: Report, host: &HostView) -> Report {
         self.learn(&report, host);
         let plugged_pm_bytes = plugged_bytes(host, Tier::Pm);
@@ -70,8 +69,8 @@ impl Placing {
                 ..Zone::default()
             });
         }
-        // Every value is inside its bound, being a part of one that was; if not, the report as it
-        // came is better than none.
+        // All values are parts of valid values. If the new report is nevertheless invalid, the
+        // original one is better than none.
         let raw = RawReport { zones, ..report.as_raw().clone() };
         Report::try_from(raw).unwrap_or(report)
     }
@@ -92,8 +91,7 @@ mod tests {
     const BOOT: u64 = 512 * MIB;
     const KERNEL: u64 = 32 * MIB;
 
-    /// A guest with zones of DRAM, of PM in node 1 and of PM in node 2, and so much of each
-    /// plugged.
+    /// A guest with zones of DRAM, of PM in node 1 and of PM in node 2, with these plugged sizes.
     fn host(plugged_mib: [u64; 3]) -> HostView {
         let zones =
             [(Tier::Dram, 0), (Tier::Pm, 1), (Tier::Pm, 2)].into_iter().zip(plugged_mib).zip(0..);
@@ -125,7 +123,7 @@ mod tests {
             .collect()
     }
 
-    /// A guest that was seen before anything was plugged.
+    /// State after a report of a guest with nothing plugged.
     fn seen_bare() -> Placing {
         let mut placing = Placing::default();
         placing.learn(&report(480, 400), &host([0, 0, 0]));
@@ -156,7 +154,7 @@ mod tests {
         let (mut placing, host) = (seen_bare(), host([0, 1024, 0]));
         assert_eq!(zones(&placing.place(report(480, 300), &host)), [(0, 480, 300)]);
         assert_eq!(zones(&placing.place(report(736, 700), &host)), [(0, 480, 444), (1, 256, 256)]);
-        // A guest that has more than it was given to have is not believed to have it in PM.
+        // A guest with more memory than possible does not have the excess in PM.
         assert_eq!(
             zones(&placing.place(report(4000, 4000), &host)),
             [(0, 2976, 2976), (1, 1024, 1024)]
@@ -173,7 +171,7 @@ mod tests {
     fn of_a_guest_that_was_never_seen_bare_the_least_is_taken() {
         let host = host([0, 1024, 0]);
         let placed = Placing::default().place(report((BOOT - KERNEL) / MIB + 1024, 1200), &host);
-        // What the kernel keeps of boot memory is not known.
+        // The boot memory that the kernel reserves is unknown.
         assert_eq!(zones(&placed)[1], (1, 1024 - KERNEL / MIB, 1024 - KERNEL / MIB));
     }
 
@@ -199,8 +197,8 @@ mod tests {
         }
     }
 
-    /// The same guest, whose boot memory has a balloon of 1 GiB at most beside what stays, as the
-    /// governor has it.
+    /// The same guest with a balloon of at most 1 GiB in addition to the boot memory that it keeps,
+    /// as the governor represents it.
     fn host_with_balloon(ballooned_mib: u64, pm_mib: u64) -> HostView {
         let mut host = host([0, pm_mib, 0]);
         let balloon = &mut host.zones[0];
@@ -219,7 +217,7 @@ mod tests {
                 &report(480 + 1024 - seen_with_mib, 400),
                 &host_with_balloon(seen_with_mib, 0),
             );
-            // Made before the balloon was inflated, taken after that.
+            // A report from before the inflation that arrives after it.
             placing.learn(&report(480 + 1024, 400), &host_with_balloon(1024, 0));
             for ballooned_mib in [0, 512, 1024] {
                 let dram_mib = 480 + 1024 - ballooned_mib;
@@ -240,7 +238,7 @@ mod tests {
         for seen_with_dimm in [false, true] {
             let mut placing = seen_bare();
             if seen_with_dimm {
-                // It is not online at once.
+                // The DIMM is not online at once.
                 placing.learn(&report(480, 400), &with_dimm(0));
                 placing.learn(&report(480 + 256, 400), &with_dimm(0));
             }

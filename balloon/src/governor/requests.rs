@@ -73,7 +73,7 @@ impl ResizeTarget {
 }
 
 impl Governor {
-    /// Sizes a zone by hand and pins it.
+    /// Sizes a zone for a client and pins it.
     pub(super) fn resize(
         &mut self,
         target: ResizeTarget,
@@ -97,8 +97,8 @@ impl Governor {
         self.note_reached(effects);
     }
 
-    /// Requests as much of the goals as the guest can describe. Returns true if that is more than
-    /// before. The timeout of a resize begins when the new sizes are observed.
+    /// Requests as much of the goals as the guest has room to describe. Returns true if any step
+    /// was requested. The timeout of a resize begins when the new sizes are observed.
     pub(super) fn follow_goals(
         &mut self,
         host: &HostView,
@@ -117,7 +117,7 @@ impl Governor {
         is_sizing
     }
 
-    /// Changes what the governor does.
+    /// Changes settings of the governor.
     pub(super) fn change(&mut self, change: Change, host: &HostView, effects: &mut Effects) {
         let Change { policy, rules, dry_run, resume, paused } = change;
         // The caller has validated all values.

@@ -1,17 +1,17 @@
-//! How long a guest that was short waited for its memory: pure.
+//! Time that a short guest waits for its memory.
 //!
-//! A shortage begins with the first report that leads to a grow, takes in every grow that follows
-//! before it ends, and ends with the first report in which the guest's own total has grown by what
-//! was asked.
+//! A shortage begins with the first report that leads to a grow, and includes every grow until its
+//! end. It ends with the first report in which the guest's own total has grown by the requested
+//! memory.
 
 use crate::plan::Plan;
 use crate::{HostView, TimeMs};
 
-/// A guest's total may stay so much below what was plugged: Linux counts blocks that it reserves
-/// for itself.
+/// Part of the plugged memory that may be missing in the guest's total, because Linux reserves some
+/// blocks.
 const TOLERANCE_PERCENT: u64 = 2;
 
-/// The present shortage, if there is one.
+/// The present shortage, if any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Shortage {
     running: Option<Running>,
@@ -20,7 +20,7 @@ pub(super) struct Shortage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Running {
     started: TimeMs,
-    /// The guest's total in bytes when it started.
+    /// The guest's total in bytes at the start.
     from_bytes: u64,
     grown_bytes: u64,
 }
@@ -28,14 +28,15 @@ struct Running {
 /// A shortage that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ended {
-    /// From the first report to the memory being online.
+    /// Time from the first report until the memory was online.
     pub took_ms: u64,
-    /// By how much the guest was asked to grow.
+    /// Requested growth.
     pub grown_bytes: u64,
 }
 
 impl Shortage {
-    /// A plan requests this of a guest whose last report had this total.
+    /// Starts, extends or ends a shortage for a plan. `total_bytes` is the guest's total in the
+    /// last report.
     pub(super) fn requested(
         &mut self,
         plan: &Plan,
@@ -44,7 +45,8 @@ impl Shortage {
         now: TimeMs,
     ) {
         let (before, after) = (host.requested_bytes(), plan.requested_bytes());
-        // What is plugged still, because the guest has not followed a shrink, need not come online.
+        // Memory that is still plugged, because the guest has not followed a shrink, is online
+        // already.
         let to_come = after.saturating_sub(before.max(host.plugged_bytes()));
         match total_bytes {
             Some(total_bytes) if to_come > 0 => self.grown(to_come, total_bytes, now),
@@ -53,30 +55,31 @@ impl Shortage {
         }
     }
 
-    /// The guest, whose total is `total_bytes`, was asked for `bytes` more.
+    /// Adds a grow by `bytes` of a guest whose total is `total_bytes`.
     fn grown(&mut self, bytes: u64, total_bytes: u64, now: TimeMs) {
         let start = Running { started: now, from_bytes: total_bytes, grown_bytes: 0 };
         self.running.get_or_insert(start).grown_bytes += bytes;
     }
 
-    /// So much of it the host could not provide. The guest waits for as much from elsewhere, if it
-    /// is to have that, since it began to be short.
+    /// Subtracts memory that the host could not provide. If it is requested from another zone, that
+    /// grow is part of the same shortage.
     pub(super) fn lacks(&mut self, bytes: u64) {
         if let Some(running) = &mut self.running {
             running.grown_bytes = running.grown_bytes.saturating_sub(bytes);
         }
     }
 
-    /// The guest was asked for less again: what it has not got it will not get.
+    /// Ends the shortage without a result, because less was requested, so the missing memory will
+    /// not arrive.
     pub(super) fn abandoned(&mut self) {
         self.running = None;
     }
 
-    /// The guest reports a total of `total_bytes`.
+    /// Handles a report with a total of `total_bytes`.
     pub(super) fn reported(&mut self, total_bytes: u64, now: TimeMs) -> Option<Ended> {
         let running = self.running?;
         if running.grown_bytes == 0 {
-            // Nobody had any of it, and nobody was asked instead: nothing is waited for.
+            // The host could provide nothing, and no other zone got a request.
             self.running = None;
             return None;
         }

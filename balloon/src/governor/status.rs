@@ -2,27 +2,26 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How the guest's agent is.
+/// State of the guest's agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AgentState {
-    /// None has been there since the VM was started or last rebooted.
+    /// No agent has connected since the VM was started or last rebooted.
     #[default]
     Never,
-    /// It reports.
+    /// The agent reports.
     Live,
-    /// It is connected, and no report that can be believed has come for as long as makes reports
-    /// lost.
+    /// The agent is connected, but no valid report has arrived for the time `lost`.
     Silent,
-    /// There was one, and it is not connected any more.
+    /// The last agent has disconnected.
     Gone,
 }
 
 impl AgentState {
-    /// All of them, for a metric that shows every one.
+    /// All states, for a metric with a series for each.
     pub const ALL: [Self; 4] = [Self::Never, Self::Live, Self::Silent, Self::Gone];
 
-    /// The name in metrics and on the API.
+    /// Returns the name in metrics and on the API.
     pub fn label(self) -> &'static str {
         match self {
             Self::Never => "never",

@@ -11,7 +11,7 @@ pub(crate) enum Broken {
     Unaligned,
     AboveMaximum,
     BelowZoneFloor,
-    /// Requests nothing of all zones, whatever the floor is.
+    /// Requests nothing of all zones, regardless of the floor.
     BelowFloor,
     IgnoresCeiling,
     IgnoresPool,
@@ -27,7 +27,7 @@ pub(crate) enum Broken {
     DropsSteps,
     /// Does not end the goals of a resumed zone.
     KeepsGoals,
-    /// Requests all of a goal at once.
+    /// Requests the whole goal at once.
     IgnoresDescriptors,
     /// Presents DRAM as PM and PM as DRAM.
     SwapsTiers,

@@ -141,7 +141,7 @@ fn refusals_are_counted_by_reason_and_noted_ever_more_rarely() {
     world.report_free(500);
     (0..4).for_each(|_| world.happen(&Happening::RefusedLine, 1));
     world.happen(&Happening::StaleReport, 1);
-    // The VM has less memory than that.
+    // The VM cannot have that much memory.
     world.report_with(500, |raw| raw.memory.total_bytes = 1 << 40);
     assert_eq!(world.refused(), [("not_utf8", 4), ("out_of_order", 1), ("out_of_range", 1)]);
     let noted = world.state.notes.iter().filter_map(|note| match note {
@@ -164,14 +164,14 @@ fn refusals_are_counted_by_reason_and_noted_ever_more_rarely() {
     assert_eq!(world.reports(), 4);
 }
 
-/// Only the guest's clock goes on while the host sleeps.
+/// During host sleep, only the guest's clock runs.
 #[test]
 fn sleep_of_the_host_makes_reports_neither_false_nor_late() {
     let mut world = slow(PSI);
     world.report_free(0);
     let before = world.state.host.requested_bytes();
     world.slept_ms = 8 * 3_600_000;
-    // Neither does a pause, in which no time passes.
+    // A pause, in which no time passes, does not either.
     (0..180).for_each(|_| world.tick(0));
     assert_eq!(world.state.host.requested_bytes(), before);
     world.report_free(0);
@@ -345,7 +345,7 @@ fn resize_repeats_a_size_that_the_device_has_lowered() {
         _ => false,
     };
     assert!(is_stuck(&world, "pool-full: "));
-    // The host has as much as that.
+    // The host can provide 80 MiB.
     assert_eq!(world.requested_mib()[PM], 80);
     resize(&mut world, 40);
     assert_eq!(world.status(PM), ResizeStatus::Reached);

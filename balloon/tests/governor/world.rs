@@ -30,12 +30,12 @@ const BOOT_BYTES: u64 = 512 * MIB;
 pub(crate) enum Happening {
     /// Report with this share of free memory.
     Report(u64, OnlinePolicy),
-    /// Report whose memory, free pages, watermark and counters are any numbers.
+    /// Report with arbitrary memory, free pages, watermark and counters.
     Lie([u64; 4]),
     /// Repeats the number of the last report.
     StaleReport,
     RefusedLine,
-    /// The agent connects or leaves.
+    /// The agent connects or disconnects.
     Agent(bool),
     Tick,
     /// The guest carries out this share of a zone's request.
@@ -94,7 +94,7 @@ pub(crate) struct World {
     pub slept_ms: u64,
     /// Start of the guest's kernel.
     pub booted_ms: u64,
-    /// Linux counts the memory in the balloon as used.
+    /// Linux counts the memory in the balloon as used memory.
     pub is_counted: bool,
     /// Life of the balloon's driver.
     pub driver_life: u64,
@@ -132,7 +132,7 @@ impl State {
         let (zone, is_pinned) = (*self.zone(id), self.pinned[id.0 as usize]);
         // A client may have sized the zone below its floor.
         let floor_bytes = zone.floor_bytes.min(zone.requested_bytes);
-        // The device ignores a request for less. Memory stays until a driver unplugs it.
+        // The device ignores a request for more. Memory stays until a driver unplugs it.
         let is_served = zone.driver != DriverState::Unsupported || bytes <= zone.requested_bytes;
         for (holds, what) in [
             (bytes.is_multiple_of(BLOCK_BYTES), "not whole blocks"),
@@ -157,8 +157,8 @@ impl State {
             sum = sum + bytes - zone.requested_bytes;
             pm += if zone.tier == Tier::Pm { new_bytes(zone, *bytes) } else { 0 };
         }
-        // If the guest does not follow a shrink, the request rises again, to the plugged size at
-        // most.
+        // If the guest does not follow a shrink, the request rises again, at most to the plugged
+        // size.
         let zones = self.host.zones.iter();
         let left = zones.map(|zone| zone.requested_bytes.max(zone.plugged_bytes)).sum();
         let (floor, ceiling) =
@@ -484,7 +484,7 @@ impl World {
 
     fn lie(&mut self, [total_bytes, free_pages, mark_pages, count]: [u64; 4]) {
         let mut raw = self.raw(0, OnlinePolicy::OnlineMovable);
-        // The guest cannot have more: such a report is refused whatever else it contains.
+        // A report with more memory than the VM can have is refused regardless of its other values.
         let total_bytes = (total_bytes % self.state.host.most_memory_bytes()).max(128 * MIB);
         let free_pages = free_pages % (total_bytes / 4096);
         raw.memory = Memory {
