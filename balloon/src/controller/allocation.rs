@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn dram_is_first_also_where_pm_is_nearer() {
+    fn dram_grows_before_nearer_pm() {
         assert_eq!(grown_mib(Some(1), 4), [0, 4, 0, 0]);
         assert_eq!(
             grown_mib(Some(1), 6),
@@ -377,20 +377,20 @@ mod tests {
     }
 
     #[test]
-    fn local_pm_comes_before_remote_pm() {
+    fn local_pm_grows_before_remote_pm() {
         assert_eq!(grown_mib(Some(0), 24), [4, 4, 16, 0]);
         assert_eq!(grown_mib(Some(1), 24), [4, 4, 0, 16]);
         assert_eq!(grown_mib(Some(1), 28), [4, 4, 4, 16]);
     }
 
     #[test]
-    fn for_the_vm_as_a_whole_the_order_is_the_hosts() {
+    fn allocation_without_near_node_uses_host_order() {
         assert_eq!(grown_mib(None, 28), [4, 4, 16, 4]);
         assert_eq!(shrunk_mib(None, 20), [4, 4, 12, 0]);
     }
 
     #[test]
-    fn a_shrink_goes_in_reverse() {
+    fn shrink_reverses_order_of_grow() {
         assert_eq!(shrunk_mib(Some(1), 16), [4, 4, 0, 16], "what is remote to node 1");
         assert_eq!(shrunk_mib(Some(1), 20), [4, 4, 0, 12], "then its own");
         assert_eq!(shrunk_mib(Some(1), 34), [2, 4, 0, 0], "DRAM when all PM is gone");
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn the_node_that_memory_is_to_go_from_is_named_whoever_is_equally_far() {
+    fn shrink_from_node_removes_pm_near_that_node() {
         // Three nodes of DRAM with one node of PM near each. All other distances are equal.
         let mut host = two_sockets([0; 4]);
         host.distances = crate::Distances::default();
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_without_distances_are_equally_far_but_ones_own() {
+    fn without_distances_other_nodes_are_equally_far() {
         let mut host = two_sockets([0; 4]);
         host.distances = crate::Distances::default();
         let mut allocation = allocation(&host, Some(3));
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn a_balloon_is_the_first_to_grow_and_the_last_to_shrink() {
+    fn balloon_grows_first_and_shrinks_last() {
         // The balloon's zone has node 0, but its memory is from every node.
         for (near, next) in [(None, [2, 0]), (Some(0), [2, 0]), (Some(1), [0, 2])] {
             let mut grown = allocation(&with_balloon([60, 0, 0, 0, 0]), near);
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_balloon_gives_back_needs_no_descriptors_and_no_onlining() {
+    fn balloon_deflation_needs_no_descriptors_and_no_onlining() {
         let host = with_balloon([0, 0, 0, 0, 0]);
         let zones = trackers(&host);
         let limits = Limits {

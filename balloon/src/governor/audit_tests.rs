@@ -84,7 +84,7 @@ fn fixture() -> Fixture {
 }
 
 #[test]
-fn a_decision_is_reached_when_every_zone_has_followed() {
+fn decision_is_reached_when_all_zones_have_followed() {
     let mut f = fixture();
     assert!(f.record(&grow([10, 20]), [(0, 0), (0, 0)], 100));
     f.observe([(10, 10), (20, 5)], 150);
@@ -99,7 +99,7 @@ fn a_decision_is_reached_when_every_zone_has_followed() {
 }
 
 #[test]
-fn a_grow_that_is_unplugged_again_at_once_has_not_been_reached() {
+fn grow_unplugged_again_at_once_is_not_reached() {
     let mut f = fixture();
     f.record(&grow([10, 20]), [(0, 0), (0, 0)], 100);
     f.observe([(10, 10), (20, 20)], 150);
@@ -120,7 +120,7 @@ fn a_grow_that_is_unplugged_again_at_once_has_not_been_reached() {
 }
 
 #[test]
-fn what_is_asked_back_of_a_grow_that_was_reached_leaves_it_so() {
+fn shrink_after_reached_grow_leaves_it_reached() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
     f.observe([(10, 10), (0, 0)], 150);
@@ -130,7 +130,7 @@ fn what_is_asked_back_of_a_grow_that_was_reached_leaves_it_so() {
 }
 
 #[test]
-fn what_was_reached_before_it_was_turned_round_is_not_opened_by_what_is_asked_next() {
+fn reached_and_reversed_decision_is_not_reopened_by_later_requests() {
     let reached = |after_ms| Outcome::Reached { after_ms };
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
@@ -160,7 +160,7 @@ fn what_was_reached_before_it_was_turned_round_is_not_opened_by_what_is_asked_ne
 }
 
 #[test]
-fn more_of_the_same_does_not_keep_a_decision_reached_that_does_not_stay_so() {
+fn reached_decision_is_reopened_although_more_is_requested_meanwhile() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
     f.observe([(10, 10), (0, 0)], 150);
@@ -175,7 +175,7 @@ fn more_of_the_same_does_not_keep_a_decision_reached_that_does_not_stay_so() {
 }
 
 #[test]
-fn a_shrink_is_reached_too() {
+fn shrink_is_reached() {
     let mut f = fixture();
     f.record(&plan(Direction::Shrink, Reason::Surplus, [10, 4]), [(10, 10), (20, 20)], 0);
     assert_eq!(f.outcomes([10, 11], false), [Outcome::Pending { moved_bytes: 9 }]);
@@ -184,7 +184,7 @@ fn a_shrink_is_reached_too() {
 }
 
 #[test]
-fn more_of_the_same_leaves_a_decision_open_and_the_opposite_supersedes_it() {
+fn larger_grow_leaves_decision_open_and_opposite_supersedes_it() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
     f.record(&grow([30, 0]), [(10, 4), (0, 0)], 50);
@@ -205,7 +205,7 @@ fn more_of_the_same_leaves_a_decision_open_and_the_opposite_supersedes_it() {
 }
 
 #[test]
-fn what_the_guest_does_not_follow_is_taken_back_in_part_or_whole() {
+fn request_that_guest_does_not_follow_is_withdrawn_in_part_or_whole() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
     let less = |to| plan(Direction::Hold, Reason::NoProgress, to);
@@ -225,7 +225,7 @@ fn what_the_guest_does_not_follow_is_taken_back_in_part_or_whole() {
 }
 
 #[test]
-fn what_came_of_the_first_part_is_said_when_the_rest_is_taken_back() {
+fn withdrawal_of_rest_reports_part_that_guest_has_followed() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
     f.record(&plan(Direction::Hold, Reason::NoProgress, [3, 0]), [(10, 3), (0, 0)], 5000);
@@ -234,7 +234,7 @@ fn what_came_of_the_first_part_is_said_when_the_rest_is_taken_back() {
 }
 
 #[test]
-fn a_grow_amid_a_shrink_is_a_grow() {
+fn grow_during_shrink_counts_as_grow() {
     let mut f = fixture();
     let shrink = plan(Direction::Shrink, Reason::Surplus, [100, 0]);
     f.record(&shrink, [(200, 200), (0, 0)], 0);
@@ -253,7 +253,7 @@ fn a_grow_amid_a_shrink_is_a_grow() {
 }
 
 #[test]
-fn a_shrink_amid_a_grow_is_a_shrink() {
+fn shrink_during_grow_counts_as_shrink() {
     let mut f = fixture();
     f.record(&grow([200, 0]), [(0, 0), (0, 0)], 0);
     f.record(&plan(Direction::Shrink, Reason::Surplus, [150, 0]), [(200, 100), (0, 0)], 10);
@@ -262,7 +262,7 @@ fn a_shrink_amid_a_grow_is_a_shrink() {
 }
 
 #[test]
-fn holds_push_no_decision_out_however_they_alternate() {
+fn alternating_holds_push_out_no_decision() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
     for at in 0..4 * DECISIONS_KEPT as u64 {
@@ -278,7 +278,7 @@ fn holds_push_no_decision_out_however_they_alternate() {
 }
 
 #[test]
-fn what_a_policy_says_is_not_counted_to_another_one() {
+fn repeats_are_counted_per_policy() {
     let dry = Plan { dry_run: true, ..grow([10, 0]) };
     for plan in [hold(Reason::CoolDown), dry] {
         let mut f = fixture();
@@ -292,7 +292,7 @@ fn what_a_policy_says_is_not_counted_to_another_one() {
 }
 
 #[test]
-fn a_dry_run_says_once_a_second_what_it_comes_to() {
+fn dry_run_records_one_decision_of_a_kind_per_second() {
     let mut f = fixture();
     let said: Vec<bool> = (0..60u64)
         .map(|at| f.record(&Plan { dry_run: true, ..grow([at, 0]) }, [(100, 100), (0, 0)], 50 * at))
@@ -312,7 +312,7 @@ fn a_dry_run_says_once_a_second_what_it_comes_to() {
 }
 
 #[test]
-fn a_zone_that_had_its_part_does_not_make_the_other_a_withdrawal() {
+fn withdrawal_after_one_zone_has_followed_is_partly() {
     let mut f = fixture();
     f.record(&grow([10, 10]), [(0, 0), (0, 0)], 0);
     f.observe([(10, 10), (10, 0)], 10);
@@ -322,7 +322,7 @@ fn a_zone_that_had_its_part_does_not_make_the_other_a_withdrawal() {
 }
 
 #[test]
-fn what_the_host_lacks_is_said() {
+fn outcome_names_reason_of_host() {
     let mut f = fixture();
     f.record(&grow([0, 50]), [(0, 0), (0, 0)], 0);
     let mut lowered = sizes([(0, 0), (24, 20)]);
@@ -343,7 +343,7 @@ fn what_the_host_lacks_is_said() {
 }
 
 #[test]
-fn a_size_by_hand_ends_what_was_asked_of_that_zone_alone() {
+fn resize_by_client_ends_requests_to_that_zone_only() {
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
     f.record(&grow([10, 10]), [(10, 0), (0, 0)], 10);
@@ -355,7 +355,7 @@ fn a_size_by_hand_ends_what_was_asked_of_that_zone_alone() {
 }
 
 #[test]
-fn what_asks_nothing_and_says_nothing_new_is_counted_and_not_kept() {
+fn repeated_decision_without_request_is_counted_but_not_recorded() {
     let mut f = fixture();
     assert!(!f.record(&hold(Reason::Quiet), [(0, 0); 2], 0));
     assert!(f.record(&hold(Reason::Enough), [(0, 0); 2], 1));
@@ -371,7 +371,7 @@ fn what_asks_nothing_and_says_nothing_new_is_counted_and_not_kept() {
 }
 
 #[test]
-fn the_oldest_are_dropped_and_what_was_open_of_them_with_them() {
+fn oldest_decisions_are_dropped_including_open_ones() {
     let mut f = fixture();
     for round in 0..DECISIONS_KEPT as u64 + 10 {
         f.record(&grow([round + 1, 0]), [(round, 0), (0, 0)], round);

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn pm_that_is_online_is_a_zone_and_free_last() {
+    fn online_pm_is_a_zone_and_counts_as_free_last() {
         let (mut placing, host) = (seen_bare(), host([128, 1024, 0]));
         let high_mib = report(1632, 0).zones()[0].high_pages * PAGE_BYTES / MIB;
         assert!(high_mib > 20);
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_plugged_and_not_online_is_not_there() {
+    fn plugged_memory_that_is_not_online_is_not_counted() {
         let (mut placing, host) = (seen_bare(), host([0, 1024, 0]));
         assert_eq!(zones(&placing.place(report(480, 300), &host)), [(0, 480, 300)]);
         assert_eq!(zones(&placing.place(report(736, 700), &host)), [(0, 480, 444), (1, 256, 256)]);
@@ -162,13 +162,13 @@ mod tests {
     }
 
     #[test]
-    fn nodes_share_by_what_is_plugged() {
+    fn nodes_share_pm_in_proportion_to_plugged_memory() {
         let placed = seen_bare().place(report(480 + 1024, 1200), &host([0, 256, 768]));
         assert_eq!(zones(&placed), [(0, 480, 176), (1, 256, 256), (2, 768, 768)]);
     }
 
     #[test]
-    fn of_a_guest_that_was_never_seen_bare_the_least_is_taken() {
+    fn without_earlier_report_pm_is_a_lower_bound() {
         let host = host([0, 1024, 0]);
         let placed = Placing::default().place(report((BOOT - KERNEL) / MIB + 1024, 1200), &host);
         // The boot memory that the kernel reserves is unknown.
@@ -176,14 +176,14 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_comes_online_late_does_not_make_the_bare_guest_smaller() {
+    fn memory_that_comes_online_late_does_not_reduce_learned_boot_memory() {
         let mut placing = seen_bare();
         placing.learn(&report(480, 400), &host([128, 0, 0]));
         assert_eq!(zones(&placing.place(report(1504, 1000), &host([0, 1024, 0])))[1].1, 1024);
     }
 
     #[test]
-    fn a_report_from_before_an_unplug_does_not_make_the_bare_guest_larger() {
+    fn report_from_before_unplug_does_not_raise_learned_boot_memory() {
         let after_unplug = host([0, 0, 0]);
         for mut placing in [seen_bare(), Placing::default()] {
             for late_mib in [480 + 1024, 480 + 128, 480 + 34] {
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_a_balloon_is_neither_dram_nor_pm() {
+    fn memory_in_balloon_is_neither_dram_nor_pm() {
         for seen_with_mib in [0, 256, 1024] {
             let mut placing = Placing::default();
             placing.learn(
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_comes_by_acpi_is_dram_whether_pm_is_plugged_then_or_not() {
+    fn acpi_memory_is_dram_with_or_without_plugged_pm() {
         let with_dimm = |pm_mib| HostView { boot_bytes: BOOT + 256 * MIB, ..host([0, pm_mib, 0]) };
         for seen_with_dimm in [false, true] {
             let mut placing = seen_bare();
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn two_pm_zones_of_one_node_are_a_zone_each() {
+    fn two_pm_zones_of_one_node_stay_separate() {
         let mut host = host([0, 256, 768]);
         host.zones[2].guest_numa_node = 1;
         let placed = seen_bare().place(report(480 + 1024, 1200), &host);
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_of_an_agent_and_guests_without_pm_stay_as_they_are() {
+    fn agent_reports_and_reports_without_pm_stay_unchanged() {
         let mut placing = seen_bare();
         let plain = report(608, 300);
         assert_eq!(placing.place(plain.clone(), &host([128, 0, 0])), plain);
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn the_papers_policies_give_back_what_they_added() {
+    fn papers_policies_return_pm_with_placed_statistics() {
         let host = host([0, 2048, 0]);
         for (name, param) in [("amf", Some(("reclaim", "10"))), ("dapper", None), ("pmb", None)] {
             let params = [Some(("watermark-scale", "1")), param].into_iter().flatten();

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shortage_lasts_from_its_first_grow_to_all_of_it_being_online() {
+    fn shortage_lasts_from_first_grow_until_all_memory_is_online() {
         let mut shortage = Shortage::default();
         assert_eq!(shortage.reported(1000, TimeMs(5)), None);
         shortage.grown(500, 1000, TimeMs(10));
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_did_not_have_is_waited_for_from_elsewhere_alone() {
+    fn memory_missing_on_host_is_only_awaited_from_other_zones() {
         let mut shortage = Shortage::default();
         shortage.grown(500, 1000, TimeMs(10));
         shortage.lacks(400);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn grow_that_no_zone_could_provide_is_no_shortage_and_begins_none() {
+    fn grow_that_no_zone_could_provide_is_no_shortage() {
         let mut shortage = Shortage::default();
         shortage.grown(500, 1000, TimeMs(10));
         shortage.lacks(600);
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_is_asked_for_less_ends_nothing() {
+    fn shrink_ends_shortage_without_result() {
         let mut shortage = Shortage::default();
         shortage.grown(500, 1000, TimeMs(10));
         shortage.abandoned();

@@ -135,7 +135,7 @@ fn agent_is_live_silent_or_gone() {
 }
 
 #[test]
-fn refusals_are_counted_by_reason_and_noted_ever_more_rarely() {
+fn refusals_are_counted_by_reason_and_noted_at_powers_of_two() {
     let mut world = ready(PSI);
     world.happen(&Happening::Statistics(500), 250);
     world.report_free(500);
@@ -166,7 +166,7 @@ fn refusals_are_counted_by_reason_and_noted_ever_more_rarely() {
 
 /// During host sleep, only the guest's clock runs.
 #[test]
-fn sleep_of_the_host_makes_reports_neither_false_nor_late() {
+fn host_sleep_makes_reports_neither_invalid_nor_late() {
     let mut world = slow(PSI);
     world.report_free(0);
     let before = world.state.host.requested_bytes();
@@ -185,7 +185,7 @@ fn sleep_of_the_host_makes_reports_neither_false_nor_late() {
 /// The agent, the drivers and the clock start again, and the drivers unplug all memory
 /// (virtio_mem_init_hotplug). The VM stays the same.
 #[test]
-fn kernel_started_by_kexec_is_served_like_the_first_one() {
+fn kernel_started_by_kexec_gets_memory_like_the_first_one() {
     let mut world = ready(PSI);
     world.report_free(0);
     (0..100).for_each(|_| world.report_free(400));
@@ -210,7 +210,7 @@ fn kernel_started_by_kexec_is_served_like_the_first_one() {
 }
 
 #[test]
-fn guest_without_agent_gets_memory_when_it_is_short_and_returns_it() {
+fn guest_without_agent_gets_memory_if_short_and_returns_it() {
     for (index, is_counted) in [(PSI, false), (PSI, true), (PMB, false)] {
         let mut world = ready(index);
         world.is_counted = is_counted;
@@ -269,7 +269,7 @@ fn statistics_are_used_while_no_agent_reports() {
 }
 
 #[test]
-fn statistics_wait_for_an_agent_that_sets_the_online_policy() {
+fn statistics_wait_for_agent_that_sets_online_policy() {
     let mut world = ready(PSI);
     world.governor.use_statistics(Onlining::Agent);
     world.send_statistics_for(8, 100);
@@ -335,7 +335,7 @@ fn statistics_are_requested_faster_below_the_policys_watermark() {
 }
 
 #[test]
-fn resize_repeats_a_size_that_the_device_has_lowered() {
+fn resize_repeats_size_that_device_has_lowered() {
     let mut world = ready(OFF);
     let resize = |world: &mut World, blocks| world.happen(&Happening::Resize(PM, blocks), 500);
     world.happen(&Happening::Host(PM, 125), 0);
@@ -395,7 +395,7 @@ fn shortage_ends_when_another_zone_grows_instead() {
 }
 
 #[test]
-fn memory_that_is_still_plugged_after_a_shrink_is_not_waited_for() {
+fn memory_still_plugged_after_a_shrink_is_not_awaited() {
     let mut world = slow(OFF);
     world.is_counted = false;
     world.report_free(300);
@@ -445,7 +445,7 @@ fn fixed_size_held_back_by_descriptors_is_reported_without_reports() {
 }
 
 #[test]
-fn event_of_a_held_plan_names_a_zone_that_the_policy_may_grow() {
+fn event_of_held_plan_names_zone_that_policy_may_grow() {
     let blocks = 64 * MIB / BLOCK_BYTES;
     for (cause, held) in [
         (Happening::Resize(DRAM, blocks), vec![2]),
@@ -467,7 +467,7 @@ fn event_of_a_held_plan_names_a_zone_that_the_policy_may_grow() {
 }
 
 #[test]
-fn size_of_a_client_without_room_for_descriptors_is_reported_once_per_request() {
+fn client_size_without_room_for_descriptors_is_reported_once_per_request() {
     let mut world = ready(OFF);
     world.report_free(40);
     for round in 1..=2 {

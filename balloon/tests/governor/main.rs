@@ -73,12 +73,12 @@ fn live((index, life): &Life, follows: bool, broken: Option<(Broken, &str)>) -> 
 
 proptest! {
     #[test]
-    fn requests_keep_to_the_invariants_in_any_sequence_of_events(life in life(happening())) {
+    fn requests_satisfy_invariants_in_any_sequence_of_events(life in life(happening())) {
         live(&life, false, None)?;
     }
 
     #[test]
-    fn dram_comes_first_and_pm_goes_first_with_a_guest_that_follows(life in life(ready())) {
+    fn dram_grows_first_and_pm_shrinks_first_if_guest_follows(life in life(ready())) {
         live(&life, true, None)?;
     }
 }
@@ -91,7 +91,7 @@ fn is_caught(broken: Broken, text: &str) -> bool {
 }
 
 #[test]
-fn every_broken_caller_is_caught() {
+fn each_broken_caller_is_detected() {
     for (broken, text) in Broken::ALL {
         assert!(is_caught(broken, text), "{broken:?}: no check notices: {text}");
     }

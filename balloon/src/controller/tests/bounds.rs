@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_3_floors_and_ceilings_hold() {
+fn rule_3_floors_and_ceilings_of_zones_limit_requests() {
     let mut rig = Rig::fixed(4096);
     assert_eq!(rig.tick(0).limited_by, Some(Reason::AtCeiling));
     assert_eq!(rig.requested_mib(), (128, 1024));
@@ -33,7 +33,7 @@ fn shrunk_from_node_1() -> Rig {
 }
 
 #[test]
-fn rule_3_where_memory_was_to_go_from_is_nothing_to_a_floors_grow() {
+fn rule_3_grow_to_floor_ignores_node_of_last_shrink() {
     for ceiling_mib in [None, Some(576)] {
         let mut rig = shrunk_from_node_1();
         let bounds = match ceiling_mib {
@@ -52,7 +52,7 @@ fn rule_3_where_memory_was_to_go_from_is_nothing_to_a_floors_grow() {
 }
 
 #[test]
-fn rule_3_an_empty_pool_limits_pm_and_is_said() {
+fn rule_3_empty_pool_limits_pm_and_is_reported() {
     let mut rig = Rig::fixed(1152);
     rig.host.pool_free_bytes = 101 * MIB;
     assert_eq!(rig.tick(0).limited_by, Some(Reason::PoolEmpty));
@@ -63,7 +63,7 @@ fn rule_3_an_empty_pool_limits_pm_and_is_said() {
 }
 
 #[test]
-fn rule_3_memory_that_would_not_come_back_is_lent_sparingly() {
+fn rule_3_unmovable_onlining_gets_a_quarter_of_each_zone() {
     let mut rig = Rig::new(Policy::default());
     rig.raw.blocks.online_policy = OnlinePolicy::Online;
     rig.raw.memory.total_bytes = 352 * MIB;
@@ -82,7 +82,7 @@ fn rule_3_memory_that_would_not_come_back_is_lent_sparingly() {
 }
 
 #[test]
-fn rule_3_all_zones_together_have_a_floor_and_a_ceiling() {
+fn rule_3_floor_and_ceiling_limit_sum_of_zones() {
     let mut rig = Rig::new(Policy::default());
     let rules = Rules { floor_bytes: 200 * MIB, ceiling_bytes: 300 * MIB, ..Rules::default() };
     rig.controller.set_rules(rules).expect("in bounds");
@@ -106,7 +106,7 @@ fn rule_3_all_zones_together_have_a_floor_and_a_ceiling() {
 }
 
 #[test]
-fn rule_3_a_ceiling_that_is_lowered_is_come_down_to_in_steps() {
+fn rule_3_lowered_ceiling_is_reached_in_steps() {
     let mut rig = Rig::fixed(800);
     rig.tick(0);
     rig.follow();
@@ -124,7 +124,7 @@ fn rule_3_a_ceiling_that_is_lowered_is_come_down_to_in_steps() {
 }
 
 #[test]
-fn rule_3_lost_reports_do_not_lead_above_the_ceiling() {
+fn rule_3_grows_after_lost_reports_stay_below_ceiling() {
     let mut rig = Rig::new(Policy::default());
     let rules = Rules { ceiling_bytes: 100 * MIB, ..Rules::default() };
     rig.controller.set_rules(rules).expect("in bounds");

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_7_a_zone_sized_by_hand_is_left_alone_until_resumed() {
+fn rule_7_pinned_zone_is_left_alone_until_resumed() {
     let mut rig = Rig::fixed(600);
     rig.host.zones[PM].requested_bytes = 30 * MIB;
     rig.pin(ZoneId(1));
@@ -18,7 +18,7 @@ fn rule_7_a_zone_sized_by_hand_is_left_alone_until_resumed() {
 }
 
 #[test]
-fn rule_7_a_shrink_that_a_hand_alone_stands_in_the_way_of_says_so() {
+fn rule_7_shrink_that_only_pinned_zones_prevent_holds_with_reason_pinned() {
     let said = |pinned: &[usize]| {
         let mut rig = Rig::fixed(400);
         rig.tick(0);
@@ -40,7 +40,7 @@ fn rule_7_a_shrink_that_a_hand_alone_stands_in_the_way_of_says_so() {
 }
 
 #[test]
-fn rule_7_a_hand_that_the_guest_does_not_follow_stops_no_shrink() {
+fn rule_7_pending_request_of_a_client_does_not_delay_shrinks() {
     for by_hand_mib in [100, 0] {
         let mut rig = Rig::fixed(400);
         rig.tick(0);
@@ -57,7 +57,7 @@ fn rule_7_a_hand_that_the_guest_does_not_follow_stops_no_shrink() {
 }
 
 #[test]
-fn rule_7_memory_that_does_not_come_to_a_zone_sized_by_hand_is_not_waited_for() {
+fn rule_7_client_request_without_progress_does_not_delay_grow() {
     let mut rig = Rig::new(Policy::default());
     rig.pin(ZoneId(0));
     rig.host.zones[DRAM].requested_bytes = 128 * MIB;
@@ -96,7 +96,7 @@ fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) 
 }
 
 #[test]
-fn rule_7_a_hand_that_the_guest_does_not_follow_keeps_no_descriptors_from_others() {
+fn rule_7_stuck_client_request_reserves_no_descriptors() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(1);
     rig.report(0, 280);
@@ -104,7 +104,7 @@ fn rule_7_a_hand_that_the_guest_does_not_follow_keeps_no_descriptors_from_others
 }
 
 #[test]
-fn rule_7_a_hand_that_the_guest_does_not_follow_keeps_no_space_in_the_pool_from_others() {
+fn rule_7_stuck_client_request_reserves_no_pool_memory() {
     let mut rig = Rig::new(Policy::Off);
     rig.host.zones[DRAM].tier = Tier::Pm;
     rig.host.pool_free_bytes = 128 * MIB;

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn other_rules_do_not_make_the_loop_forget() {
+fn new_rules_keep_learned_cool_down_within_bounds() {
     let mut rig = Rig::fixed(512);
     rig.tick(0);
     rig.follow();
@@ -27,7 +27,7 @@ fn other_rules_do_not_make_the_loop_forget() {
 }
 
 #[test]
-fn resume_of_all_zones_ends_a_pause_and_resume_of_one_does_not() {
+fn resume_of_all_zones_ends_pause_but_resume_of_one_zone_does_not() {
     let mut rig = Rig::fixed(600);
     rig.controller.pause();
     rig.controller.resume(Some(ZoneId(0)));
@@ -37,7 +37,7 @@ fn resume_of_all_zones_ends_a_pause_and_resume_of_one_does_not() {
 }
 
 #[test]
-fn off_changes_nothing_whatever_is_reported() {
+fn off_changes_nothing_on_any_report() {
     let mut rig = Rig::new(Policy::Off);
     let plan = rig.report(1000, 0);
     assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::Off));
@@ -45,7 +45,7 @@ fn off_changes_nothing_whatever_is_reported() {
 }
 
 #[test]
-fn parameters_out_of_range_leave_the_old_ones() {
+fn parameters_out_of_range_are_rejected_without_change() {
     let mut rig = Rig::new(Policy::default());
     let wrong = Rules { cool_down_ms: 0, ..Rules::default() };
     let error = rig.controller.set_rules(wrong).expect_err("too short");
@@ -57,7 +57,7 @@ fn parameters_out_of_range_leave_the_old_ones() {
 }
 
 #[test]
-fn other_parameters_do_not_make_a_policy_forget() {
+fn new_parameters_keep_state_of_policy() {
     let mut rig = Rig::new(Policy::default());
     rig.report(1000, 280);
     rig.report(1000, 280);

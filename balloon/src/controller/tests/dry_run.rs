@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_8_a_dry_run_decides_and_starts_no_cool_down() {
+fn rule_8_dry_run_decides_without_starting_cool_down() {
     let mut rig = Rig::fixed(600);
     rig.controller.set_dry_run(true);
     for _ in 0..3 {
@@ -18,7 +18,7 @@ fn rule_8_a_dry_run_decides_and_starts_no_cool_down() {
 }
 
 #[test]
-fn rule_8_a_dry_run_leaves_no_trace_of_what_it_did_not_do() {
+fn rule_8_dry_run_leaves_no_state_of_skipped_actions() {
     let mut rig = Rig::fixed(64);
     rig.tick(0);
     rig.controller.set_dry_run(true);
@@ -45,7 +45,7 @@ fn rule_8_a_dry_run_leaves_no_trace_of_what_it_did_not_do() {
 /// After reporting `no_progress` once, a dry run shows the decisions of a policy for a guest that
 /// does not follow.
 #[test]
-fn rule_8_a_dry_run_says_once_that_a_guest_does_not_follow_and_then_what_the_policy_decides() {
+fn rule_8_dry_run_reports_no_progress_once_then_policy_decisions() {
     let mut rig = Rig::fixed(64);
     rig.tick(0);
     rig.controller.set_dry_run(true);
@@ -78,7 +78,7 @@ fn rule_8_a_dry_run_says_once_that_a_guest_does_not_follow_and_then_what_the_pol
 }
 
 #[test]
-fn rule_8_a_dry_run_says_once_what_bounds_would_do_and_then_what_the_policy_decides() {
+fn rule_8_dry_run_reports_bounds_once_then_policy_decisions() {
     let mut rig = Rig::new(Policy::default());
     let rules = Rules { floor_bytes: 1024 * MIB, dry_run: true, ..Rules::default() };
     rig.controller.set_rules(rules.clone()).expect("in range");
@@ -121,7 +121,7 @@ fn rule_8_a_dry_run_says_once_what_bounds_would_do_and_then_what_the_policy_deci
 /// A removal that `dapper` decides on while nothing is carried out leaves no state behind.
 /// Afterwards, the table is evaluated again.
 #[test]
-fn rule_8_a_removal_that_a_dry_run_or_a_pause_held_up_is_not_under_way() {
+fn rule_8_removal_during_dry_run_or_pause_does_not_continue_afterwards() {
     let begin: [fn(&mut Controller); 2] =
         [Controller::pause, |controller| controller.set_dry_run(true)];
     for begin in begin {

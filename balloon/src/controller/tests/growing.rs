@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_1_a_grow_goes_to_its_full_target_at_once_dram_first() {
+fn rule_1_grow_requests_full_target_at_once_dram_first() {
     let mut rig = Rig::fixed(600);
     let plan = rig.tick(0);
     assert_eq!(
@@ -17,7 +17,7 @@ fn rule_1_a_grow_goes_to_its_full_target_at_once_dram_first() {
 }
 
 #[test]
-fn pressure_takes_back_a_shrink_that_the_guest_has_not_followed() {
+fn pressure_undoes_shrink_that_guest_has_not_followed() {
     let mut rig = Rig::fixed(512);
     rig.tick(0);
     rig.follow();
@@ -32,7 +32,7 @@ fn pressure_takes_back_a_shrink_that_the_guest_has_not_followed() {
 }
 
 #[test]
-fn rule_1_what_is_asked_for_is_in_progress_until_it_is_there() {
+fn rule_1_request_is_in_progress_until_plugged() {
     let mut rig = Rig::fixed(64);
     assert_eq!(rig.tick(0).reason, Reason::FixedSize);
     assert_eq!(rig.tick(100).reason, Reason::InProgress);
@@ -64,7 +64,7 @@ fn asked_after(mut rig: Rig, act: impl Fn(&mut Rig)) -> u64 {
 }
 
 #[test]
-fn psi_doubles_no_step_that_was_not_asked_of_the_guest() {
+fn psi_doubles_only_steps_that_were_requested_from_guest() {
     let fresh = asked_after_nothing();
     let mut paused = Rig::new(Policy::default());
     paused.controller.pause();

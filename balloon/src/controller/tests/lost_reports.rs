@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_6_lost_reports_of_a_guest_that_was_well_hold() {
+fn rule_6_lost_reports_of_guest_at_rest_change_nothing() {
     let mut rig = Rig::new(Policy::default());
     rig.report(1000, 280);
     assert_eq!(rig.tick(2_000).reason, Reason::Quiet);
@@ -14,7 +14,7 @@ fn rule_6_lost_reports_of_a_guest_that_was_well_hold() {
 }
 
 #[test]
-fn rule_6_lost_reports_of_a_guest_that_was_short_grow_a_few_times_and_then_hold() {
+fn rule_6_lost_reports_of_short_guest_grow_in_limited_steps() {
     let mut rig = Rig::new(Policy::default());
     rig.report(1000, 30);
     rig.follow();
@@ -33,7 +33,7 @@ fn rule_6_lost_reports_of_a_guest_that_was_short_grow_a_few_times_and_then_hold(
 }
 
 #[test]
-fn rule_6_a_guest_that_never_reported_is_left_alone() {
+fn rule_6_guest_that_never_reported_is_left_alone() {
     let mut rig = Rig::new(Policy::default());
     for _ in 0..20 {
         assert_eq!(rig.tick(1_000).reason, Reason::NoReport);
@@ -63,7 +63,7 @@ fn added_without_reports(rig: &mut Rig) -> u64 {
 }
 
 #[test]
-fn rule_6_a_guest_whose_agent_dies_while_memory_comes_was_short() {
+fn rule_6_guest_whose_agent_dies_during_grow_counts_as_short() {
     for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
         let mut rig = short(policy);
         assert_eq!(rig.report(1000, 5).direction, Direction::Grow, "{policy}");
@@ -75,7 +75,7 @@ fn rule_6_a_guest_whose_agent_dies_while_memory_comes_was_short() {
 }
 
 #[test]
-fn rule_6_a_guest_that_got_what_it_was_short_of_is_well() {
+fn rule_6_guest_that_received_missing_memory_is_not_short() {
     let mut rig = Rig::new(Policy::default());
     assert_eq!(rig.report(1000, 30).direction, Direction::Grow);
     rig.follow();
@@ -87,7 +87,7 @@ fn rule_6_a_guest_that_got_what_it_was_short_of_is_well() {
 }
 
 #[test]
-fn rule_6_a_guest_that_does_not_follow_is_asked_again_after_its_agent_has_died() {
+fn rule_6_guest_without_progress_gets_requests_after_its_agent_has_died() {
     let mut rig = short("psi");
     rig.report(1000, 5);
     rig.report(50, 5);

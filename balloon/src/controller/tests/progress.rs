@@ -8,7 +8,7 @@ fn driver_state(is_ready: bool) -> DriverState {
 }
 
 #[test]
-fn rule_5_a_guest_without_a_driver_is_asked_for_less_and_less_and_then_left_alone() {
+fn rule_5_request_without_driver_is_halved_then_withdrawn() {
     let mut rig = Rig::fixed(64);
     rig.tick(0);
     let mut seen = Vec::new();
@@ -29,7 +29,7 @@ fn rule_5_a_guest_without_a_driver_is_asked_for_less_and_less_and_then_left_alon
 }
 
 #[test]
-fn rule_5_a_driver_that_comes_late_is_asked_at_once() {
+fn rule_5_driver_that_loads_late_gets_request_at_once() {
     let mut rig = Rig::fixed(64);
     rig.host.zones.truncate(1);
     rig.host.zones[0].driver = DriverState::Absent;
@@ -55,7 +55,7 @@ fn rule_5_a_driver_that_comes_late_is_asked_at_once() {
 
 /// The guest is short but plugs nothing, and its driver loads and unloads each second.
 #[test]
-fn rule_5_a_driver_that_comes_and_goes_is_given_up() {
+fn rule_5_requests_to_driver_that_flaps_decline() {
     let mut rig = Rig::new(Policy::default());
     let much = (0..240).filter(|second| {
         let driver = driver_state(second % 2 == 0);
@@ -69,7 +69,7 @@ fn rule_5_a_driver_that_comes_and_goes_is_given_up() {
 }
 
 #[test]
-fn rule_5_progress_makes_whole_again() {
+fn rule_5_progress_restores_full_request() {
     let mut rig = Rig::fixed(64);
     rig.host.zones.truncate(1);
     rig.tick(0);
@@ -106,7 +106,7 @@ fn after_an_outage_of(outage_ms: u64) -> (u64, u64, u64) {
 }
 
 #[test]
-fn rule_5_what_a_failure_costs_is_a_second_after_the_first_part() {
+fn rule_5_failures_delay_rest_of_grow_by_one_second() {
     // No failure, one failure, two failures, and so many that one block is left.
     assert_eq!(after_an_outage_of(4_000), (0, 512, 0));
     assert_eq!(after_an_outage_of(7_500), (0, 256, 1_010));
@@ -135,7 +135,7 @@ fn asked_of_a_guest_that_keeps_nothing(takes: impl Fn(u64) -> u64) -> Vec<(TimeM
 }
 
 #[test]
-fn rule_5_what_is_unplugged_again_at_once_is_no_progress() {
+fn rule_5_memory_unplugged_again_at_once_is_no_progress() {
     let nothing = asked_of_a_guest_that_keeps_nothing(|_| 0);
     assert!(nothing.len() < 40, "{nothing:?}");
     assert_eq!(asked_of_a_guest_that_keeps_nothing(|requested| requested), nothing);
@@ -172,7 +172,7 @@ fn rule_5_each_block_has_to_stay_for_itself() {
 }
 
 #[test]
-fn rule_5_a_block_that_comes_and_goes_for_ever_is_no_progress() {
+fn rule_5_block_plugged_and_unplugged_forever_is_no_progress() {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
     let mut asked = vec![(0, 256)];
@@ -190,7 +190,7 @@ fn rule_5_a_block_that_comes_and_goes_for_ever_is_no_progress() {
 }
 
 #[test]
-fn rule_5_what_came_before_a_failure_does_not_undo_it() {
+fn rule_5_memory_plugged_before_a_failure_does_not_undo_it() {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
     let rules = Rules { progress_ms: 900, ..Rules::default() };
@@ -212,7 +212,7 @@ fn rule_5_what_came_before_a_failure_does_not_undo_it() {
 }
 
 #[test]
-fn rule_5_what_stays_of_what_is_unplugged_again_is_progress() {
+fn rule_5_part_that_stays_is_progress() {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
     rig.tick(0);
@@ -234,7 +234,7 @@ fn rule_5_what_stays_of_what_is_unplugged_again_is_progress() {
 }
 
 #[test]
-fn rule_5_a_zone_without_a_driver_is_asked_last() {
+fn rule_5_zone_without_driver_is_used_last() {
     let asked = |mib, ready: [bool; 2]| {
         let mut rig = Rig::fixed(mib);
         for (zone, ready) in rig.host.zones.iter_mut().zip(ready) {
@@ -259,7 +259,7 @@ fn rule_5_a_zone_without_a_driver_is_asked_last() {
 }
 
 #[test]
-fn rule_5_what_a_zone_without_a_driver_was_asked_for_is_not_waited_for_where_another_has_room() {
+fn rule_5_request_to_zone_without_driver_is_not_awaited_if_another_has_room() {
     let mut rig = Rig::new(Policy::default());
     rig.report(0, 20);
     let (dram, pm) = rig.requested_mib();
@@ -274,7 +274,7 @@ fn rule_5_what_a_zone_without_a_driver_was_asked_for_is_not_waited_for_where_ano
 }
 
 #[test]
-fn rule_5_where_no_other_zone_has_room_one_without_a_driver_is_asked_as_if_it_had_one() {
+fn rule_5_zone_without_driver_is_used_normally_if_no_other_has_room() {
     let asked = |ready, without_room: fn(&mut Rig)| {
         let mut rig = Rig::new(Policy::default());
         rig.host.zones[DRAM].driver = driver_state(ready);
@@ -314,7 +314,7 @@ fn floor_that_nobody_follows(zones: usize, pool_mib: u64) -> Rig {
 }
 
 #[test]
-fn rule_5_what_the_floor_asks_for_stays_where_nobody_else_has_any() {
+fn rule_5_floor_stays_requested_if_no_other_zone_has_room() {
     let mut rig = floor_that_nobody_follows(1, 0);
     let said = (0..600).filter(|_| rig.tick(100).reason == Reason::NoProgress).count();
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
@@ -330,7 +330,7 @@ fn rule_5_what_the_floor_asks_for_stays_where_nobody_else_has_any() {
 }
 
 #[test]
-fn rule_5_what_the_floor_asks_for_is_asked_of_another_zone() {
+fn rule_5_floor_is_requested_from_another_zone() {
     let mut rig = floor_that_nobody_follows(2, 4096);
     let mut seen = Vec::new();
     for _ in 0..40 {
@@ -353,7 +353,7 @@ fn rule_5_slow_progress_is_progress() {
 }
 
 #[test]
-fn rule_5_a_shrink_that_the_guest_refuses_is_withdrawn_and_dram_is_not_taken_instead() {
+fn rule_5_refused_shrink_is_withdrawn_without_removing_dram_instead() {
     let mut rig = Rig::fixed(400);
     rig.tick(0);
     rig.follow();
@@ -369,7 +369,7 @@ fn rule_5_a_shrink_that_the_guest_refuses_is_withdrawn_and_dram_is_not_taken_ins
 }
 
 #[test]
-fn rule_5_a_shrink_that_one_pm_zone_refuses_is_asked_of_the_other() {
+fn rule_5_shrink_refused_by_one_pm_zone_continues_in_another() {
     let mut rig = Rig::fixed(128 + 1024 + 64);
     rig.host.zones.push(ZoneSizes { id: ZoneId(2), max_bytes: 64 * MIB, ..rig.host.zones[PM] });
     for _ in 0..4 {
@@ -395,7 +395,7 @@ fn rule_5_a_shrink_that_one_pm_zone_refuses_is_asked_of_the_other() {
 
 /// A guest inflates and deflates its balloon by pages, so it can stop within a block.
 #[test]
-fn rule_5_what_is_withdrawn_is_whole_blocks_whatever_the_guest_has() {
+fn rule_5_withdrawn_request_is_rounded_to_whole_blocks() {
     let mut rig = Rig::fixed(128);
     rig.host.balloon = Some(ZoneId(0));
     rig.tick(0);
@@ -426,7 +426,7 @@ fn rule_5_what_is_withdrawn_is_whole_blocks_whatever_the_guest_has() {
 }
 
 #[test]
-fn rule_5_what_the_host_cannot_provide_is_asked_of_another_zone_at_once() {
+fn rule_5_memory_missing_on_host_is_requested_from_another_zone_at_once() {
     let mut rig = Rig::fixed(100);
     rig.tick(0);
     assert_eq!(rig.requested_mib(), (100, 0));
@@ -454,7 +454,7 @@ fn rule_5_what_the_host_cannot_provide_is_asked_of_another_zone_at_once() {
 }
 
 #[test]
-fn rule_5_a_host_that_has_nothing_is_asked_ever_more_rarely() {
+fn rule_5_requests_to_exhausted_host_become_rarer() {
     let mut rig = Rig::fixed(64);
     rig.host.zones.truncate(1);
     let mut asked_s = Vec::new();
@@ -476,7 +476,7 @@ fn rule_5_a_host_that_has_nothing_is_asked_ever_more_rarely() {
 }
 
 #[test]
-fn rule_5_what_is_unplugged_again_at_once_does_not_say_that_the_host_has_memory_again() {
+fn rule_5_memory_unplugged_again_at_once_does_not_end_pause_for_host() {
     // The host has no memory. The guest plugs `plugs_mib` of each request and unplugs it again.
     let asked_s = |plugs_mib| {
         let mut rig = Rig::fixed(64);
@@ -503,7 +503,7 @@ fn rule_5_what_is_unplugged_again_at_once_does_not_say_that_the_host_has_memory_
 
 /// A report may precede the notification of the device, and its demand counts as well.
 #[test]
-fn rule_5_what_is_wanted_meanwhile_is_asked_with_what_the_host_could_not_provide() {
+fn rule_5_new_demand_is_requested_together_with_host_shortfall() {
     let mut rig = Rig::new(Policy::default());
     rig.report(1000, 20);
     let (asked, _) = rig.requested_mib();
@@ -515,7 +515,7 @@ fn rule_5_what_is_wanted_meanwhile_is_asked_with_what_the_host_could_not_provide
 }
 
 #[test]
-fn rule_5_what_the_host_could_not_provide_is_kept_for_a_moment() {
+fn rule_5_host_shortfall_expires_after_a_second() {
     // Requests 128 MiB of DRAM, of which the host has 24, and pauses the controller for `ms`.
     let paused_for = |ms| {
         let mut rig = Rig::fixed(128);
@@ -537,7 +537,7 @@ fn rule_5_what_the_host_could_not_provide_is_kept_for_a_moment() {
 }
 
 #[test]
-fn rule_5_what_the_host_could_not_provide_outlasts_a_request_that_is_withdrawn() {
+fn rule_5_host_shortfall_outlasts_withdrawn_request() {
     let mut rig = Rig::fixed(128 + 512);
     rig.tick(0);
     rig.host.zones[DRAM].plugged_bytes = 64 * MIB;
@@ -554,7 +554,7 @@ fn rule_5_what_the_host_could_not_provide_outlasts_a_request_that_is_withdrawn()
 }
 
 #[test]
-fn rule_5_what_the_host_could_not_provide_outlasts_a_grow_to_the_floor() {
+fn rule_5_host_shortfall_outlasts_grow_to_floor() {
     let mut rig = Rig::fixed(800);
     rig.host.zones[DRAM].max_bytes = 512 * MIB;
     rig.tick(0);
@@ -571,7 +571,7 @@ fn rule_5_what_the_host_could_not_provide_outlasts_a_grow_to_the_floor() {
 }
 
 #[test]
-fn rule_5_what_the_host_could_not_provide_is_not_asked_for_another_policys_sake() {
+fn rule_5_host_shortfall_expires_when_policy_changes() {
     let mut rig = Rig::fixed(100);
     rig.tick(0);
     rig.controller.pause();
@@ -584,7 +584,7 @@ fn rule_5_what_the_host_could_not_provide_is_not_asked_for_another_policys_sake(
 }
 
 #[test]
-fn rule_8_a_dry_run_says_what_the_policy_decides_and_not_what_the_host_could_not_provide() {
+fn rule_8_dry_run_reports_policy_decision_instead_of_host_shortfall() {
     let mut rig = Rig::fixed(100);
     rig.tick(0);
     rig.controller.set_dry_run(true);
@@ -598,7 +598,7 @@ fn rule_8_a_dry_run_says_what_the_policy_decides_and_not_what_the_host_could_not
 }
 
 #[test]
-fn rule_5_what_the_host_could_not_provide_to_a_hand_is_the_hands_affair() {
+fn rule_5_host_shortfall_of_pinned_zone_is_ignored() {
     let mut rig = Rig::fixed(24);
     rig.tick(0);
     rig.follow();
@@ -611,7 +611,7 @@ fn rule_5_what_the_host_could_not_provide_to_a_hand_is_the_hands_affair() {
 }
 
 #[test]
-fn rule_5_what_the_host_could_not_provide_counts_during_steps_towards_a_boot_size() {
+fn rule_5_host_shortfall_counts_during_steps_to_boot_size() {
     let mut rig = Rig::fixed(64);
     rig.describe(1);
     rig.report(50, 280);

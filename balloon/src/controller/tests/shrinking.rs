@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_2_a_shrink_waits_goes_in_steps_and_takes_pm_first() {
+fn rule_2_shrink_waits_and_removes_pm_first_in_steps() {
     let mut rig = Rig::fixed(400);
     rig.tick(0);
     rig.follow();
@@ -23,7 +23,7 @@ fn rule_2_a_shrink_waits_goes_in_steps_and_takes_pm_first() {
 }
 
 #[test]
-fn rule_2_the_next_step_waits_for_the_last_one() {
+fn rule_2_next_step_waits_for_the_last_one() {
     let mut rig = Rig::fixed(512);
     rig.tick(0);
     rig.follow();
@@ -46,14 +46,14 @@ fn large() -> Rig {
 }
 
 #[test]
-fn rule_2_a_large_guest_shrinks_in_larger_steps() {
+fn rule_2_large_guest_shrinks_in_larger_steps() {
     let mut rig = large();
     rig.tick(6_000);
     assert_eq!(rig.requested_mib().1, (56 << 10) - 128);
 }
 
 #[test]
-fn rule_2_the_share_of_a_large_guest_that_goes_in_one_step_is_chosen_while_it_runs() {
+fn rule_2_shrink_share_can_change_at_run_time() {
     let mut rig = large();
     let mut taken_mib_with = |shrink_share_permille| {
         let rules = Rules { shrink_share_permille, ..Rules::default() };
@@ -69,7 +69,7 @@ fn rule_2_the_share_of_a_large_guest_that_goes_in_one_step_is_chosen_while_it_ru
 }
 
 #[test]
-fn rule_2_a_shrink_that_had_to_be_undone_doubles_the_cool_down() {
+fn rule_2_shrink_that_had_to_be_undone_doubles_cool_down() {
     let mut rig = Rig::fixed(512);
     rig.tick(0);
     rig.follow();
@@ -107,7 +107,7 @@ fn fought_at(rig: &mut Rig) -> Vec<u64> {
 }
 
 #[test]
-fn rule_2_memory_that_a_guest_takes_out_of_its_balloon_is_fought_for_ever_more_rarely() {
+fn rule_2_deflation_on_oom_makes_inflation_rarer() {
     let ceiling = Rules { ceiling_bytes: 64 * MIB, ..Rules::default() };
     for (size_mib, rules) in [(64, Rules::default()), (128, ceiling)] {
         let mut rig = Rig::fixed(size_mib);
@@ -123,7 +123,7 @@ fn rule_2_memory_that_a_guest_takes_out_of_its_balloon_is_fought_for_ever_more_r
 }
 
 #[test]
-fn rule_2_what_a_hand_adds_is_no_grow_of_the_guests() {
+fn rule_2_grow_by_a_client_starts_no_cool_down() {
     let mut rig = Rig::fixed(64);
     rig.tick(0);
     rig.follow();

@@ -17,7 +17,7 @@ fn guest_with_balloon(policy: Policy) -> Rig {
 }
 
 #[test]
-fn a_zone_with_an_unsupported_driver_is_never_requested_and_the_plan_names_the_reason() {
+fn zone_with_unsupported_driver_is_never_requested_and_plan_names_reason() {
     let mut rig = Rig::fixed(600);
     rig.refuse_driver(DRAM);
     rig.refuse_driver(PM);
@@ -30,7 +30,7 @@ fn a_zone_with_an_unsupported_driver_is_never_requested_and_the_plan_names_the_r
 }
 
 #[test]
-fn a_short_guest_with_unsupported_drivers_is_answered_with_the_reason_at_each_report() {
+fn short_guest_with_unsupported_drivers_gets_reason_at_each_report() {
     let mut rig = Rig::new(Policy::default());
     rig.refuse_driver(DRAM);
     rig.refuse_driver(PM);
@@ -44,7 +44,7 @@ fn a_short_guest_with_unsupported_drivers_is_answered_with_the_reason_at_each_re
 }
 
 #[test]
-fn other_zones_serve_a_guest_at_once_when_a_driver_is_refused() {
+fn refused_driver_moves_request_to_other_zones_at_once() {
     let mut rig = Rig::new(Policy::default());
     rig.report(0, 20);
     assert!(rig.requested_mib().0 > 0);
@@ -55,7 +55,7 @@ fn other_zones_serve_a_guest_at_once_when_a_driver_is_refused() {
 }
 
 #[test]
-fn driver_after_an_unsupported_one_is_served_at_once() {
+fn driver_after_an_unsupported_one_gets_request_at_once() {
     let mut rig = Rig::new(Policy::default());
     [DRAM, PM].into_iter().for_each(|zone| rig.refuse_driver(zone));
     (0..100).for_each(|_| drop(rig.report(50, 20)));
@@ -77,7 +77,7 @@ fn unsupported_driver_is_not_awaited() {
 }
 
 #[test]
-fn a_guest_with_unsupported_drivers_is_governed_by_its_balloon() {
+fn guest_with_unsupported_drivers_is_sized_by_its_balloon() {
     let mut rig = guest_with_balloon(Policy::default());
     let plan = rig.report(50, 20);
     assert_eq!((plan.direction, rig.requested_mib()), (Direction::Grow, (0, 0)));
@@ -100,7 +100,7 @@ fn a_guest_with_unsupported_drivers_is_governed_by_its_balloon() {
 }
 
 #[test]
-fn a_floor_counts_as_far_as_it_is_within_reach_of_zones_with_usable_drivers() {
+fn floor_beyond_zones_with_usable_drivers_is_ignored() {
     let mut rig = guest_with_balloon(Policy::Fixed(fixed::Params { size_bytes: 64 * MIB }));
     rig.controller
         .set_rules(Rules { floor_bytes: 512 * MIB, ..Rules::default() })
@@ -113,7 +113,7 @@ fn a_floor_counts_as_far_as_it_is_within_reach_of_zones_with_usable_drivers() {
 }
 
 #[test]
-fn a_goal_ends_when_the_driver_is_refused() {
+fn goal_ends_when_driver_is_refused() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(1);
     rig.report(0, 200);

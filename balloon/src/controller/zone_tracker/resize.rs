@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_the_host_had_to_lower_is_stuck_and_never_reached() {
+    fn size_lowered_by_host_is_stuck_and_never_reached() {
         let shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes: 10 });
         let lowered = |plugged| ZoneSizes { shortfall, ..sizes(6, plugged, true) };
         let mut zone = tracker(sizes(10, 4, true), TimeMs(0));
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_a_refused_driver_ends_is_never_reached() {
+    fn request_withdrawn_for_refused_driver_is_never_reached() {
         let mut zone = tracker(sizes(0, 0, false), TimeMs(0));
         assert!(!zone.reaches(sizes(10, 0, false), TimeMs(0)));
         let driver = DriverState::Unsupported;
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resize_is_pending_as_long_as_it_moves() {
+    fn resize_is_pending_while_it_makes_progress() {
         let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
         assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(0)), ResizeStatus::Reached);
         assert!(!zone.reaches(sizes(10, 0, true), TimeMs(100_000)));
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_is_reached_once_however_often_the_guest_leaves_it() {
+    fn size_is_reached_once_although_guest_leaves_it_again() {
         let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
         let plugged =
             [(10, 0), (10, 10), (10, 8), (10, 10), (10, 8), (10, 10), (12, 10), (12, 8), (12, 12)];
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn without_progress_it_is_stuck_and_says_why() {
+    fn resize_without_progress_is_stuck_with_reason() {
         let stuck = |sizes, offline| {
             tracker(sizes, TimeMs(0)).status(offline, PATIENCE_MS, TimeMs(PATIENCE_MS))
         };
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_comes_and_goes_is_waited_for_anew_once_a_minute() {
+    fn driver_that_flaps_is_waited_for_at_most_once_a_minute() {
         let mut zone = tracker(sizes(10, 0, false), TimeMs(0));
         let mut came = Vec::new();
         for now in (0..150_000).step_by(1000) {
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unplugged_again_at_once_is_neither_reached_nor_a_change() {
+    fn memory_unplugged_at_once_is_neither_reached_nor_progress() {
         let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
         zone.reaches(sizes(10, 0, true), TimeMs(0));
         let mut reminders = Vec::new();
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn patience_is_what_the_rule_says_it_is() {
+    fn reminders_follow_patience_of_rule() {
         let reminded = |patience_ms: u64| {
             let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
             let times = (0..=200_000).step_by(100).map(TimeMs);
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_earlier_and_stays_does_not_vouch_for_what_comes_later() {
+    fn memory_that_stays_does_not_confirm_memory_plugged_later() {
         let mut zone = tracker(sizes(20, 0, true), TimeMs(0));
         zone.reaches(sizes(20, 10, true), TimeMs(10));
         // The rest is plugged, and the next observation follows just after the first part has
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_looked_at_less_than_once_a_second_is_no_change_if_it_has_gone_again() {
+    fn memory_unplugged_between_rare_observations_is_no_progress() {
         let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
         for now in (0..5_000).step_by(1_200) {
             let plugged = if now % 2_400 == 0 { 10 } else { 0 };
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_stayed_and_goes_unasked_is_no_change_when_it_comes_again() {
+    fn replugging_of_memory_unplugged_without_request_is_no_progress() {
         let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
         for now in (0..8_000).step_by(200) {
             zone.reaches(sizes(10, if now % 2_000 < 1_400 { 8 } else { 6 }, true), TimeMs(now));
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_reached_and_goes_unasked_is_waited_for() {
+    fn reached_size_that_guest_leaves_is_awaited_again() {
         let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
         zone.reaches(sizes(10, 10, true), TimeMs(100));
         assert!(zone.reaches(sizes(10, 10, true), TimeMs(1_100)));
@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_shrink_leaves_is_reached_at_once_whatever_came_before() {
+    fn shrink_is_reached_at_once() {
         let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
         zone.reaches(sizes(10, 10, true), TimeMs(100));
         assert!(!zone.reaches(sizes(4, 10, true), TimeMs(200)));
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_back_because_less_is_requested_is_a_change() {
+    fn requested_unplug_is_progress() {
         let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
         zone.reaches(sizes(10, 0, true), TimeMs(0));
         zone.reaches(sizes(10, 10, true), TimeMs(100));
