@@ -1,4 +1,4 @@
-//! `fixed`: one size, whatever the guest says.
+//! `fixed`: one size, regardless of reports.
 
 use super::Decision;
 use crate::HostView;
@@ -13,7 +13,7 @@ params! {
     }
 }
 
-/// Wants the one size. It needs no report.
+/// Wants the configured size. Needs no report.
 pub fn decide(params: &Params, host: &HostView) -> Decision {
     match host.requested_bytes() == params.size_bytes {
         true => Decision::hold(Reason::Enough),

@@ -1,8 +1,8 @@
-//! Policies: how much hotplugged memory a guest should have.
+//! Policies, which decide on the size of a guest's hotplugged memory.
 //!
-//! A policy is a pure function: parameters, state, input and time go in; a new state and a
-//! [`Decision`] come out. It knows nothing of zones' limits, of cool-downs, or of what the guest
-//! refused: that is the controller's business, and the same for every policy.
+//! A policy is a pure function of parameters, state, input and time. It returns a new state and a
+//! [`Decision`]. Limits of zones, cool-downs and requests without progress are the same for every
+//! policy, so the controller handles them.
 
 pub mod amf;
 pub mod dapper;
@@ -28,43 +28,43 @@ use crate::params::{Param, Parameters, Setting, Unit};
 use crate::plan::Reason;
 use crate::{HostView, ParamError, TimeMs};
 
-/// What a policy sees.
+/// Input of a policy.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'a> {
-    /// The guest's latest report.
+    /// Last report of the guest.
     pub report: &'a Report,
-    /// The VM's zones.
+    /// Sizes of the zones and of the pool.
     pub host: &'a HostView,
-    /// What is decided is carried out, as far as the rules above let it. Else, in a dry run or a
-    /// pause, nothing that takes several steps begins.
+    /// The decision is carried out within the rules above every policy. False in a dry run or a
+    /// pause, in which a policy must not begin anything that takes several steps.
     pub is_carried_out: bool,
 }
 
-/// What a policy wants.
+/// Decision of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Decision {
-    /// The hotplugged memory that the guest should have, all zones together; `None` leaves it as
-    /// it is.
+    /// Hotplugged memory that the guest should have in all zones together. `None` leaves it
+    /// unchanged.
     pub want_bytes: Option<u64>,
-    /// The guest node for whose sake the change is: memory near to it comes first and goes last.
-    /// `None`: the VM as a whole.
+    /// Guest node for which the size changes: memory near it is added first and removed last.
+    /// `None` for the VM as a whole.
     pub near: Option<u32>,
-    /// The guest node whose memory is to go: what is nearest to it goes first, within its tier.
-    /// For a shrink alone.
+    /// Guest node from which memory is removed: within a tier, the memory nearest to it goes first.
+    /// For a shrink only.
     pub from: Option<u32>,
-    /// Why.
+    /// Reason for the decision.
     pub reason: Reason,
-    /// The guest is short now: no cool-down applies, and should the reports stop here, more is
-    /// given.
+    /// The guest is short now, so no cool-down applies. If reports are lost after this one, the
+    /// guest grows.
     pub pressure: bool,
-    /// Under so much memory the agent should report at its fast rate.
+    /// Size below which the agent should report at its fast rate.
     pub watermark_bytes: u64,
-    /// What that is of: what the policy decides by.
+    /// Measure of `watermark_bytes`, which is the one that the policy decides by.
     pub watermark_of: Measure,
 }
 
 impl Decision {
-    /// Nothing is to change, for this reason.
+    /// Leaves the size unchanged.
     fn hold(reason: Reason) -> Self {
         Decision {
             want_bytes: None,
@@ -77,18 +77,18 @@ impl Decision {
         }
     }
 
-    /// So much is to be there in all, for this reason.
+    /// Requests a total size of `bytes`.
     fn want(bytes: u64, reason: Reason) -> Self {
         Decision { want_bytes: Some(bytes), ..Decision::hold(reason) }
     }
 
-    /// The same with fast reports while less than this is free.
+    /// Adds fast reports while less than `watermark_bytes` are free.
     fn watching_free(self, watermark_bytes: u64) -> Self {
         Decision { watermark_bytes, watermark_of: Measure::Free, ..self }
     }
 
-    /// The same for a policy with one watermark: it is to be seen coming, but not by most of the
-    /// guest's memory.
+    /// Adds fast reports for a policy with one watermark: below 1.5 times the watermark, so that
+    /// they begin before it is reached, but at most below half of the guest's memory.
     fn watching_one(self, watermark_bytes: u64, input: Input<'_>) -> Self {
         let watch_bytes = watermark_bytes.saturating_add(watermark_bytes / 2);
         self.watching_free(watch_bytes.min(input.report.memory().total_bytes / 2))
@@ -99,36 +99,36 @@ impl Decision {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "policy", rename_all = "snake_case")]
 pub enum Policy {
-    /// Sizes by what the guest will need; the default.
+    /// Sizes by available memory and signs of pressure. The default.
     Psi(psi::Params),
-    /// Integrates by scaled watermarks, reclaims by what page descriptors take up.
+    /// Integrates by scaled watermarks, and reclaims by the size of page descriptors.
     Amf(amf::Params),
-    /// Integrates node by node by scaled watermarks, reclaims by what is free.
+    /// Integrates for each node by scaled watermarks, and reclaims by free memory.
     Dapper(dapper::Params),
-    /// Moves small units at one watermark, and back when they are free.
+    /// Moves small units at one watermark, and returns them when they are free.
     Pmb(pmb::Params),
-    /// Lends large units before kswapd wakes, and takes them back in the background.
+    /// Lends large units before kswapd wakes, and returns them in the background.
     Memorage(memorage::Params),
-    /// Keeps one size.
+    /// Keeps a fixed size.
     Fixed(fixed::Params),
-    /// Decides nothing.
+    /// Makes no decisions.
     Off,
 }
 
-/// What a policy remembers from one report to the next.
+/// State of a policy between two reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PolicyState {
-    /// Of `psi`.
+    /// State of `psi`.
     Psi(Box<psi::State>),
-    /// Of `amf`.
+    /// State of `amf`.
     Amf(Box<amf::State>),
-    /// Of `dapper`.
+    /// State of `dapper`.
     Dapper(Box<dapper::State>),
-    /// Of `pmb`.
+    /// State of `pmb`.
     Pmb(Box<pmb::State>),
-    /// Of `memorage`.
+    /// State of `memorage`.
     Memorage(Box<memorage::State>),
-    /// Of the policies that remember nothing.
+    /// For policies without state.
     Empty,
 }
 
@@ -139,11 +139,11 @@ impl Default for Policy {
 }
 
 impl Policy {
-    /// The names that `--pressure policy=` takes.
+    /// Names that `--pressure policy=` accepts.
     pub const NAMES: [&'static str; 7] =
         ["psi", "amf", "dapper", "pmb", "memorage", "fixed", "off"];
 
-    /// The policy's name on the command line and in metrics.
+    /// Returns the name on the command line and in metrics.
     pub fn name(&self) -> &'static str {
         match self {
             Policy::Psi(_) => "psi",
@@ -156,7 +156,7 @@ impl Policy {
         }
     }
 
-    /// The policy called `name`, with default parameters.
+    /// Returns the policy called `name`, with default parameters.
     pub fn from_name(name: &str) -> Option<Self> {
         Some(match name {
             "psi" => Policy::Psi(psi::Params::default()),
@@ -170,7 +170,7 @@ impl Policy {
         })
     }
 
-    /// Its parameters by name, if it has any.
+    /// Returns the parameters, if the policy has any.
     pub fn parameters(&self) -> Option<&dyn Parameters> {
         Some(match self {
             Policy::Psi(params) => params,
@@ -195,12 +195,12 @@ impl Policy {
         })
     }
 
-    /// The table of its parameters.
+    /// Returns the table of the parameters.
     pub fn table(&self) -> &'static [Param] {
         self.parameters().map_or(&[], |params| params.table())
     }
 
-    /// The same policy with these parameters changed: all of them, or, with an error, none.
+    /// Returns this policy with changed parameters. On an error, none is changed.
     pub fn with<'a>(
         &self,
         settings: impl IntoIterator<Item = (&'a str, &'a Setting)>,
@@ -227,7 +227,7 @@ impl Policy {
         self.parameters().map_or(Ok(()), |params| params.validate())
     }
 
-    /// Why it grows a guest, and why it shrinks one: its own reasons, beside those of the rules
+    /// Returns the policy's own reasons to grow and to shrink a guest, without those of the rules
     /// above every policy.
     pub fn reasons(&self) -> (&'static [Reason], &'static [Reason]) {
         match self {
@@ -252,7 +252,7 @@ impl Policy {
         }
     }
 
-    /// What the policy remembers before the first report.
+    /// Returns the state before the first report.
     pub fn initial_state(&self) -> PolicyState {
         match self {
             Policy::Psi(_) => PolicyState::Psi(Box::default()),
@@ -264,23 +264,23 @@ impl Policy {
         }
     }
 
-    /// For how long reports must have been the same for the passing of time alone to change nothing
-    /// that is decided, where `state` does not say more: the longest time that the policy
-    /// compares a distance of time with.
+    /// Returns the time for which reports must have been the same before the passing of time alone
+    /// changes no decision, unless `state` requires more. This is the longest time that the policy
+    /// compares a duration with.
     pub fn settle_ms(&self) -> u64 {
-        // The stretches over which rates are taken, and after which sizes count as settled.
+        // Longest period over which rates are computed, and after which sizes count as settled.
         const WINDOWS_MS: u64 = 5_000;
         let times = self.table().iter().zip(0..).filter(|(param, _)| param.unit == Unit::Ms);
         let longest = times.filter_map(|(_, index)| Some(self.parameters()?.value(index))).max();
         match self {
-            // What it learns fades over hours: its state says what is left of it.
+            // Learned values fade over hours, so [`Policy::is_settled`] checks the state.
             Policy::Psi(_) => WINDOWS_MS,
             _ => WINDOWS_MS + longest.unwrap_or(0),
         }
     }
 
-    /// Whether `state` has nothing in it that time alone will change, once reports have been the
-    /// same for [`Policy::settle_ms`].
+    /// Returns true if time alone does not change `state`, once reports have been the same for
+    /// [`Policy::settle_ms`].
     pub fn is_settled(&self, state: &PolicyState, now: TimeMs) -> bool {
         match (self, state) {
             (Policy::Psi(params), PolicyState::Psi(state)) => state.is_settled(params, now),
@@ -318,7 +318,7 @@ impl Policy {
         input: Input<'_>,
         now: TimeMs,
     ) -> (PolicyState, Decision) {
-        /// Calls a policy with its own state, and wraps what that becomes.
+        /// Calls a policy with its own state, and wraps the new state.
         macro_rules! by {
             ($policy:ident, $variant:ident, $params:expr) => {{
                 let own = match state {

@@ -1,7 +1,7 @@
-//! The guest's nodes as the papers' tables see them, and memory that is on its way to them.
+//! The guest's nodes as the papers' tables use them, and memory on its way to them.
 //!
-//! The papers' kernels add PM to the node that is short. Here it is a node of its own, so "the
-//! node" of a table is a node with DRAM together with the PM that is nearest to it.
+//! The papers' kernels add PM to the node that is short. Here PM is a node of its own, so "the
+//! node" of a table is a node with DRAM and the PM nearest to it.
 
 use foreshore_proto::{OnlinePolicy, Zone, ZoneKind};
 
@@ -11,33 +11,33 @@ use super::onlining::OnliningMemory;
 use crate::units::{PAGE_BYTES, SECTION_BYTES};
 use crate::{HostView, Tier, TimeMs};
 
-/// A node with DRAM, and the PM that is nearest to it.
+/// A node with DRAM, and the PM nearest to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct NodeView {
-    /// Which one.
+    /// Number of the node.
     pub node: u32,
-    /// R: free pages of its DRAM and of its PM; of all PM, once its own is used up.
+    /// R: free pages of its DRAM and its PM, or of all PM once its own is used up.
     pub free_pages: u64,
-    /// The same without the PM of others.
+    /// The same without PM of other nodes.
     pub own_free_pages: u64,
-    /// The watermarks of its DRAM's zones, summed. The papers' stay what they were at boot; those
-    /// of PM would move with every integration.
+    /// Sums of the watermarks over the zones of its DRAM. The papers' watermarks stay as they were
+    /// at boot, but those of PM would change with every integration.
     pub min_pages: u64,
     pub low_pages: u64,
     pub high_pages: u64,
-    /// D: its DRAM, as the guest manages it.
+    /// D: DRAM that the guest manages.
     pub dram_bytes: u64,
-    /// P: the PM that it can have, plugged or not.
+    /// P: PM that it can have, plugged or not.
     pub pm_bytes: u64,
-    /// What of it is requested.
+    /// Requested part of P.
     pub pm_requested_bytes: u64,
-    /// What of it is online and free.
+    /// Part of P that is online and free.
     pub pm_free_bytes: u64,
     /// The same in whole sections.
     pub pm_free_sections: u64,
 }
 
-/// The guest's nodes that have DRAM, in order of their numbers.
+/// Returns the guest's nodes with DRAM, in order of their numbers.
 pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
     let Input { report, host, .. } = input;
     let mut nodes: Vec<NodeView> = Vec::new();
@@ -72,8 +72,7 @@ pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
         }
     }
     for node in &mut nodes {
-        // A node whose own PM is used up is given that of others: what is free of it is an answer
-        // to its need.
+        // A node whose own PM is used up gets PM of other nodes, so free PM there answers its need.
         node.own_free_pages = node.free_pages + node.pm_free_bytes / PAGE_BYTES;
         let used_up = node.pm_requested_bytes >= node.pm_bytes;
         node.free_pages =
@@ -82,19 +81,20 @@ pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
     nodes
 }
 
-/// The guest's zones of PM.
+/// Returns the zones of PM in the report.
 pub(super) fn pm_zones(input: Input<'_>) -> impl Iterator<Item = &Zone> {
     input.report.zones().iter().filter(move |zone| zone.managed_pages > 0 && is_pm(zone, input))
 }
 
-/// The sum of the nodes' high watermarks, times `scale`.
+/// Sum of the nodes' high watermarks, times `scale`.
 pub(super) fn scaled_high_bytes(nodes: &[NodeView], scale: u64) -> u64 {
     let pages = nodes.iter().fold(0u64, |sum, node| sum.saturating_add(node.high_pages));
     pages.saturating_mul(PAGE_BYTES).saturating_mul(scale)
 }
 
-/// Whether a zone of the guest is PM. A node of PM has memory in ZONE_MOVABLE alone; in a node that
-/// has DRAM to plug as well, nobody can tell, and it counts as DRAM.
+/// Returns true if a zone of the guest is PM. A node of PM has memory only in ZONE_MOVABLE. If DRAM
+/// can be plugged into the node as well, reports do not distinguish them, and the node counts as
+/// DRAM.
 fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
     let here = |tier| {
         let zones = input.host.zones.iter();
@@ -109,7 +109,8 @@ fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
     );
     match zone.kind {
         ZoneKind::Movable => true,
-        // A guest that does not online movable makes the first memory of a node ZONE_NORMAL.
+        // If a guest does not online memory as movable, the first memory of a node is in
+        // ZONE_NORMAL.
         ZoneKind::Normal => {
             let plugged =
                 here(Tier::Pm).fold(0u64, |sum, sizes| sum.saturating_add(sizes.plugged_bytes));
@@ -119,7 +120,7 @@ fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
     }
 }
 
-/// What of a zone is DRAM: all of it, unless PM is plugged into its node as well.
+/// DRAM of a zone: all of it, unless PM is plugged into its node as well.
 fn dram_pages(zone: &Zone, host: &HostView) -> u64 {
     let here = || host.zones.iter().filter(|sizes| sizes.guest_numa_node == zone.node);
     if zone.kind != ZoneKind::Movable || here().all(|sizes| sizes.tier == Tier::Dram) {
@@ -130,44 +131,44 @@ fn dram_pages(zone: &Zone, host: &HostView) -> u64 {
     zone.managed_pages.min(plugged / PAGE_BYTES)
 }
 
-/// The place of the node that is nearest to `pm`; of equally near ones the first.
+/// Index of the node nearest to `pm`, or the first of equally near ones.
 fn nearest(nodes: &[NodeView], pm: u32, host: &HostView) -> Option<usize> {
     (0..nodes.len()).min_by_key(|index| host.distances.between(nodes[*index].node, pm))
 }
 
-/// What has been asked for and is not there yet, and for which node's sake.
+/// Requested memory that is not free yet, by the node that it was requested for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Coming {
     boot_memory: BootMemory,
     onlining: OnliningMemory,
-    /// As of the last report.
+    /// Size at the last report.
     requested_bytes: u64,
     on_way_bytes: u64,
     granted: Vec<Grant>,
 }
 
-/// What was asked for, for the sake of a node, of which something is on its way still.
+/// Memory requested for a node, part of which is still on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Grant {
     node: u32,
     asked_bytes: u64,
-    /// What of that the table has said upon the last report: the next one shows how much the guest
-    /// was asked for.
+    /// Part that the table has requested on the last report. The next report shows how much of it
+    /// was requested from the guest.
     said_bytes: u64,
     on_way_bytes: u64,
-    /// What the node had free without it.
+    /// Free memory of the node without this memory.
     free_bytes: u64,
 }
 
 impl Grant {
-    /// Not so much is on its way after all, and never was to come.
+    /// Subtracts memory that will not arrive.
     fn lose(&mut self, bytes: u64) {
         self.asked_bytes = self.asked_bytes.saturating_sub(bytes);
         self.on_way_bytes = self.on_way_bytes.saturating_sub(bytes);
     }
 
-    /// What of it has come and is free, when the node has so much free: one that uses that up is
-    /// short anew.
+    /// Returns the part that has arrived and is free, if `free_bytes` of the node are free. A node
+    /// that uses it up is short again.
     fn free_of_it(&self, free_bytes: u64) -> u64 {
         let came_bytes = self.asked_bytes.saturating_sub(self.on_way_bytes);
         free_bytes.saturating_sub(self.free_bytes).min(came_bytes)
@@ -175,13 +176,14 @@ impl Grant {
 }
 
 impl Coming {
-    /// Takes a report: what has come online, and had the time to be free, is no longer on its way.
+    /// Learns from a report. Memory that is online, and has had the time to become free, is no
+    /// longer on its way.
     pub(super) fn observe(&mut self, input: Input<'_>, now: TimeMs) {
         let memory = input.report.memory();
         self.boot_memory.learn(input, now);
         let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, input.host);
-        // Tables go by the zones' free pages, which are not read together with the total: what only
-        // one of the two sees is not there yet.
+        // Tables use the zones' free pages, which are not read together with the total. Memory that
+        // only one of the two shows has not arrived yet.
         let zones_free_pages =
             input.report.zones().iter().fold(0u64, |sum, zone| sum + zone.free_pages);
         let free_bytes = memory.free_bytes.min(zones_free_pages * PAGE_BYTES);
@@ -196,8 +198,8 @@ impl Coming {
         self.granted.retain(|grant| grant.on_way_bytes > 0);
     }
 
-    /// A grant is what was asked of the guest: of what a table says, the rules above it may ask for
-    /// less, and take back what they asked for. Neither has come.
+    /// Reduces grants to the memory requested from the guest. The rules above the policy may
+    /// request less than a table, or withdraw a request, and such memory does not arrive.
     fn follow_requests(&mut self, requested_bytes: u64) {
         let before_bytes = std::mem::replace(&mut self.requested_bytes, requested_bytes);
         let mut risen_bytes = requested_bytes.saturating_sub(before_bytes);
@@ -214,14 +216,14 @@ impl Coming {
         }
     }
 
-    /// What is on its way to the guest.
+    /// Returns the memory on its way to the guest.
     pub(super) fn bytes(&self) -> u64 {
         self.on_way_bytes
     }
 
-    /// What is on its way for the sake of `node`, or of nobody in particular; and what has come of
-    /// that and is free. The kernels of the papers look at a table again once all that they
-    /// integrate is there.
+    /// Returns the memory on its way for `node` or for no particular node, and the part that has
+    /// arrived for it and is free. The kernels of the papers evaluate a table again once all memory
+    /// that they integrate has arrived.
     pub(super) fn for_node(&self, node: &NodeView) -> u64 {
         let others = self.granted.iter().filter(|grant| grant.node != node.node);
         let to_others = others.fold(0u64, |sum, grant| sum.saturating_add(grant.on_way_bytes));
@@ -233,7 +235,7 @@ impl Coming {
         })
     }
 
-    /// `bytes` are asked for, for the sake of `node`.
+    /// Records a request of `bytes` for `node`.
     pub(super) fn grant(&mut self, node: &NodeView, bytes: u64) {
         let free_bytes = node.free_pages.saturating_mul(PAGE_BYTES);
         match self.granted.iter_mut().find(|grant| grant.node == node.node) {
@@ -319,8 +321,8 @@ mod tests {
         rig.raw.zones[2].node = 0;
         let nodes = view(&rig);
         assert_eq!((nodes[0].dram_bytes, nodes[0].pm_free_bytes), (4 * GIB, GIB));
-        // With DRAM to plug there as well nobody can tell, but what the host has plugged of it is
-        // known.
+        // With DRAM to plug into the same node, reports do not distinguish them, but the host's
+        // plugged size of DRAM is known.
         let dram =
             crate::ZoneSizes { tier: Tier::Dram, plugged_bytes: 512 * MIB, ..rig.host.zones[0] };
         rig.host.zones.push(dram);
@@ -362,7 +364,7 @@ mod tests {
             (4 * GIB, GIB),
             "1 GiB is nobody's"
         );
-        // Plugged is not online yet.
+        // Plugged memory is not online yet.
         rig.host.zones[0].plugged_bytes = 4 * GIB;
         observe(&rig, &mut coming, 100);
         assert_eq!(coming.bytes(), 4 * GIB);
@@ -385,9 +387,9 @@ mod tests {
         assert_eq!(coming.bytes(), 0);
     }
 
-    /// A guest of 213 MiB of which 33 are free, in rows of twice its DRAM; the policies with one
-    /// watermark miss 40 MiB. With each policy how much is asked for, and how much of that is
-    /// online first.
+    /// Guests of 213 MiB with 33 MiB free, one for each policy. In the tables, they are in rows of
+    /// twice the DRAM. The policies with one watermark lack 40 MiB. Each case has the memory that
+    /// the policy requests, and the part that comes online first.
     fn short() -> [(Rig, u64, u64); 4] {
         let case = |policy, settings: &[(&str, &str)], asked_mib, online_mib| {
             let settings =
@@ -411,7 +413,8 @@ mod tests {
         ]
     }
 
-    /// The guest has asked for what it misses, and this much of it is online, with so much free.
+    /// Requests the missing memory, and brings `online_bytes` of it online, `free_bytes` of them
+    /// free.
     fn asked_and_online(rig: &mut Rig, asked_bytes: u64, online_bytes: u64, free_bytes: u64) {
         let decision = rig.report(50);
         assert_eq!(rig.added(decision), asked_bytes, "{}", rig.policy.name());
@@ -470,8 +473,8 @@ mod tests {
         }
     }
 
-    /// Of what a table says the controller asks for less, again and again, or takes it back:
-    /// neither has come when the guest frees pages of its own.
+    /// The controller repeatedly requests less than a table, or withdraws it. Such memory has not
+    /// arrived when the guest frees pages of its own.
     #[test]
     fn what_is_not_asked_of_the_guest_has_not_come() {
         for is_taken_back in [false, true] {
@@ -484,7 +487,7 @@ mod tests {
                     assert_eq!(rig.report(50).want_bytes, None, "{name}");
                 }
                 rig.host.zones[0].requested_bytes = 64 * MIB;
-                // 35 MiB are in the row of 33.
+                // 35 MiB free are in the same row as 33.
                 for free_mib in [33, 33, 33, 35, 35] {
                     rig.free(0, free_mib * MIB / PAGE_BYTES);
                     let decision = rig.report(50);
@@ -498,17 +501,17 @@ mod tests {
         }
     }
 
-    /// All that a table asked for comes before it is asked again: blocks that are there and leave
-    /// the node in its row do not have their like asked for.
+    /// All memory that a table requested arrives before the table is evaluated again. Blocks that
+    /// arrive and leave the node in its row cause no further request.
     #[test]
     fn a_part_that_is_free_does_not_make_a_second_shortage() {
         for (mut rig, asked_bytes, _) in short().into_iter().take(2) {
-            // 35 MiB are free: still in the row of 33.
+            // 35 MiB are free, in the same row as 33.
             asked_and_online(&mut rig, asked_bytes, 2 * MIB, 2 * MIB);
             for _ in 0..20 {
                 assert_eq!(rig.report(50).want_bytes, None, "{}", rig.policy.name());
             }
-            // It is all there, and used up.
+            // All memory has arrived and is used up.
             rig.plug(0, asked_bytes);
             rig.free(1, 0);
             let decision = rig.report(1_000);

@@ -1,9 +1,9 @@
-//! `off`: reports are taken and shown, nothing is decided.
+//! `off`: reports are accepted and shown, but no decisions are made.
 
 use super::Decision;
 use crate::plan::Reason;
 
-/// Leaves everything as it is.
+/// Leaves the size unchanged.
 pub fn decide() -> Decision {
     Decision::hold(Reason::Off)
 }

@@ -1,23 +1,25 @@
-//! Memory that the guest is about to give back.
+//! Memory that the guest is about to unplug.
 
-/// Linux takes a block that is to go out of what is free first, and out of the total only at the
-/// end. A rise in use while memory is to go is taken for that, as far as it goes: if it is use
-/// after all, what was to go is still there to serve it.
+/// Estimate of the memory on its way out of the guest. Linux removes a block from free memory
+/// first, and from the total only at the end. So while memory has to go, a rise of used memory
+/// counts as memory on its way out, up to that amount. If the rise is real use instead, the memory
+/// that has to go is still there to serve it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OffliningMemory {
-    /// What was used when nothing was on its way back.
+    /// Used memory when no memory was on its way out.
     still_bytes: Option<i128>,
 }
 
 impl OffliningMemory {
-    /// State after a change of the reporter. `used_bytes` is the used memory in the first report of
-    /// the new one, and includes the `offlining_bytes` that are about to go offline.
+    /// Creates the state after a change of the reporter. `used_bytes` is the used memory in the
+    /// first report of the new one, and includes the `offlining_bytes` that are about to go
+    /// offline.
     pub(crate) fn continued(used_bytes: i128, offlining_bytes: u64) -> Self {
         OffliningMemory { still_bytes: Some(used_bytes - i128::from(offlining_bytes)) }
     }
 
-    /// Takes what a report shows as used while `to_go_bytes` are online and no longer requested,
-    /// and says how much of it is on its way out.
+    /// Learns from a report with `used_bytes`, while `to_go_bytes` are online but no longer
+    /// requested. Returns the part of them that is on its way out.
     pub(crate) fn learn(&mut self, used_bytes: i128, to_go_bytes: u64) -> u64 {
         if to_go_bytes == 0 {
             self.still_bytes = Some(used_bytes);

@@ -1,27 +1,28 @@
-//! Memory that a report counts in the guest's total and not yet in what is free.
+//! Memory that a report includes in the guest's total, but not yet in free memory.
 //!
-//! Linux onlines a block in isolated pageblocks: its pages are managed, and in the total, one after
-//! the other (mm/memory_hotplug.c, online_pages_range), but free pages of an isolated pageblock are
-//! not counted as free (mm/page_alloc.c, account_freepages) before all of the block has come
-//! (undo_isolate_page_range). A report from in between looks as if the block had been used up; so
-//! does one whose figures were read on both sides of that.
+//! Linux brings a block online in isolated pageblocks. Its pages become managed, and part of the
+//! total, one after the other (mm/memory_hotplug.c, online_pages_range). But free pages of an
+//! isolated pageblock do not count as free (mm/page_alloc.c, account_freepages) until the whole
+//! block is online (undo_isolate_page_range). A report in between looks as if the block were used
+//! up, and so does a report whose values were read before and after that.
 
 use crate::TimeMs;
 
-/// For so long after the first report that has it in the total, and in so many reports. What is not
-/// free by then has been filled.
+/// Time and number of reports, from the first report with a block in the total, after which the
+/// block counts as used unless it is free.
 const ONLINING_MS: u64 = 100;
 const ONLINING_REPORTS: u32 = 2;
 
-/// However few reports there are: a guest that is short waits no longer.
+/// Time after which it counts as used regardless of the number of reports, because a short guest
+/// must not wait longer.
 const MAX_ONLINING_MS: u64 = 500;
 
-/// What came since a report that is older has had that time: a guest that reports no faster is not
-/// to wait for another of its reports. More than the 250 ms of an agent that has no reason to
-/// hurry, and that wakes a little late.
+/// Distance of two reports above which memory that arrived in between has had that time. Otherwise,
+/// a guest with slow reports would wait for another one. This is above the 250 ms of an agent
+/// without a reason for fast reports, because it may wake late.
 const GAP_MS: u64 = 300;
 
-/// What has come into the total and has not been seen free.
+/// Memory in the total that has not been free yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct OnliningMemory {
     last: Option<Last>,
@@ -29,7 +30,7 @@ pub(super) struct OnliningMemory {
     parts: Vec<Part>,
 }
 
-/// Of the last report.
+/// Values of the last report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Last {
     at: TimeMs,
@@ -37,13 +38,13 @@ struct Last {
     free_bytes: u64,
 }
 
-/// What one report had in the total for the first time.
+/// Memory that a report had in the total for the first time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
     since: TimeMs,
-    /// So many have had it.
+    /// Number of reports with this memory in the total.
     reports: u32,
-    /// What of it has not been seen free.
+    /// Part that has not been free yet.
     unseen_bytes: u64,
 }
 
@@ -55,7 +56,7 @@ impl Part {
 }
 
 impl OnliningMemory {
-    /// Takes a report, and says how much of `total_bytes` may yet become free.
+    /// Learns from a report. Returns the part of `total_bytes` that may still become free.
     pub(super) fn learn(&mut self, total_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
         let report = Last { at: now, total_bytes, free_bytes };
         let last = self.last.replace(report).unwrap_or(report);
@@ -66,11 +67,10 @@ impl OnliningMemory {
         let freed_bytes = self.see(free_bytes.saturating_sub(last.free_bytes));
         let came_bytes = total_bytes.saturating_sub(last.total_bytes);
         let unseen_bytes = came_bytes.saturating_sub(freed_bytes);
-        // A block is free all at once: of one that is free for the most part the rest has been used
-        // already.
+        // A block becomes free as a whole. If most of it is free, the rest is already in use.
         if unseen_bytes > came_bytes / 2 && now.since(last.at) <= GAP_MS {
             match self.parts.last_mut() {
-                // No more parts than there are milliseconds, however often a guest reports.
+                // At most one part per millisecond, so that fast reports do not create more.
                 Some(part) if part.since == now => {
                     part.unseen_bytes = part.unseen_bytes.saturating_add(unseen_bytes);
                 }
@@ -80,12 +80,12 @@ impl OnliningMemory {
         self.bytes()
     }
 
-    /// What the last report made of it.
+    /// Returns the result for the last report.
     pub(super) fn bytes(&self) -> u64 {
         self.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.unseen_bytes))
     }
 
-    /// `freed_bytes` have become free: of the oldest parts first. What is over is returned.
+    /// Counts `freed_bytes` as free, in the oldest parts first. Returns the remainder.
     fn see(&mut self, mut freed_bytes: u64) -> u64 {
         for part in &mut self.parts {
             let seen_bytes = freed_bytes.min(part.unseen_bytes);
@@ -101,7 +101,7 @@ impl OnliningMemory {
 mod tests {
     use super::*;
 
-    /// What is said of reports at these times, with these totals and free sizes.
+    /// Results for reports with these times, totals and free sizes.
     fn onlining(reports: &[(u64, u64, u64)]) -> Vec<u64> {
         let mut onlining = OnliningMemory::default();
         let learn =
@@ -136,7 +136,7 @@ mod tests {
     fn a_block_that_does_not_become_free_has_been_filled() {
         let reports = [(0, 500, 30), (50, 628, 30), (149, 628, 30), (150, 628, 30)];
         assert_eq!(onlining(&reports), [0, 128, 128, 0]);
-        // Reports each 5 ms get the time, slower ones the number.
+        // If reports are 5 ms apart, the time decides, and otherwise the number.
         let reports: Vec<_> =
             (0..=21).map(|at| (at * 5, if at > 0 { 628 } else { 500 }, 30)).collect();
         let fast = onlining(&reports);
@@ -145,10 +145,10 @@ mod tests {
             let at = |reports: u64| (reports * ms, if reports > 0 { 628 } else { 500 }, 30);
             assert_eq!(onlining(&[0, 1, 2, 3].map(at)), [0, 128, 128, 0], "each {ms} ms");
         }
-        // But not for longer than half a second.
+        // The limit is half a second.
         assert_eq!(onlining(&[(0, 500, 30), (50, 628, 30), (549, 628, 30)]), [0, 128, 128]);
         assert_eq!(onlining(&[(0, 500, 30), (50, 628, 30), (550, 628, 30)]), [0, 128, 0]);
-        // Each block has its own time: those that follow do not lengthen it.
+        // Each block has its own time, which later blocks do not extend.
         let reports = [(0, 500, 30), (50, 628, 30), (100, 756, 30), (150, 884, 30), (200, 884, 30)];
         assert_eq!(onlining(&reports), [0, 128, 256, 256, 128]);
     }
@@ -167,7 +167,7 @@ mod tests {
         }
     }
 
-    /// A total that swings, and grows, and is never free.
+    /// A total that alternates and grows without becoming free.
     #[test]
     fn no_memory_is_onlining_for_long() {
         for ms in [1, 20, 50, 100, 250, 1_000] {

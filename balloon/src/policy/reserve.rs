@@ -48,7 +48,7 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
     (Report::try_from(raw).map_or(Cow::Borrowed(report), Cow::Owned), reserve_bytes)
 }
 
-/// The kernel's reserve for other sizes of DRAM than the present ones.
+/// Forecast of the kernel's reserve for other sizes of DRAM.
 ///
 /// Ratios of the reserve are whole numbers, so the reserve can grow by all DRAM that is plugged, or
 /// fall by half when the agent raises a ratio.
@@ -84,8 +84,8 @@ impl<'a> Forecast<'a> {
         )
     }
 
-    /// Change of the reserve once the guest has followed its requests, lowered to `requested_bytes`
-    /// in all. PM is given back before DRAM, and a balloon last.
+    /// Returns the change of the reserve once the guest has followed its requests, reduced to a
+    /// total of `requested_bytes`. PM shrinks before DRAM, and the balloon zone last.
     pub(super) fn change_bytes(&self, requested_bytes: u64) -> i64 {
         let Some(now_bytes) = self.now_bytes else { return 0 };
         let (balloons, dram): (Vec<&ZoneSizes>, Vec<&ZoneSizes>) = self
@@ -112,8 +112,8 @@ impl<'a> Forecast<'a> {
         bytes(self.reserve_bytes(&zones)) - bytes(now_bytes)
     }
 
-    /// Part of `bytes` that can be given back without the loss of more than `surplus_bytes` of
-    /// available memory. The reserve can grow by more than the DRAM that is given back.
+    /// Returns the part of `bytes` that can be removed without losing more than `surplus_bytes` of
+    /// available memory. The reserve can grow by more than the DRAM that is removed.
     pub(super) fn part_beside_reserve(&self, bytes: u64, surplus_bytes: u64) -> u64 {
         let requested_bytes = self.host.requested_bytes();
         let change_bytes = |bytes: u64| self.change_bytes(requested_bytes.saturating_sub(bytes));
@@ -128,13 +128,15 @@ impl<'a> Forecast<'a> {
     }
 }
 
-/// A reported reserve may differ from the computed one by a part of the latter: a sixteenth.
+/// Largest difference between the reported and the computed reserve, as a part of the latter: a
+/// sixteenth.
 const TOLERANCE_PART: u64 = 16;
 
-/// Number of sizes that are tried for memory to give back.
+/// Number of sizes that are tried for a removal.
 const PARTS: u64 = 16;
 
-/// ZONE_MOVABLE of a node. A node without movable memory does not report one.
+/// Returns ZONE_MOVABLE of a node. A report has none if the node has no movable memory, so an empty
+/// one is added.
 fn movable_zone(zones: &mut Vec<Zone>, node: u32) -> &mut Zone {
     let is_it = |zone: &Zone| zone.node == node && zone.kind == ZoneKind::Movable;
     let at = zones.iter().position(is_it).unwrap_or_else(|| {
@@ -213,7 +215,8 @@ mod tests {
         assert_eq!(free_mib(&raw), (120, vec![20, 0, 100]));
     }
 
-    /// Linux keeps no more than the movable memory of the node, however much PM the agent counts.
+    /// Linux reserves at most the movable memory of the node, regardless of the PM that the agent
+    /// counts.
     #[test]
     fn reserve_equals_that_of_linux_at_384_mib_beside_24_gib() {
         let boot = BootMemory { boot_bytes: 384 * MIB, dram_bytes: 0, pm_bytes: 24 << 30 };
@@ -241,8 +244,9 @@ mod tests {
         assert_eq!(without_reserve(&report, &host()).1, 70 * MIB);
     }
 
-    /// 512 MiB of DRAM, of which 88 MiB are movable, 256 MiB more and PM that can be plugged. A
-    /// sixteenth of DRAM and the descriptors of 4352 MiB are kept: 100 to 116 MiB.
+    /// A guest with 512 MiB of DRAM, 88 MiB of it movable, and with 256 MiB of DRAM and 4 GiB of PM
+    /// to plug. The reserve is a sixteenth of DRAM and the page descriptors of 4352 MiB, which is
+    /// 100 to 116 MiB.
     fn with_dram_to_plug() -> (RawReport, HostView) {
         let mut raw = raw_report();
         for zone in &mut raw.zones {
@@ -259,7 +263,7 @@ mod tests {
         Forecast::new(&report, host).change_bytes(requested_mib * MIB) / MIB as i64
     }
 
-    /// All DRAM that is plugged is kept until twice the reserve is movable.
+    /// All plugged DRAM is reserved until twice the reserve is movable.
     #[test]
     fn reserve_grows_with_the_dram_that_is_requested() {
         let (mut raw, mut host) = with_dram_to_plug();
@@ -269,7 +273,7 @@ mod tests {
         assert_eq!(change_mib(&raw, &host, 1124), 100);
         host.zones[0].requested_bytes = 256 * MIB;
         assert_eq!(change_mib(&raw, &host, 1280), (88 + 256) / 2 - 88);
-        // The forecast knows no ratios but the agent's, and needs the reserve in the report.
+        // The forecast supports only the agent's ratios, and needs the reserve in the report.
         raw.zones[0].protected_pages = Some(60 * MIB / PAGE_BYTES);
         assert_eq!(change_mib(&raw, &host, 1280), 0);
         raw.zones[0].protected_pages = None;
@@ -293,7 +297,7 @@ mod tests {
         assert_eq!(change_mib(&raw, &host, 256), 0, "PM goes first");
         assert_eq!(change_mib(&raw, &host, 80), 88 + 80 - present_mib as i64);
         assert_eq!(change_mib(&raw, &host, 120), 88 + 120 - present_mib as i64);
-        // A balloon changes no zone, and is given back last.
+        // The balloon changes no zone of the guest, and shrinks last.
         host.zones.push(ZoneSizes {
             requested_bytes: 200 * MIB,
             ..ZoneSizes::empty(2, Tier::Dram, 200 * MIB)

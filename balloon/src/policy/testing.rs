@@ -1,5 +1,5 @@
-//! What the tests of several policies share: a guest of which every figure can be set, and tables'
-//! rows and edges.
+//! Helpers for the tests of several policies: a guest with adjustable values, and rows and borders
+//! of tables.
 
 use foreshore_proto::{
     Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Zone, ZoneKind,
@@ -26,13 +26,13 @@ pub(super) struct Rig {
     pub host: HostView,
     pub raw: RawReport,
     pub now: TimeMs,
-    /// What is decided is not carried out.
+    /// Decisions are not carried out.
     pub dry_run: bool,
 }
 
 impl Rig {
-    /// Nodes of DRAM of these sizes, and as many nodes of PM behind them, of these sizes and with
-    /// nothing of it plugged: the first is near to the first, and so on.
+    /// Creates nodes of DRAM with these sizes, and then as many nodes of PM with these maximum
+    /// sizes and nothing plugged. The first node of PM is near the first node of DRAM, and so on.
     pub(super) fn new(policy: Policy, dram_bytes: &[u64], pm_bytes: &[u64]) -> Self {
         let mut host = HostView {
             boot_bytes: dram_bytes.iter().sum(),
@@ -75,7 +75,7 @@ impl Rig {
         rig
     }
 
-    /// The whole guest's figures follow from its zones'.
+    /// Computes the guest's totals from its zones.
     pub(super) fn sum_up(&mut self) {
         let zones = &self.raw.zones;
         let free_bytes = zones.iter().map(|zone| zone.free_pages).sum::<u64>() * PAGE_BYTES;
@@ -84,13 +84,13 @@ impl Rig {
             Memory { total_bytes, free_bytes, available_bytes: free_bytes, ..self.raw.memory };
     }
 
-    /// Sets what is free in a zone of the report.
+    /// Sets the free pages of a zone in the report.
     pub(super) fn free(&mut self, zone: usize, pages: u64) {
         self.raw.zones[zone].free_pages = pages;
         self.sum_up();
     }
 
-    /// The guest has `bytes` of a zone of PM online, all of it free, and no more is on its way.
+    /// Plugs `bytes` of a zone of PM, all of them online and free, with nothing on its way.
     pub(super) fn plug(&mut self, pm: usize, bytes: u64) {
         let zone = &mut self.host.zones[pm];
         (zone.requested_bytes, zone.plugged_bytes) = (bytes, bytes);
@@ -100,7 +100,7 @@ impl Rig {
         self.sum_up();
     }
 
-    /// The guest reports, `ms` after the report before.
+    /// Reports `ms` after the last report.
     pub(super) fn report(&mut self, ms: u64) -> Decision {
         self.now = self.now + ms;
         self.raw.seq += 1;
@@ -112,23 +112,23 @@ impl Rig {
         decision
     }
 
-    /// What a decision adds.
+    /// Memory that a decision adds.
     pub(super) fn added(&self, decision: Decision) -> u64 {
         decision.want_bytes.map_or(0, |want| want.saturating_sub(self.host.requested_bytes()))
     }
 
-    /// What it takes.
+    /// Memory that a decision removes.
     pub(super) fn taken(&self, decision: Decision) -> u64 {
         decision.want_bytes.map_or(0, |want| self.host.requested_bytes().saturating_sub(want))
     }
 }
 
-/// A table of rows, asked at some scale of a node with some watermarks.
+/// A table with a factor, and a node with watermarks.
 pub(super) struct TableRig {
     pub policy: fn(u64) -> Policy,
     pub table: &'static [Row],
     pub scale: u64,
-    /// min, low and high.
+    /// Watermarks min, low and high in pages.
     pub marks: [u64; 3],
 }
 
@@ -136,7 +136,7 @@ impl TableRig {
     /// The node's DRAM.
     const D: u64 = 64 * GIB;
 
-    /// Asks the policy: with so many pages free so many times D are integrated, and why.
+    /// Checks that the policy integrates `times` D with `free_pages` free, and the reason.
     pub(super) fn check(&self, free_pages: u64, times: u64) {
         let mut rig = Rig::new((self.policy)(self.scale), &[Self::D], &[4096 * GIB]);
         let zone = &mut rig.raw.zones[0];
@@ -160,7 +160,7 @@ impl TableRig {
         NodeView { free_pages, min_pages, low_pages, high_pages, ..NodeView::default() }
     }
 
-    /// Whether the cases tell `table` from the right one.
+    /// Returns true if the cases distinguish `table` from the correct one.
     fn tells(&self, cases: &[(u64, u64)], table: &[Row]) -> bool {
         cases.iter().any(|(free, times)| {
             threshold_table::row(table, &self.node(*free), Factor::Times(self.scale)).times
@@ -168,7 +168,7 @@ impl TableRig {
         })
     }
 
-    /// Whether the cases tell every table with a fault from the right one.
+    /// Checks that the cases distinguish each faulty table from the correct one.
     pub(super) fn check_cases(&self, cases: &[(u64, u64)]) {
         assert!(!self.tells(cases, self.table));
         for index in 0..self.table.len() {
@@ -176,8 +176,8 @@ impl TableRig {
             broken[index].times += 1;
             assert!(self.tells(cases, &broken), "amount of row {index}");
         }
-        // The last border of the paper's separates nothing: the hole below it is given as much as
-        // the row above it.
+        // The last border of the paper separates nothing, because the rows on both sides integrate
+        // the same amount.
         for index in 0..self.table.len() - 2 {
             let mut broken = self.table.to_vec();
             broken[index].at = true;
@@ -188,8 +188,8 @@ impl TableRig {
         }
     }
 
-    /// Whether the cases tell a look-up that takes the first row which fits from one that knows
-    /// where rows end.
+    /// Checks that the cases distinguish the lookup from one that takes the first row with a border
+    /// below the free pages, regardless of the row's upper limit.
     pub(super) fn check_overlap(&self, cases: &[(u64, u64)]) {
         assert!(!self.tells(cases, self.table));
         let first = |free: u64| {

@@ -1,5 +1,4 @@
-//! Tables that say how much to integrate at which number of free pages, as AMF and Dapper have
-//! them, and what both of them do with one.
+//! Tables of AMF and Dapper, which map free pages to the amount to integrate, and their evaluation.
 
 use super::numa_view::{self, Coming, NodeView};
 use super::{Decision, Input};
@@ -68,35 +67,35 @@ impl Border {
     }
 }
 
-/// A row: it is for numbers of free pages above its border, up to the border of the row before it.
+/// Row for numbers of free pages above its border, up to the border of the row before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Row {
-    /// `None`: all that is left.
+    /// `None` for all lower numbers.
     pub above: Option<Border>,
-    /// The border itself belongs to the row.
+    /// The border itself is part of the row.
     pub at: bool,
-    /// So many times the node's DRAM are integrated.
+    /// Amount to integrate, as a multiple of the node's DRAM.
     pub times: u64,
     pub reason: Reason,
 }
 
-/// Short for a row of a table.
+/// Row for numbers above a border.
 pub(super) const fn above(mark: Mark, scales: u64, times: u64, reason: Reason) -> Row {
     Row { above: Some(Border { mark, scales }), at: false, times, reason }
 }
 
-/// A row with its border.
+/// Row for numbers at a border and above it.
 pub(super) const fn from(mark: Mark, scales: u64, times: u64, reason: Reason) -> Row {
     Row { at: true, ..above(mark, scales, times, reason) }
 }
 
-/// The row for everything that the rows before it have left.
+/// Row for all numbers below the rows before it.
 pub(super) const fn rest(times: u64, reason: Reason) -> Row {
     Row { above: None, at: false, times, reason }
 }
 
-/// Returns the row that a node is in. With a small factor, rows overlap because min x factor lies
-/// below high. Then the function returns the matching row that integrates most.
+/// Returns the row for a node. With a small factor, rows overlap because min x factor is below
+/// high. Then the matching row that integrates most applies.
 pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a Row {
     let is_above = |row: &Row| match row.above.map(|border| border.pages(node, factor)) {
         None => true,
@@ -105,43 +104,44 @@ pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a 
     let is_up_to =
         |index: usize| index.checked_sub(1).is_none_or(|before| !is_above(&table[before]));
     let rows = table.iter().enumerate().filter(|(index, row)| is_above(row) && is_up_to(*index));
-    // The last row has no border of its own, so there is always one.
+    // The last row has no border, so one row always matches.
     rows.map(|(_, row)| row).max_by_key(|row| row.times).unwrap_or(&table[table.len() - 1])
 }
 
-/// Whether a node is content only because there is free PM of others: then none of it can go.
+/// Returns true if a node has enough only because of free PM of other nodes. Then no PM can be
+/// removed.
 pub(super) fn leans_on_others(table: &[Row], node: &NodeView, factor: Factor) -> bool {
     let alone = NodeView { free_pages: node.own_free_pages, ..*node };
     row(table, &alone, factor).times > 0
 }
 
-/// The border above which a table integrates nothing, in pages.
+/// Returns the border in pages above which a table integrates nothing.
 pub(super) fn first_border(table: &[Row], node: &NodeView, factor: Factor) -> u64 {
     table[0].above.map_or(0, |border| border.pages(node, factor))
 }
 
-/// A node that a table integrates memory for.
+/// Node for which a table integrates memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shortage<'a> {
     pub node: NodeView,
     pub row: &'a Row,
-    /// What of the row's amount is not on its way yet: one shortage is answered once, however
-    /// often it is reported.
+    /// Part of the row's amount that is not on its way yet, so that a shortage is answered once,
+    /// although it is reported several times.
     pub missing_bytes: u64,
 }
 
-/// A table that has been asked about a report.
+/// Result of a table for a report.
 pub(super) struct Asked<'a> {
     /// The guest's nodes, in order of their numbers.
     pub nodes: Vec<NodeView>,
-    /// Those of them that the table integrates memory for, in the same order.
+    /// Nodes for which the table integrates memory, in the same order.
     pub short: Vec<Shortage<'a>>,
     requested_bytes: u64,
     watermark_bytes: u64,
 }
 
 impl<'a> Asked<'a> {
-    /// Asks `table`, as far as what is on its way leaves a shortage.
+    /// Evaluates `table`, and subtracts memory on its way.
     pub(super) fn new(
         table: &'a [Row],
         factor: Factor,
@@ -163,8 +163,8 @@ impl<'a> Asked<'a> {
         Asked { nodes, short, requested_bytes, watermark_bytes }
     }
 
-    /// The guest is given what `served` misses; where what is on its way is enough for all,
-    /// nothing.
+    /// Grows the guest by the missing memory of `served`. If memory on its way is enough for all
+    /// nodes, leaves the size unchanged.
     pub(super) fn serve(&self, served: Option<&Shortage<'_>>, coming: &mut Coming) -> Decision {
         let Some(short) = served else { return self.hold(Reason::InProgress) };
         coming.grant(&short.node, short.missing_bytes);
@@ -173,12 +173,12 @@ impl<'a> Asked<'a> {
         Decision { near: Some(short.node.node), pressure: true, ..grow }
     }
 
-    /// Nothing changes.
+    /// Leaves the size unchanged.
     pub(super) fn hold(&self, reason: Reason) -> Decision {
         Decision::hold(reason).watching_free(self.watermark_bytes)
     }
 
-    /// The guest gives back, until it has so much in all.
+    /// Shrinks the guest to a total of `want_bytes`.
     pub(super) fn shrink(&self, want_bytes: u64, reason: Reason) -> Decision {
         Decision::want(want_bytes, reason).watching_free(self.watermark_bytes)
     }

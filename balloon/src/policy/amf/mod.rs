@@ -1,6 +1,5 @@
-//! `amf`: integrates by the watermarks of a node and takes back lazily, as in "Adaptive Memory
-//! Fusion". docs/reference/policies.md says how its rules were brought from an allocator's hooks to
-//! reports.
+//! `amf`: integrates PM by the watermarks of a node and returns it lazily, as in "Adaptive Memory
+//! Fusion". docs/design/papers.md lists the differences from the paper.
 
 #[cfg(test)]
 mod tests;
@@ -32,7 +31,7 @@ impl Params {
     }
 }
 
-/// Table 2. The last row is not in the paper: it leaves below `low` open.
+/// Table 2. The paper has no row below `low`, which is the last one here.
 pub(super) const TABLE_2: &[Row] = &[
     above(Mark::High, 1, 0, Reason::Enough),
     above(Mark::Low, 1, 1, Reason::LowFree),
@@ -42,12 +41,11 @@ pub(super) const TABLE_2: &[Row] = &[
     rest(5, Reason::AtWatermarks),
 ];
 
-/// What `amf` remembers.
+/// State of `amf`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     coming: Coming,
-    /// Sections are going back, one step of the controller after the other, until none is left to
-    /// go.
+    /// Sections are being returned in steps of the controller, until none is left.
     reclaiming: bool,
 }
 
@@ -72,23 +70,23 @@ pub fn decide(
         }
     } else {
         state.reclaiming = false;
-        // The node that is furthest down the table is served; of equal ones the first.
+        // The node furthest down the table is served, or the first of equal ones.
         let missing = asked.short.iter().filter(|short| short.missing_bytes > 0);
         let served = missing.max_by_key(|short| (short.row.times, u32::MAX - short.node.node));
         asked.serve(served, &mut state.coming)
     };
-    // What was not done is not under way.
+    // A removal that is not carried out is not in progress.
     state.reclaiming &= input.is_carried_out;
     (state, decision)
 }
 
-/// What can leave a node without Table 2 bringing it back.
+/// Pages that can leave a node without being brought back by Table 2.
 fn spare_pages(node: &NodeView, factor: Factor) -> u64 {
     node.own_free_pages.saturating_sub(threshold_table::first_border(TABLE_2, node, factor) + 1)
 }
 
 impl State {
-    /// The sections that go back: those of PM that are free, once their descriptors take up enough
+    /// Returns the memory to return: free sections of PM, once their page descriptors take enough
     /// DRAM.
     fn removable_bytes(&mut self, params: &Params, nodes: &[NodeView]) -> u64 {
         let factor = params.factor();

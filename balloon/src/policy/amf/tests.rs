@@ -1,4 +1,4 @@
-//! Every row and every edge of Table 2, and what stands around it.
+//! Each row and each edge of Table 2, and the rules around it.
 
 use crate::plan::Reason;
 use crate::policy::Policy;
@@ -42,8 +42,8 @@ fn every_broken_table_2_is_caught() {
     PAPERS.check_cases(CASES);
 }
 
-/// Where min x scale lies below high, the row in between is empty, and others reach into those of
-/// the kernel's own watermarks: what counts is the most.
+/// If min x scale is below high, the row in between is empty, and rows overlap with those of the
+/// kernel's own watermarks. Then the largest amount applies.
 mod overlap {
     use super::*;
 
@@ -110,7 +110,7 @@ fn the_scale_moves_the_borders() {
     }
 }
 
-/// With `watermark-share` the borders follow the DRAM of each node, not the distance between its
+/// With `watermark-share`, the borders follow the DRAM of each node, not the distance between its
 /// watermarks.
 #[test]
 fn watermark_share_makes_the_first_border_a_share_of_dram() {
@@ -167,8 +167,7 @@ fn one_shortage_is_answered_once_however_often_it_is_reported() {
         let decision = rig.report(50);
         assert_eq!((decision.want_bytes, decision.reason), (None, Reason::InProgress));
     }
-    // Half of it is online and has been used up: the rest is still on its way, but the row is a
-    // worse one.
+    // Half of it is online and used up. The rest is still on its way, but a lower row applies.
     rig.host.zones[0].plugged_bytes = D / 2;
     rig.raw.zones[1].managed_pages = D / 2 / PAGE_BYTES;
     rig.free(0, LOW * 1024);
@@ -198,7 +197,7 @@ fn the_node_that_is_furthest_down_is_served_first_with_its_own_dram_for_a_measur
     rig.free(1, LOW * 1024);
     let decision = rig.report(1_000);
     assert_eq!((decision.near, rig.added(decision)), (Some(1), D));
-    // What is on its way to it leaves the other one short.
+    // Memory on its way to it leaves the other node short.
     rig.host.zones[1].requested_bytes = D;
     let decision = rig.report(50);
     assert_eq!((decision.near, rig.added(decision)), (Some(0), D));
@@ -215,14 +214,13 @@ fn a_node_whose_own_pm_is_used_up_counts_the_others() {
         rig.free(zone, 0);
     }
     assert_eq!(rig.report(1_000).want_bytes, None, "it is given the other node's");
-    // With PM of its own left it would be given that.
+    // With PM of its own left, it would get that.
     rig.host.zones[0].max_bytes = 2 * GIB;
     let decision = rig.report(3_000);
     assert_eq!((decision.near, rig.added(decision)), (Some(0), 5 * D));
 }
 
-/// A guest with so many sections of PM online and free, in which Table 2 asks for nothing at scale
-/// 64.
+/// A guest with free online sections of PM, in which Table 2 integrates nothing at scale 64.
 fn with_free_sections(sections: u64) -> Rig {
     let mut rig = Rig::new(amf(64), &[8 * GIB], &[1024 * GIB]);
     rig.plug(0, sections * SECTION_BYTES);
@@ -231,7 +229,7 @@ fn with_free_sections(sections: u64) -> Rig {
 
 #[test]
 fn sections_stay_until_their_descriptors_take_three_percent_of_dram() {
-    // 3 % of 8 GiB are 245.76 MiB: the descriptors of 122 sections, and of 123 more.
+    // 3 % of 8 GiB are 245.76 MiB, which are the descriptors of 122 sections but not of 123.
     assert_eq!(with_free_sections(122).report(1_000).want_bytes, None);
     let mut rig = with_free_sections(123);
     let decision = rig.report(1_000);
@@ -241,8 +239,8 @@ fn sections_stay_until_their_descriptors_take_three_percent_of_dram() {
         "all together"
     );
     assert!(!decision.pressure);
-    // The controller takes them in steps: what is left goes as well, though it is less than 3 %
-    // now.
+    // The controller removes them in steps. The rest is removed as well, although its descriptors
+    // take less than 3 %.
     rig.plug(0, 50 * SECTION_BYTES);
     assert_eq!(rig.report(1_000).want_bytes, Some(0));
     rig.plug(0, 0);

@@ -1,5 +1,5 @@
-//! `dapper`: integrates per node by Table 3, and takes back by Table 4, of "Dapper".
-//! docs/reference/policies.md says how its rules were brought from an allocator's hooks to reports.
+//! `dapper`: integrates PM for each node by Table 3, and removes it by Table 4, of "Dapper".
+//! docs/design/papers.md lists the differences from the paper.
 
 #[cfg(test)]
 mod tests;
@@ -29,7 +29,7 @@ impl Params {
     }
 }
 
-/// Table 3. The last row is not in the paper, which leaves `low` and below open.
+/// Table 3. The paper has no row for `low` and below, which is the last one here.
 pub(super) const TABLE_3: &[Row] = &[
     above(Mark::High, 2, 0, Reason::Enough),
     above(Mark::High, 1, 1, Reason::LowFree),
@@ -52,22 +52,22 @@ const fn removal(above_16ths: u64, remove_16ths: u64) -> Removal {
     Removal { above_16ths, remove_16ths }
 }
 
-/// Table 4. What no row takes, a sixteenth and less, is left open by the paper: nothing is removed.
+/// Table 4. The paper has no row for a sixteenth and less, where nothing is removed here.
 pub(super) const TABLE_4: &[Removal] =
     &[removal(16, 16), removal(12, 8), removal(8, 4), removal(4, 2), removal(2, 1), removal(1, 0)];
 
-/// What `dapper` remembers.
+/// State of `dapper`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     coming: Coming,
-    /// The node that was served last.
+    /// Node that was served last.
     served: Option<u32>,
-    /// A removal that the controller carries out in steps: Table 4 was asked once, before the
+    /// Removal that the controller carries out in steps. Table 4 was evaluated once, before the
     /// first of them.
     removing: Option<Removing>,
 }
 
-/// A removal under way.
+/// Removal in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Removing {
     node: u32,
@@ -98,13 +98,14 @@ pub fn decide(
         asked.serve(served, &mut state.coming)
     };
     if !input.is_carried_out {
-        // Nothing was taken and nobody served: Table 4 is asked anew, and whose turn it is stays.
+        // Nothing was removed or added, so Table 4 is evaluated again, and the turn of the nodes
+        // stays.
         (state.removing, state.served) = (None, served_before);
     }
     (state, decision)
 }
 
-/// Round robin: those behind the one served last, then the others.
+/// Round robin: the items after the node that was served last, then the others.
 fn in_turn<T>(
     items: &[T],
     node: impl Fn(&T) -> u32,
@@ -120,8 +121,8 @@ fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
     row.map_or(0, |row| scale(pm_bytes, row.remove_16ths, 16))
 }
 
-/// What can leave a node: free PM, as long as Table 3 would not bring it back at once. It brings
-/// back a whole D, so that much stays above its first border.
+/// Free PM that can leave a node without being brought back by Table 3. Table 3 brings back a whole
+/// D, so one D above its first border stays.
 fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
     let kept_pages = threshold_table::first_border(TABLE_3, node, factor)
         .saturating_add(node.dram_bytes / PAGE_BYTES);
@@ -130,7 +131,7 @@ fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
 }
 
 impl State {
-    /// The node whose PM is to go, and what is to be left in all.
+    /// Returns the node whose PM is removed, and the total size that stays.
     fn remove(
         &mut self,
         params: &Params,
@@ -143,7 +144,7 @@ impl State {
             return None;
         }
         let requested_bytes = input.host.requested_bytes();
-        // A node of DRAM that was plugged may go, and with it what was to leave for its sake.
+        // A node of plugged DRAM may disappear, and with it the removal of PM near it.
         self.removing = self.removing.filter(|removing| {
             requested_bytes > removing.until_bytes
                 && nodes.iter().any(|node| node.node == removing.node)
@@ -165,7 +166,7 @@ impl State {
         let least_bytes = requested_bytes.saturating_sub(spare_bytes(node, params.factor()));
         let want_bytes = removing.until_bytes.max(least_bytes);
         if requested_bytes - want_bytes < BLOCK_BYTES {
-            // The guest has found use for it meanwhile.
+            // The guest uses the memory now.
             self.removing = None;
             return None;
         }

@@ -1,4 +1,4 @@
-//! Every row and every edge of Tables 3 and 4, and what stands around them.
+//! Each row and each edge of Tables 3 and 4, and the rules around them.
 
 use super::{TABLE_3, TABLE_4, removed_bytes};
 use crate::plan::Reason;
@@ -48,8 +48,8 @@ mod table_3 {
         PAPERS.check_cases(CASES);
     }
 
-    /// Where min x scale lies below high, the row in between is empty, and others reach into those
-    /// of the kernel's own watermarks: what counts is the most.
+    /// If min x scale is below high, the row in between is empty, and rows overlap with those of
+    /// the kernel's own watermarks. Then the largest amount applies.
     mod overlap {
         use super::*;
 
@@ -176,7 +176,7 @@ mod table_4 {
     use super::*;
     use crate::policy::testing::cases;
 
-    /// In bytes: whole sixteenths of P are whole blocks.
+    /// Size of PM. Whole sixteenths of it are whole blocks.
     const P: u64 = 16 * GIB;
     const D: u64 = 8 * GIB;
 
@@ -188,8 +188,7 @@ mod table_4 {
         let in_pm = free_bytes.min(P);
         rig.free(1, in_pm / PAGE_BYTES);
         rig.free(0, (free_bytes - in_pm) / PAGE_BYTES);
-        // The table is looked at by itself: neither does Table 3 want what is free, nor what is
-        // left of DRAM.
+        // Isolates Table 4: Table 3 neither needs free memory nor keeps any, and no DRAM is used.
         rig.raw.zones[0].high_pages = 0;
         (rig.raw.zones[0].min_pages, rig.raw.zones[0].low_pages) = (0, 0);
         rig.raw.zones[0].managed_pages = rig.raw.zones[0].free_pages.max(1);
@@ -241,7 +240,7 @@ mod table_4 {
             broken[index].remove_16ths += 1;
             assert!(is_caught(&broken), "amount of row {index}");
         }
-        // The last border separates nothing: below it nothing is removed either.
+        // The last border separates nothing, because below it nothing is removed either.
         for index in 0..TABLE_4.len() - 1 {
             let mut broken = TABLE_4.to_vec();
             broken[index].above_16ths += 1;
@@ -252,8 +251,7 @@ mod table_4 {
         }
     }
 
-    /// A guest of which nothing is used, with all of P plugged. At scale 1 the first border is 48
-    /// MiB.
+    /// A guest with no used memory and all of P plugged. At scale 1 the first border is 48 MiB.
     fn idle() -> Rig {
         let mut rig = Rig::new(dapper(1), &[D], &[P]);
         rig.plug(0, P);
@@ -265,15 +263,14 @@ mod table_4 {
         let mut rig = idle();
         rig.free(0, 4 * GIB / PAGE_BYTES);
         rig.free(1, 9 * GIB / PAGE_BYTES);
-        // 13 of 16 GiB are free, so half of P shall go; not more than leaves D above the first
-        // border.
+        // 13 of 16 GiB are free, so half of P has to go, but D above the first border stays.
         let spare = 13 * GIB - 2 * HIGH * PAGE_BYTES - D;
         let decision = rig.report(1_000);
         assert_eq!(rig.taken(decision), spare.min(P / 2));
         rig.free(0, D / PAGE_BYTES);
         let mut rig = Rig { state: rig.policy.initial_state(), ..rig };
         rig.free(1, 6 * GIB / PAGE_BYTES);
-        // 14 GiB: half of P, of which 6 GiB less the first border can go.
+        // 14 GiB are free. Half of P has to go, but at most 6 GiB minus the first border.
         let until = rig.report(1_000).want_bytes.expect("something goes");
         let total = P - until;
         for gone in [GIB, 2 * GIB, 3 * GIB] {
@@ -365,8 +362,8 @@ mod table_4 {
         rig.plug(1, P);
         rig.free(0, D / PAGE_BYTES);
         let decision = rig.report(1_000);
-        // Node 0 has more free memory than PM: all of its PM goes. Node 1 has four times as much
-        // PM, and loses an eighth.
+        // Node 0 has more free memory than PM, so all of its PM is removed. Node 1 has four times
+        // as much PM, so an eighth of it is removed.
         assert_eq!(
             (decision.from, decision.want_bytes),
             (Some(0), Some(P + 2 * HIGH * PAGE_BYTES))
@@ -402,7 +399,7 @@ mod table_4 {
         rig.plug(1, P);
         rig.free(2, 0);
         assert_eq!(rig.report(1_000).from, Some(1), "of node 0's PM nothing is free");
-        // Node 1's DRAM is a hotplug part, and has gone.
+        // All DRAM of node 1 was hotplugged, and is unplugged.
         rig.raw.zones[1].managed_pages = 0;
         rig.free(1, 0);
         rig.free(2, P / PAGE_BYTES);

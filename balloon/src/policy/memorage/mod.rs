@@ -1,6 +1,5 @@
 //! `memorage`: lends storage in large units before kswapd wakes, and takes it back in the
-//! background, as in "Memorage". docs/reference/policies.md says how its rules were brought from an
-//! allocator's hooks to reports.
+//! background, as in "Memorage". docs/design/papers.md lists the differences from the paper.
 
 #[cfg(test)]
 mod tests;
@@ -26,14 +25,14 @@ params! {
     }
 }
 
-/// What `memorage` remembers.
+/// State of `memorage`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     coming: Coming,
     calm: Option<Calm>,
 }
 
-/// Since when more than enough has been free, and the least of it since.
+/// Start of the time in which enough memory is free, and its minimum since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Calm {
     since: TimeMs,
@@ -54,12 +53,12 @@ pub(super) fn decide(
     let free_bytes = input.report.memory().free_bytes;
     let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = host.requested_bytes();
-    // What is on its way answers a shortage, and is no surplus: who waits for it may fill it as it
-    // comes.
+    // Memory on its way answers a shortage but is no surplus, because tasks that wait for it may
+    // fill it as it arrives.
     let surplus_bytes = state.surplus(params, trigger_bytes, free_bytes, now);
     let storage = Storage::new(params, host);
     let decision = if storage.owed_bytes > 0 {
-        // Storage runs short: memory gives back first, also while the guest is short.
+        // Storage is short, so memory is returned first, even while the guest is short.
         Decision::want(requested_bytes - storage.owed_bytes, Reason::StorageShort)
     } else if coming_bytes < trigger_bytes {
         let units = (trigger_bytes - coming_bytes).div_ceil(params.unit_bytes);
@@ -81,14 +80,15 @@ pub(super) fn decide(
     (state, decision.watching_one(trigger_bytes, input))
 }
 
-/// What storage can lend, and what it must have back.
+/// Memory that storage can lend, and memory that it needs back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Storage {
-    /// What can be added to the guest: DRAM that it has not got yet, and PM above the floor.
+    /// Memory that can be added to the guest: DRAM that is not requested yet, and PM above the
+    /// floor.
     lendable_bytes: u64,
-    /// The zones could take more.
+    /// Zones of PM can grow.
     has_room: bool,
-    /// What memory has to give back.
+    /// Memory to return to storage.
     owed_bytes: u64,
 }
 
@@ -99,7 +99,8 @@ impl Storage {
             zones.fold(0u64, |sum, zone| sum.saturating_add(size(zone)))
         };
         let room = |zone: &ZoneSizes| zone.requestable_bytes().saturating_sub(zone.requested_bytes);
-        // What is on its way out of the pool is gone, what is on its way into it is there.
+        // Outstanding requests count as followed: grows have left the pool, and shrinks have
+        // returned to it.
         let free_bytes = host
             .pool_free_bytes
             .saturating_add(sum(Tier::Pm, ZoneSizes::outstanding_shrink_bytes))
@@ -118,8 +119,9 @@ impl Storage {
 }
 
 impl State {
-    /// What has been free for long enough, beyond what is kept. It begins at three times the
-    /// trigger and leaves two, so that it does not lead to the next loan.
+    /// Returns the memory that has been free for long enough, beyond the memory to keep. It begins
+    /// at three times the trigger and leaves twice the trigger, so that it does not cause the next
+    /// loan.
     fn surplus(
         &mut self,
         params: &Params,

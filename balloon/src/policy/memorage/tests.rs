@@ -1,4 +1,4 @@
-//! The trigger and its edges, units, the way back, and storage's floor.
+//! The trigger and its edges, units, the return of memory, and the floor of storage.
 
 use crate::plan::Reason;
 use crate::policy::Policy;
@@ -123,7 +123,7 @@ fn memorage_gives_back_first_when_storage_runs_short() {
     rig.plug(0, 4 * GIB);
     rig.host.pool_free_bytes = 8 * GIB;
     assert_eq!(rig.report(1_000).want_bytes, None, "at the floor");
-    // Also while the guest is short.
+    // The same applies while the guest is short.
     for (zone, pages) in [(0, 0), (1, 0)] {
         rig.free(zone, pages);
     }
@@ -131,7 +131,7 @@ fn memorage_gives_back_first_when_storage_runs_short() {
     let decision = rig.report(1_000);
     assert_eq!((rig.taken(decision), decision.reason), (GIB + 2 * MIB, Reason::StorageShort));
     assert!(!decision.pressure);
-    // What is on its way back is there.
+    // Memory on its way back to the pool counts as returned.
     rig.host.zones[0].requested_bytes -= GIB + 2 * MIB;
     let decision = rig.report(1_000);
     assert_eq!(
@@ -161,7 +161,7 @@ fn memorage_gives_back_in_the_background_when_there_has_been_no_pressure() {
     assert_eq!(rig.report(1_000).want_bytes, None, "it comes to rest");
 }
 
-/// A guest with nothing free waits for a unit, and has filled the first of it when that is in the
+/// A guest with no free memory waits for a unit, and fills the first part as soon as that is in the
 /// total.
 #[test]
 fn memorage_what_has_not_been_free_is_not_taken_back() {

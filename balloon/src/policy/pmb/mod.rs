@@ -1,6 +1,5 @@
-//! `pmb`: one watermark, small units, and units back as soon as they are wholly free, as in "PM
-//! Buddy" (SAY-Go). docs/reference/policies.md says how its rules were brought from an allocator's
-//! hooks to reports.
+//! `pmb`: one watermark, and small units that are returned once all of their pages are free, as in
+//! "PM Buddy" (SAY-Go). docs/design/papers.md lists the differences from the paper.
 
 #[cfg(test)]
 mod tests;
@@ -12,7 +11,7 @@ use crate::plan::Reason;
 use crate::units::PAGE_BYTES;
 use crate::{MIB, Tier, TimeMs};
 
-/// What a free block of the allocator's largest order has on x86-64.
+/// Size of a free block of the largest order of Linux's page allocator on x86-64.
 const LARGEST_BLOCK_BYTES: u64 = 4 * MIB;
 
 params! {
@@ -25,7 +24,7 @@ params! {
     }
 }
 
-/// What `pmb` remembers.
+/// State of `pmb`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     coming: Coming,
@@ -44,14 +43,15 @@ pub(super) fn decide(
     let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = input.host.requested_bytes();
     let decision = if coming_bytes < watermark {
-        // As many migrations as the allocator would have come to by now.
+        // As many units as the paper's allocator would have migrated by now.
         let units = (watermark - coming_bytes) / params.unit_bytes + 1;
         let bytes = units.saturating_mul(params.unit_bytes);
         let grow = Decision::want(requested_bytes.saturating_add(bytes), Reason::LowFree);
         Decision { pressure: true, ..grow }
     } else {
-        // Twice the watermark stays, or the next few pages would bring back what has gone: of what
-        // has been seen free, as who waits for what is on its way may fill it as it comes.
+        // Twice the watermark stays, because otherwise the next few pages would bring back the
+        // units. Only memory that has been free counts, because tasks that wait for memory on its
+        // way may fill it as it arrives.
         let spare_bytes = free_bytes.saturating_sub(watermark.saturating_mul(2));
         match free_units_bytes(params, input).min(spare_bytes) / params.unit_bytes
             * params.unit_bytes
@@ -63,8 +63,8 @@ pub(super) fn decide(
     (state, decision.watching_one(watermark, input))
 }
 
-/// The units of PM that are wholly free. An agent that does not count them leaves an estimate: as
-/// many as there would be if free pages lay side by side.
+/// Free units of PM. If the agent does not count free blocks, this is an estimate that assumes
+/// adjacent free pages.
 fn free_units_bytes(params: &Params, input: Input<'_>) -> u64 {
     let zones = numa_view::pm_zones(input);
     let free_bytes = zones.fold(0u64, |sum, zone| {

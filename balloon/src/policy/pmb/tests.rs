@@ -1,4 +1,4 @@
-//! The watermark and its edges, and units that come back.
+//! The watermark and its edges, and the return of units.
 
 use crate::plan::Reason;
 use crate::policy::Policy;
@@ -16,7 +16,7 @@ fn rig() -> Rig {
     Rig::new(policy, &[4 * GIB], &[16 * GIB])
 }
 
-/// The units that are added with so many pages free.
+/// Units that are added if `free_pages` are free.
 fn units(free_pages: u64) -> u64 {
     let mut rig = rig();
     rig.free(0, free_pages);
@@ -68,7 +68,7 @@ fn pmb_the_unit_is_a_parameter() {
     assert_eq!(rig.added(decision), 64 * MIB);
 }
 
-/// A guest with 1 GiB of PM online, of which so many units are wholly free.
+/// A guest with 1 GiB of PM online, with this number of free blocks and free pages.
 fn with_units(blocks: Option<u64>, free_pages: u64) -> Rig {
     let mut rig = rig();
     rig.plug(0, GIB);
@@ -129,14 +129,15 @@ fn pmb_twice_the_watermark_stays_so_that_units_do_not_go_to_and_fro() {
     assert!(directions[0] > 0 && directions[1..].iter().all(|taken| *taken == 0), "{directions:?}");
     assert!(rig.host.requested_bytes() >= 2 * W * PAGE_BYTES);
     assert!(rig.host.requested_bytes() < 2 * W * PAGE_BYTES + 2 * UNIT);
-    // As much again can be used before the next unit comes.
+    // The same amount can be used again before the next unit is added.
     rig.free(1, W);
     assert_eq!(rig.report(50).want_bytes, None);
     rig.free(1, W - 1);
     assert!(rig.report(50).pressure);
 }
 
-/// Of a large block that comes a few units are free already, and who waits for it fills the rest.
+/// A large block is arriving. A few of its units are free already, but tasks that wait for it will
+/// fill the rest.
 #[test]
 fn pmb_what_has_not_been_free_is_not_left_in_place_of_units_that_go() {
     let mut rig = rig();

@@ -1,4 +1,4 @@
-//! The last reports, and the rates between them.
+//! The last reports, and rates between them.
 
 use foreshore_proto::Report;
 
@@ -6,62 +6,63 @@ use super::Params;
 use crate::report::is_by_agent;
 use crate::units::PAGE_BYTES;
 
-/// Enough for more than the window at 20 reports a second.
+/// Number of reports that are kept. Enough for more than the window at 20 reports per second.
 const LENGTH: usize = 40;
 
-/// Older reports say nothing about now.
+/// Window of the rates. Older reports do not show the present.
 const WINDOW_MS: u64 = 1_600;
 
-/// At a rest rate of 1 Hz the report before the last one is this old at most; its rates are still
+/// Extended window for reports at the rest rate of 1 Hz, in which the report before the last one is
 /// used.
 const STRETCH_MS: u64 = 2_500;
 
-/// Closer together than this, two reports show noise.
+/// Shortest distance of reports to compare, because closer ones show noise.
 const MIN_GAP_MS: u64 = 90;
 
-/// Use that moves by less is noise: free pages are counted per CPU and folded late.
+/// Smallest change of used memory that is not noise, because Linux counts free pages per CPU and
+/// sums them up late.
 const NOISE_BYTES: u64 = 4 << 20;
 
-/// At most this part of plugged memory is kept back in the guest.
+/// Largest part of plugged memory that does not become available: 1/4.
 const KEPT_PART: u64 = 4;
 
-/// What is kept of a report.
+/// Values of a report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sample {
     guest_ms: u64,
-    /// Who says it.
+    /// True for a report of an agent, false for balloon statistics.
     by_agent: bool,
     total_bytes: u64,
     used_bytes: u64,
-    /// What of that may yet become available.
+    /// Part of it that may still become available.
     onlining_bytes: u64,
     some_us: u64,
     swapped_out_pages: u64,
-    /// What kswapd and allocating tasks have looked at.
+    /// Pages that kswapd and allocating tasks have scanned.
     scanned_pages: u64,
     swapped_in_pages: u64,
     refault_pages: u64,
     file_refault_pages: u64,
 }
 
-/// What happened over the window.
+/// Rates and events in the window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rates {
-    /// There was a stretch of time in which signs of want can have been seen.
+    /// The window has a period in which signs of shortage count.
     pub watched: bool,
-    /// How fast use grows: the fastest of all stretches that end now.
+    /// Growth of used memory: the highest rate of all periods that end now.
     pub fill_bytes_per_s: u64,
     /// Bytes swapped out.
     pub swapped_out_bytes: u64,
     /// Tasks waited for at least the configured share of the time.
     pub stalled: bool,
-    /// Evicted pages came back at the configured rate.
+    /// Evicted pages returned at the configured rate.
     pub refaulting: bool,
-    /// Those of anonymous memory alone did.
+    /// The same for anonymous memory alone.
     pub anon_refaulting: bool,
-    /// Those of files alone did.
+    /// The same for files alone.
     pub files_refaulting: bool,
-    /// How fast.
+    /// Rate of returning pages of files.
     pub file_refault_bytes_per_s: u64,
     /// Pages were swapped in at the configured refault rate.
     pub swapping_in: bool,
@@ -88,8 +89,8 @@ impl History {
         self.samples.push_back(sample);
     }
 
-    /// The rates up to the newest report. Waiting, swapping and refaults count from `signs_from_ms`
-    /// of the guest's clock on: what went before has been answered.
+    /// Returns the rates up to the newest report. Stalls, swapping and refaults count from
+    /// `signs_from_ms` on the guest's clock, because earlier ones have been answered.
     pub(super) fn rates(&self, params: &Params, signs_from_ms: u64) -> Rates {
         let Some((newest, older)) = self.newest_and_older() else {
             return Rates::default();
@@ -119,15 +120,15 @@ impl History {
         }
     }
 
-    /// The newest report, and those before it that it can be compared with, oldest first.
+    /// Returns the newest report and the earlier ones that it can be compared with, oldest first.
     fn newest_and_older(&self) -> Option<(&Sample, impl Iterator<Item = &Sample> + Clone)> {
         let newest = self.samples.back()?;
-        // In the order of the guest's clock: push() sees to that.
+        // `push` keeps the order of the guest's clock.
         let first_within =
             |ms: u64| self.samples.partition_point(|sample| newest.guest_ms - sample.guest_ms > ms);
         let end =
             self.samples.partition_point(|sample| newest.guest_ms - sample.guest_ms >= MIN_GAP_MS);
-        // At rest nothing lies in the window: stretch it as far as the report before.
+        // At rest the window is empty, so it is extended to the report before.
         let begin = match first_within(WINDOW_MS) {
             begin if begin < end => begin,
             _ => first_within(STRETCH_MS).min(end),
@@ -157,8 +158,8 @@ impl Sample {
         }
     }
 
-    /// Whether what has been counted since `last` is the difference. What is estimated from balloon
-    /// statistics has no refaults, and stalls of its own count.
+    /// Returns true if the totals continue those of `last`. Reports made from balloon statistics
+    /// have no refaults, and count stalls in another way.
     fn goes_on_from(&self, last: &Sample) -> bool {
         let totals = |sample: &Sample| {
             [
@@ -175,10 +176,10 @@ impl Sample {
         grow && last.by_agent == self.by_agent
     }
 
-    /// Bytes swapped out for the guest's sake. Whoever swaps for it has looked at as many pages at
-    /// least; those that a cgroup's own limit swaps Linux does not count as looked at
-    /// (mm/vmscan.c, shrink_inactive_list: cgroup_reclaim). A balloon's statistics do not
-    /// always have that count.
+    /// Bytes swapped out for the guest's lack of memory. Such swapping scans at least as many
+    /// pages. If a cgroup's own limit causes swapping, Linux does not count the pages as scanned
+    /// (mm/vmscan.c, shrink_inactive_list: cgroup_reclaim). Balloon statistics do not always have
+    /// this count.
     fn swapped_out_since(&self, older: &Sample) -> u64 {
         let pages = self.swapped_out_pages.saturating_sub(older.swapped_out_pages);
         let looked_at = self.scanned_pages.saturating_sub(older.scanned_pages);
@@ -187,10 +188,10 @@ impl Sample {
     }
 
     fn fill_since(&self, older: &Sample) -> u64 {
-        // What went to swap meanwhile was filled as well.
+        // Memory that was swapped out in the meantime was filled as well.
         let swapped = self.swapped_out_since(older);
-        // Of memory that was plugged meanwhile not all became available: page descriptors,
-        // watermarks and what is kept for the kernel are no fill.
+        // Not all memory plugged in the meantime became available: page descriptors, watermarks and
+        // the kernel's reserve are no fill.
         let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;
         // The older report counts onlining memory as used. The kernel's part of it stays used, so
         // neither report counts it as fill.

@@ -25,7 +25,7 @@ const LEAD_MS: u64 = 1_000;
 /// Upper limit of the growth in that time, as a part of DRAM.
 const MAX_GROWTH_PART: u64 = 4;
 
-/// Movable memory for the kernel's sake.
+/// Movable memory that the agent needs in order to give blocks to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Need {
     /// Free movable memory that the agent needs.
@@ -34,8 +34,8 @@ pub(super) struct Need {
     pub missing_bytes: u64,
 }
 
-/// Need of the kernel. `None` if it has enough, if no block of DRAM can become kernel memory, or if
-/// the report does not tell its zones apart.
+/// Returns the need of the kernel. `None` if it has enough, if no block of DRAM can become kernel
+/// memory, or if the report does not separate its zones.
 pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> Option<Need> {
     let block_bytes = report.blocks().block_bytes;
     let kernel = KernelMemory::of(report.zones().iter());
@@ -52,8 +52,8 @@ pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> O
     Some(Need { need_bytes, missing_bytes: need_bytes.saturating_sub(coming_bytes) })
 }
 
-/// Checks if DRAM is plugged that can become kernel memory, or can be plugged. Boot memory cannot,
-/// nor can PM.
+/// Returns true if DRAM that can become kernel memory is plugged or can be plugged. Boot memory and
+/// PM cannot.
 ///
 /// Reports do not separate movable blocks of boot memory from plugged ones on the same node. A node
 /// with both may count as one that has a block left when the kernel has all plugged blocks.
@@ -122,7 +122,7 @@ mod tests {
         NodeBlocks { node: 0, online_bytes: 512 * MIB, offline_bytes: 0, movable_online_bytes }
     }
 
-    /// A VM with so much plugged of 256 MiB of DRAM.
+    /// A VM with this part of 256 MiB of DRAM plugged.
     fn host(plugged_mib: u64) -> HostView {
         let dram = ZoneSizes {
             requested_bytes: plugged_mib * MIB,

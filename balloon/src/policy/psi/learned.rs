@@ -1,5 +1,5 @@
-//! What `psi` learns of a guest: how long plugging takes, what does not come back, what was taken
-//! too early, and which page cache and which swapped memory it needs.
+//! State that `psi` learns about a guest: the plug time, memory that the guest does not return,
+//! shrinks that were too early, and the page cache and swapped memory that the guest needs.
 
 use std::collections::VecDeque;
 
@@ -9,50 +9,50 @@ use super::Params;
 use super::history::Rates;
 use crate::{HostView, Tier, TimeMs, ZoneId};
 
-/// Until it is known how long plugging takes.
+/// Plug time before the first measurement.
 const PLUG_MS: u64 = 250;
 
-/// The time between two reports of a guest that is short.
+/// Time between two reports of a short guest.
 const REPORT_MS: u64 = 50;
 
-/// Plugging is taken to be no faster and no slower than this, whatever a late report makes it look
-/// like.
+/// Bounds of the plug time, because a late report distorts the measurement.
 const PLUG_BOUNDS_MS: (u64, u64) = (20, 2_000);
 
-/// What was refused is not asked for again for this long, doubling from the first to the second.
+/// Time for which refused memory is not requested again. It doubles from the first to the second
+/// value.
 const REFUSED_MS: (u64, u64) = (10_000, 600_000);
 
-/// A grow so soon after a shrink undoes it.
+/// Time after a shrink in which a grow undoes it.
 const REGRET_MS: u64 = 60_000;
 
-/// Without such a grow for so long, patience is back to where it began.
+/// Time without such a grow after which the learned patience is halved.
 const FORGIVEN_MS: u64 = 300_000;
 
-/// How long page cache counts as needed since it was last missed, doubling from the first to the
-/// second.
+/// Time for which page cache counts as needed after it was last missed. It doubles from the first
+/// to the second value.
 const CACHE_MS: (u64, u64) = (300_000, 3_600_000);
 
-/// So many grows in a row are made for page cache that then comes back as fast as before: memory
-/// that is scanned again and again is missed until all of it fits.
+/// Number of grows in a row without effect after which page cache is ignored. Data that is read in
+/// a loop is missed until all of it fits, so the first grows may not help.
 const VAIN_GROWS: u32 = 3;
 
-/// Swapped memory of which nothing moved for so long is not needed.
+/// Time without a moved page after which swapped memory does not count as needed.
 const SWAP_COLD_MS: u64 = 60_000;
 
-/// From a request to the first of it that is online.
+/// Time from a request until the first of its memory is online.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PlugTime {
     ms: u64,
     asked: Option<Asked>,
 }
 
-/// More was asked for.
+/// Request for more memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Asked {
     at: TimeMs,
     /// The guest's total at that time.
     total_bytes: u64,
-    /// The last report in which nothing of it was online.
+    /// Time of the last report without any of it online.
     nothing_at: TimeMs,
 }
 
@@ -75,12 +75,12 @@ impl PlugTime {
         self.asked.get_or_insert(Asked { at: now, total_bytes, nothing_at: now });
     }
 
-    /// Takes the slower time at once, and comes down by a quarter of the way.
+    /// Adopts a longer time at once, and a shorter time by a quarter of the difference.
     pub(super) fn learn(&mut self, total_bytes: u64, host: &HostView, now: TimeMs) {
         let Some(asked) = &mut self.asked else { return };
         if total_bytes > asked.total_bytes {
-            // It came between two reports, which may be a second apart: soon after the first of
-            // them, for all that is known.
+            // The memory came online between two reports, which may be a second apart. It is
+            // assumed to have come soon after the first of them.
             let took =
                 asked.nothing_at.since(asked.at) + now.since(asked.nothing_at).min(REPORT_MS);
             let took = took.clamp(PLUG_BOUNDS_MS.0, PLUG_BOUNDS_MS.1);
@@ -89,13 +89,13 @@ impl PlugTime {
         } else if host.outstanding_grow_bytes() > 0 {
             asked.nothing_at = now;
         } else if now > asked.at {
-            // It was not carried out, or was withdrawn.
+            // The request was not carried out, or was withdrawn.
             self.asked = None;
         }
     }
 }
 
-/// What was asked back and did not come.
+/// Memory that the guest did not return on request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Refusals {
     zones: Vec<Refusal>,
@@ -104,9 +104,9 @@ pub(super) struct Refusals {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Refusal {
     id: ZoneId,
-    /// The least that was requested while something is to go.
+    /// Smallest requested size while memory has to go.
     going_to: Option<u64>,
-    /// What stayed plugged.
+    /// Size that stayed plugged.
     stays_bytes: u64,
     until: Option<TimeMs>,
     pause_ms: u64,
@@ -119,8 +119,8 @@ impl Refusals {
             .all(|zone| zone.going_to.is_none() && zone.until.is_none_or(|until| until <= now))
     }
 
-    /// Looks at what became of the last requests. One that was withdrawn without a grow of ours was
-    /// refused.
+    /// Learns from the results of the last requests. A shrink that was withdrawn without a grow of
+    /// `psi` was refused.
     pub(super) fn learn(&mut self, host: &HostView, now: TimeMs) {
         for zone in &host.zones {
             let index =
@@ -154,15 +154,15 @@ impl Refusals {
         }
     }
 
-    /// More is asked for: what is still to go stays for that reason.
+    /// Drops pending shrinks because of a grow, because the memory then stays for that reason.
     pub(super) fn grown(&mut self) {
         for zone in &mut self.zones {
             zone.going_to = None;
         }
     }
 
-    /// What can be asked back: no more of a zone than it has not refused, and no DRAM in place of
-    /// PM that stays.
+    /// Returns the memory that can be requested back: per zone the memory that it has not refused
+    /// to return, and no DRAM in place of PM that stays.
     pub(super) fn givable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
         let stays = |id: ZoneId| {
             let known = self.zones.iter().find(|known| known.id == id)?;
@@ -180,25 +180,25 @@ impl Refusals {
     }
 }
 
-/// The extreme of a figure over the last time: values that a later one makes irrelevant are gone.
+/// Minimum or maximum of a value over a period. Values that a later one supersedes are dropped.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Window {
     values: VecDeque<(TimeMs, i64)>,
 }
 
 impl Window {
-    /// It holds the value that it was given last, and none that will go with time.
+    /// Returns true if only the last value is left, so that time changes nothing.
     pub(super) fn is_settled(&self) -> bool {
         self.values.len() <= 1
     }
 
-    /// Takes a value, and says the least of the last `ms`.
+    /// Adds a value. Returns the minimum of the last `ms`.
     pub(super) fn least(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
         while self.values.pop_back_if(|(_, earlier)| *earlier >= value).is_some() {}
         self.push(value, ms, now)
     }
 
-    /// Takes a value, and says the most of the last `ms`.
+    /// Adds a value. Returns the maximum of the last `ms`.
     pub(super) fn most(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
         while self.values.pop_back_if(|(_, earlier)| *earlier <= value).is_some() {}
         self.push(value, ms, now)
@@ -211,17 +211,18 @@ impl Window {
     }
 }
 
-/// For how long memory must have been idle before it goes, and how much was.
+/// Time for which memory must be idle before it is surplus, and the minimum of idle memory in that
+/// time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Patience {
-    /// Since when the guest has been seen without want.
+    /// Start of the time without signs of shortage.
     calm_since: Option<TimeMs>,
-    /// What would be available with nothing plugged: what was asked for in the meantime makes no
-    /// difference to it.
+    /// Expected available memory without the requested memory, so that requests in the meantime do
+    /// not change it.
     available: Window,
-    /// What of it was there, whatever was asked for.
+    /// Memory that was online throughout, regardless of requests.
     there: Window,
-    /// Longer than configured, because it was too short.
+    /// Learned patience, if the configured one was too short.
     longer_ms: u64,
     regretted_at: TimeMs,
     plugged_bytes: u64,
@@ -235,14 +236,13 @@ impl Patience {
         self.longer_ms == 0 && is_over && self.available.is_settled() && self.there.is_settled()
     }
 
-    /// How long memory must have been idle.
+    /// Returns the time for which memory must be idle.
     pub(super) fn ms(&self, params: &Params) -> u64 {
         params.idle_ms.max(self.longer_ms).min(params.max_idle_ms)
     }
 
-    /// Sees whether memory was given back since the last report. What a guest unplugs that is to
-    /// have more was not asked of it: Linux does that where it lacks the page descriptors, and
-    /// tries again.
+    /// Records a shrink since the last report. Memory that a growing guest unplugs is not a shrink:
+    /// Linux unplugs memory again if it lacks page descriptors, and retries.
     pub(super) fn learn(&mut self, host: &HostView, now: TimeMs) {
         let plugged_bytes = host.plugged_bytes();
         let is_growing =
@@ -256,9 +256,9 @@ impl Patience {
         }
     }
 
-    /// The guest is short. If something was taken from it lately, that was too early: wait twice as
-    /// long the next time, and at least from one grow to the next, which is the time between
-    /// two teeth of a saw.
+    /// Records a grow. If it follows a shrink closely, the shrink was too early, so the patience
+    /// doubles. It is at least the time since the previous grow, because the demand may be
+    /// periodic.
     pub(super) fn grown(&mut self, params: &Params, now: TimeMs) {
         self.disturbed();
         if self.shrunk_at.take().is_some_and(|at| now.since(at) < REGRET_MS) {
@@ -270,13 +270,13 @@ impl Patience {
         self.grown_at = now;
     }
 
-    /// The guest is short or waits: what it has now is not idle.
+    /// Restarts the patience because the guest is short or waits, so its memory is not idle.
     pub(super) fn disturbed(&mut self) {
         self.calm_since = None;
     }
 
-    /// The least of what is coming over the time of patience, once it has passed, and no more than
-    /// was there for all of it.
+    /// Returns the minimum of expected available memory over the patience, once it has passed. At
+    /// most the memory that was online throughout.
     pub(super) fn least_bytes(
         &mut self,
         params: &Params,
@@ -286,7 +286,7 @@ impl Patience {
         now: TimeMs,
     ) -> Option<u64> {
         let (since, ms) = (*self.calm_since.get_or_insert(now), self.ms(params));
-        // Bytes of memory: far from the bounds of either type.
+        // Sizes of memory are far from the bounds of both types.
         let least = self.available.least(coming_bytes as i64 - requested_bytes as i64, ms, now);
         let there_bytes = self.there.least(there_bytes as i64, ms, now) as u64;
         (now.since(since) >= ms)
@@ -294,24 +294,24 @@ impl Patience {
     }
 }
 
-/// Page cache that is missed when it is not there.
+/// Page cache that the guest needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Cache {
     needed_bytes: u64,
     missed_at: TimeMs,
     keep_ms: u64,
-    /// The last grow for it.
+    /// Last grow for page cache.
     tried: Option<Tried>,
-    /// Until when no more is given for it.
+    /// Time until which the guest does not grow for page cache.
     vain_until: Option<TimeMs>,
     vain_ms: u64,
 }
 
-/// A grow for page cache, and how many before it helped nothing.
+/// Grow for page cache, and the number of grows in a row without effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tried {
     at: TimeMs,
-    /// The guest's total at that time: what never came cannot have helped.
+    /// The guest's total at that time. Memory that has not arrived cannot have helped.
     total_bytes: u64,
     refault_bytes_per_s: u64,
     in_vain: u32,
@@ -322,7 +322,8 @@ impl Cache {
         self.is_forgotten(now) && !self.is_beyond_help(now)
     }
 
-    /// Sees whether the last grow for it has helped: that at least a quarter less comes back.
+    /// Checks if the last grow for page cache has helped: the rate of returning pages must fall by
+    /// a quarter.
     pub(super) fn learn(&mut self, total_bytes: u64, rates: &Rates, now: TimeMs) {
         let Some(tried) = self.tried.filter(|_| rates.watched) else { return };
         if rates.file_refault_bytes_per_s < tried.refault_bytes_per_s / 4 * 3 {
@@ -338,23 +339,23 @@ impl Cache {
         }
     }
 
-    /// The guest is given more for it.
+    /// Records a grow for page cache.
     pub(super) fn tried(&mut self, total_bytes: u64, refault_bytes_per_s: u64, now: TimeMs) {
         let before = self.tried.filter(|before| now.since(before.at) < REGRET_MS);
         let came = before.is_none_or(|before| total_bytes > before.total_bytes);
         let in_vain = before.map_or(0, |before| before.in_vain) + u32::from(came);
-        // The first of them is what all are held against.
+        // Rates are compared with the one before the first grow.
         let refault_bytes_per_s =
             before.map_or(refault_bytes_per_s, |before| before.refault_bytes_per_s);
         self.tried = Some(Tried { at: now, total_bytes, refault_bytes_per_s, in_vain });
     }
 
-    /// Memory has not helped.
+    /// Returns true while page cache is ignored because grows did not help.
     pub(super) fn is_beyond_help(&self, now: TimeMs) -> bool {
         self.vain_until.is_some_and(|until| now < until)
     }
 
-    /// Evicted pages come back and tasks wait for them: what is cached now is needed.
+    /// Records that tasks wait for evicted pages, so the present page cache is needed.
     pub(super) fn missed(&mut self, report: &Report, now: TimeMs) {
         let cached_bytes = report.memory().cached_bytes;
         let forgotten = self.is_forgotten(now);
@@ -368,7 +369,7 @@ impl Cache {
         self.missed_at = now;
     }
 
-    /// How much of what is cached counts as used.
+    /// Returns the page cache that counts as used.
     pub(super) fn needed_bytes(&self, report: &Report, now: TimeMs) -> u64 {
         if self.is_forgotten(now) {
             return 0;
@@ -382,7 +383,7 @@ impl Cache {
     }
 }
 
-/// Swapped memory that will come back.
+/// Swapped memory that may return.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Swapped {
     pages: u64,
@@ -394,8 +395,9 @@ impl Swapped {
         self.moved_at.is_some_and(|at| now.since(at) >= SWAP_COLD_MS)
     }
 
-    /// What is in swap counts as needed until nothing of it has moved for a minute. A guest that
-    /// was never seen before may be about to want it.
+    /// Returns the swapped memory that counts as needed: all of it until no page has moved for a
+    /// minute. The minute also begins with the first report, because the guest may be about to need
+    /// the memory.
     pub(super) fn needed_bytes(&mut self, report: &Report, now: TimeMs) -> u64 {
         let (memory, counters) = (report.memory(), report.counters());
         let pages = counters.pswpin.saturating_add(counters.pswpout);

@@ -1,5 +1,5 @@
-//! `psi`: sizes by what the guest will need. docs/reference/policies.md has its rules on one page;
-//! the numbers in comments here are theirs.
+//! `psi`: sizes a guest by its expected available memory and by signs of pressure.
+//! docs/reference/policies.md explains the rules, and comments here use its numbers.
 
 mod history;
 mod kernel;
@@ -23,59 +23,58 @@ use crate::plan::Reason;
 use crate::units::scale;
 use crate::{HostView, TimeMs};
 
-/// More doublings than this add more than any rate of growth asks for.
+/// Largest number of doublings. More would add more memory than any fill rate needs.
 const MAX_STREAK: u32 = 7;
 
-/// A guest that grows keeps so many slacks; at rest it keeps one.
+/// Number of margins (`slack`) that a guest keeps after a grow. At rest it keeps one.
 const ACTIVE_SLACKS: u64 = 4;
 
-/// How long it takes the agent to notice a burst; the way of its report counts with the plugging.
+/// Time in which the agent notices a burst. The latency of its report is part of the plug time.
 const NOTICE_MS: u64 = 50;
 
-/// Grows closer together than this are one, seen by several reports.
+/// Grows closer together than this are one grow, which several reports show.
 const SAME_GROW_MS: u64 = 250;
 
-/// What `psi` remembers.
+/// State of `psi`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     history: History,
     boot_memory: BootMemory,
     onlining: OnliningMemory,
     grown: Option<Grown>,
-    /// What the last decision asked for, of which the next report says whether the guest was
-    /// asked.
+    /// Request of the last decision. The next report shows if it was carried out.
     asked: Option<Asked>,
-    /// The guest's clock when memory was last on its way to it.
+    /// Time on the guest's clock at which memory was last on its way to it.
     coming_ms: u64,
     offlining: OffliningMemory,
-    /// When the guest last grew, or was seen to fill.
+    /// Time of the last grow or fast fill.
     active_at: TimeMs,
     plug_time: PlugTime,
     refusals: Refusals,
     patience: Patience,
-    /// How fast it filled of late.
+    /// Fill rates over the patience.
     fills: Window,
     cache: Cache,
     swapped: Swapped,
     kernel_growth: KernelGrowth,
 }
 
-/// The last grow, and how many followed closely upon one another.
+/// The last grow, and the number of grows before it in close succession.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Grown {
     at: TimeMs,
     streak: u32,
 }
 
-/// A grow that was decided on.
+/// A grow that was decided on, and that may have been carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Asked {
     at: TimeMs,
     step: Grown,
-    /// What was requested before it.
+    /// Requested size before the grow.
     requested_bytes: u64,
     total_bytes: u64,
-    /// For page cache, which comes back at this rate.
+    /// Rate of returning pages of files, for a grow for page cache.
     file_refault_bytes_per_s: Option<u64>,
 }
 
@@ -104,8 +103,9 @@ pub fn decide(
     state.patience.learn(input.host, now);
 
     let rates = state.history.rates(params, state.coming_ms.min(input.report.monotonic_ms()));
-    // What will be available once the guest has followed every request: what is now, with what is
-    // still to come, without what is still to go, and without the page cache that is needed.
+    // Expected available memory, once the guest has followed every request: the present available
+    // memory and memory on its way, without memory that has to go and without growth of the
+    // kernel's reserve.
     let reserve = Forecast::new(input.report, input.host);
     let reserve_change_bytes = reserve.change_bytes(input.host.requested_bytes());
     let coming = |available_bytes: u64| {
@@ -137,7 +137,7 @@ pub fn decide(
     let marks = Marks { watch_bytes, ..marks };
 
     let missing_bytes = kernel.map_or(0, |need| need.missing_bytes);
-    // The block that the agent gives to the kernel needs free memory as well.
+    // The block that the agent converts to kernel memory needs free memory as well.
     let beside_block_bytes = coming_bytes.saturating_sub(kernel.map_or(0, |need| need.need_bytes));
     let for_kernel = (missing_bytes > 0).then_some((Reason::KernelMemory, missing_bytes));
     let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input)
@@ -175,27 +175,27 @@ fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Mark
     Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes, watermark_of }
 }
 
-/// Page cache that is available: what files have, without shared memory as far as that shows.
+/// Available page cache. Shared memory is excluded as far as a report shows it.
 fn available_cache_bytes(report: &Report) -> u64 {
     let memory = report.memory();
     memory.cached_bytes.min(memory.available_bytes.saturating_sub(memory.free_bytes))
 }
 
-/// Rules 5 and 6: which signs of want are the guest's own.
+/// Rules 5 and 6: signs of shortage, by their cause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Signs {
     swapping: bool,
     thrashing: bool,
     stalled: bool,
-    /// Page cache comes back for which memory helps.
+    /// Evicted pages of files return, and more memory helps.
     misses_files: bool,
-    /// There are some of its own,
+    /// There are signs, and the guest is the cause.
     own: bool,
-    /// or there are some, and none of its own.
+    /// There are signs, and the limit of a cgroup is the cause.
     elsewhere: bool,
-    /// Page cache comes back, whoever wants it.
+    /// Evicted pages of files return, for any cause.
     files_refaulting: bool,
-    /// What of that which is coming is page cache.
+    /// Page cache in expected available memory.
     cache_bytes: u64,
 }
 
@@ -217,26 +217,26 @@ impl Signs {
     }
 }
 
-/// Sizes of available memory at which something happens.
+/// Sizes of available memory that are limits of rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Marks {
-    /// Rule 1: the bridge, which serves a burst until more is there.
+    /// Rule 1: headroom, which absorbs a burst until more memory is online.
     rest_bytes: u64,
-    /// Rule 2: the same with what the guest fills at its present rate.
+    /// Rule 2: headroom, and the memory that the guest fills at its present rate.
     low_bytes: u64,
-    /// Rule 3: where a grow leads.
+    /// Rule 3: target of a grow.
     aim_bytes: u64,
-    /// Rule 8: where a shrink leads.
+    /// Rule 8: target of a shrink.
     keep_bytes: u64,
-    /// Rule 8: above this there may be a surplus.
+    /// Rule 8: limit of a surplus.
     high_bytes: u64,
-    /// Rule 5: under this signs of want are believed.
+    /// Rule 5: limit below which signs of shortage count for the guest.
     tight_bytes: u64,
-    /// Rule 12: under this the agent reports fast.
+    /// Rule 12: limit of fast reports.
     watch_bytes: u64,
 }
 
-/// What marks are made of.
+/// Input of the marks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Needs {
     total_bytes: u64,
@@ -244,7 +244,7 @@ struct Needs {
     used_bytes: u64,
     swapped_bytes: u64,
     fill_bytes_per_s: u64,
-    /// The fastest of late.
+    /// Highest fill rate over the patience.
     filled_bytes_per_s: u64,
     reaction_ms: u64,
     is_at_rest: bool,
@@ -255,9 +255,9 @@ impl Marks {
         let total_bytes = needs.total_bytes;
         let rest_bytes =
             Self::rest_bytes(params, total_bytes, needs.kswapd_bytes, needs.reaction_ms);
-        // A burst may look faster than anything can last, and what is plugged in vain costs the
-        // guest's time twice: what an aim, which has two of these, provides for the rate is
-        // never more than there is.
+        // A burst may look faster than any rate that lasts, and plugging in vain costs the guest
+        // time twice. The target of a grow has two of these amounts, so each is at most half of the
+        // guest's memory.
         let horizon_ms = params.horizon_ms.max(needs.reaction_ms.saturating_mul(2));
         let ahead = |rate| scale(rate, horizon_ms, 1000).min(total_bytes / 2);
         let fill_bytes = ahead(needs.fill_bytes_per_s);
@@ -267,9 +267,10 @@ impl Marks {
         let keep_bytes =
             if needs.is_at_rest { slack_bytes } else { slack_bytes.saturating_mul(ACTIVE_SLACKS) };
         let with = |bytes: u64| low_bytes.saturating_add(bytes);
-        // Not more than there is: a swap of any size says nothing about what comes back at once.
+        // At most the guest's memory, because the size of swapped memory does not show how much of
+        // it returns at once.
         let swapped_bytes = needs.swapped_bytes.min(total_bytes);
-        // A guest that has filled fast and rests may be between two teeth of a saw.
+        // The demand of a guest that has filled fast and is at rest may be periodic.
         let kept = |bytes: u64| {
             let low_bytes = rest_bytes.saturating_add(ahead(needs.filled_bytes_per_s));
             low_bytes.saturating_add(bytes).saturating_add(swapped_bytes)
@@ -297,8 +298,8 @@ impl Marks {
         rest_bytes.saturating_add(total_bytes / 4)
     }
 
-    /// Where a surplus begins and where a shrink leads beside a cgroup's own want: not to where it
-    /// would be taken for the guest's.
+    /// Marks for a guest in which the limit of a cgroup causes signs of shortage. A surplus begins
+    /// and ends above `tight_bytes`, because below it the signs would count for the guest.
     fn beside_want(&self, signs: &Signs) -> Self {
         let half_slack_bytes = self.high_bytes - self.keep_bytes;
         let cache_bytes = if signs.files_refaulting { signs.cache_bytes } else { 0 };
@@ -308,7 +309,7 @@ impl Marks {
     }
 }
 
-/// Rules 1 to 7: whether the guest is short, why, and by how much.
+/// Rules 1 to 7: returns the reason and the missing memory, if the guest is short.
 fn shortage(
     params: &Params,
     marks: &Marks,
@@ -317,7 +318,7 @@ fn shortage(
     coming_bytes: u64,
     input: Input<'_>,
 ) -> Option<(Reason, u64)> {
-    // Page cache that tasks wait for is filled as fast as it comes back.
+    // Page cache that tasks wait for is filled as fast as evicted pages return.
     let missed_bytes = if signs.misses_files {
         scale(rates.file_refault_bytes_per_s, params.horizon_ms, 1000)
             .min(input.report.memory().cached_bytes)
@@ -330,8 +331,7 @@ fn shortage(
             if coming_bytes < marks.rest_bytes { Reason::LowAvailable } else { Reason::Filling };
         return Some((reason, need_bytes));
     }
-    // What follows are signs of a shortage that has been; memory on its way is the answer to it
-    // already.
+    // The signs below are from the past, and memory on its way answers them already.
     if input.host.outstanding_grow_bytes() > 0 {
         return None;
     }
@@ -348,13 +348,13 @@ fn shortage(
 }
 
 impl State {
-    /// Whether the passing of time alone changes nothing that is decided any more: with reports
-    /// that have been the same for five seconds and stay so, the next decision is the last one.
-    /// A field that is added here has to say so too.
+    /// Returns true if the passing of time alone does not change decisions any more. If reports
+    /// have been the same for 5 s and stay so, the next decision is then final. Each new field
+    /// needs a check here.
     pub(super) fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
         let State {
-            // All that looks back at these is within the five seconds, or sees when something
-            // happened that is no rest.
+            // Decisions look back at these for less than 5 s, or only at events that do not happen
+            // at rest.
             history: _,
             boot_memory: _,
             onlining: _,
@@ -382,9 +382,9 @@ impl State {
             && swapped.is_settled(now)
     }
 
-    /// Rule 6: whether page cache that comes back is one that more memory would hold. Beside plenty
-    /// that is not page cache it is a cgroup's own limit that evicts, and so it is where grow
-    /// after grow changes nothing.
+    /// Rule 6: returns true if more memory would keep the page cache that returns. If plenty of
+    /// memory besides page cache is available, the limit of a cgroup evicts it. Grows in a row that
+    /// do not help have the same meaning.
     fn files_count(&self, params: &Params, bare_bytes: u64, report: &Report, now: TimeMs) -> bool {
         let total_bytes = report.memory().total_bytes;
         let reaction_ms = NOTICE_MS + self.plug_time.ms();
@@ -393,8 +393,8 @@ impl State {
         bare_bytes < Marks::tight_bytes(rest_bytes, total_bytes) && !self.cache.is_beyond_help(now)
     }
 
-    /// Rule 4: what is not carried out teaches nothing, be it for a dry run, a pause, a bound, or
-    /// that nobody has any: the next decision is the first one again.
+    /// Rule 4: records the last grow if it was carried out. If a dry run, a pause, a bound or a
+    /// lack of memory prevented it, nothing is learned, and the next grow starts a new streak.
     fn learn_grow(&mut self, params: &Params, host: &HostView) {
         let Some(asked) = self.asked.take() else { return };
         if host.requested_bytes() <= asked.requested_bytes {
@@ -409,7 +409,8 @@ impl State {
         }
     }
 
-    /// Rule 4: how many grows this one follows closely upon. For each the least step is doubled.
+    /// Rule 4: returns the next grow, with the number of grows before it in close succession. Each
+    /// of them doubles the smallest step.
     fn next_step(&self, params: &Params, now: TimeMs) -> Grown {
         let streak = match self.grown {
             Some(grown) if now.since(grown.at) < SAME_GROW_MS => grown.streak,
@@ -422,7 +423,7 @@ impl State {
         Grown { at: same.map_or(now, |grown| grown.at), streak }
     }
 
-    /// The marks of this moment.
+    /// Returns the marks for a report.
     fn marks(
         &mut self,
         params: &Params,
@@ -446,8 +447,8 @@ impl State {
         Marks::new(params, needs)
     }
 
-    /// Rules 8 and 10: what has been idle for long enough, beyond what is kept and what was
-    /// refused.
+    /// Rules 8 and 10: returns the memory that was idle for long enough, without the memory to keep
+    /// and the memory that the guest has refused to return.
     fn surplus(
         &mut self,
         params: &Params,
@@ -465,13 +466,14 @@ impl State {
         if filling {
             self.active_at = now;
         }
-        // Page cache that somebody touches is not surplus, however available.
+        // Page cache in use is not surplus, although it is available.
         let memory = input.report.memory();
         let idle_bytes = nodes::idle_bytes(input.report, params.idle_ms).unwrap_or(u64::MAX);
         let touched_bytes =
             memory.available_bytes.saturating_sub(idle_bytes.max(memory.free_bytes));
         let spare_bytes = coming_bytes.saturating_sub(touched_bytes);
-        // Nor is what has not been there for as long: who waits for it may fill it as it comes.
+        // Memory that was not online for that time is not surplus either, because tasks that wait
+        // for it may fill it as it arrives.
         let requested_bytes = input.host.requested_bytes();
         let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, input.host);
         let on_way_bytes =

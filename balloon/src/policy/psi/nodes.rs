@@ -1,4 +1,4 @@
-//! What reports say of single nodes.
+//! Values of single nodes in reports.
 
 use std::collections::BTreeMap;
 
@@ -6,11 +6,12 @@ use foreshore_proto::{Report, ZoneKind};
 
 use crate::units::PAGE_BYTES;
 
-/// A node is short beside the others if it has so many times less free.
+/// A node is short if every other one has more than this multiple of its free memory.
 const SHORT_FACTOR: u64 = 2;
 
-/// The node of DRAM that has the least free above kswapd's watermarks, if every other one has twice
-/// as much. Nodes that are all movable are PM: they fill last, and nobody runs there.
+/// Returns the node of DRAM with the least free memory above kswapd's watermarks, if every other
+/// one has more than twice as much. Nodes with only movable memory are PM, which fills last and has
+/// no CPUs.
 pub(super) fn shortest(report: &Report) -> Option<u32> {
     let mut free: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
     for zone in report.zones().iter().filter(|zone| zone.managed_pages > 0) {
@@ -30,7 +31,7 @@ pub(super) fn shortest(report: &Report) -> Option<u32> {
     }
 }
 
-/// Memory that nobody has touched for `span_ms`, if that is known of every node.
+/// Returns the memory that was idle for `span_ms`, if every node reports it.
 pub(super) fn idle_bytes(report: &Report, span_ms: u64) -> Option<u64> {
     let mut nodes: Vec<u32> =
         report.zones().iter().filter(|zone| zone.managed_pages > 0).map(|zone| zone.node).collect();
@@ -43,7 +44,7 @@ pub(super) fn idle_bytes(report: &Report, span_ms: u64) -> Option<u64> {
     })
 }
 
-/// The sum of kswapd's high watermarks.
+/// Sum of kswapd's high watermarks.
 pub(super) fn kswapd_bytes(report: &Report) -> u64 {
     report
         .zones()

@@ -1,4 +1,4 @@
-//! The parameters of `psi`, with their bounds.
+//! Parameters of `psi`, with their bounds.
 
 use crate::MIB;
 use crate::params::params;

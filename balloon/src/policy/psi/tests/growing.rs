@@ -1,4 +1,4 @@
-//! Rules 1 to 5: how much a guest that is short is given.
+//! Rules 1 to 5: grows of a short guest.
 
 use super::*;
 
@@ -51,13 +51,13 @@ fn rule_1_how_long_plugging_takes_is_learned() {
     rig.plug(16);
     rig.report(50, 59);
     assert_eq!(rig.state.plug_time.ms(), 650, "a slower one counts at once");
-    // Grown again, and there before the next report, which comes a second later.
+    // Another grow, which is online before the next report a second later.
     rig.report(3000, 40);
     rig.host.zones[1].requested_bytes = 32 * MIB;
     rig.plug(32);
     rig.report(1000, 56);
     assert_eq!(rig.state.plug_time.ms(), 500, "a faster one by a quarter: 650 - (650 - 50) / 4");
-    // Not carried out: nothing is learned from what comes by hand later.
+    // A grow that is not carried out. Later changes by a client teach nothing.
     rig.report(3000, 40);
     rig.report(5000, 40);
     assert_eq!(rig.state.plug_time.ms(), 500);
@@ -68,7 +68,7 @@ fn rule_2_a_guest_that_fills_fast_is_given_more_before_it_is_short() {
     let mut rig = Rig::new();
     rig.report(1000, 200);
     assert_eq!(rig.report(100, 199).reason, Reason::Enough, "a megabyte is noise");
-    // 100 MiB/s for 1.5 s is 150 MiB, with 44 MiB of a bridge.
+    // 100 MiB/s for 1.5 s are 150 MiB, and the headroom is 44 MiB.
     let decision = rig.report(100, 189);
     assert_eq!(decision.reason, Reason::Filling);
     let want = want_mib(decision).expect("grows");
@@ -124,7 +124,8 @@ fn rule_2_what_the_guest_keeps_of_plugged_memory_is_no_fill() {
     assert_eq!(rig.report(100, 382).reason, Reason::Enough);
 }
 
-/// Ratios of the reserve are whole numbers, so the reserve may double while plugged DRAM leaves.
+/// Ratios of the reserve are whole numbers, so the reserve may double while plugged DRAM is
+/// removed.
 #[test]
 fn rule_2_reserve_that_the_agent_enlarges_is_no_fill() {
     let reason = |protected_mib: u64| {
@@ -137,9 +138,9 @@ fn rule_2_reserve_that_the_agent_enlarges_is_no_fill() {
     assert_eq!((reason(70), reason(0)), (Reason::Enough, Reason::Filling));
 }
 
-/// A block is in the total and not available, and the report before is a second old: nobody can
-/// tell whether it has been filled. Who has filled it cannot wait for a second more; who has not is
-/// given once what goes back later.
+/// A block is in the total but not available, and the report before is a second old, so the block
+/// may have been filled. If it was, the guest cannot wait another second. If it was not, the guest
+/// gets memory once that it returns later.
 #[test]
 fn rule_2_what_a_slow_report_finds_half_way_counts_as_filled() {
     for is_filled in [false, true] {
@@ -150,7 +151,8 @@ fn rule_2_what_a_slow_report_finds_half_way_counts_as_filled() {
         rig.plug(128);
         let decision = rig.report(1000, 150);
         assert_eq!(decision.reason, Reason::Filling);
-        // Of 128 MiB a quarter is kept in the guest: 96 MiB/s, the bridge of 60, the least slack.
+        // A quarter of 128 MiB stays in the guest, which leaves 96 MiB/s. The headroom is 60 MiB,
+        // and the smallest margin 16.
         assert_eq!(want_mib(decision), Some(128 + 60 + 2 * 144 + 16 - 150));
         rig.host.zones[1].requested_bytes = decision.want_bytes.expect("grows");
         let available_mib = if is_filled { 150 } else { 150 + 102 };
@@ -174,14 +176,14 @@ fn rule_3_what_is_on_its_way_counts_as_available() {
     for _ in 0..5 {
         assert_eq!(rig.report(50, 40).want_bytes, None, "asked for already");
     }
-    // Half of it is online: the sum is the same.
+    // With half of it online, the sum is the same.
     rig.host.zones[1].plugged_bytes = want;
     rig.raw.memory.total_bytes += want / 2;
     assert_eq!(rig.report(50, 40 + want / 2 / MIB).want_bytes, None);
 }
 
-/// A guest that has filled slowly and is below the bridge, with 128 MiB on their way to it; of
-/// those `online_mib` are in its total and none is available yet.
+/// A guest that has filled slowly and is below its headroom, with 128 MiB on their way. Of these,
+/// `online_mib` are in its total and nothing is available yet.
 fn short_with_a_block_onlining(online_mib: u64) -> Rig {
     let mut rig = Rig::new();
     rig.report(1000, 45);
@@ -206,7 +208,7 @@ fn rule_3_a_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
                 "{online_mib} MiB"
             );
         }
-        // 26 of 128 MiB went to page descriptors and reserves: that is no fill later either.
+        // 26 of 128 MiB were used for page descriptors and reserves, which is no fill later either.
         rig.plug(128);
         for _ in 0..40 {
             assert_eq!(rig.report(50, 43 + 102).want_bytes, None);
@@ -222,14 +224,14 @@ fn rule_3_a_block_that_is_filled_is_missing_two_fast_reports_later() {
     let decision = rig.report(50, 43);
     assert!(decision.pressure);
     assert!(decision.want_bytes > Some(128 * MIB));
-    // What has been available and is filled, at once.
+    // A block that has been available and is filled is missing at once.
     let mut rig = short_with_a_block_onlining(128);
     assert_eq!(rig.report(50, 43 + 128).want_bytes, None);
     assert!(rig.report(50, 43).pressure);
-    // More than the block is missing: at once as well.
+    // If more than the block is missing, the guest grows at once as well.
     let mut rig = short_with_a_block_onlining(128);
     assert!(rig.report(50, 3).pressure);
-    // By reports that come late.
+    // Late reports show the missing memory at once.
     for ms in [301, 1_000] {
         assert!(short_with_a_block_onlining(128).report(ms, 43).pressure, "{ms} ms");
     }
@@ -246,7 +248,7 @@ fn rule_3_what_is_on_its_way_back_does_not() {
         rig.report(1000, 200);
     }
     rig.host.zones[1].requested_bytes = 256 * MIB;
-    // 200 MiB are available, of which 256 are to go.
+    // 200 MiB are available, and 256 MiB have to go.
     let decision = rig.report(50, 200);
     assert_eq!(decision.reason, Reason::LowAvailable);
     assert!(decision.want_bytes > Some(256 * MIB));
@@ -261,7 +263,7 @@ fn rule_3_memory_that_is_about_to_leave_is_neither_fill_nor_missing_twice() {
     for _ in 0..3 {
         rig.report(1000, 400);
     }
-    // 128 MiB are asked back; Linux takes them out of the free pages, then out of the total.
+    // 128 MiB are requested back. Linux removes them from free memory, and then from the total.
     rig.host.zones[1].requested_bytes = 384 * MIB;
     for available in [400, 350, 272, 272] {
         let decision = rig.report(50, available);
@@ -298,7 +300,7 @@ fn rule_3_reserve_that_grows_is_not_about_to_leave() {
         for _ in 0..5 {
             rig.report(1000, 300);
         }
-        // 128 MiB are to be unplugged. Meanwhile the available memory falls by 100 MiB.
+        // 128 MiB have to go. Meanwhile the available memory falls by 100 MiB.
         rig.host.zones[1].requested_bytes = 384 * MIB;
         rig.raw.zones[0].protected_pages = Some(protected_mib * MIB / PAGE_BYTES);
         rig.report(1000, 200).pressure
@@ -316,12 +318,12 @@ fn rule_3_dram_that_the_kernel_will_keep_does_not_count() {
         rig.host.zones[0].requested_bytes = requested_mib * MIB;
         rig.report(1000, 20).reason
     };
-    // The bridge is 42 MiB. All of 40 are kept, and 20 of 80.
+    // The headroom is 42 MiB. Of 40 MiB of DRAM all are reserved, and of 80 MiB 20.
     assert_eq!((reason(40, true), reason(80, true)), (Reason::LowAvailable, Reason::Enough));
     assert_eq!(reason(40, false), Reason::Enough);
 }
 
-/// DRAM that is online and kept by the kernel never becomes available.
+/// DRAM that is online and reserved for the kernel never becomes available.
 #[test]
 fn rule_3_dram_that_the_kernel_keeps_is_not_onlining() {
     let is_short = |protected_mib: u64| {
@@ -344,7 +346,7 @@ fn rule_4_grows_that_follow_closely_double() {
     let mut steps = Vec::new();
     let mut requested = 0;
     for _ in 0..5 {
-        // Available stays where it is, whatever is given: somebody eats it all.
+        // Available memory stays the same after each grow, because the guest fills it.
         rig.raw.memory.total_bytes = 352 * MIB + requested;
         let want = rig.report(1000, 30).want_bytes.expect("grows");
         steps.push((want - requested) / MIB);
@@ -372,7 +374,7 @@ fn rule_4_a_grow_after_a_pause_starts_small_again() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
     rig.report(1000, 46);
-    // Of what is asked for 2 MiB come each time, which make no difference.
+    // Only 2 MiB of each grow arrive, which make no difference.
     let mut mib = 0;
     let mut more_mib = |rig: &mut Rig, ms, available_mib| {
         let more = want_mib(rig.report(ms, available_mib)).map(|want| want - mib);
@@ -396,7 +398,7 @@ fn rule_5_swapping_grows_where_little_is_available() {
     rig.params.horizon_ms = 0;
     rig.report(1000, 131);
     rig.swapped_out();
-    // The bridge and a quarter of 352 MiB are 132.
+    // The headroom and a quarter of 352 MiB are 132 MiB.
     let decision = rig.report(1000, 131);
     assert_eq!(decision.reason, Reason::Swapping);
     assert_eq!(want_mib(decision), Some(80), "twice what was swapped");
@@ -415,12 +417,12 @@ fn rule_5_swapping_beside_plenty_is_a_cgroups_own_limit() {
 fn rule_5_what_a_cgroups_own_limit_swaps_out_is_no_fill_and_no_want() {
     let mut rig = Rig::new();
     rig.report(1000, 120);
-    // A MiB and more in every stretch of time, and nobody looks at pages.
+    // More than 1 MiB is swapped out in every period, and no pages are scanned.
     for _ in 0..4 {
         rig.counters().pswpout += 10_240;
         assert_eq!(rig.report(1000, 120).want_bytes, None);
     }
-    // Of what goes out while a page is looked at, no more than that page is the guest's.
+    // Of the pages that are swapped out, at most the number of scanned pages counts for the guest.
     let grows_by_mib = |looked_at| {
         let mut rig = Rig::new();
         rig.report(1000, 120);
@@ -453,7 +455,7 @@ fn rule_5_signs_of_before_a_grow_are_not_counted_again() {
     assert_eq!(rig.report(50, 100).want_bytes, None, "on its way");
     rig.plug(16);
     for _ in 0..10 {
-        // Still tight: the bridge and a quarter of 368 MiB are 138.
+        // The guest is still below the limit: the headroom and a quarter of 368 MiB are 138 MiB.
         assert_eq!(rig.report(100, 116).want_bytes, None, "has come");
     }
     rig.stall().some_us += 500_000;

@@ -1,4 +1,4 @@
-//! Rules 6 and 7, and what a cgroup misses at its own limit: memory that comes back.
+//! Rules 6 and 7, and pages that a cgroup misses at its own limit.
 
 use super::*;
 
@@ -25,14 +25,15 @@ fn rule_6_a_guest_is_given_what_comes_back_while_more_is_plugged() {
         want_mib(rig.report(1000, 250))
     };
     assert_eq!(want_after(2_047, 130), None, "under 8 MiB/s");
-    // 120 are left, which is enough, and under the bridge and a quarter, which are 132.
+    // 120 MiB are left, which is enough, but less than the headroom and a quarter, which are 132
+    // MiB.
     assert_eq!(want_after(2_048, 130), Some(32), "12 MiB in 1.5 s");
     assert_eq!(want_after(12_800, 130), Some(75));
     assert_eq!(want_after(25_600, 130), Some(130), "at most as much again as is cached");
     assert_eq!(want_after(25_600, 118), None, "132 are left: it is not the guest that evicts");
 }
 
-/// A guest in which `cached` of what is available is page cache that tasks have waited for.
+/// Reports with `cached_mib` of available page cache for which tasks have waited.
 fn missed(rig: &mut Rig, cached_mib: u64) -> Decision {
     rig.raw.memory.cached_bytes = cached_mib * MIB;
     rig.counters().workingset_refault_file += 100_000;
@@ -50,7 +51,7 @@ fn rule_6_page_cache_that_was_missed_counts_as_used_until_it_is_forgotten() {
         assert_eq!(rig.report(1000, 250).reason, Reason::LowAvailable);
     }
     assert_eq!(rig.report(1000, 250).reason, Reason::Enough, "after five minutes");
-    // Missed again, so it is remembered for twice as long.
+    // It is missed again, so it is remembered for twice as long.
     missed(&mut rig, 220);
     assert_eq!(rig.report(599_000, 250).reason, Reason::LowAvailable);
     assert_eq!(rig.report(1_000, 250).reason, Reason::Enough);
@@ -68,8 +69,8 @@ fn rule_6_anonymous_memory_that_is_missed_makes_no_page_cache_needed() {
     assert_eq!(rig.report(1000, 131).reason, Reason::Enough, "100 of 131 would be too little");
 }
 
-/// A guest with 10 GiB of PM to come, in which a cgroup of a few hundred MiB wants more than its
-/// limit.
+/// A guest with 10 GiB of PM online and mostly free, in which a cgroup of a few hundred MiB exceeds
+/// its limit.
 fn beside_plenty(pages: impl Fn(&mut Counters)) {
     let mut rig = Rig::new();
     rig.host.zones[1].max_bytes = 20 << 30;
@@ -84,7 +85,7 @@ fn beside_plenty(pages: impl Fn(&mut Counters)) {
         shrunk += u32::from(decision.reason == Reason::Surplus);
     }
     assert!(shrunk > 50, "it goes on shrinking: {shrunk}");
-    // Not so far that the cgroup's want is taken for the guest's.
+    // The guest shrinks only while the signs do not count for it.
     let mut total_mib = 10 << 10;
     for _ in 0..60 {
         pages(rig.counters());
@@ -116,8 +117,7 @@ fn rule_6_a_cgroup_that_misses_page_cache_beside_plenty_neither_grows_a_guest_no
     beside_plenty(|counters| counters.workingset_refault_file += 20_000);
 }
 
-/// Grows of a guest that is full of page cache, of which so many pages come back a second after
-/// each of them.
+/// Number of grows of a guest full of page cache, of which `pages` return a second after each grow.
 fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
     let mut rig = Rig::new();
     rig.host.zones[1].max_bytes = 1 << 40;
@@ -135,7 +135,7 @@ fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
             rig.plug(want);
             plugged_mib = want;
             rig.raw.memory.cached_bytes = (200 + want) * MIB;
-            // Reports from after it has come.
+            // Reports from after the memory has arrived.
             rig.report(3000, 250 + plugged_mib);
         }
     }
@@ -174,13 +174,13 @@ fn rule_7_what_is_swapped_counts_as_need_until_it_is_cold() {
     let mut rig = Rig::new();
     rig.raw.memory.swap_total_bytes = 1024 * MIB;
     rig.raw.memory.swap_free_bytes = 904 * MIB;
-    // The first report of a guest whose swap has filled before anybody looked.
+    // The first report of a guest whose swap was filled before.
     assert_eq!(want_mib(rig.report(1000, 43)), Some(60 + 120 - 43));
     rig.plug(512);
     rig.raw.memory.swap_free_bytes = 904 * MIB;
     let mut warm = rig.clone();
-    // With 60 MiB of it back there is surplus beyond what is still to come, and a minute later
-    // beyond that as well.
+    // With 60 MiB swapped in, there is surplus beyond the swapped memory that may return. A minute
+    // later, that memory is surplus as well.
     let left_after = |rig: &mut Rig, ms| {
         rig.report(ms, 430).want_bytes.map(|want| (want + 430 * MIB) / MIB - 512)
     };

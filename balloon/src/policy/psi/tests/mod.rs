@@ -1,4 +1,4 @@
-//! The rules of docs/reference/policies.md, one by one.
+//! Rules of docs/reference/policies.md, one by one.
 
 mod growing;
 mod missing;
@@ -11,7 +11,7 @@ use crate::HostView;
 use crate::units::PAGE_BYTES;
 use crate::{MIB, Tier, ZoneSizes};
 
-/// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come, and a loop around `psi`.
+/// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to plug, under `psi`.
 #[derive(Clone)]
 struct Rig {
     params: Params,
@@ -25,7 +25,7 @@ impl Rig {
         let zone = |id, tier, max_mib| ZoneSizes::empty(id, tier, max_mib * MIB);
         let total_bytes = 352 * MIB;
         Rig {
-            // Short: rules 8 and 9 count in these.
+            // Rules 8 and 9 use multiples of this time, so it is short.
             params: Params { idle_ms: 3_000, ..Params::default() },
             state: State::default(),
             host: HostView {
@@ -53,8 +53,8 @@ impl Rig {
         }
     }
 
-    /// A guest of 340 MiB with a ZONE_MOVABLE of 40, beside `dram_mib` of DRAM that are plugged. It
-    /// keeps 39 to 43 MiB for its kernel, or as much more as ratios of the reserve are whole
+    /// A guest of 340 MiB with a ZONE_MOVABLE of 40 MiB, and `dram_mib` of plugged DRAM. Its
+    /// reserve for the kernel is 39 to 43 MiB, or more because ratios of the reserve are whole
     /// numbers.
     fn with_dram(dram_mib: u64) -> Self {
         let mut rig = Self::new();
@@ -70,7 +70,7 @@ impl Rig {
         rig
     }
 
-    /// Sets what is available, and reports `ms` after the report before.
+    /// Sets the available memory, and reports `ms` after the report before.
     fn report(&mut self, ms: u64, available_mib: u64) -> Decision {
         self.raw.seq += 1;
         self.raw.monotonic_ms += ms;
@@ -83,7 +83,7 @@ impl Rig {
         decision
     }
 
-    /// The guest has `mib` of PM, online and available.
+    /// Plugs `mib` of PM, all of it online and available.
     fn plug(&mut self, mib: u64) {
         self.host.zones[1].requested_bytes = mib * MIB;
         self.host.zones[1].plugged_bytes = mib * MIB;
@@ -94,7 +94,7 @@ impl Rig {
         &mut self.raw.counters
     }
 
-    /// 40 MiB, by kswapd, which looks at pages before it swaps them.
+    /// 40 MiB swapped out by kswapd, which scans pages before it swaps them.
     fn swapped_out(&mut self) {
         let counters = self.counters();
         (counters.pswpout, counters.pgscan_kswapd) = (10_240, 10_240);
@@ -159,7 +159,7 @@ fn rule_11_at_rest_a_guest_holds_less_than_a_tenth_over_need() {
 #[test]
 fn rule_12_the_agent_reports_fast_before_the_guest_is_short() {
     let mut rig = Rig::new();
-    // The bridge of 44 MiB and a quarter of the least slack.
+    // The headroom of 44 MiB, and a quarter of the smallest margin.
     assert_eq!(rig.report(1000, 280).watermark_bytes, (44 + 4) * MIB);
 }
 
@@ -209,7 +209,7 @@ fn an_agent_that_comes_after_balloon_statistics_does_not_make_its_totals_news() 
         rig.stall().some_us += 150_000;
         rig.report(1000, 250);
     }
-    // Since the guest has booted, days ago.
+    // Totals since the guest booted, days ago.
     rig.raw.zones[0].kind = ZoneKind::Dma32;
     rig.stall().some_us = 3_600_000_000;
     rig.counters().workingset_refault_file = 1 << 30;
@@ -217,7 +217,7 @@ fn an_agent_that_comes_after_balloon_statistics_does_not_make_its_totals_news() 
     for _ in 0..3 {
         assert_eq!(rig.report(1000, 250).reason, Reason::Enough);
     }
-    // And back: what is less than before is not compared with it either.
+    // Statistics again: their lower totals are not compared either.
     rig.raw.zones[0].kind = ZoneKind::Normal;
     (rig.counters().workingset_refault_file, rig.counters().workingset_refault_anon) = (0, 0);
     assert_eq!(rig.report(1000, 250).reason, Reason::Enough);
@@ -229,7 +229,7 @@ fn an_agent_that_comes_after_balloon_statistics_does_not_make_its_totals_news() 
         Reason::Enough,
         "waiting alone says nothing beside plenty"
     );
-    // What happens from then on counts.
+    // Changes from now on count.
     rig.counters().workingset_refault_file += 20_000;
     rig.stall().some_us += 500_000;
     assert_eq!(rig.report(1000, 250).reason, Reason::Thrashing);
@@ -246,7 +246,7 @@ fn parameters_out_of_range_are_named_with_their_bounds() {
     assert!(wrong.validate().expect_err("none").to_string().starts_with("watermark-scale is 0,"));
 }
 
-/// The end of a stall's window changes what counts as the kernel's room.
+/// The end of a stall's time changes the room of the kernel.
 #[test]
 fn rule_13_stall_of_a_kernel_allocation_is_not_settled_until_it_is_forgotten() {
     let mut rig = Rig::new();

@@ -1,4 +1,4 @@
-//! Rules 8 to 10: what goes back, and when.
+//! Rules 8 to 10: size and time of shrinks.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn rule_8_a_surplus_goes_back_after_it_has_been_idle() {
         if let Some(want) = decision.want_bytes {
             assert_eq!(decision.reason, Reason::Surplus);
             assert!(!decision.pressure);
-            // The bridge is 76.8 MiB, and 16 of slack are kept.
+            // The headroom is 76.8 MiB, and a margin of 16 MiB stays.
             assert_eq!(want.div_ceil(MIB), 512 - 500 + 93);
             shrunk_after = Some(second);
             break;
@@ -40,7 +40,7 @@ fn rule_8_nothing_goes_back_while_the_guest_fills_or_waits() {
     let mut rig = Rig::new();
     rig.plug(512);
     rig.report(1000, 250);
-    // The bridge and a quarter of 864 MiB are 292.
+    // The headroom and a quarter of 864 MiB are 292 MiB.
     for _ in 0..10 {
         rig.stall().some_us += 200_000;
         assert_eq!(rig.report(1000, 250).reason, Reason::Stalled);
@@ -49,7 +49,7 @@ fn rule_8_nothing_goes_back_while_the_guest_fills_or_waits() {
     rig.plug(512);
     rig.report(1000, 700);
     for available in (600..700).rev().step_by(10) {
-        // 40 MiB/s are 60 MiB in 1.5 s, more than a quarter of the bridge.
+        // 40 MiB/s are 60 MiB in 1.5 s, more than a quarter of the headroom.
         assert_eq!(rig.report(250, available).want_bytes, None);
     }
 }
@@ -61,13 +61,13 @@ fn rule_8_a_surplus_begins_half_a_slack_above_what_it_leaves() {
         rig.plug(512);
         (0..5).find_map(|_| rig.report(1000, available).want_bytes)
     };
-    // The bridge is 76.8 MiB; a slack is 31 thousandths of it and of 864 - 103 used: 26.
+    // The headroom is 76.8 MiB. A margin is 31 thousandths of it and of the used memory, 864 - 103
+    // MiB: 26 MiB.
     assert_eq!(surplus(115), None);
     assert_eq!(surplus(117).map(|want| (512 * MIB - want) / MIB), Some(14));
 }
 
-/// A guest with next to nothing waits for longer than `idle` for what somebody has asked for in its
-/// place.
+/// A guest with almost no available memory waits for longer than `idle` for memory on its way.
 #[test]
 fn rule_8_what_has_not_become_available_yet_is_no_surplus() {
     let mut rig = Rig::new();
@@ -77,7 +77,7 @@ fn rule_8_what_has_not_become_available_yet_is_no_surplus() {
     }
     rig.plug(512);
     assert_eq!(want_mib(rig.report(50, 10)), None, "whoever waits for it may have filled it");
-    // Nobody has, and the time on its way is none in which it lay idle.
+    // It is free, but was not idle while it was on its way.
     assert_eq!(want_mib(rig.report(50, 522)), None);
     assert_eq!(want_mib(rig.report(2_950, 522)), None);
     assert_eq!(rig.report(1, 522).reason, Reason::Surplus, "3,001 ms after it was not there");
@@ -110,8 +110,8 @@ fn rule_8_a_guest_that_has_filled_fast_of_late_keeps_what_it_would_fill_again() 
     assert_eq!(keep_bytes(100) - keep_bytes(0), 150 * MIB);
 }
 
-/// A ratio of 2 keeps 50 of 100 MiB. Below 84 MiB the ratio is 1 and keeps all, so the 17th MiB
-/// that is given back costs 42 more.
+/// With a ratio of 2, 50 of 100 MiB are reserved. Below 84 MiB the ratio is 1 and all is reserved,
+/// so removing the 17th MiB enlarges the reserve by 42 MiB.
 #[test]
 fn rule_8_dram_stays_whose_return_would_enlarge_the_reserve_by_more() {
     let want_mib = |available_mib: u64, reports_reserve: bool| {
@@ -121,7 +121,7 @@ fn rule_8_dram_stays_whose_return_would_enlarge_the_reserve_by_more() {
         }
         (0..5).find_map(|_| want_mib(rig.report(1000, available_mib)))
     };
-    // The bridge is 50 MiB, and 16 of slack are kept.
+    // The headroom is 50 MiB, and a margin of 16 MiB stays.
     assert_eq!((want_mib(85, true), want_mib(85, false)), (Some(44), Some(41)));
     assert_eq!(want_mib(140, true), Some(0), "the reserve is 40 MiB without added DRAM");
 }
@@ -181,8 +181,8 @@ fn rule_9_a_grow_long_after_a_shrink_is_no_regret() {
     assert_eq!(rig.state.patience.ms(&rig.params), 3_000);
 }
 
-/// A guest without room for page descriptors unplugs again what it has just plugged, and plugs it
-/// later.
+/// A guest without room for page descriptors unplugs memory that it has just plugged, and plugs it
+/// again later.
 #[test]
 fn rule_9_what_the_guest_unplugs_while_it_is_to_grow_was_not_taken() {
     let mut rig = Rig::new();
@@ -205,7 +205,7 @@ fn rule_9_patience_doubles_at_least() {
     let (params, mut rig) = (Params::default(), Rig::new());
     let mut steps = Vec::new();
     for round in 1..6u64 {
-        // Taken and asked for again within a second.
+        // Memory is removed and added again within a second.
         let now = TimeMs(100_000 + round * 1_000);
         rig.plug(64);
         patience.learn(&rig.host, now);
@@ -214,7 +214,7 @@ fn rule_9_patience_doubles_at_least() {
         patience.grown(&params, now);
         steps.push(patience.ms(&params));
     }
-    // The first is longer after the last grow than anything that counts.
+    // Before the first grow, more time has passed than the upper limit.
     assert_eq!(steps, [30_000; 5]);
     let mut patience = Patience::default();
     patience.grown(&params, TimeMs(1_000));
@@ -226,7 +226,7 @@ fn rule_9_patience_doubles_at_least() {
     assert_eq!(patience.ms(&params), 20_000);
 }
 
-/// The guest has been asked for `mib` of PM, gives nothing more back, and the request is withdrawn.
+/// Requests `mib` of PM. The guest returns no more memory, and the request is withdrawn.
 fn refuse(rig: &mut Rig, mib: u64, available_mib: u64) {
     rig.host.zones[1].requested_bytes = mib * MIB;
     rig.report(1000, available_mib);
@@ -246,7 +246,7 @@ fn rule_10_what_was_refused_is_not_asked_for_again_for_a_while() {
         assert_eq!(rig.report(pause_ms - 1, 500).want_bytes, None, "round {round}");
         assert!(rig.report(1, 500).want_bytes.is_some(), "round {round}");
     }
-    // Given after all.
+    // The guest returns the memory after all.
     rig.host.zones[1].requested_bytes = 384 * MIB;
     rig.report(1000, 500);
     rig.plug(384);
@@ -267,7 +267,7 @@ fn rule_10_of_what_was_refused_in_part_only_that_part_stays() {
     rig.report(1000, 500);
     rig.plug(400);
     refuse(&mut rig, 384, 388);
-    // It has 64 MiB more for a while: those go, and no more.
+    // The guest has 64 MiB more for a while. Only these are returned.
     rig.plug(464);
     assert_eq!(rig.report(5_000, 452).want_bytes, Some(400 * MIB));
 }
@@ -295,7 +295,7 @@ fn rule_10_a_grow_in_place_of_a_shrink_is_no_refusal() {
         rig.report(1000, 500);
     }
     rig.host.zones[1].requested_bytes = 384 * MIB;
-    // The guest needs it itself.
+    // The guest needs the memory.
     assert!(rig.report(1000, 150).pressure);
     rig.host.zones[1].requested_bytes = 512 * MIB;
     rig.report(1000, 150);
