@@ -346,7 +346,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_name_makes_the_policy_of_that_name() {
+    fn each_name_selects_policy_of_that_name() {
         for name in Policy::NAMES {
             let policy = Policy::from_name(name).expect("listed");
             assert_eq!(policy.name(), name);
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_changed_together_or_not_at_all() {
+    fn parameters_change_together_or_not_at_all() {
         let policy = Policy::from_name("memorage").expect("listed");
         let (unit, calm) = (Setting::from("512M"), Setting::from("2s"));
         let changed = policy.with([("unit", &unit), ("calm", &calm)]).expect("in bounds");
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn no_parameter_has_two_owners() {
+    fn each_parameter_has_one_owner() {
         for name in Policy::NAMES {
             let table = Policy::from_name(name).expect("listed").table();
             for param in table {

@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_has_its_dram_and_the_pm_that_is_nearest() {
+    fn node_has_its_dram_and_nearest_pm() {
         let pages = |bytes| bytes / PAGE_BYTES;
         let first = NodeView {
             node: 0,
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn without_distances_all_pm_is_the_first_nodes() {
+    fn without_distances_first_node_has_all_pm() {
         let mut rig = rig();
         rig.host.distances = crate::Distances::default();
         let nodes = view(&rig);
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn pm_may_sit_in_a_node_of_dram() {
+    fn pm_can_be_in_a_node_of_dram() {
         let mut rig = rig();
         rig.host.zones[0].guest_numa_node = 0;
         rig.raw.zones[2].node = 0;
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn pm_that_is_not_online_movable_is_pm() {
+    fn pm_that_is_not_onlined_as_movable_is_pm() {
         let mut rig = rig();
         rig.raw.zones[2].kind = ZoneKind::Normal;
         assert_eq!(view(&rig).len(), 3, "a node with DRAM, as far as reports tell");
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_on_its_way_is_known_by_node() {
+    fn memory_on_its_way_is_tracked_by_node() {
         let mut rig = rig();
         rig.plug(0, 0);
         let mut coming = Coming::default();
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_plugged_before_the_first_report_is_not_on_its_way() {
+    fn memory_plugged_before_first_report_is_not_on_its_way() {
         let rig = rig();
         let mut coming = Coming::default();
         let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_is_in_the_total_and_not_free_yet_is_still_on_its_way() {
+    fn block_in_total_that_is_not_free_yet_is_still_on_its_way() {
         for (mut rig, asked_bytes, online_bytes) in short() {
             asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
             for _ in 0..2 {
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn zones_that_were_read_before_the_total_do_not_make_a_second_shortage() {
+    fn zones_read_before_the_total_cause_no_second_shortage() {
         for (mut rig, asked_bytes, online_bytes) in short().into_iter().take(2) {
             asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
             rig.raw.memory.free_bytes += online_bytes;
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_has_been_filled_is_missing_two_fast_reports_later() {
+    fn filled_block_is_missing_two_fast_reports_later() {
         for (mut rig, asked_bytes, online_bytes) in short() {
             asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
             let added: Vec<_> = (0..3)
@@ -476,7 +476,7 @@ mod tests {
     /// The controller repeatedly requests less than a table, or withdraws it. Such memory has not
     /// arrived when the guest frees pages of its own.
     #[test]
-    fn what_is_not_asked_of_the_guest_has_not_come() {
+    fn memory_not_requested_from_guest_has_not_arrived() {
         for is_taken_back in [false, true] {
             for (mut rig, wanted_bytes, _) in short().into_iter().take(2) {
                 let name = rig.policy.name();
@@ -504,7 +504,7 @@ mod tests {
     /// All memory that a table requested arrives before the table is evaluated again. Blocks that
     /// arrive and leave the node in its row cause no further request.
     #[test]
-    fn a_part_that_is_free_does_not_make_a_second_shortage() {
+    fn free_part_of_a_grow_causes_no_second_shortage() {
         for (mut rig, asked_bytes, _) in short().into_iter().take(2) {
             // 35 MiB are free, in the same row as 33.
             asked_and_online(&mut rig, asked_bytes, 2 * MIB, 2 * MIB);
@@ -520,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_was_free_and_is_filled_is_missing_at_once() {
+    fn block_that_was_free_and_is_filled_is_missing_at_once() {
         for (mut rig, asked_bytes, online_bytes) in short() {
             asked_and_online(&mut rig, asked_bytes, online_bytes, online_bytes);
             assert_eq!(rig.report(50).want_bytes, None, "{}", rig.policy.name());
@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worse_row_is_not_hidden_by_a_block_that_arrives() {
+    fn arriving_block_does_not_hide_a_worse_row() {
         for ((mut rig, asked_bytes, online_bytes), times) in short().into_iter().zip([5, 16]) {
             asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
             rig.free(0, 0);

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_does_not_become_free_has_been_filled() {
+    fn block_that_does_not_become_free_counts_as_used() {
         let reports = [(0, 500, 30), (50, 628, 30), (149, 628, 30), (150, 628, 30)];
         assert_eq!(onlining(&reports), [0, 128, 128, 0]);
         // If reports are 5 ms apart, the time decides, and otherwise the number.
@@ -154,13 +154,13 @@ mod tests {
     }
 
     #[test]
-    fn what_came_between_reports_far_apart_has_had_the_time() {
+    fn memory_that_arrives_between_distant_reports_is_not_onlining() {
         assert_eq!(onlining(&[(0, 500, 30), (300, 628, 30), (601, 756, 30)]), [0, 128, 128]);
         assert_eq!(onlining(&[(0, 500, 30), (1_000, 628, 30), (2_000, 756, 30)]), [0, 0, 0]);
     }
 
     #[test]
-    fn an_agents_steady_pace_is_no_gap() {
+    fn steady_pace_of_agent_is_not_a_gap() {
         for ms in 250..=260 {
             let reports = [(0, 500, 30), (ms, 628, 30), (2 * ms, 628, 158)];
             assert_eq!(onlining(&reports), [0, 128, 0], "each {ms} ms");

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn the_agents_watermark_includes_the_reserve() {
+    fn agent_watermark_includes_reserve() {
         let watermark_bytes = |block_bytes| {
             let blocks = Blocks { block_bytes, ..Blocks::default() };
             let report = Report::try_from(RawReport { blocks, ..raw_report() }).expect("sound");
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_reserve_is_not_free() {
+    fn kernel_reserve_is_not_free() {
         let (mut raw, host) = (raw_report(), host());
         let free_mib = |raw: &RawReport| {
             let report = Report::try_from(raw.clone()).expect("sound");
@@ -218,7 +218,7 @@ mod tests {
     /// Linux reserves at most the movable memory of the node, regardless of the PM that the agent
     /// counts.
     #[test]
-    fn reserve_equals_that_of_linux_at_384_mib_beside_24_gib() {
+    fn reserve_of_384_mib_with_24_gib_of_pm_equals_that_of_linux() {
         let boot = BootMemory { boot_bytes: 384 * MIB, dram_bytes: 0, pm_bytes: 24 << 30 };
         let movable_bytes = boot.managed_movable_bytes();
         let mut raw = raw_report();
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn reserve_that_the_guest_reports_counts() {
+    fn reported_reserve_replaces_computed_one() {
         let mut raw = raw_report();
         raw.zones[0].protected_pages = Some(70 * MIB / PAGE_BYTES);
         let report = Report::try_from(raw).expect("sound");
@@ -265,7 +265,7 @@ mod tests {
 
     /// All plugged DRAM is reserved until twice the reserve is movable.
     #[test]
-    fn reserve_grows_with_the_dram_that_is_requested() {
+    fn reserve_grows_with_requested_dram() {
         let (mut raw, mut host) = with_dram_to_plug();
         host.zones[1].requested_bytes = 1024 * MIB;
         assert_eq!(change_mib(&raw, &host, 1024), 0, "PM");
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn reserve_changes_with_the_dram_that_is_given_back() {
+    fn reserve_changes_with_removed_dram() {
         let (mut raw, mut host) = with_dram_to_plug();
         let present_mib = (88 + 256) / 2;
         (host.zones[0].requested_bytes, host.zones[0].plugged_bytes) = (256 * MIB, 256 * MIB);
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_reserved_without_movable_memory_beside_the_kernels() {
+    fn nothing_is_reserved_without_movable_memory() {
         let mut raw = raw_report();
         raw.zones.remove(1);
         let report = Report::try_from(raw).expect("sound");

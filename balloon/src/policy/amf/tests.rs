@@ -38,7 +38,7 @@ cases! { |free, times| PAPERS.check(free, times);
 }
 
 #[test]
-fn every_broken_table_2_is_caught() {
+fn each_broken_table_2_is_detected() {
     PAPERS.check_cases(CASES);
 }
 
@@ -65,7 +65,7 @@ mod overlap {
     }
 
     #[test]
-    fn rows_that_end_nowhere_are_caught() {
+    fn lookup_without_upper_limits_of_rows_is_detected() {
         TWICE.check_overlap(CASES);
     }
 
@@ -87,14 +87,14 @@ mod overlap {
         }
 
         #[test]
-        fn rows_that_end_nowhere_are_caught() {
+        fn lookup_without_upper_limits_of_rows_is_detected() {
             ONCE.check_overlap(CASES);
         }
     }
 }
 
 #[test]
-fn the_scale_moves_the_borders() {
+fn scale_moves_borders() {
     for (scale, pages, times) in [
         (4, 4 * HIGH + 1, 0),
         (4, 4 * HIGH, 1),
@@ -138,7 +138,7 @@ fn watermark_share_makes_the_first_border_a_share_of_dram() {
 }
 
 #[test]
-fn watermarks_of_a_node_are_summed_over_its_zones_that_have_memory() {
+fn watermarks_of_a_node_are_summed_over_zones_with_memory() {
     let mut rig = Rig::new(amf(1024), &[D], &[1024 * GIB]);
     let mut dma32 = rig.raw.zones[0];
     dma32.kind = foreshore_proto::ZoneKind::Dma32;
@@ -158,7 +158,7 @@ fn watermarks_of_a_node_are_summed_over_its_zones_that_have_memory() {
 }
 
 #[test]
-fn one_shortage_is_answered_once_however_often_it_is_reported() {
+fn shortage_is_answered_once_although_reported_again() {
     let mut rig = Rig::new(amf(1024), &[D], &[1024 * GIB]);
     rig.free(0, HIGH * 1024);
     let decision = rig.report(1_000);
@@ -180,7 +180,7 @@ fn one_shortage_is_answered_once_however_often_it_is_reported() {
 }
 
 #[test]
-fn free_pm_is_an_answer_to_its_nodes_need() {
+fn free_pm_answers_need_of_its_node() {
     let mut rig = Rig::new(amf(1024), &[D], &[1024 * GIB]);
     rig.plug(0, D);
     rig.free(0, 0);
@@ -191,7 +191,7 @@ fn free_pm_is_an_answer_to_its_nodes_need() {
 }
 
 #[test]
-fn the_node_that_is_furthest_down_is_served_first_with_its_own_dram_for_a_measure() {
+fn node_furthest_down_is_served_first_in_multiples_of_its_own_dram() {
     let mut rig = Rig::new(amf(1024), &[D, D / 2], &[1024 * GIB, 1024 * GIB]);
     rig.free(0, HIGH * 1024);
     rig.free(1, LOW * 1024);
@@ -206,7 +206,7 @@ fn the_node_that_is_furthest_down_is_served_first_with_its_own_dram_for_a_measur
 }
 
 #[test]
-fn a_node_whose_own_pm_is_used_up_counts_the_others() {
+fn node_whose_own_pm_is_used_up_counts_pm_of_others() {
     let mut rig = Rig::new(amf(1024), &[D, D], &[GIB, 1024 * GIB]);
     rig.plug(0, GIB);
     rig.plug(1, D);
@@ -228,7 +228,7 @@ fn with_free_sections(sections: u64) -> Rig {
 }
 
 #[test]
-fn sections_stay_until_their_descriptors_take_three_percent_of_dram() {
+fn sections_stay_until_descriptors_take_three_percent_of_dram() {
     // 3 % of 8 GiB are 245.76 MiB, which are the descriptors of 122 sections but not of 123.
     assert_eq!(with_free_sections(122).report(1_000).want_bytes, None);
     let mut rig = with_free_sections(123);
@@ -250,7 +250,7 @@ fn sections_stay_until_their_descriptors_take_three_percent_of_dram() {
 }
 
 #[test]
-fn a_dry_run_leaves_no_sections_on_their_way() {
+fn dry_run_leaves_no_removal_in_progress() {
     let mut rig = with_free_sections(123);
     rig.dry_run = true;
     assert_eq!(rig.report(1_000).want_bytes, Some(0));
@@ -260,7 +260,7 @@ fn a_dry_run_leaves_no_sections_on_their_way() {
 }
 
 #[test]
-fn sections_whose_descriptors_take_three_percent_to_the_byte_stay() {
+fn sections_with_descriptors_of_exactly_three_percent_stay() {
     // 3 % of 8000 MiB are 240 MiB: the descriptors of 120 sections.
     for (sections, want_bytes) in [(120, None), (121, Some(0))] {
         let mut rig = Rig::new(amf(64), &[8000 * MIB], &[1024 * GIB]);
@@ -270,14 +270,14 @@ fn sections_whose_descriptors_take_three_percent_to_the_byte_stay() {
 }
 
 #[test]
-fn the_share_is_a_parameter() {
+fn reclaim_share_is_a_parameter() {
     let mut rig = with_free_sections(50);
     rig.policy = rig.policy.with([("reclaim", &"10".into())]).expect("in bounds");
     assert_eq!(rig.report(1_000).want_bytes, Some(0));
 }
 
 #[test]
-fn sections_of_which_something_is_used_stay() {
+fn partly_used_sections_stay() {
     let mut rig = with_free_sections(200);
     rig.free(1, 130 * SECTION_BYTES / PAGE_BYTES - 1);
     let decision = rig.report(1_000);
@@ -285,7 +285,7 @@ fn sections_of_which_something_is_used_stay() {
 }
 
 #[test]
-fn what_goes_back_leaves_table_2_content() {
+fn removal_leaves_enough_for_table_2() {
     let mut rig = with_free_sections(200);
     rig.free(0, 0);
     let border_bytes = HIGH * 64 * PAGE_BYTES;
@@ -299,7 +299,7 @@ fn what_goes_back_leaves_table_2_content() {
 }
 
 #[test]
-fn a_node_that_is_short_keeps_all_sections() {
+fn node_that_is_short_keeps_all_sections() {
     let mut rig = with_free_sections(500);
     rig.report(1_000);
     rig.free(0, 0);
@@ -308,14 +308,14 @@ fn a_node_that_is_short_keeps_all_sections() {
 }
 
 #[test]
-fn memory_that_is_no_node_of_pm_is_not_reclaimed() {
+fn memory_outside_pm_nodes_is_not_reclaimed() {
     let mut rig = with_free_sections(200);
     rig.host.zones[0].tier = Tier::Dram;
     assert_eq!(rig.report(1_000).want_bytes, None);
 }
 
 #[test]
-fn the_agent_reports_fast_under_the_first_border_but_not_always() {
+fn reports_are_fast_below_first_border_within_a_limit() {
     let mut rig = Rig::new(amf(1), &[D], &[D]);
     assert_eq!(rig.report(1_000).watermark_bytes, HIGH * PAGE_BYTES);
     let mut rig = Rig::new(amf(1024), &[D], &[D]);

@@ -44,7 +44,7 @@ mod table_3 {
     }
 
     #[test]
-    fn every_broken_table_3_is_caught() {
+    fn each_broken_table_3_is_detected() {
         PAPERS.check_cases(CASES);
     }
 
@@ -72,7 +72,7 @@ mod table_3 {
         }
 
         #[test]
-        fn rows_that_end_nowhere_are_caught() {
+        fn lookup_without_upper_limits_of_rows_is_detected() {
             TWICE.check_overlap(CASES);
         }
 
@@ -95,14 +95,14 @@ mod table_3 {
             }
 
             #[test]
-            fn rows_that_end_nowhere_are_caught() {
+            fn lookup_without_upper_limits_of_rows_is_detected() {
                 ONCE.check_overlap(CASES);
             }
         }
     }
 
     #[test]
-    fn the_scale_moves_the_borders() {
+    fn scale_moves_borders() {
         for (pages, times) in
             [(8 * HIGH + 1, 0), (8 * HIGH, 1), (4 * HIGH, 2), (4 * LOW, 4), (4 * MIN, 8)]
         {
@@ -129,7 +129,7 @@ mod table_3 {
     }
 
     #[test]
-    fn nodes_are_served_in_turn_from_the_one_behind_the_last() {
+    fn nodes_are_served_in_turn_after_the_last_one() {
         let mut rig = Rig::new(dapper(1024), &[D, D, D], &[4096 * GIB; 3]);
         for zone in [0, 2] {
             rig.free(zone, 0);
@@ -146,7 +146,7 @@ mod table_3 {
     }
 
     #[test]
-    fn one_shortage_is_answered_once_and_does_not_hide_the_next() {
+    fn shortage_is_answered_once_and_does_not_hide_the_next() {
         let mut rig = Rig::new(dapper(1024), &[D, D], &[4096 * GIB; 2]);
         rig.free(0, HIGH * 1024);
         let decision = rig.report(50);
@@ -163,7 +163,7 @@ mod table_3 {
     }
 
     #[test]
-    fn every_node_has_its_own_measure() {
+    fn each_node_is_measured_by_its_own_dram() {
         let mut rig = Rig::new(dapper(1024), &[D, D / 4], &[4096 * GIB; 2]);
         rig.free(1, 0);
         let decision = rig.report(50);
@@ -228,7 +228,7 @@ mod table_4 {
     }
 
     #[test]
-    fn every_broken_table_4_is_caught() {
+    fn each_broken_table_4_is_detected() {
         let is_caught = |table: &[Removal]| {
             CASES
                 .iter()
@@ -259,7 +259,7 @@ mod table_4 {
     }
 
     #[test]
-    fn a_removal_in_steps_ends_where_the_table_said() {
+    fn removal_in_steps_ends_at_size_of_first_evaluation() {
         let mut rig = idle();
         rig.free(0, 4 * GIB / PAGE_BYTES);
         rig.free(1, 9 * GIB / PAGE_BYTES);
@@ -284,7 +284,7 @@ mod table_4 {
     }
 
     #[test]
-    fn a_dry_run_leaves_no_removal_under_way() {
+    fn dry_run_leaves_no_removal_in_progress() {
         let mut rig = Rig::new(dapper(1), &[4 * GIB], &[P]);
         rig.plug(0, P);
         rig.dry_run = true;
@@ -298,7 +298,7 @@ mod table_4 {
     }
 
     #[test]
-    fn a_dry_run_takes_nobodys_turn() {
+    fn dry_run_does_not_advance_turn_of_nodes() {
         let mut rig = Rig::new(dapper(1), &[D, D], &[P, P]);
         rig.plug(0, P);
         rig.plug(1, P);
@@ -316,7 +316,7 @@ mod table_4 {
     }
 
     #[test]
-    fn table_3_goes_before_table_4_and_ends_a_removal() {
+    fn table_3_precedes_table_4_and_ends_a_removal() {
         let mut rig = idle();
         assert_eq!(rig.report(1_000).reason, Reason::FreeShare);
         rig.free(0, 0);
@@ -328,7 +328,7 @@ mod table_4 {
     }
 
     #[test]
-    fn what_is_removed_is_not_brought_back_at_the_next_page() {
+    fn removed_memory_is_not_brought_back_by_the_next_page() {
         let mut rig = idle();
         rig.free(0, 0);
         for _ in 0..10 {
@@ -344,7 +344,7 @@ mod table_4 {
     }
 
     #[test]
-    fn nothing_goes_while_a_node_lives_on_the_pm_of_another() {
+    fn nothing_is_removed_while_a_node_depends_on_pm_of_another() {
         let mut rig = Rig::new(dapper(1), &[D, D], &[GIB, P]);
         rig.plug(0, GIB);
         rig.plug(1, P);
@@ -356,7 +356,7 @@ mod table_4 {
     }
 
     #[test]
-    fn the_pm_of_a_node_goes_by_its_own_capacity_and_the_others_stays_near() {
+    fn removal_follows_pm_size_of_its_node_and_leaves_other_nodes() {
         let mut rig = Rig::new(dapper(1), &[D, D], &[P, 4 * P]);
         rig.plug(0, P);
         rig.plug(1, P);
@@ -393,7 +393,7 @@ mod table_4 {
     }
 
     #[test]
-    fn a_removal_ends_with_its_node() {
+    fn removal_ends_when_its_node_disappears() {
         let mut rig = Rig::new(dapper(1), &[D, D], &[P, P]);
         rig.plug(0, P);
         rig.plug(1, P);

@@ -18,7 +18,7 @@ fn with(rig: Rig, name: &str, text: &str) -> Rig {
 }
 
 #[test]
-fn memorage_edge_at_pages_high_nothing_is_lent() {
+fn memorage_edge_at_pages_high_lends_nothing() {
     let mut rig = rig();
     rig.free(0, HIGH);
     let decision = rig.report(1_000);
@@ -29,7 +29,7 @@ fn memorage_edge_at_pages_high_nothing_is_lent() {
 }
 
 #[test]
-fn memorage_edge_one_page_below_pages_high_a_unit_is_lent() {
+fn memorage_edge_one_page_below_pages_high_lends_a_unit() {
     let mut rig = rig();
     rig.free(0, HIGH - 1);
     let decision = rig.report(1_000);
@@ -41,7 +41,7 @@ fn memorage_edge_one_page_below_pages_high_a_unit_is_lent() {
 }
 
 #[test]
-fn memorage_the_scale_moves_the_trigger() {
+fn memorage_scale_moves_trigger() {
     let mut rig = with(rig(), "watermark-scale", "32");
     rig.free(0, 32 * HIGH);
     assert_eq!(rig.report(1_000).want_bytes, None);
@@ -51,7 +51,7 @@ fn memorage_the_scale_moves_the_trigger() {
 }
 
 #[test]
-fn memorage_a_unit_on_its_way_is_not_lent_again() {
+fn memorage_unit_on_its_way_is_not_lent_again() {
     let mut rig = rig();
     rig.free(0, 0);
     rig.host.zones[0].requested_bytes = rig.report(50).want_bytes.expect("a unit");
@@ -66,7 +66,7 @@ fn memorage_a_unit_on_its_way_is_not_lent_again() {
 }
 
 #[test]
-fn memorage_more_than_a_unit_is_lent_where_one_is_too_small() {
+fn memorage_lends_several_units_if_one_is_too_small() {
     let mut rig = with(rig(), "unit", "8M");
     rig.free(0, 0);
     let decision = rig.report(50);
@@ -74,7 +74,7 @@ fn memorage_more_than_a_unit_is_lent_where_one_is_too_small() {
 }
 
 #[test]
-fn memorage_never_more_than_the_zones_have() {
+fn memorage_lends_at_most_the_size_of_the_zones() {
     let mut rig = rig();
     rig.plug(0, 15 * GIB);
     rig.free(0, 0);
@@ -92,7 +92,7 @@ fn memorage_never_more_than_the_zones_have() {
 }
 
 #[test]
-fn memorage_storage_that_has_nothing_to_lend_says_so() {
+fn memorage_without_storage_to_lend_holds_with_reason_storage_short() {
     let mut rig = with(rig(), "storage_floor", "8G");
     rig.free(0, 0);
     rig.host.pool_free_bytes = 9 * GIB;
@@ -106,7 +106,7 @@ fn memorage_storage_that_has_nothing_to_lend_says_so() {
 }
 
 #[test]
-fn memorage_dram_is_no_loan() {
+fn memorage_dram_does_not_count_as_storage() {
     let mut rig = with(rig(), "storage_floor", "8G");
     rig.free(0, 0);
     rig.host.pool_free_bytes = 8 * GIB;
@@ -118,7 +118,7 @@ fn memorage_dram_is_no_loan() {
 }
 
 #[test]
-fn memorage_gives_back_first_when_storage_runs_short() {
+fn memorage_returns_memory_first_if_storage_is_short() {
     let mut rig = with(rig(), "storage_floor", "8G");
     rig.plug(0, 4 * GIB);
     rig.host.pool_free_bytes = 8 * GIB;
@@ -147,7 +147,7 @@ fn memorage_gives_back_first_when_storage_runs_short() {
 }
 
 #[test]
-fn memorage_gives_back_in_the_background_when_there_has_been_no_pressure() {
+fn memorage_returns_memory_after_time_without_pressure() {
     let mut rig = rig();
     rig.plug(0, UNIT);
     rig.free(0, 0);
@@ -164,7 +164,7 @@ fn memorage_gives_back_in_the_background_when_there_has_been_no_pressure() {
 /// A guest with no free memory waits for a unit, and fills the first part as soon as that is in the
 /// total.
 #[test]
-fn memorage_what_has_not_been_free_is_not_taken_back() {
+fn memorage_memory_that_has_not_been_free_is_not_returned() {
     let mut rig = with(rig(), "calm", "5s");
     rig.free(0, 0);
     rig.host.zones[0].requested_bytes = rig.report(50).want_bytes.expect("a unit");
@@ -182,7 +182,7 @@ fn memorage_what_has_not_been_free_is_not_taken_back() {
 }
 
 #[test]
-fn memorage_the_least_of_the_calm_time_counts_and_pressure_begins_it_anew() {
+fn memorage_minimum_of_calm_time_counts_and_pressure_restarts_it() {
     let mut rig = with(rig(), "calm", "5s");
     rig.plug(0, UNIT);
     rig.free(0, 0);

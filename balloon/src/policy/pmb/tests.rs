@@ -29,17 +29,17 @@ fn units(free_pages: u64) -> u64 {
 }
 
 #[test]
-fn pmb_edge_at_the_watermark_nothing_moves() {
+fn pmb_edge_at_watermark_adds_nothing() {
     assert_eq!(units(W), 0);
 }
 
 #[test]
-fn pmb_edge_one_page_below_the_watermark_one_unit_moves() {
+fn pmb_edge_one_page_below_watermark_adds_one_unit() {
     assert_eq!(units(W - 1), 1);
 }
 
 #[test]
-fn pmb_as_many_units_as_bring_free_memory_over_the_watermark() {
+fn pmb_adds_units_until_free_memory_exceeds_watermark() {
     assert_eq!(units(W - UNIT_PAGES + 1), 1);
     assert_eq!(units(W - UNIT_PAGES), 2, "over it, not up to it");
     assert_eq!(units(W - 10 * UNIT_PAGES + 1), 10);
@@ -60,7 +60,7 @@ fn pmb_units_on_their_way_count() {
 }
 
 #[test]
-fn pmb_the_unit_is_a_parameter() {
+fn pmb_unit_is_a_parameter() {
     let mut rig = rig();
     rig.policy = rig.policy.with([("unit", &"64M".into())]).expect("in bounds");
     rig.free(0, W - 1);
@@ -78,7 +78,7 @@ fn with_units(blocks: Option<u64>, free_pages: u64) -> Rig {
 }
 
 #[test]
-fn pmb_units_that_are_wholly_free_return_at_once() {
+fn pmb_free_units_are_returned_at_once() {
     let mut rig = with_units(Some(7), 100_000);
     let decision = rig.report(1_000);
     assert_eq!((rig.taken(decision), decision.reason), (7 * UNIT, Reason::FreeUnits));
@@ -91,7 +91,7 @@ fn pmb_units_that_are_wholly_free_return_at_once() {
 }
 
 #[test]
-fn pmb_older_agents_do_not_count_units_and_free_pages_stand_for_them() {
+fn pmb_without_block_counts_free_pages_are_an_estimate() {
     let mut rig = with_units(None, 7 * UNIT_PAGES + UNIT_PAGES - 1);
     let decision = rig.report(1_000);
     assert_eq!(rig.taken(decision), 7 * UNIT);
@@ -113,7 +113,7 @@ fn pmb_dram_is_not_returned() {
 }
 
 #[test]
-fn pmb_twice_the_watermark_stays_so_that_units_do_not_go_to_and_fro() {
+fn pmb_twice_the_watermark_stays_to_prevent_oscillation() {
     let mut rig = with_units(Some(256), 262_144);
     rig.free(0, 0);
     let mut directions = Vec::new();
@@ -139,7 +139,7 @@ fn pmb_twice_the_watermark_stays_so_that_units_do_not_go_to_and_fro() {
 /// A large block is arriving. A few of its units are free already, but tasks that wait for it will
 /// fill the rest.
 #[test]
-fn pmb_what_has_not_been_free_is_not_left_in_place_of_units_that_go() {
+fn pmb_memory_that_has_not_been_free_is_no_surplus() {
     let mut rig = rig();
     rig.report(1_000);
     rig.host.zones[0].requested_bytes = GIB;

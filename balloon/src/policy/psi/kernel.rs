@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn kernel_needs_nothing_where_no_block_can_become_kernel_memory() {
+    fn kernel_needs_nothing_if_no_block_can_become_kernel_memory() {
         let need = |report: &Report, host: &HostView| {
             need(report, host, &KernelGrowth::default()).is_some()
         };
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_kernel_gets_movable_memory_for_a_block() {
+    fn short_kernel_gets_movable_memory_for_a_block() {
         let missing_mib = |kernel_free, pm_free, block| {
             let report = report(kernel_free, pm_free, block);
             need(&report, &host(256), &KernelGrowth::default()).map(|need| need.missing_bytes / MIB)
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_grows_fast_gets_memory_sooner_and_more() {
+    fn fast_growing_kernel_gets_memory_sooner_and_more() {
         let mut growth = KernelGrowth::default();
         let holds =
             |mib: u64| KernelUse { slab_unreclaimable_bytes: mib * MIB, ..KernelUse::default() };
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn caches_that_linux_reclaims_are_no_need() {
+    fn reclaimable_caches_are_no_need() {
         let need = |unused_dentries, allocstalls| {
             let kernel = KernelUse {
                 slab_reclaimable_bytes: 330 * MIB,

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_1_a_guest_with_headroom_is_left_alone() {
+fn rule_1_guest_with_headroom_is_left_alone() {
     let mut rig = Rig::new();
     for _ in 0..20 {
         let decision = rig.report(1000, 280);
@@ -12,7 +12,7 @@ fn rule_1_a_guest_with_headroom_is_left_alone() {
 }
 
 #[test]
-fn rule_1_less_than_the_bridge_grows() {
+fn rule_1_available_memory_below_headroom_grows() {
     let mut rig = Rig::new();
     // 256 MiB/s for 0.3 s would be more than an eighth of 352 MiB, which is 44.
     assert_eq!(rig.report(1000, 44).want_bytes, None);
@@ -23,7 +23,7 @@ fn rule_1_less_than_the_bridge_grows() {
 }
 
 #[test]
-fn rule_1_the_bridge_is_what_a_burst_takes_until_more_is_there() {
+fn rule_1_headroom_absorbs_burst_until_more_memory_is_online() {
     let params = Params::default();
     let bridge_mib = |needs| Marks::new(&params, needs).rest_bytes / MIB;
     let needs = Needs { total_bytes: 4096 * MIB, reaction_ms: 300, ..Needs::default() };
@@ -40,7 +40,7 @@ fn rule_1_the_bridge_is_what_a_burst_takes_until_more_is_there() {
 }
 
 #[test]
-fn rule_1_how_long_plugging_takes_is_learned() {
+fn rule_1_plug_time_is_learned() {
     let mut rig = Rig::new();
     assert_eq!(rig.state.plug_time.ms(), 250, "until it is known");
     rig.report(1000, 43);
@@ -64,7 +64,7 @@ fn rule_1_how_long_plugging_takes_is_learned() {
 }
 
 #[test]
-fn rule_2_a_guest_that_fills_fast_is_given_more_before_it_is_short() {
+fn rule_2_fast_filling_guest_grows_before_it_is_short() {
     let mut rig = Rig::new();
     rig.report(1000, 200);
     assert_eq!(rig.report(100, 199).reason, Reason::Enough, "a megabyte is noise");
@@ -76,7 +76,7 @@ fn rule_2_a_guest_that_fills_fast_is_given_more_before_it_is_short() {
 }
 
 #[test]
-fn rule_2_a_rate_that_cannot_last_asks_for_no_more_than_there_is() {
+fn rule_2_fill_is_at_most_half_of_guest_memory() {
     let marks = |fill_bytes_per_s| {
         let needs =
             Needs { total_bytes: 400 * MIB, fill_bytes_per_s, reaction_ms: 50, ..Needs::default() };
@@ -92,7 +92,7 @@ fn rule_2_a_rate_that_cannot_last_asks_for_no_more_than_there_is() {
 }
 
 #[test]
-fn rule_2_slow_plugging_looks_further_ahead() {
+fn rule_2_slow_plugging_extends_horizon() {
     let params = Params::default();
     let low_mib = |reaction_ms| {
         let needs = Needs {
@@ -108,7 +108,7 @@ fn rule_2_slow_plugging_looks_further_ahead() {
 }
 
 #[test]
-fn rule_2_the_fill_is_bounded_by_the_guests_own_size() {
+fn rule_2_grow_for_a_fill_is_bounded_by_guest_size() {
     let mut rig = Rig::new();
     rig.report(1000, 350);
     let want = want_mib(rig.report(100, 1)).expect("grows");
@@ -116,7 +116,7 @@ fn rule_2_the_fill_is_bounded_by_the_guests_own_size() {
 }
 
 #[test]
-fn rule_2_what_the_guest_keeps_of_plugged_memory_is_no_fill() {
+fn rule_2_plugged_memory_that_guest_reserves_is_no_fill() {
     let mut rig = Rig::new();
     rig.report(1000, 280);
     rig.plug(128);
@@ -127,7 +127,7 @@ fn rule_2_what_the_guest_keeps_of_plugged_memory_is_no_fill() {
 /// Ratios of the reserve are whole numbers, so the reserve may double while plugged DRAM is
 /// removed.
 #[test]
-fn rule_2_reserve_that_the_agent_enlarges_is_no_fill() {
+fn rule_2_growth_of_reserve_is_no_fill() {
     let reason = |protected_mib: u64| {
         let mut rig = Rig::new();
         rig.raw.zones[0].protected_pages = Some(0);
@@ -142,7 +142,7 @@ fn rule_2_reserve_that_the_agent_enlarges_is_no_fill() {
 /// may have been filled. If it was, the guest cannot wait another second. If it was not, the guest
 /// gets memory once that it returns later.
 #[test]
-fn rule_2_what_a_slow_report_finds_half_way_counts_as_filled() {
+fn rule_2_block_halfway_online_in_slow_report_counts_as_filled() {
     for is_filled in [false, true] {
         let mut rig = Rig::new();
         rig.report(1000, 150);
@@ -168,7 +168,7 @@ fn rule_2_what_a_slow_report_finds_half_way_counts_as_filled() {
 }
 
 #[test]
-fn rule_3_what_is_on_its_way_counts_as_available() {
+fn rule_3_memory_on_its_way_counts_as_available() {
     let mut rig = Rig::new();
     rig.report(1000, 60);
     let want = rig.report(3000, 30).want_bytes.expect("grows");
@@ -197,7 +197,7 @@ fn short_with_a_block_onlining(online_mib: u64) -> Rig {
 }
 
 #[test]
-fn rule_3_a_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
+fn rule_3_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
     for online_mib in [64, 128] {
         let mut rig = short_with_a_block_onlining(online_mib);
         for _ in 0..2 {
@@ -217,7 +217,7 @@ fn rule_3_a_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
 }
 
 #[test]
-fn rule_3_a_block_that_is_filled_is_missing_two_fast_reports_later() {
+fn rule_3_filled_block_is_missing_two_fast_reports_later() {
     let mut rig = short_with_a_block_onlining(128);
     assert_eq!(rig.report(50, 43).want_bytes, None);
     assert_eq!(rig.report(50, 43).want_bytes, None);
@@ -241,7 +241,7 @@ fn rule_3_a_block_that_is_filled_is_missing_two_fast_reports_later() {
 }
 
 #[test]
-fn rule_3_what_is_on_its_way_back_does_not() {
+fn rule_3_memory_to_be_removed_does_not_count_as_available() {
     let mut rig = Rig::new();
     rig.plug(512);
     for _ in 0..5 {
@@ -255,7 +255,7 @@ fn rule_3_what_is_on_its_way_back_does_not() {
 }
 
 #[test]
-fn rule_3_memory_that_is_about_to_leave_is_neither_fill_nor_missing_twice() {
+fn rule_3_memory_about_to_leave_is_neither_fill_nor_missing_twice() {
     let mut rig = Rig::new();
     rig.params.idle_ms = 10_000;
     rig.report(1000, 280);
@@ -279,7 +279,7 @@ fn rule_3_memory_that_is_about_to_leave_is_neither_fill_nor_missing_twice() {
 }
 
 #[test]
-fn rule_3_use_that_exceeds_what_is_about_to_leave_is_seen() {
+fn rule_3_use_beyond_memory_about_to_leave_is_noticed() {
     let mut rig = Rig::new();
     rig.report(1000, 280);
     rig.plug(512);
@@ -292,7 +292,7 @@ fn rule_3_use_that_exceeds_what_is_about_to_leave_is_seen() {
 }
 
 #[test]
-fn rule_3_reserve_that_grows_is_not_about_to_leave() {
+fn rule_3_growth_of_reserve_is_not_memory_about_to_leave() {
     let is_short = |protected_mib: u64| {
         let mut rig = Rig::new();
         rig.raw.zones[0].protected_pages = Some(0);
@@ -309,7 +309,7 @@ fn rule_3_reserve_that_grows_is_not_about_to_leave() {
 }
 
 #[test]
-fn rule_3_dram_that_the_kernel_will_keep_does_not_count() {
+fn rule_3_dram_that_becomes_reserve_does_not_count() {
     let reason = |requested_mib: u64, reports_reserve: bool| {
         let mut rig = Rig::with_dram(0);
         if !reports_reserve {
@@ -325,7 +325,7 @@ fn rule_3_dram_that_the_kernel_will_keep_does_not_count() {
 
 /// DRAM that is online and reserved for the kernel never becomes available.
 #[test]
-fn rule_3_dram_that_the_kernel_keeps_is_not_onlining() {
+fn rule_3_dram_in_reserve_is_not_onlining() {
     let is_short = |protected_mib: u64| {
         let mut rig = Rig::with_dram(0);
         rig.report(1000, 100);
@@ -340,7 +340,7 @@ fn rule_3_dram_that_the_kernel_keeps_is_not_onlining() {
 }
 
 #[test]
-fn rule_4_grows_that_follow_closely_double() {
+fn rule_4_grows_in_close_succession_double() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
     let mut steps = Vec::new();
@@ -359,7 +359,7 @@ fn rule_4_grows_that_follow_closely_double() {
 }
 
 #[test]
-fn rule_4_a_grow_that_is_not_carried_out_doubles_nothing() {
+fn rule_4_grow_that_is_not_carried_out_doubles_nothing() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
     rig.report(1000, 30);
@@ -370,7 +370,7 @@ fn rule_4_a_grow_that_is_not_carried_out_doubles_nothing() {
 }
 
 #[test]
-fn rule_4_a_grow_after_a_pause_starts_small_again() {
+fn rule_4_grow_after_a_pause_is_small_again() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
     rig.report(1000, 46);
@@ -393,7 +393,7 @@ fn rule_4_a_grow_after_a_pause_starts_small_again() {
 }
 
 #[test]
-fn rule_5_swapping_grows_where_little_is_available() {
+fn rule_5_swapping_grows_if_little_memory_is_available() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
     rig.report(1000, 131);
@@ -405,7 +405,7 @@ fn rule_5_swapping_grows_where_little_is_available() {
 }
 
 #[test]
-fn rule_5_swapping_beside_plenty_is_a_cgroups_own_limit() {
+fn rule_5_swapping_with_plenty_available_is_a_cgroup_limit() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
     rig.report(1000, 132);
@@ -414,7 +414,7 @@ fn rule_5_swapping_beside_plenty_is_a_cgroups_own_limit() {
 }
 
 #[test]
-fn rule_5_what_a_cgroups_own_limit_swaps_out_is_no_fill_and_no_want() {
+fn rule_5_memory_that_a_cgroup_limit_swaps_out_is_neither_fill_nor_shortage() {
     let mut rig = Rig::new();
     rig.report(1000, 120);
     // More than 1 MiB is swapped out in every period, and no pages are scanned.
@@ -435,7 +435,7 @@ fn rule_5_what_a_cgroups_own_limit_swaps_out_is_no_fill_and_no_want() {
 }
 
 #[test]
-fn rule_5_waiting_tasks_grow_where_little_is_available() {
+fn rule_5_stalls_grow_if_little_memory_is_available() {
     let mut rig = Rig::new();
     rig.report(1000, 120);
     rig.stall().some_us += 99_000;
@@ -446,7 +446,7 @@ fn rule_5_waiting_tasks_grow_where_little_is_available() {
 }
 
 #[test]
-fn rule_5_signs_of_before_a_grow_are_not_counted_again() {
+fn rule_5_signs_before_a_grow_do_not_count_again() {
     let mut rig = Rig::new();
     rig.report(1000, 100);
     rig.stall().some_us += 500_000;

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_6_page_cache_that_comes_back_grows_only_while_tasks_wait() {
+fn rule_6_returning_page_cache_grows_only_while_tasks_wait() {
     let mut rig = Rig::new();
     rig.raw.memory.cached_bytes = 150 * MIB;
     rig.report(1000, 250);
@@ -15,7 +15,7 @@ fn rule_6_page_cache_that_comes_back_grows_only_while_tasks_wait() {
 }
 
 #[test]
-fn rule_6_a_guest_is_given_what_comes_back_while_more_is_plugged() {
+fn rule_6_grow_includes_page_cache_that_returns_during_plugging() {
     let want_after = |pages, cached_mib| {
         let mut rig = Rig::new();
         rig.raw.memory.cached_bytes = cached_mib * MIB;
@@ -42,7 +42,7 @@ fn missed(rig: &mut Rig, cached_mib: u64) -> Decision {
 }
 
 #[test]
-fn rule_6_page_cache_that_was_missed_counts_as_used_until_it_is_forgotten() {
+fn rule_6_missed_page_cache_counts_as_used_until_forgotten() {
     let mut rig = Rig::new();
     rig.report(1000, 250);
     let decision = missed(&mut rig, 220);
@@ -58,7 +58,7 @@ fn rule_6_page_cache_that_was_missed_counts_as_used_until_it_is_forgotten() {
 }
 
 #[test]
-fn rule_6_anonymous_memory_that_is_missed_makes_no_page_cache_needed() {
+fn rule_6_missed_anonymous_memory_makes_no_page_cache_needed() {
     let mut rig = Rig::new();
     rig.raw.memory.cached_bytes = 100 * MIB;
     rig.report(1000, 131);
@@ -103,17 +103,17 @@ fn beside_plenty(pages: impl Fn(&mut Counters)) {
 }
 
 #[test]
-fn rule_5_a_cgroup_that_swaps_beside_plenty_neither_grows_a_guest_nor_keeps_it() {
+fn rule_5_cgroup_that_swaps_neither_grows_guest_nor_prevents_shrink() {
     beside_plenty(|counters| counters.pswpout += 900);
 }
 
 #[test]
-fn rule_6_a_cgroup_that_misses_anonymous_memory_beside_plenty_neither_grows_a_guest_nor_keeps_it() {
+fn rule_6_cgroup_that_misses_anonymous_memory_neither_grows_guest_nor_prevents_shrink() {
     beside_plenty(|counters| counters.workingset_refault_anon += 20_000);
 }
 
 #[test]
-fn rule_6_a_cgroup_that_misses_page_cache_beside_plenty_neither_grows_a_guest_nor_keeps_it() {
+fn rule_6_cgroup_that_misses_page_cache_neither_grows_guest_nor_prevents_shrink() {
     beside_plenty(|counters| counters.workingset_refault_file += 20_000);
 }
 
@@ -143,7 +143,7 @@ fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
 }
 
 #[test]
-fn rule_6_page_cache_that_comes_back_as_fast_after_every_grow_gets_no_more() {
+fn rule_6_page_cache_that_returns_as_fast_after_three_grows_is_ignored() {
     let (mut rig, vain) = grows(|_| 20_000);
     assert_eq!(vain, 3);
     assert_eq!(
@@ -160,7 +160,7 @@ fn rule_6_page_cache_that_comes_back_as_fast_after_every_grow_gets_no_more() {
 }
 
 #[test]
-fn rule_6_page_cache_that_nobody_misses_counts_as_available() {
+fn rule_6_page_cache_that_is_not_missed_counts_as_available() {
     let mut rig = Rig::new();
     rig.raw.memory.cached_bytes = 250 * MIB;
     rig.raw.memory.free_bytes = 2 * MIB;
@@ -170,7 +170,7 @@ fn rule_6_page_cache_that_nobody_misses_counts_as_available() {
 }
 
 #[test]
-fn rule_7_what_is_swapped_counts_as_need_until_it_is_cold() {
+fn rule_7_swapped_memory_counts_as_need_until_it_is_cold() {
     let mut rig = Rig::new();
     rig.raw.memory.swap_total_bytes = 1024 * MIB;
     rig.raw.memory.swap_free_bytes = 904 * MIB;

@@ -110,7 +110,7 @@ fn want_mib(decision: Decision) -> Option<u64> {
 }
 
 #[test]
-fn rule_11_what_one_decision_leaves_does_not_lead_to_the_opposite_one() {
+fn rule_11_result_of_a_decision_does_not_lead_to_the_opposite_one() {
     let params = Params::default();
     for total in [100, 352, 600, 1500, 9000, 1 << 20] {
         for used in [0, total / 2, total] {
@@ -140,7 +140,7 @@ fn rule_11_what_one_decision_leaves_does_not_lead_to_the_opposite_one() {
 }
 
 #[test]
-fn rule_11_at_rest_a_guest_holds_less_than_a_tenth_over_need() {
+fn rule_11_guest_at_rest_holds_at_most_a_tenth_above_need() {
     let params = Params::default();
     for need_mib in [352, 700, 1024, 65_536] {
         let needs = Needs {
@@ -157,14 +157,14 @@ fn rule_11_at_rest_a_guest_holds_less_than_a_tenth_over_need() {
 }
 
 #[test]
-fn rule_12_the_agent_reports_fast_before_the_guest_is_short() {
+fn rule_12_reports_are_fast_before_guest_is_short() {
     let mut rig = Rig::new();
     // The headroom of 44 MiB, and a quarter of the smallest margin.
     assert_eq!(rig.report(1000, 280).watermark_bytes, (44 + 4) * MIB);
 }
 
 #[test]
-fn rule_13_what_is_near_the_node_that_is_short_comes_first() {
+fn rule_14_memory_near_short_node_comes_first() {
     let zone = |node, kind, free_pages| Zone {
         node,
         kind,
@@ -192,7 +192,7 @@ fn rule_13_what_is_near_the_node_that_is_short_comes_first() {
 }
 
 #[test]
-fn a_clock_that_starts_again_is_survived() {
+fn restart_of_guest_clock_changes_nothing() {
     let mut rig = Rig::new();
     rig.report(1000, 200);
     rig.raw.monotonic_ms = 0;
@@ -201,7 +201,7 @@ fn a_clock_that_starts_again_is_survived() {
 }
 
 #[test]
-fn an_agent_that_comes_after_balloon_statistics_does_not_make_its_totals_news() {
+fn first_totals_of_agent_after_balloon_statistics_are_no_signs() {
     let mut rig = Rig::new();
     (rig.raw.memory.cached_bytes, rig.raw.zones[0].kind) = (150 * MIB, ZoneKind::Normal);
     rig.raw.monotonic_ms = 4_000_000_000;
@@ -248,7 +248,7 @@ fn parameters_out_of_range_are_named_with_their_bounds() {
 
 /// The end of a stall's time changes the room of the kernel.
 #[test]
-fn rule_13_stall_of_a_kernel_allocation_is_not_settled_until_it_is_forgotten() {
+fn rule_13_stall_of_kernel_allocation_is_not_settled_until_forgotten() {
     let mut rig = Rig::new();
     rig.raw.kernel = Some(KernelUse::default());
     let settled_after = |rig: &mut Rig, reports: u64| {

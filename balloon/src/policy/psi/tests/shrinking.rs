@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_8_a_surplus_goes_back_after_it_has_been_idle() {
+fn rule_8_surplus_is_returned_after_it_was_idle() {
     let mut rig = Rig::new();
     rig.plug(512);
     let mut shrunk_after = None;
@@ -22,7 +22,7 @@ fn rule_8_a_surplus_goes_back_after_it_has_been_idle() {
 }
 
 #[test]
-fn rule_8_the_least_surplus_of_the_time_counts() {
+fn rule_8_minimum_of_surplus_over_idle_time_counts() {
     let mut rig = Rig::new();
     rig.plug(512);
     rig.report(1000, 500);
@@ -36,7 +36,7 @@ fn rule_8_the_least_surplus_of_the_time_counts() {
 }
 
 #[test]
-fn rule_8_nothing_goes_back_while_the_guest_fills_or_waits() {
+fn rule_8_nothing_is_returned_while_guest_fills_or_waits() {
     let mut rig = Rig::new();
     rig.plug(512);
     rig.report(1000, 250);
@@ -55,7 +55,7 @@ fn rule_8_nothing_goes_back_while_the_guest_fills_or_waits() {
 }
 
 #[test]
-fn rule_8_a_surplus_begins_half_a_slack_above_what_it_leaves() {
+fn rule_8_surplus_begins_half_a_margin_above_size_after_shrink() {
     let surplus = |available| {
         let mut rig = Rig::new();
         rig.plug(512);
@@ -69,7 +69,7 @@ fn rule_8_a_surplus_begins_half_a_slack_above_what_it_leaves() {
 
 /// A guest with almost no available memory waits for longer than `idle` for memory on its way.
 #[test]
-fn rule_8_what_has_not_become_available_yet_is_no_surplus() {
+fn rule_8_memory_that_is_not_available_yet_is_no_surplus() {
     let mut rig = Rig::new();
     rig.host.zones[1].requested_bytes = 512 * MIB;
     for _ in 0..100 {
@@ -84,7 +84,7 @@ fn rule_8_what_has_not_become_available_yet_is_no_surplus() {
 }
 
 #[test]
-fn rule_8_a_guest_that_grows_keeps_four_slacks() {
+fn rule_8_growing_guest_keeps_four_margins() {
     let params = Params::default();
     let kept_mib = |is_at_rest| {
         let needs = Needs { used_bytes: 968 * MIB, is_at_rest, ..Needs::default() };
@@ -95,7 +95,7 @@ fn rule_8_a_guest_that_grows_keeps_four_slacks() {
 }
 
 #[test]
-fn rule_8_a_guest_that_has_filled_fast_of_late_keeps_what_it_would_fill_again() {
+fn rule_8_guest_that_has_filled_fast_keeps_memory_for_another_fill() {
     let params = Params::default();
     let keep_bytes = |filled_mib| {
         let filled_bytes_per_s = filled_mib * MIB;
@@ -113,7 +113,7 @@ fn rule_8_a_guest_that_has_filled_fast_of_late_keeps_what_it_would_fill_again() 
 /// With a ratio of 2, 50 of 100 MiB are reserved. Below 84 MiB the ratio is 1 and all is reserved,
 /// so removing the 17th MiB enlarges the reserve by 42 MiB.
 #[test]
-fn rule_8_dram_stays_whose_return_would_enlarge_the_reserve_by_more() {
+fn rule_8_dram_stays_if_its_removal_enlarges_reserve_by_more() {
     let want_mib = |available_mib: u64, reports_reserve: bool| {
         let mut rig = Rig::with_dram(60);
         if !reports_reserve {
@@ -127,7 +127,7 @@ fn rule_8_dram_stays_whose_return_would_enlarge_the_reserve_by_more() {
 }
 
 #[test]
-fn rule_8_page_cache_that_is_touched_is_no_surplus() {
+fn rule_8_page_cache_in_use_is_no_surplus() {
     let surplus_mib = |idle: &[(u64, u64)]| {
         let mut rig = Rig::new();
         rig.plug(512);
@@ -147,7 +147,7 @@ fn rule_8_page_cache_that_is_touched_is_no_surplus() {
 }
 
 #[test]
-fn rule_9_what_was_taken_too_early_is_left_for_longer() {
+fn rule_9_grow_soon_after_shrink_lengthens_patience() {
     let mut rig = Rig::new();
     let ms = |rig: &Rig| rig.state.patience.ms(&rig.params);
     rig.plug(512);
@@ -171,7 +171,7 @@ fn rule_9_what_was_taken_too_early_is_left_for_longer() {
 }
 
 #[test]
-fn rule_9_a_grow_long_after_a_shrink_is_no_regret() {
+fn rule_9_grow_long_after_shrink_does_not_lengthen_patience() {
     let mut rig = Rig::new();
     rig.plug(512);
     rig.report(1000, 200);
@@ -184,7 +184,7 @@ fn rule_9_a_grow_long_after_a_shrink_is_no_regret() {
 /// A guest without room for page descriptors unplugs memory that it has just plugged, and plugs it
 /// again later.
 #[test]
-fn rule_9_what_the_guest_unplugs_while_it_is_to_grow_was_not_taken() {
+fn rule_9_memory_that_growing_guest_unplugs_is_no_shrink() {
     let mut rig = Rig::new();
     assert!(rig.report(1000, 30).pressure);
     rig.host.zones[1].requested_bytes = 128 * MIB;
@@ -235,7 +235,7 @@ fn refuse(rig: &mut Rig, mib: u64, available_mib: u64) {
 }
 
 #[test]
-fn rule_10_what_was_refused_is_not_asked_for_again_for_a_while() {
+fn rule_10_refused_memory_is_not_requested_again_for_a_while() {
     let mut rig = Rig::new();
     rig.plug(512);
     for _ in 0..5 {
@@ -257,7 +257,7 @@ fn rule_10_what_was_refused_is_not_asked_for_again_for_a_while() {
 }
 
 #[test]
-fn rule_10_of_what_was_refused_in_part_only_that_part_stays() {
+fn rule_10_only_refused_part_stays() {
     let mut rig = Rig::new();
     rig.plug(512);
     for _ in 0..5 {
@@ -288,7 +288,7 @@ fn rule_10_no_dram_in_place_of_pm_that_stays() {
 }
 
 #[test]
-fn rule_10_a_grow_in_place_of_a_shrink_is_no_refusal() {
+fn rule_10_grow_instead_of_shrink_is_no_refusal() {
     let mut rig = Rig::new();
     rig.plug(512);
     for _ in 0..5 {
