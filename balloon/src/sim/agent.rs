@@ -13,27 +13,28 @@ use crate::units::SECTION_BYTES;
 
 /// Size of a memory block of Linux, the smallest on x86-64.
 const MEMORY_BLOCK_BYTES: u64 = SECTION_BYTES;
-/// What the pace remembers of a fall is halved by every report in which nothing has fallen.
+/// Each report without a fall halves the fall that the pace remembers, so after this number nothing
+/// is left.
 const FORGOTTEN_REPORTS: u64 = 64;
-/// The kernel's trigger: tasks waited for so long within such a time.
+/// Trigger of the kernel: tasks have waited for this time within a window.
 const TRIGGER_US: u64 = 50_000;
 const TRIGGER_WINDOW_MS: u64 = 500;
-/// A guest's clock starts before its agent: every report's own clock is this far ahead of the
-/// run's.
+/// Uptime of the guest at the start of the run. Its clock starts before its agent, so reports have
+/// later times than the run.
 const BOOTED_MS: u64 = 10_000;
 
-/// The agent in a guest.
+/// Agent of a guest.
 #[derive(Clone, Debug)]
 pub(super) struct Agent {
     pace: Pace,
     settings: Settings,
     reported: TimeMs,
-    /// The last look, or report: looks are counted from there.
+    /// Time of the last look or report, from which looks are counted.
     looked: TimeMs,
-    /// What had been reclaimed when what is there was read last.
+    /// Reclaimed memory at the last time that the agent read the available memory.
     read_reclaimed_bytes: u64,
     trigger: (TimeMs, u64),
-    /// Kept, so that a report needs no memory of its own.
+    /// Buffer of the last report, so that a report allocates no memory.
     report: Option<RawReport>,
     seq: u64,
     free: Vec<u64>,
@@ -41,7 +42,7 @@ pub(super) struct Agent {
     kernel_blocks: KernelBlocks,
 }
 
-/// The 10 s average of stall times, as the kernel folds it every 2 s.
+/// 10 s average of stall times. The kernel updates it every 2 s.
 #[derive(Clone, Copy, Debug, Default)]
 struct StallAverage {
     at: TimeMs,
@@ -55,7 +56,7 @@ impl StallAverage {
     fn fold(&mut self, now: TimeMs, total_us: u64) -> u32 {
         while now.since(self.at) >= Self::FOLD_MS {
             let ms = now.since(self.at);
-            // At rest a long time is as good as none.
+            // At rest, the length of the time makes no difference.
             if total_us == self.total_us && self.basis_points == 0 {
                 self.at = self.at + ms / Self::FOLD_MS * Self::FOLD_MS;
                 continue;
@@ -63,7 +64,7 @@ impl StallAverage {
             let share = ((total_us - self.total_us) * 10 / Self::FOLD_MS).min(10_000);
             self.total_us = total_us;
             self.at = self.at + Self::FOLD_MS;
-            // exp(-2/10), in thousandths; less than a hundredth of a percent is nothing.
+            // exp(-2/10), in thousandths. Less than a hundredth of a percent becomes 0.
             self.basis_points = (self.basis_points * 819 + share * 181) / 1000;
         }
         self.basis_points as u32
@@ -90,7 +91,7 @@ impl Agent {
         }
     }
 
-    /// The VMM names a watermark.
+    /// Sets the watermark of the VMM.
     pub(super) fn set_watermark(&mut self, watermark_bytes: u64, watermark_of: Measure) {
         let settings = Settings { watermark_bytes, watermark_of, ..self.settings };
         if settings != self.settings {
@@ -99,31 +100,30 @@ impl Agent {
         }
     }
 
-    /// When the next report is due if nothing happens. The first one is due at once.
+    /// Returns the time of the next report if nothing happens. The first one is due at once.
     pub(super) fn report_due(&self) -> TimeMs {
         if self.seq == 0 { TimeMs(0) } else { TimeMs(self.pace.report_due_ms() - BOOTED_MS) }
     }
 
-    /// From one report to the next, if nothing happens.
+    /// Returns the time from one report to the next if nothing happens.
     pub(super) fn interval_ms(&self) -> u64 {
         self.report_due().since(self.reported)
     }
 
-    /// Returns whether averages stay constant while no memory moves, and no conversion is needed or
-    /// under way.
+    /// Returns true if averages stay constant while no memory moves, and no conversion is needed or
+    /// in progress.
     pub(super) fn is_at_rest(&self) -> bool {
         self.stall.basis_points == 0 && self.kernel_blocks.is_at_rest()
     }
 
     /// Begins to convert a block of DRAM to kernel memory if the last report shows that the kernel
-    /// is short of memory.
+    /// is short.
     pub(super) fn give_kernel_block(&mut self, guest: &mut Guest) {
         let now_ms = guest.now().0 + BOOTED_MS;
         self.kernel_blocks.begin(guest, MEMORY_BLOCK_BYTES, now_ms);
     }
 
-    /// When there will be news, if nothing but the segment moves memory; whether anybody looks is
-    /// another matter.
+    /// Returns the time of the next news if only the segment moves memory, regardless of looks.
     pub(super) fn news_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
         if self.is_news(guest) {
             return Some(guest.now());
@@ -139,23 +139,23 @@ impl Agent {
         TimeMs(self.pace.look_due_ms() - BOOTED_MS).since(self.looked)
     }
 
-    /// The next look after `now` that is worth living to: the first one at `at` or later, and
-    /// before it the one that it is compared with.
+    /// Returns the next look after `now` that may find news: the first one at `at` or later, or the
+    /// look before it, with which it is compared.
     pub(super) fn look_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
         let look_ms = self.look_ms();
         let due = self.looked + at.max(now + 1).since(self.looked).div_ceil(look_ms) * look_ms;
         if due.since(now) > look_ms { TimeMs(due.0 - look_ms) } else { due }
     }
 
-    /// Looks, if a look is due at this moment: whether the VMM should know at once.
+    /// Looks if a look is due now. Returns true if the VMM must be notified at once.
     pub(super) fn looks(&mut self, guest: &Guest) -> bool {
         let (now, look_ms) = (guest.now(), self.look_ms());
         if now == self.looked || !now.since(self.looked).is_multiple_of(look_ms) {
             return false;
         }
         let reclaimed_bytes = reclaimed_bytes(guest);
-        // The model gives back to the byte what was taken. Linux reclaims 32 pages at a time, and
-        // what is free moves.
+        // The model returns exactly the reclaimed memory. Linux reclaims 32 pages at a time, so
+        // free memory changes.
         let moved_bytes = if reclaimed_bytes == self.read_reclaimed_bytes { 0 } else { PAGE_BYTES };
         let free_bytes = guest.free_bytes();
         let now_ms = now.0 + BOOTED_MS;
@@ -171,7 +171,7 @@ impl Agent {
         false
     }
 
-    /// Whether the kernel's trigger fires.
+    /// Returns true if the kernel's trigger fires.
     pub(super) fn is_stalled(&mut self, guest: &Guest) -> bool {
         let (since, total_us) = self.trigger;
         // The kernel's window begins with a stall (kernel/sched/psi.c, init_rtpoll_triggers).
@@ -189,12 +189,12 @@ impl Agent {
         false
     }
 
-    /// Something has been seen: report fast for a while.
+    /// Reports fast for a while because of news.
     pub(super) fn alert(&mut self, now: TimeMs) {
         self.pace.alert(now.0 + BOOTED_MS);
     }
 
-    /// Reports that would say what the last one said have been left out.
+    /// Records that `count` reports with the same values were skipped.
     pub(super) fn skipped(&mut self, count: u64, guest: &Guest) {
         let interval_ms = self.interval_ms();
         self.seq += count;
@@ -211,12 +211,12 @@ impl Agent {
         self.looked = self.reported;
     }
 
-    /// Hands a report back, for its memory.
+    /// Takes a report back to reuse its buffers.
     pub(super) fn take_back(&mut self, report: Report) {
         self.report = Some(report.into());
     }
 
-    /// The report of this moment.
+    /// Creates a report of the present state.
     pub(super) fn report(&mut self, guest: &Guest, cause: Cause) -> Report {
         let mut raw = self.report.take().unwrap_or_else(|| RawReport {
             version: PROTOCOL_VERSION,
@@ -243,7 +243,7 @@ impl Agent {
             swap_total_bytes: swap.size_bytes,
             swap_free_bytes: swap.size_bytes - guest.swapped_bytes(),
         };
-        // The kernel of the model has no reclaimable caches.
+        // The model's kernel has no reclaimable caches.
         raw.kernel = Some(KernelUse {
             slab_unreclaimable_bytes: guest.kernel_bytes(),
             unused_dentries: Some(0),
@@ -409,7 +409,7 @@ mod tests {
                     let mut agent = Agent::new();
                     agent.set_watermark(watermark_bytes, watermark_of);
                     agent.report(&guest, Cause::Rest);
-                    // Of available memory page cache takes next to nothing.
+                    // Page cache takes almost nothing of available memory.
                     if watermark_of == Measure::Available && stream > 0 {
                         assert_eq!(
                             agent.news_due(&guest, &segment).is_some(),
@@ -428,7 +428,7 @@ mod tests {
         }
     }
 
-    /// A guest of 1 GiB that fills so many bytes a second, and has reported at its start.
+    /// A guest of 1 GiB that fills `anon_bytes_per_s` and has reported at its start.
     fn filling(anon_bytes_per_s: i64, watermark_bytes: u64) -> (Guest, Agent, Segment) {
         let segment = Segment { anon_bytes: 160 << 20, anon_bytes_per_s, ..Segment::default() };
         let config = GuestConfig { boot_bytes: 1 << 30, ..GuestConfig::default() };
@@ -439,7 +439,7 @@ mod tests {
         (guest, agent, segment)
     }
 
-    /// When it sees news, from one look that is worth it to the next.
+    /// Time at which a look finds news.
     fn seen_at((mut guest, mut agent, segment): (Guest, Agent, Segment)) -> u64 {
         while guest.now() < TimeMs(1_000) {
             let news = agent.news_due(&guest, &segment).expect("it fills");
@@ -459,14 +459,14 @@ mod tests {
         assert_eq!(seen_at((guest.clone(), agent.clone(), segment)), 200);
         guest.live(TimeMs(199), &segment, &mut NoPool);
         assert!(agent.is_news(&guest) && !agent.looks(&guest), "nobody looks at this moment");
-        // 30 MiB over the watermark they are 58 ms apart.
+        // 30 MiB above the watermark, looks are 58 ms apart.
         let watermark_bytes = filling(512 << 20, 0).0.available_bytes() - (30 << 20);
         assert_eq!(seen_at(filling(512 << 20, watermark_bytes)), 116);
     }
 
     #[test]
     fn a_fall_that_is_spread_over_looks_is_seen_at_the_first_that_it_is_news_for() {
-        // Half of an eighth is more than what goes from one look to the next.
+        // The fall from one look to the next is less than half of an eighth.
         let (mut guest, mut agent, segment) = filling(300 << 20, 0);
         let news = agent.news_due(&guest, &segment).expect("it fills");
         let seen_ms = (100..1_000).step_by(100).find(|look_ms| {

@@ -1,4 +1,4 @@
-//! What a guest's processes want of its memory, over time.
+//! Memory demand of a guest's processes over time.
 
 use std::sync::Arc;
 
@@ -6,38 +6,37 @@ use thiserror::Error;
 
 use crate::TimeMs;
 
-/// What is wanted from one moment on, until the next segment begins.
+/// Demand from one moment until the next segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Segment {
-    /// When it begins.
+    /// Start of the segment.
     pub at: TimeMs,
-    /// Anonymous memory that processes want when it begins.
+    /// Anonymous memory at the start of the segment.
     pub anon_bytes: u64,
-    /// How that changes in a second.
+    /// Change of `anon_bytes` per second.
     pub anon_bytes_per_s: i64,
     /// Kernel memory at the start of the segment, for example slabs that cannot be reclaimed, page
     /// tables and stacks. It occupies the kernel's zones and cannot be swapped.
     pub kernel_bytes: u64,
     /// Change of `kernel_bytes` per second.
     pub kernel_bytes_per_s: i64,
-    /// Files that are read again and again.
+    /// Files that are read repeatedly.
     pub file_bytes: u64,
-    /// Files that are read once, in a second.
+    /// Files that are read once, in bytes per second.
     pub stream_bytes_per_s: u64,
-    /// Pages that are touched in a second, of those that are in use.
+    /// Pages touched per second, of those in use.
     pub touches_per_s: u64,
-    /// The part of anonymous memory that is in use, in thousandths; the rest is never touched
-    /// again.
+    /// Part of anonymous memory that is in use, in thousandths. The rest is never touched again.
     pub hot_permille: u64,
 }
 
 impl Segment {
-    /// The anonymous memory wanted at a moment of the segment.
+    /// Returns the anonymous memory wanted at a moment of the segment.
     pub fn anon_bytes_at(&self, now: TimeMs) -> u64 {
         self.at_rate(self.anon_bytes, self.anon_bytes_per_s, now)
     }
 
-    /// Kernel memory wanted at a moment of the segment.
+    /// Returns the kernel memory wanted at a moment of the segment.
     pub fn kernel_bytes_at(&self, now: TimeMs) -> u64 {
         self.at_rate(self.kernel_bytes, self.kernel_bytes_per_s, now)
     }
@@ -50,48 +49,50 @@ impl Segment {
         u64::try_from((i128::from(bytes) + change).max(0)).unwrap_or(u64::MAX)
     }
 
-    /// Wants the same at every moment, and nothing moves.
+    /// Returns true if the demand is constant, and no file is read once.
     pub fn is_flat(&self) -> bool {
         [self.anon_bytes_per_s, self.kernel_bytes_per_s] == [0, 0] && self.stream_bytes_per_s == 0
     }
 }
 
-/// Segments that are none.
+/// Reason why segments are not a demand.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DemandError {
-    /// Nothing is wanted from the beginning on.
+    /// The first segment does not begin at the start.
     #[error("The first segment begins at {0}, must be 0ms")]
     Late(TimeMs),
-    /// Out of order.
+    /// A segment begins before the end of the previous one.
     #[error("Segment {index} begins at {at}, must be after {last}")]
     Order {
-        /// Which.
+        /// Index of the segment.
         index: usize,
-        /// Its beginning.
+        /// Start of the segment.
         at: TimeMs,
-        /// The one before.
+        /// Start of the previous segment.
         last: TimeMs,
     },
-    /// A share that is none.
+    /// A share is above 1000 thousandths.
     #[error("Segment {index} has {value} thousandths in use, must be 0 to 1000")]
     Hot {
-        /// Which.
+        /// Index of the segment.
         index: usize,
-        /// Its value.
+        /// Value of the share.
         value: u64,
     },
 }
 
-/// What a guest's processes want from its start to the end of the run.
+/// Demand of a guest's processes from its start to the end of the run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Demand {
-    /// Those of a recorded guest may be a million, and many guests may have them.
+    /// Shared, because a recorded guest may have a million segments, and many guests may have the
+    /// same.
     segments: Arc<Vec<Segment>>,
     end: TimeMs,
 }
 
 impl Demand {
-    /// The segments in order, and the end of the run. What begins at or after the end is left out.
+    /// Creates a demand from segments in order and the end of the run. Segments at or after the end
+    /// are dropped.
     pub fn new(mut segments: Vec<Segment>, end: TimeMs) -> Result<Self, DemandError> {
         match segments.first() {
             Some(Segment { at: TimeMs(0), .. }) => {}
@@ -115,8 +116,8 @@ impl Demand {
         Ok(Demand { segments: Arc::new(segments), end })
     }
 
-    /// Goes on after the end for so long: what is wanted then begins with what was wanted last, and
-    /// is as `segment` says apart from that.
+    /// Continues for `ms` after the end. `segment` determines the demand, except that its memory
+    /// sizes start from the last ones.
     pub fn go_on(&mut self, segment: Segment, ms: u64) {
         if ms == 0 {
             return;
@@ -131,22 +132,23 @@ impl Demand {
         self.end = self.end + ms;
     }
 
-    /// Ends at a moment of the last segment.
+    /// Ends the demand at a moment of the last segment.
     pub fn end_at(&mut self, at: TimeMs) {
         self.end = self.end.min(at);
     }
 
-    /// The segments, in order.
+    /// Returns the segments in order.
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// When the run ends.
+    /// Returns the end of the run.
     pub fn end(&self) -> TimeMs {
         self.end
     }
 
-    /// Peak of the wanted memory, including kernel memory and files that are read again.
+    /// Returns the peak of the wanted memory, including kernel memory and files that are read
+    /// repeatedly.
     pub fn peak_bytes(&self) -> u64 {
         let ends = self.segments.iter().enumerate().map(|(index, segment)| {
             let end = self.segments.get(index + 1).map_or(self.end, |next| next.at);

@@ -1,4 +1,4 @@
-//! Hosts: VMs that share a pool, and many of them on several threads.
+//! Hosts: VMs that share a pool, and many hosts on several threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,7 +10,7 @@ use crate::controller::Rules;
 use crate::policy::Policy;
 use crate::{HostView, ParamError};
 
-/// A host's pool: so much is free.
+/// Pool of a host, with its free bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostPool(pub u64);
 
@@ -33,27 +33,27 @@ impl Pool for HostPool {
 /// A VM before it runs.
 #[derive(Clone, Debug)]
 pub struct VmSetup {
-    /// The guest.
+    /// Configuration of the guest.
     pub guest: GuestConfig,
-    /// Its zones, as the host has them.
+    /// Zones of the guest, as the host has them.
     pub host: HostView,
-    /// What is wanted of it.
+    /// Demand of the guest.
     pub demand: Demand,
 }
 
-/// How it is governed.
+/// Policy and rules of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Governed {
     /// The policy, with its parameters.
     pub policy: Policy,
-    /// The rules above it.
+    /// The rules above the policy.
     pub rules: Rules,
-    /// Whether reports that change nothing are left out.
+    /// Selection of the reports that reach the governor.
     pub skip: Skip,
 }
 
-/// Runs the VMs of one host to their ends. They share a pool that begins with so much free; the
-/// observer sees the first.
+/// Runs the VMs of one host to the end. They share a pool that has `pool_bytes` free at the start.
+/// The observer receives the events of the first VM.
 pub fn run_host(
     setups: Vec<VmSetup>,
     pool_bytes: u64,
@@ -66,7 +66,7 @@ pub fn run_host(
         Vm::new(setup.guest, setup.host, setup.demand, policy, rules, governed.skip)
     };
     let mut vms = setups.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
-    // Who is furthest behind goes next, so that all of them see the pool as it is at their time.
+    // The VM that is furthest behind runs next, so that each VM sees the pool as it is at its time.
     while let Some((index, _)) = vms
         .iter()
         .enumerate()
@@ -81,12 +81,12 @@ pub fn run_host(
     Ok(vms)
 }
 
-/// Runs `hosts` hosts on as many threads as there are processors, and adds up what has come of
-/// them. `setup` makes the VMs of one, and says how much its pool has. What comes out depends on
-/// neither the threads nor their order.
+/// Runs `hosts` hosts on `threads` threads and adds up the outcomes. `setup` creates the VMs of one
+/// host and returns the free size of its pool. The result depends neither on the threads nor on
+/// their order.
 ///
-/// Threads of the standard library: hosts are independent and take long, so an atomic counter hands
-/// them out evenly, and nothing of what rayon does better is needed.
+/// Hosts are independent and take long. So an atomic counter divides them evenly among threads of
+/// the standard library, and rayon is not needed.
 pub fn run_fleet(
     hosts: usize,
     governed: &Governed,

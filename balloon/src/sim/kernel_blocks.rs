@@ -30,7 +30,7 @@ impl KernelBlocks {
         self.short_node = short_node(&report.zones, &report.blocks, &self.growth, None);
     }
 
-    /// Begins a conversion if the kernel is short of memory.
+    /// Begins a conversion if the kernel is short.
     pub(super) fn begin(&mut self, guest: &mut Guest, block_bytes: u64, now_ms: u64) {
         let Some(node) = self.short_node.filter(|_| self.before_bytes.is_none()) else { return };
         if !self.pace.is_due(now_ms) {
@@ -42,7 +42,7 @@ impl KernelBlocks {
         }
     }
 
-    /// Returns whether no conversion is needed or under way.
+    /// Returns true if no conversion is needed or in progress.
     pub(super) fn is_at_rest(&self) -> bool {
         self.short_node.is_none() && self.before_bytes.is_none()
     }
@@ -61,7 +61,7 @@ mod tests {
     /// Kernel memory that leaves less than half of the usual reserve.
     const KERNEL_BYTES: u64 = 335 * MIB;
 
-    /// Simulates a second in which programs want `anon_mib`. Returns whether the agent begins a
+    /// Simulates a second in which programs want `anon_mib`. Returns true if the agent begins a
     /// conversion after it.
     fn begins(guest: &mut Guest, agent: &mut Agent, anon_mib: u64) -> bool {
         let segment = Segment {

@@ -1,5 +1,5 @@
-//! A model of guests, for comparing policies. docs/reference/simulator.md says what it knows and
-//! what it leaves out.
+//! Model of guests for the comparison of policies. docs/reference/simulator.md describes it and
+//! lists its limits.
 //!
 //! ```text
 //!   Workload or Trace -> Demand -> Vm: Guest <-> Agent -> Report -> Governor -> Requests -> Guest
@@ -7,9 +7,8 @@
 //!                              Pool, shared by the VMs of a host
 //! ```
 //!
-//! The governor and the policies are those of the VMM. Everything else here is a model: it has no
-//! clock, no I/O and no randomness but what a seed gives, so that a run is the same on every
-//! machine.
+//! The governor and the policies are those of the VMM. Everything else here is a model. It has no
+//! clock and no I/O, and its only randomness is from a seed, so a run is the same on every machine.
 
 mod agent;
 mod demand;

@@ -1,4 +1,4 @@
-//! What a run has come to.
+//! Outcome of a run.
 
 use serde::Serialize;
 
@@ -7,70 +7,69 @@ use super::vm::Vm;
 use crate::model::{energy, wear};
 
 const GIB: f64 = (1u64 << 30) as f64;
-/// A touch is one access to a cache line.
+/// Bytes of a touch, which is one access to a cache line.
 const LINE_BYTES: f64 = 64.0;
 const MS_PER_HOUR: f64 = 3_600_000.0;
 
-/// What a run of one VM, or of several together, has come to. Times are sums over the VMs.
+/// Outcome of a run of one VM or of several. Times are sums over the VMs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Outcome {
-    /// VMs.
+    /// Number of VMs.
     pub vms: u64,
-    /// For how long they lived.
+    /// Simulated time.
     pub run_s: f64,
     /// Time in which tasks waited for memory.
     pub stall_s: f64,
-    /// Time that accesses to PM took longer than to DRAM.
+    /// Additional time of accesses to PM, compared with DRAM.
     pub pm_slower_s: f64,
-    /// What came from swap.
+    /// Memory swapped in.
     pub swap_in_gib: f64,
-    /// What went there.
+    /// Memory swapped out.
     pub swap_out_gib: f64,
-    /// File pages that were evicted and came back.
+    /// Pages of files that were evicted and read again.
     pub refault_gib: f64,
-    /// Hotplugged memory held, all of it and the part that nobody needed.
+    /// Hotplugged memory times time.
     pub held_gib_h: f64,
-    /// See there.
+    /// Part of `held_gib_h` that was not needed.
     pub over_gib_h: f64,
-    /// Memory that was needed and not there.
+    /// Missing memory times time.
     pub short_gib_h: f64,
     /// Plans that grew a guest.
     pub grows: u64,
     /// Plans that shrank one.
     pub shrinks: u64,
-    /// Times that the OOM killer came.
+    /// OOM kills.
     pub oom_kills: u64,
-    /// Energy by technologies (002, Table 2): keeping, reading, writing.
+    /// Energy to hold, read and write memory (PRAM paper, Table 2).
     pub energy_kj: f64,
-    /// Energy by states (AMF).
+    /// Energy by states of memory (AMF paper).
     pub amf_energy_kj: f64,
-    /// What was written to PM, as memory and as swap.
+    /// Memory written to PM, as memory and as swap.
     pub pm_written_gib: f64,
-    /// The share of memory that rested on PM, in the mean: Memorage's h.
+    /// Mean share of memory on PM: h of the Memorage paper.
     pub lent_share: f64,
-    /// How many times as long the guest's memory lasts if it wears as PM does and its writes go
-    /// over memory and PM evenly: Memorage's equation 1. Of several VMs, the mean.
+    /// Factor of the lifetime of the guest's memory, if it wears like PM and writes are spread
+    /// evenly over memory and PM: equation 1 of Memorage. The mean of several VMs.
     pub pooled_lifetime: f64,
-    /// How many times as long it lasts for the share that rested on PM: equation 2, left.
+    /// Factor of the lifetime for the share on PM: equation 2, left.
     pub memory_lifetime: f64,
-    /// How many times as fast PM wears for what was lent of it: equation 2, right. Of several VMs,
-    /// the mean.
+    /// Factor of the wear of PM by lent memory: equation 2, right. The mean of several VMs.
     pub storage_wear: f64,
     /// Plans of the governor.
     pub steps: u64,
-    /// Reports that could not have changed anything and were left out.
+    /// Reports that were skipped because they could not have changed anything.
     pub skipped: u64,
 }
 
 impl Outcome {
-    /// Of one VM.
+    /// Returns the outcome of one VM.
     pub fn of(vm: &Vm) -> Self {
         let guest = vm.guest();
         let (totals, decided, config) = (guest.totals(), vm.decided(), guest.config());
         let gib = |bytes: u64| bytes as f64 / GIB;
         let gib_h = |byte_ms: u128| byte_ms as f64 / GIB / MS_PER_HOUR;
         let run_ms = guest.now().0;
-        // Thousandths, times milliseconds, of touches in a second are millionths of touches.
+        // Touches per second, times milliseconds, times thousandths, are millionths of touches.
         let touches = totals.touches_ms.map(|sum| sum as f64 / 1e6);
         let mut outcome = Outcome {
             vms: 1,
@@ -114,7 +113,7 @@ impl Outcome {
                 .access_joules(totals.swapped_in_bytes as f64, totals.swapped_out_bytes as f64);
         }
         self.energy_kj = joules / 1e3;
-        // PM that is not plugged is there and idle.
+        // PM that is not plugged is present and idle.
         let all_pm: u64 = guest
             .zones()
             .iter()
@@ -130,7 +129,7 @@ impl Outcome {
     fn account_wear(&mut self, guest: &Guest, touches: [f64; 2]) {
         let (totals, config) = (guest.totals(), guest.config());
         let mut written = touches[1] * LINE_BYTES * config.write_permille as f64 / 1e3;
-        // Memory is zeroed or filled when it comes.
+        // Memory is zeroed or filled when it is plugged.
         written += totals.plugged_in_bytes[1] as f64;
         if config.swap.is_pm {
             written += (totals.swapped_out_bytes / PAGE_BYTES * PAGE_BYTES) as f64;
@@ -143,8 +142,8 @@ impl Outcome {
         self.account_equations(guest, touches);
     }
 
-    /// Memorage's equations 1 and 2, with what is written to memory in the run, and to PM as
-    /// storage by its volumes and as swap.
+    /// Computes equations 1 and 2 of Memorage. The writes are those to memory in the run, and those
+    /// to PM by volumes and as swap.
     fn account_equations(&mut self, guest: &Guest, touches: [f64; 2]) {
         let (totals, config) = (guest.totals(), guest.config());
         let days = self.run_s / 86_400.0;
@@ -160,20 +159,20 @@ impl Outcome {
         let capacity = most(crate::Tier::Pm) / (config.boot_bytes as f64 + most(crate::Tier::Dram));
         let endurance = config.endurance.max(1) as f64;
         self.pooled_lifetime = wear::Ratios { capacity, bandwidth, endurance }.pooled_lifetime();
-        // In the mean of the run.
+        // Mean over the run.
         let pm_bytes = totals.plugged_byte_ms[1] as f64 / (self.run_s * 1e3).max(1.0);
         let lending = wear::Lending {
             share: self.lent_share,
             bandwidth,
             memory_bytes: if self.lent_share > 0.0 { pm_bytes / self.lent_share } else { 0.0 },
             storage_bytes_per_day: storage_bytes / days.max(f64::MIN_POSITIVE),
-            // What is lent has been lent anew so often.
+            // Mean time after which lent memory has been lent again.
             exchange_days: pm_bytes * days / (totals.plugged_in_bytes[1] as f64).max(1.0),
         };
         self.storage_wear = if self.lent_share > 0.0 { lending.storage_wear() } else { 1.0 };
     }
 
-    /// Takes another VM's in.
+    /// Adds the outcome of other VMs.
     pub fn add(&mut self, other: &Outcome) {
         let vms = self.vms + other.vms;
         let mean =

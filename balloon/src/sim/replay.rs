@@ -1,4 +1,4 @@
-//! From a recorded trace to what its guest wanted.
+//! Conversion of a recorded trace to the demand of its guest.
 
 use std::io::BufRead;
 
@@ -18,40 +18,42 @@ use crate::trace::{Entry, Header, HostZone, Reader, RecordedPlan, TraceError};
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, MIB, Tier, TimeMs};
 
-/// So many moments of a trace are kept at most: a recording of the default size has no more.
+/// Largest number of moments that are kept from a trace. A recording of the default size has no
+/// more.
 const MOST_MOMENTS: usize = 1 << 20;
 
-/// Files that came back count as read again and again for about so long.
+/// Time for which files whose evicted pages returned count as read repeatedly.
 const AGAIN_MS: u64 = 3_600_000;
-/// Those that come back, again and again, in so long have no room beside what is in the page cache.
+/// Time in which returning pages show files that have no room in the page cache in addition to its
+/// content.
 const THRASH_MS: u64 = 1_000;
 
-/// A trace that cannot be replayed.
+/// Reason why a trace cannot be replayed.
 #[derive(Debug, Error)]
 pub enum ReplayError {
-    /// It cannot be read.
+    /// The trace cannot be read.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// There is nothing to see.
+    /// The trace has too few reports.
     #[error("The trace has {0} reports, must be at least 2")]
     Reports(u64),
-    /// A balloon could take all that its guest booted with, and the simulated guest has no balloon.
+    /// The balloon can take all boot memory, but the simulated guest has no balloon.
     #[error("The trace's guest booted with {0} bytes beside its balloon, must be at least 1048576")]
     Boot(u64),
-    /// No time passes.
+    /// The trace is too short.
     #[error("The trace's reports are {0} ms apart in all, must be at least 1000")]
     Short(u64),
 }
 
-/// What a report shows of the demand.
+/// Demand that a report shows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Seen {
     at_ms: u64,
     anon_bytes: u64,
     kernel_bytes: u64,
-    /// Files that are read again and again.
+    /// Files that are read repeatedly.
     file_bytes: u64,
-    /// What of others has been read since the trace began.
+    /// Bytes of other files that were read since the start of the trace.
     streamed_bytes: u64,
 }
 
@@ -75,21 +77,21 @@ impl Seen {
     }
 }
 
-/// What reports show of files, from one to the next.
+/// Page cache and reads of files, derived from successive reports.
 #[derive(Debug, Default)]
 struct Files {
     last: Option<(u64, Counters)>,
     /// Page cache of the last report.
     cached_bytes: u64,
-    /// What was evicted and has not come back. Less than nothing, if it was evicted before the
+    /// Pages that were evicted and have not returned. Negative if they were evicted before the
     /// first report.
     gone_bytes: i128,
-    /// What came back of late: so much at least is read again.
+    /// Pages that returned recently, which is a lower bound for files that are read repeatedly.
     again_bytes: u64,
-    /// What came back just now.
+    /// Pages that returned just now.
     thrashing_bytes: u64,
     file_bytes: u64,
-    /// By how much that has ever risen. It is read, too, and is no other file.
+    /// Sum of all rises of `file_bytes`. These bytes were read as well, but are not other files.
     risen_bytes: i128,
     streamed_bytes: u64,
 }
@@ -103,13 +105,13 @@ impl Files {
         self.gone_bytes += i128::from(self.cached_bytes) - i128::from(cached_bytes);
     }
 
-    /// Takes in a report. Every page that comes into the page cache is there, or was evicted; if it
-    /// was evicted before, it comes back. The rest was read for the first time. What is dropped
-    /// because its file goes is not seen: files of that size that are read later take its
-    /// place.
+    /// Learns from a report. Each page that enters the page cache is still there, or was evicted.
+    /// If it was evicted before, it returns. Otherwise it was read for the first time. A report
+    /// does not show pages that are dropped because their file is deleted, so files of that size
+    /// that are read later replace them.
     fn see(&mut self, at_ms: u64, cached_bytes: u64, counters: &Counters) {
         if let Some((last_ms, last)) = &self.last {
-            // Of a kernel that has booted again the counters begin at nothing.
+            // Counters of a kernel that has booted again start at 0.
             let bytes = |count: fn(&Counters) -> u64| {
                 count(counters).saturating_sub(count(last)).saturating_mul(PAGE_BYTES)
             };
@@ -135,7 +137,7 @@ impl Files {
     }
 }
 
-/// Memory that its guest is about to give back looks used, and nobody wants it.
+/// Memory that the guest is about to unplug. It seems to be used, but is not part of the demand.
 struct Unwanted {
     host: HostView,
     boot_memory: BootMemory,
@@ -156,7 +158,7 @@ impl Unwanted {
         }
     }
 
-    /// The host's sizes are these.
+    /// Updates the host's sizes.
     fn sizes(&mut self, zones: &[HostZone]) {
         for (zone, sizes) in self.host.zones.iter_mut().zip(zones) {
             zone.requested_bytes = sizes.requested_bytes;
@@ -164,16 +166,16 @@ impl Unwanted {
         }
     }
 
-    /// A plan was carried out.
+    /// Updates the requested sizes for a plan that was carried out.
     fn asked(&mut self, plan: &RecordedPlan) {
         for (zone, (_, requested_bytes)) in self.host.zones.iter_mut().zip(&plan.targets) {
             zone.requested_bytes = *requested_bytes;
         }
     }
 
-    /// Takes in a report, and says how much of what it shows as used is on its way out: what is not
-    /// anonymous memory, and was not there before, as far as there is something to go. A report
-    /// of the balloon's statistics has no anonymous memory: there any rise is.
+    /// Learns from a report, and returns the part of its used memory that is on its way out. That
+    /// is the rise of used memory that is not anonymous, up to the memory that has to go. Balloon
+    /// statistics do not report anonymous memory, so every rise counts.
     fn see(&mut self, at: TimeMs, used: &Used, report: &Report) -> u64 {
         let memory = report.memory();
         self.boot_memory.learn(Input { report, host: &self.host, is_carried_out: true }, at);
@@ -200,7 +202,7 @@ impl Unwanted {
     }
 }
 
-/// The demand as reports show it, in no more than so many moments however many reports there are.
+/// Demand at the moments of reports, whose number is limited.
 struct Moments {
     seen: Vec<Seen>,
     most: usize,
@@ -226,7 +228,7 @@ impl Moments {
             seen.kernel_bytes = kernel.needed_bytes;
             self.kernel = Some(kernel);
         }
-        // Of two in a millisecond the later one counts.
+        // Of two reports in a millisecond, the later one counts.
         if self.seen.last().is_some_and(|last| last.at_ms == seen.at_ms) {
             self.seen.pop();
         }
@@ -236,8 +238,8 @@ impl Moments {
         self.seen.push(seen);
     }
 
-    /// Keeps the least and the most of equal stretches, each at its moment, and where all begins
-    /// and ends. What is seen later is kept whole again, until that is too much.
+    /// Keeps the minimum and maximum of equal intervals at their moments, and the first and last
+    /// moment. Later moments are kept in full until the limit is reached again.
     fn thin_out(&mut self) {
         let (Some(first), Some(last)) = (self.seen.first().copied(), self.seen.last().copied())
         else {
@@ -260,13 +262,13 @@ impl Moments {
     }
 }
 
-/// The VM of a trace, which wants what the recorded one used, and what its pool could give. `guest`
-/// has everything that a trace does not say. However long the trace is, no more than a part of it
-/// is held.
+/// Returns the VM of a trace, with the demand of the recorded guest, and the free size of its pool.
+/// `guest` has all settings that a trace does not contain. Only a part of a long trace is held in
+/// memory.
 ///
-/// A guest that was short had less than it wanted, and what it waited for is not seen: its demand
-/// is at least this. What it had in swap counts as wanted. Files that came back after they had been
-/// evicted are read again and again; what else came into the page cache is read once.
+/// A short guest had less memory than it wanted, and the trace does not show memory that tasks
+/// waited for. So its demand is a lower bound. Swapped memory counts as wanted. Files whose evicted
+/// pages returned are read repeatedly, and other files that entered the page cache are read once.
 pub fn replay(
     trace: &mut Reader<impl BufRead>,
     guest: &GuestConfig,
@@ -289,14 +291,14 @@ pub fn replay(
         }
         files.see(at_ms, used.cached_bytes, report.counters());
         let Files { file_bytes, streamed_bytes, .. } = files;
-        // What is in the page cache when the trace begins is read in its first moments.
+        // The page cache at the start of the trace is read in its first moments.
         let streamed_bytes = if reports == 1 { 0 } else { streamed_bytes };
         let anon_bytes = used.anon_bytes - unwanted.see(at, &used, report);
         let seen = Seen { at_ms, anon_bytes, kernel_bytes: 0, file_bytes, streamed_bytes };
         moments.push(seen, used.kernel);
     };
-    // A report is followed by the sizes of its moment, if they have changed, and by the plan that
-    // was made on it.
+    // A report is followed by the sizes of the same moment, if these have changed, and by the plan
+    // that was made on it.
     let mut last: Option<(TimeMs, Box<Report>)> = None;
     for entry in trace {
         let entry = entry?;
@@ -349,11 +351,11 @@ pub fn replay(
     if boot_bytes < MIB {
         return Err(ReplayError::Boot(boot_bytes));
     }
-    // The simulated guest's balloon, if it had one, is hotplugged memory.
+    // A balloon of the recorded guest is hotplugged memory in the simulated guest.
     let mut host =
         HostView { boot_bytes, distances: header.distances.clone(), ..HostView::default() };
     host.zones = header.zones.clone();
-    // The run starts as a guest does: with what it booted with and what its zones never go below.
+    // The run starts like a guest, with boot memory and the floors of its zones.
     for zone in &mut host.zones {
         zone.requested_bytes = zone.floor_bytes - zone.floor_bytes % zone.block_bytes;
         zone.plugged_bytes = zone.requested_bytes;
@@ -364,7 +366,7 @@ pub fn replay(
     Ok((VmSetup { guest, host, demand }, pool_bytes))
 }
 
-/// What a report says of its guest's memory.
+/// Memory use of the guest, according to a report.
 struct Used {
     /// Memory in use except page cache and the kernel's own memory, plus the memory in swap. It
     /// includes kernel memory if the report does not show that.
@@ -394,7 +396,7 @@ impl Used {
             low_pages += zone.low_pages;
             match zone.kind {
                 ZoneKind::Movable => {
-                    // Descriptors of boot memory are no part of the total.
+                    // Page descriptors of boot memory are not in the total.
                     let of_boot = if serves_kernel(zone.node) {
                         boot_pages.min(zone.managed_pages)
                     } else {
@@ -407,9 +409,9 @@ impl Used {
                 _ => all_kept_pages += kept(zone),
             }
         }
-        // MemAvailable leaves out the watermarks and what is kept of boot memory; of page cache it
-        // leaves out half, or the low watermarks if that is less (mm/show_mem.c,
-        // si_mem_available()). Memory that processes share is not in it.
+        // MemAvailable excludes the watermarks and the reserve of boot memory. It also excludes
+        // half of page cache, or the low watermarks if that is less (mm/show_mem.c,
+        // si_mem_available()). It does not include shared memory.
         let left_out = (high_pages + all_kept_pages) * 4096;
         let low_bytes = low_pages * 4096;
         let kernel = report.kernel().copied().unwrap_or_default();
@@ -422,7 +424,7 @@ impl Used {
         let cached_bytes =
             memory.cached_bytes.min(beside_free.saturating_add(beside_free.min(low_bytes)));
         let cached_left_out = (cached_bytes / 2).min(low_bytes);
-        // Descriptors are used by the kernel.
+        // The kernel uses page descriptors.
         let kept = left_out + cached_left_out + descriptors;
         let used_kernel_bytes = (kernel.total_bytes() - slab_bytes).saturating_add(slab_left_out);
         let kept = kept.saturating_add(used_kernel_bytes);
@@ -466,7 +468,7 @@ mod tests {
 
     #[test]
     fn of_more_the_begin_the_end_and_every_peak_stay_where_they_were() {
-        // At rest for hours, but for three bursts of one report each, and a dip.
+        // At rest for hours, except for three bursts of one report each, and a dip.
         let spikes = [(1_234, 900), (50_001, 800), (99_998, 700), (70_000, 1)];
         let level = |at: u64| {
             spikes.iter().find(|(spike, _)| *spike == at).map_or(100 + at % 3, |(_, v)| *v)
@@ -487,8 +489,8 @@ mod tests {
         assert!(kept.len() > 16, "there is something in between: {}", kept.len());
     }
 
-    /// What is seen of files in reports of every second: cached MiB, and what was reclaimed and
-    /// came back since the last one.
+    /// Results for reports at intervals of a second. Each has the cached MiB, and the MiB that were
+    /// reclaimed and returned since the last one.
     fn seen_of(reports: &[(u64, u64, u64)]) -> Vec<(u64, u64)> {
         let (mut files, mut counters) = (Files::default(), Counters::default());
         let mut see = |(nth, (cached, reclaimed, back)): (usize, &(u64, u64, u64))| {
@@ -502,15 +504,15 @@ mod tests {
 
     #[test]
     fn files_that_came_back_are_read_again_and_others_once() {
-        // 10 MiB a second fill the page cache, and then take each other's place.
+        // 10 MiB per second fill the page cache, and then replace each other.
         let filling = seen_of(&[(100, 0, 0), (110, 0, 0), (110, 10, 0), (110, 10, 0)]);
         assert_eq!(filling, [(0, 100), (0, 110), (0, 120), (0, 130)]);
-        // A file that is deleted and written anew is no more page cache than before.
+        // A file that is deleted and written again uses no more page cache than before.
         assert_eq!(
             seen_of(&[(100, 0, 0), (60, 0, 0), (100, 0, 0), (101, 0, 0)]).last(),
             Some(&(0, 101))
         );
-        // 30 MiB take each other's place and come back: nothing is new of that.
+        // 30 MiB replace each other and return, so none of them is new.
         let thrashing = seen_of(&[
             (20, 0, 0),
             (20, 10, 10),
@@ -521,7 +523,7 @@ mod tests {
         ]);
         assert!(thrashing.iter().map(|seen| seen.0).eq([0, 10, 20, 30, 30, 20]), "{thrashing:?}");
         assert!(thrashing.iter().all(|seen| seen.1 == 20), "{thrashing:?}");
-        // A kernel that has booted again begins to count at nothing.
+        // Counters of a kernel that has booted again start at 0.
         let (mut files, mut counters) = (Files::default(), Counters::default());
         counters.pgsteal_kswapd = 1_000;
         files.see(0, 0, &counters);
@@ -537,8 +539,8 @@ mod tests {
         assert_eq!((seen[1].0, seen[3_600].0 < 16, seen[5 * 3_600 - 1].0), (40, true, 1));
     }
 
-    /// Line of a trace, in MiB: total, available and anonymous memory of a report; sizes; a plan. A
-    /// report without anonymous memory is made of balloon statistics.
+    /// Line of a trace, in MiB: total, available and anonymous memory of a report, sizes, or a
+    /// plan. A report without anonymous memory is made from balloon statistics.
     enum Line {
         Report(u64, [u64; 3]),
         Sizes(u64, [u64; 2]),
@@ -546,8 +548,8 @@ mod tests {
     }
     use Line::{Plan, Report, Sizes};
 
-    /// What a guest of 1 GiB with 512 MiB of hotplugged DRAM wants at each report, in MiB more or
-    /// less than at the first.
+    /// Demand of a guest of 1 GiB with 512 MiB of hotplugged DRAM at each report, as the difference
+    /// to the first in MiB.
     fn wanted(lines: &[Line]) -> Vec<i64> {
         let zone = r#""id":0,"tier":"dram","guest_numa_node":0,"block_bytes":2097152,"floor_bytes":0,"max_bytes":536870912"#;
         let mut text = format!(
@@ -581,14 +583,14 @@ mod tests {
         let (segments, end) = (setup.demand.segments(), setup.demand.end());
         let last = segments[segments.len() - 1].anon_bytes_at(end);
         let all = segments.iter().map(|segment| segment.anon_bytes).chain([last]);
-        // To the nearest: a rate is in whole bytes a second.
+        // Rounded, because rates are in whole bytes per second.
         all.map(|bytes| (bytes as i64 - segments[0].anon_bytes as i64 + 1000) / MIB as i64)
             .collect()
     }
 
     #[test]
     fn memory_on_its_way_out_is_not_wanted() {
-        // Of 1536 MiB 500 are in use. A block is taken from the free pages, and 100 ms later from
+        // 500 of 1536 MiB are in use. Linux removes a block from free memory, and 100 ms later from
         // the total.
         let shrinking = |plan, sizes| {
             wanted(&[
@@ -602,10 +604,10 @@ mod tests {
             ])
         };
         assert_eq!(shrinking(Plan(4_000, 384, false), [384, 384]), [0; 5]);
-        // The broken variants: nobody asked for it,
+        // Broken variant: the memory was not requested back.
         assert_eq!(shrinking(Plan(4_000, 384, true), [512, 512]), [0, 0, 128, 128, 0]);
         assert_eq!(shrinking(Plan(4_000, 512, false), [512, 512]), [0, 0, 128, 128, 0]);
-        // or for less.
+        // Broken variant: only a part of it was requested back.
         assert_eq!(shrinking(Plan(4_000, 448, false), [448, 384]), [0, 0, 64, 64, 0]);
     }
 
@@ -619,12 +621,12 @@ mod tests {
             Report(4_600, [1408, 808, 500]),
             Sizes(4_600, [256, 384]),
             Report(5_000, [1408, 608, 572]),
-            // What is withdrawn does not leave.
+            // Memory of a withdrawn request does not leave.
             Sizes(5_100, [384, 384]),
             Report(5_200, [1408, 736, 572]),
         ]);
         assert_eq!(filling, [0, 0, 100, 100, 172, 172]);
-        // Without anonymous memory nobody can tell, until it has left.
+        // Without anonymous memory, the two cannot be distinguished until the memory has left.
         let unknown = wanted(&[
             Report(1_000, [1536, 1036, 0]),
             Report(4_000, [1536, 1036, 0]),
@@ -652,7 +654,7 @@ mod tests {
 
     #[test]
     fn sizes_of_a_reports_moment_come_after_it() {
-        // Somebody has asked for less by hand: no plan says so.
+        // A client has requested a smaller size, so no plan shows it.
         let by_hand = wanted(&[
             Report(1_000, [1536, 1036, 400]),
             Report(4_000, [1536, 1036, 400]),
@@ -660,15 +662,15 @@ mod tests {
             Sizes(4_500, [384, 512]),
             Report(4_550, [1536, 908, 400]),
             Sizes(4_560, [384, 384]),
-            // Under way when the block went.
+            // This report was on its way when the block left.
             Report(4_561, [1536, 908, 400]),
             Report(4_600, [1408, 908, 400]),
         ]);
         assert_eq!(by_hand, [0; 6]);
     }
 
-    /// Demand that the replay of a guest of 1 GiB finds. 500 MiB are available, 300 of them free.
-    /// Every two seconds, a report contains the next of `parts` in addition.
+    /// Demand that the replay of a guest of 1 GiB finds. 500 MiB are available, 300 MiB of them
+    /// free. Every two seconds, a report also contains the next of `parts`.
     fn demand_of(parts: &[&str]) -> Vec<Segment> {
         let mut text =
             String::from(r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#);
@@ -694,7 +696,7 @@ mod tests {
     #[test]
     fn counters_and_kernel_memory_of_an_agent_that_takes_over_are_no_change() {
         let statistics = r#""counters":{"pgsteal_kswapd":1000},"#;
-        // A hundred MiB of unreclaimable slabs, and counters of a year.
+        // 100 MiB of unreclaimable slabs, and counters of a year.
         let agent = r#""counters":{"pgsteal_kswapd":50000000,"workingset_refault_file":40000000},"blocks":{"block_bytes":134217728},"kernel":{"slab_unreclaimable_bytes":104857600,"slab_reclaimable_bytes":0,"page_table_bytes":0,"stack_bytes":0},"#;
         let demand = demand_of(&[statistics, statistics, agent, agent, statistics, statistics]);
         let first_stream = demand[0].stream_bytes_per_s;

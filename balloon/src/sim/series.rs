@@ -1,16 +1,16 @@
-//! A run over time, for a plot.
+//! Values of a run over time, for a plot.
 
 use super::demand::Segment;
 use super::guest::Guest;
 use super::vm::Observer;
 use crate::TimeMs;
 
-/// The least and the most of a figure in a stretch of the run.
+/// Minimum and maximum of a value in an interval of the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extremes {
-    /// The least.
+    /// Minimum.
     pub least: u64,
-    /// The most.
+    /// Maximum.
     pub most: u64,
 }
 
@@ -26,19 +26,18 @@ impl From<u64> for Extremes {
     }
 }
 
-/// The guest over a stretch of the run: the extremes, so that neither a peak nor a dip is lost
-/// however short it is.
+/// The guest in an interval of the run. Minimum and maximum show even short peaks and dips.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Point {
-    /// When the stretch begins.
+    /// Start of the interval.
     pub at: TimeMs,
     /// Memory in use, including kernel memory, without page cache.
     pub used_bytes: Extremes,
-    /// The guest's memory in all, its boot memory included.
+    /// Total memory of the guest, including boot memory.
     pub total_bytes: Extremes,
-    /// What was available.
+    /// Available memory.
     pub available_bytes: Extremes,
-    /// What was in swap.
+    /// Swapped memory.
     pub swapped_bytes: Extremes,
 }
 
@@ -53,7 +52,7 @@ impl Point {
         }
     }
 
-    /// With what is seen at a moment, whose least and most are the same.
+    /// Includes the state at one moment, in which minimum and maximum are equal.
     fn with(self, seen: &Point) -> Self {
         Point {
             at: self.at,
@@ -65,7 +64,7 @@ impl Point {
     }
 }
 
-/// The points of a run.
+/// Points of a run, one for each interval.
 #[derive(Clone, Debug)]
 pub struct Series {
     stretch_ms: u64,
@@ -74,13 +73,13 @@ pub struct Series {
 }
 
 impl Series {
-    /// A run of so long, in so many stretches.
+    /// Divides a run of `duration_ms` into `stretches` intervals.
     pub fn new(duration_ms: u64, stretches: u64) -> Self {
         let stretch_ms = duration_ms.div_ceil(stretches.max(1)).max(1);
         Series { stretch_ms, points: Vec::new(), last: None }
     }
 
-    /// The points so far, one for each stretch.
+    /// Returns the points so far, one for each interval.
     pub fn points(&self) -> &[Point] {
         &self.points
     }
@@ -89,7 +88,7 @@ impl Series {
 impl Observer for Series {
     fn lived(&mut self, guest: &Guest, _: &Segment) {
         let seen = Point::of(guest, guest.now());
-        // Stretches in which nothing was seen, and the beginning of this one: nothing had moved.
+        // Nothing has changed since the last state, so it also applies to intervals without one.
         let before = self.last.unwrap_or(seen);
         let stretch = guest.now().0 / self.stretch_ms;
         while (self.points.len() as u64) <= stretch {

@@ -1,31 +1,31 @@
-//! Swap devices, as far as their speed goes.
+//! Speed of swap devices.
 
 use serde::Serialize;
 
 /// A swap device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct SwapDevice {
-    /// Its name on the command line.
+    /// Name on the command line.
     pub name: &'static str,
-    /// How much fits.
+    /// Size.
     pub size_bytes: u64,
-    /// From a fault until its page is there.
+    /// Time from a fault until its page is present.
     pub in_us: u64,
-    /// For a page that goes out, when one follows another.
+    /// Time to write a page, in a sequence of pages.
     pub out_us: u64,
-    /// It lies in persistent memory: what is written wears that.
+    /// The device is in persistent memory, which its writes wear.
     pub is_pm: bool,
 }
 
 impl SwapDevice {
-    /// The names that `--swap` takes.
+    /// Names that `--swap` accepts.
     pub const NAMES: [&'static str; 3] = ["none", "disk", "pm"];
 
-    /// The device called `name`.
+    /// Returns the device called `name`.
     ///
-    /// `pm` has the figures that SAY-Go measured for swap on persistent memory. `disk` has those of
-    /// a virtio-blk disk of a guest that touched 60,000 pages at random: 10.8 s and not 0.032
-    /// s, so 180 us each; pages went out at about 200 MB/s.
+    /// `pm` has the values that SAY-Go measured for swap on persistent memory. `disk` has those of
+    /// a virtio-blk disk. A guest that touched 60,000 pages at random took 10.8 s instead of 0.032
+    /// s, which is 180 us for each page. Pages were written at about 200 MB/s.
     pub fn from_name(name: &str, size_bytes: u64) -> Option<Self> {
         let device = |name, size_bytes, in_us, out_us, is_pm| {
             Some(SwapDevice { name, size_bytes, in_us, out_us, is_pm })

@@ -1,4 +1,4 @@
-//! What holds of every run, and the shape of what the papers report.
+//! Invariants of every run, and the main results of the papers.
 
 mod compared;
 mod kernel;
@@ -12,7 +12,7 @@ use crate::policy::{Policy, fixed};
 use crate::trace;
 use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 
-/// A host's view of a VM with a quarter of its DRAM to come, and PM.
+/// Host of a VM that can plug a quarter of its DRAM, and PM.
 fn view(dram_bytes: u64, pm_bytes: u64) -> HostView {
     let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
     for (id, tier, max_bytes) in [(0, Tier::Dram, dram_bytes / 4), (1, Tier::Pm, pm_bytes)] {
@@ -48,7 +48,8 @@ fn run(setup: VmSetup, policy: &str) -> Outcome {
     Outcome::of(&vms[0])
 }
 
-/// What holds of a guest at every moment: what is wanted is in one place each, and fits there.
+/// Checks the invariants of a guest: each wanted byte is in exactly one place, which has room for
+/// it.
 fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     let wanted = segment.anon_bytes_at(guest.now());
     let parts = [
@@ -102,7 +103,7 @@ fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     Ok(())
 }
 
-/// Holds every moment against the laws.
+/// Checks the invariants at every moment.
 #[derive(Default)]
 struct Lawful(Option<String>);
 
@@ -152,7 +153,7 @@ proptest! {
     }
 }
 
-/// A guest with 256 MiB plugged, and a page in the wrong place each.
+/// A guest with 256 MiB plugged, with one violation at a time.
 #[test]
 fn the_laws_see_what_breaks_them() {
     let segment = Segment { anon_bytes: 100 * MIB, hot_permille: 1000, ..Segment::default() };
@@ -225,14 +226,14 @@ fn a_burst_is_noticed_when_it_is_seen_however_even_it_is() {
         }
     }
     for file_bytes in [0, 1024 * MIB] {
-        // Some hundred milliseconds of the burst fit into what the guest has.
+        // The guest has room for some hundred milliseconds of the burst.
         let rest = Segment {
             anon_bytes: 64 * MIB,
             hot_permille: 1000,
             touches_per_s: 1,
             ..Segment::default()
         };
-        // Files that do not fit are read without end: nothing is even.
+        // Files without room are read endlessly, so memory does not move evenly.
         let rest = Segment { file_bytes, ..rest };
         let burst = Segment { at: TimeMs(10_100), anon_bytes_per_s: 512 << 20, ..rest };
         let setup = VmSetup {
@@ -242,7 +243,7 @@ fn a_burst_is_noticed_when_it_is_seen_however_even_it_is() {
         };
         let mut first = First::default();
         run_host(vec![setup], 1024 * MIB, &governed("psi"), &mut first).expect("in range");
-        // An eighth of what is available, at 512 MiB/s, and one look.
+        // The time to fill an eighth of available memory at 512 MiB/s, and one look.
         assert!(
             first.0.is_some_and(|at| at <= TimeMs(10_100 + 110 + 100)),
             "{file_bytes}: {first:?}"
@@ -252,7 +253,7 @@ fn a_burst_is_noticed_when_it_is_seen_however_even_it_is() {
 
 #[test]
 fn reports_may_be_lost_or_late_and_a_vm_goes_on_as_it_is_told() {
-    /// When the guest reported, and what was decided.
+    /// Times of reports, and decisions.
     #[derive(Default)]
     struct Log(Vec<TimeMs>, Vec<(TimeMs, crate::plan::Reason)>);
     impl Observer for Log {
@@ -320,12 +321,12 @@ fn a_guest_without_swap_that_leaks_is_killed_without_pm_and_not_with_it() {
     assert_eq!((psi.oom_kills, psi.swap_out_gib), (0, 0.0));
 }
 
-/// The time that a run takes whose tasks wait for so long.
+/// Run time of a load, including the time that its tasks waited.
 fn run_time_s(outcome: &Outcome) -> f64 {
     outcome.run_s + outcome.stall_s + outcome.pm_slower_s
 }
 
-/// A guest that has so much DRAM for a working set of 512 MiB, all of which is in use.
+/// A guest with a working set of 512 MiB, all of it in use, and `dram_permille` of that as DRAM.
 fn deficit(dram_permille: u64, swap: &str) -> VmSetup {
     let dram_bytes = 512 * MIB * dram_permille / 1000;
     let segment = Segment {
@@ -347,7 +348,7 @@ fn deficit(dram_permille: u64, swap: &str) -> VmSetup {
     }
 }
 
-/// `policy` with its `watermark-scale`.
+/// Returns `policy` with this `watermark-scale`.
 fn scaled(policy: &str, scale: &str) -> Governed {
     let setting = Setting::from(scale);
     let policy = Policy::from_name(policy).expect("known").with([("watermark-scale", &setting)]);
@@ -360,7 +361,7 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
     for dram_permille in [750, 500] {
         let with_swap = run_time_s(&run(deficit(dram_permille, "disk"), "off")) / all_dram;
         assert!(with_swap > 1.5, "{dram_permille}: {with_swap}");
-        // The paper's policy, and ours.
+        // The policy of the paper, and `psi`.
         for policy in ["pmb", "psi"] {
             let with_pm = run_time_s(&run(deficit(dram_permille, "disk"), policy)) / all_dram;
             assert!(
@@ -368,8 +369,8 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
                 "{policy}, {dram_permille}: {with_pm}"
             );
         }
-        // The broken variant: at the kernel's own watermark reports come after kswapd, and it is as
-        // without PM.
+        // Broken variant: with the kernel's own watermark, reports arrive after kswapd has run, and
+        // the result is the same as without PM.
         let late = run_host(
             vec![deficit(dram_permille, "disk")],
             4096 * MIB,
@@ -380,7 +381,7 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
     }
 }
 
-/// Records what happens, as the governor does.
+/// Records events as the governor does.
 struct Recorder(trace::Writer<Vec<u8>>);
 
 impl Observer for Recorder {
@@ -429,8 +430,8 @@ fn a_recorded_guest_wants_the_same_again() {
         let (again, pool_bytes) = replayed(&trace, &original.guest).expect("long enough");
         assert_eq!(pool_bytes, 4096 * MIB);
         assert_eq!(again.host.zones, original.host.zones);
-        // A second lies between two reports at most; the rise at 100 MB/s is in a straight line,
-        // and a drop is not.
+        // Two reports are at most a second apart. Between them, the rise at 100 MB/s is linear, but
+        // a drop is not.
         let mut far = 0;
         for at in (0..again.demand.end().0).step_by(1_000).map(TimeMs) {
             let (wanted, seen) =
@@ -438,7 +439,7 @@ fn a_recorded_guest_wants_the_same_again() {
             far += u64::from(wanted.abs_diff(seen) > 16 * MIB);
         }
         assert!(far <= 30, "{}: {far} of 900 moments", workload.name());
-        // With `psi` no file that was needed was evicted, and the trace does not show that it was.
+        // Under `psi` no needed file was evicted, so the trace does not show that it was needed.
         let mut without_files = original;
         let segments =
             without_files.demand.segments().iter().map(|s| Segment { file_bytes: 0, ..*s });
@@ -453,7 +454,7 @@ fn a_recorded_guest_wants_the_same_again() {
     }
 }
 
-/// What a policy has held at most, and how often it grew the guest.
+/// Largest size that a policy has held, and the number of its grows.
 fn most_held(setup: VmSetup, policy: &str) -> (u64, u64) {
     #[derive(Default)]
     struct Most(u64);
@@ -467,21 +468,21 @@ fn most_held(setup: VmSetup, policy: &str) -> (u64, u64) {
     (most.0, vms[0].decided().grows)
 }
 
-/// `psi` gives files that are read once little; the others grow for them.
+/// `psi` provides little memory for files that are read once. The other policies grow for them.
 #[test]
 fn page_cache_is_replayed_and_who_grows_for_it_does() {
     let original = setup(Workload::CacheHeavy, 900_000, 3);
     let trace = recorded(&original, "psi");
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
-    // It wants the same all the time once it is there, also while `psi` takes back what it gave.
+    // After the start, the demand is constant, also while `psi` removes memory.
     let rest = again.demand.segments().iter().filter(|segment| segment.at > TimeMs(10_000));
     let levels = rest.map(|segment| segment.anon_bytes / MIB);
     assert_eq!((levels.clone().min(), levels.max()), (Some(256), Some(256)), "MiB");
     for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
         let [(first, first_grows), (second, second_grows)] =
             [&original, &again].map(|setup| most_held(setup.clone(), policy));
-        // What `psi` needs depends on which of the files are read again: of those that never left
-        // nobody knows.
+        // The need under `psi` depends on the files that are read repeatedly. A trace does not show
+        // those that were never evicted.
         let grows = first_grows > 0 && (policy == "psi" || second_grows > 0);
         assert!(grows, "{policy}: {first_grows} and {second_grows}");
         let is_near = policy == "psi" || first.abs_diff(second) <= first / 4 + 32 * MIB;
@@ -489,7 +490,7 @@ fn page_cache_is_replayed_and_who_grows_for_it_does() {
     }
 }
 
-/// A guest that evicts files which it needs, and reads them again.
+/// A guest that evicts files that it needs, and reads them again.
 #[test]
 fn files_that_came_back_come_back_in_a_replay() {
     let original = setup(Workload::CacheHeavy, 900_000, 3);
@@ -505,7 +506,7 @@ fn files_that_came_back_come_back_in_a_replay() {
     assert!(cured.refault_gib < 0.1 * second.refault_gib && cured.grows > 0, "{cured:?}");
 }
 
-/// A guest that `psi` shrank from 978 MiB to 466, in blocks of 128 MiB.
+/// A guest that `psi` shrank from 978 MiB to 466 MiB, in blocks of 128 MiB.
 #[test]
 fn a_recorded_guest_that_shrank_did_not_want_what_went() {
     let trace = include_bytes!("../../tests/golden/recorded-shrinking.jsonl");
@@ -549,7 +550,7 @@ fn a_guest_that_was_short_is_seen_with_what_it_had_in_swap() {
 fn memorage_under_a_deficit_of_a_fifth_runs_shorter_than_swap_on_the_same_memory() {
     let [lent, swapped] =
         ["memorage", "off"].map(|policy| run_time_s(&run(deficit(800, "pm"), policy)));
-    // 16.5 % in the mean of the paper's programs, 40.5 % at most.
+    // 16.5 % on average of the paper's programs, at most 40.5 %.
     assert!(lent < swapped && lent > 0.5 * swapped, "{lent} and {swapped}");
 }
 
@@ -561,7 +562,7 @@ fn guest_without_pm_swaps_where_amf_does_not() {
     assert_eq!((fused.swap_out_gib, fused.swap_in_gib), (0.0, 0.0), "{fused:?}");
 }
 
-/// What was asked for first, and what had been swapped and reclaimed until all PM was there.
+/// Size of the first request, and memory that was swapped and reclaimed until all PM was plugged.
 #[derive(Default)]
 struct Integrated {
     first_bytes: Option<u64>,
@@ -582,7 +583,7 @@ impl Observer for Integrated {
     }
 }
 
-/// [`deficit`] of a quarter under `amf` with so much PM.
+/// [`deficit`] of a quarter under `amf`, with this size of PM.
 fn fused(pm_bytes: u64, scale: &str) -> (Outcome, Integrated) {
     let mut setup = deficit(750, "disk");
     setup.host = view(384 * MIB, pm_bytes);
@@ -594,9 +595,9 @@ fn fused(pm_bytes: u64, scale: &str) -> (Outcome, Integrated) {
 
 const UNIFIED_PM_BYTES: u64 = 16 << 30;
 
-/// Guest with 512 MiB of DRAM and 16 GiB of PM, whose page descriptors are half of DRAM, and a
-/// working set of 384 MiB after a minute at 64 MiB. In `Unified`, AMF's baseline, all PM is online
-/// from the start.
+/// A guest with 512 MiB of DRAM and 16 GiB of PM, whose page descriptors take half of DRAM. Its
+/// working set is 64 MiB for a minute and then 384 MiB. In `Unified`, AMF's baseline, all PM is
+/// online from the start.
 fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
     #[derive(Default)]
     struct MostDescriptors(u64);
@@ -675,8 +676,7 @@ fn amf_integrates_before_kswapd_wakes() {
     }
 }
 
-/// The guest begins with 256 MiB free and borders that the scale moves past that, from one row to
-/// the next.
+/// The guest starts with 256 MiB free. The scale determines the row of Table 2 for that size.
 #[test]
 fn amf_integrates_what_table_2_says_of_the_dram_that_the_guest_manages() {
     let dram_bytes = (384 - 16 - 384 / 32) * MIB;
@@ -695,13 +695,13 @@ fn wear_is_by_memorages_equations() {
         (Outcome::of(&vms[0]), *vms[0].guest().totals())
     };
     let (outcome, totals) = figures(deficit(500, "disk"), &governed);
-    // A minute of 200,000 touches a second, half of which write 64 bytes, and what is filled as it
-    // is plugged.
+    // 200,000 touches per second for a minute, half of which write 64 bytes, and memory that is
+    // filled when it is plugged.
     let [dram, pm] = totals.plugged_in_bytes.map(|bytes| bytes as f64);
     let written = 60.0 * 100_000.0 * 64.0 + dram + pm;
     let stored = (12u64 << 30) as f64 * 60.0 / 86_400.0;
     let bandwidth = written / stored;
-    // 1 GiB of PM beside 256 MiB and a quarter of them, whose cells bear ten times as much.
+    // 1 GiB of PM, and 320 MiB of DRAM whose cells endure ten times as many writes.
     let pooled = (1.0 + 3.2 / 10.0) * bandwidth / (1.0 + bandwidth);
     assert!(
         (outcome.pooled_lifetime / pooled - 1.0).abs() < 1e-9,

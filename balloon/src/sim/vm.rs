@@ -13,69 +13,72 @@ use crate::plan::{Direction, Plan, Reason};
 use crate::policy::Policy;
 use crate::{HostView, ParamError, TimeMs};
 
-/// The VMM sends ticks to the governor at least this often while a guest is to follow a request.
+/// Longest time between two ticks of the VMM while a guest has to follow a request.
 const TICK_MS: u64 = 1_000;
 
-/// Which reports reach the governor.
+/// Selection of the reports that reach the governor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Skip {
-    /// All but those that cannot change anything, see [`Vm`].
+    /// All reports except those that cannot change anything, see [`Vm`].
     #[default]
     AtRest,
-    /// All of them.
+    /// All reports.
     Nothing,
 }
 
-/// Sees what happens, in order.
+/// Receives events of a run in order.
 pub trait Observer {
-    /// The guest has reported.
+    /// Receives a report of the guest.
     fn report(&mut self, _at: TimeMs, _report: &Report) {}
-    /// The sizes on the host, before each plan and after it was carried out.
+    /// Receives the sizes on the host, before each plan and after it was carried out.
     fn host(&mut self, _at: TimeMs, _host: &HostView) {}
-    /// A plan was made for `host`.
+    /// Receives a plan that was made for `host`.
     fn plan(&mut self, _at: TimeMs, _plan: &Plan, _host: &HostView) {}
-    /// The guest has lived to its present time.
+    /// Receives the guest after it was simulated up to its present time.
     fn lived(&mut self, _guest: &Guest, _segment: &Segment) {}
 }
 
-/// Sees nothing.
+/// Ignores all events.
 impl Observer for () {}
 
-/// What was decided, counted.
+/// Counts of decisions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Decided {
     /// Plans of the governor.
     pub steps: u64,
-    /// Reports that would not have changed anything and were left out.
+    /// Reports that were skipped because they would not have changed anything.
     pub skipped: u64,
     /// Plans that grew the guest.
     pub grows: u64,
-    /// Plans that shrank it.
+    /// Plans that shrank the guest.
     pub shrinks: u64,
 }
 
-/// What becomes of reports.
+/// Transport of reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Channel {
-    /// They do not arrive.
+    /// No report arrives.
     pub loses_all: bool,
-    /// How long they take.
+    /// Delay of reports.
     pub delay_ms: u64,
 }
 
-/// A VM and how far it has come.
+/// A VM and its progress.
 ///
-/// **Reports that are left out.** While a guest is at rest (the same is wanted, nothing is on its
-/// way, nothing is reclaimed or touched that is not there) its reports say the same. A policy is a
-/// function of its state, a report and the time, and the time enters only as the distance from
-/// something seen. When reports have been the same for longer than all that such distances are
-/// compared with ([`Policy::settle_ms`]), or the state says that none of them matters any more
-/// ([`Controller::is_settled`](crate::controller::Controller::is_settled)), and the decision is to
-/// leave everything as it is, the next one decides the same, and so on until something else is
-/// wanted. Before that happens as many reports are given again, so that what a policy keeps of the
-/// last ones is what it would be. The rules above the policy are passed over by a decision that
-/// changes nothing: a request that is not followed, lost reports and cool-downs are no rest. A test
-/// here holds runs with and without against each other, plan by plan.
+/// **Skipped reports.** A guest is at rest if its demand is constant, nothing is on its way, and no
+/// page is reclaimed or faulted in. Its reports are then the same.
+///
+/// A policy is a function of its state, a report and the time. The time only enters as a distance
+/// from an earlier event. The next decision is the same, and so on until the demand changes, under
+/// two conditions. First, reports have been the same for longer than all limits of such distances
+/// ([`Policy::settle_ms`]), or the state shows that no limit matters any more
+/// ([`Controller::is_settled`](crate::controller::Controller::is_settled)). Second, the decision
+/// leaves everything unchanged. Before the demand changes, as many reports are processed again, so
+/// that the policy's state includes the usual last reports.
+///
+/// The rules above the policy do not act on a decision without a change: a guest with a request
+/// that makes no progress, lost reports or a cool-down is not at rest. A test compares runs with
+/// and without skipped reports, plan by plan.
 #[derive(Clone, Debug)]
 pub struct Vm {
     guest: Guest,
@@ -93,7 +96,7 @@ pub struct Vm {
     decided: Decided,
 }
 
-/// Zones of the simulated guest, which has neither a balloon nor a driver to remind.
+/// Zones of the simulated guest, which has no balloon and no driver that needs reminders.
 struct GuestDevices<'a> {
     guest: &'a mut Guest,
     host: &'a mut HostView,
@@ -122,7 +125,7 @@ impl Devices for GuestDevices<'_> {
 }
 
 impl Vm {
-    /// A VM that has just started. `host` has its zones.
+    /// Creates a VM that has just started. `host` has its zones.
     pub fn new(
         guest: GuestConfig,
         host: HostView,
@@ -148,39 +151,39 @@ impl Vm {
         })
     }
 
-    /// The guest.
+    /// Returns the guest.
     pub fn guest(&self) -> &Guest {
         &self.guest
     }
 
-    /// What was decided.
+    /// Returns the counts of decisions.
     pub fn decided(&self) -> &Decided {
         &self.decided
     }
 
-    /// What is wanted of it.
+    /// Returns the demand.
     pub fn demand(&self) -> &Demand {
         &self.demand
     }
 
-    /// Goes on wanting, see [`Demand::go_on`].
+    /// Continues the demand, see [`Demand::go_on`].
     pub fn go_on(&mut self, segment: Segment, ms: u64) {
         self.demand.go_on(segment, ms);
     }
 
-    /// Wants nothing that was to come from now on.
+    /// Ends the demand now.
     pub fn stop(&mut self) {
         self.demand.end_at(self.guest.now());
         self.segment = self.demand.segments().len();
         self.rest_since = None;
     }
 
-    /// Changes what becomes of reports. Where it is not what it should be none is left out.
+    /// Changes the transport of reports. No report is skipped unless the transport is perfect.
     pub fn set_channel(&mut self, channel: Channel) {
         self.channel = channel;
     }
 
-    /// Exchanges the policy.
+    /// Replaces the policy.
     pub fn set_policy(&mut self, policy: Policy) -> Result<(), ParamError> {
         policy.validate()?;
         self.settle_ms = policy.settle_ms();
@@ -192,7 +195,7 @@ impl Vm {
         Ok(())
     }
 
-    /// How far it has come; `None` at the end.
+    /// Returns the time up to which the VM was simulated. `None` at the end.
     pub fn now(&self) -> Option<TimeMs> {
         (self.segment < self.demand.segments().len()).then(|| self.guest.now())
     }
@@ -203,7 +206,7 @@ impl Vm {
         (segments[self.segment], end)
     }
 
-    /// Lives until the next thing that happens, and does what follows from it.
+    /// Simulates the guest until the next event, and handles that event.
     pub fn turn(&mut self, pool: &mut impl Pool, observer: &mut impl Observer) {
         let (segment, end) = self.segment();
         let to = self.next_event(&segment, end);
@@ -241,8 +244,8 @@ impl Vm {
         if self.is_followed() {
             to = to.min(self.ticked + TICK_MS);
         }
-        // The agent looks all the time; as long as everything goes evenly it is known when it will
-        // see news.
+        // The agent looks all the time. While memory moves evenly, the time at which a look finds
+        // news is known.
         let even = (!self.guest.is_at_rest(segment)).then(|| self.guest.next_look(segment));
         let news = self.agent.news_due(&self.guest, segment);
         if let Some(at) = news.into_iter().chain(even).min() {
@@ -251,7 +254,8 @@ impl Vm {
         to.max(self.guest.now())
     }
 
-    /// A request that has not been followed yet, or reports that may be lost: the VMM watches.
+    /// Returns true if a request has not been followed yet, or reports may be lost, so the VMM
+    /// sends ticks.
     fn is_followed(&self) -> bool {
         self.channel != Channel::default()
             || self.guest.zones().iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
@@ -308,7 +312,7 @@ impl Vm {
         is_at_rest
     }
 
-    /// Counts a plan. Returns whether it leaves everything as it is, for good.
+    /// Counts a plan. Returns true if it leaves everything unchanged for good.
     fn count(&mut self, plan: &Plan) -> bool {
         self.decided.steps += 1;
         match plan.direction {
@@ -320,7 +324,7 @@ impl Vm {
             && matches!(plan.reason, Reason::Enough | Reason::Off | Reason::FixedSize)
     }
 
-    /// Goes on to the last report before the end of the rest that may still matter.
+    /// Skips to the last report before the end of the rest that may still matter.
     fn skip_rest(
         &mut self,
         segment: &Segment,
@@ -354,8 +358,7 @@ mod tests {
     use super::*;
     use crate::{MIB, Tier, ZoneSizes};
 
-    /// What a run has come to: every plan that asked for something, and every figure but how often
-    /// it was asked.
+    /// Result of a run: each plan with a request, and all values except the number of decisions.
     #[derive(Default, PartialEq, Debug)]
     struct Log {
         plans: Vec<(TimeMs, Vec<u64>, Reason)>,
@@ -380,7 +383,7 @@ mod tests {
         let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
         host.zones = vec![zone(0, Tier::Dram, 128 * MIB), zone(1, Tier::Pm, 1024 * MIB)];
         let mut params = workload.defaults();
-        // Several of whatever it is in the run.
+        // Several periods fit into the run.
         params.period_ms = params.period_ms.min(1_800_000);
         params.kernel_permille = 300 * seed;
         let demand = workload.demand(&params, dram_bytes, 3_600_000, &mut Random::new(seed, 0));
@@ -433,7 +436,7 @@ mod tests {
         assert!(skipped > 10_000, "{skipped}");
     }
 
-    /// The broken variant: a horizon that is too near.
+    /// Broken variant: the time until reports are skipped is too short.
     #[test]
     fn leaving_out_more_would_be_seen() {
         let policy = Policy::default();

@@ -9,51 +9,53 @@ use crate::{MIB, TimeMs};
 const MINUTE_MS: u64 = 60_000;
 
 params! {
-    /// What a workload is made of. Each has defaults of its own; those of the table are `steady`'s.
+    /// Parameters of a workload. Each workload has its own defaults. Those in this table are the
+    /// ones of `steady`.
     pub struct Params {
-        /// Anonymous memory at the least, in thousandths of the DRAM that the guest boots with.
+        /// Lowest anonymous memory, in thousandths of DRAM.
         low_permille: "low", Permille, 10 => 100_000, 500;
-        /// Anonymous memory at the most, in thousandths of the DRAM.
+        /// Highest anonymous memory, in thousandths of DRAM.
         high_permille: "high", Permille, 10 => 100_000, 1_500;
-        /// How fast it is filled, in bytes a second.
+        /// Growth in bytes per second.
         rate_bytes_per_s: "rate", Bytes, 4096 => 1 << 40, 100 * MIB;
-        /// From one rise to the next.
+        /// Time from one rise to the next.
         period_ms: "period", Ms, 1_000 => 86_400_000, 10 * MINUTE_MS;
-        /// Pages touched in a second.
+        /// Pages touched per second.
         touches_per_s: "touches", Count, 0 => 100_000_000, 100_000;
-        /// The part of anonymous memory that is touched.
+        /// Touched part of anonymous memory, in thousandths.
         hot_permille: "hot", Permille, 0 => 1000, 800;
-        /// Files that are read again and again, in thousandths of the DRAM.
+        /// Files that are read repeatedly, in thousandths of DRAM.
         files_permille: "files", Permille, 0 => 100_000, 50;
-        /// Files that are read once, in bytes a second.
+        /// Files that are read once, in bytes per second.
         stream_bytes_per_s: "stream", Bytes, 0 => 1 << 40, 0;
-        /// Kernel memory, in thousandths of the anonymous memory.
+        /// Kernel memory, in thousandths of the present anonymous memory.
         kernel_permille: "kernel", Permille, 0 => 10_000, 0;
     }
     order { "low" <= "high"; }
 }
 
-/// A kind of demand.
+/// Kind of generated demand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Workload {
-    /// Comes to its size once, and stays there.
+    /// Rises to `high` once and stays there.
     Steady,
-    /// Goes up at the rate, stays for a period, and ends.
+    /// Rises at `rate`, stays for `period`, and ends.
     Ramp,
-    /// Rests, and once in a period, at no regular time, wants much at once for a tenth of it.
+    /// Rests at `low`. Once in each period, at a random time, rises for a tenth of it.
     Burst,
-    /// Goes up at the rate, drops at once, again and again.
+    /// Rises at `rate` and drops at once, repeatedly.
     Sawtooth,
-    /// Goes up for the whole run, slowly.
+    /// Rises slowly over the whole run.
     Leak,
-    /// A day: little at night, much at noon, in steps of five minutes that are not even.
+    /// A day with `low` at night and `high` at noon, in uneven steps of five minutes.
     Diurnal,
-    /// Little anonymous memory, many files: some that are read again, more that are not.
+    /// Little anonymous memory and many files: some that are read repeatedly, and more that are
+    /// read once.
     CacheHeavy,
 }
 
 impl Workload {
-    /// All of them.
+    /// All workloads.
     pub const ALL: [Workload; 7] = [
         Workload::Steady,
         Workload::Ramp,
@@ -64,7 +66,7 @@ impl Workload {
         Workload::CacheHeavy,
     ];
 
-    /// The name that `--workload` takes.
+    /// Returns the name that `--workload` accepts.
     pub fn name(self) -> &'static str {
         match self {
             Workload::Steady => "steady",
@@ -77,12 +79,12 @@ impl Workload {
         }
     }
 
-    /// The workload of this name.
+    /// Returns the workload of this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|workload| workload.name() == name)
     }
 
-    /// Its parameters if nothing else is said.
+    /// Returns the default parameters.
     pub fn defaults(self) -> Params {
         let default = Params::default();
         match self {
@@ -102,7 +104,7 @@ impl Workload {
         }
     }
 
-    /// Parameters that would change nothing.
+    /// Returns the names of the parameters that have no effect.
     pub fn ignores(self) -> &'static [&'static str] {
         match self {
             Workload::Steady | Workload::CacheHeavy => &["period"],
@@ -111,8 +113,8 @@ impl Workload {
         }
     }
 
-    /// What a guest with so much DRAM wants for so long. Whatever is not regular comes from
-    /// `random`.
+    /// Generates the demand of a guest with `dram_bytes` for `duration_ms`. Irregular values are
+    /// from `random`.
     pub fn demand(
         self,
         params: &Params,
@@ -177,20 +179,20 @@ impl Workload {
     }
 }
 
-/// The middle of what is wanted at a time of the day: a parabola each for the day and for the
-/// night, which needs no floating point and is within 6 % of a cosine.
+/// Mean demand at a time of the day: a parabola each for day and night. This needs no floating
+/// point and is within 6 % of a cosine.
 fn day(low: u64, high: u64, at_ms: u64, period_ms: u64) -> u64 {
     let half = (period_ms / 2).max(1);
-    // Night is the first and the last quarter: begin a quarter late.
+    // The first and the last quarter are night, so shift by a quarter.
     let at = (at_ms + period_ms - period_ms / 4) % period_ms;
     let x = u128::from(at % half) * 2000 / u128::from(half);
-    // 0 at the ends of the half, 1000 in its middle.
+    // 0 at both ends of the half, 1000 in its middle.
     let arch = x * (2000 - x) / 1000;
     let permille = if at < half { 500 + arch / 2 } else { 500 - arch / 2 };
     low + (u128::from(high - low) * permille / 1000) as u64
 }
 
-/// Segments while they are being made.
+/// Segments under construction.
 struct Track<'a> {
     params: &'a Params,
     dram_bytes: u64,
@@ -214,7 +216,7 @@ impl<'a> Track<'a> {
         self.now_ms < self.duration_ms
     }
 
-    /// For `ms`, a change by so much a second.
+    /// Adds a segment of `ms` with a change by `anon_bytes_per_s`.
     fn push(&mut self, anon_bytes_per_s: i64, ms: u64) {
         if ms == 0 {
             return;
@@ -242,7 +244,7 @@ impl<'a> Track<'a> {
         self.push(0, ms);
     }
 
-    /// Up or down to `bytes` at the rate.
+    /// Rises or falls to `bytes` at the rate.
     fn go(&mut self, bytes: u64) {
         let rate = self.params.rate_bytes_per_s;
         let ms = (self.now_bytes.abs_diff(bytes)).saturating_mul(1000) / rate;
@@ -251,7 +253,7 @@ impl<'a> Track<'a> {
         self.now_bytes = bytes;
     }
 
-    /// Down to `bytes` at once: processes end faster than they fill memory.
+    /// Falls to `bytes` at once, because processes end faster than they fill memory.
     fn drop_to(&mut self, bytes: u64) {
         self.now_bytes = bytes;
     }

@@ -77,7 +77,7 @@ impl Guest {
         self.conversion.is_some()
     }
 
-    /// Returns whether a block is being converted.
+    /// Returns true if a block is being converted.
     pub(in crate::sim) fn is_converting(&self) -> bool {
         self.conversion.is_some()
     }
@@ -87,7 +87,7 @@ impl Guest {
         self.boot.block_bytes()
     }
 
-    /// Returns whether a change of a zone's size waits for a conversion. Linux adds no memory while
+    /// Returns true if a change of a zone's size waits for a conversion. Linux adds no memory while
     /// it takes a block offline (mm/memory_hotplug.c, mem_hotplug_begin), and virtio_mem changes
     /// nothing of the block's device (virtio_mem_memory_notifier_cb).
     pub(super) fn waits_for_conversion(&self, zone: usize, grows: bool) -> bool {
@@ -95,7 +95,7 @@ impl Guest {
     }
 
     /// Completes a conversion that is due. While other movable memory has no room for the pages of
-    /// the block, Linux tries again, until the agent cancels the conversion.
+    /// the block, Linux retries until the agent cancels the conversion.
     pub(super) fn convert(&mut self) {
         let Some(conversion) = self.conversion.filter(|conversion| conversion.ends <= self.now)
         else {

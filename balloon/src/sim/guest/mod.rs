@@ -1,9 +1,9 @@
-//! A model of a guest: Linux as far as memory is concerned. docs/reference/simulator.md has its
-//! rules and what it leaves out.
+//! Model of a guest's memory management, which is Linux'. docs/reference/simulator.md lists its
+//! rules and its limits.
 //!
-//! It lives from one moment to another in which the same is wanted. Where nothing moves, or
-//! everything moves evenly, that is one step however long it is; while memory is reclaimed, plugged
-//! or waited for, it goes in steps of milliseconds.
+//! The model advances within a segment of demand. While nothing moves, or everything moves evenly,
+//! that is one step of any length. While memory is reclaimed, plugged or waited for, steps take
+//! milliseconds.
 
 mod kernel;
 mod paging;
@@ -23,47 +23,47 @@ pub(super) use crate::units::PAGE_BYTES;
 use crate::units::{SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, scale};
 use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 
-/// The step while something is plugged or waited for.
+/// Step while memory is plugged or waited for.
 const BUSY_STEP_MS: u64 = 10;
-/// The step while pages only come and go.
+/// Step while pages only move.
 const PAGING_STEP_MS: u64 = 50;
 
-/// Processes can fill memory this fast: the kernel zeroes it, they write it.
+/// Speed at which processes fill memory: the kernel zeroes it, and they write it.
 const FILL_BYTES_PER_MS: u64 = 2 * MIB;
 
-/// Linux takes what it is about to give back out of the free pages in pieces of this size, first.
+/// Size of the pieces that Linux removes from free memory before it unplugs them.
 const LEAVING_BYTES: u64 = SECTION_BYTES;
 
-/// What a guest is made of.
+/// Configuration of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestConfig {
-    /// Memory that it boots with.
+    /// Boot memory.
     pub boot_bytes: u64,
-    /// Its swap device.
+    /// Swap device.
     pub swap: SwapDevice,
-    /// From a request until its first block is there.
+    /// Time from a request until its first block is plugged.
     pub plug_delay_ms: u64,
-    /// For 2 MiB that are plugged.
+    /// Time to plug 2 MiB.
     pub plug_block_us: u64,
-    /// For 2 MiB that are unplugged.
+    /// Time to unplug 2 MiB.
     pub unplug_block_us: u64,
-    /// This part of what was ever plugged of a zone does not come back, in thousandths: something
-    /// in it cannot move.
+    /// Part of the largest plugged size of a zone that stays plugged, in thousandths, because its
+    /// pages cannot move.
     pub refused_permille: u64,
-    /// Linux can demote pages to PM. Kernels before 6.7, and those without an HMAT, cannot.
+    /// Linux demotes pages to PM. Kernels before 6.7 and those without an HMAT do not.
     pub demotes: bool,
-    /// The part of touches that are writes, in thousandths.
+    /// Part of touches that are writes, in thousandths.
     pub write_permille: u64,
-    /// How much longer an access to PM takes than one to DRAM.
+    /// Additional time of an access to PM, compared with DRAM.
     pub pm_slower_ns: u64,
-    /// What is written to PM in a day by volumes: what it is for, apart from lending.
+    /// Bytes that volumes write to PM in a day, without lent memory.
     pub storage_bytes_per_day: u64,
-    /// How many times as many writes the cells of memory bear as those of PM.
+    /// Writes that cells of memory endure, as a multiple of those that PM endures.
     pub endurance: u64,
 }
 
 impl Default for GuestConfig {
-    /// A guest of 384 MiB on a host whose figures are those of docs/reference/simulator.md.
+    /// A guest of 384 MiB with the values of docs/reference/simulator.md.
     fn default() -> Self {
         use crate::model::energy::{DRAM, PRAM};
         let write_permille = 500;
@@ -83,7 +83,7 @@ impl Default for GuestConfig {
     }
 }
 
-/// The watermarks of a Linux zone, in pages.
+/// Watermarks of a Linux zone, in pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Marks {
     pub min: u64,
@@ -93,25 +93,26 @@ pub(super) struct Marks {
 
 impl Marks {
     /// mm/page_alloc.c, __setup_per_zone_wmarks(): a step is a quarter of `min`, or a thousandth of
-    /// the zone.
+    /// the zone if that is more.
     fn new(min: u64, managed_pages: u64) -> Self {
         let step = (min / 4).max(managed_pages / 1000);
         Marks { min, low: min + step, high: min + 2 * step }
     }
 
-    /// Watermarks of a zone with `bytes` of the `all_bytes` that these are for.
+    /// Watermarks of a zone with `bytes`, if `self` is for zones with `all_bytes`.
     fn part(&self, bytes: u64, all_bytes: u64) -> Self {
         let part = |pages| scale(pages, bytes, all_bytes);
         Marks { min: part(self.min), low: part(self.low), high: part(self.high) }
     }
 
-    /// Of ZONE_DMA32 or ZONE_NORMAL: min_free_kbytes is 4 times the root of the kilobytes.
+    /// Watermarks of ZONE_DMA32 or ZONE_NORMAL: min_free_kbytes is 4 times the root of the
+    /// kilobytes.
     fn lowmem(bytes: u64) -> Self {
         let min_kbytes = (bytes / 1024 * 16).isqrt().clamp(128, 262_144);
         Self::new(min_kbytes / 4, bytes / PAGE_BYTES)
     }
 
-    /// Of ZONE_MOVABLE, which gets no part of min_free_kbytes.
+    /// Watermarks of ZONE_MOVABLE, which gets no part of min_free_kbytes.
     fn movable(bytes: u64) -> Self {
         if bytes == 0 {
             return Marks::default();
@@ -121,14 +122,14 @@ impl Marks {
     }
 }
 
-/// A zone's hotplug part, inside the guest.
+/// State of a zone in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plug {
-    /// When the present size was asked.
+    /// Time of the present request.
     asked: TimeMs,
-    /// What has been done of a block that is under way, in microseconds.
+    /// Time spent on the present block, in microseconds.
     done_us: u64,
-    /// The most that was ever plugged.
+    /// Largest plugged size so far.
     peak_bytes: u64,
     /// Size of the memory blocks that serve the kernel. They are the first blocks of the zone, and
     /// the last of them may be plugged in part.
@@ -155,19 +156,19 @@ impl Plug {
 pub struct Totals {
     /// Time in which tasks waited for memory.
     pub stall_us: u64,
-    /// Pages that came from swap.
+    /// Memory swapped in.
     pub swapped_in_bytes: u64,
-    /// Pages that went there.
+    /// Memory swapped out.
     pub swapped_out_bytes: u64,
-    /// File pages that were evicted and came back.
+    /// Pages of files that were evicted and read again.
     pub refaulted_bytes: u64,
-    /// Page cache whose place other pages took at once.
+    /// Page cache that other pages replaced at once.
     pub replaced_bytes: u64,
-    /// What reclaim has freed, by kswapd and by tasks themselves.
+    /// Memory freed by kswapd.
     pub kswapd_bytes: u64,
-    /// See there.
+    /// Memory freed by tasks themselves.
     pub direct_bytes: u64,
-    /// Allocations that had to reclaim.
+    /// Allocations that had to reclaim memory.
     pub allocstalls: u64,
     /// Part of `allocstalls` for kernel memory.
     pub kernel_allocstalls: u64,
@@ -175,33 +176,33 @@ pub struct Totals {
     pub foreign_bytes: u64,
     /// User pages that were moved from DRAM to PM to free memory for the kernel.
     pub demoted_bytes: u64,
-    /// Times that the OOM killer came.
+    /// OOM kills.
     pub oom_kills: u64,
-    /// What it took.
+    /// Memory of processes that the OOM killer has ended.
     pub oom_killed_bytes: u64,
     /// Plugged memory times time, by tier (DRAM, PM), in bytes and milliseconds.
     pub plugged_byte_ms: [u128; 2],
-    /// The part of plugged memory that nobody needed, times time.
+    /// Part of plugged memory that was not needed, times time.
     pub over_byte_ms: u128,
-    /// What was needed and was not there, times time.
+    /// Missing memory, times time.
     pub short_byte_ms: u128,
-    /// What was ever plugged, by tier.
+    /// Sum of plugged memory, by tier.
     pub plugged_in_bytes: [u64; 2],
-    /// Touches of pages by tier: those of a second, times milliseconds, times thousandths.
+    /// Touches of pages by tier: touches per second, times milliseconds, times thousandths.
     pub touches_ms: [u128; 2],
 }
 
-/// What may come of PM from outside.
+/// Source of PM.
 pub trait Pool {
-    /// What it can still give.
+    /// Returns the free size.
     fn free_bytes(&self) -> u64;
-    /// Takes at most this, and says how much it was.
+    /// Takes at most `bytes`. Returns the size that was taken.
     fn take(&mut self, bytes: u64) -> u64;
-    /// Gives back.
+    /// Returns memory to the pool.
     fn give(&mut self, bytes: u64);
 }
 
-/// The guest.
+/// Simulated guest.
 #[derive(Clone, Debug)]
 pub struct Guest {
     config: GuestConfig,
@@ -214,11 +215,11 @@ pub struct Guest {
     swapped_bytes: u64,
     waiting_bytes: u64,
     killed_bytes: u64,
-    /// Page cache of files that are read again, and of others.
+    /// Page cache of files that are read repeatedly, and of other files.
     file_bytes: u64,
     stream_bytes: u64,
     kswapd: bool,
-    /// Since when nothing could be had for what waits.
+    /// Time for which waiting allocations got no memory.
     stuck_ms: u64,
     kernel: KernelLoad,
     conversion: Option<Conversion>,
@@ -226,8 +227,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// A guest that has booted and has what is wanted of it at first, as far as that fits, with
-    /// zones as the host has them.
+    /// Creates a guest that has booted, with zones as the host has them. It has the first wanted
+    /// memory, if there is room.
     pub fn new(config: GuestConfig, zones: &[ZoneSizes], segment: &Segment) -> Self {
         let plug = |zone: &ZoneSizes| Plug {
             asked: TimeMs(0),
@@ -269,32 +270,32 @@ impl Guest {
         guest
     }
 
-    /// What it is made of.
+    /// Returns the configuration.
     pub fn config(&self) -> &GuestConfig {
         &self.config
     }
 
-    /// How far it has lived.
+    /// Returns the time up to which the guest was simulated.
     pub fn now(&self) -> TimeMs {
         self.now
     }
 
-    /// The zones' sizes.
+    /// Returns the sizes of the zones.
     pub fn zones(&self) -> &[ZoneSizes] {
         &self.zones
     }
 
-    /// Totals since the start.
+    /// Returns the totals since the start.
     pub fn totals(&self) -> &Totals {
         &self.totals
     }
 
-    /// Wanted memory that is there.
+    /// Wanted memory that is present.
     pub fn resident_bytes(&self) -> u64 {
         self.resident_bytes
     }
 
-    /// Wanted memory that is on the swap device.
+    /// Wanted memory on the swap device.
     pub fn swapped_bytes(&self) -> u64 {
         self.swapped_bytes
     }
@@ -309,7 +310,7 @@ impl Guest {
         self.killed_bytes
     }
 
-    /// The page cache.
+    /// Page cache.
     pub fn cached_bytes(&self) -> u64 {
         self.file_bytes + self.stream_bytes
     }
@@ -327,7 +328,7 @@ impl Guest {
         self.boot.bytes() + self.plugged_bytes() - self.kernel_block_bytes()
     }
 
-    /// What is plugged of all zones.
+    /// Plugged memory of all zones.
     pub fn plugged_bytes(&self) -> u64 {
         self.zones.iter().map(|zone| zone.plugged_bytes).sum()
     }
@@ -336,7 +337,7 @@ impl Guest {
         self.zones.iter().filter(|zone| zone.tier == tier).map(|zone| zone.plugged_bytes).sum()
     }
 
-    /// Page descriptors of what is plugged.
+    /// Page descriptors of plugged memory.
     pub fn descriptor_bytes(&self) -> u64 {
         self.zones
             .iter()
@@ -352,7 +353,7 @@ impl Guest {
         self.resident_bytes + self.file_bytes + self.stream_bytes
     }
 
-    /// What user pages can still have, watermarks included.
+    /// Room for user pages, including the watermarks.
     fn room_bytes(&self) -> u64 {
         self.capacity_bytes().saturating_sub(self.user_bytes())
     }
@@ -362,7 +363,7 @@ impl Guest {
         (self.boot.kernel_mark(&mark) + mark(&self.boot.movable_marks) + zones) * PAGE_BYTES
     }
 
-    /// What is on its way out and not free any more.
+    /// Memory that is about to be unplugged and not free any more.
     fn leaving_bytes(&self) -> u64 {
         let outstanding = |(zone, plug): (&ZoneSizes, &Plug)| {
             if zone.plugged_bytes <= zone.requested_bytes
@@ -401,13 +402,13 @@ impl Guest {
         [stuck, pinned].map(|bytes| bytes.next_multiple_of(zone.block_bytes)).iter().sum()
     }
 
-    /// The host asks for sizes.
+    /// Requests sizes of the zones.
     pub fn request(&mut self, sizes: impl IntoIterator<Item = u64>) {
         for ((zone, plug), requested_bytes) in self.zones.iter_mut().zip(&mut self.plugs).zip(sizes)
         {
             if zone.requested_bytes != requested_bytes {
-                // A driver that is at work takes the new size up; one that rests, or has to turn
-                // round, begins.
+                // A driver that is at work adopts the new size. A driver that is idle, or has to
+                // change its direction, starts again.
                 let way = |requested: u64| requested.cmp(&zone.plugged_bytes);
                 if way(zone.requested_bytes) != way(requested_bytes) {
                     plug.asked = self.now;
@@ -418,27 +419,27 @@ impl Guest {
         }
     }
 
-    /// Writes the sizes into a view of the host.
+    /// Writes the sizes to `host`.
     pub fn show(&self, host: &mut HostView, pool_free_bytes: u64) {
         host.zones.clear();
         host.zones.extend_from_slice(&self.zones);
         host.pool_free_bytes = pool_free_bytes;
     }
 
-    /// Nothing moves as long as nothing else is wanted or asked: living on changes nothing but the
-    /// time.
+    /// Returns true if nothing moves until the demand or a request changes, so only the time
+    /// advances.
     pub fn is_at_rest(&self, segment: &Segment) -> bool {
         segment.is_flat() && self.is_even(segment)
     }
 
-    /// A step of any length would do nothing but count.
+    /// Returns true if a step of any length only advances totals.
     fn is_still(&self, segment: &Segment) -> bool {
         self.is_at_rest(segment)
             && self.file_bytes <= segment.file_bytes
             && self.room_bytes() >= self.marks_bytes(|marks| marks.low)
     }
 
-    /// Everything moves evenly: no reclaim, nothing on its way, nobody waits.
+    /// Returns true if everything moves evenly: no reclaim, nothing on its way, and no task waits.
     fn is_even(&self, segment: &Segment) -> bool {
         !self.kswapd
             && !self.kernel.kswapd
@@ -450,7 +451,7 @@ impl Guest {
             && !self.is_moving()
     }
 
-    /// How long everything that now moves evenly goes on to do so.
+    /// Returns the time for which everything continues to move evenly.
     fn even_ms(&self, segment: &Segment) -> u64 {
         if !self.is_even(segment) {
             return 0;
@@ -477,8 +478,8 @@ impl Guest {
         }
     }
 
-    /// When free or available memory comes down to `bytes` if nothing but the segment moves it;
-    /// `None`: never, or not before what is under way has been lived through.
+    /// Returns the time at which free or available memory falls to `bytes` if only the segment
+    /// moves it. `None` if never, or if something else moves memory at present.
     pub(super) fn falls_to(
         &self,
         measure: Measure,
@@ -489,8 +490,7 @@ impl Guest {
         let growth = u64::try_from(growth).unwrap_or(0);
         let there = self.there_bytes(measure);
         let fall = there.checked_sub(bytes).filter(|fall| *fall > 0)?;
-        // Files that are read take what is free down to the high watermark, and nothing of what is
-        // available.
+        // Files that are read use free memory down to the high watermark, but no available memory.
         let for_files = self.room_bytes().saturating_sub(self.marks_bytes(|marks| marks.high));
         let streamed = match measure {
             Measure::Free if growth > 0 || fall <= for_files => segment.stream_bytes_per_s,
@@ -503,7 +503,8 @@ impl Guest {
         Some(self.now + fall.saturating_mul(1000).div_ceil(rate))
     }
 
-    /// How far it may live before something that does not go evenly should be looked at again.
+    /// Returns the time up to which the guest can be simulated until an uneven change needs another
+    /// look.
     pub fn next_look(&self, segment: &Segment) -> TimeMs {
         self.now + self.step_ms(segment)
     }
@@ -522,7 +523,7 @@ impl Guest {
             || self.zones.iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
     }
 
-    /// Lives until `to`, which is in the segment.
+    /// Simulates the guest until `to`, which is in the segment.
     pub fn live(&mut self, to: TimeMs, segment: &Segment, pool: &mut impl Pool) {
         if self.now < to && self.is_still(segment) {
             let ms = to.since(self.now);
@@ -562,7 +563,7 @@ impl Guest {
         self.count(ms, segment);
     }
 
-    /// What is wanted: conservation is that each byte of it is in one place.
+    /// Wanted memory. Each byte of it is in exactly one place.
     pub fn wanted_bytes(&self) -> u64 {
         self.resident_bytes + self.swapped_bytes + self.waiting_bytes + self.killed_bytes
     }
@@ -590,7 +591,7 @@ impl Guest {
             };
             let marks = Marks::movable(self.zone_movable_bytes(index));
             let plug = &mut self.plugs[index];
-            // A block that could not be moved is begun anew.
+            // A block that could not be moved starts again.
             plug.done_us = if moved == 0 && done_bytes > 0 { 0 } else { work_us % block_us };
             if moved > 0 {
                 plug.peak_bytes = plug.peak_bytes.max(self.zones[index].plugged_bytes);
@@ -600,8 +601,8 @@ impl Guest {
         }
     }
 
-    /// Plugs at most so much, and says how much it was. A section's descriptors have to find room
-    /// first.
+    /// Plugs at most `done_bytes`, and returns the plugged size. The page descriptors of a section
+    /// need room first.
     fn plug_zone(&mut self, index: usize, done_bytes: u64, pool: &mut impl Pool) -> u64 {
         let zone = self.zones[index];
         let mut bytes = done_bytes.min(zone.requested_bytes - zone.plugged_bytes);
@@ -620,13 +621,13 @@ impl Guest {
         bytes
     }
 
-    /// Unplugs at most so much. Only free memory can leave; what lies in the blocks moves there.
+    /// Unplugs at most `done_bytes`. Only free memory can leave, so pages in the blocks move there.
     fn unplug_zone(&mut self, index: usize, done_bytes: u64, pool: &mut impl Pool) -> u64 {
         let (zone, plug) = (self.zones[index], self.plugs[index]);
         let least = zone.requested_bytes.max(self.stuck_bytes(&zone, &plug));
         let bytes = done_bytes.min(zone.plugged_bytes.saturating_sub(least));
         let high = self.marks_bytes(|marks| marks.high);
-        // Page cache that nobody reads again makes room for what moves.
+        // Page cache that is not read again makes room for the pages that move.
         let clean = (bytes + high).saturating_sub(self.room_bytes()).min(self.stream_bytes);
         self.stream_bytes -= clean;
         self.totals.replaced_bytes += clean;
@@ -660,7 +661,7 @@ impl Guest {
         }
     }
 
-    /// What the guest would have to have for all that is wanted to be there.
+    /// Memory that the guest needs so that all wanted memory is present.
     pub fn needed_bytes(&self, segment: &Segment) -> u64 {
         let overhead =
             self.total_bytes() - self.capacity_bytes() + self.marks_bytes(|marks| marks.high);

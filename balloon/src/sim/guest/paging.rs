@@ -1,23 +1,24 @@
-//! How a guest's pages come and go: what is wanted, reclaimed, swapped, read and killed.
+//! Paging of a guest: allocation, reclaim, swap, page cache and OOM kills.
 
 use super::{FILL_BYTES_PER_MS, Guest, PAGE_BYTES};
 use crate::MIB;
 use crate::sim::demand::Segment;
 use crate::sim::swap::SwapDevice;
 
-/// Clean page cache is dropped this fast.
+/// Speed at which clean page cache is dropped.
 const DROP_BYTES_PER_MS: u64 = 4 * MIB;
 
-/// The OOM killer comes when nothing could be had for this long: 16 rounds of direct reclaim that
-/// find nothing.
+/// Time without any free memory after which the OOM killer runs: 16 rounds of direct reclaim
+/// without a result.
 pub(super) const OOM_MS: u64 = 300;
 
-/// A page of a file that is not in the page cache is read from a disk, and some behind it.
+/// Time to read a page of a file that is not in the page cache from a disk, with read-ahead.
 const FILE_READ_US: u64 = 180;
 const READ_AHEAD_PAGES: u64 = 8;
 
 impl Guest {
-    /// Processes free memory, or end. What they have in swap goes as what they have in memory does.
+    /// Releases memory of processes that free it or end. Their swapped memory is released in
+    /// proportion.
     pub(super) fn release(&mut self, mut bytes: u64) {
         for part in [&mut self.waiting_bytes, &mut self.killed_bytes] {
             let gone = bytes.min(*part);
@@ -35,7 +36,8 @@ impl Guest {
         self.stuck_ms = 0;
     }
 
-    /// What waits gets what is free, and what it can reclaim. Returns the time that tasks waited.
+    /// Allocates waiting memory from free memory and by reclaim. Returns the time that tasks
+    /// waited.
     pub(super) fn allocate(&mut self, ms: u64, budget: &mut Budget) -> u64 {
         if self.waiting_bytes == 0 {
             self.stuck_ms = 0;
@@ -47,8 +49,8 @@ impl Guest {
         let mut got = wanted.min(self.room_bytes().saturating_sub(low));
         self.resident_bytes += got;
         if got < wanted {
-            // Below the low watermark kswapd works; what it has not freed yet is taken from the
-            // reserve down to min.
+            // Below the low watermark kswapd runs. Until it has freed memory, tasks use the reserve
+            // down to min.
             self.kswapd = true;
             let clean = self.drop_clean(wanted - got, budget);
             self.totals.kswapd_bytes += clean;
@@ -100,7 +102,7 @@ impl Guest {
         let high = self.marks_bytes(|marks| marks.high);
         let reclaimed = self.reclaim(high.saturating_sub(room), budget);
         self.totals.kswapd_bytes += reclaimed;
-        // It ends when it is done, and gives up when there is nothing that it could take.
+        // kswapd ends when it is done, or if nothing is left to reclaim.
         self.kswapd = self.room_bytes() < high && (reclaimed > 0 || self.can_reclaim());
     }
 
@@ -110,7 +112,7 @@ impl Guest {
         self.cached_bytes() > 0 || (swaps && self.resident_bytes >= PAGE_BYTES)
     }
 
-    /// Page cache goes first, then files that are read again, then anonymous pages.
+    /// Reclaims page cache first, then files that are read repeatedly, then anonymous pages.
     pub(super) fn reclaim(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
         let mut freed = self.drop_clean(bytes, budget);
         if self.cached_bytes() > 0 {
@@ -139,7 +141,7 @@ impl Guest {
         freed
     }
 
-    /// Anonymous memory that is in use and not there. Linux swaps out first what is not in use.
+    /// Anonymous memory that is in use but swapped out. Linux swaps out unused memory first.
     pub(super) fn missing_hot_bytes(&self, segment: &Segment) -> u64 {
         if segment.touches_per_s == 0 || self.swapped_bytes == 0 {
             return 0;
@@ -158,8 +160,8 @@ impl Guest {
         }
     }
 
-    /// Touches pages in use for so long, and brings in those that are not there. Returns the time
-    /// that it took longer.
+    /// Touches pages in use for `us`, and brings in those that are missing. Returns the additional
+    /// time.
     pub(super) fn touch(&mut self, us: u64, segment: &Segment, budget: &mut Budget) -> u64 {
         let (anon, file) = (self.missing_hot_bytes(segment), self.missing_file_bytes(segment));
         if anon + file == 0 || us == 0 {
@@ -170,13 +172,13 @@ impl Guest {
             u128::from(crate::units::scale(held, segment.hot_permille, 1000) + segment.file_bytes)
                 .max(1);
         let [anon, file] = [anon, file].map(u128::from);
-        // A touch takes 1/rate if the page is there, and a fault more if it is not: of so many
-        // tries, so many fault.
+        // A touch takes 1/rate if the page is present, and a fault in addition if it is not. The
+        // share of missing pages is the share of touches that fault.
         let touch_ns = u128::from(1_000_000_000 / segment.touches_per_s.max(1));
         let [anon_us, file_us] = [self.config.swap.in_us, FILE_READ_US].map(u128::from);
         let fault_ns = (anon * anon_us + file * file_us) * 1000 / hot;
         let touches = u128::from(us) * 1000 / (touch_ns + fault_ns).max(1);
-        // Rounded up: the last few pages are touched at some time, too.
+        // Rounded up, because the last few pages are touched at some time, too.
         let faults =
             |missing: u128| u64::try_from((touches * missing).div_ceil(hot)).unwrap_or(u64::MAX);
         let [anon_faults, file_faults] = [anon, file].map(faults);
@@ -185,7 +187,7 @@ impl Guest {
         if self.room_bytes() < self.marks_bytes(|marks| marks.low) {
             self.kswapd = true;
         }
-        // Pages that found no room were waited for as well.
+        // Tasks also waited for pages that found no room.
         anon_faults
             .saturating_mul(self.config.swap.in_us)
             .saturating_add(file_faults.saturating_mul(FILE_READ_US))
@@ -206,7 +208,8 @@ impl Guest {
         self.totals.swapped_in_bytes += bytes;
     }
 
-    /// What does not fit takes the place of other pages of such files, which come back later.
+    /// Reads files in. Without room, a page replaces another page of such files, which is read
+    /// again later.
     fn read_in(&mut self, bytes: u64, segment: &Segment) {
         let bytes = bytes.min(self.missing_file_bytes(segment));
         let high = self.marks_bytes(|marks| marks.high);
@@ -219,10 +222,10 @@ impl Guest {
         self.totals.replaced_bytes += streamed + bytes - added;
     }
 
-    /// Files that are read once fill what is free down to the high watermark, and then take each
-    /// other's place.
+    /// Reads files once. They fill free memory down to the high watermark, and then replace each
+    /// other.
     pub(super) fn read_files(&mut self, ms: u64, segment: &Segment) {
-        // Files that nobody reads again any more are cache as any other.
+        // Files that are not read repeatedly any more become other page cache.
         let left = self.file_bytes.saturating_sub(segment.file_bytes);
         self.file_bytes -= left;
         self.stream_bytes += left;
@@ -234,7 +237,7 @@ impl Guest {
     }
 }
 
-/// What can be reclaimed in a step.
+/// Amounts that can be reclaimed in a step.
 #[derive(Debug)]
 pub(super) struct Budget {
     drop_bytes: u64,

@@ -61,7 +61,7 @@ pub(in crate::sim) struct BootZones {
 
 impl BootZones {
     pub(crate) fn new(boot_bytes: u64, zones: &[ZoneSizes]) -> Self {
-        // The kernel's code, and descriptors of the memory it boots with.
+        // The kernel's code, and page descriptors of boot memory.
         let all_bytes = boot_bytes.saturating_sub(16 * MIB + boot_bytes / 32).max(MIB);
         let memory = boot_memory(boot_bytes, zones);
         let movable_bytes = memory.managed_movable_bytes();
@@ -349,7 +349,7 @@ impl Guest {
         BootFree { kernel_bytes: self.kernel_free_bytes(), movable_bytes }
     }
 
-    /// User pages that lie in PM, in thousandths.
+    /// Part of user pages in PM, in thousandths.
     pub(super) fn pm_permille(&self) -> u64 {
         let users = self.user_bytes();
         if users == 0 {

@@ -1,10 +1,10 @@
-//! What a guest at rest may leave out.
+//! Tests of steps that a guest at rest skips.
 
 use super::*;
 use crate::sim::{HostPool, Random, Workload};
 
 impl Guest {
-    /// [`Guest::live`] without anything left out.
+    /// [`Guest::live`] without skipped steps.
     fn live_in_steps(&mut self, to: TimeMs, segment: &Segment, pool: &mut impl Pool) {
         while self.now < to {
             let ms = to.since(self.now).min(self.step_ms(segment));
@@ -43,7 +43,7 @@ fn a_guest_at_rest_leaves_out_nothing_that_changes_it() {
     assert!(stills > 1_000, "{stills}");
 }
 
-/// What keeps a guest from being still, each alone.
+/// Each condition that prevents rest, alone.
 #[test]
 fn a_guest_in_which_something_is_to_happen_is_not_still() {
     let segment = Segment {
@@ -68,12 +68,12 @@ fn a_guest_in_which_something_is_to_happen_is_not_still() {
     assert!(!full.is_still(&segment), "kswapd wakes");
 }
 
-/// What is plugged every 10 ms of a second, of 256 MiB that are asked for at its begin, and of
-/// `then` bytes after half of it.
+/// Plugged size every 10 ms of a second. 256 MiB are requested at its start, and `then` bytes after
+/// half of it.
 fn plugged(then: u64) -> Vec<u64> {
     let zone = ZoneSizes::empty(0, Tier::Dram, 512 * MIB);
     let segment = Segment { anon_bytes: 64 * MIB, hot_permille: 1000, ..Segment::default() };
-    // A block in 4 ms.
+    // Plugs a block in 4 ms.
     let config = GuestConfig { plug_delay_ms: 100, plug_block_us: 4_000, ..GuestConfig::default() };
     let mut guest = Guest::new(config, &[zone], &segment);
     let at = |ms: u64| {
@@ -112,7 +112,7 @@ impl Loaded {
         Self { guest: Guest::new(config, &[pm], &Segment::default()), now_ms: 0 }
     }
 
-    /// Lives for a minute with these anonymous pages.
+    /// Simulates a minute with this size of anonymous memory.
     fn live(&mut self, anon_mib: u64) {
         self.now_ms += 60_000;
         let segment = Segment { anon_bytes: anon_mib * MIB, ..Segment::default() };
@@ -131,8 +131,8 @@ impl Loaded {
     }
 }
 
-/// A sixteenth of DRAM, and the descriptors of 7 GiB, which are 112 MiB. The ratio is 1, so it is
-/// all of ZONE_MOVABLE.
+/// A sixteenth of DRAM, and the page descriptors of 7 GiB, which are 112 MiB. The ratio is 1, so
+/// all of ZONE_MOVABLE is reserved.
 const KEPT_MIB: u64 = 144;
 
 #[test]
@@ -176,7 +176,7 @@ fn reserve_is_refilled_by_a_part_of_the_pages_too() {
 }
 
 /// Guest of 384 MiB without PM and swap whose programs have 250 MiB. After `plugged_mib` of DRAM
-/// are plugged, the kernel wants 250 MiB.
+/// have been plugged, the kernel wants 250 MiB.
 fn kernel_load_after(plugged_mib: u64) -> Guest {
     let dram = ZoneSizes::empty(0, Tier::Dram, 256 * MIB);
     let swap = SwapDevice::from_name("none", 0).expect("listed");

@@ -1,12 +1,12 @@
-//! `psi` against every other policy, over every generated workload.
+//! Comparison of `psi` with every other policy, for every generated workload.
 
 use super::*;
 use crate::policy::psi;
 
 const HOUR_MS: u64 = 3_600_000;
 
-/// An hour, or the day that `diurnal` is, of a guest with four times as much PM as DRAM. `fixed`
-/// has all that the guest can have, as in foreshore-sim.
+/// Runs an hour, or a day of `diurnal`, of a guest with four times as much PM as DRAM. `fixed` has
+/// the largest possible size, as in foreshore-sim.
 fn live(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
     let host = view(dram_bytes, 4 * dram_bytes);
     let policy = match policy {
@@ -27,14 +27,15 @@ fn live(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
     Outcome::of(&vms[0])
 }
 
-/// How much longer tasks may wait under `psi` than under who waits least.
+/// Additional time that tasks may wait under `psi`, compared with the policy with the shortest
+/// wait.
 fn may_stall_s(workload: Workload, run_s: f64) -> f64 {
     match workload {
-        // What is available comes to be page cache where need rises slowly, and what is read again
-        // goes as well. It comes back too slowly for psi's rule 6, until the rise itself is
-        // seen (rule 1). Who goes by free pages has grown before.
+        // If need rises slowly, available memory becomes page cache, and files that are read
+        // repeatedly are evicted as well. Their pages return too slowly for rule 6 of `psi`, until
+        // it notices the rise itself (rule 1). Policies that decide by free pages grow earlier.
         Workload::Leak | Workload::Diurnal => run_s / 500.0,
-        // Which files are needed is known when they have come back. Who grows for all of them does
+        // Needed files are known when their pages return. A policy that grows for all files does
         // not have to know.
         Workload::CacheHeavy => 0.1,
         // The kernel's reserve is not available (docs/design/decisions/0022).
@@ -43,7 +44,7 @@ fn may_stall_s(workload: Workload, run_s: f64) -> f64 {
     }
 }
 
-/// In what another policy does better than `psi`, which is as it is given.
+/// Lists results in which another policy is better than the given `psi`.
 fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
     let ours = live(workload, dram_bytes, psi.clone());
     let mut lost = Vec::new();
@@ -55,14 +56,14 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
         let swaps_more =
             ours.swap_in_gib + ours.swap_out_gib > theirs.swap_in_gib + theirs.swap_out_gib;
         let holds_more = match name {
-            // It waits instead.
+            // The other policy waits instead.
             _ if theirs.stall_s > ours.stall_s => false,
-            // Units of 4 MiB follow each tooth up and down, where `psi` keeps what the next one
-            // needs (rule 8): less is held, for more than ten times as many resizes.
+            // Units of 4 MiB follow each tooth up and down, but `psi` keeps memory for the next one
+            // (rule 8). So `pmb` holds less, with more than ten times as many resizes.
             "pmb" if workload == Workload::Sawtooth => {
                 over[0] > 2.0 * over[1] || resizes[1] < 10 * resizes[0]
             }
-            // Who hands out everything at once never lets wait.
+            // Policies that request all memory at once never wait.
             "amf" | "dapper" | "fixed" => 8.0 * over[0] > over[1],
             _ => over[0] >= over[1],
         };
@@ -96,8 +97,8 @@ fn psi_wins() {
     assert!(lost.is_empty(), "{lost:#?}");
 }
 
-/// The broken variants: a bridge that is too short for a burst, no growing for files, a wide slack,
-/// and no giving back.
+/// Broken variants: headroom that is too small for a burst, no grow for files, a wide margin, and
+/// no return of memory.
 #[test]
 fn a_psi_that_does_not_win_is_seen() {
     let psi = psi::Params::default();
