@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn news_comes_when_it_is_due_and_not_before() {
+    fn news_arrives_when_due_and_not_before() {
         for (growth, stream) in [(10 << 20, 0), (10 << 20, 30 << 20), (0, 30 << 20)] {
             for watermark_bytes in [0, 10 << 20, 150 << 20, 1 << 30] {
                 for watermark_of in [Measure::Free, Measure::Available] {
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn news_is_seen_by_a_look_of_the_pace_and_between_looks_nothing_is() {
+    fn only_looks_of_the_pace_find_news() {
         let (mut guest, mut agent, segment) = filling(512 << 20, 0);
         let news = agent.news_due(&guest, &segment).expect("it fills");
         assert!((101..199).contains(&news.0), "with plenty the looks are 100 ms apart: {news}");
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fall_that_is_spread_over_looks_is_seen_at_the_first_that_it_is_news_for() {
+    fn gradual_fall_is_found_by_the_first_look_after_it_is_news() {
         // The fall from one look to the next is less than half of an eighth.
         let (mut guest, mut agent, segment) = filling(300 << 20, 0);
         let news = agent.news_due(&guest, &segment).expect("it fills");
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn what_page_cache_cannot_take_is_not_waited_for() {
+    fn fall_beyond_page_cache_is_not_awaited() {
         let segment = Segment { stream_bytes_per_s: 100 << 20, ..Segment::default() };
         let mut guest = Guest::new(GuestConfig::default(), &[], &segment);
         let mut agent = Agent::new();

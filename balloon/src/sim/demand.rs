@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_goes_up_and_down_and_not_below_nothing() {
+    fn demand_rises_and_falls_but_not_below_zero() {
         let up = segment(1_000, 500, 1_000);
         assert_eq!([1_000, 1_001, 2_500].map(|at| up.anon_bytes_at(TimeMs(at))), [500, 501, 2_000]);
         let down = segment(0, 500, -250);
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_begin_at_the_start_and_follow_each_other() {
+    fn segments_must_begin_at_start_and_be_in_order() {
         let demand =
             |segments| Demand::new(segments, TimeMs(100)).map_err(|error| error.to_string());
         assert_eq!(

@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn conversion_without_room_for_the_pages_is_retried_after_a_pause() {
+    fn conversion_without_room_for_pages_is_retried_after_a_pause() {
         let (mut guest, mut agent) = (short_guest(), Agent::new());
         assert!(begins(&mut guest, &mut agent, 0));
         // Programs fill the room during each conversion.
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn conversion_completes_as_soon_as_its_pages_have_room() {
+    fn conversion_completes_as_soon_as_pages_have_room() {
         let (mut guest, mut agent) = (short_guest(), Agent::new());
         assert!(begins(&mut guest, &mut agent, 0));
         for _ in 0..5 {

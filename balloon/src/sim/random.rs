@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_numbers_are_those_of_the_paper() {
+    fn numbers_equal_those_of_the_reference_implementation() {
         // First numbers of the reference implementation for the seed 1234567.
         let mut random = Random(1_234_567);
         let expected =

@@ -454,20 +454,20 @@ mod tests {
     }
 
     #[test]
-    fn as_many_moments_as_may_be_are_kept_as_they_are() {
+    fn moments_up_to_the_limit_are_kept_unchanged() {
         let all: Vec<_> = (0..64).map(|at| (at * 50, at % 7)).collect();
         let kept = pushed(64, all.iter().copied());
         assert!(kept.iter().map(|seen| (seen.at_ms, seen.anon_bytes)).eq(all));
     }
 
     #[test]
-    fn of_two_in_a_millisecond_the_later_counts() {
+    fn later_of_two_moments_in_a_millisecond_counts() {
         let kept = pushed(64, [(0, 5), (7, 6), (7, 9), (8, 1)].into_iter());
         assert!(kept.iter().map(|seen| (seen.at_ms, seen.anon_bytes)).eq([(0, 5), (7, 9), (8, 1)]));
     }
 
     #[test]
-    fn of_more_the_begin_the_end_and_every_peak_stay_where_they_were() {
+    fn thinning_keeps_start_end_and_peaks_at_their_times() {
         // At rest for hours, except for three bursts of one report each, and a dip.
         let spikes = [(1_234, 900), (50_001, 800), (99_998, 700), (70_000, 1)];
         let level = |at: u64| {
@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_came_back_are_read_again_and_others_once() {
+    fn files_whose_pages_returned_are_read_repeatedly_and_others_once() {
         // 10 MiB per second fill the page cache, and then replace each other.
         let filling = seen_of(&[(100, 0, 0), (110, 0, 0), (110, 10, 0), (110, 10, 0)]);
         assert_eq!(filling, [(0, 100), (0, 110), (0, 120), (0, 130)]);
@@ -532,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn after_an_hour_without_it_nothing_is_read_again_for_sure() {
+    fn files_without_returning_pages_for_an_hour_do_not_count_as_read_repeatedly() {
         let mut reports = vec![(40, 0, 0), (40, 40, 40)];
         reports.resize(5 * 3_600, (40, 0, 0));
         let seen = seen_of(&reports);
@@ -612,7 +612,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_filled_while_memory_is_on_its_way_out_is_wanted() {
+    fn memory_filled_while_other_memory_is_on_its_way_out_is_wanted() {
         let filling = wanted(&[
             Report(1_000, [1536, 1036, 400]),
             Report(4_000, [1536, 1036, 400]),
@@ -653,7 +653,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_a_reports_moment_come_after_it() {
+    fn sizes_of_the_moment_of_a_report_apply_after_it() {
         // A client has requested a smaller size, so no plan shows it.
         let by_hand = wanted(&[
             Report(1_000, [1536, 1036, 400]),
@@ -694,7 +694,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_and_kernel_memory_of_an_agent_that_takes_over_are_no_change() {
+    fn counters_and_kernel_memory_of_new_reporter_are_no_change() {
         let statistics = r#""counters":{"pgsteal_kswapd":1000},"#;
         // 100 MiB of unreclaimable slabs, and counters of a year.
         let agent = r#""counters":{"pgsteal_kswapd":50000000,"workingset_refault_file":40000000},"blocks":{"block_bytes":134217728},"kernel":{"slab_unreclaimable_bytes":104857600,"slab_reclaimable_bytes":0,"page_table_bytes":0,"stack_bytes":0},"#;
@@ -714,7 +714,7 @@ mod tests {
     }
 
     #[test]
-    fn reported_kernel_memory_is_demand_of_the_kernel_and_not_of_programs() {
+    fn reported_kernel_memory_is_demand_of_kernel_not_of_programs() {
         let kernel = |reclaimable_mib: u64, unused_dentries: u64| {
             wanted_with(&format!(
                 r#""kernel":{{"slab_unreclaimable_bytes":{},"slab_reclaimable_bytes":{},"page_table_bytes":{},"stack_bytes":{},"unused_dentries":{unused_dentries},"unused_inodes":0}},"#,

@@ -110,7 +110,7 @@ mod tests {
     use crate::MIB;
 
     #[test]
-    fn a_peak_between_two_points_is_kept_and_a_rest_is_filled() {
+    fn short_peak_is_kept_and_intervals_at_rest_are_filled() {
         let mut series = Series::new(10_000, 10);
         let low = Segment { anon_bytes: 50 * MIB, hot_permille: 1000, ..Segment::default() };
         let high = Segment { anon_bytes: 90 * MIB, ..low };

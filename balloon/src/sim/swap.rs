@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_name_is_a_device_of_that_name() {
+    fn each_name_is_a_device_of_that_name() {
         for name in SwapDevice::NAMES {
             assert_eq!(SwapDevice::from_name(name, 1 << 30).expect("listed").name, name);
         }

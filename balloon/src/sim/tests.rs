@@ -123,7 +123,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
-    fn every_byte_that_is_wanted_is_in_one_place(
+    fn each_wanted_byte_is_in_exactly_one_place(
         workload in any_workload(),
         policy in prop::sample::select(Policy::NAMES.to_vec()),
         swap in prop::sample::select(SwapDevice::NAMES.to_vec()),
@@ -155,7 +155,7 @@ proptest! {
 
 /// A guest with 256 MiB plugged, with one violation at a time.
 #[test]
-fn the_laws_see_what_breaks_them() {
+fn violations_of_invariants_are_detected() {
     let segment = Segment { anon_bytes: 100 * MIB, hot_permille: 1000, ..Segment::default() };
     let mut host = view(512 * MIB, 1024 * MIB);
     host.zones[1].requested_bytes = 256 * MIB;
@@ -179,7 +179,7 @@ fn the_laws_see_what_breaks_them() {
 }
 
 #[test]
-fn vms_of_a_host_share_its_pool_and_give_back_what_they_took() {
+fn vms_of_a_host_share_its_pool_and_return_memory() {
     #[derive(Default)]
     struct Most(u64);
     impl Observer for Most {
@@ -198,7 +198,7 @@ fn vms_of_a_host_share_its_pool_and_give_back_what_they_took() {
 }
 
 #[test]
-fn a_fleet_comes_to_the_same_on_any_number_of_threads() {
+fn fleet_outcome_is_independent_of_number_of_threads() {
     let outcome = |threads, seed| {
         let setup = |host: usize| {
             let vm = |vm| setup(Workload::Burst, 1_200_000, seed + host as u64 * 3 + vm);
@@ -215,7 +215,7 @@ fn a_fleet_comes_to_the_same_on_any_number_of_threads() {
 }
 
 #[test]
-fn a_burst_is_noticed_when_it_is_seen_however_even_it_is() {
+fn burst_is_noticed_at_a_look_although_memory_moves_evenly() {
     #[derive(Default, Debug)]
     struct First(Option<TimeMs>);
     impl Observer for First {
@@ -252,7 +252,7 @@ fn a_burst_is_noticed_when_it_is_seen_however_even_it_is() {
 }
 
 #[test]
-fn reports_may_be_lost_or_late_and_a_vm_goes_on_as_it_is_told() {
+fn reports_can_be_lost_or_late_and_demand_can_be_extended() {
     /// Times of reports, and decisions.
     #[derive(Default)]
     struct Log(Vec<TimeMs>, Vec<(TimeMs, crate::plan::Reason)>);
@@ -310,7 +310,7 @@ fn reports_may_be_lost_or_late_and_a_vm_goes_on_as_it_is_told() {
 }
 
 #[test]
-fn a_guest_without_swap_that_leaks_is_killed_without_pm_and_not_with_it() {
+fn leaking_guest_without_swap_is_killed_only_without_pm() {
     let no_swap = |mut setup: VmSetup| {
         setup.guest.swap = SwapDevice::from_name("none", 0).expect("listed");
         setup
@@ -423,7 +423,7 @@ fn wanted_bytes(demand: &Demand, at: TimeMs) -> u64 {
 }
 
 #[test]
-fn a_recorded_guest_wants_the_same_again() {
+fn recorded_guest_has_same_demand_in_replay() {
     for workload in [Workload::Ramp, Workload::Leak, Workload::Diurnal, Workload::Sawtooth] {
         let original = setup(workload, 900_000, 3);
         let trace = recorded(&original, "psi");
@@ -470,7 +470,7 @@ fn most_held(setup: VmSetup, policy: &str) -> (u64, u64) {
 
 /// `psi` provides little memory for files that are read once. The other policies grow for them.
 #[test]
-fn page_cache_is_replayed_and_who_grows_for_it_does() {
+fn page_cache_is_replayed_and_grows_guest_by_policy() {
     let original = setup(Workload::CacheHeavy, 900_000, 3);
     let trace = recorded(&original, "psi");
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
@@ -492,7 +492,7 @@ fn page_cache_is_replayed_and_who_grows_for_it_does() {
 
 /// A guest that evicts files that it needs, and reads them again.
 #[test]
-fn files_that_came_back_come_back_in_a_replay() {
+fn files_whose_pages_returned_are_read_repeatedly_in_replay() {
     let original = setup(Workload::CacheHeavy, 900_000, 3);
     let trace = recorded(&original, "off");
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
@@ -508,7 +508,7 @@ fn files_that_came_back_come_back_in_a_replay() {
 
 /// A guest that `psi` shrank from 978 MiB to 466 MiB, in blocks of 128 MiB.
 #[test]
-fn a_recorded_guest_that_shrank_did_not_want_what_went() {
+fn memory_that_a_recorded_guest_unplugged_is_not_wanted() {
     let trace = include_bytes!("../../tests/golden/recorded-shrinking.jsonl");
     let (again, _) = replayed(trace, &GuestConfig::default()).expect("long enough");
     let segments = again.demand.segments();
@@ -523,7 +523,7 @@ fn a_recorded_guest_that_shrank_did_not_want_what_went() {
 }
 
 #[test]
-fn a_guest_of_a_balloon_alone_is_not_replayed() {
+fn guest_with_all_boot_memory_in_balloon_is_not_replayed() {
     let original = setup(Workload::Ramp, 120_000, 3);
     let trace = String::from_utf8(recorded(&original, "off")).expect("JSON");
     let boots = format!(r#""boot_bytes":{}"#, original.host.boot_bytes);
@@ -533,7 +533,7 @@ fn a_guest_of_a_balloon_alone_is_not_replayed() {
 }
 
 #[test]
-fn a_guest_that_was_short_is_seen_with_what_it_had_in_swap() {
+fn replay_of_short_guest_includes_swapped_memory() {
     let original = setup(Workload::Ramp, 120_000, 3);
     let trace = recorded(&original, "off");
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
@@ -547,7 +547,7 @@ fn a_guest_that_was_short_is_seen_with_what_it_had_in_swap() {
 }
 
 #[test]
-fn memorage_under_a_deficit_of_a_fifth_runs_shorter_than_swap_on_the_same_memory() {
+fn memorage_is_faster_than_swap_to_pm_with_a_fifth_of_dram_missing() {
     let [lent, swapped] =
         ["memorage", "off"].map(|policy| run_time_s(&run(deficit(800, "pm"), policy)));
     // 16.5 % on average of the paper's programs, at most 40.5 %.
@@ -678,7 +678,7 @@ fn amf_integrates_before_kswapd_wakes() {
 
 /// The guest starts with 256 MiB free. The scale determines the row of Table 2 for that size.
 #[test]
-fn amf_integrates_what_table_2_says_of_the_dram_that_the_guest_manages() {
+fn amf_integrates_multiple_of_dram_that_table_2_gives() {
     let dram_bytes = (384 - 16 - 384 / 32) * MIB;
     for (scale, times) in [("32", 1), ("64", 2), ("96", 3), ("128", 3)] {
         let (fused, integrated) = fused(4096 * MIB, scale);
@@ -688,7 +688,7 @@ fn amf_integrates_what_table_2_says_of_the_dram_that_the_guest_manages() {
 }
 
 #[test]
-fn wear_is_by_memorages_equations() {
+fn wear_follows_equations_of_memorage() {
     let governed = governed("fixed");
     let figures = |setup: VmSetup, governed: &Governed| {
         let vms = run_host(vec![setup], 4096 * MIB, governed, &mut ()).expect("in range");

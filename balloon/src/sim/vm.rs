@@ -438,7 +438,7 @@ mod tests {
 
     /// Broken variant: the time until reports are skipped is too short.
     #[test]
-    fn leaving_out_more_would_be_seen() {
+    fn skipping_too_many_reports_is_detected() {
         let policy = Policy::default();
         let differs = |seed| {
             let all = run(setup(Workload::Burst, seed), &policy, Skip::Nothing, |_| {}).0;

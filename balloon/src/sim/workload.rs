@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn every_workload_has_a_name_and_stays_between_low_and_high() {
+    fn each_workload_has_a_name_and_stays_between_low_and_high() {
         for workload in Workload::ALL {
             assert_eq!(Workload::from_name(workload.name()), Some(workload));
             let params = workload.defaults();
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_is_the_same_demand_and_another_one_is_not() {
+    fn seed_determines_demand() {
         for workload in [Workload::Burst, Workload::Diurnal] {
             assert_eq!(demand(workload, DAY_MS, 5), demand(workload, DAY_MS, 5));
             assert_ne!(demand(workload, DAY_MS, 5), demand(workload, DAY_MS, 6));
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_day_has_a_night_and_a_noon() {
+    fn day_has_a_night_and_a_noon() {
         let demand = demand(Workload::Diurnal, DAY_MS, 3);
         let at = |hour: u64| {
             let now = TimeMs(hour * 3_600_000 + 200_000);
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leak_ends_at_its_height() {
+    fn leak_ends_at_high() {
         let demand = demand(Workload::Leak, DAY_MS, 1);
         assert_eq!(demand.segments().len(), 1);
         let short = demand.peak_bytes().abs_diff(DRAM * 3 / 2 + DRAM / 20);
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn every_parameter_but_the_ignored_ones_changes_what_is_wanted() {
+    fn each_parameter_changes_demand_unless_it_is_ignored() {
         for workload in Workload::ALL {
             for (index, param) in Params::TABLE.iter().enumerate() {
                 let mut params = workload.defaults();

@@ -14,7 +14,7 @@ impl Guest {
 }
 
 #[test]
-fn a_guest_at_rest_leaves_out_nothing_that_changes_it() {
+fn steps_skipped_at_rest_change_nothing() {
     let mut stills = 0;
     for (workload, seed) in Workload::ALL.into_iter().zip(0..) {
         let boot_bytes = 384 * MIB;
@@ -45,7 +45,7 @@ fn a_guest_at_rest_leaves_out_nothing_that_changes_it() {
 
 /// Each condition that prevents rest, alone.
 #[test]
-fn a_guest_in_which_something_is_to_happen_is_not_still() {
+fn guest_with_pending_change_is_not_still() {
     let segment = Segment {
         anon_bytes: 100 * MIB,
         file_bytes: 20 * MIB,
@@ -89,7 +89,7 @@ fn plugged(then: u64) -> Vec<u64> {
 }
 
 #[test]
-fn a_driver_that_is_at_work_takes_a_new_size_up_and_one_that_turns_round_begins() {
+fn working_driver_adopts_new_size_and_reversed_one_starts_again() {
     let same = plugged(256 * MIB);
     assert_eq!((same[10], same[50], same[100]), (0, 200, 256));
     assert_eq!(plugged(512 * MIB)[..=61], same[..=61], "no pause");
@@ -136,7 +136,7 @@ impl Loaded {
 const KEPT_MIB: u64 = 144;
 
 #[test]
-fn user_pages_leave_the_reserve_free_beside_descriptors() {
+fn user_pages_leave_reserve_free_in_addition_to_descriptors() {
     let mut loaded = Loaded::new();
     let kept_bytes: u64 =
         loaded.guest.boot().kernel_zones(0, 0).map(|part| part.zone.kept_bytes).sum();
@@ -148,7 +148,7 @@ fn user_pages_leave_the_reserve_free_beside_descriptors() {
 }
 
 #[test]
-fn reserve_that_descriptors_have_taken_is_refilled_when_pages_are_freed() {
+fn reserve_used_for_descriptors_is_refilled_when_pages_are_freed() {
     let mut loaded = Loaded::new();
     loaded.live(320);
     let free_mib = loaded.kernel_free_mib();
@@ -163,7 +163,7 @@ fn reserve_that_descriptors_have_taken_is_refilled_when_pages_are_freed() {
 }
 
 #[test]
-fn reserve_is_refilled_by_a_part_of_the_pages_too() {
+fn reserve_is_refilled_when_some_pages_are_freed() {
     let mut loaded = Loaded::new();
     loaded.live(320);
     loaded.plug(2048, 320);

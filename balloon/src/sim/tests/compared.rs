@@ -85,7 +85,7 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
 }
 
 #[test]
-fn psi_wins() {
+fn psi_is_at_least_as_good_as_other_policies() {
     let lost = |workload| {
         let sizes = [512, 1024, 4096].into_iter();
         sizes.flat_map(|mib| lost_by(&Policy::default(), workload, mib * MIB)).collect::<Vec<_>>()
@@ -100,7 +100,7 @@ fn psi_wins() {
 /// Broken variants: headroom that is too small for a burst, no grow for files, a wide margin, and
 /// no return of memory.
 #[test]
-fn a_psi_that_does_not_win_is_seen() {
+fn worse_psi_is_detected() {
     let psi = psi::Params::default();
     for (what, workload, params) in [
         (

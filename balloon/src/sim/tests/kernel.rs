@@ -95,7 +95,7 @@ fn kernel_memory_that_fits_is_reported_and_never_available() {
 }
 
 #[test]
-fn kernel_memory_larger_than_its_zones_ends_in_a_kill_although_pm_is_free() {
+fn kernel_memory_larger_than_its_zones_ends_in_oom_kill_although_pm_is_free() {
     let (vm, report) = live(load_with_pm(600, 50));
     let counters = report.counters();
     assert!(counters.oom_kill > 0 && counters.allocstall_kernel > 0, "{counters:?}");
@@ -119,7 +119,7 @@ fn killed_process_returns_its_kernel_memory() {
 
 /// The kernel's zone has 432 MiB, and ZONE_MOVABLE of boot memory has 48 MiB.
 #[test]
-fn user_pages_of_the_kernels_zones_move_to_pm_and_to_swap_only_without_pm() {
+fn user_pages_of_kernel_zones_move_to_pm_and_without_pm_to_swap() {
     let (vm, report) = live(load_with_pm(400, 300));
     let zone = kernel_zone(&report);
     assert_eq!(zone.managed_pages, pages(432));
@@ -242,7 +242,7 @@ fn decide(setup: VmSetup, policy: &str) -> (Vm, Decisions) {
 }
 
 #[test]
-fn rule_13_adds_movable_memory_for_the_blocks_that_the_kernel_gets() {
+fn rule_13_adds_movable_memory_for_blocks_of_the_kernel() {
     let (vm, decisions) = decide(load_with_dram(500, 0), "psi");
     let guest = vm.guest();
     assert_eq!((guest.kernel_bytes(), guest.totals().oom_kills), (500 * MIB, 0));
@@ -289,7 +289,7 @@ fn plugged_after_an_hour_with(rest_mib: u64) -> (Vec<u64>, Vm) {
 }
 
 #[test]
-fn blocks_that_serve_the_kernel_leave_in_parts_as_far_as_they_are_free() {
+fn free_parts_of_kernel_blocks_can_be_unplugged() {
     let (plugged_mib, vm) = plugged_after_an_hour_with(REST_MIB);
     // The rest of the kernel memory, and page descriptors of the section that is still plugged.
     let pinned_mib = REST_MIB + 2;
