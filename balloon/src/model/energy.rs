@@ -1,10 +1,10 @@
-//! Energy that memory takes.
+//! Energy of memory.
 //!
-//! Two models: of the technologies (PRAM support in Linux, Table 2) and of the states that memory
-//! is in (AMF, section 6). Their figures cannot be compared with each other: the first has memory
-//! that is idle cost as much as its technology takes to keep it, the second knows one technology.
+//! There are two models: one of memory technologies (PRAM paper, Table 2), and one of the states of
+//! memory (AMF paper, section 6). Their results are not comparable, because the first has an idle
+//! power for each technology, and the second has one technology.
 
-/// What the papers call GB: they do not say which, and this is what a module of "1 GB" holds.
+/// Unit that the papers call GB without a definition. A module of "1 GB" has this size.
 const GIB: f64 = (1u64 << 30) as f64;
 const BITS_PER_BYTE: f64 = 8.0;
 const JOULES_PER_NANOJOULE: f64 = 1e-9;
@@ -12,19 +12,19 @@ const JOULES_PER_NANOJOULE: f64 = 1e-9;
 /// A memory technology.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Technology {
-    /// From the request until the data is there.
+    /// Time from the request until the data is read.
     pub read_ns: u64,
-    /// From the request until the data is stored.
+    /// Time from the request until the data is stored.
     pub write_ns: u64,
-    /// For a bit that is read.
+    /// Energy to read a bit.
     pub read_nj_per_bit: f64,
-    /// For a bit that is written.
+    /// Energy to write a bit.
     pub write_nj_per_bit: f64,
-    /// To keep a GiB.
+    /// Power to hold a GiB.
     pub idle_w_per_gib: f64,
 }
 
-/// 002, Table 2.
+/// DRAM in Table 2 of the PRAM paper.
 pub(crate) const DRAM: Technology = Technology {
     read_ns: 50,
     write_ns: 50,
@@ -33,7 +33,7 @@ pub(crate) const DRAM: Technology = Technology {
     idle_w_per_gib: 1.0,
 };
 
-/// 002, Table 2.
+/// PRAM in Table 2 of the PRAM paper.
 pub(crate) const PRAM: Technology = Technology {
     read_ns: 50,
     write_ns: 1_000,
@@ -43,18 +43,19 @@ pub(crate) const PRAM: Technology = Technology {
 };
 
 impl Technology {
-    /// Joules to keep so much for so long.
+    /// Joules to hold memory.
     pub(crate) fn idle_joules(&self, byte_seconds: f64) -> f64 {
         self.idle_w_per_gib * byte_seconds / GIB
     }
 
-    /// Joules to read and to write so much.
+    /// Joules to read and write memory.
     pub(crate) fn access_joules(&self, read_bytes: f64, written_bytes: f64) -> f64 {
         let nanojoules = self.read_nj_per_bit * read_bytes + self.write_nj_per_bit * written_bytes;
         nanojoules * BITS_PER_BYTE * JOULES_PER_NANOJOULE
     }
 
-    /// How much longer than in `other` an access takes, if so many thousandths of all are writes.
+    /// Additional time of an access, compared with `other`, if `write_permille` of all accesses are
+    /// writes.
     pub(crate) fn slower_ns(&self, other: &Technology, write_permille: u64) -> u64 {
         let mean = |technology: &Technology| {
             technology.write_ns * write_permille
@@ -64,21 +65,21 @@ impl Technology {
     }
 }
 
-/// Memory by the state that it is in, AMF's section 6.
+/// Power of memory by its state (AMF paper, section 6).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct States {
-    /// A gigabyte that nobody uses.
+    /// Power of an unused GB.
     pub idle_w_per_gib: f64,
-    /// A gigabyte in use.
+    /// Power of a GB in use.
     pub active_w_per_gib: f64,
-    /// A gigabyte that becomes active, while it does.
+    /// Power of a GB during its transition to active.
     pub transition_w_per_gib: f64,
-    /// For how long it does. The paper does not say; a second is of the order of onlining a
-    /// section and using it.
+    /// Duration of a transition. The paper has no value. A section is onlined and first used within
+    /// about a second.
     pub transition_s: f64,
 }
 
-/// 004, section 6.2, after Micron.
+/// Values of the AMF paper, section 6.2, after Micron.
 pub(crate) const AMF: States = States {
     idle_w_per_gib: 0.23,
     active_w_per_gib: 1.34,
@@ -87,8 +88,7 @@ pub(crate) const AMF: States = States {
 };
 
 impl States {
-    /// Joules of memory that was so much active and so much idle, and of which so much became
-    /// active.
+    /// Joules of memory with these active and idle times, of which `activated_bytes` became active.
     pub(crate) fn joules(
         &self,
         active_byte_seconds: f64,
@@ -121,7 +121,8 @@ mod tests {
 
     #[test]
     fn pram_table_access_energy() {
-        // A gigabit is 125,000,000 bytes; so many nJ/bit are so many joules for it.
+        // A gigabit is 125,000,000 bytes, so its energy in joules equals the energy of a bit in
+        // nanojoules.
         let gigabit = 125e6;
         about(DRAM.access_joules(gigabit, 0.0), 0.1);
         about(DRAM.access_joules(0.0, gigabit), 0.1);
@@ -154,13 +155,13 @@ mod tests {
 
     #[test]
     fn amf_saves_by_what_it_leaves_idle() {
-        // A day of 64 GB that are used for a quarter of it, integrated once and given back once.
+        // A day of 64 GB that are used for a quarter of the day, integrated once and returned once.
         let always = AMF.joules(64.0 * GIB * DAY_S, 0.0, 0.0);
         let lazily = AMF.joules(16.0 * GIB * DAY_S, 48.0 * GIB * DAY_S, 64.0 * GIB);
         about(always, 64.0 * 1.34 * DAY_S);
         assert!(lazily < always * 0.4, "{lazily} of {always}");
-        // Becoming active costs less than what 0.7 s of it take: only a resize every second would
-        // eat the saving.
+        // A transition costs less than 0.7 s of active memory, so only a resize every second would
+        // cancel the saving.
         let restless = AMF.joules(16.0 * GIB * DAY_S, 48.0 * GIB * DAY_S, 64.0 * GIB * DAY_S);
         assert!(restless > lazily * 1.5);
     }

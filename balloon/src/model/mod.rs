@@ -1,5 +1,5 @@
-//! What memory costs beside time: energy and wear, by the papers' models.
-//! docs/reference/simulator.md says where each figure is from.
+//! Costs of memory other than time: energy and wear, by models of the papers.
+//! docs/reference/simulator.md lists the source of each value.
 
 pub(crate) mod energy;
 pub(crate) mod wear;

@@ -1,52 +1,51 @@
-//! How long persistent memory lasts, by Memorage's equations (003, section 4.4).
+//! Lifetime of persistent memory, by the equations of the Memorage paper (section 4.4).
 //!
-//! Storage and memory wear differently: memory is written much more, storage is much larger. Memory
-//! that is lent to by storage wears less, storage more.
+//! Storage and memory wear differently, because memory is written much more, and storage is much
+//! larger. If storage lends capacity to memory, memory wears less and storage wears more.
 
 use serde::Serialize;
 
-/// What storage and memory are to each other.
+/// Ratios of storage and memory.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Ratios {
-    /// a: storage capacity to memory capacity.
+    /// a: ratio of storage capacity to memory capacity.
     pub capacity: f64,
-    /// b: write bandwidth to memory, to that to storage.
+    /// b: ratio of write bandwidth to memory to that to storage.
     pub bandwidth: f64,
-    /// g: endurance of the memory's cells to that of the storage's.
+    /// g: ratio of the endurance of memory cells to that of storage cells.
     pub endurance: f64,
 }
 
 impl Ratios {
-    /// Equation 1: how many times as long the memory lasts if its writes go over all of both
-    /// evenly.
+    /// Equation 1: factor of the memory's lifetime if its writes are spread evenly over memory and
+    /// storage.
     pub(crate) fn pooled_lifetime(&self) -> f64 {
         (1.0 + self.capacity / self.endurance) * self.bandwidth / (1.0 + self.bandwidth)
     }
 }
 
-/// Memory of which a share rests on borrowed storage.
+/// Memory with a share on borrowed storage.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Lending {
-    /// h: that share, 0 to 1.
+    /// h: the share, from 0 to 1.
     pub share: f64,
-    /// b: write bandwidth to memory, to that to storage.
+    /// b: ratio of write bandwidth to memory to that to storage.
     pub bandwidth: f64,
-    /// Cm: the memory's capacity.
+    /// Cm: capacity of memory.
     pub memory_bytes: f64,
-    /// Bs: what is written to storage in a day by those who use it.
+    /// Bs: bytes that users of storage write in a day.
     pub storage_bytes_per_day: f64,
-    /// tau: days from one exchange of the borrowed capacity to the next, each of which writes it
-    /// twice.
+    /// tau: days between two exchanges of the borrowed capacity. Each exchange writes it twice.
     pub exchange_days: f64,
 }
 
 impl Lending {
-    /// Equation 2, left: how many times as long the memory lasts.
+    /// Equation 2, left: factor of the memory's lifetime.
     pub(crate) fn memory_lifetime(&self) -> f64 {
         1.0 / (1.0 - self.share)
     }
 
-    /// Equation 2, right: how many times as fast the storage wears.
+    /// Equation 2, right: factor of the storage's wear.
     pub(crate) fn storage_wear(&self) -> f64 {
         let exchanged = 2.0 * self.share * self.memory_bytes;
         1.0 + self.bandwidth * self.share
@@ -60,12 +59,12 @@ mod tests {
 
     const GIB: f64 = (1u64 << 30) as f64;
 
-    /// The paper's setting: 8 GB of memory whose cells last ten times as long as the storage's.
+    /// Setting of the paper: 8 GB of memory whose cells last ten times as long as those of storage.
     fn paper(storage_gib: f64, bandwidth: f64) -> f64 {
         Ratios { capacity: storage_gib / 8.0, bandwidth, endurance: 10.0 }.pooled_lifetime()
     }
 
-    /// Rounded down to a tenth: 6.96 is 6.9 in the paper.
+    /// Rounded down to a tenth, because the paper has 6.9 for 6.96.
     fn tenths(value: f64) -> u64 {
         (value * 10.0) as u64
     }
@@ -109,7 +108,7 @@ mod tests {
     #[test]
     fn equation_2_storage_wears_by_the_writes_and_by_the_exchanges() {
         assert_eq!(lending(0.0).storage_wear(), 1.0);
-        // b h = 2; 2 h Cm = 8 GB in a day, a tenth of what is written anyway.
+        // b h = 2. 2 h Cm = 8 GB in a day, which is a tenth of the other writes.
         assert!((lending(0.5).storage_wear() - 3.1).abs() < 1e-12);
         let seldom = Lending { exchange_days: 10.0, ..lending(0.5) };
         assert!((seldom.storage_wear() - 3.01).abs() < 1e-12);
@@ -117,8 +116,8 @@ mod tests {
 
     #[test]
     fn equation_2_in_the_papers_figure_11() {
-        // 8 GB, 12 GB a day, b = 720. Twice the memory's life takes h = 0.5, and a thousandfold
-        // wear of the storage where the capacity is exchanged a thousand times a day.
+        // 8 GB, 12 GB per day, b = 720. With h = 0.5, the memory lasts twice as long. If the
+        // capacity is exchanged a thousand times a day, storage wears a thousand times as fast.
         let figure = |share, exchange_days| Lending {
             share,
             bandwidth: 720.0,
