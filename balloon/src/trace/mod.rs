@@ -1,9 +1,9 @@
-//! Traces: what a guest reported, what its host gave it and what was planned, as JSON lines.
-//! docs/reference/format.md has the format.
+//! Traces of the reports, host sizes and plans of a VM, as JSON lines. docs/reference/format.md
+//! describes the format.
 //!
-//! [`Writer`] writes whole lines to whatever takes bytes, and decides nothing: not when, not where,
-//! not how much. [`Reader`] believes nothing: an entry that it returns has every value inside its
-//! bound, and an error names the line.
+//! [`Writer`] writes whole lines to its output. It does not decide when, where or how much to
+//! write. [`Reader`] trusts no input: all values of an entry are within their bounds, and an error
+//! names the line.
 
 mod reader;
 #[cfg(test)]
@@ -18,58 +18,58 @@ pub use writer::Writer;
 use crate::plan::Direction;
 use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 
-/// The version of the format that this crate writes, and the only one that it reads.
+/// Version of the format that this crate writes, and the only one that it reads.
 pub const TRACE_VERSION: u32 = 1;
 
-/// The longest line, without its newline: a report may be as long as the protocol lets it be, and
-/// has a wrapping here.
+/// Length of the longest line, without its newline: the longest report of the protocol and its
+/// wrapping.
 pub const MAX_LINE_BYTES: usize = foreshore_proto::MAX_LINE_BYTES + 1024;
 
-/// Of whom the trace is: its first line.
+/// First line of a trace, which describes the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The VM's name, up to 128 bytes of printable ASCII. It may be empty.
+    /// Name of the VM, up to 128 bytes of printable ASCII. It may be empty.
     pub vm: String,
-    /// Memory that the guest booted with, without what a balloon may take of it.
+    /// Boot memory of the guest, without the part that a balloon may take.
     pub boot_bytes: u64,
-    /// The hotplug part of every zone that has one, as it was when the trace began.
+    /// Zones with a hotplug part, at the start of the trace.
     pub zones: Vec<ZoneSizes>,
-    /// The zone among them that is a balloon.
+    /// The zone that is a balloon.
     pub balloon: Option<ZoneId>,
-    /// How far the guest's nodes are from each other.
+    /// Distances between the guest's nodes.
     pub distances: Distances,
 }
 
-/// The lines after the first.
+/// Line after the first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// The guest reported.
+    /// Report of the guest.
     Report {
-        /// When it arrived, by the host's clock.
+        /// Time of arrival, by the host's clock.
         at: TimeMs,
-        /// What it said.
+        /// The report.
         report: Box<Report>,
     },
-    /// A size on the host has changed.
+    /// Change of a size on the host.
     Host {
-        /// When.
+        /// Time of the change.
         at: TimeMs,
-        /// Every zone of the header, in its order.
+        /// All zones of the header, in its order.
         zones: Vec<HostZone>,
-        /// What the pool could still give.
+        /// Free size of the pool.
         pool_free_bytes: u64,
     },
-    /// A plan was made.
+    /// Plan.
     Plan {
-        /// When.
+        /// Time of the plan.
         at: TimeMs,
-        /// What it was.
+        /// The plan.
         plan: RecordedPlan,
     },
 }
 
 impl Entry {
-    /// When it happened, by the host's clock.
+    /// Returns the time of the entry, by the host's clock.
     pub fn at(&self) -> TimeMs {
         match self {
             Entry::Report { at, .. } | Entry::Host { at, .. } | Entry::Plan { at, .. } => *at,
@@ -77,30 +77,30 @@ impl Entry {
     }
 }
 
-/// The sizes of a zone that change.
+/// Variable sizes of a zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostZone {
-    /// Which zone.
+    /// ID of the zone.
     pub id: ZoneId,
-    /// What the guest has been asked to have plugged.
+    /// Requested size.
     pub requested_bytes: u64,
-    /// What it has plugged.
+    /// Plugged size.
     pub plugged_bytes: u64,
 }
 
-/// A plan as it was recorded. Its reasons are words: a later version may have more of them.
+/// Plan as it was recorded. Its reasons are strings, because a later version may have more of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordedPlan {
-    /// Which way the VM as a whole went.
+    /// Direction of the VM as a whole.
     pub direction: Direction,
-    /// Why.
+    /// Label of the reason.
     pub reason: String,
-    /// What kept it smaller than the policy wanted.
+    /// Reason why less was requested than wanted.
     pub limited_by: Option<String>,
-    /// The hotplugged memory that the policy wanted in all.
+    /// Hotplugged memory that the policy wants in total.
     pub wanted_bytes: u64,
-    /// What was requested of each zone; empty for a plan that changed nothing.
+    /// Requested size of each zone. Empty for a plan that changed nothing.
     pub targets: Vec<(ZoneId, u64)>,
-    /// Decided only.
+    /// The plan was made in a dry run.
     pub dry_run: bool,
 }

@@ -1,4 +1,4 @@
-//! Reading traces, which anybody may have written.
+//! Reader of traces, whose content is not trusted.
 
 use std::io::{self, BufRead, Read};
 
@@ -11,119 +11,119 @@ use crate::plan::Direction;
 use crate::units::PAGE_BYTES;
 use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 
-/// What four levels of page tables map of physical memory on x86-64, as in a report.
+/// Physical memory that four levels of page tables can map on x86-64, as in a report.
 const MAX_BYTES: u64 = 1 << 46;
-/// As many as a report may have zones.
+/// Largest number of zones, as in a report.
 const MAX_ZONES: usize = 256;
-/// More than a line has room for.
+/// Largest number of distances. A line has no room for as many.
 const MAX_DISTANCES: usize = 4096;
-/// Linux allows no more nodes.
+/// Largest node number of Linux.
 const MAX_NODE: u64 = 1023;
 /// A hundred years.
 const MAX_AT_MS: u64 = 100 * 366 * 86_400_000;
 const MAX_NAME_BYTES: usize = 128;
 const MAX_REASON_BYTES: usize = 64;
-/// How much of a trace's own text an error repeats.
+/// Longest part of a trace's text that an error quotes.
 const MAX_QUOTED_CHARS: usize = 128;
 
-/// A trace that cannot be read on.
+/// Reason why reading a trace has failed.
 #[derive(Debug, Error)]
 pub enum TraceError {
-    /// The file or stream gave an error.
+    /// Reading the file or stream has failed.
     #[error("Line {line} of the trace cannot be read")]
     Io {
-        /// The line that was to be read, from 1.
+        /// Line that was being read, from 1.
         line: u64,
-        /// What went wrong.
+        /// Cause.
         #[source]
         source: io::Error,
     },
-    /// A line is not what it should be.
+    /// A line is invalid.
     #[error("Line {line} of the trace: {fault}")]
     Line {
-        /// Which, from 1.
+        /// Number of the line, from 1.
         line: u64,
-        /// What is wrong with it.
+        /// Fault of the line.
         fault: Fault,
     },
 }
 
-/// What is wrong with a line.
+/// Fault of a line.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Fault {
-    /// There is no first line.
+    /// The trace has no first line.
     #[error("the trace is empty")]
     Empty,
-    /// The last line has no newline: who wrote it was ended.
+    /// The last line has no newline, because its writer was killed.
     #[error("it is cut off after {bytes} bytes")]
     CutOff {
-        /// How much there is of it.
+        /// Bytes of the line.
         bytes: usize,
     },
-    /// Longer than any line may be.
+    /// The line is too long.
     #[error("it is longer than {MAX_LINE_BYTES} bytes")]
     TooLong,
-    /// No JSON, or not what a line has.
+    /// The line is not JSON, or lacks the fields of a line.
     #[error("{0}")]
     Shape(String),
-    /// A version that we do not read.
+    /// The version is unsupported.
     #[error("the version is {0}, must be {TRACE_VERSION}")]
     Version(u32),
-    /// The first line is none, or another is one.
+    /// The first line is not a header, or a later line is one.
     #[error("{0}")]
     Order(&'static str),
-    /// A report that is none.
+    /// The report is invalid.
     #[error("report: {0}")]
     Report(Refusal),
-    /// A value outside its bound.
+    /// A value is out of bounds.
     #[error("{name} is {value}, must be {low} to {high}")]
     Range {
-        /// Which.
+        /// Name of the value.
         name: &'static str,
-        /// Its value.
+        /// The value.
         value: u64,
-        /// The least.
+        /// Lower bound.
         low: u64,
-        /// The most.
+        /// Upper bound.
         high: u64,
     },
-    /// The time goes back.
+    /// The time is before that of an earlier line.
     #[error("at_ms is {value}, which is before the {last} of an earlier line")]
     Backwards {
-        /// The line's time.
+        /// Time of the line.
         value: u64,
-        /// The one before.
+        /// Time of the earlier line.
         last: u64,
     },
-    /// Not the zones that the header names.
+    /// The zones differ from those of the header.
     #[error("its zones are {found:?}, the header's are {expected:?}")]
     Zones {
-        /// The line's.
+        /// Zones of the line.
         found: Vec<u32>,
-        /// The header's.
+        /// Zones of the header.
         expected: Vec<u32>,
     },
-    /// No zone of the header.
+    /// The balloon is not a zone of the header.
     #[error("the balloon is zone {0}, which there is not")]
     NoZone(u32),
-    /// A zone twice.
+    /// A zone occurs twice.
     #[error("zone {0} is named twice")]
     Twice(u32),
-    /// A text that is too long or has other characters than it may.
+    /// A text is too long or has invalid characters.
     #[error("{name} is {value:?}, must be up to {bound} bytes of {of}")]
     Text {
-        /// Which.
+        /// Name of the text.
         name: &'static str,
-        /// Its beginning.
+        /// Beginning of the text.
         value: String,
-        /// The longest.
+        /// Largest length in bytes.
         bound: usize,
-        /// What it may have.
+        /// Valid characters.
         of: &'static str,
     },
 }
 
-/// Reads a trace, line by line.
+/// Reads a trace line by line.
 #[derive(Debug)]
 pub struct Reader<R> {
     input: R,
@@ -150,17 +150,18 @@ impl<R: BufRead> Reader<R> {
         Ok(Reader { input, header, buffer, line: 1, last: TimeMs(0), ended: false, cut_off: false })
     }
 
-    /// Of whom the trace is.
+    /// Returns the header.
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// The number of the line that was read last, from 1.
+    /// Returns the number of the last line that was read, from 1.
     pub fn line(&self) -> u64 {
         self.line
     }
 
-    /// Whether the last line was not whole, and has been left out: the recorder was ended amid it.
+    /// Returns true if the last line was incomplete and was skipped, because the recorder was
+    /// killed while it wrote the line.
     pub fn is_cut_off(&self) -> bool {
         self.cut_off
     }
@@ -179,7 +180,7 @@ impl<R: BufRead> Reader<R> {
     }
 }
 
-/// After an error there is nothing more: what follows a damaged line may belong to another moment.
+/// Ends after an error, because lines after a damaged one may belong to another time.
 impl<R: BufRead> Iterator for Reader<R> {
     type Item = Result<Entry, TraceError>;
 
@@ -199,20 +200,21 @@ impl<R: BufRead> Iterator for Reader<R> {
     }
 }
 
-/// A trace as a whole.
+/// A whole trace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trace {
-    /// Of whom it is.
+    /// First line of the trace.
     pub header: Header,
-    /// What happened, in order.
+    /// Entries in order.
     pub entries: Vec<Entry>,
-    /// The last line was not whole, and is left out: the recorder was ended amid it.
+    /// The last line was incomplete and was skipped, because the recorder was killed while it wrote
+    /// the line.
     pub cut_off: bool,
 }
 
 impl Trace {
-    /// Reads all of a trace. Who does not need all of it at a time goes through a [`Reader`]:
-    /// traces are long.
+    /// Reads a whole trace. Traces are long, so use a [`Reader`] if the entries are not needed at
+    /// the same time.
     pub fn read(input: impl BufRead) -> Result<Self, TraceError> {
         let mut reader = Reader::new(input)?;
         let entries = reader.by_ref().collect::<Result<_, _>>()?;
@@ -220,14 +222,14 @@ impl Trace {
     }
 }
 
-/// Reads one line without its newline. False: there is none any more.
+/// Reads one line without its newline. Returns false at the end.
 fn read_line(
     input: &mut impl BufRead,
     buffer: &mut Vec<u8>,
     line: u64,
 ) -> Result<bool, TraceError> {
     buffer.clear();
-    // One byte more than a line and its newline have, so that a longer one shows.
+    // One byte more than a line with its newline, so that a longer line is detected.
     let most = MAX_LINE_BYTES as u64 + 1;
     input.take(most).read_until(b'\n', buffer).map_err(|source| TraceError::Io { line, source })?;
     let fault = match buffer.pop() {
@@ -241,14 +243,14 @@ fn read_line(
 
 fn parse(line: &[u8]) -> Result<Raw, Fault> {
     let text = std::str::from_utf8(line).map_err(|_| Fault::Shape("it is not UTF-8".to_owned()))?;
-    // The parser's text may quote the trace, and says the line of the one line that it has seen.
+    // The parser's text may quote the trace, and it names a line number, which is always 1.
     serde_json::from_str(text).map_err(|error| {
         let column = error.column();
         let reason = error.to_string();
         let reason = reason.split(" at line ").next().unwrap_or_default();
         let printable = |c: char| if c.is_control() { ' ' } else { c };
         let reason: String = reason.chars().take(MAX_QUOTED_CHARS).map(printable).collect();
-        // What is missing, or of the wrong kind, in a line that is JSON has no place.
+        // A missing value, or one of a wrong type, in valid JSON has no position.
         let place = if column == 0 { String::new() } else { format!(" (byte {column})") };
         Fault::Shape(format!("{reason}{place}"))
     })
@@ -281,7 +283,7 @@ fn check_header(raw: RawHeader) -> Result<Header, Fault> {
     }
     let printable = |byte: u8| byte.is_ascii_graphic() || byte == b' ';
     text("vm", &raw.vm, MAX_NAME_BYTES, "printable ASCII", printable)?;
-    // A balloon may have all of it.
+    // A balloon may have all boot memory.
     in_range("boot_bytes", raw.boot_bytes, 0, MAX_BYTES)?;
     in_range("the number of zones", raw.zones.len() as u64, 0, MAX_ZONES as u64)?;
     let balloon = raw.balloon.map(ZoneId);
@@ -327,14 +329,14 @@ fn check_zone(raw: RawZone, balloon: Option<ZoneId>) -> Result<ZoneSizes, Fault>
     Ok(sizes)
 }
 
-/// What may be asked of a zone: whole blocks, of a balloon too.
+/// Checks a requested size: whole blocks, also of a balloon.
 fn check_requested(value: u64, zone: &ZoneSizes) -> Result<(), Fault> {
     in_range("requested_bytes", value, 0, zone.max_bytes)?;
     in_range("requested_bytes modulo block_bytes", value % zone.block_bytes, 0, 0)
 }
 
-/// What a zone may have plugged. A balloon's guest counts in pages, and its driver moves up to 256
-/// of them at a time.
+/// Checks a plugged size. A guest with a balloon counts in pages, and its driver moves up to 256 of
+/// them at a time.
 fn check_plugged(value: u64, zone: &ZoneSizes, balloon: Option<ZoneId>) -> Result<(), Fault> {
     in_range("plugged_bytes", value, 0, zone.max_bytes)?;
     match balloon == Some(zone.id) {
@@ -371,7 +373,7 @@ fn check_time(at_ms: u64, last: TimeMs) -> Result<TimeMs, Fault> {
     Ok(TimeMs(at_ms))
 }
 
-/// That these are the header's zones, in its order.
+/// Checks that these are the zones of the header, in its order.
 fn same_zones(found: impl Iterator<Item = u32> + Clone, zones: &[ZoneSizes]) -> Result<(), Fault> {
     let expected = zones.iter().map(|zone| zone.id.0);
     if found.clone().eq(expected.clone()) {

@@ -1,4 +1,4 @@
-//! What is written is read, and what is damaged is said by line.
+//! Tests that traces are read as they were written, and that errors name the damaged line.
 
 use std::io::Cursor;
 
@@ -76,7 +76,7 @@ fn plan(requested_mib: [u64; 2]) -> Plan {
     }
 }
 
-/// The golden trace's content: one entry of each kind, and a plan that changes nothing.
+/// Content of the golden trace: one entry of each kind, and a plan that changes nothing.
 fn written() -> Vec<u8> {
     let mut host = host();
     let mut writer = Writer::new(Vec::new(), &header()).expect("a Vec takes all");
@@ -139,7 +139,7 @@ fn what_is_written_is_read() {
     assert_eq!(trace, Trace { header: header(), entries: expected_entries(), cut_off: false });
 }
 
-/// The report of the other golden trace, with the fields of newer agents.
+/// Report of the other golden trace, with fields of newer agents.
 fn report_of_kernel() -> Report {
     let mut raw = RawReport::from(report());
     raw.kernel = Some(KernelUse {
@@ -179,7 +179,7 @@ fn version_1_of_the_format_is_read_as_ever() {
 
 #[test]
 fn what_is_written_is_version_1() {
-    // Of a report a later agent may say more.
+    // A report of a later agent may have more fields.
     let written = String::from_utf8(written()).expect("JSON");
     for (ours, golden) in written.lines().zip(GOLDEN.lines()) {
         if !golden.starts_with(r#"{"type":"report""#) {
@@ -302,7 +302,7 @@ fn a_balloon_and_distances_are_in_the_header() {
     let mut distances = Distances::default();
     distances.set(0, 1, 17);
     distances.set(1, 0, 28);
-    // A balloon that may have all boot memory leaves none.
+    // A balloon that may have all boot memory leaves nothing.
     let header = Header { boot_bytes: 0, balloon: Some(ZoneId(0)), distances, ..header() };
     let text = Writer::new(Vec::new(), &header).expect("a Vec takes all").into_inner();
     let trace = Trace::read(&text[..]).expect("what is written is read");
@@ -324,7 +324,7 @@ fn a_balloon_counts_in_pages_where_other_zones_count_in_blocks() {
     host.zones[0].plugged_bytes = 64 * MIB + 4096;
     let header = |balloon| Header { zones: host.zones.clone(), balloon, ..header() };
     let mut writer = Writer::new(Vec::new(), &header(Some(ZoneId(0)))).expect("a Vec takes all");
-    // Linux takes up to 256 pages at a time.
+    // Linux inflates or deflates up to 256 pages at a time.
     host.zones[0].plugged_bytes -= 255 * 4096;
     assert!(writer.host(TimeMs(1000), &host).unwrap());
     let text = writer.into_inner();
@@ -396,7 +396,7 @@ fn a_device_that_fails_is_told_from_a_damaged_line() {
     assert!(matches!(error, TraceError::Io { line: 8, .. }), "{error}");
 }
 
-/// A recorder that is killed leaves whole lines and perhaps one that is not.
+/// A recorder that is killed leaves whole lines, and perhaps an incomplete one.
 #[test]
 fn wherever_a_trace_is_cut_off_its_whole_lines_are_read() {
     for length in 0..GOLDEN.len() {
@@ -412,7 +412,7 @@ fn wherever_a_trace_is_cut_off_its_whole_lines_are_read() {
 }
 
 proptest! {
-    /// Whatever is in the file, it ends in entries or in an error that names a line.
+    /// Any content results in entries or in an error that names a line.
     #[test]
     fn no_damage_is_a_panic(at in 0..GOLDEN.len(), byte: u8, cut in 0..GOLDEN.len()) {
         let mut text = GOLDEN.as_bytes().to_vec();

@@ -1,12 +1,11 @@
-//! The lines as they are written. docs/reference/format.md describes them; this is the only place
-//! that spells them.
+//! Lines of the trace format, which docs/reference/format.md describes. No other file defines them.
 
 use foreshore_proto::RawReport;
 use serde::{Deserialize, Serialize};
 
 use crate::{NodeDistance, Tier, ZoneSizes};
 
-/// A line that is read: its shape is known, its values are not.
+/// Line that was read, with a valid shape and unchecked values.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Raw {
@@ -16,7 +15,7 @@ pub(super) enum Raw {
     Plan(RawPlan),
 }
 
-/// A line that is written.
+/// Line to write.
 #[derive(Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Line<'a> {
@@ -29,7 +28,7 @@ pub(super) enum Line<'a> {
         at_ms: u64,
         zones: &'a [RawHostZone],
         pool_free_bytes: u64,
-        /// How many lines are missing before this one.
+        /// Number of lines that are missing before this one.
         #[serde(skip_serializing_if = "is_none")]
         lost_lines: u64,
     },

@@ -1,4 +1,4 @@
-//! Writing traces.
+//! Writer of traces.
 
 use std::io;
 
@@ -9,8 +9,8 @@ use super::{Header, TRACE_VERSION};
 use crate::plan::{Direction, Plan};
 use crate::{HostView, TimeMs};
 
-/// Writes a trace. Every call hands its line over in one piece, so that a trace which is cut off
-/// ends in at most one line that is not whole.
+/// Writes a trace. Each call passes its line in one piece, so a truncated trace ends in at most one
+/// incomplete line.
 #[derive(Debug)]
 pub struct Writer<W> {
     out: W,
@@ -20,7 +20,7 @@ pub struct Writer<W> {
 }
 
 impl<W: io::Write> Writer<W> {
-    /// Begins a trace with its header.
+    /// Writes the header of a trace.
     pub fn new(out: W, header: &Header) -> io::Result<Self> {
         let zones: Vec<RawHostZone> = header.zones.iter().map(RawHostZone::from).collect();
         let mut writer = Writer { out, line: Vec::new(), zones, pool_free_bytes: None };
@@ -35,13 +35,13 @@ impl<W: io::Write> Writer<W> {
         Ok(writer)
     }
 
-    /// The guest has reported.
+    /// Writes a report.
     pub fn report(&mut self, at: TimeMs, report: &Report) -> io::Result<()> {
         self.write(&Line::Report { at_ms: at.0, report: report.as_raw() })
     }
 
-    /// The sizes on the host: written if they are others than the last ones. Returns whether they
-    /// were.
+    /// Writes the sizes on the host if they have changed since the last ones. Returns true if they
+    /// have.
     pub fn host(&mut self, at: TimeMs, host: &HostView) -> io::Result<bool> {
         let zones = host.zones.iter().map(RawHostZone::from);
         if self.pool_free_bytes == Some(host.pool_free_bytes)
@@ -53,7 +53,8 @@ impl<W: io::Write> Writer<W> {
         Ok(true)
     }
 
-    /// The sizes on the host after `lost_lines` could not be written: whatever the last ones were.
+    /// Writes the sizes on the host after `lost_lines` could not be written, even if they have not
+    /// changed.
     pub fn host_after_loss(
         &mut self,
         at: TimeMs,
@@ -72,8 +73,8 @@ impl<W: io::Write> Writer<W> {
         Ok(())
     }
 
-    /// A plan was made. `host` is what it was made for: targets are written if they differ from
-    /// that.
+    /// Writes a plan for `host`. Its targets are written if they differ from the requests of
+    /// `host`.
     pub fn plan(&mut self, at: TimeMs, plan: &Plan, host: &HostView) -> io::Result<()> {
         let changes = plan.changes(host).next().is_some();
         let targets = plan.targets.iter().filter(|_| changes);
@@ -97,22 +98,22 @@ impl<W: io::Write> Writer<W> {
         }))
     }
 
-    /// Passes on what the lines are written to.
+    /// Flushes the output.
     pub fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
     }
 
-    /// What the lines are written to.
+    /// Returns the output.
     pub fn get_ref(&self) -> &W {
         &self.out
     }
 
-    /// The same, to be changed.
+    /// Returns the output for changes.
     pub fn get_mut(&mut self) -> &mut W {
         &mut self.out
     }
 
-    /// Ends the trace.
+    /// Ends the trace and returns the output.
     pub fn into_inner(self) -> W {
         self.out
     }
