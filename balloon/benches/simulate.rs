@@ -1,5 +1,5 @@
-//! How fast guests are lived through: a day of one VM under `psi`, each report of it, a day of each
-//! workload under each policy, and a day of 10,000 VMs.
+//! Speed of the simulator: a day of one VM under `psi`, with and without skipped reports, a day of
+//! each workload under each policy, and a day of 10,000 VMs.
 
 use std::time::{Duration, Instant};
 
@@ -47,9 +47,9 @@ fn days(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Of each workload under each policy, in milliseconds: the fastest of three runs, as what else the
-/// machine does only adds. Criterion would take minutes for as many figures, and none of a second
-/// needs more.
+/// Prints the time of a day of each workload under each policy, in milliseconds. It is the fastest
+/// of three runs, because other load only adds time. Criterion would take minutes for as many
+/// values, and values below a second do not need its precision.
 fn table() {
     print!("{:12}", "ms for a day");
     Policy::NAMES.iter().for_each(|name| print!("{name:>10}"));
@@ -75,8 +75,8 @@ fn table() {
     }
 }
 
-/// As `foreshore-sim --workload diurnal --duration 24h --hosts 1000 --vms 10 --policy psi` does it,
-/// on all processors. Once: Criterion would do it ten times at least.
+/// Runs `foreshore-sim --workload diurnal --duration 24h --hosts 1000 --vms 10 --policy psi` on all
+/// processors. Runs it once, because Criterion would run it at least ten times.
 fn fleet() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let host = |host| {
@@ -95,8 +95,7 @@ fn fleet() {
     );
 }
 
-/// What this process has used of its processors: fields 14 and 15 of proc(5)'s stat, in Linux'
-/// ticks of 10 ms.
+/// CPU time of this process: fields 14 and 15 of proc(5)'s stat, in Linux' ticks of 10 ms.
 fn cpu_time() -> Duration {
     let stat = std::fs::read_to_string("/proc/self/stat").expect("Linux");
     let after_name = stat.rsplit_once(')').expect("a name in parentheses").1;
@@ -109,7 +108,7 @@ criterion_group!(benches, days);
 fn main() {
     benches();
     Criterion::default().configure_from_args().final_summary();
-    // What `cargo bench` says; without it Criterion only tries whether its benchmarks run.
+    // `cargo bench` passes `--bench`. Without it, Criterion only checks that its benchmarks run.
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let has_filter = arguments.iter().any(|argument| !argument.starts_with('-'));
     if arguments.iter().any(|argument| argument == "--bench") && !has_filter {

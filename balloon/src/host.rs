@@ -1,4 +1,4 @@
-//! What the host knows of a VM's memory.
+//! A VM's memory, as the host observes it.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::statistics::BalloonState;
 use crate::units::BLOCK_BYTES;
 
-/// A zone of one VM; the caller chooses the numbers.
+/// ID of a zone of one VM. The caller chooses the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct ZoneId(pub u32);
 
@@ -67,23 +67,23 @@ pub const UNSUPPORTED_DRIVER: &str = "the guest's virtio_mem driver lacks \
 /// The hotplug part of a zone, as its virtio-mem device has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ZoneSizes {
-    /// Which zone.
+    /// ID of the zone.
     pub id: ZoneId,
-    /// What its memory is.
+    /// Type of its memory.
     pub tier: Tier,
-    /// The node on which the guest sees it.
+    /// Node of the zone in the guest.
     pub guest_numa_node: u32,
-    /// The device's block: every size is a multiple of it.
+    /// Size of the device's blocks. Each size is a multiple of it.
     pub block_bytes: u64,
-    /// Never less than this is requested.
+    /// Lower limit of the requested size.
     pub floor_bytes: u64,
-    /// Never more than this is requested: the device's region.
+    /// Upper limit of the requested size: the device's region.
     pub max_bytes: u64,
-    /// What the guest has been asked to have plugged.
+    /// Requested size.
     pub requested_bytes: u64,
-    /// What it has plugged.
+    /// Plugged size.
     pub plugged_bytes: u64,
-    /// The guest's driver of the device.
+    /// State of the guest's driver.
     pub driver: DriverState,
     /// Part of a client's request that is withheld until the guest has room for its page
     /// descriptors.
@@ -96,7 +96,8 @@ pub struct ZoneSizes {
 }
 
 impl ZoneSizes {
-    /// A zone in blocks of 2 MiB that has nothing plugged, seen on the node of its own number.
+    /// Creates a zone with blocks of 2 MiB and nothing plugged, on the guest node with the same
+    /// number.
     pub fn empty(id: u32, tier: Tier, max_bytes: u64) -> Self {
         ZoneSizes {
             id: ZoneId(id),
@@ -129,43 +130,43 @@ impl ZoneSizes {
         }
     }
 
-    /// Asked for and not plugged yet.
+    /// Requested memory that is not plugged yet.
     pub fn outstanding_grow_bytes(&self) -> u64 {
         self.requested_bytes.saturating_sub(self.plugged_bytes)
     }
 
-    /// Asked back and still plugged.
+    /// Plugged memory that has to be unplugged.
     pub fn outstanding_shrink_bytes(&self) -> u64 {
         self.plugged_bytes.saturating_sub(self.requested_bytes)
     }
 }
 
-/// How far one guest node is from another.
+/// Distance from one guest node to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct NodeDistance {
-    /// The node with the processor.
+    /// Node with the CPU.
     pub from: u32,
-    /// The node with the memory.
+    /// Node with the memory.
     pub to: u32,
-    /// As ACPI's SLIT has it: 10 is as near as a node is to itself.
+    /// Distance as in ACPI's SLIT, where a node has distance 10 to itself.
     pub distance: u8,
 }
 
-/// The distances between the guest's nodes, as its SLIT has them.
+/// Distances between the guest's nodes, as in its SLIT.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct Distances {
-    /// Those that are not the default, in order of their nodes.
+    /// Distances other than the defaults, in order of their nodes.
     set: Vec<NodeDistance>,
 }
 
 impl Distances {
-    /// From a node to itself, if nothing else is said.
+    /// Default distance from a node to itself.
     pub const LOCAL: u8 = 10;
-    /// From a node to any other, if nothing else is said.
+    /// Default distance from a node to another one.
     pub const REMOTE: u8 = 20;
 
-    /// Sets one distance; the way back is another one.
+    /// Sets one distance. The opposite direction is separate.
     pub fn set(&mut self, from: u32, to: u32, distance: u8) {
         let entry = NodeDistance { from, to, distance };
         match self.find(from, to) {
@@ -174,7 +175,7 @@ impl Distances {
         }
     }
 
-    /// The distance from one node to another.
+    /// Returns the distance from one node to another.
     pub fn between(&self, from: u32, to: u32) -> u8 {
         match self.find(from, to) {
             Ok(index) => self.set[index].distance,
@@ -183,7 +184,7 @@ impl Distances {
         }
     }
 
-    /// Those that were set, in order of their nodes.
+    /// Returns the distances that were set, in order of their nodes.
     pub fn iter(&self) -> impl Iterator<Item = &NodeDistance> {
         self.set.iter()
     }
@@ -193,22 +194,21 @@ impl Distances {
     }
 }
 
-/// A VM's memory at one moment, seen from the host.
+/// A VM's memory at one moment, as the host observes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct HostView {
-    /// The hotplug part of every zone that has one.
+    /// Zones with a hotplug part, and the balloon zone.
     pub zones: Vec<ZoneSizes>,
-    /// Memory that the guest booted with, or that has come since and never goes (DIMMs); it is
-    /// never unplugged.
+    /// Boot memory, and memory that was added later and is never unplugged (DIMMs).
     pub boot_bytes: u64,
-    /// Volumes and files that are mapped into the guest, which may use any of them as memory.
+    /// Volumes and files that are mapped into the guest, which may use them as memory.
     pub mapped_bytes: u64,
-    /// What the pool can still give to `pm` zones.
+    /// Free memory of the pool for zones of tier `pm`.
     pub pool_free_bytes: u64,
-    /// How far the guest's nodes are from each other.
+    /// Distances between the guest's nodes.
     pub distances: Distances,
-    /// The zone that is a balloon in boot memory, if one is: what it grows by is the guest's
-    /// already, and needs neither page descriptors nor onlining.
+    /// The zone that is a balloon in boot memory, if any. Its memory needs neither page descriptors
+    /// nor onlining when it grows, because it is the guest's already.
     pub balloon: Option<ZoneId>,
     /// The balloon, if its statistics size a guest without an agent.
     #[serde(skip)]
@@ -216,17 +216,17 @@ pub struct HostView {
 }
 
 impl HostView {
-    /// The sum over all zones of what is requested.
+    /// Sum of the requested sizes of all zones.
     pub fn requested_bytes(&self) -> u64 {
         self.sum(|zone| zone.requested_bytes)
     }
 
-    /// The sum over all zones of what is plugged.
+    /// Sum of the plugged sizes of all zones.
     pub fn plugged_bytes(&self) -> u64 {
         self.sum(|zone| zone.plugged_bytes)
     }
 
-    /// The sum over all zones of the sizes of their devices' regions.
+    /// Sum of the sizes of all devices' regions.
     pub fn region_bytes(&self) -> u64 {
         self.sum(|zone| zone.max_bytes)
     }
@@ -253,12 +253,12 @@ impl HostView {
         })
     }
 
-    /// Asked for and not plugged yet, over all zones.
+    /// Requested memory that is not plugged yet, of all zones.
     pub fn outstanding_grow_bytes(&self) -> u64 {
         self.sum(ZoneSizes::outstanding_grow_bytes)
     }
 
-    /// Asked back and still plugged, over all zones.
+    /// Plugged memory that has to be unplugged, of all zones.
     pub fn outstanding_shrink_bytes(&self) -> u64 {
         self.sum(ZoneSizes::outstanding_shrink_bytes)
     }

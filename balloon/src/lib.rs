@@ -1,19 +1,20 @@
-//! Pressure policies, and the controller that turns a guest's reports into plans.
+//! Governor of a VM's memory: policies, and the controller that turns reports of a guest into
+//! plans.
 //!
-//! Everything here is pure: no clock, no I/O, nothing of KVM. The caller brings reports, the sizes
-//! of the VM's zones and the time; the same calls give the same plans.
+//! Everything here is pure and has no clock, no I/O and no KVM. The caller passes reports, the
+//! sizes of the VM's zones and the time. The same calls always return the same plans.
 //!
 //! ```text
 //!   line -> Intake -> Report -+
 //!   HostView -----------------+-> Policy::decide -> Decision -> Controller -> Plan
-//!   TimeMs -------------------+     (what the guest needs)     (what is asked of it)
+//!   TimeMs -------------------+     (size that it needs)      (requests to zones)
 //! ```
 //!
-//! A [`Policy`](policy::Policy) says how much hotplugged memory the guest should have. The
-//! [`Controller`](controller::Controller) stands above every policy: it splits that over the zones,
-//! and decides how fast, in which order, within which bounds, and what to do when the guest does
-//! not follow. The [`Governor`](governor::Governor) turns events of a VM into calls of the
-//! controller, and its plans into requests.
+//! A [`Policy`](policy::Policy) decides how much hotplugged memory the guest should have. The
+//! [`Controller`](controller::Controller) applies to every policy. It divides that size among the
+//! zones, and decides on the pace, the order, the bounds, and the reaction to a guest that does not
+//! follow. The [`Governor`](governor::Governor) turns events of a VM into calls of the controller,
+//! and plans into requests.
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]

@@ -1,5 +1,5 @@
-//! Parameters by name: one table for each policy and for the rules, from which the flag, the API
-//! and docs/reference/policies.md all take names, units, bounds and defaults.
+//! Parameters by name: one table for each policy and for the rules. The flag, the API and
+//! docs/reference/policies.md get names, units, bounds and defaults from these tables.
 
 use std::fmt;
 
@@ -10,15 +10,15 @@ use thiserror::Error;
 
 use crate::BLOCK_BYTES;
 
-/// What a parameter counts.
+/// Unit of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unit {
-    /// Bytes; `4096`, `512M`.
+    /// Bytes, for example `4096` or `512M`.
     Bytes,
     /// Bytes in whole blocks of 2 MiB.
     Blocks,
-    /// Milliseconds; `500ms`, `2s`.
+    /// Milliseconds, for example `500ms` or `2s`.
     Ms,
     /// Thousandths.
     Permille,
@@ -26,11 +26,11 @@ pub enum Unit {
     Count,
 }
 
-/// `ms` is before `m` and `s`, whose letters it ends and begins with.
+/// `ms` precedes `m` and `s`, because it ends with the one and begins with the other.
 const TIMES: [(&str, u64); 4] = [("ms", 1), ("h", 3_600_000), ("m", 60_000), ("s", 1_000)];
 
 impl Unit {
-    /// Its name in documentation.
+    /// Returns the name in documentation.
     pub fn label(self) -> &'static str {
         match self {
             Unit::Bytes => "bytes",
@@ -41,7 +41,7 @@ impl Unit {
         }
     }
 
-    /// What a value may look like.
+    /// Describes valid values.
     fn expected(self) -> String {
         match self {
             Unit::Bytes => format!("a size: {}", size::SYNTAX),
@@ -54,18 +54,18 @@ impl Unit {
         }
     }
 
-    /// Reads a value.
+    /// Parses a value.
     pub fn parse(self, text: &str) -> Result<u64, ValueError> {
         let value = match self {
             Unit::Bytes | Unit::Blocks => Some(size::parse(text)?),
-            // A time without a unit would be taken for seconds by one half of its readers.
+            // Users might take a time without a unit for seconds.
             Unit::Ms => with_suffix(text, &TIMES),
             Unit::Permille | Unit::Count => digits(text),
         };
         value.filter(|value| self.fits(*value)).ok_or(ValueError::Unfit(self))
     }
 
-    /// A value as it may be written, in the largest unit that divides it.
+    /// Formats a value in the largest unit that divides it.
     pub fn show(self, value: u64) -> String {
         match self {
             Unit::Bytes | Unit::Blocks => Size(value).compact(),
@@ -86,7 +86,7 @@ impl Unit {
 }
 
 fn digits(text: &str) -> Option<u64> {
-    // `u64::from_str` takes a sign, which no parameter has.
+    // `u64::from_str` accepts a sign, which no parameter has.
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }
 
@@ -98,7 +98,7 @@ fn with_suffix(text: &str, units: &[(&str, u64)]) -> Option<u64> {
     })
 }
 
-/// Reason for which a text is not a value of a unit.
+/// Reason why a text is not a value of a unit.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ValueError {
     /// Not a size.
@@ -109,31 +109,31 @@ pub enum ValueError {
     Unfit(Unit),
 }
 
-/// One parameter.
+/// Parameter of a policy or of the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Param {
-    /// Its name on the command line, on the API and in errors.
+    /// Name on the command line, on the API and in errors.
     pub name: &'static str,
-    /// What it counts.
+    /// Unit of the value.
     pub unit: Unit,
-    /// The least that is accepted.
+    /// Lower bound.
     pub low: u64,
-    /// The most that is accepted.
+    /// Upper bound.
     pub high: u64,
-    /// What it is if nothing is said.
+    /// Default value.
     pub default: u64,
-    /// What it is for.
+    /// Description.
     pub about: &'static str,
 }
 
-/// A value as somebody gave it: a number in the parameter's own unit (bytes, milliseconds,
+/// Value as a user has given it: a number in the parameter's own unit (bytes, milliseconds,
 /// thousandths), or a text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum Setting {
-    /// In the parameter's own unit.
+    /// Number in the parameter's own unit.
     Number(u64),
-    /// With a unit of its own, `512M`.
+    /// Text with a unit, for example `512M`.
     Text(String),
 }
 
@@ -143,7 +143,7 @@ impl Setting {
 }
 
 impl<'de> Deserialize<'de> for Setting {
-    /// As `#[serde(untagged)]` would, but that an error says what was there as well.
+    /// Equivalent to `#[serde(untagged)]`, except that errors also name the value that was found.
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         struct NumberOrText;
 
@@ -182,89 +182,90 @@ impl fmt::Display for Setting {
     }
 }
 
-/// Why a parameter is refused. Whatever was set before stays.
+/// Reason why a parameter is refused. Earlier settings stay.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ParamError {
-    /// Outside its bounds.
+    /// The value is out of bounds.
     #[error("{name} is {}, must be {} to {}", .unit.show(*.value), .unit.show(*.low), .unit.show(*.high))]
     OutOfRange {
-        /// The parameter.
+        /// Name of the parameter.
         name: &'static str,
-        /// Its value.
+        /// Value of the parameter.
         value: u64,
-        /// What it counts.
+        /// Unit of the parameter.
         unit: Unit,
-        /// The least that is accepted.
+        /// Lower bound.
         low: u64,
-        /// The most that is accepted.
+        /// Upper bound.
         high: u64,
     },
-    /// Less than another parameter that it must not be less than.
+    /// The value is below that of another parameter.
     #[error("{name} is {}, must be at least {other}, which is {}", .unit.show(*.value), .unit.show(*.bound))]
     BelowOther {
-        /// The parameter.
+        /// Name of the parameter.
         name: &'static str,
-        /// Its value.
+        /// Value of the parameter.
         value: u64,
-        /// What it counts.
+        /// Unit of both parameters.
         unit: Unit,
-        /// The other one.
+        /// Name of the other parameter.
         other: &'static str,
-        /// Its value.
+        /// Value of the other parameter.
         bound: u64,
     },
-    /// Not a size.
+    /// The value is not a size.
     #[error("{name}={error}")]
     NotASize {
-        /// The parameter.
+        /// Name of the parameter.
         name: &'static str,
-        /// Reason.
+        /// Cause.
         error: SizeError,
     },
-    /// Not a value of its unit.
+    /// The value does not fit the unit.
     #[error("{name} is {setting}, must be {}", .unit.expected())]
     NotAValue {
-        /// The parameter.
+        /// Name of the parameter.
         name: &'static str,
-        /// What was given.
+        /// Setting that was given.
         setting: Setting,
-        /// What it counts.
+        /// Unit of the parameter.
         unit: Unit,
     },
-    /// There is no such parameter.
+    /// No parameter has this name.
     #[error("parameter {name:?} is unknown; those of {of} are {known}")]
     Unknown {
-        /// What was named.
+        /// Name that was given.
         name: String,
-        /// Whose parameters were looked through.
+        /// Policy or rules that were searched.
         of: &'static str,
-        /// Those that it has.
+        /// Names of their parameters.
         known: String,
     },
 }
 
 /// A set of parameters with its table.
 pub trait Parameters {
-    /// Every parameter, in a fixed order.
+    /// Returns all parameters, in a fixed order.
     fn table(&self) -> &'static [Param];
 
-    /// Pairs of parameters of which the second must not be less than the first.
+    /// Returns pairs of parameters of which the second must not be below the first.
     fn order(&self) -> &'static [(&'static str, &'static str)];
 
-    /// The value of the parameter at a place in the table.
+    /// Returns the value of the parameter at an index of the table.
     fn value(&self, index: usize) -> u64;
 
-    /// Where it is kept. What is written there is checked by [`Parameters::validate`] alone.
+    /// Returns the place of a value. Only [`Parameters::validate`] checks values that are written
+    /// there.
     fn slot(&mut self, index: usize) -> &mut u64;
 
-    /// The value of the parameter of this name.
+    /// Returns the value of the parameter with this name.
     fn get(&self, name: &str) -> Option<u64> {
         let index = self.table().iter().position(|param| param.name == name)?;
         Some(self.value(index))
     }
 
-    /// Sets one. `of` says in an error whose parameters these are. Pairs are left for
-    /// [`Parameters::validate`], so that both of a pair can be changed.
+    /// Sets a parameter. `of` names the set of parameters in errors. [`Parameters::validate`]
+    /// checks pairs later, so that both parameters of a pair can be changed.
     fn set(&mut self, of: &'static str, name: &str, setting: &Setting) -> Result<(), ParamError> {
         let table = self.table();
         let Some(index) = table.iter().position(|param| param.name == name) else {
@@ -285,7 +286,7 @@ pub trait Parameters {
         Ok(())
     }
 
-    /// Checks every parameter against its bounds, and the pairs.
+    /// Checks all parameters against their bounds, and the pairs.
     fn validate(&self) -> Result<(), ParamError> {
         let table = self.table();
         table.iter().zip(0..).try_for_each(|(param, index)| param.check(self.value(index)))?;
@@ -324,7 +325,7 @@ impl Param {
     }
 }
 
-/// The names of a table, as an error lists them.
+/// Lists the names of a table for an error.
 fn names(table: &[Param]) -> String {
     if table.is_empty() {
         return "none".to_owned();
@@ -332,8 +333,8 @@ fn names(table: &[Param]) -> String {
     table.iter().map(|param| param.name).collect::<Vec<_>>().join(", ")
 }
 
-/// A struct of parameters and its table: `/// what for`, `field: "name", Unit, low => high,
-/// default;`.
+/// Defines a struct of parameters and its table: `/// description`, `field: "name", Unit, low =>
+/// high, default;`.
 macro_rules! params {
     (
         $(#[$meta:meta])*
@@ -357,7 +358,7 @@ macro_rules! params {
         }
 
         impl $struct {
-            /// Every parameter.
+            /// All parameters.
             $vis const TABLE: &'static [$crate::params::Param] = &[$($crate::params::Param {
                 name: $name,
                 unit: $crate::params::Unit::$unit,
@@ -367,7 +368,7 @@ macro_rules! params {
                 about: concat!($($doc,)+),
             },)*];
 
-            /// Checks every parameter against its bounds.
+            /// Checks all parameters against their bounds.
             $vis fn validate(&self) -> Result<(), $crate::ParamError> {
                 $crate::params::Parameters::validate(self)
             }

@@ -1,28 +1,28 @@
-//! What the governor decides.
+//! Plans of the governor.
 
 use foreshore_proto::Measure;
 use serde::Serialize;
 
 use crate::{HostView, ZoneId};
 
-/// Which way a plan, or one zone of it, goes.
+/// Direction of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Direction {
     /// The guest gets memory.
     Grow,
-    /// The guest gives memory back.
+    /// The guest returns memory.
     Shrink,
-    /// Nothing new is asked of the guest. A request that it has not followed may be reduced or
-    /// withdrawn.
+    /// Nothing new is requested from the guest. A request that the guest has not followed may be
+    /// reduced or withdrawn.
     Hold,
 }
 
 impl Direction {
-    /// All of them, for a metric that shows every one from the start.
+    /// All directions, for a metric with a series for each from the start.
     pub const ALL: [Direction; 3] = [Direction::Grow, Direction::Shrink, Direction::Hold];
 
-    /// The name in metrics and on the API.
+    /// Returns the name in metrics and on the API.
     pub fn label(self) -> &'static str {
         match self {
             Direction::Grow => "grow",
@@ -34,7 +34,7 @@ impl Direction {
 
 macro_rules! reasons {
     ($($(#[doc = $doc:literal])+ $name:ident => $label:literal,)*) => {
-        /// Why a plan is what it is.
+        /// Reason for a plan.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
         #[serde(rename_all = "snake_case")]
         pub enum Reason {
@@ -42,17 +42,17 @@ macro_rules! reasons {
         }
 
         impl Reason {
-            /// All of them, for a metric that shows every one from the start.
+            /// All reasons, for a metric with a series for each from the start.
             pub const ALL: &'static [Reason] = &[$(Reason::$name,)*];
 
-            /// The name in metrics and on the API. It does not change between releases.
+            /// Returns the name in metrics and on the API. It does not change between releases.
             pub fn label(self) -> &'static str {
                 match self {
                     $(Reason::$name => $label,)*
                 }
             }
 
-            /// What it says, for documentation.
+            /// Returns the description for documentation.
             pub fn about(self) -> &'static str {
                 match self {
                     $(Reason::$name => concat!($($doc,)+).trim_ascii(),)*
@@ -133,39 +133,39 @@ reasons! {
     Pinned => "pinned",
 }
 
-/// What one zone is to be asked for.
+/// Request for one zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ZoneTarget {
-    /// Which zone.
+    /// ID of the zone.
     pub zone: ZoneId,
     /// The size to request: a multiple of the zone's block, within its floor and ceiling.
     pub requested_bytes: u64,
 }
 
-/// What to do now, and why.
+/// Requests for all zones, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Plan {
-    /// Which way the VM as a whole goes.
+    /// Direction of the VM as a whole.
     pub direction: Direction,
-    /// Why. For a hold this may be what stood in the way.
+    /// Reason for the plan. For a hold, it may be the obstacle.
     pub reason: Reason,
-    /// What kept a grow or shrink smaller than the policy wanted, or the bound that makes it
+    /// Reason why a grow or shrink is smaller than the policy wants, or the bound that makes it
     /// larger.
     pub limited_by: Option<Reason>,
-    /// The hotplugged memory that the policy wanted in all.
+    /// Hotplugged memory that the policy wants in total.
     pub wanted_bytes: u64,
-    /// One entry per zone, in the order of the host's view, also where nothing changes.
+    /// One entry for each zone, in the order of the host's view, including zones without a change.
     pub targets: Vec<ZoneTarget>,
-    /// Decided only: the targets are not to be requested.
+    /// The plan was made in a dry run, so the targets must not be requested.
     pub dry_run: bool,
-    /// Under so much memory the agent should report at its fast rate.
+    /// Size below which the agent should report at its fast rate.
     pub watermark_bytes: u64,
-    /// What that is of.
+    /// Measure of `watermark_bytes`.
     pub watermark_of: Measure,
 }
 
 impl Plan {
-    /// The targets that differ from what `host` has requested.
+    /// Returns the targets that differ from the requests of `host`.
     pub fn changes<'a>(&'a self, host: &'a HostView) -> impl Iterator<Item = &'a ZoneTarget> {
         self.targets.iter().filter(|target| {
             host.zones.iter().any(|zone| {
@@ -174,7 +174,7 @@ impl Plan {
         })
     }
 
-    /// The sum of the targets.
+    /// Returns the sum of the targets.
     pub fn requested_bytes(&self) -> u64 {
         self.targets.iter().fold(0, |sum, target| sum.saturating_add(target.requested_bytes))
     }

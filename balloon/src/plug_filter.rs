@@ -1,32 +1,32 @@
-//! What a guest has plugged, and how much of that stays.
+//! Filter of plugged memory, which counts once it stays.
 //!
 //! A guest without memory for page descriptors plugs a block, fails to add it, and unplugs it again
-//! within some 10 ms (drivers/virtio/virtio_mem.c, virtio_mem_mb_plug_and_add), of which the host
-//! may see any moment.
+//! within some 10 ms (drivers/virtio/virtio_mem.c, virtio_mem_mb_plug_and_add). The host may
+//! observe any moment of this.
 
 use crate::TimeMs;
 
-/// What has been plugged has come once it has stayed for so long.
+/// Time after which plugged memory counts.
 pub const STAYS_MS: u64 = 1_000;
-/// No guest looks for memory for so long before it gives up.
+/// Upper limit of that time. No guest tries for longer to find memory for a block.
 const MOST_STAYS_MS: u64 = 16_000;
 
-/// Follows what is plugged of one zone. Whatever is plugged counts from when there was so much of
-/// it: what came earlier does not vouch for what comes later. What has stayed once, goes without
-/// being asked back, and comes again, is nothing new.
+/// Filter of the plugged size of one zone. Each size counts from the time at which it was first
+/// reached, so memory plugged earlier does not confirm memory plugged later. Memory that has
+/// stayed, was unplugged without a request and is plugged again is not new.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlugFilter {
-    /// The most that has stayed of what is requested: no more than that is no news. `None`:
-    /// nothing has been seen yet.
+    /// Largest requested size that has stayed. Only a size above it is new. `None` before the first
+    /// observation.
     known_bytes: Option<u64>,
-    /// What has stayed of what is plugged, and has not gone since. Less than what is known once
-    /// some of that has gone unasked.
+    /// Part of the plugged size that has stayed and has not been unplugged since. Below
+    /// `known_bytes` after an unplug without a request.
     certain_bytes: u64,
-    /// How long it takes to be certain: longer, once what was certain has gone unasked, than that
-    /// had stayed.
+    /// Time that memory must stay. It doubles when memory that had stayed is unplugged without a
+    /// request.
     stays_ms: u64,
-    /// What is plugged beyond what is certain, and since when there has been so much at least:
-    /// least and oldest first.
+    /// Plugged sizes above the certain one, and the times since which at least that much is
+    /// plugged, smallest and oldest first.
     levels: Vec<Level>,
 }
 
@@ -43,18 +43,18 @@ impl Default for PlugFilter {
 }
 
 impl PlugFilter {
-    /// A filter of a zone that has this plugged.
+    /// Creates the filter of a zone with this plugged size.
     pub fn of(asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Self {
         let mut filter = Self::default();
         filter.observe(asked_bytes, plugged_bytes, now);
         filter
     }
 
-    /// Takes what is plugged now; `asked_bytes` is the least that has been requested since the last
-    /// time. If more has stayed for long enough than ever did, says since when it has been
-    /// there. What is plugged at first is nothing new.
+    /// Updates the filter with the plugged size. `asked_bytes` is the smallest requested size since
+    /// the last observation. If a new size has stayed for long enough, returns the time at which it
+    /// was reached. The first size is not new.
     pub fn observe(&mut self, asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Option<TimeMs> {
-        // What is asked back and goes may come again later, and is new then.
+        // Memory that is unplugged on request is new when it is plugged again.
         let most_bytes = asked_bytes.max(plugged_bytes);
         let known_bytes = self.known_bytes.unwrap_or(plugged_bytes).min(most_bytes);
         let was_certain = self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes);
@@ -63,7 +63,7 @@ impl PlugFilter {
             self.stays_ms = self.stays_ms.saturating_mul(2).min(MOST_STAYS_MS);
         }
         if let Some(gone) = self.levels.iter().position(|level| level.bytes > plugged_bytes) {
-            // So much of the first of what has gone is left.
+            // The first of these levels is left in part.
             self.levels.truncate(gone + 1);
             self.levels[gone].bytes = plugged_bytes;
             self.levels.dedup_by_key(|level| level.bytes);
@@ -78,26 +78,26 @@ impl PlugFilter {
         self.known_bytes = Some(news.map_or(known_bytes, |level| level.bytes));
         self.levels.retain(|level| level.bytes > self.certain_bytes);
         if plugged_bytes > self.levels.last().map_or(self.certain_bytes, |level| level.bytes) {
-            // No more of them than there are milliseconds.
+            // At most one level per millisecond.
             self.levels.pop_if(|level| level.since == now);
             self.levels.push(Level { since: now, bytes: plugged_bytes });
         }
         news.map(|level| level.since)
     }
 
-    /// Since when there has been as much as now, if that is news, and it is not known yet whether
-    /// it stays.
+    /// Returns the time at which the present size was reached, if it is new and may not stay.
     pub fn pending_since(&self) -> Option<TimeMs> {
         let known_bytes = self.known_bytes?;
         self.levels.last().filter(|level| level.bytes > known_bytes).map(|level| level.since)
     }
 
-    /// What is there for certain. What had stayed, went and has just come again is not.
+    /// Returns the size that is certain to stay. Memory that had stayed, was unplugged and has just
+    /// been plugged again is not included.
     pub fn stayed_bytes(&self, plugged_bytes: u64) -> u64 {
         self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes.min(plugged_bytes))
     }
 
-    /// What is plugged now is no news any more, whether it stays or not.
+    /// Treats the present size as known, regardless of how long it stays.
     pub fn settle(&mut self) {
         if let Some(level) = self.levels.pop() {
             self.certain_bytes = level.bytes;
@@ -111,8 +111,7 @@ impl PlugFilter {
 mod tests {
     use super::*;
 
-    /// What is said to have stayed, of a zone with 256 requested of which so much is plugged at
-    /// these times.
+    /// Results for a zone with 256 requested and these plugged sizes at these times.
     fn stayed(plugged: &[(u64, u64)]) -> Vec<Option<u64>> {
         let mut filter = PlugFilter::default();
         let observe =
@@ -142,7 +141,7 @@ mod tests {
         }
         assert_eq!(filter.observe(256, 256, TimeMs(1_010)), Some(TimeMs(10)), "the first of them");
         assert_eq!((filter.stayed_bytes(256), filter.pending_since()), (128, Some(TimeMs(1_005))));
-        // Of the second a part goes: what is left came with it.
+        // A part of the second level is unplugged. The rest was plugged with it.
         assert_eq!(filter.observe(256, 200, TimeMs(1_020)), None);
         assert_eq!(filter.pending_since(), Some(TimeMs(1_005)));
         assert_eq!(filter.observe(256, 200, TimeMs(2_005)), Some(TimeMs(1_005)));
@@ -178,7 +177,8 @@ mod tests {
     #[test]
     fn what_has_gone_unasked_is_certain_only_once_it_stays_again() {
         let mut filter = PlugFilter::default();
-        // A guest that says at length on its console what it lacks keeps the block meanwhile.
+        // A guest that writes a long message about its lack of memory to its console keeps the
+        // block meanwhile.
         for (at, bytes) in [(0, 0), (100, 128), (1_200, 128), (1_300, 0)] {
             filter.observe(256, bytes, TimeMs(at));
         }
@@ -188,7 +188,7 @@ mod tests {
             (0, None),
             "it is neither there nor news"
         );
-        // It stays for as long as the first time, and goes again.
+        // The memory stays for as long as the first time, and is unplugged again.
         assert_eq!(filter.observe(256, 128, TimeMs(6_100)), None);
         assert_eq!((filter.stayed_bytes(128), filter.pending_since()), (0, None));
         assert_eq!(filter.observe(256, 128, TimeMs(7_000)), None);
@@ -215,7 +215,7 @@ mod tests {
         assert_eq!((filter.observe(128, 200, TimeMs(5_000)), filter.pending_since()), (None, None));
         filter.observe(200, 256, TimeMs(5_100));
         assert_eq!(filter.observe(256, 256, TimeMs(6_100)), Some(TimeMs(5_100)));
-        // Less is requested of what has gone by itself.
+        // The requested size is lowered after memory was unplugged without a request.
         filter.observe(256, 0, TimeMs(6_200));
         filter.observe(0, 0, TimeMs(6_300));
         filter.observe(0, 2, TimeMs(6_400));

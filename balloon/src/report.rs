@@ -1,20 +1,20 @@
-//! From lines to verified reports: what one message cannot show by itself.
+//! Verification of reports across messages.
 
 use foreshore_proto::{AgentMessage, Refusal, Report, ZoneKind, decode_agent_message};
 
 use crate::TimeMs;
 
-/// How much further than the host's clock a guest's may run between two reports: loose, because it
-/// is to catch lies and not drift.
+/// Largest lead that the guest's clock may gain on the host's between two reports. The limit is
+/// generous, because it must detect false reports and not drift.
 const MAX_CLOCK_LEAD_MS: u64 = 5_000;
 
-/// How much faster than the host's a guest's clock may be: Linux lets it be slewed by a tenth
-/// (adjtimex(2), `tick`).
+/// Largest speed of the guest's clock relative to the host's: Linux allows a tick that is longer by
+/// a tenth (adjtimex(2), `tick`).
 const CLOCK_SLEW_PART: u64 = 10;
 
-/// So long reports that go on from one another, but not from the last one accepted, are refused.
-/// After that they are likelier to be true than that one is, and whoever refuses the truth for good
-/// is deaf.
+/// Time for which reports are refused that are consistent with each other but not with the last
+/// accepted one. After that they are more likely to be true, and the governor must not refuse the
+/// truth forever.
 const RIVAL_MS: u64 = 3_000;
 
 /// Parses one line of the agent, without its newline. Parsing needs no state, so another thread can
@@ -23,8 +23,9 @@ pub fn parse_line(line: &[u8]) -> Result<AgentMessage, Refusal> {
     AgentMessage::try_from(decode_agent_message(line)?)
 }
 
-/// Checks if `report` is from an agent. Such reports contain the zones that every x86-64 guest has
-/// below 4 GiB, and the size of memory blocks. Reports made of balloon statistics contain neither.
+/// Returns true if `report` is from an agent. Such reports contain the zones that every x86-64
+/// guest has below 4 GiB, and the size of memory blocks. Reports made from balloon statistics
+/// contain neither.
 pub(crate) fn is_by_agent(report: &Report) -> bool {
     let is_low = |kind| matches!(kind, ZoneKind::Dma | ZoneKind::Dma32);
     report.blocks().block_bytes > 0 || report.zones().iter().any(|zone| is_low(zone.kind))
@@ -38,7 +39,7 @@ struct Heard {
 }
 
 impl Heard {
-    /// Where the guest's clock would stand at `now` if this report had come without delay.
+    /// Returns the guest's clock at `now`, if this report had no delay.
     fn clock_at(&self, now: TimeMs) -> u64 {
         self.guest_ms.saturating_add(now.since(self.at))
     }
@@ -51,16 +52,16 @@ impl Heard {
     }
 }
 
-/// Reports each of which goes on from the one before.
+/// Sequence of reports that are consistent with each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Line {
     last: Heard,
-    /// The one that had the least delay, which the clocks are held side by side by. Whoever is
-    /// held up on the way makes the guest's clock seem slow, and what comes in time behind it
-    /// would seem to be from the future.
+    /// Report with the smallest delay, with which the clocks are compared. A delayed report makes
+    /// the guest's clock seem slow, and the next report without a delay would seem to be from the
+    /// future.
     quickest: Heard,
     since: TimeMs,
-    /// It has been insisted on, for long enough, that the guest is older than its VM.
+    /// Reports have shown for long enough that the guest is older than its VM.
     is_elder: bool,
 }
 
@@ -88,37 +89,39 @@ impl Line {
     }
 }
 
-/// The state of an agent's connection as far as it decides which reports to believe.
+/// State of an agent's connection that determines which reports are accepted.
 ///
-/// What one report says must not decide for good what is believed later: a liar would lock the
-/// honest out. So nothing is kept from one connection to the next; what bounds a first report is
-/// the host's own clock, because a guest that was booted in its VM is not older than that. One that
-/// was hibernated elsewhere is: its clock goes on from the image. Within a connection the last
-/// accepted report bounds the next one. A line of refused reports outweighs either bound:
-/// a lie harms its own guest alone, and so would deafness.
+/// One report must not determine forever which reports are accepted later, because a false one
+/// would lock out the true ones. So a new connection starts without a state.
+///
+/// The bound of a first report is the host's own clock, because a guest that was booted in its VM
+/// is not older than the VM. A guest that was hibernated elsewhere is older, because its clock
+/// continues from the image. Within a connection, the last accepted report bounds the next one. A
+/// sequence of refused reports overrides both bounds. False reports harm only their own guest, and
+/// so would refusing all reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Intake {
-    /// When the guest was started.
+    /// Start of the guest.
     started: TimeMs,
     greeted: bool,
-    /// The reports of this connection.
+    /// Accepted reports of this connection.
     accepted: Option<Line>,
-    /// Those that have been refused since, as far as they make sense together.
+    /// Reports that were refused since, if they are consistent with each other.
     rival: Option<Line>,
 }
 
 impl Intake {
-    /// An intake for a guest that is started at `now` or later.
+    /// Creates the intake of a guest that starts at `now` or later.
     pub fn new(now: TimeMs) -> Self {
         Self { started: now, greeted: false, accepted: None, rival: None }
     }
 
-    /// An agent has connected: nothing that was said before binds it.
+    /// Resets the state for a new connection of an agent.
     pub fn connected(&mut self) {
         *self = Self::new(self.started);
     }
 
-    /// Takes one line, without its newline: [`parse_line`] and [`Self::accept`].
+    /// Parses and checks one line, without its newline: [`parse_line`] and [`Self::accept`].
     pub fn accept_line(&mut self, line: &[u8], now: TimeMs) -> Result<AgentMessage, Refusal> {
         self.accept(parse_line(line)?, now)
     }
@@ -155,7 +158,7 @@ impl Intake {
         Ok(())
     }
 
-    /// The accepted line with this report.
+    /// Returns the accepted reports with this one.
     fn judge(&self, heard: Heard) -> Result<Line, Refusal> {
         if !self.accepted.is_some_and(|line| line.is_elder) {
             self.check_age(heard)?;
@@ -163,8 +166,8 @@ impl Intake {
         self.accepted.map_or_else(|| Ok(Line::begin(heard)), |line| line.go_on(heard))
     }
 
-    /// A guest that was booted in its VM may have a kernel that started late, or again (kexec),
-    /// never before that.
+    /// Checks the age of a guest that was booted in its VM. Its kernel may have started late, or
+    /// again (kexec), but not before the VM.
     fn check_age(&self, heard: Heard) -> Result<(), Refusal> {
         let age_ms = heard.at.since(self.started);
         heard.not_after(
@@ -253,7 +256,7 @@ mod tests {
     fn a_report_that_was_held_up_does_not_make_the_next_one_come_from_the_future() {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(1, 1000), TimeMs(1000)).is_ok());
-        // Three minutes in which nobody took what the guest sent.
+        // For three minutes, reports of the guest were not read.
         assert!(intake.accept_line(&report_line(2, 2000), TimeMs(180_000)).is_ok());
         assert!(intake.accept_line(&report_line(3, 180_040), TimeMs(180_050)).is_ok());
         let bound = 180_060 + MAX_CLOCK_LEAD_MS;
@@ -302,7 +305,7 @@ mod tests {
         let mut intake = Intake::new(TimeMs(700));
         greet(&mut intake, TimeMs(DAY_MS));
         let bound = (DAY_MS - 700) + (DAY_MS - 700) / 10 + MAX_CLOCK_LEAD_MS;
-        // However often, by reports that do not go on from one another.
+        // The number of reports does not matter if they are not consistent with each other.
         for n in 1..100 {
             let now = TimeMs(DAY_MS + n * 100);
             let line = report_line(n, bound + 1 + n * 110 + (n % 2) * DAY_MS);
@@ -313,7 +316,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_was_hibernated_elsewhere_is_believed_when_it_insists() {
-        // The agent's connection has ended with the VM before; here it speaks once a second.
+        // The agent's connection has ended with its earlier VM. It reports once per second.
         let mut intake = greeted();
         let speak = |intake: &mut Intake, n: u64| {
             intake.accept_line(&report_line(n, 30 * DAY_MS + n * 1000), TimeMs(n * 1000)).is_ok()
@@ -322,14 +325,15 @@ mod tests {
         let deaf = (RIVAL_MS / 1000) as usize;
         assert_eq!(taken.iter().filter(|taken| !**taken).count(), deaf, "{taken:?}");
         assert!(taken[deaf..].iter().all(|taken| *taken), "and all that follow");
-        // Such a guest's clock is bound by the host's as any other's is.
+        // The host's clock bounds the clock of such a guest as usual.
         let bound = 30 * DAY_MS + 60_000 + MAX_CLOCK_LEAD_MS;
         assert_eq!(
             label(intake.accept_line(&report_line(60, bound + 1), TimeMs(60_000))),
             "from_the_future"
         );
         assert!(speak(&mut intake, 60));
-        // Who lied so is outweighed by the truth, and is bound by the VM's age again.
+        // After false reports of such an age, true ones are accepted, and the age of the VM is the
+        // bound again.
         let honest = Heard { seq: 1, guest_ms: 61_000, at: TimeMs(61_000) };
         assert!(is_taken_within(&mut intake, honest, RIVAL_MS));
         let climb = |n: u64| (100 + n, 64_000 + n * 4_000);
@@ -340,7 +344,7 @@ mod tests {
         }
     }
 
-    /// Whether reports of every 100 ms are taken, from `now` on, before `deadline_ms` has passed.
+    /// Returns true if one of the reports at intervals of 100 ms is accepted within `deadline_ms`.
     fn is_taken_within(intake: &mut Intake, first: Heard, deadline_ms: u64) -> bool {
         (0..=deadline_ms / 100).any(|n| {
             let line = report_line(first.seq + n, first.guest_ms + n * 100);
@@ -380,7 +384,7 @@ mod tests {
         assert!(intake.accept_line(&report_line(10, 51_000), TimeMs(51_000)).is_ok());
     }
 
-    /// What somebody who can reach the port does.
+    /// Action of a client with access to the port.
     #[derive(Clone, Debug)]
     enum Deed {
         Connect,
@@ -425,7 +429,7 @@ mod tests {
                         if is_taken {
                             let is_old_enough = guest_ms <= now.0 + now.0 / 10 + MAX_CLOCK_LEAD_MS;
                             prop_assert!(is_old_enough || now.since(connected) >= RIVAL_MS);
-                            // Right after it nothing older is taken, nor the same again.
+                            // Neither an older report nor the same one is accepted after it.
                             prop_assert!(intake.accept_line(&report_line(seq, guest_ms), now).is_err());
                             prop_assert!(intake.accept_line(&report_line(seq.saturating_sub(1), guest_ms), now).is_err());
                             last = Some(Heard { seq, guest_ms, at: now });
@@ -433,7 +437,7 @@ mod tests {
                     }
                 }
             }
-            // The truth: a kernel that was started some time after the VM.
+            // True reports, of a kernel that was started some time after the VM.
             let guest_ms = now.0.saturating_sub(booted_after_ms);
             if reconnects {
                 greet(&mut intake, now);

@@ -1,9 +1,9 @@
-//! Reports of guests without an agent, made of what virtio-balloon's driver tells (virtio 1.3,
-//! 5.5.6.4), and the correction of reports of guests with a balloon.
+//! Reports of guests without an agent, made from the statistics of the virtio-balloon driver
+//! (virtio 1.3, 5.5.6.4), and the correction of reports of guests with a balloon.
 //!
-//! The driver tells less than an agent. What is missing is estimated as Linux would compute it
-//! (watermarks), or from what it counts (stall time); docs/reference/balloon.md says how, and how
-//! far it is off.
+//! The driver sends fewer values than an agent. The others are computed as Linux does (watermarks)
+//! or estimated from its counters (stall time). docs/reference/balloon.md describes the estimates
+//! and their accuracy.
 
 use foreshore_proto::{
     Blocks, Bound, Cause, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Refusal,
@@ -13,48 +13,49 @@ use foreshore_proto::{
 use crate::TimeMs;
 use crate::units::{PAGE_BYTES, scale};
 
-/// The bytes of one statistic: a tag of 2 and a value of 8.
+/// Bytes of a statistic: a tag of 2 and a value of 8.
 const ENTRY_BYTES: usize = 10;
 
-/// Above this Linux has a zone more: what does not fit under the 32-bit devices lies beyond 4 GiB.
+/// Size above which a guest has another zone: memory that does not fit below the 32-bit devices is
+/// above 4 GiB.
 const LOW_MEMORY_BYTES: u64 = 3 << 30;
 
-/// Pages of a huge page, of which khugepaged keeps some free.
+/// Pages of a huge page. khugepaged keeps some huge pages free.
 const PAGEBLOCK_PAGES: u64 = 512;
 
-/// What an allocation that enters direct reclaim waits, as far as nobody tells: reclaim looks at 32
-/// pages at a time, and a few of such rounds with a write or two in between take about this long.
+/// Estimated stall of an allocation that enters direct reclaim. Reclaim scans 32 pages at a time,
+/// and a few rounds with one or two writes take about this time.
 const STALL_US: u64 = 1000;
 
-/// What a page takes that is swapped in, from a disk that is no worse than an SSD.
+/// Estimated time to swap in a page, from a disk that is at least as fast as an SSD.
 const SWAP_IN_US: u64 = 100;
 
-/// So long sets that go on from one another, but not from the last one accepted, are refused. After
-/// that they are likelier to be true than that one is, and whoever refuses the truth for good is
-/// deaf.
+/// Time for which sets are refused that are consistent with each other but not with the last
+/// accepted one. After that they are more likely to be true, and the estimator must not refuse the
+/// truth forever.
 const RIVAL_MS: u64 = 3_000;
 
-/// The span over which `avg10` forgets.
+/// Period of the average `avg10`.
 const AVERAGE_MS: u64 = 10_000;
 
 macro_rules! tags {
     ($($(#[$doc:meta])* $name:ident => $label:literal $unit:ident,)*) => {
-        /// What a statistic is of. The order is that of the numbers on the wire.
+        /// Tag of a statistic, in the order of the numbers on the wire.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Tag {
             $($(#[$doc])* $name,)*
         }
 
         impl Tag {
-            /// All of them, in the order of their numbers.
+            /// All tags, in the order of their numbers.
             pub const ALL: [Tag; 16] = [$(Tag::$name,)*];
 
-            /// The name in metrics.
+            /// Returns the name in metrics.
             pub fn label(self) -> &'static str {
                 match self { $(Tag::$name => $label,)* }
             }
 
-            /// Whether it is a size or amount in bytes; the others are numbers of events.
+            /// Returns true for a size or amount in bytes, and false for a number of events.
             pub fn is_bytes(self) -> bool {
                 match self { $(Tag::$name => tags!(@$unit),)* }
             }
@@ -65,13 +66,13 @@ macro_rules! tags {
 }
 
 tags! {
-    /// Swapped in since boot.
+    /// Memory swapped in since boot.
     SwapIn => "swap_in" bytes,
-    /// Swapped out since boot.
+    /// Memory swapped out since boot.
     SwapOut => "swap_out" bytes,
     /// Faults that waited for I/O.
     MajorFaults => "major_faults" count,
-    /// Faults that did not.
+    /// Faults that did not wait for I/O.
     MinorFaults => "minor_faults" count,
     /// MemFree.
     Free => "free" bytes,
@@ -79,38 +80,38 @@ tags! {
     Total => "total" bytes,
     /// MemAvailable.
     Available => "available" bytes,
-    /// The page cache, swap cache and shared memory included.
+    /// Page cache, including swap cache and shared memory.
     Caches => "caches" bytes,
-    /// Huge pages allocated from hugetlbfs' pool.
+    /// Huge pages allocated from the pool of hugetlbfs.
     HugetlbAllocations => "hugetlb_allocations" count,
-    /// Those that could not be.
+    /// Failed allocations of huge pages.
     HugetlbFailures => "hugetlb_failures" count,
-    /// Processes killed for want of memory (Linux 6.10 and later, as all that follow).
+    /// Processes killed for lack of memory (this and the following: Linux 6.10 and later).
     OomKills => "oom_kills" count,
     /// Allocations that entered direct reclaim.
     AllocStalls => "alloc_stalls" count,
-    /// Looked at by kswapd.
+    /// Memory scanned by kswapd.
     AsyncScan => "async_scan" bytes,
-    /// Looked at by allocating tasks themselves.
+    /// Memory scanned by allocating tasks.
     DirectScan => "direct_scan" bytes,
-    /// Reclaimed by kswapd.
+    /// Memory reclaimed by kswapd.
     AsyncReclaim => "async_reclaim" bytes,
-    /// Reclaimed by allocating tasks themselves.
+    /// Memory reclaimed by allocating tasks.
     DirectReclaim => "direct_reclaim" bytes,
 }
 
-/// A set of statistics as the device has it.
+/// Set of statistics that the device has received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
     /// Statistics as the driver sent them.
     pub statistics: Statistics,
-    /// Counts up with every set.
+    /// Number of the set.
     pub number: u64,
-    /// Counts the driver's lives.
+    /// Number of the driver's life.
     pub driver_life: u64,
 }
 
-/// The balloon of a guest at one moment, beside its sizes.
+/// State of a guest's balloon at one moment, except its sizes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BalloonState {
     /// The last statistics.
@@ -121,18 +122,18 @@ pub struct BalloonState {
     pub is_counted: bool,
 }
 
-/// One set of statistics as the driver sent it. Nothing about it is known to be true.
+/// Set of statistics as the driver sent it. The values are not trusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     values: [Option<u64>; Tag::ALL.len()],
 }
 
 impl Statistics {
-    /// The most that one set may have, in bytes; Linux sends 16 entries.
+    /// Largest size of a set in bytes. Linux sends 16 entries.
     pub const MAX_BYTES: usize = 64 * ENTRY_BYTES;
 
-    /// Reads the driver's buffer; `None`: not whole entries, none, or too many. Tags of a later
-    /// version are skipped, and of a tag that comes twice the last counts.
+    /// Parses the driver's buffer. Returns `None` if it has incomplete entries, none, or too many.
+    /// Tags of later versions are skipped. If a tag occurs twice, the last value counts.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         if bytes.is_empty()
             || bytes.len() > Self::MAX_BYTES
@@ -152,33 +153,32 @@ impl Statistics {
         Some(statistics)
     }
 
-    /// One of them.
+    /// Returns one value.
     pub fn get(&self, tag: Tag) -> Option<u64> {
         self.values[tag as usize]
     }
 
-    /// The same set with one value more, or another.
+    /// Returns this set with another value of one tag.
     pub fn with(mut self, tag: Tag, value: u64) -> Self {
         self.values[tag as usize] = Some(value);
         self
     }
 }
 
-/// What the host knows of the guest that sends statistics.
+/// Facts that the host knows about the guest that sends statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Known {
-    /// Counts the driver's lives: with each of them, counters may begin anew.
+    /// Number of the driver's life. Counters may restart with each life.
     pub driver_life: u64,
-    /// All memory that the guest can have: what it booted with and what is plugged.
+    /// All memory that the guest can have: boot memory and plugged memory.
     pub memory_bytes: u64,
-    /// What is in the balloon.
+    /// Memory in the balloon.
     pub ballooned_bytes: u64,
-    /// Whether Linux counts that as used memory, not as none: with DEFLATE_ON_OOM it does.
+    /// Linux counts that memory as used. It does so with DEFLATE_ON_OOM only.
     pub counted: bool,
 }
 
-/// Sets of one driver each of which goes on from the one before, none of them from the last one
-/// accepted.
+/// Sets of one driver that are consistent with each other, but not with the last accepted set.
 #[derive(Clone, Copy, Debug)]
 struct Rival {
     driver_life: u64,
@@ -186,28 +186,28 @@ struct Rival {
     since: TimeMs,
 }
 
-/// Makes reports of statistics.
+/// Makes reports from statistics.
 ///
-/// The last set accepted bounds the next one's counters. One lie would do so for good: it is
-/// outweighed by a line of refused sets, as an agent's reports are ([`crate::Intake`]).
+/// The last accepted set bounds the counters of the next one. A false set would do so forever, so a
+/// sequence of refused sets overrides it, as for an agent's reports ([`crate::Intake`]).
 #[derive(Clone, Debug, Default)]
 pub struct Estimator {
     last: Option<(u64, Statistics)>,
-    /// Those that have been refused since, as far as they make sense together.
+    /// Sets that were refused since, if they are consistent with each other.
     rival: Option<Rival>,
     seq: u64,
-    /// The guest's clock as far as it can be known, and when it stood there. Nobody tells it to
-    /// us: it goes on from the last report of an agent, if there was one, so that policies see
-    /// one clock.
+    /// Estimated clock of the guest, and the host's time of that estimate. Statistics contain no
+    /// time. So the clock continues from the last report of an agent, if any, and policies see one
+    /// clock.
     clock: Option<(u64, TimeMs)>,
     stall: Stall,
-    /// What the guest does with memory that is plugged, as an agent said last: it goes on doing so
-    /// without one.
+    /// How the guest onlines plugged memory, from the last report of an agent. The guest continues
+    /// without the agent.
     online_policy: OnlinePolicy,
 }
 
 impl Estimator {
-    /// An agent has reported: what is estimated later goes on from there.
+    /// Continues from a report of an agent.
     pub fn follow(&mut self, report: &Report, now: TimeMs) {
         self.clock = Some((report.monotonic_ms(), now));
         self.stall = *report.stall();
@@ -215,9 +215,8 @@ impl Estimator {
         (self.last, self.rival) = (None, None);
     }
 
-    /// The report that an agent would have made, as far as `statistics` tell. After a refusal the
-    /// next set is judged as if this one had not come, unless too many of them make sense
-    /// together.
+    /// Returns a report with the values that `statistics` contain. A refused set does not affect
+    /// the check of the next one, unless consistent sets are refused for `RIVAL_MS`.
     pub fn report(
         &mut self,
         statistics: &Statistics,
@@ -240,7 +239,7 @@ impl Estimator {
             if !self.is_insisted_on(statistics, known.driver_life, now) {
                 return Err(refusal);
             }
-            // What was counted since the lie is not known.
+            // The events since the false set are unknown.
             before = None;
         }
         let guest_ms =
@@ -255,7 +254,7 @@ impl Estimator {
             memory: Memory {
                 total_bytes: total,
                 free_bytes: free,
-                // Before Linux 4.6 there was none.
+                // Linux before 4.6 does not send it.
                 available_bytes: statistics.get(Tag::Available).unwrap_or(free),
                 cached_bytes: statistics.get(Tag::Caches).unwrap_or(0),
                 ..Memory::default()
@@ -275,8 +274,8 @@ impl Estimator {
         Ok(correct(report, known))
     }
 
-    /// Whether a set that does not go on from the last one accepted ends a long enough line of such
-    /// sets.
+    /// Returns true if a set that is not consistent with the last accepted one ends a long enough
+    /// sequence of such sets.
     fn is_insisted_on(&mut self, statistics: &Statistics, driver_life: u64, now: TimeMs) -> bool {
         let goes_on = |rival: &Rival| {
             rival.driver_life == driver_life && check_order(&rival.last, statistics).is_ok()
@@ -300,7 +299,7 @@ impl Estimator {
         let waits_us = since(Tag::AllocStalls)
             .saturating_mul(STALL_US)
             .saturating_add((since(Tag::SwapIn) / PAGE_BYTES).saturating_mul(SWAP_IN_US));
-        // However many wait, the time in which somebody does passes once.
+        // Stall time passes only once, regardless of the number of waiting tasks.
         let elapsed_us = elapsed_ms.saturating_mul(1000);
         let some_us = waits_us.min(elapsed_us);
         let share = scale(some_us, 10_000, elapsed_us.max(1));
@@ -315,7 +314,7 @@ impl Estimator {
     }
 }
 
-/// What only grows must not have shrunk.
+/// Checks that no counter has decreased.
 fn check_order(before: &Statistics, now: &Statistics) -> Result<(), Refusal> {
     let totals = Tag::ALL
         .into_iter()
@@ -347,11 +346,10 @@ fn counters(statistics: &Statistics) -> Counters {
     }
 }
 
-/// All of the guest's memory as one zone: watermarks are shared out by size, so the sums are the
-/// same.
+/// Returns all memory of the guest as one zone. Linux divides watermarks by the size of zones, so
+/// the sums are the same.
 fn estimate_zone(total_bytes: u64, free_bytes: u64, known: Known) -> Zone {
-    // Linux computes watermarks when it boots and when memory is plugged; a balloon changes nothing
-    // about them.
+    // Linux computes watermarks at boot and when memory is plugged. A balloon does not change them.
     let whole_bytes =
         if known.counted { total_bytes } else { total_bytes.saturating_add(known.ballooned_bytes) };
     let marks = Watermarks::estimate(whole_bytes);
@@ -367,70 +365,71 @@ fn estimate_zone(total_bytes: u64, free_bytes: u64, known: Known) -> Zone {
     }
 }
 
-/// The sums of all zones' watermarks.
+/// Sums of the watermarks of all zones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Watermarks {
-    /// Below this only the kernel's reserves serve allocations.
+    /// Below this size, only the kernel's reserves serve allocations.
     pub min_pages: u64,
-    /// Below this kswapd is woken.
+    /// Below this size, kswapd is woken.
     pub low_pages: u64,
-    /// kswapd works until this many are free.
+    /// Free pages at which kswapd stops.
     pub high_pages: u64,
 }
 
 impl Watermarks {
-    /// What Linux 6.x computes for an x86-64 guest with so much memory, all of it good for kernel
-    /// and user, and transparent huge pages on, as distributions have them.
+    /// Computes the watermarks of Linux 6.x for an x86-64 guest. Assumes that kernel and programs
+    /// can use all memory, and that transparent huge pages are on, as distributions have them.
     pub fn estimate(memory_bytes: u64) -> Self {
         let pages = memory_bytes / PAGE_BYTES;
         // 1. mm/page_alloc.c, calculate_min_free_kbytes(): sqrt(16 x low memory in KiB), 128 KiB to
         //    256 MiB.
         let plain_kib = (memory_bytes / 1024).saturating_mul(16).isqrt().clamp(128, 262_144);
         // 2. mm/khugepaged.c, set_recommended_min_free_kbytes(): for each zone 2 page blocks, and
-        //    one for each pair of the 3 types of pages that fall back on one another; at most a
+        //    one for each pair of the 3 page types that fall back to one another, at most a
         //    twentieth of memory.
         let zones = if memory_bytes > LOW_MEMORY_BYTES { 3 } else { 2 };
         let recommended_pages = (PAGEBLOCK_PAGES * zones * (2 + 3 * 3)).min(pages / 20);
         let min_pages = (plain_kib / 4).max(recommended_pages);
-        // 3. mm/page_alloc.c, __setup_per_zone_wmarks(): a quarter of that apart, or
-        //    watermark_scale_factor, 10, in ten thousand of memory if that is more.
+        // 3. mm/page_alloc.c, __setup_per_zone_wmarks(): the watermarks are a quarter of that
+        //    apart, or watermark_scale_factor (10) ten-thousandths of memory if that is more.
         let distance_pages = (min_pages / 4).max(scale(pages, 10, 10_000));
         let low_pages = min_pages + distance_pages;
         Self { min_pages, low_pages, high_pages: low_pages + distance_pages }
     }
 }
 
-/// A report as it would be if memory in the balloon were none. Only with DEFLATE_ON_OOM does Linux
-/// count it as used; without, the report says so already.
+/// Returns the report without the memory in the balloon. Linux counts that memory as used with
+/// DEFLATE_ON_OOM only. Otherwise, the report excludes it already.
 pub fn correct(report: Report, known: Known) -> Report {
     if !known.counted || known.ballooned_bytes == 0 {
         return report;
     }
     let mut raw = report.as_raw().clone();
     let memory = &mut raw.memory;
-    // A driver tells the size of its balloon after it has changed it: what is seen to be there is
-    // not in the balloon.
+    // A driver reports the size of its balloon after a change, so memory that the report shows
+    // elsewhere is not in the balloon.
     let seen_bytes = memory
         .free_bytes
         .max(memory.available_bytes)
         .max(memory.anon_bytes)
         .max(memory.cached_bytes);
     memory.total_bytes = memory.total_bytes.saturating_sub(known.ballooned_bytes).max(seen_bytes);
-    // Nobody tells in which zones it lies: shared out by what could be in it.
+    // The zones of the memory in the balloon are unknown, so it is divided in proportion to their
+    // used memory.
     let used = |zone: &Zone| zone.managed_pages.saturating_sub(zone.free_pages);
     let all_used = raw.zones.iter().fold(0u64, |sum, zone| sum.saturating_add(used(zone)));
     let ballooned_pages = (known.ballooned_bytes / PAGE_BYTES).min(all_used);
     for zone in &mut raw.zones {
         zone.managed_pages -= scale(ballooned_pages, used(zone), all_used).min(used(zone));
     }
-    // Nobody touches what is in the balloon, and so it may have been counted as idle.
+    // Memory in the balloon is never touched, so it may have been counted as idle.
     for idle in &mut raw.idle {
         let zones = raw.zones.iter().filter(|zone| zone.node == idle.node);
         let managed_pages = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
         idle.idle_bytes = idle.idle_bytes.min(managed_pages.saturating_mul(PAGE_BYTES));
     }
-    // Every value is inside its bound, as it was before and is smaller now; if not, the report as
-    // it came is better than none.
+    // Reduced values stay within their bounds. If the new report is nevertheless invalid, the
+    // original one is better than none.
     Report::try_from(raw).unwrap_or(report)
 }
 
@@ -517,7 +516,8 @@ mod tests {
         assert_eq!(label(statistics()), None);
         assert_eq!(label(Statistics::default().with(Tag::Total, 480 * MIB)), Some("wrong_shape"));
         assert_eq!(label(Statistics::default().with(Tag::Free, MIB)), Some("wrong_shape"));
-        // More than the host has given it; more free than there is; fewer swaps than before.
+        // More memory than the host has given, more free memory than total, and fewer swapped pages
+        // than before.
         assert_eq!(label(statistics().with(Tag::Total, 512 * MIB + 1)), Some("out_of_range"));
         assert_eq!(label(statistics().with(Tag::Free, 481 * MIB)), Some("out_of_range"));
         assert_eq!(label(statistics().with(Tag::Available, u64::MAX)), Some("out_of_range"));
@@ -525,7 +525,7 @@ mod tests {
         assert_eq!(label(statistics().with(Tag::OomKills, u64::MAX)), Some("out_of_range"));
         assert_eq!(label(statistics().with(Tag::SwapIn, 8 * MIB - 1)), Some("out_of_order"));
         assert_eq!(label(statistics()), None);
-        // Another driver counts anew.
+        // Counters of another driver start again.
         let other = Known { driver_life: 2, ..known() };
         assert!(estimator.report(&statistics().with(Tag::SwapIn, 0), other, TimeMs(1000)).is_ok());
     }
@@ -541,7 +541,7 @@ mod tests {
         let lie = is_taken(1 << 60, 2).unwrap();
         let deaf = (3..3_600).filter(|at_s| is_taken(8 * MIB + at_s, *at_s).is_err()).count();
         assert_eq!(deaf as u64, RIVAL_MS / 1000, "of the hour after");
-        // What the lie made of the stall time stays, and nothing is added for it.
+        // The stall time from the false set stays, and nothing is added to it.
         let honest = is_taken(8 * MIB + 3_600, 3_600).unwrap();
         assert_eq!(honest.stall().some_us, lie.stall().some_us);
         assert_eq!(honest.counters().pswpin, 2048);
@@ -566,7 +566,8 @@ mod tests {
                 "each counts less: {at_s} s"
             );
         }
-        // A set that goes on from what was accepted ends what was begun; so does another driver.
+        // A set that is consistent with the last accepted one ends the sequence, and so does
+        // another driver.
         assert_eq!(label(1 << 40, 60, 1), None);
         assert_eq!(label(MIB, 61, 1), Some("out_of_order"));
         assert_eq!(label(1 << 40, 62, 2), None);
@@ -587,7 +588,7 @@ mod tests {
         let all = report(70_000, 1000, 4000);
         assert_eq!(all.some_us, 1_150_000);
         assert!((900..=1100).contains(&all.some_avg10_basis_points), "{all:?}");
-        // It is forgotten.
+        // The average declines.
         assert!(report(70_000, 1000, 60_000).some_avg10_basis_points < 600);
     }
 
@@ -646,10 +647,10 @@ mod tests {
         assert_eq!(marks.min_pages, 480 * 256 / 20);
         assert_eq!(marks.low_pages, marks.min_pages + marks.min_pages / 4);
         assert_eq!(marks.high_pages - marks.low_pages, marks.low_pages - marks.min_pages);
-        // Two zones, then three, of 11 page blocks each.
+        // Two zones and three zones, with 11 page blocks each.
         assert_eq!(Watermarks::estimate(2048 * MIB).min_pages, 2 * 11 * 512);
         assert_eq!(Watermarks::estimate(8192 * MIB).min_pages, 3 * 11 * 512);
-        // Where there is much, it is the root that counts, up to its bound.
+        // With much memory, the root determines the value, up to its bound.
         assert_eq!(Watermarks::estimate(1 << 40).min_pages, 131_072 / 4);
     }
 
@@ -664,7 +665,7 @@ mod tests {
         assert_eq!(corrected.zones()[0].high_pages, report.zones()[0].high_pages);
         let uncounted = Known { counted: false, ..known };
         assert_eq!(correct(report.clone(), uncounted), report, "Linux has done it itself");
-        // A driver that claims more than there can be takes nothing away that is seen to be there.
+        // A driver that claims an impossible size does not remove memory that the report shows.
         let lie = correct(report, Known { ballooned_bytes: u64::MAX, ..known });
         assert_eq!(lie.memory().total_bytes, 200 * MIB);
         assert!(lie.zones()[0].managed_pages >= lie.zones()[0].free_pages);
@@ -698,7 +699,7 @@ mod tests {
                 let known = Known { memory_bytes: 1 << 30, ballooned_bytes, counted, driver_life: 1 };
                 if let Ok(report) = estimator.report(&statistics, known, TimeMs(clock)) {
                     prop_assert!(report.memory().total_bytes <= 1 << 30);
-                    // It is verified again with what a correction has made of it.
+                    // The corrected report is verified again.
                     prop_assert!(Report::try_from(report.as_raw().clone()).is_ok());
                     prop_assert!(report.stall().some_us <= clock * 1000);
                 }

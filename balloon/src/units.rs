@@ -8,25 +8,24 @@ use serde::Serialize;
 /// 2^20 bytes.
 pub const MIB: u64 = 1 << 20;
 
-/// The unit in which memory is plugged: virtio-mem's block here, a chunk of a pool there.
+/// Unit in which memory is plugged: a block of virtio-mem and a chunk of a pool.
 pub const BLOCK_BYTES: u64 = 2 * MIB;
 
-/// A page of the guest. The protocol counts in them; x86-64 has no others.
+/// Page of the guest. The protocol counts in pages, and x86-64 has no other size.
 pub(crate) const PAGE_BYTES: u64 = 4096;
 
-/// Linux adds memory to its tables in sections of this size, whole even when only a block of it is
-/// plugged.
+/// Section, the unit in which Linux adds page descriptors, even if only one block of it is plugged.
 pub(crate) const SECTION_BYTES: u64 = 128 * MIB;
 
-/// The page descriptors of a section: 64 bytes for each page of 4 KiB.
+/// Size of the page descriptors of a section: 64 bytes for each page of 4 KiB.
 pub(crate) const SECTION_DESCRIPTOR_BYTES: u64 = SECTION_BYTES / PAGE_BYTES * 64;
 
-/// A moment of the caller's monotonic clock, in milliseconds.
+/// Time on the caller's monotonic clock, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct TimeMs(pub u64);
 
 impl TimeMs {
-    /// Milliseconds since `earlier`, zero if that is later.
+    /// Milliseconds since `earlier`, or 0 if that is later.
     pub fn since(self, earlier: TimeMs) -> u64 {
         self.0.saturating_sub(earlier.0)
     }
