@@ -1,4 +1,4 @@
-//! The whole loop around a model of a guest: what the policies are for.
+//! Tests of policies in a closed loop with a model of a guest.
 
 mod rig;
 
@@ -24,8 +24,8 @@ fn a_ramp_far_beyond_dram_swaps_nothing_with_psi() {
     }
 }
 
-/// Ramps of this rate from several moments of a guest that has rested at what it needs: how much
-/// kswapd has taken.
+/// Memory that kswapd reclaims in ramps of this rate. Each ramp starts at another moment of a guest
+/// that has rested at its need.
 fn taken_by_kswapd_bytes(policy: Policy, mib_per_s: i64) -> u64 {
     let mut rested = Rig::new(policy, config());
     for (ms, mib_per_s) in [(3_000, 0), (5_600, 100), (300_000, 0)] {
@@ -47,7 +47,7 @@ fn a_ramp_of_up_to_256_mib_a_second_is_served_before_kswapd_works() {
     }
 }
 
-/// `psi` with so many thousandths of the bridge.
+/// `psi` with `permille` of the default headroom.
 fn with_bridge_of(permille: u64) -> Policy {
     let part = |whole: u64| whole * permille / 1000;
     let whole = psi::Params::default();
@@ -61,7 +61,7 @@ fn with_bridge_of(permille: u64) -> Policy {
 
 #[test]
 fn kswapd_works_where_the_bridge_is_half_as_long() {
-    // A third less is made up for by the slack that a guest at rest has beside it.
+    // The margin of a guest at rest compensates for a third less.
     assert!(taken_by_kswapd_bytes(with_bridge_of(500), 256) > 0);
 }
 
@@ -116,19 +116,20 @@ fn a_guest_whose_need_is_constant_comes_to_rest() {
     }
 }
 
-/// Where a guest that was left alone for a minute may be: a tenth over what it needs with the
-/// bridge.
+/// Upper limit of memory above need after a minute at rest: the headroom, and a tenth of need and
+/// headroom.
 fn may_hold_over_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
     let bridge_bytes = bridge_bytes(rig, report_delay_ms);
     bridge_bytes + (rig.need_bytes() + bridge_bytes) / 10
 }
 
-/// What [`TO_SWAP`] leaves in swap, whoever governs then: the model has no chance in it.
+/// Memory that [`TO_SWAP`] leaves in swap. It is the same in each run, because the model is
+/// deterministic.
 const SWAPPED_MIB: u64 = 326;
 
 #[test]
 fn every_workload_is_served_and_little_is_held_for_it() {
-    // With --nocapture this is the table to compare a change by.
+    // With --nocapture, this table shows the effect of a change.
     println!(
         "{:24}{:>9}{:>9}{:>9}{:>5}{:>12}{:>10}{:>9}",
         "workload", "out MiB", "in MiB", "stall ms", "oom", "over GiB s", "at end %", "resizes"
@@ -146,15 +147,15 @@ fn every_workload_is_served_and_little_is_held_for_it() {
             f.over_end_permille as f64 / 10.0,
             f.resizes
         );
-        // At 400 MiB/s, which is more than `burst`, a MiB may be too late: it depends on when the
-        // last look was.
+        // At 400 MiB/s, which is more than `burst`, 1 MiB may be late, depending on the time of the
+        // last look.
         let swapped_out_bound_mib = u64::from(name == "hard burst after rest");
         assert!(
             f.swapped_out_mib <= swapped_out_bound_mib,
             "{name}: {} MiB swapped out",
             f.swapped_out_mib
         );
-        // What was in swap before comes back once, and nothing else was ever there.
+        // Memory that was in swap before returns once, and no other memory was in swap.
         let swapped_in_bound_mib =
             if name == "swapped before" { SWAPPED_MIB } else { swapped_out_bound_mib };
         assert!(
@@ -164,10 +165,10 @@ fn every_workload_is_served_and_little_is_held_for_it() {
         );
         assert_eq!(f.oom_kills, 0, "{name}");
         let stall_bound_ms = match name {
-            // The disk reads 32 KiB in 180 us, so 600 MiB take 3.5 s. A seventh more is read before
-            // the guest has grown.
+            // The disk reads 32 KiB in 180 us, so 600 MiB take 3.5 s. Another seventh is read
+            // before the guest has grown.
             "files read again" => 4_020,
-            // What is in swap comes back at 4 KiB in 180 us, whatever the host does.
+            // Swapped memory returns at 4 KiB in 180 us, regardless of the host.
             "swapped before" => SWAPPED_MIB * 256 * 180 / 1_000,
             _ => 0,
         };
@@ -176,7 +177,7 @@ fn every_workload_is_served_and_little_is_held_for_it() {
             may_hold_over_bytes(&rig, if name == "late reports" { LATE_REPORTS_MS } else { 0 });
         let over_bound_bytes = match name {
             "pinned pages" => 128 * MIB + refused_bytes(&rig),
-            // It is at its lowest, and keeps what the next tooth needs.
+            // The demand is at its lowest, and the guest keeps memory for the next tooth.
             "sawtooth of 5 s" | "sawtooth of 40 s" => 400 * MIB + may_hold_bytes * 2,
             _ => may_hold_bytes,
         };
@@ -189,7 +190,7 @@ fn every_workload_is_served_and_little_is_held_for_it() {
     }
 }
 
-/// What does not leave of the PM that was ever plugged.
+/// Part of the PM plugged so far that stays plugged.
 fn refused_bytes(rig: &Rig) -> u64 {
     rig.totals().plugged_in_bytes[1] / 1000 * rig.guest().config().refused_permille + 2 * MIB
 }
@@ -200,8 +201,8 @@ fn workload(name: &str) -> Workload {
 
 #[test]
 fn twice_the_slack_would_be_seen() {
-    // The broken variant of the test above. After a grow a guest may rest with up to one slack and
-    // a half, by where its last step ended.
+    // Broken variant of the test above. After a grow, a guest at rest may have up to one margin and
+    // a half, depending on the end of its last step.
     let policy = Policy::Psi(psi::Params { slack_permille: 200, ..psi::Params::default() });
     let (rig, _) = workload("ramp 10 MiB/s, rest").run(policy);
     assert!(rig.over_bytes() > may_hold_over_bytes(&rig, 0));
@@ -214,7 +215,7 @@ fn page_cache_that_is_read_once_grows_nothing() {
     let plans = psi.run(300_000, 0);
     assert!(plans.is_empty(), "{plans:?}");
     assert!(psi.guest().cached_bytes() > 200 * MIB, "it fills the memory that is there");
-    // Who goes by free pages gives it all there is.
+    // Policies that decide by free pages provide all memory.
     let mut pmb = Rig::of("pmb");
     pmb.habits.stream_bytes_per_s = 256 * MIB;
     pmb.run(60_000, 0);
@@ -234,7 +235,7 @@ fn page_cache_that_is_read_again_comes_to_fit_and_stays() {
     assert_eq!(psi.totals().stall_us, before.stall_us, "nothing has to be read again");
     assert_eq!(psi.totals().refaulted_bytes, before.refaulted_bytes);
     assert_eq!(psi.guest().plugged_bytes(), plugged);
-    // The same without psi: the disk is read for as long as there are readers.
+    // Without `psi`, the files are read from the disk all the time.
     let mut off = Rig::of("off");
     read_again(&mut off);
     off.run(260_000, 0);
@@ -290,8 +291,8 @@ fn a_burst_is_answered_within_a_tenth_of_a_second() {
         took.push(psi.guest().now().since(begin));
     }
     took.sort_unstable();
-    // An eighth of what is available is gone after 50 ms, and so little is left that the next look
-    // comes 50 ms later at most.
+    // After 50 ms, an eighth of available memory is used. So little is left that the next look is
+    // at most 50 ms later.
     assert!(took[took.len() / 2] <= 80, "{took:?}");
     assert!(took[took.len() - 1] <= 115, "{took:?}");
 }
@@ -336,7 +337,7 @@ fn memory_that_does_not_come_back_is_asked_for_less_and_less_often() {
     psi.run(3_000, 0);
     psi.run(9_000, 100);
     psi.run(1_000, -900);
-    // A shrink begins later than this.
+    // Shrinks begin later than this.
     let peak_bytes = psi.guest().zones()[1].plugged_bytes;
     let mut asked = [0, 0];
     for part in &mut asked {
@@ -350,12 +351,12 @@ fn memory_that_does_not_come_back_is_asked_for_less_and_less_often() {
         "what can go has gone"
     );
     assert!(asked[1] * 3 <= asked[0] && asked[1] <= 2, "{asked:?}");
-    // What did not go serves the next who want it, at once.
+    // Memory that stayed serves the next demand at once.
     let plans = psi.run(1_000, 100);
     assert!(plans.is_empty(), "{plans:?}");
 }
 
-/// A guest that wants 600 MiB and has some of that in swap, of which nothing is touched.
+/// A guest that wants 600 MiB, part of which is in swap and not touched.
 fn swapped() -> Rig {
     let mut rig = Rig::of("off");
     TO_SWAP.into_iter().for_each(|(ms, mib_per_s)| drop(rig.run(ms, mib_per_s)));

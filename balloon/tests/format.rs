@@ -1,4 +1,4 @@
-//! docs/reference/format.md names every key of a report.
+//! Test that docs/reference/format.md lists all keys of a report.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 const DOCS: &str = include_str!("../../docs/reference/format.md");
 
-/// One with everything in it that may be left out.
+/// Report with all optional fields.
 fn full() -> RawReport {
     let mut report = RawReport {
         kernel: Some(KernelUse {
@@ -42,14 +42,14 @@ fn keys_of(value: &Value, keys: &mut BTreeSet<String>) {
     }
 }
 
-/// What is in backquotes in the table.
+/// Words in backquotes in the table.
 fn documented() -> BTreeSet<String> {
     let (_, section) = DOCS.split_once("\n### A report\n").expect("a section");
     let rows = section.lines().filter(|line| line.starts_with("| `"));
     rows.flat_map(|row| row.split('`').skip(1).step_by(2)).map(str::to_owned).collect()
 }
 
-/// A value as it is written.
+/// Name of a value in JSON.
 fn word(value: impl Serialize) -> String {
     let value = serde_json::to_value(value).expect("a word");
     value.as_str().expect("a word").to_owned()

@@ -1,4 +1,5 @@
-//! The papers' policies around a model of a guest: that they serve, come to rest, and give back.
+//! Tests of the papers' policies with a model of a guest: they provide memory, come to rest, and
+//! return memory.
 
 #[allow(dead_code, reason = "it has more than these policies need")]
 mod rig;
@@ -11,7 +12,7 @@ use balloon::proto::Measure;
 
 use crate::rig::{Rig, config};
 
-/// A guest, and what was asked of it, each time that changed.
+/// A guest, and the requests to it, one for each change.
 struct Loop {
     rig: Rig,
     asked: Vec<(Direction, u64)>,
@@ -48,13 +49,13 @@ impl Loop {
 
 const PAPERS: [&str; 4] = ["amf", "dapper", "pmb", "memorage"];
 
-/// With scales at which this guest's watermarks (4 MiB) leave the first row of the tables: 64 and
-/// 128 MiB.
+/// Uses scales with which this guest's watermarks (4 MiB) put the first border of the tables at 64
+/// and 128 MiB.
 fn scaled(policy: &str) -> Loop {
     let scale = if policy == "dapper" { "16" } else { "32" };
     let others: &[(&str, &str)] = match policy {
         "memorage" => &[("unit", "256M")],
-        // 3 % of so little DRAM are the descriptors of more PM than there is.
+        // 3 % of so little DRAM are the page descriptors of more PM than there is.
         "amf" => &[("reclaim", "10")],
         _ => &[],
     };

@@ -1,5 +1,5 @@
-//! How much memory a long trace takes: alone in its program, because all that is allocated there is
-//! counted.
+//! Test of the memory that a long trace needs. It is alone in its program, because all allocations
+//! of the program are counted.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{BufReader, Read};
@@ -8,24 +8,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use balloon::sim::{GuestConfig, replay};
 use balloon::trace::{Reader, Trace};
 
-/// The system's allocator, and what it has given.
+/// The system's allocator with a count of the allocated memory.
 struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call goes on to the system's allocator as it came; counting allocates nothing.
+// SAFETY: Each call is passed to the system's allocator unchanged, and counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         PEAK.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller's promises are the same ones.
+        // SAFETY: The caller upholds the same contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are the same ones.
+        // SAFETY: The caller upholds the same contract.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -33,7 +33,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What `act` allocates at most beyond what was there before.
+/// Peak of the memory that `act` allocates in addition to the present memory.
 fn peak_bytes<T>(act: impl FnOnce() -> T) -> (usize, T) {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -44,7 +44,7 @@ fn peak_bytes<T>(act: impl FnOnce() -> T) -> (usize, T) {
 const HEADER: &str =
     r#"{"type":"trace","version":1,"vm":"long","boot_bytes":402653184,"zones":[]}"#;
 
-/// A trace that is made while it is read: a report every 50 ms.
+/// A trace with a report every 50 ms that is generated while it is read.
 struct Long {
     reports: u64,
     next: u64,

@@ -1,67 +1,67 @@
-//! Loops that are wrong, each in one way.
+//! Controllers with one fault each.
 
 use super::*;
 
-/// A way in which a loop may be wrong.
+/// Fault of a controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Broken {
-    /// A zone is taken below its floor.
+    /// Shrinks a zone below its floor.
     ZoneFloor,
-    /// Or asked for more than it has.
+    /// Grows a zone above its maximum.
     ZoneCeiling,
-    /// Half a block is asked for.
+    /// Requests half a block.
     HalfBlock,
-    /// All zones together are taken below their floor.
+    /// Shrinks all zones together below their floor.
     Floor,
-    /// Or grown above their ceiling.
+    /// Grows all zones together above their ceiling.
     Ceiling,
-    /// A shrink does not wait for the cool-down.
+    /// Shrinks during the cool-down.
     EarlyShrink,
-    /// It waits no longer than for the first one, though what went before had to come back.
+    /// Does not lengthen the cool-down after a shrink that had to be undone.
     NeverDoubles,
-    /// Steps of an eighth of what is plugged, whatever share the rules have.
+    /// Shrinks in steps of an eighth of the plugged memory, regardless of the rules' share.
     OwnShare,
-    /// What has just gone comes back though nobody is short.
+    /// Grows again after a shrink without pressure.
     GrowBack,
-    /// It comes back for a fill though nothing was filled.
+    /// Grows again after a shrink for a fill that did not happen.
     FillsNothing,
-    /// When nobody is heard, memory goes,
+    /// Shrinks while reports are lost.
     FailsShut,
-    /// or a guest that was short is left as it is.
+    /// Does not grow a guest that was short when reports were lost.
     HoldsShut,
-    /// A grow has a reason for a shrink, or one of another policy.
+    /// Gives a grow the reason of a hold or of another policy.
     GrowReason,
-    /// A shrink has a reason for a grow.
+    /// Gives a shrink the reason of a grow.
     ShrinkReason,
-    /// A hold has a reason of a policy that does not decide.
+    /// Gives a hold the reason of a policy that is not in force.
     HoldReason,
-    /// DRAM goes before PM.
+    /// Shrinks DRAM before PM.
     DramFirst,
-    /// A zone that was sized by hand is resized.
+    /// Resizes a zone that a client has sized.
     Hands,
-    /// A loop that is paused goes on.
+    /// Continues while it is paused.
     Unpaused,
-    /// A dry run is none.
+    /// Carries out plans in a dry run.
     NoDryRun,
-    /// All zones together stay outside of their bounds.
+    /// Leaves all zones together outside of their bounds.
     StaysOut,
-    /// A guest that is short gives back.
+    /// Shrinks a guest that is short.
     ShortShrink,
-    /// Memory that is touched goes.
+    /// Removes memory in use.
     TakesTouched,
-    /// A grow is said to be for swapping, for refaults or for stalls where there are none.
+    /// Gives a grow the reason swapping, refaults or stalls without such events.
     Unseen(Reason),
-    /// What the host lacks is asked of others for as long as it is short.
+    /// Requests memory that the host lacks from other zones as long as the host is short.
     AsksAgain,
-    /// Rule 5 takes what the floor asks for.
+    /// Withdraws requests for the floor by rule 5.
     FallsBelowFloor,
-    /// What bounces as soon as it is plugged is taken for progress.
+    /// Counts memory that is unplugged again at once as progress.
     FlapIsProgress,
-    /// A dry run goes on saying that the guest does not follow.
+    /// Reports repeatedly in a dry run that the guest does not follow.
     SaysOneThing,
-    /// What is left over goes, and what the guest is to have at hand with it.
+    /// Removes surplus together with the memory that the guest should keep.
     GivesAll,
-    /// It never rests.
+    /// Never comes to rest.
     Restless,
 }
 
@@ -96,7 +96,7 @@ pub(super) const LIVES: [Broken; 27] = [
 ];
 
 impl Broken {
-    /// Breaks a plan, where it applies.
+    /// Applies the fault to a plan, if it is applicable.
     pub(super) fn distort(self, plan: &mut Plan, world: &World) {
         let rules = world.controller.rules();
         let own = world.controller.policy().reasons();

@@ -1,10 +1,10 @@
-//! Every broken loop is noticed by the checks that a right one passes.
+//! Tests that the checks that a correct controller passes detect each broken one.
 
 use super::broken::LIVES;
 use super::happening::short;
 use super::*;
 
-/// Returns true if a check fails in one of many lives with a broken loop.
+/// Returns true if a check fails in one of many lives with a broken controller.
 fn is_caught(
     check: impl Fn(usize, Rules, &[(Happening, u64)]) -> Result<(), TestCaseError>,
 ) -> bool {
@@ -21,7 +21,7 @@ fn every_broken_loop_is_caught() {
     }
 }
 
-/// What is wrong in the life of a guest that no longer uses what it had, which is left over.
+/// Violation in the life of a guest that stops using most of its memory.
 fn wrong_where_much_is_left_over(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let lived = world.comes_to_rest(1_200).and_then(|()| world.comes_to_rest(700));
@@ -40,8 +40,7 @@ fn a_policy_that_takes_or_gives_without_a_reason_where_much_is_left_over_is_caug
     }
 }
 
-/// What is wrong in the life of a guest that is given back what a shrink took, and is to give it
-/// again.
+/// Violation in the life of a guest that grows back after a shrink and has to shrink again.
 fn wrong_where_a_shrink_is_undone(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(10), broken);
     let sized = |mib| {
@@ -65,8 +64,8 @@ fn a_loop_that_does_not_wait_longer_once_a_shrink_was_undone_is_caught() {
     );
 }
 
-/// What is wrong in the life of a guest that is short and whose last zone of DRAM goes again as
-/// often as it is plugged.
+/// Violation in the life of a short guest whose last zone of DRAM is unplugged again whenever it
+/// was plugged.
 fn wrong_where_what_is_plugged_bounces(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let round = [
@@ -88,8 +87,7 @@ fn a_loop_that_takes_for_progress_what_bounces_is_caught() {
     assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("is waited for")), "{wrong:?}");
 }
 
-/// What is wrong in the life of a guest that is short and follows nothing, from when nothing is
-/// carried out any more.
+/// Violation in the life of a short guest that follows no request, after the start of a dry run.
 fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(
     broken: Option<Broken>,
 ) -> Option<String> {

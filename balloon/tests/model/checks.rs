@@ -1,4 +1,4 @@
-//! What must hold of a plan.
+//! Checks of a plan.
 
 use super::*;
 
@@ -43,8 +43,8 @@ impl World {
         }
     }
 
-    /// What all zones together have outside of their bounds, whoever asked for it, is taken back as
-    /// far as that can be.
+    /// Checks that sizes outside of the bounds of all zones together are corrected as far as
+    /// possible, regardless of the origin of the requests.
     fn check_bounds(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (rules, requested) = (self.controller.rules(), self.base().requested_bytes());
         prop_assert!(
@@ -52,7 +52,7 @@ impl World {
             "below the floor: {:?}",
             plan
         );
-        // A dry run says so once, which is looked at elsewhere.
+        // A dry run reports this once, which another check covers.
         if self.dry_run {
             return Ok(());
         }
@@ -82,10 +82,10 @@ impl World {
         Ok(())
     }
 
-    /// What a guest does not follow it is not asked for as before: what bounces as soon as it is
-    /// plugged is no progress.
+    /// Checks that a request that the guest does not follow is changed. Memory that is unplugged
+    /// again at once is no progress.
     fn check_waits(&self, plan: &Plan) -> Result<(), TestCaseError> {
-        // For the floor's sake it may be.
+        // A request for the floor may stay.
         if !self.decides()
             || self.dry_run
             || plan.reason == Reason::NoProgress
@@ -104,14 +104,14 @@ impl World {
         Ok(())
     }
 
-    /// A dry run says what the policy decides, and what rules would do about what is there no
-    /// oftener than once.
+    /// Checks that a dry run shows the policy's decisions, and shows plans of rules for the same
+    /// sizes at most once.
     fn check_dry_run(&self, plan: &Plan) -> Result<(), TestCaseError> {
         if !self.dry_run || self.paused {
             return Ok(());
         }
         if self.is_by_rule(plan) {
-            // Of each zone; and again once something that was plugged has gone again.
+            // Once for each zone, and again after plugged memory has been unplugged.
             prop_assert!(self.told < 2 * ZONES, "it goes on saying {:?}", plan.reason);
             return Ok(());
         }
@@ -138,8 +138,8 @@ impl World {
         Ok(())
     }
 
-    /// While nobody is heard nothing goes but what a size or a bound says, and a guest that was
-    /// short is given more.
+    /// Checks that without reports only a fixed size or a bound shrinks the guest, and that a guest
+    /// that was short grows.
     fn check_unheard(&self, plan: &Plan) -> Result<(), TestCaseError> {
         if self.arrived.is_some() {
             return Ok(());
@@ -154,7 +154,7 @@ impl World {
         Ok(())
     }
 
-    /// Whether all that the loop has asked for is there, or gone.
+    /// Returns true if the guest has followed all requests of the controller.
     pub(super) fn has_followed(&self) -> bool {
         let host = self.base();
         let own = host.zones.iter().zip(self.pinned).filter(|(_, pinned)| !pinned);
@@ -163,7 +163,7 @@ impl World {
         outstanding.all(|(grow, shrink)| grow < BLOCK_BYTES && shrink == 0)
     }
 
-    /// `psi` says what it has seen.
+    /// Checks that the guest counted the events that `psi` gives as a reason.
     fn check_seen(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let kind = match plan.reason {
             Reason::Swapping => 0,
@@ -179,15 +179,15 @@ impl World {
         Ok(())
     }
 
-    /// Where it is known of every node what is idle, `psi` takes no more than that, or what is
-    /// free.
+    /// Checks that `psi` removes at most the idle or the free memory, if all nodes report idle
+    /// memory.
     fn check_idle(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived)
         else {
             return Ok(());
         };
         let is_known = report.idle().iter().any(|idle| idle.span_ms >= params.idle_ms);
-        // A late report shows what has changed since, and the next one what has not.
+        // A late report shows earlier changes as new, and the next report then lacks them.
         if plan.reason != Reason::Surplus || !is_known || self.misled {
             return Ok(());
         }
@@ -267,8 +267,8 @@ impl World {
         Ok(())
     }
 
-    /// A hold asks for nothing new: at most it comes nearer to what the guest has. Its reason is no
-    /// other policy's.
+    /// Checks that a hold requests nothing new. A request may only move towards the plugged size.
+    /// The reason must not be that of another policy.
     fn check_hold(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let own = self.controller.policy().reasons();
         let is_of =
@@ -282,7 +282,7 @@ impl World {
             let (now, then) = (zone.requested_bytes, target.requested_bytes);
             if then != now {
                 prop_assert_eq!(plan.reason, Reason::NoProgress);
-                // What another zone is no longer asked for, and the floor asks for.
+                // Memory for the floor that another zone has not provided.
                 if then > now && then > zone.plugged_bytes && at_floor {
                     continue;
                 }

@@ -1,11 +1,11 @@
-//! What may happen to a VM, and lives that are made of it.
+//! Events of a VM, and lives composed of them.
 
 use super::*;
 
-/// What happens to a VM.
+/// Event of a VM.
 #[derive(Clone, Debug)]
 pub(super) enum Happening {
-    /// The guest says how much of each zone is free, in thousandths, and what else there is to say.
+    /// Report with the free part of each zone in thousandths, and other values.
     Report {
         free_permille: [u64; ZONES],
         cached_permille: u64,
@@ -15,76 +15,75 @@ pub(super) enum Happening {
         idle: Idle,
         late: bool,
     },
-    /// The first of the late reports arrives, if none that is newer has come before it.
+    /// The first of the late reports arrives, unless a newer one has arrived before it.
     Arrival,
     Tick,
-    /// The guest follows a zone's request, by this share.
+    /// The guest follows this share of a zone's request.
     Follow {
         zone: usize,
         permille: u64,
     },
-    /// It plugs what is asked of a zone, and unplugs it again so much later, of which the loop sees
-    /// each.
+    /// The guest plugs the request of a zone, and unplugs it again after `ms`. The controller
+    /// observes both.
     Flap {
         zone: usize,
         ms: u64,
     },
-    /// The host has only a part of what a zone is to have, and the device lowers the request.
+    /// The host has only a part of the request of a zone, and the device lowers the request.
     Short {
         zone: usize,
         permille: u64,
     },
-    /// The pool's free space changes.
+    /// Free memory of the pool.
     Pool {
         mib: u64,
     },
-    /// Somebody resizes a zone.
+    /// A client resizes a zone.
     Pin {
         zone: usize,
         mib: u64,
     },
-    /// And lets the loop have it again, or all of them, and the loop go on.
+    /// A client resumes a zone, or all zones and a paused controller.
     Resume {
         zone: Option<usize>,
     },
-    /// The loop is stopped, or goes on with every zone as it is pinned.
+    /// The controller is paused or resumed. Zones stay pinned.
     Pause {
         on: bool,
     },
-    /// Nothing is carried out, or everything again.
+    /// Plans are not carried out, or are again.
     DryRun {
         on: bool,
     },
-    /// The guest takes so much out of its balloon because it has nothing else left, and the device
-    /// lowers its target.
+    /// The guest takes pages out of its balloon on OOM, and the device lowers its target.
     Oom {
         pages: u64,
     },
     Policy {
         index: usize,
     },
-    /// `fixed` with another size.
+    /// `fixed` with this size.
     Fix {
         mib: u64,
     },
-    /// Another floor and ceiling of all zones together.
+    /// Floor and ceiling of all zones together.
     Bounds {
         floor_mib: u64,
         more_mib: u64,
     },
-    /// Somebody sizes these zones so that all together leave their bounds, which are set to that
-    /// end as well.
+    /// A client sizes these zones so that all zones together are outside of the bounds, which are
+    /// set accordingly.
     Squeeze {
         zones: [bool; ZONES],
         above: bool,
     },
-    /// The guest's onlining is right or wrong.
+    /// The guest onlines memory as movable, or not.
     Online {
         movable: bool,
     },
 }
 
-/// So many pages more than at the last report.
+/// Increases of counters since the last report, in pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counted {
     pub(super) swapped_out: u64,
@@ -93,10 +92,10 @@ pub(super) struct Counted {
     pub(super) file_refaults: u64,
 }
 
-/// What of all memory is idle, in thousandths, for so long, if it is known at all.
+/// Idle part of all memory in thousandths, and the idle time in ms. `None` if it is unknown.
 pub(super) type Idle = Option<(u64, u64)>;
 
-/// A guest without any memory left, of which nothing has been counted.
+/// Report of a guest without free memory, and with unchanged counters.
 pub(super) fn short() -> Happening {
     Happening::Report {
         free_permille: [0; ZONES],
@@ -164,8 +163,7 @@ fn happening() -> impl Strategy<Value = Happening> {
     ]
 }
 
-/// A life: the policy and the rules that it begins with, and what happens after how many
-/// milliseconds.
+/// A life: the initial policy and rules, and events with the milliseconds before each.
 pub(super) fn life() -> impl Strategy<Value = (usize, Rules, Vec<(Happening, u64)>)> {
     let ms = prop_oneof![3 => 1u64..200, 2 => 200u64..7000];
     (0..POLICIES.len(), rules::rules(), prop::collection::vec((happening(), ms), 1..120))

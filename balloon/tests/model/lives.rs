@@ -1,9 +1,9 @@
-//! Lives in which something was wrong, as short as they become.
+//! Regressions: lives with a failure, as short as possible.
 
 use super::*;
 
-/// What a guest says: how much of each zone is free and how much of the rest is cached, in
-/// thousandths, and what has been counted since.
+/// Values of a report: the free part of each zone and the cached part of the rest, in thousandths,
+/// and increases of counters.
 #[derive(Default)]
 struct Said {
     free_permille: [u64; ZONES],
@@ -50,7 +50,7 @@ fn lived(index: usize, life: &[(Happening, u64)]) {
     World::new(policy(index), None).live(life).expect("as it must be");
 }
 
-/// `memorage` and `pmb` gave back in place of what had come and was not free.
+/// `memorage` and `pmb` removed other memory in place of memory that had arrived but was not free.
 #[test]
 fn what_has_just_come_is_nobodys_surplus() {
     let bounds = |floor_mib, more_mib| Happening::Bounds { floor_mib, more_mib };
@@ -78,7 +78,7 @@ fn what_has_just_come_is_nobodys_surplus() {
     lived(7, &units);
 }
 
-/// `psi` gave back page cache that is touched in place of what somebody had asked for and was on
+/// `psi` removed page cache in use in place of memory that a client had requested and that was on
 /// its way.
 #[test]
 fn what_is_on_its_way_is_not_idle() {
@@ -94,8 +94,7 @@ fn what_is_on_its_way_is_not_idle() {
     lived(0, &life);
 }
 
-/// Page cache that was missed counts as used, all of it: the model took what is free for what is
-/// left.
+/// All missed page cache counts as used. The model counted free memory as available.
 #[test]
 fn a_guest_that_misses_its_page_cache_has_less_than_what_is_free() {
     let missing = said(Said { cached_permille: 139, file_refaults: 256, ..Said::default() });
@@ -113,8 +112,8 @@ fn a_guest_that_misses_its_page_cache_has_less_than_what_is_free() {
     lived(1, &life);
 }
 
-/// The model had a report arrive that newer ones had overtaken, which is refused: it was behind
-/// what was plugged, and the one after it seemed to bring that.
+/// The model delivered a report after newer ones. Such a report is refused. It had less memory than
+/// was plugged, and the next one seemed to add it.
 #[test]
 fn a_report_that_was_overtaken_misleads_nobody() {
     let late = said(Said { late: true, ..Said::default() });
@@ -148,8 +147,8 @@ fn a_report_that_was_overtaken_misleads_nobody() {
     assert!(!world.misled);
 }
 
-/// Above the ceiling a dry run says what would go for that, and the policy's reason: the model took
-/// all of it for what `pmb` takes.
+/// Above the ceiling, a dry run shows the whole shrink to it with the policy's reason. The model
+/// attributed all of it to `pmb`.
 #[test]
 fn a_dry_run_of_a_guest_above_its_ceiling_takes_more_than_the_policy_wants() {
     let life = [
@@ -167,7 +166,7 @@ fn a_dry_run_of_a_guest_above_its_ceiling_takes_more_than_the_policy_wants() {
     lived(2, &life);
 }
 
-/// The model took what a paused loop waits for as given up.
+/// The model assumed that a paused controller withdraws a request.
 #[test]
 fn a_loop_that_is_paused_gives_nothing_up() {
     let life = [
@@ -183,8 +182,9 @@ fn a_loop_that_is_paused_gives_nothing_up() {
     lived(0, &life);
 }
 
-/// What was plugged for long enough and went between two looks was no progress to the loop, which
-/// gave up what the floor then kept asking for: the model began to wait when it was plugged.
+/// Memory was plugged for long enough, but was unplugged between two observations. The controller
+/// saw no progress and withdrew the request, which then stayed for the floor. The model waited from
+/// the time of plugging.
 #[test]
 fn what_the_floor_keeps_asking_for_was_given_up_when_the_loop_says_so() {
     let bounds = |zone: Option<usize>, above| Happening::Squeeze {

@@ -1,6 +1,6 @@
-//! The controller under every policy and anything that can happen to it: random reports of several
-//! nodes, late ones and lost ones, refusals, hands, other policies and other bounds. For each thing
-//! that must hold there is a loop that breaks it, and the same checks must notice.
+//! Property tests of the controller under every policy with random events: reports of several
+//! nodes, late and lost reports, refusals, resizes by clients, other policies and other bounds. For
+//! each invariant, a broken controller must fail the same checks.
 
 mod broken;
 mod caught;
@@ -31,32 +31,33 @@ use self::happening::{Counted, Happening, Idle, life, report};
 use self::properties::{POLICIES, fails, policy};
 
 const PAGES_PER_MIB: u64 = 256;
-/// What the guest's two nodes with DRAM manage of what they booted with.
+/// Boot memory that the guest's two nodes with DRAM manage.
 const BOOT_MIB: [u64; 2] = [300, 180];
-/// The zones, in the host's order: PM near node 1, PM near node 0, DRAM of node 0, DRAM of node 1.
+/// Number of zones. In the host's order: PM near node 1, PM near node 0, DRAM of node 0, DRAM of
+/// node 1.
 const ZONES: usize = 4;
-/// Node 0's DRAM is a balloon, of which the guest has any number of pages.
+/// The DRAM of node 0 is a balloon, whose size is any number of pages.
 const BALLOON: usize = 2;
 const BALLOON_ID: u32 = 3;
-/// So far back `psi` looks for what a report says.
+/// Time for which `psi` looks back at reports.
 const LOOKS_BACK_MS: u64 = 2_500;
 
-/// What has been asked of a zone, and what it had then.
+/// Request of a zone, and the plugged size at that time.
 #[derive(Clone, Copy, Debug, Default)]
 struct Wait {
     requested_bytes: u64,
     plugged_bytes: u64,
-    /// When the former changed last.
+    /// Last change of the request.
     asked: TimeMs,
-    /// When either of them changed last, but for what was plugged and went again at once.
+    /// Last change of either size, except memory that was plugged and unplugged again at once.
     since: TimeMs,
-    /// The same, or when the loop gave it up.
+    /// The same, or the time at which the controller withdrew the request.
     anew: TimeMs,
-    /// That has happened meanwhile.
+    /// Memory was plugged and unplugged again at once meanwhile.
     has_flapped: bool,
 }
 
-/// A VM of two nodes with DRAM, and two with PM.
+/// A VM with two nodes of DRAM and two nodes of PM.
 struct World {
     host: HostView,
     controller: Controller,
@@ -70,42 +71,42 @@ struct World {
     paused: bool,
     dry_run: bool,
     pinned: [bool; ZONES],
-    /// Sized by hand since the last step, or not known to the loop yet.
+    /// Sized by a client since the last step, or not observed by the controller yet.
     by_hand: [bool; ZONES],
-    /// Newer than any that has arrived.
+    /// Late reports that are newer than any that has arrived.
     late: VecDeque<Report>,
-    /// A late report has come, and a policy may still look back at it: what it took it for is its
-    /// own affair.
+    /// A late report has arrived, and a policy may still look back at it, so its conclusions are
+    /// not checked.
     misled: bool,
-    /// Since when none that comes has been late.
+    /// Time since which no arriving report was late.
     in_time_since: Option<TimeMs>,
-    /// The report that the last step was about, and when it came.
+    /// Report of the last step, and the time of its arrival.
     arrived: Option<(TimeMs, Report)>,
-    /// When the guest was last heard, and that it was short by that.
+    /// Time of the last report, and true if it showed a shortage.
     heard: Option<(TimeMs, bool)>,
-    /// The loop has tried to give it more since, or something else went before that.
+    /// The controller has tried to grow the guest since, or another plan had priority.
     tried_unheard: bool,
-    /// When the guest counted swapping, refaults and stalls, on its clock.
+    /// Times on the guest's clock at which it counted swapping, refaults and stalls.
     counted_ms: [Vec<u64>; 3],
-    /// How long nothing may be taken back after a grow.
+    /// Present cool-down after a grow.
     cool_down_ms: u64,
     last_grow: Option<TimeMs>,
     last_shrink: Option<TimeMs>,
-    /// What the last shrink left to come, by the report that it was for.
+    /// Expected available memory after the last shrink, from the report that led to it.
     left_bytes: Option<u64>,
-    /// The most that was coming since then.
+    /// Maximum of expected available memory since then.
     had_bytes: Option<u64>,
-    /// The host has fallen short since others were asked last for what it lacks.
+    /// The host has fallen short since other zones last got a request for that.
     is_lacking: bool,
-    /// A zone that plugs for a while: what it had before, and until when.
+    /// A zone with memory plugged for a while: its index, its earlier size, and the end.
     flapped: Option<(usize, u64, TimeMs)>,
-    /// What was asked of each zone and the guest does not follow.
+    /// Requests of each zone that the guest has not followed.
     waits: [Wait; ZONES],
-    /// How often a dry run has said what rules 3 and 5 would do about what is as it is.
+    /// Number of times that a dry run has shown plans of rules 3 and 5 for the present sizes.
     told: usize,
-    /// Something of a zone was plugged for a while: whether that was progress depends on who
-    /// looked when, and with it when the loop gives up what is asked of it, and what a dry run
-    /// takes for withdrawn.
+    /// Memory of a zone was plugged for a while. It depends on the times of observations if that
+    /// was progress. So does the time at which the controller withdraws the request, and the memory
+    /// that a dry run counts as withdrawn.
     doubtful: [bool; ZONES],
     broken: Option<Broken>,
 }
@@ -224,7 +225,7 @@ impl World {
                     self.late.push_back(report);
                     return None;
                 }
-                // What was sent before it and comes after it is refused.
+                // Reports that were sent before it and arrive later are refused.
                 self.late.clear();
                 return Some(self.step(Event::Report(&report)));
             }
@@ -286,7 +287,7 @@ impl World {
                 }
             }
             Happening::Policy { index } => {
-                // It may want more.
+                // The new policy may want more.
                 (self.left_bytes, self.had_bytes) = (None, None);
                 self.controller.set_policy(policy(index)).expect("in range")
             }
@@ -308,7 +309,7 @@ impl World {
         self.end_flap();
         self.controller.observe(&self.host, self.now);
         self.controller.pin(self.host.zones[zone].id);
-        // The loop looks at all zones then.
+        // The controller observes all zones then.
         self.see_growth();
         self.see_sizes();
         let sizes = &mut self.host.zones[zone];
@@ -331,7 +332,7 @@ impl World {
         }
     }
 
-    /// What was plugged for a while has gone again, unless less is requested by now.
+    /// Unplugs memory that was plugged for a while, unless less is requested by now.
     fn end_flap(&mut self) {
         if let Some((zone, before, _)) = self.flapped.take_if(|(.., until)| *until <= self.now) {
             let sizes = &mut self.host.zones[zone];
@@ -351,14 +352,14 @@ impl World {
 
     fn set_rules(&mut self, rules: Rules) {
         self.told = 0;
-        // What was learned stays within the new bounds.
+        // A cool-down that was learned stays within the new bounds.
         let is_doubled = self.cool_down_ms != self.controller.rules().cool_down_ms;
         let most_ms = if is_doubled { rules.max_cool_down_ms } else { rules.cool_down_ms };
         self.cool_down_ms = self.cool_down_ms.clamp(rules.cool_down_ms, most_ms);
         self.controller.set_rules(Rules { dry_run: self.dry_run, ..rules }).expect("in range");
     }
 
-    /// Has the loop forget that shrinks came too early, by bounds that leave no room for it.
+    /// Resets the learned cool-down by bounds that leave no room for it.
     fn forget_cool_down(&mut self) {
         let rules = self.controller.rules().clone();
         if self.controller.status().cool_down_ms > rules.cool_down_ms {
@@ -381,7 +382,8 @@ impl World {
         }
     }
 
-    /// A policy is misled by what is behind, until it no longer looks back at it.
+    /// Records if the report is late. A policy is misled by a late report as long as it looks back
+    /// at it.
     fn see_lateness(&mut self, report: &Report) {
         if report.monotonic_ms() < self.now.0 {
             (self.misled, self.in_time_since) = (true, None);
@@ -391,7 +393,7 @@ impl World {
         }
     }
 
-    /// A zone that has grown of itself since the loop looked is a grow.
+    /// Records a grow if a zone has grown without a plan since the last observation.
     fn see_growth(&mut self) {
         let has_grown = (0..ZONES).any(|zone| {
             let is_left = self.pinned[zone] || self.by_hand[zone];
@@ -402,7 +404,7 @@ impl World {
         }
     }
 
-    /// What a shrink took and comes back soon was taken too early: nothing goes for twice as long.
+    /// Doubles the cool-down if a grow follows a shrink closely, because the shrink came too early.
     fn has_grown(&mut self) {
         let rules = self.controller.rules();
         let is_soon =
@@ -415,26 +417,28 @@ impl World {
         self.last_grow = Some(self.now);
     }
 
-    /// Whether the policy says that the last report showed want. What it showed is in `want.rs`.
+    /// Returns true if the policy found a shortage in the last report. `want.rs` checks the report
+    /// itself.
     fn says_short(&self) -> bool {
         self.controller.status().last_decision.is_some_and(|decision| decision.pressure)
     }
 
-    /// Whether a zone's request, if it is a hand's, may not have moved for too long: nobody waits
-    /// for it. What was plugged for as long as makes it progress and went again between two
-    /// looks was none to the loop.
+    /// Returns true if a client's request for a zone may have made no progress for too long, so
+    /// that it is not waited for. Memory that was plugged for long enough, but was unplugged
+    /// between two observations, was no progress for the controller.
     fn is_stuck(&self, zone: usize) -> bool {
         let (wait, progress_ms) = (self.waits[zone], self.controller.rules().progress_ms);
         let since = if self.doubtful[zone] { wait.asked } else { wait.since };
         self.pinned[zone] && self.now.since(since) >= progress_ms
     }
 
-    /// Whether nothing has been heard of the guest for too long.
+    /// Returns true if no report has arrived for too long.
     fn is_unheard(&self) -> bool {
         self.heard.is_some_and(|(at, _)| self.now.since(at) >= self.controller.rules().lost_ms)
     }
 
-    /// Whatever may be progress ends a wait, and what is plugged and bounces at once is none.
+    /// Updates the waits with the present sizes. Possible progress ends a wait, and memory that is
+    /// unplugged again at once is no progress.
     fn see_sizes(&mut self) {
         for (zone, wait) in self.host.zones.iter().zip(&mut self.waits) {
             let sizes = (zone.requested_bytes, zone.plugged_bytes);
@@ -454,13 +458,13 @@ impl World {
         }
     }
 
-    /// Whether the loop has waited too long for what it has asked of a zone.
+    /// Returns true if the controller has waited too long for its request of a zone.
     fn is_due(&self, zone: usize) -> bool {
         self.is_due_since(zone, self.waits[zone].anew)
     }
 
-    /// Whether it may think so: to a loop that did not see it stay, what was plugged for a while
-    /// was no progress.
+    /// Returns true if the controller may have waited too long, because it may not have observed
+    /// that memory plugged for a while had stayed.
     fn may_be_due(&self, zone: usize) -> bool {
         self.is_due(zone)
             || (self.doubtful[zone] && self.is_due_since(zone, self.waits[zone].asked))
@@ -475,12 +479,13 @@ impl World {
             && self.now.since(since) >= self.controller.rules().progress_ms
     }
 
-    /// Whether the loop decides anything, be it carried out or not.
+    /// Returns true if the controller makes decisions, carried out or not.
     fn decides(&self) -> bool {
         !self.paused && *self.controller.policy() != Policy::Off
     }
 
-    /// What a plan is made for: a dry run takes for done what rule 5 would do, and does not.
+    /// Returns the sizes that a plan is made for. A dry run counts requests as withdrawn that rule
+    /// 5 would withdraw.
     fn base(&self) -> HostView {
         let mut base = self.host.clone();
         let is_left = self.dry_run && self.decides();
@@ -505,7 +510,7 @@ impl World {
         base
     }
 
-    /// Whether a plan is what rules 3 and 5 do about what is requested, whatever the policy wants.
+    /// Returns true if a plan is from rule 3 or 5, which act regardless of the policy.
     fn is_by_rule(&self, plan: &Plan) -> bool {
         let is_withdrawn = (plan.direction, plan.reason) == (Direction::Hold, Reason::NoProgress)
             && plan.wanted_bytes == self.host.requested_bytes();
@@ -521,8 +526,7 @@ impl World {
         zone.plugged_bytes = zone.plugged_bytes + grow - shrink;
     }
 
-    /// What the guest manages of each node, DRAM's hotplug part included, in the order of the
-    /// zones.
+    /// Managed memory of each node, including plugged DRAM, in the order of the zones.
     fn managed_pages(&self) -> [u64; ZONES] {
         let boot = [0, 0, BOOT_MIB[0], BOOT_MIB[1]];
         std::array::from_fn(|zone| {
@@ -560,7 +564,7 @@ impl World {
                 idle_bytes: managed_pages[index] * permille / 1000 * 4096,
                 span_ms: span_ms.min(self.now.0),
             };
-            // In the order of their numbers.
+            // In the order of the node numbers.
             [2, 3, 1, 0].map(of_node).to_vec()
         });
         Report::try_from(RawReport {
@@ -610,9 +614,9 @@ impl World {
                 zone.shortfall = None;
             }
         }
-        // It begins to wait anew, also for what it goes on to ask for; for the floor's sake it does
-        // not say so each time, and that is the only case in which a request that it has
-        // given up stays as it is. A loop that decides nothing gives nothing up.
+        // The controller waits again from now on, also for requests that it keeps. It does not
+        // report each time that it keeps a request for the floor, and only such a request stays
+        // unchanged after it was withdrawn. A controller that makes no decisions withdraws nothing.
         let has_floor = self.controller.rules().floor_bytes > 0;
         if self.decides() && (plan.reason == Reason::NoProgress || has_floor) {
             for zone in 0..ZONES {
@@ -636,12 +640,12 @@ impl World {
         Ok(())
     }
 
-    /// A guest that uses as much as ever and follows every request: after a while nothing changes
-    /// any more.
+    /// Checks that plans stop changing sizes after a while if the guest uses `used_mib` and follows
+    /// each request.
     fn comes_to_rest(&mut self, used_mib: u64) -> Result<(), TestCaseError> {
         self.happen(&Happening::Resume { zone: None });
         self.happen(&Happening::DryRun { on: false });
-        // Others may have it come to rest after days.
+        // With other rules, it may take days.
         let Rules { floor_bytes, ceiling_bytes, .. } = *self.controller.rules();
         self.set_rules(Rules { floor_bytes, ceiling_bytes, ..Rules::default() });
         self.movable = true;
@@ -676,20 +680,20 @@ impl World {
     }
 }
 
-/// Whether nothing is done because nobody is heard.
+/// Returns true if a plan holds because reports are lost.
 fn is_held_unheard(plan: &Plan) -> bool {
     (plan.direction, plan.reason) == (Direction::Hold, Reason::ReportsLost)
 }
 
-/// Whether every DRAM zone has all it may have.
+/// Returns true if each zone of DRAM has its maximum.
 fn dram_is_full(host: &HostView, plan: &Plan) -> bool {
     let mut zones =
         host.zones.iter().zip(&plan.targets).filter(|(zone, _)| zone.tier == Tier::Dram);
     zones.all(|(zone, target)| target.requested_bytes == zone.max_bytes)
 }
 
-/// The same cases in every run: what a change breaks shows with that change.
-/// `FORESHORE_MODEL_CASES` looks through so many others.
+/// Uses the same cases in each run, so that a change that breaks something fails at once.
+/// `FORESHORE_MODEL_CASES` sets a number of other cases.
 fn config(cases: u32) -> ProptestConfig {
     let others =
         std::env::var("FORESHORE_MODEL_CASES").ok().map(|cases| cases.parse().expect("a number"));

@@ -1,10 +1,10 @@
-//! Rules other than the defaults, for a life from its beginning.
+//! Rules for a life, some of them other than the defaults.
 
 use balloon::params::{Param, Parameters};
 
 use super::*;
 
-/// Mostly the defaults: what is rare with them would be rarer still.
+/// Mostly the defaults, because rare events would be even rarer with other rules.
 pub(super) fn rules() -> impl Strategy<Value = Rules> {
     prop_oneof![3 => Just(Rules::default()), 1 => drawn()]
 }
@@ -21,10 +21,10 @@ fn drawn() -> impl Strategy<Value = Rules> {
     })
 }
 
-/// From a sixteenth of the default to 32 times as much, or a bound.
+/// A sixteenth of the default up to 32 times as much, or a bound.
 fn value(param: &Param) -> BoxedStrategy<u64> {
     let Param { low, high, default, .. } = *param;
-    // These change within a life, which draws them itself.
+    // Lives contain changes of these.
     if ["floor", "ceiling"].contains(&param.name) {
         return Just(default).boxed();
     }

@@ -1,11 +1,10 @@
-//! What a guest wants by what it reported, as docs/reference/policies.md has it, and not by what
-//! the policy says of it.
+//! Need of a guest according to its reports and docs/reference/policies.md, computed independently
+//! of the policy.
 
 use super::*;
 
 impl World {
-    /// Whether the report that the last step was about shows want that a plan may name as its
-    /// reason.
+    /// Returns true if the report of the last step shows a need that justifies `reason`.
     pub(super) fn wants(&self, reason: Reason) -> bool {
         let Some((_, report)) = &self.arrived else { return false };
         let free_bytes = report.memory().free_bytes;
@@ -14,9 +13,9 @@ impl World {
                 let (total_bytes, bridge_bytes) =
                     (report.memory().total_bytes, self.bridge_bytes(params, report));
                 let coming_bytes = self.coming_bytes(report, false);
-                // What a shrink has left is enough until something is taken of it.
+                // Memory that a shrink has left is enough until some of it is used.
                 let taken = self.left_bytes.is_none_or(|left_bytes| coming_bytes < left_bytes);
-                // It fills from the most that there was since.
+                // A fill starts from the maximum since the shrink.
                 let filled = self.had_bytes.is_none_or(|had_bytes| coming_bytes < had_bytes);
                 let until_ms = report.monotonic_ms();
                 let swapped = self.counted_ms[0]
@@ -24,12 +23,12 @@ impl World {
                     .any(|ms| (until_ms.saturating_sub(LOOKS_BACK_MS)..=until_ms).contains(ms));
                 match reason {
                     Reason::LowAvailable => taken && coming_bytes < bridge_bytes,
-                    // What is swapped out counts.
+                    // Swapped memory counts as filled.
                     Reason::Filling => (filled || swapped) && self.may_fill(),
                     Reason::Swapping | Reason::Stalled => {
                         coming_bytes < bridge_bytes + total_bytes / 4
                     }
-                    // Refaults that are waited for, which `check_seen` looks for.
+                    // Refaults that tasks wait for, which `check_seen` checks.
                     _ => reason == Reason::Thrashing,
                 }
             }
@@ -43,8 +42,8 @@ impl World {
         }
     }
 
-    /// Whether `psi` may provide for a fill, if there is one: it fills at most half of what there
-    /// is in time.
+    /// Returns true if `psi` may provide memory for a fill, which is at most half of the guest's
+    /// memory.
     pub(super) fn may_fill(&self) -> bool {
         let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived)
         else {
@@ -54,21 +53,21 @@ impl World {
         self.coming_bytes(report, false) < most_bytes
     }
 
-    /// The most that `psi` takes for a bridge.
+    /// Largest headroom of `psi`.
     fn bridge_bytes(&self, params: &psi::Params, report: &Report) -> u64 {
         let least_bytes =
             params.min_headroom_bytes.max(self.high_bytes(true) * params.watermark_scale);
         (report.memory().total_bytes / 1000 * params.headroom_permille).max(least_bytes)
     }
 
-    /// A shrink leaves what the guest would ask for again.
+    /// Checks that a shrink leaves enough that the policy does not request it again.
     pub(super) fn check_left(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let by_order =
             [Reason::AboveCeiling, Reason::FixedSize, Reason::StorageShort].contains(&plan.reason);
         let Some((_, report)) = self.arrived.as_ref().filter(|_| !by_order && !self.misled) else {
             return Ok(());
         };
-        // What is on its way is not there yet.
+        // Memory on its way has not arrived yet.
         let free_bytes = report.memory().free_bytes;
         let (has_bytes, wants_bytes) = match self.controller.policy() {
             Policy::Psi(params) => {
@@ -97,9 +96,9 @@ impl World {
         Ok(())
     }
 
-    /// What a shrink takes for the policy's sake. Of a VM that is above its ceiling a dry run takes
-    /// more, for that, and gives the policy's reason: what goes beyond what the policy wants is
-    /// nothing that it leaves.
+    /// Memory that a shrink removes for the policy. Above the ceiling, a dry run shows a larger
+    /// shrink with the policy's reason. The part beyond the size that the policy wants does not
+    /// count.
     pub(super) fn taken_bytes(&self, plan: &Plan) -> u64 {
         let requested_bytes = self.base().requested_bytes();
         let is_above = self.dry_run && requested_bytes > self.controller.rules().ceiling_bytes;
@@ -107,21 +106,21 @@ impl World {
         requested_bytes - plan.requested_bytes().max(wanted_bytes.min(requested_bytes))
     }
 
-    /// What a shrink for a report leaves to come.
+    /// Expected available memory after a shrink, from the report that led to it.
     pub(super) fn left_bytes(&self, plan: &Plan) -> Option<u64> {
         let (_, report) = self.arrived.as_ref().filter(|_| plan.reason == Reason::Surplus)?;
         let taken_bytes = self.host.requested_bytes().saturating_sub(plan.requested_bytes());
         Some(self.coming_bytes(report, true).saturating_sub(taken_bytes))
     }
 
-    /// What is coming by the report that has just arrived.
+    /// Expected available memory from the report that has just arrived.
     pub(super) fn had_bytes_now(&self) -> u64 {
         self.arrived.as_ref().map_or(0, |(_, report)| self.coming_bytes(report, true))
     }
 
-    /// What will be available once the guest has followed. The least that a policy may take it for:
-    /// without what has not come for too long, and without page cache if some of that was
-    /// missed; or the most.
+    /// Expected available memory once the guest has followed. Returns the smallest size that a
+    /// policy may assume, or the largest if `most` is set. The smallest excludes requests without
+    /// progress, and page cache if some of it was missed.
     fn coming_bytes(&self, report: &Report, most: bool) -> u64 {
         let memory = report.memory();
         let has_missed = self.counted_ms[1].iter().any(|ms| *ms <= report.monotonic_ms());
@@ -140,13 +139,13 @@ impl World {
         });
         let coming_bytes = (available_bytes + asked.sum::<u64>()).saturating_sub(online_bytes);
         match most {
-            // A rise in use while memory is to go is taken for that.
+            // A rise of used memory while memory has to go may be memory on its way out.
             true => coming_bytes + self.host.outstanding_shrink_bytes(),
             false => coming_bytes,
         }
     }
 
-    /// The sum of the high watermarks of DRAM, or of all zones.
+    /// Sum of the high watermarks of DRAM, or of all zones.
     fn high_bytes(&self, all: bool) -> u64 {
         let (_, report) = self.arrived.as_ref().expect("asked of a report");
         let zones = report.zones().iter().filter(|zone| zone.managed_pages > 0);
@@ -156,11 +155,11 @@ impl World {
             .sum()
     }
 
-    /// Whether less is free of a node with DRAM and the PM near to it than so many times its high
-    /// watermark.
+    /// Returns true if a node with DRAM and the PM near it have less free memory than `times` its
+    /// high watermark.
     fn is_a_node_below(&self, report: &Report, times: u64) -> bool {
         let zones = report.zones();
-        // In the order of the zones: DRAM, and the PM that is near to it.
+        // Indexes of zones: DRAM, and the PM near it.
         [(2, 1), (3, 0)].into_iter().any(|(dram, pm)| {
             zones[dram].free_pages + zones[pm].free_pages <= zones[dram].high_pages * times
         })

@@ -1,4 +1,4 @@
-//! A VM of the simulator's model whose processes do what a test says, step by step.
+//! A VM of the simulator whose demand a test controls step by step.
 
 #[allow(dead_code, reason = "not every test runs them")]
 pub(crate) mod workload;
@@ -11,19 +11,19 @@ use balloon::sim::{
 };
 use balloon::{HostView, MIB, Tier, TimeMs, ZoneSizes};
 
-/// What init and the agent use.
+/// Memory that init and the agent use.
 pub(crate) const IDLE_BYTES: u64 = 40 * MIB;
 
-/// A VM, and what its processes do beside filling memory.
+/// A VM, and the part of its demand that stays the same.
 #[derive(Clone)]
 pub(crate) struct Rig {
     pub vm: Vm,
-    /// What is read and touched; sizes and rates of anonymous memory are [`Rig::run`]'s.
+    /// Files and touches. [`Rig::run`] sets the sizes and rates of anonymous memory.
     pub habits: Segment,
     pool: HostPool,
 }
 
-/// The plans that change something, in order.
+/// Plans with a change, in order.
 #[derive(Default)]
 struct Plans(Vec<Plan>);
 
@@ -33,7 +33,7 @@ impl Observer for Plans {
     }
 }
 
-/// 384 MiB of DRAM at boot; a plug takes 0.2 s, and 1 GiB/s from there on.
+/// 384 MiB of boot memory. Plugging takes 0.2 s, and then continues at 1 GiB/s.
 pub(crate) fn config() -> GuestConfig {
     GuestConfig {
         boot_bytes: 384 * MIB,
@@ -46,7 +46,7 @@ pub(crate) fn config() -> GuestConfig {
 }
 
 impl Rig {
-    /// 128 MiB more of DRAM to come, and 1 GiB of PM.
+    /// Creates a VM with 128 MiB of DRAM and 1 GiB of PM to plug.
     pub(crate) fn new(policy: Policy, config: GuestConfig) -> Self {
         let zone = ZoneSizes::empty;
         let host = HostView {
@@ -57,7 +57,7 @@ impl Rig {
         let habits = Segment { hot_permille: 1000, ..Segment::default() };
         let idle = Segment { anon_bytes: IDLE_BYTES, ..habits };
         let demand = Demand::new(vec![idle], TimeMs(1)).expect("in order");
-        // All reports are given: what a test looks at is between them.
+        // No report is skipped, because tests look at the times in between.
         let vm = Vm::new(config, host, demand, policy, Rules::default(), Skip::Nothing)
             .expect("in bounds");
         Rig { vm, habits, pool: HostPool(2048 * MIB) }
@@ -67,13 +67,13 @@ impl Rig {
         Self::new(Policy::from_name(policy).expect("known"), config())
     }
 
-    /// Lets `ms` pass while processes want `mib_per_s` more, and returns the plans that changed
-    /// something. What init and the agent use is never freed.
+    /// Runs for `ms` while processes want `mib_per_s` more, and returns the plans with a change.
+    /// Memory of init and the agent is never freed.
     pub(crate) fn run(&mut self, ms: u64, mib_per_s: i64) -> Vec<Plan> {
         self.run_until(ms, mib_per_s, |_| false)
     }
 
-    /// The same, until something is the case.
+    /// The same, but ends early if `ends` returns true.
     pub(crate) fn run_until(
         &mut self,
         ms: u64,
@@ -117,7 +117,7 @@ impl Rig {
         self.vm.decided().grows + self.vm.decided().shrinks
     }
 
-    /// What it must have not to wait for memory.
+    /// Memory that the guest needs in order not to wait.
     pub(crate) fn need_bytes(&self) -> u64 {
         self.guest().needed_bytes(&Segment {
             anon_bytes: self.guest().wanted_bytes(),
@@ -126,7 +126,7 @@ impl Rig {
         })
     }
 
-    /// What it holds beyond that. Memory that it booted with is not held by anybody's decision.
+    /// Memory above that need. Boot memory does not count, because no decision affects it.
     pub(crate) fn over_bytes(&self) -> u64 {
         let total_bytes = self.guest().total_bytes();
         let boot_bytes = total_bytes - self.guest().plugged_bytes();

@@ -1,4 +1,4 @@
-//! What guests do, and what it costs them.
+//! Workloads of guests, and their results.
 
 use balloon::MIB;
 use balloon::policy::Policy;
@@ -6,27 +6,27 @@ use balloon::sim::{Channel, GuestConfig, Segment};
 
 use super::{Rig, config};
 
-/// A kind of guest and what it does, step by step: for so many milliseconds, so many MiB/s more.
+/// A guest and its demand in steps: a duration in ms, and a growth in MiB/s.
 pub(crate) struct Workload {
     pub name: &'static str,
     config: GuestConfig,
     habits: Segment,
     channel: Channel,
-    /// Before the policy governs it, without any: it comes to swap.
+    /// Steps without a policy before the others, in which the guest swaps.
     ungoverned: Vec<(u64, i64)>,
     steps: Vec<(u64, i64)>,
 }
 
-/// What a workload has come to.
+/// Results of a workload.
 #[derive(Clone, Copy)]
 pub(crate) struct Figures {
     pub swapped_out_mib: u64,
     pub swapped_in_mib: u64,
     pub stall_ms: u64,
     pub oom_kills: u64,
-    /// Memory held over need, over the whole time.
+    /// Memory above need, over the whole time.
     pub over_gib_s: f64,
-    /// And at the end, in thousandths of need.
+    /// Memory above need at the end, in thousandths of need.
     pub over_end_permille: u64,
     pub resizes: u64,
 }
@@ -84,16 +84,16 @@ impl Figures {
     }
 }
 
-/// What psi's bridge may come to in this guest: a burst of 256 MiB/s until more is there.
+/// Headroom of `psi` in this guest: a burst of 256 MiB/s until more memory is online.
 pub(crate) fn bridge_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
-    // The agent notices within 0.1 s, and reports 20 times a second.
+    // The agent notices within 0.1 s, and reports 20 times per second.
     256 * MIB * (100 + rig.guest().config().plug_delay_ms + 50 + report_delay_ms) / 1000
 }
 
-/// How long its reports take.
+/// Delay of reports.
 pub(crate) const LATE_REPORTS_MS: u64 = 300;
 
-/// What brings a guest without help to 600 MiB of which some is in swap, with a little room.
+/// Steps that bring a guest without help to 600 MiB, some of it in swap, with a little room.
 pub(crate) const TO_SWAP: [(u64, i64); 4] = [(3_000, 0), (6_400, 100), (1_000, -80), (10_000, 0)];
 
 pub(crate) fn workloads() -> Vec<Workload> {
