@@ -273,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn distances_are_those_of_a_slit_where_nothing_is_set() {
+    fn distances_default_to_those_of_a_slit() {
         let mut distances = Distances::default();
         assert_eq!((distances.between(3, 3), distances.between(0, 1)), (10, 20));
         distances.set(1, 0, 17);

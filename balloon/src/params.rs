@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_bound_and_changes_nothing() {
+    fn wrong_setting_is_named_with_its_bound_and_changes_nothing() {
         let mut tides = Tides::default();
         let wrong = [
             ("count", "10", "count is 10, must be 1 to 9"),
@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pair_is_checked_when_both_are_set() {
+    fn pair_is_checked_after_both_are_set() {
         let mut tides = Tides::default();
         set(&mut tides, "low", "16M").expect("in its own bounds");
         let error = tides.validate().expect_err("above high");
@@ -484,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_can_be_set() {
+    fn formatted_value_can_be_parsed() {
         let values = [
             0,
             1,
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_value_is_refused() {
+    fn invalid_values_are_refused() {
         for text in [
             "",
             "-1",

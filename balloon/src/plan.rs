@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn labels_are_distinct_and_fit_a_metric() {
+    fn labels_are_distinct_and_valid_in_metrics() {
         let labels: HashSet<_> = Reason::ALL.iter().map(|reason| reason.label()).collect();
         assert_eq!(labels.len(), Reason::ALL.len());
         assert!(

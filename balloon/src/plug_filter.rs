@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_for_a_second_has_come() {
+    fn memory_counts_after_a_second() {
         assert_eq!(
             stayed(&[(0, 0), (100, 8), (1_099, 8), (1_100, 8), (9_000, 8)]),
             [None, None, None, Some(100), None]
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_earlier_does_not_vouch_for_what_comes_later() {
+    fn memory_plugged_earlier_does_not_confirm_memory_plugged_later() {
         let mut filter = PlugFilter::default();
         for (at, bytes) in [(0, 0), (10, 128), (1_005, 256)] {
             assert_eq!(filter.observe(256, bytes, TimeMs(at)), None);
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_unasked_and_comes_again_is_nothing_new() {
+    fn memory_unplugged_without_request_and_plugged_again_is_not_new() {
         let drops = [
             (0, 0),
             (100, 2),
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_gone_unasked_is_certain_only_once_it_stays_again() {
+    fn memory_unplugged_without_request_has_to_stay_again() {
         let mut filter = PlugFilter::default();
         // A guest that writes a long message about its lack of memory to its console keeps the
         // block meanwhile.
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_back_and_comes_again_is_new() {
+    fn memory_unplugged_on_request_is_new_when_plugged_again() {
         let mut filter = PlugFilter::default();
         filter.observe(256, 256, TimeMs(0));
         // A shrink by half is withdrawn after a part of it.
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_settled_is_not_news_later() {
+    fn settled_memory_is_not_new_later() {
         let mut filter = PlugFilter::default();
         for (at, bytes) in [(0, 0), (10, 128), (500, 256)] {
             filter.observe(256, bytes, TimeMs(at));

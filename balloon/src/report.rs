@@ -209,13 +209,13 @@ mod tests {
     }
 
     #[test]
-    fn a_report_before_the_hello_is_refused() {
+    fn report_before_hello_is_refused() {
         let mut intake = Intake::new(TimeMs(0));
         assert_eq!(label(intake.accept_line(&report_line(1, 10), TimeMs(0))), "before_hello");
     }
 
     #[test]
-    fn repeated_and_reordered_reports_are_refused_and_the_next_is_taken() {
+    fn repeated_and_reordered_reports_are_refused_and_next_is_accepted() {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(4, 1000), TimeMs(10)).is_ok());
         assert_eq!(label(intake.accept_line(&report_line(4, 1000), TimeMs(11))), "out_of_order");
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_from_the_future_is_refused_and_does_not_move_the_clock() {
+    fn report_from_the_future_is_refused_and_does_not_change_the_clock() {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(1, 1000), TimeMs(0)).is_ok());
         let bound = 1000 + 50 + MAX_CLOCK_LEAD_MS;
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_that_arrive_late_in_a_burst_are_taken() {
+    fn delayed_reports_in_a_burst_are_accepted() {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(1, 1000), TimeMs(0)).is_ok());
         for n in 1..=30 {
@@ -253,7 +253,7 @@ mod tests {
     const DAY_MS: u64 = 86_400_000;
 
     #[test]
-    fn a_report_that_was_held_up_does_not_make_the_next_one_come_from_the_future() {
+    fn report_after_a_delayed_one_is_not_from_the_future() {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(1, 1000), TimeMs(1000)).is_ok());
         // For three minutes, reports of the guest were not read.
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_comes_back_starts_counting_again() {
+    fn reconnected_agent_starts_a_new_sequence() {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(900, 50_000), TimeMs(50_000)).is_ok());
         intake.connected();
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn who_lied_about_the_clock_locks_nobody_out_who_comes_later() {
+    fn false_clock_does_not_lock_out_later_connections() {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(1, DAY_MS), TimeMs(DAY_MS)).is_ok());
         greet(&mut intake, TimeMs(DAY_MS));
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_seems_older_than_its_vm_is_not_believed_at_once() {
+    fn guest_that_seems_older_than_its_vm_is_not_accepted_at_once() {
         let mut intake = Intake::new(TimeMs(700));
         greet(&mut intake, TimeMs(DAY_MS));
         let bound = (DAY_MS - 700) + (DAY_MS - 700) / 10 + MAX_CLOCK_LEAD_MS;
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_was_hibernated_elsewhere_is_believed_when_it_insists() {
+    fn guest_hibernated_elsewhere_is_accepted_after_consistent_reports() {
         // The agent's connection has ended with its earlier VM. It reports once per second.
         let mut intake = greeted();
         let speak = |intake: &mut Intake, n: u64| {
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn one_false_report_does_not_outweigh_all_that_come_after_it() {
+    fn one_false_report_does_not_lock_out_later_ones() {
         let now = TimeMs(DAY_MS);
         let honest = Heard { seq: 8, guest_ms: DAY_MS, at: now };
         for lie in [report_line(7, 10), report_line(1 << 53, DAY_MS), report_line(7, DAY_MS + 4000)]
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_repeated_or_goes_round_is_never_taken_again() {
+    fn repeated_and_cyclic_reports_are_never_accepted() {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(9, 1000), TimeMs(1000)).is_ok());
         for n in 0..1000 {
@@ -406,7 +406,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_was_said_before_an_honest_agent_is_believed(
+        fn honest_agent_is_accepted_after_any_sequence_of_actions(
             deeds in prop::collection::vec(deed(), 0..60),
             age_ms in 0..DAY_MS,
             booted_after_ms in 0..DAY_MS,

@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wire_is_read_as_the_spec_says() {
+    fn statistics_are_parsed_as_in_the_specification() {
         let read = Statistics::parse(&bytes(&[
             (5, 480),
             (4, 100),
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_of_other_lengths_are_none() {
+    fn buffers_of_other_lengths_are_refused() {
         for wrong in [0, 1, 9, 11, Statistics::MAX_BYTES + 10] {
             assert_eq!(Statistics::parse(&vec![0; wrong]), None, "{wrong}");
         }
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_says_what_the_statistics_say() {
+    fn report_contains_values_of_statistics() {
         let report = Estimator::default().report(&statistics(), known(), TimeMs(5000)).unwrap();
         let memory = report.memory();
         assert_eq!((memory.total_bytes, memory.free_bytes), (480 * MIB, 100 * MIB));
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn statistics_that_cannot_be_are_refused_and_the_next_are_taken() {
+    fn impossible_statistics_are_refused_and_next_are_accepted() {
         let mut estimator = Estimator::default();
         let mut label = |statistics: Statistics| {
             estimator
@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn one_lie_does_not_keep_the_honest_out_for_longer_than_it_takes_to_insist() {
+    fn false_set_locks_out_true_ones_only_for_a_limited_time() {
         let mut estimator = Estimator::default();
         let mut is_taken = |swap_in, at_s: u64| {
             let statistics = statistics().with(Tag::SwapIn, swap_in);
@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_of_which_none_goes_on_from_another_are_not_insisted_on() {
+    fn inconsistent_sets_are_never_accepted() {
         let mut estimator = Estimator::default();
         let mut label = |swap_in, at_s: u64, driver_life| {
             let statistics = statistics().with(Tag::SwapIn, swap_in);
@@ -575,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn stall_time_is_estimated_and_never_more_than_has_passed() {
+    fn stall_time_is_estimated_and_limited_to_elapsed_time() {
         let mut estimator = Estimator::default();
         let mut report = |stalls, swapped_in_pages: u64, at| {
             let swap_in = 8 * MIB + swapped_in_pages * PAGE_BYTES;
@@ -593,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn older_kernels_tell_no_stalls_and_are_taken_at_their_swapping() {
+    fn stall_time_of_older_kernels_is_estimated_from_swapping() {
         let mut estimator = Estimator::default();
         let old = |pages: u64| {
             Statistics::default()
@@ -608,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clock_and_the_stalls_go_on_from_an_agents() {
+    fn clock_and_stall_time_continue_from_those_of_an_agent() {
         let mut estimator = Estimator::default();
         let agents = {
             let report =
@@ -623,7 +623,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_agent_said_of_onlining_is_so_without_it() {
+    fn online_policy_of_an_agent_stays_without_it() {
         let mut estimator = Estimator::default();
         let policy = |report: Report| report.blocks().online_policy;
         let first = estimator.report(&statistics(), known(), TimeMs(0)).unwrap();
@@ -640,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn watermarks_are_those_of_debian_guests() {
+    fn watermarks_equal_those_of_debian_guests() {
         // Sums of /proc/zoneinfo over DMA, DMA32 and Normal, in pages; see
         // docs/reference/balloon.md.
         let marks = Watermarks::estimate(480 * MIB);
@@ -655,7 +655,7 @@ mod tests {
     }
 
     #[test]
-    fn a_balloon_that_linux_counts_as_used_is_taken_out_of_the_report() {
+    fn balloon_that_linux_counts_as_used_is_removed_from_report() {
         let report = Estimator::default().report(&statistics(), known(), TimeMs(0)).unwrap();
         let known = Known { ballooned_bytes: 128 * MIB, counted: true, ..known() };
         let corrected = correct(report.clone(), known);
@@ -672,7 +672,7 @@ mod tests {
     }
 
     #[test]
-    fn ballooned_memory_is_not_idle_memory() {
+    fn ballooned_memory_is_not_idle() {
         let report = Estimator::default().report(&statistics(), known(), TimeMs(60_000)).unwrap();
         let mut raw = report.as_raw().clone();
         raw.idle = vec![NodeIdle { node: 0, idle_bytes: 400 * MIB, span_ms: 1000 }];
@@ -685,7 +685,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_is_sent_is_a_verified_report_or_refused(
+        fn any_buffers_result_in_valid_reports_or_refusals(
             buffers in prop::collection::vec(
                 prop::collection::vec((0u16..20, prop_oneof![any::<u64>(), 0..(1u64 << 30)]), 1..20), 1..8),
             ballooned_bytes in any::<u64>(),

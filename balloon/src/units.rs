@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounding_stays_on_multiples_at_the_edges() {
+    fn rounding_stays_on_multiples_at_limits() {
         assert_eq!(round_down(5, 2), 4);
         assert_eq!(round_up(5, 2), 6);
         assert_eq!(round_up(6, 2), 6);
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn time_does_not_run_backwards() {
+    fn time_since_a_later_moment_is_zero() {
         assert_eq!(TimeMs(5).since(TimeMs(9)), 0);
         assert_eq!(TimeMs(9).since(TimeMs(5)), 4);
     }

@@ -11,7 +11,7 @@ use crate::rig::workload::{Figures, LATE_REPORTS_MS, TO_SWAP, Workload, bridge_b
 use crate::rig::{IDLE_BYTES, Rig, config};
 
 #[test]
-fn a_ramp_far_beyond_dram_swaps_nothing_with_psi() {
+fn ramp_far_beyond_dram_does_not_swap_with_psi() {
     for mib_per_s in [10, 50, 100, 200, 400] {
         let mut psi = Rig::of("psi");
         psi.run(3_000, 0);
@@ -41,7 +41,7 @@ fn taken_by_kswapd_bytes(policy: Policy, mib_per_s: i64) -> u64 {
 }
 
 #[test]
-fn a_ramp_of_up_to_256_mib_a_second_is_served_before_kswapd_works() {
+fn ramp_of_up_to_256_mib_per_second_is_served_before_kswapd_runs() {
     for mib_per_s in [10, 50, 100, 200, 256] {
         assert_eq!(taken_by_kswapd_bytes(Policy::default(), mib_per_s), 0, "at {mib_per_s} MiB/s");
     }
@@ -60,13 +60,13 @@ fn with_bridge_of(permille: u64) -> Policy {
 }
 
 #[test]
-fn kswapd_works_where_the_bridge_is_half_as_long() {
+fn kswapd_runs_with_half_the_headroom() {
     // The margin of a guest at rest compensates for a third less.
     assert!(taken_by_kswapd_bytes(with_bridge_of(500), 256) > 0);
 }
 
 #[test]
-fn the_same_ramp_swaps_with_off() {
+fn same_ramp_swaps_with_off() {
     let mut off = Rig::of("off");
     off.run(3_000, 0);
     off.run(9_000, 100);
@@ -75,7 +75,7 @@ fn the_same_ramp_swaps_with_off() {
 }
 
 #[test]
-fn slow_plugging_is_foreseen() {
+fn slow_plugging_is_anticipated() {
     let mut config = config();
     (config.plug_delay_ms, config.plug_block_us) = (600, 4_000);
     let mut psi = Rig::new(Policy::default(), config);
@@ -85,7 +85,7 @@ fn slow_plugging_is_foreseen() {
 }
 
 #[test]
-fn after_the_need_memory_goes_back_pm_first_and_nothing_is_swapped() {
+fn unneeded_memory_is_returned_pm_first_without_swapping() {
     let mut psi = Rig::of("psi");
     psi.run(3_000, 0);
     psi.run(9_000, 100);
@@ -104,7 +104,7 @@ fn after_the_need_memory_goes_back_pm_first_and_nothing_is_swapped() {
 }
 
 #[test]
-fn a_guest_whose_need_is_constant_comes_to_rest() {
+fn guest_with_constant_need_comes_to_rest() {
     for mib in [100, 250, 330, 500, 900, 1_200] {
         let mut psi = Rig::of("psi");
         psi.run(3_000, 0);
@@ -128,7 +128,7 @@ fn may_hold_over_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
 const SWAPPED_MIB: u64 = 326;
 
 #[test]
-fn every_workload_is_served_and_little_is_held_for_it() {
+fn each_workload_is_served_with_little_excess_memory() {
     // With --nocapture, this table shows the effect of a change.
     println!(
         "{:24}{:>9}{:>9}{:>9}{:>5}{:>12}{:>10}{:>9}",
@@ -200,7 +200,7 @@ fn workload(name: &str) -> Workload {
 }
 
 #[test]
-fn twice_the_slack_would_be_seen() {
+fn twice_the_margin_is_detected() {
     // Broken variant of the test above. After a grow, a guest at rest may have up to one margin and
     // a half, depending on the end of its last step.
     let policy = Policy::Psi(psi::Params { slack_permille: 200, ..psi::Params::default() });
@@ -209,7 +209,7 @@ fn twice_the_slack_would_be_seen() {
 }
 
 #[test]
-fn page_cache_that_is_read_once_grows_nothing() {
+fn page_cache_that_is_read_once_does_not_grow_guest() {
     let mut psi = Rig::of("psi");
     psi.habits.stream_bytes_per_s = 256 * MIB;
     let plans = psi.run(300_000, 0);
@@ -223,7 +223,7 @@ fn page_cache_that_is_read_once_grows_nothing() {
 }
 
 #[test]
-fn page_cache_that_is_read_again_comes_to_fit_and_stays() {
+fn page_cache_that_is_read_again_fits_after_growth_and_stays() {
     let read_again = |rig: &mut Rig| {
         (rig.habits.file_bytes, rig.habits.touches_per_s) = (600 * MIB, 250_000);
     };
@@ -243,7 +243,7 @@ fn page_cache_that_is_read_again_comes_to_fit_and_stays() {
 }
 
 #[test]
-fn who_allocates_for_as_long_as_there_is_anything_meets_the_oom_killer_after_the_last_pm() {
+fn endless_allocation_meets_oom_killer_only_after_the_last_pm() {
     for plug_block_us in [2_000, 8_000] {
         let swap = SwapDevice::from_name("none", 0).expect("listed");
         let mut psi = Rig::new(
@@ -264,7 +264,7 @@ fn who_allocates_for_as_long_as_there_is_anything_meets_the_oom_killer_after_the
 }
 
 #[test]
-fn the_same_guest_is_killed_with_pm_left_where_nobody_acts() {
+fn same_guest_is_killed_with_free_pm_under_off() {
     let swap = SwapDevice::from_name("none", 0).expect("listed");
     let mut off = Rig::new(Policy::Off, balloon::sim::GuestConfig { swap, ..config() });
     off.run(10_000, 100);
@@ -273,7 +273,7 @@ fn the_same_guest_is_killed_with_pm_left_where_nobody_acts() {
 }
 
 #[test]
-fn a_burst_is_answered_within_a_tenth_of_a_second() {
+fn burst_leads_to_request_within_a_tenth_of_a_second() {
     let mut took = Vec::new();
     // A guest that has rested for five minutes at 600 MiB.
     let mut rested = Rig::of("psi");
@@ -298,7 +298,7 @@ fn a_burst_is_answered_within_a_tenth_of_a_second() {
 }
 
 #[test]
-fn reports_that_are_lost_for_two_seconds_cost_nothing() {
+fn two_seconds_of_lost_reports_do_not_cause_swapping() {
     for lost_from_ms in (0..8_000).step_by(500) {
         let mut psi = Rig::of("psi");
         psi.run(3_000, 0);
@@ -312,7 +312,7 @@ fn reports_that_are_lost_for_two_seconds_cost_nothing() {
 }
 
 #[test]
-fn an_agent_that_dies_in_a_burst_leaves_a_guest_that_is_given_more() {
+fn guest_whose_agent_dies_in_a_burst_gets_more_memory() {
     for dies_after_ms in [50, 100, 150] {
         let mut psi = Rig::of("psi");
         psi.run(3_000, 0);
@@ -329,7 +329,7 @@ fn an_agent_that_dies_in_a_burst_leaves_a_guest_that_is_given_more() {
 }
 
 #[test]
-fn memory_that_does_not_come_back_is_asked_for_less_and_less_often() {
+fn memory_that_guest_refuses_to_return_is_requested_less_and_less_often() {
     let mut psi = Rig::new(
         Policy::default(),
         balloon::sim::GuestConfig { refused_permille: 400, ..config() },
@@ -366,7 +366,7 @@ fn swapped() -> Rig {
 }
 
 #[test]
-fn swapped_memory_that_comes_back_finds_room() {
+fn swapped_memory_that_returns_finds_room() {
     let mut psi = swapped();
     let (swapped, before) = (psi.guest().swapped_bytes(), Figures::of(&psi));
     psi.habits.touches_per_s = 250_000;
@@ -384,7 +384,7 @@ fn swapped_memory_that_comes_back_finds_room() {
 }
 
 #[test]
-fn swapped_memory_that_nobody_wants_holds_nothing() {
+fn swapped_memory_that_is_not_used_holds_nothing() {
     let mut psi = swapped();
     psi.vm.set_policy(Policy::default()).expect("in range");
     psi.run(120_000, 0);
@@ -394,7 +394,7 @@ fn swapped_memory_that_nobody_wants_holds_nothing() {
 }
 
 #[test]
-fn a_sawtooth_does_not_swap_and_does_not_resize_at_every_tooth() {
+fn sawtooth_does_not_swap_or_resize_at_each_tooth() {
     let mut psi = Rig::of("psi");
     psi.run(3_000, 0);
     psi.run(5_000, 100);
@@ -411,7 +411,7 @@ fn a_sawtooth_does_not_swap_and_does_not_resize_at_every_tooth() {
 }
 
 #[test]
-fn the_same_sawtooth_resizes_at_many_teeth_without_patience() {
+fn same_sawtooth_resizes_at_many_teeth_without_patience() {
     let impatient = psi::Params { idle_ms: 3_000, max_idle_ms: 3_000, ..psi::Params::default() };
     let resizes = [psi::Params::default(), impatient]
         .map(|params| workload("sawtooth of 40 s").run(Policy::Psi(params)).1.resizes);

@@ -56,7 +56,7 @@ fn word(value: impl Serialize) -> String {
 }
 
 #[test]
-fn every_key_of_a_report_is_documented_and_no_other() {
+fn documentation_lists_exactly_the_keys_of_a_report() {
     let mut known = BTreeSet::new();
     keys_of(&serde_json::to_value(full()).expect("JSON"), &mut known);
     known.extend([Cause::Rest, Cause::Watermark, Cause::Stall, Cause::Other].map(word));

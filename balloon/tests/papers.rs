@@ -63,7 +63,7 @@ fn scaled(policy: &str) -> Loop {
 }
 
 #[test]
-fn a_ramp_far_beyond_dram_swaps_nothing_with_their_defaults() {
+fn ramp_far_beyond_dram_does_not_swap_with_default_parameters() {
     for policy in PAPERS {
         let mut papers = Loop::new(policy, &[]);
         papers.run(3_000, 0);
@@ -76,7 +76,7 @@ fn a_ramp_far_beyond_dram_swaps_nothing_with_their_defaults() {
 }
 
 #[test]
-fn at_the_papers_scale_memorage_comes_after_kswapd() {
+fn memorage_with_scale_of_paper_acts_after_kswapd() {
     let mut papers = Loop::new("memorage", &[("watermark-scale", "1")]);
     papers.run(3_000, 0);
     papers.run(9_000, 100);
@@ -84,7 +84,7 @@ fn at_the_papers_scale_memorage_comes_after_kswapd() {
 }
 
 #[test]
-fn a_guest_whose_need_is_constant_comes_to_rest() {
+fn guest_with_constant_need_comes_to_rest() {
     for policy in PAPERS {
         for seconds in [1, 3, 5, 8] {
             let mut papers = scaled(policy);
@@ -100,7 +100,7 @@ fn a_guest_whose_need_is_constant_comes_to_rest() {
 }
 
 #[test]
-fn what_is_free_goes_back_as_the_paper_says_and_nothing_is_swapped() {
+fn free_memory_is_returned_as_in_the_paper_without_swapping() {
     for (policy, left_mib) in
         [("amf", 128 + 384), ("dapper", 128 + 640), ("pmb", 128 + 8), ("memorage", 0)]
     {
@@ -127,7 +127,7 @@ fn what_is_free_goes_back_as_the_paper_says_and_nothing_is_swapped() {
 }
 
 #[test]
-fn a_sawtooth_does_not_resize_at_every_tooth() {
+fn sawtooth_does_not_resize_at_each_tooth() {
     for policy in PAPERS {
         let mut papers = scaled(policy);
         papers.run(3_000, 0);

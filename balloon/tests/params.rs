@@ -28,7 +28,7 @@ fn documented(table: &[Param]) -> String {
 }
 
 #[test]
-fn every_parameter_is_documented_with_its_bounds() {
+fn each_parameter_is_documented_with_its_bounds() {
     let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
     let tables =
         policies.map(|policy| (policy.name(), policy.table())).chain([("rules", Rules::TABLE)]);
@@ -43,7 +43,7 @@ fn every_parameter_is_documented_with_its_bounds() {
 }
 
 #[test]
-fn a_table_that_has_changed_is_noticed() {
+fn changed_table_is_detected() {
     for (index, param) in Rules::TABLE.iter().enumerate() {
         let others = [
             Param { name: "tide", ..*param },
@@ -64,7 +64,7 @@ fn a_table_that_has_changed_is_noticed() {
 }
 
 #[test]
-fn every_pair_of_parameters_is_documented() {
+fn each_pair_of_parameters_is_documented() {
     let policies: Vec<_> = Policy::NAMES.into_iter().filter_map(Policy::from_name).collect();
     let of_policies = policies.iter().filter_map(Policy::parameters).flat_map(Parameters::order);
     let pairs: Vec<_> = of_policies.chain(Rules::default().order()).copied().collect();
@@ -78,7 +78,7 @@ fn every_pair_of_parameters_is_documented() {
 }
 
 #[test]
-fn every_reason_is_documented() {
+fn each_reason_is_documented() {
     let mut text = "| reason | meaning |\n|---|---|\n".to_owned();
     for reason in Reason::ALL {
         writeln!(text, "| `{}` | {} |", reason.label(), reason.about()).expect("a String");
@@ -93,7 +93,7 @@ fn cell(begin: &str, nth: usize) -> Option<&'static str> {
 }
 
 #[test]
-fn every_parameter_of_workloads_is_documented_with_its_bounds_and_defaults() {
+fn each_workload_parameter_is_documented_with_bounds_and_defaults() {
     for param in WorkloadParams::TABLE {
         let begin = format!("| `{}` | ", param.name);
         for (value, nth) in [(param.low, 3), (param.high, 4), (param.default, 5)] {

@@ -88,7 +88,7 @@ impl Read for Long {
 }
 
 #[test]
-fn a_long_trace_is_replayed_in_a_part_of_its_size() {
+fn long_trace_is_replayed_in_a_part_of_its_size() {
     const REPORTS: u64 = 20_000;
     let (peak, bytes) = peak_bytes(|| {
         let mut long = Long::new(REPORTS);

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn pram_is_slower_by_its_writes_alone() {
+    fn pram_is_slower_only_for_writes() {
         assert_eq!(PRAM.slower_ns(&DRAM, 0), 0);
         assert_eq!(PRAM.slower_ns(&DRAM, 500), 475);
         assert_eq!(PRAM.slower_ns(&DRAM, 1000), 950);
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn amf_saves_by_what_it_leaves_idle() {
+    fn amf_saves_energy_of_idle_memory() {
         // A day of 64 GB that are used for a quarter of the day, integrated once and returned once.
         let always = AMF.joules(64.0 * GIB * DAY_S, 0.0, 0.0);
         let lazily = AMF.joules(16.0 * GIB * DAY_S, 48.0 * GIB * DAY_S, 64.0 * GIB);

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn equation_1_where_storage_is_written_as_much_is_2_and_3_5_times() {
+    fn equation_1_with_equal_bandwidths_is_2_and_3_5_times() {
         assert!((paper(240.0, 1.0) - 2.0).abs() < 1e-9);
         assert!((paper(480.0, 1.0) - 3.5).abs() < 1e-9);
         assert!(paper(240.0, 0.1) < 1.0, "memory that helps out a busy storage wears faster");
@@ -99,14 +99,14 @@ mod tests {
     }
 
     #[test]
-    fn equation_2_memory_lasts_longer_by_what_is_borrowed() {
+    fn equation_2_memory_lasts_longer_by_borrowed_share() {
         assert_eq!(lending(0.0).memory_lifetime(), 1.0);
         assert_eq!(lending(0.5).memory_lifetime(), 2.0);
         assert!((lending(0.2).memory_lifetime() - 1.25).abs() < 1e-12);
     }
 
     #[test]
-    fn equation_2_storage_wears_by_the_writes_and_by_the_exchanges() {
+    fn equation_2_storage_wears_by_writes_and_by_exchanges() {
         assert_eq!(lending(0.0).storage_wear(), 1.0);
         // b h = 2. 2 h Cm = 8 GB in a day, which is a tenth of the other writes.
         assert!((lending(0.5).storage_wear() - 3.1).abs() < 1e-12);
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn equation_2_in_the_papers_figure_11() {
+    fn equation_2_gives_values_of_figure_11() {
         // 8 GB, 12 GB per day, b = 720. With h = 0.5, the memory lasts twice as long. If the
         // capacity is exchanged a thousand times a day, storage wears a thousand times as fast.
         let figure = |share, exchange_days| Lending {

@@ -134,7 +134,7 @@ fn read(text: impl AsRef<[u8]>) -> Result<Trace, TraceError> {
 }
 
 #[test]
-fn what_is_written_is_read() {
+fn written_trace_is_read_unchanged() {
     let trace = read(written()).expect("sound");
     assert_eq!(trace, Trace { header: header(), entries: expected_entries(), cut_off: false });
 }
@@ -172,13 +172,13 @@ fn reports_of_newer_agents_are_written_and_read() {
 }
 
 #[test]
-fn version_1_of_the_format_is_read_as_ever() {
+fn version_1_of_the_format_can_be_read() {
     let trace = read(GOLDEN).expect("golden");
     assert_eq!(trace, Trace { header: header(), entries: expected_entries(), cut_off: false });
 }
 
 #[test]
-fn what_is_written_is_version_1() {
+fn writer_writes_version_1() {
     // A report of a later agent may have more fields.
     let written = String::from_utf8(written()).expect("JSON");
     for (ours, golden) in written.lines().zip(GOLDEN.lines()) {
@@ -190,7 +190,7 @@ fn what_is_written_is_version_1() {
 }
 
 #[test]
-fn fields_of_a_later_writer_are_skipped() {
+fn fields_of_later_writers_are_skipped() {
     let text = GOLDEN.replace(r#""at_ms":"#, r#""tide":[{"high":1}],"at_ms":"#);
     assert_eq!(read(text).expect("sound").entries, expected_entries());
 }
@@ -208,7 +208,7 @@ fn damaged(line: usize, old: &str, new: &str) -> String {
 }
 
 #[test]
-fn a_damaged_line_is_refused_by_number_value_and_bound() {
+fn damaged_line_is_refused_with_number_value_and_bound() {
     let cases = [
         (1, r#""version":1"#, r#""version":2"#, "the version is 2, must be 1"),
         (
@@ -298,7 +298,7 @@ fn a_damaged_line_is_refused_by_number_value_and_bound() {
 }
 
 #[test]
-fn a_balloon_and_distances_are_in_the_header() {
+fn balloon_and_distances_are_in_the_header() {
     let mut distances = Distances::default();
     distances.set(0, 1, 17);
     distances.set(1, 0, 28);
@@ -319,7 +319,7 @@ fn a_balloon_and_distances_are_in_the_header() {
 }
 
 #[test]
-fn a_balloon_counts_in_pages_where_other_zones_count_in_blocks() {
+fn balloon_counts_in_pages_and_other_zones_count_in_blocks() {
     let mut host = host();
     host.zones[0].plugged_bytes = 64 * MIB + 4096;
     let header = |balloon| Header { zones: host.zones.clone(), balloon, ..header() };
@@ -351,7 +351,7 @@ fn a_balloon_counts_in_pages_where_other_zones_count_in_blocks() {
 }
 
 #[test]
-fn header_and_entries_keep_their_places() {
+fn header_must_be_first_and_occur_once() {
     let lines: Vec<_> = GOLDEN.lines().collect();
     let error = read(lines[1..].join("\n") + "\n").expect_err("no header").to_string();
     assert_eq!(error, "Line 1 of the trace: the first line must be of type trace");
@@ -361,7 +361,7 @@ fn header_and_entries_keep_their_places() {
 }
 
 #[test]
-fn what_is_not_text_and_what_never_ends_is_refused() {
+fn invalid_utf8_and_endless_line_are_refused() {
     let error =
         read([GOLDEN.as_bytes(), b"\xff\xfe\n"].concat()).expect_err("no UTF-8").to_string();
     assert_eq!(error, "Line 8 of the trace: it is not UTF-8");
@@ -374,7 +374,7 @@ fn what_is_not_text_and_what_never_ends_is_refused() {
 }
 
 #[test]
-fn after_an_error_a_reader_ends() {
+fn reader_ends_after_an_error() {
     let text = damaged(3, r#""at_ms":1500"#, r#""at_ms":999"#);
     let mut reader = Reader::new(Cursor::new(text)).expect("the header is sound");
     assert_eq!(reader.header(), &header());
@@ -384,7 +384,7 @@ fn after_an_error_a_reader_ends() {
 }
 
 #[test]
-fn a_device_that_fails_is_told_from_a_damaged_line() {
+fn read_error_differs_from_damaged_line() {
     struct Fails;
     impl std::io::Read for Fails {
         fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
@@ -398,7 +398,7 @@ fn a_device_that_fails_is_told_from_a_damaged_line() {
 
 /// A recorder that is killed leaves whole lines, and perhaps an incomplete one.
 #[test]
-fn wherever_a_trace_is_cut_off_its_whole_lines_are_read() {
+fn whole_lines_of_truncated_trace_are_read_at_any_length() {
     for length in 0..GOLDEN.len() {
         let (kept, whole) = (&GOLDEN[..length], GOLDEN[..length].matches('\n').count());
         match read(kept) {
@@ -414,7 +414,7 @@ fn wherever_a_trace_is_cut_off_its_whole_lines_are_read() {
 proptest! {
     /// Any content results in entries or in an error that names a line.
     #[test]
-    fn no_damage_is_a_panic(at in 0..GOLDEN.len(), byte: u8, cut in 0..GOLDEN.len()) {
+    fn damage_does_not_cause_panic(at in 0..GOLDEN.len(), byte: u8, cut in 0..GOLDEN.len()) {
         let mut text = GOLDEN.as_bytes().to_vec();
         text[at] = byte;
         text.remove(cut);

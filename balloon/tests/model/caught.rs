@@ -12,7 +12,7 @@ fn is_caught(
 }
 
 #[test]
-fn every_broken_loop_is_caught() {
+fn each_broken_controller_is_detected() {
     for broken in LIVES {
         let caught = is_caught(|index, rules, life| {
             World::under(rules, policy(index), Some(broken)).live(life)
@@ -29,7 +29,7 @@ fn wrong_where_much_is_left_over(broken: Option<Broken>) -> Option<String> {
 }
 
 #[test]
-fn a_policy_that_takes_or_gives_without_a_reason_where_much_is_left_over_is_caught() {
+fn grow_or_shrink_without_reason_amid_surplus_is_detected() {
     assert_eq!(wrong_where_much_is_left_over(None), None);
     for (broken, what) in [
         (Broken::GivesAll, "less than it wants"),
@@ -55,7 +55,7 @@ fn wrong_where_a_shrink_is_undone(broken: Option<Broken>) -> Option<String> {
 }
 
 #[test]
-fn a_loop_that_does_not_wait_longer_once_a_shrink_was_undone_is_caught() {
+fn cool_down_that_does_not_double_after_an_undone_shrink_is_detected() {
     assert_eq!(wrong_where_a_shrink_is_undone(None), None);
     let wrong = wrong_where_a_shrink_is_undone(Some(Broken::NeverDoubles));
     assert!(
@@ -81,7 +81,7 @@ fn wrong_where_what_is_plugged_bounces(broken: Option<Broken>) -> Option<String>
 }
 
 #[test]
-fn a_loop_that_takes_for_progress_what_bounces_is_caught() {
+fn counting_memory_that_does_not_stay_as_progress_is_detected() {
     assert_eq!(wrong_where_what_is_plugged_bounces(None), None);
     let wrong = wrong_where_what_is_plugged_bounces(Some(Broken::FlapIsProgress));
     assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("is waited for")), "{wrong:?}");
@@ -98,7 +98,7 @@ fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(
 }
 
 #[test]
-fn a_dry_run_that_goes_on_saying_one_thing_is_caught() {
+fn repeated_report_of_a_dry_run_is_detected() {
     assert_eq!(wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(None), None);
     let wrong =
         wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(Some(Broken::SaysOneThing));
@@ -106,7 +106,7 @@ fn a_dry_run_that_goes_on_saying_one_thing_is_caught() {
 }
 
 #[test]
-fn a_loop_that_never_rests_is_caught() {
+fn controller_that_never_rests_is_detected() {
     let broken = Broken::Restless;
     let caught =
         is_caught(|index, _, _| World::new(policy(index), Some(broken)).comes_to_rest(700));

@@ -52,7 +52,7 @@ fn lived(index: usize, life: &[(Happening, u64)]) {
 
 /// `memorage` and `pmb` removed other memory in place of memory that had arrived but was not free.
 #[test]
-fn what_has_just_come_is_nobodys_surplus() {
+fn memory_that_has_just_arrived_is_no_surplus() {
     let bounds = |floor_mib, more_mib| Happening::Bounds { floor_mib, more_mib };
     let calm = [
         (bounds(258, 0), 1),
@@ -81,7 +81,7 @@ fn what_has_just_come_is_nobodys_surplus() {
 /// `psi` removed page cache in use in place of memory that a client had requested and that was on
 /// its way.
 #[test]
-fn what_is_on_its_way_is_not_idle() {
+fn memory_on_its_way_is_not_idle() {
     let touched = said(Said { cached_permille: 208, idle: Some((19, 10_000)), ..Said::default() });
     let life = [
         (Happening::Squeeze { zones: [false; ZONES], above: false }, 1),
@@ -96,7 +96,7 @@ fn what_is_on_its_way_is_not_idle() {
 
 /// All missed page cache counts as used. The model counted free memory as available.
 #[test]
-fn a_guest_that_misses_its_page_cache_has_less_than_what_is_free() {
+fn missed_page_cache_is_not_available() {
     let missing = said(Said { cached_permille: 139, file_refaults: 256, ..Said::default() });
     let free_permille = [59, 0, 0, 642];
     let waiting =
@@ -115,7 +115,7 @@ fn a_guest_that_misses_its_page_cache_has_less_than_what_is_free() {
 /// The model delivered a report after newer ones. Such a report is refused. It had less memory than
 /// was plugged, and the next one seemed to add it.
 #[test]
-fn a_report_that_was_overtaken_misleads_nobody() {
+fn overtaken_report_misleads_no_policy() {
     let late = said(Said { late: true, ..Said::default() });
     let touched = said(Said { idle: Some((0, 1_000)), ..Said::default() });
     let life = [
@@ -150,7 +150,7 @@ fn a_report_that_was_overtaken_misleads_nobody() {
 /// Above the ceiling, a dry run shows the whole shrink to it with the policy's reason. The model
 /// attributed all of it to `pmb`.
 #[test]
-fn a_dry_run_of_a_guest_above_its_ceiling_takes_more_than_the_policy_wants() {
+fn dry_run_above_ceiling_shrinks_by_more_than_policy_wants() {
     let life = [
         (full(), 1),
         (follow(2), 1),
@@ -168,7 +168,7 @@ fn a_dry_run_of_a_guest_above_its_ceiling_takes_more_than_the_policy_wants() {
 
 /// The model assumed that a paused controller withdraws a request.
 #[test]
-fn a_loop_that_is_paused_gives_nothing_up() {
+fn paused_controller_withdraws_nothing() {
     let life = [
         (Happening::Squeeze { zones: [false; ZONES], above: false }, 1),
         (full(), 1),
@@ -186,7 +186,7 @@ fn a_loop_that_is_paused_gives_nothing_up() {
 /// saw no progress and withdrew the request, which then stayed for the floor. The model waited from
 /// the time of plugging.
 #[test]
-fn what_the_floor_keeps_asking_for_was_given_up_when_the_loop_says_so() {
+fn request_kept_for_floor_is_withdrawn_when_controller_reports_it() {
     let bounds = |zone: Option<usize>, above| Happening::Squeeze {
         zones: std::array::from_fn(|index| zone == Some(index)),
         above,

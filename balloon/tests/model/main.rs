@@ -707,12 +707,12 @@ proptest! {
     #![proptest_config(config(400))]
 
     #[test]
-    fn whatever_happens_the_rules_hold((index, rules, life) in life()) {
+    fn rules_hold_in_any_sequence_of_events((index, rules, life) in life()) {
         World::under(rules, policy(index), None).live(&life)?;
     }
 
     #[test]
-    fn in_a_guest_that_follows_dram_is_full_before_pm_grows(
+    fn dram_is_full_before_pm_grows_if_guest_follows(
         index in 0..POLICIES.len(),
         rules in rules::rules(),
         steps in prop::collection::vec((report(), 50u64..3000), 1..120),
@@ -732,7 +732,7 @@ proptest! {
     }
 
     #[test]
-    fn the_same_happenings_give_the_same_plans((index, rules, life) in life()) {
+    fn same_events_result_in_same_plans((index, rules, life) in life()) {
         let run = || {
             let mut world = World::under(rules.clone(), policy(index), None);
             let mut plans = Vec::new();
@@ -753,7 +753,7 @@ proptest! {
     #![proptest_config(config(60))]
 
     #[test]
-    fn a_guest_that_uses_as_much_as_ever_comes_to_rest((index, rules, life) in life(), used_mib in 0u64..1_800) {
+    fn guest_with_constant_use_comes_to_rest((index, rules, life) in life(), used_mib in 0u64..1_800) {
         let mut world = World::under(rules, policy(index), None);
         world.live(&life)?;
         world.comes_to_rest(used_mib)?;
