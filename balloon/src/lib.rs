@@ -1,8 +1,8 @@
 //! Governor of a VM's memory: policies, and the controller that turns reports of a guest into
 //! plans.
 //!
-//! Everything here is pure and has no clock, no I/O and no KVM. The caller passes reports, the
-//! sizes of the VM's zones and the time. The same calls always return the same plans.
+//! This crate is pure: it has no clock, I/O or KVM. The caller passes reports, the sizes of the
+//! VM's zones and the time. The same calls always return the same plans.
 //!
 //! ```text
 //!   line -> Intake -> Report -+

@@ -248,7 +248,7 @@ pub trait Parameters {
     /// Returns all parameters, in a fixed order.
     fn table(&self) -> &'static [Param];
 
-    /// Returns pairs of parameters of which the second must not be below the first.
+    /// Returns pairs of parameters. The second of a pair must not be below the first.
     fn order(&self) -> &'static [(&'static str, &'static str)];
 
     /// Returns the value of the parameter at an index of the table.

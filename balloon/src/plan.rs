@@ -13,8 +13,8 @@ pub enum Direction {
     Grow,
     /// The guest returns memory.
     Shrink,
-    /// Nothing new is requested from the guest. A request that the guest has not followed may be
-    /// reduced or withdrawn.
+    /// The guest gets no new request. A request that the guest has not followed may be reduced or
+    /// withdrawn.
     Hold,
 }
 

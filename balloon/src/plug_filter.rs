@@ -63,7 +63,7 @@ impl PlugFilter {
             self.stays_ms = self.stays_ms.saturating_mul(2).min(MOST_STAYS_MS);
         }
         if let Some(gone) = self.levels.iter().position(|level| level.bytes > plugged_bytes) {
-            // The first of these levels is left in part.
+            // A part of the first of these levels is still plugged.
             self.levels.truncate(gone + 1);
             self.levels[gone].bytes = plugged_bytes;
             self.levels.dedup_by_key(|level| level.bytes);
@@ -188,7 +188,7 @@ mod tests {
             (0, None),
             "it is neither there nor news"
         );
-        // The memory stays for as long as the first time, and is unplugged again.
+        // The memory stays as long as the first time, and is unplugged again.
         assert_eq!(filter.observe(256, 128, TimeMs(6_100)), None);
         assert_eq!((filter.stayed_bytes(128), filter.pending_since()), (0, None));
         assert_eq!(filter.observe(256, 128, TimeMs(7_000)), None);

@@ -92,13 +92,13 @@ impl Line {
 /// State of an agent's connection that determines which reports are accepted.
 ///
 /// One report must not determine forever which reports are accepted later, because a false one
-/// would lock out the true ones. So a new connection starts without a state.
+/// would lock out the true ones. Therefore a new connection starts without a state.
 ///
 /// The bound of a first report is the host's own clock, because a guest that was booted in its VM
 /// is not older than the VM. A guest that was hibernated elsewhere is older, because its clock
 /// continues from the image. Within a connection, the last accepted report bounds the next one. A
 /// sequence of refused reports overrides both bounds. False reports harm only their own guest, and
-/// so would refusing all reports.
+/// refusing all reports would harm it too.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Intake {
     /// Start of the guest.

@@ -197,7 +197,7 @@ pub struct Estimator {
     rival: Option<Rival>,
     seq: u64,
     /// Estimated clock of the guest, and the host's time of that estimate. Statistics contain no
-    /// time. So the clock continues from the last report of an agent, if any, and policies see one
+    /// time, so the clock continues from the last report of an agent, if any, and policies see one
     /// clock.
     clock: Option<(u64, TimeMs)>,
     stall: Stall,

@@ -147,8 +147,8 @@ fn each_workload_is_served_with_little_excess_memory() {
             f.over_end_permille as f64 / 10.0,
             f.resizes
         );
-        // At 400 MiB/s, which is more than `burst`, 1 MiB may be late, depending on the time of the
-        // last look.
+        // At 400 MiB/s, which is more than `burst`, 1 MiB may be swapped out, depending on the time
+        // of the last look.
         let swapped_out_bound_mib = u64::from(name == "hard burst after rest");
         assert!(
             f.swapped_out_mib <= swapped_out_bound_mib,
@@ -291,8 +291,8 @@ fn burst_leads_to_request_within_a_tenth_of_a_second() {
         took.push(psi.guest().now().since(begin));
     }
     took.sort_unstable();
-    // After 50 ms, an eighth of available memory is used. So little is left that the next look is
-    // at most 50 ms later.
+    // After 50 ms, an eighth of available memory is used. Little is left, so the next look is at
+    // most 50 ms later.
     assert!(took[took.len() / 2] <= 80, "{took:?}");
     assert!(took[took.len() - 1] <= 115, "{took:?}");
 }
@@ -356,7 +356,7 @@ fn memory_that_guest_refuses_to_return_is_requested_less_and_less_often() {
     assert!(plans.is_empty(), "{plans:?}");
 }
 
-/// A guest that wants 600 MiB, part of which is in swap and not touched.
+/// A guest that wants 600 MiB. A part of that is in swap and not touched.
 fn swapped() -> Rig {
     let mut rig = Rig::of("off");
     TO_SWAP.into_iter().for_each(|(ms, mib_per_s)| drop(rig.run(ms, mib_per_s)));

@@ -1,4 +1,4 @@
-//! Rule 4: limits requests to the memory for whose page descriptors the guest has room.
+//! Rule 4: limits requests to the memory that the guest can provide page descriptors for.
 //!
 //! Linux allocates the page descriptors of hotplugged memory from memory that is not movable: 2 MiB
 //! for each section of 128 MiB (mm/sparse-vmemmap.c; virtio_mem adds memory without
@@ -70,7 +70,7 @@ impl DescriptorLimit {
         self.arriving = Some(Arriving { since: now, bytes: before_bytes.saturating_add(bytes) });
     }
 
-    /// Memory that may be requested beyond what is requested or plugged.
+    /// Memory that may be requested beyond the requested or plugged memory.
     ///
     /// The limit is a total size that changes only with reports. A limit relative to the plugged
     /// size would allow another section as soon as the last one is plugged, until the guest has no
@@ -95,8 +95,8 @@ fn balloon_zone_bytes(host: &HostView) -> u64 {
     zones.fold(0, |sum, zone| sum.saturating_add(zone.plugged_bytes))
 }
 
-/// Sum over the zones whose memory needs new descriptors. The balloon zone is boot memory, which
-/// has descriptors already.
+/// Sum over the zones with memory that needs new descriptors. The balloon zone is boot memory,
+/// which has descriptors already.
 fn sum(host: &HostView, size_bytes: impl Fn(&ZoneSizes) -> u64) -> u64 {
     let zones = host.zones.iter().filter(|zone| host.balloon != Some(zone.id));
     zones.fold(0, |sum, zone| sum.saturating_add(size_bytes(zone)))

@@ -20,11 +20,11 @@ pub(crate) struct GoalStep {
 }
 
 impl Controller {
-    /// Stops sizing a zone that was sized by hand, until [`Controller::resume`].
+    /// Stops sizing a zone that a client has sized, until [`Controller::resume`].
     ///
     /// # Panics
     ///
-    /// Panics if [`Controller::observe`] has not seen the zone.
+    /// Panics if [`Controller::observe`] has not observed the zone.
     pub fn pin(&mut self, id: ZoneId) {
         self.observed(id).pin();
     }
@@ -47,8 +47,9 @@ impl Controller {
     }
 
     /// Returns requests that bring zones closer to their goals. Call [`Controller::observe`] with
-    /// the same host first. Carry them out, and read the host again before [`Controller::step`].
-    /// Goals stay in force in a paused loop and in a dry run, because a client set them.
+    /// the same host first. Carry the requests out, and read the host again before
+    /// [`Controller::step`]. Goals stay in force while the controller is paused and in a dry run,
+    /// because a client set them.
     pub(crate) fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<GoalStep> {
         if !self.has_goals() {
             return Vec::new();

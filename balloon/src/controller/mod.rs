@@ -141,7 +141,7 @@ impl Controller {
         self.zones.iter_mut()
     }
 
-    /// Returns the size of the memory for whose page descriptors the guest has room (rule 4).
+    /// Returns the size of the memory that the guest can provide page descriptors for (rule 4).
     pub fn describable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
         self.descriptors.room_bytes(&self.rules, host, now)
     }
@@ -182,7 +182,7 @@ impl Controller {
     /// Replaces the policy. If a parameter is out of range, the present policy stays.
     pub fn set_policy(&mut self, policy: Policy) -> Result<(), ParamError> {
         policy.validate()?;
-        // The same policy with other parameters keeps its state.
+        // A policy keeps its state if only its parameters change.
         if std::mem::discriminant(&policy) != std::mem::discriminant(&self.policy) {
             self.state = policy.initial_state();
         }
@@ -241,8 +241,8 @@ impl Controller {
     }
 
     /// Updates the trackers with the host's present sizes. A zone that grows without a plan, for
-    /// example a balloon that the guest deflates on OOM, counts as a grow. So the memory is not
-    /// removed again at once. A second call with the same sizes changes nothing.
+    /// example a balloon that the guest deflates on OOM, counts as a grow, so that the memory is
+    /// not removed again at once. A second call with the same sizes changes nothing.
     pub fn observe(&mut self, host: &HostView, now: TimeMs) -> Vec<Seen> {
         if !host.zones.iter().map(|zone| zone.id).eq(self.zones.iter().map(|known| known.id)) {
             let known = std::mem::take(&mut self.zones);

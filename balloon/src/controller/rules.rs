@@ -4,7 +4,7 @@ use crate::params::{Parameters, Setting, params};
 use crate::{MIB, ParamError};
 
 params! {
-    /// Parameters of the rules above every policy. docs/reference/policies.md says what each is for.
+    /// Parameters of the rules above every policy. docs/reference/policies.md explains each.
     pub struct Rules {
         /// Lower limit of the requested memory of all zones together, with the part of boot memory that a balloon can take.
         floor_bytes: "floor", Blocks, 0 => 1 << 46, 0;
@@ -36,7 +36,7 @@ params! {
         unreported_multiple: "unreported", Count, 0 => 64, 8;
     }
     and {
-        /// Decide, but ask nothing of the guest.
+        /// Makes decisions without requests to the guest.
         dry_run: bool = false;
     }
     order { "floor" <= "ceiling"; "cool_down" <= "max_cool_down"; "progress" <= "max_retry"; }

@@ -104,7 +104,7 @@ impl ZoneTracker {
         let less_bytes = requested_before.saturating_sub(zone.requested_bytes);
         let is_lowered = self.is_requested_by_plan && zone.lowered_by().is_some();
 
-        // Memory that the guest unplugs without a request is no progress.
+        // Memory that the guest unplugs without a request does not count as progress.
         let is_asked_back =
             zone.plugged_bytes < before.plugged_bytes && asked_bytes < before.plugged_bytes;
         if zone.requested_bytes != requested_before || is_asked_back {

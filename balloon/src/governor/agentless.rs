@@ -17,8 +17,8 @@ use crate::{HostView, TimeMs};
 const PATIENCE_MS: u64 = 10_000;
 /// Time between two requests for statistics.
 const REST_INTERVAL_MS: u64 = 1_000;
-/// The same below the policy's watermark. An agent then reports twice as often, but statistics cost
-/// the guest more.
+/// Time between two requests for statistics below the policy's watermark. An agent then reports
+/// twice as often, but statistics cost the guest more.
 pub const FAST_INTERVAL_MS: u64 = 100;
 
 /// Source of a report.

@@ -108,9 +108,9 @@ pub struct DecisionTarget {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state")]
 pub enum Outcome {
-    /// Nothing was requested from the guest.
+    /// No request to the guest.
     None,
-    /// Nothing was requested from the guest, because of a dry run.
+    /// No request to the guest, because of a dry run.
     DryRun,
     /// The guest is following the request.
     Pending {

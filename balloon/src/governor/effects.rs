@@ -32,8 +32,7 @@ pub enum Event {
     BootWith(ResizeTarget),
     /// A client has changed the governor.
     Change(Change),
-    /// A DIMM of this size in bytes is added, whose page descriptors need room like those of a
-    /// zone.
+    /// A DIMM of this size in bytes is added. Its page descriptors need room like those of a zone.
     AddDimm(u64),
 }
 

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The caller reads the host and calls [`Governor::run`]. [`Devices`] perform the requests, and the
-//! host may be read again after that, because a device may have lowered what was requested. The
-//! caller writes the notes last, because the guest waits for the requests.
+//! host may be read again after that, because a device may have lowered a request. The caller
+//! writes the notes last, because the guest waits for the requests.
 
 mod agent;
 mod agentless;
@@ -258,7 +258,7 @@ impl Governor {
         self.note(plan, ended, true, host, now, effects);
     }
 
-    /// Time has passed, or a plugged size or statistics have changed.
+    /// Handles a tick: time has passed, or a plugged size or statistics have changed.
     fn tick(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
         self.watch_agent(now, effects);
         let was_active = self.is_by_statistics();
@@ -283,8 +283,8 @@ impl Governor {
         }
     }
 
-    /// Requests the next steps towards sizes that a client requested. After these, or at once if
-    /// there are none, decides on a tick if `then_decide` is set.
+    /// Requests the next steps towards sizes that a client requested. Decides on a tick after them
+    /// if `then_decide` is set, or at once without such steps.
     fn goals(&mut self, then_decide: bool, host: &HostView, now: TimeMs, effects: &mut Effects) {
         if self.follow_goals(host, now, effects) {
             effects.next = Some(if then_decide { FollowUp::Decide } else { FollowUp::Observe });

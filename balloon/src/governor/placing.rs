@@ -20,10 +20,9 @@ impl Placing {
         if plugged_bytes(host, Tier::Pm) == 0 {
             let bare_bytes =
                 report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
-            // More may seem to be missing, because plugged or ACPI memory may not be online yet. So
-            // the smallest value counts. A report from before an unplug that arrives after it has
-            // more memory than the guest has now, and would never be corrected. So such a report is
-            // ignored.
+            // Plugged or ACPI memory that is not online yet also seems to be missing, so the
+            // smallest value counts. A report from before an unplug that arrives after it has more
+            // memory than the guest has now. It is ignored, because it would never be corrected.
             if let Some(missing_bytes) = host.boot_bytes.checked_sub(bare_bytes) {
                 let least_bytes =
                     self.missing_bytes.map_or(missing_bytes, |least| least.min(missing_bytes));
@@ -197,8 +196,8 @@ mod tests {
         }
     }
 
-    /// The same guest with a balloon of at most 1 GiB in addition to the boot memory that it keeps,
-    /// as the governor represents it.
+    /// That guest as the governor represents it, with a balloon of at most 1 GiB in addition to the
+    /// boot memory that it keeps.
     fn host_with_balloon(ballooned_mib: u64, pm_mib: u64) -> HostView {
         let mut host = host([0, pm_mib, 0]);
         let balloon = &mut host.zones[0];

@@ -55,7 +55,7 @@ impl Shortage {
         }
     }
 
-    /// Adds a grow by `bytes` of a guest whose total is `total_bytes`.
+    /// Adds a grow by `bytes` of a guest with a total of `total_bytes`.
     fn grown(&mut self, bytes: u64, total_bytes: u64, now: TimeMs) {
         let start = Running { started: now, from_bytes: total_bytes, grown_bytes: 0 };
         self.running.get_or_insert(start).grown_bytes += bytes;

@@ -88,7 +88,7 @@ pub(crate) const AMF: States = States {
 };
 
 impl States {
-    /// Joules of memory with these active and idle times, of which `activated_bytes` became active.
+    /// Joules of memory with these active and idle times. `activated_bytes` of it became active.
     pub(crate) fn joules(
         &self,
         active_byte_seconds: f64,

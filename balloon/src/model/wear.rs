@@ -59,7 +59,8 @@ mod tests {
 
     const GIB: f64 = (1u64 << 30) as f64;
 
-    /// Setting of the paper: 8 GB of memory whose cells last ten times as long as those of storage.
+    /// Setting of the paper: 8 GB of memory with cells that last ten times as long as those of
+    /// storage.
     fn paper(storage_gib: f64, bandwidth: f64) -> f64 {
         Ratios { capacity: storage_gib / 8.0, bandwidth, endurance: 10.0 }.pooled_lifetime()
     }

@@ -18,7 +18,7 @@ pub(super) struct NodeView {
     pub node: u32,
     /// R: free pages of its DRAM and its PM, or of all PM once its own is used up.
     pub free_pages: u64,
-    /// The same without PM of other nodes.
+    /// `free_pages` without PM of other nodes.
     pub own_free_pages: u64,
     /// Sums of the watermarks over the zones of its DRAM. The papers' watermarks stay as they were
     /// at boot, but those of PM would change with every integration.
@@ -33,7 +33,7 @@ pub(super) struct NodeView {
     pub pm_requested_bytes: u64,
     /// Part of P that is online and free.
     pub pm_free_bytes: u64,
-    /// The same in whole sections.
+    /// `pm_free_bytes` in whole sections.
     pub pm_free_sections: u64,
 }
 
@@ -72,7 +72,8 @@ pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
         }
     }
     for node in &mut nodes {
-        // A node whose own PM is used up gets PM of other nodes, so free PM there answers its need.
+        // A node that has used up its own PM gets PM of other nodes, so free PM there serves its
+        // need.
         node.own_free_pages = node.free_pages + node.pm_free_bytes / PAGE_BYTES;
         let used_up = node.pm_requested_bytes >= node.pm_bytes;
         node.free_pages =
@@ -147,7 +148,7 @@ pub(super) struct Coming {
     granted: Vec<Grant>,
 }
 
-/// Memory requested for a node, part of which is still on its way.
+/// Memory requested for a node. A part of it is still on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Grant {
     node: u32,
@@ -176,8 +177,8 @@ impl Grant {
 }
 
 impl Coming {
-    /// Learns from a report. Memory that is online, and has had the time to become free, is no
-    /// longer on its way.
+    /// Learns from a report. Memory that is online and has had the time to become free does not
+    /// count as on its way any more.
     pub(super) fn observe(&mut self, input: Input<'_>, now: TimeMs) {
         let memory = input.report.memory();
         self.boot_memory.learn(input, now);

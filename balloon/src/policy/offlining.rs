@@ -1,9 +1,9 @@
 //! Memory that the guest is about to unplug.
 
 /// Estimate of the memory on its way out of the guest. Linux removes a block from free memory
-/// first, and from the total only at the end. So while memory has to go, a rise of used memory
-/// counts as memory on its way out, up to that amount. If the rise is real use instead, the memory
-/// that has to go is still there to serve it.
+/// first, and from the total only at the end. Therefore, while memory has to be unplugged, a rise
+/// of used memory counts as memory on its way out, up to that amount. If the rise is real use
+/// instead, the memory that has to be unplugged is still there to serve it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OffliningMemory {
     /// Used memory when no memory was on its way out.

@@ -85,8 +85,8 @@ pub fn run_host(
 /// host and returns the free size of its pool. The result depends neither on the threads nor on
 /// their order.
 ///
-/// Hosts are independent and take long. So an atomic counter divides them evenly among threads of
-/// the standard library, and rayon is not needed.
+/// Hosts are independent and take long, so an atomic counter divides them evenly among threads of
+/// the standard library. rayon is not needed.
 pub fn run_fleet(
     hosts: usize,
     governed: &Governed,

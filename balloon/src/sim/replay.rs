@@ -22,7 +22,7 @@ use crate::{HostView, MIB, Tier, TimeMs};
 /// more.
 const MOST_MOMENTS: usize = 1 << 20;
 
-/// Time for which files whose evicted pages returned count as read repeatedly.
+/// Time for which files with evicted pages that returned count as read repeatedly.
 const AGAIN_MS: u64 = 3_600_000;
 /// Time in which returning pages show files that have no room in the page cache in addition to its
 /// content.
@@ -99,7 +99,7 @@ struct Files {
 impl Files {
     /// Prepares for reports from another source. The first of them shows `cached_bytes` of page
     /// cache. The new counters started at another time, and the source may count page cache in
-    /// another way. So neither difference is a change in the guest.
+    /// another way, so neither difference is a change in the guest.
     fn change_reporter(&mut self, cached_bytes: u64) {
         self.last = None;
         self.gone_bytes += i128::from(self.cached_bytes) - i128::from(cached_bytes);
@@ -107,8 +107,8 @@ impl Files {
 
     /// Learns from a report. Each page that enters the page cache is still there, or was evicted.
     /// If it was evicted before, it returns. Otherwise it was read for the first time. A report
-    /// does not show pages that are dropped because their file is deleted, so files of that size
-    /// that are read later replace them.
+    /// does not show pages that are dropped because their file is deleted. Later reads of that size
+    /// count as their replacement.
     fn see(&mut self, at_ms: u64, cached_bytes: u64, counters: &Counters) {
         if let Some((last_ms, last)) = &self.last {
             // Counters of a kernel that has booted again start at 0.
@@ -186,8 +186,8 @@ impl Unwanted {
         self.offlining_bytes
     }
 
-    /// Prepares for reports from another source, whose first report is `report`. It may show other
-    /// memory as used, so only the size of the memory on its way out stays as it was.
+    /// Prepares for reports from another source. `report` is its first report. The source may show
+    /// other memory as used, so only the size of the memory on its way out stays as it was.
     fn change_reporter(&mut self, used: &Used, report: &Report) {
         self.offlining =
             OffliningMemory::continued(Self::other_bytes(used, report), self.offlining_bytes);
@@ -202,7 +202,7 @@ impl Unwanted {
     }
 }
 
-/// Demand at the moments of reports, whose number is limited.
+/// Demand at the moments of reports, up to a limited number.
 struct Moments {
     seen: Vec<Seen>,
     most: usize,
@@ -228,7 +228,7 @@ impl Moments {
             seen.kernel_bytes = kernel.needed_bytes;
             self.kernel = Some(kernel);
         }
-        // Of two reports in a millisecond, the later one counts.
+        // If two reports are from one millisecond, the later one counts.
         if self.seen.last().is_some_and(|last| last.at_ms == seen.at_ms) {
             self.seen.pop();
         }
@@ -267,8 +267,8 @@ impl Moments {
 /// memory.
 ///
 /// A short guest had less memory than it wanted, and the trace does not show memory that tasks
-/// waited for. So its demand is a lower bound. Swapped memory counts as wanted. Files whose evicted
-/// pages returned are read repeatedly, and other files that entered the page cache are read once.
+/// waited for, so its demand is a lower bound. Swapped memory counts as wanted. Files with evicted
+/// pages that returned are read repeatedly. Other files that entered the page cache are read once.
 pub fn replay(
     trace: &mut Reader<impl BufRead>,
     guest: &GuestConfig,

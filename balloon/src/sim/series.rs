@@ -88,7 +88,8 @@ impl Series {
 impl Observer for Series {
     fn lived(&mut self, guest: &Guest, _: &Segment) {
         let seen = Point::of(guest, guest.now());
-        // Nothing has changed since the last state, so it also applies to intervals without one.
+        // The last state also applies to the intervals since then, because nothing has changed in
+        // them.
         let before = self.last.unwrap_or(seen);
         let stretch = guest.now().0 / self.stretch_ms;
         while (self.points.len() as u64) <= stretch {

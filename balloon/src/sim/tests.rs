@@ -595,8 +595,8 @@ fn fused(pm_bytes: u64, scale: &str) -> (Outcome, Integrated) {
 
 const UNIFIED_PM_BYTES: u64 = 16 << 30;
 
-/// A guest with 512 MiB of DRAM and 16 GiB of PM, whose page descriptors take half of DRAM. Its
-/// working set is 64 MiB for a minute and then 384 MiB. In `Unified`, AMF's baseline, all PM is
+/// A guest with 512 MiB of DRAM and 16 GiB of PM. The page descriptors of the PM take half of DRAM.
+/// The working set is 64 MiB for a minute and then 384 MiB. In `Unified`, AMF's baseline, all PM is
 /// online from the start.
 fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
     #[derive(Default)]
@@ -632,9 +632,9 @@ fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
 }
 
 /// The paper's claim at full strength: PM that is not needed takes no DRAM for page descriptors.
-/// Its figures (46.1 % fewer page faults, 29.5 % less swap) are not reproduced, because a kernel
-/// whose DRAM is full of descriptors swaps although PM is free, and the model's kernel places the
-/// pages in PM.
+/// Its figures (46.1 % fewer page faults, 29.5 % less swap) are not reproduced. A kernel with its
+/// DRAM full of descriptors swaps although PM is free, but the model's kernel places the pages in
+/// PM.
 #[test]
 fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
     let unified = || {
@@ -695,13 +695,13 @@ fn wear_follows_equations_of_memorage() {
         (Outcome::of(&vms[0]), *vms[0].guest().totals())
     };
     let (outcome, totals) = figures(deficit(500, "disk"), &governed);
-    // 200,000 touches per second for a minute, half of which write 64 bytes, and memory that is
-    // filled when it is plugged.
+    // 200,000 touches per second for a minute. Half of them write 64 bytes. Memory is filled when
+    // it is plugged.
     let [dram, pm] = totals.plugged_in_bytes.map(|bytes| bytes as f64);
     let written = 60.0 * 100_000.0 * 64.0 + dram + pm;
     let stored = (12u64 << 30) as f64 * 60.0 / 86_400.0;
     let bandwidth = written / stored;
-    // 1 GiB of PM, and 320 MiB of DRAM whose cells endure ten times as many writes.
+    // 1 GiB of PM, and 320 MiB of DRAM with cells that endure ten times as many writes.
     let pooled = (1.0 + 3.2 / 10.0) * bandwidth / (1.0 + bandwidth);
     assert!(
         (outcome.pooled_lifetime / pooled - 1.0).abs() < 1e-9,

@@ -9,8 +9,8 @@ use crate::{MIB, TimeMs};
 const MINUTE_MS: u64 = 60_000;
 
 params! {
-    /// Parameters of a workload. Each workload has its own defaults. Those in this table are the
-    /// ones of `steady`.
+    /// Parameters of a workload. Each workload has its own defaults. This table has the defaults of
+    /// `steady`.
     pub struct Params {
         /// Lowest anonymous memory, in thousandths of DRAM.
         low_permille: "low", Permille, 10 => 100_000, 500;

@@ -1,4 +1,4 @@
-//! Reader of traces, whose content is not trusted.
+//! Reader of traces. Their content is not trusted.
 
 use std::io::{self, BufRead, Read};
 

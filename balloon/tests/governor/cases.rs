@@ -171,7 +171,7 @@ fn host_sleep_makes_reports_neither_invalid_nor_late() {
     world.report_free(0);
     let before = world.state.host.requested_bytes();
     world.slept_ms = 8 * 3_600_000;
-    // A pause, in which no time passes, does not either.
+    // Neither does a pause, in which no time passes.
     (0..180).for_each(|_| world.tick(0));
     assert_eq!(world.state.host.requested_bytes(), before);
     world.report_free(0);
@@ -257,7 +257,7 @@ fn statistics_are_used_while_no_agent_reports() {
     world.send_statistics_for(1, 100);
     assert!(world.reports() > 20);
     assert_eq!(world.governor.by_statistics(), Some(true));
-    // A connection without reports does not interrupt them.
+    // A connection without reports does not interrupt reports from statistics.
     let before = world.reports();
     for is_connected in [false, true, false, true] {
         world.happen(&Happening::Agent(is_connected), 0);

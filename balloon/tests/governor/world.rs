@@ -101,7 +101,7 @@ pub(crate) struct World {
     is_connected: bool,
 }
 
-/// Growth of a zone beyond what is requested or still plugged.
+/// Growth of a zone beyond its requested and plugged size.
 fn new_bytes(zone: &ZoneSizes, size_bytes: u64) -> u64 {
     size_bytes.saturating_sub(zone.requested_bytes.max(zone.plugged_bytes))
 }
@@ -185,8 +185,8 @@ impl State {
         self.expect(is_valid, "no step to the goal", step);
     }
 
-    /// Sets the size as far as the host has memory, as a device does. A device that has refused its
-    /// driver ignores the request.
+    /// Sets the size, up to the memory that the host has, as a device does. A device that has
+    /// refused its driver ignores the request.
     fn size(&mut self, id: ZoneId, size_bytes: u64, goal_bytes: u64) {
         let index = id.0 as usize;
         let available_bytes = self.available_bytes[index];

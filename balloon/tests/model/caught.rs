@@ -64,8 +64,8 @@ fn cool_down_that_does_not_double_after_an_undone_shrink_is_detected() {
     );
 }
 
-/// Violation in the life of a short guest whose last zone of DRAM is unplugged again whenever it
-/// was plugged.
+/// Violation in the life of a short guest. Its last zone of DRAM is unplugged again whenever it was
+/// plugged.
 fn wrong_where_what_is_plugged_bounces(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let round = [

@@ -43,7 +43,7 @@ impl World {
         }
     }
 
-    /// Checks that sizes outside of the bounds of all zones together are corrected as far as
+    /// Checks that sizes outside of the bounds of all zones together are corrected as much as
     /// possible, regardless of the origin of the requests.
     fn check_bounds(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (rules, requested) = (self.controller.rules(), self.base().requested_bytes());
@@ -83,7 +83,7 @@ impl World {
     }
 
     /// Checks that a request that the guest does not follow is changed. Memory that is unplugged
-    /// again at once is no progress.
+    /// again at once does not count as progress.
     fn check_waits(&self, plan: &Plan) -> Result<(), TestCaseError> {
         // A request for the floor may stay.
         if !self.decides()

@@ -36,7 +36,7 @@ const BOOT_MIB: [u64; 2] = [300, 180];
 /// Number of zones. In the host's order: PM near node 1, PM near node 0, DRAM of node 0, DRAM of
 /// node 1.
 const ZONES: usize = 4;
-/// The DRAM of node 0 is a balloon, whose size is any number of pages.
+/// The DRAM of node 0 is a balloon. Its size is any number of pages.
 const BALLOON: usize = 2;
 const BALLOON_ID: u32 = 3;
 /// Time for which `psi` looks back at reports.
@@ -51,7 +51,7 @@ struct Wait {
     asked: TimeMs,
     /// Last change of either size, except memory that was plugged and unplugged again at once.
     since: TimeMs,
-    /// The same, or the time at which the controller withdrew the request.
+    /// `since`, or the time at which the controller withdrew the request.
     anew: TimeMs,
     /// Memory was plugged and unplugged again at once meanwhile.
     has_flapped: bool,
@@ -104,9 +104,9 @@ struct World {
     waits: [Wait; ZONES],
     /// Number of times that a dry run has shown plans of rules 3 and 5 for the present sizes.
     told: usize,
-    /// Memory of a zone was plugged for a while. It depends on the times of observations if that
-    /// was progress. So does the time at which the controller withdraws the request, and the memory
-    /// that a dry run counts as withdrawn.
+    /// Memory of a zone was plugged for a while. The times of observations determine whether that
+    /// was progress, when the controller withdraws the request, and the memory that a dry run
+    /// counts as withdrawn.
     doubtful: [bool; ZONES],
     broken: Option<Broken>,
 }
@@ -425,7 +425,7 @@ impl World {
 
     /// Returns true if a client's request for a zone may have made no progress for too long, so
     /// that it is not waited for. Memory that was plugged for long enough, but was unplugged
-    /// between two observations, was no progress for the controller.
+    /// between two observations, did not count as progress for the controller.
     fn is_stuck(&self, zone: usize) -> bool {
         let (wait, progress_ms) = (self.waits[zone], self.controller.rules().progress_ms);
         let since = if self.doubtful[zone] { wait.asked } else { wait.since };
@@ -437,8 +437,8 @@ impl World {
         self.heard.is_some_and(|(at, _)| self.now.since(at) >= self.controller.rules().lost_ms)
     }
 
-    /// Updates the waits with the present sizes. Possible progress ends a wait, and memory that is
-    /// unplugged again at once is no progress.
+    /// Updates the waits with the present sizes. Possible progress ends a wait. Memory that is
+    /// unplugged again at once does not count as progress.
     fn see_sizes(&mut self) {
         for (zone, wait) in self.host.zones.iter().zip(&mut self.waits) {
             let sizes = (zone.requested_bytes, zone.plugged_bytes);

@@ -1,4 +1,4 @@
-//! A VM of the simulator whose demand a test controls step by step.
+//! A VM of the simulator. A test controls its demand step by step.
 
 #[allow(dead_code, reason = "not every test runs them")]
 pub(crate) mod workload;
@@ -73,7 +73,7 @@ impl Rig {
         self.run_until(ms, mib_per_s, |_| false)
     }
 
-    /// The same, but ends early if `ends` returns true.
+    /// [`Self::run`] that ends early if `ends` returns true.
     pub(crate) fn run_until(
         &mut self,
         ms: u64,

@@ -54,7 +54,7 @@ enum Memory {
     Zones(Vec<ZoneTracker>),
     /// No zone has failed: a dry run reports the next failure again.
     NoneFailed,
-    /// A dry run has reported what rule 3 would do.
+    /// A dry run has reported the plan of rule 3.
     BoundsTold(bool),
     /// Grows since reports were lost.
     Lost(Lost),
@@ -67,7 +67,7 @@ impl Context<'_> {
         self.controller.without_failed(self.host, self.now)
     }
 
-    /// The last report, or `decision` if there is none.
+    /// The last report, or `decision` before the first one.
     fn last_or(&self, decision: Decision) -> LastReport {
         self.controller.last.unwrap_or_else(|| self.controller.unreported(decision, self.now))
     }

@@ -100,7 +100,7 @@ impl Controller {
         Plan { wanted_bytes: wanted, ..plan }
     }
 
-    /// Returns a plan for the bytes that could be moved, or one that holds if there are none.
+    /// Returns a plan for the bytes that could be moved, or one that holds without such bytes.
     fn plan_move(
         &self,
         direction: Direction,

@@ -1,4 +1,4 @@
-//! Rule 4: requests stay within the memory for whose page descriptors the guest has DRAM.
+//! Rule 4: requests stay within the memory that the guest's DRAM can provide page descriptors for.
 
 use super::*;
 
@@ -47,7 +47,7 @@ fn nothing_is_requested_from_guest_without_room() {
     assert_eq!(rig.requested_mib(), (128, 0));
 }
 
-/// A guest with free swap whose kernel has used up its zones, section by section.
+/// A guest with free swap. Its kernel has used up its zones, section by section.
 #[test]
 fn swap_gives_room_only_while_the_kernels_zones_have_user_pages() {
     let mut rig = Rig::fixed(16_384);
@@ -228,7 +228,7 @@ fn goal_ends_when_host_or_policy_requests_another_size() {
     assert_eq!(rig.step(), []);
 }
 
-/// A DIMM uses up room like a zone's memory, until a report shows what is left.
+/// A DIMM uses up room like a zone's memory, until a report shows the remaining room.
 #[test]
 fn dimms_count_towards_the_limit() {
     let mut rig = Rig::new(Policy::default());

@@ -150,7 +150,7 @@ impl Rig {
         zone.shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes });
     }
 
-    /// Plugs and unplugs all that is requested, as the guest's driver does.
+    /// Plugs and unplugs all requested memory, as the guest's driver does.
     fn follow(&mut self) {
         for zone in &mut self.host.zones {
             zone.plugged_bytes = zone.requested_bytes;

@@ -248,7 +248,7 @@ fn rule_5_zone_without_driver_is_used_last() {
     // Neither zone has a driver, so the order is as usual.
     assert_eq!(asked(64, [false, false]), (64, 0));
     assert_eq!(asked(64, [true, false]), (64, 0));
-    // The missing driver is no reason to remove DRAM before PM.
+    // PM is removed before DRAM even if the driver of DRAM is missing.
     let mut rig = Rig::fixed(64);
     for zone in &mut rig.host.zones {
         (zone.requested_bytes, zone.plugged_bytes) = (64 * MIB, 64 * MIB);
@@ -516,7 +516,7 @@ fn rule_5_new_demand_is_requested_together_with_host_shortfall() {
 
 #[test]
 fn rule_5_host_shortfall_expires_after_a_second() {
-    // Requests 128 MiB of DRAM, of which the host has 24, and pauses the controller for `ms`.
+    // Requests 128 MiB of DRAM from a host with 24 MiB, and pauses the controller for `ms`.
     let paused_for = |ms| {
         let mut rig = Rig::fixed(128);
         rig.tick(0);

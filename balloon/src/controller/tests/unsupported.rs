@@ -1,9 +1,9 @@
-//! Zones whose guest driver the device has refused.
+//! Zones with a guest driver that the device has refused.
 
 use super::*;
 
-/// A controller whose guest has 384 MiB of boot memory, 256 MiB of it in the balloon, and
-/// unsupported drivers.
+/// A controller of a guest with unsupported drivers and 384 MiB of boot memory, 256 MiB of it in
+/// the balloon.
 fn guest_with_balloon(policy: Policy) -> Rig {
     let mut rig = Rig::new(policy);
     let balloon = ZoneId(2);

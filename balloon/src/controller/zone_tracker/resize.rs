@@ -116,7 +116,7 @@ impl ZoneTracker {
         if let Some(since) = stayed_since.filter(|since| *since >= resize.changed_at) {
             resize.has_changed(since);
         }
-        // Plugged memory counts once it stays. A driver that loads or unloads is no progress.
+        // Plugged memory counts once it stays. A driver that loads or unloads is not progress.
         let (plugged_bytes, driver) = (sizes.plugged_bytes, sizes.driver);
         if *sizes != (ZoneSizes { plugged_bytes, driver, ..*before }) || has_moved {
             resize.has_changed(now);

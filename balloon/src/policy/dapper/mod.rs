@@ -98,7 +98,7 @@ pub fn decide(
         asked.serve(served, &mut state.coming)
     };
     if !input.is_carried_out {
-        // Nothing was removed or added, so Table 4 is evaluated again, and the turn of the nodes
+        // No memory was removed or added, so Table 4 is evaluated again, and the turn of the nodes
         // stays.
         (state.removing, state.served) = (None, served_before);
     }
@@ -131,7 +131,7 @@ fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
 }
 
 impl State {
-    /// Returns the node whose PM is removed, and the total size that stays.
+    /// Returns the node that loses PM, and the total size that stays.
     fn remove(
         &mut self,
         params: &Params,

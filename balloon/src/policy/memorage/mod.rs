@@ -53,8 +53,8 @@ pub(super) fn decide(
     let free_bytes = input.report.memory().free_bytes;
     let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = host.requested_bytes();
-    // Memory on its way answers a shortage but is no surplus, because tasks that wait for it may
-    // fill it as it arrives.
+    // Memory on its way serves a shortage but does not count as surplus, because tasks that wait
+    // for it may fill it as it arrives.
     let surplus_bytes = state.surplus(params, trigger_bytes, free_bytes, now);
     let storage = Storage::new(params, host);
     let decision = if storage.owed_bytes > 0 {

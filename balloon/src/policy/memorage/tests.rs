@@ -123,7 +123,7 @@ fn memorage_returns_memory_first_if_storage_is_short() {
     rig.plug(0, 4 * GIB);
     rig.host.pool_free_bytes = 8 * GIB;
     assert_eq!(rig.report(1_000).want_bytes, None, "at the floor");
-    // The same applies while the guest is short.
+    // Memory is returned although the guest is short.
     for (zone, pages) in [(0, 0), (1, 0)] {
         rig.free(zone, pages);
     }

@@ -129,7 +129,7 @@ fn pmb_twice_the_watermark_stays_to_prevent_oscillation() {
     assert!(directions[0] > 0 && directions[1..].iter().all(|taken| *taken == 0), "{directions:?}");
     assert!(rig.host.requested_bytes() >= 2 * W * PAGE_BYTES);
     assert!(rig.host.requested_bytes() < 2 * W * PAGE_BYTES + 2 * UNIT);
-    // The same amount can be used again before the next unit is added.
+    // This amount can be used again before the next unit is added.
     rig.free(1, W);
     assert_eq!(rig.report(50).want_bytes, None);
     rig.free(1, W - 1);

@@ -58,9 +58,9 @@ pub(super) struct Rates {
     pub stalled: bool,
     /// Evicted pages returned at the configured rate.
     pub refaulting: bool,
-    /// The same for anonymous memory alone.
+    /// Evicted anonymous pages returned at the configured rate.
     pub anon_refaulting: bool,
-    /// The same for files alone.
+    /// Evicted pages of files returned at the configured rate.
     pub files_refaulting: bool,
     /// Rate of returning pages of files.
     pub file_refault_bytes_per_s: u64,

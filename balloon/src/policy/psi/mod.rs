@@ -175,7 +175,7 @@ fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Mark
     Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes, watermark_of }
 }
 
-/// Available page cache. Shared memory is excluded as far as a report shows it.
+/// Available page cache. Shared memory is excluded if the report shows it.
 fn available_cache_bytes(report: &Report) -> u64 {
     let memory = report.memory();
     memory.cached_bytes.min(memory.available_bytes.saturating_sub(memory.free_bytes))

@@ -4,7 +4,7 @@ use crate::MIB;
 use crate::params::params;
 
 params! {
-    /// Parameters of `psi`. docs/reference/policies.md says what each is for.
+    /// Parameters of `psi`. docs/reference/policies.md explains each.
     pub struct Params {
         /// Growth, in bytes per second, that the headroom absorbs until more memory is online.
         burst_bytes_per_s: "burst", Bytes, 0 => 1 << 50, 256 * MIB;

@@ -305,7 +305,7 @@ impl Guest {
         self.waiting_bytes
     }
 
-    /// Wanted memory whose processes the OOM killer has ended.
+    /// Wanted memory of processes that the OOM killer has ended.
     pub fn killed_bytes(&self) -> u64 {
         self.killed_bytes
     }

@@ -75,7 +75,7 @@ impl Guest {
                 self.kill();
             }
         }
-        // Tasks that get a part of what they want wait for the rest of the time.
+        // Tasks that get a part of the memory that they want wait for the rest of the time.
         crate::units::scale(ms * 1000, wanted - got, wanted)
     }
 

@@ -6,7 +6,7 @@ use super::{Guest, Marks, PAGE_BYTES};
 use crate::units::{SECTION_DESCRIPTOR_BYTES, scale};
 use crate::{MIB, Tier, ZoneSizes};
 
-/// Boot memory of a guest, and what `zones` can add.
+/// Boot memory of a guest, and the memory that `zones` can add.
 pub(in crate::sim) fn boot_memory(boot_bytes: u64, zones: &[ZoneSizes]) -> BootMemory {
     let most_bytes = |tier: Tier| {
         let zones = zones.iter().filter(|zone| zone.tier == tier);
@@ -247,7 +247,7 @@ impl Guest {
     ///
     /// New user pages leave the reserve free in addition to the allocated kernel memory. Later
     /// kernel allocations take free memory of the reserve, and a reserve that grows later moves no
-    /// page. So freed user pages refill the reserve.
+    /// page. In both cases, freed user pages refill the reserve.
     fn kernel_zone_limit_bytes(&self) -> u64 {
         let next_bytes = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
         let used_bytes = self.kernel_used_bytes();

@@ -175,7 +175,7 @@ fn reserve_is_refilled_when_some_pages_are_freed() {
     assert_eq!(loaded.kernel_free_mib(), KEPT_MIB);
 }
 
-/// Guest of 384 MiB without PM and swap whose programs have 250 MiB. After `plugged_mib` of DRAM
+/// Guest of 384 MiB without PM and swap. Its programs have 250 MiB. After `plugged_mib` of DRAM
 /// have been plugged, the kernel wants 250 MiB.
 fn kernel_load_after(plugged_mib: u64) -> Guest {
     let dram = ZoneSizes::empty(0, Tier::Dram, 256 * MIB);

@@ -59,7 +59,7 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
             // The other policy waits instead.
             _ if theirs.stall_s > ours.stall_s => false,
             // Units of 4 MiB follow each tooth up and down, but `psi` keeps memory for the next one
-            // (rule 8). So `pmb` holds less, with more than ten times as many resizes.
+            // (rule 8). Therefore `pmb` holds less, with more than ten times as many resizes.
             "pmb" if workload == Workload::Sawtooth => {
                 over[0] > 2.0 * over[1] || resizes[1] < 10 * resizes[0]
             }

@@ -182,8 +182,8 @@ fn rule_3_memory_on_its_way_counts_as_available() {
     assert_eq!(rig.report(50, 40 + want / 2 / MIB).want_bytes, None);
 }
 
-/// A guest that has filled slowly and is below its headroom, with 128 MiB on their way. Of these,
-/// `online_mib` are in its total and nothing is available yet.
+/// A guest that has filled slowly and is below its headroom, with 128 MiB on their way. Its total
+/// includes `online_mib` of them, and none of them is available yet.
 fn short_with_a_block_onlining(online_mib: u64) -> Rig {
     let mut rig = Rig::new();
     rig.report(1000, 45);
@@ -208,7 +208,8 @@ fn rule_3_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
                 "{online_mib} MiB"
             );
         }
-        // 26 of 128 MiB were used for page descriptors and reserves, which is no fill later either.
+        // 26 of 128 MiB were used for page descriptors and reserves, which does not count as a fill
+        // later either.
         rig.plug(128);
         for _ in 0..40 {
             assert_eq!(rig.report(50, 43 + 102).want_bytes, None);
@@ -318,7 +319,7 @@ fn rule_3_dram_that_becomes_reserve_does_not_count() {
         rig.host.zones[0].requested_bytes = requested_mib * MIB;
         rig.report(1000, 20).reason
     };
-    // The headroom is 42 MiB. Of 40 MiB of DRAM all are reserved, and of 80 MiB 20.
+    // The headroom is 42 MiB. All of 40 MiB of DRAM are reserved, and 20 of 80 MiB.
     assert_eq!((reason(40, true), reason(80, true)), (Reason::LowAvailable, Reason::Enough));
     assert_eq!(reason(40, false), Reason::Enough);
 }
@@ -422,7 +423,7 @@ fn rule_5_memory_that_a_cgroup_limit_swaps_out_is_neither_fill_nor_shortage() {
         rig.counters().pswpout += 10_240;
         assert_eq!(rig.report(1000, 120).want_bytes, None);
     }
-    // Of the pages that are swapped out, at most the number of scanned pages counts for the guest.
+    // Swapped pages count for the guest up to the number of scanned pages.
     let grows_by_mib = |looked_at| {
         let mut rig = Rig::new();
         rig.report(1000, 120);

@@ -117,7 +117,8 @@ fn rule_6_cgroup_that_misses_page_cache_neither_grows_guest_nor_prevents_shrink(
     beside_plenty(|counters| counters.workingset_refault_file += 20_000);
 }
 
-/// Number of grows of a guest full of page cache, of which `pages` return a second after each grow.
+/// Number of grows of a guest full of page cache. After each grow, `pages` of it return a second
+/// later.
 fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
     let mut rig = Rig::new();
     rig.host.zones[1].max_bytes = 1 << 40;
@@ -174,7 +175,7 @@ fn rule_7_swapped_memory_counts_as_need_until_it_is_cold() {
     let mut rig = Rig::new();
     rig.raw.memory.swap_total_bytes = 1024 * MIB;
     rig.raw.memory.swap_free_bytes = 904 * MIB;
-    // The first report of a guest whose swap was filled before.
+    // The first report of a guest that has swapped before.
     assert_eq!(want_mib(rig.report(1000, 43)), Some(60 + 120 - 43));
     rig.plug(512);
     rig.raw.memory.swap_free_bytes = 904 * MIB;
