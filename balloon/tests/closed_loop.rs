@@ -312,7 +312,7 @@ fn two_seconds_of_lost_reports_do_not_cause_swapping() {
 }
 
 #[test]
-fn guest_whose_agent_dies_in_a_burst_gets_more_memory() {
+fn guest_that_loses_its_agent_in_a_burst_gets_more_memory() {
     for dies_after_ms in [50, 100, 150] {
         let mut psi = Rig::of("psi");
         psi.run(3_000, 0);

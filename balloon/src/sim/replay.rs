@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn files_whose_pages_returned_are_read_repeatedly_and_others_once() {
+    fn files_with_returning_pages_are_read_repeatedly_and_others_once() {
         // 10 MiB per second fill the page cache, and then replace each other.
         let filling = seen_of(&[(100, 0, 0), (110, 0, 0), (110, 10, 0), (110, 10, 0)]);
         assert_eq!(filling, [(0, 100), (0, 110), (0, 120), (0, 130)]);

@@ -492,7 +492,7 @@ fn page_cache_is_replayed_and_grows_guest_by_policy() {
 
 /// A guest that evicts files that it needs, and reads them again.
 #[test]
-fn files_whose_pages_returned_are_read_repeatedly_in_replay() {
+fn files_with_returning_pages_are_read_repeatedly_in_replay() {
     let original = setup(Workload::CacheHeavy, 900_000, 3);
     let trace = recorded(&original, "off");
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");

@@ -63,7 +63,7 @@ fn added_without_reports(rig: &mut Rig) -> u64 {
 }
 
 #[test]
-fn rule_6_guest_whose_agent_dies_during_grow_counts_as_short() {
+fn rule_6_guest_that_loses_its_agent_during_grow_counts_as_short() {
     for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
         let mut rig = short(policy);
         assert_eq!(rig.report(1000, 5).direction, Direction::Grow, "{policy}");

@@ -160,7 +160,7 @@ fn second_half_that_does_not_stay(ms: &[u64], rest_ms: u64) {
 }
 
 #[test]
-fn rule_5_stable_block_does_not_vouch_for_later_one() {
+fn rule_5_stable_block_does_not_confirm_later_one() {
     // The first half has stayed for more than 1 s, without a step in between.
     second_half_that_does_not_stay(&[1_500], 3_480);
 }

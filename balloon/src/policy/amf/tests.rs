@@ -206,7 +206,7 @@ fn node_furthest_down_is_served_first_in_multiples_of_its_own_dram() {
 }
 
 #[test]
-fn node_whose_own_pm_is_used_up_counts_pm_of_others() {
+fn node_without_pm_of_its_own_left_counts_pm_of_others() {
     let mut rig = Rig::new(amf(1024), &[D, D], &[GIB, 1024 * GIB]);
     rig.plug(0, GIB);
     rig.plug(1, D);
