@@ -13,6 +13,7 @@ use crate::plug_filter::PlugFilter;
 use crate::units::{round_down, round_up};
 use crate::{TimeMs, ZoneId, ZoneSizes};
 
+/// Tracker of one zone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZoneTracker {
     pub(super) id: ZoneId,

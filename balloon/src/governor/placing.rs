@@ -196,8 +196,8 @@ mod tests {
         }
     }
 
-    /// That guest as the governor represents it, with a balloon of at most 1 GiB in addition to the
-    /// boot memory that it keeps.
+    /// The guest of [`host`] as the governor represents it, with a balloon of at most 1 GiB in
+    /// addition to the boot memory that it keeps.
     fn host_with_balloon(ballooned_mib: u64, pm_mib: u64) -> HostView {
         let mut host = host([0, pm_mib, 0]);
         let balloon = &mut host.zones[0];

@@ -4,7 +4,7 @@
 //! total, one after the other (mm/memory_hotplug.c, online_pages_range). But free pages of an
 //! isolated pageblock do not count as free (mm/page_alloc.c, account_freepages) until the whole
 //! block is online (undo_isolate_page_range). A report in between looks as if the block were used
-//! up. So does a report with some values from before and others from after that time.
+//! up. A report with some values from before and others from after that time does, too.
 
 use crate::TimeMs;
 

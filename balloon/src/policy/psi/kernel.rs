@@ -1,9 +1,9 @@
 //! Rule 13: memory of the kernel.
 //!
 //! MemAvailable includes slabs that cannot be reclaimed (the dentries of a tmpfs, inodes with page
-//! cache) and free PM, which the kernel cannot use. So only the free pages of the kernel's own
-//! zones, and dentries and inodes on LRU lists, show how much memory the kernel has left. The agent
-//! turns blocks of plugged DRAM into kernel memory. For that it needs movable memory with room for
+//! cache) and free PM, which the kernel cannot use. Therefore only the free pages of the kernel's
+//! own zones, and dentries and inodes on LRU lists, show the memory that the kernel has left. The
+//! agent turns blocks of plugged DRAM into kernel memory. This needs movable memory with room for
 //! the pages of a block.
 
 use foreshore_proto::{
