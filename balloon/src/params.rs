@@ -402,7 +402,6 @@ mod tests {
     use crate::MIB;
 
     params! {
-        /// For tests.
         struct Tides {
             /// How high,
             /// at the most.

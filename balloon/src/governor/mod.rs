@@ -236,7 +236,6 @@ impl Governor {
         }
     }
 
-    /// Decides on a report.
     fn report(
         &mut self,
         report: Report,

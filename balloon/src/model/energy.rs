@@ -9,7 +9,6 @@ const GIB: f64 = (1u64 << 30) as f64;
 const BITS_PER_BYTE: f64 = 8.0;
 const JOULES_PER_NANOJOULE: f64 = 1e-9;
 
-/// A memory technology.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Technology {
     /// Time from the request until the data is read.

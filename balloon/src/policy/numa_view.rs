@@ -82,7 +82,6 @@ pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
     nodes
 }
 
-/// Returns the zones of PM in the report.
 pub(super) fn pm_zones(input: Input<'_>) -> impl Iterator<Item = &Zone> {
     input.report.zones().iter().filter(move |zone| zone.managed_pages > 0 && is_pm(zone, input))
 }

@@ -23,7 +23,6 @@ const TRIGGER_WINDOW_MS: u64 = 500;
 /// later times than the run.
 const BOOTED_MS: u64 = 10_000;
 
-/// Agent of a guest.
 #[derive(Clone, Debug)]
 pub(super) struct Agent {
     pace: Pace,
@@ -91,7 +90,6 @@ impl Agent {
         }
     }
 
-    /// Sets the watermark of the VMM.
     pub(super) fn set_watermark(&mut self, watermark_bytes: u64, watermark_of: Measure) {
         let settings = Settings { watermark_bytes, watermark_of, ..self.settings };
         if settings != self.settings {

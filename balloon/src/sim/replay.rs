@@ -174,8 +174,8 @@ impl Unwanted {
     }
 
     /// Learns from a report, and returns the part of its used memory that is on its way out: the
-    /// rise of used memory that is not anonymous, up to the memory that has to be unplugged. Balloon
-    /// statistics do not report anonymous memory, so every rise counts.
+    /// rise of used memory that is not anonymous, up to the memory that has to be unplugged.
+    /// Balloon statistics do not report anonymous memory, so every rise counts.
     fn see(&mut self, at: TimeMs, used: &Used, report: &Report) -> u64 {
         let memory = report.memory();
         self.boot_memory.learn(Input { report, host: &self.host, is_carried_out: true }, at);

@@ -5,7 +5,6 @@ use balloon::policy::Policy;
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestCaseResult, TestError, TestRng, TestRunner};
 
-/// Policies with parameters.
 pub(crate) const POLICIES: [(&str, &[(&str, &str)]); 12] = [
     ("psi", &[]),
     ("psi", &[("slack", "200"), ("idle", "1s")]),

@@ -90,7 +90,6 @@ pub(crate) fn bridge_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
     256 * MIB * (100 + rig.guest().config().plug_delay_ms + 50 + report_delay_ms) / 1000
 }
 
-/// Delay of reports.
 pub(crate) const LATE_REPORTS_MS: u64 = 300;
 
 /// Steps that bring a guest without help to 600 MiB, some of it in swap, with a little room.

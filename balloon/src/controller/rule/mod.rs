@@ -50,7 +50,6 @@ impl From<Option<Plan>> for Verdict {
 
 /// State that the controller keeps after a rule, also if the next rule decides.
 enum Memory {
-    /// State of the zones.
     Zones(Vec<ZoneTracker>),
     /// No zone has failed: a dry run reports the next failure again.
     NoneFailed,

@@ -39,7 +39,6 @@ struct Calm {
     least_bytes: u64,
 }
 
-/// Decides on one report.
 pub(super) fn decide(
     params: &Params,
     mut state: State,

@@ -30,7 +30,6 @@ pub struct State {
     coming: Coming,
 }
 
-/// Decides on one report.
 pub(super) fn decide(
     params: &Params,
     mut state: State,

@@ -423,7 +423,6 @@ impl State {
         Grown { at: same.map_or(now, |grown| grown.at), streak }
     }
 
-    /// Returns the marks for a report.
     fn marks(
         &mut self,
         params: &Params,
