@@ -266,7 +266,7 @@ fn parameters_table(info: &PressureInfo) -> String {
         let [value, default] = [value, param.default].map(|value| param.unit.show(value));
         [param.name.to_owned(), of, value, default, param.about.trim().to_owned()]
     });
-    table(["PARAMETER", "OF", "VALUE", "DEFAULT", "WHAT"], 2, rows)
+    table(["PARAMETER", "OF", "VALUE", "DEFAULT", "MEANING"], 2, rows)
 }
 
 fn decisions(header: [&str; 10], decisions: &[DecisionInfo]) -> String {
@@ -510,10 +510,10 @@ DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED            
             serde_json::json!({"params": {"watermark-scale": 1024, "reclaim": 40}, "rules": {"lost": 3_000}}),
         );
         let expected = "\
-PARAMETER        OF         VALUE  DEFAULT  WHAT
-watermark-scale  amf         1024     1024  What watermarks are multiplied by to make the borders of Table 2.
-reclaim          amf           40       30  Sections go back when the page descriptors of all that are free take more than this share of DRAM.
-lost             the rules     3s       3s  No report for this long means that reports are lost.
+PARAMETER        OF         VALUE  DEFAULT  MEANING
+watermark-scale  amf         1024     1024  Factor from the watermarks to the limits of Table 2.
+reclaim          amf           40       30  Free sections are returned when their page descriptors take more than this share of DRAM.
+lost             the rules     3s       3s  Time without a report after which reports count as lost.
 ";
         assert_eq!(parameters_table(&info), expected);
     }
