@@ -1,27 +1,27 @@
-//! The part of the hotplug page that tells of DIMMs. Pure.
+//! Registers of DIMMs in the hotplug page.
 //!
-//! | offset | access | what |
+//! | offset | access | content |
 //! |---|---|---|
-//! | 0x40 | read, write | the DIMM that the following registers are of |
-//! | 0x44, 0x48 | read | its guest-physical address, low and high half |
-//! | 0x4c, 0x50 | read | its length in bytes, likewise |
-//! | 0x54 | read | its node |
-//! | 0x58 | read | bit 0: it is there |
-//! | 0x5c | read | the next DIMM that has come and has not been told of, [`NONE`] without one; reading tells of it |
+//! | 0x40 | read, write | selected DIMM, to which the next six registers belong |
+//! | 0x44, 0x48 | read | guest-physical address, low and high half |
+//! | 0x4c, 0x50 | read | length in bytes, low and high half |
+//! | 0x54 | read | NUMA node |
+//! | 0x58 | read | bit 0: the DIMM is present |
+//! | 0x5c | read | next DIMM that the guest has not been notified of, or [`NONE`]; reading removes it from the list |
 
 use std::collections::VecDeque;
 
 use foreshore_devices::memory::dimms::MAX_DIMMS;
 use foreshore_devices::memory::layout::GuestRange;
 
-/// Where the registers begin in the page.
+/// Offset of the registers in the hotplug page.
 pub(crate) const DIMMS_OFFSET: u64 = 0x40;
-/// Their length in bytes.
+/// Length of the registers in bytes.
 pub(crate) const DIMMS_LEN: u64 = 0x20;
-/// No DIMM.
+/// End of the list of added DIMMs.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// DIMMs that are there, and what the guest has heard of them.
+/// DIMMs of the guest, and those that it has not been notified of.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DimmRegisters {
     dimms: Vec<GuestRange>,
@@ -31,10 +31,10 @@ pub(crate) struct DimmRegisters {
 }
 
 impl DimmRegisters {
-    /// One has come, in `node`.
+    /// Adds a DIMM in `node`.
     ///
     /// # Panics
-    /// If there are more than the guest has devices for.
+    /// If the guest already has [`MAX_DIMMS`].
     pub(crate) fn put(&mut self, dimm: GuestRange, node: u32) {
         assert!(self.dimms.len() < MAX_DIMMS, "a DIMM without a device");
         self.untold.push_back(self.dimms.len() as u32);
@@ -42,7 +42,7 @@ impl DimmRegisters {
         self.node = node;
     }
 
-    /// The guest reads the register at `offset` of these.
+    /// Reads the register at `offset` for the guest.
     pub(crate) fn read(&mut self, offset: u64) -> u32 {
         let dimm = usize::try_from(self.selected).ok().and_then(|index| self.dimms.get(index));
         let [start, len] = dimm.map_or([0, 0], |dimm| [dimm.start, dimm.len]);
@@ -60,7 +60,7 @@ impl DimmRegisters {
         }
     }
 
-    /// The guest writes it.
+    /// Writes the register at `offset` for the guest.
     pub(crate) fn write(&mut self, offset: u64, value: u32) {
         if offset == 0 {
             self.selected = value;
@@ -90,7 +90,7 @@ mod tests {
             assert_eq!(of(&mut registers, dimm), [0; 6], "DIMM {dimm}");
             assert_eq!(registers.read(0), dimm);
         }
-        // Nothing else can be written, and nothing is there.
+        // Only the selection can be written. Other offsets read 0.
         let before = registers.clone();
         (1..0x40).for_each(|offset| registers.write(offset, 0));
         assert_eq!((registers.read(2), registers.read(0x20)), (0, 0));

@@ -11,8 +11,8 @@ use foreshore_devices::memory::layout::{ACPI_PM_PORT, ECAM_START, IOAPIC_START, 
 use super::pm::{RESET_OFFSET, RESET_VALUE, SLEEP_CONTROL_OFFSET, SLEEP_STATUS_OFFSET};
 use super::{AcpiInput, OEM_ID, OEM_REVISION, OEM_TABLE_ID, bytes_of};
 
-/// IAPC_BOOT_ARCH (ACPI 6.5, table 5.11). Bits 0 and 1 stay clear: no legacy devices, no keyboard
-/// controller, for which Linux would otherwise look at length.
+/// IAPC_BOOT_ARCH (ACPI 6.5, table 5.11). Bits 0 and 1 are clear: no legacy devices and no keyboard
+/// controller, for which Linux would otherwise probe at length.
 const VGA_NOT_PRESENT: u16 = 1 << 2;
 const NO_PCIE_ASPM: u16 = 1 << 4;
 const CMOS_RTC_NOT_PRESENT: u16 = 1 << 5;
@@ -23,8 +23,8 @@ pub(super) fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
         let address = u64::from(ACPI_PM_PORT) + offset;
         GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, address)
     };
-    // A set button flag means that there is no fixed button: ours are devices in the DSDT, or not
-    // there.
+    // A set button flag means that the button is not a fixed one. The power button is a device in
+    // the DSDT, and there is no sleep button.
     let mut fadt = FADTBuilder::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION)
         .dsdt_64(dsdt)
         .preferred_pm_profile(PmProfile::EnterpriseServer)
@@ -45,12 +45,14 @@ pub(super) fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
     bytes_of(&fadt.finalize())
 }
 
-/// Multiple APIC Description Table (ACPI 6.5, 5.2.12). No interrupt source overrides: without a
-/// legacy PIC there are no ISA interrupts to override, and every device in the DSDT names its GSI.
+/// Multiple APIC Description Table (ACPI 6.5, 5.2.12).
+///
+/// It has no interrupt source overrides, because a machine without a legacy PIC has no ISA
+/// interrupts to override, and every device in the DSDT names its GSI.
 pub(super) fn madt(input: &AcpiInput) -> Vec<u8> {
     let lapic = LocalInterruptController::Address(LAPIC_START);
     let mut madt = MADT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION, lapic);
-    // At most 255 vCPUs: ids end at 254, so none needs a Local x2APIC structure.
+    // With at most 255 vCPUs, IDs end at 254, so no Local x2APIC structure is needed.
     for vcpu in 0..input.max_vcpus {
         let status = if vcpu < input.boot_vcpus {
             EnabledStatus::Enabled
@@ -95,7 +97,7 @@ mod tests {
         assert_eq!(u32_at(&fadt, 140), 0xa_0040);
         assert_eq!(fadt[244..256], port(0));
         assert_eq!(fadt[256..268], port(1));
-        // No fixed hardware: SCI, SMI, PM1 blocks.
+        // No fixed hardware: SCI, SMI and PM1 blocks are zero.
         assert!(fadt[46..109].iter().all(|&byte| byte == 0));
     }
 
@@ -109,9 +111,9 @@ mod tests {
         };
         let madt = madt(&input(2, 3, &[]));
         assert_eq!(u32_at(&madt, 36), LAPIC_START);
-        // PCAT_COMPAT clear: no dual 8259.
+        // PCAT_COMPAT is clear: no dual 8259.
         assert_eq!(u32_at(&madt, 40), 0);
-        // ACPI 6.5, table 5.21: type 0, length 8, uid, id, flags: 1 enabled, 2 online capable.
+        // ACPI 6.5, table 5.21: type 0, length 8, UID, ID, flags (1 enabled, 2 online capable).
         for (id, flags) in [(0, 1), (1, 1), (2, 2)] {
             let at = 44 + 8 * usize::from(id);
             assert_eq!(madt[at..at + 8], [0, 8, id, id, flags, 0, 0, 0]);
@@ -120,7 +122,7 @@ mod tests {
         assert_eq!(madt[68..72], [1, 12, 0, 0]);
         assert_eq!((u32_at(&madt, 72), u32_at(&madt, 76), madt.len()), (IOAPIC_START, 0, 80));
         assert_eq!(super::madt(&input(255, 255, &[])).len(), 44 + 255 * 8 + 12);
-        // A vCPU of another package: uid 1, id 8.
+        // vCPU of another package: UID 1, ID 8.
         assert_eq!(super::madt(&input(2, 2, &[0, 8]))[52..56], [0, 8, 1, 8]);
     }
 

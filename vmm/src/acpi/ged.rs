@@ -1,14 +1,14 @@
-//! The generic event device (ACPI 6.5, 5.6.9): one interrupt, one register that says what happened.
+//! Generic event device (ACPI 6.5, 5.6.9): one interrupt and one register of pending events.
 //!
-//! | offset | access | what |
+//! | offset | access | content |
 //! |---|---|---|
 //! | 0 | 4 bytes, read | pending events, one bit each; reading clears them |
 //!
-//! The DSDT's `_EVT` method reads it and notifies the devices concerned.
+//! The DSDT's `_EVT` method reads the register and notifies the devices concerned.
 //!
-//! The interrupt is level-triggered, and its line high as long as events are pending. A guest that
-//! boots leaves the pin of the I/O APIC masked until its driver is there, and of what comes
-//! meanwhile KVM keeps a level, and no edge.
+//! The interrupt is level-triggered, and its line is high while events are pending. A booting guest
+//! masks the pin of the I/O APIC until its driver is loaded. KVM keeps a level on a masked pin, but
+//! loses an edge.
 
 use std::fmt;
 use std::io;
@@ -17,48 +17,48 @@ use foreshore_devices::bus::BusDevice;
 use foreshore_devices::log::sparsely;
 use parking_lot::Mutex;
 
-/// What can happen. The value is the bit in the register.
+/// Event. The value is its bit in the register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Event {
-    /// The power button was pressed.
     PowerButton = 1 << 0,
-    /// Something has come into a PCI slot, or is to go.
+    /// A device was added to a PCI slot, or its removal was requested.
     Pci = 1 << 1,
-    /// A vCPU has come, or is to go.
+    /// A vCPU was added, or its removal was requested.
     Cpus = 1 << 2,
-    /// A DIMM has come.
+    /// A DIMM was added.
     Memory = 1 << 3,
 }
 
 pub(crate) struct GenericEventDevice {
-    /// The line follows it under its lock.
+    /// Changes of `line` also happen under this lock, so that it follows the value.
     pending: Mutex<u32>,
     line: Box<dyn Fn(bool) -> io::Result<()> + Send + Sync>,
 }
 
 impl GenericEventDevice {
-    /// Creates the device. `line` makes the interrupt line
-    /// [`GED_GSI`](foreshore_devices::memory::layout::GED_GSI) high or low.
+    /// `line` drives the interrupt line [`GED_GSI`](foreshore_devices::memory::layout::GED_GSI)
+    /// high or low.
     pub(crate) fn new(line: impl Fn(bool) -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self { pending: Mutex::new(0), line: Box::new(line) }
     }
 
-    /// Tells the guest about `event`. Several before the guest looks are one.
+    /// Notifies the guest of `event`. Repeated events are merged until the guest reads the
+    /// register.
     pub(crate) fn notify(&self, event: Event) -> io::Result<()> {
         let mut pending = self.pending.lock();
         *pending |= event as u32;
         (self.line)(true)
     }
 
-    /// The guest takes what is pending.
+    /// Clears and returns the pending events, and lowers the line.
     fn take(&self) -> u32 {
         let mut pending = self.pending.lock();
         let taken = std::mem::take(&mut *pending);
         if taken != 0
             && let Err(err) = (self.line)(false)
         {
-            // Then the guest looks once more, and finds nothing.
+            // A stuck line only makes the guest read the register again and find no events.
             sparsely!(warn, %err, "The interrupt of the generic event device stays up");
         }
         taken
@@ -77,7 +77,7 @@ impl BusDevice for GenericEventDevice {
             Ok(register) if offset == 0 => {
                 *register = self.take().to_le_bytes();
             }
-            // An access that is not the register's must not lose events.
+            // An access of another width must not clear events.
             _ => data.fill(0),
         }
     }
@@ -105,7 +105,7 @@ mod tests {
         (ged, line)
     }
 
-    /// What a guest finds there whose driver comes long after the event.
+    /// A guest whose driver is loaded long after the event finds the line high.
     #[test]
     fn the_line_is_high_until_the_guest_has_read_what_there_is() {
         let (ged, line) = device();
@@ -121,7 +121,7 @@ mod tests {
         ged.notify(Event::PowerButton).unwrap();
         ged.notify(Event::Pci).unwrap();
         assert!(high());
-        // Not the register: nothing is lost.
+        // Accesses of another width or offset clear no events.
         let mut byte = [0xff];
         ged.read(0, &mut byte);
         assert_eq!((byte, read(4)), ([0], 0));

@@ -1,13 +1,14 @@
-//! The hotplug page: what the DSDT's methods ask when something comes or goes in a running guest.
+//! Hotplug page: registers that the DSDT's methods read and write when a device is added to or
+//! removed from a running guest.
 //!
-//! Nobody but our own AML reads it, so the layout is ours. All registers have 4 bytes; other
-//! accesses read 0 and write nothing.
+//! The layout is private to Foreshore because only its own AML accesses the page. All registers
+//! have 4 bytes. Accesses of other widths read 0 and write nothing.
 //!
-//! | offset | access | what |
+//! | offset | access | content |
 //! |---|---|---|
-//! | 0x00 | read | PCI slots in which something has been put, bit n for slot n; reading clears them |
-//! | 0x04 | read | PCI slots that the guest is to let go, likewise |
-//! | 0x08 | write | PCI slots that the guest has let go |
+//! | 0x00 | read | PCI slots with an added device, bit n for slot n; reading clears them |
+//! | 0x04 | read | PCI slots whose device is to be removed, likewise |
+//! | 0x08 | write | PCI slots that the guest ejects |
 //! | 0x20 to 0x2c | | vCPUs: see [`super::hotplug_cpus`] |
 //! | 0x40 to 0x5c | | DIMMs: see [`super::dimms`] |
 
@@ -21,33 +22,34 @@ use parking_lot::Mutex;
 use super::dimms::{DIMMS_LEN, DIMMS_OFFSET, DimmRegisters};
 use super::hotplug_cpus::{CPUS_LEN, CPUS_OFFSET, CpuRegisters};
 
-/// Offset of the slots in which something has been put.
+/// Offset of the register of slots with an added device.
 pub(crate) const PCI_UP: u64 = 0x00;
-/// Offset of the slots that are to be let go.
+/// Offset of the register of slots whose device is to be removed.
 pub(crate) const PCI_DOWN: u64 = 0x04;
-/// Offset of the slots that have been let go.
+/// Offset of the register that ejects slots.
 pub(crate) const PCI_EJECT: u64 = 0x08;
-/// The registers' length in bytes.
+/// Length of the registers of PCI slots in bytes.
 pub(crate) const REGISTERS_LEN: u64 = 0x0c;
 
-/// What is said and not yet heard, and what is asked and not yet answered. Pure.
+/// PCI slots: notifications that the guest has not read, and removals that it has not completed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PciSlots {
     up: u32,
     down: u32,
-    /// Asked to go, by a guest that may or may not have heard of it.
+    /// Slots with a requested removal, regardless of whether the guest has read the request.
     leaving: u32,
 }
 
 impl PciSlots {
-    /// Something has been put into `slot`. What was asked about the slot was about another device.
+    /// Adds a device to `slot`. Pending requests for the slot are dropped because they concerned an
+    /// earlier device.
     pub(crate) fn put(&mut self, slot: u8) {
         self.up |= bit(slot);
         self.down &= !bit(slot);
         self.leaving &= !bit(slot);
     }
 
-    /// What is in `slot` is to go. Whoever asks again has the guest told again.
+    /// Requests the removal of the device in `slot`. A repeated request notifies the guest again.
     pub(crate) fn ask(&mut self, slot: u8) {
         self.down |= bit(slot);
         self.leaving |= bit(slot);
@@ -59,7 +61,7 @@ impl PciSlots {
         self.leaving & bit(slot) != 0
     }
 
-    /// The guest reads a register.
+    /// Reads a register for the guest. Reading clears the notifications in it.
     pub(crate) fn read(&mut self, offset: u64) -> u32 {
         match offset {
             PCI_UP => std::mem::take(&mut self.up),
@@ -68,9 +70,10 @@ impl PciSlots {
         }
     }
 
-    /// The guest writes a register: the slots that are free by that. A guest may let go what it was
-    /// not asked for, as by a write to a slot's `power` file: that stays, and it finds it there
-    /// again.
+    /// Writes a register for the guest, and returns the slots that the write frees.
+    ///
+    /// A guest can eject a device whose removal was not requested, for example by a write to the
+    /// slot's `power` file. Such a device stays, and the guest finds it again.
     pub(crate) fn write(&mut self, offset: u64, value: u32) -> Vec<u8> {
         if offset != PCI_EJECT {
             return Vec::new();
@@ -88,7 +91,7 @@ fn bit(slot: u8) -> u32 {
     1 << slot
 }
 
-/// The part as vCPUs see it.
+/// PCI slots, DIMMs and vCPUs on the MMIO bus.
 pub(crate) struct HotplugPage {
     slots: Mutex<PciSlots>,
     dimms: Mutex<DimmRegisters>,
@@ -97,8 +100,8 @@ pub(crate) struct HotplugPage {
 }
 
 impl HotplugPage {
-    /// `eject` takes out what is in a slot, before the guest goes on: it looks at once. It runs on
-    /// a vCPU's thread.
+    /// `eject` removes the device in a slot. It runs on the thread of the vCPU that writes the
+    /// register, and returns before the guest continues, because the guest scans the slot at once.
     pub(crate) fn new(eject: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self {
             slots: Mutex::default(),
@@ -108,17 +111,17 @@ impl HotplugPage {
         }
     }
 
-    /// With the part of vCPUs.
+    /// Adds the registers of vCPUs.
     pub(crate) fn with_cpus(self, cpus: Arc<CpuRegisters>) -> Self {
         Self { cpus: Some(cpus), ..self }
     }
 
-    /// Looks at or changes what the guest is told.
+    /// Calls `act` with the PCI slots.
     pub(crate) fn slots<T>(&self, act: impl FnOnce(&mut PciSlots) -> T) -> T {
         act(&mut self.slots.lock())
     }
 
-    /// The same of DIMMs.
+    /// Calls `act` with the DIMMs.
     pub(crate) fn dimms<T>(&self, act: impl FnOnce(&mut DimmRegisters) -> T) -> T {
         act(&mut self.dimms.lock())
     }
@@ -131,7 +134,7 @@ impl HotplugPage {
     }
 }
 
-/// Where among the registers of DIMMs `offset` is.
+/// Offset within the registers of DIMMs.
 fn in_dimms(offset: u64) -> Option<u64> {
     offset.checked_sub(DIMMS_OFFSET).filter(|offset| *offset < DIMMS_LEN)
 }
@@ -142,7 +145,7 @@ impl fmt::Debug for HotplugPage {
     }
 }
 
-/// Where in the part of vCPUs.
+/// Offset within the registers of vCPUs.
 fn in_cpus(offset: u64) -> Option<u64> {
     offset.checked_sub(CPUS_OFFSET).filter(|offset| *offset < CPUS_LEN)
 }
@@ -205,7 +208,7 @@ mod tests {
         assert_eq!((slots.read(PCI_UP), slots.read(PCI_UP)), (1 << 3 | 1 << 31, 0));
         assert_eq!((slots.read(PCI_DOWN), slots.read(PCI_DOWN)), (1 << 5, 0));
         assert!(slots.is_leaving(5) && !slots.is_leaving(3));
-        // Not heard, or not followed: it is asked again.
+        // A request that the guest has not read or not followed is repeated.
         slots.ask(5);
         assert_eq!(slots.read(PCI_DOWN), 1 << 5);
         assert_eq!((slots.read(PCI_EJECT), slots.read(2), slots.read(0x100)), (0, 0, 0));
@@ -277,8 +280,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a guest reads and writes, a slot is freed as often as it was asked for, at
-        /// most.
+        /// A slot is freed at most once for each requested removal, for any sequence of accesses.
         #[test]
         fn no_slot_is_freed_that_was_not_asked_for(steps in prop::collection::vec((0u8..4, 0u64..0x10, any::<u32>()), 0..60)) {
             let mut slots = PciSlots::default();

@@ -1,16 +1,15 @@
-//! The vCPUs' part of the hotplug page, from 0x20 on: what the DSDT's methods ask when a vCPU comes
-//! or goes in a running guest.
+//! Registers of vCPUs in the hotplug page, from 0x20, for the DSDT's methods.
 //!
-//! Nobody but our own AML reads it, so the layout is ours. All registers have 4 bytes; other
-//! accesses read 0 and write nothing.
+//! The layout is private to Foreshore because only its own AML accesses the page. All registers
+//! have 4 bytes. Accesses of other widths read 0 and write nothing.
 //!
-//! | offset | access | what |
+//! | offset | access | content |
 //! |---|---|---|
-//! | 0x00 | read, write | the vCPU that 0x04 is about |
-//! | 0x04 | read | 1: it is there; 0: it is not |
-//! | 0x04 | write | bit 0: the guest has let it go |
-//! | 0x08 | read | a vCPU that has come, which is taken off the list; 0xffff_ffff: no more |
-//! | 0x0c | read | one that is to go, likewise |
+//! | 0x00 | read, write | selected vCPU, to which 0x04 belongs |
+//! | 0x04 | read | 1 if the vCPU is present, otherwise 0 |
+//! | 0x04 | write | bit 0: the guest ejects the vCPU |
+//! | 0x08 | read | next added vCPU, which reading removes from the list; 0xffff_ffff at its end |
+//! | 0x0c | read | next vCPU whose removal is requested, likewise |
 
 use std::fmt;
 
@@ -19,46 +18,47 @@ use parking_lot::Mutex;
 
 use crate::acpi::plug::Plug;
 
-/// Where the part begins in the page.
+/// Offset of the registers in the hotplug page.
 pub(crate) const CPUS_OFFSET: u64 = 0x20;
-/// How long it is.
+/// Length of their part of the page in bytes.
 pub(crate) const CPUS_LEN: u64 = 0x20;
 
-/// Offset in the part of the selection.
+/// Offset of the selection, from [`CPUS_OFFSET`].
 pub(crate) const CPU_SELECT: u64 = 0x00;
-/// Offset of the selected one's status.
+/// Offset of the status of the selected vCPU.
 pub(crate) const CPU_STATUS: u64 = 0x04;
-/// Offset of the list of those that have come.
+/// Offset of the list of added vCPUs.
 pub(crate) const CPU_ADDED: u64 = 0x08;
-/// Offset of the list of those that are to go.
+/// Offset of the list of vCPUs whose removal is requested.
 pub(crate) const CPU_ASKED: u64 = 0x0c;
-/// The registers' length in bytes.
+/// Length of the registers in bytes.
 pub(crate) const CPU_REGISTERS_LEN: u64 = 0x10;
 
-/// What ends a list.
+/// End of a list.
 const NONE: u32 = u32::MAX;
-/// Bit 0 of the status that is written.
+/// Bit 0 of a written status.
 const EJECT: u32 = 1;
 
 struct Registers {
     plug: Plug,
-    /// As the guest wrote it: there need be no such vCPU.
+    /// Value that the guest wrote. It can exceed the number of vCPUs.
     selected: u32,
 }
 
-/// The part as vCPUs see it.
+/// vCPU hotplug state as the guest accesses it.
 pub(crate) struct CpuRegisters {
     registers: Mutex<Registers>,
     gone: Box<dyn Fn(u8) + Send + Sync>,
 }
 
 impl CpuRegisters {
-    /// `gone` hears of a vCPU that the guest has let go, on a vCPU's thread: maybe that vCPU's own.
+    /// `gone` is called for each vCPU that the guest ejects, on the thread of the vCPU that writes
+    /// the register, which can be the ejected one.
     pub(crate) fn new(plug: Plug, gone: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self { registers: Mutex::new(Registers { plug, selected: 0 }), gone: Box::new(gone) }
     }
 
-    /// Looks at or changes which vCPUs there are.
+    /// Calls `act` with the hotplug state of the vCPUs.
     pub(crate) fn plug<T>(&self, act: impl FnOnce(&mut Plug) -> T) -> T {
         act(&mut self.registers.lock().plug)
     }
@@ -85,7 +85,7 @@ impl Registers {
         }
     }
 
-    /// The vCPU that is gone by it.
+    /// Writes a register for the guest, and returns the vCPU that the write ejects.
     fn write(&mut self, offset: u64, value: u32) -> Option<u8> {
         match offset {
             CPU_SELECT => self.selected = value,
@@ -175,7 +175,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a guest reads and writes, only those go that were asked to, each once.
+        /// A vCPU is ejected only if its removal was requested, and at most once, for any sequence
+        /// of accesses.
         #[test]
         fn a_guest_takes_nobody_that_was_not_asked_to_go(
             boot in 1u8..8, down_to in 1u8..8, accesses in prop::collection::vec((0u64..0x14, any::<bool>(), 0u32..10), 0..200)

@@ -1,17 +1,16 @@
-//! The guest's ACPI tables, hardware-reduced (ACPI 6.5, 4.1), and the devices that they describe.
+//! ACPI tables of the guest, hardware-reduced (ACPI 6.5, 4.1), and the devices that they describe.
 //!
-//! [`build`] is a pure function of [`AcpiInput`]: it knows neither KVM nor guest memory. The tables
-//! lie in the
-//! range that the memory map reserves, the RSDP first:
+//! [`build`] is a pure function of [`AcpiInput`] and uses neither KVM nor guest memory. The tables
+//! are placed in the range that the memory map reserves, with the RSDP first:
 //!
-//! | table | what it says |
+//! | table | content |
 //! |---|---|
-//! | FADT | no legacy hardware; the sleep and reset registers of [`pm::PmPort`] |
+//! | FADT | flags of a machine without legacy hardware; sleep and reset registers of [`pm::PmPort`] |
 //! | MADT | one local APIC for each possible vCPU, one I/O APIC |
 //! | MCFG | configuration space of bus 0 |
-//! | DSDT | PCI root, serial port, vCPUs, power button, NVDIMM root, DIMMs that may come |
-//! | SRAT, SLIT, HMAT | which memory and vCPUs belong to which node, where there is more than one |
-//! | NFIT | NVDIMMs, where there are any |
+//! | DSDT | PCI root, serial port, vCPUs, power button, NVDIMM root, DIMMs that can be plugged |
+//! | SRAT, SLIT, HMAT | memory and vCPUs of each NUMA node, if there is more than one node |
+//! | NFIT | NVDIMMs, if there are any |
 
 pub(crate) mod dimms;
 mod dsdt;
@@ -38,27 +37,27 @@ pub(crate) use numa::{NodeMemory, NumaNode, Performance};
 const OEM_ID: [u8; 6] = *b"FRSHOR";
 const OEM_TABLE_ID: [u8; 8] = *b"FORESHOR";
 const OEM_REVISION: u32 = 1;
-/// Tables hold 64-bit fields; Linux reads them at their natural alignment where it can.
+/// Linux reads 64-bit fields of the tables at their natural alignment where it can.
 const TABLE_ALIGN: usize = 16;
 
-/// What the tables describe.
+/// Machine that the tables describe.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct AcpiInput {
-    /// vCPUs that run from the start.
+    /// vCPUs that are online at boot.
     pub boot_vcpus: u8,
-    /// vCPUs that may ever be.
+    /// Upper limit of the number of vCPUs.
     pub max_vcpus: u8,
-    /// The APIC ids of all of them; their indices where there are none.
+    /// APIC IDs of all vCPUs. A vCPU beyond the end of the list has its index as its APIC ID.
     pub apic_ids: Vec<u8>,
-    /// Whether COM1 is there.
+    /// True if the machine has COM1.
     pub serial: bool,
-    /// Whether memory may come as DIMMs.
+    /// True if memory can be plugged as DIMMs.
     pub dimms: bool,
-    /// Whether there is a real-time clock.
+    /// True if the machine has a real-time clock.
     pub rtc: bool,
-    /// NUMA nodes; with fewer than two, there are no tables about them.
+    /// NUMA nodes. With fewer than two nodes, the tables that describe nodes are omitted.
     pub nodes: Vec<NumaNode>,
-    /// NVDIMMs; number n has handle n + 1 and flush hint page n.
+    /// NVDIMMs. NVDIMM n has handle n + 1 and flush hint page n.
     pub nvdimms: Vec<Nvdimm>,
 }
 
@@ -68,32 +67,31 @@ impl AcpiInput {
     }
 }
 
-/// Why there are no tables.
 #[derive(Debug, Error)]
 pub(crate) enum AcpiError {
     #[error("The ACPI tables have {actual_bytes} bytes, their room is {limit_bytes}")]
     TooLarge { actual_bytes: usize, limit_bytes: usize },
-    /// A volume's length is no whole number of pages, or it is empty.
+    /// Empty, or the start or size is not a multiple of the page size.
     #[error("The NVDIMM at {start:#x} has {size_bytes} bytes: not a whole number of pages")]
     BadNvdimm { start: u64, size_bytes: u64 },
-    /// Guest memory does not reach there.
+    /// Guest memory ends below the address.
     #[error("Cannot write ACPI tables at {:#x}", RSDP_START.raw_value())]
     Write(#[from] vm_memory::GuestMemoryError),
 }
 
-/// All tables, as they lie in guest memory from [`RSDP_START`].
+/// All tables in the layout of guest memory from [`RSDP_START`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct AcpiTables {
     bytes: Vec<u8>,
 }
 
 impl AcpiTables {
-    /// Copies them into guest memory.
+    /// Copies the tables into guest memory.
     pub(crate) fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), AcpiError> {
         Ok(memory.write_slice(&self.bytes, RSDP_START)?)
     }
 
-    /// Puts `table` behind the others and returns its address.
+    /// Appends `table` and returns its guest-physical address.
     fn place(&mut self, table: &[u8]) -> u64 {
         self.bytes.resize(self.bytes.len().next_multiple_of(TABLE_ALIGN), 0);
         let address = RSDP_START.raw_value() + self.bytes.len() as u64;
@@ -102,12 +100,11 @@ impl AcpiTables {
     }
 }
 
-/// Builds all tables for `input`.
 pub(crate) fn build(input: &AcpiInput) -> Result<AcpiTables, AcpiError> {
     let mut tables = AcpiTables { bytes: vec![0; Rsdp::len()] };
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     let dsdt = tables.place(&dsdt::dsdt(input));
-    // The FADT comes first, by custom of every firmware.
+    // Every firmware lists the FADT first.
     let mut others = vec![fixed::fadt(dsdt, input.rtc), fixed::madt(input), fixed::mcfg()];
     if input.nodes.len() > 1 {
         others.extend(numa::tables(&input.nodes));
@@ -160,7 +157,7 @@ mod tests {
         bytes.iter().fold(0, |sum, byte| sum.wrapping_add(*byte))
     }
 
-    /// The table at guest-physical `address`, checked.
+    /// Table at guest-physical `address`, after a check of its alignment and checksum.
     fn table_at(tables: &AcpiTables, address: u64) -> &[u8] {
         let offset = (address - RSDP_START.raw_value()) as usize;
         assert!(offset.is_multiple_of(TABLE_ALIGN));
@@ -273,7 +270,7 @@ mod tests {
         assert!(matches!(tables.write(&tiny), Err(AcpiError::Write(_))));
     }
 
-    /// For a look with `iasl -d`: `FORESHORE_ACPI_DUMP` names a directory for the tables.
+    /// Writes the tables to the directory in `FORESHORE_ACPI_DUMP`, for inspection with `iasl -d`.
     #[test]
     fn tables_can_be_dumped() {
         let Some(directory) = std::env::var_os("FORESHORE_ACPI_DUMP") else {

@@ -1,12 +1,12 @@
-//! NVDIMMs: the NVDIMM Firmware Interface Table and their devices in the DSDT.
+//! NVDIMM Firmware Interface Table, and the devices of NVDIMMs in the DSDT.
 //!
-//! Linux (drivers/acpi/nfit/core.c) takes a DIMM only if its range, its mapping, its control region
-//! and a child of the root device agree; a structure of an unexpected length fails the whole table.
+//! Linux (drivers/acpi/nfit/core.c) accepts a DIMM only if its range, mapping, control region and
+//! child of the root device match. A structure of an unexpected length fails the whole table.
 //!
-//! Each DIMM has a `_DSM` of the family for virtual NVDIMMs, with one function: its health. Nothing
-//! there, and no `_LSI` or `_LSR`, leads to labels: where there are none to look for, the namespace
-//! is the whole range, and BTT is found in it. Labels that were there and not initialised would
-//! make it empty.
+//! Each DIMM has a `_DSM` of the family for virtual NVDIMMs with one function: health. DIMMs have
+//! no labels: they have no label functions, `_LSI` or `_LSR`. Without label methods, Linux creates
+//! a namespace of the whole range and finds the BTT in it. With uninitialized labels, the namespace
+//! would be empty.
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
@@ -23,8 +23,8 @@ use super::{AcpiError, bytes_of, table};
 
 /// "Byte addressable persistent memory" (ACPI 6.5, 5.2.25.2).
 const PERSISTENT_MEMORY: &str = "66F0D379-B4F3-4074-AC43-0D3318B78CDB";
-/// The command set "_DSM for Virtual NVDIMMs" (UEFI's list of region format interface codes,
-/// 0x1901), which Linux calls NVDIMM_FAMILY_HYPERV.
+/// Command set "_DSM for Virtual NVDIMMs" (UEFI's list of region format interface codes, 0x1901).
+/// Linux calls it NVDIMM_FAMILY_HYPERV.
 const VIRTUAL_NVDIMM: &str = "5746C5F2-A9A2-4264-AD0E-E4DDC9E09E80";
 const REVISION: u8 = 1;
 const PAGE_BYTES: u64 = 4096;
@@ -106,7 +106,7 @@ const _: () = assert!(size_of::<FlushHint>() == 16 + 8);
 
 /// NVDIMM Firmware Interface Table (ACPI 6.5, 5.2.25).
 pub(super) fn nfit(nvdimms: &[Nvdimm]) -> Result<Vec<u8>, AcpiError> {
-    // Four reserved bytes make the header 40 long.
+    // Four reserved bytes extend the header to 40 bytes.
     let mut body = vec![0; 4];
     for (index, nvdimm) in nvdimms.iter().enumerate() {
         let Nvdimm { start, size_bytes, .. } = *nvdimm;
@@ -121,8 +121,7 @@ pub(super) fn nfit(nvdimms: &[Nvdimm]) -> Result<Vec<u8>, AcpiError> {
     Ok(table(*b"NFIT", REVISION, &body))
 }
 
-/// Handles, range and control region indices are the same number, from 1: 0 means "none" in all
-/// three.
+/// Handle, range index and control region index of a DIMM, from 1: 0 means "none" in all three.
 fn number(index: usize) -> u16 {
     u16::try_from(index + 1).expect("fewer NVDIMMs than the tables have room for")
 }
@@ -131,10 +130,9 @@ fn append(body: &mut Vec<u8>, index: usize, nvdimm: &Nvdimm) {
     const PROXIMITY_DOMAIN_VALID: u16 = 1 << 1;
     const EFI_MEMORY_WB: u64 = 1 << 3;
     const EFI_MEMORY_NV: u64 = 1 << 15;
-    /// A virtual NVDIMM, which goes with its `_DSM`.
+    /// Virtual NVDIMM. The code requires the `_DSM`.
     const INTERFACE_CODE: u16 = 0x1901;
-    /// "Not armed": what is written would not persist, so the guest takes the range for read-only
-    /// (table 5.146).
+    /// "Not armed": writes would not persist, so the guest makes the range read-only (table 5.146).
     const NOT_ARMED: u16 = 1 << 3;
     let number = number(index);
     let range = AddressRange {
@@ -199,14 +197,14 @@ fn append(body: &mut Vec<u8>, index: usize, nvdimm: &Nvdimm) {
     }
 }
 
-/// A GUID as firmware stores it: the first three groups little-endian.
+/// GUID as firmware stores it: the first three groups are little-endian.
 fn guid(text: &str) -> [u8; 16] {
     let aml = bytes_of(&Uuid::new(text));
     *aml.last_chunk().expect("a buffer of 16 bytes")
 }
 
-/// NVDIMM root device with a child for each DIMM (ACPI 6.5, 9.19.2 and 9.19.3). A DIMM without a
-/// child is dropped by Linux.
+/// NVDIMM root device with a child for each DIMM (ACPI 6.5, 9.19.2 and 9.19.3). Linux ignores a
+/// DIMM without a child.
 pub(super) fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
     let mut children = Vec::new();
     for index in 0..nvdimms.len() {
@@ -238,13 +236,14 @@ pub(super) fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
         .to_aml_bytes(sink);
 }
 
-/// `_DSM` of a DIMM (ACPI 6.5, 9.1.1): function 0 says which functions there are, function 1 is Get
-/// Health Information: a status of 4 bytes, 0 for success, and the health, 4 bytes of the DIMM's
-/// register.
+/// `_DSM` of a DIMM (ACPI 6.5, 9.1.1).
+///
+/// Function 0 returns the supported functions. Function 1 is Get Health Information. It returns a
+/// status of 4 bytes, which is 0 for success, and 4 bytes of health from the DIMM's register.
 fn health_method() -> Raw {
     const QUERY: u8 = 0;
     const GET_HEALTH: u8 = 1;
-    /// Bit n: function n.
+    /// Bit n is function n.
     const FUNCTIONS: u8 = 1 << QUERY | 1 << GET_HEALTH;
     const HEALTH_OFFSET: u8 = 4;
     const NOT_SUPPORTED: u8 = 1;
@@ -253,7 +252,7 @@ fn health_method() -> Raw {
     Method::new(
         path("_DSM"),
         4,
-        // It makes a name, which two threads must not do at once.
+        // Serialized because it creates a name, which two threads must not do at once.
         true,
         vec![
             &If::new(
@@ -275,7 +274,7 @@ fn health_method() -> Raw {
                     &Return::new(&BufferData::new(vec![NOT_SUPPORTED, 0, 0, 0])),
                 ],
             ),
-            // Another command set: it has no functions, not even the query.
+            // Another command set has no functions, not even the query.
             &Return::new(&BufferData::new(vec![0])),
         ],
     )
@@ -375,8 +374,8 @@ mod tests {
                 .map(|(_, structure)| u64_at(&[structure, &[0; 8][..]].concat(), at))
                 .collect::<Vec<_>>()
         };
-        // In the order of the flags: Linux numbers regions, and with them /dev/pmem0s, in the order
-        // of the ranges.
+        // In the order of the flags, because Linux numbers regions, and with them /dev/pmem0s, in
+        // the order of the ranges.
         assert!(of(0, 32).iter().copied().eq(nvdimms.iter().map(|nvdimm| nvdimm.start)));
         let handles = of(1, 4).into_iter().map(|word| word as u32);
         assert!(handles.eq(1..=MAX_NVDIMMS as u32));
@@ -399,7 +398,7 @@ mod tests {
         for method in [b"_LSI", b"_LSR", b"_LSW", b"_FIT"] {
             assert!(!aml.windows(4).any(|window| window == method));
         }
-        // Linux takes label commands from Intel's family alone.
+        // Linux accepts label commands from Intel's family only.
         let intel = bytes_of(&Uuid::new("4309AC30-0D11-11E4-9191-0800200C9A66"));
         let ours = bytes_of(&Uuid::new(VIRTUAL_NVDIMM));
         let has = |uuid: &[u8]| aml.windows(16).any(|window| window == &uuid[uuid.len() - 16..]);

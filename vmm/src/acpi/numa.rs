@@ -1,10 +1,10 @@
-//! SRAT, SLIT and HMAT: nodes, their distances, and what their memory is worth.
+//! SRAT, SLIT and HMAT: NUMA nodes, their distances, and the performance of their memory.
 //!
-//! Linux makes nodes of what the SRAT lists at boot. A node whose memory comes later must be there
-//! from the start, hot-pluggable, or that memory lands in another one.
+//! Linux creates nodes from the SRAT at boot. A node whose memory is plugged later must have a
+//! hot-pluggable range in the SRAT from the start. Otherwise its memory is added to another node.
 //!
-//! acpi_tables has no affinity structure for x86 processors, and its HMAT is of revision 1, in
-//! which Linux reads latencies in other units: the bodies are written here.
+//! The table bodies are written here because acpi_tables has no affinity structure for x86
+//! processors, and its HMAT has revision 1, for which Linux reads latencies in other units.
 
 use super::table;
 
@@ -12,45 +12,44 @@ const SRAT_REVISION: u8 = 3;
 const SLIT_REVISION: u8 = 1;
 const HMAT_REVISION: u8 = 2;
 
-/// A range of memory that belongs to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NodeMemory {
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
-    /// Whether it is plugged later.
+    /// True if the range is populated by plugging memory later.
     pub hotpluggable: bool,
 }
 
-/// What a node's memory is worth to vCPUs of one node.
+/// Performance of a node's memory for the vCPUs of one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Performance {
-    /// Time until a load has its data.
+    /// Time until a load receives its data.
     pub read_latency_ns: u32,
-    /// Time that a store takes.
+    /// Duration of a store.
     pub write_latency_ns: u32,
     pub bandwidth_mb_per_s: u64,
 }
 
-/// A NUMA node. Its proximity domain is its place among the nodes.
+/// NUMA node. Its index is its proximity domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NumaNode {
-    /// APIC ids of its vCPUs.
+    /// APIC IDs of the node's vCPUs.
     pub vcpus: Vec<u8>,
     pub memory: Vec<NodeMemory>,
-    /// How far each node is, from the first to the last.
+    /// Distance to each node, in order of index.
     pub distances: Vec<u8>,
-    /// The node whose vCPUs its memory's controller is attached to.
+    /// Node of the vCPUs to which the memory controller is attached.
     pub near: u32,
-    /// For the HMAT, which is there if every node with memory has it: for each node with vCPUs,
-    /// from the first to the last.
+    /// Performance for each node with vCPUs, in order of index. The HMAT is omitted unless every
+    /// node with memory has it.
     pub performance: Vec<Performance>,
 }
 
-/// The tables for `nodes`, of which there is more than one.
+/// Tables for `nodes`, which are at least two.
 ///
 /// # Panics
-/// If a node does not say its distance to each.
+/// If a node does not have one distance for each node.
 pub(super) fn tables(nodes: &[NumaNode]) -> Vec<Vec<u8>> {
     assert!(
         nodes.iter().all(|node| node.distances.len() == nodes.len()),
@@ -67,9 +66,10 @@ fn with_ids(nodes: &[NumaNode]) -> impl Iterator<Item = (u32, &NumaNode)> {
 
 /// System Resource Affinity Table (ACPI 6.5, 5.2.16).
 fn srat(nodes: &[NumaNode]) -> Vec<u8> {
-    // Reserved: 1, and eight zeros.
+    // Reserved fields: 1, and eight zeros.
     let mut body = vec![1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-    // Linux numbers nodes as it meets them, vCPUs before memory: so as they are numbered here.
+    // Linux numbers nodes in the order in which it finds them, vCPUs before memory. This order
+    // gives them the same numbers as here.
     for (id, node) in with_ids(nodes) {
         for &vcpu in &node.vcpus {
             body.extend_from_slice(&processor_affinity(id, vcpu));
@@ -114,7 +114,7 @@ fn slit(nodes: &[NumaNode]) -> Vec<u8> {
     table(*b"SLIT", SLIT_REVISION, &body)
 }
 
-/// What a matrix of the HMAT holds (ACPI 6.5, 5.2.27.4, data type).
+/// Data type of a matrix in the HMAT (ACPI 6.5, 5.2.27.4).
 #[derive(Clone, Copy)]
 enum Figure {
     ReadLatency = 1,
@@ -125,7 +125,7 @@ enum Figure {
 impl Figure {
     const ALL: [Self; 3] = [Self::ReadLatency, Self::WriteLatency, Self::AccessBandwidth];
 
-    /// The unit of an entry: picoseconds, or MB/s.
+    /// Unit of an entry: picoseconds, or MB/s.
     fn unit(self) -> u64 {
         match self {
             Self::ReadLatency | Self::WriteLatency => 1000,
@@ -134,7 +134,7 @@ impl Figure {
     }
 
     fn entry(self, of: &Performance) -> u16 {
-        /// 0 means "not given", 0xffff "unreachable".
+        /// 0 means "not given", and 0xffff "unreachable".
         const LARGEST: u64 = 0xfffe;
         let value = match self {
             Self::ReadLatency => u64::from(of.read_latency_ns),
@@ -180,7 +180,7 @@ fn proximity_attributes(initiator: u32, target: u32) -> [u8; 40] {
     structure
 }
 
-/// System Locality Latency and Bandwidth Information Structure (ACPI 6.5, 5.2.27.4): `entries` has
+/// System Locality Latency and Bandwidth Information Structure (ACPI 6.5, 5.2.27.4). `entries` has
 /// a row for each initiator, with a value for each target.
 fn locality(figure: Figure, initiators: &[u32], targets: &[u32], entries: Vec<u16>) -> Vec<u8> {
     const KIND: u16 = 1;
@@ -229,7 +229,7 @@ mod tests {
         Performance { read_latency_ns, write_latency_ns, bandwidth_mb_per_s }
     }
 
-    /// Two sockets, and PM that is near to the second.
+    /// Two sockets, and a PM node near the second.
     fn nodes() -> Vec<NumaNode> {
         let memory = |start: u64, len: u64, hotpluggable| NodeMemory { start, len, hotpluggable };
         let node = |vcpus: &[u8],
@@ -331,8 +331,8 @@ mod tests {
     #[test]
     fn hmat_gives_latency_and_bandwidth_from_every_node_to_every_memory_in_revision_2_units() {
         let hmat = hmat(&nodes()).unwrap();
-        // 5.2.27.4: a header of 32 bytes, two initiators and three targets of 4, and six entries of
-        // 2.
+        // 5.2.27.4: a header of 32 bytes, two initiators and three targets of 4 bytes, six entries
+        // of 2.
         let structures: Vec<&[u8]> = hmat[160..].chunks(64).collect();
         let expected: [(u8, u64, [u16; 6]); 3] = [
             (1, 1000, [90, 180, 395, 180, 90, 305]),
@@ -343,7 +343,7 @@ mod tests {
         for (structure, (data_type, unit, entries)) in structures.into_iter().zip(expected) {
             assert_eq!(structure[..4], [1, 0, 0, 0]);
             assert_eq!(u32_at(structure, 4), 64);
-            // Flags: memory, and not a cache of it.
+            // Flags: memory, not a cache of it.
             assert_eq!(structure[8..12], [0, data_type, 0, 0]);
             assert_eq!(
                 (u32_at(structure, 12), u32_at(structure, 16), u64_at(structure, 24)),
@@ -366,7 +366,7 @@ mod tests {
     fn a_node_without_memory_is_no_target_and_one_without_figures_leaves_no_hmat() {
         let mut nodes = nodes();
         nodes[0].memory.clear();
-        // Two structures of 40 bytes, and three of two initiators and two targets.
+        // Two structures of 40 bytes, and three with two initiators and two targets.
         assert_eq!(super::hmat(&nodes).unwrap().len(), 40 + 2 * 40 + 3 * (32 + 4 * 4 + 4 * 2));
         nodes[2].performance.pop();
         assert!(super::hmat(&nodes).is_none());

@@ -1,55 +1,54 @@
-//! Which vCPUs a guest has, and which are on their way to it or from it. Pure.
+//! vCPU hotplug state machine.
 //!
 //! ```text
 //!            put              ask                  let_go              parked
 //!   Absent ───────► Present ───────► Leaving ────────────────► Gone ─────────► Absent
-//!           (owner)          (owner)          (guest's write)        (owner)
+//!           (VM task)        (VM task)        (guest's write)       (VM task)
 //! ```
 //!
-//! Those that are present are always the first ones: it is the highest that go, and nothing is put
-//! or asked as long as one is on its way out. vCPU 0 boots, and never goes.
+//! Present vCPUs always have the lowest indices: removal starts with the highest. While a vCPU is
+//! leaving, none is added, and no other removal is requested. vCPU 0 boots the guest and is never
+//! removed.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// The guest does not have it.
     Absent,
     Present,
-    /// It was asked to let it go.
+    /// Removal requested.
     Leaving,
-    /// It has let it go, and the owner does not know yet.
+    /// Ejected by the guest, but its thread is not yet parked.
     Gone,
 }
 
-/// What a change of the count comes to.
+/// Change that a resize requires.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// The guest has so many, or has been asked for so many.
+    /// The number is right, or vCPUs are already leaving to reach it.
     Nothing,
     Come(Range<u8>),
-    /// These are to go.
+    /// vCPUs whose removal has to be requested.
     Go(Range<u8>),
 }
 
-/// Some are on their way out: what they are, ascending.
+/// vCPUs that are still leaving, in ascending order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Pending(pub Vec<u8>);
 
-/// The vCPUs of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plug {
-    /// By index; as many as may ever be.
+    /// States by index, one for each vCPU up to the maximum.
     states: Vec<State>,
-    /// Put, and the guest has not been told.
+    /// Added vCPUs that the guest has not been notified of.
     added: BTreeSet<u8>,
-    /// Asked to go, likewise.
+    /// vCPUs whose requested removal the guest has not been notified of.
     asked: BTreeSet<u8>,
 }
 
 impl Plug {
-    /// A guest that boots with `boot` of `max`.
+    /// State of a guest that boots with `boot` of `max` vCPUs.
     pub(crate) fn new(boot: u8, max: u8) -> Self {
         let state = |index| if index < boot { State::Present } else { State::Absent };
         Self {
@@ -63,12 +62,12 @@ impl Plug {
         (0..).zip(&self.states).filter(move |(_, is)| **is == state).map(|(index, _)| index)
     }
 
-    /// How many the guest has that it may keep.
+    /// Number of vCPUs whose removal is not requested.
     pub(crate) fn present(&self) -> u8 {
         self.of(State::Present).count() as u8
     }
 
-    /// Those that are on their way out, ascending.
+    /// Leaving vCPUs in ascending order.
     pub(crate) fn pending(&self) -> Vec<u8> {
         let is_pending = |state: &State| matches!(state, State::Leaving | State::Gone);
         (0..)
@@ -78,7 +77,7 @@ impl Plug {
             .collect()
     }
 
-    /// What it takes to have `desired` of them, which is 1 to the most.
+    /// Step towards `desired` vCPUs, from 1 to the maximum. Fails while others are leaving.
     pub(crate) fn step(&self, desired: u8) -> Result<Step, Pending> {
         let present = self.present();
         let pending = self.pending();
@@ -97,7 +96,7 @@ impl Plug {
         }
     }
 
-    /// These are to go.
+    /// Requests the removal of `go`.
     pub(crate) fn ask(&mut self, go: Range<u8>) {
         for index in go {
             assert_ne!(index, 0, "vCPU 0 stays");
@@ -107,8 +106,7 @@ impl Plug {
         }
     }
 
-    /// Those that were asked to go, and have not gone, are to be asked again; whether there are
-    /// any.
+    /// Repeats the notification for leaving vCPUs. Returns false if there are none.
     pub(crate) fn ask_again(&mut self) -> bool {
         self.asked = self.of(State::Leaving).collect();
         !self.asked.is_empty()
@@ -120,12 +118,13 @@ impl Plug {
         *state = to;
     }
 
-    /// The owner has stopped one that the guest has let go.
+    /// Marks a vCPU as absent after its thread is parked.
     pub(crate) fn parked(&mut self, index: u8) {
         self.set(index, State::Gone, State::Absent);
     }
 
-    /// The guest has let one go, it says; false if nobody asked it to: then it stays.
+    /// Ejects a vCPU for the guest. Returns false, and changes nothing, if its removal was not
+    /// requested.
     pub(crate) fn let_go(&mut self, index: u8) -> bool {
         let Some(state) = self.states.get_mut(usize::from(index)) else { return false };
         if *state != State::Leaving {
@@ -136,18 +135,18 @@ impl Plug {
         true
     }
 
-    /// Whether the guest finds it there. There need be no such vCPU.
+    /// Returns true if the guest sees the vCPU as present. `index` can exceed the number of vCPUs.
     pub(crate) fn is_there(&self, index: u8) -> bool {
         let state = self.states.get(usize::from(index));
         matches!(state, Some(State::Present | State::Leaving))
     }
 
-    /// The lowest that has come and that the guest has not been told of, which it now is.
+    /// Removes the lowest added vCPU from the list of notifications and returns it.
     pub(crate) fn next_added(&mut self) -> Option<u8> {
         self.added.pop_first()
     }
 
-    /// The highest that is to go, likewise.
+    /// Removes the highest vCPU to be removed from the list of notifications and returns it.
     pub(crate) fn next_asked(&mut self) -> Option<u8> {
         self.asked.pop_last()
     }
@@ -182,7 +181,7 @@ mod tests {
             assert_eq!(plug.step(desired), Err(Pending(vec![2, 3])));
         }
         assert!(plug.let_go(3) && plug.is_there(2) && !plug.is_there(3));
-        // The owner has not stopped it yet.
+        // The thread is not parked yet.
         assert_eq!(plug.step(4), Err(Pending(vec![2, 3])));
         plug.parked(3);
         assert_eq!(plug.step(4), Err(Pending(vec![2])));
@@ -222,9 +221,7 @@ mod tests {
     }
 
     proptest! {
-        /// Resizes, and a guest that lets go what it likes: those present are always the first, and
-        /// what can be asked for is
-        /// what there is.
+        /// Present vCPUs have the lowest indices, for any sequence of resizes and ejects.
         #[test]
         fn those_present_are_the_first(acts in prop::collection::vec((any::<bool>(), 0u8..8), 0..100)) {
             let mut plug = Plug::new(3, 6);

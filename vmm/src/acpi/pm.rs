@@ -7,9 +7,8 @@ use foreshore_devices::bus::BusDevice;
 pub(crate) const SLEEP_CONTROL_OFFSET: u64 = 0;
 pub(crate) const SLEEP_STATUS_OFFSET: u64 = 1;
 pub(crate) const RESET_OFFSET: u64 = 2;
-/// What the guest writes to the reset register.
 pub(crate) const RESET_VALUE: u8 = 1;
-/// `\_S5`'s SLP_TYPx.
+/// SLP_TYPx of `\_S5`.
 pub(crate) const S5_SLEEP_TYPE: u8 = 5;
 
 /// SLP_EN in the sleep control register (ACPI 6.5, table 4.18).
@@ -18,21 +17,21 @@ const SLEEP_ENABLE: u8 = 1 << 5;
 const SLEEP_TYPE_SHIFT: u32 = 2;
 const SLEEP_TYPE_MASK: u8 = 0x7;
 
-/// What the guest asked the machine for.
+/// Power request of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PmEvent {
-    /// Power off: the guest went to S5.
+    /// The guest entered S5 (power off).
     Shutdown,
     Reset,
 }
 
-/// The registers, three ports of one byte.
+/// Sleep control, sleep status and reset registers: three ports of one byte.
 pub(crate) struct PmPort {
     on_event: Box<dyn Fn(PmEvent) + Send + Sync>,
 }
 
 impl PmPort {
-    /// Calls `on_event` on the vCPU's thread.
+    /// `on_event` is called on the thread of the vCPU that writes the register.
     pub(crate) fn new(on_event: impl Fn(PmEvent) + Send + Sync + 'static) -> Self {
         Self { on_event: Box::new(on_event) }
     }
@@ -44,7 +43,7 @@ impl fmt::Debug for PmPort {
     }
 }
 
-/// What writing `value` to the register at `offset` asks for.
+/// Event that writing `value` to the register at `offset` causes.
 fn event_of(offset: u64, value: u8) -> Option<PmEvent> {
     match offset {
         SLEEP_CONTROL_OFFSET => {
@@ -53,7 +52,8 @@ fn event_of(offset: u64, value: u8) -> Option<PmEvent> {
             (enabled && sleep_type == S5_SLEEP_TYPE).then_some(PmEvent::Shutdown)
         }
         RESET_OFFSET => (value == RESET_VALUE).then_some(PmEvent::Reset),
-        // The status has only the wake bit, which is cleared by writing it and never set here.
+        // The status register has only the wake bit, which is cleared by writing 1 and never set
+        // here.
         _ => None,
     }
 }
@@ -65,7 +65,7 @@ impl BusDevice for PmPort {
 
     fn write(&self, offset: u64, data: &[u8]) {
         for (index, &value) in data.iter().enumerate() {
-            // A wider access covers the registers that follow.
+            // A wider access also covers the following registers.
             let register = offset.checked_add(index as u64);
             if let Some(event) = register.and_then(|register| event_of(register, value)) {
                 (self.on_event)(event);
@@ -89,7 +89,7 @@ mod tests {
             let events = Arc::clone(&events);
             move |event| events.lock().push(event)
         });
-        // Linux clears the wake status, writes the type, then type and enable at once.
+        // Linux clears the wake status, writes the type, then the type and the enable bit at once.
         port.write(SLEEP_STATUS_OFFSET, &[0x80]);
         port.write(SLEEP_CONTROL_OFFSET, &[5 << 2]);
         port.write(SLEEP_CONTROL_OFFSET, &[1 << 5 | 1 << 2]);

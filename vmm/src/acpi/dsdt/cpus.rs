@@ -1,4 +1,4 @@
-//! The guest's processors, and what is told of them while it runs.
+//! Processor devices in the DSDT, and vCPU hotplug.
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
@@ -15,11 +15,11 @@ use crate::acpi::hotplug_cpus::{
 };
 
 const NO_TIMEOUT: u16 = 0xffff;
-/// The method that looks which processors have changed.
+/// Method that notifies added processors and those whose removal is requested.
 pub(super) const CHANGED: &str = "\\_SB_.CPUS.CSCN";
 
-/// A device for each vCPU that may ever be, in a container (ACPI 6.5, 8.4). Which are there is
-/// asked of the registers.
+/// Container with a device for each possible vCPU (ACPI 6.5, 8.4). Registers report which are
+/// present.
 pub(super) fn processors(sink: &mut Vec<u8>, input: &AcpiInput) {
     let mut aml = Vec::new();
     registers(&mut aml);
@@ -57,13 +57,13 @@ fn registers(sink: &mut Vec<u8>) {
         fields.collect(),
     )
     .to_aml_bytes(sink);
-    // One is selected, then asked about: nobody may select another in between.
+    // Selecting a vCPU and accessing its status must be one atomic step.
     Mutex::new(path("CLCK"), 0).to_aml_bytes(sink);
 }
 
 fn methods(sink: &mut Vec<u8>, max_vcpus: u8) {
     let (lock, select, status) = (|| path("CLCK"), path("CSEL"), path("CSTS"));
-    // The status of vCPU Arg0.
+    // Returns the status of vCPU Arg0.
     Method::new(
         path("CSTA"),
         1,
@@ -78,7 +78,7 @@ fn methods(sink: &mut Vec<u8>, max_vcpus: u8) {
         ],
     )
     .to_aml_bytes(sink);
-    // vCPU Arg0 has been let go.
+    // Ejects vCPU Arg0.
     Method::new(
         path("CEJ0"),
         1,
@@ -91,14 +91,14 @@ fn methods(sink: &mut Vec<u8>, max_vcpus: u8) {
         ],
     )
     .to_aml_bytes(sink);
-    // Notifies vCPU Arg0 of Arg1.
+    // Sends notification Arg1 to vCPU Arg0.
     let mut notify = Vec::new();
     for index in 0..max_vcpus {
         If::new(&Equal::new(&Arg(0), &index), vec![&Notify::new(&path(&name(index)), &Arg(1))])
             .to_aml_bytes(&mut notify);
     }
     Method::new(path("CTFY"), 2, true, vec![&Raw(notify)]).to_aml_bytes(sink);
-    // Takes one after the other off its list, until there is none: that is no vCPU's number.
+    // Removes vCPUs from each list until its end marker, which is not the number of a vCPU.
     let mut changed = Vec::new();
     for (list, notification) in [("CADD", NOTIFY_DEVICE_CHECK), ("CASK", NOTIFY_EJECT_REQUEST)] {
         Store::new(&Local(0), &path(list)).to_aml_bytes(&mut changed);
@@ -114,8 +114,8 @@ fn methods(sink: &mut Vec<u8>, max_vcpus: u8) {
     Method::new(path("CSCN"), 0, true, vec![&Raw(changed)]).to_aml_bytes(sink);
 }
 
-/// A processor. Linux (drivers/acpi/processor_core.c, `map_lapic_id`) takes the APIC id of one that
-/// comes from `_MAT`, and only from an entry that says it is enabled.
+/// Processor device. Linux (drivers/acpi/processor_core.c, `map_lapic_id`) reads the APIC ID of an
+/// added processor from `_MAT`, and only if the entry has the enabled flag.
 fn processor(sink: &mut Vec<u8>, input: &AcpiInput, index: u8) {
     let apic_id = input.apic_id(index);
     let status = MethodCall::new(path("CSTA"), vec![&index]);
@@ -124,7 +124,7 @@ fn processor(sink: &mut Vec<u8>, input: &AcpiInput, index: u8) {
     if let Some(node) = node.filter(|_| input.nodes.len() > 1) {
         Name::new(path("_PXM"), &(node as u32)).to_aml_bytes(&mut optional);
     }
-    // The one that boots does not go.
+    // The boot vCPU cannot be removed.
     if index > 0 {
         let gone = MethodCall::new(path("CEJ0"), vec![&index]);
         Method::new(path("_EJ0"), 1, true, vec![&gone]).to_aml_bytes(&mut optional);
@@ -135,7 +135,7 @@ fn processor(sink: &mut Vec<u8>, input: &AcpiInput, index: u8) {
             &Name::new(path("_HID"), &"ACPI0007"),
             &Name::new(path("_UID"), &index),
             &Method::new(path("_STA"), 0, true, vec![&Return::new(&status)]),
-            // A processor's local APIC (ACPI 6.5, table 5.21): type 0, length 8, uid, id, flags.
+            // Local APIC structure (ACPI 6.5, table 5.21): type 0, length 8, UID, ID, flags.
             &Name::new(path("_MAT"), &BufferData::new(vec![0, 8, index, apic_id, 1, 0, 0, 0])),
             &Raw(optional),
         ],
@@ -166,17 +166,17 @@ mod tests {
     fn every_vcpu_but_the_first_can_come_and_go() {
         let aml = aml(&AcpiInput { boot_vcpus: 1, max_vcpus: 3, ..AcpiInput::default() });
         assert_eq!((count(&aml, b"_STA"), count(&aml, b"_MAT"), count(&aml, b"_EJ0")), (3, 3, 2));
-        // CSTA (2), CEJ0 (2): each as the AML of a call.
+        // CSTA (2), CEJ0 (2): AML of a call each.
         assert_eq!((count(&aml, b"CSTA\x0a\x02"), count(&aml, b"CEJ0\x0a\x02")), (1, 1));
         assert_eq!((count(&aml, b"CEJ0\x00"), count(&aml, b"_PXM")), (0, 0));
-        // Its device and its notification: Notify (C002, Arg1).
+        // Device and notification: Notify (C002, Arg1).
         assert_eq!(
             (count(&aml, b"C002"), count(&aml, b"\x86C002\x69"), count(&aml, b"C003")),
             (2, 1, 0)
         );
-        // A buffer of 8 bytes: uid 2, id 2, enabled, though it is not there at boot.
+        // Buffer of 8 bytes: UID 2, ID 2, enabled although the vCPU is absent at boot.
         assert_eq!(count(&aml, b"_MAT\x11\x0b\x0a\x08\x00\x08\x02\x02\x01\x00\x00\x00"), 1);
-        // Each list is read before the loop, and in it.
+        // Each list is read once before its loop and once in it.
         assert_eq!((count(&aml, b"\x70CADD\x60"), count(&aml, b"\x70CASK\x60")), (2, 2));
     }
 

@@ -1,4 +1,4 @@
-//! DIMMs that may come while the guest runs.
+//! DIMM devices in the DSDT, for memory that is plugged while the guest runs.
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
@@ -13,19 +13,19 @@ use foreshore_devices::memory::layout::HOTPLUG_START;
 use super::{PRESENT, Raw, path};
 use crate::acpi::dimms::{DIMMS_LEN, DIMMS_OFFSET};
 
-/// "Device check": something may have come (ACPI 6.5, table 5.162).
+/// "Device check": a device may have been added (ACPI 6.5, table 5.162).
 const NOTIFY_DEVICE_CHECK: u8 = 1;
-/// The method that looks which DIMMs have come.
+/// Method that notifies added DIMMs.
 pub(super) const CHANGED: &str = "\\_SB_.MHPC.MSCN";
 const LOCK: &str = "MLCK";
 const FOR_EVER: u16 = 0xffff;
-/// Where the bounds and the length are in a descriptor of 64-bit addresses (ACPI 6.5, 6.4.3.5.1).
+/// Offsets of the bounds and the length in a descriptor of 64-bit addresses (ACPI 6.5, 6.4.3.5.1).
 const MIN_AT: u8 = 14;
 const MAX_AT: u8 = 22;
 const LEN_AT: u8 = 38;
 
-/// A container of devices, which are all there, and of which those with memory say that they are
-/// present (Linux drivers/acpi/acpi_memhotplug.c).
+/// Container with a device for each possible DIMM. Those with memory report that they are present
+/// (Linux drivers/acpi/acpi_memhotplug.c).
 pub(super) fn controller(sink: &mut Vec<u8>) {
     let mut body = Vec::new();
     registers(&mut body);
@@ -62,12 +62,12 @@ fn registers(sink: &mut Vec<u8>) {
     .to_aml_bytes(sink);
 }
 
-/// A method of a DIMM's index, in which `body` leaves the answer in the first local.
+/// Method whose argument is the index of a DIMM. `body` leaves the result in Local0.
 fn of_a_dimm(sink: &mut Vec<u8>, name: &str, body: &[u8]) {
     Method::new(
         path(name),
         1,
-        // It may make names, which two threads must not do at once.
+        // Serialized because it may create names, which two threads must not do at once.
         true,
         vec![
             &Acquire::new(path(LOCK), FOR_EVER),
@@ -89,7 +89,7 @@ fn status(sink: &mut Vec<u8>) {
     of_a_dimm(sink, "MSTA", &body);
 }
 
-/// A range with the registers' bounds in it.
+/// Memory descriptor with the bounds that the registers hold.
 fn resources(sink: &mut Vec<u8>) {
     let memory =
         AddressSpace::new_memory(AddressSpaceCacheable::Cacheable, true, 0u64, u64::MAX - 1, None);
@@ -116,7 +116,7 @@ fn proximity(sink: &mut Vec<u8>) {
     of_a_dimm(sink, "MPXM", &body);
 }
 
-/// Tells of each DIMM that has come. A register is read once for each: that takes it off the list.
+/// Notifies each added DIMM. Reading the register removes one DIMM from the list.
 fn changed(sink: &mut Vec<u8>) {
     let mut tell = Vec::new();
     for index in 0..MAX_DIMMS {
@@ -181,14 +181,15 @@ mod tests {
         for method in [b"_STA", b"_CRS", b"_PXM"] {
             assert_eq!(count(&aml, method), MAX_DIMMS);
         }
-        // Its device, and its notification: Notify (M03F, 1).
+        // Device and notification: Notify (M03F, 1).
         assert_eq!(
             (count(&aml, b"M03F"), count(&aml, b"\x86M03F\x01"), count(&aml, b"M040")),
             (2, 1, 0)
         );
-        // Memory that never goes has no way to.
+        // DIMMs have no `_EJ0` because they are never removed.
         assert_eq!(count(&aml, b"_EJ0"), 0);
-        // A register that tells once is read before the loop and at its end.
+        // Reading removes an entry, so the register is read once before the loop and once at its
+        // end.
         assert_eq!(count(&aml, b"\x70MNXT\x60"), 2);
     }
 

@@ -1,4 +1,4 @@
-//! The DSDT: what a guest cannot find out by itself.
+//! DSDT: devices that a guest cannot enumerate by itself.
 
 mod cpus;
 mod memory;
@@ -19,14 +19,14 @@ use super::ged::Event;
 use super::pm::S5_SLEEP_TYPE;
 use super::{AcpiInput, nfit, table};
 
-/// Revision 2: integers of 64 bits (ACPI 6.5, 20.3.5).
+/// Revision 2 has integers of 64 bits (ACPI 6.5, 20.3.5).
 const REVISION: u8 = 2;
-/// A present, enabled, functioning device that is shown (ACPI 6.5, 6.3.7).
+/// Present, enabled, shown and functioning (ACPI 6.5, 6.3.7).
 const PRESENT: u8 = 0xf;
-/// "Device check": something may have come (ACPI 6.5, table 5.162).
+/// "Device check": a device may have been added (ACPI 6.5, table 5.162).
 const NOTIFY_DEVICE_CHECK: u8 = 1;
 const NOTIFY_EJECT_REQUEST: u8 = 3;
-/// "Status changed", which a power button means by being pressed.
+/// "Status changed": a press of the power button.
 const NOTIFY_STATUS_CHANGED: u8 = 0x80;
 const SERIAL_PORTS: u8 = 8;
 
@@ -56,13 +56,13 @@ pub(super) fn dsdt(input: &AcpiInput) -> Vec<u8> {
         nfit::root_device(&mut system_bus, &input.nvdimms);
     }
     let mut body = Scope::raw(path("\\_SB_"), system_bus);
-    // S5 alone: the first element is SLP_TYPx for the sleep control register (ACPI 6.5, 7.4.2.6).
+    // S5 only. The first element is SLP_TYPx for the sleep control register (ACPI 6.5, 7.4.2.6).
     Name::new(path("\\_S5_"), &Package::new(vec![&S5_SLEEP_TYPE, &ZERO, &ZERO, &ZERO]))
         .to_aml_bytes(&mut body);
     table(*b"DSDT", REVISION, &body)
 }
 
-/// The node that devices are near to, where there is more than one: the first with vCPUs.
+/// Node to which devices are near if there are several: the first with vCPUs.
 fn home_node(input: &AcpiInput) -> Option<u32> {
     let home = input.nodes.iter().position(|node| !node.vcpus.is_empty())?;
     (input.nodes.len() > 1).then_some(home as u32)
@@ -78,9 +78,10 @@ fn addresses(start: u64, len: u64) -> Memory32Fixed {
     Memory32Fixed::new(true, below_4_gib(start), below_4_gib(len))
 }
 
-/// What belongs to no device but must not be given to any. Linux uses configuration space through
-/// ECAM only if it is reserved here or in the memory map. The flush hint pages are absent: the
-/// guest's NVDIMM driver wants to reserve them itself.
+/// Addresses that belong to no device but must not be assigned to any.
+///
+/// Linux uses configuration space through ECAM only if it is reserved here or in the memory map.
+/// The flush hint pages are absent because the guest's NVDIMM driver reserves them itself.
 fn motherboard(sink: &mut Vec<u8>) {
     let pm_ports = u8::try_from(ACPI_PM_LEN).expect("a few ports");
     Device::new(
@@ -130,7 +131,7 @@ fn power_button(sink: &mut Vec<u8>) {
     .to_aml_bytes(sink);
 }
 
-/// The generic event device: its method reads which events are pending, once, and passes them on.
+/// Generic event device. Its method reads the pending events once and dispatches them.
 fn event_device(sink: &mut Vec<u8>, has_dimms: bool) {
     const REGISTER_BYTES: u32 = 4;
     let events = path("ESEL");
@@ -150,8 +151,8 @@ fn event_device(sink: &mut Vec<u8>, has_dimms: bool) {
             &Name::new(path("_UID"), &ZERO),
             &Name::new(
                 path("_CRS"),
-                // Level-triggered, active-high: what happened before the guest's driver came is
-                // there when it comes.
+                // Level-triggered, active-high: an event before the guest loads its driver stays
+                // pending.
                 &ResourceTemplate::new(vec![&Interrupt::new(true, false, false, false, GED_GSI)]),
             ),
             &OpRegion::new(path("EREG"), OpRegionSpace::SystemMemory, &GED_START, &REGISTER_BYTES),
@@ -168,7 +169,7 @@ fn event_device(sink: &mut Vec<u8>, has_dimms: bool) {
     .to_aml_bytes(sink);
 }
 
-/// Does `act` if `event` is among those in Local0.
+/// Runs `act` if `event` is set in Local0.
 fn on_event(sink: &mut Vec<u8>, event: Event, act: &dyn Aml) {
     let bit = event as u32;
     And::new(&Local(1), &Local(0), &bit).to_aml_bytes(sink);
@@ -233,7 +234,7 @@ mod tests {
 
     #[test]
     fn flush_hint_pages_are_in_no_resource() {
-        // The guest's NVDIMM driver wants them for itself. Memory32Fixed: 0x86, length 9,
+        // The guest's NVDIMM driver reserves them itself. Memory32Fixed: 0x86, length 9,
         // read-write, base.
         let nvdimm = foreshore_devices::nvdimm::Nvdimm {
             start: 1 << 33,

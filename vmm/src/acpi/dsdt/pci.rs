@@ -1,4 +1,4 @@
-//! The PCI root, its slots, and what is told of them while the guest runs.
+//! PCI root and its slots in the DSDT, and PCI hotplug.
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
@@ -12,13 +12,13 @@ use foreshore_devices::memory::layout::{HOTPLUG_START, MMIO32_LEN, MMIO32_START,
 use super::{NOTIFY_DEVICE_CHECK, NOTIFY_EJECT_REQUEST, Raw, path};
 use crate::acpi::hotplug::{PCI_DOWN, PCI_EJECT, PCI_UP, REGISTERS_LEN};
 
-/// The configuration ports (PCI 3.0, 3.2.2.3.2).
+/// Configuration ports (PCI 3.0, 3.2.2.3.2).
 const PCI_CONFIG_PORT: u16 = 0xcf8;
 const PCI_CONFIG_PORTS: u8 = 8;
-/// The method that looks which slots have changed.
+/// Method that notifies slots with an added device or a requested removal.
 pub(super) const CHANGED: &str = "\\_SB_.PCI0.PCNT";
 
-/// The root bus: PCI Express by its id, plain PCI for those who do not know that.
+/// Root bus: PCI Express by its ID, and plain PCI for drivers that do not support it.
 pub(super) fn root(sink: &mut Vec<u8>, node: Option<u32>) {
     let mut proximity = Vec::new();
     if let Some(node) = node {
@@ -58,8 +58,8 @@ pub(super) fn root(sink: &mut Vec<u8>, node: Option<u32>) {
     .to_aml_bytes(sink);
 }
 
-/// `_OSC` of the host bridge (PCI Firmware 3.3, 4.5.1). There is no firmware that could want to
-/// keep a feature, so the guest gets what it asks for.
+/// `_OSC` of the host bridge (PCI Firmware 3.3, 4.5.1). Grants every requested feature, because no
+/// firmware needs to keep control of one.
 fn operating_system_capabilities() -> Raw {
     const HOST_BRIDGE: &str = "33DB4D5B-1FF7-401C-9657-7441C03DD766";
     const UNRECOGNIZED_UUID: u8 = 1 << 2;
@@ -68,7 +68,7 @@ fn operating_system_capabilities() -> Raw {
     Method::new(
         path("_OSC"),
         4,
-        // It makes a name, which two threads must not do at once.
+        // Serialized because it creates a name, which two threads must not do at once.
         true,
         vec![
             &If::new(&Equal::new(&Arg(0), &Uuid::new(HOST_BRIDGE)), vec![&Return::new(&Arg(3))]),
@@ -83,9 +83,10 @@ fn operating_system_capabilities() -> Raw {
     Raw(aml)
 }
 
-/// A device for each slot, there or not: Linux (drivers/pci/hotplug/acpiphp_glue.c,
-/// `acpiphp_add_context`) makes a slot of each that has `_EJ0`, and takes it for filled where there
-/// is a vendor in configuration space.
+/// A device for each slot, filled or not.
+///
+/// Linux (drivers/pci/hotplug/acpiphp_glue.c, `acpiphp_add_context`) creates a slot for each device
+/// with `_EJ0`. It treats the slot as filled if configuration space has a vendor ID.
 fn slots() -> Raw {
     let mut aml = Vec::new();
     let [up, down, eject] = ["PCIU", "PCID", "PCIE"];
@@ -124,7 +125,7 @@ fn slots() -> Raw {
         )
         .to_aml_bytes(&mut aml);
     }
-    // A register is read once: that clears it.
+    // Each register is read only once, because reading clears it.
     let mut changed = Vec::new();
     for (register, notification) in [(up, NOTIFY_DEVICE_CHECK), (down, NOTIFY_EJECT_REQUEST)] {
         Store::new(&Local(0), &path(register)).to_aml_bytes(&mut changed);
@@ -157,12 +158,12 @@ mod tests {
     fn every_slot_but_the_bridges_can_be_filled_and_emptied() {
         let Raw(aml) = slots();
         assert_eq!((count(&aml, b"_EJ0"), count(&aml, b"_ADR")), (31, 31));
-        // Its device, and both notifications: Notify (S031, 1), Notify (S031, 3).
+        // Device and both notifications: Notify (S031, 1), Notify (S031, 3).
         assert_eq!((count(&aml, b"S000"), count(&aml, b"S001"), count(&aml, b"S031")), (0, 3, 3));
         assert_eq!((count(&aml, b"\x86S031\x01"), count(&aml, b"\x86S031\x0a\x03")), (1, 1));
         // _ADR 0x001f0000 and _SUN 31.
         assert_eq!(count(&aml, b"_ADR\x0c\x00\x00\x1f\x00\x08_SUN\x0a\x1f"), 1);
-        // Each register is read by one Store, and no more.
+        // Exactly one Store reads each register.
         assert_eq!((count(&aml, b"\x70PCIU\x60"), count(&aml, b"\x70PCID\x60")), (1, 1));
     }
 }
