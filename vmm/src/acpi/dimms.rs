@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dimm_is_told_of_once_and_shown_as_often_as_it_is_asked_for() {
+    fn dimm_is_announced_once_and_readable_repeatedly() {
         let mut registers = DimmRegisters::default();
         assert_eq!((registers.read(0x1c), of(&mut registers, 0)), (NONE, [0; 6]));
         registers.put(GuestRange { start: 0x1_8000_0000, len: 0x800_0000 }, 0);

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn fadt_fields_are_where_the_specification_has_them() {
+    fn fadt_fields_are_at_the_offsets_of_the_specification() {
         // ACPI 6.5, table 5.9.
         let with_rtc = fadt(0xa_0040, true);
         assert_eq!(u16::from_le_bytes([with_rtc[109], with_rtc[110]]), 0b01_0100);

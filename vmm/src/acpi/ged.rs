@@ -107,7 +107,7 @@ mod tests {
 
     /// A guest whose driver is loaded long after the event finds the line high.
     #[test]
-    fn the_line_is_high_until_the_guest_has_read_what_there_is() {
+    fn line_is_high_until_pending_events_are_read() {
         let (ged, line) = device();
         let high = || line.load(Ordering::Relaxed);
         let read = |offset| {
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_that_comes_while_the_guest_reads_leaves_the_line_high_or_was_read() {
+    fn event_during_a_read_is_returned_or_keeps_the_line_high() {
         let (ged, line) = device();
         let read = || {
             let mut register = [0; 4];
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_interrupt_is_told_and_the_event_stays() {
+    fn failed_interrupt_is_reported_and_event_stays_pending() {
         let ged = GenericEventDevice::new(|_| Err(io::ErrorKind::BrokenPipe.into()));
         assert!(ged.notify(Event::PowerButton).is_err());
         let mut register = [0; 4];

@@ -185,7 +185,7 @@ mod tests {
     use crate::acpi::plug::Plug;
 
     #[test]
-    fn vcpus_have_a_part_of_the_page() {
+    fn page_dispatches_to_vcpu_registers() {
         let cpus = Arc::new(CpuRegisters::new(Plug::new(2, 2), |_| ()));
         let page = HotplugPage::new(|_| ()).with_cpus(Arc::clone(&cpus));
         page.slots(|slots| slots.ask(1));
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_is_heard_once() {
+    fn notifications_are_cleared_by_reading() {
         let mut slots = PciSlots::default();
         slots.put(3);
         slots.put(31);
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_lets_go_what_it_was_asked_for_and_nothing_else() {
+    fn only_requested_slots_are_ejected() {
         let mut slots = PciSlots::default();
         slots.ask(5);
         slots.ask(7);
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_into_a_slot_was_not_asked_to_go() {
+    fn added_device_clears_earlier_removal_request() {
         let mut slots = PciSlots::default();
         slots.ask(5);
         slots.put(5);
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_takes_whole_registers_and_empties_a_slot_within_the_write() {
+    fn eject_completes_within_a_full_width_write() {
         let gone = Arc::new(Mutex::new(Vec::new()));
         let page = HotplugPage::new({
             let gone = Arc::clone(&gone);
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn dimms_have_their_part_of_the_page() {
+    fn page_dispatches_to_dimm_registers() {
         let page = HotplugPage::new(|_| ());
         page.dimms(|dimms| dimms.put(GuestRange { start: 1 << 32, len: 1 << 27 }, 0));
         page.slots(|slots| slots.put(1));
@@ -282,7 +282,7 @@ mod tests {
     proptest! {
         /// A slot is freed at most once for each requested removal, for any sequence of accesses.
         #[test]
-        fn no_slot_is_freed_that_was_not_asked_for(steps in prop::collection::vec((0u8..4, 0u64..0x10, any::<u32>()), 0..60)) {
+        fn slot_is_freed_at_most_once_per_request(steps in prop::collection::vec((0u8..4, 0u64..0x10, any::<u32>()), 0..60)) {
             let mut slots = PciSlots::default();
             let mut asked = 0u32;
             for (kind, offset, value) in steps {

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_hears_of_each_vcpu_once_and_lets_it_go_by_its_number() {
+    fn vcpus_are_announced_once_and_ejected_by_index() {
         let (registers, gone) = registers(1, 4);
         registers.plug(|plug| plug.put(1..3));
         assert_eq!([(); 3].map(|()| read(&registers, CPU_ADDED)), [1, 2, NONE]);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn accesses_that_are_no_registers_do_nothing() {
+    fn accesses_outside_registers_have_no_effect() {
         let (registers, gone) = registers(2, 2);
         registers.plug(|plug| plug.ask(1..2));
         write(&registers, CPU_SELECT, 1);
@@ -178,7 +178,7 @@ mod tests {
         /// A vCPU is ejected only if its removal was requested, and at most once, for any sequence
         /// of accesses.
         #[test]
-        fn a_guest_takes_nobody_that_was_not_asked_to_go(
+        fn only_requested_vcpus_are_ejected(
             boot in 1u8..8, down_to in 1u8..8, accesses in prop::collection::vec((0u64..0x14, any::<bool>(), 0u32..10), 0..200)
         ) {
             let (registers, gone) = registers(boot, 8);

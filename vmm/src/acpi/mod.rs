@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_finds_every_table() {
+    fn every_table_is_reachable_from_the_rsdp() {
         let small = AcpiInput { boot_vcpus: 1, max_vcpus: 1, ..AcpiInput::default() };
         let tables = build(&small).unwrap();
         let names: Vec<String> = walk(&tables).into_iter().map(|(name, _)| name).collect();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_fit_with_all_vcpus_or_are_refused() {
+    fn tables_for_all_vcpus_fit_and_larger_ones_are_refused() {
         let mut input = AcpiInput { boot_vcpus: 255, max_vcpus: 255, ..large() };
         assert!(build(&input).unwrap().bytes.len() < 0x5_f000);
         input.nvdimms = vec![input.nvdimms[0]; 4000];

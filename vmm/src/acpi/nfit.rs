@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn structures_have_the_lengths_that_linux_insists_on() {
+    fn nfit_structures_have_the_lengths_that_linux_requires() {
         let nfit = nfit(&[nvdimm(true), nvdimm(false)]).unwrap();
         let lengths: Vec<(u16, usize)> = structures(&nfit)
             .into_iter()
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_are_where_the_specification_has_them() {
+    fn nfit_fields_are_at_the_offsets_of_the_specification() {
         let nfit = nfit(&[nvdimm(false), nvdimm(true)]).unwrap();
         let structures = structures(&nfit);
         let (range, mapping, control, hint) =
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn every_nvdimm_has_a_range_a_handle_a_hint_and_a_register_of_its_own() {
+    fn every_nvdimm_has_its_own_range_handle_hint_and_register() {
         let nvdimms: Vec<_> = (0..MAX_NVDIMMS as u64)
             .map(|index| Nvdimm { start: (16 + index) << 30, ..nvdimm(true) })
             .collect();
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_leads_to_labels() {
+    fn nvdimms_have_no_label_methods() {
         let mut aml = Vec::new();
         root_device(&mut aml, &[nvdimm(true)]);
         for method in [b"_LSI", b"_LSR", b"_LSW", b"_FIT"] {
@@ -406,13 +406,13 @@ mod tests {
     }
 
     #[test]
-    fn a_read_only_nvdimm_is_not_armed() {
+    fn read_only_nvdimm_is_not_armed() {
         let nfit = nfit(&[Nvdimm { read_only: true, ..nvdimm(false) }]).unwrap();
         assert_eq!(u16_at(structures(&nfit)[1].1, 44), 1 << 3);
     }
 
     #[test]
-    fn a_range_that_is_no_whole_number_of_pages_is_refused() {
+    fn nvdimm_range_of_partial_pages_is_refused() {
         for (start, size_bytes) in [(0x1000, 0), (0x1000, 0x1001), (0x800, 0x1000)] {
             let bad = Nvdimm { start, size_bytes, ..nvdimm(true) };
             assert!(matches!(nfit(&[bad]), Err(AcpiError::BadNvdimm { .. })));

@@ -306,14 +306,14 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a distance to each node")]
-    fn a_node_without_its_distances_is_no_slit() {
+    fn node_without_all_distances_panics() {
         let mut nodes = nodes();
         nodes[1].distances.pop();
         tables(&nodes);
     }
 
     #[test]
-    fn hmat_says_which_node_is_near_to_which_memory() {
+    fn hmat_has_the_nearest_initiator_of_each_target() {
         let hmat = hmat(&nodes()).unwrap();
         assert_eq!((&hmat[..4], hmat[8], u32_at(&hmat, 36)), (&b"HMAT"[..], 2, 0));
         // 5.2.27.3: type 0, length 40 at 4, flags at 8 (bit 0: the initiator is valid), initiator
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn hmat_gives_latency_and_bandwidth_from_every_node_to_every_memory_in_revision_2_units() {
+    fn hmat_has_latency_and_bandwidth_of_each_pair_in_revision_2_units() {
         let hmat = hmat(&nodes()).unwrap();
         // 5.2.27.4: a header of 32 bytes, two initiators and three targets of 4 bytes, six entries
         // of 2.
@@ -356,14 +356,14 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_cut_to_what_an_entry_holds() {
+    fn hmat_entries_are_clamped() {
         let entries = |figures: Performance| Figure::ALL.map(|figure| figure.entry(&figures));
         assert_eq!(entries(figures(0, 0, 9)), [1, 1, 1]);
         assert_eq!(entries(figures(70_000, 65_535, 1_000_000)), [0xfffe; 3]);
     }
 
     #[test]
-    fn a_node_without_memory_is_no_target_and_one_without_figures_leaves_no_hmat() {
+    fn hmat_skips_nodes_without_memory_and_needs_performance_of_all_others() {
         let mut nodes = nodes();
         nodes[0].memory.clear();
         // Two structures of 40 bytes, and three with two initiators and two targets.

@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn they_come_and_go_by_their_numbers() {
+    fn vcpus_are_added_upward_and_removed_downward() {
         let mut plug = Plug::new(1, 4);
         assert_eq!(plug.step(1), Ok(Step::Nothing));
         assert_eq!(plug.step(4), Ok(Step::Come(1..4)));
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_else_changes_while_one_is_on_its_way_out() {
+    fn no_other_resize_while_a_vcpu_is_leaving() {
         let mut plug = Plug::new(4, 4);
         plug.ask(2..4);
         assert_eq!(plug.step(2), Ok(Step::Nothing), "to say it twice does no harm");
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_has_not_followed_is_asked_again() {
+    fn ignored_removal_request_is_repeated() {
         let mut plug = Plug::new(3, 3);
         assert!(!plug.ask_again());
         plug.ask(1..3);
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_goes_before_the_guest_has_heard_of_it_is_not_announced() {
+    fn vcpu_removed_before_announcement_is_not_announced() {
         let mut plug = Plug::new(1, 2);
         plug.put(1..2);
         plug.ask(1..2);
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_goes_unasked() {
+    fn eject_without_request_is_ignored() {
         let mut plug = Plug::new(2, 3);
         let before = plug.clone();
         for index in 0..=255 {
@@ -223,7 +223,7 @@ mod tests {
     proptest! {
         /// Present vCPUs have the lowest indices, for any sequence of resizes and ejects.
         #[test]
-        fn those_present_are_the_first(acts in prop::collection::vec((any::<bool>(), 0u8..8), 0..100)) {
+        fn present_vcpus_have_the_lowest_indices(acts in prop::collection::vec((any::<bool>(), 0u8..8), 0..100)) {
             let mut plug = Plug::new(3, 6);
             for (resizes, number) in acts {
                 if resizes {

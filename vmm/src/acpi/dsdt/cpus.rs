@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn every_vcpu_but_the_first_can_come_and_go() {
+    fn every_vcpu_except_the_first_can_be_removed() {
         let aml = aml(&AcpiInput { boot_vcpus: 1, max_vcpus: 3, ..AcpiInput::default() });
         assert_eq!((count(&aml, b"_STA"), count(&aml, b"_MAT"), count(&aml, b"_EJ0")), (3, 3, 2));
         // CSTA (2), CEJ0 (2): AML of a call each.
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vcpu_says_its_node_and_the_id_of_its_apic() {
+    fn vcpu_device_has_node_and_apic_id() {
         let node = |vcpus: &[u8]| NumaNode {
             vcpus: vcpus.to_vec(),
             memory: vec![],

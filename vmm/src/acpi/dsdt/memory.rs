@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn every_dimm_has_a_device_and_is_told_of() {
+    fn every_dimm_has_a_device_and_a_notification() {
         let mut aml = Vec::new();
         controller(&mut aml);
         for method in [b"_STA", b"_CRS", b"_PXM"] {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptors_fields_are_where_they_are_written() {
+    fn descriptor_fields_have_the_offsets_that_aml_writes() {
         let memory =
             AddressSpace::new_memory(AddressSpaceCacheable::Cacheable, true, 1u64, 0x12u64, None);
         let mut bytes = Vec::new();

@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_there_as_the_machine_has_them() {
+    fn dsdt_has_the_devices_of_the_machine() {
         let mut input = AcpiInput { boot_vcpus: 1, max_vcpus: 2, ..AcpiInput::default() };
         let small = dsdt(&input);
         for name in [b"PCI0", b"MBRD", b"PWRB", b"GED_", b"C000", b"C001", b"_S5_"] {
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_level_triggered_and_received_characters_are_edges() {
+    fn ged_is_level_triggered_and_serial_port_edge_triggered() {
         let dsdt = dsdt(&AcpiInput { max_vcpus: 1, serial: true, ..AcpiInput::default() });
         // Extended interrupt: 0x89, length 6, flags, one number. Bit 0 is the consumer, bit 1 an
         // edge, bit 2 active-low.
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pci_root_is_near_the_vcpus() {
+    fn pci_root_is_in_first_node_with_vcpus() {
         let nodes = vec![node(&[]), node(&[]), node(&[]), node(&[0])];
         let input = AcpiInput { boot_vcpus: 1, max_vcpus: 1, nodes, ..AcpiInput::default() };
         assert!(contains(&dsdt(&input), b"_PXM\x0a\x03"));

@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn every_slot_but_the_bridges_can_be_filled_and_emptied() {
+    fn every_slot_except_the_bridge_supports_hotplug() {
         let Raw(aml) = slots();
         assert_eq!((count(&aml, b"_EJ0"), count(&aml, b"_ADR")), (31, 31));
         // Device and both notifications: Notify (S031, 1), Notify (S031, 3).
