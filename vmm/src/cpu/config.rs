@@ -1,4 +1,4 @@
-//! `--cpus`: how many vCPUs there are, how they look to the guest, and where they run.
+//! `--cpus`: number of vCPUs, their topology and features for the guest, and their host CPUs.
 
 use std::collections::BTreeSet;
 
@@ -16,14 +16,14 @@ const REFUSED: &[Refused] = &[
     },
 ];
 
-/// The most vCPUs that APIC ids of 8 bits can name: 255 is broadcast.
+/// Most vCPUs that APIC IDs of 8 bits can name: 255 is broadcast.
 pub const MAX_VCPUS: u8 = 254;
-/// A core has two threads at most: no processor that KVM runs on has more.
+/// No processor that KVM supports has more than two threads per core.
 const MAX_THREADS: u16 = 2;
-/// Every processor of 64 bits has as many address bits; page tables take no more.
+/// Every 64-bit processor has at least 36 address bits, and page tables support at most 52.
 const PHYS_BITS: std::ops::RangeInclusive<u8> = 36..=52;
 const DEFAULT_PHYS_BITS: u8 = 46;
-/// The host's CPUs that a set of them can name (`CPU_SETSIZE`).
+/// Size of a set of host CPUs (`CPU_SETSIZE`).
 const MAX_HOST_CPUS: usize = 1024;
 
 section! {
@@ -144,8 +144,8 @@ impl Item for CpuAffinity {
 }
 
 impl CpuTopology {
-    /// Each level has a unit at least, threads are few, and all together are the vCPUs that may
-    /// ever be.
+    /// Checks that each level has at least one unit, threads do not exceed their limit, and the
+    /// product is `max_vcpus`.
     fn validate(&self, max_vcpus: u8) -> Result<(), ConfigError> {
         let levels = [
             ("topology's threads per core", self.threads_per_core, MAX_THREADS),
@@ -176,7 +176,8 @@ impl CpuTopology {
 }
 
 impl CpusConfig {
-    /// At least one, and not more at boot than ever; and that what is said of them is about them.
+    /// Checks that `max` is at least `boot`, the topology matches it, and affinity names each
+    /// existing vCPU at most once.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         range("max", self.max_vcpus, self.boot_vcpus, MAX_VCPUS)?;
@@ -195,7 +196,7 @@ impl CpusConfig {
         Ok(())
     }
 
-    /// Which CPUs of the host a vCPU may run on; none: any.
+    /// Host CPUs that `vcpu` may run on; empty for any.
     pub fn host_cpus(&self, vcpu: u8) -> &[usize] {
         let of_vcpu = self.affinity.iter().flatten().find(|affinity| affinity.vcpu == vcpu);
         of_vcpu.map_or(&[], |affinity| &affinity.host_cpus)
@@ -285,7 +286,7 @@ mod tests {
         for text in ["2:2:2", "2:2:2:1:1", "2:2:2:x", "2:2:2:-1", "2:2:2:65536"] {
             assert!(wrong(text).contains("is not threads per core:cores per die"), "{text}");
         }
-        // No product is too large to be told.
+        // The product does not overflow.
         let all = "--cpus: topology has 32774128 vCPUs, and must have as many as max: 8";
         assert_eq!(wrong("2:254:254:254"), all);
     }

@@ -1,73 +1,72 @@
-//! What CPUID tells the guest: what KVM can do, less what the guest is not to see, with each vCPU's
-//! place in the topology filled in. Pure.
+//! CPUID leaves of the guest: those that KVM supports, without features hidden from the guest, and
+//! with the place of each vCPU in the topology.
 //!
-//! KVM_GET_SUPPORTED_CPUID returns the host CPU's own topology, which is that of whichever CPU the
-//! call ran on: every field that holds an APIC id or a count of cores must be replaced, or Linux
-//! sees CPUs in the wrong packages.
+//! KVM_GET_SUPPORTED_CPUID returns the host's topology as the CPU that runs the call sees it. Every
+//! field with an APIC ID or a number of cores must therefore be replaced. Otherwise Linux assigns
+//! CPUs to the wrong packages.
 //!
-//! An APIC id is, from its lowest bits on, the number of a thread in its core, of the core in its
-//! die, of the die in its package, and of the package.
+//! From its lowest bits on, an APIC ID consists of the number of a thread in its core, of the core
+//! in its die, of the die in its package, and of the package.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 use super::packages::{Shape, VcpuPlace};
 
-/// Leaf 1, ECX: VMX.
 const VMX: u32 = 1 << 5;
-/// Leaf 1, ECX: what performance counters can do is in an MSR.
+/// Leaf 1, ECX: an MSR describes the capabilities of performance counters.
 const PDCM: u32 = 1 << 15;
-/// Leaf 1, ECX: the local APIC timer takes deadlines in TSC ticks.
+/// Leaf 1, ECX: the local APIC timer supports deadlines in TSC ticks.
 const TSC_DEADLINE: u32 = 1 << 24;
-/// Leaf 1, ECX: there is a hypervisor.
+/// Leaf 1, ECX: a hypervisor is present.
 const HYPERVISOR: u32 = 1 << 31;
-/// Leaf 1, EDX: the count of logical processors in EBX is valid.
+/// Leaf 1, EDX: the number of logical processors in EBX is valid.
 const HTT: u32 = 1 << 28;
-/// Leaf 7, subleaf 0, EDX: AMX with its two kinds of numbers.
+/// Leaf 7, subleaf 0, EDX: AMX and its two data types.
 const AMX: u32 = 1 << 22 | 1 << 24 | 1 << 25;
-/// Subleaf 1, EAX and EDX: two more.
+/// Leaf 7, subleaf 1, EAX and EDX: two more data types.
 const AMX_FP16: u32 = 1 << 21;
 const AMX_COMPLEX: u32 = 1 << 8;
-/// Leaf 0x8000_0001, ECX: SVM.
 const SVM: u32 = 1 << 2;
-/// Leaf 0x8000_0001, ECX: performance counters of the core, the north bridge and the last cache.
+/// Leaf 0x8000_0001, ECX: performance counters of the core, the north bridge and the last-level
+/// cache.
 const PERFORMANCE_COUNTERS: u32 = 1 << 23 | 1 << 24 | 1 << 28;
 
-/// The leaves of the extended topology (Intel SDM 2A, CPUID). The second has dies, the first has
-/// not.
+/// Leaves of the extended topology (Intel SDM 2A, CPUID). Only the second has dies.
 const TOPOLOGY: u32 = 0xb;
 const TOPOLOGY_WITH_DIES: u32 = 0x1f;
-/// Where hypervisors' leaves begin: EAX is the last of them.
+/// First leaf of hypervisors. Its EAX is the last one.
 const HYPERVISOR_LEAVES: u32 = 0x4000_0000;
-/// EAX: kHz of the TSC, EBX: kHz of the APIC's timer. VMware's, and others' since.
+/// EAX: kHz of the TSC. EBX: kHz of the APIC timer. Defined by VMware and adopted by others.
 const FREQUENCIES: u32 = 0x4000_0010;
 /// KVM's APIC timers count nanoseconds.
 const APIC_TIMER_KHZ: u32 = 1_000_000;
 
-/// Levels of the extended topology: their numbers in ECX.
+/// Numbers of the levels of the extended topology in ECX.
 const THREADS: u32 = 1;
 const CORES: u32 = 2;
 const DIES: u32 = 5;
 
-/// What is the same for every vCPU of a VM.
+/// Traits that all vCPUs of a VM share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Traits {
-    /// Whether KVM emulates the APIC timer's deadline mode (KVM_CAP_TSC_DEADLINE_TIMER); the
-    /// supported leaves never say so.
+    /// True if KVM emulates the deadline mode of the APIC timer (KVM_CAP_TSC_DEADLINE_TIMER). The
+    /// supported leaves never include it.
     pub tsc_deadline: bool,
-    /// How fast the TSC runs, if KVM says so.
+    /// Frequency of the TSC, if KVM reports it.
     pub tsc_khz: Option<u32>,
-    /// Whether the guest may run guests.
+    /// True if the guest may run guests.
     pub nested: bool,
-    /// The most bits that a physical address has.
+    /// Upper limit of the number of physical address bits.
     pub max_phys_bits: u8,
-    /// Whether the guest may use AMX: KVM offers it also where its state is not permitted.
+    /// True if the guest may use AMX. KVM also reports AMX if its state is not permitted.
     pub amx: bool,
 }
 
-/// The leaves that KVM supports, with what depends on the VM and the vCPU filled in.
+/// Leaves for a vCPU: those that KVM supports, with fields of the VM and the vCPU filled in.
 ///
-/// Of the extended topology, newer hosts return subleaf 0 alone, and that zeroed: its subleaves are
-/// written here. The leaf with dies stays out where neither the host has it nor the guest any dies.
+/// The extended topology is written from scratch because newer hosts return only subleaf 0 of it,
+/// filled with zeros. The leaf with dies is omitted if the host does not have it and the guest has
+/// one die per package.
 pub(crate) fn place(supported: &CpuId, place: VcpuPlace, traits: Traits) -> CpuId {
     let has = |function| supported.as_slice().iter().any(|entry| entry.function == function);
     let with_dies = has(TOPOLOGY_WITH_DIES) || (has(TOPOLOGY) && place.shape.dies.count > 1);
@@ -95,7 +94,7 @@ pub(crate) fn place(supported: &CpuId, place: VcpuPlace, traits: Traits) -> CpuI
     CpuId::from_entries(&entries).expect("KVM takes more leaves than it supports")
 }
 
-/// For guests that would measure how fast their TSC runs.
+/// Adds the leaf of frequencies, so that guests need not measure their TSC.
 fn add_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     let Some(first) = entries.iter_mut().find(|entry| entry.function == HYPERVISOR_LEAVES) else {
         return;
@@ -109,8 +108,10 @@ fn add_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     });
 }
 
-/// A subleaf for each level, then the end: how far the id is shifted to be the next level's, and
-/// how many threads a unit of that has.
+/// Extended topology: a subleaf for each level, and an empty one as the end.
+///
+/// Each has the shift that turns an APIC ID into an ID of the next level, and the number of threads
+/// in a unit of that level.
 fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kvm_cpuid_entry2> {
     let Shape { threads, cores, dies } = place.shape;
     let (in_core, in_die) =
@@ -138,8 +139,8 @@ fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kv
         .collect()
 }
 
-/// Who shares a cache, less one, where CPUID describes caches: those of level 3 the die, others one
-/// core. In ids, not in those that are there.
+/// Number of APIC IDs that share a cache, less one, as CPUID describes caches. The threads of a die
+/// share caches from level 3 on, and those of a core share the others. Unused IDs count as well.
 fn sharing(cache: u32, shape: Shape) -> u32 {
     let level = cache >> 5 & 7;
     let shift = if level >= 3 { shape.die_shift() } else { shape.core_shift() };
@@ -151,25 +152,26 @@ fn place_entry(entry: &mut kvm_cpuid_entry2, place: VcpuPlace) {
     let (apic_id, logical) = (u32::from(apic_id), shape.logical());
     let (core_shift, package_shift) = (shape.core_shift(), shape.package_shift());
     match entry.function {
-        // Initial APIC id (bits 31 to 24), logical processors (23 to 16).
+        // Initial APIC ID (bits 31 to 24), logical processors (23 to 16).
         0x1 => {
-            // Eight bits hold the count: 256 does not fit, and would carry into the APIC id.
+            // The field has eight bits, so 256 would carry into the APIC ID.
             let ids = (1u32 << package_shift).min(255);
             entry.ebx = (entry.ebx & 0xffff) | apic_id << 24 | ids << 16;
             entry.edx = if logical > 1 { entry.edx | HTT } else { entry.edx & !HTT };
         }
-        // Caches: cores in the package less one (31 to 26); who shares the cache (25 to 14).
+        // Caches: cores in the package less one (31 to 26), IDs that share the cache less one (25
+        // to 14).
         0x4 => {
             let cores = (1u32 << (package_shift - core_shift)).min(64);
             entry.eax = (entry.eax & 0x3fff) | sharing(entry.eax, shape) << 14 | (cores - 1) << 26;
         }
-        // AMD: the same without the cores.
+        // AMD: the same without the number of cores.
         0x8000_001d => entry.eax = (entry.eax & !(0xfff << 14)) | sharing(entry.eax, shape) << 14,
-        // AMD: threads of the package less one (7 to 0), bits of the APIC id that tell them apart
-        // (15 to 12).
+        // AMD: threads of the package less one (7 to 0), number of their bits in the APIC ID (15 to
+        // 12).
         0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (logical - 1) | package_shift << 12,
-        // AMD: extended APIC id; core in the package, and threads in the core less one (15 to 8);
-        // node, and nodes in the package less one (10 to 8). A node of AMD's is a die.
+        // AMD: extended APIC ID; core in the package, and threads in the core less one (15 to 8);
+        // node, and nodes in the package less one (10 to 8). AMD's nodes are dies.
         0x8000_001e => {
             let core = (apic_id & ((1 << package_shift) - 1)) >> core_shift;
             let dies = u32::from(shape.dies.count);
@@ -199,11 +201,11 @@ fn restrict_entry(entry: &mut kvm_cpuid_entry2, traits: Traits) {
             entry.eax &= !AMX_FP16;
             entry.edx &= !AMX_COMPLEX;
         }
-        // Performance counters are not offered: KVM's emulation of them differs from host to host.
-        // Intel's leaf, and AMD's.
+        // Performance counters are hidden because KVM's emulation of them differs between hosts.
+        // Leaves of Intel and of AMD.
         0xa | 0x8000_0022 => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
         0x8000_0001 => entry.ecx &= !(PERFORMANCE_COUNTERS | if traits.nested { 0 } else { SVM }),
-        // AMD: what SVM can do.
+        // AMD: features of SVM.
         0x8000_000a if !traits.nested => {
             (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);
         }
@@ -215,14 +217,14 @@ fn restrict_entry(entry: &mut kvm_cpuid_entry2, traits: Traits) {
     }
 }
 
-/// Whether the leaves have AMX.
+/// Returns true if the leaves include AMX.
 pub(crate) fn has_amx(cpuid: &CpuId) -> bool {
     let features = cpuid.as_slice().iter().find(|entry| (entry.function, entry.index) == (0x7, 0));
     features.is_some_and(|entry| entry.edx & AMX != 0)
 }
 
-/// The number of physical address bits that the leaves promise (leaf 0x8000_0008, EAX, bits 7 to
-/// 0); 36 where they do not say, as the manuals have it.
+/// Number of physical address bits in the leaves (0x8000_0008, EAX, bits 7 to 0). Without that
+/// leaf, it is 36, as the manuals state.
 pub(crate) fn physical_address_bits(cpuid: &CpuId) -> u8 {
     cpuid
         .as_slice()

@@ -12,8 +12,7 @@ fn one_package(apic_id: u8, cores: u8) -> VcpuPlace {
     VcpuPlace { apic_id, package: 0, shape: Shape { cores: Level::of(cores), ..Shape::default() } }
 }
 
-/// vCPU `index` of a shape in which every level has a whole power of two, so that ids have no
-/// holes.
+/// vCPU `index` of a shape whose levels are powers of two, so that IDs have no gaps.
 fn dense(index: u8, threads: u8, cores: u8, dies: u8) -> VcpuPlace {
     let shape =
         Shape { threads: Level::of(threads), cores: Level::of(cores), dies: Level::of(dies) };
@@ -28,7 +27,6 @@ fn leaves(
     super::place(&CpuId::from_entries(supported).unwrap(), place, traits).as_slice().to_vec()
 }
 
-/// Function, subleaf, and the four registers.
 fn rows(entries: &[kvm_cpuid_entry2]) -> Vec<[u32; 6]> {
     entries.iter().map(|e| [e.function, e.index, e.eax, e.ebx, e.ecx, e.edx]).collect()
 }
@@ -40,7 +38,7 @@ fn entry(function: u32, index: u32, registers: [u32; 4]) -> kvm_cpuid_entry2 {
 
 #[test]
 fn a_package_ends_where_the_apic_ids_of_its_cores_do() {
-    // The second core of the second package of two with 8 ids each.
+    // Second core of the second package, in packages of two cores with 8 IDs each.
     let shape = Shape { cores: Level { count: 2, bits: 3 }, ..Shape::default() };
     let second = VcpuPlace { apic_id: 9, package: 1, shape };
     let placed = |mut entry: kvm_cpuid_entry2| {
@@ -53,7 +51,8 @@ fn a_package_ends_where_the_apic_ids_of_its_cores_do() {
     assert_eq!(placed(leaf(0x8000_0008, 0)).ecx & 0xf0ff, 0x3001);
     let amd = placed(leaf(0x8000_001e, 0));
     assert_eq!((amd.eax, amd.ebx, amd.ecx), (9, 1, 1));
-    // Caches of level 3 are the die's, of level 1 the core's; who shares them are bits 25 to 14.
+    // The die shares caches of level 3, the core those of level 1. Bits 25 to 14 hold the number of
+    // IDs.
     for function in [0x4, 0x8000_001d] {
         for (level, sharing) in [(1, 0), (3, 7)] {
             let cache = kvm_cpuid_entry2 { eax: 0xfff << 14 | level << 5, ..leaf(function, 0) };
@@ -64,7 +63,7 @@ fn a_package_ends_where_the_apic_ids_of_its_cores_do() {
 }
 
 fn placed(function: u32, subleaf: u32, index: u8, count: u8) -> kvm_cpuid_entry2 {
-    // As a newer host returns it: of the extended topology subleaf 0 alone.
+    // A newer host returns only subleaf 0 of the extended topology.
     let supported = [leaf(function, if function == 0xb { 0 } else { subleaf })];
     let placed = leaves(&supported, one_package(index, count), TRAITS);
     *placed.iter().find(|entry| entry.index == subleaf).unwrap()
@@ -92,7 +91,8 @@ fn a_single_vcpu_has_no_siblings() {
     assert_eq!(placed(0x4, 0, 0, 1).eax >> 26, 0);
 }
 
-/// An Intel host with dies' leaf, as KVM tells of it: its own topology in every field.
+/// Leaves as KVM returns them on an Intel host with the leaf of dies: the host's topology in each
+/// field.
 #[test]
 fn an_intel_guest_with_threads_cores_and_dies() {
     let supported = [
@@ -111,7 +111,7 @@ fn an_intel_guest_with_threads_cores_and_dies() {
         [
             [0x0, 0, 0x1f, 0, 0, 0],
             [0x1, 0, 0x606a6, 0x0d08_0800, VMX | HYPERVISOR, HTT],
-            // Level 1 is shared by two ids, level 3 by the four of the die; the package has 4
+            // Two IDs share level 1, and the four of the die share level 3. The package has 4
             // cores.
             [0x4, 0, 0x0c00_4121, 0, 0, 0],
             [0x4, 3, 0x0c00_c163, 0, 0, 0],
@@ -127,7 +127,7 @@ fn an_intel_guest_with_threads_cores_and_dies() {
     );
 }
 
-/// AMD's of the first generations, without the leaf with dies.
+/// First generations of AMD's processors, without the leaf of dies.
 #[test]
 fn an_amd_guest_with_threads_and_cores() {
     let supported = [
@@ -150,7 +150,7 @@ fn an_amd_guest_with_threads_and_cores() {
             [0x8000_0008, 0, 0x3030, 0, 0x2003, 0],
             [0x8000_000a, 0, 1, 0x8000, 0, 0x1bcff],
             [0x8000_001d, 3, 0xc163, 0, 0, 0],
-            // Core 1 of package 1, which is node 1; two threads.
+            // Core 1 of package 1, which is node 1, with two threads.
             [0x8000_001e, 0, 7, 0x101, 1, 0],
             [0xb, 0, 1, 2, 0x100, 7],
             [0xb, 1, 2, 4, 0x201, 7],
@@ -180,7 +180,7 @@ fn dies_have_their_leaf_also_where_the_host_has_none() {
         ]
     );
     assert_eq!(placed[0].eax, 0x1f);
-    // Node 1 of two.
+    // Node 1 of 2.
     assert_eq!((placed[1].ebx, placed[1].ecx), (3, 1 | 1 << 8));
 }
 
@@ -191,7 +191,7 @@ fn a_topology_leaf_that_nobody_needs_is_not_made_up() {
     let functions: Vec<_> = placed.iter().map(|entry| (entry.function, entry.index)).collect();
     assert_eq!(functions, [(0x0, 0), (0xb, 0), (0xb, 1), (0xb, 2)]);
     assert_eq!(placed[0].eax, 0xd);
-    // Nor is there one at all before the processors that have it.
+    // Processors without the extended topology get neither leaf.
     assert_eq!(leaves(&[leaf(0x4, 0)], dense(0, 1, 2, 2), TRAITS).len(), 1);
 }
 

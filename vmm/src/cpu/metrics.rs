@@ -1,10 +1,9 @@
-//! Numbers of vCPUs.
+//! vCPU metrics.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use foreshore_devices::metrics::{Expose, Exposition, Family, one};
 
-/// Numbers of vCPUs by state.
 #[derive(Debug, Default)]
 pub(crate) struct VcpuMetrics {
     /// vCPUs that the guest has, or that were added for it.

@@ -1,4 +1,4 @@
-//! vCPUs: what they look like to the guest, the state they start in, and the threads that run them.
+//! vCPUs: their CPUID, their initial state, and the threads that run them.
 
 pub(crate) mod config;
 pub(crate) mod cpuid;
@@ -13,7 +13,7 @@ use std::io;
 
 use thiserror::Error;
 
-/// Why a vCPU cannot be made or started.
+/// Failure to create or start a vCPU.
 #[derive(Debug, Error)]
 pub(crate) enum CpuError {
     #[error("KVM refuses to {what} vCPU {index}")]
@@ -26,21 +26,18 @@ pub(crate) enum CpuError {
     #[error("Cannot start the thread of vCPU {index}")]
     Thread {
         index: u8,
-        /// What the operating system says.
         #[source]
         source: io::Error,
     },
-    /// The thread of a vCPU cannot run where it is to.
+    /// The thread of a vCPU cannot be pinned.
     #[error(
         "Cannot let vCPU {index} run on CPUs {host_cpus:?} of the host alone (--cpus affinity=); the host's CPUs: {known}"
     )]
     Pin {
         index: u8,
-        /// Where it was to run.
         host_cpus: Vec<usize>,
-        /// What there is, as the kernel lists it.
+        /// Online CPUs of the host, as the kernel lists them.
         known: String,
-        /// What the operating system says.
         #[source]
         source: io::Error,
     },
@@ -49,12 +46,11 @@ pub(crate) enum CpuError {
     #[error("KVM takes {taken} of {given} MSRs of vCPU {index}")]
     Msrs {
         index: u8,
-        /// How many it took.
+        /// Number of MSRs that KVM accepted, from the first.
         taken: usize,
-        /// How many were given.
         given: usize,
     },
-    /// One that the guest has let go is still about what it did last, and cannot be given back.
+    /// An ejected vCPU is still busy with its last exit and cannot be added again.
     #[error("vCPU {index} has not ended what it did when the guest let it go: try again later")]
     Busy { index: u8 },
 }

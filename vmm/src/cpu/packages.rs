@@ -1,34 +1,34 @@
-//! Where each vCPU stands in the guest's processors: as `--cpus topology=` says, or every node with
-//! vCPUs is a package. Pure.
+//! Place of each vCPU in the guest's topology, from `--cpus topology=`. By default, each node with
+//! vCPUs is a package.
 //!
-//! Linux takes vCPUs of one package, or of one last-level cache, for neighbours, and warns if they
-//! are in two nodes.
+//! Linux expects vCPUs that share a package or a last-level cache to be in one node, and warns
+//! otherwise.
 
 use super::config::CpuTopology;
 
-/// The largest APIC id of 8 bits that is no broadcast.
+/// Largest APIC ID of 8 bits that is not broadcast.
 const MAX_APIC_ID: u32 = 254;
-/// Linux takes AMD's first Zen to have a last-level cache for every 8 APIC ids, whatever CPUID says
-/// (arch/x86/kernel/cpu/cacheinfo.c): packages of fewer would share one.
+/// Linux assumes that AMD's first Zen has a last-level cache for every 8 APIC IDs, regardless of
+/// CPUID (arch/x86/kernel/cpu/cacheinfo.c). Packages with fewer IDs would share a cache.
 const LEAST_CORE_BITS: u32 = 3;
 
-/// Units of a level in one of the next.
+/// Units of a level in a unit of the next level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Level {
-    /// How many there may ever be.
+    /// Number of units, including those that can be added.
     pub count: u8,
-    /// Bits of an APIC id that tell them apart.
+    /// Bits of an APIC ID that number the units.
     pub bits: u32,
 }
 
 impl Level {
-    /// With no more bits than it takes.
+    /// Level with the fewest bits for `count` units.
     pub fn of(count: u8) -> Self {
         Self { count, bits: u32::from(count).next_power_of_two().trailing_zeros() }
     }
 }
 
-/// What a package is like; all of a VM's are alike.
+/// Shape of every package of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Threads in a core.
@@ -46,7 +46,7 @@ impl Default for Shape {
 }
 
 impl Shape {
-    /// An id shifted by so much is a core's.
+    /// Shift that turns an APIC ID into the ID of a core.
     pub fn core_shift(&self) -> u32 {
         self.threads.bits
     }
@@ -65,19 +65,18 @@ impl Shape {
     }
 }
 
-/// Where a vCPU stands.
+/// Place of a vCPU in the topology.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuPlace {
-    /// Its APIC id: the package in the highest bits, then die, core and thread.
+    /// APIC ID: the package in the highest bits, then die, core and thread.
     pub apic_id: u8,
-    /// Which package. That of vCPU 0, which boots, is 0.
+    /// Number of the package. vCPU 0, which boots, is in package 0.
     pub package: u8,
-    /// What its package is like.
     pub shape: Shape,
 }
 
-/// The places of all vCPUs, by their indices; `nodes` are the vCPUs of each node that has some,
-/// ascending. `None` if APIC ids do not suffice.
+/// Places of all vCPUs by index. `nodes` has the vCPUs of each node with vCPUs in ascending order.
+/// Returns `None` if APIC IDs do not suffice.
 pub(crate) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     let mut packages = nodes.to_vec();
     packages.sort_by_key(|cpus| cpus.first().copied());
@@ -99,9 +98,8 @@ pub(crate) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     Some(places.into_iter().map(|(_, place)| place).collect())
 }
 
-/// The places as `topology`, which has been validated, has them: vCPUs are counted through the
-/// threads of a core, then through the cores of a die, and so on. `None` if APIC ids do not
-/// suffice.
+/// Places of all vCPUs in `topology`, which is valid. vCPUs are numbered through the threads of a
+/// core, then through the cores of a die, and so on. Returns `None` if APIC IDs do not suffice.
 pub(crate) fn places_of(topology: &CpuTopology) -> Option<Vec<VcpuPlace>> {
     let level = |count| Some(Level::of(u8::try_from(count).ok()?));
     let threads = level(topology.threads_per_core)?;
@@ -184,7 +182,7 @@ mod tests {
     fn a_topology_counts_threads_first() {
         assert_eq!(ids_of([1, 4, 1, 1]).unwrap(), [0, 1, 2, 3]);
         assert_eq!(ids_of([2, 2, 2, 1]).unwrap(), (0..8).collect::<Vec<u8>>());
-        // Three cores take two bits, so every fourth core's ids are nobody's.
+        // Three cores take two bits, so the IDs of every fourth core are unused.
         assert_eq!(ids_of([2, 3, 1, 2]).unwrap(), [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13]);
         assert_eq!(ids_of([1, 1, 3, 2]).unwrap(), [0, 1, 2, 4, 5, 6]);
         let topology =
@@ -197,7 +195,7 @@ mod tests {
     fn a_topology_whose_ids_do_not_suffice_has_no_places() {
         assert_eq!(ids_of([1, 254, 1, 1]).unwrap().last(), Some(&253));
         assert_eq!(ids_of([1, 1, 1, 254]).unwrap().last(), Some(&253));
-        // 3 of 4, and 7 of 8: the ids in between are nobody's.
+        // 3 of 4, and 7 of 8: the IDs between them are unused.
         assert_eq!(ids_of([1, 3, 7, 4]).unwrap().last(), Some(&122));
         assert_eq!(ids_of([1, 5, 5, 5]), None);
         assert_eq!(ids_of([1, 65, 1, 3]), None);

@@ -1,4 +1,4 @@
-//! Where the thread of a vCPU runs, and with whom it shares a core of the host.
+//! Host CPUs of vCPU threads, and core scheduling.
 
 use std::fs;
 use std::io;
@@ -11,28 +11,28 @@ use tracing::{debug, warn};
 use super::CpuError;
 use super::config::CoreScheduling;
 
-/// prctl(2): Linux 5.14. Libraries of C do not name all of it.
+/// Commands of prctl(2) since Linux 5.14. C libraries do not define all of them.
 const PR_SCHED_CORE: libc::c_int = 62;
 const PR_SCHED_CORE_CREATE: libc::c_ulong = 1;
 const PR_SCHED_CORE_SHARE_FROM: libc::c_ulong = 3;
 /// `PIDTYPE_PID`: a thread, not its process.
 const SCOPE_THREAD: libc::c_ulong = 0;
-/// CPUs that run threads, as a list of ranges: `0-1,3`.
+/// CPUs that can run threads, as a list of ranges: `0-1,3`.
 const ONLINE: &str = "/sys/devices/system/cpu/online";
 
-/// With whom vCPUs of a VM share a core: the kernel lets only threads with the same cookie run on
-/// one core at a time.
+/// Core scheduling of a VM's vCPUs. The kernel runs only threads with the same cookie on one core
+/// at a time.
 #[derive(Clone, Debug)]
 pub(crate) enum Cores {
     Anybody,
-    /// With nobody: each thread has a cookie of its own.
+    /// No other thread: each vCPU thread has its own cookie.
     Nobody,
-    /// With the VM's: the first thread makes the cookie, and the others take it from that one.
+    /// Threads of the VM: the first thread creates the cookie, and the others copy it from that
+    /// thread.
     Vm(Arc<Mutex<Option<libc::pid_t>>>),
 }
 
 impl Cores {
-    /// As it was asked for.
     pub(crate) fn new(scheduling: CoreScheduling) -> Self {
         match scheduling {
             CoreScheduling::Off => Self::Anybody,
@@ -57,10 +57,11 @@ impl Cores {
                     None => core_scheduling(PR_SCHED_CORE_CREATE, 0),
                 };
                 match result {
-                    // The threads of vCPUs live as long as the VM.
+                    // vCPU threads live as long as the VM.
                     // SAFETY: a system call without arguments.
                     Ok(()) => drop(first.get_or_insert_with(|| unsafe { libc::gettid() })),
-                    // The default: many a host has no threads to share a core.
+                    // Not a warning, because this is the default, and many hosts have no threads
+                    // that share a core.
                     Err(err) => debug!(index, %err, "There is no core scheduling"),
                 }
             }
@@ -70,32 +71,32 @@ impl Cores {
 
 fn core_scheduling(command: libc::c_ulong, thread: libc::pid_t) -> io::Result<()> {
     let (no_cookie, thread) = (0 as libc::c_ulong, libc::c_ulong::from(thread.unsigned_abs()));
-    // SAFETY: a system call that takes numbers, and writes nothing with these commands.
+    // SAFETY: a system call with numbers as arguments. It writes nothing with these commands.
     match unsafe { libc::prctl(PR_SCHED_CORE, command, thread, SCOPE_THREAD, no_cookie) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Lets the thread of vCPU `index` run on these CPUs of the host alone, each below `CPU_SETSIZE`;
-/// on any, if there are none.
+/// Restricts the thread of vCPU `index` to `host_cpus`, each below `CPU_SETSIZE`. If there are
+/// none, it may run on any CPU.
 pub(crate) fn pin(thread: libc::pthread_t, index: u8, host_cpus: &[usize]) -> Result<(), CpuError> {
     if host_cpus.is_empty() {
         return Ok(());
     }
-    // SAFETY: it is a set of bits, and zero is the empty one.
+    // SAFETY: the type is a bit set, for which zero is the empty set.
     let mut set: libc::cpu_set_t = unsafe { mem::zeroed() };
     for &cpu in host_cpus {
         assert!(cpu < libc::CPU_SETSIZE as usize, "CPU {cpu} of the host");
-        // SAFETY: the bit is in the set, as was just looked.
+        // SAFETY: the assertion has checked that the bit is in the set.
         unsafe { libc::CPU_SET(cpu, &mut set) };
     }
-    // SAFETY: the thread is one that has not been joined (the caller holds its handle), and the set
-    // is read.
+    // SAFETY: the thread has not been joined because the caller holds its handle. The set is only
+    // read.
     match unsafe { libc::pthread_setaffinity_np(thread, mem::size_of_val(&set), &raw const set) } {
         0 => Ok(()),
         errno => {
-            // What the kernel says is that an argument is invalid.
+            // The kernel's error is only EINVAL, so report the CPUs that are online.
             let known = fs::read_to_string(ONLINE).unwrap_or_else(|_| "unknown".to_owned());
             let (host_cpus, known) = (host_cpus.to_vec(), known.trim().to_owned());
             Err(CpuError::Pin {
@@ -116,14 +117,14 @@ mod tests {
 
     use super::*;
 
-    /// The CPUs that this thread may run on.
+    /// CPUs that this thread may run on.
     fn allowed() -> Vec<usize> {
         // SAFETY: as in `pin`.
         let mut set: libc::cpu_set_t = unsafe { mem::zeroed() };
-        // SAFETY: the kernel writes the set, and no more than that.
+        // SAFETY: the kernel writes at most the size of the set.
         let result = unsafe { libc::sched_getaffinity(0, mem::size_of_val(&set), &raw mut set) };
         assert_eq!(result, 0);
-        // SAFETY: each is in the set.
+        // SAFETY: each CPU is in the set.
         (0..libc::CPU_SETSIZE as usize)
             .filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) })
             .collect()
@@ -138,7 +139,7 @@ mod tests {
         });
         let here = allowed();
         let last = *here.last().unwrap();
-        // No CPU, or none that there is.
+        // No CPUs, and a CPU that the host does not have.
         pin(thread.as_pthread_t(), 3, &[]).unwrap();
         if !here.contains(&1023) {
             let error = pin(thread.as_pthread_t(), 3, &[1023]).unwrap_err().to_string();
@@ -152,11 +153,11 @@ mod tests {
         assert_eq!(allowed(), here, "another thread is not concerned");
     }
 
-    /// The calling thread's cookie; an error where the kernel has none.
+    /// Cookie of the calling thread. Fails if the kernel has no core scheduling.
     fn cookie() -> io::Result<u64> {
         const PR_SCHED_CORE_GET: libc::c_ulong = 0;
         let mut cookie = 0_u64;
-        // SAFETY: the kernel writes the cookie, and 0 is the calling thread.
+        // SAFETY: the kernel writes the cookie. 0 is the calling thread.
         match unsafe {
             libc::prctl(PR_SCHED_CORE, PR_SCHED_CORE_GET, 0, SCOPE_THREAD, &raw mut cookie)
         } {
@@ -165,12 +166,12 @@ mod tests {
         }
     }
 
-    /// Where the kernel has no cookies, this is that vCPUs run all the same.
+    /// Without core scheduling in the kernel, checks only that `claim` returns.
     #[test]
     fn vcpus_have_the_cookies_that_were_asked_for() {
         let cookies = |scheduling| {
             let cores = Cores::new(scheduling);
-            // As those of vCPUs, the threads are all there at once.
+            // Both threads exist at once, as those of vCPUs do.
             let claimed = Barrier::new(2);
             let claim = |index| {
                 cores.claim(index);

@@ -1,12 +1,11 @@
-//! The thread of a vCPU: runs the guest, answers its exits, and stops when it is told.
+//! vCPU thread: runs the guest, handles its exits, and stops on request.
 //!
-//! Stopping a vCPU that is in the guest takes two steps whose order matters (KVM API, 5:
+//! Stopping a vCPU in the guest takes two steps, whose order matters (KVM API, 5:
 //! `immediate_exit`):
-//! 1. `immediate_exit` is set in the vCPU's shared page: a KVM_RUN that begins from now on returns
-//!    at once;
-//! 2. a signal is sent to the thread: a KVM_RUN that has begun returns with EINTR.
+//! 1. Set `immediate_exit` in the vCPU's shared page: a later KVM_RUN returns at once.
+//! 2. Send the thread a signal: a KVM_RUN that has begun returns with EINTR.
 //!
-//! Without the first, a signal that arrives just before KVM_RUN would be lost.
+//! Without the first step, a signal just before KVM_RUN would be lost.
 
 use std::io;
 use std::os::unix::thread::JoinHandleExt;
@@ -31,41 +30,41 @@ use super::placement::{self, Cores};
 use super::ports;
 use super::state::Fresh;
 
-/// What a vCPU cannot handle by itself.
+/// Event that a vCPU cannot handle itself.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum VcpuEvent {
-    /// The guest's processor shut down: an exception it could not deliver.
+    /// The virtual processor shut down because it could not deliver an exception.
     #[error("Triple fault of vCPU {index} at RIP {rip:#x}")]
     TripleFault { index: u8, rip: u64 },
-    /// The guest touched memory whose slot maps nothing accessible: KVM_RUN fails with EFAULT, and
-    /// 6.1 and 6.12 do not say which address it was.
+    /// The guest accessed memory whose slot maps nothing accessible. KVM_RUN fails with EFAULT, and
+    /// Linux 6.1 and 6.12 do not report the address.
     #[error("unplugged-access: vCPU {index} touched memory that is not plugged, at RIP {rip:#x}")]
     UnpluggedAccess {
         index: u8,
-        /// Where its code was.
+        /// Address of the guest's instruction.
         rip: u64,
     },
     #[error("vCPU {index} cannot go on: {what}")]
     Failed { index: u8, what: String },
 }
 
-/// Where vCPU events go; called on vCPU threads.
+/// Receiver of vCPU events, called on vCPU threads.
 pub(crate) type EventSink = Arc<dyn Fn(VcpuEvent) + Send + Sync>;
 
-/// How often KVM may want something more for the instruction that a vCPU stopped in: it comes up
-/// for air after 1,024 rounds of one that repeats.
+/// Limit of KVM_RUN calls to complete the instruction in which a vCPU stopped. KVM returns after
+/// 1,024 iterations of a repeated instruction.
 const MOST_ROUNDS: usize = 4096;
 
-/// What a vCPU's exits reach.
+/// Buses and callbacks that a vCPU uses.
 #[derive(Clone)]
 pub(crate) struct Surroundings {
     pub ports: Arc<Bus>,
-    /// Memory-mapped I/O.
     pub mmio: Arc<Bus>,
-    /// Where it reports what it cannot handle.
+    /// Receives the events that the vCPU cannot handle.
     pub events: EventSink,
     pub brake: Arc<Brake>,
-    /// Whether memory of the guest is gone; then the brake is pulled, and the owner told.
+    /// Returns true if guest memory is lost. Guest entry is then inhibited and the VM's owner
+    /// notified.
     pub memory_is_lost: Arc<dyn Fn() -> bool + Send + Sync>,
 }
 
@@ -76,7 +75,7 @@ enum Wanted {
     Stop,
 }
 
-/// Whether a vCPU stays out of the guest.
+/// Returns true if the vCPU must stay out of the guest.
 fn wanted_waits(wanted: Wanted, braked: bool) -> bool {
     match wanted {
         Wanted::Run => braked,
@@ -87,28 +86,29 @@ fn wanted_waits(wanted: Wanted, braked: bool) -> bool {
 
 struct Shared {
     wanted: Mutex<Wanted>,
-    /// The thread waits, or has ended. Changes while `wanted` is locked.
+    /// True while the thread waits, and after it has ended. Changes only while `wanted` is locked.
     is_out: AtomicBool,
     changed: Condvar,
     brake: Arc<Brake>,
-    /// It has waited since it was in the guest, which knows nothing of that.
+    /// The thread has waited since it last ran the guest. The guest does not know that time has
+    /// passed.
     has_waited: AtomicBool,
-    /// An NMI is to be delivered before the guest goes on.
+    /// An NMI is pending for delivery before the next guest entry.
     nmi: AtomicBool,
-    /// It is to be as if it had never run, and is not yet. Changes while `wanted` is locked.
+    /// A reset to the initial state is pending. Changes only while `wanted` is locked.
     afresh: AtomicBool,
-    /// The `immediate_exit` byte of the shared page; `None` once the thread is done with it.
+    /// `immediate_exit` byte of the shared page. `None` when the thread no longer uses the page.
     immediate_exit: Mutex<Option<ImmediateExit>>,
 }
 
 struct ImmediateExit(NonNull<u8>);
 
-// SAFETY: the byte is written by any thread that holds the mutex around it, and the thread that
-// owns the mapping takes the pointer away, under the same mutex, before it unmaps the page.
+// SAFETY: any thread that holds the mutex around the byte may write it. The thread that owns the
+// mapping removes the pointer under the same mutex before it unmaps the page.
 unsafe impl Send for ImmediateExit {}
 
 impl Shared {
-    /// Paused until something else is wanted.
+    /// Initially paused.
     fn new(brake: Arc<Brake>) -> Self {
         Self {
             wanted: Mutex::new(Wanted::Pause),
@@ -122,11 +122,12 @@ impl Shared {
         }
     }
 
-    /// Waits while the vCPU is paused or the brake is pulled; false when it shall end. One that is
-    /// paused does not wait if it is to begin afresh.
+    /// Waits while the vCPU is paused or guest entry is inhibited, except for a pending reset of a
+    /// paused vCPU. Returns false if the thread has to end.
     fn wait_until_wanted(&self) -> bool {
         let mut wanted = self.wanted.lock();
-        // The brake is released once the vCPU is paused: `changed` comes with what follows.
+        // Releasing the brake does not notify `changed`. The vCPU is paused before that, and the
+        // next request notifies it.
         while wanted_waits(*wanted, self.brake.is_pulled()) && !self.may_begin_afresh() {
             self.is_out.store(true, Ordering::Relaxed);
             self.has_waited.store(true, Ordering::Relaxed);
@@ -135,14 +136,14 @@ impl Shared {
         }
         self.is_out.store(false, Ordering::Relaxed);
         if *wanted == Wanted::Run {
-            // Under the lock: whoever wants something else next sets the byte after this.
+            // Done under the lock, so that a later request sets the byte after this.
             self.set_immediate_exit(0);
         }
         *wanted != Wanted::Stop
     }
 
-    /// Whether it is to begin afresh, and can: that enters KVM, which the brake keeps from memory
-    /// that is lost.
+    /// Returns true if a reset is pending and possible. It enters KVM, which is inhibited while
+    /// guest memory is lost.
     fn may_begin_afresh(&self) -> bool {
         self.afresh.load(Ordering::SeqCst) && !self.brake.is_pulled()
     }
@@ -153,10 +154,10 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Waits until it has begun afresh, if it was to; false if it has not by `deadline`.
+    /// Waits until a pending reset is done. Returns false if it is not done by `deadline`.
     fn wait_until_fresh(&self, deadline: Instant) -> bool {
         let mut wanted = self.wanted.lock();
-        // The brake may have been released since the thread looked.
+        // The brake may have been released since the thread last checked.
         self.changed.notify_all();
         while self.afresh.load(Ordering::SeqCst) {
             if self.changed.wait_until(&mut wanted, deadline).timed_out() {
@@ -171,7 +172,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Waits until the vCPU waits, or is not to be paused any more.
+    /// Waits until the vCPU is out of the guest, or is no longer wanted to pause.
     fn wait_until_out(&self) {
         let mut wanted = self.wanted.lock();
         while *wanted == Wanted::Pause && !self.is_out.load(Ordering::Relaxed) {
@@ -179,7 +180,7 @@ impl Shared {
         }
     }
 
-    /// Whether there is an NMI to deliver. It is delivered once.
+    /// Clears the pending NMI, and returns true if there was one.
     fn take_nmi(&self) -> bool {
         self.nmi.swap(false, Ordering::SeqCst)
     }
@@ -192,8 +193,8 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// The vCPU cannot go on: it waits, unless it has been told to end meanwhile. Whoever told it
-    /// so waits for it.
+    /// Pauses a vCPU that cannot continue, unless it has been requested to end in the meantime. The
+    /// requester then waits for its thread.
     fn park(&self) {
         let mut wanted = self.wanted.lock();
         if *wanted == Wanted::Run {
@@ -203,47 +204,47 @@ impl Shared {
 
     fn set_immediate_exit(&self, value: u8) {
         if let Some(byte) = self.immediate_exit.lock().as_ref() {
-            // SAFETY: the page is mapped while the pointer is here (see `Send` above). The kernel
-            // only reads it.
+            // SAFETY: the page is mapped while the pointer is present (see `Send` above). The
+            // kernel only reads the byte.
             unsafe { byte.0.write_volatile(value) };
         }
     }
 }
 
-/// Where the thread of a vCPU runs.
+/// Placement of a vCPU thread.
 #[derive(Clone, Debug)]
 pub(crate) struct Placement {
-    /// On which CPUs of the host; on any, if there are none.
+    /// Host CPUs that the thread may run on; empty for any.
     pub host_cpus: Vec<usize>,
-    /// With whom it shares a core.
+    /// Core scheduling of the thread.
     pub cores: Cores,
 }
 
-/// A vCPU that was asked to pause.
+/// Pending pause of a vCPU.
 pub(crate) struct Pausing(Arc<Shared>);
 
 impl Pausing {
-    /// That of a vCPU that does not run.
+    /// Pause of a vCPU that does not run.
     #[cfg(test)]
     pub(crate) fn over() -> Self {
         Self(Arc::new(Shared::new(Arc::default())))
     }
 
-    /// Waits until it is out of the guest and of its exit, or is wanted for something else.
+    /// Waits until the vCPU is out of the guest and of its exit, or the pause is superseded.
     pub(crate) fn wait(self) {
         self.0.wait_until_out();
     }
 }
 
-/// A vCPU with its thread. Dropping it stops the thread.
+/// vCPU and its thread. Dropping it stops the thread.
 pub(crate) struct Vcpu {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// The thread of a vCPU that is not there yet. Dropping it ends the thread.
+/// Thread of a vCPU that does not exist yet. Dropping it ends the thread.
 ///
-/// It comes first: what fails of it has KVM make nothing, and KVM never takes a vCPU back.
+/// It is started first, so that a failure leaves no vCPU in KVM, which cannot remove one.
 pub(crate) struct VcpuThread {
     index: u8,
     thread: JoinHandle<()>,
@@ -251,17 +252,17 @@ pub(crate) struct VcpuThread {
 }
 
 impl VcpuThread {
-    /// Starts the thread where it is to run.
+    /// Starts the thread with `placement`.
     pub(crate) fn start(index: u8, placement: Placement) -> Result<Self, CpuError> {
         brake::install_handler().map_err(CpuError::Signal)?;
         let Placement { host_cpus, cores } = placement;
         let (runner, given) = mpsc::channel::<Runner>();
-        // The name is what libvirt looks for when it pins vCPUs.
+        // libvirt finds vCPU threads by this name when it pins them.
         let thread = Builder::new()
             .name(format!("vcpu{index}"))
             .spawn(move || {
                 cores.claim(index);
-                // There is none if it could not be made.
+                // The channel is closed without a vCPU if its creation failed.
                 given.into_iter().for_each(Runner::run);
             })
             .map_err(|source| CpuError::Thread { index, source })?;
@@ -269,9 +270,9 @@ impl VcpuThread {
         Ok(Self { index, thread, runner })
     }
 
-    /// Gives the thread its vCPU, paused: [`Vcpu::resume`] lets it run.
+    /// Passes the vCPU to its thread, paused until [`Vcpu::resume`].
     ///
-    /// `fresh` is what it begins as again after [`Vcpu::begin_afresh`], if it may.
+    /// `fresh` is the initial state for [`Vcpu::begin_afresh`], if the vCPU can be reset.
     pub(crate) fn run(self, fd: VcpuFd, fresh: Option<Fresh>, surroundings: Surroundings) -> Vcpu {
         let Self { index, thread, runner } = self;
         let Surroundings { ports, mmio, events, brake, memory_is_lost } = surroundings;
@@ -292,44 +293,46 @@ impl Vcpu {
         }
     }
 
-    /// Brings the vCPU out of the guest, into which it may go again.
+    /// Forces the vCPU out of the guest. It may enter the guest again.
     fn interrupt(&self) {
         self.shared.set_immediate_exit(1);
         if let Some(thread) = &self.thread {
-            // The thread may have ended by itself; then there is nobody to interrupt.
+            // The thread may have ended by itself.
             if let Err(err) = thread.kill(SIGRTMIN()) {
                 debug!(%err, "vCPU thread is gone");
             }
         }
     }
 
-    /// Sends the vCPU a non-maskable interrupt; one that is paused gets it when it goes on.
+    /// Sends the vCPU a non-maskable interrupt. A paused vCPU receives it when it resumes.
     ///
-    /// 1. It is noted, 2. the vCPU is brought out. Before it enters the guest again it lets 2. be
-    ///    over, and then looks for 1.: it either sees the note, or is brought out once more.
+    /// 1. Set the pending flag.
+    /// 2. Interrupt the vCPU.
+    ///
+    /// Before it enters the guest again, the vCPU clears `immediate_exit` and then checks the flag.
+    /// It either finds the flag set or is interrupted once more.
     pub(crate) fn send_nmi(&self) {
         self.shared.nmi.store(true, Ordering::SeqCst);
         self.interrupt();
     }
 
-    /// One that was paused, and that nobody has resumed since, is made to wait for the guest to
-    /// start it when it goes on, as if it had never run: as soon as it is out of its last exit.
+    /// Resets a paused vCPU to its initial state as soon as its last exit completes. On resume, it
+    /// waits for the guest's INIT and SIPI. The vCPU must not have been resumed since its pause.
     pub(crate) fn begin_afresh(&self) {
         self.shared.nmi.store(false, Ordering::SeqCst);
         self.shared.set_afresh(true);
     }
 
-    /// Waits until that is done, or until `deadline`; whether it is.
+    /// Waits until the reset is done. Returns false if it is not done by `deadline`.
     pub(crate) fn wait_until_fresh(&self, deadline: Instant) -> bool {
         self.shared.wait_until_fresh(deadline)
     }
 
-    /// Lets the vCPU run.
     pub(crate) fn resume(&self) {
         self.set(Wanted::Run);
     }
 
-    /// Asks the vCPU to leave the guest and wait, which takes it as long as its exit does.
+    /// Requests that the vCPU leave the guest and wait. It does so when its current exit completes.
     pub(crate) fn pause(&self) -> Pausing {
         self.set(Wanted::Pause);
         Pausing(Arc::clone(&self.shared))
@@ -369,7 +372,7 @@ struct Runner {
     shared: Arc<Shared>,
 }
 
-/// Takes the pointer to the shared page away, and lets nobody wait for the thread.
+/// Clears the pointer to the shared page and wakes all waiters.
 struct ClearOnDrop<'a>(&'a Shared);
 
 impl Drop for ClearOnDrop<'_> {
@@ -378,10 +381,10 @@ impl Drop for ClearOnDrop<'_> {
     }
 }
 
-/// What follows an exit.
+/// Step after an exit.
 enum Next {
     Again,
-    /// This vCPU has nothing more to do; it waits to be stopped.
+    /// The vCPU cannot continue and waits to be stopped.
     Park(VcpuEvent),
 }
 
@@ -390,17 +393,17 @@ impl Runner {
         let byte = NonNull::from(&mut self.fd.get_kvm_run().immediate_exit);
         *self.shared.immediate_exit.lock() = Some(ImmediateExit(byte));
         let shared = Arc::clone(&self.shared);
-        // Dropped before `self`, and so before the page is unmapped, also when this thread panics.
+        // Dropped before `self`, and so before the page is unmapped, also if this thread panics.
         let _clear = ClearOnDrop(&shared);
         while self.shared.wait_until_wanted() {
             if self.shared.afresh.load(Ordering::SeqCst) {
                 self.begin_afresh();
                 self.shared.set_afresh(false);
-                // Whoever wants it to pause is heard before it enters the guest.
+                // A pause request takes effect before the guest is entered.
                 continue;
             }
             if self.shared.has_waited.swap(false, Ordering::Relaxed) {
-                // A guest without that clock has nothing to be told by.
+                // Fails if the guest does not use kvm-clock, which then needs no notification.
                 let _ = self.fd.kvmclock_ctrl();
             }
             if let Next::Park(event) = self.deliver_nmi().unwrap_or_else(|| self.run_once()) {
@@ -411,22 +414,24 @@ impl Runner {
         }
     }
 
-    /// KVM goes on with the instruction that an exit was about when the vCPU runs next, whatever
-    /// its registers are by then. So that is finished first, without the guest: a run that is
-    /// to end at once does no more.
+    /// Resets the vCPU to its initial state.
+    ///
+    /// The next KVM_RUN would complete the instruction of the last exit, regardless of new register
+    /// values. The instruction is therefore completed first, without entering the guest: with
+    /// `immediate_exit` set, KVM_RUN does nothing else.
     fn begin_afresh(&mut self) {
         self.shared.set_immediate_exit(1);
         let is_over = (0..MOST_ROUNDS).any(|_| self.fd.run().is_err());
         let Some(fresh) = &self.fresh else { return };
         if let Err(err) = fresh.restore(&self.fd, self.index) {
-            // A guest can leave it in a state that KVM does not take it out of. It has still to be
-            // started by the guest, whose INIT clears most of what is left.
+            // The guest can leave a vCPU in a state that KVM cannot reset. The guest must still
+            // start the vCPU, and its INIT clears most of the remaining state.
             warn!(index = self.index, is_over, %err, "A vCPU comes back as the guest has left it");
         }
     }
 
-    /// Delivers an NMI, if there is one; what follows if that fails. A processor that has not been
-    /// started ignores it, and KVM would spin about it.
+    /// Delivers a pending NMI, and returns the next step if that fails. A processor that has not
+    /// been started ignores the NMI, because KVM would loop on it.
     fn deliver_nmi(&mut self) -> Option<Next> {
         if !self.shared.take_nmi() {
             return None;
@@ -450,7 +455,8 @@ impl Runner {
         brake.leave(self.index);
         match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
-                // SAFETY: the page is mapped as long as the vCPU, and the exit is one of ports.
+                // SAFETY: the page is mapped as long as the vCPU exists, and the exit is one of
+                // ports.
                 let element_bytes = unsafe { ports::element_bytes(run) };
                 if !ports::read(&self.ports, port, data, element_bytes) {
                     sparsely!(
@@ -507,7 +513,7 @@ impl Runner {
     }
 }
 
-/// What follows a KVM_RUN that has failed.
+/// Step after a failed KVM_RUN.
 fn next_after(
     errno: i32,
     index: u8,
@@ -516,8 +522,8 @@ fn next_after(
 ) -> Next {
     match errno {
         libc::EINTR | libc::EAGAIN => Next::Again,
-        // What the guest touched was there, and is no more: the brake is pulled, and this vCPU does
-        // not enter again.
+        // The accessed memory is lost. The brake is pulled, so this vCPU does not enter the guest
+        // again.
         libc::EFAULT if memory_is_lost() => Next::Again,
         libc::EFAULT => Next::Park(VcpuEvent::UnpluggedAccess { index, rip: rip() }),
         errno => {
@@ -547,8 +553,8 @@ mod tests {
         assert!(matches!(start(vec![1023]), Err(CpuError::Pin { index: 3, .. })));
     }
 
-    /// The loop of a vCPU without a vCPU: tells of each entry its number and whether the brake was
-    /// pulled, and pulls it in the exit after entry `pull_in`, as a device does.
+    /// Loop of a vCPU without KVM. It sends the number of each entry and whether the brake was
+    /// pulled. In the exit after entry `pull_in`, it pulls the brake, as a device does.
     fn vcpu(
         shared: &Arc<Shared>,
         pull_in: u32,
@@ -580,9 +586,9 @@ mod tests {
         while !brake.is_pulled() {
             thread::yield_now();
         }
-        // 1. Somebody who does not know yet wants it to run.
+        // 1. A thread that does not know of the event requests that it run.
         shared.want(Wanted::Run);
-        // 2. The owner handles the event; 3. and later resumes.
+        // 2. The owner handles the event. 3. It resumes the vCPU later.
         shared.want(Wanted::Pause);
         brake.release();
         shared.want(Wanted::Run);
@@ -604,7 +610,7 @@ mod tests {
             }
             vcpu.end();
         });
-        // One that has not begun is out.
+        // A vCPU that has not started is out of the guest.
         shared.wait_until_out();
         shared.want(Wanted::Run);
         entries.recv_timeout(LIMIT).unwrap();
@@ -616,7 +622,7 @@ mod tests {
             waiter.join().unwrap();
         });
         assert!(shared.is_out.load(Ordering::Relaxed) && entries.try_recv().is_err());
-        // Nobody waits for one that shall go on, or has ended.
+        // Waiting ends if the vCPU is resumed or its thread ends.
         shared.want(Wanted::Run);
         shared.wait_until_out();
         entries.recv_timeout(LIMIT).unwrap();
@@ -627,7 +633,7 @@ mod tests {
         shared.wait_until_out();
     }
 
-    /// That there is one; what KVM makes of it a guest has to say.
+    /// Checks the pending flag only. A guest test covers the delivery by KVM.
     #[test]
     fn an_nmi_for_a_vcpu_that_waits_is_delivered_once_when_it_goes_on() {
         let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
@@ -660,7 +666,7 @@ mod tests {
         assert!(entries.try_recv().is_err(), "it stays out");
         vcpu.resume();
         assert_eq!([next(), next()], [true, false]);
-        // One that begins afresh knows nothing of it.
+        // A reset clears a pending NMI.
         pause();
         vcpu.send_nmi();
         vcpu.begin_afresh();
@@ -671,7 +677,7 @@ mod tests {
         thread.join().unwrap();
     }
 
-    /// Also one that nobody lets run: the guest is told of it while the VM is paused.
+    /// The reset also happens while the VM stays paused.
     #[test]
     fn a_paused_vcpu_begins_afresh_when_its_exit_is_over() {
         let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
@@ -702,7 +708,7 @@ mod tests {
         leave.send(()).unwrap();
         assert!(vcpu.wait_until_fresh(soon()));
         assert!(entries.try_recv().is_err(), "it stays out");
-        // Not while memory is lost, and when the brake is released.
+        // The reset waits while memory is lost, until the brake is released.
         shared.brake.pull();
         vcpu.begin_afresh();
         assert!(!vcpu.wait_until_fresh(Instant::now()) && entries.try_recv().is_err());
@@ -715,7 +721,7 @@ mod tests {
         });
         drop(vcpu);
         thread.join().unwrap();
-        // Nobody waits for one that has ended.
+        // Waiting for a reset returns when the thread has ended.
         assert!(shared.wait_until_fresh(soon()));
     }
 
@@ -725,7 +731,7 @@ mod tests {
         shared.want(Wanted::Run);
         shared.park();
         assert_eq!(*shared.wanted.lock(), Wanted::Pause);
-        // Told to end between its last exit and its parking.
+        // Stop requested between the last exit and parking.
         shared.want(Wanted::Stop);
         shared.park();
         assert!(!shared.wait_until_wanted(), "whoever stops it waits for its thread");
