@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn max_is_boot_unless_given() {
+    fn max_defaults_to_boot() {
         assert_eq!(CpusConfig::parse("boot=2"), Ok(counts(2, 2)));
         assert_eq!(CpusConfig::parse("boot=2,max=4"), Ok(counts(2, 4)));
         assert_eq!(CpusConfig::parse("max=4"), Ok(counts(1, 4)));
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_topology_has_as_many_vcpus_as_there_may_ever_be() {
+    fn topology_must_multiply_to_max() {
         let topology = |text: &str| read(text).unwrap().topology.unwrap();
         assert_eq!(
             topology("boot=1,max=24,topology=2:3:2:2"),
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn where_vcpus_run_is_a_list_of_lists() {
+    fn affinity_is_a_list_of_lists() {
         let cpus = read("boot=2,affinity=[0@[0-3,5],1@[4]]").unwrap();
         assert_eq!((cpus.host_cpus(0), cpus.host_cpus(1)), (&[0, 1, 2, 3, 5][..], &[4][..]));
         assert!(read("boot=2,affinity=[1@[4]]").unwrap().host_cpus(0).is_empty());
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_sees_and_shares_can_be_said() {
+    fn features_nesting_and_core_scheduling_are_configurable() {
         let cpus =
             read("boot=1,nested=off,max_phys_bits=40,core_scheduling=vcpu,features=amx").unwrap();
         assert_eq!((cpus.nested, cpus.max_phys_bits, cpus.features.amx), (false, 40, true));

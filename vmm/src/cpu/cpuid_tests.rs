@@ -37,7 +37,7 @@ fn entry(function: u32, index: u32, registers: [u32; 4]) -> kvm_cpuid_entry2 {
 }
 
 #[test]
-fn a_package_ends_where_the_apic_ids_of_its_cores_do() {
+fn package_fields_count_apic_ids() {
     // Second core of the second package, in packages of two cores with 8 IDs each.
     let shape = Shape { cores: Level { count: 2, bits: 3 }, ..Shape::default() };
     let second = VcpuPlace { apic_id: 9, package: 1, shape };
@@ -70,7 +70,7 @@ fn placed(function: u32, subleaf: u32, index: u8, count: u8) -> kvm_cpuid_entry2
 }
 
 #[test]
-fn apic_ids_and_counts_are_the_vcpus_own() {
+fn apic_ids_and_counts_replace_those_of_the_host() {
     assert_eq!(placed(0x1, 0, 3, 4).ebx, 0x0304_ffff);
     assert_eq!(placed(0x1, 0, 2, 3).ebx, 0x0204_ffff);
     assert_eq!(
@@ -84,7 +84,7 @@ fn apic_ids_and_counts_are_the_vcpus_own() {
 }
 
 #[test]
-fn a_single_vcpu_has_no_siblings() {
+fn single_vcpu_has_no_siblings() {
     assert_eq!(placed(0x1, 0, 0, 1).edx & HTT, 0);
     assert_eq!(placed(0x1, 0, 0, 2).edx & HTT, HTT);
     assert_eq!(placed(0xb, 1, 0, 1).eax, 0);
@@ -94,7 +94,7 @@ fn a_single_vcpu_has_no_siblings() {
 /// Leaves as KVM returns them on an Intel host with the leaf of dies: the host's topology in each
 /// field.
 #[test]
-fn an_intel_guest_with_threads_cores_and_dies() {
+fn intel_guest_with_threads_cores_and_dies() {
     let supported = [
         entry(0x0, 0, [0x1f, 0, 0, 0]),
         entry(0x1, 0, [0x606a6, 0x2a40_0800, VMX, 0]),
@@ -129,7 +129,7 @@ fn an_intel_guest_with_threads_cores_and_dies() {
 
 /// First generations of AMD's processors, without the leaf of dies.
 #[test]
-fn an_amd_guest_with_threads_and_cores() {
+fn amd_guest_with_threads_and_cores() {
     let supported = [
         entry(0x0, 0, [0xd, 0, 0, 0]),
         entry(0x1, 0, [0x80_0f12, 0x1208_0800, 0, HTT]),
@@ -160,7 +160,7 @@ fn an_amd_guest_with_threads_and_cores() {
 }
 
 #[test]
-fn dies_have_their_leaf_also_where_the_host_has_none() {
+fn dies_add_their_leaf_if_the_host_has_none() {
     let supported =
         [entry(0x0, 0, [0xd, 0, 0, 0]), entry(0xb, 0, [0; 4]), entry(0x8000_001e, 0, [0; 4])];
     let placed = leaves(&supported, dense(3, 1, 2, 2), TRAITS);
@@ -185,7 +185,7 @@ fn dies_have_their_leaf_also_where_the_host_has_none() {
 }
 
 #[test]
-fn a_topology_leaf_that_nobody_needs_is_not_made_up() {
+fn die_leaf_is_omitted_without_dies_or_topology_leaf() {
     let supported = [entry(0x0, 0, [0xd, 0, 0, 0]), leaf(0xb, 0)];
     let placed = leaves(&supported, one_package(0, 2), TRAITS);
     let functions: Vec<_> = placed.iter().map(|entry| (entry.function, entry.index)).collect();
@@ -196,7 +196,7 @@ fn a_topology_leaf_that_nobody_needs_is_not_made_up() {
 }
 
 #[test]
-fn a_guest_that_is_not_to_run_guests_sees_neither_vmx_nor_svm() {
+fn nested_off_hides_vmx_and_svm() {
     let supported = [
         leaf(0x1, 0),
         leaf(0x8000_0001, 0),
@@ -224,7 +224,7 @@ fn no_guest_sees_performance_counters() {
 }
 
 #[test]
-fn amx_is_for_a_guest_that_asked_for_it() {
+fn amx_is_hidden_unless_requested() {
     let supported = [leaf(0x7, 0), leaf(0x7, 1), leaf(0x7, 2)];
     let seen = |amx| rows(&leaves(&supported, one_package(0, 1), Traits { amx, ..TRAITS }));
     let (with, without) = (seen(true), seen(false));
@@ -247,7 +247,7 @@ fn amx_is_for_a_guest_that_asked_for_it() {
 }
 
 #[test]
-fn a_tsc_whose_speed_is_known_is_told() {
+fn known_tsc_frequency_is_reported() {
     let signature = entry(0x4000_0000, 0, [0x4000_0001, 0x4b4d_564b, 0x564b_4d56, 0x4d]);
     let traits = Traits { tsc_khz: Some(2_400_000), ..TRAITS };
     let placed = rows(&leaves(&[signature], one_package(0, 1), traits));
@@ -263,7 +263,7 @@ fn a_tsc_whose_speed_is_known_is_told() {
 }
 
 #[test]
-fn the_timer_mode_that_kvm_has_is_offered() {
+fn tsc_deadline_follows_kvm_capability() {
     let seen = |tsc_deadline| {
         leaves(&[entry(0x1, 0, [0; 4])], one_package(0, 1), Traits { tsc_deadline, ..TRAITS })[0]
             .ecx
@@ -272,7 +272,7 @@ fn the_timer_mode_that_kvm_has_is_offered() {
 }
 
 #[test]
-fn the_address_width_is_the_hosts_or_less() {
+fn address_width_is_limited_by_host_and_configuration() {
     assert_eq!(physical_address_bits(&CpuId::new(0).unwrap()), 36);
     let host = [entry(0x8000_0008, 0, [0x3030, 0, 0, 0])];
     for (most, bits) in [(40, 40), (48, 48), (52, 48)] {

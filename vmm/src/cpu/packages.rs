@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn without_nodes_an_apic_id_is_an_index() {
+    fn without_nodes_apic_id_is_the_index() {
         assert_eq!(ids(&[&[0, 1, 2]]), [0, 1, 2]);
         let all: Vec<u8> = (0..=253).collect();
         assert_eq!(ids(&[&all]), all);
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn each_node_is_a_package_with_a_cache_of_its_own() {
+    fn each_node_is_a_package_with_its_own_cache() {
         assert_eq!(ids(&[&[0, 1], &[2, 3]]), [0, 1, 8, 9]);
         assert_eq!(ids(&[&[0, 2], &[1, 3]]), [0, 8, 1, 9]);
         assert_eq!(places(&[&[0, 1], &[2, 3]]).unwrap()[3], place(9, 1, 2, 3));
@@ -153,12 +153,12 @@ mod tests {
     }
 
     #[test]
-    fn the_first_vcpu_has_the_first_id_wherever_it_is() {
+    fn first_vcpu_has_first_id_in_any_node() {
         assert_eq!(ids(&[&[2, 3], &[0, 1]]), [0, 1, 8, 9]);
     }
 
     #[test]
-    fn ids_suffice_or_there_are_no_places() {
+    fn too_many_apic_ids_are_refused() {
         let single: Vec<Vec<u8>> = (0..64).map(|cpu| vec![cpu]).collect();
         let single: Vec<&[u8]> = single.iter().map(Vec::as_slice).collect();
         assert_eq!(
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_topology_counts_threads_first() {
+    fn topology_numbers_threads_first() {
         assert_eq!(ids_of([1, 4, 1, 1]).unwrap(), [0, 1, 2, 3]);
         assert_eq!(ids_of([2, 2, 2, 1]).unwrap(), (0..8).collect::<Vec<u8>>());
         // Three cores take two bits, so the IDs of every fourth core are unused.
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_topology_whose_ids_do_not_suffice_has_no_places() {
+    fn topology_beyond_apic_ids_is_refused() {
         assert_eq!(ids_of([1, 254, 1, 1]).unwrap().last(), Some(&253));
         assert_eq!(ids_of([1, 1, 1, 254]).unwrap().last(), Some(&253));
         // 3 of 4, and 7 of 8: the IDs between them are unused.

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_runs_where_it_is_let() {
+    fn thread_is_pinned_to_its_host_cpus() {
         let (go, wait) = mpsc::channel::<()>();
         let thread = thread::spawn(move || {
             wait.recv().unwrap();
@@ -168,7 +168,7 @@ mod tests {
 
     /// Without core scheduling in the kernel, checks only that `claim` returns.
     #[test]
-    fn vcpus_have_the_cookies_that_were_asked_for() {
+    fn core_scheduling_cookies_match_the_configuration() {
         let cookies = |scheduling| {
             let cores = Cores::new(scheduling);
             // Both threads exist at once, as those of vCPUs do.

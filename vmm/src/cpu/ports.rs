@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn each_element_is_an_access_of_its_size() {
+    fn each_string_element_is_a_separate_access() {
         let counter = Arc::new(Counter(0.into()));
         let ports = Bus::default();
         ports.insert(0x100, 2, Arc::clone(&counter) as Arc<dyn BusDevice>).unwrap();

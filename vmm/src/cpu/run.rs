@@ -543,7 +543,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(20);
 
     #[test]
-    fn a_thread_without_a_vcpu_ends() {
+    fn thread_without_a_vcpu_ends() {
         let start =
             |host_cpus| VcpuThread::start(3, Placement { host_cpus, cores: Cores::Anybody });
         let VcpuThread { thread, runner, .. } = start(Vec::new()).unwrap();
@@ -576,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vcpu_that_pulled_the_brake_stays_out_until_it_is_paused_and_resumed() {
+    fn vcpu_that_inhibits_entry_stays_out_until_paused_and_resumed() {
         let brake = Arc::new(Brake::default());
         let shared = Arc::new(Shared::new(Arc::clone(&brake)));
         let (entries, thread) = vcpu(&shared, 3);
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vcpu_is_paused_when_its_exit_is_over() {
+    fn pause_completes_when_the_exit_completes() {
         let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
         let ((entered, entries), (leave, leaves)) = (mpsc::sync_channel(0), mpsc::sync_channel(0));
         let vcpu = Arc::clone(&shared);
@@ -635,7 +635,7 @@ mod tests {
 
     /// Checks the pending flag only. A guest test covers the delivery by KVM.
     #[test]
-    fn an_nmi_for_a_vcpu_that_waits_is_delivered_once_when_it_goes_on() {
+    fn nmi_of_paused_vcpu_is_delivered_once_on_resume() {
         let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
         let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None };
         let (entered, entries) = mpsc::sync_channel(0);
@@ -679,7 +679,7 @@ mod tests {
 
     /// The reset also happens while the VM stays paused.
     #[test]
-    fn a_paused_vcpu_begins_afresh_when_its_exit_is_over() {
+    fn paused_vcpu_is_reset_when_its_exit_completes() {
         let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
         let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None };
         let ((entered, entries), (leave, leaves)) = (mpsc::sync_channel(0), mpsc::sync_channel(0));
@@ -726,7 +726,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vcpu_that_cannot_go_on_still_ends_when_it_was_told_to() {
+    fn parking_does_not_override_a_stop_request() {
         let shared = Shared::new(Arc::new(Brake::default()));
         shared.want(Wanted::Run);
         shared.park();
@@ -738,7 +738,7 @@ mod tests {
     }
 
     #[test]
-    fn an_access_to_nothing_is_the_guests_fault_unless_memory_was_lost() {
+    fn unplugged_access_parks_vcpu_unless_memory_is_lost() {
         let after = |errno, lost| match next_after(errno, 1, || lost, || 0xabc) {
             Next::Again => None,
             Next::Park(event) => Some(event),
@@ -753,7 +753,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_wish_to_run_is_held_back_by_the_brake() {
+    fn inhibited_entry_holds_back_only_running_vcpus() {
         let waits = |wanted| [false, true].map(|braked| wanted_waits(wanted, braked));
         assert_eq!(waits(Wanted::Run), [false, true]);
         assert_eq!(waits(Wanted::Pause), [true, true]);
@@ -761,7 +761,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pulled_brake_does_not_keep_a_vcpu_from_ending() {
+    fn vcpu_ends_while_entry_is_inhibited() {
         let brake = Arc::new(Brake::default());
         let shared = Arc::new(Shared::new(Arc::clone(&brake)));
         brake.pull();
