@@ -1,4 +1,4 @@
-//! The kernel command line: the user's, and what a VM of this kind needs.
+//! Kernel command line: the user's parameters, and defaults for memory that can be plugged.
 
 use std::borrow::Cow;
 
@@ -7,36 +7,36 @@ use thiserror::Error;
 
 use super::KernelShare;
 
-/// x86's COMMAND_LINE_SIZE less the terminating zero; Linux cuts a longer line off without a word.
+/// x86's COMMAND_LINE_SIZE less the terminating zero. Linux silently truncates a longer line.
 const MAX_BYTES: usize = 2047;
-/// What a guest is told whose memory can be plugged, unless the user says something else.
+/// Defaults for a guest whose memory can be plugged and unplugged. Parameters of the user take
+/// precedence.
 ///
 /// - Plugged memory can be unplugged again only if it is in ZONE_MOVABLE.
-/// - Memory that may come above 4 GiB makes x86 reserve 64 MiB of bounce buffers for devices that
-///   cannot reach it (arch/x86/kernel/pci-dma.c). There are none: every device here takes 64-bit
-///   addresses.
+/// - Memory that may appear above 4 GiB makes x86 reserve 64 MiB of bounce buffers for devices that
+///   cannot reach it (arch/x86/kernel/pci-dma.c). No device here needs them, because all of them
+///   support 64-bit addresses.
 const DEFAULTS: [(&str, &str); 2] =
     [("memhp_default_state", "online_movable"), ("swiotlb", "noforce")];
-/// The same for memory that comes and never goes: it is the kernel's as well.
+/// Defaults for DIMMs only. The kernel may also use this memory, because it is never removed.
 const DIMM_DEFAULTS: [(&str, &str); 2] =
     [("memhp_default_state", "online"), ("swiotlb", "noforce")];
 
-/// ZONE_MOVABLE in boot memory.
+/// Parameter for the size of ZONE_MOVABLE in boot memory.
 const MOVABLE_DRAM: &str = "movablecore";
-/// Reserves of the zones below it. Linux takes sysctls from the command line
+/// Reserve of the zones below ZONE_MOVABLE. Linux accepts sysctls on the command line
 /// (fs/proc/proc_sysctl.c, process_sysctl_arg).
 const RESERVE_RATIO: &str = "sysctl.vm.lowmem_reserve_ratio";
 /// Parameter that also divides DRAM.
 const KERNEL_DRAM: &str = "kernelcore";
-/// Another such parameter. It has no value: the firmware divides DRAM.
+/// Another such parameter. It has no value, because the firmware divides DRAM.
 const MOVABLE_NODE: &str = "movable_node";
 
-/// The memory that a guest can be given after it has booted.
+/// Memory that can be added after boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pluggable {
-    /// None.
     Nothing,
-    /// DRAM that stays, as DIMMs.
+    /// DIMMs, which are never removed.
     Dimms,
     /// Blocks that can be unplugged. If there are DIMMs as well, they are onlined like blocks,
     /// because one parameter serves both.
@@ -44,7 +44,7 @@ pub(crate) enum Pluggable {
 }
 
 impl Pluggable {
-    /// What the guest's zones can be given.
+    /// Kind of memory that `zones` can add.
     pub(crate) fn of(zones: &[ZoneSpec]) -> Self {
         let grows =
             |growth| zones.iter().any(|zone| zone.growth == growth && zone.hotplug_bytes > 0);
@@ -56,26 +56,24 @@ impl Pluggable {
     }
 }
 
-/// Why a command line is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(crate) enum CommandLineError {
     #[error(
         "the command line has {actual_bytes} bytes with what is added to it, the limit is {MAX_BYTES}"
     )]
     TooLong { actual_bytes: usize },
-    /// A zero byte or a line break.
     #[error("the command line has the control character {character:?} at byte {at}")]
     ControlCharacter { character: char, at: usize },
 }
 
-/// Command line of the guest: the user's, and defaults for the memory that can be plugged.
+/// Composes the guest's command line from that of the user and the defaults.
 pub(super) fn compose(
     user: &str,
     pluggable: Pluggable,
     share: Option<KernelShare>,
 ) -> Result<String, CommandLineError> {
-    // A tab is white space to the kernel; any other control character is a mistake that would cut
-    // the line.
+    // The kernel treats a tab as white space. Any other control character is a mistake that would
+    // truncate the line.
     let control = |c: char| c.is_control() && c != '\t';
     if let Some((at, character)) = user.char_indices().find(|&(_, c)| control(c)) {
         return Err(CommandLineError::ControlCharacter { character, at });
@@ -97,7 +95,6 @@ pub(super) fn compose(
     Ok(line)
 }
 
-/// Defaults for the memory that can be plugged.
 fn defaults(
     kernel: &str,
     pluggable: Pluggable,
@@ -110,8 +107,8 @@ fn defaults(
     };
     let mut defaults: Vec<_> =
         of_all.iter().map(|(name, value)| (*name, Cow::from(*value))).collect();
-    // The reserve is computed for this division of DRAM. If the user has set another division, no
-    // reserve is set.
+    // The reserve is computed for this division of DRAM, so it is omitted if the user sets another
+    // division.
     let is_divided =
         sets(kernel, MOVABLE_DRAM) || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
     if let Some(share) = share.filter(|_| !is_divided) {
@@ -121,13 +118,13 @@ fn defaults(
     defaults
 }
 
-/// Kernel parameters end at the word `--`; what follows it is init's.
+/// Splits off the arguments for init, from the word `--` on.
 fn split_at_init_arguments(line: &str) -> (&str, &str) {
     line.split_at(words(line).find(|(_, word)| *word == "--").map_or(line.len(), |(at, _)| at))
 }
 
-/// The words of a line, and where they begin, as Linux takes it apart (lib/cmdline.c, next_arg):
-/// white space between quotation marks is part of a word.
+/// Words of a line and their offsets, parsed as in Linux (lib/cmdline.c, next_arg): white space
+/// between quotation marks is part of a word.
 fn words(line: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -144,18 +141,18 @@ fn words(line: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Whether the kernel's part of a line sets parameter `name`.
+/// Returns true if the kernel's part of a line sets parameter `name`.
 fn sets(kernel: &str, name: &str) -> bool {
     words(kernel).filter_map(|(_, word)| word.split_once('=')).any(|(key, _)| is_called(key, name))
 }
 
-/// Whether it has `name` as a word.
+/// Returns true if it has `name` as a word without a value.
 fn has(kernel: &str, name: &str) -> bool {
     words(kernel).any(|(_, word)| is_called(word.trim_end_matches('"'), name))
 }
 
-/// Linux accepts `-` for `_` in names and `/` for `.` in names of sysctls. Quotation marks may
-/// enclose a whole word.
+/// Compares as Linux does, which accepts `-` for `_` in names and `/` for `.` in names of sysctls.
+/// Quotation marks may enclose a whole word.
 fn is_called(key: &str, name: &str) -> bool {
     key.strip_prefix('"').unwrap_or(key).replace('-', "_").replace('/', ".") == name
 }
@@ -176,7 +173,7 @@ mod tests {
             format!("console=ttyS0 {OURS}")
         );
         assert_eq!(compose("", Pluggable::Blocks, None).unwrap(), OURS);
-        // Not the parameter, only words that look like it.
+        // Words that resemble the parameter.
         for user in ["xmemhp_default_state=offline", "init=/swiotlb", "swiotlb"] {
             assert_eq!(compose(user, Pluggable::Blocks, None).unwrap(), format!("{user} {OURS}"));
         }
@@ -211,9 +208,9 @@ mod tests {
             (vec![dram.clone(), pm.clone()], Pluggable::Blocks),
             (vec![more_dram.clone()], Pluggable::Blocks),
             (vec![dimms.clone()], Pluggable::Dimms),
-            // PM is unplugged again.
+            // PM can be unplugged.
             (vec![dimms, pm.clone()], Pluggable::Blocks),
-            // One node of several.
+            // Several nodes, of which one grows.
             (vec![dram, pm, more_dram], Pluggable::Blocks),
         ] {
             assert_eq!(Pluggable::of(&zones), pluggable, "{zones:?}");
@@ -237,7 +234,7 @@ mod tests {
         ] {
             assert_eq!(alone(user), format!("{user} {OURS}"), "it is the user's to say");
         }
-        // Not the parameter, only words that look like it.
+        // Words that resemble the parameters.
         for user in
             ["movablecore", "xmovablecore=1", "init=/kernelcore=1", "movable_nodes", "kernelcore"]
         {

@@ -1,10 +1,10 @@
-//! The payload of a bzImage.
+//! Decompression of a bzImage's payload.
 //!
-//! It is one compressed stream whose last four bytes are the size of what comes out: gzip's own
+//! The payload is one compressed stream. Its last four bytes are the unpacked size: gzip's own
 //! trailer, or appended by the kernel's build (Documentation/arch/x86/boot.rst, payload_length;
-//! scripts/Makefile.lib, size_append). The size is known before the first byte comes out, so every
-//! decoder writes into one buffer of that size, be it guest memory. For zstd and lz4 it also is the
-//! window: no second copy, no window of 128 MiB beside it.
+//! scripts/Makefile.lib, size_append). Because the size is known in advance, every decoder writes
+//! into one buffer of that size, which can be guest memory. zstd and lz4 also use that buffer as
+//! their window, which saves a second copy and a separate window of 128 MiB.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read};
@@ -16,29 +16,26 @@ use thiserror::Error;
 
 use super::scratch::Scratch;
 
-/// A kernel's payload is refused if it claims to be larger: distributions' kernels have some 60
-/// MiB.
+/// Limit of the size that a payload claims. Kernels of distributions have about 60 MiB.
 const MAX_KERNEL_BYTES: u32 = 1 << 30;
-/// The size behind the stream.
+/// Size of the trailer behind the stream.
 const TRAILER_BYTES: usize = 4;
-/// What xz may use: kernels are built with a dictionary of up to 128 MiB.
+/// Memory limit of the xz decoder. Kernels use a dictionary of up to 128 MiB.
 const XZ_MEMORY_BYTES: u64 = 256 << 20;
 
-/// How a payload is compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Compression {
-    /// Not at all: the payload is the ELF file.
+    /// The payload is an uncompressed ELF file.
     None,
     /// zstd (RFC 8878).
     Zstd,
-    /// LZ4 in its legacy frame, the only one that kernels use.
+    /// LZ4 with the legacy frame format, the only one that kernels use.
     Lz4,
     /// gzip (RFC 1952).
     Gzip,
-    /// xz, with a filter for x86 branches.
+    /// xz with a filter for x86 branches.
     Xz,
     Lzma,
-    /// bzip2.
     Bzip2,
     Lzo,
 }
@@ -59,7 +56,7 @@ impl fmt::Display for Compression {
 }
 
 impl Compression {
-    /// Tells the compression by the magic that a payload starts with.
+    /// Detects the compression by the magic number at the start of a payload.
     pub(crate) fn of(payload: &[u8]) -> Option<Self> {
         const MAGICS: [(&[u8], Compression); 8] = [
             (b"\x7fELF", Compression::None),
@@ -78,13 +75,10 @@ impl Compression {
     }
 }
 
-/// Why a payload cannot be unpacked.
 #[derive(Debug, Error)]
 pub(crate) enum DecompressError {
-    /// No known magic.
     #[error("the payload is of no known compression: it starts with {0:02x?}")]
     Unknown(Vec<u8>),
-    /// A compression that is known but not supported.
     #[error(
         "the kernel is compressed with {0}; zstd and lz4 are supported, or unpack it with extract-vmlinux"
     )]
@@ -95,28 +89,27 @@ pub(crate) enum DecompressError {
         "the payload claims to unpack to {claimed_bytes} bytes, the limit is {MAX_KERNEL_BYTES}"
     )]
     TooLarge {
-        /// What the trailer says.
+        /// Size in the trailer.
         claimed_bytes: u32,
     },
     #[error("{compression} gave {actual_bytes} bytes where the trailer says {claimed_bytes}")]
     SizeMismatch {
         compression: Compression,
         actual_bytes: usize,
-        /// What the trailer says.
+        /// Size in the trailer.
         claimed_bytes: u32,
     },
     #[error("the {compression} stream is damaged: {reason}")]
     Damaged {
         compression: Compression,
-        /// What the decoder says.
+        /// Error of the decoder.
         reason: String,
     },
-    /// There is no memory for the result.
     #[error("no memory for {bytes} bytes of kernel")]
     NoMemory { bytes: u32, source: io::Error },
 }
 
-/// A payload that is compressed, and whose trailer is there and believable.
+/// Compressed payload with a plausible trailer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Packed<'a> {
     payload: &'a [u8],
@@ -141,12 +134,12 @@ impl<'a> Packed<'a> {
         Ok(Self { payload, stream, compression, claimed_bytes })
     }
 
-    /// How much comes out.
+    /// Size of the unpacked image.
     pub(super) fn unpacked_bytes(&self) -> usize {
         self.claimed_bytes as usize
     }
 
-    /// Unpacks into a buffer of its own.
+    /// Unpacks into a new buffer.
     pub(super) fn unpack(&self) -> Result<Scratch, DecompressError> {
         let mut output =
             Scratch::new(self.unpacked_bytes()).map_err(|source| self.no_memory(source))?;
@@ -154,8 +147,8 @@ impl<'a> Packed<'a> {
         Ok(output)
     }
 
-    /// Unpacks into `output`, which has [`unpacked_bytes`](Self::unpacked_bytes). After an error
-    /// anything may be in it.
+    /// Unpacks into `output`, whose length is [`unpacked_bytes`](Self::unpacked_bytes). After an
+    /// error, its contents are undefined.
     pub(super) fn unpack_into(&self, output: &mut [u8]) -> Result<(), DecompressError> {
         let Self { payload, stream, compression, claimed_bytes } = *self;
         assert_eq!(
@@ -185,7 +178,7 @@ impl<'a> Packed<'a> {
         Ok(())
     }
 
-    /// There is no buffer for what comes out.
+    /// Error for a failed allocation of the output.
     pub(super) fn no_memory(&self, source: io::Error) -> DecompressError {
         DecompressError::NoMemory { bytes: self.claimed_bytes, source }
     }
@@ -199,8 +192,7 @@ fn unpack_xz(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
     fill(XzDecoder::new_stream(stream, Stream::new_stream_decoder(XZ_MEMORY_BYTES, 0)?), output)
 }
 
-/// Fills `output` with all that `source` has; returns how much that was. More than fits is an
-/// error.
+/// Reads all of `source` into `output` and returns its length. Fails if it does not fit.
 fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < output.len() {
@@ -209,15 +201,15 @@ fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
             count => filled += count,
         }
     }
-    // The stream's own checksum is verified only when its end is read.
+    // The decoder verifies the stream's checksum only when it reads the end.
     match source.read(&mut [0])? {
         0 => Ok(filled),
         _ => Err(io::Error::new(ErrorKind::InvalidData, "more comes out than the trailer says")),
     }
 }
 
-/// LZ4's legacy frame: a magic, then blocks of at most 8 MiB, each behind its compressed size; the
-/// file's end ends the frame. lz4_flex has the block format only.
+/// LZ4's legacy frame: a magic number, then blocks of at most 8 MiB unpacked, each after its
+/// compressed size. The frame ends with the file. lz4_flex supports the block format only.
 mod lz4 {
     use lz4_flex::block::{DecompressError, decompress_into};
 
@@ -229,7 +221,7 @@ mod lz4 {
         Block(DecompressError),
     }
 
-    /// Unpacks `stream` into `output`; returns how much came out.
+    /// Unpacks `stream` into `output` and returns the unpacked size.
     pub(super) fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, Lz4Error> {
         let mut input = stream.strip_prefix(&MAGIC).ok_or(Lz4Error::Truncated)?;
         let mut written = 0;
@@ -321,7 +313,7 @@ pub(super) mod tests {
         let data = sample(10_000);
         for payload in payloads(&data) {
             for len in 6..payload.len() - 1 {
-                // The trailer stays right: only the stream is short.
+                // The trailer stays correct, and only the stream is short.
                 let cut = with_trailer(payload[..len - 4].to_vec(), data.len());
                 if let Some(compression) = Compression::of(&cut) {
                     assert!(unpack(&cut).is_err(), "{compression} cut to {len}");
@@ -345,7 +337,7 @@ pub(super) mod tests {
                     Err(DecompressError::Damaged { .. })
                 ));
             }
-            // gzip's trailer is its own: it finds by itself that it is wrong.
+            // gzip may detect its own wrong trailer.
             assert!(matches!(
                 unpack(&with_trailer(stream.clone(), 10_001)),
                 Err(DecompressError::SizeMismatch { actual_bytes: 10_000, .. }

@@ -1,11 +1,11 @@
-//! The ELF file that is entered by PVH.
+//! Loader for ELF files that are entered by PVH.
 //!
-//! The headers are verified, and then the segments are copied. The segments of an image that lies
-//! in guest memory already are moved instead, by [`inplace`](super::inplace).
+//! Headers are verified before segments are copied. If an image is already in guest memory,
+//! [`inplace`](super::inplace) moves its segments instead.
 //!
-//! linux-loader is not used, because it cannot distinguish a short file from guest memory that is
-//! too small, nor Linux from another kernel. It would also read the headers again from a file that
-//! may have changed.
+//! linux-loader is not used, because it cannot distinguish a short file from too little guest
+//! memory, or Linux from another kernel. It would also read the headers again from a file that may
+//! have changed.
 
 use std::io::{self, Read, Seek, SeekFrom};
 
@@ -26,18 +26,16 @@ const ET_CORE: u16 = 4;
 const PT_LOAD: u32 = 1;
 const PT_INTERP: u32 = 3;
 const PT_NOTE: u32 = 4;
-/// Linux has five program headers; a file with thousands is not a kernel.
+/// Linux has five program headers. A file with thousands is not a kernel.
 const MAX_PROGRAM_HEADERS: u16 = 64;
 /// Linux has 512 bytes of notes.
 const MAX_NOTE_BYTES: u64 = 64 << 10;
 
-/// PVH enters in 32-bit mode.
+/// PVH enters the kernel in 32-bit mode.
 const LAST_ENTRY: u64 = u32::MAX as u64;
 
-/// Why an ELF file cannot be loaded.
 #[derive(Debug, Error)]
 pub(crate) enum ElfError {
-    /// Not 64-bit little-endian x86.
     #[error("it is {}", other_machine(*class, *byte_order, *machine))]
     WrongMachine {
         /// EI_CLASS; 2 is 64 bits.
@@ -54,21 +52,19 @@ pub(crate) enum ElfError {
         /// Type of the file.
         kind: &'static str,
     },
-    /// It cannot be started: no entry point for PVH.
     #[error("it has no PVH note: it is a kernel built without CONFIG_PVH=y, or no kernel at all")]
     NoPvhNote,
-    /// The program headers make no sense.
     #[error("the ELF file has {count} program headers of {size} bytes")]
     BadProgramHeaders { count: u16, size: u16 },
     #[error("the program headers, at {0:#x}, overlap the file header")]
     HeadersOverlap(u64),
     #[error("the ELF file has {actual_bytes} bytes, its program headers announce {expected_bytes}")]
     Truncated {
-        /// Where the farthest segment ends.
+        /// End of the segment that ends last.
         expected_bytes: u64,
         actual_bytes: u64,
     },
-    /// A segment lies where the guest has no memory.
+    /// The segment is not in the guest's memory.
     #[error(
         "a segment at {start:#x}+{len:#x} does not fit into the guest's memory, which ends at {memory_end:#x}"
     )]
@@ -76,18 +72,16 @@ pub(crate) enum ElfError {
         start: u64,
         /// Length in memory, in bytes.
         len: u64,
-        /// The first address behind low memory.
+        /// End of low memory.
         memory_end: u64,
     },
-    /// Two segments overlap, so that the order of loading would determine the content of their
-    /// memory.
+    /// Two segments overlap, so that their content would depend on the order of loading.
     #[error("the segments at {first:#x} and {second:#x} overlap")]
     SegmentsOverlap {
         /// Address of the segment that starts first.
         first: u64,
         second: u64,
     },
-    /// The entry point is in no segment.
     #[error("the PVH entry point {0:#x} is in no segment")]
     EntryOutside(u64),
     #[error("the ELF file cannot be read")]
@@ -97,8 +91,8 @@ pub(crate) enum ElfError {
 }
 
 impl From<AccessError> for ElfError {
-    /// Segments are read from the file straight into guest memory, so an I/O error is one of the
-    /// file.
+    /// Segments are read from the file directly into guest memory, so an I/O error is an error of
+    /// the file.
     fn from(error: AccessError) -> Self {
         match error {
             AccessError::IOError(error) => Self::Read(error),
@@ -107,7 +101,7 @@ impl From<AccessError> for ElfError {
     }
 }
 
-/// An ELF file of another machine, in words.
+/// Describes an ELF file for another machine.
 fn other_machine(class: u8, byte_order: u8, machine: u16) -> String {
     let name = match machine {
         3 => "x86",
@@ -180,28 +174,28 @@ impl ProgramHeader {
     }
 }
 
-/// A loadable part of a verified image: it lies in the file, and in usable memory above the boot
-/// data.
+/// Loadable segment of a verified image. It is within the file, and within usable memory above the
+/// boot data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Segment {
-    /// Where it starts in the file.
+    /// Start in the file.
     pub offset: u64,
-    /// Where it starts in guest-physical memory.
+    /// Guest-physical start.
     pub address: u64,
-    /// How much of it is in the file.
+    /// Length in the file.
     pub file_bytes: u64,
-    /// How much memory it has, at least `file_bytes`: the rest are zeros.
+    /// Length in memory, at least `file_bytes`. The rest is zero.
     pub memory_bytes: u64,
 }
 
-/// What is, or is to be, in guest memory.
+/// Kernel that is loaded or verified.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct LoadedElf {
-    /// The PVH entry point.
+    /// PVH entry point.
     pub entry: u64,
-    /// The first address behind the kernel.
+    /// First address after the kernel.
     pub end: u64,
-    /// Whether its notes say that it is Linux.
+    /// True if the notes identify Linux.
     pub is_linux: bool,
 }
 
@@ -224,16 +218,16 @@ where
     Ok(loaded)
 }
 
-/// Verifies all that loading relies on; says which segments go where, and what is there when they
-/// are.
+/// Verifies everything that loading relies on. Returns the segments, and the kernel that results
+/// from loading them.
 pub(super) fn verify<F: Read + Seek>(
     image: &mut F,
     image_bytes: u64,
     boot_memory: BootMemory,
 ) -> Result<(Vec<Segment>, LoadedElf), ElfError> {
     let headers = read_program_headers(image, image_bytes)?;
-    // The type of the file is checked before the addresses of its segments: segments of programs
-    // are at addresses that no kernel uses.
+    // The type of the file is checked before the addresses of its segments, because segments of
+    // programs are at addresses that no kernel uses.
     if headers.iter().any(|header| header.kind == PT_INTERP) {
         return Err(ElfError::Program);
     }
@@ -301,7 +295,7 @@ fn read_program_headers<F: Read + Seek>(
     Ok(headers)
 }
 
-/// Checks that every segment lies in the file.
+/// Checks that every segment is within the file.
 fn check_lengths(headers: &[ProgramHeader], image_bytes: u64) -> Result<(), ElfError> {
     for header in headers.iter().filter(|header| header.is_segment() || header.kind == PT_NOTE) {
         let expected_bytes = header.offset.saturating_add(header.file_size);
@@ -312,8 +306,8 @@ fn check_lengths(headers: &[ProgramHeader], image_bytes: u64) -> Result<(), ElfE
     Ok(())
 }
 
-/// Checks that every segment lies above the boot data in one range of usable memory, and that no
-/// two overlap.
+/// Checks that every segment is above the boot data in one range of usable memory, and that no two
+/// overlap.
 fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<(), ElfError> {
     let map = pvh::memory_map(boot_memory);
     for header in headers.iter().filter(|header| header.is_segment()) {
@@ -335,7 +329,7 @@ fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<
         ranges.map(|header| (header.physical_address, header.memory_size)).collect();
     ranges.sort_unstable();
     for (&(first, len), &(second, _)) in ranges.iter().zip(ranges.iter().skip(1)) {
-        // The sum fits, because the range lies in memory.
+        // The sum does not overflow because the range is in memory.
         if second < first + len {
             return Err(ElfError::SegmentsOverlap { first, second });
         }
@@ -343,7 +337,6 @@ fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<
     Ok(())
 }
 
-/// What the notes say.
 #[derive(Default)]
 struct Facts {
     entry: Option<u64>,
@@ -362,9 +355,12 @@ fn read_notes<F: Read + Seek>(image: &mut F, headers: &[ProgramHeader]) -> Resul
 }
 
 impl Facts {
-    /// Notes in a segment that is aligned to 8 are so themselves (binutils and glibc read them that
-    /// way). Linux aligns its own to 4 whatever the segment says: one note of a property, which
-    /// compilers add, makes that 8. So there the entry point is looked for in both ways.
+    /// Reads the notes of a segment.
+    ///
+    /// Notes in a segment with an alignment of 8 are themselves aligned to 8, as binutils and glibc
+    /// read them. Linux aligns its notes to 4 in any segment. A property note, which compilers add,
+    /// changes the alignment of its segment to 8. For such a segment, the entry point is therefore
+    /// searched with both alignments.
     fn read(&mut self, notes: &[u8], segment_align: u64) {
         let ways: &[usize] = if segment_align == 8 { &[8, 4] } else { &[4] };
         for &align in ways {
@@ -388,7 +384,7 @@ struct Note<'a> {
 }
 
 impl Note<'_> {
-    /// The entry point, of 4 or 8 bytes (Xen's elfnote.h: XEN_ELFNOTE_PHYS32_ENTRY).
+    /// Entry point of 4 or 8 bytes (Xen's elfnote.h: XEN_ELFNOTE_PHYS32_ENTRY).
     fn pvh_entry(&self) -> Option<u64> {
         const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
         if self.name != b"Xen\0" || self.kind != XEN_ELFNOTE_PHYS32_ENTRY {
@@ -401,9 +397,9 @@ impl Note<'_> {
         }
     }
 
-    /// Linux signs its notes with its name (include/linux/build-salt.h and elfnote-lto.h), and
-    /// tells Xen that it is "linux" (arch/x86/xen/xen-head.S). One of the two is in every
-    /// kernel since 4.19.
+    /// Returns true if the note identifies Linux. Its notes have its name
+    /// (include/linux/build-salt.h and elfnote-lto.h), and a note for Xen has "linux" as the guest
+    /// OS (arch/x86/xen/xen-head.S). Every kernel since 4.19 has one of them.
     fn is_linux(&self) -> bool {
         const XEN_ELFNOTE_GUEST_OS: u32 = 6;
         self.name == b"Linux\0"
@@ -413,12 +409,12 @@ impl Note<'_> {
     }
 }
 
-/// The notes of a note segment, up to the first that is not whole.
+/// Notes of a note segment, up to the first incomplete one.
 struct Notes<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// Of descriptions and of notes, counted from the segment's start; names follow their lengths
-    /// at once.
+    /// Alignment of descriptions and notes, relative to the start of the segment. Names follow
+    /// their lengths directly.
     align: usize,
 }
 
@@ -489,7 +485,7 @@ pub(super) mod tests {
         note(b"Linux\0", 0x100, b"6.12.0\0")
     }
 
-    /// A segment whose file bytes are all `fill`.
+    /// Segment whose file bytes are all `fill`.
     #[derive(Clone, Debug)]
     pub(crate) struct Part {
         pub offset: usize,
@@ -499,8 +495,8 @@ pub(super) mod tests {
         pub bss: u64,
     }
 
-    /// A kernel of several segments, then its notes, then `tail` bytes that belong to nothing. What
-    /// lies between the segments is not zero.
+    /// Kernel of several segments, then its notes, then `tail` unused bytes. The bytes between
+    /// segments are not zero.
     pub(crate) fn build_parts(parts: &[Part], notes: &[u8], tail: usize) -> Vec<u8> {
         const JUNK: u8 = 0xdd;
         let mut header = FileHeader::new_zeroed();
@@ -536,7 +532,7 @@ pub(super) mod tests {
         image
     }
 
-    /// A kernel of one segment and one note segment.
+    /// Kernel of one segment and one note segment.
     pub(crate) fn build(code: &[u8], notes: &[u8]) -> Vec<u8> {
         let offset = 64 + 2 * 56;
         let part = Part { offset, address: LOAD_ADDRESS, len: code.len(), fill: 0, bss: 0x1000 };
@@ -637,7 +633,7 @@ pub(super) mod tests {
             load_bytes(&build(&[0; 64], &outside)),
             Err(ElfError::EntryOutside(0x30_0000))
         ));
-        // Its low half alone would be inside.
+        // Truncated to 32 bits, the address would be inside.
         let too_high = pvh_note_to(ENTRY | 1 << 32);
         assert!(matches!(load_bytes(&build(&[0; 64], &too_high)), Err(ElfError::EntryOutside(_))));
         let odd = note(b"Xen\0", 18, &[0; 6]);
@@ -657,7 +653,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A kernel whose note segment is aligned to `align`.
+    /// Kernel whose note segment is aligned to `align`.
     fn build_aligned(align: u64, notes: &[u8]) -> Vec<u8> {
         let mut image = build(&[0; 64], notes);
         let field = 64 + 56 + 48;
@@ -667,8 +663,8 @@ pub(super) mod tests {
 
     #[test]
     fn notes_that_are_aligned_to_8_are_read_as_such_and_as_linux_writes_them() {
-        // Lengths that differ in how they are aligned; the first is .note.gnu.property, which makes
-        // the segment's 8.
+        // Lengths that the alignments round differently. The first note is .note.gnu.property,
+        // which sets the alignment of the segment to 8.
         let notes = |align| {
             let property = note_aligned(8, b"GNU\0", 5, &[7; 16]);
             let version = note_aligned(align, b"Linux\0", 0x100, b"6.12.0\0");
@@ -683,7 +679,7 @@ pub(super) mod tests {
             assert!(loaded.entry == ENTRY && loaded.is_linux, "{segment}, {inside}");
         }
         assert!(matches!(load_bytes(&build_aligned(4, &notes(8))), Err(ElfError::NoPvhNote)));
-        // The last note of a segment need not be filled up.
+        // The last note of a segment need not be padded.
         let mut ends_early = [
             note_aligned(8, b"Xen\0", 18, &ENTRY.to_le_bytes()),
             note_aligned(8, b"Linux\0", 0x100, b"6.12.0\0"),
@@ -714,7 +710,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A file whose segments cannot be read.
+    /// File whose segments cannot be read.
     struct Unreadable(Cursor<Vec<u8>>);
 
     impl Read for Unreadable {
@@ -789,7 +785,7 @@ pub(super) mod tests {
         ));
         assert!(matches!(load_bytes(&patched(57, &[1])), Err(ElfError::BadProgramHeaders { .. })));
         assert!(matches!(load_bytes(&patched(32, &[63])), Err(ElfError::HeadersOverlap(63))));
-        // Note sizes that lead out of their segment end the list.
+        // Note sizes beyond the segment end the list.
         let mut notes = pvh_note();
         notes[..4].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(load_bytes(&build(&[0; 64], &notes)).is_err());

@@ -1,9 +1,9 @@
-//! Unpacking a kernel straight into guest memory.
+//! Unpacking a kernel directly into guest memory.
 //!
-//! The image is unpacked so that the first segment of a usual kernel comes out where it belongs;
-//! what does not is moved. A buffer beside guest memory would cost its pages, some 60 MiB that the
-//! host has to zero first, and a copy of them all. Whatever is unusual here still loads, only
-//! slower: see [`Outcome`].
+//! The image is unpacked so that the first segment of a usual kernel is already in place. Other
+//! segments are moved. A buffer outside guest memory would cost about 60 MiB of pages, which the
+//! host has to zero first, and a copy of all of them. Unusual kernels also load, but more slowly:
+//! see [`Outcome`].
 
 use std::io::Cursor;
 use std::ops::Range;
@@ -17,29 +17,31 @@ use super::elf::{self, LoadedElf, Segment};
 use super::pvh::{self, RangeKind};
 use super::scratch::Scratch;
 
-/// Where an image is unpacked to. Linux is linked to run at 16 MiB (CONFIG_PHYSICAL_START), and ld
-/// puts the first segment 2 MiB into the file, for it is aligned to that
-/// (arch/x86/kernel/vmlinux.lds.S). A kernel that was configured otherwise is moved as a whole.
+/// Address to which an image is unpacked.
+///
+/// Linux is linked to run at 16 MiB (CONFIG_PHYSICAL_START). ld puts the first segment 2 MiB into
+/// the file because of its alignment (arch/x86/kernel/vmlinux.lds.S). A kernel with another
+/// configuration is moved as a whole.
 const IMAGE_START: u64 = 14 * MIB;
-/// Memory is given back in units of a huge page: less would break one up.
+/// Memory is returned in units of huge pages, because a smaller range would split one.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// How far it came.
+/// Result of unpacking in place.
 #[derive(Debug)]
 pub(super) enum Outcome {
-    /// The kernel is where it belongs. All other memory reads as before.
+    /// The kernel is in place. All other memory reads as before.
     Loaded(LoadedElf),
-    /// The image is unpacked, but its segments cannot be brought to their places, or it is not to
-    /// be loaded at all: the usual loader knows why. Memory reads as before.
+    /// The image is unpacked into a buffer, because its segments cannot be moved into place, or
+    /// because the kernel is invalid. The usual loader reports the reason. Memory reads as before.
     Unpacked(Scratch),
-    /// There is no room for the image, and nothing was done.
+    /// Memory has no room for the image, and nothing has changed.
     NoRoom,
 }
 
 /// Unpacks a kernel into boot memory, which reads as zeros.
 ///
 /// # Safety
-/// As that of [`boot::load`](super::load).
+/// As for [`boot::load`](super::load).
 pub(super) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     packed: &Packed,
@@ -51,7 +53,7 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
         return Ok(Outcome::NoRoom);
     };
     let window_bytes = (window.end - window.start) as usize;
-    // 1. The window as plain bytes.
+    // 1. Map the window as plain bytes.
     let Ok(slice) = memory.get_slice(GuestAddress(window.start), window_bytes) else {
         return Ok(Outcome::NoRoom);
     };
@@ -59,15 +61,15 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
         return Ok(Outcome::NoRoom);
     }
     let guard = slice.ptr_guard_mut();
-    // SAFETY: vm-memory upholds that the slice's bytes are mapped, readable and writable as long as
-    // `slice` borrows `memory`. Nobody else reads or writes them meanwhile: the caller promises
-    // it, and nothing in this function goes through `memory` again.
+    // SAFETY: vm-memory guarantees that the slice's bytes are mapped, readable and writable while
+    // `slice` borrows `memory`. No other code accesses them meanwhile, as the caller guarantees,
+    // and nothing below in this function goes through `memory`.
     let bytes = unsafe { std::slice::from_raw_parts_mut(guard.as_ptr(), window_bytes) };
-    // 2. The image.
+    // 2. Unpack the image.
     let start = (IMAGE_START - window.start) as usize;
     let image = start..start + packed.unpacked_bytes();
     packed.unpack_into(&mut bytes[image.clone()])?;
-    // 3. Its segments.
+    // 3. Move its segments into place.
     let verified =
         elf::verify(&mut Cursor::new(&bytes[image.clone()]), image.len() as u64, boot_memory);
     if let Ok((segments, loaded)) = verified
@@ -76,14 +78,14 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
         plan.carry_out(bytes);
         return Ok(Outcome::Loaded(loaded));
     }
-    // 4. Out of the way again.
+    // 4. If that is not possible, move the image out of guest memory.
     let mut copy = Scratch::new(image.len()).map_err(|source| packed.no_memory(source))?;
     copy.bytes_mut().copy_from_slice(&bytes[image.clone()]);
     clear(&mut bytes[image]);
     Ok(Outcome::Unpacked(copy))
 }
 
-/// The range of usable memory, above the boot data, that an image of `image_bytes` fits into.
+/// Range of usable memory above the boot data in which an image of `image_bytes` fits.
 fn window(boot_memory: BootMemory, image_bytes: u64) -> Option<Range<u64>> {
     let end = IMAGE_START.checked_add(image_bytes)?;
     pvh::memory_map(boot_memory)
@@ -97,8 +99,8 @@ fn window(boot_memory: BootMemory, image_bytes: u64) -> Option<Range<u64>> {
         .map(|range| range.start..range.end())
 }
 
-/// As much of the window as is one stretch of the VMM's memory, if the image fits into that: zones
-/// lie side by side in the guest, and not here.
+/// Part of the window that is one mapping of the VMM, if the image fits into it. Zones that are
+/// adjacent in the guest are separate mappings.
 fn in_one_region<M: GuestMemoryBackend>(
     memory: &M,
     window: Range<u64>,
@@ -124,7 +126,7 @@ fn plan_for(segments: &[Segment], image: &Range<usize>, window: &Range<u64>) -> 
     Some(plan)
 }
 
-/// Bytes that are to be moved, as offsets into the window.
+/// Move of bytes between offsets of the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Move {
     from: usize,
@@ -142,19 +144,20 @@ impl Move {
     }
 }
 
-/// How an image becomes a kernel.
+/// Moves that turn an image into a kernel.
 #[derive(Debug, PartialEq, Eq)]
 struct Plan {
-    /// To be done one after the other.
+    /// In order of execution.
     moves: Vec<Move>,
-    /// What then is left of the image, to be cleared.
+    /// Remaining ranges of the image, which have to be cleared.
     rests: Vec<Range<usize>>,
 }
 
 impl Plan {
-    /// Plans to bring the parts of `image` to their places in a window of `window_bytes`. There is
-    /// no plan if a part lies outside of the image or of the window, or if the parts are not in
-    /// the same order, or overlap, in the image and in their places.
+    /// Plan that moves the parts of `image` to their places in a window of `window_bytes`.
+    ///
+    /// Returns `None` if a part is outside the image or the window, or if the parts overlap or have
+    /// another order in the image than in their places.
     fn new(image: &Range<usize>, window_bytes: usize, mut parts: Vec<Move>) -> Option<Self> {
         parts.sort_by_key(|part| part.from);
         let sources: Vec<_> = parts.iter().map(Move::source).collect::<Option<_>>()?;
@@ -167,25 +170,26 @@ impl Plan {
         if !ascending(&sources, image) || !ascending(&destinations, &(0..window_bytes)) {
             return None;
         }
-        // No move may overwrite a part that has not been moved yet. With both orders the same:
+        // No move may overwrite a part that has not been moved yet. Because the order is the same
+        // in the image and in the places:
         //
-        // 1. Down, ascending. Part i goes to d_i < s_i. The parts above it start behind s_i's end,
-        //    so behind d_i's. Those below that still are to go are to go up: part j ends at s_j +
-        //    n_j <= d_j + n_j <= d_i.
-        // 2. Up, descending. Part i goes to d_i > s_i. All above it are where they belong. Those
-        //    below that still are to go are to go up: again they end at s_j + n_j < d_j + n_j <=
-        //    d_i.
+        // 1. Down, ascending. Part i moves to d_i < s_i. Parts above it start after the end of s_i,
+        //    and so after that of d_i. Of the parts below it, those not yet moved are to move up:
+        //    part j ends at s_j + n_j <= d_j + n_j <= d_i.
+        // 2. Up, descending. Part i moves to d_i > s_i. All parts above it are in place. Those
+        //    below it that are not yet moved are to move up, and again end at s_j + n_j < d_j + n_j
+        //    <= d_i.
         //
-        // A part that is not moved is where it belongs, and no two places overlap.
+        // A part that is not moved is in place, and no two places overlap.
         let down = parts.iter().filter(|part| part.to < part.from);
         let up = parts.iter().rev().filter(|part| part.to > part.from);
         let moves = down.chain(up).copied().collect();
         Some(Self { moves, rests: gaps(image, &destinations) })
     }
 
-    /// Has the image's end cleared up to the end of the host's huge page, so that it can be given
-    /// back. Nothing but zeros is there, unless a part goes there: then the page is in use
-    /// anyway.
+    /// Extends clearing from the end of the image to the end of the host's huge page, so that the
+    /// page can be returned. Those bytes are zeros, unless a part moves there. In that case the
+    /// page is in use and is not extended.
     fn round_up(&mut self, image: &Range<usize>, window: &Range<u64>) {
         let end = (window.start + image.end as u64)
             .next_multiple_of(HUGE_PAGE_BYTES as u64)
@@ -208,7 +212,7 @@ impl Plan {
     }
 }
 
-/// What of `range` is in none of `covered`, which ascend.
+/// Subranges of `range` outside `covered`, which is ascending.
 fn gaps(range: &Range<usize>, covered: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut gaps = Vec::new();
     let mut at = range.start;
@@ -221,7 +225,7 @@ fn gaps(range: &Range<usize>, covered: &[Range<usize>]) -> Vec<Range<usize>> {
     gaps
 }
 
-/// Makes `bytes` read as zeros, and gives whole huge pages of them back to the host.
+/// Fills `bytes` with zeros, and returns whole huge pages in it to the host.
 fn clear(bytes: &mut [u8]) {
     bytes.fill(0);
     let skip = bytes.as_ptr().align_offset(HUGE_PAGE_BYTES);
@@ -229,7 +233,7 @@ fn clear(bytes: &mut [u8]) {
     let len = aligned.len() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len != 0 {
         // All mappings that `load` accepts read as zeros afterwards: anonymous memory is new, a
-        // shared mapping keeps the zeros, and a private one is of a file without data.
+        // shared mapping keeps the zeros, and a private mapping is of a file without data.
         // SAFETY: the range is part of `bytes`, which is borrowed mutably. Its contents stay zero.
         unsafe { libc::madvise(aligned.as_mut_ptr().cast(), len, libc::MADV_DONTNEED) };
     }

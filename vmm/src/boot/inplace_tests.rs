@@ -1,5 +1,5 @@
-//! Tests of unpacking in place. The measure is the other way: unpack beside guest memory, then
-//! load.
+//! Tests of unpacking in place. The reference is unpacking outside guest memory, followed by
+//! loading.
 
 use foreshore_devices::memory::layout::GIB;
 use proptest::prelude::*;
@@ -11,13 +11,13 @@ use super::super::elf::ElfError;
 use super::super::elf::tests::{Part, build_parts, linux_note, pvh_note_to};
 use super::*;
 
-/// Into memory that a test has made for itself.
+/// Loads into memory of the test.
 fn load(
     memory: &GuestMemoryMmap,
     packed: &Packed,
     boot_memory_bytes: u64,
 ) -> Result<Outcome, DecompressError> {
-    // SAFETY: the memory is anonymous, and the test's own.
+    // SAFETY: the memory is anonymous and belongs to the test.
     unsafe { super::load(memory, packed, BootMemory::of_small_pages(boot_memory_bytes)) }
 }
 
@@ -39,7 +39,7 @@ fn part(offset: usize, address: u64, len: usize, fill: u8) -> Part {
     Part { offset, address, len, fill, bss: 0 }
 }
 
-/// A kernel that is entered where its first segment starts.
+/// Kernel whose entry point is the start of its first segment.
 fn kernel(parts: &[Part], tail: usize) -> Vec<u8> {
     build_parts(parts, &[linux_note(), pvh_note_to(parts[0].address)].concat(), tail)
 }
@@ -59,7 +59,7 @@ fn unpack_beside(
     )
 }
 
-/// Loads in place, and asserts that it cannot be told from loading the other way.
+/// Loads in place, and checks that the result equals that of the reference.
 fn loads_in_place(payload: &[u8], compression: Compression) {
     let (here, there) = (memory(MEMORY_BYTES), memory(MEMORY_BYTES));
     let packed = Packed::new(payload, compression).unwrap();
@@ -74,8 +74,8 @@ fn loads_in_place_from_zstd(parts: &[Part], tail: usize) {
     loads_in_place(&zstd_payload(&kernel(parts, tail)), Compression::Zstd);
 }
 
-/// As Linux is: the first segment comes out in place, the others lie closer together than in the
-/// file.
+/// Like Linux: the first segment is unpacked in place, and the others are closer together than in
+/// the file.
 fn linux_parts() -> [Part; 4] {
     [
         part(2048 * KIB, 0x100_0000, 300 * KIB, 1),
@@ -97,7 +97,7 @@ fn every_compression_leads_to_what_the_other_way_leads_to() {
 #[test]
 fn segments_go_down_and_up_and_both() {
     let start = IMAGE_START;
-    // Each overlaps its own place and its neighbours' places.
+    // Each overlaps its own place and those of its neighbors.
     let down = [part(0x1000, start - 0x800, 0x2000, 1), part(0x3000, start + 0x1800, 0x2000, 2)];
     loads_in_place_from_zstd(&down, 0);
     let up = [part(0x1000, start + 0x1800, 0x2000, 1), part(0x3000, start + 0x3800, 0x2000, 2)];
@@ -109,7 +109,7 @@ fn segments_go_down_and_up_and_both() {
         part(0x6000, start + 0x6800, 0x2000, 4),
     ];
     loads_in_place_from_zstd(&apart, 0x3000);
-    // All of it elsewhere, as with another CONFIG_PHYSICAL_START.
+    // All segments elsewhere, as with another CONFIG_PHYSICAL_START.
     let elsewhere = [part(0x1000, 2 * MIB, 0x2000, 1), part(0x3000, 3 * MIB, 0x2000, 2)];
     loads_in_place_from_zstd(&elsewhere, 0x1000);
 }
@@ -119,14 +119,14 @@ fn uninitialised_data_reads_as_zeros_where_the_image_was() {
     let start = IMAGE_START;
     let parts = [
         Part { bss: 0x10_0000, ..part(0x1000, start + 0x1000, 0x1800, 1) },
-        // No file bytes at all: where it seems to lie in the file does not matter.
+        // No file bytes, so the position in the file does not matter.
         Part { bss: 0x4000, ..part(0x1000, start + 0x10_4000, 0, 2) },
     ];
-    // Larger than huge pages, which are given back.
+    // Larger than huge pages, which are returned.
     loads_in_place_from_zstd(&parts, 5 << 20);
 }
 
-/// The image comes back as it was, and memory is as new.
+/// Checks that the image is unpacked unchanged, and that memory reads as zeros.
 fn is_left_to_the_loader(image: &[u8], memory_bytes: u64, memory: &GuestMemoryMmap) {
     let payload = zstd_payload(image);
     let packed = Packed::new(&payload, Compression::Zstd).unwrap();
@@ -147,7 +147,7 @@ fn what_cannot_be_moved_or_is_refused_is_left_to_the_loader() {
     left(&kernel(&[a.clone(), b], 0));
     left(&kernel(&[a.clone(), part(0x1800, start + 0x8000, 0x1000, 2)], 0));
     left(&kernel(&[a.clone(), part(0x2000, start + 0x4800, 0x1000, 2)], 0));
-    // Refused: no entry point, a segment outside of memory, no ELF file, nothing.
+    // Refused: no entry point, a segment outside memory, no ELF file, nothing.
     left(&build_parts(std::slice::from_ref(&a), &linux_note(), 0));
     left(&kernel(&[part(0x1000, MEMORY_BYTES, 0x1000, 1)], 0));
     left(&[0xab; 100]);
@@ -179,7 +179,7 @@ fn without_room_nothing_is_done() {
     assert!(matches!(load(&split, &packed, MEMORY_BYTES).unwrap(), Outcome::NoRoom));
 }
 
-/// As much, in two regions.
+/// Memory of the same size in two regions.
 fn split_memory(at: u64) -> GuestMemoryMmap {
     let ranges = [(GuestAddress(0), at as usize), (GuestAddress(at), (MEMORY_BYTES - at) as usize)];
     GuestMemoryMmap::from_ranges(&ranges).unwrap()
@@ -193,7 +193,7 @@ fn of_zones_side_by_side_one_is_enough_if_the_kernel_belongs_there() {
     assert!(matches!(load(&here, &packed, MEMORY_BYTES).unwrap(), Outcome::Loaded(_)));
     unpack_beside(&there, &payload, Compression::Zstd, MEMORY_BYTES).unwrap();
     assert!(contents(&here) == contents(&there), "memory differs");
-    // What belongs into the other one is not moved there.
+    // A segment in the other region is not moved there.
     let far = kernel(&[part(0x1000, IMAGE_START, 0x1000, 1), part(0x3000, 19 * MIB, 0x1000, 2)], 0);
     is_left_to_the_loader(&far, MEMORY_BYTES, &split_memory(18 * MIB));
 }
@@ -221,8 +221,7 @@ fn moves(moves: &[(usize, usize, usize)]) -> Vec<Move> {
 
 #[test]
 fn most_of_a_distributions_kernel_is_not_moved() {
-    // Debian's 6.12, from the addresses that its program headers have, in a window that starts at 1
-    // MiB.
+    // Debian's 6.12, with the addresses of its program headers, in a window that starts at 1 MiB.
     let at = |address: usize| address - (1 << 20);
     let image = at(0xe0_0000)..at(0xe0_0000) + 57_575_404;
     let segments = [
@@ -265,7 +264,7 @@ fn whole_huge_pages_are_given_back() {
     const PAGE_BYTES: usize = 4096;
     let mut scratch = Scratch::new(3 * HUGE_PAGE_BYTES).unwrap();
     scratch.bytes_mut().fill(1);
-    // Two huge pages at least are whole, wherever the mapping starts.
+    // At least two huge pages are whole, for any start of the mapping.
     let start = scratch.bytes().as_ptr().align_offset(HUGE_PAGE_BYTES);
     let whole = start..start + 2 * HUGE_PAGE_BYTES;
     let resident_pages = |scratch: &mut Scratch| {
@@ -280,7 +279,7 @@ fn whole_huge_pages_are_given_back() {
     assert_eq!(resident_pages(&mut scratch), whole.len() / PAGE_BYTES);
     clear(&mut scratch.bytes_mut()[whole.start..whole.end]);
     assert_eq!(resident_pages(&mut scratch), 0);
-    // Less than a huge page stays, and is zero.
+    // Less than a huge page stays allocated, and is zero.
     scratch.bytes_mut().fill(1);
     clear(&mut scratch.bytes_mut()[whole.start + 1..whole.end - 1]);
     assert_eq!(resident_pages(&mut scratch), whole.len() / PAGE_BYTES);
@@ -312,7 +311,7 @@ fn parts_outside_or_out_of_order_have_no_plan() {
     assert!(Plan::new(&(10..50), 100, moves(&[(40, 90, 10), (10, 80, 10)])).is_some());
 }
 
-/// Takes all parts out, clears the image, puts them in.
+/// Removes all parts, clears the image, and inserts the parts.
 fn naively(window: &mut [u8], image: &Range<usize>, parts: &[Move]) {
     let taken: Vec<_> = parts.iter().map(|part| window[part.source().unwrap()].to_vec()).collect();
     window[image.clone()].fill(0);
@@ -323,8 +322,7 @@ fn naively(window: &mut [u8], image: &Range<usize>, parts: &[Move]) {
 
 const WINDOW: usize = 600;
 
-/// Parts that ascend and do not overlap, in the image and in their places, and the image around
-/// them.
+/// Parts that ascend without overlap, in the image and in their places, and the image around them.
 fn orderly() -> impl Strategy<Value = (Range<usize>, Vec<Move>)> {
     let parts = prop::collection::vec((0..20usize, 0..40usize, 1..30usize), 0..6);
     (0..60usize, 0..60usize, parts, 0..40usize).prop_map(|(start, mut to, sizes, tail)| {
@@ -379,7 +377,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// Whatever its headers say, a kernel loads or fails in place as it does beside.
+    /// For any headers, loading in place has the same result as the reference.
     #[test]
     fn damaged_headers_end_as_they_do_beside(damages in prop::collection::vec((0..64 + 3 * 56usize, any::<u8>()), 1..3)) {
         let parts = [

@@ -1,4 +1,4 @@
-//! Kernel files: which kind one is, and the way from it to an ELF image.
+//! Loading of kernel and firmware files.
 
 use std::fs::File;
 use std::io::{self, Cursor, Read, Seek, SeekFrom};
@@ -12,28 +12,27 @@ use super::inplace::{self, Outcome};
 use super::scratch::Scratch;
 use super::{BootError, DecompressError, elf};
 
-/// Enough of a file to tell what it is: the setup header ends before (boot.rst, "The Real-Mode
-/// Kernel Header").
+/// Length that identifies a file: the setup header ends before it (boot.rst, "The Real-Mode Kernel
+/// Header").
 const HEAD_BYTES: usize = 0x280;
-/// Boot protocol 2.08 brought payload_offset and payload_length.
+/// Boot protocol 2.08 introduced payload_offset and payload_length.
 const FIRST_PROTOCOL: u16 = 0x0208;
 const SECTOR_BYTES: u64 = 512;
 const ELF_MAGIC: &[u8] = b"\x7fELF";
 
-/// A kernel in guest memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LoadedKernel {
-    /// The PVH entry point.
+    /// PVH entry point.
     pub entry: u64,
-    /// The first address behind it.
+    /// First address after the kernel.
     pub end: u64,
-    /// Whether it is known to be Linux: a bzImage, or an ELF file with Linux's notes.
+    /// True for a bzImage, and for an ELF file with Linux's notes.
     pub is_linux: bool,
-    /// How the bzImage was compressed; `None` for an ELF file.
+    /// Compression of the bzImage; `None` for an ELF file.
     pub bzimage: Option<Compression>,
 }
 
-/// The fields of a bzImage's setup header that lead to its payload (boot.rst).
+/// Fields of a bzImage's setup header that locate its payload (boot.rst).
 #[derive(Debug, PartialEq, Eq)]
 struct SetupHeader {
     protocol: u16,
@@ -42,7 +41,7 @@ struct SetupHeader {
 }
 
 impl SetupHeader {
-    /// Reads it from a file's first bytes; `None` if they are not a bzImage's.
+    /// Parses the first bytes of a file. Returns `None` if it is not a bzImage.
     fn parse(head: &[u8]) -> Option<Self> {
         let u16_at = |offset| Some(u16::from_le_bytes(*head.get(offset..)?.first_chunk()?));
         let u32_at = |offset| Some(u32::from_le_bytes(*head.get(offset..)?.first_chunk()?));
@@ -65,7 +64,7 @@ impl SetupHeader {
 /// Loads the kernel in `path`.
 ///
 /// # Safety
-/// As that of [`boot::load`](super::load).
+/// As for [`boot::load`](super::load).
 pub(super) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
@@ -88,7 +87,7 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     let payload = read_payload(path, &mut file, file_bytes, &header)?;
     let decompress_error = |source| BootError::Decompress { path: path.to_path_buf(), source };
     let compression = tell_compression(payload.bytes()).map_err(decompress_error)?;
-    // SAFETY: the same contract.
+    // SAFETY: this function has the same contract.
     let unpacked = unsafe { unpack(memory, payload, compression, boot_memory) };
     let loaded = match unpacked.map_err(decompress_error)? {
         Unpacked::InPlace(loaded) => loaded,
@@ -123,7 +122,6 @@ pub(super) fn load_firmware<M: GuestMemoryBackend>(
     Ok(LoadedKernel { entry, end, is_linux, bzimage: None })
 }
 
-/// Reads the first bytes of a file.
 fn read_head(file: &mut File) -> io::Result<Vec<u8>> {
     let mut head = Vec::with_capacity(HEAD_BYTES);
     file.take(HEAD_BYTES as u64).read_to_end(&mut head)?;
@@ -164,19 +162,16 @@ fn tell_compression(payload: &[u8]) -> Result<Compression, DecompressError> {
         .ok_or_else(|| DecompressError::Unknown(payload.iter().copied().take(8).collect()))
 }
 
-/// What has become of a payload.
 enum Unpacked {
-    /// The kernel is in guest memory.
     InPlace(elf::LoadedElf),
-    /// The ELF image, to be loaded.
+    /// ELF image that has yet to be loaded.
     Image(Scratch),
 }
 
-/// Unpacks a payload: into guest memory where that goes, or else beside it. The payload itself is
-/// dropped.
+/// Unpacks a payload, into guest memory if possible, otherwise into a buffer. Drops the payload.
 ///
 /// # Safety
-/// As that of [`boot::load`](super::load).
+/// As for [`boot::load`](super::load).
 unsafe fn unpack<M: GuestMemoryBackend>(
     memory: &M,
     payload: Scratch,
@@ -187,7 +182,7 @@ unsafe fn unpack<M: GuestMemoryBackend>(
         return Ok(Unpacked::Image(payload));
     }
     let packed = Packed::new(payload.bytes(), compression)?;
-    // SAFETY: the same contract.
+    // SAFETY: this function has the same contract.
     Ok(match unsafe { inplace::load(memory, &packed, boot_memory) }? {
         Outcome::Loaded(loaded) => Unpacked::InPlace(loaded),
         Outcome::Unpacked(image) => Unpacked::Image(image),
@@ -204,7 +199,7 @@ fn load_image<M: GuestMemoryBackend>(
     elf::load(memory, &mut Cursor::new(image), image.len() as u64, boot_memory)
 }
 
-/// What a file that is no kernel starts with, for the error message.
+/// Describes a file that is not a kernel, for the error message.
 fn describe(head: &[u8]) -> String {
     const KNOWN: [(&[u8], &str); 8] = [
         (&[0x1f, 0x8b], "a gzip file"),
@@ -238,7 +233,7 @@ mod tests {
     use super::super::inplace::tests::contents;
     use super::*;
 
-    /// No room to unpack in place.
+    /// Too small to unpack in place.
     const MEMORY_BYTES: u64 = 4 << 20;
     const MORE_MEMORY_BYTES: u64 = 20 << 20;
 
@@ -251,7 +246,7 @@ mod tests {
         image[0x248..0x24c].copy_from_slice(&0x100u32.to_le_bytes());
         image[0x24c..0x250].copy_from_slice(&(payload.len() as u32).to_le_bytes());
         image.extend_from_slice(payload);
-        // What follows the payload in a real one: more of the protected-mode code.
+        // In a real image, more protected-mode code follows the payload.
         image.extend_from_slice(&[0xcc; 64]);
         image
     }
@@ -260,9 +255,9 @@ mod tests {
         build(&[0x90; 0x8000], &[linux_note(), pvh_note()].concat())
     }
 
-    /// Into memory that a test has made for itself.
+    /// Loads into memory of the test.
     fn load(memory: &GuestMemoryMmap, path: &Path, bytes: u64) -> Result<LoadedKernel, BootError> {
-        // SAFETY: the memory is anonymous, and the test's own.
+        // SAFETY: the memory is anonymous and belongs to the test.
         unsafe { super::load(memory, path, BootMemory::of_small_pages(bytes)) }
     }
 
@@ -333,7 +328,7 @@ mod tests {
         let mut old = bzimage(&kernel());
         old[0x206] = 7;
         assert!(message(&old).contains("boot protocol 2.07: a Linux before 2.6.26"));
-        // memtest86+ 6.10: boot protocol 2.12, and no payload.
+        // memtest86+ 6.10: boot protocol 2.12 without a payload.
         assert!(message(&bzimage(&[])).contains("no Linux kernel in it, as memtest86+"));
         let device = load(&memory(4096), Path::new("/dev/null"), 4096).unwrap_err().to_string();
         assert_eq!(device, "--kernel /dev/null is a character device, and must be a file");
@@ -352,13 +347,12 @@ mod tests {
         };
         let text = message(b"no firmware at all");
         assert!(text.starts_with("--firmware ") && text.contains("no firmware for PVH"), "{text}");
-        // Without its note nothing says where it begins.
+        // Without its note, the entry point is unknown.
         let text = message(&build(&[0x90; 0x8000], &linux_note()));
         assert!(text.starts_with("--firmware ") && text.contains("no PVH note"), "{text}");
     }
 
-    /// Kernels of distributions, where there are any: `FORESHORE_TEST_KERNELS` is a colon-separated
-    /// list.
+    /// Loads kernels of distributions from the colon-separated list in `FORESHORE_TEST_KERNELS`.
     #[test]
     fn kernels_of_distributions_load() {
         let Some(kernels) = std::env::var_os("FORESHORE_TEST_KERNELS") else {
@@ -379,7 +373,7 @@ mod tests {
         }
     }
 
-    /// A kernel of a distribution is unpacked in place, and that cannot be seen.
+    /// Checks that unpacking in place has the same result as unpacking outside guest memory.
     fn is_as_if_unpacked_beside(
         memory: &GuestMemoryMmap,
         loaded: &LoadedKernel,
@@ -402,7 +396,7 @@ mod tests {
         .unwrap();
         assert_eq!((loaded.entry, loaded.end), (expected.entry, expected.end));
         assert!(contents(memory) == contents(&beside), "memory differs");
-        // SAFETY: the memory is anonymous, and the test's own.
+        // SAFETY: the memory is anonymous and belongs to the test.
         let again = unsafe {
             inplace::load(
                 &self::memory(memory_bytes),

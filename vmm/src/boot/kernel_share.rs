@@ -1,4 +1,4 @@
-//! Division of the boot memory of a VM between the guest's kernel and its programs.
+//! Division of boot memory between the guest's kernel and its programs.
 
 use balloon::proto::{BootMemory, descriptor_bytes};
 use foreshore_devices::memory::layout::LOW_RAM_END;
@@ -8,7 +8,6 @@ use foreshore_types::size::Size;
 const MIB: u64 = 1 << 20;
 const _: () = assert!(LOW_RAM_END == balloon::proto::LOW_BOOT_BYTES);
 
-/// Division of boot memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KernelShare(BootMemory);
 
@@ -35,8 +34,8 @@ impl KernelShare {
         (memory.hotplug_bytes() > 0).then_some(Self(memory))
     }
 
-    /// Value of `movablecore=`. `None` without PM: plugged DRAM is the movable memory of its node
-    /// then.
+    /// Value of `movablecore=`. `None` without PM, because plugged DRAM is then the movable memory
+    /// of its node.
     pub(crate) fn movablecore(&self) -> Option<String> {
         let movable_bytes = self.0.movable_bytes();
         (movable_bytes > 0).then(|| format!("{}M", movable_bytes / MIB))
@@ -96,7 +95,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Boot memory, DRAM and PM to come, in MiB; `movablecore` and the ratios.
+    /// `movablecore` and the ratios for sizes in MiB of boot memory, pluggable DRAM and PM.
     fn share(boot_mib: u64, dram_mib: u64, pm_mib: u64) -> (String, String) {
         let zones = [zone(Tier::Dram, boot_mib, dram_mib), zone(Tier::Pm, 0, pm_mib)];
         let share = KernelShare::of(&zones).expect("there is PM");
@@ -107,7 +106,7 @@ pub(super) mod tests {
     fn division_counts_the_memory_that_each_zone_can_add() {
         assert_eq!(share(512, 0, 1536), ("64M".to_owned(), "256 1 32 0 0".to_owned()));
         assert_eq!(share(384, 256, 512), ("44M".to_owned(), "256 8 32 0 0".to_owned()));
-        // docs/reference/policies.md has the shares of the first and the last one.
+        // docs/reference/policies.md has the shares of the first and the last size.
         let movable = [1024, 3584, 7168].map(|pm_mib| share(512, 0, pm_mib).0);
         assert_eq!(movable, ["56M", "96M", "152M"]);
     }
@@ -118,7 +117,7 @@ pub(super) mod tests {
             KernelShare::of(&[zone(Tier::Dram, 512, 1024)]).expect("DRAM is plugged movable");
         assert_eq!(share.movablecore(), None);
         // The reserve is 32 MiB (a sixteenth) and the page descriptors of 1 GiB. 1 GiB of movable
-        // memory divided by it is 21.
+        // memory divided by the reserve is 21.
         assert_eq!(share.lowmem_reserve_ratio(), "256 21 32 0 0");
         let dimms = ZoneSpec { growth: Growth::Dimms, ..zone(Tier::Dram, 512, 1024) };
         assert_eq!(KernelShare::of(&[dimms]), None, "it comes online for the kernel as well");

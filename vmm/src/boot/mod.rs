@@ -1,19 +1,19 @@
-//! Kernel loading and the PVH hand-over.
+//! Kernel loading and the PVH handover.
 //!
-//! A kernel comes as an ELF file or as a bzImage. A bzImage is unpacked here, on the host, and its
-//! inner ELF is entered by PVH, so a distribution's kernel starts as fast as a bare vmlinux: the
-//! guest runs no decompressor and no real-mode code. Nothing here knows of KVM: [`load`] writes
-//! into guest memory and returns plain data, of which [`PvhEntry`] is what the boot vCPU starts
-//! with.
+//! A kernel is an ELF file or a bzImage. A bzImage is unpacked on the host, and the ELF file in it
+//! is entered by PVH. A distribution's kernel therefore starts as fast as a plain vmlinux, because
+//! the guest runs neither a decompressor nor real-mode code. This module does not use KVM: [`load`]
+//! writes guest memory and returns plain data, including the initial state of the boot vCPU in
+//! [`PvhEntry`].
 //!
-//! | guest-physical | what |
+//! | guest-physical | content |
 //! |---|---|
 //! | 0x6000 | `hvm_start_info`, then the module list |
 //! | 0x7000 | memory map |
 //! | 0x2_0000 | command line |
-//! | 0xf_fff0 | where a BIOS is entered: code that resets the machine |
-//! | 1 MiB and up | the kernel, where its program headers say |
-//! | high in low memory | initial RAM file system |
+//! | 0xf_fff0 | BIOS entry: code that resets the machine |
+//! | 1 MiB and up | kernel, at the addresses of its program headers |
+//! | end of low memory | initial RAM file system |
 
 mod cmdline;
 mod decompress;
@@ -43,43 +43,41 @@ pub(crate) use kernel::LoadedKernel;
 pub(crate) use kernel_share::{KernelShare, check_ratio};
 pub(crate) use pvh::{PvhEntry, Segment};
 
-/// What to boot, and the machine it is booted on.
+/// Kernel or firmware, and the machine that boots it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BootRequest<'a> {
-    /// An ELF kernel with a PVH note, or a bzImage; or a firmware.
+    /// ELF kernel with a PVH note, bzImage, or firmware.
     pub kernel: &'a Path,
-    /// It is a firmware: an ELF file with a PVH note, which gets neither a command line nor an
+    /// True for a firmware: an ELF file with a PVH note that gets neither a command line nor an
     /// initial RAM file system.
     pub is_firmware: bool,
     /// Initial RAM file system.
     pub initramfs: Option<&'a Path>,
-    /// The command line as the user wrote it.
+    /// Command line of the user.
     pub cmdline: &'a str,
     pub boot_memory: BootMemory,
-    /// The memory that can be plugged later: the guest is told what to make of it.
+    /// Memory that can be plugged later, which determines defaults of the command line.
     pub pluggable: Pluggable,
     /// Division of boot memory between the kernel and programs.
     pub kernel_share: Option<KernelShare>,
 }
 
-/// What was loaded, and how it starts.
+/// Loaded kernel and its start state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BootInfo {
-    /// The boot vCPU's first state.
+    /// Initial state of the boot vCPU.
     pub entry: PvhEntry,
     pub kernel: LoadedKernel,
-    /// The initial RAM file system, if there is one.
     pub initramfs: Option<Initramfs>,
-    /// The command line that the guest gets.
+    /// Complete command line of the guest.
     pub cmdline: String,
 }
 
-/// Why a VM cannot boot what it was given.
 #[derive(Debug, Error)]
 pub(crate) enum BootError {
     #[error("{flag} {}: cannot be read", path.display())]
     Read {
-        /// What named the file.
+        /// Flag that names the file.
         flag: &'static str,
         path: PathBuf,
         source: io::Error,
@@ -92,29 +90,27 @@ pub(crate) enum BootError {
         /// Type of the file.
         kind: &'static str,
     },
-    /// An initial RAM file system without content.
     #[error("--initramfs {} is empty; omit the flag for a guest without an initramfs", path.display())]
     EmptyInitramfs { path: PathBuf },
     #[error("--kernel {} is not a kernel: expected an ELF file or a bzImage, found {found}", path.display())]
     NotAKernel {
         path: PathBuf,
-        /// What its first bytes are.
+        /// Description of its first bytes.
         found: String,
     },
-    /// Not an ELF file.
     #[error("--firmware {} is no firmware for PVH: expected an ELF file, found {found}", path.display())]
     NotAFirmware {
         path: PathBuf,
-        /// What its first bytes are.
+        /// Description of its first bytes.
         found: String,
     },
-    /// A boot image that has no Linux in it, such as memtest86+.
+    /// Boot image without Linux, such as memtest86+.
     #[error(
         "--kernel {} has the header of a bzImage but no Linux kernel in it, as memtest86+ and boot loaders do; \
          foreshore starts Linux, and ELF files with a PVH note", path.display()
     )]
     NoPayload { path: PathBuf },
-    /// A bzImage of a boot protocol without `payload_offset`.
+    /// bzImage with a boot protocol that does not have `payload_offset`.
     #[error(
         "--kernel {} is a bzImage of boot protocol {}.{:02}: a Linux before 2.6.26, which has 2.08, or another program; \
          foreshore starts Linux 2.6.26 and later, and ELF files with a PVH note",
@@ -125,16 +121,15 @@ pub(crate) enum BootError {
         /// Boot protocol version, major in the high byte.
         version: u16,
     },
-    /// The file ends before what its header announces.
     #[error(
         "--kernel {} is truncated: it has {actual_bytes} bytes, its header announces {expected_bytes}",
         path.display()
     )]
     Truncated {
         path: PathBuf,
-        /// Bytes that should be there.
+        /// Length that the header announces.
         expected_bytes: u64,
-        /// Bytes that are.
+        /// Length of the file.
         actual_bytes: u64,
     },
     #[error("--kernel {}: cannot be unpacked", path.display())]
@@ -142,7 +137,7 @@ pub(crate) enum BootError {
     /// The ELF file, or the one inside the bzImage, cannot be loaded.
     #[error("{flag} {}: cannot be loaded", path.display())]
     Elf {
-        /// What named the file.
+        /// Flag that names the file.
         flag: &'static str,
         path: PathBuf,
         source: ElfError,
@@ -156,9 +151,9 @@ pub(crate) enum BootError {
     InitramfsDoesNotFit {
         path: PathBuf,
         size_bytes: u64,
-        /// The first address behind the kernel.
+        /// First address after the kernel.
         kernel_end: u64,
-        /// The first address behind low memory.
+        /// End of low memory.
         low_end: u64,
     },
     #[error("--cmdline")]
@@ -169,7 +164,7 @@ pub(crate) enum BootError {
     TooLittleMemory {
         /// Boot memory in bytes.
         boot_memory_bytes: u64,
-        /// Where the data should go.
+        /// Address of the data.
         address: u64,
     },
 }
@@ -193,28 +188,29 @@ fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> 
     Err(BootError::NotAFile { flag, path: path.to_path_buf(), kind })
 }
 
-/// Loads a kernel and everything it needs to start.
+/// Loads a kernel and everything that it needs to start.
 ///
-/// `memory` must hold the boot memory that `request` announces, reading as zeros: the kernel's
-/// uninitialised data is not written. After an error it holds anything. ACPI tables are not placed
-/// here; the start info points at [`RSDP_START`](foreshore_devices::memory::layout::RSDP_START).
+/// `memory` must contain the boot memory of `request` and read as zeros, because the kernel's
+/// uninitialized data is not written. After an error, its contents are undefined. ACPI tables are
+/// written elsewhere; the start info points at
+/// [`RSDP_START`](foreshore_devices::memory::layout::RSDP_START).
 ///
 /// # Safety
-/// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is
-/// anonymous, mapped shared, or a private mapping of a file that has no data: pages of one would
-/// have the file's contents again when they are given back.
+/// No other code accesses that memory during the call: no vCPU runs, and devices do not exist yet.
+/// The memory is anonymous, mapped shared, or a private mapping of a file without data. Returned
+/// pages of a file with data would have the file's contents again.
 pub(crate) unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     request: &BootRequest,
 ) -> Result<BootInfo, BootError> {
-    // What a firmware boots has a command line of its own.
+    // A firmware passes its own command line to the kernel.
     let cmdline = match request.is_firmware {
         true => String::new(),
         false => cmdline::compose(request.cmdline, request.pluggable, request.kernel_share)?,
     };
     let kernel = match request.is_firmware {
         true => kernel::load_firmware(memory, request.kernel, request.boot_memory)?,
-        // SAFETY: the same contract.
+        // SAFETY: this function has the same contract.
         false => unsafe { kernel::load(memory, request.kernel, request.boot_memory) }?,
     };
     let initramfs = request

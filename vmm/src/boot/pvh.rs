@@ -1,7 +1,7 @@
-//! The PVH hand-over: start info, module list, memory map, and the state that a vCPU enters with.
+//! PVH handover: start info, module list, memory map, and the initial state of the boot vCPU.
 //!
-//! The ABI is Xen's docs/misc/pvh.pandoc ("x86/HVM direct boot ABI") and
-//! xen/include/public/arch-x86/hvm/start_info.h; the reader is Linux's
+//! The ABI is defined in Xen's docs/misc/pvh.pandoc ("x86/HVM direct boot ABI") and
+//! xen/include/public/arch-x86/hvm/start_info.h. Linux reads it in
 //! arch/x86/platform/pvh/enlighten.c.
 
 use foreshore_devices::memory::layout::{
@@ -21,36 +21,34 @@ const COMMAND_LINE: GuestAddress = GuestAddress(0x2_0000);
 
 /// "xEn3" with bit 7 of the "E" set.
 const START_INFO_MAGIC: u32 = 0x336e_c578;
-/// Version 1 has the memory map; without it Linux asks Xen for one.
+/// Version 1 has the memory map. Without it, Linux requests one from Xen.
 const START_INFO_VERSION: u32 = 1;
 
-/// A range's type in the memory map (ACPI 6.5, 15, table 15.9).
+/// Type of a range in the memory map (ACPI 6.5, 15, table 15.9).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum RangeKind {
     Usable = 1,
-    /// Not to be used.
     Reserved = 2,
 }
 
-/// An entry of the memory map.
+/// Entry of the memory map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MemoryRange {
     pub start: u64,
-    /// Length in bytes.
     pub len: u64,
     pub kind: RangeKind,
 }
 
 impl MemoryRange {
-    /// The first address behind it.
+    /// First address after the range.
     pub(super) fn end(&self) -> u64 {
         self.start + self.len
     }
 }
 
-/// The guest's memory map at boot, ascending. Hotplug parts are in no memory map: they appear when
-/// plugged.
+/// The guest's memory map at boot, in ascending order. Hotplug parts are not in it, because they
+/// appear when they are plugged.
 pub(super) fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
     let range =
         |start: u64, end: u64, kind| MemoryRange { start, len: end.saturating_sub(start), kind };
@@ -59,8 +57,8 @@ pub(super) fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
         range(0, EBDA_START.min(low_end), RangeKind::Usable),
         range(EBDA_START, HIMEM_START.raw_value(), RangeKind::Reserved),
         range(HIMEM_START.raw_value(), low_end, RangeKind::Usable),
-        // Linux uses configuration space only where somebody reserves it; PNP0C02 in the DSDT says
-        // so too.
+        // Linux uses configuration space only if it is reserved. PNP0C02 in the DSDT also reserves
+        // it.
         range(ECAM_START, ECAM_START + ECAM_LEN, RangeKind::Reserved),
         range(HIGH_RAM_START, high_end, RangeKind::Usable),
     ];
@@ -68,14 +66,13 @@ pub(super) fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
     map
 }
 
-/// A segment register with its hidden part (Intel SDM 3A, 3.4.5).
+/// Segment register with its hidden part (Intel SDM 3A, 3.4.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Segment {
     pub selector: u16,
     pub base: u64,
-    /// Limit in bytes.
     pub limit: u32,
-    /// The descriptor's type field.
+    /// Type field of the descriptor.
     pub kind: u8,
     /// Code or data, not a system segment.
     pub code_or_data: bool,
@@ -85,14 +82,14 @@ pub(crate) struct Segment {
     pub page_granular: bool,
 }
 
-/// The boot vCPU's state at the kernel's first instruction. Registers that are not here are 0,
-/// interrupts are off, and there is neither GDT nor IDT: a kernel brings its own.
+/// State of the boot vCPU at the kernel's first instruction. All other registers are 0, interrupts
+/// are off, and there is neither a GDT nor an IDT, because a kernel sets up its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PvhEntry {
     pub rip: u64,
-    /// The start info's address.
+    /// Address of the start info.
     pub rbx: u64,
-    /// Bit 1 only: it always reads as 1.
+    /// Only bit 1, which always reads as 1.
     pub rflags: u64,
     /// Protection on, paging off.
     pub cr0: u64,
@@ -103,15 +100,16 @@ pub(crate) struct PvhEntry {
     pub code: Segment,
     /// DS, ES, FS, GS and SS: flat.
     pub data: Segment,
-    /// TR: a 32-bit TSS, busy, as the processor demands.
+    /// TR: a 32-bit TSS, busy, as the processor requires.
     pub task: Segment,
 }
 
 impl PvhEntry {
-    /// Starts at `entry`, with the start info where [`Handover::write`] puts it.
+    /// State that starts at `entry`, with the start info at the address that [`Handover::write`]
+    /// uses.
     pub(crate) fn new(entry: u64) -> Self {
         const CR0_PE: u64 = 1;
-        // Hard-wired to 1 in every processor of this century.
+        // Hard-wired to 1 in all current processors.
         const CR0_ET: u64 = 1 << 4;
         let flat = |selector, kind| Segment {
             selector,
@@ -146,18 +144,16 @@ impl PvhEntry {
     }
 }
 
-/// What the start info leads to.
+/// Data that the start info refers to.
 pub(super) struct Handover<'a> {
-    /// The composed command line.
+    /// Complete command line.
     pub cmdline: &'a str,
-    /// The initial RAM file system.
     pub initramfs: Option<&'a Initramfs>,
-    /// Boot memory in bytes.
     pub boot_memory: BootMemory,
 }
 
 impl Handover<'_> {
-    /// Writes it all below 640 KiB.
+    /// Writes all data below 640 KiB.
     pub(super) fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), BootError> {
         let too_little = |address: GuestAddress| {
             let boot_memory_bytes = self.boot_memory.bytes();
@@ -173,7 +169,7 @@ impl Handover<'_> {
             memory.write_obj(entry, at).map_err(too_little(at))?;
         }
         if let Some(initramfs) = self.initramfs {
-            // Linux takes the first module for its initial RAM file system.
+            // Linux uses the first module as its initial RAM file system.
             let entry = hvm_modlist_entry {
                 paddr: initramfs.start.raw_value(),
                 size: initramfs.size_bytes,

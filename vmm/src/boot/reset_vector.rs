@@ -1,9 +1,9 @@
-//! Where a guest jumps that wants to be restarted by its firmware.
+//! Code at the BIOS entry, which resets the machine.
 //!
-//! Linux on hardware-reduced ACPI leaves the FADT's reset register aside: it prefers EFI's reset,
-//! and without EFI goes back to real mode and jumps to FFFF:0000, the entry of a BIOS
-//! (arch/x86/kernel/reboot.c, `BOOT_EFI` and then `BOOT_BIOS`). There is no BIOS; these few bytes
-//! do what that one would.
+//! On hardware-reduced ACPI, Linux does not use the reset register of the FADT. It prefers EFI's
+//! reset. Without EFI, it returns to real mode and jumps to FFFF:0000, the entry of a BIOS
+//! (arch/x86/kernel/reboot.c, `BOOT_EFI` and then `BOOT_BIOS`). There is no BIOS, so this code
+//! resets the machine in its place.
 
 use foreshore_devices::memory::layout::{ACPI_PM_PORT, BootMemory, RESET_VECTOR};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
@@ -11,7 +11,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 use super::BootError;
 use crate::acpi::pm::{RESET_OFFSET, RESET_VALUE};
 
-/// The I/O port of the reset register.
+/// I/O port of the reset register.
 const PORT: [u8; 2] = (ACPI_PM_PORT + RESET_OFFSET as u16).to_le_bytes();
 
 /// `mov dx, PORT; mov al, VALUE; out dx, al; hlt; jmp` back to the `hlt`: real mode,

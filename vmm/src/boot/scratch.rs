@@ -1,44 +1,42 @@
-//! A large buffer that lives for a moment.
+//! Large temporary buffer.
 
 use std::io;
 
 use vm_memory::MmapRegion;
 
-/// Zeroed bytes that belong to no allocator: dropping them gives the memory back to the host at
-/// once, and does not raise the allocator's threshold for mappings, after which later buffers would
-/// stay in the heap.
+/// Zeroed bytes outside the allocator.
+///
+/// Dropping them returns the memory to the host at once. Through the allocator, they would raise
+/// its threshold for mappings, so that later buffers would stay in the heap.
 #[derive(Debug)]
 pub(super) struct Scratch {
-    /// `None` if there are no bytes: a mapping cannot be empty.
+    /// `None` if there are no bytes, because a mapping cannot be empty.
     region: Option<MmapRegion<()>>,
 }
 
 impl Scratch {
-    /// Maps `len` bytes; they use memory as they are written.
+    /// Maps `len` bytes, which use memory only when they are written.
     pub(super) fn new(len: usize) -> io::Result<Self> {
         if len == 0 {
             return Ok(Self { region: None });
         }
         let region = MmapRegion::new(len).map_err(io::Error::other)?;
-        // A few huge pages instead of thousands of faults; where the host has none, small ones do.
-        // SAFETY: the range is exactly the mapping that `region` owns; the advice changes no
+        // A few huge pages avoid thousands of faults. Small pages are used if the host has none.
+        // SAFETY: the range is exactly the mapping that `region` owns. The advice changes no
         // contents.
         unsafe { libc::madvise(region.as_ptr().cast(), region.size(), libc::MADV_HUGEPAGE) };
         Ok(Self { region: Some(region) })
     }
 
-    /// The bytes.
     pub(super) fn bytes(&self) -> &[u8] {
         match &self.region {
             None => &[],
-            // SAFETY: the mapping is private, readable, zero-initialised and lives as long as
-            // `self`; nobody else has its address, and `bytes_mut` borrows `self`
-            // exclusively.
+            // SAFETY: the mapping is private, readable, zero-initialized and lives as long as
+            // `self`. No other code has its address, and `bytes_mut` borrows `self` exclusively.
             Some(region) => unsafe { std::slice::from_raw_parts(region.as_ptr(), region.size()) },
         }
     }
 
-    /// The bytes, to be written.
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         match &self.region {
             None => &mut [],
