@@ -167,7 +167,7 @@ mod tests {
     const OURS: &str = "memhp_default_state=online_movable swiotlb=noforce";
 
     #[test]
-    fn a_guest_with_pluggable_memory_is_told_how_to_treat_it() {
+    fn pluggable_memory_adds_defaults() {
         assert_eq!(
             compose("console=ttyS0", Pluggable::Blocks, None).unwrap(),
             format!("console=ttyS0 {OURS}")
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_stays_is_the_kernels_as_well() {
+    fn dimms_are_onlined_for_the_kernel() {
         assert_eq!(
             compose("", Pluggable::Dimms, None).unwrap(),
             "memhp_default_state=online swiotlb=noforce"
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_user_sets_stays() {
+    fn parameters_of_the_user_take_precedence() {
         let line = compose("memhp_default_state=offline quiet", Pluggable::Blocks, None).unwrap();
         assert_eq!(line, "memhp_default_state=offline quiet swiotlb=noforce");
         let line =
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_plugged_is_what_the_zones_can_be_given() {
+    fn pluggable_memory_follows_zones() {
         let [dram, more_dram, pm] =
             [zone(Tier::Dram, 1, 0), zone(Tier::Dram, 1, 1), zone(Tier::Pm, 0, 1)];
         let dimms = ZoneSpec { growth: Growth::Dimms, ..more_dram.clone() };
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn boot_memory_beside_pm_is_divided_unless_the_user_has_divided_it() {
+    fn boot_memory_is_divided_for_pm_unless_the_user_divides_it() {
         const SHARE: &str = r#"movablecore=64M sysctl.vm.lowmem_reserve_ratio="256 1 32 0 0""#;
         let zones = [zone(Tier::Dram, 512, 0), zone(Tier::Pm, 0, 1536)];
         let share = KernelShare::of(&zones).expect("there is PM");
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_taken_apart_as_linux_does() {
+    fn words_are_split_as_in_linux() {
         let taken = |line| words(line).map(|(_, word)| word).collect::<Vec<_>>();
         assert_eq!(taken("  a\tb=\"c d\"e  "), ["a", "b=\"c d\"e"]);
         assert_eq!(taken("a=\"b c"), ["a=\"b c"], "an open quotation goes on to the end");
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_added_where_nothing_can_be_plugged() {
+    fn no_defaults_without_pluggable_memory() {
         assert_eq!(
             compose(" console=hvc0 root=/dev/vda ", Pluggable::Nothing, None).unwrap(),
             "console=hvc0 root=/dev/vda"
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn what_belongs_to_init_stays_behind_the_dashes() {
+    fn arguments_of_init_stay_last() {
         assert_eq!(
             compose("quiet -- single", Pluggable::Blocks, None).unwrap(),
             format!("quiet {OURS} -- single")
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_counts_what_is_added() {
+    fn limit_includes_defaults() {
         let user = "x".repeat(MAX_BYTES);
         assert_eq!(compose(&user, Pluggable::Nothing, None).unwrap().len(), MAX_BYTES);
         let actual_bytes = MAX_BYTES + 1 + OURS.len();

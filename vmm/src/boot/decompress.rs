@@ -300,7 +300,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn every_compression_gives_back_what_went_in() {
+    fn every_compression_round_trips() {
         let data = sample(300_000);
         for payload in payloads(&data) {
             assert_eq!(unpack(&payload).unwrap(), data, "{:?}", Compression::of(&payload));
@@ -327,7 +327,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_wrong_trailer_is_an_error() {
+    fn wrong_trailer_is_an_error() {
         let data = sample(10_000);
         for payload in payloads(&data) {
             let stream = payload[..payload.len() - 4].to_vec();
@@ -351,7 +351,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn compressions_are_told_by_their_magic() {
+    fn compression_is_detected_by_magic_number() {
         assert_eq!(Compression::of(b"\x7fELF\x02"), Some(Compression::None));
         assert_eq!(Compression::of(b"\x1f\x8b\x08\x00"), Some(Compression::Gzip));
         assert_eq!(Compression::of(b"#!/bin/sh"), None);

@@ -561,7 +561,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn files_that_are_no_kernel_are_named() {
+    fn files_other_than_kernels_are_described() {
         let message = |image: &[u8]| load_bytes(image).unwrap_err().to_string();
         // A GRUB, a program for another processor, and an unknown machine.
         let machine = |class: u8, machine: u16| {
@@ -594,7 +594,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn segments_go_where_their_headers_say() {
+    fn segments_are_loaded_at_their_addresses() {
         let memory = memory();
         let image = build(&[0xf4; 0x100], &[linux_note(), pvh_note()].concat());
         let loaded = load(
@@ -615,7 +615,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn linux_is_told_by_its_notes() {
+    fn linux_is_detected_by_its_notes() {
         let linux = |notes: &[u8]| {
             load_bytes(&build(&[0; 64], &[notes, &pvh_note()].concat())).unwrap().is_linux
         };
@@ -626,7 +626,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_kernel_without_an_entry_point_is_refused() {
+    fn kernel_without_entry_point_is_refused() {
         assert!(matches!(load_bytes(&build(&[0; 64], &linux_note())), Err(ElfError::NoPvhNote)));
         let outside = note(b"Xen\0", 18, &0x30_0000u32.to_le_bytes());
         assert!(matches!(
@@ -641,7 +641,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_entry_point_is_the_one_that_linux_loader_finds() {
+    fn entry_point_equals_that_of_linux_loader() {
         use linux_loader::loader::{Elf, KernelLoader, PvhBootCapability};
         let short = note(b"Xen\0", 18, &(ENTRY as u32).to_le_bytes());
         for notes in [pvh_note(), short, [linux_note(), pvh_note(), pvh_note_to(0)].concat()] {
@@ -662,7 +662,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn notes_that_are_aligned_to_8_are_read_as_such_and_as_linux_writes_them() {
+    fn notes_in_segment_aligned_to_8_are_read_with_both_alignments() {
         // Lengths that the alignments round differently. The first note is .note.gnu.property,
         // which sets the alignment of the segment to 8.
         let notes = |align| {
@@ -690,7 +690,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn every_truncation_is_told_as_such() {
+    fn every_truncation_is_reported() {
         let image = build(&[0x90; 0x100], &pvh_note());
         for len in 0..image.len() {
             assert!(matches!(load_bytes(&image[..len]), Err(ElfError::Truncated { .. })), "{len}");

@@ -61,7 +61,7 @@ mod tests {
     const MEMORY_BYTES: u64 = 4 << 20;
 
     #[test]
-    fn it_ends_in_the_last_page_of_low_memory() {
+    fn initramfs_ends_in_the_last_page_of_low_memory() {
         assert_eq!(place(4096, 0x20_0000, 0x40_0000), Some(0x3f_f000));
         assert_eq!(place(4097, 0x20_0000, 0x40_0000), Some(0x3f_e000));
         assert_eq!(place(0x20_0000, 0x20_0000, 0x40_0000), Some(0x20_0000));
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_is_read_to_its_place_or_refused() {
+    fn initramfs_is_read_to_its_place_or_refused() {
         let memory: GuestMemoryMmap =
             GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
         let mut file = tempfile::NamedTempFile::new().unwrap();

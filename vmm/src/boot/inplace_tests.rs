@@ -86,7 +86,7 @@ fn linux_parts() -> [Part; 4] {
 }
 
 #[test]
-fn every_compression_leads_to_what_the_other_way_leads_to() {
+fn every_compression_loads_in_place_like_the_reference() {
     let image = kernel(&linux_parts(), 70_000);
     loads_in_place(&zstd_payload(&image), Compression::Zstd);
     loads_in_place(&lz4_payload(&image, 1 << 20), Compression::Lz4);
@@ -95,7 +95,7 @@ fn every_compression_leads_to_what_the_other_way_leads_to() {
 }
 
 #[test]
-fn segments_go_down_and_up_and_both() {
+fn segments_move_down_up_and_both() {
     let start = IMAGE_START;
     // Each overlaps its own place and those of its neighbors.
     let down = [part(0x1000, start - 0x800, 0x2000, 1), part(0x3000, start + 0x1800, 0x2000, 2)];
@@ -115,7 +115,7 @@ fn segments_go_down_and_up_and_both() {
 }
 
 #[test]
-fn uninitialised_data_reads_as_zeros_where_the_image_was() {
+fn uninitialized_data_over_the_image_reads_as_zeros() {
     let start = IMAGE_START;
     let parts = [
         Part { bss: 0x10_0000, ..part(0x1000, start + 0x1000, 0x1800, 1) },
@@ -140,7 +140,7 @@ fn is_left_to_the_loader(image: &[u8], memory_bytes: u64, memory: &GuestMemoryMm
 }
 
 #[test]
-fn what_cannot_be_moved_or_is_refused_is_left_to_the_loader() {
+fn immovable_or_invalid_kernels_are_left_to_the_loader() {
     let start = IMAGE_START;
     let (a, b) = (part(0x1000, start + 0x4000, 0x1000, 1), part(0x3000, start, 0x1000, 2));
     let left = |image: &[u8]| is_left_to_the_loader(image, MEMORY_BYTES, &memory(MEMORY_BYTES));
@@ -163,7 +163,7 @@ fn what_cannot_be_moved_or_is_refused_is_left_to_the_loader() {
 }
 
 #[test]
-fn without_room_nothing_is_done() {
+fn without_room_memory_stays_unchanged() {
     let image = kernel(&[part(0x1000, 2 * MIB, 0x1000, 1)], 0);
     let payload = zstd_payload(&image);
     let packed = Packed::new(&payload, Compression::Zstd).unwrap();
@@ -186,7 +186,7 @@ fn split_memory(at: u64) -> GuestMemoryMmap {
 }
 
 #[test]
-fn of_zones_side_by_side_one_is_enough_if_the_kernel_belongs_there() {
+fn kernel_loads_in_place_within_the_first_of_adjacent_zones() {
     let payload = zstd_payload(&kernel(&linux_parts(), 0));
     let packed = Packed::new(&payload, Compression::Zstd).unwrap();
     let (here, there) = (split_memory(18 * MIB), memory(MEMORY_BYTES));
@@ -199,7 +199,7 @@ fn of_zones_side_by_side_one_is_enough_if_the_kernel_belongs_there() {
 }
 
 #[test]
-fn a_damaged_stream_is_the_same_error_as_beside() {
+fn damaged_stream_has_the_same_error_as_the_reference() {
     let image = kernel(&[part(0x1000, IMAGE_START, 0x1000, 1)], 0);
     for (payload, compression) in [
         (zstd_payload(&image), Compression::Zstd),
@@ -241,7 +241,7 @@ fn most_of_a_distributions_kernel_is_not_moved() {
 }
 
 #[test]
-fn the_last_page_is_cleared_as_a_whole_only_if_nothing_goes_there() {
+fn last_huge_page_is_cleared_unless_a_part_moves_there() {
     const HUGE: usize = HUGE_PAGE_BYTES;
     let last = |parts: &[(usize, usize, usize)], window: Range<u64>| {
         let image = 0..HUGE + 100;
@@ -260,7 +260,7 @@ fn the_last_page_is_cleared_as_a_whole_only_if_nothing_goes_there() {
 }
 
 #[test]
-fn whole_huge_pages_are_given_back() {
+fn whole_huge_pages_are_returned() {
     const PAGE_BYTES: usize = 4096;
     let mut scratch = Scratch::new(3 * HUGE_PAGE_BYTES).unwrap();
     scratch.bytes_mut().fill(1);
@@ -349,7 +349,7 @@ fn disorderly() -> impl Strategy<Value = (Range<usize>, Vec<Move>)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn a_plan_does_what_a_copy_of_everything_does((image, parts) in prop_oneof![4 => orderly(), 1 => disorderly()]) {
+    fn plan_equals_copying_all_parts((image, parts) in prop_oneof![4 => orderly(), 1 => disorderly()]) {
         let disjoint = |a: Range<usize>, b: Range<usize>| a.end <= b.start || b.end <= a.start;
         let possible = parts.iter().enumerate().all(|(index, a)| {
             let (from, to) = (a.source().unwrap(), a.destination().unwrap());
@@ -379,7 +379,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     /// For any headers, loading in place has the same result as the reference.
     #[test]
-    fn damaged_headers_end_as_they_do_beside(damages in prop::collection::vec((0..64 + 3 * 56usize, any::<u8>()), 1..3)) {
+    fn damaged_headers_have_the_same_result_as_the_reference(damages in prop::collection::vec((0..64 + 3 * 56usize, any::<u8>()), 1..3)) {
         let parts = [
             part(0x1000, IMAGE_START + 0x1000, 0x1000, 1),
             Part { bss: 0x1000, ..part(0x3000, IMAGE_START + 0x2800, 0x1000, 2) },

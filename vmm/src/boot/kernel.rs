@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn an_elf_file_and_bzimages_lead_to_the_same_kernel() {
+    fn elf_file_and_bzimages_load_the_same_kernel() {
         let elf = load_bytes(&kernel()).unwrap();
         assert_eq!((elf.entry, elf.is_linux, elf.bzimage), (ENTRY, true, None));
         for (payload, compression) in [
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_truncated_bzimage_is_told_as_such() {
+    fn truncated_bzimage_is_reported() {
         let image = bzimage(&zstd_payload(&kernel()));
         let end = image.len() - 64;
         for len in [HEAD_BYTES, 3 * 512, end - 1] {
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn no_byte_of_the_header_can_make_it_panic() {
+    fn damaged_header_never_panics() {
         let image = bzimage(&lz4_payload(&kernel(), 4096));
         for at in (0x1f1..0x250).chain(0x700..0x720) {
             for value in [0, 1, 0x7f, 0xff] {
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_what_was_found() {
+    fn errors_describe_the_file() {
         let message = |bytes: &[u8]| load_bytes(bytes).unwrap_err().to_string();
         assert!(message(b"").ends_with("found an empty file"));
         assert!(message(b"\x1f\x8b\x08rest").ends_with("found a gzip file"));

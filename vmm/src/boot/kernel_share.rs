@@ -112,7 +112,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_vm_without_pm_keeps_its_boot_memory_whole() {
+    fn boot_memory_without_pm_is_not_divided() {
         let share =
             KernelShare::of(&[zone(Tier::Dram, 512, 1024)]).expect("DRAM is plugged movable");
         assert_eq!(share.movablecore(), None);
@@ -125,7 +125,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_ratio_that_boot_memory_cannot_describe_is_named() {
+    fn too_little_boot_memory_for_descriptors_is_reported() {
         let check = |boot_mib, pm_mib| {
             check_ratio(&[zone(Tier::Dram, boot_mib, 0), zone(Tier::Pm, 0, pm_mib)])
         };

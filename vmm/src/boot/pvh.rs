@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_memory_map_ascends_and_sums_up_to_boot_memory() {
+    fn memory_map_ascends_and_covers_boot_memory() {
         let hole = HIMEM_START.raw_value() - EBDA_START;
         for bytes in [64 * MIB, 512 * MIB, LOW_RAM_END, LOW_RAM_END + MIB, 16 * GIB] {
             let map = memory_map(BootMemory::of_small_pages(bytes));
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn the_vcpu_enters_flat_32_bit_protected_mode() {
+    fn vcpu_enters_flat_32_bit_protected_mode() {
         let entry = PvhEntry::new(0x100_0ab0);
         assert_eq!((entry.rip, entry.rbx, entry.rflags), (0x100_0ab0, 0x6000, 2));
         assert_eq!((entry.cr0, entry.cr4, entry.efer), (0x11, 0, 0));

@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_code_writes_the_reset_value_to_the_reset_register() {
+    fn reset_code_writes_the_reset_register() {
         let memory: GuestMemoryMmap =
             GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         write(&memory, BootMemory::of_small_pages(1 << 20)).unwrap();
