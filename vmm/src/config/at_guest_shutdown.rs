@@ -1,10 +1,10 @@
 //! `--no-shutdown`.
 
-/// What follows when a guest switches itself off.
+/// Reaction of the VMM when the guest shuts down.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AtGuestShutdown {
     #[default]
     End,
-    /// The VM is shut down, and the VMM serves on (`--no-shutdown`).
+    /// Shut down the VM, and continue to serve the API (`--no-shutdown`).
     Stay,
 }

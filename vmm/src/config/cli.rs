@@ -1,4 +1,4 @@
-//! The command line: flags into a [`Launch`].
+//! Parsing of the command line into a [`Launch`].
 
 use std::ffi::OsString;
 use std::os::fd::RawFd;
@@ -21,33 +21,28 @@ use super::{
     VsockConfig, foreign, pressure,
 };
 
-/// What the command line asks for.
+/// Result of parsing a command line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Run a VM.
     Launch(Box<Launch>),
-    /// Print this and end: help, or the version.
+    /// Print a text, which is the help or the version, and exit.
     Print(String),
 }
 
-/// A VM to run, and how the VMM is reached meanwhile.
+/// VM to run, and settings of the VMM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// The VM, which has been validated; without one the VMM waits for `vm.create`.
+    /// Validated VM. Without one, the VMM waits for `vm.create`.
     pub config: Option<VmConfig>,
-    /// What follows when the guest switches itself off.
     pub at_guest_shutdown: AtGuestShutdown,
-    /// Where the API is served.
     pub api_socket: Option<ApiSocket>,
-    /// Where events are written.
+    /// Destination of events.
     pub event_monitor: Option<EventMonitor>,
-    /// Where metrics are served.
     pub metrics: Option<MetricsAddress>,
-    /// What metrics call the VM.
+    /// Name of the VM in metrics.
     pub vm_name: String,
-    /// What is logged, and where to.
     pub log: LogConfig,
-    /// What will hardly work as it was meant; to be logged.
+    /// Settings that will hardly work as intended, to be logged.
     pub warnings: Vec<String>,
     /// Mode of the system call filter that the user has requested. Foreshore has no such filter
     /// yet, so the request is logged as an error and shown as a metric.
@@ -55,7 +50,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Descriptors that the process has inherited, each with the flag that names it.
+    /// Inherited descriptors, each with the flag that names it.
     pub(crate) fn descriptors(&self) -> Vec<(&'static str, RawFd)> {
         let nets = self.config.iter().flat_map(|config| &config.net).flat_map(|net| &net.fds);
         let mut all: Vec<_> = nets.map(|given| (NetConfig::FLAG, given.number())).collect();
@@ -75,26 +70,23 @@ impl Launch {
     }
 }
 
-/// Why a command line is refused: one line.
+/// Error in a command line, as one line.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CliError {
-    /// Not a command line of foreshore.
     #[error("{0}")]
     Usage(String),
-    /// A flag of Cloud Hypervisor that is not there.
+    /// A flag of Cloud Hypervisor that Foreshore does not have.
     #[error("{flag} is not supported by foreshore: {why}")]
     Foreign {
-        /// The flag.
         flag: String,
-        /// Why.
+        /// Reason for the refusal.
         why: &'static str,
     },
-    /// A flag's value.
     #[error(transparent)]
     Config(#[from] ConfigError),
 }
 
-/// The version of Cloud Hypervisor whose flags and API are known here.
+/// Version of Cloud Hypervisor whose flags and API are supported.
 pub const COMPATIBLE_WITH: &str = "54.0.0";
 
 const EXAMPLES: &str = "\
@@ -298,8 +290,8 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     Ok(Command::Launch(Box::new(launch)))
 }
 
-/// libvirt takes a program for Cloud Hypervisor, and what it may ask of it from the number, by how
-/// the first line begins.
+/// Version text. From the start of its first line, libvirt identifies the program as Cloud
+/// Hypervisor, and its features by the number.
 fn version() -> String {
     let ours = env!("CARGO_PKG_VERSION");
     format!("cloud-hypervisor v{COMPATIBLE_WITH} (foreshore v{ours})\nforeshore v{ours}\n")
@@ -347,7 +339,7 @@ fn all<T>(
     texts.iter().map(|text| parse(text)).collect()
 }
 
-/// What a VM is called that nobody has given a name: its API socket is what people know it by.
+/// Name of a VM for which the user gives none: that of its API socket, by which users identify it.
 fn default_name(api_socket: Option<&ApiSocket>) -> String {
     let stem = match api_socket {
         Some(ApiSocket::Path(path, _)) => path.file_stem(),
@@ -387,7 +379,7 @@ fn check_descriptors(launch: &Launch) -> Result<(), ConfigError> {
 /// Describes in one line a command line that clap refuses, with clap's suggestion.
 pub fn usage_line(error: &clap::Error) -> String {
     let rendered = error.render().to_string();
-    // Takes the first paragraph. Its second and later lines list missing arguments.
+    // Takes the first paragraph, in which further lines list missing arguments.
     let lines = rendered.lines().map(str::trim).take_while(|line| !line.is_empty());
     let text = lines.collect::<Vec<_>>().join(" ");
     let text = text.strip_prefix("error: ").unwrap_or(&text);
@@ -424,7 +416,6 @@ mod tests {
         )
     }
 
-    /// What the launch of a VM has.
     fn config(args: &[&str]) -> VmConfig {
         launch(args).config.unwrap()
     }
@@ -587,7 +578,7 @@ mod tests {
             bare(&["--api-socket", "/run/vm.sock", "-v", "--no-shutdown", "--seccomp", "false"]);
         assert_eq!((launch.config, launch.at_guest_shutdown), (None, AtGuestShutdown::Stay));
         assert_eq!(bare(&["--api-socket", "fd=7"]).at_guest_shutdown, AtGuestShutdown::End);
-        // Whoever describes a VM means to have one.
+        // A flag that describes a VM creates one.
         for described in [
             &["--cpus", "boot=2"][..],
             &["--console", "off"],
@@ -615,8 +606,7 @@ mod tests {
             version,
             format!("cloud-hypervisor v54.0.0 (foreshore v{ours})\nforeshore v{ours}\n")
         );
-        // As libvirt reads it: a number behind the `v`, and what it needs for each feature is at
-        // most 40.
+        // libvirt parses the number after the `v`. Its features require at most 40.
         let number =
             version.strip_prefix("cloud-hypervisor v").unwrap().split(['.', ' ']).next().unwrap();
         assert!(number.parse::<u32>().unwrap() >= 40);

@@ -1,6 +1,7 @@
-//! How many of everything a configuration may have. Looked at first: other checks hold each against
-//! all others, which takes no time for as many as a machine has room for, and hours for as many as
-//! fit in a request's body.
+//! Upper limits of the number of sections in a configuration.
+//!
+//! They are checked first, because other checks compare each section with all others. For as many
+//! sections as fit into a request body, that would take hours.
 
 use foreshore_config::ConfigError;
 use foreshore_devices::memory::layout::PCI_SLOTS;
@@ -10,13 +11,13 @@ use super::{
     PmemConfig, VmConfig,
 };
 
-/// Of what has no slot on the PCI bus. A VM has less room for all of it; how much there is, is seen
-/// when it is built.
+/// Upper limit for sections that need no slot on the PCI bus. The real limit of a VM is lower and
+/// is detected when the VM is built.
 const MOST: usize = 256;
-/// The host bridge has one.
+/// The host bridge occupies one slot.
 const MOST_SLOTS: usize = PCI_SLOTS as usize - 1;
 
-/// Refuses more than there may be.
+/// Refuses more than `most`.
 fn check(
     flag: &'static str,
     key: &'static str,
@@ -30,7 +31,7 @@ fn check(
 }
 
 impl VmConfig {
-    /// Refuses lists that are longer than any machine has room for.
+    /// Refuses lists that exceed the room of any machine.
     pub(super) fn check_counts(&self) -> Result<(), ConfigError> {
         let number = "their number";
         for (flag, count) in [
@@ -86,7 +87,7 @@ mod tests {
         assert_eq!(refused(&config), "--disk: their number is 32, and must be 0 to 31");
     }
 
-    /// Held against each other, so many interfaces would take hours.
+    /// Comparing each interface with all others would take hours.
     #[test]
     fn a_list_as_long_as_a_body_may_be_is_refused_at_once() {
         let mut config = test_config();

@@ -1,4 +1,4 @@
-//! Devices by their ids: what comes and goes in a VM that is there.
+//! Devices by ID, which can be added to and removed from a VM.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -44,8 +44,8 @@ impl<T> Sections<T> for Option<T> {
     }
 }
 
-/// Generates [`DeviceConfig`] and all code that depends on the kind of a device. Each kind has
-/// a section and a field of [`VmConfig`]. `KIND` of the section is its name in ids and metrics.
+/// Generates [`DeviceConfig`] and all code that depends on the kind of a device. Each kind has a
+/// section and a field of [`VmConfig`]. `KIND` of the section is its name in IDs and metrics.
 macro_rules! removable {
     ($($(#[$doc:meta])* $Kind:ident($Config:ty) in $field:ident,)*) => {
         /// Device that may be added to a VM and removed from it.
@@ -125,7 +125,7 @@ removable! {
     Vsock(VsockConfig) in vsock,
 }
 
-/// A device that was read, with what is to be known about it.
+/// Parsed device with warnings.
 type Warned = (DeviceConfig, Vec<String>);
 
 impl DeviceConfig {
@@ -152,7 +152,7 @@ impl DeviceConfig {
     }
 }
 
-/// Ids of the devices with options of which a VM has at most one.
+/// IDs of devices that every VM has at most once.
 const FIXED: [&str; 2] = ["__console", "__rng"];
 
 /// Reads a device by the rules of a whole configuration.
@@ -165,15 +165,15 @@ fn read<T: Object>(
     Ok((device(config), walk.into_warnings()))
 }
 
-/// The first of `_disk0`, `_disk1` and so on that nothing is called.
+/// Returns the first unused name of `_disk0`, `_disk1` and so on.
 fn free_name(kind: &str, taken: &[String]) -> String {
     let mut names = (0u32..).map(|nth| format!("_{kind}{nth}"));
     names.find(|name| !taken.contains(name)).expect("fewer devices than numbers")
 }
 
 impl VmConfig {
-    /// Gives every device that has no id one. Their places in the configuration change when others
-    /// come and go; ids do not.
+    /// Assigns an ID to every device that has none. Indices change when devices are added and
+    /// removed, but IDs do not.
     pub fn name_devices(&mut self) {
         let mut taken = self.ids();
         let devices = self.removable_ids_mut().into_iter();
@@ -184,14 +184,14 @@ impl VmConfig {
         }
     }
 
-    /// Gives every interface that has no Ethernet address one that is drawn.
+    /// Assigns a random Ethernet address to every interface that has none.
     pub fn address_devices(&mut self, mut draw: impl FnMut() -> MacAddress) {
         for net in &mut self.net {
             net.mac.get_or_insert_with(&mut draw);
         }
     }
 
-    /// Devices and zones of memory that are called something, each with its flag.
+    /// Configured IDs of devices and memory zones, each with its flag.
     fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let by = |flag| move |id| (flag, id);
         self.removable_ids()
@@ -211,8 +211,7 @@ impl VmConfig {
             )
     }
 
-    /// What devices are called that are not named by whoever wants them: those of memory by their
-    /// zones.
+    /// IDs that users cannot choose. The IDs of memory devices derive from those of their zones.
     fn ids_of_our_own(&self) -> impl Iterator<Item = String> {
         let one = self.memory.zones.is_empty().then_some(DRAM_ZONE);
         let dram =
@@ -222,19 +221,19 @@ impl VmConfig {
         dram.chain(pm).chain(FIXED.map(str::to_owned)).chain(SWITCHES.iter().map(Switch::id))
     }
 
-    /// What everything is called but volumes.
+    /// All IDs except those of volumes.
     pub fn ids_beside_volumes(&self) -> Vec<String> {
         self.named().map(|(_, id)| id.to_owned()).chain(self.ids_of_our_own()).collect()
     }
 
-    /// The same, and volumes that are devices.
+    /// All IDs, including those of volumes that are devices.
     fn ids(&self) -> Vec<String> {
         let volumes =
             self.chosen_volumes().filter_map(|(volume, chosen)| chosen.device_id(&volume.name));
         self.ids_beside_volumes().into_iter().chain(volumes).collect()
     }
 
-    /// An id is one thing's, whatever that is. Of volumes it is seen when their interface is.
+    /// Checks that IDs are unique. Those of volumes are checked when their interface is known.
     pub(super) fn check_ids(&self) -> Result<(), ConfigError> {
         let mut earlier: BTreeSet<_> = self.ids_of_our_own().collect();
         match self.named().find(|(_, id)| !earlier.insert((*id).to_owned())) {
@@ -243,8 +242,8 @@ impl VmConfig {
         }
     }
 
-    /// Adds a device and returns its id, which is none of those `in_use` by devices that the guest
-    /// has not let go yet. Of one that cannot be added nothing is left.
+    /// Adds a device and returns its ID, which differs from `in_use`, the IDs of devices that the
+    /// guest has not released. After an error, the configuration is unchanged.
     pub fn add_device(
         &mut self,
         mut device: DeviceConfig,
@@ -298,7 +297,7 @@ mod tests {
         assert_eq!(add(&mut config, disk("path=/d")), Ok("_disk0".to_owned()));
         assert_eq!(add(&mut config, disk("path=/e")), Ok("_disk3".to_owned()));
         assert_eq!(ids(&config), ["_disk1", "_disk2", "_disk0", "_disk3"]);
-        // What the guest has not let go yet is nobody else's.
+        // IDs of devices that the guest has not released are not reused.
         (4..8).for_each(|nth| {
             assert_eq!(add(&mut config, disk("path=/f")), Ok(format!("_disk{nth}")))
         });
@@ -332,12 +331,12 @@ mod tests {
             DiskConfig::parse("path=/d").unwrap(),
             DiskConfig::parse("path=/e,id=_disk0").unwrap(),
         ];
-        // The one without an id gets another.
+        // The device without an ID gets another.
         assert_eq!(config.validate(), Ok(()));
         config.disks[0].id = Some("a".to_owned());
         let taken = ConfigError::IdTaken { flag: "--net", id: "a".to_owned() };
         assert_eq!(config.validate(), Err(taken));
-        // And some are nobody's to give.
+        // Reserved IDs cannot be assigned.
         config.net.clear();
         config.disks[0].id = Some("__rng".to_owned());
         assert!(config.validate().unwrap_err().to_string().contains("__"));
@@ -367,7 +366,7 @@ mod tests {
         for id in ["blk", "pmem-raw"] {
             let error = add(&mut config, disk(&format!("path=/d,id={id}"))).unwrap_err();
             assert_eq!(error, format!("--disk: the id {id} is taken"));
-            // A configuration in which it is so from the start is none.
+            // Also refused in an initial configuration.
             config.net = vec![NetConfig::parse(&format!("id={id}")).unwrap()];
             assert!(
                 config.validate().unwrap_err().to_string().contains(&format!("has the id {id}"))
@@ -377,7 +376,7 @@ mod tests {
         for id in ["raw", "dimm", "pmem-blk"] {
             assert_eq!(add(&mut config, disk(&format!("path=/d,id={id}"))), Ok(id.to_owned()));
         }
-        // Nor are those that there is one of a volume's.
+        // Reserved IDs are refused for volumes as well.
         config.pm_volumes.push(volume("/p,name=__rng,interface=virtio-blk"));
         assert!(config.validate().unwrap_err().to_string().contains("has the id __rng"));
     }

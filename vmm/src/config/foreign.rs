@@ -1,5 +1,5 @@
-//! Flags of Cloud Hypervisor that foreshore does not have, so that each is refused with a reason
-//! rather than as a typing error.
+//! Flags of Cloud Hypervisor that Foreshore does not support. Each is refused with a reason,
+//! instead of as an unknown flag.
 
 use foreshore_config::{ConfigError, asks_for_nothing};
 use serde_json::{Map, Value};
@@ -31,7 +31,7 @@ const FLAGS: &[(&str, &[&str], &str)] = &[
     ("--vdpa", &["vdpa"], "it is not implemented"),
 ];
 
-/// Why `flag` is refused, if it is one of Cloud Hypervisor's.
+/// Returns the reason why `flag` is refused, if it is one of Cloud Hypervisor's.
 pub(super) fn reason(flag: &str) -> Option<&'static str> {
     FLAGS.iter().find(|(name, ..)| *name == flag).map(|(_, _, why)| *why)
 }

@@ -1,8 +1,8 @@
-//! A VM's configuration as the API takes it, in JSON.
+//! JSON form of a VM's configuration, as the API accepts it.
 //!
 //! Field names are Cloud Hypervisor's. Unsupported fields are refused with the reason, like the
 //! flag, unless the value is neutral, because clients write out defaults. Unknown fields are
-//! ignored with a warning, as in Cloud Hypervisor, but refused in sections that only foreshore has.
+//! ignored with a warning, as in Cloud Hypervisor, but refused in sections that only Foreshore has.
 
 use foreshore_config::{JsonError, JsonValue, Walk};
 use serde_json::{Map, Value};
@@ -92,7 +92,7 @@ mod tests {
         read(json).unwrap_err().to_string()
     }
 
-    /// A VM with these sections as well.
+    /// Configuration with additional sections.
     fn with(more: Value) -> Value {
         let mut config = json!({"payload": {"kernel": "/vmlinux"}});
         config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -124,12 +124,12 @@ mod tests {
         assert_eq!(config.memory.hotplug_method, HotplugMethod::VirtioMem);
         assert_eq!((config.cpus.max_vcpus, config.console.mode), (2, ConsoleMode::Off));
         assert_eq!(config.disks.len(), 1);
-        // And what is shown can be given again.
+        // The serialized configuration is accepted again.
         let shown = serde_json::to_value(&config).unwrap();
         assert_eq!(read(shown).unwrap(), config);
     }
 
-    /// What `vm.info` shows of one that was given open, for instance.
+    /// `vm.info` returns them for an interface with inherited descriptors, for example.
     #[test]
     fn descriptors_of_an_interface_are_passed_over_with_a_warning() {
         let read = |nets: Value| {
@@ -206,7 +206,7 @@ mod tests {
             error(with(json!({"pressure": {"policy": "psi", "idle": "10s"}}))),
             r#"--pressure: unknown key "idle"; the keys are policy, size, params, rules, dry_run, paused, record, record_size"#
         );
-        // Clients of a later Cloud Hypervisor go on working.
+        // Clients of a later Cloud Hypervisor continue to work.
         let later = json!({"balloon": {"size": 0, "later": 1}, "disks": [{"path": "/d", "later": {}}], "later": [1]});
         assert!(read(with(later)).is_ok());
     }
@@ -340,7 +340,7 @@ mod tests {
         assert!(error(json!({"payload": {}})).starts_with("--kernel is missing"));
     }
 
-    /// Any JSON under names that are known, and some that are not.
+    /// Arbitrary JSON with known and unknown names.
     fn anything() -> impl Strategy<Value = Value> {
         let leaf = prop_oneof![
             Just(Value::Null),

@@ -1,14 +1,15 @@
 //! Configuration of a VM: one file per flag and API section, each with its table of keys and a pure
 //! `validate()`.
 //!
-//! Field names are those of Cloud Hypervisor's API; sizes are in bytes. A new key of a section is
-//! one line in its table: the struct, the flag, JSON, the help and the errors follow (crate
-//! foreshore_config). A new flag with keys is a field of [`VmConfig`] and of the flags in `cli`. A
-//! device without options, such as `--pvpanic`, is an entry of [`SWITCHES`].
+//! Field names are those of Cloud Hypervisor's API, and sizes are in bytes. A new key is one line
+//! in the table of its section, from which the crate foreshore_config derives the struct, the flag,
+//! JSON, the help and the errors. A new flag with keys also needs a field of [`VmConfig`] and of
+//! the flags in `cli`. A device without options, such as `--pvpanic`, is an entry of [`SWITCHES`].
 //!
-//! Three steps lead from text to a VM that may be built. A flag's text is parsed into its section,
-//! each section is validated alone, and [`VmConfig::validate`] checks them against each other. None
-//! of them accesses the host: the code that opens files and pools detects missing and full ones.
+//! Text becomes a valid configuration in three steps. A flag's text is parsed into its section,
+//! each section is validated alone, and [`VmConfig::validate`] checks the sections against each
+//! other. None of the steps accesses the host. The code that opens files and pools detects missing
+//! and full ones.
 
 mod at_guest_shutdown;
 mod cli;
@@ -127,7 +128,7 @@ impl VmConfig {
         self.check_volumes()
     }
 
-    /// A slot that is asked for is one disk's.
+    /// Checks that no two disks request the same slot.
     fn check_slots(&self) -> Result<(), ConfigError> {
         let slots: Vec<_> = self.disks.iter().filter_map(|disk| disk.pci_device_id).collect();
         match slots.iter().enumerate().find(|(nth, slot)| slots[..*nth].contains(slot)) {
@@ -139,12 +140,13 @@ impl VmConfig {
         }
     }
 
-    /// They are what a guest tells disks by, volumes among them.
+    /// Checks that serial numbers are unique, because guests identify disks by them, including
+    /// volumes.
     fn check_serial_numbers(&self) -> Result<(), ConfigError> {
         let conflict = |reason| Err(ConfigError::Conflict { flag: "--disk", reason });
         let volumes =
             self.pm_volumes.iter().filter(|volume| volume.interface == VolumeInterface::VirtioBlk);
-        // They are the ids of those without.
+        // A disk without a serial number uses its ID.
         let mut named = self.clone();
         named.name_devices();
         let serials: Vec<_> =
@@ -171,26 +173,27 @@ impl VmConfig {
                     format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
                 return Err(ConfigError::Conflict { flag, reason });
             }
-            // Of the payload nothing is known yet; whether `auto` finds something for it is seen
-            // when it is loaded.
+            // The payload is not known yet. If `auto` finds no interface for it, loading the
+            // payload reports that.
             choose(volume, self.cpus.max_vcpus, Payload::Linux).map_err(SectionError::new)?;
         }
         Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes())
             .map_err(SectionError::new)?)
     }
 
-    /// Volumes with what is chosen for them if the payload is Linux.
+    /// Volumes with the interface that is chosen if the payload is Linux.
     fn chosen_volumes(&self) -> impl Iterator<Item = (&PmVolumeConfig, Chosen)> {
         let choose =
             |volume| Some((volume, choose(volume, self.cpus.max_vcpus, Payload::Linux).ok()?));
         self.pm_volumes.iter().filter_map(choose)
     }
 
-    /// What the governor does: what was said, and otherwise `psi` for a VM with memory on PM, which
-    /// is there to come and go by itself, and nothing for any other. Clients of Cloud
-    /// Hypervisor know of no governor: Kata gives each VM a balloon for its reporting of free
-    /// pages, asks for memory by `vm.resize`, and waits until `memory_actual_size` is what it asked
-    /// for.
+    /// Configuration of the governor. The default is `psi` for a VM with PM, which is intended to
+    /// be resized automatically, and `off` for other VMs.
+    ///
+    /// Clients of Cloud Hypervisor do not expect a governor. Kata, for example, gives each VM a
+    /// balloon for free page reporting, requests memory by `vm.resize`, and waits until
+    /// `memory_actual_size` equals its request.
     pub fn governing(&self) -> PressureConfig {
         let usual = || match &*self.pm_memory {
             [] => PressureConfig { policy: "off".to_owned(), ..PressureConfig::default() },
@@ -199,7 +202,7 @@ impl VmConfig {
         self.pressure.clone().unwrap_or_else(usual)
     }
 
-    /// What will work, but hardly as it was meant.
+    /// Settings that work, but hardly as intended.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = self.payload.warnings();
         let grows_by_acpi = self.memory.resizes_by_acpi() && self.memory.hotplug_size.is_some();
@@ -210,7 +213,7 @@ impl VmConfig {
         });
         let pm = self.pm_memory.iter().map(|pm| ("--pm-memory: size".to_owned(), pm.size));
         let hotplug: Vec<(String, u64)> = dram.into_iter().chain(zones).chain(pm).collect();
-        // A configuration without a topology has been refused, and needs no warnings.
+        // A configuration without a valid topology has been refused and needs no warnings.
         let boot =
             Topology::of(self).map(|topology| BootMemory::of(topology.zones())).unwrap_or_default();
         let block_bytes = linux_block_bytes(boot.end());
@@ -281,7 +284,7 @@ impl VmConfig {
     }
 }
 
-/// A small VM for tests of what only passes a configuration on.
+/// Small VM for tests that only pass a configuration on.
 #[cfg(test)]
 pub(crate) fn test_config() -> VmConfig {
     VmConfig {
@@ -313,7 +316,7 @@ pub(crate) fn test_config() -> VmConfig {
 mod tests {
     use super::*;
 
-    /// A configuration as the API may send it: only what must be there.
+    /// Configuration with the required fields only.
     fn least() -> VmConfig {
         serde_json::from_str(r#"{"payload": {"kernel": "/vmlinuz"}}"#).unwrap()
     }
@@ -497,7 +500,7 @@ mod tests {
         assert_eq!(config.warnings(), [expected]);
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=128M").unwrap()];
         assert_eq!(config.warnings(), Vec::<String>::new());
-        // Its boot memory ends at 64 GiB.
+        // Boot memory ends at 64 GiB.
         config.memory.size = 63 << 30;
         assert!(
             config.warnings()[0]
@@ -510,7 +513,7 @@ mod tests {
         assert_eq!(config.warnings(), Vec::<String>::new());
     }
 
-    /// As Kata sends them together.
+    /// Kata sends both.
     #[test]
     fn balloon_of_a_vm_with_huge_pages_is_accepted_with_a_warning() {
         let mut config = least();
@@ -532,7 +535,8 @@ mod tests {
         PressureConfig { policy: policy.to_owned(), ..PressureConfig::default() }
     }
 
-    /// What Kata's runtime in Go sends is among them, and it wants the sizes that it asks for.
+    /// Includes the requests of Kata's runtime in Go, which expects exactly the sizes that it
+    /// requests.
     #[test]
     fn only_a_vm_with_memory_on_pm_is_governed_unasked() {
         let of_a_client = [

@@ -10,13 +10,13 @@ const REFUSED: &[Refused] = &[
     Refused { key: "device_id", neutral: &[], why: "there is no device passthrough" },
 ];
 
-/// Nodes are counted from 0 without a gap in SLIT, whose size grows with the square of their
-/// number.
+/// Highest node number. Nodes are numbered from 0 without a gap in the SLIT, whose size grows with
+/// the square of their number.
 pub const MAX_NODE: u32 = 63;
-/// A node's distance to itself, by definition; and Linux takes no other for as near (ACPI 6.5,
+/// Distance of a node to itself, by definition. Linux treats no other distance as local (ACPI 6.5,
 /// 5.2.17).
 pub(super) const LOCAL_DISTANCE: u8 = 10;
-/// The largest distance: 255 means that there is no way at all.
+/// Largest distance. 255 means unreachable.
 pub(super) const MAX_DISTANCE: u8 = 254;
 
 section! {
@@ -50,8 +50,7 @@ impl Item for NumaDistance {
 }
 
 impl NumaConfig {
-    /// Numbers within their bounds. What several nodes must be together is
-    /// [`Topology`](super::Topology)'s.
+    /// Checks the bounds of numbers. [`Topology`](super::Topology) checks nodes against each other.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         for NumaDistance { destination, distance } in self.distances() {
@@ -87,7 +86,7 @@ impl NumaConfig {
     }
 }
 
-/// Refuses a node that SLIT has no room for.
+/// Refuses a node beyond [`MAX_NODE`].
 pub(super) fn check_node(key: &'static str, node: u32) -> Result<(), ConfigError> {
     if node <= MAX_NODE {
         return Ok(());

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use foreshore_config::{ConfigError, OFF, Refused, section};
 
-/// Fields of the section in JSON that have flags of their own on the command line.
+/// Refused fields of the section in JSON, which are separate flags on the command line.
 const REFUSED: &[Refused] = &[
     Refused {
         key: "fw_cfg_config",
@@ -16,7 +16,8 @@ const REFUSED: &[Refused] = &[
     Refused { key: "svsm", neutral: OFF, why: "confidential guests are not supported" },
 ];
 
-/// The longest command line that Linux takes on x86 (COMMAND_LINE_SIZE), its end mark included.
+/// Longest command line that Linux accepts on x86 (COMMAND_LINE_SIZE), including the terminating
+/// zero.
 pub const MAX_CMDLINE_BYTES: usize = 2048;
 
 section! {
@@ -32,7 +33,7 @@ section! {
 }
 
 impl PayloadConfig {
-    /// There is a kernel or a firmware, and the command line fits into what a kernel can take.
+    /// Checks that there is either a kernel or a firmware, and that the command line fits.
     pub fn validate(&self) -> Result<(), ConfigError> {
         match (&self.kernel, &self.firmware) {
             (None, None) => {
@@ -68,7 +69,7 @@ impl PayloadConfig {
         Ok(())
     }
 
-    /// What is there and not used.
+    /// Warns about keys that are ignored with a firmware.
     pub fn warnings(&self) -> Vec<String> {
         let unused =
             [("--initramfs", self.initramfs.is_some()), ("--cmdline", self.cmdline.is_some())];

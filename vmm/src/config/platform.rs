@@ -13,7 +13,7 @@ const REFUSED: &[Refused] = &[
     Refused { key: "iommu_address_width_bits", neutral: &["64"], why: IOMMU },
     Refused { key: "iommufd", neutral: OFF, why: PASSTHROUGH },
     Refused { key: "iommufd_fd", neutral: &[], why: PASSTHROUGH },
-    // Without passthrough it is all the same.
+    // Without passthrough, the value makes no difference.
     Refused { key: "vfio_p2p_dma", neutral: &["on", "off", "true", "false"], why: PASSTHROUGH },
     Refused { key: "serial_number", neutral: &[], why: SMBIOS },
     Refused { key: "uuid", neutral: &[], why: SMBIOS },
@@ -44,12 +44,12 @@ section! {
 }
 
 impl PlatformConfig {
-    /// A number that Cloud Hypervisor would take.
+    /// Accepts the numbers that Cloud Hypervisor accepts.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()
     }
 
-    /// Whether it asks for what is not there, and does without.
+    /// Returns true if more segments are requested than the one that exists.
     pub(super) fn wants_more_segments(&self) -> bool {
         self.num_pci_segments > 1
     }

@@ -1,4 +1,4 @@
-//! `--pressure`, and the parameters of the policy and of the rules above it by name.
+//! `--pressure`, and the named parameters of the policy and of the rules.
 
 use std::collections::{BTreeMap, btree_map};
 use std::ops::{Deref, DerefMut};
@@ -16,8 +16,8 @@ use serde_json::Value;
 
 const FLAG: &str = PressureConfig::FLAG;
 
-/// Returns the names of the parameters of all policies and of the rules. The check against the
-/// chosen policy follows later.
+/// Names of the parameters of all policies and of the rules. They are checked against the chosen
+/// policy later.
 fn parameters() -> Vec<&'static str> {
     let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
     let tables = policies.map(|policy| policy.table()).chain([Rules::TABLE]);
@@ -28,7 +28,7 @@ fn parameters() -> Vec<&'static str> {
     names
 }
 
-/// Of the keys that an error about an unknown one lists: those that the policy in `text` takes.
+/// Restricts the keys that an error about an unknown key lists to those of the policy in `text`.
 fn of_policy(error: ConfigError, text: &str) -> ConfigError {
     let ConfigError::UnknownKey { flag, key, .. } = error else { return error };
     let named = text.split(',').find_map(|part| part.strip_prefix("policy="));
@@ -41,7 +41,7 @@ fn of_policy(error: ConfigError, text: &str) -> ConfigError {
     ConfigError::UnknownKey { flag, key, known }
 }
 
-/// Parameters by name, as they were given.
+/// Parameters by name, as given.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ParamSettings(BTreeMap<String, Setting>);
 
@@ -100,11 +100,11 @@ impl JsonValue for ParamSettings {
     }
 }
 
-/// How long a recording becomes, unless something else is said: days of a guest at rest.
+/// Default limit of a recording, which suffices for days of an idle guest.
 pub const RECORD_BYTES: u64 = 1 << 30;
-/// Less would be minutes.
+/// A smaller limit would last for minutes.
 const LEAST_RECORD_BYTES: u64 = 1 << 20;
-/// More would be centuries.
+/// A larger limit would last for centuries.
 const MOST_RECORD_BYTES: u64 = 1 << 40;
 
 pub const POLICIES: &[&str] = &Policy::NAMES;
@@ -134,7 +134,6 @@ section! {
 pub(super) const TABLE: Table = Table::of::<PressureConfig>();
 
 impl PressureConfig {
-    /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let parameters = parameters();
         let options =
@@ -147,15 +146,15 @@ impl PressureConfig {
         Ok(Self { params, rules, ..Self::from_options(&options)? })
     }
 
-    /// A policy that exists, a size where that policy takes one, and parameters that it has, within
-    /// their bounds.
+    /// Checks that the policy exists, that a size is given if the policy needs one, and that the
+    /// parameters are within their bounds.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.policy(FLAG)?;
         self.rules(FLAG)?;
         self.check_recording()
     }
 
-    /// The policy with its parameters. `flag` is who asks.
+    /// Returns the policy with its parameters. Errors name `flag`.
     pub fn policy(&self, flag: &'static str) -> Result<Policy, ConfigError> {
         check_policy(flag, &self.policy)?;
         if !self.params.contains_key(FIXED_SIZE) {
@@ -169,7 +168,7 @@ impl PressureConfig {
         policy.map_err(|error| parameter(flag, rules_as_well(error)))
     }
 
-    /// The rules above it. `flag` is who asks.
+    /// Returns the rules with their parameters. Errors name `flag`.
     pub fn rules(&self, flag: &'static str) -> Result<Rules, ConfigError> {
         let rules = Rules { dry_run: self.dry_run, ..Rules::default() };
         let settings = self.rules.iter().map(|(name, setting)| (name.as_str(), setting));
@@ -194,18 +193,20 @@ fn parameter(flag: &'static str, error: ParamError) -> ConfigError {
     ConfigError::Parameter { flag, error: SectionError::new(error) }
 }
 
-/// The parameter of `fixed` that is a key of its own as well.
+/// Parameter of `fixed` that is also a key of the flag.
 pub const FIXED_SIZE: &str = "size";
 
-/// Of the names that an error about an unknown parameter of a policy lists: those of the rules,
-/// too. What is none of theirs is taken for the policy's, and a rule may be what was meant.
+/// Adds the parameters of the rules to those that an error about an unknown parameter lists.
+///
+/// A name that is not a parameter of the rules is passed to the policy, although a rule may have
+/// been intended.
 pub fn rules_as_well(error: ParamError) -> ParamError {
     let ParamError::Unknown { name, of, known } = error else { return error };
     let rules = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
     ParamError::Unknown { name, of, known: format!("{known}; those of the rules are {rules}") }
 }
 
-/// Checks that there is a policy of this name. `flag` is who asks.
+/// Checks that the policy exists. Errors name `flag`.
 pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError> {
     if POLICIES.contains(&policy) {
         return Ok(());
@@ -218,15 +219,15 @@ pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError>
     })
 }
 
-/// Checks that a size is given with the policy that takes one, within its bounds, and with no
-/// other. `flag` is who asks.
+/// Checks that a size within its bounds is given for the policy that needs one, and for no other.
+/// Errors name `flag`.
 pub fn check_fixed_size(
     flag: &'static str,
     policy: &str,
     size: Option<u64>,
 ) -> Result<(), ConfigError> {
     let Some(bytes) = size else {
-        // Without one it would be 0, and nobody who writes "fixed" means that all memory is to go.
+        // The default size is 0, but "fixed" without a size is hardly meant to unplug all memory.
         return if policy == "fixed" {
             Err(ConfigError::Missing { flag, key: "size" })
         } else {
@@ -347,7 +348,8 @@ mod tests {
             assert!(all.starts_with(&format!("{own}{its}{rules}")), "{text}: {all}");
         }
         assert!(known("tide=high").starts_with(&format!("{own}burst=, ")));
-        // One name has a hyphen, in the flag as in JSON; who writes it like the others is shown it.
+        // One name has a hyphen, in the flag and in JSON. An error about the other spelling lists
+        // it.
         let error = PressureConfig::parse("watermark_scale=2").unwrap_err().to_string();
         assert!(error.contains(" watermark-scale=, "), "{error}");
         let json = |name: &str| serde_json::json!({"policy": "psi", "params": {name: 2}});

@@ -20,16 +20,15 @@ section! {
 /// Socket of the API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ApiSocket {
-    /// A path to listen on.
+    /// Path to listen on.
     Path(PathBuf, SocketAccess),
-    /// A socket that listens already, handed over by who started the VMM.
+    /// Inherited socket that already listens.
     Fd(RawFd),
 }
 
 impl ApiSocket {
     pub(super) const TABLE: Table = Table::of::<ApiKeys>();
 
-    /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let flag = ApiKeys::FLAG;
         match ApiKeys::parse(text)? {
@@ -56,11 +55,10 @@ section! {
     }
 }
 
-/// Longest name of a host (RFC 1035, 2.3.4, without the length bytes of the first label and the
-/// root).
+/// Longest host name (RFC 1035, 2.3.4, without the length bytes of the first label and the root).
 const MAX_HOST_NAME_BYTES: usize = 253;
 
-/// Comma-separated names of hosts.
+/// Comma-separated host names.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 struct HostNames(Vec<String>);
 
@@ -83,7 +81,7 @@ text_value!(
 /// Address of the metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub enum MetricsAddress {
-    /// A TCP address, and names under which clients may request it.
+    /// TCP address, and host names that clients may use for it.
     Tcp(SocketAddr, Vec<String>),
     Unix(PathBuf, SocketAccess),
 }
@@ -96,8 +94,8 @@ text_value!(
         if let Some(path) = text.strip_prefix("unix:") {
             return Some(MetricsAddress::Unix(path.into(), SocketAccess::default()));
         }
-        // A port without an address means localhost, so that the metrics are not served on the
-        // network by accident.
+        // A port alone means localhost, so that the metrics are not served on the network by
+        // accident.
         let port = text.parse().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
         Some(MetricsAddress::Tcp(port.or_else(|_| text.parse()).ok()?, Vec::new()))
     }
@@ -106,7 +104,7 @@ text_value!(
 impl MetricsAddress {
     pub(super) const TABLE: Table = Table::of::<MetricsKeys>();
 
-    /// Reads the flag's value: the address, and the name of the VM if `vm=NAME` gives one.
+    /// Parses the flag's value into the address and the name from `vm=NAME`, if given.
     pub fn parse_named(text: &str) -> Result<(Self, Option<String>), ConfigError> {
         let (flag, keys) = (MetricsKeys::FLAG, MetricsKeys::parse(text)?);
         let address = match (keys.address, keys.host) {
@@ -127,8 +125,8 @@ impl MetricsAddress {
         Ok((address, keys.vm.map(|name| name.0)))
     }
 
-    /// Names under which clients may request a TCP address. `None` for a unix socket, which no
-    /// browser reaches.
+    /// Host names that clients may use for a TCP address. `None` for a unix socket, which browsers
+    /// cannot reach.
     pub fn host_names(&self) -> Option<Vec<String>> {
         match self {
             Self::Tcp(_, names) => Some(names.clone()),

@@ -9,8 +9,8 @@ use foreshore_devices::virtio;
 use serde::ser::SerializeMap;
 use serde_json::{Map, Value};
 
-/// Devices without options, in the order of their PCI slots. The folder of each device has its
-/// description.
+/// Devices without options, in the order of their PCI slots. The folder of each device describes
+/// it.
 pub const SWITCHES: &[Switch] = &[virtio::watchdog::SWITCH, foreshore_devices::pvpanic::SWITCH];
 
 /// Devices of [`SWITCHES`] that a VM has.

@@ -1,5 +1,5 @@
-//! The tables against the places that name keys: help, parser, docs/reference/openapi.json and
-//! docs/reference/compatibility.md.
+//! Tests of the tables against the places that name keys: help, parser, docs/reference/openapi.json
+//! and docs/reference/compatibility.md.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -17,7 +17,7 @@ fn names<'a>(names: impl IntoIterator<Item = &'a str>) -> Names {
     names.into_iter().map(str::to_owned).collect()
 }
 
-/// Keys of a flag as its table has them: `off`, `file=`.
+/// Keys of a flag in the format of its table: `off`, `file=`.
 fn table_keys(table: &Table) -> Names {
     let keys = (table.keys)().into_iter().map(|key: Key| format!("{}=", key.name));
     keys.chain(table.words.iter().map(|&word| word.to_owned())).collect()
@@ -59,18 +59,19 @@ fn refusal(flag: &str, key: &str, value: &str) -> Option<String> {
     is_about_key.then_some(error)
 }
 
-/// Values that are no word or number, no path, no list, no name, and too long. Each type refuses
-/// one.
+/// Values that are neither words nor numbers, no path, no list, no name, and too long. Each type
+/// refuses one of them.
 fn unreadable() -> [String; 5] {
     ["!", "\"\"", "a::b", "__a", &"x".repeat(1 << 10)].map(str::to_owned)
 }
 
-/// The parser knows the keys from the tables. Only an error about a value shows that the section
-/// reads the key, also if it parses its flag itself or has the key from another section.
+/// The parser has the keys from the tables. Only an error about a value proves that the section
+/// reads the key, even if the section parses its flag itself or shares the key with another
+/// section.
 #[test]
 fn unreadable_value_of_every_key_is_refused_with_its_name() {
     for table in TABLES {
-        // An error about a volume's name quotes the name alone. The key is required.
+        // An error about a volume's name quotes the name only. The key is required.
         for name in table.names().filter(|name| (table.flag, *name) != ("--pm-volume", "name")) {
             let mut errors =
                 unreadable().into_iter().map(|value| refusal(table.flag, name, &value));
@@ -103,7 +104,7 @@ fn long_help_lists_the_keys_that_the_parser_takes() {
     let help = command().render_long_help().to_string();
     for table in TABLES {
         let lines: Vec<_> = help_of(&help, table.flag).lines().skip(2).map(str::trim).collect();
-        // A key that may be left out is in brackets.
+        // Optional keys are in brackets.
         let name = |line: &str| Some(line.split_once('=')?.0.trim_start_matches('[').to_owned());
         let keys = lines.iter().filter_map(|line| name(line)).map(|name| name + "=");
         let words = table.words.join("|");

@@ -1,5 +1,5 @@
-//! Which zones and nodes a configuration comes to: `--memory`, `--memory-zone`, `--numa` and
-//! `--pm-memory` together. Pure.
+//! Zones and NUMA nodes of a VM, derived from `--memory`, `--memory-zone`, `--numa` and
+//! `--pm-memory`.
 
 use std::collections::BTreeMap;
 
@@ -11,43 +11,41 @@ use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, chec
 use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig};
 use crate::cpu::packages::{self, VcpuPlace};
 
-/// The zone of DRAM where there is no `--memory-zone`.
+/// Name of the DRAM zone without `--memory-zone`.
 pub const DRAM_ZONE: &str = "dram";
-/// Name of the zone that is a balloon.
+/// Name of the balloon zone.
 pub const BALLOON_ZONE: &str = "balloon";
 const PM_FLAG: &str = "--pm-memory";
-/// Between nodes that nobody has said a distance of: what Linux assumes for another socket.
+/// Default distance between nodes: the distance that Linux assumes for another socket.
 const REMOTE_DISTANCE: u8 = 20;
-/// How much farther PM is than the DRAM of the node that it is near to, where nobody has said a
-/// distance: 17 from its own node, and 28 from the other, is what servers with PM on two sockets
-/// say of it.
+/// Default distance that PM adds to that of the DRAM near it. With it, PM is at 17 from its own
+/// node and at 28 from the other, as servers with PM on two sockets report.
 const PM_DETOUR: u8 = 7;
 
-/// A node of the guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
     pub cpus: Vec<u8>,
-    /// The node with vCPUs that its memory is local to: itself, if it has some.
+    /// Node with vCPUs to which its memory is local. A node with vCPUs is near itself.
     pub near: u32,
 }
 
-/// The zones and nodes of a VM. Node n is number n: there are no gaps.
+/// Zones and nodes of a VM. Node IDs are indices, without gaps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {
     zones: Vec<ZoneSpec>,
     nodes: Vec<Node>,
     distances: Vec<u8>,
-    /// By the vCPUs' indices.
+    /// By index of the vCPU.
     places: Vec<VcpuPlace>,
 }
 
 impl Topology {
-    /// What `config`, whose sections have been validated, comes to.
+    /// Derives the topology of `config`, whose sections are valid.
     pub fn of(config: &VmConfig) -> Result<Self, ConfigError> {
         check_ids(config)?;
         let mut zones = dram_zones(config)?;
         let mut cpus = node_cpus(config)?;
-        // A VM without --numa has one node, and that has everything but PM.
+        // A VM without --numa has one node with everything except PM.
         let first =
             zones.iter().map(|zone| zone.guest_node).chain(cpus.keys().copied()).min().unwrap_or(0);
         if cpus.is_empty() {
@@ -65,22 +63,22 @@ impl Topology {
         Ok(topology)
     }
 
-    /// The zones: of DRAM in the order of the flags, then of PM.
+    /// Zones: DRAM in the order of the flags, then PM.
     pub fn zones(&self) -> &[ZoneSpec] {
         &self.zones
     }
 
-    /// The nodes, by their numbers.
+    /// Nodes by ID.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// Where each vCPU stands, by its index.
+    /// Place of each vCPU by index.
     pub fn places(&self) -> &[VcpuPlace] {
         &self.places
     }
 
-    /// How far `to` is from `from`, as in SLIT.
+    /// Distance from `from` to `to`, as in the SLIT.
     pub fn distance(&self, from: u32, to: u32) -> u8 {
         self.distances[self.index(from, to)]
     }
@@ -89,7 +87,7 @@ impl Topology {
         from as usize * self.nodes.len() + to as usize
     }
 
-    /// The nodes with vCPUs.
+    /// Nodes with vCPUs.
     fn initiators(&self) -> impl Iterator<Item = u32> {
         (0..).zip(&self.nodes).filter(|(_, node)| !node.cpus.is_empty()).map(|(id, _)| id)
     }
@@ -97,7 +95,7 @@ impl Topology {
     fn set_distances(&mut self, config: &VmConfig) -> Result<(), ConfigError> {
         let given = given_distances(&config.numa, self.nodes.len() as u32)?;
         let said = |from, to| given.get(&(from, to)).or_else(|| given.get(&(to, from))).copied();
-        // 1. Where PM is near: as it is said, or the nearest by what is said.
+        // 1. Near node of PM: as configured, or the nearest by the configured distances.
         let pm = |zone: &ZoneSpec| zone.tier == Tier::Pm;
         let pm_nodes: Vec<u32> =
             self.zones.iter().filter(|zone| pm(zone)).map(|zone| zone.guest_node).collect();
@@ -128,7 +126,7 @@ impl Topology {
         let count = self.nodes.len() as u32;
         let distances = (0..count).flat_map(|from| (0..count).map(move |to| (from, to)));
         self.distances = distances.map(|(from, to)| distance(from, to)).collect();
-        // 3. Where DRAM without vCPUs is near; and that `near` is true.
+        // 3. Near node of DRAM without vCPUs. A configured `near` must be the nearest node.
         for node in 0..count {
             let nearest = self.initiators().min_by_key(|&id| (self.distance(id, node), id));
             let nearest = nearest.expect("a VM has vCPUs");
@@ -153,12 +151,12 @@ fn conflict<T>(reason: String) -> Result<T, ConfigError> {
     Err(ConfigError::Conflict { flag: FLAG, reason })
 }
 
-/// The names of zones are theirs alone, and so are the numbers of nodes.
+/// Checks that the names of zones and the IDs of nodes are unique.
 fn check_ids(config: &VmConfig) -> Result<(), ConfigError> {
     let dram = config.memory.zones.iter().map(|zone| zone.id.clone());
     let one = config.memory.zones.is_empty().then(|| DRAM_ZONE.to_owned());
     let pm = config.pm_memory.iter().enumerate().map(|(nth, pm)| pm.id_or_default(nth));
-    // A balloon is a zone to who sizes them.
+    // The governor and clients treat a balloon as a zone.
     let balloon = config.balloon.as_ref().map(|_| BALLOON_ZONE.to_owned());
     let ids: Vec<String> = balloon.into_iter().chain(dram).chain(one).chain(pm).collect();
     if let Some((_, id)) = ids.iter().enumerate().find(|(nth, id)| ids[..*nth].contains(id)) {
@@ -176,7 +174,7 @@ fn check_ids(config: &VmConfig) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The zones of DRAM, each in its node.
+/// DRAM zones with their nodes.
 fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
     let memory = &config.memory;
     let whole = || MemoryZoneConfig {
@@ -215,7 +213,7 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
     }
     let growth = if memory.resizes_by_acpi() { Growth::Dimms } else { Growth::VirtioMem };
     let in_node = |zone: MemoryZoneConfig| {
-        // `--memory` alone need not be named: it is in the first node.
+        // The zone of `--memory` is in the first node if no node names it.
         let node = places.get(zone.id.as_str()).copied();
         let node = node.or((config.numa.is_empty() || memory.zones.is_empty()).then_some(0));
         let Some(guest_node) = node else {
@@ -241,7 +239,6 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
     zones.into_iter().map(in_node).collect()
 }
 
-/// What the host is asked for.
 fn host_memory(zone: &MemoryZoneConfig, thp: bool) -> HostMemory {
     let host = &zone.host;
     let pages = match (host.hugepages, host.hugepage_size) {
@@ -260,7 +257,7 @@ fn host_memory(zone: &MemoryZoneConfig, thp: bool) -> HostMemory {
     }
 }
 
-/// The vCPUs of each node that has some; none at all where no node names any.
+/// vCPUs of each node that has some. Empty if no node names any.
 fn node_cpus(config: &VmConfig) -> Result<BTreeMap<u32, Vec<u8>>, ConfigError> {
     let (boot_vcpus, max_vcpus) = (config.cpus.boot_vcpus, config.cpus.max_vcpus);
     let mut owner: BTreeMap<u8, u32> = BTreeMap::new();
@@ -292,7 +289,7 @@ fn node_cpus(config: &VmConfig) -> Result<BTreeMap<u32, Vec<u8>>, ConfigError> {
     if let Some(cpu) = (0..boot_vcpus).find(|cpu| !owner.contains_key(cpu)) {
         return conflict(format!("vCPU {cpu} is in no node: cpus= of one must name it"));
     }
-    // Those that may come later and that nobody has placed.
+    // vCPUs that can be added later and are not placed go to the first node.
     for cpu in boot_vcpus..max_vcpus {
         owner.entry(cpu).or_insert(first);
     }
@@ -303,7 +300,7 @@ fn node_cpus(config: &VmConfig) -> Result<BTreeMap<u32, Vec<u8>>, ConfigError> {
     Ok(nodes)
 }
 
-/// The zones of PM, each in a node of its own.
+/// PM zones, each in its own node.
 fn pm_zones(
     config: &VmConfig,
     dram: &[ZoneSpec],
@@ -339,7 +336,7 @@ fn pm_zones(
     config.pm_memory.iter().enumerate().map(&mut place).collect()
 }
 
-/// How many nodes there are: those that somebody names, and no others.
+/// Number of nodes. Checks that each node is in use, and that there are no gaps.
 fn count(
     config: &VmConfig,
     zones: &[ZoneSpec],
@@ -389,7 +386,7 @@ fn places(config: &VmConfig, cpus: &BTreeMap<u32, Vec<u8>>) -> Result<Vec<VcpuPl
     })
 }
 
-/// The distances that are said, which are the same both ways.
+/// Configured distances, which must be symmetric.
 fn given_distances(
     nodes: &[NumaConfig],
     count: u32,

@@ -1,4 +1,4 @@
-//! Zones and nodes of configurations, as their flags give them.
+//! Tests of zones and nodes of configurations, given as flags.
 
 use std::num::NonZeroU64;
 
@@ -7,7 +7,7 @@ use crate::config::{BalloonConfig, CpusConfig, MemoryConfig, test_config};
 
 const GIB: u64 = 1 << 30;
 
-/// `flags`: a flag and its value, as on a command line.
+/// Configuration for `flags`, each a flag and its value as on a command line.
 fn config(flags: &[&str]) -> VmConfig {
     let mut config = test_config();
     config.payload.kernel = Some("/vmlinuz".into());

@@ -1,11 +1,10 @@
-//! Keys that `--memory` and `--memory-zone` have in common: the host's memory that backs the
-//! guest's.
+//! Keys that `--memory` and `--memory-zone` share: host memory behind guest memory.
 
 use foreshore_config::{ConfigError, section};
 use foreshore_types::UNIT_BYTES;
 use foreshore_types::size::Size;
 
-/// A file system on which one page would be larger than this is not known.
+/// No file system is known to have larger pages.
 const MAX_PAGE_BYTES: u64 = 1 << 40;
 
 section! {
@@ -23,7 +22,7 @@ section! {
 }
 
 impl HostMemoryConfig {
-    /// The first of its switches that is on.
+    /// Returns the first switch that is on.
     pub(super) fn first_on(&self) -> Option<&'static str> {
         let switches = [
             ("shared", self.shared),
@@ -35,7 +34,7 @@ impl HostMemoryConfig {
         switches.into_iter().find_map(|(key, is_on)| is_on.then_some(key))
     }
 
-    /// Pages that there can be, and `sizes`, by their keys, in whole ones.
+    /// Checks that the pages can exist, and that `sizes`, given by key, are multiples of them.
     pub(super) fn validate(
         &self,
         flag: &'static str,

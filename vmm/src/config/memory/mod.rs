@@ -48,7 +48,7 @@ impl MemoryConfig {
         self.zones.iter().fold(self.size, |sum, zone| sum.saturating_add(zone.size))
     }
 
-    /// Sizes within their bounds, a way to grow if it shall grow, and memory that there can be.
+    /// Checks the sizes, that the hotplug method supports them, and the host memory.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         if self.zones.is_empty() {
@@ -70,7 +70,8 @@ impl MemoryConfig {
         self.check_blocks()
     }
 
-    /// ACPI adds memory to `--memory` alone, and as it is asked for.
+    /// Refuses keys that ACPI does not support. It adds memory to `--memory` only, and only on
+    /// request.
     fn check_dimms(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         if let Some(zone) = self.zones.iter().find(|zone| zone.hotplug_size.is_some()) {
@@ -97,12 +98,13 @@ impl MemoryConfig {
         self.hotplug_size.map_or(Ok(()), |bytes| size::check_pages(flag, "hotplug_size", bytes))
     }
 
-    /// Whether vm.resize adds memory by ACPI, and else sets what the next boot has.
+    /// Returns true if vm.resize adds memory by ACPI. Otherwise it sets the requested size for the
+    /// next boot.
     pub fn resizes_by_acpi(&self) -> bool {
         self.zones.is_empty() && self.hotplug_method == HotplugMethod::Acpi
     }
 
-    /// What is said here would be of no zone.
+    /// Refuses keys that belong to each zone.
     fn check_zones(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         let sizes = [
@@ -125,8 +127,8 @@ impl MemoryConfig {
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
-        // Clients set `shared` beside zones, which have their own; Cloud Hypervisor ignores it
-        // there.
+        // Clients also set `shared` with zones, although each zone has its own. Cloud Hypervisor
+        // ignores it in that case.
         let of_zones = HostMemoryConfig { shared: false, ..self.host.clone() };
         if let Some(key) = of_zones.first_on() {
             let reason =
@@ -136,7 +138,8 @@ impl MemoryConfig {
         self.zones.iter().try_for_each(MemoryZoneConfig::validate)
     }
 
-    /// Blocks of virtio-mem come and go one by one, and a page must not be of several.
+    /// Refuses huge pages larger than a block of virtio-mem, because blocks are plugged and
+    /// unplugged one by one.
     fn check_blocks(&self) -> Result<(), ConfigError> {
         let zones = self.zones.iter().map(|zone| (zone.hotplug_size, zone.host.hugepage_size));
         let mut parts = zones.chain([(self.hotplug_size, self.host.hugepage_size)]);
@@ -255,7 +258,7 @@ mod tests {
                 .contains("at least 64 MiB per second")
         );
         assert!(error("size=2M,hotplug_size=5000").contains("not a multiple of 4 KiB"));
-        // What Kata says: all of the host's memory, whatever that is.
+        // Kata requests the size of the host's memory, which can be any number.
         assert_eq!(
             MemoryConfig::parse("size=2049M,hotplug_size=1572863M").unwrap().validate(),
             Ok(())
@@ -274,8 +277,8 @@ mod tests {
         assert!(error("size=2M,hotplug_method=balloon").contains("acpi or virtio-mem"));
     }
 
-    /// What the containerd shims of Kata send, in Go and in Rust: with nulls, and sizes that are
-    /// whole MiB and no more.
+    /// JSON that Kata's containerd shims in Go and in Rust send: with nulls, and sizes that are
+    /// multiples of 1 MiB only.
     #[test]
     fn what_kata_asks_for_is_taken_and_shown_as_cloud_hypervisor_does() {
         let go = r#"{"size":2148532224,"hotplug_size":1649266655232,"mergeable":false,"hotplug_method":"Acpi","shared":true,"hugepages":false,"prefault":false,"thp":true}"#;

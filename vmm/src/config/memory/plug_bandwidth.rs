@@ -6,11 +6,11 @@ use foreshore_config::ConfigError;
 use foreshore_types::size::Size;
 
 /// Default, in bytes per second. It equals the default of `scrub_bandwidth`, because memory that is
-/// plugged again has to be erased again.
+/// plugged again must be erased again.
 pub(super) const DEFAULT_PLUG_BANDWIDTH: u64 = 1 << 30;
 
-/// Lowest rate in bytes per second. Linux plugs up to 2 GiB in one request, and reports a task that
-/// has waited for 120 s as hung.
+/// Lowest rate in bytes per second. Linux plugs up to 2 GiB in one request, and reports a task as
+/// hung after 120 s.
 pub(super) const MIN_PLUG_BANDWIDTH: u64 = 64 << 20;
 
 /// Rate of a zone; `None` for 0 (unlimited).
@@ -18,7 +18,6 @@ pub(in crate::config) fn bytes_per_s(configured: Option<u64>) -> Option<NonZeroU
     NonZeroU64::new(configured.unwrap_or(DEFAULT_PLUG_BANDWIDTH))
 }
 
-/// Checks the key's value.
 pub(super) fn check(flag: &'static str, configured: Option<u64>) -> Result<(), ConfigError> {
     match configured {
         Some(value @ 1..MIN_PLUG_BANDWIDTH) => Err(ConfigError::BadValue {

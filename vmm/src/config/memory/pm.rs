@@ -12,23 +12,22 @@ use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use super::super::numa::MAX_NODE;
 use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
 
-/// Node 0 is DRAM's.
+/// Lowest node of a PM zone. Node 0 has DRAM.
 pub const MIN_PM_NODE: u32 = 1;
 
-/// Nanoseconds that HMAT has room for in the unit that it is written in.
+/// Largest latency in nanoseconds that the HMAT can hold in its unit.
 const MAX_LATENCY_NS: u32 = 0xfffe;
-/// HMAT counts bandwidth in tens of MB/s.
+/// The HMAT's unit of bandwidth is 10 MB/s.
 const MIN_BANDWIDTH: u64 = 10 << 20;
 const MAX_BANDWIDTH: u64 = MIN_BANDWIDTH * 0xfffe;
 
-/// One Optane DIMM: a random load, a store past the caches, and reading from its start to its end
-/// (Yang et al., "An Empirical Guide to the Behavior and Use of Scalable Persistent Memory", FAST
-/// 2020).
+/// One Optane DIMM: a random load, a store that bypasses the caches, and a sequential read (Yang et
+/// al., "An Empirical Guide to the Behavior and Use of Scalable Persistent Memory", FAST 2020).
 const READ_LATENCY_NS: u32 = 305;
 const WRITE_LATENCY_NS: u32 = 90;
 const BANDWIDTH: u64 = 6600 << 20;
 
-/// The lowest bound of erasing: a chunk per second.
+/// Lowest limit of erasing: one chunk per second.
 const MIN_SCRUB_BANDWIDTH: u64 = UNIT_BYTES;
 
 section! {
@@ -57,19 +56,18 @@ section! {
 }
 
 impl PmMemoryConfig {
-    /// Its name, or what the `nth` zone of PM is called without one: `pm`, `pm1`, `pm2`.
+    /// ID of the `nth` PM zone, by default `pm`, `pm1`, `pm2`.
     pub fn id_or_default(&self, nth: usize) -> String {
         let number = if nth == 0 { String::new() } else { nth.to_string() };
         self.id.clone().unwrap_or_else(|| format!("pm{number}"))
     }
 
-    /// The bound of erasing, if there is one.
+    /// Limit of erasing; `None` for 0 (unlimited).
     pub fn scrub_bytes_per_s(&self) -> Option<NonZeroU64> {
         NonZeroU64::new(self.scrub_bandwidth)
     }
 
-    /// Sizes and figures within their bounds, a node that is not the first, and a bound that lets
-    /// chunks through.
+    /// Checks the size, latencies, bandwidths, node number and ID.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         size::check(flag, "size", self.size)?;
@@ -90,8 +88,8 @@ impl PmMemoryConfig {
     }
 }
 
-/// Each zone alone, and that all of them are of one pool: the governor plans with what one pool has
-/// left.
+/// Checks each zone, and that all zones use one pool, because the governor plans with the free
+/// space of one pool.
 pub(in crate::config) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), ConfigError> {
     zones.iter().try_for_each(PmMemoryConfig::validate)?;
     let Some((first, others)) = zones.split_first() else { return Ok(()) };
@@ -184,7 +182,7 @@ mod tests {
         let expected = "--pm-memory: scrub_bandwidth=\"1048576\" is not 0, for no bound, or at least 2 MiB per second";
         assert_eq!(error("pool=/p,size=2M,scrub_bandwidth=1M"), expected);
         assert!(error("pool=/p,size=2M,scrub_bandwidth=fast").contains("is not a size"));
-        // In JSON it may be missing, as in what older clients send.
+        // The key may be missing in JSON, as from older clients.
         let pm: PmMemoryConfig =
             serde_json::from_str(r#"{"pool": "/p", "size": 2097152}"#).unwrap();
         assert_eq!(pm.scrub_bandwidth, 1 << 30);

@@ -26,7 +26,7 @@ section! {
 }
 
 impl MemoryZoneConfig {
-    /// A name, sizes within their bounds, and memory that there can be.
+    /// Checks the ID, the sizes and the host memory.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         name::check(flag, "id", &self.id)?;
@@ -45,7 +45,8 @@ impl MemoryZoneConfig {
     }
 }
 
-/// The sizes of a hotplug part: within their bounds, and no more requested at boot than there is.
+/// Checks the sizes of a hotplug part, and that the size requested at boot does not exceed the
+/// part.
 pub(super) fn check_hotplug(
     flag: &'static str,
     hotplug_size: Option<u64>,
@@ -65,7 +66,7 @@ pub(super) fn check_hotplug(
     Ok(())
 }
 
-/// Plug rate of the hotplug part, if the zone has one.
+/// Checks the plug rate, which requires a hotplug part.
 pub(super) fn check_plug_bandwidth(
     flag: &'static str,
     hotplug_size: Option<u64>,
@@ -113,7 +114,7 @@ mod tests {
         };
         assert_eq!(zone, expected);
         assert!(zone.validate().is_ok());
-        // As Cloud Hypervisor's clients send it.
+        // JSON that clients of Cloud Hypervisor send.
         let json =
             r#"{"id": "mem0", "size": 2097152, "shared": false, "file": "/f", "mergeable": true}"#;
         assert_eq!(
