@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn the_example_of_the_manual_is_read() {
+    fn example_of_the_manual_is_parsed() {
         let launch = launch(&[
             "--initramfs",
             "img",
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn volumes_may_follow_one_flag_or_have_one_each() {
+    fn volumes_may_share_a_flag_or_repeat_it() {
         let names = |args: &[&str]| -> Vec<String> {
             config(args).pm_volumes.into_iter().map(|volume| volume.name).collect()
         };
@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_given_as_in_cloud_hypervisor() {
+    fn numa_flags_are_parsed_as_in_cloud_hypervisor() {
         let nodes = [
             "--memory",
             "size=0,hotplug_method=virtio-mem",
@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_may_follow_one_flag_or_have_one_each() {
+    fn disks_may_share_a_flag_or_repeat_it() {
         let config = config(&["--disk", "path=/a", "path=/b", "--disk", "path=/c,readonly=on"]);
         let paths: Vec<_> =
             config.disks.iter().map(|disk| disk.path.display().to_string()).collect();
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn network_interfaces_are_given_as_in_cloud_hypervisor() {
+    fn net_flags_are_parsed_as_in_cloud_hypervisor() {
         let config = config(&[
             "--net",
             "tap=tap0",
@@ -551,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn persistent_memory_is_given_as_in_cloud_hypervisor() {
+    fn pmem_flags_are_parsed_as_in_cloud_hypervisor() {
         let files = |args: &[&str]| -> Vec<String> {
             config(args).pmem.iter().map(|pmem| pmem.file.display().to_string()).collect()
         };
@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_is_called_as_its_api_socket_unless_it_has_a_name() {
+    fn vm_name_defaults_to_its_api_socket() {
         assert_eq!(launch(&[]).vm_name, "foreshore");
         assert_eq!(launch(&["--api-socket", "/run/web.sock"]).vm_name, "web");
         assert_eq!(launch(&["--api-socket", "fd=9", "--metrics", "unix:/m,vm=db"]).vm_name, "db");
@@ -569,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn with_an_api_socket_alone_there_is_no_vm_yet() {
+    fn api_socket_alone_creates_no_vm() {
         let bare = |args: &[&str]| match parse(args) {
             Ok(Command::Launch(launch)) => *launch,
             other => panic!("{other:?}"),
@@ -656,7 +656,7 @@ mod tests {
     }
 
     #[test]
-    fn what_says_nothing_is_taken() {
+    fn flags_without_effect_are_accepted() {
         assert_eq!(config(&["--rng"]).rng, RngConfig::default());
         assert!(launch(&["--log-format", "{msg}"]).warnings[0].starts_with("--log-format"));
     }
@@ -675,7 +675,7 @@ mod tests {
     }
 
     #[test]
-    fn seccomp_that_is_missing_is_known() {
+    fn missing_seccomp_is_reported() {
         assert_eq!(launch(&["--seccomp", "false"]).missing_seccomp, None);
         for mode in ["true", "log", "errno"] {
             assert_eq!(launch(&["--seccomp", mode]).missing_seccomp.as_deref(), Some(mode));
@@ -683,7 +683,7 @@ mod tests {
     }
 
     #[test]
-    fn misspelled_flag_is_answered_with_the_nearest() {
+    fn misspelled_flag_suggests_the_nearest() {
         let message = error(&["--memry", "size=1G"]);
         assert!(
             message.contains("'--memry'") && message.contains("did you mean '--memory'?"),

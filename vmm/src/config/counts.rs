@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_devices_are_taken_than_the_bus_has_slots() {
+    fn more_devices_than_pci_slots_are_refused() {
         let mut config = test_config();
         config.disks = disks(MOST_SLOTS);
         assert_eq!(config.validate(), Ok(()));
@@ -89,7 +89,7 @@ mod tests {
 
     /// Comparing each interface with all others would take hours.
     #[test]
-    fn a_list_as_long_as_a_body_may_be_is_refused_at_once() {
+    fn list_that_fills_a_request_body_is_refused_quickly() {
         let mut config = test_config();
         config.net = vec![NetConfig::parse("").unwrap(); 300_000];
         assert_eq!(refused(&config), "--net: their number is 300000, and must be 0 to 31");

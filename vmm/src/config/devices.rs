@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_are_given_once_and_stay() {
+    fn ids_are_assigned_once_and_do_not_change() {
         let mut config = test_config();
         config.disks = ["path=/a", "path=/b,id=_disk0", "path=/c"]
             .map(|text| DiskConfig::parse(text).unwrap())
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_one_things_whatever_it_is() {
+    fn ids_are_unique_across_kinds() {
         let mut config = test_config();
         config.balloon = Some(BalloonConfig::parse("size=0,id=air").unwrap());
         config.memory.zones = vec![MemoryZoneConfig::parse("id=left,size=512M").unwrap()];
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_in_which_two_things_have_an_id_is_none() {
+    fn configuration_with_duplicate_ids_is_refused() {
         let mut config = test_config();
         config.net = vec![NetConfig::parse("id=a").unwrap()];
         config.disks = vec![
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_that_is_a_device_has_its_id() {
+    fn volume_device_occupies_its_id() {
         let mut config = test_config();
         let volume = |text: &str| PmVolumeConfig::parse(&format!("pool={text}")).unwrap();
         config.pm_volumes = vec![
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_interface_has_the_descriptors_that_came_with_it() {
+    fn network_interface_has_the_descriptors_of_its_request() {
         let fd = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         let net = |json: Value, fds| DeviceConfig::net(json.as_object().unwrap().clone(), fds);
         let read = net(
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_device_for_this_vm_changes_nothing() {
+    fn invalid_device_changes_nothing() {
         let mut config = test_config();
         let vsock =
             |cid| DeviceConfig::Vsock(VsockConfig::parse(&format!("cid={cid},socket=/s")).unwrap());
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn a_devices_json_is_read_by_the_rules_of_a_configuration() {
+    fn device_json_follows_the_rules_of_a_configuration() {
         let read = |json: Value| DeviceConfig::disk(json.as_object().unwrap().clone());
         let json = json!({"path": "/d", "readonly": true, "image_type": "Raw", "vhost_user": false, "serial": null});
         assert_eq!(read(json).unwrap(), (disk("path=/d,readonly=on,image_type=raw"), Vec::new()));

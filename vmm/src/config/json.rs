@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn what_clients_write_out_as_a_default_is_taken() {
+    fn defaults_that_clients_write_out_are_accepted() {
         let config = read(json!({
             "payload": {"kernel": "/vmlinux", "firmware": null, "cmdline": "quiet"},
             "cpus": {"boot_vcpus": 1, "max_vcpus": 2, "topology": null, "kvm_hyperv": false, "affinity": null,
@@ -131,7 +131,7 @@ mod tests {
 
     /// `vm.info` returns them for an interface with inherited descriptors, for example.
     #[test]
-    fn descriptors_of_an_interface_are_passed_over_with_a_warning() {
+    fn descriptors_of_an_interface_are_ignored_with_a_warning() {
         let read = |nets: Value| {
             let Value::Object(json) = with(json!({ "net": nets })) else { panic!() };
             VmConfig::from_json_warned(json).unwrap()
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_supported_is_refused_with_the_reason_of_its_flag() {
+    fn unsupported_fields_are_refused_with_the_reason_of_the_flag() {
         for (more, text) in [
             (json!({"fs": [{"tag": "a", "socket": "/s"}]}), "--fs is not supported by foreshore: "),
             (json!({"net": [{"vhost_user": true}]}), "--net: vhost_user=true is not supported"),
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_nobody_knows_are_refused_in_our_own_sections_alone() {
+    fn unknown_keys_are_refused_only_in_foreshore_sections() {
         let zone = json!({"pool": "/p", "size": 2 << 20, "hugepages": true});
         let keys = "pool, size, id, guest_numa_node, near, read_latency, write_latency, bandwidth, scrub_bandwidth, plug_bandwidth";
         let told = format!(r#"--pm-memory: unknown key "hugepages"; the keys are {keys}"#);
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_configuration_is_told() {
+    fn invalid_configuration_is_reported() {
         let number = |most: u64| format!("must be a whole number from 0 to {most}");
         for (more, told) in [
             (

@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_is_as_in_cloud_hypervisor() {
+    fn defaults_equal_those_of_cloud_hypervisor() {
         let config = least();
         assert!(config.validate().is_ok());
         assert_eq!(config.warnings(), Vec::<String>::new());
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn json_and_back_is_the_same() {
+    fn json_round_trips() {
         let mut config = least();
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=4G").unwrap()];
         config.numa = vec![NumaConfig::parse("guest_numa_id=0,cpus=0,distances=1@21").unwrap()];
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_zone_of_pm_may_stand_without_a_list() {
+    fn single_pm_zone_needs_no_list() {
         let zones = |json: &str| {
             let json = format!(r#"{{"payload": {{"kernel": "/vmlinuz"}}, "pm_memory": {json}}}"#);
             serde_json::from_str::<VmConfig>(&json).map(|config| config.pm_memory)
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn the_terminal_has_one_reader() {
+    fn terminal_has_one_reader() {
         let mut config = least();
         config.serial = ConsoleConfig::parse_serial("tty").unwrap();
         assert!(config.validate().is_ok());
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn virtio_pmem_is_for_one_possible_vcpu() {
+    fn virtio_pmem_requires_a_single_possible_vcpu() {
         let mut config = least();
         config.pm_volumes = vec![volume("pool=/p,name=a,interface=virtio-pmem")];
         assert!(config.validate().is_ok());
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_bytes_by_virtio_pmem_are_for_any_number_of_vcpus() {
+    fn raw_volume_by_virtio_pmem_allows_many_vcpus() {
         let mut config = least();
         config.cpus = CpusConfig::parse("boot=2,max=4").unwrap();
         for interface in ["auto", "virtio-pmem", "nvdimm"] {
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_is_given_once() {
+    fn duplicate_volume_is_refused() {
         let mut config = least();
         config.pm_volumes =
             vec![volume("pool=/p,name=a"), volume("pool=/q,name=a"), volume("pool=/p,name=a")];
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_is_asked_for_is_one_disks() {
+    fn pci_slot_of_two_disks_is_refused() {
         let mut config = least();
         config.disks = ["path=/a,pci_device_id=7", "path=/b", "path=/c,pci_device_id=7"]
             .map(|text| DiskConfig::parse(text).unwrap())
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_have_serial_numbers_of_their_own() {
+    fn serial_numbers_of_disks_are_unique() {
         let mut config = least();
         let disk = |text: &str| DiskConfig::parse(text).unwrap();
         let error = |config: &VmConfig| config.validate().unwrap_err().to_string();
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn what_will_be_other_than_it_was_meant_is_warned_of() {
+    fn unintended_settings_cause_warnings() {
         let mut config = least();
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=130M").unwrap()];
@@ -538,7 +538,7 @@ mod tests {
     /// Includes the requests of Kata's runtime in Go, which expects exactly the sizes that it
     /// requests.
     #[test]
-    fn only_a_vm_with_memory_on_pm_is_governed_unasked() {
+    fn governor_is_on_by_default_only_with_pm() {
         let of_a_client = [
             serde_json::json!({}),
             serde_json::json!({"balloon": {"size": 0, "free_page_reporting": true}}),

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read_in_both_of_cloud_hypervisors_ways() {
+    fn both_list_formats_of_cloud_hypervisor_are_parsed() {
         let old = NumaConfig::parse(
             "guest_numa_id=1,cpus=1-3:7,distances=0@15:2@25,memory_zones=mem0:mem2,pci_segments=[0]",
         )
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_refused() {
+    fn malformed_lists_are_refused() {
         assert_eq!(error("cpus=0"), "--numa: guest_numa_id= is missing");
         for cpus in ["a", "3-1", "0-", "256", "1::2", "+1"] {
             let expected =
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_out_of_their_bounds_are_named() {
+    fn numbers_out_of_bounds_are_named() {
         assert_eq!(error("guest_numa_id=64"), "--numa: guest_numa_id is 64, and must be 0 to 63");
         for (distance, bound) in
             [(0, "11 to 254"), (9, "11 to 254"), (10, "11 to 254"), (255, "11 to 254")]
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_built_is_refused_with_the_reason() {
+    fn unsupported_keys_are_refused_with_the_reason() {
         for option in ["sgx_epc_sections=epc0", "pci_segments=[1]", "device_id=x"] {
             let expected = format!("--numa: {option} is not supported by foreshore: ");
             assert!(error(&format!("guest_numa_id=0,{option}")).starts_with(&expected), "{option}");

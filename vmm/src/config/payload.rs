@@ -96,13 +96,13 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_is_needed() {
+    fn payload_without_kernel_is_refused() {
         let error = PayloadConfig::default().validate().unwrap_err();
         assert!(error.to_string().starts_with("--kernel is missing"), "{error}");
     }
 
     #[test]
-    fn a_firmware_stands_for_kernel_initramfs_and_cmdline() {
+    fn firmware_replaces_kernel_initramfs_and_cmdline() {
         let mut payload = PayloadConfig { firmware: Some("/f".into()), ..PayloadConfig::default() };
         assert!(payload.validate().is_ok() && payload.warnings().is_empty());
         payload.cmdline = Some("quiet".to_owned());
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_fits_or_is_refused() {
+    fn too_long_command_line_is_refused() {
         assert!(with_cmdline(&"x".repeat(2047)).validate().is_ok());
         let error = with_cmdline(&"x".repeat(2048)).validate().unwrap_err();
         assert_eq!(

@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let pressure = PressureConfig::parse("policy=off,dry_run=on").unwrap();
         assert_eq!(
             pressure,
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_is_whole_blocks_and_for_the_policy_that_keeps_one() {
+    fn size_is_a_multiple_of_blocks_and_only_for_fixed() {
         let parsed =
             |text| PressureConfig::parse(text).unwrap().validate().map_err(|err| err.to_string());
         assert_eq!(parsed("policy=fixed,size=256M"), Ok(()));
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_given_by_name_beside_the_policy() {
+    fn parameters_follow_the_policy_by_name() {
         let text = "policy=amf,watermark-scale=512,cool_down=2s,ceiling=1G";
         let pressure = PressureConfig::parse(text).unwrap();
         assert_eq!(pressure.validate(), Ok(()));
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_parameters_are_told_with_value_and_bound() {
+    fn errors_of_parameters_name_value_and_bound() {
         let error =
             |text| PressureConfig::parse(text).and_then(|p| p.validate()).unwrap_err().to_string();
         for (text, message) in [
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_key_is_told_with_those_of_the_policy_that_is_named() {
+    fn unknown_key_lists_those_of_the_named_policy() {
         let known = |text| {
             let error = PressureConfig::parse(text).unwrap_err().to_string();
             let known = error.strip_prefix(r#"--pressure: unknown key "tide"; the keys are "#);
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recording_has_a_file_and_may_have_a_size() {
+    fn recording_has_a_file_and_an_optional_size() {
         let pressure = PressureConfig::parse("record=/t/trace,record_size=64M").unwrap();
         assert_eq!(pressure.record, Some(PathBuf::from("/t/trace")));
         assert_eq!((pressure.record_size, pressure.validate()), (Some(64 << 20), Ok(())));
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_policies_are_told_with_the_known_ones() {
+    fn unknown_policy_lists_the_known_ones() {
         let error = PressureConfig::parse("policy=magic").unwrap().validate().unwrap_err();
         assert_eq!(
             error.to_string(),

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn every_description_is_in_the_list() {
+    fn every_switch_is_in_the_list() {
         let devices = Path::new(env!("CARGO_MANIFEST_DIR")).join("devices/src");
         assert_eq!(SWITCHES.len(), descriptions(&devices));
         let keys: BTreeSet<_> = SWITCHES.iter().map(|switch| switch.key).collect();

@@ -66,7 +66,7 @@ fn two_nodes<'a>(more: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn one_zone_is_one_node_with_all_vcpus() {
+fn single_zone_is_one_node_with_all_vcpus() {
     let topology = topology(&["--cpus boot=2,max=4"]);
     assert_eq!(topology.nodes(), [Node { cpus: vec![0, 1, 2, 3], near: 0 }]);
     assert_eq!(topology.zones().len(), 1);
@@ -76,7 +76,7 @@ fn one_zone_is_one_node_with_all_vcpus() {
 }
 
 #[test]
-fn pm_has_a_node_of_its_own_without_vcpus() {
+fn pm_has_its_own_node_without_vcpus() {
     let topology = topology(&["--cpus boot=2", "--pm-memory "]);
     assert_eq!(
         topology.nodes(),
@@ -91,7 +91,7 @@ fn pm_has_a_node_of_its_own_without_vcpus() {
 }
 
 #[test]
-fn two_sockets_with_pm_each_are_as_far_as_on_real_servers() {
+fn default_distances_equal_those_of_servers_with_two_sockets() {
     let topology = topology(&two_nodes(&[
         "--pm-memory ,near=0",
         "--pm-memory ,near=1",
@@ -109,7 +109,7 @@ fn two_sockets_with_pm_each_are_as_far_as_on_real_servers() {
 }
 
 #[test]
-fn distances_are_as_they_are_said_and_tell_what_pm_is_near_to() {
+fn configured_distances_select_the_near_node_of_pm() {
     let topology = topology(&two_nodes(&[
         "--pm-memory ,guest_numa_node=3",
         "--pm-memory ,guest_numa_node=2",
@@ -125,7 +125,7 @@ fn distances_are_as_they_are_said_and_tell_what_pm_is_near_to() {
 }
 
 #[test]
-fn memory_without_vcpus_is_near_to_the_nearest_that_has_some() {
+fn memory_without_vcpus_is_near_the_nearest_node_with_vcpus() {
     let topology = topology(&[
         "--cpus boot=2",
         "--memory-zone id=a,size=1G",
@@ -141,7 +141,7 @@ fn memory_without_vcpus_is_near_to_the_nearest_that_has_some() {
 }
 
 #[test]
-fn vcpus_that_may_come_later_are_in_the_first_node() {
+fn unplaced_later_vcpus_are_in_the_first_node() {
     let topology = topology(&[
         "--cpus boot=2,max=4",
         "--memory-zone id=a,size=1G",
@@ -153,7 +153,7 @@ fn vcpus_that_may_come_later_are_in_the_first_node() {
 }
 
 #[test]
-fn what_a_zone_says_is_in_its_specification() {
+fn zone_keys_are_in_the_zone_specification() {
     let topology = topology(&[
         "--memory size=0,hotplug_method=virtio-mem",
         "--memory-zone id=a,size=1G,host_numa_node=1,hotplug_size=2G,hotplugged_size=512M",
@@ -174,7 +174,7 @@ fn what_a_zone_says_is_in_its_specification() {
 }
 
 #[test]
-fn zones_that_fit_no_node_are_refused() {
+fn zones_without_valid_node_are_refused() {
     for (more, expected) in [
         (
             "--memory-zone id=c,size=2M",
@@ -205,7 +205,7 @@ fn zones_that_fit_no_node_are_refused() {
 }
 
 #[test]
-fn vcpus_that_fit_no_node_are_refused() {
+fn vcpus_without_valid_node_are_refused() {
     let of = |cpus: &str, first: &str, second: &str| {
         let first = format!("--numa guest_numa_id=0,memory_zones=a,cpus={first}");
         let second = format!("--numa guest_numa_id=1,cpus={second}");
@@ -221,7 +221,7 @@ fn vcpus_that_fit_no_node_are_refused() {
 }
 
 #[test]
-fn packages_without_apic_ids_are_refused() {
+fn packages_beyond_apic_ids_are_refused() {
     let nodes: Vec<String> = (0u8..3)
         .map(|node| format!("--numa guest_numa_id={node},cpus={}-{}", node * 80, node * 80 + 79))
         .collect();
@@ -236,7 +236,7 @@ fn packages_without_apic_ids_are_refused() {
 }
 
 #[test]
-fn nodes_are_counted_as_linux_does() {
+fn nodes_are_numbered_as_in_linux() {
     assert_eq!(
         error(&["--pm-memory ,guest_numa_node=2"]),
         "--numa: there is node 2 and no node 1: Linux counts nodes from 0 without a gap"
@@ -261,7 +261,7 @@ fn nodes_are_counted_as_linux_does() {
 }
 
 #[test]
-fn distances_that_cannot_be_are_refused() {
+fn invalid_distances_are_refused() {
     for (more, expected) in [
         (
             &["--pm-memory ", "--numa guest_numa_id=2,distances=3@20"][..],

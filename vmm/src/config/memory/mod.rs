@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let memory = MemoryConfig::parse(
             "size=384M,hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=0,shared=off,thp=off,prefault=on",
         )
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn zones_have_all_the_sizes_that_there_are() {
+    fn sizes_belong_to_zones_if_there_are_any() {
         let zones = |text: &str| {
             let mut memory = MemoryConfig::parse(text).unwrap();
             memory.zones = ["id=a,size=2M,hotplug_size=2M", "id=b,size=4M"]
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_with_the_reason() {
+    fn invalid_combinations_are_refused_with_the_reason() {
         assert!(
             error("size=2M,hotplug_size=2M,hotplugged_size=2M")
                 .contains("hotplugged_size is 2 MiB, which needs")
@@ -280,7 +280,7 @@ mod tests {
     /// JSON that Kata's containerd shims in Go and in Rust send: with nulls, and sizes that are
     /// multiples of 1 MiB only.
     #[test]
-    fn what_kata_asks_for_is_taken_and_shown_as_cloud_hypervisor_does() {
+    fn memory_of_kata_is_accepted_and_shown_as_by_cloud_hypervisor() {
         let go = r#"{"size":2148532224,"hotplug_size":1649266655232,"mergeable":false,"hotplug_method":"Acpi","shared":true,"hugepages":false,"prefault":false,"thp":true}"#;
         let rust = r#"{
   "size": 2148532224,

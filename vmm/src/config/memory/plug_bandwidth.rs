@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rate_has_a_default_a_minimum_and_no_bound() {
+    fn plug_bandwidth_has_a_default_a_minimum_and_zero_for_no_limit() {
         assert_eq!(bytes_per_s(None), NonZeroU64::new(1 << 30));
         assert_eq!((bytes_per_s(Some(0)), check("--memory", Some(0))), (None, Ok(())));
         assert_eq!(bytes_per_s(Some(64 << 20)), NonZeroU64::new(64 << 20));

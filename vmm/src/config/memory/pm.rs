@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let pm = PmMemoryConfig::parse("pool=/pm/pool,size=4G").unwrap();
         let expected = PmMemoryConfig {
             pool: "/pm/pool".into(),
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn all_zones_are_of_one_pool() {
+    fn zones_of_two_pools_are_refused() {
         let error = |texts: &[&str]| {
             let zones: Vec<_> =
                 texts.iter().map(|text| PmMemoryConfig::parse(text).unwrap()).collect();
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn erasing_is_bounded_unless_it_is_said_otherwise() {
+    fn scrub_bandwidth_is_limited_by_default() {
         let bound = |text: &str| {
             let pm = PmMemoryConfig::parse(&format!("pool=/p,size=2M{text}")).unwrap();
             pm.validate().unwrap();

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_is_read() {
+    fn flag_is_parsed() {
         let zone = MemoryZoneConfig::parse(
             "id=mem0,size=1G,hotplug_size=2G,hotplugged_size=512M,host_numa_node=1,shared=on,hugepages=on,\
              hugepage_size=2M,prefault=on,reserve=on,mergeable=off,plug_bandwidth=100M",
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_there_cannot_be_are_refused() {
+    fn invalid_page_sizes_are_refused() {
         for (more, text) in [
             ("mergeable=on,shared=on", "mergeable=on goes with neither"),
             ("mergeable=on,hugepages=on", "mergeable=on goes with neither"),
