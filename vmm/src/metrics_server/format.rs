@@ -1,5 +1,4 @@
-//! The two text formats of an exposition, and the choice between them by a request's `Accept`
-//! header.
+//! Text formats of an exposition, and their selection by the `Accept` header of a request.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -15,7 +14,7 @@ pub(super) enum Format {
 
 impl Format {
     /// Format for an `Accept` header (RFC 9110, 12.5.1): OpenMetrics for a client that names it and
-    /// does not prefer plain text, as other exporters answer.
+    /// does not prefer plain text, as in other exporters.
     pub(super) fn negotiate(accept: &str) -> Self {
         let mut quality = [0u32; 2];
         for range in accept.split(',') {
@@ -57,8 +56,8 @@ impl Format {
     }
 }
 
-/// OpenMetrics names the family of a counter without `_total`; format 0.0.4 names it as its
-/// samples. It has no units and no end mark.
+/// Converts to format 0.0.4, in which the family of a counter has the name of its samples. In
+/// OpenMetrics, the name has no `_total`. Format 0.0.4 has no units and no end mark.
 fn to_prometheus(open_metrics: &str) -> String {
     let families = open_metrics.lines().filter_map(|line| line.strip_prefix("# TYPE "));
     let counters: BTreeSet<_> =

@@ -1,9 +1,9 @@
 //! Check of the `Host` header against DNS rebinding.
 //!
-//! A web page can make a DNS name of its own resolve to an address of this host. Its visitor's
-//! browser then treats both as one origin, and the page can read the metrics. The browser sends
-//! that name as `Host`. Therefore the server answers only requests whose host is an IP address,
-//! `localhost`, or a name that the user has given.
+//! A web page can make its own DNS name resolve to an address of this host. Its visitor's browser
+//! then treats both as one origin, so that the page can read the metrics. The browser sends that
+//! name as `Host`. Therefore the server accepts only requests whose host is an IP address,
+//! `localhost`, or a name that the user has configured.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -15,13 +15,13 @@ use thiserror::Error;
 /// Reason why a request is refused for its host.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(super) enum HostError {
-    /// RFC 9112, 3.2.
+    /// Not exactly one Host header (RFC 9112, 3.2).
     #[error("an HTTP/1.1 request has exactly one Host header, and this one has {0}")]
     Count(usize),
     /// The header is not a valid host.
     #[error("{0:?} is no host")]
     Malformed(String),
-    /// The name is not one that the user has given, so it may belong to a web page.
+    /// The name is not configured, so it may belong to a web page.
     #[error("{0:?} is neither an IP address nor localhost nor a name that --metrics host= gives")]
     Unknown(String),
 }

@@ -1,4 +1,4 @@
-//! The page that Prometheus scrapes, and the metrics of the process.
+//! HTTP server for Prometheus, and metrics of the VMM process.
 
 mod format;
 mod host_check;
@@ -25,7 +25,7 @@ use crate::vm::request::{VmHandle, VmRequest};
 
 const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metrics\">Metrics</a>\n";
 
-/// Serves `metrics`. The sizes of the zones are requested from the VM's owner at each scrape. If
+/// Serves `metrics`. Each scrape requests the sizes of the zones from the VM's owner. If
 /// `host_names` is given, requests are refused unless their host is one of these names, `localhost`
 /// or an IP address.
 pub(crate) fn router(
@@ -65,10 +65,10 @@ async fn scrape(
 ) -> Response {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let format = Format::negotiate(&accepted.collect::<Vec<_>>().join(","));
-    // A VM that is shut down has no zones; the VMM's own metrics go on.
+    // A VM that is shut down has no zones. The VMM's own metrics are still served.
     let zones = vm.ask(VmRequest::Memory).await.unwrap_or_default();
-    // The sources of a machine may wait, for example for the governor's thread. Other requests to
-    // this server and to the API go on.
+    // The sources of a machine may block, for example on the governor's thread. Other requests to
+    // this server and to the API continue.
     let encode = move || metrics.encode(&ZoneMetrics(zones));
     match tokio::task::spawn_blocking(encode).await {
         Ok(Ok(text)) => {

@@ -1,4 +1,4 @@
-//! The VMM's own process.
+//! Metrics of the VMM process.
 
 use foreshore_devices::metrics::{Expose, Exposition, Family, one};
 

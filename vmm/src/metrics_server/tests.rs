@@ -1,4 +1,4 @@
-//! The exposition as a scraper gets it, from sources that have everything.
+//! Tests of the exposition that a scraper receives from sources of every kind.
 
 mod http;
 
@@ -89,7 +89,7 @@ impl PressureSource for FakeGovernor {
     }
 }
 
-/// A device of which only the state is asked.
+/// Device that only reports its state.
 struct Damaged;
 
 impl BlockDevice for Damaged {
@@ -168,7 +168,6 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
     }
 }
 
-/// A disk that was added, and is asked for again.
 fn vcpus() -> Arc<VcpuMetrics> {
     let vcpus = VcpuMetrics::default();
     vcpus.present.store(3, Ordering::Relaxed);
@@ -176,6 +175,7 @@ fn vcpus() -> Arc<VcpuMetrics> {
     Arc::new(vcpus)
 }
 
+/// Counters of a disk that was added and whose removal was requested.
 fn hotplug() -> Arc<HotplugMetrics> {
     let hotplug = HotplugMetrics::default();
     hotplug.devices.store(4, Ordering::Relaxed);
@@ -185,7 +185,7 @@ fn hotplug() -> Arc<HotplugMetrics> {
     Arc::new(hotplug)
 }
 
-/// Two parts of boot memory, one of which is lost, and a part of something else.
+/// Two ranges of boot memory, one of which is lost, and a range of a file.
 fn lost_memory() -> LostMemory {
     let lost = LostMemory::new(Arc::default(), LossFlag::default()).unwrap();
     for name in ["--memory", "--memory", "--pmem file=/img"] {
@@ -196,10 +196,10 @@ fn lost_memory() -> LostMemory {
     lost
 }
 
-/// Sources that are not kept alive by their metrics.
+/// Sources that their metrics do not keep alive.
 type Others = (Arc<dyn PressureSource>, Arc<dyn BlockDevice>);
 
-/// Metrics with a source of every kind, and what must be kept alive for them.
+/// Metrics with a source of every kind, and the objects that have to be kept alive for them.
 struct Everything {
     metrics: Arc<Metrics>,
     registrations: Vec<Registration>,
@@ -321,7 +321,7 @@ fn text() -> String {
     everything.metrics.encode(&ZoneMetrics(zones)).unwrap()
 }
 
-/// Name to type and label names, as exposed.
+/// Type and label names of each exposed metric by name.
 fn exposed(text: &str) -> BTreeMap<String, (String, BTreeSet<String>)> {
     let mut families = BTreeMap::new();
     let mut current = None;
@@ -340,7 +340,7 @@ fn exposed(text: &str) -> BTreeMap<String, (String, BTreeSet<String>)> {
     families
 }
 
-/// Names of the labels of a sample, without those that every sample has or that a histogram brings.
+/// Label names of a sample, except labels of every sample and those of histograms.
 fn label_names(sample: &str) -> Vec<String> {
     let Some((_, rest)) = sample.split_once('{') else { return Vec::new() };
     let (labels, _) = rest.rsplit_once('}').unwrap();
@@ -400,7 +400,7 @@ fn every_source_is_compared_with_the_document() {
     let names: BTreeSet<_> = folders.iter().flat_map(|folder| types_that_expose(folder)).collect();
     let code: Vec<_> =
         include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
-    // The last two are created by devices without options, all of which `everything` builds.
+    // Devices without options create the last two. `everything` builds all of these devices.
     let elsewhere =
         ["EventCounters", "MissingSeccomp", "ProcessMetrics", "PvPanicMetrics", "WatchdogMetrics"];
     let is_made =
@@ -573,7 +573,7 @@ fn family_of_two_sources_is_exposed_once() {
     assert_eq!(count("foreshore_disk_size_bytes{"), 1);
 }
 
-/// The rules of `promtool check metrics` (prometheus/util/testutil/promlint).
+/// Rules of `promtool check metrics` (prometheus/util/testutil/promlint).
 fn lint(text: &str) -> Vec<String> {
     let mut problems = Vec::new();
     let helps: BTreeSet<_> = text
@@ -627,7 +627,7 @@ fn promtools_rules_are_kept() {
     let open = everything.metrics.encode(&ZoneMetrics(vec![zone("dram", None)])).unwrap();
     let text = Format::Prometheus.convert(open.clone());
     assert_eq!(lint(&text), Vec::<String>::new());
-    // OpenMetrics names counters otherwise, so promtool refuses it.
+    // OpenMetrics names counters differently, so promtool refuses it.
     assert!(lint(&open).iter().any(|problem| problem.contains("_total")));
 }
 
@@ -642,7 +642,7 @@ fn missing_seccomp_filter_is_a_metric() {
     assert!(encode(true).contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
 }
 
-/// A governor of a guest that has just started, and what was asked of it.
+/// Governor of a guest that has just started.
 #[derive(Debug)]
 struct JustStarted(parking_lot::Mutex<crate::governor::core::Core>);
 
@@ -682,7 +682,7 @@ fn every_reason_is_there_from_the_start() {
             format!(r#"foreshore_pressure_refused_reports_total{{vm="a",reason="{reason}"}} 0"#),
         );
     }
-    // Those of another policy come with it, and those of the first stay.
+    // A policy change adds the reasons of the new policy and keeps those of the first.
     let change = PressureChange { policy: Some("amf".to_owned()), ..Default::default() };
     governor.0.lock().change(&change, balloon::TimeMs(0)).unwrap();
     let text = metrics.encode(&ZoneMetrics::default()).unwrap();

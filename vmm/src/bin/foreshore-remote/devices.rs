@@ -1,4 +1,4 @@
-//! `add-*` and `remove-device`: a device is described as its flag describes it.
+//! Subcommands `add-*` and `remove-device`. A device is described as on the VMM's command line.
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -10,10 +10,10 @@ use serde_json::json;
 
 use crate::text_of;
 
-/// A device.
+/// Device to add.
 #[derive(Debug, Args)]
 pub(crate) struct Device {
-    /// What its flag takes, such as path=/d.raw,readonly=on
+    /// Value of the device's flag, such as path=/d.raw,readonly=on
     #[arg(value_name = "CONFIG")]
     config: String,
 }
@@ -34,7 +34,7 @@ impl Device {
         add(vmm, "vm.add-vsock", &vsock).await
     }
 
-    /// The descriptors of `fd=` are this process's: they go beside the request.
+    /// Sends the descriptors of `fd=` with the request, because they belong to this process.
     pub(crate) async fn add_net(&self, vmm: &Client) -> Result<String> {
         let mut net = refusing(NetConfig::parse(&self.config))?;
         let fds: Vec<_> = std::mem::take(&mut net.fds).iter().map(GivenFd::number).collect();
@@ -43,12 +43,12 @@ impl Device {
     }
 }
 
-/// The same message, without the flag's dashes: here it is a verb.
+/// Strips the dashes of the flag from an error, because the flag is a subcommand here.
 fn refusing<T>(parsed: Result<T, ConfigError>) -> Result<T> {
     parsed.or_else(|error| bail!("{}", error.to_string().trim_start_matches("--")))
 }
 
-/// The answer says where the device is, if the VM runs.
+/// Adds a device. If the VM runs, the answer has the device's PCI address.
 async fn add(vmm: &Client, call: &str, device: &impl Serialize) -> Result<String> {
     text_of(&vmm.put(call, Some(serde_json::to_string(device)?)).await?)
 }

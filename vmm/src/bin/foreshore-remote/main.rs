@@ -1,4 +1,4 @@
-//! The client for the API of a VMM, with ch-remote's verbs and ours.
+//! Client for the API of a VMM, with the subcommands of ch-remote and those of Foreshore.
 
 #![forbid(unsafe_code)]
 
@@ -38,100 +38,100 @@ Examples:
   foreshore-remote --api-socket /run/vm.sock pressure set policy=amf,reclaim=40,ceiling=1G
   foreshore-remote --api-socket /run/vm.sock pressure resume pm";
 
-/// Talks to a running foreshore.
+/// Control a running foreshore
 #[derive(Debug, Parser)]
 #[command(name = "foreshore-remote", after_help = format!("{EXAMPLES}\n\n{}", size::HELP), disable_help_subcommand = true, version = VERSION.as_str())]
 struct Flags {
-    /// The VMM's API socket
+    /// API socket of the VMM
     #[arg(long, value_name = "PATH")]
     api_socket: PathBuf,
     #[command(subcommand)]
     verb: Verb,
 }
 
-/// As the VMM says it: what it is, and what it can be taken for.
+/// Version text of the client, and the compatible version of ch-remote.
 static VERSION: LazyLock<String> =
     LazyLock::new(|| format!("v{} (ch-remote v{COMPATIBLE_WITH})", env!("CARGO_PKG_VERSION")));
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Add a disk: what --disk takes
+    /// Add a disk, described as for --disk
     AddDisk(Device),
-    /// Add a network interface: what --net takes; descriptors of fd= are sent
+    /// Add a network interface, described as for --net; descriptors of fd= are sent
     AddNet(Device),
-    /// Add a file or device as persistent memory: what --pmem takes
+    /// Add a file or device as persistent memory, described as for --pmem
     AddPmem(Device),
-    /// Add the vsock device: what --vsock takes
+    /// Add the vsock device, described as for --vsock
     AddVsock(Device),
     /// Boot a VM that has been created, or shut down
     Boot,
-    /// Show what disks and network interfaces have counted, as JSON
+    /// Show the counters of disks and network interfaces as JSON
     Counters,
-    /// Create a VM from a configuration in JSON, as info shows it
+    /// Create a VM from a JSON configuration, as shown by info
     Create {
-        /// Where it is [default: standard input]
+        /// File with the configuration [default: standard input]
         #[arg(value_name = "PATH", default_value = "-", hide_default_value = true)]
         path: PathBuf,
     },
-    /// End the VM and forget its configuration
+    /// End the VM and delete its configuration
     Delete,
-    /// Show what happens from now on, one line of JSON for each event, until the VMM ends
+    /// Show each event as a line of JSON until the VMM ends
     Events {
-        /// It always does
+        /// Accepted for compatibility; events are always followed
         #[arg(long)]
         follow: bool,
     },
-    /// Show the VM's configuration and state, as JSON
+    /// Show the configuration and state of the VM as JSON
     Info,
-    /// Show every memory zone: requested, plugged, online, resident
+    /// Show every memory zone with its requested, plugged, online and resident size
     Memory {
-        /// As JSON
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
     /// Send every vCPU a non-maskable interrupt
     Nmi,
-    /// Stop the vCPUs, keep everything
+    /// Stop the vCPUs
     Pause,
-    /// See whether the VMM answers
+    /// Check that the VMM responds
     Ping,
-    /// Show every pool that the VM has open: what its bytes are used for, whether it takes writes
+    /// Show every open pool with its use of space and its status
     Pool {
-        /// As JSON
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
     /// Press the guest's power button
     PowerButton,
-    /// Show what the governor does, or change it
+    /// Show or change the state of the governor
     Pressure(Pressure),
     /// Restart the VM
     Reboot,
-    /// Ask the guest to let a device go
+    /// Request that the guest release a device
     RemoveDevice {
-        /// Which: what its flag, or the answer to its adding, calls it
+        /// ID of the device, from its flag or from the answer to its addition
         id: String,
     },
     /// Resize the VM
     Resize(Resize),
-    /// Let the vCPUs of a paused VM go on
+    /// Resume a paused VM
     Resume,
     /// Resize a disk
     ResizeDisk(ResizeDisk),
     /// Resize a memory zone
     ResizeZone(ResizeZone),
-    /// End the VM, keep the VMM
+    /// End the VM, but not the VMM
     Shutdown,
-    /// End VM and VMM
+    /// End the VM and the VMM
     ShutdownVmm,
-    /// Show every volume, as JSON: interface, durability, whether it has failed
+    /// Show every volume with its interface, durability and failures as JSON
     Volumes,
     /// Verbs of ch-remote whose calls the VMM refuses, with its reason
     #[command(flatten)]
     Refused(Refused),
 }
 
-/// Verbs of ch-remote for what foreshore does not have.
+/// Subcommands of ch-remote that Foreshore does not support.
 #[derive(Debug, Subcommand)]
 #[command(hide = true)]
 enum Refused {
@@ -157,7 +157,7 @@ enum Refused {
     Snapshot(Ignored),
 }
 
-/// What is not looked at.
+/// Arguments that are ignored.
 #[derive(Debug, Args)]
 struct Ignored {
     #[arg(num_args = 0.., allow_hyphen_values = true, trailing_var_arg = true)]
@@ -196,25 +196,25 @@ struct Resize {
 
 #[derive(Debug, Args)]
 struct ResizeDisk {
-    /// Which disk: what --disk calls it, _disk0 for the first one without an id
+    /// ID of the disk, _disk0 for the first one without an ID
     #[arg(long, value_name = "ID")]
     disk: String,
-    /// Its new size
+    /// New size
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: u64,
 }
 
 #[derive(Debug, Args)]
 struct ResizeZone {
-    /// Which zone: dram, pm, or what --memory-zone or --pm-memory calls it
+    /// ID of the zone: dram, pm, or the ID in --memory-zone or --pm-memory
     #[arg(long, value_name = "ID")]
     id: String,
-    /// Its new size, boot memory included
+    /// New size, including boot memory
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: u64,
 }
 
-/// Command line that is refused; the exit code is 2, as with clap.
+/// Error in the command line. The exit code is 2, as with clap.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct WrongCommandLine(String);
@@ -223,7 +223,7 @@ fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
     match run(std::env::args_os().collect()) {
         Ok(text) => {
-            // Who reads it may have read enough, like `head`.
+            // A reader such as `head` may have closed the pipe.
             let _ = io::stdout().write_all(text.as_bytes());
             ExitCode::SUCCESS
         }
@@ -252,7 +252,7 @@ fn run(args: Vec<OsString>) -> anyhow::Result<String> {
     runtime.block_on(execute(&Client::new(&flags.api_socket), flags.verb))
 }
 
-/// `pressure policy=amf` looks like the VMM's own flag: where that goes here.
+/// Hint for `pressure policy=amf`, which has the syntax of the VMM's flag.
 fn hint(error: &clap::Error) -> &'static str {
     match error.get(ContextKind::InvalidSubcommand) {
         Some(ContextValue::String(verb)) if verb.contains('=') => {
@@ -262,7 +262,7 @@ fn hint(error: &clap::Error) -> &'static str {
     }
 }
 
-/// Does what is asked; returns what to print.
+/// Executes a subcommand, and returns the text to print.
 async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
     match verb {
         Verb::Info => text_of(&vmm.get("vm.info").await?),
@@ -335,7 +335,7 @@ async fn follow(vmm: &Client) -> anyhow::Result<String> {
     Ok(String::new())
 }
 
-/// A file's text; `-` is standard input.
+/// Reads a file, or standard input for `-`.
 fn read(path: &Path) -> anyhow::Result<String> {
     if path == Path::new("-") {
         return io::read_to_string(io::stdin()).context("Cannot read standard input");
@@ -347,7 +347,7 @@ async fn put(vmm: &Client, call: &str, body: Option<String>) -> anyhow::Result<S
     text_of(&vmm.put(call, body).await?)
 }
 
-/// An answer as it came, for programs; a terminal's reader gets it with line breaks.
+/// Formats an answer: unchanged for programs, with line breaks for a terminal.
 fn text_of(answer: &[u8]) -> anyhow::Result<String> {
     shown(answer, io::stdout().is_terminal())
 }
@@ -364,7 +364,6 @@ fn shown(answer: &[u8], to_a_terminal: bool) -> anyhow::Result<String> {
     }
 }
 
-/// Zones in columns.
 fn zones_table(zones: &[ZoneInfo]) -> String {
     let header = [
         "ZONE",
@@ -404,7 +403,7 @@ fn status(status: &ResizeStatus) -> String {
     }
 }
 
-/// Pools in columns. Retired bytes and metadata have no column, so a row may not sum to its total.
+/// Table of pools. Retired bytes and metadata have no column, so a row may not sum to its total.
 fn pools_table(pools: &[PoolInfo]) -> String {
     let header = [
         "POOL",
@@ -528,8 +527,8 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
         }
     }
 
-    /// All subcommands of ch-remote (54.0.0-dev, commit ae44c2971), each with what it takes, and
-    /// the call it makes.
+    /// Subcommands of ch-remote (54.0.0-dev, commit ae44c2971) with arguments and the resulting
+    /// call.
     const CH_REMOTE: [(&str, &[&str], &str); 31] = [
         ("add-device", &["path=/sys/bus/pci/devices/0000:00:01.0"], "vm.add-device"),
         ("add-disk", &["path=/d"], "vm.add-disk"),
@@ -563,7 +562,7 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
         ("shutdown-vmm", &[], "vmm.shutdown"),
         ("snapshot", &["file:///s"], "vm.snapshot"),
     ];
-    /// Those of them that the VMM refuses, and why.
+    /// Those that the VMM refuses, with the reason.
     const CH_REMOTE_REFUSED: [(&str, &str); 10] = [
         ("add-device", "there is no device passthrough"),
         ("add-fs", "virtio-fs is not implemented"),
@@ -576,7 +575,7 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
         ("send-migration", "migration is not implemented"),
         ("snapshot", "snapshots are not implemented"),
     ];
-    /// Those that it does not have.
+    /// Subcommands that ch-remote does not have.
     const OURS: [&str; 5] = ["events", "memory", "pool", "pressure", "volumes"];
 
     #[test]

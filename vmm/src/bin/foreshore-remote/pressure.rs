@@ -1,4 +1,4 @@
-//! `pressure`: what the governor does, and what it is to do.
+//! Subcommand `pressure`: shows and changes the state of the governor.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ use foreshore_types::size;
 use crate::table::{size_cell, table};
 use crate::{put, text_of};
 
-/// So many decisions are shown with the state, unless another number is asked for.
+/// Default number of decisions to show.
 const SHOWN: u64 = 10;
 
 #[derive(Debug, Args)]
@@ -25,49 +25,48 @@ const SHOWN: u64 = 10;
 pub(crate) struct Pressure {
     #[command(subcommand)]
     verb: Option<PressureVerb>,
-    /// Show so many decisions, 1000 at most
+    /// Number of decisions to show, at most 1000
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(0..=DECISIONS_KEPT as u64))]
     log: Option<u64>,
-    /// As JSON, with everything that each decision was made upon
+    /// Print JSON, including all inputs of each decision
     #[arg(long)]
     json: bool,
-    /// Show every parameter of the policy and of the rules above it
+    /// Show all parameters of the policy and of the rules above it
     #[arg(long, conflicts_with_all = ["log", "json"])]
     params: bool,
     #[command(flatten)]
     set: Choice,
-    /// As `pressure dry-run`
+    /// Same as `pressure dry-run`
     #[arg(long, value_name = "SWITCH", value_parser = switch)]
     dry_run: Option<bool>,
-    /// As `pressure resume`
+    /// Same as `pressure resume`
     #[arg(long)]
     resume: bool,
 }
 
 #[derive(Debug, Subcommand)]
 enum PressureVerb {
-    /// Decide nothing until resumed; reports are still taken
+    /// Stop deciding until resumed; reports are still received
     Pause,
-    /// Decide again, and size all zones that were resized by hand; with a zone, size that one again
-    /// and nothing else
+    /// Decide again, and resize zones that were resized manually; with a zone, resume only that
+    /// zone
     Resume {
-        /// The zone
+        /// ID of the zone
         zone: Option<String>,
     },
-    /// Decide only, and change nothing: on or off
+    /// Decide without changing anything: on or off
     DryRun {
-        /// Whether
+        /// on or off
         #[arg(action = ArgAction::Set, value_parser = switch)]
         switch: bool,
     },
-    /// Take another policy, or other parameters
+    /// Set the policy or parameters
     Set {
         #[command(flatten)]
         set: Choice,
-        /// As the VMM's --pressure takes it, with commas or as arguments of their own: policy=amf,
-        /// dry_run=on, parameters of
-        /// the policy and of the rules above it (idle=5s, ceiling=1G); `pressure --params` lists
-        /// these
+        /// Settings in the syntax of the VMM's --pressure, separated by commas or spaces:
+        /// policy=amf, dry_run=on, parameters of the policy and of the rules above it (idle=5s,
+        /// ceiling=1G); `pressure --params` lists them
         #[arg(value_name = "NAME=VALUE")]
         settings: Vec<String>,
     },
@@ -75,17 +74,17 @@ enum PressureVerb {
 
 #[derive(Debug, Default, Args)]
 struct Choice {
-    /// Take another policy, with parameters behind commas: amf,reclaim=40
+    /// Policy, with parameters after commas: amf,reclaim=40
     #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
-    /// With --policy fixed: the hotplugged memory to keep
+    /// Hotplugged memory for policy fixed
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,
 }
 
 impl Choice {
-    /// What is chosen, `more` with it: all in the syntax of the VMM's `--pressure`. What a value
-    /// may be is for the VMM to say.
+    /// Change from the options and from `more`, both in the syntax of the VMM's `--pressure`. The
+    /// VMM checks the values.
     fn change(self, more: &[String]) -> Result<PressureChange> {
         let mut change = PressureChange { size: self.size, ..PressureChange::default() };
         let policy = self.policy.map(|policy| format!("policy={policy}"));
@@ -100,8 +99,8 @@ impl Choice {
     }
 }
 
-/// Takes one setting into a change: the policy's, one of its parameters, or one of the rules above
-/// every policy.
+/// Adds a setting to a change: of the policy, of one of its parameters, or of the rules above every
+/// policy.
 fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
     let is_rule = Rules::TABLE.iter().any(|param| param.name == name);
     let new = match name {
@@ -113,7 +112,7 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
                 if is_rule { &mut change.rules } else { &mut change.params }
                     .get_or_insert_default();
             let new = settings.insert(name.to_owned(), Setting::from(value)).is_none();
-            // `--size` is the same.
+            // `--size` sets the same value.
             new && (name != FIXED_SIZE || change.size.is_none())
         }
     };
@@ -123,13 +122,13 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
     Ok(())
 }
 
-/// Reads a value of `dry_run` in the syntax of the VMM's flags.
+/// Parses a value of `dry_run` in the syntax of the VMM's flags.
 fn switch(value: &str) -> Result<bool> {
     bool::read(value).with_context(|| format!("dry_run={value:?} is not {}", bool::expected()))
 }
 
 impl Pressure {
-    /// Does what is asked; returns what to print.
+    /// Executes the subcommand, and returns the text to print.
     pub(crate) async fn execute(self, vmm: &Client) -> Result<String> {
         let (log, json, params) = (self.log.unwrap_or(SHOWN), self.json, self.params);
         match self.change()? {
@@ -146,7 +145,7 @@ impl Pressure {
         }
     }
 
-    /// What to change; `None` when it shall only be shown.
+    /// Change to request, or `None` to show the state.
     fn change(self) -> Result<Option<PressureChange>> {
         let none = PressureChange::default();
         Ok(Some(match self.verb {
@@ -181,7 +180,7 @@ impl Pressure {
     }
 }
 
-/// The state in a few lines, zones and decisions in columns.
+/// Formats the state in lines, and zones and decisions in tables.
 fn show(info: &PressureInfo) -> String {
     let mut text = format!("policy {}, agent {}", info.policy, info.agent.label());
     match info.report_age_ms {
@@ -226,9 +225,9 @@ fn show(info: &PressureInfo) -> String {
     text
 }
 
-/// A parameter as the VMM has it.
+/// Parameter with its value in the VMM.
 struct Parameter {
-    /// Whose it is.
+    /// Policy or rules to which it belongs.
     of: String,
     param: &'static Param,
     value: u64,
@@ -240,15 +239,15 @@ impl Parameter {
     }
 }
 
-/// As `pressure set` takes it.
+/// Formats the parameter in the syntax of `pressure set`.
 impl fmt::Display for Parameter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}={}", self.param.name, self.param.unit.show(self.value))
     }
 }
 
-/// Those of the policy, then those of the rules. What a VMM of another version has besides is in
-/// its JSON alone.
+/// Parameters of the policy, then of the rules. Those that only a VMM of another version has are
+/// shown in JSON only.
 fn parameters(info: &PressureInfo) -> impl Iterator<Item = Parameter> {
     let policy = Policy::from_name(&info.policy).map_or(&[][..], |policy| policy.table());
     let tables = [(info.policy.as_str(), "params", policy), ("the rules", "rules", Rules::TABLE)];
@@ -319,7 +318,7 @@ fn outcome(outcome: &Outcome) -> String {
     }
 }
 
-/// A span of time as people say it.
+/// Formats a time span for people.
 fn span(ms: u64) -> String {
     match ms {
         0..1_000 => format!("{ms} ms"),
@@ -385,7 +384,7 @@ mod tests {
         for args in [
             &["set", "policy=amf,reclaim=40,ceiling=1G,dry_run=on"][..],
             &["set", "policy=amf", "reclaim=40", "ceiling=1G,dry_run=true"],
-            // As the simulator has it.
+            // The syntax of the simulator.
             &["set", "--policy", "amf,reclaim=40,ceiling=1G,dry_run=on"],
             &["set", "--policy", "amf", "reclaim=40", "ceiling=1G", "dry_run=on"],
             &["--policy", "amf,reclaim=40,ceiling=1G", "--dry-run", "on"],
@@ -497,7 +496,7 @@ DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED            
         assert_eq!(shown("psi", set).unwrap(), "idle=9s ceiling=1G (--params shows all)");
         let fixed = serde_json::json!({"params": {"size": 256 << 20}, "rules": {}});
         assert_eq!(shown("fixed", fixed).unwrap(), "size=256M (--params shows all)");
-        // A VMM of another version: what it has not, and what is not known here.
+        // A VMM of another version lacks some parameters and has unknown ones.
         let other = serde_json::json!({"params": {"tide": 7}});
         assert_eq!(shown("psi", other.clone()), None);
         assert_eq!(shown("moon", other), None);

@@ -1,10 +1,10 @@
-//! Columns for a terminal.
+//! Tables for a terminal.
 
 use foreshore_types::size::Size;
 
-/// Rows under a header. Columns are as wide as they must be; the last one is words, and as long as
-/// it wants to be. `left` tells how many of the first columns begin at the left; the others are
-/// numbers.
+/// Formats rows with a header. Columns are as wide as necessary, except the last one, which is text
+/// of any length. The first `left` columns are aligned to the left, and the others, which are
+/// numbers, to the right.
 pub(crate) fn table<const N: usize>(
     header: [&str; N],
     left: usize,

@@ -1,8 +1,8 @@
-//! The page over HTTP.
+//! Tests of the exposition over HTTP.
 
 use super::*;
 
-/// Asks for `path` over a unix socket; the answer's bytes.
+/// Sends `request` over a unix socket, and returns the response.
 async fn get(socket: &std::path::Path, request: &str) -> String {
     let mut stream = UnixStream::connect(socket).await.unwrap();
     stream
@@ -22,7 +22,7 @@ fn requests_for_unknown_hosts_are_refused_on_tcp() {
         let socket = Socket::for_metrics(&address).unwrap();
         let tcp = socket.tcp_address().unwrap();
         let metrics = Arc::new(Metrics::new("a"));
-        // Without an owner there are no zones.
+        // Without an owner, there are no zones.
         let (vm, _) = VmHandle::channel();
         let router = router(Arc::clone(&metrics), vm, address.host_names());
         let server = Server::start(socket, router, Limits::METRICS).unwrap();
@@ -54,7 +54,7 @@ fn requests_for_unknown_hosts_are_refused_on_tcp() {
     });
 }
 
-/// Source that waits until its channel has a sender no more.
+/// Source that blocks until the sender of its channel is dropped.
 struct Stuck {
     has_begun: mpsc::Sender<()>,
     release: parking_lot::Mutex<mpsc::Receiver<()>>,
@@ -82,7 +82,7 @@ fn other_requests_are_served_while_a_source_waits() {
         let (release, released) = mpsc::channel();
         let metrics = Metrics::new("a");
         metrics.add(Arc::new(Stuck { has_begun, release: released.into() }));
-        // Without an owner there are no zones.
+        // Without an owner, there are no zones.
         let (vm, _) = VmHandle::channel();
         let socket =
             Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
