@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn open_metrics_is_the_answer_to_clients_that_name_it() {
+    fn open_metrics_is_sent_to_clients_that_name_it() {
         let prometheus_2 = "application/openmetrics-text;version=1.0.0;q=0.8,application/openmetrics-text;\
                             version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
         for (accept, format) in [

@@ -410,12 +410,12 @@ fn every_source_is_compared_with_the_document() {
 }
 
 #[test]
-fn the_document_lists_every_metric_with_its_type_and_labels_and_no_other() {
+fn document_lists_exactly_the_exposed_metrics() {
     assert_eq!(documented(), exposed(&text()));
 }
 
 #[test]
-fn a_scrape_shows_what_the_sources_say() {
+fn scrape_shows_the_values_of_all_sources() {
     let text = text();
     let vm = r#"vm="vm \"1\"""#;
     for line in [
@@ -622,7 +622,7 @@ fn lint(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn promtools_rules_are_kept() {
+fn promtool_finds_no_problem() {
     let everything = everything();
     let open = everything.metrics.encode(&ZoneMetrics(vec![zone("dram", None)])).unwrap();
     let text = Format::Prometheus.convert(open.clone());
@@ -653,7 +653,7 @@ impl PressureSource for JustStarted {
 }
 
 #[test]
-fn every_reason_is_there_from_the_start() {
+fn every_reason_is_exposed_from_the_start() {
     use crate::governor::info::PressureChange;
     let core = crate::governor::fake::fixture("psi", true).core;
     let governor = Arc::new(JustStarted(core.into()));

@@ -507,7 +507,7 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
     }
 
     #[test]
-    fn sizes_take_units() {
+    fn sizes_are_parsed_with_units() {
         let Verb::Resize(resize) = verb(&["resize", "--memory", "1G", "--cpus", "2"]) else {
             panic!()
         };
@@ -519,7 +519,7 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
     }
 
     #[test]
-    fn an_answer_is_printed_as_it_came_and_for_people_with_line_breaks() {
+    fn answer_is_unchanged_for_programs_and_indented_for_a_terminal() {
         assert_eq!(shown(br#"{"a":1}"#, false).unwrap(), "{\"a\":1}\n");
         assert_eq!(shown(br#"{"a":1}"#, true).unwrap(), "{\n  \"a\": 1\n}\n");
         for to_a_terminal in [false, true] {
@@ -579,7 +579,7 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
     const OURS: [&str; 5] = ["events", "memory", "pool", "pressure", "volumes"];
 
     #[test]
-    fn verbs_are_all_of_ch_remotes_and_ours() {
+    fn subcommands_include_all_of_ch_remote() {
         let flags = Flags::command();
         let verbs: BTreeSet<_> = flags.get_subcommands().map(|verb| verb.get_name()).collect();
         let expected = CH_REMOTE.iter().map(|(verb, ..)| *verb).chain(OURS).collect();
@@ -604,7 +604,7 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
     }
 
     #[test]
-    fn verbs_have_what_they_take() {
+    fn subcommands_parse_their_arguments() {
         assert!(matches!(verb(&["remove-device", "d"]), Verb::RemoveDevice { id } if id == "d"));
         assert!(matches!(verb(&["events", "--follow"]), Verb::Events { follow: true }));
         let version = run(["foreshore-remote", "--version"].map(OsString::from).to_vec()).unwrap();

@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn pressure_changes_only_what_is_asked() {
+    fn pressure_changes_only_given_settings() {
         for shown in [&[][..], &["--log", "1000"], &["--json"], &["--params"]] {
             assert_eq!(change(shown).unwrap(), None, "{shown:?}");
         }
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_are_taken_as_the_vmm_takes_them_on_its_command_line() {
+    fn settings_have_the_syntax_of_the_vmm() {
         let expected =
             r#"dry_run=true params={"reclaim":"40"} policy="amf" rules={"ceiling":"1G"}"#;
         for args in [
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_that_are_wrong_are_told_with_the_right_form() {
+    fn errors_of_settings_name_the_valid_form() {
         let form = "such as policy=amf or idle=5s";
         for (args, message) in [
             (&["set"][..], format!("pressure set needs NAME=VALUE, {form}")),
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_is_shown_in_lines_and_decisions_in_columns_newest_last() {
+    fn state_is_shown_in_lines_and_decisions_in_columns_newest_last() {
         let older = DecisionInfo {
             seq: 6,
             age_ms: 8_000_000,
@@ -484,7 +484,7 @@ DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED            
     }
 
     #[test]
-    fn parameters_that_are_not_the_default_are_shown_as_they_are_set() {
+    fn changed_parameters_are_shown_in_the_syntax_of_set() {
         let shown = |policy, details| {
             let text = show(&info_with(policy, details));
             text.lines().find_map(|line| line.strip_prefix("set: ")).map(str::to_owned)
@@ -518,7 +518,7 @@ lost             the rules     3s       3s  Time without a report after which re
     }
 
     #[test]
-    fn every_outcome_has_its_words() {
+    fn every_outcome_has_a_text() {
         let (moved_bytes, after_ms) = (64 << 20, 5_000);
         for (end, words) in [
             (Outcome::DryRun, "dry run"),
