@@ -1,7 +1,8 @@
-//! The table of docs/reference/consoles.md about files that flags name, and the code: every flag of
-//! the table meets every kind of content. A flag or a phrase of the table that this test does not
-//! know is a failure, and so is a flag of the VMM that takes a path and is not in the table. Needs
-//! no KVM.
+//! Tests the table of docs/reference/consoles.md about files that flags name: every flag of the
+//! table is tested with every kind of content.
+//!
+//! The test fails for a flag or phrase of the table that it does not know, and for a flag of the
+//! VMM that accepts a path and is not in the table. Needs no KVM.
 
 use std::any::Any;
 use std::error::Error;
@@ -26,11 +27,11 @@ use tempfile::TempDir;
 
 const PAGE: &str = include_str!("../../docs/reference/consoles.md");
 const MIB: u64 = 1 << 20;
-/// Length of every file with content. It is valid for a zone and for a disk, and all formats have
-/// their bytes in it.
+/// Length of every file with content. It is valid for a zone and for a disk, and contains the
+/// signatures of all formats.
 const FILE_BYTES: u64 = 4 * MIB;
 
-/// Rows of other programs, which have tests of their own: pmem-volume/pmvol/tests/file_flags.rs and
+/// Rows of other programs, which are tested in pmem-volume/pmvol/tests/file_flags.rs and
 /// balloon/foreshore-sim/tests/simulator.rs.
 const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
 /// Flags whose file is only read, or is a pool.
@@ -45,25 +46,25 @@ const NOT_IN_THE_TABLE: [&str; 6] = [
 
 const LOG: &[u8] = b"2026-01-01T00:00:00Z INFO foreshore: a VM of another day\n";
 
-/// Content at the path before a flag names it.
+/// Content of the path before a flag names it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Content {
-    /// A pool that the host has made and marked.
+    /// A pool that the host has created and marked.
     Pool,
-    /// The bytes of a pool without its mark.
+    /// A pool without its mark.
     PoolCopy,
     /// A format of the table of `pmem-volume`.
     Known(&'static Format),
-    /// A file system that a guest has written since the flag took the file for the first time.
+    /// A file system that a guest has written since the flag first opened the file.
     WrittenByGuest,
     /// A pool that a guest has written in the same way.
     PoolOfGuest,
-    /// A file that a guest has had as a pmem device, without a signature that is known.
+    /// A file without a known signature that a guest has used as a pmem device.
     DiskOfGuest,
     Log,
     /// A file without data.
     Hole,
-    /// A file of no length.
+    /// An empty file.
     Nothing,
     /// A file that a VM or a pool has open.
     InUse,
@@ -78,7 +79,7 @@ impl Content {
         formats::known().map(Self::Known).chain(of_guests).chain(others)
     }
 
-    /// Name in the error, if a flag can know the content.
+    /// Name in the error, if a flag can detect the content.
     fn known(self) -> Option<&'static str> {
         match self {
             Self::Pool | Self::PoolCopy => Some("a pool"),
@@ -88,7 +89,7 @@ impl Content {
         }
     }
 
-    /// Creates the content at `path`. Keep the returned file open while the flag is tested.
+    /// Creates the content at `path`. The returned file must stay open while the flag is tested.
     fn make(self, path: &Path, flag: Flag) -> Option<File> {
         let hole = || {
             let file = File::create(path).unwrap();
@@ -124,7 +125,7 @@ impl Content {
                 let _ = flag.open(path);
                 let pool = path.with_extension("pool");
                 drop(Pool::create(&pool, 16 * MIB, 0).unwrap());
-                // The file stays the same, with its attributes.
+                // The file itself stays, with its attributes.
                 fs::write(path, fs::read(&pool).unwrap()).unwrap();
                 fs::remove_file(pool).unwrap();
             }
@@ -146,7 +147,7 @@ impl Content {
     }
 }
 
-/// A flag with the rest of its row's first cell: `--memory-zone file= shared=on`.
+/// Flag with the rest of the first cell of its row: `--memory-zone file= shared=on`.
 #[derive(Clone, Copy, Debug)]
 struct Flag<'a>(&'a str);
 
@@ -238,7 +239,7 @@ fn open_log(path: &Path) -> Result<Opened, String> {
     if message.contains("--log-file: ") { Err(message) } else { Ok(Box::new(())) }
 }
 
-/// A row of the table.
+/// Row of the table.
 struct Row {
     flags: Vec<String>,
     existing: String,
@@ -264,8 +265,8 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-/// Words in backticks outside of parentheses. A word that does not begin with `--` belongs to the
-/// flag before it.
+/// Words in backticks outside parentheses. A word that does not begin with `--` belongs to the flag
+/// before it.
 fn flags_of(cell: &str) -> Vec<String> {
     let cell = cell.split(" (").next().expect("a cell");
     let mut flags: Vec<String> = Vec::new();
@@ -281,7 +282,7 @@ fn flags_of(cell: &str) -> Vec<String> {
 impl Row {
     fn refuses(&self, content: Content) -> bool {
         self.refused.split([';', ',']).map(str::trim).any(|phrase| match phrase {
-            // A pool has a mark as well, but another one.
+            // The mark of a pool is another one.
             "known content without the mark" => {
                 content.known().is_some() && content != Content::DiskOfGuest
             }
@@ -299,7 +300,7 @@ impl Row {
                 [Content::Pool, Content::PoolCopy].contains(&content)
             }
             "everything else" => content != Content::SocketLeftBehind,
-            // There is no file, so there is no content.
+            // Not files, so they have no content.
             "block devices" | "devices" | "pipes and character devices are written" => false,
             phrase => panic!("{phrase:?}: a phrase of the table without a test"),
         })
@@ -397,7 +398,7 @@ fn rotation_replaces_output_of_a_vmm_alone() {
             files.begin().unwrap();
             console.output.send(&vec![b'a'; MAX_BYTES]);
             console.output.send(b"b");
-            // The end of a console waits until all is written.
+            // Dropping a console waits until all output is written.
             drop(console);
             assert_eq!(fs::read(&path).unwrap(), b"b", "{content:?}");
             let after = fs::read(&older).unwrap();
@@ -411,19 +412,19 @@ fn rotation_replaces_output_of_a_vmm_alone() {
     }
 }
 
-/// Flags of `-h` that take a path, as the table writes them.
+/// Flags of `-h` that accept a path, in the format of the table.
 fn flags_with_paths(help: &str) -> Vec<String> {
     let (help, _) = help.split_once("\nExamples:").expect("examples");
     let mut flags = Vec::new();
     for line in help.lines().map(str::trim_start).filter(|line| line.starts_with("--")) {
         let (flag, rest) = line.split_once(' ').expect("a flag and its help");
-        // The name of the value, and then the text, which begins with the keys.
+        // The name of the value, then the text, which begins with the keys.
         for word in rest.split([',', '|', ' ', '[', ']', '<', '>']) {
             let word = word.trim_end_matches(':');
             let Some(key) = word.strip_suffix("PATH").or_else(|| word.strip_suffix("FILE")) else {
                 continue;
             };
-            // The path of the API's socket needs no key.
+            // The path of the API socket needs no key.
             let has_key = !key.is_empty() && flag != "--api-socket";
             flags.push(if has_key { format!("{flag} {key}") } else { flag.to_owned() });
         }

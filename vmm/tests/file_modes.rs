@@ -1,4 +1,4 @@
-//! Modes of the files and sockets that the VMM makes, under umasks that would open them to all
+//! Modes of the files and sockets that the VMM creates, under umasks that would open them to all
 //! users. Needs no KVM.
 
 #[path = "../../pmem-volume/pmvol/tests/shell/umask.rs"]
@@ -18,7 +18,7 @@ use foreshore_devices::volume::file::PmemFile;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tempfile::TempDir;
 
-/// A VMM without a VM. Dropping it ends it.
+/// VMM without a VM. Dropping it ends it.
 struct Vmm(Child);
 
 impl Vmm {
@@ -46,7 +46,7 @@ impl Drop for Vmm {
     }
 }
 
-/// Names of the files in `folder` and their modes.
+/// Names and modes of the files in `folder`.
 fn modes(folder: &Path) -> Vec<(String, u32)> {
     let of = |entry: fs::DirEntry| {
         let mode = fs::symlink_metadata(entry.path()).unwrap().permissions().mode();
@@ -135,8 +135,8 @@ fn create_files_of_a_vm(folder: &Path) {
 fn files_and_sockets_of_a_vm_are_private_at_every_umask() {
     for umask in [0o000, 0o022] {
         let folder = TempDir::new().unwrap();
-        // SAFETY: takes a number, touches no memory and cannot fail (umask(2)). The programs of
-        // other tests are started with an umask of their own.
+        // SAFETY: umask(2) takes a number, accesses no memory and cannot fail. Programs of other
+        // tests are started with their own umask.
         let before = unsafe { libc::umask(umask) };
         create_files_of_a_vm(folder.path());
         // SAFETY: as above.

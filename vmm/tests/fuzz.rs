@@ -1,5 +1,5 @@
-//! The fuzz targets without a fuzzer: a few thousand seeded inputs each, and whatever a fuzzer has
-//! found.
+//! Fuzz targets without a fuzzer: several thousand seeded inputs for each, and inputs that a fuzzer
+//! has found.
 
 #[path = "../fuzz/harness/mod.rs"]
 mod harness;
@@ -8,11 +8,11 @@ mod seeded;
 
 use seeded::{Random, try_all};
 
-/// Makes something wrong, as if a check of it were missing.
+/// Change that simulates a missing check.
 type Mistake<T> = fn(T) -> T;
 
-/// Runs a target with each of these mistakes: of so many inputs one must fail with it, or nobody
-/// would see it missing.
+/// Runs a target with each mistake. One of the inputs must fail, otherwise the target would not
+/// detect the missing check.
 fn all_are_found_out<T>(inputs: u64, run: fn(&[u8], Mistake<T>), mistakes: &[(&str, Mistake<T>)]) {
     for (name, mistake) in mistakes {
         let mut random = Random(0xbad_5eed);
@@ -29,8 +29,7 @@ fn any_chain_is_a_request_or_refused() {
     try_all("blk_request", harness::blk_request, 40_000);
 }
 
-/// A parser that takes the disk for larger, for writable, or for one of smaller blocks, as if a
-/// check were missing.
+/// Parser limits that assume a larger or writable disk, or smaller blocks.
 #[test]
 fn a_parser_that_lacks_a_check_is_found_out() {
     use foreshore_devices::virtio::block::request::Limits;
@@ -51,7 +50,7 @@ fn any_chain_is_a_frame_or_a_place_for_one_or_refused() {
     try_all("net_request", harness::net_request, 10_000);
 }
 
-/// A parser that takes longer chains, or what was not agreed on, as if a check were missing.
+/// Parser limits with longer chains, or with features that were not negotiated.
 #[test]
 fn a_parser_of_frames_that_lacks_a_check_is_found_out() {
     use foreshore_devices::virtio::net::header::Offloads;
@@ -114,7 +113,7 @@ fn whatever_an_agent_says_no_plan_leaves_its_bounds() {
     try_all("agent_report", harness::agent_report, 40_000);
 }
 
-/// A controller as if a check of its plans were missing.
+/// Controller without checks of its plans.
 #[test]
 fn a_controller_that_lacks_a_bound_is_found_out() {
     use balloon::controller::Rules;

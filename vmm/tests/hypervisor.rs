@@ -1,4 +1,4 @@
-//! What the VMM says where it cannot run a guest: this needs no KVM, and holds on every machine.
+//! Error of a VMM that cannot run a guest. Needs no KVM, and works on every machine.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ fn foreshore(pool: &Path) -> Output {
     command.output().expect("the VMM starts")
 }
 
-/// What the machine is short of first.
+/// First requirement that this machine does not meet.
 fn expected() -> &'static str {
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let hardware = cpuinfo

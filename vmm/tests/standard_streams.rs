@@ -1,5 +1,4 @@
-//! The log and the events in the VMM's own standard streams, which its user redirects. Needs no
-//! KVM.
+//! Log and events in redirected standard streams of the VMM. Needs no KVM.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

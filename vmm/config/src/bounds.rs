@@ -29,7 +29,7 @@ macro_rules! numeric {
 
 numeric!(u8 u16 u32 u64);
 
-/// Checks a value against its bounds, if it is given.
+/// Checks a value, if given, against its bounds.
 pub fn check_range<T: FlagValue + Copy + Into<u64>>(
     flag: &'static str,
     key: &'static str,
@@ -51,7 +51,7 @@ pub fn check_range<T: FlagValue + Copy + Into<u64>>(
     }
 }
 
-/// Bounds in the help, of a key of type `V`.
+/// Bounds for the help, of a key of type `V`.
 pub fn range_text<V: Numeric<T>, T: FlagValue>(range: &RangeInclusive<T>) -> String {
     let [least, most] = [range.start(), range.end()].map(|bound| bound.show().unwrap_or_default());
     format!("{least} to {most}")

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use foreshore_types::size::{Size, SizeError};
 use thiserror::Error;
 
-/// Forms of a flag that takes a path or a descriptor.
+/// Forms of a flag that accepts a path or a descriptor.
 pub const PATH_OR_FD: &str = "path=PATH and fd=N";
 
-/// Error of a rule that one section alone has. Two are equal if their texts are.
+/// Error of a rule that only one section has. Two errors are equal if their texts are.
 #[derive(Clone, Debug)]
 pub struct SectionError(Arc<dyn StdError + Send + Sync>);
 
@@ -51,38 +51,36 @@ pub enum ConfigError {
     UnknownKey {
         flag: &'static str,
         key: String,
-        /// What could have been.
+        /// Accepted keys.
         known: String,
     },
-    /// A key of Cloud Hypervisor that has no meaning here.
+    /// A key of Cloud Hypervisor that Foreshore does not support.
     #[error("{flag}: {key}{value} is not supported by foreshore: {why}")]
     Unsupported {
         flag: &'static str,
         key: &'static str,
-        /// Its value, after a `=`, if there is one.
+        /// Its value after a `=`, if there is one.
         value: String,
-        /// Why not.
         why: &'static str,
     },
-    /// A section of Cloud Hypervisor's configuration that has no meaning here.
+    /// A section of Cloud Hypervisor's configuration that Foreshore does not support.
     #[error("{flag} is not supported by foreshore: {why}")]
     ForeignSection {
-        /// The flag that fills it.
+        /// Flag that fills the section.
         flag: &'static str,
-        /// Why not.
         why: &'static str,
     },
     #[error("{flag}: {key} is given twice")]
     Duplicate { flag: &'static str, key: String },
     #[error("{flag}: {key}= is missing")]
     Missing { flag: &'static str, key: &'static str },
-    /// A parameter of a policy, or of the rules above all of them.
+    /// A parameter of a policy, or of the rules above every policy.
     #[error("{flag}: {error}")]
     Parameter { flag: &'static str, error: SectionError },
     #[error("{flag} is missing: {why}")]
     MissingFlag {
         flag: &'static str,
-        /// What it is needed for.
+        /// Reason for which the flag is needed.
         why: &'static str,
     },
     #[error("{flag}: {key}={value:?} is not {expected}")]
@@ -90,7 +88,7 @@ pub enum ConfigError {
         flag: &'static str,
         key: String,
         value: String,
-        /// What could have been.
+        /// Accepted values.
         expected: String,
     },
     /// The value matches none of the forms, or several.
@@ -98,12 +96,12 @@ pub enum ConfigError {
     NotOneOf { flag: &'static str, text: String, forms: &'static str },
     #[error("{flag}: {key}={error}")]
     NotASize { flag: &'static str, key: &'static str, error: SizeError },
-    /// A quote or bracket without its partner.
+    /// A quote or bracket is not closed.
     #[error("{flag}: {text:?} has a {what} that is not closed")]
     Unbalanced {
         flag: &'static str,
         text: String,
-        /// The quote or bracket.
+        /// "quote" or "bracket".
         what: &'static str,
     },
     #[error("{flag}: {key} is {value}, and must be at least {least}")]
@@ -114,14 +112,14 @@ pub enum ConfigError {
         key: &'static str,
         value: Size,
         most: Size,
-        /// Where the bound comes from: empty, or text that begins with a comma.
+        /// Reason for the bound: empty, or text that begins with a comma.
         because: &'static str,
     },
     #[error("{flag}: {key} is {value}, which is not a multiple of {unit}")]
     NotMultiple { flag: &'static str, key: &'static str, value: Size, unit: Size },
     #[error("{flag}: {key} is {value}, and must be {}", bounds(*.least, *.most))]
     OutOfRange { flag: &'static str, key: &'static str, value: u64, least: u64, most: u64 },
-    /// More queues than vCPUs use, or none.
+    /// More queues than there are vCPUs, or none.
     #[error("{flag}: num_queues is {value}, and must be {}: {why}", bounds(*.least, *.most))]
     QueueCount {
         flag: &'static str,
@@ -136,19 +134,19 @@ pub enum ConfigError {
         "{flag}: {path:?} is {len} bytes long, and the path of a unix socket has at most {most}"
     )]
     SocketPath { flag: &'static str, path: String, len: usize, most: usize },
-    /// A name that something else has.
+    /// An ID that is in use.
     #[error("{flag}: the id {id} is taken")]
     IdTaken { flag: &'static str, id: String },
     #[error("{flag}: {reason}")]
     Conflict {
-        /// The flag that would have to change.
+        /// Flag that has to change.
         flag: &'static str,
-        /// What it collides with, and what to do.
+        /// Conflict, and how to resolve it.
         reason: String,
     },
 }
 
-/// From the one bound to the other; the one number that is left where they are the same.
+/// Formats bounds as a range, or as a number if they are equal.
 pub fn bounds<T: PartialEq + fmt::Display>(least: T, most: T) -> String {
     if least == most { least.to_string() } else { format!("{least} to {most}") }
 }

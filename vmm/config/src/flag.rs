@@ -1,7 +1,7 @@
 //! Flags in Cloud Hypervisor's syntax: `key=value,key=value`, some keys without a value.
 //!
 //! As in Cloud Hypervisor's parser, a comma within double quotes or brackets does not separate,
-//! quotes are removed, values are trimmed, and a key whose value is empty is not given. If a
+//! quotes are removed, values are trimmed, and a key with an empty value counts as not given. If a
 //! flag begins with a value without its key, that value is literal up to the next key.
 
 use std::net::IpAddr;
@@ -17,25 +17,25 @@ use crate::error::ConfigError;
 use crate::text_value;
 
 pub trait FlagValue: JsonValue {
-    /// The value is a size in bytes, and errors about its bounds have units.
+    /// True for a size in bytes. Errors about its bounds have units.
     const IS_SIZE: bool = false;
 
     /// Form of the value in the help.
     fn syntax() -> String;
 
-    /// Completes "is not" in an error.
+    /// Text that completes "is not" in an error.
     fn expected() -> String;
 
-    /// Reads the value, which is trimmed.
+    /// Parses the trimmed value.
     fn read(text: &str) -> Option<Self>;
 
-    /// Error for a value that cannot be read.
+    /// Error for a value that cannot be parsed.
     fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
         let (key, value, expected) = (key.to_owned(), text.to_owned(), Self::expected());
         ConfigError::BadValue { flag, key, value, expected }
     }
 
-    /// Value as a default in the help.
+    /// Value in the help, if it is a default.
     fn show(&self) -> Option<String> {
         None
     }
@@ -111,7 +111,7 @@ macro_rules! number_value {
 
 number_value!(u8 u16 u32);
 
-/// A size in bytes. Keys that count something have types of fewer bits.
+/// A size in bytes. Keys that count something have types with fewer bits.
 impl FlagValue for u64 {
     const IS_SIZE: bool = true;
 
@@ -127,7 +127,7 @@ impl FlagValue for u64 {
         size::parse(text).ok()
     }
 
-    /// Names the reason, for example both readings of `64MB`.
+    /// Error with the reason, for example both readings of `64MB`.
     fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
         let error = size::parse(text).expect_err("a text that cannot be read");
         ConfigError::NotASize { flag, key, error }
@@ -230,17 +230,17 @@ impl Options {
         Ok(options)
     }
 
-    /// Keys without a value that were given.
+    /// Given keys without a value.
     pub fn words(&self) -> &[&'static str] {
         &self.words
     }
 
-    /// Keys with a value that were given, and the values.
+    /// Given keys with their values.
     pub fn given(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.given.iter().map(|(key, value)| (*key, value.as_str()))
     }
 
-    /// Value of a key, if it was given. Values of a repeated key are joined by commas.
+    /// Value of a key, if it is given. Values of a repeated key are joined by commas.
     pub fn take<T: FlagValue>(&self, key: &'static str) -> Result<Option<T>, ConfigError> {
         let given = self.given().filter(|(given, _)| *given == key);
         let values: Vec<_> = given.map(|(_, value)| value).collect();
@@ -251,7 +251,7 @@ impl Options {
         T::read(&value).map(Some).ok_or_else(|| T::error(self.flag, key, &value))
     }
 
-    /// Value of a key that was not given and has no default.
+    /// Value of a key that is not given and has no default.
     pub fn absent<T: JsonValue>(&self, key: &'static str) -> Result<T, ConfigError> {
         T::absent().ok_or(ConfigError::Missing { flag: self.flag, key })
     }
@@ -279,7 +279,7 @@ fn unknown(
     ConfigError::UnknownKey { flag, key, known: known.join(", ") }
 }
 
-/// Splits a flag into its first value, if that has no key, and the rest.
+/// Splits off the first value of a flag, if it has no key.
 fn split_bare<'a>(keys: &[Key], text: &'a str) -> (Option<(&'static str, String)>, &'a str) {
     let begins = |key: &Key| text.starts_with(&format!("{}=", key.name));
     let Some(bare) = keys.iter().find(|key| key.is_bare) else { return (None, text) };

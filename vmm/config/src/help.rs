@@ -1,4 +1,4 @@
-//! Help of a flag, from its table.
+//! Help for a flag, generated from its table.
 
 use std::fmt::Write;
 
@@ -25,7 +25,7 @@ impl Table {
         format!("{}: {}{defaults}", forms.join(","), self.about)
     }
 
-    /// Description of the flag, and every key on a line of its own.
+    /// Description of the flag, with a line for each key.
     pub fn listing(&self) -> String {
         let mut text = self.about.to_owned();
         if !self.words.is_empty() {

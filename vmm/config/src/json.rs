@@ -1,4 +1,4 @@
-//! JSON into sections, with errors that name the field, its value and what it must be.
+//! Parsing of JSON into sections, with errors that name the field, its value and the expected form.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -43,40 +43,39 @@ pub enum JsonError {
 }
 
 pub trait JsonValue: Sized {
-    /// Reads the value, which is not null.
+    /// Parses the value, which is not null.
     fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError>;
 
-    /// Value of a key that is not given; `None` if it must be.
+    /// Value of a key that is not given. `None` if the key is required.
     fn absent() -> Option<Self> {
         None
     }
 
-    /// Returns true if the key is left out of JSON that is written.
+    /// Returns true if the key is omitted when JSON is written.
     fn is_absent(&self) -> bool {
         false
     }
 }
 
-/// An object with a table of keys.
+/// Object with a table of keys.
 pub trait Object: JsonValue {
-    /// Flag or call, as it is named in errors.
+    /// Flag or call that errors name.
     const FLAG: &'static str;
-    /// Unknown keys are refused rather than ignored.
+    /// True to refuse unknown keys instead of ignoring them.
     const STRICT: bool = false;
     /// Keys that are refused unless their value is neutral.
     const REFUSED: &'static [&'static [Refused]] = &[];
 
-    /// Names of all keys.
     fn names() -> Vec<&'static str>;
 
-    /// Takes the keys out of an object.
+    /// Removes the keys from an object and parses them.
     fn take(object: &mut Map<String, Value>, walk: &mut Walk) -> Result<Self, JsonError>;
 
     /// Writes the keys into an object.
     fn write<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error>;
 }
 
-/// Path to the value that is read, and warnings collected on the way.
+/// Path to the value that is being parsed, and collected warnings.
 #[derive(Debug, Default)]
 pub struct Walk {
     path: String,
@@ -87,12 +86,12 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// Creates a walk over the answer of a VMM. A newer VMM may send unknown fields.
+    /// Walk over an answer of a VMM. A newer VMM may send unknown fields.
     pub fn of_answer() -> Self {
         Self { is_answer: true, ..Self::default() }
     }
 
-    /// Reads the values of an object whose keys are names. Null counts as not given.
+    /// Parses the values of an object whose keys are names. Null counts as not given.
     pub fn entries<T>(
         &mut self,
         json: Value,
@@ -108,7 +107,7 @@ impl Walk {
             .collect()
     }
 
-    /// Reads an object at the current path.
+    /// Parses an object at the current path.
     pub fn object<T: Object>(&mut self, json: Value) -> Result<T, JsonError> {
         let Value::Object(mut object) = json else { return Err(self.wrong(&json, "an object")) };
         if !self.is_answer {
@@ -136,7 +135,7 @@ impl Walk {
         Ok(())
     }
 
-    /// Takes a key out of an object. A null key counts as not given.
+    /// Removes a key from an object and parses it. Null counts as not given.
     pub fn take<T: JsonValue>(
         &mut self,
         object: &mut Map<String, Value>,
@@ -145,7 +144,7 @@ impl Walk {
         self.take_with(object, name, T::from_json)
     }
 
-    /// Takes a key out of an object and reads it with `read`.
+    /// Removes a key from an object and parses it with `read`.
     pub fn take_with<T>(
         &mut self,
         object: &mut Map<String, Value>,
@@ -170,7 +169,7 @@ impl Walk {
         Ok(value)
     }
 
-    /// Reads with `flag` in errors, instead of the type's.
+    /// Parses with `flag` in errors, instead of that of the type.
     pub fn named<T>(&mut self, flag: &'static str, read: impl FnOnce(&mut Self) -> T) -> T {
         let before = self.flag.replace(flag);
         let value = read(self);
@@ -178,14 +177,14 @@ impl Walk {
         value
     }
 
-    /// Adds a warning, once.
+    /// Adds a warning unless it has been added before.
     pub fn warn(&mut self, warning: &str) {
         if !self.warnings.iter().any(|other| other == warning) {
             self.warnings.push(warning.to_owned());
         }
     }
 
-    /// Warnings, those about unknown fields first.
+    /// Warnings, beginning with those about unknown fields.
     pub fn into_warnings(self) -> Vec<String> {
         self.unknown.warning().into_iter().chain(self.warnings).collect()
     }
@@ -206,13 +205,13 @@ impl Walk {
         T::absent().ok_or_else(|| self.missing(name))
     }
 
-    /// Error for a key that must be given.
+    /// Error for a required key that is not given.
     pub fn missing(&self, name: &'static str) -> JsonError {
         FieldError::Missing { path: Step::Key(name).after(&self.path) }.into()
     }
 }
 
-/// One step of a path.
+/// Step of a path.
 enum Step<'a> {
     Key(&'a str),
     Index(usize),
@@ -298,7 +297,7 @@ impl JsonValue for PathBuf {
     }
 }
 
-/// An object that is read later.
+/// An object that is parsed later.
 impl JsonValue for Map<String, Value> {
     fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
         match json {
@@ -308,7 +307,7 @@ impl JsonValue for Map<String, Value> {
     }
 }
 
-/// Reads a body, and returns it with warnings about it.
+/// Parses a body, and returns it with warnings about it.
 pub fn read_body<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), JsonError> {
     let body: Body =
         serde_json::from_slice(bytes).map_err(|error| FieldError::Syntax(error.to_string()))?;
@@ -317,7 +316,7 @@ pub fn read_body<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), JsonErr
     Ok((value, walk.into_warnings()))
 }
 
-/// JSON in which no object has a key twice: `Value` would keep the last one.
+/// JSON without duplicate keys. `Value` would keep the last one.
 struct Body(Value);
 
 impl<'de> Deserialize<'de> for Body {

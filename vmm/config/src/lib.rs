@@ -1,9 +1,9 @@
-//! Configuration keys of Foreshore: one table per section, from which the struct, the flag, JSON,
-//! the help and the errors all come.
+//! Configuration keys of Foreshore. One table per section defines the struct, the flag, JSON, the
+//! help and the errors.
 //!
-//! [`section`] makes a section from its table, [`words`] an enum of option words. A key's type
-//! defines how its value is written: [`FlagValue`] in a flag, [`JsonValue`] in JSON. [`Options`]
-//! splits a flag's value, [`Walk`] reads JSON and keeps the path of the field that it reads.
+//! [`section`] generates a section from its table, [`words`] an enum of option words. The type of a
+//! key defines the format of its value: [`FlagValue`] in a flag, [`JsonValue`] in JSON. [`Options`]
+//! splits a flag's value. [`Walk`] parses JSON and keeps the path of the current field.
 
 #![forbid(unsafe_code)]
 
@@ -21,7 +21,7 @@ pub mod size;
 mod unknown;
 mod word;
 
-// The macros name them, whatever their callers depend on.
+// Used by the macros, so that callers need not depend on these crates.
 #[doc(hidden)]
 pub use {serde, serde_json};
 
@@ -36,7 +36,7 @@ pub use self::refused::{Refused, asks_for_nothing};
 pub use self::unknown::Unknown;
 pub use self::word::{Word, Words};
 
-/// One key of a flag.
+/// Key of a flag.
 #[derive(Clone, Debug)]
 pub struct Key {
     pub name: &'static str,
@@ -45,35 +45,35 @@ pub struct Key {
     /// Default in the syntax of the flag.
     pub default: Option<String>,
     pub range: Option<String>,
-    /// The flag may begin with its value, without the key.
+    /// True if the flag may begin with its value, without the key.
     pub is_bare: bool,
-    /// The key may be given several times.
+    /// True if the key may be given several times.
     pub is_repeated: bool,
     pub about: &'static str,
 }
 
-/// A section that a flag fills.
+/// Section that a flag fills.
 pub trait Section: Object {
     /// Description for the help.
     const ABOUT: &'static str;
     /// Keys of the flag without a value.
     const WORDS: &'static [&'static str] = &[];
 
-    /// Every key of the flag that has a value.
+    /// Keys of the flag that have a value.
     fn keys() -> Vec<Key>;
 
-    /// Reads the keys among a flag's.
+    /// Reads the section's keys from those of a flag.
     fn from_options(options: &Options) -> Result<Self, ConfigError>;
 }
 
-/// A section's table, without its type.
+/// Table of a section, without its type.
 #[derive(Clone, Copy, Debug)]
 pub struct Table {
-    /// Flag, as it is named in errors.
+    /// Flag that errors name.
     pub flag: &'static str,
     /// Description for the help.
     pub about: &'static str,
-    /// Every key that has a value.
+    /// Keys that have a value.
     pub keys: fn() -> Vec<Key>,
     /// Keys without a value.
     pub words: &'static [&'static str],

@@ -9,10 +9,10 @@ use super::flag::{FlagValue, split};
 pub trait Item: JsonValue {
     /// Form of a list in the help.
     const SYNTAX: &'static str;
-    /// Completes "is not" in an error.
+    /// Text that completes "is not" in an error.
     const EXPECTED: &'static str;
 
-    /// Reads an item: one value, or several of a range.
+    /// Parses an item: one value, or the values of a range.
     fn read_item(text: &str) -> Option<Vec<Self>>;
 }
 
@@ -53,7 +53,7 @@ impl Item for String {
     }
 }
 
-/// Text between the brackets of a list; the whole text without brackets.
+/// Text between the brackets of a list, or the whole text if it has none.
 pub fn unbracketed(text: &str) -> &str {
     text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text)
 }
@@ -68,12 +68,12 @@ pub fn items(text: &str) -> Option<Vec<&str>> {
     }
 }
 
-/// Reads a number without a sign.
+/// Parses a number without a sign.
 pub fn digits<T: FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }
 
-/// Reads `3` or `0-2`.
+/// Parses `3` or `0-2`.
 pub fn range<T: FromStr + PartialOrd + Copy>(text: &str) -> Option<(T, T)> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     let (first, last) = (digits(first)?, digits(last)?);

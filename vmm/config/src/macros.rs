@@ -1,6 +1,6 @@
-//! The tables' grammar.
+//! Grammar of the tables.
 
-/// Makes a section from its table: a struct, its flag, its JSON.
+/// Generates a section from its table: a struct, its flag, its JSON.
 ///
 /// ```text
 /// section! {
@@ -15,33 +15,33 @@
 /// ```
 ///
 /// `words` are keys of the flag without a value, and `refused` are tables of refused keys. With
-/// `strict true` unknown keys in JSON are refused. With `defaults true` the section has a `Default`
-/// with the defaults of the table. `parse own` is for a section that reads its flag itself, `parse
-/// none` for one that is only part of others. Without the text after the flag there is no flag, and
-/// the object is only in JSON.
+/// `strict true`, unknown keys in JSON are refused. With `defaults true`, the section has a
+/// `Default` with the defaults of the table. Use `parse own` for a section that parses its flag
+/// itself, and `parse none` for one that is only part of others. Without the text after the flag,
+/// there is no flag, and the object exists in JSON only.
 ///
-/// A key without a default must be given, unless its type has an absent value, as `Option` has. A
+/// A key without a default is required, unless its type has an absent value, as `Option` has. A
 /// section with such a key has no `Default`. A default may use the keys above it. Options of a key,
 /// in parentheses:
 ///
-/// | option | |
+/// | option | meaning |
 /// |---|---|
 /// | `flag "name"` | name in the flag |
 /// | `bare` | the flag may begin with its value, without the key |
 /// | `repeated` | may be given several times; the values are joined by commas |
-/// | `syntax ("FORM")` | form of the value in the help, instead of the type's |
+/// | `syntax ("FORM")` | form of the value in the help, instead of that of the type |
 /// | `range (LEAST..=MOST)` | bounds of a number or a size, which `check_ranges` checks |
-/// | `usually (value)` | default in the help of a key whose absence is kept, an `Option` |
+/// | `usually (value)` | default in the help for an `Option` that stays `None` if absent |
 /// | `derived` | the default follows from other keys, and is not in the help |
-/// | `json_only` | no key of the flag, where it has its default |
-/// | `json_required` | must be given in JSON, although it has a default in the flag |
-/// | `with function` | function that reads the value in JSON |
-/// | `shown` | in JSON even if it is absent |
-/// | `skip_default` | left out of JSON if it has its default |
-/// | `flatten` | a section whose keys are among these |
+/// | `json_only` | not a key of the flag, where it has its default |
+/// | `json_required` | required in JSON, although it has a default in the flag |
+/// | `with function` | function that parses the value in JSON |
+/// | `shown` | written to JSON even if it is absent |
+/// | `skip_default` | omitted from JSON if it has its default |
+/// | `flatten` | a section whose keys are added to these |
 #[macro_export]
 macro_rules! section {
-    // Options are looked through from the first to the last.
+    // Option lookups test one option after the other.
     (@flag_name [flag $name:literal $($rest:tt)*] $field:ident) => { $name };
     (@flag_name [$other:tt $($rest:tt)*] $field:ident) => {
         $crate::section!(@flag_name [$($rest)*] $field)
@@ -57,7 +57,7 @@ macro_rules! section {
     (@is $option:ident [$other:tt $($rest:tt)*]) => { $crate::section!(@is $option [$($rest)*]) };
     (@is $option:ident []) => { false };
 
-    // Into the table.
+    // Table of keys.
     (@key [json_only $($rest:tt)*] $($more:tt)*) => { Vec::new() };
     (@key [flatten $($rest:tt)*] $all:tt $field:ident, $ty:ty, $about:literal) => {
         <$ty as $crate::Section>::keys()
@@ -86,8 +86,8 @@ macro_rules! section {
     (@range [$other:tt $($rest:tt)*] $ty:ty) => { $crate::section!(@range [$($rest)*] $ty) };
     (@range [] $ty:ty) => { None };
 
-    // Keys with bounds are collected. A section that has some and does not check them has a method
-    // that is never used, which the compiler reports.
+    // Keys with bounds are collected. If a section has some and does not check them, the compiler
+    // reports an unused method.
     (
         @ranges $Name:ident [$($found:tt)*]
             {$field:ident [range ($range:expr) $($rest:tt)*] $all:tt} $($more:tt)*
@@ -133,7 +133,7 @@ macro_rules! section {
         $crate::FlagValue::show(&default)
     }};
 
-    // From the flag.
+    // Parsing of the flag.
     (
         @read [json_only $($rest:tt)*]
             $all:tt $options:ident $field:ident, $ty:ty, $default:expr
@@ -162,7 +162,7 @@ macro_rules! section {
         }
     };
 
-    // Without any key given.
+    // Defaults without any key given.
     (@impl_default $Name:ident [] $fields:tt) => {};
     (@impl_default $Name:ident [true] {
         $($field:ident $options:tt $ty:ty [$($default:expr)?])*
@@ -184,7 +184,7 @@ macro_rules! section {
             .expect(concat!(stringify!($field), " has a default"))
     };
 
-    // From JSON.
+    // Parsing of JSON.
     (@take [flatten $($rest:tt)*] $object:ident $walk:ident $field:ident, $ty:ty) => {
         <$ty as $crate::Object>::take($object, $walk)?
     };
@@ -215,7 +215,7 @@ macro_rules! section {
     (@absent $walk:ident $field:ident, $default:expr) => { $default };
     (@absent $walk:ident $field:ident) => { $walk.absent(stringify!($field))? };
 
-    // Into JSON.
+    // Writing of JSON.
     (@write [flatten $($rest:tt)*] $map:ident $this:ident $field:ident, $ty:ty) => {
         $crate::Object::write(&$this.$field, $map)?
     };
@@ -359,7 +359,7 @@ macro_rules! section {
     };
     (@parse $vis:vis $Name:ident []) => {
         impl $Name {
-            /// Reads the flag's value.
+            /// Parses the flag's value.
             $vis fn parse(text: &str) -> Result<Self, $crate::ConfigError> {
                 use $crate::{Options, Section, Table};
 
@@ -370,14 +370,14 @@ macro_rules! section {
     (@parse $vis:vis $Name:ident [$by:ident]) => {};
 }
 
-/// Makes an enum of option words. Each variant has its name in JSON, in parentheses other names
-/// that JSON may have, its word in the flag, and other words that the flag may have:
+/// Generates an enum of option words. Each variant has its name in JSON, in parentheses alternative
+/// names in JSON, its word in the flag, and alternative words in the flag:
 ///
 /// ```text
 /// FixedVhd = "FixedVhd" ("vhd") "vhd" "fixed-vhd" hidden,
 /// ```
 ///
-/// A variant that ends with `hidden` is read but not named in the help and in errors.
+/// A variant that ends with `hidden` is accepted, but not named in the help and in errors.
 #[macro_export]
 macro_rules! words {
     (
@@ -448,7 +448,7 @@ macro_rules! words {
 }
 
 /// Implements [`crate::JsonValue`] and [`crate::FlagValue`] for a type that is a string in both.
-/// The function at the end reads it.
+/// The function at the end parses it.
 #[macro_export]
 macro_rules! text_value {
     ($Type:ty, $form:literal, $expected:expr, $read:expr) => {

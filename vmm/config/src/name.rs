@@ -1,11 +1,11 @@
-//! Names of devices. They appear in logs, as labels of metrics and in the API, and never in a path.
+//! Names of devices. They appear in logs, in metric labels and in the API, but never in a path.
 
 use crate::error::ConfigError;
 
-/// Devices that there is one of are called so.
+/// Prefix of the IDs that Foreshore assigns to devices of which a VM has only one.
 const OURS: &str = "__";
 
-/// Refuses what is no name.
+/// Checks that `name` is a valid name.
 pub fn check(flag: &'static str, key: &str, name: &str) -> Result<(), ConfigError> {
     if !name.is_empty() && !name.contains(char::is_control) && !name.starts_with(OURS) {
         return Ok(());

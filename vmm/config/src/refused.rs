@@ -1,4 +1,4 @@
-//! Keys of Cloud Hypervisor that foreshore refuses, unless their value is neutral.
+//! Keys of Cloud Hypervisor that Foreshore refuses, unless their value is neutral.
 
 use serde_json::Value;
 
@@ -8,7 +8,7 @@ use crate::error::ConfigError;
 pub struct Refused {
     /// Name in the flag and in JSON.
     pub key: &'static str,
-    /// Values that request nothing, in any case.
+    /// Values that request nothing, regardless of case.
     pub neutral: &'static [&'static str],
     pub why: &'static str,
 }

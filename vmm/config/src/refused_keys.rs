@@ -2,19 +2,19 @@
 
 use crate::{OFF, Refused};
 
-/// Of what sits on the PCI bus.
+/// Keys of devices on the PCI bus.
 pub const PCI: &[Refused] = &[
     Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
     Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
 ];
 
-/// Of what may not choose its place there.
+/// Keys of devices whose PCI slot cannot be chosen.
 pub const SLOT: &[Refused] =
     &[Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" }];
 
 pub const NO_VHOST_USER: &str = "vhost-user is not implemented";
 
-/// Of what another process could serve.
+/// Keys of devices that another process could serve.
 pub const VHOST_USER: &[Refused] = &[
     Refused { key: "vhost_user", neutral: OFF, why: NO_VHOST_USER },
     Refused { key: "socket", neutral: &[], why: NO_VHOST_USER },
@@ -23,7 +23,7 @@ pub const VHOST_USER: &[Refused] = &[
 
 const NO_RATE_LIMITS: &str = "there are no rate limits: io.max of the VMM's cgroup limits disks, and tc on the tap limits networks";
 
-/// Of what could be slowed down.
+/// Keys of devices with rate limits in Cloud Hypervisor.
 pub const RATE_LIMITS: &[Refused] = &[
     Refused { key: "rate_limit_group", neutral: &[], why: NO_RATE_LIMITS },
     Refused { key: "rate_limiter_config", neutral: &[], why: NO_RATE_LIMITS },

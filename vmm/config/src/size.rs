@@ -1,25 +1,26 @@
-//! Bounds that the sizes of a configuration share.
+//! Common bounds of sizes in a configuration.
 
 use foreshore_types::size::Size;
 use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 
 use crate::error::ConfigError;
 
-/// Largest size of a flag: the most physical address bits of x86-64 are 52. A guest may have fewer,
+/// Largest size in a flag: x86-64 has at most 52 physical address bits. A guest may have fewer,
 /// which is checked when the VM is built.
 pub const MAX_BYTES: u64 = 1 << 52;
 
-/// Checks a size of memory: whole units, at least one, at most [`MAX_BYTES`].
+/// Checks a size of memory: a multiple of [`UNIT_BYTES`], greater than 0, and at most
+/// [`MAX_BYTES`].
 pub fn check(flag: &'static str, key: &'static str, bytes: u64) -> Result<(), ConfigError> {
     check_in(flag, key, bytes, UNIT_BYTES)
 }
 
-/// Checks a size of memory that is never plugged or unplugged: whole pages.
+/// Checks a size of memory that is never plugged or unplugged: a multiple of a page.
 pub fn check_pages(flag: &'static str, key: &'static str, bytes: u64) -> Result<(), ConfigError> {
     check_in(flag, key, bytes, PAGE_BYTES)
 }
 
-/// Checks a size in whole units of `unit_bytes`.
+/// Checks a size that must be a multiple of `unit_bytes`.
 pub fn check_in(
     flag: &'static str,
     key: &'static str,

@@ -51,7 +51,7 @@ section! {
 }
 
 section! {
-    /// Section of which no key must be given.
+    /// Section without required keys.
     pub(crate) struct Whole: "--whole" "things that may be left out" {
         count: u8 = 3 => "Number",
         most (derived): u8 = count => "Largest number",
@@ -114,7 +114,7 @@ fn defaults_are_those_of_the_table_everywhere() {
     assert_eq!(read_body::<Whole>(b"{}").unwrap().0, expected);
 }
 
-/// As Cloud Hypervisor's parser does.
+/// Cloud Hypervisor's parser does the same.
 #[test]
 fn values_are_trimmed_and_an_empty_one_is_not_given() {
     assert_eq!(thing(" path=/a , size= 8M ,count= "), thing("path=/a,size=8M"));
@@ -167,7 +167,7 @@ fn quotes_keep_commas_and_are_removed() {
     assert_eq!(thing(r#"path="/a""b""#).path, PathBuf::from(r#"/a"b"#));
 }
 
-/// Cloud Hypervisor reads `--api-socket` the same way.
+/// Cloud Hypervisor parses `--api-socket` in the same way.
 #[test]
 fn bare_value_is_literal_up_to_the_next_key() {
     let place = |text: &str| Place::parse(text).unwrap();
@@ -328,7 +328,7 @@ fn json_errors_name_field_value_and_bound() {
     }
 }
 
-/// A client must read the answers of a newer VMM.
+/// A client must accept the answers of a newer VMM.
 #[test]
 fn unknown_fields_of_an_answer_are_ignored() {
     let part =

@@ -1,10 +1,10 @@
 //! Unknown fields in JSON.
 //!
-//! They are ignored, as in Cloud Hypervisor, so that clients of a later version keep working
-//! (docs/design/decisions/0019). A mistyped field is ignored as well, so the warning names the
-//! fields.
+//! Unknown fields are ignored, as in Cloud Hypervisor, so that clients of a later version continue
+//! to work (docs/design/decisions/0019). Because a mistyped field is ignored as well, the warning
+//! names the fields.
 
-/// Upper limit of fields in a warning, because a client may send thousands.
+/// Upper limit of names in a warning, because a client may send thousands of fields.
 const MOST_NAMES: usize = 8;
 /// Upper limit of characters of a name in a warning.
 const MOST_CHARS: usize = 64;

@@ -8,17 +8,17 @@ use super::{JsonError, Walk, one_of};
 pub struct Word<T: 'static> {
     pub value: T,
     pub json: &'static str,
-    /// Other names that JSON may have.
+    /// Alternative names in JSON.
     pub json_aliases: &'static [&'static str],
     /// Word in the flag.
     pub flag: &'static str,
-    /// Other words that the flag may have, beside the name in JSON.
+    /// Alternative words in the flag, in addition to the name in JSON.
     pub flag_aliases: &'static [&'static str],
-    /// The help and errors name it.
+    /// True if the help and errors name it.
     pub is_shown: bool,
 }
 
-/// An enum of option words. In JSON names are exact; a flag also has words, in any case of letters.
+/// Enum of option words. Names in JSON are exact. Flags also have words, and ignore case.
 pub trait Words: Copy + PartialEq + 'static {
     /// Names of every variant.
     const WORDS: &'static [Word<Self>];
@@ -28,7 +28,7 @@ pub trait Words: Copy + PartialEq + 'static {
         Self::WORDS.iter().find(|word| word.value == self).expect("every variant has a word")
     }
 
-    /// Reads a word of the flag.
+    /// Parses a word of the flag.
     fn word_from_flag(text: &str) -> Option<Self> {
         let has = |word: &&Word<Self>| {
             let mut names =
@@ -38,12 +38,12 @@ pub trait Words: Copy + PartialEq + 'static {
         Self::WORDS.iter().find(has).map(|word| word.value)
     }
 
-    /// Words of the flag that are shown.
+    /// Words of the flag that the help and errors name.
     fn flag_words() -> Vec<&'static str> {
         Self::WORDS.iter().filter(|word| word.is_shown).map(|word| word.flag).collect()
     }
 
-    /// Reads a name in JSON.
+    /// Parses a name in JSON.
     fn word_from_json(json: &Value, walk: &Walk) -> Result<Self, JsonError> {
         let has = |word: &&Word<Self>| {
             word.json == json || word.json_aliases.iter().any(|name| name == json)

@@ -1,4 +1,4 @@
-//! Calls, tried on a server whose owner grants everything.
+//! Tests of calls on a server whose owner grants every request.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -19,25 +19,24 @@ use tokio::net::UnixStream;
 use crate::names::{of_kind, samples};
 use crate::verdict::Verdict;
 
-/// A server, and what its owner was asked, in words.
+/// Server, and the requests that its owner received, as text.
 pub(crate) struct Api {
     path: PathBuf,
     asked: Arc<Mutex<Vec<String>>>,
-    /// Whether the VM runs.
+    /// True if the VM runs.
     runs: Arc<AtomicBool>,
     _server: Server,
     _dir: TempDir,
 }
 
-/// What comes of a call.
+/// Result of a call.
 pub(crate) struct Tried {
-    /// How far it is there.
     pub verdict: Verdict,
-    /// With what it was answered, of a VM that runs and of one that does not.
+    /// Statuses of the answers, for a VM that runs and for one that does not.
     pub statuses: BTreeSet<u16>,
 }
 
-/// A VM that has all there is to tell.
+/// VM information with all optional fields.
 fn info() -> VmInfo {
     let node = json!({"id": "_disk0", "resources": [], "children": [], "pci_bdf": "0000:00:01.0"});
     serde_json::from_value(json!({
@@ -47,7 +46,7 @@ fn info() -> VmInfo {
     .expect("vm.info's fields")
 }
 
-/// Answers as the VM's owner does when all is well.
+/// Answers requests as the VM's owner does on success.
 async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<AtomicBool>) {
     while let Some(request) = requests.recv().await {
         asked.lock().push(format!("{request:?}"));
@@ -81,7 +80,7 @@ async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<A
     }
 }
 
-/// Bodies that calls take; all others have none.
+/// Bodies of calls. All other calls have none.
 const VALID: &[(&str, &str)] = &[
     ("vm.add-disk", r#"{"path": "/d"}"#),
     ("vm.add-net", r#"{"tap": "t"}"#),
@@ -96,7 +95,7 @@ const VALID: &[(&str, &str)] = &[
 ];
 
 impl Api {
-    /// Runs `test` on the runtime that the VMM has: one thread.
+    /// Runs `test` on a runtime with one thread, as in the VMM.
     pub(crate) fn run<T, F: Future<Output = T>>(test: impl FnOnce(Self) -> F) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
@@ -112,8 +111,8 @@ impl Api {
         })
     }
 
-    /// One request on a connection of its own: the status, and the body if its length was said.
-    /// Events have none, and never end.
+    /// Sends a request on a new connection. Returns the status, and the body if the answer has a
+    /// length. The stream of events has no length and never ends.
     pub(crate) async fn exchange(&self, method: &str, call: &str, body: &str) -> (u16, String) {
         let mut stream = BufReader::new(UnixStream::connect(&self.path).await.unwrap());
         let len = body.len();
@@ -141,8 +140,8 @@ impl Api {
         (status.expect("a status"), String::from_utf8(answer).unwrap())
     }
 
-    /// What a request comes to that nothing is wrong with. It is answered alike, or there is no
-    /// such call.
+    /// Sends a valid request for a VM that runs and one that does not, and returns the verdict and
+    /// the statuses.
     pub(crate) async fn attempt(&self, method: &str, call: &str) -> Tried {
         let body = VALID
             .iter()
@@ -178,7 +177,7 @@ impl Api {
         serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{call}: {status} {error}"))
     }
 
-    /// Whether the owner hears of a field of a body.
+    /// Checks that a field of a body reaches the owner.
     async fn of_body(&self, call: &str, base: &Value, field: &str, text: &str) -> Verdict {
         let mut body = base.clone();
         let value: Value = serde_json::from_str(text).unwrap();
@@ -193,17 +192,17 @@ impl Api {
     }
 }
 
-/// JSON, which no constant can be.
+/// JSON value, as a function because it cannot be a constant.
 pub(crate) type Json = fn() -> Value;
 
-/// Bodies of calls: schema, call, and what must be in it.
+/// Bodies of calls: schema, call, and required fields.
 const BODIES: &[(&str, &str, Json)] = &[
     ("VmResize", "vm.resize", || json!({})),
     ("VmResizeDisk", "vm.resize-disk", || json!({"id": "a", "desired_size": 512})),
     ("VmResizeZone", "vm.resize-zone", || json!({"id": "a", "desired_ram": 2 << 20})),
     ("VmRemoveDevice", "vm.remove-device", || json!({"id": "a"})),
 ];
-/// Answers: schema, call, and where in it.
+/// Answers: schema, method, call, body, and path in the answer.
 const ANSWERS: &[(&str, &str, &str, &str, &str)] = &[
     ("VmmPingResponse", "GET", "vmm.ping", "", ""),
     ("VmInfo", "GET", "vm.info", "", ""),
@@ -211,7 +210,7 @@ const ANSWERS: &[(&str, &str, &str, &str, &str)] = &[
     ("PciDeviceInfo", "PUT", "vm.add-disk", r#"{"path": "/d"}"#, ""),
 ];
 
-/// The verdict on a field of a body or an answer; none if the schema is of something else.
+/// Verdict on a field of a body or an answer. `None` for other schemas.
 pub(crate) async fn of_field(api: &Api, name: &str, text: &'static str) -> Option<Verdict> {
     let (schema, field) = name.split_once('.').expect("a schema and a field");
     if let Some((_, call, base)) = BODIES.iter().find(|(of, ..)| *of == schema) {
@@ -224,8 +223,8 @@ pub(crate) async fn of_field(api: &Api, name: &str, text: &'static str) -> Optio
     Some(if is_told { Verdict::Implemented } else { not_told() })
 }
 
-/// Every call, each held against the statuses that Cloud Hypervisor's description has for what
-/// succeeds.
+/// Verdicts on all calls. The statuses of successful calls must equal those in Cloud Hypervisor's
+/// description.
 pub(crate) async fn rows(api: &Api) -> Vec<(String, Verdict)> {
     let mut rows = Vec::new();
     for (name, statuses) in of_kind("call") {

@@ -1,4 +1,4 @@
-//! Fields of a configuration, tried on the parser of JSON.
+//! Tests of the fields of a configuration on the parser of JSON.
 
 use foreshore::config::VmConfig;
 use foreshore_config::JsonError;
@@ -8,12 +8,12 @@ use crate::calls::Json;
 use crate::names::{of_kind, samples};
 use crate::verdict::{Verdict, of_json_error};
 
-/// Where a schema of the description is in a configuration, and what must be there with it.
+/// Place of a schema in a configuration, with the sections that it requires.
 struct Place {
     schema: &'static str,
-    /// A path as in RFC 6901 to an object that has what it must have.
+    /// Path (RFC 6901) to an object with its required fields.
     path: &'static str,
-    /// Sections that a configuration needs for it.
+    /// Sections of the configuration that the place requires.
     base: Json,
 }
 
@@ -59,7 +59,7 @@ const PLACES: &[Place] = &[
     Place { schema: "NumaDistance", path: "/numa/0/distances/0", base: nodes },
 ];
 
-/// What a field needs beside it.
+/// Fields that a field requires beside it.
 const WITH: &[(&str, Json)] = &[
     ("ConsoleConfig.file", || json!({"mode": "File"})),
     ("ConsoleConfig.socket", || json!({"mode": "Socket"})),
@@ -115,7 +115,7 @@ fn merge(object: &mut Value, more: Value) {
     object.as_object_mut().expect("an object").extend(more);
 }
 
-/// A VM that has a place for the fields of a schema.
+/// Configuration with a place for the fields of a schema.
 fn base(place: &Place) -> Map<String, Value> {
     let mut config =
         json!({"payload": {"kernel": "/k"}, "cpus": {"boot_vcpus": 2, "max_vcpus": 4}});
@@ -123,13 +123,13 @@ fn base(place: &Place) -> Map<String, Value> {
     config.as_object().expect("an object").clone()
 }
 
-/// As it is shown, and what is warned of.
+/// Parses a configuration, and returns it as JSON with warnings.
 fn shown(config: Map<String, Value>) -> Result<(Value, Vec<String>), JsonError> {
     let (config, warnings) = VmConfig::from_json_warned(config)?;
     Ok((serde_json::to_value(&config).expect("a configuration is JSON"), warnings))
 }
 
-/// How the flag of a field begins: that of `/disks/0` is `--disk`.
+/// Start of the flag of a field, for example `--disk` for `/disks/0`.
 fn flag_of(place: &Place, field: &str) -> String {
     let section = place.path.split('/').nth(1).unwrap_or(field);
     format!("--{}", section.trim_end_matches('s'))
@@ -155,7 +155,7 @@ fn attempt(place: &Place, name: &str, field: &str, value: &Value) -> Verdict {
     let without = shown(plain.as_object().expect("an object").clone());
     match shown(tried.as_object().expect("an object").clone()) {
         Ok((tried, _)) if without.is_ok_and(|(plain, _)| plain == tried) => {
-            // What is known is not just anything.
+            // A known field refuses nonsense.
             let is_known = shown(nonsense.as_object().expect("an object").clone()).is_err();
             let unknown = || Verdict::NotThere("it is passed over".to_owned());
             if is_known { Verdict::without_effect() } else { unknown() }
@@ -183,14 +183,14 @@ fn verdict(place: &Place, name: &str, field: &str, text: &'static str) -> Verdic
     verdict
 }
 
-/// The verdict on a field of a configuration; none if the schema is of something else.
+/// Verdict on a field of a configuration. `None` for other schemas.
 pub(crate) fn of_config(name: &str, text: &'static str) -> Option<Verdict> {
     let (schema, field) = name.split_once('.').expect("a schema and a field");
     let place = PLACES.iter().find(|place| place.schema == schema)?;
     Some(verdict(place, name, field, text))
 }
 
-/// Which pages of docs/ say what a schema's fields do.
+/// Pages of docs/ that describe the fields of a schema.
 const PAGES: &[(&str, &[&str])] = &[
     ("BalloonConfig", &["balloon"]),
     ("ConsoleConfig", &["consoles"]),
@@ -219,7 +219,7 @@ const PAGES: &[(&str, &[&str])] = &[
     ("VsockConfig", &["vsock"]),
 ];
 
-/// Whether a page has `word` in code: between backticks, or in a block.
+/// Returns true if a page has `word` in code: between backticks, or in a block.
 fn has_in_code(page: &str, word: &str) -> bool {
     let has = |code: &str| {
         code.split(|c: char| !c.is_alphanumeric() && c != '_').any(|part| part == word)
@@ -230,7 +230,7 @@ fn has_in_code(page: &str, word: &str) -> bool {
     })
 }
 
-/// That a field is taken says nothing of what it does.
+/// A verdict does not describe the effect of a field, so its page has to.
 #[test]
 fn what_each_field_does_that_is_implemented_stands_on_its_page() {
     let mut missing = Vec::new();
@@ -253,8 +253,8 @@ fn what_each_field_does_that_is_implemented_stands_on_its_page() {
     assert_eq!(missing, Vec::<&str>::new());
 }
 
-/// What is passed over is not done, and nobody is told: every field of Cloud Hypervisor's is done
-/// or refused.
+/// An ignored field would be silently without effect. Every field of Cloud Hypervisor is therefore
+/// implemented or refused.
 #[test]
 fn no_field_is_passed_over() {
     let fields = of_kind("field").filter_map(|(name, text)| Some((name, of_config(name, text?)?)));
@@ -263,9 +263,9 @@ fn no_field_is_passed_over() {
     assert_eq!(passed_over.collect::<Vec<_>>(), Vec::<&str>::new());
 }
 
-/// A VM as Cloud Hypervisor 54 shows it in `vm.info`, where it writes out everything that is no
-/// option: to give that to another VMM is how a VM is copied. `disable_io_uring`, `disable_aio` and
-/// `gdb` are not in its description.
+/// Configuration that `vm.info` of Cloud Hypervisor 54 returns. It writes out all fields that are
+/// not optional, and clients copy a VM by passing it to another VMM. `disable_io_uring`,
+/// `disable_aio` and `gdb` are not in its description.
 fn as_it_is_shown() -> Value {
     json!({
         "cpus": {"boot_vcpus": 1, "max_vcpus": 2, "kvm_hyperv": false, "max_phys_bits": 46, "features": {"amx": false},
@@ -302,7 +302,7 @@ fn as_it_is_shown() -> Value {
 fn a_vm_as_cloud_hypervisor_shows_it_is_taken() {
     let (shown, warnings) = shown(as_it_is_shown().as_object().unwrap().clone()).unwrap();
     assert_eq!(shown["disks"][0]["id"], "_disk0");
-    // Descriptors that were handed over are another process's.
+    // Inherited descriptors belong to another process.
     assert!(
         matches!(&warnings[..], [one] if one.starts_with("--net: fds in JSON")),
         "{warnings:?}"
@@ -313,8 +313,8 @@ fn a_vm_as_cloud_hypervisor_shows_it_is_taken() {
     assert!(VmConfig::from_json(other.as_object().unwrap().clone()).is_err());
 }
 
-/// Nobody is warned of what Cloud Hypervisor has: whoever reads that a key is unknown has mistyped
-/// it.
+/// Fields of Cloud Hypervisor cause no warning about unknown fields, which would look like a typing
+/// error.
 #[test]
 fn no_field_is_taken_for_a_mistyped_one() {
     for (name, text) in of_kind("field") {
@@ -334,7 +334,7 @@ fn no_field_is_taken_for_a_mistyped_one() {
     }
 }
 
-/// Clients write out what is the default anyway.
+/// Clients write out defaults.
 #[test]
 fn defaults_of_fields_are_taken() {
     for (name, text) in of_kind("field") {

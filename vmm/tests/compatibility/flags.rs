@@ -1,4 +1,4 @@
-//! Flags and their keys, tried on the parser of the command line.
+//! Tests of flags and their keys on the parser of the command line.
 
 use std::ffi::OsString;
 
@@ -7,7 +7,7 @@ use foreshore::config::{CliError, Command, Launch, parse_command_line};
 use crate::names::{of_kind, samples};
 use crate::verdict::{Verdict, of_cli_error};
 
-/// The rest of a command line that a flag's value goes with.
+/// Other flags that a flag requires.
 const ALONGSIDE: &[(&str, &[&str])] = &[
     ("--firmware", &[]),
     ("--kernel", &[]),
@@ -15,7 +15,7 @@ const ALONGSIDE: &[(&str, &[&str])] = &[
     ("--numa", OTHER_NODE),
     ("--serial tty", &["--console", "off"]),
 ];
-/// Memory for two nodes, and one of them.
+/// Memory for two nodes, and one of the nodes.
 const OTHER_NODE: &[&str] = &[
     "--memory",
     "size=0",
@@ -25,7 +25,7 @@ const OTHER_NODE: &[&str] = &[
     "--numa",
     "guest_numa_id=1,cpus=1-3,memory_zones=b",
 ];
-/// What every value of a flag needs; a key that is tried takes its own place.
+/// Keys that every value of a flag requires. A tested key replaces the one of the same name.
 const BASES: &[(&str, &str)] = &[
     ("--balloon", "size=0"),
     ("--console", "off"),
@@ -36,13 +36,13 @@ const BASES: &[(&str, &str)] = &[
     ("--net", "tap=t"),
     ("--net fd", ""),
     ("--numa", "guest_numa_id=0,cpus=0,memory_zones=a"),
-    // What is there at all makes a difference; what is tried may make none.
+    // The presence of the flag makes a difference, although the tested key may not.
     ("--platform", "num_pci_segments=1"),
     ("--pmem", "file=/p"),
     ("--serial", "off"),
     ("--vsock", "cid=3,socket=/s"),
 ];
-/// What a key needs beside it.
+/// Keys that a key requires beside it.
 const WITH: &[(&str, &str)] = &[
     ("--memory hotplug_size", "hotplug_method=virtio-mem"),
     ("--memory hotplugged_size", "hotplug_method=virtio-mem,hotplug_size=1G"),
@@ -53,7 +53,7 @@ const WITH: &[(&str, &str)] = &[
     ("--net ip", "mask=255.0.0.0"),
     ("--net mask", "ip=10.0.0.1"),
 ];
-/// Keys of `--console` and `--serial` that say the mode, of which there is one.
+/// Keys of `--console` and `--serial` that select the mode. Only one can be given.
 const MODES: [&str; 6] = ["off", "pty", "tty", "null", "file", "socket"];
 
 fn look_up<T: Copy>(table: &[(&str, T)], name: &str) -> Option<T> {
@@ -68,7 +68,7 @@ fn launch(args: &[&str]) -> Result<Option<Launch>, CliError> {
     })
 }
 
-/// A command line that is valid but for what is tried.
+/// Command line that is valid except for the tested part.
 fn command_line<'a>(flag: &'a str, name: &str, value: Option<&'a str>) -> Vec<&'a str> {
     let mut args = Vec::new();
     if !["--kernel", "--firmware"].contains(&flag) {
@@ -84,7 +84,7 @@ fn command_line<'a>(flag: &'a str, name: &str, value: Option<&'a str>) -> Vec<&'
     args
 }
 
-/// What comes of a command line, by what one without the thing that is tried comes to.
+/// Verdict on a command line, by comparison with the result without the tested part.
 fn compare(flag: &str, without: Result<Option<Launch>, CliError>, with: &[&str]) -> Verdict {
     let tried = match launch(with) {
         Ok(Some(tried)) => tried,
@@ -102,7 +102,7 @@ fn compare(flag: &str, without: Result<Option<Launch>, CliError>, with: &[&str])
     }
     match without {
         Ok(Some(plain)) if plain == tried => Verdict::without_effect(),
-        // Without what is tried there would be nothing to start.
+        // Without the tested part, the command line starts nothing or another VM.
         Ok(_) | Err(_) => Verdict::Implemented,
     }
 }
@@ -113,10 +113,10 @@ fn flag_verdict(flag: &str, sample: Option<&'static str>) -> Verdict {
     compare(flag, launch(&without), &with)
 }
 
-/// What a flag's value has beside `key`.
+/// Keys in a flag's value beside `key`.
 fn beside(flag: &str, key: &str) -> Vec<&'static str> {
     let name = format!("{flag} {key}");
-    // What says the mode is all there is.
+    // A key that selects the mode is the whole value.
     let base = if is_mode(flag, key) {
         None
     } else {
@@ -157,7 +157,7 @@ fn key_verdict(flag: &str, key: &str, text: &'static str) -> Verdict {
     verdict
 }
 
-/// Every flag, and every key of each.
+/// Verdicts on all flags and their keys.
 pub(crate) fn rows() -> Vec<(String, Verdict)> {
     let flags: Vec<_> =
         of_kind("flag").map(|(flag, sample)| (flag, flag_verdict(flag, sample))).collect();
@@ -176,7 +176,7 @@ pub(crate) fn rows() -> Vec<(String, Verdict)> {
     flags.into_iter().map(|(flag, verdict)| (flag.to_owned(), verdict)).chain(keys).collect()
 }
 
-/// Clients write out what is the default anyway.
+/// Clients write out defaults.
 #[test]
 fn defaults_of_keys_are_taken() {
     for (name, text) in of_kind("key") {

@@ -1,9 +1,9 @@
-//! docs/reference/compatibility.md, docs/reference/openapi.json, and what is really so.
+//! Tests that docs/reference/compatibility.md and docs/reference/openapi.json match the code.
 //!
-//! `cloud-hypervisor-0.3.0.names` lists what Cloud Hypervisor has: every flag and key of its
-//! programs, every call and field of its API's description, with values to try them with. Each is
-//! tried, on the parsers and on a server, and what comes of it is what the page says. `UPDATE=1
-//! cargo test -p foreshore --test compatibility` writes the page anew.
+//! `cloud-hypervisor-0.3.0.names` lists every flag and key of Cloud Hypervisor's programs and every
+//! call and field of its API's description, with sample values. Each is tried on the parsers and on
+//! a server, and the page must contain the resulting verdicts. `UPDATE=1 cargo test -p foreshore
+//! --test compatibility` updates the page.
 
 mod calls;
 mod fields;

@@ -1,18 +1,18 @@
-//! What Cloud Hypervisor has, by name.
+//! Names of Cloud Hypervisor's flags, keys, calls and fields.
 
 const NAMES: &str = include_str!("cloud-hypervisor-0.3.0.names");
 
-/// Values to try a name with.
+/// Sample values for a name.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Samples {
-    /// What it is when nothing is said, where that can be written out.
+    /// Default, if it can be written out.
     pub default: Option<&'static str>,
-    /// Something else.
+    /// Another value.
     pub other: &'static str,
 }
 
-/// The names of one kind (`call`, `field`, `flag`, `key`), with what is behind the `=`: values to
-/// try it with, and of a call the statuses of its description that are no errors.
+/// Names of one kind (`call`, `field`, `flag`, `key`) with the text after the `=`: sample values,
+/// or the success statuses of a call in its description.
 pub(crate) fn of_kind(kind: &str) -> impl Iterator<Item = (&'static str, Option<&'static str>)> {
     NAMES.lines().filter_map(move |line| {
         let name = line.strip_prefix(kind)?.strip_prefix(' ')?;
@@ -20,7 +20,7 @@ pub(crate) fn of_kind(kind: &str) -> impl Iterator<Item = (&'static str, Option<
     })
 }
 
-/// `DEFAULT | OTHER`, with `-` for none.
+/// Parses `DEFAULT | OTHER`, with `-` for no default.
 pub(crate) fn samples(text: &'static str) -> Samples {
     let (default, other) =
         text.split_once(" | ").unwrap_or_else(|| panic!("{text:?} is not DEFAULT | OTHER"));
@@ -30,6 +30,6 @@ pub(crate) fn samples(text: &'static str) -> Samples {
 #[test]
 fn names_are_sorted_and_told_once() {
     let names: Vec<_> = NAMES.lines().map(|line| line.split(" = ").next().unwrap()).collect();
-    // A conflict of two changes is then easily mended: both lines stay.
+    // In a sorted list, conflicts are resolved by keeping both lines.
     assert!(names.is_sorted_by(|one, next| one < next), "sort them, each once");
 }

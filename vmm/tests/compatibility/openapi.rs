@@ -1,4 +1,4 @@
-//! docs/reference/openapi.json against the server's calls and the types that are read and answered.
+//! Tests of docs/reference/openapi.json against the calls of the server and the types of its JSON.
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -44,7 +44,7 @@ fn calls_are_those_of_the_server() {
                 let expected = match tried.verdict {
                     Verdict::NotThere(_) => None,
                     Verdict::Refused(_) => Some(answered),
-                    // What is wrong with a request has a status too.
+                    // Invalid requests have a status as well.
                     _ => {
                         answered.insert("default".to_owned());
                         Some(answered)
@@ -59,7 +59,7 @@ fn calls_are_those_of_the_server() {
     });
 }
 
-/// A value that has all that a schema tells of.
+/// Value with all fields of a schema.
 fn sample(document: &Value, schema: &Value) -> Value {
     if let Some(example) = schema.get("example") {
         return example.clone();
@@ -93,15 +93,14 @@ fn sample(document: &Value, schema: &Value) -> Value {
     }
 }
 
-/// The names of a struct's fields, those among them that JSON leaves out when there is nothing to
-/// say.
+/// Names of a struct's fields, including those that JSON omits if they are empty.
 fn fields(value: &impl Debug) -> BTreeSet<String> {
     let lines = format!("{value:#?}");
     let fields = lines.lines().filter_map(|line| line.strip_prefix("    ")?.split_once(": "));
     fields.map(|(name, _)| name).filter(|name| !name.starts_with(' ')).map(str::to_owned).collect()
 }
 
-/// Holds a type against its schema: each has what the other has.
+/// Checks that a type and its schema have the same fields.
 #[track_caller]
 fn check<T: Serialize + DeserializeOwned + Debug>(schema: &str) {
     let document = document();
@@ -112,7 +111,7 @@ fn check<T: Serialize + DeserializeOwned + Debug>(schema: &str) {
     assert_eq!(serde_json::to_value(&read).unwrap(), whole, "{schema}: something is not read");
     let described_fields = names(&described["properties"]).into_iter().map(str::to_owned).collect();
     assert_eq!(fields(&read), described_fields, "{schema}");
-    // What it says must be there, must; and what need not be, need not.
+    // Required fields suffice to parse the type.
     let required: BTreeSet<_> =
         described["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let least: Map<_, _> = whole
@@ -152,7 +151,7 @@ fn schemas_are_those_of_what_is_read_and_answered() {
     check::<PressureChange>("PressureChange");
 }
 
-/// Generated clients find a mistyped key before the server refuses it.
+/// Generated clients then detect a mistyped key before the server refuses it.
 #[test]
 fn what_takes_no_other_keys_says_so() {
     let document = document();
@@ -180,7 +179,7 @@ fn what_takes_no_other_keys_says_so() {
     });
 }
 
-/// Of what is Cloud Hypervisor's, the description has what we add, and all of it.
+/// For sections of Cloud Hypervisor, the description has exactly the fields that Foreshore adds.
 #[test]
 fn what_is_added_is_described() {
     let document = document();
@@ -189,7 +188,7 @@ fn what_is_added_is_described() {
             .unwrap();
     let info = json!({"config": config, "state": "Running", "memory_actual_size": 1});
     let info: VmInfo = serde_json::from_value(info).unwrap();
-    // A flattened section appears by its keys, not by its name.
+    // A flattened section appears by its keys instead of its name.
     let mut keys = fields(&config);
     assert!(keys.remove("switches"));
     keys.extend(SWITCHES.iter().map(|switch| switch.key.to_owned()));

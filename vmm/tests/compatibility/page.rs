@@ -1,4 +1,5 @@
-//! docs/reference/compatibility.md: its tables are written by this, what is above them by hand.
+//! Tables of docs/reference/compatibility.md, which this test generates. The text above them is
+//! written by hand.
 
 use std::fmt::Write;
 use std::{env, fs};
@@ -11,12 +12,12 @@ use crate::verdict::Verdict;
 use crate::{fields, flags};
 
 const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/reference/compatibility.md");
-/// The rest is written by the test.
+/// Line above the generated part.
 const MARK: &str =
     "<!-- UPDATE=1 cargo test -p foreshore --test compatibility writes all below -->\n";
 
-/// Schemas of what is not there as a whole: what they belong to. When that is there, they need a
-/// place in `fields` or `calls`.
+/// Schemas of unsupported calls and fields, with the name to which they belong. Once that is
+/// supported, its schemas need a place in `fields` or `calls`.
 const PARTS: &[(&str, &str)] = &[
     ("DebugConsoleConfig", "field VmConfig.debug_console"),
     ("DeviceConfig", "call PUT vm.add-device"),
@@ -83,7 +84,7 @@ fn table(page: &mut String, title: &str, mut rows: Rows) {
     write!(page, "\n## {title}\n\n| | | |\n|---|---|---|\n").unwrap();
     for (name, verdict) in rows {
         let (column, why) = verdict.columns();
-        // A line each, whatever changes beside it.
+        // A line each, so that rows change independently.
         writeln!(page, "| `{name}` | {column} | {} |", why.replace('|', "\\|")).unwrap();
     }
 }

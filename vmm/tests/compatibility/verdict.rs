@@ -1,34 +1,34 @@
-//! What comes of trying something of Cloud Hypervisor.
+//! Verdicts on features of Cloud Hypervisor.
 
 use foreshore::config::CliError;
 use foreshore_config::{ConfigError, JsonError};
 
-/// How far foreshore has it.
+/// Support for a feature.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// It is taken and makes a difference.
+    /// Accepted and has an effect.
     Implemented,
-    /// It is taken and makes none, and why.
+    /// Accepted without an effect, for this reason.
     Neutral(String),
-    /// It is refused, with this reason.
+    /// Refused with this reason.
     Refused(String),
     NotThere(String),
 }
 
 impl Verdict {
-    /// It is so anyway.
+    /// Verdict on a value that changes nothing.
     pub(crate) fn without_effect() -> Self {
         Self::Neutral("it changes nothing".to_owned())
     }
 
-    /// What a warning about what was tried says: that it has not got what it asked for.
+    /// Verdict from a warning, which reports that the value has no effect.
     pub(crate) fn of_warnings(warnings: &[String], flag: &str) -> Option<Self> {
         let warning = warnings.iter().find(|warning| warning.starts_with(flag))?;
         let (_, text) = warning.split_once(": ").expect("a warning about a flag");
         Some(Self::Neutral(text.to_owned()))
     }
 
-    /// As it stands on the page.
+    /// Columns of the page.
     pub(crate) fn columns(&self) -> (&'static str, &str) {
         match self {
             Self::Implemented => ("implemented", ""),
@@ -38,7 +38,7 @@ impl Verdict {
         }
     }
 
-    /// A reason with something more to say.
+    /// Adds text to the reason of a refusal.
     pub(crate) fn and(self, more: &str) -> Self {
         match self {
             Self::Refused(why) => Self::Refused(format!("{why}; {more}")),
@@ -47,8 +47,8 @@ impl Verdict {
     }
 }
 
-/// What an error says, if it says that something is not there; others are about the values that
-/// were tried.
+/// Verdict from an error about an unsupported or unknown feature. `None` for errors about the
+/// tested values.
 pub(crate) fn of_error(error: &ConfigError) -> Option<Verdict> {
     match error {
         ConfigError::Unsupported { why, .. } | ConfigError::ForeignSection { why, .. } => {
@@ -62,7 +62,7 @@ pub(crate) fn of_error(error: &ConfigError) -> Option<Verdict> {
     }
 }
 
-/// The same of a command line.
+/// Verdict from an error of the command line.
 pub(crate) fn of_cli_error(error: &CliError) -> Option<Verdict> {
     match error {
         CliError::Foreign { why, .. } => Some(Verdict::Refused((*why).to_owned())),
@@ -74,11 +74,11 @@ pub(crate) fn of_cli_error(error: &CliError) -> Option<Verdict> {
     }
 }
 
-/// The same of a configuration in JSON.
+/// Verdict from an error of JSON.
 pub(crate) fn of_json_error(error: &JsonError) -> Option<Verdict> {
     match error {
         JsonError::Config(error) => of_error(error),
-        // A value that was no fair try.
+        // The sample value is invalid.
         JsonError::Field(_) => None,
     }
 }

@@ -9,13 +9,13 @@ mod tier;
 
 pub use tier::Tier;
 
-/// Unit of memory that is plugged and unplugged: a block of virtio-mem and a chunk of a pool.
+/// Unit of plugged and unplugged memory: a block of virtio-mem and a chunk of a pool.
 pub const UNIT_BYTES: u64 = 2 << 20;
 
-/// Unit of memory that is there from boot on or that ACPI adds: a page.
+/// Unit of boot memory and of memory that ACPI adds: a page.
 pub const PAGE_BYTES: u64 = 4 << 10;
 
-/// Text of an error and of all its causes, in one line.
+/// Text of an error with all its causes, in one line.
 pub fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")

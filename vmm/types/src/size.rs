@@ -1,18 +1,18 @@
-//! Sizes in bytes: one syntax, and one set of texts, for flags, parameters and output.
+//! Sizes in bytes, with one syntax and format for flags, parameters and output.
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Syntax of a size, as errors name it.
+/// Syntax of a size in errors.
 pub const SYNTAX: &str = "bytes, or a number with K, M, G or T";
 
-/// Syntax of a size, as `--help` explains it.
+/// Syntax of a size in `--help`.
 pub const HELP: &str = "Sizes are in bytes, or take K, M, G or T (also KiB to TiB), powers of 1024: 512M, 1.5G, 64MiB.";
 
-/// Significant digits behind the decimal point. A multiple of 2^-40 has no more than 40, so cutting
-/// a number after them does not change its number of whole bytes, in T or in a smaller unit.
+/// Significant digits after the decimal point. A multiple of 2^-40 has at most 40, so cutting a
+/// number after them does not change its number of whole bytes, in T or in a smaller unit.
 const FRACTION_DIGITS: usize = 40;
 
 /// Unit of a size: 1024 to the power of `power`.
@@ -23,7 +23,7 @@ struct Unit {
     power: u32,
 }
 
-/// The units, largest first.
+/// Units, largest first.
 const UNITS: [Unit; 4] = [
     Unit { letter: 'T', name: "TiB", power: 4 },
     Unit { letter: 'G', name: "GiB", power: 3 },
@@ -42,15 +42,13 @@ impl Unit {
     }
 }
 
-/// Reason for which a text is not a size.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum SizeError {
-    /// Text that is not a number with an optional unit.
     #[error("{text:?} is not a size: {SYNTAX}")]
     Malformed { text: String },
     #[error("{text:?} is not a whole number of bytes")]
     NotWhole { text: String },
-    /// More bytes than can be counted.
+    /// The number of bytes exceeds 64 bits.
     #[error("{text:?} is more than {most_bytes} bytes")]
     TooLarge { text: String, most_bytes: u64 },
     /// KB, MB, GB or TB, which are powers of 1000 to some and of 1024 to others.
@@ -68,7 +66,7 @@ pub enum SizeError {
     },
 }
 
-/// `64M` of `64mb`.
+/// Converts `64mb` to `64M`.
 fn without_b(text: &str) -> String {
     text.strip_suffix(['B', 'b']).unwrap_or(text).to_ascii_uppercase()
 }
@@ -111,7 +109,7 @@ pub fn parse(text: &str) -> Result<u64, SizeError> {
     }
 }
 
-/// Digits in front of and behind the decimal point. A point has digits on both sides.
+/// Digits before and after the decimal point. A point has digits on both sides.
 fn split_number(number: &str) -> Option<(&str, &str)> {
     let (integer, fraction) = match number.split_once('.') {
         Some((_, "")) => return None,
@@ -126,7 +124,7 @@ fn find_unit(letter: char) -> Option<Unit> {
 }
 
 /// Computes `integer.fraction` times `base` to the power of `exponent`. Returns the whole part, and
-/// `true` if nothing else is left. All arguments are bounded by `T`, so nothing overflows.
+/// `true` if there is no fraction. All arguments are bounded by `T`, so nothing overflows.
 fn scale(integer: u64, fraction: &str, base: u8, exponent: u32) -> (u128, bool) {
     let (kept, rest) = fraction.split_at(fraction.len().min(FRACTION_DIGITS));
     let mut digits: Vec<u8> = kept.bytes().map(|digit| digit - b'0').collect();
@@ -157,9 +155,8 @@ impl Size {
         }
     }
 
-    /// Text of few digits. Exact if a unit divides the size and leaves at most five digits,
-    /// otherwise with one decimal. It is rounded down, so that it never shows more free space than
-    /// there is.
+    /// Short text. Exact if a unit divides the size and leaves at most five digits, otherwise with
+    /// one decimal. It is rounded down, so that it never shows more free space than there is.
     pub fn rounded(self) -> String {
         let bytes = self.0;
         let fits = |unit: &Unit| bytes >= unit.bytes();

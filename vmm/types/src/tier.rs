@@ -1,4 +1,4 @@
-//! Tiers of memory.
+//! Memory tiers.
 
 use std::fmt;
 
