@@ -152,7 +152,7 @@ fn files_and_sockets_of_a_vm_are_private_at_every_umask() {
 }
 
 #[test]
-fn a_metrics_socket_is_opened_to_others_by_mode_alone() {
+fn mode_opens_the_metrics_socket_to_others() {
     let folder = TempDir::new().unwrap();
     let metrics = folder.path().join("metrics").display().to_string();
     let _vmm = Vmm::start(0o022, folder.path(), &format!("unix:{metrics},mode=0666"));
@@ -168,7 +168,7 @@ fn a_metrics_socket_is_opened_to_others_by_mode_alone() {
 }
 
 #[test]
-fn descriptor_that_was_not_handed_over_is_refused() {
+fn descriptor_that_was_not_inherited_is_refused() {
     let folder = TempDir::new().unwrap();
     let log = folder.path().join("log");
     for flags in [["--api-socket", "fd=77"], ["--event-monitor", "fd=78"]] {

@@ -25,13 +25,13 @@ fn all_are_found_out<T>(inputs: u64, run: fn(&[u8], Mistake<T>), mistakes: &[(&s
 }
 
 #[test]
-fn any_chain_is_a_request_or_refused() {
+fn any_block_chain_is_parsed_or_refused() {
     try_all("blk_request", harness::blk_request, 40_000);
 }
 
 /// Parser limits that assume a larger or writable disk, or smaller blocks.
 #[test]
-fn a_parser_that_lacks_a_check_is_found_out() {
+fn missing_check_of_block_parser_is_detected() {
     use foreshore_devices::virtio::block::request::Limits;
     all_are_found_out::<Limits>(
         40_000,
@@ -46,13 +46,13 @@ fn a_parser_that_lacks_a_check_is_found_out() {
 }
 
 #[test]
-fn any_chain_is_a_frame_or_a_place_for_one_or_refused() {
+fn any_net_chain_is_parsed_or_refused() {
     try_all("net_request", harness::net_request, 10_000);
 }
 
 /// Parser limits with longer chains, or with features that were not negotiated.
 #[test]
-fn a_parser_of_frames_that_lacks_a_check_is_found_out() {
+fn missing_check_of_net_parser_is_detected() {
     use foreshore_devices::virtio::net::header::Offloads;
     use foreshore_devices::virtio::net::request::Limits;
     all_are_found_out::<Limits>(
@@ -73,14 +73,14 @@ fn a_parser_of_frames_that_lacks_a_check_is_found_out() {
 }
 
 #[test]
-fn any_chain_of_a_balloon_is_pages_or_refused() {
+fn any_balloon_chain_is_parsed_or_refused() {
     try_all("balloon_request", harness::balloon_request, 10_000);
 }
 
 /// Broken variants of the places: PM counts as DRAM, a range begins or ends one page too late, or
 /// huge pages count as small pages.
 #[test]
-fn a_balloon_that_gives_back_what_it_must_not_is_found_out() {
+fn broken_balloon_places_are_detected() {
     use foreshore_devices::memory::zone::Tier;
     use foreshore_devices::virtio::balloon::request::Place;
     all_are_found_out::<Vec<Place>>(
@@ -109,13 +109,13 @@ fn a_balloon_that_gives_back_what_it_must_not_is_found_out() {
 }
 
 #[test]
-fn whatever_an_agent_says_no_plan_leaves_its_bounds() {
+fn plans_stay_in_bounds_for_any_agent_report() {
     try_all("agent_report", harness::agent_report, 40_000);
 }
 
 /// Controller without checks of its plans.
 #[test]
-fn a_controller_that_lacks_a_bound_is_found_out() {
+fn missing_bound_of_controller_is_detected() {
     use balloon::controller::Rules;
     all_are_found_out::<Rules>(
         10_000,

@@ -33,7 +33,7 @@ fn expected() -> &'static str {
 }
 
 #[test]
-fn a_machine_that_cannot_is_told_so_in_one_line_and_nothing_is_changed() {
+fn machine_without_kvm_causes_one_line_and_no_change() {
     let folder = TempDir::new().unwrap();
     let pool = folder.path().join("pool");
     drop(Pool::create(&pool, 64 * MIB, 0).unwrap());

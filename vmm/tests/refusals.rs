@@ -113,7 +113,7 @@ fn unknown_keys_words_and_missing_keys_are_refused() {
 }
 
 #[test]
-fn devices_that_the_vmm_lacks_or_a_vm_cannot_have_are_refused() {
+fn unsupported_and_duplicate_devices_are_refused() {
     let files = Files::new();
     refused(
         &files,
@@ -140,7 +140,7 @@ fn devices_that_the_vmm_lacks_or_a_vm_cannot_have_are_refused() {
 }
 
 #[test]
-fn files_and_volumes_that_are_named_twice_are_refused() {
+fn duplicate_files_and_volumes_are_refused() {
     let files = Files::new();
     std::os::unix::fs::symlink("file", files.path("link")).unwrap();
     let other_spelling = format!("pool={},name=data", files.path("./pool"));

@@ -232,7 +232,7 @@ fn has_in_code(page: &str, word: &str) -> bool {
 
 /// A verdict does not describe the effect of a field, so its page has to.
 #[test]
-fn what_each_field_does_that_is_implemented_stands_on_its_page() {
+fn every_implemented_field_is_documented() {
     let mut missing = Vec::new();
     for (name, text) in of_kind("field") {
         let Some(Verdict::Implemented) = of_config(name, text.expect("values to try it with"))
@@ -256,7 +256,7 @@ fn what_each_field_does_that_is_implemented_stands_on_its_page() {
 /// An ignored field would be silently without effect. Every field of Cloud Hypervisor is therefore
 /// implemented or refused.
 #[test]
-fn no_field_is_passed_over() {
+fn no_field_is_ignored() {
     let fields = of_kind("field").filter_map(|(name, text)| Some((name, of_config(name, text?)?)));
     let passed_over =
         fields.filter(|(_, verdict)| matches!(verdict, Verdict::NotThere(_))).map(|(name, _)| name);
@@ -299,7 +299,7 @@ fn as_it_is_shown() -> Value {
 }
 
 #[test]
-fn a_vm_as_cloud_hypervisor_shows_it_is_taken() {
+fn configuration_from_cloud_hypervisor_is_accepted() {
     let (shown, warnings) = shown(as_it_is_shown().as_object().unwrap().clone()).unwrap();
     assert_eq!(shown["disks"][0]["id"], "_disk0");
     // Inherited descriptors belong to another process.
@@ -316,7 +316,7 @@ fn a_vm_as_cloud_hypervisor_shows_it_is_taken() {
 /// Fields of Cloud Hypervisor cause no warning about unknown fields, which would look like a typing
 /// error.
 #[test]
-fn no_field_is_taken_for_a_mistyped_one() {
+fn no_known_field_causes_a_warning() {
     for (name, text) in of_kind("field") {
         let (schema, field) = name.split_once('.').unwrap();
         let Some(place) = PLACES.iter().find(|place| place.schema == schema) else { continue };
@@ -336,7 +336,7 @@ fn no_field_is_taken_for_a_mistyped_one() {
 
 /// Clients write out defaults.
 #[test]
-fn defaults_of_fields_are_taken() {
+fn defaults_of_fields_are_accepted() {
     for (name, text) in of_kind("field") {
         let (schema, field) = name.split_once('.').unwrap();
         let Some(place) = PLACES.iter().find(|place| place.schema == schema) else { continue };

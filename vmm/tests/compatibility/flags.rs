@@ -178,7 +178,7 @@ pub(crate) fn rows() -> Vec<(String, Verdict)> {
 
 /// Clients write out defaults.
 #[test]
-fn defaults_of_keys_are_taken() {
+fn defaults_of_keys_are_accepted() {
     for (name, text) in of_kind("key") {
         let (flag, key) = name.split_once(' ').unwrap();
         let Some(default) = text.and_then(|text| samples(text).default) else { continue };

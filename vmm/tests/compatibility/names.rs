@@ -28,7 +28,7 @@ pub(crate) fn samples(text: &'static str) -> Samples {
 }
 
 #[test]
-fn names_are_sorted_and_told_once() {
+fn names_are_sorted_and_unique() {
     let names: Vec<_> = NAMES.lines().map(|line| line.split(" = ").next().unwrap()).collect();
     // In a sorted list, conflicts are resolved by keeping both lines.
     assert!(names.is_sorted_by(|one, next| one < next), "sort them, each once");

@@ -29,7 +29,7 @@ fn names(object: &Value) -> BTreeSet<&str> {
 }
 
 #[test]
-fn calls_are_those_of_the_server() {
+fn described_calls_equal_those_of_the_server() {
     let document = document();
     let paths = &document["paths"];
     let described: BTreeSet<_> =
@@ -128,7 +128,7 @@ fn check<T: Serialize + DeserializeOwned + Debug>(schema: &str) {
 }
 
 #[test]
-fn schemas_are_those_of_what_is_read_and_answered() {
+fn schemas_match_the_types_of_bodies_and_answers() {
     check::<BalloonInfo>("BalloonInfo");
     check::<GuestKernel>("GuestKernel");
     check::<PmMemoryConfig>("PmMemoryConfig");
@@ -153,7 +153,7 @@ fn schemas_are_those_of_what_is_read_and_answered() {
 
 /// Generated clients then detect a mistyped key before the server refuses it.
 #[test]
-fn what_takes_no_other_keys_says_so() {
+fn strict_sections_declare_no_additional_properties() {
     let document = document();
     let with_another = |schema: &str| {
         let described = &document["components"]["schemas"][schema];
@@ -181,7 +181,7 @@ fn what_takes_no_other_keys_says_so() {
 
 /// For sections of Cloud Hypervisor, the description has exactly the fields that Foreshore adds.
 #[test]
-fn what_is_added_is_described() {
+fn added_fields_are_described() {
     let document = document();
     let config =
         VmConfig::from_json(json!({"payload": {"kernel": "/k"}}).as_object().unwrap().clone())
@@ -207,7 +207,7 @@ fn what_is_added_is_described() {
 }
 
 #[test]
-fn events_are_as_they_are_described() {
+fn events_match_their_description() {
     let document = document();
     let described = sample(&document, &document["components"]["schemas"]["Event"]);
     let (events, _runtime) = (foreshore_devices::events::Events::start(), ());

@@ -103,7 +103,7 @@ fn tables() -> String {
 }
 
 #[test]
-fn the_page_names_the_version_that_clients_are_told() {
+fn page_names_the_compatible_version() {
     let page = fs::read_to_string(PATH).expect("docs/reference/compatibility.md");
     let (by_hand, _) = page.split_once(MARK).expect("the mark above the tables");
     assert!(
@@ -113,7 +113,7 @@ fn the_page_names_the_version_that_clients_are_told() {
 }
 
 #[test]
-fn the_page_says_what_is_so() {
+fn page_matches_the_verdicts() {
     let old = fs::read_to_string(PATH).expect("docs/reference/compatibility.md");
     let (by_hand, old_tables) = old.split_once(MARK).expect("the mark above the tables");
     let tables = tables();
