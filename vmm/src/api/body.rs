@@ -11,17 +11,17 @@ use tokio::time::timeout;
 
 use super::error::ApiError;
 
-/// The largest body of a call about something that there is.
+/// Upper limit of the body of every call except `vm.create`.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
-/// A VM's configuration may be longer: where each of 254 vCPUs has a list of the host's CPUs it is
-/// some hundred KiB.
+/// Upper limit of a VM's configuration. If each of 254 vCPUs has a list of host CPUs, it has
+/// several hundred KiB.
 pub(super) const MAX_CONFIG_BYTES: usize = 512 << 10;
 
-/// How long a client may take from the head of a request to the end of its body.
+/// Time limit from the head of a request to the end of its body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A request's body of at most `MOST` bytes, taken apart. Clients of Cloud Hypervisor do not all
-/// say that they send JSON: it is not asked for.
+/// Parsed body of at most `MOST` bytes. The content type is not checked, because not all clients of
+/// Cloud Hypervisor send that of JSON.
 pub(super) struct JsonBody<T, const MOST: usize = MAX_BODY_BYTES>(pub T);
 
 impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBody<T, MOST> {
@@ -29,7 +29,7 @@ impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBod
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         let call = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
-        // A body that says it is too large is not waited for.
+        // A body whose announced length is too large is refused at once.
         if request.body().size_hint().lower() > MOST as u64 {
             let reason = format!("it is longer than {MOST} bytes");
             return Err(ApiError::Body { status: StatusCode::PAYLOAD_TOO_LARGE, reason });
@@ -52,15 +52,15 @@ impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBod
     }
 }
 
-/// A body that says nothing to its call. It is taken off the connection all the same, so that the
-/// client's next request can follow on it: what is left of one ends the connection.
+/// Body that the call ignores. It is read nevertheless, so that the client can send another
+/// request. The rest of an unread body would end the connection.
 pub(super) struct PassedOver;
 
 impl<S: Send + Sync> FromRequest<S> for PassedOver {
     type Rejection = Infallible;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Infallible> {
-        // What is too large, or does not come, does end it.
+        // A body that is too large or late ends the connection.
         if request.body().size_hint().lower() <= MAX_BODY_BYTES as u64 {
             let _ = timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await;
         }
@@ -68,7 +68,7 @@ impl<S: Send + Sync> FromRequest<S> for PassedOver {
     }
 }
 
-/// Reads an object, and returns it with warnings about it.
+/// Parses an object, and returns it with warnings about it.
 fn parse<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), ApiError> {
     match bytes.trim_ascii_start().first() {
         Some(b'{') => Ok(read_body(bytes)?),

@@ -1,4 +1,4 @@
-//! The API's other side: one call, one connection.
+//! Client of the API. It opens a connection for each call.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -18,12 +18,11 @@ use tokio::net::UnixStream;
 
 use crate::config::NetConfig;
 
-/// The longest answer that is read: many times what any call answers.
+/// Upper limit of an answer, many times the longest answer of any call.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
-/// No call takes more.
+/// Upper limit of descriptors for any call.
 const MAX_DESCRIPTORS: usize = NetConfig::MAX_PAIRS as usize;
 
-/// Why a call fails.
 #[derive(Debug, Error)]
 pub enum ClientError {
     #[error("Cannot reach a VMM at {path:?}")]
@@ -32,7 +31,7 @@ pub enum ClientError {
         #[source]
         source: io::Error,
     },
-    /// Whoever answers does not speak HTTP, or stops in the middle.
+    /// The server does not use HTTP, or the answer ends early.
     #[error("The answer of {path:?} cannot be read: {reason}")]
     Answer { path: PathBuf, reason: String },
     #[error("File descriptors cannot be sent to {path:?}")]
@@ -44,34 +43,33 @@ pub enum ClientError {
     #[error("{status}: {reason}")]
     Refused {
         status: StatusCode,
-        /// The errors of the answer.
+        /// Errors in the answer.
         reason: String,
     },
 }
 
-/// Calls the VMM that listens at a path.
+/// Client of the VMM that listens at a path.
 #[derive(Clone, Debug)]
 pub struct Client {
     path: PathBuf,
 }
 
 impl Client {
-    /// A client of the VMM at `path`.
     pub fn new(path: &Path) -> Self {
         Self { path: path.to_owned() }
     }
 
-    /// Reads: the body of the answer to `GET /api/v1/CALL`.
+    /// Sends `GET /api/v1/CALL` and returns the body of the answer.
     pub async fn get(&self, call: &str) -> Result<Bytes, ClientError> {
         self.call(Method::GET, call, None).await
     }
 
-    /// Changes: `PUT /api/v1/CALL` with a JSON body or none.
+    /// Sends `PUT /api/v1/CALL` with an optional JSON body.
     pub async fn put(&self, call: &str, body: Option<String>) -> Result<Bytes, ClientError> {
         self.call(Method::PUT, call, body).await
     }
 
-    /// The same with the descriptors of these numbers beside it.
+    /// Sends `PUT /api/v1/CALL` with a JSON body and file descriptors.
     pub async fn put_with(
         &self,
         call: &str,
@@ -85,8 +83,8 @@ impl Client {
         self.finish(stream, Method::PUT, call, Some(body)).await
     }
 
-    /// Follows: gives `take` what `GET /api/v1/CALL` answers, piece by piece as it comes, until the
-    /// VMM ends it or `take` fails.
+    /// Sends `GET /api/v1/CALL` and passes the answer to `take` in pieces, until the VMM ends the
+    /// answer or `take` fails.
     pub async fn follow(
         &self,
         call: &str,
@@ -150,11 +148,11 @@ impl Client {
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Sends them with an empty line, which a server passes over in front of a request (RFC 9112, 2.2):
-/// they wait for the request that follows.
+/// Sends descriptors with an empty line, which a server ignores in front of a request (RFC 9112,
+/// 2.2). The server assigns them to the following request.
 async fn send_descriptors(stream: &UnixStream, fds: &[RawFd]) -> io::Result<()> {
-    // SAFETY: they are only sent, which fails where there is none. That nobody else closes one and
-    // opens something else is for who has given its number.
+    // SAFETY: the descriptors are only sent, which fails for one that is not open. The caller
+    // guarantees that no other thread closes and reuses them.
     let fds: Vec<_> = fds.iter().map(|&fd| unsafe { BorrowedFd::borrow_raw(fd) }).collect();
     loop {
         stream.writable().await?;
@@ -194,7 +192,7 @@ async fn send(
     body: Option<String>,
 ) -> Result<Response<Incoming>, AnyError> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    // The connection ends with the answer; what goes wrong on it is seen there.
+    // The connection ends with the answer, which also reports its errors.
     tokio::spawn(connection);
     let request = Request::builder()
         .method(method)
@@ -209,7 +207,7 @@ async fn collect(answer: Response<Incoming>) -> Result<Bytes, AnyError> {
     Ok(to_bytes(Body::new(answer.into_body()), MAX_ANSWER_BYTES).await?)
 }
 
-/// The errors of an answer, which are a JSON list, in one line.
+/// Joins the errors of an answer, which are a JSON list, in one line.
 fn reason_of(body: &[u8]) -> String {
     match serde_json::from_slice::<Vec<String>>(body) {
         Ok(messages) if !messages.is_empty() => messages.join(": "),

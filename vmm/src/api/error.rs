@@ -1,4 +1,4 @@
-//! What a client is told when its request fails.
+//! Errors of requests, and their HTTP status codes.
 
 use axum::Json;
 use axum::http::StatusCode;
@@ -10,31 +10,29 @@ use thiserror::Error;
 use crate::governor::GovernorError;
 use crate::vm::request::VmError;
 
-/// Why a request fails.
 #[derive(Debug, Error)]
 pub enum ApiError {
-    /// There is no such call.
     #[error("There is no call {0}")]
     UnknownCall(String),
-    /// A call of Cloud Hypervisor that is not there.
+    /// A call of Cloud Hypervisor that Foreshore does not support.
     #[error("{call} is not supported by foreshore: {why}")]
     Unsupported {
         call: &'static str,
-        /// Why not.
+        /// Reason for the refusal.
         why: &'static str,
     },
     #[error("{path} does not take {method}")]
     WrongMethod { method: String, path: String },
     #[error("Events have {most} followers, and may have no more")]
     TooManyFollowers { most: usize },
-    /// The body did not arrive whole.
+    /// The body is incomplete or too large.
     #[error("The request's body cannot be read: {reason}")]
     Body {
-        /// What the client gets.
+        /// Status of the answer.
         status: StatusCode,
         reason: String,
     },
-    /// The body is not what the call takes.
+    /// The body is not valid JSON for the call.
     #[error("The request's body is not what the call takes: {0}")]
     Json(String),
     #[error(transparent)]
@@ -53,8 +51,7 @@ impl From<JsonError> for ApiError {
 }
 
 impl ApiError {
-    /// The status code, as Cloud Hypervisor has it: 404 without a VM or a disk, 405 in the wrong
-    /// state.
+    /// Status code, as in Cloud Hypervisor: 404 without a VM or a disk, 405 in the wrong state.
     pub fn status(&self) -> StatusCode {
         match self {
             Self::UnknownCall(_)
@@ -94,7 +91,7 @@ impl ApiError {
 }
 
 impl IntoResponse for ApiError {
-    /// A JSON list: the error, then its causes.
+    /// JSON list of the error and its causes.
     fn into_response(self) -> Response {
         let causes =
             std::iter::successors(Some(&self as &dyn std::error::Error), |error| error.source());

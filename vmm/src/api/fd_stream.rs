@@ -1,9 +1,9 @@
-//! A unix stream that also receives file descriptors (unix(7), SCM_RIGHTS).
+//! Unix stream that also receives file descriptors (unix(7), SCM_RIGHTS).
 //!
-//! Clients send those of a tap beside the request that adds it. The kernel never gives data from
-//! behind a message with descriptors with that message, so without pipelining they are of the
-//! request whose bytes they came with. They wait until a call takes them; what no call has taken is
-//! closed when its answer is given.
+//! Clients send the descriptors of a tap with the request that adds it. The kernel does not deliver
+//! data after a message with descriptors together with that message. Without pipelining,
+//! descriptors therefore belong to the request whose bytes they arrive with. They wait until a call
+//! takes them. Descriptors that the call does not take are closed with its answer.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -20,17 +20,17 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
 use crate::config::NetConfig;
 
-/// The kernel sends no more with one message (SCM_MAX_FD, include/net/scm.h).
+/// Most descriptors that the kernel sends with one message (SCM_MAX_FD, include/net/scm.h).
 const MAX_PER_MESSAGE: usize = 253;
-/// No call takes more: a queue pair each of a network device.
+/// Most descriptors that a call takes: one for each queue pair of a network device.
 const MAX_WAITING: usize = NetConfig::MAX_PAIRS as usize;
 
-/// Descriptors that have come on a connection and wait for the call that takes them.
+/// Descriptors that have arrived on a connection and wait for a call.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Descriptors(Arc<Mutex<Vec<OwnedFd>>>);
 
 impl Descriptors {
-    /// Takes all of them, in the order in which they were sent.
+    /// Takes all descriptors in the order in which they were sent.
     pub(super) fn take(&self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.0.lock())
     }
@@ -50,14 +50,14 @@ impl Descriptors {
     }
 }
 
-/// The half of a stream that is read.
+/// Read half of a stream.
 #[derive(Debug)]
 struct FdReader {
     stream: OwnedReadHalf,
     waiting: Descriptors,
 }
 
-/// A stream that puts the descriptors that come into `waiting`.
+/// Wraps a stream so that received descriptors are added to `waiting`.
 pub(super) fn receiving(
     stream: UnixStream,
     waiting: Descriptors,
@@ -126,8 +126,8 @@ mod tests {
     use crate::api::{Limits, Server, Socket};
     use crate::config::ApiSocket;
 
-    /// A server with a call that reads its body, takes what has come and says what that is, and one
-    /// that takes nothing.
+    /// Server with a call that reads its body and returns the contents of the received files, and a
+    /// call that takes no descriptors.
     fn serve(test: impl FnOnce(&std::path::Path) + Send + 'static) {
         let dir: TempDir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
@@ -152,7 +152,7 @@ mod tests {
         });
     }
 
-    /// A file that says what it is when it is read.
+    /// File whose content is `text`.
     fn file(text: &str) -> File {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(text.as_bytes()).unwrap();
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(sendmsg(stream, &parts, &mut control, SendFlags::empty()).unwrap(), bytes.len());
     }
 
-    /// The body of one answer; `None` if the server has closed.
+    /// Body of an answer. `None` if the server has closed the connection.
     fn receive(stream: &mut BlockingStream) -> Option<String> {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
@@ -193,8 +193,8 @@ mod tests {
         )
     }
 
-    /// Whether everybody else closes the descriptor that `send` is given: only then does a pipe's
-    /// reader see the end.
+    /// Checks that every other process and thread closes the descriptor that `send` receives. Only
+    /// then does the reader of the pipe see its end.
     #[track_caller]
     fn assert_closed(send: impl FnOnce(&File)) {
         let (mut reader, writer) = std::io::pipe().unwrap();
@@ -215,7 +215,7 @@ mod tests {
             // All at once, as libvirt sends them.
             send(&stream, &request("take", "{}"), &[&a, &b]);
             assert_eq!(receive(&mut stream).unwrap(), "a,b");
-            // With the first line, as Cloud Hypervisor's client does; the same connection goes on.
+            // With the first line, as Cloud Hypervisor's client sends them, on the same connection.
             let (c, whole) = (file("c"), request("take", "{}"));
             send(&stream, &whole[..10], &[&c]);
             send(&stream, &whole[10..], &[]);
@@ -243,11 +243,11 @@ mod tests {
                 send(&stream, "/take ", &[file]);
                 assert_eq!(receive(&mut stream), None);
             });
-            // As many as a device has pairs of queues are taken.
+            // The maximum is one for each queue pair of a device.
             let (mut stream, file) = (BlockingStream::connect(path).unwrap(), file("e"));
             send(&stream, &request("take", "{}"), &[&file; MAX_WAITING]);
             assert_eq!(receive(&mut stream).unwrap().split(',').count(), 127);
-            // Who hangs up in the middle leaves nothing behind.
+            // A client that disconnects within a request leaves no descriptors open.
             assert_closed(|file| {
                 send(&BlockingStream::connect(path).unwrap(), "PUT /ta", &[file; 30])
             });

@@ -6,7 +6,6 @@ use foreshore_devices::metrics::{Expose, Exposition, Family, and, get, one};
 
 use super::ConnectionCounters;
 
-/// Server with its counters.
 #[derive(Debug)]
 pub struct ServerMetrics {
     name: &'static str,
@@ -14,7 +13,6 @@ pub struct ServerMetrics {
 }
 
 impl ServerMetrics {
-    /// Creates the metrics of the server called `name`.
     pub fn new(name: &'static str, counters: Arc<ConnectionCounters>) -> Self {
         Self { name, counters }
     }

@@ -1,7 +1,7 @@
-//! The REST API on a unix socket: Cloud Hypervisor's calls and ours.
+//! REST API on a unix socket: calls of Cloud Hypervisor and of Foreshore.
 //!
-//! [`Socket`] binds before anything is built, so that a socket in use is found out before a VM is;
-//! [`router`] maps calls to requests to the VM's owner; [`Server`] runs any router on any socket.
+//! [`Socket`] is bound first, so that a socket in use is detected before a VM is built. [`router`]
+//! translates calls into requests to the VM's owner. [`Server`] serves a router on a socket.
 //! docs/reference/api.md lists the calls.
 
 mod body;

@@ -1,4 +1,4 @@
-//! Connections of a server, and which of them is closed when another client connects.
+//! Connections of a server, and the selection of the connection that is closed for a new client.
 //!
 //! Clients such as Kata Containers keep one connection for the lifetime of a VM and send nothing
 //! for hours, so the server does not close a connection only because it is silent. [`Limits`]
@@ -22,7 +22,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::server::Limits;
 
-/// What a connection waits for.
+/// Event for which a connection waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Waits {
     /// The first read. The client may already have sent its request.
@@ -92,7 +92,7 @@ pub(super) struct Seats {
     counters: Arc<ConnectionCounters>,
 }
 
-/// The seat of one connection.
+/// Seat of one connection.
 #[derive(Debug)]
 pub(super) struct Seat {
     state: Mutex<State>,
@@ -106,7 +106,7 @@ impl Seats {
         Self { limits, taken: Mutex::default(), idle: Arc::default(), counters }
     }
 
-    /// Returns the seat of a connection that has been accepted.
+    /// Creates the seat of an accepted connection.
     pub(super) fn take(&self) -> Arc<Seat> {
         let state = Mutex::new(State { waits: Waits::ForRead, has_asked: false });
         let seat = Arc::new(Seat { state, changed: Notify::new(), idle: Arc::clone(&self.idle) });
@@ -117,7 +117,7 @@ impl Seats {
         seat
     }
 
-    /// Looks for room for one more connection.
+    /// Returns the room for one more connection.
     pub(super) fn room(&self) -> Room {
         let taken: Vec<_> = self.taken.lock().iter().filter_map(Weak::upgrade).collect();
         let states = taken.iter().map(|seat| (*seat.state.lock(), seat));
@@ -154,7 +154,7 @@ impl Seats {
         }
     }
 
-    /// Returns when a connection may have begun to wait for its client.
+    /// Waits until a connection may have begun to wait for its client.
     pub(super) async fn one_waits(&self) {
         self.idle.notified().await;
     }
@@ -179,7 +179,7 @@ impl Seat {
         state.waits == Waits::Dismissed
     }
 
-    /// Records a read, which found bytes or not.
+    /// Records a read and whether it returned bytes.
     pub(super) fn read(&self, has_bytes: bool) {
         self.turn(|state| match state.waits {
             Waits::ForRead | Waits::ForRequest(_) if has_bytes => Waits::ForRest(Instant::now()),
@@ -195,8 +195,8 @@ impl Seat {
         !is_dismissed
     }
 
-    /// Records a whole request. Returns false if the connection is dismissed: its call must not be
-    /// made.
+    /// Records a whole request. Returns false if the connection is dismissed and its call must not
+    /// be made.
     fn called(&self) -> bool {
         !self.turn(|state| {
             state.has_asked = true;
@@ -210,7 +210,7 @@ impl Seat {
     }
 
     /// Waits until the connection has to end. Returns true if it is dismissed, and false if its
-    /// client has taken longer than `head` for the head of a request.
+    /// client has exceeded the time limit `head` for the head of a request.
     pub(super) async fn has_to_go(&self, head: Duration) -> bool {
         loop {
             let waits = self.state.lock().waits;
@@ -218,7 +218,7 @@ impl Seat {
                 match waits {
                     Waits::ForRest(since) => sleep_until(since + head).await,
                     Waits::Dismissed => {}
-                    // A body has a time-out of its own (`JsonBody`).
+                    // A body has its own time limit (`JsonBody`).
                     Waits::ForRead | Waits::ForRequest(_) | Waits::ForBody(_) | Waits::ForCall => {
                         pending().await
                     }
@@ -236,7 +236,7 @@ impl Seat {
     }
 }
 
-/// Body of a request. Its call begins with the last byte: until then the connection may be closed
+/// Body of a request. Its call begins with the last byte. Until then, the connection may be closed
 /// to make room.
 #[derive(Debug)]
 pub(super) struct Question {
@@ -246,7 +246,7 @@ pub(super) struct Question {
 }
 
 impl Question {
-    /// Returns `None` if the connection is dismissed: the request must not be served.
+    /// Returns `None` if the connection is dismissed and the request must not be served.
     pub(super) fn new(body: Incoming, seat: Arc<Seat>) -> Option<Self> {
         let is_whole = body.is_end_stream();
         let is_served = if is_whole { seat.called() } else { seat.promised_body() };
@@ -268,7 +268,7 @@ impl hyper::body::Body for Question {
             return polled;
         }
         self.is_whole = true;
-        // The connection of a dismissed seat is about to be dropped, and its call with it.
+        // The connection of a dismissed seat is about to be dropped together with its call.
         if self.seat.called() { polled } else { Poll::Pending }
     }
 
@@ -282,8 +282,8 @@ impl hyper::body::Body for Question {
 }
 
 impl Drop for Question {
-    /// The call has not waited for the rest of its body, because it refuses the request or waits no
-    /// longer.
+    /// Marks the request as called if the call ends without reading its whole body, because it
+    /// refuses the request or has reached its time limit.
     fn drop(&mut self) {
         if !self.is_whole {
             self.seat.called();
@@ -291,8 +291,8 @@ impl Drop for Question {
     }
 }
 
-/// An answer's body. Its connection is busy until hyper lets go of it: an answer may take as long
-/// as somebody follows events.
+/// Body of an answer. Its connection is busy until hyper drops the body. A stream of events can
+/// last indefinitely.
 #[derive(Debug)]
 pub(super) struct Answer {
     body: Body,
@@ -340,7 +340,7 @@ mod tests {
     const LIMITS: Limits =
         Limits { connections: 4, silent: 2, grace: Duration::from_millis(20), ..Limits::API };
 
-    /// Runs `test` on a clock that stands still while anything can be done.
+    /// Runs `test` on a clock that only advances while all tasks are idle.
     fn run(test: impl Future<Output = ()>) {
         let mut runtime = tokio::runtime::Builder::new_current_thread();
         runtime.enable_time().start_paused(true).build().unwrap().block_on(test);
@@ -358,14 +358,14 @@ mod tests {
         Seats::new(LIMITS, Arc::default())
     }
 
-    /// A connection whose client has sent nothing yet.
+    /// Connection whose client has sent nothing yet.
     fn silent(seats: &Seats) -> Arc<Seat> {
         let seat = seats.take();
         seat.read(false);
         seat
     }
 
-    /// A connection whose client waits for an answer.
+    /// Connection whose client waits for an answer.
     fn busy(seats: &Seats) -> Arc<Seat> {
         let seat = seats.take();
         seat.read(true);
@@ -373,7 +373,7 @@ mod tests {
         seat
     }
 
-    /// A connection that is kept after its answer.
+    /// Connection that is kept after its answer.
     fn idle(seats: &Seats) -> Arc<Seat> {
         let seat = busy(seats);
         seat.answered();
@@ -395,7 +395,7 @@ mod tests {
             assert!(!has_to_go(&seat, 1000 * HEAD).await, "silence");
             seat.read(true);
             assert!(!has_to_go(&seat, HEAD - MS).await);
-            // One byte more is no new beginning.
+            // One more byte does not restart the time limit.
             seat.read(true);
             assert!(has_to_go(&seat, 2 * MS).await);
             let seat = busy(&seats);
@@ -460,7 +460,7 @@ mod tests {
             tokio::time::advance(LIMITS.grace).await;
             let longest = closed_instead(&seats).unwrap();
             assert!(Arc::ptr_eq(&longest, &first));
-            // A request that comes after the choice is served.
+            // A request after the selection is served.
             assert!(first.called());
             seats.dismiss(&longest);
             assert!(!has_to_go(&first, Duration::ZERO).await);
@@ -500,13 +500,14 @@ mod tests {
             assert!(Arc::ptr_eq(&longest, &stalled[0]));
             seats.dismiss(&longest);
             assert!(!longest.called(), "its call is not made");
-            // A body that is complete makes its connection one with a call in progress.
+            // A complete body puts its call in progress.
             assert!(stalled[1].called());
             let _others = [silent(&seats), silent(&seats)];
             tokio::time::advance(1000 * HEAD).await;
             let closed = closed_instead(&seats).unwrap();
             assert!(!Arc::ptr_eq(&closed, &stalled[1]) && !Arc::ptr_eq(&closed, &kept));
-            // Among clients that have sent requests, a body counts as waiting.
+            // Among clients that have sent requests, a connection with an incomplete body counts as
+            // waiting.
             let seats = self::seats();
             let first = idle(&seats);
             assert!(first.promised_body());
@@ -516,7 +517,7 @@ mod tests {
         });
     }
 
-    /// The accept loop looks for room and then waits. A change in between ends the wait.
+    /// The accept loop checks for room and then waits. A change in between ends the wait.
     #[test]
     fn change_between_look_and_wait_is_not_lost() {
         type Change = fn(&Seat);
@@ -537,7 +538,7 @@ mod tests {
                 let seats = seats();
                 let seat = seats.take();
                 prepare(&seat);
-                // Both notifications of taking and preparing, and no more.
+                // Exactly the two notifications of taking and preparing.
                 for _ in 0..2 {
                     is_ready(seats.one_waits()).await;
                     is_ready(seat.changed.notified()).await;

@@ -1,4 +1,4 @@
-//! HTTP/1.1 on a socket: a task per connection, on the runtime that starts it.
+//! HTTP/1.1 server on a socket. It runs a task for each connection on the current runtime.
 
 use std::error::Error;
 use std::future::pending;
@@ -28,40 +28,43 @@ use super::seat::{Answer, ConnectionCounters, Question, Room, Seat, Seats};
 use super::socket::{Listener, Socket};
 use super::write_timeout::WriteTimeout;
 
-/// The most that one connection buffers of what is not yet taken apart; a head must fit in.
+/// Size of a connection's buffer for unparsed bytes. The head of a request must fit into it.
 const BUFFER_BYTES: usize = 16 << 10;
-/// How long answers that are under way may take when the server stops.
+/// Time limit for answers in progress when the server stops.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a client may take for a request's head. What it sends it has.
+/// Time limit for the head of a request, which clients send at once.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time that a new client gets to send its request. Clients send it at once, but their threads may
+/// Time that a new client has to send its request. Clients send it at once, but their threads may
 /// have to wait for a CPU.
 const GRACE: Duration = Duration::from_millis(250);
-/// A client reads what it has asked for; one that is stopped for longer asks again.
+/// Time limit for a client that does not read its answer. A client that is stopped for longer has
+/// to repeat its request.
 const UNREAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What clients may take.
+/// Limits for clients.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Largest number of connections. To accept one more, the server closes the connection that
-    /// has waited longest for its client. If no connection waits for its client, the new one
-    /// is not accepted yet.
+    /// Largest number of connections. To accept one more, the server closes the connection that has
+    /// waited longest for its client. If no connection waits for its client, the new one is not
+    /// accepted yet.
     pub connections: usize,
     /// Largest number of connections that have not delivered a whole request yet.
     pub silent: usize,
     /// Time that a connection may wait for its client before it is closed to make room.
     pub grace: Duration,
-    /// How long a client may take from the first byte of a request to the end of its head.
+    /// Time limit from the first byte of a request to the end of its head.
     pub head: Duration,
-    /// How long a connection may be without a whole request head; for ever when `None`. HTTP
-    /// cannot tell a client that is slow from one that keeps its connection for later.
+    /// Time limit without the whole head of a request, or `None`. HTTP cannot distinguish a slow
+    /// client from one that keeps its connection for later.
     pub idle: Option<Duration>,
-    /// How long a client may read nothing of an answer that is too long for the socket's buffers.
+    /// Time limit for a client that reads nothing of an answer that exceeds the buffers of the
+    /// socket.
     pub unread: Duration,
 }
 
 impl Limits {
-    /// The API's: clients like Kata Containers keep one connection for a VM's whole life.
+    /// Limits of the API. Clients like Kata Containers keep one connection for the lifetime of a
+    /// VM.
     pub const API: Self = Self {
         connections: 256,
         silent: 128,
@@ -75,7 +78,7 @@ impl Limits {
         Self { connections: 64, silent: 32, idle: Some(Duration::from_secs(60)), ..Self::API };
 }
 
-/// A server that runs until it is stopped or dropped.
+/// Server that runs until it is stopped or dropped.
 #[derive(Debug)]
 pub struct Server {
     stop: watch::Sender<()>,
@@ -103,12 +106,12 @@ impl Server {
         Ok(Self { stop, accepting, counters, _file: socket.file })
     }
 
-    /// Returns the counters of its connections.
+    /// Counters of the server's connections.
     pub fn counters(&self) -> Arc<ConnectionCounters> {
         Arc::clone(&self.counters)
     }
 
-    /// Accepts nothing more, and waits a moment until answers that are under way are sent.
+    /// Stops accepting, and waits a moment for answers in progress.
     pub async fn stop(mut self) {
         let _ = self.stop.send(());
         if let Err(error) = (&mut self.accepting).await {
@@ -123,9 +126,9 @@ impl Drop for Server {
     }
 }
 
-/// A connection that was accepted.
+/// Accepted connection.
 trait Accepted: Send + 'static {
-    /// Bytes; descriptors that come with them wait in `waiting`, where there can be any.
+    /// Stream of bytes. Descriptors that arrive with them are added to `waiting`.
     fn stream(self, waiting: Descriptors) -> impl AsyncRead + AsyncWrite + Unpin + Send + 'static;
 }
 
@@ -163,8 +166,8 @@ async fn accept_loop<L>(
             Some(_) = connections.join_next() => {}
             (stream, _) = listener.accept(), if matches!(room, Room::Free | Room::Instead(_)) => {
                 if let Room::Instead(seat) = room {
-                    // If the chosen connection got a request meanwhile, it stays, and there is one
-                    // connection too many for a while.
+                    // If the selected connection has received a request meanwhile, it stays, and
+                    // there is temporarily one connection too many.
                     seats.dismiss(&seat);
                 }
                 let (seat, counters) = (seats.take(), Arc::clone(&counters));
@@ -186,7 +189,7 @@ async fn accept_loop<L>(
     }
 }
 
-/// Why a connection has ended.
+/// Reason for the end of a connection.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
     /// Its client or an error ended it, or the server made room.
@@ -205,9 +208,10 @@ async fn serve_connection<A: Accepted>(
     let waiting = Descriptors::default();
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.idle).max_buf_size(BUFFER_BYTES);
-    // Some clients look for `Content-Length` as it is spelt here.
+    // Some clients search for `Content-Length` in this case.
     http.title_case_headers(true);
-    // A client may end its side once it has asked, as `nc -N` does, and is answered all the same.
+    // A client may shut down its side after its request, as `nc -N` does, and still gets the
+    // answer.
     http.half_close(true);
     let stream =
         WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread, Arc::clone(&seat));
@@ -223,7 +227,7 @@ async fn serve_connection<A: Accepted>(
             // The connection of a dismissed seat is about to be dropped, so its call is not made.
             let Some(answer) = answer else { return pending().await };
             let answer = answer.await;
-            // What the call has not taken is nobody's.
+            // Close descriptors that the call has not taken.
             drop(waiting.take());
             answer.map(|answer: Response<_>| answer.map(|body| Answer::new(body, seat)))
         }
@@ -231,7 +235,7 @@ async fn serve_connection<A: Accepted>(
     let connection = http.serve_connection(TokioIo::new(stream), service);
     tokio::pin!(connection);
     let result = tokio::select! {
-        // First: who has to go is not served once more.
+        // Checked first, so that a dismissed connection serves no other request.
         biased;
         is_dismissed = seat.has_to_go(limits.head) => {
             debug!(is_dismissed, "Closed a connection to make room, or because the head of its request was late");
@@ -248,7 +252,7 @@ async fn serve_connection<A: Accepted>(
     if is_timeout(&error) { End::TimedOut } else { End::Closed }
 }
 
-/// Returns true for a time-out of hyper's and for one of [`WriteTimeout`].
+/// Returns true for a timeout of hyper or of [`WriteTimeout`].
 fn is_timeout(error: &hyper::Error) -> bool {
     let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
     error.is_timeout() || source.is_some_and(|error| error.kind() == io::ErrorKind::TimedOut)

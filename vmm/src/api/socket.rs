@@ -1,5 +1,5 @@
-//! Sockets that the API and metrics are served on: bound before anything is built, taken away at
-//! the end.
+//! Listening sockets of the API and of metrics. They are bound before anything is built, and
+//! removed at the end.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -14,7 +14,6 @@ use thiserror::Error;
 
 use crate::config::{ApiSocket, MetricsAddress};
 
-/// Why a socket cannot be listened on.
 #[derive(Debug, Error)]
 pub enum SocketError {
     #[error(transparent)]
@@ -26,16 +25,16 @@ pub enum SocketError {
         #[source]
         source: io::Error,
     },
-    /// A file descriptor that was handed over is no listening unix socket.
+    /// The inherited file descriptor is not a listening unix socket.
     #[error("{flag}: file descriptor {fd} is not a unix socket that listens")]
     NotListening { flag: &'static str, fd: RawFd },
 }
 
-/// A socket that listens; not blocking.
+/// Listening non-blocking socket.
 #[derive(Debug)]
 pub struct Socket {
     pub(super) listener: Listener,
-    /// Dropped after the listener, so that nobody finds a path on which nobody answers.
+    /// Dropped after the listener, so that the path does not outlive it.
     pub(super) file: Option<SocketFile>,
 }
 
@@ -46,7 +45,7 @@ pub(super) enum Listener {
 }
 
 impl Socket {
-    /// Listens for the API's clients.
+    /// Listens for clients of the API.
     pub fn for_api(wanted: &ApiSocket) -> Result<Self, SocketError> {
         let flag = "--api-socket";
         match wanted {
@@ -55,7 +54,7 @@ impl Socket {
         }
     }
 
-    /// Listens for who scrapes metrics.
+    /// Listens for scrapers of metrics.
     pub fn for_metrics(wanted: &MetricsAddress) -> Result<Self, SocketError> {
         let flag = "--metrics";
         match wanted {
@@ -76,7 +75,7 @@ impl Socket {
         }
     }
 
-    /// The TCP address that is listened on, if it is one.
+    /// TCP address of the socket, if it has one.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
         match &self.listener {
             Listener::Tcp(listener) => listener.local_addr().ok(),
@@ -98,11 +97,11 @@ impl Socket {
         if !is_listening_unix_socket(fd) {
             return Err(refused);
         }
-        // SAFETY: `fd` is open, as the check above shows, and it is ours: who started the VMM
-        // handed it over for this and nothing else in this process opens or closes
-        // descriptors by number. It is called once, before any thread but the first runs.
+        // SAFETY: `fd` is open, as checked above. It belongs to the VMM, which inherited it for
+        // this purpose, and no other code opens or closes descriptors by number. This runs once,
+        // while the process has only one thread.
         let owned = unsafe { OwnedFd::from_raw_fd(fd) };
-        // What the VMM may start one day shall not inherit its API.
+        // Child processes of the VMM must not inherit the socket.
         if fcntl_setfd(&owned, FdFlags::CLOEXEC).is_err() {
             return Err(refused);
         }
@@ -116,8 +115,8 @@ fn is_listening_unix_socket(fd: RawFd) -> bool {
     let option = |name| {
         let mut value: libc::c_int = 0;
         let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-        // SAFETY: `value` and `len` are valid for writes of what `len` says; a descriptor that is
-        // closed or no socket is an error.
+        // SAFETY: `value` and `len` are valid for writes of the length in `len`. For a descriptor
+        // that is closed or not a socket, the call fails.
         let result = unsafe {
             libc::getsockopt(fd, libc::SOL_SOCKET, name, (&raw mut value).cast(), &raw mut len)
         };

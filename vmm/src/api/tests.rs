@@ -1,4 +1,4 @@
-//! The API over a real unix socket, in raw bytes, against an owner that answers as it is told.
+//! Tests of the API in raw bytes over a unix socket, with a scripted owner.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -35,20 +35,20 @@ mod live;
 mod pressure;
 mod values;
 
-/// Longer than any answer takes; reached only by a failing test.
+/// Longer than any answer takes. Only a failing test reaches it.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Fixture {
     server: Server,
     path: PathBuf,
     events: Events,
-    /// What the owner was asked, in words.
+    /// Requests that the owner received, as text.
     asked: mpsc::UnboundedReceiver<String>,
     _dir: TempDir,
 }
 
-/// An owner with a running VM; `vm.boot` is refused for its state, `vm.reboot` fails, `vm.shutdown`
-/// finds none.
+/// Owner with a running VM. `vm.boot` is refused for the state, `vm.reboot` fails, and
+/// `vm.shutdown` finds no VM.
 async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
     while let Some(request) = requests.recv().await {
         asked.send(format!("{request:?}")).unwrap();
@@ -131,7 +131,7 @@ fn answer_resize(resize: &ResizeRequest) -> Result<(), VmError> {
     }
 }
 
-/// The VM runs for disks, and not for others.
+/// The VM runs for disks, and not for other devices.
 fn answer_add(device: &DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
     match device {
         DeviceConfig::Disk(disk) if disk.id.as_deref() == Some("taken") => {
@@ -215,7 +215,7 @@ fn pressure() -> PressureInfo {
     }
 }
 
-/// Runs a test on the runtime that the VMM has: one thread.
+/// Runs a test on a runtime with one thread, as in the VMM.
 fn run<F: Future<Output = ()>>(test: impl FnOnce(Fixture) -> F) {
     run_within(Limits::API, test);
 }
@@ -247,7 +247,7 @@ fn run_serving<F: Future<Output = ()>>(
 
 struct Client(BufReader<UnixStream>);
 
-/// A status line's code, and the body.
+/// Status code and body.
 type Answer = (u16, String);
 
 impl Client {
@@ -255,7 +255,7 @@ impl Client {
         self.0.get_mut().write_all(bytes.as_ref()).await.unwrap();
     }
 
-    /// Reads one answer; `None` when the server has closed.
+    /// Reads an answer. `None` if the server has closed the connection.
     async fn receive(&mut self) -> Option<Answer> {
         let (mut head, mut len) = (Vec::new(), 0);
         loop {
@@ -306,9 +306,9 @@ fn messages(body: &str) -> Vec<String> {
     serde_json::from_str(body).unwrap_or_else(|error| panic!("{body:?}: {error}"))
 }
 
-/// What Cloud Hypervisor's own client, and Kata Containers' with it, makes of an answer's head: the
-/// status is all that stands between the version and the end of the line, and the length has its
-/// name in title case.
+/// Parses the head of an answer like Cloud Hypervisor's client, which Kata Containers uses: the
+/// status is everything between the version and the end of the line, and the name of the length has
+/// title case.
 fn as_api_client_reads(head: &str) -> Option<(u16, usize)> {
     let (status, headers) = head.strip_prefix("HTTP/1.1 ")?.split_once("\r\n")?;
     let length = match headers.split_once("Content-Length: ") {
@@ -463,7 +463,7 @@ fn pressure_is_shown_and_changed() {
         let rules =
             r#"rules: Some(ParamSettings({"cool_down": Number(2000), "floor": Text("64M")}))"#;
         assert!(asked.contains(&format!("{params}{rules}")), "{asked}");
-        // What is null is as good as left out.
+        // Null counts as not given.
         assert_eq!(
             fixture
                 .call("PUT", "vm.pressure", r#"{"policy": null, "size": null, "params": null}"#)
@@ -485,7 +485,7 @@ fn calls_that_are_not_supported_are_refused_by_name_whatever_their_body() {
             }
             assert_eq!(fixture.call("GET", call, "").await.0, 405);
         }
-        // Nor does a long one end the connection.
+        // A long body does not end the connection either.
         let mut client = fixture.connect().await;
         for body in ["[".repeat(60_000), "{}".to_owned(), "[".repeat(60_000)] {
             assert_eq!(client.call("PUT", "vm.add-fs", &body).await.0, 501);
@@ -637,7 +637,7 @@ fn a_body_over_the_limit_is_refused() {
         let huge = format!(r#"{{"desired_ram": 2097152, "x": "{}"}}"#, "x".repeat(64 << 10));
         let (status, body) = fixture.call("PUT", "vm.resize", &huge).await;
         assert_eq!((status, messages(&body).len()), (413, 1));
-        // Neither is one that only says so, or one that comes in chunks.
+        // Neither is a body that only announces the length, or one in chunks.
         let mut client = fixture.connect().await;
         client
             .send(
@@ -671,7 +671,7 @@ fn what_is_not_http_gets_400_and_is_closed() {
             assert_eq!(client.receive().await.expect("an answer").0, 400, "{bytes:?}");
             assert_eq!(client.receive().await, None, "{bytes:?}");
         }
-        // A head that does not end is cut off.
+        // A head without an end is cut off.
         let mut client = fixture.connect().await;
         let _ = client.0.get_mut().write_all(&vec![b'a'; 1 << 20]).await;
         assert!(client.receive().await.is_none_or(|(status, _)| (400..500).contains(&status)));

@@ -1,4 +1,4 @@
-//! What goes over the wire where it differs from what the VM's owner is asked and answers.
+//! Types of the API's JSON that differ from the requests and answers of the VM's owner.
 
 use foreshore_config::size::check_pages;
 use foreshore_config::{ConfigError, section};
@@ -6,14 +6,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::vm::request::{PoolInfo, ResizeRequest, ResizeZoneRequest, VolumeInfo, ZoneInfo};
 
-/// The answer to `vmm.ping`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct PingAnswer {
-    /// The version with a `v` in front.
+    /// Version with a leading `v`.
     pub build_version: String,
     pub version: String,
     pub pid: u32,
-    /// What was built in.
+    /// Compiled features.
     pub features: Vec<String>,
 }
 
@@ -60,7 +59,7 @@ impl TryFrom<ResizeZoneBody> for ResizeZoneRequest {
 
     fn try_from(body: ResizeZoneBody) -> Result<Self, ConfigError> {
         let ResizeZoneBody { id, desired_ram } = body;
-        // A zone of PM has no boot part, and may be asked to have nothing at all.
+        // A PM zone has no boot part, and can be resized to 0.
         if desired_ram != 0 {
             check_pages("vm.resize-zone", "desired_ram", desired_ram)?;
         }
@@ -75,20 +74,17 @@ section! {
     }
 }
 
-/// The answer to `vm.memory`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct MemoryAnswer {
     pub zones: Vec<ZoneInfo>,
 }
 
-/// The answer to `vm.volumes`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct VolumesAnswer {
     /// Every volume, in the order of the configuration.
     pub volumes: Vec<VolumeInfo>,
 }
 
-/// The answer to `pool.info`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct PoolsAnswer {
     /// Every pool that the VM has open, in the order of their paths.

@@ -1,4 +1,4 @@
-//! A stream whose writes have a bound in time, and whose seat knows when bytes come.
+//! Stream with a time limit for writes, which also reports received bytes to its seat.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -12,8 +12,8 @@ use tokio::time::{Sleep, sleep};
 
 use super::seat::Seat;
 
-/// A stream that fails once a write has got nowhere for a while. hyper waits for ever: with a
-/// client that has ended its side, and may still read, nothing else tells that it is gone.
+/// Stream that fails if a write makes no progress for some time. hyper waits forever. If a client
+/// has shut down its side and may still read, no other event shows that it is gone.
 pub(super) struct WriteTimeout<S> {
     stream: S,
     limit: Duration,

@@ -1,4 +1,4 @@
-//! Calls that add devices and remove them.
+//! Calls that add and remove devices.
 
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -13,8 +13,8 @@ use crate::api::wire::RemoveDeviceBody;
 use crate::config::DeviceConfig;
 use crate::vm::request::{VmHandle, VmRequest};
 
-/// Answers where the device is, or nothing if the VM does not run: then it will have it when it
-/// boots.
+/// Adds a device. The answer has its PCI address, or is empty if the VM does not run and gets the
+/// device at its next boot.
 async fn add(
     vm: VmHandle,
     (device, warnings): (DeviceConfig, Vec<String>),
@@ -34,8 +34,8 @@ pub(super) async fn add_disk(
     add(vm, DeviceConfig::disk(json)?).await
 }
 
-/// The interface's queues may come as file descriptors beside the request; numbers in it are passed
-/// over.
+/// The descriptors of the interface's queues are those sent with the request. Numbers in the body
+/// are ignored.
 pub(super) async fn add_net(
     State(vm): State<VmHandle>,
     Extension(descriptors): Extension<Descriptors>,
@@ -58,7 +58,7 @@ pub(super) async fn add_vsock(
     add(vm, DeviceConfig::vsock(json)?).await
 }
 
-/// Answers when the guest has been asked; it has the device until it lets it go.
+/// Answers when the guest is notified. The device stays until the guest releases it.
 pub(super) async fn remove(
     State(vm): State<VmHandle>,
     JsonBody(body): JsonBody<RemoveDeviceBody>,

@@ -1,4 +1,4 @@
-//! Calls about the VM's disks.
+//! Calls about disks.
 
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -7,7 +7,7 @@ use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
 use crate::vm::request::{ResizeDiskRequest, VmHandle, VmRequest};
 
-/// Answers when the disk has the size; the guest has been told by then.
+/// Answers when the disk has the new size and the guest is notified.
 pub(super) async fn resize(
     State(vm): State<VmHandle>,
     JsonBody(resize): JsonBody<ResizeDiskRequest>,

@@ -1,4 +1,4 @@
-//! Calls about the VM's memory.
+//! Calls about memory.
 
 use axum::Json;
 use axum::extract::State;
@@ -9,7 +9,7 @@ use crate::api::error::ApiError;
 use crate::api::wire::{MemoryAnswer, ResizeBody, ResizeZoneBody};
 use crate::vm::request::{Resize, VmHandle, VmRequest};
 
-/// Answers as soon as the guest has been asked; `vm.memory` tells how it goes.
+/// Answers when the request is passed to the guest. `vm.memory` reports the progress.
 pub(super) async fn resize(
     State(vm): State<VmHandle>,
     JsonBody(body): JsonBody<ResizeBody>,
@@ -19,7 +19,7 @@ pub(super) async fn resize(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// The same of one zone.
+/// Resizes one zone, and answers in the same way.
 pub(super) async fn resize_zone(
     State(vm): State<VmHandle>,
     JsonBody(body): JsonBody<ResizeZoneBody>,

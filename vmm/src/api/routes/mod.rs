@@ -1,4 +1,4 @@
-//! From calls to requests, one file per area.
+//! Translation of calls into requests, with a file for each area.
 
 mod devices;
 mod disk;
@@ -31,10 +31,10 @@ use super::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES, PassedOver};
 use super::error::ApiError;
 use crate::vm::request::VmHandle;
 
-/// How long who follows events hears nothing.
+/// Longest time without a line in a stream of events.
 const QUIET: Duration = Duration::from_secs(60);
 
-/// Every call that is answered, by its name, with what answers it.
+/// Implemented calls by name, with their handlers.
 fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmHandle>)> {
     let followers = Arc::new(Semaphore::new(vmm::MOST_FOLLOWERS));
     vec![
@@ -52,7 +52,7 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
         ("vm.reboot", bare(put(vm::reboot))),
         ("vm.power-button", bare(put(vm::power_button))),
         ("vm.nmi", bare(put(vm::nmi))),
-        // As descriptions before 0.3.0 call it, and clients that were made from them.
+        // Name in descriptions before 0.3.0 and in the clients generated from them.
         ("vmm.nmi", bare(put(vm::nmi))),
         ("vm.resize", put(memory::resize)),
         ("vm.resize-zone", put(memory::resize_zone)),
@@ -69,7 +69,7 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
     ]
 }
 
-/// A call that takes no body, whatever comes with it.
+/// Wraps a call without a body, so that any body is ignored.
 fn bare(methods: MethodRouter<VmHandle>) -> MethodRouter<VmHandle> {
     methods.layer(from_fn(async |request: Request, next: Next| {
         let (head, body) = request.into_parts();
@@ -79,18 +79,18 @@ fn bare(methods: MethodRouter<VmHandle>) -> MethodRouter<VmHandle> {
     }))
 }
 
-/// The names of all calls there are, those among them that are refused.
+/// Names of all calls, including those that are refused.
 pub fn call_names() -> Vec<&'static str> {
     let answered = calls(Events::start(), QUIET).into_iter().map(|(call, _)| call);
     answered.chain(REFUSED.iter().map(|(call, _)| *call)).collect()
 }
 
-/// Every call of the API, answered by the owner behind `vm`, and what is told by `events`.
+/// Router of the API. The VM's owner behind `vm` answers the calls, and `events` are streamed.
 pub fn router(vm: VmHandle, events: Events) -> Router {
     router_within(vm, events, QUIET)
 }
 
-/// The same with another silence.
+/// Router with another time limit for silence in a stream of events.
 pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Router {
     let calls = calls(events, quiet).into_iter().fold(Router::new(), |router, (call, methods)| {
         router.route(&format!("/api/v1/{call}"), methods)
@@ -106,8 +106,8 @@ pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Ro
         .with_state(vm)
 }
 
-/// Cloud Hypervisor's server has nothing behind the status (RFC 9112, 4: the phrase may be empty),
-/// and its client takes all that stands there for the number.
+/// Removes the reason phrase, which may be empty (RFC 9112, 4). Cloud Hypervisor's server sends
+/// none, and its client parses everything after the version as the status.
 async fn without_reason<B>(mut response: Response<B>) -> Response<B> {
     response.extensions_mut().insert(ReasonPhrase::from_static(b""));
     response

@@ -12,7 +12,7 @@ use crate::governor::info::{PressureChange, PressureInfo};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN};
 use crate::vm::request::{VmHandle, VmRequest};
 
-/// The call, as it is named in errors.
+/// Name of the call in errors.
 const CALL: &str = "vm.pressure";
 
 pub(super) async fn show(
@@ -32,7 +32,7 @@ pub(super) async fn change(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// What can be seen without the VM.
+/// Checks the parts of a change that do not depend on the VM.
 fn check(change: &PressureChange) -> Result<(), ConfigError> {
     let has_param = change.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE));
     if change.size.is_some() && has_param {
@@ -62,7 +62,7 @@ fn check(change: &PressureChange) -> Result<(), ConfigError> {
     }
 }
 
-/// Reads `decisions=N`, the one thing that may be asked for.
+/// Parses `decisions=N`, the only supported query parameter.
 fn decisions(query: &str) -> Result<usize, ConfigError> {
     let mut count = None;
     for part in query.split('&').filter(|part| !part.is_empty()) {

@@ -1,5 +1,5 @@
-//! Calls of Cloud Hypervisor that foreshore does not have: each is refused with its reason,
-//! whatever its body is, so that a client can tell them from a call that nobody knows.
+//! Calls of Cloud Hypervisor that Foreshore does not support. Each is refused with a reason for any
+//! body, so that clients can distinguish them from unknown calls.
 
 use axum::Router;
 use axum::routing::put;
@@ -20,7 +20,7 @@ pub(crate) const REFUSED: [(&str, &str); 10] = [
     ("vm.snapshot", "snapshots are not implemented"),
 ];
 
-/// `router` with all of them.
+/// Adds the refused calls to `router`.
 pub(super) fn with_refused<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
     REFUSED.iter().fold(router, |router, &(call, why)| {
         let refuse = async move |_: PassedOver| ApiError::Unsupported { call, why };

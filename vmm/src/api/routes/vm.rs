@@ -1,4 +1,4 @@
-//! Calls about the VM's life.
+//! Calls about the lifecycle of the VM.
 
 use axum::Json;
 use axum::extract::State;
@@ -12,7 +12,7 @@ use crate::config::VmConfig;
 use crate::vm::request::Counters;
 use crate::vm::request::{VmHandle, VmInfo, VmRequest};
 
-/// Validates what it is given; whether files are there is found out by `vm.boot`.
+/// Validates the configuration. Missing files are only detected by `vm.boot`.
 pub(super) async fn create(
     State(vm): State<VmHandle>,
     JsonBody(json): JsonBody<Map<String, Value>, MAX_CONFIG_BYTES>,
@@ -25,7 +25,7 @@ pub(super) async fn create(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Ends the VM first if it runs; without a VM there is nothing to do, and nothing wrong.
+/// Ends a running VM first. Succeeds without a VM.
 pub(super) async fn delete(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {
     vm.ask(VmRequest::Delete).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -69,7 +69,7 @@ pub(super) async fn power_button(State(vm): State<VmHandle>) -> Result<StatusCod
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Every vCPU gets one, as a debugger or a watchdog would send it.
+/// Sends an NMI to every vCPU, as a debugger or a watchdog does.
 pub(super) async fn nmi(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {
     vm.ask(VmRequest::Nmi).await?;
     Ok(StatusCode::NO_CONTENT)

@@ -1,4 +1,4 @@
-//! Calls about the VMM itself.
+//! Calls about the VMM.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -20,17 +20,18 @@ use crate::api::error::ApiError;
 use crate::api::wire::PingAnswer;
 use crate::vm::request::{VmHandle, VmRequest};
 
-/// Who follows events keeps a connection for as long. So many leave enough of them for those who
-/// have something to say.
+/// Upper limit of followers of events, each of which occupies a connection. It leaves enough
+/// connections for other calls.
 pub(in crate::api) const MOST_FOLLOWERS: usize = 64;
 
 pub(super) async fn ping() -> Json<PingAnswer> {
     Json(PingAnswer::of_this_process())
 }
 
-/// Every event from now on, one line of JSON each, until the client goes or the VMM ends. After
-/// each `quiet` without one comes a line that says so: a client that has gone is found by writing
-/// to it, and would have its place among the connections for ever.
+/// Streams every new event as a line of JSON, until the client disconnects or the VMM ends.
+///
+/// After each `quiet` without an event, the stream has a line with that time. The write detects a
+/// client that has disconnected, which would otherwise occupy its connection forever.
 pub(super) fn events(
     events: &Events,
     followers: &Arc<Semaphore>,

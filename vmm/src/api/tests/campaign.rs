@@ -1,5 +1,5 @@
-//! What no client should send: every field of every body with every kind of value, in every state,
-//! from many at once. Each is answered, with a reason where it is refused, and the VMM goes on.
+//! Invalid requests: every field of every body with every kind of value, in every state, and from
+//! many clients at once. Each is answered, refusals have a reason, and the VMM continues.
 
 use std::io::Write;
 
@@ -9,20 +9,21 @@ use super::*;
 use crate::api::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES};
 use crate::config::fields;
 
-/// Requests of [`so_many_requests_are_answered_and_leave_no_file_open`]; more with
-/// `FORESHORE_API_REQUESTS`.
+/// Number of requests in [`so_many_requests_are_answered_and_leave_no_file_open`].
+/// `FORESHORE_API_REQUESTS` overrides it.
 const REQUESTS: usize = 2000;
-/// Says that a test is in a process of its own.
+/// Set if the test runs in its own process.
 const ALONE: &str = "FORESHORE_TEST_ALONE";
 
-/// A VM that can be created, with `fields` over its own.
+/// Valid VM with `fields` added or replaced.
 fn vm(fields: Value) -> String {
     let mut config = json!({"payload": {"kernel": "/vmlinux"}});
     config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     config.to_string()
 }
 
-/// The answer is one that the table of docs/reference/api.md has for such a request, and says why.
+/// Checks that docs/reference/api.md documents the status for the request, and that errors have a
+/// reason.
 #[track_caller]
 fn check(what: &str, (status, body): &Answer, allowed: &[u16]) {
     assert!(allowed.contains(status), "{what}: {status} {body}");
@@ -31,10 +32,10 @@ fn check(what: &str, (status, body): &Answer, allowed: &[u16]) {
     }
 }
 
-/// A body for each field of the section and each value, beside what else must be there.
+/// Bodies with each field of the section and each value, and with all required fields.
 fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
     let mut all = values();
-    // The section itself may be anything.
+    // The section itself has any value.
     all.extend(names.iter().flat_map(|name| {
         let with = move |value: Value| {
             let mut object = needed.clone();
@@ -43,7 +44,7 @@ fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
         };
         values().into_iter().map(with)
     }));
-    // And a field may be missing, or be one that nobody knows.
+    // A required field is missing, or a field is unknown.
     all.push(json!({"no such field": 1}));
     all.extend(needed.as_object().unwrap().keys().map(|missing| {
         let mut object = needed.clone();
@@ -54,7 +55,7 @@ fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
     all.into_iter().map(|body| if is_list { json!([body]) } else { body }).collect()
 }
 
-/// What must be in a section so that the rest of it is looked at.
+/// Required fields of a section.
 fn needed(section: &str) -> Value {
     match section {
         "payload" => json!({"kernel": "/vmlinux"}),
@@ -91,7 +92,8 @@ fn every_field_of_a_vm_may_be_anything_and_is_taken_or_refused() {
                 }
             }
         }
-        // It is neither that all was refused for something else, nor that nothing was looked at.
+        // Both numbers are checked, so that requests are not all refused for another reason or not
+        // parsed.
         assert!(taken > 300 && refused > 1500, "{taken} taken, {refused} refused");
         check("ping", &client.call("GET", "vmm.ping", ""), &[200]);
     });
@@ -129,7 +131,7 @@ fn every_field_of_a_device_or_resize_may_be_anything_in_every_state() {
             let mut before = None;
             for (call, names, needed) in &calls {
                 for body in bodies("", names, needed) {
-                    // As long as everything is refused it is the same VM.
+                    // The VM stays the same until a request succeeds.
                     let shown = before.get_or_insert_with(|| vm_that_is(state, &mut client));
                     let answer = client.call("PUT", call, &body.to_string());
                     let what = format!("{call} {body} of a VM that is {state}");
@@ -145,7 +147,7 @@ fn every_field_of_a_device_or_resize_may_be_anything_in_every_state() {
     });
 }
 
-/// Makes one anew, and shows it.
+/// Creates a new VM in `state`, and returns its information.
 fn vm_that_is(state: &str, client: &mut Raw) -> Answer {
     let steps =
         ["none", "Created", "Running", "Paused"].iter().position(|known| *known == state).unwrap();
@@ -188,7 +190,7 @@ fn bodies_that_are_no_object_or_too_long_are_refused() {
                 let answer = Raw::connect(path).call("PUT", call, body);
                 check(&format!("{call} {:.20}", body), &answer, &[400, 404]);
             }
-            // It says so before all of it has come, and need not read the rest.
+            // The length is announced first, so the body need not be read.
             let mut client = Raw::connect(path);
             client.send(&request("PUT", &format!("/api/v1/{call}"), &long)[..2000], &[]);
             check(call, &client.receive(), &[413]);
@@ -237,7 +239,7 @@ fn who_sends_half_a_request_and_nothing_more_keeps_nobody_waiting() {
         let mut client = Raw::connect(path);
         check("create", &client.call("PUT", "vm.create", &vm(json!({}))), &[204]);
         check("info", &client.call("GET", "vm.info", ""), &[200]);
-        // Those who go in the middle change nothing either.
+        // Clients that disconnect within a request change nothing either.
         drop(silent);
         check("delete", &client.call("PUT", "vm.delete", ""), &[204]);
         check("info", &client.call("GET", "vm.info", ""), &[404]);
@@ -272,7 +274,7 @@ fn a_body_full_of_devices_is_refused_and_a_long_one_that_is_meant_is_taken() {
     });
 }
 
-/// In a process of its own, whose files nobody else opens or closes while they are counted.
+/// Runs in its own process, so that no other test opens or closes files while they are counted.
 #[test]
 fn so_many_requests_are_answered_and_leave_no_file_open() {
     if std::env::var_os(ALONE).is_none() {
@@ -308,7 +310,7 @@ fn so_many_requests_are_answered_and_leave_no_file_open() {
             ask(nth, &mut Raw::connect(path));
         }
         assert_eq!(one.call("GET", "vm.info", ""), before);
-        // Of connections that have gone the server may see the end a little later.
+        // The server may detect closed connections a little later.
         let begin = std::time::Instant::now();
         while files() > files_before {
             assert!(begin.elapsed() < PATIENCE, "{} files, {files_before} before", files());

@@ -1,4 +1,4 @@
-//! Who may have a connection, and for how long.
+//! Tests of the limits on connections and their duration.
 
 use std::sync::atomic::Ordering;
 
@@ -14,7 +14,7 @@ fn who_asks_and_never_reads_is_not_kept() {
     for half_closed in [false, true] {
         run_within(limits, async |fixture| {
             let mut silent = fixture.connect().await;
-            // The answers are more than the socket's buffers hold.
+            // The answers exceed the buffers of the socket.
             silent.send(request("GET", "/api/v1/vm.info", "").repeat(REQUESTS)).await;
             if half_closed {
                 silent.0.get_mut().shutdown().await.unwrap();
@@ -23,7 +23,7 @@ fn who_asks_and_never_reads_is_not_kept() {
                 tokio::task::yield_now().await;
             }
             let mut answers = Vec::new();
-            // An end or, where requests are left that were not read, a reset.
+            // The end of the stream, or a reset if unread requests remain.
             let _ = silent.0.read_to_end(&mut answers).await;
             let whole = answers.windows(12).filter(|bytes| bytes == b"HTTP/1.1 200").count();
             assert!((1..REQUESTS).contains(&whole), "{whole} of the answers were there");
@@ -50,7 +50,7 @@ fn connection_without_a_request_is_closed_before_one_that_had_requests() {
 }
 
 /// The server reads the data of the second client only after it has accepted the connection. The
-/// time-outs are too long to help.
+/// time limits are too long to help.
 #[test]
 fn client_that_writes_before_it_is_accepted_does_not_keep_the_next_one_out() {
     let limits =
@@ -66,7 +66,7 @@ fn client_that_writes_before_it_is_accepted_does_not_keep_the_next_one_out() {
     }
 }
 
-/// The grace is too long to help.
+/// The grace time is too long to help.
 #[test]
 fn end_of_a_connection_makes_room_at_once() {
     let limits = Limits { connections: 1, grace: Duration::from_secs(3600), ..Limits::API };
@@ -82,11 +82,11 @@ fn end_of_a_connection_makes_room_at_once() {
     });
 }
 
-/// Connects and sends nothing, again as soon as the server closes the connection.
+/// Connects without sending, and reconnects as soon as the server closes the connection.
 async fn connect_in_silence(path: PathBuf) {
     loop {
         let mut silent = UnixStream::connect(&path).await.unwrap();
-        // The end, or a reset.
+        // The end of the stream, or a reset.
         let _ = silent.read(&mut [0]).await;
     }
 }
@@ -118,7 +118,7 @@ fn bodies_that_do_not_end_do_not_keep_others_out() {
         assert!(counters.silent.load(Ordering::Relaxed) >= stalled.len() as u64);
         assert_eq!(counters.idle.load(Ordering::Relaxed), 0);
         drop(last);
-        // Nor was a call made without its body.
+        // No call was made without its body.
         assert!(fixture.asked.try_recv().is_err());
     });
 }
@@ -165,7 +165,7 @@ fn who_follows_events_makes_no_room_and_who_comes_waits_for_one_that_is_done() {
         let mut next = fixture.connect().await;
         next.send(request("GET", "/api/v1/vmm.ping", "")).await;
         let mut line = String::new();
-        // Both are served on, also after so many that wait have been looked for.
+        // Both are still served after several waiting clients.
         for _ in 0..5 {
             for follower in &mut followers {
                 assert_ne!(follower.0.read_line(&mut line).await.unwrap(), 0);
@@ -199,7 +199,7 @@ fn so_many_follow_events_and_one_more_is_told_so() {
             (429, "Events have 64 followers, and may have no more")
         );
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
-        // That one has gone is seen when it is written to.
+        // The disconnect is detected by a write.
         followers.pop();
         while !follow().await.1.starts_with("HTTP/1.1 200 ") {}
     });
@@ -213,7 +213,7 @@ fn who_begins_a_request_and_does_not_go_on_is_cut_off_and_who_says_nothing_is_no
         half.send("GET /api/v1/vmm.pi").await;
         assert_eq!(half.receive().await, None);
         assert_eq!(silent.call("GET", "vmm.ping", "").await.0, 200);
-        // The next one on a connection, too.
+        // A second request on a connection has the same limit.
         silent.send("GET /api/v1/vmm.pi").await;
         assert_eq!(silent.receive().await, None);
     });
@@ -227,7 +227,7 @@ fn half_a_request_and_silence_holds_nobody_up() {
         body.send("PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{\"desi")
             .await;
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
-        // The head's other half is still welcome.
+        // The other half of the head is still accepted.
         head.send("ng HTTP/1.1\r\nHost: a\r\n\r\n").await;
         assert_eq!(head.receive().await.unwrap().0, 200);
     });
@@ -254,7 +254,7 @@ fn requests_on_one_connection_are_answered_in_order() {
 fn a_client_that_has_nothing_more_to_say_is_answered() {
     run(async |fixture| {
         let mut client = fixture.connect().await;
-        // The owner has to be asked: the end of the stream is there before the answer.
+        // The owner answers after the end of the stream has arrived.
         client.send(request("GET", "/api/v1/vm.info", "")).await;
         client.0.get_mut().shutdown().await.unwrap();
         assert_eq!(client.receive().await.map(|(status, _)| status), Some(200));
@@ -271,7 +271,7 @@ fn a_body_that_a_call_does_not_take_is_passed_over() {
     });
 }
 
-/// What is left of a body would end the connection.
+/// The rest of an unread body would end the connection.
 #[test]
 fn a_body_that_no_call_takes_may_come_late() {
     run(async |fixture| {
@@ -280,7 +280,7 @@ fn a_body_that_no_call_takes_may_come_late() {
             let head =
                 format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n");
             client.send(head).await;
-            // Whoever has been answered by now was answered before the body came.
+            // A call that had been answered by now was answered before its body arrived.
             assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
             client.send("null").await;
             let (status, _) = client.receive().await.expect("an answer");

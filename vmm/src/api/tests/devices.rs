@@ -1,4 +1,4 @@
-//! Calls that add devices and remove them.
+//! Tests of calls that add and remove devices.
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn what_is_added_to_a_vm_that_runs_is_told_where_it_is() {
         let (status, body) = fixture.call("PUT", "vm.add-disk", disk).await;
         let expected = json!({"id": "_disk0", "bdf": "0000:00:06.0"});
         assert_eq!((status, serde_json::from_str::<Value>(&body).unwrap()), (200, expected));
-        // To one that does not, there is nothing to tell.
+        // For a VM that does not run, the answer is empty.
         for (call, body) in [
             ("vm.add-pmem", r#"{"file": "/p"}"#),
             ("vm.add-vsock", r#"{"cid": 3, "socket": "/s"}"#),

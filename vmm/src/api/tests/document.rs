@@ -1,4 +1,4 @@
-//! docs/reference/api.md against what is answered: examples, fields, and the names of states.
+//! Tests of docs/reference/api.md against the answers: examples, fields, and names of states.
 
 use foreshore_config::Object;
 use serde::Serialize;
@@ -14,14 +14,14 @@ use balloon::governor::AgentState;
 
 const DOCUMENT: &str = include_str!("../../../../docs/reference/api.md");
 
-/// What is said of one call.
+/// Section of a call.
 fn section(call: &str) -> &'static str {
     let heading = format!("\n## {call}\n");
     let (_, rest) = DOCUMENT.split_once(&heading).unwrap_or_else(|| panic!("no section {call}"));
     rest.split_once("\n## ").map_or(rest, |(section, _)| section)
 }
 
-/// The examples of a section: what is indented by four spaces.
+/// Examples of a section, which are indented by four spaces.
 fn examples(section: &str) -> Vec<String> {
     let mut examples = vec![String::new()];
     for line in section.lines() {
@@ -34,7 +34,7 @@ fn examples(section: &str) -> Vec<String> {
     examples
 }
 
-/// The calls of a section, as they may be typed: comments beside them are for the reader.
+/// Calls in a section without their comments.
 fn calls(section: &str) -> Vec<String> {
     let mut calls: Vec<String> = Vec::new();
     let lines = section.lines().filter_map(|line| line.strip_prefix("    "));
@@ -51,7 +51,7 @@ fn calls(section: &str) -> Vec<String> {
     calls
 }
 
-/// An example that nothing was left out of.
+/// Checks that an example has every field.
 #[track_caller]
 fn assert_whole<T: Serialize + DeserializeOwned>(example: &str) {
     let example: Value =
@@ -61,8 +61,8 @@ fn assert_whole<T: Serialize + DeserializeOwned>(example: &str) {
     assert_eq!(serde_json::to_value(read).unwrap(), example);
 }
 
-/// Whether `example` has only what `answer` has as well, of the same kind, whatever the values of
-/// numbers and texts are.
+/// Returns true if `answer` has all fields of `example`, each of the same kind. Values of numbers
+/// and texts are ignored.
 fn is_part(example: &Value, answer: &Value) -> bool {
     match (example, answer) {
         (Value::Object(example), Value::Object(answer)) => example
@@ -134,7 +134,7 @@ fn examples_are_what_is_answered() {
         examples(section("vm.pressure")).into_iter().filter(|example| example.starts_with('{'));
     let [made, recording] = &made.collect::<Vec<_>>()[..] else { panic!("not two examples") };
     assert_whole::<RecordingInfo>(recording);
-    // What is left out of this one it says.
+    // The example marks omitted fields with "...".
     let made: Value = serde_json::from_str(&made.replace(", ...", "")).unwrap();
     assert!(is_part(&made, &serde_json::to_value(decision()).unwrap()), "{made}");
 }
@@ -176,7 +176,7 @@ fn fields_of_vm_pressure_are_those_of_the_document() {
 fn details_of_vm_pressure_are_those_of_the_document() {
     let mut governed = crate::governor::fake::fixture("psi", true);
     governed.greet();
-    // What the first leads to is online with the second.
+    // The memory that the first report causes to be plugged is online in the second.
     governed.report(20);
     governed.report(200);
     let info = governed.core.info(0, balloon::TimeMs(100));
@@ -190,8 +190,7 @@ fn details_of_vm_pressure_are_those_of_the_document() {
     assert_eq!(documented, details);
 }
 
-/// Calls as somebody would try them, one after the other: what each asks for is there, and is
-/// answered.
+/// Runs the calls in the order of the document. The objects in them exist, and each call succeeds.
 #[test]
 fn calls_that_the_document_shows_are_answered() {
     run(async |mut fixture| {
@@ -224,7 +223,7 @@ fn calls_that_the_document_shows_are_answered() {
     });
 }
 
-/// Of both, what either says.
+/// Merges changes.
 fn note(all: &mut PressureChange, one: PressureChange) {
     let PressureChange { policy, size, dry_run, pause, resume, zone, params, rules } =
         std::mem::take(all);
@@ -240,7 +239,7 @@ fn note(all: &mut PressureChange, one: PressureChange) {
     };
 }
 
-/// A status as it is answered has its state by name, and that name is in the section.
+/// Checks that the serialized name of each state is in the section.
 #[track_caller]
 fn assert_named<T: Serialize>(call: &str, statuses: &[T]) {
     for status in statuses {
@@ -298,7 +297,7 @@ fn every_call_of_the_document_is_there() {
         .collect();
     assert!(calls.len() >= 11, "{calls:?}");
     run(async |fixture| {
-        // The VMM's end is last.
+        // The call that ends the VMM is last.
         let (end, others): (Vec<_>, _) =
             calls.into_iter().partition(|(_, call)| *call == "vmm.shutdown");
         for (method, call) in others.iter().chain(&end) {

@@ -1,4 +1,4 @@
-//! `events.follow`.
+//! Tests of `vmm.events`.
 
 use super::*;
 

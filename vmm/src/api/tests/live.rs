@@ -1,4 +1,5 @@
-//! Clients against the owner that the VMM has, whose machines are fakes: sequences, byte by byte.
+//! Tests of request sequences of real clients, byte by byte, against the VMM's owner with fake
+//! machines.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{IoSlice, Read};
@@ -46,7 +47,7 @@ impl Raw {
         Self(stream)
     }
 
-    /// Sends all of it at once, with descriptors.
+    /// Sends all bytes at once, with descriptors.
     pub(super) fn send(&self, bytes: &str, fds: &[&OwnedFd]) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -81,7 +82,8 @@ impl Raw {
     }
 }
 
-/// The end of a pipe that stands for a queue, and what sees it closed.
+/// Writing end of a pipe that stands for a queue, and the reading end, which detects that it is
+/// closed.
 fn queue() -> (std::io::PipeReader, OwnedFd) {
     let (reader, writer) = std::io::pipe().unwrap();
     (reader, writer.into())
@@ -93,8 +95,8 @@ fn info(path: &Path) -> Value {
     serde_json::from_str(&body).unwrap()
 }
 
-/// libvirt 10 (src/ch/ch_monitor.c and ch_process.c): its requests by curl, those with descriptors
-/// by hand, all of these on one connection.
+/// libvirt 10 (src/ch/ch_monitor.c and ch_process.c) sends requests by curl, and writes those with
+/// descriptors itself, all on one connection.
 #[test]
 fn libvirt_adds_its_interfaces_before_the_vm_boots() {
     with_vmm(|path| {
@@ -137,21 +139,21 @@ fn libvirt_adds_its_interfaces_before_the_vm_boots() {
         assert_eq!(net("ip")[1], "192.168.1.2");
         assert_eq!(by_curl("vm.boot", ""), (204, String::new()));
         assert_eq!(info(path)["state"], "Running");
-        // What is shown can be given again; without the descriptors it describes interfaces that
-        // are made.
+        // The configuration that is returned is accepted again. Without descriptors, it describes
+        // interfaces that the VMM creates.
         assert_eq!(by_curl("vm.delete", ""), (204, String::new()));
         assert_eq!(by_curl("vm.create", &shown["config"].to_string()), (204, String::new()));
         let nets = info(path)["config"]["net"].clone();
         assert!(nets[1]["id"] == "net_1" && nets[1]["fds"].is_null(), "{nets}");
-        // They are closed by now.
+        // The descriptors are closed by now.
         for mut reader in readers {
             assert_eq!(reader.read(&mut [0]).unwrap(), 0);
         }
     });
 }
 
-/// Kata Containers' hypervisor for Cloud Hypervisor, virtcontainers/clh.go: the request as Go's
-/// http.DumpRequest writes it.
+/// Kata Containers' driver for Cloud Hypervisor, virtcontainers/clh.go. Go's http.DumpRequest
+/// writes the request.
 #[test]
 fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
     with_vmm(|path| {
@@ -192,7 +194,7 @@ fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
             assert!(found == status && answer.contains(text), "{body}: {found} {answer}");
         }
         assert_eq!(info(path)["config"]["net"].as_array().unwrap().len(), 2);
-        // Numbers are passed over, whether descriptors come or not.
+        // Numbers are ignored, with and without descriptors.
         for (id, fds) in [("a", &[][..]), ("b", &[&fd][..])] {
             assert_eq!(add(&format!(r#"{{"id":"{id}","fds":[3,-1]}}"#), fds).0, 200);
         }
@@ -201,7 +203,7 @@ fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
     });
 }
 
-/// What is asked of the machine, and is known of none but one that is there.
+/// Calls that need a machine.
 const OF_A_MACHINE: [&str; 5] =
     ["vm.counters", "vm.memory", "vm.volumes", "pool.info", "vm.pressure"];
 
@@ -231,7 +233,8 @@ fn what_a_machine_knows_is_answered_while_there_is_one() {
     });
 }
 
-/// What docs/reference/openapi.json says of success, each in a state in which there is some.
+/// Checks the success statuses in docs/reference/openapi.json, each in a state in which the call
+/// succeeds.
 #[test]
 fn every_call_succeeds_as_it_is_described() {
     with_vmm(|path| {
@@ -252,7 +255,7 @@ fn every_call_succeeds_as_it_is_described() {
         let vm = r#"{"payload":{"kernel":"/vmlinux"},"cpus":{"boot_vcpus":1,"max_vcpus":2},"disks":[{"path":"/d"}],
                      "memory":{"size":536870912,"hotplug_method":"VirtioMem","hotplug_size":268435456}}"#;
         say("PUT", "vm.create", vm);
-        // Of a VM that does not run, and of one that does.
+        // For a VM that does not run, and for one that does.
         for runs in [false, true] {
             if runs {
                 say("PUT", "vm.boot", "");
@@ -296,7 +299,7 @@ fn every_call_succeeds_as_it_is_described() {
                     .filter_map(|status| status.parse().ok())
                     .filter(|status| (200..300).contains(status))
                     .collect();
-                // What never ends has tests of its own; what is refused has no success.
+                // Endless answers have other tests, and refused calls have no success status.
                 if !success.is_empty() && path != "/vmm.events" {
                     described
                         .insert((path.trim_start_matches('/').to_owned(), method.clone()), success);
@@ -307,7 +310,7 @@ fn every_call_succeeds_as_it_is_described() {
     });
 }
 
-/// Cloud Hypervisor's `config.memory.hotplugged_size`: a reboot is asked for it again.
+/// A reboot requests Cloud Hypervisor's `config.memory.hotplugged_size` again.
 #[test]
 fn a_resize_is_in_the_configuration_of_the_next_boot() {
     const MIB: u64 = 1 << 20;
@@ -331,7 +334,7 @@ fn a_resize_is_in_the_configuration_of_the_next_boot() {
         put("vm.resize", json!({"desired_ram": 512 * MIB}));
         assert_eq!(asked(), Value::Null);
 
-        // Of one that does not run it is the same sum, and to say it twice does no harm.
+        // For a VM that does not run, the sum is the same, and repeating the request is harmless.
         put("vm.resize", json!({"desired_ram": 640 * MIB}));
         put("vm.shutdown", Value::Null);
         for (desired, boot, hotplugged) in [

@@ -1,4 +1,4 @@
-//! Refused changes of `vm.pressure`, and its decisions.
+//! Tests of refused changes of `vm.pressure`, and of its decisions.
 
 use super::*;
 
