@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn only_objects_are_taken() {
+    fn only_json_objects_are_accepted() {
         assert!(parse::<ResizeBody>(b" {} ").is_ok());
         assert!(parse::<ResizeBody>(br#"{"desired_ram": 2097152, "unknown": 1}"#).is_ok());
         let text = |bytes| parse::<ResizeBody>(bytes).unwrap_err().to_string();

@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_are_one_line_whatever_the_body_is() {
+    fn errors_are_one_line_for_any_body() {
         assert_eq!(reason_of(br#"["The VM is paused", "because"]"#), "The VM is paused: because");
         assert_eq!(reason_of(b"two\nlines\n"), r"two\nlines");
         assert_eq!(reason_of(b""), "");

@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_reach_the_call_whatever_part_of_the_request_they_come_with() {
+    fn descriptors_with_any_part_of_a_request_reach_its_call() {
         serve(|path| {
             let mut stream = BlockingStream::connect(path).unwrap();
             let (a, b) = (file("a"), file("b"));
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_call_takes_is_closed_and_too_many_end_the_connection() {
+    fn unused_descriptors_are_closed_and_too_many_end_the_connection() {
         serve(|path| {
             let mut stream = BlockingStream::connect(path).unwrap();
             assert_closed(|file| {

@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_has_no_timeout_and_a_head_has() {
+    fn silence_has_no_timeout_but_a_head_has() {
         run(async {
             let seats = seats();
             let seat = silent(&seats);
@@ -519,7 +519,7 @@ mod tests {
 
     /// The accept loop checks for room and then waits. A change in between ends the wait.
     #[test]
-    fn change_between_look_and_wait_is_not_lost() {
+    fn change_between_check_and_wait_is_not_lost() {
         type Change = fn(&Seat);
         let changes: [(&str, Change, Change); 6] = [
             ("a read without bytes", |_| (), |seat| seat.read(false)),

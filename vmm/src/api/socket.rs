@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_bound_is_named() {
+    fn errors_name_the_address_that_cannot_be_bound() {
         let text =
             Socket::for_api(&ApiSocket::Path("/nowhere/api".into(), SocketAccess::default()))
                 .unwrap_err()

@@ -319,7 +319,7 @@ fn as_api_client_reads(head: &str) -> Option<(u16, usize)> {
 }
 
 #[test]
-fn answers_are_such_that_cloud_hypervisors_client_can_read_them() {
+fn answers_can_be_parsed_by_cloud_hypervisors_client() {
     run(async |fixture| {
         for (method, call, body, expected) in [
             ("GET", "vmm.ping", "", 200),
@@ -347,7 +347,7 @@ fn answers_are_such_that_cloud_hypervisors_client_can_read_them() {
 }
 
 #[test]
-fn ping_tells_the_version_and_the_process() {
+fn ping_returns_version_and_process() {
     run(async |fixture| {
         let (status, body) = fixture.call("GET", "vmm.ping", "").await;
         let answer: Value = serde_json::from_str(&body).unwrap();
@@ -358,7 +358,7 @@ fn ping_tells_the_version_and_the_process() {
 }
 
 #[test]
-fn info_has_cloud_hypervisors_fields() {
+fn info_has_the_fields_of_cloud_hypervisor() {
     run(async |fixture| {
         let (status, body) = fixture.call("GET", "vm.info", "").await;
         let info: Value = serde_json::from_str(&body).unwrap();
@@ -374,7 +374,7 @@ fn info_has_cloud_hypervisors_fields() {
 }
 
 #[test]
-fn memory_tells_every_size_and_why_a_resize_is_stuck() {
+fn memory_returns_every_size_and_the_reason_of_a_stuck_resize() {
     run(async |fixture| {
         let (status, body) = fixture.call("GET", "vm.memory", "").await;
         let answer: Value = serde_json::from_str(&body).unwrap();
@@ -394,7 +394,7 @@ fn counters_are_by_device_and_name() {
 }
 
 #[test]
-fn volumes_tell_their_interface_and_why_one_has_failed() {
+fn volumes_have_interface_and_reason_of_failure() {
     run(async |fixture| {
         let (status, body) = fixture.call("GET", "vm.volumes", "").await;
         let answer: Value = serde_json::from_str(&body).unwrap();
@@ -410,7 +410,7 @@ fn volumes_tell_their_interface_and_why_one_has_failed() {
 }
 
 #[test]
-fn pools_tell_whose_their_bytes_are_and_why_one_is_read_only() {
+fn pools_have_use_of_bytes_and_reason_of_read_only() {
     run(async |fixture| {
         let (status, body) = fixture.call("GET", "pool.info", "").await;
         let answer: Value = serde_json::from_str(&body).unwrap();
@@ -422,7 +422,7 @@ fn pools_tell_whose_their_bytes_are_and_why_one_is_read_only() {
 }
 
 #[test]
-fn a_resize_is_asked_of_the_owner_and_may_be_repeated() {
+fn repeated_resizes_reach_the_owner() {
     run(async |mut fixture| {
         for _ in 0..2 {
             let (status, body) =
@@ -475,7 +475,7 @@ fn pressure_is_shown_and_changed() {
 }
 
 #[test]
-fn calls_that_are_not_supported_are_refused_by_name_whatever_their_body() {
+fn unsupported_calls_are_refused_by_name_for_any_body() {
     run(async |mut fixture| {
         for (call, why) in REFUSED {
             for body in ["", "{}", "nonsense"] {
@@ -495,7 +495,7 @@ fn calls_that_are_not_supported_are_refused_by_name_whatever_their_body() {
 }
 
 #[test]
-fn a_vm_is_created_from_what_is_valid_and_deleted() {
+fn vm_is_created_from_valid_configuration_and_deleted() {
     run(async |mut fixture| {
         let created =
             fixture.call("PUT", "vm.create", r#"{"payload": {"kernel": "/vmlinux"}}"#).await;
@@ -527,7 +527,7 @@ fn a_vm_is_created_from_what_is_valid_and_deleted() {
 }
 
 #[test]
-fn the_owners_errors_have_cloud_hypervisors_codes() {
+fn errors_of_the_owner_have_the_codes_of_cloud_hypervisor() {
     run(async |fixture| {
         for (call, body, expected, text) in [
             ("vm.boot", "", 405, "The VM is Running, and vm.boot needs it created"),
@@ -560,7 +560,7 @@ fn the_owners_errors_have_cloud_hypervisors_codes() {
 }
 
 #[test]
-fn a_zone_is_resized_by_its_name() {
+fn zone_is_resized_by_its_name() {
     run(async |mut fixture| {
         for bytes in [0u64, 2 << 20] {
             let body = format!(r#"{{"id": "pm", "desired_ram": {bytes}}}"#);
@@ -615,7 +615,7 @@ fn sizes_out_of_bounds_never_reach_the_owner() {
 }
 
 #[test]
-fn unknown_calls_and_wrong_methods_are_told_apart() {
+fn unknown_calls_and_wrong_methods_have_different_errors() {
     run(async |fixture| {
         let (status, body) = fixture.call("PUT", "vm.fly", "").await;
         assert_eq!(
@@ -632,7 +632,7 @@ fn unknown_calls_and_wrong_methods_are_told_apart() {
 }
 
 #[test]
-fn a_body_over_the_limit_is_refused() {
+fn body_over_the_limit_is_refused() {
     run(async |mut fixture| {
         let huge = format!(r#"{{"desired_ram": 2097152, "x": "{}"}}"#, "x".repeat(64 << 10));
         let (status, body) = fixture.call("PUT", "vm.resize", &huge).await;
@@ -658,7 +658,7 @@ fn a_body_over_the_limit_is_refused() {
 }
 
 #[test]
-fn what_is_not_http_gets_400_and_is_closed() {
+fn invalid_http_gets_400_and_is_closed() {
     run(async |fixture| {
         for bytes in [
             "\0\0\0\0\r\n\r\n",
@@ -680,7 +680,7 @@ fn what_is_not_http_gets_400_and_is_closed() {
 }
 
 #[test]
-fn the_vmms_end_is_answered_before_the_server_stops() {
+fn vmm_shutdown_is_answered_before_the_server_stops() {
     run(async |fixture| {
         let (mut idle, mut half) = (fixture.connect().await, fixture.connect().await);
         assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
@@ -698,7 +698,7 @@ fn the_vmms_end_is_answered_before_the_server_stops() {
 }
 
 #[test]
-fn after_the_owners_end_requests_are_refused() {
+fn requests_are_refused_after_the_owner_ends() {
     run(async |fixture| {
         assert_eq!(fixture.call("PUT", "vmm.shutdown", "").await.0, 204);
         let (status, body) = fixture.call("GET", "vm.info", "").await;
@@ -707,7 +707,7 @@ fn after_the_owners_end_requests_are_refused() {
 }
 
 #[test]
-fn our_own_client_gets_answers_and_reasons() {
+fn client_returns_answers_and_reasons() {
     run(async |fixture| {
         let client = super::Client::new(&fixture.path);
         let ping: Value = serde_json::from_slice(&client.get("vmm.ping").await.unwrap()).unwrap();

@@ -9,7 +9,7 @@ use super::*;
 use crate::api::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES};
 use crate::config::fields;
 
-/// Number of requests in [`so_many_requests_are_answered_and_leave_no_file_open`].
+/// Number of requests in [`many_requests_are_answered_and_leave_no_file_open`].
 /// `FORESHORE_API_REQUESTS` overrides it.
 const REQUESTS: usize = 2000;
 /// Set if the test runs in its own process.
@@ -74,7 +74,7 @@ fn needed(section: &str) -> Value {
 }
 
 #[test]
-fn every_field_of_a_vm_may_be_anything_and_is_taken_or_refused() {
+fn any_value_of_a_vm_field_is_accepted_or_refused() {
     with_vmm(|path| {
         let mut client = Raw::connect(path);
         let (mut taken, mut refused) = (0, 0);
@@ -100,7 +100,7 @@ fn every_field_of_a_vm_may_be_anything_and_is_taken_or_refused() {
 }
 
 #[test]
-fn every_field_of_a_device_or_resize_may_be_anything_in_every_state() {
+fn any_value_of_a_device_or_resize_field_is_answered_in_every_state() {
     with_vmm(|path| {
         let mut client = Raw::connect(path);
         let sections = fields();
@@ -160,7 +160,7 @@ fn vm_that_is(state: &str, client: &mut Raw) -> Answer {
 }
 
 #[test]
-fn bodies_that_are_no_object_or_too_long_are_refused() {
+fn invalid_and_too_long_bodies_are_refused() {
     with_vmm(|path| {
         let long = format!(r#"{{"payload": {{"kernel": "{}"}}}}"#, "x".repeat(10 << 20));
         let deep = "[".repeat(60_000);
@@ -200,7 +200,7 @@ fn bodies_that_are_no_object_or_too_long_are_refused() {
 }
 
 #[test]
-fn two_who_create_and_delete_at_once_are_both_answered() {
+fn concurrent_creates_and_deletes_are_answered() {
     with_vmm(|path| {
         std::thread::scope(|scope| {
             for _ in 0..2 {
@@ -226,7 +226,7 @@ fn two_who_create_and_delete_at_once_are_both_answered() {
 }
 
 #[test]
-fn who_sends_half_a_request_and_nothing_more_keeps_nobody_waiting() {
+fn incomplete_requests_do_not_block_other_clients() {
     with_vmm(|path| {
         let whole = request("PUT", "/api/v1/vm.create", &vm(json!({})));
         let silent: Vec<_> = (1..100)
@@ -247,7 +247,7 @@ fn who_sends_half_a_request_and_nothing_more_keeps_nobody_waiting() {
 }
 
 #[test]
-fn a_body_full_of_devices_is_refused_and_a_long_one_that_is_meant_is_taken() {
+fn too_many_devices_are_refused_and_a_long_valid_body_is_accepted() {
     with_vmm(|path| {
         let mut client = Raw::connect(path);
         let parts = [
@@ -276,9 +276,9 @@ fn a_body_full_of_devices_is_refused_and_a_long_one_that_is_meant_is_taken() {
 
 /// Runs in its own process, so that no other test opens or closes files while they are counted.
 #[test]
-fn so_many_requests_are_answered_and_leave_no_file_open() {
+fn many_requests_are_answered_and_leave_no_file_open() {
     if std::env::var_os(ALONE).is_none() {
-        let name = "api::tests::campaign::so_many_requests_are_answered_and_leave_no_file_open";
+        let name = "api::tests::campaign::many_requests_are_answered_and_leave_no_file_open";
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
         let output =
             command.args(["--exact", name, "--nocapture"]).env(ALONE, "1").output().unwrap();

@@ -8,7 +8,7 @@ use super::*;
 use crate::api::routes::MOST_FOLLOWERS;
 
 #[test]
-fn who_asks_and_never_reads_is_not_kept() {
+fn client_that_never_reads_is_disconnected() {
     const REQUESTS: usize = 2_000;
     let limits = Limits { unread: Duration::from_millis(50), ..Limits::API };
     for half_closed in [false, true] {
@@ -52,7 +52,7 @@ fn connection_without_a_request_is_closed_before_one_that_had_requests() {
 /// The server reads the data of the second client only after it has accepted the connection. The
 /// time limits are too long to help.
 #[test]
-fn client_that_writes_before_it_is_accepted_does_not_keep_the_next_one_out() {
+fn client_that_writes_before_accept_does_not_block_the_next_one() {
     let limits =
         Limits { connections: 2, head: Duration::from_secs(3600), idle: None, ..Limits::API };
     for sent in ["GET /api/v1/vmm.pi", &request("GET", "/api/v1/vmm.events", "")] {
@@ -92,7 +92,7 @@ async fn connect_in_silence(path: PathBuf) {
 }
 
 #[test]
-fn bodies_that_do_not_end_do_not_keep_others_out() {
+fn incomplete_bodies_do_not_block_other_clients() {
     let limits = Limits { connections: 16, silent: 8, ..Limits::API };
     run_within(limits, async |mut fixture| {
         let mut kept = fixture.connect().await;
@@ -124,7 +124,7 @@ fn bodies_that_do_not_end_do_not_keep_others_out() {
 }
 
 #[test]
-fn silent_connections_do_not_push_out_requests() {
+fn silent_connections_do_not_displace_requests() {
     const SILENT: usize = 40;
     let limits =
         Limits { connections: 16, silent: 8, grace: Duration::from_millis(10), ..Limits::METRICS };
@@ -149,7 +149,7 @@ fn silent_connections_do_not_push_out_requests() {
 }
 
 #[test]
-fn who_follows_events_makes_no_room_and_who_comes_waits_for_one_that_is_done() {
+fn followers_of_events_are_not_closed_to_make_room() {
     let limits = Limits { connections: 2, ..Limits::API };
     let router = |vm, events| router_within(vm, events, Duration::from_millis(20));
     run_serving(limits, router, async |fixture| {
@@ -177,7 +177,7 @@ fn who_follows_events_makes_no_room_and_who_comes_waits_for_one_that_is_done() {
 }
 
 #[test]
-fn so_many_follow_events_and_one_more_is_told_so() {
+fn followers_of_events_are_limited() {
     let router = |vm, events| router_within(vm, events, Duration::from_millis(20));
     run_serving(Limits::API, router, async |fixture| {
         let follow = async || {
@@ -206,7 +206,7 @@ fn so_many_follow_events_and_one_more_is_told_so() {
 }
 
 #[test]
-fn who_begins_a_request_and_does_not_go_on_is_cut_off_and_who_says_nothing_is_not() {
+fn incomplete_head_times_out_and_silence_does_not() {
     let limits = Limits { head: Duration::from_millis(20), ..Limits::API };
     run_within(limits, async |fixture| {
         let (mut silent, mut half) = (fixture.connect().await, fixture.connect().await);
@@ -220,7 +220,7 @@ fn who_begins_a_request_and_does_not_go_on_is_cut_off_and_who_says_nothing_is_no
 }
 
 #[test]
-fn half_a_request_and_silence_holds_nobody_up() {
+fn half_a_request_and_silence_block_no_other_client() {
     run(async |fixture| {
         let (mut head, mut body) = (fixture.connect().await, fixture.connect().await);
         head.send("GET /api/v1/vmm.pi").await;
@@ -251,7 +251,7 @@ fn requests_on_one_connection_are_answered_in_order() {
 }
 
 #[test]
-fn a_client_that_has_nothing_more_to_say_is_answered() {
+fn half_closed_client_is_answered() {
     run(async |fixture| {
         let mut client = fixture.connect().await;
         // The owner answers after the end of the stream has arrived.
@@ -263,7 +263,7 @@ fn a_client_that_has_nothing_more_to_say_is_answered() {
 }
 
 #[test]
-fn a_body_that_a_call_does_not_take_is_passed_over() {
+fn unexpected_body_is_ignored() {
     run(async |fixture| {
         for body in ["{}", r#"{"desired_ram": 7}"#, "nonsense"] {
             assert_eq!(fixture.call("PUT", "vm.pause", body).await, (204, String::new()), "{body}");
@@ -273,7 +273,7 @@ fn a_body_that_a_call_does_not_take_is_passed_over() {
 
 /// The rest of an unread body would end the connection.
 #[test]
-fn a_body_that_no_call_takes_may_come_late() {
+fn unexpected_body_may_arrive_late() {
     run(async |fixture| {
         let mut client = fixture.connect().await;
         for (method, call) in [("PUT", "vm.pause"), ("PUT", "vm.delete"), ("GET", "vmm.ping")] {

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_is_added_to_a_vm_that_runs_is_told_where_it_is() {
+fn device_added_to_a_running_vm_has_its_address_in_the_answer() {
     run(async |mut fixture| {
         let disk = r#"{"path": "/d.raw", "image_type": "Raw", "num_queues": 1, "queue_size": 1024, "vhost_user": false,
                        "readonly": true, "iommu": false, "rate_limiter_config": null, "pci_segment": 0}"#;
@@ -27,7 +27,7 @@ fn what_is_added_to_a_vm_that_runs_is_told_where_it_is() {
 }
 
 #[test]
-fn what_cannot_be_added_or_removed_is_told_why() {
+fn failed_additions_and_removals_have_a_reason() {
     run(async |fixture| {
         for (call, body, status, text) in [
             (

@@ -115,7 +115,7 @@ fn decision() -> DecisionInfo {
 }
 
 #[test]
-fn examples_are_what_is_answered() {
+fn examples_match_the_answers() {
     #[derive(serde::Serialize, serde::Deserialize)]
     struct Memory {
         zones: Vec<ZoneInfo>,
@@ -153,7 +153,7 @@ fn states_of_the_example_of_a_pool_add_up() {
 }
 
 #[test]
-fn fields_of_vm_pressure_are_those_of_the_document() {
+fn fields_of_vm_pressure_match_the_document() {
     let recording = RecordingInfo {
         file: PathBuf::from("/tmp/trace"),
         written_bytes: 0,
@@ -173,7 +173,7 @@ fn fields_of_vm_pressure_are_those_of_the_document() {
 }
 
 #[test]
-fn details_of_vm_pressure_are_those_of_the_document() {
+fn details_of_vm_pressure_match_the_document() {
     let mut governed = crate::governor::fake::fixture("psi", true);
     governed.greet();
     // The memory that the first report causes to be plugged is online in the second.
@@ -192,7 +192,7 @@ fn details_of_vm_pressure_are_those_of_the_document() {
 
 /// Runs the calls in the order of the document. The objects in them exist, and each call succeeds.
 #[test]
-fn calls_that_the_document_shows_are_answered() {
+fn calls_of_the_document_are_answered() {
     run(async |mut fixture| {
         let mut governed = crate::governor::fake::fixture("psi", true);
         let mut changed = PressureChange::default();
@@ -288,7 +288,7 @@ fn states_have_the_names_of_the_document() {
 }
 
 #[test]
-fn every_call_of_the_document_is_there() {
+fn every_call_of_the_document_exists() {
     let calls: Vec<_> = DOCUMENT
         .lines()
         .filter_map(|line| line.strip_prefix("| `")?.split_once("` | `"))

@@ -30,7 +30,7 @@ fn events_are_followed_until_the_vmm_ends() {
 }
 
 #[test]
-fn who_follows_events_and_goes_is_not_kept_though_nothing_happens() {
+fn disconnected_follower_is_detected_without_events() {
     let limits = Limits { connections: 1, ..Limits::API };
     let router = |vm, events| router_within(vm, events, Duration::from_millis(20));
     run_serving(limits, router, async |fixture| {

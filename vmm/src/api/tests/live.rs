@@ -155,7 +155,7 @@ fn libvirt_adds_its_interfaces_before_the_vm_boots() {
 /// Kata Containers' driver for Cloud Hypervisor, virtcontainers/clh.go. Go's http.DumpRequest
 /// writes the request.
 #[test]
-fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
+fn kata_adds_interfaces_to_a_running_vm() {
     with_vmm(|path| {
         let vm = r#"{"payload":{"kernel":"/vmlinux"},"cpus":{"boot_vcpus":1,"max_vcpus":4}}"#;
         assert_eq!(Raw::connect(path).call("PUT", "vm.create", vm).0, 204);
@@ -208,7 +208,7 @@ const OF_A_MACHINE: [&str; 5] =
     ["vm.counters", "vm.memory", "vm.volumes", "pool.info", "vm.pressure"];
 
 #[test]
-fn what_a_machine_knows_is_answered_while_there_is_one() {
+fn calls_that_need_a_machine_succeed_while_it_exists() {
     with_vmm(|path| {
         let mut client = Raw::connect(path);
         let all_answer = |expected: u16| {
@@ -236,7 +236,7 @@ fn what_a_machine_knows_is_answered_while_there_is_one() {
 /// Checks the success statuses in docs/reference/openapi.json, each in a state in which the call
 /// succeeds.
 #[test]
-fn every_call_succeeds_as_it_is_described() {
+fn every_call_succeeds_with_its_described_status() {
     with_vmm(|path| {
         let mut client = Raw::connect(path);
         let mut seen = BTreeMap::<_, BTreeSet<u16>>::new();
@@ -312,7 +312,7 @@ fn every_call_succeeds_as_it_is_described() {
 
 /// A reboot requests Cloud Hypervisor's `config.memory.hotplugged_size` again.
 #[test]
-fn a_resize_is_in_the_configuration_of_the_next_boot() {
+fn resize_is_in_the_configuration_of_the_next_boot() {
     const MIB: u64 = 1 << 20;
     with_vmm(|path| {
         let mut client = Raw::connect(path);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn bad_changes_of_pressure_are_told_and_never_reach_the_owner() {
+fn invalid_pressure_changes_never_reach_the_owner() {
     run(async |mut fixture| {
         for (body, text) in [
             ("", "it is empty"),
@@ -86,7 +86,7 @@ fn bad_changes_of_pressure_are_told_and_never_reach_the_owner() {
 }
 
 #[test]
-fn so_many_decisions_are_asked_for_as_the_client_wants() {
+fn number_of_decisions_is_selectable() {
     run(async |mut fixture| {
         for (query, count) in [("", 50), ("?decisions=0", 0), ("?decisions=1000", 1000)] {
             assert_eq!(fixture.call("GET", &format!("vm.pressure{query}"), "").await.0, 200);
