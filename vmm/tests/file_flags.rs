@@ -1,8 +1,8 @@
 //! Tests the table of docs/reference/consoles.md about files that flags name: every flag of the
 //! table is tested with every kind of content.
 //!
-//! The test fails for a flag or phrase of the table that it does not know, and for a flag of the
-//! VMM that accepts a path and is not in the table. Needs no KVM.
+//! The test fails for a flag or phrase of the table that it does not know. It also fails for a flag
+//! of the VMM that accepts a path and is not in the table. Needs no KVM.
 
 use std::any::Any;
 use std::error::Error;
@@ -282,7 +282,7 @@ fn flags_of(cell: &str) -> Vec<String> {
 impl Row {
     fn refuses(&self, content: Content) -> bool {
         self.refused.split([';', ',']).map(str::trim).any(|phrase| match phrase {
-            // The mark of a pool is another one.
+            // A pool also has a mark, but a different one.
             "known content without the mark" => {
                 content.known().is_some() && content != Content::DiskOfGuest
             }

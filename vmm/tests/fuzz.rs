@@ -113,7 +113,7 @@ fn plans_stay_in_bounds_for_any_agent_report() {
     try_all("agent_report", harness::agent_report, 40_000);
 }
 
-/// Controller without checks of its plans.
+/// Rules of the controller without one of their bounds.
 #[test]
 fn missing_bound_of_controller_is_detected() {
     use balloon::controller::Rules;

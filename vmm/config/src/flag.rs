@@ -1,7 +1,7 @@
 //! Flags in Cloud Hypervisor's syntax: `key=value,key=value`, some keys without a value.
 //!
-//! As in Cloud Hypervisor's parser, a comma within double quotes or brackets does not separate,
-//! quotes are removed, values are trimmed, and a key with an empty value counts as not given. If a
+//! As in Cloud Hypervisor's parser, a comma within double quotes or brackets does not separate.
+//! Quotes are removed, values are trimmed, and a key with an empty value counts as not given. If a
 //! flag begins with a value without its key, that value is literal up to the next key.
 
 use std::net::IpAddr;

@@ -16,7 +16,6 @@ use foreshore_devices::memory::layout::GuestRange;
 
 /// Offset of the registers in the hotplug page.
 pub(crate) const DIMMS_OFFSET: u64 = 0x40;
-/// Length of the registers in bytes.
 pub(crate) const DIMMS_LEN: u64 = 0x20;
 /// End of the list of added DIMMs.
 pub(crate) const NONE: u32 = u32::MAX;

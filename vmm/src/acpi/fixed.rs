@@ -47,8 +47,8 @@ pub(super) fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
 
 /// Multiple APIC Description Table (ACPI 6.5, 5.2.12).
 ///
-/// It has no interrupt source overrides, because a machine without a legacy PIC has no ISA
-/// interrupts to override, and every device in the DSDT names its GSI.
+/// It has no interrupt source overrides: a machine without a legacy PIC has no ISA interrupts to
+/// override. Every device in the DSDT names its GSI.
 pub(super) fn madt(input: &AcpiInput) -> Vec<u8> {
     let lapic = LocalInterruptController::Address(LAPIC_START);
     let mut madt = MADT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION, lapic);

@@ -6,9 +6,9 @@
 //!
 //! The DSDT's `_EVT` method reads the register and notifies the devices concerned.
 //!
-//! The interrupt is level-triggered, and its line is high while events are pending. A booting guest
-//! masks the pin of the I/O APIC until its driver is loaded. KVM keeps a level on a masked pin, but
-//! loses an edge.
+//! The interrupt is level-triggered, and its line is high while events are pending. A guest keeps
+//! the pin of the I/O APIC masked until its driver is loaded. KVM keeps a level on a masked pin,
+//! but loses an edge.
 
 use std::fmt;
 use std::io;
@@ -31,7 +31,7 @@ pub(crate) enum Event {
 }
 
 pub(crate) struct GenericEventDevice {
-    /// Changes of `line` also happen under this lock, so that it follows the value.
+    /// `line` only changes under this lock, so that it matches the pending events.
     pending: Mutex<u32>,
     line: Box<dyn Fn(bool) -> io::Result<()> + Send + Sync>,
 }

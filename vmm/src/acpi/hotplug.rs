@@ -41,8 +41,7 @@ pub(crate) struct PciSlots {
 }
 
 impl PciSlots {
-    /// Adds a device to `slot`. Pending requests for the slot are dropped because they concerned an
-    /// earlier device.
+    /// Adds a device to `slot`. Drops pending requests, which concerned an earlier device.
     pub(crate) fn put(&mut self, slot: u8) {
         self.up |= bit(slot);
         self.down &= !bit(slot);
@@ -100,8 +99,8 @@ pub(crate) struct HotplugPage {
 }
 
 impl HotplugPage {
-    /// `eject` removes the device in a slot. It runs on the thread of the vCPU that writes the
-    /// register, and returns before the guest continues, because the guest scans the slot at once.
+    /// `eject` removes the device in a slot, on the thread of the vCPU that writes the register.
+    /// The guest continues after `eject` returns, because it scans the slot at once.
     pub(crate) fn new(eject: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self {
             slots: Mutex::default(),

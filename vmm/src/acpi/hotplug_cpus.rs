@@ -20,18 +20,16 @@ use crate::acpi::plug::Plug;
 
 /// Offset of the registers in the hotplug page.
 pub(crate) const CPUS_OFFSET: u64 = 0x20;
-/// Length of their part of the page in bytes.
+/// Length of this part of the page in bytes.
 pub(crate) const CPUS_LEN: u64 = 0x20;
 
 /// Offset of the selection, from [`CPUS_OFFSET`].
 pub(crate) const CPU_SELECT: u64 = 0x00;
-/// Offset of the status of the selected vCPU.
 pub(crate) const CPU_STATUS: u64 = 0x04;
 /// Offset of the list of added vCPUs.
 pub(crate) const CPU_ADDED: u64 = 0x08;
 /// Offset of the list of vCPUs whose removal is requested.
 pub(crate) const CPU_ASKED: u64 = 0x0c;
-/// Length of the registers in bytes.
 pub(crate) const CPU_REGISTERS_LEN: u64 = 0x10;
 
 /// End of a list.
@@ -52,8 +50,8 @@ pub(crate) struct CpuRegisters {
 }
 
 impl CpuRegisters {
-    /// `gone` is called for each vCPU that the guest ejects, on the thread of the vCPU that writes
-    /// the register, which can be the ejected one.
+    /// `gone` is called for each ejected vCPU. It runs on the thread of the vCPU that writes the
+    /// register, which can be the ejected one.
     pub(crate) fn new(plug: Plug, gone: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self { registers: Mutex::new(Registers { plug, selected: 0 }), gone: Box::new(gone) }
     }

@@ -37,7 +37,7 @@ pub(crate) use numa::{NodeMemory, NumaNode, Performance};
 const OEM_ID: [u8; 6] = *b"FRSHOR";
 const OEM_TABLE_ID: [u8; 8] = *b"FORESHOR";
 const OEM_REVISION: u32 = 1;
-/// Linux reads 64-bit fields of the tables at their natural alignment where it can.
+/// Alignment of tables. Linux reads their 64-bit fields at natural alignment where it can.
 const TABLE_ALIGN: usize = 16;
 
 /// Machine that the tables describe.

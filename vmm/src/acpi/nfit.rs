@@ -4,9 +4,9 @@
 //! child of the root device match. A structure of an unexpected length fails the whole table.
 //!
 //! Each DIMM has a `_DSM` of the family for virtual NVDIMMs with one function: health. DIMMs have
-//! no labels: they have no label functions, `_LSI` or `_LSR`. Without label methods, Linux creates
-//! a namespace of the whole range and finds the BTT in it. With uninitialized labels, the namespace
-//! would be empty.
+//! no labels: the `_DSM` has no label functions, and `_LSI` and `_LSR` are absent. Linux then
+//! creates a namespace of the whole range and finds the BTT in it. With uninitialized labels, the
+//! namespace would be empty.
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{

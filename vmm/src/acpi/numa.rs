@@ -3,8 +3,8 @@
 //! Linux creates nodes from the SRAT at boot. A node whose memory is plugged later must have a
 //! hot-pluggable range in the SRAT from the start. Otherwise its memory is added to another node.
 //!
-//! The table bodies are written here because acpi_tables has no affinity structure for x86
-//! processors, and its HMAT has revision 1, for which Linux reads latencies in other units.
+//! The table bodies are written here, because acpi_tables has no affinity structure for x86
+//! processors. Its HMAT has revision 1, for which Linux reads latencies in other units.
 
 use super::table;
 

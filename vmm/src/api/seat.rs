@@ -1,11 +1,12 @@
 //! Connections of a server, and the selection of the connection that is closed for a new client.
 //!
 //! Clients such as Kata Containers keep one connection for the lifetime of a VM and send nothing
-//! for hours, so the server does not close a connection only because it is silent. [`Limits`]
-//! bounds the number of connections. Clients that connect and send nothing may hold only a part of
-//! them ([`Limits::silent`]), so the rest remains for clients that send requests. To make room, the
-//! server closes the connection that has waited longest for its client, first among connections
-//! that have never delivered a whole request. It never closes a connection with a call in progress.
+//! for hours. The server therefore does not close a connection only because it is silent.
+//! [`Limits`] bounds the number of connections. Clients that connect and send nothing may hold only
+//! a part of them ([`Limits::silent`]), so the rest remains for clients that send requests. To make
+//! room, the server closes the connection that has waited longest for its client, first among
+//! connections that have never delivered a whole request. It never closes a connection with a call
+//! in progress.
 
 use std::future::pending;
 use std::pin::Pin;
@@ -64,8 +65,8 @@ pub struct ConnectionCounters {
     pub silent: AtomicU64,
     /// Connections that had delivered requests, closed to make room.
     pub idle: AtomicU64,
-    /// Connections closed because their client was too slow to send the head of a request, to send
-    /// its next request (if that has a limit), or to read an answer.
+    /// Connections closed because their client was too slow to send the head of a request or to
+    /// read an answer, or sent no request within the limit, if there is one.
     pub timed_out: AtomicU64,
 }
 
@@ -500,7 +501,7 @@ mod tests {
             assert!(Arc::ptr_eq(&longest, &stalled[0]));
             seats.dismiss(&longest);
             assert!(!longest.called(), "its call is not made");
-            // A complete body puts its call in progress.
+            // With a complete body, the call is in progress.
             assert!(stalled[1].called());
             let _others = [silent(&seats), silent(&seats)];
             tokio::time::advance(1000 * HEAD).await;

@@ -208,7 +208,7 @@ async fn serve_connection<A: Accepted>(
     let waiting = Descriptors::default();
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.idle).max_buf_size(BUFFER_BYTES);
-    // Some clients search for `Content-Length` in this case.
+    // Some clients search for `Content-Length` in exactly this spelling.
     http.title_case_headers(true);
     // A client may shut down its side after its request, as `nc -N` does, and still gets the
     // answer.

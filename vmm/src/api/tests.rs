@@ -306,8 +306,8 @@ fn messages(body: &str) -> Vec<String> {
     serde_json::from_str(body).unwrap_or_else(|error| panic!("{body:?}: {error}"))
 }
 
-/// Parses the head of an answer like Cloud Hypervisor's client, which Kata Containers uses: the
-/// status is everything between the version and the end of the line, and the name of the length has
+/// Parses the head of an answer like Cloud Hypervisor's client, which Kata Containers uses. The
+/// status is everything between the version and the end of the line. The name of the length has
 /// title case.
 fn as_api_client_reads(head: &str) -> Option<(u16, usize)> {
     let (status, headers) = head.strip_prefix("HTTP/1.1 ")?.split_once("\r\n")?;

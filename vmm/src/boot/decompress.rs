@@ -3,8 +3,8 @@
 //! The payload is one compressed stream. Its last four bytes are the unpacked size: gzip's own
 //! trailer, or appended by the kernel's build (Documentation/arch/x86/boot.rst, payload_length;
 //! scripts/Makefile.lib, size_append). Because the size is known in advance, every decoder writes
-//! into one buffer of that size, which can be guest memory. zstd and lz4 also use that buffer as
-//! their window, which saves a second copy and a separate window of 128 MiB.
+//! into one buffer of that size, which can be guest memory. The decoders of zstd and lz4 also use
+//! that buffer as their window, which saves a second copy and a separate window of 128 MiB.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read};

@@ -60,7 +60,7 @@ pub(crate) enum ElfError {
     HeadersOverlap(u64),
     #[error("the ELF file has {actual_bytes} bytes, its program headers announce {expected_bytes}")]
     Truncated {
-        /// End of the segment that ends last.
+        /// End of the last segment.
         expected_bytes: u64,
         actual_bytes: u64,
     },

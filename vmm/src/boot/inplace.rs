@@ -2,8 +2,8 @@
 //!
 //! The image is unpacked so that the first segment of a usual kernel is already in place. Other
 //! segments are moved. A buffer outside guest memory would cost about 60 MiB of pages, which the
-//! host has to zero first, and a copy of all of them. Unusual kernels also load, but more slowly:
-//! see [`Outcome`].
+//! host has to zero first, and a copy of them. Unusual kernels also load, but more slowly: see
+//! [`Outcome`].
 
 use std::io::Cursor;
 use std::ops::Range;
@@ -156,8 +156,8 @@ struct Plan {
 impl Plan {
     /// Plan that moves the parts of `image` to their places in a window of `window_bytes`.
     ///
-    /// Returns `None` if a part is outside the image or the window, or if the parts overlap or have
-    /// another order in the image than in their places.
+    /// Returns `None` if a part is outside the image or the window, or if parts overlap. The parts
+    /// must also have the same order in the image and in their places.
     fn new(image: &Range<usize>, window_bytes: usize, mut parts: Vec<Move>) -> Option<Self> {
         parts.sort_by_key(|part| part.from);
         let sources: Vec<_> = parts.iter().map(Move::source).collect::<Option<_>>()?;
@@ -188,8 +188,8 @@ impl Plan {
     }
 
     /// Extends clearing from the end of the image to the end of the host's huge page, so that the
-    /// page can be returned. Those bytes are zeros, unless a part moves there. In that case the
-    /// page is in use and is not extended.
+    /// page can be returned. Those bytes are zeros, unless a part moves there. In that case, the
+    /// page is in use and the range is not extended.
     fn round_up(&mut self, image: &Range<usize>, window: &Range<u64>) {
         let end = (window.start + image.end as u64)
             .next_multiple_of(HUGE_PAGE_BYTES as u64)

@@ -290,8 +290,8 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     Ok(Command::Launch(Box::new(launch)))
 }
 
-/// Version text. From the start of its first line, libvirt identifies the program as Cloud
-/// Hypervisor, and its features by the number.
+/// Version text. libvirt identifies the program as Cloud Hypervisor by the start of the first line,
+/// and its features by the version number.
 fn version() -> String {
     let ours = env!("CARGO_PKG_VERSION");
     format!("cloud-hypervisor v{COMPATIBLE_WITH} (foreshore v{ours})\nforeshore v{ours}\n")
@@ -339,7 +339,7 @@ fn all<T>(
     texts.iter().map(|text| parse(text)).collect()
 }
 
-/// Name of a VM for which the user gives none: that of its API socket, by which users identify it.
+/// Default name of a VM: that of its API socket, by which users identify it.
 fn default_name(api_socket: Option<&ApiSocket>) -> String {
     let stem = match api_socket {
         Some(ApiSocket::Path(path, _)) => path.file_stem(),
@@ -379,7 +379,7 @@ fn check_descriptors(launch: &Launch) -> Result<(), ConfigError> {
 /// Describes in one line a command line that clap refuses, with clap's suggestion.
 pub fn usage_line(error: &clap::Error) -> String {
     let rendered = error.render().to_string();
-    // Takes the first paragraph, in which further lines list missing arguments.
+    // Takes the first paragraph. Its further lines list missing arguments.
     let lines = rendered.lines().map(str::trim).take_while(|line| !line.is_empty());
     let text = lines.collect::<Vec<_>>().join(" ");
     let text = text.strip_prefix("error: ").unwrap_or(&text);

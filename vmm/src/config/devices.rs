@@ -70,14 +70,14 @@ macro_rules! removable {
         }
 
         impl VmConfig {
-            /// Ids of the removable devices, with their kinds.
+            /// IDs of the removable devices, with their kinds.
             fn removable_ids_mut(&mut self) -> Vec<(&'static str, &mut Option<String>)> {
                 let mut ids = Vec::new();
                 $(ids.extend(self.$field.iter_mut().map(|section| (<$Config>::KIND, &mut section.id)));)*
                 ids
             }
 
-            /// Ids of the removable devices that have one, with their flags.
+            /// IDs of the removable devices that have one, with their flags.
             fn removable_ids(&self) -> Vec<(&'static str, &str)> {
                 let mut ids = Vec::new();
                 $(
@@ -93,7 +93,7 @@ macro_rules! removable {
                 match device { $(DeviceConfig::$Kind(section) => self.$field.put(section),)* }
             }
 
-            /// Returns the device with this id, if it may be removed.
+            /// Returns the device with this ID, if it may be removed.
             pub fn device(&self, id: &str) -> Option<DeviceConfig> {
                 $(
                     let found = self.$field.iter().find(|section| section.id.as_deref() == Some(id));
@@ -104,7 +104,7 @@ macro_rules! removable {
                 None
             }
 
-            /// Removes the device with this id. Returns false if there is no removable one.
+            /// Removes the device with this ID. Returns false if there is no removable one.
             pub fn remove_device(&mut self, id: &str) -> bool {
                 let is_there = self.device(id).is_some();
                 $(self.$field.retain_if(|section| section.id.as_deref() != Some(id));)*
@@ -152,7 +152,7 @@ impl DeviceConfig {
     }
 }
 
-/// IDs of devices that every VM has at most once.
+/// IDs of devices that a VM has at most once.
 const FIXED: [&str; 2] = ["__console", "__rng"];
 
 /// Reads a device by the rules of a whole configuration.
@@ -242,8 +242,8 @@ impl VmConfig {
         }
     }
 
-    /// Adds a device and returns its ID, which differs from `in_use`, the IDs of devices that the
-    /// guest has not released. After an error, the configuration is unchanged.
+    /// Adds a device and returns its ID. `in_use` has the IDs of devices that the guest has not
+    /// released, which are not reused. After an error, the configuration is unchanged.
     pub fn add_device(
         &mut self,
         mut device: DeviceConfig,

@@ -2,9 +2,10 @@
 //! `validate()`.
 //!
 //! Field names are those of Cloud Hypervisor's API, and sizes are in bytes. A new key is one line
-//! in the table of its section, from which the crate foreshore_config derives the struct, the flag,
-//! JSON, the help and the errors. A new flag with keys also needs a field of [`VmConfig`] and of
-//! the flags in `cli`. A device without options, such as `--pvpanic`, is an entry of [`SWITCHES`].
+//! in the table of its section. The crate foreshore_config derives the struct, the flag, JSON, the
+//! help and the errors from the table. A new flag with keys also needs a field of [`VmConfig`] and
+//! of the flags in `cli`. A device without options, such as `--pvpanic`, is an entry of
+//! [`SWITCHES`].
 //!
 //! Text becomes a valid configuration in three steps. A flag's text is parsed into its section,
 //! each section is validated alone, and [`VmConfig::validate`] checks the sections against each
@@ -140,8 +141,8 @@ impl VmConfig {
         }
     }
 
-    /// Checks that serial numbers are unique, because guests identify disks by them, including
-    /// volumes.
+    /// Checks that the serial numbers of disks and volumes are unique, because guests identify
+    /// disks by them.
     fn check_serial_numbers(&self) -> Result<(), ConfigError> {
         let conflict = |reason| Err(ConfigError::Conflict { flag: "--disk", reason });
         let volumes =
@@ -535,7 +536,7 @@ mod tests {
         PressureConfig { policy: policy.to_owned(), ..PressureConfig::default() }
     }
 
-    /// Includes the requests of Kata's runtime in Go, which expects exactly the sizes that it
+    /// Kata's runtime in Go sends one of the bodies, and expects exactly the sizes that it
     /// requests.
     #[test]
     fn governor_is_on_by_default_only_with_pm() {

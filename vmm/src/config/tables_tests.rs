@@ -66,8 +66,8 @@ fn unreadable() -> [String; 5] {
 }
 
 /// The parser has the keys from the tables. Only an error about a value proves that the section
-/// reads the key, even if the section parses its flag itself or shares the key with another
-/// section.
+/// reads the key. This also covers sections that parse their flag themselves or share the key with
+/// another section.
 #[test]
 fn unreadable_value_of_every_key_is_refused_with_its_name() {
     for table in TABLES {

@@ -16,7 +16,7 @@ const REFUSED: &[Refused] = &[
     },
 ];
 
-/// Most vCPUs that APIC IDs of 8 bits can name: 255 is broadcast.
+/// Upper limit of vCPUs. APIC IDs have 8 bits, and 255 is broadcast.
 pub const MAX_VCPUS: u8 = 254;
 /// No processor that KVM supports has more than two threads per core.
 const MAX_THREADS: u16 = 2;
@@ -176,8 +176,8 @@ impl CpuTopology {
 }
 
 impl CpusConfig {
-    /// Checks that `max` is at least `boot`, the topology matches it, and affinity names each
-    /// existing vCPU at most once.
+    /// Checks that `max` is at least `boot`, and that the topology multiplies to `max`. `affinity`
+    /// may name each vCPU only once.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         range("max", self.max_vcpus, self.boot_vcpus, MAX_VCPUS)?;

@@ -5,8 +5,8 @@
 //! field with an APIC ID or a number of cores must therefore be replaced. Otherwise Linux assigns
 //! CPUs to the wrong packages.
 //!
-//! From its lowest bits on, an APIC ID consists of the number of a thread in its core, of the core
-//! in its die, of the die in its package, and of the package.
+//! An APIC ID consists of four numbers. From its lowest bits on, they are the thread in its core,
+//! the core in its die, the die in its package, and the package.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
@@ -58,7 +58,7 @@ pub(crate) struct Traits {
     pub nested: bool,
     /// Upper limit of the number of physical address bits.
     pub max_phys_bits: u8,
-    /// True if the guest may use AMX. KVM also reports AMX if its state is not permitted.
+    /// True if the guest may use AMX. KVM reports AMX even if its state is not permitted.
     pub amx: bool,
 }
 
@@ -110,8 +110,8 @@ fn add_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
 
 /// Extended topology: a subleaf for each level, and an empty one as the end.
 ///
-/// Each has the shift that turns an APIC ID into an ID of the next level, and the number of threads
-/// in a unit of that level.
+/// A subleaf has the shift that turns an APIC ID into an ID of the next level, and the number of
+/// threads in a unit of that level.
 fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kvm_cpuid_entry2> {
     let Shape { threads, cores, dies } = place.shape;
     let (in_core, in_die) =
@@ -171,7 +171,7 @@ fn place_entry(entry: &mut kvm_cpuid_entry2, place: VcpuPlace) {
         // 12).
         0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (logical - 1) | package_shift << 12,
         // AMD: extended APIC ID; core in the package, and threads in the core less one (15 to 8);
-        // node, and nodes in the package less one (10 to 8). AMD's nodes are dies.
+        // node, and nodes in the package less one (10 to 8). A node of AMD is a die.
         0x8000_001e => {
             let core = (apic_id & ((1 << package_shift) - 1)) >> core_shift;
             let dies = u32::from(shape.dies.count);
@@ -202,7 +202,7 @@ fn restrict_entry(entry: &mut kvm_cpuid_entry2, traits: Traits) {
             entry.edx &= !AMX_COMPLEX;
         }
         // Performance counters are hidden because KVM's emulation of them differs between hosts.
-        // Leaves of Intel and of AMD.
+        // These are the leaves of Intel and of AMD.
         0xa | 0x8000_0022 => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
         0x8000_0001 => entry.ecx &= !(PERFORMANCE_COUNTERS | if traits.nested { 0 } else { SVM }),
         // AMD: features of SVM.

@@ -17,7 +17,7 @@ const LEAST_CORE_BITS: u32 = 3;
 pub struct Level {
     /// Number of units, including those that can be added.
     pub count: u8,
-    /// Bits of an APIC ID that number the units.
+    /// Number of bits of an APIC ID that select a unit.
     pub bits: u32,
 }
 
@@ -98,8 +98,9 @@ pub(crate) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     Some(places.into_iter().map(|(_, place)| place).collect())
 }
 
-/// Places of all vCPUs in `topology`, which is valid. vCPUs are numbered through the threads of a
-/// core, then through the cores of a die, and so on. Returns `None` if APIC IDs do not suffice.
+/// Places of all vCPUs in `topology`, which is valid. Returns `None` if APIC IDs do not suffice.
+///
+/// vCPUs are numbered through the threads of a core, then through the cores of a die, and so on.
 pub(crate) fn places_of(topology: &CpuTopology) -> Option<Vec<VcpuPlace>> {
     let level = |count| Some(Level::of(u8::try_from(count).ok()?));
     let threads = level(topology.threads_per_core)?;

@@ -90,8 +90,7 @@ struct Shared {
     is_out: AtomicBool,
     changed: Condvar,
     brake: Arc<Brake>,
-    /// The thread has waited since it last ran the guest. The guest does not know that time has
-    /// passed.
+    /// The thread has waited since it last ran the guest, which does not know that time has passed.
     has_waited: AtomicBool,
     /// An NMI is pending for delivery before the next guest entry.
     nmi: AtomicBool,
@@ -126,8 +125,8 @@ impl Shared {
     /// paused vCPU. Returns false if the thread has to end.
     fn wait_until_wanted(&self) -> bool {
         let mut wanted = self.wanted.lock();
-        // Releasing the brake does not notify `changed`. The vCPU is paused before that, and the
-        // next request notifies it.
+        // Releasing the brake does not notify `changed`. The vCPU is paused before, and the next
+        // request notifies it.
         while wanted_waits(*wanted, self.brake.is_pulled()) && !self.may_begin_afresh() {
             self.is_out.store(true, Ordering::Relaxed);
             self.has_waited.store(true, Ordering::Relaxed);
@@ -172,7 +171,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Waits until the vCPU is out of the guest, or is no longer wanted to pause.
+    /// Waits until the vCPU is out of the guest, or the pause is superseded.
     fn wait_until_out(&self) {
         let mut wanted = self.wanted.lock();
         while *wanted == Wanted::Pause && !self.is_out.load(Ordering::Relaxed) {
@@ -403,7 +402,8 @@ impl Runner {
                 continue;
             }
             if self.shared.has_waited.swap(false, Ordering::Relaxed) {
-                // Fails if the guest does not use kvm-clock, which then needs no notification.
+                // Reports the pause to the guest, whose watchdog would otherwise report a soft
+                // lockup. Fails if the guest does not use kvm-clock.
                 let _ = self.fd.kvmclock_ctrl();
             }
             if let Next::Park(event) = self.deliver_nmi().unwrap_or_else(|| self.run_once()) {

@@ -253,7 +253,7 @@ fn every_implemented_field_is_documented() {
     assert_eq!(missing, Vec::<&str>::new());
 }
 
-/// An ignored field would be silently without effect. Every field of Cloud Hypervisor is therefore
+/// An ignored field would silently have no effect. Every field of Cloud Hypervisor is therefore
 /// implemented or refused.
 #[test]
 fn no_field_is_ignored() {

@@ -11,8 +11,8 @@ pub const SYNTAX: &str = "bytes, or a number with K, M, G or T";
 /// Syntax of a size in `--help`.
 pub const HELP: &str = "Sizes are in bytes, or take K, M, G or T (also KiB to TiB), powers of 1024: 512M, 1.5G, 64MiB.";
 
-/// Significant digits after the decimal point. A multiple of 2^-40 has at most 40, so cutting a
-/// number after them does not change its number of whole bytes, in T or in a smaller unit.
+/// Significant digits after the decimal point. A multiple of 2^-40 has at most 40. Cutting a number
+/// after them therefore does not change its number of whole bytes, in T or in a smaller unit.
 const FRACTION_DIGITS: usize = 40;
 
 /// Unit of a size: 1024 to the power of `power`.

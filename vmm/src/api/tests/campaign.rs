@@ -12,7 +12,7 @@ use crate::config::fields;
 /// Number of requests in [`many_requests_are_answered_and_leave_no_file_open`].
 /// `FORESHORE_API_REQUESTS` overrides it.
 const REQUESTS: usize = 2000;
-/// Set if the test runs in its own process.
+/// Environment variable of a test that runs in its own process.
 const ALONE: &str = "FORESHORE_TEST_ALONE";
 
 /// Valid VM with `fields` added or replaced.
@@ -35,7 +35,7 @@ fn check(what: &str, (status, body): &Answer, allowed: &[u16]) {
 /// Bodies with each field of the section and each value, and with all required fields.
 fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
     let mut all = values();
-    // The section itself has any value.
+    // The section itself has each value.
     all.extend(names.iter().flat_map(|name| {
         let with = move |value: Value| {
             let mut object = needed.clone();

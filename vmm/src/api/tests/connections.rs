@@ -165,7 +165,7 @@ fn followers_of_events_are_not_closed_to_make_room() {
         let mut next = fixture.connect().await;
         next.send(request("GET", "/api/v1/vmm.ping", "")).await;
         let mut line = String::new();
-        // Both are still served after several waiting clients.
+        // Both followers are still served after repeated checks for room.
         for _ in 0..5 {
             for follower in &mut followers {
                 assert_ne!(follower.0.read_line(&mut line).await.unwrap(), 0);

@@ -77,7 +77,7 @@ enum Verb {
     Delete,
     /// Show each event as a line of JSON until the VMM ends
     Events {
-        /// Accepted for compatibility; events are always followed
+        /// No effect; events are always followed
         #[arg(long)]
         follow: bool,
     },
@@ -562,7 +562,7 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
         ("shutdown-vmm", &[], "vmm.shutdown"),
         ("snapshot", &["file:///s"], "vm.snapshot"),
     ];
-    /// Those that the VMM refuses, with the reason.
+    /// Subcommands that the VMM refuses, with the reason.
     const CH_REMOTE_REFUSED: [(&str, &str); 10] = [
         ("add-device", "there is no device passthrough"),
         ("add-fs", "virtio-fs is not implemented"),

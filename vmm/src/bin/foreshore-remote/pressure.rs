@@ -246,8 +246,8 @@ impl fmt::Display for Parameter {
     }
 }
 
-/// Parameters of the policy, then of the rules. Those that only a VMM of another version has are
-/// shown in JSON only.
+/// Parameters of the policy, then of the rules. Parameters that only another version of the VMM has
+/// are shown in JSON only.
 fn parameters(info: &PressureInfo) -> impl Iterator<Item = Parameter> {
     let policy = Policy::from_name(&info.policy).map_or(&[][..], |policy| policy.table());
     let tables = [(info.policy.as_str(), "params", policy), ("the rules", "rules", Rules::TABLE)];

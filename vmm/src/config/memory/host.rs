@@ -34,7 +34,7 @@ impl HostMemoryConfig {
         switches.into_iter().find_map(|(key, is_on)| is_on.then_some(key))
     }
 
-    /// Checks that the pages can exist, and that `sizes`, given by key, are multiples of them.
+    /// Checks the page size, and that `sizes`, given by key, are multiples of it.
     pub(super) fn validate(
         &self,
         flag: &'static str,

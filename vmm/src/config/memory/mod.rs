@@ -48,7 +48,7 @@ impl MemoryConfig {
         self.zones.iter().fold(self.size, |sum, zone| sum.saturating_add(zone.size))
     }
 
-    /// Checks the sizes, that the hotplug method supports them, and the host memory.
+    /// Checks the sizes, the host memory, and that the hotplug method supports them.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         if self.zones.is_empty() {
@@ -70,7 +70,7 @@ impl MemoryConfig {
         self.check_blocks()
     }
 
-    /// Refuses keys that ACPI does not support. It adds memory to `--memory` only, and only on
+    /// Refuses keys that ACPI does not support. ACPI adds memory to `--memory` only, and only on
     /// request.
     fn check_dimms(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
@@ -98,8 +98,8 @@ impl MemoryConfig {
         self.hotplug_size.map_or(Ok(()), |bytes| size::check_pages(flag, "hotplug_size", bytes))
     }
 
-    /// Returns true if vm.resize adds memory by ACPI. Otherwise it sets the requested size for the
-    /// next boot.
+    /// Returns true if vm.resize adds memory by ACPI, in which case a smaller size takes effect at
+    /// the next boot.
     pub fn resizes_by_acpi(&self) -> bool {
         self.zones.is_empty() && self.hotplug_method == HotplugMethod::Acpi
     }
