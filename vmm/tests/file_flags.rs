@@ -239,7 +239,6 @@ fn open_log(path: &Path) -> Result<Opened, String> {
     if message.contains("--log-file: ") { Err(message) } else { Ok(Box::new(())) }
 }
 
-/// Row of the table.
 struct Row {
     flags: Vec<String>,
     existing: String,

@@ -82,7 +82,6 @@ pub struct Table {
 }
 
 impl Table {
-    /// Table of a section.
     pub const fn of<T: Section>() -> Self {
         Self { flag: T::FLAG, about: T::ABOUT, keys: T::keys, words: T::WORDS, refused: T::REFUSED }
     }

@@ -5,7 +5,6 @@ use std::str::FromStr;
 use super::JsonValue;
 use super::flag::{FlagValue, split};
 
-/// Element of a list.
 pub trait Item: JsonValue {
     /// Form of a list in the help.
     const SYNTAX: &'static str;

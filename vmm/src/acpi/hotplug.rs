@@ -115,12 +115,10 @@ impl HotplugPage {
         Self { cpus: Some(cpus), ..self }
     }
 
-    /// Calls `act` with the PCI slots.
     pub(crate) fn slots<T>(&self, act: impl FnOnce(&mut PciSlots) -> T) -> T {
         act(&mut self.slots.lock())
     }
 
-    /// Calls `act` with the DIMMs.
     pub(crate) fn dimms<T>(&self, act: impl FnOnce(&mut DimmRegisters) -> T) -> T {
         act(&mut self.dimms.lock())
     }

@@ -56,7 +56,6 @@ impl CpuRegisters {
         Self { registers: Mutex::new(Registers { plug, selected: 0 }), gone: Box::new(gone) }
     }
 
-    /// Calls `act` with the hotplug state of the vCPUs.
     pub(crate) fn plug<T>(&self, act: impl FnOnce(&mut Plug) -> T) -> T {
         act(&mut self.registers.lock().plug)
     }

@@ -86,7 +86,6 @@ pub(crate) struct AcpiTables {
 }
 
 impl AcpiTables {
-    /// Copies the tables into guest memory.
     pub(crate) fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), AcpiError> {
         Ok(memory.write_slice(&self.bytes, RSDP_START)?)
     }

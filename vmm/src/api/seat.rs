@@ -65,8 +65,8 @@ pub struct ConnectionCounters {
     pub silent: AtomicU64,
     /// Connections that had delivered requests, closed to make room.
     pub idle: AtomicU64,
-    /// Connections closed because their client was too slow to send the head of a request or to
-    /// read an answer, or sent no request within the limit, if there is one.
+    /// Connections closed because their client was too slow. The head of a request and the reading
+    /// of an answer have limits, and the next request may have one.
     pub timed_out: AtomicU64,
 }
 

@@ -106,7 +106,6 @@ impl Server {
         Ok(Self { stop, accepting, counters, _file: socket.file })
     }
 
-    /// Counters of the server's connections.
     pub fn counters(&self) -> Arc<ConnectionCounters> {
         Arc::clone(&self.counters)
     }
@@ -126,7 +125,6 @@ impl Drop for Server {
     }
 }
 
-/// Accepted connection.
 trait Accepted: Send + 'static {
     /// Stream of bytes. Descriptors that arrive with them are added to `waiting`.
     fn stream(self, waiting: Descriptors) -> impl AsyncRead + AsyncWrite + Unpin + Send + 'static;

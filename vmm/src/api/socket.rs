@@ -45,7 +45,6 @@ pub(super) enum Listener {
 }
 
 impl Socket {
-    /// Listens for clients of the API.
     pub fn for_api(wanted: &ApiSocket) -> Result<Self, SocketError> {
         let flag = "--api-socket";
         match wanted {
@@ -54,7 +53,6 @@ impl Socket {
         }
     }
 
-    /// Listens for scrapers of metrics.
     pub fn for_metrics(wanted: &MetricsAddress) -> Result<Self, SocketError> {
         let flag = "--metrics";
         match wanted {

@@ -97,7 +97,6 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
     Ok(LoadedKernel { entry, end, is_linux: true, bzimage: Some(compression) })
 }
 
-/// Loads the firmware in `path`.
 pub(super) fn load_firmware<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,

@@ -32,7 +32,6 @@ pub(super) enum RangeKind {
     Reserved = 2,
 }
 
-/// Entry of the memory map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MemoryRange {
     pub start: u64,

@@ -36,7 +36,6 @@ pub struct Launch {
     pub config: Option<VmConfig>,
     pub at_guest_shutdown: AtGuestShutdown,
     pub api_socket: Option<ApiSocket>,
-    /// Destination of events.
     pub event_monitor: Option<EventMonitor>,
     pub metrics: Option<MetricsAddress>,
     /// Name of the VM in metrics.
@@ -331,7 +330,6 @@ fn memory_config(memory: Option<&str>, zones: &[String]) -> Result<MemoryConfig,
     Ok(MemoryConfig { zones: all(zones, MemoryZoneConfig::parse)?, ..memory })
 }
 
-/// Reads all values of a flag.
 fn all<T>(
     texts: &[String],
     parse: fn(&str) -> Result<T, ConfigError>,

@@ -17,7 +17,6 @@ const MOST: usize = 256;
 /// The host bridge occupies one slot.
 const MOST_SLOTS: usize = PCI_SLOTS as usize - 1;
 
-/// Refuses more than `most`.
 fn check(
     flag: &'static str,
     key: &'static str,

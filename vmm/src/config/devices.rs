@@ -141,12 +141,10 @@ impl DeviceConfig {
         })
     }
 
-    /// Reads a file or device that is persistent memory.
     pub fn pmem(json: Map<String, Value>) -> Result<Warned, JsonError> {
         read(json, Self::Pmem)
     }
 
-    /// Reads a vsock device.
     pub fn vsock(json: Map<String, Value>) -> Result<Warned, JsonError> {
         read(json, Self::Vsock)
     }

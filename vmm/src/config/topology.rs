@@ -68,7 +68,6 @@ impl Topology {
         &self.zones
     }
 
-    /// Nodes by ID.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }

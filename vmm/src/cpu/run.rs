@@ -210,12 +210,10 @@ impl Shared {
     }
 }
 
-/// Placement of a vCPU thread.
 #[derive(Clone, Debug)]
 pub(crate) struct Placement {
     /// Host CPUs that the thread may run on; empty for any.
     pub host_cpus: Vec<usize>,
-    /// Core scheduling of the thread.
     pub cores: Cores,
 }
 
@@ -251,7 +249,6 @@ pub(crate) struct VcpuThread {
 }
 
 impl VcpuThread {
-    /// Starts the thread with `placement`.
     pub(crate) fn start(index: u8, placement: Placement) -> Result<Self, CpuError> {
         brake::install_handler().map_err(CpuError::Signal)?;
         let Placement { host_cpus, cores } = placement;

@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-/// Text format of an exposition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
     /// Prometheus text format 0.0.4, which every scraper and `promtool check metrics` read.
@@ -39,7 +38,6 @@ impl Format {
         if open > 0 && open >= plain { Format::OpenMetrics } else { Format::Prometheus }
     }
 
-    /// Value of the `Content-Type` header.
     pub(super) fn content_type(self) -> &'static str {
         match self {
             Format::Prometheus => "text/plain; version=0.0.4; charset=utf-8",

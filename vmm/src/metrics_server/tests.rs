@@ -305,7 +305,6 @@ fn everything() -> Everything {
     Everything { metrics, registrations, switches, pool, others: (governor, device) }
 }
 
-/// Builds all devices without options.
 fn switches(metrics: &Arc<Metrics>) -> (EventLoop, Vec<AttachedDevice>) {
     let event_loop = EventLoop::spawn("test").unwrap();
     let fake = FakeMachine { metrics: Arc::clone(metrics), ..FakeMachine::default() };
