@@ -310,7 +310,7 @@ impl<M: Media> Pool<M> {
     /// is over.
     pub fn info(&self) -> PoolInfo {
         let levels = *locked(&self.levels);
-        let Levels { counts, free, pending, volumes } = levels;
+        let Levels { counts, free, volumes, .. } = levels;
         PoolInfo {
             uuid: self.superblock.uuid,
             format_version: layout::FORMAT_VERSION,
@@ -325,10 +325,23 @@ impl<M: Media> Pool<M> {
             damaged_bytes: bytes(counts.damaged),
             retired_bytes: bytes(counts.retired),
             free_bytes: bytes(free),
-            lendable_bytes: bytes(free + pending - self.reserved_chunks(levels)),
+            lendable_bytes: self.lendable_bytes(levels),
             volumes,
             latched: self.latched.get().cloned(),
         }
+    }
+
+    /// Bytes that may still be lent as memory: 0 if a write has failed, even if some are free. Never
+    /// waits for the media.
+    pub fn offered_bytes(&self) -> u64 {
+        match self.latched.get() {
+            Some(_) => 0,
+            None => self.lendable_bytes(*locked(&self.levels)),
+        }
+    }
+
+    fn lendable_bytes(&self, levels: Levels) -> u64 {
+        bytes(levels.free + levels.pending - self.reserved_chunks(levels))
     }
 
     /// In which pieces the free bytes lie. Waits for changes that are under way.

@@ -283,6 +283,7 @@ impl World {
         // What waits to be erased is as good as free to whoever needs it.
         prop_assert_eq!(info.free_bytes + info.scrubbing_bytes, bytes(model.free()));
         prop_assert_eq!(info.lendable_bytes, bytes(model.lendable()));
+        prop_assert_eq!(self.pool.offered_bytes(), info.lendable_bytes);
         prop_assert_eq!(info.strg_bytes, bytes(STRG));
         prop_assert!(
             bytes(model.free() + model.in_volumes())

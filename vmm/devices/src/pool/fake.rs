@@ -145,6 +145,10 @@ impl PmPool for FakePool {
         }
     }
 
+    fn offered_bytes(&self) -> u64 {
+        self.info().lendable_bytes
+    }
+
     fn scrubbed_bytes(&self) -> u64 {
         self.erased_bytes.load(Ordering::Relaxed)
     }

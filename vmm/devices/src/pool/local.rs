@@ -115,6 +115,10 @@ impl PmPool for LocalPool {
         self.pool.info()
     }
 
+    fn offered_bytes(&self) -> u64 {
+        self.pool.offered_bytes()
+    }
+
     fn scrubbed_bytes(&self) -> u64 {
         self.pool.scrubbed_bytes()
     }

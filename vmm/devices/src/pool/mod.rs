@@ -93,6 +93,9 @@ pub trait PmPool: Debug + Send + Sync {
     /// Bytes by state.
     fn info(&self) -> PoolInfo;
 
+    /// Bytes that may still be lent as memory: 0 if a write has failed, even if some are free.
+    fn offered_bytes(&self) -> u64;
+
     /// Bytes erased since the pool was opened.
     fn scrubbed_bytes(&self) -> u64;
 

@@ -9,7 +9,6 @@ use balloon::{Distances, DriverState, Shortfall, ZoneSizes};
 use foreshore_devices::log::sparsely;
 use foreshore_devices::memory::BLOCK_BYTES;
 use foreshore_devices::memory::zone::Tier;
-use foreshore_devices::pool::PoolInfo;
 use foreshore_devices::virtio::balloon::BalloonHandle;
 use foreshore_devices::virtio::mem::{MemHandle, RequestSizeError};
 use foreshore_devices::volume::guest_btt::GuestBtt;
@@ -124,11 +123,6 @@ fn governed_balloon(balloon: &BalloonHandle) -> GovernedZone {
     }
 }
 
-/// Bytes that a pool can still lend: 0 if it has failed, even if it has free memory.
-fn offered_bytes(pool: &PoolInfo) -> u64 {
-    if pool.latched.is_some() { 0 } else { pool.lendable_bytes }
-}
-
 /// Memory of a machine that its governor sizes or counts.
 pub(in crate::vm) struct Governed<'a> {
     /// Its virtio-mem devices.
@@ -170,7 +164,7 @@ pub(in crate::vm) fn start(
             // Weak, because the governor's task ends slightly after the machine, and the next
             // machine may open the pool again.
             let pool = Arc::downgrade(resources.pool(&pm.pool));
-            Arc::new(move || pool.upgrade().map_or(0, |pool| offered_bytes(&pool.info())))
+            Arc::new(move || pool.upgrade().map_or(0, |pool| pool.offered_bytes()))
         }
         None => Arc::new(|| 0),
     };
@@ -258,19 +252,4 @@ fn distances(topology: &Topology) -> Distances {
         distances.set(from, to, topology.distance(from, to));
     }
     distances
-}
-
-#[cfg(test)]
-mod tests {
-    use foreshore_devices::pool::fake::empty_info;
-
-    use super::*;
-
-    #[test]
-    fn a_pool_that_has_failed_offers_nothing_whatever_it_has() {
-        let pool = PoolInfo { lendable_bytes: 64 << 20, ..empty_info() };
-        assert_eq!(offered_bytes(&pool), 64 << 20);
-        let latched = Some("no room".to_owned());
-        assert_eq!(offered_bytes(&PoolInfo { latched, ..pool }), 0);
-    }
 }
