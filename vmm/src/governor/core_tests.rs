@@ -10,12 +10,12 @@ use parking_lot::Mutex;
 use serde_json::json;
 
 use super::*;
-use crate::governor::ZoneDevice;
 use crate::governor::fake::{
     BLOCK, BOOT_BYTES, Fixture, MIB, core, fixture, hello, report, with_log,
 };
 use crate::governor::info::PressureInfo;
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
+use foreshore_devices::virtio::zone_device::ZoneDevice;
 
 #[test]
 fn sizes_of_a_zone_are_read_once_per_report() {

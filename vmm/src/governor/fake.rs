@@ -9,6 +9,7 @@ use std::time::Duration;
 use balloon::governor::{AgentState, Counters};
 use balloon::trace::{Reader, Trace};
 use balloon::{DriverState, Tier, TimeMs, ZoneSizes};
+use foreshore_devices::virtio::zone_device::ZoneDevice;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
@@ -18,7 +19,7 @@ use tokio::time::Instant;
 use super::agent::{self, Heard, LineBudget};
 use super::core::Core;
 use super::task::Clock;
-use super::{GovernedZone, GovernorError, ZoneDevice};
+use super::{GovernedZone, GovernorError};
 use crate::config::PressureConfig;
 
 pub(crate) const MIB: u64 = 1 << 20;

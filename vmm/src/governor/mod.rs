@@ -28,29 +28,7 @@ pub use self::error::{DescriptorLack, GovernorError};
 use balloon::governor::ResizeTarget;
 use balloon::statistics::BalloonState;
 use balloon::{Tier, ZoneId, ZoneSizes};
-
-/// The hotplug part of a zone as the governor acts on it.
-pub trait ZoneDevice: Send + Sync {
-    /// Its present sizes. The governor knows its number, tier and node from [`GovernedZone`].
-    fn sizes(&self) -> ZoneSizes;
-
-    /// Asks the guest to have `size_bytes` plugged: a multiple of the block size, at most the
-    /// region's. The guest is told by a configuration change; it follows when it can.
-    fn request(&self, size_bytes: u64);
-
-    /// Requests `size_bytes` as a step towards `goal_bytes`. A device whose memory needs no page
-    /// descriptors has one step.
-    fn request_step(&self, _size_bytes: u64, goal_bytes: u64) {
-        self.request(goal_bytes);
-    }
-
-    /// Tells the guest again what is requested: a driver that waits for its next try makes it at
-    /// once.
-    fn remind(&self);
-
-    /// Reports that a goal is out of reach, because the guest has no room for page descriptors.
-    fn report_held(&self) {}
-}
+use foreshore_devices::virtio::zone_device::ZoneDevice;
 
 /// Reason of a request for whose page descriptors the guest has no DRAM.
 pub const DESCRIPTOR_LACK: &str = "descriptors";

@@ -8,9 +8,9 @@ use balloon::trace::Entry;
 
 use super::*;
 use crate::config::{BALLOON_ZONE, PressureConfig};
-use crate::governor::ZoneDevice;
 use crate::governor::fake::{FakeDevice, Fixture, MIB, Shown, core, fixture, zone};
 use crate::vm::decision::DECISIONS_SHOWN;
+use foreshore_devices::virtio::zone_device::ZoneDevice;
 
 fn target<W>(file: W, max_bytes: u64) -> Target<W> {
     Target { path: PathBuf::from("/trace"), file, max_bytes }

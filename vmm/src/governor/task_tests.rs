@@ -8,11 +8,11 @@ use balloon::proto::{AgentMessage, Refusal};
 use balloon::{Tier, ZoneSizes};
 
 use super::*;
-use crate::governor::ZoneDevice;
 use crate::governor::fake::{
     Fixture, connection, core, fixture, hello, report, runtime, serve, zone,
 };
 use balloon::governor::AgentState;
+use foreshore_devices::virtio::zone_device::ZoneDevice;
 
 /// Reached only by a failing test.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -18,6 +18,7 @@ pub mod transport;
 pub mod vsock;
 pub mod watchdog;
 mod worker;
+pub mod zone_device;
 
 use std::sync::Arc;
 

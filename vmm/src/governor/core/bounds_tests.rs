@@ -3,10 +3,10 @@
 use serde_json::json;
 
 use super::*;
-use crate::governor::ZoneDevice;
 use crate::governor::fake::{MIB, fixture};
 use crate::governor::info::PressureChange;
 use balloon::controller::Rules;
+use foreshore_devices::virtio::zone_device::ZoneDevice;
 
 #[test]
 fn a_machine_is_not_built_with_a_floor_that_it_cannot_have() {

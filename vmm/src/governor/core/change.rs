@@ -124,8 +124,8 @@ mod tests {
     use balloon::TimeMs;
     use serde_json::json;
 
-    use crate::governor::ZoneDevice;
     use crate::governor::fake::{BLOCK, MIB, fixture, logged};
+    use foreshore_devices::virtio::zone_device::ZoneDevice;
 
     #[test]
     fn each_thing_that_is_changed_by_hand_is_one_line_with_what_it_was() {

@@ -3,96 +3,25 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use balloon::Distances;
 use balloon::governor::Onlining;
 use balloon::statistics::{BalloonState, Sample};
-use balloon::{Distances, DriverState, Shortfall, ZoneSizes};
 use foreshore_devices::log::sparsely;
-use foreshore_devices::memory::BLOCK_BYTES;
 use foreshore_devices::memory::zone::Tier;
 use foreshore_devices::virtio::balloon::BalloonHandle;
-use foreshore_devices::virtio::mem::{MemHandle, RequestSizeError};
+use foreshore_devices::virtio::mem::MemHandle;
 use foreshore_devices::volume::guest_btt::GuestBtt;
 use tokio::sync::Notify;
-use tracing::{debug, error, warn};
+use tracing::warn;
 
 use crate::config::BALLOON_ZONE;
 use crate::config::{RECORD_BYTES, Topology, VmConfig};
 use crate::governor::core::Core;
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, GovernorHandle};
-use crate::governor::{BalloonSource, Beside, GovernedZone, PoolFree, ZoneDevice};
+use crate::governor::{BalloonSource, Beside, GovernedZone, PoolFree};
 use crate::vm::error::BuildError;
 use crate::vm::resources::Resources;
-
-impl ZoneDevice for MemHandle {
-    fn sizes(&self) -> ZoneSizes {
-        let sizes = MemHandle::sizes(self);
-        ZoneSizes {
-            block_bytes: BLOCK_BYTES,
-            requested_bytes: sizes.requested_bytes,
-            plugged_bytes: sizes.plugged_bytes,
-            driver: sizes.driver,
-            held_bytes: sizes.held_bytes,
-            shortfall: sizes.shortfall.map(|shortfall| Shortfall {
-                reason: shortfall.reason.as_str(),
-                wanted_bytes: shortfall.wanted_bytes,
-            }),
-            is_withdrawn: sizes.is_withdrawn,
-            ..ZoneSizes::empty(0, Tier::Dram, sizes.max_bytes)
-        }
-    }
-
-    fn request(&self, size_bytes: u64) {
-        ZoneDevice::request_step(self, size_bytes, size_bytes);
-    }
-
-    fn request_step(&self, size_bytes: u64, goal_bytes: u64) {
-        match MemHandle::request_step(self, size_bytes, goal_bytes) {
-            Ok(()) => {}
-            // The device has refused the driver since the governor read the sizes.
-            Err(err @ RequestSizeError::UnsupportedDriver { .. }) => {
-                debug!(%err, "Zone not resized")
-            }
-            // The controller keeps to blocks and bounds; a size that breaks them is its bug, not
-            // the guest's.
-            Err(err) => error!(%err, "Governor requested an invalid zone size"),
-        }
-    }
-
-    fn remind(&self) {
-        self.kick();
-    }
-
-    fn report_held(&self) {
-        MemHandle::report_held(self);
-    }
-}
-
-/// The balloon zone is boot memory that the balloon takes and returns. Memory in the balloon is not
-/// plugged.
-impl ZoneDevice for BalloonHandle {
-    fn sizes(&self) -> ZoneSizes {
-        let sizes = BalloonHandle::sizes(self);
-        ZoneSizes {
-            block_bytes: sizes.block_bytes,
-            requested_bytes: sizes.max_bytes - sizes.target_bytes,
-            plugged_bytes: sizes.max_bytes.saturating_sub(sizes.actual_bytes),
-            driver: if self.driver_present() { DriverState::Ready } else { DriverState::Absent },
-            ..ZoneSizes::empty(0, Tier::Dram, sizes.max_bytes)
-        }
-    }
-
-    fn request(&self, size_bytes: u64) {
-        let most_bytes = BalloonHandle::sizes(self).max_bytes;
-        if let Err(err) = self.set_target(most_bytes.saturating_sub(size_bytes)) {
-            error!(%err, "Governor requested an invalid zone size");
-        }
-    }
-
-    fn remind(&self) {
-        self.kick();
-    }
-}
 
 impl BalloonSource for BalloonHandle {
     fn ask(&self) {

@@ -25,6 +25,7 @@ use foreshore_devices::metrics::Registration;
 use foreshore_devices::virtio::balloon::BalloonHandle;
 use foreshore_devices::virtio::block::BlockHandle;
 use foreshore_devices::virtio::mem::MemHandle;
+use foreshore_devices::virtio::zone_device::ZoneDevice;
 use foreshore_devices::volume::kernel_gate::GuestKernel;
 use tracing::warn;
 

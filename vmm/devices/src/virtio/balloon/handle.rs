@@ -5,14 +5,17 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use balloon::statistics::Statistics;
+use balloon::{DriverState, Tier, ZoneSizes};
 use parking_lot::Mutex;
 use thiserror::Error;
+use tracing::error;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::metrics::BalloonMetrics;
 use super::state::BalloonState;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
+use crate::virtio::zone_device::ZoneDevice;
 
 /// Called after a change of sizes or statistics, on threads of vCPUs and of the device. It must
 /// return soon and must not take a guard of guest memory.
@@ -133,11 +136,6 @@ impl BalloonHandle {
         Ok(())
     }
 
-    /// Makes the driver read its target again.
-    pub fn kick(&self) {
-        self.shared.signal_config();
-    }
-
     /// Requested, current and maximum size.
     pub fn sizes(&self) -> BalloonSizes {
         let state = self.shared.state.lock();
@@ -173,5 +171,31 @@ impl BalloonHandle {
 
     pub fn metrics(&self) -> Arc<BalloonMetrics> {
         Arc::clone(&self.shared.metrics)
+    }
+}
+
+/// The balloon zone is boot memory that the balloon takes and returns. Memory in the balloon is not
+/// plugged.
+impl ZoneDevice for BalloonHandle {
+    fn sizes(&self) -> ZoneSizes {
+        let sizes = BalloonHandle::sizes(self);
+        ZoneSizes {
+            block_bytes: sizes.block_bytes,
+            requested_bytes: sizes.max_bytes - sizes.target_bytes,
+            plugged_bytes: sizes.max_bytes.saturating_sub(sizes.actual_bytes),
+            driver: if self.driver_present() { DriverState::Ready } else { DriverState::Absent },
+            ..ZoneSizes::empty(0, Tier::Dram, sizes.max_bytes)
+        }
+    }
+
+    fn request(&self, size_bytes: u64) {
+        let most_bytes = BalloonHandle::sizes(self).max_bytes;
+        if let Err(err) = self.set_target(most_bytes.saturating_sub(size_bytes)) {
+            error!(%err, "Governor requested an invalid zone size");
+        }
+    }
+
+    fn remind(&self) {
+        self.shared.signal_config();
     }
 }

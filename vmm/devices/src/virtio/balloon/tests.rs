@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use balloon::statistics::Tag;
+use balloon::{DriverState, ZoneSizes};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 
 use super::device::{F_DEFLATE_ON_OOM, F_REPORTING, F_STATS_VQ};
@@ -16,6 +17,7 @@ use crate::memory::{BLOCK_BYTES, HotplugPart, Memory, MemoryOptions, build};
 use crate::pool::PmPool;
 use crate::pool::fake::FakePool;
 use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
+use crate::virtio::zone_device::ZoneDevice;
 use crate::virtio::{ActivateError, VirtioDevice};
 
 const MIB: u64 = 1 << 20;
@@ -517,6 +519,26 @@ fn target_and_reported_size_are_exchanged_by_the_configuration() {
     let metrics = rig.handle.metrics();
     assert_eq!(metrics.target_bytes.load(Ordering::Relaxed), 8 * MIB);
     assert_eq!(metrics.actual_bytes.load(Ordering::Relaxed), 8 * MIB);
+}
+
+#[test]
+fn memory_that_the_balloon_leaves_is_the_plugged_size_of_its_zone() {
+    let mut rig = Rig::new(0);
+    let zone: &dyn ZoneDevice = &rig.handle.clone();
+    zone.request(MAX - 8 * MIB);
+    assert_eq!(rig.target_pages(), 2048);
+    rig.tell_actual(6 * MIB);
+    let expected = ZoneSizes {
+        block_bytes: BLOCK_BYTES,
+        requested_bytes: MAX - 8 * MIB,
+        plugged_bytes: MAX - 6 * MIB,
+        ..ZoneSizes::empty(0, Tier::Dram, MAX)
+    };
+    assert_eq!(zone.sizes(), expected);
+    zone.request(MAX - MIB);
+    assert_eq!(zone.sizes(), expected, "not a multiple of the block size");
+    rig.device.reset();
+    assert_eq!(zone.sizes().driver, DriverState::Absent);
 }
 
 #[test]

@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
-use balloon::{DriverState, UNSUPPORTED_DRIVER};
+use balloon::{DriverState, UNSUPPORTED_DRIVER, ZoneSizes};
 use parking_lot::Mutex;
 use thiserror::Error;
+use tracing::{debug, error};
 
 use super::metrics::{FailureReason, MemMetrics};
-use super::state::{MemState, Shortfall};
+use super::state::MemState;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::zone::ZoneSpec;
+use crate::virtio::zone_device::ZoneDevice;
 
 /// Event of a zone's hotplug part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,25 +55,6 @@ pub enum MemEvent {
 /// Called with the zone's id for each event, on the device's threads. It must return soon and must
 /// not take a guard of guest memory.
 pub type MemObserver = Arc<dyn Fn(&str, MemEvent) + Send + Sync>;
-
-/// Sizes of a hotplug part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PluggedSizes {
-    /// What the guest is asked to have plugged.
-    pub requested_bytes: u64,
-    /// What it has plugged.
-    pub plugged_bytes: u64,
-    /// The most that may be requested.
-    pub max_bytes: u64,
-    /// Part of the last requested size that is withheld from the guest, because it has no room for
-    /// the page descriptors.
-    pub held_bytes: u64,
-    /// Why less is requested than was asked for; until the next request.
-    pub shortfall: Option<Shortfall>,
-    pub driver: DriverState,
-    /// The last requested size was withdrawn, because the driver is unsupported.
-    pub is_withdrawn: bool,
-}
 
 /// Error of a requested size.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -164,7 +147,7 @@ impl MemHandle {
     }
 
     /// Requests `bytes` from the driver. Returns at once; events report progress. A repeated
-    /// request ends a stall, like [`MemHandle::kick`].
+    /// request ends a stall, like [`ZoneDevice::remind`].
     pub fn request_size(&self, bytes: u64) -> Result<(), RequestSizeError> {
         self.request_step(bytes, bytes)
     }
@@ -194,33 +177,53 @@ impl MemHandle {
         Ok(())
     }
 
-    /// Reports that a goal is out of reach, because the guest has no room for page descriptors.
-    pub fn report_held(&self) {
-        let requested_bytes = self.shared.state.lock().requested_bytes();
-        self.shared.report(MemEvent::Held { requested_bytes });
+    pub fn metrics(&self) -> Arc<MemMetrics> {
+        Arc::clone(&self.shared.metrics)
     }
+}
 
-    /// Makes the driver retry now what it would otherwise retry in 50 to 300 seconds.
-    pub fn kick(&self) {
-        self.shared.signal_config();
-    }
-
-    /// What is requested, plugged, and possible.
-    pub fn sizes(&self) -> PluggedSizes {
+impl ZoneDevice for MemHandle {
+    fn sizes(&self) -> ZoneSizes {
+        let ZoneSpec { tier, guest_node, .. } = *self.zone();
         let state = self.shared.state.lock();
-        PluggedSizes {
+        ZoneSizes {
+            guest_numa_node: guest_node,
+            block_bytes: state.block_bytes(),
             requested_bytes: state.requested_bytes(),
             plugged_bytes: state.plugged_bytes(),
-            max_bytes: state.max_bytes(),
+            driver: state.driver(),
             held_bytes: state.held_bytes(),
             shortfall: state.shortfall(),
-            driver: state.driver(),
             is_withdrawn: state.is_withdrawn(),
+            ..ZoneSizes::empty(0, tier, state.max_bytes())
         }
     }
 
-    pub fn metrics(&self) -> Arc<MemMetrics> {
-        Arc::clone(&self.shared.metrics)
+    fn request(&self, size_bytes: u64) {
+        ZoneDevice::request_step(self, size_bytes, size_bytes);
+    }
+
+    fn request_step(&self, size_bytes: u64, goal_bytes: u64) {
+        match MemHandle::request_step(self, size_bytes, goal_bytes) {
+            Ok(()) => {}
+            // The device has refused the driver since the governor read the sizes.
+            Err(err @ RequestSizeError::UnsupportedDriver { .. }) => {
+                debug!(%err, "Zone not resized")
+            }
+            // The controller keeps to blocks and bounds; a size that breaks them is its bug, not
+            // the guest's.
+            Err(err) => error!(%err, "Governor requested an invalid zone size"),
+        }
+    }
+
+    /// The driver repeats at once what it would try again after 50 to 300 seconds.
+    fn remind(&self) {
+        self.shared.signal_config();
+    }
+
+    fn report_held(&self) {
+        let requested_bytes = self.shared.state.lock().requested_bytes();
+        self.shared.report(MemEvent::Held { requested_bytes });
     }
 }
 

@@ -30,9 +30,8 @@ use crate::memory::HotplugPart;
 pub use balloon::UNSUPPORTED_DRIVER;
 pub use budget::{PlugBudget, PlugBudgets};
 pub use device::MemDevice;
-pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError};
+pub use handle::{MemEvent, MemHandle, MemObserver, RequestSizeError};
 pub use metrics::{FailureReason, MemMetrics, OperationMetrics, PlugMetrics};
-pub use state::Shortfall;
 
 impl DeviceHandle for MemHandle {}
 

@@ -1,6 +1,6 @@
 //! State of a virtio-mem device, without I/O.
 
-use balloon::DriverState;
+use balloon::{DriverState, Shortfall};
 use vm_memory::GuestAddress;
 
 use super::metrics::FailureReason;
@@ -23,14 +23,6 @@ pub(super) enum Refusal {
     Error,
     /// The request exceeds the requested size: NACK.
     Nack,
-}
-
-/// What the host could not provide of the size that was requested last.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shortfall {
-    pub reason: FailureReason,
-    /// The size that was requested, before it was lowered to what can be had.
-    pub wanted_bytes: u64,
 }
 
 /// A virtio-mem device's memory region.
@@ -172,7 +164,7 @@ impl MemState {
         if lower {
             // Lowered again and again, what was wanted is still what somebody asked for.
             let wanted_bytes = self.shortfall.map_or(self.goal_bytes, |before| before.wanted_bytes);
-            self.shortfall = Some(Shortfall { reason, wanted_bytes });
+            self.shortfall = Some(Shortfall { reason: reason.as_str(), wanted_bytes });
             self.requested_bytes = bytes - bytes % self.block_bytes;
             self.goal_bytes = self.requested_bytes;
         }
@@ -408,7 +400,7 @@ mod tests {
         state.set_requested(8 * BLOCK, 8 * BLOCK);
         state.lower_requested(5 * BLOCK, FailureReason::PoolFull);
         state.lower_requested(2 * BLOCK, FailureReason::Slot);
-        let shortfall = Shortfall { reason: FailureReason::Slot, wanted_bytes: 8 * BLOCK };
+        let shortfall = Shortfall { reason: "slot", wanted_bytes: 8 * BLOCK };
         assert_eq!(state.shortfall(), Some(shortfall));
         state.commit(0, 2 * BLOCK, true);
         assert!(!state.is_reached());

@@ -13,7 +13,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 use std::{panic, thread};
 
-use balloon::DriverState;
+use balloon::{DriverState, Shortfall};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use virtio_queue::{Queue, QueueT};
@@ -22,6 +22,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 mod cost;
 mod throttle;
+mod zone_device;
 
 use super::metrics::FailureReason;
 use super::*;
@@ -35,6 +36,7 @@ use crate::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
 use crate::memory::{BLOCK_BYTES, Memory, MemoryOptions, build};
 use crate::pool::fake::FakePool;
 use crate::pool::{PmPool, PoolInfo};
+use crate::virtio::zone_device::ZoneDevice;
 use crate::virtio::{Activation, ActiveQueue, VirtioDevice};
 
 const DESCRIPTORS: u64 = 0x1_0000;
@@ -404,7 +406,7 @@ fn full_pool_is_busy_and_lowers_the_requested_size() {
     let reason = FailureReason::PoolFull;
     let failure = MemEvent::HostFailure { reason, plugged_bytes, requested_bytes };
     assert_eq!(guest.drain_events(), [failure]);
-    let shortfall = Some(Shortfall { reason, wanted_bytes: 64 * BLOCK_BYTES });
+    let shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes: 64 * BLOCK_BYTES });
     assert_eq!(guest.handle.sizes().shortfall, shortfall);
     assert_eq!(guest.config_field(48), 12 * BLOCK_BYTES);
     // The next request of Linux.
