@@ -82,21 +82,21 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::api::wire::ResizeBody;
+    use crate::vm::request::ResizeRequest;
 
     #[test]
     fn unknown_fields_are_ignored_with_a_warning() {
         let body = br#"{"desired_memory": {"x": 1}, "desired_ram": 4096}"#;
-        let (body, warnings) = parse::<ResizeBody>(body).unwrap();
+        let (body, warnings) = parse::<ResizeRequest>(body).unwrap();
         assert_eq!(body.desired_ram, Some(4096));
         assert_eq!(warnings, ["Ignored unknown field: desired_memory"]);
     }
 
     #[test]
     fn only_json_objects_are_accepted() {
-        assert!(parse::<ResizeBody>(b" {} ").is_ok());
-        assert!(parse::<ResizeBody>(br#"{"desired_ram": 2097152, "unknown": 1}"#).is_ok());
-        let text = |bytes| parse::<ResizeBody>(bytes).unwrap_err().to_string();
+        assert!(parse::<ResizeRequest>(b" {} ").is_ok());
+        assert!(parse::<ResizeRequest>(br#"{"desired_ram": 2097152, "unknown": 1}"#).is_ok());
+        let text = |bytes| parse::<ResizeRequest>(bytes).unwrap_err().to_string();
         assert!(text(b"").ends_with("it is empty"));
         assert!(text(b"[1, 2, 3]").ends_with("it is not a JSON object"));
         let told = |bytes, told| {
@@ -116,7 +116,7 @@ mod tests {
     proptest! {
         #[test]
         fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = parse::<ResizeBody>(&bytes);
+            let _ = parse::<ResizeRequest>(&bytes);
         }
     }
 }

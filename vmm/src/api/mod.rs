@@ -25,6 +25,4 @@ pub use self::routes::{call_names, router};
 pub use self::seat::ConnectionCounters;
 pub use self::server::{Limits, Server};
 pub use self::socket::{Socket, SocketError};
-pub use self::wire::{
-    MemoryAnswer, PingAnswer, PoolsAnswer, ResizeBody, ResizeZoneBody, VolumesAnswer,
-};
+pub use self::wire::{MemoryAnswer, PingAnswer, PoolsAnswer, VolumesAnswer};

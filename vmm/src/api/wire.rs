@@ -1,10 +1,9 @@
 //! Types of the API's JSON that differ from the requests and answers of the VM's owner.
 
-use foreshore_config::size::check_pages;
-use foreshore_config::{ConfigError, section};
+use foreshore_config::section;
 use serde::{Deserialize, Serialize};
 
-use crate::vm::request::{PoolInfo, ResizeRequest, ResizeZoneRequest, VolumeInfo, ZoneInfo};
+use crate::vm::request::{PoolInfo, VolumeInfo, ZoneInfo};
 
 #[derive(Debug, Serialize, Deserialize)]
 pub struct PingAnswer {
@@ -21,49 +20,6 @@ impl PingAnswer {
         let version = env!("CARGO_PKG_VERSION").to_owned();
         let features = vec!["kvm".to_owned()];
         Self { build_version: format!("v{version}"), version, pid: std::process::id(), features }
-    }
-}
-
-section! {
-    /// Body of `vm.resize`.
-    pub struct ResizeBody: "vm.resize" {
-        desired_vcpus: Option<u8> => "vCPUs",
-        desired_ram: Option<u64> => "DRAM in bytes, boot part included",
-        desired_balloon: Option<u64> => "Balloon in bytes",
-    }
-    defaults true;
-}
-
-impl TryFrom<ResizeBody> for ResizeRequest {
-    type Error = ConfigError;
-
-    fn try_from(body: ResizeBody) -> Result<Self, ConfigError> {
-        if let Some(bytes) = body.desired_ram {
-            check_pages("vm.resize", "desired_ram", bytes)?;
-        }
-        let ResizeBody { desired_vcpus, desired_ram, desired_balloon } = body;
-        Ok(Self { desired_vcpus, desired_ram, desired_balloon })
-    }
-}
-
-section! {
-    /// Body of `vm.resize-zone`.
-    pub struct ResizeZoneBody: "vm.resize-zone" {
-        id: String => "Zone",
-        desired_ram: u64 => "Size in bytes, boot part included",
-    }
-}
-
-impl TryFrom<ResizeZoneBody> for ResizeZoneRequest {
-    type Error = ConfigError;
-
-    fn try_from(body: ResizeZoneBody) -> Result<Self, ConfigError> {
-        let ResizeZoneBody { id, desired_ram } = body;
-        // A PM zone has no boot part, and can be resized to 0.
-        if desired_ram != 0 {
-            check_pages("vm.resize-zone", "desired_ram", desired_ram)?;
-        }
-        Ok(Self { id, desired_ram })
     }
 }
 

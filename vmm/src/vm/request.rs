@@ -12,9 +12,11 @@ use foreshore_devices::volume::kernel_gate::{GuestKernel, Verdict};
 use balloon::DriverState;
 pub use balloon::controller::ResizeStatus;
 use balloon::proto::descriptor_bytes;
-use foreshore_config::{ConfigError, section};
+use foreshore_config::size::check_pages;
+use foreshore_config::{ConfigError, JsonError, JsonValue, Walk, section};
 use foreshore_types::size::Size;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot, watch};
 
@@ -117,14 +119,20 @@ pub struct BalloonInfo {
     pub driver_ready: bool,
 }
 
-/// `vm.resize`: what is `None` stays as it is.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ResizeRequest {
-    pub desired_vcpus: Option<u8>,
-    /// DRAM in bytes, boot part included.
-    pub desired_ram: Option<u64>,
-    /// Balloon in bytes.
-    pub desired_balloon: Option<u64>,
+section! {
+    /// `vm.resize`: what is `None` stays as it is.
+    pub struct ResizeRequest: "vm.resize" {
+        desired_vcpus: Option<u8> => "vCPUs",
+        desired_ram (with read_ram): Option<u64> => "DRAM in bytes, boot part included",
+        desired_balloon: Option<u64> => "Balloon in bytes",
+    }
+    defaults true;
+}
+
+fn read_ram(json: Value, walk: &mut Walk) -> Result<Option<u64>, JsonError> {
+    let bytes = u64::from_json(json, walk)?;
+    check_pages(ResizeRequest::FLAG, "desired_ram", bytes)?;
+    Ok(Some(bytes))
 }
 
 /// Refuses a number of vCPUs that the VM can never have.
@@ -133,7 +141,8 @@ pub(in crate::vm) fn check_vcpus(desired: u8, config: &VmConfig) -> Result<(), V
     if (1..=most).contains(&desired) {
         return Ok(());
     }
-    let (flag, key, value, most) = ("vm.resize", "desired_vcpus", desired.into(), most.into());
+    let (flag, key) = (ResizeRequest::FLAG, "desired_vcpus");
+    let (value, most) = (desired.into(), most.into());
     Err(ConfigError::OutOfRange { flag, key, value, least: 1, most }.into())
 }
 
@@ -205,12 +214,21 @@ impl ResizeRequest {
     }
 }
 
-/// `vm.resize-zone`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ResizeZoneRequest {
-    pub id: String,
-    /// Its size in bytes, boot part included.
-    pub desired_ram: u64,
+section! {
+    /// `vm.resize-zone`.
+    pub struct ResizeZoneRequest: "vm.resize-zone" {
+        id: String => "Zone",
+        desired_ram (with read_zone_ram): u64 => "Size in bytes, boot part included",
+    }
+}
+
+/// Reads the size of a zone. It may be 0, because a zone of PM has no boot part.
+fn read_zone_ram(json: Value, walk: &mut Walk) -> Result<u64, JsonError> {
+    let bytes = u64::from_json(json, walk)?;
+    if bytes != 0 {
+        check_pages(ResizeZoneRequest::FLAG, "desired_ram", bytes)?;
+    }
+    Ok(bytes)
 }
 
 impl fmt::Display for ResizeZoneRequest {

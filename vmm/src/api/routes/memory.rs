@@ -6,15 +6,14 @@ use axum::http::StatusCode;
 
 use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
-use crate::api::wire::{MemoryAnswer, ResizeBody, ResizeZoneBody};
-use crate::vm::request::{Resize, VmHandle, VmRequest};
+use crate::api::wire::MemoryAnswer;
+use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest, VmHandle, VmRequest};
 
 /// Answers when the request is passed to the guest. `vm.memory` reports the progress.
 pub(super) async fn resize(
     State(vm): State<VmHandle>,
-    JsonBody(body): JsonBody<ResizeBody>,
+    JsonBody(resize): JsonBody<ResizeRequest>,
 ) -> Result<StatusCode, ApiError> {
-    let resize = body.try_into()?;
     vm.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -22,9 +21,8 @@ pub(super) async fn resize(
 /// Resizes one zone, and answers in the same way.
 pub(super) async fn resize_zone(
     State(vm): State<VmHandle>,
-    JsonBody(body): JsonBody<ResizeZoneBody>,
+    JsonBody(resize): JsonBody<ResizeZoneRequest>,
 ) -> Result<StatusCode, ApiError> {
-    let resize = body.try_into()?;
     vm.ask(|reply| VmRequest::Resize(Resize::Zone(resize), reply)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

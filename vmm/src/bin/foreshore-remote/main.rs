@@ -16,9 +16,12 @@ use anyhow::Context;
 use balloon::DriverState;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
-use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, ResizeBody, ResizeZoneBody};
+use foreshore::api::{Client, MemoryAnswer, PoolsAnswer};
 use foreshore::config::{COMPATIBLE_WITH, usage_line};
-use foreshore::vm::request::{PoolInfo, PoolStatus, ResizeDiskRequest, ResizeStatus, ZoneInfo};
+use foreshore::vm::request::{
+    PoolInfo, PoolStatus, ResizeDiskRequest, ResizeRequest, ResizeStatus, ResizeZoneRequest,
+    ZoneInfo,
+};
 use foreshore_types::size;
 use serde_json::Value;
 
@@ -293,8 +296,11 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             Err(WrongCommandLine(missing.to_owned()).into())
         }
         Verb::Resize(Resize { cpus, memory, balloon }) => {
-            let body =
-                ResizeBody { desired_vcpus: cpus, desired_ram: memory, desired_balloon: balloon };
+            let body = ResizeRequest {
+                desired_vcpus: cpus,
+                desired_ram: memory,
+                desired_balloon: balloon,
+            };
             put(vmm, "vm.resize", Some(serde_json::to_string(&body)?)).await
         }
         Verb::ResizeDisk(ResizeDisk { disk: id, size: desired_size }) => {
@@ -302,7 +308,7 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             put(vmm, "vm.resize-disk", Some(serde_json::to_string(&body)?)).await
         }
         Verb::ResizeZone(ResizeZone { id, size: desired_ram }) => {
-            let body = ResizeZoneBody { id, desired_ram };
+            let body = ResizeZoneRequest { id, desired_ram };
             put(vmm, "vm.resize-zone", Some(serde_json::to_string(&body)?)).await
         }
         Verb::Events { follow: _ } => follow(vmm).await,
