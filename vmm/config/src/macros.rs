@@ -409,34 +409,6 @@ macro_rules! words {
             )*];
         }
 
-        impl $crate::JsonValue for $Name {
-            fn from_json(
-                json: $crate::serde_json::Value,
-                walk: &mut $crate::Walk,
-            ) -> Result<Self, $crate::JsonError> {
-                <Self as $crate::Words>::word_from_json(&json, walk)
-            }
-        }
-
-        impl $crate::FlagValue for $Name {
-            fn syntax() -> String {
-                <Self as $crate::Words>::flag_words().join("|")
-            }
-
-            fn expected() -> String {
-                $crate::one_of(&<Self as $crate::Words>::flag_words())
-            }
-
-            fn read(text: &str) -> Option<Self> {
-                <Self as $crate::Words>::word_from_flag(text)
-            }
-
-            fn show(&self) -> Option<String> {
-                let word = $crate::Words::word(*self);
-                word.is_shown.then(|| word.flag.to_owned())
-            }
-        }
-
         impl $crate::serde::Serialize for $Name {
             fn serialize<S: $crate::serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
                 to.serialize_str($crate::Words::word(*self).json)

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{JsonError, Walk, one_of};
+use super::{FlagValue, JsonError, JsonValue, Walk, one_of};
 
 #[derive(Debug)]
 pub struct Word<T: 'static> {
@@ -53,5 +53,30 @@ pub trait Words: Copy + PartialEq + 'static {
             let shown = Self::WORDS.iter().filter(|word| word.is_shown).map(|word| word.json);
             walk.wrong(json, one_of(&shown.collect::<Vec<_>>()))
         })
+    }
+}
+
+impl<T: Words> JsonValue for T {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        Self::word_from_json(&json, walk)
+    }
+}
+
+impl<T: Words> FlagValue for T {
+    fn syntax() -> String {
+        Self::flag_words().join("|")
+    }
+
+    fn expected() -> String {
+        one_of(&Self::flag_words())
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        Self::word_from_flag(text)
+    }
+
+    fn show(&self) -> Option<String> {
+        let word = self.word();
+        word.is_shown.then(|| word.flag.to_owned())
     }
 }
