@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use clap::builder::TypedValueParser;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Args, Parser, Subcommand};
 use foreshore_types::size::{self, SizeError};
 use pmem_volume::{VolumeFormat, VolumeSize};
 
@@ -232,8 +232,8 @@ Examples:
         #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
         size: VolumeSize,
         /// How its bytes are used
-        #[arg(long, value_enum, default_value_t = Format::Btt)]
-        format: Format,
+        #[arg(long, value_parser = volume_format(), default_value_t = VolumeFormat::Btt)]
+        format: VolumeFormat,
     },
     /// List the volumes of a pool
     ///
@@ -344,21 +344,17 @@ pub(crate) struct Output {
     pub(crate) json: bool,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-pub(crate) enum Format {
-    /// Block Translation Table: sectors that do not tear
-    Btt,
-    /// No format: for applications that map it (DAX)
-    Raw,
-}
-
-impl From<Format> for VolumeFormat {
-    fn from(format: Format) -> Self {
-        match format {
-            Format::Btt => VolumeFormat::Btt,
-            Format::Raw => VolumeFormat::Raw,
-        }
-    }
+fn volume_format() -> impl TypedValueParser<Value = VolumeFormat> {
+    let value = |format: VolumeFormat| {
+        PossibleValue::new(format.as_str()).help(match format {
+            VolumeFormat::Btt => "Block Translation Table: sectors that do not tear",
+            VolumeFormat::Raw => "No format: for applications that map it (DAX)",
+        })
+    };
+    PossibleValuesParser::new(VolumeFormat::ALL.map(value)).map(|name| {
+        let mut formats = VolumeFormat::ALL.into_iter();
+        formats.find(|format| format.as_str() == name).expect("the parser has refused other names")
+    })
 }
 
 /// Any text, and bytes that are none are named: clap alone says only that some argument has them.

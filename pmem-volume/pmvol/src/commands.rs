@@ -67,7 +67,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         VolumeCommand::Create { pool, name, size, format } => {
             let (pool, volume) = changed(pool, |pool, progress| {
                 pool.scrub_for(*size, progress)?;
-                pool.create_volume(name, *size, (*format).into())
+                pool.create_volume(name, *size, *format)
             })?;
             print::emit(|out| print::volume_made(out, &volume))?;
             print::note_waiting(&pool);

@@ -7,7 +7,7 @@ use anyhow::Context;
 use foreshore_types::size::Size;
 use pmem_volume::btt;
 use pmem_volume::pool::{CheckReport, Finding, FreeSpace, RepairReport, Severity, VolumeCheck};
-use pmem_volume::{Pool, PoolInfo, VolumeFormat, VolumeInfo};
+use pmem_volume::{Pool, PoolInfo, VolumeInfo};
 use serde::Serialize;
 
 /// Where text goes, and what comes of it.
@@ -264,7 +264,7 @@ pub(crate) fn volume_made(out: Out<'_>, volume: &VolumeInfo) -> io::Result<()> {
         "volume {} made: {}, {}",
         volume.name,
         Size(volume.size_bytes).rounded(),
-        format_name(volume.format)
+        volume.format.as_str()
     )
 }
 
@@ -274,7 +274,7 @@ pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeInfo) -> io::Result<()
         "volume {} resized: {}, {}, in {} piece(s)",
         volume.name,
         Size(volume.size_bytes).rounded(),
-        format_name(volume.format),
+        volume.format.as_str(),
         volume.extents
     )
 }
@@ -293,19 +293,12 @@ pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeInfo]) -> io::Result<()> {
             "{:width$}  {:>10}  {:6}  {:>7}  {}",
             volume.name,
             Size(volume.size_bytes).rounded(),
-            format_name(volume.format),
+            volume.format.as_str(),
             volume.extents,
             volume.uuid
         )?;
     }
     Ok(())
-}
-
-fn format_name(format: VolumeFormat) -> &'static str {
-    match format {
-        VolumeFormat::Btt => "btt",
-        VolumeFormat::Raw => "raw",
-    }
 }
 
 /// The report, and what can be said of all of it.

@@ -19,6 +19,7 @@ mod refused;
 pub mod refused_keys;
 pub mod size;
 mod unknown;
+mod volume_format;
 mod word;
 
 // Used by the macros, so that callers need not depend on these crates.

@@ -72,9 +72,7 @@ pub use foreshore_devices::virtio::net::config::{
 };
 pub use foreshore_devices::virtio::rng::config::RngConfig;
 pub use foreshore_devices::virtio::vsock::config::{MAX_CID, MIN_CID, VsockConfig};
-pub use foreshore_devices::volume::config::{
-    PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize,
-};
+pub use foreshore_devices::volume::config::{PmVolumeConfig, VolumeInterface, VolumeSize};
 pub use foreshore_devices::volume::pmem_config::PmemConfig;
 
 section! {

@@ -6,8 +6,10 @@
 
 pub mod size;
 mod tier;
+mod volume_format;
 
 pub use tier::Tier;
+pub use volume_format::VolumeFormat;
 
 /// Unit of plugged and unplugged memory: a block of virtio-mem and a chunk of a pool.
 pub const UNIT_BYTES: u64 = 2 << 20;

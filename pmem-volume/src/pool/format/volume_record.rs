@@ -1,7 +1,6 @@
 //! Volume records, verified, and the rules for names.
 
-use std::fmt;
-
+use foreshore_types::VolumeFormat;
 use thiserror::Error;
 use uuid::Uuid;
 use zerocopy::FromZeros;
@@ -15,25 +14,6 @@ use super::table::Slot;
 use crate::CHUNK_BYTES;
 use crate::btt::MIN_VOLUME_BYTES;
 use crate::pool::format::mirrored;
-
-/// How a volume's bytes are used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum VolumeFormat {
-    /// A Block Translation Table: sectors that do not tear.
-    Btt,
-    /// Nothing: the guest sees the bytes.
-    Raw,
-}
-
-impl fmt::Display for VolumeFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Btt => "btt",
-            Self::Raw => "raw",
-        })
-    }
-}
 
 /// A volume's name: 1 to 64 bytes that need no quoting in a flag or a shell.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

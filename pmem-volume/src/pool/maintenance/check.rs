@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use foreshore_types::VolumeFormat;
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
@@ -12,7 +13,6 @@ use crate::media::Media;
 use crate::pool::findings::{Finding, Findings, Severity};
 use crate::pool::format::chunk::{ChunkId, Run, runs};
 use crate::pool::format::table::Owner;
-use crate::pool::format::volume_record::VolumeFormat;
 use crate::pool::redo_log::{self, Redone};
 use crate::pool::scan::scan;
 use crate::pool::volume::{Space, VolumeInfo, volume_extents};

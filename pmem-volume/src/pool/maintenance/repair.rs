@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use foreshore_types::VolumeFormat;
 use serde::Serialize;
 
 use super::check::Checking;
@@ -169,7 +170,7 @@ impl Pool {
         reached: &mut dyn FnMut(u64),
         report: &mut RepairReport,
     ) -> Result<(), PoolError> {
-        if volume.info().format != crate::pool::VolumeFormat::Btt {
+        if volume.info().format != VolumeFormat::Btt {
             return Ok(());
         }
         let repair = btt::plan_repair(volume, GiveUp::Nothing, reached)?;

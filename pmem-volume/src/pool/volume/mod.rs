@@ -9,6 +9,7 @@ use std::fmt::{self, Debug};
 use std::ops::Range;
 use std::sync::Arc;
 
+use foreshore_types::VolumeFormat;
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -19,9 +20,7 @@ use crate::pool::alloc::memory::chunk_count;
 use crate::pool::format::chunk::{Run, runs};
 use crate::pool::format::mirrored;
 use crate::pool::format::table::{Owner, Slot};
-use crate::pool::format::volume_record::{
-    Part, VolumeFormat, VolumeName, VolumeRecord, empty_record,
-};
+use crate::pool::format::volume_record::{Part, VolumeName, VolumeRecord, empty_record};
 use crate::pool::scan::VolumeEntry;
 use crate::pool::{OpenMode, Pool, PoolError, State, unix_now_s};
 use crate::progress::OnProgress;

@@ -8,9 +8,10 @@ use crate::pool::alloc::memory::chunk_count;
 use crate::pool::format::chunk::runs;
 use crate::pool::format::mirrored;
 use crate::pool::format::table::{Owner, Slot};
-use crate::pool::format::volume_record::{VolumeFormat, VolumeRecord};
+use crate::pool::format::volume_record::VolumeRecord;
 use crate::pool::redo_log;
 use crate::pool::{Pool, PoolError, State};
+use foreshore_types::VolumeFormat;
 use foreshore_types::size::Size;
 
 /// May a volume lose what lies behind its new end?

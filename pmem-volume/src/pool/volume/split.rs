@@ -11,6 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use foreshore_types::VolumeFormat;
 use uuid::Uuid;
 
 use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
@@ -22,7 +23,7 @@ use crate::pool::format::chunk::{Run, runs};
 use crate::pool::format::mirrored;
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner, Slot};
-use crate::pool::format::volume_record::{Part, VolumeFormat, VolumeName, VolumeRecord};
+use crate::pool::format::volume_record::{Part, VolumeName, VolumeRecord};
 use crate::pool::redo_log;
 use crate::pool::scan::VolumeEntry;
 use crate::pool::{Pool, PoolError, SplitError, State, unix_now_s};

@@ -3,9 +3,10 @@
 use std::slice::from_ref;
 use std::sync::Arc;
 
+use foreshore_types::VolumeFormat;
 use pmem_volume::Durability;
 
-use super::config::{PmVolumeConfig, VolumeFormat};
+use super::config::PmVolumeConfig;
 use super::file::PmemFile;
 use super::interface::Chosen;
 use super::metrics::{VolumeCounters, VolumeMetrics};

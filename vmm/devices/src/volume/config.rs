@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use foreshore_config::{ConfigError, FlagValue, JsonError, JsonValue, Walk, section, size, words};
+use foreshore_types::VolumeFormat;
 use pmem_volume::pool::VolumeName;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
@@ -18,25 +19,6 @@ words! {
         VirtioPmem = "virtio-pmem" "virtio-pmem",
         /// A virtio-blk disk. The VMM translates its sectors.
         VirtioBlk = "virtio-blk" "virtio-blk",
-    }
-}
-
-words! {
-    /// Format of a volume's bytes.
-    pub enum VolumeFormat {
-        /// A Block Translation Table: a disk whose sectors do not tear.
-        Btt = "btt" "btt",
-        /// Bytes that programs in the guest may map (DAX). Sectors may tear.
-        Raw = "raw" "raw",
-    }
-}
-
-impl From<VolumeFormat> for pmem_volume::VolumeFormat {
-    fn from(format: VolumeFormat) -> Self {
-        match format {
-            VolumeFormat::Btt => Self::Btt,
-            VolumeFormat::Raw => Self::Raw,
-        }
     }
 }
 

@@ -10,10 +10,11 @@
 
 use std::collections::BTreeSet;
 
+use foreshore_types::VolumeFormat;
 use pmem_volume::Durability;
 use thiserror::Error;
 
-use super::config::{PmVolumeConfig, VolumeFormat, VolumeInterface};
+use super::config::{PmVolumeConfig, VolumeInterface};
 use crate::memory::layout::MAX_NVDIMMS;
 
 /// Chosen interface.

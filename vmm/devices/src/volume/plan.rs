@@ -191,7 +191,7 @@ fn step(volume: &PmVolumeConfig, stored: &[VolumeInfo]) -> Result<Option<Step>, 
             _ => Err(PlanError::NoVolume { name: name() }),
         };
     };
-    let wanted = volume.format.into();
+    let wanted = volume.format;
     if found.format != wanted {
         return Err(PlanError::VolumeFormat { name: name(), found: found.format, wanted });
     }
@@ -220,7 +220,7 @@ impl Rest {
                 more => Step::Grow(found.size_bytes + more),
             });
         }
-        let least_bytes = match VolumeFormat::from(volume.format) {
+        let least_bytes = match volume.format {
             VolumeFormat::Btt => MIN_VOLUME_BYTES,
             VolumeFormat::Raw => CHUNK_BYTES,
         };

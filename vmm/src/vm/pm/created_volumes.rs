@@ -30,7 +30,7 @@ impl CreatedVolumes {
         size_bytes: u64,
     ) -> Result<(), PoolError> {
         let PmVolumeConfig { pool: path, name, format, .. } = config;
-        pool.create_volume(name, size_bytes, (*format).into())?;
+        pool.create_volume(name, size_bytes, *format)?;
         self.0.push(Created { path: path.clone(), pool: Arc::clone(pool), name: name.clone() });
         Ok(())
     }

@@ -18,10 +18,11 @@ use foreshore_devices::volume::interface::{
     Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
 };
 use foreshore_devices::volume::plan::Step;
+use foreshore_types::VolumeFormat;
 use foreshore_types::size::Size;
 use tracing::{info, warn};
 
-use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
+use crate::config::{PmVolumeConfig, VmConfig};
 use crate::vm::error::BuildError;
 use crate::vm::pm::attached_volumes::{AttachedVolume, Opened};
 use crate::vm::pm::created_volumes::CreatedVolumes;
@@ -198,7 +199,7 @@ mod tests {
         let pool = pmem_volume::Pool::create(&path, 128 * MIB, 16 * MIB).unwrap();
         for name in names {
             let size = pmem_volume::pool::VolumeSize::Bytes(20 * MIB);
-            pool.create_volume(name, size, pmem_volume::VolumeFormat::Btt).unwrap();
+            pool.create_volume(name, size, VolumeFormat::Btt).unwrap();
         }
         (folder, path)
     }

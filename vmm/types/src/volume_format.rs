@@ -1,0 +1,34 @@
+//! Formats of volumes.
+
+use std::fmt;
+
+use serde::Serialize;
+
+/// Format of a volume's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VolumeFormat {
+    /// A Block Translation Table: a disk whose sectors do not tear.
+    Btt,
+    /// Bytes that programs in the guest may map (DAX). Sectors may tear.
+    Raw,
+}
+
+impl VolumeFormat {
+    /// All formats.
+    pub const ALL: [Self; 2] = [Self::Btt, Self::Raw];
+
+    /// Name in flags, in JSON and in tables.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Btt => "btt",
+            Self::Raw => "raw",
+        }
+    }
+}
+
+impl fmt::Display for VolumeFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
