@@ -101,6 +101,10 @@ impl Ask {
 
     /// Updates the request with the zone's present sizes. A grow that is unplugged again at once,
     /// although it is still requested, has not been reached.
+    ///
+    /// The zone's tracker cannot replace this. It follows the newest request alone, and counts
+    /// memory only after it has stayed, for up to 16 s. An ask may be older than that request, and
+    /// is shown as reached at once.
     fn observe(&mut self, sizes: &ZoneSizes, now: TimeMs) {
         let is_reached = self.is_reached_by(sizes.plugged_bytes);
         let is_asked = self.grows && sizes.requested_bytes >= self.target_bytes;
