@@ -6,88 +6,75 @@ use serde_json::Value;
 
 use super::run::Row;
 
-/// What a column counts. The figures of all columns that count the same are in one unit.
+/// Unit of a column. It is the unit of the key in JSON and CSV, so a figure means the same in every
+/// run and format.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Quantity {
-    Time,
-    Size,
-    SizeTime,
-    Energy,
+enum Unit {
+    Second,
+    Gib,
+    GibHour,
+    Kilojoule,
     Ratio,
     Count,
 }
 
-impl Quantity {
-    /// Units, largest first, and how many of them make the first.
-    fn units(self) -> &'static [(&'static str, f64)] {
+impl Unit {
+    fn heading(self) -> &'static str {
         match self {
-            Quantity::Time => &[("s", 1.0)],
-            Quantity::Size => &[("GiB", 1.0), ("MiB", 1024.0), ("KiB", 1024.0 * 1024.0)],
-            Quantity::SizeTime => {
-                &[("GiB h", 1.0), ("GiB min", 60.0), ("GiB s", 3600.0), ("MiB s", 3600.0 * 1024.0)]
-            }
-            Quantity::Energy => &[("kJ", 1.0), ("J", 1000.0)],
-            Quantity::Ratio => &[("x", 1.0)],
-            Quantity::Count => &[("", 1.0)],
+            Unit::Second => "s",
+            Unit::Gib => "GiB",
+            Unit::GibHour => "GiB h",
+            Unit::Kilojoule => "kJ",
+            Unit::Ratio => "x",
+            Unit::Count => "",
         }
     }
-
-    /// The largest unit in which the largest figure is 1 at least: the least of a short run is not
-    /// nothing then.
-    fn unit(self, rows: &[Row]) -> (&'static str, f64) {
-        let columns = COLUMNS.iter().filter(|(_, quantity, _)| *quantity == self);
-        let figures =
-            columns.flat_map(|(_, _, figure)| rows.iter().map(|row| figure(&row.outcome)));
-        let most = figures.fold(0.0, f64::max);
-        let units = self.units();
-        let fits = units.iter().find(|(_, per_first)| most * per_first >= 1.0 || most == 0.0);
-        *fits.unwrap_or(&units[units.len() - 1])
-    }
 }
 
-/// The columns of the table: heading, what it counts, figure in the first unit of that.
-type Column = (&'static str, Quantity, fn(&Outcome) -> f64);
+/// A column of the table: heading, unit, figure in this unit.
+type Column = (&'static str, Unit, fn(&Outcome) -> f64);
 
 const COLUMNS: [Column; 15] = [
-    ("stall", Quantity::Time, |outcome| outcome.stall_s),
-    ("slower", Quantity::Time, |outcome| outcome.pm_slower_s),
-    ("swap in", Quantity::Size, |outcome| outcome.swap_in_gib),
-    ("swap out", Quantity::Size, |outcome| outcome.swap_out_gib),
-    ("held", Quantity::SizeTime, |outcome| outcome.held_gib_h),
-    ("over", Quantity::SizeTime, |outcome| outcome.over_gib_h),
-    ("short", Quantity::SizeTime, |outcome| outcome.short_gib_h),
-    ("grows", Quantity::Count, |outcome| outcome.grows as f64),
-    ("shrinks", Quantity::Count, |outcome| outcome.shrinks as f64),
-    ("OOM", Quantity::Count, |outcome| outcome.oom_kills as f64),
-    ("energy", Quantity::Energy, |outcome| outcome.energy_kj),
-    ("PM writes", Quantity::Size, |outcome| outcome.pm_written_gib),
-    ("pooled", Quantity::Ratio, |outcome| outcome.pooled_lifetime),
-    ("lent", Quantity::Ratio, |outcome| outcome.memory_lifetime),
-    ("PM wear", Quantity::Ratio, |outcome| outcome.storage_wear),
+    ("stall", Unit::Second, |outcome| outcome.stall_s),
+    ("slower", Unit::Second, |outcome| outcome.pm_slower_s),
+    ("swap in", Unit::Gib, |outcome| outcome.swap_in_gib),
+    ("swap out", Unit::Gib, |outcome| outcome.swap_out_gib),
+    ("held", Unit::GibHour, |outcome| outcome.held_gib_h),
+    ("over", Unit::GibHour, |outcome| outcome.over_gib_h),
+    ("short", Unit::GibHour, |outcome| outcome.short_gib_h),
+    ("grows", Unit::Count, |outcome| outcome.grows as f64),
+    ("shrinks", Unit::Count, |outcome| outcome.shrinks as f64),
+    ("OOM", Unit::Count, |outcome| outcome.oom_kills as f64),
+    ("energy", Unit::Kilojoule, |outcome| outcome.energy_kj),
+    ("PM writes", Unit::Gib, |outcome| outcome.pm_written_gib),
+    ("pooled", Unit::Ratio, |outcome| outcome.pooled_lifetime),
+    ("lent", Unit::Ratio, |outcome| outcome.memory_lifetime),
+    ("PM wear", Unit::Ratio, |outcome| outcome.storage_wear),
 ];
 
-/// Three digits that count, and no more than two behind the point. What is not nothing does not
-/// look like it.
+/// A figure with three significant digits and at most four decimals. Only zero is shown as 0.
 fn figure(value: f64) -> String {
     match value {
+        0.0 => "0".to_owned(),
         _ if value >= 99.95 => format!("{value:.0}"),
         _ if value >= 9.995 => format!("{value:.1}"),
-        _ if value > 0.0 && value < 0.005 => "<0.01".to_owned(),
-        _ => format!("{value:.2}"),
+        _ if value >= 0.9995 => format!("{value:.2}"),
+        _ if value >= 0.09995 => format!("{value:.3}"),
+        _ if value < 0.00005 => "<0.0001".to_owned(),
+        _ => format!("{value:.4}"),
     }
 }
 
-/// A line for each policy, the figures under each other.
+/// A table with a line for each policy.
 pub(crate) fn text(rows: &[Row]) -> String {
     let mut lines = vec![vec!["policy".to_owned()], vec![String::new()]];
     lines.extend(rows.iter().map(|row| vec![row.label.clone()]));
-    for (heading, quantity, value) in COLUMNS {
-        let (unit, per_first) = quantity.unit(rows);
-        let figures = rows.iter().map(|row| match quantity {
-            Quantity::Count => value(&row.outcome).to_string(),
-            _ => figure(value(&row.outcome) * per_first),
+    for (heading, unit, value) in COLUMNS {
+        let figures = rows.iter().map(|row| match unit {
+            Unit::Count => value(&row.outcome).to_string(),
+            _ => figure(value(&row.outcome)),
         });
-        let cells = [heading.to_owned(), unit.to_owned()].into_iter().chain(figures);
+        let cells = [heading.to_owned(), unit.heading().to_owned()].into_iter().chain(figures);
         lines.iter_mut().zip(cells).for_each(|(line, cell)| line.push(cell));
     }
     let width =
@@ -147,40 +134,83 @@ pub(crate) fn csv(rows: &[Row]) -> anyhow::Result<Vec<u8>> {
 mod tests {
     use super::*;
 
-    fn row(held_gib_h: f64, over_gib_h: f64, swap_out_gib: f64) -> Row {
-        let outcome = Outcome { held_gib_h, over_gib_h, swap_out_gib, ..Outcome::default() };
-        Row { label: "psi".to_owned(), outcome }
+    fn row(label: &str, outcome: Outcome) -> Row {
+        Row { label: label.to_owned(), outcome }
     }
 
     #[test]
-    fn a_table_has_units_that_show_its_largest_figures() {
-        let units =
-            |rows: &[Row]| [Quantity::SizeTime, Quantity::Size].map(|what| what.unit(rows).0);
-        let cases = [
-            (row(6.5, 0.0, 2.0), ["GiB h", "GiB"]),
-            (row(0.02, 0.0, 0.9), ["GiB min", "MiB"]),
-            (row(0.0004, 0.0, 0.0), ["GiB s", "GiB"]),
-            (row(0.0, 1e-6, 1e-4), ["MiB s", "KiB"]),
-            (row(1e-12, 0.0, 1e-12), ["MiB s", "KiB"]),
-            (row(0.0, 0.0, 0.0), ["GiB h", "GiB"]),
+    fn units_of_the_table_do_not_depend_on_its_figures() {
+        let short = Outcome { held_gib_h: 0.0004, swap_out_gib: 1e-6, ..Outcome::default() };
+        let long = Outcome {
+            stall_s: 35_658.2,
+            held_gib_h: 8.601,
+            swap_out_gib: 555.4,
+            energy_kj: 0.0512,
+            grows: 1_234_567,
+            ..Outcome::default()
+        };
+        let expected = include_str!("../tests/golden/table.txt");
+        assert_eq!(text(&[row("psi", short), row("off", long)]), expected);
+    }
+
+    /// JSON has the unit in the key.
+    #[test]
+    fn columns_have_the_figures_and_units_of_the_json_keys() {
+        let outcome = Outcome {
+            stall_s: 1.0,
+            pm_slower_s: 2.0,
+            swap_in_gib: 3.0,
+            swap_out_gib: 4.0,
+            held_gib_h: 5.0,
+            over_gib_h: 6.0,
+            short_gib_h: 7.0,
+            energy_kj: 8.0,
+            pm_written_gib: 9.0,
+            ..Outcome::default()
+        };
+        let json = serde_json::to_value(&outcome).expect("figures");
+        let keys = [
+            "stall_s",
+            "pm_slower_s",
+            "swap_in_gib",
+            "swap_out_gib",
+            "held_gib_h",
+            "over_gib_h",
+            "short_gib_h",
+            "energy_kj",
+            "pm_written_gib",
         ];
-        for (row, expected) in cases {
-            assert_eq!(units(&[row]), expected);
+        let columns: Vec<_> = COLUMNS
+            .iter()
+            .filter(|(_, unit, _)| !matches!(unit, Unit::Ratio | Unit::Count))
+            .map(|(_, unit, value)| {
+                (unit.heading().to_lowercase().replace(' ', "_"), value(&outcome))
+            })
+            .collect();
+        assert_eq!(columns.len(), keys.len());
+        for ((unit, value), key) in columns.into_iter().zip(keys) {
+            assert!(key.ends_with(&format!("_{unit}")), "{key} is not in {unit}");
+            assert_eq!(json[key], value, "{key}");
         }
-        // One unit for all that are compared.
-        let rows = [row(0.0004, 0.0004, 0.0), row(6.5, 0.0, 0.0)];
-        let text = text(&rows);
-        let cells =
-            |line| text.lines().nth(line).expect("a line").split_whitespace().skip(5).take(2);
-        assert!(cells(2).eq(["<0.01", "<0.01"]) && cells(3).eq(["6.50", "0.00"]), "{text}");
     }
 
     #[test]
-    fn figures_have_three_digits_and_nothing_is_nothing() {
-        let cases =
-            [(0.0, "0.00"), (1e-9, "<0.01"), (0.005, "0.01"), (0.25, "0.25"), (9.994, "9.99")];
-        let more = [(9.996, "10.0"), (31.26, "31.3"), (99.96, "100"), (31_679.4, "31679")];
-        for (value, expected) in cases.into_iter().chain(more) {
+    fn figures_have_three_digits_and_only_zero_is_shown_as_zero() {
+        let cases = [
+            (0.0, "0"),
+            (1e-9, "<0.0001"),
+            (0.000_05, "0.0001"),
+            (0.001_52, "0.0015"),
+            (0.099_94, "0.0999"),
+            (0.25, "0.250"),
+            (0.999_6, "1.00"),
+            (9.994, "9.99"),
+            (9.996, "10.0"),
+            (31.26, "31.3"),
+            (99.96, "100"),
+            (31_679.4, "31679"),
+        ];
+        for (value, expected) in cases {
             assert_eq!(figure(value), expected);
         }
     }
