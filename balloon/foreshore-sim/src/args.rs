@@ -13,7 +13,7 @@ use foreshore_types::size;
 
 const EXAMPLES: &str = "\
 Examples:
-  foreshore-sim                                        every policy, a ramp beyond DRAM
+  foreshore-sim                                        every policy, bursts beyond DRAM
   foreshore-sim --workload diurnal --duration 24h      a day
   foreshore-sim --trace trace.jsonl --policy psi --policy off
                                                        what `foreshore --pressure record=trace.jsonl` has seen
@@ -24,6 +24,10 @@ Examples:
   foreshore-sim --workload diurnal --hosts 1000 --vms 10 --duration 24h --format json
 
 Times have ms, s, m or h.";
+
+/// Bursts to three times the DRAM, one in two minutes. They are so fast that stalls differ between
+/// the policies as well. A single ramp causes none, except under `off`.
+const DEFAULT_WORKLOAD: &str = "burst,high=3000,rate=2G,period=2m";
 
 pub(crate) const EXIT_STATUS: &str =
     "0: done. 1: it failed, and stderr says why. 2: the command line is wrong.";
@@ -61,7 +65,7 @@ pub(crate) struct Scenario {
     /// What the guest wants: steady, ramp, burst, sawtooth, leak, diurnal or cache-heavy, and its
     /// parameters low, high, rate,
     /// period, touches, hot, files, stream
-    #[arg(long, value_name = "NAME[,PARAM=VALUE...]", default_value = "ramp", value_parser = parse_workload, conflicts_with = "trace")]
+    #[arg(long, value_name = "NAME[,PARAM=VALUE...]", default_value = DEFAULT_WORKLOAD, value_parser = parse_workload, conflicts_with = "trace")]
     pub(crate) workload: (Workload, WorkloadParams),
     /// Replay what a guest used, as `--pressure record=` has recorded it
     #[arg(long, value_name = "FILE", conflicts_with_all = ["dram", "hotplug", "pm", "duration"])]

@@ -84,32 +84,46 @@ fn bad_input_is_refused_with_value_and_bound() {
     }
 }
 
-/// Memory held under each policy of `args`, in GiB h.
-fn held(args: &[&str]) -> Vec<(String, f64)> {
-    let output = sim(&[args, &["--format", "json"]].concat());
-    assert!(output.status.success(), "{output:?}");
-    let rows: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
-    let rows = rows.as_array().expect("an array").iter();
-    rows.map(|row| {
-        (row["policy"].as_str().unwrap().to_owned(), row["held_gib_h"].as_f64().unwrap())
-    })
-    .collect()
+/// Figures of each policy of `args`, as JSON has them.
+fn rows(args: &[&str]) -> Vec<serde_json::Value> {
+    serde_json::from_str(&printed(&[args, &["--format", "json"]].concat())).expect("JSON")
+}
+
+fn figure(row: &serde_json::Value, key: &str) -> f64 {
+    row[key].as_f64().expect("a number")
 }
 
 #[test]
-fn policies_of_the_default_comparison_differ() {
-    let rows = held(&[]);
-    assert_eq!(rows.len(), Policy::NAMES.len());
-    for (index, (name, bytes)) in rows.iter().enumerate() {
-        for (other, others) in &rows[index + 1..] {
-            assert!((bytes - others).abs() > 0.005, "{name} and {other} hold {bytes} and {others}");
+fn policies_of_the_default_comparison_clearly_differ() {
+    const KEYS: [&str; 4] = ["stall_s", "held_gib_h", "grows", "shrinks"];
+    // The larger of two figures is at least a third above the other.
+    let differ = |a: f64, b: f64| a.max(b) > a.min(b) * 4.0 / 3.0;
+    for seed in ["1", "2", "3"] {
+        let rows = rows(&["--seed", seed]);
+        assert_eq!(rows.len(), Policy::NAMES.len());
+        for (index, row) in rows.iter().enumerate() {
+            for other in &rows[index + 1..] {
+                let differs = |key: &&str| differ(figure(row, key), figure(other, key));
+                assert!(KEYS.iter().any(|key| differs(&key)), "seed {seed}: {row:#} {other:#}");
+            }
         }
+        let stalled = rows.iter().filter(|row| figure(row, "stall_s") > 0.05);
+        let stalled: Vec<_> = stalled.map(|row| row["policy"].as_str().expect("text")).collect();
+        assert!(["psi", "pmb", "off"].iter().all(|name| stalled.contains(name)), "{stalled:?}");
+        assert!(stalled.len() < rows.len(), "{stalled:?}");
     }
-    // With the papers' factor `amf` and `dapper` hold the same memory.
-    let [amf, dapper] = &held(&["--policy", "amf", "--policy", "dapper"])[..] else {
-        panic!("two policies")
-    };
-    assert!((amf.1 - dapper.1).abs() < 0.005, "{amf:?} and {dapper:?}");
+}
+
+/// With the papers' factor, `amf` and `dapper` hold the same memory.
+#[test]
+fn policies_of_the_default_comparison_have_a_watermark_share() {
+    let with_factor = rows(&["--policy", "amf", "--policy", "dapper"]);
+    let [amf, dapper] = [0, 1].map(|row| figure(&with_factor[row], "held_gib_h"));
+    assert!((amf - dapper).abs() < 0.005, "{amf} and {dapper}");
+    let labels = rows(&[]);
+    let labels = labels.iter().filter_map(|row| row["policy"].as_str());
+    let with_share: Vec<_> = labels.filter(|label| label.contains("watermark-share=375")).collect();
+    assert_eq!(with_share, ["amf,watermark-share=375", "dapper,watermark-share=375"]);
 }
 
 /// Those of the policy that was named, and of no other.
