@@ -3,7 +3,8 @@
 use super::demand::Segment;
 use super::guest::Guest;
 use super::vm::Observer;
-use crate::TimeMs;
+use crate::units::scale;
+use crate::{Tier, TimeMs};
 
 /// Minimum and maximum of a value in an interval of the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,12 +34,16 @@ pub struct Point {
     pub at: TimeMs,
     /// Memory in use, including kernel memory, without page cache.
     pub used_bytes: Extremes,
-    /// Total memory of the guest, including boot memory.
+    /// DRAM of the guest, including boot memory.
+    pub dram_bytes: Extremes,
+    /// DRAM and PM of the guest together.
     pub total_bytes: Extremes,
     /// Available memory.
     pub available_bytes: Extremes,
     /// Swapped memory.
     pub swapped_bytes: Extremes,
+    /// Time of the interval in which tasks waited for memory.
+    pub stall_us: u64,
 }
 
 impl Point {
@@ -46,9 +51,11 @@ impl Point {
         Point {
             at,
             used_bytes: (guest.resident_bytes() + guest.kernel_bytes()).into(),
+            dram_bytes: guest.total_bytes().saturating_sub(guest.plugged_of(Tier::Pm)).into(),
             total_bytes: guest.total_bytes().into(),
             available_bytes: guest.available_bytes().into(),
             swapped_bytes: guest.swapped_bytes().into(),
+            stall_us: 0,
         }
     }
 
@@ -57,9 +64,11 @@ impl Point {
         Point {
             at: self.at,
             used_bytes: self.used_bytes.with(seen.used_bytes.least),
+            dram_bytes: self.dram_bytes.with(seen.dram_bytes.least),
             total_bytes: self.total_bytes.with(seen.total_bytes.least),
             available_bytes: self.available_bytes.with(seen.available_bytes.least),
             swapped_bytes: self.swapped_bytes.with(seen.swapped_bytes.least),
+            stall_us: self.stall_us,
         }
     }
 }
@@ -70,18 +79,42 @@ pub struct Series {
     stretch_ms: u64,
     points: Vec<Point>,
     last: Option<Point>,
+    /// Stall time of the run up to `last`.
+    stall_us: u64,
 }
 
 impl Series {
     /// Divides a run of `duration_ms` into `stretches` intervals.
     pub fn new(duration_ms: u64, stretches: u64) -> Self {
         let stretch_ms = duration_ms.div_ceil(stretches.max(1)).max(1);
-        Series { stretch_ms, points: Vec::new(), last: None }
+        Series { stretch_ms, points: Vec::new(), last: None, stall_us: 0 }
+    }
+
+    /// Length of a stretch. The last one ends with the run.
+    pub fn stretch_ms(&self) -> u64 {
+        self.stretch_ms
     }
 
     /// Returns the points so far, one for each interval.
     pub fn points(&self) -> &[Point] {
         &self.points
+    }
+
+    /// Spreads the stalls between two moments evenly over the stretches between them.
+    fn add_stalls(&mut self, from_ms: u64, to_ms: u64, total_us: u64) {
+        let new_us = total_us - self.stall_us;
+        self.stall_us = total_us;
+        if new_us == 0 {
+            return;
+        }
+        let first = (from_ms / self.stretch_ms) as usize;
+        let mut added_us = 0;
+        for point in self.points.iter_mut().skip(first) {
+            let end_ms = to_ms.min(point.at.0 + self.stretch_ms);
+            let until_us = scale(new_us, end_ms - from_ms, to_ms - from_ms);
+            point.stall_us += until_us - added_us;
+            added_us = until_us;
+        }
     }
 }
 
@@ -94,8 +127,9 @@ impl Observer for Series {
         let stretch = guest.now().0 / self.stretch_ms;
         while (self.points.len() as u64) <= stretch {
             let at = TimeMs(self.points.len() as u64 * self.stretch_ms);
-            self.points.push(Point { at, ..before });
+            self.points.push(Point { at, stall_us: 0, ..before });
         }
+        self.add_stalls(self.last.map_or(0, |last| last.at.0), seen.at.0, guest.totals().stall_us);
         if let Some(point) = self.points.last_mut() {
             *point = point.with(&seen);
         }
@@ -108,7 +142,7 @@ mod tests {
     use super::super::guest::GuestConfig;
     use super::super::host::HostPool;
     use super::*;
-    use crate::MIB;
+    use crate::{MIB, ZoneSizes};
 
     #[test]
     fn short_peak_is_kept_and_intervals_at_rest_are_filled() {
@@ -128,5 +162,50 @@ mod tests {
         let available = |index: usize| series.points()[index].available_bytes;
         assert!(available(2).least + 40 * MIB <= available(3).least);
         assert_eq!(available(2).most, available(3).most);
+    }
+
+    #[test]
+    fn stalls_are_spread_over_the_time_in_which_they_were() {
+        let mut series = Series::new(10_000, 10);
+        series.points =
+            (0..5).map(|index| Point { at: TimeMs(index * 1_000), ..Point::default() }).collect();
+        series.add_stalls(500, 500, 0);
+        series.add_stalls(500, 3_000, 250_001);
+        series.add_stalls(3_000, 4_500, 250_001);
+        series.add_stalls(4_500, 4_900, 280_001);
+        let stalls: Vec<_> = series.points().iter().map(|point| point.stall_us).collect();
+        assert_eq!(stalls, [50_000, 100_000, 100_001, 0, 30_000]);
+    }
+
+    #[test]
+    fn series_has_all_stalls_of_a_guest_and_its_pm_apart() {
+        let mut series = Series::new(20_000, 10);
+        let demand = Segment {
+            anon_bytes: 50 * MIB,
+            anon_bytes_per_s: 40 * MIB as i64,
+            hot_permille: 1000,
+            touches_per_s: 10_000,
+            ..Segment::default()
+        };
+        let zones = [(0, Tier::Dram), (1, Tier::Pm)].map(|(id, tier)| ZoneSizes {
+            requested_bytes: 64 * MIB,
+            plugged_bytes: 64 * MIB,
+            ..ZoneSizes::empty(id, tier, 64 * MIB)
+        });
+        let mut guest = Guest::new(GuestConfig::default(), &zones, &demand);
+        for step in 1..=40 {
+            if step == 5 {
+                guest.request([64 * MIB, 0]);
+            }
+            guest.live(TimeMs(step * 500), &demand, &mut HostPool(0));
+            series.lived(&guest, &demand);
+        }
+        let stall_us: u64 = series.points().iter().map(|point| point.stall_us).sum();
+        assert!(stall_us > 0);
+        assert_eq!(stall_us, guest.totals().stall_us);
+        let pm = |point: &Point| point.total_bytes.most - point.dram_bytes.most;
+        let points = series.points();
+        assert_eq!((pm(&points[0]), pm(&points[9])), (64 * MIB, 0));
+        assert_eq!(points[9].dram_bytes, guest.total_bytes().into());
     }
 }

@@ -333,7 +333,7 @@ impl Guest {
         self.zones.iter().map(|zone| zone.plugged_bytes).sum()
     }
 
-    fn plugged_of(&self, tier: Tier) -> u64 {
+    pub(super) fn plugged_of(&self, tier: Tier) -> u64 {
         self.zones.iter().filter(|zone| zone.tier == tier).map(|zone| zone.plugged_bytes).sum()
     }
 
