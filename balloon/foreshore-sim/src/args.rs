@@ -7,9 +7,11 @@ use balloon::controller::Rules;
 use balloon::params::{Parameters, Setting, Unit};
 use balloon::policy::Policy;
 use balloon::sim::{SwapDevice, Workload, WorkloadParams};
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use foreshore_types::size;
+
+use super::image::PlotFile;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -66,7 +68,7 @@ pub(crate) struct Scenario {
     /// parameters low, high, rate,
     /// period, touches, hot, files, stream
     #[arg(long, value_name = "NAME[,PARAM=VALUE...]", default_value = DEFAULT_WORKLOAD, value_parser = parse_workload, conflicts_with = "trace")]
-    pub(crate) workload: (Workload, WorkloadParams),
+    pub(crate) workload: NamedWorkload,
     /// Replay what a guest used, as `--pressure record=` has recorded it
     #[arg(long, value_name = "FILE", conflicts_with_all = ["dram", "hotplug", "pm", "duration"])]
     pub(crate) trace: Option<PathBuf>,
@@ -132,10 +134,10 @@ pub(crate) struct Scenario {
     /// same
     #[arg(long)]
     pub(crate) every_report: bool,
-    /// Draw the first VM over time under each policy: its memory in all, used and available, and
-    /// swap
-    #[arg(long, value_name = "FILE.svg", value_parser = clap::builder::PathBufValueParser::new().try_map(svg_path))]
-    pub(crate) plot: Option<PathBuf>,
+    /// Draw the first VM over time under each policy: DRAM, PM, memory in use, available memory,
+    /// swap, and stalls. FILE ends in .svg or .png
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(PlotFile::try_from))]
+    pub(crate) plot: Option<PlotFile>,
     /// How to print
     #[arg(long, value_enum, default_value_t = Format::Table)]
     pub(crate) format: Format,
@@ -149,6 +151,15 @@ pub(crate) enum Format {
     Json,
     /// A line for each policy, with every figure
     Csv,
+}
+
+/// A workload as the command line names it.
+#[derive(Clone, Debug)]
+pub(crate) struct NamedWorkload {
+    /// Text of the command line.
+    pub(crate) label: String,
+    pub(crate) workload: Workload,
+    pub(crate) params: WorkloadParams,
 }
 
 /// A policy as it was asked for.
@@ -172,17 +183,6 @@ fn bounded(unit: Unit, low: u64, high: u64) -> impl TypedValueParser<Value = u64
     })
 }
 
-/// A file of another name would be taken for what it is not. What has no extension, such as a pipe,
-/// is nobody's guess.
-fn svg_path(path: PathBuf) -> Result<PathBuf, String> {
-    match path.extension() {
-        Some(extension) if !extension.eq_ignore_ascii_case("svg") => {
-            Err(format!("{} is no name of an SVG, must end in .svg", path.display()))
-        }
-        _ => Ok(path),
-    }
-}
-
 /// `name,key=value,key=value`.
 fn split(text: &str) -> (&str, impl Iterator<Item = Result<(&str, Setting), String>>) {
     let mut parts = text.split(',');
@@ -195,7 +195,7 @@ fn split(text: &str) -> (&str, impl Iterator<Item = Result<(&str, Setting), Stri
     (name, settings)
 }
 
-fn parse_workload(text: &str) -> Result<(Workload, WorkloadParams), String> {
+fn parse_workload(text: &str) -> Result<NamedWorkload, String> {
     let (name, settings) = split(text);
     let workload = Workload::from_name(name).ok_or_else(|| {
         let names: Vec<_> = Workload::ALL.into_iter().map(Workload::name).collect();
@@ -216,7 +216,7 @@ fn parse_workload(text: &str) -> Result<(Workload, WorkloadParams), String> {
         })?;
     }
     params.validate().map_err(|error| error.to_string())?;
-    Ok((workload, params))
+    Ok(NamedWorkload { label: text.to_owned(), workload, params })
 }
 
 /// Those that it takes.

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod image;
 mod manual;
 mod plot;
 mod run;

@@ -1,36 +1,62 @@
-//! Draws runs as SVG: a panel for each policy, all with the same axes.
-//!
-//! Written out plainly: what is needed is lines, two axes and words.
+//! Draws runs over time: for each policy a panel of its memory and a panel of its stalls. All
+//! panels have the same axes.
 
-use std::fmt::Write;
-
-use balloon::MIB;
 use balloon::sim::{Extremes, Point};
-use foreshore_types::size::Size;
+use plotters::coord::Shift;
+use plotters::prelude::*;
 
-/// A line of the plot: what it is, its colour, and what of a point it shows. Colours that are told
-/// apart by those who do not see red and green as others do (Okabe and Ito). Later ones are drawn
-/// over earlier ones, which shine through.
-type Curve = (&'static str, &'static str, fn(&Point) -> Extremes);
+/// Family of all texts.
+pub(super) const FONT_FAMILY: &str = "sans-serif";
 
-/// First bytes of every plot.
-pub(super) const BEGIN: &str = "<svg xmlns=";
+const WIDTH: i32 = 1000;
+/// Width of the marks and names of the vertical axes.
+const LEFT: i32 = 72;
+/// Part of `LEFT` that stays free, because plotters rotates the name around its upper corner.
+const MARGIN: i32 = 8;
+const RIGHT: i32 = 28;
+const HEADER: i32 = 84;
+/// Height of the caption of a policy.
+const CAPTION: i32 = 26;
+const MEMORY: i32 = 160;
+const GAP: i32 = 10;
+const STALLS: i32 = 56;
+/// Height of the marks of the time axis.
+const TIMES: i32 = 34;
+const PANEL: i32 = CAPTION + MEMORY + GAP + STALLS + TIMES;
 
-const CURVES: [Curve; 4] = [
-    ("total", "#0072b2", |point| point.total_bytes),
-    ("available", "#009e73", |point| point.available_bytes),
-    ("used", "#000000", |point| point.used_bytes),
-    ("swap", "#d55e00", |point| point.swapped_bytes),
+/// Stretches of a run: each is at least a pixel wide.
+pub(crate) const STRETCHES: u64 = (WIDTH - LEFT - RIGHT - 1) as u64;
+
+/// Most policies in a plot. The pixels of an image then take 86 MB.
+pub(crate) const MAX_PANELS: usize = 100;
+
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// A quantity of the memory panel.
+struct Curve {
+    name: &'static str,
+    color: RGBColor,
+    value: fn(&Point) -> Extremes,
+}
+
+// The colors of Okabe and Ito, which people with color blindness can distinguish. Areas are pale,
+// so that lines are visible above them.
+
+/// Areas, in the order in which they are drawn: the second one covers the lower part of the first.
+const AREAS: [Curve; 2] = [
+    Curve { name: "PM", color: RGBColor(247, 215, 150), value: |point| point.total_bytes },
+    Curve { name: "DRAM", color: RGBColor(173, 216, 240), value: |point| point.dram_bytes },
 ];
 
-const WIDTH: u64 = 960;
-const PANEL: u64 = 200;
-const LEFT: u64 = 80;
-const RIGHT: u64 = 20;
-const TOP: u64 = 34;
-const BOTTOM: u64 = 26;
-const PLOT_WIDTH: u64 = WIDTH - LEFT - RIGHT;
-const PLOT_HEIGHT: u64 = PANEL - TOP - BOTTOM;
+const LINES: [Curve; 3] = [
+    Curve { name: "available", color: RGBColor(0, 158, 115), value: |point| point.available_bytes },
+    Curve { name: "used", color: RGBColor(0, 0, 0), value: |point| point.used_bytes },
+    Curve { name: "in swap", color: RGBColor(213, 94, 0), value: |point| point.swapped_bytes },
+];
+
+const STALL_NAME: &str = "stalled";
+const STALL_COLOR: RGBColor = RGBColor(204, 121, 167);
+const AXIS_COLOR: RGBColor = RGBColor(90, 90, 90);
 
 /// Steps of the time axis, in milliseconds.
 const TIME_STEPS: [u64; 17] = [
@@ -53,125 +79,229 @@ const TIME_STEPS: [u64; 17] = [
     604_800_000,
 ];
 
-/// The drawing of runs of so long, each with its name.
-pub(crate) fn svg(panels: &[(String, Vec<Point>)], duration_ms: u64) -> String {
-    let most = panels
-        .iter()
-        .flat_map(|(_, points)| points)
-        .flat_map(|point| CURVES.map(|curve| curve.2(point).most));
-    let most_bytes = most.max().unwrap_or(0).max(MIB);
-    let height = PANEL * panels.len() as u64;
-    let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" \
-         height=\"{height}\" font-family=\"sans-serif\" font-size=\"12\">\n\
-         <rect width=\"{WIDTH}\" height=\"{height}\" fill=\"#ffffff\"/>\n"
-    );
-    for ((label, points), index) in panels.iter().zip(0..) {
-        panel(&mut out, label, points, PANEL * index, duration_ms, most_bytes);
-    }
-    out.push_str("</svg>\n");
-    out
+/// Stalls are in basis points of the time, which are hundredths of a percent.
+const BASIS_POINTS: u64 = 10_000;
+/// Upper ends of the stall axis.
+const STALL_ENDS: [u64; 7] = [100, 200, 500, 1_000, 2_000, 5_000, BASIS_POINTS];
+
+/// A plot: the run, and its course under each policy.
+pub(crate) struct Plot {
+    /// Workload and duration.
+    pub(crate) title: String,
+    /// Memory and swap of the guest.
+    pub(crate) subtitle: String,
+    pub(crate) duration_ms: u64,
+    pub(crate) panels: Vec<Panel>,
 }
 
-fn panel(
-    out: &mut String,
-    label: &str,
-    points: &[Point],
-    y: u64,
-    duration_ms: u64,
-    most_bytes: u64,
-) {
-    let _ = writeln!(out, "<g transform=\"translate({LEFT} {})\">", y + TOP);
-    let _ = writeln!(out, "<text x=\"0\" y=\"-14\" font-weight=\"bold\">{}</text>", escape(label));
-    let mut x = PLOT_WIDTH;
-    for (name, colour, _) in CURVES.iter().rev() {
-        x -= 80;
-        let _ = writeln!(out, "<text x=\"{x}\" y=\"-14\" fill=\"{colour}\">{name}</text>");
-    }
-    for bytes in ticks(most_bytes, size_step(most_bytes)) {
-        let at = up(bytes, most_bytes);
-        let _ = writeln!(out, "<path d=\"M0 {at}H{PLOT_WIDTH}\" stroke=\"#dddddd\"/>");
-        let _ = writeln!(
-            out,
-            "<text x=\"-6\" y=\"{}\" text-anchor=\"end\">{}</text>",
-            at + 4.0,
-            Size(bytes)
-        );
-    }
-    for ms in ticks(duration_ms, time_step(duration_ms)) {
-        let at = along(ms, duration_ms);
-        let y = PLOT_HEIGHT + 16;
-        let _ =
-            writeln!(out, "<text x=\"{at}\" y=\"{y}\" text-anchor=\"middle\">{}</text>", time(ms));
-    }
-    for (name, colour, value) in CURVES {
-        let path = path(points, value, duration_ms, most_bytes);
-        let _ = writeln!(
-            out,
-            "<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\" stroke-opacity=\"0.75\"><title>{name}</title></path>"
-        );
-    }
-    let _ = writeln!(
-        out,
-        "<path d=\"M0 0V{PLOT_HEIGHT}H{PLOT_WIDTH}\" fill=\"none\" stroke=\"#000000\"/>"
-    );
-    out.push_str("</g>\n");
+/// Run of a VM under a policy.
+pub(crate) struct Panel {
+    pub(crate) policy: String,
+    /// Length of a stretch. The last one ends with the run.
+    pub(crate) stretch_ms: u64,
+    /// A point for each stretch.
+    pub(crate) points: Vec<Point>,
 }
 
-/// From point to point, at each from the extreme that is nearer to the one before to the other:
-/// what went up and down within a stretch is as high and as low as it was.
-fn path(
-    points: &[Point],
-    value: fn(&Point) -> Extremes,
+impl Panel {
+    fn stall_s(&self) -> f64 {
+        self.points.iter().map(|point| point.stall_us).sum::<u64>() as f64 / 1e6
+    }
+
+    /// Stretches with stalls: begin, end, and the part of the time in which tasks waited.
+    fn stalls(&self, duration_ms: u64) -> impl Iterator<Item = (u64, u64, u64)> {
+        let stalled = self.points.iter().filter(|point| point.stall_us > 0);
+        stalled.map(move |point| {
+            let begin_ms = point.at.0;
+            let end_ms = (begin_ms + self.stretch_ms).min(duration_ms);
+            let stretch_us = end_ms.saturating_sub(begin_ms).max(1) * 1000;
+            let part = (point.stall_us.saturating_mul(BASIS_POINTS)).div_ceil(stretch_us);
+            (begin_ms, end_ms, part)
+        })
+    }
+}
+
+impl Plot {
+    /// Width and height in pixels.
+    pub(crate) fn size(&self) -> (u32, u32) {
+        let height = HEADER as u32 + PANEL as u32 * self.panels.len() as u32;
+        (WIDTH as u32, height)
+    }
+
+    fn most_bytes(&self) -> u64 {
+        let points = self.panels.iter().flat_map(|panel| &panel.points);
+        let curves = || AREAS.iter().chain(&LINES);
+        let most = points.flat_map(|point| curves().map(|curve| (curve.value)(point).most));
+        most.max().unwrap_or(0).max(1)
+    }
+
+    fn stall_end(&self) -> u64 {
+        let stalls = self.panels.iter().flat_map(|panel| panel.stalls(self.duration_ms));
+        let most = stalls.map(|(_, _, part)| part).max().unwrap_or(0);
+        STALL_ENDS.into_iter().find(|end| most <= *end).unwrap_or(BASIS_POINTS)
+    }
+}
+
+type Area<B> = DrawingArea<B, Shift>;
+
+/// Draws the plot on an area of its size.
+pub(super) fn draw<B: DrawingBackend>(area: &Area<B>, plot: &Plot) -> DrawResult<(), B> {
+    area.fill(&WHITE)?;
+    let (header, panels) = area.split_vertically(HEADER);
+    draw_header(&header, plot)?;
+    let scale = Scale {
+        duration_ms: plot.duration_ms.max(1),
+        most_bytes: plot.most_bytes(),
+        stall_end: plot.stall_end(),
+    };
+    for (area, panel) in panels.split_evenly((plot.panels.len(), 1)).iter().zip(&plot.panels) {
+        draw_panel(area, panel, &scale)?;
+    }
+    area.present()
+}
+
+/// Ends of the axes, which all panels share.
+struct Scale {
     duration_ms: u64,
     most_bytes: u64,
-) -> String {
-    let mut path = String::new();
-    let mut before = None;
+    stall_end: u64,
+}
+
+fn text(size: u32) -> TextStyle<'static> {
+    (FONT_FAMILY, size).into_text_style(&(1, 1)).color(&BLACK)
+}
+
+/// Title and legend.
+fn draw_header<B: DrawingBackend>(area: &Area<B>, plot: &Plot) -> DrawResult<(), B> {
+    area.draw_text(&plot.title, &text(22), (LEFT, 6))?;
+    area.draw_text(&plot.subtitle, &text(15).color(&AXIS_COLOR), (LEFT, 34))?;
+    let areas = AREAS.iter().rev().map(|curve| (curve.name, curve.color, true));
+    let lines = LINES.iter().map(|curve| (curve.name, curve.color, false));
+    let entries = areas.chain(lines).chain([(STALL_NAME, STALL_COLOR, true)]);
+    for ((name, color, is_area), x) in entries.zip((LEFT..).step_by(110)) {
+        let (top, bottom) = if is_area { (59, 72) } else { (64, 67) };
+        area.draw(&Rectangle::new([(x, top), (x + 22, bottom)], color.filled()))?;
+        area.draw_text(name, &text(15), (x + 28, 59))?;
+    }
+    Ok(())
+}
+
+fn draw_panel<B: DrawingBackend>(
+    area: &Area<B>,
+    panel: &Panel,
+    scale: &Scale,
+) -> DrawResult<(), B> {
+    let (caption, area) = area.split_vertically(CAPTION);
+    let (memory, stalls) = area.split_vertically(MEMORY);
+    let label = format!("Policy {}: {STALL_NAME} {:.2} s", panel.policy, panel.stall_s());
+    caption.draw_text(&label, &text(17), (LEFT, 4))?;
+    draw_memory(&memory, panel, scale)?;
+    draw_stalls(&stalls, panel, scale)
+}
+
+fn draw_memory<B: DrawingBackend>(
+    area: &Area<B>,
+    panel: &Panel,
+    scale: &Scale,
+) -> DrawResult<(), B> {
+    let end = scale.duration_ms;
+    let times = (0..end).with_key_points(ticks(end, time_step(end)));
+    let sizes =
+        (0..scale.most_bytes).with_key_points(ticks(scale.most_bytes, size_step(scale.most_bytes)));
+    let mut chart = ChartBuilder::on(area)
+        .margin_left(MARGIN)
+        .margin_right(RIGHT)
+        .set_label_area_size(LabelAreaPosition::Left, LEFT - MARGIN)
+        .build_cartesian_2d(times, sizes)?;
+    let points = &panel.points;
+    for Curve { color, value, .. } in &AREAS {
+        let mut outline = path(points, *value, end);
+        outline.extend([(end, 0), (0, 0)]);
+        chart.draw_series([Polygon::new(outline, color.filled())])?;
+    }
+    for Curve { color, value, .. } in &LINES {
+        chart.draw_series([PathElement::new(path(points, *value, end), color.stroke_width(2))])?;
+    }
+    // The grid comes last, because the areas would cover it.
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .bold_line_style(BLACK.mix(0.12))
+        .axis_style(AXIS_COLOR)
+        .x_labels(0)
+        .y_label_formatter(&|bytes| (*bytes as f64 / GIB).to_string())
+        .label_style(text(14))
+        .y_desc("memory (GiB)")
+        .draw()
+}
+
+fn draw_stalls<B: DrawingBackend>(
+    area: &Area<B>,
+    panel: &Panel,
+    scale: &Scale,
+) -> DrawResult<(), B> {
+    let end = scale.duration_ms;
+    let times = (0..end).with_key_points(ticks(end, time_step(end)));
+    let percents = (0..scale.stall_end).with_key_points(vec![0, scale.stall_end]);
+    let mut chart = ChartBuilder::on(area)
+        .margin_top(GAP)
+        .margin_left(MARGIN)
+        .margin_right(RIGHT)
+        .set_label_area_size(LabelAreaPosition::Left, LEFT - MARGIN)
+        .set_label_area_size(LabelAreaPosition::Bottom, TIMES)
+        .build_cartesian_2d(times, percents)?;
+    // The bar of a short stall is two pixels above the axis, so that it is visible.
+    let least = (scale.stall_end * 3).div_ceil(STALLS as u64);
+    let bars = panel.stalls(end).map(|(begin_ms, end_ms, part)| {
+        // The last stretch may be shorter than a pixel.
+        let begin_ms = begin_ms.min(end_ms.saturating_sub(panel.stretch_ms));
+        Rectangle::new([(begin_ms, 0), (end_ms, part.max(least))], STALL_COLOR.filled())
+    });
+    chart.draw_series(bars)?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .bold_line_style(BLACK.mix(0.12))
+        .axis_style(AXIS_COLOR)
+        .x_label_formatter(&|ms| time(*ms))
+        .y_label_formatter(&|part| (part / 100).to_string())
+        .label_style(text(14))
+        .x_desc("time")
+        .y_desc("stalls (%)")
+        .draw()
+}
+
+/// A curve from point to point. At each point it goes from the extreme that is closer to the
+/// previous value to the other one, so peaks and dips within a stretch keep their height.
+fn path(points: &[Point], value: fn(&Point) -> Extremes, duration_ms: u64) -> Vec<(u64, u64)> {
+    let mut path = Vec::new();
+    let mut before: Option<u64> = None;
     for point in points {
         let Extremes { least, most } = value(point);
-        let is_down =
-            before.is_some_and(|before: u64| before.abs_diff(most) < before.abs_diff(least));
+        let is_down = before.is_some_and(|before| before.abs_diff(most) < before.abs_diff(least));
         let (first, second) = if is_down { (most, least) } else { (least, most) };
-        let command = if before.is_none() { 'M' } else { 'L' };
-        let _ =
-            write!(path, "{command}{} {}", along(point.at.0, duration_ms), up(first, most_bytes));
+        path.push((point.at.0, first));
         if second != first {
-            let _ = write!(path, "V{}", up(second, most_bytes));
+            path.push((point.at.0, second));
         }
         before = Some(second);
     }
-    // The last stretch has no end of its own.
-    if !path.is_empty() {
-        let _ = write!(path, "H{PLOT_WIDTH}");
-    }
+    // The last stretch lasts until the end of the run.
+    path.extend(before.map(|bytes| (duration_ms, bytes)));
     path
 }
 
-/// A place on an axis, to a tenth of a pixel.
-fn place(value: u64, of: u64, length: u64) -> f64 {
-    (value as f64 / of.max(1) as f64 * length as f64 * 10.0).round() / 10.0
+fn ticks(end: u64, step: u64) -> Vec<u64> {
+    (0..=end / step).map(|index| index * step).collect()
 }
 
-fn along(ms: u64, duration_ms: u64) -> f64 {
-    place(ms, duration_ms, PLOT_WIDTH)
-}
-
-fn up(bytes: u64, most_bytes: u64) -> f64 {
-    ((PLOT_HEIGHT as f64 - place(bytes, most_bytes, PLOT_HEIGHT)) * 10.0).round() / 10.0
-}
-
-fn ticks(end: u64, step: u64) -> impl Iterator<Item = u64> {
-    (0..=end / step).map(move |index| index * step)
-}
-
-/// At most nine marks.
+/// Step of the time axis with at most nine marks.
 fn time_step(duration_ms: u64) -> u64 {
     let fits = |step: &u64| duration_ms / step <= 8;
     TIME_STEPS.into_iter().find(fits).unwrap_or_else(|| duration_ms.div_ceil(8))
 }
 
-/// A power of two: at most five marks.
+/// Step of the memory axis: a power of two, with at most five marks.
 fn size_step(most_bytes: u64) -> u64 {
     (most_bytes / 4).max(1).next_power_of_two()
 }
@@ -185,19 +315,49 @@ fn time(ms: u64) -> String {
     }
 }
 
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
-}
-
 #[cfg(test)]
 mod tests {
-    use balloon::TimeMs;
+    use balloon::{MIB, TimeMs};
 
+    use super::super::image::svg;
     use super::*;
 
-    fn point(at_s: u64, mib: u64) -> Point {
-        let (used_bytes, total_bytes) = ((mib * MIB).into(), (1024 * MIB).into());
-        Point { at: TimeMs(at_s * 1000), used_bytes, total_bytes, ..Point::default() }
+    fn point(at_s: u64, used_mib: u64) -> Point {
+        Point {
+            at: TimeMs(at_s * 1000),
+            used_bytes: (used_mib * MIB).into(),
+            dram_bytes: (512 * MIB).into(),
+            total_bytes: (1024 * MIB).into(),
+            ..Point::default()
+        }
+    }
+
+    /// A plot of 10 s with stretches of 1 s.
+    fn plot(panels: Vec<(&str, Vec<Point>)>) -> Plot {
+        let panel = |(policy, points): (&str, _)| Panel {
+            policy: policy.to_owned(),
+            stretch_ms: 1000,
+            points,
+        };
+        Plot {
+            title: "Workload <ramp>".to_owned(),
+            subtitle: "guest & \"host\"".to_owned(),
+            duration_ms: 10_000,
+            panels: panels.into_iter().map(panel).collect(),
+        }
+    }
+
+    /// Values of an attribute of the elements with this name and color, in order.
+    fn attributes<'a>(svg: &'a str, element: &str, color: RGBColor, name: &str) -> Vec<&'a str> {
+        let color = format!("=\"#{:02X}{:02X}{:02X}\"", color.0, color.1, color.2);
+        let elements = svg
+            .lines()
+            .filter(|line| line.starts_with(&format!("<{element} ")) && line.contains(&color));
+        let value = |line: &'a str| {
+            let (_, value) = line.split_once(&format!(" {name}=\"")).expect("an attribute");
+            value.split_once('"').expect("a quotation mark").0
+        };
+        elements.map(value).collect()
     }
 
     #[test]
@@ -205,51 +365,108 @@ mod tests {
         for duration_ms in
             [1_000, 15_000, 900_000, 3_600_000, 86_400_000, 31_536_000_000, 315_360_000_000]
         {
-            let marks = ticks(duration_ms, time_step(duration_ms)).count();
+            let marks = ticks(duration_ms, time_step(duration_ms)).len();
             assert!((2..=9).contains(&marks), "{marks} for {duration_ms}");
         }
         for mib in [1, 100, 384, 512, 5_000, 70_000] {
-            let marks = ticks(mib * MIB, size_step(mib * MIB)).count();
+            let marks = ticks(mib * MIB, size_step(mib * MIB)).len();
             assert!((3..=5).contains(&marks), "{marks} for {mib}");
         }
         assert_eq!([5_000, 120_000, 7_200_000].map(time), ["5 s", "2 min", "2 h"]);
     }
 
     #[test]
-    fn a_panel_for_each_policy_with_its_curves_in_place() {
-        let panels = [
-            ("psi,idle<3s&".to_owned(), vec![point(0, 0), point(5, 512), point(10, 1024)]),
-            ("off".to_owned(), vec![]),
+    fn plot_has_title_legend_and_units() {
+        let svg = svg(&plot(vec![("psi,idle=3s", vec![point(0, 1)]), ("off", vec![])])).unwrap();
+        let texts = [
+            "Workload &lt;ramp&gt;",
+            "guest &amp; &quot;host&quot;",
+            "DRAM",
+            "PM",
+            "used",
+            "available",
+            "in swap",
+            "stalled",
+            "Policy psi,idle=3s: stalled 0.00 s",
+            "Policy off: stalled 0.00 s",
+            "memory (GiB)",
+            "stalls (%)",
+            "time",
+            "10 s",
         ];
-        let svg = svg(&panels, 10_000);
-        assert_eq!(svg.matches("<g ").count(), 2);
-        assert!(svg.contains(">psi,idle&lt;3s&amp;</text>"));
-        // Used: from the lower left corner over the middle to the upper right one.
-        assert!(svg.contains("M0 140L430 70L860 0H860\""), "{svg}");
-        // All of it: along the upper edge.
-        assert!(svg.contains("M0 0L430 0L860 0H860\""));
+        for text in texts {
+            assert!(svg.contains(&format!(">\n{text}\n</text>")), "{text} is missing");
+        }
     }
 
     #[test]
-    fn a_burst_and_a_dip_within_a_stretch_are_drawn_to_their_ends() {
+    fn dram_and_pm_are_stacked_and_lines_are_in_place() {
+        let points = vec![point(0, 0), point(5, 512), point(10, 1024)];
+        let svg = svg(&plot(vec![("psi", points)])).unwrap();
+        let (left, right) = (LEFT, WIDTH - RIGHT - 1);
+        let (top, bottom) = (HEADER + CAPTION, HEADER + CAPTION + MEMORY - 1);
+        let (middle, half) = ((left + right) / 2, (top + bottom + 1) / 2);
+        let outline = |y| {
+            format!(
+                "{left},{y} {middle},{y} {right},{y} {right},{y} {right},{bottom} {left},{bottom} "
+            )
+        };
+        let area = |curve: &Curve| attributes(&svg, "polygon", curve.color, "points").concat();
+        assert_eq!(AREAS.each_ref().map(area), [outline(top), outline(half)]);
+        let used = format!("{left},{bottom} {middle},{half} {right},{top} {right},{top} ");
+        assert_eq!(attributes(&svg, "polyline", LINES[1].color, "points"), [used]);
+    }
+
+    #[test]
+    fn peak_and_dip_within_a_stretch_keep_their_height() {
         let extremes = |least, most| Extremes { least: least * MIB, most: most * MIB };
         let points = [(0, 256, 256), (1, 256, 1024), (2, 512, 768), (3, 0, 256), (4, 0, 0)];
         let points = points.map(|(at_s, least, most)| Point {
             used_bytes: extremes(least, most),
-            ..point(at_s * 2, 0)
+            ..point(at_s, 0)
         });
-        let path = path(&points, |point| point.used_bytes, 10_000, 1024 * MIB);
-        assert_eq!(path, "M0 105L172 105V0L344 35V70L516 105V140L688 140H860");
+        let path = path(&points, |point| point.used_bytes, 10_000);
+        let expected =
+            [(0, 256), (1, 256), (1, 1024), (2, 768), (2, 512), (3, 256), (3, 0), (4, 0), (10, 0)];
+        assert_eq!(path, expected.map(|(at_s, mib)| (at_s * 1000, mib * MIB)));
     }
 
-    /// Every element that is opened is closed, in order, and no attribute is left open.
     #[test]
-    fn it_is_well_formed() {
-        let svg = svg(&[("<b>\"&".to_owned(), vec![point(0, 1), point(1, 2)])], 2_000);
+    fn stalls_are_parts_of_their_stretches_and_short_ones_are_visible() {
+        let stalled = |at_s, stall_us| Point { stall_us, ..point(at_s, 0) };
+        let points = vec![stalled(0, 500_000), stalled(1, 0), stalled(2, 10), stalled(10, 0)];
+        let svg = svg(&plot(vec![("psi", points)])).unwrap();
+        let heights = attributes(&svg, "rect", STALL_COLOR, "height");
+        // The first one is in the legend. The axis ends at 50 %.
+        assert_eq!(heights[1..], [(STALLS - 1).to_string(), "2".to_owned()]);
+        assert!(svg.contains("Policy psi: stalled 0.50 s") && svg.contains(">\n50\n</text>"));
+    }
+
+    #[test]
+    fn stalls_of_every_stretch_are_at_least_a_pixel_wide() {
+        for duration_ms in [1_000, 86_400_001, 7_777_777] {
+            let stretch_ms = duration_ms / STRETCHES + 1;
+            let stalled = |at| Point { at: TimeMs(at), stall_us: 1, ..Point::default() };
+            let points: Vec<_> =
+                (0..duration_ms).step_by(stretch_ms as usize).map(stalled).collect();
+            let panel = Panel { policy: "psi".to_owned(), stretch_ms, points };
+            let plot = Plot { duration_ms, panels: vec![panel], ..plot(Vec::new()) };
+            let svg = svg(&plot).unwrap();
+            let widths = attributes(&svg, "rect", STALL_COLOR, "width");
+            assert_eq!(widths.len(), plot.panels[0].points.len() + 1);
+            assert!(!widths.contains(&"0"), "{duration_ms}: {widths:?}");
+        }
+    }
+
+    #[test]
+    fn svg_is_well_formed() {
+        let svg = svg(&plot(vec![("<b>\"&", vec![point(0, 1), point(1, 2)])])).unwrap();
+        let (_, elements) = svg.split_once("-->").expect("the mark");
         let mut open = Vec::new();
-        for tag in svg.split('<').skip(1) {
-            let (tag, _) = tag.split_once('>').expect("closed");
+        for tag in elements.split('<').skip(1) {
+            let (tag, text) = tag.split_once('>').expect("the end of a tag");
             assert_eq!(tag.matches('"').count() % 2, 0, "{tag}");
+            assert!(!text.replace("&amp;", "").contains(" & "), "{text}");
             match tag.strip_prefix('/') {
                 Some(name) => assert_eq!(open.pop().as_deref(), Some(name)),
                 None if tag.ends_with('/') => {}

@@ -1,12 +1,12 @@
 //! Makes the VMs, runs them under each policy, and prints what has come of it.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufReader, Read, Seek, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::File;
+use std::io::BufReader;
 use std::path::Path;
 
 use anyhow::{Context, bail};
 use balloon::controller::Rules;
+use balloon::params::Unit;
 use balloon::policy::{Policy, amf, dapper};
 use balloon::sim::{
     Governed, GuestConfig, Outcome, Random, Series, Skip, SwapDevice, VmSetup, WorkloadParams,
@@ -15,11 +15,11 @@ use balloon::sim::{
 use balloon::trace::Reader;
 use balloon::{BLOCK_BYTES, HostView, Tier, ZoneSizes};
 
-use super::args::{Format, NamedPolicy, Scenario};
-use super::{plot, table};
+use foreshore_types::size::Size;
 
-/// A plot is so many pixels wide: of each the least and the most are drawn.
-const STRETCHES: u64 = 860;
+use super::args::{Format, NamedPolicy, NamedWorkload, Scenario};
+use super::plot::{self, Panel, Plot};
+use super::table;
 
 /// What one policy has come to.
 pub(crate) struct Row {
@@ -34,10 +34,13 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
         Some((setup, _)) => setup.host.max_bytes(),
         None => hotplug_and_pm(scenario).iter().sum(),
     };
+    let policies = policies(scenario, all_bytes);
+    if scenario.plot.is_some() && policies.len() > plot::MAX_PANELS {
+        bail!("--plot for {} policies, must be at most {}", policies.len(), plot::MAX_PANELS);
+    }
     let mut rows = Vec::new();
-    let mut panels = Vec::new();
-    let mut duration_ms = 0;
-    for NamedPolicy { label, policy, rules } in policies(scenario, all_bytes) {
+    let mut drawing = None;
+    for NamedPolicy { label, policy, rules } in policies {
         let skip = if scenario.every_report { Skip::Nothing } else { Skip::AtRest };
         let governed = Governed { policy, rules, skip };
         let setup = |host| match &recorded {
@@ -48,16 +51,17 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
             .with_context(|| format!("policy {label}"))?;
         if scenario.plot.is_some() {
             let (setups, pool_bytes) = setup(0);
-            duration_ms = setups[0].demand.end().0;
-            let mut series = Series::new(duration_ms, STRETCHES);
+            let plot = drawing.get_or_insert_with(|| empty_plot(scenario, &setups[0]));
+            let mut series = Series::new(plot.duration_ms, plot::STRETCHES);
             run_host(setups, pool_bytes, &governed, &mut series)?;
-            panels.push((label.clone(), series.points().to_vec()));
+            let points = series.points().to_vec();
+            let stretch_ms = series.stretch_ms();
+            plot.panels.push(Panel { policy: label.clone(), stretch_ms, points });
         }
         rows.push(Row { label, outcome });
     }
-    if let Some(path) = &scenario.plot {
-        let svg = plot::svg(&panels, duration_ms);
-        write_plot(path, &svg).with_context(|| format!("cannot write {}", path.display()))?;
+    if let (Some(file), Some(plot)) = (&scenario.plot, &drawing) {
+        file.write(plot)?;
     }
     match scenario.format {
         Format::Table => Ok(table::text(&rows).into_bytes()),
@@ -66,22 +70,35 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
     }
 }
 
-/// Writes a plot. Replaces an existing file only if the file is empty or a plot.
-fn write_plot(path: &Path, svg: &str) -> anyhow::Result<()> {
-    let mut options = OpenOptions::new();
-    let mut file =
-        options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
-    if file.metadata()?.is_file() {
-        let mut first = [0; plot::BEGIN.len()];
-        let is_plot = file.read_exact(&mut first).is_ok() && first == *plot::BEGIN.as_bytes();
-        if !is_plot && file.metadata()?.len() > 0 {
-            bail!("the file exists and is no SVG image that foreshore-sim made");
-        }
-        file.set_len(0)?;
-        file.rewind()?;
+/// A plot of the first VM, without panels.
+fn empty_plot(scenario: &Scenario, setup: &VmSetup) -> Plot {
+    let run = match scenario.trace.as_deref().and_then(Path::file_name) {
+        // A file name may have characters that an image cannot have.
+        Some(name) => format!("Trace {}", name.to_string_lossy().replace(char::is_control, "?")),
+        None => format!("Workload {}", scenario.workload.label),
+    };
+    let duration_ms = setup.demand.end().0;
+    let size = |tier| {
+        let zones = setup.host.zones.iter().filter(|zone| zone.tier == tier);
+        Size(zones.map(|zone| zone.max_bytes).sum())
+    };
+    let mut subtitle = format!(
+        "guest with {} of DRAM, up to {} more and {} of PM, swap: {}",
+        Size(setup.guest.boot_bytes),
+        size(Tier::Dram),
+        size(Tier::Pm),
+        scenario.swap
+    );
+    let vms = scenario.hosts * scenario.vms;
+    if vms > 1 {
+        subtitle += &format!("; first of {vms} VMs");
     }
-    file.write_all(svg.as_bytes())?;
-    Ok(())
+    let duration = match duration_ms.is_multiple_of(1000) {
+        true => Unit::Ms.show(duration_ms),
+        false => format!("{:.1}s", duration_ms as f64 / 1e3),
+    };
+    let title = format!("{run} for {duration}");
+    Plot { title, subtitle, duration_ms, panels: Vec::new() }
 }
 
 /// Scaled high watermark of `amf` and `dapper` in the default comparison, in thousandths of DRAM.
@@ -139,7 +156,7 @@ fn generated(scenario: &Scenario, host: usize) -> (Vec<VmSetup>, u64) {
     let zone = |((tier, max_bytes), id)| ZoneSizes::empty(id, tier, max_bytes);
     let mut view = HostView { boot_bytes: scenario.dram, ..HostView::default() };
     view.zones = tiers.map(zone).filter(|zone| zone.max_bytes > 0).collect();
-    let (workload, params) = &scenario.workload;
+    let NamedWorkload { workload, params, .. } = &scenario.workload;
     let setup = |vm| {
         let mut random = Random::new(scenario.seed, host as u64 * scenario.vms + vm);
         let demand = workload.demand(params, scenario.dram, scenario.duration, &mut random);

@@ -3,7 +3,7 @@
 #[path = "../../../pmem-volume/pmvol/tests/shell/umask.rs"]
 mod umask;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use balloon::policy::Policy;
@@ -51,10 +51,7 @@ fn bad_input_is_refused_with_value_and_bound() {
             &["--workload", "steady,depth=1"],
             "those of steady are low, high, rate, touches, hot, files, stream, kernel\n",
         ),
-        (
-            &["--plot", "day.png"],
-            "'day.png' for '--plot <FILE.svg>': day.png is no name of an SVG, must end in .svg",
-        ),
+        (&["--plot", "day.jpg"], "'day.jpg' for '--plot <FILE>': day.jpg must end in .svg or .png"),
         (&["--policy", "magic"], "the policy \"magic\" is none of psi, amf"),
         (&["--policy", "psi,headroom=9"], "headroom is 9, must be 10 to 500"),
         (&["--policy", "psi,headroom"], "\"headroom\" is not PARAM=VALUE"),
@@ -103,8 +100,8 @@ fn policies_of_the_default_comparison_clearly_differ() {
         assert_eq!(rows.len(), Policy::NAMES.len());
         for (index, row) in rows.iter().enumerate() {
             for other in &rows[index + 1..] {
-                let differs = |key: &&str| differ(figure(row, key), figure(other, key));
-                assert!(KEYS.iter().any(|key| differs(&key)), "seed {seed}: {row:#} {other:#}");
+                let differs = |key: &str| differ(figure(row, key), figure(other, key));
+                assert!(KEYS.iter().any(|key| differs(key)), "seed {seed}: {row:#} {other:#}");
             }
         }
         let stalled = rows.iter().filter(|row| figure(row, "stall_s") > 0.05);
@@ -337,14 +334,37 @@ fn without_steps(json: &str) -> Vec<&str> {
         .collect()
 }
 
+/// Path of a file that does not exist.
+fn temporary(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_file(&path);
+    path
+}
+
 #[test]
-fn a_plot_has_a_panel_for_each_policy() {
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("plot.svg");
+fn plot_names_workload_guest_and_policies() {
+    let path = temporary("plot.svg");
     let file = path.to_str().expect("text");
-    printed(&["--policy", "psi", "--policy", "off", "--duration", "1m", "--plot", file]);
-    let svg = std::fs::read_to_string(&path).expect("drawn");
-    assert_eq!(svg.matches("font-weight=\"bold\"").count(), 2);
-    // To a pipe, for one.
+    let workload = ["--workload", "leak,high=3000", "--duration", "1m", "--vms", "2"];
+    let policies = ["--policy", "psi", "--policy", "off"];
+    printed(&[&workload[..], &policies, &["--plot", file]].concat());
+    let svg = std::fs::read_to_string(&path).expect("an image");
+    let texts = [
+        "Workload leak,high=3000 for 1m",
+        "guest with 1 GiB of DRAM, up to 256 MiB more and 4 GiB of PM, swap: disk; first of 2 VMs",
+        "Policy psi: stalled 0.00 s",
+        "Policy off: stalled ",
+    ];
+    for text in texts {
+        assert!(svg.contains(&format!(">\n{text}")), "{text} is missing");
+    }
+    printed(&["--trace", RECORDED, "--policy", "off", "--plot", file]);
+    let svg = std::fs::read_to_string(&path).expect("an image");
+    assert!(svg.contains(">\nTrace recorded-load.jsonl for 17.8s\n"));
+}
+
+#[test]
+fn plot_is_written_to_a_pipe_and_refused_where_it_cannot_be() {
     printed(&["--duration", "1s", "--policy", "off", "--plot", "/dev/null"]);
     let output = sim(&["--duration", "1s", "--policy", "off", "--plot", "/nonexistent/plot.svg"]);
     assert_eq!(output.status.code(), Some(1));
@@ -352,38 +372,95 @@ fn a_plot_has_a_panel_for_each_policy() {
         String::from_utf8_lossy(&output.stderr)
             .contains("cannot write /nonexistent/plot.svg: No such")
     );
+    let policies = ["--policy", "off"].repeat(101);
+    let output = sim(&[&["--duration", "1s", "--plot", "/dev/null"], &policies[..]].concat());
+    assert_eq!(output.status.code(), Some(1));
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(error.contains("--plot for 101 policies, must be at most 100"), "{error}");
+}
+
+/// Each series has a color of its own, and texts are drawn with the font of the program.
+#[test]
+fn png_has_the_size_of_the_svg_and_all_series() {
+    const COLORS: [[u8; 3]; 6] = [
+        [173, 216, 240], // DRAM
+        [247, 215, 150], // PM
+        [0, 158, 115],   // available
+        [0, 0, 0],       // used
+        [213, 94, 0],    // in swap
+        [204, 121, 167], // stalled
+    ];
+    const LEGEND_END: usize = 84;
+    let run = ["--duration", "2m", "--policy", "psi", "--policy", "off", "--plot"];
+    let [svg, png] = ["two.svg", "two.PNG"].map(temporary);
+    for path in [&svg, &png] {
+        printed(&[&run[..], &[path.to_str().expect("text")]].concat());
+    }
+    let file = std::io::BufReader::new(std::fs::File::open(png).expect("an image"));
+    let mut reader = png::Decoder::new(file).read_info().expect("a PNG file");
+    let mut bytes = vec![0; reader.output_buffer_size().expect("a size")];
+    let info = reader.next_frame(&mut bytes).expect("pixels");
+    let svg = std::fs::read_to_string(svg).expect("an image");
+    let size = format!("<svg width=\"{}\" height=\"{}\" ", info.width, info.height);
+    assert!(svg.contains(&size), "{size}");
+    assert_eq!(info.width, 1000);
+    let (pixels, _) = bytes.as_chunks::<3>();
+    let (header, panels) = pixels.split_at(1000 * LEGEND_END);
+    for color in COLORS {
+        for (name, part) in [("legend", header), ("panels", panels)] {
+            let count = part.iter().filter(|pixel| **pixel == color).count();
+            assert!(count >= 20, "{count} pixels of {color:?} in the {name}");
+        }
+    }
+    // The title is in the first 30 rows, which are white otherwise.
+    let dark = header[..1000 * 30].iter().filter(|pixel| pixel.iter().all(|part| *part < 100));
+    assert!(dark.count() > 500);
 }
 
 #[test]
 fn a_plot_replaces_a_plot_and_nothing_else() {
     use std::os::unix::fs::PermissionsExt;
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("somebodys.svg");
-    let _ = std::fs::remove_file(&path);
-    let args = ["--duration", "1s", "--policy", "off", "--plot", path.to_str().unwrap()];
-    printed(&args);
-    let plot = std::fs::read(&path).unwrap();
-    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-    printed(&args);
-    assert_eq!(std::fs::read(&path).unwrap(), plot);
     // The rule in docs/reference/consoles.md for files that flags name.
     let page = include_str!("../../../docs/reference/consoles.md");
     let rows: Vec<_> = page.lines().filter(|line| line.starts_with("| `foreshore-sim ")).collect();
     let row =
         "| `foreshore-sim --plot` | replaced if it is empty or an earlier plot | everything else |";
     assert_eq!(rows, [row]);
-    std::fs::write(&path, "").unwrap();
-    printed(&args);
-    assert_eq!(std::fs::read(&path).unwrap(), plot);
+    let png = [b"\x89PNG\r\n\x1a\n".to_vec(), vec![0; 4096]].concat();
     let ext4 = [vec![0; 0x438], b"\x53\xef".to_vec(), vec![0; 4096]].concat();
-    let contents: [&[u8]; 6] =
-        [b"mine", b"QFI\xfb\0\0\0\x03", b"XFSB", &ext4, &[0; 4096], b"<svg of another program>"];
-    for content in contents {
-        std::fs::write(&path, content).unwrap();
-        let output = sim(&args);
-        assert_eq!(output.status.code(), Some(1));
-        let message = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(message.contains("the file exists and is no SVG image"), "{message}");
-        assert_eq!(std::fs::read(&path).unwrap(), content);
+    let foreign: [&[u8]; 8] = [
+        b"mine",
+        b"QFI\xfb\0\0\0\x03",
+        b"XFSB",
+        &ext4,
+        &[0; 4096],
+        b"<svg of another program>",
+        b"<svg width=\"1000\" height=\"942\" viewBox=\"0 0 1000 942\">",
+        &png,
+    ];
+    for extension in ["svg", "png"] {
+        let path = temporary(&format!("somebodys.{extension}"));
+        let args = ["--duration", "1s", "--policy", "off", "--plot", path.to_str().unwrap()];
+        printed(&args);
+        let plot = std::fs::read(&path).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        // A longer plot, so that its rest would be behind the new one.
+        printed(&[&args[..], &["--policy", "psi"]].concat());
+        assert_ne!(std::fs::read(&path).unwrap(), plot);
+        printed(&args);
+        assert_eq!(std::fs::read(&path).unwrap(), plot);
+        std::fs::write(&path, "").unwrap();
+        printed(&args);
+        assert_eq!(std::fs::read(&path).unwrap(), plot);
+        for content in foreign {
+            std::fs::write(&path, content).unwrap();
+            let output = sim(&args);
+            assert_eq!(output.status.code(), Some(1));
+            let message = String::from_utf8_lossy(&output.stderr).into_owned();
+            let expected = "the file exists and is not a plot of foreshore-sim";
+            assert!(message.contains(expected), "{message}");
+            assert_eq!(std::fs::read(&path).unwrap(), content);
+        }
     }
 }
 
@@ -392,7 +469,8 @@ fn a_plot_replaces_a_plot_and_nothing_else() {
 fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
     const NOON_MS: u64 = 43_200_000;
     const MIB: u64 = 1 << 20;
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    const USED: &str = "#000000";
+    const IN_SWAP: &str = "#D55E00";
     let day = |burst_mib: u64| {
         let mut trace =
             r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#.to_owned();
@@ -412,23 +490,29 @@ fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
                 960 * MIB,
             );
         }
-        let (from, to) = (folder.join("day.jsonl"), folder.join("day.svg"));
+        let (from, to) = (temporary("day.jsonl"), temporary("day.svg"));
         std::fs::write(&from, trace + "\n").expect("written");
         let [from, to] = [from.to_str().expect("text"), to.to_str().expect("text")];
         printed(&["--trace", from, "--policy", "off", "--plot", to]);
         let svg = std::fs::read_to_string(to).expect("drawn");
-        // The lowest and the highest place of the black curve; what is up is little.
-        let curve = svg.lines().find(|line| line.contains("<title>used</title>")).expect("a curve");
-        let (_, path) = curve.split_once("d=\"M").expect("a path");
-        let (path, _) = path.split_once("H860\"").expect("to the right end");
-        let places =
-            path.split('L').flat_map(|place| place.split(' ').nth(1).expect("y").split('V'));
-        let places: Vec<f64> = places.map(|y| y.parse().expect("a number")).collect();
-        let most = |a: f64, b: &f64| a.max(*b);
-        (
-            140.0 - places.iter().fold(140.0, |a: f64, b| a.min(*b)),
-            140.0 - places.iter().fold(0.0, most),
-        )
+        // The lowest and the highest place of the line of used memory. Zero is at the bottom.
+        let place = |line: &str| -> Vec<f64> {
+            let (_, points) = line.split_once(" points=\"").expect("points");
+            let (points, _) = points.split_once('"').expect("their end");
+            let y = |point: &str| point.split_once(',').expect("x,y").1.parse().expect("a number");
+            points.split_whitespace().map(y).collect()
+        };
+        let line = |color: &str| {
+            let is_line = |line: &&str| {
+                line.starts_with("<polyline")
+                    && line.contains(&format!("stroke=\"{color}\" stroke-width=\"2\""))
+            };
+            place(svg.lines().find(is_line).expect("a line"))
+        };
+        let bottom = line(IN_SWAP)[0];
+        let heights = line(USED).into_iter().map(|y| bottom - y);
+        let most = heights.clone().fold(0.0, f64::max);
+        (most, heights.fold(most, f64::min))
     };
     let (highest, lowest) = day(600);
     assert!(highest > 5.5 * lowest && lowest > 0.0, "{highest} and {lowest}");
