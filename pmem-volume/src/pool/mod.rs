@@ -332,8 +332,8 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Bytes that may still be lent as memory: 0 if a write has failed, even if some are free. Never
-    /// waits for the media.
+    /// Bytes that may still be lent as memory: 0 if a write has failed, even if some are free.
+    /// Never waits for the media.
     pub fn offered_bytes(&self) -> u64 {
         match self.latched.get() {
             Some(_) => 0,
