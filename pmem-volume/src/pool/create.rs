@@ -1,4 +1,4 @@
-//! Making a pool.
+//! Creation of a pool.
 
 use std::fs;
 use std::io;
@@ -28,24 +28,24 @@ use crate::progress::{OnProgress, unheard};
 use crate::unnamed_file::{NamingError, Taken, Unnamed, folder_of};
 use foreshore_types::size::Size;
 
-/// What a new pool is to be.
+/// Options for a new pool.
 #[derive(Default)]
 pub struct CreateOptions<'a> {
-    /// Its size. `None`: all of a device; a file needs one.
+    /// Size of the pool. `None` means all of a device. A file needs a size.
     pub size_bytes: Option<u64>,
-    /// How much of it is kept for volumes.
+    /// Bytes reserved for volumes.
     pub strg_bytes: u64,
-    /// A file whose free chunks are holes.
+    /// Creates a file whose free chunks are holes.
     pub thin: bool,
-    /// Even if there is something on the device; not, if that is a pool with volumes.
+    /// Creates the pool even if the device has content, unless this is a pool with volumes.
     pub force: bool,
-    /// Hears how a file gets its blocks, or how all that the pool gets of a device is erased.
+    /// Receives the progress of the allocation of a file, or of the erasure of a device.
     pub progress: Option<OnProgress<'a>>,
 }
 
 impl Pool {
-    /// Makes a pool of `size_bytes` in a new file, of which `strg_bytes` are kept for volumes, and
-    /// opens it. On a disk all of it is allocated. If anything fails there is no file.
+    /// Creates a pool of `size_bytes` in a new file, reserves `strg_bytes` for volumes, and opens
+    /// the pool. On a disk, all blocks of the file are allocated. An error leaves no file.
     pub fn create(path: &Path, size_bytes: u64, strg_bytes: u64) -> Result<Arc<Pool>, PoolError> {
         let size_bytes = Some(size_bytes);
         Self::create_with(
@@ -54,7 +54,7 @@ impl Pool {
         )
     }
 
-    /// Makes a pool in a new file, or on a device that is there, and opens it.
+    /// Creates a pool in a new file or on an existing device, and opens it.
     pub fn create_with(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let kind = fs::metadata(path).map(|metadata| metadata.file_type());
         match kind {
@@ -67,7 +67,8 @@ impl Pool {
 
     fn create_file(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let is_thin = options.thin;
-        // The file gets its name only when it is a pool: a crash before leaves nothing behind.
+        // The file gets its name when the pool is complete, so a crash before that leaves nothing
+        // behind.
         check_new(path)?;
         let unnamed = Unnamed::in_folder_of(path, PRIVATE_MODE).map_err(|source| {
             PoolError::File { path: path.to_owned(), action: "create", source }
@@ -113,13 +114,13 @@ impl Pool {
         Pool::from_media(path.to_owned(), OpenMode::ReadWrite, media, superblock, vec![])
     }
 
-    /// Makes a pool on a device.
+    /// Creates a pool on a device.
     ///
-    /// 1. Nobody else has it, and there is nothing on it, or it may go.
-    /// 2. Erase the chunk that has both superblocks: whatever was there, a pool for instance, is
-    ///    none from here on.
-    /// 3. Erase all that the pool gets. Whoever ends it here leaves no pool.
-    /// 4. Tables, then superblocks.
+    /// 1. Check that the device is not in use, and that it is empty or may be overwritten.
+    /// 2. Erase the chunk with both superblocks. An earlier pool on the device is gone from here
+    ///    on.
+    /// 3. Erase all chunks of the pool. An interruption here leaves no pool.
+    /// 4. Write tables, then superblocks.
     fn create_on(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let opened = Opened::new(path, OpenMode::ReadWrite)?;
         if options.thin {
@@ -146,7 +147,7 @@ impl Pool {
     }
 }
 
-/// Is there nothing at `path`, and a folder that it can be made in?
+/// Checks that `path` does not exist and that its folder does.
 fn check_new(path: &Path) -> Result<(), PoolError> {
     match path.symlink_metadata() {
         Ok(_) => return Err(PoolError::AlreadyExists { path: path.to_owned() }),
@@ -159,14 +160,14 @@ fn check_new(path: &Path) -> Result<(), PoolError> {
     if folder.metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
         return Err(PoolError::NoFolder { path: path.to_owned(), folder: folder.to_owned() });
     }
-    // A device whose name is wrong would become a file in the host's memory.
+    // A mistyped name of a device would otherwise create a file in the host's memory.
     if folder.canonicalize().is_ok_and(|folder| folder == Path::new("/dev")) {
         return Err(PoolError::NoDevice { path: path.to_owned() });
     }
     Ok(())
 }
 
-/// Is there nothing on a device that must be kept?
+/// Checks that a device has no content that must be kept.
 fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolError> {
     let file_error =
         |source| PoolError::File { path: path.to_owned(), action: "duplicate", source };
@@ -187,8 +188,7 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
             if !volumes.is_empty() {
                 return Err(PoolError::DeviceHasVolumes { path: path.to_owned(), volumes });
             }
-            // Volumes may be what is damaged: a record that is lost, chunks of which nobody knows
-            // whose they are.
+            // Damage can hide volumes: a lost record, or chunks with an unknown owner.
             if let Some(damage) =
                 pool.findings_at_open().iter().find(|f| f.severity() > Severity::Note)
             {
@@ -204,7 +204,7 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
     }
 }
 
-/// Checks the sizes and lays the pool out.
+/// Checks the sizes and returns the superblock of a new pool.
 pub(super) fn plan(
     size_bytes: u64,
     strg_bytes: u64,
@@ -239,10 +239,10 @@ pub(super) fn plan(
     Ok(superblock)
 }
 
-/// Writes a pool in which everything is free. The media reads as zeros.
+/// Writes a pool without volumes to media that reads as zeros.
 ///
-/// 1. Tables and log, persist.
-/// 2. Superblocks: from here on it is a pool.
+/// 1. Tables and log; persist.
+/// 2. Superblocks. The pool exists from here on.
 pub(super) fn write_empty_pool(
     media: &dyn Media,
     superblock: &Superblock,

@@ -1,4 +1,4 @@
-//! What can go wrong with a pool, in words that say what to do.
+//! Errors of pool operations. Messages include the remedy.
 
 use std::io;
 use std::path::PathBuf;
@@ -14,10 +14,10 @@ use crate::btt;
 use crate::media::MediaError;
 use foreshore_types::size::Size;
 
-/// An operation on a pool failed.
+/// Error of a pool operation.
 ///
-/// Unless it is [`PoolError::Media`], nothing has changed; or [`PoolError::Latched`], if something
-/// else failed meanwhile.
+/// Only [`PoolError::Media`], and [`PoolError::Latched`] after a failure elsewhere, may leave a
+/// partial change. Other errors leave the pool unchanged.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum PoolError {
@@ -174,10 +174,10 @@ pub enum PoolError {
         reserved_text(*reserved_bytes)
     )]
     PoolFull {
-        /// What was asked for; 0: all that is free.
+        /// Requested bytes; 0 means all free bytes.
         requested_bytes: u64,
         free_bytes: u64,
-        /// How much of that is kept for volumes (STRG) and not lent as memory.
+        /// Free bytes that are reserved for volumes (STRG) and not lent as memory.
         reserved_bytes: u64,
     },
     /// The requested name is invalid.
@@ -192,7 +192,7 @@ pub enum PoolError {
     /// Another handle in this process has the volume open.
     #[error("volume {name:?} is in use; end what uses it first")]
     VolumeInUse { name: String },
-    /// The volume has holes that it should not have, or a kind this code does not serve.
+    /// The volume has unexpected holes or an unsupported format.
     #[error("volume {name:?} cannot be used: {reason}")]
     VolumeUnusable { name: String, reason: String },
     #[error("volume {name:?} is raw: it has no BTT, and no sectors")]
@@ -228,7 +228,7 @@ pub enum PoolError {
     Btt(#[from] btt::GeometryError),
 }
 
-/// Why a volume cannot be split as asked.
+/// Reason why a volume cannot be split.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum SplitError {
@@ -274,7 +274,7 @@ fn full_text(requested_bytes: u64, free_bytes: u64) -> String {
     }
 }
 
-/// How many names an error lists.
+/// Number of names that an error lists.
 const FEW: usize = 8;
 
 fn few(names: &[String]) -> String {

@@ -1,4 +1,4 @@
-//! What a look at the media brings up.
+//! Findings of opening and checking a pool.
 
 use std::collections::{BTreeMap, HashMap};
 use std::mem::Discriminant;
@@ -9,21 +9,21 @@ use thiserror::Error;
 use crate::pool::format::chunk::ChunkId;
 use foreshore_types::size::Size;
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// What a crash leaves behind by design; the next open puts it right.
+    /// Expected after a crash. The next open for writing corrects it.
     Note,
-    /// Something is damaged, and the pool works without it or from a copy.
+    /// Something is damaged, but the pool works without it or from a copy.
     Degraded,
-    /// The pool cannot be trusted: it opens for reading only.
+    /// The pool is not trustworthy and opens for reading only.
     #[serde(rename = "damaged")]
     Fatal,
 }
 
 impl Severity {
-    /// The name used in reports and JSON.
+    /// Name in reports and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Severity::Note => "note",
@@ -73,8 +73,8 @@ pub enum Finding {
     MetadataTaken { chunk: ChunkId, marked: String },
     #[error("chunks {first} and {second} are both chunk {index} of volume {name:?}")]
     IndexTwice { name: String, index: u32, first: ChunkId, second: ChunkId },
-    /// A volume lacks chunks. No crash does that: their words were damaged, and what they say now,
-    /// *free* for instance, may let somebody else have what the volume held.
+    /// A volume lacks chunks. No crash causes this: their owner words were damaged, and a wrong
+    /// word such as *free* may give the volume's chunk to another owner.
     #[error(
         "volume {name:?} lacks {missing} of its {chunks} chunks, the first at index {first_index}"
     )]
@@ -113,7 +113,7 @@ pub enum Finding {
 }
 
 impl Finding {
-    /// Does it say that there are none of something?
+    /// Returns true for a finding whose count is zero.
     pub(in crate::pool) fn is_about_nothing(&self) -> bool {
         matches!(
             self,
@@ -123,7 +123,7 @@ impl Finding {
         )
     }
 
-    /// How many things it says are not as they should be.
+    /// Number of defects.
     pub(in crate::pool) fn count(&self) -> usize {
         match self {
             Finding::More { count, .. } => usize::try_from(*count).unwrap_or(usize::MAX),
@@ -131,7 +131,7 @@ impl Finding {
         }
     }
 
-    /// How bad it is.
+    /// Severity of the finding.
     pub fn severity(&self) -> Severity {
         match self {
             Finding::More { severity, .. } => *severity,
@@ -162,11 +162,10 @@ impl Finding {
     }
 }
 
-/// Findings of one kind that are listed; the rest are counted.
+/// Findings of one kind that are listed. Further ones are only counted.
 const MAX_OF_A_KIND: u32 = 100;
 
-/// Findings in the order in which they are found. However many a damaged or crafted pool gives rise
-/// to, they take little memory.
+/// Findings in order of detection. A damaged or crafted pool cannot make them use much memory.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct Findings {
     list: Vec<Finding>,
@@ -185,7 +184,7 @@ impl Findings {
         }
     }
 
-    /// Those that are listed, and behind them how many are not.
+    /// Returns the listed findings, followed by the numbers of unlisted ones.
     pub(in crate::pool) fn into_list(self) -> Vec<Finding> {
         let more = self.more.into_iter().map(|(severity, count)| Finding::More { severity, count });
         self.list.into_iter().chain(more).collect()

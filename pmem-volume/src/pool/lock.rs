@@ -1,7 +1,8 @@
-//! One owner at a time: an advisory lock on the pool's file that dies with its holder.
+//! Advisory lock on the pool's file, which the kernel releases when its holder exits.
 //!
-//! flock() and not fcntl(): it belongs to the open file, so a second open in the same process is
-//! refused too, and closing an unrelated descriptor of the file does not drop it.
+//! flock() is used instead of fcntl() because its lock belongs to the open file. A second open in
+//! the same process is therefore refused too, and closing an unrelated descriptor of the file does
+//! not release the lock.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -9,12 +10,12 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 
-/// Who has the lock, as far as this process can see.
+/// Holder of the lock, if this process can see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// Its process, unless it lives in another PID namespace.
+    /// Process ID, unless the process is in another PID namespace.
     pub pid: Option<u32>,
-    /// The name of its program.
+    /// Name of its program.
     pub program: Option<String>,
 }
 
@@ -28,16 +29,16 @@ impl fmt::Display for Holder {
     }
 }
 
-/// How much of the pool, or of another file that is not to be used twice, the lock is for.
+/// Lock mode of a pool, or of another file that must not be used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {
-    /// Readers together.
+    /// Many readers.
     Shared,
-    /// One writer alone.
+    /// One writer.
     Exclusive,
 }
 
-/// Takes the lock, or says that somebody has it. It lasts as long as the open file.
+/// Takes the lock, or returns its current holder. The lock lasts until the open file is closed.
 pub fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
     let operation = match kind {
         LockKind::Shared => libc::LOCK_SH,
@@ -59,18 +60,18 @@ pub fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
     }
 }
 
-/// How often /proc/locks is read until the holder is in it.
+/// Number of times that /proc/locks is read until the holder is found.
 const LOOKS: u32 = 16;
 
 /// Finds a holder of a lock on the file in /proc/locks.
 pub(crate) fn holder(file: &File) -> Option<Holder> {
     let metadata = file.metadata().ok()?;
-    // Devices' nodes are in devtmpfs, which shows what stat() does, and where inodes have small
-    // numbers.
+    // Nodes of devices are in devtmpfs, which shows the same device as stat(), and where inode
+    // numbers are small.
     let is_exact = !metadata.is_file();
-    // The kernel writes that file a piece at a time and goes on by the number of the line (Linux
-    // fs/locks.c, locks_next): when somebody unlocks between two pieces, all lines move up, and
-    // one is in neither.
+    // The kernel writes the file in pieces and continues by line number (Linux fs/locks.c,
+    // locks_next). If a lock is released between two pieces, all lines move up, and one line is in
+    // neither piece.
     let pid = (0..LOOKS).find_map(|_| {
         let locks = fs::read_to_string("/proc/locks").ok()?;
         pid_in_locks(&locks, metadata.dev(), metadata.ino(), is_exact)
@@ -80,9 +81,9 @@ pub(crate) fn holder(file: &File) -> Option<Holder> {
     Some(Holder { pid: Some(pid), program })
 }
 
-/// Picks the process out of lines such as `1: FLOCK  ADVISORY  WRITE 708 00:1a:2053 0 EOF`. Lines
-/// with `->` are of those who wait. Some file systems (btrfs, overlays) show another device than
-/// stat() does: then the inode decides, unless the place must be `is_exact`.
+/// Finds the process in lines such as `1: FLOCK ADVISORY WRITE 708 00:1a:2053 0 EOF`. Lines with
+/// `->` are of waiting processes. Some file systems (btrfs, overlays) show another device than
+/// stat(). In this case the inode decides, unless the match must be `is_exact`.
 fn pid_in_locks(locks: &str, device: u64, inode: u64, is_exact: bool) -> Option<u32> {
     let place = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
     let mut by_inode = None;
@@ -130,7 +131,7 @@ mod tests {
     #[test]
     fn a_holder_is_found_while_others_lock_and_unlock() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
-        // Some before it and some after it, so that it is at the edge of a piece now and then.
+        // Locks before and after it, so that its line is sometimes at the edge of a piece.
         let others: Vec<_> = (0..120).map(|_| tempfile::tempfile_in("/dev/shm").unwrap()).collect();
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {

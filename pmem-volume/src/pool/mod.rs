@@ -1,18 +1,17 @@
-//! The pool: a file or device of persistent memory, cut into chunks that memory and volumes share.
+//! Pool: a file or device of persistent memory, divided into chunks that memory and volumes share.
 //!
-//! What the pool knows is on the media (`docs/reference/format.md`); what is kept in memory is
-//! derived from it at open: the free chunks by order, and each volume's chunks by index. Every
-//! change follows one rule: what it leads to is durable before the one word or record that makes it
-//! count.
+//! All state is on the media (`docs/reference/format.md`). The state in memory is derived from it
+//! at open: the free chunks by order, and the chunks of each volume by index. Every change follows
+//! one rule: its preparations are durable before the one word or record that commits it.
 //!
-//! - A free chunk reads as zeros. So chunks are erased before they become free, and whoever gets
-//!   one next, guest or volume, reads nothing of the last owner's. That is done in the background
-//!   ([`Scrubber`]), or by who needs them.
-//! - A chunk is marked as lent before anybody gets it. So a crash leaves no chunk that holds memory
-//!   and looks clean.
-//! - A chunk belongs to a volume when its owner word says so and the volume's record covers its
-//!   index. So a volume is made by marking chunks first and writing the record last, and deleted
-//!   the other way round.
+//! - A free chunk reads as zeros. Chunks are erased before they become free, so their next owner, a
+//!   guest or a volume, cannot read data of the previous one. The background thread erases them
+//!   ([`Scrubber`]), or an allocation that needs them.
+//! - A chunk is marked as lent before it is handed out. A crash therefore leaves no chunk that
+//!   contains memory and looks clean.
+//! - A chunk belongs to a volume if its owner word has the volume's slot and the volume's record
+//!   covers its index. Creation of a volume therefore marks the chunks first and writes the record
+//!   last. Deletion does the reverse.
 
 mod alloc;
 mod create;
@@ -70,25 +69,25 @@ use format::table::{ChunkTable, Slot};
 use redo_log::Redone;
 use scan::VolumeEntry;
 
-/// Smallest pool: two chunks of metadata and two to use.
+/// Smallest pool: two chunks of metadata and two usable ones.
 pub const MIN_POOL_BYTES: u64 = 4 * CHUNK_BYTES;
-/// Largest pool, 64 TiB: all of it is mapped at once. A chunk number on the media can count more.
+/// Largest pool, 64 TiB, because the whole pool is mapped at once. The format allows more chunks.
 pub const MAX_POOL_BYTES: u64 = MAX_MAPPED_BYTES;
 const _: () = assert!(MAX_POOL_BYTES <= layout::MAX_CHUNKS * CHUNK_BYTES);
 
 /// Purpose for which a pool is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenMode {
-    /// To change it. One at a time, and nobody reads meanwhile.
+    /// Read and write. Excludes all other writers and readers.
     ReadWrite,
-    /// To look at it as it is: nothing is put right. Readers share.
+    /// Read only, and change nothing on the media. Excludes writers.
     ReadOnly,
-    /// To look at it while somebody else may change it: no lock is taken. Good for a rough picture,
-    /// such as bytes by state; not for volumes' content.
+    /// Read only, without a lock, while another process may change the pool. Suitable for an
+    /// approximate overview, such as bytes by state, but not for the content of volumes.
     Peek,
 }
 
-/// An open pool. All methods may be called from any thread.
+/// Open pool. All methods may be called from any thread.
 ///
 /// `M` is its media: a file, except in tests and benchmarks.
 pub struct Pool<M: Media = FileMedia> {
@@ -97,18 +96,18 @@ pub struct Pool<M: Media = FileMedia> {
     media: M,
     superblock: Superblock,
     table: ChunkTable,
-    /// What a committed transaction stores, in a pool that is only looked at; a writer has redone
-    /// it.
+    /// Words of a committed transaction, in a pool that is open for reading. A writer has stored
+    /// them.
     redo: BTreeMap<u64, u64>,
-    /// The first failure of the media; set once, and then the pool is read-only.
+    /// First failure of the media. Once set, the pool is read-only.
     latched: OnceLock<String>,
     state: Mutex<State>,
-    /// As they were when the state was last unlocked: who asks does not wait for a change that
+    /// Levels when the state was last unlocked. Readers of levels do not wait for a change that
     /// waits for the media.
     levels: Mutex<Levels>,
-    /// Chunks became clean, or it is known that they will not.
+    /// Signals that chunks have become clean, or that erasing has failed.
     scrubbed: Condvar,
-    /// How many were erased since the pool was opened.
+    /// Chunks erased since the pool was opened.
     scrubbed_chunks: AtomicU64,
     /// Chunks erased on demand that the scrubber has not counted yet.
     awaited_chunks: AtomicU64,
@@ -116,22 +115,22 @@ pub struct Pool<M: Media = FileMedia> {
     scrub_wake: Arc<ScrubWake>,
 }
 
-/// What is derived from the media at open, and kept in step with it.
+/// State derived from the media at open, and kept consistent with it.
 struct State {
     buddy: Buddy,
     volumes: BTreeMap<Slot, VolumeEntry>,
-    /// Volumes that somebody in this process has open.
+    /// Volumes that are open in this process.
     open_volumes: Vec<Slot>,
     counts: Counts,
-    /// What waits to be erased. In a pool that is only looked at it waits for somebody else.
+    /// Chunks that wait to be erased. A pool that is open for reading does not erase them.
     scrub: ScrubQueue,
-    /// What was found at open. For reports; a pool open for writing has put it right.
+    /// Findings at open, for reports. A pool that is open for writing has corrected them.
     findings: Vec<Finding>,
 }
 
-/// The state, locked. Unlocking it publishes the levels.
+/// Lock guard of the state. Unlocking publishes the levels.
 struct StateGuard<'a> {
-    /// None only while it waits.
+    /// `None` only during [`Self::wait`].
     state: Option<MutexGuard<'a, State>>,
     levels: &'a Mutex<Levels>,
 }
@@ -143,7 +142,7 @@ impl StateGuard<'_> {
         }
     }
 
-    /// Unlocks the state until something has changed.
+    /// Unlocks the state until `changed` is signaled.
     fn wait(mut self, changed: &Condvar) -> Self {
         self.publish();
         let state = self.state.take().expect(HELD);
@@ -167,23 +166,23 @@ impl DerefMut for StateGuard<'_> {
 }
 
 impl Drop for StateGuard<'_> {
-    /// Before the state is unlocked, so that the last change is the one that counts.
+    /// Publishes before the state is unlocked, so that the levels are those of the last change.
     fn drop(&mut self) {
         self.publish();
     }
 }
 
-/// What is found out without looking at single chunks.
+/// Numbers that are available without a look at single chunks.
 #[derive(Clone, Copy, Debug)]
 struct Levels {
     counts: Counts,
     free: u32,
-    /// Free as soon as they are erased: they wait for it, or it is under way.
+    /// Chunks that are being erased, or wait for it, and are free after that.
     pending: u32,
     volumes: u32,
 }
 
-/// Chunks by state, except the free ones, which the buddy counts.
+/// Chunks by state, except the free ones, which the buddy allocator counts.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
     metadata: u32,
@@ -191,26 +190,26 @@ struct Counts {
     volume: u32,
     scrubbing: u32,
     retired: u32,
-    /// Whose nobody can say. Only in a pool that is looked at: with such chunks none is changed.
+    /// Chunks with an unknown owner. Only a pool that is open for reading can have them.
     damaged: u32,
 }
 
-/// Bytes of a pool by state, and what is known about it. The states add up to the total.
+/// Bytes of a pool by state, and its properties. The states add up to the total.
 #[derive(Clone, Debug, Serialize)]
 pub struct PoolInfo {
     /// Identity of the pool.
     pub uuid: Uuid,
     /// Version of its format.
     pub format_version: u32,
-    /// What a completed flush survives.
+    /// Events that a completed flush survives.
     pub durability: Durability,
-    /// Are free chunks holes, whose blocks or pages go to whoever needs them first?
+    /// Free chunks are holes. Other files and programs may use their blocks or pages.
     pub thin: bool,
-    /// The whole pool.
+    /// Size of the pool.
     pub total_bytes: u64,
-    /// Kept for volumes, never lent as memory.
+    /// Reserved for volumes, never lent as memory.
     pub strg_bytes: u64,
-    /// The pool's own data.
+    /// Metadata of the pool.
     pub metadata_bytes: u64,
     /// Owned by volumes.
     pub volume_bytes: u64,
@@ -218,23 +217,23 @@ pub struct PoolInfo {
     pub memory_bytes: u64,
     /// Waiting to be erased.
     pub scrubbing_bytes: u64,
-    /// Nobody can say whose, because something of the pool is damaged. They stay as they are.
+    /// With an unknown owner because of damage. They are neither used nor erased.
     pub damaged_bytes: u64,
-    /// Taken out of use: bad media.
+    /// Permanently unused because of bad media.
     pub retired_bytes: u64,
     /// Free.
     pub free_bytes: u64,
-    /// How much may be lent as memory: what is free or waits to be erased, but for what STRG still
-    /// has to keep for volumes.
+    /// Available to be lent as memory: free bytes and those that wait to be erased, without the
+    /// part that is reserved for volumes (STRG).
     pub lendable_bytes: u64,
     /// Number of volumes.
     pub volumes: u32,
-    /// Why the pool is read-only, if a write to it failed.
+    /// Reason why the pool is read-only, if a write to it failed.
     pub latched: Option<String>,
 }
 
 impl PoolInfo {
-    /// Free bytes that are kept for volumes and never lent as memory.
+    /// Free bytes that are reserved for volumes and never lent as memory.
     pub fn free_storage_bytes(&self) -> u64 {
         self.strg_bytes.saturating_sub(self.volume_bytes).min(self.free_bytes)
     }
@@ -244,40 +243,40 @@ impl PoolInfo {
         self.free_bytes - self.free_storage_bytes()
     }
 
-    /// Bytes that are neither the pool's own data nor bad media.
+    /// Bytes that are neither metadata nor bad media.
     pub fn usable_bytes(&self) -> u64 {
         self.total_bytes.saturating_sub(self.metadata_bytes + self.retired_bytes)
     }
 
-    /// Bytes available for volumes, including chunks that have to be erased first.
+    /// Bytes available for volumes, including chunks that must be erased first.
     pub fn available_bytes(&self) -> u64 {
         self.free_bytes + self.scrubbing_bytes
     }
 }
 
-/// In which pieces a pool's free bytes lie.
+/// Contiguity of a pool's free bytes.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct FreeSpace {
-    /// The largest power-of-two extent that is free, up to 2 GiB.
+    /// Largest free power-of-two extent, up to 2 GiB.
     pub largest_free_extent_bytes: u64,
-    /// The longest run of free chunks.
+    /// Longest run of free chunks.
     pub longest_free_run_bytes: u64,
 }
 
 impl Pool {
-    /// The pool's file, to map extents of it (MAP_SHARED, at [`Extent::offset_bytes`]).
+    /// File of the pool, for mappings of its extents (MAP_SHARED, at [`Extent::offset_bytes`]).
     pub fn file(&self) -> &File {
         self.media.file()
     }
 
-    /// Who has the pool open for writing, this process included, or somebody who reads it.
+    /// Process that has the pool open for writing, this one included, or one of its readers.
     pub fn holder(&self) -> Option<Holder> {
         lock::holder(self.file())
     }
 }
 
 impl<M: Media> Pool<M> {
-    /// The path that the pool was opened by.
+    /// Path with which the pool was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -287,28 +286,28 @@ impl<M: Media> Pool<M> {
         self.superblock.uuid
     }
 
-    /// What a completed flush survives.
+    /// Events that a completed flush survives.
     pub fn durability(&self) -> Durability {
         self.media().durability()
     }
 
-    /// Are free chunks holes? On tmpfs they always are.
+    /// Returns true if free chunks are holes, as always on tmpfs.
     fn is_thin(&self) -> bool {
         self.superblock.is_thin || self.makes_holes()
     }
 
-    /// Does erasing make holes? Not every file system can, whatever the pool was made for.
+    /// Returns true if erasing makes holes. Some file systems cannot, even for a pool that was
+    /// created as thin.
     fn makes_holes(&self) -> bool {
         self.media.as_file().map_or(self.superblock.is_thin, FileMedia::makes_holes)
     }
 
-    /// Is the pool open for writing, and has no write to it failed?
+    /// Returns true if the pool is open for writing and no write to it has failed.
     pub fn is_writable(&self) -> bool {
         self.check_writable().is_ok()
     }
 
-    /// Bytes by state. Never waits for the media: a change that is under way is not seen before it
-    /// is over.
+    /// Bytes by state. Never waits for the media, so a change in progress is not visible yet.
     pub fn info(&self) -> PoolInfo {
         let levels = *locked(&self.levels);
         let Levels { counts, free, volumes, .. } = levels;
@@ -345,7 +344,7 @@ impl<M: Media> Pool<M> {
         bytes(levels.free + levels.pending - self.reserved_chunks(levels))
     }
 
-    /// In which pieces the free bytes lie. Waits for changes that are under way.
+    /// Contiguity of the free bytes. Waits for changes in progress.
     pub fn free_space(&self) -> FreeSpace {
         let state = self.lock_state();
         FreeSpace {
@@ -357,13 +356,14 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// What was found on the media at open. A pool open for writing has put right what could be.
+    /// Findings on the media at open. A pool that is open for writing has corrected them if
+    /// possible.
     pub fn findings_at_open(&self) -> Vec<Finding> {
         self.lock_state().findings.clone()
     }
 
-    /// Of the chunks that are free, or will be when they are erased, those that STRG still has to
-    /// keep: its size less what volumes have already. The others may be lent.
+    /// Chunks that are free, or will be after erasing, and that STRG reserves for volumes: its size
+    /// minus the chunks that volumes already have.
     fn reserved_chunks(&self, levels: Levels) -> u32 {
         let strg_chunks = (self.superblock.strg_bytes / CHUNK_BYTES) as u32;
         strg_chunks.saturating_sub(levels.counts.volume).min(levels.free + levels.pending)
@@ -374,7 +374,7 @@ impl<M: Media> Pool<M> {
         &self.media
     }
 
-    /// The media as it will be once a committed transaction has been redone.
+    /// Media as it will be after a committed transaction is redone.
     fn view(&self) -> Redone<'_> {
         Redone::with(self.media(), &self.redo)
     }
@@ -383,8 +383,8 @@ impl<M: Media> Pool<M> {
         StateGuard { state: Some(locked(&self.state)), levels: &self.levels }
     }
 
-    /// Locks the state to change it. Whether the pool may still be changed is known only then: who
-    /// waits for the lock waits for somebody whose change may fail.
+    /// Locks the state for a change. The pool is checked with the lock held, because a change that
+    /// held it may have failed.
     fn lock_for_change(&self) -> Result<StateGuard<'_>, PoolError> {
         let state = self.lock_state();
         self.check_writable()?;
@@ -407,23 +407,22 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Passes a result of the media on to who changes the pool; the first failure latches the pool
-    /// read-only, because from then on nobody knows what is durable. So what has succeeded
-    /// since does not count either: a failure elsewhere ends every change that is under way
-    /// before its next step.
+    /// Latches the pool read-only at the first failure of the media, because from then on it is
+    /// unknown which writes are durable. Returns an error if another change has failed meanwhile,
+    /// so that all changes in progress end before their next step.
     fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
         let value = self.latch_failure(result)?;
         self.check_not_latched()?;
         Ok(value)
     }
 
-    /// The same for who only reads, which a latched pool allows.
+    /// Like [`Self::latch`] for readers, which a latched pool allows.
     fn latch_failure<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
         self.noted(result).map_err(PoolError::Media)
     }
 
-    /// The same, of errors that stay what they are.
-    // Always: a result is as large as its error, and would go through memory.
+    /// Like [`Self::latch_failure`], but keeps the type of the error.
+    // Always inlined, because a result is as large as its error and would be returned in memory.
     #[inline(always)]
     fn noted<T>(&self, result: Result<T, MediaError>) -> Result<T, MediaError> {
         if let Err(error) = &result {
@@ -438,7 +437,6 @@ impl<M: Media> Pool<M> {
         let _ = self.latched.set(foreshore_types::chain(error));
     }
 
-    /// Persists the table entries of runs.
     fn persist_entries(&self, runs: &[Run]) -> Result<(), MediaError> {
         let ranges: Vec<_> = runs.iter().map(|run| self.table.byte_range(*run)).collect();
         self.media().persist(&ranges)

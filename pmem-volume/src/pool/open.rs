@@ -1,4 +1,5 @@
-//! Opening a pool: find the superblock, redo what was committed, put away what was not.
+//! Opening of a pool: find the superblock, redo a committed transaction, and mark unfinished
+//! changes for erasing.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,13 +22,13 @@ use super::volume::split;
 use super::{Counts, OpenMode, Pool, PoolError, State};
 use crate::media::{FileMedia, Media, MediaError};
 
-/// How often a peek is taken again when what it saw was being changed.
+/// Attempts to peek at a pool that is being changed.
 const PEEK_ATTEMPTS: u32 = 5;
 
 impl Pool {
-    /// Opens a pool. Opening it for writing also redoes a committed transaction of the log, writes
-    /// damaged copies again from the good ones, and marks chunks that a crash left lent or half
-    /// taken to be erased.
+    /// Opens a pool. Opening for writing also redoes a committed transaction of the log, rewrites
+    /// damaged copies from good ones, and marks chunks for erasing that a crash left lent or partly
+    /// allocated.
     pub fn open(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
         let mut attempts = if mode == OpenMode::Peek { PEEK_ATTEMPTS } else { 1 };
         loop {
@@ -70,7 +71,8 @@ impl Pool {
 }
 
 impl<M: Media> Pool<M> {
-    /// Opens a pool for writing on media that is made of its file. For benchmarks and tests.
+    /// Opens a pool for writing on media that `media` creates from its file. For benchmarks and
+    /// tests.
     #[doc(hidden)]
     pub fn open_on(
         path: &Path,
@@ -84,14 +86,14 @@ impl<M: Media> Pool<M> {
         Self::from_media(path.to_owned(), mode, media, superblock, findings)
     }
 
-    /// The rest of opening, once there is media and a superblock.
+    /// Finishes opening with the media and a superblock.
     ///
-    /// 1. Look at everything, as it will be when a committed transaction has been redone, and stop
-    ///    if it cannot be trusted: until here nothing is stored.
-    /// 2. Make durable what was seen: all that follows relies on it.
+    /// 1. Examine all metadata as it will be after a committed transaction is redone. Stop if it is
+    ///    not trustworthy. Nothing has been stored so far.
+    /// 2. Make all of it durable, because all further steps rely on it.
     /// 3. Redo the transaction.
-    /// 4. Put right: copies, wear words, marks of chunks to be erased, volumes that were being
-    ///    split, a file that was being grown. Each step may be repeated after a crash in it.
+    /// 4. Correct copies and wear words, mark chunks for erasing, and finish splits and growth.
+    ///    Each step may be repeated after a crash.
     pub(super) fn from_media(
         path: PathBuf,
         mode: OpenMode,
@@ -102,7 +104,7 @@ impl<M: Media> Pool<M> {
         Self::from_media_with(path, mode, media, superblock, findings, &BTreeMap::new())
     }
 
-    /// The same, and who only looks sees `planned` words as if they were stored.
+    /// Like [`Self::from_media`]. A reader sees `planned` words as if they were stored.
     pub(super) fn from_media_with(
         path: PathBuf,
         mode: OpenMode,
@@ -141,7 +143,7 @@ impl<M: Media> Pool<M> {
             }
         }
         if let (true, Some(media)) = (writable, media.as_file()) {
-            // Errors are ignored: on a file system without marks, a pool that is not open can be
+            // Errors are ignored. On a file system without marks, a pool that is not open can be
             // attached to a guest as a disk.
             let _ = Mark::Pool.set(media.file());
         }
@@ -202,14 +204,15 @@ fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(),
     }
 }
 
-/// Writes damaged and stale copies again, and marks what is to be erased.
+/// Rewrites damaged and stale copies, and marks chunks for erasing.
 fn put_right(
     media: &dyn Media,
     superblock: &Superblock,
     findings: &[Finding],
     scan: &mut Scan,
 ) -> Result<(), MediaError> {
-    // Copied as bytes: a good copy may have compatible features that this code does not know.
+    // Copied as bytes, because a good copy may have compatible features that this code does not
+    // know.
     for finding in findings {
         if let Finding::SuperblockCopy { copy } | Finding::SuperblockStale { copy } = finding {
             heal::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS, *copy)?;
@@ -225,12 +228,12 @@ fn put_right(
     mark_to_scrub(media, table, scan)
 }
 
-/// What a crash left is marked to be erased, durably, before anything else can happen: words that
-/// are left over name slots and indexes which may be used again. Erasing it can wait.
+/// Marks chunks that a crash left for erasing, durably and before all other changes, because slots
+/// and indexes in leftover words may be reused. The erasure itself can wait.
 fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Result<(), MediaError> {
     scan.to_scrub.append(&mut scan.lent);
-    // Also those that read so already: where a write-back failed, a file system may keep the page,
-    // call it clean, and never write it. A store makes it dirty.
+    // Words that are already *scrub* are stored too: after a failed write-back, a file system may
+    // keep the page as clean and never write it. A store makes it dirty.
     for chunk in scan.to_scrub.iter().flat_map(|run| run.ids()) {
         table.set_owner(media, chunk, Owner::Scrub)?;
     }
@@ -238,8 +241,8 @@ fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Resul
     media.persist(&entries)
 }
 
-/// Takes step 1 back: cuts what the file has behind the pool, then says that it has nothing.
-/// `current` has the sequence number of before the announcement, or that of the announcement.
+/// Undoes step 1: truncates the file to the pool's size, then clears the announcement. `current`
+/// has the sequence number before or after the announcement.
 pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superblock, MediaError> {
     media.cut_tail()?;
     let sequence = current.sequence.wrapping_add(2);
@@ -248,7 +251,7 @@ pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superb
     Ok(withdrawn)
 }
 
-/// Writes one copy of a record again from the other.
+/// Rewrites one copy of a record from the other.
 fn heal<T: Mirrored>(media: &dyn Media, offsets: [u64; 2], copy: usize) -> Result<(), MediaError> {
     let mut good = T::new_zeroed();
     media.read(offsets[1 - copy], good.as_mut_bytes())?;

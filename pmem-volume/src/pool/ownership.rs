@@ -1,6 +1,6 @@
-//! Files and devices that are no pool and must not become one by mistake. They are opened under the
-//! lock that pools use, so that neither takes a file of the other. Also finds content that another
-//! use of a file would destroy.
+//! Exclusive use of files and devices that are not pools. They are opened under the same lock as
+//! pools, so that no file is used as both. Also detects content that another use of a file would
+//! destroy.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -19,7 +19,7 @@ use super::file::open_steps::{
 use super::lock::{Holder, LockKind};
 use crate::pool::{OpenMode, Pool, PoolError};
 
-/// Why something is not to be had.
+/// Reason why a file or device is not available.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum ClaimError {
@@ -33,18 +33,18 @@ pub enum ClaimError {
     DeviceInUse { by: String },
 }
 
-/// Opens what is at `path` with the additional open(2) `flags`, for as long as the file is open:
-/// many may have it to read, or one to write. For writing, the kernel gives no block device away
-/// that is mounted or otherwise in use, and lets nobody mount it meanwhile.
+/// Opens the file or device at `path` with the additional open(2) `flags`. Until the file is
+/// closed, there are either many readers or one writer. For writing, the kernel refuses a block
+/// device that is mounted or otherwise in use, and refuses to mount it meanwhile.
 pub fn claim(path: &Path, writable: bool, flags: i32) -> Result<File, ClaimError> {
-    // 1. Its kind first: the device's own lock is taken as it is opened, and a named pipe would
+    // 1. Check the kind first: a device is locked by opening it (O_EXCL), and a named pipe would
     //    wait for a writer.
     let metadata = fs::metadata(path).map_err(ClaimError::Open)?;
     let is_device = metadata.file_type().is_block_device();
     let exclusive = if writable && is_device { libc::O_EXCL } else { 0 };
     let mut options = OpenOptions::new();
     options.read(true).write(writable).custom_flags(flags | exclusive | libc::O_NONBLOCK);
-    // 2. A child of ours, or udev, may have it for a moment.
+    // 2. Retry, because a child process or udev may have it for a moment.
     let opened = while_in_use(FORK_PATIENCE, || match options.open(path) {
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(Err(error)),
         result => result.map(Ok),
@@ -63,7 +63,7 @@ pub fn claim(path: &Path, writable: bool, flags: i32) -> Result<File, ClaimError
     };
     let locked = lock_within(&file, kind, patience).map_err(ClaimError::Lock)?;
     locked.map_err(|holder| ClaimError::InUse { holder })?;
-    // 3. From now on it waits: io_uring would answer EAGAIN instead (Linux io_uring/rw.c,
+    // 3. Make it blocking. Otherwise io_uring would return EAGAIN (Linux io_uring/rw.c,
     //    REQ_F_NOWAIT).
     set_waiting(&file).map_err(ClaimError::Open)?;
     Ok(file)
@@ -81,12 +81,12 @@ fn set_waiting(file: &File) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Pool in the bytes of a file.
+/// Result of a search for a pool in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PoolContent {
     /// No pool.
     NoPool,
-    /// A pool, which may be damaged. Its user can repair a damaged one.
+    /// A pool, which may be damaged. `pmvol repair` can repair a damaged one.
     Pool,
     /// The bytes cannot be read, for example because a device has vanished.
     Unreadable,
@@ -118,15 +118,15 @@ fn content_by(error: &PoolError) -> PoolContent {
 }
 
 fn peek(file: &File, path: &Path) -> Result<Arc<Pool>, PoolError> {
-    // /proc names the open file even if its path names another one by now. Without /proc, the path
-    // is used.
+    // /proc refers to the open file even if its path refers to another one by now. Without /proc,
+    // the path is used.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     Pool::open(if open.exists() { &open } else { path }, OpenMode::Peek)
 }
 
-/// Describes the content that would be destroyed if the host used a file as `mark`. `None` for a
-/// file that already has this mark, whatever a guest has written to it. The mark of a disk or a
-/// pool counts as content, because not every format has a signature here.
+/// Describes the content that would be destroyed if the host used a file as `mark`. Returns `None`
+/// for a file that already has this mark, even if a guest has written to it. The mark of a disk or
+/// a pool counts as content, because not every format has a signature here.
 pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Option<&'static str>> {
     let found = Mark::of(file)?;
     if found == Some(mark) {
@@ -146,11 +146,11 @@ pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Optio
 
 /// Known content of a file: a pool, a file system, a partition table, a BTT or a disk image.
 fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
-    // Opens the file again through /proc, because the path may name another file by now, and `file`
-    // may be open for writing only.
+    // Opens the file again through /proc, because its path may refer to another file by now, and
+    // `file` may be open for writing only.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let open = if open.exists() { &open } else { path };
-    // Bytes that cannot be read may be a pool's.
+    // Unreadable bytes may be those of a pool.
     if pool_content(file, path) != PoolContent::NoPool {
         return Ok(Some("a pool"));
     }
@@ -198,7 +198,7 @@ mod tests {
         drop(readers);
         let claimed = claim(&path, true, 0).unwrap();
         assert!(matches!(Pool::open(&path, OpenMode::ReadWrite), Err(PoolError::InUse { .. })));
-        // It is the open file that counts.
+        // The open file counts, not its path.
         fs::rename(&path, folder.path().join("other")).unwrap();
         File::create(&path).unwrap();
         assert_eq!(pool_content(&claimed, &path), PoolContent::Pool);
@@ -206,7 +206,6 @@ mod tests {
         assert_eq!(pool_content(&claimed, &path), PoolContent::Pool, "a truncated pool");
         claimed.set_len(0).unwrap();
         assert_eq!(pool_content(&claimed, &path), PoolContent::NoPool);
-        // A file that cannot be examined.
         let null = File::open("/dev/null").unwrap();
         assert_eq!(pool_content(&null, Path::new("/dev/null")), PoolContent::Unreadable);
     }
@@ -271,7 +270,7 @@ mod tests {
         drop(crate::Pool::create(&path, 16 << 20, 0).unwrap());
         let file = File::options().append(true).open(&path).unwrap();
         assert_eq!(known_content(&file, &path).unwrap(), Some("a pool"));
-        // The start of this device can be read, and nothing more is known of it.
+        // Only the start of this device is readable.
         let null = File::open("/dev/null").unwrap();
         assert_eq!(known_content(&null, Path::new("/dev/null")).unwrap(), Some("a pool"));
     }

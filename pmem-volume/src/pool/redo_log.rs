@@ -1,8 +1,8 @@
-//! The redo log: a transaction of many words that counts as a whole or not at all.
+//! Redo log: a transaction of many words that is committed as a whole.
 //!
-//! Most operations need none: they commit by a single word or record. Growing a BTT volume does,
-//! because the volume's record and the BTT's info blocks change together, and splitting one,
-//! because several records do.
+//! Most operations need no transaction, because a single word or record commits them. The growth of
+//! a BTT volume needs one, because the volume's record and the BTT's info blocks change together.
+//! So does a split, because several records change.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -18,18 +18,17 @@ use crate::pool::format::layout::{LOG_COMMITTED, LOG_MAGIC, LogEntryBytes, LogHe
 use crate::pool::format::superblock::Superblock;
 use crate::pool::format::table::{ChunkTable, Owner};
 
-/// What the log holds.
 #[derive(Debug)]
 pub(crate) enum LogState {
     /// No transaction.
     Empty,
-    /// A committed transaction: these words are to be stored.
+    /// Committed transaction with the words to store.
     Committed(Vec<LogEntryBytes>),
-    /// A commit word without a transaction that fits it.
+    /// Commit word that does not match the transaction.
     Damaged(&'static str),
 }
 
-/// The log's head for a new pool.
+/// Header of the log in a new pool.
 pub(crate) fn empty_header() -> LogHeaderBytes {
     let mut header = LogHeaderBytes::new_zeroed();
     header.magic = LOG_MAGIC;
@@ -44,7 +43,7 @@ fn checksum(header: &LogHeaderBytes, entries: &[LogEntryBytes]) -> u32 {
     crc.finalize()
 }
 
-/// Where the log's magic and its commit word lie.
+/// Offsets of the log's magic and its commit word.
 pub(crate) fn magic_and_commit(superblock: &Superblock) -> (u64, u64) {
     let commit = std::mem::offset_of!(LogHeaderBytes, commit) as u64;
     (superblock.log_offset, superblock.log_offset + commit)
@@ -85,8 +84,8 @@ pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogStat
     Ok(LogState::Committed(entries.to_vec()))
 }
 
-/// A transaction stores into tables, and into chunks that volumes have. Not into free chunks, which
-/// read as zeros, nor into what the pool is found by.
+/// Checks the target of a store. A transaction stores into tables and into chunks of volumes. It
+/// does not store into free chunks, which read as zeros, or into superblocks.
 fn is_allowed(media: &dyn Media, superblock: &Superblock, offset: u64) -> Result<bool, MediaError> {
     if !offset.is_multiple_of(8) || offset >= superblock.size_bytes() {
         return Ok(false);
@@ -99,8 +98,8 @@ fn is_allowed(media: &dyn Media, superblock: &Superblock, offset: u64) -> Result
     Ok(matches!(owner, Ok(Owner::Volume { .. })) && !superblock.is_metadata(chunk))
 }
 
-/// The media as it will be when a committed transaction has been redone. For looking only: whether
-/// the pool can be believed is decided before anything is stored.
+/// Media as it will be after a committed transaction is redone. Read-only, because the pool is
+/// verified before any store.
 pub(crate) struct Redone<'a> {
     media: &'a dyn Media,
     words: Cow<'a, BTreeMap<u64, u64>>,
@@ -111,14 +110,14 @@ impl<'a> Redone<'a> {
         Self { media, words: Cow::Owned(log.words()) }
     }
 
-    /// The same, of a log that was read earlier.
+    /// Like [`Self::new`], with the words of a log that was read earlier.
     pub(crate) fn with(media: &'a dyn Media, words: &'a BTreeMap<u64, u64>) -> Self {
         Self { media, words: Cow::Borrowed(words) }
     }
 }
 
 impl LogState {
-    /// What a committed transaction stores, by offset.
+    /// Words of a committed transaction by offset.
     pub(crate) fn words(&self) -> BTreeMap<u64, u64> {
         match self {
             LogState::Committed(entries) => {
@@ -151,7 +150,7 @@ impl Media for Redone<'_> {
         Ok(())
     }
 
-    /// Words that wait to be stored may lie in a hole.
+    /// Pending words may lie in a hole.
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         if self.words.is_empty() {
             self.media.next_data(range)
@@ -169,10 +168,10 @@ impl Media for Redone<'_> {
     }
 }
 
-/// Stores the words of a committed transaction and empties the log. Doing it again changes nothing.
+/// Stores the words of a committed transaction and empties the log. May be repeated.
 ///
-/// 1. The words, persist.
-/// 2. Commit word zero, persist: only now is the log free for another transaction.
+/// 1. Store the words; persist.
+/// 2. Clear the commit word; persist. Only now is the log free for another transaction.
 pub(crate) fn replay(
     media: &dyn Media,
     superblock: &Superblock,
@@ -190,7 +189,7 @@ pub(crate) fn replay(
     media.persist_range(commit..commit + 8)
 }
 
-/// Is there room for a transaction of so many words?
+/// Checks that the log has space for a transaction of `words` words.
 pub(crate) fn check_room(superblock: &Superblock, words: u64) -> Result<(), PoolError> {
     let needed_bytes =
         size_of::<LogHeaderBytes>() as u64 + words * size_of::<LogEntryBytes>() as u64;
@@ -202,11 +201,11 @@ pub(crate) fn check_room(superblock: &Superblock, words: u64) -> Result<(), Pool
     }
 }
 
-/// Stores words, all of them or none, durably. The log must be empty and have room for them.
+/// Stores all `words` or none of them, durably. The log must be empty and have space for them.
 ///
-/// 1. Entries, number and checksum, persist.
-/// 2. Commit word, persist: from here on the transaction counts.
-/// 3. As at open.
+/// 1. Entries, number and checksum; persist.
+/// 2. Commit word; persist. The transaction is committed from here on.
+/// 3. Replay, as at open.
 pub(crate) fn commit(
     media: &dyn Media,
     superblock: &Superblock,
@@ -226,7 +225,7 @@ pub(crate) fn commit(
     replay(media, superblock, &entries)
 }
 
-/// A committed transaction.
+/// Header and entries of a committed transaction.
 fn transaction(words: &[(u64, u64)]) -> (LogHeaderBytes, Vec<LogEntryBytes>) {
     let entry = |(offset, word): &(u64, u64)| LogEntryBytes {
         offset: (*offset).into(),
@@ -241,7 +240,7 @@ fn transaction(words: &[(u64, u64)]) -> (LogHeaderBytes, Vec<LogEntryBytes>) {
     (header, entries)
 }
 
-/// Writes a committed transaction, as a crash would leave it behind.
+/// Writes a committed transaction that has not been redone, as after a crash.
 #[cfg(test)]
 pub(crate) fn write_for_test(media: &dyn Media, superblock: &Superblock, words: &[(u64, u64)]) {
     let (header, entries) = transaction(words);

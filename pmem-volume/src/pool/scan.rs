@@ -1,5 +1,4 @@
-//! One pass over a pool's tables: who owns what, and what is not as it should be. It changes
-//! nothing.
+//! Read-only scan of a pool's tables, which finds the owners of all chunks and all inconsistencies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,53 +11,53 @@ use super::format::table::{BadWord, ChunkTable, Owner, Slot};
 use super::format::volume_record::VolumeRecord;
 use crate::media::{Media, MediaError};
 
-/// A live volume and its chunks. What a record says is no reason to reserve memory: only chunks
-/// that are there are listed.
+/// Live volume and its chunks. Only existing chunks are listed, because the untrusted size in a
+/// record must not determine how much memory is allocated.
 #[derive(Debug)]
 pub(crate) struct VolumeEntry {
     pub(crate) record: VolumeRecord,
-    /// Logical index and chunk, by index.
+    /// Logical index and chunk, sorted by index.
     pub(crate) chunks: Vec<(u32, ChunkId)>,
 }
 
 impl VolumeEntry {
-    /// Chunks that the volume has.
+    /// Number of chunks that the volume has.
     pub(crate) fn allocated(&self) -> u32 {
         self.chunks.len() as u32
     }
 
-    /// Chunks that the volume has, in its order.
+    /// Chunks of the volume, in logical order.
     pub(crate) fn chunk_ids(&self) -> impl Iterator<Item = ChunkId> {
         self.chunks.iter().map(|(_, chunk)| *chunk)
     }
 }
 
-/// What the tables say.
+/// Result of a scan.
 #[derive(Debug, Default)]
 pub(crate) struct Scan {
     pub(crate) findings: Vec<Finding>,
-    /// The same, while it goes on.
+    /// Findings while the scan is running.
     found: Findings,
     pub(crate) volumes: BTreeMap<Slot, VolumeEntry>,
     pub(crate) free: Vec<Run>,
-    /// Lent. If nobody has the pool open: to be erased, then free.
+    /// Lent chunks. If the pool is not open, they must be erased and become free.
     pub(crate) lent: Vec<Run>,
-    /// Unscrubbed or left over: to be erased, then free.
+    /// Unscrubbed or leftover chunks, which must be erased and become free.
     pub(crate) to_scrub: Vec<Run>,
     pub(crate) metadata_chunks: u32,
     pub(crate) retired_chunks: u32,
-    /// Copies of volume records to be written again from the other one.
+    /// Copies of volume records that must be rewritten from the other copy.
     pub(crate) to_heal: Vec<(Slot, usize)>,
-    /// How often each chunk was used.
+    /// Number of uses of each chunk.
     pub(crate) wear: Vec<u32>,
-    /// Wear words to be started anew.
+    /// Chunks whose wear words restart at zero.
     pub(crate) bad_wear: Vec<Run>,
-    /// Parts of volumes that were split, by the place of the first chunk in the other volume:
-    /// where that ends, and whose it is.
+    /// Parts of split volumes. Key: slot of the split volume and index of the part's first chunk in
+    /// it. Value: end index in the split volume, and slot of the part.
     parts: BTreeMap<(Slot, u32), (u32, Slot)>,
 }
 
-/// Chunks by what their owner words say, in the order of the table.
+/// Chunks by the state of their owner words, in the order of the table.
 #[derive(Default)]
 struct Found {
     free: Vec<Run>,
@@ -70,7 +69,7 @@ struct Found {
 /// Reads the volume tables and the chunk table. The log must be empty or replayed.
 pub(crate) fn scan(media: &dyn Media, superblock: &Superblock) -> Result<Scan, MediaError> {
     let mut scan = Scan::default();
-    // Slots whose record cannot be believed: their chunks are nobody's to take.
+    // Slots with an untrustworthy record. Their chunks must not be used.
     let unknown = scan.read_volumes(media, superblock)?;
     scan.read_chunks(media, superblock, &unknown)?;
     scan.sort_indexes();
@@ -207,11 +206,12 @@ impl Scan {
             Owner::Memory => found.lent.push(chunk),
             Owner::Scrub => found.unscrubbed.push(chunk),
             Owner::Retired => self.retired_chunks += 1,
-            // A table was moved and a crash came before the superblock named the new one, or after.
+            // A table was moved, and a crash came before or after the superblock with the new
+            // table.
             Owner::Metadata => found.leftover.push(chunk),
             Owner::Volume { slot, .. } if unknown.contains(&slot) => {}
-            // Nothing that this code does leaves such a word: it is no left-over, and may be
-            // somebody's.
+            // This code never leaves such a word. It is therefore not a leftover, and may belong to
+            // a volume.
             Owner::Volume { slot, .. } if u32::from(slot.0) >= superblock.volume_slots => {
                 let slots = superblock.volume_slots;
                 self.found.add(Finding::SlotOutside { chunk, slot: slot.0, slots });
@@ -224,8 +224,9 @@ impl Scan {
         }
     }
 
-    /// Puts a chunk into its volume. False: there is no such volume, or it ends before this index;
-    /// the operation that marked the chunk did not finish, or one that took it away did.
+    /// Assigns a chunk to its volume. Returns false if there is no such volume, or if it ends
+    /// before this index. In these cases, the operation that marked the chunk is unfinished, or an
+    /// operation that removed it is finished.
     fn claim(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
         self.put(slot, index, chunk) || self.claim_for_part(slot, index, chunk)
     }
@@ -239,7 +240,8 @@ impl Scan {
         exists
     }
 
-    /// A volume was split, and the chunk is still named as it was before.
+    /// Assigns a chunk to a part of a split volume, if its owner word is still that of the split
+    /// volume.
     fn claim_for_part(&mut self, origin: Slot, index: u32, chunk: ChunkId) -> bool {
         let Some((start, (end, slot))) =
             self.parts.range((origin, 0)..=(origin, index)).next_back()
@@ -250,7 +252,7 @@ impl Scan {
         index < end && self.put(slot, index - start, chunk)
     }
 
-    /// Puts each volume's chunks in order, and finds indexes that two chunks have, or none.
+    /// Sorts each volume's chunks, and finds indexes that have two chunks or none.
     fn sort_indexes(&mut self) {
         for volume in self.volumes.values_mut() {
             let name = || volume.record.name.to_string();
@@ -271,8 +273,8 @@ impl Scan {
             });
             let missing = volume.record.chunks - volume.chunks.len() as u32;
             if missing > 0 && !volume.record.thin {
-                // Sorted and each there once: the first that is not in its place has the gap before
-                // it.
+                // The indexes are sorted and unique, so the first gap precedes the first index that
+                // is not at its place.
                 let in_place =
                     |(place, (index, _)): &(usize, &(u32, ChunkId))| *place == *index as usize;
                 let first_index =
@@ -284,10 +286,9 @@ impl Scan {
     }
 }
 
-/// Makes the pool's own data durable as it is seen. What a process stored that was killed is seen,
-/// and need not be durable: a copy written again from such a record, a word taken for *scrub*
-/// because it reads so, or a transaction redone could outlive what it is based on when the power
-/// goes.
+/// Makes the visible metadata durable. Stores of a killed process are visible but not necessarily
+/// durable. After a power loss, a copy rewritten from such a record, a word left as *scrub* because
+/// it reads so, or a redone transaction could outlive its basis.
 pub(super) fn make_durable(media: &dyn Media, superblock: &Superblock) -> Result<(), MediaError> {
     media.persist(&superblock.regions())
 }

@@ -1,59 +1,57 @@
-//! The free chunks, by order: a buddy allocator in memory.
+//! Buddy allocator of free chunks, in memory.
 //!
-//! It is rebuilt from the chunk table at open, so it holds nothing that could be lost. It decides,
-//! and touches no media.
+//! Holds nothing that could be lost, because open rebuilds it from the chunk table. It never
+//! touches the media.
 
 use std::collections::BTreeSet;
 
 use super::wear::Wear;
 use crate::pool::format::chunk::{ChunkId, Extent, MAX_ORDER, Run, joined};
 
-/// From which end of the pool to take. Volumes stay for long and memory comes and goes: taken from
-/// opposite ends, they leave one large hole between them rather than many small ones among them.
+/// End of the pool from which chunks are allocated. Volumes stay for long, and memory changes
+/// often. Allocating from opposite ends leaves one large hole between them instead of many small
+/// ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
-    /// The lowest numbers: volumes.
+    /// Lowest chunk numbers, for volumes.
     Low,
-    /// The highest numbers: memory.
+    /// Highest chunk numbers, for memory.
     High,
 }
 
-/// Orders that there are.
 const ORDERS: usize = MAX_ORDER as usize + 1;
 
-/// Free extents of orders 0 to 10. Two free buddies never stay apart: they are one extent of the
-/// next order.
+/// Free extents of orders 0 to 10. Two free buddies are always merged into one extent of the next
+/// order.
 #[derive(Debug, Default)]
 pub(crate) struct Buddy {
-    /// By chunk: if a free extent starts there, its order plus one, else 0. Chunks behind the end
-    /// are not free.
+    /// For each chunk, the order plus one of the free extent that starts there, or 0. Chunks behind
+    /// the end are not free.
     heads: Vec<u8>,
-    /// The free extents of each order, by how much they were used, in steps, and by place: see
-    /// [`key`].
+    /// Free extents of each order, sorted by wear level and start (see [`key`]).
     by_wear: [BTreeSet<u64>; ORDERS],
     wear: Wear,
     free_chunks: u32,
 }
 
-/// A level of wear and a start, in that order, as one number. A level is at most 2^32 uses /
-/// `WEAR_STEP`.
+/// Combines a wear level and a start into one number that sorts in this order. A level is at most
+/// 2^32 uses / `WEAR_STEP`.
 fn key(level: u64, start: u32) -> u64 {
     level << 32 | u64::from(start)
 }
 
-/// The opposite of [`key`].
 fn level_and_start(key: u64) -> (u64, u32) {
     (key >> 32, key as u32)
 }
 
 impl Buddy {
-    /// Nothing is free yet; `uses` says how often each chunk was used.
+    /// Allocator without free chunks. `uses` is the number of uses of each chunk.
     fn with_wear(uses: Vec<u32>) -> Self {
         Self { heads: vec![0; uses.len()], wear: Wear::new(uses), ..Self::default() }
     }
 
-    /// The runs are free, in any order. Once they are as long as they can be, the fewest aligned
-    /// extents that make them up have no buddies among them.
+    /// Allocator with free runs, in any order. The runs are joined first, so that none of their
+    /// extents have free buddies.
     pub(crate) fn new(uses: Vec<u32>, free: Vec<Run>) -> Self {
         let free = joined(free);
         let mut buddy = Self::with_wear(uses);
@@ -66,7 +64,8 @@ impl Buddy {
             keys[usize::from(extent.order)].push(buddy.key(extent));
             buddy.free_chunks += extent.chunks();
         }
-        // Made of all their keys at once, which is several times faster than one after the other.
+        // Building each set from all its keys is several times faster than inserting them one by
+        // one.
         buddy.by_wear = keys.map(BTreeSet::from_iter);
         buddy
     }
@@ -86,12 +85,12 @@ impl Buddy {
         self.heads[start] = extent.order + 1;
     }
 
-    /// Is it a free extent, and not only part of one?
+    /// Returns true if `extent` is a whole free extent. A part of a larger one does not count.
     fn contains(&self, extent: Extent) -> bool {
         self.heads.get(extent.start.0 as usize).is_some_and(|head| *head == extent.order + 1)
     }
 
-    /// False: it is not free, or part of a larger free extent.
+    /// Removes a free extent. Returns false if it is not free, or part of a larger free extent.
     fn remove(&mut self, extent: Extent) -> bool {
         if !self.contains(extent) {
             return false;
@@ -103,23 +102,22 @@ impl Buddy {
         true
     }
 
-    /// The free extent in which a chunk lies.
+    /// Free extent that contains a chunk.
     fn around(&self, chunk: u32) -> Option<Extent> {
         let extent = |order: u8| Extent { start: ChunkId(chunk & !((1 << order) - 1)), order };
         (0..=MAX_ORDER).map(extent).find(|extent| self.contains(*extent))
     }
 
-    /// How many chunks are free.
+    /// Number of free chunks.
     pub(crate) fn free_chunks(&self) -> u32 {
         self.free_chunks
     }
 
-    /// The largest order of which an extent is free.
+    /// Largest order with a free extent.
     pub(crate) fn largest_order(&self) -> Option<u8> {
         (0..=MAX_ORDER).rev().find(|order| !self.by_wear[usize::from(*order)].is_empty())
     }
 
-    /// The free extents, in the order of the file.
     fn free_extents(&self) -> impl Iterator<Item = Extent> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -130,8 +128,7 @@ impl Buddy {
         })
     }
 
-    /// The runs of free chunks, in order. Extents that lie side by side without being buddies are
-    /// one run.
+    /// Runs of free chunks, in order. Adjacent extents that are not buddies form one run.
     fn free_runs(&self) -> impl Iterator<Item = Run> {
         let mut extents = self.free_extents().peekable();
         std::iter::from_fn(move || {
@@ -143,14 +140,13 @@ impl Buddy {
         })
     }
 
-    /// Chunks in the longest run of free chunks.
     pub(crate) fn longest_run(&self) -> u32 {
         self.free_runs().map(|run| run.chunks).max().unwrap_or(0)
     }
 
-    /// Takes `chunks` chunks for a long time: in one piece from the start of the shortest run that
-    /// holds them, or, if none does, in as few extents as there are. In the order of the file.
-    /// Among runs of one length, the least worn.
+    /// Allocates `chunks` chunks for a long time, sorted by their place in the file. They come from
+    /// the start of the shortest sufficient run, the least worn among runs of equal length. Without
+    /// such a run, they are as few extents as possible.
     pub(crate) fn allocate_lasting(&mut self, chunks: u32) -> Option<Vec<Run>> {
         let shortest =
             self.free_runs().map(|run| run.chunks).filter(|length| *length >= chunks).min();
@@ -168,8 +164,8 @@ impl Buddy {
         Some(crate::pool::format::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
     }
 
-    /// The same, right behind what the taker has already if they are free there: then it lies in as
-    /// few pieces as before.
+    /// Allocates like [`Self::allocate_lasting`], but at `start` if the chunks there are free. A
+    /// volume that grows right behind its last chunk gets no additional piece.
     pub(crate) fn allocate_lasting_at(&mut self, start: ChunkId, chunks: u32) -> Option<Vec<Run>> {
         let wanted = Run { start, chunks };
         if self.is_free(wanted) {
@@ -179,7 +175,6 @@ impl Buddy {
         self.allocate_lasting(chunks)
     }
 
-    /// Are all of a run's chunks free?
     fn is_free(&self, run: Run) -> bool {
         let mut at = run.start;
         while at < run.end() {
@@ -189,7 +184,7 @@ impl Buddy {
         true
     }
 
-    /// Takes chunks that are all free, wherever they lie in free extents.
+    /// Removes a free run, which may span several free extents.
     fn take_run(&mut self, run: Run) {
         self.cut_out(run);
         self.wear.count_use(run);
@@ -210,9 +205,9 @@ impl Buddy {
         }
     }
 
-    /// Takes `chunks` chunks, in as few extents as there are: the largest first, each from the
-    /// smallest free extent that holds it. `None`, and nothing taken, if there are not that
-    /// many.
+    /// Allocates `chunks` chunks in as few extents as possible: the largest first, each from the
+    /// smallest sufficient free extent. Returns `None` and allocates nothing if fewer chunks are
+    /// free.
     pub(crate) fn allocate(&mut self, chunks: u32, placement: Placement) -> Option<Vec<Extent>> {
         if chunks > self.free_chunks {
             return None;
@@ -228,9 +223,9 @@ impl Buddy {
         Some(extents)
     }
 
-    /// The order to take an extent of `wanted` from: the one with the least worn extent, the
-    /// smallest among these. If none is large enough, the largest there is. Something must be
-    /// free.
+    /// Order from which an extent of order `wanted` is taken: among the sufficient orders, the one
+    /// with the least worn extent, and the smallest of equal ones. If none is sufficient, the
+    /// largest order with a free extent. At least one chunk must be free.
     fn source(&self, wanted: u8) -> u8 {
         let least =
             |order: u8| self.by_wear[usize::from(order)].first().map(|key| level_and_start(*key).0);
@@ -242,8 +237,9 @@ impl Buddy {
             .expect("the caller checked that enough is free")
     }
 
-    /// Takes one extent of the order, or of the largest smaller one: the least worn, and among
-    /// these the one on the side from which is taken. Something must be free.
+    /// Removes one extent of order `wanted`, or of the largest smaller order: the least worn, and
+    /// among equal ones the one at the end that `placement` selects. At least one chunk must be
+    /// free.
     fn take(&mut self, wanted: u8, placement: Placement) -> Extent {
         let source = self.source(wanted);
         let set = &self.by_wear[usize::from(source)];
@@ -261,7 +257,8 @@ impl Buddy {
         let removed = self.remove(extent);
         assert!(removed, "what is listed by wear is free");
         while extent.order > wanted {
-            // Halve it and keep the less worn half, or that on the side from which is taken.
+            // Halve the extent and keep the less worn half, or of equal halves the one at the end
+            // that `placement` selects.
             let low = Extent { order: extent.order - 1, ..extent };
             let high = Extent { start: low.run().end(), ..low };
             let (of_low, of_high) = (self.wear.level(low), self.wear.level(high));
@@ -278,8 +275,10 @@ impl Buddy {
         extent
     }
 
-    /// Gives an extent back and merges it with its buddies. It must not be free: the caller knows
-    /// from the media.
+    /// Frees an extent and merges it with its free buddies.
+    ///
+    /// # Panics
+    /// If the extent is free already, because the chunk table would then be wrong.
     pub(crate) fn free(&mut self, extent: Extent) {
         assert!(
             extent.order <= MAX_ORDER && extent.start.0.is_multiple_of(extent.chunks()),
@@ -296,7 +295,6 @@ impl Buddy {
         self.free_chunks += extent.chunks();
     }
 
-    /// Gives a run back.
     pub(crate) fn free_run(&mut self, run: Run) {
         run.extents().for_each(|extent| self.free(extent));
     }
@@ -311,7 +309,7 @@ mod tests {
 
     const CHUNKS: u32 = 3000;
 
-    /// The obvious allocator: one flag per chunk.
+    /// Simple reference model: one flag per chunk.
     struct Model {
         free: Vec<bool>,
     }
@@ -352,7 +350,7 @@ mod tests {
         Free {
             pick: prop::sample::Index,
         },
-        /// Gives back one chunk out of an extent.
+        /// Frees one chunk of an allocated extent.
         FreePart {
             pick: prop::sample::Index,
             chunk: prop::sample::Index,
@@ -485,7 +483,7 @@ mod tests {
         for (chunks, placement) in [(1, Placement::High), (2, Placement::High), (3, Placement::Low)]
         {
             let mut buddy = Buddy::default();
-            // As in a pool: the first chunks are its own, so the free extents are of all sizes.
+            // As in a pool, the first chunks are metadata, so the free extents have all sizes.
             let all = Run { start: ChunkId(2), chunks: 126 };
             buddy.free_run(all);
             for _ in 0..CYCLES {
@@ -509,7 +507,7 @@ mod tests {
         let extent = buddy.allocate(1, Placement::High).unwrap()[0];
         assert_eq!(extent, Extent::chunk(ChunkId(1023)));
         buddy.free(extent);
-        // One more use makes a step for the chunk alone.
+        // One more use reaches the next step for the single chunk.
         assert_eq!(buddy.allocate(1, Placement::High).unwrap()[0], Extent::chunk(ChunkId(1022)));
     }
 

@@ -8,14 +8,15 @@ use crate::pool::format::table::Owner;
 use crate::pool::{Pool, PoolError};
 
 impl<M: Media> Pool<M> {
-    /// Takes `size_bytes`, a multiple of 2 MiB, to be used as memory: the largest extents there are
-    /// first, together exactly that size. All of it reads as zeros. STRG is never lent.
+    /// Lends `size_bytes`, a multiple of 2 MiB, as memory. Returns the largest possible extents
+    /// first, exactly `size_bytes` in total. All bytes read as zeros. Chunks reserved for volumes
+    /// (STRG) are never lent.
     ///
-    /// At return the chunks are durably marked: whatever happens now, they are erased before
-    /// anybody else gets them.
+    /// At return the chunks are durably marked as *memory*. They are erased before any later use,
+    /// even after a crash.
     ///
-    /// 1. Owner words and wear counts, persist.
-    /// 2. Only then do the extents leave this function.
+    /// 1. Store owner words and wear counts; persist.
+    /// 2. Return the extents.
     pub fn alloc_memory(&self, size_bytes: u64) -> Result<Vec<Extent>, PoolError> {
         let chunks = chunk_count("memory size", size_bytes)?;
         let mut state = self.lock_for_change()?;
@@ -29,8 +30,8 @@ impl<M: Media> Pool<M> {
                     reserved_bytes: u64::from(reserved) * CHUNK_BYTES,
                 });
             };
-            // Clean chunks first, in however many pieces: what waits is never erased for the sake
-            // of larger ones.
+            // Use clean chunks first, however fragmented. Waiting chunks are never erased just to
+            // get larger extents.
             match state.buddy.allocate(chunks, Placement::High) {
                 Some(extents) => break extents,
                 None => {
@@ -41,7 +42,8 @@ impl<M: Media> Pool<M> {
         };
         let runs: Vec<Run> = extents.iter().map(|extent| extent.run()).collect();
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
-        // Counted as to be erased, in case it fails: that is what they are then, for the next open.
+        // Count them as chunks to erase until the marks are durable. If marking fails, the next
+        // open erases them.
         state.counts.scrubbing += chunks;
         self.latch(self.mark(&runs, |_| Owner::Memory))?;
         state.counts.scrubbing -= chunks;
@@ -49,11 +51,11 @@ impl<M: Media> Pool<M> {
         Ok(extents)
     }
 
-    /// Takes lent chunks back: extents as they were lent, or any aligned part of them. When this
-    /// returns they wait to be erased, and are free after that. The caller has unmapped them.
+    /// Returns lent chunks to the pool: extents as they were lent, or aligned parts of them. The
+    /// caller has unmapped them. The chunks are erased later, and are free after that.
     ///
-    /// They are marked to be erased, so that nobody gives them back twice. That need not be
-    /// durable: *memory* means the same at the next open.
+    /// The *scrub* mark prevents a second return of the same chunk. It need not be durable, because
+    /// the next open treats *memory* like *scrub*.
     pub fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
         if let Some(extent) = extents.iter().find(|extent| extent.order > MAX_ORDER) {
             return Err(PoolError::NotLent { extent: *extent });
@@ -71,8 +73,8 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// Stores an owner for each chunk of the runs, counts one more use of it, and persists. The
-    /// closure gets the chunk's place in the runs.
+    /// Stores an owner for each chunk of `runs`, counts one more use of each, and persists. `owner`
+    /// receives the position of the chunk in `runs`.
     pub(in crate::pool) fn mark(
         &self,
         runs: &[Run],
@@ -86,7 +88,7 @@ impl<M: Media> Pool<M> {
         self.persist_entries(runs)
     }
 
-    /// Is every chunk of the extents lent, and none of them named twice?
+    /// Checks that all chunks of `extents` are lent and that none occurs twice.
     fn check_lent(&self, extents: &[Extent]) -> Result<(), PoolError> {
         let mut sorted = extents.to_vec();
         sorted.sort_unstable();
@@ -111,7 +113,8 @@ impl<M: Media> Pool<M> {
     }
 }
 
-/// Checks that a size is a positive multiple of 2 MiB. `None`: more chunks than any pool has.
+/// Checks that a size is a positive multiple of 2 MiB. Returns `None` if no pool has that many
+/// chunks.
 pub(in crate::pool) fn chunk_count(
     what: &'static str,
     size_bytes: u64,

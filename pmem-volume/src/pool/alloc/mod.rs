@@ -1,4 +1,4 @@
-//! Allocation of a pool's chunks: free, lent as memory, or waiting to be erased.
+//! Allocation of chunks: free, lent as memory, or waiting to be erased.
 
 pub(super) mod buddy;
 pub(super) mod memory;

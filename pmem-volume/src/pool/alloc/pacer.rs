@@ -1,14 +1,15 @@
-//! How fast something may go. It knows no clock: who uses it says what time it is.
+//! Rate limit for erasing. It has no clock: callers pass the current time.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-/// Keeps bytes under a bound, on average over any stretch of time, but for one batch.
+/// Keeps the rate of bytes below a limit, averaged over any period, with an excess of at most one
+/// batch.
 #[derive(Debug)]
 pub(crate) struct Pacer {
-    /// None: as fast as it goes.
+    /// `None` means unlimited.
     bytes_per_s: Option<NonZeroU64>,
-    /// When the next batch may begin.
+    /// Earliest start of the next batch.
     next: Duration,
 }
 
@@ -17,21 +18,20 @@ impl Pacer {
         Self { bytes_per_s, next: Duration::ZERO }
     }
 
-    /// Another bound, from the next batch on.
+    /// Changes the limit from the next batch on.
     pub(crate) fn set(&mut self, bytes_per_s: Option<NonZeroU64>) {
         if self.bytes_per_s != bytes_per_s {
             *self = Self::new(bytes_per_s);
         }
     }
 
-    /// How large a batch to make of at most `most_bytes`: none so large that a pause after it is
-    /// longer than it has to be for the bound.
+    /// Size of the next batch, at most `most_bytes`. A slow limit gets smaller batches and
+    /// therefore shorter pauses.
     pub(crate) fn batch_bytes(&self, most_bytes: u64) -> u64 {
         self.bytes_per_s.map_or(most_bytes, |rate| most_bytes.min(rate.get() / BATCHES_PER_S))
     }
 
-    /// A batch of so many bytes began at `began`. Time in which nothing was done is not made up for
-    /// later.
+    /// Counts a batch that began at `began`. Idle time before it gives no credit for later.
     pub(crate) fn spend(&mut self, bytes: u64, began: Duration) {
         let Some(rate) = self.bytes_per_s else { return };
         let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate.get());
@@ -39,7 +39,7 @@ impl Pacer {
         self.next = self.next.max(began).saturating_add(takes);
     }
 
-    /// Counts `bytes` that were erased by `now` without waiting for the bound. The next batch waits
+    /// Counts `bytes` that were erased by `now` without waiting for the limit. The next batch waits
     /// for them, but at most `MAX_DEBT`, because a large amount would otherwise stop the thread for
     /// many minutes.
     pub(crate) fn owe(&mut self, bytes: u64, now: Duration) {
@@ -48,15 +48,16 @@ impl Pacer {
         self.next = self.next.min(most);
     }
 
-    /// How long until the next batch may begin.
+    /// Time until the next batch may begin.
     pub(crate) fn wait(&self, now: Duration) -> Duration {
         self.next.saturating_sub(now)
     }
 }
 
-/// Longest wait of a batch for bytes that `owe` has counted.
+/// Longest wait of a batch for bytes counted by `owe`.
 pub(in crate::pool) const MAX_DEBT: Duration = Duration::from_secs(10);
-/// Batches of a slow bound, so that it is kept in any second and not only in a minute.
+/// Batches of a slow limit per second, so that the limit holds within each second instead of each
+/// minute.
 const BATCHES_PER_S: u64 = 16;
 
 #[cfg(test)]
@@ -79,7 +80,7 @@ mod tests {
         pacer.spend(50 * MIB, s(5));
         assert_eq!(pacer.wait(s(5)), Duration::from_millis(500));
         assert_eq!(pacer.wait(Duration::from_millis(5400)), Duration::from_millis(100));
-        // Slower than the bound: no wait, and nothing saved up.
+        // Slower than the limit: no wait, and no credit.
         assert_eq!(pacer.wait(s(60)), Duration::ZERO);
         pacer.spend(100 * MIB, s(60));
         assert_eq!(pacer.wait(s(60)), s(1));
@@ -117,9 +118,8 @@ mod tests {
     }
 
     proptest! {
-        /// Batches of any size, each taking any time, with pauses between: from any begin of a
-        /// batch to any later one no
-        /// more is done than the bound allows.
+        /// Batches of any size and duration with any pauses: between the starts of any two batches,
+        /// no more bytes are erased than the limit allows.
         #[test]
         fn the_bound_holds_over_every_stretch(
             rate in MIB..4096 * MIB,
@@ -138,7 +138,7 @@ mod tests {
                 for to in from + 1..begun.len() {
                     done += begun[to - 1].1;
                     let allowed = (begun[to].0 - begun[from].0).as_nanos() * u128::from(rate) / 1_000_000_000;
-                    // A nanosecond for each rounding.
+                    // 1 ns for each rounding.
                     let slack = (to as u128) * (u128::from(rate) / 1_000_000_000 + 1);
                     prop_assert!(u128::from(done) <= allowed + slack, "{} bytes, {} allowed", done, allowed);
                 }

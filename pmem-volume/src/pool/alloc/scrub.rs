@@ -1,9 +1,8 @@
-//! Erasing what was given back, while others use the pool.
+//! Erasing of returned chunks while the pool is in use.
 //!
-//! A chunk that is given back is marked *scrub* and waits. It is erased without any lock, and is
-//! free after that. Who needs it earlier erases it himself: an allocation that finds too few clean
-//! chunks erases what it lacks, or waits for what is being erased already. As long as clean chunks
-//! are left, nobody waits for a scrub.
+//! A returned chunk is marked *scrub* and waits. It is erased without a lock held, and is free
+//! after that. An allocation that lacks clean chunks erases the missing ones itself, or waits for
+//! erasures in progress. Allocations never wait while enough clean chunks are left.
 
 use std::sync::atomic::Ordering;
 
@@ -14,13 +13,13 @@ use crate::pool::format::table::Owner;
 use crate::pool::{Pool, PoolError, State, StateGuard, bytes};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
-/// Chunks in one batch where somebody waits for all of it, 256 MiB: on a disk each batch costs a
+/// Chunks per batch if a caller waits for all of them, 256 MiB. Each batch on a disk costs a
 /// barrier.
 const AWAITED_BATCH_CHUNKS: u32 = 128;
 
 impl<M: Media> Pool<M> {
-    /// Erases up to `max_bytes` of what waits, at least one chunk, and frees it. Others use the
-    /// pool meanwhile. Returns how much it was: 0 when nothing waits.
+    /// Erases and frees up to `max_bytes` of waiting chunks, but at least one chunk. Other threads
+    /// may use the pool meanwhile. Returns the erased bytes: 0 if no chunk waits.
     pub fn scrub_some(&self, max_bytes: u64) -> Result<u64, PoolError> {
         let chunks = u32::try_from(max_bytes / CHUNK_BYTES).unwrap_or(u32::MAX).max(1);
         let batch = self.lock_for_change()?.scrub.take(chunks);
@@ -28,18 +27,20 @@ impl<M: Media> Pool<M> {
         Ok(batch.iter().map(|run| run.len_bytes()).sum())
     }
 
-    /// Erases and frees everything that waits. At return nothing waits any more, and nothing is
-    /// being erased by others.
+    /// Erases and frees all waiting chunks. At return, no chunk waits and no other thread is
+    /// erasing.
     pub fn scrub_all(&self) -> Result<(), PoolError> {
         self.scrub_all_with(&mut unheard)
     }
 
-    /// The same; `progress` hears of what waited at the start.
+    /// Like [`Pool::scrub_all`], and reports the progress. The total is the number of chunks that
+    /// waited at the start.
     pub fn scrub_all_with(&self, progress: OnProgress<'_>) -> Result<(), PoolError> {
         self.scrub_until(|state| state.scrub.pending(), progress)
     }
 
-    /// Erases what waits until nothing is left to do. Never more is left than waits.
+    /// Erases waiting chunks until `left_to_do` returns 0. It must never return more than the
+    /// number of waiting chunks.
     pub(in crate::pool) fn scrub_until(
         &self,
         left_to_do: impl Fn(&State) -> u32,
@@ -58,7 +59,7 @@ impl<M: Media> Pool<M> {
             if missing > 0 {
                 state = self.clean_some(state, missing)?;
             }
-            // Others may let more wait meanwhile, which is erased too.
+            // Chunks that other threads add meanwhile are erased too, but do not count.
             left = left.min(left_to_do(&state));
             drop(state);
             say(left);
@@ -66,7 +67,7 @@ impl<M: Media> Pool<M> {
         self.check_not_latched()
     }
 
-    /// Bytes that were erased since the pool was opened.
+    /// Bytes erased since the pool was opened.
     pub fn scrubbed_bytes(&self) -> u64 {
         self.scrubbed_chunks.load(Ordering::Relaxed) * CHUNK_BYTES
     }
@@ -76,22 +77,22 @@ impl<M: Media> Pool<M> {
         self.awaited_chunks.swap(0, Ordering::Relaxed) * CHUNK_BYTES
     }
 
-    /// Does erasing take the media's bandwidth? Holes do not, and give the host memory or blocks
-    /// back.
+    /// Returns true if erasing uses bandwidth of the media. Making holes does not, and returns
+    /// memory or blocks to the host.
     pub fn scrubbing_costs_bandwidth(&self) -> bool {
         !self.makes_holes()
     }
 
-    /// Lets chunks wait to be erased. They are marked and counted as such, and whatever names a
-    /// slot or an index has been replaced durably.
+    /// Queues chunks for erasing. They are already marked and counted as *scrub*, and words that
+    /// contained a slot or an index have been replaced durably.
     pub(in crate::pool) fn queue_scrub(&self, state: &mut State, runs: &[Run]) {
         runs.iter().for_each(|run| state.scrub.add(*run));
         self.scrub_wake.work();
     }
 
-    /// One step for somebody who lacks `missing` clean chunks, of which not more are pending:
-    /// erases them, or waits for who does already. The state was unlocked meanwhile, so the
-    /// caller decides anew.
+    /// Makes progress for a caller that lacks `missing` clean chunks: erases a batch, or waits for
+    /// erasures in progress. At least `missing` chunks must be pending. The state is unlocked
+    /// meanwhile, so the caller must check again.
     pub(in crate::pool) fn clean_some<'a>(
         &'a self,
         mut state: StateGuard<'a>,
@@ -114,9 +115,10 @@ impl<M: Media> Pool<M> {
         Ok(state)
     }
 
-    /// 1. Erased, durably, while others use the pool.
-    /// 2. Free. This need not be durable: lost, it means that they are erased once more.
-    /// 3. Who waits for clean chunks looks again: also after a failure, which ends all waiting.
+    /// 1. Erase the chunks, durably, while other threads use the pool.
+    /// 2. Mark them *free*. This need not be durable: without the mark they are erased again.
+    /// 3. Wake all threads that wait for clean chunks, after a failure too, because it ends their
+    ///    wait.
     fn erase_and_free(&self, batch: &[Run]) -> Result<(), PoolError> {
         if batch.is_empty() {
             return Ok(());
@@ -124,7 +126,7 @@ impl<M: Media> Pool<M> {
         let ranges: Vec<_> = batch.iter().map(|run| run.byte_range()).collect();
         let erased = self.latch_failure(self.media().erase(&ranges));
         let mut state = self.lock_state();
-        // A change of these chunks may have failed meanwhile: nothing is stored any more.
+        // Store nothing more if another change has failed meanwhile.
         let freed = erased.and_then(|()| self.check_not_latched());
         let freed = freed.and_then(|()| self.latch(self.mark_free(batch)));
         state.scrub.finish(batch);
@@ -148,17 +150,16 @@ impl<M: Media> Pool<M> {
 }
 
 impl State {
-    /// Chunks that can be had: clean now, or as soon as they are erased.
+    /// Chunks that are clean, or will be after erasing.
     pub(in crate::pool) fn available_chunks(&self) -> u32 {
         self.buddy.free_chunks() + self.scrub.pending()
     }
 
-    /// The same in bytes.
     pub(in crate::pool) fn available_bytes(&self) -> u64 {
         u64::from(self.available_chunks()) * CHUNK_BYTES
     }
 
-    /// How many of `chunks` are not clean yet.
+    /// Number of clean chunks that an allocation of `chunks` lacks.
     pub(in crate::pool) fn missing_clean(&self, chunks: u32) -> u32 {
         chunks.saturating_sub(self.buddy.free_chunks())
     }

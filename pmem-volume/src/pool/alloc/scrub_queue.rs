@@ -1,39 +1,41 @@
-//! Chunks that wait to be erased. It decides what is erased next, and touches no media.
+//! Queue of chunks that wait to be erased. It never touches the media.
 
 use std::collections::BTreeMap;
 
 use crate::pool::format::chunk::{ChunkId, Run};
 
-/// Runs of chunks that wait, and how many are being erased.
 #[derive(Debug, Default)]
 pub(crate) struct ScrubQueue {
-    /// First chunk and length of each run. No two touch: they are one.
+    /// First chunk and length of each run. Adjacent runs are merged.
     runs: BTreeMap<u32, u32>,
     waiting: u32,
     in_flight: u32,
-    /// Where the next batch begins. Batches sweep over the pool, again and again: in the order of
-    /// the file, which gives long runs, and nothing waits for ever behind what comes later.
+    /// Start of the next batch. Batches sweep over the pool repeatedly in the order of the file.
+    /// The runs are therefore long, and no chunk waits forever behind later ones.
     sweep: u32,
 }
 
 impl ScrubQueue {
-    /// How many chunks wait.
+    /// Number of waiting chunks.
     #[cfg(test)]
     pub(crate) fn waiting(&self) -> u32 {
         self.waiting
     }
 
-    /// How many chunks were taken and are being erased.
+    /// Number of chunks being erased.
     pub(crate) fn in_flight(&self) -> u32 {
         self.in_flight
     }
 
-    /// How many will be free once everything is erased.
+    /// Number of chunks that will be free after all erasures.
     pub(crate) fn pending(&self) -> u32 {
         self.waiting + self.in_flight
     }
 
-    /// Lets a run wait. None of it may wait already: the caller knows from the media.
+    /// Adds a run.
+    ///
+    /// # Panics
+    /// If a chunk of the run waits already, because the chunk table would then be wrong.
     pub(crate) fn add(&mut self, run: Run) {
         if run.chunks == 0 {
             return;
@@ -52,7 +54,7 @@ impl ScrubQueue {
         self.runs.insert(start, end - start);
     }
 
-    /// Takes up to `chunks` chunks, to be erased now. They are in flight until
+    /// Removes up to `chunks` chunks for erasing. They count as in flight until
     /// [`ScrubQueue::finish`].
     pub(crate) fn take(&mut self, chunks: u32) -> Vec<Run> {
         let mut batch = Vec::new();
@@ -74,7 +76,7 @@ impl ScrubQueue {
         batch
     }
 
-    /// Chunks that were taken are free now, or, if erasing them failed, out of use.
+    /// Ends the erasure of a batch. Its chunks are free now, or unused if the erasure failed.
     pub(crate) fn finish(&mut self, batch: &[Run]) {
         let chunks: u32 = batch.iter().map(|run| run.chunks).sum();
         self.in_flight =
@@ -103,7 +105,7 @@ mod tests {
         assert_eq!((queue.waiting(), queue.in_flight()), (10, 0));
         let first = queue.take(4);
         assert_eq!(first, [run(4, 4)]);
-        // What comes behind the sweep waits for the next one.
+        // Chunks behind the sweep wait for the next one.
         queue.add(run(2, 2));
         let second = queue.take(4);
         assert_eq!(second, [run(8, 2), run(20, 2)]);

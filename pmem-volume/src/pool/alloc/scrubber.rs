@@ -1,4 +1,4 @@
-//! The thread that erases what waits, in a process that lives long.
+//! Background thread of a long-lived process that erases waiting chunks.
 
 use std::num::NonZeroU64;
 use std::sync::{Arc, Condvar, Mutex, Weak};
@@ -9,22 +9,21 @@ use super::pacer::Pacer;
 use crate::media::{Durability, FileMedia, Media};
 use crate::pool::{Pool, PoolError, locked};
 
-/// Bytes per second that scrubbing takes at most, unless told otherwise: less than half of what a
-/// single module of persistent memory writes (some 2 GiB/s), so that guests' own stores keep the
-/// larger part, and still 100 GiB in under two minutes.
+/// Default limit of erased bytes per second. It is less than half of the write bandwidth of a
+/// module of persistent memory (about 2 GiB/s), so stores of guests keep the larger part. 100 GiB
+/// still take less than 2 minutes.
 pub const DEFAULT_SCRUB_BYTES_PER_S: NonZeroU64 = NonZeroU64::new(1 << 30).expect("not zero");
 
-/// What is erased in one go: small enough that nobody who waits for it waits long, and that the
-/// bound is kept evenly.
+/// Bytes per batch: small enough for short waits and an evenly kept limit.
 const BATCH_BYTES: u64 = 16 << 20;
 
-/// The same where a barrier to a disk ends it, which the guests' flushes wait for: at the default
-/// bound, sixteen a second.
+/// Bytes per batch if a disk barrier ends it, because flushes of guests wait for that barrier. At
+/// the default limit there are 16 barriers per second.
 const DISK_BATCH_BYTES: u64 = 64 << 20;
 
-/// Erases what waits in a pool, in the background. Dropping it ends its thread, after the batch
-/// that it is at. What waits then is erased by who opens the pool next; only where erasing gives
-/// the host its memory back, and costs next to nothing, it is done first.
+/// Erases waiting chunks of a pool in the background. Dropping it ends the thread after its current
+/// batch. The next user of the pool erases the remaining chunks. If erasing makes holes, which is
+/// cheap and returns memory to the host, dropping erases them first.
 pub struct Scrubber<M: Media = FileMedia> {
     pool: Weak<Pool<M>>,
     wake: Arc<ScrubWake>,
@@ -32,32 +31,32 @@ pub struct Scrubber<M: Media = FileMedia> {
 }
 
 impl<M: Media + 'static> Scrubber<M> {
-    /// Starts the one scrubber of a pool that is open for writing. `bytes_per_s` bounds what costs
-    /// bandwidth; `None`: no bound.
+    /// Starts the only scrubber of a pool that is open for writing. `bytes_per_s` limits erasures
+    /// that use bandwidth; `None` means unlimited.
     ///
     /// # Panics
-    /// If the pool has one already.
+    /// If the pool already has a scrubber.
     pub fn start(pool: &Arc<Pool<M>>, bytes_per_s: Option<NonZeroU64>) -> Result<Self, PoolError> {
         let wake = Arc::clone(&pool.scrub_wake);
         let had_one = wake.change(|signals| std::mem::replace(&mut signals.has_scrubber, true));
         assert!(!had_one, "a pool has one scrubber");
-        // Something may wait since the pool was opened.
+        // Chunks may have been waiting since the pool was opened.
         wake.change(|signals| {
             *signals = Signals { has_scrubber: true, work: true, ended: false, bytes_per_s };
         });
-        // Earlier erasures do not count towards the bound.
+        // Earlier erasures do not count towards the limit.
         pool.take_awaited_bytes();
         let (weak, thread_wake) = (Arc::downgrade(pool), Arc::clone(&wake));
         let started = std::thread::Builder::new()
             .name("pool-scrubber".to_owned())
             .spawn(move || Worker { pool: weak, wake: thread_wake, epoch: Instant::now() }.run());
-        // Whatever came of it, dropping it frees the place for another one.
+        // If the thread has not started, dropping this still allows another scrubber.
         let mut scrubber = Self { pool: Arc::downgrade(pool), wake, thread: None };
         scrubber.thread = Some(started.map_err(PoolError::Scrubber)?);
         Ok(scrubber)
     }
 
-    /// Sets another bound, from the next batch on.
+    /// Changes the limit from the next batch on.
     pub fn set_bytes_per_s(&self, bytes_per_s: Option<NonZeroU64>) {
         self.wake.change(|signals| signals.bytes_per_s = bytes_per_s);
     }
@@ -75,15 +74,15 @@ impl<M: Media> Drop for Scrubber<M> {
         if let Some(pool) = self.pool.upgrade()
             && !pool.scrubbing_costs_bandwidth()
         {
-            // A failure is latched, and shown by the pool.
+            // A failure latches the pool, which reports it.
             let _ = pool.scrub_all();
         }
         self.wake.change(|signals| signals.has_scrubber = false);
     }
 }
 
-/// What a pool and its scrubber tell each other. It lives apart from the pool, which the thread
-/// does not keep open while it waits.
+/// Signals between a pool and its scrubber. They are not part of the pool, so that the waiting
+/// thread does not keep it open.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct ScrubWake {
     signals: Mutex<Signals>,
@@ -93,16 +92,16 @@ pub(in crate::pool) struct ScrubWake {
 #[derive(Clone, Copy, Debug, Default)]
 struct Signals {
     has_scrubber: bool,
-    /// Something was queued since the thread looked last.
+    /// Chunks were queued since the thread last checked.
     work: bool,
-    /// The thread is to end.
+    /// The thread must end.
     ended: bool,
     bytes_per_s: Option<NonZeroU64>,
 }
 
 impl ScrubWake {
-    /// Something was queued. A system call only if the thread has not been told yet: it looks
-    /// before it waits.
+    /// Reports queued chunks. Makes a system call only for the first report, because the thread
+    /// checks the flag before it waits.
     pub(in crate::pool) fn work(&self) {
         let told = std::mem::replace(&mut locked(&self.signals).work, true);
         if !told {
@@ -110,7 +109,7 @@ impl ScrubWake {
         }
     }
 
-    /// The pool is gone.
+    /// Reports that the pool is gone.
     pub(in crate::pool) fn end(&self) {
         self.change(|signals| signals.ended = true);
     }
@@ -121,7 +120,7 @@ impl ScrubWake {
         result
     }
 
-    /// Waits until something was queued. `None`: it is over.
+    /// Waits until chunks are queued. Returns `None` if the thread must end.
     fn wait_for_work(&self) -> Option<Signals> {
         let signals = locked(&self.signals);
         let idle = |signals: &mut Signals| !signals.work && !signals.ended;
@@ -131,7 +130,7 @@ impl ScrubWake {
         (!signals.ended).then_some(*signals)
     }
 
-    /// Waits that long, unless it is over or the bound changes.
+    /// Waits for `pause`, or until the limit changes. Returns `None` if the thread must end.
     fn pause(&self, pause: Duration, bytes_per_s: Option<NonZeroU64>) -> Option<Signals> {
         let signals = locked(&self.signals);
         let idle = |signals: &mut Signals| !signals.ended && signals.bytes_per_s == bytes_per_s;
@@ -148,7 +147,6 @@ fn batch_bytes(durability: Durability) -> u64 {
     }
 }
 
-/// The thread.
 struct Worker<M: Media> {
     pool: Weak<Pool<M>>,
     wake: Arc<ScrubWake>,
@@ -176,7 +174,8 @@ impl<M: Media> Worker<M> {
                 match pool.scrub_some(pacer.batch_bytes(batch_bytes(pool.durability()))) {
                     Ok(0) => break,
                     Ok(bytes) => pacer.spend(bytes, began),
-                    // The pool is read-only now and says why; what waits is for who opens it next.
+                    // The pool is now read-only and reports the reason. The next user of the pool
+                    // erases the rest.
                     Err(_) => return,
                 }
             }
@@ -185,7 +184,7 @@ impl<M: Media> Worker<M> {
 }
 
 /// Time until the next batch may begin. Erasures on demand never wait, but they count towards the
-/// bound, so the background waits for them.
+/// limit, so the background thread waits for them.
 pub(in crate::pool) fn next_wait(
     pool: &Pool<impl Media>,
     pacer: &mut Pacer,
@@ -209,7 +208,7 @@ mod tests {
             let pacer = Pacer::new(NonZeroU64::new(rate));
             assert!(rate / pacer.batch_bytes(batch_bytes(Durability::PageCache)) <= 16, "{rate}");
         }
-        // Elsewhere there is no barrier, and the bound is kept in smaller steps.
+        // On other media there is no barrier, and the limit is kept in smaller steps.
         let pacer = Pacer::new(Some(default));
         assert_eq!(pacer.batch_bytes(batch_bytes(Durability::DaxSync)), BATCH_BYTES);
     }

@@ -1,24 +1,24 @@
-//! How often chunks were used, and how often extents of them were on average.
+//! Number of uses of chunks, and averages over extents.
 
 use crate::pool::format::chunk::{Extent, MAX_ORDER, Run};
 
-/// Uses of a chunk, on average over an extent, that make no difference. Within a step placement
-/// decides and the smallest extent that fits is taken, which keeps free space in one piece; a chunk
-/// that is used more by a step rests until the others have caught up. Persistent memory endures
-/// millions of writes, so a step is nothing to it.
+/// Average uses that count as one level of wear. Within a level, placement decides, and the
+/// smallest sufficient extent is used, which keeps free space contiguous. A chunk that is a level
+/// ahead rests until the others have caught up. Persistent memory endures millions of writes, so a
+/// step is negligible.
 pub(crate) const WEAR_STEP: u64 = 16;
 
 /// Chunks of the largest extent.
 const LARGEST: usize = 1 << MAX_ORDER;
 
-/// The uses of each chunk, as the chunk table has them, and their sums over all aligned extents: so
-/// that an extent that is split, merged or looked for costs the same whatever its size. A chunk
-/// that is not listed was never used.
+/// Uses of each chunk, as in the chunk table, and their sums over all aligned extents. With the
+/// sums, splitting, merging or finding an extent costs the same for each size. Chunks that are not
+/// listed were never used.
 #[derive(Debug, Default)]
 pub(crate) struct Wear {
-    /// Of a multiple of `LARGEST` chunks.
+    /// Uses of each chunk. The length is a multiple of `LARGEST`.
     uses: Vec<u32>,
-    /// Of orders 1 to 10: the sum over the extent's chunks, by number of the extent.
+    /// For orders 1 to 10, the sum over each extent, indexed by the extent's number.
     sums: [Vec<u64>; MAX_ORDER as usize],
 }
 
@@ -30,12 +30,12 @@ impl Wear {
         wear
     }
 
-    /// How much an extent was used, in steps.
+    /// Wear level of an extent.
     pub(crate) fn level(&self, extent: Extent) -> u64 {
         self.sum(extent) / u64::from(extent.chunks()) / WEAR_STEP
     }
 
-    /// The same of a run.
+    /// Wear level of a run.
     pub(crate) fn level_of_run(&self, run: Run) -> u64 {
         let uses: u64 = run.extents().map(|extent| self.sum(extent)).sum();
         uses / u64::from(run.chunks) / WEAR_STEP
@@ -69,7 +69,7 @@ impl Wear {
         }
     }
 
-    /// Adds up anew what changed with the uses of `chunks`, which are covered and not none.
+    /// Recalculates the sums that contain `chunks`, which must be covered.
     fn sum_up(&mut self, chunks: std::ops::Range<usize>) {
         if chunks.is_empty() {
             return;
@@ -87,7 +87,6 @@ impl Wear {
         }
     }
 
-    /// The uses of single chunks.
     #[cfg(test)]
     pub(crate) fn uses(&self) -> &[u32] {
         &self.uses

@@ -1,5 +1,5 @@
-//! Blocks of a pool's file. A pool that is not thin has all of them, so that no store finds its
-//! file system full.
+//! Blocks of a pool's file. A pool that is not thin has all of them, so that no store fails because
+//! the file system is full.
 
 use std::io;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Room in the file system or on the device below a pool.
+//! Free space in the file system or on the device below a pool.
 
 use std::fs::File;
 use std::io;
@@ -10,10 +10,10 @@ use crate::btt::ARENA_MAX_BYTES;
 use crate::media::{Media, Place};
 use crate::pool::{Pool, PoolError, bytes};
 
-/// Pages of the pool's tables that making a volume may store to for the first time.
+/// Bytes of the pool's tables that the creation of a volume may store to for the first time.
 const TABLES_BYTES: u64 = 128 << 10;
 
-/// What formatting an arena of a BTT stores: two info blocks and the log of 256 lanes, in whole
+/// Bytes stored to format an arena of a BTT: two info blocks and the log of 256 lanes, in whole
 /// pages.
 const ARENA_FORMAT_BYTES: u64 = 32 << 10;
 
@@ -22,13 +22,13 @@ fn format_bytes(chunks: u32) -> u64 {
 }
 
 impl<M: Media> Pool<M> {
-    /// Is there room for what making a volume of so many chunks stores? If not, a store would find
-    /// no block, which the kernel answers with SIGBUS and not with a reason.
+    /// Checks that the file system has space for the creation of a volume with `chunks` chunks.
+    /// Without space, a store would raise SIGBUS instead of returning an error.
     pub(in crate::pool) fn check_format_room(&self, chunks: u32) -> Result<(), PoolError> {
         self.check_room(TABLES_BYTES + format_bytes(chunks))
     }
 
-    /// The same for parts of so many chunks each.
+    /// Checks like [`Pool::check_format_room`] for parts with these numbers of chunks.
     pub(in crate::pool) fn check_split_room(&self, parts: &[u32]) -> Result<(), PoolError> {
         let of_parts = parts.iter().map(|chunks| format_bytes(*chunks));
         self.check_room(TABLES_BYTES + of_parts.sum::<u64>())
@@ -44,7 +44,7 @@ impl<M: Media> Pool<M> {
             action: "look at the file system of",
             source,
         })?;
-        // A tmpfs without a limit shows no size.
+        // A tmpfs without a limit reports no size.
         if file_system.total_bytes > 0 && file_system.free_bytes < needed_bytes {
             let free_bytes = file_system.free_bytes;
             return Err(PoolError::FileSystemFull {
@@ -57,18 +57,16 @@ impl<M: Media> Pool<M> {
     }
 }
 
-/// How much a file system holds.
 pub(in crate::pool) struct FileSystem {
     pub(in crate::pool) total_bytes: u64,
     pub(in crate::pool) free_bytes: u64,
 }
 
 impl FileSystem {
-    /// File system of `file`.
     pub(in crate::pool) fn of(file: &File) -> io::Result<Self> {
         // SAFETY: statvfs is plain numbers, for which zero is valid.
         let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-        // SAFETY: the kernel fills the struct that outlives the call.
+        // SAFETY: the kernel fills the struct, which outlives the call.
         if unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut stat) } != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -77,10 +75,10 @@ impl FileSystem {
     }
 }
 
-/// Checks that the file system has room for a file of `size_bytes`.
+/// Checks that the file system has space for a file of `size_bytes`.
 ///
-/// A disk must have room now for all blocks that the file lacks. On tmpfs the file stays sparse,
-/// so only the total size of tmpfs and room for the pool's own `own_bytes` are checked. A tmpfs
+/// A disk must have space now for all blocks that the file lacks. On tmpfs the file stays sparse,
+/// so only the total size of tmpfs and space for the pool's own `own_bytes` are checked. A tmpfs
 /// without a limit reports no size.
 pub(in crate::pool) fn check_room(
     path: &Path,

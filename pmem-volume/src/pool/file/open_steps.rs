@@ -1,4 +1,4 @@
-//! Opening the file or device that a pool lies in: what kind it is, who has it, how long it is.
+//! Opening of the file or device of a pool: kind, lock and length.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -24,28 +24,27 @@ use crate::pool::format::superblock::Superblock;
 use crate::pool::lock::{self, Holder, LockKind, try_lock};
 use crate::pool::{OpenMode, PoolError};
 
-/// udev looks at a block device, with a shared lock, whenever somebody who wrote to it has closed
-/// it (systemd.io/BLOCK_DEVICE_LOCKING). That is over in a moment.
+/// Longest wait for udev, which reads a block device under a shared lock after each close by a
+/// writer (systemd.io/BLOCK_DEVICE_LOCKING).
 pub(in crate::pool) const UDEV_PATIENCE: Duration = Duration::from_secs(3);
 
-/// Until a child that was just forked has become another program, it has a copy of every descriptor
-/// of its parent, and so of a lock that the parent has given up, and of a device that it had for
-/// itself.
+/// Longest wait for forked children. Until its execve(), a child has copies of all descriptors of
+/// its parent, and so holds locks and exclusive devices that the parent has released.
 pub(in crate::pool) const FORK_PATIENCE: Duration = Duration::from_millis(200);
 
 /// _IO(0x12, 94) of linux/fs.h.
 const BLKROGET: libc::Ioctl = 0x125e;
 
-/// How long something is that a pool lies in.
+/// Length of the file or device of a pool.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Length {
     /// A file is as long as its pool.
     File(u64),
-    /// A device may be longer.
+    /// A device may be longer than its pool.
     Device(u64),
 }
 
-/// What a pool lies in, open and locked as the mode says.
+/// File or device of a pool, open and locked as its mode requires.
 pub(in crate::pool) struct Opened {
     pub(in crate::pool) file: File,
     pub(in crate::pool) place: Place,
@@ -53,10 +52,10 @@ pub(in crate::pool) struct Opened {
 }
 
 impl Opened {
-    /// Opens what is at `path` and takes the lock that goes with the mode.
+    /// Opens the file or device at `path` and takes the lock for `mode`.
     ///
-    /// A block device is opened with O_EXCL for writing: the kernel then refuses one that is
-    /// mounted or otherwise in use, and refuses others to mount it.
+    /// A block device is opened with O_EXCL for writing: the kernel then refuses a device that is
+    /// mounted or otherwise in use, and refuses to mount it while it is open.
     pub(in crate::pool) fn new(path: &Path, mode: OpenMode) -> Result<Self, PoolError> {
         let file_error =
             |action| move |source| PoolError::File { path: path.to_owned(), action, source };
@@ -84,9 +83,9 @@ impl Opened {
         Ok(opened)
     }
 
-    /// Before a writer reads the pool's own data for the first time: lets the kernel forget what it
-    /// has of it and calls clean, so that what is read is what the disk has. Whole chunks: the
-    /// kernel keeps pages in larger pieces.
+    /// Drops clean pages of the pool's metadata from the page cache before a writer first reads
+    /// them, so that it reads the content of the disk. Drops whole chunks, because the kernel keeps
+    /// pages in large folios.
     pub(in crate::pool) fn forget_clean_pages(&self, ranges: &[Range<u64>]) {
         let whole = |range: &Range<u64>| {
             range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES)
@@ -99,15 +98,15 @@ impl Opened {
         }
     }
 
-    /// Reads the superblocks before the pool is mapped: a file that is too short must be an error,
-    /// not a SIGBUS.
+    /// Reads the superblocks before the pool is mapped, because a file that is too short must cause
+    /// an error instead of a SIGBUS.
     pub(in crate::pool) fn read_copies(
         &self,
         path: &Path,
     ) -> Result<[SuperblockBytes; 2], PoolError> {
         let file_error = |source| PoolError::File { path: path.to_owned(), action: "read", source };
         let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
-        // devdax has no read(); its length is known, and a multiple of a chunk.
+        // devdax has no read(). Its length is known and a multiple of a chunk.
         let first_chunk = match self.place {
             Place::DevDax { .. } if self.length.bytes() >= CHUNK_BYTES => {
                 let file = self.file.try_clone().map_err(file_error)?;
@@ -120,7 +119,7 @@ impl Opened {
             let bytes = copy.as_mut_bytes();
             match &first_chunk {
                 Some(media) => media.read(offset, bytes)?,
-                // A copy behind the end of the file stays zero, which is not a superblock.
+                // A copy behind the end of the file stays zero, which is not a valid superblock.
                 None if offset + SUPERBLOCK_BYTES > self.length.bytes() => {}
                 None => self.file.read_exact_at(bytes, offset).map_err(file_error)?,
             }
@@ -130,8 +129,8 @@ impl Opened {
 }
 
 impl Opened {
-    /// What is no pool by its superblocks may have been one: then nobody should be told to make
-    /// another there.
+    /// Replaces `NotAPool` if the file has a volume table. It may have been a pool, so the error
+    /// must not suggest the creation of another pool there.
     pub(in crate::pool) fn or_gone(&self, error: PoolError) -> PoolError {
         match error {
             PoolError::NotAPool { path, .. } if self.has_volume_table() => {
@@ -141,9 +140,9 @@ impl Opened {
         }
     }
 
-    /// Does a volume table lie where all pools have theirs?
+    /// Checks for a volume table at the place where new pools have it.
     fn has_volume_table(&self) -> bool {
-        // devdax has no read(), and what is said of it is a little less.
+        // devdax has no read(), so its error is less specific.
         !matches!(self.place, Place::DevDax { .. })
             && VOLUME_TABLE_OFFSETS.iter().any(|offset| {
                 let mut magic = [0; VOLUME_MAGIC.len()];
@@ -160,8 +159,8 @@ impl Length {
     }
 }
 
-/// Opens what is at `path`. Its kind is looked at first: opening a device that is no disk may have
-/// consequences.
+/// Opens the file or device at `path`. Its kind is checked first, because opening other devices may
+/// have side effects.
 fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
     let file_error = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => PoolError::Missing { path: path.to_owned() },
@@ -174,7 +173,7 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
     let metadata = fs::metadata(path).map_err(file_error)?;
     let kind = metadata.file_type();
     let not_a_file = |kind| Err(PoolError::NotAFile { path: path.to_owned(), kind });
-    // Not to hang on a named pipe that has no reader, should one take its place now.
+    // Prevents a hang if a named pipe without a reader now replaces the file.
     let mut flags = libc::O_NONBLOCK;
     if kind.is_dir() {
         return not_a_file("a directory");
@@ -196,8 +195,8 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
         true => device_in_use(path, metadata.rdev()),
         false => file_error(error),
     })?;
-    // Some drivers refuse to open such a device, others open it, and refuse only to map it or each
-    // write.
+    // Some drivers refuse to open a read-only device for writing. Others open it and refuse to map
+    // it or to write.
     if writable && kind.is_block_device() && is_read_only(&file).map_err(file_error)? {
         return Err(PoolError::DeviceReadOnly { path: path.to_owned() });
     }
@@ -209,7 +208,7 @@ fn is_block_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
-/// Is a block device write-protected (Linux block/ioctl.c, BLKROGET)?
+/// Checks if a block device is write-protected (Linux block/ioctl.c, BLKROGET).
 fn is_read_only(device: &File) -> io::Result<bool> {
     let mut flag: libc::c_int = 0;
     // SAFETY: the kernel stores one int, which outlives the call.
@@ -231,7 +230,7 @@ pub(in crate::pool) fn place_error(path: &Path, error: PlaceError) -> PoolError 
     }
 }
 
-/// Takes the lock; who has it now may give it back within `patience`.
+/// Takes the lock, and waits up to `patience` for its current holder.
 pub(in crate::pool) fn lock_within(
     file: &File,
     kind: LockKind,
@@ -240,7 +239,8 @@ pub(in crate::pool) fn lock_within(
     while_in_use(patience, || try_lock(file, kind))
 }
 
-/// Tries again for a while as long as the inner result is an error: somebody has what is wanted.
+/// Repeats `attempt` for up to `patience` as long as the inner result is an error, which means that
+/// the file is in use.
 pub(in crate::pool) fn while_in_use<T, E>(
     patience: Duration,
     mut attempt: impl FnMut() -> io::Result<Result<T, E>>,
@@ -262,8 +262,8 @@ fn device_in_use(path: &Path, device: u64) -> PoolError {
     }
 }
 
-/// Who it is that the kernel refuses to open a device for: a pool's user, or else a mount, or
-/// another device.
+/// User of a device that the kernel refuses to open: the holder of a pool's lock, or a description
+/// of a mount or another device.
 pub(in crate::pool) fn user_of_device(path: &Path, device: u64) -> Result<Holder, String> {
     let holder = File::open(path).ok().and_then(|file| lock::holder(&file));
     if let Some(holder) = holder {
@@ -279,8 +279,8 @@ pub(in crate::pool) fn user_of_device(path: &Path, device: u64) -> Result<Holder
     })
 }
 
-/// Where a device is mounted (proc(5), /proc/pid/mountinfo: the third field is the device, the
-/// fifth the place).
+/// Mount point of a device (proc(5), /proc/pid/mountinfo: the third field is the device, the fifth
+/// the mount point).
 fn mount_point(mounts: &str, device: u64) -> Option<&str> {
     let wanted = format!("{}:{}", libc::major(device), libc::minor(device));
     mounts.lines().find_map(|line| {
@@ -289,13 +289,13 @@ fn mount_point(mounts: &str, device: u64) -> Option<&str> {
     })
 }
 
-/// A device that is made of this one, such as a logical volume.
+/// Device that is built on this one, such as a logical volume.
 fn upper_device(entry: &Path) -> Option<String> {
     let upper: PathBuf = fs::read_dir(entry.join("holders")).ok()?.next()?.ok()?.path();
     Some(upper.file_name()?.to_string_lossy().into_owned())
 }
 
-/// Decides from both superblocks and the length of what they lie in what the pool is.
+/// Chooses the valid superblock and compares it with the length of the file or device.
 pub(in crate::pool) fn judge_superblocks(
     path: &Path,
     copies: [SuperblockBytes; 2],
@@ -349,7 +349,7 @@ pub(in crate::pool) fn judge_superblocks(
         std::cmp::Ordering::Greater if matches!(length, Length::Device(_)) => {
             Ok((superblock, findings))
         }
-        // A crash interrupted a grow. Space behind the old end does not belong to the pool yet.
+        // A crash interrupted the growth. Space behind the old end does not belong to the pool yet.
         std::cmp::Ordering::Greater if file_bytes <= to_bytes => Ok((superblock, findings)),
         std::cmp::Ordering::Less => {
             Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes })

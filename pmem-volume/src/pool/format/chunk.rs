@@ -1,26 +1,25 @@
-//! Chunks and runs of them: the words in which the pool speaks of its space.
+//! Chunks, extents and runs.
 
 use std::fmt;
 use std::ops::Range;
 
 use crate::CHUNK_BYTES;
 
-/// The largest order: 2^10 chunks, 2 GiB.
+/// Largest order: 2^10 chunks, 2 GiB.
 pub const MAX_ORDER: u8 = 10;
 
-/// The number of a chunk, counted from the start of the pool: the chunk lies at this many times 2
-/// MiB in the file.
+/// Number of a chunk. The chunk starts at this multiple of 2 MiB in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkId(pub u32);
 
 impl ChunkId {
-    /// Where the chunk lies in the file.
+    /// Offset of the chunk in the file.
     #[inline]
     pub fn offset_bytes(self) -> u64 {
         u64::from(self.0) * CHUNK_BYTES
     }
 
-    /// The chunk `chunks` further on.
+    /// Chunk that is `chunks` chunks further.
     pub(crate) fn plus(self, chunks: u32) -> Self {
         Self(self.0.checked_add(chunks).expect("chunk numbers are bounded by the pool's size"))
     }
@@ -32,44 +31,43 @@ impl fmt::Display for ChunkId {
     }
 }
 
-/// 2^order chunks, of which the first one's number is a multiple of 2^order.
+/// Aligned power-of-two number of chunks: 2^order chunks, starting at a multiple of 2^order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Extent {
-    /// The first chunk.
+    /// First chunk.
     pub start: ChunkId,
     /// 0 (2 MiB) to 10 (2 GiB).
     pub order: u8,
 }
 
 impl Extent {
-    /// A single chunk.
+    /// Extent of a single chunk.
     pub fn chunk(start: ChunkId) -> Self {
         Self { start, order: 0 }
     }
 
-    /// How many chunks it has.
+    /// Number of chunks.
     pub fn chunks(self) -> u32 {
         1 << self.order
     }
 
-    /// Where it lies in the pool's file.
+    /// Offset in the pool's file.
     #[inline]
     pub fn offset_bytes(self) -> u64 {
         self.start.offset_bytes()
     }
 
-    /// How long it is.
+    /// Length in bytes.
     #[inline]
     pub fn len_bytes(self) -> u64 {
         u64::from(self.chunks()) * CHUNK_BYTES
     }
 
-    /// Bytes in the pool's file.
+    /// Range of bytes in the pool's file.
     pub fn byte_range(self) -> Range<u64> {
         self.run().byte_range()
     }
 
-    /// The same as a run.
     pub(crate) fn run(self) -> Run {
         Run { start: self.start, chunks: self.chunks() }
     }
@@ -81,44 +79,44 @@ impl fmt::Display for Extent {
     }
 }
 
-/// Chunks side by side, of any number and alignment.
+/// Contiguous chunks, of any number and alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Run {
-    /// The first chunk.
+    /// First chunk.
     pub start: ChunkId,
-    /// How many.
+    /// Number of chunks.
     pub chunks: u32,
 }
 
 impl Run {
-    /// Where it lies in the pool's file.
+    /// Offset in the pool's file.
     #[inline]
     pub fn offset_bytes(self) -> u64 {
         self.start.offset_bytes()
     }
 
-    /// How long it is.
+    /// Length in bytes.
     #[inline]
     pub fn len_bytes(self) -> u64 {
         u64::from(self.chunks) * CHUNK_BYTES
     }
 
-    /// The chunk behind it.
+    /// First chunk behind the run.
     pub(crate) fn end(self) -> ChunkId {
         self.start.plus(self.chunks)
     }
 
-    /// Bytes in the pool's file.
+    /// Range of bytes in the pool's file.
     pub fn byte_range(self) -> Range<u64> {
         self.offset_bytes()..self.offset_bytes() + self.len_bytes()
     }
 
-    /// Its chunks.
+    /// All chunks of the run.
     pub fn ids(self) -> impl Iterator<Item = ChunkId> {
         (self.start.0..self.start.0 + self.chunks).map(ChunkId)
     }
 
-    /// The fewest aligned extents that make it up, in order.
+    /// Divides the run into the fewest aligned extents, in order.
     pub fn extents(self) -> impl Iterator<Item = Extent> {
         let mut rest = self;
         std::iter::from_fn(move || {
@@ -138,14 +136,14 @@ impl Run {
     }
 }
 
-/// Joins chunks into runs, as far as they follow each other in the given order.
+/// Joins chunks that are contiguous in the given order into runs.
 pub(crate) fn runs(chunks: impl IntoIterator<Item = ChunkId>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     chunks.into_iter().for_each(|chunk| push(&mut runs, chunk));
     runs
 }
 
-/// Sorts runs and joins those that touch. They must not overlap.
+/// Sorts runs and joins adjacent ones. They must not overlap.
 pub(crate) fn joined(mut runs: Vec<Run>) -> Vec<Run> {
     runs.sort_unstable();
     runs.dedup_by(|next, run| {
@@ -159,7 +157,7 @@ pub(crate) fn joined(mut runs: Vec<Run>) -> Vec<Run> {
     runs
 }
 
-/// Adds a chunk to the last run, if it follows it, or as a run of its own.
+/// Extends the last run by a chunk, or adds a new run if the chunk does not follow it.
 pub(crate) fn push(runs: &mut Vec<Run>, chunk: ChunkId) {
     match runs.last_mut() {
         Some(run) if run.start.0 + run.chunks == chunk.0 => run.chunks += 1,

@@ -1,7 +1,7 @@
-//! Records that are kept twice: superblocks and volume records.
+//! Records with two copies: superblocks and volume records.
 //!
-//! An update writes the first copy, persists, writes the second, persists. So at any crash at least
-//! one copy is whole, the newer whole one counts, and damage to either copy between updates loses
+//! An update writes and persists the first copy, then the second. At least one copy is whole after
+//! any crash, and the newer whole copy counts. Between updates, damage to either copy loses
 //! nothing.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -11,7 +11,7 @@ use crate::pool::format::layout::{
     SUPERBLOCK_MAGIC, SuperblockBytes, VOLUME_MAGIC, VolumeRecordBytes,
 };
 
-/// A record with a magic, a sequence number, and a CRC-32 in its last eight bytes.
+/// Record with a magic, a sequence number, and a CRC-32 in its last 8 bytes.
 pub(crate) trait Mirrored:
     Clone + FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned
 {
@@ -40,16 +40,16 @@ impl Mirrored for VolumeRecordBytes {
     }
 }
 
-/// What two copies say together.
+/// Result of the comparison of two copies.
 #[derive(Clone, Debug)]
 pub(crate) enum Copies<T> {
-    /// Both are whole and the same.
+    /// Both copies are whole and equal.
     Agree(T),
-    /// A crash came between the two: `current` counts, the other copy is older.
+    /// A crash came between the two writes: `current` counts, and the other copy is older.
     Stale { current: T, stale: usize },
-    /// One is damaged, or half written: `current` is the other.
+    /// One copy is damaged or half written, and `current` is the other copy.
     Damaged { current: T, damaged: usize },
-    /// Neither can be believed.
+    /// Neither copy can be trusted.
     Lost,
 }
 
@@ -58,7 +58,7 @@ fn checksum<T: Mirrored>(record: &T) -> u64 {
     u64::from(crc32fast::hash(&bytes[..bytes.len() - 8]))
 }
 
-/// Puts the checksum into a record whose other fields are final.
+/// Sets the checksum of a record whose other fields are final.
 pub(crate) fn seal<T: Mirrored>(record: &mut T) {
     let checksum = checksum(record);
     let bytes = record.as_mut_bytes();
@@ -66,13 +66,13 @@ pub(crate) fn seal<T: Mirrored>(record: &mut T) {
     bytes[at..].copy_from_slice(&checksum.to_le_bytes());
 }
 
-/// Is this copy whole?
+/// Checks magic and checksum.
 pub(crate) fn is_whole<T: Mirrored>(record: &T) -> bool {
     let bytes = record.as_bytes();
     record.magic() == T::MAGIC && bytes[bytes.len() - 8..] == checksum(record).to_le_bytes()
 }
 
-/// Decides which copy counts.
+/// Chooses the copy that counts.
 pub(crate) fn choose<T: Mirrored>(copies: [T; 2]) -> Copies<T> {
     let whole = [is_whole(&copies[0]), is_whole(&copies[1])];
     let [first, second] = copies;
@@ -84,8 +84,7 @@ pub(crate) fn choose<T: Mirrored>(copies: [T; 2]) -> Copies<T> {
             Copies::Stale { current: second, stale: 0 }
         }
         [true, true] if first.as_bytes() == second.as_bytes() => Copies::Agree(first),
-        // The same sequence number twice, with different content: nothing that this code or a crash
-        // can do.
+        // Neither this code nor a crash writes different records with the same sequence number.
         [true, true] => Copies::Lost,
         [true, false] => Copies::Damaged { current: first, damaged: 1 },
         [false, true] => Copies::Damaged { current: second, damaged: 0 },
@@ -93,7 +92,6 @@ pub(crate) fn choose<T: Mirrored>(copies: [T; 2]) -> Copies<T> {
     }
 }
 
-/// Reads both copies and decides.
 pub(crate) fn read<T: Mirrored>(
     media: &dyn Media,
     offsets: [u64; 2],
@@ -101,7 +99,6 @@ pub(crate) fn read<T: Mirrored>(
     read_copies(media, offsets).map(choose)
 }
 
-/// Reads both copies.
 pub(crate) fn read_copies<T: Mirrored>(
     media: &dyn Media,
     offsets: [u64; 2],
@@ -113,11 +110,11 @@ pub(crate) fn read_copies<T: Mirrored>(
     Ok(copies)
 }
 
-/// Words in which two damaged copies may differ: each combination is tried.
+/// Limit of differing words of two damaged copies, because each combination is tried.
 const MAX_DIFFERING_WORDS: usize = 12;
 
-/// Makes a whole record of two damaged copies, by taking each word in which they differ from one or
-/// the other. `None`: no combination is whole, or more than one is.
+/// Combines two damaged copies into a whole record: each word in which they differ is taken from
+/// one of them. Returns `None` if no combination or more than one is whole.
 pub(crate) fn merge<T: Mirrored>(copies: &[T; 2]) -> Option<T> {
     let (first, _) = copies[0].as_bytes().as_chunks::<8>();
     let (second, _) = copies[1].as_bytes().as_chunks::<8>();
@@ -137,10 +134,10 @@ pub(crate) fn merge<T: Mirrored>(copies: &[T; 2]) -> Option<T> {
     whole.next().is_none().then_some(merged)
 }
 
-/// Writes both copies, one after the other; durable at return. The record must be sealed.
+/// Writes both copies, one after the other. They are durable at return. The record must be sealed.
 ///
-/// 1. First copy, persist. From here on the new record counts.
-/// 2. Second copy, persist. From here on damage to one copy loses nothing.
+/// 1. First copy, persist. The new record counts from here on.
+/// 2. Second copy, persist. Damage to one copy loses nothing from here on.
 pub(crate) fn write<T: Mirrored>(
     media: &dyn Media,
     offsets: [u64; 2],
@@ -153,7 +150,7 @@ pub(crate) fn write<T: Mirrored>(
     Ok(())
 }
 
-/// Writes one copy; durable at return.
+/// Writes one copy. It is durable at return.
 pub(crate) fn write_copy<T: Mirrored>(
     media: &dyn Media,
     offset: u64,
@@ -163,8 +160,7 @@ pub(crate) fn write_copy<T: Mirrored>(
     media.persist_range(offset..offset + size_of::<T>() as u64)
 }
 
-/// The words in which one copy on the media differs from the record, with their offsets and what
-/// they will be.
+/// Words in which a copy on the media differs from the record, as offsets and new values.
 pub(crate) fn changed_words<T: Mirrored>(
     media: &dyn Media,
     offset: u64,

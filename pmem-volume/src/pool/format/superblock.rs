@@ -1,4 +1,4 @@
-//! The superblock, verified.
+//! Verified superblock.
 
 use std::ops::Range;
 
@@ -17,24 +17,23 @@ use crate::media::{Media, MediaError};
 use crate::pool::format::chunk::ChunkId;
 use crate::pool::format::mirrored;
 
-/// A field of a superblock that passes its checksum and still cannot be.
+/// Impossible field of a superblock with a correct checksum.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("superblock field {field} is {value:#x}, but {rule}")]
 pub struct SuperblockError {
     /// Name in [`SuperblockBytes`].
     pub field: &'static str,
-    /// What it says.
+    /// Value on the media.
     pub value: u64,
-    /// What must hold.
+    /// Rule that the value violates.
     pub rule: &'static str,
 }
 
-/// What the superblock says, checked: every region lies inside the pool and every number fits its
-/// type.
+/// Verified superblock: every region lies inside the pool and every number fits its type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Superblock {
     pub(crate) sequence: u64,
-    /// A file on a disk whose free chunks are holes.
+    /// The pool is a file on a disk whose free chunks are holes.
     pub(crate) is_thin: bool,
     pub(crate) uuid: Uuid,
     pub(crate) chunks: u32,
@@ -45,12 +44,12 @@ pub(crate) struct Superblock {
     pub(crate) log_offset: u64,
     pub(crate) log_bytes: u64,
     pub(crate) created_unix_s: u64,
-    /// Zero, or how long the file may be: the pool was being grown.
+    /// Zero, or the file size that a growth in progress may reach.
     pub(crate) growing_to_bytes: u64,
 }
 
 impl Superblock {
-    /// The superblock of a new pool. The caller has checked `chunks` and `strg_bytes`.
+    /// Superblock of a new pool. The caller has checked `chunks` and `strg_bytes`.
     pub(crate) fn new(uuid: Uuid, created_unix_s: u64, chunks: u32, strg_bytes: u64) -> Self {
         Self {
             sequence: 1,
@@ -72,22 +71,23 @@ impl Superblock {
         u64::from(self.chunks) * CHUNK_BYTES
     }
 
-    /// The end of the pool's own data in a new pool, where it lies before all else.
+    /// End of the metadata in a new pool, where it precedes all other chunks.
     pub(crate) fn metadata_bytes(&self) -> u64 {
         u64::from(self.metadata_chunks()) * CHUNK_BYTES
     }
 
-    /// Chunks that hold the pool's own data.
+    /// Returns true if the chunk contains metadata of the pool.
     pub(crate) fn is_metadata(&self, chunk: ChunkId) -> bool {
         let (start, end) = (chunk.offset_bytes(), chunk.offset_bytes() + CHUNK_BYTES);
         self.regions().iter().any(|region| region.start < end && start < region.end)
     }
 
-    /// Number of chunks for which [`Self::is_metadata`] holds.
+    /// Number of chunks for which [`Self::is_metadata`] returns true.
     pub(crate) fn metadata_chunks(&self) -> u32 {
         let mut regions = self.regions();
         regions.sort_by_key(|region| region.start);
-        // By ranges and not one by one: the table of a large pool takes thousands of chunks.
+        // Counts ranges instead of chunks, because the table of a large pool has thousands of
+        // chunks.
         let (mut count, mut counted_to) = (0, 0);
         for region in regions.iter().filter(|region| region.start < region.end) {
             let end = region.end.div_ceil(CHUNK_BYTES);
@@ -97,12 +97,12 @@ impl Superblock {
         count as u32
     }
 
-    /// The chunk behind the chunk table's last one.
+    /// First chunk behind the chunk table.
     pub(crate) fn chunk_table_end_chunk(&self) -> u64 {
         self.tables()[0].end.div_ceil(CHUNK_BYTES)
     }
 
-    /// Where the two copies of a volume's record lie.
+    /// Offsets of the two copies of a volume record.
     pub(crate) fn volume_record_offsets(&self, slot: Slot) -> [u64; 2] {
         assert!(u32::from(slot.0) < self.volume_slots);
         self.volume_table_offsets.map(|table| table + u64::from(slot.0) * VOLUME_RECORD_BYTES)
@@ -112,7 +112,7 @@ impl Superblock {
         (0..self.volume_slots).map(|slot| Slot(slot as u16))
     }
 
-    /// The chunk table and the volume tables: where a transaction of the log may store.
+    /// Chunk table and volume tables. A transaction of the log may store to them.
     pub(crate) fn tables(&self) -> [Range<u64>; 3] {
         let table_bytes = u64::from(self.volume_slots) * VOLUME_RECORD_BYTES;
         let [first, second] = self.volume_table_offsets;
@@ -124,7 +124,7 @@ impl Superblock {
         ]
     }
 
-    /// All of the pool's own data.
+    /// All metadata of the pool.
     pub(crate) fn regions(&self) -> [Range<u64>; 6] {
         let [chunk_table, volumes_a, volumes_b] = self.tables();
         let [superblock_a, superblock_b] = SUPERBLOCK_OFFSETS.map(|at| at..at + SUPERBLOCK_BYTES);
@@ -132,12 +132,12 @@ impl Superblock {
         [superblock_a, superblock_b, chunk_table, volumes_a, volumes_b, log]
     }
 
-    /// The bytes, sealed.
+    /// Sealed bytes.
     pub(crate) fn to_bytes(&self) -> SuperblockBytes {
         self.to_bytes_over(SuperblockBytes::new_zeroed())
     }
 
-    /// The bytes, sealed; what this code does not know stays as it is in `bytes`.
+    /// Sealed bytes. Unknown parts of `bytes` are kept.
     pub(crate) fn to_bytes_over(&self, mut bytes: SuperblockBytes) -> SuperblockBytes {
         bytes.magic = SUPERBLOCK_MAGIC;
         bytes.version.set(FORMAT_VERSION);
@@ -163,7 +163,7 @@ impl Superblock {
         bytes
     }
 
-    /// Verifies a whole superblock of version 1.
+    /// Verifies a superblock of version 1 whose checksum is correct.
     pub(crate) fn parse(bytes: &SuperblockBytes) -> Result<Self, SuperblockError> {
         check_sizes(bytes)?;
         let superblock = Self {
@@ -230,7 +230,7 @@ impl Superblock {
         Ok(())
     }
 
-    /// The regions are checked: how many chunks they take is known.
+    /// The regions must be checked before, because the number of their chunks is used.
     fn check_strg(&self) -> Result<(), SuperblockError> {
         let usable_bytes = u64::from(self.chunks - self.metadata_chunks()) * CHUNK_BYTES;
         let fits = self.strg_bytes.is_multiple_of(CHUNK_BYTES) && self.strg_bytes <= usable_bytes;
@@ -239,7 +239,7 @@ impl Superblock {
     }
 }
 
-/// What says how large the pool and its records are.
+/// Checks the sizes of the pool and of its records.
 fn check_sizes(bytes: &SuperblockBytes) -> Result<(), SuperblockError> {
     let own = u64::from(bytes.superblock_bytes.get());
     require("superblock_bytes", own, own == SUPERBLOCK_BYTES, "a superblock has 4096 bytes")?;
@@ -279,7 +279,7 @@ fn require(
     if holds { Ok(()) } else { Err(SuperblockError { field, value, rule }) }
 }
 
-/// Changes the superblock. Parts that this code does not know, such as compatible features, stay.
+/// Updates the superblock. Unknown parts, such as compatible features, are kept.
 pub(in crate::pool) fn rewrite(
     media: &dyn Media,
     superblock: &Superblock,
@@ -288,7 +288,7 @@ pub(in crate::pool) fn rewrite(
         mirrored::Copies::Agree(bytes)
         | mirrored::Copies::Stale { current: bytes, .. }
         | mirrored::Copies::Damaged { current: bytes, .. } => bytes,
-        // Damaged since the pool was opened; what was read then is all there is.
+        // Both copies were damaged after the pool was opened. Use the content read at open.
         mirrored::Copies::Lost => superblock.to_bytes(),
     };
     mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes_over(current))

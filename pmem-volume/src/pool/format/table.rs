@@ -1,7 +1,7 @@
-//! The chunk table: who owns each chunk, and how often it was written or lent.
+//! Chunk table: owner of each chunk, and how often it was used.
 //!
-//! An entry is two words. Each is valid by itself, has its own checksum, and changes by one store
-//! that cannot tear: so a single entry needs no log, and a crash leaves it old or new.
+//! An entry is two words. Each word has its own checksum, and a store of it cannot tear. A change
+//! of one entry therefore needs no log, and a crash leaves the old or the new word.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ const STATE_SHIFT: u32 = 44;
 const CHECK_SHIFT: u32 = 48;
 const _: () = assert!(MAX_CHUNKS == 1 << INDEX_BITS);
 
-// Zero is no state: a table that was lost and reads as zeros is damage, not a pool full of free
+// Zero is not a state. A lost table that reads as zeros is damage instead of a pool full of free
 // chunks.
 const STATE_FREE: u64 = 1;
 const STATE_METADATA: u64 = 2;
@@ -25,29 +25,28 @@ const STATE_MEMORY: u64 = 4;
 const STATE_SCRUB: u64 = 5;
 const STATE_RETIRED: u64 = 6;
 
-/// A volume's place in the volume table.
+/// Index of a volume in the volume table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Slot(pub(crate) u16);
 
-/// Who owns a chunk.
+/// Owner of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    /// Nobody; reads as zeros.
+    /// No owner; reads as zeros.
     Free,
-    /// The pool itself.
+    /// Metadata of the pool.
     Metadata,
-    /// A volume, of which it is the index-th chunk.
+    /// Volume.
     Volume {
-        /// Which volume.
         slot: Slot,
-        /// Logical index in it.
+        /// Logical index in the volume.
         index: u32,
     },
-    /// Lent as memory. After a crash: to be scrubbed.
+    /// Lent as memory. The next open treats it like `Scrub`.
     Memory,
-    /// Nobody, but its old content has not been erased yet.
+    /// No owner, but the old content is not erased yet.
     Scrub,
-    /// Taken out of use for good: its media is bad.
+    /// Permanently unused because its media is bad.
     Retired,
 }
 
@@ -66,16 +65,16 @@ impl std::fmt::Display for Owner {
     }
 }
 
-/// A word of the chunk table whose checksum or content is wrong.
+/// Word of the chunk table with a wrong checksum or content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadWord(pub(crate) u64);
 
-/// CRC-16 (CCITT polynomial 0x1021) over the low 48 bits of a word and the number of its chunk: a
-/// word that was damaged, or that belongs to another chunk, does not pass.
+/// CRC-16 (CCITT polynomial 0x1021) over the low 48 bits of a word, the number of its chunk and its
+/// kind. It detects damaged words and words of other chunks.
 ///
-/// A CRC is linear: that of eleven bytes is the sum of what each of them makes by itself in its
-/// place, and of what is made by the initial value (all ones). So the bytes are looked up side by
-/// side and not one after the other.
+/// A CRC is linear: the CRC of 11 bytes is the sum of the contributions of each byte at its
+/// position and of the initial value (all ones). The bytes are therefore looked up in parallel
+/// instead of one after the other.
 fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
     let words = u128::from(low)
         | u128::from(chunk.0) << CHECK_SHIFT
@@ -86,10 +85,10 @@ fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
     u64::from(CRC16_OF_INITIAL ^ of_bytes)
 }
 
-/// Bytes that a check is over.
+/// Number of bytes that a check covers.
 const CHECKED_BYTES: usize = 11;
 
-/// The CRC after one more byte, which is zero or has been added to `crc` before.
+/// CRC after one more byte, which is zero or already added to `crc`.
 const fn crc16_step(crc: u16) -> u16 {
     let mut crc = crc;
     let mut bit = 0;
@@ -100,8 +99,8 @@ const fn crc16_step(crc: u16) -> u16 {
     crc
 }
 
-/// By place of a byte and its value: what it makes of a CRC over [`CHECKED_BYTES`] that starts at
-/// 0.
+/// Contribution of a byte to a CRC over [`CHECKED_BYTES`] with initial value 0, by position and
+/// value.
 static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
     let mut tables = [[0u16; 256]; CHECKED_BYTES];
     let mut place = CHECKED_BYTES;
@@ -119,7 +118,7 @@ static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
     tables
 };
 
-/// What the initial value makes of [`CHECKED_BYTES`] zeros.
+/// Contribution of the initial value.
 const CRC16_OF_INITIAL: u16 = {
     let mut crc = 0xffff;
     let mut place = 0;
@@ -130,11 +129,11 @@ const CRC16_OF_INITIAL: u16 = {
     crc
 };
 
-/// Which of an entry's two words a checksum is for, so that they cannot be taken for each other.
+/// Kind of word, which is part of the check so that the two words of an entry cannot be confused.
 const KIND_OWNER: u8 = 0;
 const KIND_WEAR: u8 = 1;
 
-/// Of what changes all the time, the last copy is taken as it is.
+/// Repeated reads of words that look damaged. If they keep changing, the last copy is used.
 const READS_AGAIN: u32 = 8;
 
 fn decode_entries(run: Run, bytes: &[u8]) -> Vec<Entry> {
@@ -147,7 +146,7 @@ fn decode_entries(run: Run, bytes: &[u8]) -> Vec<Entry> {
     run.ids().zip(pairs).map(entry).collect()
 }
 
-/// The owner word: index in bits 0 to 27, slot in 28 to 43, state in 44 to 47, check in 48 to 63.
+/// Owner word: index in bits 0 to 27, slot in 28 to 43, state in 44 to 47, check in 48 to 63.
 pub(crate) fn encode_owner(chunk: ChunkId, owner: Owner) -> u64 {
     let low = match owner {
         Owner::Free => STATE_FREE << STATE_SHIFT,
@@ -163,7 +162,6 @@ pub(crate) fn encode_owner(chunk: ChunkId, owner: Owner) -> u64 {
     check(chunk, KIND_OWNER, low) << CHECK_SHIFT | low
 }
 
-/// The opposite of [`encode_owner`].
 pub(crate) fn decode_owner(chunk: ChunkId, word: u64) -> Result<Owner, BadWord> {
     let low = word & ((1 << CHECK_SHIFT) - 1);
     if word >> CHECK_SHIFT != check(chunk, KIND_OWNER, low) {
@@ -183,13 +181,12 @@ pub(crate) fn decode_owner(chunk: ChunkId, word: u64) -> Result<Owner, BadWord> 
     if index == 0 && slot.0 == 0 { Ok(owner) } else { Err(BadWord(word)) }
 }
 
-/// The wear word: count in bits 0 to 31, zero in 32 to 47, check in 48 to 63.
+/// Wear word: count in bits 0 to 31, zero in 32 to 47, check in 48 to 63.
 pub(crate) fn encode_wear(chunk: ChunkId, count: u32) -> u64 {
     let low = u64::from(count);
     check(chunk, KIND_WEAR, low) << CHECK_SHIFT | low
 }
 
-/// The opposite of [`encode_wear`].
 pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<u32, BadWord> {
     let low = word & ((1 << CHECK_SHIFT) - 1);
     if word >> CHECK_SHIFT != check(chunk, KIND_WEAR, low) {
@@ -198,24 +195,24 @@ pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<u32, BadWord> {
     u32::try_from(low).map_err(|_| BadWord(word))
 }
 
-/// The low bits of an owner or wear word with the check that fits them.
+/// Adds the correct check to the low bits of an owner or wear word.
 #[cfg(test)]
 pub(crate) fn seal_for_test(chunk: ChunkId, is_wear: bool, low: u64) -> u64 {
     let low = low & ((1 << CHECK_SHIFT) - 1);
     check(chunk, if is_wear { KIND_WEAR } else { KIND_OWNER }, low) << CHECK_SHIFT | low
 }
 
-/// An entry, decoded.
+/// Decoded entry.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) owner: Result<Owner, BadWord>,
     pub(crate) wear: Result<u32, BadWord>,
 }
 
-/// Entries that are read together: 16 KiB, which stay in the first cache until they are decoded.
+/// Entries that are read together: 16 KiB, which fit into the L1 cache until they are decoded.
 const PIECE_ENTRIES: u32 = 1024;
 
-/// Where the table lies, and the loads and stores on it.
+/// Position of the table, with the loads and stores of its words.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ChunkTable {
     offset: u64,
@@ -227,7 +224,7 @@ impl ChunkTable {
         Self { offset: superblock.chunk_table_offset, entries: superblock.chunks }
     }
 
-    /// Chunks in the pool.
+    /// Number of entries, one for each chunk of the pool.
     pub(crate) fn entries(self) -> u32 {
         self.entries
     }
@@ -237,7 +234,7 @@ impl ChunkTable {
         self.offset + u64::from(chunk.0) * CHUNK_ENTRY_BYTES
     }
 
-    /// The bytes of a run's entries, to be persisted.
+    /// Range of the entries of a run.
     pub(crate) fn byte_range(self, run: Run) -> Range<u64> {
         let start = self.entry_offset(run.start);
         start..start + u64::from(run.chunks) * CHUNK_ENTRY_BYTES
@@ -259,7 +256,7 @@ impl ChunkTable {
         Ok(decode_wear(chunk, media.load_word(self.entry_offset(chunk) + 8)?))
     }
 
-    /// The table in pieces, to be read one after the other.
+    /// Pieces of the table, to be read one after the other.
     pub(crate) fn pieces(self) -> impl Iterator<Item = Run> {
         (0..self.entries).step_by(PIECE_ENTRIES as usize).map(move |start| Run {
             start: ChunkId(start),
@@ -267,10 +264,9 @@ impl ChunkTable {
         })
     }
 
-    /// Reads the entries of a run. They are copied, which touches no page through the mapping of
-    /// the media: a hole, of a file that is only looked at, stays one. What is copied need not
-    /// be whole where somebody stores meanwhile: so words that look bad are read again, until
-    /// they were the same twice.
+    /// Reads the entries of a run as a copy. This touches no page of the mapping, so holes of a
+    /// file that is only read stay holes. A copy may be torn if another process stores meanwhile,
+    /// so words that look damaged are read again until two reads are equal.
     pub(crate) fn read_entries(
         self,
         media: &dyn Media,
@@ -296,7 +292,7 @@ impl ChunkTable {
         Ok(decode_entries(run, &bytes))
     }
 
-    /// Copies a chunk's words to another table as they are. Not durable yet.
+    /// Copies a chunk's words to another table without decoding them. They are not durable yet.
     pub(crate) fn copy_entry(
         self,
         media: &dyn Media,
@@ -312,7 +308,7 @@ impl ChunkTable {
         Ok(())
     }
 
-    /// Stores the owner. Not durable yet.
+    /// Stores the owner. It is not durable yet.
     pub(crate) fn set_owner(
         self,
         media: &dyn Media,
@@ -322,7 +318,7 @@ impl ChunkTable {
         media.store_word(self.entry_offset(chunk), encode_owner(chunk, owner))
     }
 
-    /// Stores the wear count. Not durable yet.
+    /// Stores the wear count. It is not durable yet.
     pub(crate) fn set_wear(
         self,
         media: &dyn Media,
@@ -332,8 +328,8 @@ impl ChunkTable {
         media.store_word(self.entry_offset(chunk) + 8, encode_wear(chunk, count))
     }
 
-    /// Counts one more use of a chunk. A count that cannot be read starts anew: it is a hint, not a
-    /// fact to fail over.
+    /// Counts one more use of a chunk. An unreadable count restarts at zero, because it is only a
+    /// hint.
     pub(crate) fn count_use(self, media: &dyn Media, chunk: ChunkId) -> Result<(), MediaError> {
         let count = self.wear(media, chunk)?.unwrap_or(0);
         self.set_wear(media, chunk, count.saturating_add(1))
@@ -354,7 +350,7 @@ mod tests {
         Owner::Retired,
     ];
 
-    /// As it is defined: bit by bit, one byte after the other.
+    /// Definition of the CRC: bit by bit, one byte after the other.
     fn plain_check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
         let mut crc: u16 = 0xffff;
         for byte in low.to_le_bytes()[..6].iter().chain(&chunk.0.to_le_bytes()).chain(&[kind]) {

@@ -1,4 +1,4 @@
-//! Volume records, verified, and the rules for names.
+//! Verified volume records, and the rules for names.
 
 use foreshore_types::VolumeFormat;
 use thiserror::Error;
@@ -15,11 +15,11 @@ use crate::CHUNK_BYTES;
 use crate::btt::MIN_VOLUME_BYTES;
 use crate::pool::format::mirrored;
 
-/// A volume's name: 1 to 64 bytes that need no quoting in a flag or a shell.
+/// Name of a volume: 1 to 64 bytes that need no quoting in a flag or a shell.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct VolumeName(String);
 
-/// Why a text is not a name.
+/// Reason why a text is not a valid name.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum NameError {
@@ -30,7 +30,7 @@ pub enum NameError {
     /// A character that flags, shells or paths treat specially.
     #[error("the volume name {name:?} has {character:?} in it; use letters, digits and . _ -")]
     Character { name: String, character: char },
-    /// Something that looks like a flag or a hidden file.
+    /// The name looks like a flag or a hidden file.
     #[error(
         "the volume name {name:?} must not start with {character:?}; start with a letter, a digit or _"
     )]
@@ -40,7 +40,7 @@ pub enum NameError {
 }
 
 impl VolumeName {
-    /// The name as text.
+    /// Name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -75,7 +75,7 @@ impl std::str::FromStr for VolumeName {
     }
 }
 
-/// A whole record that still cannot be.
+/// Impossible field of a record with a correct checksum.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(crate) enum VolumeRecordError {
     #[error("it is the record of slot {0}")]
@@ -103,7 +103,7 @@ pub(crate) enum VolumeRecordError {
     Name(#[from] NameError),
 }
 
-/// A live volume, as its record says.
+/// Record of a live volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct VolumeRecord {
     pub(crate) sequence: u64,
@@ -112,24 +112,24 @@ pub(crate) struct VolumeRecord {
     pub(crate) uuid: Uuid,
     pub(crate) format: VolumeFormat,
     pub(crate) thin: bool,
-    /// A part of a volume that was split, as long as that is not finished.
+    /// Part of a split volume, until the split is finished.
     pub(crate) part: Option<Part>,
     pub(crate) chunks: u32,
     pub(crate) created_unix_s: u64,
 }
 
-/// What is still to be done for a part of a volume that was split.
+/// Unfinished work for a part of a split volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
-    /// Where the volume was. Its chunks behind the first part's are the other parts'.
+    /// Slot of the split volume. Its chunks behind the end of the first part belong to other parts.
     pub(crate) origin: Slot,
-    /// Where in it the part starts.
+    /// Index of the part's first chunk in the split volume.
     pub(crate) index: u32,
-    /// Its BTT is still to be written.
+    /// The BTT of the part is not written yet.
     pub(crate) is_unformatted: bool,
 }
 
-/// An empty slot's record, sealed.
+/// Sealed record of an empty slot.
 pub(crate) fn empty_record(slot: Slot, sequence: u64) -> VolumeRecordBytes {
     let mut bytes = VolumeRecordBytes::new_zeroed();
     bytes.magic = VOLUME_MAGIC;
@@ -145,7 +145,7 @@ impl VolumeRecord {
         u64::from(self.chunks) * CHUNK_BYTES
     }
 
-    /// The bytes, sealed.
+    /// Sealed bytes.
     pub(crate) fn to_bytes(&self) -> VolumeRecordBytes {
         let mut bytes = empty_record(self.slot, self.sequence);
         bytes.state = VOLUME_LIVE;
@@ -171,7 +171,7 @@ impl VolumeRecord {
         bytes
     }
 
-    /// Verifies a whole record. `None`: the slot is empty.
+    /// Verifies a record whose checksum is correct. Returns `None` for an empty slot.
     pub(crate) fn parse(
         slot: Slot,
         bytes: &VolumeRecordBytes,
@@ -180,7 +180,7 @@ impl VolumeRecord {
             return Err(VolumeRecordError::Slot(bytes.slot.get()));
         }
         match bytes.state {
-            // A volume whose record says so by mistake would be erased.
+            // The chunks of a volume whose record is wrongly marked as empty would be erased.
             VOLUME_EMPTY if describes_a_volume(bytes) => return Err(VolumeRecordError::NotEmpty),
             VOLUME_EMPTY => return Ok(None),
             VOLUME_LIVE => {}
@@ -229,8 +229,8 @@ impl VolumeRecord {
 
 const FLAGS_UNFORMATTED: u64 = VOLUME_FLAG_PART | VOLUME_FLAG_UNFORMATTED;
 
-/// Of which volume the record in `own` is a part. The first part has the volume's slot, and only
-/// that one.
+/// Part that the record in slot `own` describes. The first part, and only this one, has the slot of
+/// the split volume.
 fn parse_part(
     own: Slot,
     bytes: &VolumeRecordBytes,
@@ -252,7 +252,7 @@ fn no_part(bytes: &VolumeRecordBytes) -> Result<Option<Part>, VolumeRecordError>
     }
 }
 
-/// Has a record anything that an empty slot's does not have?
+/// Returns true if a record has data that an empty slot's record lacks.
 fn describes_a_volume(bytes: &VolumeRecordBytes) -> bool {
     let numbers = [bytes.flags, bytes.size_bytes, bytes.created_unix_s];
     let places = [bytes.origin_slot, bytes.origin_index];
@@ -343,7 +343,7 @@ mod tests {
             }),
             VolumeRecordError::Origin { slot: 1 << 16, index: 0 }
         );
-        // The first part is in the volume's own slot, and no other.
+        // Only the first part is in the slot of the split volume.
         let part_of = |slot: u32, index: u32| {
             let mut bytes = sample().to_bytes();
             bytes.flags.set(2);

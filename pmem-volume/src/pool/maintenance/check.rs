@@ -19,37 +19,36 @@ use crate::pool::volume::{Space, VolumeInfo, volume_extents};
 use crate::pool::{Pool, PoolError, bytes};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
-/// Chunks that are read in one go while nobody can change anything: some ten milliseconds.
+/// Chunks that are read at once with the state locked: some 10 ms.
 const LOCKED_CHUNKS: u32 = 32;
 
-/// How often a volume that is in use is looked at again when something seems to be wrong.
+/// Repeated checks of a volume in use if a check reports defects.
 const LOOKS_AGAIN: u32 = 3;
 
-/// What a check found.
+/// Result of a check.
 #[derive(Debug, Serialize)]
 pub struct CheckReport {
-    /// About the pool itself.
+    /// Findings about the pool itself.
     pub pool: Vec<Finding>,
-    /// About each volume.
+    /// Results for each volume.
     pub volumes: Vec<VolumeCheck>,
-    /// Of so much of the pool nobody can say whose it is: of a volume whose record is lost, for
-    /// instance.
+    /// Bytes with an unknown owner, for example those of a volume whose record is lost.
     pub damaged_bytes: u64,
 }
 
-/// What a check found in a volume.
+/// Result of the check of a volume.
 #[derive(Debug, Serialize)]
 pub struct VolumeCheck {
-    /// The volume.
+    /// Name of the volume.
     pub name: String,
-    /// Its BTT, if it has one that could be looked at.
+    /// Report on its BTT, if it has one that could be checked.
     pub btt: Option<btt::Report>,
-    /// Why it could not be looked at.
+    /// Reason why the volume could not be checked.
     pub unusable: Option<String>,
 }
 
 impl CheckReport {
-    /// Is everything as it should be, apart from what a crash leaves behind by design?
+    /// Returns true if nothing is wrong, apart from expected leftovers of a crash.
     pub fn is_clean(&self) -> bool {
         self.pool.iter().all(|finding| finding.severity() == Severity::Note)
             && self
@@ -58,7 +57,7 @@ impl CheckReport {
                 .all(|v| v.unusable.is_none() && v.btt.as_ref().is_none_or(btt::Report::is_clean))
     }
 
-    /// How many things are damaged.
+    /// Number of defects.
     pub fn damaged(&self) -> u64 {
         let pool = self.pool.iter().filter(|finding| finding.severity() > Severity::Note).count();
         let of_volume = |volume: &VolumeCheck| match (&volume.btt, &volume.unusable) {
@@ -69,7 +68,8 @@ impl CheckReport {
         pool as u64 + self.volumes.iter().map(of_volume).sum::<u64>()
     }
 
-    /// How much waits to be erased, if nobody has the pool: what somebody has lent does not wait.
+    /// Bytes that wait to be erased if the pool is not in use. Memory lent by another process does
+    /// not wait.
     pub fn waiting_bytes(&self) -> u64 {
         let waiting = |finding: &Finding| match finding {
             Finding::StillLent { chunks }
@@ -81,7 +81,7 @@ impl CheckReport {
     }
 }
 
-/// Free space and volumes that are checked one after the other, as one task.
+/// Progress of a check of free space and volumes, one after the other, as one task.
 pub(in crate::pool) struct Checking<'a> {
     done_bytes: u64,
     total_bytes: u64,
@@ -89,7 +89,7 @@ pub(in crate::pool) struct Checking<'a> {
 }
 
 impl<'a> Checking<'a> {
-    /// `free_bytes`: how much free space is checked before the volumes.
+    /// `free_bytes` is the size of the free space that is checked before the volumes.
     pub(in crate::pool) fn new(
         free_bytes: u64,
         volumes: &[VolumeInfo],
@@ -99,7 +99,7 @@ impl<'a> Checking<'a> {
         Self { done_bytes: 0, total_bytes, progress }
     }
 
-    /// Lets the next volume be checked, by somebody who says up to where it is.
+    /// Checks the next volume. `check` reports the position that it has reached.
     pub(in crate::pool) fn volume<T>(
         &mut self,
         info: &VolumeInfo,
@@ -108,7 +108,7 @@ impl<'a> Checking<'a> {
         self.part(info.size_bytes, check)
     }
 
-    /// The same with the next so many bytes.
+    /// Checks the next `size_bytes`, like [`Self::volume`].
     pub(in crate::pool) fn part<T>(
         &mut self,
         size_bytes: u64,
@@ -128,13 +128,13 @@ impl<'a> Checking<'a> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Checks tables, volumes, and that free chunks read as zeros. What was found and put right at
-    /// open is not reported again; open the pool for reading to see the media as it was left.
+    /// Checks tables and volumes, and that free chunks read as zeros. Findings that open has
+    /// corrected are not reported again. Open the pool for reading to see the media as it was left.
     pub fn check(self: &Arc<Self>) -> Result<CheckReport, PoolError> {
         self.check_with(&mut unheard)
     }
 
-    /// The same; `progress` hears how far free space and volumes are checked.
+    /// Like [`Pool::check`], and reports the progress of free space and volumes to `progress`.
     pub fn check_with(
         self: &Arc<Self>,
         progress: OnProgress<'_>,
@@ -145,8 +145,8 @@ impl<M: Media> Pool<M> {
             // Nothing changes while the state is locked.
             let state = self.lock_state();
             if self.mode != crate::pool::OpenMode::ReadWrite {
-                // Superblocks and log were looked at when the pool was opened, and nobody has
-                // changed them since.
+                // Superblocks and log were examined when the pool was opened, and have not changed
+                // since.
                 pool.extend(state.findings.iter().filter(|f| is_of_open(f)).cloned());
             }
             let log = redo_log::read(self.media(), &self.superblock)?;
@@ -155,7 +155,7 @@ impl<M: Media> Pool<M> {
             let mut found = scan.findings;
             free = scan.free;
             if self.mode == crate::pool::OpenMode::ReadWrite {
-                // Memory that this process has lent is as it should be.
+                // Memory that this process has lent is not a finding.
                 found.retain(|f| {
                     !matches!(f, Finding::StillLent { .. } | Finding::Unscrubbed { .. })
                 });
@@ -163,7 +163,7 @@ impl<M: Media> Pool<M> {
             pool.append(&mut found);
         }
         if self.mode == crate::pool::OpenMode::Peek {
-            // Somebody else may have got and written them by the time that they are read.
+            // Another process may have allocated and written these chunks before they are read.
             free.clear();
         }
         let volumes = self.volumes();
@@ -175,8 +175,8 @@ impl<M: Media> Pool<M> {
         Ok(CheckReport { damaged_bytes: self.info().damaged_bytes, pool, volumes })
     }
 
-    /// Checks one volume's BTT; `progress` hears how far it is. `None`: a raw volume has nothing to
-    /// check.
+    /// Checks the BTT of one volume, and reports the progress to `progress`. Returns `None` for a
+    /// raw volume, which has nothing to check.
     pub fn check_volume_with(
         self: &Arc<Self>,
         name: &str,
@@ -188,7 +188,7 @@ impl<M: Media> Pool<M> {
             .volume(&info, |reached| volume.check_btt_with(reached)))
     }
 
-    /// Free chunks that do not read as zeros.
+    /// Finds free chunks that do not read as zeros.
     fn check_free(
         &self,
         free: &[Run],
@@ -208,8 +208,8 @@ impl<M: Media> Pool<M> {
         Ok(found.into_list())
     }
 
-    /// Looks at what is left of a run that was free. As long as the state is locked, nobody gets
-    /// any of it; so that is never long.
+    /// Checks the chunks of a run that are still free. The locked state prevents their allocation,
+    /// so it is locked only for short periods.
     fn look_while_free(
         &self,
         run: Run,
@@ -233,8 +233,8 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// A volume that somebody in this process has open, and may write meanwhile: what is found
-    /// every time counts.
+    /// Checks a volume that is open in this process and may be written meanwhile. Only findings
+    /// that occur every time count.
     fn check_in_use(
         &self,
         name: &str,
@@ -273,10 +273,10 @@ impl<M: Media> Pool<M> {
         };
         let (btt, unusable) = match result {
             Ok(btt) => (btt, None),
-            // What is not there yet is no damage; the pool's findings have it.
+            // An unfinished part is not damaged, and is among the findings of the pool.
             Err(PoolError::VolumeUnfinished { .. }) => (None, None),
             Err(PoolError::Media(error)) => (None, Some(foreshore_types::chain(&error))),
-            // Who checks knows the rest.
+            // The caller knows the rest of the error.
             Err(PoolError::VolumeUnusable { reason, .. }) => (None, Some(reason)),
             Err(error) => (None, Some(foreshore_types::chain(&error))),
         };

@@ -1,5 +1,5 @@
-//! Giving up a volume that lacks chunks. Nothing says where they are, so a pool with such a volume
-//! opens for reading only; whoever can do without the rest of the volume gets the pool back.
+//! Giving up a volume that lacks chunks. The missing chunks are unknown, so a pool with such a
+//! volume opens for reading only. Giving up the rest of the volume makes the pool usable again.
 
 use std::collections::BTreeMap;
 
@@ -14,14 +14,15 @@ use crate::pool::redo_log::{self, LogState, Redone};
 use crate::pool::scan::{Scan, VolumeEntry, scan};
 use crate::pool::{PoolError, Run};
 
-/// Deletes a volume that lacks chunks; a dry run only says so, and what it would store over what is
-/// `planned` already. None: the log is damaged, and may hold the volume's record.
+/// Deletes a volume that lacks chunks. A dry run only returns the change, and sees `planned` words
+/// as if they were stored. Returns `None` if the log is damaged, because it may contain the
+/// volume's record.
 ///
-/// 1. A committed transaction is redone, as an open would do it.
-/// 2. What is free becomes *scrub*, persist: any of it may be a chunk that the volume lacks, and
-///    reads as zeros no more. A crash leaves the volume as it is, and the pool still refused.
-/// 3. The record, empty: from here on what the volume has is left over, and opening the pool puts
-///    that away.
+/// 1. Redo a committed transaction, as open would.
+/// 2. Mark free chunks as *scrub*; persist. Any of them may be a missing chunk of the volume and
+///    not read as zeros. A crash leaves the volume, and open still refuses the pool.
+/// 3. Write an empty record. The volume's chunks are leftovers from here on, and open marks them
+///    for erasing.
 pub(in crate::pool) fn give_up(
     media: &dyn Media,
     superblock: &Superblock,
@@ -67,7 +68,7 @@ pub(in crate::pool) fn give_up(
     Ok(Some(Mending { what, words: changed }))
 }
 
-/// The volume of that name that lacks chunks.
+/// Finds a volume with this name that lacks chunks.
 fn lacking<'a>(seen: &'a Scan, name: &str) -> Result<(Slot, &'a VolumeEntry), PoolError> {
     let mut named =
         seen.volumes.iter().filter(|(_, volume)| volume.record.name.as_str() == name).peekable();
@@ -75,15 +76,15 @@ fn lacking<'a>(seen: &'a Scan, name: &str) -> Result<(Slot, &'a VolumeEntry), Po
         let known = seen.volumes.values().map(|volume| volume.record.name.to_string()).collect();
         return Err(PoolError::NoSuchVolume { name: name.to_owned(), known });
     }
-    // A thin one may lack chunks and be whole.
+    // A thin volume may lack chunks and be whole.
     let lacks =
         |volume: &VolumeEntry| !volume.record.thin && volume.allocated() < volume.record.chunks;
     let found = named.find(|(_, volume)| lacks(volume)).map(|(slot, volume)| (*slot, volume));
     found.ok_or_else(|| PoolError::VolumeLacksNothing { name: name.to_owned() })
 }
 
-/// The copies in the order in which they are written: while the one that counts is, the other must
-/// be whole already.
+/// Returns the copies in the order of writing. The copy that counts is written last, when the other
+/// one is whole.
 fn whole_one_last(media: &dyn Media, offsets: [u64; 2]) -> Result<[u64; 2], MediaError> {
     let [first, second] = offsets;
     Ok(match mirrored::read::<VolumeRecordBytes>(media, offsets)? {

@@ -1,5 +1,5 @@
-//! Do free chunks read as zeros? Whoever gets one next relies on it, and must not read what
-//! somebody else has left.
+//! Check that free chunks read as zeros. Their next owner relies on it, and must not read data of
+//! an earlier owner.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
 use crate::pool::format::chunk::{ChunkId, Run};
 
-/// What is read in one go.
+/// Bytes per read.
 const READ_BYTES: u64 = 256 << 10;
 
-/// Looks for content where none should be.
+/// Finds data in free chunks.
 pub(in crate::pool) struct ContentFinder {
     zeros: Vec<u8>,
     bytes: Vec<u8>,
@@ -22,8 +22,8 @@ impl ContentFinder {
         Self { bytes: zeros.clone(), zeros }
     }
 
-    /// Reads a run of chunks, but for its holes, and names those that hold something. `reached`
-    /// hears how many bytes of the run were looked at.
+    /// Reads a run of chunks except for its holes, and passes each chunk with data to `found`.
+    /// Passes the number of examined bytes of the run to `reached`.
     pub(in crate::pool) fn look(
         &mut self,
         media: &dyn Media,
@@ -44,7 +44,7 @@ impl ContentFinder {
             if !is_zero {
                 found(chunk);
             }
-            // One byte is enough to know.
+            // A single nonzero byte is sufficient.
             at = if is_zero { piece_end } else { chunk_end };
             reached(at - start);
         }
@@ -59,7 +59,7 @@ mod tests {
     use crate::media::MemoryMedia;
     use crate::media::simulator::Simulator;
 
-    /// What is found in a run of all but the first chunk, and up to where that was heard.
+    /// Chunks found in a run of all chunks but the first, and the reported positions.
     fn found(media: &dyn Media) -> (Vec<u32>, Vec<u64>) {
         let run = Run { start: ChunkId(1), chunks: (media.len_bytes() / CHUNK_BYTES) as u32 - 1 };
         let (mut found, mut heard) = (vec![], vec![]);
@@ -78,7 +78,7 @@ mod tests {
         for media in media {
             assert_eq!(found(media.as_ref()).0, [0; 0]);
             let put = |at: u64| media.store_word(at, 1 << 56).unwrap();
-            // Chunk 0 is not asked about.
+            // Chunk 0 is not part of the run.
             let places = [
                 0,
                 CHUNK_BYTES,

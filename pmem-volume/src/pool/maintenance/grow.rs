@@ -1,5 +1,4 @@
-//! Growing a pool: its file becomes longer, or it takes more of its device, and its chunk table
-//! with it.
+//! Growth of a pool: a longer file or more of its device, and a larger chunk table.
 
 use std::io;
 use std::ops::Range;
@@ -19,15 +18,15 @@ use crate::progress::{OnProgress, unheard};
 use foreshore_types::size::Size;
 
 impl Pool {
-    /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated, unless
-    /// it is thin. If there is no room, nothing has changed.
+    /// Enlarges a pool that is not in use, and opens it. On a disk, all blocks are allocated,
+    /// unless the pool is thin. Nothing changes if there is not enough space.
     pub fn grow(path: &Path, size_bytes: u64) -> Result<Arc<Pool>, PoolError> {
         Self::grow_with(path, Some(size_bytes), false, &mut unheard)
     }
 
-    /// The same; without a size, to all of its device. What seems to lie behind the pool on a
-    /// device is erased with `force` only. `progress` hears how the file gets its blocks, or
-    /// how what is new of a device is erased.
+    /// Like [`Pool::grow`]. Without a size, the pool takes all of its device. Data behind the pool
+    /// on a device is erased only with `force`. `progress` receives the progress of allocating the
+    /// file or erasing the device.
     pub fn grow_with(
         path: &Path,
         size_bytes: Option<u64>,
@@ -55,7 +54,7 @@ impl Pool {
             new_table(&pool.superblock, &new).map_or(Ok(()), |range| grown.reserve(&range))?;
             Ok(grown)
         };
-        // The lock stays: both media have the same open file.
+        // The lock is kept, because both media share the open file.
         let grown =
             carry_out(media, &pool.superblock, &new, lengthen).map_err(
                 |failure| match failure {
@@ -72,7 +71,7 @@ impl Pool {
         Self::from_media(path.to_owned(), OpenMode::ReadWrite, grown, new, vec![])
     }
 
-    /// The size that was asked for, or that of the device.
+    /// Requested size, or that of the device.
     fn wanted_bytes(&self, size_bytes: Option<u64>) -> Result<u64, PoolError> {
         match size_bytes {
             Some(bytes) => Ok(bytes),
@@ -91,8 +90,7 @@ impl Pool {
         }
     }
 
-    /// What the pool is to get may be somebody's: a partition that was made larger over another
-    /// one, for instance.
+    /// Refuses to take a range with data, for example if a partition was enlarged over another one.
     fn refuse_foreign(&self, range: Range<u64>) -> Result<(), PoolError> {
         let failed = |source| PoolError::File {
             path: self.path.clone(),
@@ -117,19 +115,19 @@ impl Pool {
     }
 }
 
-/// The chunks of the table that a pool gets in new ones, if it gets one.
+/// Chunks of a new table in the new part of the pool, if the table moves.
 fn new_table(old: &Superblock, new: &Superblock) -> Option<Range<u64>> {
     let start = new.chunk_table_offset;
     (start != old.chunk_table_offset).then(|| start..new.chunk_table_end_chunk() * CHUNK_BYTES)
 }
 
-/// Why a pool did not grow.
+/// Reason why a pool did not grow.
 #[derive(Debug)]
 pub(in crate::pool) enum Failure {
-    /// The file could not be made longer, or the rest of the device not erased. The pool is as it
-    /// was.
+    /// The file could not be lengthened, or the rest of the device not erased. The pool is
+    /// unchanged.
     NoRoom(io::Error),
-    /// The media failed. The next open finds the old size or the new one.
+    /// The media failed. The next open finds either size.
     Media(MediaError),
 }
 
@@ -141,12 +139,12 @@ impl From<MediaError> for Failure {
 
 /// Grows a pool, and returns its media with the new length.
 ///
-/// 1. The superblock says how long the file will be: from here on, a longer file is no riddle.
-/// 2. The file gets its length, or the device zeros where the new chunks will be, durably.
-/// 3. Table entries of the new chunks, behind the old ones or in a new table; persist.
-/// 4. The superblock, with the new size and table: from here on the pool is larger.
+/// 1. Announce the future file size in the superblock. A longer file is expected from here on.
+/// 2. Lengthen the file, or erase the device where the new chunks will be, durably.
+/// 3. Store table entries of the new chunks, behind the old ones or in a new table; persist.
+/// 4. Write the superblock with the new size and table. The pool is larger from here on.
 ///
-/// An old table's chunks are marked to be erased in the new one. Opening the pool does that.
+/// The chunks of an old table are leftovers in the new one. The next open marks them for erasing.
 pub(in crate::pool) fn carry_out<M: Media>(
     media: &M,
     old: &Superblock,
@@ -157,7 +155,7 @@ pub(in crate::pool) fn carry_out<M: Media>(
     let grown = match lengthen(media) {
         Ok(grown) => grown,
         Err(error) => {
-            // Should this fail too, the next open does it.
+            // If this fails too, the next open does it.
             withdraw(media, old)?;
             return Err(Failure::NoRoom(error));
         }
@@ -167,8 +165,8 @@ pub(in crate::pool) fn carry_out<M: Media>(
     Ok(grown)
 }
 
-/// The superblock of a pool that has grown: its table stays where it is if its chunks have room for
-/// the new entries, and else goes to the first new chunks.
+/// Superblock of the grown pool. The table stays in place if its chunks have space for the new
+/// entries. Otherwise it moves to the first new chunks.
 pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, PoolError> {
     let refuse = |rule: String| Err(PoolError::Size { what: "pool size", value: size_bytes, rule });
     let old_bytes = old.size_bytes();
@@ -188,7 +186,7 @@ pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superbl
         ));
     }
     let chunks = (size_bytes / CHUNK_BYTES) as u32;
-    // Two updates: what is announced, and what is published.
+    // Two updates: announcement and new size.
     let grown = Superblock {
         sequence: old.sequence.wrapping_add(2),
         chunks,
@@ -221,8 +219,8 @@ pub(in crate::pool) fn announce(
     rewrite(media, &Superblock { sequence, growing_to_bytes: new.size_bytes(), ..old.clone() })
 }
 
-/// Step 3. Nothing of it counts before the superblock names it: entries lie behind the table's old
-/// end, or in chunks that the pool did not have.
+/// Step 3. The entries have no effect before the superblock refers to them: they are behind the
+/// table's old end, or in chunks that the pool did not have.
 pub(in crate::pool) fn write_table(
     media: &dyn Media,
     old: &Superblock,

@@ -1,9 +1,8 @@
-//! Mending a pool that does not open, or opens with damage, as far as the media itself says what
-//! was there.
+//! Repair of a pool that does not open, or opens with damage, from information on its media.
 //!
-//! Three sources count: the other copy of a record; a word that passes its checksum once a single
-//! bit is turned back, which the checksum makes unique; and what is left over when everything else
-//! is accounted for. What none of them explains stays as it is.
+//! There are three sources: the other copy of a record, a word that passes its checksum after one
+//! bit is flipped (the checksum makes the result unique), and elimination after all other chunks
+//! are accounted for. Damage that none of them explains stays as it is.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -32,24 +31,24 @@ use crate::pool::volume::{Space, Volume};
 use crate::pool::{OpenMode, Pool, PoolError};
 use crate::progress::{OnProgress, unheard};
 
-/// What a repair did, or would do.
+/// Changes of a repair or of a dry run.
 #[derive(Debug, Default, Serialize)]
 pub struct RepairReport {
-    /// What was damaged or left behind and is in order now, or would be.
+    /// Repaired damage, and leftovers of a crash.
     pub mended: Vec<String>,
-    /// What stays as it is, because the media does not say what was there.
+    /// Remaining damage, which the media does not explain.
     pub left: Vec<String>,
-    /// Volumes that lack chunks for no known reason. A repair gives up those that the caller names.
+    /// Volumes that lack chunks for an unknown reason. A repair gives up only the volume that the
+    /// caller names.
     #[serde(skip)]
     pub incomplete_volumes: Vec<String>,
 }
 
-/// Owner words that are mended one by one. So many damaged ones are no accident of single words but
-/// the loss of a part of the table, or a pool made to look so, which must not take more memory than
-/// this.
+/// Largest number of damaged owner words that are repaired. More of them mean that a part of the
+/// table is lost, or that the pool is crafted, and must not use more memory.
 const MAX_MENDED_OWNERS: usize = 1 << 16;
 
-/// One thing that can be mended by storing words.
+/// One repair, as words to store.
 #[derive(Debug)]
 pub(in crate::pool) struct Mending {
     pub(in crate::pool) what: String,
@@ -57,7 +56,7 @@ pub(in crate::pool) struct Mending {
 }
 
 impl Mending {
-    /// Durable at return.
+    /// Stores the words. They are durable at return.
     pub(in crate::pool) fn store(&self, media: &dyn Media) -> Result<(), MediaError> {
         for (at, word) in &self.words {
             media.store_word(*at, *word)?;
@@ -68,16 +67,15 @@ impl Mending {
 }
 
 impl Pool {
-    /// Mends a pool that nobody uses: what opening it puts right, what this module's sources
-    /// explain, and info blocks of BTTs from their copies. `dry_run`: only says so, and changes
-    /// nothing.
+    /// Repairs a pool that is not in use: everything that opening corrects, damage that the sources
+    /// of this module explain, and info blocks of BTTs. A dry run only reports the changes.
     pub fn repair(path: &Path, dry_run: bool) -> Result<RepairReport, PoolError> {
         Self::repair_with(path, dry_run, None, &mut unheard)
     }
 
-    /// The same; a volume that lacks chunks and is named is given up: it is deleted, and whatever
-    /// is free is erased again. `progress` hears how far free space is checked, how what waited
-    /// is erased, and how far the volumes are checked.
+    /// Like [`Pool::repair`]. Deletes the volume `give_up`, which must lack chunks, and erases all
+    /// free chunks again. `progress` receives the progress of checking free space, erasing waiting
+    /// chunks and checking volumes.
     pub fn repair_with(
         path: &Path,
         dry_run: bool,
@@ -97,7 +95,7 @@ impl Pool {
         if !dry_run {
             make_durable(&media, &superblock)?;
         }
-        // Even with a damaged log: no transaction stores into superblocks.
+        // Done even with a damaged log, because no transaction stores into superblocks.
         if let Some(merged) = &merged {
             let mending = mend_superblocks(&media, merged)?;
             if !dry_run {
@@ -131,7 +129,7 @@ impl Pool {
         Ok(report)
     }
 
-    /// What remains once the tables are in order: what opening put right, and the volumes.
+    /// Reports the corrections by open, and repairs the volumes, after the tables are repaired.
     fn finish_repair(
         self: &Arc<Self>,
         dry_run: bool,
@@ -161,8 +159,7 @@ impl Pool {
         Ok(())
     }
 
-    /// What a BTT says of itself: info blocks from their copies, and what follows from map and
-    /// flog.
+    /// Repairs a BTT: info blocks from their copies, and conclusions from map and flog.
     fn mend_btt(
         &self,
         volume: &Volume,
@@ -184,8 +181,8 @@ impl Pool {
     }
 }
 
-/// What the pool is, by its superblocks, or, with the third, by what both of them make together. A
-/// dry run refuses what a repair refuses.
+/// Chooses the superblock. The third value is the combination of both copies if neither is whole. A
+/// dry run refuses the same pools as a repair.
 fn judge_for_repair(
     path: &Path,
     opened: &Opened,
@@ -214,7 +211,7 @@ impl RepairReport {
         self.left.push(text);
     }
 
-    /// What was repaired in a BTT, and what is left of it.
+    /// Adds the repairs and the remaining damage of a BTT.
     pub fn add_btt(&mut self, prefix: &str, repair: &btt::Repair) {
         let say =
             |arena: usize, text: &dyn std::fmt::Display| format!("{prefix}arena {arena}: {text}");
@@ -229,7 +226,7 @@ impl RepairReport {
     }
 }
 
-/// Mends the tables, and gives up a volume. Returns the words that a dry run would have stored.
+/// Repairs the tables, and gives up a volume. Returns the words that a dry run would have stored.
 pub(in crate::pool) fn mend_tables(
     media: &dyn Media,
     superblock: &Superblock,
@@ -252,7 +249,7 @@ pub(in crate::pool) fn mend_tables(
         super::discard_damaged::give_up(media, superblock, name, &planned, dry_run)?
     {
         keep(given_up, &mut planned);
-        // Without its gaps, words may be explained that were not.
+        // Without the gaps of this volume, further words may be explained.
         let rest = match dry_run {
             true => mend(&Redone::with(media, &planned), superblock, true)?,
             false => mend(media, superblock, false)?,
@@ -262,13 +259,13 @@ pub(in crate::pool) fn mend_tables(
     Ok(planned)
 }
 
-/// Does opening the pool for writing put it right?
+/// Returns true if opening the pool for writing corrects the finding.
 fn opening_mends(finding: &Finding) -> bool {
     finding.severity() != Severity::Fatal && !matches!(finding, Finding::NotErased { .. })
 }
 
-/// Finds out what can be mended, and, unless it is a dry run, stores it durably. Every word becomes
-/// what it should have been, so a crash in between leaves less to do.
+/// Determines the repairs, and stores them durably unless it is a dry run. Every stored word is
+/// final, so a crash leaves less to repair.
 pub(in crate::pool) fn mend(
     media: &dyn Media,
     superblock: &Superblock,
@@ -279,20 +276,20 @@ pub(in crate::pool) fn mend(
         true => redo_log::read(media, superblock)?,
         false => LogState::Empty,
     };
-    // It may have been committed. Then a record that it stores may reach chunks that look like
-    // nobody's without it.
+    // The transaction may have been committed. Its records may then own chunks that look unused
+    // without it.
     if matches!(log, LogState::Damaged(_)) {
         return Ok(vec![]);
     }
     let mut words = log.words();
     mendings.extend(mend_records(&Redone::with(media, &words), superblock)?);
     words.extend(mendings.iter().flat_map(|mending| mending.words.clone()));
-    // With the records mended, as far as they can be, chunks are seen as theirs.
+    // The repaired records determine the owners of chunks.
     let view = Redone::with(media, &words);
     let seen = scan(&view, superblock)?;
     mendings.extend(mend_owners(&view, superblock, &seen)?);
     if !dry_run {
-        // A committed transaction first: open would redo it over what is mended.
+        // Redo a committed transaction first. Otherwise open would redo it over the repaired words.
         if let (LogState::Committed(entries), false) = (&log, mendings.is_empty()) {
             redo_log::replay(media, superblock, entries)?;
         }
@@ -303,9 +300,9 @@ pub(in crate::pool) fn mend(
     Ok(mendings)
 }
 
-/// A log without a transaction whose magic or commit word has one wrong bit. A transaction that may
-/// have been committed is not touched: it may be an old one, and redoing that would undo what came
-/// after it.
+/// Repairs a log without a transaction if its magic or commit word has one wrong bit. A transaction
+/// that may have been committed is kept as it is: it may be an old one, and redoing it would undo
+/// later changes.
 fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
     let (magic_at, commit_at) = redo_log::magic_and_commit(superblock);
     if !matches!(redo_log::read(media, superblock)?, LogState::Damaged(_)) {
@@ -324,7 +321,7 @@ fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, 
     Ok(vec![Mending { what: "one bit of the empty log's head is wrong".to_owned(), words }])
 }
 
-/// Superblocks of which both copies are damaged, each in other words.
+/// Repairs superblocks if both copies are damaged, in different words.
 pub(in crate::pool) fn mend_superblocks(
     media: &dyn Media,
     merged: &SuperblockBytes,
@@ -333,9 +330,9 @@ pub(in crate::pool) fn mend_superblocks(
     mend_copies(media, SUPERBLOCK_OFFSETS, merged, what)
 }
 
-/// Both copies of a record become what they make together. Only wrong words are stored, each by one
-/// store that cannot tear: whichever of them a crash keeps, the two differ in fewer words, or in no
-/// more, and still make the same record.
+/// Replaces both copies of a record by their combination. Only wrong words are stored, and each
+/// store cannot tear. With any subset of them after a crash, the copies differ in no more words
+/// than before, and still combine to the same record.
 fn mend_copies<T: Mirrored>(
     media: &dyn Media,
     offsets: [u64; 2],
@@ -347,7 +344,7 @@ fn mend_copies<T: Mirrored>(
     Ok(Mending { what, words })
 }
 
-/// Volume records of which both copies are damaged, each in other words.
+/// Repairs volume records if both copies are damaged, in different words.
 fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
     let mut mendings = Vec::new();
     for slot in superblock.slots() {
@@ -369,10 +366,9 @@ fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mendin
     Ok(mendings)
 }
 
-/// Owner words. What belongs to a volume is never taken for nobody's: as long as a gap is left, or
-/// there may be one that is not seen, only words that fill gaps are believed. The others stay
-/// damaged, and open refuses the pool and erases nothing. And where very many words are damaged,
-/// nothing is made of any.
+/// Repairs owner words. A chunk of a volume is never treated as unused: while a gap is left or may
+/// be hidden, only words that fill gaps are trusted. The others stay damaged, so open refuses the
+/// pool and erases nothing. If very many words are damaged, none is repaired.
 pub(in crate::pool) fn mend_owners(
     media: &dyn Media,
     superblock: &Superblock,
@@ -413,15 +409,15 @@ pub(in crate::pool) fn mend_owners(
     for chunk in own {
         mended(chunk, Owner::Metadata, "the superblock says whose it is");
     }
-    // 1. Gaps that one chunk alone claims. A crash after some of them leaves the others as they
-    //    were.
+    // 1. Gaps that a single chunk claims. If a crash keeps only some of these words, the others
+    //    stay as they were.
     let mut gaps = Gaps::of(seen);
     for ((slot, index), chunk) in sole_claims(&bad, &gaps) {
         mended(chunk, Owner::Volume { slot, index }, "one bit turned back makes it whole");
         gaps.fill(slot, index);
         bad.remove(&chunk);
     }
-    // 2. What is left over when everything else is accounted for.
+    // 2. Chunks that remain after all others are accounted for.
     let mut rest = bad.into_iter();
     match (is_accounted(seen), gaps.count()) {
         (true, 0) => {
@@ -442,8 +438,7 @@ pub(in crate::pool) fn mend_owners(
     Ok(mendings)
 }
 
-/// Are all chunks known that volumes should have? A record that is lost, or a thin volume, may have
-/// any chunk.
+/// Returns true if no gap can be hidden. A lost record or a thin volume may own any chunk.
 fn is_accounted(seen: &Scan) -> bool {
     let hides_chunks = |finding: &Finding| {
         matches!(
@@ -457,20 +452,20 @@ fn is_accounted(seen: &Scan) -> bool {
         && !seen.findings.iter().any(hides_chunks)
 }
 
-/// Whose a chunk is that no volume can lack, by what its word says with one bit turned back.
+/// Owner of a damaged chunk if no volume has a gap. `says` is its word after one bit is flipped.
 fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
     match says {
-        // A volume that has the index already, or does not reach so far.
+        // The volume already has the index, or ends before it.
         Some(Owner::Volume { .. }) | None => {
             (Owner::Scrub, "no volume lacks a chunk, so it is nobody's")
         }
-        // Erased once more: nothing says that it was erased.
+        // Erased again, because the erasure is unproven.
         Some(Owner::Free) => (Owner::Scrub, "one bit turned back makes it free"),
         Some(owner) => (owner, "one bit turned back makes it whole"),
     }
 }
 
-/// Missing indexes that exactly one of the chunks claims.
+/// Missing indexes that exactly one chunk claims.
 fn sole_claims(
     bad: &BTreeMap<ChunkId, Option<Owner>>,
     gaps: &Gaps,
@@ -487,7 +482,8 @@ fn sole_claims(
     claims.into_iter().map(|(gap, chunks)| (gap, chunks[0])).collect()
 }
 
-/// Indexes that volumes lack. Ranges, because a record may say any number of chunks.
+/// Indexes that volumes lack, as ranges, because an untrusted record may claim any number of
+/// chunks.
 struct Gaps {
     ranges: BTreeMap<Slot, Vec<Range<u32>>>,
     filled: BTreeSet<(Slot, u32)>,
@@ -513,7 +509,7 @@ impl Gaps {
             && !self.filled.contains(&(slot, index))
     }
 
-    /// It was a gap.
+    /// Marks a gap as filled.
     fn fill(&mut self, slot: Slot, index: u32) {
         assert!(self.contains(slot, index), "{slot:?} does not lack {index}");
         self.filled.insert((slot, index));
@@ -529,7 +525,7 @@ impl Gaps {
     }
 }
 
-/// What lies between the chunks that a volume has. They are sorted, and each index is there once.
+/// Gaps between the chunks of a volume, which are sorted with unique indexes.
 fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
     let mut ranges = Vec::new();
     let mut next = 0;
@@ -542,8 +538,8 @@ fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
     ranges
 }
 
-/// Free chunks with content: they are to be erased, unless they may be what a volume lacks. Then,
-/// and as long as it cannot be told, they stay as they are, and are what is returned besides.
+/// Marks free chunks with data for erasing. Chunks that may belong to a volume with a gap stay as
+/// they are, and are returned as findings.
 pub(in crate::pool) fn mend_free(
     media: &dyn Media,
     superblock: &Superblock,
@@ -581,15 +577,14 @@ pub(in crate::pool) fn mend_free(
     Ok((Some(Mending { what, words }), vec![]))
 }
 
-/// Where an owner word lies, and what it is to be.
+/// Offset and new value of an owner word.
 fn owner_word(superblock: &Superblock, chunk: ChunkId, owner: Owner) -> (u64, u64) {
     let at = ChunkTable::new(superblock).byte_range(Run { start: chunk, chunks: 1 }).start;
     (at, encode_owner(chunk, owner))
 }
 
-/// What a word says when one bit of it is turned back. The checksum tells any two such words apart.
-/// Zeros and ones are what lost words read as, and nothing that one bit made of them: for some
-/// chunks a whole word is that close.
+/// Owner word after one bit is flipped. The checksum makes the result unique. Zeros and ones are
+/// excluded, because lost words read as these, and for some chunks a valid word is one bit away.
 pub(in crate::pool) fn turned_back(chunk: ChunkId, word: u64) -> Option<Owner> {
     if word == 0 || word == !0 {
         return None;

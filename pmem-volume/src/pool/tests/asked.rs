@@ -1,5 +1,5 @@
-//! What the engine asks of media of each class when it writes a sector: where stores are durable by
-//! themselves, as far as they ever are, nothing by name; elsewhere each of them before the next
+//! Calls of the engine to media of each class when it writes a sector. If stores are durable by
+//! themselves, or never, it names no ranges. On other media it persists each store before the next
 //! step.
 
 use std::ops::Range;
@@ -16,18 +16,18 @@ use crate::media::{MediaError, Place, coalesce};
 
 const CLASSES: [Durability; 3] = [Durability::DaxSync, Durability::PageCache, Durability::Volatile];
 
-/// What was asked since somebody looked.
+/// Calls since the last reset.
 #[derive(Default)]
 struct Asked {
-    /// How many ranges each persist has named.
+    /// Number of ranges of each persist.
     named: Vec<usize>,
-    /// Stored, and not persisted.
+    /// Stored, but not persisted.
     stored: Vec<Range<u64>>,
-    /// Stored before a persist that left it out.
+    /// Stored before a persist that did not include it.
     left_out: Vec<Range<u64>>,
 }
 
-/// A file that passes for one of a class.
+/// File that reports `class` as its durability.
 struct OfClass {
     file: FileMedia,
     class: Durability,
@@ -89,7 +89,7 @@ impl Media for OfClass {
     }
 }
 
-/// Writes to media that pass for `said`, and judges what was asked of them as if they were `class`.
+/// Writes to media that report `said`, and judges the calls by the needs of `class`.
 fn judge(class: Durability, said: Durability) -> Result<(), String> {
     let fixture = Fixture::new();
     fixture
@@ -105,8 +105,8 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
         *asked.lock().unwrap() = Asked::default();
         engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
         let Asked { named, stored, left_out } = std::mem::take(&mut *asked.lock().unwrap());
-        // 1. First halves of the log and data; 2. second halves. What the map gets then, the next
-        //    exchange persists.
+        // 1. First halves of the log and data; 2. second halves. The next exchange persists the map
+        //    words.
         if named.len() != 2 || stored.is_empty() {
             return Err(format!("{} persists, and {stored:?} after the last", named.len()));
         }
@@ -122,16 +122,15 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
     Ok(())
 }
 
-/// A pool with a volume of which no two chunks lie side by side, and a BTT that ends a little
-/// behind a border of chunks, so that its map lies on both sides. Returns the sector whose entry
-/// comes first behind the border.
+/// Pool with a volume without adjacent chunks. Its BTT ends a little behind a chunk boundary, so
+/// that its map is on both sides. Returns the first sector whose map entry is behind the boundary.
 fn fragmented(fixture: &Fixture) -> u64 {
     let pool = fixture.create(64 * MIB, 0);
     let memory = pool.alloc_memory(60 * MIB).unwrap();
     let every_other =
         memory.iter().flat_map(|e| e.run().ids()).filter(|c| c.0 % 2 == 0).map(Extent::chunk);
     pool.free_memory(&every_other.collect::<Vec<_>>()).unwrap();
-    // Not as a BTT: its map would lie in the last chunk.
+    // Created as raw, because the map of a BTT volume would be in the last chunk.
     let info = pool.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Raw).unwrap();
     assert_eq!(info.extents, 10);
     let volume = pool.open_volume("data").unwrap();
@@ -142,8 +141,9 @@ fn fragmented(fixture: &Fixture) -> u64 {
     (18 * MIB - info.map_at) / 4
 }
 
-/// Exchanges of one sector on either side of the border, of two across it, and of as many as go
-/// together. Each twice: what is stored to the map at last, the next one persists.
+/// Exchanges of one sector on each side of the boundary, of two across it, and of as many as are
+/// written together. Each is done twice, because the second one persists the map words of the
+/// first.
 fn across(border: u64) -> impl Iterator<Item = (u64, usize)> {
     let writes = [(border - 1, 1), (border, 1), (border - 1, 2), (border - 40, 64)];
     writes.into_iter().flat_map(|write| [write, write])
@@ -169,15 +169,15 @@ fn all_that_is_stored_across_a_border_of_extents_is_named() {
                 "{}: {sectors} from {first} on: {left_out:x?}",
                 class.name()
             );
-            // The words of the map, of which none is durable yet.
+            // Words of the map, none of which is durable yet.
             assert!(asked.stored.len() >= sectors / 2, "{:x?}", asked.stored);
         }
         assert_eq!(asked.lock().unwrap().named.len(), 2 * across(border).count());
     }
 }
 
-/// The same of the file's own way, which names nothing: at each fence, all that was stored since
-/// has left the caches.
+/// The same for the file's own persist, which names no ranges: at each fence, all earlier stores
+/// have left the caches.
 #[test]
 fn all_that_is_stored_across_a_border_of_extents_leaves_the_caches() {
     let fixture = Fixture::new();

@@ -1,5 +1,5 @@
-//! What is no pool, or no longer one: each kind has its own error, which says what to do, and
-//! nothing is changed.
+//! Files that are not pools, or no longer: each kind has its own error with a remedy, and nothing
+//! is changed.
 
 use super::damage::with_superblock;
 use super::*;
@@ -8,13 +8,12 @@ use crate::media::MemoryMedia;
 
 const POOL_BYTES: u64 = 16 * MIB;
 
-/// All there is to a file.
+/// All bytes and properties of the file.
 fn whole(fixture: &Fixture) -> (Vec<u8>, (Vec<u8>, u64, u64)) {
     (fs::read(fixture.path()).unwrap(), fixture.image())
 }
 
-/// Everything that a pool can be asked by its path is refused in the same words, and changes
-/// nothing.
+/// Every operation on the path is refused with the same words and changes nothing.
 fn refused(fixture: &Fixture, what: &str, words: &[&str]) {
     let before = whole(fixture);
     let path = fixture.path();
@@ -36,7 +35,7 @@ fn refused(fixture: &Fixture, what: &str, words: &[&str]) {
     assert!(before == whole(fixture), "{what}: the file has changed");
 }
 
-/// The head of a file system as mke2fs writes it: block size, inodes, magic, state.
+/// Start of an ext4 file system as mke2fs writes it: block size, inodes, magic, state.
 fn ext4_head() -> Vec<u8> {
     let mut head = vec![0; 4 * MIB as usize];
     head[1024..1032].copy_from_slice(&[0, 0, 1, 0, 0, 0, 4, 0]);
@@ -45,7 +44,7 @@ fn ext4_head() -> Vec<u8> {
     head
 }
 
-/// A BTT volume's bytes, outside of any pool.
+/// Bytes of a BTT volume outside of a pool.
 fn btt_raw() -> Vec<u8> {
     let media = MemoryMedia::new(18 * MIB);
     btt::Layout::new(18 * MIB, btt::SECTOR_BYTES, uuid::Uuid::from_u128(3))
@@ -108,7 +107,7 @@ fn a_pool_that_was_cut_or_made_longer_is_left_alone() {
         fs::write(fixture.path(), bytes).unwrap();
         refused(&fixture, &format!("{more} bytes longer"), &["16777216", "truncate -s 16777216"]);
     }
-    // Not at its start: behind a header, or without its first part.
+    // Pool at a wrong offset: behind a header, or without its first part.
     fs::write(fixture.path(), [&[0; 512], &good[..]].concat()).unwrap();
     refused(&fixture, "shifted", &["it is not a pool"]);
     fs::write(fixture.path(), &good).unwrap();

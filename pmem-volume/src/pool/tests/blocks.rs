@@ -9,7 +9,7 @@ use super::*;
 use crate::media::Media;
 use crate::pool::layout::SUPERBLOCK_OFFSETS;
 
-/// A pool of 32 MiB on a disk, with a volume that has data in front.
+/// Pool of 32 MiB on a disk, with a volume that has data at its start.
 fn pool_on_disk() -> (TempDir, PathBuf) {
     let folder = TempDir::new_in(".").unwrap();
     let path = folder.path().join("pool");

@@ -1,5 +1,5 @@
-//! Crash images by the hundred thousand: they are opened, counted, and found again by their
-//! numbers.
+//! Support for tests that open hundreds of thousands of crash images: counting, and replay of one
+//! image by its numbers.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::media::simulator::{CrashPoint, Digest, Random, Simulator};
 
-/// Which image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure
-/// prints it. A test that knows no seeds or no steps takes any number there.
+/// Image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure prints
+/// it. A test without seeds or steps accepts any number in their place.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Replay {
     seed: Option<u64>,
@@ -28,18 +28,18 @@ impl Replay {
             .map_or_else(|_| Self::default(), |text| Self::parse(&text))
     }
 
-    /// Is one image, or some of them, to be opened again?
+    /// Returns true if only some images must be opened.
     fn is_wanted(&self) -> bool {
         *self != Self::default()
     }
 
-    /// Is this step to be opened?
+    /// Returns true if images of this step must be opened.
     pub(crate) fn has_step(&self, step: usize) -> bool {
         self.step.is_none_or(|only| only == step)
     }
 
-    /// Counts what a whole test has opened, which is at least so many images: fewer say that the
-    /// simulator saw less than there is. A replay opens few, and at least one.
+    /// Counts the images of a whole test, and checks that they are at least `least`. Fewer images
+    /// mean that the simulator misses some. A replay opens few images, but at least one.
     pub(crate) fn count(&self, images: usize, least: usize) {
         say_images(images);
         if self.is_wanted() {
@@ -62,11 +62,11 @@ impl Replay {
 }
 
 thread_local! {
-    /// What this thread opens again, whatever the environment says.
+    /// Replay of this thread, which overrides the environment.
     static INSTEAD: RefCell<Option<Replay>> = const { RefCell::new(None) };
 }
 
-/// Does something as if the numbers in an error's text were in the environment.
+/// Runs `run` as if the numbers in an error's text were in the environment.
 pub(crate) fn replayed<T>(error: &str, run: impl FnOnce() -> T) -> T {
     let (_, numbers) = error.split_once("PMEM_VOLUME_CRASH_SEED=").expect("how to open it again");
     let numbers = numbers.split(' ').next().expect("a word");
@@ -76,7 +76,7 @@ pub(crate) fn replayed<T>(error: &str, run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// How many seeds a run tries, from 1: more for a soak. A replay tries its own.
+/// Seeds of a run, from 1: `usual`, or more in a soak test. A replay uses its own seed.
 pub(crate) fn seeds(usual: u64) -> std::ops::RangeInclusive<u64> {
     if let Some(seed) = Replay::from_environment().seed {
         return seed..=seed;
@@ -85,7 +85,7 @@ pub(crate) fn seeds(usual: u64) -> std::ops::RangeInclusive<u64> {
     1..=from_environment.map_or(usual, |seeds| seeds.parse().expect("a number of seeds"))
 }
 
-/// An error of [`verify_each`], with what finds it again. `seed`: 0 if the test has none.
+/// Adds the numbers for a replay to an error of [`verify_each`]. `seed` is 0 if the test has none.
 pub(crate) fn replay_as(seed: &str, step: usize, error: &str) -> String {
     let numbers: Vec<&str> = error
         .split(':')
@@ -103,13 +103,13 @@ pub(crate) fn replay_as(seed: &str, step: usize, error: &str) -> String {
 static IMAGES: AtomicUsize = AtomicUsize::new(0);
 static EQUAL_IMAGES: AtomicUsize = AtomicUsize::new(0);
 
-/// Adds to the total, which the test program prints as it ends, past the test harness that keeps
-/// what passing tests print to itself.
+/// Adds to the total, which is printed when the test program exits, because the test harness
+/// captures the output of passing tests.
 pub(crate) fn say_images(count: usize) {
     static AT_EXIT: Once = Once::new();
     AT_EXIT.call_once(|| {
-        // SAFETY: the function is a plain one that does not unwind: its only call that may fail is
-        // ignored.
+        // SAFETY: the function is plain and does not unwind, because the result of its only
+        // fallible call is ignored.
         unsafe { libc::atexit(print_total) };
     });
     IMAGES.fetch_add(count, Ordering::Relaxed);
@@ -147,8 +147,8 @@ pub(crate) struct Opened {
 }
 
 impl Opened {
-    /// Does the same as [`verify_each`], but skips images that were opened before. `verify` must be
-    /// the same oracle each time.
+    /// Like [`verify_each`], but skips images that were opened before. `verify` must be the same
+    /// oracle each time.
     pub(crate) fn verify_each(
         &mut self,
         points: &[CrashPoint],
@@ -238,7 +238,7 @@ fn equal_images_are_verified_once_and_counted_once() {
     media.record();
     for word in 0..4 {
         media.store_word(word * 8, word + 1).unwrap();
-        // A crash point at which nothing becomes durable: the next one has all of its images.
+        // A crash point at which nothing becomes durable. The next point has all of its images.
         media.persist(&[]).unwrap();
     }
     let (points, calls) = (media.take_points(), RefCell::new(Vec::new()));
@@ -257,7 +257,7 @@ fn equal_images_are_verified_once_and_counted_once() {
     assert_eq!(verify_points(&mut Opened::default()).unwrap(), 16);
 }
 
-/// Images of a number of stores, and the one that `replay` finds again.
+/// Images of 40 stores, and the one that `replay` opens again.
 #[test]
 fn an_image_is_found_again_by_its_numbers() {
     use crate::media::Media;

@@ -1,10 +1,10 @@
-//! Crashes of the pool, enumerated: at every persist of an operation, every image that a crash may
-//! leave is opened and compared with what must hold.
+//! Enumerated crashes of the pool: at every persist of an operation, every possible crash image is
+//! opened and verified.
 //!
-//! 1. Volumes are exactly as before the operation or as after it.
-//! 2. Their content is there.
-//! 3. Free chunks read as zeros. Everything else is free, or is once it has been erased.
-//! 4. A check of what is left finds nothing.
+//! 1. The volumes are exactly those before or after the operation.
+//! 2. Their content is complete.
+//! 3. Free chunks read as zeros. All other chunks without an owner are free after erasing.
+//! 4. A check finds nothing.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -22,15 +22,15 @@ use crate::pool::format::table::Owner;
 const CHUNKS: u32 = 14;
 const SLOTS: u32 = 3;
 
-/// Volumes by name, with their size in chunks.
+/// Sizes of volumes in chunks, by name.
 pub(super) type Volumes = BTreeMap<String, u32>;
 
-/// A small pool: few slots, so that an image is quick to open.
+/// Small pool with few slots, so that an image opens quickly.
 fn new_pool() -> (Simulator, Arc<OtherPool>) {
     new_pool_with(|_| {})
 }
 
-/// The same, with a change of its superblock before anything is written.
+/// Like [`new_pool`], with a changed superblock.
 pub(super) fn new_pool_with(change: impl Fn(&mut Superblock)) -> (Simulator, Arc<OtherPool>) {
     new_pool_of(CHUNKS, change)
 }
@@ -48,7 +48,7 @@ pub(super) fn new_pool_of(
     (media, pool)
 }
 
-/// Opens what a crash left: superblocks and the file's length say how much of it is the pool.
+/// Opens a crash image. Superblocks and the length of the file determine the size of the pool.
 pub(super) fn open(image: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     open_for(image, OpenMode::ReadWrite)
 }
@@ -65,7 +65,7 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<OtherPoo
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }
 
-/// What a volume holds at the start of each of its chunks.
+/// Content at the start of each chunk of a volume.
 fn mark_of(volume: Uuid, index: u32) -> u64 {
     (volume.as_u64_pair().0 | 1).wrapping_mul(u64::from(index) + 1)
 }
@@ -87,7 +87,7 @@ pub(super) fn fill_volume_from(media: &Simulator, pool: &Arc<OtherPool>, name: &
     }
 }
 
-/// Writes lent memory as a guest would. Nobody persists it, but the host may.
+/// Writes lent memory as a guest would, without a persist. The host may still write it back.
 pub(super) fn fill_memory(media: &Simulator, extents: &[Extent]) {
     for chunk in extents.iter().flat_map(|extent| extent.run().ids()) {
         media.store_word(chunk.offset_bytes() + 64, 0xdead_beef).unwrap();
@@ -99,9 +99,9 @@ pub(super) fn volumes_of(pool: &OtherPool) -> Volumes {
     pool.volumes().into_iter().map(|v| (v.name, (v.size_bytes / CHUNK_BYTES) as u32)).collect()
 }
 
-/// What is known of a volume's content: so many chunks from its first have marks, those of the
-/// volume `origin` from its chunk `first` on, which is itself unless it is a part of one that was
-/// split. The others read as zeros.
+/// Expected content of a volume: its first `chunks` chunks have the marks of the volume `origin`
+/// from its chunk `first` on. `origin` is the volume itself, unless it is a part of a split volume.
+/// The other chunks read as zeros.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Marked {
     pub(super) chunks: u32,
@@ -115,11 +115,11 @@ impl Marked {
     }
 }
 
-/// By the volume's identity. Of one that is not there nothing was ever written.
+/// Expected content by UUID. A volume without an entry was never written.
 pub(super) type Marks = BTreeMap<Uuid, Marked>;
 
-/// A volume was split, or will be: its parts have its marks. It keeps them, should it still be
-/// there.
+/// Adds the parts of a volume that is or will be split, with its marks. The volume keeps its own
+/// entry, because it may still exist.
 pub(super) fn split_marks(marks: &mut Marks, whole: Uuid, parts: &[VolumeInfo]) {
     let Some(of) = marks.get(&whole).copied() else { return };
     let mut index = 0;
@@ -131,19 +131,19 @@ pub(super) fn split_marks(marks: &mut Marks, whole: Uuid, parts: &[VolumeInfo]) 
     }
 }
 
-/// Writes to blocks of a BTT volume that no sector has: what a guest's driver left there, or a
-/// discarded sector.
+/// Writes to blocks of a BTT volume that no sector has, as a guest's driver or a discarded sector
+/// leaves them.
 pub(super) fn fill_blocks(media: &Simulator, pool: &Arc<OtherPool>, name: &str) {
     let volume = pool.open_volume(name).unwrap();
     for chunk in volume.extents().iter().flat_map(|extent| extent.run.ids()) {
-        // Nothing but blocks lies in the middle of a chunk, in volumes of this size.
+        // In volumes of this size, the middle of a chunk contains only blocks.
         let at = chunk.offset_bytes() + CHUNK_BYTES / 2;
         media.store_word(at, 0x01dc_07e7).unwrap();
         media.persist_range(at..at + 8).unwrap();
     }
 }
 
-/// Words that are not zero in each chunk of a new BTT volume.
+/// Number of nonzero words in each chunk of a new BTT volume.
 fn fresh_words(size_bytes: u64, uuid: Uuid) -> Vec<usize> {
     let fresh = Simulator::new(size_bytes);
     btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid).unwrap().format(&fresh).unwrap();
@@ -159,7 +159,7 @@ thread_local! {
     static FRESH_WORDS: RefCell<FreshWords> = RefCell::default();
 }
 
-/// Has a BTT volume the bytes of a new one, and nothing else?
+/// Checks that a BTT volume has exactly the bytes of a new one.
 pub(super) fn verify_fresh(image: &Simulator, volume: &OtherVolume) -> Result<(), String> {
     let info = volume.info();
     let fresh = FRESH_WORDS.with_borrow_mut(|known| {
@@ -180,14 +180,13 @@ pub(super) fn verify_fresh(image: &Simulator, volume: &OtherVolume) -> Result<()
     Ok(())
 }
 
-/// Holds an image against the oracle; the volumes must be one of `allowed`, and raw ones have all
-/// of their content.
+/// Verifies an image. Its volumes must be one of `allowed`, and raw ones must have all of their
+/// content.
 pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
     verify_content(image, allowed, &|volume| Some(Marked::own(volume, u32::MAX)))
 }
 
-/// The same, where only so many chunks of a volume have content, from its first; the others read as
-/// zeros.
+/// Like [`verify`], with the content that `marks` describes.
 pub(super) fn verify_marked(
     image: &Simulator,
     allowed: &[&Volumes],
@@ -202,7 +201,7 @@ fn verify_content(
     marked: &dyn Fn(&VolumeInfo) -> Option<Marked>,
 ) -> Result<(), String> {
     let pool = open(image).map_err(|error| format!("does not open: {error}"))?;
-    // First, so that what it erases of a volume is missed below.
+    // Scrub first, so that wrongly erased content of a volume is detected below.
     scrub(image, &pool)?;
     let volumes = volumes_of(&pool);
     if !allowed.contains(&&volumes) {
@@ -234,7 +233,7 @@ fn verify_content(
     verify_space(image, &pool)
 }
 
-/// Are free chunks zero?
+/// Checks that free chunks are zero.
 fn verify_free(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
     let table = ChunkTable::new(&pool.superblock);
     for chunk in (0..table.entries()).map(ChunkId) {
@@ -246,7 +245,7 @@ fn verify_free(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
     Ok(())
 }
 
-/// Erases what waits. Before and after it, free chunks are zero.
+/// Erases waiting chunks, and checks before and after it that free chunks are zero.
 fn scrub(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
     verify_free(image, pool)?;
     if pool.info().scrubbing_bytes > 0 {
@@ -256,7 +255,7 @@ fn scrub(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
     Ok(())
 }
 
-/// Is everything else free, and zero, once it has been erased?
+/// Checks that all chunks without an owner are free and zero after erasing.
 pub(super) fn verify_space(image: &Simulator, pool: &Arc<OtherPool>) -> Result<(), String> {
     scrub(image, pool)?;
     let owned: u32 = volumes_of(pool).values().sum();
@@ -285,7 +284,7 @@ pub(super) fn verify_space(image: &Simulator, pool: &Arc<OtherPool>) -> Result<(
     if report.pool.is_empty() { Ok(()) } else { Err(format!("check finds {:?}", report.pool)) }
 }
 
-/// Opens every image of every point; images are counted.
+/// Opens every image of every point. Returns their number.
 pub(super) fn verify_points(
     points: &[CrashPoint],
     bound: usize,
@@ -309,7 +308,7 @@ fn a_rename_that_writes_both_copies_at_once_is_found_out() {
     let offsets = pool.superblock.volume_record_offsets(slot);
     for offset in offsets {
         media.store(offset, record.as_bytes()).unwrap();
-        // Missing: persist, before the other copy is touched.
+        // Missing: persist of the first copy before the other is written.
     }
     media.persist(&offsets.map(|at| at..at + 256)).unwrap();
     let points = media.take_points();
@@ -319,8 +318,8 @@ fn a_rename_that_writes_both_copies_at_once_is_found_out() {
     assert!(error.contains("damaged"), "{error}");
 }
 
-/// Does what `wrong` does on a pool with a volume `v` of two chunks, and expects a crash in it to
-/// show.
+/// Runs `wrong` on a pool with a volume `v` of two chunks, and expects a crash in it to be
+/// detected.
 pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> String {
     let (media, pool) = new_pool();
     pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();

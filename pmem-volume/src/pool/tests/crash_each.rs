@@ -1,5 +1,4 @@
-//! Crashes in each operation by itself, with as many images of each as are worth their time: all
-//! that there are, or the bound's number of samples.
+//! Crashes in each single operation, with all of its images or `BOUND` samples.
 
 use std::cell::RefCell;
 
@@ -15,12 +14,12 @@ use crate::pool::format::table::{Owner, Slot, encode_owner};
 const CHUNKS: u32 = 30;
 const BOUND: usize = 600;
 
-/// A pool with something of everything: raw volumes `v` and `w`, a BTT volume `b`, and lent memory.
+/// Pool with raw volumes `v` and `w`, a BTT volume `b`, and lent memory.
 pub(super) struct Start {
     pub(super) media: Simulator,
     pub(super) pool: Arc<OtherPool>,
     lent: Vec<Extent>,
-    /// What volumes hold: those that there are, and parts of them that an operation makes.
+    /// Expected content of volumes, including parts that an operation creates.
     pub(super) marks: RefCell<Marks>,
 }
 
@@ -98,31 +97,31 @@ fn make(start: &Start, name: &str, chunks: u64, format: VolumeFormat) {
     start.pool.create_volume(name, bytes(chunks), format).unwrap();
 }
 
-/// A chunk at a time, so that others are marked and wait meanwhile.
+/// Erases single chunks, so that marked chunks wait meanwhile.
 fn take_back_and_scrub(start: &Start) {
     start.pool.free_memory(&start.lent).unwrap();
     while start.pool.scrub_some(CHUNK_BYTES).unwrap() > 0 {}
 }
 
-/// More than is clean.
+/// Lends more than the clean chunks.
 fn lend_what_waits(start: &Start) {
     start.pool.free_memory(&start.lent).unwrap();
     let clean_bytes = start.pool.info().free_bytes;
     fill_memory(&start.media, &start.pool.alloc_memory(clean_bytes + 2 * CHUNK_BYTES).unwrap());
 }
 
-/// With old content in it, of which the map knows nothing.
+/// Splits a volume with old content in blocks that the map does not use.
 fn split_a_btt_volume(start: &Start) {
     start.pool.resize_volume("b", bytes(18), Shrink::Refuse).unwrap();
     fill_blocks(&start.media, &start.pool, "b");
-    // How it came to be so large is no matter of the crash.
+    // The crash does not concern the preparation.
     start.media.take_points();
     start.media.record();
     start.split("b", [("b", bytes(9)), ("c", VolumeSize::Remaining)]);
 }
 
-/// What else may be seen in the course of an operation: between a deletion and what follows it, or
-/// before what is recorded.
+/// Volumes that are also possible during an operation: between a deletion and the next step, or
+/// before recording.
 pub(super) fn between(what: &str, before: &Volumes) -> Option<Volumes> {
     let mut between = before.clone();
     match what {
@@ -133,20 +132,20 @@ pub(super) fn between(what: &str, before: &Volumes) -> Option<Volumes> {
     Some(between)
 }
 
-/// The new volume gets the slot of the old one, and its chunks.
+/// The new volume gets the slot and the chunks of the old one.
 fn delete_scrub_and_make(start: &Start) {
     start.pool.delete_volume("v").unwrap();
     start.pool.scrub_all().unwrap();
     make(start, "x", 3, VolumeFormat::Raw);
 }
 
-/// The new volume gets the slot of the old one, whose chunks still wait.
+/// The new volume gets the slot of the old one, whose chunks still wait to be erased.
 fn delete_and_make(start: &Start) {
     start.pool.delete_volume("v").unwrap();
     make(start, "x", 3, VolumeFormat::Raw);
 }
 
-/// Everything at once that opening puts right: copies that differ, a wear word, memory, left-overs.
+/// Combines everything that open corrects: different copies, a wear word, memory and leftovers.
 fn open_after_much(start: &Start) {
     let (media, superblock) = (&start.media, &start.pool.superblock);
     let flip = |at: u64| media.store_word(at, media.load_word(at).unwrap() ^ 1 << 40).unwrap();
@@ -162,7 +161,7 @@ fn open_after_much(start: &Start) {
         media.store_word(chunk.offset_bytes() + 8, 7).unwrap();
     }
     media.persist_range(0..media.len_bytes()).unwrap();
-    // What was damaged before is no matter of the crash.
+    // The crash does not concern the preparation.
     media.take_points();
     media.record();
     open(media).unwrap().scrub_all().unwrap();

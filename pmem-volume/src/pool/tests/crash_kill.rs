@@ -1,5 +1,5 @@
-//! The death of a process, and the loss of power after it. The next process sees all that was
-//! stored, and must not rely on any of it before that is durable.
+//! A kill of the process, and a loss of power after it. The next process sees all stores, and must
+//! not rely on them before they are durable.
 
 use std::collections::BTreeMap;
 
@@ -12,11 +12,11 @@ use crate::media::simulator::{Random, Simulator};
 use crate::pool::maintenance::repair::mend;
 use crate::pool::scan::make_durable;
 
-/// Images of each moment at which the power may go.
+/// Images of each point of the loss of power.
 const BOUND: usize = 24;
 
-/// Kills an operation at each of its persists. The next process opens what it sees, and may use the
-/// slot again that a deletion has left; at each of its own persists the power goes.
+/// Kills an operation at each of its persists. The next process opens the visible state, and may
+/// reuse a slot that a deletion has left. The power fails at each of its own persists.
 fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize {
     let start = Start::new();
     let before = volumes_of(&start.pool);
@@ -39,7 +39,7 @@ fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize
             "{what}, killed at {number}: {opened:?}"
         );
         if makes_another {
-            // Where all slots are taken, there is none to use again.
+            // If all slots are in use, none can be reused.
             let made = pool.create_volume("another", bytes(3), VolumeFormat::Raw);
             assert!(
                 matches!(made, Ok(_) | Err(PoolError::NoVolumeSlot { .. })),
@@ -70,8 +70,8 @@ fn every_operation_survives_a_kill_and_then_a_loss_of_power() {
     }
 }
 
-/// A volume's deletion is killed, and one of its owner words damaged: whether that is nobody's, as
-/// a repair sees it, hangs on a record that need not be durable.
+/// A kill during a deletion, and a damaged owner word of the volume. The repair treats it as unused
+/// only because of a record that may not be durable.
 #[test]
 fn a_repair_survives_a_kill_before_it_and_then_a_loss_of_power() {
     let (media, pool) = new_pool_with(|_| {});
@@ -99,7 +99,7 @@ fn a_repair_survives_a_kill_before_it_and_then_a_loss_of_power() {
     assert!(images > 100, "only {images} images");
 }
 
-/// As [`Pool::repair`] does it.
+/// Steps of [`Pool::repair`].
 fn repair(media: &Simulator, superblock: &Superblock) {
     make_durable(media, superblock).unwrap();
     mend(media, superblock, false).unwrap();

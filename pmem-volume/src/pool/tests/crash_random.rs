@@ -11,24 +11,24 @@ use crate::media::simulator::{Random, Simulator};
 const STEPS: usize = 50;
 const SEEDS: u64 = 24;
 const BOUND: usize = 32;
-/// Of a pool that has raw volumes alone.
+/// Size of a pool with raw volumes only.
 const CHUNKS: u32 = 14;
-/// The smallest BTT volume, and that with a second arena.
+/// Sizes of the smallest BTT volume, and of one with a second arena.
 const BTT_CHUNKS: [u64; 2] = [9, 18];
-/// Every so many seeds, the pool is large enough for BTT volumes.
+/// One of this many seeds has a pool that is large enough for BTT volumes.
 const BTT_SEEDS: u64 = 6;
 const BTT_POOL_CHUNKS: u32 = 28;
-/// What every second pool keeps for volumes, more than most of them have.
+/// Chunks that every second pool reserves for volumes, more than most of them use.
 const STRG_CHUNKS: u64 = 5;
-/// How much a pool grows in a sequence.
+/// Largest growth of a pool in a sequence.
 const MORE_CHUNKS: u64 = 6;
 
-/// A pool, and what is known of it.
+/// Pool and its expected content.
 struct World {
     media: Simulator,
     pool: Arc<OtherPool>,
     lent: Vec<Extent>,
-    /// What volumes hold.
+    /// Expected content of volumes.
     marked: Marks,
     first_chunks: u32,
     strg_bytes: u64,
@@ -48,8 +48,8 @@ impl World {
             .then(|| volumes.swap_remove(random.below(volumes.len() as u64) as usize))
     }
 
-    /// Does one random thing, and says what. What is refused, because the pool is full, a name is
-    /// taken or the like, is ordinary.
+    /// Runs one random operation, and returns its name. Refusals are ordinary, for example because
+    /// the pool is full or a name is in use.
     fn step(&mut self, random: &mut Random) -> &'static str {
         match random.below(16) {
             0..=2 => self.lend(random),
@@ -141,7 +141,7 @@ impl World {
                 VolumeFormat::Raw => random.below(3) + 1,
                 VolumeFormat::Btt => BTT_CHUNKS[0],
             };
-            // Either of them may have its name, or that of another volume.
+            // A part may have the name of the volume, or that of another one.
             let name = |random: &mut Random| format!("v{}", random.below(4));
             let parts = [
                 (name(random), VolumeSize::Bytes(chunks * CHUNK_BYTES)),
@@ -154,15 +154,14 @@ impl World {
         "split"
     }
 
-    /// As after the death of the process: what was lent is given up.
+    /// Opens the pool again without returning lent memory, as after a kill.
     fn reopen(&mut self) -> &'static str {
         self.lent.clear();
         self.pool = open(&self.media).unwrap();
         "open"
     }
 
-    /// The process is killed somewhere in another step, and the next one opens what is seen then,
-    /// durable or not.
+    /// Kills the process in another step. The next process opens the visible state, durable or not.
     fn die(&mut self, random: &mut Random) -> &'static str {
         self.step(random);
         let mut points = self.media.take_points();
@@ -170,12 +169,12 @@ impl World {
         self.media = point.killed();
         self.media.record();
         self.reopen();
-        // What a growth that did not finish added has been cut.
+        // Open has truncated the file after an unfinished growth.
         self.media = self.media.part(self.pool.superblock.size_bytes());
         "die"
     }
 
-    /// As [`Pool::grow`] does it.
+    /// Steps of [`Pool::grow`].
     fn grow(&mut self) -> &'static str {
         self.reopen();
         let size_bytes = self.pool.superblock.size_bytes() + CHUNK_BYTES;
@@ -189,12 +188,12 @@ impl World {
         "grow"
     }
 
-    /// Content for what volumes were just given: it is no matter of the operation that gave it.
+    /// Writes content to new chunks of volumes. The crash does not concern it.
     fn fill_new(&mut self) {
         let mut marked = Marks::new();
         for volume in self.pool.volumes() {
             let chunks = (volume.size_bytes / CHUNK_BYTES) as u32;
-            // A part of another volume has marks of that: from now on its own.
+            // A part has the marks of the split volume, and gets its own from now on.
             let had = self.marked.get(&volume.uuid).filter(|had| had.origin == volume.uuid);
             let had = had.map_or(0, |had| had.chunks);
             match volume.format {
@@ -212,7 +211,7 @@ impl World {
     }
 }
 
-/// Is what volumes do not have of STRG kept for them, and all the rest lent to who asks?
+/// Checks that STRG is reserved for volumes, minus their chunks, and that the rest is lendable.
 fn verify_strg(pool: &OtherPool, strg_bytes: u64) -> Result<(), String> {
     let info = pool.info();
     let kept_bytes = strg_bytes.saturating_sub(info.volume_bytes);
@@ -264,7 +263,7 @@ fn random_operations_survive_a_crash_at_every_persist() {
                     let pool = open(image).map_err(|error| error.to_string())?;
                     verify_strg(&pool, world.strg_bytes)
                 };
-                // Of its own, so that this step alone opens the same images.
+                // Seeded separately, so that this step alone opens the same images.
                 let mut of_step = Random::new(seed << 16 | step as u64);
                 images +=
                     verify_each(&points, BOUND, &mut of_step, &judge).unwrap_or_else(|error| {

@@ -1,5 +1,4 @@
-//! Crashes in a repair: what it leaves is mended by another, to what the first would have made of
-//! it.
+//! Crashes in a repair: another repair leads to the same result.
 
 use super::campaign::{Replay, replay_as, verify_each};
 use super::crash::{Volumes, fill_volume, new_pool_of, new_pool_with, open, verify, volumes_of};
@@ -11,8 +10,8 @@ use crate::pool::format::table::{Owner, Slot};
 use crate::pool::layout::{LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS};
 use crate::pool::maintenance::repair::{Mending, mend, mend_superblocks};
 
-/// Damages a pool with a volume in chunks 2 to 4, mends it, and opens each image that a crash
-/// leaves once `again` has mended that.
+/// Damages a pool with a volume in chunks 2 to 4, repairs it, and opens each crash image after
+/// `again` has repaired it.
 fn survives_crashes(
     damage: impl Fn(&dyn Fn(u64, u64)),
     mended: impl Fn(&Simulator, &Superblock) -> Vec<Mending>,
@@ -46,13 +45,13 @@ fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
     let records = VOLUME_TABLE_OFFSETS;
     let mend_it =
         |media: &Simulator, superblock: &Superblock| mend(media, superblock, false).unwrap();
-    // A record in halves, and a word of the pool's own.
+    // A record in two halves, and a word of the metadata.
     let both = |flip: &dyn Fn(u64, u64)| {
         flip(records[0] + 48, 1 << 3);
         flip(records[1] + 64, 1 << 9);
         flip(entry(1), 1);
     };
-    // A word one bit off, and one that only the record explains.
+    // A word with one wrong bit, and one that only the record explains.
     let gap = |flip: &dyn Fn(u64, u64)| {
         both(flip);
         flip(entry(3), table::encode_owner(ChunkId(3), Owner::Volume { slot: Slot(0), index: 1 }));
@@ -62,7 +61,7 @@ fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
         survives_crashes(gap, mend_it, |image, superblock| drop(mend_it(image, superblock))),
         4
     );
-    // Words that are nobody's only once the gap has been filled.
+    // Words of unused chunks, which are known only after the gap is filled.
     let nobodys = |flip: &dyn Fn(u64, u64)| {
         both(flip);
         flip(entry(4), 1 << 17);
@@ -105,7 +104,7 @@ fn a_crash_while_superblocks_are_mended_leaves_them_or_their_parts() {
 const CHUNKS: u32 = 16;
 const DAMAGES: u64 = 250;
 
-/// Damages a few words, in ways that a repair knows and in others.
+/// Damages a few words, repairable or not.
 fn damage_something(media: &Simulator, random: &mut Random) {
     let flip =
         |at: u64, bits: u64| media.store_word(at, media.load_word(at).unwrap() ^ bits).unwrap();
@@ -124,14 +123,14 @@ fn damage_something(media: &Simulator, random: &mut Random) {
     media.persist_range(0..media.len_bytes()).unwrap();
 }
 
-/// The media as it is, as another.
+/// Copy of the media as it is now.
 fn copy_of(media: &Simulator) -> Simulator {
     media.record();
     let now = media.take_points().pop().expect("one for now");
     now.images(1, &mut Random::new(0)).pop().expect("an image")
 }
 
-/// Repairs, opens, and says what there is then, if it opens.
+/// Repairs and opens the pool. Returns its volumes if it opens.
 fn repaired(media: &Simulator, superblock: &Superblock) -> Result<Volumes, String> {
     mend(media, superblock, false).map_err(|error| error.to_string())?;
     open(media).map(|pool| volumes_of(&pool)).map_err(|error| error.to_string())
@@ -161,8 +160,8 @@ fn a_crash_in_the_repair_of_random_damage_changes_nothing_of_its_outcome() {
             (Ok(volumes), Ok(expected)) if volumes == *expected && volumes.len() == 2 => {
                 verify(image, &[expected])
             }
-            // A volume that lacks a chunk, or that is damaged, cannot be looked at: the rest is as
-            // it should be.
+            // A volume that lacks a chunk or is damaged cannot be checked. The rest must be
+            // correct.
             (Ok(volumes), Ok(expected)) if volumes == *expected => Ok(()),
             (Err(_), Err(_)) => Ok(()),
             (now, expected) => Err(format!("{now:?} and without a crash {expected:?}")),

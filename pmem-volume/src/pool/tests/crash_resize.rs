@@ -1,5 +1,5 @@
-//! Crashes while a volume gets another size: it has the old one or the new one, its BTT knows
-//! which, and what it held is there.
+//! Crashes while a volume is resized: it has its old or its new size, its BTT agrees, and its
+//! content is complete.
 
 use super::crash::{
     Replay, Volumes, fill_volume, new_pool_of, open, open_for, say_images, verify, verify_each,
@@ -31,7 +31,7 @@ fn with_volume(format: VolumeFormat, chunks: u32) -> (Simulator, Arc<OtherPool>)
     (media, pool)
 }
 
-/// Words at the start of the volume's old chunks, its content in these tests.
+/// Words at the start of the volume's old chunks, which are its content in these tests.
 fn content(pool: &Arc<OtherPool>, chunks: u32) -> Vec<u64> {
     let volume = pool.open_volume("v").unwrap();
     let word = |index: u32| {
@@ -46,14 +46,14 @@ fn sectors(pool: &Arc<Pool<impl Media>>) -> u64 {
     pool.open_volume("v").unwrap().check_btt().unwrap().sectors()
 }
 
-/// Images of a BTT volume that grew: record and BTT change together.
+/// Verifies images of a BTT volume that grew. Record and BTT change together.
 fn verify_growth(
     points: &[CrashPoint],
     sectors_of: [u64; 2],
     held: &[u64],
 ) -> Result<usize, String> {
     let judge = |image: &Simulator| {
-        // Who only looks sees what the next open will make of it.
+        // A reader sees the state that the next open for writing produces.
         let look = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
         let report = look.check().map_err(|error| error.to_string())?;
         if !report.is_clean() {
@@ -92,7 +92,7 @@ fn a_btt_volume_grows_as_a_whole_or_not_at_all() {
     Replay::from_environment().count(images, 400);
 }
 
-/// Does the steps of a growth up to the last by the book, then `finish`.
+/// Runs all steps of a growth except the last correctly, then `finish`.
 fn grow_wrongly(
     finish: impl Fn(&Simulator, &OtherPool, &Space<'_>, &btt::Extension, &VolumeRecord),
 ) -> String {
@@ -172,7 +172,7 @@ fn a_log_that_is_emptied_before_its_words_are_durable_is_found_out() {
         media.store_word(commit, 0).unwrap();
         media.persist_range(log..log + 4096).unwrap();
         store_words(media, &[(commit, committed)]);
-        // By the book up to here. Now the other way round: empty, and then the words.
+        // Correct up to here. Then the wrong order: clear the log, then store the words.
         store_words(media, &[(commit, 0)]);
         store_words(media, &words);
     });
@@ -192,7 +192,7 @@ fn an_index_that_is_given_again_before_it_was_disowned_is_found_out() {
             .unwrap();
     };
     write(&shrunk);
-    // Missing: the owner word of the chunk that it lost becomes scrub, persist.
+    // Missing: the owner word of the removed chunk becomes scrub, persist.
     let again = Run { start: ChunkId(20), chunks: 1 };
     pool.mark(&[again], |_| table::Owner::Volume { slot, index: 3 }).unwrap();
     write(&grown);
@@ -207,7 +207,7 @@ fn a_raw_volume_shrinks_or_not_and_what_it_loses_is_erased() {
     media.record();
     pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
     pool.scrub_all().unwrap();
-    // What it gets back is not what it had.
+    // The added chunks are not the removed ones.
     let again = pool.resize_volume("v", bytes(4), Shrink::Refuse).unwrap();
     assert_eq!(again.extents, 1);
     let points = media.take_points();
@@ -219,7 +219,7 @@ fn a_raw_volume_shrinks_or_not_and_what_it_loses_is_erased() {
             drop(pool);
             return verify(image, &[&only(6), &only(2)]);
         }
-        // What it has again has no marks yet.
+        // Added chunks have no marks yet.
         match content(&pool, 4)[2..] {
             [0, 0] => verify_space(image, &pool),
             _ => Err("what it had lost is back".to_owned()),
@@ -235,7 +235,7 @@ fn an_index_that_was_given_up_is_not_that_of_two_chunks_later() {
     for (name, chunks) in [("x", 1), ("v", 2), ("y", 1)] {
         pool.create_volume(name, bytes(chunks), VolumeFormat::Raw).unwrap();
     }
-    // Behind y, and what it gets once more lies before it, where x was.
+    // The volume continues behind y, and is later extended before y, where x was.
     pool.resize_volume("v", bytes(6), Shrink::Refuse).unwrap();
     pool.delete_volume("x").unwrap();
     pool.scrub_all().unwrap();
@@ -267,10 +267,9 @@ fn erasing_before_a_volume_has_shrunk_is_found_out() {
     assert!(error.contains("has lost chunk"), "{error}");
 }
 
-/// Writes a sector as a guest does that writes each for the first time: the map says that it has
-/// its own block.
+/// Offset of a sector that was never written before: the map assigns its own block to it.
 fn sector_place(volume: &Volume, sector: u64) -> u64 {
-    // The first arena starts at 4 KiB, its blocks one page later.
+    // The first arena starts at 4 KiB, and its blocks one page later.
     let offset = 8192 + sector * 4096;
     let extents = volume.extents();
     let space = Space { media: volume.pool().media(), extents };
@@ -282,7 +281,7 @@ fn a_btt_volume_on_a_file_grows_twice_and_keeps_its_sectors() {
     let fixture = Fixture::new();
     let pool = fixture.create(256 * MIB, 0);
     pool.create_volume("v", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
-    // In the way, so that the volume lies in pieces.
+    // Makes the growing volume fragmented.
     pool.create_volume("w", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
     let volume = pool.open_volume("v").unwrap();
     for sector in [0, 77, 2000] {
@@ -377,7 +376,7 @@ fn sizes_that_cannot_be_are_refused_and_change_nothing() {
     drop(volume);
     assert!(before == fixture.image());
 
-    // A BTT that is not whole is not made worse.
+    // A damaged BTT is not changed.
     let place = pool.open_volume("btt").unwrap().extents()[0].offset_bytes();
     fixture.flip(place + 4096 + 60, 1);
     let before = fixture.image();

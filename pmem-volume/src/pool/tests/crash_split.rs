@@ -1,4 +1,4 @@
-//! Splitting volumes: what is refused, what the parts hold, and crashes of it.
+//! Splits of volumes: refusals, content of the parts, and crashes.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use crate::pool::{SplitContent, SplitError};
 use crate::progress::{Progress, Task};
 
 const CHUNKS: u32 = 30;
-/// Sectors of the BTT volume with content: some in each part, at the start of chunks among others.
+/// Sectors of the BTT volume with content: some in each part, also at the start of chunks.
 const WRITTEN: [u64; 9] = [0, 1, 500, 509, 510, 1022, 1534, 4607, 8700];
 
 fn part(name: &str, chunks: u64) -> (String, VolumeSize) {
@@ -29,12 +29,12 @@ fn rest(name: &str) -> (String, VolumeSize) {
     (name.to_owned(), VolumeSize::Remaining)
 }
 
-/// What a raw volume holds at the start of each of its chunks.
+/// Content of a raw volume at the start of each chunk.
 fn mark(index: u64) -> u64 {
     0x1234_0000 + index
 }
 
-/// A pool with a raw volume `v` of six chunks, which lies in pieces, and another one.
+/// Pool with a fragmented raw volume `v` of six chunks, and another volume.
 fn with_raw_volume() -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 5);
     for (name, chunks) in [("x", 1), ("v", 2), ("w", 1)] {
@@ -52,7 +52,7 @@ fn with_raw_volume() -> (Simulator, Arc<OtherPool>) {
     (media, pool)
 }
 
-/// The parts that are asked for.
+/// Requested parts.
 fn raw_parts() -> [(String, VolumeSize); 3] {
     [part("v", 1), part("b", 3), rest("c")]
 }
@@ -73,9 +73,9 @@ fn words_of(pool: &Arc<OtherPool>, name: &str) -> Result<Vec<u64>, String> {
     Ok((0..volume.size_bytes() / CHUNK_BYTES).map(word).collect())
 }
 
-/// The volume is whole, or all its parts are there, and every byte of it in its place.
+/// Either the volume is whole or all parts exist, and every byte is in its place.
 fn judge_raw(image: &Simulator, before: &Volumes) -> Result<(), String> {
-    // Who only looks sees the same, whatever is still to be done.
+    // A reader sees the same, even before the remaining steps.
     let looked = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
     let seen = volumes_of(&looked);
     drop(looked);
@@ -111,7 +111,7 @@ fn a_raw_volume_is_split_whole_or_not_at_all() {
     let images =
         verify_each(&points, 300, &mut Random::new(5), &|image| judge_raw(image, &before)).unwrap();
     Replay::from_environment().count(images, 730);
-    // They are volumes like any other.
+    // The parts are ordinary volumes.
     pool.delete_volume("b").unwrap();
     pool.resize_volume("c", VolumeSize::Bytes(4 * CHUNK_BYTES), Shrink::Refuse).unwrap();
     pool.scrub_all().unwrap();
@@ -134,7 +134,7 @@ fn plan(
     pool.plan_parts(&pool.lock_state(), slot, parts, &chunks).unwrap()
 }
 
-/// What the records make of the volume's chunks.
+/// Parts of the volume according to the records.
 fn entries(
     pool: &OtherPool,
     slot: Slot,
@@ -159,7 +159,7 @@ fn chunks_that_are_named_before_the_records_are_found_out() {
     media.record();
     let (parts, slots) = entries(&pool, slot, &records);
     name_chunks(&media, &pool.superblock, &parts, &slots).unwrap();
-    // Too late: the records have to come first.
+    // Too late: the records must be written first.
     redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
     let points = media.take_points();
     verify_each(&points, 100, &mut Random::new(5), &|image| judge_raw(image, &before))
@@ -182,7 +182,7 @@ fn records_that_are_written_one_after_the_other_are_found_out() {
         .expect_err("the wrong order went unnoticed");
 }
 
-/// A pool with a BTT volume `v` of 18 chunks, which has content and has grown once.
+/// Pool with a BTT volume `v` of 18 chunks, which has content and has grown once.
 fn with_btt_volume() -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 4);
     pool.create_volume("v", VolumeSize::Bytes(9 * CHUNK_BYTES), VolumeFormat::Btt).unwrap();
@@ -201,7 +201,7 @@ fn old_sector(sector: u64) -> [u8; 4096] {
     bytes
 }
 
-/// The volume is whole and holds what it did, or both parts are there and hold nothing.
+/// Either the volume is whole with its content, or both parts exist and are empty.
 fn judge_btt(image: &Simulator, before: &Volumes, every: usize) -> Result<(), String> {
     let pool = open(image).map_err(|error| error.to_string())?;
     let volumes = volumes_of(&pool);
@@ -252,13 +252,13 @@ fn a_btt_volume_is_split_into_empty_ones_or_not_at_all() {
     let judge = |image: &Simulator| judge_btt(image, &before, 97);
     let images = verify_each(&points, 60, &mut Random::new(5), &judge).unwrap();
     Replay::from_environment().count(images, 500);
-    // Empty as they are, they are split without a word.
+    // Empty parts can be split without permission to lose content.
     pool.resize_volume("a", VolumeSize::Bytes(18 * CHUNK_BYTES), Shrink::Refuse).unwrap();
     pool.split_volume("a", &[part("c", 9), part("d", 9)], SplitContent::Refuse).unwrap();
     assert_eq!(pool.check().unwrap().pool, []);
 }
 
-/// Splits the BTT volume by other steps than the right ones, and returns what that is found out by.
+/// Splits the BTT volume in wrong steps, and returns the error that detects it.
 fn split_wrongly(
     steps: impl Fn(&Simulator, &OtherPool, &[volume_record::VolumeRecord], &mut Parts, &[Slot]),
 ) -> String {
@@ -311,7 +311,7 @@ fn chunks_that_are_not_erased_are_found_out() {
     });
 }
 
-/// It has blocks alone, which no map names.
+/// The chunk contains only blocks, which no map entry names.
 #[test]
 fn a_single_chunk_that_is_not_erased_is_found_out() {
     let found = split_wrongly(|media, pool, records, parts, slots| {
@@ -353,7 +353,7 @@ fn records_that_say_it_is_done_before_it_is_are_found_out() {
     });
 }
 
-/// Sectors that were discarded count as empty, and nobody reads them; but who maps a part reads its
+/// Discarded sectors count as empty and cannot be read, but a guest that maps a part reads its
 /// bytes.
 #[test]
 fn what_was_discarded_is_not_in_the_parts_either() {
@@ -368,7 +368,7 @@ fn what_was_discarded_is_not_in_the_parts_either() {
     assert_eq!(pool.check().unwrap().pool, []);
 }
 
-/// Others go on while the parts are erased, which may take minutes, and leave the parts alone.
+/// Other threads use the pool while the parts are erased, which may take minutes.
 #[test]
 fn a_pool_is_used_while_parts_are_erased() {
     let fixture = Fixture::new();
@@ -404,7 +404,7 @@ fn a_pool_is_used_while_parts_are_erased() {
     assert!(fixture.check().is_clean());
 }
 
-/// A crash leaves the records and nothing else; who only looks says so.
+/// A crash leaves only the records. A reader reports them.
 #[test]
 fn a_split_that_is_not_finished_is_a_note_and_no_damage() {
     let (media, pool) = with_btt_volume();
@@ -417,7 +417,7 @@ fn a_split_that_is_not_finished_is_a_note_and_no_damage() {
     assert_eq!(report.pool.len(), 2, "{report:?}");
     assert!(report.pool.iter().all(|finding| matches!(finding, Finding::SplitUnfinished { .. })));
     assert!(matches!(looked.open_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
-    // Nor to be copied out: what is there is the old volume's.
+    // The part cannot be copied either, because it still has the data of the old volume.
     assert!(matches!(looked.open_damaged_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
     drop(looked);
     let pool = open(&media).unwrap();

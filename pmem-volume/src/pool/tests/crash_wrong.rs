@@ -1,5 +1,5 @@
-//! Wrong orders, of each commit protocol that has none of its own elsewhere: as long as these are
-//! found out, the tests of the right ones prove something.
+//! Wrong orders of commit protocols that are not tested elsewhere. Their detection shows that the
+//! tests of the right orders are effective.
 
 use std::collections::BTreeMap;
 
@@ -66,7 +66,7 @@ fn a_btt_volume_whose_record_comes_before_its_format_is_found_out() {
     assert!(error.contains("BTT of b"), "{error}");
 }
 
-/// What is done with chunks that a crash left lent, in the wrong order.
+/// Handles chunks that a crash left lent, in the wrong order.
 #[test]
 fn a_scrub_that_frees_before_it_has_erased_is_found_out() {
     let (media, pool) = new_pool_of(14, |_| {});
@@ -85,8 +85,8 @@ fn a_scrub_that_frees_before_it_has_erased_is_found_out() {
     assert!(error.contains("old content"), "{error}");
 }
 
-/// A crash left a chunk of a volume that was being made. Opening lets it wait, as it is; the slot
-/// is used meanwhile.
+/// A crash left a chunk of an unfinished volume. Open does not mark it, and the slot is reused
+/// meanwhile.
 #[test]
 fn an_open_that_does_not_mark_what_is_left_over_is_found_out() {
     let error = must_be_found_out(|media, pool| {
@@ -98,15 +98,15 @@ fn an_open_that_does_not_mark_what_is_left_over_is_found_out() {
             })
         };
         make(8).unwrap();
-        // Missing: its owner word becomes scrub, persist, before anything else.
+        // Missing: its owner word becomes scrub, persist, before all other changes.
         make(10).unwrap();
         write_record(media, pool, &record_of(slot, "w", VolumeFormat::Raw, 1));
     });
     assert!(error.contains("are both chunk"), "{error}");
 }
 
-/// An owner word that says *free* while the chunk is still being erased: it is lent again, and what
-/// its new owner stores is erased with the rest, or not.
+/// An owner word is *free* while the chunk is still being erased. The chunk is lent again, and
+/// stores of its new owner may be erased.
 #[test]
 fn a_chunk_that_is_free_while_it_is_erased_is_found_out() {
     let (media, pool) = new_pool_of(14, |_| {});
@@ -118,7 +118,7 @@ fn a_chunk_that_is_free_while_it_is_erased_is_found_out() {
         pool.table.set_owner(&media, chunk, Owner::Free).unwrap();
     }
     batch.iter().for_each(|run| pool.lock_state().buddy.free_run(*run));
-    // It goes to a volume, which reads what memory held before.
+    // The chunk becomes part of a volume, which reads the old content of memory.
     let all = VolumeSize::Bytes(pool.info().free_bytes);
     media.record();
     pool.create_volume("v", all, VolumeFormat::Raw).unwrap();
@@ -130,8 +130,7 @@ fn a_chunk_that_is_free_while_it_is_erased_is_found_out() {
     assert!(error.contains("held before") || error.contains("old content"), "{error}");
 }
 
-/// What opening does with superblocks of which one is damaged, had it no order: both are written at
-/// once.
+/// Open rewrites a damaged superblock in the wrong way: both copies at once.
 #[test]
 fn an_open_that_writes_the_good_superblock_as_well_is_found_out() {
     let (media, pool) = new_pool_of(14, |_| {});
@@ -139,7 +138,7 @@ fn an_open_that_writes_the_good_superblock_as_well_is_found_out() {
     let newer = Superblock { sequence: pool.superblock.sequence + 1, ..pool.superblock.clone() };
     for at in layout::SUPERBLOCK_OFFSETS {
         media.store(at, zerocopy::IntoBytes::as_bytes(&newer.to_bytes())).unwrap();
-        // Missing: persist, before the other copy is touched.
+        // Missing: persist of the first copy before the other is written.
     }
     let opens = |image: &Simulator| open(image).map(drop).map_err(|error| error.to_string());
     let error = verify_each(&media.take_points(), 64, &mut Random::new(4), &opens)

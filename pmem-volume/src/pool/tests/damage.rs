@@ -1,5 +1,5 @@
-//! Damaged pools: what has a second copy works from it, what has none is refused, and nothing is
-//! made worse.
+//! Damaged pools: data with a second copy is read from it, data without one is refused, and the
+//! damage never gets worse.
 
 use std::mem::offset_of;
 
@@ -11,7 +11,7 @@ use crate::pool::layout::{
     VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
 
-/// A pool with a volume of three chunks in it, 5 to 7 times 2 MiB from its start.
+/// Pool with a volume of three chunks, at 5 to 7 times 2 MiB from its start.
 fn with_volume() -> Fixture {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 4 * MIB);
@@ -62,7 +62,7 @@ fn a_flipped_bit_in_both_superblocks_is_refused() {
     fixture.open();
 }
 
-/// Writes both superblocks with a change and a checksum that fits it.
+/// Changes both superblocks and their checksums.
 pub(super) fn with_superblock(fixture: &Fixture, change: impl Fn(&mut SuperblockBytes)) {
     use zerocopy::{FromBytes, IntoBytes};
     let bytes = fs::read(fixture.path()).unwrap();
@@ -119,7 +119,7 @@ fn a_volume_record_works_from_either_copy_and_not_from_none() {
 #[test]
 fn a_crash_between_the_copies_of_a_record_leaves_the_newer_one() {
     let fixture = with_volume();
-    // The second copy as it was before the volume was made.
+    // The second copy as it was before the volume was created.
     let empty = volume_record::empty_record(Slot(0), 0);
     fixture.overwrite(VOLUME_TABLE_OFFSETS[1], zerocopy::IntoBytes::as_bytes(&empty));
     let report = fixture.check();
@@ -208,8 +208,8 @@ fn leftovers_of_unfinished_operations_are_erased_and_freed() {
     let owner = |chunk, owner| {
         fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes())
     };
-    // Of a volume that was being made, of one that was being grown, of a table that was being
-    // moved, unscrubbed.
+    // Leftovers of a creation and a growth of a volume and of a moved table, and an unscrubbed
+    // chunk.
     let leftovers = [
         Owner::Volume { slot: Slot(5), index: 0 },
         Owner::Volume { slot: Slot(0), index: 3 },
@@ -297,7 +297,7 @@ fn wear_is_spread_over_the_pool_and_survives_an_open() {
         (2..32).map(|chunk| table.wear(pool.media(), ChunkId(chunk)).unwrap().unwrap()).collect();
     assert_eq!(wear.iter().sum::<u32>(), 10_000);
     let (least, most) = (wear.iter().min().unwrap(), wear.iter().max().unwrap());
-    // 333 on average; without spreading, one chunk has them all.
+    // 333 on average. Without wear leveling, one chunk would have all uses.
     assert!(*least >= 290 && *most <= 380, "{wear:?}");
     assert_eq!(pool.info().free_bytes, 60 * MIB);
 }

@@ -1,5 +1,5 @@
-//! Volumes that lack chunks: nobody gets what they held, and whoever gives one up gets the pool
-//! back.
+//! Volumes that lack chunks: their chunks are never reused, and giving up such a volume makes the
+//! pool usable again.
 
 use super::campaign::{say_images, verify_each};
 use super::crash::{Volumes, fill_volume, new_pool_with, open, verify, volumes_of};
@@ -11,8 +11,7 @@ use crate::pool::format::table::{Owner, Slot, encode_owner};
 use crate::pool::layout::VOLUME_TABLE_OFFSETS;
 use crate::pool::maintenance::repair::mend_tables;
 
-/// Makes a word say something else, with a check that fits, as a store that the disk lost leaves
-/// it.
+/// Changes an owner word and its check, as if the disk had lost a store.
 fn set_owner(fixture: &Fixture, chunk: u32, owner: Owner) {
     fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes());
 }
@@ -21,12 +20,12 @@ fn give_up(fixture: &Fixture, name: &str, dry_run: bool) -> Result<RepairReport,
     Pool::repair_with(&fixture.path(), dry_run, Some(name), &mut |_| {})
 }
 
-/// What a chunk of the volume `raw` may say that it no longer has.
+/// Possible owner words of a lost chunk of the volume `raw`.
 const LOST: [Owner; 4] = [
     Owner::Free,
     Owner::Scrub,
     Owner::Memory,
-    // Left over: behind the end of another volume.
+    // Leftover: behind the end of another volume.
     Owner::Volume { slot: Slot(0), index: 9 },
 ];
 
@@ -113,7 +112,7 @@ fn only_a_volume_that_lacks_chunks_is_given_up() {
             "{error}"
         );
     }
-    // What the log would store may be the volume's record.
+    // The log may contain a store into the volume's record.
     fixture.flip(layout::LOG_OFFSET + 24, 3);
     fixture.flip(layout::LOG_OFFSET + 25, 3);
     for dry_run in [true, false] {
@@ -128,8 +127,8 @@ fn only_a_volume_that_lacks_chunks_is_given_up() {
     assert!(before == fs::read(fixture.path()).unwrap());
 }
 
-/// Gives `v` up, of which chunk 3 says that it is free, and again after each crash in it.
-/// `damaged`: that copy of its record is.
+/// Gives up `v`, whose chunk 3 is marked *free*, and repeats it after each crash. If `damaged` is
+/// set, this copy of its record is damaged.
 fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
     let (media, pool) = new_pool_with(|_| {});
     for (name, chunks) in [("v", 3), ("w", 2)] {

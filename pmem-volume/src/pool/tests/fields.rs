@@ -1,6 +1,6 @@
-//! Every bit of every field of every structure, turned: once with the checksum as it was, and once
-//! with one that fits. What comes of it is listed for each field. What is refused is not changed,
-//! and what is opened adds up.
+//! Flips of every bit of every field of every structure, with the old and with a matching checksum.
+//! The expected outcomes are listed for each field. A refused pool is not changed, and the states
+//! of an opened pool add up.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
@@ -18,11 +18,10 @@ use crate::pool::layout::{
     SuperblockBytes, VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
 
-/// A field: its name, and its bits.
+/// Name and bits of a field.
 type Field = (&'static str, Range<usize>);
 
-/// All fields of a structure, by its definition. One that is missing, or not in its order, does not
-/// pass.
+/// All fields of a structure, by its definition. A missing or misplaced field does not pass.
 macro_rules! fields {
     ($type:ty: $($field:ident),*) => {{
         let zeroed = <$type>::new_zeroed();
@@ -56,23 +55,23 @@ fn log_entry_fields() -> Vec<Field> {
     fields!(LogEntryBytes: offset, word)
 }
 
-/// An owner word, as docs/reference/format.md has it.
+/// Fields of an owner word, as in docs/reference/format.md.
 fn owner_fields() -> Vec<Field> {
     vec![("index", 0..28), ("slot", 28..44), ("state", 44..48), ("check", 48..64)]
 }
 
-/// A wear word.
+/// Fields of a wear word.
 fn wear_fields() -> Vec<Field> {
     vec![("count", 0..32), ("zero", 32..48), ("check", 48..64)]
 }
 
-/// Without the checksum, which would be made to fit again.
+/// Removes the checksum, which would be corrected again.
 fn but_the_checksum(mut fields: Vec<Field>) -> Vec<Field> {
     fields.retain(|(name, _)| !["checksum", "check"].contains(name));
     fields
 }
 
-/// A pool with a volume of three chunks from chunk 2 on and one of a chunk behind it.
+/// Pool with a volume of three chunks from chunk 2 on, and one of a chunk behind it.
 fn sample() -> Simulator {
     let (media, pool) = new_pool_of(12, |superblock| {
         superblock.strg_bytes = 4 * CHUNK_BYTES;
@@ -95,7 +94,7 @@ fn copy_of(media: &Simulator) -> Simulator {
     now.images(1, &mut Random::new(0)).pop().expect("an image")
 }
 
-/// The variant's name, and for a superblock's field that one's.
+/// Name of the variant, and of the superblock's field.
 fn name_of(error: &PoolError) -> String {
     match error {
         PoolError::SuperblockInvalid { source, .. } => {
@@ -108,7 +107,7 @@ fn name_of(error: &PoolError) -> String {
     }
 }
 
-/// Looks at an image and opens it for writing, and says in one word what came of that.
+/// Opens an image for reading and writing, and returns the outcome in one word.
 fn outcome(image: &Simulator) -> String {
     let before = image.content();
     for mode in [OpenMode::ReadOnly, OpenMode::Peek] {
@@ -132,7 +131,7 @@ fn outcome(image: &Simulator) -> String {
             assert_states_add_up(&pool.info());
             let findings = pool.findings_at_open();
             assert!(findings.iter().all(|f| f.severity() < Severity::Fatal), "{findings:?}");
-            // A word that says, with its checksum, that a chunk is free.
+            // A word with a correct checksum can mark a chunk with content as free.
             let found = pool.check().unwrap().pool;
             assert!(found.iter().all(|f| matches!(f, Finding::NotErased { .. })), "{found:?}");
             let names: BTreeSet<_> = findings
@@ -149,13 +148,13 @@ fn outcome(image: &Simulator) -> String {
     }
 }
 
-/// What came of each field's bits.
+/// Outcomes of the bits of each field.
 type Outcomes = BTreeMap<&'static str, BTreeSet<String>>;
 
 fn outcomes(media: &Simulator, fields: &[Field], turn: &dyn Fn(&Simulator, usize)) -> Outcomes {
     let mut seen = Outcomes::new();
     for (name, bits) in fields {
-        // A sample of what is reserved: it has no meaning that could differ from bit to bit.
+        // A sample of reserved fields, whose bits have no different meanings.
         let step = if bits.len() > 512 { 61 } else { 1 };
         for bit in bits.clone().step_by(step) {
             let image = copy_of(media);
@@ -171,7 +170,7 @@ fn turn_bit(media: &Simulator, start: u64, bit: usize) {
     media.store_word(at, media.load_word(at).unwrap() ^ 1 << (bit % 64)).unwrap();
 }
 
-/// Turns a bit of both copies of a record, and makes their checksums fit.
+/// Flips a bit in both copies of a record, and corrects their checksums.
 fn turn_sealed<T: Mirrored>(media: &Simulator, copies: [u64; 2], bit: usize) {
     for start in copies {
         turn_bit(media, start, bit);
@@ -185,7 +184,7 @@ fn turn_sealed<T: Mirrored>(media: &Simulator, copies: [u64; 2], bit: usize) {
 
 type Expected = &'static [(&'static str, &'static [&'static str])];
 
-/// Prints the difference field by field; all fields must be listed.
+/// Prints the difference field by field. All fields must be listed.
 fn assert_outcomes(what: &str, seen: &Outcomes, expected: Expected) {
     let expected: Outcomes = expected
         .iter()
@@ -199,7 +198,7 @@ fn assert_outcomes(what: &str, seen: &Outcomes, expected: Expected) {
     assert_eq!(seen.len(), expected.len(), "{what}: a field is gone");
 }
 
-/// All fields lead to the same.
+/// Checks that all fields have the same outcome.
 fn assert_all(what: &str, seen: &Outcomes, expected: &str) {
     for (field, outcomes) in seen {
         assert_eq!(outcomes.iter().collect::<Vec<_>>(), [expected], "{what}: {field}");
@@ -224,14 +223,14 @@ fn turn_word_sealed(media: &Simulator, chunk: ChunkId, is_wear: bool, bit: usize
     media.store_word(at, seal_for_test(chunk, is_wear, low)).unwrap();
 }
 
-/// A transaction that was committed and not redone: the volume's last chunk moves to another place.
+/// Committed transaction that was not redone: the volume's last chunk moves to another place.
 fn transaction() -> [(u64, u64); 2] {
     let moved = Owner::Volume { slot: Slot(0), index: 2 };
     [(LAST, Owner::Scrub), (OTHER, moved)]
         .map(|(chunk, owner)| (entry_of(chunk), encode_owner(chunk, owner)))
 }
 
-/// The volume's last chunk, and a free one.
+/// Last chunk of the volume, and a free one.
 const LAST: ChunkId = ChunkId(4);
 const OTHER: ChunkId = ChunkId(9);
 
@@ -246,7 +245,7 @@ fn with_transaction() -> Simulator {
     media
 }
 
-/// A bit of the transaction's second entry, with a checksum that fits it.
+/// Flips a bit of the transaction's second entry, and corrects the checksum.
 fn turn_entry_sealed(media: &Simulator, bit: usize) {
     let [first, (mut offset, mut word)] = transaction();
     match bit {
@@ -333,11 +332,10 @@ const RECORD_SEALED: Expected = &[
     ("format", &["Damaged VolumeRecordInvalid"]),
     ("name_bytes", &["Damaged VolumeRecordInvalid"]),
     ("reserved0", &["opens"]),
-    // Of the flags that are known by themselves, one says that chunks may be missing, and one that
-    // a split did not finish.
+    // Two single flags are valid: one allows missing chunks, and one marks an unfinished split.
     ("flags", &["Damaged VolumeRecordInvalid", "opens", "opens SplitUnfinished"]),
     ("uuid", &["opens"]),
-    // As before a volume has grown, or after it has shrunk.
+    // As before a growth or after shrinking.
     ("size_bytes", &["Damaged IndexMissing", "Damaged VolumeRecordInvalid", "opens Leftover"]),
     ("created_unix_s", &["opens"]),
     ("name", &["Damaged VolumeNameTwice", "Damaged VolumeRecordInvalid", "opens"]),
@@ -405,7 +403,7 @@ fn words_of_the_chunk_table() {
 
 const EMPTY_LOG: Expected = &[
     ("magic", &["Damaged LogDamaged"]),
-    // What an empty log says of its last transaction is of no interest.
+    // In an empty log, the fields of its last transaction are ignored.
     ("entries", &["opens"]),
     ("checksum", &["opens"]),
     ("commit", &["Damaged LogDamaged"]),
@@ -426,7 +424,7 @@ const LOG_ENTRY_SEALED: Expected = &[
         &[
             "Damaged LogDamaged",
             "Damaged OwnerWord",
-            // Into a volume, or a wear word: the transaction leaves one chunk less than it should.
+            // Inside a volume, or a wear word: the transaction leaves a chunk missing.
             "Damaged IndexMissing",
         ],
     ),
@@ -445,8 +443,8 @@ fn the_log() {
     assert_outcomes("an entry with a checksum that fits", &sealed, LOG_ENTRY_SEALED);
 }
 
-/// One bit of each field again, in a real file: what is refused has its bytes, its length and its
-/// blocks as before.
+/// First and last bit of each field again, in a real file. A refused file keeps its bytes, length
+/// and blocks.
 #[test]
 fn a_refused_file_is_not_touched() {
     let fixture = Fixture::new();

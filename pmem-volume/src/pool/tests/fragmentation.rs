@@ -1,4 +1,4 @@
-//! What a million random operations leave of a pool's contiguity. The figures are in
+//! Contiguity of a pool after a million random operations. The figures are in
 //! docs/design/benchmarks.md.
 
 use std::io::Write;
@@ -10,18 +10,18 @@ use crate::pool::alloc::buddy::{Buddy, Placement};
 /// 256 GiB.
 const CHUNKS: u32 = 1 << 17;
 const OPERATIONS: u32 = 1_000_000;
-/// Extents of this order are 1 GiB: what one page of the second-largest kind maps.
+/// Extents of this order are 1 GiB, the size of the second-largest page.
 const LARGE_ORDER: u8 = 9;
-/// Requests are of 2 MiB to 4 GiB.
+/// Requests are 2 MiB to 4 GiB.
 const MAX_REQUEST_BITS: u64 = 12;
 
-/// Sizes of which small ones are as frequent as large ones, by their logarithm.
+/// Random size with a uniformly distributed logarithm.
 fn request(random: &mut Random) -> u32 {
     let order = random.below(MAX_REQUEST_BITS);
     (1 << order) + random.below(1 << order) as u32
 }
 
-/// Percent of the chunks that lie in large extents.
+/// Percentage of chunks in large extents.
 fn large_percent(extents: impl Iterator<Item = Extent>) -> f64 {
     let (mut large, mut all) = (0u64, 0u64);
     for extent in extents {
@@ -31,8 +31,8 @@ fn large_percent(extents: impl Iterator<Item = Extent>) -> f64 {
     100.0 * large as f64 / all.max(1) as f64
 }
 
-/// Memory is lent and given back, a request or a part of it at a time, so that `percent` of the
-/// pool stays lent.
+/// Lends and returns memory, a request or a part of it at a time, so that `percent` of the pool
+/// stays lent.
 fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
     let mut buddy = Buddy::default();
     buddy.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
@@ -41,7 +41,7 @@ fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
     let mut operations = 0;
     while operations < OPERATIONS {
         let chunks = request(random);
-        // Room for it is made, however large it is: else only small ones would be left after a
+        // Make space for requests of any size. Otherwise only small ones would be left after a
         // while.
         while buddy.free_chunks() < keep_free + chunks {
             let place = random.below(held.len() as u64) as usize;
@@ -58,11 +58,11 @@ fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
     (buddy, held)
 }
 
-/// The free extents, largest first: what is left to take.
+/// Free extents, largest first.
 fn free_extents(buddy: &mut Buddy) -> Vec<Extent> {
     let all = buddy.free_chunks();
     let mut extents = Vec::new();
-    // One by one: a request is cut by its own size, and this is about what there is.
+    // Allocated one by one, because a larger request would be divided by its own size.
     while let Some(order) = buddy.largest_order() {
         extents.extend(buddy.allocate(1 << order, Placement::Low).expect("it is free"));
     }
@@ -81,7 +81,7 @@ fn a_million_random_operations_leave_large_extents_and_all_of_it_merges_again() 
         let lent_chunks: u32 = lent().map(|extent| extent.chunks()).sum();
         let free_chunks: u32 = free.iter().map(|extent| extent.chunks()).sum();
         assert_eq!(lent_chunks + free_chunks, CHUNKS, "nothing is lost and nothing is there twice");
-        // Past the test harness, which keeps what a passing test prints to itself.
+        // Bypasses the test harness, which captures the output of passing tests.
         let _ = writeln!(
             std::io::stderr(),
             "{percent} % lent, {OPERATIONS} operations: largest free order {}, in extents of 1 GiB and more: \

@@ -1,8 +1,8 @@
-//! The format, byte for byte: a pool that this version wrote must be readable for ever, and a
-//! change of the format must not happen by accident.
+//! Golden image of the format. Pools of this version must be readable forever, and the format must
+//! not change by accident.
 //!
-//! The image is kept as text. To see what changed, run with
-//! `PMEM_VOLUME_WRITE_GOLDEN=1` and look at the difference; then the version has to change as well.
+//! The image is stored as text. `PMEM_VOLUME_WRITE_GOLDEN=1` writes it anew, to show the
+//! differences. A difference requires a new version.
 
 use uuid::Uuid;
 
@@ -16,8 +16,7 @@ use crate::test_image::{from_text, to_text};
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1.golden");
 const POOL_BYTES: u64 = 32 * MIB;
 
-/// A pool with a bit of everything: lent memory, a chunk to be scrubbed, a retired one, a BTT
-/// volume and a raw one.
+/// Pool with lent memory, a chunk to be scrubbed, a retired one, a BTT volume and a raw one.
 fn build() -> MemoryMedia {
     let media = MemoryMedia::new(POOL_BYTES);
     let superblock =

@@ -1,5 +1,5 @@
-//! A pool on media that does something before each persist and erase, and before each range is
-//! begun to be persisted.
+//! Pool on media that calls a hook before each persist and erase, and before the persist of each
+//! range begins.
 
 use std::ops::Range;
 
@@ -11,14 +11,13 @@ use crate::media::{MediaError, Pending};
 
 type Hook = dyn Fn() -> Result<(), MediaError> + Send + Sync;
 
-/// Simulated media of which every persist, its beginnings and every erase ask first. Clones are the
-/// same media.
+/// Simulated media with the hook. Clones share the media.
 #[derive(Clone)]
 pub(super) struct Hooked {
     media: Simulator,
     before: Arc<Hook>,
     stored: Arc<Mutex<Vec<u64>>>,
-    /// What cannot be read.
+    /// Unreadable range.
     bad: Arc<Mutex<Option<Range<u64>>>>,
 }
 
@@ -31,17 +30,17 @@ impl Hooked {
         Self { media, before: Arc::new(before), stored: Arc::default(), bad: Arc::default() }
     }
 
-    /// Where words were stored since it was asked last.
+    /// Offsets of words stored since the last call.
     pub(super) fn take_stored(&self) -> Vec<u64> {
         std::mem::take(&mut *self.stored.lock().unwrap())
     }
 
-    /// From now on this cannot be read.
+    /// Sets the unreadable range.
     pub(super) fn set_bad(&self, bad: Option<Range<u64>>) {
         *self.bad.lock().unwrap() = bad;
     }
 
-    /// Where words lie that have a value.
+    /// Offsets of words with this value.
     pub(super) fn find_words(&self, value: u64) -> Vec<u64> {
         let (words, _) = self.media.content();
         words.into_iter().filter(|(_, word)| *word == value).map(|(at, _)| at).collect()
@@ -65,7 +64,7 @@ impl Hooked {
         }
     }
 
-    /// What decides what a loss of power now would leave.
+    /// Crash point of a loss of power now.
     pub(super) fn crash_point(&self) -> CrashPoint {
         self.media.record();
         self.media.take_points().pop().expect("one for now")
@@ -112,7 +111,7 @@ impl Media for Hooked {
     }
 }
 
-/// Opens the pool on `media`, which is made if there is none.
+/// Opens the pool on `media`, and creates one if there is none.
 pub(super) fn open(media: Hooked) -> Arc<OtherPool> {
     let mut superblock = create::plan(media.len_bytes(), 0, Uuid::from_u128(1), 1).unwrap();
     superblock.volume_slots = 4;

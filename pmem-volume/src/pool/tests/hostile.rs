@@ -1,5 +1,4 @@
-//! A pool file may say anything, with checksums that fit: opening and checking it must end in an
-//! answer.
+//! Pool files with arbitrary content and correct checksums: open and check must return a result.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -17,21 +16,21 @@ const POOL_BYTES: u64 = 32 * MIB;
 
 #[derive(Clone, Debug)]
 enum Change {
-    /// A word of both superblocks, sealed.
+    /// Word of both superblocks, with correct checksums.
     Superblock { word: usize, value: u64 },
-    /// A word of both copies of a volume record, sealed.
+    /// Word of both copies of a volume record, with correct checksums.
     Record { slot: u64, word: usize, value: u64 },
-    /// A whole owner word.
+    /// Complete owner word.
     Owner { chunk: u32, slot: u16, index: u32, kind: u8 },
-    /// A word anywhere in the metadata.
+    /// Word anywhere in the metadata.
     Anything { word: u64, value: u64 },
-    /// A word of the first volume's BTT: info block, map or flog.
+    /// Word of the first volume's BTT: info block, map or flog.
     Btt { word: u64, value: u64 },
-    /// A committed transaction.
+    /// Committed transaction.
     Log { words: Vec<(u64, u64)> },
 }
 
-/// Numbers that are likely to hurt.
+/// Values that are likely to cause errors.
 fn value() -> impl Strategy<Value = u64> {
     prop_oneof![
         Just(0),
@@ -98,8 +97,7 @@ fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
                 .copy_from_slice(&value.to_le_bytes());
         }
         Change::Log { words } => {
-            // Only the log's own bytes are taken over: copying all of the media would cost a test
-            // its speed.
+            // Copies only the log, because copying all of the media would be slow.
             let media = crate::media::simulator::Simulator::new(POOL_BYTES);
             redo_log::write_for_test(&media, superblock, words);
             let log = &mut bytes[LOG_OFFSET as usize..][..4096];
@@ -108,8 +106,8 @@ fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
     }
 }
 
-/// A repair does what the dry run said, and what it calls nothing left is a pool that opens and is
-/// clean.
+/// Checks that a repair makes the changes that the dry run reported, and that a pool without
+/// remaining damage opens and is clean.
 fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(), TestCaseError> {
     let copy = Fixture::new();
     fs::write(copy.path(), bytes).unwrap();
@@ -133,8 +131,8 @@ fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(
     Ok(())
 }
 
-/// A sparse file whose superblock gives nearly all of it to the log, which says that a transaction
-/// fills it.
+/// Sparse file whose superblock assigns nearly all of it to the log, with a transaction that fills
+/// it.
 #[test]
 fn a_log_as_large_as_a_huge_pool_is_refused_before_it_is_read() {
     const HUGE_BYTES: u64 = 8 << 40;
@@ -203,7 +201,7 @@ proptest! {
                     }
                 }
                 drop(pool);
-                // What was put right stays right.
+                // Corrections are permanent.
                 let pool = Pool::open(&fixture.path(), OpenMode::ReadWrite).unwrap();
                 assert_states_add_up(&pool.info());
                 drop(pool);
@@ -215,7 +213,7 @@ proptest! {
     }
 }
 
-/// The table of a sparse file is a hole, and so full of bad words, which are looked at more than
+/// The table of a sparse file is a hole and therefore has only bad words, which are read more than
 /// once.
 #[test]
 fn looking_at_holes_leaves_them_holes() {

@@ -1,5 +1,4 @@
-//! Files that claim many TiB and have next to nothing: looking at them and mending them takes
-//! little memory.
+//! Sparse files that claim many TiB: checking and repairing them uses little memory.
 
 use std::process::Command;
 
@@ -11,11 +10,12 @@ use crate::pool::format::table::{Owner, Slot, encode_owner};
 use crate::pool::format::volume_record::VolumeRecord;
 
 const HUGE_BYTES: u64 = 2 << 40;
-/// A map of the pool's chunks has 4 bytes for each, which is 4 MiB; the program itself some 10.
+/// A map of the pool's chunks has 4 bytes for each, which is 4 MiB. The program itself uses some 10
+/// MiB.
 const MAX_RESIDENT_BYTES: u64 = 64 << 20;
 const POOL_VARIABLE: &str = "PMEM_VOLUME_HUGE_TEST_POOL";
 
-/// A pool whose superblocks are whole, and nothing else but a log.
+/// Pool with only superblocks and a log.
 fn claim(fixture: &Fixture) -> (fs::File, Superblock) {
     let superblock = create::plan(HUGE_BYTES, 0, Uuid::from_u128(1), 1).unwrap();
     let mut options = OpenOptions::new();
@@ -28,7 +28,7 @@ fn claim(fixture: &Fixture) -> (fs::File, Superblock) {
     (file, superblock)
 }
 
-/// Each slot has a volume as large as the pool.
+/// Fills each slot with a volume as large as the pool.
 fn claim_volumes(file: &fs::File, superblock: &Superblock) {
     for slot in superblock.slots() {
         let record = VolumeRecord {
@@ -55,7 +55,7 @@ fn claim_owners(file: &fs::File, superblock: &Superblock, owner: impl Fn(u32) ->
     file.write_all_at(&bytes, superblock.chunk_table_offset).unwrap();
 }
 
-/// Not a test of its own: what is done to the pool, in a process of which nothing else takes
+/// Not a test of its own: the operations on the pool, in a separate process to measure their
 /// memory.
 #[test]
 fn a_process_that_looks_at_a_huge_pool() {
@@ -63,7 +63,7 @@ fn a_process_that_looks_at_a_huge_pool() {
     for mode in [OpenMode::Peek, OpenMode::ReadOnly] {
         let report = Pool::open(&path, mode).unwrap().check().unwrap();
         assert!(!report.is_clean());
-        // Of each kind of finding only some are listed.
+        // Only some findings of each kind are listed.
         assert!(report.pool.len() < 1000, "{} findings", report.pool.len());
     }
     for dry_run in [true, false] {

@@ -1,5 +1,4 @@
-//! Media that fails: the first failure makes the pool read-only, and the next open finds it in
-//! order.
+//! Failing media: the first failure makes the pool read-only, and the next open finds it intact.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc;
@@ -14,8 +13,7 @@ use crate::btt::{Engine, EngineError, arenas};
 use crate::media::simulator::Random;
 use crate::media::{Media, MediaError, Pending};
 
-/// Media on which a persist or erase fails, with nothing of it done, after `left` of them have
-/// succeeded.
+/// Media whose persists and erases fail without any effect after `left` successful ones.
 fn failing(left: Arc<AtomicU32>) -> Hooked {
     Hooked::new(40 * MIB, move || {
         let counted = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
@@ -35,7 +33,8 @@ fn failure() -> MediaError {
 /// Images of each loss of power after a failure.
 const BOUND: usize = 50;
 
-/// What a loss of power would leave opens, whatever of what failed is kept, and is in order.
+/// Checks that every image of a loss of power opens and is intact, whatever part of the failed
+/// write it keeps.
 fn assert_survives_loss_of_power(media: &Hooked) {
     for image in media.crash_point().images(BOUND, &mut Random::new(1)) {
         let pool = crash::open(&image).unwrap();
@@ -47,7 +46,8 @@ fn assert_survives_loss_of_power(media: &Hooked) {
     }
 }
 
-/// Lends, takes back, makes, flushes, renames, resizes and deletes, up to the first error.
+/// Lends and returns memory, creates, flushes, renames, resizes and deletes volumes, up to the
+/// first error.
 fn work(pool: &Arc<Pool<impl Media>>) -> Result<(), PoolError> {
     let memory = pool.alloc_memory(6 * MIB)?;
     pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw)?;
@@ -108,7 +108,7 @@ fn the_first_failure_makes_the_pool_read_only_until_it_is_opened_again() {
     assert!(failures >= 20, "only {failures} calls could fail");
 }
 
-/// What an engine and its pool are after a write that has failed.
+/// Checks an engine and its pool after a failed write.
 fn assert_read_only<M: Media>(
     pool: &Pool<M>,
     engine: &Engine<Volume<M>>,
@@ -150,20 +150,20 @@ fn a_write_back_that_fails_makes_arena_and_pool_read_only() {
         assert_survives_loss_of_power(&media);
         failures += 1;
     }
-    // Begun: words of the map of the sectors, and of the lanes; two halves, and data, of each
-    // sector. Two ends.
+    // Begun persists: map words of the sectors and of the lanes, and for each sector two halves and
+    // data. Ended persists: two.
     assert_eq!(failures, 1 + 1 + 2 * 3 + 2, "each of them can fail");
 }
 
 #[test]
 fn a_file_that_is_cut_under_an_engine_makes_arena_and_pool_read_only() {
     for is_dax in [false, true] {
-        // The map is left, so that the write gets as far as the log.
+        // The map stays, so that the write reaches the log.
         let (_fixture, pool, engine, _) = open_and_cut(is_dax);
         assert_read_only(&pool, &engine, engine.write(7, &[2; 4096]), "the file was cut");
 
-        // What was stored in time and is lost before it is written back: where nothing is, nobody
-        // can tell.
+        // The data was stored before the truncation, and is lost before its write-back. This cannot
+        // be detected where a persist does nothing.
         let (_fixture, pool, engine, flog_at) = open_and_cut(is_dax);
         let begun = engine.space().begin_persist(flog_at..flog_at + 8, &mut Pending::default());
         assert_eq!(begun.is_err(), is_dax, "{begun:?}");
@@ -177,7 +177,7 @@ fn a_file_that_is_cut_under_an_engine_makes_arena_and_pool_read_only() {
     }
 }
 
-/// An engine that has written, on a file that has ended since where the volume's log begins.
+/// An engine that has written, on a file that was then truncated to the start of the volume's log.
 fn open_and_cut(is_dax: bool) -> (Fixture, Arc<Pool>, Engine<Volume>, u64) {
     let fixture = Fixture::new();
     let made = fixture.create(64 * MIB, 0);
@@ -203,7 +203,7 @@ struct Slow {
     media: Hooked,
     gate: Arc<Barrier>,
     fails: Arc<AtomicBool>,
-    /// Does what waited at the gate fail?
+    /// The call that waited at the gate fails.
     waiter_fails: Arc<AtomicBool>,
 }
 
@@ -226,8 +226,8 @@ impl Slow {
         Self { media: Hooked::new(60 * MIB, hook), gate, fails, waiter_fails }
     }
 
-    /// Lets a flush of volume `b` fail while `change` waits for the media, which then goes on
-    /// without an error.
+    /// Makes a flush of volume `b` fail while `change` waits for the media. The wait ends without
+    /// an error.
     fn flush_fails_during<T: Send>(
         &self,
         pool: &Arc<OtherPool>,
@@ -247,8 +247,7 @@ impl Slow {
     }
 }
 
-/// A thread that waits for something is asleep (proc(5), /proc/pid/stat: the state follows the
-/// name).
+/// Waits until a thread sleeps (proc(5), /proc/pid/stat: the state follows the name).
 fn wait_until_asleep(thread: libc::pid_t) {
     let end = Instant::now() + PATIENCE;
     let is_asleep = || {
@@ -273,7 +272,7 @@ fn a_change_that_waited_for_one_that_failed_is_refused() {
         slow.gate.wait_until_shut();
         let (say, said) = mpsc::channel();
         let grows = scope.spawn(move || {
-            // SAFETY: asks for a number, and changes nothing.
+            // SAFETY: a query without side effects.
             say.send(unsafe { libc::gettid() }).unwrap();
             resize(12 * MIB, Shrink::Refuse)
         });
@@ -320,7 +319,7 @@ fn what_was_erased_is_not_free_once_something_else_has_failed() {
     assert_eq!((pool.info().free_bytes, pool.info().scrubbing_bytes), (free_bytes, 4 * MIB));
 }
 
-/// A page that the disk never got may be clean in the cache, and reads as if it had been written.
+/// A page whose write-back failed may be clean in the cache, and reads as if it had been written.
 #[test]
 fn an_open_stores_again_what_already_reads_as_to_be_erased() {
     let media = Hooked::new(40 * MIB, || Ok(()));
@@ -337,8 +336,7 @@ fn an_open_stores_again_what_already_reads_as_to_be_erased() {
     assert_eq!(media.take_stored(), words);
 }
 
-/// A sector that cannot be read, and a map of which the same is true while somebody checks the
-/// pool: neither says anything of what is durable.
+/// An unreadable sector, and a map that is unreadable during a check: neither concerns durability.
 #[test]
 fn what_cannot_be_read_latches_nothing() {
     const MARK: u64 = 0x5a5a_5a5a_5a5a_5a5a;
@@ -354,8 +352,8 @@ fn what_cannot_be_read_latches_nothing() {
     engine.write(8, &[1; 4096]).unwrap();
     engine.space().flush_guest_stores(0..18 * MIB).unwrap();
 
-    // The whole volume but its first chunk, and the map with it: while it is in use, and when it is
-    // not.
+    // The whole volume except its first chunk, including the map, while it is in use and while it
+    // is not.
     let last = engine.space().extents().last().unwrap();
     let end = last.offset_bytes() + last.len_bytes();
     media.set_bad(Some(end - MIB..end));

@@ -1,4 +1,4 @@
-//! Pools as their users see them.
+//! Tests of pools through the public interface.
 
 mod asked;
 mod bad_input;
@@ -44,11 +44,11 @@ use super::*;
 
 const MIB: u64 = 1 << 20;
 
-/// A pool on media that are no file.
+/// Pool on media other than a file.
 type OtherPool = Pool<Box<dyn Media>>;
 type OtherVolume = Volume<Box<dyn Media>>;
 
-/// A pool on tmpfs.
+/// Pool on tmpfs.
 struct Fixture {
     folder: TempDir,
 }
@@ -77,7 +77,7 @@ impl Fixture {
         error
     }
 
-    /// What a test can compare: the metadata, the length, and how many blocks the file has.
+    /// State of the file that tests compare: metadata, length and number of blocks.
     fn image(&self) -> (Vec<u8>, u64, u64) {
         let file = fs::File::open(self.path()).unwrap();
         let metadata = file.metadata().unwrap();
@@ -234,7 +234,7 @@ fn strg_is_never_lent_and_volumes_may_use_it() {
     assert_eq!((pool.info().lendable_bytes, reserved_bytes), (0, 20 * MIB));
     pool.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Raw).unwrap();
     pool.free_memory(&memory).unwrap();
-    // What a volume has counts towards STRG.
+    // Bytes of volumes count towards STRG.
     assert_eq!(pool.info().lendable_bytes, 40 * MIB);
     assert_states_add_up(&pool.info());
     pool.delete_volume("data").unwrap();
@@ -249,7 +249,7 @@ fn memory_that_was_lent_at_a_crash_is_erased_and_free_at_the_next_open() {
     let pool = fixture.create(64 * MIB, 0);
     let extents = pool.alloc_memory(10 * MIB).unwrap();
     extents.iter().for_each(|e| fill(&pool, *e, 0x77));
-    // Dropped without giving anything back, as a killed process does.
+    // Dropped without returning memory, like a killed process.
     drop(pool);
     let report = fixture.check();
     assert_eq!(report.pool, [Finding::StillLent { chunks: 5 }]);

@@ -1,4 +1,5 @@
-//! A whole pool against an obvious one: a list of volumes, a set of lent chunks, and numbers.
+//! Comparison of a whole pool with a simple model: a list of volumes, a set of lent chunks, and
+//! numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +14,7 @@ const METADATA: u32 = 2;
 const STRG: u32 = 12;
 const SLOTS: u32 = 3;
 const MAX_GROWTH: u32 = 6;
-/// Of a BTT volume, and of an arena that it grows by.
+/// Smallest BTT volume, and growth by an arena.
 const BTT_CHUNKS: u32 = 9;
 
 #[derive(Clone, Debug)]
@@ -52,7 +53,7 @@ fn operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// How an operation ends.
+/// Result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     Done,
@@ -60,7 +61,7 @@ enum End {
     Exists,
     NoSuch,
     NoSlot,
-    /// A size that cannot be.
+    /// Invalid size.
     Refused,
 }
 
@@ -81,7 +82,7 @@ fn end_of<T>(result: &Result<T, PoolError>) -> End {
     }
 }
 
-/// The obvious pool.
+/// Simple model of a pool.
 #[derive(Default)]
 struct Model {
     chunks: u32,
@@ -102,7 +103,7 @@ impl Model {
         self.chunks - METADATA - self.in_volumes() - self.in_memory()
     }
 
-    /// Memory leaves to STRG what volumes do not have of it yet.
+    /// Memory leaves free the part of STRG that volumes do not use yet.
     fn lendable(&self) -> u32 {
         self.free() - STRG.saturating_sub(self.in_volumes()).min(self.free())
     }
@@ -123,7 +124,7 @@ impl Model {
         match () {
             () if chunks == *has || (chunks < *has && !may_shrink) => End::Refused,
             () if chunks < *has => End::Done,
-            // Another arena has 16 MiB at least, behind what the last one left over.
+            // Another arena has at least 16 MiB, behind the rest after the last one.
             () if *format == VolumeFormat::Btt && chunks < has + BTT_CHUNKS - 1 => End::Refused,
             () if chunks - has > self.free() => End::Full,
             () => End::Done,
@@ -150,7 +151,7 @@ impl World {
         Self { media, pool, model: Model { chunks: CHUNKS, ..Model::default() } }
     }
 
-    /// Does it to both, and says how both ended.
+    /// Applies an operation to pool and model, and returns both results.
     fn apply(&mut self, operation: Operation) -> (End, End) {
         let name = |number: u8| format!("v{number}");
         let model = &mut self.model;
@@ -268,7 +269,7 @@ impl World {
         }
     }
 
-    /// What was lent is given up, as by a process that ends.
+    /// Opens the pool again without returning lent memory, as when a process exits.
     fn reopen(&mut self) {
         self.model.lent.clear();
         self.pool = open(&self.media).unwrap();
@@ -280,7 +281,7 @@ impl World {
         prop_assert_eq!(info.total_bytes, bytes(model.chunks));
         prop_assert_eq!(info.volume_bytes, bytes(model.in_volumes()));
         prop_assert_eq!(info.memory_bytes, bytes(model.in_memory()));
-        // What waits to be erased is as good as free to whoever needs it.
+        // Chunks that wait to be erased are available to allocations.
         prop_assert_eq!(info.free_bytes + info.scrubbing_bytes, bytes(model.free()));
         prop_assert_eq!(info.lendable_bytes, bytes(model.lendable()));
         prop_assert_eq!(self.pool.offered_bytes(), info.lendable_bytes);
@@ -297,7 +298,7 @@ impl World {
             .map(|v| (v.name, ((v.size_bytes / CHUNK_BYTES) as u32, v.format)))
             .collect();
         prop_assert_eq!(&volumes, &model.volumes);
-        // Every chunk once.
+        // Every chunk has one owner.
         let mut taken = BTreeSet::from_iter((0..METADATA).map(ChunkId));
         for name in volumes.keys() {
             for extent in self.pool.open_volume(name).unwrap().extents() {

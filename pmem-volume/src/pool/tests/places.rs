@@ -1,5 +1,5 @@
-//! Pools on block devices, and thin ones. Block devices need a loop device, and so root;
-//! `ci/guest-tests` has the rest.
+//! Pools on block devices, and thin ones. Block devices require a loop device and therefore root.
+//! `ci/guest-tests` has further tests.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -18,14 +18,14 @@ use crate::pool::lock::{LockKind, try_lock};
 use crate::pool::ownership::{ClaimError, claim};
 use crate::progress::{Progress, Task, unheard};
 
-/// A loop device over a sparse file.
+/// Loop device over a sparse file.
 struct Loop {
     folder: TempDir,
     device: PathBuf,
 }
 
 impl Loop {
-    /// `None` where there are none to be had.
+    /// Returns `None` if there are no loop devices.
     fn new(len_bytes: u64) -> Option<Self> {
         let folder = TempDir::new_in("/dev/shm").unwrap();
         let image = folder.path().join("image");
@@ -43,7 +43,7 @@ impl Loop {
         self.folder.path().join("image")
     }
 
-    /// A disk that was made larger.
+    /// Enlarges the disk.
     fn lengthen(&self, len_bytes: u64) {
         OpenOptions::new().write(true).open(self.image()).unwrap().set_len(len_bytes).unwrap();
         assert!(Command::new("losetup").arg("-c").arg(&self.device).status().unwrap().success());
@@ -61,7 +61,7 @@ impl Loop {
         Pool::open(&self.device, OpenMode::ReadWrite)
     }
 
-    /// What is on the disk itself.
+    /// Content of the disk itself.
     fn content(&self) -> Vec<u8> {
         File::open(&self.device).unwrap().sync_all().unwrap();
         fs::read(self.image()).unwrap()
@@ -116,7 +116,7 @@ fn a_pool_takes_all_of_a_block_device_down_to_the_chunk() {
     );
     let extents = pool.alloc_memory(8 * MIB).unwrap();
     extents.iter().for_each(|extent| fill(&pool, *extent, 0x5a));
-    // As after a crash: what was lent is free again, and reads as zeros, on the disk too.
+    // As after a crash, lent memory is free again and reads as zeros, also on the disk.
     drop(pool);
     let pool = disk.open().unwrap();
     pool.scrub_all().unwrap();
@@ -157,8 +157,8 @@ fn a_block_device_that_grew_has_room_for_its_pool() {
     );
     assert!(too_small, "{error}");
     disk.lengthen(48 * MIB);
-    // What was there behind the pool is no business of anybody who gets it. It is not at an end of
-    // what is new.
+    // Data behind the pool must not be visible to its next owner. It is not at an end of the new
+    // part.
     disk.write(20 * MIB, &[0x77; 8192]);
     assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
     let pool = Pool::grow(&disk.device, 32 * MIB).unwrap();
@@ -166,7 +166,7 @@ fn a_block_device_that_grew_has_room_for_its_pool() {
     let extents = pool.alloc_memory(pool.info().free_bytes).unwrap();
     assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
     drop(pool);
-    // At either end it may be somebody's, and is only taken if that is said.
+    // Data at either end may belong to someone, and is only erased with permission.
     disk.write(48 * MIB - 512, b"the end");
     let error = Pool::grow_with(&disk.device, None, false, &mut unheard).unwrap_err();
     let text = error.to_string();
@@ -276,7 +276,7 @@ fn a_pool_whose_volumes_cannot_be_seen_is_not_erased_by_force_either() {
             assert!(matches!(error, PoolError::DeviceUnknownVolumes { .. }), "{what}: {error}");
         }
         assert!(before == disk.content(), "{what}: a refused pool has changed the device");
-        // Given up by hand.
+        // Erased by hand.
         disk.write(0, &vec![0; 2 << 20]);
         disk.create_with(CreateOptions { force: true, ..CreateOptions::default() }).unwrap();
     }
@@ -319,11 +319,11 @@ fn a_block_device_in_use_is_refused_by_who_has_it() {
     let peeked = Pool::open(&disk.device, OpenMode::Peek).unwrap();
     assert_eq!(peeked.holder().unwrap().pid, me);
     drop((peeked, pool));
-    // Taken by somebody who takes no locks of ours.
+    // Opened exclusively by a user that takes no lock.
     let mut options = OpenOptions::new();
     let taken = std::os::unix::fs::OpenOptionsExt::custom_flags(options.read(true), libc::O_EXCL);
-    // A child of another test may still be on its way to its program, with a copy of the pool's
-    // descriptor.
+    // A forked child of another test may still have a copy of the pool's descriptor before its
+    // execve().
     let taken = loop {
         match taken.open(&disk.device) {
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => thread::yield_now(),
@@ -339,7 +339,7 @@ fn a_block_device_in_use_is_refused_by_who_has_it() {
     let claimed = claim(&disk.device, true, 0).unwrap();
     assert_eq!(holder(disk.open().unwrap_err()), me);
     drop(claimed);
-    // udev looks at a disk with a shared lock when it was written to.
+    // udev reads a disk under a shared lock after writes.
     let udev = File::open(&disk.device).unwrap();
     assert!(try_lock(&udev, LockKind::Shared).unwrap().is_ok());
     let looks = thread::spawn(move || {
@@ -362,14 +362,14 @@ fn other_character_devices_are_refused_by_kind_and_without_a_touch() {
     }
     let error = Pool::open(Path::new("/dev/tty"), OpenMode::ReadWrite).unwrap_err();
     assert!(matches!(&error, PoolError::NotDax { .. }), "{error}");
-    // A pipe without a writer does not hold anybody up.
+    // A pipe without a writer does not block.
     let folder = TempDir::new_in("/dev/shm").unwrap();
     let pipe = folder.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     assert!(matches!(Pool::open(&pipe, OpenMode::ReadWrite), Err(PoolError::NotAFile { .. })));
 }
 
-/// Simulated media on a device, which nobody can cut.
+/// Simulated media on a device, which cannot be truncated.
 struct OnDevice(Simulator);
 
 impl Media for OnDevice {
@@ -409,7 +409,7 @@ impl Media for OnDevice {
 const OLD: u64 = 14 * CHUNK_BYTES;
 const NEW: u64 = 17 * CHUNK_BYTES;
 
-/// Opens what a crash left on a device.
+/// Opens a crash image of a device.
 fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     let mut copies = [layout::SuperblockBytes::new_zeroed(), layout::SuperblockBytes::new_zeroed()];
     for (copy, offset) in copies.iter_mut().zip(layout::SUPERBLOCK_OFFSETS) {
@@ -422,7 +422,7 @@ fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }
 
-/// What must hold after a crash while a pool grows on a device. Returns its size.
+/// Verifies a crash image of a growth on a device. Returns the size of the pool.
 fn verify_device(device: &Simulator) -> Result<u64, String> {
     let pool = open_device(device).map_err(|error| format!("it does not open: {error}"))?;
     let volumes: Vec<_> =
@@ -446,8 +446,8 @@ fn verify_device(device: &Simulator) -> Result<u64, String> {
     Ok(pool.info().total_bytes)
 }
 
-/// Grows a simulated pool on a device that has something behind the pool, and returns the sizes
-/// that pools have in what crashes leave of it.
+/// Grows a simulated pool on a device with data behind it, and returns the sizes of the pools in
+/// the crash images.
 fn grow_on_device(
     table_offset: u64,
     lengthen: impl Fn(&Simulator) -> std::io::Result<Simulator>,
@@ -474,7 +474,7 @@ fn grow_on_device(
     Ok(sizes)
 }
 
-/// Where the table's chunk has room for more, and where not.
+/// Offsets with and without space in the table's last chunk.
 const TABLES: [u64; 2] = [CHUNK_BYTES, 2 * CHUNK_BYTES - 14 * 16];
 
 #[test]
@@ -497,7 +497,7 @@ fn a_device_that_is_not_erased_where_a_pool_grows_is_found_out() {
     }
 }
 
-/// A pool in a file on what is likely a disk; `None` if it is not.
+/// Pool in the current folder. Returns `None` if this is not on a disk.
 fn on_disk(thin: bool) -> Option<(TempDir, Arc<Pool>)> {
     let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
     let options = CreateOptions { size_bytes: Some(64 * MIB), thin, ..CreateOptions::default() };
@@ -517,7 +517,7 @@ fn blocks_bytes(pool: &Pool) -> u64 {
 #[test]
 fn a_thin_pool_has_blocks_only_for_its_own_data_and_for_what_is_used() {
     let Some((folder, pool)) = on_disk(true) else { return };
-    // The file system may need some for itself.
+    // The file system may need some blocks for itself.
     let own = 4 * MIB..5 * MIB;
     assert!(pool.info().thin);
     assert!(own.contains(&blocks_bytes(&pool)), "{}", blocks_bytes(&pool));
@@ -530,7 +530,7 @@ fn a_thin_pool_has_blocks_only_for_its_own_data_and_for_what_is_used() {
     assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
     let path = folder.path().join("pool");
     drop(pool);
-    // It stays thin, and becomes larger that way.
+    // The pool stays thin when it grows.
     let pool = Pool::grow(&path, 1 << 30).unwrap();
     assert!(pool.info().thin && own.contains(&blocks_bytes(&pool)), "{}", blocks_bytes(&pool));
     drop(pool);

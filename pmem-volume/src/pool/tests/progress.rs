@@ -1,10 +1,10 @@
-//! What is heard while something takes its time.
+//! Progress of long operations.
 
 use super::*;
 use crate::pool::CreateOptions;
 use crate::progress::{Progress, Task};
 
-/// One task that starts at nothing, never goes back, and ends with all of it.
+/// Checks that the reports are of one task, start at zero, never decrease, and end with the total.
 fn assert_whole(heard: &[Progress], task: Task, total_bytes: u64) {
     let (first, last) = (heard.first().unwrap(), heard.last().unwrap());
     assert_eq!((first.done_bytes, last.done_bytes), (0, total_bytes), "{heard:?}");

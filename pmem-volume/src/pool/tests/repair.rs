@@ -1,4 +1,4 @@
-//! Repairs: what the media explains is as it was, byte for byte; what it does not is not touched.
+//! Repairs: explained damage is restored byte for byte, and other damage is not touched.
 
 use uuid::Uuid;
 
@@ -13,7 +13,7 @@ pub(super) fn entry(chunk: u32) -> u64 {
     CHUNK_TABLE_OFFSET + u64::from(chunk) * 16
 }
 
-/// A BTT volume in chunks 2 to 10, a raw one in 11 to 13.
+/// Pool with a BTT volume in chunks 2 to 10, and a raw one in 11 to 13.
 pub(super) fn with_volumes() -> Fixture {
     let fixture = Fixture::new();
     let pool = fixture.create(44 * MIB, 0);
@@ -29,8 +29,7 @@ fn repair(fixture: &Fixture, dry_run: bool) -> RepairReport {
     Pool::repair(&fixture.path(), dry_run).unwrap()
 }
 
-/// Damages, repairs, and expects everything to be as before the damage. `words` are in what was
-/// mended.
+/// Damages and repairs a pool, and expects the original bytes. `words` occur in the report.
 fn mends(what: &str, damage: impl Fn(&Fixture), words: &str) {
     let fixture = with_volumes();
     let good = fs::read(fixture.path()).unwrap();
@@ -52,7 +51,7 @@ fn mends(what: &str, damage: impl Fn(&Fixture), words: &str) {
     assert_eq!(repair(&fixture, false).mended, [""; 0], "{what}: nothing is left to do");
 }
 
-/// Damages, and expects a repair to leave it at that.
+/// Damages a pool, and expects a repair to leave it unchanged.
 fn leaves(what: &str, damage: impl Fn(&Fixture), words: &str) {
     let fixture = with_volumes();
     damage(&fixture);
@@ -90,10 +89,10 @@ fn a_lost_owner_word_is_what_is_left_over_or_stays() {
     mends("of a free chunk", |f| zero(f, 20), "it is nobody's");
     mends("of two free chunks", |f| [20, 21].iter().for_each(|c| zero(f, *c)), "it is nobody's");
     mends("of the pool's own", |f| zero(f, 1), "the superblock says");
-    // Free to those who do not know that the pool's own data is there.
+    // A *free* word, although the chunk contains metadata.
     let freed = table::encode_owner(ChunkId(1), Owner::Free).to_le_bytes();
     mends("of the pool's own, free", |f| f.overwrite(entry(1), &freed), "the superblock says");
-    // Which of them is which, nothing says; nor whether a third is free.
+    // Two damaged words of one volume cannot be told apart, nor can one from a free chunk.
     leaves(
         "two of one volume",
         |f| [11, 12].iter().for_each(|c| zero(f, *c)),
@@ -104,13 +103,13 @@ fn a_lost_owner_word_is_what_is_left_over_or_stays() {
         |f| [12, 20].iter().for_each(|c| zero(f, *c)),
         "owner word of chunk C20",
     );
-    // A word that says, one bit off, that it is a chunk which the volume has already.
+    // A word with one wrong bit that claims an index which another chunk has.
     let twice =
         table::encode_owner(ChunkId(20), Owner::Volume { slot: Slot(1), index: 0 }) ^ 1 << 5;
     mends("a second claim", |f| f.overwrite(entry(20), &twice.to_le_bytes()), "it is nobody's");
 }
 
-/// A chunk of a volume on sparse media, far behind the others.
+/// Pool on sparse media with space for a distant chunk.
 fn with_chunk_at(far: ChunkId) -> Fixture {
     let fixture = Fixture::new();
     let size_bytes = u64::from(far.0 + 1) * CHUNK_BYTES;
@@ -218,7 +217,7 @@ fn two_halves_of_a_record_make_one_and_one_lost_word_is_left() {
         f.flip(second + 10, 6);
     };
     mends("the record", both, "volume record 1");
-    // The record is needed to know whose chunk it is.
+    // The record is needed to find the owner of the chunk.
     let more = |f: &Fixture| {
         both(f);
         f.overwrite(entry(12), &[0; 8]);
@@ -253,7 +252,8 @@ fn a_chunk_is_not_left_over_while_a_record_is_lost() {
         f.overwrite(entry(12), &[0; 8]);
     };
     leaves("a chunk of the lost volume", damage, "owner word of chunk C12");
-    // It is the lost record that stops it: without that finding the volume's chunk would be erased.
+    // The lost record prevents the repair: without that finding, the volume's chunk would be
+    // erased.
     let fixture = with_volumes();
     damage(&fixture);
     let pool = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
@@ -271,7 +271,7 @@ fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left(
     }
     let two = |f: &Fixture| [0, 1].iter().for_each(|bit| f.flip(LOG_OFFSET + 24, *bit));
     leaves("two bits", two, "log is damaged");
-    // A transaction that counts is redone before what it damages is mended.
+    // A committed transaction is redone before the damage is repaired.
     let fixture = with_volumes();
     let good = fs::read(fixture.path()).unwrap();
     let media = crate::media::MemoryMedia::from_bytes(&good);
@@ -292,7 +292,7 @@ fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left(
         fs::write(f.path(), media.to_bytes()).unwrap();
     };
     leaves("a damaged transaction", transaction, "log is damaged");
-    // What it would store may explain them otherwise.
+    // Its stores might explain the words differently.
     let more = |f: &Fixture| {
         transaction(f);
         f.flip(entry(12), 0);
@@ -313,7 +313,7 @@ fn a_btt_is_mended_as_far_as_it_says_what_was_there() {
         |f| [first, second].iter().for_each(|at| f.flip(at + 60, 2)),
         "neither info block",
     );
-    // The last page of the map, and two sectors of one block.
+    // Last page of the map, and two sectors with one block.
     let map_at = second - 16384 - 4096;
     let entry = |block: u32| (block | 3 << 30).to_le_bytes();
     leaves(

@@ -1,4 +1,4 @@
-//! Erasing in the background: who waits for it, and who does not.
+//! Background erasing: which operations wait for it, and which do not.
 
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -13,7 +13,7 @@ use crate::media::MediaError;
 use crate::pool::alloc::pacer::{MAX_DEBT, Pacer};
 use crate::pool::alloc::scrubber::next_wait;
 
-/// A pool of 36 MiB to use, and the barrier before each persist and erase.
+/// Pool with 36 MiB of usable space, and the barrier before each persist and erase.
 fn slow_pool() -> (Arc<OtherPool>, Arc<Barrier>) {
     let barrier = Barrier::new();
     let media = Hooked::new(40 * MIB, {
@@ -26,13 +26,13 @@ fn slow_pool() -> (Arc<OtherPool>, Arc<Barrier>) {
     (open(media), barrier)
 }
 
-/// Lends and takes back, so that it waits to be erased.
+/// Lends and returns memory, which then waits to be erased.
 fn let_wait(pool: &Pool<impl Media>, size_bytes: u64) {
     let memory = pool.alloc_memory(size_bytes).unwrap();
     pool.free_memory(&memory).unwrap();
 }
 
-/// Waits until nothing waits to be erased. Nobody helps: it is the scrubber's work.
+/// Waits until the scrubber has erased all chunks, without helping it.
 fn wait_until_clean(pool: &Arc<Pool<impl Media + 'static>>) {
     let (done, clean) = mpsc::channel();
     let waiter = Arc::clone(pool);
@@ -48,22 +48,22 @@ fn wait_until_clean(pool: &Arc<Pool<impl Media + 'static>>) {
     clean.recv_timeout(PATIENCE).expect("nobody erases");
 }
 
-/// The calling thread, as the kernel numbers it.
+/// Kernel's ID of the calling thread.
 fn this_task() -> i32 {
-    // SAFETY: takes nothing, and cannot fail.
+    // SAFETY: takes no arguments, and cannot fail.
     unsafe { libc::gettid() }
 }
 
-/// Waits until a thread of this process has answered, or sleeps: it then waits for something that
-/// has not come.
+/// Waits until a thread of this process has answered or sleeps. If it sleeps without an answer, it
+/// is waiting for an event.
 fn answer_unless_asleep<T>(task: i32, answer: impl Fn() -> Option<T>) -> Option<T> {
     loop {
         let stat = fs::read_to_string(format!("/proc/self/task/{task}/stat"));
-        // Of `number (name) state ...` the state; S: waits for an event (proc_pid_stat(5)). A
-        // thread that is gone has none.
+        // State in `number (name) state ...`; S: waits for an event (proc_pid_stat(5)). A thread
+        // that is gone has none.
         let is_asleep = stat
             .is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S")));
-        // Looked at last: who had it before it slept has it now.
+        // Read after the state, so that an answer sent before the sleep is not missed.
         match answer() {
             Some(answer) => return Some(answer),
             None if is_asleep => return None,
@@ -112,7 +112,7 @@ fn who_needs_chunks_in_flight_waits_for_them_and_no_more() {
             task.send(this_task()).unwrap();
             answer.send(change.alloc_memory(32 * MIB).map(drop)).unwrap();
         });
-        // It has its answer or waits for it; who does not wait is not asleep.
+        // The thread either has answered or sleeps while it waits.
         let early = answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || {
             answered.try_recv().ok()
         });
@@ -121,7 +121,7 @@ fn who_needs_chunks_in_flight_waits_for_them_and_no_more() {
         assert!(early.is_none(), "lent before it was erased: {early:?}");
         answered.recv_timeout(PATIENCE).expect("it hangs").unwrap();
     });
-    // What was in flight was enough: the last chunk still waits.
+    // The chunks in flight were sufficient, so the last chunk still waits.
     assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([32, 0, 2, 2], 8 * MIB));
 }
 
@@ -137,7 +137,7 @@ fn what_is_missing_is_erased_on_the_way_and_no_more() {
     pool.resize_volume("a", VolumeSize::Bytes(8 * MIB), Shrink::Refuse).unwrap();
     assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([22, 8, 0, 6], 14 * MIB));
     pool.free_memory(&memory).unwrap();
-    // Too much for all of it: nothing is erased for nothing.
+    // Too large even with all waiting chunks, so none is erased.
     let error = pool.alloc_memory(30 * MIB).unwrap_err();
     assert!(
         matches!(error, PoolError::PoolFull { free_bytes, .. } if free_bytes == 28 * MIB),
@@ -150,7 +150,7 @@ fn what_is_missing_is_erased_on_the_way_and_no_more() {
         "{error}"
     );
     assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([0, 8, 0, 28], 14 * MIB));
-    // All that is left is all that is left.
+    // `Remaining` includes waiting chunks.
     assert_eq!(create(VolumeSize::Remaining).unwrap().size_bytes, 28 * MIB);
     assert_eq!(levels(&pool.info()), [0, 36, 0, 0]);
     assert_eq!(pool.check().unwrap().pool, []);
@@ -177,7 +177,7 @@ fn what_waits_counts_towards_what_is_kept_for_volumes() {
     let pool = fixture.create(64 * MIB, 20 * MIB);
     let_wait(&pool, 40 * MIB);
     assert_eq!((pool.info().free_bytes, pool.info().lendable_bytes), (20 * MIB, 40 * MIB));
-    // Clean chunks are lent; what is kept is kept in those that wait.
+    // Clean chunks are lent. The waiting ones fulfill the reservation.
     let memory = pool.alloc_memory(20 * MIB).unwrap();
     assert_eq!((pool.scrubbed_bytes(), pool.info().lendable_bytes), (0, 20 * MIB));
     assert!(matches!(pool.alloc_memory(22 * MIB), Err(PoolError::PoolFull { .. })));
@@ -233,7 +233,7 @@ fn readers_see_what_waits_and_cannot_erase_it() {
     assert_eq!(peek.info().scrubbing_bytes, 8 * MIB);
 }
 
-/// As slow as can be: after its first batch, of one chunk, it pauses for weeks.
+/// Slowest limit: after its first batch, of one chunk, the scrubber pauses for weeks.
 const CRAWL: Option<NonZeroU64> = NonZeroU64::new(1);
 
 #[test]
@@ -241,12 +241,13 @@ fn the_scrubber_keeps_to_its_bound_and_takes_another_while_it_pauses() {
     let (pool, _barrier) = slow_pool();
     let_wait(&pool, 20 * MIB);
     let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
-    // It has the first chunk. Who needs more than what is clean does not wait for the others.
+    // The scrubber has the first chunk. An allocation that needs more than the clean chunks does
+    // not wait for the others.
     let memory = pool.alloc_memory(30 * MIB).unwrap();
     let scrubbed = pool.scrubbed_bytes();
     assert!((14 * MIB..=16 * MIB).contains(&scrubbed), "{scrubbed}");
     drop(scrubber);
-    // At most one chunk besides.
+    // At most one more chunk.
     assert!(pool.scrubbed_bytes() <= 16 * MIB);
     assert!(pool.info().scrubbing_bytes >= 4 * MIB);
     let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
@@ -254,7 +255,7 @@ fn the_scrubber_keeps_to_its_bound_and_takes_another_while_it_pauses() {
     scrubber.set_bytes_per_s(None);
     wait_until_clean(&pool);
     assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
-    // Woken by what comes later.
+    // Later chunks wake the scrubber.
     let_wait(&pool, 4 * MIB);
     wait_until_clean(&pool);
 }
@@ -266,12 +267,12 @@ fn erasures_on_demand_count_towards_the_bound() {
     let rate = NonZeroU64::new(2 * MIB);
     let_wait(&pool, 20 * MIB);
     assert_eq!(next_wait(&pool, &mut pacer, rate, Duration::ZERO), Duration::ZERO);
-    // 16 MiB are clean, and the rest is erased on the way.
+    // 16 MiB are clean, and the rest is erased on demand.
     pool.alloc_memory(22 * MIB).unwrap();
     assert_eq!(pool.scrubbed_bytes(), 6 * MIB);
     let s = Duration::from_secs;
     assert_eq!(next_wait(&pool, &mut pacer, rate, s(1)), s(3));
-    // Once.
+    // Counted once.
     assert_eq!(next_wait(&pool, &mut pacer, rate, s(3)), s(1));
     pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
     assert_eq!(next_wait(&pool, &mut pacer, rate, s(4)), s(2));
@@ -287,7 +288,7 @@ fn erasures_before_the_scrubber_starts_do_not_count_towards_its_bound() {
     let began = Instant::now();
     let _scrubber = Scrubber::start(&pool, CRAWL).unwrap();
     wait_until_clean(&pool);
-    // The first batch would wait for the 36 MiB.
+    // Otherwise the first batch would wait because of the 36 MiB.
     assert!(began.elapsed() < MAX_DEBT);
 }
 
@@ -346,9 +347,9 @@ fn the_scrubber_ends_with_its_pool_or_before_it() {
         scope.spawn(move || {
             task.send(this_task()).unwrap();
             drop(scrubber);
-            // Who has seen it asleep does not listen any more.
+            // The receiver is gone if it has seen the thread asleep.
             let _ = end.send(());
-            // The thread has let go of it.
+            // The thread has dropped its reference.
             assert!(weak.strong_count() <= 1);
         });
         let early =
@@ -357,7 +358,7 @@ fn the_scrubber_ends_with_its_pool_or_before_it() {
         assert!(early.is_none(), "it did not wait for the batch that its thread is at");
     });
     assert!(pool.scrubbed_bytes() >= 16 * MIB, "the batch was finished");
-    // The other way round: the pool does not live on for its scrubber.
+    // The reverse order: the scrubber does not keep the pool open.
     let scrubber = Scrubber::start(&pool, None).unwrap();
     wait_until_clean(&pool);
     let weak = Arc::downgrade(&pool);

@@ -1,4 +1,4 @@
-//! Media that takes its time: who asks what a pool has does not wait for it.
+//! Slow media: queries of the pool's levels do not wait for it.
 
 use std::sync::{Condvar, mpsc};
 use std::thread;
@@ -7,19 +7,19 @@ use std::time::Duration;
 use super::hooked::{Hooked, open};
 use super::*;
 
-/// What takes longer hangs.
+/// Longer waits count as hangs.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Gate {
     Open,
-    /// Shuts behind the next one.
+    /// The next call shuts the gate and waits.
     Armed,
-    /// Somebody waits for it to open.
+    /// A call waits for it to open.
     Shut,
 }
 
-/// Where one persist or erase waits until the test lets it go on.
+/// Blocks one persist or erase until the test opens the gate.
 pub(super) struct Barrier {
     gate: Mutex<Gate>,
     changed: Condvar,
@@ -44,14 +44,14 @@ impl Barrier {
         self.changed.notify_all();
     }
 
-    /// Somebody is at the gate, that was armed.
+    /// Waits until a call is blocked at the armed gate.
     pub(super) fn wait_until_shut(&self) {
         let gate = self.gate.lock().unwrap();
         let waiting = self.changed.wait_timeout_while(gate, PATIENCE, |gate| *gate != Gate::Shut);
         assert!(!waiting.unwrap().1.timed_out(), "nobody asks anything of the media");
     }
 
-    /// What the pool says of itself while `change` waits for the media, and what comes of the
+    /// Returns the levels of the pool while `change` waits for the media, and the result of the
     /// change.
     fn info_during<T: Send>(
         &self,
@@ -65,7 +65,7 @@ impl Barrier {
             let (answer, answered) = mpsc::channel();
             scope.spawn(move || answer.send(pool.info()).unwrap());
             let info = answered.recv_timeout(PATIENCE);
-            // Whatever came of it: a test that fails must end, too.
+            // Open the gate in any case, so that a failing test ends.
             self.set(Gate::Open);
             let outcome = change.join().unwrap();
             (info.expect("info() waits for the media"), outcome)
@@ -73,7 +73,7 @@ impl Barrier {
     }
 }
 
-/// Memory, volumes, free and waiting to be erased, in MiB.
+/// Memory, volumes, free and waiting bytes, in MiB.
 pub(super) fn levels(info: &PoolInfo) -> [u64; 4] {
     assert_states_add_up(info);
     [info.memory_bytes, info.volume_bytes, info.free_bytes, info.scrubbing_bytes]

@@ -1,4 +1,4 @@
-//! What is left of a volume that lacks chunks: to be copied out, and for nothing else.
+//! Read access to the remaining chunks of a volume that lacks some, for copying them elsewhere.
 
 use std::io;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use crate::media::{Durability, FileMedia, Media, MediaError};
 use crate::pool::format::chunk::{Run, runs};
 use crate::pool::{OpenMode, Pool, PoolError};
 
-/// A volume of a pool that is looked at, whatever is left of it: reads of what it lacks fail.
+/// Remaining chunks of a volume in a pool that is open for reading. Reads of missing chunks fail.
 pub struct DamagedVolume<M: Media = FileMedia> {
     pool: Arc<Pool<M>>,
     info: VolumeInfo,
@@ -17,9 +17,9 @@ pub struct DamagedVolume<M: Media = FileMedia> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Opens what is left of a volume, in a pool that was opened for reading. A volume that is
-    /// whole opens as well; a part of one that was split, which still holds what that held,
-    /// does not.
+    /// Opens the remaining chunks of a volume in a pool that is open for reading. A whole volume
+    /// opens as well. A part of an unfinished split does not, because it still has the data of the
+    /// split volume.
     pub fn open_damaged_volume(
         self: &Arc<Self>,
         name: &str,
@@ -47,7 +47,7 @@ impl<M: Media> Pool<M> {
 }
 
 impl<M: Media> DamagedVolume<M> {
-    /// What it is.
+    /// Properties of the volume.
     pub fn info(&self) -> &VolumeInfo {
         &self.info
     }

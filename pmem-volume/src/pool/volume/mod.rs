@@ -1,4 +1,4 @@
-//! Volumes: named, persistent, made of chunks.
+//! Volumes: persistent, with a name, and made of chunks.
 
 pub(super) mod damaged_volume;
 pub(super) mod resize;
@@ -25,69 +25,70 @@ use crate::pool::scan::VolumeEntry;
 use crate::pool::{OpenMode, Pool, PoolError, State, unix_now_s};
 use crate::progress::OnProgress;
 
-/// How large a new volume is to be.
+/// Size of a new volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VolumeSize {
     /// A multiple of 2 MiB.
     Bytes(u64),
-    /// Everything that is free, or will be when it is erased.
+    /// All bytes that are free, or will be after erasing.
     Remaining,
 }
 
-/// What a volume is.
+/// Properties of a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct VolumeInfo {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// Its identity.
+    /// Identity.
     pub uuid: Uuid,
-    /// Its format.
+    /// Format.
     pub format: VolumeFormat,
-    /// Its size, the BTT's own data included.
+    /// Size, including the BTT's own data.
     pub size_bytes: u64,
-    /// How many bytes of the pool it has. Less than the size only in a thin or damaged volume.
+    /// Bytes of the pool that the volume has. They are less than the size only for a thin or
+    /// damaged volume.
     pub allocated_bytes: u64,
-    /// How many pieces it lies in.
+    /// Number of contiguous pieces.
     pub extents: u32,
 }
 
-/// A piece of a volume that lies in one piece in the pool's file, of any number of chunks.
+/// Piece of a volume that is contiguous in the pool's file, with any number of chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VolumeExtent {
-    /// First chunk of the volume in it.
+    /// Index of the piece's first chunk in the volume.
     pub index: u32,
-    /// Where it lies.
+    /// Chunks in the pool.
     pub run: Run,
 }
 
 impl VolumeExtent {
-    /// Where in the volume it starts.
+    /// Offset in the volume.
     #[inline]
     pub fn volume_offset_bytes(self) -> u64 {
         u64::from(self.index) * CHUNK_BYTES
     }
 
-    /// Where in the pool's file it starts.
+    /// Offset in the pool's file.
     #[inline]
     pub fn offset_bytes(self) -> u64 {
         self.run.offset_bytes()
     }
 
-    /// How long it is.
+    /// Length in bytes.
     #[inline]
     pub fn len_bytes(self) -> u64 {
         self.run.len_bytes()
     }
 }
 
-/// What a volume will be that can be made.
+/// Verified plan of a new volume.
 struct NewVolume {
     slot: Slot,
     chunks: u32,
     layout: Option<btt::Layout>,
 }
 
-/// A volume that is open: nobody else in this process opens or deletes it meanwhile.
+/// Open volume. No other handle in this process can open or delete it meanwhile.
 pub struct Volume<M: Media = FileMedia> {
     pool: Arc<Pool<M>>,
     slot: Slot,
@@ -96,19 +97,19 @@ pub struct Volume<M: Media = FileMedia> {
 }
 
 impl<M: Media> Pool<M> {
-    /// The volumes, by name.
+    /// All volumes, sorted by name.
     pub fn volumes(&self) -> Vec<VolumeInfo> {
         let mut volumes: Vec<_> = self.lock_state().volumes.values().map(volume_info).collect();
         volumes.sort_by(|a, b| a.name.cmp(&b.name));
         volumes
     }
 
-    /// Makes a volume and formats it.
+    /// Creates and formats a volume.
     ///
-    /// 1. Owner words of its chunks, persist. Until the record is there they are left-overs of
-    ///    nothing.
-    /// 2. The BTT's own data, persist.
-    /// 3. The volume record: from here on it exists.
+    /// 1. Owner words of its chunks; persist. Until the record is written, the chunks are
+    ///    leftovers.
+    /// 2. BTT metadata; persist.
+    /// 3. Volume record. The volume exists from here on.
     pub fn create_volume(
         &self,
         name: &str,
@@ -118,7 +119,7 @@ impl<M: Media> Pool<M> {
         let name: VolumeName = name.parse()?;
         let uuid = Uuid::new_v4();
         let mut state = self.lock_for_change()?;
-        // Whatever was true before the state was unlocked need not be after.
+        // Plan again after each unlock, because the state may have changed.
         let NewVolume { slot, chunks, layout } = loop {
             let new = self.plan_volume(&state, &name, size, format, uuid)?;
             match state.missing_clean(new.chunks) {
@@ -128,7 +129,8 @@ impl<M: Media> Pool<M> {
         };
         self.check_format_room(chunks)?;
         let taken = state.buddy.allocate_lasting(chunks).expect("just seen to be free");
-        // Counted as to be erased until it is done: that is what they are if it fails.
+        // Count them as chunks to erase until the volume exists. They are erased if its creation
+        // fails.
         state.counts.scrubbing += chunks;
         self.latch(self.mark(&taken, |index| Owner::Volume { slot, index }))?;
         if let Some(layout) = layout {
@@ -159,8 +161,8 @@ impl<M: Media> Pool<M> {
         Ok(info)
     }
 
-    /// Erases and frees as much of what waits as it takes to have this much clean, for a volume
-    /// that will be made or grown. Nothing, if even all of it were not enough.
+    /// Erases and frees waiting chunks until `size` bytes are clean, for a volume that will be
+    /// created or grown. Does nothing if all waiting chunks would not suffice.
     pub fn scrub_for(&self, size: VolumeSize, progress: OnProgress<'_>) -> Result<(), PoolError> {
         let VolumeSize::Bytes(bytes) = size else { return self.scrub_all_with(progress) };
         let chunks = u32::try_from(bytes.div_ceil(CHUNK_BYTES)).unwrap_or(u32::MAX);
@@ -171,7 +173,7 @@ impl<M: Media> Pool<M> {
         self.scrub_until(lacking, progress)
     }
 
-    /// Checks that a volume can be made, once enough chunks are clean.
+    /// Checks that a volume can be created as soon as enough chunks are clean.
     fn plan_volume(
         &self,
         state: &State,
@@ -207,11 +209,11 @@ impl<M: Media> Pool<M> {
         Ok(NewVolume { slot, chunks, layout })
     }
 
-    /// Deletes a volume that nobody in this process has open. When this returns it is gone, and its
-    /// content waits to be erased.
+    /// Deletes a volume that is not open in this process. At return it is gone, and its chunks wait
+    /// to be erased.
     ///
-    /// 1. The volume record, empty: from here on it is gone, and its chunks are left-overs.
-    /// 2. Their owner words become *scrub*, persist: the slot may be used again.
+    /// 1. Empty volume record. The volume is gone from here on, and its chunks are leftovers.
+    /// 2. Owner words become *scrub*; persist. The slot may be reused only after that.
     pub fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
         let mut state = self.lock_for_change()?;
         let slot = state.require_closed_volume(name)?;
@@ -223,9 +225,8 @@ impl<M: Media> Pool<M> {
         self.disown(&mut state, &runs)
     }
 
-    /// Marks chunks, which no record covers any more, to be erased, and lets them wait for it. The
-    /// records say the same. But the slot and the indexes may be used again before all of them
-    /// are free, and then they must not look like the new ones.
+    /// Marks chunks that no record covers any more as *scrub*, and queues them. Without the mark
+    /// they would be leftovers too, but slot and indexes may be reused before all chunks are free.
     pub(in crate::pool) fn disown(&self, state: &mut State, runs: &[Run]) -> Result<(), PoolError> {
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
         state.counts.volume -= chunks;
@@ -238,10 +239,10 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// Gives a volume that nobody in this process has open another name, which no volume has. A
-    /// name that it has already is refused too: whoever asks for that has mistaken something.
+    /// Renames a volume that is not open in this process. A name in use is refused, even if it is
+    /// the volume's own, because such a request is a mistake.
     ///
-    /// One record changes, and with it everything: the volume's chunks are named by its slot.
+    /// A single record changes, because owner words of chunks contain the slot instead of the name.
     pub fn rename_volume(&self, name: &str, new_name: &str) -> Result<VolumeInfo, PoolError> {
         let new_name: VolumeName = new_name.parse()?;
         let mut state = self.lock_for_change()?;
@@ -262,10 +263,10 @@ impl<M: Media> Pool<M> {
         Ok(volume_info(entry))
     }
 
-    /// Opens a volume, once at a time.
+    /// Opens a volume. Only one handle can exist in a process.
     ///
-    /// Who opens it for writing goes by what the disk has of it: what an earlier write-back could
-    /// not write may be in the page cache still, and count as clean.
+    /// A writer must see the content of the disk. The page cache may still have pages whose
+    /// write-back failed, marked as clean, so it is dropped.
     pub fn open_volume(self: &Arc<Self>, name: &str) -> Result<Volume<M>, PoolError> {
         let mut state = self.lock_state();
         let slot = state.require_volume(name)?;
@@ -280,7 +281,7 @@ impl<M: Media> Pool<M> {
             state.open_volumes.push(slot);
         }
         drop(state);
-        // Media that is no file has no page cache, whatever it is worth.
+        // Only files have a page cache.
         if let (OpenMode::ReadWrite, Some(media)) = (self.mode, self.media().as_file())
             && media.durability() == Durability::PageCache
         {
@@ -293,8 +294,8 @@ impl<M: Media> Pool<M> {
         Ok(Volume { pool: Arc::clone(self), slot, info, extents })
     }
 
-    /// The sequence number of the next record in a slot: the media knows the last one, of an empty
-    /// slot too.
+    /// Sequence number of the next record in a slot. The media has the last one, even in an empty
+    /// slot.
     pub(in crate::pool) fn next_sequence(&self, slot: Slot) -> Result<u64, PoolError> {
         let offset = self.superblock.volume_record_offsets(slot)[0];
         let at = offset
@@ -304,7 +305,7 @@ impl<M: Media> Pool<M> {
 }
 
 impl VolumeEntry {
-    /// Has the volume all of its chunks?
+    /// Checks that the volume has all of its chunks.
     pub(in crate::pool) fn check_usable(&self) -> Result<(), PoolError> {
         let unusable =
             |reason| Err(PoolError::VolumeUnusable { name: self.record.name.to_string(), reason });
@@ -319,7 +320,7 @@ impl VolumeEntry {
         }
     }
 
-    /// Is it a volume of its own, and not a part that is still to be erased?
+    /// Checks that the volume is not an unfinished part of a split.
     pub(in crate::pool) fn check_finished(&self) -> Result<(), PoolError> {
         match self.record.part {
             Some(Part { is_unformatted: true, .. }) => {
@@ -331,7 +332,7 @@ impl VolumeEntry {
 }
 
 impl State {
-    /// There is not enough free for something.
+    /// Error for an allocation that lacks free chunks.
     pub(in crate::pool) fn full(&self, requested_bytes: u64) -> PoolError {
         PoolError::PoolFull {
             requested_bytes,
@@ -347,8 +348,8 @@ impl State {
             .map(|(slot, _)| *slot)
     }
 
-    /// The volume, if nobody in this process has it open. Other processes are kept away by the
-    /// pool's lock.
+    /// Finds a volume that is not open in this process. The lock of the pool excludes other
+    /// processes.
     pub(in crate::pool) fn require_closed_volume(&self, name: &str) -> Result<Slot, PoolError> {
         let slot = self.require_volume(name)?;
         if self.open_volumes.contains(&slot) {
@@ -366,36 +367,37 @@ impl State {
 }
 
 impl<M: Media> Volume<M> {
-    /// What it is.
+    /// Properties of the volume.
     pub fn info(&self) -> &VolumeInfo {
         &self.info
     }
 
-    /// Its size in bytes.
+    /// Size in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.info.size_bytes
     }
 
-    /// The pool it lies in.
+    /// Pool of the volume.
     #[inline]
     pub fn pool(&self) -> &Arc<Pool<M>> {
         &self.pool
     }
 
-    /// Where it lies, in the volume's order and without gaps. Neighbours in the file are joined.
+    /// Pieces of the volume, in logical order and without gaps. Pieces that are adjacent in the
+    /// file are joined.
     #[inline]
     pub fn extents(&self) -> &[VolumeExtent] {
         &self.extents
     }
 
-    /// Makes durable what a guest stored to a range of the volume through a mapping of the pool's
-    /// file, and has itself written back from its caches as a guest does before it asks for a
-    /// flush (virtio 1.3, 5.19.6.2; ACPI 6.5, 5.2.26.9). On MAP_SYNC media that leaves nothing
-    /// to do but a fence; on volatile media, nothing at all.
+    /// Makes stores of a guest to a range of the volume durable. The guest stores through a mapping
+    /// of the pool's file, and writes back its caches before it requests a flush (virtio 1.3,
+    /// 5.19.6.2; ACPI 6.5, 5.2.26.9). On MAP_SYNC media, only a fence remains. On volatile media,
+    /// nothing remains.
     ///
-    /// A failure must reach the guest as an I/O error, or stop it: nobody knows what is durable.
-    /// Every flush after it fails too, because the kernel reports a lost page once and calls
-    /// the next write-back a success.
+    /// A failure must reach the guest as an I/O error or stop the guest, because it is unknown
+    /// which stores are durable. Every later flush fails too, because the kernel reports a lost
+    /// page only once, and the next write-back succeeds.
     pub fn flush_guest_stores(&self, range: Range<u64>) -> Result<(), PoolError> {
         self.pool.check_not_latched()?;
         match self.pool.durability() {
@@ -409,12 +411,13 @@ impl<M: Media> Volume<M> {
         }
     }
 
-    /// Checks the volume's BTT from its media alone. `None`: a raw volume has nothing to check.
+    /// Checks the volume's BTT from its media alone. Returns `None` for a raw volume, which has
+    /// nothing to check.
     pub fn check_btt(&self) -> Option<btt::Report> {
         self.check_btt_with(&mut |_| {})
     }
 
-    /// The same; `reached` hears up to where, in bytes.
+    /// Like [`Self::check_btt`]. Passes the number of checked bytes to `reached`.
     pub(in crate::pool) fn check_btt_with(
         &self,
         reached: &mut dyn FnMut(u64),
@@ -441,20 +444,22 @@ impl<M: Media> Drop for Volume<M> {
     }
 }
 
-/// A volume's bytes on the media, wherever its chunks lie.
+/// Bytes of a volume on the media.
 pub(in crate::pool) struct Space<'a> {
     pub(in crate::pool) media: &'a dyn Media,
     pub(in crate::pool) extents: &'a [VolumeExtent],
 }
 
 impl Space<'_> {
-    /// Where a byte of the volume lies in the file.
+    /// Offset in the file of a byte of the volume.
     pub(in crate::pool) fn file_offset(&self, offset_bytes: u64) -> u64 {
         self.file_ranges(offset_bytes..offset_bytes + 1)[0].start
     }
 
-    /// Cuts a range of the volume into ranges of the file, in order. Panics if it is not inside the
-    /// volume.
+    /// Divides a range of the volume into ranges of the file, in order.
+    ///
+    /// # Panics
+    /// If the range is not inside the volume.
     pub(in crate::pool) fn file_ranges(&self, range: Range<u64>) -> Vec<Range<u64>> {
         assert!(
             range.start <= range.end && range.end <= self.len_bytes(),

@@ -1,4 +1,4 @@
-//! Making a volume larger, or, where that can be, smaller.
+//! Growth of a volume, and shrinking of a raw one.
 
 use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
 use crate::CHUNK_BYTES;
@@ -14,22 +14,22 @@ use crate::pool::{Pool, PoolError, State};
 use foreshore_types::VolumeFormat;
 use foreshore_types::size::Size;
 
-/// May a volume lose what lies behind its new end?
+/// Permission to shrink a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shrink {
     /// A smaller size is an error.
     Refuse,
-    /// What lies behind the new end is erased.
+    /// Data behind the new end is erased.
     Allow,
 }
 
-/// What giving a volume another size comes down to.
+/// Verified plan of a resize.
 enum Resize {
     Shrink { chunks: u32 },
     Grow(Box<Growth>),
 }
 
-/// A volume that will be larger.
+/// Verified plan of a growth.
 struct Growth {
     more: u32,
     record: VolumeRecord,
@@ -37,10 +37,10 @@ struct Growth {
 }
 
 impl<M: Media> Pool<M> {
-    /// Gives a volume that nobody in this process has open another size. A BTT volume grows by
-    /// further arenas, of at least 16 MiB, and never shrinks; a raw one may.
+    /// Resizes a volume that is not open in this process. A BTT volume grows by further arenas of
+    /// at least 16 MiB, and never shrinks. A raw volume may shrink.
     ///
-    /// [`VolumeSize::Remaining`]: it gets all that is free, or will be when it is erased.
+    /// [`VolumeSize::Remaining`] adds all bytes that are free, or will be after erasing.
     pub fn resize_volume(
         &self,
         name: &str,
@@ -48,7 +48,7 @@ impl<M: Media> Pool<M> {
         shrink: Shrink,
     ) -> Result<VolumeInfo, PoolError> {
         let mut state = self.lock_for_change()?;
-        // Whatever was true before the state was unlocked need not be after.
+        // Plan again after each unlock, because the state may have changed.
         loop {
             let slot = state.require_closed_volume(name)?;
             match self.plan_resize(&state, slot, size, shrink)? {
@@ -61,7 +61,7 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Decides what a resize is, and refuses what cannot be.
+    /// Plans a resize, or refuses it.
     fn plan_resize(
         &self,
         state: &State,
@@ -98,7 +98,7 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Everything that may refuse to grow a volume, once enough chunks are clean.
+    /// Plans a growth that succeeds as soon as enough chunks are clean.
     fn plan_growth(&self, state: &State, slot: Slot, chunks: u32) -> Result<Growth, PoolError> {
         let entry = &state.volumes[&slot];
         let more = chunks - entry.record.chunks;
@@ -120,9 +120,9 @@ impl<M: Media> Pool<M> {
         Ok(Growth { more, record, extension })
     }
 
-    /// 1. Owner words of the new chunks, persist. Until the record is there they are left-overs.
-    /// 2. Further arenas of a BTT, durable. Nothing of the volume leads to them.
-    /// 3. The record, and with it, as one transaction, the words that link the arenas.
+    /// 1. Owner words of the new chunks; persist. Until the record is written, they are leftovers.
+    /// 2. Further arenas of a BTT, durable. No info block refers to them yet.
+    /// 3. Volume record and the words that link the arenas, as one transaction.
     fn grow_volume(
         &self,
         state: &mut State,
@@ -135,7 +135,7 @@ impl<M: Media> Pool<M> {
         let old = runs(entry.chunk_ids());
         let after = old.last().expect("a volume has a chunk").end();
         let taken = state.buddy.allocate_lasting_at(after, more).expect("just seen to be free");
-        // Counted as to be erased until it is done: that is what they are if it fails.
+        // Count them as chunks to erase until the growth is committed. They are erased if it fails.
         state.counts.scrubbing += more;
         self.latch(self.mark(&taken, |place| Owner::Volume { slot, index: has_chunks + place }))?;
         let offsets = self.superblock.volume_record_offsets(slot);
@@ -158,8 +158,7 @@ impl<M: Media> Pool<M> {
         Ok(info)
     }
 
-    /// The words of the transaction: links of the BTT, and what changes in both copies of the
-    /// record.
+    /// Words of the transaction: links of the BTT, and changes in both copies of the record.
     pub(in crate::pool) fn growth_words(
         &self,
         space: &Space<'_>,
@@ -174,11 +173,11 @@ impl<M: Media> Pool<M> {
         Ok(words)
     }
 
-    /// 1. The record: from here on what lies behind its end is left over.
-    /// 2. Owner words of that become *scrub*, persist, so that no chunk which the volume may get
-    ///    later has their index.
+    /// 1. Volume record. Chunks behind its end are leftovers from here on.
+    /// 2. Their owner words become *scrub*; persist. No later chunk of the volume can then have the
+    ///    same index.
     ///
-    /// When this returns, it waits to be erased.
+    /// At return, the chunks wait to be erased.
     fn shrink(&self, state: &mut State, slot: Slot, chunks: u32) -> Result<VolumeInfo, PoolError> {
         let record = VolumeRecord {
             sequence: self.next_sequence(slot)?,
@@ -196,8 +195,8 @@ impl<M: Media> Pool<M> {
     }
 }
 
-/// Words that growing a BTT volume changes at most: two in each of two info blocks, and all of two
-/// records.
+/// Largest number of words that the growth of a BTT volume changes: two in each of two info blocks,
+/// and all of two records.
 const MAX_GROWTH_WORDS: u64 = 4 + 2 * crate::pool::format::layout::VOLUME_RECORD_BYTES / 8;
 
 fn refused(name: &str, source: btt::ExtendError) -> PoolError {

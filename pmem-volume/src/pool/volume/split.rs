@@ -1,12 +1,14 @@
-//! Splitting a volume: its chunks become several volumes, each with its own name.
+//! Split of a volume: its chunks become several volumes with names of their own.
 //!
-//! A chunk is named by slot and index, and a large volume has more chunks than a transaction has
-//! words. So the transaction changes the records alone: from then on the volume is as long as its
-//! first part, and each other part's record says from which chunk on it was a part of which volume.
-//! A chunk that is still named as it was before belongs to the part that this leads to. Only then
-//! are the chunks named anew; those of BTTs are erased, because who maps a part sees its bytes and
-//! not what its map says of them, and BTTs are written. Who opens the pool after a crash does it
-//! again.
+//! An owner word has slot and index, and a large volume has more chunks than a transaction has
+//! words. The transaction therefore changes only the records. From then on, the volume is as long
+//! as its first part. The record of each other part has the slot of the split volume and the index
+//! of the part's first chunk in it. A chunk whose owner word is still the old one belongs to the
+//! part that covers its index.
+//!
+//! After the transaction, the owner words are changed. Chunks of BTT parts are erased, because a
+//! guest that maps a part sees all bytes below the BTT, and the BTTs are written. After a crash,
+//! the next open repeats these steps.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -29,20 +31,20 @@ use crate::pool::scan::VolumeEntry;
 use crate::pool::{Pool, PoolError, SplitError, State, unix_now_s};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
-/// What becomes of a BTT volume's content. A raw volume's bytes stay, each in its part.
+/// Handling of a BTT volume's content. Bytes of a raw volume stay, each in its part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SplitContent {
     /// A volume with content is not split.
     Refuse,
-    /// Its parts are empty.
+    /// The parts are empty.
     GiveUp,
 }
 
 impl<M: Media> Pool<M> {
-    /// Splits a volume that nobody in this process has open into volumes of the names and sizes
-    /// given, in its order; [`VolumeSize::Remaining`] is what the others leave. One of them may
-    /// have its name. Raw volumes keep their bytes; those with a BTT are erased and become
-    /// empty ones. After a crash the volume is as it was, or all parts are there.
+    /// Splits a volume that is not open in this process into volumes with the given names and
+    /// sizes, in its order. [`VolumeSize::Remaining`] is the rest. One part may have the name of
+    /// the volume. Raw volumes keep their bytes. Parts with a BTT are erased and empty. After a
+    /// crash, either the volume is unchanged or all parts exist.
     pub fn split_volume(
         &self,
         name: &str,
@@ -52,8 +54,8 @@ impl<M: Media> Pool<M> {
         self.split_volume_with(name, parts, content, &mut unheard)
     }
 
-    /// The same; `progress` hears how much is erased. Others use the pool meanwhile, but not the
-    /// parts.
+    /// Like [`Pool::split_volume`], and reports the progress of erasing to `progress`. Other
+    /// threads may use the pool meanwhile, but not the parts.
     pub fn split_volume_with(
         &self,
         name: &str,
@@ -86,7 +88,7 @@ impl<M: Media> Pool<M> {
         settled.map(|()| slots.iter().map(|slot| volume_info(&state.volumes[slot])).collect())
     }
 
-    /// The records of the parts, the first of them in the volume's own slot.
+    /// Records of the parts. The first part keeps the slot of the volume.
     pub(in crate::pool) fn plan_parts(
         &self,
         state: &State,
@@ -123,10 +125,10 @@ impl<M: Media> Pool<M> {
         Ok(records)
     }
 
-    /// 1. The records of all parts, as one transaction: from here on there are the parts.
-    /// 2. Owner words of their chunks, persist.
+    /// 1. Write the records of all parts, as one transaction. The parts exist from here on.
+    /// 2. Store owner words of their chunks; persist.
     ///
-    /// Until they are settled nobody opens, changes or deletes them.
+    /// Until the split is finished, the parts cannot be opened, changed or deleted.
     fn split(
         &self,
         state: &mut State,
@@ -147,8 +149,8 @@ impl<M: Media> Pool<M> {
         Ok(slots)
     }
 
-    /// 3. The chunks of parts that get a BTT, erased, durably. This takes long, and is done without
-    ///    the state's lock.
+    /// 3. Erase the chunks of parts with a BTT, durably. This takes long, and does not hold the
+    ///    state's lock.
     fn empty_parts(&self, slots: &[Slot], progress: OnProgress<'_>) -> Result<(), PoolError> {
         let runs = unformatted_runs(&self.lock_state().volumes, slots);
         let total_bytes = runs.iter().map(|run| run.len_bytes()).sum();
@@ -164,13 +166,13 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// 4. Their BTTs, and the records.
+    /// 4. Write the BTTs, then the records.
     fn settle_parts(&self, state: &mut State, slots: &[Slot]) -> Result<(), PoolError> {
         self.latch(format_parts(self.media(), &state.volumes, slots))?;
         self.latch(settle_records(self.media(), &self.superblock, &mut state.volumes, slots))
     }
 
-    /// What changes in the copies of the records.
+    /// Words that change in the copies of the records.
     pub(in crate::pool) fn split_words(
         &self,
         records: &[VolumeRecord],
@@ -188,15 +190,15 @@ impl<M: Media> Pool<M> {
 /// Words of a record's two copies.
 const RECORD_WORDS: u64 = 2 * crate::pool::format::layout::VOLUME_RECORD_BYTES / 8;
 
-/// Chunks that are erased in one go, 256 MiB: on a disk each time costs a barrier.
+/// Chunks that are erased at once, 256 MiB. Each time costs a barrier on a disk.
 const BATCH_CHUNKS: u32 = 128;
 
-/// Finishes what a crash left of splits. Doing it again changes nothing.
+/// Finishes splits that a crash interrupted. May be repeated.
 ///
-/// 1. Owner words of the parts' chunks, persist: from here on each is named as its part's.
-/// 2. The chunks of parts that get a BTT, erased, durably.
-/// 3. BTTs, durable.
-/// 4. The records, which say that this is done.
+/// 1. Owner words of the parts' chunks; persist. They have the slots of the parts from here on.
+/// 2. Erase the chunks of parts with a BTT, durably.
+/// 3. Write the BTTs, durably.
+/// 4. Write the records, which end the split.
 pub(in crate::pool) fn finish(
     media: &dyn Media,
     superblock: &Superblock,
@@ -234,7 +236,7 @@ pub(in crate::pool) fn name_chunks(
     if named.is_empty() { Ok(()) } else { media.persist(&named) }
 }
 
-/// Those of the volumes that are to get a BTT.
+/// Parts whose BTT is not written yet.
 fn unformatted<'a>(
     volumes: &'a BTreeMap<Slot, VolumeEntry>,
     slots: &'a [Slot],
@@ -244,7 +246,7 @@ fn unformatted<'a>(
     slots.iter().map(|slot| &volumes[slot]).filter(is_unformatted)
 }
 
-/// What is to be erased.
+/// Chunks that must be erased.
 pub(in crate::pool) fn unformatted_runs(
     volumes: &BTreeMap<Slot, VolumeEntry>,
     slots: &[Slot],
@@ -252,7 +254,7 @@ pub(in crate::pool) fn unformatted_runs(
     unformatted(volumes, slots).flat_map(|volume| runs(volume.chunk_ids())).collect()
 }
 
-/// Cuts runs into what is erased in one go.
+/// Divides runs into batches that are erased at once.
 pub(in crate::pool) fn batches(runs: &[Run]) -> Vec<Vec<Range<u64>>> {
     let mut batches: Vec<Vec<Range<u64>>> = Vec::new();
     let mut room = 0;
@@ -300,7 +302,7 @@ pub(in crate::pool) fn settle_records(
     Ok(())
 }
 
-/// The sizes of the parts in bytes: together they are the volume.
+/// Sizes of the parts in bytes. Their sum must be the size of the volume.
 fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, SplitError> {
     if parts.len() < 2 {
         return Err(SplitError::TooFew { count: parts.len() });
@@ -334,7 +336,7 @@ fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, 
     Ok(parts.iter().map(bytes).collect())
 }
 
-/// Sizes in chunks, which the format allows.
+/// Checks that the format allows the sizes, and returns them in chunks.
 fn check_sizes(
     parts: &[(String, VolumeSize)],
     sizes: &[u64],

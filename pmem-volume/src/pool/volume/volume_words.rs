@@ -1,8 +1,7 @@
-//! A volume as media: its bytes, wherever its chunks lie.
+//! Media trait of a volume, wherever its chunks are.
 //!
-//! The first store or persist that fails latches the pool read-only, as every other does: nobody
-//! knows what is durable since. Reads of a latched pool go on; and a read that fails is an error of
-//! what was read alone.
+//! The first failed store or persist latches the pool read-only, because it is then unknown which
+//! writes are durable. A latched pool can still be read. A failed read affects only that read.
 
 use std::ops::Range;
 
@@ -18,13 +17,16 @@ impl<M: Media> Volume<M> {
         Space { media: self.pool().media(), extents: self.extents() }
     }
 
-    /// Where a range lies in the file, if it lies there in one piece. Panics if it is not inside
-    /// the volume.
-    // Always: it is a few instructions where there is one extent, and called for each word.
+    /// Offset in the file of a range that is contiguous there.
+    ///
+    /// # Panics
+    /// If the range is not inside the volume.
+    // Always inlined, because it takes a few instructions for a single extent and is called for
+    // each word.
     #[inline(always)]
     fn in_file(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
         let extent = match self.extents() {
-            // Most volumes. The first one starts where the volume does.
+            // Most volumes have a single extent, which starts where the volume does.
             [only] if offset_bytes < only.len_bytes() => only,
             extents => {
                 let is_before =
@@ -39,7 +41,7 @@ impl<M: Media> Volume<M> {
         (length_bytes <= extent.len_bytes() - within).then(|| extent.offset_bytes() + within)
     }
 
-    /// The same of several, in as many pieces as they lie in.
+    /// Converts ranges of the volume into ranges of the file.
     #[inline]
     fn all_in_file(&self, ranges: &[Range<u64>]) -> InFile {
         let mut pieces = InFile::new();
@@ -55,13 +57,12 @@ impl<M: Media> Volume<M> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Does something to the media that changes it, as long as nothing has failed, and makes known
-    /// if it fails.
+    /// Changes the media unless a write has failed, and latches the pool if the change fails.
     #[inline]
     fn change(&self, change: impl FnOnce(&M) -> Result<(), MediaError>) -> Result<(), MediaError> {
         self.require_changeable()?;
         self.noted(change(self.media()))?;
-        // A failure elsewhere may be one of this change.
+        // A failure elsewhere may have affected this change.
         self.require_not_latched()
     }
 
@@ -118,8 +119,8 @@ impl<M: Media> Media for Volume<M> {
         self.pool().media().load_word(at)
     }
 
-    /// A failure elsewhere meanwhile is seen by the persist that follows. Of the last store of an
-    /// exchange, to the map, none does: the exchange has counted since the persist before it.
+    /// The following persist detects a failure elsewhere. The last store of an exchange, into the
+    /// map, has no such persist, but the exchange was already committed by the persist before it.
     #[inline]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         debug_assert_word(offset_bytes);
@@ -167,11 +168,11 @@ impl<M: Media> Media for Volume<M> {
         })
     }
 
-    /// What is pending is known by where it lies in the file.
+    /// `pending` contains offsets in the file.
     #[inline(always)]
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         let (pool, length_bytes) = (self.pool(), range.end - range.start);
-        // The media would do nothing either, once it was found out where the range lies.
+        // The media would do nothing either, but only after the range has been located.
         if self.durability() == Durability::Volatile {
             return Ok(());
         }
@@ -189,7 +190,7 @@ impl<M: Media> Media for Volume<M> {
         let pool = self.pool();
         pool.require_changeable()?;
         pool.noted(pool.media().end_persist(pending))?;
-        // A failure elsewhere may be one of what was stored.
+        // A failure elsewhere may have affected a pending store.
         pool.require_not_latched()
     }
 }
