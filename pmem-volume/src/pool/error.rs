@@ -294,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_many_names_a_few_are_listed() {
+    fn error_lists_only_a_few_of_many_names() {
         let names: Vec<_> = (0..1000).map(|number| format!("v{number}")).collect();
         let known = names.clone();
         let text = PoolError::NoSuchVolume { name: "w".to_owned(), known }.to_string();
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_the_wrong_length_is_named_in_the_command_that_mends_it() {
+    fn error_of_a_wrong_length_has_a_command_with_the_path() {
         let (path, pool_bytes) = (PathBuf::from("/pm/pool"), 64 << 20);
         let text =
             PoolError::Truncated { path: path.clone(), file_bytes: 4096, pool_bytes }.to_string();

@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_each_kind_some_are_listed_and_all_are_counted() {
+    fn findings_beyond_the_limit_are_only_counted() {
         let mut findings = Findings::default();
         for number in 0..250 {
             let chunk = ChunkId(number);

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_open_in_the_same_process_is_refused_by_name() {
+    fn second_open_in_the_same_process_is_refused_with_the_holder() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         let again = File::open(file.path()).unwrap();
         assert!(try_lock(file.as_file(), LockKind::Exclusive).unwrap().is_ok());
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_is_found_while_others_lock_and_unlock() {
+    fn holder_is_found_during_other_locks_and_unlocks() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         // Locks before and after it, so that its line is sometimes at the edge of a piece.
         let others: Vec<_> = (0..120).map(|_| tempfile::tempfile_in("/dev/shm").unwrap()).collect();
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn readers_share() {
+    fn shared_locks_do_not_exclude_each_other() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         let again = File::open(file.path()).unwrap();
         assert!(try_lock(file.as_file(), LockKind::Shared).unwrap().is_ok());
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_right_line_of_the_locks_is_read() {
+    fn holder_is_read_from_the_matching_line() {
         let locks = "1: POSIX  ADVISORY  WRITE 11 00:1a:77 0 EOF\n\
                      2: FLOCK  ADVISORY  WRITE 22 00:1b:77 0 EOF\n\
                      2: -> FLOCK  ADVISORY  WRITE 33 00:1a:77 0 EOF\n\

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_and_a_claim_exclude_each_other() {
+    fn pool_and_claim_exclude_each_other() {
         let folder = TempDir::new_in("/dev/shm").unwrap();
         let path = folder.path().join("pool");
         let me = Some(std::process::id());
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claimed_file_waits_for_its_data() {
+    fn claimed_file_is_blocking() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         let claimed = claim(file.path(), true, 0).unwrap();
         // SAFETY: a query.

@@ -539,7 +539,7 @@ fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, Strin
 }
 
 #[test]
-fn a_repair_survives_a_kill_before_it_and_then_a_loss_of_power() {
+fn repair_survives_an_earlier_kill_and_then_a_loss_of_power() {
     let images = survive_kills(|repair, space| repair.carry_out(space).unwrap()).unwrap();
     assert!(images >= 40, "only {images} images");
 }

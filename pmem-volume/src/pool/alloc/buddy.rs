@@ -423,7 +423,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn the_buddy_agrees_with_one_flag_per_chunk(operations in prop::collection::vec(operation(), 1..120)) {
+        fn allocator_agrees_with_one_flag_per_chunk(operations in prop::collection::vec(operation(), 1..120)) {
             let mut buddy = Buddy::default();
             let mut model = Model { free: vec![true; CHUNKS as usize] };
             let mut held = Vec::new();
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_free_at_open_is_as_if_it_had_been_freed_bit_by_bit() {
+    fn allocator_built_at_open_equals_one_freed_in_steps() {
         let uses: Vec<u32> = (0..6000).map(|chunk| chunk % 7 * 20).collect();
         let run = |start, chunks| Run { start: ChunkId(start), chunks };
         let free = [run(3, 4), run(64, 2048), run(2113, 3000), run(5999, 1), run(7, 2), run(1, 1)];
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn volumes_grow_from_the_bottom_and_memory_from_the_top() {
+    fn volumes_use_low_chunks_and_memory_high_ones() {
         let fresh = || {
             let mut buddy = Buddy::default();
             buddy.free_run(Run { start: ChunkId(0), chunks: 1024 });
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn wear_spreads_over_all_that_is_free_and_stays_within_a_few_steps() {
+    fn wear_of_free_chunks_stays_within_a_few_steps() {
         const CYCLES: u32 = 10_000;
         for (chunks, placement) in [(1, Placement::High), (2, Placement::High), (3, Placement::Low)]
         {
@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn wear_that_makes_no_difference_leaves_placement_alone() {
+    fn wear_within_a_step_does_not_affect_placement() {
         let mut wear = vec![0; 1024];
         wear[512..].fill(WEAR_STEP as u32 - 1);
         let mut buddy = Buddy::with_wear(wear);
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn what_grows_stays_in_one_piece_if_it_can() {
+    fn growth_is_contiguous_if_possible() {
         let mut buddy = Buddy::default();
         buddy.free_run(Run { start: ChunkId(8), chunks: 3 });
         buddy.free_run(Run { start: ChunkId(20), chunks: 9 });
@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn small_pieces_are_used_before_large_ones_are_cut() {
+    fn small_extents_are_used_before_large_ones_are_split() {
         let mut buddy = Buddy::default();
         buddy.free_run(Run { start: ChunkId(0), chunks: 1024 });
         buddy.free(Extent::chunk(ChunkId(2048)));
@@ -542,7 +542,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "was free already")]
-    fn a_double_free_is_a_bug_and_says_so() {
+    fn double_free_panics() {
         let mut buddy = Buddy::default();
         buddy.free(Extent::chunk(ChunkId(4)));
         buddy.free(Extent::chunk(ChunkId(4)));

@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_that_a_batch_took_counts() {
+    fn duration_of_a_batch_counts() {
         let mut pacer = pacer(100 * MIB);
         let s = Duration::from_secs;
         assert_eq!(pacer.wait(s(5)), Duration::ZERO);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn next_batch_waits_ten_seconds_at_most_for_bytes_that_were_not_paced() {
+    fn next_batch_waits_at_most_ten_seconds_for_unpaced_bytes() {
         let mut pacer = pacer(16 * MIB);
         let s = Duration::from_secs;
         pacer.owe(32 * MIB, s(5));
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_bound_nothing_waits() {
+    fn unlimited_pacer_never_waits() {
         let mut pacer = Pacer::new(None);
         assert_eq!(pacer.batch_bytes(16 * MIB), 16 * MIB);
         pacer.spend(u64::MAX, Duration::ZERO);
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_bound_makes_small_batches() {
+    fn slow_limit_makes_small_batches() {
         assert_eq!(pacer(1 << 30).batch_bytes(16 * MIB), 16 * MIB);
         assert_eq!(pacer(64 * MIB).batch_bytes(16 * MIB), 4 * MIB);
     }
@@ -121,7 +121,7 @@ mod tests {
         /// Batches of any size and duration with any pauses: between the starts of any two batches,
         /// no more bytes are erased than the limit allows.
         #[test]
-        fn the_bound_holds_over_every_stretch(
+        fn limit_holds_over_every_period(
             rate in MIB..4096 * MIB,
             batches in prop::collection::vec((1..16 * MIB, 0..50_000_000u64, 0..100_000_000u64), 2..50),
         ) {

@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_taken_as_one_run_and_batches_sweep_over_the_pool() {
+    fn adjacent_runs_are_merged_and_batches_sweep_over_the_pool() {
         let mut queue = ScrubQueue::default();
         for part in [run(8, 2), run(4, 2), run(6, 2), run(20, 4), run(3, 0)] {
             queue.add(part);
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "wait already")]
-    fn a_chunk_waits_once() {
+    fn adding_a_waiting_chunk_panics() {
         let mut queue = ScrubQueue::default();
         queue.add(run(4, 4));
         queue.add(run(2, 3));
@@ -126,7 +126,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_comes_in_goes_out_once(operations in prop::collection::vec((0..256u32, 1..20u32, any::<bool>()), 1..200)) {
+        fn each_added_chunk_is_removed_once(operations in prop::collection::vec((0..256u32, 1..20u32, any::<bool>()), 1..200)) {
             let mut queue = ScrubQueue::default();
             let mut waiting = BTreeSet::new();
             for (start, chunks, add) in operations {

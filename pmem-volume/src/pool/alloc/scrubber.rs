@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_gets_no_more_than_sixteen_barriers_a_second() {
+    fn disk_gets_at_most_sixteen_barriers_per_second() {
         let default = DEFAULT_SCRUB_BYTES_PER_S;
         for rate in [1 << 20, 64 << 20, default.get()] {
             let pacer = Pacer::new(NonZeroU64::new(rate));

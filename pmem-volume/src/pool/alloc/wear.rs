@@ -99,7 +99,7 @@ mod tests {
     use crate::pool::format::chunk::ChunkId;
 
     #[test]
-    fn levels_are_averages_whatever_way_the_uses_came_about() {
+    fn levels_are_averages_of_loaded_and_counted_uses() {
         let uses: Vec<u32> = (0..2500).map(|chunk| chunk * 37 % 1009).collect();
         let loaded = Wear::new(uses.clone());
         let mut counted = Wear::default();
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_is_full_stays_so() {
+    fn full_wear_count_saturates() {
         let mut wear = Wear::new(vec![u32::MAX, 0]);
         wear.count_use(Run { start: ChunkId(0), chunks: 2 });
         assert_eq!(wear.uses()[..3], [u32::MAX, 1, 0]);

@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mark_lasts_and_is_not_part_of_the_bytes() {
+    fn mark_persists_outside_the_content() {
         let file = tempfile::NamedTempFile::new().unwrap();
         assert_eq!(Mark::of(file.as_file()).unwrap(), None);
         for (mark, _) in Mark::VALUES {
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_access_to_a_mark_is_not_taken_for_a_file_system_without_marks() {
+    fn failed_access_to_a_mark_is_an_error() {
         // The kernel refuses descriptors of O_PATH with EBADF.
         use std::os::unix::fs::OpenOptionsExt;
         let file = tempfile::NamedTempFile::new().unwrap();

@@ -366,7 +366,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mounted_device_is_found_by_its_number() {
+    fn mounted_device_is_found_by_its_number() {
         let mounts = "21 1 0:20 / /proc rw - proc proc rw\n\
                       30 1 7:1 / /mnt/with\\040space rw shared:1 - ext4 /dev/loop1 rw\n";
         assert_eq!(mount_point(mounts, libc::makedev(7, 1)), Some("/mnt/with\\040space"));
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_is_waited_for_only_as_long_as_it_may_be() {
+    fn wait_for_a_lock_ends_after_the_patience() {
         let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         let other = File::open(file.path()).unwrap();
         assert!(try_lock(&other, LockKind::Shared).unwrap().is_ok());

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn any_byte_at_either_end_counts_and_zeros_do_not() {
+    fn nonzero_byte_at_either_end_is_content() {
         assert_eq!(found(0, &[0]), None);
         assert_eq!(found(12345, &[1]).unwrap(), "there is data at byte 12345");
         let last = 4 * CHUNK_BYTES - 1;

@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_is_cut_into_the_fewest_aligned_extents() {
+    fn run_is_divided_into_the_fewest_aligned_extents() {
         let orders = |start, chunks| -> Vec<(u32, u8)> {
             Run { start: ChunkId(start), chunks }.extents().map(|e| (e.start.0, e.order)).collect()
         };
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_that_touch_are_joined() {
+    fn adjacent_runs_are_joined() {
         let run = |start, chunks| Run { start: ChunkId(start), chunks };
         assert_eq!(
             joined(vec![run(8, 2), run(0, 3), run(3, 1), run(10, 1)]),
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_joined_only_where_they_follow_each_other() {
+    fn only_contiguous_chunks_are_joined() {
         let ids = [4, 5, 6, 9, 8, 10].map(ChunkId);
         let joined: Vec<_> = runs(ids).iter().map(|r| (r.start.0, r.chunks)).collect();
         assert_eq!(joined, [(4, 3), (9, 1), (8, 1), (10, 1)]);

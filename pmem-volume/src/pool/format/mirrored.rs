@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn two_copies_that_are_damaged_in_different_words_make_one() {
+    fn copies_damaged_in_different_words_are_merged() {
         let good = record(3, 7);
         let mut copies = [good.clone(), good.clone()];
         copies[0].as_mut_bytes()[48] ^= 1;
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newer_whole_copy_counts() {
+    fn newer_whole_copy_counts() {
         assert!(
             matches!(choose([record(1, 5), record(1, 5)]), Copies::Agree(r) if r.size_bytes == 5)
         );

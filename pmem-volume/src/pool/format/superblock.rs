@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_superblock_comes_back_as_it_went() {
+    fn superblock_survives_encoding_and_decoding() {
         for is_thin in [false, true] {
             let superblock = Superblock { is_thin, ..sample() };
             assert_eq!(Superblock::parse(&superblock.to_bytes()), Ok(superblock));
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn features_that_nobody_knows_yet_stay() {
+    fn unknown_features_are_kept() {
         let mut bytes = sample().to_bytes();
         bytes.features_compatible.set(0b1010);
         let rewritten = |is_thin| Superblock { is_thin, ..sample() }.to_bytes_over(bytes.clone());
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_chunks_are_metadata_as_far_as_the_table_goes() {
+    fn first_chunks_up_to_the_end_of_the_table_are_metadata() {
         assert_eq!(sample().metadata_chunks(), 2);
         let large = Superblock::new(Uuid::nil(), 0, 131_073, 0);
         assert_eq!(large.metadata_chunks(), 3);
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_cannot_be_is_named() {
+    fn error_names_the_impossible_field() {
         let broken = |change: fn(&mut SuperblockBytes)| {
             let mut bytes = sample().to_bytes();
             change(&mut bytes);

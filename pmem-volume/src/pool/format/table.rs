@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn words_come_back_as_they_went() {
+    fn words_survive_encoding_and_decoding() {
         for chunk in [0, 1, 77, u32::MAX].map(ChunkId) {
             for owner in OWNERS {
                 assert_eq!(decode_owner(chunk, encode_owner(chunk, owner)), Ok(owner));
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flipped_bit_in_any_word_is_found() {
+    fn flipped_bit_in_any_word_is_detected() {
         let chunk = ChunkId(77);
         for owner in OWNERS {
             let word = encode_owner(chunk, owner);
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_is_good_in_its_own_place_only() {
+    fn word_of_another_chunk_is_invalid() {
         let word = encode_owner(ChunkId(5), Owner::Free);
         assert!(decode_owner(ChunkId(6), word).is_err());
         assert!(decode_wear(ChunkId(5), word).is_err());

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_comes_back_as_it_went() {
+    fn record_survives_encoding_and_decoding() {
         assert_eq!(VolumeRecord::parse(Slot(9), &sample().to_bytes()), Ok(Some(sample())));
         for (origin, index, is_unformatted) in [(3, 77, false), (3, 77, true), (9, 0, true)] {
             let part = Some(Part { origin: Slot(origin), index, is_unformatted });
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_cannot_be_says_why() {
+    fn error_has_the_reason_for_an_impossible_record() {
         let broken = |change: fn(&mut VolumeRecordBytes)| {
             let mut bytes = sample().to_bytes();
             change(&mut bytes);

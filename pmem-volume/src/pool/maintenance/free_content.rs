@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn any_byte_of_a_chunk_counts_and_each_chunk_is_named_once() {
+    fn any_byte_of_a_chunk_is_found_and_each_chunk_once() {
         let media: [Box<dyn Media>; 2] = [
             Box::new(MemoryMedia::new(6 * CHUNK_BYTES)),
             Box::new(Simulator::new(6 * CHUNK_BYTES)),

@@ -150,7 +150,7 @@ fn across(border: u64) -> impl Iterator<Item = (u64, usize)> {
 }
 
 #[test]
-fn all_that_is_stored_across_a_border_of_extents_is_named() {
+fn stores_across_an_extent_boundary_are_persisted() {
     for class in [Durability::DaxSync, Durability::PageCache] {
         let fixture = Fixture::new();
         let border = fragmented(&fixture);
@@ -179,7 +179,7 @@ fn all_that_is_stored_across_a_border_of_extents_is_named() {
 /// The same for the file's own persist, which names no ranges: at each fence, all earlier stores
 /// have left the caches.
 #[test]
-fn all_that_is_stored_across_a_border_of_extents_leaves_the_caches() {
+fn stores_across_an_extent_boundary_leave_the_caches() {
     let fixture = Fixture::new();
     let border = fragmented(&fixture);
     let pool = Pool::open_at_the_cost_of_dax(&fixture.path()).unwrap();
@@ -200,14 +200,14 @@ fn all_that_is_stored_across_a_border_of_extents_leaves_the_caches() {
 }
 
 #[test]
-fn each_class_is_asked_for_what_it_needs() {
+fn engine_persists_as_each_class_needs() {
     for class in CLASSES {
         judge(class, class).unwrap_or_else(|error| panic!("{}: {error}", class.name()));
     }
 }
 
 #[test]
-fn a_class_that_passes_for_another_is_found_out() {
+fn wrong_class_is_detected() {
     for class in [Durability::DaxSync, Durability::PageCache] {
         let error = judge(class, Durability::Volatile).unwrap_err();
         assert!(error.contains("is not durable"), "{error}");
@@ -217,7 +217,7 @@ fn a_class_that_passes_for_another_is_found_out() {
 }
 
 #[test]
-fn a_file_without_a_pool_is_asked_as_its_place_needs_it() {
+fn file_without_a_pool_is_persisted_as_its_place_needs() {
     let by_range = |folder: &Path| {
         let file = tempfile::NamedTempFile::new_in(folder).unwrap();
         file.as_file().set_len(4096).unwrap();

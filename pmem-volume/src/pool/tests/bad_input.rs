@@ -55,7 +55,7 @@ fn btt_raw() -> Vec<u8> {
 }
 
 #[test]
-fn foreign_files_are_named_and_left_alone() {
+fn foreign_files_are_identified_and_unchanged() {
     let text = "A quick brown fox jumps over the lazy dog.\n".repeat(100_000).into_bytes();
     let xfs = [&b"XFSB"[..], &[0x10; 8192]].concat();
     let ones = vec![0xff; POOL_BYTES as usize];
@@ -77,7 +77,7 @@ fn foreign_files_are_named_and_left_alone() {
 }
 
 #[test]
-fn a_pool_that_was_cut_or_made_longer_is_left_alone() {
+fn truncated_or_lengthened_pool_is_refused_and_unchanged() {
     let fixture = Fixture::new();
     drop(fixture.create(POOL_BYTES, 0));
     let good = fs::read(fixture.path()).unwrap();
@@ -115,7 +115,7 @@ fn a_pool_that_was_cut_or_made_longer_is_left_alone() {
 }
 
 #[test]
-fn other_versions_and_features_say_which_program_to_use() {
+fn error_of_other_versions_and_features_names_the_program() {
     let fixture = Fixture::new();
     drop(fixture.create(POOL_BYTES, 0));
     with_superblock(&fixture, |s| s.version.set(2));
@@ -135,7 +135,7 @@ fn other_versions_and_features_say_which_program_to_use() {
 }
 
 #[test]
-fn what_a_name_or_a_size_must_be_is_said() {
+fn errors_of_names_and_sizes_have_the_rule() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     pool.create_volume("a", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();

@@ -74,7 +74,7 @@ fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
 }
 
 #[test]
-fn repair_takes_lost_blocks() {
+fn repair_allocates_lost_blocks() {
     let (folder, original) = pool_on_disk();
     let path = folder.path().join("copy");
     let copied =

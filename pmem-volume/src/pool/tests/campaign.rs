@@ -222,7 +222,7 @@ impl Opened {
 }
 
 #[test]
-fn a_replay_is_read_as_far_as_it_goes() {
+fn replay_is_parsed_with_any_number_of_fields() {
     let replay = |seed, step, point, image| Replay { seed, step, point, image };
     assert!(!Replay::default().is_wanted() && Replay::default().has_step(4));
     assert!(Replay::parse("0,3").is_wanted() && !Replay::parse("0,3").has_step(4));
@@ -259,7 +259,7 @@ fn equal_images_are_verified_once_and_counted_once() {
 
 /// Images of 40 stores, and the one that `replay` opens again.
 #[test]
-fn an_image_is_found_again_by_its_numbers() {
+fn image_is_replayed_by_its_numbers() {
     use crate::media::Media;
     let points = || {
         let media = Simulator::new(4096);

@@ -295,7 +295,7 @@ pub(super) fn verify_points(
 }
 
 #[test]
-fn a_rename_that_writes_both_copies_at_once_is_found_out() {
+fn rename_that_writes_both_copies_at_once_is_detected() {
     let (media, pool) = new_pool();
     pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
     fill_volume(&media, &pool, "v");
@@ -333,7 +333,7 @@ pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> 
 }
 
 #[test]
-fn lending_before_the_mark_is_durable_is_found_out() {
+fn lending_before_the_mark_is_durable_is_detected() {
     let error = must_be_found_out(|media, pool| {
         let chunk = ChunkId(10);
         pool.table.set_owner(media, chunk, Owner::Memory).unwrap();
@@ -344,7 +344,7 @@ fn lending_before_the_mark_is_durable_is_found_out() {
 }
 
 #[test]
-fn erasing_a_volume_before_its_record_is_gone_is_found_out() {
+fn erasing_a_volume_before_its_record_is_detected() {
     let error = must_be_found_out(|media, pool| {
         let run = pool.open_volume("v").unwrap().extents()[0].run;
         media.erase(&[run.byte_range()]).unwrap();
@@ -356,7 +356,7 @@ fn erasing_a_volume_before_its_record_is_gone_is_found_out() {
 }
 
 #[test]
-fn a_record_before_its_chunks_is_found_out() {
+fn record_before_its_chunks_is_detected() {
     let error = must_be_found_out(|media, pool| {
         let slot = table::Slot(0);
         let empty = volume_record::empty_record(slot, 9);

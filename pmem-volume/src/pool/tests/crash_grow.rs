@@ -42,7 +42,7 @@ fn sizes_seen(media: &Simulator, volumes: &Volumes, bound: usize) -> Result<Vec<
 }
 
 #[test]
-fn a_pool_has_its_old_size_or_the_new_one_and_all_of_its_volumes() {
+fn crash_in_a_growth_leaves_the_old_or_new_size_and_all_volumes() {
     for (table_offset, moves) in [(CHUNK_BYTES, false), (TABLE_AT_THE_END, true)] {
         let (media, pool, volumes) = with_volume(table_offset);
         pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
@@ -64,7 +64,7 @@ fn a_pool_has_its_old_size_or_the_new_one_and_all_of_its_volumes() {
 }
 
 #[test]
-fn a_file_that_cannot_grow_is_as_it_was() {
+fn failed_growth_of_a_file_changes_nothing() {
     let (media, pool, volumes) = with_volume(CHUNK_BYTES);
     let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
     media.record();
@@ -82,7 +82,7 @@ fn a_file_that_cannot_grow_is_as_it_was() {
 }
 
 #[test]
-fn a_longer_file_before_it_is_announced_is_found_out() {
+fn longer_file_before_its_announcement_is_detected() {
     let (media, pool, volumes) = with_volume(CHUNK_BYTES);
     let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
     media.record();
@@ -95,7 +95,7 @@ fn a_longer_file_before_it_is_announced_is_found_out() {
 }
 
 #[test]
-fn a_superblock_before_its_table_is_found_out() {
+fn superblock_before_its_table_is_detected() {
     for table_offset in [CHUNK_BYTES, TABLE_AT_THE_END] {
         let (media, pool, volumes) = with_volume(table_offset);
         let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
@@ -110,7 +110,7 @@ fn a_superblock_before_its_table_is_found_out() {
 }
 
 #[test]
-fn a_pool_on_a_file_grows_and_keeps_what_it_has() {
+fn pool_in_a_file_grows_and_keeps_its_content() {
     for folder in ["/dev/shm".into(), std::env::current_dir().unwrap()] {
         let fixture = Fixture { folder: TempDir::new_in(folder).unwrap() };
         let pool = fixture.create(64 * MIB, 8 * MIB);
@@ -152,7 +152,7 @@ fn a_pool_on_a_file_grows_and_keeps_what_it_has() {
 }
 
 #[test]
-fn a_table_that_does_not_fit_moves_to_what_is_new_or_the_growth_is_refused() {
+fn table_without_space_moves_to_new_chunks_or_growth_is_refused() {
     let full = Superblock::new(uuid::Uuid::nil(), 0, 131_072, 0);
     let plan = |chunks: u64| grow::plan(&full, chunks * CHUNK_BYTES);
     let error = plan(131_073).unwrap_err();
@@ -173,7 +173,7 @@ fn a_table_that_does_not_fit_moves_to_what_is_new_or_the_growth_is_refused() {
 }
 
 #[test]
-fn a_growth_that_a_crash_stopped_is_seen_and_put_right() {
+fn interrupted_growth_is_reported_and_undone() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let new = grow::plan(&pool.superblock, 96 * MIB).unwrap();

@@ -73,7 +73,7 @@ fn every_operation_survives_a_kill_and_then_a_loss_of_power() {
 /// A kill during a deletion, and a damaged owner word of the volume. The repair treats it as unused
 /// only because of a record that may not be durable.
 #[test]
-fn a_repair_survives_a_kill_before_it_and_then_a_loss_of_power() {
+fn repair_survives_an_earlier_kill_and_then_a_loss_of_power() {
     let (media, pool) = new_pool_with(|_| {});
     pool.create_volume("v", bytes(3), VolumeFormat::Raw).unwrap();
     fill_volume(&media, &pool, "v");

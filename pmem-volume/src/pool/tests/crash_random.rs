@@ -232,7 +232,7 @@ fn verify_strg(pool: &OtherPool, strg_bytes: u64) -> Result<(), String> {
 }
 
 #[test]
-fn an_oracle_that_expects_more_to_be_kept_fails() {
+fn oracle_with_a_larger_reserve_fails() {
     for (strg_bytes, lent_bytes) in [(4 * CHUNK_BYTES, 0), (0, 8 * CHUNK_BYTES)] {
         let (_media, pool) = new_pool_of(CHUNKS, |superblock| superblock.strg_bytes = strg_bytes);
         if lent_bytes > 0 {

@@ -41,7 +41,7 @@ fn survives_crashes(
 }
 
 #[test]
-fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
+fn crash_in_a_repair_leaves_a_repairable_pool() {
     let records = VOLUME_TABLE_OFFSETS;
     let mend_it =
         |media: &Simulator, superblock: &Superblock| mend(media, superblock, false).unwrap();
@@ -75,7 +75,7 @@ fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
 }
 
 #[test]
-fn a_crash_while_superblocks_are_mended_leaves_them_or_their_parts() {
+fn crash_in_a_repair_of_superblocks_leaves_repairable_ones() {
     let [first, second] = SUPERBLOCK_OFFSETS;
     let copies = |media: &Simulator| mirrored::read_copies(media, SUPERBLOCK_OFFSETS).unwrap();
     let mend_it = |media: &Simulator| {
@@ -137,7 +137,7 @@ fn repaired(media: &Simulator, superblock: &Superblock) -> Result<Volumes, Strin
 }
 
 #[test]
-fn a_crash_in_the_repair_of_random_damage_changes_nothing_of_its_outcome() {
+fn crash_in_a_repair_of_random_damage_does_not_change_the_outcome() {
     let replay = Replay::from_environment();
     let (mut images, mut mended, mut left) = (0, 0, 0);
     for seed in 1..=DAMAGES {

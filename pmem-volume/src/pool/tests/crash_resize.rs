@@ -77,7 +77,7 @@ fn verify_growth(
 }
 
 #[test]
-fn a_btt_volume_grows_as_a_whole_or_not_at_all() {
+fn growth_of_a_btt_volume_is_atomic() {
     let (media, pool) = with_volume(VolumeFormat::Btt, OLD);
     let held = content(&pool, OLD);
     let old_sectors = sectors(&pool);
@@ -126,7 +126,7 @@ fn store_words(media: &Simulator, words: &[(u64, u64)]) {
 }
 
 #[test]
-fn linking_arenas_without_the_log_is_found_out() {
+fn linking_arenas_without_the_log_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
         let words = pool.growth_words(space, extension, record).unwrap();
         store_words(media, &words);
@@ -135,7 +135,7 @@ fn linking_arenas_without_the_log_is_found_out() {
 }
 
 #[test]
-fn a_record_before_the_arenas_are_linked_is_found_out() {
+fn record_before_the_links_of_arenas_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
         mirrored::write(
             media,
@@ -150,7 +150,7 @@ fn a_record_before_the_arenas_are_linked_is_found_out() {
 }
 
 #[test]
-fn a_commit_word_before_its_entries_is_found_out() {
+fn commit_word_before_its_entries_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
         let words = pool.growth_words(space, extension, record).unwrap();
         redo_log::write_for_test(media, &pool.superblock, &words);
@@ -162,7 +162,7 @@ fn a_commit_word_before_its_entries_is_found_out() {
 }
 
 #[test]
-fn a_log_that_is_emptied_before_its_words_are_durable_is_found_out() {
+fn clearing_the_log_before_its_words_are_durable_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
         let words = pool.growth_words(space, extension, record).unwrap();
         let log = pool.superblock.log_offset;
@@ -180,7 +180,7 @@ fn a_log_that_is_emptied_before_its_words_are_durable_is_found_out() {
 }
 
 #[test]
-fn an_index_that_is_given_again_before_it_was_disowned_is_found_out() {
+fn reuse_of_an_index_before_the_scrub_mark_is_detected() {
     let (media, pool) = with_volume(VolumeFormat::Raw, 4);
     media.record();
     let slot = table::Slot(0);
@@ -202,7 +202,7 @@ fn an_index_that_is_given_again_before_it_was_disowned_is_found_out() {
 }
 
 #[test]
-fn a_raw_volume_shrinks_or_not_and_what_it_loses_is_erased() {
+fn shrinking_a_raw_volume_is_atomic_and_removed_chunks_are_erased() {
     let (media, pool) = with_volume(VolumeFormat::Raw, 6);
     media.record();
     pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
@@ -230,7 +230,7 @@ fn a_raw_volume_shrinks_or_not_and_what_it_loses_is_erased() {
 }
 
 #[test]
-fn an_index_that_was_given_up_is_not_that_of_two_chunks_later() {
+fn removed_index_never_has_two_chunks_later() {
     let (media, pool) = new_pool_of(CHUNKS, |_| {});
     for (name, chunks) in [("x", 1), ("v", 2), ("y", 1)] {
         pool.create_volume(name, bytes(chunks), VolumeFormat::Raw).unwrap();
@@ -255,7 +255,7 @@ fn an_index_that_was_given_up_is_not_that_of_two_chunks_later() {
 }
 
 #[test]
-fn erasing_before_a_volume_has_shrunk_is_found_out() {
+fn erasing_before_a_volume_has_shrunk_is_detected() {
     let (media, pool) = with_volume(VolumeFormat::Raw, 6);
     media.record();
     let run = pool.open_volume("v").unwrap().extents()[0].run;
@@ -277,7 +277,7 @@ fn sector_place(volume: &Volume, sector: u64) -> u64 {
 }
 
 #[test]
-fn a_btt_volume_on_a_file_grows_twice_and_keeps_its_sectors() {
+fn btt_volume_in_a_file_grows_twice_and_keeps_its_sectors() {
     let fixture = Fixture::new();
     let pool = fixture.create(256 * MIB, 0);
     pool.create_volume("v", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
@@ -319,7 +319,7 @@ fn a_btt_volume_on_a_file_grows_twice_and_keeps_its_sectors() {
 }
 
 #[test]
-fn copies_of_info_blocks_are_found_where_the_volume_ended_once() {
+fn second_info_block_is_found_at_an_earlier_end_of_the_volume() {
     let fixture = Fixture::new();
     let pool = fixture.create(256 * MIB, 0);
     pool.create_volume("v", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
@@ -342,7 +342,7 @@ fn copies_of_info_blocks_are_found_where_the_volume_ended_once() {
 }
 
 #[test]
-fn sizes_that_cannot_be_are_refused_and_change_nothing() {
+fn impossible_sizes_are_refused_without_changes() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     pool.create_volume("btt", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
@@ -385,7 +385,7 @@ fn sizes_that_cannot_be_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn a_raw_volume_on_a_file_shrinks_when_asked_and_grows_in_place() {
+fn raw_volume_in_a_file_shrinks_with_permission_and_grows_in_place() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     pool.create_volume("raw", VolumeSize::Bytes(8 * MIB), VolumeFormat::Raw).unwrap();

@@ -99,7 +99,7 @@ fn judge_raw(image: &Simulator, before: &Volumes) -> Result<(), String> {
 }
 
 #[test]
-fn a_raw_volume_is_split_whole_or_not_at_all() {
+fn split_of_a_raw_volume_is_atomic() {
     let (media, pool) = with_raw_volume();
     let before = volumes_of(&pool);
     media.record();
@@ -151,7 +151,7 @@ fn entries(
 type Parts = BTreeMap<Slot, scan::VolumeEntry>;
 
 #[test]
-fn chunks_that_are_named_before_the_records_are_found_out() {
+fn owner_words_before_the_records_are_detected() {
     let (media, pool) = with_raw_volume();
     let before = volumes_of(&pool);
     let slot = pool.lock_state().require_closed_volume("v").unwrap();
@@ -167,7 +167,7 @@ fn chunks_that_are_named_before_the_records_are_found_out() {
 }
 
 #[test]
-fn records_that_are_written_one_after_the_other_are_found_out() {
+fn records_without_a_transaction_are_detected() {
     let (media, pool) = with_raw_volume();
     let before = volumes_of(&pool);
     let slot = pool.lock_state().require_closed_volume("v").unwrap();
@@ -238,7 +238,7 @@ fn judge_btt(image: &Simulator, before: &Volumes, every: usize) -> Result<(), St
 }
 
 #[test]
-fn a_btt_volume_is_split_into_empty_ones_or_not_at_all() {
+fn split_of_a_btt_volume_is_atomic_and_parts_are_empty() {
     let (media, pool) = with_btt_volume();
     let before = volumes_of(&pool);
     let parts = [part("a", 9), rest("b")];
@@ -284,7 +284,7 @@ fn erase(media: &Simulator, parts: &Parts, slots: &[Slot]) {
 }
 
 #[test]
-fn btts_that_are_written_before_the_records_are_found_out() {
+fn btts_before_the_records_are_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         format_parts(media, parts, slots).unwrap();
         commit(media, pool, records);
@@ -293,7 +293,7 @@ fn btts_that_are_written_before_the_records_are_found_out() {
 }
 
 #[test]
-fn chunks_that_are_erased_before_the_records_are_found_out() {
+fn erasing_before_the_records_is_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         erase(media, parts, slots);
         commit(media, pool, records);
@@ -302,7 +302,7 @@ fn chunks_that_are_erased_before_the_records_are_found_out() {
 }
 
 #[test]
-fn chunks_that_are_not_erased_are_found_out() {
+fn missing_erasure_of_parts_is_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         commit(media, pool, records);
         name_chunks(media, &pool.superblock, parts, slots).unwrap();
@@ -313,7 +313,7 @@ fn chunks_that_are_not_erased_are_found_out() {
 
 /// The chunk contains only blocks, which no map entry names.
 #[test]
-fn a_single_chunk_that_is_not_erased_is_found_out() {
+fn missing_erasure_of_a_single_chunk_is_detected() {
     let found = split_wrongly(|media, pool, records, parts, slots| {
         let forgotten = parts[&slots[1]].chunks[4].1.offset_bytes();
         commit(media, pool, records);
@@ -329,7 +329,7 @@ fn a_single_chunk_that_is_not_erased_is_found_out() {
 }
 
 #[test]
-fn btts_that_are_written_before_chunks_are_erased_are_found_out() {
+fn btts_before_the_erasure_are_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         commit(media, pool, records);
         name_chunks(media, &pool.superblock, parts, slots).unwrap();
@@ -340,7 +340,7 @@ fn btts_that_are_written_before_chunks_are_erased_are_found_out() {
 }
 
 #[test]
-fn records_that_say_it_is_done_before_it_is_are_found_out() {
+fn final_records_before_the_last_step_are_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         commit(media, pool, records);
         name_chunks(media, &pool.superblock, parts, slots).unwrap();
@@ -356,7 +356,7 @@ fn records_that_say_it_is_done_before_it_is_are_found_out() {
 /// Discarded sectors count as empty and cannot be read, but a guest that maps a part reads its
 /// bytes.
 #[test]
-fn what_was_discarded_is_not_in_the_parts_either() {
+fn discarded_sectors_are_erased_from_parts() {
     let (media, pool) = with_btt_volume();
     let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
     engine.discard(0..engine.sectors()).unwrap();
@@ -370,7 +370,7 @@ fn what_was_discarded_is_not_in_the_parts_either() {
 
 /// Other threads use the pool while the parts are erased, which may take minutes.
 #[test]
-fn a_pool_is_used_while_parts_are_erased() {
+fn pool_is_usable_while_parts_are_erased() {
     let fixture = Fixture::new();
     let pool = fixture.create(640 * MIB, 0);
     pool.create_volume("v", VolumeSize::Bytes(600 * MIB), VolumeFormat::Btt).unwrap();
@@ -406,7 +406,7 @@ fn a_pool_is_used_while_parts_are_erased() {
 
 /// A crash leaves only the records. A reader reports them.
 #[test]
-fn a_split_that_is_not_finished_is_a_note_and_no_damage() {
+fn unfinished_split_is_a_note_instead_of_damage() {
     let (media, pool) = with_btt_volume();
     let records = plan(&pool, Slot(0), &[part("a", 9), part("b", 9)]);
     redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
@@ -427,7 +427,7 @@ fn a_split_that_is_not_finished_is_a_note_and_no_damage() {
 }
 
 #[test]
-fn parts_that_cannot_be_are_refused_and_change_nothing() {
+fn impossible_parts_are_refused_without_changes() {
     let fixture = Fixture::new();
     let pool = fixture.create(96 * MIB, 0);
     pool.create_volume("btt", VolumeSize::Bytes(40 * MIB), VolumeFormat::Btt).unwrap();

@@ -36,7 +36,7 @@ fn write_record(media: &Simulator, pool: &OtherPool, record: &VolumeRecord) {
 }
 
 #[test]
-fn a_slot_that_is_used_again_before_its_chunks_are_disowned_is_found_out() {
+fn reuse_of_a_slot_before_the_scrub_marks_is_detected() {
     let error = must_be_found_out(|media, pool| {
         let slot = Slot(0);
         mirrored::write(media, pool.superblock.volume_record_offsets(slot), &empty_record(slot, 9))
@@ -50,7 +50,7 @@ fn a_slot_that_is_used_again_before_its_chunks_are_disowned_is_found_out() {
 }
 
 #[test]
-fn a_btt_volume_whose_record_comes_before_its_format_is_found_out() {
+fn record_of_a_btt_volume_before_its_format_is_detected() {
     const PLACE: u32 = 9;
     let (media, pool) = new_pool_of(14, |_| {});
     media.record();
@@ -68,7 +68,7 @@ fn a_btt_volume_whose_record_comes_before_its_format_is_found_out() {
 
 /// Handles chunks that a crash left lent, in the wrong order.
 #[test]
-fn a_scrub_that_frees_before_it_has_erased_is_found_out() {
+fn freeing_before_erasing_is_detected() {
     let (media, pool) = new_pool_of(14, |_| {});
     let lent = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
     fill_memory(&media, &lent);
@@ -88,7 +88,7 @@ fn a_scrub_that_frees_before_it_has_erased_is_found_out() {
 /// A crash left a chunk of an unfinished volume. Open does not mark it, and the slot is reused
 /// meanwhile.
 #[test]
-fn an_open_that_does_not_mark_what_is_left_over_is_found_out() {
+fn open_that_does_not_mark_leftovers_is_detected() {
     let error = must_be_found_out(|media, pool| {
         let slot = Slot(1);
         let make = |at| {
@@ -108,7 +108,7 @@ fn an_open_that_does_not_mark_what_is_left_over_is_found_out() {
 /// An owner word is *free* while the chunk is still being erased. The chunk is lent again, and
 /// stores of its new owner may be erased.
 #[test]
-fn a_chunk_that_is_free_while_it_is_erased_is_found_out() {
+fn chunk_that_is_free_during_its_erasure_is_detected() {
     let (media, pool) = new_pool_of(14, |_| {});
     let lent = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
     fill_memory(&media, &lent);
@@ -132,7 +132,7 @@ fn a_chunk_that_is_free_while_it_is_erased_is_found_out() {
 
 /// Open rewrites a damaged superblock in the wrong way: both copies at once.
 #[test]
-fn an_open_that_writes_the_good_superblock_as_well_is_found_out() {
+fn open_that_also_writes_the_good_superblock_is_detected() {
     let (media, pool) = new_pool_of(14, |_| {});
     media.record();
     let newer = Superblock { sequence: pool.superblock.sequence + 1, ..pool.superblock.clone() };

@@ -44,7 +44,7 @@ fn flipped_bit_in_one_superblock_is_repaired_from_the_other() {
 }
 
 #[test]
-fn a_flipped_bit_in_both_superblocks_is_refused() {
+fn flipped_bit_in_both_superblocks_is_refused() {
     let fixture = with_volume();
     for (name, offset) in SUPERBLOCK_FIELDS {
         let both = SUPERBLOCK_OFFSETS.map(|start| start + offset as u64);
@@ -94,7 +94,7 @@ fn compatible_features_survive_the_repair_of_a_copy() {
 }
 
 #[test]
-fn a_volume_record_works_from_either_copy_and_not_from_none() {
+fn volume_record_is_read_from_either_copy() {
     let fixture = with_volume();
     let good = fixture.image();
     let offsets = [offset_of!(VolumeRecordBytes, magic), offset_of!(VolumeRecordBytes, checksum)];
@@ -117,7 +117,7 @@ fn a_volume_record_works_from_either_copy_and_not_from_none() {
 }
 
 #[test]
-fn a_crash_between_the_copies_of_a_record_leaves_the_newer_one() {
+fn crash_between_copies_of_a_record_leaves_the_newer_one() {
     let fixture = with_volume();
     // The second copy as it was before the volume was created.
     let empty = volume_record::empty_record(Slot(0), 0);
@@ -134,7 +134,7 @@ fn entry(chunk: u32) -> u64 {
 }
 
 #[test]
-fn a_flipped_bit_in_an_owner_word_stops_writing_and_not_looking() {
+fn flipped_bit_in_an_owner_word_prevents_only_writing() {
     let fixture = with_volume();
     for chunk in [0, 2, 20] {
         for byte in 0..8 {
@@ -152,7 +152,7 @@ fn a_flipped_bit_in_an_owner_word_stops_writing_and_not_looking() {
 }
 
 #[test]
-fn a_table_that_was_zeroed_is_damage_and_not_an_empty_pool() {
+fn zeroed_table_is_damage_instead_of_an_empty_pool() {
     let fixture = with_volume();
     fixture.overwrite(CHUNK_TABLE_OFFSET, &[0; 4096]);
     assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
@@ -164,7 +164,7 @@ fn a_table_that_was_zeroed_is_damage_and_not_an_empty_pool() {
 }
 
 #[test]
-fn two_owners_of_one_index_and_a_lost_index_are_found() {
+fn duplicate_and_missing_indexes_are_detected() {
     let fixture = with_volume();
     let owner = |chunk, owner| {
         fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes())
@@ -233,7 +233,7 @@ fn leftovers_of_unfinished_operations_are_erased_and_freed() {
 }
 
 #[test]
-fn committed_transaction_is_redone_and_one_outside_of_volumes_is_refused() {
+fn transaction_is_redone_inside_volumes_and_refused_elsewhere() {
     let fixture = with_volume();
     let pool = fixture.open();
     let last = pool.open_volume("data").unwrap().extents()[0].run.start.0 + 2;
@@ -280,7 +280,7 @@ fn committed_transaction_is_redone_and_one_outside_of_volumes_is_refused() {
 }
 
 #[test]
-fn wear_is_spread_over_the_pool_and_survives_an_open() {
+fn wear_leveling_continues_after_an_open() {
     let fixture = Fixture::new();
     let mut pool = fixture.create(64 * MIB, 0);
     for cycle in 1..=10_000 {
@@ -303,7 +303,7 @@ fn wear_is_spread_over_the_pool_and_survives_an_open() {
 }
 
 #[test]
-fn wear_counts_grow_with_every_use() {
+fn wear_count_increases_with_every_use() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     for _ in 0..3 {
@@ -322,7 +322,7 @@ fn wear_counts_grow_with_every_use() {
 }
 
 #[test]
-fn a_volume_that_is_in_use_is_checked_while_it_is_written() {
+fn volume_in_use_is_checked_while_it_is_written() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     pool.create_volume("v", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();

@@ -30,7 +30,7 @@ const LOST: [Owner; 4] = [
 ];
 
 #[test]
-fn what_a_volume_lacks_is_neither_lent_nor_erased() {
+fn missing_chunk_of_a_volume_is_neither_lent_nor_erased() {
     for lost in LOST {
         let fixture = with_volumes();
         set_owner(&fixture, 12, lost);
@@ -56,7 +56,7 @@ fn what_a_volume_lacks_is_neither_lent_nor_erased() {
 }
 
 #[test]
-fn who_gives_a_volume_up_gets_the_pool_back_and_reads_nothing_of_it() {
+fn giving_up_a_volume_recovers_the_pool_without_its_data() {
     for lost in LOST {
         let fixture = with_volumes();
         set_owner(&fixture, 12, lost);
@@ -83,7 +83,7 @@ fn who_gives_a_volume_up_gets_the_pool_back_and_reads_nothing_of_it() {
 }
 
 #[test]
-fn words_that_nothing_explained_are_nobodys_once_the_volume_is_given_up() {
+fn unexplained_words_are_unused_after_the_volume_is_given_up() {
     let fixture = with_volumes();
     [11, 12, 20].iter().for_each(|chunk| fixture.overwrite(entry(*chunk), &[0; 8]));
     assert_eq!(Pool::repair(&fixture.path(), false).unwrap().mended, [""; 0]);
@@ -96,7 +96,7 @@ fn words_that_nothing_explained_are_nobodys_once_the_volume_is_given_up() {
 }
 
 #[test]
-fn only_a_volume_that_lacks_chunks_is_given_up() {
+fn only_a_volume_without_all_chunks_can_be_given_up() {
     let fixture = with_volumes();
     set_owner(&fixture, 12, Owner::Free);
     let before = fs::read(fixture.path()).unwrap();
@@ -162,7 +162,7 @@ fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
 }
 
 #[test]
-fn a_crash_while_a_volume_is_given_up_leaves_it_or_puts_it_away() {
+fn giving_up_a_volume_is_atomic() {
     for damaged in [None, Some(0), Some(1)] {
         let images = crashes_while_giving_up(damaged);
         say_images(images);

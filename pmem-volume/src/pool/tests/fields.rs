@@ -308,7 +308,7 @@ const SUPERBLOCK_SEALED: Expected = &[
 ];
 
 #[test]
-fn a_superblock() {
+fn flipped_bits_of_a_superblock_have_the_listed_outcomes() {
     let (media, fields) = (sample(), superblock_fields());
     for at in SUPERBLOCK_OFFSETS {
         let one = outcomes(&media, &fields, &|m, bit| turn_bit(m, at, bit));
@@ -345,7 +345,7 @@ const RECORD_SEALED: Expected = &[
 ];
 
 #[test]
-fn a_volume_record() {
+fn flipped_bits_of_a_volume_record_have_the_listed_outcomes() {
     let (media, fields) = (sample(), record_fields());
     for at in VOLUME_TABLE_OFFSETS {
         let one = outcomes(&media, &fields, &|m, bit| turn_bit(m, at, bit));
@@ -377,7 +377,7 @@ const FREE_OWNER_SEALED: Expected = &[
 ];
 
 #[test]
-fn words_of_the_chunk_table() {
+fn flipped_bits_of_the_chunk_table_have_the_listed_outcomes() {
     let media = sample();
     let chunks = [
         (ChunkId(0), METADATA_OWNER_SEALED),
@@ -432,7 +432,7 @@ const LOG_ENTRY_SEALED: Expected = &[
 ];
 
 #[test]
-fn the_log() {
+fn flipped_bits_of_the_log_have_the_listed_outcomes() {
     let turn = |m: &Simulator, bit| turn_bit(m, LOG_OFFSET, bit);
     assert_outcomes("empty", &outcomes(&sample(), &log_fields(), &turn), EMPTY_LOG);
     let pending = with_transaction();
@@ -446,7 +446,7 @@ fn the_log() {
 /// First and last bit of each field again, in a real file. A refused file keeps its bytes, length
 /// and blocks.
 #[test]
-fn a_refused_file_is_not_touched() {
+fn refused_file_is_unchanged() {
     let fixture = Fixture::new();
     let whole = |image: &Simulator| {
         let mut bytes = vec![0; image.len_bytes() as usize];

@@ -71,7 +71,7 @@ fn free_extents(buddy: &mut Buddy) -> Vec<Extent> {
 }
 
 #[test]
-fn a_million_random_operations_leave_large_extents_and_all_of_it_merges_again() {
+fn million_random_operations_leave_large_extents_that_merge_again() {
     for percent in [50, 80, 95] {
         let (mut buddy, held) = churn(percent, &mut Random::new(u64::from(percent)));
         let largest = buddy.largest_order();

@@ -25,7 +25,7 @@ fn not_erased(chunks: &[u32]) -> Vec<Finding> {
 }
 
 #[test]
-fn old_content_of_a_free_chunk_is_found_and_erased() {
+fn old_content_of_a_free_chunk_is_detected_and_erased() {
     for fixture in fixtures() {
         assert_eq!(fixture.check().pool, []);
         for chunk in [7, 9] {
@@ -55,7 +55,7 @@ fn old_content_of_a_free_chunk_is_found_and_erased() {
 }
 
 #[test]
-fn what_is_lent_or_waits_is_nobodys_to_find() {
+fn content_of_lent_or_waiting_chunks_is_not_a_finding() {
     for fixture in fixtures() {
         let pool = fixture.open();
         let lent = pool.alloc_memory(8 * MIB).unwrap();

@@ -134,7 +134,7 @@ fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(
 /// Sparse file whose superblock assigns nearly all of it to the log, with a transaction that fills
 /// it.
 #[test]
-fn a_log_as_large_as_a_huge_pool_is_refused_before_it_is_read() {
+fn huge_log_is_refused_before_it_is_read() {
     const HUGE_BYTES: u64 = 8 << 40;
     let fixture = Fixture::new();
     let mut superblock = create::plan(HUGE_BYTES, 0, uuid::Uuid::from_u128(1), 1).unwrap();
@@ -162,7 +162,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
-    fn any_pool_is_opened_or_refused(changes in prop::collection::vec(change(), 1..6)) {
+    fn hostile_pool_is_opened_or_refused(changes in prop::collection::vec(change(), 1..6)) {
         let fixture = Fixture::new();
         let pool = fixture.create(POOL_BYTES, 4 * MIB);
         pool.create_volume("btt", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();
@@ -216,7 +216,7 @@ proptest! {
 /// The table of a sparse file is a hole and therefore has only bad words, which are read more than
 /// once.
 #[test]
-fn looking_at_holes_leaves_them_holes() {
+fn reading_holes_allocates_no_blocks() {
     let fixture = Fixture::new();
     let size_bytes = 1 << 40;
     let file =

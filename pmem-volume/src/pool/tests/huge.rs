@@ -58,7 +58,7 @@ fn claim_owners(file: &fs::File, superblock: &Superblock, owner: impl Fn(u32) ->
 /// Not a test of its own: the operations on the pool, in a separate process to measure their
 /// memory.
 #[test]
-fn a_process_that_looks_at_a_huge_pool() {
+fn process_that_checks_a_huge_pool() {
     let Some(path) = std::env::var_os(POOL_VARIABLE).map(PathBuf::from) else { return };
     for mode in [OpenMode::Peek, OpenMode::ReadOnly] {
         let report = Pool::open(&path, mode).unwrap().check().unwrap();
@@ -86,7 +86,7 @@ fn assert_takes_little(what: &str, make: impl FnOnce(&fs::File, &Superblock)) {
     let (file, superblock) = claim(&fixture);
     make(&file, &superblock);
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "pool::tests::huge::a_process_that_looks_at_a_huge_pool", "--nocapture"])
+        .args(["--exact", "pool::tests::huge::process_that_checks_a_huge_pool", "--nocapture"])
         .env(POOL_VARIABLE, fixture.path())
         .output()
         .unwrap();
@@ -95,24 +95,24 @@ fn assert_takes_little(what: &str, make: impl FnOnce(&fs::File, &Superblock)) {
 }
 
 #[test]
-fn a_table_that_is_a_hole() {
+fn table_in_a_hole_uses_little_memory() {
     assert_takes_little("no owners", |_, _| {});
 }
 
 #[test]
-fn volumes_that_lack_all_of_their_chunks() {
+fn volumes_without_chunks_use_little_memory() {
     assert_takes_little("volumes", claim_volumes);
 }
 
 #[test]
-fn chunks_of_slots_that_there_are_not() {
+fn chunks_of_missing_slots_use_little_memory() {
     assert_takes_little("slots", |file, superblock| {
         claim_owners(file, superblock, |index| Owner::Volume { slot: Slot(u16::MAX), index });
     });
 }
 
 #[test]
-fn chunks_that_are_all_the_same_one() {
+fn chunks_with_one_index_use_little_memory() {
     assert_takes_little("indexes", |file, superblock| {
         claim_volumes(file, superblock);
         claim_owners(file, superblock, |_| Owner::Volume { slot: Slot(0), index: 0 });

@@ -71,7 +71,7 @@ fn work(pool: &Arc<Pool<impl Media>>) -> Result<(), PoolError> {
 }
 
 #[test]
-fn the_first_failure_makes_the_pool_read_only_until_it_is_opened_again() {
+fn first_failure_makes_the_pool_read_only_until_it_is_reopened() {
     let mut failures = 0;
     loop {
         let left = Arc::new(AtomicU32::new(u32::MAX));
@@ -130,7 +130,7 @@ fn assert_read_only<M: Media>(
 }
 
 #[test]
-fn a_write_back_that_fails_makes_arena_and_pool_read_only() {
+fn failed_write_back_makes_arena_and_pool_read_only() {
     let mut failures = 0;
     loop {
         let left = Arc::new(AtomicU32::new(u32::MAX));
@@ -156,7 +156,7 @@ fn a_write_back_that_fails_makes_arena_and_pool_read_only() {
 }
 
 #[test]
-fn a_file_that_is_cut_under_an_engine_makes_arena_and_pool_read_only() {
+fn truncated_file_makes_arena_and_pool_read_only() {
     for is_dax in [false, true] {
         // The map stays, so that the write reaches the log.
         let (_fixture, pool, engine, _) = open_and_cut(is_dax);
@@ -261,7 +261,7 @@ fn wait_until_asleep(thread: libc::pid_t) {
 }
 
 #[test]
-fn a_change_that_waited_for_one_that_failed_is_refused() {
+fn change_that_waited_for_a_failed_one_is_refused() {
     let slow = Slow::new();
     let pool = open(slow.media.clone());
     pool.create_volume("v", VolumeSize::Bytes(8 * MIB), VolumeFormat::Raw).unwrap();
@@ -288,7 +288,7 @@ fn a_change_that_waited_for_one_that_failed_is_refused() {
 }
 
 #[test]
-fn a_change_under_way_does_not_commit_once_something_else_has_failed() {
+fn change_in_progress_does_not_commit_after_another_failure() {
     let slow = Slow::new();
     let pool = open(slow.media.clone());
     let made = pool.create_volume("b", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
@@ -302,7 +302,7 @@ fn a_change_under_way_does_not_commit_once_something_else_has_failed() {
 }
 
 #[test]
-fn what_was_erased_is_not_free_once_something_else_has_failed() {
+fn erased_chunks_are_not_freed_after_another_failure() {
     let slow = Slow::new();
     let pool = open(slow.media.clone());
     pool.create_volume("b", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
@@ -321,7 +321,7 @@ fn what_was_erased_is_not_free_once_something_else_has_failed() {
 
 /// A page whose write-back failed may be clean in the cache, and reads as if it had been written.
 #[test]
-fn an_open_stores_again_what_already_reads_as_to_be_erased() {
+fn open_stores_scrub_words_again() {
     let media = Hooked::new(40 * MIB, || Ok(()));
     let pool = open(media.clone());
     pool.create_volume("v", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
@@ -338,7 +338,7 @@ fn an_open_stores_again_what_already_reads_as_to_be_erased() {
 
 /// An unreadable sector, and a map that is unreadable during a check: neither concerns durability.
 #[test]
-fn what_cannot_be_read_latches_nothing() {
+fn read_errors_do_not_latch_the_pool() {
     const MARK: u64 = 0x5a5a_5a5a_5a5a_5a5a;
     let media = Hooked::new(40 * MIB, || Ok(()));
     let pool = open(media.clone());

@@ -129,7 +129,7 @@ fn assert_states_add_up(info: &PoolInfo) {
 }
 
 #[test]
-fn a_new_pool_is_free_but_for_its_metadata() {
+fn new_pool_is_free_except_for_its_metadata() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 16 * MIB);
     let info = pool.info();
@@ -147,7 +147,7 @@ fn a_new_pool_is_free_but_for_its_metadata() {
 }
 
 #[test]
-fn memory_is_lent_in_large_extents_and_comes_back_whole() {
+fn memory_is_lent_in_large_extents_that_merge_again() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let extents = pool.alloc_memory(22 * MIB).unwrap();
@@ -165,7 +165,7 @@ fn memory_is_lent_in_large_extents_and_comes_back_whole() {
 }
 
 #[test]
-fn a_part_of_an_extent_can_be_given_back() {
+fn part_of_an_extent_can_be_returned() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let extent = pool.alloc_memory(16 * MIB).unwrap()[0];
@@ -181,7 +181,7 @@ fn a_part_of_an_extent_can_be_given_back() {
 }
 
 #[test]
-fn what_is_not_lent_cannot_be_given_back() {
+fn chunks_that_are_not_lent_cannot_be_returned() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let lent = pool.alloc_memory(2 * MIB).unwrap()[0];
@@ -204,7 +204,7 @@ fn what_is_not_lent_cannot_be_given_back() {
 }
 
 #[test]
-fn lent_memory_comes_back_erased_and_its_blocks_go_to_the_host() {
+fn returned_memory_is_erased_and_its_blocks_are_freed() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let blocks_before = pool.file().metadata().unwrap().blocks();
@@ -220,7 +220,7 @@ fn lent_memory_comes_back_erased_and_its_blocks_go_to_the_host() {
 }
 
 #[test]
-fn strg_is_never_lent_and_volumes_may_use_it() {
+fn strg_is_never_lent_but_usable_by_volumes() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 20 * MIB);
     let error = pool.alloc_memory(42 * MIB).unwrap_err();
@@ -244,7 +244,7 @@ fn strg_is_never_lent_and_volumes_may_use_it() {
 }
 
 #[test]
-fn memory_that_was_lent_at_a_crash_is_erased_and_free_at_the_next_open() {
+fn memory_lent_at_a_crash_is_erased_and_freed_after_the_next_open() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let extents = pool.alloc_memory(10 * MIB).unwrap();
@@ -272,7 +272,7 @@ fn memory_that_was_lent_at_a_crash_is_erased_and_free_at_the_next_open() {
 }
 
 #[test]
-fn a_volume_keeps_its_content_and_its_place() {
+fn volume_keeps_its_content_and_its_place() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let made = pool.create_volume("daten", VolumeSize::Bytes(6 * MIB), VolumeFormat::Raw).unwrap();
@@ -296,7 +296,7 @@ fn a_volume_keeps_its_content_and_its_place() {
 }
 
 #[test]
-fn a_deleted_volume_leaves_nothing_to_read_and_its_name_is_free() {
+fn deleted_volume_is_erased_and_its_name_is_reusable() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
@@ -318,7 +318,7 @@ fn a_deleted_volume_leaves_nothing_to_read_and_its_name_is_free() {
 }
 
 #[test]
-fn a_renamed_volume_is_the_same_volume_under_its_new_name_alone() {
+fn renamed_volume_has_only_its_new_name() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let made = pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
@@ -348,7 +348,7 @@ fn a_renamed_volume_is_the_same_volume_under_its_new_name_alone() {
 }
 
 #[test]
-fn remaining_takes_all_that_is_free() {
+fn remaining_uses_all_free_chunks() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 8 * MIB);
     let volume = pool.create_volume("all", VolumeSize::Remaining, VolumeFormat::Btt).unwrap();
@@ -360,7 +360,7 @@ fn remaining_takes_all_that_is_free() {
 }
 
 #[test]
-fn a_fragmented_volume_is_read_across_its_pieces() {
+fn fragmented_volume_is_read_across_its_extents() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let memory = pool.alloc_memory(60 * MIB).unwrap();
@@ -387,7 +387,7 @@ fn a_fragmented_volume_is_read_across_its_pieces() {
 }
 
 #[test]
-fn wrong_sizes_and_names_are_refused_and_change_nothing() {
+fn wrong_sizes_and_names_are_refused_without_changes() {
     let fixture = Fixture::new();
     for (size, strg) in [
         (0, 0),
@@ -432,7 +432,7 @@ fn wrong_sizes_and_names_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn a_pool_is_never_made_over_something() {
+fn pool_is_never_created_over_an_existing_file() {
     let fixture = Fixture::new();
     fs::write(fixture.path(), b"precious").unwrap();
     let error = Pool::create(&fixture.path(), 64 * MIB, 0).unwrap_err();
@@ -441,7 +441,7 @@ fn a_pool_is_never_made_over_something() {
 }
 
 #[test]
-fn what_is_not_a_pool_is_refused_by_kind() {
+fn non_pool_is_refused_by_kind() {
     let fixture = Fixture::new();
     assert!(matches!(
         Pool::open(&fixture.path(), OpenMode::ReadOnly),
@@ -454,7 +454,7 @@ fn what_is_not_a_pool_is_refused_by_kind() {
 }
 
 #[test]
-fn a_pool_in_use_names_its_holder() {
+fn error_of_a_pool_in_use_names_the_holder() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     for mode in [OpenMode::ReadWrite, OpenMode::ReadOnly] {

@@ -329,7 +329,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn a_pool_agrees_with_a_list_of_volumes_and_a_set_of_chunks(
+    fn pool_agrees_with_a_list_of_volumes_and_a_set_of_chunks(
         operations in prop::collection::vec(operation(), 1..60)
     ) {
         let mut world = World::new();

@@ -75,7 +75,7 @@ impl Loop {
 }
 
 #[test]
-fn a_read_only_device_is_called_so_and_can_be_looked_at() {
+fn read_only_device_is_reported_and_readable() {
     let Some(disk) = Loop::new(32 * MIB) else { return };
     disk.create().unwrap();
     let protect =
@@ -106,7 +106,7 @@ impl Drop for Loop {
 }
 
 #[test]
-fn a_pool_takes_all_of_a_block_device_down_to_the_chunk() {
+fn pool_uses_all_whole_chunks_of_a_block_device() {
     let Some(disk) = Loop::new(33 * MIB + 4096) else { return };
     let pool = disk.create().unwrap();
     let info = pool.info();
@@ -128,7 +128,7 @@ fn a_pool_takes_all_of_a_block_device_down_to_the_chunk() {
 }
 
 #[test]
-fn erasing_a_block_device_is_seen_through_mappings_that_were_there_before() {
+fn erasing_a_block_device_is_visible_in_earlier_mappings() {
     let Some(disk) = Loop::new(16 * MIB) else { return };
     let pool = disk.create().unwrap();
     let extents = pool.alloc_memory(4 * MIB).unwrap();
@@ -143,7 +143,7 @@ fn erasing_a_block_device_is_seen_through_mappings_that_were_there_before() {
 }
 
 #[test]
-fn a_block_device_that_grew_has_room_for_its_pool() {
+fn pool_grows_into_an_enlarged_block_device() {
     let Some(disk) = Loop::new(16 * MIB) else { return };
     drop(disk.create().unwrap());
     let volume = |name| {
@@ -188,7 +188,7 @@ fn a_block_device_that_grew_has_room_for_its_pool() {
 }
 
 #[test]
-fn a_growth_that_did_not_finish_leaves_a_block_device_as_long_as_it_is() {
+fn unfinished_growth_does_not_change_the_length_of_a_block_device() {
     let Some(disk) = Loop::new(32 * MIB) else { return };
     let size_bytes = Some(16 * MIB);
     let pool = disk.create_with(CreateOptions { size_bytes, ..CreateOptions::default() }).unwrap();
@@ -202,7 +202,7 @@ fn a_growth_that_did_not_finish_leaves_a_block_device_as_long_as_it_is() {
 }
 
 #[test]
-fn a_block_device_that_shrank_is_refused_as_truncated() {
+fn shrunk_block_device_is_refused_as_truncated() {
     let Some(disk) = Loop::new(32 * MIB) else { return };
     drop(disk.create().unwrap());
     disk.lengthen(16 * MIB);
@@ -215,7 +215,7 @@ fn a_block_device_that_shrank_is_refused_as_truncated() {
 }
 
 #[test]
-fn what_is_on_a_device_is_erased_only_by_force_and_volumes_not_even_then() {
+fn content_of_a_device_is_erased_only_by_force_and_volumes_never() {
     let Some(disk) = Loop::new(16 * MIB) else { return };
     let force = || CreateOptions { force: true, ..CreateOptions::default() };
     disk.write(0x438, b"\x53\xef");
@@ -258,7 +258,7 @@ fn what_is_on_a_device_is_erased_only_by_force_and_volumes_not_even_then() {
 }
 
 #[test]
-fn a_pool_whose_volumes_cannot_be_seen_is_not_erased_by_force_either() {
+fn pool_with_unknown_volumes_is_not_erased_by_force() {
     let damages: [(&str, &[u64]); 4] = [
         ("both copies of a volume's record", &[(64 << 10) + 256 + 40, MIB + 256 + 40]),
         ("the owner word of a chunk", &[2 * MIB + 3 * 16]),
@@ -283,7 +283,7 @@ fn a_pool_whose_volumes_cannot_be_seen_is_not_erased_by_force_either() {
 }
 
 #[test]
-fn a_pool_that_was_not_made_to_the_end_is_none() {
+fn unfinished_creation_leaves_no_pool() {
     let Some(disk) = Loop::new(160 * MIB) else { return };
     drop(disk.create().unwrap());
     let mut heard = Vec::new();
@@ -305,7 +305,7 @@ fn a_pool_that_was_not_made_to_the_end_is_none() {
 }
 
 #[test]
-fn a_block_device_in_use_is_refused_by_who_has_it() {
+fn error_of_a_block_device_in_use_names_the_holder() {
     let Some(disk) = Loop::new(16 * MIB) else { return };
     let pool = disk.create().unwrap();
     let holder = |error| match error {
@@ -351,7 +351,7 @@ fn a_block_device_in_use_is_refused_by_who_has_it() {
 }
 
 #[test]
-fn other_character_devices_are_refused_by_kind_and_without_a_touch() {
+fn other_character_devices_are_refused_without_being_opened() {
     for force in [false, true] {
         let options = CreateOptions { force, ..CreateOptions::default() };
         let error = Pool::create_with(Path::new("/dev/null"), options).unwrap_err();
@@ -478,7 +478,7 @@ fn grow_on_device(
 const TABLES: [u64; 2] = [CHUNK_BYTES, 2 * CHUNK_BYTES - 14 * 16];
 
 #[test]
-fn a_crash_while_a_pool_grows_on_a_device_leaves_its_old_size_or_the_new_one() {
+fn crash_in_a_growth_on_a_device_leaves_the_old_or_new_size() {
     for table_offset in TABLES {
         let erased = |media: &Simulator| {
             let grown = media.part(NEW);
@@ -490,7 +490,7 @@ fn a_crash_while_a_pool_grows_on_a_device_leaves_its_old_size_or_the_new_one() {
 }
 
 #[test]
-fn a_device_that_is_not_erased_where_a_pool_grows_is_found_out() {
+fn missing_erasure_in_a_growth_on_a_device_is_detected() {
     for table_offset in TABLES {
         let error = grow_on_device(table_offset, |media| Ok(media.part(NEW))).unwrap_err();
         assert!(error.contains("are not zero") || error.contains("NotErased"), "{error}");
@@ -515,7 +515,7 @@ fn blocks_bytes(pool: &Pool) -> u64 {
 }
 
 #[test]
-fn a_thin_pool_has_blocks_only_for_its_own_data_and_for_what_is_used() {
+fn thin_pool_has_blocks_only_for_metadata_and_used_chunks() {
     let Some((folder, pool)) = on_disk(true) else { return };
     // The file system may need some blocks for itself.
     let own = 4 * MIB..5 * MIB;
@@ -539,7 +539,7 @@ fn a_thin_pool_has_blocks_only_for_its_own_data_and_for_what_is_used() {
 }
 
 #[test]
-fn a_device_that_has_not_grown_is_told() {
+fn growth_on_a_device_of_the_same_size_is_refused() {
     let Some(disk) = Loop::new(32 * MIB + 4096) else { return };
     drop(disk.create().unwrap());
     let error = Pool::grow_with(&disk.device, None, false, &mut unheard).unwrap_err();
@@ -548,7 +548,7 @@ fn a_device_that_has_not_grown_is_told() {
 }
 
 #[test]
-fn a_pool_on_a_disk_is_not_thin_unless_it_was_asked_for() {
+fn pool_on_a_disk_is_thin_only_on_request() {
     let Some((_folder, pool)) = on_disk(false) else { return };
     assert!(!pool.info().thin && blocks_bytes(&pool) >= 64 * MIB);
     let fixture = Fixture::new();

@@ -16,7 +16,7 @@ fn assert_whole(heard: &[Progress], task: Task, total_bytes: u64) {
 }
 
 #[test]
-fn erasing_what_waits_is_heard() {
+fn erasing_waiting_chunks_reports_progress() {
     let fixture = Fixture::new();
     fixture.create(600 * MIB, 0).alloc_memory(580 * MIB).unwrap();
     let pool = fixture.open();
@@ -30,7 +30,7 @@ fn erasing_what_waits_is_heard() {
 }
 
 #[test]
-fn only_what_a_volume_lacks_is_erased_for_it() {
+fn only_missing_clean_chunks_are_erased_for_a_volume() {
     let fixture = Fixture::new();
     fixture.create(64 * MIB, 0).alloc_memory(40 * MIB).unwrap();
     let pool = fixture.open();
@@ -54,7 +54,7 @@ fn only_what_a_volume_lacks_is_erased_for_it() {
 }
 
 #[test]
-fn checks_are_heard_as_one_task_of_free_space_and_all_volumes() {
+fn check_reports_free_space_and_volumes_as_one_task() {
     let fixture = Fixture::new();
     let pool = fixture.create(128 * MIB, 0);
     for (name, format) in
@@ -76,7 +76,7 @@ fn checks_are_heard_as_one_task_of_free_space_and_all_volumes() {
 }
 
 #[test]
-fn a_file_on_a_disk_is_heard_to_get_its_blocks() {
+fn allocation_of_a_file_on_a_disk_reports_progress() {
     let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
     let path = folder.path().join("pool");
     let mut heard = vec![];

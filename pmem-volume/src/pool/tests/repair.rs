@@ -64,7 +64,7 @@ fn leaves(what: &str, damage: impl Fn(&Fixture), words: &str) {
 }
 
 #[test]
-fn a_flipped_bit_in_any_owner_word_is_turned_back() {
+fn flipped_bit_in_any_owner_word_is_repaired() {
     for chunk in [1, 2, 12, 20] {
         for bit in [0, 29, 46, 63] {
             let flip = |fixture: &Fixture| fixture.flip(entry(chunk) + bit / 8, (bit % 8) as u8);
@@ -74,7 +74,7 @@ fn a_flipped_bit_in_any_owner_word_is_turned_back() {
 }
 
 #[test]
-fn a_chunk_whose_word_says_free_again_is_erased() {
+fn chunk_whose_repaired_word_is_free_is_erased() {
     let fixture = with_volumes();
     fixture.overwrite(ChunkId(20).offset_bytes() + 64, b"who knows whose");
     fixture.flip(entry(20) + 6, 3);
@@ -83,7 +83,7 @@ fn a_chunk_whose_word_says_free_again_is_erased() {
 }
 
 #[test]
-fn a_lost_owner_word_is_what_is_left_over_or_stays() {
+fn lost_owner_word_is_repaired_by_elimination_or_stays() {
     let zero = |fixture: &Fixture, chunk| fixture.overwrite(entry(chunk), &[0; 8]);
     mends("of a volume", |f| zero(f, 12), "the only gap");
     mends("of a free chunk", |f| zero(f, 20), "it is nobody's");
@@ -138,7 +138,7 @@ fn with_chunk_at(far: ChunkId) -> Fixture {
 }
 
 #[test]
-fn a_zeroed_word_is_not_taken_for_a_whole_one_that_is_one_bit_away() {
+fn zeroed_word_one_bit_away_from_a_valid_one_is_not_repaired() {
     let near = [
         (Owner::Free, [8476, 79167, 133_466, 204_153]),
         (Owner::Memory, [54342, 114_789, 195_584, 256_035]),
@@ -178,7 +178,7 @@ fn a_zeroed_word_is_not_taken_for_a_whole_one_that_is_one_bit_away() {
 }
 
 #[test]
-fn while_a_volume_lacks_a_chunk_only_words_that_fill_gaps_are_believed() {
+fn only_words_that_fill_gaps_are_trusted_while_a_gap_is_left() {
     let one_bit_off = |f: &Fixture, chunk: u32, owner| {
         let word = table::encode_owner(ChunkId(chunk), owner) ^ 1 << 5;
         f.overwrite(entry(chunk), &word.to_le_bytes());
@@ -209,7 +209,7 @@ fn while_a_volume_lacks_a_chunk_only_words_that_fill_gaps_are_believed() {
 }
 
 #[test]
-fn two_halves_of_a_record_make_one_and_one_lost_word_is_left() {
+fn halves_of_a_record_are_merged_and_a_lost_word_stays() {
     let [first, second] = VOLUME_TABLE_OFFSETS.map(|table| table + 256);
     let both = |f: &Fixture| {
         f.flip(first + 50, 1);
@@ -245,7 +245,7 @@ fn two_halves_of_a_record_make_one_and_one_lost_word_is_left() {
 }
 
 #[test]
-fn a_chunk_is_not_left_over_while_a_record_is_lost() {
+fn chunk_is_not_unused_while_a_record_is_lost() {
     let [first, second] = VOLUME_TABLE_OFFSETS.map(|table| table + 256 + 50);
     let damage = |f: &Fixture| {
         [first, second].iter().for_each(|at| f.flip(*at, 1));
@@ -264,7 +264,7 @@ fn a_chunk_is_not_left_over_while_a_record_is_lost() {
 }
 
 #[test]
-fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left() {
+fn flipped_bit_of_an_empty_log_is_repaired_and_a_transaction_stays() {
     for bit in [7u64, 40] {
         mends("magic", |f| f.flip(LOG_OFFSET + bit / 8, (bit % 8) as u8), "log");
         mends("commit", |f| f.flip(LOG_OFFSET + 24 + bit / 8, (bit % 8) as u8), "log");
@@ -303,7 +303,7 @@ fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left(
 }
 
 #[test]
-fn a_btt_is_mended_as_far_as_it_says_what_was_there() {
+fn explained_damage_of_a_btt_is_repaired() {
     let start = 2 * CHUNK_BYTES;
     let (first, second) = (start + 4096, start + 18 * MIB - 4096);
     mends("first", |f| f.flip(first + 100, 2), "volume btt: arena 0: the first info block");
@@ -324,7 +324,7 @@ fn a_btt_is_mended_as_far_as_it_says_what_was_there() {
 }
 
 #[test]
-fn what_opening_mends_is_said_and_done() {
+fn repair_reports_the_corrections_of_open() {
     let fixture = with_volumes();
     let pool = fixture.open();
     pool.alloc_memory(4 * MIB).unwrap();
@@ -340,7 +340,7 @@ fn what_opening_mends_is_said_and_done() {
 }
 
 #[test]
-fn what_is_no_pool_or_in_use_is_not_repaired() {
+fn non_pool_or_pool_in_use_is_not_repaired() {
     let fixture = with_volumes();
     let pool = fixture.open();
     for dry_run in [true, false] {

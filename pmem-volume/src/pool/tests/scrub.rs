@@ -98,7 +98,7 @@ fn clean_chunks_are_lent_while_a_scrub_hangs() {
 }
 
 #[test]
-fn who_needs_chunks_in_flight_waits_for_them_and_no_more() {
+fn allocation_waits_only_for_needed_chunks_in_flight() {
     let (pool, barrier) = slow_pool();
     let_wait(&pool, 10 * MIB);
     barrier.set(Gate::Armed);
@@ -126,7 +126,7 @@ fn who_needs_chunks_in_flight_waits_for_them_and_no_more() {
 }
 
 #[test]
-fn what_is_missing_is_erased_on_the_way_and_no_more() {
+fn only_missing_clean_chunks_are_erased_on_demand() {
     let (pool, _barrier) = slow_pool();
     let_wait(&pool, 20 * MIB);
     assert_eq!(pool.info().lendable_bytes, 36 * MIB);
@@ -157,7 +157,7 @@ fn what_is_missing_is_erased_on_the_way_and_no_more() {
 }
 
 #[test]
-fn small_clean_pieces_are_lent_before_anything_is_erased_for_larger_ones() {
+fn small_clean_extents_are_lent_before_waiting_chunks_are_erased() {
     let (pool, _barrier) = slow_pool();
     let memory = pool.alloc_memory(36 * MIB).unwrap();
     let chunks: Vec<_> = memory.iter().flat_map(|e| e.run().ids()).map(Extent::chunk).collect();
@@ -172,7 +172,7 @@ fn small_clean_pieces_are_lent_before_anything_is_erased_for_larger_ones() {
 }
 
 #[test]
-fn what_waits_counts_towards_what_is_kept_for_volumes() {
+fn waiting_chunks_count_towards_the_reserve() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 20 * MIB);
     let_wait(&pool, 40 * MIB);
@@ -220,7 +220,7 @@ fn opening_a_pool_erases_nothing() {
 }
 
 #[test]
-fn readers_see_what_waits_and_cannot_erase_it() {
+fn readers_see_waiting_chunks_but_cannot_erase_them() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let memory = pool.alloc_memory(10 * MIB).unwrap();
@@ -237,7 +237,7 @@ fn readers_see_what_waits_and_cannot_erase_it() {
 const CRAWL: Option<NonZeroU64> = NonZeroU64::new(1);
 
 #[test]
-fn the_scrubber_keeps_to_its_bound_and_takes_another_while_it_pauses() {
+fn scrubber_keeps_its_limit_and_accepts_another_during_a_pause() {
     let (pool, _barrier) = slow_pool();
     let_wait(&pool, 20 * MIB);
     let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
@@ -261,7 +261,7 @@ fn the_scrubber_keeps_to_its_bound_and_takes_another_while_it_pauses() {
 }
 
 #[test]
-fn erasures_on_demand_count_towards_the_bound() {
+fn erasures_on_demand_count_towards_the_limit() {
     let (pool, _barrier) = slow_pool();
     let mut pacer = Pacer::new(None);
     let rate = NonZeroU64::new(2 * MIB);
@@ -280,7 +280,7 @@ fn erasures_on_demand_count_towards_the_bound() {
 }
 
 #[test]
-fn erasures_before_the_scrubber_starts_do_not_count_towards_its_bound() {
+fn erasures_before_the_scrubber_starts_do_not_count_towards_its_limit() {
     let (pool, _barrier) = slow_pool();
     let_wait(&pool, 36 * MIB);
     pool.scrub_all().unwrap();
@@ -293,7 +293,7 @@ fn erasures_before_the_scrubber_starts_do_not_count_towards_its_bound() {
 }
 
 #[test]
-fn on_tmpfs_nothing_is_bounded_and_the_end_comes_after_the_last_hole() {
+fn scrubber_on_tmpfs_is_unlimited_and_ends_after_the_last_hole() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let at_rest = pool.file().metadata().unwrap().blocks();
@@ -316,7 +316,7 @@ fn on_tmpfs_nothing_is_bounded_and_the_end_comes_after_the_last_hole() {
 }
 
 #[test]
-fn holes_cost_no_bandwidth_and_zeroing_does() {
+fn zeroing_uses_bandwidth_and_holes_do_not() {
     let here = std::env::current_dir().unwrap();
     for (folder, thin, costs) in
         [(Path::new("/dev/shm"), false, false), (&here, true, false), (&here, false, true)]
@@ -334,7 +334,7 @@ fn holes_cost_no_bandwidth_and_zeroing_does() {
 }
 
 #[test]
-fn the_scrubber_ends_with_its_pool_or_before_it() {
+fn scrubber_ends_with_or_before_its_pool() {
     let (pool, barrier) = slow_pool();
     let_wait(&pool, 20 * MIB);
     barrier.set(Gate::Armed);
@@ -369,7 +369,7 @@ fn the_scrubber_ends_with_its_pool_or_before_it() {
 
 #[test]
 #[should_panic(expected = "a pool has one scrubber")]
-fn a_pool_has_one_scrubber() {
+fn second_scrubber_panics() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let _first = Scrubber::start(&pool, None).unwrap();
@@ -377,7 +377,7 @@ fn a_pool_has_one_scrubber() {
 }
 
 #[test]
-fn a_failure_of_the_scrubber_makes_the_pool_read_only_and_ends_all_waiting() {
+fn failed_scrubber_makes_the_pool_read_only_and_ends_all_waits() {
     let (barrier, broken) = (Barrier::new(), Arc::new(AtomicBool::new(false)));
     let media = Hooked::new(40 * MIB, {
         let (barrier, broken) = (Arc::clone(&barrier), Arc::clone(&broken));

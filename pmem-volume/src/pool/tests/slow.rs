@@ -81,7 +81,7 @@ pub(super) fn levels(info: &PoolInfo) -> [u64; 4] {
 }
 
 #[test]
-fn bytes_by_state_are_told_while_a_change_waits_for_the_media() {
+fn bytes_by_state_are_readable_while_a_change_waits_for_the_media() {
     let slow = Barrier::new();
     let media = Hooked::new(40 * MIB, {
         let slow = Arc::clone(&slow);

@@ -590,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn word_of_a_volume_is_loaded_as_a_word_of_the_media() {
+    fn volume_loads_a_word_as_a_word_of_the_media() {
         let run = |start| Run { start: ChunkId(start), chunks: 1 };
         let space = Space { media: &Words, extents: &volume_extents(&[run(3), run(1)]) };
         assert_eq!(space.load_word(8).unwrap(), 3 * CHUNK_BYTES + 8);
