@@ -1,4 +1,4 @@
-//! Reading and verifying an arena's info block.
+//! Reading and verification of an arena's info block.
 
 use thiserror::Error;
 use uuid::Uuid;
@@ -11,20 +11,20 @@ use super::layout::{
 use crate::CHUNK_BYTES;
 use crate::media::Media;
 
-/// Sector sizes that Linux knows; those that are no power of two carry integrity data.
+/// Sector sizes that Linux supports. Sizes that are not a power of two include integrity data.
 const SECTOR_SIZES: [u32; 7] = [512, 520, 528, 4096, 4104, 4160, 4224];
-/// More lanes than any implementation has.
+/// Limit of lanes, more than any implementation uses.
 const MAX_LANES: u32 = 1 << 16;
 
-/// An arena, as its info block says, verified: every region lies inside it.
+/// Verified info block of an arena: every region lies inside the arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaInfo {
-    /// Where the arena starts in the volume.
+    /// Offset of the arena in the volume.
     pub start_bytes: u64,
-    /// Where the next one starts, if there is one.
+    /// Offset of the next arena, if there is one.
     pub next_bytes: Option<u64>,
-    /// Where it ends in the volume, as Linux counts it: behind its second info block, if it is the
-    /// last.
+    /// End of the arena in the volume, as Linux calculates it. The end of the last arena is behind
+    /// its second info block.
     pub end_bytes: u64,
     /// Bytes of a sector.
     pub sector_bytes: u32,
@@ -32,38 +32,39 @@ pub struct ArenaInfo {
     pub sectors: u32,
     /// Identity of the BTT.
     pub uuid: Uuid,
-    /// The arena had an error and takes no writes.
+    /// The arena had an error and is read-only.
     pub has_error: bool,
-    /// Where the second info block lies.
+    /// Offset of the second info block.
     pub copy_at: u64,
-    /// Bytes of a block, which holds a sector.
+    /// Bytes of a block, which contains one sector.
     pub block_bytes: u32,
-    /// Blocks: one for each sector, and one for each lane.
+    /// Number of blocks: one for each sector and each lane.
     pub blocks: u32,
-    /// Writes that may be under way at once.
+    /// Number of lanes, which is the largest number of writes in progress.
     pub lanes: u32,
-    /// Where the first block lies in the volume, which the two below count from as well.
+    /// Offset of the first block in the volume. The two offsets below also count from the start of
+    /// the volume.
     pub data_at: u64,
-    /// Where the map lies.
+    /// Offset of the map.
     pub map_at: u64,
-    /// Where the log lies.
+    /// Offset of the log.
     pub flog_at: u64,
 }
 
-/// Which of the two info blocks was used.
+/// Info block that was used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InfoSource {
-    /// Both are whole and the same.
+    /// Both are whole and equal.
     Both,
-    /// Both are whole, and differ; the first was used, as Linux does.
+    /// Both are whole but differ. The first one was used, as in Linux.
     Differ,
     /// Only the first is whole.
     First,
-    /// Only the second is whole. Linux does not look at it and would see no BTT here.
+    /// Only the second is whole. Linux ignores it and would see no BTT here.
     Second,
 }
 
-/// Why an info block is not one.
+/// Reason why an info block is invalid.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum InfoError {
@@ -80,8 +81,9 @@ pub enum InfoError {
     Field { field: &'static str, value: u64, rule: &'static str },
 }
 
-/// Reads an arena's info block, or its copy. `size_bytes` is how long the arena is by the volume's
-/// size; the copy lies at its end. A block that cannot be read is as one that is damaged.
+/// Reads an arena's info block, or its copy. `size_bytes` is the length of the arena according to
+/// the volume's size, and the copy is at its end. An unreadable block is treated like a damaged
+/// one.
 pub(super) fn read_arena(
     space: &impl Media,
     start_bytes: u64,
@@ -90,16 +92,16 @@ pub(super) fn read_arena(
     let end_bytes = space.len_bytes();
     let parse = |info: &InfoBytes| ArenaInfo::parse(info, start_bytes, end_bytes);
     let first = read_info(space, start_bytes).and_then(|block| Ok((parse(&block)?, block)));
-    // The first block knows where its copy is. Without it: where Linux puts it, or where the volume
-    // ended once, before it grew.
+    // The first block has the offset of its copy. Without it, the copy is where Linux puts it, or
+    // at an earlier end of the volume, before it grew.
     let second = match &first {
         Ok((_, block)) => read_info(space, start_bytes + block.info2off.get()),
         Err(_) => {
             let last = start_bytes + size_bytes - INFO_BYTES;
             let ends = (start_bytes + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
             let former = (ends..=start_bytes + size_bytes).step_by(CHUNK_BYTES as usize);
-            // A later arena's copy has another distance, and one that says that it lies elsewhere
-            // is none: what is there would be taken for it.
+            // The copy of a later arena has another distance. A block with another offset is not a
+            // copy, because it would then be written to that offset.
             let copy_at = |at: u64| {
                 let block = Some(at)
                     .filter(|at| has_signature(space, *at))
@@ -135,7 +137,7 @@ pub(super) fn read_info(space: &impl Media, at: u64) -> Result<InfoBytes, InfoEr
     Ok(info)
 }
 
-/// May it be one? What cannot be read is none.
+/// Checks for the signature. An unreadable block has none.
 fn has_signature(space: &impl Media, at: u64) -> bool {
     let mut signature = [0; SIGNATURE.len()];
     space.read(at, &mut signature).is_ok() && signature == SIGNATURE
@@ -184,7 +186,7 @@ impl ArenaInfo {
         })
     }
 
-    /// Where a block lies in the volume.
+    /// Offset of a block in the volume.
     #[inline]
     pub(super) fn block_at(&self, block: u32) -> u64 {
         assert!(block < self.blocks);
@@ -192,7 +194,7 @@ impl ArenaInfo {
     }
 }
 
-/// What the numbers of an info block say of sectors, blocks and lanes.
+/// Checks the numbers of sectors, blocks and lanes.
 fn check_geometry(info: &InfoBytes) -> Result<(), InfoError> {
     let number = u64::from;
     let sector = info.external_lbasize.get();
@@ -224,7 +226,7 @@ fn check_geometry(info: &InfoBytes) -> Result<(), InfoError> {
     )
 }
 
-/// Where they lie. The geometry is checked.
+/// Checks the offsets of the regions. The geometry must be checked before.
 fn check_regions(info: &InfoBytes, arena_bytes: u64) -> Result<(), InfoError> {
     let number = u64::from;
     let data_bytes = number(info.internal_nlba.get()) * number(info.internal_lbasize.get());

@@ -1,9 +1,9 @@
-//! The arenas of a volume, one after the other.
+//! Enumeration of the arenas of a volume.
 //!
-//! Each says where the next one is. Behind one of which no info block is whole, the next one is
-//! looked for from the volume's end: the last page of an arena is its second info block, at a place
-//! where no sector ever lies, and says where its arena starts. A first info block would not do:
-//! what looks like one may be what a guest has written to a sector.
+//! Each info block has the offset of the next arena. If an arena has no whole info block, the next
+//! one is searched from the volume's end: the last page of an arena is its second info block, which
+//! has the start of the arena, and no sector is ever there. A first info block cannot be used for
+//! this, because a guest may have written the same bytes to a sector.
 
 use super::arena::{ArenaInfo, InfoError, InfoSource, read_arena, read_info};
 use super::layout::{
@@ -13,23 +13,22 @@ use super::layout::{
 use crate::CHUNK_BYTES;
 use crate::media::Media;
 
-/// What lies at the place of an arena: itself, with the info block that was used, or nothing that
-/// can be.
+/// Arena with the info block that was used, or the reason why it is missing.
 pub type Place = Result<(ArenaInfo, InfoSource), Missing>;
 
-/// A place where an arena should be.
+/// Missing arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missing {
-    /// Where it starts in the volume.
+    /// Offset in the volume.
     pub start_bytes: u64,
-    /// Where it ends. `None`: nobody knows, nor what lies behind it.
+    /// End in the volume. `None` if it is unknown, which makes everything behind it unknown too.
     pub end_bytes: Option<u64>,
-    /// What is there instead.
+    /// Reason why it is missing.
     pub why: InfoError,
 }
 
 impl Missing {
-    /// How many sectors it had, of so many bytes, if it was laid out as all are.
+    /// Number of sectors of this size, if the arena was laid out like others.
     pub fn sectors(&self, sector_bytes: u32) -> Option<u64> {
         let size_bytes =
             (self.end_bytes? - self.start_bytes).min(ARENA_MAX_BYTES) / PAGE_BYTES * PAGE_BYTES;
@@ -46,15 +45,14 @@ pub fn is_replaced(space: &impl Media) -> bool {
     has_block && space.read(START_BYTES, &mut signature).is_ok() && signature != SIGNATURE
 }
 
-/// Finds the arenas of a volume, from the first on. Where one is missing and its end is not known,
-/// that is the last place.
+/// Finds the arenas of a volume, from the first on. A missing arena with an unknown end is the last
+/// element.
 pub fn arenas(space: &impl Media) -> Vec<Place> {
     let mut places: Vec<Place> = Vec::new();
     let mut next = Some(START_BYTES);
     while let Some(start_bytes) = next {
         let room = space.len_bytes().saturating_sub(start_bytes);
-        // Only the first arena can be without room: a later one was checked to have it by the one
-        // before.
+        // Only the first arena can be too small, because each info block's next offset is verified.
         if room < ARENA_MIN_BYTES {
             places.push(Err(Missing { start_bytes, end_bytes: None, why: InfoError::Signature }));
             break;
@@ -92,13 +90,13 @@ pub fn arenas(space: &impl Media) -> Vec<Place> {
     places
 }
 
-/// Where the last arena ends that the space from `start` on has room for.
+/// End of the last arena that fits into the space from `start` on.
 fn last_end(space: &impl Media, start: u64) -> Option<u64> {
     arena_places_from(start, space.len_bytes()).last().map(|(start, size)| start + size)
 }
 
-/// Where the first of the arenas starts that lie behind a missing one, as far as they can be
-/// followed from the end.
+/// Start of the first arena behind a missing one, found by following second info blocks from the
+/// end.
 fn behind(space: &impl Media, missing_start: u64, first: &ArenaInfo) -> Option<u64> {
     let mut end = last_end(space, missing_start)?;
     let mut found = None;
@@ -109,8 +107,7 @@ fn behind(space: &impl Media, missing_start: u64, first: &ArenaInfo) -> Option<u
     found
 }
 
-/// Where the arena starts that ends there, if it does, is one of this BTT, and says that `next`
-/// follows it.
+/// Start of the arena that ends at `end`, if it belongs to this BTT and its next arena is `next`.
 fn start_of_arena_to(
     space: &impl Media,
     end: u64,
@@ -121,13 +118,13 @@ fn start_of_arena_to(
     let copy_at = end.checked_sub(INFO_BYTES)?;
     let copy = read_info(space, copy_at).ok().filter(|block| block.signature == SIGNATURE)?;
     let start = copy_at.checked_sub(copy.info2off.get())?;
-    // The missing one needs its room; and nothing is read in front of the volume.
+    // The missing arena needs space, and reads must not precede the volume.
     if start < missing_start + ARENA_MIN_BYTES || space.len_bytes() - start < ARENA_MIN_BYTES {
         return None;
     }
     let room = space.len_bytes() - start;
     let (info, source) = read_arena(space, start, room.min(ARENA_MAX_BYTES)).ok()?;
-    // With a copy that is not whole there is nothing but a first block to believe.
+    // Without a whole copy, only a first info block remains, which cannot be trusted.
     let is_it = source != InfoSource::First
         && info.copy_at == copy_at
         && info.next_bytes == next
@@ -135,9 +132,9 @@ fn start_of_arena_to(
     is_it.then_some(start)
 }
 
-/// Where a missing arena ends: where the next one starts that was found, or with the volume. `None`
-/// if it may have been several: arenas end where a volume ended once, and at some such place there
-/// is a trace of an info block, or nobody can read what is there.
+/// End of a missing arena: the start of the next known arena, or the end of the volume. Returns
+/// `None` if the space may have been several arenas. Arenas end at earlier ends of the volume. If
+/// such a place has a trace of an info block or is unreadable, there may be several.
 fn end_of_missing(space: &impl Media, start: u64, behind: Option<u64>) -> Option<u64> {
     let end = behind.or_else(|| last_end(space, start))?;
     let has_no_trace = |at: u64| {

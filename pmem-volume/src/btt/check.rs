@@ -1,5 +1,5 @@
-//! Proof from the media alone that a BTT is consistent: after the flog has been replayed in memory,
-//! map and free list together name every block exactly once.
+//! Consistency check of a BTT from its media alone: after a replay of the flog in memory, map and
+//! free list together name every block exactly once.
 
 use serde::ser::{SerializeStruct, Serializer};
 use serde::{Serialize, ser};
@@ -11,13 +11,13 @@ use super::flog::{MapKind, Recovery, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
 use crate::media::Media;
 
-/// How many findings of an arena are kept. All are counted.
+/// Listed findings of an arena. Further ones are only counted.
 const MAX_FINDINGS: usize = 100;
-/// The map is read in pieces of this many entries.
+/// Entries of the map that are read at once.
 const MAP_PIECE: u32 = 1 << 16;
 
-/// One thing wrong with a BTT. Numbers: `L` a sector the guest sees (pre-map LBA), `B` a block
-/// (post-map LBA).
+/// Defect of a BTT. `L` is a sector that the guest sees (pre-map LBA), and `B` is a block (post-map
+/// LBA).
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Finding {
@@ -93,21 +93,21 @@ impl Serialize for Finding {
     }
 }
 
-/// What a check found in one arena.
+/// Result of the check of an arena.
 #[derive(Debug)]
 pub struct ArenaReport {
-    /// Where it starts in the volume.
+    /// Offset in the volume.
     pub start_bytes: u64,
-    /// What it is; `None` if no info block is whole.
+    /// Verified info block, or `None` if neither is whole.
     pub info: Option<ArenaInfo>,
-    /// Map entries that a crash kept from being written; whoever opens the volume next writes
+    /// Map entries that a crash prevented from being written. The next open for writing stores
     /// them.
     pub redo: u32,
-    /// Sectors of which reads fail, because the media under them failed.
+    /// Sectors whose reads fail because of failed media.
     pub error_sectors: u32,
-    /// What is wrong: the first hundred.
+    /// First 100 findings.
     pub findings: Vec<Finding>,
-    /// How many there are in all.
+    /// Number of all findings.
     pub findings_total: u64,
 }
 
@@ -126,27 +126,27 @@ impl Serialize for ArenaReport {
     }
 }
 
-/// What a check found in a volume.
+/// Result of the check of a volume.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// Arena by arena.
+    /// Results for each arena.
     pub arenas: Vec<ArenaReport>,
 }
 
 impl Report {
-    /// Is nothing wrong?
+    /// Returns true if there are no findings.
     pub fn is_clean(&self) -> bool {
         !self.arenas.is_empty() && self.arenas.iter().all(|arena| arena.findings_total == 0)
     }
 
-    /// Keeps what another look found as well: of a volume that is written meanwhile, that alone is
-    /// wrong.
+    /// Keeps only the findings that another check has as well. Only these are defects if the volume
+    /// is written meanwhile.
     pub(crate) fn keep_common(&mut self, other: &Self) {
         for (arena, again) in self.arenas.iter_mut().zip(&other.arenas) {
             let listed = arena.findings.len() as u64;
             arena.findings.retain(|finding| again.findings.contains(finding));
             let gone = listed - arena.findings.len() as u64;
-            // Those that are not listed nobody can compare.
+            // Unlisted findings cannot be compared.
             arena.findings_total = again.findings_total.min(arena.findings_total - gone);
         }
     }
@@ -157,12 +157,13 @@ impl Report {
     }
 }
 
-/// Checks a volume. It changes nothing.
+/// Checks a volume without changing it.
 pub fn check(space: &impl Media) -> Report {
     check_with(space, &mut |_| {})
 }
 
-/// The same. `reached` hears up to where the volume is checked, in bytes; the last is its length.
+/// Like [`check`]. Passes the number of checked bytes to `reached`. The last number is the length
+/// of the volume.
 pub fn check_with(space: &impl Media, reached: &mut dyn FnMut(u64)) -> Report {
     let places = arenas(space).into_iter();
     let arenas = places.map(|place| match place {
@@ -199,8 +200,8 @@ fn check_arena(
     for (block, lane) in &recovery.free {
         report.name(&mut named, *block, || format!("lane {lane} of the flog"));
     }
-    // Without all of flog and map it is not known what they name, and what is in neither says
-    // nothing new.
+    // Without the whole flog and map, it is unknown which blocks they name, so blocks in neither of
+    // them are not a finding.
     if let (true, Some((count, first))) = (flog_is_whole && map_is_whole, named.missing()) {
         report.add(Finding::BlocksLost { count, first });
     }
@@ -239,7 +240,8 @@ impl ArenaReport {
         }
     }
 
-    /// Goes through the map, as recovery would leave it. False: not all of it can be read.
+    /// Inserts the blocks of all map entries as recovery leaves them. Returns false if a part of
+    /// the map is unreadable.
     fn name_mapped(
         &mut self,
         space: &impl Media,
@@ -279,14 +281,15 @@ impl ArenaReport {
                 }
             }
             first += count;
-            // What takes its time is the map, and a sector of it stands for its block.
+            // Most of the time is spent on the map, so the progress counts the blocks of its
+            // sectors.
             reached(info.start_bytes + u64::from(first) * u64::from(info.sector_bytes));
         }
         is_whole
     }
 }
 
-/// A set of block numbers: one bit each.
+/// Set of block numbers, one bit each.
 pub(super) struct BlockSet {
     words: Vec<u64>,
     bound: u32,
@@ -297,7 +300,7 @@ impl BlockSet {
         Self { words: vec![0; bound.div_ceil(64) as usize], bound }
     }
 
-    /// False: it was there already.
+    /// Inserts a block. Returns false if it is already in the set.
     pub(super) fn insert(&mut self, block: u32) -> bool {
         assert!(block < self.bound);
         let (word, bit) = (&mut self.words[(block / 64) as usize], 1 << (block % 64));
@@ -306,7 +309,7 @@ impl BlockSet {
         fresh
     }
 
-    /// Those that are not in the set, in order.
+    /// Blocks that are not in the set, in order.
     pub(super) fn iter_missing(&self) -> impl Iterator<Item = u32> {
         let in_word = |(at, word): (usize, &u64)| {
             let mut left = !word;
@@ -319,7 +322,7 @@ impl BlockSet {
         self.words.iter().enumerate().flat_map(in_word).take_while(|block| *block < self.bound)
     }
 
-    /// How many are not in the set, and the first of them.
+    /// Number of blocks that are not in the set, and the first of them.
     fn missing(&self) -> Option<(u32, u32)> {
         let count = self.bound - self.words.iter().map(|w| w.count_ones()).sum::<u32>();
         self.iter_missing().next().map(|first| (count, first))
@@ -339,7 +342,7 @@ mod tests {
         Layout::new(SIZE, 4096, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
         let arenas = arenas(&media);
         let [Ok((info, _))] = &arenas[..] else { panic!("one arena") };
-        // The map as it is after a lane has written sector 7, without that lane's redo.
+        // Map after a lane has written sector 7, without that lane's redo.
         let entry_at = info.map_at + 7 * MAP_ENTRY_BYTES;
         let (free, _) = recover(&media, info).free[0];
         media.store(entry_at, &(3 << 30 | free).to_le_bytes()).unwrap();

@@ -1,15 +1,15 @@
-//! Has a BTT ever been written to?
+//! Check if a BTT has data.
 
 use super::arena_walk::arenas;
 use super::flog::{MapKind, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
 use crate::media::{Media, MediaError};
 
-/// The map is read in pieces of this many bytes.
+/// Bytes of the map that are read at once.
 const PIECE_BYTES: u64 = 256 << 10;
 
-/// May a sector hold anything but zeros? Sectors that were never written, or that were discarded,
-/// hold nothing. Of what is damaged nobody knows.
+/// Returns true if a sector may have data other than zeros. Sectors that were never written or were
+/// discarded have none. Damaged arenas may have data.
 pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
     for place in arenas(space) {
         let Ok((info, _)) = place else { return Ok(true) };

@@ -1,9 +1,8 @@
-//! Letting a BTT reach into more space: further arenas behind the last one.
+//! Growth of a BTT by further arenas behind the last one.
 //!
-//! The arenas that are there stay as they are, byte for byte, but for the last one's `nextoff` and
-//! the checksum with it, in both of its info blocks. Linux follows `nextoff` (drivers/nvdimm/btt.c,
-//! discover_arenas) and adds up the arenas' sectors, so the sectors that a guest knows keep their
-//! numbers.
+//! Existing arenas stay the same, byte for byte, except for `nextoff` and the checksum in both info
+//! blocks of the last one. Linux follows `nextoff` (drivers/nvdimm/btt.c, discover_arenas) and adds
+//! up the arenas' sectors, so existing sectors keep their numbers.
 
 use thiserror::Error;
 use zerocopy::{FromZeros, IntoBytes};
@@ -18,10 +17,10 @@ use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
 use foreshore_types::size::Size;
 
-/// Zeros are written in pieces of this many bytes.
+/// Bytes of zeros that are written at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Why a BTT cannot reach further.
+/// Reason why a BTT cannot grow.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum ExtendError {
@@ -38,18 +37,18 @@ pub enum ExtendError {
     TooLittle { size_bytes: u64, least_bytes: u64 },
 }
 
-/// What it takes to let a BTT reach into more space.
+/// Plan of further arenas.
 #[derive(Debug)]
 pub struct Extension {
-    /// The last arena's info block as it is, which new ones are made after.
+    /// Current info block of the last arena, the template of the new ones.
     last: InfoBytes,
     last_start: u64,
     arenas: Vec<ArenaLayout>,
-    /// How far the volume reaches today.
+    /// Current size of the volume.
     old_bytes: u64,
 }
 
-/// Plans further arenas for the volume `space`, which is to have `size_bytes`.
+/// Plans further arenas for the volume `space`, which will have `size_bytes`.
 pub fn extend(
     space: &impl Media,
     size_bytes: u64,
@@ -76,8 +75,8 @@ pub fn extend(
         if number + 1 >= MAX_ARENAS {
             return Ok(Err(ExtendError::TooMany { limit: MAX_ARENAS }));
         }
-        // Whoever made the last arena may have made it small; the distance to the next has its
-        // bound all the same.
+        // Another implementation may have made the last arena small. The distance to the next one
+        // still has its lower bound.
         let from = info.end_bytes.max(start + ARENA_MIN_BYTES).next_multiple_of(PAGE_BYTES);
         let arenas = arena_places_from(from, size_bytes);
         if arenas.is_empty() {
@@ -96,10 +95,10 @@ pub fn extend(
 }
 
 impl Extension {
-    /// Writes the new arenas, durably. They are not part of the BTT yet. `space` has the new size;
-    /// what the volume did not have before reads as zeros.
+    /// Writes the new arenas, durably. They are not linked into the BTT yet. `space` has the new
+    /// size, and its new part reads as zeros.
     pub fn format(&self, space: &impl Media) -> Result<(), MediaError> {
-        // What was too small for an arena until now is nobody's, and may hold anything.
+        // The rest behind the last arena is unused and may contain anything.
         let unused = self.arenas[0].start..self.old_bytes;
         let zeros = vec![0; PIECE_BYTES.min(unused.end.saturating_sub(unused.start)) as usize];
         for at in unused.clone().step_by(PIECE_BYTES as usize) {
@@ -111,8 +110,8 @@ impl Extension {
         write_arenas(space, &self.arenas, &self.last)
     }
 
-    /// The words of the volume, with their offsets, that make the new arenas part of the BTT. They
-    /// must become durable together: an info block with one of them alone is damaged.
+    /// Words of the volume, with their offsets, that link the new arenas into the BTT. They must
+    /// become durable together, because an info block with only some of them is damaged.
     pub fn link(&self) -> Vec<(u64, u64)> {
         let mut linked = self.last.clone();
         linked.nextoff.set(self.arenas[0].start - self.last_start);

@@ -1,4 +1,4 @@
-//! The flog: each lane's free block, and the last write it recorded.
+//! Flog: free block and last recorded write of each lane.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use super::layout::{
 use super::torn_entry::{self, Suspect, looks_torn};
 use crate::media::{Media, MediaError};
 
-/// A map entry, decoded.
+/// Decoded map entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MapEntry {
     pub(super) block: u32,
@@ -27,7 +27,7 @@ pub(super) enum MapKind {
     Error,
 }
 
-/// Decodes a map entry. Without any flag it was never written, and stands for the block of the
+/// Decodes a map entry. An entry without flags was never written, and stands for the block with the
 /// sector's own number.
 #[inline]
 pub(super) fn decode_map(sector: u32, entry: u32) -> MapEntry {
@@ -40,7 +40,6 @@ pub(super) fn decode_map(sector: u32, entry: u32) -> MapEntry {
     }
 }
 
-/// Reads one map entry.
 pub(super) fn read_map(
     space: &impl Media,
     arena: &ArenaInfo,
@@ -55,40 +54,38 @@ fn read_entry(space: &impl Media, arena: &ArenaInfo, sector: u32) -> Result<u32,
     Ok(u32::from_le_bytes(entry))
 }
 
-/// A lane, as it is for its next write.
+/// State of a lane before its next write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Lane {
-    /// Which one.
+    /// Number of the lane.
     pub(super) number: u32,
-    /// The block that it alone has.
+    /// Its free block.
     pub(super) block: u32,
-    /// The media under that block failed while a sector had it: what is written to it may be lost
-    /// as well.
+    /// The media under that block failed when a sector had it, so data written to it may be lost.
     pub(super) has_failed: bool,
-    /// Which of the four slots its next entry goes to.
+    /// Slot of its next entry, from 0 to 3.
     slot: usize,
-    /// The sequence number of its next entry.
+    /// Sequence number of its next entry.
     sequence: u32,
-    /// The sector of its newest entry. If that is all that keeps the entry from being history, the
-    /// map says otherwise.
+    /// Sector of its newest entry. The map entry of this sector may not be durable yet.
     pub(super) sector: u32,
 }
 
 impl Lane {
-    /// Where its next entry goes. Both halves are words.
+    /// Offset of its next entry. Both halves are words.
     #[inline]
     pub(super) fn entry_at(&self, arena: &ArenaInfo) -> u64 {
         self.group_at(arena) + (self.slot * size_of::<FlogEntryBytes>()) as u64
     }
 
-    /// Where its part of the flog is.
+    /// Offset of its part of the flog.
     #[inline]
     pub(super) fn group_at(&self, arena: &ArenaInfo) -> u64 {
         arena.flog_at + u64::from(self.number) * FLOG_GROUP_BYTES
     }
 
-    /// The halves of the entry that gives its block to a sector, in exchange for another, which has
-    /// the flag of an error if the media under it failed. With the second half the entry is the
+    /// Halves of the entry that exchanges the lane's block for `old`, the block of a sector. `old`
+    /// has the error flag if the media under it failed. Storing the second half makes the entry the
     /// lane's newest.
     #[inline]
     pub(super) fn halves(&self, sector: u32, old: u32) -> [u64; 2] {
@@ -96,8 +93,7 @@ impl Lane {
         [word(sector, old), word(self.block, self.sequence)]
     }
 
-    /// The exchange is done: from here on the lane has the old block, which is named as in
-    /// [`Lane::halves`].
+    /// Completes the exchange. The lane now has the old block, in the encoding of [`Lane::halves`].
     #[inline]
     pub(super) fn advance(&mut self, second_slot: usize, sector: u32, old: u32) {
         self.block = old & MAP_BLOCK;
@@ -108,24 +104,24 @@ impl Lane {
     }
 }
 
-/// What recovery would do, done in memory.
+/// Result of a recovery in memory.
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
-    /// The block that each lane has, with the lane.
+    /// Block and number of each lane.
     pub(super) free: Vec<(u32, u32)>,
-    /// Which slots the flog uses beside the first of each lane.
+    /// Second slot that the flog uses, besides slot 0.
     pub(super) second_slot: usize,
-    /// All lanes that are whole.
+    /// All whole lanes.
     pub(super) lanes: Vec<Lane>,
-    /// Sectors whose map entry a crash kept from being written, in part or wholly, and the block
-    /// it would name.
+    /// Sectors whose map entry a crash prevented from being written completely, and the new block
+    /// of each.
     pub(super) redo: BTreeMap<u32, u32>,
     /// Sectors whose last write is unknown, because a part of the map cannot be read. Their entries
     /// in the map and in `redo` are ignored.
     pub(super) doubtful: BTreeSet<u32>,
-    /// Sectors of the lanes' newest entries, and the blocks that the map names.
+    /// Sectors of the lanes' newest entries, and their blocks according to the map.
     named: Vec<(u32, u32)>,
-    /// What is wrong.
+    /// Defects of flog and map.
     pub(super) findings: Vec<Finding>,
 }
 
@@ -156,7 +152,7 @@ pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Recovery {
         let next_slot = if newest == 0 { second } else { 0 };
         suspects.extend(recovery.replay(space, arena, lane, pair[newest], next_slot));
     }
-    // An entry that is wholly the old one of another lane's newest write is not torn.
+    // An entry that is the complete old one of another lane's newest write is not torn.
     suspects.retain(|suspect| !recovery.redo.contains_key(&suspect.sector));
     if !suspects.is_empty() {
         torn_entry::redo_torn(space, arena, suspects, &mut recovery);
@@ -165,9 +161,9 @@ pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Recovery {
 }
 
 impl Recovery {
-    /// The lane's free block is the one that its last write replaced. If the map still names that
-    /// block, the crash came before the map entry was written. If it names neither, the crash
-    /// may have torn it: the entry is returned.
+    /// Replays the newest entry of a lane. The lane's free block is the one that its last write
+    /// replaced. If the map still names that block, the crash preceded the map entry. If it names
+    /// neither block, the entry may be torn and is returned as a suspect.
     fn replay(
         &mut self,
         space: &impl Media,
@@ -229,8 +225,8 @@ impl Recovery {
         redone.chain(self.doubtful.iter().map(|sector| (*sector, None))).collect()
     }
 
-    /// Does recovery leave a block to two? The whole map would take long to read; what lanes say of
-    /// each other, and the entries that they changed last, do not.
+    /// Finds a block that has two owners after recovery. Only blocks of lanes and of the entries
+    /// that they changed last are compared, because reading the whole map would take long.
     pub(super) fn block_twice(&self) -> Option<Finding> {
         let mut free = BTreeSet::new();
         for (block, lane) in &self.free {
@@ -250,9 +246,8 @@ impl Recovery {
     }
 }
 
-/// Which of the four slots is the second one in use: 1, or 2 as Linux before 4.15 had it. Unused
-/// slots are zero. A flog in which no lane has written twice shows no second slot; then it is 1.
-/// `None`: neither way fits.
+/// Second slot in use: 1, or 2 as in Linux before 4.15. Unused slots are zero. Returns 1 if no lane
+/// has written twice, and `None` if neither padding fits.
 pub(super) fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     let is_used =
         |slot: usize| groups.iter().any(|g| g.entries[slot].as_bytes().iter().any(|b| *b != 0));
@@ -263,8 +258,8 @@ pub(super) fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     }
 }
 
-/// Which of two entries is the newer one. Sequence numbers go 1, 2, 3, 1 and so on; 0 is a slot
-/// that was never written. `None`: impossible numbers.
+/// Index of the newer of two entries. Sequence numbers cycle through 1, 2 and 3, and 0 is a slot
+/// that was never written. Returns `None` for impossible numbers.
 pub(super) fn newest(pair: [&FlogEntryBytes; 2]) -> Option<usize> {
     match pair.map(|entry| entry.sequence.get()) {
         [1, 0] | [2, 1] | [3, 2] | [1, 3] => Some(0),
@@ -326,7 +321,7 @@ mod tests {
             Recovery { free: vec![(1, 0), (2, 1)], named: vec![(7, 1)], ..Recovery::default() };
         let by = "sector L7".to_owned();
         assert_eq!(recovery.block_twice(), Some(Finding::BlockTwice { block: 1, by }));
-        // The entry could be read for one lane, but not for another lane with a newer write.
+        // The entry was readable for one lane, but not for another lane with a newer write.
         recovery.doubtful.insert(7);
         assert_eq!(recovery.block_twice(), None);
     }

@@ -1,5 +1,5 @@
-//! The media format of a BTT, and the arithmetic of laying one out. Offsets in an info block count
-//! from the start of its arena.
+//! Media format of a BTT, and calculation of its layout. Offsets in an info block count from the
+//! start of its arena.
 
 use std::mem::{offset_of, size_of};
 
@@ -14,37 +14,37 @@ use foreshore_types::size::Size;
 
 /// First bytes of an info block.
 pub(super) const SIGNATURE: [u8; 16] = *b"BTT_ARENA_INFO\0\0";
-/// Version 1.1: what a namespace without labels carries.
+/// Version 1.1, which a namespace without labels has.
 pub(super) const VERSION: (u16, u16) = (1, 1);
-/// Where the first arena starts in a volume, for version 1.1.
+/// Offset of the first arena in a volume, for version 1.1.
 pub const START_BYTES: u64 = 4096;
-/// Everything but sectors is aligned to this.
+/// Alignment of everything except sectors.
 pub(super) const PAGE_BYTES: u64 = 4096;
-/// Sector size of the volumes that the pool makes.
+/// Sector size of volumes that the pool creates.
 pub const SECTOR_BYTES: u32 = 4096;
 /// Smallest arena.
 pub const ARENA_MIN_BYTES: u64 = 16 << 20;
 /// Largest arena.
 pub const ARENA_MAX_BYTES: u64 = 512 << 30;
-/// Smallest volume with a BTT: an arena, and what comes before it, in whole chunks.
+/// Smallest volume with a BTT: the smallest arena and its offset, in whole chunks.
 pub const MIN_VOLUME_BYTES: u64 = (START_BYTES + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
-/// Lanes, and with them free blocks: Linux insists on 256.
+/// Lanes, and therefore free blocks. Linux requires 256.
 pub(super) const LANES: u32 = 256;
-/// Blocks are sectors rounded up to this.
+/// Block size is the sector size rounded up to this.
 const BLOCK_ALIGNMENT: u32 = 64;
 
 /// Bytes of a map entry.
 pub(super) const MAP_ENTRY_BYTES: u64 = 4;
-/// Map entry: the block.
+/// Map entry: block.
 pub(super) const MAP_BLOCK: u32 = (1 << 30) - 1;
-/// Map entry: reads of the sector fail. With [`MAP_ZERO`]: an ordinary entry.
+/// Map entry: reads of the sector fail. With [`MAP_ZERO`], the entry is an ordinary one.
 pub(super) const MAP_ERROR: u32 = 1 << 30;
-/// Map entry: the sector reads as zeros. With [`MAP_ERROR`]: an ordinary entry.
+/// Map entry: the sector reads as zeros. With [`MAP_ERROR`], the entry is an ordinary one.
 pub(super) const MAP_ZERO: u32 = 1 << 31;
 /// Info block flag: the arena has an error and is read-only.
 pub(super) const FLAG_ERROR: u32 = 1;
 
-/// An info block: at the start of an arena, and again at its end.
+/// Info block, at the start and the end of an arena.
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct InfoBytes {
@@ -69,7 +69,7 @@ pub struct InfoBytes {
     pub(super) checksum: U64,
 }
 
-/// One entry of the flog.
+/// Entry of the flog.
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub(super) struct FlogEntryBytes {
@@ -79,7 +79,8 @@ pub(super) struct FlogEntryBytes {
     pub(super) sequence: U32,
 }
 
-/// A lane's part of the flog: two of the four entries are used, which two depends on who wrote it.
+/// Part of the flog for a lane. Two of the four entries are used, depending on the implementation
+/// that wrote it.
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub(super) struct FlogGroupBytes {
@@ -101,7 +102,7 @@ const _: () = {
     assert!(MIN_VOLUME_BYTES == 18 << 20);
 };
 
-/// A volume that cannot have a BTT.
+/// Reason why a volume cannot have a BTT.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum GeometryError {
@@ -110,12 +111,12 @@ pub enum GeometryError {
         Size(*size_bytes).rounded(), Size(MIN_VOLUME_BYTES).rounded()
     )]
     TooSmall { size_bytes: u64 },
-    /// A sector size that neither this code nor Linux offers.
+    /// The sector size is supported neither here nor in Linux.
     #[error("sector size {sector_bytes} is neither 512 nor 4096")]
     SectorSize { sector_bytes: u32 },
 }
 
-/// Fletcher's checksum with 64 bits over 32-bit words, with the checksum field taken as zero.
+/// Fletcher's checksum with 64 bits over 32-bit words, with a checksum field of zero.
 pub(super) fn checksum(info: &InfoBytes) -> u64 {
     let (mut low, mut high) = (0u32, 0u32);
     let bytes = info.as_bytes();
@@ -128,7 +129,7 @@ pub(super) fn checksum(info: &InfoBytes) -> u64 {
     u64::from(high) << 32 | u64::from(low)
 }
 
-/// Where everything of a new BTT lies.
+/// Layout of a new BTT.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     sector_bytes: u32,
@@ -136,10 +137,10 @@ pub struct Layout {
     pub(super) arenas: Vec<ArenaLayout>,
 }
 
-/// Where everything of one arena lies. All but `start` counts from the arena's start.
+/// Layout of an arena. All offsets except `start` count from the arena's start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ArenaLayout {
-    /// In the volume.
+    /// Offset in the volume.
     pub(super) start: u64,
     pub(super) internal_lbasize: u32,
     pub(super) internal_nlba: u32,
@@ -151,12 +152,12 @@ pub(super) struct ArenaLayout {
     pub(super) nextoff: u64,
 }
 
-/// Start and size of each arena of a volume. The same for all sector sizes.
+/// Start and size of each arena of a volume, for all sector sizes.
 pub(super) fn arena_places(volume_bytes: u64) -> Vec<(u64, u64)> {
     arena_places_from(START_BYTES, volume_bytes)
 }
 
-/// The same, of those that lie behind `start`.
+/// Like [`arena_places`], for arenas behind `start`.
 pub(super) fn arena_places_from(start: u64, volume_bytes: u64) -> Vec<(u64, u64)> {
     let mut places = Vec::new();
     let mut start = start;
@@ -181,22 +182,23 @@ impl Layout {
         Ok(Self { sector_bytes, uuid, arenas: ArenaLayout::all(&places, sector_bytes) })
     }
 
-    /// How many sectors the guest will see.
+    /// Number of sectors that the guest sees.
     pub fn sectors(&self) -> u64 {
         self.arenas.iter().map(ArenaLayout::sectors).sum()
     }
 
-    /// Writes an empty table. The space must read as zeros, which is what an unwritten map is.
+    /// Writes an empty table. The space must read as zeros, like an unwritten map.
     pub fn format(&self, space: &impl Media) -> Result<(), MediaError> {
         write_arenas(space, &self.arenas, &self.common())
     }
 
-    /// What info blocks of all arenas say.
+    /// Fields that the info blocks of all arenas share.
     fn common(&self) -> InfoBytes {
         let mut common = InfoBytes::new_zeroed();
         common.signature = SIGNATURE;
         common.uuid = self.uuid.into_bytes();
-        // The parent is the namespace, which has no identity without labels; null fits any.
+        // The parent is the namespace, which has no identity without labels. A null UUID matches
+        // any.
         common.version_major.set(VERSION.0);
         common.version_minor.set(VERSION.1);
         common.external_lbasize.set(self.sector_bytes);
@@ -204,11 +206,12 @@ impl Layout {
     }
 }
 
-/// Writes empty arenas. What they have in common is in `common`: identities, version, sector size.
+/// Writes empty arenas. `common` has their shared fields: identities, version and sector size.
 ///
-/// For each arena, the last first, so that nothing is recognised before all of it is there:
-/// 1. Flog and second info block, persist.
-/// 2. First info block, persist.
+/// The last arena is written first, so that none is recognized before all are complete. For each
+/// arena:
+/// 1. Flog and second info block; persist.
+/// 2. First info block; persist.
 pub(super) fn write_arenas(
     space: &impl Media,
     arenas: &[ArenaLayout],
@@ -229,7 +232,7 @@ pub(super) fn write_arenas(
 }
 
 impl ArenaLayout {
-    /// Arenas at the given places, of which the last is the BTT's last.
+    /// Arenas at the given places. The last of them is the BTT's last.
     pub(super) fn all(places: &[(u64, u64)], sector_bytes: u32) -> Vec<Self> {
         let last = places.len() - 1;
         let numbered = places.iter().enumerate();
@@ -238,7 +241,7 @@ impl ArenaLayout {
             .collect()
     }
 
-    /// How many sectors it has.
+    /// Number of sectors.
     pub(super) fn sectors(&self) -> u64 {
         u64::from(self.external_nlba)
     }
@@ -287,7 +290,7 @@ impl ArenaLayout {
         }
     }
 
-    /// Each lane owns one of the blocks behind those that the sectors map to at first.
+    /// Flog in which each lane has one of the blocks behind the initial blocks of the sectors.
     fn initial_flog(&self) -> Vec<u8> {
         let mut flog = Vec::with_capacity((u64::from(LANES) * FLOG_GROUP_BYTES) as usize);
         for lane in 0..LANES {

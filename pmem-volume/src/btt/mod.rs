@@ -1,14 +1,15 @@
 //! Block Translation Table (UEFI 2.10, chapter 6): sectors that do not tear, on memory that does.
 //!
-//! A volume is laid out as Linux's nd_btt driver expects a namespace without labels: version 1.1,
-//! the first 4 KiB unused, then one or more arenas. In an arena, each sector that the guest sees
-//! (pre-map LBA) is mapped to a block (post-map LBA). A write goes to a block that nobody uses; the
-//! log (flog) records the exchange; then the map entry changes, by one aligned store. What a crash
-//! leaves half done, the log says how to finish.
+//! A volume has the layout that Linux's nd_btt driver expects from a namespace without labels:
+//! version 1.1, the first 4 KiB unused, then one or more arenas. In an arena, each sector that the
+//! guest sees (pre-map LBA) is mapped to a block (post-map LBA). A write stores data in a free
+//! block, records the exchange in the log (flog), and changes the map entry by one aligned store.
+//! After a crash, recovery finishes exchanges from the log.
 //!
 //! [`Layout`] writes an empty table, [`check()`] proves from the media alone that a table is
-//! consistent, [`Reader`] reads sectors of a volume that nobody writes, and [`Engine`] serves one.
-//! All work on a [`Media`](crate::media::Media), so that the chunks of a volume may lie anywhere.
+//! consistent, [`Reader`] reads sectors of a volume that is not being written, and [`Engine`]
+//! serves one. All use [`Media`](crate::media::Media), so that the chunks of a volume may be
+//! anywhere.
 
 mod arena;
 mod arena_walk;

@@ -1,4 +1,4 @@
-//! Reading sectors of a volume that nobody writes: for checks, exports and tests.
+//! Reading sectors of a volume that is not being written, for checks, exports and tests.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,18 +12,18 @@ use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
 use crate::media::{Media, MediaError};
 
-/// What a sector holds.
+/// Content of a sector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sector {
-    /// The bytes that were read.
+    /// Bytes that were read.
     Data,
-    /// Nothing: it reads as zeros.
+    /// Zeros.
     Zeros,
-    /// The media under it failed.
+    /// The media under the sector failed.
     Error,
 }
 
-/// Why a sector cannot be read.
+/// Reason why a sector cannot be read.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Lost {
@@ -36,7 +36,7 @@ pub enum Lost {
     /// The sector's last write is unknown.
     #[error("not recovered, because a part of the map cannot be read")]
     NotRecovered,
-    /// Its arena has lost both info blocks, and nobody knows where its map is.
+    /// Its arena has lost both info blocks, so the place of its map is unknown.
     #[error("in arena {0}, which is lost")]
     Arena(usize),
 }
@@ -47,17 +47,18 @@ struct Arena {
     pending: BTreeMap<u32, Option<u32>>,
 }
 
-/// What lies at the place of an arena.
+/// Place of an arena.
 enum Part {
     Arena(Arena),
-    /// An arena without info blocks: as many sectors as one has that is laid out in its place.
+    /// Arena without whole info blocks. The number of sectors is that of an arena laid out in its
+    /// place.
     Missing {
         arena: usize,
         sectors: u64,
     },
 }
 
-/// A BTT as it is after recovery, which is done in memory only.
+/// BTT as it is after recovery, which is done in memory only.
 pub struct Reader<'a, S> {
     space: &'a S,
     parts: Vec<Part>,
@@ -65,7 +66,7 @@ pub struct Reader<'a, S> {
 }
 
 impl<'a, S: Media> Reader<'a, S> {
-    /// Finds the arenas and replays their flogs. An arena that is not whole is an error.
+    /// Finds the arenas and replays their flogs. A damaged arena is an error.
     pub fn open(space: &'a S) -> Result<Self, Finding> {
         let (reader, troubles) = Self::open_damaged(space);
         match troubles.into_iter().next() {
@@ -77,12 +78,12 @@ impl<'a, S: Media> Reader<'a, S> {
     /// Opens all arenas that can be found, and returns the findings with the numbers of their
     /// arenas.
     ///
-    /// Recovery covers all lanes that can be read. If a lane or the whole flog cannot be read, a
-    /// sector that was written last may read as its old data, or as another sector, because its map
-    /// entry may name a block that was overwritten since. If a part of the map cannot be read,
-    /// sectors whose last write is unknown cannot be read either.
+    /// Recovery covers all readable lanes. If a lane or the whole flog is unreadable, a recently
+    /// written sector may read as its old data or as another sector, because its map entry may name
+    /// a block that was overwritten since. If a part of the map is unreadable, sectors whose last
+    /// write is unknown cannot be read either.
     ///
-    /// Arenas behind one without info blocks are read if it is known where they start.
+    /// Arenas behind one without info blocks are read if their start is known.
     pub fn open_damaged(space: &'a S) -> (Self, Vec<(usize, Finding)>) {
         let mut troubles = Vec::new();
         let mut reader = Self { space, parts: Vec::new(), sector_bytes: 0 };
@@ -109,17 +110,18 @@ impl<'a, S: Media> Reader<'a, S> {
         (reader, troubles)
     }
 
-    /// How many sectors there are.
+    /// Number of sectors.
     pub fn sectors(&self) -> u64 {
         self.parts.iter().map(Part::sectors).sum()
     }
 
-    /// Bytes of a sector, in the first arena and so in all. 0: there is no arena.
+    /// Bytes of a sector, the same in all arenas. 0 if there is no arena.
     pub fn sector_bytes(&self) -> u32 {
         self.sector_bytes
     }
 
-    /// Reads a sector into `bytes`, which has its size. `sector` is below [`Reader::sectors`].
+    /// Reads a sector into `bytes`, which has its size. `sector` must be less than
+    /// [`Reader::sectors`].
     pub fn read(&self, sector: u64, bytes: &mut [u8]) -> Result<Sector, MediaError> {
         assert_eq!(bytes.len(), self.sector_bytes() as usize);
         let (part, sector) = self.place_of(sector);
@@ -143,11 +145,11 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Finds the first of `sectors` that may hold bytes other than zeros or that cannot be
-    /// examined. `None` if all of them read as zeros.
+    /// Finds the first of `sectors` that may have bytes other than zeros or that cannot be
+    /// examined. Returns `None` if all of them read as zeros.
     ///
-    /// A sector whose map entry was never written maps to the block with its own number. So a
-    /// sector reads as zeros if both its map entry and that block are holes. The file system
+    /// A sector whose map entry was never written maps to the block with its own number. A sector
+    /// therefore reads as zeros if both its map entry and that block are holes. The file system
     /// reports holes, so they are not read.
     pub fn next_data(&self, sectors: Range<u64>) -> Option<u64> {
         let mut at = sectors.start;
@@ -193,8 +195,8 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Reads sectors from `first` on, as many as fit `into`, and goes on behind what cannot be
-    /// read: that is zeros, and `lost` hears of it. They all are below [`Reader::sectors`].
+    /// Reads sectors from `first` on, as many as fit into `into`. Unreadable sectors are filled
+    /// with zeros and passed to `lost`. All sectors must be less than [`Reader::sectors`].
     pub fn read_many(&self, first: u64, into: &mut [u8], lost: &mut dyn FnMut(u64, Lost)) {
         let sector_bytes = self.sector_bytes() as usize;
         assert!(into.len().is_multiple_of(sector_bytes));
@@ -218,7 +220,7 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// The same in one arena.
+    /// Like [`Reader::read_many`], in one arena.
     fn read_many_in(
         &self,
         arena: &Arena,
@@ -229,7 +231,7 @@ impl<'a, S: Media> Reader<'a, S> {
         into.fill(0);
         let sector_bytes = self.sector_bytes() as usize;
         let entries = self.entries(arena, first, into.len() / sector_bytes);
-        // Runs of sectors whose blocks follow each other: the first, where it is, and how many.
+        // Runs of sectors in contiguous blocks: first sector, offset and number of sectors.
         let mut runs: Vec<(u32, u64, u64)> = Vec::new();
         for (sector, entry) in (first..).zip(entries) {
             let block = match entry {
@@ -267,8 +269,8 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Map entries as recovery leaves them; those that cannot be read by themselves if not all of
-    /// them can together.
+    /// Map entries as recovery leaves them. They are read one by one if they cannot be read
+    /// together.
     fn entries(&self, arena: &Arena, first: u32, count: usize) -> Vec<Result<MapEntry, Lost>> {
         let mut bytes = vec![0; count * MAP_ENTRY_BYTES as usize];
         let at = arena.info.map_at + u64::from(first) * MAP_ENTRY_BYTES;
@@ -284,7 +286,7 @@ impl<'a, S: Media> Reader<'a, S> {
         (first..).zip(entries).map(of_sector).collect()
     }
 
-    /// Where a sector is, and its number there.
+    /// Part that contains a sector, and the sector's number in it.
     fn place_of(&self, sector: u64) -> (&Part, u64) {
         let mut sector = sector;
         for part in &self.parts {

@@ -1,15 +1,14 @@
-//! What a damaged BTT still says of itself, and what follows from that.
+//! Repair of a damaged BTT from its own metadata.
 //!
-//! The map is what counts: it alone says which block holds a sector. The free list is what the map
-//! leaves over. So a lane of the flog that makes no sense is given a block that nobody has, as long
-//! as it is known that no sector has it either; and where one sector alone has lost its block, and
-//! one block alone its sector, they belong together. Only after a crash does a lane know more than
-//! the map: of a write whose map entry is not durable yet. If such a lane is damaged, that write is
-//! lost.
+//! The map is authoritative, because only it assigns blocks to sectors. The free list is the rest.
+//! A damaged lane of the flog is therefore given a block without an owner, if it is certain that no
+//! sector has it either. If only one sector has lost its block, and only one block has no owner,
+//! they belong together. After a crash, a lane may have a write whose map entry is not durable yet.
+//! If such a lane is damaged, that write is lost.
 //!
-//! No sector that reads as it should reads otherwise after a repair, and no block that may hold a
-//! sector's data is written. Where nothing says which of two is right, both stay as they are,
-//! unless they are given up.
+//! A repair changes no sector that reads correctly, and writes no block that may contain a sector's
+//! data. If two owners claim a block and the right one is unknown, both stay as they are, unless
+//! they are given up.
 
 mod overlay;
 mod survey;
@@ -32,42 +31,41 @@ use super::layout::{
 };
 use crate::media::{Media, MediaError};
 
-/// What may be given up, so that the rest can be written again.
+/// Data that a repair may give up, so that the arena can be written again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GiveUp {
-    /// Nothing that can be read.
+    /// No readable data.
     Nothing,
-    /// Sectors that share a block: one of them is right, and nothing says which.
+    /// Sectors that share a block. Only one of them is right, and it is unknown which.
     Sectors,
 }
 
-/// One thing that is put right.
+/// Repair of one defect.
 #[derive(Debug)]
 pub struct Mending {
     /// Arena, from 0.
     pub arena: usize,
-    /// What is done, and why.
+    /// Description and reason.
     pub what: String,
-    /// What is stored, where: all of a phase, durably, before anything of the next.
+    /// Stores. Each phase is durable before the next one.
     phases: Vec<Vec<Store>>,
 }
 
-/// Whole words, and where they are stored.
+/// Offset and bytes of whole words.
 type Store = (u64, Vec<u8>);
 
-/// What a repair does, and what it leaves.
+/// Planned repair of a BTT.
 #[derive(Debug)]
 pub struct Repair {
-    /// In the order in which they are done.
+    /// Repairs in the order of execution.
     pub mendings: Vec<Mending>,
-    /// What a check finds after that.
+    /// Result of a check after the repair.
     pub after: Report,
-    /// What it all follows from: info blocks, maps and flogs.
+    /// Metadata that the plan relies on: info blocks, maps and flogs.
     seen: Vec<Range<u64>>,
 }
 
-/// Finds out what can be repaired. Nothing is changed. `reached` hears up to where that is known,
-/// in bytes.
+/// Plans a repair without changing anything. Passes the number of examined bytes to `reached`.
 pub fn plan_repair(
     space: &impl Media,
     give_up: GiveUp,
@@ -81,7 +79,7 @@ pub fn plan_repair(
     let mut more = Vec::new();
     for (number, info) in whole(&places) {
         if is_inconsistent(&after.arenas[number]) {
-            // Of what cannot be read nothing follows, and the report has it.
+            // An arena with unreadable metadata is not repaired. The report has the finding.
             more.extend(mend_arena(&overlay, number, info, give_up).unwrap_or_default());
         }
     }
@@ -104,7 +102,7 @@ pub fn plan_repair(
     Ok(Repair { mendings, after, seen })
 }
 
-/// Where everything of an arena lies that says where its sectors are.
+/// Metadata of an arena.
 fn metadata_of(info: &ArenaInfo) -> [Range<u64>; 4] {
     let map_bytes = (u64::from(info.sectors) * MAP_ENTRY_BYTES).next_multiple_of(8);
     let flog_bytes = u64::from(info.lanes) * FLOG_GROUP_BYTES;
@@ -116,7 +114,7 @@ fn metadata_of(info: &ArenaInfo) -> [Range<u64>; 4] {
     ]
 }
 
-/// The arenas that there are, with their numbers.
+/// Existing arenas with their numbers.
 fn whole(places: &[Place]) -> impl Iterator<Item = (usize, &ArenaInfo)> {
     places.iter().enumerate().filter_map(|(number, place)| Some((number, &place.as_ref().ok()?.0)))
 }
@@ -134,11 +132,12 @@ fn mend_arena(
 }
 
 impl Repair {
-    /// Does it, durably. A crash in between leaves less to do, and nothing that was right is wrong.
+    /// Carries out the repair, durably. A crash leaves less to repair, and never damages correct
+    /// data.
     ///
-    /// First what was seen becomes durable: whoever stored it may have been killed before it was. A
-    /// block that a lane is given because the map names it no more would be named by both if
-    /// the map's change were lost, and the lane's not.
+    /// The examined metadata is made durable first, because the process that stored it may have
+    /// been killed before. Otherwise, a lane may be given a block that the map has released. If a
+    /// power loss then undoes only the change of the map, both have the block.
     pub fn carry_out(&self, space: &impl Media) -> Result<(), MediaError> {
         if self.mendings.is_empty() {
             return Ok(());
@@ -166,13 +165,13 @@ impl Mending {
     }
 }
 
-/// Is anything wrong with map or flog?
+/// Returns true if map or flog has a defect.
 fn is_inconsistent(arena: &ArenaReport) -> bool {
     arena.findings.iter().any(|finding| !matches!(finding, Finding::ErrorFlag | Finding::NoInfo(_)))
 }
 
-/// Info blocks that are damaged, or differ from the first, which counts for Linux: they are written
-/// again from the other one.
+/// Plans to rewrite info blocks that are damaged, or differ from the first one, which counts for
+/// Linux.
 fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
     let mut mendings = Vec::new();
     for (number, place) in arenas(space).into_iter().enumerate() {
@@ -193,8 +192,8 @@ fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
     Ok(mendings)
 }
 
-/// The flag's word and the checksum, of one block and then of the other: one of them is whole at
-/// any time.
+/// Clears the error flag and updates the checksum, in one block and then the other, so that one of
+/// them is always whole.
 fn without_error_flag(
     space: &impl Media,
     number: usize,
@@ -214,8 +213,8 @@ fn without_error_flag(
 }
 
 impl Survey {
-    /// What follows from it for map and flog. Sectors come first: once they have their blocks,
-    /// whatever is left over is the lanes', also for who begins anew after a crash.
+    /// Plans the repair of map and flog. Sectors precede lanes: when all sectors have blocks, the
+    /// remaining blocks belong to the lanes, also for a repair that restarts after a crash.
     fn mend(
         &self,
         space: &impl Media,
@@ -231,7 +230,7 @@ impl Survey {
         let mut lanes = self.lanes_without();
         lanes.extend(shared.iter().flat_map(|(_, owners)| &owners.lanes));
         let outside = self.outside.iter().map(|(sector, _)| (*sector, None));
-        // The first of those that share a block keeps it.
+        // The first of the sectors that share a block keeps it.
         let kept = |block: u32| std::iter::once(Some(block)).chain(std::iter::repeat(None));
         let given_up = shared
             .iter()
@@ -268,15 +267,14 @@ impl Survey {
         Ok(mendings)
     }
 
-    /// Map entries of lost sectors, and those that lanes have still to write which will not know of
-    /// it any more.
+    /// Map entries of lost sectors, and pending ones of lanes that are about to be replaced.
     fn entries(&self, lanes: &[(u32, u32)], lost: &[(u32, u32)]) -> BTreeMap<u32, u32> {
         let redo = lanes.iter().filter_map(|(lane, _)| self.lanes[*lane as usize].redo);
         let redone = redo.map(|(sector, block)| (sector, block | MAP_ERROR | MAP_ZERO));
         redone.chain(lost.iter().map(|(sector, block)| (*sector, block | MAP_ERROR))).collect()
     }
 
-    /// Lanes without a block, or with one that another lane has, too.
+    /// Lanes without a block, or with one that an earlier lane has too.
     fn lanes_without(&self) -> Vec<u32> {
         let is_damaged =
             |(lane, found): (usize, &Lane)| found.free.is_none().then_some(lane as u32);
@@ -285,7 +283,7 @@ impl Survey {
         damaged.chain(twice.flat_map(|owners| owners.lanes.iter().skip(1).copied())).collect()
     }
 
-    /// What a damaged lane still names, if nobody has it.
+    /// Block without an owner that a damaged lane still names.
     fn take_hinted(&self, lane: u32, nobodys: &mut Vec<u32>) -> Option<u32> {
         let hints = &self.lanes[lane as usize].hints;
         let at = nobodys.iter().position(|block| hints.contains(block))?;
@@ -293,7 +291,7 @@ impl Survey {
     }
 }
 
-/// Words of the map with other entries in them.
+/// Words of the map with changed entries.
 fn map_words(
     space: &impl Media,
     info: &ArenaInfo,
@@ -339,8 +337,8 @@ fn marked_lost(number: usize, lost: &[(u32, u32)], words: Vec<Store>) -> Mending
     Mending::new(number, what, vec![words])
 }
 
-/// Gives lanes their blocks. Each phase but the last leaves a sequence number that cannot be: a
-/// lane is whole in the end, or as damaged as it was.
+/// Gives blocks to lanes. Each phase except the last leaves an impossible sequence number, so an
+/// interrupted lane stays damaged until it is whole.
 fn given(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)]) -> Mending {
     let numbers: Vec<_> = lanes.iter().map(|(lane, _)| *lane).collect();
     let what = format!(

@@ -1,5 +1,5 @@
-//! A writer that follows Linux's order of steps, stopped after every one of them; and damage of
-//! every kind.
+//! Tests with a writer that follows Linux's order of steps and stops after each of them, and with
+//! all kinds of damage.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,7 +22,7 @@ pub(super) fn formatted(sector_bytes: u32) -> MemoryMedia {
     media
 }
 
-/// Where a sector's map entry lies.
+/// Offset of a sector's map entry.
 fn entry_at(info: &ArenaInfo, sector: u32) -> u64 {
     info.map_at + u64::from(sector) * MAP_ENTRY_BYTES
 }
@@ -41,7 +41,7 @@ pub(super) fn set_map(media: &MemoryMedia, arena: &ArenaInfo, sector: u32, entry
 pub(super) struct Writer<'a> {
     media: &'a MemoryMedia,
     pub(super) arena: ArenaInfo,
-    /// Each lane's free block, next sequence number, and next slot of the two.
+    /// Free block, next sequence number, and next slot of each lane.
     pub(super) lanes: Vec<(u32, u32, usize)>,
     /// Second slot in use: 1, or 2 for the old padding.
     second: usize,
@@ -56,7 +56,7 @@ impl<'a> Writer<'a> {
         Self { media, arena, lanes, second }
     }
 
-    /// Does the first `steps` of the five steps of a write.
+    /// Executes the first `steps` of the five steps of a write.
     pub(super) fn write(&mut self, lane: usize, sector: u32, bytes: &[u8], steps: u32) {
         let (free, sequence, slot) = self.lanes[lane];
         let old = read_map(self.media, &self.arena, sector).unwrap().block;
@@ -137,7 +137,7 @@ fn a_write_that_stops_anywhere_leaves_the_old_sector_or_the_new_one() {
             let report = check(&media);
             assert!(report.is_clean(), "stopped after {steps}: {report:?}");
             assert_eq!(report.arenas[0].redo, u32::from(steps == 3));
-            // The second half of the flog entry is what makes the write count.
+            // The second half of the flog entry commits the write.
             let version = if steps >= 3 { 8 } else { 7 };
             assert_eq!(
                 read(&media, 3),
@@ -151,7 +151,7 @@ fn a_write_that_stops_anywhere_leaves_the_old_sector_or_the_new_one() {
 
 #[test]
 fn a_map_entry_before_its_flog_entry_is_found_out() {
-    // The wrong order of steps: if the check passed this, it would prove nothing.
+    // The wrong order of steps must fail the check, or the check would prove nothing.
     let media = formatted(4096);
     let writer = Writer::new(&media, 1);
     let (free, _, _) = writer.lanes[5];
@@ -214,7 +214,7 @@ fn a_damaged_info_block_is_named_and_the_other_one_is_used() {
     assert!(check(&media).is_clean());
 }
 
-/// Changes the first info block and gives it a checksum that fits.
+/// Changes both info blocks and their checksums.
 pub(super) fn with_info(media: &MemoryMedia, change: impl Fn(&mut InfoBytes)) {
     let mut bytes = [0; INFO_BYTES as usize];
     for at in [START_BYTES, VOLUME_BYTES - INFO_BYTES] {
@@ -332,7 +332,7 @@ fn thousands_of_findings_are_counted_and_not_kept() {
 
 #[test]
 fn what_no_arena_had_is_zeroed_before_one_gets_it() {
-    // 6 MiB behind the only arena, with something in them.
+    // 6 MiB of data behind the only arena.
     let media = MemoryMedia::new(VOLUME_BYTES + (6 << 20));
     Layout::new(VOLUME_BYTES, 512, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
     media.store(VOLUME_BYTES, &vec![0xab; 6 << 20]).unwrap();
@@ -364,7 +364,7 @@ fn what_no_arena_had_is_zeroed_before_one_gets_it() {
 fn behind_an_arena_that_is_small_the_next_one_keeps_its_distance() {
     let media = MemoryMedia::new(40 << 20);
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
-    // Half of its blocks, and all that follows them where the map was.
+    // Halve the blocks, and move everything behind them to where the map was.
     let mut bytes = [0; INFO_BYTES as usize];
     media.read(START_BYTES, &mut bytes).unwrap();
     let mut info = InfoBytes::read_from_bytes(&bytes).unwrap();

@@ -1,21 +1,22 @@
-//! Map entries that a crash has torn, which no driver means to leave.
+//! Torn map entries, which a killed VMM may leave.
 //!
-//! Linux 6.1 stores the entry of an odd sector by memcpy() of its four bytes: what does not begin
-//! at a multiple of eight is copied up to there in the ordinary way (arch/x86/lib/usercopy_64.c,
-//! __memcpy_flushcache), and the ordinary way is `rep movsb` on many CPUs (arch/x86/lib/memcpy_64.
-//! S). An interrupt may come between any two of the bytes. If the VMM is killed in that interrupt,
-//! the first bytes are those of the new entry, and the rest those of the old one. Seen once in 390
+//! Linux 6.1 stores the entry of an odd sector by memcpy() of its four bytes: bytes before the next
+//! multiple of eight are copied in the ordinary way (arch/x86/lib/usercopy_64.c,
+//! __memcpy_flushcache), which is `rep movsb` on many CPUs (arch/x86/lib/memcpy_64.S). An interrupt
+//! may occur between any two of the bytes. If the VMM is killed in that interrupt, the first bytes
+//! are those of the new entry, and the rest are those of the old one. This occurred once in 390
 //! kills of emulated guests.
 //!
-//! Linux' recovery asks whether the map has the old entry (drivers/nvdimm/btt.c,
-//! btt_freelist_init). A torn one is neither the old nor the new one, so it stays: the sector has a
-//! block that another one has, and what is written to the one is read from the other. But the flog
-//! still says what the entry was to be; its second half was there before. So a torn entry is redone
-//! as an old one is.
+//! Linux's recovery checks if the map has the old entry (drivers/nvdimm/btt.c, btt_freelist_init).
+//! A torn entry is neither the old nor the new one, so it stays. The sector then shares a block
+//! with another sector, and data written to one is read from the other. The flog still has the
+//! intended entry, because its second half was stored before. A torn entry is therefore redone like
+//! an old one.
 //!
-//! An entry that only looks torn must stay: the lane's newest write may be long ago, and its sector
-//! have got another block since by another lane. That block is the sector's alone, while one that a
-//! torn entry names by accident is somebody else's, or none: each block is named exactly once.
+//! An entry that only looks torn must stay. The lane's newest write may be old, and another lane
+//! may have given the sector another block since. That block has only this owner. The block that a
+//! torn entry names by accident has another owner or does not exist, because each block is named
+//! exactly once.
 
 use super::arena::ArenaInfo;
 use super::check::Finding;
@@ -26,19 +27,19 @@ use crate::media::Media;
 /// Entries that are read at once.
 const PIECE: u32 = 1 << 16;
 
-/// An entry that may be torn.
+/// Entry that may be torn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Suspect {
-    /// The sector whose entry it is.
+    /// Sector of the entry.
     pub(super) sector: u32,
-    /// The block that the entry names, by accident if it is torn.
+    /// Block that the entry names, by accident if it is torn.
     pub(super) names: u32,
-    /// The block that it was to name.
+    /// Intended block.
     pub(super) new: u32,
 }
 
-/// Is this what is left of storing the entry of a written sector with block `new` over one with
-/// block `old`? An entry that is wholly the one or the other is not.
+/// Returns true if `entry` may result from an interrupted store of the entry of a written sector
+/// with block `new` over one with block `old`. A complete old or new entry does not.
 pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
     let after = new | MAP_ERROR | MAP_ZERO;
     let before = [MAP_ERROR | MAP_ZERO, MAP_ERROR, MAP_ZERO].map(|kind| old | kind);
@@ -64,7 +65,7 @@ pub(super) fn redo_torn(
         });
     let mut bytes = vec![0; PIECE.min(arena.sectors) as usize * MAP_ENTRY_BYTES as usize];
     let mut first = 0;
-    // An entry that could not be read may name the block of any suspect.
+    // An unreadable entry may name the block of any suspect.
     let mut is_map_known = doubtful.is_empty();
     while is_map_known && first < arena.sectors && !open.is_empty() {
         let count = PIECE.min(arena.sectors - first);
@@ -102,11 +103,11 @@ mod tests {
 
     #[test]
     fn the_first_bytes_are_new_and_the_others_old() {
-        // As it was found: block 319 for 1150, after one byte.
+        // Observed case: block 319 for 1150, after one byte.
         assert!(looks_torn(WRITTEN | 0x43f, 0x47e, 0x13f));
         assert!(!looks_torn(WRITTEN | 0x17e, 0x47e, 0x13f), "the last bytes first");
         assert!(!looks_torn(WRITTEN | 0x43e, 0x47e, 0x13f));
-        // A sector that was discarded or in error before.
+        // The sector was discarded or in error before.
         assert!(looks_torn(MAP_ZERO | 0x1_0203, 0x1_aabb, 0x2_0203));
         assert!(looks_torn(MAP_ERROR | 0x1_0203, 0x1_aabb, 0x2_0203));
     }
@@ -138,7 +139,7 @@ mod tests {
                 assert!(!looks_torn(kind | block, 0x47e, 0x13f));
             }
         }
-        // Blocks of which the first bytes are the same: what is stored first changes nothing.
+        // Blocks with the same first bytes, so the first stored bytes change nothing.
         assert!(!looks_torn(WRITTEN | 0x0100, 0x0100, 0x0200));
     }
 }

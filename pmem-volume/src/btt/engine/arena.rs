@@ -1,4 +1,4 @@
-//! An arena that is served: opened, recovered, and latched when something about it is wrong.
+//! Arena in use: open, recovered, and latched when a defect is found.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,19 +16,19 @@ use crate::btt::flog::{MapKind, Recovery, decode_map, recover};
 use crate::btt::layout::{FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, checksum};
 use crate::media::{Media, MediaError};
 
-/// An arena whose info block is whole.
+/// Arena with a whole info block.
 pub(super) struct Arena {
-    /// Which one of the volume, from 0.
+    /// Index in the volume.
     pub(super) number: usize,
-    /// The first of its sectors, as the volume counts them.
+    /// First of its sectors in the volume.
     pub(super) first_sector: u64,
     pub(super) info: ArenaInfo,
     pub(super) map: Map,
     pub(super) lanes: Lanes,
-    /// Which slots the flog uses beside the first of each lane.
+    /// Second slot that the flog uses, besides slot 0.
     pub(super) second_slot: usize,
     pub(super) source: InfoSource,
-    /// Blocks of which a read has failed.
+    /// Blocks whose reads have failed.
     failed: FailedBlocks,
     /// Blocks that recovery would store in the map if the arena were writable, by sector. `None`:
     /// the sector's last write is unknown.
@@ -75,7 +75,7 @@ impl Arena {
             info,
         };
         match (damage, fault) {
-            // Without its flag, a damaged arena would take writes of whoever opens it next.
+            // Without the flag, the next program that opens the damaged arena would write to it.
             (Some(finding), _) => {
                 let error = arena.damaged(space, finding);
                 if matches!(error, EngineError::Media(_)) {
@@ -88,7 +88,7 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Why it takes no writes, if it does not.
+    /// Reason why it is read-only.
     pub(super) fn fault(&self) -> Option<&Fault> {
         self.fault.get()
     }
@@ -109,7 +109,7 @@ impl Arena {
         }
     }
 
-    /// Fails if the flog could not be read. It may hold writes of any sectors that the map lacks.
+    /// Fails if the flog could not be read. It may have writes of any sectors that the map lacks.
     /// The map entries of such sectors name blocks that may hold the data of other sectors.
     #[inline]
     fn check_readable(&self) -> Result<(), EngineError> {
@@ -119,8 +119,9 @@ impl Arena {
         }
     }
 
-    /// Passes a result of the media on, of stores and persists. The first failure makes the arena
-    /// read-only: nobody knows what is durable since. A read that fails says nothing of that.
+    /// Makes the arena read-only at the first failed store or persist, because it is then unknown
+    /// which writes are durable. Results of reads must not be passed, because they do not concern
+    /// durability.
     #[inline]
     pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, EngineError> {
         result.map_err(|error| {
@@ -130,8 +131,7 @@ impl Arena {
         })
     }
 
-    /// Something on the media cannot be. From now on the arena is read-only, for whoever opens it
-    /// later too.
+    /// Makes the arena read-only because of impossible metadata, durably.
     pub(super) fn damaged(&self, space: &impl Media, finding: Finding) -> EngineError {
         let why = Fault::Damaged(finding);
         if self.fault.set(why.clone()).is_ok()
@@ -142,7 +142,7 @@ impl Arena {
         EngineError::ReadOnly { arena: self.number, why }
     }
 
-    /// Is what this sector has lost, because the media under its block failed?
+    /// Returns true if the sector is lost because the media under its block failed.
     #[inline]
     pub(super) fn has_failed(&self, sector: u32, entry: u32) -> bool {
         let decoded = decode_map(sector, entry);
@@ -151,9 +151,9 @@ impl Arena {
 
     /// Reads a sector. Never waits for a writer.
     ///
-    /// Of a sector that the media cannot read, Linux marks the map entry, and nobody reads it again
-    /// (drivers/nvdimm/btt.c, btt_read_pg). Here it is not marked, because it may be read at
-    /// another time; its block is not written, either way.
+    /// Linux marks the map entry of an unreadable sector, which is then never read again
+    /// (drivers/nvdimm/btt.c, btt_read_pg). It is not marked here, because it may be readable
+    /// later. Its block is not written in either case.
     pub(super) fn read(
         &self,
         common: &Common<impl Media>,
@@ -183,7 +183,7 @@ impl Arena {
             into.fill(0);
             return Ok(());
         };
-        // What was never written may have no memory yet, and needs none to be read.
+        // A sector that was never written may have no memory yet, and needs none to be read.
         let read = if is_unwritten { space.read(at, into) } else { space.load(at, into) };
         read.map_err(|source| {
             self.failed.add(((at - self.info.data_at) / u64::from(self.info.block_bytes)) as u32);
@@ -206,18 +206,18 @@ impl Arena {
         }
     }
 
-    /// Makes durable what nobody would redo who went on with these lanes and knew nothing of them:
-    /// the words of the map that they changed last. All others are durable, or are made so
-    /// before an entry that counts forgets them.
+    /// Makes map words durable that another program, using these lanes without recovery, would not
+    /// redo: the words that the lanes changed last. All other words are durable already, or become
+    /// so before the entry of a later exchange counts.
     pub(super) fn settle(&self, space: &impl Media) -> Result<(), EngineError> {
         let changed =
             self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
         self.latch(space.persist(&changed.collect::<Vec<_>>()))
     }
 
-    /// Makes sectors read as zeros. Durable at return, and each of them before it or after it at
-    /// any time. Returns those that are to be written instead, because the media under their
-    /// blocks failed: they would keep them, and nobody would know.
+    /// Makes sectors read as zeros, durably. At any time, each of them reads as before or as zeros.
+    /// Returns the sectors that must be written instead, because the media under their blocks
+    /// failed and a discard would keep these blocks without a mark.
     pub(super) fn discard(
         &self,
         common: &Common<impl Media>,
@@ -228,7 +228,7 @@ impl Arena {
         Ok(failed)
     }
 
-    /// The first half of [`Arena::discard`]: from here on others see zeros.
+    /// First half of [`Arena::discard`]. From here on, other threads read zeros.
     pub(super) fn store_discarded(
         &self,
         common: &Common<impl Media>,
@@ -244,7 +244,7 @@ impl Arena {
             let locked = common.locks.lock(self.map.words_of(&(first..end)));
             let before = failed.len();
             for sector in first..end {
-                // Nothing of the line is stored yet.
+                // Nothing in the line has been stored yet.
                 let entry = self.map.entry(space, sector).map_err(EngineError::Media)?;
                 failed.extend(Some(sector).filter(|_| self.has_failed(sector, entry)));
             }
@@ -258,8 +258,8 @@ impl Arena {
         Ok(failed)
     }
 
-    /// The second half. An exchange of the same sector that comes in between makes the entry
-    /// durable itself, before it counts.
+    /// Second half of [`Arena::discard`]. An exchange of the same sector between the halves makes
+    /// the entry durable itself before it counts.
     pub(super) fn persist_discarded(
         &self,
         space: &impl Media,
@@ -270,12 +270,12 @@ impl Arena {
     }
 }
 
-/// Does what a crash kept from being done. Whoever wrote this may have been killed a moment ago,
-/// and then nothing of what is seen need be durable yet:
+/// Completes the exchanges that a crash interrupted. Stores of a killed process are visible but not
+/// necessarily durable, therefore:
 ///
-/// 1. The flog, persist: what is redone now must be known to have happened, whatever comes next.
-/// 2. The map, persist, and all of it. The lanes are used again, and then nobody redoes what their
-///    newest entries say; and a discard that was seen once must not be undone.
+/// 1. Persist the flog, because the redone exchanges must stay committed.
+/// 2. Persist the whole map. The lanes are reused, so their newest entries are no longer redone,
+///    and a discard that was visible once must not be undone.
 fn redo(
     common: &Common<impl Media>,
     info: &ArenaInfo,
@@ -293,7 +293,7 @@ fn redo(
     space.persist(std::slice::from_ref(&map.words_of(&(0..info.sectors))))
 }
 
-/// Sets the error flag in both info blocks, in the one that counts last: a crash in between leaves
+/// Sets the error flag in both info blocks. The one that counts is written last, so a crash leaves
 /// one of them whole.
 fn set_error_flag(
     space: &impl Media,

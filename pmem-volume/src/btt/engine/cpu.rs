@@ -1,5 +1,6 @@
-//! What the protocol between readers and writers, and the locks, are made of. The model that tests
-//! it (`tests/order.rs`) has the same from loom, which tries every order that the memory may show.
+//! Primitives of the protocol between readers and writers, and of the locks. The model that tests
+//! it (`tests/order.rs`) replaces them by those of loom, which tries every order that the memory
+//! model allows.
 
 use std::cell::Cell;
 pub(super) use std::cell::UnsafeCell;
@@ -11,21 +12,20 @@ pub(super) use std::thread::yield_now;
 use std::time::Duration;
 
 thread_local! {
-    /// The slot that this thread had last, which is likely to be free.
+    /// Last slot of this thread, which is likely to be free.
     static LAST: Cell<usize> = const { Cell::new(0) };
 }
 
-/// How often a thread looks at a lock before it sleeps: what is held is mostly held for less than a
-/// microsecond.
+/// Reads of a lock before a thread sleeps. Locks are usually held for less than a microsecond.
 pub(super) const SPINS: u32 = 100;
 
-/// Gives a lock back: by a store.
+/// Releases a lock by a store.
 #[inline]
 pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
     lock.store(free, ordering);
 }
 
-/// How a lock is taken: as it says. The model has a weaker way, to show that it is found out.
+/// Ordering of the acquisition of a lock. The model can weaken it, to show that this is detected.
 #[inline]
 pub(super) fn taking(ordering: Ordering) -> Ordering {
     ordering
@@ -41,26 +41,27 @@ pub(super) fn set_last_slot(number: usize) {
     LAST.set(number);
 }
 
-/// A full barrier, behind a locked instruction, which is one: nothing later is done before others
-/// see it (Intel SDM, volume 3, 9.2.3.9). So only the compiler has to be told.
+/// Full barrier behind a locked instruction, which is a barrier itself: later accesses wait until
+/// it is globally visible (Intel SDM, volume 3, 9.2.3.9). Therefore only the compiler needs a
+/// fence.
 #[inline]
 pub(super) fn fence_behind_locked() {
     compiler_fence(Ordering::SeqCst);
 }
 
-/// The same for writers: the model leaves out one or the other.
+/// Like [`fence_behind_locked`], for writers. The model can omit each of them.
 #[inline]
 pub(super) fn writers_fence_behind_locked() {
     fence_behind_locked();
 }
 
-/// Sleeps as long as a word has a value, until somebody wakes it, for a time at most, and sometimes
-/// for less (futex(2)).
+/// Sleeps while a word has a value, until it is woken, at most for `at_most`. May return early
+/// (futex(2)).
 pub(super) fn sleep_while(word: &AtomicU32, value: u32, at_most: Duration) {
     let seconds = libc::time_t::try_from(at_most.as_secs()).unwrap_or(libc::time_t::MAX);
     let timeout = libc::timespec { tv_sec: seconds, tv_nsec: at_most.subsec_nanos().into() };
-    // SAFETY: a system call that reads the word and the time. Whatever it returns, the caller looks
-    // again.
+    // SAFETY: the system call reads the word and the time. The caller checks the word again
+    // whatever the result.
     unsafe {
         libc::syscall(
             libc::SYS_futex,
@@ -74,10 +75,10 @@ pub(super) fn sleep_while(word: &AtomicU32, value: u32, at_most: Duration) {
     };
 }
 
-/// Wakes all who sleep on a word.
+/// Wakes all threads that sleep on a word.
 #[cold]
 pub(super) fn wake_all(word: &AtomicU32) {
-    // SAFETY: a system call that takes the address, and touches nothing there.
+    // SAFETY: the system call uses the address, and accesses nothing there.
     unsafe {
         libc::syscall(
             libc::SYS_futex,

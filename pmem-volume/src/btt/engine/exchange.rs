@@ -1,41 +1,42 @@
-//! The exchange: how sectors are written so that each is the old one or the new one, whenever it
-//! ends.
+//! Exchange: writes of sectors that a crash leaves either old or new.
 //!
-//! Each sector has a lane of its own. Up to [`MAX_SECTORS`] that follow each other are exchanged
-//! together, and share the barriers:
+//! Each sector has its own lane. Up to [`MAX_SECTORS`] contiguous sectors are exchanged together
+//! and share the barriers:
 //!
-//! 1. Lanes are taken, whose free blocks nobody reads.
-//! 2. The lines of the map are locked. First halves of the flog entries: sector, and the block that
-//!    it has. The data, to the free blocks. **Persist**: both, and two kinds of words of the map:
-//!    those of the sectors, and those that the lanes changed last. (The data comes behind the lock
-//!    because a locked instruction waits until it has left the CPU, as the fence does that
-//!    follows.)
-//! 3. Second halves: new block, sequence number. From each of them on its exchange counts.
-//!    **Persist**.
-//! 4. The words of the map. Others see the sectors from here on. The lines are unlocked.
+//! 1. Lanes are taken whose free blocks are not being read.
+//! 2. The lines of the map are locked. First halves of the flog entries are stored (sector and its
+//!    current block), and the data is stored to the free blocks. **Persist**: both, and two kinds
+//!    of map words: those of the sectors, and those that the lanes changed last. (The data is
+//!    stored after the lock because a locked instruction waits until earlier stores have left the
+//!    CPU, as the following fence does.)
+//! 3. Second halves are stored (new block and sequence number). From each of them on, its exchange
+//!    counts. **Persist**.
+//! 4. The words of the map are stored. From here on, other threads see the new sectors. The lines
+//!    are unlocked.
 //!
-//! What each order is for:
+//! Reasons for each order:
 //!
 //! - Data before second half: an exchange that counts has all of its data.
-//! - First half before second half: an entry that counts is whole. Until then the older entry of
-//!   the two is overwritten, which nobody looks at.
-//! - Second half before map: a map that names a new block while the flog does not know of the
-//!   exchange would leave that block to a lane as well, and the old block to nobody.
+//! - First half before second half: an entry that counts is whole. Until then, the older entry of
+//!   the two is overwritten, which is not used.
+//! - Second half before map: if the map names a new block and the flog lacks the exchange, the new
+//!   block also belongs to a lane, and the old block has no owner.
 //! - Map before the next entry of the same lane: the map need not be durable when a write returns,
 //!   because recovery redoes it from the lane's newest entry. It must be durable before another
-//!   entry is the newest. Hence step 2 persists the word that the lane changed last.
-//! - Map before the next entry for the same sector, which may be another lane's: recovery of the
-//!   later exchange alone finds a map that names neither its old block nor its new one, and of the
-//!   earlier one after it a map that names its old one. Hence step 2 persists the words of its
-//!   sectors.
+//!   entry is the newest. Step 2 therefore persists the word that the lane changed last.
+//! - Map before the next entry for the same sector, which may be in another lane: if recovery
+//!   redoes only the later exchange, the map names neither its old block nor its new one. If it
+//!   then redoes the earlier exchange, the map names the old block of that one. Step 2 therefore
+//!   persists the words of its sectors.
 //!
-//! That the old block is overwritten by the lane's next data, before the map is durable, is no
-//! harm: until the lane's next entry counts, recovery redoes the map, which ceases to name it.
+//! The lane's next data may overwrite the old block before the map is durable. This is harmless,
+//! because recovery redoes the map, which then no longer names that block, until the lane's next
+//! entry counts.
 //!
-//! Linux' driver has the same steps, and persists each (drivers/nvdimm/btt.c, btt_write_pg). So it
-//! takes the map that it finds for durable (btt_freelist_init), and overwrites lanes whose word of
-//! the map is not: it opens what this leaves once [`Engine::settle`](super::Engine::settle) has
-//! returned, or once recovery has been done here.
+//! Linux's driver has the same steps, and persists each (drivers/nvdimm/btt.c, btt_write_pg). It
+//! therefore assumes a durable map (btt_freelist_init), and would overwrite lanes whose map word is
+//! not durable. It may open the media only after [`Engine::settle`](super::Engine::settle) or a
+//! recovery by this code.
 
 use std::iter;
 use std::ops::Range;
@@ -49,24 +50,23 @@ use crate::btt::flog::decode_map;
 use crate::btt::layout::MAP_ERROR;
 use crate::media::{Media, MediaError, Pending};
 
-/// As many at most: a quarter of the lanes, so that four threads find some.
+/// Limit of sectors in an exchange: a quarter of the lanes, so that four threads find some.
 pub(super) const MAX_SECTORS: usize = 64;
 
-/// An exchange that is under way. Dropped before it is logged, it never was.
+/// Exchange in progress. If it is dropped before it is logged, it has no effect.
 ///
-/// `L` is its lanes: one, which most writes have, and for which the compiler needs no loops, or
-/// several.
+/// `L` is its lanes: several, or a single one, which is the usual case and needs no loops.
 pub(super) struct Exchange<'a, S, L> {
     common: &'a Common<S>,
     arena: &'a Arena,
     first: u32,
     lanes: L,
-    /// The lines of the sectors, once it is logged.
+    /// Locked lines of the sectors, after it is logged.
     locked: Option<Locked<'a>>,
 }
 
-/// Exchanges as many of the sectors from `first` on as there are lanes for. `bytes` is whole
-/// sectors. Returns how many.
+/// Exchanges sectors from `first` on, as many as there are lanes for. `bytes` is whole sectors.
+/// Returns the number of sectors.
 #[inline]
 pub(super) fn exchange(
     common: &Common<impl Media>,
@@ -74,7 +74,7 @@ pub(super) fn exchange(
     first: u32,
     bytes: &[u8],
 ) -> Result<usize, EngineError> {
-    // One that is damaged may have no lanes.
+    // A damaged arena may have no lanes.
     arena.check_writable()?;
     if bytes.len() == arena.info.sector_bytes as usize {
         Exchange::begin_one(common, arena, first).run(bytes)
@@ -85,7 +85,7 @@ pub(super) fn exchange(
 }
 
 impl<'a, S: Media> Exchange<'a, S, [Held<'a>; 1]> {
-    /// Step 1, for one sector.
+    /// Step 1 for one sector.
     #[inline]
     pub(super) fn begin_one(common: &'a Common<S>, arena: &'a Arena, first: u32) -> Self {
         let lanes = [arena.lanes.take_one(&arena.info, &common.readers)];
@@ -94,7 +94,7 @@ impl<'a, S: Media> Exchange<'a, S, [Held<'a>; 1]> {
 }
 
 impl<'a, S: Media> Exchange<'a, S, Taken<'a>> {
-    /// Step 1, for as many of the wanted sectors as there are lanes.
+    /// Step 1 for as many of the wanted sectors as there are lanes.
     pub(super) fn begin(
         common: &'a Common<S>,
         arena: &'a Arena,
@@ -107,7 +107,7 @@ impl<'a, S: Media> Exchange<'a, S, Taken<'a>> {
 }
 
 impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> {
-    /// The other steps. Returns how many sectors they were.
+    /// Steps 2 to 4. Returns the number of sectors.
     #[inline]
     fn run(mut self, bytes: &[u8]) -> Result<usize, EngineError> {
         let sectors = self.sectors().len();
@@ -117,17 +117,17 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         Ok(sectors)
     }
 
-    /// What it is of.
     #[inline]
     pub(super) fn sectors(&self) -> Range<u32> {
         self.first..self.first + self.lanes.as_ref().len() as u32
     }
 
-    /// Step 2. `bytes` has the sectors, and may have more.
+    /// Step 2. `bytes` has at least the sectors.
     #[inline]
     pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
         let Self { common: Common { space, locks, .. }, arena, .. } = *self;
-        // Behind the lanes: one that a failed exchange has given back still has its entry.
+        // Checked after the lanes are taken: a lane released by a failed exchange still has its
+        // entry.
         arena.check_writable()?;
         let locked = locks.lock(arena.map.words_of(&self.sectors()));
         self.look_up()?;
@@ -138,9 +138,10 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         Ok(())
     }
 
-    /// The blocks of the sectors, whose lines are locked, as the flog names them: one that failed
-    /// has the flag, so that whoever opens the volume knows (Linux clears it then). Nothing is
-    /// stored yet: what cannot be read leaves all as it was.
+    /// Reads the blocks of the sectors, whose lines are locked, in the encoding of the flog. A
+    /// failed block has the error flag, so that the next program that opens the volume knows it
+    /// (Linux then clears the error). Nothing has been stored yet, so an unreadable entry changes
+    /// nothing.
     #[inline]
     fn look_up(&mut self) -> Result<(), EngineError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
@@ -180,7 +181,7 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
     /// Step 3.
     #[inline]
     pub(super) fn commit(&mut self) -> Result<(), EngineError> {
-        // Nothing counts any more once something has failed.
+        // Nothing may be committed after a failure.
         self.arena.check_writable()?;
         self.arena.latch(self.store_commit())
     }
@@ -218,8 +219,8 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
     }
 }
 
-/// Joins ranges with those before them that they touch: sectors that were written together have
-/// lanes, and words, that follow each other.
+/// Joins each range with its predecessor if they touch. Sectors that were written together have
+/// contiguous lanes and words.
 #[inline]
 fn joined(mut ranges: impl Iterator<Item = Range<u64>>) -> impl Iterator<Item = Range<u64>> {
     let mut next = ranges.next();

@@ -1,18 +1,17 @@
-//! Blocks of which a read has failed: what they hold is lost, and a lane that gets one does not
-//! write to it.
+//! Blocks whose reads have failed. Their content is lost, and a lane that gets one does not write
+//! to it.
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// More than these are not remembered: a write to one that is not fails by itself.
+/// Limit of remembered blocks. A write to a forgotten one fails by itself.
 const MAX_REMEMBERED: usize = 1 << 16;
 
-/// Those of an arena, as long as it is open. Whoever opens it next finds those that a lane has in
-/// the flog.
+/// Failed blocks of an open arena. The next open finds those that a lane has recorded in the flog.
 #[derive(Default)]
 pub(super) struct FailedBlocks {
-    /// So that those who have none, which is nearly all, look no further.
+    /// Fast path for arenas without failed blocks.
     is_any: AtomicBool,
     blocks: Mutex<BTreeSet<u32>>,
 }

@@ -1,4 +1,4 @@
-//! The lanes of an arena: as many writes at once, each with a free block of its own.
+//! Lanes of an arena. Each allows one write at a time, and has a free block.
 
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
@@ -10,33 +10,33 @@ use super::readers::Readers;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::Lane;
 
-/// Threads start to look this many lanes apart: what one takes at most, another does not find
-/// taken.
+/// Distance between the first lanes that threads try. It is the largest number of lanes that a
+/// thread takes at once.
 const DISTANCE: usize = 64;
 
-/// Lanes beyond these are never used: an arena may have 65536, and memory for all of them is not
-/// the media's to ask for.
+/// Limit of used lanes. An arena may have 65536, and untrusted media must not determine how much
+/// memory is allocated.
 const MAX_LANES: usize = 256;
 
-/// A lane is locked by who writes with it.
+/// Lanes, each locked by its writer.
 pub(super) struct Lanes(Box<[Slot]>);
 
 #[repr(align(64))]
 struct Slot(Lock<Lane>);
 
-/// Lanes that are this thread's until it drops them.
+/// Lanes that this thread holds until it drops them.
 pub(super) type Taken<'a> = Vec<Held<'a>>;
 
-/// A lane that is this thread's.
+/// Lane that this thread holds.
 pub(super) struct Held<'a> {
     lane: LockGuard<'a, Lane>,
-    /// For the exchange that it is taken for: the block that the sector has, to which the lane's
-    /// is given, as the flog names it.
+    /// Old block of the sector in the current exchange, which the lane gets, in the encoding of the
+    /// flog.
     pub(super) old: u32,
 }
 
 thread_local! {
-    /// Where this thread starts to look: at lanes whose lines are likely to be in its own cache.
+    /// First lane that this thread tries, whose lines are likely to be in its own cache.
     static START: Cell<usize> = {
         static THREADS: AtomicUsize = AtomicUsize::new(0);
         Cell::new(THREADS.fetch_add(1, Ordering::Relaxed) * DISTANCE)
@@ -48,14 +48,13 @@ impl Lanes {
         Self(lanes.into_iter().take(MAX_LANES).map(|lane| Slot(Lock::new(lane))).collect())
     }
 
-    /// The sector of each lane's newest entry, of all exchanges that are done. Waits for each that
-    /// is under way.
+    /// Sector of each lane's newest entry. Waits for exchanges in progress.
     pub(super) fn sectors(&self) -> Vec<u32> {
         self.0.iter().map(|slot| slot.0.lock().sector).collect()
     }
 
-    /// Takes a lane whose block nobody reads. Waits only if all lanes are taken, or all blocks
-    /// read. A lane whose block has failed rests, as long as there is another one.
+    /// Takes a lane whose block is not being read. Waits only if all lanes are taken or all blocks
+    /// are being read. A lane with a failed block is used only if no other is available.
     #[inline]
     pub(super) fn take_one(&self, info: &ArenaInfo, readers: &Readers) -> Held<'_> {
         loop {
@@ -68,11 +67,11 @@ impl Lanes {
         }
     }
 
-    /// The same with several, up to as many as are wanted, and one at least. Whoever waits here
-    /// holds none: who holds lanes waits for no other.
+    /// Takes up to `wanted` lanes, and at least one. A thread that waits here holds no lane, and a
+    /// thread that holds lanes waits for no other.
     pub(super) fn take(&self, wanted: usize, info: &ArenaInfo, readers: &Readers) -> Taken<'_> {
         loop {
-            // Nobody is to wait for memory while he holds some.
+            // Allocated before any lane is held.
             let mut taken = Taken::with_capacity(wanted);
             taken.extend(self.free().take(wanted));
             if taken.is_empty() {
@@ -87,14 +86,14 @@ impl Lanes {
         }
     }
 
-    /// All blocks that were found are being read; the next look starts at others.
+    /// All blocks are being read. Start the next search at other lanes.
     #[cold]
     fn look_further(&self, lanes: usize) {
         START.set(START.get().wrapping_add(lanes));
         thread::yield_now();
     }
 
-    /// Waits for a lane whose block is whole; if there is none, for any.
+    /// Waits for a lane with a good block, or for any if there is none.
     #[cold]
     fn wait(&self) -> Held<'_> {
         let first = self.in_turn().next().expect("an arena has lanes");
@@ -102,7 +101,7 @@ impl Lanes {
         all.find(|held| !held.has_failed).unwrap_or_else(|| Held::new(first.0.lock()))
     }
 
-    /// Takes lanes that nobody has, and whose blocks are whole, one after another.
+    /// Takes free lanes with good blocks, one after another.
     #[inline]
     fn free(&self) -> impl Iterator<Item = Held<'_>> {
         self.in_turn()
@@ -111,7 +110,7 @@ impl Lanes {
             .filter(|held| !held.has_failed)
     }
 
-    /// All slots, from where this thread starts to look.
+    /// All slots, in the order in which this thread tries them.
     #[inline]
     fn in_turn(&self) -> impl Iterator<Item = &Slot> {
         let (before, from) = self.0.split_at(START.get() % self.0.len());

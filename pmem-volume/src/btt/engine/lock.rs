@@ -1,14 +1,13 @@
-//! A lock that is given back by a plain store.
+//! Lock that is released by a plain store.
 //!
-//! A write to the media ends in stores that take their time to leave the CPU. Whoever gives a mutex
-//! back does so by a locked instruction, to learn whether somebody waits, and a locked instruction
-//! lasts until all stores have left. Behind a plain store the next write begins at once, and looks
-//! into the map meanwhile.
+//! A write ends in stores that take time to leave the CPU. A mutex is released by a locked
+//! instruction, which detects waiting threads, and which lasts until all earlier stores have left.
+//! After a plain store, the next write begins at once and reads the map meanwhile.
 //!
-//! Who waits says so in the lock and sleeps. That may be overlooked, by a thread that looks who
-//! waits just before and gives the lock back just after; so nobody sleeps longer than [`SLEEP`]
-//! without looking again. Threads rarely meet: they have lanes of their own, and a thousand lines
-//! of the map.
+//! A waiting thread marks the lock and sleeps. The mark may be missed, if the holder reads it just
+//! before and releases the lock just after. A waiting thread therefore sleeps at most for [`SLEEP`]
+//! before it checks again. Threads rarely meet, because they have different lanes and the map has a
+//! thousand line locks.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -18,25 +17,24 @@ use super::cpu::{self, AtomicU32, Ordering, UnsafeCell};
 
 const FREE: u32 = 0;
 const HELD: u32 = 1;
-/// Held, and somebody may sleep until it is not.
+/// Held, and a thread may be sleeping until it is released.
 const AWAITED: u32 = 2;
 
-/// The longest that somebody sleeps who was overlooked.
+/// Longest sleep of a thread whose mark was missed.
 const SLEEP: Duration = Duration::from_millis(1);
 
-/// Something that one thread has at a time.
+/// Value that one thread holds at a time.
 pub(super) struct Lock<T> {
     state: AtomicU32,
     longest_sleep: Duration,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is reached through a guard only, of which there is one at a time. Threads that
-// share a guard have the value shared, which the guard's own bounds allow or not.
+// SAFETY: the value is accessed only through a guard, of which there is one at a time. If threads
+// share a guard, its own bounds decide if they may share the value.
 unsafe impl<T: Send> Sync for Lock<T> {}
 
-/// Gives the lock back when it is dropped. To others it is what an exclusive reference to the value
-/// is.
+/// Releases the lock when dropped. It is like an exclusive reference to the value.
 #[must_use]
 pub(super) struct LockGuard<'a, T>(&'a Lock<T>, PhantomData<&'a mut T>);
 
@@ -45,13 +43,13 @@ impl<T> Lock<T> {
         Self { state: AtomicU32::new(FREE), longest_sleep: SLEEP, value: UnsafeCell::new(value) }
     }
 
-    /// The same for a test of who is woken, and by whom.
+    /// Changes the longest sleep, for tests of waking.
     #[cfg(test)]
     pub(super) fn sleeping(self, longest_sleep: Duration) -> Self {
         Self { longest_sleep, ..self }
     }
 
-    /// Takes the lock, if nobody has it.
+    /// Takes the lock if it is free.
     #[inline]
     pub(super) fn try_lock(&self) -> Option<LockGuard<'_, T>> {
         let taken = self.state.compare_exchange(
@@ -63,13 +61,13 @@ impl<T> Lock<T> {
         taken.is_ok().then(|| LockGuard(self, PhantomData))
     }
 
-    /// Waits until nobody has the lock, and takes it.
+    /// Waits for the lock and takes it.
     #[inline]
     pub(super) fn lock(&self) -> LockGuard<'_, T> {
         self.try_lock().unwrap_or_else(|| self.wait())
     }
 
-    /// Has somebody said that he waits, since it was taken?
+    /// Returns true if a thread has marked the lock as awaited.
     #[cfg(test)]
     pub(super) fn is_awaited(&self) -> bool {
         self.state.load(Ordering::Relaxed) == AWAITED
@@ -78,7 +76,8 @@ impl<T> Lock<T> {
     #[cold]
     fn wait(&self) -> LockGuard<'_, T> {
         for _ in 0..cpu::SPINS {
-            // Looked at first: who has it is not to wait for the line when he gives it back.
+            // Read before the attempt, so that the holder need not wait for the cache line when it
+            // releases the lock.
             if self.state.load(Ordering::Relaxed) == FREE
                 && let Some(guard) = self.try_lock()
             {
@@ -86,8 +85,8 @@ impl<T> Lock<T> {
             }
             cpu::spin_loop();
         }
-        // Whoever has it says when it is free, to all who sleep: so it counts as awaited until
-        // nobody had to wait for it.
+        // The releasing thread wakes all sleeping threads. The lock therefore counts as awaited
+        // until it is taken without waiting.
         while self.state.swap(AWAITED, cpu::taking(Ordering::Acquire)) != FREE {
             cpu::sleep_while(&self.state, AWAITED, self.longest_sleep);
         }
@@ -111,7 +110,7 @@ impl<T> Deref for LockGuard<'_, T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: who has the guard has the value.
+        // SAFETY: the guard has exclusive access to the value.
         unsafe { &*self.0.value.get() }
     }
 }
@@ -119,7 +118,7 @@ impl<T> Deref for LockGuard<'_, T> {
 impl<T> DerefMut for LockGuard<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: who has the guard has the value.
+        // SAFETY: the guard has exclusive access to the value.
         unsafe { &mut *self.0.value.get() }
     }
 }

@@ -1,9 +1,8 @@
-//! The map of an arena in use: a lock for each line of it, and entries that change by one aligned
-//! store.
+//! Map of an arena in use: a lock for each line, and entries that change by one aligned store.
 //!
-//! An entry has 32 bits, a word of the media two entries. So who changes one has to keep the other
-//! as it is, and nobody may change that one meanwhile: a lock covers all of a cache line, as Linux'
-//! locks do.
+//! An entry has 32 bits, and a word of the media has two entries. A change of one entry must
+//! preserve the other, which must not change meanwhile. A lock therefore covers a whole cache line,
+//! like the locks of Linux.
 
 use std::ops::Range;
 
@@ -14,11 +13,10 @@ use crate::btt::arena::ArenaInfo;
 use crate::btt::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
 use crate::media::{Media, MediaError};
 
-/// Bytes of a line.
 const LINE_BYTES: u64 = 64;
-/// Sectors whose entries share a line, where the map starts at one.
+/// Number of sectors whose entries share a line.
 pub(super) const LINE_SECTORS: u32 = (LINE_BYTES / MAP_ENTRY_BYTES) as u32;
-/// Locks for the lines of all arenas. Lines this far apart share one.
+/// Number of locks for the lines of all arenas. Lines at this distance share one.
 pub(super) const LOCKS: usize = 1024;
 
 /// Locks for the lines of maps.
@@ -27,13 +25,13 @@ pub(super) struct Locks(Box<[Line]>);
 #[repr(align(64))]
 struct Line(Lock<()>);
 
-/// Lines that are locked.
+/// Locked lines.
 pub(super) struct Locked<'a> {
     words: Range<u64>,
     _guards: SmallVec<[LockGuard<'a, ()>; 1]>,
 }
 
-/// Where the entries of an arena are.
+/// Position of an arena's map.
 pub(super) struct Map {
     at: u64,
     sectors: u32,
@@ -44,8 +42,7 @@ impl Locks {
         Self((0..locks).map(|_| Line(Lock::new(()))).collect())
     }
 
-    /// Locks the lines of words. In the order of the locks, so that nobody waits for who waits for
-    /// him.
+    /// Locks the lines of words, in the order of the locks to prevent deadlocks.
     #[inline]
     pub(super) fn lock(&self, words: Range<u64>) -> Locked<'_> {
         let lines = words.start / LINE_BYTES..=(words.end - 1) / LINE_BYTES;
@@ -70,21 +67,21 @@ impl Map {
         Self { at: info.map_at, sectors: info.sectors }
     }
 
-    /// An entry, as it is on the media.
+    /// Entry as it is on the media.
     #[inline]
     pub(super) fn entry(&self, space: &impl Media, sector: u32) -> Result<u32, MediaError> {
         let word = space.load_word(self.word_at(sector))?;
         Ok(if sector.is_multiple_of(2) { word as u32 } else { (word >> 32) as u32 })
     }
 
-    /// The entry of this sector will be asked for soon.
+    /// Prefetches the entry of a sector.
     #[inline]
     pub(super) fn expect(&self, space: &impl Media, sector: u32) {
         space.expect_word(self.word_at(sector));
     }
 
-    /// Changes entries of a line that is locked, each by one store that cannot tear. `change` says
-    /// what an entry is to be; what stays as it is is not stored.
+    /// Changes entries of locked lines, each word by one store that cannot tear. `change` returns
+    /// the new entry. Unchanged words are not stored.
     #[inline]
     pub(super) fn change(
         &self,
@@ -119,7 +116,7 @@ impl Map {
         Ok(())
     }
 
-    /// The words of the entries of sectors.
+    /// Range of the words that contain the entries of `sectors`.
     #[inline]
     pub(super) fn words_of(&self, sectors: &Range<u32>) -> Range<u64> {
         self.word_at(sectors.start)..self.word_at(sectors.end - 1) + 8
@@ -132,19 +129,19 @@ impl Map {
     }
 }
 
-/// The entry of a sector that was written.
+/// Entry of a written sector.
 #[inline]
 pub(super) fn written(block: u32) -> u32 {
     block | MAP_ERROR | MAP_ZERO
 }
 
-/// The entry of the same sector once it is discarded: it keeps its block, which a later write
-/// exchanges (as Linux reads it: drivers/nvdimm/btt.c, btt_map_read).
+/// Entry of a sector after a discard. The sector keeps its block, which a later write exchanges (as
+/// Linux reads it: drivers/nvdimm/btt.c, btt_map_read).
 pub(super) fn discarded(sector: u32, entry: u32) -> u32 {
     if is_unwritten(entry) { sector | MAP_ZERO } else { entry & MAP_BLOCK | MAP_ZERO }
 }
 
-/// Was the sector never written nor discarded?
+/// Returns true if the sector was never written or discarded.
 pub(super) fn is_unwritten(entry: u32) -> bool {
     entry & (MAP_ERROR | MAP_ZERO) == 0
 }

@@ -1,21 +1,19 @@
-//! The engine: sectors of a BTT for any number of threads.
+//! Engine: access to the sectors of a BTT for any number of threads.
 //!
-//! - [`exchange`]: how sectors are written, and why in that order.
-//! - [`readers`]: how a block that is being read is not written meanwhile. A reader waits for no
-//!   writer, and no writer for a reader.
-//! - [`map`]: entries change under a lock of their line. Beyond that, writes with different lanes
-//!   ([`lanes`]) share nothing. Their locks ([`lock`]) are made for stores that are still on their
-//!   way.
-//! - [`arena`]: recovery at open, reading, discarding, and what becomes of an arena in which
-//!   something is wrong.
+//! - [`exchange`]: order of the steps of a write.
+//! - [`readers`]: protection of blocks that are being read. Readers and writers never wait for each
+//!   other.
+//! - [`map`]: entries change under a lock of their line. Otherwise, writes with different lanes
+//!   ([`lanes`]) share nothing. Their locks ([`lock`]) do not wait for pending stores.
+//! - [`arena`]: recovery at open, reading, discarding, and handling of damage.
 //!
-//! A write is durable when it returns, to the degree that the media has ([`crate::Durability`]): an
-//! exchange that counts is redone by recovery. So a flush has nothing left to do but to say whether
-//! all went well. Whoever goes on without such a recovery is given the media by [`Engine::settle`].
+//! A write is durable when it returns, to the degree that the media supports
+//! ([`crate::Durability`]), because recovery redoes an exchange that counts. A flush therefore only
+//! reports errors. A program without this recovery may use the media after [`Engine::settle`].
 //!
-//! A sector that cannot be read is an error of that sector alone: it can be written, and gets
-//! another block. A store or persist that fails makes its arena read-only: nobody knows what is
-//! durable since.
+//! An unreadable sector is an error of that sector alone. It can be written, and then gets another
+//! block. A failed store or persist makes its arena read-only, because it is unknown which writes
+//! are durable.
 //!
 //! An arena whose flog or map is inconsistent is read-only. Its info blocks record that, as the
 //! format requires. All other arenas stay writable.
@@ -51,11 +49,11 @@ use super::check::Finding;
 use super::layout::PAGE_BYTES;
 use crate::media::{Media, MediaError};
 
-/// The largest pool has room for 128 of full size; a volume that grew often has smaller ones.
+/// Limit of arenas. The largest pool has space for 128 of full size. A volume that has grown often
+/// has smaller ones.
 pub(super) const MAX_ARENAS: usize = 1024;
 
-/// A BTT that is open. All calls take any number of threads; of writes to the same sector at once,
-/// one is the last.
+/// Open BTT. Any number of threads may use it. Of concurrent writes to a sector, one is the last.
 pub struct Engine<S> {
     common: Common<S>,
     sector_bytes: u32,
@@ -63,14 +61,14 @@ pub struct Engine<S> {
     places: Vec<Place>,
 }
 
-/// What all arenas share.
+/// State that all arenas share.
 struct Common<S> {
     space: S,
     locks: Locks,
     readers: Readers,
 }
 
-/// What lies at the place of an arena.
+/// Place of an arena.
 enum Place {
     Arena(Box<Arena>),
     Missing { arena: usize, start_bytes: u64, first_sector: u64, sectors: u64, why: InfoError },
@@ -99,7 +97,7 @@ pub enum Fault {
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum EngineError {
-    /// There is no BTT, or its first arena is gone and nobody knows the size of a sector.
+    /// There is no BTT, or its first arena is lost, so the size of a sector is unknown.
     #[error("arena 0, at {start_bytes:#x}: neither info block is whole ({why})")]
     NoBtt { start_bytes: u64, why: InfoError },
     #[error("its sectors have {sector_bytes} bytes; 512 and 4096 are served")]
@@ -110,13 +108,13 @@ pub enum EngineError {
         "arena {arena}, at {start_bytes:#x}, is missing ({why}), and its end is unknown, so the numbers of the sectors behind it are unknown too. Sectors in front of it can be read"
     )]
     Ambiguous { arena: usize, start_bytes: u64, why: InfoError },
-    /// More arenas than any volume needs; each takes memory.
+    /// More arenas than any volume needs. Each uses memory.
     #[error("there are more than {MAX_ARENAS} arenas")]
     Arenas,
     #[error("sectors {first} to {} are not inside the volume, which has {sectors}", end.saturating_sub(1))]
     Outside {
         first: u64,
-        /// The first sector behind the range.
+        /// First sector behind the range.
         end: u64,
         sectors: u64,
     },
@@ -135,7 +133,7 @@ pub enum EngineError {
     /// The sector cannot be read. It can be written.
     #[error("sector {sector} is in error: what it held is lost")]
     Sector { sector: u64 },
-    /// The media under the sector failed. It can be written.
+    /// The media under the sector failed. The sector can be written.
     #[error("sector {sector} cannot be read")]
     Unreadable {
         sector: u64,
@@ -146,18 +144,18 @@ pub enum EngineError {
     Media(#[source] MediaError),
 }
 
-/// What is known of an arena.
+/// State of an arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaStatus {
-    /// Where it starts in the volume.
+    /// Offset in the volume.
     pub start_bytes: u64,
-    /// The first of its sectors, as the volume counts them.
+    /// First of its sectors in the volume.
     pub first_sector: u64,
-    /// How many it has.
+    /// Number of sectors.
     pub sectors: u64,
-    /// Identity of the BTT, as this arena has it. `None`: the arena is missing.
+    /// UUID of the BTT in this arena. `None` if the arena is missing.
     pub uuid: Option<Uuid>,
-    /// Which of its info blocks was used.
+    /// Info block that was used.
     pub source: Option<InfoSource>,
     /// Reason why it refuses writes. A missing arena also refuses all reads, and one with
     /// [`Fault::Unreadable`] refuses some or all of them.
@@ -165,9 +163,8 @@ pub struct ArenaStatus {
 }
 
 impl<S: Media> Engine<S> {
-    /// Opens the BTT in `space`, of which nobody else has it open, and does what a crash kept from
-    /// being done. What is found to be damaged is said by [`Engine::arenas`] and by what is
-    /// asked of it.
+    /// Opens the BTT in `space`, which must not be open elsewhere, and recovers it. Damage is
+    /// reported by [`Engine::arenas`] and by failing calls.
     pub fn open(space: S) -> Result<Self, EngineError> {
         let common = Common { space, locks: Locks::new(LOCKS), readers: Readers::new(SLOTS) };
         let mut engine = Self { common, sector_bytes: 0, sectors: 0, places: Vec::new() };
@@ -177,13 +174,12 @@ impl<S: Media> Engine<S> {
         Ok(engine)
     }
 
-    /// Checks that [`Engine::open`] finds a BTT that it can serve. Stores nothing.
+    /// Checks that [`Engine::open`] finds a usable BTT. Stores nothing.
     pub fn check_servable(space: &S) -> Result<(), EngineError> {
         Self::check(&arenas(space)).map(drop)
     }
 
-    /// Checks that the arenas can be served, before anything is stored. Returns the size of a
-    /// sector.
+    /// Checks that the arenas are usable, before anything is stored. Returns the size of a sector.
     fn check(found: &[arena_walk::Place]) -> Result<u32, EngineError> {
         if found.len() > MAX_ARENAS {
             return Err(EngineError::Arenas);
@@ -206,7 +202,6 @@ impl<S: Media> Engine<S> {
         Ok(sector_bytes)
     }
 
-    /// Opens the next arena.
     fn open_next(&mut self, place: arena_walk::Place) -> Result<(), EngineError> {
         let (arena, first_sector) = (self.places.len(), self.sectors);
         let place = match place {
@@ -228,7 +223,7 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// What it works on.
+    /// Media of the BTT.
     pub fn space(&self) -> &S {
         &self.common.space
     }
@@ -238,7 +233,7 @@ impl<S: Media> Engine<S> {
         self.sector_bytes
     }
 
-    /// How many sectors there are.
+    /// Number of sectors.
     pub fn sectors(&self) -> u64 {
         self.sectors
     }
@@ -248,7 +243,7 @@ impl<S: Media> Engine<S> {
         self.places.iter().map(Place::status).collect()
     }
 
-    /// Reads whole sectors. Each is as some write left it that had returned, or that is under way.
+    /// Reads whole sectors. Each has the data of a write that has returned or is in progress.
     pub fn read(&self, first_sector: u64, into: &mut [u8]) -> Result<(), EngineError> {
         let mut rest = into;
         for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
@@ -262,8 +257,8 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Writes whole sectors. After a crash each is as before or as after, all of them as after once
-    /// this has returned. If it fails, some may be as after.
+    /// Writes whole sectors. After a crash, each sector is old or new. All of them are new after a
+    /// successful return. After an error, some may be new.
     pub fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
         let mut rest = bytes;
         for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
@@ -281,11 +276,12 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Makes sectors read as zeros, durably. They keep their blocks, and their map entries say so.
+    /// Makes sectors read as zeros, durably, by a flag in their map entries. They keep their
+    /// blocks.
     ///
-    /// Sectors that are smaller than a page are written instead: at an entry that says zeros,
-    /// Linux' driver ends what it reads into a page, and reports success (drivers/nvdimm/btt.c,
-    /// btt_read_pg). It would not read the sectors behind.
+    /// Sectors smaller than a page are written instead. At an entry for zeros, Linux's driver ends
+    /// its read into a page and reports success (drivers/nvdimm/btt.c, btt_read_pg), so it would
+    /// not read the sectors behind.
     pub fn discard(&self, sectors: Range<u64>) -> Result<(), EngineError> {
         if u64::from(self.sector_bytes) < PAGE_BYTES {
             return self.write_zero_bytes(sectors);
@@ -311,15 +307,15 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Makes sectors read as zeros, durably: there is no quicker way than to discard them.
+    /// Makes sectors read as zeros, durably, by a discard, which is the fastest way.
     pub fn write_zeroes(&self, sectors: Range<u64>) -> Result<(), EngineError> {
         self.discard(sectors)
     }
 
-    /// After return, all earlier writes are durable, to the degree that the media supports. Each
-    /// write already was when it returned. An arena in which a write has failed since returns an
-    /// error. An arena that could not be read at open took no writes, so it does not prevent a
-    /// flush of the others.
+    /// At return, all earlier writes are durable, to the degree that the media supports. Each write
+    /// already was when it returned. An arena in which a write has failed returns an error. An
+    /// arena that could not be read at open accepts no writes, so it does not prevent a flush of
+    /// the others.
     pub fn flush(&self) -> Result<(), EngineError> {
         for place in &self.places {
             if let Place::Arena(arena) = place
@@ -332,9 +328,9 @@ impl<S: Media> Engine<S> {
     }
 
     /// Flushes like [`Engine::flush`], and makes the map durable as well, so that a recovery has
-    /// nothing to redo. Required before the media is passed to a driver that takes its content for
-    /// durable, as Linux' driver does. An arena that fails, or could not be read at open, does not
-    /// keep the others from being made durable first.
+    /// nothing to redo. Required before a driver uses the media that assumes a durable map, as
+    /// Linux's driver does. An arena that fails, or could not be read at open, does not prevent the
+    /// settling of the others.
     pub fn settle(&self) -> Result<(), EngineError> {
         let mut refused = Ok(());
         for place in &self.places {
@@ -365,7 +361,7 @@ impl<S: Media> Engine<S> {
         Err(EngineError::Outside { first: sectors.start, end: sectors.end, sectors: self.sectors })
     }
 
-    /// Cuts sectors of the volume into those of arenas.
+    /// Divides sectors of the volume by arenas.
     #[inline]
     fn parts(
         &self,
@@ -376,7 +372,7 @@ impl<S: Media> Engine<S> {
                 return None;
             }
             let place = match &self.places[..] {
-                // Most volumes.
+                // Most volumes have a single arena.
                 [only] => only,
                 places => {
                     &places[places.partition_point(|place| place.sectors().end <= rest.start)]
@@ -392,7 +388,7 @@ impl<S: Media> Engine<S> {
 }
 
 impl Place {
-    /// Its sectors, as the volume counts them.
+    /// Its sectors in the volume.
     #[inline]
     fn sectors(&self) -> Range<u64> {
         match self {

@@ -1,32 +1,32 @@
-//! Which blocks are being read, of all arenas; a block is known by where it lies. A block that a
-//! write has replaced is its lane's for the next write; a reader that found it in the map before
-//! may still be at it (UEFI 2.10, 6.4: the read tracking table).
+//! Blocks of all arenas that are being read, identified by their offsets. A block that a write has
+//! replaced is used by its lane's next write. A reader that found it in the map before may still be
+//! reading it (UEFI 2.10, 6.4: the read tracking table).
 //!
-//! A reader says which block it is about to read, and only then looks whether the map still names
-//! it. A writer looks who reads a block after the map has ceased to name it. Both are full barriers
-//! in between, so one of them sees the other: the reader that the map has changed, or the writer
-//! that the block is being read. The writer then takes another lane; neither waits.
-//! `tests/order.rs` tries all orders, and leaves out each of the steps in turn.
+//! A reader first announces its block, and then checks that the map still names it. A writer checks
+//! the announcements after the map no longer names the block. Both have a full barrier in between,
+//! so at least one of them sees the other: the reader sees the changed map, or the writer sees the
+//! announcement. In the latter case, the writer takes another lane. Neither waits. `tests/order.rs`
+//! tries all orders, and omits each of the steps in turn.
 
 use super::cpu::{self, AtomicU64, AtomicUsize, Ordering};
 
-/// So many threads can read at once; further ones wait for one of them to finish.
+/// Number of threads that can read at once. Further ones wait until one of them has finished.
 pub(super) const SLOTS: usize = 128;
-/// What is in a slot that nobody has; no block lies at the start of a volume.
+/// Content of a free slot. No block is at the start of a volume.
 const FREE: u64 = 0;
 
-/// The slots, each in a cache line of its own.
+/// Slots, each in its own cache line.
 pub(super) struct Readers {
     slots: Box<[Slot]>,
     /// Slots from here on were never used.
     used: AtomicUsize,
 }
 
-/// Where the block lies that is being read.
+/// Offset of the block that is being read.
 #[repr(align(64))]
 struct Slot(AtomicU64);
 
-/// A reader's claim. Dropped, the reader is done.
+/// Announcement of a reader, which ends when it is dropped.
 pub(super) struct Hold<'a>(&'a Slot);
 
 impl Readers {
@@ -37,14 +37,14 @@ impl Readers {
         }
     }
 
-    /// Says that this thread is about to read a block. The map is to be looked at afterwards.
+    /// Announces that this thread will read a block. The caller must check the map afterwards.
     #[inline]
     pub(super) fn hold(&self, block_at: u64) -> Hold<'_> {
         assert_ne!(block_at, FREE);
         let mut number = cpu::last_slot();
         for attempt in 1.. {
-            // Before it is used, so that who sees no use of it comes before this reader looks at
-            // the map.
+            // Before the slot is used: a writer that misses it has checked before this reader
+            // checks the map.
             if self.used.load(Ordering::Relaxed) <= number {
                 self.used.fetch_max(number + 1, Ordering::SeqCst);
             }
@@ -65,8 +65,8 @@ impl Readers {
         unreachable!("attempts have no end")
     }
 
-    /// Finds out where a block lies, and holds it: no writer takes it before the hold ends. `find`
-    /// looks at the map, and says that there is none with `None`.
+    /// Finds the offset of a block with `find`, which reads the map, and holds the block. No writer
+    /// uses it before the hold ends. `find` returns `None` if there is no block.
     #[inline]
     pub(super) fn hold_found<E>(
         &self,
@@ -75,8 +75,8 @@ impl Readers {
         let Some(mut at) = find()? else { return Ok(None) };
         let mut hold = self.hold(at);
         loop {
-            // Behind the hold: if the map still names the block, whoever takes it later sees the
-            // hold.
+            // After the announcement: if the map still names the block, every later writer sees the
+            // announcement.
             match find()? {
                 None => return Ok(None),
                 Some(again) if again == at => return Ok(Some((at, hold))),
@@ -88,9 +88,9 @@ impl Readers {
         }
     }
 
-    /// What is being read of all that the map has ceased to name before the call. For who has just
-    /// taken a lane: the store to the map before came before the lane was given back, and the
-    /// looks at the slots come behind the locked instruction by which it was taken.
+    /// Returns the announcements of blocks that the map stopped naming before the call. The caller
+    /// must have just taken a lane: the store to the map precedes the release of the lane, and the
+    /// slots are read after the locked instruction that took it.
     #[inline]
     pub(super) fn look_behind_lock(&self) -> Look<'_> {
         cpu::writers_fence_behind_locked();
@@ -98,11 +98,12 @@ impl Readers {
     }
 }
 
-/// The slots, behind a barrier.
+/// Slots, read after a barrier.
 pub(super) struct Look<'a>(&'a [Slot]);
 
 impl Look<'_> {
-    /// Is a block being read? If not, nobody begins to before the map names it again.
+    /// Returns true if a block is being read. Otherwise, no reader begins before the map names it
+    /// again.
     #[inline]
     pub(super) fn holds(&self, block_at: u64) -> bool {
         self.0.iter().any(|slot| slot.0.load(Ordering::Acquire) == block_at)
@@ -110,7 +111,7 @@ impl Look<'_> {
 }
 
 impl Hold<'_> {
-    /// The same for another block, instead.
+    /// Replaces the announcement by one for another block.
     #[inline]
     pub(super) fn move_to(&mut self, block_at: u64) {
         assert_ne!(block_at, FREE);

@@ -1,14 +1,14 @@
-//! A space as it will be when something has been stored.
+//! Overlay of planned stores over a space.
 
 use std::collections::BTreeMap;
 
 use super::Mending;
 use crate::media::{Durability, Media, MediaError};
 
-/// Everything that a repair stores is whole words.
+/// A repair stores only whole words.
 const UNIT_BYTES: u64 = 8;
 
-/// Reads see what was stored; the space below does not change.
+/// Space whose reads include planned stores. The space below does not change.
 pub(super) struct Overlay<'a, S> {
     space: &'a S,
     stored: BTreeMap<u64, [u8; UNIT_BYTES as usize]>,
@@ -19,7 +19,7 @@ impl<'a, S: Media> Overlay<'a, S> {
         Self { space, stored: BTreeMap::new() }
     }
 
-    /// All phases of a mending, as if carried out.
+    /// Applies all phases of a repair.
     pub(super) fn apply(&mut self, mending: &Mending) {
         for (at, bytes) in mending.phases.iter().flatten() {
             let (units, rest) = bytes.as_chunks();
@@ -41,7 +41,7 @@ impl<S: Media> Media for Overlay<'_, S> {
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         let end = offset_bytes + into.len() as u64;
         if let Err(error) = self.space.read(offset_bytes, into) {
-            // What is stored over all of what cannot be read can be.
+            // An unreadable range is readable if planned stores cover all of it.
             let units = self.stored.range(offset_bytes..end).count() as u64;
             if !offset_bytes.is_multiple_of(UNIT_BYTES) || units * UNIT_BYTES < end - offset_bytes {
                 return Err(error);

@@ -1,4 +1,4 @@
-//! Who has which block of an arena whose map or flog is damaged.
+//! Survey of the owners of all blocks in a damaged arena.
 
 use std::collections::BTreeMap;
 
@@ -10,47 +10,46 @@ use super::super::flog::{MapKind, decode_map, newest, read_map, recover, second_
 use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES};
 use crate::media::{Media, MediaError};
 
-/// Of so many things wrong with one arena none is an accident by itself: a part of the map is lost,
-/// or somebody made it look so, which must not take more memory than this.
+/// Limit of repaired defects in an arena. With more of them, a part of the map is lost or the
+/// volume is crafted, and the repair must not use more memory.
 const MAX_MENDED: usize = 1 << 16;
 
-/// The map is read in pieces of this many entries.
+/// Entries of the map that are read at once.
 const MAP_PIECE: u32 = 1 << 16;
 
-/// Who has a block that more than one has.
+/// Owners of a block that has more than one.
 #[derive(Debug, Default)]
 pub(super) struct Owners {
     pub(super) sectors: Vec<u32>,
     pub(super) lanes: Vec<u32>,
 }
 
-/// A lane of the flog.
 #[derive(Debug, Default)]
 pub(super) struct Lane {
-    /// Its block; `None` if its entries make no sense.
+    /// Its block, or `None` if its entries are impossible.
     pub(super) free: Option<u32>,
-    /// A sector whose map entry a crash kept from being written, and the block that it would name.
+    /// Sector whose map entry a crash prevented from being written, and its new block.
     pub(super) redo: Option<(u32, u32)>,
     /// Blocks that its entries name.
     pub(super) hints: Vec<u32>,
 }
 
-/// An arena, block by block, as recovery would leave it.
+/// State of an arena as recovery would leave it.
 #[derive(Debug)]
 pub(super) struct Survey {
     pub(super) lanes: Vec<Lane>,
-    /// Sectors that are mapped to no block, with their map entries.
+    /// Sectors mapped out of range, with their map entries.
     pub(super) outside: Vec<(u32, u32)>,
     /// Blocks with more than one owner.
     pub(super) shared: BTreeMap<u32, Owners>,
-    /// Blocks without any, if they are not too many.
+    /// Blocks without an owner, up to a limit.
     pub(super) nobodys: Vec<u32>,
-    /// Sectors that are marked as lost already.
+    /// Sectors that are already marked as lost.
     pub(super) error_sectors: u32,
 }
 
-/// Surveys an arena. `None`: it has too much damage for a repair, or recovery could not read the
-/// flog or the map. In the second case, a block without an owner may hold a sector.
+/// Surveys an arena. Returns `None` if it has too much damage for a repair, or if recovery could
+/// not read the flog or the map. In the second case, a block without an owner may contain a sector.
 pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Survey>, MediaError> {
     let recovery = recover(space, info);
     if recovery.findings.iter().any(Finding::is_unreadable) {
@@ -92,7 +91,8 @@ pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Surv
 }
 
 impl Survey {
-    /// Goes through the map once more if blocks are shared: only now it is known which.
+    /// Finds the owners of shared blocks in a second pass over the map, because only the first pass
+    /// finds these blocks.
     fn find_owners(
         &mut self,
         space: &impl Media,
@@ -117,7 +117,7 @@ impl Survey {
     }
 }
 
-/// Calls back with each sector's map entry, as long as that says so.
+/// Calls `look` with each sector's map entry until it returns false.
 fn each_entry(
     space: &impl Media,
     info: &ArenaInfo,
@@ -136,7 +136,7 @@ fn each_entry(
     Ok(())
 }
 
-/// Returns the lanes. A write is also pending if `redo` has its torn entry of the map.
+/// Surveys the lanes. A write is also pending if `redo` has its torn map entry.
 fn survey_flog(
     space: &impl Media,
     info: &ArenaInfo,
@@ -180,7 +180,7 @@ fn hints(group: &FlogGroupBytes) -> Vec<u32> {
         .collect()
 }
 
-/// Which slot is the second one in use: where lanes disagree, that of most. `None`: of hardly any.
+/// Second slot in use. If lanes disagree, the majority decides. Returns `None` without a majority.
 fn likely_second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     if let Some(second) = second_slot(groups) {
         return Some(second);
@@ -190,7 +190,7 @@ fn likely_second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     (fitting(second) > groups.len() / 2).then_some(second)
 }
 
-/// Are the slots zero that are not used?
+/// Checks that unused slots are zero.
 fn is_padded(group: &FlogGroupBytes, second: usize) -> bool {
     let unused = [1, 2, 3].into_iter().filter(|slot| *slot != second);
     unused.flat_map(|slot| group.entries[slot].as_bytes()).all(|byte| *byte == 0)

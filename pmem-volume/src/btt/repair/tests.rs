@@ -1,5 +1,4 @@
-//! Damage of every kind: what a check calls it, what a repair does about it, and that no sector is
-//! worse off.
+//! Tests of all kinds of damage: the finding of a check, the repair, and unchanged sectors.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,12 +13,12 @@ use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::media::{Media, MemoryMedia};
 
 const SECTOR_BYTES: usize = 4096;
-/// What has content, and what has none.
+/// Sectors that are compared: some have content.
 const LOOKED_AT: Range<u64> = 0..60;
-/// Sectors are written by these, three at a time.
+/// Lanes of the writes.
 const WRITERS: [usize; 4] = [0, 7, 200, 255];
 
-/// A volume whose sectors 0 to 29 were written, some of them several times, and so lie in each
+/// Volume whose sectors 0 to 29 were written, some of them several times, so that they have each
 /// other's blocks.
 fn filled(second: usize) -> (MemoryMedia, ArenaInfo) {
     let media = formatted(4096);
@@ -35,7 +34,7 @@ fn filled(second: usize) -> (MemoryMedia, ArenaInfo) {
     (media, arena)
 }
 
-/// What sectors read as; those that cannot be read are not there.
+/// Content of all readable sectors.
 fn sectors(space: &impl Media) -> BTreeMap<u64, Vec<u8>> {
     let (reader, _) = Reader::open_damaged(space);
     if reader.sectors() == 0 {
@@ -52,8 +51,8 @@ fn plan(space: &impl Media, give_up: GiveUp) -> Repair {
     plan_repair(space, give_up, &mut |_| {}).unwrap()
 }
 
-/// Carries a repair out and holds what is left against what it said. Sectors that read as they
-/// should do so still.
+/// Carries out a repair and compares the result with its plan. Sectors with correct content must
+/// keep it.
 fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>) -> Repair {
     let before = sectors(media);
     let repair = plan(media, give_up);
@@ -74,7 +73,7 @@ fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>
     repair
 }
 
-/// Everything is as it was before the damage.
+/// Expects a repair that restores the state before the damage.
 fn assert_mended(media: &MemoryMedia, right: &BTreeMap<u64, Vec<u8>>) -> Repair {
     let repair = repaired(media, GiveUp::Nothing, right);
     assert!(repair.after.is_clean(), "{repair:?}");
@@ -82,7 +81,7 @@ fn assert_mended(media: &MemoryMedia, right: &BTreeMap<u64, Vec<u8>>) -> Repair 
     repair
 }
 
-/// Nothing is done about the damage, by itself.
+/// Expects a plan that leaves the damage as it is.
 fn assert_left(media: &MemoryMedia) -> Repair {
     let before = media.to_bytes();
     let repair = plan(media, GiveUp::Nothing);
@@ -136,7 +135,7 @@ fn without_any_info_block_nothing_is_touched() {
         assert!(sectors(&media).is_empty());
         places.iter().for_each(|at| flip(&media, *at, 1));
     }
-    // Cut short, it has no room for what it says.
+    // The truncated volume is smaller than its info block claims.
     for bytes in [START_BYTES, 8 << 20, VOLUME_BYTES - 4096, VOLUME_BYTES - 8] {
         let cut = MemoryMedia::from_bytes(&media.to_bytes()[..bytes as usize]);
         let repair = assert_left(&cut);
@@ -154,7 +153,7 @@ fn lanes_that_make_no_sense_get_the_blocks_that_nobody_has() {
             lanes.iter().map(|lane| lane.free.unwrap()).collect()
         };
         let before = blocks(&media);
-        // Of a lane that wrote once, one that wrote often, and one that never did.
+        // Lanes that have written once, several times, and never.
         for lane in [0, 7, 100] {
             for (field, value) in
                 [(0, MAP_BLOCK), (1, MAP_BLOCK - 1), (2, u32::MAX), (3, 9), (3, 0), (3, 4)]
@@ -166,7 +165,7 @@ fn lanes_that_make_no_sense_get_the_blocks_that_nobody_has() {
                 assert_eq!(before, blocks(&media), "lane {lane}, field {field}");
             }
         }
-        // Two that are equally new; and several lanes at once.
+        // Two equally new entries, and several lanes at once.
         let media = MemoryMedia::from_bytes(&good);
         for lane in [0, 7, 100, 255] {
             [0, second as u64].iter().for_each(|slot| set_flog(&media, &arena, lane, *slot, 3, 2));
@@ -211,7 +210,7 @@ fn the_only_sector_without_a_block_has_the_only_block_without_an_owner() {
         assert!(repair.mendings[0].what.starts_with(&format!("sector L{sector} ")), "{repair:?}");
         assert!(good == media.to_bytes());
     }
-    // A trimmed one stays that.
+    // A discarded sector stays discarded.
     set_map(&media, &arena, 40, 40 | MAP_ZERO);
     let good = media.to_bytes();
     set_map(&media, &arena, 40, (arena.blocks + 40) | MAP_ZERO);
@@ -239,8 +238,8 @@ fn sectors_of_which_nothing_says_where_they_are_are_marked_as_lost() {
     });
     assert_eq!(lost, [(3, true), (4, true), (5, true), (20, true)]);
 
-    // Whichever word a crash keeps from it, the last sector is not taken for the only one: its
-    // block need not be the one left.
+    // Whichever word a crash loses, the remaining sector is not treated as the only one, because
+    // its block need not be the remaining one.
     let stores = &repair.mendings[0].phases[0];
     for missing in 0..stores.len() {
         let media = MemoryMedia::from_bytes(&damaged);
@@ -301,7 +300,7 @@ fn a_block_of_a_sector_and_of_a_lane_stays_unless_the_sector_is_given_up() {
     let repair = repaired(&media, GiveUp::Sectors, &right);
     assert!(repair.after.is_clean(), "{repair:?}");
     assert_eq!(sectors(&media).get(&12), None);
-    // The sector keeps the block, whatever it holds: the lane would write it.
+    // The sector keeps the block regardless of its content, because the lane would write to it.
     assert_eq!(map_entry(&media, &arena, 12), lane | MAP_ERROR);
 }
 
@@ -321,12 +320,12 @@ fn lanes_that_share_a_block_cost_no_sector() {
 fn what_a_lane_has_still_to_write_is_written_before_it_forgets() {
     let (media, arena) = filled(1);
     let mut writer = Writer::new(&media, 1);
-    // The log is complete, and the map entry is missing.
+    // The log entry is complete, but the map entry is missing.
     writer.write(50, 12, &content(12, 9, 4096), 3);
     let right = sectors(&media);
     assert_eq!(right[&12], content(12, 9, 4096));
     let old = survey(&media, &arena).unwrap().unwrap().lanes[50].free.unwrap();
-    // An earlier lane has the block as well, so the later one is given another.
+    // An earlier lane has the block too, so the later one gets another.
     set_flog(&media, &arena, 3, 0, 1, old);
     let repair = assert_mended(&media, &right);
     assert!(repair.mendings[0].what.contains("lane 50"), "{repair:?}");
@@ -342,12 +341,12 @@ fn the_error_flag_goes_when_nothing_else_is_wrong() {
     let repair = assert_mended(&media, &right);
     assert!(repair.mendings[0].what.contains("error flag"), "{repair:?}");
     assert!(good == media.to_bytes());
-    // With what it was set for.
+    // Together with the defect that caused it.
     with_info(&media, set);
     set_flog(&media, &arena, 7, 0, 3, 9);
     flip(&media, START_BYTES + 20, 1);
     assert_eq!(assert_mended(&media, &right).mendings.len(), 3);
-    // It stays as long as something else does.
+    // The flag stays as long as another defect remains.
     with_info(&media, set);
     set_map(&media, &arena, 12, map_entry(&media, &arena, 20));
     assert!(assert_left(&media).after.arenas[0].findings.contains(&Finding::ErrorFlag));
@@ -360,8 +359,8 @@ fn a_map_that_is_lost_is_left_and_costs_no_memory() {
     media.store(arena.map_at, &vec![0; map_bytes]).unwrap();
     assert_left(&media);
     media.store(arena.map_at, &vec![0xff; map_bytes]).unwrap();
-    // Each sector is outside, and could be anywhere. That is no more than four thousand of them
-    // here.
+    // All sectors are mapped out of range and could be anywhere. Here they are fewer than the
+    // limit.
     let repair = plan(&media, GiveUp::Nothing);
     assert!(repair.after.is_clean());
     assert_eq!(repair.after.arenas[0].error_sectors, arena.sectors);
@@ -383,7 +382,7 @@ fn the_second_arena_is_repaired_by_itself() {
     let second = arenas(&media)[1].clone().unwrap().0;
     set_flog(&media, &second, 9, 0, 3, 7);
     let damaged = media.to_bytes();
-    // What is wrong in the first arena, and stays, does not keep the second from it.
+    // Remaining damage of the first arena does not prevent the repair of the second.
     let first = arenas(&media)[0].clone().unwrap().0;
     set_map(&media, &first, 12, 20 | MAP_ERROR | MAP_ZERO);
     let repair = plan(&media, GiveUp::Nothing);
@@ -395,8 +394,8 @@ fn the_second_arena_is_repaired_by_itself() {
     assert!(check(&media).is_clean() && damaged != media.to_bytes());
 }
 
-/// Everything that a repair can have to do, at once: both kinds of info block, sectors and lanes,
-/// and the flag.
+/// Volume with all kinds of repairable damage: both kinds of info block, sectors, lanes, and the
+/// flag.
 fn damaged_simulation() -> (Simulator, BTreeMap<u64, Vec<u8>>) {
     let (media, arena) = filled(1);
     let right = sectors(&media);
@@ -406,7 +405,7 @@ fn damaged_simulation() -> (Simulator, BTreeMap<u64, Vec<u8>>) {
     let shared = survey(&media, &arena).unwrap().unwrap().lanes[50].free.unwrap();
     with_info(&media, |info| info.flags.set(FLAG_ERROR));
     set_flog(&media, &arena, 3, 0, 1, shared);
-    // Equally new, and the older of both is what it had.
+    // Equally new entries. The older one has the lane's block.
     [0, 1].iter().for_each(|slot| set_flog(&media, &arena, 200, *slot, 3, 1));
     set_map(&media, &arena, 20, MAP_BLOCK | MAP_ERROR | MAP_ZERO);
     flip(&media, START_BYTES + 60, 3);
@@ -416,7 +415,8 @@ fn damaged_simulation() -> (Simulator, BTreeMap<u64, Vec<u8>>) {
     (simulator, right)
 }
 
-/// Every image of every point: a second repair ends it, and no sector is lost but the one that was.
+/// Verifies every image of every point: a second repair finishes the first, and only the sector
+/// without a block is lost.
 fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Result<usize, String> {
     let (mut images, mut random) = (0, Random::new(5));
     for (place, point) in points.iter().enumerate() {
@@ -435,7 +435,7 @@ fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Resul
             if let Some((sector, _)) = wrong {
                 return Err(failed(format!("sector L{sector} is not what it was")));
             }
-            // It may be back, and is nothing else than it was.
+            // The sector may be restored, but only with its own content.
             if read.get(&20).is_some_and(|bytes| *bytes != right[&20]) {
                 return Err(failed("sector L20 was guessed".to_owned()));
             }
@@ -460,7 +460,7 @@ fn a_repair_may_be_interrupted_anywhere() {
 fn a_lane_that_is_written_in_one_go_is_found_out() {
     let (space, right) = damaged_simulation();
     let mut repair = plan(&space, GiveUp::Nothing);
-    // Missing: the sequence number that cannot be, until the rest of a lane is durable.
+    // Missing: the impossible sequence number until the rest of a lane is durable.
     for mending in repair.mendings.iter_mut().filter(|mending| mending.what.contains("lane(s)")) {
         mending.phases = vec![mending.phases.drain(..).flatten().collect()];
     }
@@ -469,8 +469,7 @@ fn a_lane_that_is_written_in_one_go_is_found_out() {
     verify_points(&space.take_points(), &right).expect_err("the wrong order went unnoticed");
 }
 
-/// Writes a sector twice, is killed at each persist of that, and has a flog in which the lanes that
-/// wrote are damaged.
+/// Writes a sector twice, kills the process at each persist, and damages the lanes that wrote.
 fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
     let (media, arena) = filled(1);
     let right = sectors(&media);
@@ -507,8 +506,7 @@ fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
     found
 }
 
-/// Repairs what a kill has left, and then the power goes: at no time do a sector and a lane come to
-/// have the same block.
+/// Repairs the state after a kill, then loses power. A sector and a lane must never share a block.
 fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, String> {
     let mut images = 0;
     for (number, (killed, right)) in killed_and_damaged().iter().enumerate() {
@@ -525,8 +523,8 @@ fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, Strin
             if !report.is_clean() {
                 return Err(format!("killed at {number}: {report:?}"));
             }
-            // What a damaged lane wrote may be lost with it: only it knew that the map was not
-            // durable.
+            // The last write of a damaged lane may be lost, because only the lane had the
+            // information that its map word was not durable.
             let wrong = sectors(&image)
                 .into_iter()
                 .find(|(sector, bytes)| *sector != 12 && *bytes != right[sector]);

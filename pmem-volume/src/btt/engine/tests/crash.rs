@@ -1,6 +1,5 @@
-//! Crashes of the engine, enumerated: at every persist of exchanges and discards that are
-//! interleaved, and of the recovery that follows, what a crash may leave is opened and held against
-//! the oracle.
+//! Enumerated crashes of the engine: at every persist of interleaved exchanges and discards, and of
+//! the following recovery, the possible images are opened and compared with the oracle.
 
 use std::sync::atomic::Ordering;
 
@@ -9,14 +8,14 @@ use super::*;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::pool::tests::campaign::{Replay, replay_as, replayed, seeds, verify_each};
 
-/// Images of each point, at most.
+/// Limit of images for each point.
 const BOUND: usize = 48;
 
-/// Crash points of one case have numbers from here on, where a seed has several cases.
+/// Number of crash points of a case, if a seed has several cases.
 const POINTS: usize = 256;
 
-/// Opens every image of every point, which are numbered from `first_step` on. Returns the number of
-/// images that are different within one crash point.
+/// Opens every image of every point. The points are numbered from `first_step` on. Returns the
+/// number of images that are different within one crash point.
 fn verify(
     points: &[(CrashPoint, Oracle)],
     bound: usize,
@@ -36,7 +35,7 @@ fn verify(
     Ok(images)
 }
 
-/// Interleaves exchanges and discards as a seed has it, and crashes at every persist.
+/// Interleaves random exchanges and discards, and crashes at every persist.
 pub(super) fn crash_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), wrong, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
@@ -50,8 +49,8 @@ pub(super) fn crash_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> 
     verify(&recorded.take_points(), BOUND, seed, 0)
 }
 
-/// The same, with a process that is killed instead; the next one opens what it sees, durable or
-/// not, goes on, and then the power goes: while it opens, and after.
+/// Like [`crash_at_random`], with a killed process. The next process opens the visible state,
+/// durable or not, and continues. The power fails while it opens and later.
 pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), Wrong::Nothing, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
@@ -67,7 +66,7 @@ pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
         next.record();
         let engine = Engine::open(&next).unwrap();
         next.is_open.store(true, Ordering::Relaxed);
-        // From here on it is as this process has seen it.
+        // From here on, the oracle is the state that this process has seen.
         let found = oracle.read(&engine).map_err(|error| format!("killed at {step}: {error}"))?;
         *next.oracle.lock().unwrap() = found;
         let mut script = Script::new(&engine, &next, 2, 1000);
@@ -79,8 +78,8 @@ pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     Ok(images)
 }
 
-/// The same, with an engine that comes to its end and leaves the media to a driver which makes
-/// durable what it stores itself, and nothing else; then the power goes.
+/// Like [`crash_at_random`], with an engine that ends and leaves the media to a driver that
+/// persists only its own stores. Then the power fails.
 pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), wrong, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
@@ -123,19 +122,18 @@ fn a_killed_engine_and_a_loss_of_power_after_it_are_survived() {
     Replay::from_environment().count(images, 21_000);
 }
 
-/// Every order in which two exchanges can take their steps, and every image of each, as far as
-/// there are a thousand.
+/// All orders of the steps of two exchanges, with up to a thousand images of each.
 fn two_exchanges(wrong: Wrong) -> Result<usize, String> {
     const STEPS: u32 = 4;
     let mut images = 0;
-    // Of the same line, so that one waits; of another; of the same sector.
+    // In the same line, so that one waits; in another line; of the same sector.
     for (place, other) in [3..5, 20..21, 1..2].into_iter().enumerate() {
         for order in (0..1u32 << (2 * STEPS)).filter(|order| order.count_ones() == STEPS) {
             let recorded = Recorded::new(new_media(), wrong, Oracle::default());
             let engine = Engine::open(&recorded).unwrap();
             recorded.is_open.store(true, Ordering::Relaxed);
             let mut script = Script::new(&engine, &recorded, 2, 0);
-            // Something that is not settled yet, in the same lanes.
+            // A write that is not settled yet, in the same lanes.
             script.begin(0, 1..3);
             script.finish();
             recorded.record();
@@ -161,7 +159,7 @@ fn two_exchanges_survive_in_every_order_of_their_steps() {
     Replay::from_environment().count(two_exchanges(Wrong::Nothing).unwrap(), 20_000);
 }
 
-/// Whichever test finds something, the numbers that it says find it again, and only that.
+/// The numbers in the error of each test replay only the failing image.
 #[test]
 fn what_was_found_is_found_again_by_its_numbers() {
     let of_seed = |wrong: Wrong| {

@@ -1,10 +1,10 @@
-//! Wrong orders, each left in the media's care instead of the engine's: as long as they are found
-//! out, the tests of the right one prove something.
+//! Wrong orders, which the media imposes instead of the engine. Their detection shows that the
+//! tests of the right order are effective.
 
 use super::crash::{crash_at_random, hand_over_at_random, kill_at_random};
 use super::script::Wrong;
 
-/// Some seed finds it out.
+/// Expects that some seed detects the wrong order.
 fn must_be_found_out(campaign: fn(u64, Wrong) -> Result<usize, String>, wrong: Wrong) -> String {
     (1..40)
         .find_map(|seed| campaign(seed, wrong).err())

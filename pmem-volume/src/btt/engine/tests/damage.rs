@@ -1,5 +1,5 @@
-//! Metadata that cannot be, and media that fails: each is said of its arena, and the other arena is
-//! served as ever.
+//! Impossible metadata and failing media: each is reported for its arena, and the other arena is
+//! served as usual.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,7 +17,7 @@ pub(super) fn info_at(media: &MemoryMedia, start: u64) -> ArenaInfo {
     read_arena(media, start, VOLUME_BYTES - START_BYTES).unwrap().0
 }
 
-/// The second arena of two.
+/// Second arena of two.
 pub(super) fn second_of(media: &MemoryMedia) -> ArenaInfo {
     info_at(media, info_at(media, START_BYTES).next_bytes.unwrap())
 }
@@ -26,7 +26,7 @@ fn store_u32(media: &MemoryMedia, at: u64, value: u32) {
     media.store(at, &value.to_le_bytes()).unwrap();
 }
 
-/// Changes an info block, or its copy, and gives it a checksum that fits.
+/// Changes an info block or its copy, and its checksum.
 pub(super) fn change_info(media: &MemoryMedia, at: u64, change: impl Fn(&mut InfoBytes)) {
     let mut info = InfoBytes::new_zeroed();
     media.read(at, info.as_mut_bytes()).unwrap();
@@ -47,8 +47,8 @@ pub(super) fn flags_at(media: &MemoryMedia, at: u64) -> u32 {
     info.flags.get()
 }
 
-/// Is the second arena read-only for that reason, on the media as well, and the first one as ever?
-/// Returns the reason.
+/// Checks that only the second arena is read-only, also on the media, and that the first one is
+/// served as usual. Returns the reason.
 fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedia>) -> String {
     let arenas = engine.arenas();
     let border = arenas[1].first_sector;
@@ -64,7 +64,7 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
         };
         assert_eq!(reason.to_string(), why);
     }
-    // Across the border, what comes before it is written.
+    // A write across the boundary writes the sectors of the first arena.
     assert!(matches!(
         engine.write(border - 1, &vec![1; 8192]),
         Err(EngineError::ReadOnly { arena: 1, .. })
@@ -76,7 +76,7 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
     }
     let first = info_at(media, START_BYTES);
     assert_eq!(flags_at(media, first.start_bytes) | flags_at(media, first.copy_at), 0);
-    // So it is for whoever opens it next.
+    // The next open finds the flag.
     assert!(Engine::open(media).unwrap().arenas()[1].read_only.is_some());
     why
 }
@@ -104,13 +104,13 @@ fn a_flog_that_cannot_be_makes_its_arena_read_only() {
         let border = engine.arenas()[1].first_sector;
         engine.write(border + 5, &content(border + 5, 1, 4096)).unwrap();
         drop(engine);
-        // Lane 3 and those next to it are not the ones that a thread begins with.
+        // Lane 3 and its neighbors are not the first ones that a thread uses.
         let info = second_of(&media);
         change(&media, &info, &recover(&media, &info));
         let engine = Engine::open(&media).unwrap();
         let why = only_the_second_is_read_only(&media, &engine);
         assert!(why.contains(what), "{what}: {why}");
-        // What can be read is read.
+        // Readable sectors can be read.
         assert_eq!(read(&engine, border + 5), content(border + 5, 1, 4096), "{what}");
     }
 }
@@ -145,8 +145,7 @@ fn a_map_entry_out_of_range_is_found_when_it_is_used() {
 fn an_error_flag_keeps_the_arena_as_it_is_and_shows_what_recovery_would() {
     let media = formatted_twice(4096);
     let info = second_of(&media);
-    // A write of sector 3 of which the map does not know yet: the lane's block and an entry that
-    // counts.
+    // A write of sector 3 that the map lacks: the lane's block and an entry that counts.
     let recovery = recover(&media, &info);
     let (block, _) = recovery.free[0];
     let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
@@ -178,7 +177,7 @@ fn a_sector_in_error_is_lost_and_can_be_written() {
     engine.discard(7..8).unwrap();
     assert_eq!(read(&engine, 7), vec![0; 4096]);
     assert!(check(&media).is_clean());
-    // As Linux has it: the flog says that the block which the lane got had failed.
+    // As in Linux, the flog records that the lane's new block has failed.
     let entries = (0..256).map(|lane| word_at(&media, info.flog_at + lane * 64 + 16));
     assert!(entries.into_iter().any(|half| half == u64::from(6 | MAP_ERROR) << 32 | 6));
 }
@@ -222,7 +221,7 @@ fn info_blocks_are_replaced_by_their_copies_or_their_arena_is_missing() {
     );
 }
 
-/// The first arena's second info block, whose first one is gone.
+/// Offset of the first arena's second info block.
 fn info_at_copy(media: &MemoryMedia) -> u64 {
     info_at(media, START_BYTES).copy_at
 }
@@ -245,7 +244,7 @@ fn sectors_that_are_not_offered_are_refused() {
     }
 }
 
-/// Opens an arena that cannot be, and crashes while its error flag is set.
+/// Opens an arena with impossible metadata, and crashes while its error flag is set.
 fn crash_at_the_error_flag(wrong: Wrong) -> Result<usize, String> {
     let media = new_media();
     let info = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().0;
@@ -277,8 +276,8 @@ fn an_error_flag_that_is_set_in_both_blocks_at_once_is_found_out() {
     assert!(error.contains("neither info block is whole"), "{error}");
 }
 
-/// Media of which a change fails, and every one after it until it is mended; and of which parts
-/// cannot be read, nor stored to, as pages that the kernel has taken away.
+/// Media whose changes fail from one on until it is repaired, and with ranges that can be neither
+/// read nor stored to, like pages that the kernel has taken away.
 pub(super) struct Failing {
     pub(super) media: MemoryMedia,
     pub(super) left: AtomicU64,
@@ -378,8 +377,8 @@ impl Media for Failing {
     }
 }
 
-/// A sector that the media cannot read any more, and what is left of its arena: nothing else is
-/// lost, and its block is never written, also after another open, however often the others are.
+/// A sector whose media fails. No other sector is lost, and its block is never written, even after
+/// another open and many writes of the others.
 #[test]
 fn a_sector_that_cannot_be_read_is_an_error_of_that_sector_alone() {
     for is_discarded in [false, true] {
@@ -425,7 +424,7 @@ fn a_sector_that_cannot_be_read_is_an_error_of_that_sector_alone() {
     }
 }
 
-/// A map entry that cannot be read says nothing of what is durable either.
+/// An unreadable map entry does not concern durability either.
 #[test]
 fn a_map_entry_that_cannot_be_read_latches_nothing() {
     let media = MemoryMedia::new(VOLUME_BYTES);
@@ -468,7 +467,7 @@ fn the_first_failure_makes_the_arena_read_only_until_it_is_opened_again() {
             break;
         }
         assert!(matches!(result, Err(EngineError::Media(_))), "{failure}: {result:?}");
-        // Reads go on; nothing else does.
+        // Only reads continue.
         let now: Vec<_> = [2, 3].iter().map(|sector| read(&engine, *sector)).collect();
         let is_latched = |result| {
             matches!(result, Err(EngineError::ReadOnly { arena: 0, why: Fault::Media(_) }))

@@ -45,7 +45,7 @@ fn who_sleeps_gets_it_when_it_is_given_back() {
 
 #[test]
 fn who_sleeps_is_woken_and_not_by_the_clock() {
-    // Nobody waits as long as that for a test.
+    // A timeout would exceed the time limit of the test.
     let lock = Lock::new(0u64).sleeping(Duration::from_secs(3600));
     let held = lock.lock();
     thread::scope(|scope| {

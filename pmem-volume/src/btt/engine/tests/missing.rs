@@ -1,5 +1,5 @@
-//! Arenas that are missing or cannot be read: what lies behind them is served where it is known
-//! which sectors it has, and never guessed.
+//! Missing and unreadable arenas: arenas behind them are served only if the numbers of their
+//! sectors are known.
 
 use std::sync::atomic::Ordering;
 
@@ -9,7 +9,7 @@ use crate::btt::layout::{INFO_BYTES, SIGNATURE};
 use crate::btt::{Finding, GiveUp, InfoSource, Lost, plan_repair};
 use crate::media::Media;
 
-/// Three arenas, each with a sector of its own at its start.
+/// Three arenas, each with its first sector written.
 fn thrice() -> (MemoryMedia, Vec<ArenaStatus>) {
     let media = grown(&formatted_twice(4096), 3 * VOLUME_BYTES);
     let engine = Engine::open(&media).unwrap();
@@ -47,7 +47,7 @@ fn arenas_behind_one_that_is_missing_keep_their_sectors() {
     assert!(matches!(result, Err(EngineError::Missing { arena: 1, .. })), "{result:?}");
     let sectors = engine.sectors();
     drop(engine);
-    // The other code that reads it goes the same way.
+    // The reader and the check find the same arenas.
     let report = check(&media);
     let totals: Vec<_> = report.arenas.iter().map(|arena| arena.findings_total).collect();
     assert_eq!(totals, [0, 1, 0]);
@@ -63,7 +63,7 @@ fn arenas_behind_one_that_is_missing_keep_their_sectors() {
     assert_eq!(reader.read(second, &mut bytes[..4096]).unwrap(), Sector::Error);
 }
 
-/// What is not known is not guessed, and nothing is stored meanwhile.
+/// Checks that unknown arenas are not guessed, and that nothing is stored.
 fn assert_refused(media: &MemoryMedia) {
     let before = media.to_bytes();
     let error = Engine::open(media).unwrap_err();
@@ -87,7 +87,7 @@ fn several_that_are_missing_are_not_taken_for_one() {
     let (media, arenas) = thrice();
     let third = info_at(&media, arenas[2].start_bytes);
     lose_second(&media);
-    // Its first block is whole, and does not say that no guest has written it.
+    // Its first block is whole, but a guest may have written it.
     spoil(&media, third.copy_at);
     assert_refused(&media);
     spoil(&media, third.start_bytes);
@@ -101,8 +101,8 @@ fn what_a_guest_has_written_is_not_taken_for_an_arena() {
     engine.write(0, &content(0, 1, 4096)).unwrap();
     drop(engine);
     let real = second_of(&media);
-    // A third arena, whole, in the data of the second one: every block of it is one that a guest
-    // may have written.
+    // A whole third arena in the data of the second one. A guest may have written every block of
+    // it.
     let (three, arenas) = thrice();
     let start = arenas[2].start_bytes;
     let fake = info_at(&three, start);
@@ -127,7 +127,7 @@ fn what_a_guest_has_written_is_not_taken_for_an_arena() {
     assert_eq!(fake.uuid, real.uuid);
     lose_second(&media);
     assert_refused(&media);
-    // A trace alone is enough: so much is left of an arena whose blocks are lost.
+    // A trace is sufficient, as of an arena whose blocks are lost.
     media.store(start, &[0; INFO_BYTES as usize]).unwrap();
     media.store(start - INFO_BYTES, &SIGNATURE).unwrap();
     assert_refused(&media);
@@ -157,7 +157,7 @@ fn an_arena_with_other_sectors_is_missing_and_the_others_are_served() {
     assert_eq!(read(&engine, third), content(third, 1, 4096));
 }
 
-/// What cannot be read while the volume is opened, checked, exported and repaired is one arena's.
+/// Metadata that is unreadable during open, check, export and repair affects only its arena.
 #[test]
 fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
     let info = second_of(&formatted_twice(4096));
@@ -244,7 +244,7 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
             repair.carry_out(&failing.media).unwrap();
         }
         assert!(check(&failing.media).is_clean(), "{what}");
-        // It was not the arena's fault.
+        // Unreadable media does not set the arena's error flag.
         assert_eq!(flags_at(&failing.media, info.start_bytes), 0);
         assert!(
             Engine::open(&failing).unwrap().arenas().iter().all(|arena| arena.read_only.is_none())
@@ -284,7 +284,7 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
         troubles.iter().map(|(n, found)| (*n, found.to_string())).collect::<Vec<_>>(),
         [(1, why)]
     );
-    // The entry is old. It stays in doubt even when it can be read again.
+    // The entry is old. It stays doubtful even when it can be read again.
     for bad in [unreadable..unreadable + 8, 0..0] {
         failing.set_bad(std::slice::from_ref(&bad));
         assert_eq!(read(&engine, first), content(first, 2, 4096));

@@ -1,5 +1,4 @@
-//! The engine against a plain list of sectors, and against the checks that other code makes of its
-//! media.
+//! Comparison of the engine with a list of sectors, and with the checks by other code.
 
 mod crash;
 mod crash_wrong;
@@ -30,12 +29,12 @@ pub(super) fn formatted(sector_bytes: u32) -> MemoryMedia {
     media
 }
 
-/// Two arenas, the second behind what the volume had at first.
+/// Two arenas, the second one behind the initial size of the volume.
 pub(super) fn formatted_twice(sector_bytes: u32) -> MemoryMedia {
     grown(&formatted(sector_bytes), 2 * VOLUME_BYTES)
 }
 
-/// The same BTT with another arena, which reaches to the new end of its volume.
+/// The same BTT with another arena, which extends to the new end of its volume.
 pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
     let extension = crate::btt::extend(media, size_bytes).unwrap().unwrap();
     let mut bytes = media.to_bytes();
@@ -48,8 +47,8 @@ pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
     media
 }
 
-/// One arena with few sectors and lanes, of the sectors that Linux would have made of all of it:
-/// blocks are used again soon, and an image is quick to open.
+/// An arena with few sectors and lanes, in the place of the one that Linux would lay out. Blocks
+/// are reused soon, and an image opens quickly.
 pub(super) fn format_small(media: &(impl Media + ?Sized), sectors: u32, lanes: u32) {
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
     let mut info = InfoBytes::new_zeroed();
@@ -73,7 +72,7 @@ pub(super) fn format_small(media: &(impl Media + ?Sized), sectors: u32, lanes: u
     }
 }
 
-/// A sector that says which one it is, and which version.
+/// Content that identifies a sector and its version.
 pub(super) fn content(sector: u64, version: u64, sector_bytes: u32) -> Vec<u8> {
     let seed = sector << 32 | version;
     let words = (0..u64::from(sector_bytes) / 8)
@@ -98,7 +97,7 @@ fn what_is_written_is_read_across_arenas_and_after_another_open() {
         assert_eq!(engine.sector_bytes(), sector_bytes);
         let border = engine.arenas()[1].first_sector;
         assert!(border > 100 && engine.sectors() > border + 100);
-        // More than one exchange takes, and both arenas.
+        // More than one exchange covers, and in both arenas.
         let sectors = border - 90..border + 90;
         let bytes: Vec<u8> =
             sectors.clone().flat_map(|sector| content(sector, 1, sector_bytes)).collect();
@@ -176,8 +175,8 @@ fn requests_that_cannot_be_are_refused_by_name() {
 
 #[test]
 fn a_reader_finds_what_the_engine_wrote_and_discarded() {
-    // A map entry that says zeros is for sectors of a page alone: behind a smaller one Linux does
-    // not read on.
+    // Map entries for zeros are used only for sectors of a page: Linux does not read beyond one for
+    // a smaller sector.
     for (sector_bytes, discarded) in [(4096, Sector::Zeros), (512, Sector::Data)] {
         let media = formatted(sector_bytes);
         let engine = Engine::open(&media).unwrap();
@@ -195,7 +194,7 @@ fn a_reader_finds_what_the_engine_wrote_and_discarded() {
             assert_eq!(reader.read(sector, &mut bytes).unwrap(), discarded);
             assert!(bytes.iter().all(|byte| *byte == 0), "sector {sector}");
         }
-        // What is discarded is written as before.
+        // Discarded sectors can be written.
         engine.write(5, &content(5, 2, sector_bytes)).unwrap();
         assert_eq!(read(&engine, 5), content(5, 2, sector_bytes));
         assert!(check(&media).is_clean());

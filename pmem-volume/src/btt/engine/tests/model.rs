@@ -1,5 +1,5 @@
-//! Random operations on the engine and on a list of sectors, which must agree; every now and then
-//! it is opened anew.
+//! Comparison of random operations on the engine and on a list of sectors. The engine is reopened
+//! from time to time.
 
 use proptest::prelude::*;
 
@@ -15,7 +15,8 @@ enum Operation {
     Reopen,
 }
 
-/// Sectors in use: around the border of two arenas, few enough to be written often.
+/// Number of sectors on each side of the boundary of two arenas: few, so that each is written
+/// often.
 const AROUND: u64 = 40;
 
 fn operations() -> impl Strategy<Value = Operation> {
@@ -34,7 +35,7 @@ fn run(sector_bytes: u32, operations: Vec<Operation>) {
     let media = formatted_twice(sector_bytes);
     let mut engine = Engine::open(&media).unwrap();
     let base = engine.arenas()[1].first_sector - AROUND;
-    // Versions; zero reads as zeros.
+    // Versions. Version 0 reads as zeros.
     let mut model = vec![0u64; 2 * AROUND as usize];
     let expected = |model: &[u64], at: u64| match model[at as usize] {
         0 => vec![0; sector_bytes as usize],

@@ -1,4 +1,4 @@
-//! Sources of the engine, over a CPU that does whatever the memory model allows: loom's.
+//! Sources of the engine on the memory model of loom instead of the CPU.
 
 #[path = "../lock.rs"]
 #[allow(clippy::duplicate_mod, dead_code, reason = "as below")]
@@ -27,8 +27,8 @@ mod cpu {
 
     pub(super) const SPINS: u32 = 1;
 
-    /// By an exchange: loom knows of no order between a store and what others exchange at the same
-    /// time, and may have them see theirs for ever.
+    /// Releases by an exchange. Loom has no order between a store and concurrent exchanges of
+    /// others, and may never show them the store.
     pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
         lock.swap(
             free,
@@ -40,14 +40,14 @@ mod cpu {
         if LEFT_OUT.get() == LeftOut::Acquire { Ordering::Relaxed } else { ordering }
     }
 
-    /// Who sleeps may wake at any time, and looks again.
+    /// A sleeping thread may wake at any time, and checks again.
     pub(super) fn sleep_while(_: &AtomicU32, _: u32, _: Duration) {
         yield_now();
     }
 
     pub(super) fn wake_all(_: &AtomicU32) {}
 
-    /// A cell that finds out when two have what is in it at once.
+    /// Cell that detects two threads with access to its content at once.
     pub(super) struct UnsafeCell<T>(loom::cell::UnsafeCell<T>);
 
     impl<T> UnsafeCell<T> {
@@ -60,24 +60,23 @@ mod cpu {
         }
     }
 
-    /// What is not done.
+    /// Omitted step.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub(super) enum LeftOut {
         Nothing,
-        /// The reader's barrier between its hold and its look at the map.
+        /// Reader's barrier between its announcement and its check of the map.
         ReadersFence,
-        /// The writer's barrier between its change of the map and its look at the readers.
+        /// Writer's barrier between its change of the map and its check of the readers.
         WritersFence,
-        /// The reader's second look at the map.
+        /// Reader's second check of the map.
         SecondLook,
-        /// The writer's look at the readers.
+        /// Writer's check of the readers.
         LookAtReaders,
-        /// The lock of the map's line.
+        /// Lock of the map's line.
         LineLock,
-        /// What was done under a lock need not be seen by the next one who has it: on the side of
-        /// who gives it back.
+        /// Release ordering of the lock: the next holder need not see accesses under the lock.
         Release,
-        /// The same on the side of who takes it.
+        /// Acquire ordering of the lock.
         Acquire,
     }
 
@@ -92,8 +91,8 @@ mod cpu {
 
     pub(super) fn set_last_slot(_: usize) {}
 
-    /// A model has no locked instructions: its atomics order less than the CPU's do, whatever they
-    /// are told.
+    /// A model has no locked instructions. Its atomics order less than those of the CPU, whatever
+    /// their ordering.
     pub(super) fn fence_behind_locked() {
         if LEFT_OUT.get() != LeftOut::ReadersFence {
             atomic::fence(Ordering::SeqCst);

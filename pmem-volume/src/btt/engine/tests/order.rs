@@ -1,11 +1,11 @@
-//! Readers, writers and the locks of the map in every order that the memory may show (loom): the
-//! very code of the engine, compiled once more with loom's atomics. Steps are left out one by one,
-//! and each must be missed.
+//! Readers, writers and locks of the map in every order that the memory model allows (loom). The
+//! code of the engine is compiled again with loom's atomics. Each step is omitted once, which must
+//! be detected.
 //!
-//! One thing is not the engine's: locks are given back by an exchange here, and by a store there,
-//! which loom cannot judge beside exchanges of others. That a store will do is argued: whoever
-//! exchanges sees the newest value, which is that of the store, or of an exchange before it that
-//! the store has overwritten; only who waits is forgotten then.
+//! One difference remains: locks are released by an exchange here, and by a store in the engine,
+//! because loom cannot check a store beside exchanges of others. A store is sufficient: an exchange
+//! sees the newest value, which is that of the store, or of an exchange before it that the store
+//! has overwritten. In the second case, only the mark of a waiting thread is lost.
 
 use std::env;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,9 +24,8 @@ use crate::media::{Durability, Media};
 
 const CHILD: &str = "FORESHORE_TEST_CHILD";
 
-/// Runs a test in a process of its own: loom's threads are coroutines, which put a handler of
-/// SIGBUS in place that knows nothing of the one before it, and that one is under test elsewhere.
-/// `name` is the test that calls this.
+/// Runs a test in its own process, because loom's coroutines install a SIGBUS handler without
+/// calling the earlier one, which other tests need. `name` is the test that calls this.
 fn in_own_process(name: &str, test: fn()) {
     if env::var_os(CHILD).is_some() {
         return test();
@@ -38,7 +37,7 @@ fn in_own_process(name: &str, test: fn()) {
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
-/// Tries all orders of a model, and says what is wrong in one of them, if anything is.
+/// Tries all orders of a model. Returns the failure of one of them, if any.
 fn every_order(left_out: LeftOut, model: impl Fn() + Send + Sync + 'static) -> Result<(), String> {
     cpu::LEFT_OUT.set(left_out);
     let result = catch_unwind(AssertUnwindSafe(|| loom::model(model)));
@@ -51,9 +50,9 @@ fn every_order(left_out: LeftOut, model: impl Fn() + Send + Sync + 'static) -> R
     })
 }
 
-/// A sector and two blocks, each of two words, that are torn if the words differ.
+/// Sector and two blocks of two words each. A block whose words differ is torn.
 struct Sector {
-    /// Which block the sector has, as the map says: 1 or 2.
+    /// Block of the sector in the map: 1 or 2.
     map: AtomicU64,
     blocks: [[AtomicU64; 2]; 2],
     readers: Readers,
@@ -65,8 +64,7 @@ impl Sector {
         Self { map: AtomicU64::new(1), blocks: [block(), block()], readers: Readers::new(2) }
     }
 
-    /// Writes twice with one lane, which has block 2 at first. What it finds being read it leaves
-    /// alone.
+    /// Writes twice with one lane, which has block 2 at first. Stops if its block is being read.
     fn write(&self) {
         let mut free = 2;
         for version in 1..=2 {
@@ -79,7 +77,7 @@ impl Sector {
                 .iter()
                 .for_each(|word| word.store(version, Ordering::Relaxed));
             let old = self.map.load(Ordering::Relaxed);
-            // As a store of the media is: behind all earlier ones.
+            // Like a store of the media, it is ordered after all earlier ones.
             self.map.store(free, Ordering::Release);
             free = old;
         }
@@ -128,7 +126,7 @@ fn every_step_between_readers_and_writers_is_missed() {
     });
 }
 
-/// A word of the map.
+/// Word of the map.
 struct OneWord(AtomicU64);
 
 impl Media for OneWord {
@@ -170,7 +168,7 @@ fn neighbours_change(left_out: LeftOut) -> Result<(), String> {
         let shared = Arc::new((Locks::new(1), Map::new(&info), OneWord(AtomicU64::new(0))));
         let change = move |shared: &(Locks, Map, OneWord), sector: u32| {
             let (locks, map, word) = shared;
-            // Locks of his own keep nobody away.
+            // A separate lock does not exclude the other writer.
             let own = Locks::new(1);
             let locks = if left_out == LeftOut::LineLock { &own } else { locks };
             let sectors = sector..sector + 1;
@@ -194,8 +192,8 @@ fn neighbours_in_a_word_of_the_map_keep_each_other() {
     });
 }
 
-/// Two add to what a lock guards. Loom sees when one has it before all that the other did with it
-/// is done.
+/// Two threads add to a value under a lock. Loom detects an access before the other thread's
+/// accesses are complete.
 fn two_add(left_out: LeftOut) -> Result<(), String> {
     every_order(left_out, || {
         let lock = Arc::new(Lock::new(0));

@@ -1,4 +1,4 @@
-//! The slots of readers, one by one. In which order they are used is for `order.rs`.
+//! Single slots of readers. `order.rs` tests the order of their use.
 
 use std::thread;
 

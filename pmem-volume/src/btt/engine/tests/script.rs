@@ -1,9 +1,8 @@
-//! Writers whose steps are interleaved as a seed has it, on media that remembers what a crash would
-//! leave.
+//! Writers with randomly interleaved steps, on media that records crash points.
 //!
-//! All of them run on one thread, so that a seed is all it takes to see a failure again: each has
-//! an exchange, of which one step is done at a time. At every persist it is noted what each sector
-//! may hold.
+//! All writers run on one thread, so a seed is sufficient to reproduce a failure. Each has an
+//! exchange, and executes one step at a time. At every persist, the possible content of each sector
+//! is recorded.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -20,12 +19,12 @@ use crate::media::{Durability, Media, Pending};
 pub(super) const SECTORS: u32 = 48;
 pub(super) const LANES: u32 = 4;
 
-/// What a sector may hold: a version, where zero is zeros.
+/// Possible versions of a sector. Version 0 is zeros.
 #[derive(Clone, Debug, Default)]
 struct Held {
-    /// What it holds if nothing is under way.
+    /// Version if no write is in progress.
     current: u64,
-    /// What writes that are under way would leave.
+    /// Versions of writes in progress.
     pending: Vec<u64>,
 }
 
@@ -33,58 +32,58 @@ struct Held {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Oracle(BTreeMap<u32, Held>);
 
-/// What is done wrong between the engine and the media.
+/// Wrong order between the engine and the media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wrong {
     Nothing,
-    /// The second half comes before the data is durable.
+    /// The second half precedes durable data.
     Data,
-    /// The second half comes before the first one is durable.
+    /// The second half precedes a durable first half.
     FirstHalf,
     /// The second half is not durable when the map changes and the write returns.
     SecondHalf,
-    /// The map changes, durably, and then comes the second half.
+    /// The map changes durably before the second half.
     MapBeforeFlog,
-    /// A lane is used again before the word of the map that it changed last is durable.
+    /// A lane is reused before the map word that it changed last is durable.
     LaneReused,
-    /// A sector is written again before its word of the map is durable.
+    /// A sector is written again before its map word is durable.
     SectorRewritten,
     /// A discard returns before it is durable.
     Discard,
     /// Recovery redoes the map before the flog is durable.
     RecoveredFlog,
-    /// Recovery is over before the map is durable.
+    /// Recovery ends before the map is durable.
     RecoveredMap,
-    /// The media is another driver's before the map is durable.
+    /// Another driver uses the media before the map is durable.
     NotSettled,
-    /// The error flag is stored to the second info block before the first one has it durably.
+    /// The error flag is stored to the second info block before it is durable in the first one.
     ErrorFlag,
-    /// Data is begun to be persisted, and then stored.
+    /// Data is stored after its persist has begun.
     DataBegunTooEarly,
-    /// Halves of the log are.
+    /// Halves of the log are stored after their persist has begun.
     LogBegunTooEarly,
 }
 
-/// A range that has been begun to be persisted, as a CPU does: its lines are written back with what
-/// they hold then. The end makes just that durable.
+/// Begun persist of a range. Like a CPU, it writes back the current content of the lines. The end
+/// makes just that content durable.
 #[derive(Debug)]
 struct Begun {
     range: Range<u64>,
     words: Vec<(u64, u64)>,
 }
 
-/// The media, a wrong order if there is to be one, and the oracle at each crash point.
+/// Media with an optional wrong order, and the oracle at each crash point.
 pub(super) struct Recorded {
     pub(super) media: Simulator,
     wrong: Wrong,
     map: Range<u64>,
     flog: Range<u64>,
-    /// Persists of an engine that is being opened are those of recovery.
+    /// While the engine is being opened, persists are those of recovery.
     pub(super) is_open: std::sync::atomic::AtomicBool,
     held_back: Mutex<Vec<(u64, u64)>>,
-    /// What has been begun to be persisted, in its order: only one thread does.
+    /// Begun persists in order. Only one thread makes them.
     begun: Mutex<Vec<Begun>>,
-    /// The same of what is stored too late.
+    /// Begun persists of ranges that are stored too late.
     begun_too_early: Mutex<Vec<Begun>>,
     pub(super) oracle: Mutex<Oracle>,
     seen: Mutex<Vec<Oracle>>,
@@ -109,13 +108,13 @@ impl Recorded {
         }
     }
 
-    /// From now on, crash points are kept, and what sectors may hold there.
+    /// Starts to record crash points with the possible content of sectors.
     pub(super) fn record(&self) {
         self.seen.lock().unwrap().clear();
         self.media.record();
     }
 
-    /// The crash points until now, each with what sectors may hold there.
+    /// Returns the recorded crash points, each with the possible content of sectors.
     pub(super) fn take_points(&self) -> Vec<(CrashPoint, Oracle)> {
         let mut seen = std::mem::take(&mut *self.seen.lock().unwrap());
         seen.push(self.oracle.lock().unwrap().clone());
@@ -129,7 +128,7 @@ impl Recorded {
         Media::persist(&self.media, ranges).unwrap();
     }
 
-    /// The same of what was begun.
+    /// Ends begun persists, like [`Self::persist_all`].
     fn persist_begun<'b>(&self, begun: impl IntoIterator<Item = &'b Begun>) {
         self.seen.lock().unwrap().push(self.oracle.lock().unwrap().clone());
         let words: Vec<_> =
@@ -141,7 +140,7 @@ impl Recorded {
         Begun { words: self.media.written_back(range.clone()), range }
     }
 
-    /// Is a persist of these ranges the one that goes wrong?
+    /// Returns true if a persist of these ranges is the one to omit.
     fn is_left_out(&self, ranges: &[Range<u64>]) -> bool {
         let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
         let of = |wrong, is_in: fn(&Self, &Range<u64>) -> bool| {
@@ -248,7 +247,7 @@ impl Media for Recorded {
         assert!(begun.iter().map(|begun| &begun.range).eq(pending.ranges()), "{begun:x?}");
         let is_data = |range: &Range<u64>| !self.in_map(range) && !self.in_flog(range);
         if !pending.ranges().iter().any(is_data) {
-            // Not the log of an exchange.
+            // A persist without the log of an exchange.
             let is_left_out = self.is_left_out(pending.ranges());
             self.persist_begun(begun.iter().filter(|_| !is_left_out));
             return Ok(());
@@ -268,7 +267,7 @@ impl Media for Recorded {
     }
 }
 
-/// A sector with few words that are not zero, so that few images are many of all there are.
+/// Sector with few nonzero words, so that a few images are a large share of all possible ones.
 pub(super) fn sparse_content(sector: u32, version: u64) -> Vec<u8> {
     let mut bytes = vec![0; 4096];
     if (1..DISCARDS).contains(&version) {
@@ -280,14 +279,14 @@ pub(super) fn sparse_content(sector: u32, version: u64) -> Vec<u8> {
     bytes
 }
 
-/// Media with a small arena, and as many lanes as the script has use for.
+/// Media with a small arena, and only as many lanes as the script needs.
 pub(super) fn new_media() -> Simulator {
     let media = Simulator::new(VOLUME_BYTES);
     format_small(&media, SECTORS, LANES);
     media
 }
 
-/// An exchange that is under way, or a discard that is not durable yet.
+/// Exchange in progress, or discard that is not durable yet.
 struct Active<'a> {
     exchange: Option<OneOrMore<'a>>,
     sectors: Range<u32>,
@@ -295,7 +294,7 @@ struct Active<'a> {
     steps: u32,
 }
 
-/// An exchange, as the engine makes it of one sector, or of several.
+/// Exchange of one sector or of several, as in the engine.
 enum OneOrMore<'a> {
     One(Exchange<'a, &'a Recorded, [lanes::Held<'a>; 1]>),
     More(Exchange<'a, &'a Recorded, Taken<'a>>),
@@ -340,7 +339,7 @@ impl<'a> OneOrMore<'a> {
 /// Versions from here on are discards, which leave zeros.
 const DISCARDS: u64 = 1 << 32;
 
-/// What the writers do next.
+/// Interleaved writers.
 pub(super) struct Script<'a> {
     engine: &'a Engine<&'a Recorded>,
     recorded: &'a Recorded,
@@ -349,7 +348,7 @@ pub(super) struct Script<'a> {
 }
 
 impl<'a> Script<'a> {
-    /// So many writers. `versions` begin behind those that the media has.
+    /// `versions` must be larger than all versions on the media.
     pub(super) fn new(
         engine: &'a Engine<&'a Recorded>,
         recorded: &'a Recorded,
@@ -359,7 +358,7 @@ impl<'a> Script<'a> {
         Self { engine, recorded, active: (0..writers).map(|_| None).collect(), version }
     }
 
-    /// Does so many steps, of whichever writer `random` has.
+    /// Executes `steps` steps of randomly chosen writers.
     pub(super) fn run(&mut self, random: &mut Random, steps: usize) {
         for _ in 0..steps {
             let writer = random.below(self.active.len() as u64) as usize;
@@ -376,7 +375,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// Lets every writer come to its end.
+    /// Finishes all writers.
     pub(super) fn finish(&mut self) {
         while self.active.iter().any(Option::is_some) {
             (0..self.active.len()).for_each(|writer| self.step(writer));
@@ -399,7 +398,7 @@ impl<'a> Script<'a> {
         self.active[writer] = Some(Active { exchange: Some(exchange), sectors, version, steps: 1 });
     }
 
-    /// The next step of a writer's exchange, if it has one and need not wait.
+    /// Next step of a writer's exchange, unless it has none or would wait.
     pub(super) fn step(&mut self, writer: usize) {
         let Some(active) = &self.active[writer] else { return };
         if active.exchange.is_some() && active.steps == 1 && self.is_locked(&active.sectors) {
@@ -429,7 +428,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// The first step of a discard, if it need not wait. The second makes it durable.
+    /// First step of a discard, unless it would wait. The second step makes it durable.
     pub(super) fn discard(&mut self, writer: usize, sectors: Range<u32>) {
         if self.is_locked(&sectors) {
             return;
@@ -443,7 +442,7 @@ impl<'a> Script<'a> {
         self.active[writer] = Some(Active { exchange: None, sectors, version, steps: 1 });
     }
 
-    /// Has an exchange locked the lines of these sectors?
+    /// Returns true if an exchange has locked the lines of these sectors.
     fn is_locked(&self, sectors: &Range<u32>) -> bool {
         let lines = |of: &Range<u32>| of.start / LINE_SECTORS..=(of.end - 1) / LINE_SECTORS;
         let wanted = lines(sectors);
@@ -458,8 +457,8 @@ impl<'a> Script<'a> {
     }
 }
 
-/// Another driver, which makes each of its stores durable by itself, and takes for durable what it
-/// finds, as Linux' does (drivers/nvdimm/btt.c, btt_freelist_init and btt_write_pg).
+/// Another driver, which persists each of its stores and assumes that existing content is durable,
+/// like Linux's driver (drivers/nvdimm/btt.c, btt_freelist_init and btt_write_pg).
 pub(super) struct Driver<'a> {
     recorded: &'a Recorded,
     info: ArenaInfo,
@@ -513,7 +512,7 @@ impl<'a> Driver<'a> {
 }
 
 impl Held {
-    /// A write or a discard has ended: it is what the sector holds.
+    /// Ends a write or a discard, which is now the content of the sector.
     fn end(&mut self, version: u64) {
         let Some(place) = self.pending.iter().position(|pending| *pending == version) else {
             assert!(version >= DISCARDS);
@@ -522,18 +521,18 @@ impl Held {
         self.pending.remove(place);
         self.current = version;
         if version < DISCARDS {
-            // Discards that are not done yet were stored before this locked the line, and made
-            // durable by it.
+            // Discards in progress were stored before this exchange locked the line, and it made
+            // them durable.
             self.pending.retain(|pending| *pending < DISCARDS);
         }
     }
 }
 
 impl Oracle {
-    /// Holds an image against it, and returns what the image holds: nothing is under way there.
+    /// Verifies an image, and returns its content as an oracle without writes in progress.
     ///
     /// 1. A check finds nothing.
-    /// 2. The engine opens it, and serves every sector as it may be: whole.
+    /// 2. The engine opens it, and reads a possible version of every sector.
     /// 3. A check finds nothing, and nothing to redo.
     pub(super) fn judge(&self, image: &Simulator) -> Result<Self, String> {
         let check_is_clean = |when: &str| {
@@ -553,7 +552,7 @@ impl Oracle {
         Ok(found)
     }
 
-    /// What an engine reads, if it is what it may be.
+    /// Versions that an engine reads, if all of them are possible.
     pub(super) fn read(&self, engine: &Engine<impl Media>) -> Result<Self, String> {
         let mut found = Self::default();
         let untouched = Held::default();

@@ -1,4 +1,4 @@
-//! Real threads on few sectors; and readers that are stopped at the worst moment.
+//! Real threads on few sectors, and readers that are stopped at the worst moments.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -15,21 +15,21 @@ fn small(sectors: u32, lanes: u32) -> MemoryMedia {
     media
 }
 
-/// What zeros stand for.
+/// Version of zeros.
 const DISCARDED: u64 = u64::MAX;
 
-/// The version of a sector that is whole.
+/// Version of a whole sector.
 fn version_of(sector: u64, bytes: &[u8]) -> Option<u64> {
     if bytes.iter().all(|byte| *byte == 0) {
         return Some(DISCARDED);
     }
     let mixed = u64::from_le_bytes(bytes[..8].try_into().unwrap());
-    // The inverse of the odd number that content() multiplies with, modulo 2^64.
+    // Inverse of the odd factor in content(), modulo 2^64.
     let version = mixed.wrapping_mul(0xf1de_83e1_9937_733d) & 0xffff_ffff;
     (bytes == content(sector, version, 4096)).then_some(version)
 }
 
-/// In two arenas, the first with few lanes; the border lies among the sectors.
+/// Two arenas, the first one with few lanes. Their boundary is among the sectors.
 #[test]
 fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
     const SECTORS: u64 = 18;
@@ -84,18 +84,17 @@ fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
     assert!(check(&media).is_clean());
     for (sector, last) in (0..).zip(last) {
         let version = version_of(sector, &read(&engine, sector)).expect("whole");
-        // Of those that ran side by side at the end, any may be the last.
+        // Any of the last concurrent writes may be the last one.
         assert!(
             last.into_inner().unwrap().iter().rev().take(WRITERS as usize).any(|v| *v == version)
         );
     }
 }
 
-/// Media on which a thread stops once: before it copies a block out, or once it has looked at the
-/// map.
+/// Media on which a thread stops once: before it copies a block, or after it has read the map.
 struct Stopping {
     media: MemoryMedia,
-    /// Loads of the map that this thread still does before it stops.
+    /// Remaining loads of the map before the thread stops.
     stop_after_map_loads: AtomicUsize,
     stop_at_data: AtomicBool,
     stopped: Mutex<Sender<()>>,
@@ -155,8 +154,7 @@ impl Media for Stopping {
     }
 }
 
-/// Media on which threads stop, and how they are let go on, and how it is known that one has
-/// stopped.
+/// Media on which threads stop, with channels that report a stop and end it.
 fn stopping(sectors: u32, lanes: u32) -> (Stopping, Receiver<()>, Sender<()>) {
     let media = small(sectors, lanes);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
@@ -172,9 +170,9 @@ fn stopping(sectors: u32, lanes: u32) -> (Stopping, Receiver<()>, Sender<()>) {
     (stopping, has_stopped, continues)
 }
 
-/// Stops a reader of sector 1, overwrites that sector until every lane has been used often, and
-/// lets the reader go on. Returns which version the reader read, if it is whole, and what a reader
-/// would have read that had not said what it reads.
+/// Stops a reader of sector 1, overwrites the sector until every lane has been used often, and
+/// continues the reader. Returns the version that it has read if it is whole, and the data
+/// that a reader without an announcement would have read.
 fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>) {
     let (stopping, has_stopped, continues) = stopping(16, 3);
     let (info, _) = read_arena(&stopping, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
@@ -185,7 +183,7 @@ fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>)
         prepare(engine.space());
         let reader = scope.spawn(|| read(&engine, 1));
         has_stopped.recv().unwrap();
-        // If a writer had to wait for the reader, this would not end.
+        // This would hang if a writer waited for the reader.
         (2..32).for_each(|version| engine.write(1, &content(1, version, 4096)).unwrap());
         let mut of_block = vec![0; 4096];
         engine.space().read(block_at, &mut of_block).unwrap();
@@ -207,6 +205,6 @@ fn a_reader_that_was_too_late_looks_again() {
     let late = |media: &Stopping| media.stop_after_map_loads.store(1, Ordering::SeqCst);
     let (version, of_block) = read_while_overwritten(late);
     assert_eq!(version, Some(31));
-    // Had it gone on with what it had seen, it would have read another version, or half of one.
+    // Without the second check it would have read another version, or half of one.
     assert_ne!(of_block, content(1, 1, 4096));
 }

@@ -1,4 +1,4 @@
-//! Map entries of which a crash has left the first bytes new and the others old (`btt::torn`).
+//! Map entries with new first bytes and old last bytes after a crash (`btt::torn_entry`).
 
 use std::sync::atomic::Ordering;
 
@@ -11,8 +11,8 @@ use crate::btt::{Finding, GiveUp, flog, plan_repair};
 
 const SECTOR: u64 = 6;
 
-/// A BTT in which the last write of all was the third of [`SECTOR`], the sector's entry before it,
-/// and after it.
+/// BTT whose last write was the third one of [`SECTOR`], with the sector's entries before and after
+/// it.
 fn written() -> (MemoryMedia, ArenaInfo, u32, u32) {
     let media = formatted(4096);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
@@ -25,7 +25,7 @@ fn written() -> (MemoryMedia, ArenaInfo, u32, u32) {
     (media, info, entries[1], entries[2])
 }
 
-/// What is there when so many bytes of an entry have been stored.
+/// Entry after an interrupted store of `stored` bytes.
 fn torn(before: u32, after: u32, stored: usize) -> u32 {
     let mut bytes = before.to_le_bytes();
     bytes[..stored].copy_from_slice(&after.to_le_bytes()[..stored]);
@@ -49,7 +49,7 @@ fn a_torn_entry_is_redone_by_all_that_read_it() {
         assert_eq!(reader.read(SECTOR, &mut bytes).unwrap(), Sector::Data);
         assert_eq!(bytes, content(SECTOR, 3, 4096), "{stored} bytes");
 
-        // On the media, too: a guest's driver would leave it as it is.
+        // Corrected on the media too, because a guest's driver would not correct it.
         let engine = Engine::open(&media).unwrap();
         assert_eq!(map_entry(&media, &info, SECTOR as u32), after);
         assert_eq!(read(&engine, SECTOR), content(SECTOR, 3, 4096));
@@ -119,8 +119,8 @@ fn an_entry_that_only_looks_torn_stays() {
         owner < info.sectors && map_entry(&media, &info, owner) == 0,
         "the block is that of a sector's own number"
     );
-    // As if the two had been written since by other lanes, which have had other things to do: each
-    // block has one owner.
+    // As if other lanes had written both sectors since, and had made other writes later: each block
+    // has one owner.
     set_map(&media, &info, SECTOR as u32, torn);
     set_map(&media, &info, owner, after);
     assert!(flog::recover(&media, &info).redo.is_empty());
@@ -156,7 +156,7 @@ fn what_another_lane_has_still_to_store_comes_before_what_looks_torn() {
 #[test]
 fn what_no_store_can_have_left_is_damage() {
     let (media, info, before, _) = written();
-    // The last byte alone is another one, and names a block that only larger arenas have.
+    // Only the last byte differs, and names a block that only larger arenas have.
     let far = before | 0x3f << 24;
     assert!(far & MAP_BLOCK >= info.blocks);
     set_map(&media, &info, SECTOR as u32, far);
