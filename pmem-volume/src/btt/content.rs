@@ -42,7 +42,7 @@ mod tests {
     use crate::media::MemoryMedia;
 
     #[test]
-    fn what_was_written_and_discarded_holds_nothing_again() {
+    fn discarded_sectors_have_no_data() {
         const SIZE: u64 = 18 << 20;
         let media = MemoryMedia::new(SIZE);
         assert!(holds_data(&media).unwrap(), "nobody knows what it is");

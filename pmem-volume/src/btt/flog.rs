@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newer_of_two_entries_follows_the_other_in_the_cycle() {
+    fn newer_entry_follows_the_other_in_the_cycle() {
         for a in 0..5 {
             for b in 0..5 {
                 let (first, second) = (entry(a), entry(b));
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn both_paddings_are_told_apart() {
+    fn both_paddings_are_recognized() {
         let group = |used: &[usize]| {
             let mut group = FlogGroupBytes::new_zeroed();
             used.iter().for_each(|slot| group.entries[*slot] = entry(1));

@@ -313,7 +313,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_256_mib_volume_is_laid_out_as_linux_does() {
+    fn layout_of_a_256_mib_volume_is_that_of_linux() {
         let layout = Layout::new(256 << 20, 4096, Uuid::nil()).unwrap();
         let [arena] = layout.arenas[..] else { panic!("one arena") };
         let size = (256u64 << 20) - 4096;
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn large_volumes_have_several_arenas_and_the_rest_is_left_over() {
+    fn large_volumes_have_several_arenas_and_an_unused_rest() {
         let layout = Layout::new((1 << 40) + (8 << 20), 512, Uuid::nil()).unwrap();
         let shape: Vec<_> = layout.arenas.iter().map(|a| (a.start, a.nextoff)).collect();
         assert_eq!(shape, [(4096, 512 << 30), (4096 + (512 << 30), 0)]);

@@ -96,7 +96,7 @@ fn read(media: &MemoryMedia, sector: u32) -> (Sector, Vec<u8>) {
 }
 
 #[test]
-fn an_empty_volume_is_clean_and_reads_as_zeros() {
+fn empty_volume_is_clean_and_reads_as_zeros() {
     for sector_bytes in [512, 4096] {
         let media = formatted(sector_bytes);
         let report = check(&media);
@@ -109,7 +109,7 @@ fn an_empty_volume_is_clean_and_reads_as_zeros() {
 }
 
 #[test]
-fn a_write_that_stops_anywhere_leaves_the_old_sector_or_the_new_one() {
+fn interrupted_write_leaves_the_old_or_new_sector() {
     for second in [1, 2] {
         let media = formatted(4096);
         let mut writer = Writer::new(&media, second);
@@ -150,7 +150,7 @@ fn a_write_that_stops_anywhere_leaves_the_old_sector_or_the_new_one() {
 }
 
 #[test]
-fn a_map_entry_before_its_flog_entry_is_found_out() {
+fn map_entry_before_its_flog_entry_is_detected() {
     // The wrong order of steps must fail the check, or the check would prove nothing.
     let media = formatted(4096);
     let writer = Writer::new(&media, 1);
@@ -197,7 +197,7 @@ fn findings(media: &MemoryMedia) -> Vec<Finding> {
 }
 
 #[test]
-fn a_damaged_info_block_is_named_and_the_other_one_is_used() {
+fn damaged_info_block_is_reported_and_the_other_one_is_used() {
     let media = formatted(4096);
     let first = START_BYTES;
     let second = VOLUME_BYTES - INFO_BYTES;
@@ -228,7 +228,7 @@ pub(super) fn with_info(media: &MemoryMedia, change: impl Fn(&mut InfoBytes)) {
 }
 
 #[test]
-fn a_copy_that_says_it_lies_elsewhere_is_not_written_over_the_first_info_block() {
+fn copy_with_another_offset_does_not_replace_the_first_info_block() {
     let media = formatted(4096);
     with_info(&media, |info| {
         let arena_bytes = VOLUME_BYTES - START_BYTES;
@@ -247,7 +247,7 @@ fn a_copy_that_says_it_lies_elsewhere_is_not_written_over_the_first_info_block()
 }
 
 #[test]
-fn info_blocks_that_cannot_be_are_refused_whatever_their_checksum() {
+fn impossible_info_blocks_are_refused_despite_a_correct_checksum() {
     type Change = fn(&mut InfoBytes);
     let changes: [(&str, Change); 13] = [
         ("external_lbasize", |i| i.external_lbasize.set(0)),
@@ -285,7 +285,7 @@ fn info_blocks_that_cannot_be_are_refused_whatever_their_checksum() {
 }
 
 #[test]
-fn damage_in_map_and_flog_is_named() {
+fn damage_in_map_and_flog_is_reported() {
     let damaged = |change: fn(&MemoryMedia, &ArenaInfo)| {
         let media = formatted(4096);
         let arena = Writer::new(&media, 1).arena;
@@ -321,7 +321,7 @@ fn damage_in_map_and_flog_is_named() {
 }
 
 #[test]
-fn thousands_of_findings_are_counted_and_not_kept() {
+fn findings_beyond_the_limit_are_counted_but_not_listed() {
     let media = formatted(4096);
     let arena = Writer::new(&media, 1).arena;
     media.store(arena.map_at, &vec![0xff; 4 * 4000]).unwrap();
@@ -331,7 +331,7 @@ fn thousands_of_findings_are_counted_and_not_kept() {
 }
 
 #[test]
-fn what_no_arena_had_is_zeroed_before_one_gets_it() {
+fn unused_rest_is_zeroed_before_an_arena_gets_it() {
     // 6 MiB of data behind the only arena.
     let media = MemoryMedia::new(VOLUME_BYTES + (6 << 20));
     Layout::new(VOLUME_BYTES, 512, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
@@ -361,7 +361,7 @@ fn what_no_arena_had_is_zeroed_before_one_gets_it() {
 }
 
 #[test]
-fn behind_an_arena_that_is_small_the_next_one_keeps_its_distance() {
+fn arena_behind_a_small_one_keeps_the_minimum_distance() {
     let media = MemoryMedia::new(40 << 20);
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
     // Halve the blocks, and move everything behind them to where the map was.
@@ -397,7 +397,7 @@ fn behind_an_arena_that_is_small_the_next_one_keeps_its_distance() {
 }
 
 #[test]
-fn a_btt_grows_as_long_as_the_engine_takes_its_arenas() {
+fn btt_grows_up_to_the_arena_limit_of_the_engine() {
     const ARENAS: u64 = 1024;
     let places: Vec<_> =
         (0..ARENAS).map(|n| (START_BYTES + n * ARENA_MIN_BYTES, ARENA_MIN_BYTES)).collect();
@@ -423,14 +423,14 @@ fn a_btt_grows_as_long_as_the_engine_takes_its_arenas() {
 }
 
 #[test]
-fn something_too_small_is_no_volume() {
+fn too_small_space_has_no_btt() {
     for bytes in [8, 4096, 1 << 20] {
         assert!(!check(&MemoryMedia::new(bytes)).is_clean());
     }
 }
 
 #[test]
-fn what_linux_wrote_is_clean_and_reads_back() {
+fn btt_written_by_linux_is_clean_and_readable() {
     let text = include_str!("linux-6.12.golden");
     let media = MemoryMedia::from_bytes(&crate::test_image::from_text(text, VOLUME_BYTES));
     let report = check(&media);

@@ -102,7 +102,7 @@ mod tests {
     const WRITTEN: u32 = MAP_ERROR | MAP_ZERO;
 
     #[test]
-    fn the_first_bytes_are_new_and_the_others_old() {
+    fn torn_entry_has_new_first_bytes_and_old_last_ones() {
         // Observed case: block 319 for 1150, after one byte.
         assert!(looks_torn(WRITTEN | 0x43f, 0x47e, 0x13f));
         assert!(!looks_torn(WRITTEN | 0x17e, 0x47e, 0x13f), "the last bytes first");
@@ -114,7 +114,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn torn_entries_are_found_after_every_byte(
+        fn entry_torn_after_any_byte_is_detected(
             old in 0..MAP_BLOCK, new in 0..MAP_BLOCK, stored in 1usize..4, kind in 0usize..3
         ) {
             let kind = [WRITTEN, MAP_ZERO, MAP_ERROR][kind];
@@ -126,14 +126,14 @@ mod tests {
         }
 
         #[test]
-        fn an_entry_without_the_first_new_byte_is_not_torn(entry: u32, old in 0..MAP_BLOCK, new in 0..MAP_BLOCK) {
+        fn entry_without_the_first_new_byte_is_not_torn(entry: u32, old in 0..MAP_BLOCK, new in 0..MAP_BLOCK) {
             prop_assume!(entry & 0xff != new & 0xff);
             prop_assert!(!looks_torn(entry, old, new));
         }
     }
 
     #[test]
-    fn what_is_wholly_old_or_new_is_not_torn() {
+    fn old_or_new_entry_is_not_torn() {
         for kind in [WRITTEN, MAP_ZERO, MAP_ERROR] {
             for block in [0x47e, 0x13f] {
                 assert!(!looks_torn(kind | block, 0x47e, 0x13f));

@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_joined_and_cover_what_they_covered() {
+    fn joined_ranges_cover_the_same_bytes() {
         /// Starts and ends.
         type Ranges = &'static [[u64; 2]];
         let cases: [(Ranges, Ranges); 6] = [

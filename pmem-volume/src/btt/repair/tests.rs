@@ -125,7 +125,7 @@ fn every_bit_of_an_info_block_is_restored_from_its_copy() {
 }
 
 #[test]
-fn without_any_info_block_nothing_is_touched() {
+fn volume_without_info_blocks_is_unchanged() {
     let (media, _) = filled(1);
     for offset in [0, 56, 2000, 4090] {
         let places = [START_BYTES + offset, VOLUME_BYTES - INFO_BYTES + offset];
@@ -144,7 +144,7 @@ fn without_any_info_block_nothing_is_touched() {
 }
 
 #[test]
-fn lanes_that_make_no_sense_get_the_blocks_that_nobody_has() {
+fn impossible_lanes_get_blocks_without_an_owner() {
     for second in [1, 2] {
         let (media, arena) = filled(second);
         let (good, right) = (media.to_bytes(), sectors(&media));
@@ -177,7 +177,7 @@ fn lanes_that_make_no_sense_get_the_blocks_that_nobody_has() {
 }
 
 #[test]
-fn a_flog_that_is_gone_follows_from_the_map() {
+fn lost_flog_is_derived_from_the_map() {
     for byte in [0, 0xff, 0x5a] {
         let (media, arena) = filled(1);
         let right = sectors(&media);
@@ -188,7 +188,7 @@ fn a_flog_that_is_gone_follows_from_the_map() {
 }
 
 #[test]
-fn a_slot_that_nobody_uses_is_the_matter_of_its_lane() {
+fn content_of_an_unused_slot_affects_only_its_lane() {
     for (second, wrong) in [(1, 2), (1, 3), (2, 1), (2, 3)] {
         let (media, arena) = filled(second);
         let right = sectors(&media);
@@ -200,7 +200,7 @@ fn a_slot_that_nobody_uses_is_the_matter_of_its_lane() {
 }
 
 #[test]
-fn the_only_sector_without_a_block_has_the_only_block_without_an_owner() {
+fn only_sector_without_a_block_gets_the_only_block_without_an_owner() {
     let (media, arena) = filled(1);
     let (good, right) = (media.to_bytes(), sectors(&media));
     for sector in [0, 12, 29] {
@@ -219,7 +219,7 @@ fn the_only_sector_without_a_block_has_the_only_block_without_an_owner() {
 }
 
 #[test]
-fn sectors_of_which_nothing_says_where_they_are_are_marked_as_lost() {
+fn sectors_with_unknown_blocks_are_marked_as_lost() {
     let (media, arena) = filled(1);
     let right = sectors(&media);
     for sector in [3, 4, 5, 20] {
@@ -258,7 +258,7 @@ fn sectors_of_which_nothing_says_where_they_are_are_marked_as_lost() {
 }
 
 #[test]
-fn beside_a_lane_without_a_block_no_sector_is_guessed() {
+fn no_sector_is_guessed_beside_a_lane_without_a_block() {
     let (media, arena) = filled(1);
     let right = sectors(&media);
     set_map(&media, &arena, 12, MAP_BLOCK | MAP_ERROR | MAP_ZERO);
@@ -291,7 +291,7 @@ fn sectors_that_share_a_block_stay_unless_they_are_given_up() {
 }
 
 #[test]
-fn a_block_of_a_sector_and_of_a_lane_stays_unless_the_sector_is_given_up() {
+fn block_of_a_sector_and_a_lane_stays_unless_the_sector_is_given_up() {
     let (media, arena) = filled(1);
     let right = sectors(&media);
     let lane = survey(&media, &arena).unwrap().unwrap().lanes[7].free.unwrap();
@@ -305,7 +305,7 @@ fn a_block_of_a_sector_and_of_a_lane_stays_unless_the_sector_is_given_up() {
 }
 
 #[test]
-fn lanes_that_share_a_block_cost_no_sector() {
+fn lanes_that_share_a_block_are_repaired_without_losing_a_sector() {
     let (media, arena) = filled(1);
     let right = sectors(&media);
     let lanes = survey(&media, &arena).unwrap().unwrap().lanes;
@@ -317,7 +317,7 @@ fn lanes_that_share_a_block_cost_no_sector() {
 }
 
 #[test]
-fn what_a_lane_has_still_to_write_is_written_before_it_forgets() {
+fn pending_map_entry_is_stored_before_its_lane_is_replaced() {
     let (media, arena) = filled(1);
     let mut writer = Writer::new(&media, 1);
     // The log entry is complete, but the map entry is missing.
@@ -333,7 +333,7 @@ fn what_a_lane_has_still_to_write_is_written_before_it_forgets() {
 }
 
 #[test]
-fn the_error_flag_goes_when_nothing_else_is_wrong() {
+fn error_flag_is_cleared_if_nothing_else_is_damaged() {
     let (media, arena) = filled(1);
     let (good, right) = (media.to_bytes(), sectors(&media));
     let set = |info: &mut InfoBytes| info.flags.set(FLAG_ERROR);
@@ -353,7 +353,7 @@ fn the_error_flag_goes_when_nothing_else_is_wrong() {
 }
 
 #[test]
-fn a_map_that_is_lost_is_left_and_costs_no_memory() {
+fn lost_map_stays_and_uses_little_memory() {
     let (media, arena) = filled(1);
     let map_bytes = arena.sectors as usize * MAP_ENTRY_BYTES as usize;
     media.store(arena.map_at, &vec![0; map_bytes]).unwrap();
@@ -367,7 +367,7 @@ fn a_map_that_is_lost_is_left_and_costs_no_memory() {
 }
 
 #[test]
-fn the_second_arena_is_repaired_by_itself() {
+fn second_arena_is_repaired_independently() {
     let media = MemoryMedia::new(2 * VOLUME_BYTES);
     crate::btt::Layout::new(VOLUME_BYTES, 4096, uuid::Uuid::from_u128(4))
         .unwrap()
@@ -445,7 +445,7 @@ fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Resul
 }
 
 #[test]
-fn a_repair_may_be_interrupted_anywhere() {
+fn repair_can_be_interrupted_anywhere() {
     let (space, right) = damaged_simulation();
     let repair = plan(&space, GiveUp::Nothing);
     assert!(repair.after.is_clean() && repair.mendings.len() == 4, "{repair:?}");
@@ -457,7 +457,7 @@ fn a_repair_may_be_interrupted_anywhere() {
 }
 
 #[test]
-fn a_lane_that_is_written_in_one_go_is_found_out() {
+fn repair_of_a_lane_in_one_phase_is_detected() {
     let (space, right) = damaged_simulation();
     let mut repair = plan(&space, GiveUp::Nothing);
     // Missing: the impossible sequence number until the rest of a lane is durable.
@@ -543,7 +543,7 @@ fn repair_survives_an_earlier_kill_and_then_a_loss_of_power() {
 }
 
 #[test]
-fn a_repair_of_what_is_not_durable_is_found_out() {
+fn repair_based_on_volatile_metadata_is_detected() {
     let found = survive_kills(|repair, space| {
         repair.mendings.iter().try_for_each(|mending| mending.carry_out(space)).unwrap();
     });

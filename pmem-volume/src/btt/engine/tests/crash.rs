@@ -104,7 +104,7 @@ pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, Stri
 }
 
 #[test]
-fn a_driver_that_takes_the_map_for_durable_goes_on_where_a_settled_engine_ended() {
+fn driver_that_assumes_a_durable_map_continues_after_a_settled_engine() {
     let images: usize =
         seeds(12).map(|seed| hand_over_at_random(seed, Wrong::Nothing).unwrap()).sum();
     Replay::from_environment().count(images, 1800);
@@ -117,7 +117,7 @@ fn interleaved_exchanges_and_discards_survive_a_crash_at_every_persist() {
 }
 
 #[test]
-fn a_killed_engine_and_a_loss_of_power_after_it_are_survived() {
+fn sectors_survive_a_kill_and_then_a_loss_of_power() {
     let images: usize = seeds(12).map(|seed| kill_at_random(seed, Wrong::Nothing).unwrap()).sum();
     Replay::from_environment().count(images, 21_000);
 }
@@ -161,7 +161,7 @@ fn two_exchanges_survive_in_every_order_of_their_steps() {
 
 /// The numbers in the error of each test replay only the failing image.
 #[test]
-fn what_was_found_is_found_again_by_its_numbers() {
+fn failing_image_is_replayed_by_its_numbers() {
     let of_seed = |wrong: Wrong| {
         seeds(39)
             .try_fold(0, |images, seed| Ok::<_, String>(images + crash_at_random(seed, wrong)?))

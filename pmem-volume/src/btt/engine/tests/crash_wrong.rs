@@ -12,66 +12,66 @@ fn must_be_found_out(campaign: fn(u64, Wrong) -> Result<usize, String>, wrong: W
 }
 
 #[test]
-fn a_second_half_before_the_data_is_found_out() {
+fn second_half_before_the_data_is_detected() {
     let error = must_be_found_out(crash_at_random, Wrong::Data);
     assert!(error.contains("is none of"), "{error}");
 }
 
 #[test]
-fn a_second_half_before_the_first_is_found_out() {
+fn second_half_before_the_first_is_detected() {
     must_be_found_out(crash_at_random, Wrong::FirstHalf);
 }
 
 #[test]
-fn a_write_that_returns_before_its_second_half_is_durable_is_found_out() {
+fn write_that_returns_before_a_durable_second_half_is_detected() {
     must_be_found_out(crash_at_random, Wrong::SecondHalf);
 }
 
 #[test]
-fn data_that_is_stored_after_its_range_is_begun_to_be_persisted_is_found_out() {
+fn data_stored_after_its_persist_has_begun_is_detected() {
     let error = must_be_found_out(crash_at_random, Wrong::DataBegunTooEarly);
     assert!(error.contains("is none of"), "{error}");
 }
 
 #[test]
-fn a_log_that_is_stored_after_its_range_is_begun_to_be_persisted_is_found_out() {
+fn log_stored_after_its_persist_has_begun_is_detected() {
     must_be_found_out(crash_at_random, Wrong::LogBegunTooEarly);
 }
 
 #[test]
-fn a_map_entry_before_its_flog_entry_is_found_out() {
+fn map_entry_before_its_flog_entry_is_detected() {
     let error = must_be_found_out(crash_at_random, Wrong::MapBeforeFlog);
     assert!(error.contains("BlockTwice"), "{error}");
 }
 
 #[test]
-fn a_lane_that_is_used_again_before_its_map_entry_is_durable_is_found_out() {
+fn reuse_of_a_lane_before_its_map_entry_is_durable_is_detected() {
     must_be_found_out(crash_at_random, Wrong::LaneReused);
 }
 
 #[test]
-fn a_sector_that_is_written_again_before_its_map_entry_is_durable_is_found_out() {
+fn rewrite_of_a_sector_before_its_map_entry_is_durable_is_detected() {
     let error = must_be_found_out(crash_at_random, Wrong::SectorRewritten);
     assert!(error.contains("BlockTwice") || error.contains("BlocksLost"), "{error}");
 }
 
 #[test]
-fn a_discard_that_returns_before_it_is_durable_is_found_out() {
+fn discard_that_returns_before_it_is_durable_is_detected() {
     must_be_found_out(crash_at_random, Wrong::Discard);
 }
 
 #[test]
-fn a_recovery_that_redoes_before_the_flog_is_durable_is_found_out() {
+fn redo_before_the_flog_is_durable_is_detected() {
     must_be_found_out(kill_at_random, Wrong::RecoveredFlog);
 }
 
 #[test]
-fn an_engine_that_ends_before_its_map_is_durable_is_found_out_by_the_next_driver() {
+fn hand_over_to_a_driver_before_the_map_is_durable_is_detected() {
     let error = must_be_found_out(hand_over_at_random, Wrong::NotSettled);
     assert!(error.contains("BlockTwice") || error.contains("is none of"), "{error}");
 }
 
 #[test]
-fn a_recovery_that_ends_before_the_map_is_durable_is_found_out() {
+fn recovery_that_ends_before_the_map_is_durable_is_detected() {
     must_be_found_out(kill_at_random, Wrong::RecoveredMap);
 }

@@ -82,7 +82,7 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
 }
 
 #[test]
-fn a_flog_that_cannot_be_makes_its_arena_read_only() {
+fn impossible_flog_makes_its_arena_read_only() {
     type Change = fn(&MemoryMedia, &ArenaInfo, &Recovery);
     let changes: [(&str, Change); 8] = [
         ("sequence numbers 9 and 0", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 12, 9)),
@@ -116,7 +116,7 @@ fn a_flog_that_cannot_be_makes_its_arena_read_only() {
 }
 
 #[test]
-fn a_map_entry_out_of_range_is_found_when_it_is_used() {
+fn map_entry_out_of_range_is_detected_on_use() {
     for by_write in [false, true] {
         let media = formatted_twice(4096);
         let info = second_of(&media);
@@ -142,7 +142,7 @@ fn a_map_entry_out_of_range_is_found_when_it_is_used() {
 }
 
 #[test]
-fn an_error_flag_keeps_the_arena_as_it_is_and_shows_what_recovery_would() {
+fn arena_with_error_flag_is_unchanged_and_recovered_in_memory() {
     let media = formatted_twice(4096);
     let info = second_of(&media);
     // A write of sector 3 that the map lacks: the lane's block and an entry that counts.
@@ -163,7 +163,7 @@ fn an_error_flag_keeps_the_arena_as_it_is_and_shows_what_recovery_would() {
 }
 
 #[test]
-fn a_sector_in_error_is_lost_and_can_be_written() {
+fn sector_in_error_is_unreadable_but_writable() {
     let media = formatted(4096);
     let info = info_at(&media, START_BYTES);
     for sector in [6, 7] {
@@ -183,7 +183,7 @@ fn a_sector_in_error_is_lost_and_can_be_written() {
 }
 
 #[test]
-fn info_blocks_are_replaced_by_their_copies_or_their_arena_is_missing() {
+fn damaged_info_block_is_replaced_by_its_copy_or_the_arena_is_missing() {
     let media = formatted_twice(4096);
     let info = second_of(&media);
     let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
@@ -227,7 +227,7 @@ fn info_at_copy(media: &MemoryMedia) -> u64 {
 }
 
 #[test]
-fn sectors_that_are_not_offered_are_refused() {
+fn unsupported_sector_sizes_are_refused() {
     for sector_bytes in [520, 4224] {
         let media = formatted(4096);
         let info = info_at(&media, START_BYTES);
@@ -264,14 +264,14 @@ fn crash_at_the_error_flag(wrong: Wrong) -> Result<usize, String> {
 }
 
 #[test]
-fn a_crash_while_the_error_flag_is_set_leaves_the_arena_found() {
+fn crash_while_the_error_flag_is_set_leaves_a_whole_info_block() {
     let images = crash_at_the_error_flag(Wrong::Nothing).unwrap();
     crate::pool::tests::campaign::say_images(images);
     assert!(images > 6, "only {images} images");
 }
 
 #[test]
-fn an_error_flag_that_is_set_in_both_blocks_at_once_is_found_out() {
+fn error_flag_set_in_both_blocks_at_once_is_detected() {
     let error = crash_at_the_error_flag(Wrong::ErrorFlag).unwrap_err();
     assert!(error.contains("neither info block is whole"), "{error}");
 }
@@ -380,7 +380,7 @@ impl Media for Failing {
 /// A sector whose media fails. No other sector is lost, and its block is never written, even after
 /// another open and many writes of the others.
 #[test]
-fn a_sector_that_cannot_be_read_is_an_error_of_that_sector_alone() {
+fn unreadable_sector_does_not_affect_other_sectors() {
     for is_discarded in [false, true] {
         let media = MemoryMedia::new(VOLUME_BYTES);
         format_small(&media, 16, 4);
@@ -426,7 +426,7 @@ fn a_sector_that_cannot_be_read_is_an_error_of_that_sector_alone() {
 
 /// An unreadable map entry does not concern durability either.
 #[test]
-fn a_map_entry_that_cannot_be_read_latches_nothing() {
+fn unreadable_map_entry_does_not_latch_the_arena() {
     let media = MemoryMedia::new(VOLUME_BYTES);
     format_small(&media, 16, 4);
     let info = info_at(&media, START_BYTES);
@@ -452,7 +452,7 @@ fn a_map_entry_that_cannot_be_read_latches_nothing() {
 }
 
 #[test]
-fn the_first_failure_makes_the_arena_read_only_until_it_is_opened_again() {
+fn first_failure_makes_the_arena_read_only_until_it_is_reopened() {
     let sectors = |version| [2, 3].map(|sector| content(sector, version, 4096)).concat();
     for failure in 0.. {
         let media = MemoryMedia::new(VOLUME_BYTES);

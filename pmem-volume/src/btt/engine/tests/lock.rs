@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::super::lock::Lock;
 
 #[test]
-fn many_threads_lose_nothing() {
+fn concurrent_increments_are_not_lost() {
     let lock = Lock::new(0u64);
     thread::scope(|scope| {
         for _ in 0..8 {
@@ -18,7 +18,7 @@ fn many_threads_lose_nothing() {
 }
 
 #[test]
-fn who_sleeps_gets_it_when_it_is_given_back() {
+fn sleeping_threads_get_the_released_lock() {
     let lock = Lock::new(0u64);
     let held = lock.lock();
     assert!(lock.try_lock().is_none());
@@ -44,7 +44,7 @@ fn who_sleeps_gets_it_when_it_is_given_back() {
 }
 
 #[test]
-fn who_sleeps_is_woken_and_not_by_the_clock() {
+fn sleeping_thread_is_woken_without_a_timeout() {
     // A timeout would exceed the time limit of the test.
     let lock = Lock::new(0u64).sleeping(Duration::from_secs(3600));
     let held = lock.lock();

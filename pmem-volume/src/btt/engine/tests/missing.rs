@@ -27,7 +27,7 @@ fn lose_second(media: &MemoryMedia) {
 }
 
 #[test]
-fn arenas_behind_one_that_is_missing_keep_their_sectors() {
+fn arenas_behind_a_missing_one_keep_their_sectors() {
     let (media, arenas) = thrice();
     lose_second(&media);
     let [_, second, third] = arenas.iter().map(|arena| arena.first_sector).collect::<Vec<_>>()[..]
@@ -83,7 +83,7 @@ fn assert_refused(media: &MemoryMedia) {
 }
 
 #[test]
-fn several_that_are_missing_are_not_taken_for_one() {
+fn several_missing_arenas_are_ambiguous() {
     let (media, arenas) = thrice();
     let third = info_at(&media, arenas[2].start_bytes);
     lose_second(&media);
@@ -95,7 +95,7 @@ fn several_that_are_missing_are_not_taken_for_one() {
 }
 
 #[test]
-fn what_a_guest_has_written_is_not_taken_for_an_arena() {
+fn arena_in_the_data_of_a_guest_is_ignored() {
     let media = grown(&formatted(4096), 3 * VOLUME_BYTES);
     let engine = Engine::open(&media).unwrap();
     engine.write(0, &content(0, 1, 4096)).unwrap();
@@ -137,7 +137,7 @@ fn what_a_guest_has_written_is_not_taken_for_an_arena() {
 }
 
 #[test]
-fn an_arena_with_other_sectors_is_missing_and_the_others_are_served() {
+fn arena_with_another_sector_size_is_missing_and_others_are_served() {
     let (media, arenas) = thrice();
     let second = second_of(&media);
     for at in [second.start_bytes, second.copy_at] {
@@ -159,7 +159,7 @@ fn an_arena_with_other_sectors_is_missing_and_the_others_are_served() {
 
 /// Metadata that is unreadable during open, check, export and repair affects only its arena.
 #[test]
-fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
+fn unreadable_metadata_affects_only_its_arena() {
     let info = second_of(&formatted_twice(4096));
     let of = |at: u64, length: u64| at..at + length;
     let places = [
@@ -318,7 +318,7 @@ fn sector_with_an_unreadable_map_entry_is_refused_and_other_lanes_are_recovered(
 }
 
 #[test]
-fn settle_refuses_an_arena_with_an_unreadable_entry_although_it_is_damaged_too() {
+fn settle_refuses_a_damaged_arena_with_an_unreadable_entry() {
     let media = formatted_twice(4096);
     let (_, [_, unreadable]) = leave_redo_of_two_lanes(&media);
     // Sequence numbers 9 and 0 of a lane that the writes have not used.
@@ -374,7 +374,7 @@ fn settle_persists_the_map_of_an_arena_although_an_earlier_one_fails() {
 }
 
 #[test]
-fn an_error_flag_that_cannot_be_stored_is_no_success() {
+fn failed_store_of_the_error_flag_is_an_error() {
     let media = formatted(4096);
     let info = info_at(&media, START_BYTES);
     media.store(info.flog_at + 12, &9u32.to_le_bytes()).unwrap();

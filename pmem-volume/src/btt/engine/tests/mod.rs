@@ -91,7 +91,7 @@ pub(super) fn read(engine: &Engine<impl Media>, sector: u64) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_written_is_read_across_arenas_and_after_another_open() {
+fn written_sectors_are_read_across_arenas_and_after_a_reopen() {
     for sector_bytes in [512, 4096] {
         let engine = Engine::open(formatted_twice(sector_bytes)).unwrap();
         assert_eq!(engine.sector_bytes(), sector_bytes);
@@ -155,7 +155,7 @@ fn both_paddings_of_the_flog_are_kept() {
 }
 
 #[test]
-fn requests_that_cannot_be_are_refused_by_name() {
+fn impossible_requests_are_refused_with_the_reason() {
     let engine = Engine::open(formatted(4096)).unwrap();
     let end = engine.sectors();
     let mut two = vec![0; 8192];
@@ -174,7 +174,7 @@ fn requests_that_cannot_be_are_refused_by_name() {
 }
 
 #[test]
-fn a_reader_finds_what_the_engine_wrote_and_discarded() {
+fn reader_sees_written_and_discarded_sectors() {
     // Map entries for zeros are used only for sectors of a page: Linux does not read beyond one for
     // a smaller sector.
     for (sector_bytes, discarded) in [(4096, Sector::Zeros), (512, Sector::Data)] {
@@ -202,7 +202,7 @@ fn a_reader_finds_what_the_engine_wrote_and_discarded() {
 }
 
 #[test]
-fn what_linux_wrote_is_served() {
+fn btt_written_by_linux_is_served() {
     let text = include_str!("../../linux-6.12.golden");
     let media = MemoryMedia::from_bytes(&crate::test_image::from_text(text, VOLUME_BYTES));
     let engine = Engine::open(&media).unwrap();
@@ -217,7 +217,7 @@ fn what_linux_wrote_is_served() {
 }
 
 #[test]
-fn a_volume_of_a_pool_is_served_and_keeps_its_content() {
+fn volume_of_a_pool_is_served_and_keeps_its_content() {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let path = folder.path().join("pool");
     let pool = crate::Pool::create(&path, 64 << 20, 0).unwrap();

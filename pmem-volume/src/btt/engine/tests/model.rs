@@ -85,7 +85,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_engine_agrees_with_a_list_of_sectors(
+    fn engine_agrees_with_a_list_of_sectors(
         sector_bytes in prop_oneof![Just(512u32), Just(4096)],
         operations in prop::collection::vec(operations(), 1..60),
     ) {

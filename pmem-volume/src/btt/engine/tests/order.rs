@@ -109,15 +109,15 @@ fn read_while_written(left_out: LeftOut) -> Result<(), String> {
 }
 
 #[test]
-fn in_no_order_a_reader_sees_a_torn_sector() {
-    in_own_process("in_no_order_a_reader_sees_a_torn_sector", || {
+fn reader_never_sees_a_torn_sector() {
+    in_own_process("reader_never_sees_a_torn_sector", || {
         read_while_written(LeftOut::Nothing).unwrap();
     });
 }
 
 #[test]
-fn every_step_between_readers_and_writers_is_missed() {
-    in_own_process("every_step_between_readers_and_writers_is_missed", || {
+fn omission_of_any_step_between_readers_and_writers_is_detected() {
+    in_own_process("omission_of_any_step_between_readers_and_writers_is_detected", || {
         use LeftOut::{LookAtReaders, ReadersFence, SecondLook, WritersFence};
         for left_out in [ReadersFence, WritersFence, SecondLook, LookAtReaders] {
             let found = read_while_written(left_out).expect_err(&format!("{left_out:?}"));
@@ -184,8 +184,8 @@ fn neighbours_change(left_out: LeftOut) -> Result<(), String> {
 }
 
 #[test]
-fn neighbours_in_a_word_of_the_map_keep_each_other() {
-    in_own_process("neighbours_in_a_word_of_the_map_keep_each_other", || {
+fn changes_of_both_entries_in_a_map_word_are_kept() {
+    in_own_process("changes_of_both_entries_in_a_map_word_are_kept", || {
         neighbours_change(LeftOut::Nothing).unwrap();
         let found = neighbours_change(LeftOut::LineLock).unwrap_err();
         assert!(found.contains("lost"), "{found}");
@@ -206,8 +206,8 @@ fn two_add(left_out: LeftOut) -> Result<(), String> {
 }
 
 #[test]
-fn what_a_lock_guards_is_had_by_one_at_a_time() {
-    in_own_process("what_a_lock_guards_is_had_by_one_at_a_time", || {
+fn lock_excludes_other_threads() {
+    in_own_process("lock_excludes_other_threads", || {
         two_add(LeftOut::Nothing).unwrap();
         for left_out in [LeftOut::Release, LeftOut::Acquire] {
             let found = two_add(left_out).expect_err(&format!("{left_out:?}"));

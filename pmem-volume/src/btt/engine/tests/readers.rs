@@ -5,7 +5,7 @@ use std::thread;
 use super::super::readers::{Readers, SLOTS};
 
 #[test]
-fn a_block_is_held_by_as_many_as_read_it() {
+fn block_is_held_by_each_of_its_readers() {
     let readers = Readers::new(SLOTS);
     assert!(!readers.look_behind_lock().holds(7));
     let mut first = readers.hold(7);
@@ -20,7 +20,7 @@ fn a_block_is_held_by_as_many_as_read_it() {
 }
 
 #[test]
-fn more_readers_than_slots_wait_for_one_that_is_done() {
+fn readers_without_a_slot_wait_for_another_to_finish() {
     let readers = Readers::new(SLOTS);
     let mut holds: Vec<_> = (1..=SLOTS as u64).map(|block| readers.hold(block)).collect();
     thread::scope(|scope| {

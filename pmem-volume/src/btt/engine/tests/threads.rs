@@ -193,7 +193,7 @@ fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>)
 }
 
 #[test]
-fn a_block_that_is_being_read_is_not_written_and_no_writer_waits() {
+fn block_being_read_is_not_overwritten_and_no_writer_waits() {
     let at_data = |media: &Stopping| media.stop_at_data.store(true, Ordering::SeqCst);
     let (version, of_block) = read_while_overwritten(at_data);
     assert_eq!(version, Some(1), "as it was when the reader looked");
@@ -201,7 +201,7 @@ fn a_block_that_is_being_read_is_not_written_and_no_writer_waits() {
 }
 
 #[test]
-fn a_reader_that_was_too_late_looks_again() {
+fn late_reader_reads_the_map_again() {
     let late = |media: &Stopping| media.stop_after_map_loads.store(1, Ordering::SeqCst);
     let (version, of_block) = read_while_overwritten(late);
     assert_eq!(version, Some(31));

@@ -33,7 +33,7 @@ fn torn(before: u32, after: u32, stored: usize) -> u32 {
 }
 
 #[test]
-fn a_torn_entry_is_redone_by_all_that_read_it() {
+fn torn_entry_is_redone_by_check_reader_and_engine() {
     let mut tried = 0;
     for stored in 1..4 {
         let (media, info, before, after) = written();
@@ -111,7 +111,7 @@ fn repair_after_failed_read_gives_up_no_sector_with_torn_entry() {
 }
 
 #[test]
-fn an_entry_that_only_looks_torn_stays() {
+fn entry_that_only_looks_torn_stays() {
     let (media, info, before, after) = written();
     let torn = torn(before, after, 1);
     let owner = torn & MAP_BLOCK;
@@ -131,7 +131,7 @@ fn an_entry_that_only_looks_torn_stays() {
 }
 
 #[test]
-fn what_another_lane_has_still_to_store_comes_before_what_looks_torn() {
+fn pending_entry_of_another_lane_precedes_one_that_looks_torn() {
     let (media, info, before, after) = written();
     let torn = torn(before, after, 1);
     let owner = torn & MAP_BLOCK;
@@ -154,7 +154,7 @@ fn what_another_lane_has_still_to_store_comes_before_what_looks_torn() {
 }
 
 #[test]
-fn what_no_store_can_have_left_is_damage() {
+fn impossible_torn_entry_is_damage() {
     let (media, info, before, _) = written();
     // Only the last byte differs, and names a block that only larger arenas have.
     let far = before | 0x3f << 24;
