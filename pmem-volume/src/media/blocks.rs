@@ -1,9 +1,9 @@
-//! Blocks that a file system has given to a file (Linux Documentation/filesystems/fiemap.rst).
+//! Blocks that a file system has allocated to a file (Linux Documentation/filesystems/fiemap.rst).
 //!
 //! A store through a mapping cannot report that the file system is full: the kernel raises SIGBUS,
-//! and a guest's vCPU cannot continue. So a file that must not be sparse gets all its blocks before
-//! the first store. A file can lack blocks later: a sparse copy and `fallocate --dig-holes` leave
-//! holes, and a clone (`cp --reflink`) shares blocks with the original.
+//! and a guest's vCPU cannot continue. A file that must not be sparse therefore gets all its blocks
+//! before the first store. A file can lack blocks later: a sparse copy and `fallocate --dig-holes`
+//! leave holes, and a clone (`cp --reflink`) shares blocks with the original.
 
 use std::fs::File;
 use std::io;
@@ -23,7 +23,7 @@ const UNSHARE_RANGE: libc::c_int = 0x40;
 /// Extents that the kernel reports at once.
 const EXTENTS: usize = 256;
 
-/// `struct fiemap` with room for extents.
+/// `struct fiemap` with space for extents.
 #[repr(C)]
 struct Request {
     start: u64,
@@ -126,8 +126,8 @@ fn list_extents(
         reserved: 0,
         extents: [Extent::default(); EXTENTS],
     };
-    // SAFETY: the structure is the one that the ioctl reads and fills in, with room for as many
-    // extents as it says.
+    // SAFETY: the structure is the one that the ioctl reads and fills, with space for as many
+    // extents as it states.
     if unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -136,7 +136,7 @@ fn list_extents(
     Ok(count)
 }
 
-/// Gives the first `len_bytes` of `file` the blocks that they lack. Their content stays.
+/// Allocates the blocks that the first `len_bytes` of `file` lack. Its content does not change.
 pub(crate) fn take(file: &File, len_bytes: u64, lacking: Lacking) -> io::Result<()> {
     if lacking.hole_bytes > 0 {
         page_cache::fallocate(file, 0, &(0..len_bytes))?;
@@ -152,7 +152,7 @@ pub(crate) fn take(file: &File, len_bytes: u64, lacking: Lacking) -> io::Result<
 pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
     // SAFETY: statfs is plain numbers, for which zero is valid.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel fills the struct that outlives the call.
+    // SAFETY: the kernel fills the struct, which outlives the call.
     if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -160,7 +160,7 @@ pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
 }
 
 /// Name of a file system by its magic number (linux/magic.h; openzfs include/sys/fs/zfs.h).
-/// `in_place`: blocks of the file are overwritten in place.
+/// `in_place` returns true if blocks of the file are overwritten in place.
 fn copy_on_write_name(
     magic: libc::__fsword_t,
     in_place: impl FnOnce() -> bool,
@@ -174,7 +174,7 @@ fn copy_on_write_name(
     (!in_place()).then_some(name)
 }
 
-/// FS_NOCOW_FL of linux/fs.h, which `chattr +C` sets.
+/// Checks for FS_NOCOW_FL of linux/fs.h, which `chattr +C` sets.
 fn overwrites_in_place(file: &File) -> bool {
     const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
     let mut flags: libc::c_int = 0;
@@ -193,7 +193,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A file of 8 MiB with all its blocks, and data in front, on a disk.
+    /// File of 8 MiB on a disk, with all its blocks, and data at its start.
     fn file() -> File {
         let file = tempfile::tempfile_in(".").unwrap();
         page_cache::fallocate(&file, 0, &(0..8 * MIB)).unwrap();

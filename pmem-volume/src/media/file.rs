@@ -22,44 +22,45 @@ use crate::CHUNK_BYTES;
 use crate::progress::{OnProgress, Task, in_steps, unheard};
 use foreshore_types::size::Size;
 
-/// Between two reports of progress a slow disk needs less than a second.
+/// Bytes between two progress reports of erasing. A slow disk needs less than a second for them.
 const ERASE_STEP_BYTES: u64 = 32 * CHUNK_BYTES;
 
-/// A file system allocates as much in no time, and would gain nothing by larger pieces.
+/// Bytes between two progress reports of allocation. A file system allocates them quickly, and
+/// larger steps would gain nothing.
 const ALLOCATE_STEP_BYTES: u64 = 1 << 30;
 
-/// The most that is mapped as one. A process has 128 TiB of addresses (47 bits; Linux
-/// Documentation/arch/x86/x86_64/mm.rst). A position-independent program lies at two thirds of them
-/// (Linux ELF_ET_DYN_BASE), so that no more than 85 TiB are in one piece; and the mappings of a
-/// guest's memory and volumes need some, too.
+/// Largest mapping. A process has 128 TiB of addresses (47 bits; Linux
+/// Documentation/arch/x86/x86_64/mm.rst). A position-independent program is at two thirds of them
+/// (Linux ELF_ET_DYN_BASE), so at most 85 TiB are contiguous. The mappings of a guest's memory and
+/// volumes need some of them, too.
 pub(crate) const MAX_MAPPED_BYTES: u64 = 64 << 40;
 
-/// Pages are what msync() and sync_file_range() count in.
+/// Unit of msync() and sync_file_range().
 const PAGE_BYTES: u64 = 4096;
 
-/// A file or device mapped from end to end with MAP_SHARED.
+/// File or device that is completely mapped with MAP_SHARED.
 ///
-/// The whole file is one mapping, so that a ranged msync() is one ranged fsync however the guest's
-/// own mappings of the same file are cut up. Mapping costs address space only; the pages that this
-/// process touches through it are those of the pool's metadata.
+/// The whole file is one mapping. A ranged msync() is therefore one ranged fsync, regardless of the
+/// guest's own mappings of the same file. The mapping costs only address space, because this
+/// process touches only pages of the pool's metadata through it.
 pub struct FileMedia {
     file: File,
     map: NonNull<u8>,
     len_bytes: u64,
     place: Place,
     durability: Durability,
-    /// Keeps holes where nothing is: erasing gives blocks back to the file system.
+    /// Keeps free ranges as holes: erasing returns blocks to the file system.
     is_thin: bool,
-    /// Erasing makes holes: it is to, and the file system can.
+    /// Erasing makes holes, because it is wanted and the file system supports it.
     makes_holes: bool,
     line_flush: LineFlush,
     writable: bool,
     guard: Guard,
-    /// Shared by all that have the same open file.
+    /// Shared by all media with the same open file.
     sync: Arc<SharedSync>,
 }
 
-/// The file is too large to be mapped.
+/// The file is too large for a mapping.
 #[derive(Debug, Error)]
 #[error(
     "all of a pool is mapped at once, and a process has addresses for {} of it",
@@ -67,7 +68,7 @@ pub struct FileMedia {
 )]
 struct TooLarge;
 
-/// Why an access to the mapping, or a range of it, failed without a word from the kernel.
+/// Reason why an access to the mapping failed, or a range of it, without an error from the kernel.
 #[derive(Debug, Error)]
 enum Lost {
     #[error("the file was cut to {file_bytes:#x} bytes, and has {media_bytes:#x} in a pool")]
@@ -76,16 +77,16 @@ enum Lost {
     Page,
 }
 
-// SAFETY: the mapping is shared memory that lives as long as the value. Accesses go through raw
-// pointers, by routines that the compiler does not look into; no reference into the mapping is ever
-// made. Who may store where is the contract of `Media`.
+// SAFETY: the mapping is shared memory that lives as long as the value. Accesses use raw pointers
+// and routines that the compiler does not inspect, and no reference into the mapping is ever made.
+// The contract of `Media` decides which stores are allowed.
 unsafe impl Send for FileMedia {}
 // SAFETY: as above.
 unsafe impl Sync for FileMedia {}
 
 impl FileMedia {
-    /// Maps the first `len_bytes` of `file` and finds out how durable it is. The file must be that
-    /// long.
+    /// Maps the first `len_bytes` of `file` and determines its durability. The file must be at
+    /// least that long.
     pub fn new(file: File, len_bytes: u64, writable: bool) -> Result<Self, MediaError> {
         let failed = |operation, source| MediaError::Io {
             operation,
@@ -98,8 +99,8 @@ impl FileMedia {
         }
         let place = Place::of(&file).map_err(|e| failed("a look", io::Error::other(e)))?;
         // MAP_SYNC succeeds only where a mapped store is durable once it has left the CPU's caches
-        // (Linux Documentation/filesystems/dax.rst); everywhere else it is EOPNOTSUPP, or
-        // EINVAL before MAP_SHARED_VALIDATE. devdax takes it for volatile memory, too.
+        // (Linux Documentation/filesystems/dax.rst). Elsewhere the error is EOPNOTSUPP, or EINVAL
+        // before MAP_SHARED_VALIDATE. devdax accepts it for volatile memory, too.
         let (map, is_synchronous) = match map_shared(&file, len_bytes, writable, libc::MAP_SYNC) {
             Ok(map) => (map, true),
             Err(_) => {
@@ -130,25 +131,25 @@ impl FileMedia {
         Ok(media.thin(false))
     }
 
-    /// Before anybody reads it: lets the kernel forget what the page cache has of it and calls
-    /// clean, so that what is read is what the disk has. Nothing where there is no page cache.
+    /// Drops clean pages from the page cache before the first read, so that reads return the
+    /// content of the disk. Does nothing without a page cache.
     pub fn forget_clean_pages(&self) {
         if self.durability == Durability::PageCache {
             page_cache::forget_clean_pages(&self.file, std::slice::from_ref(&(0..self.len_bytes)));
         }
     }
 
-    /// From now on, erasing a file on a disk makes holes. Other places are thin by nature, or
+    /// Makes erasing of a file on a disk punch holes if `is_thin`. Other places are always thin or
     /// never.
     pub(crate) fn thin(mut self, is_thin: bool) -> Self {
         self.is_thin = is_thin;
         let is_to_make = self.place == Place::Memory || is_thin && self.place == Place::Disk;
-        // Who only looks erases nothing, and cannot find out.
+        // A reader erases nothing, and cannot find out.
         self.makes_holes = is_to_make && (!self.writable || zeroing::makes_holes(&self.file));
         self
     }
 
-    /// Does erasing give blocks or pages back, and cost next to nothing?
+    /// Returns true if erasing returns blocks or pages and is cheap.
     pub(crate) fn makes_holes(&self) -> bool {
         self.makes_holes
     }
@@ -158,36 +159,34 @@ impl FileMedia {
         self.place == Place::Disk && !self.is_thin
     }
 
-    /// Where it lies.
     pub(crate) fn place(&self) -> Place {
         self.place
     }
 
-    /// The same, persisted and erased as a file on persistent memory is (`dax-sync`): with
-    /// cache-line write-backs and non-temporal stores. For benchmarks on a file in DRAM; it
-    /// promises nothing that the file does not.
+    /// Persists and erases like a file on persistent memory (`dax-sync`), with cache-line
+    /// write-backs and non-temporal stores. For benchmarks on a file in DRAM, which stays volatile.
     #[doc(hidden)]
     pub fn at_the_cost_of_dax(mut self) -> Self {
         (self.durability, self.place) = (Durability::DaxSync, Place::Disk);
         self.thin(false)
     }
 
-    /// The file, for mappings of its own: guests' memory and volumes.
+    /// File for separate mappings: guest memory and volumes.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// The same file or device with more of it, durably. What is new reads as zeros. This media
-    /// stays as it is.
+    /// Returns media for more of the same file or device, durably. The new part reads as zeros.
+    /// This media does not change.
     ///
-    /// A file becomes longer; of a device, which has its length already, the new part is erased.
+    /// A file is lengthened. A device has its length already, and its new part is erased.
     pub(crate) fn grown(&self, len_bytes: u64, progress: OnProgress<'_>) -> io::Result<Self> {
         assert!(len_bytes > self.len_bytes);
         if !self.place.is_device() {
             allocate(&self.file, self.len_bytes..len_bytes, self.is_thin, progress)?;
             self.file.sync_all()?;
         }
-        // The same open file, and so the same lock.
+        // The open file is the same, so the lock is kept.
         let grown = Self::new(self.file.try_clone()?, len_bytes, self.writable)
             .map_err(io::Error::other)?;
         let mut grown = grown.thin(self.is_thin);
@@ -198,8 +197,8 @@ impl FileMedia {
         Ok(grown)
     }
 
-    /// Erases a large range, durably and in its order, and says after each step how much of it is
-    /// done. Whoever does not come back from `progress` leaves the rest as it was.
+    /// Erases a large range, durably and in order, and reports the progress after each step. If
+    /// `progress` does not return, the rest of the range is unchanged.
     pub(crate) fn erase_in_steps(
         &self,
         range: Range<u64>,
@@ -209,8 +208,8 @@ impl FileMedia {
         in_steps(Task::Erase, range, ERASE_STEP_BYTES, progress, erase)
     }
 
-    /// Gives a range of a thin file its blocks: what this process itself stores to must not find
-    /// the disk full. The range has none yet.
+    /// Allocates the blocks of a range of a thin file, because stores of this process must not find
+    /// the disk full. The range must not have blocks yet.
     pub(crate) fn reserve(&self, range: &Range<u64>) -> io::Result<()> {
         if self.is_thin && self.place == Place::Disk {
             take_blocks(&self.file, range.clone(), &mut unheard)
@@ -222,8 +221,8 @@ impl FileMedia {
     #[inline]
     fn pointer(&self, offset_bytes: u64, length_bytes: u64) -> *mut u8 {
         assert_inside(offset_bytes, length_bytes, self.len_bytes);
-        // SAFETY: just checked to be inside the mapping, whose length fits usize because mmap()
-        // accepted it.
+        // SAFETY: the range is inside the mapping, and its offset fits into usize because mmap()
+        // accepted the length.
         unsafe { self.map.as_ptr().add(offset_bytes as usize) }
     }
 
@@ -233,7 +232,7 @@ impl FileMedia {
         self.pointer(offset_bytes, 8).cast()
     }
 
-    /// The error of an access whose page is gone.
+    /// Error of an access to a lost page.
     #[cold]
     fn lost(&self, operation: &'static str, offset_bytes: u64, length_bytes: u64) -> MediaError {
         let range = offset_bytes..offset_bytes + length_bytes;
@@ -241,8 +240,8 @@ impl FileMedia {
         io_error(operation, &range, source)
     }
 
-    /// Has the file everything that is mapped? What the kernel does to ranges behind a file's end
-    /// it calls a success, or makes the file longer for.
+    /// Checks that the file is as long as the mapping. Operations on ranges behind the end of a
+    /// file succeed or lengthen the file.
     fn check_length(&self) -> io::Result<()> {
         let metadata = self.file.metadata()?;
         let (file_bytes, media_bytes) = (metadata.len(), self.len_bytes);
@@ -257,11 +256,12 @@ impl FileMedia {
         if self.writable { Ok(()) } else { Err(MediaError::ReadOnly) }
     }
 
-    /// One msync(): the range's dirty pages, the inode's metadata, a barrier to the device.
+    /// Calls msync(), which writes the range's dirty pages and the inode's metadata, and issues a
+    /// barrier to the device.
     fn msync(&self, range: &Range<u64>) -> Result<(), MediaError> {
         let length_bytes = range.end - range.start;
         let pointer = self.pointer(range.start, length_bytes);
-        // SAFETY: the range is inside the mapping and starts on a page.
+        // SAFETY: the range is inside the mapping and starts at a page.
         let result = unsafe { libc::msync(pointer.cast(), length_bytes as usize, libc::MS_SYNC) };
         if result != 0 {
             return Err(io_error("msync", range, io::Error::last_os_error()));
@@ -279,9 +279,9 @@ impl FileMedia {
             .collect();
         let pages = coalesce(&pages);
         let Some((last, others)) = pages.split_last() else { return Ok(()) };
-        // 1. Data of all ranges but the last: in flight together, then waited for.
-        // 2. The last range's data, the inode's metadata and the barrier, which cover step 1 as
-        //    well.
+        // 1. Write the data of all ranges except the last, in parallel, and wait for it.
+        // 2. Write the last range's data and the inode's metadata, and issue the barrier, which
+        //    covers step 1 as well.
         let sync = || {
             if let Some(first) = others.first() {
                 page_cache::write_pages(&self.file, others).map_err(|source| {
@@ -290,17 +290,17 @@ impl FileMedia {
             }
             self.msync(last)
         };
-        // Both steps take the open file's error, whosever it is.
+        // Both steps consume the open file's error, even if it belongs to another caller.
         self.sync.run(sync, |overlooked| io_error("msync", last, io::Error::other(overlooked)))
     }
 
-    /// Starts the way of cache lines to the media. A fence ends it.
+    /// Starts the write-back of cache lines. A fence completes it.
     #[inline]
     fn write_back(&self, range: &Range<u64>) -> Result<(), MediaError> {
         let length_bytes = range.end - range.start;
         let pointer = self.pointer(range.start, length_bytes);
-        // SAFETY: pointer() checked that the range is inside the mapping; detect() found the
-        // instruction.
+        // SAFETY: pointer() has checked that the range is inside the mapping, and detect() has
+        // found the instruction.
         unsafe { self.guard.write_back(self.line_flush, pointer, length_bytes as usize) }
             .map_err(|PageLost| self.lost("write-back", range.start, length_bytes))
     }
@@ -345,15 +345,15 @@ impl Media for FileMedia {
         let length_bytes = into.len() as u64;
         if matches!(self.place, Place::DevDax { .. }) {
             let pointer = self.pointer(offset_bytes, length_bytes);
-            // SAFETY: the source is inside the mapping; the destination is ordinary memory, so they
-            // do not overlap. Torn reads of what others store meanwhile are allowed
-            // (contract of `Media`).
+            // SAFETY: the source is inside the mapping, and the destination is ordinary memory, so
+            // they do not overlap. The contract of `Media` allows torn reads during concurrent
+            // stores.
             return unsafe { self.guard.copy(into.as_mut_ptr(), pointer, into.len()) }
                 .map_err(|PageLost| self.lost("read", offset_bytes, length_bytes));
         }
-        // pread() and not the mapping: a read of a hole in tmpfs through a mapping would allocate
-        // its pages, and an I/O error comes back as an error. All places that have it are
-        // coherent with mappings.
+        // pread() instead of the mapping: a read of a hole in tmpfs through a mapping would
+        // allocate its pages, and pread() returns I/O errors. All places with pread() are coherent
+        // with mappings.
         let range = offset_bytes..offset_bytes + length_bytes;
         self.file
             .read_exact_at(into, offset_bytes)
@@ -364,7 +364,7 @@ impl Media for FileMedia {
         assert_inside(range.start, range.end - range.start, self.len_bytes);
         let all = Some(range.clone()).filter(|range| !range.is_empty());
         match self.place {
-            // What lies behind the end of a file that was cut is no hole: reading it says so.
+            // Space behind the end of a truncated file is not a hole. Reading it reports the error.
             Place::Memory | Place::Disk if all.is_some() && self.check_length().is_ok() => {
                 holes::next_data(&self.file, range.clone())
                     .map_err(|source| io_error("a look", &range, source))
@@ -373,31 +373,32 @@ impl Media for FileMedia {
         }
     }
 
-    // Always, as the store: a result is as large as its error, and would go through memory.
+    // Always inlined, like the store, because a result is as large as its error and would be
+    // returned in memory.
     #[inline(always)]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        // SAFETY: word() checked that it is aligned and inside the mapping.
+        // SAFETY: word() has checked that the address is aligned and inside the mapping.
         let word = unsafe { self.guard.load(self.word(offset_bytes)) };
         word.map(u64::from_le).map_err(|PageLost| self.lost("load", offset_bytes, 8))
     }
 
     #[inline(always)]
     fn expect_word(&self, offset_bytes: u64) {
-        // SAFETY: SSE is part of x86-64; a prefetch changes nothing that a program can see, and
-        // never faults (Intel SDM, volume 2, PREFETCHh).
+        // SAFETY: SSE is part of x86-64. A prefetch has no effect that a program can see, and never
+        // faults (Intel SDM, volume 2, PREFETCHh).
         unsafe { _mm_prefetch::<_MM_HINT_T0>(self.word(offset_bytes).cast()) };
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.check_writable()?;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
-        // The guard copies out of mappings, too.
+        // Noted here because the guard also copies out of mappings.
         #[cfg(test)]
         flush::noted::note(flush::noted::Noted::Stored(
             pointer as usize..pointer as usize + bytes.len(),
         ));
-        // SAFETY: the destination is inside a writable mapping and nobody else stores there
-        // (contract of `Media`); the source is ordinary memory, so they do not overlap.
+        // SAFETY: the destination is inside a writable mapping without concurrent stores to it
+        // (contract of `Media`). The source is ordinary memory, so they do not overlap.
         unsafe { self.guard.copy(pointer, bytes.as_ptr(), bytes.len()) }
             .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
     }
@@ -406,9 +407,8 @@ impl Media for FileMedia {
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         let length_bytes = into.len() as u64;
         let pointer = self.pointer(offset_bytes, length_bytes);
-        // SAFETY: the source is inside the mapping; the destination is ordinary memory, so they do
-        // not overlap. Torn reads of what others store meanwhile are allowed (contract of
-        // `Media`).
+        // SAFETY: the source is inside the mapping, and the destination is ordinary memory, so they
+        // do not overlap. The contract of `Media` allows torn reads during concurrent stores.
         unsafe { self.guard.copy(into.as_mut_ptr(), pointer, into.len()) }
             .map_err(|PageLost| self.lost("load", offset_bytes, length_bytes))
     }
@@ -430,8 +430,8 @@ impl Media for FileMedia {
         self.check_writable()?;
         pending.is_past_caches = true;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
-        // SAFETY: as in store(); mappings start at pages, so that the pointer is aligned as the
-        // offset is.
+        // SAFETY: as in store(). Mappings start at pages, so the pointer is aligned like the
+        // offset.
         unsafe { self.guard.stream(pointer, bytes.as_ptr(), bytes.len()) }
             .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
     }
@@ -451,8 +451,7 @@ impl Media for FileMedia {
         match self.durability {
             Durability::Volatile if pending.is_past_caches => flush::fence(),
             Durability::Volatile => compiler_fence(Ordering::SeqCst),
-            // Lines are on their way, both those that were written back and those that went past
-            // the caches.
+            // Completes lines that were written back, and stores that bypassed the caches.
             Durability::DaxSync => flush::fence(),
             Durability::PageCache => self.persist_page_cache(pending.ranges())?,
         }
@@ -462,15 +461,16 @@ impl Media for FileMedia {
     #[inline(always)]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         self.check_writable()?;
-        // SAFETY: word() checked that it is aligned and inside the mapping, which is writable.
+        // SAFETY: word() has checked that the address is aligned and inside the mapping, which is
+        // writable.
         unsafe { self.guard.store(self.word(offset_bytes), word.to_le()) }
             .map_err(|PageLost| self.lost("store", offset_bytes, 8))
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         match self.durability {
-            // A process that dies leaves what it has stored, in its order: the CPU keeps that, and
-            // the compiler is to.
+            // If the process dies, its stores remain in their order: the CPU keeps it, and this
+            // fence makes the compiler keep it.
             Durability::Volatile => compiler_fence(Ordering::SeqCst),
             Durability::DaxSync => self.persist_cache_lines(ranges)?,
             Durability::PageCache => self.persist_page_cache(ranges)?,
@@ -481,7 +481,7 @@ impl Media for FileMedia {
     fn cut_tail(&self) -> Result<(), MediaError> {
         self.check_writable()?;
         let cut = || {
-            // What lies behind the pool on a device is nobody's, and stays.
+            // Space behind the pool on a device is unused and stays as it is.
             if !self.place.is_device() && self.file.metadata()?.len() > self.len_bytes {
                 self.file.set_len(self.len_bytes)?;
                 self.file.sync_all()?;
@@ -506,20 +506,20 @@ impl Media for FileMedia {
                 }
                 Place::Memory | Place::BlockDevice { .. } => self.erase_by_kernel(range)?,
                 Place::Disk | Place::DevDax { .. } => {
-                    // SAFETY: inside a writable mapping; chunks that are erased have no owner
-                    // (contract of `Media`).
+                    // SAFETY: inside a writable mapping. Erased chunks have no owner (contract of
+                    // `Media`).
                     unsafe { self.guard.zero(pointer, length_bytes as usize) }
                         .map_err(|PageLost| self.lost("zeroing", range.start, length_bytes))?;
                 }
             }
         }
         match self.place {
-            // What the file system knows of the holes must be durable as well.
+            // The file system's metadata of the holes must be durable as well.
             Place::Disk if self.is_thin || self.durability == Durability::PageCache => {
                 self.persist_page_cache(&ranges)
             }
             Place::BlockDevice { .. } => self.persist_page_cache(&ranges),
-            // A non-temporal store is durable behind its fence.
+            // A non-temporal store is durable after its fence.
             Place::Memory | Place::Disk | Place::DevDax { .. } => Ok(()),
         }
     }
@@ -534,10 +534,10 @@ fn io_error(operation: &'static str, range: &Range<u64>, source: io::Error) -> M
     }
 }
 
-/// Makes a file as long as the range's end, and gives the range its blocks where it lies on a disk:
-/// a hole that a full file system cannot fill would kill a guest at a store. tmpfs stays sparse:
-/// memory is taken when it is used and given back after; and so does a file that is to be thin. The
-/// range is behind what the file has.
+/// Lengthens a file to the end of the range, and allocates the blocks of the range on a disk,
+/// because a store to a hole on a full file system would kill a guest. Files on tmpfs and thin
+/// files stay sparse: memory or blocks are allocated on use and returned later. The range must be
+/// behind the end of the file.
 pub(crate) fn allocate(
     file: &File,
     range: Range<u64>,
@@ -557,8 +557,8 @@ fn take_blocks(file: &File, range: Range<u64>, progress: OnProgress<'_>) -> io::
         Err(error) if is_unsupported(&error) => {}
         result => return result,
     }
-    // Zeros are slower. Synced after each step: some file systems find out only then whether there
-    // are blocks for them, and what is told to be done is.
+    // Writing zeros is slower. Each step is synced, because some file systems detect only then that
+    // they have no space, and reported progress must be real.
     in_steps(Task::Allocate, range, ERASE_STEP_BYTES, progress, |step| {
         write_zeros(file, &step)?;
         file.sync_data()
@@ -575,20 +575,19 @@ fn map_shared(
         usize::try_from(len_bytes).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
     let protection = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
     let kind = if sync == 0 { libc::MAP_SHARED } else { libc::MAP_SHARED_VALIDATE | sync };
-    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    // SAFETY: a new mapping at an address of the kernel's choice affects no other memory.
     let map = unsafe { libc::mmap(ptr::null_mut(), length, protection, kind, file.as_raw_fd(), 0) };
     if map == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
     // Core dumps must not contain guests' memory and data. The mapping stays in core dumps if the
-    // kernel lacks this advice.
-    // SAFETY: advice about the mapping that was just made, which changes no content.
+    // kernel lacks this advice. SAFETY: advice about the new mapping, which changes no content.
     unsafe { libc::madvise(map, length, libc::MADV_DONTDUMP) };
     Ok(NonNull::new(map.cast()).expect("mmap does not return null unless asked to"))
 }
 
 fn unmap(map: NonNull<u8>, len_bytes: u64) {
-    // SAFETY: called once, with the address and length of a mapping that nobody uses any more.
+    // SAFETY: called once, with the address and length of an unused mapping.
     let result = unsafe { libc::munmap(map.as_ptr().cast(), len_bytes as usize) };
     assert_eq!(result, 0, "munmap of a whole mapping cannot fail");
 }
@@ -611,7 +610,7 @@ mod tests {
         media.erase(std::slice::from_ref(&range))
     }
 
-    /// A folder on tmpfs, and one that is likely to be on a disk.
+    /// On tmpfs, and in the current folder, which is probably on a disk.
     fn folders() -> Vec<std::path::PathBuf> {
         vec!["/dev/shm".into(), std::env::current_dir().unwrap()]
     }
@@ -630,7 +629,7 @@ mod tests {
         }
     }
 
-    /// Stores that are begun to be persisted: what comes next is the end.
+    /// Stores whose persist has begun. The next step is its end.
     type Begin = fn(&FileMedia, &mut Pending);
 
     const BEGINNINGS: [(&str, Begin); 4] = [
@@ -665,8 +664,8 @@ mod tests {
         assert!(not_durable(&stored).is_empty(), "persisted at once: {stored:x?}");
     }
 
-    /// A process that dies leaves what is in the caches; what went past them is to be there before
-    /// what comes later is.
+    /// If the process dies, stores to the caches remain. Stores that bypass them must be ordered
+    /// before later stores.
     #[test]
     fn on_volatile_media_what_went_past_the_caches_is_ordered_by_the_end() {
         let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES);

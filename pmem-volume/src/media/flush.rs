@@ -1,27 +1,27 @@
-//! CPU instructions that write cache lines back to persistent memory. The instruction is chosen
-//! once, at open; [`super::guarded`] executes it.
+//! CPU instructions that write cache lines back to persistent memory. The instruction is selected
+//! once, at open, and executed by [`super::guarded`].
 
 #[cfg(test)]
 pub(crate) mod noted;
 
 use std::arch::x86_64::{__cpuid_count, _mm_sfence};
 
-/// Bytes that are written back together.
+/// Bytes that are written back at once.
 pub(super) const CACHE_LINE_BYTES: usize = 64;
 
-/// The best instruction this CPU has for writing a cache line back.
+/// Best instruction of this CPU for writing back a cache line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineFlush {
     /// Writes back and may keep the line.
     Clwb,
-    /// Writes back and evicts; unordered, so a fence must follow.
+    /// Writes back and evicts, unordered, so a fence must follow.
     ClflushOpt,
     /// Writes back and evicts, one after the other.
     Clflush,
 }
 
 impl LineFlush {
-    /// Asks the CPU (Intel SDM, CPUID leaf 7, EBX bits 23 and 24).
+    /// Selects the instruction by CPUID (Intel SDM, CPUID leaf 7, EBX bits 23 and 24).
     pub(super) fn detect() -> Self {
         let features = __cpuid_count(7, 0).ebx;
         if features & (1 << 24) != 0 {
@@ -34,7 +34,7 @@ impl LineFlush {
     }
 }
 
-/// Orders all write-backs and non-temporal stores of this thread before anything later.
+/// Orders all write-backs and non-temporal stores of this thread before later stores.
 pub(super) fn fence() {
     #[cfg(test)]
     noted::note(noted::Noted::Fenced);

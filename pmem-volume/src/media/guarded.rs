@@ -1,16 +1,16 @@
-//! Loads and stores that outlive what they touch.
+//! Loads and stores that survive the loss of the accessed page.
 //!
-//! A file that is truncated, a file system that is full, and memory that turns out to be bad take
-//! pages away from under a mapping, and the kernel answers the next access with SIGBUS (mmap(2);
-//! Linux Documentation/mm/hwpoison.rst). That is to be an error of the call that made the access,
-//! not the end of the process and of the guest in it. So mapped media is touched only by the
-//! routines below. They lie side by side, use no stack, and return zero; a SIGBUS whose instruction
-//! pointer is among them resumes at a landing pad, which returns one to the same caller.
+//! Truncation of a file, a full file system, and bad memory remove pages below a mapping, and the
+//! kernel raises SIGBUS at the next access (mmap(2); Linux Documentation/mm/hwpoison.rst). This
+//! must be an error of the access instead of the end of the process and its guest. Mapped media is
+//! therefore accessed only by the routines below. They are contiguous, use no stack, and return 0.
+//! The handler resumes a SIGBUS with an instruction pointer among them at a landing pad, which
+//! returns 1 to the same caller.
 //!
-//! Accesses of other code to memory that somebody watches are let finish ([`super::watch`]). Every
-//! other SIGBUS goes to whoever handled it before. A program that puts a handler in place later
-//! calls [`handle_sigbus`] from it first. A thread that blocks SIGBUS cannot be helped: the kernel
-//! ends the process then.
+//! Accesses of other code to watched memory are completed ([`super::watch`]). Every other SIGBUS is
+//! passed to the previous handler. A program that installs a handler later must call
+//! [`handle_sigbus`] from it first. A thread must not block SIGBUS, because the kernel would end
+//! the process.
 
 use std::arch::global_asm;
 use std::mem::MaybeUninit;
@@ -24,16 +24,16 @@ use super::flush::noted::{Noted, note};
 use super::flush::{CACHE_LINE_BYTES, LineFlush};
 use super::watch;
 
-// System V calling convention: rdi, rsi, rdx in, rax out; all registers used are the caller's to
-// save. The instruction pointer of a fault is that of the instruction, also within a repeated one
-// (Intel SDM, volume 1, 7.3.9.3).
+// System V calling convention: rdi, rsi, rdx in, rax out. All used registers are caller-saved. The
+// instruction pointer of a fault is that of the instruction, also within a repeated one (Intel SDM,
+// volume 1, 7.3.9.3).
 global_asm!(
     ".pushsection .text.foreshore_guarded, \"ax\", @progbits",
     ".balign 64",
     ".globl foreshore_guarded_start",
     "foreshore_guarded_start:",
-    // (to, from, length). Whole words first: a crash may tear a store at words, and at nothing
-    // smaller.
+    // (to, from, length). Whole words first: a crash may tear a store at words, but not at smaller
+    // units.
     ".globl foreshore_guarded_copy",
     "foreshore_guarded_copy:",
     "mov rcx, rdx",
@@ -44,10 +44,9 @@ global_asm!(
     "rep movsb",
     "xor eax, eax",
     "ret",
-    // (to, from, length): the same in pieces of 256 bytes, at least one, with AVX-512. A line is
-    // loaded at once, and stored at once. These registers have no lower parts that other
-    // instructions would wait for, and need no VZEROUPPER (Intel 64 Optimization Manual,
-    // 3.11.5).
+    // (to, from, length): a copy in pieces of 256 bytes, at least one, with AVX-512. A line is
+    // loaded and stored at once. These registers have no lower parts that other instructions would
+    // wait for, and need no VZEROUPPER (Intel 64 Optimization Manual, 3.11.5).
     ".balign 32",
     ".globl foreshore_guarded_copy_wide",
     "foreshore_guarded_copy_wide:",
@@ -65,22 +64,20 @@ global_asm!(
     "ja foreshore_guarded_copy_wide",
     "xor eax, eax",
     "ret",
-    // (from, to): one load that cannot tear, and with the order of an acquire, as all loads have
-    // here.
+    // (from, to): one load that cannot tear, with acquire order, like all loads on x86.
     ".globl foreshore_guarded_load",
     "foreshore_guarded_load:",
     "mov rcx, [rdi]",
     "mov [rsi], rcx",
     "xor eax, eax",
     "ret",
-    // (to, word): one store that cannot tear, and with the order of a release, as all stores have
-    // here.
+    // (to, word): one store that cannot tear, with release order, like all stores on x86.
     ".globl foreshore_guarded_store",
     "foreshore_guarded_store:",
     "mov [rdi], rsi",
     "xor eax, eax",
     "ret",
-    // (to, end): past the cache, in whole lines, at least one.
+    // (to, end): bypasses the cache, in whole lines, at least one.
     ".balign 16",
     ".globl foreshore_guarded_zero",
     "foreshore_guarded_zero:",
@@ -96,8 +93,8 @@ global_asm!(
     "sfence",
     "xor eax, eax",
     "ret",
-    // (to, from, length): past the cache, in whole lines, at least one. Not ordered: the caller
-    // fences.
+    // (to, from, length): bypasses the cache, in whole lines, at least one. Not ordered, so the
+    // caller needs a fence.
     ".balign 16",
     ".globl foreshore_guarded_stream",
     "foreshore_guarded_stream:",
@@ -115,7 +112,7 @@ global_asm!(
     "ja foreshore_guarded_stream",
     "xor eax, eax",
     "ret",
-    // The same with AVX-512: each line leaves the CPU in one piece.
+    // The same with AVX-512. Each line leaves the CPU at once.
     ".balign 16",
     ".globl foreshore_guarded_stream_wide",
     "foreshore_guarded_stream_wide:",
@@ -127,7 +124,7 @@ global_asm!(
     "ja foreshore_guarded_stream_wide",
     "xor eax, eax",
     "ret",
-    // (first line, end), three times: lines up to the end, at least one.
+    // (first line, end), three routines: lines up to the end, at least one.
     ".globl foreshore_guarded_clwb",
     "foreshore_guarded_clwb:",
     "clwb [rdi]",
@@ -154,8 +151,7 @@ global_asm!(
     "ret",
     ".globl foreshore_guarded_end",
     "foreshore_guarded_end:",
-    // The landing pad of all of them. Non-temporal stores that were made before the fault are
-    // closed as ever.
+    // Landing pad of all routines. It fences non-temporal stores before the fault.
     ".globl foreshore_guarded_lost",
     "foreshore_guarded_lost:",
     "sfence",
@@ -180,7 +176,7 @@ unsafe extern "C" {
     fn foreshore_guarded_clflush(first: usize, end: usize) -> u32;
 }
 
-/// The page under an access is gone. Of a longer access, any part may have been done.
+/// The page of an access is lost. Any part of a longer access may be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageLost;
 
@@ -189,35 +185,35 @@ fn done(result: u32) -> Result<(), PageLost> {
     if result == 0 { Ok(()) } else { Err(PageLost) }
 }
 
-/// The accesses. Whoever has one has seen to it that SIGBUS is handled.
+/// Guarded accesses. A guard exists only after the SIGBUS handler is installed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Guard {
-    /// The CPU has AVX-512, and the kernel keeps its registers.
+    /// The CPU has AVX-512, and the kernel saves its registers.
     is_wide: bool,
 }
 
-/// What [`Guard::copy`] copies at once where it can.
+/// Bytes that [`Guard::copy`] copies at once if possible.
 const WIDE_BYTES: usize = 256;
 
 impl Guard {
-    /// Puts the handler in place, once in a process.
+    /// Installs the handler, once per process.
     pub(super) fn new() -> Self {
         static INSTALLED: Once = Once::new();
         INSTALLED.call_once(install);
         Self { is_wide: is_x86_feature_detected!("avx512f") }
     }
 
-    /// Without what not every CPU has.
+    /// Guard without instructions that some CPUs lack.
     #[cfg(test)]
     fn narrow(self) -> Self {
         Self { is_wide: false }
     }
 
-    /// Copies bytes to mapped media, or from it, in words as far as they go.
+    /// Copies bytes to or from mapped media, in words if possible.
     ///
     /// # Safety
-    /// `length` bytes at `to` are writable, and nobody else stores there; `length` bytes at `from`
-    /// are readable, and elsewhere. One of them lies in a mapping.
+    /// `length` bytes at `to` are writable without concurrent stores, and `length` bytes at `from`
+    /// are readable and do not overlap them. One of them is in a mapping.
     #[inline]
     pub(super) unsafe fn copy(
         self,
@@ -225,8 +221,8 @@ impl Guard {
         from: *const u8,
         length: usize,
     ) -> Result<(), PageLost> {
-        // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what
-        // they need.
+        // SAFETY: guaranteed by the caller. The routines access nothing else, and the CPU has their
+        // instructions.
         done(unsafe {
             if self.is_wide && length > 0 && length.is_multiple_of(WIDE_BYTES) {
                 foreshore_guarded_copy_wide(to, from, length)
@@ -236,36 +232,36 @@ impl Guard {
         })
     }
 
-    /// Loads a word, untorn.
+    /// Loads a word, which is never torn.
     ///
     /// # Safety
-    /// `from` lies in a mapping, and is aligned.
+    /// `from` is in a mapping, and is aligned.
     #[inline]
     pub(super) unsafe fn load(self, from: *const u64) -> Result<u64, PageLost> {
         let mut word = 0;
-        // SAFETY: vouched for by the caller, and `word` is ours.
+        // SAFETY: guaranteed by the caller, and `word` is a local variable.
         done(unsafe { foreshore_guarded_load(from, &raw mut word) })?;
         Ok(word)
     }
 
-    /// Stores a word, untorn.
+    /// Stores a word, which is never torn.
     ///
     /// # Safety
-    /// `to` lies in a writable mapping, and is aligned.
+    /// `to` is in a writable mapping, and is aligned.
     #[inline]
     pub(super) unsafe fn store(self, to: *mut u64, word: u64) -> Result<(), PageLost> {
         #[cfg(test)]
         note(Noted::Stored(to as usize..to as usize + 8));
-        // SAFETY: vouched for by the caller.
+        // SAFETY: guaranteed by the caller.
         done(unsafe { foreshore_guarded_store(to, word) })
     }
 
-    /// Zeroes memory past the cache: nothing is left to write back, and the caches keep what they
-    /// hold. Ordered before anything later.
+    /// Zeroes memory and bypasses the cache: no write-back remains, and the cache keeps its
+    /// content. Ordered before later stores.
     ///
     /// # Safety
-    /// `length` bytes at `to` lie in a writable mapping and are nobody's. Both are multiples of a
-    /// cache line.
+    /// `length` bytes at `to` are in a writable mapping and unused. Both are multiples of a cache
+    /// line.
     pub(super) unsafe fn zero(self, to: *mut u8, length: usize) -> Result<(), PageLost> {
         assert!(
             (to as usize).is_multiple_of(CACHE_LINE_BYTES)
@@ -274,11 +270,11 @@ impl Guard {
         if length == 0 {
             return Ok(());
         }
-        // SAFETY: vouched for by the caller; the end is at most one behind the mapping.
+        // SAFETY: guaranteed by the caller. The end is at most one byte behind the mapping.
         done(unsafe { foreshore_guarded_zero(to, to.add(length)) })
     }
 
-    /// Copies bytes to mapped media past the cache: nothing is left to write back. The caller
+    /// Copies bytes to mapped media and bypasses the cache: no write-back remains. The caller
     /// fences afterwards.
     ///
     /// # Safety
@@ -299,8 +295,8 @@ impl Guard {
         }
         #[cfg(test)]
         note(Noted::Streamed(to as usize..to as usize + length));
-        // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what
-        // they need.
+        // SAFETY: guaranteed by the caller. The routines access nothing else, and the CPU has their
+        // instructions.
         done(unsafe {
             if self.is_wide {
                 foreshore_guarded_stream_wide(to, from, length)
@@ -310,10 +306,10 @@ impl Guard {
         })
     }
 
-    /// Writes back every line that `length` bytes at `start` touch. The caller fences afterwards.
+    /// Writes back every line of `length` bytes at `start`. The caller fences afterwards.
     ///
     /// # Safety
-    /// The bytes lie in a mapping, and the CPU has the instruction ([`LineFlush::detect`]).
+    /// The bytes are in a mapping, and the CPU has the instruction ([`LineFlush::detect`]).
     #[inline]
     pub(super) unsafe fn write_back(
         self,
@@ -328,7 +324,7 @@ impl Guard {
         let end = start as usize + length;
         #[cfg(test)]
         note(Noted::WrittenBack(first..end.next_multiple_of(CACHE_LINE_BYTES)));
-        // SAFETY: writing a line back changes nothing that a program can see; each line holds a
+        // SAFETY: writing a line back has no effect that a program can see, and each line has a
         // byte of the range.
         done(unsafe {
             match flush {
@@ -340,26 +336,26 @@ impl Guard {
     }
 }
 
-/// What handled SIGBUS before.
+/// Previous handler of SIGBUS.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 fn install() {
-    // 1. What was there is kept before the handler is: it may be needed at once.
+    // 1. Store the previous handler before installing the new one, which may need it at once.
     let mut previous = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: a query, which fills the struct; all of it was zero before, which is valid too.
+    // SAFETY: a query, which fills the struct. It is zeroed, which is valid too.
     let previous = unsafe {
         let result = libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr());
         assert_eq!(result, 0, "SIGBUS can be asked for");
         previous.assume_init()
     };
     PREVIOUS.set(previous).expect("installed once");
-    // 2. Ours.
+    // 2. Install the handler.
     assert_eq!(put_in_place(&previous), 0, "SIGBUS can be handled");
 }
 
-/// Makes our handler that of SIGBUS, with the same mask as the previous one, and the other stack if
-/// the thread has one, as whoever is called next may rely on them. Returns what the kernel does.
-/// May be called in a handler.
+/// Installs the handler of SIGBUS, with the same mask as the previous one, and on the alternate
+/// stack if the thread has one, because the previous handler may rely on them. Returns the result
+/// of the system call. May be called in a handler.
 fn put_in_place(previous: &libc::sigaction) -> c_int {
     let action = libc::sigaction {
         sa_sigaction: on_sigbus as *const () as libc::sighandler_t,
@@ -368,31 +364,30 @@ fn put_in_place(previous: &libc::sigaction) -> c_int {
             | libc::SA_ONSTACK,
         ..*previous
     };
-    // SAFETY: the handler has the signature that SA_SIGINFO asks for and calls only what may be
-    // called in one.
+    // SAFETY: the handler has the signature for SA_SIGINFO and calls only functions that are
+    // allowed in handlers.
     unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) }
 }
 
-/// The handler.
 extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    // SAFETY: the kernel's arguments, passed on as they are.
+    // SAFETY: arguments of the kernel.
     if !unsafe { handle_sigbus(info, context) } {
         // SAFETY: as above.
         unsafe { pass_on(signal, info, context) };
     }
 }
 
-/// Was this SIGBUS raised by an access to a pool's media, or to memory that is watched? Then it has
-/// been dealt with: the handler returns, and the access with an error, or with zeros. So has early
-/// news of bad memory that nobody has touched yet (BUS_MCEERR_AO), which a process gets that
-/// asked for them (prctl(2), PR_MCE_KILL_EARLY): whoever touches it gets a SIGBUS of his own. For
-/// programs that handle SIGBUS themselves, with SA_SIGINFO, and have put their handler in place
-/// after the first pool was opened.
+/// Handles a SIGBUS that was raised by an access to a pool's media or to watched memory, and
+/// returns true. The handler must then return, and the access ends with an error or with zeros.
+/// Also handles early reports of bad memory before any access (BUS_MCEERR_AO), which a process can
+/// request (prctl(2), PR_MCE_KILL_EARLY), because a later access raises its own SIGBUS. For
+/// programs that handle SIGBUS themselves, with SA_SIGINFO, and install their handler after the
+/// first pool was opened.
 ///
 /// # Safety
-/// Called in a handler of SIGBUS, with the arguments that the kernel gave it.
+/// Called in a handler of SIGBUS, with the arguments of the kernel.
 pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) -> bool {
-    // Raised by the access itself, and not sent by somebody (zero and less) nor news, which may
+    // Only signals raised by an access are handled. Sent signals (0 and less) and reports may
     // arrive anywhere. SAFETY: the caller's siginfo.
     let code = unsafe { (*info).si_code };
     if code == libc::BUS_MCEERR_AO {
@@ -401,21 +396,21 @@ pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) ->
     if code <= 0 {
         return false;
     }
-    // SAFETY: the caller's context, which nobody else looks at meanwhile.
+    // SAFETY: the caller's context, which no other code accesses meanwhile.
     let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
     let at = &mut registers[libc::REG_RIP as usize];
     let guarded =
         (&raw const foreshore_guarded_start as usize)..(&raw const foreshore_guarded_end as usize);
     let ours = guarded.contains(&(*at as usize));
     if ours {
-        // The stack is as it was at the call, so the pad returns to the caller. The kernel restores
-        // the flags; the direction flag is clear as the calling convention has it.
+        // The stack is the same as at the call, so the pad returns to the caller. The kernel
+        // restores the flags, and the direction flag is clear according to the calling convention.
         *at = &raw const foreshore_guarded_lost as i64;
         return true;
     }
-    // SAFETY: the kernel gives the address of whatever an access has raised.
+    // SAFETY: the kernel stores the address for a signal raised by an access.
     let address = unsafe { (*info).si_addr() } as usize;
-    // SAFETY: this thread's own, which the code that was interrupted may be about to look at.
+    // SAFETY: errno of this thread, which the interrupted code may be about to read.
     let errno = unsafe { &mut *libc::__errno_location() };
     let before = *errno;
     let replaced = watch::replace(address);
@@ -423,7 +418,7 @@ pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) ->
     replaced
 }
 
-/// Does with a SIGBUS that is not ours what would have been done without us.
+/// Passes a SIGBUS to the previous handler, or takes the previous default action.
 ///
 /// # Safety
 /// As for [`handle_sigbus`].
@@ -432,12 +427,11 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
     // SAFETY: the caller's siginfo.
     let by_access = unsafe { (*info).si_code } > 0;
     match previous.sa_sigaction {
-        // The kernel does not let a fault be ignored, but a signal that somebody sends.
+        // The kernel does not allow a fault to be ignored, but a sent signal can be.
         libc::SIG_IGN if !by_access => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: both calls may be made in a handler. A fault is raised anew when this
-            // returns, and a signal that was sent is sent again; both now end the
-            // process.
+            // SAFETY: both calls are allowed in a handler. A fault is raised again after the
+            // return, and a sent signal is sent again. Both now end the process.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
                 if !by_access {
@@ -447,7 +441,7 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
             return;
         }
         handler if previous.sa_flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: whoever put it there gave it this signature.
+            // SAFETY: the flags of the handler require this signature.
             let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
                 unsafe { std::mem::transmute(handler) };
             handler(signal, info, context);
@@ -463,14 +457,14 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
     }
 }
 
-/// Puts our handler back if the previous one left the default in its place, as the Rust runtime's
-/// does for what it does not know: the process goes on, and the next page that is lost must not end
-/// it. After a fault that is right, and ends the process at the same access: to go back to it with
-/// our handler would never end.
+/// Reinstalls the handler if the previous one has restored the default action, as the Rust runtime
+/// does for unknown signals. The process continues, and the next lost page must not end it. Not
+/// called after a fault, because the same access must then end the process: with the handler it
+/// would fault forever.
 fn stay_in_place(previous: &libc::sigaction) {
     let mut now = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: a query, which may be made in a handler and fills the struct; all of it was zero
-    // before, which is valid.
+    // SAFETY: a query, which is allowed in a handler and fills the struct. It is zeroed, which is
+    // valid too.
     let now = unsafe {
         libc::sigaction(libc::SIGBUS, ptr::null(), now.as_mut_ptr());
         now.assume_init()
@@ -519,7 +513,7 @@ mod tests {
             Self { file, map: map.cast() }
         }
 
-        /// The second page, which is no more.
+        /// Removes the second page and returns its address.
         fn lost(&self) -> *mut u8 {
             self.file.set_len(PAGE_BYTES as u64).unwrap();
             // SAFETY: inside the mapping.
@@ -529,7 +523,7 @@ mod tests {
 
     impl Drop for Pages {
         fn drop(&mut self) {
-            // SAFETY: mapped in new(), and used no more.
+            // SAFETY: mapped in new(), and no longer used.
             unsafe { libc::munmap(self.map.cast(), 2 * PAGE_BYTES) };
         }
     }
@@ -540,7 +534,7 @@ mod tests {
         let guard = Guard::new();
         let lost = pages.lost();
         let bytes = [7u8; 512];
-        // SAFETY: all of it lies in the mapping; the routines are what is under test.
+        // SAFETY: inside the mapping. The routines are under test.
         unsafe {
             assert_eq!(guard.load(lost.cast()), Err(PageLost));
             assert_eq!(guard.store(lost.cast(), 1), Err(PageLost));
@@ -566,7 +560,7 @@ mod tests {
             for flush in [LineFlush::detect(), LineFlush::Clflush] {
                 assert_eq!(guard.write_back(flush, lost.sub(3), 7), Err(PageLost));
             }
-            // What is still there is as good as before, and so is the handler.
+            // Remaining pages and the handler still work.
             guard.store(pages.map.cast(), 9).unwrap();
             assert_eq!(guard.load(pages.map.cast()), Ok(9));
             assert_eq!(
@@ -584,7 +578,7 @@ mod tests {
             for length in (0..70).chain([255, 256, 257, 512, 1024]) {
                 for guard in [Guard::new(), Guard::new().narrow()] {
                     let mut to = [0u8; 1100];
-                    // SAFETY: inside both.
+                    // SAFETY: inside both buffers.
                     unsafe { guard.copy(to.as_mut_ptr().add(start), from.as_ptr().add(3), length) }
                         .unwrap();
                     assert_eq!(to[start..start + length], from[3..3 + length]);
@@ -598,7 +592,7 @@ mod tests {
     fn streams_have_exactly_their_range_from_any_source() {
         let pages = Pages::new();
         let from: Vec<u8> = (0..2000u32).map(|at| (at % 251) as u8 | 1).collect();
-        // SAFETY: the first page, which is ours.
+        // SAFETY: the first page of the mapping.
         let bytes = unsafe { std::slice::from_raw_parts_mut(pages.map, PAGE_BYTES) };
         for guard in [Guard::new(), Guard::new().narrow()] {
             for (start, length) in [(0, 0), (0, 64), (3, 64), (1, 512), (5, 1024)] {
@@ -616,7 +610,7 @@ mod tests {
     #[test]
     fn zeroing_zeroes_exactly_its_range() {
         let pages = Pages::new();
-        // SAFETY: the first page, which is ours.
+        // SAFETY: the first page of the mapping.
         let bytes = unsafe { std::slice::from_raw_parts_mut(pages.map, PAGE_BYTES) };
         for length in [0, 64, 1024] {
             bytes.fill(0xff);
@@ -638,13 +632,13 @@ mod tests {
 
     const CHILD: &str = "FORESHORE_TEST_CHILD";
 
-    /// Runs `child` in a process of its own, and says how that ended. `name` is the test that calls
-    /// this: the process is this very program, made to run that test alone.
+    /// Runs `child` in its own process, and returns the exit status. `name` is the test that calls
+    /// this: the process is this test program, which runs only that test.
     fn end_of_child(name: &str, child: fn()) -> ExitStatus {
         if env::var_os(CHILD).is_some() {
-            // It is to leave no core behind.
+            // Prevents a core dump.
             let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-            // SAFETY: a system call that takes the numbers.
+            // SAFETY: a system call with numbers.
             unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const none) };
             child();
             panic!("the child was to end before");
@@ -654,10 +648,10 @@ mod tests {
         command.output().unwrap().status
     }
 
-    /// An access that is not one of the routines'.
+    /// Accesses a lost page without the routines.
     fn touch_lost_page() {
         let pages = Pages::new();
-        // SAFETY: inside the mapping; it is to fail.
+        // SAFETY: inside the mapping. The access must fail.
         unsafe { pages.lost().read_volatile() };
     }
 
@@ -679,33 +673,33 @@ mod tests {
     #[test]
     fn a_signal_that_is_sent_ends_the_process_as_ever() {
         let status = end_of_child("a_signal_that_is_sent_ends_the_process_as_ever", || {
-            // As in a program without a handler of its own; the Rust runtime has one.
-            // SAFETY: nobody else handles signals in this process.
+            // As in a program without a handler of its own. The Rust runtime has one. SAFETY: no
+            // other code handles signals in this process.
             unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
             guarded_access_fails();
-            // SAFETY: a system call that takes a number.
+            // SAFETY: a system call with a number.
             unsafe { libc::raise(libc::SIGBUS) };
         });
         assert_eq!(status.signal(), Some(libc::SIGBUS));
     }
 
-    /// How a process ends of which a handler of its own was called.
+    /// Exit code of a process whose own handler was called.
     const HANDLED: c_int = 42;
 
     extern "C" fn end_process(_: c_int) {
-        // SAFETY: may be called in a handler.
+        // SAFETY: allowed in a handler.
         unsafe { libc::_exit(HANDLED) };
     }
 
     extern "C" fn ask_then_end_process(_: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-        // SAFETY: the kernel's arguments.
+        // SAFETY: arguments of the kernel.
         if !unsafe { handle_sigbus(info, context) } {
             end_process(0);
         }
     }
 
     fn handle(handler: *const (), flags: c_int) {
-        // SAFETY: all zero is valid, and the handler has the signature that the flags ask for.
+        // SAFETY: all zeros are valid, and the handler has the signature for the flags.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler as libc::sighandler_t;
@@ -735,9 +729,9 @@ mod tests {
         });
         assert_eq!(status.code(), Some(HANDLED));
     }
-    /// A SIGBUS that no access raised, with that code.
+    /// Sends a SIGBUS with this code, which no access has raised.
     fn send_to_this_thread(code: c_int) {
-        // SAFETY: all zero is valid; the kernel lets a process send itself any code
+        // SAFETY: all zeros are valid, and the kernel allows a process to send itself any code
         // (kernel/signal.c, do_rt_sigqueueinfo).
         unsafe {
             let mut info: libc::siginfo_t = std::mem::zeroed();
@@ -751,7 +745,7 @@ mod tests {
     #[test]
     fn early_news_of_bad_memory_leave_the_guard_in_place() {
         let status = end_of_child("early_news_of_bad_memory_leave_the_guard_in_place", || {
-            // Whoever was there before would end the process.
+            // The previous handler would end the process.
             handle(end_process_otherwise as *const (), 0);
             guarded_access_fails();
             send_to_this_thread(libc::BUS_MCEERR_AO);
@@ -766,7 +760,7 @@ mod tests {
         let status = end_of_child(
             "a_signal_after_which_the_process_lives_leaves_the_guard_in_place",
             || {
-                // The Rust runtime's handler was there before.
+                // The previous handler is that of the Rust runtime.
                 guarded_access_fails();
                 send_to_this_thread(libc::SI_QUEUE);
                 guarded_access_fails();
@@ -777,7 +771,7 @@ mod tests {
     }
 
     extern "C" fn end_process_otherwise(_: c_int) {
-        // SAFETY: may be called in a handler.
+        // SAFETY: allowed in a handler.
         unsafe { libc::_exit(HANDLED + 1) };
     }
 }

@@ -1,13 +1,12 @@
-//! Where a sparse file has data.
+//! Data and holes of a sparse file.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// The first part of a range that the file system has data for; `None` if the rest of the file is a
-/// hole. What was allocated and never written is a hole as well, where the file system tells them
-/// apart.
+/// First part of a range with data, or `None` if the rest of the range is a hole. Allocated blocks
+/// that were never written count as holes if the file system reports them so.
 pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
     let Some(start) = seek(file, range.start, libc::SEEK_DATA)?.filter(|start| *start < range.end)
     else {
@@ -15,14 +14,14 @@ pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Ran
     };
     // The end of the file counts as a hole.
     let end = seek(file, start, libc::SEEK_HOLE)?.unwrap_or(range.end).min(range.end);
-    // The data may have gone meanwhile: then there is nothing left to say about the place.
+    // The data may have been removed meanwhile, which leaves one byte to report.
     Ok(Some(start..end.max(start + 1)))
 }
 
-/// Moves the file's position, by which nobody reads or writes. `None`: there is nothing of the kind
-/// any more.
+/// Seeks data or a hole. Returns `None` if there is none. This moves the file's position, which is
+/// not used.
 fn seek(file: &File, from: u64, what: libc::c_int) -> io::Result<Option<u64>> {
-    // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+    // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
     let at = unsafe { libc::lseek(file.as_raw_fd(), from.cast_signed(), what) };
     match u64::try_from(at) {
         Ok(at) => Ok(Some(at)),

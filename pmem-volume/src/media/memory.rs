@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Durability, Media, MediaError, assert_inside};
 
-/// Memory that behaves as media that never fails: every store is durable at once.
+/// Memory as media that never fails. Every store is durable at once.
 pub struct MemoryMedia {
     words: Box<[AtomicU64]>,
 }
@@ -16,14 +16,14 @@ impl MemoryMedia {
         Self::from_bytes(&vec![0; usize::try_from(len_bytes).expect("fits the address space")])
     }
 
-    /// Media that holds a copy of `bytes`, whose length is a multiple of 8.
+    /// Media with a copy of `bytes`, whose length is a multiple of 8.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         assert!(bytes.len().is_multiple_of(8));
         let (words, _) = bytes.as_chunks::<8>();
         Self { words: words.iter().map(|w| AtomicU64::new(u64::from_le_bytes(*w))).collect() }
     }
 
-    /// A copy of everything on the media.
+    /// Copy of the whole media.
     pub fn to_bytes(&self) -> Vec<u8> {
         self.words.iter().flat_map(|w| w.load(Ordering::Acquire).to_le_bytes()).collect()
     }

@@ -1,14 +1,14 @@
-//! The only way to touch persistent memory.
+//! Access to persistent memory.
 //!
-//! The contract is narrow so that a simulator can stand in for the real thing:
+//! The contract is narrow so that a simulator can implement it:
 //!
-//! - A store is visible to loads at once and durable at some time: by itself, in any order with
-//!   other stores, or not at all, until a [`Media::persist`] that covers it has returned, or
-//!   [`Media::end_persist`] after a [`Media::begin_persist`] that came behind the store and covers
-//!   it. A crash may tear it at any 8-byte boundary.
+//! - A store is visible to loads at once. It may become durable at any time, in any order with
+//!   other stores. It is certainly durable after a [`Media::persist`] that covers it, or after
+//!   [`Media::end_persist`] if a [`Media::begin_persist`] after the store covers it. A crash may
+//!   tear it at any 8-byte boundary.
 //! - [`Media::store_word`] to an aligned address is never torn.
-//! - What "durable" means is the media's [`Durability`]; the order in which things become durable
-//!   is the same for all of them, so that one commit protocol serves all.
+//! - [`Durability`] of the media defines which events durable data survives. The order in which
+//!   stores become durable is the same for all media, so one commit protocol works for all.
 
 mod blocks;
 mod file;
@@ -44,23 +44,22 @@ pub use place::len_bytes;
 pub(crate) use place::{Place, PlaceError, sysfs_of};
 pub use watch::{OnPageLost, TooManyRanges, Watch};
 
-/// What a completed [`Media::persist`] survives.
+/// Events that a completed [`Media::persist`] survives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Durability {
     /// Persistent memory mapped with MAP_SYNC: a cache-line write-back and a fence make a store
     /// durable.
     DaxSync,
-    /// A file or block device in the page cache: stores survive the death of the process at once,
-    /// and a loss of power after a ranged msync.
+    /// File or block device in the page cache: stores survive the death of the process at once, and
+    /// a loss of power after a ranged msync.
     PageCache,
-    /// tmpfs, RAM disks, devdax of volatile memory: stores survive the death of the process, and
-    /// nothing else.
+    /// tmpfs, RAM disks, devdax of volatile memory: stores survive only the death of the process.
     Volatile,
 }
 
 impl Durability {
-    /// The name used in reports, JSON and metrics.
+    /// Name in reports, JSON and metrics.
     pub fn name(self) -> &'static str {
         match self {
             Durability::DaxSync => "dax-sync",
@@ -69,7 +68,7 @@ impl Durability {
         }
     }
 
-    /// What it means, in one sentence.
+    /// Description in one sentence.
     pub fn meaning(self) -> &'static str {
         match self {
             Durability::DaxSync => {
@@ -85,31 +84,31 @@ impl Durability {
     }
 }
 
-/// What a thread has stored and has yet to persist, as far as its media has to be told of it again:
-/// where stores become durable line by line, or by themselves, there is nothing to remember. It
-/// stays with the thread: a fence orders the stores of the thread that makes it.
+/// Stores of a thread that are not persisted yet, if its media needs to know them: not if stores
+/// become durable line by line, or by themselves. The value stays with the thread, because a fence
+/// orders only the stores of its own thread.
 #[derive(Debug, Default)]
 #[must_use = "what is begun is durable once it has ended"]
 pub struct Pending {
     ranges: SmallVec<[Range<u64>; 4]>,
     _of_this_thread: PhantomData<*mut ()>,
-    /// Something was stored past the caches, and is not ordered before what is stored later.
+    /// Some stores have bypassed the caches and are not ordered before later ones.
     is_past_caches: bool,
 }
 
 impl Pending {
-    /// This range is to be persisted with the others.
+    /// Adds a range to persist.
     pub fn add(&mut self, range: Range<u64>) {
         self.ranges.push(range);
     }
 
-    /// What was added.
+    /// Added ranges.
     pub fn ranges(&self) -> &[Range<u64>] {
         &self.ranges
     }
 }
 
-/// A media operation failed. Nothing is known of the durability of anything stored before.
+/// Failure of a media operation. The durability of all earlier stores is unknown.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum MediaError {
@@ -127,36 +126,36 @@ pub enum MediaError {
     Latched { cause: String },
 }
 
-/// Persistent memory, or what stands in for it: a pool, or a range of one such as a volume. Offsets
-/// count from its start.
+/// Persistent memory or a substitute: a pool, or a range of one such as a volume. Offsets count
+/// from its start.
 ///
-/// Ranges must lie inside the media: an offset outside it is a bug of the caller and panics.
-/// Implementations take concurrent calls; two stores to the same bytes at once are the caller's to
-/// avoid. Media that are only read implement the reads, and refuse the rest.
+/// Ranges must be inside the media. An offset outside is a bug of the caller and panics.
+/// Implementations allow concurrent calls, but the caller must avoid concurrent stores to the same
+/// bytes. Read-only media implements the reads and refuses other calls.
 pub trait Media: Send + Sync {
     /// Length of the media.
     fn len_bytes(&self) -> u64;
 
-    /// What a completed persist survives.
+    /// Events that a completed persist survives.
     fn durability(&self) -> Durability;
 
-    /// The media themselves if they are all of a file, for what only files have: holes, blocks, a
-    /// page cache.
+    /// Media itself if it is a file, for properties that only files have: holes, blocks and a page
+    /// cache.
     fn as_file(&self) -> Option<&FileMedia> {
         None
     }
 
-    /// Copies bytes out. Not atomic against concurrent stores.
+    /// Copies bytes out. Not atomic with concurrent stores.
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError>;
 
-    /// The first part of a range that may hold something but zeros; what comes before it reads as
-    /// zeros, and all of the range does if there is none. Not empty, and all of the range where
-    /// nobody knows better.
+    /// First part of a range that may have data other than zeros. Everything before it reads as
+    /// zeros, and all of the range if the result is `None`. The part is never empty, and is the
+    /// whole range if holes are unknown.
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         Ok(Some(range).filter(|range| !range.is_empty()))
     }
 
-    /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Atomic where the media take
+    /// Loads a little-endian word. `offset_bytes` is a multiple of 8. Atomic if the media allows
     /// stores.
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         debug_assert_word(offset_bytes);
@@ -165,29 +164,28 @@ pub trait Media: Send + Sync {
         Ok(u64::from_le_bytes(word))
     }
 
-    /// The word at `offset_bytes` will be asked for soon. Says nothing of what it is then, and
-    /// never fails.
+    /// Prefetches the word at `offset_bytes`. Never fails.
     fn expect_word(&self, _offset_bytes: u64) {}
 
-    /// Stores bytes. At return they are visible, not durable.
+    /// Stores bytes. At return they are visible but not durable.
     fn store(&self, _offset_bytes: u64, _bytes: &[u8]) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
 
-    /// Stores a little-endian word; `offset_bytes` is a multiple of 8. Never torn. Visible, not
-    /// durable.
+    /// Stores a little-endian word, which is never torn. `offset_bytes` is a multiple of 8. At
+    /// return it is visible but not durable.
     fn store_word(&self, _offset_bytes: u64, _word: u64) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
 
-    /// [`Media::read`] of what was stored before: the quickest way, which may take memory for what
-    /// never was.
+    /// Reads bytes that were stored before, like [`Media::read`]. It is the fastest way, but may
+    /// allocate memory for bytes that were never stored.
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         self.read(offset_bytes, into)
     }
 
-    /// Stores bytes that nobody looks at before [`Media::end_persist`] has returned, which makes
-    /// them durable: until then they need not even be visible to others.
+    /// Stores bytes that are not read before [`Media::end_persist`] has returned, which makes them
+    /// durable. Until then they need not be visible to other threads.
     fn store_bulk(
         &self,
         offset_bytes: u64,
@@ -198,44 +196,43 @@ pub trait Media: Send + Sync {
         self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending)
     }
 
-    /// Begins to make durable what was stored in a range before the call. It is once
-    /// [`Media::end_persist`] has returned.
+    /// Begins to persist earlier stores to a range. They are durable after [`Media::end_persist`]
+    /// has returned.
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         pending.add(range);
         Ok(())
     }
 
-    /// [`Media::persist`] of everything that this thread has begun to persist.
+    /// Persists all ranges whose persist this thread has begun, like [`Media::persist`].
     fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
         self.persist(pending.ranges())
     }
 
-    /// At return every store to `ranges` that was made before the call, by anybody and through any
-    /// mapping of the media, is durable. Stores outside the ranges may or may not be.
+    /// Makes all earlier stores to `ranges` durable, by any thread or process and through any
+    /// mapping of the media. Other stores may become durable too.
     fn persist(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
 
-    /// [`Media::persist`] of a single range.
+    /// Persists a single range, like [`Media::persist`].
     fn persist_range(&self, range: Range<u64>) -> Result<(), MediaError> {
         self.persist(std::slice::from_ref(&range))
     }
 
-    /// At return `ranges` read as zeros and do so after any crash. Their old content is gone; where
-    /// the media is sparse (tmpfs, thin files) their blocks are given back. Ranges are
-    /// multiples of the chunk size.
+    /// Erases `ranges`, which then read as zeros, also after any crash. On sparse media (tmpfs,
+    /// thin files), their blocks are freed. Ranges are multiples of the chunk size.
     fn erase(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
 
-    /// At return, and after any crash, nothing lies behind the media: a file that is longer is cut.
-    /// A device keeps its length, and what lies behind the media there never counts.
+    /// Truncates a file to the end of the media, durably. A device keeps its length, because space
+    /// behind the media is not part of it.
     fn cut_tail(&self) -> Result<(), MediaError> {
         Ok(())
     }
 }
 
-/// References and boxes, and whatever else passes all calls on.
+/// References and boxes pass on all calls.
 impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     #[inline]
     fn len_bytes(&self) -> u64 {
@@ -322,7 +319,8 @@ impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     }
 }
 
-/// Joins ranges that touch, so that each is flushed once. The input need not be sorted.
+/// Joins adjacent and overlapping ranges, so that each is flushed once. The input need not be
+/// sorted.
 pub(crate) fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut sorted: Vec<_> = ranges.iter().filter(|r| r.start < r.end).cloned().collect();
     sorted.sort_by_key(|r| r.start);

@@ -1,17 +1,17 @@
-//! Making ranges of a file durable without writing back the rest of it.
+//! Making ranges of a file durable without writing back the rest.
 //!
-//! fdatasync() would also write back guest memory that is lent from the same file, which is neither
-//! asked for nor bounded. msync() of a range ends in a ranged fsync: the range's dirty pages, one
-//! commit of the inode's metadata, one barrier to the device. So for several ranges the data is
-//! written by sync_file_range(), which may go on in parallel and has no barrier, and one msync() at
-//! the end closes them all.
+//! fdatasync() would also write back guest memory that is lent from the same file, which is not
+//! requested and not bounded. msync() of a range ends in a ranged fsync: the range's dirty pages,
+//! one commit of the inode's metadata, and one barrier to the device. For several ranges,
+//! sync_file_range() therefore writes the data in parallel and without a barrier, and one msync()
+//! at the end covers them all.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// Writes the dirty pages of all `ranges` and waits; no barrier and no metadata yet.
+/// Writes the dirty pages of all `ranges` and waits for them, without a barrier and metadata.
 pub(super) fn write_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<()> {
     let wait = libc::SYNC_FILE_RANGE_WAIT_BEFORE
         | libc::SYNC_FILE_RANGE_WRITE
@@ -26,16 +26,16 @@ pub(super) fn write_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<()> 
 
 fn sync_file_range(file: &File, range: &Range<u64>, flags: libc::c_uint) -> io::Result<()> {
     let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
-    // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+    // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
     let result = unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, flags) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// fallocate() on a range, with `mode`.
+/// Calls fallocate() on a range, with `mode`.
 pub(super) fn fallocate(file: &File, mode: libc::c_int, range: &Range<u64>) -> io::Result<()> {
     let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
     loop {
-        // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+        // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
         if unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, length) } == 0 {
             return Ok(());
         }
@@ -46,26 +46,25 @@ pub(super) fn fallocate(file: &File, mode: libc::c_int, range: &Range<u64>) -> i
     }
 }
 
-/// Forgets what the page cache has of `ranges` and is on the disk already, so that the next read is
-/// of the disk.
+/// Drops clean pages of `ranges` from the page cache, so that the next read returns the content of
+/// the disk.
 ///
-/// A page whose write-back failed stays in the cache with what was to be written, and counts as
-/// clean (Linux Documentation/filesystems/vfs.rst, "Handling errors during writeback"): reads of it
-/// tell what the disk never got. Dirty pages stay, and nothing that was stored is lost; they are
-/// written first, so that few are left. Whether that fails, or a page cannot be forgotten because
-/// somebody has it mapped, does not matter here: what is read is made durable afterwards,
-/// and that tells.
+/// A page whose write-back failed stays in the cache with the data to be written, and counts as
+/// clean (Linux Documentation/filesystems/vfs.rst, "Handling errors during writeback"). Reads of it
+/// return data that the disk never got. Dirty pages stay, so no store is lost. They are written
+/// first, so that few are left. Errors of this write, and pages that another process has mapped and
+/// that therefore stay, are ignored: the content is made durable after it is read, which reports
+/// errors.
 pub(crate) fn forget_clean_pages(file: &File, ranges: &[Range<u64>]) {
     let _ = write_pages(file, ranges);
     drop_clean_pages(file, ranges);
 }
 
-/// The same of what is clean already, and nothing is waited for: where others may have left much to
-/// be written.
+/// Drops clean pages without waiting, for files that may have many dirty pages.
 pub(crate) fn drop_clean_pages(file: &File, ranges: &[Range<u64>]) {
     for range in ranges {
         let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
-        // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+        // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), offset, length, libc::POSIX_FADV_DONTNEED) };
     }
 }
@@ -79,12 +78,12 @@ mod tests {
 
     const PAGE_BYTES: usize = 4096;
 
-    /// How many pages of a file are in the cache. It maps them, which reads none.
+    /// Number of pages of a file in the cache. Maps them without reading any.
     fn resident_pages(file: &File, pages: usize) -> usize {
         let mut resident = vec![0u8; pages];
         let length = pages * PAGE_BYTES;
-        // SAFETY: a new mapping, of which nothing is touched, and which is gone at the end;
-        // `resident` has a byte a page.
+        // SAFETY: a new mapping that is never accessed and is removed at the end. `resident` has
+        // one byte per page.
         unsafe {
             let map = libc::mmap(
                 ptr::null_mut(),

@@ -1,5 +1,5 @@
-//! What the media's bytes lie in. It decides how they are read, erased and made more, and what a
-//! flush is worth.
+//! Kind of file or device that contains the media. It determines how the media is read, erased and
+//! enlarged, and which events a flush survives.
 
 use std::fmt::Display;
 use std::fs::{self, File};
@@ -13,26 +13,26 @@ use thiserror::Error;
 
 use crate::CHUNK_BYTES;
 
-/// Where media lies.
+/// Place of media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// A file on tmpfs, ramfs or hugetlbfs: sparse, and gone with the host.
+    /// File on tmpfs, ramfs or hugetlbfs: sparse, and lost with the host.
     Memory,
-    /// A file on any other file system, with DAX or without.
+    /// File on any other file system, with DAX or without.
     Disk,
-    /// A block device, by its page cache.
+    /// Block device, through its page cache.
     BlockDevice {
-        /// A RAM disk.
+        /// RAM disk.
         is_volatile: bool,
     },
-    /// A devdax character device: it maps, and knows neither read() nor fallocate() nor msync().
+    /// devdax character device. It can be mapped, but has no read(), fallocate() or msync().
     DevDax {
-        /// Memory that firmware set apart, a CXL region of RAM or virtio-pmem, and not an NVDIMM.
+        /// Memory reserved by firmware, a CXL region of RAM, or virtio-pmem, instead of an NVDIMM.
         is_volatile: bool,
     },
 }
 
-/// Nothing that media can lie in.
+/// Reason why media cannot be in a file or device.
 #[derive(Debug, Error)]
 pub(crate) enum PlaceError {
     #[error("it is a character device of the kind `{subsystem}`, not of devdax")]
@@ -52,8 +52,8 @@ pub(crate) enum PlaceError {
 }
 
 impl Place {
-    /// Where an open file lies. The kind of the file comes first: a device's node lies in a tmpfs
-    /// itself, which says nothing of the device.
+    /// Place of an open file. Its kind is checked first, because the node of a device is itself in
+    /// a tmpfs.
     pub(crate) fn of(file: &File) -> Result<Self, PlaceError> {
         let metadata = file.metadata().map_err(|e| unseen("it", e))?;
         let kind = metadata.file_type();
@@ -70,7 +70,7 @@ impl Place {
         }
     }
 
-    /// `entry` is the device's folder in sysfs.
+    /// Place of a character device. `entry` is its folder in sysfs.
     pub(crate) fn of_character_device(entry: &Path) -> Result<Self, PlaceError> {
         let link = entry.join("subsystem");
         let subsystem = fs::read_link(&link).map_err(|e| unseen(link.display(), e))?;
@@ -86,12 +86,12 @@ impl Place {
         Ok(Place::DevDax { is_volatile: !is_on_nvdimm(&device) })
     }
 
-    /// A device, whose length nobody can change by writing.
+    /// Returns true for a device, whose length does not change by writing.
     pub(crate) fn is_device(self) -> bool {
         matches!(self, Place::BlockDevice { .. } | Place::DevDax { .. })
     }
 
-    /// Is what lies there gone with the host?
+    /// Returns true if content is lost with the host.
     pub(crate) fn is_volatile(self) -> bool {
         match self {
             Place::Memory => true,
@@ -100,11 +100,11 @@ impl Place {
         }
     }
 
-    /// How long the file or device is.
+    /// Length of the file or device.
     pub(crate) fn len_bytes(self, file: &File) -> io::Result<u64> {
         match self {
             Place::Memory | Place::Disk => Ok(file.metadata()?.len()),
-            // stat() says 0 of a device. Nobody reads or writes by the file's position.
+            // stat() returns 0 for a device. The file's position is not used.
             Place::BlockDevice { .. } => {
                 let mut device = file;
                 device.seek(SeekFrom::End(0))
@@ -117,7 +117,7 @@ impl Place {
     }
 }
 
-/// How long a file or device is that media can lie in.
+/// Length of a file or device that can contain media.
 pub fn len_bytes(file: &File) -> io::Result<u64> {
     Place::of(file).map_err(io::Error::other)?.len_bytes(file)
 }
@@ -126,7 +126,7 @@ fn unseen(what: impl Display, source: io::Error) -> PlaceError {
     PlaceError::Io { what: what.to_string(), source }
 }
 
-/// A device's folder in sysfs. `kind` is `block` or `char`.
+/// Folder of a device in sysfs. `kind` is `block` or `char`.
 pub(crate) fn sysfs_of(kind: &str, device: u64) -> PathBuf {
     format!("/sys/dev/{kind}/{}:{}", libc::major(device), libc::minor(device)).into()
 }
@@ -137,8 +137,8 @@ fn attribute(entry: &Path, name: &str) -> Result<u64, PlaceError> {
     u64::from_str(text.trim()).map_err(|e| unseen(path.display(), io::Error::other(e)))
 }
 
-/// Is the device one of Linux' RAM disks (brd, zram)? Its name says so; without sysfs it is taken
-/// for a disk.
+/// Recognizes RAM disks of Linux (brd, zram) by their names. Without sysfs, the device counts as a
+/// disk.
 fn is_ram_disk(entry: &Path) -> bool {
     let Ok(device) = fs::canonicalize(entry) else { return false };
     let name = device.file_name().unwrap_or_default().to_string_lossy();
@@ -148,11 +148,11 @@ fn is_ram_disk(entry: &Path) -> bool {
     })
 }
 
-/// Does a devdax device come from an NVDIMM (Linux Documentation/driver-api/nvdimm/nvdimm.rst)?
-/// Other drivers, such as dax_hmem and dax_cxl, make devdax devices of volatile memory. virtio-pmem
-/// has an nvdimm bus too, below its virtio device, and behind it the page cache of another host:
-/// that is durable by a flush request alone (virtio 1.3, 5.19.6), which nobody can make through a
-/// mapping of devdax.
+/// Returns true if a devdax device belongs to an NVDIMM (Linux
+/// Documentation/driver-api/nvdimm/nvdimm.rst). Other drivers, such as dax_hmem and dax_cxl, create
+/// devdax devices of volatile memory. virtio-pmem has an nvdimm bus too, below its virtio device,
+/// and is backed by the page cache of another host. It becomes durable only by a flush request
+/// (virtio 1.3, 5.19.6), which is impossible through a mapping of devdax.
 fn is_on_nvdimm(device: &Path) -> bool {
     let has = |prefix: &[u8]| {
         device.components().any(|part| part.as_os_str().as_encoded_bytes().starts_with(prefix))
@@ -160,12 +160,12 @@ fn is_on_nvdimm(device: &Path) -> bool {
     has(b"ndbus") && !has(b"virtio")
 }
 
-/// Is the file on a file system that lives in memory? Only asked for regular files.
+/// Returns true if a regular file is on a file system in memory.
 fn is_in_memory(file: &File) -> io::Result<bool> {
     const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
     // SAFETY: statfs is plain numbers, for which zero is valid.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel fills the struct that outlives the call.
+    // SAFETY: the kernel fills the struct, which outlives the call.
     if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -178,7 +178,7 @@ mod tests {
 
     use super::*;
 
-    /// What sysfs has of a character device, with `attributes`.
+    /// Folder of a character device in sysfs, with `attributes`.
     fn sysfs(
         device: &str,
         subsystem: &str,

@@ -1,16 +1,16 @@
-//! One error for all: what Linux tells one caller about a failed write-back, everybody learns who
-//! relied on it.
+//! Sharing of write-back errors between flushes. Linux reports a failed write-back to one caller,
+//! and every affected flush must fail.
 //!
 //! A page that cannot be written back is reported once per open file (Linux
 //! file_check_and_advance_wb_err(), called by every fsync(), msync() and waiting
-//! sync_file_range()), to whoever asks first, whosever page it was; and then the page
-//! counts as clean. All who make a pool's file durable share one open file. So of two flushes that
-//! overlap, one may be told of the other's lost page, and the other that all is well.
+//! sync_file_range()), to the first caller, regardless of the page's owner. The page then counts as
+//! clean. All flushes of a pool's file share one open file. If two flushes overlap, one may get the
+//! error of the other's page, and the other then succeeds.
 //!
-//! Hence a flush that went well ends when all have ended that were under way when the kernel
-//! answered it, and did so without an error: any of them may have got the one that was meant for
-//! it. They run side by side, none waits for one that began later than that. After the first error
-//! every flush fails: nobody knows whose page was lost.
+//! A successful flush therefore waits until all flushes have ended that were in progress when the
+//! kernel returned. It succeeds only if they did too, because any of them may have got its error.
+//! Flushes run in parallel, and none waits for one that began later. After the first error every
+//! flush fails, because it is unknown which page was lost.
 
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -19,15 +19,15 @@ use thiserror::Error;
 
 use super::MediaError;
 
-/// The kernel reported no error of this flush, and one to somebody else.
+/// The kernel reported no error to this flush, but one to another flush.
 #[derive(Debug, Error)]
 #[error("another write to the file failed, and it may have been this one: {cause}")]
 pub(super) struct Overlooked {
     cause: String,
 }
 
-/// What is under way on one open file, and the first error. All media on that open file have the
-/// same one.
+/// Flushes in progress on one open file, and the first error. All media with that open file share
+/// it.
 #[derive(Debug, Default)]
 pub(super) struct SharedSync {
     state: Mutex<State>,
@@ -41,21 +41,21 @@ struct State {
     failed: Option<String>,
 }
 
-/// One that is under way. It ends also if its caller panics.
+/// Flush in progress. It also ends if its caller panics.
 struct Ticket<'a> {
     shared: &'a SharedSync,
     number: u64,
 }
 
 impl SharedSync {
-    /// Runs `sync`, which asks the kernel to make something durable, and returns when its answer
-    /// can be believed. The error of somebody else's is `overlooked` here.
+    /// Runs `sync`, which makes data durable, and returns when its result is certain. `overlooked`
+    /// converts an error of another flush.
     pub(super) fn run(
         &self,
         sync: impl FnOnce() -> Result<(), MediaError>,
         overlooked: impl FnOnce(Overlooked) -> MediaError,
     ) -> Result<(), MediaError> {
-        // 1. An error is known before this one ends.
+        // 1. Record an error before this flush ends.
         let ticket = self.begin();
         let result = sync();
         if let Err(error) = &result {
@@ -63,14 +63,14 @@ impl SharedSync {
         }
         drop(ticket);
         result?;
-        // 2. Whoever may have taken this one's error began before the kernel answered, which it
-        //    has.
+        // 2. Wait for flushes that may have got this one's error. They began before the kernel
+        //    returned.
         let state = self.locked();
         let latest = state.next;
         let is_awaited =
             |state: &mut State| state.under_way.first().is_some_and(|first| *first < latest);
         let state = self.ended.wait_while(state, is_awaited).expect(NO_PANIC);
-        // 3. Then it is known.
+        // 3. The result is now certain.
         match &state.failed {
             None => Ok(()),
             Some(cause) => Err(overlooked(Overlooked { cause: cause.clone() })),
@@ -120,8 +120,8 @@ mod tests {
         MediaError::Io { operation: "msync", offset_bytes: 8, length_bytes: 8, source }
     }
 
-    /// Two flushes overlap; the kernel says `first` to the one that began first and ended last, and
-    /// `second` to the other.
+    /// Runs two overlapping flushes. The kernel returns `first` to the one that began first and
+    /// ended last, and `second` to the other.
     fn two_overlap(
         first: Result<(), MediaError>,
         second: Result<(), MediaError>,
@@ -166,7 +166,7 @@ mod tests {
         let (ended, has_ended) = mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(|| ended.send(shared.run(|| Ok(()), other)).unwrap());
-            // Its ticket is the second one, and is given back before it waits.
+            // Its ticket is the second one, and is dropped before it waits.
             while shared.locked().next < 2 || shared.locked().under_way.len() > 1 {
                 thread::yield_now();
             }

@@ -1,12 +1,12 @@
-//! Media that remembers what is durable, and can say what a crash would leave.
+//! Simulated media that tracks durable data, and generates crash images.
 //!
-//! Fault model: a word that was stored and not persisted since may hold, after a crash, what it
-//! held when it was last durable, or anything that was stored to it since; each word by itself, in
-//! any combination. That is more than hardware does (stores to one cache line keep their order), so
-//! what holds here holds there.
+//! Fault model: after a crash, a word with unpersisted stores has its last durable value or any
+//! value stored since. Words are independent of each other, in any combination. Real hardware
+//! allows fewer images (stores to one cache line keep their order), so protocols that pass here are
+//! safe there.
 //!
-//! A crash point is taken at the start of every persist and erase: between two of these, more
-//! stores only add to what may be lost.
+//! A crash point is recorded at the start of every persist and erase. Between two of them, further
+//! stores only add to the data that may be lost.
 
 mod pages;
 
@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use self::pages::Pages;
 use super::{Durability, Media, MediaError, assert_inside};
 
-/// Samples are drawn up to this many times their number, because some are drawn twice.
+/// Draws per sample, because some samples are drawn twice.
 const DRAWS: usize = 4;
 
 /// Sparse media: words that are not listed are zero.
@@ -31,7 +31,7 @@ pub(crate) struct Simulator {
 struct State {
     file_bytes: u64,
     durable: Pages,
-    /// What loads see: the durable words, and the last store to each since.
+    /// Values that loads return: the durable words, with the last store to each since.
     visible: Pages,
     /// Stores since the word was last durable, oldest first.
     pending: BTreeMap<u64, Vec<u64>>,
@@ -49,7 +49,7 @@ pub(crate) struct Digest {
     content: u128,
 }
 
-/// Everything that decides what a crash at this moment would leave.
+/// State that determines the possible images of a crash at this moment.
 #[derive(Clone)]
 pub(crate) struct CrashPoint {
     file_bytes: u64,
@@ -57,7 +57,7 @@ pub(crate) struct CrashPoint {
     pending: Vec<(u64, Vec<u64>)>,
 }
 
-/// A small generator, so that a seed is all it takes to see a failure again (xorshift64*, Vigna
+/// Small random generator, so that a seed is sufficient to reproduce a failure (xorshift64*, Vigna
 /// 2016).
 pub(crate) struct Random(u64);
 
@@ -83,19 +83,19 @@ impl Simulator {
         }
     }
 
-    /// The file's length, which the media may be a part of.
+    /// Length of the file, which may be longer than the media.
     pub(crate) fn file_bytes(&self) -> u64 {
         self.state().file_bytes
     }
 
-    /// The first part of the same file.
+    /// First part of the same file.
     pub(crate) fn part(&self, len_bytes: u64) -> Self {
         let media = Self { len_bytes, state: Arc::clone(&self.state) };
         assert!(len_bytes <= media.file_bytes());
         media
     }
 
-    /// The same file, made longer, durably. A crash before the return leaves either length.
+    /// The same file with a larger length, durably. A crash before the return leaves either length.
     pub(crate) fn grown(&self, len_bytes: u64) -> Self {
         let mut state = self.state();
         state.take_point();
@@ -125,7 +125,8 @@ impl Simulator {
         Digest { file_bytes: state.file_bytes, content: state.visible.digest() }
     }
 
-    /// The crash points since recording began, and one for now. Recording ends.
+    /// Returns the crash points since the start of the recording, and one for the current state.
+    /// Ends the recording.
     pub(crate) fn take_points(&self) -> Vec<CrashPoint> {
         let mut state = self.state();
         state.take_point();
@@ -133,8 +134,8 @@ impl Simulator {
         std::mem::take(&mut state.points)
     }
 
-    /// What the words of a range hold that are not durable: a line that is written back now takes
-    /// this along, and nothing that is stored later.
+    /// Current values of the words in a range that are not durable. A line that is written back now
+    /// includes them, but not later stores.
     pub(crate) fn written_back(&self, range: Range<u64>) -> Vec<(u64, u64)> {
         let state = self.state();
         assert!(
@@ -145,20 +146,20 @@ impl Simulator {
         pending.map(|(at, values)| (*at, *values.last().expect("something was stored"))).collect()
     }
 
-    /// [`Media::persist`] of what was written back before.
+    /// Persists words that were written back before, like [`Media::persist`].
     pub(crate) fn persist_written_back(&self, words: &[(u64, u64)]) {
         let mut state = self.state();
         state.take_point();
         words.iter().for_each(|(at, word)| state.make_durable_as(*at, *word));
     }
 
-    /// All words that are not zero, by offset, and how long the file is.
+    /// All nonzero words by offset, and the length of the file.
     pub(crate) fn content(&self) -> (Vec<(u64, u64)>, u64) {
         let state = self.state();
         (state.visible.words(0..u64::MAX).collect(), state.file_bytes)
     }
 
-    /// Words in a range that are not zero.
+    /// Number of nonzero words in a range.
     pub(crate) fn dirty_words(&self, range: Range<u64>) -> usize {
         self.state().visible.words(range).count()
     }
@@ -192,8 +193,8 @@ impl State {
         }
     }
 
-    /// A word is durable as it was when `word` was the last that was stored to it. Nothing if it
-    /// has been since.
+    /// Makes the last store of `word` at an offset durable. Does nothing if a later value is
+    /// already durable.
     fn make_durable_as(&mut self, at: u64, word: u64) {
         let Some(values) = self.pending.get_mut(&at) else { return };
         let Some(place) = values.iter().rposition(|value| *value == word) else { return };
@@ -239,8 +240,8 @@ impl CrashPoint {
         picks.iter().map(|pick| self.image(pick)).collect()
     }
 
-    /// What the death of the process alone leaves: all that was stored is seen, and what was not
-    /// durable is not yet.
+    /// State after the death of the process alone: all stores are visible, but unpersisted ones are
+    /// not durable yet.
     pub(crate) fn killed(&self) -> Simulator {
         let mut visible = self.durable.clone();
         for (at, values) in &self.pending {
@@ -253,7 +254,7 @@ impl CrashPoint {
         Simulator { len_bytes: self.file_bytes, state: Arc::new(Mutex::new(state)) }
     }
 
-    /// The image in which word i has its pick-th value: 0 is the durable one, n the n-th store.
+    /// Image in which word i has its `pick[i]`-th value: 0 is the durable one, n is the n-th store.
     fn image(&self, pick: &[usize]) -> Simulator {
         let mut visible = self.durable.clone();
         for ((at, values), pick) in self.pending.iter().zip(pick) {
@@ -267,7 +268,7 @@ impl CrashPoint {
     }
 }
 
-/// A number in the mixed base of `choices`.
+/// Digits of a number in the mixed base of `choices`.
 fn digits(mut number: usize, choices: &[usize]) -> Vec<usize> {
     choices
         .iter()
@@ -315,7 +316,7 @@ impl Media for Simulator {
         let mut state = self.state();
         for (at, word) in (offset_bytes..).step_by(8).zip(bytes.as_chunks::<8>().0) {
             let word = u64::from_le_bytes(*word);
-            // Storing what is there already changes nothing that a crash could show.
+            // Storing an equal value has no effect that a crash could show.
             if state.visible.load(at) != word {
                 state.store(at, word);
             }
@@ -348,11 +349,11 @@ impl Media for Simulator {
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         let mut state = self.state();
         for range in ranges {
-            // A word that is zero and was not may still come back, until it is durable.
+            // A zeroed word may return to its old value until it is durable.
             let dirty: Vec<u64> = state.visible.words(range.clone()).map(|(at, _)| at).collect();
             dirty.into_iter().for_each(|at| state.store(at, 0));
         }
-        // While it goes on, any of it may have been done.
+        // During the erasure, any part of it may be done.
         state.take_point();
         ranges.iter().for_each(|range| state.make_durable(range.clone()));
         Ok(())

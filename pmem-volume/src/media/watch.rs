@@ -1,10 +1,10 @@
-//! Mapped memory that is touched by others than [`super::guarded`]'s routines, and may be gone as
-//! well.
+//! Watched memory: mapped memory whose pages may be lost, and which is accessed by other code than
+//! the routines of [`super::guarded`].
 //!
-//! A VMM maps parts of a pool into its guest, and its devices reach them by code that knows nothing
-//! of pools. The handler of SIGBUS cannot make such an access fail, so it lets it finish: it tells
-//! whoever watches the range, and then puts a page of zeros in the place of the one that is gone.
-//! Whoever watches has to see to it that nobody takes them for what was there.
+//! A VMM maps parts of a pool into its guest, and devices access them by code that does not know
+//! pools. The handler of SIGBUS cannot make such an access fail, so it completes the access: it
+//! notifies the watcher of the range, and then replaces the lost page by zeros. The watcher must
+//! ensure that the zeros are not used as data.
 
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -17,7 +17,7 @@ use thiserror::Error;
 
 use super::guarded::Guard;
 
-/// As many as a handler looks through in no time.
+/// Limit of watched ranges, so that a handler finds one quickly.
 const RANGES_MAX: usize = 256;
 
 const PAGE_BYTES: usize = 4096;
@@ -25,40 +25,41 @@ const PAGE_BYTES: usize = 4096;
 /// Sizes of pages, smallest first.
 const PAGE_SIZES: [usize; 3] = [PAGE_BYTES, 2 << 20, 1 << 30];
 
-/// Whoever is told that a page of a range is gone.
+/// Receiver of notifications of lost pages.
 pub trait OnPageLost: Send + Sync {
-    /// A page is gone. Called in a handler of SIGBUS, on the thread that has touched the page or is
-    /// to be told of it: it may do only what may be done there (signal-safety(7)), so take no
-    /// lock and allocate nothing. When this returns, the page reads as zeros.
+    /// Called for a lost page, in a handler of SIGBUS on the thread that has accessed the page or
+    /// receives the kernel's report. Only async-signal-safe operations are allowed
+    /// (signal-safety(7)): no locks and no allocation. After the return, the page reads as zeros.
     fn page_lost(&self);
 }
 
-/// There is no room in the table that the handler looks through.
+/// The table of watched ranges is full.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("{RANGES_MAX} ranges of memory are watched for lost pages already")]
 pub struct TooManyRanges;
 
-/// A range that is watched until this is dropped.
+/// Watched range. Dropping it ends the watch.
 pub struct Watch {
     entry: &'static Entry,
 }
 
-/// One row of the table. It is read by handlers while others change it, so with a version, which is
-/// odd meanwhile.
+/// Row of the table. Handlers read it during changes, so it has a version, which is odd during a
+/// change.
 struct Entry {
     version: AtomicUsize,
     start: AtomicUsize,
-    /// `start` if the row is free.
+    /// Equal to `start` if the row is free.
     end: AtomicUsize,
     on_lost: AtomicPtr<Listener>,
-    /// Owns what `on_lost` points to. Only whoever holds `CHANGING` touches it.
+    /// Owner of the value behind `on_lost`. Accessed only with `CHANGING` held.
     listener: UnsafeCell<Option<Box<Listener>>>,
 }
 
-/// Behind a thin pointer, which can be loaded at once.
+/// Boxed to get a thin pointer, which can be loaded at once.
 type Listener = Arc<dyn OnPageLost>;
 
-// SAFETY: all but `listener` is atomic, and that one is touched under `CHANGING` alone.
+// SAFETY: all fields except `listener` are atomic, and `listener` is accessed only with `CHANGING`
+// held.
 unsafe impl Sync for Entry {}
 
 static TABLE: [Entry; RANGES_MAX] = [const {
@@ -71,11 +72,11 @@ static TABLE: [Entry; RANGES_MAX] = [const {
     }
 }; RANGES_MAX];
 
-/// Held by whoever changes the table.
+/// Held during changes of the table.
 static CHANGING: Mutex<()> = Mutex::new(());
 
 fn changing() -> MutexGuard<'static, ()> {
-    // A row is changed by stores alone, which do not panic half way.
+    // A change consists only of stores, which do not panic halfway.
     CHANGING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -88,11 +89,11 @@ impl fmt::Debug for Watch {
 }
 
 impl Watch {
-    /// Watches a range of addresses, which begins and ends with a page.
+    /// Watches a range of addresses, which starts and ends at pages.
     ///
     /// # Safety
-    /// The range is the caller's as long as this lives: a page that is gone may be replaced at any
-    /// time. Nobody touches it any more when this is dropped.
+    /// The range belongs to the caller during the watch, because a lost page may be replaced at any
+    /// time. It must not be accessed any more when the watch is dropped.
     pub unsafe fn new(
         range: Range<usize>,
         on_lost: Arc<dyn OnPageLost>,
@@ -119,7 +120,7 @@ impl Entry {
         self.start.load(Ordering::Relaxed) == self.end.load(Ordering::Relaxed)
     }
 
-    /// Called by who holds `CHANGING`.
+    /// Changes a row. The caller holds `CHANGING`.
     fn change(&self, range: Range<usize>, listener: Option<Box<Listener>>) {
         self.version.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::Release);
@@ -128,13 +129,13 @@ impl Entry {
         self.end.store(range.end, Ordering::Relaxed);
         self.on_lost.store(on_lost.cast_mut(), Ordering::Relaxed);
         self.version.fetch_add(1, Ordering::Release);
-        // SAFETY: the caller holds `CHANGING`. Nobody can be calling the previous listener: its
-        // range is touched no more.
+        // SAFETY: the caller holds `CHANGING`. The previous listener is not being called, because
+        // its range is no longer accessed.
         unsafe { *self.listener.get() = listener };
     }
 
-    /// Who is to be told of an address, if it is in this range. A row that is being changed is
-    /// nobody's range that is touched at this moment.
+    /// Listener of an address, if it is in this range. A row that is being changed has no range
+    /// that is accessed at this moment.
     fn listener_of(&self, address: usize) -> Option<(*const Listener, Range<usize>)> {
         let version = self.version.load(Ordering::Acquire);
         let (start, end) = (self.start.load(Ordering::Relaxed), self.end.load(Ordering::Relaxed));
@@ -146,18 +147,18 @@ impl Entry {
     }
 }
 
-/// Tells whoever watches an address that its page is gone, and puts zeros there; false if nobody
-/// does, or there is no memory for them. Called in a handler, which it may be.
+/// Notifies the watcher of an address that its page is lost, and replaces it by zeros. Returns
+/// false without a watcher or without memory for the zeros. Called in a handler.
 pub(super) fn replace(address: usize) -> bool {
     let Some((on_lost, range)) = TABLE.iter().find_map(|entry| entry.listener_of(address)) else {
         return false;
     };
-    // 1. Before anybody can see zeros.
-    // SAFETY: the listener lives as long as its range is touched, which is now.
+    // 1. Notify before the zeros are visible. SAFETY: the listener lives as long as its range is
+    //    accessed, which is now.
     unsafe { (*on_lost).page_lost() };
     // 2. No access to the lost page is possible any more, so zeros replace no data. A part of a
     //    huge page of hugetlbfs cannot be replaced (EINVAL; Linux mm/hugetlb.c,
-    //    hugetlb_vm_op_split), and bad memory takes all of the page. After any other error no
+    //    hugetlb_vm_op_split), and bad memory removes the whole page. After any other error no
     //    larger piece is tried, because it would replace good memory.
     replace_page(address, &range, map_zeros)
 }
@@ -182,15 +183,14 @@ fn replace_page(
     false
 }
 
-/// Maps zeros over a range of addresses. The error is the system call's number.
+/// Maps zeros over a range of addresses. The error is the errno of the system call.
 fn map_zeros(start: usize, size: usize) -> Result<(), libc::c_int> {
     let (protection, flags) = (
         libc::PROT_READ | libc::PROT_WRITE,
         libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
     );
-    // SAFETY: the range is whole pages inside a range that the caller of `Watch::new` has given us.
-    // mmap is a system call, which a handler may make. `errno` is this thread's and is
-    // restored.
+    // SAFETY: the range is whole pages inside a range that the caller of `Watch::new` has passed.
+    // mmap is a system call, which is allowed in a handler. `errno` of this thread is restored.
     unsafe {
         let errno = libc::__errno_location();
         let before = *errno;
@@ -208,7 +208,7 @@ mod tests {
 
     use super::*;
 
-    /// The table is the process': a test that needs all of it, and those that need some.
+    /// Serializes tests, because one of them needs the whole table of the process.
     static TURN: Mutex<()> = Mutex::new(());
 
     fn turn() -> MutexGuard<'static, ()> {
@@ -224,10 +224,10 @@ mod tests {
         }
     }
 
-    /// Counts how often it was told too late: when zeros could be read already.
+    /// Counts notifications, and those that came after the zeros were visible.
     struct Order {
         address: usize,
-        /// The kernel copies to it what it can read.
+        /// File to which the kernel copies the byte if it is readable.
         sink: File,
         told: AtomicUsize,
         too_late: AtomicUsize,
@@ -263,7 +263,7 @@ mod tests {
         }
 
         fn watch(&self, on_lost: &Arc<Count>) -> Result<Watch, TooManyRanges> {
-            // SAFETY: the tests touch only pages whose watch is there.
+            // SAFETY: the tests access only watched pages.
             unsafe { Watch::new(self.start..self.start + self.len, Arc::clone(on_lost) as _) }
         }
 
@@ -275,12 +275,12 @@ mod tests {
 
     impl Drop for Pages {
         fn drop(&mut self) {
-            // SAFETY: mapped in new(), and used no more.
+            // SAFETY: mapped in new(), and no longer used.
             unsafe { libc::munmap(self.start as *mut _, self.len) };
         }
     }
 
-    /// Replaces a page of memory whose pages have `page_bytes`. Returns the calls, and whether the
+    /// Replaces a page of memory with pages of `page_bytes`. Returns the calls, and true if the
     /// page is replaced.
     fn replaced_pages(
         address: usize,
@@ -305,7 +305,7 @@ mod tests {
         let replace = |range, page_bytes| replaced_pages(at, range, page_bytes, libc::EINVAL);
         assert_eq!(replace(range.clone(), small), (tries[..1].to_vec(), true));
         assert_eq!(replace(range.clone(), huge), (tries[..2].to_vec(), true));
-        // The range has a part of the page.
+        // The range has only a part of the page.
         assert_eq!(replace(range.clone(), giant), (tries[..2].to_vec(), false));
         assert_eq!(replace(start..at + small, huge), (tries[..1].to_vec(), false));
         assert_eq!(
@@ -316,7 +316,7 @@ mod tests {
         assert_eq!(replaced_pages(at, range, huge, libc::ENOMEM), (tries[..1].to_vec(), false));
     }
 
-    /// Maps huge pages. `None` if the host has no free ones.
+    /// Maps huge pages. Returns `None` if the host has no free ones.
     fn huge_pages(count: usize) -> Option<usize> {
         let (protection, size) = (libc::PROT_READ | libc::PROT_WRITE, count * (2 << 20));
         let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
@@ -334,10 +334,10 @@ mod tests {
         const HUGE: usize = 2 << 20;
         let _turn = turn();
         let Some(start) = huge_pages(3) else { return };
-        // SAFETY: inside the mapping, which is this test's.
+        // SAFETY: inside the mapping of this test.
         unsafe { ptr::write_bytes(start as *mut u8, 0x5a, 3 * HUGE) };
         let count = Arc::new(Count::default());
-        // SAFETY: only this test touches the range, and not after the watch has gone.
+        // SAFETY: only this test accesses the range, and not after the end of the watch.
         let watch =
             unsafe { Watch::new(start..start + 3 * HUGE, Arc::clone(&count) as _) }.unwrap();
         assert!(replace(start + HUGE + 5 * PAGE_BYTES + 8));
@@ -350,7 +350,7 @@ mod tests {
             assert_eq!(found, byte, "at {at:#x}");
         }
         drop(watch);
-        // SAFETY: mapped above, and used no more.
+        // SAFETY: mapped above, and no longer used.
         unsafe { libc::munmap(start as *mut _, 3 * HUGE) };
     }
 
@@ -360,12 +360,12 @@ mod tests {
         let Some(start) = huge_pages(2) else { return };
         let count = Arc::new(Count::default());
         // The range is half of a huge page, and the kernel replaces only whole pages of hugetlbfs.
-        // SAFETY: only this test touches the range, and not after the watch has gone.
+        // SAFETY: only this test accesses the range, and not after the end of the watch.
         let watch =
             unsafe { Watch::new(start..start + (1 << 20), Arc::clone(&count) as _) }.unwrap();
         assert!(!replace(start + PAGE_BYTES));
         drop(watch);
-        // SAFETY: mapped above, and used no more.
+        // SAFETY: mapped above, and no longer used.
         unsafe { libc::munmap(start as *mut _, 4 << 20) };
     }
 
@@ -383,7 +383,7 @@ mod tests {
         pages.file.set_len(PAGE_BYTES as u64).unwrap();
         assert_eq!(count(), 0, "nobody has touched it");
         for _ in 0..2 {
-            // SAFETY: inside the mapping; the handler is what is under test.
+            // SAFETY: inside the mapping. The handler is under test.
             assert_eq!(unsafe { pages.byte(1).read_volatile() }, 0);
             assert_eq!(count(), 1);
         }
@@ -409,11 +409,11 @@ mod tests {
             told: AtomicUsize::new(0),
             too_late: AtomicUsize::new(0),
         });
-        // SAFETY: the pages are there for longer than the watch, and nobody else's.
+        // SAFETY: the pages outlive the watch, and belong to this test.
         let _watch =
             unsafe { Watch::new(pages.start..pages.start + pages.len, Arc::clone(&order) as _) };
         pages.file.set_len(0).unwrap();
-        // SAFETY: inside the mapping; the handler is what is under test.
+        // SAFETY: inside the mapping. The handler is under test.
         assert_eq!(unsafe { pages.byte(0).read_volatile() }, 0);
         assert_eq!(
             (order.told.load(Ordering::Relaxed), order.too_late.load(Ordering::Relaxed)),
@@ -447,7 +447,7 @@ mod tests {
             [pages.start - 1, pages.start, end - 1, end].map(find),
             [false, true, true, false]
         );
-        // A row that is being changed.
+        // Row during a change.
         watch.entry.version.fetch_add(1, Ordering::Relaxed);
         assert!(!find(pages.start));
         watch.entry.version.fetch_sub(1, Ordering::Relaxed);

@@ -17,12 +17,12 @@ fn is_full(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }
 
-/// Does the file system make holes? Some keep everything in memory and do not (ramfs), some ask a
-/// server that may not (NFS, FUSE). Found out by a hole behind the file's end, which changes
-/// nothing. `file` is open for writing.
+/// Checks if the file system makes holes. Some file systems are in memory and do not (ramfs), and
+/// some depend on a server (NFS, FUSE). The test is a hole behind the end of the file, which
+/// changes nothing. `file` is open for writing.
 pub(super) fn makes_holes(file: &File) -> bool {
     let hole = |at| page_cache::fallocate(file, PUNCH_HOLE, &(at..at + PIECE_BYTES));
-    // Whatever else fails here says nothing of holes.
+    // Other errors here do not concern holes.
     file.metadata()
         .and_then(|metadata| hole(metadata.len().next_multiple_of(PIECE_BYTES)))
         .map_or_else(|error| !is_unsupported(&error), |()| true)
@@ -30,14 +30,14 @@ pub(super) fn makes_holes(file: &File) -> bool {
 
 const PUNCH_HOLE: libc::c_int = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// Gives the blocks or pages back, or writes zeros where there are no holes.
+/// Frees the blocks or pages, or writes zeros if the file system makes no holes.
 pub(super) fn punch(file: &File, range: &Range<u64>) -> io::Result<()> {
     or_written(file, range, page_cache::fallocate(file, PUNCH_HOLE, range))
 }
 
-/// Zeroes in place: as unwritten extents where the file system has them, by the device where it
-/// can, with zeros where not. The page cache, and every mapping of it, follows: a device's kernel
-/// drops the pages first (Linux block/fops.c, blkdev_fallocate).
+/// Zeroes in place: as unwritten extents if the file system has them, by the device if it can, and
+/// otherwise with zeros. The page cache and all mappings follow: the kernel drops the pages of a
+/// device first (Linux block/fops.c, blkdev_fallocate).
 pub(super) fn zero(file: &File, range: &Range<u64>) -> io::Result<()> {
     let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
     match page_cache::fallocate(file, mode, range) {
@@ -59,7 +59,6 @@ fn or_written(file: &File, range: &Range<u64>, result: io::Result<()>) -> io::Re
     }
 }
 
-/// Writes zeros over a range.
 pub(super) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
     let zeros = vec![0; PIECE_BYTES as usize];
     each_piece(range, |piece| {
@@ -67,13 +66,14 @@ pub(super) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
     })
 }
 
-/// XFS zeroes a range by a hole, and then gives the hole blocks: which it may no longer have,
-/// because others took them or because it needs some more for its own records (xfs_file_fallocate).
-/// What it did before it gave up, and what it did not, is not said. So zeros are written, which
-/// gives a hole its blocks if there are any by now and needs none elsewhere; and a piece that still
-/// finds none is a hole, which reads as zeros. That is looked at: it is what erasing
-/// promises. Blocks are not: a guest that stores there while the file system is full is told so by
-/// a SIGBUS, as in a thin pool, and the next erasing tries again.
+/// Zeroes a piece on a full file system. XFS zeroes a range by a hole, and then allocates blocks
+/// for the hole. It may have no blocks then, because other files took them or its own records need
+/// them (xfs_file_fallocate). It does not report which part it has done.
+///
+/// Zeros are therefore written, which allocates blocks for holes if there are any by now, and needs
+/// none elsewhere. A piece that still gets no blocks is a hole, which reads as zeros. The content
+/// is checked, because erasing promises zeros. Blocks are not promised: a store of a guest to the
+/// hole on the full file system raises SIGBUS, as in a thin pool, and the next erasure tries again.
 fn zero_on_full(
     piece: Range<u64>,
     read: impl FnOnce(u64, &mut [u8]) -> io::Result<()>,
@@ -113,8 +113,8 @@ mod tests {
     use crate::media::{FileMedia, Media, allocate};
     use crate::progress::unheard;
 
-    /// A ramfs, for who may mount one. By system calls, because a new process would have other
-    /// tests' locks for a moment.
+    /// A ramfs, if the process may mount one. It is mounted by system calls, because a child
+    /// process would briefly hold locks of other tests.
     struct Ramfs(tempfile::TempDir);
 
     impl Ramfs {

@@ -1,17 +1,17 @@
-//! What a thread has the CPU do with mapped media, in its order. Whether a store has left the
-//! caches shows nowhere else but after a loss of power.
+//! Record of a thread's operations on mapped media, in order. Otherwise, only a loss of power would
+//! show if a store has left the caches.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Addresses are those of the mapping.
+/// Operation. Addresses are those of the mapping.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Noted {
-    /// To the caches.
+    /// Store to the caches.
     Stored(Range<usize>),
-    /// Past the caches.
+    /// Store that bypasses the caches.
     Streamed(Range<usize>),
-    /// Lines.
+    /// Lines that were written back.
     WrittenBack(Range<usize>),
     Fenced,
 }
@@ -24,15 +24,15 @@ pub(in crate::media) fn note(noted: Noted) {
     NOTED.with_borrow_mut(|all| all.push(noted));
 }
 
-/// What this thread does in `work`.
+/// Returns the operations of this thread during `work`.
 pub(crate) fn noted_in(work: impl FnOnce()) -> Vec<Noted> {
     NOTED.take();
     work();
     NOTED.take()
 }
 
-/// Stores to persistent memory that are not durable at the end of it: to the caches without a
-/// write-back that comes later and covers them, or without a fence behind that.
+/// Stores to persistent memory that are not durable at the end. A store to the caches needs a later
+/// write-back that covers it, and every store needs a fence after that.
 pub(crate) fn not_durable(noted: &[Noted]) -> Vec<Range<usize>> {
     let (mut in_caches, mut on_their_way) = (Vec::<Range<usize>>::new(), Vec::new());
     for noted in noted {

@@ -1,4 +1,4 @@
-//! Sparse words, in pages that copies share: a crash image is a copy that differs in a few words.
+//! Sparse words in pages that copies share, because a crash image differs in a few words.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -51,7 +51,7 @@ impl Pages {
         }
     }
 
-    /// Words of a range that are not zero, by offset. The range starts and ends at words.
+    /// Nonzero words of a range, by offset. The range starts and ends at words.
     pub(super) fn words(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
         let numbers = range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES);
         let in_page = |(number, page): (&u64, &Arc<[u64; PAGE_WORDS]>)| {
@@ -64,7 +64,7 @@ impl Pages {
             .filter(move |(at, word)| *word != 0 && range.contains(at))
     }
 
-    /// Nothing is left from `offset_bytes` on.
+    /// Zeroes everything from `offset_bytes` on.
     pub(super) fn cut(&mut self, offset_bytes: u64) {
         let behind: Vec<u64> = self.words(offset_bytes..u64::MAX).map(|(at, _)| at).collect();
         behind.into_iter().for_each(|at| self.store(at, 0));
@@ -82,7 +82,7 @@ fn digest_of(at: u64, word: u64) -> u128 {
     u128::from(high) << 64 | u128::from(low)
 }
 
-/// The finalizer of SplitMix64 (Steele, Lea and Flood 2014).
+/// Finalizer of SplitMix64 (Steele, Lea and Flood 2014).
 fn mixed(number: u64) -> u64 {
     let number = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let number = (number ^ number >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -94,7 +94,7 @@ fn word_in_page(at: u64) -> usize {
     (at % PAGE_BYTES / 8) as usize
 }
 
-/// Copies bytes of a page, from any of its bytes on.
+/// Copies bytes of a page, starting at any byte.
 fn copy_out(page: &[u64; PAGE_WORDS], within: usize, into: &mut [u8]) {
     if within.is_multiple_of(8) && into.len().is_multiple_of(8) {
         for (bytes, word) in into.as_chunks_mut::<8>().0.iter_mut().zip(&page[within / 8..]) {
