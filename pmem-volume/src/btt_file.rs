@@ -1,5 +1,4 @@
-//! A BTT in a file or on a device of its own: what Linux sees as a namespace, without a pool around
-//! it.
+//! BTT in a file or on a device of its own, without a pool, like a namespace of Linux.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -13,7 +12,7 @@ use crate::media::{FileMedia, Media, MediaError, Place};
 use crate::pool::layout::SUPERBLOCK_MAGIC;
 use crate::pool::{Holder, LockKind, try_lock};
 
-/// Why a file cannot be used as one with a BTT in it.
+/// Reason why a file cannot be used as a BTT.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum BttFileError {
@@ -40,8 +39,8 @@ pub enum BttFileError {
     },
 }
 
-/// A file with a BTT in it, from its first byte on. As long as it is open, nobody else opens it in
-/// this way: many to read, or one to write.
+/// File with a BTT from its first byte on. Until it is closed, there are either many readers or one
+/// writer.
 pub struct BttFile {
     media: FileMedia,
 }
@@ -52,7 +51,7 @@ impl BttFile {
         let failed =
             |action| move |source| BttFileError::File { path: path.to_owned(), action, source };
         let kind = std::fs::metadata(path).map_err(failed("open"))?.file_type();
-        // Not to hang on a pipe; and a device that is mounted is not written.
+        // Prevents a hang on a pipe, and writing to a mounted device.
         let exclusive = if writable && kind.is_block_device() { libc::O_EXCL } else { 0 };
         let mut options = OpenOptions::new();
         options.read(true).write(writable).custom_flags(libc::O_NONBLOCK | exclusive);

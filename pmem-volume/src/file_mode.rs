@@ -1,4 +1,4 @@
-//! Permissions of the files and sockets that the programs make.
+//! Permissions of files and sockets that the programs create.
 
 /// Mode of a file or socket that only the program's user can access.
 pub const PRIVATE_MODE: u32 = 0o600;

@@ -1,11 +1,11 @@
-//! Pools of persistent memory and the volumes in them.
+//! Pools of persistent memory and their volumes.
 //!
 //! A [`Pool`] is a file (on tmpfs, a disk file system or a DAX file system), a block device or a
-//! devdax device, cut into chunks of 2 MiB. A chunk is lent as memory, belongs to a volume, or is
-//! free. Everything the pool knows is on the media, in the format that `docs/reference/format.md`
-//! describes; [`pool::layout`] is the same thing as types.
+//! devdax device, divided into chunks of 2 MiB. A chunk is lent as memory, belongs to a volume, or
+//! is free. All state is on the media, in the format that `docs/reference/format.md` describes.
+//! [`pool::layout`] has the types of this format.
 //!
-//! Nothing but [`media`] touches persistent memory. Nothing here knows of KVM.
+//! Only [`media`] accesses persistent memory. This crate does not depend on KVM.
 
 #![deny(missing_docs)]
 
@@ -25,5 +25,5 @@ pub use pool::{
     VolumeFormat, VolumeInfo, VolumeSize,
 };
 
-/// Bytes in a chunk: the unit in which a pool is lent and owned.
+/// Bytes of a chunk, the unit in which a pool is lent and owned.
 pub const CHUNK_BYTES: u64 = 2 << 20;

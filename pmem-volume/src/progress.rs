@@ -1,44 +1,43 @@
-//! How far something is that may take long: allocating, erasing, checking.
+//! Progress of long operations: allocating, erasing, checking.
 
 use std::ops::Range;
 
-/// What takes its time.
+/// Kind of operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
-    /// A file gets its blocks.
+    /// Allocation of a file's blocks.
     Allocate,
-    /// Bytes become zeros or holes.
+    /// Replacement of bytes by zeros or holes.
     Erase,
-    /// Free chunks and BTTs of volumes are read.
+    /// Reading of free chunks and BTTs of volumes.
     Check,
-    /// A volume's content goes to a file, or comes from one.
+    /// Export or import of a volume's content.
     Copy,
-    /// An image becomes one of another format.
+    /// Conversion of an image to another format.
     Convert,
 }
 
-/// How far a task is. It starts at 0, never goes back and ends at the total; one call may have
+/// Progress of a task. It starts at 0, never decreases, and ends at the total. A call may have
 /// several tasks, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// What is being done.
+    /// Task in progress.
     pub task: Task,
-    /// To so many bytes.
+    /// Completed bytes.
     pub done_bytes: u64,
-    /// Of so many.
+    /// Total bytes.
     pub total_bytes: u64,
 }
 
-/// Hears of progress, on the thread that makes it. Between two calls may lie seconds if the media
-/// is slow. Should it not come back, what it was told is done is done, and the rest is as a crash
-/// would have left it.
+/// Callback for progress, called on the thread of the operation. There may be seconds between two
+/// calls if the media is slow. If it does not return, reported progress is complete, and the rest
+/// is as after a crash.
 pub type OnProgress<'a> = &'a mut dyn FnMut(Progress);
 
-/// Nobody wants to hear.
+/// Callback that ignores progress.
 pub(crate) fn unheard(_: Progress) {}
 
-/// Does something to a range piece by piece, in its order, and says after each piece how far that
-/// is.
+/// Executes `step` on pieces of a range, in order, and reports the progress after each piece.
 pub(crate) fn in_steps<E>(
     task: Task,
     range: Range<u64>,

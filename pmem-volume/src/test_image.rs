@@ -1,8 +1,7 @@
-//! Images of media as text, for golden files: one line for each 16 bytes that are not all zero.
+//! Images of media as text for golden files, with one line for each 16 bytes that are not all zero.
 
 use std::fmt::Write;
 
-/// Writes bytes as text.
 pub(crate) fn to_text(bytes: &[u8]) -> String {
     let mut text = String::new();
     for (at, line) in bytes.chunks(16).enumerate().filter(|(_, line)| line.iter().any(|b| *b != 0))
@@ -16,7 +15,7 @@ pub(crate) fn to_text(bytes: &[u8]) -> String {
     text
 }
 
-/// The opposite of [`to_text`].
+/// Inverse of [`to_text`].
 pub(crate) fn from_text(text: &str, len_bytes: u64) -> Vec<u8> {
     let mut bytes = vec![0; len_bytes as usize];
     for line in text.lines().filter(|line| !line.starts_with('#')) {

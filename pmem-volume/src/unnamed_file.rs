@@ -1,5 +1,4 @@
-//! A file that gets its name when it is finished: a crash while it is being made leaves nothing
-//! behind.
+//! File that gets its name when it is complete, so that a crash before that leaves nothing behind.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -12,45 +11,44 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 use uuid::Uuid;
 
-/// A file without its name.
+/// File without a name.
 #[derive(Debug)]
 pub struct Unnamed {
-    /// The file, to be read and written.
+    /// File, open for reading and writing.
     pub file: File,
-    /// Where the file system cannot make nameless files: a name to be changed, or removed on
-    /// failure.
+    /// Temporary name, on a file system that cannot create unnamed files. It is renamed, or removed
+    /// on failure.
     temporary: Option<PathBuf>,
 }
 
-/// What becomes of a file that has the name already.
+/// Handling of an existing file with the name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken {
-    /// It keeps it, and the new file has none.
+    /// The existing file keeps the name, and naming fails.
     Keeps,
-    /// The new file takes its place, in one step.
+    /// The new file replaces it, in one step.
     IsReplaced,
 }
 
-/// A file could not be given its name. There is no such file then; with [`Taken::IsReplaced`] it
-/// may have its name, which may be lost with the power.
+/// Failure to name a file. There is no such file then. With [`Taken::IsReplaced`], the file may
+/// have its name, which a loss of power may remove.
 #[derive(Debug, Error)]
 #[error("cannot {action} the file")]
 pub struct NamingError {
-    /// What could not be done.
+    /// Failed action.
     pub action: &'static str,
-    /// Why.
+    /// Cause.
     #[source]
     pub source: io::Error,
 }
 
 impl Unnamed {
-    /// Makes a file in the folder in which `path` will be. Nothing is followed to another place,
-    /// and nobody else can open it by a name; where the file system cannot make such files, it
-    /// has a name that nobody can know before.
+    /// Creates a file in the folder of `path`, without following links. No other process can open
+    /// it by a name. If the file system cannot create unnamed files, it has an unpredictable name.
     pub fn in_folder_of(path: &Path, mode: u32) -> io::Result<Self> {
         match options(mode).custom_flags(libc::O_TMPFILE).open(folder_of(path)) {
             Ok(file) => Ok(Self { file, temporary: None }),
-            // What open(2) says of kernels and file systems that do not know O_TMPFILE.
+            // Errors of kernels and file systems without O_TMPFILE (open(2)).
             Err(error)
                 if matches!(
                     error.raw_os_error(),
@@ -65,13 +63,13 @@ impl Unnamed {
 
     fn with_temporary_name(path: &Path, mode: u32) -> io::Result<Self> {
         let temporary = temporary_name(path);
-        // With O_EXCL a link at the end of the path is not followed (open(2)).
+        // O_EXCL does not follow a link at the end of the path (open(2)).
         let file = options(mode).create_new(true).open(&temporary)?;
         Ok(Self { file, temporary: Some(temporary) })
     }
 
-    /// Gives the file its name, and makes the name durable. What is in the file is the caller's to
-    /// make so.
+    /// Names the file, and makes the name durable. The caller is responsible for the content's
+    /// durability.
     pub fn name(mut self, path: &Path, taken: Taken) -> Result<(), NamingError> {
         self.give_name(path, taken).map_err(|source| NamingError { action: "name", source })?;
         let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
@@ -90,7 +88,7 @@ impl Unnamed {
             (Some(temporary), Taken::Keeps) => rename_to_new(temporary, path)?,
             (Some(temporary), Taken::IsReplaced) => fs::rename(temporary, path)?,
             (None, Taken::IsReplaced) => {
-                // No call links a file over another one.
+                // There is no system call that links a file over another one.
                 let temporary = temporary_name(path);
                 link(&self.file, &temporary)?;
                 self.temporary = Some(temporary.clone());
@@ -110,7 +108,7 @@ impl Drop for Unnamed {
     }
 }
 
-/// Beside `path`, and not to be guessed by who would put something else there.
+/// Unpredictable name beside `path`, so that no other process can create a file with it.
 fn temporary_name(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".new-{}", Uuid::new_v4().simple()));
@@ -123,7 +121,7 @@ fn options(mode: u32) -> OpenOptions {
     options
 }
 
-/// The folder that a path names something in.
+/// Folder of a path.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
@@ -132,12 +130,13 @@ fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Names a file that has none. By its descriptor, which before Linux 6.10 only a privileged process
-/// may do, or else through /proc, which may not be mounted (open(2), O_TMPFILE).
+/// Names an unnamed file: by its descriptor, which only a privileged process may do before Linux
+/// 6.10, or otherwise through /proc, which may not be mounted (open(2), O_TMPFILE).
 fn link(file: &File, path: &Path) -> io::Result<()> {
     let target = c_path(path)?;
     let link_at = |folder, source: &CString, flags| {
-        // SAFETY: both are C strings that outlive the call; the descriptor lives as long as `file`.
+        // SAFETY: both are C strings that outlive the call, and the descriptor lives as long as
+        // `file`.
         match unsafe {
             libc::linkat(folder, source.as_ptr(), libc::AT_FDCWD, target.as_ptr(), flags)
         } {
@@ -155,7 +154,7 @@ fn link(file: &File, path: &Path) -> io::Result<()> {
     }
 }
 
-/// Renames without taking anybody's place.
+/// Renames without replacing an existing file.
 fn rename_to_new(from: &Path, to: &Path) -> io::Result<()> {
     let (source, target) = (c_path(from)?, c_path(to)?);
     let (here, flags) = (libc::AT_FDCWD, libc::RENAME_NOREPLACE);
@@ -233,7 +232,7 @@ mod tests {
             assert_eq!(fs::read(&path).unwrap(), b"new");
             assert_eq!(io::read_to_string(&old).unwrap(), "old", "it is another file");
             assert_eq!(names_in(folder.path()), ["image"]);
-            // What cannot be replaced stays, and nothing else is left.
+            // A file that cannot be replaced stays, and no temporary file is left.
             let unnamed = make(&path);
             fs::remove_file(&path).unwrap();
             fs::create_dir(&path).unwrap();
