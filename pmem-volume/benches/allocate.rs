@@ -1,4 +1,4 @@
-//! What it costs to lend a chunk and to take it back, beside a plain persist of 64 bytes:
+//! Cost of lending and returning a chunk, compared with a plain persist of 64 bytes:
 //! `docs/design/benchmarks.md`.
 
 use std::hint::black_box;
@@ -13,12 +13,11 @@ use pmem_volume::media::{FileMedia, Media, MediaError};
 use pmem_volume::{CHUNK_BYTES, ChunkId, Durability, Extent, Pool};
 
 const POOL_BYTES: u64 = 8 << 30;
-/// Extents that are taken in a row. They come from one large extent, so that taking one splits two
+/// Extents that are lent in a row. They are parts of one large extent, so lending one splits two
 /// others on average.
 const BATCH: u64 = 128;
 
-/// A file in memory on which an erase does nothing: what remains of taking chunks back is the
-/// pool's own work.
+/// File in memory without erasing, so that the cost of returning chunks is that of the pool itself.
 struct WithoutErase(FileMedia);
 
 impl Media for WithoutErase {
@@ -48,12 +47,12 @@ impl Media for WithoutErase {
     }
 }
 
-/// Media on tmpfs, which is volatile, or the same persisted as persistent memory is.
+/// Media on tmpfs, which is volatile, or the same persisted like persistent memory.
 fn at_the_cost_of(durability: Durability, media: FileMedia) -> FileMedia {
     if durability == Durability::DaxSync { media.at_the_cost_of_dax() } else { media }
 }
 
-/// A pool on tmpfs that is persisted as media of the class is.
+/// Pool on tmpfs that is persisted like media of the class.
 fn new_pool(durability: Durability) -> (Arc<Pool<WithoutErase>>, tempfile::TempDir) {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let path: PathBuf = folder.path().join("pool");
@@ -62,8 +61,8 @@ fn new_pool(durability: Durability) -> (Arc<Pool<WithoutErase>>, tempfile::TempD
     (Pool::open_on(&path, media).unwrap(), folder)
 }
 
-/// Lends all of the pool but single chunks, so that nothing is left to split or to merge. Returns
-/// what keeps it so.
+/// Lends all of the pool except single chunks, so that nothing can be split or merged. Returns the
+/// lent extents.
 fn fragment(pool: &Pool<WithoutErase>) -> Vec<Extent> {
     let free_bytes = pool.info().free_bytes;
     let chunks = |extent: &Extent| -> Vec<Extent> {
@@ -79,15 +78,15 @@ fn fragment(pool: &Pool<WithoutErase>) -> Vec<Extent> {
     kept
 }
 
-/// Times per call, in ns, of one benchmark: one per batch. A batch is shorter than a time slice, so
-/// that most of them were left alone on a machine that has other things to do.
+/// Times per call of one benchmark, in ns, one for each batch. A batch is shorter than a time
+/// slice, so most batches are undisturbed on a busy machine.
 struct Samples {
     name: String,
     batches_ns: Vec<f64>,
 }
 
-/// Runs batches until there were `rounds` calls. A batch makes so many calls, and returns the time
-/// of what is measured.
+/// Runs batches with `rounds` calls in total. `batch` receives the number of calls, and returns the
+/// measured time.
 fn in_batches(
     rounds: u64,
     samples: &mut Samples,
@@ -111,7 +110,7 @@ enum Timed {
     Free,
 }
 
-/// Lends a number of times in a row and then takes it all back.
+/// Lends `calls` times in a row and then returns everything.
 fn lend_and_return(
     pool: &Pool<WithoutErase>,
     calls: u64,
@@ -128,12 +127,12 @@ fn lend_and_return(
         pool.free_memory(extent).unwrap();
     }
     let freed = Instant::now();
-    // In the background otherwise.
+    // Otherwise done in the background.
     pool.scrub_all().unwrap();
     if timed == Timed::Free { freed - allocated } else { allocated - start }
 }
 
-/// Lends and takes back until it is free again, one at a time.
+/// Lends and returns one extent at a time, until it is free again.
 fn alternate(pool: &Pool<WithoutErase>, calls: u64, size_bytes: u64) -> Duration {
     let start = Instant::now();
     for _ in 0..calls {
@@ -143,7 +142,7 @@ fn alternate(pool: &Pool<WithoutErase>, calls: u64, size_bytes: u64) -> Duration
     start.elapsed()
 }
 
-/// Stores and persists one line, over and over.
+/// Stores and persists one line repeatedly.
 fn persist_line(media: &FileMedia, calls: u64) -> Duration {
     let mut line = [0u8; 64];
     let start = Instant::now();
@@ -155,7 +154,7 @@ fn persist_line(media: &FileMedia, calls: u64) -> Duration {
     start.elapsed()
 }
 
-/// Stores a word through the guard against lost pages, or plainly, over and over.
+/// Stores a word repeatedly, through the guard against lost pages or directly.
 fn store_words(calls: u64, mut store: impl FnMut(u64)) -> Duration {
     let start = Instant::now();
     (0..calls).for_each(&mut store);
@@ -205,7 +204,7 @@ fn run(criterion: &mut Criterion, class: &str, durability: Durability) -> Vec<Sa
     all
 }
 
-/// The table of a class: medians and least of the batches, and how many plain persists that is.
+/// Prints the table of a class: medians and minima of the batches, and the same in plain persists.
 fn print_table(class: &str, all: &mut [Samples]) {
     println!("\n| {class} | median | least | persists of 64 bytes |\n|---|---|---|---|");
     let mut persist_ns = None;

@@ -1,6 +1,6 @@
-//! What the BTT engine costs beside memcpy(), memcpy() past the cache, and the least that the
-//! format asks for, of as much to as random places by as many threads, in the same run and in the
-//! same memory: `docs/design/benchmarks.md`.
+//! Cost of the BTT engine, compared with memcpy(), memcpy() that bypasses the cache, and the
+//! minimum that the format requires. Each accesses the same amount at random places with the same
+//! number of threads, in the same run and the same memory: `docs/design/benchmarks.md`.
 
 use std::arch::asm;
 use std::arch::x86_64::{
@@ -22,22 +22,21 @@ use std::time::Instant;
 use pmem_volume::btt::{Engine, arenas};
 use pmem_volume::{OpenMode, Pool, Volume, VolumeFormat, VolumeSize};
 
-/// Several times what a cache holds.
+/// Several times the size of a cache.
 const VOLUME_BYTES: u64 = 1 << 30;
 const SMALL_VOLUME_BYTES: u64 = 64 << 20;
 const SECTOR_BYTES: usize = 4096;
 const THREADS: [usize; 2] = [1, 2];
 
-/// What is done, of how much at a time.
+/// Kind of access.
 #[derive(Clone, Copy, PartialEq)]
 enum Work {
     ReadRandom,
     WriteRandom,
-    /// Blocks lie in the order of their sectors, as in a volume that was written from one end to
-    /// the other.
+    /// Blocks are in the order of their sectors, as in a volume that was written sequentially.
     ReadInOrder,
     WriteInOrder,
-    /// Blocks lie anywhere, as random writes have left them.
+    /// Blocks are anywhere, as after random writes.
     ReadScattered,
     WriteScattered,
 }
@@ -46,16 +45,16 @@ enum Work {
 enum Who {
     Engine,
     Memcpy,
-    /// What nobody who serves a BTT can do without ([`Place::least_of_a_write`]): what there is to
-    /// gain.
+    /// Minimum work of any BTT implementation ([`Place::least_of_a_write`]), which shows the
+    /// potential gain.
     Least,
-    /// memcpy() past the cache, where there is such a thing: for stores.
+    /// memcpy() that bypasses the cache, for stores.
     Stream,
 }
 
 const EVERYBODY: [Who; 4] = [Who::Engine, Who::Memcpy, Who::Least, Who::Stream];
 
-/// In this order: each finds the volume as the one before has left it.
+/// In this order, because each finds the volume as the previous one has left it.
 const WORK: [(Work, &str, usize); 6] = [
     (Work::ReadInOrder, "1 MiB sequential read, in order", 1 << 20),
     (Work::WriteInOrder, "1 MiB sequential write, in order", 1 << 20),
@@ -66,7 +65,7 @@ const WORK: [(Work, &str, usize); 6] = [
 ];
 
 fn main() {
-    // cargo bench says --bench, and passes on what to do: "random read".
+    // cargo bench passes --bench, and further arguments such as "random read".
     let arguments: Vec<String> = env::args().skip(1).collect();
     let is_whole = arguments.iter().any(|argument| argument == "--bench");
     let wanted = arguments.iter().find(|argument| !argument.starts_with("--"));
@@ -90,8 +89,8 @@ fn main() {
             for round in 0..rounds {
                 for threads in THREADS {
                     for (turn, who) in (0..).zip(EVERYBODY) {
-                        // Other places for each, so that nobody finds in a cache what somebody else
-                        // has just read.
+                        // Different places for each, so that none finds data in a cache that
+                        // another has just read.
                         let seed = round * EVERYBODY.len() as u64 + turn;
                         let operation = |at, buffer: &mut [u8]| place.work(who, work, at, buffer);
                         let rate = gb_per_s(
@@ -111,7 +110,7 @@ fn main() {
     }
 }
 
-/// Rates, round by round, of everybody with every number of threads.
+/// Rates of each peer and number of threads, one for each round.
 #[derive(Default)]
 struct Rates([[Vec<f64>; EVERYBODY.len()]; THREADS.len()]);
 
@@ -120,8 +119,8 @@ impl Rates {
         &mut self.0[threads - 1][who as usize]
     }
 
-    /// The medians of the rounds' ratios: what else the machine did, it did to a whole round. And
-    /// the ratios of the best.
+    /// Prints the medians of the rounds' ratios, because other load on the machine affects a whole
+    /// round, and the ratios of the best rates.
     fn print(&mut self, name: &str, class: &str) {
         for threads in THREADS {
             let mut rates = |who, threads| self.of(who, threads).clone();
@@ -157,30 +156,28 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// A volume that is served, and the memory in which its blocks are: which pages of the machine they
-/// are makes a difference, and so everybody works on the same ones. The engine knows nothing of
-/// what the others leave there, and need not: it is data.
+/// Volume of an engine, and the memory of its blocks. The physical pages affect the results, so all
+/// peers use the same ones. The engine does not depend on the data that the others leave there.
 struct Place {
     engine: Engine<Volume>,
-    /// One for each of the engine's peers: page tables are as cold to one as to the other.
+    /// One mapping for each of the engine's peers, so that page tables are equally cold.
     blocks: [Map; EVERYBODY.len() - 1],
-    /// What [`Place::least_of_a_write`] has for the format's map, of a volume in order and of a
-    /// scattered one, and flog.
+    /// Substitutes for the format's map and flog in [`Place::least_of_a_write`], with one map in
+    /// order and one scattered.
     in_order: Map,
     scattered: Map,
     records: Map,
     is_dax: bool,
 }
 
-/// Lines for records as the flog has them: of four threads, and for each as many as the engine
-/// gives it lanes.
+/// Lines for records like those of the flog, for four threads, each with as many as it has lanes in
+/// the engine.
 const RECORDS: u64 = 4 * THREAD_RECORDS;
 const THREAD_RECORDS: u64 = 64;
 const RECORD_BYTES: u64 = 64;
 
 thread_local! {
-    /// Where the records of this thread begin, and the sector whose word of the map it has changed
-    /// last.
+    /// First record of this thread, and the sector whose map word it has changed last.
     static RECORDS_AT: Cell<u64> = {
         static THREADS: AtomicU64 = AtomicU64::new(0);
         Cell::new(THREADS.fetch_add(1, Ordering::Relaxed) * THREAD_RECORDS % RECORDS)
@@ -189,7 +186,7 @@ thread_local! {
 }
 
 impl Place {
-    /// Every sector was written, so that all of it has memory.
+    /// Writes every sector, so that all of them have memory.
     fn new(path: &Path, volume_bytes: u64, is_dax: bool) -> Self {
         drop(Pool::create(path, volume_bytes + (16 << 20), 0).unwrap());
         let pool = match is_dax {
@@ -235,9 +232,9 @@ impl Place {
         }
     }
 
-    /// The steps of the format by somebody for whom nothing can go wrong: each sector is looked up,
-    /// said to be read, looked up again, and copied. One locked instruction, for what is said
-    /// is to be seen by writers before the second look.
+    /// Steps of a read in the format, without error handling: look up each sector, announce the
+    /// read, look up again, and copy. It has one locked instruction, because writers must see the
+    /// announcement before the second lookup.
     fn least_of_a_read(&self, table: &Map, blocks: &Map, at: u64, buffer: &mut [u8]) {
         for (sector, piece) in
             (at / SECTOR_BYTES as u64..).zip(buffer.chunks_exact_mut(SECTOR_BYTES))
@@ -250,9 +247,9 @@ impl Place {
         }
     }
 
-    /// The same (`pmem_volume::btt`, exchange). One locked instruction, for the lock that the
-    /// format has for what it changes of the map. No checks, no lanes, no free blocks; what is
-    /// to be durable is so only where it is in the engine.
+    /// Steps of a write in the format (`pmem_volume::btt`, exchange). It has one locked
+    /// instruction, for the lock of the map. There are no checks, lanes or free blocks. Data is
+    /// made durable only where the engine does so.
     fn least_of_a_write(&self, table: &Map, blocks: &Map, at: u64, buffer: &[u8]) {
         claimed(1, || self.least_of_an_exchange(table, blocks, at, buffer));
     }
@@ -267,8 +264,8 @@ impl Place {
         };
         let record_at =
             |sector: u64| (RECORDS_AT.get() + (sector - first) % THREAD_RECORDS) * RECORD_BYTES;
-        // 1. The data to where the map says, a half of the record, and the words of the map: this
-        //    sector's, and the one that was changed last.
+        // 1. Data to the block in the map, half of the record, and two map words: this sector's,
+        //    and the last changed one.
         for (sector, piece) in sectors.clone().zip(buffer.chunks_exact(SECTOR_BYTES)) {
             let block = table.word(sector);
             blocks.stream(u64::from(block) * SECTOR_BYTES as u64, piece);
@@ -278,7 +275,7 @@ impl Place {
             write_back(table, LAST_SECTOR.replace(sector) * 4);
         }
         fence();
-        // 2. The other half, by which it counts.
+        // 2. Second half, which commits the record.
         for sector in sectors.clone() {
             self.records.set_word(record_at(sector) / 4 + 2, sector as u32);
             write_back(&self.records, record_at(sector));
@@ -293,8 +290,8 @@ impl Place {
     }
 }
 
-/// Does something between a locked instruction, which others see before anything that comes behind
-/// it, and a store.
+/// Runs `work` between a locked instruction, which other threads see before later accesses, and a
+/// store.
 fn claimed(what: u64, work: impl FnOnce()) {
     thread_local! {
         static CLAIM: AtomicU64 = const { AtomicU64::new(0) };
@@ -311,7 +308,7 @@ fn fence() {
     unsafe { _mm_sfence() }
 }
 
-/// The numbers up to `count`, in order or in none, in a mapping like a volume's.
+/// Numbers below `count`, in order or shuffled, in a mapping like a volume's.
 fn numbers(count: u64, is_shuffled: bool) -> Map {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(count * 4).unwrap();
@@ -326,8 +323,8 @@ fn numbers(count: u64, is_shuffled: bool) -> Map {
     Map::new(&file, 0, count * 4)
 }
 
-/// Lets threads do an operation on pieces of the volume, of all together `round_bytes` each, and
-/// returns the rate.
+/// Runs `operation` on pieces of the volume, `round_bytes` in total for each thread, and returns
+/// the rate.
 fn gb_per_s(
     threads: usize,
     at_once: usize,
@@ -337,13 +334,13 @@ fn gb_per_s(
     operation: &(dyn Fn(u64, &mut [u8]) + Sync),
 ) -> f64 {
     let start = Barrier::new(threads);
-    // Not up to its end, where the BTT's own data is.
+    // Excludes the end of the volume, where the BTT's metadata is.
     let pieces = (volume_bytes - (4 << 20)) / at_once as u64;
     let times: Vec<_> = thread::scope(|scope| {
         let thread = |thread: u64| {
             let start = &start;
             scope.spawn(move || {
-                // On a page, as a guest's are.
+                // Aligned to a page, like buffers of a guest.
                 let mut bytes = vec![thread as u8; at_once + SECTOR_BYTES];
                 let start_at = bytes.as_ptr().align_offset(SECTOR_BYTES);
                 let buffer = &mut bytes[start_at..start_at + at_once];
@@ -372,21 +369,20 @@ fn gb_per_s(
     (threads * round_bytes) as f64 / (end - begin).as_nanos() as f64
 }
 
-/// A mapping of a file on tmpfs, as the engine's media is.
+/// Mapping of a file on tmpfs, like the engine's media.
 struct Map {
     start: *mut u8,
     length: usize,
 }
 
-// SAFETY: raw memory, of which nobody makes references; that threads may store to the same place at
-// once is known.
+// SAFETY: raw memory without references. Concurrent stores to the same place are expected.
 unsafe impl Sync for Map {}
 
 impl Map {
     fn new(file: &File, offset: u64, length: u64) -> Self {
         let length = length as usize;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // Every page is in the page tables before anything is timed.
+        // All pages are in the page tables before the measurement.
         let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
         let offset = libc::off_t::try_from(offset).unwrap();
         // SAFETY: a new mapping at an address of the kernel's choice.
@@ -404,23 +400,22 @@ impl Map {
     }
 
     fn word(&self, number: u64) -> u32 {
-        // SAFETY: inside the mapping, and aligned as it is.
+        // SAFETY: inside the mapping, and aligned like it.
         unsafe { self.at(number * 4, 4).cast::<u32>().read_volatile() }
     }
 
     fn set_word(&self, number: u64, word: u32) {
-        // SAFETY: inside the mapping, and aligned as it is.
+        // SAFETY: inside the mapping, and aligned like it.
         unsafe { self.at(number * 4, 4).cast::<u32>().write_volatile(word) }
     }
 
-    /// The line of a byte, by clwb where the CPU has it.
+    /// Writes back the line of a byte, by clwb if the CPU has it.
     fn write_back(&self, at: u64) {
         let line = self.at(at, 1);
         // CPUID leaf 7, EBX bit 24 (Intel SDM).
         static HAS_CLWB: LazyLock<bool> =
             LazyLock::new(|| __cpuid_count(7, 0).ebx & (1 << 24) != 0);
-        // SAFETY: inside the mapping; the contents stay what they are, and the CPU has the
-        // instruction.
+        // SAFETY: inside the mapping. The content does not change, and the CPU has the instruction.
         unsafe {
             match *HAS_CLWB {
                 true => asm!("clwb [{}]", in(reg) line, options(nostack, preserves_flags)),
@@ -432,7 +427,7 @@ impl Map {
     fn copy(&self, is_read: bool, at: u64, buffer: &mut [u8]) {
         let (map, length) = (self.at(at, buffer.len()), buffer.len());
         if is_read {
-            // SAFETY: inside the mapping, and elsewhere.
+            // SAFETY: inside the mapping, and another buffer.
             unsafe { libc::memcpy(buffer.as_mut_ptr().cast(), map.cast(), length) };
         } else {
             // SAFETY: as above.
@@ -440,11 +435,11 @@ impl Map {
         }
     }
 
-    /// Past the cache, in the widest pieces that the CPU has. Whoever calls it fences.
+    /// Bypasses the cache, in the widest pieces of the CPU. The caller fences.
     fn stream(&self, at: u64, buffer: &[u8]) {
         let map = self.at(at, buffer.len());
-        // SAFETY: inside the mapping, which is aligned as its offsets are; the CPU has what is
-        // used.
+        // SAFETY: inside the mapping, which is aligned like its offsets. The CPU has the
+        // instructions.
         unsafe {
             if is_x86_feature_detected!("avx512f") {
                 stream_by_64(map.cast(), buffer);
@@ -459,18 +454,18 @@ impl Map {
 }
 
 /// # Safety
-/// As many bytes are writable at `to`, which is a multiple of 64.
+/// `bytes.len()` bytes are writable at `to`, which is a multiple of 64.
 #[target_feature(enable = "avx512f")]
 unsafe fn stream_by_64(to: *mut __m512i, bytes: &[u8]) {
     for (number, piece) in bytes.chunks_exact(64).enumerate() {
-        // SAFETY: vouched for by the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { _mm512_stream_si512(to.add(number), _mm512_loadu_si512(piece.as_ptr().cast())) };
     }
 }
 
 impl Drop for Map {
     fn drop(&mut self) {
-        // SAFETY: mapped in new() and used no more.
+        // SAFETY: mapped in new() and no longer used.
         unsafe { libc::munmap(self.start.cast(), self.length) };
     }
 }

@@ -1,8 +1,8 @@
-//! How long it takes to open a large pool, and how much memory: `docs/design/benchmarks.md`.
+//! Time and memory to open a large pool: `docs/design/benchmarks.md`.
 //!
-//! A pool of 1 TiB with 10^5 extents in use and as many free ones between them is made by the
-//! public API on a sparse tmpfs, and opened in fresh processes, which say how long that took and
-//! what their peak of resident memory was.
+//! A pool of 1 TiB with 10^5 used extents and as many free ones between them is created by the
+//! public API on a sparse tmpfs. Fresh processes open it, and report the time and their peak of
+//! resident memory.
 
 use std::env;
 use std::ffi::CString;
@@ -15,7 +15,7 @@ use std::time::Instant;
 use pmem_volume::{CHUNK_BYTES, ChunkId, Extent, OpenMode, Pool, VolumeFormat, VolumeSize};
 
 const POOL_BYTES: u64 = 1 << 40;
-/// Where there is no room for that, and where only the benchmark itself is tried out.
+/// Used without space for a large pool, and for a trial run of the benchmark.
 const SMALL_POOL_BYTES: u64 = 4 << 30;
 const VOLUMES: u64 = 100;
 const ROUNDS: usize = 7;
@@ -28,7 +28,7 @@ fn main() {
         return open_and_report(Path::new(&path), mode);
     }
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-    // cargo bench says --bench.
+    // cargo bench passes --bench.
     let whole = env::args().any(|argument| argument == "--bench");
     let size_bytes = match own_tmpfs(folder.path()) {
         Ok(()) if whole => POOL_BYTES,
@@ -45,21 +45,20 @@ fn main() {
     );
     for mode in ["write", "peek"] {
         let mut lines: Vec<String> = (0..ROUNDS).map(|_| in_child(&path, mode)).collect();
-        // By time, which comes first and has a fixed width.
+        // Sorted by time, which is first and has a fixed width.
         lines.sort();
         println!("| {mode}, median of {ROUNDS} | {} |", lines[ROUNDS / 2]);
         println!("| {mode}, least | {} |", lines[0]);
     }
 }
 
-/// Mounts a tmpfs that promises more than there is memory, visible to this process and its children
-/// alone.
+/// Mounts a tmpfs that is larger than the memory, visible only to this process and its children.
 fn own_tmpfs(folder: &Path) -> io::Result<()> {
     let done =
         |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
     let (tmpfs, options) = (c"tmpfs", c"size=2t");
     let folder = CString::new(folder.as_os_str().as_encoded_bytes()).expect("a path has no zero");
-    // SAFETY: system calls on numbers, and on strings that outlive them. There is no other thread
+    // SAFETY: system calls on numbers, and on strings that outlive them. There are no other threads
     // yet.
     unsafe {
         if libc::geteuid() == 0 {
@@ -79,11 +78,12 @@ fn own_tmpfs(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Volumes of pieces of two chunks, with three free ones between them.
+/// Creates volumes from pieces of two chunks, with three free chunks between them.
 ///
-/// 1. All of the pool is lent. 2. Two of each five chunks come back. 3. Volumes take these: there
-///    is nothing else.
-/// 4. The rest comes back.
+/// 1. Lend all of the pool.
+/// 2. Return two of each five chunks.
+/// 3. Create volumes, which get these chunks because no others are free.
+/// 4. Return the rest.
 fn make_pool(path: &Path, size_bytes: u64) {
     let start = Instant::now();
     let pool = Pool::create(path, size_bytes, 0).unwrap();
@@ -132,8 +132,7 @@ fn open_and_report(path: &Path, mode: OpenMode) {
     println!("{ms:6.1} ms | {cpu_ms:.1} ms | {before_mib:.1} MiB | {peak_mib:.1} MiB");
 }
 
-/// CPU time of this process: that of the clock, on a machine that has other things to do, is
-/// somebody else's too.
+/// CPU time of this process. Elapsed time on a busy machine would include other processes.
 fn cpu_ms() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: a system call that fills the struct.
@@ -142,8 +141,8 @@ fn cpu_ms() -> f64 {
     time.tv_sec as f64 * 1e3 + time.tv_nsec as f64 / 1e6
 }
 
-/// Peak of the resident memory, page tables included: what is mapped of the file counts as well as
-/// what is the process's own (proc(5), VmHWM and VmPTE).
+/// Peak of the resident memory with page tables. It includes mapped pages of the file (proc(5),
+/// VmHWM and VmPTE).
 fn peak_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let field = |name: &str| -> u64 {

@@ -1,4 +1,4 @@
-//! How fast chunks are erased, beside memset on the same mapping in the same run:
+//! Speed of erasing chunks, compared with memset on the same mapping in the same run:
 //! `docs/design/benchmarks.md`.
 
 use std::env;
@@ -11,14 +11,15 @@ use std::time::{Duration, Instant};
 use pmem_volume::CHUNK_BYTES;
 use pmem_volume::media::{FileMedia, Media};
 
-/// Many times what a cache holds.
+/// Many times the size of a cache.
 const MEDIA_BYTES: u64 = 512 << 20;
 const SMALL_MEDIA_BYTES: u64 = 8 << 20;
-/// What is erased and set at a time: a chunk, which a cache holds, and more than any cache does.
+/// Bytes that are erased or set at a time: a chunk, which fits into a cache, and more than any
+/// cache.
 const PIECES_BYTES: [u64; 2] = [CHUNK_BYTES, 32 * CHUNK_BYTES];
 
 fn main() {
-    // cargo bench says --bench.
+    // cargo bench passes --bench.
     let whole = env::args().any(|argument| argument == "--bench");
     let (media_bytes, rounds) = if whole { (MEDIA_BYTES, 8) } else { (SMALL_MEDIA_BYTES, 1) };
     let file = || {
@@ -30,7 +31,7 @@ fn main() {
     let map = Map::new(&file_of_dax, media_bytes);
     let dax = FileMedia::new(file_of_dax, media_bytes, true).unwrap().at_the_cost_of_dax();
     let volatile = FileMedia::new(file(), media_bytes, true).unwrap();
-    // Both mappings of the first file have their pages before anything is timed.
+    // Both mappings of the first file have their pages before the measurement.
     map.set(0..media_bytes, 1);
     erase(&dax, 0..media_bytes);
 
@@ -45,7 +46,7 @@ fn compare(map: &Map, dax: &FileMedia, volatile: &FileMedia, piece_bytes: u64, r
     for _ in 0..rounds {
         for start in (0..map.length).step_by(piece_bytes as usize) {
             let piece = start..start + piece_bytes;
-            // One after the other on the same piece: whatever else the machine does, it does to
+            // One after the other on the same piece, so that other load on the machine affects
             // both.
             by_memset.push(time(|| map.set(piece.clone(), 0)));
             by_erase.push(time(|| erase(dax, piece.clone())));
@@ -77,7 +78,7 @@ fn time(work: impl FnOnce()) -> Duration {
     start.elapsed()
 }
 
-/// The median, of times that are sorted then.
+/// Sorts the times and returns the median.
 fn median(times: &mut [Duration]) -> Duration {
     times.sort_unstable();
     times[times.len() / 2]
@@ -87,7 +88,7 @@ fn erase(media: &FileMedia, range: Range<u64>) {
     media.erase(std::slice::from_ref(&range)).unwrap();
 }
 
-/// A mapping of a file, for memset.
+/// Mapping of a file, for memset.
 struct Map {
     start: *mut libc::c_void,
     length: u64,
@@ -113,7 +114,7 @@ impl Map {
 
     fn set(&self, range: Range<u64>, byte: u8) {
         assert!(range.end <= self.length);
-        // SAFETY: inside the mapping, of which nobody makes references.
+        // SAFETY: inside the mapping, which has no references.
         unsafe {
             libc::memset(
                 self.start.add(range.start as usize),
@@ -126,7 +127,7 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
-        // SAFETY: mapped in new() and used no more.
+        // SAFETY: mapped in new() and no longer used.
         unsafe { libc::munmap(self.start, self.length as usize) };
     }
 }

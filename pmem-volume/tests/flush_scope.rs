@@ -1,9 +1,9 @@
-//! A flush of a volume writes that volume and nothing else of the pool's file.
+//! A flush of a volume writes only that volume's part of the pool's file.
 //!
-//! What is dirty is asked of the kernel, mapping by mapping: /proc/self/smaps counts a page of a
-//! file that has not been written back (Linux Documentation/filesystems/proc.rst). The kernel
-//! writes dirty pages by itself, too, sooner on a busy machine; so what must have stayed dirty has
-//! to be seen once in a few rounds, and what must be clean in every one.
+//! The kernel reports dirty pages for each mapping: /proc/self/smaps counts pages of a file that
+//! have not been written back (Linux Documentation/filesystems/proc.rst). The kernel also writes
+//! dirty pages by itself, sooner on a busy machine. Pages that must stay dirty are therefore
+//! checked in one of a few rounds, and pages that must be clean in every round.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -15,10 +15,10 @@ use pmem_volume::{CHUNK_BYTES, Durability, Pool, Volume, VolumeFormat, VolumeSiz
 
 const MIB: u64 = 1 << 20;
 const PAGE_BYTES: usize = 4096;
-/// In each of which the machine may happen to write everything by itself.
+/// In each round, the kernel may write all pages by itself.
 const ROUNDS: u32 = 20;
 
-/// A part of the pool's file, mapped as a VMM maps it.
+/// Part of the pool's file, mapped like in a VMM.
 struct Mapping {
     start: NonNull<u8>,
     length: usize,
@@ -28,8 +28,8 @@ impl Mapping {
     fn new(file: &File, offset_bytes: u64, len_bytes: u64) -> Self {
         let (length, offset) = (len_bytes as usize, offset_bytes.cast_signed());
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // A guard of one page before it: smaps shows two mappings that touch, in the file as well,
-        // as one. SAFETY: new mappings at addresses of the kernel's choice, the second
+        // A guard page precedes the mapping, because smaps shows adjacent mappings of adjacent
+        // parts as one. SAFETY: new mappings at addresses of the kernel's choice, the second one
         // inside the first.
         let start = unsafe {
             let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -47,13 +47,12 @@ impl Mapping {
     /// Stores to every page.
     fn dirty(&self, byte: u8) {
         for page in (0..self.length).step_by(PAGE_BYTES) {
-            // SAFETY: inside a mapping of ours that can be written to, and to which no reference is
-            // made.
+            // SAFETY: inside a writable mapping of this test, without references.
             unsafe { self.start.as_ptr().add(page).write_volatile(byte) };
         }
     }
 
-    /// What of it has not been written back.
+    /// Bytes that have not been written back.
     fn dirty_bytes(&self) -> u64 {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let first = format!("{:x}-", self.start.as_ptr() as usize);
@@ -70,14 +69,14 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the whole of a mapping that nobody uses any more, and the page before it.
+        // SAFETY: the whole unused mapping, and the page before it.
         unsafe {
             libc::munmap(self.start.as_ptr().sub(PAGE_BYTES).cast(), self.length + PAGE_BYTES)
         };
     }
 }
 
-/// What lies in one pool: a volume in several pieces, a volume beside it, and memory that is lent.
+/// Parts of a pool: a fragmented volume, another volume, and lent memory.
 struct Parts {
     pool: Arc<Pool>,
     volume: Volume,
@@ -94,7 +93,7 @@ fn mapped(volume: &Volume) -> Vec<Mapping> {
     volume.extents().iter().map(map).collect()
 }
 
-/// `None` where a flush has nothing to write.
+/// Returns `None` if a flush has nothing to write.
 fn parts() -> Option<Parts> {
     let folder = tempfile::tempdir_in(std::env::current_dir().unwrap()).unwrap();
     let pool = Pool::create(&folder.path().join("pool"), 32 * MIB, 0).unwrap();
@@ -105,7 +104,7 @@ fn parts() -> Option<Parts> {
     let raw = |name: &str, size_bytes| {
         pool.create_volume(name, VolumeSize::Bytes(size_bytes), VolumeFormat::Raw).unwrap();
     };
-    // Every second chunk is free, and nothing else: the volume gets pieces.
+    // Only every second chunk is free, so the volume is fragmented.
     let fillers: Vec<_> = (0..8).map(|number| format!("filler-{number}")).collect();
     fillers.iter().for_each(|name| raw(name, CHUNK_BYTES));
     let lent = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
@@ -128,8 +127,8 @@ fn dirty_bytes(mappings: &[Mapping]) -> u64 {
     mappings.iter().map(Mapping::dirty_bytes).sum()
 }
 
-/// Dirties everything, makes the volume durable by `flush`, and says whether all that is not the
-/// volume's stayed dirty in one of the rounds.
+/// Dirties everything and makes the volume durable by `flush`. Returns true if all other parts
+/// stayed dirty in one of the rounds.
 fn leaves_the_others_alone(parts: &Parts, flush: impl Fn(&Parts)) -> bool {
     let others_bytes = parts.others.iter().map(|mapping| mapping.length as u64).sum::<u64>();
     (0..ROUNDS).any(|round| {
@@ -151,21 +150,21 @@ fn a_flush_writes_all_pieces_of_its_volume_and_nothing_else() {
     );
 }
 
-/// The test above would see it.
+/// Shows that the test above is effective.
 #[test]
 fn a_flush_of_the_whole_file_is_found_out() {
     let Some(parts) = parts() else { return };
     assert!(!leaves_the_others_alone(&parts, |parts| parts.pool.file().sync_data().unwrap()));
 }
 
-/// The test above would see that, too: a piece that is left out.
+/// Shows that the test above also detects a missing part.
 #[test]
 #[should_panic(expected = "the volume has not been written")]
 fn a_flush_that_leaves_a_piece_out_is_found_out() {
     let Some(parts) = parts() else {
         panic!("the volume has not been written: there is no disk to see it on")
     };
-    // On a machine that is slow to write by itself.
+    // For a machine that writes pages slowly by itself.
     for _ in 0..ROUNDS {
         leaves_the_others_alone(&parts, |parts| {
             parts.volume.flush_guest_stores(0..2 * CHUNK_BYTES).unwrap();

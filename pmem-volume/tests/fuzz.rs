@@ -1,5 +1,5 @@
-//! The fuzz targets without a fuzzer: a few thousand seeded inputs each, and whatever a fuzzer has
-//! found.
+//! Fuzz targets without a fuzzer: a few thousand seeded inputs each, and all inputs found by a
+//! fuzzer.
 
 #[path = "../fuzz/harness/mod.rs"]
 mod harness;

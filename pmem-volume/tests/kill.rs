@@ -1,7 +1,6 @@
-//! A process that does random things to a real pool, with a scrubber and a second thread beside, is
-//! killed again and again. Afterwards the pool is what the process said it was, or what the
-//! operation that it was in would have made of it; what was written into volumes is there, and what
-//! lent memory held is nowhere.
+//! Repeated kills of a process that executes random operations on a real pool, with a scrubber and
+//! a second thread. Afterwards, the pool has the reported state, or that after the operation in
+//! progress. Written data of volumes exists, and content of lent memory does not.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -22,11 +21,11 @@ use pmem_volume::{
 const POOL_VARIABLE: &str = "PMEM_VOLUME_KILL_TEST_POOL";
 const SEED_VARIABLE: &str = "PMEM_VOLUME_KILL_TEST_SEED";
 const POOL_BYTES: u64 = 96 << 20;
-/// It grows a chunk at a time, up to this.
+/// Limit of its growth, one chunk at a time.
 const MAX_POOL_BYTES: u64 = 256 << 20;
-/// The smallest BTT volume.
+/// Smallest BTT volume.
 const BTT_CHUNKS: u64 = 9;
-/// What is looked at, and written to in lent memory, at both ends of a chunk.
+/// Bytes at both ends of a chunk that are compared, and written in lent memory.
 const PAGE_BYTES: usize = 4096;
 
 /// xorshift64*.
@@ -47,8 +46,7 @@ fn say(text: &str) {
     out.flush().unwrap();
 }
 
-/// Where the marks of a raw volume's chunks come from: from itself, or, in a part of one that was
-/// split, from that.
+/// Origin of the marks in a raw volume's chunks: the volume itself, or the split volume for a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Origin {
     base: u64,
@@ -60,24 +58,23 @@ impl Origin {
         Self { base: volume.uuid.as_u64_pair().0 | 1, first: 0 }
     }
 
-    /// What the first word of a chunk is marked with.
+    /// Mark in the first word of a chunk.
     fn mark(self, index: u64) -> u64 {
         self.base.wrapping_mul(2 * (self.first + index) + 1)
     }
 }
 
-/// Nothing but blocks lies there, in BTT volumes of these sizes.
+/// Offset in a chunk at which BTT volumes of these sizes have only blocks.
 const BLOCKS_AT: u64 = CHUNK_BYTES / 2;
 
-/// Where each chunk of a volume lies in the file.
+/// Offsets of a volume's chunks in the file.
 fn places(pool: &Arc<Pool>, name: &str) -> Vec<u64> {
     let volume = pool.open_volume(name).unwrap();
     let chunks = volume.extents().iter().flat_map(|extent| extent.run.ids());
     chunks.map(|chunk| chunk.offset_bytes()).collect()
 }
 
-/// An open pool with what goes on beside: a scrubber, and somebody who borrows memory, writes it
-/// and gives it back.
+/// Open pool in use by a scrubber, and by a thread that lends, writes and returns memory.
 struct Busy {
     pool: Arc<Pool>,
     scrubber: Scrubber,
@@ -94,7 +91,7 @@ impl Busy {
         Self { pool, scrubber, ended, lender }
     }
 
-    /// What is lent is given up, as by a process that ends.
+    /// Stops without returning lent memory, as when a process exits.
     fn stop(self) {
         self.ended.store(true, Ordering::Relaxed);
         self.lender.join().unwrap();
@@ -105,7 +102,7 @@ impl Busy {
 fn lend(pool: &Pool, ended: &AtomicBool, mut random: Random) {
     let mut lent: Vec<Extent> = Vec::new();
     while !ended.load(Ordering::Relaxed) {
-        // Full: ordinary.
+        // A full pool is ordinary.
         let extents = pool.alloc_memory((random.below(5) + 1) * CHUNK_BYTES).unwrap_or_default();
         for chunk in
             extents.iter().flat_map(|extent| (0..extent.chunks()).map(|n| extent.start.0 + n))
@@ -161,7 +158,7 @@ fn the_process_that_is_killed() {
     }
 }
 
-/// Names of volumes with a BTT begin with b, all others with v.
+/// Names of BTT volumes begin with b, and all others with v.
 fn free_name(pool: &Pool, kind: char, random: &mut Random) -> Option<String> {
     let name = format!("{kind}{}", random.below(if kind == 'b' { 2 } else { 5 }));
     pool.volumes().iter().all(|volume| volume.name != name).then_some(name)
@@ -181,7 +178,7 @@ fn make(pool: &Arc<Pool>, random: &mut Random) {
     }
 }
 
-/// In two; the first keeps the name.
+/// Splits a volume in two. The first part keeps the name.
 fn split(pool: &Arc<Pool>, random: &mut Random) {
     let Some(volume) = pick(pool, random) else { return };
     let (kind, first) = match volume.format {
@@ -200,7 +197,7 @@ fn split(pool: &Arc<Pool>, random: &mut Random) {
         (volume.name.clone(), VolumeSize::Bytes(first * CHUNK_BYTES)),
         (other, VolumeSize::Remaining),
     ];
-    // Too small: ordinary.
+    // A refusal is ordinary if the volume is too small.
     let parts = pool.split_volume(&volume.name, &parts, SplitContent::GiveUp);
     say(if parts.is_ok() { "done" } else { "refused" });
     parts.iter().flatten().for_each(|part| mark(pool, part, 0));
@@ -212,7 +209,7 @@ fn resize(pool: &Arc<Pool>, random: &mut Random) {
         if volume.format == VolumeFormat::Btt { 2 * BTT_CHUNKS } else { random.below(5) + 1 };
     say(&format!("resize {} {chunks}", volume.name));
     let size = VolumeSize::Bytes(chunks * CHUNK_BYTES);
-    // Full, or its size already: ordinary.
+    // A refusal is ordinary if the pool is full or the volume has the size already.
     let resized = pool.resize_volume(&volume.name, size, Shrink::Allow);
     say(if resized.is_ok() { "done" } else { "refused" });
     let had = volume.size_bytes / CHUNK_BYTES;
@@ -230,8 +227,8 @@ fn rename(pool: &Arc<Pool>, random: &mut Random) {
     say("done");
 }
 
-/// Writes into a volume's chunks from `first` on, as a guest would: into blocks of a BTT, of which
-/// its map knows nothing.
+/// Marks a volume's chunks from `first` on, as a guest would. In a BTT volume, it writes to blocks
+/// that the map does not use.
 fn mark(pool: &Arc<Pool>, volume: &VolumeInfo, first: u64) {
     let places = places(pool, &volume.name);
     say(&format!("mark {} {}", volume.name, places.len()));
@@ -259,13 +256,13 @@ fn start(path: &Path, seed: u64) -> Child {
         .unwrap()
 }
 
-/// What is known of a volume, in chunks.
+/// Known state of a volume, in chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Known {
     chunks: u64,
-    /// So many of them are marked.
+    /// Number of marked chunks.
     marked: u64,
-    /// As chunks of another volume.
+    /// Set if they are marked as chunks of another volume.
     origin: Option<Origin>,
 }
 
@@ -274,7 +271,7 @@ impl Known {
         Self { chunks, marked: 0, origin: None }
     }
 
-    /// What a marked chunk has, unless it was marked anew.
+    /// Origin of the marks, unless they were renewed.
     fn origin(&self, volume: &VolumeInfo) -> Origin {
         self.origin.unwrap_or(Origin::of(volume))
     }
@@ -282,7 +279,7 @@ impl Known {
 
 type State = BTreeMap<String, Known>;
 
-/// A raw volume's parts keep its marks; those of a BTT have nothing of what was there.
+/// Parts of a raw volume keep its marks. Parts of a BTT volume are empty.
 fn split_known(state: &mut State, words: &[&str]) {
     let number = |at: usize| words[at].parse::<u64>().unwrap();
     let (first, rest, base) = (number(1), number(3), number(4));
@@ -299,11 +296,11 @@ fn split_known(state: &mut State, words: &[&str]) {
     state.extend(parts.map(|(name, known)| (name.to_owned(), known)));
 }
 
-/// What the process said, up to its death.
+/// State that the process has reported before its death.
 #[derive(Default)]
 struct Said {
     state: State,
-    /// What the operation that it is in makes of that.
+    /// State after the operation in progress.
     next: Option<State>,
     done: u32,
 }
@@ -345,7 +342,7 @@ impl Said {
         self.next = Some(next);
     }
 
-    /// Which of the states it is that was found.
+    /// Returns the states that match the found volumes.
     fn settle(&mut self, found: &BTreeMap<String, u64>) -> [State; 2] {
         let is = |state: &State| {
             state
@@ -355,7 +352,7 @@ impl Said {
         };
         let before = std::mem::take(&mut self.state);
         let after = self.next.take().unwrap_or_else(|| before.clone());
-        // Marking changes no sizes: then both are possible.
+        // Marking changes no sizes, so both states are possible.
         match (is(&before), is(&after)) {
             (true, true) => [before, after],
             (true, false) => [before.clone(), before],
@@ -365,15 +362,15 @@ impl Said {
     }
 }
 
-/// Holds what volumes read as against what was written: in the first state at least, in the second
-/// at most.
+/// Compares the content of volumes with the marks: at least those of the first state, at most those
+/// of the second.
 fn verify_content(pool: &Arc<Pool>, [least, most]: &[State; 2]) {
     for volume in pool.volumes() {
         let (least, most) = (&least[&volume.name], &most[&volume.name]);
         let is_raw = volume.format == VolumeFormat::Raw;
         for (index, at) in (0..).zip(places(pool, &volume.name)) {
             let mut pages = [[0; PAGE_BYTES]; 2];
-            // The rest of a BTT is its own.
+            // The rest of a BTT is its metadata.
             let looked_at = match is_raw {
                 true => [at, at + CHUNK_BYTES - PAGE_BYTES as u64],
                 false => [at + BLOCKS_AT, at + BLOCKS_AT + PAGE_BYTES as u64],
@@ -402,19 +399,19 @@ fn chunks_with_data(file: &File) -> BTreeSet<u64> {
     let mut chunks = BTreeSet::new();
     let mut at = 0;
     loop {
-        // SAFETY: takes numbers only.
+        // SAFETY: takes only numbers.
         let data = unsafe { libc::lseek(file.as_raw_fd(), at, libc::SEEK_DATA) };
         if data < 0 {
             return chunks;
         }
-        // SAFETY: takes numbers only.
+        // SAFETY: takes only numbers.
         let hole = unsafe { libc::lseek(file.as_raw_fd(), data, libc::SEEK_HOLE) };
         chunks.extend(data as u64 / CHUNK_BYTES..(hole as u64).div_ceil(CHUNK_BYTES));
         at = hole;
     }
 }
 
-/// Opens what a killed process has left. Returns the volumes, and whether memory was still lent.
+/// Opens the pool of a killed process. Returns true if memory was still lent.
 fn verify(path: &Path, said: &mut Said) -> bool {
     let report = Pool::open(path, OpenMode::ReadOnly).unwrap().check().unwrap();
     assert!(report.is_clean(), "{report:?}");
@@ -433,9 +430,9 @@ fn verify(path: &Path, said: &mut Said) -> bool {
         stray.retain(|chunk| *chunk >= 2 && !owned.contains(chunk));
         assert!(stray.is_empty(), "free chunks {stray:?} still have pages");
     }
-    // Also that free chunks read as zeros.
+    // Includes a check that free chunks read as zeros.
     assert_eq!(pool.check().unwrap().pool, []);
-    // What was being marked is marked now, so that the next round knows.
+    // Completes interrupted marks, so that the next round starts with a known state.
     for volume in pool.volumes() {
         let within = if volume.format == VolumeFormat::Btt { BLOCKS_AT } else { 0 };
         for (index, at) in (0..).zip(places(&pool, &volume.name)) {
@@ -474,7 +471,7 @@ fn kill_again_and_again(folder: &Path, rounds: u64) {
     assert!(with_memory > rounds / 2, "memory was lent in {with_memory} of {rounds} rounds only");
 }
 
-/// Says which one it was that failed.
+/// Prints the number of a failed round.
 struct Round(u64);
 
 impl Drop for Round {
@@ -490,7 +487,7 @@ fn killed_on_tmpfs_it_leaves_no_memory_behind_and_no_volume_between() {
     kill_again_and_again(Path::new("/dev/shm"), 160);
 }
 
-/// Where the tests are is likely a disk.
+/// The folder of the tests is probably on a disk.
 #[test]
 fn killed_on_a_disk_it_leaves_no_memory_behind_and_no_volume_between() {
     kill_again_and_again(&std::env::current_dir().unwrap(), 40);

@@ -1,5 +1,5 @@
-//! A pool's file is cut under the open pool: every call says so, the process lives, and the file
-//! stays as it is.
+//! Truncation of an open pool's file: every call returns an error, the process survives, and the
+//! file stays as it is.
 
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -9,12 +9,12 @@ use pmem_volume::{CHUNK_BYTES, OpenMode, Pool, PoolError, Shrink, VolumeFormat, 
 
 const MIB: u64 = 1 << 20;
 
-/// A folder on tmpfs, and one that is likely to be on a disk.
+/// On tmpfs, and in the current folder, which is probably on a disk.
 fn folders() -> Vec<PathBuf> {
     vec!["/dev/shm".into(), std::env::current_dir().unwrap()]
 }
 
-/// A pool with two volumes and something lent.
+/// Pool with two volumes and lent memory.
 fn new_pool(folder: &Path) -> (Arc<Pool>, tempfile::TempDir) {
     let folder = tempfile::tempdir_in(folder).unwrap();
     let pool = Pool::create(&folder.path().join("pool"), 64 * MIB, 0).unwrap();
@@ -25,7 +25,7 @@ fn new_pool(folder: &Path) -> (Arc<Pool>, tempfile::TempDir) {
 
 type Call = fn(&Arc<Pool>) -> Result<(), PoolError>;
 
-/// Calls that touch the pool's tables. Each is the first on a pool of its own.
+/// Calls that access the pool's tables. Each is the first on a pool of its own.
 const CALLS: [(&str, Call); 6] = [
     ("lending", |pool| pool.alloc_memory(2 * MIB).map(drop)),
     ("making a raw volume", |pool| {
@@ -41,7 +41,7 @@ const CALLS: [(&str, Call); 6] = [
     }),
 ];
 
-/// Cuts the file, calls, and looks at what has become of the pool.
+/// Truncates the file, calls `call`, and checks the state of the pool.
 fn assert_fails(
     pool: &Arc<Pool>,
     name: &str,
@@ -66,8 +66,8 @@ fn assert_fails(
 #[test]
 fn a_call_on_a_pool_without_its_tables_fails_and_the_process_lives() {
     for folder in folders() {
-        // Nothing is left; the chunk table and half of the volume table are gone; the chunk table
-        // is gone.
+        // Truncation to nothing; without the chunk table and half of the volume table; without the
+        // chunk table.
         for cut_to_bytes in [0, 1 << 20, CHUNK_BYTES] {
             for (name, call) in CALLS {
                 let renames = matches!(name, "renaming");
@@ -84,7 +84,8 @@ fn a_call_on_a_pool_without_its_tables_fails_and_the_process_lives() {
     }
 }
 
-/// Who looks has changed nothing: the pool goes on, and the next to need its tables finds out.
+/// A check changes nothing, so the pool stays writable, and the next call that needs its tables
+/// fails.
 #[test]
 fn a_check_says_what_is_gone_and_leaves_the_pool_as_it_is() {
     for folder in folders() {

@@ -1,4 +1,4 @@
-//! BTTs that say anything, in memory.
+//! BTTs with arbitrary content, in memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,10 +14,10 @@ use super::image::Image;
 const MIB: u64 = 1 << 20;
 const INFO_BYTES: u64 = 4096;
 const MAX_EDITS: usize = 48;
-/// What is asked of an engine.
+/// Number of operations on an engine.
 const OPERATIONS: u8 = 12;
 
-/// A volume's bytes.
+/// Bytes of a volume.
 struct Space(Mutex<Image>);
 
 impl Media for Space {
@@ -72,18 +72,18 @@ fn formatted(volume_bytes: u64, sector_bytes: u32) -> Space {
     space
 }
 
-/// A BTT that is whole, and what some of its sectors hold.
+/// Whole BTT, and the content of some of its sectors.
 struct Base {
     image: Image,
     content: BTreeMap<u64, Vec<u8>>,
 }
 
-/// Sectors with content: every second of them lies in the block of its neighbour.
+/// Sectors with content. They are swapped in pairs: each is in the block of its neighbor.
 const WRITTEN: u64 = 64;
-/// Sectors that are looked at from both ends of a volume.
+/// Sectors that are compared at each end of a volume.
 const LOOKED_AT: u64 = 80;
 
-/// What sectors read as, of those that can be read.
+/// Content of the readable sectors.
 fn sectors_of(space: &Space) -> BTreeMap<u64, Vec<u8>> {
     let (reader, _) = btt::Reader::open_damaged(space);
     let (sectors, sector_bytes) = (reader.sectors(), reader.sector_bytes() as usize);
@@ -138,7 +138,7 @@ fn bases() -> &'static [Base] {
     })
 }
 
-/// Fletcher's checksum (UEFI 2.10, 6.2): 32-bit words, and the field itself counts as zeros.
+/// Fletcher's checksum (UEFI 2.10, 6.2) of 32-bit words, with a checksum field of zero.
 pub(super) fn seal_info(image: &mut Image, at: u64) {
     let bytes: [u8; INFO_BYTES as usize - 8] = image.bytes(at);
     let (mut low, mut high) = (0u32, 0u32);
@@ -166,7 +166,7 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
             if how & 32 == 0 {
                 seal_info(image, at);
             }
-            // Its copy as well.
+            // Often changes the other copy as well.
             if how & 64 == 0 {
                 let block: [u8; INFO_BYTES as usize] = image.bytes(at);
                 image.write(infos[(how as usize % 4) ^ 1], &block);
@@ -192,9 +192,9 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
     }
 }
 
-/// Any bytes as a BTT that is served, also after a repair: what is asked for is done or refused,
-/// and sectors that were right and that nobody has written stay so. A BTT that a check finds whole
-/// does all of it, keeps it, and is whole after it.
+/// Serves any bytes as a BTT, also after a repair. Operations succeed or are refused, and correct
+/// sectors that are not written stay correct. A BTT that passes a check executes all operations,
+/// keeps the written data, and passes a check afterwards.
 pub(crate) fn btt_engine(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();
@@ -224,7 +224,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
     let sector_bytes = engine.sector_bytes() as usize;
     let mut written = BTreeMap::new();
     for version in 1..=OPERATIONS {
-        // Around the ends of what there is, and far behind it.
+        // Around the ends of the volume, and far behind it.
         let first = from.below(engine.sectors() + 4);
         let count = 1 + from.below(100);
         let sectors = first..first.saturating_add(count);
@@ -236,7 +236,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
             1 => engine.discard(sectors.clone()),
             _ => engine.write(first, &bytes),
         };
-        // Sectors may be in error that nobody has written yet.
+        // Unwritten sectors may be in error.
         let is_refused = matches!(result, Err(EngineError::Sector { .. })) && what == 0;
         assert!(!is_clean || result.is_ok() == is_inside || is_refused, "clean, and {result:?}");
         if what > 0 {
@@ -270,8 +270,8 @@ pub(crate) fn btt_engine(data: &[u8]) {
     }
 }
 
-/// Any bytes as a BTT: checks, readers and growth end in an answer, read and write nothing outside
-/// of it, and agree.
+/// Checks, reads and extends any bytes as a BTT. All operations return, access nothing outside, and
+/// agree.
 pub(crate) fn btt_check(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();

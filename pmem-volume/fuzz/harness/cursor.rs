@@ -1,6 +1,6 @@
-//! Numbers out of a fuzzer's bytes.
+//! Numbers from a fuzzer's bytes.
 
-/// Gives bytes as long as there are any, and zeros behind them.
+/// Returns the remaining bytes, and zeros after their end.
 pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
 }
@@ -14,7 +14,7 @@ impl<'a> Cursor<'a> {
         self.bytes.is_empty()
     }
 
-    /// Up to `count` bytes.
+    /// Returns up to `count` bytes.
     pub(super) fn take(&mut self, count: usize) -> &'a [u8] {
         let (now, later) = self.bytes.split_at(count.min(self.bytes.len()));
         self.bytes = later;
@@ -33,7 +33,7 @@ impl<'a> Cursor<'a> {
         self.number(bytes) % bound
     }
 
-    /// A number that is likely to hurt.
+    /// Returns a value that is likely to cause errors.
     pub(super) fn value(&mut self) -> u64 {
         match self.number(1) % 6 {
             0 => self.number(1),

@@ -1,4 +1,4 @@
-//! Bytes of a file, most of which are zero.
+//! Sparse content of a file.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -32,7 +32,7 @@ impl Image {
         }
     }
 
-    /// Is all of a range, of whole pages, zero?
+    /// Checks that a range of whole pages is zero.
     pub(super) fn is_zero(&self, offset_bytes: u64, len_bytes: u64) -> bool {
         let pages = offset_bytes / PAGE_BYTES..(offset_bytes + len_bytes).div_ceil(PAGE_BYTES);
         self.pages.range(pages).all(|(_, page)| *page == ZEROS)
@@ -44,7 +44,7 @@ impl Image {
         bytes
     }
 
-    /// What lies behind the end is dropped.
+    /// Bytes behind the end are dropped.
     pub(super) fn write(&mut self, offset_bytes: u64, bytes: &[u8]) {
         let inside = self.len_bytes.saturating_sub(offset_bytes).min(bytes.len() as u64) as usize;
         let (mut at, mut rest) = (offset_bytes, &bytes[..inside]);
@@ -73,7 +73,7 @@ impl Image {
         }
     }
 
-    /// A file's content, of a file on tmpfs, which knows where it has holes.
+    /// Content of a file on tmpfs, which reports its holes.
     pub(super) fn of_file(file: &File) -> io::Result<Self> {
         let mut image = Self { len_bytes: file.metadata()?.len(), ..Self::default() };
         let mut at = 0;
@@ -91,7 +91,7 @@ impl Image {
         Ok(image)
     }
 
-    /// Makes a file's content this, whatever it was.
+    /// Replaces the content of a file.
     pub(super) fn to_file(&self, file: &File) -> io::Result<()> {
         file.set_len(0)?;
         file.set_len(self.len_bytes)?;
@@ -104,7 +104,7 @@ impl Image {
 }
 
 impl PartialEq for Image {
-    /// A page of zeros is none.
+    /// Pages of zeros are ignored.
     fn eq(&self, other: &Self) -> bool {
         let [this, that] =
             [self, other].map(|image| image.pages.iter().filter(|(_, page)| **page != ZEROS));
@@ -112,9 +112,9 @@ impl PartialEq for Image {
     }
 }
 
-/// Where data, or a hole, starts at or behind a place; `None` behind the last data.
+/// Start of data or of a hole at or behind an offset. Returns `None` behind the last data.
 fn seek(file: &File, from: u64, what: i32) -> io::Result<Option<u64>> {
-    // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+    // SAFETY: takes only numbers, and the descriptor lives as long as `file`.
     match unsafe { libc::lseek(file.as_raw_fd(), from as i64, what) } {
         at if at >= 0 => Ok(Some(at as u64)),
         _ => match io::Error::last_os_error() {

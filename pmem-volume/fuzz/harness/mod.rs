@@ -1,8 +1,8 @@
-//! What the fuzz targets do with a fuzzer's bytes: they become edits of a valid pool or BTT, or its
-//! first bytes. The same functions run in the tests (`tests/fuzz.rs`), so that they cannot rot.
+//! Bodies of the fuzz targets. A fuzzer's bytes are edits of a valid pool or BTT, or its first
+//! bytes. The same functions run in the tests (`tests/fuzz.rs`), so that they stay usable.
 //!
-//! A target fails by a panic. Whoever finds one puts the input under `fuzz/found/TARGET/`, where
-//! the tests try it again.
+//! A target fails by a panic. Put failing inputs into `fuzz/found/TARGET/`, where the tests run
+//! them again.
 
 mod btt;
 mod cursor;

@@ -1,4 +1,4 @@
-//! Pools that say anything, in a file on tmpfs.
+//! Pools with arbitrary content, in a file on tmpfs.
 
 use std::fs::{File, OpenOptions};
 use std::mem::{offset_of, size_of};
@@ -17,28 +17,28 @@ use super::image::{CHUNK_BYTES, Image};
 
 const CHUNKS: u64 = 20;
 const METADATA_BYTES: u64 = 2 * CHUNK_BYTES;
-/// Few, so that a pool is quick to open.
+/// Few slots, so that a pool opens quickly.
 const SLOTS: u32 = 8;
 const MAX_EDITS: usize = 48;
 
-/// The file that all of a process's runs use, and what it holds before the fuzzer's edits.
+/// File for all runs of a process, and its content before the fuzzer's edits.
 struct Ground {
     folder: tempfile::TempDir,
     file: File,
     base: Image,
-    /// Where the BTT volume lies.
+    /// Offset of the BTT volume.
     btt_offset: u64,
     btt_bytes: u64,
 }
 
 impl Ground {
-    /// One for each thread: tests run on several.
+    /// Each thread has its own, because tests run on several.
     fn with<T>(run: impl FnOnce(&Ground) -> T) -> T {
         thread_local! { static GROUND: OnceLock<Ground> = const { OnceLock::new() } }
         GROUND.with(|ground| run(ground.get_or_init(Ground::new)))
     }
 
-    /// A pool with something of everything.
+    /// Pool with volumes of both formats and lent memory.
     fn new() -> Self {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let path = folder.path().join("pool");
@@ -75,7 +75,7 @@ impl Ground {
         assert!(*image == Image::of_file(&self.file).unwrap(), "{what} changed the media");
     }
 
-    /// The pool with the fuzzer's edits, or the fuzzer's bytes as they are.
+    /// Pool with the fuzzer's edits, or the fuzzer's bytes.
     fn image(&self, data: &[u8]) -> Image {
         let mut from = Cursor::new(data);
         let mut image = self.base.clone();
@@ -146,10 +146,10 @@ impl Ground {
         }
     }
 
-    /// A word of both copies of a record or of one, with its checksum or without.
+    /// Changes a word of one or both copies of a record, with or without a correct checksum.
     fn edit_copies(&self, image: &mut Image, from: &mut Cursor<'_>, copies: [u64; 2], bytes: u64) {
         let how = from.number(1);
-        // Where there are fields, mostly.
+        // Mostly words with fields.
         let words = if how & 8 == 0 { bytes.min(160) / 8 } else { bytes / 8 };
         let (word, half, value) = (from.below(words) * 8, how & 16 != 0, from.value());
         for (_, start) in copies.iter().enumerate().filter(|(copy, _)| how >> copy & 1 == 0) {
@@ -164,15 +164,14 @@ impl Ground {
     }
 }
 
-/// CRC-32 in the last eight bytes.
+/// Stores the CRC-32 in the last 8 bytes.
 fn seal(image: &mut Image, start: u64, bytes: u64) {
     let mut record = vec![0; bytes as usize - 8];
     image.read(start, &mut record);
     image.write_word(start + bytes - 8, u64::from(crc32fast::hash(&record)));
 }
 
-/// CRC-16 in the upper bits of an owner word (kind 0) or a wear word (1), as
-/// docs/reference/format.md has it.
+/// Adds the CRC-16 to an owner word (kind 0) or a wear word (1), as in docs/reference/format.md.
 fn seal_word(chunk: u32, kind: u8, low: u64) -> u64 {
     let mut crc: u16 = 0xffff;
     for byte in low.to_le_bytes()[..6].iter().chain(&chunk.to_le_bytes()).chain(&[kind]) {
@@ -221,8 +220,8 @@ fn assert_adds_up(info: &PoolInfo) {
     assert!(info.lendable_bytes <= info.free_bytes + info.scrubbing_bytes, "{info:?}");
 }
 
-/// Any bytes as a pool: looking at it changes nothing, nor does an open that is refused; one that
-/// is opened works, and opens again.
+/// Opens any bytes as a pool. Reading or a refused open changes nothing. An opened pool works and
+/// opens again.
 pub(crate) fn pool_open(data: &[u8]) {
     Ground::with(|ground| {
         let (image, path) = (ground.image(data), ground.path());
@@ -239,7 +238,7 @@ pub(crate) fn pool_open(data: &[u8]) {
             Err(PoolError::Media(error)) => panic!("the media is tmpfs: {error}"),
             Err(_) => return ground.assert_is(&image, "a refused open"),
         }
-        // What was put right stays right.
+        // Corrections are permanent.
         let again = Pool::open(&path, OpenMode::ReadWrite).unwrap();
         assert_adds_up(&again.info());
         assert_eq!(again.info().memory_bytes, 0);
@@ -251,8 +250,8 @@ pub(crate) fn pool_open(data: &[u8]) {
     });
 }
 
-/// Did the fuzzer say that a chunk is free, which reads as zeros? Or may it have, in a transaction
-/// or another table?
+/// Returns true if the fuzzer may have marked the chunk as free, which must read as zeros:
+/// directly, in a transaction or in another table.
 fn said_to_be_free(image: &Image, chunk: u32) -> bool {
     let word = |at: u64| u64::from_le_bytes(image.bytes(at));
     let table = offset_of!(SuperblockBytes, chunk_table_offset) as u64;
@@ -261,7 +260,7 @@ fn said_to_be_free(image: &Image, chunk: u32) -> bool {
         || SUPERBLOCK_OFFSETS.iter().any(|copy| word(copy + table) != CHUNK_TABLE_OFFSET)
 }
 
-/// Does everything to a pool that it lets be done.
+/// Executes all operations that the pool allows.
 fn use_pool(ground: &Ground, before: &Image, pool: &std::sync::Arc<Pool>) {
     assert_adds_up(&pool.info());
     pool.check().unwrap();
@@ -292,8 +291,8 @@ fn use_pool(ground: &Ground, before: &Image, pool: &std::sync::Arc<Pool>) {
     assert!(pool.is_writable(), "{:?}", pool.info().latched);
 }
 
-/// Any bytes as a pool to be repaired: a dry run changes nothing and says what the repair does;
-/// what that calls all right is all right.
+/// Repairs any bytes as a pool. A dry run changes nothing and reports the same result as the
+/// repair. A pool without remaining damage is clean.
 pub(crate) fn repair(data: &[u8]) {
     Ground::with(|ground| {
         let (image, path) = (ground.image(data), ground.path());
