@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_cover_the_range_once_and_are_told_when_they_are_done() {
+    fn steps_cover_the_range_once_and_are_reported_afterwards() {
         let (mut steps, mut heard) = (vec![], vec![]);
         let mut progress = |now: Progress| heard.push((now.done_bytes, now.total_bytes));
         let step = |range: Range<u64>| {
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_fails_is_not_told_and_is_the_last() {
+    fn failed_step_is_the_last_and_is_not_reported() {
         let mut heard = vec![];
         let mut progress = |now: Progress| heard.push(now.done_bytes);
         let step = |range: Range<u64>| if range.start == 10 { Err("full") } else { Ok(()) };

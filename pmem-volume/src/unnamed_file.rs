@@ -186,7 +186,7 @@ mod tests {
     ];
 
     #[test]
-    fn both_kinds_of_nameless_files_get_their_name_and_leave_nothing_else() {
+    fn both_kinds_of_unnamed_files_get_their_name_and_leave_nothing_else() {
         for folder in ["/dev/shm".into(), std::env::current_dir().unwrap()] {
             let folder = tempfile::TempDir::new_in(folder).unwrap();
             let path = folder.path().join("pool");
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_was_taken_meanwhile_is_not_taken_over() {
+    fn existing_file_is_not_replaced_by_default() {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let path = folder.path().join("pool");
         for make in KINDS {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_replaced_in_one_step_and_only_if_that_is_asked_for() {
+    fn existing_file_is_replaced_in_one_step_on_request() {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let path = folder.path().join("image");
         for make in KINDS {

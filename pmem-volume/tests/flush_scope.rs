@@ -140,7 +140,7 @@ fn leaves_the_others_alone(parts: &Parts, flush: impl Fn(&Parts)) -> bool {
 }
 
 #[test]
-fn a_flush_writes_all_pieces_of_its_volume_and_nothing_else() {
+fn flush_writes_only_its_volume_and_all_extents_of_it() {
     let Some(parts) = parts() else { return };
     let flush =
         |parts: &Parts| parts.volume.flush_guest_stores(0..parts.volume.size_bytes()).unwrap();
@@ -152,7 +152,7 @@ fn a_flush_writes_all_pieces_of_its_volume_and_nothing_else() {
 
 /// Shows that the test above is effective.
 #[test]
-fn a_flush_of_the_whole_file_is_found_out() {
+fn flush_of_the_whole_file_is_detected() {
     let Some(parts) = parts() else { return };
     assert!(!leaves_the_others_alone(&parts, |parts| parts.pool.file().sync_data().unwrap()));
 }
@@ -160,7 +160,7 @@ fn a_flush_of_the_whole_file_is_found_out() {
 /// Shows that the test above also detects a missing part.
 #[test]
 #[should_panic(expected = "the volume has not been written")]
-fn a_flush_that_leaves_a_piece_out_is_found_out() {
+fn flush_that_omits_an_extent_is_detected() {
     let Some(parts) = parts() else {
         panic!("the volume has not been written: there is no disk to see it on")
     };

@@ -8,17 +8,17 @@ mod seeded;
 use seeded::try_all;
 
 #[test]
-fn any_bytes_are_a_pool_or_refused() {
+fn any_bytes_are_opened_as_a_pool_or_refused() {
     try_all("pool_open", harness::pool_open, 3000);
 }
 
 #[test]
-fn any_bytes_are_repaired_or_left() {
+fn any_bytes_are_repaired_or_unchanged() {
     try_all("repair", harness::repair, 3000);
 }
 
 #[test]
-fn any_bytes_are_a_btt_or_not() {
+fn any_bytes_are_checked_as_a_btt() {
     try_all("btt_check", harness::btt_check, 2000);
 }
 

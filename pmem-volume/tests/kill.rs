@@ -120,7 +120,7 @@ fn lend(pool: &Pool, ended: &AtomicBool, mut random: Random) {
 
 /// Not a test of its own: the process to be killed. It never ends by itself.
 #[test]
-fn the_process_that_is_killed() {
+fn process_to_be_killed() {
     let Some(path) = std::env::var_os(POOL_VARIABLE).map(PathBuf::from) else { return };
     let mut random = Random(std::env::var(SEED_VARIABLE).unwrap().parse().unwrap());
     let mut busy =
@@ -248,7 +248,7 @@ fn pick(pool: &Pool, random: &mut Random) -> Option<VolumeInfo> {
 
 fn start(path: &Path, seed: u64) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "the_process_that_is_killed", "--nocapture"])
+        .args(["--exact", "process_to_be_killed", "--nocapture"])
         .env(POOL_VARIABLE, path)
         .env(SEED_VARIABLE, seed.to_string())
         .stdout(Stdio::piped())
@@ -483,12 +483,12 @@ impl Drop for Round {
 }
 
 #[test]
-fn killed_on_tmpfs_it_leaves_no_memory_behind_and_no_volume_between() {
+fn pool_on_tmpfs_survives_repeated_kills() {
     kill_again_and_again(Path::new("/dev/shm"), 160);
 }
 
 /// The folder of the tests is probably on a disk.
 #[test]
-fn killed_on_a_disk_it_leaves_no_memory_behind_and_no_volume_between() {
+fn pool_on_a_disk_survives_repeated_kills() {
     kill_again_and_again(&std::env::current_dir().unwrap(), 40);
 }

@@ -64,7 +64,7 @@ fn assert_fails(
 }
 
 #[test]
-fn a_call_on_a_pool_without_its_tables_fails_and_the_process_lives() {
+fn call_on_a_pool_without_its_tables_fails_and_the_process_survives() {
     for folder in folders() {
         // Truncation to nothing; without the chunk table and half of the volume table; without the
         // chunk table.
@@ -87,7 +87,7 @@ fn a_call_on_a_pool_without_its_tables_fails_and_the_process_lives() {
 /// A check changes nothing, so the pool stays writable, and the next call that needs its tables
 /// fails.
 #[test]
-fn a_check_says_what_is_gone_and_leaves_the_pool_as_it_is() {
+fn check_reports_the_truncation_without_changes() {
     for folder in folders() {
         let (pool, _folder) = new_pool(&folder);
         OpenOptions::new().write(true).open(pool.path()).unwrap().set_len(0).unwrap();
@@ -101,7 +101,7 @@ fn a_check_says_what_is_gone_and_leaves_the_pool_as_it_is() {
 }
 
 #[test]
-fn chunks_that_are_gone_are_not_made_free_and_the_file_is_not_made_longer() {
+fn truncated_chunks_are_not_freed_and_the_file_is_not_lengthened() {
     for folder in folders() {
         let (pool, _folder) = new_pool(&folder);
         let lent = pool.alloc_memory(8 * MIB).unwrap();
@@ -114,7 +114,7 @@ fn chunks_that_are_gone_are_not_made_free_and_the_file_is_not_made_longer() {
 }
 
 #[test]
-fn a_flush_of_a_volume_that_is_gone_fails() {
+fn flush_of_a_truncated_volume_fails() {
     let (pool, _folder) = new_pool(&std::env::current_dir().unwrap());
     if pool.durability() != pmem_volume::Durability::PageCache {
         eprintln!("skipped: here files are {}, and a flush does nothing", pool.durability().name());
@@ -126,7 +126,7 @@ fn a_flush_of_a_volume_that_is_gone_fails() {
 }
 
 #[test]
-fn a_pool_that_is_only_read_says_what_is_gone() {
+fn pool_open_for_reading_reports_the_truncation() {
     for folder in folders() {
         let (pool, _folder) = new_pool(&folder);
         let path = pool.path().to_owned();

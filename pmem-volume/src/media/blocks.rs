@@ -202,12 +202,12 @@ mod tests {
     }
 
     #[test]
-    fn allocated_file_lacks_nothing_written_or_not() {
+    fn allocated_file_lacks_no_blocks() {
         assert_eq!(Lacking::of(&file(), 8 * MIB).unwrap(), Lacking::default());
     }
 
     #[test]
-    fn holes_are_counted_and_filled_without_a_change_of_content() {
+    fn holes_are_counted_and_allocated_without_changing_content() {
         let file = file();
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         page_cache::fallocate(&file, punch, &(2 * MIB..3 * MIB)).unwrap();
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn copy_on_write_file_systems_are_named_unless_the_file_is_exempt() {
+    fn copy_on_write_file_system_is_named_unless_the_file_is_exempt() {
         for (magic, name) in
             [(0x9123_683e, "btrfs"), (0xca45_1a4e, "bcachefs"), (0x2fc1_2fc1, "zfs")]
         {

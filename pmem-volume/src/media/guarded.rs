@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn an_access_to_a_page_that_is_gone_is_an_error_of_the_access() {
+    fn access_to_a_lost_page_is_an_error() {
         let pages = Pages::new();
         let guard = Guard::new();
         let lost = pages.lost();
@@ -572,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_have_every_length_and_alignment() {
+    fn copies_of_every_length_and_alignment_are_exact() {
         let from: Vec<u8> = (0..2000u32).map(|at| (at % 251) as u8 | 1).collect();
         for start in 0..9 {
             for length in (0..70).chain([255, 256, 257, 512, 1024]) {
@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_have_exactly_their_range_from_any_source() {
+    fn streams_write_exactly_their_range() {
         let pages = Pages::new();
         let from: Vec<u8> = (0..2000u32).map(|at| (at % 251) as u8 | 1).collect();
         // SAFETY: the first page of the mapping.
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_of_an_unaligned_range_is_written_back_without_harm() {
+    fn write_back_of_an_unaligned_range_keeps_its_content() {
         let bytes = vec![0x5au8; 300];
         // SAFETY: the range is inside the vector.
         unsafe { Guard::new().write_back(LineFlush::detect(), bytes.as_ptr().add(3), 290) }
@@ -662,8 +662,8 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_elsewhere_ends_the_process_as_ever() {
-        let status = end_of_child("a_fault_elsewhere_ends_the_process_as_ever", || {
+    fn fault_elsewhere_ends_the_process() {
+        let status = end_of_child("fault_elsewhere_ends_the_process", || {
             guarded_access_fails();
             touch_lost_page();
         });
@@ -671,8 +671,8 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_that_is_sent_ends_the_process_as_ever() {
-        let status = end_of_child("a_signal_that_is_sent_ends_the_process_as_ever", || {
+    fn sent_signal_ends_the_process() {
+        let status = end_of_child("sent_signal_ends_the_process", || {
             // As in a program without a handler of its own. The Rust runtime has one. SAFETY: no
             // other code handles signals in this process.
             unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
@@ -709,19 +709,18 @@ mod tests {
     }
 
     #[test]
-    fn a_handler_that_was_there_before_gets_the_faults_of_others() {
-        let status =
-            end_of_child("a_handler_that_was_there_before_gets_the_faults_of_others", || {
-                handle(end_process as *const (), 0);
-                guarded_access_fails();
-                touch_lost_page();
-            });
+    fn previous_handler_gets_other_faults() {
+        let status = end_of_child("previous_handler_gets_other_faults", || {
+            handle(end_process as *const (), 0);
+            guarded_access_fails();
+            touch_lost_page();
+        });
         assert_eq!(status.code(), Some(HANDLED));
     }
 
     #[test]
-    fn a_handler_that_comes_later_can_ask_whose_fault_it_is() {
-        let status = end_of_child("a_handler_that_comes_later_can_ask_whose_fault_it_is", || {
+    fn later_handler_can_call_handle_sigbus() {
+        let status = end_of_child("later_handler_can_call_handle_sigbus", || {
             guarded_access_fails();
             handle(ask_then_end_process as *const (), libc::SA_SIGINFO);
             guarded_access_fails();
@@ -743,8 +742,8 @@ mod tests {
     }
 
     #[test]
-    fn early_news_of_bad_memory_leave_the_guard_in_place() {
-        let status = end_of_child("early_news_of_bad_memory_leave_the_guard_in_place", || {
+    fn early_report_of_bad_memory_keeps_the_handler() {
+        let status = end_of_child("early_report_of_bad_memory_keeps_the_handler", || {
             // The previous handler would end the process.
             handle(end_process_otherwise as *const (), 0);
             guarded_access_fails();
@@ -756,17 +755,14 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_after_which_the_process_lives_leaves_the_guard_in_place() {
-        let status = end_of_child(
-            "a_signal_after_which_the_process_lives_leaves_the_guard_in_place",
-            || {
-                // The previous handler is that of the Rust runtime.
-                guarded_access_fails();
-                send_to_this_thread(libc::SI_QUEUE);
-                guarded_access_fails();
-                end_process(0);
-            },
-        );
+    fn survived_signal_keeps_the_handler() {
+        let status = end_of_child("survived_signal_keeps_the_handler", || {
+            // The previous handler is that of the Rust runtime.
+            guarded_access_fails();
+            send_to_this_thread(libc::SI_QUEUE);
+            guarded_access_fails();
+            end_process(0);
+        });
         assert_eq!(status.code(), Some(HANDLED), "{status:?}");
     }
 

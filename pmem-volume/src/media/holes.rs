@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn data_is_found_between_holes_and_nothing_behind_it() {
+    fn data_is_found_between_holes() {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(1 << 30).unwrap();
         assert_eq!(next_data(&file, 0..1 << 30).unwrap(), None);

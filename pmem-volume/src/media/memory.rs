@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "outside media")]
-    fn an_offset_outside_is_the_callers_bug() {
+    fn offset_outside_panics() {
         let _ = MemoryMedia::new(64).load_word(64);
     }
 }

@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_that_touch_are_joined() {
+    fn adjacent_ranges_are_joined() {
         assert_eq!(coalesce(&[8..16, 0..8, 32..40, 12..20, 5..5]), vec![0..20, 32..40]);
     }
 }

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forgotten_is_read_from_the_disk_and_nothing_is_lost() {
+    fn dropped_pages_are_read_from_the_disk_without_loss() {
         let folder = std::env::current_dir().unwrap();
         let file = tempfile::tempfile_in(&folder).unwrap();
         if super::super::Place::of(&file).unwrap() != super::super::Place::Disk {

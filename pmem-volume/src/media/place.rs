@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kind_of_a_file_decides_before_its_file_system() {
+    fn kind_of_a_file_takes_precedence_over_its_file_system() {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(12345).unwrap();
         let place = Place::of(&file).unwrap();
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn ram_disks_are_known_by_their_names() {
+    fn ram_disks_are_recognized_by_their_names() {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         for (name, expected) in [("ram0", true), ("zram12", true), ("sda", false), ("ramp", false)]
         {

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn both_of_two_that_overlap_fail_whichever_of_them_is_told() {
+    fn both_overlapping_flushes_fail_whichever_gets_the_error() {
         for results in [two_overlap(Err(error()), Ok(())), two_overlap(Ok(()), Err(error()))] {
             assert!(results.iter().all(Result::is_err), "{results:?}");
         }
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_has_its_answer_waits_for_those_under_way() {
+    fn successful_flush_waits_for_flushes_in_progress() {
         let shared = SharedSync::default();
         let before = shared.begin();
         let (ended, has_ended) = mpsc::channel();
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn after_the_first_error_every_one_fails_and_says_why() {
+    fn every_flush_after_the_first_error_fails_with_its_cause() {
         let shared = SharedSync::default();
         shared.run(|| Ok(()), other).unwrap();
         shared.run(|| Err(error()), other).unwrap_err();

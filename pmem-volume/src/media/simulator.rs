@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_lost_and_kept_in_every_combination_until_they_are_persisted() {
+    fn unpersisted_words_are_lost_or_kept_in_every_combination() {
         let both = |media: &Simulator| {
             media.store_word(0, 1).unwrap();
             media.store_word(8, 2).unwrap();
@@ -404,7 +404,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "were not tracked")]
-    fn an_image_is_not_recorded_after_a_store() {
+    fn recording_an_image_after_a_store_panics() {
         let media = Simulator::new(64);
         media.record();
         let image = media.take_points()[0].images(1, &mut Random::new(1)).pop().unwrap();
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn more_images_than_the_bound_are_sampled_with_both_extremes() {
+    fn images_beyond_the_bound_are_sampled_with_both_extremes() {
         let media = Simulator::new(1024);
         media.record();
         (0..100).for_each(|word| media.store_word(word * 8, 1).unwrap());

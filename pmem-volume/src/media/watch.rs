@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn replacement_keeps_to_the_range_that_is_watched() {
+    fn replacement_stays_within_the_watched_range() {
         let _turn = turn();
         let Some(start) = huge_pages(2) else { return };
         let count = Arc::new(Count::default());
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_watches_is_told_once_of_each_page_and_the_access_finds_zeros() {
+    fn watcher_is_notified_once_per_page_and_the_access_reads_zeros() {
         let _turn = turn();
         let (pages, others) = (Pages::new(4), Pages::new(1));
         let (lost, others_lost) = (Arc::<Count>::default(), Arc::<Count>::default());
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_watches_is_told_before_anybody_can_see_zeros() {
+    fn watcher_is_notified_before_zeros_are_visible() {
         let _turn = turn();
         let pages = Pages::new(1);
         let address = pages.byte(0) as usize;
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_the_table_are_used_again_and_more_than_it_has_are_refused() {
+    fn rows_of_the_table_are_reused_and_further_ranges_are_refused() {
         let _turn = turn();
         let (pages, lost) = (Pages::new(1), Arc::<Count>::default());
         for _ in 0..2 * RANGES_MAX {
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_its_ranges_and_nobody_elses() {
+    fn address_belongs_only_to_its_range() {
         let _turn = turn();
         let (pages, lost) = (Pages::new(2), Arc::<Count>::default());
         let find = |address| TABLE.iter().any(|entry| entry.listener_of(address).is_some());

@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn tmpfs_makes_holes_and_a_disk_only_if_thin() {
+    fn disk_makes_holes_only_if_thin_and_tmpfs_always() {
         let media = media_in(&PathBuf::from("/dev/shm"));
         assert!(media.makes_holes());
         erased_reads_as_zeros(&media);
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_on_a_full_file_system_counts_as_erased_and_content_does_not() {
+    fn only_a_hole_on_a_full_file_system_counts_as_erased() {
         let read = |byte| {
             move |_, into: &mut [u8]| {
                 into.fill(byte);

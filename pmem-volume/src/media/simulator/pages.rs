@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_at_any_byte_see_what_was_stored() {
+    fn reads_at_any_byte_return_stored_data() {
         let mut pages = Pages::default();
         let at = |word: u64| PAGE_BYTES - 16 + word * 8;
         (0..4).for_each(|word| pages.store(at(word), 0x0101_0101_0101_0101 * (word + 1)));
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_is_not_changed_with_its_original_and_a_cut_leaves_nothing() {
+    fn copy_is_independent_and_a_cut_leaves_zeros() {
         let mut pages = Pages::default();
         [8, 16, 3 * PAGE_BYTES].iter().for_each(|at| pages.store(*at, 7));
         let copy = pages.clone();
