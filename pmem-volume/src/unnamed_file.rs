@@ -30,8 +30,8 @@ pub enum Taken {
     IsReplaced,
 }
 
-/// Failure to name a file. There is no such file then. With [`Taken::IsReplaced`], the file may
-/// have its name, which a loss of power may remove.
+/// Failure to name a file. With [`Taken::Keeps`], the file does not exist then. With
+/// [`Taken::IsReplaced`], it may already have its name, but not durably.
 #[derive(Debug, Error)]
 #[error("cannot {action} the file")]
 pub struct NamingError {

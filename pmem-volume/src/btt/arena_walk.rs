@@ -1,9 +1,9 @@
 //! Enumeration of the arenas of a volume.
 //!
 //! Each info block has the offset of the next arena. If an arena has no whole info block, the next
-//! one is searched from the volume's end: the last page of an arena is its second info block, which
-//! has the start of the arena, and no sector is ever there. A first info block cannot be used for
-//! this, because a guest may have written the same bytes to a sector.
+//! one is searched from the volume's end. The last page of an arena is its second info block, which
+//! has the start of the arena. No sector is ever in that page. A first info block cannot be used
+//! for this, because a guest may have written the same bytes to a sector.
 
 use super::arena::{ArenaInfo, InfoError, InfoSource, read_arena, read_info};
 use super::layout::{

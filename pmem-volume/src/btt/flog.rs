@@ -111,7 +111,7 @@ pub(super) struct Recovery {
     pub(super) free: Vec<(u32, u32)>,
     /// Second slot that the flog uses, besides slot 0.
     pub(super) second_slot: usize,
-    /// All whole lanes.
+    /// Lanes with valid entries.
     pub(super) lanes: Vec<Lane>,
     /// Sectors whose map entry a crash prevented from being written completely, and the new block
     /// of each.

@@ -6,9 +6,9 @@
 //! block, records the exchange in the log (flog), and changes the map entry by one aligned store.
 //! After a crash, recovery finishes exchanges from the log.
 //!
-//! [`Layout`] writes an empty table, [`check()`] proves from the media alone that a table is
-//! consistent, [`Reader`] reads sectors of a volume that is not being written, and [`Engine`]
-//! serves one. All use [`Media`](crate::media::Media), so that the chunks of a volume may be
+//! [`Layout`] writes an empty table, and [`check()`] proves from the media alone that a table is
+//! consistent. [`Reader`] reads sectors of a volume that is not being written, and [`Engine`]
+//! serves a volume. All use [`Media`](crate::media::Media), so that the chunks of a volume may be
 //! anywhere.
 
 mod arena;

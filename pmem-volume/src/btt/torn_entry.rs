@@ -1,11 +1,10 @@
 //! Torn map entries, which a killed VMM may leave.
 //!
-//! Linux 6.1 stores the entry of an odd sector by memcpy() of its four bytes: bytes before the next
-//! multiple of eight are copied in the ordinary way (arch/x86/lib/usercopy_64.c,
-//! __memcpy_flushcache), which is `rep movsb` on many CPUs (arch/x86/lib/memcpy_64.S). An interrupt
-//! may occur between any two of the bytes. If the VMM is killed in that interrupt, the first bytes
-//! are those of the new entry, and the rest are those of the old one. This occurred once in 390
-//! kills of emulated guests.
+//! Linux 6.1 stores the entry of an odd sector by memcpy() of its four bytes, because it does not
+//! start at a multiple of eight (arch/x86/lib/usercopy_64.c, __memcpy_flushcache). On many CPUs,
+//! memcpy() is `rep movsb` (arch/x86/lib/memcpy_64.S). An interrupt may occur between any two of
+//! the bytes. If the VMM is killed in that interrupt, the first bytes are those of the new entry,
+//! and the rest are those of the old one. This occurred once in 390 kills of emulated guests.
 //!
 //! Linux's recovery checks if the map has the old entry (drivers/nvdimm/btt.c, btt_freelist_init).
 //! A torn entry is neither the old nor the new one, so it stays. The sector then shares a block

@@ -534,8 +534,8 @@ fn io_error(operation: &'static str, range: &Range<u64>, source: io::Error) -> M
     }
 }
 
-/// Lengthens a file to the end of the range, and allocates the blocks of the range on a disk,
-/// because a store to a hole on a full file system would kill a guest. Files on tmpfs and thin
+/// Lengthens a file to the end of the range, and allocates the blocks of the range on a disk.
+/// Otherwise, a store to a hole on a full file system would kill a guest. Files on tmpfs and thin
 /// files stay sparse: memory or blocks are allocated on use and returned later. The range must be
 /// behind the end of the file.
 pub(crate) fn allocate(

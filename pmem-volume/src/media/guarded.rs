@@ -353,9 +353,9 @@ fn install() {
     assert_eq!(put_in_place(&previous), 0, "SIGBUS can be handled");
 }
 
-/// Installs the handler of SIGBUS, with the same mask as the previous one, and on the alternate
-/// stack if the thread has one, because the previous handler may rely on them. Returns the result
-/// of the system call. May be called in a handler.
+/// Installs the handler of SIGBUS, with the same mask as the previous one. It runs on the alternate
+/// stack if the thread has one. The previous handler may rely on both. Returns the result of the
+/// system call. May be called in a handler.
 fn put_in_place(previous: &libc::sigaction) -> c_int {
     let action = libc::sigaction {
         sa_sigaction: on_sigbus as *const () as libc::sighandler_t,

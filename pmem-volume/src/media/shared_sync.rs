@@ -1,11 +1,11 @@
 //! Sharing of write-back errors between flushes. Linux reports a failed write-back to one caller,
 //! and every affected flush must fail.
 //!
-//! A page that cannot be written back is reported once per open file (Linux
-//! file_check_and_advance_wb_err(), called by every fsync(), msync() and waiting
-//! sync_file_range()), to the first caller, regardless of the page's owner. The page then counts as
-//! clean. All flushes of a pool's file share one open file. If two flushes overlap, one may get the
-//! error of the other's page, and the other then succeeds.
+//! A page that cannot be written back is reported once per open file, to the first caller,
+//! regardless of the page's owner (Linux file_check_and_advance_wb_err(), called by every fsync(),
+//! msync() and waiting sync_file_range()). The page then counts as clean. All flushes of a pool's
+//! file share one open file. If two flushes overlap, one may get the error of the other's page, and
+//! the other then succeeds.
 //!
 //! A successful flush therefore waits until all flushes have ended that were in progress when the
 //! kernel returned. It succeeds only if they did too, because any of them may have got its error.

@@ -89,7 +89,7 @@ impl Readers {
     }
 
     /// Returns the announcements of blocks that the map stopped naming before the call. The caller
-    /// must have just taken a lane: the store to the map precedes the release of the lane, and the
+    /// must have just taken a lane. The store to the map precedes the release of that lane, and the
     /// slots are read after the locked instruction that took it.
     #[inline]
     pub(super) fn look_behind_lock(&self) -> Look<'_> {

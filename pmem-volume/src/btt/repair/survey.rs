@@ -11,7 +11,7 @@ use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK, MAP_ENTR
 use crate::media::{Media, MediaError};
 
 /// Limit of repaired defects in an arena. With more of them, a part of the map is lost or the
-/// volume is crafted, and the repair must not use more memory.
+/// volume is crafted. The limit also bounds the memory of the repair.
 const MAX_MENDED: usize = 1 << 16;
 
 /// Entries of the map that are read at once.

@@ -278,7 +278,7 @@ impl Buddy {
     /// Frees an extent and merges it with its free buddies.
     ///
     /// # Panics
-    /// If the extent is free already, because the chunk table would then be wrong.
+    /// If the extent is free already or not aligned.
     pub(crate) fn free(&mut self, extent: Extent) {
         assert!(
             extent.order <= MAX_ORDER && extent.start.0.is_multiple_of(extent.chunks()),

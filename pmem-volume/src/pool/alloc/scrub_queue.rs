@@ -35,7 +35,7 @@ impl ScrubQueue {
     /// Adds a run.
     ///
     /// # Panics
-    /// If a chunk of the run waits already, because the chunk table would then be wrong.
+    /// If a chunk of the run waits already.
     pub(crate) fn add(&mut self, run: Run) {
         if run.chunks == 0 {
             return;

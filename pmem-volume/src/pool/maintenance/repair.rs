@@ -1,8 +1,8 @@
 //! Repair of a pool that does not open, or opens with damage, from information on its media.
 //!
 //! There are three sources: the other copy of a record, a word that passes its checksum after one
-//! bit is flipped (the checksum makes the result unique), and elimination after all other chunks
-//! are accounted for. Damage that none of them explains stays as it is.
+//! bit is flipped, and elimination after all other chunks are accounted for. The checksum makes the
+//! result of a flip unique. Damage that none of them explains stays as it is.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -44,8 +44,8 @@ pub struct RepairReport {
     pub incomplete_volumes: Vec<String>,
 }
 
-/// Largest number of damaged owner words that are repaired. More of them mean that a part of the
-/// table is lost, or that the pool is crafted, and must not use more memory.
+/// Largest number of damaged owner words that are repaired. With more of them, a part of the table
+/// is lost or the pool is crafted. The limit also bounds the memory of the repair.
 const MAX_MENDED_OWNERS: usize = 1 << 16;
 
 /// One repair, as words to store.
@@ -159,7 +159,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Repairs a BTT: info blocks from their copies, and conclusions from map and flog.
+    /// Repairs a BTT: info blocks from their copies, and map and flog from each other.
     fn mend_btt(
         &self,
         volume: &Volume,

@@ -71,7 +71,7 @@ fn but_the_checksum(mut fields: Vec<Field>) -> Vec<Field> {
     fields
 }
 
-/// Pool with a volume of three chunks from chunk 2 on, and one of a chunk behind it.
+/// Pool with a volume in chunks 2 to 4, and another one in chunk 5.
 fn sample() -> Simulator {
     let (media, pool) = new_pool_of(12, |superblock| {
         superblock.strg_bytes = 4 * CHUNK_BYTES;

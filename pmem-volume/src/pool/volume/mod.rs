@@ -88,7 +88,8 @@ struct NewVolume {
     layout: Option<btt::Layout>,
 }
 
-/// Open volume. No other handle in this process can open or delete it meanwhile.
+/// Open volume. In a pool that is open for writing, it cannot be opened again, changed or deleted
+/// meanwhile.
 pub struct Volume<M: Media = FileMedia> {
     pool: Arc<Pool<M>>,
     slot: Slot,
@@ -263,7 +264,7 @@ impl<M: Media> Pool<M> {
         Ok(volume_info(entry))
     }
 
-    /// Opens a volume. Only one handle can exist in a process.
+    /// Opens a volume. A pool that is open for writing allows one handle per volume.
     ///
     /// A writer must see the content of the disk. The page cache may still have pages whose
     /// write-back failed, marked as clean, so it is dropped.

@@ -276,8 +276,8 @@ fn error_flag_set_in_both_blocks_at_once_is_detected() {
     assert!(error.contains("neither info block is whole"), "{error}");
 }
 
-/// Media whose changes fail from one on until it is repaired, and with ranges that can be neither
-/// read nor stored to, like pages that the kernel has taken away.
+/// Media whose changes fail after `left` successful ones, and with ranges that can be neither read
+/// nor stored to, like lost pages.
 pub(super) struct Failing {
     pub(super) media: MemoryMedia,
     pub(super) left: AtomicU64,

@@ -1,4 +1,4 @@
-//! Sources of the engine on the memory model of loom instead of the CPU.
+//! Engine sources compiled for the memory model of loom instead of the CPU.
 
 #[path = "../lock.rs"]
 #[allow(clippy::duplicate_mod, dead_code, reason = "as below")]
