@@ -1,4 +1,4 @@
-//! One connection of the agent: lines in, settings out.
+//! One connection of the agent: reads lines, writes settings.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,13 +11,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::WriteHalf;
 
-/// Bytes taken from the socket at a time.
+/// Bytes read from the socket at a time.
 const READ_BYTES: usize = 8192;
-/// Lines that all connections together may send in a second, each beginning counted as one; what is
-/// more waits in the guest, and costs the host nothing.
+/// Limit of lines per second from all connections together. Each new connection counts as a line.
+/// Further lines wait in the guest and cost the host nothing.
 const MAX_LINES_PER_SECOND: usize = 200;
-/// Bytes that all connections together may send in a second: what so many lines may have. A line
-/// that never ends is none that could be counted.
+/// Limit of bytes per second from all connections together, enough for [`MAX_LINES_PER_SECOND`]. It
+/// also bounds a line that never ends, which the limit of lines does not count.
 const MAX_BYTES_PER_SECOND: usize = MAX_LINES_PER_SECOND * MAX_LINE_BYTES;
 
 pub(super) type Parse = fn(&[u8]) -> Result<AgentMessage, Refusal>;
@@ -30,9 +30,9 @@ pub(super) struct Heard {
     pub at: Instant,
 }
 
-/// Serves one connection until it ends. Lines are parsed here. `settings` are the governor's
-/// present ones, `bytes` counts what is read, and `decide` returns when the governor has handled a
-/// message.
+/// Serves one connection until it ends, and parses its lines. `settings` returns the governor's
+/// present settings, `bytes` counts the bytes read, and `decide` returns when the governor has
+/// handled a message.
 pub(super) async fn serve(
     mut stream: UnixStream,
     settings: impl Fn() -> Settings,
@@ -73,20 +73,20 @@ pub(super) async fn serve(
     }
 }
 
-/// What the agent is told of how to report. It may read as late as it likes: one line waits for it,
-/// and what it says is heard.
+/// Settings on their way to the agent. An agent may read them arbitrarily late, because only one
+/// line waits and the agent's own lines are still read.
 #[derive(Debug, Default)]
 struct Outgoing {
-    /// What `line` says, or said.
+    /// Settings in `line`, which may have been written already.
     told: Option<Settings>,
     line: Vec<u8>,
-    /// Bytes of `line` that are on their way.
+    /// Bytes of `line` that were written.
     written: usize,
 }
 
 impl Outgoing {
-    /// Has these settings told, if they are new. They take the place of what waits; a line that has
-    /// been begun is ended first.
+    /// Queues `settings` if they are new, in place of a waiting line. A line that is partly written
+    /// is completed first.
     fn tell(&mut self, settings: Settings) {
         let is_begun = self.is_waiting() && self.written > 0;
         if is_begun || self.told == Some(settings) {
@@ -101,13 +101,13 @@ impl Outgoing {
         self.written < self.line.len()
     }
 
-    /// Writes as much as there is room for, and waits if there is none. Dropped meanwhile, it has
-    /// written nothing.
+    /// Writes as much as the socket takes, and waits if it takes nothing. Cancel safe: a dropped
+    /// call has written nothing.
     async fn write(&mut self, to: &mut WriteHalf<'_>) -> io::Result<()> {
         match to.write(&self.line[self.written..]).await {
             Ok(len) => self.written += len,
-            // It has closed its end already. The lines that it sent before that count, and the end
-            // comes after them.
+            // The agent has closed its end. The lines that it sent before still count, and `read`
+            // returns the end after them.
             Err(err) if err.kind() == io::ErrorKind::BrokenPipe => self.written = self.line.len(),
             Err(err) => return Err(err),
         }
@@ -115,7 +115,7 @@ impl Outgoing {
     }
 }
 
-/// A bound on the work that agents can cause.
+/// Limit of the work that agents can cause.
 #[derive(Debug)]
 pub(super) struct LineBudget {
     second: tokio::time::Instant,
@@ -132,12 +132,12 @@ impl LineBudget {
         }
     }
 
-    /// Waits until the next second when this one's lines are used up.
+    /// Accounts for one line. Waits for the next second if the lines of this one are used up.
     pub(super) async fn spend(&mut self) {
         self.take(1, 0).await;
     }
 
-    /// The same for bytes, of which no more come at a time than a second has.
+    /// Accounts for `bytes`, at most the limit of one second, in the same way.
     pub(super) async fn spend_bytes(&mut self, bytes: usize) {
         self.take(0, bytes).await;
     }

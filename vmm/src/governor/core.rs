@@ -30,10 +30,10 @@ use super::record::{Recorder, Target};
 use super::{BalloonSource, Beside, GovernedZone, GovernedZones, PoolFree};
 use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
 
-/// The call that changes what it does, as errors name it.
+/// Name of the call in errors.
 const CALL: &str = "vm.pressure";
 
-/// The governor of one VM, and its devices.
+/// Governor of one VM, and its devices.
 pub struct Core {
     pub(super) governor: Governor,
     devices: GovernedDevices,
@@ -44,7 +44,7 @@ pub struct Core {
     recorder: Option<Recorder>,
 }
 
-/// Checks that `floor` and the size of the policy `fixed` fit into all zones.
+/// Checks that `floor` and the size of policy `fixed` fit into all zones.
 fn fit(policy: &Policy, floor_bytes: u64, most_bytes: u64) -> Result<(), AboveZones> {
     let kept_bytes = match policy {
         Policy::Fixed(params) => params.size_bytes,
@@ -61,7 +61,7 @@ fn fit(policy: &Policy, floor_bytes: u64, most_bytes: u64) -> Result<(), AboveZo
 pub type OnHello = Box<dyn Fn(&Hello) + Send>;
 
 impl Core {
-    /// A governor for a guest that has just started. The configuration has been validated.
+    /// Creates a governor for a guest that has just started. `config` must have been validated.
     pub fn new(
         config: &PressureConfig,
         zones: Vec<GovernedZone>,
@@ -99,13 +99,13 @@ impl Core {
         self
     }
 
-    /// Sets the memory that the guest may have and the governor does not size.
+    /// Sets the guest's memory that the governor does not size.
     pub fn with_beside(mut self, beside: Beside) -> Self {
         self.devices.beside = beside;
         self
     }
 
-    /// Sets the listener for hellos of the agent.
+    /// Sets the listener for the agent's hellos.
     pub fn on_hello(mut self, listener: OnHello) -> Self {
         self.on_hello = Some(listener);
         self
@@ -133,12 +133,11 @@ impl Core {
         self.step(Event::AgentConnected, now);
     }
 
-    /// Its connection has ended.
     pub fn agent_gone(&mut self, now: TimeMs) {
         self.step(Event::AgentGone, now);
     }
 
-    /// Settings of the agent: how it has to report.
+    /// Settings that the agent reports by.
     pub fn settings(&self) -> Settings {
         self.governor.settings()
     }
@@ -148,14 +147,14 @@ impl Core {
         self.governor.is_fast()
     }
 
-    /// Counter of the bytes that agents have sent.
+    /// Counter of bytes received from agents.
     pub fn agent_bytes(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.agent_bytes)
     }
 
-    /// Handles a message of the agent, or the reason why its line was refused. The guest's clock is
-    /// compared with `with_sleep`, which is `now` including the time in which the host slept.
-    /// `took` returns the time since the line arrived, up to the moment of the call.
+    /// Handles a message of the agent, or the reason why its line was refused. Timestamps of the
+    /// guest are compared with `with_sleep`, which is `now` plus the time that the host slept.
+    /// `took` returns the time from the arrival of the line to the call of `took`.
     pub fn message(
         &mut self,
         message: Result<AgentMessage, Refusal>,
@@ -172,19 +171,19 @@ impl Core {
         self.run(Event::Message { message, with_sleep }, self.devices.view(), now, observe);
     }
 
-    /// Time has passed, or a plugged size or statistics have changed.
+    /// Handles the passing of time, and changes of plugged sizes and statistics.
     pub fn tick(&mut self, now: TimeMs) {
         self.step(Event::Tick, now);
     }
 
-    /// Zones that the governor sizes. They check the targets of [`Core::resize`] and
+    /// Zones that the governor sizes. They also check the targets of [`Core::resize`] and
     /// [`Core::boot_with`].
     pub fn zones(&self) -> &GovernedZones {
         &self.devices.zones
     }
 
-    /// Sizes a zone by hand and pins it. Fails if the device has refused the guest's driver since
-    /// the target was parsed.
+    /// Resizes a zone on behalf of a client, and pins it. Fails if the device has refused the
+    /// guest's driver since the target was parsed.
     pub fn resize(&mut self, target: ResizeTarget, now: TimeMs) -> Result<(), GovernorError> {
         let (zone, host) = (target.zone(), self.devices.view());
         if !target.has_driver(&host.zones[zone.0 as usize]) {
@@ -196,19 +195,19 @@ impl Core {
         Ok(())
     }
 
-    /// Sets the size that a zone has at boot. The policy may change it later.
+    /// Sets the size of a zone at boot. The policy may change it later.
     pub fn boot_with(&mut self, target: ResizeTarget, now: TimeMs) {
         self.step(Event::BootWith(target), now);
     }
 
-    /// Checks that the guest has room for the page descriptors of a DIMM, by its last report or,
-    /// without one, by the parameter `unreported`.
+    /// Checks that the guest has room for the page descriptors of a DIMM. The room is taken from
+    /// the last report or, without one, from the parameter `unreported`.
     pub fn check_dimm(&self, dimm_bytes: u64, now: TimeMs) -> Result<(), DescriptorLack> {
         self.check_room(dimm_bytes, &self.devices.view(), now)
     }
 
-    /// Checks a DIMM again, and counts it towards the limit of rule 4 before anything else can use
-    /// up the room.
+    /// Checks a DIMM again and counts it towards the limit of rule 4, so that nothing else can use
+    /// the room first.
     pub fn add_dimm(&mut self, dimm_bytes: u64, now: TimeMs) -> Result<(), DescriptorLack> {
         let host = self.devices.view();
         self.check_room(dimm_bytes, &host, now)?;
@@ -233,9 +232,9 @@ impl Core {
         self.run(event, self.devices.view(), now, |_| ());
     }
 
-    /// Handles an event and those that follow from its requests. The guest waits for the requests,
-    /// and a log reader can be slow. Therefore all requests are made before `performed` is called
-    /// and the notes are written. `host` is the host at this moment.
+    /// Handles an event and the events that follow from its requests. All requests are made before
+    /// `performed` is called and the notes are written, because the guest waits for the requests
+    /// and a log reader can be slow. `host` is the host at this moment.
     fn run(&mut self, event: Event, host: HostView, now: TimeMs, performed: impl FnOnce(&Self)) {
         let steps = self.governor.run(event, host, &mut self.devices, now);
         performed(self);
@@ -245,7 +244,7 @@ impl Core {
     }
 }
 
-/// Devices of a VM as the governor reads and sizes them.
+/// Devices of a VM, as the governor reads and sizes them.
 struct GovernedDevices {
     zones: GovernedZones,
     balloon: Option<Arc<dyn BalloonSource>>,
@@ -256,7 +255,7 @@ struct GovernedDevices {
 }
 
 impl GovernedDevices {
-    /// Reads the host. Each zone's sizes are read once.
+    /// Reads the host, and the sizes of each zone once.
     fn view(&self) -> HostView {
         let balloon = self.zones.iter().position(|zone| zone.id == BALLOON_ZONE);
         HostView {

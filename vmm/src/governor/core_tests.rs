@@ -1,4 +1,4 @@
-//! The governor against devices that do as they are told, or do not.
+//! The governor with devices that follow its requests or ignore them.
 
 use std::sync::Arc;
 
@@ -58,7 +58,7 @@ fn resize_that_a_zone_cannot_carry_out_is_an_error_with_the_reason() {
     assert!(error.contains("\"pm\"") && error.contains("5.16"), "{error}");
     assert!(f.core.info(0, TimeMs(0)).pinned_zones.is_empty());
     assert_eq!([f.dram.sizes().requested_bytes, f.pm.sizes().requested_bytes], [0, 0]);
-    // The plugged size needs no driver.
+    // The plugged size can be requested without a driver.
     f.core.resize_zone("pm", 0, TimeMs(0)).unwrap();
 }
 
@@ -74,7 +74,7 @@ fn a_guest_that_does_not_follow_is_reminded_and_the_status_says_why() {
     assert_eq!(f.core.resize_status("nvram", TimeMs(0)), None);
 }
 
-/// Without reports, the page descriptors of eight times the boot memory have room.
+/// Without reports, all zones together are limited to 8 times the boot memory.
 #[test]
 fn device_receives_a_size_without_room_for_its_descriptors() {
     let mut f = fixture("off", true);
@@ -89,7 +89,7 @@ fn device_receives_a_size_without_room_for_its_descriptors() {
     assert_eq!(*f.dram.reported_held.lock(), 1);
 }
 
-/// A balloon whose driver sends the same statistics at each request.
+/// Balloon whose driver sends the same statistics at each request.
 struct FakeBalloon(Mutex<u64>);
 
 impl BalloonSource for FakeBalloon {
@@ -157,7 +157,7 @@ fn a_pause_may_be_repeated_and_does_not_change_pins() {
     let pinned = |f: &Fixture| f.core.info(0, TimeMs(0)).pinned_zones;
     (0..2).for_each(|_| f.change(json!({"pause": true})).unwrap());
     assert!(is_paused(&f) && f.core.sample(TimeMs(0)).paused);
-    // A zone that is resumed does not end the pause, and the end of the pause resumes no zone.
+    // Resuming a zone does not end the pause, and ending the pause does not resume a zone.
     f.core.resize_zone("pm", 2 * MIB, TimeMs(0)).unwrap();
     f.change(json!({"resume": true, "zone": "dram"})).unwrap();
     assert!(is_paused(&f));
@@ -215,7 +215,7 @@ fn parameters_are_changed_by_name_all_or_none() {
         ),
         (json!({"policy": "fixed", "size": 1}), "vm.pressure: size is 1, must be a multiple of 2M"),
         (json!({"policy": "fixed"}), "vm.pressure: size= is missing"),
-        // All zones together cannot have that.
+        // More than all zones together can have.
         (
             json!({"dry_run": true, "rules": {"floor": 1152 * MIB + BLOCK, "cool_down": "3s"}}),
             "floor is 1154M, must be at most 1152M, which is what all zones can have",
@@ -224,7 +224,7 @@ fn parameters_are_changed_by_name_all_or_none() {
             json!({"pause": true, "policy": "fixed", "size": 2048 * MIB}),
             "size is 2G, must be at most 1152M, which is what all zones can have",
         ),
-        // Within what a parameter of its kind can be, and against another one.
+        // Within the range of the parameter, but in conflict with another one.
         (
             json!({"rules": {"ceiling": "1G"}}),
             "ceiling is 1G, must be at least floor, which is 1152M",
@@ -240,7 +240,7 @@ fn parameters_are_changed_by_name_all_or_none() {
         assert_eq!((info.policy.as_str(), info.dry_run, info.paused), ("psi", false, false));
         assert_eq!(info.details, before);
     }
-    // Another policy begins with its own defaults, and the rules stay.
+    // A new policy starts with its defaults, and the rules remain.
     f.change(json!({"policy": "amf", "params": {"reclaim": 50}})).unwrap();
     let expected = json!({"watermark-scale": 1024, "watermark-share": 0, "reclaim": 50});
     assert_eq!((&details(&f)["params"], &details(&f)["rules"]), (&expected, rules));
@@ -256,7 +256,7 @@ fn zones_of_one_node_share_what_the_guest_says_of_it() {
     fixture.greet();
     let online = |fixture: &Fixture| ["dram", "pm"].map(|id| fixture.core.online_bytes(id));
     assert_eq!(online(&fixture), [None, None]);
-    // The fixture's guest tells of 64 MiB beside its boot memory in node 0.
+    // The agent reports 64 MiB beyond the boot memory on node 0.
     fixture.report(200);
     assert_eq!(online(&fixture), [Some(64 * MIB), Some(0)]);
     fixture.dram.request(48 * MIB);
@@ -301,14 +301,14 @@ fn states_of_zones_come_in_the_order_of_the_query() {
 
 #[test]
 fn sizes_are_requested_before_anything_is_written_down() {
-    /// The header and the first sizes, and no report behind them.
+    /// Room for the header and the first sizes, but for no report.
     const RECORD_BYTES: u64 = 600;
     const LOGGED: [&str; 4] = ["is online", "resize-reached", "recording", "Plan"];
     let mut f = fixture("psi", false);
-    // That it has come to its end is logged as soon as it is to take a line.
+    // The end of the recording is logged as soon as it receives a line.
     let target = Target { path: "/trace".into(), file: std::io::sink(), max_bytes: RECORD_BYTES };
     f.core = f.core.record(target, "db", TimeMs(0)).unwrap();
-    // What was written down, with the requested size at that moment.
+    // Events in their order, with the requested size at that time.
     let noted = Arc::<Mutex<Vec<_>>>::default();
     let (dram, log) = (Arc::clone(&f.dram), Arc::clone(&noted));
     let note = move |what| log.lock().push((what, dram.sizes.lock().requested_bytes));
@@ -337,7 +337,7 @@ fn sizes_are_requested_before_anything_is_written_down() {
         f.core.line(&report(2, 20 + size_bytes / MIB, [size_bytes, 0]), TimeMs(100), took);
         expect(&["took", "is online"]);
         f.core.tick(TimeMs(1_100));
-        // It has stayed.
+        // Progress counts once the memory has stayed plugged for 1 s.
         expect(&["resize-reached"]);
     });
     let sample = f.core.sample(TimeMs(100));

@@ -1,4 +1,4 @@
-//! Devices that do as they are told, or do not, and a governor that has two of them. For tests.
+//! Fake devices that follow requests or ignore them, and a governor with two of them. For tests.
 
 use std::cell::RefCell;
 use std::io::{self, Cursor, Write};
@@ -25,17 +25,17 @@ use crate::config::PressureConfig;
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const BLOCK: u64 = 2 * MIB;
 
-/// Memory that the guest boots with.
+/// Boot memory of the guest.
 pub(crate) const BOOT_BYTES: u64 = 384 * MIB;
 
-/// A device whose guest follows at once, as long as it has a driver, or not at all.
+/// Fake device. Its guest follows requests at once if `follows` is set and its driver is ready.
 pub(crate) struct FakeDevice {
     pub sizes: Mutex<ZoneSizes>,
-    /// How often the governor has read them.
+    /// Number of calls of `sizes`.
     pub reads: Mutex<u32>,
     follows: bool,
     pub reminders: Mutex<u32>,
-    /// How often a goal was reported to be out of reach.
+    /// Number of goals that were reported as out of reach.
     pub reported_held: Mutex<u32>,
 }
 
@@ -77,7 +77,7 @@ impl ZoneDevice for FakeDevice {
     }
 }
 
-/// What has been written of a recording, to be looked at from outside.
+/// Written bytes of a recording, shared with the test.
 #[derive(Clone, Default)]
 pub(crate) struct Shown(pub Arc<Mutex<Vec<u8>>>);
 
@@ -124,7 +124,7 @@ pub(crate) fn with_log<R>(heard: impl FnMut(&str) + Send + 'static, act: impl Fn
     foreshore_devices::log::with_subscriber(subscriber, act)
 }
 
-/// Lines of the log of `act`.
+/// Lines that `act` logs.
 pub(crate) fn logged(act: impl FnOnce()) -> Vec<String> {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let heard = Arc::clone(&lines);
@@ -132,16 +132,16 @@ pub(crate) fn logged(act: impl FnOnce()) -> Vec<String> {
     std::mem::take(&mut *lines.lock())
 }
 
-/// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come.
+/// Governor of a guest with 384 MiB of boot memory and zones for 128 MiB of DRAM and 1 GiB of PM.
 pub(crate) struct Fixture {
     pub core: Core,
     pub dram: Arc<FakeDevice>,
     pub pm: Arc<FakeDevice>,
-    /// The number of the last report.
+    /// Number of the last report.
     pub seq: u64,
 }
 
-/// Zone in a node of the guest. Node 0 has the boot memory.
+/// Zone on a node of the guest. Node 0 has the boot memory.
 pub(crate) fn zone<D: ZoneDevice + 'static>(
     id: &str,
     tier: Tier,
@@ -157,7 +157,6 @@ pub(crate) fn zone<D: ZoneDevice + 'static>(
     }
 }
 
-/// Governor of a guest with boot memory and these zones.
 pub(crate) fn core(config: &PressureConfig, zones: Vec<GovernedZone>) -> Core {
     Core::new(config, zones, BOOT_BYTES, Arc::new(|| 1024 * MIB), TimeMs(0)).unwrap()
 }
@@ -178,33 +177,33 @@ impl Core {
         self.governor.agent_state(now)
     }
 
-    /// Sizes a zone by hand.
+    /// Resizes a zone on behalf of a client.
     pub fn resize_zone(&mut self, id: &str, bytes: u64, now: TimeMs) -> Result<(), GovernorError> {
         let target = self.zones().target(id, bytes)?;
         self.resize(target, now)
     }
 
-    /// A line of the agent, parsed here, on a host that has never slept.
+    /// Handles a line of the agent, on a host that has never slept.
     pub fn line(&mut self, line: &Value, now: TimeMs, took: impl FnOnce() -> Duration) {
         self.message(balloon::parse_line(line.to_string().as_bytes()), now, now, took);
     }
 }
 
-/// A runtime whose clock jumps as soon as all tasks wait. It shows what was waited for, and not how
-/// long the test takes.
+/// Runtime whose clock jumps to the next timer when all tasks wait. It measures the waits, not the
+/// duration of the test.
 pub(crate) fn runtime() -> Runtime {
     Builder::new_current_thread().enable_all().start_paused(true).build().unwrap()
 }
 
-/// The agent's and the VMM's end of a connection.
+/// Ends of a connection: the agent's and the VMM's.
 pub(crate) fn connection() -> (StdUnixStream, StdUnixStream) {
     let (agent, vmm) = StdUnixStream::pair().unwrap();
     vmm.set_nonblocking(true).unwrap();
     (agent, vmm)
 }
 
-/// Serves an agent on this thread, which parses and decides. Returns the time that passed for
-/// tasks.
+/// Serves an agent on this thread, which also parses and decides. Returns the time by the clock of
+/// the runtime.
 pub(super) fn serve(stream: StdUnixStream, core: &RefCell<Core>, clock: &Clock) -> Duration {
     let decide = async |Heard { message, at }: Heard| {
         core.borrow_mut().message(message, clock.now(), clock.with_sleep(), || at.elapsed());
@@ -226,7 +225,7 @@ impl Fixture {
         self.line(&hello());
     }
 
-    /// Changes the governor as `vm.pressure` does.
+    /// Applies a `vm.pressure` change.
     pub(crate) fn change(&mut self, change: Value) -> Result<(), String> {
         let change = serde_json::from_value(change).unwrap();
         self.core.change(&change, TimeMs(0)).map_err(|error| error.to_string())
@@ -236,7 +235,7 @@ impl Fixture {
         self.core.line(line, TimeMs(self.seq * 50), Duration::default);
     }
 
-    /// A report of a guest that has `available` of what it has in all.
+    /// Reports a guest that has `available_mib` available.
     pub(crate) fn report(&mut self, available_mib: u64) {
         self.seq += 1;
         let plugged = [self.dram.sizes().plugged_bytes, self.pm.sizes().plugged_bytes];
@@ -244,7 +243,6 @@ impl Fixture {
     }
 }
 
-/// What an agent says first.
 pub(crate) fn hello() -> Value {
     json!({
         "type": "hello", "version": 1, "agent_version": "0.1.0", "kernel_release": "6.12.117",
@@ -252,10 +250,11 @@ pub(crate) fn hello() -> Value {
     })
 }
 
-/// A report of a guest with so much plugged of DRAM and PM.
+/// Report of a guest with these plugged sizes of DRAM and PM.
 pub(crate) fn report(seq: u64, available_mib: u64, [dram, pm]: [u64; 2]) -> Value {
     let total = 360 * MIB + dram + pm;
-    // The kernel's reserve is free but not available: page descriptors of all zones fit into it.
+    // The kernel's reserve is free but not available. The page descriptors of all zones fit into
+    // it.
     let free_mib = available_mib.max(64);
     json!({
         "type": "report", "version": 1, "seq": seq, "monotonic_ms": seq * 50,

@@ -1,4 +1,4 @@
-//! `vm.pressure`: the governor as clients see it, and its changes.
+//! `vm.pressure`: state of the governor for clients, and its changes.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,65 +10,60 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig};
 
-/// `vm.pressure`, as it is answered. The default is that of no policy, before anything has
-/// happened.
+/// Answer to `vm.pressure`. The default has no policy and no history.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PressureInfo {
     pub policy: String,
-    /// Decides, and does nothing.
+    /// Decisions are made, but not carried out.
     pub dry_run: bool,
-    /// Decides nothing, until resumed.
+    /// No decisions are made until the governor is resumed.
     pub paused: bool,
-    /// Zones pinned by a manual resize, until resumed.
+    /// Zones pinned by a manual resize until they are resumed.
     pub pinned_zones: Vec<String>,
-    /// How the guest's agent is.
     pub agent: AgentState,
-    /// Whether an agent is connected.
     pub agent_connected: bool,
     /// Age of the last report in milliseconds; `None` before the first.
     pub report_age_ms: Option<u64>,
     pub zones: Vec<GovernedZoneInfo>,
-    /// How many decisions there have been.
+    /// Number of decisions so far.
     pub decisions_total: u64,
     /// The last decisions, newest first.
     pub decisions: Vec<DecisionInfo>,
-    /// How the recording goes, if there is one.
+    /// State of the recording, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recording: Option<RecordingInfo>,
-    /// Anything else that a policy wants to tell.
+    /// Parameters, last report and other details.
     pub details: BTreeMap<String, serde_json::Value>,
 }
 
-/// `vm.pressure`: a zone that is governed. Its sizes are in `vm.memory`.
+/// `vm.pressure`: a zone that the governor sizes. `vm.memory` has its sizes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GovernedZoneInfo {
     pub id: String,
-    /// Whether the guest's driver is up: without it nothing is plugged or unplugged.
+    /// The guest's driver is ready. Without it, nothing is plugged or unplugged.
     pub driver_ready: bool,
-    /// Whether it was sized by hand, and is left alone until resumed.
+    /// The zone was resized manually, and the governor does not size it until it is resumed.
     pub pinned: bool,
 }
 
-/// `vm.pressure`: the trace that is being recorded.
+/// `vm.pressure`: state of the recording.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordingInfo {
     pub file: PathBuf,
-    /// How much has been written.
     pub written_bytes: u64,
-    /// Lines that could not be written in time.
+    /// Lines dropped because the file was too slow.
     pub lost_lines: u64,
-    /// Whether it goes on.
     pub status: RecordingState,
 }
 
-/// Whether a recording goes on.
+/// State of a recording.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum RecordingState {
     Recording,
-    /// It has reached its size.
+    /// The size limit was reached.
     Full,
-    /// Its file has failed, and why.
+    /// The file has failed, with the reason.
     Failed(String),
 }
 
@@ -93,15 +88,14 @@ section! {
 }
 
 impl PressureChange {
-    /// Makes the change in `config`. Pins are not part of it: a machine that is built anew has
-    /// none.
+    /// Applies the change to `config`. Pins are not part of it, because a rebuilt machine has none.
     pub fn apply(&self, config: &mut PressureConfig) {
         if let Some(policy) = &self.policy {
             config.policy.clone_from(policy);
             config.size = None;
             config.params.clear();
         }
-        // It has two names, and what is set last counts.
+        // The size has two names. The one that is set last counts.
         if self.size.is_some()
             || self.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE))
         {
@@ -118,7 +112,7 @@ impl PressureChange {
         }
     }
 
-    /// Whether the governor is to be paused after it.
+    /// Pause state after the change, or `None` if the change does not affect it.
     pub fn paused(&self) -> Option<bool> {
         let resumed = self.resume == Some(true) && self.zone.is_none();
         self.pause.or(resumed.then_some(false))

@@ -13,39 +13,34 @@ use prometheus_client::registry::Unit;
 use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
 use balloon::governor::AgentState;
 
-/// The page size of x86-64, in which the guest counts.
+/// Page size of x86-64, the unit of the guest's counts.
 const PAGE_BYTES: u64 = 4096;
 
-/// The governor at one moment.
+/// State of the governor at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct PressureSample {
     /// Plans by policy, direction and reason.
     pub plans_total: BTreeMap<(&'static str, &'static str, &'static str), u64>,
-    /// Policies that the VM has had.
+    /// Policies that the VM has had so far.
     pub policies: BTreeSet<&'static str>,
-    /// Reports that were accepted.
     pub reports_total: u64,
     /// Lines of the agent that were refused, by [`Refusal::label`].
     pub refused_total: BTreeMap<&'static str, u64>,
     pub connections_total: u64,
-    /// Bytes that agents have sent.
     pub agent_bytes_total: u64,
     /// Reminders sent to a guest that made no progress.
     pub reminders_total: u64,
     pub agent_connected: bool,
     pub agent: Option<AgentState>,
     pub zones: Vec<PressureZone>,
-    /// Decisions so far; also the number of the last one.
+    /// Number of decisions so far, which is also the number of the last one.
     pub decisions_total: u64,
-    /// State of the recording, if there is one.
     pub recording: Option<RecordingInfo>,
-    /// The governor is paused and makes no decisions.
     pub paused: bool,
-    /// Plans are not carried out.
     pub dry_run: bool,
     /// Available or free memory below which the agent reports faster; 0 before the first plan.
     pub watermark_bytes: u64,
-    /// The last report, and its age.
+    /// Last report and its age.
     pub report: Option<(Duration, Report)>,
     /// Time from a report of the agent to the resulting requests to devices.
     pub report_to_plan: LatencySample,
@@ -55,19 +50,17 @@ pub struct PressureSample {
 
 #[derive(Clone, Debug)]
 pub struct PressureZone {
-    /// Name of its tier.
     pub tier: &'static str,
-    /// State of the zone in `vm.pressure`.
     pub zone: GovernedZoneInfo,
 }
 
 /// Source of governor samples.
 pub trait PressureSource: fmt::Debug + Send + Sync {
-    /// Returns the current state. `None` if the governor has ended.
+    /// Current state. `None` if the governor has ended.
     fn sample(&self) -> Option<PressureSample>;
 }
 
-/// Metrics of a governor. They end with it.
+/// Metrics of a governor. They end with the governor.
 #[derive(Debug)]
 pub struct PressureMetrics(pub Weak<dyn PressureSource>);
 
@@ -187,7 +180,7 @@ fn expose_agent(out: &mut Exposition, sample: &PressureSample) {
         Family("pressure_reports", "Reports that were accepted.", None),
         [(vec![], sample.reports_total)],
     );
-    // Every reason is exposed from the start, so that an alert does not miss its first occurrence.
+    // Every reason is exposed from the start. Otherwise, an alert would miss its first occurrence.
     let refused = Refusal::LABELS.into_iter().map(|reason| {
         let count = sample.refused_total.get(reason).copied().unwrap_or(0);
         (vec![("reason", reason.to_owned())], count)
@@ -281,7 +274,8 @@ fn expose_kernel(out: &mut Exposition, report: &Report) {
     );
 }
 
-/// Shows the DRAM blocks that the agent has converted: they move from `movable` to `kernel`.
+/// Exposes online memory by user. Blocks of DRAM that the agent gives to the kernel move from
+/// `movable` to `kernel`.
 fn expose_online_memory(out: &mut Exposition, report: &Report) {
     let by_user = report.blocks().nodes.iter().flat_map(|blocks| {
         let kernel_bytes = blocks.online_bytes.saturating_sub(blocks.movable_online_bytes);

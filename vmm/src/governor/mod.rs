@@ -7,8 +7,8 @@
 //!   clock ── twice a second ─────────┘                               └── settings ──► agent
 //! ```
 //!
-//! [`balloon::governor`] decides. [`core::Core`] reads the host before each step and performs its
-//! effects. [`task`] has the clock, the sockets and the thread that owns all of it.
+//! [`balloon::governor`] makes the decisions. [`core::Core`] reads the host before each step and
+//! applies the requests to the devices. [`task`] owns the clock, the sockets and the thread.
 
 mod agent;
 pub mod core;
@@ -30,24 +30,23 @@ use balloon::statistics::BalloonState;
 use balloon::{Tier, ZoneId, ZoneSizes};
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 
-/// Reason of a request for whose page descriptors the guest has no DRAM.
+/// Reason of a stuck request: the guest has no DRAM for the page descriptors.
 pub const DESCRIPTOR_LACK: &str = "descriptors";
 
 /// A zone that the governor sizes.
 #[derive(Clone)]
 pub struct GovernedZone {
-    /// `dram`, `pm`, or what its flag calls it.
+    /// `dram`, `pm`, or the id from its flag.
     pub id: String,
-    /// Where its memory comes from.
     pub tier: Tier,
     pub guest_numa_node: u32,
-    /// Memory of that node that the guest booted with.
+    /// Boot memory of that node.
     pub boot_bytes: u64,
     pub device: Arc<dyn ZoneDevice>,
 }
 
 impl GovernedZone {
-    /// Sizes of the zone, which is number `id` of its VM.
+    /// Sizes of the zone, which has number `id` in its VM.
     fn sizes(&self, id: u32) -> ZoneSizes {
         let (id, tier, guest_numa_node) = (ZoneId(id), self.tier, self.guest_numa_node);
         ZoneSizes { id, tier, guest_numa_node, ..self.device.sizes() }
@@ -71,7 +70,7 @@ impl GovernedZones {
             .ok_or_else(|| GovernorError::NoSuchZone { id: id.to_owned() })
     }
 
-    /// Checks that a zone can be sized by hand to `size_bytes`. Needs no call on the governor's
+    /// Checks that a client may resize a zone to `size_bytes`. Needs no call on the governor's
     /// thread.
     pub fn target(&self, id: &str, size_bytes: u64) -> Result<ResizeTarget, GovernorError> {
         let zone = self.find(id)?;
@@ -97,14 +96,14 @@ impl Index<ZoneId> for GovernedZones {
     }
 }
 
-/// Memory that nobody sizes and that comes while the guest runs. Others count it, and a guest that
-/// uses it reports it.
+/// Memory that appears while the guest runs and that the governor does not size. The guest's
+/// reports include it if the guest uses it.
 #[derive(Clone, Debug, Default)]
 pub struct Beside {
-    /// What has come by ACPI. It never goes, and is to a guest as what it booted with.
+    /// Memory of added DIMMs. It is never removed, and the guest treats it like boot memory.
     pub dimm_bytes: Arc<AtomicU64>,
-    /// Volumes and files that are mapped into the guest, which may take any of them for memory
-    /// (devdax, with the kmem driver).
+    /// Volumes and files that are mapped into the guest, which may use any of them as memory
+    /// (devdax with the kmem driver).
     pub mapped_bytes: Arc<AtomicU64>,
 }
 
@@ -118,7 +117,7 @@ impl Beside {
     }
 }
 
-/// Balloon of a guest, beside its sizes.
+/// Balloon of a guest, as a source of statistics.
 pub trait BalloonSource: Send + Sync {
     /// Requests statistics from the driver.
     fn ask(&self);
@@ -126,5 +125,5 @@ pub trait BalloonSource: Send + Sync {
     fn state(&self) -> BalloonState;
 }
 
-/// Tells how much a pool can still lend.
+/// Returns the number of bytes that a pool can still lend.
 pub type PoolFree = Arc<dyn Fn() -> u64 + Send + Sync>;

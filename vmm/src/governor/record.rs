@@ -1,10 +1,10 @@
-//! `--pressure record=FILE`: what the guest reports and what is decided, as a trace
+//! `--pressure record=FILE`: records the guest's reports and the decisions as a trace
 //! (docs/reference/format.md).
 //!
-//! Decisions never wait for the file. Lines go to a thread of their own over a queue of bounded
-//! length; what finds no room there is left out and counted, and the next line that finds some says
-//! how many are missing before it. A recording that has reached its size, or whose file fails,
-//! ends; the governor goes on.
+//! Decisions never wait for the file. A bounded queue passes the lines to a separate thread. A line
+//! that does not fit is dropped and counted, and the next line that fits is preceded by the number
+//! of missing lines. The recording ends at its size limit or when its file fails; the governor
+//! continues.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -26,20 +26,20 @@ use tracing::{info, warn};
 
 use crate::governor::info::{RecordingInfo, RecordingState};
 
-/// Lines that may wait for the file: ten seconds of what a guest in need and its plans come to.
+/// Lines that may wait for the file: 10 s of reports and plans for a guest that is short of memory.
 const QUEUE_LINES: usize = 1024;
-/// And their bytes, because a line may have 65 KiB.
+/// Bytes of these lines, because a line may have 65 KiB.
 const QUEUE_BYTES: u64 = 4 << 20;
-/// How long the end of a recording may take the end of its VM.
+/// Longest time that the end of a VM waits for its recording.
 const END_LIMIT: Duration = Duration::from_secs(5);
-/// The longest name that a trace has for a VM.
+/// Longest name of a VM in a trace.
 const MAX_NAME_BYTES: usize = 128;
 
-/// Opens what a VM's `nth` machine, from 0, is recorded to.
+/// Opens the trace of the `nth` machine of a VM, counted from 0.
 ///
-/// A file must not exist: nobody's trace is overwritten. Every machine has a trace of its own,
-/// `FILE`, `FILE.2` and on, because a guest that starts anew is another one. Pipes and devices are
-/// taken as they are, and a pipe needs its reader first.
+/// A file must not exist, so that no trace is overwritten. Each machine has its own trace (`FILE`,
+/// `FILE.2` and so on), because a reboot starts a new guest. All machines share a pipe or a device.
+/// A pipe must have a reader.
 pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
     if is_stream(path) {
         // Without O_NONBLOCK, opening a pipe without a reader would block the VM. With it, open
@@ -60,9 +60,9 @@ pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
 /// Largest number of traces of one VM, because a guest can restart at any rate.
 pub const MAX_TRACES: u64 = 16;
 
-/// Size that the trace of a VM's `nth` machine (from 0) may have, if all traces of the VM together
-/// may have `max_bytes`. `None` if there are too many traces, or if earlier traces have used all
-/// bytes.
+/// Size limit for the trace of the `nth` machine of a VM, counted from 0, if all traces of the VM
+/// together are limited to `max_bytes`. `None` if the number of traces is at its limit, or if
+/// earlier traces have used all bytes.
 pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
     let len = |path: PathBuf| {
         path.metadata().ok().filter(|metadata| metadata.is_file()).map(|file| file.len())
@@ -77,7 +77,7 @@ pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
     max_bytes.checked_sub(used_bytes).filter(|bytes| *bytes > 0)
 }
 
-/// Returns true for a pipe or a device. It gets the traces of all machines and stores none of them.
+/// Returns true for a pipe or a device, which does not store the traces that are written to it.
 fn is_stream(path: &Path) -> bool {
     path.metadata().is_ok_and(|metadata| {
         let kind = metadata.file_type();
@@ -93,7 +93,7 @@ fn name_of(path: &Path, nth: u64) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// The thread may wait in a write: it is there for that.
+/// Makes writes blocking. The recording has its own thread, which may wait.
 fn wait_in_writes(file: &File) -> io::Result<()> {
     use std::os::fd::AsRawFd;
     // SAFETY: no pointers, and the descriptor is open.
@@ -101,14 +101,14 @@ fn wait_in_writes(file: &File) -> io::Result<()> {
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// What is known of a recording on both sides of the queue.
+/// State of a recording that both ends of the queue share.
 #[derive(Debug, Default)]
 struct Shared {
     queued_lines: AtomicU64,
     queued_bytes: AtomicU64,
     written_bytes: AtomicU64,
     lost_lines: AtomicU64,
-    /// Why it has ended.
+    /// Reason of the end, if it has ended.
     end: Mutex<Option<RecordingState>>,
 }
 
@@ -118,14 +118,14 @@ impl Shared {
     }
 }
 
-/// The end of the queue that a trace is written to: a line in each call.
+/// Sending end of the queue. Each call of `write` passes one line.
 #[derive(Debug)]
 struct Queue {
     lines: Option<SyncSender<Vec<u8>>>,
     shared: Arc<Shared>,
     taken_bytes: u64,
     max_bytes: u64,
-    /// Lines that found no room since the last that did.
+    /// Lines dropped since the last line that fitted.
     behind: u64,
 }
 
@@ -143,7 +143,7 @@ impl Write for Queue {
             return Ok(line.len());
         }
         let room = self.shared.queued_bytes.load(Ordering::Relaxed) + bytes <= QUEUE_BYTES;
-        // Counted first: the other side may be quicker with it than this one.
+        // Incremented before the line is sent, because the receiver may decrement them at once.
         self.shared.queued_lines.fetch_add(1, Ordering::Relaxed);
         self.shared.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
         let sent =
@@ -158,7 +158,7 @@ impl Write for Queue {
                         self.behind += 1;
                         self.shared.lost_lines.fetch_add(1, Ordering::Relaxed);
                     }
-                    // The file has failed, and whoever wrote to it has said so.
+                    // The file has failed, and the receiver has logged it.
                     TrySendError::Disconnected(_) => self.lines = None,
                 }
             }
@@ -171,29 +171,26 @@ impl Write for Queue {
     }
 }
 
-/// A recording. Dropping it waits a little until all that was taken is written.
+/// A recording. Dropping it waits at most 5 s until all queued lines are written.
 #[derive(Debug)]
 pub struct Recorder {
     writer: Writer<Queue>,
     path: PathBuf,
     shared: Arc<Shared>,
-    /// Ends when the thread does.
+    /// Disconnected when the thread ends.
     written: Receiver<()>,
 }
 
-/// Where a trace goes, and how long it may become.
+/// File of a trace, and its size limit.
 #[derive(Debug)]
 pub struct Target<W> {
-    /// As it is named.
     pub path: PathBuf,
-    /// What is written to.
     pub file: W,
-    /// The most that is written.
     pub max_bytes: u64,
 }
 
 impl Recorder {
-    /// Begins a recording of the VM `vm`.
+    /// Starts a recording of the VM `vm`.
     pub fn start<W: Write + Send + 'static>(
         target: Target<W>,
         vm: &str,
@@ -235,22 +232,22 @@ impl Recorder {
         Ok(Self { writer, path, shared, written })
     }
 
-    /// The guest has reported; `host` is as it was then.
+    /// Records a report, and the state of the host at that time.
     pub fn report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
         self.record(host, now, |writer| writer.report(now, report));
     }
 
-    /// A plan was made for `host`.
+    /// Records a plan that was made for `host`.
     pub fn plan(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         self.record(host, now, |writer| writer.plan(now, plan, host));
     }
 
-    /// The sizes on the host: a line if they have changed.
+    /// Records the sizes on the host if they have changed.
     pub fn host(&mut self, host: &HostView, now: TimeMs) {
         self.record(host, now, |writer| writer.host(now, host).map(drop));
     }
 
-    /// Writes a line, but nothing behind a gap before it has been said how large that is.
+    /// Writes a line. After a gap, the number of missing lines precedes it.
     fn record(
         &mut self,
         host: &HostView,
@@ -259,7 +256,7 @@ impl Recorder {
     ) {
         let behind = self.writer.get_ref().behind;
         if behind > 0 {
-            // With half of the queue free there is room for more than this one line.
+            // At half of its capacity, the queue has room for more than this line.
             let half_empty = self.shared.queued_lines.load(Ordering::Relaxed)
                 <= QUEUE_LINES as u64 / 2
                 && self.shared.queued_bytes.load(Ordering::Relaxed) <= QUEUE_BYTES / 2;
@@ -269,7 +266,7 @@ impl Recorder {
                 return;
             }
             self.writer.get_mut().behind = 0;
-            // The queue takes every line or counts it.
+            // Cannot fail, because the queue accepts or counts each line.
             let _ = self.writer.host_after_loss(now, host, behind);
         }
         let _ = line(&mut self.writer);
@@ -288,15 +285,14 @@ impl Recorder {
 impl Drop for Recorder {
     fn drop(&mut self) {
         self.writer.get_mut().lines = None;
-        // Nothing is ever sent: it is the end of the other side that ends this.
+        // Nothing is ever sent. The wait ends when the thread drops its sender.
         if self.written.recv_timeout(END_LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
             warn!(file = %self.path.display(), "The recording's file takes no more: its last lines are lost");
         }
     }
 }
 
-/// Writes lines until there is nobody to send more. What is written reaches the file whenever
-/// nothing waits.
+/// Writes lines until the sender is dropped. The buffer is flushed whenever the queue is empty.
 fn write_lines<W: Write>(
     mut file: BufWriter<W>,
     lines: &Receiver<Vec<u8>>,

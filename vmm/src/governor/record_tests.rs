@@ -1,4 +1,4 @@
-//! Recordings to files that do as they should, and to others.
+//! Recordings to files that work, are slow or fail.
 
 use std::sync::mpsc::{Sender, channel};
 
@@ -17,7 +17,7 @@ fn target<W>(file: W, max_bytes: u64) -> Target<W> {
 }
 
 impl Shown {
-    /// What is said to be missing in the lines that are there.
+    /// Numbers of missing lines, as the trace has them.
     fn lost_lines(&self) -> Vec<u64> {
         let text = String::from_utf8(self.0.lock().clone()).unwrap();
         let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
@@ -27,7 +27,7 @@ impl Shown {
     }
 }
 
-/// A disk that takes nothing as long as its other end is there and says nothing.
+/// Disk that blocks each write until the sender is dropped.
 struct Slow(Receiver<()>, Shown);
 
 fn slow() -> (Sender<()>, Slow, Shown) {
@@ -38,7 +38,7 @@ fn slow() -> (Sender<()>, Slow, Shown) {
 
 impl Write for Slow {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // An error is the end of the wait, for good.
+        // An error ends the wait permanently, because the sender is dropped.
         let _ = self.0.recv();
         self.1.write(bytes)
     }
@@ -90,7 +90,7 @@ fn a_recording_is_a_trace_of_what_came_and_what_was_decided() {
         |wanted: fn(&Entry) -> bool| trace.entries.iter().filter(|entry| wanted(entry)).count();
     assert_eq!(of(|entry| matches!(entry, Entry::Report { .. })), 4);
     assert!(of(|entry| matches!(entry, Entry::Plan { plan, .. } if !plan.targets.is_empty())) > 0);
-    // The first sizes, and those after the grow.
+    // Sizes at the start and after the grow.
     assert!(of(|entry| matches!(entry, Entry::Host { .. })) >= 2);
     assert!(shown.lost_lines().is_empty());
 }
@@ -106,7 +106,7 @@ fn a_recording_of_a_guest_with_a_balloon_is_read_and_replayed() {
     for pages in [0, 255, 1, 511] {
         f.seq += 99;
         f.report(300);
-        // Linux is seen amid an inflation.
+        // Linux is observed during an inflation.
         f.dram.sizes.lock().plugged_bytes -= pages * 4096;
     }
     f.report(300);
@@ -118,8 +118,8 @@ fn a_recording_of_a_guest_with_a_balloon_is_read_and_replayed() {
         !zones[0].plugged_bytes.is_multiple_of(2 * MIB)
     };
     assert!(trace.entries.iter().any(is_odd));
-    // Another policy begins with what the guest booted with, so it is nothing to it where a block
-    // was not whole.
+    // The replay with another policy starts with the boot memory, so a partly inflated block is
+    // ignored.
     let (setup, _) = replay(&mut shown.reader(), &GuestConfig::default(), 0, 0).unwrap();
     assert_eq!(setup.host.zones[0].plugged_bytes, 0);
 }
@@ -132,13 +132,13 @@ fn a_disk_that_stands_still_delays_no_decision_and_the_trace_says_what_is_missin
     for _ in 0..reports {
         f.report(20);
     }
-    // This would not be reached if anything had waited for the disk.
+    // The loop ends only if no decision waits for the disk.
     assert!(f.pm.sizes.lock().requested_bytes > 0);
     let lost = info(&f).lost_lines;
     assert!(lost > 0, "{:?}", info(&f));
     assert_eq!(info(&f).status, RecordingState::Recording);
     drop(go_on);
-    // The queue empties, and the next report finds room.
+    // The queue drains, and the next report fits.
     while shown.lost_lines().is_empty() {
         f.report(20);
         thread::yield_now();
@@ -187,7 +187,7 @@ fn a_trace_is_not_overwritten_and_every_machine_has_its_own() {
     assert_eq!(open(&path, 1).unwrap().0, dir.path().join("trace.2"));
     assert_eq!(open(&path, 2).unwrap().0, dir.path().join("trace.3"));
     assert_eq!(open(&path, 1).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
-    // Nor through a link that leads to nothing.
+    // A dangling symbolic link is refused as well.
     let link = dir.path().join("link");
     std::os::unix::fs::symlink(dir.path().join("elsewhere"), &link).unwrap();
     assert_eq!(open(&link, 0).unwrap_err().kind(), io::ErrorKind::AlreadyExists);

@@ -1,13 +1,14 @@
-//! The thread that owns [`Core`]: the clock, the agent's connections, changes of devices, calls of
+//! The governor's threads: clock, connections of the agent, notifications of devices, and calls of
 //! the API.
 //!
-//! No other thread reaches the governor's state. The agent's thread sends its input by a queue of
-//! one, the API and scrapes send calls and wait for the reply.
+//! Only `_pressure`, the governor's own thread, accesses the state of [`Core`]. `_agent` sends its
+//! input through a queue of one entry. The API and scrapes send calls and wait for the reply.
 //!
-//! It has a thread of its own, which has priority where the host allows it, because a guest in need
-//! waits for it. Devices and vCPUs that use all CPUs do not delay it. Calls of API clients and
+//! `_pressure` has raised priority if the host allows it, because a guest that is short of memory
+//! waits for it. So vCPUs and devices that use all CPUs do not delay it. Calls of API clients and
 //! scrapers run on this thread between events, and each delays the guest by its own duration.
-//! Therefore reads only copy state there, and the callers make text of it. Another thread reads and
+//! Therefore they only copy state, and the callers convert it to text. `_agent` reads and parses
+//! the agent's lines at normal priority, because the guest determines their number.
 //! parses the agent's lines at normal priority, because the guest decides on their number.
 
 use std::cell::RefCell;
@@ -34,20 +35,20 @@ use super::agent::{self, Heard, LineBudget, Parse};
 use super::core::Core;
 use crate::governor::metrics::{PressureSample, PressureSource};
 
-/// The controller is to be called at least once a second.
+/// Interval of ticks. The controller must be called at least once a second.
 const TICK: Duration = Duration::from_millis(500);
 
-/// The same while a guest without an agent runs short: its statistics are asked for then.
+/// Interval while a guest without an agent is short of memory and its statistics are requested.
 const FAST_TICK: Duration = Duration::from_millis(FAST_INTERVAL_MS);
 
-/// Ticks are at least so far apart, whatever the guest does to cause them: this thread is before
-/// others.
+/// Smallest interval of ticks. The guest can cause ticks at any rate, and this thread has priority
+/// over others.
 const APART: Duration = Duration::from_millis(10);
 
-/// How much before others the thread is: as much as the agent in its guest.
+/// Nice value of the governor's thread, the same as the agent's in its guest.
 const NICE: libc::c_int = -10;
 
-/// Milliseconds since the governor started. Clones are the same clock.
+/// Milliseconds since the governor started. Clones share their state.
 #[derive(Clone, Debug)]
 pub struct Clock {
     read: Read,
@@ -56,12 +57,12 @@ pub struct Clock {
     held: Arc<Mutex<Held>>,
 }
 
-/// The time in which the VM was paused.
+/// Time during which the VM was paused.
 #[derive(Debug, Default)]
 struct Held {
-    /// When the present pause began, by the host's clock.
+    /// Start of the present pause, by the host's clock.
     since: Option<Duration>,
-    /// What earlier ones took.
+    /// Sum of the earlier pauses.
     before: Duration,
 }
 
@@ -69,33 +70,32 @@ struct Held {
 type Read = fn(libc::clockid_t) -> Duration;
 
 impl Clock {
-    /// A clock that starts now.
     pub fn start() -> Self {
         let [started, started_with_sleep] = [libc::CLOCK_MONOTONIC, libc::CLOCK_BOOTTIME].map(read);
         Self { read, started, started_with_sleep, held: Arc::default() }
     }
 
-    /// The present time, without that in which the host slept or the VM was paused: nobody could
-    /// report then, nor follow a request, and nobody is late for that.
+    /// Present time, without the time during which the host slept or the VM was paused. The guest
+    /// could neither report nor follow requests then, so that time must not make anything late.
     pub fn now(&self) -> TimeMs {
         let held = self.held.lock();
         let now = held.since.unwrap_or_else(|| (self.read)(libc::CLOCK_MONOTONIC));
         millis(now.saturating_sub(self.started + held.before))
     }
 
-    /// The same with all of that time: a guest's clock may have gone on (KVM's does), and reports
-    /// are not from the future for that.
+    /// Present time, including host sleep and pauses. The guest's clock may have continued
+    /// (kvm-clock does), and its reports must not appear to be from the future.
     pub fn with_sleep(&self) -> TimeMs {
         millis((self.read)(libc::CLOCK_BOOTTIME).saturating_sub(self.started_with_sleep))
     }
 
-    /// The VM is paused: time stands still.
+    /// Stops the time, because the VM is paused.
     pub fn hold(&self) {
         let mut held = self.held.lock();
         held.since.get_or_insert_with(|| (self.read)(libc::CLOCK_MONOTONIC));
     }
 
-    /// The VM goes on, and time with it.
+    /// Continues the time, because the VM is resumed.
     pub fn release(&self) {
         let mut held = self.held.lock();
         if let Some(since) = held.since.take() {
@@ -117,28 +117,28 @@ fn read(clock: libc::clockid_t) -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// Where agents' connections come from, non-blocking: one at a time is served, a new one replaces
-/// it.
+/// Receives agents' connections, which are non-blocking. One is served at a time, and a new one
+/// replaces it.
 pub type Connections = mpsc::Receiver<StdUnixStream>;
 
-/// Where who accepts agents' connections hands them on.
+/// Passes on accepted connections of agents.
 pub type Agents = mpsc::Sender<StdUnixStream>;
 
 /// Call of another thread, with the present time.
 type Call = Box<dyn FnOnce(&mut Core, TimeMs) + Send>;
 
-/// A running governor. Dropping it ends its threads; what it has requested stays requested.
+/// A running governor. Dropping it ends its threads. Requests to the guest stay in place.
 pub struct GovernorHandle {
     /// Each caller waits for its reply, which bounds the queue.
     calls: mpsc::UnboundedSender<Call>,
     clock: Clock,
     zones: GovernedZones,
-    /// Metrics hold it weakly.
+    /// Weakly held by metrics.
     source: Arc<Source>,
     _threads: Vec<Thread>,
 }
 
-/// A thread with a runtime of its own. Dropping it ends it.
+/// A thread with its own runtime. Dropping it ends the thread.
 struct Thread {
     handle: Option<JoinHandle<()>>,
     end: Option<oneshot::Sender<()>>,
@@ -171,7 +171,7 @@ impl Drop for Thread {
     fn drop(&mut self) {
         drop(self.end.take());
         if let Some(handle) = self.handle.take() {
-            // A thread that has panicked has logged it.
+            // A panic has been logged by the thread.
             let _ = handle.join();
         }
     }
@@ -181,15 +181,15 @@ impl Drop for Thread {
 enum AgentInput {
     Connected,
     Gone,
-    /// The second part is closed if the message's connection is gone, and notified of the decision.
+    /// The sender is notified of the decision. It is closed if the message's connection is gone.
     Message(Box<Heard>, oneshot::Sender<()>),
 }
 
-/// End of the agent's thread.
+/// The agent thread's end of the channels.
 struct AgentLink {
     input: mpsc::Sender<AgentInput>,
     settings: watch::Receiver<Settings>,
-    /// Bytes that agents have sent.
+    /// Counter of bytes received from agents.
     bytes: Arc<AtomicU64>,
 }
 
@@ -214,13 +214,13 @@ impl GovernorTask {
         Self { core: RefCell::new(core), clock, settings }
     }
 
-    /// End of the agent's thread, which sends to the queue of `input`.
+    /// Returns the agent thread's end. `input` leads to the queue of [`decide`].
     fn link(&self, input: mpsc::Sender<AgentInput>) -> AgentLink {
         let bytes = self.core.borrow().agent_bytes();
         AgentLink { input, settings: self.settings.subscribe(), bytes }
     }
 
-    /// Lets `act` change the governor at the present time, and publishes the agent's settings.
+    /// Runs `act` with the present time, and publishes the agent's settings if they have changed.
     fn act<R>(&self, act: impl FnOnce(&mut Core, TimeMs) -> R) -> R {
         let mut core = self.core.borrow_mut();
         let result = act(&mut core, self.clock.now());
@@ -250,7 +250,7 @@ impl GovernorHandle {
         agents: Option<Connections>,
         parse: Parse,
     ) -> io::Result<Self> {
-        // An agent's next line waits for the decision upon the last one.
+        // A queue of one, so that the agent's next line waits for the decision on the last one.
         let (input, queue) = mpsc::channel(1);
         let (calls, called) = mpsc::unbounded_channel();
         let mut threads = Vec::new();
@@ -286,13 +286,13 @@ impl GovernorHandle {
         &self.zones
     }
 
-    /// Source of metrics, which ends with the governor.
+    /// Source of metrics. It ends with the governor.
     pub fn pressure_source(&self) -> Arc<dyn PressureSource> {
         Arc::clone(&self.source) as _
     }
 }
 
-/// Runs `call` on the governor's thread. `None` if that has ended.
+/// Runs `call` on the governor's thread. `None` if the thread has ended.
 fn call_on<R: Send + 'static>(
     calls: &mpsc::UnboundedSender<Call>,
     call: impl FnOnce(&mut Core, TimeMs) -> R + Send + 'static,
@@ -300,14 +300,14 @@ fn call_on<R: Send + 'static>(
     // The caller may be a task of a runtime, which must not wait on a channel of that runtime.
     let (reply, result) = std::sync::mpsc::sync_channel(1);
     let call = move |core: &mut Core, now| {
-        // The caller waits.
+        // Cannot fail, because the caller waits.
         let _ = reply.send(call(core, now));
     };
     calls.send(Box::new(call)).ok()?;
     result.recv().ok()
 }
 
-/// The governor as metrics see it.
+/// The governor, as a source of metrics.
 #[derive(Debug)]
 struct Source {
     calls: mpsc::UnboundedSender<Call>,
@@ -319,7 +319,7 @@ impl PressureSource for Source {
     }
 }
 
-/// Puts the calling thread before others. Without the right to do so it is one among them.
+/// Raises the priority of the calling thread if the host allows it.
 fn go_before_others() {
     // SAFETY: no pointers. On Linux 0 is the calling thread.
     let done = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
@@ -337,7 +337,7 @@ async fn tick(state: &GovernorTask, plugged: &Notify) {
     }
 }
 
-/// When ticks are due.
+/// Determines when ticks are due.
 struct Pace {
     rest: Interval,
     fast: Interval,
@@ -355,8 +355,8 @@ impl Pace {
         Self { rest, fast, apart }
     }
 
-    /// Waits until the next tick is due. News that come before it may be are one tick together:
-    /// nobody waits for them until then, so that they wake nobody either.
+    /// Waits until the next tick is due. Notifications before [`APART`] has passed are merged into
+    /// one tick. No task waits for them until then, so they wake no thread.
     async fn wait(&mut self, plugged: &Notify, is_fast: bool) {
         self.apart.tick().await;
         tokio::select! {
@@ -394,7 +394,7 @@ async fn answer(state: &GovernorTask, mut calls: mpsc::UnboundedReceiver<Call>) 
     }
 }
 
-/// Serves agents for as long as any can come, and then waits for the end.
+/// Serves agents until no more can connect, and then waits for the end of the thread.
 async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
     let decide = async |heard| {
         let (done, is_done) = oneshot::channel();
@@ -402,7 +402,8 @@ async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
         let _ = is_done.await;
     };
     let settings = || *link.settings.borrow();
-    // Of all connections: or who connects anew for each line would have no bound.
+    // One budget for all connections. Otherwise, a new connection for each line would have no
+    // limit.
     let mut budget = LineBudget::new();
     let mut next = agents.recv().await;
     while let Some(stream) = next {
@@ -420,7 +421,7 @@ async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
                 link.send(AgentInput::Gone).await;
                 agents.recv().await
             }
-            // An agent that was restarted may be back before the old connection's end is seen.
+            // A restarted agent may connect before the end of its old connection is noticed.
             newer = agents.recv() => {
                 sparsely!(warn, "Another agent connects; the older connection is dropped");
                 newer

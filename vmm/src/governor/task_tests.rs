@@ -1,4 +1,4 @@
-//! The governor's thread, as the VMM has it.
+//! Tests of the governor's threads, including their priority and the clock.
 
 use std::io::{BufRead, BufReader, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,7 +14,7 @@ use crate::governor::fake::{
 use balloon::governor::AgentState;
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 
-/// Reached only by a failing test.
+/// Exceeded only by a failing test.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn sample(governor: &GovernorHandle) -> PressureSample {
@@ -29,7 +29,7 @@ fn wait_until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// The clocks of a host that has been awake for 100 s, and asleep for eight hours.
+/// Clocks of a host that was awake for 100 s and asleep for eight hours.
 fn slept(clock: libc::clockid_t) -> Duration {
     match clock {
         libc::CLOCK_MONOTONIC => Duration::from_secs(100),
@@ -38,7 +38,7 @@ fn slept(clock: libc::clockid_t) -> Duration {
     }
 }
 
-/// A clock that started when the host's were at zero.
+/// Clock that started when the host's clocks were at zero.
 fn from_zero(read: Read) -> Clock {
     Clock {
         read,
@@ -67,18 +67,18 @@ fn a_guests_clock_is_held_against_one_that_goes_on_while_the_host_sleeps() {
         "{:?}",
         sample.refused_total
     );
-    // It has come by the clock without sleep, by which it would seem to be of times to come.
+    // The age uses the clock without sleep, by which the report would be from the future.
     assert_eq!(sample.report.map(|(age, _)| age), Some(Duration::ZERO));
 }
 
-/// The clocks of a host on which so much time has gone by.
+/// Milliseconds that have passed on both clocks of the host.
 static GONE_BY_MS: AtomicU64 = AtomicU64::new(0);
 
 fn gone_by(_: libc::clockid_t) -> Duration {
     Duration::from_millis(GONE_BY_MS.load(Ordering::Relaxed))
 }
 
-/// The governor's time stands still in a pause. The guest's clock may go on.
+/// The governor's time stops while the VM is paused. The guest's clock may continue.
 #[test]
 fn pause_of_the_vm_takes_no_time() {
     let clock = from_zero(gone_by);
@@ -98,7 +98,7 @@ fn pause_of_the_vm_takes_no_time() {
 
 #[test]
 fn the_hosts_clocks_are_those_of_their_names() {
-    // Linux shows its CLOCK_BOOTTIME there, in hundredths of a second.
+    // `/proc/uptime` shows CLOCK_BOOTTIME in hundredths of a second.
     let uptime = || {
         let text = std::fs::read_to_string("/proc/uptime").unwrap();
         Duration::from_secs_f64(text.split(' ').next().unwrap().parse().unwrap())
@@ -118,7 +118,7 @@ fn the_hosts_clocks_are_those_of_their_names() {
     assert!((before..=after).contains(&with_sleep.0), "{before}, {with_sleep:?}, {after}");
 }
 
-/// Nobody here runs a runtime, as if the VMM's own were busy for good, and threads take every CPU.
+/// No runtime of the VMM runs, as if it were busy forever, and other threads use all CPUs.
 #[test]
 fn decisions_come_whatever_the_rest_of_the_vmm_does() {
     let Fixture { core, dram, .. } = fixture("psi", true);
@@ -141,7 +141,7 @@ fn decisions_come_whatever_the_rest_of_the_vmm_does() {
             writeln!(agent, "{}", report(seq, available_mib, [0, 0])).unwrap();
         }
         wait_until("a grow", || dram.sizes().requested_bytes > 0);
-        // The agent is told how to report from now on.
+        // The agent receives its settings.
         let mut settings = String::new();
         BufReader::new(&agent).read_line(&mut settings).unwrap();
         assert!(settings.contains("watermark_bytes"), "{settings}");
@@ -152,7 +152,7 @@ fn decisions_come_whatever_the_rest_of_the_vmm_does() {
     });
 }
 
-/// A device that notes how much before others the governor's thread is.
+/// Device that records the nice value of the governor's thread.
 #[derive(Default)]
 struct Watcher(parking_lot::Mutex<Vec<libc::c_int>>);
 
@@ -170,7 +170,8 @@ impl ZoneDevice for Watcher {
 
 #[test]
 fn the_governors_thread_is_before_others_where_that_is_allowed() {
-    // Root without CAP_SYS_NICE may not. On a thread of its own: what it gains goes with it.
+    // Root without CAP_SYS_NICE may not raise the priority. A separate thread, because the new
+    // priority ends with it.
     let as_allowed = thread::spawn(|| {
         // SAFETY: no pointers. On Linux 0 is the calling thread.
         unsafe {
@@ -187,12 +188,12 @@ fn the_governors_thread_is_before_others_where_that_is_allowed() {
     assert!(device.0.lock().iter().all(|nice| *nice == as_allowed), "{:?}", device.0.lock());
 }
 
-/// Set while the parser below may return.
+/// Permits the parser below to return.
 static IS_PARSED: AtomicBool = AtomicBool::new(false);
 /// Name and priority of the thread that parses.
 static PARSER: parking_lot::Mutex<Option<(String, libc::c_int)>> = parking_lot::Mutex::new(None);
 
-/// A parser that takes as long as the test likes.
+/// Parser that returns when the test permits it.
 fn parse_slowly(line: &[u8]) -> Result<AgentMessage, Refusal> {
     let name = thread::current().name().unwrap_or_default().to_owned();
     // SAFETY: no pointers. On Linux 0 is the calling thread.
@@ -250,7 +251,7 @@ fn message_of_a_closed_connection_is_dropped() {
     assert_eq!(state.core.borrow().sample(TimeMs(0)).refused_total.values().sum::<u64>(), 1);
 }
 
-/// News come as often as a guest likes to cause them; this thread is before others.
+/// The guest determines the number of notifications, and this thread has priority over others.
 #[test]
 fn however_often_news_come_ticks_are_few() {
     let runtime = runtime();
@@ -278,7 +279,7 @@ fn however_often_news_come_ticks_are_few() {
     };
     let flood = ticks(Duration::from_millis(1), false);
     assert!((800..=1_002).contains(&flood), "{flood}");
-    // Few of them delay nothing, and none at all leave the clock.
+    // Rare notifications delay nothing, and without any the clock causes the ticks.
     let few = ticks(Duration::from_millis(400), false);
     assert!((25..=46).contains(&few), "{few}");
     let (rest, fast) =
@@ -286,7 +287,7 @@ fn however_often_news_come_ticks_are_few() {
     assert!((19..=23).contains(&rest) && (95..=125).contains(&fast), "{rest} {fast}");
 }
 
-/// Who connects anew for each line is no quicker than who stays.
+/// A new connection for each line must not get around the limit of lines per second.
 #[test]
 fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
     const CONNECTIONS: u64 = 1_000;
@@ -329,7 +330,7 @@ fn a_newer_agent_takes_the_older_ones_place() {
     };
     let older = connect();
     let mut newer = connect();
-    // The older one's end is read to its end: the VMM has closed it.
+    // Reading the older end returns its end, because the VMM has closed the connection.
     wait_until("the older connection ends", || {
         let mut lines = BufReader::new(&older).lines();
         lines.all(|line| line.is_ok())

@@ -1,4 +1,4 @@
-//! What agents say and do: reports that cannot be, floods, and agents that do not read.
+//! Invalid reports, floods, and agents that do not read.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ fn an_agent_that_tells_of_more_memory_than_the_vm_can_have_is_refused() {
     let beside = Beside::default();
     f.core = f.core.with_beside(beside.clone());
     f.greet();
-    // A guest makes memory of a volume, and some has come by ACPI.
+    // The guest uses a volume as memory, and a DIMM was added.
     beside.mapped_bytes.store(512 * MIB, Ordering::Relaxed);
     beside.dimm_bytes.store(128 * MIB, Ordering::Relaxed);
     let most_bytes = BOOT_BYTES + (128 + 1024 + 512 + 128) * MIB;
@@ -70,8 +70,8 @@ fn that_plugged_memory_is_not_onlined_movable_is_said_once() {
     assert_eq!(said("offline"), ["WARN"]);
 }
 
-/// A flood costs the host so many lines a second, and waits in the guest. Lines count although the
-/// agent has closed its end.
+/// A flood costs the host a bounded number of lines per second, and the rest waits in the guest.
+/// Lines count even if the agent has closed its end.
 #[test]
 fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
     let Fixture { core, .. } = fixture("psi", true);
@@ -84,11 +84,10 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
     assert_eq!(core.borrow().counters().refused.values().sum::<u64>(), 1_000);
 }
 
-/// A line that never ends is no line that could be counted, and costs the host no more than lines
-/// do.
+/// A line that never ends is not counted as a line, but costs the host no more than lines do.
 #[test]
 fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
-    /// Four seconds' worth, of which the first is there at once.
+    /// Bytes of four seconds. Those of the first second are accepted at once.
     const FLOOD_BYTES: usize = 4 * 200 * 64 * 1024;
     let core = RefCell::new(fixture("psi", true).core);
     let (mut agent, vmm) = connection();
@@ -104,7 +103,7 @@ fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
     assert_eq!(core.borrow().counters().refused, BTreeMap::from([("too_long", 1)]));
 }
 
-/// What it is told waits for it, the newest alone, and keeps nobody from hearing what it says.
+/// Only the newest settings wait for such an agent, and its lines are still handled.
 #[test]
 fn an_agent_that_does_not_read_is_heard_all_the_same() {
     use std::os::fd::AsRawFd;
@@ -115,7 +114,7 @@ fn an_agent_that_does_not_read_is_heard_all_the_same() {
     let settings = Cell::new(Settings::with_watermark(0));
     let [agent, vmm] = {
         let (agent, vmm) = connection();
-        // The least that Linux gives: a few lines.
+        // Smallest buffer that Linux permits, for a few lines.
         let bytes: libc::c_int = 1;
         // SAFETY: the socket is open, and `bytes` is an int that outlives the call.
         let result = unsafe {

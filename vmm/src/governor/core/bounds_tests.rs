@@ -1,4 +1,4 @@
-//! Sizes that all zones together cannot have, and the two names of the size of `fixed`.
+//! Sizes above the limit of all zones together, and both names of the size of policy `fixed`.
 
 use serde_json::json;
 
@@ -33,7 +33,7 @@ fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_r
             "parameter {name:?} is unknown; those of amf are watermark-scale, watermark-share, reclaim; those of the rules are {names}"
         )
     };
-    // Misspelt, another policy's, and a rule in the wrong place.
+    // A typo, a parameter of another policy, and a rule in the wrong place.
     for name in ["cooldown", "idle", "ceiling"] {
         let refused = f.change(json!({"params": {name: "1G"}}));
         assert_eq!(refused, Err(expected(name)));
@@ -62,7 +62,7 @@ fn the_size_of_fixed_may_be_set_alone_while_that_is_the_policy() {
         f.core.tick(TimeMs(1_000));
         let requested = f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
         assert_eq!(requested, size_mib * MIB, "{json}");
-        // The machine that a reboot builds goes on with it.
+        // A reboot builds the next machine from this configuration.
         let change: PressureChange = serde_json::from_value(json.clone()).unwrap();
         change.apply(&mut config);
         let policy = config.policy(CALL).unwrap();

@@ -1,4 +1,4 @@
-//! Changes of the governor by `vm.pressure`, with a line in the log for each value that changes.
+//! Changes of the governor by `vm.pressure`. Each changed value is logged.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ use super::{CALL, Core, fit};
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, rules_as_well};
 
 impl Core {
-    /// Changes what the governor does, and logs what was changed.
+    /// Applies a change, and logs the changed values.
     pub fn change(&mut self, change: &PressureChange, now: TimeMs) -> Result<(), GovernorError> {
         let before = Present::of(self.governor.controller());
         let change = self.check(change)?;
@@ -24,7 +24,7 @@ impl Core {
         Ok(())
     }
 
-    /// Checks all of a change, because all of it is made or nothing.
+    /// Checks all of a change, because a change is applied completely or not at all.
     fn check(&self, change: &PressureChange) -> Result<Change, GovernorError> {
         let zone = change.zone.as_deref().map(|id| self.zones().find(id)).transpose()?;
         let controller = self.governor.controller();
@@ -61,7 +61,7 @@ fn by_name(settings: &Option<ParamSettings>) -> impl Iterator<Item = (&str, &Set
     settings.iter().flatten().map(|(name, setting)| (name.as_str(), setting))
 }
 
-/// What can be set of a governor, as it is.
+/// Settings of a governor at one moment.
 struct Present {
     status: Status,
     policy: Policy,
@@ -74,7 +74,7 @@ impl Present {
         Self { status: controller.status(), policy, rules }
     }
 
-    /// Says how `now` differs. `id` names a zone.
+    /// Logs the differences between `self` and `now`. `id` returns the id of a zone.
     fn say_changes<'a>(&self, now: &Self, id: impl Fn(ZoneId) -> &'a str) {
         for (what, from, to) in self.changes(now) {
             info!(what, from, to, "The governor is set anew");
@@ -93,7 +93,7 @@ impl Present {
             ("dry_run", texts(on(self.status.dry_run), on(now.status.dry_run))),
             ("paused", texts(on(self.status.paused), on(now.status.paused))),
         ];
-        // Another policy's parameters are set against what it has by itself.
+        // Parameters of a new policy are compared with its defaults.
         let same = self.policy.name() == now.policy.name();
         let before =
             if same { Some(self.policy.clone()) } else { Policy::from_name(now.policy.name()) };
@@ -108,7 +108,7 @@ impl Present {
     }
 }
 
-/// The values of two sets with the same table.
+/// Values of two sets of parameters that share a table.
 fn parameters<'a>(
     from: &'a dyn Parameters,
     to: &'a dyn Parameters,
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(said(json!({"policy": "off"})), [line("policy", "amf", "off")]);
     }
 
-    /// A guest that runs short once, and follows.
+    /// The guest runs short of memory once, and follows the requests.
     #[test]
     fn lines_that_the_document_explains_are_logged() {
         const DOCUMENT: &str = include_str!("../../../../docs/reference/policies.md");
@@ -180,8 +180,8 @@ mod tests {
             f.report(20 + plugged_bytes / MIB);
             f.core.tick(TimeMs(1_300));
         });
-        // What may come as often as a guest likes is logged ever more rarely, counted over all
-        // tests: whether this one is told of it depends on how many were before it.
+        // Rate-limited lines carry `times=`. They are counted over all tests, so this test may not
+        // see them.
         let said = lines.iter().map(|line| line.split_once(": ").unwrap().1);
         let said: Vec<_> = said.filter(|line| !line.contains(" times=")).collect();
         assert!(said.len() > 1, "{said:?}");

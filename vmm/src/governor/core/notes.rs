@@ -1,4 +1,4 @@
-//! Notes of the governor, written to the log, the trace and the metrics.
+//! Writes the governor's notes to the log, the trace and the metrics.
 
 use std::time::Duration;
 

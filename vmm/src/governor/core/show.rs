@@ -1,4 +1,4 @@
-//! What the governor shows of itself: to the API, and to metrics.
+//! State of the governor for the API and for metrics.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,9 +20,9 @@ use crate::governor::info::{GovernedZoneInfo, PressureInfo, RecordingInfo};
 use crate::governor::metrics::{PressureSample, PressureZone};
 use crate::governor::record::Recorder;
 
-/// The governor at one moment, for `vm.pressure`. Nothing of it has been made into text yet: that
-/// takes ten times as long as a decision does, and more with each that is shown, and no decision is
-/// to wait for it.
+/// State of the governor at one moment, for `vm.pressure`. Its conversion to text takes ten times
+/// as long as a decision, and longer with each decision shown. Therefore the caller converts it,
+/// and no decision waits for that.
 pub struct View {
     now: TimeMs,
     status: Status,
@@ -50,14 +50,14 @@ struct ViewedZone {
 }
 
 impl View {
-    /// Whether both show the same memory.
+    /// Returns true if both share the memory of their decisions.
     #[cfg(test)]
     pub fn shares_decisions_with(&self, other: &View) -> bool {
         let pairs = self.decisions.iter().zip(&other.decisions);
         !self.decisions.is_empty() && pairs.into_iter().all(|(one, other)| Arc::ptr_eq(one, other))
     }
 
-    /// What `vm.pressure` answers.
+    /// Converts it to the answer of `vm.pressure`.
     pub fn info(self) -> PressureInfo {
         let audited: Vec<_> = self
             .zones
@@ -118,13 +118,10 @@ impl View {
     }
 }
 
-/// Zone of `vm.memory`, which the governor may not size.
+/// Zone of `vm.memory`. The governor may not size it.
 pub struct ZoneQuery {
-    /// Name of the zone.
     pub id: String,
-    /// Node of the zone in the guest.
     pub guest_node: u32,
-    /// Memory of the zone that the guest booted with.
     pub boot_bytes: u64,
     /// The zone grows by DIMMs, which the governor does not size.
     pub has_dimms: bool,
@@ -140,7 +137,7 @@ pub struct ZoneState {
 }
 
 impl Core {
-    /// What `vm.pressure` answers, [`View::info`], with so many of the last decisions.
+    /// State for `vm.pressure` with at most `decisions` of the last decisions. See [`View::info`].
     pub fn view(&self, decisions: usize, now: TimeMs) -> View {
         let governor = &self.governor;
         let patience_ms = governor.controller().rules().progress_ms;
@@ -174,7 +171,7 @@ impl Core {
         }
     }
 
-    /// [`Core::view`] and what is made of it, where nobody waits.
+    /// Answer of `vm.pressure` in one call, for tests.
     #[cfg(test)]
     pub fn info(&self, decisions: usize, now: TimeMs) -> PressureInfo {
         self.view(decisions, now).info()
@@ -205,7 +202,7 @@ impl Core {
         zones.iter().map(state).collect()
     }
 
-    /// How the last resize of zone `id` goes; `None` if the governor does not size it.
+    /// Progress of the last resize of zone `id`. `None` if the governor does not size the zone.
     pub fn resize_status(&self, id: &str, now: TimeMs) -> Option<ResizeStatus> {
         let (zone, number) = self.zones().iter().zip(0..).find(|(zone, _)| zone.id == id)?;
         let offline = self.node_blocks(zone.guest_numa_node).map_or(0, |(_, offline)| offline);
@@ -214,14 +211,14 @@ impl Core {
         Some(tracker.status(offline, controller.rules().progress_ms, now))
     }
 
-    /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says
-    /// what they have together: then the first ones' memory counts first. None has more online
-    /// than it has plugged, whatever is said.
+    /// Online part of the hotplugged memory of zone `id`, from the last report. The agent reports
+    /// the sum of all zones on a node, which is assigned to them in their order, to each at most
+    /// its plugged size.
     pub fn online_bytes(&self, id: &str) -> Option<u64> {
         let zone = self.zones().iter().find(|zone| zone.id == id)?;
         let (online, _) = self.node_blocks(zone.guest_numa_node)?;
         let mut left = online.saturating_sub(zone.boot_bytes);
-        // A balloon's memory is boot memory.
+        // The memory of the balloon zone is boot memory.
         let is_neighbour = |other: &&GovernedZone| {
             other.guest_numa_node == zone.guest_numa_node && other.id != BALLOON_ZONE
         };
@@ -235,16 +232,15 @@ impl Core {
         None
     }
 
-    /// What the agent says is online of a node beside `boot_bytes` of boot memory, of which Linux
-    /// counts the last block as whole. For memory that the governor does not size, alone in its
-    /// node.
+    /// Online memory of a node beyond `boot_bytes` of boot memory, whose last block Linux counts as
+    /// whole. For a zone that the governor does not size and that is alone on its node.
     pub fn online_beside_boot(&self, node: u32, boot_bytes: u64) -> Option<u64> {
         let (online, _) = self.node_blocks(node)?;
         let (_, report) = self.governor.last_report()?;
         Some(online.saturating_sub(boot_bytes.next_multiple_of(report.blocks().block_bytes)))
     }
 
-    /// Online and offline bytes of a node in the last report that knew of blocks.
+    /// Online and offline bytes of a node, from the last report. `None` if it has no memory blocks.
     fn node_blocks(&self, node: u32) -> Option<(u64, u64)> {
         let (_, report) = self.governor.last_report()?;
         let blocks = report.blocks();
