@@ -63,7 +63,7 @@ fn resize_that_a_zone_cannot_carry_out_is_an_error_with_the_reason() {
 }
 
 #[test]
-fn a_guest_that_does_not_follow_is_reminded_and_the_status_says_why() {
+fn guest_without_progress_is_reminded_and_status_is_stuck() {
     let mut f = fixture("off", false);
     f.core.resize_zone("dram", 64 * MIB, TimeMs(0)).unwrap();
     f.core.tick(TimeMs(1000));
@@ -125,7 +125,7 @@ fn balloon_sends_statistics_until_an_agent_reports() {
 }
 
 #[test]
-fn a_decision_is_shown_with_what_it_was_made_upon_and_what_came_of_it() {
+fn decision_is_shown_with_input_and_outcome() {
     let mut f = fixture("psi", true);
     f.greet();
     f.report(20);
@@ -151,7 +151,7 @@ fn a_decision_is_shown_with_what_it_was_made_upon_and_what_came_of_it() {
 }
 
 #[test]
-fn a_pause_may_be_repeated_and_does_not_change_pins() {
+fn pause_is_idempotent_and_keeps_pins() {
     let mut f = fixture("psi", true);
     let is_paused = |f: &Fixture| f.core.info(0, TimeMs(0)).paused;
     let pinned = |f: &Fixture| f.core.info(0, TimeMs(0)).pinned_zones;
@@ -171,7 +171,7 @@ fn a_pause_may_be_repeated_and_does_not_change_pins() {
 }
 
 #[test]
-fn a_machine_that_is_built_paused_or_as_a_dry_run_is_shown_so() {
+fn initial_pause_and_dry_run_are_shown() {
     let config = PressureConfig { paused: true, dry_run: true, ..Default::default() };
     let mut core = core(&config, Vec::new());
     let info = core.info(0, TimeMs(0));
@@ -182,7 +182,7 @@ fn a_machine_that_is_built_paused_or_as_a_dry_run_is_shown_so() {
 }
 
 #[test]
-fn parameters_are_changed_by_name_all_or_none() {
+fn change_of_parameters_is_atomic() {
     let mut f = fixture("psi", true);
     let details = |f: &Fixture| f.core.info(0, TimeMs(0)).details;
     let params = json!({"idle": "9s", "min_headroom": 64 * MIB});
@@ -247,7 +247,7 @@ fn parameters_are_changed_by_name_all_or_none() {
 }
 
 #[test]
-fn zones_of_one_node_share_what_the_guest_says_of_it() {
+fn zones_of_one_node_share_its_online_memory() {
     let mut fixture = fixture("off", true);
     let pm = &mut Arc::get_mut(&mut fixture.core.devices.zones.0).unwrap()[1];
     (pm.guest_numa_node, pm.boot_bytes) = (0, 384 * MIB);
@@ -264,7 +264,7 @@ fn zones_of_one_node_share_what_the_guest_says_of_it() {
 }
 
 #[test]
-fn memory_that_nobody_governs_is_online_as_the_guest_says() {
+fn online_memory_of_ungoverned_zone_is_from_report() {
     let mut fixture = fixture("off", true);
     fixture.dram.request(128 * MIB);
     fixture.greet();
@@ -300,7 +300,7 @@ fn states_of_zones_come_in_the_order_of_the_query() {
 }
 
 #[test]
-fn sizes_are_requested_before_anything_is_written_down() {
+fn sizes_are_requested_before_notes_are_written() {
     /// Room for the header and the first sizes, but for no report.
     const RECORD_BYTES: u64 = 600;
     const LOGGED: [&str; 4] = ["is online", "resize-reached", "recording", "Plan"];
@@ -373,7 +373,7 @@ fn steps_towards_a_clients_size_are_requested_before_the_plan_is_logged() {
 }
 
 #[test]
-fn what_is_shown_of_decisions_is_not_copied_and_stays_as_it_was() {
+fn view_shares_decisions_and_keeps_their_state() {
     let mut f = fixture("psi", false);
     f.greet();
     f.report(20);

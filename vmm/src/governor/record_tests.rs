@@ -73,7 +73,7 @@ fn info(f: &Fixture) -> RecordingInfo {
 }
 
 #[test]
-fn a_recording_is_a_trace_of_what_came_and_what_was_decided() {
+fn recording_holds_reports_plans_and_sizes() {
     let shown = Shown::default();
     let mut f = recorded(shown.clone(), 1 << 30);
     for available in [200, 60, 20, 20] {
@@ -96,7 +96,7 @@ fn a_recording_is_a_trace_of_what_came_and_what_was_decided() {
 }
 
 #[test]
-fn a_recording_of_a_guest_with_a_balloon_is_read_and_replayed() {
+fn recording_of_balloon_guest_can_be_replayed() {
     let (shown, balloon) = (Shown::default(), FakeDevice::new(1024 * MIB, true));
     balloon.request(1024 * MIB);
     let core = core(&PressureConfig::default(), vec![zone(BALLOON_ZONE, Tier::Dram, 0, &balloon)]);
@@ -125,7 +125,7 @@ fn a_recording_of_a_guest_with_a_balloon_is_read_and_replayed() {
 }
 
 #[test]
-fn a_disk_that_stands_still_delays_no_decision_and_the_trace_says_what_is_missing() {
+fn stalled_disk_delays_no_decision_and_trace_counts_lost_lines() {
     let (go_on, disk, shown) = slow();
     let mut f = recorded(disk, 1 << 30);
     let reports = 2 * QUEUE_LINES as u64;
@@ -151,7 +151,7 @@ fn a_disk_that_stands_still_delays_no_decision_and_the_trace_says_what_is_missin
 }
 
 #[test]
-fn a_recording_ends_at_its_size_and_is_whole() {
+fn recording_ends_at_size_limit_with_whole_lines() {
     let shown = Shown::default();
     let mut f = recorded(shown.clone(), 20_000);
     for _ in 0..100 {
@@ -166,7 +166,7 @@ fn a_recording_ends_at_its_size_and_is_whole() {
 }
 
 #[test]
-fn a_disk_that_fails_ends_the_recording_and_nothing_else() {
+fn failed_disk_ends_only_the_recording() {
     let mut f = recorded(Broken, 1 << 30);
     while info(&f).status == RecordingState::Recording {
         f.report(20);
@@ -179,7 +179,7 @@ fn a_disk_that_fails_ends_the_recording_and_nothing_else() {
 }
 
 #[test]
-fn a_trace_is_not_overwritten_and_every_machine_has_its_own() {
+fn each_machine_has_its_own_trace_and_none_is_overwritten() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("trace");
     assert_eq!(open(&path, 0).unwrap().0, path);
@@ -195,7 +195,7 @@ fn a_trace_is_not_overwritten_and_every_machine_has_its_own() {
 }
 
 #[test]
-fn a_pipe_needs_its_reader_first_and_is_taken_again_by_the_next_machine() {
+fn pipe_needs_a_reader_and_is_shared_by_machines() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("pipe");
     let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
@@ -211,7 +211,7 @@ fn a_pipe_needs_its_reader_first_and_is_taken_again_by_the_next_machine() {
 }
 
 #[test]
-fn traces_of_a_guest_that_restarts_for_ever_have_a_total() {
+fn traces_of_restarting_guest_are_bounded() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace");
     let mut recorded = 0;

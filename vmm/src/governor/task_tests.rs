@@ -49,7 +49,7 @@ fn from_zero(read: Read) -> Clock {
 }
 
 #[test]
-fn a_guests_clock_is_held_against_one_that_goes_on_while_the_host_sleeps() {
+fn guest_clock_is_compared_with_time_including_host_sleep() {
     let clock = from_zero(slept);
     assert_eq!((clock.now(), clock.with_sleep()), (TimeMs(100_000), TimeMs(28_900_000)));
     let Fixture { core, .. } = fixture("psi", true);
@@ -80,7 +80,7 @@ fn gone_by(_: libc::clockid_t) -> Duration {
 
 /// The governor's time stops while the VM is paused. The guest's clock may continue.
 #[test]
-fn pause_of_the_vm_takes_no_time() {
+fn time_stops_while_vm_is_paused() {
     let clock = from_zero(gone_by);
     let pass = |ms| GONE_BY_MS.fetch_add(ms, Ordering::Relaxed);
     pass(2_000);
@@ -97,7 +97,7 @@ fn pause_of_the_vm_takes_no_time() {
 }
 
 #[test]
-fn the_hosts_clocks_are_those_of_their_names() {
+fn clocks_read_monotonic_and_boottime() {
     // `/proc/uptime` shows CLOCK_BOOTTIME in hundredths of a second.
     let uptime = || {
         let text = std::fs::read_to_string("/proc/uptime").unwrap();
@@ -120,7 +120,7 @@ fn the_hosts_clocks_are_those_of_their_names() {
 
 /// No runtime of the VMM runs, as if it were busy forever, and other threads use all CPUs.
 #[test]
-fn decisions_come_whatever_the_rest_of_the_vmm_does() {
+fn decisions_do_not_wait_for_busy_vmm() {
     let Fixture { core, dram, .. } = fixture("psi", true);
     let (agents, connections) = mpsc::channel(1);
     let governor =
@@ -169,7 +169,7 @@ impl ZoneDevice for Watcher {
 }
 
 #[test]
-fn the_governors_thread_is_before_others_where_that_is_allowed() {
+fn governor_thread_has_priority_if_allowed() {
     // Root without CAP_SYS_NICE may not raise the priority. A separate thread, because the new
     // priority ends with it.
     let as_allowed = thread::spawn(|| {
@@ -205,7 +205,7 @@ fn parse_slowly(line: &[u8]) -> Result<AgentMessage, Refusal> {
 
 /// Parsing must not delay the governor, because the guest determines the amount of data.
 #[test]
-fn lines_are_parsed_at_normal_priority_and_ticks_do_not_wait_for_it() {
+fn lines_are_parsed_at_normal_priority_without_delaying_ticks() {
     // SAFETY: no pointers. On Linux 0 is the calling thread.
     let normal = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
     let device = Arc::new(Watcher::default());
@@ -253,7 +253,7 @@ fn message_of_a_closed_connection_is_dropped() {
 
 /// The guest determines the number of notifications, and this thread has priority over others.
 #[test]
-fn however_often_news_come_ticks_are_few() {
+fn rate_of_ticks_is_bounded() {
     let runtime = runtime();
     let ticks = |apart: Duration, is_fast| {
         runtime.block_on(async {
@@ -289,7 +289,7 @@ fn however_often_news_come_ticks_are_few() {
 
 /// A new connection for each line must not get around the limit of lines per second.
 #[test]
-fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
+fn rate_of_connections_is_bounded() {
     const CONNECTIONS: u64 = 1_000;
     let state = GovernorTask::new(fixture("psi", true).core, Clock::start());
     runtime().block_on(async {
@@ -318,7 +318,7 @@ fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
 }
 
 #[test]
-fn a_newer_agent_takes_the_older_ones_place() {
+fn new_agent_replaces_old_one() {
     let Fixture { core, .. } = fixture("psi", true);
     let (agents, connections) = mpsc::channel(1);
     let governor =
@@ -341,7 +341,7 @@ fn a_newer_agent_takes_the_older_ones_place() {
 }
 
 #[test]
-fn a_governor_ends_with_its_threads_and_metrics_find_it_gone() {
+fn dropped_governor_ends_threads_and_metrics() {
     let Fixture { core, dram, .. } = fixture("psi", true);
     let governor = GovernorHandle::spawn(core, Clock::start(), Arc::default(), None).unwrap();
     let source = governor.pressure_source();

@@ -15,7 +15,7 @@ use crate::governor::fake::{
 use crate::governor::task::Clock;
 
 #[test]
-fn an_agent_that_tells_of_more_memory_than_the_vm_can_have_is_refused() {
+fn report_of_more_memory_than_vm_can_have_is_refused() {
     let mut f = fixture("psi", true);
     let beside = Beside::default();
     f.core = f.core.with_beside(beside.clone());
@@ -36,7 +36,7 @@ fn an_agent_that_tells_of_more_memory_than_the_vm_can_have_is_refused() {
 }
 
 #[test]
-fn no_more_is_shown_as_online_than_is_plugged() {
+fn online_bytes_are_limited_to_plugged_bytes() {
     let mut f = fixture("off", true);
     f.greet();
     f.core.resize_zone("pm", 64 * MIB, TimeMs(0)).unwrap();
@@ -47,7 +47,7 @@ fn no_more_is_shown_as_online_than_is_plugged() {
 }
 
 #[test]
-fn that_plugged_memory_is_not_onlined_movable_is_said_once() {
+fn change_of_online_policy_is_logged_once() {
     let mut f = fixture("psi", true);
     f.greet();
     let mut said = |policy: &str| {
@@ -73,7 +73,7 @@ fn that_plugged_memory_is_not_onlined_movable_is_said_once() {
 /// A flood costs the host a bounded number of lines per second, and the rest waits in the guest.
 /// Lines count even if the agent has closed its end.
 #[test]
-fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
+fn rate_of_lines_is_bounded() {
     let Fixture { core, .. } = fixture("psi", true);
     let core = RefCell::new(core);
     let (mut agent, vmm) = connection();
@@ -86,7 +86,7 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
 
 /// A line that never ends is not counted as a line, but costs the host no more than lines do.
 #[test]
-fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
+fn rate_of_bytes_of_endless_line_is_bounded() {
     /// Bytes of four seconds. Those of the first second are accepted at once.
     const FLOOD_BYTES: usize = 4 * 200 * 64 * 1024;
     let core = RefCell::new(fixture("psi", true).core);
@@ -105,7 +105,7 @@ fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
 
 /// Only the newest settings wait for such an agent, and its lines are still handled.
 #[test]
-fn an_agent_that_does_not_read_is_heard_all_the_same() {
+fn lines_of_agent_that_does_not_read_are_handled() {
     use std::os::fd::AsRawFd;
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt};
     const LINES: u64 = 100;

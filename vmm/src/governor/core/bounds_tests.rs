@@ -9,7 +9,7 @@ use balloon::controller::Rules;
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 
 #[test]
-fn a_machine_is_not_built_with_a_floor_that_it_cannot_have() {
+fn floor_above_all_zones_is_refused() {
     let build = |text| {
         let config = PressureConfig::parse(text).unwrap();
         config.validate().unwrap();
@@ -24,7 +24,7 @@ fn a_machine_is_not_built_with_a_floor_that_it_cannot_have() {
 }
 
 #[test]
-fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_rules() {
+fn error_of_unknown_parameter_lists_known_ones() {
     let mut f = fixture("psi", true);
     f.change(json!({"policy": "amf"})).unwrap();
     let names = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
@@ -43,7 +43,7 @@ fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_r
 }
 
 #[test]
-fn the_size_of_fixed_may_be_set_alone_while_that_is_the_policy() {
+fn size_can_be_set_alone_with_policy_fixed() {
     let mut f = fixture("psi", true);
     let refused = f.change(json!({"size": 64 * MIB})).unwrap_err();
     assert!(

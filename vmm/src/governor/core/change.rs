@@ -128,7 +128,7 @@ mod tests {
     use foreshore_devices::virtio::zone_device::ZoneDevice;
 
     #[test]
-    fn each_thing_that_is_changed_by_hand_is_one_line_with_what_it_was() {
+    fn each_changed_value_is_logged_with_its_old_value() {
         let mut f = fixture("psi", true);
         f.core.resize_zone("pm", BLOCK, TimeMs(0)).unwrap();
         let mut said = |change| {
