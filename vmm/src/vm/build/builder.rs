@@ -1,4 +1,4 @@
-//! Builds a machine from a configuration. Composition happens here and nowhere else: devices know
+//! Builds a machine from a configuration. This is the only place of composition: devices know
 //! neither each other nor the machine.
 
 use std::sync::Arc;
@@ -65,8 +65,9 @@ pub(crate) fn build(
     resources: &mut Resources,
     events: &EventSender,
 ) -> Result<KvmMachine, BuildError> {
-    // 1. Resources that may be missing or in use elsewhere, before anything is created. Pools last,
-    //    because opening one marks memory that an earlier run left lent, and starts to erase it.
+    // 1. Resources that may be missing or in use elsewhere, before anything is created. Pools are
+    //    last, because opening a pool marks memory that an earlier run left lent, and starts to
+    //    erase it.
     named_twice::check(config)?;
     let config = &resources.with_one_path_for_each_pool(config);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
@@ -77,11 +78,11 @@ pub(crate) fn build(
     resources.taps().open(config)?;
     resources.pmem().open(config)?;
     let steps = resources.open_pools(config)?;
-    // Dropped after everything that may have a volume open.
+    // Dropped after all users of volumes.
     let mut created = CreatedVolumes::default();
-    // 2. Memory, because everything else lies in it or reaches it.
+    // 2. Memory, because everything else is in it or accesses it.
     let mut memory = build_memory(config, &topology, resources, &hypervisor)?;
-    // 3. The kernel: what it is decides which interface a volume gets.
+    // 3. The kernel, because the interface of a volume depends on it.
     let boot = load_kernel(config, &topology, &memory)?;
     memory.prefault().map_err(BuildError::device("prefault"))?;
     // 4. Devices. Memory devices have an event loop of their own, because an unplug waits for
@@ -102,7 +103,7 @@ pub(crate) fn build(
     let serial = devices::attach_serial(config, &mut files, &context)
         .map_err(BuildError::device("--serial"))?;
     devices::attach_fixed(config, &mut files, &context, &mut devices)?;
-    // The governor listens in any case, because a vsock device may be added later.
+    // The governor always listens, because a vsock device may be added later.
     let (agents, connections) = mpsc::channel(IN_PROCESS_BACKLOG);
     if let Some(vsock) = &config.vsock {
         devices.push(devices::build_vsock(vsock, &agents, &context)?);
@@ -142,7 +143,7 @@ pub(crate) fn build(
     // 6. vCPUs, paused: the owner resumes all of them together.
     let clock = Arc::new(GuestClock::new(Arc::clone(&hypervisor.vm)));
     let vcpus = build_vcpus(config, &topology, hypervisor, &context, &boot, cpu_registers, events)?;
-    // 7. The governor last, because it acts on the devices.
+    // 7. The governor is last, because it acts on the devices.
     let beside = Beside {
         dimm_bytes: dimms.as_ref().map_or_else(Arc::default, Dimms::came_bytes),
         mapped_bytes: memory.file_bytes(),
@@ -156,7 +157,8 @@ pub(crate) fn build(
         connections,
         &volumes.guest_btt,
     )?;
-    // 8. No later step depends on a resource, so the output of an earlier VM may be deleted.
+    // 8. No later step depends on a resource, so the console files of an earlier VM may be
+    //    truncated.
     let console_files: Vec<_> = files.metrics().collect();
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     created.keep();
@@ -249,9 +251,9 @@ fn build_memory(
         .map_err(BuildError::device(flags))
 }
 
-/// Returns true if the host's kernel writes back the guest's stores to lent memory. It writes back
-/// everything that is dirty in its page cache. On tmpfs there is nothing behind the page cache, and
-/// DAX has no page cache.
+/// Returns true if the host's kernel writes back the guest's stores to lent memory, as it does for
+/// dirty pages of its page cache. tmpfs has no disk behind the page cache, and DAX has no page
+/// cache.
 fn is_written_back(durability: Durability) -> bool {
     match durability {
         Durability::PageCache => true,
@@ -278,14 +280,14 @@ fn load_kernel(
     // SAFETY: there are no vCPUs and no devices yet (`build`, steps 3, 4 and 6), and boot memory is
     // anonymous, mapped shared, or of a file without data (`ZoneFile`).
     let boot = unsafe { boot::load(memory.boot(), &request) }?;
-    // Unpacking the kernel is most of what a VMM does before the guest runs.
+    // Unpacking the kernel takes most of the time before the guest runs.
     let loading_ms = started.elapsed().as_millis();
     debug!(loading_ms, unpacked_from = ?boot.kernel.bzimage, "Kernel and initial RAM file system are in memory");
     Ok(boot)
 }
 
-/// Adds power management, by which the guest ends itself or is requested to, and the registers for
-/// hotplug.
+/// Adds power management (shutdown and reset by the guest, and the power button) and the registers
+/// for hotplug.
 fn add_platform(
     context: &DeviceContext,
     cpus: Arc<CpuRegisters>,
@@ -304,7 +306,7 @@ fn add_platform(
     context.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
     let (pci, sender) = (Arc::clone(&context.pci), events.clone());
     let page = HotplugPage::new(move |slot| {
-        // The machine has the device as well, so this drop does not end the device on the vCPU's
+        // The machine holds the device as well, so this drop does not end the device on the vCPU's
         // thread.
         drop(pci.remove(slot));
         sender.send(MachineEvent::Ejected { slot });
@@ -314,8 +316,8 @@ fn add_platform(
     Ok((ged, page))
 }
 
-/// Adds the parts of a PC that a firmware needs, and a kernel that starts without firmware does
-/// not.
+/// Adds the parts of a PC that firmware needs. A kernel that starts without firmware does not need
+/// them.
 fn add_for_firmware(context: &DeviceContext) -> Result<(), BuildError> {
     context.ports.insert(CMOS_PORT, CMOS_LEN, Arc::new(Cmos::new(wall_clock)))?;
     context.pci.decode_memory();
@@ -328,7 +330,7 @@ fn cpu_registers(config: &VmConfig, events: &EventSender) -> Arc<CpuRegisters> {
     Arc::new(CpuRegisters::new(plug, move |index| sender.send(MachineEvent::VcpuEjected { index })))
 }
 
-/// Builds the vCPUs with which the guest boots. Others are created when the guest gets them.
+/// Builds the vCPUs that the guest boots with. Other vCPUs are created when they are added.
 fn build_vcpus(
     config: &VmConfig,
     topology: &Topology,
@@ -357,7 +359,7 @@ fn build_vcpus(
     Ok(Vcpus::new(Box::new(maker), registers)?)
 }
 
-/// Makes the vCPUs of one VM.
+/// Creates the vCPUs of one VM.
 struct VcpuMaker {
     hypervisor: Hypervisor,
     cpus: CpusConfig,
@@ -368,7 +370,7 @@ struct VcpuMaker {
 }
 
 impl VcpuMaker {
-    /// Prepares the thread of a vCPU, and its state before the guest starts it.
+    /// Starts the thread of a vCPU, and sets the vCPU's initial state.
     fn prepare(&self, index: u8, fd: &VcpuFd) -> Result<(VcpuThread, Option<Fresh>), CpuError> {
         let placement =
             Placement { host_cpus: self.cpus.host_cpus(index).to_vec(), cores: self.cores.clone() };
@@ -397,7 +399,7 @@ impl VcpuMaker {
 
 impl Maker<Vcpu> for VcpuMaker {
     fn create(&self, index: u8) -> Result<VcpuFd, CpuError> {
-        // KVM uses the passed number as the APIC id. The vCPU with the number 0 is the boot vCPU.
+        // KVM uses this number as the APIC id. The vCPU with number 0 is the boot vCPU.
         let apic_id = self.places[usize::from(index)].apic_id;
         let error = |source| CpuError::Kvm { what: "create", index, source };
         self.hypervisor.vm.create_vcpu(u64::from(apic_id)).map_err(error)

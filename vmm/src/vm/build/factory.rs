@@ -1,4 +1,4 @@
-//! Factory of machines. It holds the resources that outlive a machine.
+//! Factory of machines, and owner of the resources that outlive a machine.
 
 use crate::config::{DeviceConfig, VmConfig};
 use crate::vm::build::builder;
@@ -6,13 +6,12 @@ use crate::vm::owner::{EventSender, Machine, MachineFactory};
 use crate::vm::request::VmError;
 use crate::vm::resources::{Resources, taps};
 
-/// Builds VMs on KVM.
+/// Builds machines on KVM.
 pub(crate) struct KvmFactory {
     resources: Resources,
 }
 
 impl KvmFactory {
-    /// A factory whose machines use `resources`.
     pub(crate) fn new(resources: Resources) -> Self {
         Self { resources }
     }

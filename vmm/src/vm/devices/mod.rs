@@ -1,5 +1,5 @@
 //! Attaches the devices of a machine in the order of their slots, and connects them to the
-//! governor. The folder of each device builds it.
+//! governor. Each device is built in its own folder.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -34,7 +34,7 @@ use balloon::UNSUPPORTED_DRIVER_REASON;
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
 
-/// COM1. Dropping it takes the port off the bus and undoes its registrations.
+/// COM1. Dropping it removes its port from the bus and undoes its registrations.
 pub(in crate::vm) struct SerialPort {
     _ports: BusRange,
     _line: InterruptLine,
@@ -80,8 +80,9 @@ pub(in crate::vm) fn attach_fixed(
     Ok(())
 }
 
-/// Attaches the devices that may be added and removed, except files of `--pmem`, whose slots are
-/// behind those of volumes. The host's side of a network interface stays in `resources`.
+/// Attaches the devices that can be added and removed. Files of `--pmem` follow later, because
+/// their slots are behind those of volumes. `resources` keep the host's side of a network
+/// interface.
 pub(in crate::vm) fn attach_removable(
     config: &VmConfig,
     resources: &Resources,
@@ -142,7 +143,7 @@ pub(in crate::vm) fn build_vsock(
     vsock::build(config, ports, context).map_err(BuildError::device("--vsock"))
 }
 
-/// Builds the virtio balloon. `plugged` is notified of each change.
+/// Builds the virtio balloon. `plugged` is notified of each change of its size.
 pub(in crate::vm) fn build_balloon(
     config: &BalloonConfig,
     memory: &Memory,
@@ -158,9 +159,9 @@ pub(in crate::vm) fn build_balloon(
 /// Receivers of changes of zones.
 #[derive(Clone)]
 pub(in crate::vm) struct MemorySignals {
-    /// Notified when something changes.
+    /// Notified of each change.
     pub plugged: Arc<Notify>,
-    /// Emits the results of requests.
+    /// Receives events about the results of requests.
     pub events: Events,
 }
 
