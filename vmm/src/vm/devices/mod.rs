@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_driver_is_an_event_and_so_is_the_request_that_it_ends() {
+    fn refused_driver_and_withdrawn_request_are_events() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let (plugged, events) = (Arc::<Notify>::default(), Events::start());
