@@ -1,8 +1,8 @@
-//! What is dear to find out, kept for a while: pure, the time is given.
+//! Cache of a value that is expensive to read. The caller passes the time.
 
 use std::time::{Duration, Instant};
 
-/// A value that is read again only when it has become too old, or what it depends on has changed.
+/// Value that is read again when it is too old or its key has changed.
 #[derive(Debug)]
 pub(crate) struct Cached<K, T> {
     max_age: Duration,
@@ -10,12 +10,12 @@ pub(crate) struct Cached<K, T> {
 }
 
 impl<K: PartialEq, T> Cached<K, T> {
-    /// Nothing has been read yet; what will be is good for `max_age`.
+    /// Creates an empty cache. Values are valid for `max_age`.
     pub(crate) fn new(max_age: Duration) -> Self {
         Self { max_age, last: None }
     }
 
-    /// The value for `key`, which `read` reads if there is none that is young enough.
+    /// Returns the value for `key`. Calls `read` if no valid value is cached.
     pub(crate) fn get(&mut self, key: K, now: Instant, read: impl FnOnce() -> T) -> &T {
         let is_good = |(of, at, _): &(K, Instant, T)| {
             *of == key && now.saturating_duration_since(*at) < self.max_age

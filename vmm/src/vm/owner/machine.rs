@@ -11,70 +11,67 @@ use crate::vm::request::{
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 
-/// A VM that has been built. Dropping it ends it: vCPUs and devices stop, memory goes back.
+/// A machine. Dropping it stops vCPUs and devices, and returns memory.
 pub trait Machine {
-    /// Lets the vCPUs run, for the first time or again.
+    /// Lets the vCPUs run, initially or after a pause.
     fn resume(&mut self);
-    /// Tells the vCPUs to stop, and then the devices. Who must know that they have waits for it.
+    /// Stops the vCPUs, then the devices. Returns a handle that blocks until all have stopped.
     #[must_use]
     fn pause(&mut self) -> Standstill;
-    /// The power button of the guest.
+    /// Presses the guest's power button.
     fn press_power_button(&mut self);
-    /// A non-maskable interrupt for every vCPU.
+    /// Sends a non-maskable interrupt to every vCPU.
     fn send_nmi(&mut self);
-    /// Boot memory and what is plugged, all zones together, without what is in a balloon.
+    /// Boot memory and plugged memory of all zones, without ballooned memory.
     fn memory_bytes(&self) -> u64;
-    /// Answers, maybe later, with every zone and its sizes; what is resident may be a second old.
+    /// Answers with the sizes of all zones, possibly later. Resident sizes may be 1 s old.
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
     fn volumes(&self) -> Vec<VolumeInfo>;
-    /// Every pool that it has open.
+    /// Open pools.
     fn pools(&self) -> Vec<PoolInfo>;
-    /// The guest's kernel, once an agent has said it.
+    /// Kernel of the guest, as reported by its agent.
     fn guest_kernel(&self) -> Option<GuestKernel>;
     /// Checks all of a resize. [`ResizePlan`] lists the reasons why a step can still fail.
     fn plan_resize(&self, resize: &Resize) -> Result<ResizePlan, VmError>;
-    /// Carries out a step of a plan. Before the next plan is made, all steps are carried out or
-    /// dropped.
+    /// Executes a step of a plan. All steps of a plan must be executed or dropped before the next
+    /// plan is made.
     fn resize(&mut self, step: ResizeStep) -> Result<(), VmError>;
-    /// Fills in what of the configuration only the machine knows, such as where a pseudo terminal
-    /// is.
+    /// Adds the parts of the configuration that only the machine knows, such as the path of a
+    /// pseudo terminal.
     fn complete(&self, _config: &mut VmConfig) {}
-    /// What its devices have counted.
+    /// Counters of the devices.
     fn counters(&self) -> Counters;
-    /// Its balloon, if it has one.
     fn balloon(&self) -> Option<BalloonInfo>;
-    /// Gives a disk another size, which the guest is told of.
+    /// Resizes a disk and notifies the guest.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
-    /// Its devices, those that the guest has not let go yet among them.
+    /// Devices, including those that the guest has not released yet.
     fn devices(&self) -> Vec<PciDeviceInfo>;
-    /// Adds a device that nothing else is called like, and tells the guest.
+    /// Adds a device with an unused id, and notifies the guest.
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError>;
-    /// Asks the guest to let a device go. It is there until the guest has done so.
+    /// Requests that the guest releases a device. The device remains until then.
     fn remove_device(&mut self, id: &str) -> Result<(), VmError>;
-    /// The guest has let go what is in a PCI slot, and finds nothing there any more.
+    /// Removes the device in a PCI slot, because the guest has ejected it.
     fn ejected(&mut self, slot: u8);
-    /// The guest has let a vCPU go.
+    /// Ends a vCPU, because the guest has ejected it.
     fn vcpu_ejected(&mut self, index: u8);
-    /// What the governor does.
+    /// State of the governor, with at most `decisions` of its decisions.
     fn pressure(&self, decisions: usize) -> PressureInfo;
-    /// Changes what the governor does.
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError>;
 }
 
-/// Builds machines: once at boot, again at each reboot.
+/// Builds a machine for each boot and reboot.
 pub trait MachineFactory {
-    /// Builds a machine, its vCPUs stopped.
+    /// Builds a machine with stopped vCPUs.
     fn build(
         &mut self,
         config: &VmConfig,
         events: EventSender,
     ) -> Result<Box<dyn Machine>, VmError>;
-    /// Refuses a device whose files cannot be what they are said to be; more is seen when it is
-    /// made.
+    /// Refuses a device whose files have the wrong type. Other errors are found when it is built.
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError>;
-    /// Closes what was kept for the next machine and this configuration has not any more; there is
-    /// no machine.
+    /// Closes resources that were kept for the next machine and that `config` no longer uses.
+    /// Called without a machine.
     fn keep(&mut self, config: &VmConfig);
-    /// Closes what outlives machines: there is no VM any more.
+    /// Closes all resources that outlive machines, because the VM was deleted.
     fn release(&mut self);
 }

@@ -1,5 +1,5 @@
-//! The one task that owns a VM: it takes requests and events from queues and applies them one at a
-//! time, so that nothing about a VM needs a lock.
+//! Task that owns the VM. It takes requests and events from queues and applies them one at a time,
+//! so the VM needs no locks.
 //!
 //! ```text
 //!  API, signals ──► VmRequest ──┐
@@ -37,29 +37,29 @@ use crate::vm::request::{
 use crate::vm::resize_plan::ResizePlan;
 use crate::vm::resources::taps;
 
-/// Waits until everything of a machine stands still, or the machine has been resumed or dropped.
+/// Waits until all parts of a machine have stopped, or the machine has been resumed or dropped.
 pub type Standstill = Box<dyn FnOnce() + Send>;
 
-/// What happens to a machine by itself.
+/// Event that a machine sends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MachineEvent {
-    /// The guest switched itself off (ACPI sleep state S5).
+    /// The guest powered itself off (ACPI sleep state S5).
     GuestShutdown,
-    /// The guest asked for a reset (ACPI reset register).
+    /// The guest requested a reset (ACPI reset register).
     GuestReset,
-    /// A vCPU cannot go on.
+    /// A vCPU cannot continue.
     Vcpu(VcpuEvent),
-    /// The guest has let go what was in a PCI slot.
+    /// The guest has ejected the device in a PCI slot.
     Ejected { slot: u8 },
-    /// The guest has let a vCPU go.
+    /// The guest has ejected a vCPU.
     VcpuEjected { index: u8 },
-    /// Something that the guest cannot be told has failed: it is paused, and the reason said.
+    /// A failure that cannot be reported to the guest, so the VM must be paused.
     MustPause { reason: String },
 }
 
 impl MachineEvent {
-    /// Whether it is an end of the guest that leads to a restart, or to no machine, and not to the
-    /// VMM's failure.
+    /// Returns true if the guest has ended in a way that leads to a restart or a shutdown, and not
+    /// to a failure of the VMM.
     const fn ends_the_guest(&self) -> bool {
         matches!(
             self,
@@ -68,12 +68,12 @@ impl MachineEvent {
     }
 }
 
-/// Sends events of one machine; those of a machine that has been replaced are dropped.
+/// Sends events of one machine. Events of a replaced machine are dropped.
 #[derive(Clone, Debug)]
 pub struct EventSender {
     generation: u64,
     events: mpsc::UnboundedSender<(u64, MachineEvent)>,
-    /// The guest has switched itself off, or asked for a reset.
+    /// The guest has powered itself off or requested a reset.
     has_ended: Arc<AtomicBool>,
 }
 
@@ -82,66 +82,64 @@ impl EventSender {
         Self { generation, events, has_ended: Arc::default() }
     }
 
-    /// Whose events nobody hears.
+    /// Sender whose events are dropped.
     #[cfg(test)]
     pub(crate) fn to_nobody() -> Self {
         Self::new(0, mpsc::unbounded_channel().0)
     }
 
-    /// Sends `event` to the owner. From any thread; never blocks.
+    /// Sends `event` to the owner, from any thread and without blocking.
     ///
-    /// What waits for an owner that is busy is bounded, whatever the guest does meanwhile:
-    /// - its machine goes with its first power-off or reset, by a register or by the watchdog, and
-    ///   any other is of no use;
-    /// - a vCPU that reports something waits to be resumed or ended by the owner;
-    /// - what is ejected was asked for by the owner, each once (`PciSlots`, `Plug`);
-    /// - what must pause the VM has pulled the brake, so that a vCPU sends no more than its exit
-    ///   does.
+    /// The queue of a busy owner is bounded, because a guest cannot cause more events than these:
+    /// - Only the first power-off or reset of a machine is sent, because it ends the machine. It
+    ///   may be from a register or the watchdog.
+    /// - A vCPU that reports an event waits until the owner resumes or ends it.
+    /// - Each ejection follows one request of the owner (`PciSlots`, `Plug`).
+    /// - The sender of `MustPause` has stopped the vCPUs by the brake, so each vCPU sends at most
+    ///   the events of its exit.
     pub fn send(&self, event: MachineEvent) {
         let is_end = matches!(event, MachineEvent::GuestShutdown | MachineEvent::GuestReset);
         if is_end && self.has_ended.swap(true, Ordering::Relaxed) {
             return;
         }
-        // Without an owner nobody is interested any more.
+        // An error means that the owner has ended.
         let _ = self.events.send((self.generation, event));
     }
 }
 
-/// How a VMM's run ended, other than well.
+/// Failure that ends the run of a VMM.
 #[derive(Debug, Error)]
 pub enum RunError {
-    /// The VM could not be built.
     #[error("Cannot boot the VM")]
     Boot(#[source] VmError),
-    /// The VM could not go on.
     #[error("The VM has ended: {0}")]
     Vm(VcpuEvent),
     #[error("The VM has ended: {event}, {count} times in a row soon after its start")]
     KeepsFaulting {
         event: VcpuEvent,
-        /// How many there were.
+        /// Number of these events.
         count: u32,
     },
 }
 
-/// What the loop does next.
+/// Next action of the owner's loop.
 enum Flow {
     Continue,
     End(Result<(), RunError>),
 }
 
-/// A VM: what it shall be, and its machine while it has one.
+/// Configuration of a VM, and its machine while there is one.
 struct Vm {
     config: VmConfig,
     state: VmState,
     machine: Option<Box<dyn Machine>>,
     started: Instant,
     restarts: RestartGuard,
-    /// Time of the delayed restart of a guest that has stopped itself.
+    /// Time of the delayed restart of a guest that has reset itself or has faulted.
     restart_at: Option<Instant>,
-    /// Why the machine was paused by itself: it must not go on.
+    /// Reason why the machine was paused after a failure. It must not be resumed.
     failure: Option<String>,
-    /// How the guest has ended itself while it was to stand still: that follows when it goes on.
+    /// End of the guest during a pause. It takes effect on resume.
     kept: Option<MachineEvent>,
 }
 
@@ -160,7 +158,6 @@ impl Vm {
         }
     }
 
-    /// The machine, while there is one.
     fn running(&mut self) -> Result<&mut Box<dyn Machine>, VmError> {
         let state = self.state;
         self.machine.as_mut().ok_or(VmError::WrongState {
@@ -177,9 +174,9 @@ impl Vm {
         Ok(standstill)
     }
 
-    /// What a failed flush should have made durable is lost: the kernel reports a page that it
-    /// could not write once, and drops it. There is nothing to try again, so a guest that was
-    /// paused for that never goes on.
+    /// Checks that the VM may be resumed. After a failed flush it may not, because the data is
+    /// lost: the kernel reports a failed write of a page once and then drops the page. A retry is
+    /// impossible.
     fn may_resume(&self) -> Result<VmState, VmError> {
         let next = state::next(self.state, Verb::Resume)?;
         match &self.failure {
@@ -190,7 +187,7 @@ impl Vm {
 
     fn resume(&mut self) -> Result<(), VmError> {
         let next = self.may_resume()?;
-        // A guest that waits for its restart stays stopped until then.
+        // A guest that waits for its delayed restart stays stopped until then.
         if self.restart_at.is_none() {
             self.running()?.resume();
         }
@@ -240,21 +237,20 @@ impl Vm {
         }
     }
 
-    /// The configuration follows: the machine that a reboot builds goes on with what was set.
+    /// Changes the governor, and the configuration for the machine of the next reboot.
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
         self.running()?.change_pressure(change)?;
         let before = self.config.governing();
         let mut pressure = before.clone();
         change.apply(&mut pressure);
-        // A change of nothing leaves unsaid what was not said.
+        // A change without effect does not add the section to the configuration.
         if pressure != before {
             self.config.pressure = Some(pressure);
         }
         Ok(())
     }
 
-    /// Resizes the machine. Without one, resizes the configuration, which takes effect at the next
-    /// boot.
+    /// Resizes the machine or, without one, the configuration for the next boot.
     fn resize(&mut self, resize: &Resize) -> Result<(), VmError> {
         if self.machine.is_none() {
             return self.reconfigure(resize, |config| resize.apply(config));
@@ -266,7 +262,7 @@ impl Vm {
         let plan = self.running()?.plan_resize(resize)?;
         self.check_next_boot(resize, &plan)?;
         // All checks precede the first step. Each step is stored for the next boot at once, without
-        // waiting for the guest, and stays stored if a later step fails.
+        // waiting for the guest. It stays stored if a later step fails.
         for step in plan {
             let next_boot = step.next_boot().clone();
             self.running()?.resize(step)?;
@@ -275,9 +271,9 @@ impl Vm {
         Ok(())
     }
 
-    /// Refuses a resize after which the VM could not boot. All parts are checked together. For
-    /// example, a balloon that the guest has room for now may be too large for its boot memory,
-    /// unless the same call makes it smaller.
+    /// Refuses a resize after which the VM could not boot. All parts are checked together, because
+    /// they depend on each other: a balloon that fits now may be too large for the next boot
+    /// memory, unless the same call deflates it.
     fn check_next_boot(&self, resize: &Resize, plan: &ResizePlan) -> Result<(), VmError> {
         let mut config = self.config.clone();
         plan.store(&mut config);
@@ -289,8 +285,7 @@ impl Vm {
         self.running()?.resize_disk(resize)
     }
 
-    /// Adds a device to the configuration, and to the machine if there is one; the next boot has it
-    /// as well.
+    /// Adds a device to the configuration for the next boot, and to the machine if there is one.
     fn add_device(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
         let mut config = self.config.clone();
         let in_use = self.machine.as_ref().map_or_else(Vec::new, |machine| machine.devices());
@@ -308,7 +303,8 @@ impl Vm {
         Ok(info)
     }
 
-    /// The configuration does without the device at once, whenever the guest lets it go.
+    /// Removes a device. The configuration loses it at once, although the guest may release it
+    /// later.
     fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
         if let Some(machine) = &mut self.machine {
             machine.remove_device(id)?;
@@ -321,8 +317,8 @@ impl Vm {
         }
     }
 
-    /// Changes the configuration as a whole or, if it would not be a valid one, not at all. `asked`
-    /// is what the client has said.
+    /// Changes the configuration if the result is valid. `asked` is the request, as the error shows
+    /// it.
     fn reconfigure(
         &mut self,
         asked: impl fmt::Display,
@@ -336,7 +332,7 @@ impl Vm {
     }
 }
 
-/// The owner of a VM, or of none as yet.
+/// Owner of a VM. It has no VM at first.
 pub struct Owner<F> {
     factory: F,
     vm: Option<Vm>,
@@ -346,12 +342,12 @@ pub struct Owner<F> {
     generation: u64,
     events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
     sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
-    /// How often pauses have ended, or what could be paused has: a pause that stands still late
-    /// sees that it is over.
+    /// Number of resumes, reboots, shutdowns and deletions. A pause that completes after one of
+    /// them is over.
     pauses_over: u64,
-    /// Those that do not stand still yet, as of which end, and whom to tell.
+    /// Pauses in progress, each with `pauses_over` at its start and its reply.
     pauses: JoinSet<(u64, Reply<()>)>,
-    /// What the VM is like, while nothing is served.
+    /// State of the VM while requests wait, for `vm.info`.
     busy: watch::Sender<Option<VmInfo>>,
 }
 
@@ -381,7 +377,7 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Boots the VM, if there is to be one from the start, then serves until the VMM shall end.
+    /// Boots the VM of `config`, if any, and then serves requests until the VMM ends.
     pub async fn run(
         mut self,
         config: Option<VmConfig>,
@@ -392,14 +388,13 @@ impl<F: MachineFactory> Owner<F> {
             self.create(config).and_then(|()| self.busily(Self::boot)).map_err(RunError::Boot)?;
         }
         loop {
-            // What has happened comes before what is asked: an answer never shows a state that is
-            // over.
+            // Events are handled before requests, so that no answer shows an outdated state.
             let restart_at = self.restart_at();
             let flow = tokio::select! {
                 biased;
                 Some(event) = self.events.recv() => self.handle_event(event),
                 Some(ended) = self.pauses.join_next() => {
-                    // A panic has taken the reply with it, which tells whoever waits for it.
+                    // After a panic, the dropped reply notifies the waiting client.
                     let _ = ended.map(|(since, reply)| self.stands_still(since, reply));
                     Flow::Continue
                 }
@@ -415,8 +410,8 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Does what may take its time: a machine is built or ends, or memory, a file or a device that
-    /// goes is waited for. Whoever asks meanwhile how the VM is need not wait for it.
+    /// Does work that may block: construction and end of a machine, or a wait for memory, a file or
+    /// a removed device. `vm.info` is answered meanwhile.
     fn busily<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
         self.busy.send_replace(self.vm.as_ref().map(Vm::info));
         let result = work(self);
@@ -433,13 +428,13 @@ impl<F: MachineFactory> Owner<F> {
             return Err(VmError::AlreadyCreated);
         }
         self.vm = Some(Vm::new(config));
-        // Cloud Hypervisor has no event for it.
+        // Cloud Hypervisor has no event for this.
         info!("The VM is created");
         Ok(())
     }
 
-    /// Ends the VM, whatever it is doing, and closes what it had open: the next one shares nothing
-    /// with it. Without a VM there is nothing to do.
+    /// Ends the VM in any state, and closes its files, so that the next VM shares nothing with it.
+    /// Does nothing without a VM.
     fn delete(&mut self) {
         let Some(vm) = self.vm.take() else { return };
         let ran = vm.machine.is_some();
@@ -475,8 +470,8 @@ impl<F: MachineFactory> Owner<F> {
         vm.resume()?;
         told.tell(Event::VmResumed);
         if let Some(event) = vm.kept.take() {
-            // It is handled before anything else is served. The owner has the other end of the
-            // queue.
+            // It is handled before the next request. Sending cannot fail, because the owner holds
+            // the receiver.
             let _ = self.sender.send((self.generation, event));
         }
         Ok(())
@@ -489,7 +484,7 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// What follows the end of a machine whose VM is kept.
+    /// Emits the events after the end of a machine whose VM remains.
     fn has_shut_down(&mut self) {
         self.told.end_machine();
         self.told.tell(Event::VmShutdown);
@@ -522,13 +517,13 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Answers once everything stands still ([`Owner::stands_still`]).
+    /// Pauses the VM. [`Owner::stands_still`] sends the answer when all parts have stopped.
     fn pause(&mut self, reply: Reply<()>) {
         match self.vm().and_then(Vm::pause) {
             Ok(standstill) => {
                 self.told.tell(Event::VmPausing);
                 let since = self.pauses_over;
-                // Elsewhere: a device may wait for a disk, and nobody else shall.
+                // On another thread, because a device may wait for a disk.
                 self.pauses.spawn_blocking(move || {
                     standstill();
                     (since, reply)
@@ -538,9 +533,9 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// The end of a pause, unless somebody has had the VM go on or end since: then nobody is told
-    /// that it is paused. The owner says so itself, and not who waited: nothing comes between
-    /// the look and the answer.
+    /// Completes a pause that has stopped all parts. If the VM was resumed or ended meanwhile, the
+    /// pause is refused and no event is sent. This runs in the owner and not on the waiting thread,
+    /// so that nothing can happen between the check and the answer.
     fn stands_still(&mut self, since: u64, reply: Reply<()>) {
         if since == self.pauses_over {
             self.told.tell(Event::VmPaused);
@@ -572,8 +567,8 @@ impl<F: MachineFactory> Owner<F> {
         let Some(vm) = self.vm.as_mut().filter(|vm| is_now && vm.machine.is_some()) else {
             return Flow::Continue;
         };
-        // An exit that is under way, or the watchdog, may come behind a pause. Whoever asked for
-        // that is told that the guest stands still, and so it does.
+        // An exit in progress or the watchdog may end the guest after a pause. The pause remains,
+        // because its client was told that the guest has stopped.
         if vm.state == VmState::Paused && event.ends_the_guest() {
             info!(?event, "The guest has ended itself in a pause, which follows when it goes on");
             vm.kept.get_or_insert(event);
@@ -610,7 +605,7 @@ impl<F: MachineFactory> Owner<F> {
             MachineEvent::MustPause { reason } => {
                 error!(%reason, "The VM is paused");
                 self.told.tell(Event::Failed { reason: &reason });
-                // Also when it is paused already: the vCPU that sent this has pulled the brake
+                // Also if the VM is paused already, because the sending vCPU has pulled the brake
                 // again.
                 if let Some(machine) = &mut vm.machine {
                     tokio::task::spawn_blocking(machine.pause());
@@ -663,7 +658,7 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::PowerButton(reply) => self.of_vm(reply, Vm::press_power_button),
             VmRequest::Nmi(reply) => self.of_vm(reply, Vm::send_nmi),
             VmRequest::ShutdownVmm(reply) => {
-                // The VM goes first: whoever gets the answer may use its pool at once.
+                // The VM ends before the answer, so that the client may use its pool at once.
                 self.busily(Self::delete);
                 answer(reply, Ok(()));
                 return Flow::End(Ok(()));
@@ -678,7 +673,7 @@ impl<F: MachineFactory> Owner<F> {
 }
 
 fn answer<T>(reply: Reply<T>, result: Result<T, VmError>) {
-    // A client that has gone does not want its answer any more.
+    // An error means that the client has disconnected.
     let _ = reply.send(result);
 }
 

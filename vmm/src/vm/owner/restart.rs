@@ -1,4 +1,4 @@
-//! Restarts by the guest. They are delayed if the guest restarts repeatedly.
+//! Restarts by the guest. Repeated restarts are delayed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -20,18 +20,17 @@ pub struct RestartMetrics {
 }
 
 impl RestartMetrics {
-    /// Counts a restart that is to wait for `delay`. A client may end the delay early.
+    /// Counts a restart that will be delayed by `delay`. A client may end the delay early.
     pub(crate) fn count(&self, delay: Duration) {
         self.delayed.fetch_add(1, Ordering::Relaxed);
         self.delay_ms.fetch_add(delay.as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// Restarts of the guest that had to wait.
+    /// Number of delayed restarts.
     pub fn delayed(&self) -> u64 {
         self.delayed.load(Ordering::Relaxed)
     }
 
-    /// Sum of the delays of these restarts.
     pub fn delay(&self) -> Duration {
         Duration::from_millis(self.delay_ms.load(Ordering::Relaxed))
     }
@@ -58,12 +57,12 @@ pub(super) async fn due(at: Option<Instant>) {
 }
 
 impl<F: MachineFactory> Owner<F> {
-    /// Time of the restart that the guest waits for. A pause postpones it.
+    /// Time of the delayed restart, if any. A pause postpones it.
     pub(super) fn restart_at(&self) -> Option<Instant> {
         self.vm.as_ref().filter(|vm| vm.state == VmState::Running).and_then(|vm| vm.restart_at)
     }
 
-    /// Restarts a guest that has reset itself or has faulted, at once or later.
+    /// Restarts a guest that has reset itself or has faulted, at once or after a delay.
     pub(super) fn restart_by_guest(&mut self, event: MachineEvent) -> Flow {
         let vm = self.vm.as_mut().expect("a machine that sends events has a VM");
         let fault = match event {
@@ -108,9 +107,9 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Ends the machine and builds a new one with the present configuration. DRAM is requested as
-    /// before, and PM has been returned to its pool. `tell` emits the events of the reboot. For a
-    /// reboot by the guest, it limits their rate.
+    /// Ends the machine and builds a new one from the present configuration. DRAM is requested as
+    /// before, and PM has been returned to its pool. `tell` emits the events, and limits their rate
+    /// for a reboot by the guest.
     pub(super) fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;

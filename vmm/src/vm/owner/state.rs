@@ -1,23 +1,23 @@
-//! Which request is legal when, and what an end of the guest leads to: pure, one table each.
+//! Tables of legal requests and of decisions on restarts, without side effects.
 
 use std::time::Duration;
 
 use crate::vm::request::{VmError, VmState};
 
-/// What is asked of a VM as a whole.
+/// Request that concerns the whole VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verb {
-    /// Start it. One that is paused goes on, as in Cloud Hypervisor until 52.
+    /// Start the VM, or resume a paused VM, as Cloud Hypervisor does before version 52.
     Boot,
-    /// Stop its vCPUs, keep everything.
+    /// Stop the vCPUs and keep the machine.
     Pause,
-    /// Let them go on.
+    /// Continue after a pause.
     Resume,
-    /// End it, keep its configuration.
+    /// End the machine and keep its configuration.
     Shutdown,
-    /// End it and start it again.
+    /// End the machine and start it again.
     Reboot,
-    /// Change it, or tell its guest something. A guest that stands still sees it when it goes on.
+    /// Change the VM or notify its guest. A paused guest notices on resume.
     Change,
 }
 
@@ -33,7 +33,7 @@ impl Verb {
         }
     }
 
-    /// The states in which this may be asked, in words for the error.
+    /// States in which the request is legal, for the error text.
     const fn needs(self) -> &'static str {
         match self {
             Self::Boot => "not booted, or paused",
@@ -44,7 +44,7 @@ impl Verb {
     }
 }
 
-/// The state that `verb` leads to from `state`, or why it may not be asked.
+/// Returns the state after `verb`, or an error if `verb` is illegal in `state`.
 pub(super) fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
     use VmState::{Created, Paused, Running};
     match (verb, state) {
@@ -60,16 +60,16 @@ pub(super) fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
 /// Decision on a guest that restarts itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Restart {
-    /// It starts again after this time.
+    /// Restart after this delay.
     After(Duration),
-    /// It has faulted [`RestartGuard::LIMIT`] times in a row: its payload is broken.
+    /// End the VM, because the guest has faulted [`RestartGuard::LIMIT`] times in a row.
     GiveUp,
 }
 
-/// Limits how often a guest can make the host build a machine by restarting, whether by the reset
-/// register, the watchdog or a triple fault. The first early restart is immediate, because
-/// installers and firmware restart on purpose. Later ones wait 1, 2, 4 s and so on. A guest that
-/// has run for a while starts again at once.
+/// Limits how often a restarting guest makes the host build a machine. Restarts by reset register,
+/// watchdog and triple fault all count. The first early restart is immediate, because installers
+/// and firmware restart on purpose. Later ones wait 1, 2, 4 s and so on. A guest that has run for a
+/// while restarts at once.
 #[derive(Debug, Default)]
 pub(super) struct RestartGuard {
     early_restarts: u32,
@@ -77,14 +77,14 @@ pub(super) struct RestartGuard {
 }
 
 impl RestartGuard {
-    /// So many early faults in a row end the VM.
+    /// Number of early faults in a row that end the VM.
     pub(super) const LIMIT: u32 = 3;
     /// A restart is early up to this time after the start.
     pub(super) const EARLY: Duration = Duration::from_secs(10);
     pub(super) const MAX_DELAY: Duration = Duration::from_secs(30);
 
-    /// Decides on a restart `uptime` after the start. Only a triple fault can be unintentional, so
-    /// only triple faults end the VM.
+    /// Decides on a restart `uptime` after the start. Only triple faults end the VM, because any
+    /// other restart can be intentional.
     pub(super) fn decide(&mut self, is_fault: bool, uptime: Duration) -> Restart {
         let is_early = uptime <= Self::EARLY;
         self.early_faults = if is_early && is_fault { self.early_faults + 1 } else { 0 };
@@ -171,7 +171,7 @@ mod tests {
     fn every_way_to_restart_counts() {
         let mut guard = RestartGuard::default();
         for nth in 0..1000 {
-            // A reset between faults keeps the VM alive, and does not shorten the delay.
+            // A reset between faults keeps the VM alive, but does not shorten the delay.
             let decision = guard.decide(nth % 3 != 0, SOON);
             assert!(
                 matches!(decision, Restart::After(delay) if nth < 6 || delay == RestartGuard::MAX_DELAY)

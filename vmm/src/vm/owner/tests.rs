@@ -1,4 +1,4 @@
-//! The owner with machines that only say what is done to them.
+//! The owner with fake machines that log the calls.
 
 mod busy;
 mod devices;
@@ -25,33 +25,33 @@ use crate::vm::request::{
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 
-/// What happened to the machines that were built, in order.
+/// Calls of all machines in their order.
 type Log = Arc<Mutex<Vec<&'static str>>>;
 
 /// Label of the resize step that fails because the host has no memory, if any.
 type FailingStep = Arc<Mutex<Option<&'static str>>>;
 
-/// What takes its time, until its sender is gone.
+/// Calls that block until their sender is dropped.
 #[derive(Clone, Default)]
 struct Delays(Arc<Mutex<BTreeMap<&'static str, mpsc::Receiver<()>>>>);
 
 impl Delays {
-    /// Has `what` take its time once, until what is returned is dropped.
+    /// Makes the next call of `what` block until the returned sender is dropped.
     fn add(&self, what: &'static str) -> mpsc::Sender<()> {
         let (sender, delay) = mpsc::channel();
         self.0.lock().insert(what, delay);
         sender
     }
 
-    /// Whether `what` has not begun.
+    /// Returns true until `what` begins.
     fn has(&self, what: &str) -> bool {
         self.0.lock().contains_key(what)
     }
 
-    /// The time that `what` takes.
+    /// Blocks until the sender of `what` is dropped.
     fn wait(&self, what: &str) {
         let delay = self.0.lock().remove(what);
-        // Its sender is gone.
+        // An error means that the sender is dropped.
         let _ = delay.map(|delay| delay.recv());
     }
 }
@@ -172,7 +172,7 @@ impl Drop for FakeMachine {
 pub(crate) struct FakeFactory {
     log: Log,
     senders: Arc<Mutex<Vec<EventSender>>>,
-    /// What each machine was built with.
+    /// Governor's configuration of each machine.
     pressure: Arc<Mutex<Vec<PressureConfig>>>,
     fail_from: Option<usize>,
     delays: Delays,
@@ -230,7 +230,8 @@ struct Fixture {
     end: tokio::task::JoinHandle<Result<(), RunError>>,
 }
 
-/// Starts an owner on the test's runtime; its first machine is built when this returns.
+/// Starts an owner on the test's runtime. Its first machine is built on return, unless `fail_from`
+/// is 0.
 async fn start(fail_from: Option<usize>) -> Fixture {
     let fixture = serve(fail_from, Some(test_config()), AtGuestShutdown::End);
     if fail_from != Some(0) {
@@ -239,7 +240,7 @@ async fn start(fail_from: Option<usize>) -> Fixture {
     fixture
 }
 
-/// Starts an owner with this VM from the start, or none.
+/// Starts an owner, with a VM if `config` is given.
 fn serve(
     fail_from: Option<usize>,
     config: Option<VmConfig>,
@@ -267,7 +268,7 @@ impl Fixture {
         self.senders.lock()[machine].send(event);
     }
 
-    /// What was told, all of it.
+    /// All emitted events.
     async fn told(mut self) -> Vec<&'static str> {
         self.events.end();
         let mut told = Vec::new();
@@ -277,8 +278,8 @@ impl Fixture {
         told
     }
 
-    /// Waits until `count` machines have been built. The clock advances to the next timer whenever
-    /// all tasks are idle.
+    /// Waits until `count` machines have been built. The clock advances to the next timer when all
+    /// tasks are idle.
     async fn built(&self, count: usize) {
         while self.senders.lock().len() < count {
             tokio::time::sleep(std::time::Duration::from_millis(100)).await;
@@ -314,7 +315,7 @@ fn a_reboot_ends_the_old_machine_before_the_new_one_is_built() {
     });
 }
 
-/// By the API: the VMM goes on.
+/// The reboot is requested by a client, so the VMM continues.
 #[test]
 fn a_reboot_that_fails_has_shut_the_vm_down() {
     run(async {
@@ -344,20 +345,20 @@ fn events_of_a_machine_that_has_been_replaced_are_dropped() {
     });
 }
 
-/// As a guest can that writes a port in a loop while a machine is built or memory found.
+/// A guest can write a port in a loop while a machine is built or memory is populated.
 #[test]
 fn a_guest_that_ends_itself_without_end_is_heard_once() {
     let (sender, mut events) = tokio::sync::mpsc::unbounded_channel();
     for generation in 0..2 {
         let machine = EventSender::new(generation, sender.clone());
         for _ in 0..1000 {
-            // A port has a sender of its own, and so has the watchdog.
+            // Each port and the watchdog have their own sender.
             machine.clone().send(MachineEvent::GuestReset);
             machine.clone().send(MachineEvent::GuestShutdown);
         }
         assert_eq!(events.try_recv(), Ok((generation, MachineEvent::GuestReset)));
         assert!(events.is_empty());
-        // What is asked of the guest it does once for each.
+        // The guest ejects each device once.
         (0..3).for_each(|slot| machine.send(MachineEvent::Ejected { slot }));
         assert_eq!(events.len(), 3);
         while events.try_recv().is_ok() {}
@@ -387,7 +388,7 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
         assert_eq!(shown().await, set);
         vm.send(0, MachineEvent::GuestReset);
         assert_eq!(vm.state().await, VmState::Running);
-        // So is a pause, and its end.
+        // A pause outlives a reboot as well, until it is ended.
         let pause = |pause| PressureChange { pause: Some(pause), ..PressureChange::default() };
         change(pause(true)).await.unwrap();
         assert!(shown().await.paused);
@@ -400,7 +401,7 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
         change(zone).await.unwrap();
         assert!(shown().await.paused);
         change(PressureChange { resume: Some(true), ..PressureChange::default() }).await.unwrap();
-        // So are parameters, until another policy takes its own with it.
+        // Parameters outlive a reboot, until the policy changes.
         let named = |json| serde_json::from_value::<PressureChange>(json).unwrap();
         let params = serde_json::json!({"policy": "amf", "params": {"reclaim": 40}});
         change(named(params)).await.unwrap();
@@ -408,7 +409,7 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
             serde_json::json!({"params": {"watermark-scale": 64}, "rules": {"cool_down": "2s"}});
         change(named(more)).await.unwrap();
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        // Another policy takes the size with it; one that is refused changes nothing.
+        // A new policy drops the size. A refused change has no effect.
         let off = PressureChange { policy: Some("off".to_owned()), ..PressureChange::default() };
         change(off).await.unwrap();
         let magic =
@@ -440,7 +441,7 @@ fn a_change_of_nothing_says_nothing_of_the_governor() {
         let said = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure;
         change(PressureChange::default()).await.unwrap();
         assert_eq!(said().await, None);
-        // Without memory on PM it is off, and what is off can be paused.
+        // Without PM memory the policy is `off`. It can be paused nevertheless.
         change(PressureChange { pause: Some(true), ..PressureChange::default() }).await.unwrap();
         let paused =
             PressureConfig { policy: "off".to_owned(), paused: true, ..PressureConfig::default() };
@@ -507,10 +508,10 @@ fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
             vm.send(machine, MachineEvent::GuestReset);
             vm.built(machine + 2).await;
         }
-        // 0, 1, 2, 4, 8, 16, 30 and 30 s. Without the delays it is some milliseconds.
+        // 0, 1, 2, 4, 8, 16, 30 and 30 s. Without delays, this takes some milliseconds.
         let elapsed = begin.elapsed().as_secs();
         assert!((91..93).contains(&elapsed), "{elapsed}");
-        // A client that reboots the VM does not wait.
+        // A reboot by a client is not delayed.
         vm.send(8, MachineEvent::GuestReset);
         assert_eq!(vm.state().await, VmState::Running);
         vm.send(8, triple_fault());
@@ -519,7 +520,7 @@ fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
         assert_eq!((vm.senders.lock().len(), now.elapsed().as_millis()), (10, 0));
         tokio::time::sleep(std::time::Duration::from_secs(60)).await;
         assert_eq!(vm.senders.lock().len(), 10, "the restart that was due is over");
-        // The next restart of a guest that ran for a while is immediate.
+        // The guest has run for a while, so its next restart is immediate.
         vm.send(9, MachineEvent::GuestReset);
         assert_eq!(vm.state().await, VmState::Running);
         assert_eq!(vm.senders.lock().len(), 11);
@@ -529,7 +530,7 @@ fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
             delays += u32::from(event.event == "restart-delayed");
         }
         assert_eq!(delays, 8);
-        // The last delay is 30 s as well. A client has ended it early.
+        // The last delay is 30 s as well, but a client has ended it early.
         assert_eq!((vm.restarts.delayed(), vm.restarts.delay().as_secs()), (8, 121));
     });
 }
@@ -592,13 +593,13 @@ fn a_vm_that_was_paused_for_a_failure_tells_why_and_never_goes_on() {
             vm.send(0, MachineEvent::MustPause { reason: reason.to_owned() });
         }
         let info = vm.handle.ask(VmRequest::Info).await.unwrap();
-        // The first reason: what follows comes of it.
+        // The first reason is shown, because later failures follow from it.
         assert_eq!(info.pause_reason.unwrap(), "flush of data failed: no room");
         let refused = vm.handle.ask(VmRequest::Resume).await.unwrap_err();
         assert!(matches!(&refused, VmError::CannotResume { reason } if reason.contains("no room")));
         assert_eq!(vm.state().await, VmState::Paused);
         assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
-        // Another machine has not failed.
+        // A new machine has not failed.
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().pause_reason, None);
         vm.handle.ask(VmRequest::Pause).await.unwrap();
@@ -675,11 +676,11 @@ fn a_vmm_without_a_vm_serves_until_there_is_one() {
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
         assert!(matches!(create().await, Err(VmError::AlreadyCreated)));
-        // Deleting ends it; another one may follow.
+        // After the deletion, another VM can be created.
         vm.handle.ask(VmRequest::Delete).await.unwrap();
         assert!(matches!(vm.handle.ask(VmRequest::Info).await, Err(VmError::NotCreated)));
         create().await.unwrap();
-        // What the first one has still to say is about nobody.
+        // Events of the deleted VM are dropped.
         vm.send(0, MachineEvent::GuestShutdown);
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         vm.send(0, triple_fault());

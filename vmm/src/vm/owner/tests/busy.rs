@@ -1,14 +1,14 @@
-//! What is answered while something takes its time.
+//! Answers while the owner is busy.
 
 use super::*;
 use crate::config::{DiskConfig, PmMemoryConfig};
 
-/// An owner on a thread of its own, as it is beside the API's.
+/// Owner on its own thread, separate from that of the API.
 struct Elsewhere {
     handle: VmHandle,
     delays: Delays,
     senders: Arc<Mutex<Vec<EventSender>>>,
-    /// What was asked for and not done, and why.
+    /// Error of a request that has failed.
     refused: Arc<Mutex<Option<VmError>>>,
     thread: std::thread::JoinHandle<Result<(), RunError>>,
 }
@@ -29,8 +29,8 @@ impl Elsewhere {
         Self { handle, delays, senders, refused: Arc::default(), thread }
     }
 
-    /// That `what` takes its time when `begin` has it done, and the VM is said to be in this state
-    /// meanwhile.
+    /// Checks that `begin` leads to a call of `what` that blocks, and that `vm.info` shows the
+    /// state `meanwhile` until it returns.
     async fn check(&self, what: &'static str, meanwhile: VmState, begin: impl FnOnce(&Self)) {
         let delay = self.delays.add(what);
         begin(self);
@@ -43,11 +43,11 @@ impl Elsewhere {
             assert_eq!(self.handle.info().await.unwrap().state, meanwhile, "{what}");
         }
         drop(delay);
-        // When this is answered it is done, or the VMM has ended.
+        // The answer means that the work is done. An error means that the VMM has ended.
         let _ = self.handle.ask(VmRequest::Info).await;
     }
 
-    /// Asks, and does not wait for the answer.
+    /// Sends a request without waiting for the answer.
     fn ask<T: Send + 'static>(&self, request: impl FnOnce(Reply<T>) -> VmRequest + 'static) {
         let (handle, refused) = (self.handle.clone(), Arc::clone(&self.refused));
         drop(tokio::task::spawn_local(
@@ -66,7 +66,7 @@ fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
     let vm = Elsewhere::start(FakeFactory::default(), None, AtGuestShutdown::Stay);
     run(async {
         let mut config = test_config();
-        // The configuration follows the resize, and is to be a valid one then.
+        // The configuration must still be valid after the resize.
         config.memory.hotplug_size = Some(1 << 30);
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/pool,size=1G").unwrap()];
         vm.handle.ask(|reply| VmRequest::Create(Box::new(config), reply)).await.unwrap();
@@ -92,7 +92,7 @@ fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
         })
         .await;
         vm.check("drop", VmState::Running, |vm| vm.ask(VmRequest::Reboot)).await;
-        // What the guest has done by itself.
+        // Events of the guest.
         let event = |event| move |vm: &Elsewhere| vm.senders.lock().last().unwrap().send(event);
         vm.check("build", VmState::Running, event(MachineEvent::GuestReset)).await;
         vm.check("drop", VmState::Running, event(MachineEvent::GuestShutdown)).await;
@@ -104,7 +104,7 @@ fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
     vm.end();
 }
 
-/// One that is there from the start, and whose end is the VMM's.
+/// A VM from the command line, whose end is also the end of the VMM.
 #[test]
 fn info_is_answered_while_the_first_machine_is_built_and_while_the_last_one_ends() {
     let factory = FakeFactory::default();
@@ -130,8 +130,8 @@ fn a_pause_is_answered_when_everything_stands_still_and_others_do_not_wait() {
         let moves = vm.delays.add("stand still");
         let handle = vm.handle.clone();
         let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
-        // The owner takes one request after the other: when this one is answered, it has done what
-        // it does for a pause.
+        // Requests are handled one at a time, so this answer means that the owner's part of the
+        // pause is done.
         while vm.state().await != VmState::Paused {}
         assert_eq!(vm.state().await, VmState::Paused);
         assert!(!pause.is_finished());

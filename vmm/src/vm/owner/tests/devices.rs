@@ -1,4 +1,4 @@
-//! Devices that come and go, before boot and after it.
+//! Devices that are added and removed, before and after boot.
 
 use super::*;
 
@@ -33,19 +33,19 @@ fn devices_of_a_vm_that_does_not_run_are_its_configuration() {
         assert!(matches!(remove(&vm, "x").await, Err(VmError::NoSuchDevice { .. })));
         remove(&vm, "d").await.unwrap();
         assert_eq!(disk_ids(&vm).await, []);
-        // What was open for it is closed.
+        // Its open files were closed.
         assert_eq!(vm.log(), ["keep"]);
     });
 }
 
-/// An interface whose one queue is this pipe's end.
+/// Interface with this end of a pipe as its only queue.
 fn net_of(text: &str, fd: std::os::fd::OwnedFd) -> Box<DeviceConfig> {
     let mut net = crate::config::NetConfig::parse(text).unwrap();
     net.fds = vec![fd.into()];
     Box::new(DeviceConfig::Net(net))
 }
 
-/// Whether somebody has the other end of it.
+/// Returns true while the other end of the pipe is open.
 fn is_open(reader: &mut std::io::PipeReader) -> bool {
     rustix::io::ioctl_fionbio(&*reader, true).unwrap();
     std::io::Read::read(reader, &mut [0]).is_err()
@@ -68,7 +68,7 @@ fn descriptors_of_an_interface_are_kept_over_reboots_and_closed_when_it_goes() {
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         assert_eq!(net().await, given);
         assert!(is_open(&mut reader));
-        // What is refused is closed.
+        // Descriptors of a refused interface are closed.
         let (mut other, writer) = std::io::pipe().unwrap();
         assert!(matches!(add("id=n", writer.into()).await, Err(VmError::Config(_))));
         assert!(!is_open(&mut other));
@@ -79,7 +79,7 @@ fn descriptors_of_an_interface_are_kept_over_reboots_and_closed_when_it_goes() {
         remove(&vm, "n").await.unwrap();
         assert_eq!(net().await, []);
         assert!(!is_open(&mut reader));
-        // So are those of a VM that is deleted.
+        // Descriptors of a deleted VM are closed as well.
         let (mut reader, writer) = std::io::pipe().unwrap();
         assert!(add("", writer.into()).await.unwrap().is_some());
         assert!(is_open(&mut reader));
@@ -111,28 +111,28 @@ fn devices_of_a_vm_that_runs_are_the_next_boots_as_well() {
         let vm = start(None).await;
         let info = add(&vm, "path=/d").await.unwrap().unwrap();
         assert_eq!(info, PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:05.0".to_owned() });
-        // What the machine refuses is not in the configuration either.
+        // A device that the machine refuses is not in the configuration either.
         assert!(matches!(add(&vm, "path=/missing,id=m").await, Err(VmError::Failed(_))));
         assert!(matches!(add(&vm, "path=/e,id=_disk0").await, Err(VmError::Config(_))));
         assert_eq!(disk_ids(&vm).await, [Some("_disk0".to_owned())]);
-        // In a VM that is paused as well; and the configuration does not wait for the guest.
+        // A paused VM accepts devices as well, and the configuration does not wait for the guest.
         let _ = vm.handle.ask(VmRequest::Pause).await;
         assert!(add(&vm, "path=/e,id=e").await.unwrap().is_some());
         remove(&vm, "_disk0").await.unwrap();
         assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
-        // The guest still has one that was removed: its name is not given to another.
+        // The guest still has a removed device, so its id is not reused.
         for id in ["_disk0", "_disk2"] {
             assert_eq!(add(&vm, "path=/f").await.unwrap().unwrap().id, id);
         }
         for id in ["_disk0", "_disk2"] {
             remove(&vm, id).await.unwrap();
         }
-        // It may be asked again until it is gone: the machine knows.
+        // A removal may be repeated until the device is gone, because the machine still knows it.
         remove(&vm, "_disk0").await.unwrap();
         assert!(matches!(remove(&vm, "nobody").await, Err(VmError::NoSuchDevice { .. })));
         vm.send(0, MachineEvent::Ejected { slot: 5 });
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        // One of a machine that was replaced.
+        // Event of a replaced machine.
         vm.send(0, MachineEvent::Ejected { slot: 5 });
         assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
         assert_eq!(vm.log().iter().filter(|entry| **entry == "ejected").count(), 1);

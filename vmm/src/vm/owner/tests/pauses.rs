@@ -1,4 +1,4 @@
-//! What comes behind a pause: ends of the guest, and clients who want something else.
+//! Events and requests during a pause: ends of the guest, and clients that end the pause.
 
 use super::*;
 
@@ -8,7 +8,7 @@ fn a_guest_that_ends_itself_in_a_pause_stands_still_and_ends_when_it_goes_on() {
         for event in [MachineEvent::GuestReset, triple_fault()] {
             let vm = start(None).await;
             vm.handle.ask(VmRequest::Pause).await.unwrap();
-            // One end is enough, whoever else has one to tell.
+            // A second end of the guest has no further effect.
             for _ in 0..2 {
                 vm.send(0, event.clone());
                 assert_eq!(vm.state().await, VmState::Paused);
@@ -35,7 +35,7 @@ fn an_end_that_was_kept_is_its_machines_alone() {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Pause).await.unwrap();
         vm.send(0, MachineEvent::GuestShutdown);
-        // A client's reboot is done in a pause as well, and ends it.
+        // A client can reboot a paused VM, which ends the pause.
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
         vm.handle.ask(VmRequest::Pause).await.unwrap();
@@ -49,14 +49,14 @@ fn an_end_that_was_kept_is_its_machines_alone() {
     });
 }
 
-/// That a pause, which stands still only after `undo`, is refused then, and why; and what is told
-/// of the VM.
+/// Pauses the VM, and calls `undo` before all parts have stopped. Returns the error of the pause,
+/// and the events since its start.
 async fn undone(undo: impl AsyncFnOnce(&VmHandle)) -> (VmError, Vec<&'static str>) {
     let vm = start(None).await;
     let moves = vm.delays.add("stand still");
     let handle = vm.handle.clone();
     let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
-    // It is this one that takes its time, and not one that follows.
+    // Ensures that this pause is delayed and not a later one.
     while vm.delays.has("stand still") {
         tokio::task::yield_now().await;
     }
@@ -92,7 +92,7 @@ fn a_pause_that_is_over_before_everything_stands_still_is_no_pause() {
     });
 }
 
-/// Each of two is its own: what ends the first is not the second's.
+/// The end of the first pause does not end the second one.
 #[test]
 fn a_pause_that_follows_one_that_is_over_is_told() {
     run(async {
@@ -103,7 +103,7 @@ fn a_pause_that_follows_one_that_is_over_is_told() {
         .await;
         assert!(matches!(refused, VmError::WrongState { state: VmState::Paused, .. }), "{refused}");
         assert_eq!(told, ["pausing", "resuming", "resumed", "pausing", "paused"]);
-        // Another VM has pauses of its own.
+        // The pauses of another VM are separate.
         let (refused, told) = undone(async |vm| {
             vm.ask(VmRequest::Delete).await.unwrap();
             vm.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
@@ -125,7 +125,7 @@ fn a_boot_of_a_vm_that_is_paused_is_a_resume() {
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
         assert_eq!(vm.log(), ["build", "resume", "pause", "resume"]);
-        // Also of one that must not go on.
+        // Also for a VM that must not be resumed.
         vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
         assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::CannotResume { .. })));
         assert_eq!(

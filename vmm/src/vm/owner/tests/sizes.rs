@@ -1,4 +1,4 @@
-//! Memory and vCPUs of another size, and what the next boot has of it.
+//! Resizes of memory and vCPUs, and their effect on the next boot.
 
 use super::*;
 use crate::config::{BalloonConfig, MemoryConfig, PmMemoryConfig};
@@ -33,7 +33,7 @@ fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
         resize(more).await.unwrap();
         let info = vm.handle.ask(VmRequest::Info).await.unwrap();
         assert_eq!((info.config.memory.size, info.memory_actual_size), (1 << 30, 1 << 30));
-        // All of it or nothing, and in the words of who asks.
+        // A resize is applied completely or not at all, and errors quote the request.
         for ((desired_vcpus, desired_ram, desired_balloon), told) in [
             ((Some(3), None, None), "vm.resize: desired_vcpus is 3, and must be 1"),
             ((Some(0), Some(1 << 30), None), "vm.resize: desired_vcpus is 0, and must be 1"),
@@ -74,7 +74,7 @@ fn the_next_boot_has_what_has_come_by_acpi() {
             resize(bytes).await.unwrap();
             assert_eq!(size().await, bytes);
         }
-        // What could not be booted is refused, and the machine is not asked.
+        // A size that could not be booted is refused without a call of the machine.
         assert!(matches!(resize(5000).await, Err(VmError::BadRequest(_))));
         assert_eq!(size().await, 256 << 20);
         assert_eq!(vm.log(), ["build", "resume", "resize dram", "resize dram"]);
@@ -121,7 +121,7 @@ fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
         assert_eq!(count().await, 4);
         vm.send(0, MachineEvent::VcpuEjected { index: 2 });
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        // Of an earlier machine.
+        // Event of a replaced machine.
         vm.send(0, MachineEvent::VcpuEjected { index: 1 });
         assert_eq!(count().await, 4);
         let expected = "build, resume, resize vcpus, vcpu ejected, drop, build, resume";
@@ -157,8 +157,8 @@ fn no_resize_leaves_a_balloon_that_the_next_boot_has_no_room_for() {
             desired_balloon: balloon_mib.map(|mib| mib << 20),
             ..ResizeRequest::default()
         };
-        // The guest keeps a quarter of what it boots with: each of these alone is well, but for the
-        // last of its row.
+        // The guest keeps a quarter of its boot memory. Only the last request of each row is
+        // refused.
         let rows = [
             vec![wish(Some(256), Some(300))],
             vec![wish(Some(256), None), wish(None, Some(300))],
@@ -181,7 +181,7 @@ fn no_resize_leaves_a_balloon_that_the_next_boot_has_no_room_for() {
             assert_eq!(after, before, "{row:?}");
             assert_eq!(after.validate(), Ok(()), "{row:?}");
         }
-        // What makes room in the same call is.
+        // A request may deflate the balloon and shrink the memory at once.
         let vm = serve(None, Some(config()), AtGuestShutdown::End);
         for wish in [wish(None, Some(300)), wish(Some(256), Some(0))] {
             vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(wish), reply)).await.unwrap();

@@ -1,4 +1,4 @@
-//! What is told of a VM's life.
+//! Events of a VM.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn what_happens_is_told_in_its_order() {
         vm.handle.ask(|reply| VmRequest::Resize(Resize::Vm(resize), reply)).await.unwrap();
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
-        // What is refused is not told.
+        // Refused requests emit no event.
         assert!(vm.handle.ask(VmRequest::Pause).await.is_err());
         assert!(vm.handle.ask(VmRequest::Resume).await.is_err());
         vm.handle.ask(VmRequest::Boot).await.unwrap();
@@ -24,7 +24,7 @@ fn what_happens_is_told_in_its_order() {
             "booting booted failed shutdown deleted",
         ];
         assert_eq!(vm.told().await.join(" "), expected.join(" "));
-        // A boot that fails only begins; a guest that switches itself off takes all with it.
+        // A failed boot emits only its first event. A guest that powers itself off deletes its VM.
         let vm = serve(Some(0), None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
         assert!(vm.handle.ask(VmRequest::Boot).await.is_err());
@@ -38,8 +38,8 @@ fn what_happens_is_told_in_its_order() {
     });
 }
 
-/// A guest may restart as often as it likes; what is told may end up in a file. A client's restarts
-/// are told each time.
+/// A guest can restart at any rate, and events may be written to a file. Restarts by a client are
+/// always emitted.
 #[test]
 fn a_guest_that_restarts_in_a_loop_is_told_of_ever_less_but_of_how_it_is() {
     run(async {
@@ -57,7 +57,8 @@ fn a_guest_that_restarts_in_a_loop_is_told_of_ever_less_but_of_how_it_is() {
         let count = |name| told.iter().filter(|event| **event == name).count();
         assert!((101..150).contains(&count("rebooting")), "{told:?}");
         assert!(withheld > 900, "{withheld}");
-        // Between the guest's last restart and the first that a client asked for: that it was over.
+        // Between the guest's last restart and the client's first reboot, its completion is
+        // emitted.
         assert_eq!(
             &told[told.len() - 203..][..3],
             ["rebooted", "rebooting", "rebooted"],
