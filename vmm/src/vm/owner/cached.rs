@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_is_read_once_for_each_span_however_often_it_is_asked_for() {
+    fn value_is_read_once_per_max_age() {
         let start = Instant::now();
         let mut cached = Cached::new(Duration::from_millis(1000));
         let mut reads = 0;
@@ -47,7 +47,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_is_read_again_when_what_it_depends_on_has_changed() {
+    fn value_is_read_again_when_its_key_changes() {
         let now = Instant::now();
         let mut cached = Cached::new(Duration::from_secs(1));
         assert_eq!(*cached.get(7, now, || "with seven plugged"), "with seven plugged");

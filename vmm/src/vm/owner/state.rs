@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_of_transitions() {
+    fn each_verb_leads_to_its_state() {
         use VmState::{Created, Paused, Running};
         let table = [
             (Verb::Boot, [Some(Running), None, Some(Running)]),
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_what_would_be_needed() {
+    fn refused_verb_names_the_needed_state() {
         let text = next(VmState::Created, Verb::Pause).unwrap_err().to_string();
         assert_eq!(text, "The VM is Created, and vm.pause needs it running");
     }
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn only_early_faults_in_a_row_end_a_guest() {
+    fn only_early_faults_in_a_row_end_the_vm() {
         let mut guard = RestartGuard::default();
         let mut gives_up = |uptime| guard.decide(true, uptime) == Restart::GiveUp;
         assert!([SOON, SOON, LATE, SOON, SOON].into_iter().all(|uptime| !gives_up(uptime)));
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn early_restarts_wait_ever_longer_and_never_end_a_guest() {
+    fn delay_of_early_restarts_doubles_without_ending_the_vm() {
         let mut guard = RestartGuard::default();
         let mut delay_s = |uptime| match guard.decide(false, uptime) {
             Restart::After(delay) => delay.as_secs(),
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn every_way_to_restart_counts() {
+    fn resets_and_faults_both_count_as_restarts() {
         let mut guard = RestartGuard::default();
         for nth in 0..1000 {
             // A reset between faults keeps the VM alive, but does not shorten the delay.

@@ -306,7 +306,7 @@ fn triple_fault() -> MachineEvent {
 }
 
 #[test]
-fn a_reboot_ends_the_old_machine_before_the_new_one_is_built() {
+fn reboot_drops_old_machine_before_building_new_one() {
     run(async {
         let vm = start(None).await;
         vm.send(0, MachineEvent::GuestReset);
@@ -317,7 +317,7 @@ fn a_reboot_ends_the_old_machine_before_the_new_one_is_built() {
 
 /// The reboot is requested by a client, so the VMM continues.
 #[test]
-fn a_reboot_that_fails_has_shut_the_vm_down() {
+fn failed_reboot_shuts_vm_down() {
     run(async {
         let vm = start(Some(1)).await;
         let mut watcher = vm.events.watch();
@@ -334,7 +334,7 @@ fn a_reboot_that_fails_has_shut_the_vm_down() {
 }
 
 #[test]
-fn events_of_a_machine_that_has_been_replaced_are_dropped() {
+fn events_of_replaced_machine_are_dropped() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
@@ -347,7 +347,7 @@ fn events_of_a_machine_that_has_been_replaced_are_dropped() {
 
 /// A guest can write a port in a loop while a machine is built or memory is populated.
 #[test]
-fn a_guest_that_ends_itself_without_end_is_heard_once() {
+fn only_first_end_of_a_machine_is_sent() {
     let (sender, mut events) = tokio::sync::mpsc::unbounded_channel();
     for generation in 0..2 {
         let machine = EventSender::new(generation, sender.clone());
@@ -366,7 +366,7 @@ fn a_guest_that_ends_itself_without_end_is_heard_once() {
 }
 
 #[test]
-fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
+fn governor_settings_survive_reboot_and_shutdown() {
     run(async {
         let vm = start(None).await;
         let change =
@@ -432,7 +432,7 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
 }
 
 #[test]
-fn a_change_of_nothing_says_nothing_of_the_governor() {
+fn empty_change_of_governor_is_not_stored() {
     run(async {
         let config = VmConfig { pressure: None, ..test_config() };
         let vm = serve(None, Some(config), AtGuestShutdown::End);
@@ -450,7 +450,7 @@ fn a_change_of_nothing_says_nothing_of_the_governor() {
 }
 
 #[test]
-fn a_guest_that_switches_itself_off_ends_the_run_well() {
+fn guest_shutdown_ends_the_run_without_error() {
     run(async {
         let vm = start(None).await;
         vm.send(0, MachineEvent::GuestShutdown);
@@ -460,7 +460,7 @@ fn a_guest_that_switches_itself_off_ends_the_run_well() {
 }
 
 #[test]
-fn an_access_to_unplugged_memory_ends_the_run_with_its_reason() {
+fn access_to_unplugged_memory_ends_the_run_with_error() {
     run(async {
         let vm = start(None).await;
         vm.send(0, MachineEvent::Vcpu(VcpuEvent::UnpluggedAccess { index: 1, rip: 0xabc }));
@@ -483,7 +483,7 @@ fn triple_faults_restart_the_guest_until_it_keeps_faulting() {
 }
 
 #[test]
-fn guest_restarts_at_once_after_the_client_has_shut_it_down_and_booted_it() {
+fn restart_is_immediate_after_shutdown_and_boot_by_client() {
     run(async {
         let vm = start(None).await;
         for machine in 0..4 {
@@ -500,7 +500,7 @@ fn guest_restarts_at_once_after_the_client_has_shut_it_down_and_booted_it() {
 }
 
 #[test]
-fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
+fn reset_loop_is_delayed_while_api_is_served() {
     run(async {
         let mut vm = start(None).await;
         let begin = tokio::time::Instant::now();
@@ -536,7 +536,7 @@ fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
 }
 
 #[test]
-fn vcpus_of_a_guest_that_resets_at_once_stop_until_its_delayed_restart() {
+fn vcpus_stop_until_delayed_restart() {
     run(async {
         let vm = start(None).await;
         vm.send(0, MachineEvent::GuestReset);
@@ -551,7 +551,7 @@ fn vcpus_of_a_guest_that_resets_at_once_stop_until_its_delayed_restart() {
 }
 
 #[test]
-fn a_pause_holds_a_delayed_restart_up() {
+fn pause_postpones_delayed_restart() {
     run(async {
         let vm = start(None).await;
         vm.send(0, MachineEvent::GuestReset);
@@ -573,7 +573,7 @@ fn a_pause_holds_a_delayed_restart_up() {
 }
 
 #[test]
-fn a_failed_flush_pauses_and_is_not_the_end() {
+fn failed_flush_pauses_the_vm() {
     run(async {
         let vm = start(None).await;
         vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
@@ -586,7 +586,7 @@ fn a_failed_flush_pauses_and_is_not_the_end() {
 }
 
 #[test]
-fn a_vm_that_was_paused_for_a_failure_tells_why_and_never_goes_on() {
+fn vm_paused_by_failure_shows_reason_and_cannot_resume() {
     run(async {
         let vm = start(None).await;
         for reason in ["flush of data failed: no room", "flush of more failed"] {
@@ -609,7 +609,7 @@ fn a_vm_that_was_paused_for_a_failure_tells_why_and_never_goes_on() {
 }
 
 #[test]
-fn a_governor_can_be_changed_while_its_vm_is_paused() {
+fn governor_of_paused_vm_can_be_changed() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Pause).await.unwrap();
@@ -620,7 +620,7 @@ fn a_governor_can_be_changed_while_its_vm_is_paused() {
 }
 
 #[test]
-fn a_vm_that_is_paused_by_hand_and_fails_meanwhile_stays_paused() {
+fn failure_during_a_pause_prevents_resume() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Pause).await.unwrap();
@@ -635,7 +635,7 @@ fn a_vm_that_is_paused_by_hand_and_fails_meanwhile_stays_paused() {
 }
 
 #[test]
-fn a_boot_that_fails_is_the_runs_error() {
+fn failed_initial_boot_is_error_of_the_run() {
     run(async {
         let vm = start(Some(0)).await;
         assert!(matches!(vm.end.await.unwrap(), Err(RunError::Boot(VmError::Failed(_)))));
@@ -643,7 +643,7 @@ fn a_boot_that_fails_is_the_runs_error() {
 }
 
 #[test]
-fn the_vm_is_gone_before_the_vmm_says_that_it_ends() {
+fn shutdown_vmm_is_answered_after_end_of_vm() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::ShutdownVmm).await.unwrap();
@@ -653,7 +653,7 @@ fn the_vm_is_gone_before_the_vmm_says_that_it_ends() {
 }
 
 #[test]
-fn a_vmm_without_a_vm_serves_until_there_is_one() {
+fn vmm_without_vm_serves_create() {
     run(async {
         let vm = serve(None, None, AtGuestShutdown::End);
         for nothing in [
@@ -690,7 +690,7 @@ fn a_vmm_without_a_vm_serves_until_there_is_one() {
 }
 
 #[test]
-fn buttons_and_interrupts_are_for_a_machine_that_stands_still_as_well() {
+fn paused_vm_accepts_power_button_and_nmi() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::PowerButton).await.unwrap();
@@ -711,7 +711,7 @@ fn buttons_and_interrupts_are_for_a_machine_that_stands_still_as_well() {
 }
 
 #[test]
-fn a_boot_that_fails_leaves_the_vm_created() {
+fn failed_boot_leaves_vm_created() {
     run(async {
         let vm = serve(Some(0), None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
@@ -722,7 +722,7 @@ fn a_boot_that_fails_leaves_the_vm_created() {
 }
 
 #[test]
-fn with_no_shutdown_the_vmm_outlives_its_guest() {
+fn no_shutdown_keeps_vmm_after_guest_shutdown() {
     run(async {
         let vm = serve(None, Some(test_config()), AtGuestShutdown::Stay);
         assert_eq!(vm.state().await, VmState::Running);

@@ -62,7 +62,7 @@ impl Elsewhere {
 }
 
 #[test]
-fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
+fn info_is_answered_with_previous_state_while_owner_is_busy() {
     let vm = Elsewhere::start(FakeFactory::default(), None, AtGuestShutdown::Stay);
     run(async {
         let mut config = test_config();
@@ -106,7 +106,7 @@ fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
 
 /// A VM from the command line, whose end is also the end of the VMM.
 #[test]
-fn info_is_answered_while_the_first_machine_is_built_and_while_the_last_one_ends() {
+fn info_is_answered_during_initial_boot_and_final_shutdown() {
     let factory = FakeFactory::default();
     let building = factory.delays.add("build");
     let vm = Elsewhere::start(factory, Some(test_config()), AtGuestShutdown::End);
@@ -124,7 +124,7 @@ fn info_is_answered_while_the_first_machine_is_built_and_while_the_last_one_ends
 }
 
 #[test]
-fn a_pause_is_answered_when_everything_stands_still_and_others_do_not_wait() {
+fn pause_is_answered_after_standstill_without_delaying_others() {
     run(async {
         let vm = start(None).await;
         let moves = vm.delays.add("stand still");
@@ -141,7 +141,7 @@ fn a_pause_is_answered_when_everything_stands_still_and_others_do_not_wait() {
 }
 
 #[test]
-fn info_has_the_memory_without_looking_for_what_is_resident() {
+fn info_shows_memory_size_without_resident_sizes() {
     run(async {
         let vm = start(None).await;
         let info = vm.handle.ask(VmRequest::Info).await.unwrap();

@@ -20,7 +20,7 @@ async fn disk_ids(vm: &Fixture) -> Vec<Option<String>> {
 }
 
 #[test]
-fn devices_of_a_vm_that_does_not_run_are_its_configuration() {
+fn devices_of_stopped_vm_are_in_its_configuration() {
     run(async {
         let vm = serve(None, None, AtGuestShutdown::End);
         assert!(matches!(add(&vm, "path=/d").await, Err(VmError::NotCreated)));
@@ -52,7 +52,7 @@ fn is_open(reader: &mut std::io::PipeReader) -> bool {
 }
 
 #[test]
-fn descriptors_of_an_interface_are_kept_over_reboots_and_closed_when_it_goes() {
+fn descriptors_of_interface_survive_reboot_and_close_on_removal() {
     run(async {
         let vm = serve(None, None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
@@ -89,7 +89,7 @@ fn descriptors_of_an_interface_are_kept_over_reboots_and_closed_when_it_goes() {
 }
 
 #[test]
-fn info_has_a_tree_of_devices_while_there_is_a_machine() {
+fn info_shows_device_tree_while_there_is_a_machine() {
     run(async {
         let vm = start(None).await;
         let tree = async || vm.handle.ask(VmRequest::Info).await.unwrap().device_tree;
@@ -106,7 +106,7 @@ fn info_has_a_tree_of_devices_while_there_is_a_machine() {
 }
 
 #[test]
-fn devices_of_a_vm_that_runs_are_the_next_boots_as_well() {
+fn devices_added_to_running_vm_are_in_next_boot() {
     run(async {
         let vm = start(None).await;
         let info = add(&vm, "path=/d").await.unwrap().unwrap();

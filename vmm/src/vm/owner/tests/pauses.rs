@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_guest_that_ends_itself_in_a_pause_stands_still_and_ends_when_it_goes_on() {
+fn end_of_paused_guest_takes_effect_on_resume() {
     run(async {
         for event in [MachineEvent::GuestReset, triple_fault()] {
             let vm = start(None).await;
@@ -30,7 +30,7 @@ fn a_guest_that_ends_itself_in_a_pause_stands_still_and_ends_when_it_goes_on() {
 }
 
 #[test]
-fn an_end_that_was_kept_is_its_machines_alone() {
+fn kept_end_does_not_apply_to_next_machine() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Pause).await.unwrap();
@@ -68,7 +68,7 @@ async fn undone(undo: impl AsyncFnOnce(&VmHandle)) -> (VmError, Vec<&'static str
 }
 
 #[test]
-fn a_pause_that_is_over_before_everything_stands_still_is_no_pause() {
+fn pause_undone_before_standstill_is_refused() {
     run(async {
         let (refused, told) = undone(async |vm| vm.ask(VmRequest::Resume).await.unwrap()).await;
         let expected = "The VM is Running, and vm.pause needs it left alone until it stands still";
@@ -94,7 +94,7 @@ fn a_pause_that_is_over_before_everything_stands_still_is_no_pause() {
 
 /// The end of the first pause does not end the second one.
 #[test]
-fn a_pause_that_follows_one_that_is_over_is_told() {
+fn second_pause_is_independent_of_undone_one() {
     run(async {
         let (refused, told) = undone(async |vm| {
             vm.ask(VmRequest::Resume).await.unwrap();
@@ -117,7 +117,7 @@ fn a_pause_that_follows_one_that_is_over_is_told() {
 }
 
 #[test]
-fn a_boot_of_a_vm_that_is_paused_is_a_resume() {
+fn boot_of_paused_vm_is_a_resume() {
     run(async {
         let vm = start(None).await;
         assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::WrongState { .. })));

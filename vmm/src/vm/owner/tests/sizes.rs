@@ -4,7 +4,7 @@ use super::*;
 use crate::config::{BalloonConfig, MemoryConfig, PmMemoryConfig};
 
 #[test]
-fn a_vm_that_is_shut_down_is_resized_in_its_configuration_and_booted_again() {
+fn resize_after_shutdown_applies_to_next_boot() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
@@ -18,7 +18,7 @@ fn a_vm_that_is_shut_down_is_resized_in_its_configuration_and_booted_again() {
 }
 
 #[test]
-fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
+fn resize_of_stopped_vm_changes_its_configuration() {
     run(async {
         let vm = serve(None, None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
@@ -60,7 +60,7 @@ fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
 }
 
 #[test]
-fn the_next_boot_has_what_has_come_by_acpi() {
+fn memory_added_by_acpi_is_boot_memory_of_next_boot() {
     run(async {
         let mut config = test_config();
         config.memory = MemoryConfig::parse("size=512M,hotplug_size=1G").unwrap();
@@ -82,7 +82,7 @@ fn the_next_boot_has_what_has_come_by_acpi() {
 }
 
 #[test]
-fn resize_of_pm_leaves_the_memory_of_the_next_boot() {
+fn resize_of_pm_keeps_boot_memory_of_next_boot() {
     run(async {
         for memory in ["size=512M", "size=512M,hotplug_size=1G"] {
             let mut config = test_config();
@@ -101,7 +101,7 @@ fn resize_of_pm_leaves_the_memory_of_the_next_boot() {
 }
 
 #[test]
-fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
+fn configuration_stores_requested_vcpus() {
     run(async {
         let mut config = test_config();
         config.cpus.max_vcpus = 4;
@@ -130,7 +130,7 @@ fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
 }
 
 #[test]
-fn the_next_boot_has_the_balloon_that_was_asked_for() {
+fn next_boot_has_requested_balloon() {
     run(async {
         let mut config = test_config();
         config.balloon = Some(BalloonConfig::parse("size=0").unwrap());
@@ -144,7 +144,7 @@ fn the_next_boot_has_the_balloon_that_was_asked_for() {
 }
 
 #[test]
-fn no_resize_leaves_a_balloon_that_the_next_boot_has_no_room_for() {
+fn resize_with_balloon_too_large_for_next_boot_is_refused() {
     run(async {
         let config = || {
             let mut config = test_config();
@@ -191,7 +191,7 @@ fn no_resize_leaves_a_balloon_that_the_next_boot_has_no_room_for() {
 }
 
 #[test]
-fn a_vm_that_is_paused_is_resized_and_stays_paused() {
+fn paused_vm_is_resized_and_stays_paused() {
     run(async {
         let mut config = test_config();
         config.cpus.max_vcpus = 4;
@@ -216,7 +216,7 @@ fn a_vm_that_is_paused_is_resized_and_stays_paused() {
 }
 
 #[test]
-fn a_resize_is_done_as_a_whole_or_not_at_all() {
+fn refused_resize_changes_nothing() {
     run(async {
         let mut config = test_config();
         config.cpus.max_vcpus = 4;

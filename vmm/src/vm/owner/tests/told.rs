@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_happens_is_told_in_its_order() {
+fn events_are_emitted_in_order() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Pause).await.unwrap();
@@ -41,7 +41,7 @@ fn what_happens_is_told_in_its_order() {
 /// A guest can restart at any rate, and events may be written to a file. Restarts by a client are
 /// always emitted.
 #[test]
-fn a_guest_that_restarts_in_a_loop_is_told_of_ever_less_but_of_how_it_is() {
+fn events_of_restart_loop_are_limited_but_last_state_is_emitted() {
     run(async {
         let vm = start(None).await;
         for machine in 0..500 {
