@@ -1,7 +1,7 @@
 //! Core dumps of the VMM.
 //!
-//! Mappings of guest memory and of pools are not dumped (`MADV_DONTDUMP`). The VMM's heap is, and
-//! it may hold a guest's data, for example a request that is under way.
+//! Mappings of guest memory and of pools are not dumped (`MADV_DONTDUMP`). The VMM's heap is
+//! dumped, and may hold a guest's data, for example a request in progress.
 
 use rustix::io;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

@@ -1,4 +1,4 @@
-//! Descriptors that were handed over by the process that started the VMM.
+//! Descriptors that the VMM inherits from the process that starts it.
 
 use std::os::fd::RawFd;
 
@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::config::Launch;
 
-/// A flag names a descriptor that was not handed over.
+/// A flag names a descriptor that was not inherited.
 #[derive(Debug, Error)]
 #[error("{flag}: fd={fd} is not open: the process that starts the VMM has to hand it over")]
 pub struct NotInherited {
@@ -14,9 +14,9 @@ pub struct NotInherited {
     fd: RawFd,
 }
 
-/// Checks that every descriptor that a flag names is open. Call this before the VMM opens files of
-/// its own. Otherwise such a file could have the number of a missing descriptor, and the log, for
-/// example, would receive the events.
+/// Checks that every descriptor that a flag names is open. Must be called before the VMM opens
+/// files. Otherwise a file could get the number of a missing descriptor, and, for example, the log
+/// could receive the events.
 pub fn check(launch: &Launch) -> Result<(), NotInherited> {
     // SAFETY: F_GETFD reads a flag of whatever the number names, or fails.
     let is_open = |fd| unsafe { libc::fcntl(fd, libc::F_GETFD) } >= 0;

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use foreshore::config::{Command, Launch, parse_command_line};
 
-/// Exit code for a command line that is refused, as clap and Cloud Hypervisor have it.
+/// Exit code for a wrong command line, as in clap and Cloud Hypervisor.
 const WRONG_COMMAND_LINE: u8 = 2;
 
 fn main() -> ExitCode {
@@ -15,7 +15,7 @@ fn main() -> ExitCode {
     let launch = match parse_command_line(std::env::args_os()) {
         Ok(Command::Launch(launch)) => *launch,
         Ok(Command::Print(text)) => {
-            // Who reads it may have read enough, like `head`.
+            // A reader such as `head` may have closed the pipe.
             let _ = io::stdout().write_all(text.as_bytes());
             return ExitCode::SUCCESS;
         }
@@ -55,7 +55,7 @@ fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
     Ok(foreshore::run::run(launch)?)
 }
 
-/// Says why, in one line, whatever the causes have to say.
+/// Prints an error and its causes in one line.
 fn fail(error: &dyn std::error::Error) -> ExitCode {
     let causes = std::iter::successors(Some(error), |error| error.source());
     let message = causes.map(ToString::to_string).collect::<Vec<_>>().join(": ");

@@ -1,4 +1,4 @@
-//! A VMM's run: from a validated command line to its end.
+//! Run of a VMM, from a validated command line to its end.
 
 use std::io;
 use std::sync::Arc;
@@ -19,28 +19,27 @@ use crate::vm::request::{VmHandle, VmRequest};
 use crate::vm::resources::Resources;
 use crate::vm::resources::taps;
 
-/// Why a run did not end well.
+/// Failure of a run.
 #[derive(Debug, Error)]
 pub enum RunError {
     #[error(transparent)]
     Socket(#[from] SocketError),
     #[error(transparent)]
     Monitor(#[from] MonitorError),
-    /// The runtime, a signal handler or a server cannot be set up.
     #[error("Cannot start the VMM's own tasks")]
     Io(#[from] io::Error),
-    /// What is no network interface was handed over.
+    /// A passed descriptor is not a tap interface.
     #[error("--net")]
     Net(#[from] TapError),
-    /// The VM could not be built, or could not go on.
+    /// The VM could not be built, or could not continue.
     #[error(transparent)]
     Vm(#[from] owner::RunError),
 }
 
 /// Runs the VM until it ends.
 ///
-/// Sockets are bound first: a VM whose API nobody can reach is not started, and a socket in use is
-/// found out before anything is created.
+/// Sockets are bound first, so that a socket in use is detected before anything is created, and no
+/// VM starts without its API.
 pub fn run(mut launch: Launch) -> Result<(), RunError> {
     launch.config.as_mut().map_or(Ok(()), taps::hold_named)?;
     let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
@@ -57,15 +56,15 @@ pub fn run(mut launch: Launch) -> Result<(), RunError> {
     result
 }
 
-/// Serves until the VM, or somebody, ends the VMM.
+/// Serves until the VM, a client or a signal ends the VMM.
 fn serve(
     launch: Launch,
     api: Option<Socket>,
     metrics_socket: Option<Socket>,
     events: &Events,
 ) -> Result<(), RunError> {
-    // The owner is on this thread, which a machine that is built or ends keeps for seconds. Servers
-    // are on one of their own, and answer meanwhile what they can.
+    // The owner runs on this thread, which construction and end of a machine block for seconds.
+    // Servers run on another thread, and answer some requests meanwhile.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(1).thread_name("_api").enable_all().build()?;
     runtime.block_on(async {
@@ -100,8 +99,8 @@ fn serve(
         let factory = KvmFactory::new(Resources::new(metrics, events.clone()));
         let owner = Owner::new(factory, launch.at_guest_shutdown, events.clone(), restarts);
         let result = owner.run(launch.config, requests).await;
-        // The last that anybody hears: libvirt takes it for our end, and who follows by the API is
-        // let go.
+        // The last event. libvirt treats it as the end of the VMM, and the streams of API clients
+        // end with it.
         events.tell(Event::VmmShutdown);
         events.end();
         for server in [server, exposition].into_iter().flatten() {
@@ -111,7 +110,7 @@ fn serve(
     })
 }
 
-/// Ends the VMM as `vmm.shutdown` does when it is told to terminate.
+/// Ends the VMM as `vmm.shutdown` does, on SIGTERM or SIGINT.
 fn end_on_signals(handle: VmHandle) -> io::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -121,7 +120,7 @@ fn end_on_signals(handle: VmHandle) -> io::Result<impl Future<Output = ()>> {
             _ = interrupt.recv() => "SIGINT",
         };
         info!(signal = name, "The VMM is told to end");
-        // If the owner has gone, the end has come already.
+        // An error means that the owner has ended already.
         let _ = handle.ask(VmRequest::ShutdownVmm).await;
     })
 }

@@ -1,4 +1,4 @@
-//! Why a VM cannot be built.
+//! Errors of the construction of a machine.
 
 use foreshore_devices::bus::BusError;
 use foreshore_devices::disk::image::ImageError;
@@ -17,32 +17,26 @@ use crate::cpu::CpuError;
 use crate::vm::kvm::KvmError;
 use crate::vm::named_twice::NamedTwice;
 
-/// Why a VM cannot be built: one variant for each part, whose own error says the rest.
+/// Error of the construction of a machine, by the part that has failed.
 #[derive(Debug, Error)]
 pub(crate) enum BuildError {
-    /// No hypervisor.
     #[error(transparent)]
     Kvm(#[from] KvmError),
-    /// No kernel.
     #[error(transparent)]
     Boot(#[from] BootError),
-    /// No firmware tables.
     #[error(transparent)]
     Acpi(#[from] AcpiError),
-    /// No vCPU.
     #[error(transparent)]
     Cpu(#[from] CpuError),
-    /// No thread for devices.
     #[error(transparent)]
     EventLoop(#[from] EventLoopError),
     #[error(transparent)]
     Bus(#[from] BusError),
-    /// A volume that would not be safe.
+    /// The interface is not safe for the volume.
     #[error(transparent)]
     Interface(#[from] InterfaceError),
     #[error(transparent)]
     NamedTwice(#[from] NamedTwice),
-    /// No kernel to boot.
     #[error("--kernel is needed: a VM has nothing to boot")]
     NoKernel,
     #[error("Cannot set up {device}")]
@@ -56,7 +50,7 @@ pub(crate) enum BuildError {
 }
 
 impl BuildError {
-    /// For a device whose errors are its own.
+    /// Returns a conversion of the error of a device.
     pub(crate) fn device<E>(device: impl Into<String>) -> impl FnOnce(E) -> Self
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -65,7 +59,8 @@ impl BuildError {
         move |source| Self::Device { device, source: source.into() }
     }
 
-    /// For a pool or a volume in it. The text names the command that helps.
+    /// Returns a conversion of the error of a pool or a volume in it. The text names the command
+    /// that helps.
     pub(crate) fn pool(device: impl Into<String>) -> impl FnOnce(PoolError) -> Self {
         let device = Self::device(device);
         move |err| {
@@ -90,7 +85,7 @@ impl BuildError {
         }
     }
 
-    /// Whether it is that somebody else has what a device needs.
+    /// Returns true if another user has the file, interface or socket of a device.
     pub(crate) fn is_in_use(&self) -> bool {
         let Self::Device { source, .. } = self else { return false };
         let is_tap = matches!(

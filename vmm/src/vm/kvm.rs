@@ -1,4 +1,4 @@
-//! The hypervisor: opening it, and refusing one that cannot run a stock guest.
+//! Opens KVM, and refuses a host that cannot run a stock guest.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,7 +21,7 @@ use crate::cpu::cpuid;
 
 const DEVICE: &str = "/dev/kvm";
 
-/// Why there is no hypervisor.
+/// Error of KVM or of its capabilities.
 #[derive(Debug, Error)]
 pub(crate) enum KvmError {
     #[error("Cannot open {}: is KVM loaded, and may this user use it?", path.display())]
@@ -32,7 +32,7 @@ pub(crate) enum KvmError {
     },
     #[error("{DEVICE} speaks API version {found}, needed is {KVM_API_VERSION}")]
     Version { found: i32 },
-    /// A para-virtual KVM answers the calls, but interprets the guest's kernel.
+    /// A para-virtual KVM accepts the ioctls, but interprets the guest's kernel.
     #[error(
         "{DEVICE} cannot run a stock guest: the processor shows neither svm nor vmx in /proc/cpuinfo; use a \
          machine with hardware or nested virtualisation"
@@ -52,14 +52,14 @@ pub(crate) enum KvmError {
     },
 }
 
-/// What a VM needs before anything else is built.
+/// KVM and an empty VM, on which the machine is built.
 pub(super) struct Hypervisor {
     pub vm: Arc<VmFd>,
-    /// What its vCPUs can be.
+    /// CPUID that KVM supports.
     pub cpuid: CpuId,
-    /// Whether the local APIC's timer has its deadline mode.
+    /// The timer of the local APIC supports TSC-deadline mode.
     pub tsc_deadline: bool,
-    /// How many memory slots a VM can have.
+    /// Largest number of memory slots.
     pub slot_limit: u32,
 }
 
@@ -74,7 +74,7 @@ const NEEDED: [(Cap, &str); 8] = [
     (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
 ];
 
-/// Whether /proc/cpuinfo's text names hardware virtualisation.
+/// Returns true if the text of /proc/cpuinfo shows hardware virtualization.
 fn shows_hardware_virtualisation(cpuinfo: &str) -> bool {
     cpuinfo
         .lines()
@@ -82,7 +82,7 @@ fn shows_hardware_virtualisation(cpuinfo: &str) -> bool {
         .any(|line| line.split_ascii_whitespace().any(|flag| flag == "svm" || flag == "vmx"))
 }
 
-/// Has the kernel let guests of this process use the state of AMX's tiles
+/// Requests permission for guests of this process to use the AMX tile state
 /// (Documentation/arch/x86/xstate.rst).
 fn permit_amx() -> io::Result<()> {
     const ARCH_REQ_XCOMP_GUEST_PERM: libc::c_ulong = 0x1025;
@@ -96,9 +96,9 @@ fn permit_amx() -> io::Result<()> {
     }
 }
 
-/// Has KVM emulate no performance counters, where it can: Linux 5.18 and later. CPUID does not
-/// offer any, but an AMD processor has four that it need not offer. Comes before the first vCPU.
-/// Returns whether there are none now.
+/// Disables the emulation of performance counters if KVM can (Linux 5.18 and later), and returns
+/// true if it can. CPUID offers none, but AMD processors have four that exist without an offer.
+/// Must precede the first vCPU.
 fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
     let offered = vm.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
     if offered < 0 || offered as u32 & KVM_PMU_CAP_DISABLE == 0 {
@@ -111,9 +111,9 @@ fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
 }
 
 impl Hypervisor {
-    /// Opens KVM and makes an empty VM with its in-kernel interrupt controllers. With `amx` its
-    /// vCPUs may use that: what KVM supports depends on whether the process may let guests use
-    /// it, once and for all.
+    /// Opens KVM, and creates an empty VM with in-kernel interrupt controllers. With `amx`, its
+    /// vCPUs may use AMX. The process permanently permits this first, because KVM's supported CPUID
+    /// depends on it.
     pub(super) fn open(amx: bool) -> Result<Self, KvmError> {
         if amx {
             permit_amx().map_err(|err| KvmError::NoAmx(Some(err)))?;
@@ -123,7 +123,7 @@ impl Hypervisor {
         if kvm.get_api_version() != KVM_API_VERSION as i32 {
             return Err(KvmError::Version { found: kvm.get_api_version() });
         }
-        // An unreadable cpuinfo says nothing against the device.
+        // An unreadable /proc/cpuinfo does not prove that the host lacks hardware support.
         if let Ok(cpuinfo) = fs::read_to_string("/proc/cpuinfo")
             && !shows_hardware_virtualisation(&cpuinfo)
         {
@@ -143,22 +143,22 @@ impl Hypervisor {
         let tsc_deadline = kvm.check_extension(Cap::TscDeadlineTimer);
         let slot_limit = u32::try_from(kvm.get_nr_memslots()).unwrap_or(u32::MAX);
         let vm = kvm.create_vm().map_err(call("create a VM"))?;
-        // Best effort: without it removing a slot costs page tables, nothing else.
+        // Best effort. Without it, removing a slot drops all page tables, which only costs time.
         if let Err(err) = disable_zap_all(&vm) {
             debug!(%err, "KVM keeps dropping all page tables with a slot");
         }
-        // Likewise: a guest that tries for counters that it was not offered may find some.
+        // Best effort as well. Without it, a guest may find counters that it was not offered.
         if let Err(err) = disable_performance_counters(&vm) {
             debug!(%err, "KVM keeps emulating performance counters");
         }
-        // Order: the identity map and the TSS must be placed before the first vCPU (Intel only,
-        // harmless on AMD), and the interrupt controllers must exist before the first vCPU
-        // gets its local APIC.
+        // Order: the identity map and the TSS must be placed before the first vCPU (required on
+        // Intel, harmless on AMD). The interrupt controllers must exist before the first vCPU gets
+        // its local APIC.
         vm.set_identity_map_address(KVM_IDENTITY_MAP_START)
             .map_err(call("place the identity map"))?;
         vm.set_tss_address(KVM_TSS_START as usize).map_err(call("place the TSS"))?;
         vm.create_irq_chip().map_err(call("create the interrupt controllers"))?;
-        // What interrupts before the guest has set up MSIs is routed as afterwards.
+        // Interrupts before the guest sets up MSIs use the same routes as later ones.
         vm.set_msi_routes(&BTreeMap::new()).map_err(KvmError::Routes)?;
         Ok(Self { vm: Arc::new(vm), cpuid, tsc_deadline, slot_limit })
     }

@@ -1,4 +1,4 @@
-//! A VM's life: what may be asked of it, who builds it, and the one task that owns its state.
+//! Requests to a VM, construction of its machine, and the task that owns its state.
 
 pub(crate) mod build;
 pub(crate) mod devices;

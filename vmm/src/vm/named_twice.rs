@@ -1,7 +1,7 @@
-//! Files, devices and sockets that a VM's configuration and the VMM's own flags name more than
+//! Finds files, devices and sockets that the VM's configuration and the VMM's flags name more than
 //! once.
 //!
-//! Locks refuse a second disk or pool as well, but the error would name only the process that has
+//! Locks refuse a second disk or pool as well, but that error would name only the process that has
 //! the file, which is the VMM itself. Output files share their locks, so one flag would empty the
 //! file of another.
 
@@ -23,7 +23,7 @@ use crate::config::{
 };
 use crate::vm::request::VmError;
 
-/// Two flags name one file or device, and at least one of them writes to it.
+/// Two flags name the same file or device, and at least one of them writes to it.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{first} and {second} name the same file or device{rule}")]
 pub struct NamedTwice {
@@ -59,13 +59,13 @@ enum Kind {
     Boot,
     /// A file that a console writes.
     Console,
-    /// A name that a console's file gets when it has reached its limit.
+    /// A name that the file of a console gets when it has reached its size limit.
     Rotated,
     /// Another file that the VMM writes, or a socket.
     Output,
-    /// The log or events in the VMM's own standard output or error, which the user may have merged.
+    /// The log or events on the VMM's standard output or error. The user may have merged both.
     Stream,
-    /// The socket of vsock, which has a name for each port of the host as well.
+    /// The socket of vsock. Each port of the host adds a name.
     Vsock,
 }
 
@@ -87,7 +87,7 @@ impl Kind {
     }
 }
 
-/// Identity of an object at a path. A file that a flag is about to create has an identity as well.
+/// Identity of the object at a path, or of a file that a flag is about to create.
 #[derive(PartialEq, Eq)]
 enum Object {
     Existing(FileId),
@@ -95,7 +95,7 @@ enum Object {
 }
 
 impl Object {
-    /// The object that `path` leads to. `None` if its folder does not exist.
+    /// Object that `path` leads to. `None` if its folder does not exist.
     fn at(path: &Path) -> Option<Self> {
         if let Some(id) = FileId::of(path) {
             return Some(Self::Existing(id));
@@ -112,8 +112,8 @@ impl Use {
         Self { name: format!("{flag}={}", path.display()), path: path.to_owned(), kind }
     }
 
-    /// The object, if only one use can have it. For a directory, each use creates a file of its
-    /// own. Pipes and terminals take the output of several uses.
+    /// Object, if it can have only one use. `None` for a directory, in which each use creates its
+    /// own file, and for pipes and terminals, which accept the output of several uses.
     fn object(&self) -> Option<Object> {
         if let Ok(metadata) = fs::metadata(&self.path) {
             let kind = metadata.file_type();
@@ -126,18 +126,18 @@ impl Use {
     }
 }
 
-/// Uses of the VMM itself, which last as long as its process.
+/// Uses by the VMM itself, which last as long as its process.
 static USES_OF_VMM: OnceLock<Vec<Use>> = OnceLock::new();
 
-/// Checks that the flags of a command line name no object twice, and remembers the files and
-/// sockets of the VMM itself for later checks. Call it before the first file is opened.
+/// Checks that the flags of a command line name no object twice. Stores the files and sockets of
+/// the VMM for later checks, so it must be called before the first file is opened.
 pub fn check_launch(launch: &Launch) -> Result<(), NamedTwice> {
     let uses = USES_OF_VMM.get_or_init(|| uses_of_vmm(launch));
     let of_vm = launch.config.iter().flat_map(uses_of_vm);
     check_uses(uses.iter().cloned().chain(of_vm))
 }
 
-/// Checks that `config` names no object twice, and none that the VMM itself has.
+/// Checks that `config` names no object twice, and no object of the VMM itself.
 pub(crate) fn check(config: &VmConfig) -> Result<(), NamedTwice> {
     check_uses(USES_OF_VMM.get().into_iter().flatten().cloned().chain(uses_of_vm(config)))
 }
@@ -165,7 +165,7 @@ fn check_uses(uses: impl Iterator<Item = Use>) -> Result<(), NamedTwice> {
 
 /// Ports of `vsock` whose socket has the name of another use. A program in the guest that connects
 /// to port N of the host is connected to the socket PATH_N (virtio/vsock/host.rs), which must not
-/// be one of the VMM's.
+/// be a socket of the VMM.
 fn ports_among(vsock: &Use, uses: &[Use]) -> Vec<Use> {
     let of_port = |name: &OsStr| -> Option<Use> {
         let prefix = vsock.path.file_name().filter(|_| vsock.kind == Kind::Vsock)?;
@@ -183,8 +183,7 @@ fn ports_among(vsock: &Use, uses: &[Use]) -> Vec<Use> {
     named.chain(linked).collect()
 }
 
-/// Adds a device to `config`, after a check that nothing else in `config` uses its file. Returns
-/// the device's id.
+/// Adds a device to `config`, unless its file is already in use. Returns the device's id.
 pub(crate) fn add_device(
     config: &mut VmConfig,
     device: DeviceConfig,
@@ -221,7 +220,7 @@ fn uses_of_vmm(launch: &Launch) -> Vec<Use> {
     uses
 }
 
-/// All objects of `config` that are opened for as long as the VM runs or at each boot.
+/// Objects of `config` that are opened for the life of the VM or at each boot.
 fn uses_of_vm(config: &VmConfig) -> Vec<Use> {
     let storage = |only_reads| if only_reads { Kind::Read } else { Kind::Written };
     let mut uses = Vec::new();
@@ -339,7 +338,7 @@ mod tests {
         check(&config)
     }
 
-    /// A folder with a file, and other paths of it.
+    /// Creates a file. Returns its folder, its path, and other paths of it.
     fn one_file() -> (tempfile::TempDir, PathBuf, [PathBuf; 3]) {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
@@ -393,7 +392,6 @@ mod tests {
     const INITRAMFS: Add = |config, path| config.payload.initramfs = Some(path.to_owned());
     const RNG: Add = |config, path| config.rng.src = path.to_owned();
 
-    /// A use of the VMM itself.
     fn launch(flags: &[&str]) -> Launch {
         let flags = ["foreshore", "--kernel", "/k"].iter().chain(flags).map(Into::into);
         let Ok(Command::Launch(launch)) = parse_command_line(flags) else { panic!("not a launch") };
@@ -444,7 +442,7 @@ mod tests {
         let text = checked(&[(SERIAL, &file), (CONSOLE, &older)]).unwrap_err().to_string();
         assert!(text.contains("--serial") && text.contains("max_size"), "{text}");
         checked(&[(SERIAL, &file), (RECORD, &older)]).unwrap_err();
-        // The names are those beside the file that a link is about to create.
+        // The names are beside the target of the link, which does not exist yet.
         let link = folder.path().join("link");
         symlink("log", &link).unwrap();
         checked(&[(SERIAL, &link), (RECORD, &older)]).unwrap_err();
@@ -456,7 +454,7 @@ mod tests {
         check(&config).unwrap();
     }
 
-    /// A guest could send requests to the VMM's API.
+    /// Otherwise, a guest could send requests to the VMM's API.
     #[test]
     fn vsock_port_is_no_socket_of_the_vmm() {
         let folder = tempfile::tempdir().unwrap();

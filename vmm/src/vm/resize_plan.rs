@@ -7,8 +7,8 @@ use crate::acpi::plug;
 use crate::config::VmConfig;
 use crate::vm::request::{VmError, hotplugged};
 
-/// Steps of a resize that passed all checks. A step can still fail, because the guest and the host
-/// change while the steps are carried out:
+/// Steps of a resize that has passed all checks. A step can still fail, because the guest and the
+/// host change meanwhile:
 ///
 /// - A vCPU that was removed earlier does not leave its last exit
 ///   ([`CpuError::Busy`](crate::cpu::CpuError::Busy)).
@@ -35,7 +35,7 @@ impl ResizePlan {
     }
 }
 
-/// Step of a resize. Only a machine makes steps, after it has checked them.
+/// Step of a resize. Only a machine creates steps, after it has checked them.
 #[derive(Debug)]
 pub struct ResizeStep {
     pub(in crate::vm) action: StepAction,
@@ -48,13 +48,12 @@ impl ResizeStep {
         Self { action, next_boot: NextBoot::of_zone(spec, size_bytes) }
     }
 
-    /// Size to store for the next boot once the step is carried out.
+    /// Size to store for the next boot after the step.
     pub fn next_boot(&self) -> &NextBoot {
         &self.next_boot
     }
 }
 
-/// Change that a step makes.
 #[derive(Debug)]
 pub(in crate::vm) enum StepAction {
     Vcpus {
@@ -65,33 +64,32 @@ pub(in crate::vm) enum StepAction {
         id: String,
         action: ZoneAction,
     },
-    /// `None` if the VM has no balloon. Then only the size 0 can be requested.
+    /// `None` if the VM has no balloon. Only size 0 can be requested then.
     Balloon(Option<ResizeTarget>),
 }
 
-/// Change of a zone.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::vm) enum ZoneAction {
-    /// The zone has boot memory only, of the requested size.
+    /// No change, because the zone has only boot memory, of the requested size.
     None,
-    /// Size of the hotplug part.
+    /// New size of the hotplug part.
     Target(ResizeTarget),
     Dimm {
-        /// Requested size, boot part included.
+        /// Requested size, including boot memory.
         size_bytes: u64,
-        /// Size of the DIMM to add. 0 if the zone is not smaller than the requested size.
+        /// Size of the new DIMM. 0 if the zone is not smaller than the requested size.
         more_bytes: u64,
     },
 }
 
-/// Size that the next boot has after a step. The machine determines it, because the configuration
-/// does not show the kind of a zone.
+/// Size at the next boot after a step. The machine determines it, because the configuration does
+/// not show the kind of a zone.
 #[derive(Clone, Debug)]
 pub enum NextBoot {
     /// The step has no effect on the next boot.
     Same,
     Vcpus(u8),
-    /// Size of boot memory, which is in one zone.
+    /// Size of boot memory in a single zone.
     BootMemory(u64),
     /// Size of the hotplug part of a DRAM zone.
     Hotplugged {
@@ -103,10 +101,10 @@ pub enum NextBoot {
 }
 
 impl NextBoot {
-    /// Size of a zone after a resize to `size_bytes`, boot part included. Memory that grows by ACPI
-    /// never shrinks in a running guest, so the next boot has the requested size as boot memory. A
+    /// Size of a zone after a resize to `size_bytes`, including boot memory. Memory that grows by
+    /// ACPI never shrinks in a running guest, so the requested size becomes boot memory. A
     /// virtio-mem zone of DRAM boots with the requested size, even if the guest has not reached it
-    /// before. A zone of PM boots empty, because its pool serves other VMs as well.
+    /// yet. A zone of PM boots empty, because its pool serves other VMs as well.
     fn of_zone(spec: &ZoneSpec, size_bytes: u64) -> Self {
         match (spec.tier, spec.growth) {
             (Tier::Pm, _) => Self::Same,
@@ -126,7 +124,7 @@ impl NextBoot {
             Self::Vcpus(vcpus) => config.cpus.boot_vcpus = *vcpus,
             Self::BootMemory(bytes) => memory.size = *bytes,
             Self::Hotplugged { zone: id, bytes } => {
-                // DRAM that is not in zones is `--memory` itself.
+                // DRAM that is in no zone is that of `--memory`.
                 let hotplugged_size = match memory.zones.iter_mut().find(|zone| zone.id == *id) {
                     Some(zone) => &mut zone.hotplugged_size,
                     None => &mut memory.hotplugged_size,
@@ -146,7 +144,7 @@ pub(in crate::vm) fn id_of(spec: &ZoneSpec) -> &str {
     &spec.id
 }
 
-/// Zone that a client names.
+/// Zone with this id.
 pub(in crate::vm) fn zone<'a>(zones: &'a [ZoneSpec], id: &str) -> Result<&'a ZoneSpec, VmError> {
     zones.iter().find(|spec| spec.id == id).ok_or_else(|| {
         let known = zones.iter().map(id_of).collect::<Vec<_>>().join(", ");
@@ -161,7 +159,7 @@ mod testing {
     use crate::vm::request::{Resize, ResizeRequest, ResizeZoneRequest};
 
     impl ResizePlan {
-        /// Plan of a machine with `zones` that can carry out any request for them.
+        /// Plan without checks, of a machine with `zones`.
         pub(in crate::vm) fn unchecked(
             resize: &Resize,
             zones: &[ZoneSpec],

@@ -1,4 +1,4 @@
-//! How the firmware tables name the zones and nodes of a configuration, and how errors do: pure.
+//! NUMA nodes for the firmware tables, and names of zones in errors, without I/O.
 
 use foreshore_devices::memory::layout::{GuestRange, MIB, MemoryMap};
 use foreshore_devices::memory::zone::{Tier, ZoneSpec};
@@ -6,20 +6,20 @@ use foreshore_devices::memory::zone::{Tier, ZoneSpec};
 use crate::acpi::{NodeMemory, NumaNode, Performance};
 use crate::config::{PmMemoryConfig, Topology, VmConfig};
 
-/// What the tables say of DRAM: what is usual. What they say of PM is in its configuration. The
-/// order is what matters, so that Linux puts PM into a lower memory tier; and that all DRAM is
-/// alike, or Linux believes none of it.
+/// Typical figures of DRAM for the firmware tables. The configuration has those of PM. Only their
+/// order matters: Linux puts slower PM into a lower memory tier. All DRAM must have the same
+/// figures, because Linux otherwise ignores the figures of all DRAM.
 const DRAM_PERFORMANCE: Performance =
     Performance { read_latency_ns: 90, write_latency_ns: 86, bandwidth_mb_per_s: 40_000 };
-/// The distance that the latencies of DRAM are those of.
+/// Distance in the SLIT that the latencies of DRAM apply to.
 const LOCAL_DISTANCE: u32 = 10;
 
-/// The node in which volumes lie: that of the first zone of PM, or the first where there is none.
+/// Node of volumes: the node of the first PM zone, or node 0 without PM.
 pub(crate) fn volume_node(zones: &[ZoneSpec]) -> u32 {
     zones.iter().find(|zone| zone.tier == Tier::Pm).map_or(0, |zone| zone.guest_node)
 }
 
-/// How errors name a zone: by the flag that asks for it.
+/// Name of a zone in errors: the flag that defines it.
 pub(crate) fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
     match zone.tier {
         Tier::Dram if config.memory.zones.is_empty() => "--memory".to_owned(),
@@ -37,8 +37,8 @@ pub(crate) fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
     }
 }
 
-/// The NUMA nodes for the tables. Hotplug parts are named from the start: Linux makes no node
-/// later.
+/// NUMA nodes for the firmware tables. Hotplug ranges are included from the start, because Linux
+/// creates no nodes later.
 pub(crate) fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Vec<NumaNode> {
     let range = |range: &GuestRange, hotpluggable| NodeMemory {
         start: range.start,
@@ -73,8 +73,8 @@ pub(crate) fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap
     (0..).zip(topology.nodes()).map(node).collect()
 }
 
-/// What the memory of node `to` is worth to the vCPUs of node `from`. Its own figures are those for
-/// the node that it is near to; from elsewhere, latency grows and bandwidth shrinks with the
+/// Performance of the memory of node `to` for the vCPUs of node `from`. The figures of PM apply to
+/// the node that it is near to. For other nodes, latency grows and bandwidth shrinks with the
 /// distance.
 fn performance(config: &VmConfig, topology: &Topology, from: u32, to: u32) -> Performance {
     let pm_zones = topology.zones().iter().filter(|zone| zone.tier == Tier::Pm);
@@ -99,8 +99,8 @@ fn pm_performance(pm: &PmMemoryConfig) -> Performance {
     Performance {
         read_latency_ns: pm.read_latency,
         write_latency_ns: pm.write_latency,
-        // Who says 6600M is to read 6600 in the guest, whose table counts in MB/s: it is a figure
-        // to compare zones by.
+        // The guest's table counts in MB/s. `6600M` appears there as 6600, because the figure
+        // serves only to compare zones.
         bandwidth_mb_per_s: pm.bandwidth / MIB,
     }
 }
@@ -126,7 +126,7 @@ mod tests {
         config
     }
 
-    /// Two sockets with DRAM that is cut by the hole, and PM at each.
+    /// Two sockets with PM at each. The hole below 4 GiB splits the DRAM.
     fn two_sockets() -> VmConfig {
         let mut config = hybrid();
         config.memory.size = 0;
@@ -205,7 +205,8 @@ mod tests {
         };
         assert_eq!(of(0), [(90, 86, 40_000), (180, 172, 20_000)]);
         assert_eq!(of(1), [(180, 172, 20_000), (90, 86, 40_000)]);
-        // 17 from its own node, 27 from the other: one hop of DRAM more, and 17 parts of 27.
+        // Distance 17 from its own node and 27 from the other: the latency of one more hop of DRAM,
+        // and 17/27 of the bandwidth.
         assert_eq!(of(2), [(305, 90, 6600), (395, 176, 4155)]);
         assert_eq!(of(3), [(490, 286, 1259), (400, 200, 2000)]);
     }

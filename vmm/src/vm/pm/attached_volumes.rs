@@ -14,19 +14,18 @@ use crate::vm::request::{VolumeInfo, VolumeStatus};
 
 /// State of an open volume.
 pub(in crate::vm) struct Opened {
-    /// Size as the guest sees it.
+    /// Size that the guest sees.
     pub(in crate::vm) size_bytes: u64,
-    /// Number of its pieces in the pool.
+    /// Number of pieces in the pool.
     pub(in crate::vm) extents: usize,
     /// First failure of a flush.
     pub(in crate::vm) failure: FirstFailure,
-    /// Resources that its device does not hold: the open volume, and the mapping and the metrics
-    /// of an NVDIMM.
+    /// Resources that the device does not hold: the open volume, and the mapping and the metrics of
+    /// an NVDIMM.
     pub(in crate::vm) _held: Vec<Box<dyn Any + Send>>,
 }
 
-/// Volume that the guest has. It is open, and locked against other users, as long as the machine
-/// exists.
+/// Volume of a machine. It is open, and locked against other users, as long as the machine exists.
 pub(in crate::vm) struct AttachedVolume {
     config: PmVolumeConfig,
     interface: Chosen,
@@ -35,7 +34,6 @@ pub(in crate::vm) struct AttachedVolume {
 }
 
 impl AttachedVolume {
-    /// The volume of `config` in `pool`, shown by `interface`.
     pub(in crate::vm) fn new(
         config: &PmVolumeConfig,
         interface: Chosen,

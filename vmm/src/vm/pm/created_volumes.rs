@@ -8,10 +8,10 @@ use tracing::{info, warn};
 
 use crate::config::PmVolumeConfig;
 
-/// Volumes that the present start has created. Dropping this value deletes them, unless
-/// [`Self::keep`] was called.
+/// Volumes that this start has created. Dropping this value deletes them, unless [`Self::keep`] was
+/// called.
 ///
-/// Drop everything that has these volumes open first.
+/// All users of these volumes must be dropped first.
 #[derive(Default)]
 pub(in crate::vm) struct CreatedVolumes(Vec<Created>);
 

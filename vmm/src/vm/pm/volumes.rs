@@ -1,4 +1,4 @@
-//! Opens volumes and attaches each by an interface that is safe for it.
+//! Opens volumes and attaches each of them by an interface that is safe for it.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -29,17 +29,17 @@ use crate::vm::pm::created_volumes::CreatedVolumes;
 use crate::vm::resources::Resources;
 use crate::vm::zones;
 
-/// Attached volumes, and what the rest of the machine needs of them.
+/// Attached volumes, and the data that other parts of the machine need.
 #[derive(Default)]
 pub(in crate::vm) struct Attached {
-    /// For the firmware tables, in the order of their flush hint pages.
+    /// Entries for the firmware tables, in the order of their flush hint pages.
     pub(in crate::vm) nvdimms: Vec<Nvdimm>,
     pub(in crate::vm) volumes: Vec<AttachedVolume>,
     /// Check of the guest's BTT driver, for the volumes whose sectors it translates.
     pub(in crate::vm) guest_btt: Arc<GuestBtt>,
 }
 
-/// Attaches every volume of `config`, and adds those on the PCI bus to `devices`.
+/// Attaches the volumes of `config`, and adds those on the PCI bus to `devices`.
 pub(in crate::vm) fn attach(
     config: &VmConfig,
     payload: Payload,
@@ -114,7 +114,7 @@ fn guest_btt(config: &VmConfig, chosen: &[Chosen]) -> GuestBtt {
     GuestBtt::new(translated.collect(), config.cpus.max_vcpus)
 }
 
-/// Returns the source of the health that the guest reads of an NVDIMM.
+/// Returns the source of an NVDIMM's health, which the guest can read.
 fn health(pool: &Arc<dyn PmPool>, failure: FirstFailure) -> health::Source {
     let pool = Arc::clone(pool);
     Box::new(move || match failure.reason().is_some() || pool.has_failed() {
@@ -123,7 +123,7 @@ fn health(pool: &Arc<dyn PmPool>, failure: FirstFailure) -> health::Source {
     })
 }
 
-/// Carries out the step of each volume of `config`, and opens it. Returns them in the order of
+/// Executes the step of each volume of `config`, and opens it. Returns the volumes in the order of
 /// `config`.
 ///
 /// Existing volumes are opened first, then new ones are created, and then volumes grow, because a
@@ -155,8 +155,8 @@ fn open(
     Ok(opened.into_iter().map(|volume| volume.expect("each volume has a step")).collect())
 }
 
-/// Grows a volume with `size=remaining`. A volume that cannot grow is served as it is, unless its
-/// pool has failed.
+/// Grows a volume with `size=remaining`. If it cannot grow, it keeps its size, unless its pool has
+/// failed.
 fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Result<(), PoolError> {
     let PmVolumeConfig { name, pool: path, .. } = volume;
     let (path, size) = (path.display(), Size(size_bytes));
@@ -189,7 +189,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A pool of 128 MiB with these volumes, each of 20 MiB.
+    /// Creates a pool of 128 MiB with these volumes, each of 20 MiB.
     fn pool_with(names: &[&str]) -> (TempDir, PathBuf) {
         pool_in(TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap(), names)
     }
@@ -225,7 +225,7 @@ mod tests {
         pool.volumes().into_iter().map(|volume| (volume.name, volume.size_bytes / MIB)).collect()
     }
 
-    /// Builds the volumes of a start that succeeds or fails.
+    /// Opens the volumes of a start that succeeds or fails. Returns their sizes in MiB.
     fn start(config: &VmConfig, succeeds: bool) -> Result<Vec<u64>, BuildError> {
         let mut resources = resources();
         let steps = resources.open_pools(config)?;
@@ -271,8 +271,8 @@ mod tests {
             }
             assert_eq!(start(&config, true).unwrap(), [volume_mib], "in a pool of {pool_mib} MiB");
         }
-        // The zones need more memory than is left. The volume does not shrink, so the start is
-        // refused.
+        // The zones need more memory than is left. The start is refused, because the volume does
+        // not shrink.
         config.pm_memory[0].size = 66 * MIB;
         assert!(start(&config, true).is_err());
         assert_eq!(names_and_sizes(&path), [("rest".to_owned(), 212)]);

@@ -1,5 +1,5 @@
-//! Resources that outlive a machine. A reboot builds a new machine on the same pools and continues
-//! the metrics.
+//! Resources that outlive a machine. A reboot builds a new machine on the same pools, and metrics
+//! continue.
 
 pub(crate) mod pools;
 pub(crate) mod taps;
@@ -30,8 +30,7 @@ use crate::vm::error::BuildError;
 use crate::vm::resources::pools::OpenPool;
 use crate::vm::resources::taps::Taps;
 
-/// Network interfaces, files and consoles that stay open from one machine to the next. Clones share
-/// them.
+/// Network interfaces, files and consoles that stay open for the next machine. Clones share them.
 #[derive(Clone, Default)]
 pub(crate) struct OpenFiles {
     /// Interfaces of `--net`.
@@ -42,11 +41,11 @@ pub(crate) struct OpenFiles {
     pub(crate) lines: Lines,
 }
 
-/// Resources that the VMM has outside of its machine.
+/// Resources of the VMM outside of its machine.
 pub(crate) struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
-    /// Maps each path of a pool in the VM's configuration to the path that the configuration named
-    /// first.
+    /// Maps each path of a pool in the VM's configuration to the path by which the configuration
+    /// first named that pool.
     paths_of_pools: BTreeMap<PathBuf, PathBuf>,
     open_files: OpenFiles,
     plug_budgets: PlugBudgets,
@@ -56,51 +55,50 @@ pub(crate) struct Resources {
 }
 
 impl Resources {
-    /// Nothing is open yet.
+    /// Creates resources without open files.
     pub(crate) fn new(metrics: Arc<Metrics>, events: Events) -> Self {
         let (pools, paths_of_pools, open_files, plug_budgets) = Default::default();
         Self { pools, paths_of_pools, open_files, plug_budgets, metrics, events, machines: 0 }
     }
 
-    /// Resources for another VM. None is open yet.
+    /// Creates resources for another VM.
     pub(crate) fn anew(&self) -> Self {
         Self::new(Arc::clone(&self.metrics), self.events.clone())
     }
 
-    /// Files that stay open from one machine to the next.
+    /// Files that stay open for the next machine.
     pub(in crate::vm) fn open_files(&self) -> &OpenFiles {
         &self.open_files
     }
 
-    /// Consoles that somebody can come to.
+    /// Consoles that clients can connect to.
     pub(crate) fn lines(&self) -> &Lines {
         &self.open_files.lines
     }
 
-    /// The files of `--pmem`.
     pub(crate) fn pmem(&self) -> &PmemFiles {
         &self.open_files.pmem
     }
 
-    /// Budgets of the VM's zones.
+    /// Plug budgets of the VM's zones.
     pub(in crate::vm) fn plug_budgets(&mut self) -> &mut PlugBudgets {
         &mut self.plug_budgets
     }
 
-    /// The interfaces of `--net`.
+    /// Interfaces of `--net`.
     pub(crate) fn taps(&self) -> &Taps {
         &self.open_files.taps
     }
 
-    /// Closes the interfaces and files that are retained for the next machine but are not in
-    /// `config`. Call it only without a machine.
+    /// Closes the interfaces and files that `config` no longer has. Must be called without a
+    /// machine.
     pub(crate) fn retain(&self, config: &VmConfig) {
         self.open_files.taps.retain(config);
         self.open_files.pmem.retain(config);
     }
 
-    /// Returns `config` with one path for each pool: the path that the VM's configuration has named
-    /// first. A path is looked up once in the life of a VM, so a link that changes later has no
+    /// Returns `config` with one path for each pool: the path by which the VM's configuration first
+    /// named it. A path is looked up once in the life of a VM, so a link that changes later has no
     /// effect.
     pub(in crate::vm) fn with_one_path_for_each_pool(&mut self, config: &VmConfig) -> VmConfig {
         let mut config = config.clone();
@@ -122,12 +120,12 @@ impl Resources {
         config
     }
 
-    /// Opens every pool that `config` names and that is not open yet. They stay open, and locked,
-    /// as long as the VMM runs. But a pool with a failed write refuses writes until it is opened
-    /// again, so the next machine opens it again.
+    /// Opens every pool of `config` that is not open yet. Pools stay open and locked as long as the
+    /// VMM runs. But a pool with a failed write refuses writes until it is opened again, so the
+    /// next machine opens it again.
     ///
-    /// Returns the step for each volume of `config`, in their order. A pool is refused if its size
-    /// does not suffice for the VM's volumes and for the memory that its zones may need.
+    /// Returns the step for each volume of `config`, in its order. A pool is refused if it is too
+    /// small for the VM's volumes and the memory that its zones may need.
     pub(in crate::vm) fn open_pools(&mut self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
         self.pools.retain(|path, pool| {
             let failed = pool.has_failed();
@@ -186,10 +184,10 @@ impl Resources {
         Ok(steps)
     }
 
-    /// A pool that [`Resources::open_pools`] has opened.
+    /// Returns a pool that [`Resources::open_pools`] has opened.
     ///
     /// # Panics
-    /// If it has not: the same configuration is used for both.
+    /// If the pool is not open. Both calls must use the same configuration.
     pub(crate) fn pool(&self, path: &Path) -> &Arc<dyn PmPool> {
         self.pools.get(path).expect("a pool that was opened")
     }
@@ -199,50 +197,47 @@ impl Resources {
         self.pools.iter().map(|(path, pool)| OpenPool::new(path, pool)).collect()
     }
 
-    /// Pools as sources of metrics.
     pub(crate) fn pool_metrics(&self) -> impl Iterator<Item = PoolMetrics> {
         self.pools.iter().map(|(path, pool)| PoolMetrics::new(path.display().to_string(), pool))
     }
 
-    /// Where metrics are served from.
     pub(crate) fn metrics(&self) -> &Arc<Metrics> {
         &self.metrics
     }
 
-    /// Where events are told.
+    /// Receiver of events.
     pub(crate) fn events(&self) -> &Events {
         &self.events
     }
 
-    /// Counts a machine that was built; the first one's console files start empty, later ones' go
-    /// on.
+    /// Initial state of console files: empty for the first machine, continued for later ones.
     pub(crate) fn file_start(&self) -> FileStart {
         if self.machines == 0 { FileStart::Empty } else { FileStart::Continue }
     }
 
-    /// How many machines have been built.
+    /// Number of machines built so far.
     pub(crate) fn machines(&self) -> u64 {
         self.machines
     }
 
-    /// A machine has been built.
+    /// Counts a machine that was built.
     pub(crate) fn machine_built(&mut self) {
         self.machines += 1;
     }
 }
 
-/// The files of `--pmem`: those of the VM's configuration, in its order. Shared with the machine,
-/// to which they are added and from which they are removed.
+/// Files of `--pmem`, in the order of the VM's configuration. Shared with the machine, which adds
+/// and removes files.
 #[derive(Clone, Default)]
 pub(crate) struct PmemFiles(Arc<Mutex<Vec<NamedFile>>>);
 
-/// A file, and what was asked for.
+/// File with its configuration.
 pub(crate) type NamedFile = (PmemConfig, Arc<PmemFile>);
 
 impl PmemFiles {
-    /// Opens every file of `config`. They stay open, and locked, as long as the VM has them: a file
-    /// without a name is still the same one after a reboot. One of which a flush has failed is
-    /// opened anew, as a pool is.
+    /// Opens every file of `config`. Files stay open and locked as long as the VM has them, so that
+    /// a file without a name survives a reboot. A file with a failed flush is opened again, as a
+    /// pool is.
     pub(crate) fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut files = self.0.lock();
         files.retain(|(config, file)| {
@@ -253,7 +248,7 @@ impl PmemFiles {
             !failed
         });
         // The earlier files stay open until all are open, because a file without a name must
-        // outlive an attempt that fails.
+        // survive a failed attempt.
         let mut earlier: Vec<_> = files.iter().collect();
         let mut opened = Vec::with_capacity(config.pmem.len());
         for pmem in &config.pmem {
@@ -278,7 +273,7 @@ impl PmemFiles {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
-    /// Closes the files that are not in `config`. Call it only without a machine.
+    /// Closes the files that are not in `config`. Must be called without a machine.
     fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.pmem.contains(earlier));
     }
@@ -292,13 +287,13 @@ pub(in crate::vm) fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, Bui
     PmemFile::open(config).map(Arc::new).map_err(BuildError::device(config.flag()))
 }
 
-/// Whether a part of a pool is gone: opening it says so, and what to do.
+/// Returns true if a part of a pool's file is missing. Opening it then fails with a remedy.
 fn is_cut_short(file: BorrowedFd<'_>, pool_bytes: u64) -> bool {
     file.try_clone_to_owned()
         .is_ok_and(|file| cut_to_bytes(&File::from(file), pool_bytes).is_some())
 }
 
-/// What erasing in a pool may take: `--pm-memory` says it, of its own pool.
+/// Limit of the bandwidth for erasing a pool, from `--pm-memory`.
 fn scrub_bound(config: &VmConfig, pool: &Path) -> Option<NonZeroU64> {
     match config.pm_memory.iter().find(|pm| pm.pool == pool) {
         Some(pm) => pm.scrub_bytes_per_s(),
@@ -352,14 +347,14 @@ mod tests {
         resources.pmem().open(&config).unwrap();
         let then = files(&resources);
         assert_eq!((then[0], then[2]), (first[0], first[2]));
-        // What cannot be opened costs nobody else's file.
+        // A file that cannot be opened does not affect the others.
         let mut with_one_more = config.clone();
         with_one_more
             .pmem
             .push(PmemConfig::parse(&format!("file={}.none", path.display())).unwrap());
         resources.pmem().open(&with_one_more).unwrap_err();
         assert_eq!(files(&resources), then);
-        // On tmpfs a flush is nothing that could fail.
+        // On tmpfs a flush cannot fail.
         assert_eq!(
             failed,
             resources.pmem().list()[1].1.durability() == Some(Durability::PageCache)
@@ -497,10 +492,10 @@ mod tests {
         assert_eq!(paths, [&link, &other]);
         let steps = resources.open_pools(&named).unwrap();
         assert_eq!(resources.pools().len(), 2);
-        // Both zones count, whichever path they have.
+        // Both zones count, in spite of their different paths.
         let Step::Create(a) = &steps[0] else { panic!("{steps:?}") };
         assert_eq!(*a, resources.pool(&link).info().available_bytes() - 12 * MIB);
-        // At the next boot the link leads elsewhere; the VM keeps its pool.
+        // The link changes before the next boot. The VM keeps its pool.
         std::fs::remove_file(&link).unwrap();
         std::os::unix::fs::symlink("other", &link).unwrap();
         assert_eq!(resources.with_one_path_for_each_pool(&config), named);

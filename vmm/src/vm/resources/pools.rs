@@ -14,12 +14,11 @@ pub(in crate::vm) struct OpenPool {
 }
 
 impl OpenPool {
-    /// The pool at `path`.
     pub(in crate::vm) fn new(path: &Path, pool: &Arc<dyn PmPool>) -> Self {
         Self { path: path.to_owned(), pool: Arc::clone(pool) }
     }
 
-    /// Returns the state for `pool.info`. Waits neither for the media nor for changes of the pool.
+    /// State for `pool.info`. Waits neither for the media nor for changes of the pool.
     pub(in crate::vm) fn info(&self) -> PoolInfo {
         let info = self.pool.info();
         PoolInfo {
@@ -27,7 +26,7 @@ impl OpenPool {
             uuid: info.uuid.to_string(),
             durability: info.durability.name().to_owned(),
             total_bytes: info.total_bytes,
-            // `strg_bytes` shows how many of them are reserved for volumes.
+            // `strg_bytes` shows the part that is reserved for volumes.
             free_bytes: info.free_bytes,
             memory_bytes: info.memory_bytes,
             volume_bytes: info.volume_bytes,
@@ -55,7 +54,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A pool of 64 MiB, 16 MiB of them for volumes, on tmpfs where there is one.
+    /// Opens a pool of 64 MiB with 16 MiB reserved for volumes, on tmpfs if there is one.
     fn open() -> (Arc<LocalPool>, OpenPool, TempDir) {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let path = folder.path().join("pool");
@@ -100,7 +99,7 @@ mod tests {
         }
     }
 
-    /// Users have to learn only one set of names.
+    /// Both commands use the same names, so that users learn only one set.
     #[test]
     fn what_pmvol_info_says_as_well_has_its_name_and_its_number() {
         let (pool, open, _folder) = open();
@@ -124,7 +123,7 @@ mod tests {
     #[test]
     fn a_pool_is_read_only_for_the_reason_that_came_first() {
         let (pool, open, folder) = open();
-        // What is written next, the table of chunks, is not there.
+        // The next write, to the table of chunks, is beyond the end of the file.
         File::options().write(true).open(folder.path().join("pool")).unwrap().set_len(0).unwrap();
         pool.alloc_memory(2 * MIB).unwrap_err();
         let PoolStatus::ReadOnly(reason) = open.info().status else { panic!("it takes writes") };

@@ -1,4 +1,4 @@
-//! Interfaces of the host that a VM has. They outlive its machines.
+//! Network interfaces of the host that a VM uses. They outlive its machines.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use crate::vm::error::BuildError;
 /// Interfaces of `--net`, in the order of the VM's configuration. Shared with the machine, which
 /// adds and removes interfaces.
 ///
-/// They stay open as long as the VM has them. So an interface that this process created is still,
-/// for example, a bridge's port after a reboot. And descriptors that were passed cannot be opened
-/// again.
+/// They stay open as long as the VM has them, because passed descriptors cannot be opened again.
+/// Also, an interface that this process created stays, for example, a port of its bridge after a
+/// reboot.
 #[derive(Clone, Default)]
 pub(crate) struct Taps(Arc<Mutex<Vec<NamedTap>>>);
 
@@ -23,13 +23,13 @@ pub(crate) struct Taps(Arc<Mutex<Vec<NamedTap>>>);
 pub(crate) type NamedTap = (NetConfig, Arc<Tap>);
 
 impl Taps {
-    /// Opens every interface of `config`, unless it is retained. The previous machine has ended, so
-    /// it does not read from a retained interface any more.
+    /// Opens every interface of `config` that is not open yet. The previous machine has ended, so
+    /// it no longer reads from the retained interfaces.
     pub(crate) fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut taps = self.0.lock();
-        // Interfaces that `config` does not have are closed first, because a new one may have the
-        // same name. An interface that was removed from the host is created again, except for
-        // descriptors, which would be the same.
+        // Interfaces that are not in `config` are closed first, because a new one may have the same
+        // name. An interface that was deleted on the host is created again. Passed descriptors are
+        // retained, because they cannot be opened again.
         taps.retain(|(earlier, tap)| {
             config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.is_there())
         });
@@ -57,7 +57,7 @@ impl Taps {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
-    /// Closes the interfaces that are not in `config`. Call it only without a machine.
+    /// Closes the interfaces that are not in `config`. Must be called without a machine.
     pub(crate) fn retain(&self, config: &VmConfig) {
         self.0.lock().retain(|(earlier, _)| config.net.contains(earlier));
     }
@@ -89,13 +89,13 @@ fn numbers(config: &NetConfig) -> Vec<RawFd> {
     config.fds.iter().map(GivenFd::number).collect()
 }
 
-/// Refuses descriptors on which a device would not work.
+/// Refuses descriptors that a device could not use.
 pub(crate) fn check(config: &NetConfig) -> Result<(), TapError> {
     check_given(&numbers(config)).map(drop)
 }
 
-/// Takes ownership of the descriptors that the command line names. They are closed when the VM no
-/// longer has their interface.
+/// Takes ownership of the descriptors from the command line. They are closed when the VM no longer
+/// has their interface.
 pub(crate) fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
     for net in &mut config.net {
         check(net)?;
@@ -111,7 +111,7 @@ pub(crate) fn hold_named(config: &mut VmConfig) -> Result<(), TapError> {
     Ok(())
 }
 
-/// Returns a random Ethernet address that is locally administered.
+/// Returns a random, locally administered Ethernet address.
 pub(crate) fn draw_address() -> MacAddress {
     let mut bytes = [0u8; 6];
     // getrandom(2) always fills up to 256 bytes, on every kernel that has KVM.
@@ -144,7 +144,7 @@ mod tests {
         let message = foreshore_types::chain(&taps.open(&config).unwrap_err());
         assert!(message.starts_with("Cannot set up --net id=n: fd "), "{message}");
         assert!(taps.list().is_empty());
-        // An interface that is added to a running machine is opened by `open`, not by `Taps::open`.
+        // `open`, and not `Taps::open`, serves interfaces that are added to a running machine.
         let added = open(&config.net[0]).unwrap_err();
         assert_eq!(foreshore_types::chain(&added), message);
     }
