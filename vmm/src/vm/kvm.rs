@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hardware_virtualisation_is_a_whole_word_among_the_flags() {
+    fn hardware_virtualization_is_detected_by_whole_flag() {
         assert!(shows_hardware_virtualisation("processor\t: 0\nflags\t\t: fpu vme svm npt\n"));
         assert!(shows_hardware_virtualisation("flags : fpu vmx\n"));
         assert!(!shows_hardware_virtualisation("model name : svm\nflags : fpu svm_lock xvmx\n"));

@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn one_file_has_one_writer_under_all_its_paths() {
+    fn second_writer_of_a_file_is_refused_under_any_path() {
         let (_folder, file, others) = one_file();
         for other in others.iter().chain([&file]) {
             for first in [DISK, PMEM, ZONE, PM_MEMORY, PM_VOLUME] {
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn output_has_a_file_of_its_own_under_all_its_paths() {
+    fn output_to_a_used_file_is_refused_under_any_path() {
         let (folder, file, [soft, hard, dotted]) = one_file();
         let [missing, dangling] = ["missing", "dangling"].map(|name| folder.path().join(name));
         symlink("missing", &dangling).unwrap();
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn name_of_a_rotated_file_is_taken() {
+    fn use_of_name_of_rotated_file_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let [file, older] = ["log", "log.1"].map(|name| folder.path().join(name));
         let text = checked(&[(SERIAL, &file), (CONSOLE, &older)]).unwrap_err().to_string();
@@ -456,7 +456,7 @@ mod tests {
 
     /// Otherwise, a guest could send requests to the VMM's API.
     #[test]
-    fn vsock_port_is_no_socket_of_the_vmm() {
+    fn vsock_port_with_socket_of_the_vmm_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let other_folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn pipes_and_terminals_take_several_outputs() {
+    fn several_outputs_share_pipe_or_terminal() {
         let null = Path::new("/dev/null");
         checked(&[(SERIAL, null), (RECORD, null), (RNG, null)]).unwrap();
         checked(&[(SERIAL, null), (DISK, null)]).unwrap();
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_of_the_vmm_name_no_file_twice() {
+    fn file_in_two_flags_of_the_vmm_is_refused() {
         let (folder, file, others) = one_file();
         let path = |path: &Path| path.display().to_string();
         let missing = folder.path().join("missing");
@@ -524,14 +524,14 @@ mod tests {
     }
 
     #[test]
-    fn readers_share_a_file_and_users_of_a_pool_the_pool() {
+    fn readers_share_a_file_and_zones_and_volumes_share_a_pool() {
         let (_folder, file, [soft, hard, _]) = one_file();
         checked(&[(READONLY_DISK, &file), (READONLY_DISK, &soft), (PRIVATE_PMEM, &hard)]).unwrap();
         checked(&[(PM_MEMORY, &file), (PM_VOLUME, &soft), (PM_MEMORY, &hard)]).unwrap();
     }
 
     #[test]
-    fn files_that_are_two_or_missing_and_directories_are_no_conflict() {
+    fn distinct_files_missing_files_and_directories_do_not_conflict() {
         let (folder, file, _) = one_file();
         let [copy, missing] = ["copy", "missing"].map(|name| folder.path().join(name));
         fs::copy(&file, &copy).unwrap();
@@ -540,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn file_that_a_vm_has_is_not_added_to_it_again() {
+    fn device_with_used_file_is_not_added() {
         let (_folder, file, [soft, ..]) = one_file();
         let mut config = test_config();
         DISK(&mut config, &file);

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn volumes_lie_where_the_first_zone_of_pm_does() {
+    fn volumes_are_on_the_node_of_the_first_pm_zone() {
         let node = |config: &VmConfig| volume_node(Topology::of(config).unwrap().zones());
         assert_eq!([test_config(), hybrid(), two_sockets()].map(|config| node(&config)), [0, 1, 2]);
     }
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn pm_is_a_node_of_its_own_without_vcpus_and_all_of_it_hotpluggable() {
+    fn pm_is_a_hotpluggable_node_without_vcpus() {
         let nodes = nodes(&hybrid());
         assert_eq!(nodes.len(), 2);
         assert_eq!(nodes[0].vcpus, [0, 1]);
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_farther_is_slower_and_all_dram_is_alike() {
+    fn performance_decreases_with_distance_and_is_equal_for_all_dram() {
         let nodes = nodes(&two_sockets());
         let of = |node: usize| {
             nodes[node]

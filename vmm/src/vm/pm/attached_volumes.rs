@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_volumes_own_failure_is_told_before_its_pools() {
+    fn failure_of_volume_takes_precedence_over_failure_of_pool() {
         let reason = |failure, pool| match status(failure, pool) {
             VolumeStatus::Failed(reason) => Some(reason),
             VolumeStatus::Ok => None,

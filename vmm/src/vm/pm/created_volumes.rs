@@ -68,7 +68,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn volume_is_created_with_the_name_size_and_format_of_its_configuration() {
+    fn volume_is_created_with_configured_name_size_and_format() {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let path = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());

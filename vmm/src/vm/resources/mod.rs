@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn files_stay_open_from_machine_to_machine_unless_a_flush_has_failed() {
+    fn files_stay_open_for_next_machine_unless_a_flush_has_failed() {
         let folder = tempfile::tempdir_in(".").unwrap();
         let path = folder.path().join("file");
         let file = std::fs::File::create(&path).unwrap();
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_or_pool_that_was_cut_short_is_opened_anew_and_says_so() {
+    fn truncated_file_or_pool_is_opened_again_and_reported() {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let (path, pool) = (folder.path().join("file"), folder.path().join("pool"));
         let file = File::create(&path).unwrap();
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_zone_is_no_larger_than_what_its_pool_can_lend() {
+    fn zone_larger_than_lendable_memory_is_refused() {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let pool = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&pool, 64 * MIB, 16 * MIB).unwrap());
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn each_volume_gets_the_step_that_its_own_pool_allows() {
+    fn step_of_each_volume_depends_on_its_own_pool() {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let paths = ["one", "two"].map(|name| folder.path().join(name));
         let [one, two] = paths.each_ref().map(|path| {

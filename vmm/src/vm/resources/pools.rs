@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_follow_what_is_lent_and_add_up_to_the_pool() {
+    fn byte_counts_follow_lending_and_add_up_to_the_pool() {
         let (pool, open, folder) = open();
         let before = open.info();
         assert_eq!(before.path, folder.path().join("pool").display().to_string());
@@ -101,7 +101,7 @@ mod tests {
 
     /// Both commands use the same names, so that users learn only one set.
     #[test]
-    fn what_pmvol_info_says_as_well_has_its_name_and_its_number() {
+    fn pool_info_and_pmvol_info_share_names_and_values() {
         let (pool, open, _folder) = open();
         pool.alloc_memory(16 * MIB).unwrap();
         let object = |value: Value| value.as_object().unwrap().clone();
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_is_read_only_for_the_reason_that_came_first() {
+    fn read_only_pool_shows_its_first_failure() {
         let (pool, open, folder) = open();
         // The next write, to the table of chunks, is beyond the end of the file.
         File::options().write(true).open(folder.path().join("pool")).unwrap().set_len(0).unwrap();

@@ -127,7 +127,7 @@ mod tests {
     use crate::config::test_config;
 
     #[test]
-    fn addresses_that_are_drawn_differ() {
+    fn drawn_addresses_differ() {
         assert_ne!(draw_address(), draw_address());
     }
 
