@@ -567,8 +567,8 @@ impl<F: MachineFactory> Owner<F> {
         let Some(vm) = self.vm.as_mut().filter(|vm| is_now && vm.machine.is_some()) else {
             return Flow::Continue;
         };
-        // An exit in progress or the watchdog may end the guest after a pause. The client was notified
-        // that the guest has stopped, so the VM stays paused.
+        // An exit in progress or the watchdog may end the guest after a pause. The client was
+        // notified that the guest has stopped, so the VM stays paused.
         if vm.state == VmState::Paused && event.ends_the_guest() {
             info!(?event, "The guest has ended itself in a pause, which follows when it goes on");
             vm.kept.get_or_insert(event);
