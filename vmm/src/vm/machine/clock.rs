@@ -1,9 +1,9 @@
-//! The guest's clock (kvmclock), which stands still while the VM is paused.
+//! The guest's clock (kvm-clock), which stops while the VM is paused.
 //!
-//! Otherwise, a guest that was paused for a minute would find that a minute has passed. All its
-//! timers would be late, and its watchdogs would report a hang. So the clock's value is read when
-//! all vCPUs have left the guest, and set again when they resume. Each vCPU is also notified that
-//! it was stopped (`KVM_KVMCLOCK_CTRL`).
+//! Otherwise, a guest that was paused for a minute would notice that a minute has passed. All its
+//! timers would be late, and its watchdogs would report a hang. So the clock is read when all vCPUs
+//! have left the guest, and set to that value when they resume. Each vCPU is also notified that it
+//! was stopped (`KVM_KVMCLOCK_CTRL`).
 
 use std::sync::Arc;
 
@@ -13,9 +13,7 @@ use tracing::debug;
 
 /// Clock of the guest, in nanoseconds.
 pub(in crate::vm) trait Source: Send + Sync {
-    /// Present value.
     fn get_ns(&self) -> Result<u64, kvm_ioctls::Error>;
-    /// Sets the present value.
     fn set_ns(&self, ns: u64) -> Result<(), kvm_ioctls::Error>;
 }
 
@@ -37,13 +35,13 @@ struct Held {
     ns: Option<u64>,
 }
 
-/// The clock of a VM.
+/// Clock of a VM.
 pub(in crate::vm) struct GuestClock {
     source: Box<dyn Source>,
     held: Mutex<Held>,
 }
 
-/// Pause that was requested, by its number.
+/// Number of a requested pause.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::vm) struct Pause(u64);
 
@@ -59,8 +57,8 @@ impl GuestClock {
         Pause(held.era)
     }
 
-    /// Reads the clock, because all vCPUs have left the guest for `pause`. Has no effect if they
-    /// were resumed or paused again since.
+    /// Reads the clock. All vCPUs have left the guest for `pause`. Has no effect if they were
+    /// resumed or paused again since.
     pub(in crate::vm) fn hold(&self, pause: Pause) {
         let mut held = self.held.lock();
         if held.era == pause.0 && held.ns.is_none() {
@@ -72,7 +70,7 @@ impl GuestClock {
         }
     }
 
-    /// Sets the clock to the value that was read, because the vCPUs are about to resume.
+    /// Sets the clock to the value at the pause. The vCPUs are about to resume.
     pub(in crate::vm) fn release(&self) {
         let mut held = self.held.lock();
         held.era += 1;
@@ -90,7 +88,7 @@ pub(in crate::vm) mod tests {
 
     use super::*;
 
-    /// A clock that goes on when it is told.
+    /// Clock that the test advances.
     impl Source for Arc<AtomicU64> {
         fn get_ns(&self) -> Result<u64, kvm_ioctls::Error> {
             Ok(self.load(Ordering::Relaxed))
@@ -104,7 +102,7 @@ pub(in crate::vm) mod tests {
 
     fn clock() -> (GuestClock, impl Fn(u64) -> u64) {
         let now = Arc::new(AtomicU64::new(0));
-        // Lets time go by, and tells what it is then.
+        // Advances the clock, and returns its value.
         let pass = {
             let now = Arc::clone(&now);
             move |ns| now.fetch_add(ns, Ordering::Relaxed) + ns

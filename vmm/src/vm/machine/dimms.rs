@@ -1,4 +1,4 @@
-//! DRAM that grows by ACPI.
+//! DRAM that grows by DIMMs, with ACPI.
 
 use foreshore_devices::events::Event;
 use foreshore_devices::memory::dimms::DimmError;
@@ -14,8 +14,8 @@ use crate::vm::request::VmError;
 /// Kind of device in the metrics of hotplug.
 const KIND: &str = "dimm";
 
-/// Reason why a DIMM is refused. Without room for page descriptors, a virtio-mem zone is plugged in
-/// steps. A DIMM is added as a whole or not at all.
+/// Reason why a DIMM is refused. Unlike a virtio-mem zone, which is plugged in steps while page
+/// descriptors lack room, a DIMM is added completely or not at all.
 #[derive(Debug, Error)]
 enum Refusal {
     #[error(transparent)]
@@ -25,7 +25,7 @@ enum Refusal {
 }
 
 impl KvmMachine {
-    /// Returns the bytes that are missing to `size_bytes`. Fails if they cannot be added as one
+    /// Returns the number of bytes to add for `size_bytes`. Fails if they cannot be added as one
     /// DIMM.
     pub(in crate::vm) fn missing_bytes(&self, size_bytes: u64) -> Result<u64, VmError> {
         // The next boot has the requested size as boot memory. A guest that reboots into an
@@ -53,12 +53,12 @@ impl KvmMachine {
         }
     }
 
-    /// Boot memory and all DIMMs that were added.
+    /// Size of boot memory and all added DIMMs.
     fn dram_bytes(&self) -> u64 {
         self.memory.zones()[0].boot_bytes + self.dimm_bytes()
     }
 
-    /// Size of all DIMMs that were added.
+    /// Size of all added DIMMs.
     fn dimm_bytes(&self) -> u64 {
         self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes())
     }
@@ -83,9 +83,8 @@ impl KvmMachine {
         }
     }
 
-    /// Adds `more` bytes, which are missing to `size_bytes`, as one DIMM, and notifies the guest.
-    /// Memory that was added by ACPI cannot be removed, so a smaller size has no effect before the
-    /// next boot.
+    /// Adds `more` bytes as one DIMM, so that the zone has `size_bytes`, and notifies the guest.
+    /// DIMMs cannot be removed, so a smaller size has no effect before the next boot.
     pub(in crate::vm) fn grow_by_dimm(
         &mut self,
         size_bytes: u64,
@@ -99,8 +98,8 @@ impl KvmMachine {
             }
             return Ok(());
         };
-        // The room may have been used up since the plan was made. The first check precedes
-        // the population of the DIMM, which may take long.
+        // The room may have been used up since the plan was made. It is checked before the DIMM is
+        // populated, which may take long, and again when the DIMM is accounted for.
         let governor = &self.governor;
         let check = || Ok(governor.call(move |core, now| core.check_dimm(more, now))?);
         let account = || Ok(governor.call(move |core, now| core.add_dimm(more, now))?);
@@ -109,7 +108,7 @@ impl KvmMachine {
         let node = self.memory.zones()[0].guest_node;
         self.hotplug.metrics.count(KIND, "add", "ok");
         self.hotplug.page.dimms(|registers| registers.put(dimm, node));
-        // The DIMM is there already: without the interrupt, the guest finds it at its next scan.
+        // Without the interrupt, the guest finds the DIMM at its next scan.
         if let Err(err) = self.hotplug.ged.notify(ged::Event::Memory) {
             warn!(%err, "The guest is not told that memory has come");
         }
@@ -240,7 +239,7 @@ mod tests {
 
     #[test]
     fn dimm_without_room_for_its_descriptors_is_refused() {
-        // The governor's guest has booted with 384 MiB, and its agent reports nothing.
+        // The governor's guest has 384 MiB of boot memory, and no agent reports.
         const MOST_MIB: u64 = 384 * 8;
         let (mut machine, _table) = growing(8192 * MIB);
         resize(&mut machine, 65 + 256).unwrap();
@@ -272,7 +271,7 @@ mod tests {
         let (mut machine, table) = growing(8192 * MIB);
         let plan = machine.plan_resize(&dram((65 + MOST_MIB) * MIB)).unwrap();
         machine.governor.call(|core, now| core.add_dimm(128 * MIB, now)).unwrap();
-        // If the DIMM were populated, it would get a slot next, and KVM would refuse that.
+        // KVM would refuse a slot, which a populated DIMM gets next.
         *table.calls_left.lock() = Some(0);
         for step in plan {
             let error = machine.resize(step).unwrap_err();
@@ -287,7 +286,7 @@ mod tests {
         }
         *table.calls_left.lock() = None;
         assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
-        // The refused DIMM uses up neither address space nor room for page descriptors.
+        // The refused DIMM has used neither address space nor room for page descriptors.
         resize(&mut machine, 65 + MOST_MIB - 128).unwrap();
     }
 

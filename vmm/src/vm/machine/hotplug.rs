@@ -1,26 +1,27 @@
 //! Devices that are added and removed while the guest runs.
 //!
-//! **Adding.** Everything that can be refused is refused before the guest is notified:
+//! **Adding.** All checks precede the notification of the guest:
 //! 1. The owner checks the configuration, and that no device has the id.
 //! 2. The host's files are opened, and the device is created with its threads.
-//! 3. The device is put into a free slot of the PCI bus, where a guest that scans the bus finds it.
+//! 3. The device is attached to a free slot of the PCI bus, where a guest that scans the bus finds
+//!    it.
 //! 4. The device joins the machine's list, by which devices are paused, resized and counted.
 //! 5. The guest is notified: the slot's bit is set, and then the interrupt is raised.
 //!
-//! **Removing.** The guest is requested to eject the device, and nothing waits until it does:
-//! 1. The slot's bit is set, the interrupt is raised and the call is answered. The next boot does
-//!    without the device.
+//! **Removing.** The guest is requested to eject the device, and nothing waits for it:
+//! 1. The slot's bit is set, the interrupt is raised and the call is answered. The next boot has no
+//!    such device.
 //! 2. The guest's driver releases the device, and the firmware's method writes the eject register.
 //! 3. Within that exit the slot is emptied, because the guest reads it at once (`RootBus::remove`).
-//! 4. The owner is notified and takes the device off the machine's list.
-//! 5. A thread of its own stops the device, which may wait for a disk, and closes its files. The
-//!    end of the machine waits for it, because the next machine may have the same files.
+//! 4. The owner is notified, and removes the device from the machine's list.
+//! 5. A separate thread stops the device, which may wait for a disk, and closes its files. The end
+//!    of the machine waits for it, because the next machine may have the same files.
 //!
 //! A guest that does not react keeps its device until it reacts or ends.
 //!
-//! **Replacing.** If a client removes a device and adds another on the same interface or file, that
-//! is in use until step 5 is done. Once the guest has ejected the device this takes a moment, and
-//! the addition waits for it. Before that, the error names the device that the guest still has.
+//! **Replacing.** A client may remove a device and add another one on the same interface or file,
+//! which is in use until step 5 is done. After the ejection this takes a moment, and the addition
+//! waits for it. Before the ejection, the error names the device that the guest still has.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -43,8 +44,8 @@ use crate::vm::machine::lost;
 use crate::vm::request::{PciDeviceInfo, VmError};
 use crate::vm::resources::{self, taps};
 
-/// Limit of the wait of an addition for the ends of devices of the same kind. A disk may wait for
-/// its host forever.
+/// Longest time that an addition waits for the ends of devices of the same kind. A disk may wait
+/// for its host forever.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// PCI address (domain, bus, device, function) of the device in a slot.
@@ -61,7 +62,6 @@ pub(in crate::vm) struct Hotplug {
 }
 
 impl Hotplug {
-    /// Creates the state without ejected devices.
     pub(in crate::vm) fn new(
         ged: Arc<GenericEventDevice>,
         page: Arc<HotplugPage>,
@@ -71,7 +71,7 @@ impl Hotplug {
     }
 }
 
-/// Devices that the guest has ejected. Each is stopped by a thread of its own.
+/// Devices that the guest has ejected. Each has a separate thread that stops it.
 #[derive(Default)]
 pub(super) struct Leaving(Vec<Ending>);
 
@@ -97,7 +97,7 @@ impl Leaving {
         };
         match std::thread::Builder::new().name("_removed".to_owned()).spawn(end) {
             Ok(thread) => self.0.push(Ending { kind, thread, is_over }),
-            // The closure was dropped with the device, which has ended the device on this thread.
+            // The failed spawn dropped the closure, which ended the device on this thread.
             Err(err) => warn!(
                 %err,
                 id,
@@ -130,14 +130,14 @@ impl Leaving {
 }
 
 impl KvmMachine {
-    /// Steps 2 to 5 of adding.
+    /// Executes steps 2 to 5 of adding.
     pub(in crate::vm) fn add(
         &mut self,
         id: &str,
         device: &DeviceConfig,
     ) -> Result<PciDeviceInfo, VmError> {
         if self.devices.iter().any(|attached| attached.id == id) {
-            // The guest was requested to eject that device, and has not done so yet.
+            // The guest was requested to eject that device, but has not ejected it yet.
             return Err(VmError::IdTaken { id: id.to_owned() });
         }
         let kind = device.kind();
@@ -175,8 +175,8 @@ impl KvmMachine {
         leaving.join(", ")
     }
 
-    /// Reports an interface or file in use as `DeviceLeaving` while a device of the kind is being
-    /// removed, because it may be free soon.
+    /// Error of a failed addition. An interface or file in use is `DeviceLeaving` while a device of
+    /// the kind is being removed, because it may become free soon.
     fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
         let (reason, leaving) = (foreshore_types::chain(err), self.being_asked(kind));
         match err.is_in_use() && (!leaving.is_empty() || self.hotplug.leaving.has(kind)) {
@@ -185,13 +185,13 @@ impl KvmMachine {
         }
     }
 
-    /// Steps 2 to 4. Returns the slot.
+    /// Executes steps 2 to 4 of adding. Returns the slot.
     fn attach(&mut self, device: &DeviceConfig) -> Result<u8, BuildError> {
         let had_files = self.context.lost.has_files();
         let attached = self.build_device(device)?;
         let slot = attached.slot;
         if !had_files && self.context.lost.has_files() {
-            // The watch starts with the first file.
+            // The check of files starts with the first file.
             match lost::watch(&self.context.lost, &self.events) {
                 Ok(watcher) => self.lost_loop = watcher,
                 Err(err) => warn!(
@@ -207,7 +207,7 @@ impl KvmMachine {
         Ok(slot)
     }
 
-    /// Builds a device. Its interface or file is retained for the next boot only if that succeeds.
+    /// Builds a device. On success, its interface or file is retained for the next boot.
     fn build_device(&mut self, device: &DeviceConfig) -> Result<AttachedDevice, BuildError> {
         match device {
             DeviceConfig::Disk(config) => devices::build_disk(config, &self.context),
@@ -230,7 +230,7 @@ impl KvmMachine {
         }
     }
 
-    /// Step 1 of removing.
+    /// Executes step 1 of removing.
     pub(in crate::vm) fn ask_to_let_go(&mut self, id: &str) -> Result<(), VmError> {
         let Some(attached) = self.devices.iter_mut().find(|attached| attached.id == id) else {
             return Err(VmError::NoSuchDevice { id: id.to_owned() });
@@ -244,7 +244,7 @@ impl KvmMachine {
         }
         let slot = attached.slot;
         if !attached.is_on_bus() {
-            // Step 3 is done and step 4 will follow. Another device may be in the slot already.
+            // Step 3 is done, and step 4 will follow. Another device may be in the slot already.
             return Ok(());
         }
         self.hotplug.page.slots(|slots| slots.ask(slot));
@@ -252,7 +252,7 @@ impl KvmMachine {
         Ok(())
     }
 
-    /// Steps 4 and 5.
+    /// Executes steps 4 and 5 of removing.
     pub(in crate::vm) fn let_go(&mut self, slot: u8) {
         // Another device may be in the slot already, and its removal may have been requested as
         // well.
@@ -284,7 +284,6 @@ impl KvmMachine {
     }
 }
 
-/// Counters of a machine that has these devices.
 pub(in crate::vm) fn metrics(devices: &[AttachedDevice]) -> Arc<HotplugMetrics> {
     let metrics = HotplugMetrics::default();
     metrics.devices.store(devices.len() as u64, Ordering::Relaxed);
@@ -321,7 +320,7 @@ mod tests {
         machine: KvmMachine,
     }
 
-    /// State of everything that devices are registered with.
+    /// State of all registries that devices use.
     #[derive(Clone, Debug, PartialEq)]
     struct Footprint {
         devices: usize,
@@ -368,7 +367,7 @@ mod tests {
             }
         }
 
-        /// Returns a device of each kind that needs no interface of the host.
+        /// Devices of all kinds that need no network interface of the host.
         fn kinds(&self) -> [Sample; 3] {
             let path = |name: &str| self.folder.path().join(name);
             File::create(path("pmem")).unwrap().set_len(FILE_LEN).unwrap();
@@ -399,8 +398,7 @@ mod tests {
             self.machine.add(name, &disk)
         }
 
-        /// Returns the footprint after adding the device `id` of [`Self::kinds`], before the guest
-        /// uses it.
+        /// Footprint after the device `id` of [`Self::kinds`] was added, before the guest uses it.
         fn expected(&self, id: &str, before: &Footprint) -> Footprint {
             let files = usize::from(id == "pmem");
             let family = format!("foreshore_{id}_");
@@ -420,7 +418,7 @@ mod tests {
             }
         }
 
-        /// Acts as the driver of the virtio-pmem device in slot 1 until a flush has raised an
+        /// Acts as the driver of the virtio-pmem device in slot 1, until a flush has raised an
         /// interrupt.
         fn flush_pmem(&self) {
             let (mmio, memory) = (&self.machine.context.mmio, self.machine.memory.boot());
@@ -506,7 +504,7 @@ mod tests {
             rig.machine.ask_to_let_go("a").unwrap();
             assert_eq!((rig.register(PCI_DOWN), rig.counts()), (1 << 1, (1, 1, 1)));
         }
-        // Until the guest has ejected the device, its id and its file are in use.
+        // The id and the file of the device are in use until its ejection.
         assert!(matches!(rig.add("a"), Err(VmError::IdTaken { .. })));
         rig.eject(1);
         assert_eq!(rig.counts(), (0, 0, 0));
@@ -546,7 +544,7 @@ mod tests {
         // The slot is empty before the owner is notified.
         drop(rig.machine.context.pci.remove(1));
         assert_eq!(rig.add("b").unwrap().bdf, "0000:00:01.0");
-        // A repeated request to remove `a` does not concern `b`, which is in the slot now.
+        // A repeated request to remove `a` does not affect `b`, which is in the slot now.
         rig.machine.ask_to_let_go("a").unwrap();
         assert_eq!((rig.register(PCI_DOWN), rig.counts()), (0, (1, 2, 1)));
         assert!(!rig.machine.hotplug.page.slots(|slots| slots.is_leaving(1)));
@@ -569,7 +567,7 @@ mod tests {
         disk.id = Some("other".to_owned());
         for _ in 0..5 {
             rig.machine.add("image", &image).unwrap();
-            // No removal is pending, so the file will not be free soon.
+            // No removal is pending, so the file will not become free soon.
             assert!(matches!(rig.machine.add("other", &other_id), Err(VmError::Failed(_))));
             rig.machine.ask_to_let_go("image").unwrap();
             let error = rig.machine.add("other", &other_id).unwrap_err();
@@ -579,7 +577,8 @@ mod tests {
             rig.eject(1);
             rig.machine.add("other", &other_id).unwrap();
             rig.machine.ask_to_let_go("other").unwrap();
-            // The pending removal does not help an addition that fails for another reason.
+            // A pending removal does not change the error of an addition that fails for another
+            // reason.
             let missing = DeviceConfig::Disk(DiskConfig::parse("path=/nowhere/disk,id=a").unwrap());
             assert!(matches!(rig.machine.add("a", &missing), Err(VmError::Failed(_))));
             rig.eject(1);
@@ -601,7 +600,7 @@ mod tests {
         rig.machine.ask_to_let_go("disk7").unwrap();
         rig.eject(8);
         assert_eq!(rig.machine.context.work.count(), before - 1);
-        // Its file is free, and so is its slot.
+        // Its file and its slot are free.
         assert_eq!(rig.add("one-more").unwrap().bdf, "0000:00:08.0");
     }
 
@@ -610,7 +609,7 @@ mod tests {
         let mut rig = Rig::new();
         let before = rig.footprint();
         let kinds = rig.kinds();
-        // The file is missing, or a directory is in the way of the socket.
+        // The file is missing, or a directory blocks the path of the socket.
         rig.folder = TempDir::new().unwrap();
         for (id, device, _) in &kinds {
             assert!(rig.machine.add(id, device).is_err(), "{id}");
@@ -668,7 +667,8 @@ mod tests {
         let mut ejected = rig.machine.devices.pop().unwrap();
         ejected.eject();
         let footprint = rig.footprint();
-        // The guest has not reset the device, so its interrupt shows that it has not stopped.
+        // The interrupt of the device still exists, because the guest has not reset it. So the
+        // device has not stopped.
         assert_eq!(
             (footprint.watched, footprint.memory_slots),
             (before.watched, before.memory_slots)

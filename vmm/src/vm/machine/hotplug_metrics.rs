@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 /// Kind, action and result.
 type What = (&'static str, &'static str, &'static str);
 
-/// Counts of devices on the PCI bus, and of hotplug actions.
+/// Number of devices on the PCI bus, and of hotplug actions.
 #[derive(Debug, Default)]
 pub(crate) struct HotplugMetrics {
     /// Virtio devices on the bus.

@@ -1,4 +1,4 @@
-//! Watches all memory that the guest has, and stops the guest when some of it is gone.
+//! Watches all memory of the guest, and pauses the VM if a part of it is lost.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ use crate::vm::owner::{EventSender, MachineEvent};
 use crate::vm::resources::Resources;
 use crate::vm::zones;
 
-/// Interval of checks of the lengths of files. A vCPU may access truncated memory for that long.
+/// Interval of checks of file lengths. A vCPU may access truncated memory for that long.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 const LOST: u32 = 0;
 const LOOK: u32 = 1;
 
-/// Watches all zones. A zone of PM may have any part of its pool, so the whole pool is watched.
+/// Watches all zones. A PM zone may have any part of its pool, so the whole pool is watched.
 pub(in crate::vm) fn watch_zones(
     config: &VmConfig,
     resources: &Resources,
@@ -46,7 +46,7 @@ pub(in crate::vm) fn watch_zones(
     Ok(())
 }
 
-/// Watches a part of a DRAM zone, which may be mapped from a file that can be truncated.
+/// Watches a part of a DRAM zone. It may be mapped from a file that can be truncated.
 fn watch_dram(
     memory: &Memory,
     reservation: &Reservation,
@@ -66,15 +66,15 @@ fn watch_dram(
 /// Waits for a loss, and notifies the owner.
 struct Watcher {
     memory: Arc<LostMemory>,
-    /// Timer of checks, if there are files to check.
+    /// Timer of the checks, if there are files to check.
     timer: Option<TimerFd>,
     events: EventSender,
     /// Last loss that the owner was notified of.
     told: Option<String>,
 }
 
-/// Pauses the VM when memory is lost, as long as the returned loop exists. The loop has a thread of
-/// its own, because other threads may wait for the lost memory.
+/// Pauses the VM when memory is lost, as long as the returned loop exists. The loop has its own
+/// thread, because other threads may wait for the lost memory.
 pub(in crate::vm) fn watch(
     memory: &Arc<LostMemory>,
     events: &EventSender,

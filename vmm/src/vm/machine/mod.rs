@@ -1,4 +1,4 @@
-//! A VM on KVM: what was built, and how it ends.
+//! Machine of a VM on KVM: its parts, and the order of its end.
 
 pub(super) mod clock;
 pub(super) mod dimms;
@@ -51,7 +51,7 @@ use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 use crate::vm::resources::OpenFiles;
 use crate::vm::resources::pools::OpenPool;
 
-/// A VM on KVM. The order of the fields is the order in which they are dropped.
+/// Machine on KVM. The fields are dropped in their order.
 pub(crate) struct KvmMachine {
     pub(in crate::vm) vcpus: Vcpus,
     pub(in crate::vm) clock: Arc<GuestClock>,
@@ -59,30 +59,31 @@ pub(crate) struct KvmMachine {
     pub(in crate::vm) devices: DeviceList,
     pub(in crate::vm) context: DeviceContext,
     pub(in crate::vm) _serial: Option<SerialPort>,
-    /// Sources of metrics that exist as long as the machine.
+    /// Registrations of metrics that exist as long as the machine.
     pub(in crate::vm) _exposed: Vec<Registration>,
     pub(in crate::vm) hotplug: Hotplug,
-    /// Event loops of devices without threads of their own, and of memory devices.
+    /// Event loops of devices without their own threads, and of memory devices.
     pub(in crate::vm) _loops: [EventLoop; 2],
-    /// Watches files for lost memory, if there were files when it started.
+    /// Watch for lost memory. It checks files only if there were files when it started.
     pub(in crate::vm) lost_loop: EventLoop,
     pub(in crate::vm) events: EventSender,
-    /// Receives connections of agents, also from a vsock device that is added later.
+    /// Accepts connections of agents, also from a vsock device that is added later.
     pub(in crate::vm) agents: Agents,
     pub(in crate::vm) dimms: Option<Dimms>,
     pub(in crate::vm) open_files: OpenFiles,
     pub(in crate::vm) resident: Arc<Resident>,
     pub(in crate::vm) pm: PmStorage,
-    /// Dropped last, because nothing may access it any more.
+    /// Dropped last, when nothing can access it any more.
     pub(in crate::vm) memory: Memory,
 }
 
 impl Drop for KvmMachine {
-    /// 1. All vCPUs are requested to leave the guest before any is waited for. Some may wait for
-    ///    devices, whose loops are released for that.
+    /// Ends the machine in this order:
+    /// 1. All vCPUs are requested to leave the guest before the first one is waited for. Some may
+    ///    wait for devices, whose loops are released for that.
     /// 2. Devices return their queues and stop their workers.
-    /// 3. Removed devices have ended, because the next machine may need their files.
-    /// 4. The rest is dropped in the order of the fields, memory last.
+    /// 3. The end of removed devices is waited for, because the next machine may need their files.
+    /// 4. The fields are dropped in their order, memory last.
     fn drop(&mut self) {
         drop(self.pause());
         self.context.emitter.silence();
@@ -101,12 +102,12 @@ impl Machine for KvmMachine {
         self.vcpus.resume();
     }
 
-    /// The devices stand still when the vCPUs do: an exit may wait for a device's worker.
+    /// The devices stop after the vCPUs, because an exit may wait for a device's worker.
     fn pause(&mut self) -> Standstill {
         let vcpus = self.vcpus.pause();
-        // Now it is this pause that holds them.
+        // From here on, this pause stops the vCPUs.
         self.context.brake.release();
-        // Who stands still is not late.
+        // No deadline passes while the guest is stopped.
         self.governor.clock().hold();
         let (work, since) = (Arc::clone(&self.context.work), self.context.work.releases());
         let (clock, pause) = (Arc::clone(&self.clock), self.clock.pause());
@@ -248,8 +249,8 @@ impl KvmMachine {
         self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id)
     }
 
-    /// All zones without their resident memory. One call of the governor's thread returns the state
-    /// of all of them.
+    /// Zones without their resident sizes. A single call of the governor's thread returns the state
+    /// of all zones.
     fn zone_infos(&self) -> Vec<ZoneInfo> {
         let specs = self.memory.zones();
         let query = |spec: &ZoneSpec| ZoneQuery {
@@ -306,7 +307,7 @@ pub(in crate::vm) mod tests {
     use crate::governor::fake::fixture;
     use crate::governor::task::Clock;
 
-    /// A machine without vCPUs and devices, whose loops and governor run: it needs no KVM.
+    /// Machine without vCPUs and devices, with running event loops and a governor. Needs no KVM.
     pub(crate) fn machine() -> KvmMachine {
         machine_on(&FakeMachine::default())
     }
@@ -356,7 +357,7 @@ pub(in crate::vm) mod tests {
         }
     }
 
-    /// Until so much time has gone by on the host.
+    /// Waits for `span` on the host's clock.
     fn pass(span: Duration) {
         let begin = Instant::now();
         while begin.elapsed() < span {
@@ -370,7 +371,7 @@ pub(in crate::vm) mod tests {
         let mut machine = machine();
         machine.resume();
         let clock = machine.governor.clock().clone();
-        // A second pause is like the first.
+        // A second pause behaves like the first.
         for _ in 0..2 {
             let begin = clock.now();
             pass(SPAN);

@@ -1,5 +1,5 @@
-//! Resident memory of a VM. Reading it is expensive, so it is read on a thread other than the
-//! owner's, and not too often.
+//! Resident memory of a VM. Reading it is expensive, so another thread than the owner's reads it,
+//! at a limited rate.
 
 use std::io;
 use std::sync::Arc;
@@ -11,22 +11,22 @@ use tracing::warn;
 use crate::vm::owner::cached::Cached;
 use crate::vm::request::{Reply, ZoneInfo};
 
-/// Minimum interval of reads while nothing is plugged or unplugged. For each read, the kernel walks
-/// the page tables of all mappings, which takes milliseconds.
+/// Shortest interval of reads while the plugged sizes do not change. For each read, the kernel
+/// walks the page tables of all mappings, which takes milliseconds.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
 /// Resident bytes of all zones.
 pub(crate) struct Resident {
     read: Box<dyn Fn() -> io::Result<Vec<u64>> + Send + Sync>,
     asked: Mutex<Asked>,
-    /// Last value, by the plugged sizes. Only the answering thread locks it.
+    /// Last value, by plugged sizes. Only the answering thread locks it.
     last: Mutex<Cached<Vec<u64>, Vec<u64>>>,
 }
 
 /// Request for the resident bytes of zones.
 type Request = (Vec<ZoneInfo>, Reply<Vec<ZoneInfo>>);
 
-/// Requests without an answer.
+/// Requests that wait for an answer.
 #[derive(Default)]
 struct Asked {
     waiting: Vec<Request>,
@@ -44,10 +44,9 @@ impl Resident {
     }
 
     /// Answers with `zones` and their resident bytes, from a thread that may block. Returns at
-    /// once. Call it in a runtime.
+    /// once. Must be called in a runtime.
     ///
-    /// One thread answers all requests. With one for each, many clients would block as many
-    /// threads.
+    /// One thread answers all requests. Otherwise, many clients would block as many threads.
     pub(crate) fn answer(self: Arc<Self>, zones: Vec<ZoneInfo>, reply: Reply<Vec<ZoneInfo>>) {
         let was_answering = {
             let mut asked = self.asked.lock();
@@ -64,7 +63,7 @@ impl Resident {
         while let Some(waiting) = self.take_waiting() {
             for (mut zones, reply) in waiting {
                 self.fill_in(&mut zones);
-                // The client may have gone.
+                // An error means that the client has disconnected.
                 let _ = reply.send(Ok(zones));
             }
         }
@@ -134,7 +133,7 @@ mod tests {
             let [(reply, answer), (reply_2, answer_2)] = [(), ()].map(|()| oneshot::channel());
             Arc::clone(&resident).answer(vec![zone()], reply);
             Arc::clone(&resident).answer(vec![zone()], reply_2);
-            // Only now, on the thread that has called.
+            // Sent from the calling thread, after `answer` has returned.
             go_on.send(()).unwrap();
             for answer in [answer, answer_2] {
                 assert_eq!(answer.await.unwrap().unwrap()[0].resident_bytes, 4096);
@@ -146,7 +145,7 @@ mod tests {
     fn a_crowd_that_asks_takes_one_thread() {
         let (gate, wait) = mpsc::channel::<()>();
         let wait = Mutex::new(wait);
-        // Waits until the gate is dropped, and not at all after that.
+        // Blocks until the gate is dropped.
         let resident =
             Resident::new(move || match wait.lock().recv_timeout(Duration::from_secs(30)) {
                 Err(mpsc::RecvTimeoutError::Disconnected) => Ok(vec![4096]),
@@ -162,7 +161,7 @@ mod tests {
             .build()
             .unwrap();
         runtime.block_on(async {
-            // Twice, so that the end of the first flight is not the end of all.
+            // The second round shows that later requests are answered as well.
             for plugged_bytes in [0, 2 << 20] {
                 let answers = [(); 100].map(|()| {
                     let (reply, answer) = oneshot::channel();
@@ -175,7 +174,7 @@ mod tests {
                 }
             }
         });
-        // The second flight may begin before the first one's thread is idle.
+        // The second round may begin before the first thread is idle.
         let threads = threads.load(Ordering::Relaxed);
         assert!((1..=2).contains(&threads), "{threads} threads");
     }

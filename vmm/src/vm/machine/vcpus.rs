@@ -1,7 +1,7 @@
-//! vCPUs of a machine: those that the guest has, and parked ones that the guest may get again.
+//! vCPUs of a machine: those in use, and parked ones that the guest may get again.
 //!
-//! KVM creates vCPUs and never removes one. A vCPU that the guest has ejected keeps its thread and
-//! does not run. When the guest gets it again, it starts as if it had never run.
+//! KVM cannot remove a vCPU. An ejected vCPU keeps its thread and does not run. When the guest gets
+//! it again, it starts as if it had never run.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,8 +24,8 @@ use crate::vm::request::VmError;
 /// Kind of device in the metrics of hotplug.
 const KIND: &str = "vcpu";
 
-/// Limit of the wait for the last exits of parked vCPUs before the guest gets them again. An exit
-/// may wait for a disk, and that for its host.
+/// Longest wait for the last exits of parked vCPUs before the guest gets them again. An exit may
+/// wait for a disk, and the disk for its host.
 const EXIT_LIMIT: Duration = Duration::from_secs(2);
 
 /// Thread that runs a vCPU.
@@ -65,12 +65,12 @@ impl Processor for Vcpu {
 }
 
 pub(in crate::vm) trait Maker<P: Processor>: Send {
-    /// Creates KVM's part, once for each index. KVM refuses a second vCPU of an index as long as
-    /// the VM exists, even if the first is closed. So a vCPU whose `kvm_run` could not be mapped is
-    /// lost.
+    /// Creates KVM's part, once for each index. KVM refuses a second vCPU with the same index as
+    /// long as the VM exists, even if the first one is closed. So a vCPU is lost if its `kvm_run`
+    /// cannot be mapped.
     fn create(&self, index: u8) -> Result<P::Created, CpuError>;
 
-    /// Does the rest. If that fails, returns KVM's part for another attempt.
+    /// Completes a vCPU. On failure, returns KVM's part for another attempt.
     fn finish(&self, index: u8, created: P::Created) -> Result<P, (P::Created, CpuError)>;
 }
 
@@ -78,23 +78,23 @@ struct Made<P> {
     processor: P,
     /// The guest does not have it, or has ejected it.
     is_parked: bool,
-    /// The guest has it or has had it.
+    /// The guest has it, or had it before.
     is_used: bool,
 }
 
 pub(in crate::vm) struct Vcpus<P: Processor = Vcpu> {
     made: BTreeMap<u8, Made<P>>,
-    /// vCPUs that KVM has created and that could not be finished.
+    /// vCPUs that KVM has created, but that could not be completed.
     unfinished: BTreeMap<u8, P::Created>,
     maker: Box<dyn Maker<P>>,
     registers: Arc<CpuRegisters>,
     metrics: Arc<VcpuMetrics>,
-    /// The vCPUs that the guest has may run.
+    /// The vCPUs of the guest may run.
     run: bool,
 }
 
 impl<P: Processor> Vcpus<P> {
-    /// Creates the vCPUs with which the guest boots, paused.
+    /// Creates the vCPUs that the guest boots with, paused.
     pub(in crate::vm) fn new(
         maker: Box<dyn Maker<P>>,
         registers: Arc<CpuRegisters>,
@@ -160,7 +160,7 @@ impl<P: Processor> Vcpus<P> {
         self.running().for_each(P::resume);
     }
 
-    /// Requests that all stop, including parked ones, which may still be in an exit.
+    /// Requests that all vCPUs stop, including parked ones, which may still be in an exit.
     pub(in crate::vm) fn pause(&mut self) -> Vec<Pausing> {
         self.run = false;
         self.made.values().map(|made| made.processor.pause()).collect()
@@ -174,13 +174,13 @@ impl<P: Processor> Vcpus<P> {
         self.made.clear();
     }
 
-    /// Gives the guest the vCPUs `come`: all of them, or none.
+    /// Adds the vCPUs `come` to the guest: all of them or none.
     ///
-    /// 1. They are created. Those that the guest has had before are reset, which drops the INIT and
-    ///    the SIPI that they have latched.
-    /// 2. They may run, that is, wait for the guest to start them.
-    /// 3. The guest is notified, and sends INIT and SIPI. This comes after step 1, because a vCPU
-    ///    would lose them otherwise.
+    /// 1. The vCPUs are created. Those that the guest had before are reset, which drops a latched
+    ///    INIT and SIPI.
+    /// 2. They may run, which means that they wait for the guest to start them.
+    /// 3. The guest is notified, and sends INIT and SIPI. This follows step 1, because the reset
+    ///    would drop them.
     fn give(&mut self, come: std::ops::Range<u8>) -> Result<(), CpuError> {
         come.clone().try_for_each(|index| self.make(index))?;
         let used = || self.made.range(come.clone()).filter(|(_, made)| made.is_used);
@@ -197,11 +197,12 @@ impl<P: Processor> Vcpus<P> {
         Ok(())
     }
 
-    /// Parks a vCPU that the guest has ejected. Returns the number of vCPUs if no more are pending.
+    /// Parks a vCPU that the guest has ejected. Returns the number of vCPUs if no more ejections
+    /// are pending.
     fn park(&mut self, index: u8) -> Option<u8> {
         let made = self.made.get_mut(&index).expect("one that the guest had");
         made.is_parked = true;
-        // This does not wait, because the vCPU may be in a long exit.
+        // The stop is not waited for, because the vCPU may be in a long exit.
         drop(made.processor.pause());
         let left = self.registers.plug(|plug| {
             plug.parked(index);
@@ -213,7 +214,7 @@ impl<P: Processor> Vcpus<P> {
 }
 
 impl KvmMachine {
-    /// Returns the step that leads to `desired` vCPUs.
+    /// Returns the step to `desired` vCPUs.
     pub(in crate::vm) fn vcpus_step(&self, desired: u8) -> Result<Step, VmError> {
         self.vcpus.registers.plug(|plug| plug.step(desired)).map_err(|Pending(leaving)| {
             self.hotplug.metrics.count(KIND, "resize", "pending");
@@ -223,8 +224,8 @@ impl KvmMachine {
         })
     }
 
-    /// Carries out the step to `desired` vCPUs. New vCPUs are there at once. The guest is requested
-    /// to eject the others.
+    /// Executes the step to `desired` vCPUs. New vCPUs are added at once. For the others, the guest
+    /// is requested to eject them.
     pub(in crate::vm) fn change_vcpus(&mut self, desired: u8, step: Step) -> Result<(), VmError> {
         let registers = Arc::clone(&self.vcpus.registers);
         match step {
@@ -294,16 +295,16 @@ mod tests {
     }
 
     impl Vcpus {
-        /// vCPUs of a machine that has none.
+        /// vCPUs of a machine without vCPUs.
         pub(in crate::vm) fn none() -> Self {
             Self::new(Box::new(NoVcpus), Arc::new(CpuRegisters::new(Plug::new(0, 0), |_| ())))
                 .unwrap()
         }
     }
 
-    /// Calls of vCPUs: index and verb.
+    /// Calls of vCPUs: index and name.
     type Told = Arc<Mutex<Vec<(u8, &'static str)>>>;
-    /// Index of the vCPU that has a fault.
+    /// Index of the faulty vCPU, if any.
     type Index = Arc<Mutex<Option<u8>>>;
 
     struct Fake {
@@ -346,7 +347,7 @@ mod tests {
 
     struct FakeMaker {
         told: Told,
-        /// Indexes that KVM has created, each once.
+        /// Indexes that KVM has created.
         created: Mutex<BTreeSet<u8>>,
         broken: Index,
         busy: Index,
@@ -380,7 +381,7 @@ mod tests {
     struct Rig {
         vcpus: Vcpus<Fake>,
         told: Told,
-        /// vCPU that cannot be finished.
+        /// vCPU that cannot be completed.
         broken: Index,
         /// vCPU that does not leave its exit.
         busy: Index,
@@ -399,12 +400,12 @@ mod tests {
             Self { vcpus: Vcpus::new(Box::new(maker), registers).unwrap(), told, broken, busy }
         }
 
-        /// Returns the calls since the last call of this function.
+        /// Calls since the last call of this function.
         fn told(&self) -> Vec<(u8, &'static str)> {
             mem::take(&mut *self.told.lock())
         }
 
-        /// Asks the guest, which lets it go, and the owner hears of it.
+        /// Requests an ejection, which the guest executes, and parks the vCPU.
         fn take(&mut self, index: u8) -> Option<u8> {
             let registers = &self.vcpus.registers;
             registers.plug(|plug| plug.ask(index..index + 1));
@@ -446,7 +447,7 @@ mod tests {
         rig.told();
         for _ in 0..2 {
             assert!(matches!(rig.vcpus.give(2..4), Err(CpuError::Busy { index: 3 })));
-            // Neither does the other one come.
+            // The other vCPU is not added either.
             assert_eq!(
                 rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())),
                 (2, None)
@@ -454,7 +455,7 @@ mod tests {
             assert_eq!(rig.told(), [(2, "afresh"), (3, "afresh"), (2, "wait"), (3, "wait")]);
             assert_eq!(rig.counts(), [2, 0, 2]);
         }
-        // Also while the VM is paused, when nobody runs.
+        // It may also be added while the VM is paused.
         rig.vcpus.pause();
         *rig.busy.lock() = None;
         rig.told();
@@ -489,7 +490,7 @@ mod tests {
         let mut rig = Rig::new(1, 4);
         rig.vcpus.resume();
         *rig.broken.lock() = Some(3);
-        // However often it is tried.
+        // Repeated attempts fail in the same way.
         for _ in 0..3 {
             let error = rig.vcpus.give(1..4).unwrap_err();
             assert!(
