@@ -1,7 +1,7 @@
-//! What may be asked of the task that owns the VM, and what it answers.
+//! Requests to the task that owns the VM, and its answers.
 //!
-//! The API, signals and the governor all speak through a [`VmHandle`]; only the owner of the other
-//! end touches the VM.
+//! The API, signals and metrics use a [`VmHandle`]. Only the owner, at the other end, accesses the
+//! VM.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,64 +24,59 @@ use crate::config::{DeviceConfig, VmConfig};
 use crate::governor::GovernorError;
 use crate::governor::info::{PressureChange, PressureInfo};
 
-/// Counters of each device that has some, by its id.
+/// Counters by id of the device.
 pub type Counters = BTreeMap<String, DeviceCounters>;
 
-/// Where a VM is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum VmState {
-    /// Configured, without a machine: not booted yet, or shut down.
+    /// Configured without a machine: not booted yet, or shut down.
     Created,
     Running,
-    /// Its vCPUs are stopped, and will go on.
+    /// The vCPUs are stopped until the VM is resumed.
     Paused,
 }
 
 /// `vm.info`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmInfo {
-    /// The configuration, with what was changed since: by `vm.pressure`, by devices that came and
-    /// went, and by resizes of vCPUs, DRAM and balloon, so that the next boot has it.
+    /// Configuration for the next boot. It includes changes by `vm.pressure`, added and removed
+    /// devices, and resizes of vCPUs, DRAM and balloon.
     pub config: VmConfig,
-    /// Where it is in its life.
     pub state: VmState,
-    /// Boot memory and what is plugged of DRAM and PM, without what is in a balloon, in bytes.
+    /// Boot memory and plugged DRAM and PM, without ballooned memory, in bytes.
     pub memory_actual_size: u64,
-    /// Why the VM was paused, if something had failed that the guest cannot be told. It cannot be
+    /// Failure that paused the VM because it cannot be reported to the guest. The VM cannot be
     /// resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_reason: Option<String>,
-    /// Its balloon, if it has one.
+    /// Balloon, if the VM has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub balloon: Option<BalloonInfo>,
-    /// The guest's kernel, as its agent says.
+    /// Kernel of the guest, as reported by its agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_kernel: Option<GuestKernel>,
-    /// Its machine's devices, if it has one, by their ids.
+    /// Devices of the machine, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_tree: Option<DeviceTree>,
 }
 
-/// `vm.info`: devices by their ids. As in Cloud Hypervisor each is two nodes: itself, and above it
-/// its PCI function.
+/// `vm.info`: devices by their ids. As in Cloud Hypervisor, each device has two nodes: itself, and
+/// its PCI function as the parent.
 pub type DeviceTree = BTreeMap<String, DeviceNode>;
 
-/// `vm.info`: a node of the tree.
+/// `vm.info`: a node of the device tree.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceNode {
-    /// What it is called.
     pub id: String,
-    /// Nothing: clients look for the list.
+    /// Always empty, because Foreshore lists no resources. Clients expect the field.
     pub resources: Vec<String>,
-    /// The node above it.
     pub parent: Option<String>,
-    /// The nodes below it.
     pub children: Vec<String>,
-    /// Where it is on the PCI bus.
+    /// Address on the PCI bus.
     pub pci_bdf: Option<String>,
 }
 
-/// The tree of these devices.
+/// Device tree of these devices.
 pub fn device_tree(devices: Vec<PciDeviceInfo>) -> DeviceTree {
     let nodes = devices.into_iter().flat_map(|PciDeviceInfo { id, bdf }| {
         let function = format!("_virtio-pci-{id}");
@@ -109,18 +104,16 @@ pub fn device_tree(devices: Vec<PciDeviceInfo>) -> DeviceTree {
 /// `vm.info`: the balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonInfo {
-    /// What the guest is asked to have in it.
+    /// Balloon size requested from the guest.
     pub target_bytes: u64,
-    /// What it says is in it.
+    /// Balloon size reported by the guest driver.
     pub actual_bytes: u64,
-    /// The most that it can be asked for.
     pub max_bytes: u64,
-    /// Whether the guest's driver is up.
     pub driver_ready: bool,
 }
 
 section! {
-    /// `vm.resize`: what is `None` stays as it is.
+    /// `vm.resize`: fields that are `None` stay unchanged.
     pub struct ResizeRequest: "vm.resize" {
         desired_vcpus: Option<u8> => "vCPUs",
         desired_ram (with read_ram): Option<u64> => "DRAM in bytes, boot part included",
@@ -146,7 +139,8 @@ pub(in crate::vm) fn check_vcpus(desired: u8, config: &VmConfig) -> Result<(), V
     Err(ConfigError::OutOfRange { flag, key, value, least: 1, most }.into())
 }
 
-/// As it is named in errors: what the client has asked for, which need not be called as flags are.
+/// Format in errors. It has the names of the request's fields, which can differ from those of the
+/// flags.
 impl fmt::Display for ResizeRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { desired_vcpus, desired_ram, desired_balloon } = *self;
@@ -161,15 +155,15 @@ impl fmt::Display for ResizeRequest {
     }
 }
 
-/// What a zone is to have beyond its boot part, in a configuration.
+/// Size of the hotplugged part of a zone in a configuration, if it has one.
 pub(in crate::vm) fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
     size_bytes.checked_sub(boot_bytes).filter(|bytes| *bytes > 0)
 }
 
-/// Gives a zone of a VM that does not run as much DRAM as was asked for, boot part included. It is
-/// the boot part that changes, as in Cloud Hypervisor; but where a part of it is hotplugged,
-/// because that was asked for while the VM ran, that part does, as far as it goes: else the next
-/// boot would have both.
+/// Sets the size of DRAM, including boot memory, in the configuration of a VM that does not run. As
+/// in Cloud Hypervisor, this changes the boot memory. If an earlier resize of the running VM has
+/// hotplugged a part, that part changes instead, within its bounds. Otherwise, the next boot would
+/// have both.
 fn set_size(
     boot_bytes: &mut u64,
     hotplug: Option<u64>,
@@ -187,7 +181,7 @@ fn set_size(
 }
 
 impl ResizeRequest {
-    /// Makes the change in the configuration of a VM that does not run: what it will boot with.
+    /// Applies the change to the configuration of a VM that does not run, for the next boot.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         if let Some(vcpus) = self.desired_vcpus {
             check_vcpus(vcpus, config)?;
@@ -238,8 +232,8 @@ impl fmt::Display for ResizeZoneRequest {
 }
 
 impl ResizeZoneRequest {
-    /// Makes the change in the configuration of a VM that does not run. Zones of PM boot with
-    /// nothing.
+    /// Applies the change to the configuration of a VM that does not run. PM zones are refused,
+    /// because they boot empty.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         let zones = &mut config.memory.zones;
         match zones.iter_mut().find(|zone| zone.id == self.id) {
@@ -263,7 +257,6 @@ impl ResizeZoneRequest {
     }
 }
 
-/// Resize of vCPUs and memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resize {
     /// `vm.resize`.
@@ -282,7 +275,7 @@ impl fmt::Display for Resize {
 }
 
 impl Resize {
-    /// Changes the configuration of a VM that does not run.
+    /// Applies the change to the configuration of a VM that does not run.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         match self {
             Self::Vm(request) => request.apply(config),
@@ -299,34 +292,35 @@ section! {
     }
 }
 
-/// `vm.memory`: one zone's four sizes, in bytes, and how its last resize goes.
+/// `vm.memory`: sizes of a zone in bytes, and the progress of its last resize.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ZoneInfo {
-    /// `dram`, `pm`, or what its flag calls it.
+    /// `dram`, `pm`, or the id from its flag.
     pub id: String,
     pub tier: String,
     pub guest_numa_node: u32,
     pub boot_bytes: u64,
-    /// The most that can be plugged.
+    /// Largest plugged size.
     pub hotplug_bytes: u64,
-    /// What the guest is asked to have plugged.
+    /// Plugged size requested from the guest.
     pub requested_bytes: u64,
     /// Part of the last requested size that waits until the guest has DRAM for its page
     /// descriptors.
     pub held_bytes: u64,
-    /// What it has plugged.
+    /// Memory that the guest has plugged.
     pub plugged_bytes: u64,
-    /// Guest DRAM that the page descriptors of the plugged memory occupy, at the least. Linux
-    /// allocates them for whole memory blocks, so a block that is plugged in part takes more.
+    /// Least guest DRAM for the page descriptors of the plugged memory. Linux allocates them for
+    /// whole memory blocks, so a partly plugged block takes more.
     pub descriptor_bytes: u64,
-    /// What the agent says is online; `None` without an agent.
+    /// Online memory as reported by the agent; `None` without an agent.
     pub online_bytes: Option<u64>,
-    /// What is in the host's memory.
+    /// Host memory that backs the zone.
     pub resident_bytes: u64,
-    /// The guest's virtio-mem driver: `absent`, `ready`, `unsupported`; `None` if the zone has no
-    /// such device.
+    /// Guest's virtio-mem driver: `absent`, `ready`, `unsupported`. `None` if the zone has no such
+    /// device.
     pub driver: Option<DriverState>,
-    /// How the last resize goes: `reached`, `pending`, `no-driver`, `stuck`, with the reason.
+    /// Progress of the last resize: `reached`, `pending`, `no-driver` or `stuck`, which has a
+    /// reason.
     pub status: ResizeStatus,
 }
 
@@ -335,41 +329,40 @@ pub struct ZoneInfo {
 pub struct VolumeInfo {
     pub pool: String,
     pub name: String,
-    /// Its size as the guest sees it.
+    /// Size as the guest sees it.
     pub size_bytes: u64,
-    /// How the guest sees it: `nvdimm`, `virtio-pmem` or `virtio-blk`.
+    /// Interface of the guest: `nvdimm`, `virtio-pmem` or `virtio-blk`.
     pub interface: String,
-    /// Whether the guest may only read it.
+    /// The guest may only read it.
     pub readonly: bool,
-    /// What a completed flush survives: `dax-sync`, `page-cache`, `volatile`.
+    /// Class of durability: `dax-sync`, `page-cache`, `volatile`.
     pub durability: String,
-    /// In how many pieces it lies in the pool.
+    /// Number of pieces in the pool.
     pub extents: usize,
-    /// What is thought of the guest's BTT driver; `None` as long as no agent has said which kernel
-    /// it is, and where the VMM translates itself.
+    /// Verdict on the guest's BTT driver. `None` until an agent has reported the kernel, and if the
+    /// VMM translates the sectors itself.
     pub guest_btt: Option<Verdict>,
-    /// Whether what the guest flushes is durable.
     pub status: VolumeStatus,
 }
 
-/// Whether what the guest flushes is durable.
+/// Durability of the guest's flushes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum VolumeStatus {
     Ok,
-    /// It is not any more, and why: a flush has failed, or another write to the pool.
+    /// A flush or another write to the pool has failed, so flushes are no longer durable.
     Failed(String),
 }
 
-/// `pool.info`: one pool that is open. Its bytes are named as `pmvol info --json` names them.
+/// `pool.info`: one open pool. Its fields have the names of `pmvol info --json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolInfo {
     pub path: String,
-    /// Its identity, which moves with it.
+    /// Identity of the pool, which stays the same when the pool is moved.
     pub uuid: String,
-    /// What a completed flush survives: `dax-sync`, `page-cache`, `volatile`.
+    /// Class of durability: `dax-sync`, `page-cache`, `volatile`.
     pub durability: String,
-    /// All of it: the sum of the next six.
+    /// Size of the pool: the sum of the next six.
     pub total_bytes: u64,
     pub free_bytes: u64,
     pub memory_bytes: u64,
@@ -378,89 +371,85 @@ pub struct PoolInfo {
     pub scrubbing_bytes: u64,
     /// Bad media, out of use.
     pub retired_bytes: u64,
-    /// The pool's own data.
+    /// Metadata of the pool.
     pub metadata_bytes: u64,
-    /// Kept for volumes, whether they have it already or not.
+    /// Space reserved for volumes, used or not.
     pub strg_bytes: u64,
-    /// What would be lent as memory if it were asked for, erased or not.
+    /// Memory that could be lent now, erased or not.
     pub lendable_bytes: u64,
-    /// How many volumes are in it, whether the VM has them or not.
+    /// Number of volumes in the pool, including those of other VMs.
     pub volumes: u32,
-    /// Whether it takes writes.
     pub status: PoolStatus,
 }
 
-/// Whether a pool takes writes.
+/// Write access to a pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum PoolStatus {
     Ok,
-    /// It does not before it is opened again, and why: what failed first.
+    /// No writes until the pool is opened again, with the reason of the first failure.
     ReadOnly(String),
 }
 
-/// Where a device was added.
+/// Address of an added device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PciDeviceInfo {
-    /// What it is called.
     pub id: String,
     /// Segment, bus, device and function, as `lspci -D` writes them.
     pub bdf: String,
 }
 
-/// Why a request is refused. The API maps each to a status code in one place.
+/// Error of a request. The API maps each to a status code in one place.
 #[derive(Debug, Error)]
 pub enum VmError {
-    /// Not in this state.
+    /// The request is not legal in this state.
     #[error("The VM is {state:?}, and {verb} needs it {needs}")]
     WrongState {
         verb: &'static str,
-        /// Where the VM is.
         state: VmState,
-        /// Where it would have to be.
+        /// Legal states, in words.
         needs: &'static str,
     },
     #[error("The VM has no disk {id:?}; its disks: {known}")]
     NoSuchDisk {
         id: String,
-        /// What could have been.
+        /// Ids of the VM's disks.
         known: String,
     },
-    /// The VM has no device of that name.
     #[error("The VM has no device {id:?}")]
     NoSuchDevice { id: String },
-    /// A name that something else of the VM has, or has not let go yet.
+    /// The id is in use, maybe by a device that the guest has not released yet.
     #[error("The id {id} is taken")]
     IdTaken { id: String },
-    /// vCPUs are on their way out, and until they have gone their number does not change otherwise.
+    /// An earlier removal of vCPUs is pending, and until its end their number cannot be changed
+    /// otherwise.
     #[error(
         "The guest has been asked to let vCPUs go, and has not: {leaving}. Try again later; a reboot makes it so"
     )]
     VcpusLeaving { leaving: String },
-    /// What the device needs is in use, maybe by one that is on its way out.
+    /// A resource of the device is in use, possibly by a device that is being removed.
     #[error(
         "{reason}. A device that may have it is on its way out, and the guest has to let it go first: \
          {}. Try again later",
         if leaving.is_empty() { "it is being stopped" } else { leaving }
     )]
     DeviceLeaving {
-        /// Why it cannot be had.
+        /// Error of the addition.
         reason: String,
-        /// Which of the kind the guest has been asked to let go; none, if all of them are being
-        /// stopped.
+        /// Devices of the kind that the guest was requested to eject. Empty if all of them are
+        /// being stopped.
         leaving: String,
     },
-    /// There is no VM.
     #[error("The VM is not created")]
     NotCreated,
-    /// There is one, and a VMM has one at most.
+    /// A VMM has at most one VM.
     #[error("The VM is already created; vm.delete ends it")]
     AlreadyCreated,
     #[error(
         "The VM cannot go on: {reason}. Reboot it or shut it down; what was not flushed is lost"
     )]
     CannotResume {
-        /// Why it was paused.
+        /// Reason of the pause.
         reason: String,
     },
     /// The guest has no room for the page descriptors of a DIMM.
@@ -473,7 +462,6 @@ pub enum VmError {
     NoRoomForDescriptors {
         /// Requested size of DRAM.
         size_bytes: u64,
-        /// Size of the DIMM.
         dimm_bytes: u64,
         /// Memory for whose page descriptors the guest has room.
         most_bytes: u64,
@@ -482,7 +470,7 @@ pub enum VmError {
     Governor(#[from] GovernorError),
     #[error("{0}")]
     BadRequest(String),
-    /// With what was asked for it would be no valid VM.
+    /// The result would not be a valid configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The VM could not be built or changed.
@@ -492,10 +480,9 @@ pub enum VmError {
     Ending,
 }
 
-/// Where an answer goes.
 pub type Reply<T> = oneshot::Sender<Result<T, VmError>>;
 
-/// One thing asked of the VM's owner.
+/// Request to the VM's owner.
 #[derive(Debug)]
 pub enum VmRequest {
     /// `vm.create`; the configuration has been validated.
@@ -508,7 +495,7 @@ pub enum VmRequest {
     Resize(Resize, Reply<()>),
     /// `vm.resize-disk`.
     ResizeDisk(ResizeDiskRequest, Reply<()>),
-    /// `vm.add-disk`, `vm.add-net`, `vm.add-pmem`, `vm.add-vsock`; the answer is `None` if the VM
+    /// `vm.add-disk`, `vm.add-net`, `vm.add-pmem`, `vm.add-vsock`. The answer is `None` if the VM
     /// does not run.
     AddDevice(Box<DeviceConfig>, Reply<Option<PciDeviceInfo>>),
     /// `vm.remove-device`.
@@ -521,9 +508,9 @@ pub enum VmRequest {
     Volumes(Reply<Vec<VolumeInfo>>),
     /// `pool.info`.
     Pools(Reply<Vec<PoolInfo>>),
-    /// `vm.pressure`, read, with so many decisions.
+    /// `vm.pressure` with at most this many decisions.
     Pressure(usize, Reply<PressureInfo>),
-    /// `vm.pressure`, changed.
+    /// Change by `vm.pressure`.
     ChangePressure(PressureChange, Reply<()>),
     /// `vm.boot`.
     Boot(Reply<()>),
@@ -543,14 +530,14 @@ pub enum VmRequest {
     ShutdownVmm(Reply<()>),
 }
 
-/// Speaks to the VM's owner. Cheap to clone.
+/// Sends requests to the VM's owner. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct VmHandle {
     requests: mpsc::Sender<VmRequest>,
     busy: watch::Receiver<Option<VmInfo>>,
 }
 
-/// What is asked of the owner: its end of a [`VmHandle`].
+/// Owner's end of a [`VmHandle`].
 #[derive(Debug)]
 pub struct Requests {
     queue: mpsc::Receiver<VmRequest>,
@@ -558,34 +545,34 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// The next one; `None` when nobody will ask any more.
+    /// Next request. `None` if no handle is left.
     pub async fn recv(&mut self) -> Option<VmRequest> {
         self.queue.recv().await
     }
 
-    /// What the owner is before and after a time in which it takes no requests.
+    /// Channel for the state of the VM while the owner serves no requests.
     pub(in crate::vm) fn busy(&self) -> watch::Sender<Option<VmInfo>> {
         self.busy.clone()
     }
 }
 
 impl VmHandle {
-    /// A handle and the end that the owner serves.
+    /// Creates a handle and the owner's end of it.
     pub fn channel() -> (Self, Requests) {
         let (requests, queue) = mpsc::channel(64);
         let (sender, busy) = watch::channel(None);
         (Self { requests, busy }, Requests { queue, busy: sender })
     }
 
-    /// Asks and waits for the answer: `handle.ask(VmRequest::Resume).await`.
+    /// Sends a request and waits for the answer: `handle.ask(VmRequest::Resume).await`.
     pub async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> VmRequest) -> Result<T, VmError> {
         let (reply, answer) = oneshot::channel();
         self.requests.send(request(reply)).await.map_err(|_| VmError::Ending)?;
         answer.await.map_err(|_| VmError::Ending)?
     }
 
-    /// `vm.info`. While the owner builds a machine or ends one, which takes seconds, it is as it
-    /// was when that began: so it will be until it is done.
+    /// Answers `vm.info`. While the owner is busy, which may take seconds, this is the state before
+    /// that work. It remains the current state until the work is done.
     pub async fn info(&self) -> Result<VmInfo, VmError> {
         let mut busy = self.busy.clone();
         tokio::select! {
