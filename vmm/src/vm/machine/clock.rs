@@ -111,7 +111,7 @@ pub(in crate::vm) mod tests {
     }
 
     #[test]
-    fn a_pause_takes_no_time() {
+    fn clock_keeps_its_value_during_a_pause() {
         let (clock, pass) = clock();
         clock.release();
         assert_eq!(pass(10), 10);
@@ -125,7 +125,7 @@ pub(in crate::vm) mod tests {
     }
 
     #[test]
-    fn a_second_pause_is_part_of_the_first() {
+    fn repeated_pause_keeps_value_of_the_first() {
         let (clock, pass) = clock();
         clock.hold(clock.pause());
         pass(60);
@@ -136,7 +136,7 @@ pub(in crate::vm) mod tests {
     }
 
     #[test]
-    fn time_does_not_go_back_to_a_pause_that_was_over_before_it_held() {
+    fn pause_undone_before_hold_does_not_set_clock() {
         let (clock, pass) = clock();
         let late = clock.pause();
         clock.release();

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_more_comes_as_a_dimm_and_what_is_less_changes_nothing() {
+    fn growth_adds_a_dimm_and_shrink_has_no_effect() {
         let (mut machine, _table) = growing(1024 * MIB);
         resize(&mut machine, 65 + 256).unwrap();
         assert_eq!(
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_no_boot_could_have_is_refused() {
+    fn size_that_could_not_be_booted_is_refused() {
         let (machine, _table) = growing(1024 * MIB);
         for (size_bytes, text) in
             [(MIB, "below the minimum"), (1 << 50, "40-bit physical address space")]
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_come_is_refused_and_the_guest_not_told() {
+    fn impossible_dimm_is_refused_without_notifying_the_guest() {
         let (mut machine, table) = growing(1024 * MIB);
         machine.plan_resize(&dram((65 + 128) * MIB)).unwrap();
         for (mib, text) in [

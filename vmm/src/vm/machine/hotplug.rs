@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_is_there_until_the_guest_lets_it_go() {
+    fn removed_disk_remains_until_ejection() {
         let mut rig = Rig::new();
         let added = rig.add("a").unwrap();
         assert_eq!(added, PciDeviceInfo { id: "a".to_owned(), bdf: "0000:00:01.0".to_owned() });
@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_has_one_vsock_device_also_while_it_lets_one_go() {
+    fn second_vsock_device_is_refused_until_first_is_ejected() {
         let mut rig = Rig::new();
         let vsock = |name: &str| {
             let socket = rig.folder.path().join(name);

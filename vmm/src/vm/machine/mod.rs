@@ -366,7 +366,7 @@ pub(in crate::vm) mod tests {
     }
 
     #[test]
-    fn the_governors_time_stands_still_while_the_machine_is_paused_and_goes_on_with_it() {
+    fn governor_clock_stops_while_machine_is_paused() {
         const SPAN: Duration = Duration::from_millis(20);
         let mut machine = machine();
         machine.resume();

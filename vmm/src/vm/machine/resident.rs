@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_it_but_who_asked() {
+    fn answer_does_not_block_the_calling_thread() {
         let (go_on, wait) = mpsc::channel();
         let wait = Mutex::new(wait);
         let resident = Resident::new(move || {
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crowd_that_asks_takes_one_thread() {
+    fn many_requests_are_answered_by_one_thread() {
         let (gate, wait) = mpsc::channel::<()>();
         let wait = Mutex::new(wait);
         // Blocks until the gate is dropped.

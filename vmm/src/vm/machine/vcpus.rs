@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vcpu_that_comes_back_is_the_one_that_went_and_begins_afresh() {
+    fn vcpu_added_again_is_reused_and_reset() {
         let mut rig = Rig::new(1, 3);
         rig.vcpus.resume();
         assert_eq!(rig.told(), [(0, "make"), (0, "resume")]);
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_comes_back_is_fresh_before_the_guest_hears_of_it() {
+    fn vcpu_added_again_is_reset_before_guest_is_notified() {
         let mut rig = Rig::new(4, 4);
         rig.vcpus.resume();
         rig.take(3);
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_parked_neither_runs_nor_hears_of_anything() {
+    fn parked_vcpu_does_not_run_and_receives_no_nmi() {
         let mut rig = Rig::new(2, 2);
         rig.vcpus.resume();
         rig.take(1);
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_while_the_vm_is_paused_runs_with_the_others() {
+    fn vcpu_added_during_a_pause_runs_after_resume() {
         let mut rig = Rig::new(1, 2);
         rig.vcpus.give(1..2).unwrap();
         assert_eq!(rig.told(), [(0, "make"), (1, "make")]);
@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn all_of_them_come_or_none() {
+    fn vcpus_are_added_all_or_none() {
         let mut rig = Rig::new(1, 4);
         rig.vcpus.resume();
         *rig.broken.lock() = Some(3);
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_to_go_says_how_many_are_left() {
+    fn last_ejection_returns_number_of_vcpus() {
         let mut rig = Rig::new(3, 3);
         rig.vcpus.registers.plug(|plug| plug.ask(1..3));
         for (index, left) in [(2u32, None), (1, Some(1))] {
