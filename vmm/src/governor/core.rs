@@ -99,7 +99,7 @@ impl Core {
         self
     }
 
-    /// Sets the guest's memory that the governor does not size.
+    /// Sets the memory that the guest may use and that the governor does not size.
     pub fn with_beside(mut self, beside: Beside) -> Self {
         self.devices.beside = beside;
         self
@@ -154,7 +154,7 @@ impl Core {
 
     /// Handles a message of the agent, or the reason why its line was refused. Timestamps of the
     /// guest are compared with `with_sleep`, which is `now` plus the time that the host slept.
-    /// `took` returns the time from the arrival of the line to the call of `took`.
+    /// `took` returns the time since the line arrived.
     pub fn message(
         &mut self,
         message: Result<AgentMessage, Refusal>,

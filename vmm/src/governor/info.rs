@@ -95,7 +95,7 @@ impl PressureChange {
             config.size = None;
             config.params.clear();
         }
-        // The size has two names. The one that is set last counts.
+        // The size has two names. The last setting applies.
         if self.size.is_some()
             || self.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE))
         {

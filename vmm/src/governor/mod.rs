@@ -30,7 +30,7 @@ use balloon::statistics::BalloonState;
 use balloon::{Tier, ZoneId, ZoneSizes};
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 
-/// Reason of a stuck request: the guest has no DRAM for the page descriptors.
+/// Reason of a request that is stuck because the guest has no DRAM for its page descriptors.
 pub const DESCRIPTOR_LACK: &str = "descriptors";
 
 /// A zone that the governor sizes.

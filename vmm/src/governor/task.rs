@@ -89,13 +89,13 @@ impl Clock {
         millis((self.read)(libc::CLOCK_BOOTTIME).saturating_sub(self.started_with_sleep))
     }
 
-    /// Stops the time, because the VM is paused.
+    /// Stops the time during a pause of the VM.
     pub fn hold(&self) {
         let mut held = self.held.lock();
         held.since.get_or_insert_with(|| (self.read)(libc::CLOCK_MONOTONIC));
     }
 
-    /// Continues the time, because the VM is resumed.
+    /// Continues the time after a pause.
     pub fn release(&self) {
         let mut held = self.held.lock();
         if let Some(since) = held.since.take() {

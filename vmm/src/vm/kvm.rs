@@ -97,8 +97,8 @@ fn permit_amx() -> io::Result<()> {
 }
 
 /// Disables the emulation of performance counters if KVM can (Linux 5.18 and later), and returns
-/// true if it can. CPUID offers none, but AMD processors have four that exist without an offer.
-/// Must precede the first vCPU.
+/// true if it can. CPUID offers none, but AMD processors have four that need no offer. Must precede
+/// the first vCPU.
 fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
     let offered = vm.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
     if offered < 0 || offered as u32 & KVM_PMU_CAP_DISABLE == 0 {
@@ -112,8 +112,8 @@ fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
 
 impl Hypervisor {
     /// Opens KVM, and creates an empty VM with in-kernel interrupt controllers. With `amx`, its
-    /// vCPUs may use AMX. The process permanently permits this first, because KVM's supported CPUID
-    /// depends on it.
+    /// vCPUs may use AMX. The process requests this permission first and keeps it, because the
+    /// CPUID that KVM supports depends on it.
     pub(super) fn open(amx: bool) -> Result<Self, KvmError> {
         if amx {
             permit_amx().map_err(|err| KvmError::NoAmx(Some(err)))?;

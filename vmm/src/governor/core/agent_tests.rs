@@ -87,7 +87,7 @@ fn rate_of_lines_is_bounded() {
 /// A line that never ends is not counted as a line, but costs the host no more than lines do.
 #[test]
 fn rate_of_bytes_of_endless_line_is_bounded() {
-    /// Bytes of four seconds. Those of the first second are accepted at once.
+    /// Bytes of 4 s. The bytes of the first second are accepted at once.
     const FLOOD_BYTES: usize = 4 * 200 * 64 * 1024;
     let core = RefCell::new(fixture("psi", true).core);
     let (mut agent, vmm) = connection();

@@ -240,7 +240,8 @@ impl Core {
         Some(online.saturating_sub(boot_bytes.next_multiple_of(report.blocks().block_bytes)))
     }
 
-    /// Online and offline bytes of a node, from the last report. `None` if it has no memory blocks.
+    /// Online and offline bytes of a node, from the last report. `None` if that has no memory
+    /// blocks.
     fn node_blocks(&self, node: u32) -> Option<(u64, u64)> {
         let (_, report) = self.governor.last_report()?;
         let blocks = report.blocks();

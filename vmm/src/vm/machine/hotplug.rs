@@ -667,8 +667,7 @@ mod tests {
         let mut ejected = rig.machine.devices.pop().unwrap();
         ejected.eject();
         let footprint = rig.footprint();
-        // The interrupt of the device still exists, because the guest has not reset it. So the
-        // device has not stopped.
+        // The guest has not reset the device, so its interrupt shows that it has not stopped.
         assert_eq!(
             (footprint.watched, footprint.memory_slots),
             (before.watched, before.memory_slots)

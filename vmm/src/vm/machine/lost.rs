@@ -19,7 +19,7 @@ use crate::vm::owner::{EventSender, MachineEvent};
 use crate::vm::resources::Resources;
 use crate::vm::zones;
 
-/// Interval of checks of file lengths. A vCPU may access truncated memory for that long.
+/// Interval of checks of file lengths. A vCPU may access truncated memory until the next check.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 const LOST: u32 = 0;

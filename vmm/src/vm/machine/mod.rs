@@ -105,7 +105,7 @@ impl Machine for KvmMachine {
     /// The devices stop after the vCPUs, because an exit may wait for a device's worker.
     fn pause(&mut self) -> Standstill {
         let vcpus = self.vcpus.pause();
-        // From here on, this pause stops the vCPUs.
+        // This pause stops the vCPUs now, so the brake is not needed any more.
         self.context.brake.release();
         // No deadline passes while the guest is stopped.
         self.governor.clock().hold();

@@ -1,5 +1,5 @@
-//! Resident memory of a VM. Reading it is expensive, so another thread than the owner's reads it,
-//! at a limited rate.
+//! Resident memory of a VM. Reading it is expensive, so a separate thread reads it at a limited
+//! rate.
 
 use std::io;
 use std::sync::Arc;
@@ -69,7 +69,7 @@ impl Resident {
         }
     }
 
-    /// Takes the waiting requests. If there are none, the next request starts a new thread.
+    /// Takes the waiting requests. Without any, the next request starts a new thread.
     fn take_waiting(&self) -> Option<Vec<Request>> {
         let mut asked = self.asked.lock();
         let waiting = std::mem::take(&mut asked.waiting);

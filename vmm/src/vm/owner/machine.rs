@@ -52,7 +52,7 @@ pub trait Machine {
     fn remove_device(&mut self, id: &str) -> Result<(), VmError>;
     /// Removes the device in a PCI slot, because the guest has ejected it.
     fn ejected(&mut self, slot: u8);
-    /// Ends a vCPU, because the guest has ejected it.
+    /// Parks a vCPU, because the guest has ejected it.
     fn vcpu_ejected(&mut self, index: u8);
     /// State of the governor, with at most `decisions` of its decisions.
     fn pressure(&self, decisions: usize) -> PressureInfo;
@@ -69,8 +69,8 @@ pub trait MachineFactory {
     ) -> Result<Box<dyn Machine>, VmError>;
     /// Refuses a device whose files have the wrong type. Other errors are found when it is built.
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError>;
-    /// Closes resources that were kept for the next machine and that `config` no longer uses.
-    /// Called without a machine.
+    /// Closes resources that were kept for the next machine and that `config` no longer uses. Must
+    /// be called without a machine.
     fn keep(&mut self, config: &VmConfig);
     /// Closes all resources that outlive machines, because the VM was deleted.
     fn release(&mut self);

@@ -58,8 +58,8 @@ pub enum MachineEvent {
 }
 
 impl MachineEvent {
-    /// Returns true if the guest has ended in a way that leads to a restart or a shutdown, and not
-    /// to a failure of the VMM.
+    /// Returns true for an end of the guest that leads to a restart or a shutdown. Other events of
+    /// vCPUs end the VMM with an error.
     const fn ends_the_guest(&self) -> bool {
         matches!(
             self,
@@ -237,7 +237,7 @@ impl Vm {
         }
     }
 
-    /// Changes the governor, and the configuration for the machine of the next reboot.
+    /// Changes the governor, and stores the settings for the machine that a reboot builds.
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
         self.running()?.change_pressure(change)?;
         let before = self.config.governing();
@@ -317,8 +317,7 @@ impl Vm {
         }
     }
 
-    /// Changes the configuration if the result is valid. `asked` is the request, as the error shows
-    /// it.
+    /// Changes the configuration if the result is valid. The error shows the request `asked`.
     fn reconfigure(
         &mut self,
         asked: impl fmt::Display,

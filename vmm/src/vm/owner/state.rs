@@ -1,4 +1,4 @@
-//! Tables of legal requests and of decisions on restarts, without side effects.
+//! Tables of legal requests and of restart decisions, without side effects.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use crate::vm::request::{VmError, VmState};
 /// Request that concerns the whole VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verb {
-    /// Start the VM, or resume a paused VM, as Cloud Hypervisor does before version 52.
+    /// Start the VM, or resume a paused one, as in Cloud Hypervisor 52. 53 returns an error.
     Boot,
     /// Stop the vCPUs and keep the machine.
     Pause,

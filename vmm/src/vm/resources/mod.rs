@@ -236,8 +236,8 @@ pub(crate) type NamedFile = (PmemConfig, Arc<PmemFile>);
 
 impl PmemFiles {
     /// Opens every file of `config`. Files stay open and locked as long as the VM has them, so that
-    /// a file without a name survives a reboot. A file with a failed flush is opened again, as a
-    /// pool is.
+    /// a file without a name survives a reboot. A file with a name is opened again if a flush has
+    /// failed, as a pool is.
     pub(crate) fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut files = self.0.lock();
         files.retain(|(config, file)| {
@@ -287,7 +287,7 @@ pub(in crate::vm) fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, Bui
     PmemFile::open(config).map(Arc::new).map_err(BuildError::device(config.flag()))
 }
 
-/// Returns true if a part of a pool's file is missing. Opening it then fails with a remedy.
+/// Returns true if the file of a pool was truncated. The error of opening it names a remedy.
 fn is_cut_short(file: BorrowedFd<'_>, pool_bytes: u64) -> bool {
     file.try_clone_to_owned()
         .is_ok_and(|file| cut_to_bytes(&File::from(file), pool_bytes).is_some())

@@ -14,7 +14,7 @@ use crate::vm::error::BuildError;
 /// adds and removes interfaces.
 ///
 /// They stay open as long as the VM has them, because passed descriptors cannot be opened again.
-/// Also, an interface that this process created stays, for example, a port of its bridge after a
+/// Also, an interface that this process created remains, for example, a port of its bridge across a
 /// reboot.
 #[derive(Clone, Default)]
 pub(crate) struct Taps(Arc<Mutex<Vec<NamedTap>>>);

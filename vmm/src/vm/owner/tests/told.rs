@@ -57,8 +57,7 @@ fn events_of_restart_loop_are_limited_but_last_state_is_emitted() {
         let count = |name| told.iter().filter(|event| **event == name).count();
         assert!((101..150).contains(&count("rebooting")), "{told:?}");
         assert!(withheld > 900, "{withheld}");
-        // Between the guest's last restart and the client's first reboot, its completion is
-        // emitted.
+        // Before the client's first reboot, the completion of the guest's last restart is emitted.
         assert_eq!(
             &told[told.len() - 203..][..3],
             ["rebooted", "rebooting", "rebooted"],
