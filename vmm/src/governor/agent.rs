@@ -115,7 +115,6 @@ impl Outgoing {
     }
 }
 
-/// Limit of the work that agents can cause.
 #[derive(Debug)]
 pub(super) struct LineBudget {
     second: tokio::time::Instant,

@@ -93,7 +93,6 @@ impl Core {
         })
     }
 
-    /// Sets the distances between the guest's nodes.
     pub fn with_distances(mut self, distances: Distances) -> Self {
         self.devices.distances = distances;
         self
@@ -105,7 +104,6 @@ impl Core {
         self
     }
 
-    /// Sets the listener for the agent's hellos.
     pub fn on_hello(mut self, listener: OnHello) -> Self {
         self.on_hello = Some(listener);
         self
@@ -147,7 +145,6 @@ impl Core {
         self.governor.is_fast()
     }
 
-    /// Counter of bytes received from agents.
     pub fn agent_bytes(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.agent_bytes)
     }

@@ -37,7 +37,6 @@ pub struct AboveZones {
     Size(*most_bytes)
 )]
 pub struct DescriptorLack {
-    /// Size of the DIMM.
     pub dimm_bytes: u64,
     /// Memory for whose page descriptors the guest has room.
     pub most_bytes: u64,

@@ -25,7 +25,6 @@ use crate::config::PressureConfig;
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const BLOCK: u64 = 2 * MIB;
 
-/// Boot memory of the guest.
 pub(crate) const BOOT_BYTES: u64 = 384 * MIB;
 
 /// Fake device. Its guest follows requests at once if `follows` is set and its driver is ready.
@@ -102,7 +101,6 @@ impl Shown {
 
 type OnLine = dyn FnMut(&str) + Send;
 
-/// Log that passes each line to a function.
 #[derive(Clone)]
 struct Log(Arc<Mutex<OnLine>>);
 
@@ -124,7 +122,6 @@ pub(crate) fn with_log<R>(heard: impl FnMut(&str) + Send + 'static, act: impl Fn
     foreshore_devices::log::with_subscriber(subscriber, act)
 }
 
-/// Lines that `act` logs.
 pub(crate) fn logged(act: impl FnOnce()) -> Vec<String> {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let heard = Arc::clone(&lines);
@@ -137,7 +134,6 @@ pub(crate) struct Fixture {
     pub core: Core,
     pub dram: Arc<FakeDevice>,
     pub pm: Arc<FakeDevice>,
-    /// Number of the last report.
     pub seq: u64,
 }
 

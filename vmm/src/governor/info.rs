@@ -25,11 +25,9 @@ pub struct PressureInfo {
     /// Age of the last report in milliseconds; `None` before the first.
     pub report_age_ms: Option<u64>,
     pub zones: Vec<GovernedZoneInfo>,
-    /// Number of decisions so far.
     pub decisions_total: u64,
     /// The last decisions, newest first.
     pub decisions: Vec<DecisionInfo>,
-    /// State of the recording, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recording: Option<RecordingInfo>,
     /// Parameters, last report and other details.

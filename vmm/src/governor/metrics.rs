@@ -16,7 +16,6 @@ use balloon::governor::AgentState;
 /// Page size of x86-64, the unit of the guest's counts.
 const PAGE_BYTES: u64 = 4096;
 
-/// State of the governor at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct PressureSample {
     /// Plans by policy, direction and reason.
@@ -54,7 +53,6 @@ pub struct PressureZone {
     pub zone: GovernedZoneInfo,
 }
 
-/// Source of governor samples.
 pub trait PressureSource: fmt::Debug + Send + Sync {
     /// Current state. `None` if the governor has ended.
     fn sample(&self) -> Option<PressureSample>;

@@ -28,11 +28,10 @@ use crate::governor::info::{RecordingInfo, RecordingState};
 
 /// Lines that may wait for the file: 10 s of reports and plans for a guest that is short of memory.
 const QUEUE_LINES: usize = 1024;
-/// Bytes of these lines, because a line may have 65 KiB.
+/// Bytes of these lines. A line may have 65 KiB.
 const QUEUE_BYTES: u64 = 4 << 20;
 /// Longest time that the end of a VM waits for its recording.
 const END_LIMIT: Duration = Duration::from_secs(5);
-/// Longest name of a VM in a trace.
 const MAX_NAME_BYTES: usize = 128;
 
 /// Opens the trace of the `nth` machine of a VM, counted from 0.
@@ -190,7 +189,6 @@ pub struct Target<W> {
 }
 
 impl Recorder {
-    /// Starts a recording of the VM `vm`.
     pub fn start<W: Write + Send + 'static>(
         target: Target<W>,
         vm: &str,

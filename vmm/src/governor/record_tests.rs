@@ -38,7 +38,7 @@ fn slow() -> (Sender<()>, Slow, Shown) {
 
 impl Write for Slow {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // An error ends the wait permanently, because the sender is dropped.
+        // An error means that the sender is dropped, which ends all waits.
         let _ = self.0.recv();
         self.1.write(bytes)
     }

@@ -9,7 +9,6 @@
 //! scrapers run on this thread between events, and each delays the guest by its own duration.
 //! Therefore they only copy state, and the callers convert it to text. `_agent` reads and parses
 //! the agent's lines at normal priority, because the guest determines their number.
-//! parses the agent's lines at normal priority, because the guest decides on their number.
 
 use std::cell::RefCell;
 use std::future::pending;
@@ -66,7 +65,6 @@ struct Held {
     before: Duration,
 }
 
-/// Reads one of the host's clocks.
 type Read = fn(libc::clockid_t) -> Duration;
 
 impl Clock {
@@ -177,7 +175,6 @@ impl Drop for Thread {
     }
 }
 
-/// Input of the agent's thread.
 enum AgentInput {
     Connected,
     Gone,
@@ -189,7 +186,6 @@ enum AgentInput {
 struct AgentLink {
     input: mpsc::Sender<AgentInput>,
     settings: watch::Receiver<Settings>,
-    /// Counter of bytes received from agents.
     bytes: Arc<AtomicU64>,
 }
 
@@ -201,7 +197,6 @@ impl AgentLink {
     }
 }
 
-/// State of the governor's thread, shared by its tasks.
 struct GovernorTask {
     core: RefCell<Core>,
     clock: Clock,
@@ -281,7 +276,6 @@ impl GovernorHandle {
         &self.clock
     }
 
-    /// Zones that the governor sizes.
     pub fn zones(&self) -> &GovernedZones {
         &self.zones
     }
@@ -337,7 +331,6 @@ async fn tick(state: &GovernorTask, plugged: &Notify) {
     }
 }
 
-/// Determines when ticks are due.
 struct Pace {
     rest: Interval,
     fast: Interval,
@@ -387,7 +380,6 @@ async fn decide(state: &GovernorTask, mut queue: mpsc::Receiver<AgentInput>) {
     }
 }
 
-/// Runs the calls of other threads.
 async fn answer(state: &GovernorTask, mut calls: mpsc::UnboundedReceiver<Call>) {
     while let Some(call) = calls.recv().await {
         state.act(call);

@@ -24,7 +24,7 @@ impl Core {
         Ok(())
     }
 
-    /// Checks all of a change, because a change is applied completely or not at all.
+    /// Checks all of a change, which is applied completely or not at all.
     fn check(&self, change: &PressureChange) -> Result<Change, GovernorError> {
         let zone = change.zone.as_deref().map(|id| self.zones().find(id)).transpose()?;
         let controller = self.governor.controller();
@@ -61,7 +61,6 @@ fn by_name(settings: &Option<ParamSettings>) -> impl Iterator<Item = (&str, &Set
     settings.iter().flatten().map(|(name, setting)| (name.as_str(), setting))
 }
 
-/// Settings of a governor at one moment.
 struct Present {
     status: Status,
     policy: Policy,
