@@ -21,7 +21,6 @@ use crate::cpu::cpuid;
 
 const DEVICE: &str = "/dev/kvm";
 
-/// Error of KVM or of its capabilities.
 #[derive(Debug, Error)]
 pub(crate) enum KvmError {
     #[error("Cannot open {}: is KVM loaded, and may this user use it?", path.display())]
@@ -55,11 +54,9 @@ pub(crate) enum KvmError {
 /// KVM and an empty VM, on which the machine is built.
 pub(super) struct Hypervisor {
     pub vm: Arc<VmFd>,
-    /// CPUID that KVM supports.
     pub cpuid: CpuId,
     /// The timer of the local APIC supports TSC-deadline mode.
     pub tsc_deadline: bool,
-    /// Largest number of memory slots.
     pub slot_limit: u32,
 }
 

@@ -299,7 +299,6 @@ mod tests {
         PressureConfig, VsockConfig, parse_command_line, test_config,
     };
 
-    /// Adds the use of a file to a configuration.
     type Add = fn(&mut VmConfig, &Path);
 
     const DISK: Add = |config, path| {

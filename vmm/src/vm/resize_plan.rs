@@ -29,7 +29,6 @@ impl IntoIterator for ResizePlan {
 }
 
 impl ResizePlan {
-    /// Stores the sizes of all steps for the next boot.
     pub fn store(&self, config: &mut VmConfig) {
         self.0.iter().for_each(|step| step.next_boot.store(config));
     }
@@ -144,7 +143,6 @@ pub(in crate::vm) fn id_of(spec: &ZoneSpec) -> &str {
     &spec.id
 }
 
-/// Zone with this id.
 pub(in crate::vm) fn zone<'a>(zones: &'a [ZoneSpec], id: &str) -> Result<&'a ZoneSpec, VmError> {
     zones.iter().find(|spec| spec.id == id).ok_or_else(|| {
         let known = zones.iter().map(id_of).collect::<Vec<_>>().join(", ");

@@ -35,7 +35,6 @@ struct Held {
     ns: Option<u64>,
 }
 
-/// Clock of a VM.
 pub(in crate::vm) struct GuestClock {
     source: Box<dyn Source>,
     held: Mutex<Held>,

@@ -58,7 +58,6 @@ impl KvmMachine {
         self.memory.zones()[0].boot_bytes + self.dimm_bytes()
     }
 
-    /// Size of all added DIMMs.
     fn dimm_bytes(&self) -> u64 {
         self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes())
     }

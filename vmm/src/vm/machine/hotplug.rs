@@ -311,7 +311,6 @@ mod tests {
     use crate::vm::machine::tests::{machine, machine_on};
     use crate::vm::machine::zone_metrics::ZoneMetrics;
 
-    /// Length of the file of the pmem device.
     const FILE_LEN: u64 = 4 << 20;
 
     struct Rig {

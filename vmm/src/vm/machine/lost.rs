@@ -63,7 +63,6 @@ fn watch_dram(
     }
 }
 
-/// Waits for a loss, and notifies the owner.
 struct Watcher {
     memory: Arc<LostMemory>,
     /// Timer of the checks, if there are files to check.

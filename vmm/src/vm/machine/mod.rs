@@ -82,7 +82,7 @@ impl Drop for KvmMachine {
     /// 1. All vCPUs are requested to leave the guest before the first one is waited for. Some may
     ///    wait for devices, whose loops are released for that.
     /// 2. Devices return their queues and stop their workers.
-    /// 3. The end of removed devices is waited for, because the next machine may need their files.
+    /// 3. Removed devices end, so that the next machine can have their files.
     /// 4. The fields are dropped in their order, memory last.
     fn drop(&mut self) {
         drop(self.pause());

@@ -15,7 +15,6 @@ use crate::vm::request::{Reply, ZoneInfo};
 /// walks the page tables of all mappings, which takes milliseconds.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
-/// Resident bytes of all zones.
 pub(crate) struct Resident {
     read: Box<dyn Fn() -> io::Result<Vec<u64>> + Send + Sync>,
     asked: Mutex<Asked>,
@@ -23,10 +22,8 @@ pub(crate) struct Resident {
     last: Mutex<Cached<Vec<u64>, Vec<u64>>>,
 }
 
-/// Request for the resident bytes of zones.
 type Request = (Vec<ZoneInfo>, Reply<Vec<ZoneInfo>>);
 
-/// Requests that wait for an answer.
 #[derive(Default)]
 struct Asked {
     waiting: Vec<Request>,
@@ -58,7 +55,6 @@ impl Resident {
         }
     }
 
-    /// Answers until no request is waiting.
     fn answer_all(&self) {
         while let Some(waiting) = self.take_waiting() {
             for (mut zones, reply) in waiting {

@@ -214,7 +214,6 @@ impl<P: Processor> Vcpus<P> {
 }
 
 impl KvmMachine {
-    /// Returns the step to `desired` vCPUs.
     pub(in crate::vm) fn vcpus_step(&self, desired: u8) -> Result<Step, VmError> {
         self.vcpus.registers.plug(|plug| plug.step(desired)).map_err(|Pending(leaving)| {
             self.hotplug.metrics.count(KIND, "resize", "pending");
@@ -295,7 +294,6 @@ mod tests {
     }
 
     impl Vcpus {
-        /// vCPUs of a machine without vCPUs.
         pub(in crate::vm) fn none() -> Self {
             Self::new(Box::new(NoVcpus), Arc::new(CpuRegisters::new(Plug::new(0, 0), |_| ())))
                 .unwrap()
@@ -347,7 +345,6 @@ mod tests {
 
     struct FakeMaker {
         told: Told,
-        /// Indexes that KVM has created.
         created: Mutex<BTreeSet<u8>>,
         broken: Index,
         busy: Index,

@@ -5,7 +5,6 @@ use foreshore_devices::metrics::{Expose, Exposition, Family, Labels, and, one};
 
 use crate::vm::request::{ResizeStatus, ZoneInfo};
 
-/// State of all zones at a scrape.
 #[derive(Debug, Default)]
 pub(crate) struct ZoneMetrics(pub Vec<ZoneInfo>);
 

@@ -50,9 +50,9 @@ pub trait Machine {
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError>;
     /// Requests that the guest releases a device. The device remains until then.
     fn remove_device(&mut self, id: &str) -> Result<(), VmError>;
-    /// Removes the device in a PCI slot, because the guest has ejected it.
+    /// Removes the device in a PCI slot after its ejection.
     fn ejected(&mut self, slot: u8);
-    /// Parks a vCPU, because the guest has ejected it.
+    /// Parks a vCPU after its ejection.
     fn vcpu_ejected(&mut self, index: u8);
     /// State of the governor, with at most `decisions` of its decisions.
     fn pressure(&self, decisions: usize) -> PressureInfo;
@@ -72,6 +72,6 @@ pub trait MachineFactory {
     /// Closes resources that were kept for the next machine and that `config` no longer uses. Must
     /// be called without a machine.
     fn keep(&mut self, config: &VmConfig);
-    /// Closes all resources that outlive machines, because the VM was deleted.
+    /// Closes all resources that outlive machines, after the deletion of the VM.
     fn release(&mut self);
 }

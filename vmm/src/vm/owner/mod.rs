@@ -122,7 +122,6 @@ pub enum RunError {
     },
 }
 
-/// Next action of the owner's loop.
 enum Flow {
     Continue,
     End(Result<(), RunError>),
@@ -604,8 +603,7 @@ impl<F: MachineFactory> Owner<F> {
             MachineEvent::MustPause { reason } => {
                 error!(%reason, "The VM is paused");
                 self.told.tell(Event::Failed { reason: &reason });
-                // Also if the VM is paused already, because the sending vCPU has pulled the brake
-                // again.
+                // Also if the VM is paused already: the sending vCPU has pulled the brake again.
                 if let Some(machine) = &mut vm.machine {
                     tokio::task::spawn_blocking(machine.pause());
                     vm.state = VmState::Paused;

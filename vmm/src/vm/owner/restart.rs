@@ -26,7 +26,6 @@ impl RestartMetrics {
         self.delay_ms.fetch_add(delay.as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// Number of delayed restarts.
     pub fn delayed(&self) -> u64 {
         self.delayed.load(Ordering::Relaxed)
     }

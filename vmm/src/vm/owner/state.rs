@@ -62,7 +62,7 @@ pub(super) fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
 pub(super) enum Restart {
     /// Restart after this delay.
     After(Duration),
-    /// End the VM, because the guest has faulted [`RestartGuard::LIMIT`] times in a row.
+    /// End the VM after [`RestartGuard::LIMIT`] early faults in a row.
     GiveUp,
 }
 

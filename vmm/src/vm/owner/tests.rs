@@ -268,7 +268,6 @@ impl Fixture {
         self.senders.lock()[machine].send(event);
     }
 
-    /// All emitted events.
     async fn told(mut self) -> Vec<&'static str> {
         self.events.end();
         let mut told = Vec::new();

@@ -12,13 +12,11 @@ use foreshore_devices::volume::kernel_gate::Verdict;
 use crate::config::PmVolumeConfig;
 use crate::vm::request::{VolumeInfo, VolumeStatus};
 
-/// State of an open volume.
 pub(in crate::vm) struct Opened {
     /// Size that the guest sees.
     pub(in crate::vm) size_bytes: u64,
     /// Number of pieces in the pool.
     pub(in crate::vm) extents: usize,
-    /// First failure of a flush.
     pub(in crate::vm) failure: FirstFailure,
     /// Resources that the device does not hold: the open volume, and the mapping and the metrics of
     /// an NVDIMM.

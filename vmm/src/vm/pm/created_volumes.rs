@@ -22,7 +22,6 @@ struct Created {
 }
 
 impl CreatedVolumes {
-    /// Creates the volume of `config` in its pool.
     pub(in crate::vm) fn create(
         &mut self,
         config: &PmVolumeConfig,
@@ -35,7 +34,7 @@ impl CreatedVolumes {
         Ok(())
     }
 
-    /// Keeps the volumes, because the start has succeeded.
+    /// Keeps the volumes after a successful start.
     pub(in crate::vm) fn keep(&mut self) {
         self.0.clear();
     }

@@ -11,7 +11,6 @@ use foreshore_devices::volume::guest_btt::GuestBtt;
 use self::attached_volumes::AttachedVolume;
 use crate::vm::resources::pools::OpenPool;
 
-/// Pools and volumes of a machine.
 pub(super) struct PmStorage {
     pub(super) volumes: Vec<AttachedVolume>,
     pub(super) pools: Vec<OpenPool>,

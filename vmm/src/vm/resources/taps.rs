@@ -28,8 +28,8 @@ impl Taps {
     pub(crate) fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut taps = self.0.lock();
         // Interfaces that are not in `config` are closed first, because a new one may have the same
-        // name. An interface that was deleted on the host is created again. Passed descriptors are
-        // retained, because they cannot be opened again.
+        // name. An interface that was deleted on the host is created again. Passed descriptors
+        // cannot be opened again, so they are retained.
         taps.retain(|(earlier, tap)| {
             config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.is_there())
         });
