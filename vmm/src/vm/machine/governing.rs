@@ -182,18 +182,3 @@ fn distances(topology: &Topology) -> Distances {
     }
     distances
 }
-
-#[cfg(test)]
-mod tests {
-    use foreshore_devices::pool::fake::empty_info;
-
-    use super::*;
-
-    #[test]
-    fn failed_pool_offers_nothing() {
-        let pool = PoolInfo { lendable_bytes: 64 << 20, ..empty_info() };
-        assert_eq!(offered_bytes(&pool), 64 << 20);
-        let latched = Some("no room".to_owned());
-        assert_eq!(offered_bytes(&PoolInfo { latched, ..pool }), 0);
-    }
-}
