@@ -118,9 +118,9 @@ impl BootMemory {
     }
 }
 
-/// Largest reserve of `boot_bytes`: half of what the kernel does not take at boot. The other half
-/// is movable, because Linux keeps no more of the highest zone that serves the kernel than there is
-/// movable memory.
+/// Largest reserve of `boot_bytes`: half of the memory that the kernel does not use at boot. The
+/// other half is movable, because Linux keeps no more of the highest zone that serves the kernel
+/// than there is movable memory.
 fn most_reserve_bytes(boot_bytes: u64) -> u64 {
     boot_bytes.saturating_sub(KERNEL_BYTES + boot_bytes / KERNEL_PART) / 2
 }
@@ -160,7 +160,8 @@ mod tests {
         assert_eq!(division(4096, 0, 32_768), (544, [1, 1]));
         assert_eq!(division(4096, 0, 65_536), (544, [1, 1]));
         assert_eq!(division(6144, 0, 98_304), (1584, [3, 1]));
-        // A reserve of 288 MiB has no room: half of what the kernel leaves is movable.
+        // There is no room for a reserve of 288 MiB. Half of the memory that the kernel leaves is
+        // movable.
         assert_eq!(division(512, 0, 16_384), (224, [1, 32]));
         assert_eq!(division(512, 0, 0), (0, LINUX_RESERVE_RATIOS[1..3].try_into().expect("two")));
     }
@@ -182,8 +183,8 @@ mod tests {
         }
     }
 
-    /// The descriptors of boot memory lie in ZONE_MOVABLE, so the kernel's zones would keep a 64th
-    /// of boot memory less.
+    /// The descriptors of boot memory are in ZONE_MOVABLE. If they were not counted, the kernel's
+    /// zones would keep a 64th of boot memory less.
     #[test]
     fn boot_memory_below_the_hole_keeps_the_whole_reserve() {
         for (boot_mib, pm_mib) in

@@ -158,10 +158,10 @@ pub struct ZoneGrowth {
 const WINDOW_MS: u64 = 1_000;
 
 impl ZoneGrowth {
-    /// Takes the kernel memory at `now_ms`. `other_user_pages` is the number of locked and
-    /// compressed pages in the kernel's zones, which [`Zone::user_pages`] does not include.
+    /// Adds a sample of the kernel memory at `now_ms`. `other_user_pages` is the number of locked
+    /// and compressed pages in the kernel's zones, which [`Zone::user_pages`] does not include.
     ///
-    /// Forgets all samples if a zone does not report its user pages.
+    /// Clears all samples if a zone does not report its user pages.
     pub fn update(
         &mut self,
         zones: &[Zone],
@@ -356,7 +356,7 @@ mod tests {
             growth.update(&zone_mib(400 - 6 * tenth, 50), 0, Some(&none), tenth * 100);
         }
         assert_eq!(mib(&growth), 60);
-        // Programs take memory of the zone.
+        // Programs allocate memory of the zone.
         for tenth in 31..=50 {
             let zone = zone_mib(220 - 6 * (tenth - 30), 50 + 6 * (tenth - 30));
             growth.update(&zone, 0, Some(&none), tenth * 100);

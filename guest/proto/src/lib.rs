@@ -1,18 +1,16 @@
-//! What the guest's agent and the VMM say to each other.
+//! Protocol between the guest's agent and the VMM.
 //!
 //! The channel is a vsock stream to the host (CID 2), port [`VSOCK_PORT`]. Both sides write JSON
-//! objects, one per line. Every object names its `type` and the protocol `version`. The agent
-//! speaks first, with a [`Hello`], and then sends reports; the VMM answers with [`VmmMessage`]s
-//! when it wants the agent to do something else.
+//! objects, one per line. Every object has a `type` and the protocol `version`. The agent sends a
+//! [`Hello`] first, and then reports. The VMM sends [`VmmMessage`]s to change the agent's settings
+//! or to request an action.
 //!
-//! Each side treats what it reads as untrusted: [`LineReader`] bounds a line's length,
-//! [`decode_agent_message`] and [`decode_vmm_message`] bound its shape, and [`Report`] and
-//! [`Hello`] exist only with every value inside its bound. Fields that a reader does not know are
-//! skipped, so that either side may be the newer one; a change that an older reader would
-//! misunderstand raises [`PROTOCOL_VERSION`].
+//! Each side treats its input as untrusted. [`LineReader`] bounds the length of a line, and
+//! [`decode_agent_message`] and [`decode_vmm_message`] check its shape. All values of a [`Report`]
+//! or [`Hello`] are within their bounds. Readers skip unknown fields, so either side may be newer.
+//! A change that an older reader would misunderstand raises [`PROTOCOL_VERSION`].
 //!
-//! Sizes are in bytes or pages as the name says; durations in the unit that the name ends in;
-//! counters are totals since the guest booted.
+//! Names end in the unit of a size or a duration. Counters are totals since the guest booted.
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
@@ -50,19 +48,18 @@ pub use wire::{
     decode_agent_message, decode_vmm_message, encode_line, encode_report,
 };
 
-/// The vsock port on which the VMM listens for the agent.
+/// Vsock port on which the VMM listens for the agent.
 pub const VSOCK_PORT: u32 = 9746;
 
-/// The version of the protocol that this crate speaks.
+/// Protocol version of this crate.
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// Page size in which zones are counted. All guests are x86-64.
 const PAGE_BYTES: u64 = 4096;
 
-/// The size of the largest blocks in which Linux' page allocator keeps free memory on x86-64 (order
-/// 10).
+/// Size of the largest free blocks of Linux' page allocator on x86-64 (order 10).
 pub const LARGEST_BLOCK_BYTES: u64 = 4 << 20;
 
-/// The longest line that a reader accepts, without its newline. A report of 64 nodes needs about
-/// half of it.
+/// Longest line that a reader accepts, without its newline. A report of 64 nodes needs about half
+/// of it.
 pub const MAX_LINE_BYTES: usize = 64 * 1024;

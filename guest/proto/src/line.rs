@@ -1,35 +1,34 @@
-//! Lines out of a byte stream, with a bound on their length.
+//! Splitting of a byte stream into lines of bounded length.
 
 use crate::{MAX_LINE_BYTES, Refusal};
 
-/// Cuts a byte stream into lines. What is kept is never longer than [`MAX_LINE_BYTES`], whatever is
-/// fed.
+/// Splits a byte stream into lines. The buffer never exceeds [`MAX_LINE_BYTES`].
 #[derive(Debug, Default)]
 pub struct LineReader {
     buffer: Vec<u8>,
-    /// Bytes of `buffer` that have been handed out.
+    /// Number of bytes of `buffer` that have been returned.
     taken: usize,
-    /// Inside a line that was too long: its bytes are dropped until it ends.
+    /// Set within a line that is too long. Its bytes are dropped up to its end.
     skipping: bool,
 }
 
-/// What a [`LineReader`] has.
+/// Result of [`LineReader::next`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum NextLine<'a> {
-    /// A complete line without its newline.
+    /// Complete line without its newline.
     Line(&'a [u8]),
-    /// A line was too long, and is dropped.
+    /// Line that was too long and is dropped.
     Refused(Refusal),
 }
 
 impl LineReader {
-    /// An empty reader.
+    /// Creates an empty reader.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Takes bytes off the front of `input` and returns the next line once it is complete. `None`:
-    /// all of `input` has been taken, and the line goes on.
+    /// Consumes bytes of `input`, and returns the next line once it is complete. `None` if all of
+    /// `input` has been consumed and the line is incomplete.
     pub fn next<'a>(&'a mut self, input: &mut &[u8]) -> Option<NextLine<'a>> {
         self.buffer.drain(..self.taken);
         self.taken = 0;
@@ -61,7 +60,7 @@ mod tests {
 
     use super::*;
 
-    /// Everything that `reader` makes of `input`: lines, or `None` for a refusal.
+    /// Returns all lines that `reader` finds in `input`, with `None` for a refused line.
     fn read_all(reader: &mut LineReader, mut input: &[u8]) -> Vec<Option<Vec<u8>>> {
         let mut lines = Vec::new();
         while let Some(next) = reader.next(&mut input) {

@@ -1,85 +1,91 @@
-//! When the agent is to look, and when to report. Pure: the caller brings the time and the figures,
-//! so that the agent and a simulated guest go at the same pace.
+//! Times at which the agent checks memory and sends reports.
 //!
-//! Two costs are weighed: a report costs the guest the formatting of four texts in /proc, a look
-//! costs one cheap system call. So at rest the agent reports once a second, but looks more often,
-//! and the sooner the less there is to lose; a look that finds much gone leads to a report at once.
+//! The module is pure: callers pass the time and the values. The agent and the simulator's guests
+//! use the same code, so both have the same timing.
 //!
-//! "There" is what is available, or what is free: as the VMM says ([`Settings::watermark_of`]),
-//! because it decides by one of the two.
+//! A report costs the guest the formatting of four files in /proc; a check costs one cheap system
+//! call. So at rest the agent reports once per second, but checks more often, and the more often
+//! the less memory is left. A check that finds a large decrease leads to a report at once.
 //!
-//! A look that finds memory falling is followed by another one soon: the sooner news is seen, the
-//! more is left when there is more. (A simulated guest does without these, and is told of up to 35
-//! ms later.)
+//! A check compares the measure of the VMM's settings ([`Settings::watermark_of`]), free or
+//! available memory, because the VMM decides by one of the two.
 //!
-//! Between the two rates the interval follows what is at stake ([`interval_ms`]): how far it is to
-//! the watermark, and how soon it is reached if memory goes on falling as it does.
+//! If a check finds that memory falls, the next check follows early, so that more memory is left
+//! when the VMM learns of it. (The simulator's guests do not use the early checks, and learn of a
+//! fall up to 35 ms later.)
+//!
+//! Between the fastest and the slowest rate, the report interval depends on the distance to the
+//! watermark, and on the time until it is reached at the present rate of the fall
+//! ([`interval_ms`]).
 
 use crate::{Measure, Memory, Settings, scale};
 
-/// No guest fills memory faster than this for long; it sets how soon to look again.
+/// Upper bound of the rate at which a guest fills memory for long. It determines the time of the
+/// next check.
 const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
 
-/// Look at least this often: how soon a shortage is noticed in a guest that had plenty.
+/// Longest time between checks. It bounds the delay until a shortage is noticed in a guest that had
+/// plenty of memory.
 const MAX_LOOK_MS: u64 = 100;
 
-/// Look again this soon where memory falls. Each of these has found an eighth of what may go gone
-/// since the one before, so there are no more than eight of them before there is news.
+/// Time to the next check while memory falls. Each of these checks has found a decrease by an
+/// eighth of [`Pace::margin_bytes`], so at most eight of them precede a report.
 const FALLING_LOOK_MS: u64 = 15;
 
-/// A fall by this part of what may go before there is news, from one look to the next, is worth one
-/// soon.
+/// Divisor of [`Pace::margin_bytes`]. A decrease by more than the quotient between two checks
+/// counts as a fall.
 const FALLING_PART: u64 = 8;
 
-/// Where free memory stays to the page what it was, what page cache hides is read again after so
-/// long: reclaim frees 32 pages at a time, and is hardly ever as exact as that.
+/// Time after which available memory is read again although the number of free pages is unchanged.
+/// Page cache may hide a decrease, but reclaim frees 32 pages at a time and hardly ever restores
+/// the exact number.
 const UNMOVED_MS: u64 = 500;
 
-/// Report at the fast rate for this long after something was seen, to show how it goes on.
+/// Time of fast reports after an alert, which show how the situation develops.
 const ALERT_MS: u64 = 1_000;
 
-/// Nothing moves: after this long a slower rate will do.
+/// Time without a change after which reports slow down.
 const STEADY_MS: u64 = 3_000;
 
-/// Under the watermark that rate is so many times slower; above it it is the one at rest.
+/// Factor by which they slow down below the watermark. Above it, they slow down to the rate at
+/// rest.
 const STEADY_FACTOR: u64 = 5;
 
-/// A fall by this part of what was there is news.
+/// Divisor of the last reported amount. A decrease by the quotient is reported at once.
 const NEWS_PART: u64 = 8;
 
 /// Smallest growth of the kernel's memory that is reported at once.
 const LEAST_KERNEL_NEWS_BYTES: u64 = 4 << 20;
 
-/// A change by less than this part is no movement.
+/// Divisor of the reported amount. A smaller change than the quotient counts as steady.
 const STEADY_PART: u64 = 16;
 
-/// So many reports are made before the watermark is reached, if memory falls on as it does.
+/// Number of reports before the watermark is reached, at the present rate of the fall.
 const REPORTS_BEFORE: u64 = 5;
 
-/// Decides when to look and when to report.
+/// Computes the times of checks and reports.
 #[derive(Clone, Debug)]
 pub struct Pace {
     settings: Settings,
-    /// At the last report.
+    /// Memory at the last report.
     reported: Memory,
     reported_ms: u64,
-    /// At the last look, or report.
+    /// Time of the last check or report.
     looked_ms: u64,
-    /// When what is there was read last, and what was free then.
+    /// Time of the last read of the measured memory, and the free memory then.
     read_ms: u64,
     read_free_bytes: u64,
-    /// What was free, and there, when each was seen last; and whether what was seen last has
-    /// fallen to that.
+    /// Free memory, and the measured memory, at the last check that read each. `is_falling` is true
+    /// if the last check found a decrease.
     seen_free_bytes: u64,
     seen_there_bytes: u64,
     is_falling: bool,
     alert_until_ms: u64,
-    /// Where memory stays, and since when.
+    /// Steady amount, and the time of its first report.
     steady_bytes: u64,
     steady_since_ms: u64,
     /// See [`fall_of`].
     fall_per_s: u64,
-    /// Kernel memory at the last report.
     kernel_bytes: u64,
 }
 
@@ -96,11 +102,11 @@ fn bounds_ms(settings: &Settings) -> (u64, u64) {
     (u64::from(settings.watermark_interval_ms).min(rest_ms), rest_ms)
 }
 
-/// The interval that fits so much memory, falling so fast: never shorter than that under the
-/// watermark, never longer than that at rest.
+/// Report interval for `there_bytes` of memory that falls by `fall_per_s`.
 ///
-/// At the watermark the former, at twice the watermark the latter, in between in proportion; and
-/// short enough for some reports before the watermark is reached.
+/// The interval is the one below the watermark at the watermark, and the one at rest at twice the
+/// watermark. Between them it is proportional, and short enough for [`REPORTS_BEFORE`] reports
+/// before the watermark is reached.
 fn interval_ms(settings: &Settings, there_bytes: u64, fall_per_s: u64) -> u64 {
     let (fast_ms, rest_ms) = bounds_ms(settings);
     let watermark = settings.watermark_bytes;
@@ -118,7 +124,7 @@ fn interval_ms(settings: &Settings, there_bytes: u64, fall_per_s: u64) -> u64 {
 }
 
 impl Pace {
-    /// The pace of a new connection: nothing has been reported, so a report is due.
+    /// Creates the pace of a new connection. A report is due at once.
     pub fn new(settings: Settings) -> Self {
         Pace {
             settings: settings.clamped(),
@@ -138,10 +144,10 @@ impl Pace {
         }
     }
 
-    /// The VMM wants something else.
+    /// Replaces the settings.
     pub fn set(&mut self, settings: Settings) {
         if settings.watermark_of != self.settings.watermark_of {
-            // What the other measure did says nothing of this one.
+            // Rates and amounts of the previous measure do not apply to the new one.
             self.fall_per_s = 0;
             self.steady_bytes = settings.watermark_of.of(&self.reported);
             self.steady_since_ms = self.reported_ms;
@@ -149,12 +155,12 @@ impl Pace {
         self.settings = settings.clamped();
     }
 
-    /// What the watermark is compared with.
+    /// Kind of memory that the watermark is compared with.
     pub fn measure(&self) -> Measure {
         self.settings.watermark_of
     }
 
-    /// A report has been made of this.
+    /// Records a report of `memory`.
     pub fn reported(&mut self, memory: &Memory, now_ms: u64) {
         let there_bytes = self.measure().of(memory);
         if self.reported_ms > 0 {
@@ -180,21 +186,20 @@ impl Pace {
     }
 
     /// Checks if kernel memory has grown so much since the last report that another report is due.
-    /// Available memory may not show the growth, because it includes slabs that cannot be
-    /// reclaimed (mm/show_mem.c, si_mem_available).
+    /// Available memory may not show the growth, because it includes slabs that cannot be reclaimed
+    /// (mm/show_mem.c, si_mem_available).
     pub fn is_kernel_news(&self, kernel_bytes: u64) -> bool {
         let news_bytes = (self.margin_bytes() / 2).max(LEAST_KERNEL_NEWS_BYTES);
         kernel_bytes.saturating_sub(self.kernel_bytes) > news_bytes
     }
 
-    /// What was there at the last report.
     fn there_bytes(&self) -> u64 {
         self.measure().of(&self.reported)
     }
 
-    /// What parts are taken of. Page cache leaves little free in every guest that has run for a
-    /// while, and every file that is read moves that little: there a part of the watermark is
-    /// what counts.
+    /// Amount that the fractional thresholds refer to. Page cache leaves little memory free in a
+    /// guest that has run for a while, and every file read changes that little by a large part. So
+    /// for free memory the thresholds refer to at least the watermark.
     fn whole_bytes(&self, there_bytes: u64) -> u64 {
         match self.measure() {
             Measure::Free => there_bytes.max(self.settings.watermark_bytes),
@@ -202,24 +207,25 @@ impl Pace {
         }
     }
 
-    /// A look has shown nothing new.
+    /// Records a check without a result.
     pub fn looked(&mut self, now_ms: u64) {
         self.looked_ms = now_ms;
     }
 
-    /// Neither has reading what is there, with so much free.
+    /// Records a read of the measured memory without a result, with `free_bytes` free.
     pub fn read(&mut self, free_bytes: u64, now_ms: u64) {
         self.looked_ms = now_ms;
         (self.read_free_bytes, self.read_ms) = (free_bytes, now_ms);
     }
 
-    /// That look has seen so much free.
+    /// Records the free memory that a check has found.
     pub fn saw_free(&mut self, free_bytes: u64) {
         self.is_falling = self.is_fall(self.seen_free_bytes, free_bytes);
         self.seen_free_bytes = free_bytes;
     }
 
-    /// It has read what is there. Free memory that page cache takes, and gives back, is no fall.
+    /// Records the measured memory that a check has read. Free memory that page cache takes and
+    /// returns does not count as a fall.
     pub fn saw_there(&mut self, free_bytes: u64, there_bytes: u64) {
         self.is_falling = self.is_fall(self.seen_there_bytes, there_bytes);
         (self.seen_free_bytes, self.seen_there_bytes) = (free_bytes, there_bytes);
@@ -229,12 +235,12 @@ impl Pace {
         before_bytes.saturating_sub(now_bytes) > self.margin_bytes() / FALLING_PART
     }
 
-    /// Something has been seen: report fast for a while.
+    /// Makes reports fast for [`ALERT_MS`].
     pub fn alert(&mut self, now_ms: u64) {
         self.alert_until_ms = now_ms.saturating_add(ALERT_MS);
     }
 
-    /// When the next report is due, if nothing happens.
+    /// Time of the next report if nothing changes.
     pub fn report_due_ms(&self) -> u64 {
         let (fast_ms, rest_ms) = bounds_ms(&self.settings);
         let steady = self.reported_ms.saturating_sub(self.steady_since_ms) >= STEADY_MS;
@@ -245,19 +251,19 @@ impl Pace {
         } else if self.settings.is_under(&self.reported) {
             fast_ms.saturating_mul(STEADY_FACTOR).min(rest_ms)
         } else {
-            // A guest is kept near its watermark: that alone is no reason to report often. Looks go
-            // on.
+            // Guests are kept near their watermark, so that alone is no reason for frequent
+            // reports. Checks continue.
             rest_ms
         };
         self.reported_ms.saturating_add(interval_ms)
     }
 
-    /// Whether a report of this is one of the fast ones.
+    /// Checks if a report of `memory` belongs to the fast ones.
     pub fn is_fast(&self, memory: &Memory, now_ms: u64) -> bool {
         self.settings.is_under(memory) || now_ms < self.alert_until_ms
     }
 
-    /// When to look next.
+    /// Time of the next check.
     pub fn look_due_ms(&self) -> u64 {
         let fast_ms = u64::from(self.settings.watermark_interval_ms);
         let until_news_ms = self.margin_bytes() / FASTEST_FILL_BYTES_PER_MS;
@@ -266,15 +272,16 @@ impl Pace {
         self.looked_ms.saturating_add(look_ms.min(soon_ms))
     }
 
-    /// Whether so little free memory makes it worth reading what is there by the VMM's measure,
-    /// which costs many times what a look does. Where page cache takes what is free, free
-    /// memory says nothing of what is available; but as long as it is to the page what it was
-    /// when that was read, nobody has taken anything.
+    /// Checks if the measured memory should be read, which costs many times as much as the check of
+    /// free memory. If page cache takes all free memory, free memory shows nothing about available
+    /// memory. But while it is unchanged to the page since the last read, no memory has been
+    /// allocated.
     pub fn is_suspicious(&self, free_bytes: u64, now_ms: u64) -> bool {
         if self.measure() == Measure::Free {
             return self.is_news(free_bytes);
         }
-        // Since the report, and not since the last look: a fall may be spread over many.
+        // The reference is the last report and not the last check, because a fall may extend over
+        // many checks.
         let gone = self.reported.free_bytes.saturating_sub(free_bytes);
         let is_hidden = free_bytes < self.settings.watermark_bytes;
         let has_moved = free_bytes != self.read_free_bytes;
@@ -282,12 +289,14 @@ impl Pace {
             && (has_moved || now_ms.saturating_sub(self.read_ms) >= UNMOVED_MS)
     }
 
-    /// Whether so much less is there than at the last report that the VMM should know at once.
+    /// Checks if memory has fallen so much since the last report that the VMM needs a report at
+    /// once.
     pub fn is_news(&self, there_bytes: u64) -> bool {
         self.news_bytes().is_some_and(|news_bytes| there_bytes <= news_bytes)
     }
 
-    /// The most that may be there for it to be news; `None` where there is nothing left to lose.
+    /// Largest amount that [`is_news`](Self::is_news) accepts. `None` if no decrease is left to
+    /// report.
     pub fn news_bytes(&self) -> Option<u64> {
         let (before, watermark) = (self.there_bytes(), self.settings.watermark_bytes);
         let by_part = before.checked_sub((self.whole_bytes(before) / NEWS_PART).max(1));
@@ -295,7 +304,7 @@ impl Pace {
         by_part.max(by_watermark)
     }
 
-    /// What may go before there is news.
+    /// Decrease after which a report is due at once.
     fn margin_bytes(&self) -> u64 {
         let there = self.there_bytes();
         let part = self.whole_bytes(there) / NEWS_PART;
@@ -334,7 +343,7 @@ mod tests {
     fn kernel_memory_that_grows_is_news() {
         let mut pace = pace(800, 800);
         pace.reported_kernel(40 * MIB);
-        // A sixteenth of what is available.
+        // A sixteenth of available memory.
         assert!(!pace.is_kernel_news(90 * MIB));
         assert!(pace.is_kernel_news(91 * MIB));
         assert!(!pace.is_kernel_news(0));
@@ -487,7 +496,7 @@ mod tests {
             (280, 245, true),
             (64, 61, false),
             (64, 59, true),
-            // The report before was below the watermark already.
+            // The previous report was below the watermark already.
             (59, 58, false),
             (0, 0, false),
         ] {
@@ -527,8 +536,8 @@ mod tests {
         }
     }
 
-    /// How often a guest reads what is there in ten seconds beside its reports, where so much is
-    /// free at each look.
+    /// Number of reads of available memory in ten seconds, beside those for reports, if
+    /// `free_bytes` are free at each check.
     fn reads_in_ten_seconds(available_mib: u64, free_bytes: impl Fn(u64) -> u64) -> u64 {
         let mut pace = pace(20, available_mib);
         let mut reads = 0;
@@ -555,15 +564,15 @@ mod tests {
         for available_mib in [70, 280, 8_000] {
             let at_rest = reads_in_ten_seconds(available_mib, |_| 20 * MIB);
             assert!(at_rest <= 2 * 10, "{available_mib} MiB available: {at_rest} reads at rest");
-            // Somebody writes a line into a log now and then.
+            // A program writes a line to a log now and then.
             let hardly =
                 reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB - now_ms / 1_000 * 4096);
             assert!(
                 hardly <= 3 * 10,
                 "{available_mib} MiB available: {hardly} reads, and hardly anything moves"
             );
-            // While something moves, each look is one at what is there: some ten or twenty a
-            // second, as before.
+            // While memory changes, each check reads available memory, ten to twenty times per
+            // second.
             let moving =
                 reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB + now_ms % 7_919 * 4096);
             assert!((80..=200).contains(&moving), "{available_mib} MiB available: {moving} reads");
@@ -582,7 +591,7 @@ mod tests {
 
     #[test]
     fn where_memory_falls_it_looks_again_soon_until_the_fall_is_over_or_there_is_news() {
-        // 35 MiB may go, an eighth of which is 4.4 MiB.
+        // A fall by 35 MiB leads to a report; an eighth of that is 4.4 MiB.
         let mut pace = pace(280, 280);
         let usual_ms = pace.look_due_ms() - 1_000;
         let look = |pace: &mut Pace, free_mib, now_ms| {

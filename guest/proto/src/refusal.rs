@@ -1,21 +1,21 @@
-//! Why a line is refused.
+//! Reasons for which a line is refused.
 
 use std::fmt;
 
 use thiserror::Error;
 
-/// The bound that a value broke.
+/// Bound that a value violates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// At least this.
+    /// Minimum.
     AtLeast(u64),
-    /// At most this.
+    /// Maximum.
     AtMost(u64),
-    /// At most another field, which had this value.
+    /// Maximum: another field, with its value.
     AtMostField(&'static str, u64),
-    /// One of the values that another field has.
+    /// Must occur in another field.
     AmongField(&'static str),
-    /// A power of two in this range.
+    /// Power of two in this range.
     PowerOfTwo(u64, u64),
 }
 
@@ -31,14 +31,14 @@ impl fmt::Display for Bound {
     }
 }
 
-/// Why a line is refused. The loop goes on after each of them; [`Refusal::label`] names it in a
-/// metric.
+/// Reason for which a line is refused. Readers continue after any of them. [`Refusal::label`] is
+/// the name in metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Refusal {
-    /// The line is longer than a line may be.
+    /// The line exceeds the maximum length.
     #[error("Line longer than {bound_bytes} bytes")]
     TooLong {
-        /// The bound.
+        /// Maximum length.
         bound_bytes: usize,
     },
     /// The line is not UTF-8.
@@ -47,72 +47,72 @@ pub enum Refusal {
     /// The line is not a JSON text.
     #[error("Line is not JSON: {reason}")]
     NotJson {
-        /// What the parser says.
+        /// Error of the parser.
         reason: String,
     },
-    /// A JSON text, but fields are missing or of another type.
+    /// The line is JSON, but fields are missing or have another type.
     #[error("Message has the wrong shape: {reason}")]
     WrongShape {
-        /// What the parser says.
+        /// Error of the parser.
         reason: String,
     },
-    /// The sender speaks another version of the protocol.
+    /// The sender has another version of the protocol.
     #[error("Message has protocol version {theirs}, this side speaks {ours}")]
     WrongVersion {
-        /// What the message says.
+        /// Version in the message.
         theirs: u64,
-        /// What we speak.
+        /// Version of this crate.
         ours: u32,
     },
-    /// A type of message that does not exist, or does not travel in this direction.
+    /// The message type does not exist, or not in this direction.
     #[error("Message type {kind:?} is unknown")]
     UnknownType {
-        /// The beginning of what the message says.
+        /// Beginning of the type in the message.
         kind: String,
     },
-    /// A value outside its bound.
+    /// A value violates its bound.
     #[error("{field} is {value}, must be {bound}")]
     OutOfRange {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
         /// Its value.
         value: u64,
-        /// What was expected.
+        /// Bound of the field.
         bound: Bound,
     },
-    /// Repeated, or older than what was accepted before it, or sent before the hello.
+    /// The message repeats or precedes an accepted one.
     #[error("{field} is {value}, must be above {last}")]
     OutOfOrder {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
         /// Its value.
         value: u64,
-        /// The last one accepted.
+        /// Last accepted value.
         last: u64,
     },
-    /// The guest's clock ran further between two reports than the host's did.
+    /// The guest's clock advanced further between two reports than the host's.
     #[error("monotonic_ms is {value}, must be at most {bound} by the host's clock")]
     FromTheFuture {
-        /// What the report says.
+        /// Value in the report.
         value: u64,
-        /// The furthest that is believed.
+        /// Largest accepted value.
         bound: u64,
     },
-    /// A report on a connection that has not said hello.
+    /// A report precedes the hello of its connection.
     #[error("Report before the hello")]
     BeforeHello,
 }
 
-/// How much of a sender's own text an error repeats.
+/// Maximum length of a sender's text in an error.
 const MAX_QUOTED_CHARS: usize = 32;
 
-/// Defines the labels and the match over them, so that neither can lack one.
+/// Defines the labels and the match over them, so that neither can miss one.
 macro_rules! labels {
     ($($variant:ident: $label:literal,)+) => {
         /// Labels of all reasons, for a metric that exports each of them from the start.
         pub const LABELS: [&'static str; [$($label),+].len()] = [$($label),+];
 
-        /// A short name that does not change between releases.
+        /// Short name that does not change between releases.
         pub fn label(&self) -> &'static str {
             match self {
                 $(Refusal::$variant { .. } => $label,)+
@@ -140,8 +140,8 @@ impl Refusal {
     }
 
     pub(crate) fn from_json(error: serde_json::Error) -> Self {
-        // The text may quote the sender's data, so it is bounded; it carries line and column at its
-        // end, which say nothing here.
+        // The text is cut, because it may quote the sender's data. The cut also drops the line and
+        // column at its end, which are of no use here.
         let reason = error.to_string().chars().take(4 * MAX_QUOTED_CHARS).collect();
         match error.classify() {
             serde_json::error::Category::Data => Refusal::WrongShape { reason },

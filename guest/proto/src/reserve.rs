@@ -28,8 +28,8 @@ pub fn descriptor_bytes(memory_bytes: u64) -> u64 {
 /// DRAM that user pages leave free in a guest with `dram_bytes` of DRAM, to which `hotplug_bytes`
 /// can be added.
 ///
-/// The page descriptors of all that can be added have to fit, because the kernel cannot reclaim
-/// user pages for them as fast as memory is plugged.
+/// The page descriptors of all memory that can be added have to fit, because the kernel cannot
+/// reclaim user pages for them as fast as memory is plugged.
 pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
     (dram_bytes / BASE_PART).clamp(MIN_BASE_BYTES, MAX_BASE_BYTES) + descriptor_bytes(hotplug_bytes)
 }
@@ -43,7 +43,7 @@ fn node_reserve_bytes(dram_bytes: u64, kernel_bytes: u64, hotplug_bytes: u64) ->
 /// ZONE_NORMAL, ZONE_MOVABLE and ZONE_DEVICE (mm/page_alloc.c, sysctl_lowmem_reserve_ratio).
 pub const LINUX_RESERVE_RATIOS: [u64; 5] = [256, 256, 32, 0, 0];
 
-/// Zones in the order of the ratios, as far as they can serve the kernel.
+/// Zones that can serve the kernel, in the order of the ratios.
 pub const KERNEL_ZONES: [ZoneKind; 3] = [ZoneKind::Dma, ZoneKind::Dma32, ZoneKind::Normal];
 
 /// Memory of a node by the zones that `vm.lowmem_reserve_ratio` distinguishes.
@@ -73,7 +73,7 @@ impl NodeMemory {
     /// which `hotplug_bytes` can be added.
     ///
     /// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that
-    /// it looks at (mm/page_alloc.c, zone_watermark_fast: `mark +
+    /// it checks (mm/page_alloc.c, zone_watermark_fast: `mark +
     /// z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much above `low`, and the
     /// kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
     pub fn lower_ratios(&self, ratios: &mut [u64], dram_bytes: u64, hotplug_bytes: u64) {
@@ -130,8 +130,8 @@ impl NodeMemory {
         ratios
     }
 
-    /// Part of what the zones keep that the kernel can use. A lower zone keeps memory from the
-    /// kernel's allocations for a higher zone as well.
+    /// Part of the kept memory that the kernel can use. A lower zone keeps memory from the kernel's
+    /// allocations for a higher zone as well.
     pub(crate) fn kernel_share_bytes(&self, ratios: &[u64]) -> u64 {
         let zones = self.zones_bytes.iter().zip(ratios).skip(1);
         let share = |(&zone_bytes, ratio): (&u64, &u64)| {

@@ -1,8 +1,8 @@
-//! Messages whose every value is inside its bound.
+//! Messages in which every value is within its bound.
 //!
-//! The bounds are those of machines, not of plausibility: a value inside them may still be a lie,
-//! but no sum or product of a few of them overflows. What depends on earlier messages (order,
-//! clock) is checked by whoever keeps the state of the connection.
+//! The bounds are those of machines and do not check plausibility. A value within them may still be
+//! false, but no sum or product of a few of them overflows. The owner of the connection's state
+//! checks values that depend on earlier messages (order, clock).
 
 use crate::kernel_memory::{DENTRY_BYTES, LEAST_INODE_BYTES};
 use crate::wire::{
@@ -11,7 +11,7 @@ use crate::wire::{
 };
 use crate::{Bound, LARGEST_BLOCK_BYTES, PROTOCOL_VERSION, Refusal};
 
-/// 64 TiB: what four levels of page tables map of physical memory on x86-64.
+/// 64 TiB, the physical memory that four levels of page tables map on x86-64.
 const MAX_MEMORY_BYTES: u64 = 1 << 46;
 const MIN_MEMORY_BYTES: u64 = 1 << 20;
 const MAX_SWAP_BYTES: u64 = 1 << 50;
@@ -26,17 +26,17 @@ const MAX_IDLE_NODES: usize = 64;
 const MAX_TEXT_BYTES: usize = 128;
 /// A hundred years.
 const MAX_MONOTONIC_MS: u64 = 100 * 366 * 86_400_000;
-/// A sender that reports 20 times a second takes longer than MAX_MONOTONIC_MS to get here.
+/// A sender of 20 reports per second takes longer than MAX_MONOTONIC_MS to reach it.
 const MAX_SEQ: u64 = 1 << 53;
 const MAX_COUNT: u64 = 1 << 60;
 /// The kernel samples stall times and the clock at different moments, and folds stall times in
 /// every 2 s.
 const STALL_SLACK_US: u64 = 60_000_000;
-/// Per-CPU counts are folded into free pages late (mm/vmstat.c), so a zone may seem to have more
-/// free than it has.
+/// Linux folds per-CPU counts into free pages late (mm/vmstat.c), so a zone may seem to have more
+/// free memory than it has.
 const FREE_SLACK_PAGES: u64 = 65_536;
-/// What a zone's `high` watermark may be although it has nothing: `min` is up to 128 pages where no
-/// kernel memory comes from, and `low` and `high` lie above it.
+/// Maximum of a `high` watermark in a zone without memory. `min` is up to 128 pages in zones that
+/// do not serve the kernel, and `low` and `high` are above it.
 const LEAST_MARK_PAGES: u64 = 1024;
 
 fn check(field: &'static str, value: u64, is_within: bool, bound: Bound) -> Result<(), Refusal> {
@@ -78,16 +78,16 @@ fn version(theirs: u32) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// A message of the agent with every value inside its bound.
+/// Message of the agent in which every value is within its bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(
     clippy::large_enum_variant,
     reason = "there is one at a time, and nearly every one is a report"
 )]
 pub enum AgentMessage {
-    /// The first message of a connection.
+    /// First message of a connection.
     Hello(Hello),
-    /// The state of the guest's memory.
+    /// State of the guest's memory.
     Report(Report),
 }
 
@@ -102,32 +102,33 @@ impl TryFrom<RawAgentMessage> for AgentMessage {
     }
 }
 
-/// Who reports. Its texts are short and printable, so they may go into logs and metric labels.
+/// Identity of the sender. Its texts are short and printable, so they may be used in logs and
+/// metric labels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello(RawHello);
 
 impl Hello {
-    /// The agent's own version.
+    /// Version of the agent.
     pub fn agent_version(&self) -> &str {
         &self.0.agent_version
     }
 
-    /// The release of the guest's kernel.
+    /// Release of the guest's kernel.
     pub fn kernel_release(&self) -> &str {
         &self.0.kernel_release
     }
 
-    /// The build of the guest's kernel; may be empty, and has spaces.
+    /// Build of the guest's kernel. It may be empty and contains spaces.
     pub fn kernel_version(&self) -> &str {
         &self.0.kernel_version
     }
 
-    /// The kernel's preemption model, see [`RawHello::preemption`].
+    /// Preemption model of the kernel, see [`RawHello::preemption`].
     pub fn preemption(&self) -> &str {
         &self.0.preemption
     }
 
-    /// The size of the guest's pages.
+    /// Page size of the guest.
     pub fn page_size_bytes(&self) -> u64 {
         self.0.page_size_bytes
     }
@@ -138,7 +139,7 @@ impl TryFrom<RawHello> for Hello {
 
     fn try_from(raw: RawHello) -> Result<Self, Refusal> {
         version(raw.version)?;
-        // A line of words; the others are words.
+        // The only field that may contain spaces.
         const LINE: &str = "kernel_version";
         let texts = [
             ("agent_version", &raw.agent_version),
@@ -160,49 +161,50 @@ impl TryFrom<RawHello> for Hello {
     }
 }
 
-/// The state of the guest's memory at one moment, every value inside its bound.
+/// State of the guest's memory at one moment, with every value within its bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report(RawReport);
 
 impl Report {
-    /// The report as it travels, for whoever writes it down.
+    /// Raw form of the report, for recording.
     pub fn as_raw(&self) -> &RawReport {
         &self.0
     }
 
-    /// Whether it can be true of a machine that has no more memory than that: its total, and what
-    /// its zones manage, have free and are to keep free, each taken together.
+    /// Checks the total memory, and the managed and free pages and watermarks of all zones
+    /// together, against a machine with `most_bytes` of memory.
     ///
-    /// A zone by itself is held against the bounds of any machine only, and each of many zones
-    /// could be as large as the machine.
+    /// The check of a single zone uses only the bounds of any machine, so several zones could be as
+    /// large as the machine each.
     pub fn check_within(&self, most_bytes: u64) -> Result<(), Refusal> {
         at_most("total_bytes", self.0.memory.total_bytes, most_bytes)?;
         let most_pages = most_bytes / PAGE_BYTES_MIN;
-        // A zone without any memory has a watermark, as small as it may be (mm/page_alloc.c).
+        // A zone without memory has a watermark, although a small one (mm/page_alloc.c).
         let least_marks = self.0.zones.len() as u64 * LEAST_MARK_PAGES;
-        // No sum overflows: there are 256 zones at most, each far below the bound of its pages.
+        // No sum overflows, because there are at most 256 zones, each far below the bound of its
+        // pages.
         let sum = |pages: fn(&Zone) -> u64| self.0.zones.iter().map(pages).sum();
         at_most("sum of managed_pages", sum(|zone| zone.managed_pages), most_pages)?;
         at_most("sum of free_pages", sum(|zone| zone.free_pages), most_pages + FREE_SLACK_PAGES)?;
         at_most("sum of high_pages", sum(|zone| zone.high_pages), most_pages + least_marks)
     }
 
-    /// Counts up with every report of one connection.
+    /// Number that increases with every report of a connection.
     pub fn seq(&self) -> u64 {
         self.0.seq
     }
 
-    /// The guest's CLOCK_MONOTONIC.
+    /// CLOCK_MONOTONIC of the guest.
     pub fn monotonic_ms(&self) -> u64 {
         self.0.monotonic_ms
     }
 
-    /// Why it was sent now.
+    /// Cause of the report.
     pub fn cause(&self) -> Cause {
         self.0.cause
     }
 
-    /// From /proc/meminfo; free and available are at most total.
+    /// Sizes from /proc/meminfo. Free and available memory are at most the total.
     pub fn memory(&self) -> &Memory {
         &self.0.memory
     }
@@ -217,7 +219,7 @@ impl Report {
         &self.0.stall
     }
 
-    /// The zones; min <= low <= high in each.
+    /// Zones, with min <= low <= high in each.
     pub fn zones(&self) -> &[Zone] {
         &self.0.zones
     }
@@ -227,19 +229,19 @@ impl Report {
         &self.0.counters
     }
 
-    /// Memory blocks; movable_online <= online in each node.
+    /// Memory blocks, with movable_online <= online in each node.
     pub fn blocks(&self) -> &Blocks {
         &self.0.blocks
     }
 
-    /// Idle memory; each node at most once, in ascending order, has zones, and no more idle than
-    /// they have.
+    /// Idle memory, at most one entry per node, in ascending order. Each node has zones, and at
+    /// least as much memory as is idle.
     pub fn idle(&self) -> &[NodeIdle] {
         &self.0.idle
     }
 }
 
-/// For who makes reports and uses their memory again.
+/// Lets senders reuse the memory of a report.
 impl From<Report> for RawReport {
     fn from(report: Report) -> RawReport {
         report.0
@@ -288,7 +290,7 @@ fn check_kernel(kernel: &KernelUse, total_bytes: u64) -> Result<(), Refusal> {
 }
 
 fn check_stall(stall: &Stall, monotonic_ms: u64) -> Result<(), Refusal> {
-    // Nobody has waited for longer than the guest has run.
+    // A task cannot have waited for longer than the guest has run.
     let bound_us = monotonic_ms.saturating_mul(1000).saturating_add(STALL_SLACK_US);
     at_most!(stall: some_us, full_us <= bound_us);
     at_most!(stall: some_avg10_basis_points, full_avg10_basis_points <= 10_000);
@@ -340,7 +342,7 @@ fn check_idle(raw: &RawReport) -> Result<(), Refusal> {
         let zones = || raw.zones.iter().filter(|zone| zone.node == idle.node);
         let has_zones = zones().next().is_some();
         check("idle.node", idle.node.into(), has_zones, Bound::AmongField("zones"))?;
-        // Both factors have been checked: nothing overflows.
+        // The sum and the product do not overflow, because both factors have been checked.
         let managed_pages: u64 = zones().map(|zone| zone.managed_pages).sum();
         at_most!(idle: idle_bytes <= (managed_pages + FREE_SLACK_PAGES) * PAGE_BYTES_MIN);
         at_least("span_ms", idle.span_ms, 1)?;
@@ -400,7 +402,7 @@ mod tests {
         }
     }
 
-    /// The field that is named when `spoil` has been at a good report.
+    /// Returns the field that the refusal names after `spoil` has changed a valid report.
     fn refused_field(spoil: impl FnOnce(&mut RawReport)) -> &'static str {
         let mut raw = raw_report();
         spoil(&mut raw);
@@ -522,7 +524,7 @@ mod tests {
         }
     }
 
-    /// By itself, each of several zones may be as large as any machine's.
+    /// A single zone may be as large as that of any machine.
     #[test]
     fn zones_together_have_no_more_than_the_vm_can_have() {
         const MOST_PAGES: u64 = 1 << 20;

@@ -1,4 +1,4 @@
-//! The messages as they travel: plain data, nothing about it is known to be true.
+//! Messages in their transmitted form: plain data without verified values.
 
 use std::borrow::Cow;
 
@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{PROTOCOL_VERSION, Refusal};
 
-/// What the agent sends, shape checked, values not. `AgentMessage` is the verified form.
+/// Message of the agent, with checked shape and unchecked values. `AgentMessage` is the verified
+/// form.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 #[allow(
@@ -14,104 +15,105 @@ use crate::{PROTOCOL_VERSION, Refusal};
     reason = "there is one at a time, and nearly every one is a report"
 )]
 pub enum RawAgentMessage {
-    /// The first line of a connection.
+    /// First line of a connection.
     Hello(RawHello),
-    /// The state of the guest's memory.
+    /// State of the guest's memory.
     Report(RawReport),
 }
 
-/// Who reports, and from what kernel. Unverified.
+/// Identity of the sender and of its kernel. Unverified.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RawHello {
     /// [`PROTOCOL_VERSION`] of the sender.
     pub version: u32,
-    /// The agent's own version.
+    /// Version of the agent.
     pub agent_version: String,
-    /// The release of the running kernel, as `uname -r` prints it.
+    /// Release of the running kernel, as `uname -r` prints it.
     pub kernel_release: String,
-    /// Its build, as `uname -v` prints it, because distributions keep a release's name when they
-    /// fix things. Empty from older agents, which do not say it.
+    /// Build of the kernel, as `uname -v` prints it, because distributions keep the name of a
+    /// release when they fix it. Empty from older agents.
     #[serde(default)]
     pub kernel_version: String,
-    /// The kernel's preemption model: `none`, `voluntary`, `full`, `lazy`, `rt`, or `dynamic` and
-    /// `static` where the kernel tells no more than that.
+    /// Preemption model of the kernel: `none`, `voluntary`, `full`, `lazy` or `rt`. `dynamic` or
+    /// `static` if the kernel reports no more than that.
     pub preemption: String,
-    /// The size of a page.
+    /// Page size.
     pub page_size_bytes: u64,
 }
 
-/// Why a report was sent now.
+/// Cause of a report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
     /// The interval at rest has passed.
     #[default]
     Rest,
-    /// Memory is under the watermark, or falling fast.
+    /// Memory is below the watermark, or falls fast.
     Watermark,
-    /// The kernel's pressure trigger fired.
+    /// A pressure trigger of the kernel fired.
     Stall,
-    /// A cause of a later version.
+    /// Cause of a later version.
     #[serde(other)]
     Other,
 }
 
-/// The state of the guest's memory at one moment. Unverified.
+/// State of the guest's memory at one moment. Unverified.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RawReport {
     /// [`PROTOCOL_VERSION`] of the sender.
     pub version: u32,
-    /// Counts up by one with every report of one connection.
+    /// Number that increases by one with every report of a connection.
     pub seq: u64,
-    /// The guest's CLOCK_MONOTONIC.
+    /// CLOCK_MONOTONIC of the guest.
     pub monotonic_ms: u64,
-    /// Why it was sent now.
+    /// Cause of the report.
     #[serde(default)]
     pub cause: Cause,
     /// From /proc/meminfo.
     pub memory: Memory,
-    /// From /proc/meminfo and /proc/sys/fs. `None`: not known, as from older agents.
+    /// From /proc/meminfo and /proc/sys/fs. `None` if unknown, for example from older agents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<KernelUse>,
     /// From /proc/pressure/memory.
     #[serde(default)]
     pub stall: Stall,
-    /// From /proc/zoneinfo: every zone that has memory.
+    /// From /proc/zoneinfo: all zones with memory.
     pub zones: Vec<Zone>,
     /// From /proc/vmstat.
     #[serde(default)]
     pub counters: Counters,
-    /// From /sys/devices/system/memory. Read seldom, so it may be seconds older than the rest.
+    /// From /sys/devices/system/memory. It is read rarely, so it may be seconds older than the
+    /// rest.
     #[serde(default)]
     pub blocks: Blocks,
-    /// Memory that nobody touches, per node, in ascending order of nodes. Nothing of a node that
-    /// is not looked at, and from agents that look at none. Older than the rest by half a
-    /// minute as a rule, and by three minutes at most.
+    /// Idle memory per node, in ascending order of nodes. Nodes that are not monitored are missing,
+    /// and older agents monitor none. Usually half a minute older than the rest, at most three
+    /// minutes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub idle: Vec<NodeIdle>,
 }
 
-/// Memory of one node that nobody has touched for a while.
+/// Memory of one node that has not been accessed for a while.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeIdle {
-    /// The NUMA node.
+    /// NUMA node.
     pub node: u32,
-    /// So much of its memory, free memory included, as estimated from samples.
+    /// Idle memory, including free memory, as estimated from samples.
     pub idle_bytes: u64,
-    /// For at least so long.
+    /// Least time without an access.
     pub span_ms: u64,
 }
 
 /// Sizes from /proc/meminfo.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Memory {
-    /// MemTotal: what the page allocator manages.
+    /// MemTotal: memory that the page allocator manages.
     pub total_bytes: u64,
     /// MemFree.
     pub free_bytes: u64,
-    /// MemAvailable: what can be allocated without swapping, as the kernel estimates it.
+    /// MemAvailable: the kernel's estimate of the memory that can be allocated without swapping.
     pub available_bytes: u64,
-    /// Cached and Buffers together.
+    /// Sum of Cached and Buffers.
     #[serde(default)]
     pub cached_bytes: u64,
     /// AnonPages.
@@ -137,12 +139,12 @@ pub struct KernelUse {
     pub page_table_bytes: u64,
     /// KernelStack.
     pub stack_bytes: u64,
-    /// Dentries on the LRU lists of their file systems, from /proc/sys/fs/dentry-state. `None`:
-    /// not known.
+    /// Dentries on the LRU lists of their file systems, from /proc/sys/fs/dentry-state. `None` if
+    /// unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unused_dentries: Option<u64>,
-    /// Inodes on the LRU lists of their file systems, from /proc/sys/fs/inode-nr. `None`: not
-    /// known.
+    /// Inodes on the LRU lists of their file systems, from /proc/sys/fs/inode-nr. `None` if
+    /// unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unused_inodes: Option<u64>,
 }
@@ -169,7 +171,7 @@ pub struct Stall {
     pub full_avg10_basis_points: u32,
 }
 
-/// A zone of the guest's page allocator.
+/// Kind of a zone of the guest's page allocator.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
@@ -185,7 +187,7 @@ pub enum ZoneKind {
     Movable,
     /// ZONE_DEVICE.
     Device,
-    /// A zone that this version does not know.
+    /// Zone unknown to this version.
     #[default]
     #[serde(other)]
     Other,
@@ -194,30 +196,30 @@ pub enum ZoneKind {
 /// Free pages and watermarks of a zone, from /proc/zoneinfo.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Zone {
-    /// The NUMA node it belongs to.
+    /// NUMA node of the zone.
     pub node: u32,
-    /// Which zone of the node.
+    /// Kind of the zone.
     pub kind: ZoneKind,
     /// Free pages.
     pub free_pages: u64,
-    /// Below this only the kernel's reserves serve allocations.
+    /// Threshold below which only the kernel's reserves serve allocations.
     pub min_pages: u64,
-    /// Below this kswapd is woken.
+    /// Threshold below which kswapd is woken.
     pub low_pages: u64,
-    /// kswapd works until this many are free.
+    /// Number of free pages at which kswapd stops.
     pub high_pages: u64,
     /// Pages that the allocator manages.
     pub managed_pages: u64,
-    /// Free blocks of [`LARGEST_BLOCK_BYTES`](crate::LARGEST_BLOCK_BYTES), from /proc/buddyinfo:
-    /// what can leave as it is. `None`: not known.
+    /// Free blocks of [`LARGEST_BLOCK_BYTES`](crate::LARGEST_BLOCK_BYTES), from /proc/buddyinfo.
+    /// They can be unplugged without a migration. `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub largest_free_blocks: Option<u64>,
-    /// Pages of programs and page cache. Those in a zone that serves the kernel could be in
-    /// another zone instead. `None`: not known.
+    /// Pages of programs and page cache. Those in a zone that serves the kernel could be in another
+    /// zone instead. `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_pages: Option<u64>,
-    /// Free pages that user pages leave to the kernel (`protection`), beside the watermarks.
-    /// `None`: not known.
+    /// Free pages that user pages leave to the kernel (`protection`), in addition to the
+    /// watermarks. `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protected_pages: Option<u64>,
 }
@@ -232,13 +234,13 @@ pub struct Counters {
     pub pswpout: u64,
     /// Page faults that waited for I/O.
     pub pgmajfault: u64,
-    /// Anonymous pages that came back soon after they had been evicted.
+    /// Anonymous pages that were refaulted.
     pub workingset_refault_anon: u64,
-    /// File pages that came back soon after they had been evicted.
+    /// File pages that were refaulted.
     pub workingset_refault_file: u64,
-    /// Pages that kswapd looked at.
+    /// Pages that kswapd scanned.
     pub pgscan_kswapd: u64,
-    /// Pages that allocating tasks looked at themselves.
+    /// Pages that allocating tasks scanned themselves.
     pub pgscan_direct: u64,
     /// Pages that kswapd reclaimed.
     pub pgsteal_kswapd: u64,
@@ -252,57 +254,58 @@ pub struct Counters {
     pub numa_miss: u64,
     /// Pages allocated on another node than the task's.
     pub numa_other: u64,
-    /// Processes killed for want of memory.
+    /// Processes killed by the OOM killer.
     pub oom_kill: u64,
 }
 
-/// The states of the guest's memory blocks, from /sys/devices/system/memory.
+/// States of the guest's memory blocks, from /sys/devices/system/memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blocks {
-    /// What the kernel does with memory that is plugged.
+    /// Policy of the kernel for plugged memory.
     #[serde(default)]
     pub online_policy: OnlinePolicy,
-    /// The size of a block; zero where the kernel has no hotplug.
+    /// Block size. Zero if the kernel has no hotplug.
     #[serde(default)]
     pub block_bytes: u64,
-    /// One entry per node that has blocks.
+    /// One entry for each node that has blocks.
     #[serde(default)]
     pub nodes: Vec<NodeBlocks>,
 }
 
-/// The blocks of one node.
+/// Memory blocks of one node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeBlocks {
-    /// The NUMA node.
+    /// NUMA node.
     pub node: u32,
-    /// Blocks that are online, in any zone.
+    /// Online blocks, in any zone.
     pub online_bytes: u64,
-    /// Blocks that are plugged and not online.
+    /// Plugged blocks that are not online.
     pub offline_bytes: u64,
-    /// Those of `online_bytes` that are in ZONE_MOVABLE.
+    /// Part of `online_bytes` in ZONE_MOVABLE.
     pub movable_online_bytes: u64,
 }
 
-/// /sys/devices/system/memory/auto_online_blocks.
+/// Policy of /sys/devices/system/memory/auto_online_blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnlinePolicy {
-    /// Plugged memory stays offline until somebody onlines it.
+    /// Plugged memory stays offline until a program brings it online.
     Offline,
-    /// The kernel chooses the zone; a node's first memory becomes ZONE_NORMAL.
+    /// The kernel chooses the zone. The first memory of a node becomes ZONE_NORMAL.
     Online,
-    /// ZONE_NORMAL: it cannot be relied on to leave again.
+    /// ZONE_NORMAL, from which memory may not return.
     OnlineKernel,
-    /// ZONE_MOVABLE: it can leave again. The only one under which memory is lent without a limit.
+    /// ZONE_MOVABLE, from which memory can return. The only policy under which memory is lent
+    /// without a limit.
     OnlineMovable,
-    /// Not known.
+    /// Unknown policy.
     #[default]
     #[serde(other)]
     Unknown,
 }
 
 impl OnlinePolicy {
-    /// All of them.
+    /// All policies.
     pub const ALL: [OnlinePolicy; 5] = [
         OnlinePolicy::Offline,
         OnlinePolicy::Online,
@@ -311,7 +314,7 @@ impl OnlinePolicy {
         OnlinePolicy::Unknown,
     ];
 
-    /// Its name, in reports and in metrics.
+    /// Name in reports and in metrics.
     pub fn label(self) -> &'static str {
         match self {
             OnlinePolicy::Offline => "offline",
@@ -323,34 +326,35 @@ impl OnlinePolicy {
     }
 }
 
-/// What the VMM sends.
+/// Message of the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum VmmMessage {
-    /// How to report from now on.
+    /// Settings for all further reports.
     Settings(Settings),
-    /// Online every block that is offline, movable, and have the kernel do so with blocks to come.
+    /// Bring all offline blocks online as movable memory, and make the kernel do so with future
+    /// blocks.
     OnlineBlocks {
         /// [`PROTOCOL_VERSION`] of the sender.
         version: u32,
     },
 }
 
-/// What a watermark is compared with.
+/// Kind of memory that a watermark is compared with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Measure {
-    /// Free memory: page cache counts as used.
+    /// Free memory. Page cache counts as used.
     Free,
-    /// Memory that can be had without swapping; also what a later version may say that this one
-    /// does not know.
+    /// Memory that can be allocated without swapping. Also stands for unknown values of later
+    /// versions.
     #[default]
     #[serde(other)]
     Available,
 }
 
 impl Measure {
-    /// So much of it there is.
+    /// Amount of this kind in `memory`.
     pub fn of(self, memory: &Memory) -> u64 {
         match self {
             Measure::Free => memory.free_bytes,
@@ -359,33 +363,33 @@ impl Measure {
     }
 }
 
-/// How the agent is to report.
+/// Settings of the agent's reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
     /// [`PROTOCOL_VERSION`] of the sender.
     pub version: u32,
-    /// Report at the fast rate while there is less than this.
+    /// Memory below which the agent reports at the fast rate.
     pub watermark_bytes: u64,
-    /// What is to be compared with it. A VMM that does not say means what is available, and so
-    /// does an agent that does not know this field.
+    /// Kind of memory that is compared with the watermark. Older VMMs and agents lack the field and
+    /// mean available memory.
     #[serde(default)]
     pub watermark_of: Measure,
-    /// The interval above the watermark.
+    /// Interval above the watermark.
     pub rest_interval_ms: u32,
-    /// The interval below it.
+    /// Interval below the watermark.
     pub watermark_interval_ms: u32,
-    /// Memory that virtio-mem can add to what the guest booted with. Older VMMs leave it out.
+    /// Memory that virtio-mem can add to boot memory. Older VMMs omit it.
     #[serde(default)]
     pub hotplug_bytes: u64,
 }
 
 impl Settings {
-    /// Shortest interval that an agent honours: the guest pays for every report.
+    /// Shortest interval that an agent honors, because each report has a cost for the guest.
     pub const MIN_INTERVAL_MS: u32 = 20;
-    /// Longest interval that an agent honours.
+    /// Longest interval that an agent honors.
     pub const MAX_INTERVAL_MS: u32 = 60_000;
 
-    /// 1 Hz at rest, 20 Hz while less than `watermark_bytes` is available.
+    /// Settings of 1 Hz at rest, and 20 Hz while less than `watermark_bytes` is available.
     pub fn with_watermark(watermark_bytes: u64) -> Self {
         Settings {
             version: PROTOCOL_VERSION,
@@ -397,13 +401,13 @@ impl Settings {
         }
     }
 
-    /// Whether `memory` is under the watermark.
+    /// Checks if `memory` is below the watermark.
     pub fn is_under(&self, memory: &Memory) -> bool {
         self.watermark_of.of(memory) < self.watermark_bytes
     }
 
-    /// The same with both intervals inside what an agent honours, so that neither a busy loop nor
-    /// silence can be asked for.
+    /// Limits both intervals to those that an agent honors. So the VMM can request neither a busy
+    /// loop nor silence.
     pub fn clamped(self) -> Self {
         let clamp = |ms: u32| ms.clamp(Self::MIN_INTERVAL_MS, Self::MAX_INTERVAL_MS);
         Settings {
@@ -414,7 +418,7 @@ impl Settings {
     }
 }
 
-/// What must be known of an object before the rest of it can be understood.
+/// Fields of an object that are needed to interpret the others.
 #[derive(Deserialize)]
 struct Envelope<'a> {
     #[serde(default, borrow, rename = "type")]
@@ -422,12 +426,12 @@ struct Envelope<'a> {
     version: Option<u64>,
 }
 
-/// A borrowed name where it can be one; by itself serde would copy each.
+/// Name that is borrowed if possible. By default serde copies each.
 #[derive(Deserialize)]
 #[serde(transparent)]
 struct Kind<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// Checks that `line` is an object of our version and of one of `kinds`, and returns which, and the
+/// Checks that `line` is an object of our version and of one of `kinds`. Returns its kind and the
 /// line as text.
 fn open_envelope<'a>(
     line: &'a [u8],
@@ -451,10 +455,10 @@ fn open_envelope<'a>(
     known.map(|known| (*known, text)).ok_or_else(|| Refusal::unknown_type(&kind))
 }
 
-/// Reads one line of the agent. Shape and version are checked, values are not.
+/// Decodes a line of the agent. Shape and version are checked, values are not.
 pub fn decode_agent_message(line: &[u8]) -> Result<RawAgentMessage, Refusal> {
-    // Not by the enum: serde keeps all of an object aside to find its tag, and that takes twice the
-    // time of the rest.
+    // Does not decode the enum, because serde buffers the whole object to find its tag, which takes
+    // twice the time of the rest.
     let message = match open_envelope(line, &["hello", "report"])? {
         ("hello", text) => serde_json::from_str(text).map(RawAgentMessage::Hello),
         (_, text) => serde_json::from_str(text).map(RawAgentMessage::Report),
@@ -462,14 +466,13 @@ pub fn decode_agent_message(line: &[u8]) -> Result<RawAgentMessage, Refusal> {
     message.map_err(Refusal::from_json)
 }
 
-/// Reads one line of the VMM.
+/// Decodes a line of the VMM.
 pub fn decode_vmm_message(line: &[u8]) -> Result<VmmMessage, Refusal> {
     let (_, text) = open_envelope(line, &["settings", "online_blocks"])?;
     serde_json::from_str(text).map_err(Refusal::from_json)
 }
 
-/// Replaces what is in `out` by `message` and a newline. Reuses the buffer, and allocates only
-/// while it grows.
+/// Replaces the content of `out` by `message` and a newline. Allocates only if the buffer grows.
 pub fn encode_line(message: &impl Serialize, out: &mut Vec<u8>) {
     out.clear();
     serde_json::to_writer(&mut *out, message)
@@ -477,7 +480,7 @@ pub fn encode_line(message: &impl Serialize, out: &mut Vec<u8>) {
     out.push(b'\n');
 }
 
-/// [`encode_line`] of a report that the caller keeps and fills again.
+/// [`encode_line`] for a report that the caller keeps and reuses.
 pub fn encode_report(report: &RawReport, out: &mut Vec<u8>) {
     /// [`RawAgentMessage`], borrowed.
     #[derive(Serialize)]

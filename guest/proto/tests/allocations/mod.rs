@@ -3,15 +3,15 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// System allocator that counts.
+/// System allocator that counts calls.
 struct Counting;
 
 thread_local! {
-    // A constant without a destructor: the first access in a thread allocates nothing.
+    // A constant without a destructor, so the first access in a thread allocates nothing.
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: passes every call to the system's allocator; counting allocates nothing.
+// SAFETY: passes every call to the system's allocator. Counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
@@ -28,7 +28,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Calls `act`, and returns how often it allocated and its result.
+/// Calls `act`, and returns the number of its allocations and its result.
 pub(crate) fn count<T>(act: impl FnOnce() -> T) -> (usize, T) {
     let before = ALLOCATIONS.get();
     let result = act();
