@@ -1,9 +1,9 @@
-//! Memory as O_DIRECT wants it.
+//! Buffers aligned for O_DIRECT.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::{Deref, DerefMut};
 
-/// No device wants more.
+/// Largest alignment that a device requires.
 const ALIGNMENT_BYTES: usize = 4096;
 
 #[derive(Debug)]
@@ -12,7 +12,7 @@ pub struct Aligned {
     layout: Layout,
 }
 
-// SAFETY: the memory is the value's own, and nothing of it belongs to a thread.
+// SAFETY: the value owns the memory, which is not bound to a thread.
 unsafe impl Send for Aligned {}
 
 impl Aligned {
@@ -30,8 +30,8 @@ impl Aligned {
 impl Deref for Aligned {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: zeroed() allocated that many initialised bytes, which live as long as self; no
-        // one else has them.
+        // SAFETY: zeroed() allocated that many initialized bytes, which live as long as self.
+        // Nothing else refers to them.
         unsafe { std::slice::from_raw_parts(self.start, self.layout.size()) }
     }
 }

@@ -1,8 +1,7 @@
-//! Runs in the guest: takes shell scripts over vsock and answers with what they write and how they
-//! end.
+//! Guest program that runs shell scripts received over vsock, and returns their output and exit
+//! code.
 //!
-//! A test's stand-in for a person at the guest's console. Everything is allowed to it; it is in
-//! test images only.
+//! Tests use it instead of a console. It restricts nothing and is part of test images only.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -15,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, MAX_FRAME_BYTES, Request};
 use guest_tools::{oom, vsock};
 
-/// First line of each script. It makes the script a usual victim of the OOM killer, which spares
+/// First line of each script. It makes the script a normal victim of the OOM killer, which spares
 /// this shell. A script for which this fails does not run.
 const KILLED_AS_USUAL: &str = "echo 0 >/proc/self/oom_score_adj || exit\n";
 
@@ -33,7 +32,7 @@ fn main() -> Result<()> {
     }
 }
 
-/// One connection: one script.
+/// Serves one connection, which runs one script.
 fn serve(mut connection: File) -> Result<()> {
     let Request(script) = Request::read_from(&mut connection).context("Cannot read the request")?;
     let mut child = Command::new("/bin/sh")
@@ -42,13 +41,13 @@ fn serve(mut connection: File) -> Result<()> {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        // Its own process group, so that all of it can be killed when the client goes away.
+        // Its own process group, so that all of it can be killed when the client disconnects.
         .process_group(0)
         .spawn()
         .context("Cannot start a shell")?;
     let pumped = pump(&mut child, &mut connection);
     if pumped.is_err() {
-        // SAFETY: no pointers; the group is the child's, which has not been waited for.
+        // SAFETY: no pointers. The group is the child's, which has not been waited for.
         unsafe { libc::kill(-(child.id() as libc::pid_t), libc::SIGKILL) };
     }
     let status = child.wait().context("Cannot wait for the shell")?;
@@ -56,13 +55,13 @@ fn serve(mut connection: File) -> Result<()> {
     Frame::Exit(code_of(status)).write_to(&mut connection).context("Cannot send the exit code")
 }
 
-/// A shell's convention: 128 and the signal's number for one that was killed.
+/// Exit code by the convention of shells: 128 and the signal's number for a killed process.
 fn code_of(status: ExitStatus) -> i32 {
     status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }
 
-/// Forwards what the child writes until it has ended, like a terminal would: what a background
-/// process of the script still holds open does not keep the connection.
+/// Forwards the child's output until the child has ended, as a terminal would. A background process
+/// of the script that still holds a pipe open does not keep the connection open.
 fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
     let mut stdout = File::from(OwnedFd::from(child.stdout.take().expect("stdout is piped")));
     let mut stderr = File::from(OwnedFd::from(child.stderr.take().expect("stderr is piped")));
@@ -88,11 +87,11 @@ fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
         if err_ready {
             stderr_open = forward(&mut stderr, connection, Frame::Stderr)?;
         }
-        // The client says nothing after its request: readable means that it has gone.
+        // The client sends nothing after its request, so readable means disconnected.
         ensure!(!client_moved, "The client went away");
-        // Only once both pipes have run dry is the child's end the end of its output. poll(2) looks
-        // at them first: what the child wrote between that and its end shows in the next
-        // round.
+        // The child's output ends when the child has ended and both pipes are empty. poll(2) checks
+        // the pipes first, so output written between that check and the child's end shows in the
+        // next round.
         if is_known_to_have_ended && !out_ready && !err_ready {
             return Ok(());
         }
@@ -100,7 +99,7 @@ fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
     }
 }
 
-/// Reads once and sends it on; false at the end of the pipe.
+/// Reads once and sends the data. False at the end of the pipe.
 fn forward(pipe: &mut File, connection: &mut File, frame: fn(Vec<u8>) -> Frame) -> Result<bool> {
     let mut buffer = vec![0u8; MAX_FRAME_BYTES as usize];
     let len = pipe.read(&mut buffer).context("Cannot read from the shell")?;
@@ -117,11 +116,11 @@ fn poll_entry(fd: RawFd) -> libc::pollfd {
 }
 
 fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: no pointers; the result is checked.
+    // SAFETY: no pointers. The result is checked.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made this descriptor for us.
+    // SAFETY: the kernel has just created this descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }

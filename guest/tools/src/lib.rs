@@ -1,5 +1,5 @@
-//! Protocols, patterns of data and waits that the programs of the test guests share with each other
-//! and with the tests that start them.
+//! Protocols, data patterns and waits shared by the programs of the test guests and the tests that
+//! start them.
 
 use std::fmt;
 
@@ -20,8 +20,8 @@ pub mod torn {
     pub mod stamp;
 }
 
-/// Context of an error that no fault of the host excuses: stored data is missing or wrong. A test
-/// that fails with it is not repeated.
+/// Context of an error that a fault of the host does not excuse: stored data is missing or wrong. A
+/// test that fails with it is not repeated.
 #[derive(Debug)]
 pub struct StoredWrong;
 

@@ -1,34 +1,34 @@
-//! What a guest has and uses at one moment: guest-tool prints it in the guest as a line, the host
-//! reads it.
+//! Memory and swap of a guest at one moment. guest-tool prints it in the guest as a line, and the
+//! host parses it.
 
 use std::fmt;
 
 use anyhow::{Context, Result, ensure};
 
-/// Sizes are in bytes, counters since the guest's boot.
+/// Sizes are in bytes. Counters are totals since the guest's boot.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemorySample {
-    /// Since the watch began.
+    /// Time since the start of the watch.
     pub at_ms: u64,
     pub total_bytes: u64,
     pub available_bytes: u64,
-    /// What is in the swap.
+    /// Used part of the swap.
     pub swapped_bytes: u64,
-    /// Pages read back from the swap.
+    /// Pages read from the swap.
     pub swap_ins: u64,
     /// Pages written to the swap.
     pub swap_outs: u64,
-    /// Faults that waited for a transfer.
+    /// Faults that waited for I/O.
     pub major_faults: u64,
     pub oom_kills: u64,
-    /// How long some task has waited for memory.
+    /// Time in which some task waited for memory.
     pub stall_some_us: u64,
-    /// How long all of them have.
+    /// Time in which all tasks waited.
     pub stall_full_us: u64,
 }
 
 impl MemorySample {
-    /// From the texts of /proc/meminfo, /proc/vmstat and /proc/pressure/memory.
+    /// Parses the texts of /proc/meminfo, /proc/vmstat and /proc/pressure/memory.
     pub fn parse(at_ms: u64, meminfo: &str, vmstat: &str, pressure: &str) -> Result<Self> {
         let kib = |key: &str| {
             let line = meminfo.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
@@ -62,7 +62,7 @@ impl MemorySample {
         })
     }
 
-    /// Reads the line that it is shown as.
+    /// Parses the line that [`Display`](fmt::Display) writes.
     pub fn from_line(line: &str) -> Result<Self> {
         let numbers = line.split(' ').map(str::parse).collect::<Result<Vec<u64>, _>>();
         let numbers = numbers.ok().and_then(|numbers| <[u64; 10]>::try_from(numbers).ok());
@@ -83,7 +83,7 @@ impl MemorySample {
         })
     }
 
-    /// What is in use, what has been swapped out left aside.
+    /// Used memory without swapped pages.
     pub fn used_bytes(&self) -> u64 {
         self.total_bytes - self.available_bytes
     }

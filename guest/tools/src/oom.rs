@@ -1,13 +1,13 @@
-//! Who dies when there is no memory left.
+//! Choice of the processes that the OOM killer kills.
 
 use anyhow::{Context, Result};
 
-/// Linux adds so many thousandths of all memory to what a process has when it looks for the one to
-/// kill: more there is not.
+/// Linux adds this many thousandths of all memory to the size of a process when it selects a
+/// victim. This is the maximum.
 const SCORE_ADJ: &str = "1000";
 
-/// Has the OOM killer take this process and those that it starts before anybody else: the shell
-/// that a test speaks to has to live on and tell what became of the load.
+/// Makes this process and those that it starts the first victims of the OOM killer. The shell of a
+/// test has to survive and report the load's result.
 pub fn volunteer() -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", SCORE_ADJ).context("Cannot set oom_score_adj")
 }
@@ -26,7 +26,7 @@ mod tests {
 
     #[test]
     fn what_a_volunteer_starts_is_one_too() {
-        // In a process of its own: a test program is nobody's load.
+        // In a process of its own, because the test program itself must not become a victim.
         const CHILD: &str = "GUEST_TOOL_VOLUNTEERS";
         if std::env::var_os(CHILD).is_some() {
             volunteer().unwrap();
@@ -39,7 +39,7 @@ mod tests {
             .env(CHILD, "1")
             .output()
             .unwrap();
-        // libtest runs nothing, successfully, where no test has that name.
+        // libtest succeeds without running a test if no test has that name.
         let has_run = String::from_utf8_lossy(&this.stdout).contains("1 passed");
         assert!(this.status.success() && has_run, "{this:?}");
     }

@@ -4,7 +4,8 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Has `command` killed when the thread that starts it ends, also if a signal ends it.
+/// Makes the kernel kill the process of `command` when the thread that starts it ends, also if a
+/// signal ends it.
 pub fn end_with_parent(command: &mut Command) -> &mut Command {
     let set = || {
         // SAFETY: this prctl takes no pointers.
@@ -13,7 +14,7 @@ pub fn end_with_parent(command: &mut Command) -> &mut Command {
             _ => Err(io::Error::last_os_error()),
         }
     };
-    // SAFETY: the closure makes one system call, which is async-signal-safe, and allocates nothing.
+    // SAFETY: the closure makes one system call, which is async-signal-safe, and does not allocate.
     unsafe { command.pre_exec(set) }
 }
 

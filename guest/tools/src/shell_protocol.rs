@@ -1,18 +1,18 @@
-//! What the harness and `guest-shell` say to each other over vsock.
+//! Protocol between the harness and `guest-shell` over vsock.
 //!
 //! The client sends one [`Request`]: the length of a shell script, little-endian, and the script.
-//! The guest answers with frames until the script has ended: what it wrote, as it writes it, and
-//! its exit code last. Closing the connection before that kills the script and all it started.
+//! The guest returns frames until the script has ended: its output as it is written, and its exit
+//! code last. Closing the connection earlier kills the script and its processes.
 
 use std::io::{self, Read, Write};
 
-/// The vsock port that `guest-shell` listens on. Next to none of the agent's.
+/// vsock port of `guest-shell`. It is far from the agent's port.
 pub const GUEST_SHELL_PORT: u32 = 2222;
 
-/// The longest script that is taken: a test writes lines, not archives.
+/// Maximum length of a script. Tests send lines, not archives.
 pub const MAX_SCRIPT_BYTES: u32 = 1 << 20;
 
-/// The longest payload of one frame.
+/// Maximum payload of a frame.
 pub const MAX_FRAME_BYTES: u32 = 64 << 10;
 
 const FRAME_STDOUT: u8 = b'o';
@@ -23,7 +23,7 @@ const FRAME_EXIT: u8 = b'x';
 pub enum Frame {
     Stdout(Vec<u8>),
     Stderr(Vec<u8>),
-    /// The script has ended: its exit code, or 128 and the number of the signal that killed it.
+    /// Exit code of the script, or 128 and the number of the signal that killed it.
     Exit(i32),
 }
 

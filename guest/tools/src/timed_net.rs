@@ -1,5 +1,4 @@
-//! TCP that is timed: one end serves, the other measures. Which of both is a guest, and which the
-//! host, makes no difference.
+//! Time measurements of TCP connections between a server and a client. Either may be the guest.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddrV4, TcpListener, TcpStream};
@@ -8,12 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 const BLOCK_BYTES: usize = 64 << 10;
-/// Of an answer that does not come.
+/// Time limit of an answer.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Serves connections for ever, one at a time. A connection's first byte says what is wanted: `e`,
-/// every byte back; `s`, all of it taken, and then a byte back; `g`, eight bytes that say how much
-/// is wanted, and then so much.
+/// Serves connections forever, one at a time. The first byte of a connection selects the service.
+/// `e` echoes every byte. `s` receives all data and then sends a byte. `g` receives a size in eight
+/// bytes and sends that much data.
 pub fn serve(listener: &TcpListener) -> Result<()> {
     for stream in listener.incoming() {
         answer(&mut stream?)?;
@@ -61,7 +60,7 @@ fn connect(server: SocketAddrV4, wanted: u8) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// How long so many bytes take, until the server says that it has all of them.
+/// Time to send `bytes`, until the server confirms that it has all of them.
 pub fn send(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
     let (mut stream, block) = (connect(server, b's')?, vec![1; BLOCK_BYTES]);
     let started = Instant::now();
@@ -76,7 +75,7 @@ pub fn send(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
     Ok(started.elapsed())
 }
 
-/// How long so many bytes of the server's take, from asking for them on.
+/// Time to receive `bytes` from the server, starting with the request.
 pub fn receive(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
     let (mut stream, mut block) = (connect(server, b'g')?, vec![0; BLOCK_BYTES]);
     let started = Instant::now();
@@ -90,7 +89,7 @@ pub fn receive(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
     Ok(started.elapsed())
 }
 
-/// How long a byte takes to the server and back: the median of so many, one after the other.
+/// Median time of `count` round trips of a byte, one after the other.
 pub fn round_trip(server: SocketAddrV4, count: usize) -> Result<Duration> {
     let mut stream = connect(server, b'e')?;
     let mut times = Vec::with_capacity(count);
@@ -116,7 +115,7 @@ mod tests {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let server = SocketAddrV4::new(Ipv4Addr::LOCALHOST, listener.local_addr().unwrap().port());
         thread::spawn(move || serve(&listener));
-        // No whole number of blocks.
+        // Not a whole number of blocks.
         let bytes = 3 * BLOCK_BYTES + 17;
         assert!(send(server, bytes).unwrap() > Duration::ZERO);
         assert!(receive(server, bytes).unwrap() > Duration::ZERO);

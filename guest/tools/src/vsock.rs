@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 const ADDRESS_LEN: libc::socklen_t = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
 
 fn address(cid: u32, port: u32) -> libc::sockaddr_vm {
-    // SAFETY: all zeros is a valid address; the fields that count follow.
+    // SAFETY: all zeros is a valid address. The relevant fields are set below.
     let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
     address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
     address.svm_cid = cid;

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-/// How often a condition is looked at. Short against everything that is waited for, long enough not
-/// to slow it.
+/// Interval of checks of a condition. It is short compared with all waits, and long enough not to
+/// slow down the operation.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 static STRETCH: OnceLock<f64> = OnceLock::new();
 
 /// Multiplies every later limit of this process by `factor`: of waits, of scripts in the guest and
-/// of answers.
+/// of responses.
 ///
 /// Panics if it is called twice, or with a factor below 1.
 pub fn stretch_limits(factor: f64) {
@@ -25,7 +25,7 @@ pub fn stretched(limit: Duration) -> Duration {
     STRETCH.get().map_or(limit, |factor| limit.mul_f64(*factor))
 }
 
-/// Waits until `condition` holds. An error of the condition ends the wait at once.
+/// Waits until `condition` is true. An error of the condition ends the wait at once.
 pub fn wait_until(
     what: &str,
     limit: Duration,
@@ -34,7 +34,7 @@ pub fn wait_until(
     wait_for(what, limit, || Ok(condition()?.then_some(())))
 }
 
-/// Waits until `look` finds something, and returns it. An error of `look` ends the wait at once.
+/// Waits until `look` returns a value, and returns it. An error of `look` ends the wait at once.
 pub fn wait_for<T>(
     what: &str,
     limit: Duration,

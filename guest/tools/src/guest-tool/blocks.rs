@@ -15,12 +15,12 @@ const BLOCK_BYTES: usize = 4096;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
     Direct,
-    /// Through the page cache, with fdatasync after each round.
+    /// Writes through the page cache, with fdatasync after each round.
     Buffered,
 }
 
 impl Mode {
-    /// `direct` or `buffered`.
+    /// Parses `direct` or `buffered`.
     pub(crate) fn parse(text: &str) -> Result<Self> {
         match text {
             "direct" => Ok(Self::Direct),
@@ -49,8 +49,7 @@ impl Range {
         (self.first + index) * BLOCK_BYTES as u64
     }
 
-    /// The indexes in an order that is no order, each once: a step that shares no factor with the
-    /// count.
+    /// All indexes once, in a scattered order. The step and the count have no common factor.
     fn shuffled(&self, seed: u64) -> impl Iterator<Item = u64> {
         let step = (1 + seed % self.count.max(2)..).find(|step| gcd(*step, self.count) == 1);
         let (count, step) = (self.count, step.expect("count + 1 shares no factor with count"));
@@ -62,8 +61,8 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// A block's content names its place, its writer's seed and the round, and fills the rest from
-/// them: a torn or a misplaced block is not the content of any round.
+/// Fills a block with its place, the seed and the round, and with random bytes that follow from
+/// them. A torn or misplaced block matches no round.
 fn fill(block: &mut [u8], index: u64, seed: u64, round: u64) {
     block[..8].copy_from_slice(&index.to_le_bytes());
     block[8..16].copy_from_slice(&seed.to_le_bytes());
@@ -71,7 +70,7 @@ fn fill(block: &mut [u8], index: u64, seed: u64, round: u64) {
     Bytes::new(index ^ seed.rotate_left(20) ^ round.rotate_left(40)).fill(&mut block[24..]);
 }
 
-/// Writes all blocks, ROUNDS times, and verifies each round. Says `round N` when a round is
+/// Writes all blocks `rounds` times and verifies each round. Prints `round N` when a round is
 /// durable.
 pub(crate) fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
     let mut block = Aligned::zeroed(BLOCK_BYTES);
@@ -93,7 +92,7 @@ pub(crate) fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
     Ok(())
 }
 
-/// Verifies that every block is that of ROUND or, for a writer that was killed, of the next one.
+/// Verifies that every block is of `round` or, after a killed writer, of the next one.
 pub(crate) fn check(range: &Range, seed: u64, round: u64) -> Result<()> {
     verify(range, seed, &[round, round + 1])?;
     println!("checked {}", range.count);
@@ -120,8 +119,8 @@ fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
     Ok(())
 }
 
-/// Times COUNT direct transfers, DEPTH of them at a time, at shuffled places of the device's first
-/// 16 MiB.
+/// Prints the time of `count` direct transfers, `depth` at a time, at scattered places of the
+/// device's first 16 MiB.
 pub(crate) fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<()> {
     ensure!((1..=256).contains(&depth), "a depth of {depth}");
     let range = Range::open(device, Mode::Direct, 0, 4096)?;
@@ -129,7 +128,7 @@ pub(crate) fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<(
     let each = places.len().div_ceil(usize::try_from(depth)?).max(1);
     let started = Instant::now();
     thread::scope(|scope| {
-        // One at a time waits for itself: no thread is between.
+        // A depth of 1 uses no further thread.
         let (first, others) = places.split_at(each.min(places.len()));
         let threads: Vec<_> = others
             .chunks(each)
@@ -156,7 +155,7 @@ fn transfer(range: &Range, what: &str, places: &[u64]) -> Result<()> {
     Ok(())
 }
 
-/// The first COUNT items of an iterator that is begun again as often as needed.
+/// First `count` items of an iterator that is repeated as often as needed.
 trait CycleTo: Iterator {
     fn cycle_to(self, count: u64) -> Vec<Self::Item>;
 }

@@ -1,5 +1,5 @@
-//! Memory taken all at once, and the moment at which there is more of it: by one clock, the
-//! guest's.
+//! Load that allocates memory all at once, and reports when the guest's memory has grown. Both
+//! times are by the guest's clock.
 
 use std::io::{self, Write};
 use std::thread;
@@ -9,19 +9,19 @@ use anyhow::{Context, Result, ensure};
 
 const MIB: usize = 1 << 20;
 const PAGE: usize = 4096;
-/// How exact the moment is.
+/// Precision of the reported times.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
-/// Whoever reads along learns from these how the two clocks lie.
+/// Interval of lines from which a reader derives the offset of the two clocks.
 const TICK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Touches that much memory as fast as it can and keeps it until killed; says `begin MICROSECONDS`,
-/// `held MICROSECONDS`, and for each rise of the guest's memory `total MICROSECONDS BYTES`. Beside
-/// that `tick MICROSECONDS` now and then. With 0 it only watches, from `begin` on.
+/// Touches `mib` of memory as fast as possible and keeps it until killed. Prints `begin
+/// MICROSECONDS`, `held MICROSECONDS`, and `total MICROSECONDS BYTES` for each growth of the
+/// guest's memory, and `tick MICROSECONDS` regularly. With 0 it only watches, from `begin` on.
 pub(crate) fn burst(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let started = Instant::now();
-    // The kernel gives pages as they are touched.
+    // The kernel allocates the pages when they are touched.
     let mut held = vec![0u8; usize::try_from(mib)? * MIB];
     let before = total_bytes()?;
     thread::spawn(move || {
@@ -64,11 +64,11 @@ fn say(line: &str) -> Result<()> {
     Ok(stdout.flush()?)
 }
 
-/// MemTotal, by the cheapest call that tells.
+/// MemTotal, by the cheapest system call that returns it.
 fn total_bytes() -> Result<u64> {
     // SAFETY: a sysinfo of zeros is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
-    // SAFETY: the structure lives through the call.
+    // SAFETY: the structure outlives the call.
     let told = unsafe { libc::sysinfo(&raw mut info) };
     ensure!(told == 0, "sysinfo: {}", io::Error::last_os_error());
     Ok(info.totalram * u64::from(info.mem_unit))

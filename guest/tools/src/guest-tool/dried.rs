@@ -1,4 +1,4 @@
-//! Takes what memory the guest's kernel has left for itself.
+//! Load that exhausts the memory of the guest's kernel.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read, Seek, SeekFrom, Write};
@@ -13,39 +13,38 @@ use anyhow::{Context, Result, ensure};
 use crate::limits;
 
 const PAGE: usize = 4096;
-/// At a time: less than what is left.
+/// Bytes per step. Less than the memory that is left.
 const STEP: usize = 64 << 10;
-/// What a pipe holds: the most that Linux gives without being told otherwise (fs.pipe-max-size).
+/// Capacity of a pipe: the default maximum of Linux (fs.pipe-max-size).
 const PIPE: usize = 1 << 20;
-/// What is freed is gone again as soon.
+/// Interval of checks for freed memory, which is then taken too.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// After so long without anything to take, all is taken.
+/// Number of checks without free memory after which all memory counts as taken.
 const CALM_LOOKS: u32 = 25;
-/// vm.min_free_kbytes: of it, programs that run in real time may have half (mm/page_alloc.c,
-/// gfp_to_alloc_flags).
+/// vm.min_free_kbytes. Real-time programs may use half of it (mm/page_alloc.c, gfp_to_alloc_flags).
 const RESERVE_KIB: &str = "16384";
-/// How many empty slabs of each kind the kernel keeps: more than it ever has.
+/// Number of empty slabs of each kind that the kernel keeps. It never has more.
 const EMPTY_SLABS: &str = "1000";
-/// The thread that starts the kernel's others.
+/// The kernel thread that starts the others.
 const KTHREADD: libc::pid_t = 2;
-/// How the driver says that there was no memory for page descriptors (drivers/virtio/virtio_mem.c).
+/// Message of the driver if page descriptors cannot be allocated (drivers/virtio/virtio_mem.c).
 const NO_DESCRIPTORS: &str = "adding memory failed: -12";
-/// How the kernel says that it kills somebody.
+/// Message of the kernel when the OOM killer kills a process.
 const KILLED: &str = "Killed process";
 
-/// Takes all memory that the kernel could have for itself above its watermarks, but for so many
-/// KiB, and what becomes free later as well, as somebody whom the OOM killer spares. Says `dried`
-/// once there is no more, and keeps it until killed. From then on it says what befalls the guest:
-/// `failed` each time that there is no memory for page descriptors, `killed` and who.
+/// Takes all memory above the watermarks that the kernel could use for itself, except `left_kib`,
+/// and also memory that becomes free later. Runs exempt from the OOM killer. Prints `dried` once no
+/// more is left, and keeps the memory until killed. From then on it prints `failed` for each failed
+/// allocation of page descriptors, and `killed` with the kernel's message for each killed process.
 ///
-/// It takes what pipes hold, which is the kernel's own memory: neither swapped nor moved, and never
-/// from a movable zone (fs/pipe.c). What programs need comes from that zone first, so that a guest
-/// that has one goes on all the same.
+/// The memory is taken as the content of pipes. That is kernel memory: it is neither swapped nor
+/// moved, and never comes from a movable zone (fs/pipe.c). User pages come from the movable zone
+/// first, so a guest with such a zone continues to run.
 ///
-/// Who adds memory takes pages for its descriptors until there are none, and gives up then; whoever
-/// else wants one at that moment has somebody killed for it, and what the dead had is memory for
-/// descriptors. So the others are given a reserve below the watermark, which the kernel's worker
-/// that adds memory cannot touch.
+/// The kernel thread that adds memory takes pages for descriptors until there are none, and then
+/// gives up. Any other task that needs a page at that moment invokes the OOM killer, and the memory
+/// of the killed process would then serve as descriptors. So all other tasks get a reserve below
+/// the watermark, which the kernel's worker that adds memory cannot use.
 pub(crate) fn dry(left_kib: u64) -> Result<()> {
     guest_tools::oom::be_spared()?;
     // SAFETY: no pointers.
@@ -66,7 +65,7 @@ pub(crate) fn dry(left_kib: u64) -> Result<()> {
         }
         calm_looks += 1;
         if calm_looks == CALM_LOOKS && !is_said {
-            // Not before: it would have kept a CPU for itself meanwhile.
+            // Not earlier, because it would have occupied a CPU until now.
             run_in_real_time(0)?;
             println!("dried");
             is_said = true;
@@ -78,19 +77,20 @@ pub(crate) fn dry(left_kib: u64) -> Result<()> {
     }
 }
 
-/// Has the kernel keep nothing back that it would find when it needs it, and keep a reserve.
+/// Makes the kernel give up memory that it could otherwise find when it needs some, and sets the
+/// reserve.
 fn leave_nothing_to_find() -> Result<()> {
     let set = |setting: &str, value: &str| {
         fs::write(setting, value).with_context(|| format!("Cannot write {value} to {setting}"))
     };
-    // What it says of a lack of memory is a hundred lines, and a serial line takes seconds for
-    // them: a block whose descriptors are lacking would be there for so long.
+    // A report of an allocation failure has a hundred lines, which take seconds on a serial line. A
+    // block without descriptors would exist that long.
     set("/proc/sys/kernel/printk", "1")?;
     set("/proc/sys/vm/min_free_kbytes", RESERVE_KIB)?;
-    // Each CPU has free pages of its own, which count as taken: as few as can be.
+    // Limits the free pages of each CPU, which count as used.
     set("/proc/sys/vm/percpu_pagelist_high_fraction", "1000000")?;
     set("/proc/sys/vm/drop_caches", "3")?;
-    // What is freed from now on stays with those who will need it again, and does not become pages.
+    // From now on, freed slabs stay with their caches and do not become pages.
     for slab in fs::read_dir("/sys/kernel/slab").context("Cannot read /sys/kernel/slab")? {
         let setting = slab?.path().join("min_partial");
         fs::write(&setting, EMPTY_SLABS)
@@ -99,14 +99,14 @@ fn leave_nothing_to_find() -> Result<()> {
     Ok(())
 }
 
-/// Has all other programs run in real time, and what starts the kernel's threads: these may go
-/// below the watermark. What they start does so as well.
+/// Makes all other programs, and the thread that starts the kernel's threads, run in real time, so
+/// that they may allocate below the watermark. The tasks that they start inherit this.
 fn give_others_the_reserve() -> Result<()> {
     let ours = std::process::id() as libc::pid_t;
     for process in fs::read_dir("/proc").context("Cannot read /proc")? {
         let process = process?.path();
         let Some(id) = number_in(&process).filter(|id| *id != ours) else { continue };
-        // The kernel's threads have none. One that ends meanwhile is nobody's concern.
+        // The kernel's threads have no command line. A process that ends meanwhile is ignored.
         let is_program = fs::read(process.join("cmdline")).is_ok_and(|line| !line.is_empty());
         if is_program || id == KTHREADD {
             let Ok(threads) = fs::read_dir(process.join("task")) else { continue };
@@ -123,10 +123,10 @@ fn number_in(path: &Path) -> Option<libc::pid_t> {
     path.file_name()?.to_str()?.parse().ok()
 }
 
-/// A thread, or with 0 the one that asks.
+/// Makes a thread run in real time, or the caller if `thread` is 0.
 fn run_in_real_time(thread: libc::pid_t) -> Result<()> {
     let least = libc::sched_param { sched_priority: 1 };
-    // SAFETY: the structure lives through the call.
+    // SAFETY: the structure outlives the call.
     if unsafe { libc::sched_setscheduler(thread, libc::SCHED_FIFO, &raw const least) } == 0 {
         return Ok(());
     }
@@ -138,7 +138,7 @@ fn run_in_real_time(thread: libc::pid_t) -> Result<()> {
     Ok(())
 }
 
-/// What the kernel says from now on. Its console is slow, and says nothing any more.
+/// Kernel messages from now on. They no longer appear on the console, which is slow.
 struct KernelLog {
     kmsg: File,
     record: Vec<u8>,
@@ -152,12 +152,12 @@ impl KernelLog {
             .open("/dev/kmsg")
             .context("Cannot open /dev/kmsg")?;
         kmsg.seek(SeekFrom::End(0)).context("Cannot go to the end of /dev/kmsg")?;
-        // Written to: it is there before all else is taken. No record is longer
-        // (kernel/printk/internal.h).
+        // Filled with ones, so that its pages exist before all other memory is taken. No record is
+        // longer (kernel/printk/internal.h).
         Ok(Self { kmsg, record: vec![1; 8 << 10] })
     }
 
-    /// Says those of its lines that tell how the guest fares.
+    /// Prints the messages about failed allocations and killed processes.
     fn say_news(&mut self) -> Result<()> {
         loop {
             match self.kmsg.read(&mut self.record) {
@@ -167,7 +167,7 @@ impl KernelLog {
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-                // What was not read in time has been overwritten: the next read goes on behind it.
+                // Unread records have been overwritten. The next read continues after them.
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
                 Err(error) => return Err(error).context("Cannot read /dev/kmsg"),
             }
@@ -175,8 +175,8 @@ impl KernelLog {
     }
 }
 
-/// What a record of /dev/kmsg says of memory: `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT`
-/// (Documentation/ABI/testing/dev-kmsg).
+/// Extracts the news about memory from a record of /dev/kmsg:
+/// `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` (Documentation/ABI/testing/dev-kmsg).
 fn news_in(record: &str) -> Option<String> {
     let (_, text) = record.split_once(';')?;
     let text = text.lines().next()?;
@@ -189,13 +189,13 @@ fn news_in(record: &str) -> Option<String> {
 fn total_bytes() -> Result<usize> {
     // SAFETY: a sysinfo of zeros is valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
-    // SAFETY: the structure lives through the call.
+    // SAFETY: the structure outlives the call.
     let told = unsafe { libc::sysinfo(&raw mut info) };
     ensure!(told == 0, "sysinfo: {}", io::Error::last_os_error());
     Ok(usize::try_from(info.totalram * u64::from(info.mem_unit))?)
 }
 
-/// Pipes, of which all but the last are full.
+/// Pipes, all full except the last one.
 struct Taken {
     full: Vec<PipeReader>,
     last: (PipeReader, PipeWriter),
@@ -203,8 +203,7 @@ struct Taken {
 }
 
 impl Taken {
-    /// Room for no more pipes than so many bytes fill: nothing is to be allocated for the list
-    /// later.
+    /// Has room for the pipes that `most_bytes` fill, so that the list never grows later.
     fn new(most_bytes: usize) -> Result<Self> {
         let most = most_bytes / PIPE + 1;
         limits::allow_open_files(most + 64)?;
@@ -212,7 +211,7 @@ impl Taken {
     }
 
     fn take_step(&mut self) -> Result<()> {
-        // Written to, and not zeroes that a page of the program has: pipes copy.
+        // Not zeros, which would be a shared page of the program. Pipes copy.
         static BYTES: [u8; STEP] = [1; STEP];
         if self.len == PIPE {
             ensure!(self.full.len() < self.full.capacity(), "There is more memory than there was");
@@ -234,7 +233,7 @@ fn pipe() -> Result<(PipeReader, PipeWriter)> {
     Ok((reader, writer))
 }
 
-/// What /proc/zoneinfo says of the zones that the kernel itself can use.
+/// Reader of the state of the kernel's zones in /proc/zoneinfo.
 struct KernelMemory {
     zoneinfo: File,
     text: Vec<u8>,
@@ -243,7 +242,7 @@ struct KernelMemory {
 impl KernelMemory {
     fn open() -> Result<Self> {
         let zoneinfo = File::open("/proc/zoneinfo").context("Cannot open /proc/zoneinfo")?;
-        // Written to: it is there before all else is taken.
+        // Filled with ones, so that its pages exist before all other memory is taken.
         Ok(Self { zoneinfo, text: vec![1; 64 << 10] })
     }
 
@@ -254,11 +253,11 @@ impl KernelMemory {
     }
 }
 
-/// What an allocation of the kernel's may take of DMA, DMA32 and Normal: what is free above the
-/// least watermark and what the zone keeps from allocations that could have come from Normal.
+/// Pages that a kernel allocation may take of DMA, DMA32 and Normal: free pages above the `min`
+/// watermark and above the pages that the zone protects from allocations for Normal.
 /// (mm/page_alloc.c, __zone_watermark_ok.)
 fn usable_pages(zoneinfo: &str) -> Result<u64> {
-    /// Normal's place in a zone's `protection`.
+    /// Index of Normal in a zone's `protection`.
     const NORMAL: usize = 2;
     let mut sum = 0u64;
     let (mut is_kernels, mut free, mut min) = (false, 0u64, 0u64);

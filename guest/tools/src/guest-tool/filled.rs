@@ -1,4 +1,4 @@
-//! Fills a file system up with files that a seed tells, and finds them again.
+//! Fills a file system with files that follow from a seed, and checks them later.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -8,10 +8,10 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use guest_tools::content::Bytes;
 
-/// No file is larger.
+/// Upper bound of file sizes.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// What a file has: sizes are as frequent for each halving, down to a few bytes.
+/// Content of a file. Each halving of the size is equally frequent, down to a few bytes.
 fn content(seed: u64, number: u64) -> Vec<u8> {
     let mut bytes = Bytes::new(seed.rotate_left(32) ^ number);
     let longest = MAX_BYTES >> bytes.below(12);
@@ -22,12 +22,12 @@ fn content(seed: u64, number: u64) -> Vec<u8> {
     content
 }
 
-/// A few hundred files to a directory.
+/// Path of a file, a few hundred to a directory.
 fn name(number: u64) -> String {
     format!("d{:03}/f{number:06}", number / 256)
 }
 
-/// Writes files until there is no room. The one that did not fit is removed.
+/// Writes files until there is no room. The file that did not fit is removed.
 pub(crate) fn fill(dir: &Path, seed: u64) -> Result<()> {
     let mut number = 0;
     loop {
@@ -35,7 +35,7 @@ pub(crate) fn fill(dir: &Path, seed: u64) -> Result<()> {
         match write(&path, &content(seed, number)) {
             Ok(()) => number += 1,
             Err(error) if error.kind() == io::ErrorKind::StorageFull => {
-                // Where there was no room for its name it is not there.
+                // The file is missing if there was no room for its name.
                 let _ = fs::remove_file(&path);
                 break;
             }
@@ -49,7 +49,7 @@ pub(crate) fn fill(dir: &Path, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// Where blocks are assigned late, it is the flush that finds no room for them.
+/// File systems with delayed allocation report a lack of room when the file is flushed.
 fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     fs::create_dir_all(path.parent().expect("files are in directories"))?;
     let mut file = File::create(path)?;
@@ -57,7 +57,7 @@ fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     file.sync_data()
 }
 
-/// Holds the first COUNT files against what they should be, and finds no other.
+/// Checks the content of the first `count` files, and that there are no others.
 pub(crate) fn check(dir: &Path, seed: u64, count: u64) -> Result<()> {
     for number in 0..count {
         let path = dir.join(name(number));

@@ -12,10 +12,10 @@ use anyhow::{Context, Result, ensure};
 use crate::limits;
 
 const MIB: u64 = 1 << 20;
-/// Number of files between two lines about the progress.
+/// Number of files between two lines of progress.
 const NEWS: u64 = 20_000;
 
-/// Makes `count` empty files: about 1 KiB each on a tmpfs, for the inode and the entry of its name.
+/// Creates `count` empty files. On a tmpfs, each takes about 1 KiB for its inode and dentry.
 pub(crate) fn make_files(dir: &Path, count: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     for index in 0..count {
@@ -68,9 +68,9 @@ pub(crate) fn fill_sockets(mib: u64) -> Result<()> {
     }
 }
 
-/// Starts `count` processes that map `file` and touch all of it: page tables, stacks and task
-/// structures. Prints `held COUNT`, or `killed after INDEX` if one of them is killed before, and
-/// keeps the others until killed.
+/// Starts `count` processes that map `file` and touch all of it, for their page tables, stacks and
+/// task structures. Prints `held COUNT`, or `killed after INDEX` if one of them is killed before,
+/// and keeps the others until killed.
 pub(crate) fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     let file_bytes = usize::try_from(fs::metadata(file)?.len())?;
@@ -96,7 +96,7 @@ pub(crate) fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     park();
 }
 
-/// Returns whether a child has ended. They end only if they are killed.
+/// Returns true if a child has ended, which happens only if it is killed.
 fn is_child_dead() -> bool {
     // SAFETY: a null pointer makes waitpid return no status.
     unsafe { libc::waitpid(-1, null_mut(), libc::WNOHANG) > 0 }
@@ -113,7 +113,7 @@ fn map_and_wait(file: &File, len: usize) -> ! {
     // SAFETY: a new mapping of a file, to which no other code has a pointer.
     let mapped = unsafe {
         let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
-        // This process ends when its parent ends.
+        // Ends this process when its parent ends.
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::mmap(null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
     };

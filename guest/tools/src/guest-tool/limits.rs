@@ -1,14 +1,13 @@
-//! Limits of this process.
+//! Resource limits of this process.
 
 use std::io;
 
 use anyhow::{Result, ensure};
 
-/// Sets how many files this process may have open. A higher limit than before needs
-/// CAP_SYS_RESOURCE.
+/// Sets the maximum number of open files. An increase needs CAP_SYS_RESOURCE.
 pub(crate) fn allow_open_files(count: usize) -> Result<()> {
     let limit = libc::rlimit { rlim_cur: count as libc::rlim_t, rlim_max: count as libc::rlim_t };
-    // SAFETY: the structure lives through the call.
+    // SAFETY: the structure outlives the call.
     let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
     ensure!(done == 0, "Cannot have {count} open files: {}", io::Error::last_os_error());
     Ok(())

@@ -1,4 +1,4 @@
-//! Runs in the guest: what a test needs there that a shell cannot do.
+//! Guest program for test steps that a shell cannot perform.
 
 mod blocks;
 mod burst;

@@ -1,5 +1,4 @@
-//! Files and devices that a program maps: what it stores there is in the memory behind them,
-//! without a system call.
+//! Mapped files and devices. A program's stores reach the memory behind them without a system call.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -17,7 +16,7 @@ pub(crate) struct Mapping {
 }
 
 impl Mapping {
-    /// Maps `len_bytes` of a file or a devdax device from `offset` on.
+    /// Maps `len_bytes` of a file or a devdax device from `offset`.
     pub(crate) fn new(path: &Path, offset: u64, len_bytes: u64) -> Result<Self> {
         let file = open(path)?;
         map(&file, offset, len_bytes, libc::MAP_SHARED)
@@ -34,8 +33,8 @@ impl Mapping {
 
     fn store(&self, index: usize, word: u64) {
         assert!(index < self.words);
-        // SAFETY: just checked to be inside the mapping, which is aligned. Others may store there
-        // too, so it is volatile.
+        // SAFETY: just checked to be within the mapping, which is aligned. The access is volatile
+        // because others may store there too.
         unsafe { self.start.add(index).write_volatile(word) }
     }
 
@@ -48,7 +47,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nobody has an address of it any more.
+        // SAFETY: the mapping belongs to self, and its addresses are no longer used.
         unsafe { libc::munmap(self.start.cast(), self.words * 8) };
     }
 }
@@ -61,7 +60,7 @@ fn open(path: &Path) -> Result<File> {
 fn map(file: &File, offset: u64, len_bytes: u64, flags: libc::c_int) -> io::Result<Mapping> {
     let (len, offset) = (len_bytes as usize, offset as libc::off_t);
     let prot = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping, wherever the kernel puts it.
+    // SAFETY: a new mapping at an address that the kernel chooses.
     let start = unsafe { libc::mmap(ptr::null_mut(), len, prot, flags, file.as_raw_fd(), offset) };
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
@@ -69,17 +68,17 @@ fn map(file: &File, offset: u64, len_bytes: u64, flags: libc::c_int) -> io::Resu
     Ok(Mapping { start: start.cast(), words: len / 8 })
 }
 
-/// How a program makes what it stores durable.
+/// Method by which a program makes its stores durable.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Care {
-    /// Not at all.
+    /// No flush.
     None,
-    /// As MAP_SYNC allows it: cache lines are written back, and a fence.
+    /// Write-back of cache lines and a fence, as MAP_SYNC allows.
     Fence,
 }
 
-/// Stores the words SEED, SEED + 1 and so on, says `stored`, and keeps the mapping until killed:
-/// the kernel is not asked to flush anything.
+/// Stores the words `seed`, `seed + 1` and so on, prints `stored`, and keeps the mapping until
+/// killed. The kernel is not asked to flush anything.
 pub(crate) fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: Care) -> Result<()> {
     let flags = match care {
         Care::None => libc::MAP_SHARED,
@@ -91,10 +90,10 @@ pub(crate) fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: C
     }
     if care == Care::Fence {
         for line in (0..mapping.len()).step_by(8) {
-            // SAFETY: SSE2 is part of x86-64; the address is inside the mapping.
+            // SAFETY: SSE2 is part of x86-64. The address is within the mapping.
             unsafe { std::arch::x86_64::_mm_clflush(mapping.start.add(line).cast()) };
         }
-        // SAFETY: as above; it takes no address.
+        // SAFETY: as above. It takes no address.
         unsafe { std::arch::x86_64::_mm_sfence() };
     }
     println!("stored");
@@ -104,8 +103,8 @@ pub(crate) fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: C
     }
 }
 
-/// Stores such words, and writes them to the start of a disk past the page cache: it is the device
-/// that reads what is mapped. Says `written` when it has, and goes on.
+/// Stores such words and repeatedly writes them from the mapping to the start of a disk with
+/// O_DIRECT, so that the device reads the mapped memory. Prints `written` after the first write.
 pub(crate) fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> Result<()> {
     let mapping = Mapping::new(path, 0, len_bytes)?;
     for index in 0..mapping.len() {
@@ -113,7 +112,7 @@ pub(crate) fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> R
     }
     let disk = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(disk)?;
     for pass in 0u64.. {
-        // SAFETY: the kernel reads bytes of the mapping, which is there.
+        // SAFETY: the kernel reads bytes of the mapping, which exists.
         let written =
             unsafe { libc::pwrite(disk.as_raw_fd(), mapping.start.cast(), len_bytes as usize, 0) };
         ensure!(
@@ -129,7 +128,7 @@ pub(crate) fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> R
     Ok(())
 }
 
-/// Compares with what such a store leaves.
+/// Checks the words of a [`store`] with this seed.
 pub(crate) fn check(path: &Path, offset: u64, len_bytes: u64, seed: u64) -> Result<()> {
     let mapping = Mapping::new(path, offset, len_bytes)?;
     for index in 0..mapping.len() {
@@ -140,7 +139,7 @@ pub(crate) fn check(path: &Path, offset: u64, len_bytes: u64, seed: u64) -> Resu
     Ok(())
 }
 
-/// Maps a page, says `waiting`, and looks at its first word until it is WORD.
+/// Maps a page, prints `waiting`, and polls its first word until it is `word`.
 pub(crate) fn wait_for_word(path: &Path, offset: u64, len_bytes: u64, word: u64) -> Result<()> {
     let mapping = Mapping::new(path, offset, len_bytes)?;
     println!("waiting at {:#x}", mapping.load(0));
@@ -152,7 +151,8 @@ pub(crate) fn wait_for_word(path: &Path, offset: u64, len_bytes: u64, word: u64)
     Ok(())
 }
 
-/// Says whether the kernel lets a program map the file so that a fence is a flush (MAP_SYNC).
+/// Prints `allowed` if the kernel allows a mapping for which a fence is a flush (MAP_SYNC),
+/// otherwise `refused`.
 pub(crate) fn say_map_sync(path: &Path, len_bytes: u64) -> Result<()> {
     let file = open(path)?;
     match map(&file, 0, len_bytes, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC) {
@@ -186,12 +186,12 @@ struct FiemapExtent {
     reserved_too: [u32; 3],
 }
 
-/// _IOWR('f', 11, struct fiemap), whose size is that without extents.
+/// _IOWR('f', 11, struct fiemap). The size is that of the structure without extents.
 const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660b_u32 as libc::Ioctl;
 const FIEMAP_FLAG_SYNC: u32 = 1;
 
-/// Says where a file lies on its device, a line for each extent: offset in the file, offset on the
-/// device, length.
+/// Prints the place of a file on its device, a line for each extent: offset in the file, offset on
+/// the device, length.
 pub(crate) fn say_extents(path: &Path) -> Result<()> {
     let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
     // SAFETY: plain numbers, for which zero is valid.
@@ -199,7 +199,7 @@ pub(crate) fn say_extents(path: &Path) -> Result<()> {
     map.length = u64::MAX;
     map.flags = FIEMAP_FLAG_SYNC;
     map.extent_count = map.extents.len() as u32;
-    // SAFETY: the kernel fills a struct with room for as many extents as it says.
+    // SAFETY: the kernel fills a structure that has room for `extent_count` extents.
     if unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut map) } != 0 {
         return Err(io::Error::last_os_error()).context("Cannot ask for the extents");
     }

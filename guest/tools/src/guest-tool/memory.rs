@@ -1,4 +1,4 @@
-//! Takes memory and keeps it.
+//! Loads that allocate memory and keep it.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::AsRawFd;
@@ -10,14 +10,14 @@ use guest_tools::content::Bytes;
 
 const MIB: usize = 1 << 20;
 
-/// Fills memory a MiB at a time, says `held N` after each sixteen and at the end, and keeps it
-/// until killed.
+/// Fills memory by one MiB at a time, prints `held N` after every 16 MiB and at the end, and keeps
+/// it until killed.
 pub(crate) fn hog(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     let mut held = Vec::new();
     for index in 0..mib {
         let mut chunk = vec![0u8; MIB];
-        // Zeros would shrink to nothing in a compressed swap.
+        // Zeros would compress to nothing in a compressed swap.
         Bytes::new(index).fill(&mut chunk);
         held.push(chunk);
         if (index + 1) % 16 == 0 || index + 1 == mib {
@@ -25,14 +25,14 @@ pub(crate) fn hog(mib: u64) -> Result<()> {
         }
     }
     loop {
-        // What is held must stay: the compiler may not free it before its last use.
+        // Prevents the compiler from freeing the memory before its last use.
         std::hint::black_box(&held);
         thread::park();
     }
 }
 
-/// Holds that much memory, and reads every page of it several times a second until killed. Says
-/// `touching` once it does.
+/// Holds `mib` of memory and reads each page several times per second until killed. Prints
+/// `touching` first.
 pub(crate) fn touch(mib: u64) -> Result<()> {
     const PAGE: usize = 4096;
     guest_tools::oom::volunteer()?;
@@ -48,12 +48,12 @@ pub(crate) fn touch(mib: u64) -> Result<()> {
     }
 }
 
-/// A pipe has so many pages unless it is made larger, and an unprivileged one may not be.
+/// Default capacity of a pipe in pages. An unprivileged process may not be able to increase it.
 const PIPE_PAGES: usize = 16;
 
-/// Fills memory, and lends one page of every 2 MiB to a pipe that nobody reads: it cannot be moved
-/// until that ends. The rest it gives back: next to nothing is in use, and no 2 MiB of it can be
-/// had. Says `pinned`, and keeps it until killed.
+/// Fills memory and lends one page of every 2 MiB to a pipe without a reader, which makes the page
+/// unmovable until the pipe is closed. Frees the rest, so that almost no memory is in use but no 2
+/// MiB can be unplugged. Prints `pinned` and keeps it until killed.
 pub(crate) fn pin(mib: u64) -> Result<()> {
     guest_tools::oom::volunteer()?;
     let mut held: Vec<Vec<u8>> = Vec::new();
@@ -70,18 +70,17 @@ pub(crate) fn pin(mib: u64) -> Result<()> {
         let (_, writer) = pipes.last().expect("one was just made");
         let page = chunk.as_ptr().wrapping_add(chunk.as_ptr().align_offset(4096));
         let piece = libc::iovec { iov_base: page.cast_mut().cast(), iov_len: 4096 };
-        // SAFETY: the page is within the chunk, which is kept as long as the pipe; the kernel only
+        // SAFETY: the page is within the chunk, which is kept as long as the pipe. The kernel only
         // reads it.
         let lent = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const piece, 1, 0) };
         ensure!(lent == 4096, "A page cannot be lent: {}", io::Error::last_os_error());
     }
     for chunk in &mut held {
         let first = chunk.as_ptr().align_offset(4096);
-        // The page that is lent stays, and so do those at the ends, which may hold other things as
-        // well.
+        // Keeps the lent page and the pages at the ends, which may contain other data.
         let pages = chunk[first + 4096..].chunks_exact_mut(4096).len();
         let rest = chunk[first + 4096..].as_mut_ptr();
-        // SAFETY: these are whole pages of the chunk, which nobody reads any more.
+        // SAFETY: these are whole pages of the chunk, which are not read anymore.
         let given = unsafe { libc::madvise(rest.cast(), pages * 4096, libc::MADV_DONTNEED) };
         ensure!(given == 0, "Memory cannot be given back: {}", io::Error::last_os_error());
     }

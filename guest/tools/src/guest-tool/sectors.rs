@@ -1,4 +1,4 @@
-//! Runs seeded programs on a block device, and holds a device against what such programs leave.
+//! Runs seeded programs on a block device, and checks a device against the expected outcome.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -10,7 +10,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use guest_tools::sectors::{Outcome, Program, Shape, Storage, run};
 
-/// A block device, open both ways.
+/// Block device, open with and without O_DIRECT.
 struct Device {
     direct: File,
     buffered: File,
@@ -31,7 +31,7 @@ impl Device {
             Ok(text.trim().parse()?)
         };
         let sector_bytes = attribute("queue/logical_block_size")?;
-        // The kernel counts in 512 bytes, whatever the device's sector is.
+        // The kernel counts in units of 512 bytes, independent of the device's sector size.
         let sectors = attribute("size")? * 512 / sector_bytes;
         Ok(Self {
             direct,
@@ -44,11 +44,11 @@ impl Device {
         sector * u64::from(self.shape.sector_bytes)
     }
 
-    /// BLKDISCARD and BLKZEROOUT take a start and a length in bytes.
+    /// Calls BLKDISCARD or BLKZEROOUT, which take a start and a length in bytes.
     fn range_ioctl(&self, request: libc::Ioctl, sectors: Range<u64>) -> Result<()> {
         let start = self.offset(sectors.start);
         let range = [start, self.offset(sectors.end) - start];
-        // SAFETY: these requests read two 64-bit numbers (linux/fs.h), which live through the call.
+        // SAFETY: these requests read two 64-bit numbers (linux/fs.h), which outlive the call.
         let result = unsafe { libc::ioctl(self.buffered.as_raw_fd(), request, range.as_ptr()) };
         ensure!(result == 0, io::Error::last_os_error());
         Ok(())
@@ -60,7 +60,7 @@ const BLKDISCARD: libc::Ioctl = 0x1277;
 const BLKZEROOUT: libc::Ioctl = 0x127f;
 
 impl Storage for Device {
-    /// A BTT's lane belongs to a CPU: threads on CPUs of their own use lanes of their own.
+    /// A BTT's lane belongs to a CPU, so threads on different CPUs use different lanes.
     fn enter(&self, thread: u32) -> Result<()> {
         let cpus = std::thread::available_parallelism()?.get();
         // SAFETY: zeros are an empty set, the number is below its size, and the call reads it.

@@ -1,4 +1,4 @@
-//! Writes sectors that say what they are until it is killed, and says which of them are flushed.
+//! Writer of stamped sectors, which runs until killed and reports the flushed ones.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -14,12 +14,12 @@ use guest_tools::torn::stamp::{self, Content, SECTOR_BYTES, Stamp};
 pub(crate) struct Target {
     device: String,
     area: Area,
-    /// Sectors between two flushes of a thread.
+    /// Maximum number of sectors between two flushes of a thread.
     longest: u64,
 }
 
 impl Target {
-    /// `longest`: how many neighbours a thread writes at most before it flushes.
+    /// `longest` is the maximum number of adjacent sectors that a thread writes before a flush.
     pub(crate) fn new(device: &str, area: Area, longest: u64) -> Result<Self> {
         ensure!(area.threads > 0 && area.per_thread > 0, "no sectors");
         ensure!(
@@ -37,13 +37,12 @@ impl Target {
     }
 }
 
-/// Writes until something fails. The last thread writes through the page cache, the others
-/// directly: that is where the sectors are under way for most of the time.
+/// Writes until an error. The last thread writes through the page cache. The others write directly,
+/// because sectors are then in flight for most of the time.
 ///
-/// A thread writes a stretch of its sectors with a version that none of them has had, in one piece
-/// or several, flushes, and says so. It touches none of its sectors again before the flush is done,
-/// so that the page cache never has a page that is written and written back at once: the guest
-/// itself tears nothing.
+/// A thread writes a stretch of its sectors with a new version, in one or several pieces, flushes,
+/// and reports it. It does not write these sectors again before the flush is complete. So no page
+/// of the page cache is modified during its write-back, and the guest itself tears no sector.
 pub(crate) fn write(target: &Target, seed: u64) -> Result<()> {
     thread::scope(|scope| {
         for number in 0..target.area.threads {
@@ -51,7 +50,7 @@ pub(crate) fn write(target: &Target, seed: u64) -> Result<()> {
                 if let Err(error) =
                     Writer::open(target, number, seed).and_then(|mut writer| writer.run())
                 {
-                    // All of it ends: a writer that fails alone would not be missed.
+                    // All threads end, because the failure of a single one would remain unnoticed.
                     eprintln!("guest-tool: thread {number}: {error:#}");
                     std::process::exit(1);
                 }
@@ -72,7 +71,7 @@ struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// Reads what the thread's sectors hold, and says so.
+    /// Reads the versions of the thread's sectors and reports them.
     fn open(target: &'a Target, number: u64, seed: u64) -> Result<Self> {
         let area = target.area;
         let length = usize::try_from(area.per_thread)? * SECTOR_BYTES;
@@ -109,7 +108,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Writes `count` of the thread's sectors from `start` on, `piece` in a call.
+    /// Writes `count` of the thread's sectors from `start`, `piece` per call.
     fn write_stretch(&mut self, start: usize, count: usize, piece: usize) -> Result<()> {
         let at = self.first_sector() as usize + start;
         let bytes = &mut self.memory[start * SECTOR_BYTES..][..count * SECTOR_BYTES];
@@ -140,7 +139,7 @@ fn version_of(sector: u64, bytes: &[u8]) -> Result<u64> {
     }
 }
 
-/// One write for a line: lines of several threads do not mix.
+/// Prints a line in one write, so that lines of several threads do not mix.
 fn say(line: &Line) -> Result<()> {
     io::stdout().write_all(format!("{line}\n").as_bytes()).context("Nobody listens")
 }
@@ -151,8 +150,8 @@ mod tests {
 
     const AREA: Area = Area { first: 4, per_thread: 8, threads: 2 };
 
-    /// A writer on a file, which takes O_DIRECT only where its file system does: through the page
-    /// cache here.
+    /// A writer that uses the page cache of a file, because not every file system supports
+    /// O_DIRECT.
     fn writer<'a>(target: &'a Target, number: u64) -> Writer<'a> {
         let mut memory = Aligned::zeroed(8 * SECTOR_BYTES);
         let first = AREA.first + number * AREA.per_thread;

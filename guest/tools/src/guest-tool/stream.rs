@@ -1,5 +1,4 @@
-//! How fast a program streams through memory, wherever it comes from: McCalpin's four kernels, in
-//! turns between places.
+//! Memory bandwidth of a program in different places, by McCalpin's four kernels.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -11,9 +10,9 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::mapped::Mapping;
 
 const MIB: usize = 1 << 20;
-/// Places are mapped in huge pages, where the kernel has them.
+/// Alignment and unit of places, which are mapped in huge pages if the kernel has them.
 const HUGE_PAGE_BYTES: usize = 2 * MIB;
-/// What `scale` and `triad` multiply by.
+/// Factor of `scale` and `triad`.
 const SCALAR: f64 = 3.0;
 const KERNELS: [&str; 4] = ["copy", "scale", "add", "triad"];
 
@@ -35,7 +34,7 @@ impl Place {
     }
 }
 
-/// Memory of a place, until the process ends.
+/// Memory of a place. It exists until the process ends.
 enum Memory {
     Anonymous(*mut f64),
     Mapped(Mapping),
@@ -71,8 +70,8 @@ impl Arrays {
     }
 
     fn get(&mut self) -> [&mut [f64]; 3] {
-        // SAFETY: three arrays side by side in memory of this value's own, borrowed mutably and
-        // once. Any bits are a number.
+        // SAFETY: three adjacent arrays in memory that this value owns, borrowed mutably and once.
+        // Every bit pattern is a number.
         [0, 1, 2].map(|nth| unsafe {
             std::slice::from_raw_parts_mut(self.start().add(nth * self.len), self.len)
         })
@@ -88,7 +87,8 @@ impl Arrays {
         }
     }
 
-    /// Every element is what so many rounds make of it: nothing was left out.
+    /// Checks that every element has the value after `rounds` rounds, so that no kernel was
+    /// skipped.
     fn check(&mut self, rounds: u64) -> Result<()> {
         let (mut expected_a, mut expected_b, mut expected_c) = (1.0f64, 2.0f64, 0.0f64);
         for _ in 0..rounds {
@@ -104,9 +104,9 @@ impl Arrays {
         Ok(())
     }
 
-    /// Every page is where it was asked for.
+    /// Checks that every page is on the requested node.
     fn check_node(&self, node: u32) -> Result<()> {
-        // <linux/mempolicy.h>
+        // linux/mempolicy.h
         const MPOL_F_NODE: libc::c_ulong = 1;
         const MPOL_F_ADDR: libc::c_ulong = 2;
         for offset in (0..3 * self.len * 8).step_by(4096) {
@@ -114,7 +114,7 @@ impl Arrays {
             let address = self.start() as usize + offset;
             let (mask, mask_bits) = (ptr::null_mut::<libc::c_ulong>(), 0usize);
             let flags = MPOL_F_NODE | MPOL_F_ADDR;
-            // SAFETY: the kernel fills a number, and looks up an address that is mapped.
+            // SAFETY: the kernel fills a number, and looks up a mapped address.
             let result = unsafe {
                 libc::syscall(
                     libc::SYS_get_mempolicy,
@@ -132,33 +132,33 @@ impl Arrays {
     }
 }
 
-/// Anonymous memory that comes from one node or not at all.
+/// Maps anonymous memory that comes only from one node.
 fn anonymous(node: u32, bytes: usize) -> Result<*mut f64> {
-    // <linux/mempolicy.h>
+    // linux/mempolicy.h
     const MPOL_BIND: libc::c_int = 2;
     let (prot, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: a new mapping, wherever the kernel puts it.
+    // SAFETY: a new mapping at an address that the kernel chooses.
     let start = unsafe { libc::mmap(ptr::null_mut(), bytes + HUGE_PAGE_BYTES, prot, flags, -1, 0) };
     ensure!(start != libc::MAP_FAILED, "mmap: {}", io::Error::last_os_error());
     let aligned = (start as usize).next_multiple_of(HUGE_PAGE_BYTES);
     let mask: libc::c_ulong = 1 << node;
-    // SAFETY: a range of the mapping that was just made, and a mask of 64 nodes.
+    // SAFETY: a range of the mapping just created, and a mask of 64 nodes.
     let result = unsafe {
         libc::syscall(libc::SYS_mbind, aligned, bytes, MPOL_BIND, &raw const mask, 64usize, 0usize)
     };
     ensure!(result == 0, "mbind to node {node}: {}", io::Error::last_os_error());
-    // SAFETY: advice about the same range. Where there are no huge pages it fails, and small ones
-    // do.
+    // SAFETY: advice about the same range. It fails if there are no huge pages, and small ones are
+    // sufficient.
     unsafe { libc::madvise(aligned as *mut _, bytes, libc::MADV_HUGEPAGE) };
     Ok(aligned as *mut f64)
 }
 
-/// Streams through three arrays of ARRAY_MIB at each place, in turns, another one first in each
-/// round. Says a line for each kernel, place and round: the kernel's name, the place's number,
-/// microseconds.
+/// Streams through three arrays of `array_mib` at each place. The places take turns, and each round
+/// begins with another one. Prints a line for each kernel, place and round: the kernel's name, the
+/// place's number, microseconds.
 pub(crate) fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()> {
-    // Each round makes the numbers fifteen times as large.
+    // Each round multiplies the numbers by fifteen.
     ensure!((1..=200).contains(&rounds), "1 to 200 rounds, not {rounds}");
     ensure!(
         array_mib > 0 && array_mib.is_multiple_of(2),
@@ -170,7 +170,7 @@ pub(crate) fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()>
         let opened = Arrays::new(&Place::parse(place)?, array_bytes);
         arrays.push(opened.with_context(|| format!("Cannot have {place}"))?);
     }
-    // One round more than are said: the first finds pages and fills caches.
+    // The first round is not printed, because it allocates pages and fills caches.
     let mut out = String::new();
     for round in 0..=rounds {
         for kernel in KERNELS {
@@ -195,7 +195,7 @@ pub(crate) fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()>
 mod tests {
     use super::*;
 
-    /// Memory without a policy, which not every machine lets a program set.
+    /// Memory without a policy, because not every machine lets a program set one.
     fn arrays(file: &std::path::Path) -> Arrays {
         std::fs::File::create(file).unwrap().set_len(6 * MIB as u64).unwrap();
         Arrays::new(&Place::File(file.to_owned()), 2 * MIB).unwrap()

@@ -1,4 +1,4 @@
-//! A tree of files like that of a kernel's source, only smaller.
+//! Tree of files like that of a kernel's source, but smaller.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,15 +7,17 @@ use anyhow::{Context, Result};
 use guest_tools::content::Bytes;
 
 /// Linux 6.12 has 86,000 files of 16 KiB on average, half of them smaller than 4.6 KiB. The
-/// logarithms of sizes are about normal: this median with this deviation has that mean.
+/// logarithms of sizes are about normally distributed. This median with this deviation results in
+/// that average.
 const MEDIAN_BYTES: f64 = 4600.0;
 const DEVIATION: f64 = 1.58;
 const MAX_BYTES: f64 = 1024.0 * 1024.0;
-/// It has 16 files to a directory; three levels of these names are the usual depth.
+/// A directory of Linux has 16 files on average. Three levels of these directories are the usual
+/// depth.
 const FILES_PER_DIRECTORY: u64 = 16;
 const DIRECTORIES_PER_LEVEL: u64 = 12;
 
-/// Makes the tree of a seed with so many files, and says how many bytes they have.
+/// Creates a tree of `files` files from a seed, and prints its size in bytes.
 pub(crate) fn write(dir: &Path, seed: u64, files: u64) -> Result<()> {
     let mut numbers = Bytes::new(seed);
     let mut total = 0;
@@ -43,12 +45,12 @@ fn place(number: u64) -> PathBuf {
 }
 
 fn size(numbers: &mut Bytes) -> usize {
-    // The sum of twelve numbers between 0 and 1 is nearly normal, with deviation 1.
+    // The sum of twelve numbers between 0 and 1 is nearly normally distributed, with deviation 1.
     let sum: f64 = (0..12).map(|_| numbers.next_u64() as f64 / u64::MAX as f64).sum();
     (MEDIAN_BYTES * (DEVIATION * (sum - 6.0)).exp()).min(MAX_BYTES) as usize
 }
 
-/// Letters and line ends: no file system here compresses, and nobody reads it.
+/// Letters and line ends, which compress a little. No file system here compresses.
 fn text(numbers: &mut Bytes, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len.next_multiple_of(8)];
     numbers.fill(&mut bytes);

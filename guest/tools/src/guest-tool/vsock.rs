@@ -1,4 +1,4 @@
-//! Speaks to the host's ports.
+//! Client of the host's vsock ports.
 
 use std::fs::File;
 use std::io;
@@ -11,13 +11,13 @@ use guest_tools::vsock::{connect, socket};
 
 use crate::limits;
 
-/// The host's address (vsock(7)).
+/// Address of the host (vsock(7)).
 const HOST_CID: u32 = libc::VMADDR_CID_HOST;
 
-/// What root alone may bind: the host's agent port listens to nobody else.
+/// Port that only root may bind. The host's agent port refuses other peers.
 const PRIVILEGED_PORT: u32 = 900;
 
-/// More connections than any VMM should take.
+/// More connections than a VMM should accept.
 const MOST_HELD: usize = 4096;
 
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
@@ -32,8 +32,8 @@ pub(crate) fn send(port: u32) -> Result<()> {
     Ok(())
 }
 
-/// Connects to a port of the host until killed, and holds every connection. Prints `held COUNT`
-/// when the host refuses the first one, and starts `command`.
+/// Connects to a port of the host until killed, and holds all connections. Prints `held COUNT` when
+/// the host first refuses one, and then starts `command`.
 pub(crate) fn hold(port: u32, command: &str) -> Result<()> {
     limits::allow_open_files(MOST_HELD + 64)?;
     let mut held = Vec::new();
@@ -51,7 +51,7 @@ pub(crate) fn hold(port: u32, command: &str) -> Result<()> {
                         .context("Cannot start a shell")?,
                 );
             }
-            // The next attempt can take the place of a connection that another process closes.
+            // The next attempt may take the slot of a connection that another process closes.
             Err(_) => thread::sleep(BETWEEN_ATTEMPTS),
         }
         ensure!(held.len() < MOST_HELD, "The host takes {} connections", held.len());

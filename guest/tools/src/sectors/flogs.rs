@@ -1,8 +1,9 @@
-//! BTTs whose log (flog) is in every state that a crash can leave, one state to a lane. What they
-//! should read as, after whoever opens them has replayed the log, follows from UEFI 2.10, 6.4.3 to
-//! 6.4.5, and from drivers/nvdimm/btt.c.
+//! BTTs with a log (flog) in every state that a crash can leave, one state per lane. The expected
+//! content after the replay of the log follows from UEFI 2.10, 6.4.3 to 6.4.5, and from
+//! drivers/nvdimm/btt.c.
 //!
-//! The info block is read here by its offsets in the specification, not by the code under test.
+//! This module reads the info block by its offsets in the specification, without the code under
+//! test.
 
 use anyhow::{Result, ensure};
 use pmem_volume::btt::START_BYTES;
@@ -14,53 +15,54 @@ const LANES: u32 = 256;
 const GROUP_BYTES: u64 = 64;
 const ENTRY_BYTES: usize = 16;
 
-/// Map entry: reads as zeros.
+/// Map entry that reads as zeros.
 const TRIMMED: u32 = 1 << 31;
-/// Map entry: reads fail.
+/// Map entry with which reads fail.
 const FAILED: u32 = 1 << 30;
-/// Map entry: an ordinary block.
+/// Map entry of an ordinary block.
 const NORMAL: u32 = TRIMMED | FAILED;
 
-/// Marks what the last write of a lane wrote, and what was there before.
+/// Seeds of the last write of a lane, and of the content before it.
 const NEW_SEED: u64 = 0xf1_06;
 const OLD_SEED: u64 = 0x01d;
 
-/// Which two of a lane's four slots are used.
+/// The two slots in use among a lane's four.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Padding {
-    /// 0 and 1.
+    /// Slots 0 and 1.
     Current,
-    /// 0 and 2, as Linux had it before 4.15.
+    /// Slots 0 and 2, as in Linux before 4.15.
     Former,
 }
 
-/// Where a crash has caught a lane.
+/// Point of a lane's last write at which a crash occurred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Crash {
     /// The lane has never written.
     Untouched,
-    /// Nowhere: its last write is complete.
+    /// After the write, which is complete.
     Done,
     /// Between the log and the map.
     Pending,
-    /// The same, and the sector had been discarded before.
+    /// Between the log and the map, and the sector had been discarded before.
     PendingOnTrimmed,
-    /// Its last write is complete, and the sector was discarded afterwards.
+    /// After the write, and the sector was discarded afterwards.
     TrimmedAfter,
-    /// Its last write is complete, and its block has turned out to be bad.
+    /// After the write, and its block turned out to be bad.
     FailedAfter,
     /// Between the two halves of the next write's log entry.
     NextHalfWritten,
 }
 
-/// A lane's state: the sequence numbers in its two slots, and what the crash left.
+/// State of a lane: the sequence numbers in its two slots, and the point of the crash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Lane {
     sequences: [u32; 2],
     crash: Crash,
 }
 
-/// All there are. A number follows the other in the cycle 1, 2, 3; a first entry has no other.
+/// All states. Sequence numbers follow each other in the cycle 1, 2, 3. A lane's first entry has no
+/// predecessor.
 fn states() -> Vec<Lane> {
     use Crash::{
         Done, FailedAfter, NextHalfWritten, Pending, PendingOnTrimmed, TrimmedAfter, Untouched,
@@ -76,7 +78,7 @@ fn states() -> Vec<Lane> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Flogs {
     pub padding: Padding,
-    /// Lane 0 has this state of the list, and the others follow.
+    /// Index of lane 0's state in the list. The other lanes follow.
     pub shift: u32,
 }
 
@@ -85,7 +87,7 @@ impl Flogs {
         states().len() as u32
     }
 
-    /// What such a disk reads as, whatever its padding.
+    /// Content of such a disk, independent of its padding.
     pub fn outcome(shape: Shape, shift: u32) -> Outcome {
         let mut outcome = Outcome::untouched(shape);
         for lane in 0..LANES {
@@ -95,7 +97,7 @@ impl Flogs {
                 Crash::Untouched => Content::Zeros,
                 Crash::TrimmedAfter => Content::Trimmed,
                 Crash::FailedAfter => Content::Fails,
-                // The first write has not come as far as the log.
+                // The first write has not reached the log.
                 Crash::NextHalfWritten if state.sequences == [1, 0] => Content::Zeros,
                 _ => Content::Written { seed: NEW_SEED, operation: u64::from(lane) },
             };
@@ -118,7 +120,7 @@ fn state_of(lane: u32, shift: u32) -> Lane {
     states[(lane + shift) as usize % states.len()]
 }
 
-/// Each lane's last write was of a sector of its own.
+/// Sector of each lane's last write.
 fn sector_of(lane: u32) -> u32 {
     lane * 16 + 3
 }
@@ -133,7 +135,7 @@ struct Arena {
 }
 
 impl Arena {
-    /// UEFI 2.10, table 6.1.
+    /// Reads the info block (UEFI 2.10, table 6.1).
     fn read(media: &impl Media) -> Result<Self> {
         let mut info = [0; 4096];
         media.read(START_BYTES, &mut info)?;
@@ -162,7 +164,7 @@ impl Arena {
         padding: Padding,
     ) -> Result<()> {
         let sector = sector_of(lane);
-        // What the lane has at first, and what the sector has.
+        // Initial blocks of the lane and of the sector.
         let (spare, own) = (self.sectors + lane, sector);
         let is_first = state.sequences == [1, 0];
         let (newest, mut older) = if is_first {
@@ -171,8 +173,8 @@ impl Arena {
             ([sector, own, spare], [sector, spare, own])
         };
         if state.crash == Crash::NextHalfWritten {
-            // The half with sector and old block; what follows it is still that of the write
-            // before.
+            // The half with sector and old block is of the next write. The other half is still that
+            // of the previous write.
             (older[0], older[1]) = (sector + 1, sector + 1);
             self.write_block(media, if is_first { spare } else { own }, &[0xee; 4096])?;
         }
@@ -188,7 +190,7 @@ impl Arena {
             }
         }
         let entry = match state.crash {
-            // Never written.
+            // The map entry was never written.
             Crash::Untouched | Crash::Pending => 0,
             Crash::NextHalfWritten if is_first => 0,
             Crash::PendingOnTrimmed => TRIMMED | own,
@@ -255,7 +257,7 @@ mod tests {
                 Ok(())
             };
             Flogs::outcome(shape, shift).check(read).unwrap();
-            // Another state in any lane reads differently.
+            // A different state in any lane reads differently.
             assert!(Flogs::outcome(shape, shift + 1).check(read).is_err());
         }
     }

@@ -1,6 +1,6 @@
-//! What the sectors of a disk should hold, told from seeds alone: a guest writes through Linux' BTT
-//! driver, a test through our engine, and either holds the disk against the same [`Outcome`]
-//! without a word between them.
+//! Expected content of a disk's sectors, computed from seeds alone. A guest writes through Linux'
+//! BTT driver, a test through our engine. Both check the disk against the same [`Outcome`] without
+//! communicating.
 
 mod flogs;
 mod program;
@@ -17,7 +17,7 @@ use crate::StoredWrong;
 use crate::aligned::Aligned;
 use crate::content::Bytes;
 
-/// How many sectors a check reads at once.
+/// Number of sectors that a check reads at once.
 const BATCH_SECTORS: usize = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,22 +28,21 @@ pub struct Shape {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
-    /// Nobody has written it, or it was discarded.
+    /// Never written, or discarded.
     Zeros,
-    /// What this operation of that seed's program wrote.
+    /// Written by this operation of the seed's program.
     Written { seed: u64, operation: u64 },
-    /// Zeros, because its map entry says so. Read by itself: Linux' driver takes such a sector for
-    /// the end of what it was to read of a page, and reports success (btt_read_pg in
-    /// drivers/nvdimm/btt.c), so that sectors of 512 bytes behind it in the same page are not
-    /// read.
+    /// Zeros because of its map entry. It is read separately: Linux' driver treats such a sector as
+    /// the end of the data to read of a page and reports success (btt_read_pg in
+    /// drivers/nvdimm/btt.c). So sectors of 512 bytes behind it in the same page are not read.
     Trimmed,
-    /// Reads of it fail.
+    /// Reads fail.
     Fails,
 }
 
 impl Content {
-    /// The bytes that the sector should have: they name their place and origin, and the rest
-    /// follows from these. A torn or misplaced sector is the content of none.
+    /// Fills `bytes` with the expected content: place and origin, and random bytes that follow from
+    /// them. A torn or misplaced sector matches no content.
     fn fill(self, sector: u64, bytes: &mut [u8]) {
         bytes.fill(0);
         if let Self::Written { seed, operation } = self {
@@ -80,8 +79,8 @@ impl Outcome {
         Self { shape, contents: vec![Content::Zeros; sectors] }
     }
 
-    /// What its text asks for: `flogs:SHIFT` is a disk that was made so ([`Flogs`]), and comes
-    /// first; anything else is a program that has run to its end.
+    /// Outcome of the items of `history`. `flogs:SHIFT` stands for a disk made by [`Flogs`] and
+    /// must be first. Any other item is a program that has run to its end.
     pub fn of_history(shape: Shape, history: &[impl AsRef<str>]) -> Result<Self> {
         let mut outcome = Self::untouched(shape);
         for (at, item) in history.iter().map(AsRef::as_ref).enumerate() {
@@ -107,9 +106,9 @@ impl Outcome {
         self.contents[sectors.start as usize..sectors.end as usize].fill(content);
     }
 
-    /// Reads every sector and compares. `read` fills a buffer from a sector on. A sector that is
-    /// not as it should be is [`StoredWrong`]; one that cannot be read may be the emulation's
-    /// doing.
+    /// Reads every sector and compares. `read` fills a buffer from a sector on. The error for a
+    /// wrong sector has the context [`StoredWrong`]. A sector that cannot be read may be a fault of
+    /// the emulation.
     pub fn check(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
         let sector_bytes = self.shape.sector_bytes as usize;
         let mut found = Aligned::zeroed(BATCH_SECTORS * sector_bytes);
@@ -141,7 +140,8 @@ impl Outcome {
         Ok(())
     }
 
-    /// How many sectors from `first` on are read at once: what is special comes by itself.
+    /// Number of sectors from `first` that are read at once. Trimmed and failing sectors are read
+    /// separately.
     fn readable_from(&self, first: u64) -> usize {
         let rest = &self.contents[first as usize..];
         let is_special = |content: &Content| matches!(content, Content::Trimmed | Content::Fails);
@@ -149,7 +149,7 @@ impl Outcome {
     }
 }
 
-/// What a sector holds that is not what it should be.
+/// Describes a wrong sector.
 fn describe(found: &[u8], expected: &[u8]) -> String {
     let word = |at: usize| u64::from_le_bytes(found[at..at + 8].try_into().expect("eight bytes"));
     let same = found.iter().zip(expected).filter(|(a, b)| a == b).count();
@@ -173,12 +173,12 @@ mod tests {
 
     pub(super) const SHAPE: Shape = Shape { sectors: 1000, sector_bytes: 512 };
 
-    /// A disk in memory. It can lose one write, or do half of it.
+    /// Disk in memory that can lose or tear one write.
     #[derive(Debug, Default)]
     pub(super) struct Memory {
         bytes: Mutex<Vec<u8>>,
         writes: std::sync::atomic::AtomicU64,
-        /// Which write goes wrong.
+        /// Index of the write that fails.
         lost: Option<u64>,
         torn: Option<u64>,
     }
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_write_that_is_lost_or_torn_is_found() {
-        // The last write of all is nobody's to overwrite.
+        // No later operation overwrites the last write.
         let program: Program = "writes:9:200:1".parse().unwrap();
         let outcome = Outcome::of_history(SHAPE, &["writes:9:200:1"]).unwrap();
         for broken in [
@@ -268,7 +268,7 @@ mod tests {
             Ok(())
         };
         outcome.check(reads_but_70).unwrap();
-        // Nobody said that it fails; but nothing wrong was stored, as far as can be seen.
+        // The outcome does not expect the failure, but no wrong data was found either.
         let error = Outcome::untouched(SHAPE).check(reads_but_70).unwrap_err();
         assert_ne!(StoredWrong::code_of(&error), StoredWrong::CODE, "{error:?}");
     }

@@ -1,5 +1,5 @@
-//! Programs: operations on sectors that follow from a seed, by several threads on sectors of their
-//! own.
+//! Programs of operations on sectors. They follow from a seed and run in several threads, each with
+//! its own sectors.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -11,36 +11,35 @@ use super::{Content, Shape};
 use crate::aligned::Aligned;
 use crate::content::Bytes;
 
-/// Stripes of so many sectors belong to the threads in turn. A multiple of a page, so that no page
-/// of the kernel's cache belongs to two.
+/// Stripes of this many sectors belong to the threads in turn. A stripe is a multiple of a page, so
+/// that no page of the page cache belongs to two threads.
 const STRIPE_SECTORS: u64 = 64;
-/// The most sectors that a page has: those that a program stays on begin with a page, too.
+/// Largest number of sectors in a page. The range of a program begins at a page, too.
 const PAGE_SECTORS: u64 = 8;
-/// The longest operation has so many sectors, and the shorter ones are as frequent for each
-/// halving.
+/// Longest operation. Each halving of the length is equally frequent.
 const MAX_SECTORS: u64 = 32;
-/// A thread flushes after so many operations.
+/// Number of operations after which a thread flushes.
 const FLUSH_INTERVAL: u64 = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mix {
-    /// Writes alone: Linux' BTT driver knows nothing else.
+    /// Only writes, because Linux' BTT driver supports nothing else.
     Writes,
-    /// Writes, none of them through a cache.
+    /// Only writes, none of them cached.
     Direct,
-    /// A quarter of it discards and zeroes.
+    /// A quarter of the operations discards or zeroes.
     Discards,
 }
 
-/// A program. As text `writes:SEED:OPERATIONS:THREADS`, with `direct` or `discards` for another
-/// mix, and `:FIRST-END` behind it for one that stays on some of the sectors.
+/// Program. Its text is `writes:SEED:OPERATIONS:THREADS`, or `direct` or `discards` for another
+/// mix. `:FIRST-END` at the end limits it to a range of sectors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     mix: Mix,
     seed: u64,
     operations: u64,
     threads: u32,
-    /// All of them, if there is none.
+    /// Range of sectors. `None` for all.
     sectors: Option<Range<u64>>,
 }
 
@@ -94,16 +93,16 @@ enum Step {
     WriteZeroes(Range<u64>),
 }
 
-/// Something a program can run on. Sectors are those of the shape that [`run`] is given.
+/// Storage on which a program can run. Sectors are those of the shape that [`run`] receives.
 pub trait Storage: Sync {
     fn enter(&self, _thread: u32) -> Result<()> {
         Ok(())
     }
 
-    /// Writes whole sectors; through a cache, if there is one and `buffered` is set.
+    /// Writes whole sectors, through a cache if there is one and `buffered` is set.
     fn write(&self, first: u64, bytes: &[u8], buffered: bool) -> Result<()>;
 
-    /// Lets go of sectors, which read as zeros then.
+    /// Discards sectors, which then read as zeros.
     fn discard(&self, sectors: Range<u64>) -> Result<()>;
 
     fn write_zeroes(&self, sectors: Range<u64>) -> Result<()>;
@@ -112,14 +111,14 @@ pub trait Storage: Sync {
 }
 
 impl Program {
-    /// As text, a program of up to four threads that stays on 256 sectors. `border` is among them,
-    /// and not where two threads meet.
+    /// Text of a program of up to four threads on 256 sectors that include `border`, but not where
+    /// two threads meet.
     pub fn around(border: u64, mix: &str, seed: u64, operations: u64, threads: u32) -> String {
         let first = (border - STRIPE_SECTORS * 3 / 2) / PAGE_SECTORS * PAGE_SECTORS;
         format!("{mix}:{seed}:{operations}:{threads}:{first}-{}", first + STRIPE_SECTORS * 4)
     }
 
-    /// How many operations begin in front of `border` and end behind it.
+    /// Number of operations that begin before `border` and end after it.
     pub fn crossings(&self, shape: Shape, border: u64) -> usize {
         self.effects(shape)
             .filter(|(sectors, _)| sectors.start < border && border < sectors.end)
@@ -166,8 +165,8 @@ impl Program {
         })
     }
 
-    /// What the operations leave, in an order that comes to the same: each thread has sectors of
-    /// its own.
+    /// Effects of the operations. Their order does not matter across threads, because each thread
+    /// has its own sectors.
     pub(super) fn effects(&self, shape: Shape) -> impl Iterator<Item = (Range<u64>, Content)> {
         let seed = self.seed;
         (0..self.threads).flat_map(move |thread| self.steps(shape, thread)).map(
@@ -179,7 +178,7 @@ impl Program {
     }
 }
 
-/// Runs a program to its end, flushed, with all its threads at once.
+/// Runs all threads of a program to its end, including a flush.
 pub fn run(program: &Program, shape: Shape, storage: &impl Storage) -> Result<()> {
     thread::scope(|scope| {
         let threads: Vec<_> = (0..program.threads)

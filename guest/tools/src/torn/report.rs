@@ -1,11 +1,11 @@
-//! What the writer in the guest says, a line each.
+//! Lines that the writer in the guest prints.
 
 use std::fmt;
 use std::str::FromStr;
 
 use anyhow::{Context, Error, Result, bail};
 
-/// Where a writer writes: every thread has a range of its own, one behind the other.
+/// Sectors of a writer. Each thread has its own range, and the ranges are adjacent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Area {
     pub first: u64,
@@ -27,7 +27,7 @@ impl Area {
         usize::try_from(index).ok()
     }
 
-    /// Whose sector it is, by the sector's index.
+    /// Thread of the sector with this index.
     pub fn thread(&self, index: usize) -> usize {
         index / self.per_thread as usize
     }
@@ -39,7 +39,7 @@ pub enum Line {
         thread: usize,
         versions: Vec<u64>,
     },
-    /// A flush that came after these sectors were written has been completed.
+    /// A flush completed after these sectors were written.
     Flushed(Stretch),
 }
 
@@ -47,7 +47,7 @@ pub enum Line {
 pub struct Stretch {
     pub first: u64,
     pub count: u64,
-    /// What they are now, or newer.
+    /// Version of these sectors, unless a newer one has been written.
     pub version: u64,
 }
 
@@ -98,7 +98,7 @@ mod tests {
         ] {
             assert_eq!(line.to_string().parse::<Line>().unwrap(), line);
         }
-        // A line that the kill cut off is no acknowledgement.
+        // A line that the kill cut off does not count as an acknowledgment.
         for wrong in ["", "flushed 256 12", "flushed 256 12 9x", "found", "flushed 1 2 3 4"] {
             assert!(wrong.parse::<Line>().is_err(), "{wrong:?}");
         }

@@ -1,9 +1,9 @@
-//! What a sector says of itself.
+//! Self-describing content of a sector.
 //!
-//! Each of its cache lines begins with the version and the sector's number; words that depend on
-//! their place alone follow, and the sector's last word is a checksum of all others. A new version
+//! Each of its cache lines begins with the version and the sector's number. Words that depend only
+//! on their place follow, and the sector's last word is a checksum of all others. A new version
 //! changes one word of each line and the checksum, so that a writer spends its time on writing, and
-//! each line tells which write it comes from.
+//! each line identifies the write that it belongs to.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ const CHECKSUM: usize = WORDS - 1;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
-    /// One version of it, from end to end. 0: it was never written, and is zeros.
+    /// One version of the sector, complete. 0 for a sector of zeros that was never written.
     Whole(u64),
     /// One version of another sector.
     Misplaced {
@@ -25,7 +25,7 @@ pub enum Content {
     Torn(Lines),
 }
 
-/// Which versions the lines of a torn sector are of, neighbours of the same version together.
+/// Versions of the lines of a torn sector. Adjacent lines of the same version are grouped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lines(Vec<(u64, usize)>);
 
@@ -45,15 +45,15 @@ impl fmt::Display for Lines {
     }
 }
 
-/// The content of a sector, at version 0 as it is made.
+/// Content of a sector, at version 0 when created.
 pub struct Stamp {
     sector: u64,
-    /// What the words that no version changes add to the checksum.
+    /// Contribution of the constant words to the checksum.
     base: u64,
 }
 
 impl Stamp {
-    /// Writes all but the version to a sector's buffer.
+    /// Writes everything except the version to a sector's buffer.
     pub fn new(sector: u64, buffer: &mut [u8]) -> Self {
         for index in 0..CHECKSUM {
             put(buffer, index, fixed_word(sector, index));
@@ -61,7 +61,7 @@ impl Stamp {
         Self { sector, base: checksum(buffer) }
     }
 
-    /// Makes the buffer, which [`Stamp::new`] has filled, that version of its sector.
+    /// Sets the version in a buffer that [`Stamp::new`] has filled.
     pub fn set_version(&self, version: u64, buffer: &mut [u8]) {
         debug_assert_eq!(word(buffer, 1), self.sector);
         let mut sum = self.base;
@@ -98,12 +98,12 @@ fn lines(bytes: &[u8]) -> Lines {
     Lines(lines)
 }
 
-/// A word that no version changes; those that one changes are 0.
+/// Value of a constant word, or 0 for a word that the version changes.
 fn fixed_word(sector: u64, index: usize) -> u64 {
     match index % LINE_WORDS {
         0 => 0,
         1 => sector,
-        // The multipliers of splitmix64's finisher: neighbours have nothing in common.
+        // Multipliers of splitmix64's finalizer, so that neighboring words are unrelated.
         _ => {
             let mixed =
                 (sector << 16 ^ index as u64).wrapping_add(1).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -112,9 +112,9 @@ fn fixed_word(sector: u64, index: usize) -> u64 {
     }
 }
 
-/// The sum over all words but the last, each times an odd number of its own. Where lines of two
-/// versions are mixed the sum is that of neither: it differs by the versions' difference times a
-/// number that is neither zero nor that of all lines, and much smaller than a word.
+/// Sum over all words but the last, each times a different odd number. A mix of lines of two
+/// versions has the sum of neither: it differs by the difference of the versions times a factor.
+/// The factor is neither zero nor that of all lines, and much smaller than a word.
 fn checksum(bytes: &[u8]) -> u64 {
     (0..CHECKSUM).fold(0, |sum, index| sum.wrapping_add(share(index, word(bytes, index))))
 }
@@ -139,7 +139,7 @@ mod tests {
     fn sector(number: u64, version: u64) -> Vec<u8> {
         let mut buffer = vec![0; SECTOR_BYTES];
         let stamp = Stamp::new(number, &mut buffer);
-        // The version before leaves nothing behind.
+        // The previous version leaves no trace.
         stamp.set_version(version + 7, &mut buffer);
         stamp.set_version(version, &mut buffer);
         buffer

@@ -1,5 +1,4 @@
-//! A driver that means harm: takes a virtio device from the kernel and gives it descriptors that no
-//! driver would.
+//! Hostile driver that takes a virtio device from the kernel and submits invalid descriptors.
 
 mod pci;
 mod plugs;
@@ -14,46 +13,47 @@ use pci::Device;
 pub(crate) use plugs::plug_storm;
 use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 
-// How often the device is looked at. Counted, like everything here: what the device is made to do
-// must not stop the attack by way of the guest's clock.
-/// Garbage need not be answered: after some milliseconds the next comes anyway.
+// Numbers of polls of the used ring. The limits are counts and not times, because the device's
+// reaction must not stop the attack through the guest's clock.
+/// Garbage may remain unanswered. The next request follows after some milliseconds.
 const GARBAGE_LOOKS: u32 = 20_000;
-/// A frame need not come, and one that is sent from nowhere may be tried again for ever.
+/// Frames may not arrive, and the device may retry a frame from invalid memory forever.
 const FRAME_LOOKS: u32 = 20_000;
 const LONGEST_BYTES: u64 = 256 << 10;
-/// What is well-formed must be, wherever its buffers lie; this is longer than any answer takes.
+/// A well-formed request must be answered wherever its buffers are. This is longer than any answer
+/// takes.
 const ANSWER_LOOKS: u32 = 100_000_000;
-/// Looking for a file takes longer than a request.
+/// Number of requests between checks for a file, because a check takes longer than a request.
 const REQUESTS_PER_LOOK: u64 = 16;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Malice {
-    /// Well-formed chains whose buffers lie anywhere in a range of guest memory.
+    /// Well-formed chains with buffers anywhere in a range of guest memory.
     Range {
-        /// The range's first byte.
+        /// Start of the range.
         first: u64,
-        /// The byte after its last.
+        /// End of the range, exclusive.
         end: u64,
     },
-    /// Frames of a network device there: its first queue's buffers are for what comes, its second
-    /// one's for what is sent (virtio 1.3, 5.1.2). A buffer that the device does not give back
-    /// changes its place meanwhile.
+    /// Frames of a network device in that range. Buffers of the first queue receive, those of the
+    /// second send (virtio 1.3, 5.1.2). A buffer that the device does not return changes its place
+    /// meanwhile.
     Frames {
-        /// The range's first byte.
+        /// Start of the range.
         first: u64,
-        /// The byte after its last.
+        /// End of the range, exclusive.
         end: u64,
     },
-    /// Chains that are wrong in every way: loops, indexes beyond the queue, lengths and addresses
+    /// Chains that are invalid in every way: loops, indexes beyond the queue, lengths and addresses
     /// that overflow.
     Garbage,
 }
 
-/// When it is enough.
+/// End condition of an attack.
 pub(crate) enum Until {
-    /// So many requests have been sent.
+    /// Number of requests.
     Sent(u64),
-    /// There is a file.
+    /// Existence of a file.
     Exists(PathBuf),
 }
 
@@ -66,7 +66,7 @@ impl Until {
     }
 }
 
-/// Attacks every queue of the device with that PCI device id.
+/// Attacks every queue of the device with this PCI device ID.
 pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
     if let Malice::Range { first, end } | Malice::Frames { first, end } = malice {
         ensure!(first < end, "the range {first:#x} to {end:#x} is empty");
@@ -93,7 +93,7 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
                         1 => 0,
                         _ => continue,
                     };
-                    // One at a time, or the ring would overtake itself.
+                    // One buffer at a time, because the ring would overtake itself.
                     let step = u16::from(queue.has_all_back());
                     queue.offer(&[inside(&mut random, first, end, flags)], 0, step);
                     FRAME_LOOKS
@@ -103,8 +103,8 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
                         (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
                     let (head, step) =
                         (random.next_u64() as u16 % (2 * QUEUE_SIZE), random.next_u64());
-                    // Most indexes go one further; some jump, after which the device may give the
-                    // queue up.
+                    // Most indexes advance by one. Some jump, after which the device may give up
+                    // the queue.
                     let jumps = step.is_multiple_of(8);
                     is_broken |= jumps;
                     queue.offer(&chain, head, if jumps { step as u16 } else { 1 });
@@ -131,8 +131,8 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
     Ok(())
 }
 
-/// Negotiates with the device as a driver that lacks one of its features. A device that accepts
-/// this is an error.
+/// Negotiates with the device as a driver that lacks one of its features. Returns an error if the
+/// device accepts this.
 pub(crate) fn negotiate_without(device_id: u64, feature: u64) -> Result<()> {
     let without = u32::try_from(feature).ok().and_then(|bit| 1u32.checked_shl(bit));
     let without =
@@ -161,14 +161,14 @@ fn start(device: &mut Device) -> Result<Vec<Queue>> {
     Ok(queues)
 }
 
-/// It begins in the range, and may go beyond.
+/// Buffer that begins in the range and may extend beyond it.
 fn in_range(random: &mut Bytes, first: u64, end: u64) -> Descriptor {
     let address = first + random.next_u64() % (end - first);
     let len = 1 + (random.next_u64() % LONGEST_BYTES) as u32;
     Descriptor { address, len, flags: WRITE, next: 0 }
 }
 
-/// No byte of it lies elsewhere: the host's kernel gives a ring up for that.
+/// Buffer that is entirely within the range, because the host's kernel gives up a ring otherwise.
 fn inside(random: &mut Bytes, first: u64, end: u64, flags: u16) -> Descriptor {
     let len = 1 + random.next_u64() % LONGEST_BYTES.min(end - first);
     let address = first + random.next_u64() % (end - first - len + 1);
@@ -179,10 +179,10 @@ fn garbage(random: &mut Bytes) -> Descriptor {
     let address = match random.next_u64() % 6 {
         0 => random.next_u64(),
         1 => u64::MAX - random.next_u64() % 4096,
-        // Holes, devices, tables, the kernel's own memory: all below 5 GiB.
+        // Holes, devices, tables and the kernel's own memory, all below 5 GiB.
         2 => random.next_u64() % (5 << 30),
         3 => 0,
-        // The local APIC and what else lies below 4 GiB.
+        // Local APIC and the other devices below 4 GiB.
         4 => 0xfee0_0000 + random.next_u64() % 4096,
         _ => random.next_u64() % (1 << 46),
     };
@@ -192,8 +192,8 @@ fn garbage(random: &mut Bytes) -> Descriptor {
         2 => random.next_u64() as u32,
         _ => (random.next_u64() % 8192) as u32,
     };
-    // The device must not write where it could hurt the guest itself: that would show nothing about
-    // the VMM.
+    // The device must not write to memory that the guest itself uses: a crash of the guest would
+    // show nothing about the VMM.
     let readable_only = address < 5 << 30;
     let flags = random.next_u64() as u16 & 7 & if readable_only { !WRITE } else { u16::MAX } | NEXT;
     Descriptor {

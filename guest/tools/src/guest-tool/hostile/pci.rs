@@ -1,4 +1,4 @@
-//! A modern virtio device over PCI (virtio 1.3, 4.1), driven from user space through sysfs.
+//! Modern virtio device over PCI (virtio 1.3, 4.1), driven from user space through sysfs.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,7 +16,7 @@ const CAP_COMMON: u8 = 1;
 const CAP_NOTIFY: u8 = 2;
 const CAP_DEVICE: u8 = 4;
 
-// The common configuration structure (4.1.4.3).
+// Common configuration structure (4.1.4.3).
 const DEVICE_FEATURE_SELECT: usize = 0;
 const DEVICE_FEATURE: usize = 4;
 const DRIVER_FEATURE_SELECT: usize = 8;
@@ -29,7 +29,7 @@ const QUEUE_ENABLE: usize = 28;
 const QUEUE_NOTIFY_OFF: usize = 30;
 const QUEUE_DESC: usize = 32;
 
-/// More than any reset takes: each look is an exit.
+/// More polls than any reset takes, because each is an exit.
 const RESET_LOOKS: u32 = 100_000;
 
 const ACKNOWLEDGE: u8 = 1;
@@ -50,7 +50,7 @@ struct Region {
     notify_multiplier: usize,
 }
 
-/// The device, taken from its kernel driver.
+/// Device taken from its kernel driver.
 pub(super) struct Device {
     common: Bar,
     common_offset: usize,
@@ -62,7 +62,7 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// Finds the device by its PCI device id, unbinds its driver and maps it.
+    /// Finds the device by its PCI device ID, unbinds its driver and maps it.
     pub(super) fn take(device_id: u16) -> Result<Self> {
         let dir = find(device_id)?;
         let driver = dir.join("driver/unbind");
@@ -71,7 +71,7 @@ impl Device {
             fs::write(&driver, address).context("Cannot unbind the driver")?;
         }
         let config = OpenOptions::new().read(true).write(true).open(dir.join("config"))?;
-        // Memory space and bus master: unbinding has cleared both (PCI 3.0, 6.2.2).
+        // Enables memory space and bus master, which unbinding has cleared (PCI 3.0, 6.2.2).
         config.write_all_at(&[0x06, 0x00], 4).context("Cannot write the command register")?;
         let mut space = [0u8; 256];
         config.read_exact_at(&mut space, 0).context("Cannot read the configuration space")?;
@@ -97,8 +97,8 @@ impl Device {
         Ok(half(0) | half(4) << 32)
     }
 
-    /// Resets the device and takes VERSION_1 and what is the device's own: bits 0 to 23 (virtio
-    /// 1.3, 6). Of the rings' features none, so that what they forbid is malice as well.
+    /// Resets the device and accepts VERSION_1 and the device's own features, bits 0 to 23 (virtio
+    /// 1.3, 6). No ring features are accepted, so using one of them is an attack as well.
     pub(super) fn negotiate(&mut self) -> Result<()> {
         ensure!(self.try_negotiate(0)?, "The device does not take its own features");
         self.notify_offsets.clear();
@@ -120,8 +120,8 @@ impl Device {
         Ok(self.status() & FEATURES_OK != 0)
     }
 
-    /// A driver waits for a status of 0 (4.1.4.3.2). A device that never says so is an error, with
-    /// what it says.
+    /// Resets the device and waits for a status of 0 (4.1.4.3.2). Returns an error with the status
+    /// if that does not come.
     pub(super) fn reset(&mut self) -> Result<()> {
         self.set_status(0);
         ensure!(
@@ -136,7 +136,7 @@ impl Device {
         self.common.read(self.common_offset + NUM_QUEUES)
     }
 
-    /// False if the device has no such queue.
+    /// Returns false if the device has no such queue.
     pub(super) fn enable_queue(&mut self, queue: &Queue) -> bool {
         let at = self.common_offset;
         self.common.write(at + QUEUE_SELECT, queue.index);
@@ -193,13 +193,13 @@ fn id(dir: &Path, file: &str) -> Result<u16> {
     Ok(u16::from_str_radix(text.trim().trim_start_matches("0x"), 16)?)
 }
 
-/// Walks the capability list for virtio's structure of that type (4.1.4).
+/// Searches the capability list for virtio's structure of this type (4.1.4).
 fn capability(space: &[u8; 256], wanted: u8) -> Option<Region> {
     let byte = |at: usize| space.get(at).copied();
     let word =
         |at: usize| Some(u32::from_le_bytes(space.get(at..at + 4)?.try_into().ok()?) as usize);
     let mut at = usize::from(space[0x34]);
-    // A list that loops ends all the same: there is no room for more than 48 capabilities.
+    // Bounded, so that a list with a loop ends too. There is room for at most 48 capabilities.
     for _ in 0..48 {
         if at == 0 {
             return None;
@@ -213,7 +213,7 @@ fn capability(space: &[u8; 256], wanted: u8) -> Option<Region> {
     None
 }
 
-/// Registers are read and written whole, in their own width.
+/// Type of a register, which is read and written as a whole.
 trait Register: Copy {}
 impl Register for u8 {}
 impl Register for u16 {}
@@ -224,8 +224,7 @@ impl Bar {
         let path = dir.join(format!("resource{number}"));
         let file: File = OpenOptions::new().read(true).write(true).open(&path)?;
         let len = usize::try_from(file.metadata()?.len())?;
-        // SAFETY: a new shared mapping of a BAR that no driver uses any more; the result is
-        // checked.
+        // SAFETY: a new shared mapping of a BAR that no driver uses anymore. The result is checked.
         let base = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -250,14 +249,15 @@ impl Bar {
             offset + size_of::<T>() <= self.len,
             "register {offset:#x} lies outside of the BAR"
         );
-        // SAFETY: the offset lies inside the mapping, as just asserted.
+        // SAFETY: the offset is within the mapping, as just asserted.
         let register = unsafe { self.base.add(offset) }.cast::<T>();
         assert!(register.is_aligned(), "register {offset:#x} is not aligned");
         register
     }
 
     fn read<T: Register>(&self, offset: usize) -> T {
-        // SAFETY: at() gives an aligned register inside the mapping; every bit pattern is a number.
+        // SAFETY: at() returns an aligned register within the mapping. Every bit pattern is a
+        // number.
         unsafe { self.at::<T>(offset).read_volatile() }
     }
 

@@ -8,12 +8,12 @@ use super::{ANSWER_LOOKS, Until, start};
 
 const MEM: u16 = 0x1058;
 
-// The device's configuration (5.15.4).
+// Device configuration (5.15.4).
 const BLOCK_SIZE: usize = 0;
 const ADDR: usize = 16;
 const REQUESTED_SIZE: usize = 48;
 
-// Requests and their answers (5.15.6).
+// Requests and their responses (5.15.6).
 const PLUG: u16 = 0;
 const UNPLUG: u16 = 1;
 const ACK: u16 = 0;
@@ -37,7 +37,7 @@ pub(crate) fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
     println!("storm: begins");
     let mut sent = 0;
     while !until.is_over(sent) {
-        // At the end of the attack nothing is plugged.
+        // Each round ends with an unplug, so no memory is plugged at the end.
         for code in [PLUG, UNPLUG] {
             send(&mut device, queue, code, address, blocks)?;
         }

@@ -1,4 +1,4 @@
-//! A split virtqueue (virtio 1.3, 2.7) in one locked page, whose physical address we know.
+//! Split virtqueue (virtio 1.3, 2.7) in one locked page with a known physical address.
 
 use std::fs::File;
 use std::io;
@@ -7,20 +7,20 @@ use std::sync::atomic::{Ordering, fence};
 
 use anyhow::{Context, Result, ensure};
 
-/// What the smallest of devices offer (QEMU's rng), and all three rings fit into one page.
+/// Size that all devices support (QEMU's rng has the smallest). All three rings fit into one page.
 pub(super) const QUEUE_SIZE: u16 = 8;
-/// The chain goes on.
+/// VIRTQ_DESC_F_NEXT: the chain continues.
 pub(super) const NEXT: u16 = 1;
-/// The device writes to the buffer.
+/// VIRTQ_DESC_F_WRITE: the device writes to the buffer.
 pub(super) const WRITE: u16 = 2;
 
 const PAGE_BYTES: usize = 4096;
 const AVAILABLE_AT: usize = 1024;
 const USED_AT: usize = 2048;
-/// The rest of the page, for requests and their answers.
+/// Offset of the rest of the page, for requests and their responses.
 const BUFFER_AT: usize = 3072;
 
-/// One descriptor, as it lies in memory.
+/// Descriptor in its memory layout.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Descriptor {
@@ -30,28 +30,27 @@ pub(super) struct Descriptor {
     pub next: u16,
 }
 
-/// Keeps locked pages where they are. Compaction moves them otherwise, and nobody tells the device:
-/// it would go on with what has become somebody else's memory
-/// (Documentation/admin-guide/sysctl/vm.rst).
+/// Keeps locked pages in place. Otherwise compaction moves them without the device's knowledge, and
+/// the device would access memory that has been reused (Documentation/admin-guide/sysctl/vm.rst).
 pub(super) fn keep_locked_pages_in_place() -> Result<()> {
     let path = "/proc/sys/vm/compact_unevictable_allowed";
     std::fs::write(path, "0").with_context(|| format!("Cannot write {path}"))
 }
 
-/// A queue and its page. The page is never unmapped: a device that is late must not write into what
-/// comes after.
+/// A queue and its page. The page is never unmapped, because a late device must not write to memory
+/// that has been reused.
 pub(super) struct Queue {
     pub index: u16,
     page: *mut u8,
     physical: u64,
     offered: u16,
-    /// The used ring's index before the last offer.
+    /// Index of the used ring before the last offer.
     used_before: u16,
 }
 
 impl Queue {
     pub(super) fn new(index: u16) -> Result<Self> {
-        // SAFETY: a new anonymous mapping; the result is checked.
+        // SAFETY: a new anonymous mapping. The result is checked.
         let page = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -97,30 +96,31 @@ impl Queue {
         u16::from_le_bytes([byte(at), byte(at + 1)])
     }
 
-    /// Writes descriptors from the table's start, makes HEAD available, and moves the ring's index
-    /// by STEP.
+    /// Writes descriptors from the table's start, makes `head` available, and advances the ring's
+    /// index by `step`.
     pub(super) fn offer(&mut self, descriptors: &[Descriptor], head: u16, step: u16) {
         self.used_before = self.used();
         for (index, descriptor) in descriptors.iter().enumerate().take(usize::from(QUEUE_SIZE)) {
-            // SAFETY: the table's 8 entries of 16 bytes lie in the page, aligned; the device may
-            // read meanwhile, therefore volatile.
+            // SAFETY: the table's 8 entries of 16 bytes are in the page and aligned. The access is
+            // volatile because the device may read meanwhile.
             unsafe { self.page.cast::<Descriptor>().add(index).write_volatile(*descriptor) };
         }
         let slot = usize::from(self.offered % QUEUE_SIZE);
         self.offered = self.offered.wrapping_add(step);
-        // SAFETY: flags, index and 8 entries of 2 bytes from AVAILABLE_AT lie in the page, aligned.
+        // SAFETY: flags, index and 8 entries of 2 bytes from AVAILABLE_AT are in the page and
+        // aligned.
         unsafe {
             let available = self.page.add(AVAILABLE_AT).cast::<u16>();
             available.add(2 + slot).write_volatile(head);
-            // The index is what publishes the entry (virtio 1.3, 2.7.13.3).
+            // The index publishes the entry (virtio 1.3, 2.7.13.3).
             fence(Ordering::SeqCst);
             available.add(1).write_volatile(self.offered);
         }
         fence(Ordering::SeqCst);
     }
 
-    /// Waits until the device has used something since the last offer, but looks no more often than
-    /// that. Returns whether it has.
+    /// Polls up to `looks` times until the device has used a buffer since the last offer. Returns
+    /// false if it has not.
     pub(super) fn wait_until_used(&self, looks: u32) -> bool {
         (0..looks).any(|_| {
             std::hint::spin_loop();
@@ -128,15 +128,15 @@ impl Queue {
         })
     }
 
-    /// Whether the device has given back all that was offered, where each offer moved the index by
-    /// one at most.
+    /// Returns true if the device has returned all offered buffers. Valid if each offer advanced
+    /// the index by at most one.
     pub(super) fn has_all_back(&self) -> bool {
         self.used() == self.offered
     }
 
     fn used(&self) -> u16 {
-        // SAFETY: the used ring's index lies in the page, aligned; the device writes it, therefore
-        // volatile.
+        // SAFETY: the used ring's index is in the page and aligned. The access is volatile because
+        // the device writes it.
         unsafe { self.page.add(USED_AT).cast::<u16>().add(1).read_volatile() }
     }
 }
@@ -146,7 +146,7 @@ fn physical_address(virtual_address: u64) -> Result<u64> {
     let mut entry = [0u8; 8];
     map.read_exact_at(&mut entry, virtual_address / PAGE_BYTES as u64 * 8)
         .context("Cannot read pagemap")?;
-    // Bits 0 to 54 are the page frame number, and 0 for who may not know
+    // Bits 0 to 54 are the page frame number, or 0 for a process without the privilege
     // (Documentation/admin-guide/mm/pagemap.rst).
     let frame = u64::from_le_bytes(entry) & ((1 << 55) - 1);
     ensure!(frame != 0, "pagemap does not tell the frame: not root?");

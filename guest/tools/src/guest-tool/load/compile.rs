@@ -1,5 +1,5 @@
-//! Debian's tcc compiles a generated program, several files at once, and links it; the program must
-//! know its own sum.
+//! Debian's tcc compiles a generated program of several files in parallel and links it. The program
+//! must compute the expected sum.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -11,19 +11,19 @@ use guest_tools::content::Bytes;
 
 use super::{MIB, MemoryFiles, Phases, mixed, program};
 
-/// As `make -j` would.
+/// Number of parallel compilers, as with `make -j`.
 const JOBS: u64 = 4;
-/// A function's source, its object code with debugging information, and what the compiler needs for
-/// both.
+/// Memory for a function's source, its object code with debugging information, and the compiler's
+/// data.
 const BYTES_PER_FUNCTION: u64 = 2200;
-/// Most of the source is comments, which take memory as all source does, and a compiler little
-/// time: without them an emulated guest would compile for minutes.
+/// Comments make up most of the source. They take as much memory as other source but little time of
+/// the compiler. Without them an emulated guest would compile for minutes.
 const COMMENT_BYTES: u64 = 12_000;
-/// The program calls one function of so many: an emulated guest is slow with code that it has never
-/// run.
+/// The program calls one function of this many, because an emulated guest is slow when it runs code
+/// for the first time.
 const CALLED: usize = 16;
 
-/// Phases `write`, `compile`, `link` and `run`.
+/// Runs the phases `write`, `compile`, `link` and `run`.
 pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let functions = mib * MIB / (BYTES_PER_FUNCTION + COMMENT_BYTES) / JOBS;
     let files = MemoryFiles::mount()?;
@@ -63,14 +63,14 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     Ok(mixed(0, expected.into()))
 }
 
-/// Nothing of the C library is needed, so none is there.
+/// The C library is not used, so its headers are not installed.
 fn tcc() -> Command {
     let mut command = program("tcc");
     command.arg("-nostdinc");
     command
 }
 
-/// What a function does, here and there.
+/// Computation of a function, the same here and in the generated program.
 fn function(number: u64, x: u32) -> u32 {
     let mut t = [x, x ^ number as u32, number as u32, !x];
     for k in 0..4 {
@@ -103,7 +103,7 @@ if (t[k] & {}u) t[(k + 2) & 3] ^= x + {}u; }} return t[0] + t[1] + t[2] + t[3]; 
             number * 7,
         )?;
     }
-    // Called in a chain: each one's result is the next one's argument.
+    // Calls form a chain: each result is the argument of the next call.
     writeln!(file, "static unsigned (*const all[])(unsigned) = {{")?;
     for index in (0..functions).step_by(CALLED) {
         write!(file, "f{},", unit * functions + index)?;
@@ -115,7 +115,7 @@ if (t[k] & {}u) t[(k + 2) & 3] ^= x + {}u; }} return t[0] + t[1] + t[2] + t[3]; 
     Ok(file.flush()?)
 }
 
-/// exit is system call 60 (arch/x86/entry/syscalls/syscall_64.tbl).
+/// `exit` is system call 60 (arch/x86/entry/syscalls/syscall_64.tbl).
 fn write_main(path: &Path) -> Result<()> {
     let declared: String =
         (0..JOBS).map(|unit| format!("unsigned unit{unit}(unsigned);\n")).collect();

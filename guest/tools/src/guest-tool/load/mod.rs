@@ -1,8 +1,7 @@
-//! Workloads of a known size, whose results are known: what they print is the same however little
-//! memory they had.
+//! Workloads of known size and result. They print the same result however little memory they have.
 //!
-//! Each prints `phase NAME MICROSECONDS` as it goes, and at its end `sum HEX`. Its memory is free
-//! once it has ended.
+//! Each prints `phase NAME MICROSECONDS` for each phase, and `sum HEX` at the end. Its memory is
+//! free once it has ended.
 
 mod bfs;
 mod compile;
@@ -24,10 +23,10 @@ pub(crate) use leak::leak;
 pub(crate) use watch::{say_counters, watch};
 
 const MIB: u64 = 1 << 20;
-/// What a workload keeps in files is memory as well.
+/// Directory of a workload's files. It is a tmpfs, so they count as memory.
 const DIR: &str = "/run/load";
 
-/// Runs a workload with a working set of about so many MiB.
+/// Runs a workload with a working set of about `mib` MiB.
 pub(crate) fn run(name: &str, mib: u64) -> Result<()> {
     let workload = match name {
         "touch" => touch::run,
@@ -38,7 +37,7 @@ pub(crate) fn run(name: &str, mib: u64) -> Result<()> {
         _ => bail!("no workload {name:?}: there are touch, bfs, redis, sqlite, compile"),
     };
     guest_tools::oom::volunteer()?;
-    // Linux refuses a mapping larger than all memory before anybody could grow the guest
+    // Otherwise Linux refuses a mapping larger than all memory before the guest could grow
     // (docs/reference/policies.md).
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let sum = workload(mib, &mut Phases::new())?;
@@ -46,7 +45,7 @@ pub(crate) fn run(name: &str, mib: u64) -> Result<()> {
     Ok(())
 }
 
-/// Says how long each phase took.
+/// Stopwatch that prints the time of each phase.
 struct Phases(Instant);
 
 impl Phases {
@@ -54,37 +53,36 @@ impl Phases {
         Self(Instant::now())
     }
 
-    /// What was not counted is over.
+    /// Restarts the stopwatch without a line.
     fn begin(&mut self) {
         self.0 = Instant::now();
     }
 
-    /// A phase is over, and another begins.
+    /// Prints the time of a phase and starts the next one.
     fn end(&mut self, name: &str) {
         println!("phase {name} {}", self.0.elapsed().as_micros());
         self.begin();
     }
 }
 
-/// A program of a workload, which ends with it, also when that is killed.
+/// Command of a workload. Its process ends with the workload, also if the workload is killed.
 fn program(name: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new(name);
     end_with_parent(&mut command);
     command
 }
 
-/// A file system in memory for a workload's files. Dropping it takes it away with all that is in
-/// it.
+/// Mounted tmpfs for a workload's files. Dropping it unmounts it with all its files.
 struct MemoryFiles;
 
 impl MemoryFiles {
     fn mount() -> Result<Self> {
         std::fs::create_dir_all(DIR)?;
-        // A load that was killed has left its own.
+        // A killed workload has left its own mount.
         let dir = CString::new(DIR).expect("no NUL in it");
-        // SAFETY: a string that lives through the call.
+        // SAFETY: the string outlives the call.
         while unsafe { libc::umount2(dir.as_ptr(), libc::MNT_DETACH) } == 0 {}
-        // A tmpfs is half of what the memory was when it was mounted, if nobody says otherwise.
+        // By default, a tmpfs has half of the memory at the time of its mount.
         let status =
             Command::new("mount").args(["-t", "tmpfs", "-o", "size=4g", "load", DIR]).status();
         ensure!(status.context("Cannot start mount")?.success(), "Cannot mount a tmpfs on {DIR}");
@@ -98,12 +96,12 @@ impl MemoryFiles {
 
 impl Drop for MemoryFiles {
     fn drop(&mut self) {
-        // What is still open there keeps it until it is closed.
+        // Files that are still open keep the tmpfs until they are closed.
         let _ = Command::new("umount").args(["-l", DIR]).status();
     }
 }
 
-/// Mixes a number into a sum, in which order counts.
+/// Mixes a number into a sum that depends on the order.
 fn mixed(sum: u64, number: u64) -> u64 {
     (sum ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
 }

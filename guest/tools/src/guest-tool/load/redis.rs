@@ -1,7 +1,8 @@
-//! Debian's Redis, filled, and then read and written at random by turns, as YCSB's workload A does.
+//! Debian's Redis, filled and then read and written at random, as in YCSB's workload A.
 //!
-//! Redis runs the operations itself, as Lua, hundreds at a time: where nested paging is emulated,
-//! each switch between a client and a server takes a millisecond, and one would measure those.
+//! Redis runs the operations itself as Lua scripts, hundreds at a time. With emulated nested
+//! paging, each switch between client and server takes a millisecond, which would dominate the
+//! result.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -15,18 +16,20 @@ use guest_tools::wait::wait_for;
 
 use super::{MIB, MemoryFiles, Phases, mixed, program};
 
-/// With the version before it and the string's header within 16 KiB, a size class of jemalloc.
+/// Size of a value. With the version before it and the string's header, it fits into 16 KiB, a size
+/// class of jemalloc.
 const VALUE_BYTES: u64 = (16 << 10) - 24;
-/// With the key and what Redis keeps of it.
+/// Memory of a value with its key and Redis' metadata.
 const BYTES_PER_KEY: u64 = (16 << 10) + 128;
-/// Values are pieces of it, each from another place: they do not compress.
+/// Size of the random base. Each value is a piece of it from another offset, so values do not
+/// compress.
 const BASE_BYTES: usize = 64 << 10;
 const OPERATIONS: u64 = 8_000;
 const KEYS_AT_ONCE: u64 = 1000;
 const OPERATIONS_AT_ONCE: u64 = 1000;
 const START_LIMIT: Duration = Duration::from_secs(120);
 
-/// What a key has in a version: the version, and a piece of the base.
+/// Value of a key in a version: the version, and a piece of the base.
 const COMMON: &str = "
     local base = redis.call('GET', 'base')
     local function value(key, version)
@@ -34,12 +37,12 @@ const COMMON: &str = "
         return string.format('%08d', version) .. string.sub(base, at + 1, at + VALUE)
     end
     local a, b = tonumber(ARGV[1]), tonumber(ARGV[2])";
-/// Sets the keys from the first argument on, before the second.
+/// Sets the keys from the first argument up to the second, exclusive.
 const FILL: &str = "
     for key = a, b - 1 do redis.call('SET', 'k' .. key, value(key, 0)) end
     return b - a";
-/// As many operations as the second argument says, seeded by the first, on as many keys as the
-/// third says. The generator is Park and Miller's, whose products a double holds.
+/// Performs the second argument's number of operations, seeded by the first, on the third's number
+/// of keys. The generator is Park and Miller's, because a double can hold its products.
 const MIX: &str = "
     local sum, keys = 0, tonumber(ARGV[3])
     local function below(bound)
@@ -60,7 +63,7 @@ const MIX: &str = "
     end
     return sum";
 
-/// Phases `fill` and `mix`.
+/// Runs the phases `fill` and `mix`.
 pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let keys = mib * MIB / BYTES_PER_KEY;
     let files = MemoryFiles::mount()?;
@@ -85,7 +88,7 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     Ok(sum)
 }
 
-/// A cache: nothing on disk. Dropping it kills it and waits until its memory is free.
+/// Redis as a cache, without files. Dropping it kills it and waits until its memory is free.
 struct Server(Child);
 
 impl Server {
@@ -107,11 +110,11 @@ impl Drop for Server {
     }
 }
 
-/// Speaks RESP (redis.io, "Redis serialization protocol").
+/// Client for RESP (redis.io, "Redis serialization protocol").
 struct Client(BufReader<UnixStream>);
 
 impl Client {
-    /// Once it answers: a guest that swaps may take its time for each attempt.
+    /// Connects once Redis is ready. In a guest that swaps, each attempt may take long.
     fn connect(server: &mut Server, socket: &Path) -> Result<Self> {
         let stream = wait_for("Redis answers", START_LIMIT, || {
             let ended = server.0.try_wait()?;
@@ -140,7 +143,7 @@ impl Client {
             .to_owned())
     }
 
-    /// Runs Lua, and returns the number that it does.
+    /// Runs a Lua script and returns its number.
     fn eval(&mut self, script: &str, arguments: &[u64]) -> Result<i64> {
         let script = format!("{COMMON}{script}").replace("VALUE", &VALUE_BYTES.to_string());
         let arguments: Vec<String> = arguments.iter().map(u64::to_string).collect();

@@ -1,5 +1,5 @@
-//! SQLite's shell on a database in memory: a table is filled, and its rows are read and written at
-//! random by turns.
+//! SQLite's shell on a database in memory. It fills a table, and then reads and writes its rows at
+//! random.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -9,13 +9,13 @@ use guest_tools::content::Bytes;
 
 use super::{MIB, MemoryFiles, Phases, mixed, program};
 
-/// A row fills its page.
+/// Page size of the database. A row fills a page.
 const PAGE_BYTES: u64 = 4096;
 const BODY_BYTES: u64 = 3900;
 const OPERATIONS: u64 = 10_000;
 const OPERATIONS_PER_TRANSACTION: u64 = 100;
 
-/// Phases `fill` and `mix`.
+/// Runs the phases `fill` and `mix`.
 pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let rows = mib * MIB / PAGE_BYTES;
     let files = MemoryFiles::mount()?;
@@ -29,8 +29,8 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     Ok(found.bytes().fold(0, |sum, byte| mixed(sum, byte.into())))
 }
 
-/// Bodies are pieces of one random text, each from another place: no page is another's, and none
-/// compresses.
+/// Statements that fill the table. Bodies are pieces of one random text from different offsets, so
+/// that no two pages are equal and none compresses.
 fn fill(rows: u64) -> String {
     format!(
         "CREATE TABLE t(id INTEGER PRIMARY KEY, n INTEGER NOT NULL, body BLOB NOT NULL);
@@ -42,8 +42,8 @@ fn fill(rows: u64) -> String {
     )
 }
 
-/// Statements, and what they print: each read what the writes before it have made of its row, the
-/// last one the whole.
+/// Random statements and their expected output. Each read returns the row after its previous
+/// writes, and the last one returns sums over the whole table.
 fn mix(rows: u64) -> (String, String) {
     let mut random = Bytes::new(4);
     let mut written = vec![0u64; rows as usize];
@@ -73,10 +73,10 @@ fn mix(rows: u64) -> (String, String) {
     (statements, expected)
 }
 
-/// Runs statements and returns what they print. They come from a file, and that goes to one: two
-/// processes that wait for one another would be measured by their switches.
+/// Runs statements and returns their output. Input and output are files, because the switches
+/// between two processes connected by pipes would dominate the time.
 fn sql(files: &MemoryFiles, statements: &str) -> Result<String> {
-    // What is undone after a failure is in memory as well.
+    // The journal is in memory as well.
     let settings = "PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; PRAGMA page_size=4096;\n";
     let (script, printed) = (files.path("script"), files.path("printed"));
     fs::write(&script, format!("{settings}{statements}"))?;
@@ -89,7 +89,7 @@ fn sql(files: &MemoryFiles, statements: &str) -> Result<String> {
     let status = status.context("Cannot start sqlite3")?;
     ensure!(status.success(), "sqlite3 ended with {status}");
     let printed = fs::read_to_string(&printed).context("sqlite3 does not print text")?;
-    // The first setting prints what it is now.
+    // The first setting prints its value.
     Ok(printed.strip_prefix("memory\n").context("sqlite3 keeps its journal elsewhere")?.to_owned())
 }
 

@@ -1,4 +1,4 @@
-//! Fills memory with what does not compress, and touches random pages of it.
+//! Load that fills memory with incompressible data and touches random pages of it.
 
 use anyhow::{Result, ensure};
 use guest_tools::content::Bytes;
@@ -8,7 +8,7 @@ use super::{MIB, Phases, mixed};
 const PAGE_WORDS: usize = 4096 / 8;
 const TOUCHES: u64 = 60_000;
 
-/// Phases `fill` and `touch`.
+/// Runs the phases `fill` and `touch`.
 pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let pages = mib * MIB / 4096;
     let mut memory = vec![0u64; pages as usize * PAGE_WORDS];

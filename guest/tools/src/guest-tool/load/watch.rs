@@ -1,5 +1,5 @@
-//! What memory a guest has and uses, over time. It does not swap itself: it has to tell of guests
-//! that do.
+//! Reports a guest's memory use over time. The process locks its memory, because it has to report
+//! from guests that swap.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use guest_tools::memory_sample::MemorySample;
 
-/// Prints a line for each interval, until it is killed.
+/// Prints a line per interval until killed.
 pub(crate) fn watch(interval_ms: u64) -> Result<()> {
     // SAFETY: no pointers.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) };
@@ -23,7 +23,7 @@ pub(crate) fn watch(interval_ms: u64) -> Result<()> {
         let mut stdout = io::stdout().lock();
         writeln!(stdout, "{sample}")?;
         stdout.flush()?;
-        // Late ones are left out.
+        // Intervals that have passed are skipped.
         let next = Duration::from_millis(number * interval_ms);
         thread::sleep(
             next.saturating_sub(started.elapsed()).max(Duration::from_millis(interval_ms / 4)),
@@ -32,7 +32,7 @@ pub(crate) fn watch(interval_ms: u64) -> Result<()> {
     Ok(())
 }
 
-/// One line of them.
+/// Prints one line of these counters.
 pub(crate) fn say_counters() -> Result<()> {
     println!("{}", Sources::open()?.sample(0)?);
     Ok(())
