@@ -1,5 +1,5 @@
-//! The agent in a guest: what it costs at rest, that it comes back to a VMM that was away, and what
-//! it says of memory that nobody touches. Its VMM is the test itself, on a port of its own.
+//! The agent in a guest: its cost at rest, its reconnection to a restarted VMM, and its reports of
+//! idle memory. The test itself listens on a port of its own in place of the VMM.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -26,15 +26,16 @@ const PORT: u32 = 9800;
 const LIMIT: Duration = Duration::from_secs(120);
 const MOST_RSS_KIB: u64 = 3 * 1024;
 const REST_REPORTS: u64 = 8;
-/// A second has ten looks, of which one is a report; twenty would be too many.
+/// Upper bound of sleeps per second. At rest, the agent checks memory ten times per second and
+/// reports once. 20 would be too many.
 const MOST_SLEEPS: f64 = 13.0;
-/// Of one CPU, and loose: it is there for an agent that spins. Emulated it is 1 to 2 %, and what
-/// else runs on the machine takes from the vCPU without the guest's kernel seeing it. The figure,
-/// by instructions and beside its target, is `ci/bench --only agent`'s.
+/// Upper bound of the CPU use, to detect an agent that spins. An emulated host measures 1 to 2 %,
+/// including the time that other programs on the machine take from the vCPU unnoticed by the
+/// guest's kernel. `ci/bench --only agent` measures it by instructions and against its target.
 const MOST_CPU: f64 = 0.1;
 const MONITORS: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
 
-/// What the agent connects to.
+/// Listener in place of the VMM.
 struct Vmm {
     listener: UnixListener,
     path: PathBuf,
@@ -108,7 +109,7 @@ fn monitors(guest: &Guest) -> Result<String> {
     Ok(guest.run(&format!("cat {MONITORS}"))?.trim().to_owned())
 }
 
-/// Has the agent report to the test, and not to the VMM.
+/// Restarts the agent so that it reports to the test instead of the VMM.
 fn redirect(guest: &Guest, signal: &str) -> Result<()> {
     end(guest, signal)?;
     guest.run(&format!("foreshore-agent --port {PORT} >>/run/agent.log 2>&1 & echo"))?;
@@ -121,7 +122,8 @@ fn status_kib(guest: &Guest, field: &str) -> Result<u64> {
     text.trim().parse().with_context(|| format!("{field} is {text:?}"))
 }
 
-/// It is small, all of it is locked, and every zone says how many large blocks are free.
+/// Checks that the agent is small, that all of its memory is locked, and that every zone has a
+/// number of large free blocks.
 fn is_small_and_says_what_it_should(guest: &Guest, lines: &mut Lines) -> Result<()> {
     for seq in 1..=3 {
         let report = lines.next()?;
@@ -143,7 +145,7 @@ fn is_small_and_says_what_it_should(guest: &Guest, lines: &mut Lines) -> Result<
     is_at_rest(guest, lines)
 }
 
-/// What the agent has done so far, by the guest's own counters and clock.
+/// Resources that the agent has used so far, by the guest's counters and clock.
 struct Spent {
     uptime_s: f64,
     cpu_s: f64,
@@ -164,7 +166,8 @@ impl Spent {
     }
 }
 
-/// Reads so many reports, and returns how many milliseconds of the guest's clock they took.
+/// Reads `reports` reports, and returns the time that they took in milliseconds of the guest's
+/// clock.
 fn span_ms(lines: &mut Lines, reports: u64) -> Result<u64> {
     let mut of_next = || -> Result<(u64, u64)> {
         let report = lines.next()?;
@@ -181,11 +184,11 @@ fn span_ms(lines: &mut Lines, reports: u64) -> Result<u64> {
     }
 }
 
-/// It reports once a second and looks some ten times, as docs/reference/agent.md says. A machine
-/// without time to spare makes that less, not more: so each is counted against the guest's clock,
-/// from above.
+/// Checks the rates at rest in docs/reference/agent.md: one report and ten checks per second. A
+/// busy machine makes them lower but never higher, so they are checked against upper bounds by the
+/// guest's clock.
 fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
-    // For three seconds after it has connected it is not at rest.
+    // The agent is not at rest for three seconds after it has connected.
     span_ms(lines, 4)?;
     let before = Spent::read(guest)?;
     let took_ms = span_ms(lines, REST_REPORTS)?;
@@ -197,7 +200,8 @@ fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
         "at rest: {REST_REPORTS} reports in {took_ms} ms, it sleeps {sleeps:.1} times a second and takes {:.2} % of a CPU",
         cpu * 100.0
     );
-    // One may have come early, because something in the guest has taken and freed memory.
+    // One report may have come early, because a program in the guest has allocated and freed
+    // memory.
     ensure!(
         took_ms >= (REST_REPORTS - 1) * 1000,
         "{REST_REPORTS} reports at rest came in {took_ms} ms"
@@ -211,13 +215,13 @@ fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<
     let guest = Guest::builder().cpus(2).pressure("off").boot()?;
     let vmm = Vmm::listen(&guest)?;
     guest.wait_until("the agent looks for idle memory", LIMIT, || Ok(monitors(&guest)? != "0"))?;
-    // Killed, it leaves its monitors behind; the next one takes them over, and ends without leaving
-    // any.
+    // A killed agent leaves its monitors. The next one takes them over, and removes them when it
+    // ends.
     redirect(&guest, "KILL")?;
     ensure!(monitors(&guest)? != "0", "No monitors are left");
     let mut lines = vmm.accept()?;
     is_small_and_says_what_it_should(&guest, &mut lines)?;
-    // The same count finds out an agent that reports more often, because it is told to.
+    // Counterpart: the same count detects an agent that reports more often, as requested here.
     lines.tell(
         &json!({ "type": "settings", "version": 1, "watermark_bytes": 0, "rest_interval_ms": 50,
         "watermark_interval_ms": 50 }),
@@ -228,14 +232,14 @@ fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<
         "Told to hurry, it takes {took_ms} ms for {REST_REPORTS}"
     );
     drop((lines, vmm));
-    // A VMM that is new knows nothing of what was said before.
+    // A new VMM starts without any state of the connection.
     let vmm = Vmm::listen(&guest)?;
     let mut lines = vmm.accept()?;
     let report = lines.next()?;
     ensure!(report["seq"] == 1, "The first report to a new VMM is {report}");
     end(&guest, "TERM")?;
     ensure!(monitors(&guest)? == "0", "Its monitors stay");
-    // Somebody else's monitor is none of the agent's business.
+    // The agent leaves the monitor of another program alone.
     guest.run(&format!(
         "echo 1 >{MONITORS}; foreshore-agent --port {PORT} >/run/agent.log 2>&1 & echo"
     ))?;
@@ -270,7 +274,7 @@ fn tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none() -> Res
     lines.next()?;
     let major_faults = || guest.run("awk '{ print $12 }' /proc/$(pidof foreshore-agent)/stat");
     let before = major_faults()?;
-    // More than there is, and what does not compress.
+    // More than the guest's memory, and incompressible.
     let hog = guest.start_script(LIMIT, "exec guest-tool hog 460")?;
     let mut stalls = 0;
     for _ in 0..1000 {
@@ -320,11 +324,11 @@ fn memory_that_nobody_touches_is_reported_and_what_is_touched_is_not() -> Result
         }
         bail!("After 240 reports: not {what}")
     };
-    // What is not touched is found bit by bit.
+    // DAMON finds idle memory gradually.
     let while_touched = wait_for_idle("memory is touched", &|idle| idle > 64 * MIB)?;
     let most = (512 - TOUCHED_MIB / 2) * MIB;
     ensure!(while_touched < most, "With {TOUCHED_MIB} MiB in use {} are idle", while_touched / MIB);
-    // Still there, and left alone.
+    // The memory still exists but is no longer accessed.
     guest.run("killall -STOP guest-tool")?;
     wait_for_idle("it is left alone", &|idle| idle > while_touched + TOUCHED_MIB / 2 * MIB)?;
     let ticks = guest.run(
@@ -334,14 +338,14 @@ fn memory_that_nobody_touches_is_reported_and_what_is_touched_is_not() -> Result
     guest.no_kernel_complaints()
 }
 
-/// What the agent adapts to memory of two kinds.
+/// Settings that the agent changes while the guest has PM.
 const SETTINGS: &str = "cd /sys/kernel/mm/transparent_hugepage && \
     cat enabled defrag khugepaged/defrag /proc/sys/vm/watermark_boost_factor";
-/// More than the guest's DRAM.
+/// Size of a load that does not fit into the guest's DRAM.
 const LOAD_MIB: u64 = 300;
 
-/// Faults that got a huge page, and that did not, in a load that wants more than DRAM has; the
-/// kernel reclaims nothing for it.
+/// Numbers of faults with and without a huge page in a load that exceeds DRAM. The kernel reclaims
+/// no memory for it.
 fn huge_faults(guest: &Guest) -> Result<(u64, u64)> {
     let counters = || -> Result<BTreeMap<String, u64>> {
         let text = guest.run("cat /proc/vmstat")?;
@@ -368,7 +372,7 @@ fn huge_faults(guest: &Guest) -> Result<(u64, u64)> {
 
 fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
     let pool = Pool::create("512M")?;
-    // Linux gives huge pages to no guest that boots with less than 512 MiB.
+    // Linux disables huge pages in a guest that boots with less than 512 MiB.
     let guest = Guest::builder()
         .kernel(kernel)
         .cpus(2)
@@ -380,7 +384,7 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
     let set = |what: &str, want: &[&str]| {
         guest.wait_until(what, LIMIT, || {
             let text = guest.run(SETTINGS)?;
-            // Where there is a choice it is in brackets.
+            // A setting with alternatives has the chosen one in brackets.
             let chosen = |line: &str| match line.split_once('[') {
                 Some((_, rest)) => rest.split(']').next().unwrap_or_default().to_owned(),
                 None => line.trim().to_owned(),
@@ -398,13 +402,13 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
         "Of {} faults {small} got small pages",
         huge + small
     );
-    // With the kernel's own setting PM serves small ones alone.
+    // Counterpart: with the kernel's own setting, PM serves only small pages.
     guest.run("echo madvise >/sys/kernel/mm/transparent_hugepage/defrag")?;
     let (huge, small) = huge_faults(&guest)?;
     println!("{huge} and {small} by the kernel's own setting");
     ensure!(small > huge, "The kernel needs no setting: {huge} and {small} without");
-    // Somebody else's setting stays. The others go back when the agent ends, and, when it has been
-    // killed, by the next one, with the memory.
+    // A setting that another program has changed stays. The others are restored when the agent
+    // ends. After a kill, the next agent restores them when the PM has been unplugged.
     guest.run("echo defer >/sys/kernel/mm/transparent_hugepage/defrag")?;
     let (beside_pm, usual) = (["always", "defer", "0", "0"], ["always", "defer", "1", "15000"]);
     let start = || guest.run("foreshore-agent >>/run/agent.log 2>&1 & echo");

@@ -1,4 +1,4 @@
-//! A VM that is made by the API, as Cloud Hypervisor's clients make theirs.
+//! A VM created through the API, as by Cloud Hypervisor's clients.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ guest_tests::tests![
 
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// A VMM that is told of no VM.
+/// VMM without a VM.
 pub(crate) fn without_a_vm() -> GuestBuilder {
     let flags = [
         "--kernel",
@@ -31,14 +31,14 @@ pub(crate) fn without_a_vm() -> GuestBuilder {
     flags.into_iter().fold(Guest::builder(), |builder, flag| builder.without(flag))
 }
 
-/// One that serves its API.
+/// Starts a VMM without a VM and waits for its API.
 pub(crate) fn empty_vmm() -> Result<Guest> {
     let vmm = without_a_vm().start()?;
     vmm.wait_until("the VMM answers", START_LIMIT, || Ok(vmm.get("vmm.ping").is_ok()))?;
     Ok(vmm)
 }
 
-/// What a client would send, defaults written out.
+/// Configuration as a client would send it, with defaults included.
 pub(crate) fn config(vmm: &Guest) -> Value {
     json!({
         "payload": {
@@ -79,7 +79,7 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
     ensure!(status(&vmm, "PUT", "vm.pause")? == 405, "a VM that does not run is paused");
     ensure!(status(&vmm, "GET", "pool.info")? == 405, "pools of a VM that does not run are shown");
     ensure!(vmm.try_put("vm.create", config(&vmm))?.status == 405, "it is created twice");
-    // What boots is what the configuration was made to be.
+    // The VM boots with the changed configuration.
     vmm.put("vm.resize", json!({"desired_ram": 640 << 20}))?;
     vmm.command("vm.boot")?;
     vmm.wait_for_shell(BOOT_LIMIT)?;
@@ -91,7 +91,7 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
         running["state"] == "Running" && running["memory_actual_size"] == 640 << 20,
         "{running}"
     );
-    // What is shown can be given to create the same VM again.
+    // The reported configuration can be used to create the same VM again.
     vmm.command("vm.delete")?;
     ensure!(status(&vmm, "GET", "vm.info")? == 404, "a deleted VM is shown");
     vmm.put("vm.create", running["config"].clone())?;
@@ -134,7 +134,7 @@ fn requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all() -> Res
     let info = guest.get("vm.info")?;
     ensure!(info["state"] == "Paused" && info["memory_actual_size"] == 384 << 20, "{info}");
     guest.command("vm.resume")?;
-    // Linux logs an NMI that no device has sent, and goes on (arch/x86/kernel/nmi.c,
+    // Linux logs an NMI that no device has sent, and continues (arch/x86/kernel/nmi.c,
     // unknown_nmi_error).
     for cpu in 0..2 {
         let line = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
@@ -158,7 +158,7 @@ fn requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all() -> Res
 fn tell_of_a_life(text: &str) -> Result<()> {
     let events: Vec<Value> =
         serde_json::Deserializer::from_str(text).into_iter().collect::<Result<_, _>>()?;
-    // Devices come up in an order of their own.
+    // The order of the devices' events is not fixed.
     let of_devices = |event: &&Value| event["source"] == "virtio-device";
     for event in ["activated", "reset"] {
         ensure!(

@@ -1,6 +1,6 @@
-//! What no client should send, to a VMM with a guest: every field of every body with every kind of
-//! value, from two at once. Each is answered with a reason, the guest goes on meanwhile, and
-//! nothing is another than before.
+//! Invalid requests to a VMM with a guest: every field of every body with every kind of value, from
+//! two clients at once. Each receives an error with a reason, the guest continues to run, and
+//! nothing changes.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use values::values;
 
-/// What the unit tests of the API send, too.
+/// Values that the unit tests of the API also send.
 #[path = "../../../../../vmm/src/api/tests/values.rs"]
 mod values;
 
@@ -24,14 +24,13 @@ guest_tests::tests![
         sent_so_often(100_000, 10_000),
 ];
 
-/// Every field of Cloud Hypervisor's schemas.
+/// All fields of Cloud Hypervisor's schemas.
 const NAMES: &str =
     include_str!("../../../../../vmm/tests/compatibility/cloud-hypervisor-0.3.0.names");
-/// A guest beats each second, unless it stands still.
+/// Longest silence of the guest, which prints a line per second unless it hangs.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
-/// What a guest takes its time for.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Connections with half a request.
+/// Number of connections with half a request.
 const SILENT: usize = 50;
 
 struct Bad {
@@ -40,12 +39,12 @@ struct Bad {
     statuses: &'static [u16],
 }
 
-/// What is not there, whoever asks.
+/// Statuses of calls that do not exist.
 const NOT_HERE: &[u16] = &[501];
 const REFUSED: &[u16] = &[400, 404, 405, 409];
-/// The host has nothing of that name.
+/// Statuses of calls that name files or devices that the host lacks.
 const REFUSED_BY_THE_HOST: &[u16] = &[400, 404, 405, 409, 500];
-/// What says nothing changes nothing.
+/// Statuses of calls that succeed without effect if the body has no known field.
 const REFUSED_OR_EMPTY: &[u16] = &[204, 400, 404, 405, 409];
 
 fn fields_of(schema: &str) -> Vec<&'static str> {
@@ -53,8 +52,8 @@ fn fields_of(schema: &str) -> Vec<&'static str> {
     fields.filter_map(|field| field.strip_prefix(schema)?.strip_prefix('.')).collect()
 }
 
-/// Each field with each value, beside what keeps the rest from being taken: for the fields that
-/// these are, others.
+/// Objects with each field and each value, and with fields that cause a refusal: `beside`, or
+/// `instead` if `beside` has the field itself.
 fn each(fields: &[&str], beside: &Value, instead: &Value) -> Vec<Value> {
     let with = |field: &str, value| {
         let mut object = if beside.get(field).is_some() { instead.clone() } else { beside.clone() };
@@ -67,7 +66,7 @@ fn each(fields: &[&str], beside: &Value, instead: &Value) -> Vec<Value> {
         .collect()
 }
 
-/// Sections of a VM, of which there is one.
+/// Bodies for the sections of vm.create, refused because a VM exists.
 fn of_create() -> Vec<Value> {
     let of_section = |(section, schema, is_list): (&'static str, &str, bool)| {
         let all = [values(), each(&fields_of(schema), &json!({}), &json!({}))].concat();
@@ -96,7 +95,7 @@ fn of_create() -> Vec<Value> {
     .collect()
 }
 
-/// Devices that there are not, sizes that cannot be, and names of nothing.
+/// Bodies with unknown devices, impossible sizes and names that do not exist.
 fn of_a_vm_that_runs() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
     let none = json!({});
     let known = |call, schema: &str, beside: Value, instead: Value, statuses| {
@@ -111,7 +110,7 @@ fn of_a_vm_that_runs() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
         known("vm.add-disk", "DiskConfig", no_disk, none.clone(), REFUSED_BY_THE_HOST),
         known("vm.add-net", "NetConfig", no_tap, no_mtu, REFUSED_BY_THE_HOST),
         known("vm.add-pmem", "PmemConfig", no_file, none.clone(), REFUSED_BY_THE_HOST),
-        // There is one.
+        // The VM has a vsock device already.
         known(
             "vm.add-vsock",
             "VsockConfig",
@@ -180,7 +179,7 @@ fn nothing_has_changed(before: &Value, guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-/// Where they differ, and how.
+/// Lists the paths at which two values differ, with both values.
 fn differences(path: &str, before: &Value, now: &Value) -> Vec<String> {
     let (Some(old), Some(new)) = (before.as_object(), now.as_object()) else {
         return if before == now { Vec::new() } else { vec![format!("{path}: {before} is {now}")] };
@@ -192,12 +191,13 @@ fn differences(path: &str, before: &Value, now: &Value) -> Vec<String> {
         .collect()
 }
 
-/// Sends it from two clients at once, so many requests in all, and the first of them on connections
-/// of their own.
+/// Sends `requests` requests from two clients at once. The first `on_their_own` of them use a
+/// connection each.
 fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
     let bad = campaign()?;
     let guest = Guest::builder().boot()?;
-    // Its agent says it some time after the boot: nothing that a request has done.
+    // The agent reports the kernel some time after the boot. This change is not caused by a
+    // request.
     guest.wait_until("vm.info has the guest's kernel", LIMIT, || {
         Ok(!guest.get("vm.info")?["guest_kernel"].is_null())
     })?;
@@ -206,7 +206,7 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
         .start_script(SILENCE_LIMIT, "while ! test -e /tmp/end; do echo beat; sleep 1; done")?;
     let held = guest.holdings()?;
     let connect = || UnixStream::connect(guest.api_socket()).context("Cannot connect");
-    // Half a request each, and silence, for as long as it takes.
+    // Half a request on each connection, and then silence until the end.
     let silent = (0..SILENT).map(|_| {
         let mut stream = connect()?;
         stream.write_all(b"PUT /api/v1/vm.shutdown HTTP/1.1\r\nHost: x\r\nContent-Le")?;

@@ -1,6 +1,6 @@
-//! Refusals that need a host with KVM, or a guest: each is one clear error, and changes nothing.
-//! Those of the parser and of pools and files are in `vmm/tests/refusals.rs` and in the unit tests
-//! of `vmm`.
+//! Refusals that require a host with KVM, or a guest. Each is one clear error and changes nothing.
+//! Refusals of the parser and of pools and files are in `vmm/tests/refusals.rs` and in the unit
+//! tests of `vmm`.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -25,12 +25,12 @@ guest_tests::tests![
     reports_that_cannot_be_are_refused_and_counted,
 ];
 
-/// Checks that the VMM refuses to start with one line that has all of the words, and changes no
-/// file's name, length or beginning.
+/// Checks that the VMM refuses to start with one line that contains all `words`, and does not
+/// change the name, length or beginning of any file.
 fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
     let before = files(&this_tests_dir(), BEGINNING_BYTES)?;
     let refusal = builder.clone().name("refused").expect_refusal()?;
-    // Warnings about other flags may come before it.
+    // Warnings about other flags may precede it.
     let lines: Vec<&str> =
         refusal.message.lines().filter(|line| !line.contains(" WARN ")).collect();
     let message = lines.join("\n");
@@ -48,19 +48,19 @@ fn are_unchanged(before: &[FileState], after: &[FileState]) -> Result<()> {
 
 /// Length of the superblocks, volume tables, log and chunk table of the pools of these tests.
 const BEGINNING_BYTES: u64 = 4 << 20;
-/// All of any file.
+/// Covers any file completely.
 const ALL_BYTES: u64 = u64::MAX;
 
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct FileState {
     name: String,
     bytes: u64,
-    /// Sum of the content that was asked for.
+    /// Sum of the requested part of the content.
     sum: u64,
 }
 
 /// States of the files of a directory, each with a sum of its first `summed_bytes`. Files that the
-/// harness itself writes are left out.
+/// harness itself writes are excluded.
 fn files(dir: &Path, summed_bytes: u64) -> Result<Vec<FileState>> {
     let mut found = Vec::new();
     let entries = fs::read_dir(dir).with_context(|| format!("Cannot read {}", dir.display()))?;
@@ -79,7 +79,7 @@ fn files(dir: &Path, summed_bytes: u64) -> Result<Vec<FileState>> {
     Ok(found)
 }
 
-/// Sum of the first `bytes` of a file, which depends on the place of each byte.
+/// Sum of the first `bytes` of a file, which depends on the position of each byte.
 fn sum(path: &Path, bytes: u64) -> Result<u64> {
     let mut file = File::open(path)?.take(bytes);
     let mut piece = vec![0; PIECE_BYTES];
@@ -98,7 +98,7 @@ fn sum(path: &Path, bytes: u64) -> Result<u64> {
 }
 
 const PIECE_BYTES: usize = 1 << 20;
-/// Prime of the 64-bit FNV hash: odd, so that multiplying by it loses no bit.
+/// Prime of the 64-bit FNV hash. It is odd, so that a multiplication by it loses no bit.
 const FNV_PRIME: u64 = 0x100_0000_01b3;
 
 fn memory_beyond_the_address_space_is_refused() -> Result<()> {
@@ -115,7 +115,7 @@ fn memory_beyond_the_address_space_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// The VMM in a mount namespace that `prepare` has changed: its one line.
+/// Returns the single line of a VMM that runs in a mount namespace changed by `prepare`.
 fn refusal_where(prepare: &str, pool: &Pool) -> Result<String> {
     let before = files(&this_tests_dir(), ALL_BYTES)?;
     let script = format!("{prepare} && exec \"$0\" \"$@\"");
@@ -179,7 +179,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
         .pm_volume(&format!("{volume},interface=nvdimm"))
         .pressure("off")
         .boot()?;
-    // No PM is plugged, and once the guest has found its disks it writes to none.
+    // No PM is plugged, and the guest does not write to its disks after it has found them.
     let disks = "test -b /dev/vda && test -b /dev/vdb && ls /dev/pmem?s && ls /dev/pmem?";
     first.wait_until_run("the guest has found its disks", IO_LIMIT, disks)?;
     let (process, contents) = (first.pid().to_string(), files(&dir, ALL_BYTES)?);
@@ -201,7 +201,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     let refused = pool.create_volume("other", "16M").err().context("pmvol has made a volume")?;
     let refused = format!("{refused:#}");
     ensure!(refused.contains(&holder), "pmvol refused for another reason: {refused}");
-    // Console files are emptied once nothing can fail any more.
+    // Console files are only truncated when the start can no longer fail.
     let [said, unsaid] = ["said", "unsaid"].map(|name| dir.join(name));
     fs::write(&said, "by an earlier guest")?;
     let consoles = with("--serial", &format!("file={}", said.display()))
@@ -245,7 +245,7 @@ fn a_mounted_device_is_read_only(device: &LoopDevice) -> Result<()> {
     result
 }
 
-/// The agent is not started: these lines come from whoever reaches its port in the guest.
+/// The agent is not started. These lines come from another process that can reach its port.
 fn reports_that_cannot_be_are_refused_and_counted() -> Result<()> {
     let hello = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
     let report = |seq: u64, available_bytes: u64| {

@@ -1,5 +1,5 @@
-//! Memory comes and goes by virtio-balloon, and a guest without an agent is sized by its
-//! statistics.
+//! Inflation and deflation of the virtio balloon, and policies that size a guest without an agent
+//! by balloon statistics.
 
 use std::time::Duration;
 
@@ -28,12 +28,12 @@ guest_tests::tests![
     a_guest_without_an_agent_is_given_pm_by_amf: 400 (extended) => is_given_pm_by(&AMF),
 ];
 
-/// For a driver to follow, under emulation.
+/// Time for a driver to reach a size, under emulation.
 const FOLLOW_LIMIT: Duration = Duration::from_secs(120);
 
-/// Shrinks wait for cool-downs.
+/// Time for a shrink, which waits for cool-downs.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
-/// A block of the guest's memory, which goes as a whole.
+/// Memory block of the guest, which is unplugged as a whole.
 const BLOCK_MIB: u64 = 128;
 
 fn actual_bytes(guest: &Guest) -> Result<u64> {
@@ -71,10 +71,10 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
         .cmdline("foreshore.agent=off")
         .pressure("off")
         .boot()?;
-    // Linux 6.12 leaves up to an eighth of memory in the lists of a CPU that has freed it, and
+    // Linux 6.12 leaves up to an eighth of memory in the lists of the CPU that has freed it, and
     // counts it as used.
     guest.run("echo 1000 >/proc/sys/vm/percpu_pagelist_high_fraction")?;
-    // What the host holds falls with what is taken, whichever of the free pages the driver takes.
+    // The resident memory falls by the inflated size, whichever free pages the driver selects.
     let free_mib = meminfo_mib(&guest, "MemFree")?;
     ensure!(free_mib > 320, "Only {free_mib} MiB are free: the test needs more");
     touch(&guest, free_mib - 40)?;
@@ -91,13 +91,13 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     );
     let info = guest.get("vm.info")?;
     ensure!(info["memory_actual_size"] == json!(256 * MIB), "{info}");
-    // Statistics say the same as the guest does itself.
+    // Statistics agree with the guest's own values.
     let total_mib = meminfo_mib(&guest, "MemTotal")?;
     guest.wait_until("statistics show the balloon", FOLLOW_LIMIT, || {
         let free_mib = statistic(&guest, "free")? as u64 / MIB;
         Ok(statistic(&guest, "total")? as u64 / MIB == total_mib && free_mib < 200)
     })?;
-    // More than is left: the guest takes it out of the balloon before it kills anybody.
+    // More than the remaining memory: the guest deflates the balloon before it kills a process.
     let hog = guest.hog(left_mib + 60, FOLLOW_LIMIT)?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
     let saved = guest.metric("foreshore_balloon_oom_deflated_bytes_total", &[])?;
@@ -106,7 +106,7 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
         "Nothing was taken out of the balloon"
     );
     drop(hog);
-    // And all of it back, when it is asked to.
+    // A deflation returns all of it.
     ask(&guest, 0)?;
     guest.wait_until("all memory is available again", FOLLOW_LIMIT, || {
         Ok(meminfo_mib(&guest, "MemAvailable")? + 16 > available_mib)
@@ -116,11 +116,12 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Two guests, of which one reports its free pages: what both have freed the host gets back from
-/// that one alone, and only that. Nothing is in their balloons, and nobody decides anything.
+/// Two guests free memory, and one of them reports its free pages. The host gets memory back only
+/// from that one, and only the freed part. The balloons are empty, and no policy is active.
 fn reports_what_is_free(kernel: Kernel) -> Result<()> {
     const FREED_MIB: u64 = 256;
-    /// What is not whole blocks of 2 MiB, and what others take meanwhile.
+    /// Part that is reported at least. The rest are incomplete blocks of 2 MiB, and memory that
+    /// other programs allocate meanwhile.
     const ABOUT_PERCENT: u64 = 85;
     let boot = |reporting: &str| {
         Guest::builder()
@@ -132,7 +133,8 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
             .pressure("off")
             .boot()
     };
-    // What stays is freed first: it has had its time when the other one's is back.
+    // The guest that does not report frees first, so it has had enough time when the other one's
+    // memory is returned.
     let (silent, reporting) = (boot("off")?, boot("on")?);
     let given_back = |guest: &Guest, by: &str| -> Result<u64> {
         let back = guest.metric("foreshore_balloon_given_back_bytes_total", &[("by", by)])?;
@@ -159,7 +161,7 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
     let reported = given_back(&reporting, "report")? - reported_before;
     ensure!(reported >= about_bytes, "Only {reported} bytes were reported");
     ensure!(given_back(&reporting, "inflate")? == 0, "The balloon has taken something");
-    // What is in use stays: the guest still works, and has not given all it has.
+    // Memory in use stays: the guest still works and has not returned all of its memory.
     let left_bytes = reporting.rss_bytes()?;
     ensure!(left_bytes >= 32 * MIB, "{left_bytes} bytes are left of the guest");
     let kept_bytes = silent.rss_bytes()?;
@@ -171,7 +173,7 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
         given_back(&silent, "report")? == 0,
         "Free pages were reported that nobody was to report"
     );
-    // And it can be had again.
+    // The guest can use the memory again.
     drop(reporting.hog(FREED_MIB, FOLLOW_LIMIT)?);
     reporting.no_kernel_complaints()
 }
@@ -182,7 +184,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
         .memory("size=768M")
         .argument("--balloon", "deflate_on_oom=on,free_page_reporting=on")
         .cmdline("foreshore.agent=off")
-        // The default waits are in unit tests.
+        // Unit tests cover the default waits.
         .pressure("psi,idle=2s,cool_down=1s")
         .boot()?;
     guest.wait_until("memory that is idle goes into the balloon", FOLLOW_LIMIT, || {
@@ -191,8 +193,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     let pressure = guest.get("vm.pressure")?;
     ensure!(pressure["details"]["source"] == "statistics", "{pressure}");
     ensure!(pressure["details"]["refused"] == json!({}), "{pressure}");
-    // The watermarks are those that the kernel has, not far off: khugepaged's share is most of
-    // them.
+    // The watermarks equal the kernel's approximately. khugepaged's part is most of them.
     let high = "awk '$1 == \"high\" { sum += $2 } END { print sum * 4096 }' /proc/zoneinfo";
     let real: f64 = guest.run(high)?.trim().parse()?;
     let shown = guest.metric("foreshore_pressure_watermark_bytes", &[("watermark", "high")])?;
@@ -200,7 +201,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
         (0.8..1.25).contains(&(shown / real)),
         "The high watermarks are {real} bytes, not {shown}"
     );
-    // More than it has at hand: it comes out of the balloon in time.
+    // More than the available memory: the balloon is deflated in time.
     let need_mib = meminfo_mib(&guest, "MemAvailable")? + 100;
     let before_bytes = actual_bytes(&guest)?;
     let hog = guest.hog(need_mib, FOLLOW_LIMIT)?;
@@ -210,7 +211,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
         busy_bytes + 64 * MIB < before_bytes,
         "{before_bytes} bytes, then {busy_bytes} in the balloon"
     );
-    // What is freed goes back to the host without anybody asking, and then into the balloon.
+    // Freed memory returns to the host by free page reporting, and then the balloon is inflated.
     let full_bytes = guest.rss_bytes()?;
     drop(hog);
     let back = guest.wait_until("free pages are back on the host", FOLLOW_LIMIT, || {
@@ -223,7 +224,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
         Ok(actual_bytes(&guest)? > busy_bytes + 64 * MIB)
     });
     if back.is_err() || again.is_err() {
-        // What a person would ask next.
+        // Diagnostics for the log of a failed test.
         println!("{}", guest.get("vm.pressure")?);
         println!("{}", guest.run("cat /proc/meminfo; dmesg | tail -n 20")?);
     }
@@ -231,16 +232,16 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// A policy, its parameters, and the reason for which it gives PM back.
+/// A policy, its parameters, and the reason of its shrinks.
 struct Giver {
     policy: &'static str,
     params: &'static str,
     give_back: &'static str,
 }
 
-/// Goes by the memory that is available.
+/// Uses available memory.
 const PSI: Giver = Giver { policy: "psi", params: r#"{"idle": "2s"}"#, give_back: "surplus" };
-/// Goes by the memory that is free.
+/// Uses free memory.
 const AMF: Giver = Giver {
     policy: "amf",
     params: r#"{"watermark-scale": 2, "reclaim": 5}"#,
@@ -253,14 +254,14 @@ fn is_given_pm_by(giver: &Giver) -> Result<()> {
         .cpus(2)
         .memory("size=768M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
-        // What it booted with stays with it: this is about PM.
+        // Boot memory stays with the guest, because this test is about PM.
         .argument("--balloon", "floor=768M")
         .cmdline("foreshore.agent=off foreshore.zram=128M")
         .pressure("off")
         .boot()?;
     let followed = is_given_pm(&guest, giver);
     if followed.is_err() {
-        // What a person would ask next.
+        // Diagnostics for the log of a failed test.
         println!("{}", guest.get("vm.memory")?);
         println!("{}", guest.get("vm.pressure")?);
         println!("{}", guest.run("cat /proc/meminfo; dmesg | tail -n 20")?);
@@ -282,7 +283,7 @@ fn is_given_pm(guest: &Guest, giver: &Giver) -> Result<()> {
     })?;
     let plugged = || Ok::<_, anyhow::Error>(zone(guest, "pm")?.plugged_bytes);
     ensure!(plugged()? == 0, "PM is plugged before anybody needs it");
-    // 1. More than there is, and not faster than statistics come.
+    // 1. A load that exceeds the memory, and that is not faster than statistics.
     let need_mib = meminfo_mib(guest, "MemAvailable")? + MORE_MIB;
     let mut load =
         guest.start_script(FOLLOW_LIMIT, &format!("exec guest-tool leak {need_mib} 60"))?;
@@ -301,7 +302,7 @@ fn is_given_pm(guest: &Guest, giver: &Giver) -> Result<()> {
         decisions.iter().any(|decision| grows(&decision)),
         "Nobody has decided that: {decisions:?}"
     );
-    // 2. It goes back.
+    // 2. PM returns.
     drop(load);
     guest.wait_until("PM goes back", SHRINK_LIMIT, || Ok(plugged()? < BLOCK_MIB * MIB))?;
     let decisions = decisions_since(guest, before)?;

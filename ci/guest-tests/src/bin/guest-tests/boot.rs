@@ -1,4 +1,4 @@
-//! A stock kernel comes up, sees the machine it was promised, and goes down again.
+//! Boot and shutdown of a stock kernel, with the expected machine.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ fn has_its_devices(kernel: Kernel) -> Result<()> {
     let release = guest.run("uname -r")?;
     ensure!(release.starts_with(&format!("{kernel}.")), "The guest runs {release}");
     let mib = mem_total_mib(&guest)?;
-    // The kernel keeps some 30 MiB for itself before it counts.
+    // The kernel reserves some 30 MiB before it counts.
     ensure!((700..=768).contains(&mib), "MemTotal is {mib} MiB");
     rng_feeds_the_kernel(&guest)?;
     has_nested_virtualization_and_kvm_clock(&guest)?;
@@ -41,7 +41,7 @@ fn rng_feeds_the_kernel(guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-/// Checks what a guest has unless `--cpus` says otherwise.
+/// Checks the CPU features and the clock that a guest has by default, without options of `--cpus`.
 fn has_nested_virtualization_and_kvm_clock(guest: &Guest) -> Result<()> {
     let flags = guest.run("grep -m1 ^flags /proc/cpuinfo")?;
     ensure!(
@@ -72,13 +72,13 @@ fn two_cpus_work(kernel: Kernel) -> Result<Guest> {
     Ok(guest)
 }
 
-/// Checks that the guest's own programs end it: the button requests nothing more.
+/// Checks that the guest's own programs shut it down after a single press of the button.
 fn press_the_power_button(guest: Guest) -> Result<()> {
     guest.command("vm.power-button")?;
     ends_with_0(guest)
 }
 
-/// Checks that a paused guest is told of the button as it goes on.
+/// Checks that a paused guest receives the button press on resume.
 fn press_the_power_button_in_a_pause(guest: Guest) -> Result<()> {
     guest.command("vm.pause")?;
     guest.command("vm.power-button")?;

@@ -1,8 +1,7 @@
-//! One media format, two implementations: what Linux' BTT driver writes we read, and the other way
-//! round.
+//! Compatibility of our BTT engine and Linux' driver, in both directions.
 //!
 //! Both sides run seeded programs ([`guest_tools::sectors`]), so that each can compute the content
-//! that the other must have left. `FORESHORE_TEST_SEED=N` runs other programs.
+//! that the other must have written. `FORESHORE_TEST_SEED=N` selects other programs.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -34,13 +33,13 @@ guest_tests::tests![
 
 const OPERATIONS: u64 = 10_000;
 
-/// What each does near the border of two arenas: some one in sixty goes across.
+/// Operations of each side near the border of two arenas. About one in sixty crosses it.
 const AROUND_BORDER: u64 = 600;
 
-/// Both arenas of a disk together: each has 16 MiB at least.
+/// Size of a disk with two arenas of at least 16 MiB each.
 const ARENAS_MIB: u64 = 36;
 
-/// A program's seed: the test's own, or what was asked for.
+/// Seed of a program: the test's own, or from the environment.
 pub(crate) fn seed(own: u64) -> Result<u64> {
     match std::env::var("FORESHORE_TEST_SEED") {
         Ok(asked) => {
@@ -53,12 +52,12 @@ pub(crate) fn seed(own: u64) -> Result<u64> {
 pub(crate) struct Disk {
     pool: PathBuf,
     pub name: String,
-    /// The volume, while nobody has it.
+    /// Volume while no VM uses it.
     pub media: BttMedia,
     pub shape: Shape,
-    /// The first sector of each arena.
+    /// First sector of each arena.
     pub arenas: Vec<u64>,
-    /// The arena that takes no writes.
+    /// Arena that refuses writes.
     pub damaged: Option<usize>,
 }
 
@@ -74,9 +73,9 @@ impl Disk {
         Self::open(pool, name)
     }
 
-    /// Makes a volume that has grown: it has two arenas. One that has not has a second one beyond
-    /// 512 GiB alone; Linux' driver takes an arena of any size, and finds the next by what the
-    /// info block says (drivers/nvdimm/btt.c, discover_arenas).
+    /// Creates a volume and grows it, so that it has two arenas. Otherwise only a volume beyond 512
+    /// GiB has a second arena. Linux' driver accepts an arena of any size, and finds the next one
+    /// by its info block (drivers/nvdimm/btt.c, discover_arenas).
     pub(crate) fn create_with_two_arenas(
         pool: &Pool,
         name: &str,
@@ -103,7 +102,8 @@ impl Disk {
         })
     }
 
-    /// Holds what we read against it while no guest has it: both our readers, and the check.
+    /// Verifies the content with both of our readers, and checks the volume, while no guest uses
+    /// it.
     pub(crate) fn verify(&self, history: &[impl AsRef<str>]) -> Result<()> {
         let outcome = Outcome::of_history(self.shape, history)?;
         let verified = self.media.verify(&outcome).context("What Reader reads");
@@ -111,7 +111,7 @@ impl Disk {
         self.verify_by_engine(&outcome)
     }
 
-    /// Holds what our engine reads against it.
+    /// Verifies the content that our engine reads.
     pub(crate) fn verify_by_engine(&self, outcome: &Outcome) -> Result<()> {
         let verified =
             self.with_engine(|engine| engine.verify(outcome)).context("What Engine reads");
@@ -137,7 +137,7 @@ impl Disk {
     }
 }
 
-/// Our engine, as something to run programs on.
+/// Storage that runs programs on our engine.
 struct OnEngine(Engine<Volume>);
 
 impl OnEngine {
@@ -167,12 +167,12 @@ impl Storage for OnEngine {
 pub(crate) struct Linux<'a> {
     pub guest: Guest,
     disks: &'a [Disk],
-    /// The disks' nodes, in their order.
+    /// Device nodes of the disks, in their order.
     pub nodes: Vec<String>,
 }
 
 impl<'a> Linux<'a> {
-    /// Boots it, and finds the disks.
+    /// Boots a guest and finds the disks.
     pub(crate) fn boot(
         pool: &Pool,
         disks: &'a [Disk],
@@ -193,8 +193,7 @@ impl<'a> Linux<'a> {
         let count =
             format!("ls /sys/block | grep -cE '^(pmem.*s|vd.*)$' | grep -qx {}", disks.len());
         guest.wait_until_run("the disks are there", IO_LIMIT, &count)?;
-        // Which one is found first is the guest's affair: all disks of a test have sizes of their
-        // own.
+        // The guest may find the disks in any order, so all disks of a test have different sizes.
         let sizes = guest.run("cd /sys/block && grep -s . pmem*s/size vd*/size /dev/null; true")?;
         let node = |disk: &Disk| {
             let size = disk.shape.sectors * u64::from(disk.shape.sector_bytes) / 512;
@@ -208,7 +207,7 @@ impl<'a> Linux<'a> {
         Ok(Self { guest, disks, nodes })
     }
 
-    /// Runs commands in the guest, on all disks at once.
+    /// Runs commands in the guest, on all disks concurrently.
     pub(crate) fn on_each(&self, command: impl Fn(usize, &str) -> String) -> Result<()> {
         let start = |(number, node): (usize, &String)| {
             let command = command(number, &format!("/dev/{node}"));
@@ -222,7 +221,7 @@ impl<'a> Linux<'a> {
         Ok(())
     }
 
-    /// Powers it off, if its kernel has no other complaint than that.
+    /// Powers the guest off if its kernel has no complaint except the expected one.
     pub(crate) fn end(self, expected_complaint: Option<&str>) -> Result<()> {
         let log = self.guest.run("dmesg")?;
         let mut complaints = complaints(&log);
@@ -233,7 +232,7 @@ impl<'a> Linux<'a> {
     }
 }
 
-/// The command that runs a program on a disk.
+/// Command that runs a program on a disk.
 pub(crate) fn write(node: &str, program: &str) -> String {
     format!("guest-tool write-sectors {node} {program}")
 }
@@ -243,14 +242,14 @@ pub(crate) fn check(node: &str, history: &[impl AsRef<str>]) -> String {
     format!("guest-tool check-sectors {node} {}", history.join(" "))
 }
 
-/// One of each sector size.
+/// One disk of each sector size.
 fn two_disks(pool: &Pool) -> Result<[Disk; 2]> {
     Ok([Disk::create(pool, "sectors-4096", 32, 4096)?, Disk::create(pool, "sectors-512", 20, 512)?])
 }
 
-/// Each finds the log as the other has left it: our engine; Linux by NVDIMM; our engine; an older
-/// Linux with a lane more; our engine; Linux by virtio-pmem, where each sector is four exits. The
-/// engine leaves discarded sectors behind as well, which read as zeros.
+/// Each side finds the log as the other has left it: our engine, Linux by NVDIMM, our engine, an
+/// older Linux with one more lane, our engine, Linux by virtio-pmem. With virtio-pmem, each sector
+/// is four exits. The engine also leaves discarded sectors, which read as zeros.
 fn a_disk_goes_to_and_fro() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disks = two_disks(&pool)?;
@@ -278,8 +277,8 @@ fn a_disk_goes_to_and_fro() -> Result<()> {
     Ok(())
 }
 
-/// The same where each disk has two arenas, and each side writes a lot where they meet, across and
-/// beside: what lies in which arena, both have to find out.
+/// As above, but each disk has two arenas, and each side writes much across and beside their
+/// border. Both sides must determine which sector belongs to which arena.
 fn a_disk_of_two_arenas_goes_to_and_fro() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disk =
@@ -319,8 +318,8 @@ fn a_disk_of_two_arenas_goes_to_and_fro() -> Result<()> {
     Ok(())
 }
 
-/// In each BTT all lanes are in some state, and those of the guest's CPUs, which go on from theirs,
-/// are in all of them by turns.
+/// All lanes of a BTT are in some state. The lanes of the guest's CPUs, which continue from their
+/// states, are in each of them in one of the BTTs.
 fn replays(kernel: Kernel) -> Result<()> {
     const CPUS: u32 = 4;
     let pool = Pool::create("512M")?;
@@ -334,8 +333,7 @@ fn replays(kernel: Kernel) -> Result<()> {
         Flogs { padding, shift }.make(&disk.media)?;
         let made = format!("flogs:{shift}");
         disk.media.verify(&Outcome::of_history(disk.shape, &[&made])?)?;
-        // Nothing through the page cache, which would read around a sector and come across bad
-        // ones.
+        // Direct I/O, because the page cache would read around a sector and hit bad ones.
         let program = format!("direct:{}:100:{CPUS}", seed(30 + number as u64)?);
         histories.push([made, program]);
         disks.push(disk);
@@ -346,7 +344,7 @@ fn replays(kernel: Kernel) -> Result<()> {
         let steps = [check(node, &[made]), write(node, program), check(node, &[made, program])];
         steps.join(" && ")
     })?;
-    // What looks for partitions and file systems reads the sectors that fail.
+    // Probes for partitions and file systems read the sectors that fail.
     linux.end(Some("Buffer I/O error"))?;
     for (disk, history) in disks.iter().zip(&histories) {
         disk.verify(history)?;
@@ -354,7 +352,7 @@ fn replays(kernel: Kernel) -> Result<()> {
     Ok(())
 }
 
-/// What the guest's recovery stores goes nowhere.
+/// Stores of the guest's recovery are discarded, so the VMM must have recovered the volume.
 fn a_readonly_volume_is_recovered_before_it_is_shown() -> Result<()> {
     let pool = Pool::create("128M")?;
     let disk = Disk::create(&pool, "flogs", 24, 4096)?;

@@ -1,4 +1,4 @@
-//! Clients of Cloud Hypervisor (ci/clients) against live guests.
+//! Clients of Cloud Hypervisor (ci/clients) with live guests.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -26,23 +26,23 @@ guest_tests::tests![
     virtink_reboots: 240 (long) => Client::new("virtink").run_and_leave(),
 ];
 
-/// Until a VMM that was told to end has ended.
+/// Time limit of the VMM's shutdown.
 const END_LIMIT: Duration = Duration::from_secs(30);
-/// The FIFO that libvirt makes.
+/// FIFO that libvirt creates.
 const EVENTS: &str = "event-monitor-fifo";
 
 fn image(name: &str, mib: u64) -> Result<PathBuf> {
     fs::create_dir_all(this_tests_dir())?;
     let path = this_tests_dir().join(name);
-    // A VM may have it already.
+    // A VM may use it already.
     File::options().write(true).create(true).truncate(false).open(&path)?.set_len(mib << 20)?;
     Ok(path)
 }
 
-/// A client beside a VMM.
+/// Client of a VMM.
 struct Client {
     name: &'static str,
-    /// A NIC of the guest for each; the client opens them.
+    /// Networks of the guest's NICs, which the client opens.
     nets: Vec<Net>,
 }
 
@@ -56,7 +56,7 @@ impl Client {
         Ok(Self { name, nets: vec![one?, other?] })
     }
 
-    /// Runs it to its end, and says when the guest is up.
+    /// Runs the client to its end. It waits at the line `until up` until the guest is ready.
     fn run(&self, vmm: &Guest) -> Result<()> {
         let kernel = Kernel::V6_12;
         let paths = [
@@ -91,7 +91,7 @@ impl Client {
         Ok(())
     }
 
-    /// What was handed in carries packets, after the first boot and the next ones.
+    /// Checks that the client's NICs carry packets after the first boot and later ones.
     fn use_nets(&self, vmm: &Guest, boots: usize) -> Result<()> {
         for (nth, net) in self.nets.iter().enumerate() {
             if boots == 0 {
@@ -102,14 +102,14 @@ impl Client {
         Ok(())
     }
 
-    /// The same beside a VMM without a VM, which the client ends.
+    /// Runs the client with a VMM without a VM. The client ends the VMM.
     fn run_to_the_end(&self) -> Result<()> {
         let vmm = empty_vmm()?;
         self.run(&vmm)?;
         ends(vmm)
     }
 
-    /// The same, where the client leaves a VMM without a VM.
+    /// Runs the client with a VMM without a VM. The client leaves the VMM without a VM.
     fn run_and_leave(&self) -> Result<()> {
         let vmm = empty_vmm()?;
         self.run(&vmm)?;
@@ -126,12 +126,12 @@ fn ends(vmm: Guest) -> Result<()> {
 }
 
 fn every_call() -> Result<()> {
-    // It adds an interface, for which the VMM makes a tap.
+    // The client adds an interface, for which the VMM creates a tap.
     need_tun()?;
     Client::new("every-call").run_to_the_end()
 }
 
-/// It says all by flags, two values to one of them.
+/// The client passes everything by flags, and two values to one of them.
 fn flintlock_reads_the_counters() -> Result<()> {
     let disk = |name: &str, more: &str| {
         Ok::<_, anyhow::Error>(format!("path={}{more}", image(name, 64)?.display()))
@@ -156,7 +156,7 @@ fn flintlock_reads_the_counters() -> Result<()> {
     ends(vmm)
 }
 
-/// Libvirt creates the socket, starts the VMM, and opens the FIFO. The VMM waits for the latter.
+/// Libvirt creates the socket, starts the VMM and opens the FIFO. The VMM waits for the latter.
 fn libvirt_reboots() -> Result<()> {
     let client = Client::with_nets("libvirt", [24, 25])?;
     let events = this_tests_dir().join(EVENTS);

@@ -1,5 +1,4 @@
-//! Consoles that somebody comes to: pseudo terminals and sockets, with a shell of the guest on
-//! them.
+//! Consoles on pseudo terminals and sockets, with a shell of the guest.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -28,7 +27,7 @@ guest_tests::tests![
 
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// Whoever is at a console.
+/// User of a console.
 struct Visitor<F> {
     line: F,
     heard: String,
@@ -60,7 +59,7 @@ impl<F: Read + Write + AsFd> Visitor<F> {
                 events: libc::POLLIN,
                 revents: 0,
             };
-            // SAFETY: one valid entry that lives over the call.
+            // SAFETY: one valid entry that outlives the call.
             if unsafe { libc::poll(&raw mut poll, 1, 1000) } <= 0 {
                 continue;
             }
@@ -72,9 +71,9 @@ impl<F: Read + Write + AsFd> Visitor<F> {
         }
     }
 
-    /// Has the guest's shell compute something: an echo of what was typed is no answer.
+    /// Makes the guest's shell compute a sum, because an echo of the input is no proof.
     fn ask_the_shell(&mut self, a: u32, b: u32) -> Result<()> {
-        // A shell that is not there yet does not see what is typed, but finds it.
+        // Input for a shell that has not started yet is buffered.
         self.say(&format!("echo sum-$(({a} + {b}))-\n"))?;
         self.hear(&format!("sum-{}-", a + b)).map(drop)
     }
@@ -88,7 +87,7 @@ fn with_shell(console: &str) -> GuestBuilder {
     builder.cmdline("foreshore.shell=on")
 }
 
-/// Where the API says that a console is.
+/// Path of a console as reported by the API.
 fn path_of(guest: &Guest, section: &str) -> Result<PathBuf> {
     let info = guest.get("vm.info")?;
     let path =
@@ -106,7 +105,7 @@ fn a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot() -> Result<()> {
     let path = path_of(&guest, "serial")?;
     ensure!(path.starts_with("/dev/pts"), "The terminal is {}", path.display());
     let mut visitor = sit_down(&path)?;
-    // What was said before anybody came.
+    // Output from before the terminal was opened.
     visitor.hear("foreshore-guest: ready")?;
     visitor.ask_the_shell(40, 2)?;
     drop(visitor);
@@ -148,7 +147,7 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
         config["mode"] == "Socket" && config["socket"] == socket.display().to_string(),
         "{config}"
     );
-    // Another VM does not take it.
+    // Another VM cannot take the socket over.
     let refusal = Guest::builder()
         .argument("--serial", &format!("socket={}", socket.display()))
         .expect_refusal()?;
@@ -162,7 +161,7 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
 fn a_console_that_nobody_reads_stops_no_guest() -> Result<()> {
     let guest = Guest::builder().argument("--serial", "pty").boot()?;
     let path = path_of(&guest, "serial")?;
-    // More than the kernel keeps of a pseudo terminal. Every byte is an exit.
+    // More than the kernel buffers for a pseudo terminal. Each byte is an exit.
     let flood = |name: &str| {
         guest.run_within(
             ANSWER_LIMIT,
@@ -172,7 +171,7 @@ fn a_console_that_nobody_reads_stops_no_guest() -> Result<()> {
             ),
         )
     };
-    // Somebody who has it open and reads nothing, and then nobody.
+    // First the terminal is open without a reader, then closed.
     let idle = sit_down(&path)?;
     flood("one-who-does-not-read")?;
     drop(idle);
@@ -193,7 +192,7 @@ fn both_consoles_may_be_the_terminal() -> Result<()> {
     Ok(())
 }
 
-/// Makes a terminal another size, as whoever looks at it does.
+/// Resizes a terminal, as its user does.
 fn resize(terminal: &impl AsFd, columns: u16, rows: u16) -> Result<()> {
     let size = Winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
     tcsetwinsize(terminal, size).context("Cannot resize a terminal")
@@ -211,7 +210,7 @@ fn a_shell_on_a_consoles_pty(kernel: Kernel) -> Result<Guest> {
     let path = path_of(&guest, "console")?;
     let mut visitor = sit_down(&path)?;
     resize(&visitor.line, 132, 43)?;
-    // The VMM reads the size when somebody types, or is shown something.
+    // The VMM reads the size on input and output.
     visitor.ask_the_shell(40, 2)?;
     wait_for_size(&guest, 132, 43)?;
     visitor.say("echo size-$(stty size | tr ' ' x)-\n")?;
@@ -220,7 +219,7 @@ fn a_shell_on_a_consoles_pty(kernel: Kernel) -> Result<Guest> {
     let all = visitor.hear("done-2")?;
     let lines = all.lines().filter(|line| line.parse::<u32>().is_ok()).count();
     ensure!(lines == 300, "{lines} lines of 300 came");
-    // `stty -F`, and nobody types.
+    // Resize by `stty -F`, without input.
     resize(&sit_down(&path)?.line, 90, 25)?;
     wait_for_size(&guest, 90, 25)?;
     guest.no_kernel_complaints()?;
@@ -238,7 +237,7 @@ fn a_guest_follows_the_size_of_the_vmms_terminal() -> Result<()> {
     grantpt(&master)?;
     unlockpt(&master)?;
     let path = PathBuf::from(ptsname(&master, Vec::new())?.into_string()?);
-    // The terminal exists as long as a slave is open. This one keeps it when the VMM closes its
+    // The terminal exists while a slave is open. This one keeps it open when the VMM closes its
     // own.
     let _slave = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&path)?;
     resize(&master, 100, 30)?;

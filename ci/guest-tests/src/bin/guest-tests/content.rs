@@ -17,7 +17,7 @@ guest_tests::tests![
 
 const LIMIT: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
-/// QCOW2's magic and its version (docs/interop/qcow2.txt of QEMU).
+/// Magic and version of QCOW2 (docs/interop/qcow2.txt of QEMU).
 const QCOW2: &str = "printf 'QFI\\373\\0\\0\\0\\3'";
 
 fn file(name: &str, size_bytes: u64, head: &[u8]) -> Result<PathBuf> {
@@ -59,7 +59,7 @@ fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
     wait_for_devices(&guest)?;
     guest.run(&format!("{QCOW2} | dd of=/dev/vda conv=notrunc,fsync 2>/dev/null"))?;
     guest.run("dd if=/dev/vdc of=/dev/vdb bs=1M conv=fsync 2>/dev/null")?;
-    // The volume's device is /dev/pmem?s, so the pattern finds the file of --pmem alone.
+    // The volume's device is /dev/pmem?s, so the pattern matches only the file of --pmem.
     guest.run(
         "for bytes in /dev/pmem?; do dd if=/dev/vdc of=$bytes bs=1M conv=fsync 2>/dev/null; done",
     )?;
@@ -73,7 +73,7 @@ fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
         guest
             .run("cmp -n 8388608 /dev/vdb /dev/vdc")
             .with_context(|| format!("{life}: the disk lost the copy of a pool"))?;
-        // The replaced namespace is a /dev/pmem? as well.
+        // The replaced namespace also matches /dev/pmem?.
         let pmem = "for bytes in /dev/pmem?; do cmp -n 8388608 $bytes /dev/vdc 2>/dev/null && exit 0; done; exit 1";
         guest
             .run(pmem)

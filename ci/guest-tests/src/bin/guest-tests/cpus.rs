@@ -1,4 +1,4 @@
-//! vCPUs: how they look, and how they come and go while the guest runs, on Debian's stock kernels.
+//! vCPUs of Debian's stock kernels: features, topology, and hotplug.
 
 use std::fs;
 use std::thread;
@@ -31,9 +31,9 @@ guest_tests::tests![
 /// Limit of the start or the release of a vCPU. It is long because up to four vCPUs share the CPU
 /// of an emulated host.
 const LIMIT: Duration = Duration::from_secs(100);
-/// Where it is, the load ends.
+/// File whose existence ends the load.
 const STOP: &str = "/run/load-is-over";
-/// The registers (vmm/src/acpi/hotplug_cpus.rs).
+/// Registers of CPU hotplug (vmm/src/acpi/hotplug_cpus.rs).
 const SELECT: &str = "0xe9102020";
 const STATUS: &str = "0xe9102024";
 
@@ -52,7 +52,8 @@ fn counts(guest: &Guest) -> Result<[f64; 3]> {
     Ok([count("present")?, count("leaving")?, count("parked")?])
 }
 
-/// Gives the guest more, and has it start them, as udev would: 0 to `to` - 1 run after that.
+/// Adds vCPUs and brings them online in the guest, as udev would. Afterwards, vCPUs 0 to `to` - 1
+/// run.
 fn grow(guest: &Guest, from: u32, to: u32) -> Result<()> {
     ensure!(resize(guest, to)? == 204, "{to} vCPUs are refused");
     for cpu in from..to {
@@ -62,7 +63,7 @@ fn grow(guest: &Guest, from: u32, to: u32) -> Result<()> {
     }
     let online = guest.run("cat /sys/devices/system/cpu/online")?;
     ensure!(online.trim() == format!("0-{}", to - 1), "Of {to} vCPUs there are {online}");
-    // Each runs what it is given.
+    // Each vCPU runs a program.
     for cpu in 0..to {
         guest.run_within(LIMIT, &format!("taskset {:x} true", 1 << cpu))?;
     }
@@ -111,7 +112,7 @@ fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
             "One in round {round}"
         );
     }
-    // By steps, and not all of them.
+    // In steps, and only some of them.
     grow(&guest, 1, 3)?;
     shrink(&guest, 2)?;
     grow(&guest, 2, 4)?;
@@ -124,7 +125,7 @@ fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Has the guest ignore what it is asked for (drivers/acpi/scan.c, acpi_device_hotplug).
+/// Makes the guest ignore ejection requests (drivers/acpi/scan.c, acpi_device_hotplug).
 fn refuse_to_let_go(guest: &Guest) -> Result<()> {
     guest.run("echo 0 >/sys/firmware/acpi/hotplug/processor/enabled").map(drop)
 }
@@ -163,7 +164,7 @@ fn a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are() -> Result<()> 
     let guest = builder(1).boot()?;
     grow(&guest, 1, 4)?;
     shrink(&guest, 3)?;
-    // One is parked, one runs, and one is there and has not been started.
+    // One vCPU is parked, one runs, and one is present but offline.
     guest.run("echo 0 >/sys/devices/system/cpu/cpu2/online")?;
     for _ in 0..5 {
         guest.command("vm.pause")?;
@@ -178,7 +179,7 @@ fn a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are() -> Result<()> 
         let said = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
         guest.wait_until_run("the vCPU has got its NMI", LIMIT, &said)?;
     }
-    // The parked ones come back without it.
+    // The parked vCPUs return without the NMI.
     grow(&guest, 2, 4)?;
     guest.run("! dmesg | grep 'NMI received for unknown reason .* on CPU [23]'")?;
     guest.reboot_from_inside()?;
@@ -191,23 +192,23 @@ fn a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are() -> Result<()> 
 }
 
 fn a_guest_takes_no_vcpu_that_was_not_to_go() -> Result<()> {
-    // With a table of page attributes Linux maps the registers, which ACPI has mapped, no second
-    // time.
+    // With a page attribute table, Linux refuses to map the registers again, because ACPI has
+    // mapped them.
     let guest = builder(3).cmdline("nopat").boot()?;
     let eject = |index: &str| format!("devmem {SELECT} 32 {index} && devmem {STATUS} 32 1");
-    // Itself among them: nobody has asked for any.
+    // Includes the calling vCPU. No ejection has been requested.
     for index in ["0", "1", "2", "3", "4", "255", "256", "0xffffffff"] {
         guest.run(&eject(index))?;
     }
     ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "One has gone that nobody asked for");
     guest.run("for cpu in 1 2 4; do taskset $cpu true; done")?;
-    // One that was asked for, by that one itself, without having stopped it.
+    // The vCPU requested to leave ejects itself without being stopped first.
     refuse_to_let_go(&guest)?;
     ensure!(resize(&guest, 2)? == 204, "2 are refused");
     let _last_words = guest.start_script(LIMIT, &format!("taskset 4 sh -c '{}'", eject("2")))?;
     guest.wait_until("it is parked", LIMIT, || Ok(counts(&guest)? == [2.0, 0.0, 1.0]))?;
     guest.still_running()?;
-    // It comes back as one that the guest has to start, whatever it was in the middle of.
+    // It returns as a vCPU that the guest has to start, independent of its previous state.
     ensure!(resize(&guest, 3)? == 204, "3 are refused");
     ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "There are not 3");
     guest.command("vm.reboot")?;
@@ -219,7 +220,7 @@ fn a_guest_takes_no_vcpu_that_was_not_to_go() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// What the guest makes of a shape: threads in a core, cores in a package, and packages.
+/// Topology as the guest reports it: threads per core, cores per package, and packages.
 fn shape(guest: &Guest) -> Result<[usize; 3]> {
     let distinct = |file: &str| -> Result<Vec<String>> {
         let text = guest.run(&format!("cat /sys/devices/system/cpu/cpu[0-9]*/topology/{file}"))?;
@@ -234,7 +235,7 @@ fn shape(guest: &Guest) -> Result<[usize; 3]> {
     Ok([numbers(&threads), cores / packages, packages])
 }
 
-/// How many a list of the kernel's has: `0-1,4`.
+/// Number of entries of a list of the kernel, such as `0-1,4`.
 fn numbers(list: &str) -> usize {
     let count = |part: &str| {
         let mut ends =
@@ -245,7 +246,7 @@ fn numbers(list: &str) -> usize {
     list.trim().split(',').map(count).sum()
 }
 
-/// What is asked for, and threads in a core, cores in a package, and packages of it.
+/// Requested topology, with the expected threads per core, cores per package, and packages.
 type Topology = (&'static str, [usize; 3]);
 
 const CORES: Topology = ("1:4:1:1", [1, 4, 1]);
@@ -258,9 +259,9 @@ fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
         let guest =
             shaped(4, &format!("boot=4,max=4,topology={topology}")).kernel(kernel).boot()?;
         let (seen, [threads, cores, packages]) = (shape(&guest)?, expected);
-        // Linux before its parser of 6.9 knows an AMD core's threads by TOPOEXT alone
-        // (arch/x86/kernel/cpu/amd.c, amd_get_topology), which the emulated host's
-        // processor has not: it takes them for cores.
+        // Before its parser of 6.9, Linux only finds the threads of an AMD core by TOPOEXT
+        // (arch/x86/kernel/cpu/amd.c, amd_get_topology). The processor of the emulated host lacks
+        // it, so Linux treats threads as cores.
         let flat = kernel == Kernel::V6_1 && amd_without_topoext(&guest)?;
         let to_be_seen = if flat { [1, threads * cores, packages] } else { expected };
         ensure!(seen == to_be_seen, "{topology} is seen as {seen:?} and not {to_be_seen:?}");
@@ -275,8 +276,8 @@ fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
     Ok(())
 }
 
-/// Whether the guest's processor is AMD's and does not say which threads share a core in leaf
-/// 0x8000_001e.
+/// Returns true if the guest's processor is AMD's and leaf 0x8000_001e does not report which
+/// threads share a core.
 fn amd_without_topoext(guest: &Guest) -> Result<bool> {
     let info = guest.run("cat /proc/cpuinfo")?;
     Ok(info.contains("AuthenticAMD") && !info.split_whitespace().any(|word| word == "topoext"))
@@ -306,9 +307,9 @@ fn what_comes_has_its_place_in_the_topology() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// That CPUID's words reach the guest, and threads their CPUs.
+/// Checks that CPUID settings reach the guest, and that threads run on their CPUs.
 fn a_guest_sees_what_it_may_and_runs_where_it_may() -> Result<()> {
-    // The last one: on a host with one CPU that says nothing, and `ci/test --guest` on hardware has
+    // The last CPU. On a host with one CPU, this proves nothing. `ci/test --guest` on hardware has
     // more.
     let last = thread::available_parallelism()?.get() - 1;
     let cpus = format!("boot=1,nested=off,max_phys_bits=38,affinity=[0@[{last}]]");
@@ -338,8 +339,7 @@ fn a_guest_sees_what_it_may_and_runs_where_it_may() -> Result<()> {
     Ok(())
 }
 
-/// Longer than the guest's watchdog of vCPUs that hang lets any (2 x watchdog_thresh, which is 10
-/// s).
+/// Longer than the guest's watchdog for hanging vCPUs allows (2 x watchdog_thresh, which is 10 s).
 const PAUSE: Duration = Duration::from_secs(60);
 
 fn a_paused_minute_locks_nothing_up() -> Result<()> {
@@ -347,7 +347,7 @@ fn a_paused_minute_locks_nothing_up() -> Result<()> {
         let guest = builder(2).cmdline(&format!("clocksource={clock}")).boot()?;
         let load = load(&guest)?;
         guest.command("vm.pause")?;
-        // What is tested is time that goes by.
+        // The test is about elapsed time, so it sleeps.
         thread::sleep(PAUSE);
         guest.command("vm.resume")?;
         guest.run_within(LIMIT, &format!("touch {STOP}"))?;

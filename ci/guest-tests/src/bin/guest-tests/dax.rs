@@ -1,5 +1,5 @@
-//! What a program in the guest maps is the pool's own memory: its stores are in the pool's file
-//! before anybody flushes, and the host's stores are in the program.
+//! Memory that a program in the guest maps is the pool's own. Its stores are in the pool's file
+//! before any flush, and the program sees the host's stores.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -25,7 +25,7 @@ guest_tests::tests![
     map_sync_on_a_raw_nvdimm_lies_on_a_page_cache: 300 (long),
 ];
 
-/// A file system with DAX, with nothing that would be flushed by itself while a test looks.
+/// File system with DAX that flushes nothing by itself during a test.
 pub(crate) struct FileSystem {
     make: &'static str,
     mount: &'static str,
@@ -38,7 +38,7 @@ pub(crate) const EXT4: FileSystem = FileSystem {
     check: "e2fsck -fn /dev/pmem0",
 };
 const XFS: FileSystem = FileSystem {
-    // What refers to an extent twice has no DAX.
+    // Linux does not support DAX and reflink together.
     make: "mkfs.xfs -q -f -m reflink=0 /dev/pmem0",
     mount: "mkdir -p /mnt/data && mount -t xfs -o dax=always /dev/pmem0 /mnt/data && \
         echo 720000 >/proc/sys/fs/xfs/xfssyncd_centisecs",
@@ -47,21 +47,21 @@ const XFS: FileSystem = FileSystem {
 pub(crate) const HEAP: &str = "/mnt/data/heap";
 pub(crate) const HEAP_BYTES: u64 = 8 * MIB;
 
-/// The words that `guest-tool map-store` makes of a seed.
+/// Words that `guest-tool map-store` writes for a seed.
 fn word(seed: u64, index: u64) -> u64 {
     seed + index
 }
 
-/// A raw volume as the host sees it while a VM has it: ranges of the pool's file.
+/// Raw volume as the host sees it while a VM uses it: ranges of the pool's file.
 struct VolumeOnHost {
     file: File,
-    /// Offset in the volume, offset in the file, and length of each.
+    /// Offset in the volume, offset in the file, and length of each extent.
     extents: Vec<(u64, u64, u64)>,
 }
 
 impl VolumeOnHost {
     fn find(pool: &Pool) -> Result<Self> {
-        // Where its chunks are does not change while a VM has it.
+        // The volume's chunks do not move while a VM uses it.
         let peeked = pmem_volume::Pool::open(pool.path(), OpenMode::Peek)?;
         let volume = peeked.open_volume("data")?;
         ensure!(volume.info().format == VolumeFormat::Raw, "It is {:?}", volume.info());
@@ -90,7 +90,7 @@ impl VolumeOnHost {
         Ok(self.file.write_all_at(&word.to_le_bytes(), self.file_offset(offset)?)?)
     }
 
-    /// Every word of a range of the guest's file or device is there; `first` is the number of its
+    /// Checks every word of a range of the guest's file or device. `first` is the number of its
     /// first word.
     fn check(&self, offset: u64, len_bytes: u64, seed: u64, first: u64) -> Result<()> {
         for index in 0..len_bytes / 8 {
@@ -105,8 +105,8 @@ impl VolumeOnHost {
     }
 }
 
-/// Both ways, without a flush: `path` in the guest is mapped, and lies at `extents` (offset in it,
-/// in the volume, length).
+/// Checks both directions without a flush. `path` in the guest is mapped and consists of `extents`
+/// (offset in it, offset in the volume, length).
 fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) -> Result<()> {
     const SEED: u64 = 0x5eed_0000_0000;
     let bytes = extents.iter().map(|(_, _, len)| len).sum::<u64>();
@@ -128,7 +128,7 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
             .check(*offset, *len, SEED, at / 8)
             .context("Stored in the guest, not in the pool")?;
     }
-    // 2. The host's stores are in a program that does nothing but look.
+    // 2. A program that only polls sees the host's stores.
     let wait = format!("exec guest-tool map-wait {path} 0 {HEAP_BYTES} 4711");
     let mut waiting = guest.start_script(IO_LIMIT, &wait)?;
     let line = waiting.next_line().context("It does not look")?;
@@ -136,14 +136,14 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
     volume.store(extents[0].1, 4711)?;
     ensure!(waiting.next_line().as_deref() == Some("seen"), "The host's store is not in the guest");
     volume.store(extents[0].1, SEED)?;
-    // 3. All of that without a flush.
+    // 3. No flush was necessary.
     let after = flushes(guest, "ok")?;
     ensure!(after == before, "{} flushes came out", after - before);
     Ok(())
 }
 
 impl FileSystem {
-    /// Makes and mounts it, with a file of [`HEAP_BYTES`] at [`HEAP`].
+    /// Creates and mounts the file system, with a file of [`HEAP_BYTES`] at [`HEAP`].
     pub(crate) fn make(&self, guest: &Guest) -> Result<()> {
         guest.run_within(IO_LIMIT, self.make)?;
         guest.run(self.mount)?;
@@ -165,11 +165,11 @@ fn fsdax_reaches(pool: &Pool, guest: &Guest, file_system: &FileSystem) -> Result
     file_system.make(guest)?;
     let lines = guest.run(&format!("guest-tool extents {HEAP}"))?;
     let extents: Vec<_> = lines.lines().map(extent).collect::<Result<_>>()?;
-    // virtio-pmem must be asked for a flush, so nobody may take a fence for one.
+    // virtio-pmem requires a flush request, so a fence must not count as a flush.
     let map_sync = guest.run(&format!("guest-tool map-sync {HEAP} {HEAP_BYTES}"))?;
     ensure!(map_sync == "refused\n", "MAP_SYNC by virtio-pmem is {map_sync}");
     reaches(guest, pool, HEAP, &extents)?;
-    // What programs ask for does come out.
+    // Flushes that programs request reach the host.
     let before = flushes(guest, "ok")?;
     guest.run(&format!("printf x | dd of={HEAP} conv=notrunc,fsync"))?;
     ensure!(flushes(guest, "ok")? > before, "An fsync does not come out");
@@ -195,7 +195,7 @@ fn fsdax_reaches_the_pool_on_6_1() -> Result<()> {
 
 fn fsdax_by_xfs_reaches_the_pool() -> Result<()> {
     let pool = Pool::create("512M")?;
-    // XFS wants 300 MiB.
+    // XFS requires 300 MiB.
     let guest = guest_with(&pool, "format=raw,size=320M,create=on,interface=auto")
         .cpus(2)
         .kernel(Kernel::V6_12Generic)
@@ -233,8 +233,8 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, &convert(0, Kind::DevDax))?;
     wait_for_devdax(&guest)?;
-    // The device begins behind its superblock.
-    // The seed of the next one has no place yet, and says so by an error.
+    // The device begins after its superblock. The seed of the next device has no place yet, and its
+    // file returns an error.
     let places = "cd /sys/bus/nd/devices; for place in dax0.*/resource region0/resource; do cat $place; done; true";
     let places = guest.run(places)?;
     let places: Vec<u64> = places
@@ -249,7 +249,7 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     reaches(&guest, &pool, "/dev/dax0.0", &[(0, device - region, HEAP_BYTES)])?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
-    // It is found again as what it was made.
+    // The next boot finds it as a devdax device.
     let guest = builder.boot()?;
     wait_for_devdax(&guest)?;
     guest
@@ -257,8 +257,8 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Why a raw NVDIMM is refused on such a pool: what the guest's kernel tells a program is durable
-/// is not. If that did not show here, the refusal would be for nothing.
+/// Shows the reason why a raw NVDIMM is refused on such a pool: the guest's kernel reports stores
+/// as durable although they are not. If this test fails, the refusal is unnecessary.
 fn map_sync_on_a_raw_nvdimm_lies_on_a_page_cache() -> Result<()> {
     const SEED: u64 = 0xbad_0000_0000;
     let _held = HeldWriteback::hold()?;

@@ -1,4 +1,5 @@
-//! DRAM that grows by ACPI: it comes, it stays, and a reboot has it as boot memory.
+//! DRAM that grows by ACPI. It cannot be removed from a running guest, and becomes boot memory at a
+//! reboot.
 
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ guest_tests::tests![
 
 const ONLINE_LIMIT: Duration = Duration::from_secs(60);
 
-/// Without a method: ACPI is what Cloud Hypervisor takes then.
+/// Without a method, for which Cloud Hypervisor's default is ACPI.
 fn growing() -> GuestBuilder {
     Guest::builder().memory("size=384M,hotplug_size=2G")
 }
@@ -43,7 +44,7 @@ fn info(guest: &Guest, path: &str) -> Result<u64> {
         .with_context(|| format!("vm.info has no {path}: {info}"))
 }
 
-/// What the guest has and what the API says of it.
+/// Waits until the guest has the memory.
 fn wait_until_online(guest: &Guest, total_mib: u64) -> Result<()> {
     guest.wait_until(&format!("MemTotal is {total_mib} MiB"), ONLINE_LIMIT, || {
         Ok(mem_total_mib(guest)? == total_mib)
@@ -68,7 +69,7 @@ fn grows(kernel: Kernel) -> Result<()> {
         "{} bytes",
         dram.plugged_bytes
     );
-    // Its agent says what it has of them.
+    // The agent reports the online part of the DIMMs.
     guest.wait_until("the DIMMs are online", ONLINE_LIMIT, || {
         let memory = guest.get("vm.memory")?;
         Ok(memory.pointer("/zones/0/online_bytes").and_then(Value::as_u64) == Some(1152 * MIB))
@@ -80,7 +81,7 @@ fn grows(kernel: Kernel) -> Result<()> {
     );
     let added = metrics.value("foreshore_hotplug_total", &[("kind", "dimm"), ("result", "ok")])?;
     ensure!(added == 2.0, "{added} DIMMs are counted");
-    // More than the guest booted with: it is real memory.
+    // More than the boot memory: the DIMMs are real memory.
     let hog = guest.hog(700, ONLINE_LIMIT)?;
     let resident = zone(&guest, "dram")?.resident_bytes;
     ensure!(resident >= 700 * MIB, "{resident} bytes are resident with 700 MiB in use");
@@ -88,8 +89,8 @@ fn grows(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Each round adds a DIMM, which is boot memory after a reboot, and takes it away, which is so
-/// after the next.
+/// Each round adds a DIMM, which is boot memory after a reboot. Then it removes the DIMM, which
+/// takes effect at the next reboot.
 fn are_boot_memory(rounds: usize) -> Result<()> {
     let guest = growing().boot()?;
     let mut held = None;
@@ -108,13 +109,13 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
             dram.plugged_bytes
         );
         ensure!(info(&guest, "/memory_actual_size")? == 768 * MIB, "not what was asked for");
-        // Boot memory: the kernel keeps some of it for itself before it counts.
+        // Now it is boot memory, of which the kernel reserves a part before it counts.
         let booted = mem_total_mib(&guest)?;
         ensure!(
             booted > before + 350,
             "MemTotal was {before} MiB, and is {booted} after the reboot"
         );
-        // And there is room for more.
+        // More can be added.
         resize_to(&guest, 896)?;
         wait_until_online(&guest, booted + 128)?;
         resize_to(&guest, 384)?;
@@ -148,7 +149,7 @@ fn less_memory_is_there_after_the_next_boot() -> Result<()> {
         guest.vmm_log()?.contains("the next boot has less"),
         "Nobody is told that nothing happens"
     );
-    // Up to what is there nothing has to come.
+    // A size up to the present one adds no DIMM.
     resize_to(&guest, 512)?;
     ensure!(
         zone(&guest, "dram")?.plugged_bytes == 128 * MIB,
@@ -177,7 +178,7 @@ fn dimms_stay_where_pm_comes_and_goes() -> Result<()> {
     wait_until_online(&guest, before + 128 + 256)?;
     ensure!(info(&guest, "/memory_actual_size")? == (512 + 256) * MIB, "not all is counted");
     pool_tells_what_is_plugged(&guest, &pool)?;
-    // The guest brings both online alike, so that PM can go again.
+    // The guest brings both online in the same way, so PM can be unplugged.
     resize_pm(0)?;
     wait_until_online(&guest, before + 128)?;
     ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "The DIMM has gone with PM");

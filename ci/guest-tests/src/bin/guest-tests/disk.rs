@@ -74,7 +74,7 @@ fn holds(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Four disks of one guest, each for a property of its own.
+/// Four disks of one guest, one for each property.
 fn disks_show_their_shape_grow_discard_and_refuse_writes() -> Result<()> {
     let (shaped, growing, full) = (image("shaped", 32)?, image("growing", 32)?, image("full", 64)?);
     let read_only = image("read-only", 32)?;
@@ -99,7 +99,7 @@ fn disks_show_their_shape_grow_discard_and_refuse_writes() -> Result<()> {
     what_is_discarded_takes_no_room(&guest, &full).context("Discards")?;
     takes_no_writes(&guest, &read_only, &content).context("A read-only disk")?;
     guest.no_kernel_complaints()?;
-    // Several may read it, and none may write it meanwhile.
+    // Several VMs may read the image, but none may write it meanwhile.
     let second = guest_with(&reader).name("second").start()?;
     second.wait_until("a second VM that only reads runs", IO_LIMIT, || {
         Ok(second.get("vm.info").is_ok_and(|info| info["state"] == "Running"))
@@ -129,7 +129,7 @@ fn shows_its_shape(guest: &Guest, path: &Path) -> Result<()> {
         let value = sys(file)?;
         ensure!(value == expected, "{file} is {value:?}, not {expected:?}");
     }
-    // The driver may switch the cache off.
+    // The driver may disable the cache.
     guest.run("echo 'write through' >/sys/block/vda/cache_type")?;
     guest.run("dd if=/dev/zero of=/dev/vda bs=4k count=1 oflag=direct")?;
     let info = guest.get("vm.info")?;
@@ -165,7 +165,7 @@ fn what_is_discarded_takes_no_room(guest: &Guest, path: &Path) -> Result<()> {
     guest.run_within(IO_LIMIT, "blkdiscard -o 0 -l 31457280 /dev/vdc")?;
     ensure!(used_mib()? <= 11, "{} MiB after a discard of 30", used_mib()?);
     guest.run("test $(head -c 31457280 /dev/vdc | tr -d '\\0' | wc -c) = 0")?;
-    // As a file system does it.
+    // Discards of a file system.
     guest.run_within(
         IO_LIMIT,
         "mkfs.ext4 -q /dev/vdc && mkdir -p /mnt/d && mount -t ext4 /dev/vdc /mnt/d",
@@ -188,7 +188,7 @@ fn takes_no_writes(guest: &Guest, path: &Path, content: &[u8]) -> Result<()> {
         ensure!(is_error, "`{command}` on a read-only disk: {output:?}");
     }
     ensure!(fs::read(path)? == content, "The image has changed");
-    // Nor does the guest think that it has.
+    // The guest reads the unchanged content.
     let start = guest.run("head -c 8192 /dev/vdd | od -An -v -tx1")?;
     let start: Result<Vec<u8>, _> =
         start.split_whitespace().map(|byte| u8::from_str_radix(byte, 16)).collect();
@@ -201,12 +201,12 @@ fn shape(guest: &Guest, node: &str) -> Result<Shape> {
         Ok(guest.run(&format!("cat /sys/block/{node}/{file}"))?.trim().parse()?)
     };
     let sector_bytes = number("queue/logical_block_size")?;
-    // The kernel counts in 512 bytes, whatever the device's sector is.
+    // The kernel counts in units of 512 bytes, independent of the device's sector size.
     let sectors = number("size")? * 512 / sector_bytes;
     Ok(Shape { sectors, sector_bytes: u32::try_from(sector_bytes)? })
 }
 
-/// Holds an image against a program that has run on it in a guest.
+/// Checks an image against a program that has run on it in a guest.
 fn image_holds(path: &Path, shape: Shape, program: &str) -> Result<()> {
     let file = File::open(path)?;
     let holds = Outcome::of_history(shape, &[program])?
@@ -214,12 +214,12 @@ fn image_holds(path: &Path, shape: Shape, program: &str) -> Result<()> {
     holds.with_context(|| format!("What {} holds", path.display()))
 }
 
-/// The flags of the files that a process has open at that path.
+/// Flags of a process's open files with this path.
 fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
-        // Others come and go meanwhile.
+        // Other files may be closed meanwhile.
         if fs::read_link(entry.path()).is_ok_and(|target| target == path) {
             let number = entry.file_name().into_string().ok().context("A file without a number")?;
             let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
@@ -231,8 +231,8 @@ fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
     Ok(found)
 }
 
-/// On ext4, because a tmpfs is nothing but page cache. One image is opened with O_DIRECT, the other
-/// goes through the page cache.
+/// Uses ext4, because a tmpfs consists only of page cache. One image is opened with O_DIRECT, the
+/// other uses the page cache.
 fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()> {
     let disk = Disk::create(128, 160)?;
     let [direct, cached] = ["direct", "cached"].map(|name| disk.dir().join(name));
@@ -247,7 +247,7 @@ fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()>
         .pm_volume(&volume)
         .cpus(2)
         .boot()?;
-    // Disks come first, then volumes.
+    // Disks precede volumes.
     let all_are_there = "test -b /dev/vda && test -b /dev/vdb && test -b /dev/vdc";
     guest.wait_until_run("all are there", IO_LIMIT, all_are_there)?;
     for (path, is_direct) in [(&direct, true), (&cached, false)] {
@@ -263,8 +263,8 @@ fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()>
     image_holds(&direct, shape(&guest, "vda")?, &writes)?;
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     guest.run_within(IO_LIMIT, &check("/dev/vda", &[&writes]))?;
-    // A quarter of these operations discard and zero, which is the disk's work: a guest's kernel
-    // would write the zeros itself where a disk offers nothing better.
+    // A quarter of these operations discards and zeroes, which the disk performs. If a disk did not
+    // offer it, the guest's kernel would write the zeros itself.
     let discards = format!("discards:{}:600:2", seed(80)?);
     for (node, family, label) in [
         ("vdb", "foreshore_disk_operations_total", ("disk", "_disk1")),
@@ -297,7 +297,7 @@ fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()>
     volumes[0].verify(&[discards])
 }
 
-/// Makes the guest's own files a root file system on `device`.
+/// Copies the guest's own files to a root file system on `device`.
 pub(crate) fn make_root(guest: &Guest, device: &str) -> Result<()> {
     guest.run_within(
         IO_LIMIT,
@@ -333,8 +333,8 @@ fn a_guest_lives_on_a_disk() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Nothing can tell what the disk has, so this and every later write is an error to the guest;
-/// reading goes on.
+/// After a failed flush the content of the disk is unknown, so this and every later write fails for
+/// the guest. Reads continue to work.
 fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     let disk = Disk::create(640, 128)?;
     let path = disk.dir().join("image");
@@ -354,8 +354,8 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     ensure!(failed()? == 0.0, "A flush has failed on a disk that is well");
     ensure!(guest.metric("foreshore_disk_io_uring", &[("disk", "_disk0")])? == 1.0, "No io_uring");
     disk.fill_up()?;
-    // Past the guest's cache, and into the host's: it is the flush that fails. A guest whose writes
-    // fail sends none.
+    // The writes bypass the guest's page cache but not the host's, so the flush fails. A guest with
+    // failed writes sends no flush.
     for (node, writes) in [
         ("vda", "seek=64 count=8 oflag=direct conv=fsync"),
         ("vdb", "seek=4 count=24 oflag=direct conv=fsync"),

@@ -1,4 +1,4 @@
-//! A disk with an EFI system partition, as a firmware reads it: GPT (UEFI 2.10, 5.3), FAT16 with
+//! Disk with an EFI system partition that a firmware can read: GPT (UEFI 2.10, 5.3), FAT16 with
 //! long names (Microsoft's FAT specification), and files.
 
 const SECTOR_BYTES: usize = 512;
@@ -15,7 +15,7 @@ const EFI_SYSTEM_PARTITION: [u8; 16] = [
 ];
 const DIRECTORY: u8 = 0x10;
 const LONG_NAME: u8 = 0x0f;
-/// Fewer clusters are FAT12.
+/// Number of clusters that FAT16 requires. With fewer it is FAT12.
 const MIN_CLUSTERS: usize = 4200;
 
 #[derive(Default)]
@@ -42,9 +42,9 @@ impl<'a> Folder<'a> {
     }
 }
 
-/// Clusters of a FAT16 volume, and the chains that they form.
+/// Clusters of a FAT16 volume and their chains.
 struct Volume {
-    /// Entries of the file allocation table; the first two are no clusters.
+    /// Entries of the file allocation table. The first two do not stand for clusters.
     table: Vec<u16>,
     data: Vec<u8>,
     /// Number of short names. They are numbers because readers use the long names.
@@ -52,7 +52,7 @@ struct Volume {
 }
 
 impl Volume {
-    /// Stores a file or a folder. Returns its first cluster; 0 of one that is empty.
+    /// Stores a file or a folder. Returns its first cluster, or 0 if it is empty.
     fn store(&mut self, content: &[u8]) -> u16 {
         let clusters = content.len().div_ceil(CLUSTER_BYTES);
         let first = self.table.len();
@@ -102,7 +102,7 @@ impl Volume {
     }
 }
 
-/// A disk whose one partition has `files`, by their paths.
+/// Disk with one partition that contains `files`, by path.
 pub(crate) fn disk(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut root = Folder::default();
     files.iter().for_each(|(path, content)| root.add(path, content));
@@ -124,7 +124,7 @@ pub(crate) fn disk(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut image = partition_table(sectors);
     image.resize(PARTITION_SECTOR * SECTOR_BYTES, 0);
     image.extend(partition);
-    // Where the second partition table is on other disks.
+    // Space of the second partition table, which is missing here.
     image.resize(image.len() + 34 * SECTOR_BYTES, 0);
     image
 }
@@ -133,7 +133,7 @@ fn boot_sector(table_sectors: usize, sectors: usize) -> Vec<u8> {
     let mut sector = vec![0xeb, 0x3c, 0x90];
     sector.extend(b"MSWIN4.1");
     sector.extend((SECTOR_BYTES as u16).to_le_bytes());
-    // One reserved sector, one table.
+    // One reserved sector and one table.
     sector.extend([CLUSTER_SECTORS as u8, 1, 0, 1]);
     sector.extend((ROOT_ENTRIES as u16).to_le_bytes());
     sector.extend([0, 0, 0xf8]);
@@ -172,7 +172,7 @@ fn partition_table(sectors: usize) -> Vec<u8> {
         header
     };
     let mut image = vec![0; SECTOR_BYTES];
-    // The protective partition.
+    // Protective partition.
     image[0x1c2] = 0xee;
     image[0x1c6] = 1;
     image[0x1ca..0x1ce].fill(0xff);

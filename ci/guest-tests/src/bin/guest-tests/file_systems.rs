@@ -1,5 +1,5 @@
-//! File systems on a volume, by every interface: made, mounted, filled until nothing more fits,
-//! unmounted and checked by their own tools; and partitions.
+//! File systems on a volume, by every interface: created, mounted, filled until full, unmounted and
+//! checked by their own tools. Also partitions.
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::{Guest, Image, Kernel, Pool};
@@ -17,7 +17,7 @@ guest_tests::tests![
 struct FileSystem {
     name: &'static str,
     make: &'static str,
-    /// Changes nothing, and fails if something is wrong.
+    /// Check that changes nothing and fails if it finds an error.
     check: &'static str,
 }
 
@@ -25,7 +25,8 @@ const EXT4: FileSystem = FileSystem { name: "ext4", make: "mkfs.ext4 -q -F", che
 const XFS: FileSystem = FileSystem { name: "xfs", make: "mkfs.xfs -q -f", check: "xfs_repair -n" };
 const F2FS: FileSystem =
     FileSystem { name: "f2fs", make: "mkfs.f2fs -q -f", check: "fsck.f2fs -f --dry-run" };
-/// Data and metadata together: apart they would hardly fit into a small volume.
+/// With `--mixed` data and metadata share space, because separate areas would hardly fit into a
+/// small volume.
 const BTRFS: FileSystem =
     FileSystem { name: "btrfs", make: "mkfs.btrfs -q -f --mixed", check: "btrfs check --readonly" };
 const ALL: [FileSystem; 4] = [EXT4, XFS, F2FS, BTRFS];
@@ -33,9 +34,9 @@ const ALL: [FileSystem; 4] = [EXT4, XFS, F2FS, BTRFS];
 #[derive(Clone, Copy)]
 struct Interface {
     name: &'static str,
-    /// What the disk's path in /sys is like, and that of no other interface's.
+    /// Pattern of the disk's path in /sys. It matches disks of this interface only.
     path: &'static str,
-    /// A sector written costs time; so much is left to be filled, and the rest is set apart.
+    /// Space that is filled, because each sector takes time. The rest is allocated in advance.
     room_mib: u64,
 }
 
@@ -47,10 +48,10 @@ const VIRTIO_BLK: Interface =
 const VIRTIO_PMEM: Interface =
     Interface { name: "virtio-pmem", path: "*/virtio*/ndbus*/block/pmem*s", room_mib: 4 };
 
-/// XFS wants 300 MiB.
+/// XFS requires 300 MiB.
 const VOLUME_MIB: u64 = 320;
 
-/// A guest with one volume for each of the interfaces, on a kernel that has all file systems.
+/// Boots a guest with one volume for each of the interfaces, on a kernel with all file systems.
 fn boot(pool: &Pool, volumes: &[(Interface, u64)], cpus: u32) -> Result<Guest> {
     let mut builder = Guest::builder()
         .kernel(Kernel::V6_12Generic)
@@ -75,10 +76,10 @@ fn node(guest: &Guest, interface: Interface) -> Result<String> {
     Ok(format!("/dev/{}", guest.run(&find)?.trim()))
 }
 
-/// Life of a file system on a disk.
+/// Checks the life of a file system on a disk.
 ///
-/// 1. It is made and mounted. A file that is not written takes the space beyond `room_mib`.
-/// 2. It is filled until a file does not fit, and all others are read back from the disk.
+/// 1. It is created and mounted. A file without data takes the space beyond `room_mib`.
+/// 2. It is filled until a file does not fit, and all others are read from the disk.
 /// 3. It is unmounted and checked, mounted again and read. A third of the files is removed. It is
 ///    unmounted and checked again.
 fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Result<()> {
@@ -122,8 +123,8 @@ fn partition(guest: &Guest, disk: &str) -> Result<()> {
     let found = run("look", &look)?;
     let sizes: Vec<u64> = found.lines().map(str::parse).collect::<Result<_, _>>()?;
     let [first, second, all] = sizes[..] else { bail!("Not two partitions: {found:?}") };
-    // The kernel counts in 512 bytes. What is not in the two is the table, its copy, and what
-    // aligns to a MiB.
+    // The kernel counts in units of 512 bytes. The space outside of the partitions is the table,
+    // its copy and the alignment to a MiB.
     ensure!(first == 8192, "The first partition has {first} of 8192 sectors");
     ensure!(first + second + 3 * 2048 > all, "The second partition has {second} of {all} sectors");
     run("use the second", &format!("mkfs.ext4 -q -F {disk}2 && e2fsck -fn {disk}2 2>&1"))?;

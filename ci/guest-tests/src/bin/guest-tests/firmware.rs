@@ -1,4 +1,5 @@
-//! Firmware: ours, which says what it finds, and a user's, which boots a Debian kernel from a disk.
+//! Firmware boots: a test firmware that reports the machine, and a user's firmware that boots a
+//! Debian kernel from a disk.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,19 +17,19 @@ guest_tests::tests![
     a_users_firmware_boots_debian_from_a_disk: 600,
 ];
 
-/// A firmware looks at every slot, and its guest's kernel is unpacked in the guest.
+/// A firmware scans every slot, and the guest decompresses its own kernel.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
 const END_LIMIT: Duration = Duration::from_secs(60);
 
-/// Where our firmware is in guest memory, and in its file.
+/// Address of the test firmware in guest memory, and offset of its code in the file.
 const LOAD_ADDRESS: u64 = 0x10_0000;
 const CODE_OFFSET: u64 = 0x1000;
-/// Guest address of the first byte of the code, where it is entered.
+/// Guest address of the first byte of the code, which is the entry point.
 pub(crate) const ENTRY: u64 = LOAD_ADDRESS + CODE_OFFSET;
 
-// Entered by PVH in 32-bit protected mode, with the start info in EBX. Says on COM1 what it finds,
-// and switches the machine off. It is not run where it is assembled: addresses are of LOAD_ADDRESS
-// + CODE_OFFSET, which is 0x101000.
+// PVH enters the code in 32-bit protected mode, with the start info in EBX. The code reports the
+// machine on COM1 and switches it off. It does not run where it is assembled: its addresses are
+// relative to LOAD_ADDRESS + CODE_OFFSET, which is 0x101000.
 std::arch::global_asm!(
     r#"
     .pushsection .rodata.test_firmware, "a"
@@ -178,13 +179,13 @@ unsafe extern "C" {
 }
 
 fn code() -> &'static [u8] {
-    // SAFETY: both are constants that the assembler has written: where the code begins, in
-    // read-only data, and how long it is.
+    // SAFETY: both are constants that the assembler has written: the start of the code in read-only
+    // data, and its length.
     unsafe { std::slice::from_raw_parts(TEST_FIRMWARE_BYTES, TEST_FIRMWARE_LEN) }
 }
 
-/// An ELF file of `code` with the note by which PVH finds its entry point: one segment, and in it
-/// one note.
+/// ELF file of `code` with the note by which PVH finds its entry point. It has one segment, which
+/// contains one note.
 pub(crate) fn elf(code: &[u8]) -> Vec<u8> {
     const NOTE_OFFSET: u64 = 0x200;
     const NOTE_LEN: u64 = 20;
@@ -201,7 +202,7 @@ pub(crate) fn elf(code: &[u8]) -> Vec<u8> {
     let longs = |file: &mut Vec<u8>, values: &[u64]| {
         values.iter().for_each(|value| file.extend(value.to_le_bytes()));
     };
-    // An executable for x86-64, with two program headers behind the file header.
+    // Executable for x86-64, with two program headers after the file header.
     halves(&mut file, &[2, 62]);
     words(&mut file, &[1]);
     longs(&mut file, &[ENTRY, 64, 0]);
@@ -254,13 +255,13 @@ fn a_firmware_finds_the_machine_that_it_looks_for() -> Result<()> {
     let text = fs::read_to_string(&console)?;
     ensure!(status.success() && text.contains("firmware: done"), "{status}, and it said:\n{text}");
     let started = numbers(&text, "firmware: started")?;
-    // Up to 640 KiB, the tables, the rest, and what is reserved above.
+    // Low memory up to 640 KiB, the tables, the rest, and the reserved range above.
     ensure!(started == [[4, u32::from_le_bytes(*b"RSD "), 0]], "{started:x?}");
     let slots = numbers(&text, "firmware: slot")?;
     // The host bridge has no BAR.
     let (bridge, devices) = slots.split_first().context("No slots")?;
     ensure!(bridge.len() == 1, "{slots:x?}");
-    // Entropy, sockets and the disk, each with a BAR that answers as a device that was reset.
+    // Entropy, sockets and the disk, each with a BAR that responds like a device after a reset.
     for kind in [0x1044, 0x1053, 0x1042] {
         let wanted = [kind << 16 | 0x1af4, 0];
         ensure!(
@@ -274,8 +275,8 @@ fn a_firmware_finds_the_machine_that_it_looks_for() -> Result<()> {
     Ok(())
 }
 
-/// The firmware of FORESHORE_TEST_FIRMWARE, such as rust-hypervisor-firmware: none is in a package
-/// that could be had here.
+/// Runs the firmware of FORESHORE_TEST_FIRMWARE, such as rust-hypervisor-firmware, because no
+/// available package contains one.
 fn a_users_firmware_boots_debian_from_a_disk() -> Result<()> {
     let Some(firmware) = std::env::var_os("FORESHORE_TEST_FIRMWARE") else {
         return skip("FORESHORE_TEST_FIRMWARE names no firmware");

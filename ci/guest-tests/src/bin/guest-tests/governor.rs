@@ -1,5 +1,5 @@
-//! The governor as its users hold it: paused by the API, whatever the guest does; its recording,
-//! read by whoever wants to know what another policy would have done.
+//! User control of the governor: pauses by the API, and recordings that show the decisions of
+//! another policy.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -25,10 +25,10 @@ guest_tests::tests![
 
 const LIMIT: Duration = Duration::from_secs(120);
 const BOOT_MIB: u64 = 384;
-/// Below what any policy leaves a guest of that size: it would grow.
+/// Available memory below the minimum of every policy, so that the guest would grow.
 const LITTLE_MIB: u64 = 36;
 
-/// Fills guest memory until so much is available, and holds it.
+/// Fills and holds guest memory until `left_mib` is available.
 fn fill_but(guest: &Guest, left_mib: u64) -> Result<Script> {
     let mib = meminfo_mib(guest, "MemAvailable")?
         .checked_sub(left_mib)
@@ -61,7 +61,7 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         pressure(&guest)?["paused"] == true && is_paused()? == 1.0,
         "The reboot has ended the pause"
     );
-    // In want, and nothing is decided however many reports say so.
+    // The guest is short of memory, but all its reports lead to no decision.
     let hog = fill_but(&guest, LITTLE_MIB)?;
     let held_times = |info: &Value| {
         let decisions = info["decisions"].as_array()?;
@@ -78,7 +78,7 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         pm.requested_bytes,
         pressure(&guest)?
     );
-    // The same want, and no pause.
+    // The same shortage without a pause.
     guest.put("vm.pressure", json!({ "pause": false }))?;
     wait_until_grown(&guest)?;
     ensure!(
@@ -120,9 +120,9 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
     );
     let reports = guest.metric("foreshore_pressure_reports_total", &[])?;
     drop(hog);
-    // A guest that starts anew is another one, with a trace of its own.
+    // A restarted guest counts as a new one with a trace of its own.
     guest.reboot_from_inside()?;
-    // It is live from when it connects; what is recorded are reports.
+    // The agent is live when it connects, but only reports are recorded.
     guest.wait_until("the next boot's agent has reported", LIMIT, || {
         Ok(!pressure(&guest)?["report_age_ms"].is_null())
     })?;
@@ -164,7 +164,7 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
     let reports =
         second.entries.iter().filter(|entry| matches!(entry, Entry::Report { .. })).count();
     ensure!(reports > 0, "The second boot's trace has no report");
-    // And the simulator replays it.
+    // The simulator replays the recording.
     let output = Command::new(program("foreshore-sim"))
         .arg("--trace")
         .arg(&file)

@@ -1,4 +1,4 @@
-//! The harness against a VMM that is known to work: when these fail, the fault is not Foreshore's.
+//! Tests of the harness with a VMM that is known to work. If they fail, Foreshore is not the cause.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ fn a_guest_under_qemu_answers_and_plugs_memory() -> Result<()> {
     ensure!(output.code == 7 && output.stdout == "out\n" && output.stderr == "err\n", "{output:?}");
     let long = guest.run("seq 1 200000")?;
     ensure!(long.lines().count() == 200_000 && long.ends_with("\n200000\n"), "Long output is cut");
-    // A background process that holds the output open does not keep the connection; a dropped
+    // A background process that holds the output open does not keep the connection open. A dropped
     // script is killed.
     ensure!(guest.run("sleep 1000 & echo started")? == "started\n", "Not started");
     let mut endless = guest.start_script(LIMIT, "while :; do echo line; done")?;

@@ -1,5 +1,4 @@
-//! What the host's memory behind a guest is like: shared, of huge pages, there from the start, of a
-//! file.
+//! Host memory of a guest: shared, in huge pages, prefaulted, or of a file.
 
 use std::fs;
 use std::os::fd::AsRawFd;
@@ -37,7 +36,7 @@ guest_tests::tests![
 const LIMIT: Duration = Duration::from_secs(60);
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// The mappings of guest memory in the VMM: those of `least_bytes` and more that can be written.
+/// Writable mapping of at least `least_bytes` in the VMM, which is guest memory.
 struct Mapping {
     name: String,
     flags: Vec<String>,
@@ -85,7 +84,7 @@ fn mappings(guest: &Guest, least_bytes: u64) -> Result<Vec<Mapping>> {
 fn a_size_of_odd_mebibytes_is_all_the_guests() -> Result<()> {
     let guest = Guest::builder().memory("size=385M").boot()?;
     has_all_odd_mebibytes(&guest, 385)?;
-    // Nothing has asked for all of it to be there from the start.
+    // Without prefault, only touched memory is resident.
     let resident = zone(&guest, "dram")?.resident_bytes;
     ensure!(
         (20 * MIB..=200 * MIB).contains(&resident),
@@ -94,7 +93,7 @@ fn a_size_of_odd_mebibytes_is_all_the_guests() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Checks that a guest's last memory ends where its size does, which is no whole block of 2 MiB.
+/// Checks that a guest's last memory ends at its size, which is not a multiple of 2 MiB.
 fn has_all_odd_mebibytes(guest: &Guest, mib: u64) -> Result<()> {
     let last = guest.run("grep 'System RAM' /proc/iomem | tail -n 1")?;
     ensure!(last.contains(&format!("-{:08x}", mib * MIB - 1)), "The last memory is at {last:?}");
@@ -104,7 +103,7 @@ fn has_all_odd_mebibytes(guest: &Guest, mib: u64) -> Result<()> {
     Ok(())
 }
 
-/// Of memory of files without names.
+/// Sum of a field over mappings of memfds.
 fn of_memory_files(guest: &Guest, field: &str) -> Result<u64> {
     let all = mappings(guest, 2 * MIB)?;
     all.iter()
@@ -113,8 +112,7 @@ fn of_memory_files(guest: &Guest, field: &str) -> Result<u64> {
         .sum()
 }
 
-/// What the host holds in files without names that the VMM has open: those of memory that comes and
-/// goes.
+/// Host memory in the VMM's open memfds, which hold plugged memory.
 fn in_memory_files(guest: &Guest) -> Result<u64> {
     let is_memory = |path: &Path| {
         fs::read_link(path)
@@ -143,7 +141,7 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     let [rss, pss] = ["Rss", "Pss"].map(|field| of_memory_files(&guest, field));
     let (rss, pss) = (rss?, pss?);
     ensure!(rss >= 350 * MIB && rss == pss, "Rss is {rss}, Pss {pss}: somebody has them twice");
-    // Beside them there is what the VMM itself takes, and no second copy.
+    // The rest is the VMM's own memory. There is no second copy.
     let beside = guest.rss_bytes()?.saturating_sub(rss);
     ensure!(beside < 100 * MIB, "{beside} bytes are resident beside the guest's memory");
     let plugged_in = in_memory_files(&guest)?;
@@ -153,7 +151,7 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     plugged(0)?;
     let left = of_memory_files(&guest, "Rss")?;
     ensure!(left <= 257 * MIB, "{left} bytes of shared memory are left of 257 MiB");
-    // Not only out of the page tables: out of the file.
+    // The memory is removed from the file, and not only from the page tables.
     let left = in_memory_files(&guest)?;
     ensure!(left == 0, "{left} bytes of what was plugged are left in its file");
     guest.no_kernel_complaints()
@@ -175,8 +173,8 @@ fn a_balloon_gives_shared_memory_back() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// What is plugged comes whole as well. Memory without `prefault` is in
-/// [`a_size_of_odd_mebibytes_is_all_the_guests`].
+/// Plugged memory is also fully resident. [`a_size_of_odd_mebibytes_is_all_the_guests`] covers
+/// memory without `prefault`.
 fn memory_is_there_from_the_start_where_it_is_wanted() -> Result<()> {
     for keys in ["prefault=on", "prefault=on,shared=on"] {
         let plug = "hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=128M";
@@ -212,7 +210,7 @@ fn the_host_is_told_what_the_memory_is_for() -> Result<()> {
     Ok(())
 }
 
-/// Huge pages of 2 MiB that the host has set aside, until they are dropped.
+/// Reservation of huge pages of 2 MiB on the host. Dropping it releases them.
 struct SetAside {
     pages: u64,
 }
@@ -235,17 +233,17 @@ impl SetAside {
         text.trim().parse().with_context(|| format!("{name}: {text:?}"))
     }
 
-    /// Those that something is in.
+    /// Number of huge pages in use.
     fn used(&self) -> Result<u64> {
         Ok(self.pages - Self::number("free_hugepages")?)
     }
 
-    /// Those that nobody has, nor has been promised.
+    /// Number of huge pages that are neither in use nor reserved.
     fn available(&self) -> Result<u64> {
         Ok(Self::number("free_hugepages")? - Self::number("resv_hugepages")?)
     }
 
-    /// After the end of the VM.
+    /// Waits until all pages are free, after the end of the VM.
     fn all_are_back(&self) -> Result<()> {
         wait_until("all huge pages are the host's again", LIMIT, || {
             Ok(self.available()? == self.pages)
@@ -255,12 +253,12 @@ impl SetAside {
 
 impl Drop for SetAside {
     fn drop(&mut self) {
-        // The next test's host has as many as it had; if not, its own checks say so.
+        // An error is ignored, because the next test checks its own reservation.
         let _ = fs::write(format!("{HUGE_PAGES}/nr_hugepages"), "0");
     }
 }
 
-/// Why a test is skipped where the host has no huge pages, or not so many.
+/// Reason of a skipped test on a host without enough huge pages.
 const NO_HUGE_PAGES: &str = "the host does not find so many huge pages of 2 MiB";
 
 fn in_huge_pages(keys: &str) -> GuestBuilder {
@@ -271,7 +269,8 @@ fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
     let Some(aside) = SetAside::pages(128)? else { return skip(NO_HUGE_PAGES) };
     let guest =
         in_huge_pages("size=256M").argument("--balloon", "size=0,free_page_reporting=on").boot()?;
-    // 1. Free memory goes to the host in whole huge pages, and comes again when the guest uses it.
+    // 1. Free memory returns to the host in whole huge pages, and is allocated again when the guest
+    //    uses it.
     drop(guest.hog(100, LIMIT)?);
     let metrics = || guest.metrics();
     guest.wait_until("freed huge pages are the host's", LIMIT, || {
@@ -313,7 +312,8 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     ensure!(aside.available()? == 48, "The guest's are not set aside");
     let resize = |mib: u64| guest.put("vm.resize", json!({ "desired_ram": mib * MIB }));
     let plugged = |mib: u64| wait_until_plugged(&guest, "dram", mib * MIB, LIMIT);
-    // 1. More than there is: the guest gets what there is, and whoever asked is told.
+    // 1. A request beyond the host's pages: the guest gets the available ones, and the API reports
+    //    the reason.
     resize(512)?;
     plugged(96)?;
     ensure!(zone(&guest, "dram")?.state == "stuck", "A size that the host has not is reached");
@@ -332,21 +332,22 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     guest.wait_until("all huge pages in use count as resident", LIMIT, || {
         let used = aside.used()?;
         let resident = zone(&guest, "dram")?.resident_bytes;
-        // A page that the VMM has written and the guest has not touched yet may be in the file
-        // alone.
+        // A page that the VMM has written and the guest has not touched yet may only be in the
+        // file.
         Ok((used * 2 - 8..=used * 2).contains(&(resident / MIB)))
     })?;
     drop(hog);
-    // 2. Unplugged, they are the host's.
+    // 2. Unplugged pages return to the host.
     resize(256)?;
     plugged(0)?;
     ensure!(aside.available()? == 48, "{} of 48 huge pages are back", aside.available()?);
-    // 3. Plugged again they are zeros, and work.
+    // 3. Pages that are plugged again are zeroed and usable.
     resize(352)?;
     plugged(96)?;
     drop(guest.hog(220, LIMIT)?);
     guest.no_kernel_complaints()?;
-    // 4. There are not enough for two machines: a reboot has those of the one before.
+    // 4. There are not enough pages for two machines, so a reboot must reuse those of the previous
+    //    one.
     guest.reboot_from_inside()?;
     guest.power_off()?;
     aside.all_are_back()
@@ -365,7 +366,7 @@ fn huge_pages_are_there_from_the_start_where_it_is_wanted() -> Result<()> {
     aside.all_are_back()
 }
 
-/// Huge pages as files: unmounted when dropped.
+/// Mounted hugetlbfs. Dropping it unmounts it.
 struct HugeFiles(PathBuf);
 
 #[derive(Default)]
@@ -377,7 +378,7 @@ impl OnPageLost for LostPages {
     }
 }
 
-/// The VMM's handler of SIGBUS, with memory of hugetlbfs. No guest takes part.
+/// Tests the VMM's SIGBUS handler with memory of hugetlbfs, without a guest.
 fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     const HUGE: usize = 2 << 20;
     const LEN: usize = 3 * HUGE;
@@ -387,16 +388,16 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     let file = fs::File::options().read(true).write(true).create_new(true).open(&path)?;
     file.set_len(LEN as u64)?;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping at an address of the kernel's choice.
+    // SAFETY: a new mapping at an address that the kernel chooses.
     let map = unsafe {
         libc::mmap(ptr::null_mut(), LEN, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
     };
     ensure!(map != libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
     let lost = Arc::new(LostPages::default());
     let start = map as usize;
-    // SAFETY: only this test touches the range, and not after the watch has gone.
+    // SAFETY: only this test accesses the range, and not after the watch has been dropped.
     let watch = unsafe { Watch::new(start..start + LEN, Arc::clone(&lost) as _) }?;
-    // SAFETY: inside the mapping.
+    // SAFETY: within the mapping.
     let byte = |at: usize| unsafe { ptr::read_volatile((start + at) as *const u8) };
     // SAFETY: the range is the whole mapping, and no other code has a pointer to it.
     unsafe { ptr::write_bytes(map.cast::<u8>(), 0x5a, LEN) };
@@ -406,7 +407,7 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
         lost.0.load(Ordering::Relaxed) == 0,
         "A lost page was replaced before the first access"
     );
-    // The first access is in the middle of the page, and all of the page is replaced.
+    // The first access is in the middle of the page, and the whole page is replaced.
     let pages = [
         (2 * HUGE + 5 * 4096 + 8, 0),
         (2 * HUGE, 0),
@@ -420,7 +421,7 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     let count = lost.0.load(Ordering::Relaxed);
     ensure!(count == 1, "{count} pages are lost, not 1");
     drop(watch);
-    // SAFETY: mapped above, and used no more.
+    // SAFETY: mapped above, and no longer used.
     unsafe { libc::munmap(map, LEN) };
     drop(file);
     fs::remove_file(&path)?;
@@ -453,7 +454,7 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
         let zone = format!("id=mem0,size={size},file={}{keys}", file.display());
         Guest::builder().memory("size=0").argument("--memory-zone", &zone).pressure("off")
     };
-    // More than there is, and no whole number of pages.
+    // More pages than available, and a size that is not a multiple of a page.
     let refusal = builder("512M", &files.0, "").expect_refusal()?;
     ensure!(
         refusal
@@ -468,7 +469,7 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
         "{}",
         refusal.message
     );
-    // 1. In the directory: a file without a name, gone with the VM.
+    // 1. A directory: the file has no name and disappears with the VM.
     let guest = builder("256M", &files.0, "").boot()?;
     ensure!(aside.available()? == 16, "The guest's are not set aside");
     let name = mappings(&guest, 256 * MIB)?.remove(0).name;
@@ -481,8 +482,7 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     aside.all_are_back()?;
-    // 2. A file that is the guest's as long as the VM is there, and keeps its pages until it is
-    //    removed.
+    // 2. A file: the guest owns it while the VM exists. It keeps its pages until it is removed.
     let file = files.0.join("memory");
     fs::File::create(&file)?.set_len(256 * MIB)?;
     let guest = builder("256M", &file, ",shared=on,prefault=on").boot()?;
@@ -516,13 +516,13 @@ fn boot_memory_is_of_a_file() -> Result<()> {
         "The guest's memory is of {}",
         mapping.name
     );
-    // A second guest must not have it.
+    // A second guest must not use the file.
     let refusal = builder(&of_file).expect_refusal()?;
     ensure!(refusal.message.contains("locked"), "{}", refusal.message);
     guest.reboot_from_inside()?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
-    // Not shared, it is not written, and so must not have anything in it.
+    // A file that is not shared is not written, so it must be empty.
     let unshared = format!("file={}", file.display());
     let refusal = builder(&unshared).expect_refusal()?;
     ensure!(refusal.message.contains("there is data in it"), "{}", refusal.message);
@@ -531,7 +531,7 @@ fn boot_memory_is_of_a_file() -> Result<()> {
     guest.run("head -c 20000000 /dev/urandom > /tmp/data && md5sum /tmp/data")?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
-    // In a directory it has no name.
+    // In a directory, the file has no name.
     let guest = builder(&format!("file={}", dir.display())).start()?;
     guest.wait_until("the VM runs", LIMIT, || {
         Ok(guest.get("vm.info").is_ok_and(|info| info["state"] == "Running"))

@@ -1,4 +1,4 @@
-//! A guest that means harm gets an error, or a device that wants a reset. Never the VMM.
+//! Hostile guests cause errors or device resets, but never harm the VMM.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,7 +26,7 @@ guest_tests::tests![
     a_touch_of_unplugged_memory_finds_nothing,
 ];
 
-// PCI device ids: 0x1040 and the device's type (virtio 1.3, 4.1.2 and 5).
+// PCI device IDs: 0x1040 plus the device's type (virtio 1.3, 4.1.2 and 5).
 const NET: &str = "0x1041";
 const BLK: &str = "0x1042";
 const RNG: &str = "0x1044";
@@ -34,14 +34,14 @@ const VSOCK: &str = "0x1053";
 const MEM: &str = "0x1058";
 const PMEM: &str = "0x105b";
 
-/// Most of the garbage is not answered: each waits some milliseconds.
+/// Number of garbage chains. Most are not answered, and each waits some milliseconds.
 const GARBAGE_CHAINS: u64 = 1000;
-/// Where it is, the attack ends.
+/// File whose existence ends the attack.
 const STOP: &str = "/run/attack-is-over";
 const ATTACK_LIMIT: Duration = Duration::from_secs(90);
-/// More than a tap keeps for a reader that does not come (its `txqueuelen`).
+/// More frames than a tap queues for a reader that does not read (its `txqueuelen`).
 const TAP_FRAMES: u64 = 1500;
-/// A pace, so that the host's one CPU is not all for what the attack is fed with.
+/// Pause between bursts of frames, because the attack needs the host's single CPU as well.
 const BETWEEN_FRAMES: Duration = Duration::from_millis(2);
 
 fn target() -> GuestBuilder {
@@ -74,7 +74,7 @@ fn buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes() -> Result<
 
 fn attack_hotplug_range(guest: &Guest, how: &str, device: &str) -> Result<Script> {
     let (first, end) = hotplug_range(guest)?;
-    // What is plugged stays offline, so that the device's random bytes hit nothing the guest uses.
+    // Plugged memory stays offline, so the device's random bytes hit no memory that the guest uses.
     guest.run("echo offline >/sys/devices/system/memory/auto_online_blocks")?;
     guest.start_script(
         ATTACK_LIMIT,
@@ -85,8 +85,8 @@ fn attack_hotplug_range(guest: &Guest, how: &str, device: &str) -> Result<Script
 /// All memory that a target can plug.
 const PLUGGED_BYTES: u64 = 512 * MIB;
 
-/// All of the zone is plugged and unplugged eight times; CHECK is told what is plugged, each time
-/// that this is reached.
+/// Plugs and unplugs all of the zone eight times, and calls `check` with the plugged size each time
+/// that it is reached.
 fn come_and_go(guest: &Guest, id: &str, check: impl Fn(u64) -> Result<()>) -> Result<()> {
     for plugged_bytes in [PLUGGED_BYTES, 0].into_iter().cycle().take(16) {
         let (call, body) = match id {
@@ -100,7 +100,7 @@ fn come_and_go(guest: &Guest, id: &str, check: impl Fn(u64) -> Result<()>) -> Re
     Ok(())
 }
 
-/// Frames that a tap's interface was given, and what the host's kernel counts of it.
+/// Frames given to a tap's interface, and the counters of the host's kernel.
 #[derive(Clone, Copy)]
 struct Moved {
     given: u64,
@@ -115,24 +115,24 @@ impl Moved {
             let path = format!("/sys/class/net/{}/statistics/{what}", net.tap);
             std::fs::read_to_string(path)?.trim().parse().context("A number of frames")
         };
-        // First: what is on its way counts as given.
+        // Read first, so that frames in transit count as given.
         let (to_guest, dropped) = (count("tx_packets")?, count("tx_dropped")?);
         let given = given.load(Ordering::SeqCst);
         Ok(Self { given, to_guest, dropped, from_guest: count("rx_packets")? })
     }
 
-    /// Taken out of the tap for nothing, or in it.
+    /// Number of frames that are still in the tap, or were taken out of it without being delivered.
     fn missing_since(&self, before: &Self) -> u64 {
         let told = (self.to_guest + self.dropped) - (before.to_guest + before.dropped);
         (self.given - before.given).saturating_sub(told)
     }
 }
 
-/// vhost-net copies frames to addresses of the VMM without a check against plugged memory
+/// vhost-net copies frames to addresses in the VMM without a check of the plugged memory
 /// (docs/design/decisions/0018).
 fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     let net = vhost_net::network(37)?;
-    // PM has nothing of what the guest boots from: what is resident is what was plugged.
+    // The guest does not boot from PM, so its resident memory is the plugged memory.
     let pool = Pool::create("640M")?;
     let memory = format!("pool={},size=512M", pool.name());
     let guest = target().memory("size=384M").pm_memory(&memory);
@@ -143,7 +143,7 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
         let frames = scope.spawn(|| give_frames(&net, &given, ended));
         let came_and_went = come_and_go(&guest, "pm", |plugged_bytes| {
             let before = Moved::now(&net, &given)?;
-            // 1. The kernel is at it: with memory it puts frames there, and sends what is there,
+            // 1. With memory, the kernel stores received frames there and sends frames from it.
             if plugged_bytes > 0 {
                 return guest.wait_until("frames come and go", ATTACK_LIMIT, || {
                     let now = Moved::now(&net, &given)?;
@@ -151,8 +151,8 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
                         && now.from_guest > before.from_guest + 20)
                 });
             }
-            // 2. and without it takes them out of the tap for nothing. No page of the host's is
-            //    there afterwards.
+            // 2. Without memory, it takes frames out of the tap and drops them. No page of the host
+            //    is allocated afterwards.
             guest.wait_until("frames are lost", ATTACK_LIMIT, || {
                 Ok(Moved::now(&net, &given)?.missing_since(&before) > TAP_FRAMES)
             })?;
@@ -171,10 +171,10 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     still_well(&guest)
 }
 
-/// Gives the tap frames for the guest until the other end of `ended` is dropped.
+/// Sends frames to the tap until the other end of `ended` is dropped.
 fn give_frames(net: &Net, given: &AtomicU64, ended: Receiver<()>) -> Result<()> {
     let socket = UdpSocket::bind((net.host, 0))?;
-    // To all: nobody in the guest says that an address is its own.
+    // Broadcast, because no address belongs to the guest.
     socket.set_broadcast(true)?;
     let everybody = Ipv4Addr::from_bits(net.host.to_bits() | 0xff);
     while ended.recv_timeout(BETWEEN_FRAMES) == Err(RecvTimeoutError::Timeout) {
@@ -198,10 +198,10 @@ fn ended_well(attack: Script) -> Result<Report> {
     report(&output.stdout)
 }
 
-/// `hostile: sent 1000, answered 812, restarted 117 times`
+/// Parses `hostile: sent 1000, answered 812, restarted 117 times`.
 fn report(text: &str) -> Result<Report> {
     let number = |word: &str| {
-        // On a console the line may not be whole yet.
+        // On a console, the line may be incomplete.
         let (line, _) = text.split_once("hostile: ")?.1.split_once(" times")?;
         let (_, rest) = line.split_once(word)?;
         rest.trim_start().split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
@@ -267,13 +267,13 @@ fn garbage_from_the_net_driver_is_survived_by_the_kernel() -> Result<()> {
     let net = vhost_net::network(38)?;
     let guest = target().argument("--net", &net.option(",vhost=on")).boot()?;
     garbage_is_survived(&guest, NET)?;
-    // What it took for a ring that is broken raised the event that the kernel was given for that.
+    // Its errors for a broken ring raised the event that the kernel was given for that.
     let broken = guest.metric("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
     ensure!(broken > 0.0, "No queue was given up");
     Ok(())
 }
 
-/// One driver after the other, in one guest. All are tried, whether or not the first one fails.
+/// One driver after the other in one guest. All are tried, even if the first one fails.
 fn garbage_from_the_rng_mem_and_vsock_drivers_is_survived() -> Result<()> {
     let guest = target().boot()?;
     let results = [
@@ -296,7 +296,7 @@ fn garbage_from_the_net_driver_is_survived() -> Result<()> {
     Ok(())
 }
 
-/// The tests' own way into the guest is what is attacked here: the attack reports on the console.
+/// The attack disables the tests' own connection to the guest, so it reports on the console.
 fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
     let command = format!(
         "setsid sh -c 'guest-tool hostile-garbage {VSOCK} {GARBAGE_CHAINS} >/dev/console 2>&1' >/dev/null 2>&1 &"
@@ -310,11 +310,11 @@ fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
     guest.get("vm.info").map(drop)
 }
 
-/// Where no slot is there is no memory: all ones, as on a bus where nobody answers. The VM lives
-/// on.
+/// An address without a slot has no memory and reads as all ones, like a bus without a device. The
+/// VM continues to run.
 fn a_touch_of_unplugged_memory_finds_nothing() -> Result<()> {
-    // Where virtio_mem has claimed the range, the kernel keeps even root out of it.
-    // There is an SRAT, which names the range, once there are two nodes.
+    // The kernel excludes even root from a range that virtio_mem has claimed. The SRAT, which
+    // contains the range, only exists with two nodes.
     let pool = Pool::create("256M")?;
     let memory = format!("pool={},size=128M", pool.name());
     let guest =

@@ -25,7 +25,7 @@ guest_tests::tests![
     console_flood_is_held_to_the_rate_without_loss: 900 (extended),
 ];
 
-/// Time that every wait may take, and the longest that an attack runs.
+/// Time limit of every wait, and duration of an attack.
 const LIMIT: Duration = Duration::from_secs(60);
 const ATTACK: Duration = Duration::from_secs(3);
 /// Pause between API calls, because the attack needs the host's single CPU as well.
@@ -61,7 +61,7 @@ fn threads(pid: u32) -> Result<Vec<Thread>> {
     let ticks_per_s = u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) })?;
     let mut threads = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
-        // A thread that ends meanwhile has no more to count.
+        // A thread that ends meanwhile is ignored.
         let Ok(stat) = fs::read_to_string(thread?.path().join("stat")) else { continue };
         let (begin, fields) = stat.rsplit_once(')').context("No name in stat")?;
         // The third field follows the name (proc_pid_stat(5)).
@@ -84,7 +84,7 @@ fn cpu_time_without_vcpus(pid: u32) -> Result<Duration> {
     Ok(threads(pid)?.iter().filter(|thread| !thread.is_vcpu).map(|thread| thread.cpu).sum())
 }
 
-/// The part of [`cpu_time_without_vcpus`] that was used before others: at a negative nice value.
+/// Part of [`cpu_time_without_vcpus`] that was used at a negative nice value.
 fn cpu_time_before_others(pid: u32) -> Result<Duration> {
     let threads = threads(pid)?;
     ensure!(
@@ -94,7 +94,7 @@ fn cpu_time_before_others(pid: u32) -> Result<Duration> {
     Ok(threads.iter().filter(|thread| thread.nice < 0).map(|thread| thread.cpu).sum())
 }
 
-/// Plugged and erased bytes, and delayed requests, so far.
+/// Plugged and erased bytes and delayed requests so far.
 struct Work {
     plugged_bytes: u64,
     erased_bytes: u64,
@@ -128,7 +128,7 @@ fn start_plug_storm(guest: &Guest, stop: &str) -> Result<Script> {
 
 fn plug_storm_is_held_to_the_rate() -> Result<()> {
     const STOP: &str = "/run/storm-is-over";
-    // The lowest rate.
+    // The lowest configurable rate.
     const RATE: u64 = 64 * MIB;
     const ZONE_BYTES: u64 = 128 * MIB;
     let pool = Pool::create("256M")?;
@@ -200,7 +200,7 @@ fn resets_at_once() -> Vec<u8> {
     [&code, STARTED].concat()
 }
 
-/// Starts of the guest, by what it has written. The last string may not be whole yet.
+/// Number of starts of the guest, by its output. The last string may be incomplete.
 fn starts(console: &Path) -> Result<u32> {
     let text = fs::read(console)?;
     ensure!(
@@ -236,7 +236,7 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
         .argument("--event-monitor", &format!("path={}", events.display()))
         .start()?;
     let has_waited = |delay_ms: u32| -> Result<bool> {
-        // The VMM may not have made the file yet.
+        // The VMM may not have created the file yet.
         let text = fs::read_to_string(&events).unwrap_or_default();
         Ok(text.contains(&format!("\"delay_ms\": \"{delay_ms}\"")))
     };
@@ -258,7 +258,7 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
     guest.command("vm.shutdown")?;
     ensure!(guest.get("vm.info")?["state"] == "Created", "The VM was not shut down");
     guest.command("vm.boot")?;
-    // A client's reboots do not wait, and have traces like the guest's.
+    // Reboots by a client are not delayed. They create traces like those of the guest.
     for _ in 0..MOST_TRACES {
         guest.command("vm.reboot")?;
     }
@@ -275,11 +275,11 @@ fn agent_connections(guest: &Guest) -> Result<f64> {
 
 fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     const PORT: u32 = 9800;
-    /// The most that a vsock device has at one time.
+    /// Maximum number of connections of a vsock device.
     const MOST_SOCKETS: u64 = 1023;
     const RESTART: &str = "killall -KILL foreshore-agent; while pidof foreshore-agent >/dev/null; do :; done; \
                            exec foreshore-agent >/run/agent.log 2>&1";
-    // A vsock device uses at most half of the files that its VMM may have open.
+    // A vsock device uses at most half of the files that its VMM may open.
     if let Some(lack) = lack_of_open_files(2 * MOST_SOCKETS) {
         return skip(lack);
     }
@@ -313,7 +313,7 @@ fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
 }
 
 fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
-    /// A report of nearly the longest length. A parser finds at its end that it lacks a field.
+    /// A report of nearly the maximum length. The parser finds at its end that a field is missing.
     const FLOOD: &str = r#"zeros=$(printf '0,%.0s' $(seq 32000)); echo begins;
                            yes "{\"type\":\"report\",\"zeros\":[${zeros}0]}" | guest-tool vsock-send 9746"#;
     if let Some(lack) = lack_of_priority(GOVERNOR_NICE) {
@@ -342,7 +342,7 @@ fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
     guest.power_off()
 }
 
-/// A guest's flood of the file of its console.
+/// Measurement of a guest that floods its console's file.
 struct ConsoleFlood {
     bytes: f64,
     lost_bytes: f64,
@@ -384,7 +384,7 @@ impl ConsoleFlood {
 fn console_flood_is_held_to_the_rate_without_loss() -> Result<()> {
     const FLOOD_MIB: u64 = 160;
     const BURST_MIB: u64 = 64;
-    /// Output that waits in the VMM.
+    /// Size of the VMM's queue of output.
     const QUEUE_MIB: u64 = 1;
     let limited = ConsoleFlood::run(FLOOD_MIB, MIB)?;
     let unlimited = ConsoleFlood::run(FLOOD_MIB, 0)?;

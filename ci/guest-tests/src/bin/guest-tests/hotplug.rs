@@ -1,4 +1,4 @@
-//! Devices that come and go while the guest runs, on Debian's stock drivers.
+//! Hotplug of devices while the guest runs, with Debian's stock drivers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -33,7 +33,7 @@ pub(crate) fn builder() -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off")
 }
 
-/// Each slot is known to the guest by its number, with a driver of hotplug.
+/// Checks that the guest has registered every slot by its number, with a hotplug driver.
 fn slots_are_registered(guest: &Guest) -> Result<()> {
     let slots = guest.run("ls /sys/bus/pci/slots")?;
     let mut numbers: Vec<u32> =
@@ -47,7 +47,7 @@ fn slots_are_registered(guest: &Guest) -> Result<()> {
     guest.run("test $(cat /sys/bus/pci/slots/1/power) = 1").map(drop)
 }
 
-/// The slot that a device was put into.
+/// Slot of an added device.
 pub(crate) fn slot_of(added: &Value) -> Result<u32> {
     let bdf = added["bdf"].as_str().with_context(|| format!("No bdf: {added}"))?;
     let slot = bdf.strip_prefix("0000:00:").and_then(|rest| rest.strip_suffix(".0"));
@@ -73,7 +73,7 @@ pub(crate) fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
     Ok(node)
 }
 
-/// Neither the guest nor the VMM has it any more.
+/// Waits until neither the guest nor the VMM has the device.
 pub(crate) fn wait_until_gone(guest: &Guest, id: &str, bdf: &Value) -> Result<()> {
     let bdf = bdf.as_str().context("No bdf")?;
     guest.wait_until_run(
@@ -88,7 +88,7 @@ pub(crate) fn wait_until_gone(guest: &Guest, id: &str, bdf: &Value) -> Result<()
     })
 }
 
-/// One after the other, in one guest.
+/// Runs several hotplug sequences in one guest.
 fn come_and_go(kernel: Kernel) -> Result<()> {
     let events = this_tests_dir().join("events");
     let monitor = format!("path={}", events.display());
@@ -137,7 +137,7 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
     ensure!(remove(guest, "harbour")? == 404, "It can be removed twice");
     ensure!(guest.get("vm.counters")? == json!({}), "It still counts");
     ensure!(guest.metric("foreshore_pci_devices", &[])? == devices, "It is still counted");
-    // Once more, and it has what was written; with the API's own name.
+    // The disk is added again, and has the written data. It now has the API's default name.
     let again =
         guest.put("vm.add-disk", json!({"path": path, "serial": "again", "num_queues": 1}))?;
     ensure!(again["id"] == "_disk0" && again["bdf"] == added["bdf"], "{again}, and before {added}");
@@ -176,7 +176,7 @@ fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
     )?;
     let flushes = [("pmem", "quay"), ("result", "ok")];
     ensure!(guest.metric("foreshore_pmem_flushes_total", &flushes)? > 0.0, "No flush");
-    // It is the file that has it, the guest's memory no more, and the next device again.
+    // The data is in the file, and the mapping is removed. The file can be added again.
     for _ in 0..2 {
         ensure!(remove(&guest, "quay")? == 204, "It is not removed");
         wait_until_gone(&guest, "quay", &added["bdf"])?;
@@ -195,7 +195,7 @@ fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// The tests' own shell is behind it: it answers again when the device is back.
+/// The tests' own shell uses this device. It answers again when the device has returned.
 fn a_vsock_device_goes_and_comes(guest: &Guest) -> Result<()> {
     let vsock = guest.get("vm.info")?["config"]["vsock"].clone();
     ensure!(vsock["id"] == "_vsock0", "{vsock}");
@@ -220,8 +220,8 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
         let id = format!("disk-{round}");
         let added = add_disk(&guest, &path, &id)?;
         let node = wait_for_disk(&guest, &id)?;
-        // If the node goes between two runs of dd, the next one creates a file of that name, and
-        // the loop would never end.
+        // If the node disappears between two runs of dd, the next run creates a file of that name,
+        // and the loop would never end.
         let writes = format!(
             "while test -b /dev/{node} && dd if=/dev/zero of=/dev/{node} bs=64k count=64 oflag=direct 2>/dev/null
             do :; done; echo over"
@@ -232,7 +232,7 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
             Ok(guest.metric("foreshore_disk_operations_total", &written)? > 50.0)
         })?;
         ensure!(remove(&guest, &id)? == 204, "{id} is not removed");
-        // The kernel takes the disk from who writes, and each write after that is an error.
+        // The kernel removes the disk from the writer, and each later write fails.
         wait_until_gone(&guest, &id, &added["bdf"])?;
         ensure!(writer.finish()?.stdout.contains("over"), "The writer goes on");
         guest.run(&format!("rm -f /dev/{node}"))?;
@@ -248,7 +248,7 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     let added = add_disk(&guest, &path, "harbour")?;
     let node = wait_for_disk(&guest, "harbour")?;
     guest.command("vm.pause")?;
-    // Asked twice, it is asked once.
+    // A repeated request for removal has no further effect.
     for _ in 0..2 {
         ensure!(remove(&guest, "harbour")? == 204, "It is not asked for");
     }
@@ -256,7 +256,7 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     ensure!(pending(&guest)? == 1.0, "{} are pending", pending(&guest)?);
     let same = guest.try_put("vm.add-disk", json!({"path": path, "id": "harbour"}))?;
     ensure!(same.status == 409 && same.body.contains("harbour"), "{same:?}");
-    // Others come meanwhile.
+    // Other disks can be added meanwhile.
     let other = add_disk(&guest, &image("other")?, "other")?;
     ensure!(other["bdf"] != added["bdf"], "{other}");
     guest.command("vm.resume")?;
@@ -264,7 +264,7 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     guest
         .run(&format!("! test -e /sys/block/{node} || grep -qx other /sys/block/{node}/serial"))?;
     wait_for_disk(&guest, "other")?;
-    // And what is paused when it is gone can end.
+    // A removal that happens during a pause can be completed.
     ensure!(remove(&guest, "other")? == 204, "It is not removed");
     wait_until_gone(&guest, "other", &other["bdf"])?;
     guest.no_kernel_complaints()
@@ -280,7 +280,7 @@ fn a_reboot_keeps_what_was_added_and_forgets_what_was_removed() -> Result<()> {
     guest.wait_until("it is gone", LIMIT, || {
         Ok(guest.metric("foreshore_hotplug_pending", &[])? == 0.0)
     })?;
-    // This one's guest is not asked before it ends.
+    // The guest is not asked for this one before it ends.
     guest.command("vm.pause")?;
     ensure!(remove(&guest, "slow")? == 204, "It is not asked for");
     guest.command("vm.reboot")?;
@@ -291,15 +291,15 @@ fn a_reboot_keeps_what_was_added_and_forgets_what_was_removed() -> Result<()> {
     let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"].as_array().is_some_and(|disks| disks.len() == 1), "{info}");
     ensure!(guest.metric("foreshore_hotplug_pending", &[])? == 0.0, "Something is pending");
-    // All three files are free, or the VM's.
+    // All three files are either free or in use by the VM.
     add_disk(&guest, &this_tests_dir().join("goes"), "goes")?;
     add_disk(&guest, &this_tests_dir().join("slow"), "slow")?;
     wait_for_disk(&guest, "slow")?;
     guest.no_kernel_complaints()
 }
 
-/// An image that is added again right after its removal is refused with 429 until the guest has let
-/// go, and with nothing else.
+/// Adds an image again right after its removal. The only error until the guest has ejected it is
+/// 429.
 fn a_disk_comes_back_as_another(guest: &Guest) -> Result<()> {
     const ROUNDS: usize = 5;
     let path = image("another")?;
@@ -344,7 +344,8 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
         ensure!(remove(&guest, id)? == status, "{id} is removed with {}", remove(&guest, id)?);
     }
     ensure!(guest.metric("foreshore_pci_devices", &[])? == devices, "Something was added");
-    // What the guest lets go without being asked stays in its slot, and is found there again.
+    // A device that the guest ejects by itself stays in its slot, and the guest can find it there
+    // again.
     let node = wait_for_disk(&guest, "_disk0")?;
     let power = format!(
         "bdf=$(basename $(dirname $(readlink -f /sys/block/{node}/device))) && \
@@ -355,11 +356,11 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
         LIMIT,
         &format!("echo 0 >{power} && ! test -e /sys/block/{node} && echo 1 >{power}"),
     )?;
-    // One that was there from the start goes as well.
+    // A disk from the start of the VM can be removed as well.
     let node = wait_for_disk(&guest, "_disk0")?;
     ensure!(remove(&guest, "_disk0")? == 204, "It is not removed");
     guest.wait_until_run("it is gone", LIMIT, &format!("! test -e /sys/block/{node}"))?;
-    // Until the bus is full.
+    // Adds disks until the bus is full.
     let mut count = 0;
     let refused = loop {
         let path = image(&format!("full-{count}"))?;
@@ -378,7 +379,8 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Some before it has looked at its bus, some before it hears of what comes, some later.
+/// Some disks are added before the guest scans its bus, some before its hotplug driver starts, and
+/// some later.
 fn disks_that_come_while_the_guest_boots_are_found() -> Result<()> {
     const DISKS: u32 = 16;
     let guest = builder().start()?;
@@ -392,7 +394,7 @@ fn disks_that_come_while_the_guest_boots_are_found() -> Result<()> {
     guest.wait_for_shell(BOOT_LIMIT)?;
     let all = format!("test $(ls -d /sys/block/vd* | wc -l) = {DISKS}");
     guest.wait_until_run("the guest has all disks", LIMIT, &all)?;
-    // Each was told once: what comes next is heard as well.
+    // Each event was delivered once, so the next one is delivered as well.
     guest.put("vm.remove-device", json!({"id": "disk0"}))?;
     let others = format!("test $(ls -d /sys/block/vd* | wc -l) = {}", DISKS - 1);
     guest.wait_until_run("the guest has let one go", LIMIT, &others)?;

@@ -1,5 +1,5 @@
-//! Every kind of device comes and goes a hundred times in one guest, is used each time, and leaves
-//! nothing behind.
+//! Adds, uses and removes each kind of device a hundred times in one guest, and checks that nothing
+//! is left.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, Holdings, Kernel};
@@ -21,7 +21,7 @@ const ROUNDS: usize = 100;
 /// Rounds before the first count, because the VMM allocates some resources once and keeps them.
 const WARM_UP: usize = 10;
 
-/// What the VMM had after the first rounds, and where the device was.
+/// Resources of the VMM after the first rounds, and the slot of the device.
 #[derive(Default)]
 struct Before(Option<(Holdings, u32)>);
 
@@ -47,7 +47,7 @@ impl Before {
     }
 }
 
-/// Each is added and used by `add`, and removed.
+/// Adds and uses devices by `add`, and removes them.
 fn come_and_go(
     guest: &Guest,
     kind: &str,
@@ -88,7 +88,7 @@ fn files(guest: &Guest) -> Result<()> {
     })
 }
 
-/// By name and by a queue that is given, in turn.
+/// Adds the interface by name and by a passed queue, in turn.
 fn interfaces(guest: &Guest, net: &Net) -> Result<()> {
     let mut by_fd = false;
     come_and_go(guest, "net", |id| {
@@ -100,7 +100,8 @@ fn interfaces(guest: &Guest, net: &Net) -> Result<()> {
     })
 }
 
-/// The tests' own shell is behind it, which cannot say when the device has gone.
+/// The tests' own shell uses this device, so it cannot report when the guest has ejected the
+/// device.
 fn vsocks(guest: &Guest) -> Result<()> {
     let vsock = guest.get("vm.info")?["config"]["vsock"].clone();
     let mut before = Before::default();

@@ -116,7 +116,7 @@ fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64
     Ok(guest.plugged_bytes())
 }
 
-/// The largest ratio of PM to DRAM in the papers is that of PM Buddy.
+/// Largest ratio of PM to DRAM in the papers (PM Buddy).
 const LARGEST_RATIO: u64 = 14;
 const LEAST_AND_MOST: [u64; 2] = [2, LARGEST_RATIO];
 const BETWEEN: [u64; 3] = [4, 7, 8];
@@ -310,11 +310,11 @@ fn fixed_size_beyond_descriptors_leaves_the_guest_alive() -> Result<()> {
     nothing_died(&guest)
 }
 
-/// A load that takes memory of the kernel alone.
+/// Load that allocates only kernel memory.
 pub(crate) struct Load {
     pub(crate) command: &'static str,
     pub(crate) goal: &'static str,
-    /// Kernel memory that it takes, at least.
+    /// Minimum of the kernel memory that it takes.
     pub(crate) kernel_mib: u64,
 }
 
@@ -431,7 +431,8 @@ fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()
     Ok(())
 }
 
-/// Returns whether the OOM killer has ended a process, by the console: it may have ended the shell.
+/// Returns true if the OOM killer has ended a process. Reads the console, because the guest's shell
+/// may have been killed.
 pub(crate) fn has_killed(guest: &Guest) -> Result<bool> {
     Ok(guest.console_log()?.contains("Out of memory: Killed process"))
 }

@@ -1,5 +1,5 @@
-//! Memory that a guest has and that is gone: the VM is paused and says why, whoever touches it, and
-//! the VMM lives.
+//! Loss of memory that a guest is using. The VM is paused and reports the reason, whichever thread
+//! accesses the memory, and the VMM survives.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -32,13 +32,13 @@ fn cut(path: &Path, len_bytes: u64) -> Result<()> {
     Ok(File::options().write(true).open(path)?.set_len(len_bytes)?)
 }
 
-/// The VM is paused, and everybody who asks is told of what memory is lost and how; `flags` are
-/// what it came by.
+/// Waits until the VM is paused and all interfaces report which memory is lost, and how. `flags`
+/// are the flags that provided the memory.
 fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     guest.wait_until("the VM is paused", IO_LIMIT, || {
         Ok(guest.get("vm.info")?["state"] == "Paused")
     })?;
-    // What was not touched yet may be found later.
+    // Memory that has not been accessed yet may be found later.
     guest.wait_until("all of it is named", IO_LIMIT, || {
         let metrics = guest.metrics()?;
         let is_lost = |flag: &&str| metrics.value("foreshore_memory_lost", &[("memory", flag)]);
@@ -64,7 +64,7 @@ fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     Ok(())
 }
 
-/// No exit tells of it: the vCPU would try for ever.
+/// No exit reports the loss, so the vCPU would retry forever.
 fn guest_reads(kernel: Kernel) -> Result<()> {
     let path = file(&this_tests_dir(), "file", 16, "host")?;
     let flag = format!("--pmem file={}", path.display());
@@ -72,12 +72,12 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     wait_for_bytes(&guest)?;
     cut(&path, 5 * MIB)?;
     let read = "exec dd if=/dev/pmem0 of=/dev/null bs=1M skip=8 count=1 iflag=direct";
-    // Files are looked at now and then as well: the VM may be paused before the guest has answered
-    // that it begins.
+    // The VMM also checks files regularly, so the VM may be paused before the guest confirms the
+    // start of the script.
     let read = guest.start_script(IO_LIMIT, read);
     wait_until_paused(&guest, &[&flag], "cut short to 5 MiB, of which the guest has 16 MiB")?;
     drop(read);
-    // As long again, it is another file: what was in it does not come back.
+    // A file extended to its old length has lost its content.
     cut(&path, 16 * MIB)?;
     let refused = guest.try_api("PUT", "vm.resume", None)?;
     ensure!(refused.status == 409, "{refused:?}");
@@ -107,7 +107,7 @@ fn device_range(guest: &Guest) -> Result<(u64, u64)> {
     Ok((u64::from_str_radix(first, 16)?, u64::from_str_radix(last, 16)? + 1))
 }
 
-/// A driver may put its buffers there: to touch them must not be the end of the VMM.
+/// A driver may place its buffers there. An access by a device must not end the VMM.
 fn a_device_that_writes_to_what_was_cut_off_is_survived() -> Result<()> {
     const RNG: &str = "0x1044";
     let path = file(&this_tests_dir(), "file", 16, "x")?;
@@ -127,8 +127,7 @@ fn a_device_that_writes_to_what_was_cut_off_is_survived() -> Result<()> {
     Ok(())
 }
 
-/// What a disk is to write lies in what is cut off meanwhile: it is an error, and nothing is
-/// written.
+/// The source of a disk's write is cut off meanwhile. The write must fail and change nothing.
 fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
     const SEED: u64 = 0x1057_0000_0000_0000;
     let dir = this_tests_dir();
@@ -161,8 +160,8 @@ fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
     Ok(())
 }
 
-/// Lent memory and volumes lie in one file. A pool is not opened while a part is missing, and is as
-/// it was when it is not.
+/// Lent memory and volumes are in one file. A pool cannot be opened while a part of its file is
+/// missing. It is unchanged when the part is back.
 fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
     let pool = Pool::create("256M")?;
     let (memory, volume) = (
@@ -192,8 +191,7 @@ fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
     guest.kill9()
 }
 
-/// A page that the kernel has found bad is gone from every process, and whoever touches it is told
-/// by a signal.
+/// The kernel removes a bad page from all processes, and signals each access to it.
 fn a_guest_that_reads_bad_memory_is_paused() -> Result<()> {
     let path = file(&this_tests_dir(), "file", 16, "x")?;
     let flag = format!("--pmem file={}", path.display());
@@ -210,12 +208,12 @@ fn a_guest_that_reads_bad_memory_is_paused() -> Result<()> {
     Ok(())
 }
 
-/// Has the kernel take the page at `offset` of a file for bad; false: it cannot (madvise(2),
-/// MADV_HWPOISON).
+/// Makes the kernel treat the page at `offset` of a file as bad. Returns false if it cannot
+/// (madvise(2), MADV_HWPOISON).
 fn poison(path: &Path, offset: u64) -> Result<bool> {
     let file = File::options().read(true).write(true).open(path)?;
     let (len, prot) = (4096, libc::PROT_READ | libc::PROT_WRITE);
-    // SAFETY: a new mapping, of which nobody but the kernel touches anything.
+    // SAFETY: a new mapping, whose memory only the kernel accesses.
     unsafe {
         let fd = file.as_raw_fd();
         let page =

@@ -1,4 +1,5 @@
-//! The guest tests, in one program: they run on any KVM host, in the emulated one in a single boot.
+//! All guest tests in one program. They run on any KVM host, and on an emulated host in a single
+//! boot.
 
 mod agent;
 mod api;

@@ -1,4 +1,4 @@
-//! Memory comes and goes while the guest runs, and the host gets back what the guest gives up.
+//! Plugging and unplugging of memory while the guest runs. Unplugged memory returns to the host.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ guest_tests::tests![
         is_asked_for_again(20),
 ];
 
-/// What a VMM has after so many reboots, it is to have after many more.
+/// Number of reboots after which the VMM's resources must no longer grow.
 pub(crate) const WARM_UP: usize = 2;
 const PLUG_LIMIT: Duration = Duration::from_secs(60);
 
@@ -45,7 +45,7 @@ fn grows_and_shrinks(kernel: Kernel) -> Result<Guest> {
     let guest = resizable().kernel(kernel).boot()?;
     bounds_are_refused(&guest)?;
     let before = mem_total_mib(&guest)?;
-    // To ask for the present size is no error.
+    // A request for the present size is no error.
     for _ in 0..2 {
         resize_to(&guest, 640)?;
         wait_until_plugged(&guest, 256)?;
@@ -93,7 +93,7 @@ fn goes_back_to_the_host(guest: &Guest) -> Result<()> {
     let before = guest.rss_bytes()?;
     resize_to(guest, 896)?;
     wait_until_plugged(guest, 512)?;
-    // More than the boot part holds: what was plugged is touched.
+    // More than the boot memory, so plugged memory is used.
     let hog = guest.hog(640, PLUG_LIMIT)?;
     let at_the_top = guest.rss_bytes()?;
     ensure!(
@@ -118,12 +118,12 @@ fn a_resize_without_a_driver_ends_with_a_reason() -> Result<()> {
         Ok(zone(&guest, "dram")?.state == "no-driver")
     })?;
     ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "Plugged by nobody");
-    // The driver comes late: the target still stands.
+    // The driver starts late, but the target is still valid.
     guest.run("modprobe virtio_mem")?;
     wait_until_plugged(&guest, 256)
 }
 
-/// PCI device id of a virtio-mem device.
+/// PCI device ID of a virtio-mem device.
 const MEM: &str = "0x1058";
 
 /// Negotiates as the driver of Linux 5.8 to 5.15 does, without VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE.
@@ -153,7 +153,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
         refused.status,
         refused.body
     );
-    // The request that was withdrawn is the last event of the refusal.
+    // The withdrawal of the request is the last event of the refusal.
     guest.wait_until("the refusal is reported", PLUG_LIMIT, || {
         Ok(std::fs::read_to_string(&events)?.contains("\"reason\": \"driver\""))
     })?;
@@ -167,7 +167,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
     ensure!(warnings == 1, "{warnings} warnings: {log}");
     let state = [("zone", "dram"), ("state", "unsupported")];
     ensure!(guest.metric("foreshore_memory_driver_state", &state)? == 1.0, "The metric is not 1");
-    // The kernel that runs has the feature.
+    // The running kernel supports the feature.
     let bind = format!(
         "for dev in /sys/bus/pci/devices/*; do [ $(cat $dev/device) = {MEM} ] && basename $dev; done \
          >/sys/bus/pci/drivers/virtio-pci/bind && modprobe virtio_mem"
@@ -180,7 +180,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
     wait_until_plugged(&guest, 256)
 }
 
-/// A reboot that the guest begins, or one that the API does.
+/// Reboots the guest from inside or by the API.
 pub(crate) fn reboot(guest: &Guest, round: usize) -> Result<()> {
     if round.is_multiple_of(2) {
         return guest.reboot_from_inside();
@@ -189,7 +189,8 @@ pub(crate) fn reboot(guest: &Guest, round: usize) -> Result<()> {
     guest.wait_for_shell(BOOT_LIMIT)
 }
 
-/// What the VMM has once the agent has come, whose connection has both of its ends there.
+/// Resources of the VMM after the agent has connected, because both ends of its connection belong
+/// to the VMM.
 pub(crate) fn holdings(guest: &Guest) -> Result<Holdings> {
     guest.wait_until("the agent is there", BOOT_LIMIT, || {
         Ok(guest.get("vm.pressure?decisions=1")?["agent"] == "live")
@@ -222,7 +223,7 @@ fn is_asked_for_again(rounds: usize) -> Result<()> {
         println!("After {rounds} reboots {:?}, and at first {held:?}", guest.holdings()?);
         guest.wait_until_nothing_is_left(&held)?;
     }
-    // What was taken back is not asked for any more.
+    // After an unplug, a reboot requests nothing.
     resize_to(&guest, 384)?;
     wait_until_plugged(&guest, 0)?;
     reboot(&guest, rounds)?;

@@ -39,7 +39,7 @@ pub(crate) const IO_LIMIT: Duration = Duration::from_secs(120);
 /// Length of a stream. Its segments, of 20 KiB on average, use a queue of 256 descriptors more than
 /// once.
 pub(crate) const TRANSFER_BYTES: usize = 8 << 20;
-/// The longest frame of an MTU of 1500, without what virtio puts before it.
+/// Longest frame of an MTU of 1500, without virtio's header.
 const FRAME_BYTES: f64 = 1514.0;
 /// Upper limit of a transfer whose length depends on the speed of the host. The guest keeps the
 /// bytes in /tmp, which is in its memory of 384 MiB.
@@ -47,7 +47,7 @@ const MOST_BYTES_UNTIL_DONE: usize = 64 << 20;
 /// Line that `yes` repeats to make a stream.
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
-/// The other end of a guest.
+/// Addresses of a guest and of its host's tap.
 pub(crate) struct Net {
     pub tap: String,
     pub host: Ipv4Addr,
@@ -65,7 +65,7 @@ impl Net {
         ping_host(guest, self)
     }
 
-    /// A tap of the test's own, which lives as long as somebody has its queues.
+    /// Opens a tap of the test's own. It exists while any of its queues is open.
     fn open(&self, queues: usize) -> Result<Vec<File>> {
         let files = tap::open(&self.tap, queues)?;
         self.set_up_host()?;
@@ -103,7 +103,7 @@ pub(crate) fn need_tun() -> Result<()> {
     if Path::new("/dev/net/tun").exists() { Ok(()) } else { skip("no /dev/net/tun here") }
 }
 
-/// The guest's stock driver has found the interface, which gets an address.
+/// Waits until the guest's driver has found the interface, and assigns an address.
 fn bring_up(guest: &Guest, address: Ipv4Addr) -> Result<()> {
     bring_up_as(guest, "eth0", address)
 }
@@ -117,7 +117,7 @@ fn bring_up_as(guest: &Guest, name: &str, address: Ipv4Addr) -> Result<()> {
     guest.run(&format!("ip addr add {address}/24 dev {name} && ip link set {name} up")).map(drop)
 }
 
-/// What the guest sends is what the host gets.
+/// Checks a stream from the guest to the host.
 pub(crate) fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     let listener =
         TcpListener::bind((net.host, 0)).context("Cannot listen on the tap's address")?;
@@ -152,8 +152,8 @@ fn check_stream(stream: &mut impl Read) -> Result<usize> {
     }
 }
 
-/// A guest that listens, and compares what it gets. It has nothing to say, and does not say so: at
-/// the end of what it hears busybox' nc at the other side would stop.
+/// Starts a listener in the guest that compares the received data. It keeps its input open without
+/// data, because busybox' nc on the other side would stop at the end of its input.
 fn listen(guest: &Guest, bytes: usize) -> Result<Script> {
     let line = std::str::from_utf8(LINE)?.trim();
     let script = format!(
@@ -189,8 +189,8 @@ impl Done {
     }
 }
 
-/// The host sends until `done`, and the guest gets the same bytes. After [`MOST_BYTES_UNTIL_DONE`]
-/// the connection stays open without data.
+/// Sends from the host until `done`, and checks the data in the guest. After
+/// [`MOST_BYTES_UNTIL_DONE`] the connection stays open without data.
 pub(crate) fn to_guest_until(guest: &Guest, net: &Net, done: &Done) -> Result<()> {
     send(guest, net, |sent| {
         if sent >= MOST_BYTES_UNTIL_DONE {
@@ -200,8 +200,8 @@ pub(crate) fn to_guest_until(guest: &Guest, net: &Net, done: &Done) -> Result<()
     })
 }
 
-/// Sends as long as `left`, called with the number of bytes sent, returns more than 0. The guest
-/// compares what it gets.
+/// Sends while `left`, called with the number of bytes sent, returns more than 0. The guest
+/// compares the received data.
 fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     let line = std::str::from_utf8(LINE)?.trim();
     let check = format!(
@@ -232,7 +232,7 @@ fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     Ok(())
 }
 
-/// Unbinds the driver and binds it again. The device must then work like a new one.
+/// Unbinds the driver and binds it again. Afterwards the device must work like a new one.
 pub(crate) fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
     guest.run(
         "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
@@ -261,7 +261,7 @@ pub(crate) fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
     Ok(())
 }
 
-/// Both directions have passed something, and nothing was wrong.
+/// Checks that data has passed in both directions without errors.
 fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
     let metrics = guest.metrics()?;
     for direction in ["from-guest", "to-guest"] {
@@ -279,8 +279,7 @@ fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Segments longer than a frame pass while TRANSFER goes that way: without them the mean could not
-/// be so long.
+/// Checks that `transfer` uses segments longer than a frame, by their average length.
 fn has_long_segments(
     guest: &Guest,
     direction: &str,
@@ -321,7 +320,7 @@ fn talks(kernel: Kernel, nth: u8) -> Result<()> {
     check_metrics(&guest, TRANSFER_BYTES)?;
     let info = guest.get("vm.info")?;
     ensure!(info["config"]["net"][0]["tap"] == net.tap.as_str(), "{info}");
-    // Paused, it does nothing, and goes on where it was.
+    // A paused device is idle, and continues afterwards.
     guest.command("vm.pause")?;
     guest.command("vm.resume")?;
     ping_host(&guest, &net)?;
@@ -396,7 +395,7 @@ fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
         Ok(())
     };
     talk()?;
-    // The tap stays in the bridge: it is the VM's, not the machine's.
+    // The tap stays in the bridge, because it belongs to the VM and not to the machine.
     a.reboot_from_inside()?;
     bring_up(&a, address_a)?;
     talk()?;
@@ -417,7 +416,7 @@ pub(crate) fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
     let is_down = format!("{look}test $(cat /sys/class/net/eth0/carrier) = 0");
     guest.wait_until_run("the link is down", IO_LIMIT, &is_down)?;
     guest.no_kernel_complaints()?;
-    // The next boot makes it anew.
+    // The next boot creates the tap again.
     guest.reboot_from_inside()?;
     net.bring_up(&guest)?;
     ping_host(&guest, net)?;
@@ -435,7 +434,7 @@ fn what_is_no_tap_is_refused() -> Result<()> {
         let refusal = Guest::builder().argument("--net", option).expect_refusal()?;
         ensure!(refusal.message.contains(text), "{option}: {}", refusal.message);
     }
-    // Nor to a VM that is there, whether it runs or not.
+    // The same interfaces are refused for an existing VM, running or not.
     let vmm = api::empty_vmm()?;
     vmm.put("vm.create", api::config(&vmm))?;
     for boots in [true, false] {
@@ -468,7 +467,7 @@ fn add_with(stream: &mut UnixStream, body: &Value, files: &[File]) -> Result<Res
     http::request_with(stream, "vm.add-net", &body.to_string(), files)
 }
 
-/// As libvirt does it, on one connection.
+/// Adds interfaces as libvirt does, on one connection.
 fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
     let (first, second) = (Net::new(8)?, Net::new(9)?);
     let vmm = api::empty_vmm()?;
@@ -502,7 +501,7 @@ fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
         ping_host(&vmm, &first)?;
         from_guest(&vmm, &first, TRANSFER_BYTES / 16)?;
     }
-    // One goes while the guest has it, the other without a guest.
+    // One interface is removed while the guest runs, the other without a guest.
     let remove = |id: &str| vmm.put("vm.remove-device", json!({ "id": id }));
     remove("net_1")?;
     vmm.wait_until("its queues are closed", IO_LIMIT, || Ok(!second.is_there()))?;
@@ -517,9 +516,9 @@ pub(crate) fn builder() -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off")
 }
 
-/// A NIC by name, or by a queue that is given.
+/// Adds a NIC by name, or by a passed queue.
 pub(crate) fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value> {
-    // Nobody has the one before any more.
+    // The previous interface has been closed.
     guest.wait_until("the interface is free", IO_LIMIT, || Ok(!net.is_there()))?;
     if by_fd {
         let body = json!({"id": id, "mac": "02:f5:00:00:00:01"});
@@ -560,7 +559,7 @@ fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Somebody who sends to a guest without end, and is not answered.
+/// Sends frames to a guest continuously and expects no answer.
 struct Sender {
     /// Disconnected to end the thread.
     end: Option<mpsc::Sender<()>>,
@@ -570,12 +569,12 @@ struct Sender {
 impl Sender {
     fn start(net: &Net) -> Result<Self> {
         let (socket, (end, ended)) = (UdpSocket::bind((net.host, 0))?, mpsc::channel());
-        // The guest's address is known without asking: one that is silent would not say it.
+        // A static ARP entry, because a guest without the bus does not answer requests.
         host::run(&format!("arp -i {} -s {} 02:f5:00:00:00:01", net.tap, net.guest))?;
         let guest = net.guest;
         let thread = thread::spawn(move || {
             while ended.recv_timeout(Duration::from_millis(1)) == Err(RecvTimeoutError::Timeout) {
-                // The guest's port is closed, and the tap may be full.
+                // An error is ignored: the guest's port is closed, and the tap may be full.
                 let _ = socket.send_to(&[0x5a; 1024], (guest, 5002));
             }
         });
@@ -595,8 +594,8 @@ pub(crate) fn taken(net: &Net) -> Result<u64> {
     std::fs::read_to_string(path)?.trim().parse().context("A number of frames")
 }
 
-/// Takes the bus away from a NIC under traffic, as Linux does before it starts a kernel by kexec
-/// (`pci_clear_master`), and gives it to a driver that comes anew.
+/// Disables bus mastering of a NIC under traffic, as Linux does before it starts a kernel by kexec
+/// (`pci_clear_master`). Then a newly bound driver enables it again.
 pub(crate) fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
@@ -608,8 +607,8 @@ pub(crate) fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
         guest.wait_until(what, IO_LIMIT, || Ok(taken(net)? > before + 100))
     };
     frames_arrive("frames arrive")?;
-    // Memory and no bus: bit 1 of the command register, without bit 2. When the write is over, so
-    // is the device.
+    // Memory space without bus master: bit 1 of the command register, without bit 2. The device has
+    // stopped when the write returns.
     guest.run(
         "printf '\\002' | dd of=/sys/bus/pci/devices/$(cat /tmp/function)/config bs=1 seek=4 conv=notrunc",
     )?;

@@ -1,5 +1,5 @@
-//! NUMA nodes: the guest's kernel sees them as they were asked for, and memory that is plugged
-//! lands in its own.
+//! NUMA nodes: the guest's kernel sees the configured nodes, and plugged memory belongs to its
+//! node.
 
 use std::time::Duration;
 
@@ -18,11 +18,11 @@ guest_tests::tests![
 
 const PLUG_LIMIT: Duration = Duration::from_secs(60);
 
-/// What a zone is sized to, and the node that its memory must land in.
+/// Zones with their sizes in MiB and their nodes.
 const PLUGGED: [(&str, u64, u32); 4] =
     [("a", 128, 0), ("b", 256, 1), ("pm", 128, 2), ("pm1", 256, 3)];
 
-/// Two nodes of DRAM with a vCPU each, and PM that is near to each.
+/// Guest with two nodes of DRAM with a vCPU each, and PM near each of them.
 fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
     let near = format!("pool={},size=256M,near=0", pool.name());
     let figures = "id=pm1,read_latency=400,write_latency=200,bandwidth=2000M";
@@ -44,8 +44,8 @@ fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
         .boot()
 }
 
-/// The same without DRAM to come, so that a policy's first answer is PM, and a policy for which
-/// each node counts.
+/// As above but without hotpluggable DRAM, so that the policy's first decision is to plug PM. The
+/// policy considers each node.
 fn two_sockets_short_of_dram(pool: &Pool) -> Result<Guest> {
     Guest::builder()
         .cpus(2)
@@ -101,7 +101,7 @@ fn tiers(guest: &Guest) -> Result<Vec<String>> {
     Ok(guest.run(script)?.lines().map(str::to_owned).collect())
 }
 
-/// The agent's setting for demotion.
+/// Returns the setting for demotion, which the agent controls.
 fn is_demotion_on(guest: &Guest) -> Result<bool> {
     Ok(guest.run("cat /sys/kernel/mm/numa/demotion_enabled")?.trim() == "true")
 }
@@ -138,7 +138,7 @@ fn are_seen(
             ("node3/distance", "28 17 28 10"),
         ],
     )?;
-    // 1. Each zone's memory is in its node, and in no other.
+    // 1. Each zone's memory is in its node and in no other.
     for ((id, mib, node), before) in PLUGGED.into_iter().zip([dram[0] - 128, dram[1], 0, 0]) {
         let after = node_mib(&guest, node)?;
         ensure!(
@@ -146,7 +146,7 @@ fn are_seen(
             "{id}: node {node} has {before} and then {after} MiB, with {mib} plugged"
         );
     }
-    // 2. The figures of the HMAT, from the node that is near.
+    // 2. Latencies and bandwidths of the HMAT from the near node.
     for (node, near, read_ns, write_ns, mb_per_s) in [
         (0, 0, 90, 86, 40_000),
         (1, 1, 90, 86, 40_000),
@@ -174,7 +174,7 @@ fn are_seen(
         tiers == tiers_of_the_kernel,
         "The memory tiers are {tiers:?} and not {tiers_of_the_kernel:?}"
     );
-    // 4. Reclaim may move pages of DRAM to PM.
+    // 4. Reclaim may demote pages of DRAM to PM.
     guest
         .wait_until("the agent has switched demotion on", PLUG_LIMIT, || is_demotion_on(&guest))?;
     for (node, expected) in (0..).zip(targets_of_the_kernel) {
@@ -190,8 +190,8 @@ fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12() -> Result<()> {
     are_seen(Kernel::V6_12, &["0-1", "2", "3"], targets)
 }
 
-/// 6.1 shows the figures. Its tiers follow drivers alone, and virtio-mem sets none, so demotion has
-/// no target.
+/// 6.1 shows the latencies and bandwidths. Its tiers only follow drivers, and virtio-mem sets none,
+/// so demotion has no target.
 fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1() -> Result<()> {
     are_seen(Kernel::V6_1, &["0-3"], [""; 4])
 }
@@ -199,7 +199,7 @@ fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1() -> Result<()> {
 /// A load on the CPU of node 1 allocates from node 1 first, which has half the memory of node 0.
 /// Node 1 therefore runs short, and PM near it is plugged first.
 fn what_a_node_is_short_of_comes_from_near_it() -> Result<()> {
-    /// More than node 1 has of its own, and less than both have.
+    /// More than the memory of node 1, and less than that of both.
     const LOAD_MIB: u64 = 320;
     let pool = Pool::create("1G")?;
     let guest = two_sockets_short_of_dram(&pool)?;

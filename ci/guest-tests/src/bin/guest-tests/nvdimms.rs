@@ -1,4 +1,4 @@
-//! Several NVDIMMs in one VM, as the guest's own tools see them.
+//! Several NVDIMMs in one VM, as seen by the guest's own tools.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ guest_tests::tests![
     as_many_nvdimms_as_there_may_be_are_found: 600 (extended),
 ];
 
-/// Sizes tell them apart.
+/// Sizes of the NVDIMMs, which identify them.
 const SIZES_MIB: [u64; 4] = [24, 20, 32, 28];
 const MIB: u64 = 1 << 20;
 
@@ -56,7 +56,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     let guest = guest_with_nvdimms(&pool).kernel(kernel).boot()?;
     wait_for_disks(&guest, SIZES_MIB.len())?;
 
-    // 1. Each a region of its own, in the order of the flags, and on a DIMM of its own.
+    // 1. Each has a region, in the order of the flags, and a DIMM.
     let regions = ndctl(&guest, "-R")?;
     let regions = by_name(&regions);
     ensure!(regions.len() == SIZES_MIB.len(), "{regions:?}");
@@ -70,7 +70,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
         ensure!(region["available_size"] == 0, "Something is left of region {number}: {region}");
     }
 
-    // 2. Every namespace is all of its region, with the pool's BTT.
+    // 2. Every namespace covers its region, with the pool's BTT.
     let namespaces = ndctl(&guest, "-N")?;
     for (number, namespace) in (0..).zip(&by_name(&namespaces)) {
         let (name, namespace) = namespace;
@@ -82,7 +82,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     }
     ensure!(namespaces.len() == SIZES_MIB.len(), "{namespaces:?}");
 
-    // 3. DIMMs have a health, a handle each, and no labels.
+    // 3. DIMMs have a health and a handle each, and no labels.
     let dimms = ndctl(&guest, "-DH")?;
     ensure!(dimms.len() == SIZES_MIB.len(), "{dimms:?}");
     let mut handles: Vec<_> = dimms.iter().filter_map(|dimm| dimm["handle"].as_u64()).collect();
@@ -95,7 +95,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
         guest.try_run(IO_LIMIT, "ndctl read-labels nmem0 2>&1 | grep -c NAMESPACE_INDEX")?;
     ensure!(labels.stdout.trim() == "0", "There are labels: {labels:?}");
 
-    // 4. They can be told apart, and hold what is written to them.
+    // 4. They are distinct, and keep the written data.
     for number in 0..SIZES_MIB.len() {
         guest.run_within(
             IO_LIMIT,
@@ -145,8 +145,8 @@ fn as_many_nvdimms_as_there_may_be_are_found() -> Result<()> {
     pool.check().map(drop)
 }
 
-/// A failed flush of an NVDIMM would pause the VM. One of a virtio-pmem device on the same pool
-/// does not, and the NVDIMM beside it tells what it has come to.
+/// A failed flush of an NVDIMM would pause the VM, but one of a virtio-pmem device on the same pool
+/// does not. The NVDIMM then reports critical health.
 fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
     let room = Room::create(160)?;
     let device = LoopDevice::create_in(room.dir(), 128)?;
@@ -170,7 +170,7 @@ fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
     };
     ensure!(health()? == "ok", "{}", health()?);
     room.fill_up()?;
-    // The NVDIMM's region is the one of the NFIT; the other disk fails.
+    // The NVDIMM's region is that of the NFIT. The writes go to the other disk.
     let find = "for region in /sys/bus/nd/devices/region*; do \
         case $(readlink -f $region) in *virtio*) echo /dev/pmem${region##*region}s ;; esac; done";
     let disk = guest.run(find)?;

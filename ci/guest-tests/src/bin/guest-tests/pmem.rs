@@ -1,4 +1,4 @@
-//! `--pmem`: a file or device of the host's as persistent memory, as Cloud Hypervisor gives it.
+//! `--pmem`: a file or device of the host as persistent memory, as in Cloud Hypervisor.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -22,7 +22,7 @@ guest_tests::tests![
     pmem_may_be_a_devdax_device (extended),
 ];
 
-/// A file whose every MiB begins with a text.
+/// Creates a file in which every MiB begins with a text.
 pub(crate) fn file(dir: &Path, name: &str, mib: u64, text: &str) -> Result<PathBuf> {
     fs::create_dir_all(dir)?;
     let path = dir.join(name);
@@ -70,7 +70,7 @@ fn pmem_without_writes_leaves_its_file_alone() -> Result<()> {
     let path = file(&this_tests_dir(), "file", 16, "host")?;
     let before = fs::read(&path)?;
     let pmem = format!("file={},discard_writes=on", path.display());
-    // Who only looks at it may share it.
+    // VMs that only read the file may share it.
     let guests = [guest_with(&pmem).boot()?, guest_with(&pmem).boot()?];
     for (guest, text) in guests.iter().zip(["first", "second"]) {
         wait_for_bytes(guest)?;
@@ -82,7 +82,7 @@ fn pmem_without_writes_leaves_its_file_alone() -> Result<()> {
         ensure!(line(guest, "/dev/pmem0", 1)? == text, "{text} does not see its own writes");
         guest.no_kernel_complaints()?;
     }
-    // Nor for anybody else to write.
+    // No other VM may write to it.
     let writer = guest_with(&format!("file={}", path.display()));
     let refusal = writer.name("writer").expect_refusal()?;
     ensure!(refusal.message.contains("in use by process"), "{}", refusal.message);
@@ -94,7 +94,7 @@ fn pmem_without_writes_leaves_its_file_alone() -> Result<()> {
     Ok(())
 }
 
-/// A volume first, then two files, a block device and a file without a name, of different sizes.
+/// A volume first, then two files, a block device and an unnamed file, of different sizes.
 fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
     let dir = this_tests_dir();
     let unnamed = dir.join("unnamed");
@@ -132,7 +132,7 @@ fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
     );
     let durability = [("pmem", "second"), ("durability", "discarded")];
     ensure!(metrics.value("foreshore_pmem_info", &durability)? == 1.0, "Durability in metrics");
-    // A file in a directory has no name, and the machine of the next boot has the same one.
+    // A file in a directory has no name. The next boot uses the same file.
     ensure!(fs::read_dir(&unnamed)?.count() == 0, "The file has a name");
     guest.run("echo guest | dd of=/dev/pmem4 bs=1M seek=5 conv=sync,fsync")?;
     guest.reboot_from_inside()?;

@@ -1,5 +1,5 @@
-//! The papers' policies in an unpatched guest, whose agent watches what is free, as they do: page
-//! cache takes that, and leaves as much available as there was.
+//! Policies of the papers in an unpatched guest. Like the policies, the agent watches free memory,
+//! which page cache occupies while available memory stays the same.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -21,15 +21,15 @@ use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 guest_tests::tests![tables_are_followed_where_page_cache_takes_what_is_free: 400 (extended)];
 
 const LIMIT: Duration = Duration::from_secs(120);
-/// Shrinks wait for cool-downs.
+/// Time for a shrink, which waits for cool-downs.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 const PM_MIB: u64 = 640;
-/// More than is left of DRAM, and less than a row brings.
+/// More than the remaining DRAM, and less than the amount of a row.
 const LOAD_MIB: u64 = 250;
-/// So many reports under the agent's watermark are enough to see how it goes on.
+/// Number of reports below the agent's watermark that show the policy's behavior.
 const LOOKED_AT: u64 = 6;
 
-/// What tables are asked about: the guest's, summed over the zones of its DRAM.
+/// Input of the tables: the guest's watermarks, summed over the zones of its DRAM.
 #[derive(Debug)]
 struct Marks {
     min: u64,
@@ -90,7 +90,7 @@ impl Row {
 struct Paper {
     policy: &'static str,
     params: Value,
-    /// From its table, further down from row to row.
+    /// Rows of its table, from the highest free memory to the lowest.
     rows: fn(&Marks) -> Vec<Row>,
     gives_back: &'static str,
 }
@@ -105,17 +105,18 @@ fn decisions(guest: &Guest, since: u64, direction: &str) -> Result<Vec<Value>> {
     Ok(decisions)
 }
 
-/// What a decision was made upon.
+/// Free memory on which a decision is based.
 fn free_bytes(decision: &Value) -> Result<u64> {
     let bytes = decision["input"]["report"]["free_bytes"].as_u64();
     bytes.with_context(|| format!("Upon what? {decision}"))
 }
 
-/// Reads a file in the guest, which is a hole and costs no time, until so much memory is free.
+/// Reads a file in the guest until `free_bytes` of memory are free. The file is a hole, so reading
+/// is fast.
 struct Cache(Script);
 
 impl Cache {
-    /// Everything that follows goes on from what has been read before.
+    /// Opens the file. Each read continues after the previous one.
     fn open(guest: &Guest) -> Result<Self> {
         guest.run(
             "grep -q /mnt /proc/mounts || { mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt; }",
@@ -152,17 +153,16 @@ fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
         .memory("size=256M")
         .pm_memory(&format!("pool={},size={PM_MIB}M", pool.name()))
         .argument("--disk", &format!("path={}", disk.display()))
-        // Huge pages, which the agent switches on in a guest that has grown, would move the
-        // watermarks.
+        // Huge pages would move the watermarks. The agent enables them in a guest that has grown.
         .cmdline("transparent_hugepage=never foreshore.zram=64M")
         .pressure(&format!("off,dry_run=on,record={}", trace.display()))
         .boot()?;
     guest.wait_until_run("the disk is there", LIMIT, "test -b /dev/vda")?;
     wait_for_agent(&guest, "live")?;
-    // Tables 2 and 3 (docs/reference/policies.md), their first rows.
+    // First rows of tables 2 and 3 (docs/reference/policies.md).
     let amf = Paper {
         policy: "amf",
-        // Two free sections are enough of them.
+        // Two free sections are sufficient.
         params: json!({ "watermark-scale": 20, "reclaim": 15 }),
         rows: |marks| {
             vec![
@@ -187,7 +187,7 @@ fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
         .context("amf")
         .and_then(|()| follows(&guest, &dapper).context("dapper"));
     if followed.is_err() {
-        // What a person would ask next.
+        // Diagnostics for the log of a failed test.
         println!("{}", guest.get("vm.memory")?);
         println!("{}", pressure(&guest)?);
         println!("{}", guest.run("cat /proc/meminfo; dmesg | tail -n 20; cat /run/agent.log")?);
@@ -209,18 +209,18 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     let set = |change: Value| guest.put("vm.pressure", change);
     let decide = || set(json!({ "policy": paper.policy, "params": paper.params, "dry_run": true }));
     let (off, before) = (json!({ "policy": "off" }), decisions_total(guest)?);
-    // 1. Above the first border nothing is integrated.
+    // 1. Above the first border, no PM is plugged.
     decide()?;
     guest.wait_until("there is enough", LIMIT, || {
         Ok(decisions(guest, before, "hold")?.iter().any(|decision| decision["reason"] == "enough"))
     })?;
     let early = decisions(guest, before, "grow")?;
     ensure!(early.is_empty(), "There was enough, and it grew: {early:?}");
-    // 2. In each row, what the table says; nothing of it happens yet, so that what is free stays in
-    //    the row.
+    // 2. Each row leads to the decision of the table. In a dry run it has no effect, so free memory
+    //    stays in the row.
     let mut cache = Cache::open(guest)?;
     for row in &rows {
-        // Reports on the way there may be of two moments.
+        // Reports received meanwhile may mix two states.
         set(off.clone())?;
         cache.read_until(guest, row.middle() + marks.reserve)?;
         let before = decisions_total(guest)?;
@@ -250,7 +250,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     let details = &pressure(guest)?["details"];
     ensure!(details["watermark_of"] == "free", "The agent watches {}", details["watermark_of"]);
     ensure!(zone(guest, "pm")?.requested_bytes == 0, "A dry run has asked for PM");
-    // 3. The same for real: what the last row says comes.
+    // 3. Without the dry run, the amount of the last row is plugged.
     let before = decisions_total(guest)?;
     set(json!({ "dry_run": false }))?;
     guest.wait_until("PM comes", LIMIT, || {
@@ -260,7 +260,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
         Ok(decisions(guest, before, "grow")?.iter().any(grown))
     })?;
     let top = zone(guest, "pm")?.plugged_bytes;
-    // 4. It is used, and free again: then it goes.
+    // 4. The PM is used, freed and then unplugged.
     let hog = guest.hog(LOAD_MIB, LIMIT)?;
     let used = zone(guest, "pm")?.resident_bytes;
     println!("{} MiB of PM are plugged and {} used", top / MIB, used / MIB);
@@ -280,8 +280,8 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     wait_until_plugged(guest, "pm", 0, SHRINK_LIMIT)
 }
 
-/// Under the watermark of free memory the agent said so with every report, however much was
-/// available.
+/// Below the watermark of free memory, the agent gave that cause in every report, independent of
+/// available memory.
 fn was_told_at_once(trace: &std::path::Path) -> Result<()> {
     let trace = Trace::read(BufReader::new(File::open(trace)?))?;
     let mut causes: BTreeMap<String, u32> = BTreeMap::new();

@@ -1,5 +1,5 @@
-//! A pool holds what it promises wherever it lies: on tmpfs, on file systems with DAX and without,
-//! on block devices, on devdax.
+//! Durability and behavior of a pool on each kind of media: tmpfs, file systems with and without
+//! DAX, block devices and devdax.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -37,12 +37,12 @@ guest_tests::tests![
     a_guest_has_memory_and_a_volume_on_devdax: 300,
 ];
 
-/// Persistent memory without anything on it, as a block device.
+/// Blank persistent memory as a block device.
 const PMEM: &str = "/dev/pmem1";
-/// The same, as devdax.
+/// Blank persistent memory as devdax.
 pub(crate) const DEVDAX: &str = "/dev/dax2.0";
 
-/// What a pool is expected to be.
+/// Expected properties of a pool.
 struct Expected {
     durability: &'static str,
     thin: bool,
@@ -56,7 +56,7 @@ fn dax_sync() -> Expected {
     Expected { durability: "dax-sync", thin: false }
 }
 
-/// A persistent memory device of the emulated host, without content.
+/// Erases and returns a persistent memory device of the emulated host.
 pub(crate) fn blank(device: &str) -> Result<PathBuf> {
     let path = PathBuf::from(device);
     if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
@@ -70,8 +70,8 @@ pub(crate) fn blank(device: &str) -> Result<PathBuf> {
         ));
     }
     if device == DEVDAX {
-        // It knows no write(). What an earlier test left goes by the library's own means, all of
-        // it: a pool whose superblocks are gone is still one.
+        // devdax does not support write(). The library's own functions erase all of it, because a
+        // pool without superblocks still counts as one.
         let node = File::options().read(true).write(true).open(&path)?;
         let len_bytes = media::len_bytes(&node)?;
         FileMedia::new(node, len_bytes, true)?.erase(std::slice::from_ref(&(0..len_bytes)))?;
@@ -87,7 +87,7 @@ pub(crate) fn blank(device: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// pmvol fails, and says all of the words.
+/// Checks that pmvol fails with an error that contains all words.
 pub(crate) fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
     match pmvol(arguments) {
         Ok(output) => anyhow::bail!("pmvol {} did not fail: {output}", arguments.join(" ")),
@@ -100,7 +100,7 @@ pub(crate) fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
     }
 }
 
-/// `pool-hold`, until it is killed.
+/// Process `pool-hold`, which runs until killed.
 struct Holder(Child);
 
 impl Holder {
@@ -121,7 +121,7 @@ impl Holder {
 
 impl Drop for Holder {
     fn drop(&mut self) {
-        // It never ends by itself; if it has, there is nothing to kill.
+        // An error is ignored, because the process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -131,7 +131,7 @@ fn open(pool: &Pool) -> Result<Arc<pmem_volume::Pool>> {
     Ok(pmem_volume::Pool::open(pool.path(), OpenMode::ReadWrite)?)
 }
 
-/// Whatever was in the pool's free chunks, they read as zeros: all of them are taken and looked at.
+/// Lends all free chunks of the pool, and checks that they read as zeros.
 fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
     let open = open(pool)?;
     open.scrub_all()?;
@@ -144,8 +144,8 @@ fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
     Ok(open.scrub_all()?)
 }
 
-/// What every pool does, in its place: volumes come, change and go; memory that its holder left
-/// behind is erased; it grows. Ends with a pool that has no volumes.
+/// Checks the operations of a pool: volumes are created, changed and deleted, memory of a dead
+/// holder is erased, and the pool grows. Leaves a pool without volumes.
 fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()>) -> Result<()> {
     let name = &pool.name();
     let info = pool.info()?;
@@ -160,7 +160,7 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     open.resize_volume("data", VolumeSize::Bytes(36 * MIB), Shrink::Refuse)?;
     open.resize_volume("raw", VolumeSize::Bytes(4 * MIB), Shrink::Allow)?;
     drop(open);
-    // 2. Memory, whose holder dies. Meanwhile the pool is his.
+    // 2. The holder of lent memory dies. Until then, it owns the pool.
     let holder = Holder::start(pool, 12 * MIB)?;
     let info = pool.info()?;
     let in_use_by = info["in_use_by"].as_str().unwrap_or_default();
@@ -171,10 +171,10 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     );
     refused(&["volume", "delete", name, "raw"], &[&holder.pid()])?;
     drop(holder);
-    // 3. Nothing of it is left, and of the volumes nothing is lost.
+    // 3. The memory has been erased, and the volumes are unchanged.
     free_chunks_are_zero(pool)?;
     ensure!(pool.check()?.ends_with("clean\n"), "Not clean after a holder's death");
-    // 4. More of everything.
+    // 4. The pool grows.
     grow(name)?;
     let grown = self::open(pool)?;
     ensure!(
@@ -194,7 +194,7 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     Ok(())
 }
 
-/// The same for a file, which grows by itself.
+/// Runs [`serves`] on a file, which can grow by itself.
 fn serves_in_file(dir: &Path, flags: &[&str], expected: &Expected) -> Result<Pool> {
     let pool = Pool::at(dir);
     pmvol(&[&["create", &pool.name(), "--size", "64M"], flags].concat())?;
@@ -226,7 +226,7 @@ fn on_ext4_it_is_thin_if_asked() -> Result<()> {
     let thin = Expected { thin: true, ..page_cache() };
     let pool = serves_in_file(disk.dir(), &["--thin"], &thin)?;
     ensure!(pool.occupied_bytes()? < 5 * MIB, "What is free has {} bytes", pool.occupied_bytes()?);
-    // A full disk is an error of who stores something new, and of nobody else.
+    // On a full disk, only operations that store new data fail.
     let filler = disk.dir().join("filler");
     fill_up(&filler)?;
     let create = ["volume", "create", &pool.name(), "v", "--size", "36M"];
@@ -235,7 +235,7 @@ fn on_ext4_it_is_thin_if_asked() -> Result<()> {
     free_chunks_are_zero(&pool)?;
     pmvol(&create)?;
     ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
-    // More than the disk has; until somebody uses it.
+    // The pool may exceed the disk, because chunks take space only when used.
     pmvol(&["grow", &pool.name(), "--size", "1G"])?;
     ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
     Ok(())
@@ -281,7 +281,7 @@ fn on_a_block_device_it_is_page_cache_and_grows_with_it() -> Result<()> {
         pmvol(&["grow", name]).map(drop)
     })?;
     ensure!(pool.info()?["total_bytes"] == 96 * MIB, "Not all of the device: {}", pool.info()?);
-    // Whose the device is by now, is seen, and without a word nobody loses it.
+    // An existing pool on the device is detected and not overwritten without `--force`.
     refused(&["create", &pool.name()], &["there is a pool", "--force"])?;
     disk.lengthen(32)?;
     refused(&["info", &pool.name()], &["cut short", "33554432", "100663296"])
@@ -313,11 +313,11 @@ fn free_bytes(dir: &Path) -> Result<u64> {
     Ok(stat.f_bavail * stat.f_frsize)
 }
 
-/// Fills a file system until just about that much is free, and no less.
+/// Fills a file system until slightly more than `bytes` are free.
 fn leave_free(dir: &Path, bytes: u64) -> Result<()> {
     let mut filler = File::options().create(true).append(true).open(dir.join("filler"))?;
     let block = vec![0xff; 4096];
-    // What keeps track of blocks takes some itself: small steps at the end.
+    // The file system's metadata takes space as well, so the last steps are small.
     while free_bytes(dir)? > bytes + 16384 {
         for _ in 0..(free_bytes(dir)? - bytes).saturating_sub(256 << 10).div_ceil(4096).max(1) {
             filler.write_all(&block)?;
@@ -337,8 +337,8 @@ fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Twice each: where a look at the file system is enough to see it, and where only the last blocks
-/// are missing.
+/// Two cases of creation and growth each: a size that obviously does not fit, and one for which
+/// only the last blocks are missing.
 fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<()> {
     let disk = Disk::create_with(FileSystem::Ext4ByBlocks, 48, 64)?;
     let pool = Pool::at(disk.dir());
@@ -369,8 +369,7 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
             free_bytes(disk.dir())?
         );
         ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
-        // Sequence numbers and checksums of the superblocks may differ; what is behind them may
-        // not.
+        // Only sequence numbers and checksums of the superblocks may differ.
         let after = fs::read(pool.path())?;
         let differ = before.len() != after.len()
             || before[4096..(2 << 20) - 4096] != after[4096..(2 << 20) - 4096];
@@ -384,7 +383,8 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
     Ok(())
 }
 
-/// A guest uses both and is killed: the volume is in order, of the memory nothing is left.
+/// A guest uses memory and a volume of the pool and is killed. The volume is consistent, and
+/// nothing of the memory is left.
 fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
     pool.create_volume("data", "24M")?;
     let memory = format!("pool={},size=128M", pool.name());
@@ -393,7 +393,7 @@ fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
         .pm_memory(&memory)
         .pm_volume(&format!("pool={},name=data,interface=nvdimm", pool.name()))
         .pressure("fixed,size=128M")
-        // The kernel's own memory cannot be PM: it must be able to make room.
+        // The kernel's own memory cannot be in PM, so the kernel needs swap to make room.
         .cmdline("foreshore.zram=256M")
         .boot()?;
     wait_until_plugged(&guest, "pm", 128 * MIB, IO_LIMIT)?;
@@ -402,7 +402,7 @@ fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
     write_blocks(&guest, 50)?;
     let asked = flushes(&guest, "ok")?;
     ensure!((asked > 0.0) == hints && flushes(&guest, "error")? == 0.0, "{asked} flushes");
-    // More than the boot memory holds.
+    // More than the boot memory.
     let _hog = guest.hog(380, IO_LIMIT)?;
     ensure!(pool.info()?["memory_bytes"] == 128 * MIB, "Lent: {}", pool.info()?);
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;

@@ -1,4 +1,5 @@
-//! The guest runs short and gets more; the need is over and it goes back. Nobody asks by hand.
+//! Memory pressure of a guest: the governor plugs memory on a shortage and unplugs it afterwards,
+//! without requests by a client.
 
 use std::time::Duration;
 
@@ -24,9 +25,9 @@ guest_tests::tests![
     a_silent_agent_is_noticed: 240,
 ];
 
-/// For a plan to be made and carried out, under emulation.
+/// Time for a decision and its execution, under emulation.
 pub(crate) const GROW_LIMIT: Duration = Duration::from_secs(120);
-/// Shrinking is slow on purpose: steps after a cool-down.
+/// Time for a shrink. It is slow on purpose, with a cool-down before its steps.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 
 fn guest_without_swap(pool: &Pool) -> GuestBuilder {
@@ -40,15 +41,15 @@ fn small_guest(pool: &Pool) -> GuestBuilder {
     guest_without_swap(pool).cmdline("foreshore.zram=256M")
 }
 
-/// Fills guest memory with what does not compress; true if all of it was held.
+/// Fills guest memory with incompressible data. True if all of it could be held.
 pub(crate) fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
     let mut hog = guest.start_script(GROW_LIMIT, &format!("exec guest-tool hog {mib}"))?;
     let held = hog.wait_for_line(&format!("held {mib}")).is_ok();
     Ok((hog, held))
 }
 
-/// Has psi give back without the default waits, which are in its unit tests: for guests that have
-/// reached what they were to.
+/// Makes psi shrink without the default waits, for guests that have reached their size. Unit tests
+/// cover the waits.
 fn give_back_soon(guest: &Guest) -> Result<()> {
     let soon = json!({ "params": { "idle": "1s" }, "rules": { "cool_down": "1s", "shrink_interval": "100ms" } });
     guest.put("vm.pressure", soon).map(drop)
@@ -85,7 +86,7 @@ fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
         Ok(pm.plugged_bytes == 0)
     });
     if back.is_err() {
-        // What a person would ask next.
+        // Diagnostics for the log of a failed test.
         println!("{}", guest.get("vm.memory")?);
         println!("{}", guest.get("vm.pressure")?);
         println!("{}", guest.run("free -m; dmesg | tail -n 20; cat /run/agent.log")?);
@@ -101,7 +102,7 @@ fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// The counterpart: if this load fits anyway, the test above shows nothing.
+/// Counterpart: without the governor, this load must not fit.
 fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("off").boot()?;
@@ -115,18 +116,18 @@ fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
     Ok(())
 }
 
-/// What it took to fill guest memory without haste.
+/// Result of filling guest memory slowly.
 struct Ramp {
     held: bool,
-    /// Pages that kswapd has looked at, to take them away.
+    /// Pages that kswapd has scanned for reclaim.
     scanned_by_kswapd: u64,
-    /// Those that who allocates has.
+    /// Pages that allocating tasks have scanned.
     scanned_directly: u64,
     swapped_out: u64,
 }
 
 impl Ramp {
-    /// As much as [`fill`] has where DRAM does not do, in half a minute.
+    /// Allocates as much as [`fill`] in the other tests, which exceeds DRAM, in half a minute.
     fn climb(guest: &Guest) -> Result<Self> {
         const COUNTERS: [&str; 3] = ["pgscan_kswapd", "pgscan_direct", "pswpout"];
         let count =
@@ -144,7 +145,7 @@ impl Ramp {
     }
 }
 
-/// The governor is to be first: kswapd takes page cache that is in use as well, and swaps.
+/// The governor must be faster than kswapd, which would also reclaim page cache in use, and swap.
 fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
@@ -162,7 +163,7 @@ fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// The counterpart: if kswapd has nothing to do for that anyway, the test above shows nothing.
+/// Counterpart: without the governor, kswapd must have to reclaim for this load.
 fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("off").boot()?;
@@ -175,8 +176,7 @@ fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     Ok(())
 }
 
-/// Who allocates 100 MB/s for as long as there is anything never sees the OOM killer while PM is
-/// left.
+/// A program that allocates 100 MB/s endlessly is not killed while PM is left.
 fn only_who_takes_all_pm_as_well_is_killed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_without_swap(&pool).pressure("psi").boot()?;
@@ -185,7 +185,7 @@ fn only_who_takes_all_pm_as_well_is_killed() -> Result<()> {
     while let Some(line) = leak.next_line() {
         held = line;
     }
-    // Nothing shrinks for 5 s after a grow.
+    // There is no shrink within 5 s after a grow.
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
     let end = leak.finish()?;
     ensure!(end.code == 137, "The leak was not killed, but {end:?}");
@@ -202,7 +202,7 @@ fn only_who_takes_all_pm_as_well_is_killed() -> Result<()> {
     Ok(())
 }
 
-/// DRAM without a hotplug part. PM serves programs alone.
+/// Guest without hotpluggable DRAM. PM serves only programs.
 fn guest_of_fixed_dram(pool: &Pool) -> GuestBuilder {
     Guest::builder()
         .cpus(2)
@@ -212,7 +212,8 @@ fn guest_of_fixed_dram(pool: &Pool) -> GuestBuilder {
         .pressure("psi")
 }
 
-/// Writes a file to memory, which nobody can be killed for; true if all of it was written.
+/// Writes a file to a tmpfs, so that no process is an OOM victim for it. True if all of it was
+/// written.
 fn write_to_memory(guest: &Guest, mib: u64) -> Result<bool> {
     let write = format!(
         "mkdir -p /run/load && mount -t tmpfs -o size=2G load /run/load && \
@@ -238,8 +239,8 @@ fn signs_of_shortage(guest: &Guest) -> Result<Vec<(&'static str, u64)>> {
 fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).kernel(kernel).boot()?;
-    // Page tables, descriptors, stacks and slabs beside a load that leaves no DRAM: twice as much
-    // as there is.
+    // The load is twice as large as DRAM, and leaves none for page tables, descriptors, stacks and
+    // slabs.
     ensure!(write_to_memory(&guest, 700)?, "Not all was written");
     let pm = zone(&guest, "pm")?;
     ensure!(
@@ -250,13 +251,13 @@ fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
     for (counter, count) in signs_of_shortage(&guest)? {
         ensure!(count == 0, "{counter} is {count}");
     }
-    // All that is movable leaves again.
+    // All movable memory can be unplugged again.
     guest.run("umount /run/load")?;
     wait_until_plugged(&guest, "pm", 0, SHRINK_LIMIT)?;
     guest.no_kernel_complaints()
 }
 
-/// Returns whether a kernel has logged that it ran out of memory: it killed a process, or found
+/// Returns true if a kernel has logged that it ran out of memory: it killed a process, or found
 /// none to kill (mm/oom_kill.c).
 fn has_run_out(console: &str) -> bool {
     ["Out of memory", "Killed process", "System is deadlocked on memory"]
@@ -264,7 +265,7 @@ fn has_run_out(console: &str) -> bool {
         .any(|said| console.contains(said))
 }
 
-/// The counterpart: if that load does well without, the tests above show nothing.
+/// Counterpart: without a reserve for the kernel, this load must show a shortage.
 fn without_dram_of_its_own_the_kernel_is_short_of_memory() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).cmdline("movablecore=0").boot()?;
@@ -276,7 +277,7 @@ fn without_dram_of_its_own_the_kernel_is_short_of_memory() -> Result<()> {
                 "The load fit without a sign of a shortage"
             );
         }
-        // At worst it panics, and there is nobody left to ask.
+        // In the worst case the guest panics and cannot answer.
         Err(error) => {
             ensure!(has_run_out(&guest.console_log()?), "It has not run out of memory: {error:#}")
         }

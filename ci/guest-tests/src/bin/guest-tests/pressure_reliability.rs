@@ -1,5 +1,5 @@
-//! The governor goes on: with an agent that is stopped, killed, floods or lies, on a host without a
-//! CPU to spare, with a guest that cannot give back or cannot take.
+//! Reliability of the governor: with an agent that is stopped or killed, or that floods or sends
+//! false reports, on a busy host, and with a guest that cannot unplug or cannot plug.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ guest_tests::tests![
 ];
 
 const LIMIT: Duration = Duration::from_secs(120);
-/// Shrinks wait for cool-downs and pauses.
+/// Time for a shrink, which waits for cool-downs and pauses.
 const SHRINK_LIMIT: Duration = Duration::from_secs(400);
 
 fn small_guest(pool: &Pool) -> GuestBuilder {
@@ -54,7 +54,7 @@ fn reports(guest: &Guest) -> Result<f64> {
     guest.metric("foreshore_pressure_reports_total", &[])
 }
 
-/// What an agent says first.
+/// First message of an agent.
 const HELLO: &str = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
 
 /// Report of a guest that has no memory left. `seq` counts from 1.
@@ -71,8 +71,8 @@ fn uptime_ms(guest: &Guest) -> Result<u64> {
     Ok((uptime_s * 1000.0) as u64)
 }
 
-/// What the guest has, for lies of which all else could be true: what is plugged and not online
-/// would be on its way.
+/// Actual memory of the guest, for false reports that are otherwise plausible. Plugged memory that
+/// is not online would count as in progress.
 fn total_bytes(guest: &Guest) -> Result<u64> {
     let kib: u64 = guest.run("awk '/^MemTotal:/ { print $2 }' /proc/meminfo")?.trim().parse()?;
     Ok(kib * 1024)
@@ -81,15 +81,15 @@ fn total_bytes(guest: &Guest) -> Result<u64> {
 fn decisions_come_whatever_the_agent_does() -> Result<()> {
     const FLOOD: u32 = 600;
     let pool = Pool::create("2G")?;
-    // With a swap to avoid.
+    // With a swap that must stay unused.
     let guest =
         guest_with_pm(&pool, LARGE_PM_MIB).cmdline("foreshore.zram=256M").pressure("psi").boot()?;
     wait_for_agent(&guest, "live")?;
     for zone in pressure(&guest)?["zones"].as_array().context("No zones")? {
         ensure!(zone["driver_ready"] == true, "The driver is not up: {zone}");
     }
-    // 1. Every vCPU is busy, and on one CPU so is the host: the guest still gets what it needs,
-    //    before it would swap.
+    // 1. Every vCPU is busy, and so is a host with one CPU. The guest still gets memory before it
+    //    would swap.
     let busy = guest.start_script(LIMIT, "while :; do :; done & while :; do :; done")?;
     let hog = guest.hog(512, LIMIT)?;
     let grown = |decision: &Value| {
@@ -100,19 +100,17 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     let swapped = vmstat(&guest, "pswpout")?;
     ensure!(swapped == 0, "{swapped} pages were swapped out");
     drop((busy, hog));
-    // From here on a guest of which nothing is heard gets nothing: the rule for that may ask for
-    // everything that there is, and then what is reported below would find nothing left to be
-    // asked for.
+    // From here on, a guest without reports gets no memory. Otherwise the rule for a lost agent
+    // could request everything, and the reports below would find nothing left to request.
     guest.put("vm.pressure", json!({ "rules": { "lost_steps": 0 } }))?;
-    // 2. The agent is stopped, and killed.
+    // 2. The agent is stopped and then killed.
     guest.run("killall -STOP foreshore-agent")?;
     wait_for_agent(&guest, "silent")?;
     guest.run("killall -KILL foreshore-agent")?;
     wait_for_agent(&guest, "gone")?;
-    // 3. Somebody floods in its place. One agent is heard at a time, so none can report beside it;
-    //    but amid the flood is a report of
-    // a guest that is short, and it is decided upon while the flood goes on, which it does until it
-    // is ended.
+    // 3. Another program floods in its place. Only one agent can be connected, so no agent can
+    //    report in addition. The flood contains one report of a guest that is short of memory. It
+    //    leads to a decision while the flood continues, which lasts until it is ended.
     let (refused_before, decided) = (refused(&guest, "not_json")?, decisions_total(&guest)?);
     let left = ALL - requested_bytes(&guest)?;
     println!("{} MiB are left to be asked for", left / MIB);
@@ -133,17 +131,16 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     let amid = refused(&guest, "not_json")?;
     ensure!(amid - refused_before >= f64::from(FLOOD), "Lines before the report are not counted");
     guest.wait_until("the flood goes on", LIMIT, || Ok(refused(&guest, "not_json")? > amid))?;
-    // Who sends it ends with it. Lines are long, so that not many are left on their way.
+    // The connection ends with its sender. Lines are long, so that few of them are in transit.
     guest.run("killall yes")?;
     drop(flood);
     wait_for_agent(&guest, "gone")?;
-    // Memory on its way would count for the next reports as well.
+    // Memory that is being plugged would count for the next reports as well.
     guest.wait_until("the grow is over", LIMIT, || {
         Ok(plugged_bytes(&guest)? == requested_bytes(&guest)?)
     })?;
-    // 4. Somebody lies: there is never anything left. That takes what the zones hold, and no more.
-    //    More memory than there can be
-    // is not believed, and counted.
+    // 4. False reports of a guest without available memory. They lead to all memory of the zones,
+    //    and no more. A report of more memory than possible is refused and counted.
     let requested = requested_bytes(&guest)?;
     let (taken, out_of_range) = (reports(&guest)?, refused(&guest, "out_of_range")?);
     let (uptime_ms, total_bytes) = (uptime_ms(&guest)?, total_bytes(&guest)?);
@@ -167,14 +164,14 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
         dram.requested_bytes <= 128 * MIB && pm.requested_bytes <= LARGE_PM_MIB * MIB,
         "More than there is"
     );
-    // 5. The agent is back.
+    // 5. The agent returns.
     guest.run("setsid foreshore-agent >/run/agent.log 2>&1 </dev/null &")?;
     wait_for_agent(&guest, "live")?;
     let metrics = guest.metrics()?;
     let plan = "foreshore_pressure_report_to_plan_seconds";
     let count = metrics.value(&format!("{plan}_count"), &[])?;
     let quick = metrics.value(&format!("{plan}_bucket"), &[("le", "0.001")])?;
-    // For whoever reads the log: a time is no verdict.
+    // The time is only logged and not checked.
     println!("{quick} of {count} lines of the agent took less than 1 ms from report to plan");
     guest.no_kernel_complaints()
 }
@@ -191,7 +188,7 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
     let top = zone(&guest, "pm")?.plugged_bytes;
     ensure!(top >= 128 * MIB, "Only {top} bytes of PM are plugged");
     drop(hog);
-    // What is filled next comes from PM too, and some of it is pinned.
+    // The next load also fills PM, and pins some of it.
     let mut pins = guest.start_script(LIMIT, "exec guest-tool pin 560")?;
     pins.wait_for_line("pinned")?;
     let tried = |decision: &Value| {
@@ -210,10 +207,10 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Takes what the guest's kernel has left for page descriptors, and keeps it taken.
+/// Takes and keeps the memory that the guest's kernel has left for page descriptors.
 fn dry(guest: &Guest) -> Result<Script> {
-    // Descriptors of a section are 2 MiB. Should the guest have to kill somebody for something
-    // else, then the sleepers.
+    // Descriptors of a section are 2 MiB. If the guest has to kill a process for another reason, it
+    // selects one of the sleepers.
     const DRY: &str = "for sleeper in 1 2 3 4 5 6 7 8; do
             (echo 1000 >/proc/self/oom_score_adj; exec sleep 1000000) &
         done
@@ -224,11 +221,11 @@ fn dry(guest: &Guest) -> Result<Script> {
 }
 
 fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
-    /// Reports that would each have led to a request.
+    /// Number of reports that would each have led to a request.
     const REPORTS: f64 = 20.0;
     let pool = Pool::create("1G")?;
-    // Programs have a movable part of DRAM, which the VMM asks for: what is full is the rest, which
-    // page descriptors come out of.
+    // The VMM configures a movable part of DRAM for programs. The rest, which page descriptors come
+    // from, is full.
     let guest = Guest::builder()
         .cpus(2)
         .memory("size=384M")
@@ -250,7 +247,7 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
         "{} bytes are requested",
         pm.requested_bytes
     );
-    // A size requested by a client is held back as well.
+    // A size requested by a client is also withheld.
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 128 * MIB }))?;
     ensure!(
         zone(&guest, "pm")?.requested_bytes == 0,

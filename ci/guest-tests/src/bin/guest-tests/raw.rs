@@ -1,4 +1,4 @@
-//! A raw volume is bytes and nothing else: by virtio-pmem on any guest, and refused where a guest
+//! Raw volumes: plain bytes through virtio-pmem in any guest, and refused as an NVDIMM if a guest
 //! would be misled.
 
 use anyhow::{Result, ensure};
@@ -17,15 +17,15 @@ guest_tests::tests![
     raw_is_an_nvdimm_where_a_fence_is_a_flush: 300 (long),
 ];
 
-/// What every raw volume here is.
+/// Options of all raw volumes in these tests.
 pub(crate) const RAW: &str = "format=raw,size=96M,create=on";
 
-/// The guest's driver has found the bytes.
+/// Waits until the guest's driver has found the device.
 pub(crate) fn wait_for_bytes(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/pmem0 is there", IO_LIMIT, "test -b /dev/pmem0")
 }
 
-/// A guest with two CPUs and the raw volume `data`, which is made if it is missing.
+/// Guest with two CPUs and the raw volume `data`, which is created if it is missing.
 pub(crate) fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
     guest_with(pool, &format!("{RAW},{options}")).cpus(2)
 }
@@ -38,7 +38,8 @@ pub(crate) fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     Ok((disk, pool))
 }
 
-/// Direct and buffered writers at once, each of which flushes, while the device's thread answers.
+/// Direct and buffered writers run concurrently, and each flushes. The device's thread serves the
+/// flushes.
 fn holds(kernel: Kernel) -> Result<()> {
     let (_disk, pool) = pool_on_disk(1024)?;
     let guest = raw_guest(&pool, "interface=auto").kernel(kernel).boot()?;
@@ -77,7 +78,7 @@ fn raw_flush_failures_are_errors() -> Result<()> {
     ensure!(output.code != 0, "What cannot be made durable was flushed");
     ensure!(output.stderr.contains("Cannot sync"), "It failed otherwise: {}", output.stderr);
     ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
-    // What is lost is lost: the next flush does not say that all is well.
+    // The data is lost, so the next flush must not succeed.
     ensure!(write(0, 1)?.code != 0, "A flush after one that failed succeeded");
     let state = guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
@@ -92,7 +93,7 @@ fn raw_is_an_nvdimm_where_a_fence_is_a_flush() -> Result<()> {
     let config = guest.get("vm.info")?["config"]["pm_volumes"][0].clone();
     ensure!(config["format"] == "raw", "vm.info says {config}");
     guest.power_off()?;
-    // The other interface shows the same bytes.
+    // The other interface provides the same bytes.
     let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0 0 200 1 1")?;

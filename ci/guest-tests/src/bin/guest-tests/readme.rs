@@ -13,12 +13,12 @@ guest_tests::tests![the_commands_under_use_it_run];
 
 const README: &str = include_str!("../../../../../README.md");
 const LIMIT: Duration = Duration::from_secs(60);
-/// The pool that the block creates.
+/// Pool that the commands create.
 const POOL: &str = "/dev/shm/pool";
 const OTHER_TERMINAL: &str = "# It stays in the foreground.";
 
-/// The block without the lines that depend on the location of the clone: the build, and the paths
-/// of the programs, the kernel and the image.
+/// Commands without the lines that depend on the location of the clone: the build, and the paths of
+/// the programs, the kernel and the image.
 fn commands() -> Result<(String, String)> {
     let (_, section) =
         README.split_once("\n## Use it\n").context("README.md has no section Use it")?;

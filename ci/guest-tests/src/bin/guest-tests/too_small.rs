@@ -1,5 +1,4 @@
-//! The short form of `ci/soak --only pressure`: a guest with half of the DRAM that its workload
-//! needs.
+//! Short form of `ci/soak --only pressure`: a guest with half of the DRAM that its workload needs.
 
 use std::time::Duration;
 
@@ -17,13 +16,13 @@ guest_tests::tests![
 ];
 
 const WORKLOAD: Workload = Workload { name: "touch", mib: 320 };
-/// More than the workload, for the guest's kernel and programs.
+/// DRAM in addition to the workload, for the guest's kernel and programs.
 const ROOM_MIB: u64 = 384;
 const SHARE_PERCENT: u64 = 50;
-/// With half of it a guest would swap for a minute.
+/// Percentage of DRAM for the guest that swaps. With 50 % it would swap for a minute.
 const SWAPPING_SHARE_PERCENT: u64 = 75;
 
-/// What became of it, for whoever reads the log, and what it did not meet.
+/// Prints the result, and returns the unmet conditions.
 fn unmet(name: &str, outcome: &Outcome, alone: &Outcome) -> Vec<(About, String)> {
     let mib = |bytes: u64| bytes / MIB;
     println!(
@@ -42,8 +41,8 @@ fn unmet(name: &str, outcome: &Outcome, alone: &Outcome) -> Vec<(About, String)>
 
 fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     let run = |name: &str, config: Config, dram_mib: u64| {
-        // In real time the agent needs a vCPU of its own: emulated, a fill takes one for hundreds
-        // of MiB at a time.
+        // The agent needs a vCPU of its own to be on time, because a fill occupies an emulated vCPU
+        // for hundreds of MiB.
         let size = GuestSize { cpus: 2, dram_mib };
         run(WORKLOAD, &config, size, name, Watched::UntilEnoughIsBack)
             .with_context(|| name.to_owned())
@@ -52,7 +51,7 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     let missed = unmet("DRAM alone", &alone, &alone);
     ensure!(alone.sum.is_some() && missed.is_empty(), "With DRAM alone: {missed:?}");
     let dram_mib = |percent: u64| (alone.peak_need_bytes / MIB * percent / 100).next_multiple_of(8);
-    // The default waits before it gives back are in unit tests.
+    // Unit tests cover the default waits before a shrink.
     let soon = Config::Policy("psi,idle=2s,cool_down=1s");
     let psi = run("psi", soon, dram_mib(SHARE_PERCENT))?;
     let missed = unmet("psi", &psi, &alone);
@@ -61,7 +60,8 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
         "With {} MiB of DRAM under psi: {missed:?}",
         dram_mib(SHARE_PERCENT)
     );
-    // The same conditions see it where nobody grows the guest, and it lacks less.
+    // Counterpart: the same conditions detect a guest that the governor does not grow, even with
+    // more DRAM.
     let swap = run("swap", Config::SwapVirtioBlk, dram_mib(SWAPPING_SHARE_PERCENT))?;
     let missed = unmet("swap", &swap, &alone);
     let seen = missed.iter().any(|(about, _)| *about == About::SwapIns);
@@ -69,10 +69,10 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     Ok(())
 }
 
-/// A guest that has no more, also no more swap: the programs that a load consists of are taken, and
-/// not who tells of it.
+/// In a guest without memory and swap, the OOM killer kills the programs of the load, and not the
+/// programs that report.
 fn what_is_killed_for_memory_is_the_load() -> Result<()> {
-    /// Until a guest that swaps to its last page kills somebody.
+    /// Time until a guest that swaps to its last page kills a process.
     const LIMIT: Duration = Duration::from_secs(300);
     let guest = Guest::builder()
         .cpus(2)
@@ -89,7 +89,7 @@ fn what_is_killed_for_memory_is_the_load() -> Result<()> {
         LIMIT,
         "test $(cat /proc/$(pidof foreshore-agent)/oom_score_adj) = -1000",
     )?;
-    // What compilers need beside their source comes when that is there.
+    // Compilers need memory in addition to their source, which is written first.
     for (load, mib, programs) in [
         ("redis", 400, &["redis-server", "guest-tool"][..]),
         ("compile", 180, &["tcc", "guest-tool"]),
@@ -122,7 +122,7 @@ fn what_is_killed_for_memory_is_the_load() -> Result<()> {
             "! pidof redis-server tcc guest-tool",
         )?;
     }
-    // What it leaves in files the next one takes away.
+    // The next load removes the files that a killed one has left.
     guest.run_within(LIMIT, "guest-tool load compile 30")?;
     guest.run("! grep /run/load /proc/mounts")?;
     Ok(())

@@ -1,7 +1,7 @@
-//! A sector is the old one or the new one, whatever is killed, whenever; and what was flushed is
-//! there.
+//! Crash consistency of sectors: after a kill at any moment, each sector is old or new, and flushed
+//! data is present.
 //!
-//! Few rounds here: `ci/soak` has the many.
+//! These tests perform few rounds. `ci/soak` performs many.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ guest_tests::tests![
     kills_with_an_nvdimm_that_is_flushed_tear_nothing: 600 (long),
     kills_with_virtio_pmem_tear_nothing: 600 (long) =>
         kills(&this_tests_dir(), Setup::new(Interface::VirtioPmem)),
-    // Here the BTT is ours, and so is what a kill interrupts.
+    // With virtio-blk the BTT is in the VMM, so a kill interrupts our engine.
     kills_with_virtio_blk_tear_nothing: 600 (long) =>
         kills(&this_tests_dir(), Setup::new(Interface::VirtioBlk)),
     kills_with_a_raw_device_tear_sectors: 400 (long),
@@ -30,7 +30,7 @@ guest_tests::tests![
 
 const KILLS: u32 = 6;
 
-/// Guests at once: two CPUs boot two of them in the time of one.
+/// Number of concurrent guests. Two CPUs boot two of them in the time of one.
 const LANES: u64 = 2;
 
 fn victims(dir: &Path, setup: Setup) -> Result<Vec<Victim>> {
@@ -47,13 +47,13 @@ fn kills(dir: &Path, setup: Setup) -> Result<()> {
     Ok(())
 }
 
-/// Each flush of the guest is one of the host's file system.
+/// Each flush of the guest becomes a flush of the host's file system.
 fn kills_with_an_nvdimm_that_is_flushed_tear_nothing() -> Result<()> {
     let disk = Disk::create(128, 256)?;
     kills(disk.dir(), Setup { longest: 4, kernel: Kernel::V6_1, ..Setup::new(Interface::Nvdimm) })
 }
 
-/// The same guests and the same kills. Were nothing torn here, the tests above would prove nothing.
+/// Counterpart: the same kills must tear sectors of a raw device.
 fn kills_with_a_raw_device_tear_sectors() -> Result<()> {
     let setup = Setup { format: Format::Raw, looks: 60, ..Setup::new(Interface::VirtioPmem) };
     let tally = run_rounds(victims(&this_tests_dir(), setup)?, MOST_KILLS_UNTIL_TORN, Until::Torn)?;
@@ -61,10 +61,11 @@ fn kills_with_a_raw_device_tear_sectors() -> Result<()> {
     Ok(())
 }
 
-/// Emulated, one moment in some fifteen is in the middle of a sector.
+/// Upper limit of kills. Under emulation, about one in fifteen moments is in the middle of a
+/// sector.
 const MOST_KILLS_UNTIL_TORN: u32 = 6;
 
-/// What the disk has when the power goes, and nothing of any cache.
+/// Judges the content of the disk after a power cut, without any cache.
 fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     let _held = HeldWriteback::hold()?;
     let disk = Disk::create(128, 512)?;
@@ -72,7 +73,7 @@ fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     let mut victim = Victim::create(pool, Setup { longest: 4, ..setup }, seed()?)?;
     let durability = victim.pool().durability()?;
     ensure!(durability == "page-cache", "A pool on a disk is {durability}");
-    // What only a cache has is no older than the last life of the volume.
+    // Dirty data in the page cache is no older than the last boot of the guest.
     for delay_ms in [100, 250] {
         let life =
             victim.live_until(Moment::Writing(std::time::Duration::from_millis(delay_ms)))?;
@@ -84,8 +85,7 @@ fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     victim.judge_at(pool.path())
 }
 
-/// Flushes that do nothing lose what they have called durable; otherwise the tests above prove
-/// nothing.
+/// Counterpart: flushes that do nothing must lose acknowledged data.
 fn power_cuts_lose_what_a_lie_has_flushed() -> Result<()> {
     let judgement = after_power_cut(Setup { flushes_lie: true, ..Setup::new(Interface::Nvdimm) })?;
     ensure!(judgement.lost() > 0, "Flushes did nothing, and nothing was lost");

@@ -1,4 +1,4 @@
-//! `--net vhost=on`: frames that the host's kernel moves, on Debian's stock driver.
+//! `--net vhost=on`: frames moved by the host's kernel, with Debian's stock driver.
 
 use std::fs;
 use std::net::UdpSocket;
@@ -33,15 +33,15 @@ guest_tests::tests![
     without_the_device_on_is_refused_and_auto_does_without: 180,
 ];
 
-/// Fewer than the tap keeps for a guest that stands still.
+/// Fewer datagrams than the tap queues for a paused guest.
 const DATAGRAMS: u64 = 100;
 const NO_VHOST: &str = "no /dev/vhost-net here";
 
 pub(crate) fn network(nth: u8) -> Result<Net> {
-    // It may be built in.
+    // An error is ignored, because the module may be built in.
     let _ = Command::new("modprobe").arg("vhost_net").status();
     if !Path::new("/dev/vhost-net").exists() {
-        // The emulated host is ours, and has it.
+        // The emulated host is built by us and must have it.
         ensure!(!emulated(), "The emulated host has {NO_VHOST}");
         return skip(NO_VHOST);
     }
@@ -74,15 +74,15 @@ fn is_counted(guest: &Guest, net: &str, least_bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Datagrams that the guest was sent, and that nobody in it waited for.
+/// Number of datagrams that the guest received for a closed port.
 fn unwanted(guest: &Guest) -> Result<u64> {
     let counters = guest.run("grep ^Udp: /proc/net/snmp")?;
     let count = counters.lines().nth(1).and_then(|values| values.split(' ').nth(2)?.parse().ok());
     count.with_context(|| format!("NoPorts in {counters:?}"))
 }
 
-/// A pause in the middle of a transfer: nothing reaches the guest until it is over, and nothing is
-/// lost then.
+/// Pauses the guest during a transfer. Nothing reaches the guest during the pause, and nothing is
+/// lost.
 fn pauses(guest: &Guest, net: &Net) -> Result<()> {
     thread::scope(|scope| -> Result<()> {
         let unwanted_before = unwanted(guest)?;
@@ -98,7 +98,7 @@ fn pauses(guest: &Guest, net: &Net) -> Result<()> {
         }
         ensure!(taken(net)? == paused, "Frames reach a guest that is paused");
         guest.command("vm.resume")?;
-        // TCP would send again what was lost.
+        // Datagrams, because TCP would retransmit lost data.
         guest.wait_until("what was sent in the pause is there", IO_LIMIT, || {
             Ok(unwanted(guest)? >= unwanted_before + DATAGRAMS)
         })?;
@@ -119,7 +119,7 @@ fn moves(kernel: Kernel, nth: u8) -> Result<()> {
     ensure!(info["config"]["net"][0]["vhost"] == "on", "{info}");
     rebind_driver(&guest, &net)?;
     guest.no_kernel_complaints()?;
-    // So does the next life of the guest.
+    // The kernel also moves frames after a reboot.
     guest.reboot_from_inside()?;
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
@@ -134,8 +134,8 @@ fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
     let guest = net.builder(",num_queues=4,vhost=auto").cpus(2).boot()?;
     net.bring_up(&guest)?;
     is_moved_by_kernel(&guest, "_net0")?;
-    // Interrupts go from one vCPU to the other: each time the guest masks a vector, and gives it
-    // another message.
+    // Interrupts move between the vCPUs. Each time the guest masks a vector and writes another
+    // message.
     let move_to = |cpus: &str| {
         let set = format!(
             "for irq in $(awk -F: '/virtio.-(in|out)put/ {{ print $1 + 0 }}' /proc/interrupts); do \
@@ -208,7 +208,7 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
         })?;
         from_guest(&guest, &net, TRANSFER_BYTES / 4)?;
     }
-    // A file is a region of its own, which the kernel is told of, and which it lets go.
+    // A file is a memory region of its own, which is added to and removed from the kernel's table.
     let file = hotplug::image("pmem")?;
     for _ in 0..2 {
         under_frames(&guest, &net, || {
@@ -229,7 +229,7 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
 
 fn an_interface_that_the_kernel_loses_is_a_link_that_is_down() -> Result<()> {
     let net = network(35)?;
-    // It is seen when something is sent.
+    // The loss is only detected when a frame is sent.
     loses_the_tap(&net, ",vhost=on", &format!("ping -c 1 -W 1 {}; ", net.host))
 }
 
@@ -240,7 +240,7 @@ fn a_nic_without_the_bus_is_silent_for_the_kernel_as_well() -> Result<()> {
 
 fn without_the_device_on_is_refused_and_auto_does_without() -> Result<()> {
     let net = network(36)?;
-    // Hides the device from the VMM alone, in a mount namespace, so that the next tests still have
+    // Hides the device only from the VMM, in a mount namespace, so that the next tests still have
     // it. No driver has the number of the node that replaces it.
     let [gone, script] = ["gone", "without-vhost-net"].map(|name| this_tests_dir().join(name));
     host::run(&format!("mknod {} c 10 254", gone.display()))?;

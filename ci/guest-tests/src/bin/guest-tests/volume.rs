@@ -1,4 +1,4 @@
-//! A volume is a disk of its own that survives everything, whichever way it is shown.
+//! Volumes as disks: durable content through every interface.
 
 use std::fs;
 use std::time::Duration;
@@ -42,8 +42,8 @@ pub(crate) fn wait_for_disk(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")
 }
 
-/// Direct and buffered writers at once on their own thirds of the disk, beside a load that swaps;
-/// every block is verified by its writer, and again at the end.
+/// Direct and buffered writers run concurrently on their own thirds of the disk, beside a load that
+/// swaps. Each writer verifies its blocks, and all blocks are verified at the end.
 fn write_hard(guest: &Guest, rounds: u32) -> Result<()> {
     wait_for_disk(guest)?;
     let load = guest.start_script(IO_LIMIT, "exec guest-tool hog 280")?;
@@ -59,7 +59,7 @@ fn holds(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
     pool.check().map(drop)
 }
 
-/// Guest that has written its volume hard and found all of it again.
+/// Guest that has written and verified much data on its volume.
 fn written_hard(pool: &Pool, kernel: Kernel, cpus: u32, interface: &str) -> Result<Guest> {
     let guest = guest_with(pool, &format!("interface={interface}"))
         .kernel(kernel)
@@ -67,7 +67,7 @@ fn written_hard(pool: &Pool, kernel: Kernel, cpus: u32, interface: &str) -> Resu
         .cmdline("foreshore.zram=256M")
         .boot()?;
     write_hard(&guest, 2)?;
-    // The pool is on tmpfs: there is nothing to flush to.
+    // The pool is on tmpfs, so there is no media to flush to.
     if interface == "nvdimm" {
         ensure!(!has_hints(&guest)?, "The guest has flush hints");
         ensure!(flushes(&guest, "ok")? == 0.0, "Flushes have come out");
@@ -91,8 +91,8 @@ fn nvdimm_holds_with_four_cpus_and_over_a_kill() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// The guest's own bug, which the refusal of this configuration is about. If it does not show here,
-/// the tests above would not see it either.
+/// Shows the guest's bug that is the reason for refusing this configuration. The tests above would
+/// not detect it if it did not occur here.
 fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     let pool = pool_with_volume()?;
     let guest = guest_with(&pool, "interface=virtio-pmem,force=on").cpus(2).boot()?;
@@ -112,8 +112,8 @@ fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     Ok(())
 }
 
-/// Makes an ext4 file system with as few writes as possible. If each write costs four flushes of a
-/// disk, even these take a minute.
+/// Creates an ext4 file system with as few writes as possible. If each write costs four flushes of
+/// a disk, even these take a minute.
 pub(crate) fn make_file_system(guest: &Guest) -> Result<()> {
     let make = "mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0s";
     guest.run_within(IO_LIMIT, make).map(drop)
@@ -121,8 +121,8 @@ pub(crate) fn make_file_system(guest: &Guest) -> Result<()> {
 
 pub(crate) const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
 
-/// Writes files with fsync until at least `count` are acknowledged, and kills the VMM in the middle
-/// of the next one. Returns a line for each that was acknowledged: its name and its hash.
+/// Writes files with fsync until at least `count` are acknowledged, and kills the VMM during the
+/// next one. Returns a line for each acknowledged file: its name and its hash.
 pub(crate) fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
     let mut acknowledged = String::new();
     let mut writer =
@@ -132,7 +132,7 @@ pub(crate) fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
         let line = writer.next_line().context("The writer ended")?;
         acknowledged += &(line + "\n");
     }
-    // The writer goes on until the VMM is dead.
+    // The writer runs until the VMM is dead.
     guest.kill9()?;
     while let Some(line) = writer.next_line() {
         acknowledged += &(line + "\n");
@@ -140,9 +140,9 @@ pub(crate) fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
     Ok(acknowledged)
 }
 
-/// Every file whose line has come out of the VM is in it, whole.
+/// Checks that every acknowledged file is in the VM and complete.
 pub(crate) fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
-    // The evidence is kept outside of the VM; here only for the check.
+    // The list is kept outside of the VM, and copied into it for the check.
     fs::write(this_tests_dir().join("acknowledged.log"), acknowledged)?;
     guest.run("mkdir -p /mnt/data/files && : >/tmp/list")?;
     for lines in acknowledged.lines().collect::<Vec<_>>().chunks(200) {
@@ -154,8 +154,7 @@ pub(crate) fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()
     Ok(())
 }
 
-/// Disks of a guest's BTTs by the sizes of their volumes, which tell them apart: the guest finds
-/// them in any order.
+/// BTT disks of a guest, from the largest to the smallest. The guest finds them in any order.
 fn btt_disks(guest: &Guest, count: usize) -> Result<Vec<String>> {
     let disks: Vec<_> = (0..count).map(|number| format!("pmem{number}s")).collect();
     let all_are_there: Vec<_> = disks.iter().map(|disk| format!("test -b /dev/{disk}")).collect();
@@ -168,7 +167,7 @@ fn btt_disks(guest: &Guest, count: usize) -> Result<Vec<String>> {
     Ok(sizes.into_iter().rev().map(|(_, disk)| disk).collect())
 }
 
-/// A volume by each interface, in one guest.
+/// One volume for each interface, in one guest.
 fn a_readonly_volume_takes_no_writes() -> Result<()> {
     let pool = pool_with_volume()?;
     pool.create_volume("smaller", "48M")?;
@@ -183,7 +182,7 @@ fn a_readonly_volume_takes_no_writes() -> Result<()> {
         .boot()?;
     let btt = btt_disks(&guest, 2)?;
     guest.wait_until_run("/dev/vda is there", IO_LIMIT, "test -b /dev/vda")?;
-    // An interface that cannot mark its disk has the writes fail.
+    // If an interface cannot mark its disk read-only, writes fail.
     for (interface, disk, marked) in
         [("nvdimm", &*btt[0], "1"), ("virtio-pmem", &*btt[1], "0"), ("virtio-blk", "vda", "1")]
     {
@@ -191,7 +190,8 @@ fn a_readonly_volume_takes_no_writes() -> Result<()> {
     }
     guest.power_off()?;
     pool.check()?;
-    // The first chunk identifies a VM's use of the pool. The guest could write to all others.
+    // The first chunk identifies a VM's use of the pool. The guest could have written to all
+    // others.
     let after = fs::read(pool.path())?;
     let changed = before
         .chunks(1 << 21)

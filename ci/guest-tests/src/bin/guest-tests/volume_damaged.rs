@@ -1,5 +1,5 @@
-//! A volume with a damaged arena, by virtio-blk: that arena takes no writes, and nothing else is
-//! the worse for it.
+//! A volume with a damaged arena, by virtio-blk. That arena refuses writes, and all others work
+//! normally.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::{Kernel, Pool};
@@ -11,10 +11,10 @@ use crate::volume::IO_LIMIT;
 
 guest_tests::tests![a_damaged_arena_takes_no_writes_and_the_other_does: 240];
 
-/// Sectors of the whole arena that are written, from the damaged one on.
+/// Sectors of the intact arena that are written, next to the damaged one.
 const BESIDE: u64 = 256;
 
-/// One disk has its first arena damaged, the other its second.
+/// One disk has a damaged first arena, the other a damaged second one.
 fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
     let pool = Pool::create("96M")?;
     let mut disks = [
@@ -31,7 +31,7 @@ fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
     }
     let linux = Linux::boot(&pool, &disks, Kernel::V6_12, 2, "virtio-blk")?;
     disks.iter().try_for_each(|disk| is_said(disk, &linux.guest.vmm_log()?))?;
-    // All of it can be read, before and after what is refused.
+    // All sectors are readable, before and after the refused writes.
     linux.on_each(|number, node| check(node, &histories[number]))?;
     for (disk, node) in disks.iter().zip(&linux.nodes) {
         refuses_writes(disk, &linux, node).with_context(|| format!("Volume {}", disk.name))?;
@@ -62,7 +62,7 @@ fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
     ensure!(state == "Running", "The VM is {state}");
     linux.end(Some("I/O error"))?;
     for (disk, history) in disks.iter().zip(&histories) {
-        // For whoever opens it next, in both info blocks.
+        // Both info blocks record the error for the next user.
         for (number, (info, source)) in disk.media.arenas()?.into_iter().enumerate() {
             let expected = (disk.damaged == Some(number), InfoSource::Both);
             let found = (info.has_error, source);
@@ -77,7 +77,8 @@ fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
     Ok(())
 }
 
-/// The VMM's log names the damaged arena, its sectors and the reason, and no other.
+/// Checks that the VMM's log names the damaged arena, its sectors and the reason, and no other
+/// arena.
 fn is_said(disk: &Disk, log: &str) -> Result<()> {
     let volume = format!("volume=\"{}\"", disk.name);
     let lines =
@@ -102,7 +103,8 @@ fn is_said(disk: &Disk, log: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes and discards at both ends of the damaged arena are I/O errors in the guest, and counted.
+/// Checks that writes and discards at both ends of the damaged arena are I/O errors in the guest,
+/// and counted.
 fn refuses_writes(disk: &Disk, linux: &Linux, node: &str) -> Result<()> {
     let errors = |operation| {
         let labels =

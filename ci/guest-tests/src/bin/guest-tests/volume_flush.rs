@@ -1,4 +1,4 @@
-//! What a guest was told is flushed is durable to the degree that the pool's backing allows.
+//! Flushed data is durable to the degree that the pool's media allows.
 
 use anyhow::{Result, bail, ensure};
 use guest_tests::disk::{HeldWriteback, LoopDevice, Room, need_dax};
@@ -19,7 +19,7 @@ guest_tests::tests![
     persistent_memory_has_no_flush_hints,
 ];
 
-/// So many flushes the guest has asked for, with that result.
+/// Number of flushes that the guest requested, with this result.
 pub(crate) fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     let labels = [("volume", "data"), ("result", result)];
     guest.metric("foreshore_volume_flushes_total", &labels)
@@ -50,7 +50,8 @@ fn acknowledged_files_survive_a_power_cut() -> Result<()> {
     files_survive_a_power_cut(&disk, &pool, "interface=nvdimm", "/dev/pmem0s")
 }
 
-/// Cuts the power of the host instead of only killing the VMM: only data on the disk survives.
+/// Cuts the power of the host instead of only killing the VMM, so that only data on the disk
+/// survives.
 pub(crate) fn files_survive_a_power_cut(
     disk: &Disk,
     pool: &Pool,
@@ -94,12 +95,12 @@ fn a_failed_flush_pauses_a_guest_with_an_nvdimm() -> Result<()> {
     Ok(())
 }
 
-/// The guest is paused for a flush that failed, and everybody who asks is told so.
+/// Waits until the VM is paused for a failed flush, and all interfaces report it.
 fn wait_for_failure(guest: &Guest) -> Result<()> {
     guest.wait_until("the VM is paused", IO_LIMIT, || {
         Ok(guest.get("vm.info")?["state"] == "Paused")
     })?;
-    // Had the vCPU run on until the pause, it would have flushed again, and failed again.
+    // If the vCPU had continued until the pause, it would have flushed and failed again.
     let failed = flushes(guest, "error")?;
     ensure!(failed == 1.0, "{failed} flushes have failed before the VM was paused");
     let reason = guest.get("vm.info")?["pause_reason"].clone();
@@ -120,8 +121,7 @@ fn has_failed(guest: &Guest) -> Result<f64> {
     guest.metric("foreshore_volume_failed", &[("volume", "data")])
 }
 
-/// A device that fails, is mended, and goes on: the guest finds what was flushed, and can write
-/// again.
+/// A device fails and is repaired. The guest finds all flushed data and can write again.
 fn a_vm_that_was_paused_for_a_failed_flush_starts_anew() -> Result<()> {
     let room = Room::create(160)?;
     let device = LoopDevice::create_in(room.dir(), 128)?;
@@ -150,7 +150,7 @@ fn a_vm_that_was_paused_for_a_failed_flush_starts_anew() -> Result<()> {
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
     write_blocks(&guest, 50)?;
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes fail on a device that was mended");
-    // By hand it goes on.
+    // Pause and resume by a client work again.
     guest.command("vm.pause")?;
     ensure!(guest.get("vm.info")?["state"] == "Paused", "It is not paused");
     guest.command("vm.resume")?;
@@ -193,7 +193,7 @@ fn persistent_memory_has_no_flush_hints() -> Result<()> {
     result
 }
 
-/// Without MAP_SYNC the file system's own records of a page could be lost behind a guest's fence.
+/// Without MAP_SYNC, a guest's fence would not make the file system's metadata of a page durable.
 fn writes_synchronously_without_flushes(pool: &Pool) -> Result<()> {
     let guest = guest_with(pool, "interface=nvdimm").cpus(2).boot()?;
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
@@ -201,13 +201,13 @@ fn writes_synchronously_without_flushes(pool: &Pool) -> Result<()> {
     let mut of_pool = false;
     for line in smaps.lines() {
         match line.split_once(' ') {
-            // The first line of a mapping: addresses, permissions, ..., file.
+            // First line of a mapping: addresses, permissions, ..., file.
             Some((range, _)) if range.contains('-') => of_pool = line.ends_with(&pool.name()),
             Some(("VmFlags:", found)) if of_pool => flags.push(found.to_owned()),
             _ => {}
         }
     }
-    // The pool's own mapping, and the guest's.
+    // The VMM's own mapping of the pool, and the guest's.
     ensure!(flags.len() >= 2, "Mappings of the pool: {flags:?}");
     let asynchronous = flags.iter().find(|flags| !flags.split(' ').any(|flag| flag == "sf"));
     ensure!(asynchronous.is_none(), "A mapping of the pool is not synchronous: {asynchronous:?}");

@@ -1,5 +1,4 @@
-//! A flush of a volume writes that volume to the disk, and not the memory that is lent from the
-//! same pool.
+//! A flush of a volume writes that volume to the disk, but not the memory lent from the same pool.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -14,14 +13,14 @@ use crate::zones::{MIB, mem_total_mib};
 
 guest_tests::tests![a_flush_leaves_lent_memory_alone: 300];
 
-/// How large the volume of [`pool_on_disk`] is, by which its mapping is told from those of memory.
+/// Size of the volume of [`pool_on_disk`], which distinguishes its mapping from those of memory.
 const VOLUME_BYTES: u64 = 96 * MIB;
-/// What [`guest_with`] boots on. The kernel counts less, until it has what is lent of the pool.
+/// Boot memory of [`guest_with`]. The kernel counts less until it has lent memory.
 const BOOT_MIB: u64 = 384;
-/// More than the guest has DRAM for, so that some of it is lent.
+/// More than the guest's DRAM, so that some lent memory is used.
 const HOG_MIB: u64 = 380;
 
-/// What the page cache has of a pool and the disk has not, by whose mapping of the VMM it is.
+/// Dirty pages of a pool in the page cache, by the VMM's mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Dirty {
     volume_bytes: u64,
@@ -43,7 +42,7 @@ impl Dirty {
             } else if let (Some(bytes), "Shared_Dirty" | "Private_Dirty") = (mapped_bytes, first) {
                 let dirty_bytes = rest.trim().trim_end_matches(" kB").parse::<u64>()? * 1024;
                 match bytes {
-                    // The pool's own, of all of it.
+                    // The pool's own mapping of the whole file.
                     _ if bytes == all_bytes => {}
                     VOLUME_BYTES => dirty.volume_bytes += dirty_bytes,
                     _ => dirty.lent_bytes += dirty_bytes,
@@ -54,7 +53,7 @@ impl Dirty {
     }
 }
 
-/// What has been written to the device under a file system.
+/// Bytes written to the device of a file system.
 fn written_bytes(mounted: &Path) -> Result<u64> {
     let mounts = fs::read_to_string("/proc/mounts")?;
     let at = mounted.to_str().context("The path is not UTF-8")?;
@@ -63,7 +62,8 @@ fn written_bytes(mounted: &Path) -> Result<u64> {
         fields.find(|fields| fields.get(1) == Some(&at)).context("Nothing is mounted there")?;
     let device = mount[0].trim_start_matches("/dev/");
     let stat = fs::read_to_string(format!("/sys/block/{device}/stat"))?;
-    // Linux Documentation/block/stat.rst: the seventh is sectors written, of 512 bytes.
+    // Linux Documentation/block/stat.rst: the seventh field is the number of sectors written, of
+    // 512 bytes.
     let sectors = stat.split_whitespace().nth(6).context("No seventh number")?;
     Ok(sectors.parse::<u64>()? * 512)
 }
@@ -74,7 +74,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     let guest = guest_with(&pool, "interface=nvdimm")
         .pm_memory(&format!("pool={},size=128M", pool.name()))
         .pressure("fixed,size=128M")
-        // The kernel's own memory cannot be PM: it must be able to make room.
+        // The kernel's own memory cannot be in PM, so the kernel needs swap to make room.
         .cmdline("foreshore.zram=256M")
         .boot()?;
     guest.wait_until("the guest's kernel has the lent memory", IO_LIMIT, || {
@@ -86,7 +86,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     ensure!(has_hints(&guest)?, "The guest has no flush hints, which a page cache needs");
     let hog = guest.hog(HOG_MIB, IO_LIMIT)?;
 
-    // 1. The guest flushes a volume of which little is dirty, while much of its memory is.
+    // 1. The guest flushes a volume with few dirty pages, while much of its memory is dirty.
     let (before, written_before) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())?);
     ensure!(
         before.lent_bytes >= 32 * MIB,
@@ -95,7 +95,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     let flushes_before = flushes(&guest, "ok")?;
     write_blocks(&guest, 100)?;
     let more_flushes = flushes(&guest, "ok")? - flushes_before;
-    // Linux flushes after data, each half of the flog entry, and the map.
+    // Linux flushes after the data, after each half of the flog entry, and after the map.
     ensure!(more_flushes >= 400.0, "{more_flushes} flushes for 100 blocks");
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
     let (after, written) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
@@ -109,7 +109,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
         "{written} bytes were written for 100 blocks; {before:?}"
     );
 
-    // 2. A flush of the whole file would be seen.
+    // 2. Counterpart: a flush of the whole file is detected.
     File::open(pool.path())?.sync_data()?;
     let (at_end, written_at_end) =
         (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);

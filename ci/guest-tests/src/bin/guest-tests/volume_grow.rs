@@ -1,4 +1,4 @@
-//! A volume that has grown is a larger disk with the old content, for the guest's stock driver too.
+//! A grown volume is a larger disk with the old content, also for the guest's stock driver.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
@@ -19,10 +19,10 @@ guest_tests::tests![
 
 /// Files that are acknowledged before the volume grows.
 const FILES: u32 = 20;
-/// A file in the grown file system: more than the volume held before.
+/// Blocks of a file in the grown file system. It is larger than the volume was before.
 const LARGE_FILE_BLOCKS: u64 = 34 * MIB / 4096;
 
-/// A write is four flushes there, and a file system takes many: the disk is written without one.
+/// Writes to the disk without a file system, because each write is four flushes with virtio-pmem.
 fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {
     let pool = small_pool()?;
     let builder = guest_with(&pool, "interface=virtio-pmem");
@@ -37,7 +37,7 @@ fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {
     wait_for_disk(&guest)?;
     let grown_bytes = disk_bytes(&guest)?;
     check_growth(size_bytes, grown_bytes)?;
-    // Across the seam of the old and the new arena, and at the new end.
+    // At the border of the old and the new arena, and at the new end.
     let places = [size_bytes / 4096 - 50, grown_bytes / 4096 - 100];
     for (seed, first) in (2..).zip(places) {
         guest.run(&format!("guest-tool write-blocks /dev/pmem0s direct {first} 100 {seed} 1"))?;
@@ -51,7 +51,7 @@ fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {
     pool.check().map(drop)
 }
 
-/// The guest enlarges its file system while it is mounted, and fills what is new.
+/// The guest enlarges its mounted file system and fills the new part.
 fn grows(kernel: Kernel, interface: &str) -> Result<()> {
     let pool = small_pool()?;
     let builder = guest_with(&pool, &format!("interface={interface}")).kernel(kernel);
@@ -86,7 +86,8 @@ fn grows(kernel: Kernel, interface: &str) -> Result<()> {
     pool.check().map(drop)
 }
 
-/// A pool that is full: `data`, and what keeps it from growing in one piece.
+/// A full pool with the volume `data`, and another one that prevents `data` from growing in one
+/// piece.
 fn small_pool() -> Result<Pool> {
     let pool = Pool::create("64M")?;
     pool.create_volume("data", "32M")?;
@@ -106,7 +107,7 @@ fn acknowledge_files(guest: &Guest) -> Result<String> {
     Ok(acknowledged)
 }
 
-/// Neither pool nor volume grows under a VM.
+/// Neither pool nor volume can grow while a VM uses them.
 fn who_has_it_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
     let holder = format!("process {} (foreshore)", guest.pid());
     let size = pool.path().metadata()?.len();
@@ -119,7 +120,8 @@ fn who_has_it_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-/// The pool is too small, grows, and then the volume does. Who still expects the old size is told.
+/// The pool is too small, grows, and then the volume grows. A VM that expects the old size is
+/// refused.
 fn grow(pool: &Pool) -> Result<()> {
     let resize = ["volume", "resize", &pool.name(), "data", "--size", "96M"];
     refused(&resize, &["full", "64 MiB"])?;
@@ -137,7 +139,7 @@ fn disk_bytes(guest: &Guest) -> Result<u64> {
     Ok(guest.run("cat /sys/block/pmem0s/size")?.trim().parse::<u64>()? * 512)
 }
 
-/// A further arena of 64 MiB, of which the map, the log and 256 spare blocks are no sectors.
+/// The disk has a second arena of 64 MiB. Its map, its log and 256 spare blocks are not sectors.
 fn check_growth(before_bytes: u64, after_bytes: u64) -> Result<()> {
     let more = after_bytes.saturating_sub(before_bytes);
     ensure!(

@@ -1,4 +1,4 @@
-//! What the VMM thinks of the guest's BTT driver, by the kernel that the agent names.
+//! Classification of the guest's BTT driver, by the kernel that the agent reports.
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ fn warnings(guest: &Guest) -> Result<usize> {
     Ok(guest.vmm_log()?.matches(WARNING).count())
 }
 
-/// Debian's kernels that are pinned have the fix: they are safe however they preempt.
+/// The pinned kernels of Debian have the fix, so they are safe with any preemption model.
 fn tells(kernel: Kernel, cmdline: &str, model: &str) -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
     let guest = guest_with(&pool, "interface=nvdimm").kernel(kernel).cmdline(cmdline).boot()?;
@@ -81,7 +81,7 @@ fn an_affected_kernel_is_warned_of_once() -> Result<()> {
     }
     let reason = judged(&guest)?["reason"].clone();
     ensure!(reason.as_str().is_some_and(|reason| reason.contains("6.12.57")), "{reason}");
-    // What cannot be a kernel's name is refused and counted, and changes nothing.
+    // An invalid kernel name is refused and counted, and changes nothing.
     let refused = || -> Result<f64> {
         let metrics = guest.metrics()?;
         Ok(metrics.sum("foreshore_pressure_refused_reports_total", &[]))
@@ -92,7 +92,7 @@ fn an_affected_kernel_is_warned_of_once() -> Result<()> {
     guest.wait_until("both are refused", HELLO_LIMIT, || Ok(refused()? >= before + 2.0))?;
     let told = guest_kernel(&guest)?;
     ensure!(told["release"] == "6.12.57" && verdicts(&guest, "unsafe")? == 3.0, "{told}");
-    // Nor does what is said without a volume's being at risk.
+    // A report of a kernel that is no risk to the volume causes no warning either.
     say_hello(&guest, "6.12.57", "voluntary")?;
     guest.wait_until("it is judged anew", HELLO_LIMIT, || {
         Ok(judged(&guest)?["verdict"] == "safe")

@@ -1,5 +1,5 @@
-//! `--pm-volume size=remaining` beside `--pm-memory`: the volume leaves the memory that the zone
-//! may need.
+//! `--pm-volume size=remaining` with `--pm-memory`: the volume leaves the memory that the zone may
+//! need.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -44,7 +44,8 @@ fn guest(pool: &Pool, interface: &str) -> GuestBuilder {
         ))
 }
 
-/// The API reports the disk of a virtio-blk volume, without the BTT's own data.
+/// Checks the volume's size in the pool. For a virtio-blk volume the API reports the disk, without
+/// the BTT's own data.
 fn check_size(pool: &Pool) -> Result<()> {
     let info = pool.info()?;
     ensure!(
@@ -78,7 +79,7 @@ fn leaves_memory(kernel: Kernel) -> Result<()> {
     pool.check().map(drop)
 }
 
-/// All of the zone can be plugged beside the volume.
+/// All of the zone can be plugged in addition to the volume.
 fn remaining_volume_leaves_memory_by_other_interfaces() -> Result<()> {
     for interface in ["nvdimm", "virtio-blk"] {
         let pool = pool()?;
@@ -100,7 +101,7 @@ fn names_in(dir: &Path) -> Result<BTreeSet<String>> {
     fs::read_dir(dir)?.map(name).collect()
 }
 
-/// The governor's recording is opened last, after volumes are created.
+/// The governor's recording is opened last, after volumes have been created.
 fn failed_start_leaves_nothing_behind() -> Result<()> {
     let pool = pool()?;
     let dir = guest_tests::runner::this_tests_dir();
@@ -130,7 +131,7 @@ fn failed_start_leaves_nothing_behind() -> Result<()> {
     }
     let left: Vec<_> = names_in(&dir)?.difference(&before).cloned().collect();
     ensure!(left.iter().all(|name| name.ends_with(".log")), "The starts have left {left:?}");
-    // Refused with the numbers, before anything is created.
+    // The refusal contains the numbers and precedes any creation.
     let refusal = guest(&pool, "nvdimm")
         .pm_volume(&format!("pool={},name=more,size=600M,create=on", pool.name()))
         .expect_refusal()?;

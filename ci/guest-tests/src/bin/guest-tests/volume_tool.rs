@@ -1,5 +1,4 @@
-//! What `pmvol btt` reads and writes is what a guest's stock driver wrote and reads, and parts of a
-//! volume are disks.
+//! `pmvol btt` and a guest's stock driver read each other's data, and parts of a volume are disks.
 
 use anyhow::{Result, ensure};
 use guest_tests::guest::GuestBuilder;
@@ -52,7 +51,7 @@ fn an_image_of_what_a_guest_wrote_is_a_disk_for_the_next() -> Result<()> {
     let guest = guest_with(&pool, "copy").boot()?;
     wait_for_disk(&guest)?;
     guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem0s 7 {BLOCKS} 1 2"))?;
-    // What was never written was not copied either, and goes on as any disk.
+    // Sectors that were never written were not copied, and can be written.
     guest.run_within(
         IO_LIMIT,
         &format!("guest-tool write-blocks /dev/pmem0s buffered 4000 {BLOCKS} 2 1"),
