@@ -1,5 +1,5 @@
-//! A volume's bytes in its pool's file, while no VM has it: to lay out a BTT that no command makes,
-//! and to hold what a guest has left against what it should be.
+//! Bytes of a volume in its pool's file, while no VM uses it. Tests use it to create BTTs that no
+//! command creates, and to verify the content that a guest has left.
 
 use std::fs::File;
 use std::io;
@@ -15,7 +15,7 @@ use pmem_volume::pool::VolumeExtent;
 use pmem_volume::{OpenMode, Pool};
 use uuid::Uuid;
 
-/// What a lane has in the log (UEFI 2.10, 6.4.2).
+/// Size of a lane's entries in the log (UEFI 2.10, 6.4.2).
 const FLOG_GROUP_BYTES: u64 = 64;
 
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl BttMedia {
         Ok(Layout::new(self.len_bytes(), sector_bytes, Uuid::new_v4())?.format(self)?)
     }
 
-    /// The dimensions of the disk that a guest sees.
+    /// Dimensions of the disk that a guest sees.
     pub fn shape(&self) -> Result<Shape> {
         let reader = Reader::open(self)?;
         Ok(Shape { sectors: reader.sectors(), sector_bytes: reader.sector_bytes() })
@@ -56,8 +56,7 @@ impl BttMedia {
         Ok(firsts)
     }
 
-    /// Holds the volume against what it should be: the table is consistent, and each sector reads
-    /// as it should.
+    /// Verifies that the table is consistent, and that each sector has the expected content.
     pub fn verify(&self, outcome: &Outcome) -> Result<()> {
         let findings: Vec<_> =
             check(self).arenas.into_iter().flat_map(|arena| arena.findings).collect();
@@ -80,12 +79,12 @@ impl BttMedia {
         })
     }
 
-    /// The arenas, as their info blocks say, and which of these were used.
+    /// Arenas according to their info blocks, and the info blocks that were used.
     pub fn arenas(&self) -> Result<Vec<(ArenaInfo, InfoSource)>> {
         arenas(self).into_iter().map(|place| Ok(place.map_err(|missing| missing.why)?)).collect()
     }
 
-    /// Damages an arena: nobody knows what this lane did last, and with which block it would go on.
+    /// Damages an arena: the lane's last write, and the block of its next write, become unknown.
     pub fn erase_lane(&self, arena: usize, lane: u32) -> Result<()> {
         let flog_at = self.arenas()?[arena].0.flog_at;
         Ok(self
@@ -134,7 +133,7 @@ impl Media for BttMedia {
         Ok(())
     }
 
-    /// Whoever opens the pool next sees the same page cache.
+    /// The next user of the pool sees the same page cache.
     fn persist(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
         Ok(())
     }

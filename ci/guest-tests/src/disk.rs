@@ -1,5 +1,5 @@
-//! Disks for a test: file systems whose content reaches their image only when it is flushed, and
-//! block devices.
+//! Disks of tests: file systems whose content reaches their image only by a flush, and block
+//! devices.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
@@ -15,15 +15,15 @@ use crate::runner::{skip, this_tests_dir};
 
 const WRITEBACK: &str = "/proc/sys/vm/dirty_writeback_centisecs";
 
-/// What to make on a disk.
+/// Kind of a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileSystem {
-    /// With extents and a journal, as everybody has it.
+    /// Usual ext4, with extents and a journal.
     Ext4,
-    /// Without extents: it cannot allocate ahead of writing, and needs blocks to keep track of
-    /// blocks.
+    /// ext4 without extents. It cannot allocate space before a write, and needs blocks for its
+    /// block lists.
     Ext4ByBlocks,
-    /// At least 300 MiB.
+    /// XFS, which requires at least 300 MiB.
     Xfs,
 }
 
@@ -35,7 +35,7 @@ impl FileSystem {
         }
     }
 
-    /// Makes one on a file or device, whatever is there.
+    /// Creates the file system on a file or device, whatever it contains.
     pub fn make(self, at: &Path) -> Result<()> {
         // Journal and inode tables are zeros in a sparse file already.
         let lazy = ["-q", "-F", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard"];
@@ -46,13 +46,13 @@ impl FileSystem {
                     ["-O", "^extent,^64bit,^has_journal", "-b", "4096", "-m", "0", text(at)?];
                 run("mkfs.ext4", &[&lazy[..], &blocks].concat())
             }
-            // Blocks that files share and DAX did not always go together.
+            // Not all versions of Linux support reflink and DAX together.
             FileSystem::Xfs => run("mkfs.xfs", &["-q", "-f", "-m", "reflink=0", text(at)?]),
         }
     }
 }
 
-/// A file of zeros in the test's directory.
+/// Creates a file of zeros in the test's directory.
 pub fn sparse_file(name: &str, bytes: u64) -> Result<PathBuf> {
     let path = this_tests_dir().join(name);
     fs::create_dir_all(this_tests_dir())
@@ -61,10 +61,10 @@ pub fn sparse_file(name: &str, bytes: u64) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Fills the file system with a file.
+/// Fills a file system with a file.
 pub fn fill_up(path: &Path) -> Result<()> {
     let mut filler = File::create(path)?;
-    // Writes large pieces first, then small ones for the rest.
+    // Writes large pieces first, and then small ones for the rest.
     for step in [1 << 20, 4096] {
         loop {
             match filler.write_all(&vec![0xff; step]) {
@@ -87,14 +87,14 @@ pub fn need_dax() -> Result<&'static Path> {
     }
 }
 
-/// A tmpfs of a test's own, which can be filled up: then whatever needs a new block of an image in
-/// it fails with an I/O error, as on a disk that dies.
+/// tmpfs of a test that can be filled up. Then each operation that needs a new block for an image
+/// on it fails with an I/O error, as on a failing disk.
 #[derive(Debug)]
 pub struct Room(PathBuf);
 
 impl Room {
-    /// Mounts one of `size_mib` where this process and its children alone see it, until they end.
-    /// Skips the test where that is not allowed.
+    /// Mounts a tmpfs of `size_mib` for this process and its children, until they end. Skips the
+    /// test if mounting is not allowed.
     pub fn create(size_mib: u64) -> Result<Self> {
         need_private_mounts()?;
         let dir = this_tests_dir().join("room");
@@ -111,22 +111,21 @@ impl Room {
         self.0.join("filler")
     }
 
-    /// Leaves no room.
     pub fn fill_up(&self) -> Result<()> {
         fill_up(&self.filler())
     }
 
-    /// Takes away what filled it up.
+    /// Removes the file that fills it.
     pub fn make_room(&self) -> Result<()> {
         fs::remove_file(self.filler()).context("It was not filled up")
     }
 }
 
-/// A file system in a sparse file on a tmpfs of its own.
+/// File system in a sparse file on a tmpfs of its own.
 ///
-/// What is in the image is what a loss of power would leave; what is in the page cache of the file
-/// system is not. The tmpfs can be filled up: then whatever needs a new block of the image fails
-/// with an I/O error, as on a disk that dies.
+/// The image has the content that survives a loss of power. Content that is only in the page cache
+/// of the file system does not. The tmpfs can be filled up. Then each operation that needs a new
+/// block for the image fails with an I/O error, as on a failing disk.
 #[derive(Debug)]
 pub struct Disk {
     room: Room,
@@ -134,10 +133,10 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Makes one with ext4 of `disk_mib` with room for `room_mib` of content. Skips the test where
-    /// that needs more than it may.
+    /// Creates an ext4 file system of `disk_mib` with room for `room_mib` of content. Skips the
+    /// test if mounting is not allowed.
     ///
-    /// It is mounted where this process and its children alone see it, and goes when they end.
+    /// The mount is visible to this process and its children, and disappears when they end.
     pub fn create(disk_mib: u64, room_mib: u64) -> Result<Self> {
         Self::create_with(FileSystem::Ext4, disk_mib, room_mib)
     }
@@ -159,15 +158,16 @@ impl Disk {
         self.room.dir().join("image")
     }
 
-    /// Leaves no room: what needs a new block on the disk fails from now on.
+    /// Fills the tmpfs up, so that operations that need a new block on the disk fail.
     pub fn fill_up(&self) -> Result<()> {
         self.room.fill_up()
     }
 
-    /// Cuts the power: what the disk has now, mounted anew. Nobody may be writing, and write-back
-    /// must be held ([`HeldWriteback`]), or the copy is of no one moment.
+    /// Simulates a power cut: mounts a copy of the disk's current content. There must be no
+    /// writers, and write-back must be held ([`HeldWriteback`]). Otherwise the copy would mix
+    /// several moments.
     pub fn after_power_loss(&self) -> Result<PathBuf> {
-        // What nobody has flushed is lost, or this is no power cut.
+        // Unflushed data must be lost, because otherwise the copy does not simulate a power cut.
         let marker = "nobody has flushed this";
         fs::write(self.mounted.join("unflushed"), marker)?;
         let (image, mounted) =
@@ -185,7 +185,8 @@ impl Disk {
 pub struct HeldWriteback(String);
 
 impl HeldWriteback {
-    /// Holds it. For the emulated host alone: it is a setting of the whole machine.
+    /// Holds write-back. Only on the emulated host, because this setting applies to the whole
+    /// machine.
     pub fn hold() -> Result<Self> {
         if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
             return skip("holding write-back would change a machine that is not ours");
@@ -205,7 +206,7 @@ impl Drop for HeldWriteback {
     }
 }
 
-/// A block device: a loop device over a sparse file in the test's directory. Gone when dropped.
+/// Loop device on a sparse file in the test's directory. Dropping it removes it.
 #[derive(Debug)]
 pub struct LoopDevice {
     image: PathBuf,
@@ -217,7 +218,7 @@ impl LoopDevice {
         Self::create_in(&this_tests_dir(), size_mib)
     }
 
-    /// Makes one whose file is in that directory.
+    /// Creates one with its file in `dir`.
     pub fn create_in(dir: &Path, size_mib: u64) -> Result<Self> {
         let image = dir.join("loop-image");
         let free = Command::new("losetup").arg("-f").output().context("Cannot start losetup")?;
@@ -235,7 +236,7 @@ impl LoopDevice {
         &self.device
     }
 
-    /// Makes holes where it has zeros: what is written there needs new blocks of its file.
+    /// Punches holes where the file has zeros, so that writes there need new blocks.
     pub fn dig_holes(&self) -> Result<()> {
         const PIECE_BYTES: usize = 64 << 10;
         let image = File::options().read(true).write(true).open(&self.image)?;
@@ -268,7 +269,7 @@ impl Drop for LoopDevice {
     }
 }
 
-/// Mounts a file system, for this process and its children alone ([`need_private_mounts`]).
+/// Mounts a file system for this process and its children ([`need_private_mounts`]).
 pub fn mount(what: &Path, at: &Path, file_system: FileSystem, options: &str) -> Result<()> {
     if file_system == FileSystem::Xfs {
         run("modprobe", &["xfs"])?;
@@ -277,13 +278,12 @@ pub fn mount(what: &Path, at: &Path, file_system: FileSystem, options: &str) -> 
     run("mount", &["-t", file_system.name(), "-o", options, text(what)?, text(at)?])
 }
 
-/// Takes it away again.
 pub fn unmount(at: &Path) -> Result<()> {
     run("umount", &[text(at)?])
 }
 
-/// From here on what is mounted is seen by this process and its children alone, and goes when they
-/// end. Skips the test where that is not allowed.
+/// Makes later mounts visible only to this process and its children. They disappear when these end.
+/// Skips the test if that is not allowed.
 pub fn need_private_mounts() -> Result<()> {
     match private_mounts() {
         Ok(()) => Ok(()),
@@ -291,15 +291,15 @@ pub fn need_private_mounts() -> Result<()> {
     }
 }
 
-/// Mounts from here on are seen by this process and its children only.
+/// Makes later mounts visible only to this process and its children.
 fn private_mounts() -> io::Result<()> {
-    // SAFETY: no pointers; only the calling thread, from which a test starts everything, changes
+    // SAFETY: no pointers. Only the calling thread, from which a test starts everything, changes
     // its namespace.
     if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 {
         return Err(io::Error::last_os_error());
     }
     let flags = libc::MS_REC | libc::MS_PRIVATE;
-    // SAFETY: the path is a C string; the other pointers may be null when only the propagation
+    // SAFETY: the path is a C string. The other pointers may be null if only the propagation
     // changes (mount(2)).
     let result =
         unsafe { libc::mount(ptr::null(), c"/".as_ptr(), ptr::null(), flags, ptr::null()) };

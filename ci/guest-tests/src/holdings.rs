@@ -1,4 +1,5 @@
-//! What a VMM has of its host, guest memory aside: it must not become more by what comes and goes.
+//! Host resources of a VMM except guest memory. They must not grow when devices or memory are added
+//! and removed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,21 +7,21 @@ use std::fs;
 
 use anyhow::{Result, ensure};
 
-/// Guest memory is mapped in pieces larger than anything else.
+/// Size limit of the VMM's own mappings. Those of guest memory are larger.
 const OWN_MAPPING_MAX: u64 = 64 << 20;
-/// An allocator's heaps grow by mappings of their own.
+/// Allowed growth in mappings, because an allocator's heaps have mappings of their own.
 const MAPPINGS_MORE: usize = 4;
-/// What a heap may have grown by.
+/// Allowed growth of a heap.
 const OWN_BYTES_MORE: u64 = 4 << 20;
 
 #[derive(Clone)]
 pub struct Holdings {
-    /// Descriptors that are open: how many of each kind, or of each path.
+    /// Numbers of open descriptors by kind or path.
     pub files: BTreeMap<String, usize>,
     pub threads: usize,
-    /// Mappings, of guest memory as well.
+    /// Number of mappings, including guest memory.
     pub mappings: usize,
-    /// What is resident of mappings that are too small for guest memory.
+    /// Resident size of mappings that are too small for guest memory.
     pub own_bytes: u64,
 }
 
@@ -42,7 +43,7 @@ impl Holdings {
         }
         let mut files = BTreeMap::new();
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
-            // One that is closed meanwhile is none.
+            // A descriptor that is closed meanwhile does not count.
             if let Ok(target) = fs::read_link(entry?.path()) {
                 *files.entry(kind_of(&target.to_string_lossy())).or_default() += 1;
             }
@@ -54,15 +55,16 @@ impl Holdings {
         self.files.values().sum()
     }
 
-    /// No more descriptors, threads and mappings than before. A thread that ends may be seen for a
-    /// moment longer, and what serves nobody any more ends later than that.
+    /// Checks that there are no more descriptors, threads and mappings than before. Callers repeat
+    /// this check, because an ended thread stays visible for a moment, and connections end even
+    /// later.
     pub fn are_those_of(&self, before: &Self) -> bool {
         self.file_count() <= before.file_count()
             && self.threads <= before.threads
             && self.mappings <= before.mappings + MAPPINGS_MORE
     }
 
-    /// Nor is there more memory than an allocator keeps.
+    /// Checks that memory has not grown by more than an allocator keeps.
     pub fn check_memory(&self, before: &Self) -> Result<()> {
         ensure!(
             self.own_bytes <= before.own_bytes + OWN_BYTES_MORE,
@@ -72,7 +74,7 @@ impl Holdings {
     }
 }
 
-/// As in `48 files, 9 threads, 60 mappings, 7220 KiB of its own: 12 anon_inode:[eventfd], ...`.
+/// Format: `48 files, 9 threads, 60 mappings, 7220 KiB of its own: 12 anon_inode:[eventfd], ...`.
 impl fmt::Debug for Holdings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (files, own_kib) = (self.file_count(), self.own_bytes >> 10);
@@ -87,7 +89,7 @@ impl fmt::Debug for Holdings {
     }
 }
 
-/// `socket:[4711]` is a socket.
+/// Kind of a descriptor: `socket:[4711]` is a socket.
 fn kind_of(target: &str) -> String {
     target
         .split_once(":[")

@@ -1,4 +1,4 @@
-//! The host that the VMs run on.
+//! Host of the VMs.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ pub fn run(command: &str) -> Result<()> {
     Ok(())
 }
 
-/// Loads modules, which may be built in.
+/// Loads modules. Errors are ignored, because modules may be built in.
 pub fn load_modules(names: &[&str]) {
     for name in names {
         let _ = Command::new("modprobe").arg(name).status();

@@ -1,4 +1,4 @@
-//! Gives the emulated host's free memory the same past before each measurement.
+//! Brings the emulated host's free memory into the same state before each measurement.
 
 use std::fs;
 use std::io;
@@ -7,15 +7,15 @@ use anyhow::{Context, Result, ensure};
 
 const MIB: u64 = 1 << 20;
 
-/// Left free, for everybody else.
+/// Memory that stays free for other programs.
 const SPARE_BYTES: u64 = 256 * MIB;
 const HUGE_PAGE_BYTES: u64 = 2 * MIB;
 
 /// Writes to all of the free memory once, in the emulated host.
 ///
-/// There, a page from which code was run belongs to the emulator's translations, and whoever writes
-/// to it next waits until they are dropped: some 50 us for each 4 KiB, in which 100 KiB could be
-/// zeroed. A VMM whose guest gets the pages of the last guest's kernel would pay for that one.
+/// A page from which code was executed has translations in the emulator. The next write to it waits
+/// until they are dropped: some 50 us for each 4 KiB, in which 100 KiB could be zeroed. Without
+/// this call, a VMM that gets pages of the previous guest's kernel would be charged for it.
 pub fn even_out() -> Result<()> {
     if !std::env::var("FORESHORE_HOST").is_ok_and(|host| host == "nested") {
         return Ok(());
@@ -38,7 +38,7 @@ pub fn free_bytes() -> Result<u64> {
 }
 
 fn write_once(bytes: usize) -> Result<()> {
-    // SAFETY: a new anonymous mapping; the result is checked.
+    // SAFETY: a new anonymous mapping. The result is checked.
     let addr = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -50,14 +50,14 @@ fn write_once(bytes: usize) -> Result<()> {
         )
     };
     ensure!(addr != libc::MAP_FAILED, "{}", io::Error::last_os_error());
-    // SAFETY: advice about the mapping just made: huge pages where there are some, and all pages
-    // there, which the kernel has zeroed.
+    // SAFETY: advice about the mapping just created: use huge pages if available, and populate all
+    // pages, which the kernel has zeroed.
     let populated = unsafe {
         libc::madvise(addr, bytes, libc::MADV_HUGEPAGE);
         libc::madvise(addr, bytes, libc::MADV_POPULATE_WRITE)
     };
     let error = io::Error::last_os_error();
-    // SAFETY: the mapping just made; nobody has its address.
+    // SAFETY: the mapping just created, to which nothing else refers.
     unsafe { libc::munmap(addr, bytes) };
     ensure!(populated == 0, "{error}");
     Ok(())

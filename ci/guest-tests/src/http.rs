@@ -1,4 +1,4 @@
-//! As much of an HTTP client as the API and the metrics need: one request per connection.
+//! Minimal HTTP client for the API and the metrics, with one request per connection.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::tap;
 
-/// No answer takes longer, unless something hangs.
+/// Time limit of a response. It is only exceeded if something hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub struct Response {
 }
 
 impl Response {
-    /// The body, which must be JSON.
+    /// Parses the body, which must be JSON.
     pub fn json(&self) -> Result<Value> {
         serde_json::from_str(&self.body).with_context(|| format!("{self:?} is not JSON"))
     }
@@ -54,7 +54,7 @@ pub fn request_tcp(
     exchange(&mut stream, method, path, body)
 }
 
-/// One request on a connection that stays, with descriptors beside it, and its answer.
+/// Sends one request on an existing connection, with descriptors, and returns the response.
 pub fn request_with(
     stream: &mut UnixStream,
     call: &str,

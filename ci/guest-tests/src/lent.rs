@@ -1,5 +1,5 @@
-//! Memory that a test takes from a pool itself, as a VMM does: chunks, mapped from the pool's file
-//! or device.
+//! Memory that a test borrows from a pool as a VMM does: chunks, mapped from the pool's file or
+//! device.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -8,11 +8,11 @@ use std::ptr::{self, NonNull};
 use anyhow::{Context, Result};
 use pmem_volume::{Extent, Pool};
 
-/// What every byte is that [`Lent::fill`] leaves.
+/// Byte that [`Lent::fill`] writes.
 const CONTENT: u8 = 0x5a;
 
-/// Memory of a pool, mapped. It stays lent when this goes: whoever opens the pool next has to erase
-/// it.
+/// Mapped memory of a pool. Dropping it leaves it lent, so the next process that opens the pool has
+/// to erase it.
 #[derive(Debug)]
 pub struct Lent {
     mappings: Vec<Mapping>,
@@ -33,17 +33,17 @@ impl Lent {
         Ok(Self { mappings, extents })
     }
 
-    /// Writes to all of it, and sees to it that a disk has it.
+    /// Writes to all of it, and flushes it to the disk.
     pub fn fill(&mut self) -> Result<()> {
         for mapping in &mut self.mappings {
-            // SAFETY: a mapping of ours that can be written to; no reference to it is made.
+            // SAFETY: a writable mapping of self, to which no reference is created.
             unsafe { ptr::write_bytes(mapping.start.as_ptr(), CONTENT, mapping.length) };
-            // SAFETY: as above; the content does not change.
+            // SAFETY: as above. The content does not change.
             let result = unsafe {
                 libc::msync(mapping.start.as_ptr().cast(), mapping.length, libc::MS_SYNC)
             };
             let error = io::Error::last_os_error();
-            // devdax knows no msync, and needs none.
+            // devdax does not support msync, and does not need it.
             if result != 0 && error.raw_os_error() != Some(libc::EINVAL) {
                 return Err(error).context("Cannot write the memory to the disk");
             }
@@ -51,14 +51,13 @@ impl Lent {
         Ok(())
     }
 
-    /// Where a byte is that is not zero, if there is one: its offset in the pool, and the byte.
+    /// Finds a byte that is not zero: its offset in the pool, and the byte.
     pub fn find_content(&self) -> Option<(u64, u8)> {
         self.mappings.iter().zip(&self.extents).find_map(|(mapping, extent)| {
-            // SAFETY: a mapping of ours, which nobody else has by now and which lives longer than
-            // the slice.
+            // SAFETY: a mapping of self, which no one else uses now and which outlives the slice.
             let bytes =
                 unsafe { std::slice::from_raw_parts(mapping.start.as_ptr(), mapping.length) };
-            // Word by word: emulated, bytes take their time.
+            // Compares words, because single bytes are slow under emulation.
             let zero = bytes.chunks_exact(16).position(|words| words != [0; 16])?;
             Some((extent.offset_bytes() + zero as u64 * 16, bytes[zero * 16]))
         })
@@ -77,7 +76,7 @@ impl Mapping {
         let offset = libc::off_t::try_from(extent.offset_bytes())?;
         let (protection, descriptor) =
             (libc::PROT_READ | libc::PROT_WRITE, pool.file().as_raw_fd());
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        // SAFETY: a new mapping at an address that the kernel chooses.
         let start = unsafe {
             libc::mmap(ptr::null_mut(), length, protection, libc::MAP_SHARED, descriptor, offset)
         };
@@ -90,7 +89,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the address and length of a mapping that nobody uses any more.
+        // SAFETY: address and length of a mapping that is no longer used.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
     }
 }

@@ -1,6 +1,6 @@
-//! Boots guests and holds Foreshore against them: tests, demo, benchmarks.
+//! Harness that boots guests under Foreshore for tests, the demo and benchmarks.
 //!
-//! A test reads like this:
+//! Example of a test:
 //!
 //! ```no_run
 //! use guest_tests::{Guest, Kernel, wait_until};
@@ -14,8 +14,8 @@
 //! # }
 //! ```
 //!
-//! Nothing here sleeps for a fixed time and hopes: [`wait_until`] asks for a condition, and says
-//! which one did not come.
+//! Tests do not sleep for a fixed time. [`wait_until`] waits for a condition, and names a condition
+//! that was not met in time.
 
 pub mod btt_media;
 pub mod disk;

@@ -1,11 +1,11 @@
-//! A kernel that lies about flushes: it calls them a success and does nothing. What is lost then
-//! shows that a test of durability can fail.
+//! Flushes that succeed without effect. The resulting loss proves that a test of durability can
+//! fail.
 
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Everything by which a program asks for what it has written to be on the disk.
+/// All system calls by which a program flushes its writes to the disk.
 const FLUSHES: [libc::c_long; 6] = [
     libc::SYS_fsync,
     libc::SYS_fdatasync,
@@ -15,20 +15,20 @@ const FLUSHES: [libc::c_long; 6] = [
     libc::SYS_sync,
 ];
 
-/// Makes every flush of the program that the command starts a lie.
+/// Makes every flush of the command's program succeed without effect.
 ///
-/// A seccomp filter (Linux Documentation/userspace-api/seccomp_filter.rst) answers for the kernel:
-/// SECCOMP_RET_ERRNO with an error number of 0 is a system call that was not made and succeeded.
+/// A seccomp filter (Linux Documentation/userspace-api/seccomp_filter.rst) replaces the system
+/// calls. With SECCOMP_RET_ERRNO and an error number of 0, the call is not executed and succeeds.
 pub(crate) fn about_flushes(command: &mut Command) -> &mut Command {
     let filter = filter();
-    // SAFETY: prctl is async-signal-safe, and the filter was made before the fork; nothing is
+    // SAFETY: prctl is async-signal-safe, and the filter was created before the fork. Nothing is
     // allocated after it.
     unsafe { command.pre_exec(move || install(&filter)) }
 }
 
-/// The filter: load the number of the system call, and compare it with each of the flushes.
+/// Filter that loads the number of the system call and compares it with each of the flushes.
 fn filter() -> Vec<libc::sock_filter> {
-    // seccomp_data begins with the number. Programs of another architecture are none of ours.
+    // seccomp_data begins with the number. There are no programs of another architecture.
     let statement = |code: u32, jump_true: u8, k: u32| libc::sock_filter {
         code: code as u16,
         jt: jump_true,
@@ -37,7 +37,7 @@ fn filter() -> Vec<libc::sock_filter> {
     };
     let mut filter = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
     for (index, number) in (0u8..).zip(FLUSHES) {
-        // To the last statement, over the comparisons that follow and the one that allows.
+        // Jumps to the last statement, over the following comparisons and the one that allows.
         let over = FLUSHES.len() as u8 - index;
         filter.push(statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, over, number as u32));
     }
@@ -48,12 +48,11 @@ fn filter() -> Vec<libc::sock_filter> {
 
 fn install(filter: &[libc::sock_filter]) -> io::Result<()> {
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-    // SAFETY: no pointers. Without privileges a filter is taken only by who can gain none any more.
+    // SAFETY: no pointers. Without privileges, a filter requires that the process cannot gain any.
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel copies the program, which lives through the call, and does not write to
-    // it.
+    // SAFETY: the kernel copies the program, which outlives the call, and does not write to it.
     if unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) }
         != 0
     {
@@ -68,7 +67,7 @@ mod tests {
 
     #[test]
     fn a_flush_that_cannot_work_succeeds_and_all_else_is_as_ever() {
-        // sync of a pipe fails with EINVAL; a lie does not. Whoever reads gets what was written.
+        // sync of a pipe fails with EINVAL, except with the filter. The output is still readable.
         let output = |lie: bool| {
             let mut command = Command::new("sh");
             command.args(["-c", "echo said; exec sync -d /dev/stdout"]);

@@ -4,14 +4,14 @@ use std::thread;
 
 use rustix::process::{Resource, getrlimit, setpriority_process};
 
-/// Returns the reason why a VMM cannot have `count` files open. The VMM raises its soft limit to
-/// the hard limit by itself.
+/// Returns the reason for which a VMM cannot have `count` files open. The VMM raises its soft limit
+/// to the hard limit by itself.
 pub fn lack_of_open_files(count: u64) -> Option<String> {
     let hard = getrlimit(Resource::Nofile).maximum.filter(|hard| *hard < count)?;
     Some(format!("the hard limit of open files is {hard}, and {count} are needed (`ulimit -Hn`)"))
 }
 
-/// Returns the reason why a thread of a VMM cannot have the nice value `nice`.
+/// Returns the reason for which a thread of a VMM cannot have the nice value `nice`.
 pub fn lack_of_priority(nice: i32) -> Option<String> {
     // Uses a short-lived thread, because the nice value is per thread.
     let result = thread::spawn(move || setpriority_process(None, nice));

@@ -1,4 +1,4 @@
-//! Reads OpenMetrics text, strictly enough that a malformed exposition fails a test.
+//! Parser of OpenMetrics text. It is strict, so that a malformed exposition fails a test.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// The metric's name, suffix included: `foreshore_plans_total`,
+    /// Name of the metric, including the suffix: `foreshore_plans_total`,
     /// `foreshore_plug_seconds_bucket`.
     pub name: String,
     pub labels: BTreeMap<String, String>,
@@ -36,7 +36,7 @@ impl Metrics {
         Ok(Self { samples })
     }
 
-    /// The value of the one sample with that name and (at least) those labels.
+    /// Value of the single sample with this name and at least these labels.
     pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> Result<f64> {
         let mut found = self.matching(name, labels);
         let sample = found.next().with_context(|| format!("No metric {name} {labels:?}"))?;
@@ -50,13 +50,13 @@ impl Metrics {
         Ok(sample.value)
     }
 
-    /// The sum over all samples with that name and those labels: zero if there is none.
+    /// Sum of all samples with this name and these labels. Zero if there is none.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         self.matching(name, labels).map(|sample| sample.value).sum()
     }
 
-    /// Of a histogram: the upper bound of the bucket in which that share of the observations ends.
-    /// It was no more than that.
+    /// Quantile of a histogram: the upper bound of the bucket in which this share of the
+    /// observations ends.
     pub fn quantile(&self, histogram: &str, share: f64) -> Result<f64> {
         let count = self.value(&format!("{histogram}_count"), &[])?;
         ensure!(count > 0.0, "{histogram} has seen nothing");
@@ -92,7 +92,7 @@ impl Metrics {
     }
 }
 
-/// `name{label="value",...} value [timestamp]`
+/// Parses `name{label="value",...} value [timestamp]`.
 fn parse_sample(line: &str) -> Result<Sample> {
     let name_len = line.find(['{', ' ']).context("No value")?;
     let (name, rest) = line.split_at(name_len);
@@ -104,7 +104,7 @@ fn parse_sample(line: &str) -> Result<Sample> {
         Some(rest) => parse_labels(rest)?,
         None => (BTreeMap::new(), rest),
     };
-    // An exemplar may follow: it is none of ours.
+    // A following exemplar is ignored.
     let value = rest.split_whitespace().next().context("No value")?;
     let value = match value {
         "+Inf" => f64::INFINITY,

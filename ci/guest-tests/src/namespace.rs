@@ -1,15 +1,15 @@
-//! What ndctl does in a guest, for guests without it: a namespace becomes another kind of device.
+//! Conversion of namespaces in guests without ndctl.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A character device, /dev/daxN.0.
+    /// Character device, /dev/daxN.0.
     DevDax,
-    /// A block device with struct pages, which DAX needs and virtio-pmem has anyway.
+    /// Block device with struct pages, which DAX requires and virtio-pmem has anyway.
     FsDax,
 }
 
-/// A script for the guest that makes the raw namespace of a region that kind, by the attributes of
-/// Linux drivers/nvdimm/pfn_devs.c: pages of 2 MiB, struct pages in memory.
+/// Guest script that converts the raw namespace of a region, by the attributes of Linux
+/// drivers/nvdimm/pfn_devs.c: pages of 2 MiB, struct pages in memory.
 pub fn convert(region: u32, kind: Kind) -> String {
     let (seed, driver) = match kind {
         Kind::DevDax => ("dax_seed", "dax_pmem"),

@@ -1,4 +1,4 @@
-//! A pool of persistent memory for a test, made and looked at with `pmvol`.
+//! Pools of tests, created and inspected with `pmvol`.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -13,11 +13,10 @@ use serde_json::Value;
 use crate::guest::program;
 use crate::runner::this_tests_dir;
 
-/// Holes in a few GiB, emulated.
+/// Time limit for the erasure of a few GiB, under emulation.
 const SCRUB_LIMIT: Duration = Duration::from_secs(60);
 
-/// A pool file in the test's directory: on tmpfs, where what is given back shows in the file's
-/// blocks.
+/// Pool file in the test's directory. On tmpfs, returned memory shows in the file's blocks.
 #[derive(Debug, Clone)]
 pub struct Pool {
     path: PathBuf,
@@ -40,7 +39,7 @@ impl Pool {
         Self::by_path(&dir.join("pool"))
     }
 
-    /// The pool that has, or will have, that path: a file's or a device's.
+    /// Pool with this path of a file or device, which may not exist yet.
     pub fn by_path(path: &Path) -> Self {
         Self { path: path.to_owned() }
     }
@@ -74,18 +73,19 @@ impl Pool {
             .to_owned())
     }
 
-    /// Waits until what was given back has been erased, which the VMM does in the background.
+    /// Waits until returned memory has been erased, which the VMM does in the background.
     pub fn wait_until_clean(&self) -> Result<()> {
         wait_until("the pool is clean", SCRUB_LIMIT, || Ok(self.info()?["scrubbing_bytes"] == 0))
     }
 
     pub fn occupied_bytes(&self) -> Result<u64> {
-        // st_blocks counts in 512 bytes, whatever the file system's block is (stat(2)).
+        // st_blocks counts in units of 512 bytes, independent of the file system's block size
+        // (stat(2)).
         Ok(fs::metadata(&self.path)?.blocks() * 512)
     }
 }
 
-/// Runs `pmvol` and returns what it printed; any exit code but zero is an error.
+/// Runs `pmvol` and returns its output. Any exit code but zero is an error.
 pub fn pmvol(arguments: &[&str]) -> Result<String> {
     let output =
         Command::new(program("pmvol")).args(arguments).output().context("Cannot start pmvol")?;

@@ -1,5 +1,5 @@
-//! The same guests under Debian's QEMU: what benchmarks compare with, and what shows whether the
-//! harness itself works.
+//! The same guests under Debian's QEMU, for comparisons in benchmarks and for tests of the harness
+//! itself.
 
 use std::io::{BufRead, BufReader, Write};
 use std::ops::Deref;
@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 use crate::guest::{BOOT_LIMIT, Endpoint, Image, Kernel, Machine, VmmProcess, program};
 use crate::runner::this_tests_dir;
 
-/// Address of the first QEMU guest that runs at a time. Ours have 3 by a socket of their own; these
-/// are the host's.
+/// CID of the first concurrent QEMU guest. Foreshore's guests have CID 3 on sockets of their own;
+/// these CIDs belong to the host.
 const FIRST_CID: u32 = 100;
 
 const RUN_LIMIT: Duration = Duration::from_secs(60);
@@ -29,7 +29,7 @@ pub struct QemuBuilder {
     hotplug_mib: u64,
     nvdimm: Option<(PathBuf, u64)>,
     disk: Option<PathBuf>,
-    /// And whether the host's kernel moves its frames.
+    /// Name of the tap, and true if the host's kernel moves its frames.
     tap: Option<(String, bool)>,
     nth: u8,
     cmdline: String,
@@ -74,7 +74,7 @@ impl QemuBuilder {
         self
     }
 
-    /// Memory at boot, and what a virtio-mem device can add.
+    /// Sets boot memory and the maximum that a virtio-mem device can add.
     pub fn memory_mib(mut self, boot_mib: u64, hotplug_mib: u64) -> Self {
         (self.memory_mib, self.hotplug_mib) = (boot_mib, hotplug_mib);
         self
@@ -90,14 +90,14 @@ impl QemuBuilder {
         self
     }
 
-    /// A tap of the host as a virtio-net interface; one that is not there is made, without an
+    /// Adds a tap of the host as a virtio-net interface. A missing one is created without an
     /// address. With `vhost` the host's kernel moves its frames.
     pub fn tap(mut self, name: &str, vhost: bool) -> Self {
         self.tap = Some((name.to_owned(), vhost));
         self
     }
 
-    /// Which one of several at a time it is: 0, 1, and so on.
+    /// Index of this guest among concurrent ones: 0, 1, and so on.
     pub fn nth(mut self, nth: u8) -> Self {
         self.nth = nth;
         self
@@ -126,7 +126,7 @@ impl QemuBuilder {
         Ok(QemuGuest { machine: Machine { process, endpoint, console, log }, qmp })
     }
 
-    /// What its guest writes to the serial console comes here.
+    /// File of the guest's serial console.
     pub fn console(&self) -> PathBuf {
         self.file("console.log")
     }
@@ -195,7 +195,7 @@ impl QemuBuilder {
                 "-netdev".to_owned(),
                 format!("tap,id=n0,ifname={tap},script=no,downscript=no,vhost={vhost}"),
                 "-device".to_owned(),
-                // Nothing is booted from it.
+                // An option ROM is not needed, because nothing boots from the NIC.
                 format!("virtio-net-pci,netdev=n0,romfile=,mac=52:54:00:12:34:{:02x}", self.nth),
             ]);
         }
@@ -213,7 +213,7 @@ impl Deref for QemuGuest {
 }
 
 impl QemuGuest {
-    /// Asks the virtio-mem device for a size.
+    /// Requests a size from the virtio-mem device.
     pub fn request_hotplug_bytes(&self, bytes: u64) -> Result<()> {
         let arguments = json!({ "path": "vm0", "property": "requested-size", "value": bytes });
         self.qmp("qom-set", arguments).map(drop)
@@ -228,7 +228,7 @@ impl QemuGuest {
         &self.qmp
     }
 
-    /// One command over QMP. A connection per command: nothing is kept between them.
+    /// Executes one QMP command on a connection of its own.
     fn qmp(&self, command: &str, arguments: Value) -> Result<Value> {
         let stream = UnixStream::connect(&self.qmp).context("Cannot connect to QMP")?;
         stream.set_read_timeout(Some(RUN_LIMIT))?;

@@ -1,5 +1,5 @@
-//! Runs guest tests: each in a process of its own, so that a test that hangs or panics takes only
-//! itself and the VMMs it started.
+//! Runner of guest tests. Each test has its own process, so a test that hangs or panics only
+//! affects itself and the VMMs that it started.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -19,7 +19,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::guest::{console, unpacked, without_logs};
 
-/// A test by its name: `topic::what_holds`.
+/// Test with its name, `topic::what_holds`.
 #[derive(Clone, Copy)]
 pub struct Test {
     pub name: &'static str,
@@ -31,14 +31,13 @@ pub struct Test {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Class {
     Usual,
-    /// On each change that lands: it takes long for what it adds.
+    /// Runs in CI. It takes long for what it adds.
     Long,
-    /// Now and then: others see the same, in less.
+    /// Runs rarely, because other tests show the same in less time.
     Extended,
 }
 
-/// What a test may take unless it says otherwise. Emulated: ten times what it takes when all is
-/// well.
+/// Default time limit of a test: under emulation, ten times its usual time.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
 
 /// Table of a module's tests. A row has the name of a test, its limit in seconds if the default is
@@ -53,8 +52,9 @@ pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
 /// ]
 /// ```
 ///
-/// `long` is for tests of 15 s and more, emulated, and for a kernel on which another test shows
-/// nearly the same. `extended` is for tests that CI does not need, because others show the same.
+/// `long` is for tests of 15 s and more under emulation, and for a kernel on which another test
+/// shows nearly the same. `extended` is for tests that CI does not need, because others show the
+/// same.
 #[macro_export]
 macro_rules! tests {
     (@class) => { $crate::runner::Class::Usual };
@@ -78,7 +78,7 @@ macro_rules! tests {
     };
 }
 
-/// Why a test did not run. Returned as an error by [`skip`].
+/// Reason for which a test did not run. [`skip`] returns it as an error.
 #[derive(Debug)]
 struct Skipped(String);
 
@@ -95,7 +95,7 @@ pub fn skip<T>(reason: impl Into<String>) -> Result<T> {
     Err(Skipped(reason.into()).into())
 }
 
-/// Exit code of a test's process that has been skipped; its reason is the last line of its output.
+/// Exit code of a skipped test's process. The reason is the last line of its output.
 const SKIPPED_CODE: i32 = 77;
 
 #[derive(Parser, Debug)]
@@ -125,8 +125,8 @@ struct Options {
 }
 
 impl Options {
-    /// The tests that are wanted. A filter that matches none is an error: who has misspelt one of
-    /// several would take the others' success for its own.
+    /// Tests selected by the options. A filter without a match is an error, because a misspelled
+    /// one among several would otherwise go unnoticed.
     fn choose(&self, tests: &[Test]) -> Result<Vec<Test>> {
         if let Some(filter) =
             self.filters.iter().find(|filter| !tests.iter().any(|test| self.matches(test, filter)))
@@ -161,7 +161,7 @@ impl Options {
     }
 }
 
-/// The name without the program's: `boot::boots`.
+/// Name without the program's: `boot::boots`.
 fn short_name(test: &Test) -> &'static str {
     test.name.split_once("::").map_or(test.name, |(_, name)| name)
 }
@@ -171,12 +171,12 @@ enum Verdict {
     Passed,
     Skipped(String),
     Failed(String),
-    /// Failed, with [`StoredWrong`].
+    /// Failed with [`StoredWrong`].
     FailedForGood(String),
 }
 
-/// Runs the tests that the command line asks for and returns the process's exit code. In a test's
-/// own process (the runner starts itself with `--one NAME`) it runs that test.
+/// Runs the selected tests and returns the process's exit code. In a test's own process (the runner
+/// starts itself with `--one NAME`), it runs that test.
 pub fn main(tests: &[Test]) -> Result<i32> {
     let options = Options::parse();
     if let Some(name) = options.one {
@@ -244,12 +244,12 @@ fn run_and_report(test: &Test, deadline: Option<Instant>, suspects: &mut usize) 
     verdict
 }
 
-/// Output of a test in lines that cannot be taken for those of the runner.
+/// Marks the output lines of a test, so that they differ from those of the runner.
 fn marked(output: &str) -> String {
     output.lines().map(|line| format!("  | {line}\n")).collect()
 }
 
-/// How often a test runs anew because the emulation broke a guest's kernel.
+/// Maximum number of reruns of a test after the emulation broke a guest's kernel.
 const MAX_RERUNS: usize = 2;
 
 /// Limit of suspects in one boot: tests that fail without the emulation's mark and run once more.
@@ -257,9 +257,10 @@ const MAX_RERUNS: usize = 2;
 /// A fault of the programs fails again, or in more tests than these.
 const MAX_SUSPECTS: usize = 2;
 
-/// The emulation that trips over a kernel which patches its own text (docs/design/testing.md) does
-/// so in guests as well: with two CPUs, while they boot. A test in which that shows in a guest's
-/// console says nothing; it runs anew, and the output tells.
+/// Runs a test again if the emulation broke its guest. The emulation sometimes breaks a kernel that
+/// patches its own code (docs/design/testing.md): in guests with two CPUs, during their boot. A
+/// test with a guest's console that shows this fault has no verdict, so it runs again. The output
+/// reports that.
 fn run_until_the_emulation_holds(
     test: &Test,
     deadline: Option<Instant>,
@@ -293,7 +294,7 @@ fn run_until_the_emulation_holds(
     }
 }
 
-/// How often a test has run anew, and why.
+/// Reruns of a test and their causes.
 #[derive(Default)]
 struct Reruns {
     broken: usize,
@@ -301,7 +302,7 @@ struct Reruns {
 }
 
 impl Reruns {
-    /// Returns whether a test that has failed runs once more. `suspects` counts those of this boot.
+    /// Returns true if a failed test runs once more. `suspects` counts those of this boot.
     fn once_more(&mut self, has_the_mark: bool, suspects: &mut usize) -> bool {
         if has_the_mark {
             self.broken += 1;
@@ -324,12 +325,12 @@ fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
     }
 }
 
-/// Whether this is the emulated host: ci/nested/host says so.
+/// Returns true on the emulated host, according to ci/nested/host.
 pub fn emulated() -> bool {
     std::env::var_os("FORESHORE_HOST").is_some_and(|way| way == "nested")
 }
 
-/// The guest's console in a test's directory that has the emulation's mark.
+/// Name of the guest console in a test's directory that has the emulation's mark.
 fn broken_console(dir: &Path) -> Option<String> {
     fs::read_dir(dir).ok()?.flatten().find_map(|entry| {
         let name =
@@ -339,21 +340,21 @@ fn broken_console(dir: &Path) -> Option<String> {
     })
 }
 
-/// A breakpoint that nobody set, or a debug exception in the kernel: what an instruction of several
-/// bytes is while half of it has been patched. Guests here have no debugger, and nobody loads their
-/// debug registers.
+/// Checks for a breakpoint that no debugger set, or a debug exception in the kernel. They occur if
+/// an instruction of several bytes is executed while half of it has been patched. Guests here have
+/// no debugger, and do not use debug registers.
 fn has_the_mark(console: &str) -> bool {
     console.contains("Oops: int3") || console.contains(" exc_debug_kernel+")
 }
 
-/// Whether the emulation, and not what is tested, broke the guest whose console this is.
+/// Returns true if the console shows that the emulation broke its guest.
 pub fn emulation_broke(console: &str) -> bool {
     emulated() && has_the_mark(console)
 }
 
 fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     let dir = test_dir(short_name(test));
-    // What an earlier run left is not evidence of this one.
+    // Removes the files of an earlier run.
     match fs::remove_dir_all(&dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(error).with_context(|| format!("Cannot empty {}", dir.display()));
@@ -367,12 +368,12 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     command
         .args(["--one", short_name(test)])
         .env(TEST_DIR_VARIABLE, &dir)
-        // A panic's backtrace says where; an error says what, and its backtrace would bury that.
+        // A panic's backtrace shows its place. An error's backtrace would only hide its message.
         .env("RUST_LIB_BACKTRACE", "0")
         .stdin(Stdio::null())
         .stdout(output.try_clone()?)
         .stderr(output)
-        // The VMMs that the test starts stay in its group, and end with it.
+        // The test's VMMs belong to its process group and end with it.
         .process_group(0);
     if emulated() {
         command.env(unpacked::VARIABLE, std::env::temp_dir().join("guest-tests-kernels"));
@@ -387,7 +388,7 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     }
     match &verdict {
         Verdict::Failed(_) | Verdict::FailedForGood(_) => keep_evidence(short_name(test), &dir),
-        // Pools and images are large; nobody looks at those of a test that passed.
+        // Pools and images are large, and those of a passed test are of no use.
         _ => fs::remove_dir_all(&dir)?,
     }
     Ok(verdict)
@@ -408,8 +409,8 @@ fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
     }
 }
 
-/// The ends of the logs in a test's directory: where nobody can look into it, they are what a
-/// failure leaves.
+/// Last lines of the logs in a test's directory, for failures in places without access to the
+/// directory.
 fn last_words(dir: &Path) -> String {
     let mut logs: Vec<PathBuf> = match fs::read_dir(dir) {
         Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
@@ -429,12 +430,12 @@ fn end_group(child: &mut Child) {
     // The child leads its own process group, which exists until its last member ends. A group that
     // has ended is not an error.
     let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
-    // The child is killed or has ended: this cannot block for long, and its result is known
-    // already.
+    // The child has been killed or has ended, so this does not block for long, and the result is
+    // known.
     let _ = child.wait();
 }
 
-/// Brings the logs of a failed test out of the emulated host, when $OUT says where to.
+/// Copies the logs of a failed test out of the emulated host to $OUT, if set.
 fn keep_evidence(name: &str, dir: &Path) {
     let Some(out) = std::env::var_os("OUT") else { return };
     let target = Path::new(&out).join(name.replace("::", "-"));
@@ -459,8 +460,8 @@ pub fn this_tests_dir() -> PathBuf {
     std::env::var_os(TEST_DIR_VARIABLE).map_or_else(|| test_dir("by-hand"), PathBuf::from)
 }
 
-/// On tmpfs in the emulated host: its disk cannot be written to. Short, for a unix socket's path is
-/// at most 107 bytes.
+/// Directory of a test: on tmpfs, because the emulated host's disk is read-only. The path is short,
+/// because a unix socket's path has at most 107 bytes.
 fn test_dir(name: &str) -> PathBuf {
     std::env::temp_dir().join("guest-tests").join(name.replace("::", "-"))
 }

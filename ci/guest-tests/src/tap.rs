@@ -1,4 +1,4 @@
-//! Tap interfaces that a test opens and hands over, as a network's manager does.
+//! Tap interfaces that a test opens and passes on, like a network manager.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 
 use anyhow::{Context, Result, ensure};
 
-/// `SCM_RIGHTS` with more is not needed here.
+/// Maximum number of descriptors per `SCM_RIGHTS` message in these tests.
 const FDS_MAX: usize = 8;
 
 pub fn open(name: &str, queues: usize) -> Result<Vec<File>> {
@@ -23,7 +23,7 @@ pub fn open_with(name: &str, queues: usize, flags: libc::c_int) -> Result<Vec<Fi
 
 fn queue(name: &str, flags: libc::c_int) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).open("/dev/net/tun")?;
-    // SAFETY: it has numbers and arrays of them, for which zeros are fine.
+    // SAFETY: it consists of numbers and arrays of them, for which zeros are valid.
     let mut interface: libc::ifreq = unsafe { std::mem::zeroed() };
     let last = interface.ifr_name.len() - 1;
     for (to, from) in interface.ifr_name[..last].iter_mut().zip(name.bytes()) {
@@ -37,22 +37,22 @@ fn queue(name: &str, flags: libc::c_int) -> io::Result<File> {
     }
 }
 
-/// Sends all of `bytes` with descriptors beside them.
+/// Sends all of `bytes` together with descriptors.
 pub fn send_with(stream: &UnixStream, bytes: &[u8], files: &[File]) -> Result<()> {
     ensure!(files.len() <= FDS_MAX, "{} descriptors", files.len());
     let fds: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
     let data_len = size_of::<RawFd>() * fds.len();
-    // Aligned as `cmsghdr` must be.
+    // Aligned as `cmsghdr` requires.
     let mut control = [0u64; 16];
     let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    // SAFETY: zeros are fine for pointers and lengths.
+    // SAFETY: zeros are valid for pointers and lengths.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
     if !fds.is_empty() {
         message.msg_control = control.as_mut_ptr().cast();
-        // SAFETY: it computes with numbers.
+        // SAFETY: computes with numbers only.
         message.msg_controllen = unsafe { libc::CMSG_SPACE(data_len as u32) } as _;
-        // SAFETY: the buffer has room for one header and `FDS_MAX` descriptors, as was checked.
+        // SAFETY: the buffer has room for one header and `FDS_MAX` descriptors, as checked above.
         unsafe {
             let header = libc::CMSG_FIRSTHDR(&raw const message);
             (*header).cmsg_level = libc::SOL_SOCKET;
@@ -65,7 +65,7 @@ pub fn send_with(stream: &UnixStream, bytes: &[u8], files: &[File]) -> Result<()
             );
         }
     }
-    // SAFETY: everything that the message points to lives.
+    // SAFETY: everything that the message points to outlives the call.
     let sent = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
     ensure!(sent == bytes.len() as isize, "{sent} bytes were sent: {}", io::Error::last_os_error());
     Ok(())

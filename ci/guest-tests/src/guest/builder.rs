@@ -1,4 +1,4 @@
-//! What a guest is started with.
+//! Options of a guest's start.
 
 use std::fmt;
 use std::net::{Ipv4Addr, TcpListener};
@@ -31,7 +31,7 @@ const WRONG_COMMAND_LINE: i32 = 2;
 pub enum Kernel {
     V6_12,
     V6_1,
-    /// 6.12 in the generic flavour, which has what the cloud flavour lacks.
+    /// 6.12 in the generic flavor, with drivers that the cloud flavor lacks.
     V6_12Generic,
 }
 
@@ -56,19 +56,19 @@ impl FromStr for Kernel {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Image {
-    /// busybox, drivers, e2fsprogs, agent, guest-shell, guest-tool.
+    /// busybox, drivers, e2fsprogs, agent, guest-shell and guest-tool.
     Basic,
-    /// The same and Debian's ndctl.
+    /// `Basic` and Debian's ndctl.
     Ndctl,
-    /// The same as basic and Debian's Redis; for the 6.12 kernel alone.
+    /// `Basic` and Debian's Redis, only for the 6.12 kernel.
     Redis,
-    /// The same as basic and Debian's Redis, SQLite's shell and tcc; for the 6.12 kernel alone.
+    /// `Basic` and Debian's Redis, SQLite's shell and tcc, only for the 6.12 kernel.
     Workloads,
-    /// The basic one with XFS, F2FS, Btrfs and their tools; for the generic 6.12 kernel alone.
+    /// `Basic` and XFS, F2FS, Btrfs and their tools, only for the generic 6.12 kernel.
     FileSystems,
 }
 
-/// Where kernels and images are: ci/nested/host sets GUESTS.
+/// Folder of kernels and images. ci/nested/host sets GUESTS.
 fn guests_dir() -> PathBuf {
     std::env::var_os("GUESTS").map_or_else(|| PathBuf::from("/guests"), PathBuf::from)
 }
@@ -129,8 +129,7 @@ impl GuestBuilder {
             cpus: 1,
             max_cpus: None,
             memory: "size=512M".to_owned(),
-            // Warnings are wanted on the console, the rest would only cost time: every byte is an
-            // exit.
+            // Only warnings appear on the console, because each byte is an exit and takes time.
             cmdline: "console=ttyS0 loglevel=5".to_owned(),
             pressure: None,
             metrics: None,
@@ -143,13 +142,13 @@ impl GuestBuilder {
         }
     }
 
-    /// What its files are called; a number otherwise.
+    /// Base name of the VM's files. The default is a number.
     pub fn name(mut self, name: &str) -> Self {
         self.name = Some(name.to_owned());
         self
     }
 
-    /// Another VMM, which takes the same flags.
+    /// Selects another VMM with the same flags.
     pub fn program(mut self, program: &Path) -> Self {
         self.program = program.to_owned();
         self
@@ -160,7 +159,7 @@ impl GuestBuilder {
         self
     }
 
-    /// Boots the kernel from its bzImage, also where tests use unpacked kernels.
+    /// Boots the kernel from its bzImage, even if tests use unpacked kernels.
     pub fn packed_kernel(mut self) -> Self {
         self.is_packed = true;
         self
@@ -181,43 +180,43 @@ impl GuestBuilder {
         self
     }
 
-    /// `--memory`: `size=384M,hotplug_method=virtio-mem,hotplug_size=128M`.
+    /// `--memory`, for example `size=384M,hotplug_method=virtio-mem,hotplug_size=128M`.
     pub fn memory(mut self, memory: &str) -> Self {
         self.memory = memory.to_owned();
         self
     }
 
-    /// `--pm-memory`: `pool=PATH,size=1G`.
+    /// `--pm-memory`, for example `pool=PATH,size=1G`.
     pub fn pm_memory(self, pm_memory: &str) -> Self {
         self.argument("--pm-memory", pm_memory)
     }
 
-    /// `--pm-volume`: `pool=PATH,name=data,interface=nvdimm`. May be repeated.
+    /// `--pm-volume`, for example `pool=PATH,name=data,interface=nvdimm`. May be repeated.
     pub fn pm_volume(self, pm_volume: &str) -> Self {
         self.argument("--pm-volume", pm_volume)
     }
 
-    /// `--pressure policy=`: psi, fixed, off.
+    /// `--pressure policy=`, for example psi, fixed or off.
     pub fn pressure(mut self, policy: &str) -> Self {
         self.pressure = Some(policy.to_owned());
         self
     }
 
-    /// `--metrics`, where others than the test want to scrape: `0.0.0.0:9745,vm=demo`. A free local
-    /// port otherwise.
+    /// `--metrics`, if a program other than the test scrapes them: `0.0.0.0:9745,vm=demo`. The
+    /// default is a free local port.
     pub fn metrics(mut self, metrics: &str) -> Self {
         self.metrics = Some(metrics.to_owned());
         self
     }
 
-    /// More for the kernel's command line.
+    /// Appends to the kernel's command line.
     pub fn cmdline(mut self, more: &str) -> Self {
         self.cmdline += " ";
         self.cmdline += more;
         self
     }
 
-    /// A flag that has no method of its own, or replaces what the builder would say.
+    /// Adds a flag without a method of its own, or replaces one of the builder.
     pub fn argument(mut self, flag: &str, value: &str) -> Self {
         self.arguments.extend([flag.to_owned(), value.to_owned()]);
         self
@@ -228,19 +227,19 @@ impl GuestBuilder {
         self
     }
 
-    /// Makes the API's socket itself, and hands it in: `--api-socket fd=N`.
+    /// Creates the API's socket and passes it on: `--api-socket fd=N`.
     pub fn api_by_descriptor(mut self) -> Self {
         self.api_by_descriptor = true;
         self
     }
 
-    /// `-v`: its log says what it does, and not only what is wrong.
+    /// Adds `-v`, so that the log contains operations and not only problems.
     pub fn verbose(mut self) -> Self {
         self.arguments.push("-v".to_owned());
         self
     }
 
-    /// Leaves a flag of the builder's out: `--vsock`, `--metrics`, `--kernel`.
+    /// Omits a flag of the builder: `--vsock`, `--metrics`, `--kernel`.
     pub fn without(mut self, flag: &'static str) -> Self {
         self.without.push(flag);
         self
@@ -251,14 +250,14 @@ impl GuestBuilder {
         self
     }
 
-    /// The VMM's flushes do nothing and succeed: what it calls durable is not.
+    /// Makes the VMM's flushes succeed without effect, so that data is not durable.
     pub fn with_flushes_that_lie(mut self) -> Self {
         self.flushes_lie = true;
         self
     }
 
-    /// The VMM is on this terminal, as if a shell had started it there: it is its standard input
-    /// and output, and its controlling terminal.
+    /// Runs the VMM on this terminal, as if started by a shell: it is its standard input and
+    /// output, and its controlling terminal.
     pub fn terminal(mut self, terminal: &Path) -> Self {
         self.terminal = Some(terminal.to_owned());
         self
@@ -346,7 +345,7 @@ impl GuestBuilder {
     }
 }
 
-/// A socket that whoever is started has as well, by the same number.
+/// Listening socket that a child process inherits with the same number.
 fn inheritable_listener(path: &Path) -> Result<UnixListener> {
     let listener =
         UnixListener::bind(path).with_context(|| format!("Cannot listen on {}", path.display()))?;

@@ -1,4 +1,4 @@
-//! Reads logs.
+//! Reading of log files.
 
 use std::error::Error;
 use std::fmt;
@@ -8,7 +8,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-/// A log's text; one that does not exist yet is empty.
+/// Text of a log. Empty if the log does not exist yet.
 pub(crate) fn read(path: &Path) -> Result<String> {
     match fs::read(path) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).replace('\r', "")),
@@ -58,8 +58,7 @@ pub fn without_logs(error: &anyhow::Error) -> String {
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
-/// What a kernel that is well does not say. Each is the start of a message of Linux, after its time
-/// stamp.
+/// Messages of Linux that indicate a problem, without their time stamps.
 const COMPLAINTS: &[&str] = &[
     "BUG: ",
     "WARNING: ",
@@ -81,14 +80,14 @@ const COMPLAINTS: &[&str] = &[
     "Out of memory: ",
 ];
 
-/// The lines of a kernel log that are complaints.
+/// Lines of a kernel log that are complaints.
 pub fn complaints(log: &str) -> Vec<&str> {
     log.lines()
         .filter(|line| COMPLAINTS.iter().any(|complaint| message(line).starts_with(complaint)))
         .collect()
 }
 
-/// The line without `[   12.345678] `, and without `<3>` where the log level is printed.
+/// Line without `[   12.345678] `, and without `<3>` if the log level is printed.
 fn message(line: &str) -> &str {
     let line = line.trim_start();
     match line.strip_prefix('[').and_then(|rest| rest.split_once("] ")) {

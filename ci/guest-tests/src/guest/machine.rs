@@ -65,7 +65,7 @@ impl Machine {
         self.wait_until(what, limit, || Ok(self.try_run(limit, command)?.code == 0))
     }
 
-    /// Waits until the condition holds. Fails if the VMM ends.
+    /// Waits until the condition is true. Fails if the VMM ends.
     pub fn wait_until(
         &self,
         what: &str,

@@ -1,4 +1,4 @@
-//! A guest under Foreshore: how to start it, talk to it, and end it.
+//! Guests under Foreshore.
 
 mod builder;
 pub(crate) mod console;
@@ -34,7 +34,7 @@ pub struct Guest {
     metrics_address: String,
 }
 
-/// The files of one VM, in the test's directory.
+/// Files of one VM, in the test's directory.
 #[derive(Debug, Clone)]
 struct Paths {
     dir: PathBuf,
@@ -73,8 +73,8 @@ impl Guest {
         GuestBuilder::new()
     }
 
-    /// Calls the API: `guest.api("PUT", "vm.resize", Some(json!({...})))`. An answer outside 2xx is
-    /// an error.
+    /// Calls the API: `guest.api("PUT", "vm.resize", Some(json!({...})))`. A status outside of 2xx
+    /// is an error.
     pub fn api(&self, method: &str, call: &str, body: Option<Value>) -> Result<Value> {
         let response = self.try_api(method, call, body)?;
         ensure!(

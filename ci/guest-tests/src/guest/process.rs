@@ -1,4 +1,4 @@
-//! The VMM's process.
+//! VMM process.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -18,20 +18,20 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::console::LogTails;
 use super::describe;
 
-/// A program of this repository by its name: the one that FORESHORE_TEST_<NAME> points at, else the
-/// one in PATH. So a test can be run against a debug build or another VMM.
+/// Program of this repository by its name: from FORESHORE_TEST_<NAME> if it is set, otherwise from
+/// PATH. So a test can run with a debug build or another VMM.
 pub fn program(name: &str) -> PathBuf {
     let variable = format!("FORESHORE_TEST_{}", name.to_uppercase().replace('-', "_"));
     std::env::var_os(variable).map_or_else(|| PathBuf::from(name), PathBuf::from)
 }
 
-/// Has `command` begin a session on `terminal`: its standard input and output, and its controlling
-/// terminal.
+/// Makes `command` begin a session on `terminal`, which is its standard input and output, and its
+/// controlling terminal.
 pub(super) fn at_terminal(command: &mut Command, terminal: &Path) -> Result<()> {
     let terminal = CString::new(terminal.as_os_str().as_bytes())?;
     let begin_session = move || {
-        // SAFETY: the calls are async-signal-safe, and the path is a string that lives over them.
-        // The leader of a session that opens a terminal gets it as its own.
+        // SAFETY: the calls are async-signal-safe, and the path is a string that outlives them. A
+        // session leader that opens a terminal gets it as its controlling terminal.
         let is_there = unsafe {
             libc::setsid();
             let fd = libc::open(terminal.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
@@ -39,16 +39,15 @@ pub(super) fn at_terminal(command: &mut Command, terminal: &Path) -> Result<()> 
         };
         if is_there { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
-    // SAFETY: it makes system calls that are async-signal-safe, and allocates nothing.
+    // SAFETY: it makes system calls that are async-signal-safe, and does not allocate.
     unsafe { command.pre_exec(begin_session) };
     Ok(())
 }
 
-/// A VMM that was started. Killed when dropped.
+/// Running VMM. Dropping it kills it.
 #[derive(Debug)]
 pub struct VmmProcess {
-    /// Behind a mutex because waiting changes it, and tests look whether it runs while they hold
-    /// the guest.
+    /// Locked because waiting changes it, and tests check if it runs while they use the guest.
     child: Mutex<Child>,
     pid: u32,
     log: PathBuf,
@@ -70,7 +69,7 @@ impl VmmProcess {
         self.pid
     }
 
-    /// An error with its last words, if it has ended.
+    /// Fails with the last lines of the log if the VMM has ended.
     pub fn still_running(&self) -> Result<()> {
         let status = self.child.lock().expect("no holder panics").try_wait()?;
         match status {
@@ -100,15 +99,14 @@ impl VmmProcess {
     }
 
     pub fn signal(&self, signal: Signal) -> Result<()> {
-        // Nobody waits for the child while it is locked: its number is no other's.
+        // The child is not waited for while it is locked, so its number is not reused.
         let child = self.child.lock().expect("no holder panics");
         kill_process(Pid::from_child(&child), signal)
             .with_context(|| format!("Cannot send {signal:?} to the VMM"))
     }
 
-    /// What each of its threads does, a line for each: its name, its state and where in the kernel
-    /// it waits. Of a guest that does not go on this says whether the VMM holds it up, or it is
-    /// somewhere by itself.
+    /// Returns a line for each thread: its name, its state and the kernel function in which it
+    /// waits. If a guest hangs, this shows if the VMM blocks it.
     pub fn threads(&self) -> String {
         let task = format!("/proc/{}/task", self.pid);
         let lines = fs::read_dir(task).into_iter().flatten().flatten().map(|thread| {
@@ -125,7 +123,7 @@ impl VmmProcess {
         wait_for("the VMM ended", limit, || Ok(child.try_wait()?))
     }
 
-    /// A line of /proc/PID/smaps_rollup in bytes: `Rss`, `Pss`, `Anonymous`.
+    /// Line of /proc/PID/smaps_rollup in bytes: `Rss`, `Pss`, `Anonymous`.
     pub fn smaps_rollup_bytes(&self, field: &str) -> Result<u64> {
         let path = format!("/proc/{}/smaps_rollup", self.pid);
         let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
@@ -137,7 +135,7 @@ impl VmmProcess {
 
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
-/// Whether all threads of a process are in the state T (proc(5)).
+/// Returns true if all threads of a process are in the state T (proc(5)).
 fn threads_have_stopped(pid: u32) -> Result<bool> {
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
         let stat = fs::read_to_string(thread?.path().join("stat"))?;
@@ -148,15 +146,15 @@ fn threads_have_stopped(pid: u32) -> Result<bool> {
     Ok(true)
 }
 
-/// The state in a line of /proc/PID/stat. The name before it, in parentheses, may have any
-/// character in it.
+/// State in a line of /proc/PID/stat. The name before it, in parentheses, may contain any
+/// character.
 fn state_of(stat: &str) -> Option<char> {
     stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next())
 }
 
 impl Drop for VmmProcess {
     fn drop(&mut self) {
-        // It may have ended already; then there is nothing to kill.
+        // An error is ignored, because the process may have ended already.
         let _ = self.kill();
     }
 }

@@ -1,4 +1,4 @@
-//! Runs scripts in the guest, over the VMM's vsock socket.
+//! Scripts in the guest, run over the VMM's vsock socket.
 
 use std::io::{BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,12 +10,12 @@ use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
 use guest_tools::wait::stretched;
 use guest_tools::{StoredWrong, vsock};
 
-/// How a guest's vsock is reached.
+/// Access to a guest's vsock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Endpoint {
-    /// Foreshore, Cloud Hypervisor, Firecracker: a unix socket of the VMM's.
+    /// Unix socket of the VMM, as with Foreshore, Cloud Hypervisor and Firecracker.
     Socket(PathBuf),
-    /// QEMU: the host's kernel.
+    /// The host's kernel, as with QEMU.
     Vhost { cid: u32 },
 }
 
@@ -23,13 +23,13 @@ pub enum Endpoint {
 pub struct Output {
     pub stdout: String,
     pub stderr: String,
-    /// Its exit code, or 128 and the number of the signal that killed it.
+    /// Exit code, or 128 and the number of the signal that killed it.
     pub code: i32,
 }
 
 impl Output {
-    /// What the command wrote, if it ended with zero. Where it has found that something is stored
-    /// wrong, so does the test.
+    /// Output of a command that ended with zero. If the command has found wrong stored data, the
+    /// error has the context [`StoredWrong`].
     pub fn success(self, command: &str) -> Result<String> {
         let Self { stdout, stderr, code } = self;
         let error = match code {
@@ -45,14 +45,15 @@ impl Output {
 #[derive(Debug)]
 pub struct Script {
     stream: BufReader<UnixStream>,
-    /// Output that is not a whole line yet.
+    /// Output that is not a complete line yet.
     pending: Vec<u8>,
     stderr: Vec<u8>,
     code: Option<i32>,
 }
 
 impl Script {
-    /// Connects and starts it. `silence_limit` is how long it may say nothing.
+    /// Connects and starts the script. It fails if it prints nothing for longer than
+    /// `silence_limit`.
     pub fn start(guest: &Endpoint, silence_limit: Duration, script: &str) -> Result<Self> {
         let mut stream = match guest {
             Endpoint::Socket(path) => connect_socket(path, GUEST_SHELL_PORT, silence_limit)?,
@@ -67,8 +68,8 @@ impl Script {
         })
     }
 
-    /// The next line of its standard output, without the newline; none when it has ended or the
-    /// connection has: [`Script::finish`] tells which.
+    /// Next line of the standard output, without the newline. None at the end of the script or the
+    /// connection, which [`Script::finish`] distinguishes.
     pub fn next_line(&mut self) -> Option<String> {
         loop {
             if let Some(len) = self.pending.iter().position(|byte| *byte == b'\n') {
@@ -81,7 +82,7 @@ impl Script {
         }
     }
 
-    /// Waits for a line. The script must not end before it.
+    /// Waits for a line. The script must not end earlier.
     pub fn wait_for_line(&mut self, wanted: &str) -> Result<()> {
         let mut lines = std::iter::from_fn(|| self.next_line());
         let found = lines.any(|line| line == wanted);
@@ -120,7 +121,7 @@ fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<Un
     stream.set_read_timeout(Some(stretched(silence_limit)))?;
     stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
     let mut answer = Vec::new();
-    // Byte by byte: what follows the newline is the guest's.
+    // Reads byte by byte, because the data after the newline is the guest's.
     while answer.last() != Some(&b'\n') {
         let mut byte = [0u8];
         stream

@@ -1,5 +1,5 @@
-//! Kernels without their compression: on an emulated host, unpacking a bzImage takes a sixth of
-//! each boot of a guest.
+//! Uncompressed kernels: on an emulated host, unpacking a bzImage takes a sixth of each boot of a
+//! guest.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -13,7 +13,7 @@ use super::Kernel;
 /// Folder of the kernels that tests have unpacked on this host. Without it they boot from bzImages.
 pub(crate) const VARIABLE: &str = "FORESHORE_TEST_UNPACKED_KERNELS";
 
-/// Held while a kernel is looked for and unpacked.
+/// Held while a kernel is looked up and unpacked.
 static UNPACKING: Mutex<()> = Mutex::new(());
 
 pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
@@ -24,14 +24,14 @@ pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
     unpacked_in(&folder, &bzimage).with_context(|| format!("Cannot unpack {}", bzimage.display()))
 }
 
-/// Unpacked kernel in `folder`. Its name has the length and the modification time of the bzImage,
-/// so that a new bzImage of the same name is unpacked again.
+/// Unpacked kernel in `folder`. Its name contains the length and the modification time of the
+/// bzImage, so that a new bzImage of the same name is unpacked again.
 fn unpacked_in(folder: &Path, bzimage: &Path) -> Result<PathBuf> {
     let metadata = fs::metadata(bzimage)?;
     let name = bzimage.file_name().context("It has no name")?.to_string_lossy();
     let (bytes, seconds, nanoseconds) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
     let path = folder.join(format!("{name}-{bytes}-{seconds}-{nanoseconds}.elf"));
-    // A test may start guests on several threads, which would write one file.
+    // A test may start guests on several threads, which would write the same file.
     let _unpacking = UNPACKING.lock().unwrap_or_else(PoisonError::into_inner);
     if !path.exists() {
         unpack_to(&path, bzimage)?;
@@ -39,7 +39,7 @@ fn unpacked_in(folder: &Path, bzimage: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Another process may do the same: the file has its name when it is whole.
+/// Writes to a temporary name first, because another process may do the same.
 fn unpack_to(path: &Path, bzimage: &Path) -> Result<()> {
     let elf = unpack(&fs::read(bzimage)?)?;
     fs::create_dir_all(path.parent().context("No folder")?)?;
@@ -48,8 +48,8 @@ fn unpack_to(path: &Path, bzimage: &Path) -> Result<()> {
     Ok(fs::rename(&part, path)?)
 }
 
-/// Unpacks the payload of a bzImage (Documentation/arch/x86/boot.rst), whose last four bytes are
-/// the size of what comes out.
+/// Unpacks the payload of a bzImage (Documentation/arch/x86/boot.rst). Its last four bytes are the
+/// unpacked size.
 fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
     const SETUP_SECTORS: usize = 0x1f1;
     const MAGIC: usize = 0x202;
@@ -74,8 +74,8 @@ fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
     Ok(elf)
 }
 
-/// Unpacks the blocks of lz4's legacy frame: each is preceded by its length, and gives 8 MiB except
-/// the last.
+/// Unpacks the blocks of lz4's legacy frame. Each is preceded by its length, and has 8 MiB unpacked
+/// except the last.
 fn unpack_lz4(mut blocks: &[u8], elf_bytes: usize) -> Result<Vec<u8>> {
     const BLOCK_BYTES: usize = 8 << 20;
     let mut elf = Vec::with_capacity(elf_bytes);
@@ -157,7 +157,7 @@ mod tests {
         let path = folder.join("vmlinuz");
         let time = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         let elf = |byte: u8| [b"\x7fELF", &[byte; 1000][..]].concat();
-        // The second image differs by its time, the third by its length.
+        // The second image differs in its time, the third in its length.
         for (byte, code, seconds) in [(1, "", 1), (2, "", 2), (3, "more", 2)] {
             let payload = zstd::bulk::compress(&elf(byte), 1).unwrap();
             fs::write(&path, [bzimage(&payload, 1004), code.into()].concat()).unwrap();

@@ -1,7 +1,7 @@
-//! Guests with less DRAM than their workload needs: what they have instead ([`setup`]), and what
-//! became of them ([`run`]).
+//! Guests with less DRAM than their workload needs: configurations ([`setup`]) and measurements
+//! ([`run`]).
 //!
-//! `ci/soak` has the whole matrix of them, `ci/test` a short form.
+//! `ci/soak` runs the whole matrix, `ci/test` a short form.
 
 pub mod run;
 mod setup;

@@ -1,4 +1,4 @@
-//! One guest, one workload: what it took, and what memory there was meanwhile.
+//! Run of one workload in one guest, with measurements of its memory.
 
 use std::fmt::Write as _;
 use std::sync::Mutex;
@@ -12,30 +12,30 @@ use super::setup::{Config, GuestSize, MIB, Workload, boot};
 use crate::Guest;
 use crate::guest::Script;
 
-/// A workload that says nothing for so long is cut off: it would take hours.
+/// Time limit between lines of a workload. A workload that exceeds it would take hours.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);
-/// A guest that swaps has little time for the one who watches it.
+/// Time limit of the watch, which gets little time in a guest that swaps.
 const WATCH_LIMIT: Duration = Duration::from_secs(600);
 const WATCH_INTERVAL_MS: u64 = 250;
-/// The first looks after the end may show what was before it.
+/// Number of samples after the end that may show an earlier state.
 const STALE_LOOKS: usize = 2;
-/// What memory is to be back in, after the workload has ended.
+/// Time in which memory must return after the end of the workload.
 pub const BACK_LIMIT: Duration = Duration::from_secs(60);
-/// Memory held beside what is needed, in percent.
+/// Allowed excess of the held memory over the needed memory, in percent.
 pub const MOST_OVER_NEED: u64 = 10;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Point {
-    /// Since the workload was started; before it is below zero.
+    /// Time since the start of the workload. Negative before it.
     pub at_s: f64,
-    /// What the VM has: DRAM from boot and what is plugged.
+    /// Memory of the VM: boot memory and plugged memory.
     pub held_bytes: u64,
-    /// As the guest sees it.
+    /// Memory as the guest sees it.
     pub guest: MemorySample,
 }
 
 impl Point {
-    /// What would be enough: what is in use, or what the guest was booted with, which cannot go.
+    /// Needed memory: the used memory, but at least the boot memory, which cannot be removed.
     fn need_bytes(&self, boot_bytes: u64) -> u64 {
         self.in_use_bytes().max(boot_bytes)
     }
@@ -45,17 +45,17 @@ impl Point {
     }
 }
 
-/// The most that may be held where so much is needed.
+/// Largest allowed memory for a need.
 fn most_for(need_bytes: u64) -> u64 {
     need_bytes * (100 + MOST_OVER_NEED) / 100
 }
 
-/// How long a guest with a policy is watched after its workload has ended.
+/// Condition that ends the watch of a guest with a policy after its workload has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Watched {
-    /// Until all is back, or [`BACK_LIMIT`].
+    /// All memory has returned, or [`BACK_LIMIT`] is over.
     UntilAllIsBack,
-    /// Until no more is held than may be, or [`BACK_LIMIT`].
+    /// No more than the allowed memory is held, or [`BACK_LIMIT`] is over.
     UntilEnoughIsBack,
 }
 
@@ -68,23 +68,23 @@ pub struct Condition {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum About {
-    /// It ran to its end.
+    /// The workload completed.
     End,
-    /// Its result is that of DRAM alone.
+    /// The result equals that with DRAM alone.
     Result,
-    /// Nothing was swapped in.
+    /// No page was swapped in.
     SwapIns,
     Kills,
-    /// What was held went back in time.
+    /// Held memory returned in time.
     Back,
 }
 
 #[derive(Debug, Clone, Default)]
 pub struct Outcome {
     pub phases: Vec<(String, f64)>,
-    /// What it printed as its result; none if it was killed or cut off.
+    /// Printed result. None if the workload was killed or cut off.
     pub sum: Option<String>,
-    /// Why there is none.
+    /// Reason for a missing result.
     pub broken: Option<String>,
     pub run_s: f64,
     pub swapped_in_bytes: u64,
@@ -93,21 +93,21 @@ pub struct Outcome {
     pub oom_kills: u64,
     pub stall_some_s: f64,
     pub stall_full_s: f64,
-    /// The most that the guest needed at once: its memory less the least that was available.
+    /// Largest need of the guest: its memory minus the least available memory.
     pub peak_need_bytes: u64,
-    /// The most that the VM had at once.
+    /// Largest memory of the VM.
     pub peak_held_bytes: u64,
-    /// Held at last, and what would have been enough then.
+    /// Held and needed memory at the end.
     pub last_held_bytes: u64,
     pub last_need_bytes: u64,
-    /// From the end of the workload until no more was held than that and a tenth; none if it never
-    /// came.
+    /// Time from the end of the workload until at most the allowed memory was held. None if that
+    /// did not happen.
     pub back_s: Option<f64>,
-    /// From a report to its plan, in 99 of 100: no more than that; none without a policy that is
-    /// told anything.
+    /// Upper bound of the time from a report to its plan in 99 of 100 cases. None if the policy
+    /// uses no reports.
     pub report_to_plan_s: Option<f64>,
     pub points: Vec<Point>,
-    /// What the policy was told and decided, as foreshore-sim reads it; none without one.
+    /// Reports and decisions in the format of foreshore-sim. None without a policy.
     pub trace: Option<Vec<u8>>,
 }
 
@@ -132,7 +132,7 @@ pub fn run(
         watch.end();
         let ended = watching.join().expect("the watch does not panic");
         let outcome = outcome?;
-        // A guest that was cut off may not even answer that one.
+        // A guest that was cut off may not even end the watch.
         if outcome.broken.is_none() {
             ended?;
         }
@@ -142,7 +142,7 @@ pub fn run(
         stand.guest.no_kernel_complaints()?;
         if config.is_policy() {
             let metrics = stand.guest.metrics()?;
-            // fixed acts without a report.
+            // `fixed` acts without reports.
             outcome.report_to_plan_s =
                 metrics.quantile("foreshore_pressure_report_to_plan_seconds", 0.99).ok();
         }
@@ -174,7 +174,7 @@ fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
         }
     }
     outcome.run_s = outcome.phases.iter().map(|(_, seconds)| seconds).sum();
-    // No line came: it has ended, or has said nothing for too long.
+    // Without a further line, the workload has ended or has been silent for too long.
     outcome.broken = if last_line.elapsed() >= SILENCE_LIMIT {
         Some(format!("cut off after {:.0} s", started.elapsed().as_secs_f64()))
     } else {
@@ -215,7 +215,8 @@ impl Outcome {
         };
     }
 
-    /// What a run under `psi` must have beside one with DRAM alone. A time is none of it.
+    /// Conditions for a run under `psi`, compared with a run with DRAM alone. Times are not among
+    /// them.
     pub fn conditions(&self, alone: &Outcome) -> Vec<Condition> {
         let condition = |about: About, met: bool, what: String| Condition { met, about, what };
         let swapped = self.swapped_in_bytes / 4096;
@@ -245,7 +246,7 @@ impl Outcome {
         ]
     }
 
-    /// Whether it has a result, and that is another one.
+    /// Returns true if it has a result that differs.
     pub fn contradicts(&self, alone: &Outcome) -> bool {
         self.sum.is_some() && self.sum != alone.sum
     }
@@ -286,7 +287,7 @@ struct Watch {
 }
 
 impl Watch {
-    /// Once it has seen the guest for the first time.
+    /// Starts the watch and waits for its first sample.
     fn new(guest: &Guest) -> Result<Self> {
         let script = guest
             .start_script(WATCH_LIMIT, &format!("exec guest-tool watch {WATCH_INTERVAL_MS}"))?;
@@ -300,7 +301,7 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Takes in the next line; false if there is none.
+    /// Reads the next line. Returns false if there is none.
     fn look(&self, guest: &Guest) -> Result<bool> {
         let Some(line) = self.script.lock().expect("no holder panics").next_line() else {
             return Ok(false);
@@ -321,7 +322,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Until that is back which is waited for. Whether it came to that the points tell.
+    /// Waits until memory has returned. The points show if that happened in time.
     fn until_back(&self, boot_bytes: u64, watched: Watched) -> Result<()> {
         let fresh = self.points().len() + STALE_LOOKS;
         let _in_vain = guest_tools::wait::wait_until("memory is back", BACK_LIMIT, || {

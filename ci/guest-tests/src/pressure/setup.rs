@@ -1,4 +1,5 @@
-//! What is compared: workloads, and what a guest that is too small for them has beside its DRAM.
+//! Configurations of a comparison: workloads, and the memory that a guest gets in addition to too
+//! little DRAM.
 
 use std::fmt;
 use std::fs::File;
@@ -12,27 +13,27 @@ use crate::runner::this_tests_dir;
 use crate::{Guest, Image, Pool};
 
 pub const MIB: u64 = 1 << 20;
-/// For the guest's drivers to have found a disk.
+/// Time for the guest's drivers to find a disk.
 const DEVICE_LIMIT: Duration = Duration::from_secs(60);
-/// More than any guest here lacks.
+/// More memory than any guest lacks.
 const MORE_MIB: u64 = 768;
-/// In case a policy comes too late: it is held against using it.
+/// Swap in case a policy is too late. A condition forbids its use.
 const FALLBACK_ZRAM_MIB: u64 = 256;
-/// Whole blocks of memory.
+/// Granularity of PM: memory blocks.
 const BLOCK_MIB: u64 = 128;
-/// Linux leaves huge pages off in a guest that is booted with less than 512 MiB (mm/huge_memory.c,
-/// hugepage_init): with DRAM alone it would have them, with a part of that not, and that difference
-/// would be all one sees.
+/// Linux disables huge pages in a guest that boots with less than 512 MiB (mm/huge_memory.c,
+/// hugepage_init). The guest with all DRAM would have them and the smaller one not, and this
+/// difference would dominate the result.
 const CMDLINE: &str = "transparent_hugepage=always";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Workload {
     pub name: &'static str,
-    /// Its working set, about.
+    /// Approximate working set.
     pub mib: u64,
 }
 
-/// Those of the issue, and the one that what guests pay today was measured with.
+/// Standard workloads, and `touch`, with which the cost for guests was measured.
 pub const WORKLOADS: [Workload; 5] = [
     Workload { name: "touch", mib: 520 },
     Workload { name: "bfs", mib: 256 },
@@ -55,19 +56,19 @@ impl FromStr for Workload {
     }
 }
 
-/// Where memory comes from when DRAM has no more.
+/// Source of memory when DRAM is full.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Config {
     AllDram,
     SwapVirtioBlk,
-    /// On a raw volume, by virtio-pmem.
+    /// Swap on a raw volume by virtio-pmem.
     SwapPmem,
     Zram,
     Policy(&'static str),
 }
 
 impl Config {
-    /// All there are, policies as the program names them, the default first.
+    /// All configurations, with policies in the program's order, the default first.
     pub fn all() -> Vec<Self> {
         let policies = Policy::NAMES.into_iter().filter(|name| *name != "off").map(Self::Policy);
         [Self::AllDram]
@@ -77,7 +78,7 @@ impl Config {
             .collect()
     }
 
-    /// Whether it is a policy that gives it memory.
+    /// Returns true if a policy provides the memory.
     pub fn is_policy(&self) -> bool {
         matches!(self, Self::Policy(_))
     }
@@ -116,8 +117,8 @@ pub(super) struct Stand {
 }
 
 impl Stand {
-    /// What is on tmpfs would be the next guest's memory. What is left of a guest with a policy is
-    /// the trace of its decisions.
+    /// Removes the files on tmpfs, whose memory the next guest needs. Returns the trace of a guest
+    /// with a policy.
     pub(super) fn tear_down(self) -> Result<Option<Vec<u8>>> {
         drop(self.guest);
         let trace = match std::fs::read(trace_file()) {
@@ -182,7 +183,7 @@ pub(super) fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand
         }
         Config::Policy(policy) => {
             let pool = pool.insert(Pool::create(&format!("{}M", MORE_MIB + 64))?);
-            // fixed has no default; as much as any of them may give.
+            // `fixed` has no default size. It gets as much as any policy can provide.
             let size =
                 if *policy == "fixed" { format!(",size={MORE_MIB}M") } else { String::new() };
             let policy = format!("{policy}{size},record={}", trace_file().display());

@@ -1,10 +1,10 @@
-//! Torn sectors, for real: guests write sectors that say what they are, everything is killed at a
-//! random moment, and what is left is held against what the guests were told.
+//! Tests for torn sectors: guests write self-describing sectors, the VMM or the host is killed at a
+//! random moment, and the remaining data is compared with the acknowledgments.
 //!
 //! - [`oracle`]: checks of the sectors against the reports, both in the form of
 //!   [`guest_tools::torn`].
-//! - [`victim`]: a volume, and guests that write to it until they are killed. [`rounds`]: many of
-//!   them.
+//! - [`victim`]: a volume, and guests that write to it until they are killed.
+//! - [`rounds`]: many kills.
 
 mod oracle;
 mod rounds;

@@ -1,5 +1,5 @@
-//! What must be found after a crash: every sector whole, and at least as new as the last flush that
-//! was acknowledged.
+//! Conditions after a crash: every sector is whole, and at least as new as its last acknowledged
+//! flush.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tools::torn::report::{Area, Stretch};
 use guest_tools::torn::stamp::{self, Content, Lines, SECTOR_BYTES};
 
-/// What the writers were told.
+/// Acknowledged versions of all sectors.
 #[derive(Debug, Clone)]
 pub(super) struct Oracle {
     area: Area,
@@ -36,14 +36,14 @@ impl fmt::Display for Fault {
     }
 }
 
-/// What was found after a crash.
+/// Sectors found after a crash, compared with the acknowledgments.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Judgement {
-    /// Of the sectors that are whole, by their index.
+    /// Versions by sector index. `None` for sectors that are not whole.
     pub versions: Vec<Option<u64>>,
     pub faults: Vec<Fault>,
-    /// Sectors that are newer than what was acknowledged: the crash came between their write and
-    /// its answer.
+    /// Number of sectors that are newer than the acknowledged version, because the crash occurred
+    /// between their write and its acknowledgment.
     pub newer: usize,
 }
 
@@ -70,7 +70,7 @@ impl Judgement {
     }
 }
 
-/// The rest says nothing more.
+/// Limit of printed faults.
 const SHOWN_FAULTS: usize = 10;
 
 impl Oracle {
@@ -78,7 +78,7 @@ impl Oracle {
         Self { area, acknowledged: vec![0; area.sectors() as usize] }
     }
 
-    /// A flush was completed, of which the guest has heard.
+    /// Records a flush that was acknowledged to the guest.
     pub(super) fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
         for sector in stretch.first..stretch.first.saturating_add(stretch.count) {
             let index = self
@@ -131,7 +131,7 @@ mod tests {
         bytes
     }
 
-    /// Sectors of which each has its number less 250 as version, but one.
+    /// Judges sectors whose version is their number minus 250, except `exception`.
     fn judged(exception: u64, content: &[u8]) -> Judgement {
         let mut oracle = Oracle::new(AREA);
         for first in 256..264 {

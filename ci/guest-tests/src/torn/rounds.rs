@@ -1,4 +1,4 @@
-//! Many lives, one after another and several at once.
+//! Many kills, sequential and concurrent.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -14,12 +14,12 @@ use super::victim::Victim;
 pub struct Tally {
     pub rounds: u32,
     pub looks: u32,
-    /// Guests that the emulation has broken; not among the rounds.
+    /// Guests that the emulation has broken. They do not count as rounds.
     pub broken: u32,
     pub flushes: usize,
-    /// Sectors that a kill or a look has caught after their write and before its answer.
+    /// Sectors that a kill or a stop has caught after their write and before its acknowledgment.
     pub newer: usize,
-    /// Writes that a kill or a look has caught between the log and the map.
+    /// Writes that a kill or a stop has caught between the log and the map.
     pub redo: u64,
     pub torn: usize,
     pub lost: usize,
@@ -53,8 +53,8 @@ impl fmt::Display for Tally {
     }
 }
 
-/// FORESHORE_TEST_SEED, or one that nobody has had. It is printed, so that the schedule can be had
-/// again.
+/// Seed from FORESHORE_TEST_SEED, or a new one. It is printed, so that the schedule can be
+/// repeated.
 pub fn seed() -> Result<u64> {
     let seed = match std::env::var("FORESHORE_TEST_SEED") {
         Ok(text) => {
@@ -68,15 +68,15 @@ pub fn seed() -> Result<u64> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Until {
-    /// Until all rounds are done. Anything wrong is an error.
+    /// All rounds are done. Any fault is an error.
     Done,
-    /// Until a sector is torn. Anything else that is wrong is an error.
+    /// A sector is torn. Any other fault is an error.
     Torn,
 }
 
-/// Kills guests of all victims at once, `rounds` in all at most. After each, every sector must be
-/// whole and as new as it was said to be, `pmvol check` has nothing to say, and the next guest
-/// finds what we have found. Ends at the first fault.
+/// Kills guests of all victims concurrently, at most `rounds` in total. After each kill, every
+/// sector must be whole and as new as acknowledged, `pmvol check` must find nothing, and the next
+/// guest must read the same content as we do. Ends at the first fault.
 pub fn run_rounds(victims: Vec<Victim>, rounds: u32, until: Until) -> Result<Tally> {
     let schedule =
         Schedule { rounds, until, begun: AtomicU32::new(0), stop: AtomicBool::new(false) };
@@ -115,7 +115,7 @@ impl Schedule {
                 tally.as_ref().map_or(true, |tally| self.until == Until::Torn && tally.torn > 0);
             self.stop.fetch_or(end, Ordering::Relaxed);
             let tally = tally?;
-            // One that says nothing is had again.
+            // Rounds without a verdict are repeated.
             self.begun.fetch_sub(tally.broken, Ordering::Relaxed);
             sum.add(tally);
         }

@@ -1,4 +1,4 @@
-//! A volume, and guests that write to it until they are killed.
+//! Volume, and guests that write to it until they are killed.
 
 use std::fmt;
 use std::path::Path;
@@ -23,38 +23,39 @@ use crate::pool::pmvol;
 use crate::runner::emulation_broke;
 use crate::{Guest, GuestBuilder, Kernel, Pool};
 
-/// For what a guest does with its volume, emulated, beside others.
+/// Time limit of a guest's work on its volume, under emulation and beside other guests.
 const IO_LIMIT: Duration = Duration::from_secs(180);
 
-/// What the guest writes to. Behind the first MiB, where a kernel looks for partitions.
+/// Sectors that the guest writes, after the first MiB, in which a kernel looks for partitions.
 const AREA: Area = Area { first: 256, per_thread: 256, threads: 4 };
 
-/// The volume's size, and that of a pool that it fits in.
+/// Sizes of the volume and of its pool.
 const VOLUME_SIZE: &str = "20M";
 const POOL_SIZE: &str = "32M";
 
-/// Drivers that have nothing to do here, and would only make each start longer.
+/// Drivers that are not needed and would only delay each start.
 const SKIPPED_MODULES: &str =
     "virtio_console,virtio_mem,virtio_balloon,virtio_rng,dax_pmem,lzo-rle,zram,button,evdev";
 
-/// What a start takes on a machine that has nothing else to do, until one was seen.
+/// Estimated time of a start on an idle machine, until one has been measured.
 const FIRST_START: Duration = Duration::from_secs(3);
 
-/// Between two looks at a guest that writes.
+/// Longest time between two stops of a writing guest.
 const MOST_MICROS_TO_A_LOOK: u64 = 20_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interface {
     Nvdimm,
     VirtioPmem,
-    /// virtio-blk: the BTT is the VMM's own, and what a kill interrupts is our engine.
+    /// virtio-blk: the BTT is in the VMM, so a kill interrupts our engine.
     VirtioBlk,
 }
 
 impl Interface {
     pub const ALL: [Self; 3] = [Self::Nvdimm, Self::VirtioPmem, Self::VirtioBlk];
 
-    /// The guest's BTT wants one vCPU for virtio-pmem (docs/reference/volumes.md).
+    /// Maximum number of vCPUs. With virtio-pmem, the guest's BTT requires one vCPU
+    /// (docs/reference/volumes.md).
     fn most_cpus(self, format: Format) -> u32 {
         match (self, format) {
             (Self::VirtioPmem, Format::Btt) => 1,
@@ -98,7 +99,7 @@ impl FromStr for Interface {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     Btt,
-    /// They are not: where the same test must fail.
+    /// Without atomic sectors, for counterparts that must fail.
     Raw,
 }
 
@@ -107,17 +108,17 @@ pub struct Setup {
     pub interface: Interface,
     pub kernel: Kernel,
     pub format: Format,
-    /// Sectors that a thread writes at most before it flushes. Where a flush is one of a disk, few
-    /// are enough.
+    /// Largest number of sectors that a thread writes before it flushes. Few are enough if each
+    /// flush is one of a disk.
     pub longest: u64,
-    /// How often a guest that writes is stopped and looked at before it is killed.
+    /// Number of times that a writing guest is stopped and checked before it is killed.
     pub looks: u32,
-    /// Whether the VMM's flushes do nothing and say that they did ([`crate::lie`]).
+    /// Makes the VMM's flushes succeed without effect ([`crate::lie`]).
     pub flushes_lie: bool,
 }
 
 impl Setup {
-    /// A volume with atomic sectors and a guest with the 6.12 kernel.
+    /// Volume with atomic sectors and a guest with the 6.12 kernel.
     pub fn new(interface: Interface) -> Self {
         Self {
             interface,
@@ -139,10 +140,10 @@ impl fmt::Display for Setup {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {
-    /// So long after all its threads have written and flushed.
+    /// Time after all threads have written and flushed.
     Writing(Duration),
-    /// So many thousandths of a start, as long as the last one was, after its VMM was started: the
-    /// kernel boots, or a driver repairs what the last kill has left.
+    /// Thousandths of the previous start's duration after the start of the VMM. The kernel boots,
+    /// or a driver repairs the damage of the last kill.
     Starting(u32),
 }
 
@@ -175,8 +176,8 @@ impl fmt::Display for Moment {
 pub struct Life {
     pub moment: Moment,
     pub seen: Seen,
-    /// The emulation broke the guest's kernel (docs/design/testing.md): one crash more, at no
-    /// moment of ours.
+    /// The emulation broke the guest's kernel (docs/design/testing.md): an additional crash at an
+    /// uncontrolled moment.
     pub broken: bool,
 }
 
@@ -184,9 +185,9 @@ pub struct Life {
 pub struct Seen {
     pub flushes: usize,
     pub looks: u32,
-    /// Sectors that were newer than what had been acknowledged, at all looks together.
+    /// Sum over all stops of sectors that were newer than acknowledged.
     pub newer: usize,
-    /// Writes that were between the log and the map, at all looks together.
+    /// Sum over all stops of writes between the log and the map.
     pub redo: u64,
 }
 
@@ -196,9 +197,9 @@ pub struct Victim {
     pool: Pool,
     oracle: Oracle,
     random: Bytes,
-    /// What was found after the last life. The next guest must find the same.
+    /// Result after the last kill. The next guest must read the same.
     last: Option<Judgement>,
-    /// What the last guest took until all of its threads had flushed.
+    /// Time of the last start until all threads had flushed.
     start_took: Duration,
 }
 
@@ -219,14 +220,14 @@ impl Victim {
         Ok(Self::resume(pool, setup, seed))
     }
 
-    /// A volume that is there already. What its guests were told, the caller knows
+    /// Uses an existing volume. The caller knows the acknowledgments to its guests
     /// ([`Victim::acknowledge`]).
     pub fn resume(pool: Pool, setup: Setup, seed: u64) -> Self {
         let (oracle, random) = (Oracle::new(AREA), Bytes::new(seed));
         Self { setup, pool, oracle, random, last: None, start_took: FIRST_START }
     }
 
-    /// A flush was completed, of which an earlier guest has heard.
+    /// Records a flush that was acknowledged to an earlier guest.
     pub fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
         self.oracle.acknowledge(stretch)
     }
@@ -241,12 +242,12 @@ impl Victim {
         self.live_until(moment)
     }
 
-    /// The same, at a moment of the caller's choice.
+    /// Boots a guest that writes, and kills its VMM at the given moment.
     pub fn live_until(&mut self, moment: Moment) -> Result<Life> {
         let seed = self.random.next_u64();
         let guest = self.builder().start()?;
         let (seen, broken) = match moment {
-            // Not a wait for anything: this moment is as good as any other.
+            // Sleeps because any moment is suitable. There is no condition to wait for.
             Moment::Starting(thousandths) => {
                 thread::sleep(self.start_took * thousandths / 1000);
                 guest.still_running()?;
@@ -269,10 +270,10 @@ impl Victim {
 
     fn builder(&mut self) -> GuestBuilder {
         let Setup { interface, kernel, format, flushes_lie, .. } = self.setup;
-        // A driver has a lane for each CPU, and goes on from what one with more of them or fewer
-        // has left.
+        // A driver has a lane for each CPU, and continues from the state that one with more or
+        // fewer CPUs has left.
         let cpus = 1 + self.random.next_u64() % u64::from(interface.most_cpus(format));
-        // Whoever wants a raw volume has to say so.
+        // Raw volumes must be requested explicitly.
         let raw = if format == Format::Raw { ",format=raw" } else { "" };
         let volume = format!("pool={},name=data,interface={interface}{raw}", self.pool.name());
         let builder = Guest::builder()
@@ -285,8 +286,8 @@ impl Victim {
         if flushes_lie { builder.with_flushes_that_lie() } else { builder }
     }
 
-    /// Kills the VMM and sees what its guest's kernel has said. True: what the emulation makes it
-    /// say.
+    /// Kills the VMM and checks the messages of the guest's kernel. Returns true if the emulation
+    /// caused them.
     fn end(&self, guest: Guest) -> Result<bool> {
         let console = guest.console_log()?;
         guest.kill9()?;
@@ -304,8 +305,8 @@ impl Victim {
         thread::scope(|scope| {
             let reader = scope.spawn(move || read_lines(writer, &said));
             let watched = self.watch(guest, &heard, started, delay, &mut seen);
-            // What has ended by itself is no success of the kill; whoever reads its lines can only
-            // see that they end.
+            // A guest that has ended by itself must not count as killed. The reader of its lines
+            // cannot distinguish the two.
             let lives = guest.still_running();
             if lives.is_ok() {
                 guest.kill_now()?;
@@ -323,7 +324,7 @@ impl Victim {
         guest.wait_for_shell(IO_LIMIT)?;
         let device = self.setup.interface.device(self.setup.format);
         let Area { first, per_thread, threads } = AREA;
-        // The driver may come a moment later than the shell.
+        // The driver may be ready slightly later than the shell.
         guest.start_script(
             IO_LIMIT,
             &format!(
@@ -334,8 +335,8 @@ impl Victim {
         )
     }
 
-    /// Boots a guest that writes until something else ends it, and says why it has ended. Hears
-    /// each line, and whether all threads have flushed by then.
+    /// Boots a guest that writes until something else ends it, and returns the cause of its end.
+    /// Calls `hear` with each line, and with true once all threads have flushed.
     pub fn write_until_it_ends(&mut self, hear: impl FnMut(&Line, bool)) -> Error {
         self.write_on(hear).err().unwrap_or_else(|| anyhow!("The writer has ended"))
     }
@@ -357,8 +358,8 @@ impl Victim {
         bail!("The writer ended with {}:\n{}", output.code, output.stderr)
     }
 
-    /// Until the guest is to be killed: soon after the last look, or at once where a look finds
-    /// something wrong, so that it is there to be seen.
+    /// Waits for the moment of the kill: soon after the last stop, or at once if a stop finds a
+    /// fault, so that the fault is preserved.
     fn watch(
         &mut self,
         guest: &Guest,
@@ -371,7 +372,7 @@ impl Victim {
         while !silent.none() {
             let line = match heard.recv_timeout(IO_LIMIT) {
                 Ok(line) => line,
-                // The writer has ended first, and its reader says why.
+                // The writer has ended first, and its reader reports the cause.
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Err(RecvTimeoutError::Timeout) => {
                     bail!("Within {IO_LIMIT:?} a thread has flushed nothing")
@@ -394,7 +395,8 @@ impl Victim {
         Ok(())
     }
 
-    /// What a kill would leave now, of a VMM that is stopped. False if something is wrong.
+    /// Checks the content of a stopped VMM, which equals that after a kill. Returns false if it
+    /// finds a fault.
     fn look(&self, seen: &mut Seen) -> Result<bool> {
         let pool = pmem_volume::Pool::open(self.pool.path(), OpenMode::Peek)?;
         let volume = pool.open_volume("data")?;
@@ -413,7 +415,7 @@ impl Victim {
         Ok(judgement.faults.is_empty())
     }
 
-    /// Takes in all that the writer has said by now.
+    /// Processes all lines that the writer has printed so far.
     fn hear(&mut self, heard: &Receiver<Line>, seen: &mut Seen) -> Result<()> {
         heard.try_iter().try_for_each(|line| self.take(&line, seen))
     }
@@ -428,8 +430,8 @@ impl Victim {
         }
     }
 
-    /// The guest's driver and our own reader must have read the same from what the last kill has
-    /// left.
+    /// Checks that the guest's driver and our reader have read the same content after the last
+    /// kill.
     fn compare_found(&self, thread: usize, versions: &[u64]) -> Result<()> {
         let Some(last) = &self.last else { return Ok(()) };
         let per_thread = AREA.per_thread as usize;
@@ -449,7 +451,7 @@ impl Victim {
         compare().context(StoredWrong)
     }
 
-    /// Looks at what the last life has left. The volume is not changed.
+    /// Judges the content after the last kill, without changing the volume.
     pub fn judge(&mut self) -> Result<Judgement> {
         let judgement = self.judge_at(self.pool.path())?;
         self.last = Some(judgement.clone());
@@ -479,14 +481,14 @@ impl Victim {
         })
     }
 
-    /// Fails if `pmvol check` finds something. Returns how many writes the crash has caught between
-    /// the log and the map, which the next driver finishes.
+    /// Fails if `pmvol check` finds a fault. Returns the number of writes that the crash has caught
+    /// between the log and the map, which the next driver completes.
     pub fn check(&self) -> Result<u64> {
         check(&self.pool)
     }
 }
 
-/// `pmvol check`, and what the logs of the BTTs in it have still to write.
+/// Runs `pmvol check`, and returns the number of writes that the BTTs' logs have to complete.
 pub fn check(pool: &Pool) -> Result<u64> {
     let report: Value = serde_json::from_str(&pmvol(&["check", &pool.name(), "--json"])?)?;
     let volumes =
@@ -518,10 +520,10 @@ impl Silent {
 
 fn read_lines(mut writer: Script, said: &Sender<Line>) -> Result<()> {
     while let Some(text) = writer.next_line() {
-        // Who listens has gone when the guest is to be killed.
+        // An error is ignored, because the receiver disappears before the kill.
         let _ = said.send(text.parse()?);
     }
-    // The kill ends it. A writer that ends by itself has a reason, and an exit code.
+    // The connection breaks at the kill. A writer that ends by itself has an exit code.
     match writer.finish() {
         Err(_killed) => Ok(()),
         Ok(output) => bail!("The writer ended with {}:\n{}", output.code, output.stderr),
