@@ -1,7 +1,6 @@
-//! Takes memory from a pool, fills it, and holds it until it is killed: what a VMM that dies leaves
-//! behind.
+//! Borrows memory from a pool, fills it, and holds it until killed, like a VMM that dies.
 //!
-//! `pool-hold POOL BYTES` prints `held` when it has it.
+//! `pool-hold POOL BYTES` prints `held` when it has the memory.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! What the agent takes in a guest at rest, by the guest's own counters and clock.
+//! CPU time of the agent in a guest at rest, by the guest's own counters and clock.
 
 use anyhow::{Context, Result, bail};
 use guest_tests::Guest;
@@ -6,23 +6,23 @@ use guest_tests::Guest;
 use crate::samples::{Row, Samples};
 use crate::vmm::FORESHORE;
 
-/// So long is looked at: thirty reports, and more than once at what has been idle.
+/// Time of a measurement: thirty reports, and more than one check of idle memory.
 const SPAN_S: u64 = 30;
-/// An agent at rest reports once a second. More in that time, and one or two may come early of a
-/// guest that does nothing.
+/// Maximum number of reports in that time. An agent at rest reports once per second. More reports
+/// mean that the guest is not at rest, but one or two may come early.
 const MOST_REPORTS: u64 = SPAN_S + 3;
-/// Until the guest has come to rest after its boot.
+/// Maximum number of measurements until the guest has come to rest after its boot.
 const MOST_SPANS: usize = 10;
 
-/// What has been spent so far, in nanoseconds of a CPU.
+/// CPU time used so far, in nanoseconds.
 struct Spent {
     uptime_s: f64,
     agent_ns: f64,
     monitors_ns: f64,
 }
 
-/// Uptime; the time of all threads of the agent; that of DAMON's, which look for idle memory on its
-/// behalf.
+/// Prints the uptime, the time of all threads of the agent, and the time of DAMON's threads, which
+/// find idle memory for the agent.
 const SPENT: &str = "sum() { awk '{ ns += $1 } END { printf \"%.0f\\n\", ns }'; }; \
     cut -d ' ' -f 1 /proc/uptime; cat /proc/$(pidof foreshore-agent)/task/*/schedstat | sum; \
     for comm in $(grep -ls ^kdamond /proc/[0-9]*/comm); do cat ${comm%comm}schedstat; done | sum";
@@ -40,7 +40,7 @@ impl Spent {
         }
     }
 
-    /// Percent of a CPU since `before`: of the agent, and of the monitors.
+    /// CPU use since `before` in percent: of the agent, and of the monitors.
     fn since(&self, before: &Self) -> (f64, f64) {
         let percent = |ns: f64| ns / 1e9 / (self.uptime_s - before.uptime_s) * 100.0;
         (percent(self.agent_ns - before.agent_ns), percent(self.monitors_ns - before.monitors_ns))

@@ -1,4 +1,4 @@
-//! From exec to the guest's init, and what the VMM takes for itself once the guest is at rest.
+//! Time from exec to the guest's init, and the VMM's own memory when the guest is at rest.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,12 +10,12 @@ use crate::usage::{beside_guest, wait_for_rest};
 use crate::vmm::{BOOT_MIB, Extras, MIB, Vm, Vmm};
 use guest_tests::{BOOT_LIMIT, host_memory};
 
-/// What guest/image/init says before anything else.
+/// First line of guest/image/init.
 const INIT_LINE: &str = "foreshore-guest: init";
-/// How exact a time is.
+/// Precision of the times.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Boots a guest without anything that could be left out.
+/// Boots a minimal guest.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let started = Instant::now();

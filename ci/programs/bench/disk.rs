@@ -1,4 +1,4 @@
-//! Random direct transfers of 4 KiB to an image, one at a time and many.
+//! Random direct transfers of 4 KiB to an image, at queue depths of 1 and 32.
 
 use std::fs;
 
@@ -13,8 +13,8 @@ const TRANSFERS: u32 = 2000;
 const REPEATS: usize = 3;
 const DEEP: u32 = 32;
 
-/// Each row is the median of some runs of one guest, after a run that touches everything for the
-/// first time.
+/// Adds the median of several runs in one guest for each row. The first run does not count, because
+/// it touches all memory for the first time.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let image = this_tests_dir().join("disk-image");
     fs::create_dir_all(this_tests_dir())?;

@@ -1,10 +1,10 @@
-//! What the host alone takes of a time: a thread beside the guest that has nothing to do but what
-//! is asked of it, now and then.
+//! Delays of the host itself, measured by a thread that is idle beside the guest and is woken now
+//! and then.
 //!
-//! The governor's thread is one like that. From when it has a report until the devices are asked it
-//! has to be run, and to read and decide; here another one with its priority is woken by a pipe,
-//! and then reads a report and decides upon it, with no VM behind it. What that takes in the same
-//! moments is none of the VMM's doing: that is how soon, and how fast, this host runs a thread.
+//! The governor's thread is such a thread. Between a report and the request to the devices it has
+//! to be scheduled, to read and to decide. Here another thread of the same priority is woken by a
+//! pipe, reads a report and decides on it, without a VM. Its times at the same moments are not
+//! caused by the VMM: they show how soon and how fast this host runs a thread.
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,20 +21,20 @@ use balloon::proto::{
 };
 use balloon::{HostView, Intake, MIB, Tier, TimeMs, ZoneSizes};
 
-/// More often would be work beside the guest's, less often would leave few of them in a burst.
+/// More wakeups would disturb the guest, fewer would leave few of them in a burst.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// As the governor's thread (vmm/src/governor/task.rs).
+/// Nice value of the governor's thread (vmm/src/governor/task.rs).
 const NICE: libc::c_int = -10;
 const PAGE: u64 = 4096;
-/// How far reports are apart: no report is too early.
+/// Interval of reports, so that no report is too early.
 const REPORT_MS: u64 = 50;
 
-/// One time that it was woken.
+/// Times of one wakeup.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Woken {
-    /// From the write until it ran.
+    /// Time from the write until the thread ran.
     pub wake_s: f64,
-    /// What it then took to read a report and to decide.
+    /// Time to read a report and to decide.
     pub decide_s: f64,
 }
 
@@ -56,7 +56,7 @@ impl IdleThread {
         Ok(Self { started, tell, answered, times: Vec::new() })
     }
 
-    /// Wakes it again and again while `work` is done.
+    /// Wakes the thread repeatedly while `work` runs.
     pub(crate) fn during<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -84,13 +84,13 @@ impl IdleThread {
     }
 }
 
-/// A time, or why there are no more.
+/// Times of a wakeup, or the reason for the end.
 type Answer = Result<Option<Woken>>;
 
-/// Until the other end of the pipe is closed.
+/// Runs until the other end of the pipe is closed.
 fn idle(mut told: PipeReader, started: Instant, answers: &SyncSender<Answer>) -> Answer {
-    // SAFETY: no pointers. On Linux 0 is the calling thread. Without the right to do so it is one
-    // among others, as the governor's is.
+    // SAFETY: no pointers. On Linux, 0 is the calling thread. Without the privilege it keeps the
+    // usual priority, as the governor does.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
     let mut governor = Governor::new()?;
     let mut line = governor.next_line();
@@ -110,7 +110,7 @@ fn idle(mut told: PipeReader, started: Instant, answers: &SyncSender<Answer>) ->
     Ok(None)
 }
 
-/// What of the governor needs no VM.
+/// Parts of the governor that need no VM.
 struct Governor {
     controller: Controller,
     intake: Intake,
@@ -142,7 +142,7 @@ impl Governor {
         Ok(governor)
     }
 
-    /// A guest of 384 MiB that has enough, some time later.
+    /// Next report of a guest of 384 MiB with enough memory.
     fn next_line(&mut self) -> Vec<u8> {
         self.seq += 1;
         let pages = |mib: u64| mib * MIB / PAGE;
@@ -185,7 +185,7 @@ impl Governor {
     }
 }
 
-/// As it is sent, without the newline.
+/// Encoded message without the newline.
 fn line(message: &RawAgentMessage) -> Vec<u8> {
     let mut line = Vec::new();
     encode_line(message, &mut line);

@@ -1,7 +1,6 @@
-//! Measures Foreshore beside other VMMs, in one boot of the host and taking turns: `ci/bench` runs
-//! it.
+//! Compares Foreshore with other VMMs, in turns in one boot of the host. `ci/bench` runs it.
 //!
-//! It says what it found and never judges by exit code: a time is no test.
+//! It prints results. The exit code does not depend on them, because times are not tests.
 
 mod agent;
 mod api;
@@ -31,10 +30,10 @@ const USAGE: &str = "\
 usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream|peers] [--out DIR]
   FORESHORE_TEST_BENCH_VMM=NAME   one more VMM, with Cloud Hypervisor's flags and API";
 
-/// How often a group is measured of one VMM, at most.
+/// Maximum number of attempts to measure a group with one VMM.
 const TRIES: usize = 3;
 
-/// What every VMM has, by one name.
+/// Groups that every VMM supports, selected together as `peers`.
 const PEERS: [&str; 5] = ["boot", "plug", "disk", "net", "api"];
 const FORESHORE_ALONE: [&str; 5] = ["volume", "tree", "pressure", "agent", "stream"];
 
@@ -64,7 +63,7 @@ impl Options {
     }
 }
 
-/// Groups of measurements that share a guest.
+/// Names of all groups. The measurements of a group share a guest.
 fn all_groups() -> impl Iterator<Item = &'static str> {
     PEERS.into_iter().chain(FORESHORE_ALONE)
 }
@@ -94,8 +93,7 @@ fn main() -> ExitCode {
 fn measure(options: &Options) -> Result<()> {
     let vmms = Vmm::all();
     let mut samples = Samples::default();
-    // What is read for the first time comes from a disk: no program shall pay for that in its first
-    // round.
+    // The first read of a file comes from a disk. This warm-up keeps that out of the first round.
     for vmm in &vmms {
         boot::measure(vmm, &mut Samples::default())
             .with_context(|| format!("{} does not boot", vmm.name()))?;
@@ -105,14 +103,14 @@ fn measure(options: &Options) -> Result<()> {
         for group in &options.groups {
             run(group, &in_turn(&vmms, round), &mut samples)?;
         }
-        // After each round: a run that is cut off has its figures.
+        // Written after each round, so that an interrupted run has results.
         report::write(&samples, round + 1, &options.out)?;
     }
     print!("{}", report::markdown(&samples, options.rounds));
     Ok(())
 }
 
-/// Another one goes first in each round.
+/// Order of the VMMs in a round. Each round begins with another one.
 fn in_turn(vmms: &[Vmm], round: usize) -> Vec<&Vmm> {
     vmms.iter().cycle().skip(round % vmms.len()).take(vmms.len()).collect()
 }
@@ -136,8 +134,8 @@ fn run(group: &str, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
     }
 }
 
-/// What one VMM takes for a group, or nothing of it. An emulated host breaks a guest now and then,
-/// of whichever VMM: what was measured of others is not to be lost with it.
+/// Measures a group with one VMM, and adds all of its results or none. An emulated host sometimes
+/// breaks a guest of any VMM, and the results of the others must not be lost.
 fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> Result<()>) {
     for _ in 0..TRIES {
         let mut with_these = samples.clone();
@@ -152,7 +150,7 @@ fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> R
     eprintln!("bench:   {} goes without: it has failed {TRIES} times", vmm.name());
 }
 
-/// A file of this run that must not be there before its VMM makes it.
+/// Removes a file that must not exist before the VMM creates it.
 fn forget(file: &Path) -> Result<()> {
     match std::fs::remove_file(file) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

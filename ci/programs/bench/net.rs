@@ -1,4 +1,4 @@
-//! TCP over taps: between a guest and the host, and between two guests, whose taps are in one
+//! TCP over taps: between a guest and the host, and between two guests with taps in the same
 //! bridge.
 
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
@@ -23,7 +23,7 @@ const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(172, 29, 0, 2), Ipv4Addr::new(17
 const TAPS: [&str; 2] = ["bench0", "bench1"];
 const BRIDGE: &str = "benchbr";
 
-/// Each row is the median of some runs of one guest, or of one pair of guests.
+/// Adds the median of several runs in one guest, or in one pair of guests, for each row.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     load_modules(&["tun", "bridge", "vhost_net"]);
     with_host(vmm, samples, [Row::NetToGuest, Row::NetFromGuest, Row::NetRoundTrip], false)?;
@@ -38,11 +38,11 @@ pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     between_guests(vmm, samples)
 }
 
-/// From the host to a guest and back.
+/// Measures transfers from the host to a guest and back.
 fn with_host(vmm: &Vmm, samples: &mut Samples, rows: [Row; 3], vhost: bool) -> Result<()> {
     host_memory::even_out()?;
     let vm = start(vmm, 0, Some(HOST), vhost)?;
-    // The VMMs set it up, but for QEMU, which leaves that to scripts.
+    // All VMMs configure the tap except QEMU, which leaves that to scripts.
     host::run(&format!("ifconfig {} {HOST} netmask 255.255.255.0 up", TAPS[0]))?;
     bring_up(&vm, ADDRESSES[0])?;
     serve(&vm)?;
@@ -55,7 +55,7 @@ fn with_host(vmm: &Vmm, samples: &mut Samples, rows: [Row; 3], vhost: bool) -> R
     stop([vm])
 }
 
-/// From one guest to another of the same VMM and back, by the sender's clock.
+/// Measures transfers from one guest to another of the same VMM and back, by the sender's clock.
 fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let _bridge = Bridge::create(BRIDGE)?;
@@ -77,7 +77,7 @@ fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     stop([from, to])
 }
 
-/// A guest with a tap, which serves commands.
+/// Starts a guest with a tap and waits until it serves commands.
 fn start(vmm: &Vmm, nth: u8, host: Option<Ipv4Addr>, vhost: bool) -> Result<Vm> {
     let net = Net { tap: TAPS[usize::from(nth)].to_owned(), host, nth, vhost };
     let vm = vmm.start(&Extras { net: Some(net), ..Extras::default() })?;
@@ -104,7 +104,7 @@ fn add(
     samples.add_medians([row], vmm.name(), REPEATS, || Ok([timed()?.as_secs_f64() * scale]))
 }
 
-/// The next VMM makes the taps anew.
+/// Waits until the taps are gone, because the next VMM creates them again.
 fn stop<const COUNT: usize>(vms: [Vm; COUNT]) -> Result<()> {
     drop(vms);
     let is_there = |tap: &&str| Path::new("/sys/class/net").join(tap).exists();

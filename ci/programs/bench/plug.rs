@@ -1,4 +1,4 @@
-//! Memory comes and goes by virtio-mem, in a guest that has nothing else to do.
+//! Plugging and unplugging by virtio-mem, in an idle guest.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -11,20 +11,20 @@ use crate::usage::wait_for_rest;
 use crate::vmm::{Extras, MIB, Vm, Vmm};
 
 const PLUG_MIB: u64 = 1024;
-/// Files, which go into movable memory first: into what was plugged.
+/// Size of files in the guest, which Linux puts into movable memory first, and so into plugged
+/// memory.
 const USED_MIB: u64 = 700;
-/// How exact a time is. Each look costs the VMM a request.
+/// Precision of the times. Each check is a request to the VMM.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Plugs 1 GiB into a fresh guest, and takes it away unused; then once more, after most of it was
-/// used.
+/// Plugs 1 GiB into a fresh guest and unplugs it unused. Repeats this after most of it was used.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let vm = vmm.boot(&Extras { hotplug_mib: PLUG_MIB, ..Extras::default() })?;
     let before = mem_total_mib(&vm)?;
     wait_for_rest(vm.pid())?;
     samples.add(Row::Plug, vmm.name(), resize(&vm, PLUG_MIB * MIB)?.as_secs_f64());
-    // The driver adds and onlines the last block after it was plugged.
+    // The driver adds the last block and brings it online after plugging it.
     wait_until("all of it is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
     wait_for_rest(vm.pid())?;
     samples.add(Row::Unplug, vmm.name(), resize(&vm, 0)?.as_secs_f64());
@@ -38,7 +38,7 @@ pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// From the request until the guest's driver has done it.
+/// Time from the request until the guest's driver has completed it.
 fn resize(vm: &Vm, bytes: u64) -> Result<Duration> {
     let started = Instant::now();
     vm.request_bytes(bytes)?;

@@ -1,4 +1,4 @@
-//! A guest that runs short: how long until the governor has decided, and until the memory is there.
+//! Latency of a decision of the governor, and of the memory, in a guest that runs short.
 
 use std::time::{Duration, Instant};
 
@@ -16,18 +16,18 @@ use crate::vmm::{FORESHORE, MIB};
 const FILL_MIB: u64 = 640;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What the guest of the bursts uses all the time: more than its DRAM has for it, so that the
-/// policy has sized it.
+/// Memory that the guest of the bursts uses permanently. It exceeds the DRAM, so that the policy
+/// determines the size.
 const BASE_MIB: u64 = 300;
-/// More than it has at rest, whatever that is.
+/// Size of a burst, which exceeds the free memory at rest.
 const BURST_MIB: u64 = 192;
 const BURSTS: usize = 16;
-/// A guest whose size nobody changes for so long is at rest: a surplus would have gone back.
+/// Time without a change of size after which a guest is at rest. A surplus would have been
+/// unplugged within it.
 const REST: Duration = Duration::from_secs(4);
-/// A burst for which nothing was added by so long after it has its memory was none that anything
-/// was needed for.
+/// Time after which a burst that has its memory without a grow counts as too small.
 const ENOUGH: Duration = Duration::from_secs(3);
-/// By how many lines the clocks of host and guest are compared.
+/// Number of lines for the comparison of the clocks of host and guest.
 const TICKS: usize = 8;
 
 pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
@@ -40,7 +40,7 @@ fn pool() -> Result<Pool> {
     Pool::create("1G")
 }
 
-/// Fills a guest of 384 MiB that may have 128 MiB of DRAM and 512 MiB of PM more.
+/// Fills a guest of 384 MiB that may get another 128 MiB of DRAM and 512 MiB of PM.
 fn fill(samples: &mut Samples) -> Result<()> {
     let pool = pool()?;
     let guest = Guest::builder()
@@ -58,9 +58,9 @@ fn fill(samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// In one guest, by turns: a burst of allocation that the policy has to grow it for, and as much
-/// plugged by the API with nothing else going on. Both until the first of it is online: from then
-/// on the guest can use it.
+/// Alternates in one guest: a burst of allocation for which the policy has to grow it, and the same
+/// amount plugged by the API in an idle guest. Both are measured until the first memory is online,
+/// from when the guest can use it.
 fn bursts(samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let pool = pool()?;
@@ -68,9 +68,9 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         .cpus(2)
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=768M", pool.name()))
-        // Else it waits longer than REST before it gives back what the last burst has left, and
-        // holds enough for the next: also where it has learned patience, of a grow while
-        // the guest boots and a shrink after that.
+        // Otherwise the policy waits longer than REST before it unplugs the memory of the last
+        // burst, and the guest has enough for the next one. It would also have become more patient,
+        // because of a grow during the boot and the following shrink.
         .pressure("psi,idle=1s,max_idle=1s")
         .boot()?;
     let _base = guest.hog(BASE_MIB, LIMIT)?;
@@ -113,8 +113,8 @@ fn bursts(samples: &mut Samples) -> Result<()> {
     add_idle(samples, &idle.times)
 }
 
-/// What an idle thread took in the same moments: that much of a report's way to a plan is the
-/// host's.
+/// Adds the times of an idle thread at the same moments, which are the host's part of the time from
+/// a report to a plan.
 fn add_idle(samples: &mut Samples, times: &[Woken]) -> Result<()> {
     eprintln!("bench:     an idle thread was woken {} times", times.len());
     let wake: Vec<f64> = times.iter().map(|time| time.wake_s).collect();
@@ -138,7 +138,7 @@ fn plugged_and_requested(guest: &Guest) -> Result<(u64, u64)> {
     Ok((number("plugged_bytes")?, number("requested_bytes")?))
 }
 
-/// Waits until the policy has nothing more to do, and returns what is plugged then.
+/// Waits until the policy has nothing more to do, and returns the plugged size.
 fn wait_for_rest(guest: &Guest) -> Result<u64> {
     let mut since = (Instant::now(), 0);
     wait_for("the guest has its size", LIMIT, || {
@@ -150,7 +150,7 @@ fn wait_for_rest(guest: &Guest) -> Result<u64> {
     })
 }
 
-/// By hand, until it is so.
+/// Resizes the zone by the API, and waits for its size.
 fn resize(guest: &Guest, bytes: u64) -> Result<()> {
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": bytes }))?;
     guest.wait_until(
@@ -166,9 +166,9 @@ struct Burst {
     asked_bytes: u64,
 }
 
-/// A burst until the first memory is online, by the guest's clock. The plan is the first that asked
-/// for something. None if the guest had enough for it: a policy may hold more for a while after it
-/// was wrong.
+/// Measures a burst until the first memory is online, by the guest's clock. The plan is the first
+/// one with a request. `None` if the guest had enough memory, because a policy may hold more for a
+/// while after it was wrong.
 fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
     let last = guest.get("vm.pressure?decisions=1")?["decisions_total"].as_u64();
     let last = last.context("vm.pressure counts no decisions")?;
@@ -193,7 +193,7 @@ fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
             && decision["seq"].as_u64() > Some(last)
             && asked(decision) > 0
     };
-    // The newest is the first in the list.
+    // The list begins with the newest decision.
     let grow = decisions.iter().rev().find(is_grow);
     let grow = grow.with_context(|| format!("Memory came, and nobody decided it: {info}"))?;
     let age =
@@ -211,7 +211,7 @@ fn asked(decision: &Value) -> u64 {
     decision["asked_bytes"].as_u64().unwrap_or(0)
 }
 
-/// From the request to the first memory online, when nothing else goes on.
+/// Measures the time from a request to the first memory online, in an idle guest.
 fn request_to_online(guest: &Guest, bytes: u64) -> Result<Duration> {
     let mut clocks = Clocks::new();
     let mut script = guest.start_script(LIMIT, "exec guest-tool burst 0")?;
@@ -231,21 +231,21 @@ fn request_to_online(guest: &Guest, bytes: u64) -> Result<Duration> {
     Ok((online + clocks.offset).saturating_sub(requested))
 }
 
-/// The host's clock and that of `guest-tool burst`, which begins later. The line that came quickest
-/// of many says by how much: it cannot have come before it was written, and what it took, some
-/// tenths of a millisecond, is the error.
+/// Offset between the host's clock and that of `guest-tool burst`, which starts later. The line
+/// with the shortest delay determines it. A line cannot arrive before it was written, and its
+/// delay, some tenths of a millisecond, is the error.
 struct Clocks {
     started: Instant,
     offset: Duration,
 }
 
 impl Clocks {
-    /// Before the program is started.
+    /// Must be called before the program is started.
     fn new() -> Self {
         Self { started: Instant::now(), offset: Duration::MAX }
     }
 
-    /// What is said, and when by the guest's clock.
+    /// Returns the next line and its time by the guest's clock.
     fn next(&mut self, script: &mut Script) -> Result<(Line, Duration)> {
         let line = script.next_line().context("guest-tool burst has ended")?;
         let now = self.started.elapsed();
@@ -255,7 +255,7 @@ impl Clocks {
     }
 }
 
-/// What `guest-tool burst` says.
+/// Line of `guest-tool burst`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Line {
     Begin,
@@ -265,7 +265,7 @@ enum Line {
 }
 
 impl Line {
-    /// And when, since it began to count.
+    /// Parses a line and its time since the start of the program.
     fn parse(line: &str) -> Result<(Self, Duration)> {
         let (what, at) = match line.split(' ').collect::<Vec<_>>()[..] {
             ["begin", at] => (Self::Begin, at),

@@ -1,4 +1,4 @@
-//! Writes what was measured: a table for people, JSON for programs.
+//! Output of the results: a table for readers, JSON for programs.
 
 use std::fmt::Write;
 use std::fs;
@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use crate::samples::{Row, Samples, Target, median, p99, smallest};
 use crate::vmm::{FORESHORE, QEMU};
 
-/// What it was measured on, as ci/nested/host says.
+/// Description of the machine, as set by ci/nested/host.
 fn measured_on() -> String {
     std::env::var("FORESHORE_MEASURED_ON").unwrap_or_else(|_| "nobody has said what".to_owned())
 }
@@ -27,7 +27,7 @@ pub(crate) fn write(samples: &Samples, rounds: usize, dir: &Path) -> Result<()> 
     Ok(())
 }
 
-/// A table: medians, in parentheses the smallest and the 99th percentile.
+/// Table of medians, with the smallest value and the 99th percentile in parentheses.
 pub(crate) fn markdown(samples: &Samples, rounds: usize) -> String {
     let vmms = samples.vmms();
     let mut text = format!(
@@ -59,17 +59,17 @@ fn cell(samples: &Samples, row: Row, vmm: &str) -> String {
     format!("{} ({} to {})", unit.show(median), unit.show(smallest), unit.show(p99))
 }
 
-/// A peer's figures may stand in another row.
+/// Values of a row. A peer's values may be in another row.
 fn values<'a>(samples: &'a Samples, row: Row, vmm: &str) -> &'a [f64] {
     samples.of(if vmm == FORESHORE { row } else { row.peer_row() }, vmm)
 }
 
-/// Foreshore's median in QEMU's.
+/// Ratio of Foreshore's median to QEMU's.
 fn ratio(samples: &Samples, row: Row) -> Option<f64> {
     Some(median(values(samples, row, FORESHORE))? / median(values(samples, row, QEMU))?)
 }
 
-/// The target in words, and whether it is met.
+/// Text of the target, and the result of its check.
 fn verdict(samples: &Samples, row: Row) -> (String, &'static str) {
     let judged = |met: Option<bool>| met.map_or("", |met| if met { "yes" } else { "no" });
     match row.target() {

@@ -1,17 +1,17 @@
-//! What was measured.
+//! Measured values.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 
-/// What a row should be.
+/// Target of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Target {
-    /// So many times what QEMU takes.
+    /// Maximum ratio to QEMU's value.
     TimesQemu(f64),
     /// Upper limit in the unit of the row.
     AtMost(f64),
-    /// None is set.
+    /// No target.
     Open,
 }
 
@@ -155,8 +155,8 @@ impl Row {
         }
     }
 
-    /// The row whose figures of QEMU this one is compared with: its NVDIMM has no flush hints, and
-    /// is what its users have for a BTT; its disks have images, whose sectors may tear.
+    /// Row with QEMU's values for a comparison. Its NVDIMM has no flush hints, and is its users'
+    /// alternative to a BTT. Its disks are images, whose sectors may tear.
     pub(crate) fn peer_row(self) -> Self {
         match self {
             Self::HintsWrite | Self::VirtioPmemWrite => Self::NvdimmWrite,
@@ -202,7 +202,7 @@ impl Samples {
         self.0.get(&(row, vmm.to_owned())).map_or(&[], Vec::as_slice)
     }
 
-    /// The VMMs that were measured, Foreshore and QEMU first.
+    /// Measured VMMs, Foreshore and QEMU first.
     pub(crate) fn vmms(&self) -> Vec<String> {
         let mut names: Vec<String> = self.0.keys().map(|(_, vmm)| vmm.clone()).collect();
         names.sort_by_key(|name| {
@@ -227,7 +227,7 @@ impl Unit {
     }
 }
 
-/// The middle one; of an even number, the mean of the two in the middle.
+/// Median. For an even number of values, the mean of the middle two.
 pub(crate) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -243,7 +243,8 @@ pub(crate) fn smallest(values: &[f64]) -> Option<f64> {
     values.iter().copied().min_by(f64::total_cmp)
 }
 
-/// The smallest that at least 99 of 100 are no larger than: the largest of fewer than a hundred.
+/// 99th percentile: the smallest value that at least 99 of 100 do not exceed. For fewer than 100
+/// values, the largest.
 pub(crate) fn p99(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

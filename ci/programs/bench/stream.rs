@@ -1,11 +1,11 @@
-//! STREAM over raw volumes, beside guest memory from the same pool: what a program maps shall be as
-//! fast as memory.
+//! STREAM on raw volumes, compared with guest memory from the same pool. Mapped volumes should be
+//! as fast as memory.
 //!
-//! All places are touched by one process in one boot, in turns; what counts is the ratio of their
-//! best times, as STREAM itself takes the best: whatever else the machine does makes a run longer,
-//! and none shorter. Guest memory of the pool (`--pm-memory`) is the fair peer: the same file, the
-//! same tmpfs, the same huge pages on the host, and huge pages in the guest. A second array of it
-//! beside the first says how much of a ratio is noise.
+//! One process accesses all places in turns in one boot. The result is the ratio of their best
+//! times, which STREAM itself also uses, because other load of the machine only makes runs longer.
+//! Guest memory of the pool (`--pm-memory`) is a fair peer: the same file, the same tmpfs, the same
+//! huge pages on the host, and huge pages in the guest. A second array in guest memory shows the
+//! noise of the ratios.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,18 +20,18 @@ use crate::forget;
 use crate::samples::{Row, Samples};
 use crate::vmm::{FORESHORE, MIB};
 
-/// One array; each place has three.
+/// Size of one array. Each place has three.
 const ARRAY_MIB: u64 = 32;
-/// Of one process, each over every place.
+/// Rounds of one process, each over all places.
 const ROUNDS: u32 = 15;
 const LIMIT: Duration = Duration::from_secs(300);
 
 const DEVDAX: &str = "/dev/dax0.0";
 const FSDAX: &str = "/mnt/fsdax/arrays";
-/// Where the arrays are: the peer, the peer once more, and the two ways to map a volume.
+/// Places of the arrays: the peer twice, and the two ways to map a volume.
 const PLACES: [&str; 4] = ["node=1", "node=1", "file=/dev/dax0.0", "file=/mnt/fsdax/arrays"];
 
-/// Boots a guest and runs all four kernels over all places.
+/// Boots a guest and runs all four kernels in all places.
 pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let guest = start()?;
@@ -56,7 +56,7 @@ pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// With memory of the pool on node 1, and two raw volumes.
+/// Starts a guest with memory of the pool on node 1, and two raw volumes.
 fn start() -> Result<Guest> {
     forget(&this_tests_dir().join("pool"))?;
     let pool = Pool::create("1G")?;
@@ -89,7 +89,7 @@ fn make_devdax(guest: &Guest) -> Result<()> {
     guest.wait_until_run("the device is there", LIMIT, &format!("test -c {DEVDAX}"))
 }
 
-/// A file whose extents huge pages can map.
+/// Creates a file whose extents huge pages can map.
 fn make_fsdax(guest: &Guest) -> Result<()> {
     let bytes = 3 * ARRAY_MIB * MIB;
     let make = format!(
@@ -100,7 +100,7 @@ fn make_fsdax(guest: &Guest) -> Result<()> {
     guest.run_within(LIMIT, &make).map(drop)
 }
 
-/// The fewest microseconds by kernel and place, of lines that name both.
+/// Shortest time by kernel and place in microseconds, parsed from lines that name both.
 fn best(text: &str) -> Result<BTreeMap<(String, usize), f64>> {
     let mut times: BTreeMap<(String, usize), f64> = BTreeMap::new();
     for line in text.lines() {

@@ -1,4 +1,4 @@
-//! What a process uses, as /proc tells.
+//! Resource usage of a process, from /proc.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use guest_tests::wait_until;
 
-/// How long a VMM is watched before it counts as at rest.
+/// Time of a measurement that decides if a VMM is at rest.
 const REST_WINDOW: Duration = Duration::from_secs(1);
-/// How much of a CPU it may use then. An emulated guest's clock and agents take a few percent.
+/// Share of a CPU below which it is at rest. An emulated guest's clock and agents take a few
+/// percent.
 const REST_SHARE: f64 = 0.1;
 const REST_LIMIT: Duration = Duration::from_secs(120);
 
-/// Waits until the process, guest included, has next to nothing to do.
+/// Waits until the process, including its guest, is almost idle.
 pub(crate) fn wait_for_rest(pid: u32) -> Result<()> {
     let mut since = (Instant::now(), cpu_time(pid)?);
     wait_until("the guest is at rest", REST_LIMIT, || {
@@ -27,14 +28,14 @@ pub(crate) fn wait_for_rest(pid: u32) -> Result<()> {
     })
 }
 
-/// User and system time of all its threads; a vCPU's guest time is user time (proc(5)).
+/// User and system time of all threads of a process. A vCPU's guest time is user time (proc(5)).
 fn cpu_time(pid: u32) -> Result<Duration> {
     let path = format!("/proc/{pid}/stat");
     let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
-    // The name in parentheses may hold anything.
+    // The name in parentheses may contain any character.
     let (_, fields) = text.rsplit_once(") ").context("A stat line without a name")?;
     let fields: Vec<&str> = fields.split(' ').collect();
-    // utime and stime are fields 14 and 15, the first one here is field 3.
+    // utime and stime are fields 14 and 15, and the first one here is field 3.
     let ticks = fields[11].parse::<u64>()? + fields[12].parse::<u64>()?;
     // SAFETY: no pointers.
     let per_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
@@ -44,14 +45,14 @@ fn cpu_time(pid: u32) -> Result<Duration> {
 /// Memory of a VMM's process without the memory of its guest, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BesideGuest {
-    /// Shared pages in proportion.
+    /// Proportional set size: shared pages count in proportion.
     pub pss: u64,
-    /// Anonymous memory: the heap, stacks, data that was written.
+    /// Anonymous memory: heap, stacks and modified data.
     pub anonymous: u64,
 }
 
-/// Sums a process's mappings, that of the guest's boot memory left out: the one with exactly its
-/// size. No other guest memory may be plugged.
+/// Sums a process's mappings, except the guest's boot memory, which is the one mapping of exactly
+/// its size. No other guest memory may be plugged.
 pub(crate) fn beside_guest(pid: u32, guest_bytes: u64) -> Result<BesideGuest> {
     let path = format!("/proc/{pid}/smaps");
     let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
@@ -67,7 +68,7 @@ fn sum_beside_guest(smaps: &str, guest_bytes: u64) -> Result<BesideGuest> {
         let bytes =
             kib.trim().parse::<u64>().with_context(|| format!("A line of smaps: {line:?}"))? * 1024;
         match field {
-            // The first field of each mapping.
+            // First field of each mapping.
             "Size" => {
                 is_guest = bytes == guest_bytes;
                 guests += u32::from(is_guest);

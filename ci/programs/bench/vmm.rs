@@ -1,4 +1,4 @@
-//! The VMMs that are compared, with the same guest.
+//! Compared VMMs, with the same guest.
 
 use std::net::Ipv4Addr;
 use std::ops::Deref;
@@ -22,14 +22,14 @@ pub(crate) const BOOT_MIB: u64 = 512;
 
 const PATH_LIMIT: Duration = Duration::from_secs(120);
 
-/// The same for all: what Foreshore would add by itself stands here, for the others.
+/// Kernel command line for all VMMs. It includes the arguments that Foreshore adds by default.
 const CMDLINE: &str = "memhp_default_state=online_movable foreshore.agent=off";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Vmm {
     Foreshore,
     Qemu,
-    /// With Cloud Hypervisor's flags and API.
+    /// Another VMM with Cloud Hypervisor's flags and API.
     Other {
         name: String,
         program: PathBuf,
@@ -40,33 +40,33 @@ pub(crate) enum Vmm {
 pub(crate) enum Disk {
     #[default]
     None,
-    /// `--pm-volume`.
+    /// Volume by `--pm-volume`.
     Volume(String),
-    /// A raw image as a virtio-blk disk.
+    /// Raw image as a virtio-blk disk.
     Image(PathBuf),
-    /// A file that QEMU shows as an NVDIMM.
+    /// File that QEMU presents as an NVDIMM.
     NvdimmFile(PathBuf, u64),
 }
 
-/// A tap of the host, which each VMM makes itself.
+/// Tap of the host, which each VMM creates itself.
 #[derive(Debug, Clone)]
 pub(crate) struct Net {
     pub tap: String,
-    /// The host's own address on it; none where it is in a bridge.
+    /// Address of the host on the tap. `None` if the tap is in a bridge.
     pub host: Option<Ipv4Addr>,
-    /// Which one of several guests at a time has it.
+    /// Index of the guest among concurrent ones.
     pub nth: u8,
-    /// The host's kernel moves its frames.
+    /// True if the host's kernel moves its frames.
     pub vhost: bool,
 }
 
-/// What a guest has beside its boot memory.
+/// Devices and memory of a guest beyond boot memory.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Extras {
     pub hotplug_mib: u64,
     pub disk: Disk,
     pub net: Option<Net>,
-    /// A kernel and an image with more file systems.
+    /// Selects a kernel and an image with more file systems.
     pub file_systems: bool,
 }
 
@@ -79,15 +79,15 @@ impl Extras {
     }
 }
 
-/// A running guest under one of them.
+/// Running guest under one of the VMMs.
 pub(crate) enum Vm {
-    /// Foreshore, or what takes the same flags.
+    /// Guest under Foreshore, or under a VMM with the same flags.
     Cli(Guest),
     Qemu(QemuGuest),
 }
 
 impl Vmm {
-    /// Foreshore, QEMU, and what the environment names.
+    /// Foreshore, QEMU, and the VMM from the environment.
     pub(crate) fn all() -> Vec<Self> {
         let other =
             std::env::var_os("FORESHORE_TEST_BENCH_VMM").map(PathBuf::from).map(|program| {
@@ -107,7 +107,7 @@ impl Vmm {
         }
     }
 
-    /// Whether the host's kernel can move the frames of its guests.
+    /// True if the VMM supports vhost-net.
     pub(crate) fn has_vhost_net(&self) -> bool {
         matches!(self, Self::Foreshore | Self::Qemu)
     }
@@ -124,8 +124,8 @@ impl Vmm {
     pub(crate) fn start(&self, extras: &Extras) -> Result<Vm> {
         match self {
             Self::Qemu => {
-                // QEMU empties it when it opens it: until then, it would show the last guest's
-                // output.
+                // QEMU truncates the file when it opens it. Until then it would contain the last
+                // guest's output.
                 let builder = qemu(extras);
                 forget(&builder.console())?;
                 Ok(Vm::Qemu(builder.start()?))
@@ -145,7 +145,7 @@ fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
     if extras.hotplug_mib > 0 {
         memory += &format!(",hotplug_method=virtio-mem,hotplug_size={}M", extras.hotplug_mib);
     }
-    // Without an entropy device, as QEMU's guest.
+    // Without an entropy device, like QEMU's guest.
     let (kernel, image) = extras.kernel_and_image();
     let builder = Guest::builder().program(program).kernel(kernel).image(image);
     let builder = builder.memory(&memory).cmdline(CMDLINE).without("--rng");

@@ -1,4 +1,4 @@
-//! Direct 4 KiB transfers to volumes and disks, one at a time.
+//! Direct transfers of 4 KiB to volumes and disks, one at a time.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -20,18 +20,18 @@ use crate::vmm::{Disk, Extras, MIB, Vmm};
 /// Size of the volumes here.
 pub(crate) const VOLUME_BYTES: u64 = 128 * MIB;
 
-/// How a row is measured: the median of so many runs of so many transfers, after a run that touches
-/// everything for the first time.
+/// Effort for a row: the median of `repeats` runs of `transfers` each. The first run does not
+/// count, because it touches all memory for the first time.
 #[derive(Clone, Copy)]
 struct Effort {
     transfers: u32,
     repeats: usize,
 }
 
-/// A run takes some 10 ms, in which a single interrupt of the host's is a lot.
+/// A run takes some 10 ms, in which a single interrupt of the host is significant.
 const UNFLUSHED: Effort = Effort { transfers: 1000, repeats: 25 };
-/// A BTT write flushes four times (data, both halves of the log entry, map), and a disk takes its
-/// time for each.
+/// A BTT write flushes four times (data, both halves of the log entry, map), and each takes a disk
+/// long.
 const FLUSHED: Effort = Effort { transfers: 100, repeats: 3 };
 /// Each flush is an exit.
 const EXITING: Effort = Effort { transfers: 1000, repeats: 3 };
@@ -49,7 +49,7 @@ pub(crate) fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
                 let disk = Disk::NvdimmFile(file, VOLUME_BYTES);
                 time(vmm, disk, UNFLUSHED, [Row::NvdimmWrite, Row::NvdimmRead], samples)?;
             }
-            // The interfaces of a volume are ours.
+            // Only Foreshore has the interfaces of a volume.
             Vmm::Other { .. } => {}
         }
     }
@@ -72,7 +72,7 @@ fn foreshore(samples: &mut Samples) -> Result<()> {
     forget(&on_disk)
 }
 
-/// One guest: the medians of its repeats are its samples.
+/// Adds the medians of several runs in one guest.
 fn time(
     vmm: &Vmm,
     disk: Disk,
@@ -82,7 +82,7 @@ fn time(
 ) -> Result<()> {
     let Effort { transfers, repeats } = effort;
     let vm = vmm.boot(&Extras { disk, ..Extras::default() })?;
-    // One of the two is there.
+    // One of the two exists.
     let found = || vm.run("ls /dev/vda /dev/pmem0s 2>/dev/null || true");
     wait_until("the disk is there", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
     let device = found()?.trim().to_owned();
@@ -103,7 +103,7 @@ pub(crate) fn make_pool(dir: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Nothing but zeros, all of them there.
+/// Image of zeros, fully allocated.
 fn make_image() -> Result<PathBuf> {
     let path = this_tests_dir().join("image");
     forget(&path)?;
@@ -113,15 +113,15 @@ fn make_image() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// The same table that a volume has, in a plain file.
+/// Writes a BTT to a plain file, the same as in a volume.
 pub(crate) fn write_btt_file(path: &Path) -> Result<()> {
     let media = MemoryMedia::new(VOLUME_BYTES);
     Layout::new(VOLUME_BYTES, SECTOR_BYTES, Uuid::new_v4())?.format(&media)?;
     fs::write(path, media.to_bytes()).with_context(|| format!("Cannot write {}", path.display()))
 }
 
-/// A directory on a disk file system, where what is written must be flushed. The emulated host has
-/// none that can be written to: there, a loop device over tmpfs is the disk.
+/// Directory on a disk file system, on which writes must be flushed. The emulated host has no
+/// writable one, so a loop device on tmpfs serves as the disk there.
 fn disk_dir() -> Result<PathBuf> {
     if std::env::var("FORESHORE_HOST").is_ok_and(|host| host == "direct") {
         return Ok(std::env::current_dir()?);

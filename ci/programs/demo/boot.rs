@@ -1,4 +1,4 @@
-//! Phase 1: a stock guest boots on DRAM alone.
+//! Phase 1: a stock guest boots with DRAM only.
 
 use anyhow::Result;
 use guest_tests::Guest;
@@ -7,7 +7,7 @@ use guest_tests::guest::GuestBuilder;
 use crate::sizes::Sizes;
 use crate::{claim, event, phase};
 
-/// Boots it and looks at its memory from inside.
+/// Boots the guest and checks its memory from inside.
 pub(crate) fn show(builder: &GuestBuilder) -> Result<Guest> {
     phase(1, "a stock Debian guest boots on DRAM alone");
     event("VM governed boots");

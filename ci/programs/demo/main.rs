@@ -1,12 +1,11 @@
-//! What Foreshore is for, shown once from beginning to end on a real KVM host: `demo METRICS
-//! METRICS_OFF SECONDS`.
+//! Demonstration of Foreshore's features on a real KVM host: `demo METRICS METRICS_OFF SECONDS`.
 //!
-//! Runs where the VMs run; ci/demo has Prometheus scrape the two addresses meanwhile. Every claim
-//! is looked at and fails the demo if it does not hold. A line that begins with `* ` is an event,
+//! It runs on the host of the VMs, while ci/demo lets Prometheus scrape the two addresses. Each
+//! claim is checked, and a wrong one fails the demo. A line that begins with `* ` is an event,
 //! which ci/demo marks on the timeline.
 //!
-//! Two VMs: `governed` (policy=psi), which is killed and restarted in phase 4, and `policy-off`,
-//! for phase 2 alone.
+//! There are two VMs: `governed` (policy=psi), which is killed and restarted in phase 4, and
+//! `policy-off`, which is only used in phase 2.
 
 #![forbid(unsafe_code)]
 
@@ -34,15 +33,15 @@ use crate::shrink::Spent;
 const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics of the VM governed, and of the VM \
      policy-off; after so long it is cut off)";
 
-/// As timeout(1) has it.
+/// Exit code after the time limit, as with timeout(1).
 const CUT_OFF: i32 = 124;
-/// Duration for which the limits of single steps are chosen; usual on an emulated host that does
-/// nothing else.
+/// Duration for which the limits of single steps are chosen. It is usual on an otherwise idle
+/// emulated host.
 const USUAL: Duration = Duration::from_secs(240);
-/// Of each log, where nobody may be able to look at all of it.
+/// Number of printed lines of each log, because the complete logs may not be accessible.
 const LAST_LINES: usize = 12;
 
-/// What Prometheus and the logs call them.
+/// Names in Prometheus and in logs.
 const GOVERNED: &str = "governed";
 const POLICY_OFF: &str = "policy-off";
 
@@ -75,14 +74,14 @@ fn demo() -> Result<()> {
     volume::show(guest, &vm, &pool)
 }
 
-/// Factor for the limits of single steps: a demo that may take longer than usual gives each step
-/// more time.
+/// Factor for the limits of single steps, because a demo with a longer limit gives each step more
+/// time.
 fn stretch(limit: Duration) -> f64 {
     limit.div_duration_f64(USUAL).max(1.0)
 }
 
-/// Ends the demo after so long, unless what is returned has been dropped by then. Whoever ends it
-/// from outside gets no logs.
+/// Ends the demo after the limit, unless the returned sender has been dropped. If another process
+/// ended the demo, the logs would be lost.
 fn cut_off_after(limit: Duration) -> Sender<()> {
     let (in_time, ended) = mpsc::channel();
     thread::spawn(move || {
@@ -102,7 +101,8 @@ fn cut_off_after(limit: Duration) -> Sender<()> {
     in_time
 }
 
-/// 512 MiB of DRAM, 384 of them at boot, 1 GiB of PM to grow into, and a swap to avoid.
+/// Guest with 512 MiB of DRAM (384 MiB at boot), 1 GiB of PM for growth, and a swap that should
+/// stay unused.
 fn hybrid_guest(pool: &Pool, vm_name: &str, metrics: &str) -> GuestBuilder {
     Guest::builder()
         .image(Image::Redis)
@@ -114,13 +114,13 @@ fn hybrid_guest(pool: &Pool, vm_name: &str, metrics: &str) -> GuestBuilder {
         .verbose()
 }
 
-/// A disk out of the pool that also lends the guest its memory.
+/// Adds a disk from the pool that also lends memory to the guest.
 fn with_volume(vm: &GuestBuilder, pool: &Pool, interface: &str) -> GuestBuilder {
     let volume = format!("pool={},name=data,size=96M,interface={interface},create=on", pool.name());
     vm.clone().pm_volume(&volume)
 }
 
-/// The same guest in every way that bears on memory; its pool is its own, for a pool has one owner.
+/// Boots a guest with the same memory but its own pool, because a pool has one owner.
 fn policy_off(metrics: &str) -> impl Fn() -> Result<Guest> {
     let metrics = metrics.to_owned();
     move || {
@@ -147,8 +147,8 @@ fn phase(number: u32, what: &str) {
     println!("== {number}/5 {what}");
 }
 
-/// Consoles, the VMMs' logs and the list of acknowledged files: under which names they are kept,
-/// and where they are.
+/// Consoles, the VMMs' logs and the list of acknowledged files, with the names under which they are
+/// kept.
 fn logs() -> Result<Vec<(String, PathBuf)>> {
     let mut logs = Vec::new();
     for entry in fs::read_dir(this_tests_dir())? {
@@ -163,7 +163,7 @@ fn logs() -> Result<Vec<(String, PathBuf)>> {
     Ok(logs)
 }
 
-/// To where ci/nested/host brings them back from.
+/// Copies the logs to the folder from which ci/nested/host retrieves them.
 fn keep_logs() -> Result<()> {
     let Some(out) = std::env::var_os("OUT").map(PathBuf::from) else { return Ok(()) };
     for (name, path) in logs()? {
@@ -173,7 +173,7 @@ fn keep_logs() -> Result<()> {
     Ok(())
 }
 
-/// Prints what explains a failure: complaints of the guests' kernels, and the last lines of each
+/// Prints the evidence for a failure: complaints of the guests' kernels, and the last lines of each
 /// log.
 fn print_causes() {
     let printed = logs().and_then(|logs| {
@@ -205,8 +205,8 @@ fn causes(name: &str, log: &str) -> String {
     text
 }
 
-/// `governed.console.log` for `governed0.console.log`: a VM's files have the number of its start in
-/// their name, and the names of this demo's VMs are unique without.
+/// `governed.console.log` for `governed0.console.log`. The names of a VM's files contain the number
+/// of its start, and the names of this demo's VMs are unique without it.
 fn plain_name(file: &str) -> String {
     let (vm, rest) = file.split_once('.').unwrap_or((file, ""));
     format!("{}.{rest}", vm.trim_end_matches(|c: char| c.is_ascii_digit()))

@@ -1,4 +1,4 @@
-//! Phase 2: Redis outgrows the DRAM, with the governor and without it.
+//! Phase 2: Redis exceeds the DRAM, with and without the governor.
 
 use anyhow::{Result, ensure};
 use guest_tests::Guest;
@@ -10,14 +10,14 @@ use crate::{claim, event, phase};
 const DRAM_BYTES: u64 = 512 * MIB;
 const LEAST_PM_BYTES: u64 = 400 * MIB;
 
-/// A fill and what the guest's kernel counted meanwhile.
+/// A fill, with the counters of the guest's kernel.
 struct Run {
     fill: Fill,
     swapped_out_pages: u64,
     killed: u64,
 }
 
-/// Fills both guests with the same; the first one stays full.
+/// Fills both guests with the same data. The first one stays full.
 pub(crate) fn show(guest: &Guest, boot_policy_off: &impl Fn() -> Result<Guest>) -> Result<()> {
     phase(2, "Redis is filled to 1.5 times the DRAM");
     redis::start(guest)?;
@@ -73,7 +73,7 @@ fn run(guest: &Guest, watch: Option<Watch<'_>>) -> Result<Run> {
     })
 }
 
-/// Looks at the zones while they grow: DRAM has to be first.
+/// Checks the zones while they grow, because DRAM must be plugged first.
 struct Watch<'a> {
     guest: &'a Guest,
     pm_seen: bool,
@@ -98,7 +98,7 @@ impl<'a> Watch<'a> {
     }
 }
 
-/// How long the guest waited for memory.
+/// Prints the time that the guest waited for memory.
 fn print_latency(guest: &Guest) -> Result<()> {
     let metrics = guest.metrics()?;
     let total = |suffix: &str| {

@@ -5,41 +5,42 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use guest_tests::{Guest, Output};
 
-/// For Redis to say nothing: a guest that swaps is slow.
+/// Time limit of Redis' silence. A guest that swaps is slow.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);
 
 const SOCKET: &str = "/run/redis.sock";
 
-/// With the string's header just under 16 KiB, a size class of jemalloc, which would waste a
-/// quarter above it. Random characters: no compressed swap makes room by them. Every round has key
-/// names of its own, because redis-benchmark's random numbers may repeat from run to run.
+/// With the string's header, a value is just under 16 KiB, a size class of jemalloc, which would
+/// waste a quarter above it. Values are random characters, so that compressed swap gains no space.
+/// Every round has different key names, because redis-benchmark's random numbers may repeat from
+/// run to run.
 const VALUE_BYTES: u64 = 16_360;
 
-/// The fill is cut into rounds, each a run of redis-benchmark, to see how far it has come.
+/// Number of runs of redis-benchmark into which the fill is divided, to show its progress.
 const ROUNDS: u64 = 20;
 /// A multiple of the pipeline's length, to which redis-benchmark rounds up.
 const VALUES_PER_ROUND: u64 = 2496;
-/// Commands on the way at once: one at a time, an emulated host measures little but its own task
+/// Number of commands in flight. With one at a time, an emulated host would mainly measure its task
 /// switches.
 const PIPELINE: u64 = 32;
 
-/// What a fill puts into Redis: 779 MiB, 1.5 times the guest's DRAM.
+/// Size of a fill: 779 MiB, 1.5 times the guest's DRAM.
 pub(crate) const FILL_BYTES: u64 = VALUE_BYTES * ROUNDS * VALUES_PER_ROUND;
 
-/// How a fill ended.
+/// Result of a fill.
 #[derive(Debug, Clone)]
 pub(crate) struct Fill {
-    /// All of it is in Redis.
+    /// True if all data is in Redis.
     pub completed: bool,
-    /// What the guest said if it is not.
+    /// Diagnostics of the guest if not.
     pub last_words: String,
-    /// The most that Redis said it held.
+    /// Largest number of keys that Redis reported.
     pub keys: u64,
     pub took: Duration,
     pub alive: bool,
 }
 
-/// Starts Redis as a cache: nothing on disk, and overcommit as Redis itself asks for in its log.
+/// Starts Redis as a cache without files, and with overcommit, as Redis recommends in its log.
 pub(crate) fn start(guest: &Guest) -> Result<()> {
     guest.run("echo 1 >/proc/sys/vm/overcommit_memory")?;
     guest.run(&format!(
@@ -53,7 +54,7 @@ pub(crate) fn start(guest: &Guest) -> Result<()> {
     )
 }
 
-/// Fills it; `seen` is told of every round.
+/// Fills Redis, and calls `seen` after every round.
 pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fill> {
     let started = Instant::now();
     let mut script = guest.start_script(SILENCE_LIMIT, &fill_script())?;
@@ -70,9 +71,9 @@ pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Re
     Ok(Fill { completed, last_words, keys, took, alive: ping.stdout.contains("PONG") })
 }
 
-/// Writes a line with the number of keys after every round. redis-benchmark waits forever for a
-/// Redis that is killed, so the script looks whether its program is still there (that of a zombie
-/// is not).
+/// Script that prints the number of keys after every round. redis-benchmark waits forever for a
+/// Redis that is killed, so the script checks that the program of Redis still exists (that of a
+/// zombie does not).
 fn fill_script() -> String {
     let random_bytes = VALUE_BYTES / 4 * 3;
     format!(
@@ -92,7 +93,7 @@ fn fill_script() -> String {
     )
 }
 
-/// Why a fill broke off, as the guest tells it.
+/// Diagnostics of the guest about a fill that was cut off.
 fn last_words(guest: &Guest, ended: &Result<Output>) -> Result<String> {
     let said = guest.try_run(
         SILENCE_LIMIT,
@@ -101,7 +102,7 @@ fn last_words(guest: &Guest, ended: &Result<Output>) -> Result<String> {
     Ok(format!("{ended:?}\n{}", said.stdout))
 }
 
-/// Bytes of values and keys that Redis holds.
+/// Size of the values and keys in Redis.
 pub(crate) fn dataset_bytes(guest: &Guest) -> Result<u64> {
     let text = guest.run(&format!("redis-cli -s {SOCKET} info memory"))?;
     let line = text.lines().find_map(|line| line.strip_prefix("used_memory_dataset:"));
@@ -109,7 +110,7 @@ pub(crate) fn dataset_bytes(guest: &Guest) -> Result<u64> {
         .with_context(|| format!("info memory says {text:?}"))
 }
 
-/// Forgets everything and gives the allocator's pages back.
+/// Deletes all data and returns the allocator's pages.
 pub(crate) fn flush(guest: &Guest) -> Result<()> {
     let flush =
         format!("redis-cli -s {SOCKET} flushall sync && redis-cli -s {SOCKET} memory purge");

@@ -1,4 +1,4 @@
-//! Phase 3: the need is over, and the host gets its memory back.
+//! Phase 3: the guest needs less memory, and the rest returns to the host.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use guest_tests::{Guest, Pool};
 use crate::sizes::{MIB, Sizes};
 use crate::{claim, event, phase, redis};
 
-/// Shrinking is slow on purpose: steps after a cool-down.
+/// Time for a shrink. It is slow on purpose, with a cool-down before its steps.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 
-/// What the pool's own data and the volume's may differ by.
+/// Allowed difference in the pool's own data and the volume's.
 const TOLERANCE_BYTES: u64 = 4 * MIB;
 
-/// What the host has spent on a guest.
+/// Host memory used for a guest.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Spent {
     rss_bytes: u64,
@@ -32,7 +32,7 @@ impl Spent {
     }
 }
 
-/// Flushes Redis and follows the guest down.
+/// Flushes Redis and follows the shrinking guest.
 pub(crate) fn show(guest: &Guest, pool: &Pool, before: &Spent) -> Result<()> {
     phase(3, "Redis is flushed, the guest shrinks");
     let top = Spent::on(guest, pool)?;
@@ -65,7 +65,7 @@ pub(crate) fn show(guest: &Guest, pool: &Pool, before: &Spent) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Until no PM is plugged; returns the sizes that were requested on the way.
+/// Waits until no PM is plugged, and returns the requested sizes in between.
 fn follow_down(guest: &Guest) -> Result<Vec<u64>> {
     let mut last = Sizes::of(guest)?;
     let mut steps = Vec::new();

@@ -1,4 +1,4 @@
-//! How large everything is, as the metrics say.
+//! Sizes of zones and of the pool, from the metrics.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use guest_tests::{Guest, Metrics};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// Of a zone, its hotplug part; resident is all of it.
+/// Sizes of a zone's hotplug part. The resident size covers the whole zone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Zone {
     pub boot_bytes: u64,
@@ -16,7 +16,7 @@ pub(crate) struct Zone {
     pub resident_bytes: u64,
 }
 
-/// Both zones and the pool at one moment.
+/// Sizes of both zones and the pool at one moment.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sizes {
     pub dram: Zone,
@@ -61,11 +61,11 @@ fn zone(metrics: &Metrics, id: &str) -> Result<Zone> {
 }
 
 fn bytes(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> Result<u64> {
-    // A gauge of bytes: whole, and far below 2^53.
+    // A gauge of bytes is a whole number far below 2^53.
     Ok(metrics.value(name, labels)? as u64)
 }
 
-/// A counter of the guest's /proc/vmstat, which no agent stands in for.
+/// Counter of the guest's /proc/vmstat, read from the guest without the agent.
 pub(crate) fn vmstat(guest: &Guest, counter: &str) -> Result<u64> {
     let text = guest.run(&format!("awk '$1 == \"{counter}\" {{ print $2 }}' /proc/vmstat"))?;
     text.trim().parse().with_context(|| format!("{counter} in /proc/vmstat: {text:?}"))

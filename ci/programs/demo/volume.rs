@@ -1,4 +1,4 @@
-//! Phase 4: the rest of the pool is a disk, which survives the VMM and changes its interface.
+//! Phase 4: the rest of the pool is a disk that survives the VMM and changes its interface.
 
 use std::fs;
 use std::io::Write;
@@ -15,11 +15,11 @@ use crate::{claim, event, phase, with_volume};
 const IO_LIMIT: Duration = Duration::from_secs(180);
 const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
 const FILES: &str = "/mnt/data/files";
-/// How many files are acknowledged before the kill comes.
+/// Number of files that are acknowledged before the kill.
 const FILES_BEFORE_KILL: usize = 60;
 
-/// The files that a guest has said are durable: name and hash, a line each, in a file outside the
-/// VM.
+/// Files that a guest has reported as durable. A file outside of the VM contains a line with name
+/// and hash for each.
 struct Acknowledged {
     path: PathBuf,
     lines: Vec<String>,
@@ -39,7 +39,7 @@ impl Acknowledged {
         Ok(())
     }
 
-    /// Takes `count` more from a writer.
+    /// Reads `count` more lines from a writer.
     fn take(&mut self, writer: &mut Script, count: usize) -> Result<()> {
         for _ in 0..count {
             self.add(writer.next_line().context("The writer ended")?)?;
@@ -47,7 +47,7 @@ impl Acknowledged {
         Ok(())
     }
 
-    /// Every one of them is in the guest, whole.
+    /// Checks that all of them are in the guest and complete.
     fn check(&self, guest: &Guest) -> Result<()> {
         guest.run(": >/tmp/list")?;
         for lines in self.lines.chunks(200) {
@@ -61,7 +61,7 @@ impl Acknowledged {
     }
 }
 
-/// Takes the running guest, kills it while it writes, and looks for the files twice.
+/// Kills the running guest while it writes, and checks the files twice.
 pub(crate) fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
     phase(4, "a volume of the same pool survives SIGKILL and changes its interface");
     let mut acknowledged = Acknowledged::new()?;
@@ -102,7 +102,7 @@ fn write_and_kill(guest: Guest, acknowledged: &mut Acknowledged) -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.kill9()?;
     event("VMM killed (SIGKILL)");
-    // What had come out of the VM when it died was acknowledged as well.
+    // Lines that left the VM before the kill count as acknowledged.
     while let Some(line) = writer.next_line() {
         acknowledged.add(line)?;
     }

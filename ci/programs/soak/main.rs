@@ -1,5 +1,5 @@
-//! What takes long: many kills of guests that write, power cuts of the host, guests that are too
-//! small. `ci/soak` runs it.
+//! Tests that take hours: many kills of guests that write, power cuts of the host, and guests that
+//! are too small. `ci/soak` runs it.
 
 #![forbid(unsafe_code)]
 

@@ -1,7 +1,7 @@
-//! Guests that write until the power of the host is cut, and what the next boot finds.
+//! Guests that write until a power cut of the host, and checks after the next boot.
 //!
-//! What was acknowledged is known outside of the host alone: every line goes to the standard
-//! output, and the lines of all boots before come back in a file.
+//! Acknowledgments are only recorded outside of the host. Every line goes to the standard output,
+//! and a file contains the lines of all earlier boots.
 
 use std::convert::Infallible;
 use std::fs;
@@ -15,43 +15,44 @@ use guest_tests::torn::{Interface, Setup, Victim};
 use guest_tools::content::Bytes;
 use guest_tools::torn::report::Line;
 
-/// A pool that outlives the host.
+/// Place of a pool that survives the host.
 #[derive(Debug, Clone, Copy)]
 struct Place {
-    /// What its lines begin with.
+    /// Prefix of its lines.
     name: &'static str,
     dir: &'static str,
-    /// What `pmvol info` must say that a flush survives there.
+    /// Durability class that `pmvol info` must report.
     class: &'static str,
-    /// Where a flush is one of the disk, few sectors between two of them are enough.
+    /// Number of sectors between flushes. Few are enough if each flush is one of the disk.
     longest: u64,
 }
 
-/// ci/nested/host makes both (`--disk`, `--nvdimm-file`).
+/// Created by ci/nested/host (`--disk`, `--nvdimm-file`).
 const PLACES: [Place; 2] = [
     Place { name: "disk", dir: "/disk", class: "page-cache", longest: 4 },
     Place { name: "dax", dir: "/pm", class: "dax-sync", longest: 256 },
 ];
 
-/// A pool that does not.
+/// Pool that does not survive the host.
 const VOLATILE: &str = "/dev/shm/pool";
 
-/// After this line the power may be cut.
+/// Line after which the power may be cut.
 const ALL_WRITE: &str = "all guests write";
 
-/// What is asked of a boot.
+/// Task of a boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Task {
-    /// To look at what the last one has left, and to write until the power is cut.
+    /// Check the content after the last cut, and write until the power is cut.
     Write,
-    /// The same, by VMMs whose flushes do nothing.
+    /// As `Write`, with VMMs whose flushes do nothing.
     WriteAndLie,
     Look,
-    /// To look at what lies have left: something must be lost on the disk.
+    /// Check the content after flushes that did nothing: data must be lost on the disk.
     LookForLosses,
 }
 
-/// Does it. `heard` has what the boots before have said; it is empty before the first one.
+/// Runs a task. `heard` is the file with the lines of earlier boots. It is empty before the first
+/// one.
 pub(crate) fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
     let heard =
         fs::read_to_string(heard).with_context(|| format!("Cannot read {}", heard.display()))?;
@@ -78,7 +79,7 @@ pub(crate) fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
     }
 }
 
-/// A pool in memory is gone with the host; a new one takes its place.
+/// Checks that a pool in memory disappeared with the host, and creates a new one.
 fn see_that_the_volatile_is_gone(first: bool) -> Result<()> {
     let pool = Pool::by_path(Path::new(VOLATILE));
     ensure!(!pool.path().exists(), "{VOLATILE} has survived");
@@ -91,14 +92,15 @@ fn see_that_the_volatile_is_gone(first: bool) -> Result<()> {
     Ok(())
 }
 
-/// The pool's volume, and what its guests were told before. Without that it is made.
+/// Opens a pool's volume with the acknowledgments to earlier guests, or creates it if there are
+/// none.
 fn victim(place: Place, setup: Setup, seed: u64, heard: Option<&String>) -> Result<Victim> {
     let pool = Pool::by_path(&PathBuf::from(place.dir).join("pool"));
     let victim = match heard {
         None => Victim::create(pool, setup, seed)?,
         Some(heard) => {
             let mut victim = Victim::resume(pool, setup, seed);
-            // The power cut has cut off the last line, if it had no end.
+            // The power cut has truncated the last line if it has no end.
             for line in heard.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
                 if let Some(line) =
                     line.strip_prefix(place.name).and_then(|line| line.strip_prefix(' '))
@@ -136,9 +138,9 @@ fn judge(place: Place, victim: &mut Victim, task: Task) -> Result<()> {
     judgement.all_is_well().with_context(|| format!("After the power cut, in {}", place.dir))
 }
 
-/// Writes to all of them until the power is cut.
+/// Writes to all pools until the power is cut.
 fn write(victims: Vec<(Place, Victim)>) -> Result<Infallible> {
-    // Of all guests, and of whoever says that all write.
+    // All guests, and the thread that reports that all write.
     let all_write = Barrier::new(victims.len() + 1);
     thread::scope(|scope| {
         for (place, mut victim) in victims {
@@ -153,7 +155,7 @@ fn write(victims: Vec<(Place, Victim)>) -> Result<Infallible> {
                         all_write.wait();
                     }
                 });
-                // All of it ends: the others would wait for this one for ever.
+                // The process ends, because the other threads would wait for this one forever.
                 eprintln!("soak: {}: {ended:#}", place.name);
                 std::process::exit(1);
             });

@@ -1,5 +1,4 @@
-//! Guests with less DRAM than their workload needs, and what becomes of it under each policy and
-//! each kind of swap.
+//! Guests with less DRAM than their workload needs, under each policy and with each kind of swap.
 
 mod plot;
 mod report;
@@ -14,9 +13,9 @@ use guest_tests::pressure::{Config, GuestSize, MIB, WORKLOADS, Workload};
 
 use report::Row;
 
-/// More than the workload, for the guest's kernel and programs.
+/// DRAM in addition to the workload, for the guest's kernel and programs.
 const ROOM_MIB: u64 = 512;
-/// What DRAM comes in: what is needed varies a little from boot to boot.
+/// Granularity of DRAM sizes, because the need varies slightly from boot to boot.
 const DRAM_STEP_MIB: u64 = 8;
 
 struct Options {
@@ -56,15 +55,15 @@ where
     text.split(',').map(|item| item.parse().map_err(Into::into)).collect()
 }
 
-/// Runs them by turns in this boot of the host. Fails if a condition did not hold; times it only
-/// tells.
+/// Runs workloads and configurations in turns in this boot of the host. Fails if a condition is not
+/// met. Times are only reported.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     let options = Options::parse(arguments)?;
     let mut rows = Vec::new();
     for workload in &options.workloads {
         for round in 1..=options.rounds {
             rows.extend(measure(&options, *workload, round)?);
-            // After each round: a run that is cut off has its figures.
+            // Written after each round, so that an interrupted run has results.
             fs::write(options.out.join("table.md"), report::markdown(&rows))?;
         }
     }
@@ -78,7 +77,8 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// One workload in all its places, DRAM alone first: what it needs there, others have a share of.
+/// Runs one workload in all configurations. The run with DRAM alone is the first and determines the
+/// need, of which the others have a share.
 fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Row>> {
     let keep = |config: &Config, share: u64, outcome: Outcome| {
         let name = format!("{}-{share}-{config}-{round}", workload.name);
@@ -93,7 +93,7 @@ fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Ro
     };
     let run = |config: &Config, dram_mib: u64, name: &str| {
         host_memory::even_out()?;
-        // Two vCPUs on the one CPU that can be counted would wait for each other.
+        // Two vCPUs would wait for each other on the single CPU that can be counted.
         run::run(workload, config, GuestSize { cpus: 1, dram_mib }, name, Watched::UntilAllIsBack)
     };
     let whole = run(&Config::AllDram, workload.mib + ROOM_MIB, "all")

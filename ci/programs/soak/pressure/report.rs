@@ -1,22 +1,23 @@
-//! Tables, and what holds against the targets.
+//! Tables of results, and checks of targets.
 
 use std::fmt::{self, Write as _};
 
 use guest_tests::pressure::{Condition, MIB, Outcome};
 
-/// Times of DRAM alone that psi may take: of a run, and of the two phases of `touch`.
+/// Allowed factors for psi to the times with DRAM alone: of a run, and of the two phases of
+/// `touch`.
 const MOST_RUN: f64 = 1.05;
 const MOST_FILL: f64 = 1.3;
 const MOST_TOUCH: f64 = 1.05;
-/// What 99 of 100 reports may take until they are a plan.
+/// Allowed time from a report to a plan in 99 of 100 cases.
 const MOST_TO_PLAN_S: f64 = 0.001;
 
 pub(super) struct Row {
     pub workload: &'static str,
-    /// DRAM in percent of what is needed.
+    /// DRAM in percent of the need.
     pub share: u64,
     pub config: String,
-    /// The file of its time series.
+    /// File of the time series.
     pub csv: String,
     pub outcome: Outcome,
 }
@@ -24,7 +25,7 @@ pub(super) struct Row {
 pub(super) struct Verdict {
     pub what: String,
     pub met: bool,
-    /// It is a condition; times only are said.
+    /// True for a condition. Times are only reported.
     pub counts: bool,
 }
 
@@ -35,7 +36,7 @@ impl fmt::Display for Verdict {
 }
 
 impl Row {
-    /// What is said while others still run.
+    /// Progress line, printed while other runs follow.
     pub(super) fn line(&self) -> String {
         let Outcome { run_s, broken, .. } = &self.outcome;
         let end = broken.as_deref().map_or_else(|| format!("{run_s:.2} s"), str::to_owned);
@@ -47,7 +48,7 @@ impl Row {
     }
 }
 
-/// Rows of the same kind are rounds of one.
+/// Groups rows of the same kind, which are rounds of one run.
 fn kinds(rows: &[Row]) -> Vec<Vec<&Row>> {
     let mut kinds: Vec<Vec<&Row>> = Vec::new();
     for row in rows {
@@ -70,12 +71,12 @@ fn phase(outcome: &Outcome, name: &str) -> f64 {
     outcome.phases.iter().find(|(other, _)| other == name).map_or(f64::NAN, |(_, seconds)| *seconds)
 }
 
-/// The rounds of a workload in DRAM alone.
+/// Rounds of a workload with DRAM alone.
 fn whole<'a>(rows: &'a [Row], workload: &str) -> Vec<&'a Row> {
     rows.iter().filter(|row| row.workload == workload && row.share == 100).collect()
 }
 
-/// A table: medians of the rounds.
+/// Table with the medians of the rounds.
 pub(super) fn markdown(rows: &[Row]) -> String {
     let mut text =
         "| workload | DRAM | with | run | of DRAM alone | phases, s | swapped in, out, MiB | major faults | \
@@ -130,7 +131,7 @@ pub(super) fn markdown(rows: &[Row]) -> String {
     text
 }
 
-/// What psi is held to, and every run to the same result.
+/// Verdicts on the conditions for psi, and on equal results of all runs.
 pub(super) fn verdicts(rows: &[Row]) -> Vec<Verdict> {
     let mut verdicts = Vec::new();
     let mut say =
@@ -171,7 +172,7 @@ pub(super) fn verdicts(rows: &[Row]) -> Vec<Verdict> {
             );
             say(false, to_plan_s <= MOST_TO_PLAN_S, text);
         }
-        // Of each condition the round that did not meet it, if there is one.
+        // Reports a round that did not meet the condition, if there is one.
         let rounds: Vec<Vec<Condition>> =
             kind.iter().map(|row| row.outcome.conditions(alone)).collect();
         for index in 0..rounds[0].len() {
