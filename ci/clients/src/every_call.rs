@@ -1,4 +1,4 @@
-//! Every call of the crate cloud-hypervisor-client, whose types are strict about what is answered.
+//! All calls of the crate cloud-hypervisor-client, whose types are strict about responses.
 
 use std::future::Future;
 
@@ -19,7 +19,7 @@ const MIB: i64 = 1 << 20;
 const BOOT_BYTES: i64 = 512 * MIB;
 const HOTPLUG_BYTES: i64 = 256 * MIB;
 
-/// What was called, and how it went.
+/// API client, and the calls that it has made.
 struct Calls {
     api: SocketBasedApiClient,
     made: Vec<&'static str>,
@@ -28,7 +28,7 @@ struct Calls {
 type Answer<T> = std::result::Result<T, Error>;
 
 impl Calls {
-    /// A call that must succeed.
+    /// Makes a call that must succeed.
     async fn ok<T>(
         &mut self,
         call: &'static str,
@@ -38,7 +38,7 @@ impl Calls {
         answer.await.with_context(|| call)
     }
 
-    /// A call that must be refused with this status.
+    /// Makes a call that must be refused with this status.
     async fn refused<T>(
         &mut self,
         call: &'static str,
@@ -58,8 +58,8 @@ impl Calls {
         }
     }
 
-    /// A device for a VM that does not run. Of that there is nothing to tell, 204, which this
-    /// client cannot read.
+    /// Adds a device to a VM that does not run. The response is 204 without a body, which this
+    /// client cannot parse.
     async fn cold<T>(
         &mut self,
         call: &'static str,
@@ -153,7 +153,7 @@ fn disk(vm: &Vm, which: usize) -> DiskConfig {
     }
 }
 
-/// Makes every call that there is, and returns their names.
+/// Makes every existing call, and returns their names.
 pub async fn run(vm: &Vm, until_up: UntilUp<'_>) -> Result<Vec<&'static str>> {
     let mut calls = Calls { api: socket_based_api_client(&vm.api_socket), made: Vec::new() };
     let ping = calls.ok("vmm.ping", calls.api.vmm_ping_get()).await?;
@@ -171,7 +171,7 @@ pub async fn run(vm: &Vm, until_up: UntilUp<'_>) -> Result<Vec<&'static str>> {
     Ok(calls.made)
 }
 
-/// What is refused whatever the VM is.
+/// Makes calls that are refused in any state of the VM.
 async fn without_a_place_here(calls: &mut Calls) -> Result<()> {
     let path = || "/nonexistent".to_owned();
     calls
@@ -225,7 +225,7 @@ async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
 
     let added = calls.ok("vm.add-disk", calls.api.vm_add_disk_put(disk(vm, 1))).await?;
     ensure!(added.id == "disk1" && added.bdf.starts_with("0000:00:"), "{added:?}");
-    // It makes a tap.
+    // The VMM creates a tap.
     let net = NetConfig { iommu: Some(false), vhost_user: Some(false), ..NetConfig::new() };
     let net = calls.ok("vm.add-net", calls.api.vm_add_net_put(net)).await?;
     let pmem = PmemConfig { iommu: Some(false), ..PmemConfig::new(Vm::text(&vm.pmem)) };
@@ -233,7 +233,8 @@ async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
     for id in [added.id, net.id, pmem.id] {
         let remove = VmRemoveDevice { id: Some(id.clone()) };
         calls.ok("vm.remove-device", calls.api.vm_remove_device_put(remove)).await?;
-        // The configuration is without it at once; the tree has it until the guest has let it go.
+        // The configuration changes at once. The device tree contains the device until the guest
+        // has ejected it.
         let is_gone = async || {
             let tree = calls.api.vm_info_get().await?.device_tree.unwrap_or_default();
             Ok(!tree.contains_key(&id))
@@ -245,12 +246,12 @@ async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
     calls.state(VmState::Paused).await?;
     calls.refused("vm.pause", 405, calls.api.pause_vm()).await?;
     calls.ok("vm.resume", calls.api.resume_vm()).await?;
-    // As earlier versions of the description called it.
+    // Name of the call in earlier versions of the description.
     calls.ok("vm.nmi", calls.api.vmm_nmi_put()).await
 }
 
 async fn ended(calls: &mut Calls) -> Result<()> {
-    // A guest that stands still does not see a button before it goes on: it does not end by itself
+    // A paused guest does not see the button before it resumes, so it does not shut down by itself
     // meanwhile.
     calls.ok("vm.pause", calls.api.pause_vm()).await?;
     calls.ok("vm.power-button", calls.api.power_button_vm()).await?;

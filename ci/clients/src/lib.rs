@@ -1,8 +1,8 @@
-//! Clients of Cloud Hypervisor, held against foreshore: one that is used by a crate of its own, and
-//! others byte by byte as they send and read.
+//! Clients of Cloud Hypervisor, for tests of Foreshore: one uses a crate, the others are replayed
+//! byte by byte.
 //!
-//! Each is a function that is given a VMM without a VM, and leaves none. They run in tests against
-//! an owner without machines, and in the guest tests against live guests.
+//! Each client is a function that receives a VMM without a VM, and leaves none. The clients run in
+//! tests with an owner without machines, and in the guest tests with live guests.
 
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,8 @@
-//! One client against a VMM: `client-tests CLIENT API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK
+//! Runs one client with a VMM: `client-tests CLIENT API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK
 //! DISK PMEM EVENTS TAP...`.
 //!
-//! Where the client needs the guest to be up, it says `until up`, and goes on when it is told so by
-//! a line.
+//! When the client requires a running guest, it prints `until up`, and waits for a line on its
+//! input.
 
 #![forbid(unsafe_code)]
 

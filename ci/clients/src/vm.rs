@@ -1,4 +1,4 @@
-//! The VM that clients make.
+//! VM that the clients create.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -9,44 +9,44 @@ use serde_json::{Value, json};
 
 #[derive(Clone, Debug)]
 pub struct Vm {
-    /// Where the VMM's API is.
+    /// Socket of the VMM's API.
     pub api_socket: PathBuf,
     pub kernel: PathBuf,
     pub initramfs: PathBuf,
-    /// Where its serial console goes.
+    /// File of the serial console.
     pub console: PathBuf,
-    /// Where its vsock device is, with the context id 3.
+    /// Socket of the vsock device, which has CID 3.
     pub vsock: PathBuf,
-    /// Two disks' images of 64 MiB: one from the start, one to be added.
+    /// Images of two disks of 64 MiB: one is present from the start, the other is added.
     pub disks: [PathBuf; 2],
-    /// A file of 128 MiB, to be added as persistent memory.
+    /// File of 128 MiB that is added as persistent memory.
     pub pmem: PathBuf,
-    /// A FIFO of events. Only libvirt, whose VMM waits until it is read, reads one.
+    /// FIFO of events. Only libvirt reads it, and its VMM waits until it is opened.
     pub events: PathBuf,
-    /// Tap interfaces: the VM of a client that hands them in has a NIC for each.
+    /// Tap interfaces. The VM of a client that passes descriptors has a NIC for each.
     pub taps: Vec<String>,
-    /// Opens the only queue of one of them.
+    /// Opens the only queue of a tap.
     pub open_tap: fn(&str) -> Result<Vec<File>>,
 }
 
-/// A NIC whose tap interface the client opens.
+/// NIC whose tap interface the client opens.
 #[derive(Debug)]
 pub struct Nic {
-    /// What the guest knows it by.
+    /// MAC address in the guest.
     pub mac: String,
-    /// What is handed in.
+    /// Passed descriptors.
     pub queues: Vec<File>,
 }
 
 impl Vm {
     pub const CMDLINE: &str = "console=ttyS0 loglevel=5";
 
-    /// A path as JSON and the crate's models want it.
+    /// Path in the form of JSON and of the crate's models.
     pub fn text(path: &std::path::Path) -> String {
         path.display().to_string()
     }
 
-    /// What nearly every client says of it, and these sections.
+    /// Configuration that nearly all clients have in common, plus `sections`.
     pub fn config(&self, sections: Value) -> Value {
         let mut config = json!({
             "payload": {"kernel": self.kernel, "initramfs": self.initramfs, "cmdline": Self::CMDLINE},
@@ -59,7 +59,7 @@ impl Vm {
         config
     }
 
-    /// Its NICs, opened one after another.
+    /// Opens the NICs one after another.
     pub fn nics(&self) -> impl Iterator<Item = Result<Nic>> {
         self.taps.iter().enumerate().map(|(nth, tap)| {
             let mac = format!("02:f5:00:00:c1:{nth:02x}");
@@ -68,10 +68,10 @@ impl Vm {
     }
 }
 
-/// Waits until the guest is up: what is asked of its drivers before that, nobody answers.
+/// Waits until the guest is up, because its drivers answer no requests before.
 pub type UntilUp<'a> = &'a dyn Fn() -> Result<()>;
 
-/// No guest takes longer for what it is asked, unless it hangs.
+/// Time limit of a guest's reaction. It is only exceeded if the guest hangs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// How often something is looked at.
+/// Interval of checks.
 pub const LOOK: Duration = Duration::from_millis(20);

@@ -1,4 +1,4 @@
-//! HTTP as clients of Cloud Hypervisor write and read it themselves.
+//! HTTP in the form in which clients of Cloud Hypervisor write and parse it.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -28,22 +28,22 @@ impl Connection {
         Ok(self.0.write_all(bytes.as_bytes())?)
     }
 
-    /// The same in one message with descriptors beside it, which are closed when it is sent.
+    /// Writes a request, or one piece of it, in one message with descriptors, which are then
+    /// closed.
     pub(crate) fn write_with(&mut self, bytes: &str, files: Vec<File>) -> Result<()> {
         tap::send_with(&self.0, bytes.as_bytes(), &files)
     }
 
-    /// All that one `recv` brings.
+    /// Returns the data of one `recv`.
     pub(crate) fn receive(&mut self) -> Result<String> {
         let mut buffer = [0; 1023];
         let len = self.0.read(&mut buffer)?;
         Ok(String::from_utf8(buffer[..len].to_vec())?)
     }
 
-    /// Reads an answer by the rules of Cloud Hypervisor's own client, which Kata Containers'
-    /// runtime-rs shares: all that stands between the version and the first `\r` is the status,
-    /// and the length has its name in title case. Others take less literally what they are
-    /// sent.
+    /// Reads a response by the rules of Cloud Hypervisor's own client, which Kata Containers'
+    /// runtime-rs shares. All text between the version and the first `\r` is the status, and
+    /// `Content-Length` must be in title case. Other clients are less strict.
     pub(crate) fn answer(&mut self) -> Result<Response> {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
@@ -63,13 +63,13 @@ impl Connection {
         Ok(Response { status, body: String::from_utf8(body)? })
     }
 
-    /// A request in one piece, and its answer.
+    /// Writes a request in one piece and reads the response.
     pub(crate) fn call(&mut self, request: &str) -> Result<Response> {
         self.write(request)?;
         self.answer()
     }
 
-    /// The same, with the only status that its client takes for consent.
+    /// Makes a call for which the client accepts only this status.
     pub(crate) fn expect(&mut self, status: u16, request: &str) -> Result<Response> {
         let answer = self.call(request)?;
         ensure!(answer.status == status, "{request:?} is answered by {answer:?}, not by {status}");
@@ -86,20 +86,20 @@ fn parse(head: &str) -> Option<(u16, usize)> {
     Some((status.trim().parse().ok()?, len))
 }
 
-/// How a client writes its requests.
+/// Format of a client's requests.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Style {
-    /// What is before the path.
+    /// Text before the path.
     pub base: &'static str,
-    /// The headers that it always sends, each with its end.
+    /// Headers of every request, each with its line end.
     pub headers: &'static str,
-    /// What it sends beside with a body.
+    /// Additional headers of a request with a body.
     pub with_body: &'static str,
-    /// Whether it says `Content-Length: 0` where a PUT has no body.
+    /// True if a PUT without a body has the header `Content-Length: 0`.
     pub says_empty: bool,
 }
 
-/// Clients in Go that write their requests themselves.
+/// Format of clients in Go that write their requests themselves.
 pub(crate) const GO: Style = Style {
     base: "",
     headers: "Host: localhost\r\nUser-Agent: Go-http-client/1.1\r\nAccept-Encoding: gzip\r\n",

@@ -1,4 +1,5 @@
-//! Every client against the server, with an owner that has no machine but answers as if it had.
+//! Runs every client with the API server and an owner without a machine, which responds as if it
+//! had one.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -17,7 +18,7 @@ use foreshore_devices::events::EventMonitor;
 use foreshore_devices::events::{Event, Events, Monitor};
 use serde_json::json;
 
-/// A VM of which there is only what is said of it.
+/// State of the simulated VM.
 struct Said {
     config: Box<VmConfig>,
     state: VmState,
@@ -35,7 +36,7 @@ impl Owner {
         self.vm.as_mut().ok_or(VmError::NotCreated)
     }
 
-    /// Goes from a state to another, which an event tells.
+    /// Changes the state and emits the event.
     fn go(
         &mut self,
         (verb, event): (&'static str, Event<'_>),
@@ -71,12 +72,12 @@ impl Owner {
     fn add(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
         let said = self.said()?;
         if let DeviceConfig::Net(net) = device {
-            // Who names an address hands in the queue with the same request.
+            // A request with an address also passes the queue.
             assert_eq!(net.fds.len(), usize::from(net.mac.is_some()), "{net:?}");
             said.config.net.push(net);
         }
         said.devices += 1;
-        // The first one that the strict client adds to a VM that runs has a name.
+        // The strict client names the first device that it adds to a running VM.
         let id =
             if said.devices == 2 { "disk1".to_owned() } else { format!("_device{}", said.devices) };
         let bdf = format!("0000:00:{:02x}.0", said.devices);
@@ -92,7 +93,7 @@ impl Owner {
         Ok(())
     }
 
-    /// False at the end.
+    /// Handles a request. Returns false for the last one.
     fn serve(&mut self, request: VmRequest) -> bool {
         use VmState::{Created, Paused, Running};
         fn answer<T>(reply: Reply<T>, result: Result<T, VmError>) {
@@ -151,7 +152,7 @@ impl Owner {
                 answer(reply, Ok(()));
                 return false;
             }
-            // No client asks for what is our own.
+            // No client uses calls that only Foreshore has.
             other => panic!("{other:?}"),
         }
         true
@@ -166,7 +167,7 @@ async fn own(mut requests: Requests, mut owner: Owner) {
     }
 }
 
-/// Runs a client, which may block, beside a VMM, with a VM that runs if it was started with one.
+/// Runs a client, which may block, with a VMM. The VMM has a running VM if `started_with` is set.
 fn against<T: Send + 'static>(
     started_with: Option<VmConfig>,
     client: impl FnOnce(&Vm) -> T + Send + 'static,
@@ -183,12 +184,12 @@ fn against<T: Send + 'static>(
         pmem: path("pmem"),
         events: path("events"),
         taps: vec!["one".to_owned(), "other".to_owned()],
-        // Nobody looks what it is.
+        // The type of the file is not checked.
         open_tap: |_| Ok(vec![File::open("/dev/null")?]),
     };
     assert!(Command::new("mkfifo").arg(&vm.events).status().unwrap().success());
     let events = Events::start();
-    // Most clients do not read it, and would be waited for.
+    // Most clients do not read the FIFO, and the monitor would wait for a reader.
     let _reader = File::options().read(true).write(true).open(&vm.events).unwrap();
     Monitor::start(&EventMonitor::Path(vm.events.clone()), &events).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

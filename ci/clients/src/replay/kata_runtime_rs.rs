@@ -1,5 +1,5 @@
-//! Kata Containers' runtime-rs (hypervisor/src/ch): Cloud Hypervisor's own api_client, one
-//! connection for all, a request in several pieces, and JSON with every `null` written out.
+//! Kata Containers' runtime-rs (hypervisor/src/ch). It uses Cloud Hypervisor's own api_client, one
+//! connection for all calls, requests in several pieces, and JSON with explicit `null`s.
 
 use std::fs::File;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::vm::{Nic, UntilUp, Vm};
 use crate::wire::Connection;
 
-/// api_client writes head, length, end and body apart.
+/// Makes a call. api_client writes head, length, end and body separately.
 fn call(
     stream: &mut Connection,
     method: &str,
@@ -20,7 +20,7 @@ fn call(
     call_with(stream, method, call, body, Vec::new())
 }
 
-/// Descriptors go with the head.
+/// Makes a call whose descriptors accompany the head.
 fn call_with(
     stream: &mut Connection,
     method: &str,
@@ -68,14 +68,14 @@ fn config(vm: &Vm) -> Value {
     })
 }
 
-/// It forgets the tap's name and its own for the NIC, and says whatever else it would without
+/// NIC without the names of its tap and of itself. All other fields are the same as without
 /// descriptors.
 fn net(mac: &str) -> Value {
     json!({"ip": "192.168.249.1", "mask": "255.255.255.0", "mac": mac, "iommu": false, "num_queues": 2,
            "queue_size": 256, "vhost_user": false, "vhost_mode": "Client"})
 }
 
-/// What it reads of `vm.info`, all of which must be there.
+/// Checks that all fields of `vm.info` that the runtime reads are present.
 fn check(info: &Value, nics: usize) -> Result<()> {
     let of_a_nic = ["ip", "mask", "mac", "num_queues", "queue_size"];
     let of_nics =

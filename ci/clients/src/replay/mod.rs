@@ -1,5 +1,5 @@
-//! Clients that are no crates: what they send, in their order and byte by byte but for the VM's own
-//! paths, and what they make of the answers.
+//! Replays of clients that are not crates. They send the clients' requests in order and byte by
+//! byte except for paths, and interpret the responses in the same way.
 
 mod curl;
 mod flintlock;

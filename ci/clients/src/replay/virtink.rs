@@ -1,5 +1,5 @@
-//! Virtink (pkg/cloudhypervisor): asks for a VM's state before there is one, and takes an error for
-//! "not yet".
+//! Virtink (pkg/cloudhypervisor). It queries the state of a VM before there is one, and interprets
+//! an error as "not yet".
 
 use anyhow::{Result, ensure};
 use serde_json::json;
@@ -8,7 +8,7 @@ use crate::vm::{UntilUp, Vm};
 use crate::wire::{Connection, GO};
 
 pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
-    // Each call has a client, and so a connection, of its own.
+    // Each call uses a new client and connection.
     let call = |request: &str| Connection::open(&vm.api_socket)?.call(request);
     let info = call(&GO.get("vm.info"))?;
     ensure!(info.status >= 400, "{info:?} without a VM");
