@@ -1,4 +1,4 @@
-//! Links the agent without symbols: all of it is locked in the guest's memory, and it is copied
+//! Links the agent without symbols, because all of it is locked in the guest's memory and copied
 //! into every image.
 
 fn main() {

@@ -1,4 +1,4 @@
-//! What is reported, and to whom: what outlives a connection.
+//! State of the agent that outlives a connection, and the loop that connects.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -21,21 +21,21 @@ use crate::{logged, sys};
 const FIRST_BACK_OFF_MS: u64 = 100;
 const MAX_BACK_OFF_MS: u64 = 5_000;
 
-/// A connection that lasted this long was a good one: the next attempt after it is soon.
+/// Duration of a good connection. After it, the next attempt follows soon.
 const GOOD_CONNECTION_MS: u64 = 10_000;
 
-/// While nobody takes reports, memory is looked after this often.
+/// Interval at which memory is observed while no reports can be sent.
 const HOUSE_MS: u64 = 1_000;
 
-/// Everything that outlives a connection.
+/// State that outlives a connection.
 #[derive(Debug)]
 pub(crate) struct Agent {
     pub(crate) proc: Proc,
     pub blocks: Option<BlockWatch>,
-    /// Have the thread take charge of blocks with its next request.
+    /// Makes the thread take charge of blocks with its next request.
     pub(crate) take_charge: bool,
     pub triggers: Option<Triggers>,
-    /// Becomes readable when the agent is to end.
+    /// Becomes readable when the agent must end.
     pub termination: Option<OwnedFd>,
     pub reserve: Option<Reserve>,
     /// Memory that the VMM can add, from its last settings.
@@ -83,9 +83,9 @@ impl Agent {
         Ok(&self.report)
     }
 
-    /// Sees how memory is doing, and does what is to be done about it in the guest.
+    /// Reads the state of memory and adapts the guest to it.
     fn observe(&mut self) -> Result<(), ProcError> {
-        // Also where it fails: it is not tried again at once.
+        // Also set before an error, so that it is not retried at once.
         self.observed_ms = sys::monotonic_ms();
         self.proc.fill(&mut self.report, self.observed_ms)?;
         self.observed_ms = sys::monotonic_ms();
@@ -108,30 +108,30 @@ impl Agent {
             logged("set vm.lowmem_reserve_ratio", result).is_none()
         });
         if let Some(kernel_blocks) = &mut self.kernel_blocks {
-            // Reports soon after a block became kernel memory.
+            // A report follows soon after a block became kernel memory.
             self.take_charge |=
                 kernel_blocks.poll(&self.report, self.proc.other_user_pages(), self.observed_ms);
         }
         if let Some(tuning) = &mut self.tuning {
             let result = tuning.adapt(&self.report.zones, self.report.memory.total_bytes);
-            // Kept after an error, because settings that were written before it must be restored at
-            // the end.
+            // `tuning` is kept after an error, because settings that were written before it must be
+            // restored at the end.
             logged("adapt settings of the kernel", result);
         }
         Ok(())
     }
 
-    /// When memory is to be looked after, if no report is made.
+    /// Time at which memory is observed if no report is sent.
     pub(crate) fn house_due_ms(&self) -> u64 {
         self.observed_ms.saturating_add(HOUSE_MS)
     }
 
-    /// Looks after memory if that is due: a VMM that takes no reports may plug memory all the same.
+    /// Observes memory if that is due, because a VMM that reads no reports may still plug memory.
     pub(crate) fn keep_house(&mut self) -> Result<(), ProcError> {
         if sys::monotonic_ms() >= self.house_due_ms() { self.observe() } else { Ok(()) }
     }
 
-    /// Reports until it is told to end.
+    /// Reports until termination is requested.
     pub(crate) fn run(&mut self, address: &Address) {
         self.report_to(address);
         if let Some(tuning) = &mut self.tuning {
@@ -175,7 +175,8 @@ impl Agent {
         }
     }
 
-    /// Waits that long, and looks after memory meanwhile; true at once when the agent is to end.
+    /// Waits for `wait_ms`, and observes memory meanwhile. Returns true at once when termination is
+    /// requested.
     pub(crate) fn is_told_to_end_within(&mut self, wait_ms: u64) -> bool {
         let until_ms = sys::monotonic_ms().saturating_add(wait_ms);
         loop {
@@ -189,14 +190,14 @@ impl Agent {
             if events.is_ok_and(|[termination]| !termination.is_empty()) {
                 return true;
             }
-            // What is wrong with it is said when there is a report to make.
+            // The next report will return the error.
             let _ = self.keep_house();
         }
     }
 }
 
-/// Says an error unless it is the one that was said last: a VMM that is away for a day fills no
-/// log.
+/// Prints an error unless it is the same as the previous one, so that a VMM that is away for a day
+/// does not fill the log.
 fn say_once(error: SessionError, said: &mut String) {
     let text = format!("{:#}", anyhow::Error::from(error));
     if text != *said {
@@ -229,8 +230,8 @@ mod tests {
         let mut agent =
             Agent::open(Path::new("/proc"), tree.path()).expect("this machine has /proc");
         let reserve = Reserve::open(tree.path(), &tree.at("run"), "").expect("opens");
-        // As if these were the guest's. This machine's, which it looks at while it waits, may
-        // differ.
+        // As if these were the guest's zones. Those of this machine, which the agent reads while it
+        // waits, may differ.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
         let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];
         agent.reserve.insert(reserve).adapt(&zones, 0).expect("writes");
@@ -242,7 +243,7 @@ mod tests {
     #[test]
     fn settings_that_were_written_before_another_failed_are_put_back_at_the_end() {
         let defrag = "sys/kernel/mm/transparent_hugepage/defrag";
-        // Where all memory is on nodes without CPUs.
+        // A file without CPUs, so that all memory is on nodes without them.
         let tree = Tree::new(&[("sys/devices/system/node/has_cpu", "\n"), (defrag, "madvise")]);
         tree.make("sys/kernel/mm/transparent_hugepage/khugepaged/defrag");
         let mut agent =

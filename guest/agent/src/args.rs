@@ -33,21 +33,20 @@ const HOST_CID: u32 = 2;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Address {
-    /// On the other side of a virtual socket.
+    /// vsock address.
     Vsock { cid: u32, port: u32 },
-    /// Behind a socket's file. For tests and measurements on a machine that is no guest; not in the
-    /// help.
+    /// Unix socket, for tests and measurements on a machine that is not a guest. The help omits it.
     Unix(PathBuf),
 }
 
-/// How plugged memory comes online.
+/// Way in which plugged memory comes online.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Online {
-    /// Movable, so that it can leave again.
+    /// Movable, so that it can be unplugged again.
     Movable,
     /// In the zone that the kernel chooses.
     Auto,
-    /// The agent does nothing about it.
+    /// Left to the guest.
     None,
 }
 
@@ -81,7 +80,7 @@ pub(crate) enum ArgsError {
     WrongValue { option: String, value: String, expected: String },
 }
 
-/// Understands the arguments, without the program's name.
+/// Parses the arguments without the program's name.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, ArgsError> {
     let args = args.into_iter().map(|arg| arg.into_string().map_err(ArgsError::NotUtf8));
     let args: Vec<String> = args.collect::<Result<_, _>>()?;

@@ -1,10 +1,9 @@
-//! /sys/devices/system/memory: the states of memory blocks, and the policy by which they come
-//! online.
+//! States of memory blocks and the onlining policy, in /sys/devices/system/memory.
 //!
-//! A block has a directory of its own, so a guest with a terabyte has eight thousand of them: they
-//! are read when the total has changed, and then at most so often that it costs a twentieth of the
-//! time. And writing to one waits for as long as the kernel is plugging, which is just when reports
-//! matter most: so a thread of its own does both.
+//! A block has a directory of its own, so a guest with a terabyte has eight thousand of them. They
+//! are read when the total has changed, in at most a twentieth of the time. A write to a block
+//! waits while the kernel plugs memory, which is when reports matter most. So a separate thread
+//! reads and writes blocks.
 
 use std::fs::{self, File};
 use std::io;
@@ -19,7 +18,7 @@ use crate::args::Online;
 use crate::logged;
 
 impl Online {
-    /// What is written to a block, and to the policy, so that memory comes online in this way.
+    /// Value for a block's state and for the policy.
     fn word(self) -> Option<&'static str> {
         match self {
             Online::Movable => Some("online_movable"),
@@ -28,7 +27,7 @@ impl Online {
         }
     }
 
-    /// Whether a kernel with this policy does by itself what is wanted.
+    /// Returns true if a kernel with this policy brings memory online as requested.
     fn is_done_by(self, policy: OnlinePolicy) -> bool {
         match self {
             Online::Movable => policy == OnlinePolicy::OnlineMovable,
@@ -39,36 +38,37 @@ impl Online {
     }
 }
 
-/// Read at least this often: what somebody else onlines differently shows in nothing else.
+/// Longest time between readings, because nothing else shows a block that another program has
+/// onlined.
 const MAX_AGE_MS: u64 = 30_000;
 
-/// The same while blocks are offline that should not be.
+/// Longest time between readings while blocks are offline that should not be.
 const MAX_AGE_OFFLINE_MS: u64 = 1_000;
 
-/// Reading takes at most one part in so many of the time; and one in so many where nothing has
-/// changed.
+/// Divisors of time: reading takes at most a twentieth, and a thousandth if nothing has changed.
 const COST_PART: u64 = 20;
 const REST_COST_PART: u64 = 1_000;
 
-/// What shows, at little cost, that blocks have come, gone or changed.
+/// Cheap indicators of added, removed or changed blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Signs {
     pub total_bytes: u64,
-    /// Links to the directory of all blocks: one for each of them, and some more. Blocks that are
-    /// plugged and stay offline do not show in the total.
+    /// Number of links to the directory of blocks: one for each block, and some more. Plugged
+    /// blocks that stay offline do not show in the total.
     pub links: u64,
 }
 
-/// Physical addresses of a node that have blocks which are online.
+/// Physical addresses of online blocks of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Range {
     pub node: u32,
     pub start: u64,
-    /// The one behind the last.
+    /// End, exclusive.
     pub end: u64,
 }
 
-/// Adds up the blocks of these numbers: as few ranges as there can be, in ascending order.
+/// Merges the blocks with these numbers and nodes into as few ranges as possible, in ascending
+/// order.
 fn ranges_of(mut blocks: Vec<(u32, u32)>, block_bytes: u64) -> Vec<Range> {
     blocks.sort_unstable();
     let mut ranges: Vec<Range> = Vec::new();
@@ -83,30 +83,29 @@ fn ranges_of(mut blocks: Vec<(u32, u32)>, block_bytes: u64) -> Vec<Range> {
     ranges
 }
 
-/// The blocks as last read.
+/// Reader of the blocks, with the last result.
 #[derive(Debug)]
 pub(crate) struct BlockReader {
     root: PathBuf,
     online: Online,
-    /// Whether blocks that are offline are onlined.
+    /// True if the reader onlines offline blocks.
     in_charge: bool,
     seen: Blocks,
     ranges: Vec<Range>,
-    /// Blocks that were offline at the last reading. The kernel may have been about to online
-    /// them.
+    /// Blocks that were offline at the last reading. The kernel may have been about to online them.
     offline: Vec<u32>,
     signs: Signs,
-    /// When they were read, and when to read them again at the earliest.
+    /// Time of the last reading, and earliest time of the next one.
     read_ms: Option<u64>,
     not_before_ms: u64,
-    /// When to read them where nothing seems to have changed.
+    /// Time of the next reading if nothing changes.
     rest_until_ms: u64,
 }
 
 impl BlockReader {
-    /// A reader of `root`, which is /sys/devices/system/memory outside of tests. It changes nothing
-    /// before it is told to take charge, and then sees to it that memory comes online in the
-    /// way of `online`.
+    /// Creates a reader of `root`, which is /sys/devices/system/memory outside of tests. It changes
+    /// nothing until [`take_charge`](Self::take_charge), after which it brings memory online as in
+    /// `online`.
     pub(crate) fn new(root: &Path, online: Online) -> Self {
         BlockReader {
             root: root.to_owned(),
@@ -122,8 +121,8 @@ impl BlockReader {
         }
     }
 
-    /// Sees to it that plugged memory comes online as is wanted: has the kernel do so, if it does
-    /// not already, and from now on onlines blocks that it left offline.
+    /// Makes plugged memory come online as requested: sets the kernel's policy if necessary, and
+    /// from now on onlines blocks that the kernel left offline.
     pub(crate) fn take_charge(&mut self) -> io::Result<()> {
         let Some(word) = self.online.word() else { return Ok(()) };
         self.in_charge = true;
@@ -136,7 +135,7 @@ impl BlockReader {
         &self.seen
     }
 
-    /// When to read them again, if `signs` are all that is known to have happened since.
+    /// Time of the next reading, depending on `signs`.
     fn due_ms(&self, signs: Signs) -> u64 {
         let Some(read_ms) = self.read_ms else { return 0 };
         let offline = self.seen.nodes.iter().any(|node| node.offline_bytes > 0);
@@ -202,7 +201,7 @@ impl BlockReader {
     }
 }
 
-/// What /sys/devices/system/memory/auto_online_blocks says.
+/// Parses the content of /sys/devices/system/memory/auto_online_blocks.
 fn policy_of(text: &str) -> OnlinePolicy {
     let known = OnlinePolicy::ALL.into_iter().find(|policy| policy.label() == text.trim());
     known.unwrap_or_default()
@@ -216,7 +215,7 @@ struct Block {
 }
 
 impl Block {
-    /// Reads a block's directory; `None` if it goes away meanwhile.
+    /// Reads a block's directory. `None` if it is removed meanwhile.
     fn read(path: &Path, online_it: Option<&str>, failed: &mut u64) -> Option<Self> {
         let state_path = path.join("state");
         let state = fs::read_to_string(&state_path).ok()?;
@@ -237,22 +236,22 @@ impl Block {
 /// (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the block becomes visible).
 pub(crate) fn is_online_block_movable(block: &Path) -> bool {
     let zones = fs::read_to_string(block.join("valid_zones")).unwrap_or_default();
-    // The first zone is the one that the block is in.
+    // The first zone is the zone of the block.
     zones.split_whitespace().next() == Some("Movable")
 }
 
-/// The number in a name such as `memory12`.
+/// Number in a name such as `memory12`.
 pub(crate) fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
     name.to_str()?.strip_prefix(prefix)?.parse().ok()
 }
 
-/// The thread's stack. All of it is locked, so it is no larger than it needs to be.
+/// Stack size of the threads. It is small, because all of it is locked.
 pub(crate) const STACK_BYTES: usize = 64 * 1024;
 
-/// A [`BlockReader`] in a thread of its own.
+/// [`BlockReader`] in a separate thread.
 #[derive(Debug)]
 pub(crate) struct BlockWatch {
-    /// The directory of all blocks, kept open: a path takes the kernel many times as long.
+    /// Directory of all blocks, kept open because a path takes the kernel many times as long.
     root: Option<File>,
     requests: SyncSender<Request>,
     answers: Receiver<Answer>,
@@ -261,7 +260,7 @@ pub(crate) struct BlockWatch {
     ask_again_ms: u64,
 }
 
-/// What the thread is to do: read, if that is due.
+/// Request to the thread to read if that is due.
 #[derive(Clone, Copy, Debug)]
 struct Request {
     signs: Signs,
@@ -269,17 +268,17 @@ struct Request {
     take_charge: bool,
 }
 
-/// What came of it.
+/// Result of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Answer {
-    /// The blocks and where they are, if they were read.
+    /// Blocks and their ranges, if they were read.
     blocks: Option<(Blocks, Vec<Range>)>,
-    /// When to ask again, if nothing happens.
+    /// Time of the next request if nothing happens.
     ask_again_ms: u64,
 }
 
 impl BlockWatch {
-    /// Starts the thread. `clock` gives the time.
+    /// Starts the thread. `clock` returns the time.
     pub(crate) fn start(mut reader: BlockReader, clock: fn() -> u64) -> io::Result<Self> {
         let root = File::open(&reader.root).ok();
         let (requests, inbox) = sync_channel::<Request>(1);
@@ -304,8 +303,8 @@ impl BlockWatch {
         })
     }
 
-    /// Has them read again if that may be due, and returns what a reading has found since the last
-    /// call. Never waits. Clears `take_charge` when it has been passed on.
+    /// Requests a reading if one may be due, and returns a result that has arrived since the last
+    /// call. Does not block. Clears `take_charge` once it has been passed on.
     pub(crate) fn poll(
         &mut self,
         total_bytes: u64,

@@ -1,4 +1,4 @@
-//! What kind of kernel this is.
+//! Version and preemption model of the guest's kernel.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -6,10 +6,10 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use foreshore_proto::{PROTOCOL_VERSION, RawHello};
 
-/// Longer texts would be refused.
+/// Maximum length of texts, because the VMM refuses longer ones.
 const MAX_TEXT_CHARS: usize = 120;
 
-/// The first message of a connection.
+/// First message of a connection.
 pub(crate) fn hello() -> RawHello {
     let kernel = rustix::system::uname();
     let (release, version) =
@@ -29,16 +29,16 @@ pub(crate) fn hello() -> RawHello {
     }
 }
 
-/// What tells the model of a kernel that can have several, best first.
+/// Sources for the model of a kernel with several, in the order of preference.
 #[derive(Debug, Default)]
 struct Evidence {
-    /// /sys/kernel/debug/sched/preempt, which has the chosen one in parentheses. debugfs is not
-    /// mounted everywhere.
+    /// /sys/kernel/debug/sched/preempt, with the chosen model in parentheses. debugfs is not always
+    /// mounted.
     scheduler: String,
-    /// The kernel's log: it says "Dynamic Preempt: MODEL" at boot and at each change
-    /// (kernel/sched/core.c), which a busy log has lost by now.
+    /// Kernel log, which has a line "Dynamic Preempt: MODEL" from the boot and from each change
+    /// (kernel/sched/core.c). A busy log may have lost it.
     log: String,
-    /// /proc/cmdline: what was wanted at boot.
+    /// /proc/cmdline, with the model requested at boot.
     command_line: String,
 }
 
@@ -61,7 +61,7 @@ impl Evidence {
             let said = self.log.lines().filter_map(|line| line.split_once("Dynamic Preempt: "));
             said.filter_map(|(_, model)| known(model.trim())).next_back()
         };
-        // The last one that the kernel knows counts (setup_preempt_mode).
+        // The last model that the kernel knows is in effect (setup_preempt_mode).
         let wanted = || {
             let words = self.command_line.split_whitespace();
             words.filter_map(|word| known(word.strip_prefix("preempt=")?)).next_back()
@@ -70,7 +70,7 @@ impl Evidence {
     }
 }
 
-/// What the kernel's log still has. A record is what one read gives
+/// Reads the relevant lines that the kernel log still contains. Each read returns one record
 /// (Documentation/ABI/testing/dev-kmsg).
 fn kernel_log() -> io::Result<String> {
     let mut log = String::new();
@@ -78,19 +78,19 @@ fn kernel_log() -> io::Result<String> {
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
         .open("/dev/kmsg")?;
-    // Longer than a record; more records than a log of the usual size has.
+    // Larger than a record. The loop is longer than a log of the usual size.
     let mut record = [0; 8192];
     for _ in 0..100_000 {
         match kmsg.read(&mut record) {
             Ok(len) => {
-                // Only one kind of line is wanted: the rest would be megabytes.
+                // Only relevant lines are kept, because all of them would be megabytes.
                 let text = String::from_utf8_lossy(&record[..len]);
                 if text.contains("Dynamic Preempt: ") {
                     log += text.lines().next().unwrap_or_default();
                     log.push('\n');
                 }
             }
-            // Overwritten while it was read: the next one is the oldest that there is.
+            // The record was overwritten. The next read returns the oldest existing one.
             Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
             Err(error) => return Err(error),
@@ -99,8 +99,7 @@ fn kernel_log() -> io::Result<String> {
     Ok(log)
 }
 
-/// The preemption model, from `uname -v` and, where it can be chosen at boot, from what tells the
-/// choice.
+/// Preemption model from `uname -v`, or from `evidence` if it can be selected at boot.
 fn preemption(uname_version: &str, evidence: &Evidence) -> &'static str {
     let has = |flag: &str| uname_version.split_whitespace().any(|word| word == flag);
     if has("PREEMPT_RT") {

@@ -1,5 +1,4 @@
-//! The guest's agent: reports memory pressure to the VMM over vsock. docs/reference/agent.md says
-//! what it does and costs.
+//! Guest agent that reports memory pressure to the VMM over vsock (docs/reference/agent.md).
 
 #![deny(unsafe_code)]
 
@@ -49,14 +48,14 @@ const IOMEM: &str = "/proc/iomem";
 const SYS: &str = "/sys";
 const SYSCTL_VM: &str = "/proc/sys/vm";
 const CMDLINE: &str = "/proc/cmdline";
-/// What the next agent has to know. It goes with the guest's kernel.
+/// Folder of records for the next agent. It exists until the guest reboots.
 const RUN: &str = "/run/foreshore-agent";
 
-/// Exit code for a command line that is refused.
+/// Exit code for an invalid command line.
 const WRONG_COMMAND_LINE: u8 = 2;
 
 fn main() -> ExitCode {
-    // Other users have no access to files that the agent makes.
+    // Other users have no access to files that the agent creates.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
     let command = match args::parse(std::env::args_os().skip(1)) {
         Ok(command) => command,
@@ -100,7 +99,8 @@ fn once() -> anyhow::Result<()> {
 
 fn run(options: &Options) -> anyhow::Result<()> {
     let mut agent = Agent::open(Path::new(PROC), Path::new(MEMORY))?;
-    // None of these is worth dying for: without them the agent still reports, only less reliably.
+    // Errors of the following steps are not fatal: without them the agent still reports, only less
+    // reliably.
     agent.termination = logged("watch for its end", sys::watch_termination());
     logged("protect itself from the OOM killer", fs::write("/proc/self/oom_score_adj", "-1000"));
     logged("raise its priority", sys::raise_priority());

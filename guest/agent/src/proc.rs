@@ -1,4 +1,5 @@
-//! The files in /proc, kept open and read into one buffer, so that a report allocates nothing.
+//! Files in /proc. They are kept open and read into one buffer, so that a report allocates no
+//! memory.
 
 use std::fs::File;
 use std::io;
@@ -10,26 +11,26 @@ use thiserror::Error;
 
 use crate::parse::{self, ParseError};
 
-/// More than any of the texts of a small guest; it grows where they are longer.
+/// Initial size, larger than any text of a small guest. The buffer grows if necessary.
 const FIRST_BUFFER_BYTES: usize = 32 * 1024;
 
-/// No text is longer than this: zoneinfo takes 150 bytes per zone and CPU.
+/// Upper bound of a text's length: zoneinfo has 150 bytes per zone and CPU.
 const MAX_BUFFER_BYTES: usize = 16 << 20;
 
-/// The kernel hands out whole pieces of a text as long as a page has room for the next one
-/// (seq_read_iter in fs/seq_file.c).
+/// The kernel returns whole pieces of a text while a page has room for the next one (seq_read_iter
+/// in fs/seq_file.c).
 const PAGE_BYTES: usize = 4096;
 
 /// Room for the six numbers of dentry-state.
 const UNUSED_BYTES: usize = 256;
 
-/// Watermarks and sizes of zones are read again after so long, or when there is another amount of
-/// memory.
+/// Age at which watermarks and sizes of zones are read again. They are also read when the amount of
+/// memory changes.
 const MAX_ZONES_AGE_MS: u64 = 1_000;
 
-/// What free memory by buddyinfo and by meminfo may differ by: each is counted at its own moment. A
-/// block of pages that is about to leave is on the free lists, but not free; one has 2 MiB at
-/// least.
+/// Allowed difference between the free memory of buddyinfo and meminfo, which are counted at
+/// different times. A block of pages that is being unplugged is on the free lists but not free, and
+/// has at least 2 MiB.
 const FREE_SLACK_BYTES: u64 = (2 << 20) - 1;
 
 #[derive(Debug, Error)]
@@ -44,7 +45,7 @@ pub(crate) enum ProcError {
     Parse(#[from] ParseError),
 }
 
-/// A file that is read again and again.
+/// File that is read repeatedly.
 #[derive(Debug)]
 struct Text {
     path: PathBuf,
@@ -52,18 +53,18 @@ struct Text {
     pieces: Pieces,
 }
 
-/// What the kernel makes a text of.
+/// Structure of a text, as the kernel writes it.
 #[derive(Clone, Copy, Debug)]
 enum Pieces {
     One,
-    /// Each is at most so long.
+    /// Pieces of at most this size.
     UpTo(usize),
-    /// They may be longer than a page.
+    /// Pieces that may be longer than a page.
     Long,
 }
 
 impl Pieces {
-    /// Whether the text ends where a read ended that had room for more.
+    /// Returns true if the text ends where a read ended before the end of the buffer.
     fn is_whole(self, count: usize) -> bool {
         match self {
             Pieces::One => true,
@@ -73,21 +74,21 @@ impl Pieces {
     }
 }
 
-/// The files that a report is made of.
+/// Files that a report is created from.
 #[derive(Debug)]
 pub(crate) struct Proc {
     meminfo: Text,
     zoneinfo: Text,
     vmstat: Text,
-    /// Not needed for a report.
+    /// Optional for a report.
     buddyinfo: Option<Text>,
-    /// Not there if the kernel keeps no pressure information.
+    /// Missing if the kernel has no pressure information.
     pressure: Option<Text>,
-    /// Numbers of cached dentries and inodes. Not needed for a report.
+    /// Numbers of cached dentries and inodes, optional for a report.
     dentries: Option<Text>,
     inodes: Option<Text>,
     buffer: Vec<u8>,
-    /// When zones were read, and how much memory there was.
+    /// Time of the last reading of zones, and amount of memory then.
     zones_read: Option<(u64, u64)>,
     /// Locked and compressed pages in the kernel's zones at that time.
     other_user_pages: u64,
@@ -98,11 +99,11 @@ impl Proc {
     pub(crate) fn open(root: &Path) -> Result<Self, ProcError> {
         Ok(Proc {
             meminfo: Text::open(root.join("meminfo"), Pieces::One)?,
-            // A node each.
+            // One piece per node.
             zoneinfo: Text::open(root.join("zoneinfo"), Pieces::Long)?,
-            // A line each.
+            // One piece per line.
             vmstat: Text::open(root.join("vmstat"), Pieces::UpTo(100))?,
-            // A node each: a line for each of its zones, with eleven numbers.
+            // One piece per node: a line for each zone, with eleven numbers.
             buddyinfo: Text::open(root.join("buddyinfo"), Pieces::UpTo(1024)).ok(),
             pressure: Text::open(root.join("pressure/memory"), Pieces::One).ok(),
             dentries: Text::open(root.join("sys/fs/dentry-state"), Pieces::One).ok(),
@@ -113,7 +114,7 @@ impl Proc {
         })
     }
 
-    /// Fills in everything of a report that comes from /proc.
+    /// Fills the parts of a report that are from /proc.
     pub(crate) fn fill(&mut self, report: &mut RawReport, now_ms: u64) -> Result<(), ProcError> {
         let (memory, kernel) = parse::meminfo(self.meminfo.read(&mut self.buffer)?)?;
         let (unused_dentries, unused_inodes) =
@@ -149,9 +150,9 @@ impl Proc {
         parse::unused(text.as_ref()?.read_once(&mut buffer).ok()?)
     }
 
-    /// Fills in all that moves fast in zones, by the shorter text of the two that tell of it:
-    /// zoneinfo has five lines for each zone and CPU. False if it does not fit to what is known
-    /// of them.
+    /// Updates the fast-changing values of zones from buddyinfo, which is shorter than zoneinfo
+    /// with its five lines for each zone and CPU. Returns false if the result does not match the
+    /// known zones.
     fn fill_free_pages(&mut self, report: &mut RawReport) -> Result<bool, ProcError> {
         let Some(buddyinfo) = &self.buddyinfo else { return Ok(false) };
         let text = buddyinfo.read(&mut self.buffer)?;
@@ -167,7 +168,7 @@ impl Proc {
         let Some(buddyinfo) = &self.buddyinfo else { return Ok(()) };
         let text = buddyinfo.read(&mut self.buffer)?;
         if parse::buddyinfo(text, &mut report.zones).is_err() {
-            // A report without it is worth more than none.
+            // A report without these values is better than none.
             report.zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
             self.buddyinfo = None;
         }
@@ -210,7 +211,7 @@ impl Text {
         }
     }
 
-    /// File that one call reads completely.
+    /// Reads a file that fits into one read.
     fn read_once<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
         let length = self.file.read_at(buffer, 0)?;
         Ok(&buffer[..length])
@@ -258,7 +259,7 @@ mod tests {
         ] {
             assert_eq!(pieces.is_whole(count), whole, "{pieces:?} {count}");
         }
-        // On the machine that the test runs on: what is not asked for would have been the end.
+        // Uses files of the machine that runs the test. A further read would have returned the end.
         let proc = Proc::open(Path::new("/proc")).expect("open");
         let texts = [
             Some(&proc.meminfo),
@@ -288,7 +289,7 @@ mod tests {
         tree.put("meminfo", text);
     }
 
-    /// What each zone has free, and its low watermark: by zoneinfo 2.
+    /// Number of free pages, and low watermark, of each zone.
     fn zones_at(proc: &mut Proc, report: &mut RawReport, now_ms: u64) -> Vec<(u64, u64)> {
         proc.fill(report, now_ms).expect("fill");
         report.zones.iter().map(|zone| (zone.free_pages, zone.low_pages)).collect()
@@ -313,12 +314,12 @@ mod tests {
         assert_eq!(zones_at(2_050), by_buddyinfo);
         put_meminfo(&tree, 1_000_004, 335_488);
         assert_eq!(zones_at(2_100), by_zoneinfo, "memory has come");
-        // Blocks that are about to leave are on the lists: by two MiB more than is free.
+        // Blocks that are being unplugged are on the free lists: 2 MiB more than free memory.
         put_meminfo(&tree, 1_000_004, 335_488 - 2_048);
         assert_eq!(zones_at(2_150), by_zoneinfo, "what is free does not fit");
         put_meminfo(&tree, 1_000_004, 335_488 + 2_047);
         assert_eq!(zones_at(2_200), by_buddyinfo);
-        // A zone has come.
+        // A zone has been added.
         let more = tree.get("buddyinfo") + "Node 2, zone Movable 0 0 0 0 0 0 0 0 0 0 0\n";
         tree.put("buddyinfo", more);
         assert_eq!(zones_at(2_250), by_zoneinfo);
@@ -340,7 +341,7 @@ mod tests {
             let count = text.lines().find_map(|line| line.strip_prefix("syscr: "));
             count.and_then(|count| count.parse::<u64>().ok()).expect("Linux counts them")
         };
-        // All files but zoneinfo.
+        // All files except zoneinfo.
         const SHORT_TEXTS: u64 = 6;
         for (now_ms, of_zoneinfo) in [(1_000, 2), (1_050, 0), (1_999, 0), (2_000, 2), (2_050, 0)] {
             let before = reads();

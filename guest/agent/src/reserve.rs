@@ -1,16 +1,16 @@
-//! Keeps some DRAM for the kernel's own needs.
+//! DRAM reserve for the kernel.
 //!
-//! Hotplugged memory is movable: it serves user pages only. User pages fill the nearest node first,
-//! down to the watermark at which kswapd is woken, and only then go to the PM node. After that
-//! every page table, socket buffer or page descriptor takes the DRAM node under the watermark, and
-//! kswapd swaps, with gigabytes of PM free. Linux has a lever against it: `vm.lowmem_reserve_ratio`
-//! keeps pages of a zone from allocations that a higher zone of the same node could serve. Its
-//! defaults keep half a megabyte of a small guest; this sizes it to what the kernel needs.
+//! Hotplugged memory is movable, so it serves only user pages. User pages fill the nearest node
+//! first, down to the watermark at which kswapd is woken, and only then the PM node. After that,
+//! every page table, socket buffer or page descriptor takes DRAM below the watermark, and kswapd
+//! swaps, although gigabytes of PM are free. `vm.lowmem_reserve_ratio` of Linux prevents this. It
+//! keeps pages of a zone free from allocations that a higher zone of the same node could serve. Its
+//! defaults keep half a megabyte in a small guest; this module adapts it to the kernel's need.
 //!
-//! The guest gets its own setting back when the agent ends. An agent that is killed cannot do that,
-//! and the next one must not take what it finds for the guest's: so what was there, and what agents
-//! have written, is on record for as long as the guest runs. The record is written first: what is
-//! in force and not on record is the guest's own.
+//! The guest's own setting is restored when the agent ends. A killed agent cannot do that, and its
+//! successor must not take the current value for the guest's. So a record of the guest's value and
+//! of all values written by agents exists until the guest reboots. The record is written first: a
+//! current value that is not on record is the guest's own.
 
 use std::fs;
 use std::io;
@@ -20,10 +20,10 @@ use foreshore_proto::{KERNEL_ZONES, LINUX_RESERVE_RATIOS, Zone, reserve_ratios};
 
 use crate::record;
 
-/// The name of the sysctl, and of the record.
+/// Name of the sysctl and of the record.
 const NAME: &str = "lowmem_reserve_ratio";
 
-/// The sysctl and what it held before any agent wrote to it.
+/// Sysctl, with its value before any agent wrote to it.
 #[derive(Debug)]
 pub(crate) struct Reserve {
     path: PathBuf,
@@ -35,7 +35,7 @@ pub(crate) struct Reserve {
     /// needs.
     least: Vec<u64>,
     current: Vec<u64>,
-    /// What agents have written, as on record.
+    /// Values that agents have written, as on record.
     ours: Vec<Vec<u64>>,
     /// Input of the present setting: managed pages of the zones, and the memory that can be added
     /// to them.
@@ -44,14 +44,14 @@ pub(crate) struct Reserve {
 
 impl Reserve {
     /// Reads the setting under `root`, which is /proc/sys/vm outside of tests, and the record under
-    /// `run`, which lasts as long as the guest runs. `cmdline` is the kernel's command line.
+    /// `run`, which exists until the guest reboots. `cmdline` is the kernel's command line.
     pub(crate) fn open(root: &Path, run: &Path, cmdline: &str) -> io::Result<Self> {
         let (path, record) = (root.join(NAME), run.join(NAME));
         let current = ratios_of(&fs::read_to_string(&path)?);
         if current.len() < KERNEL_ZONES.len() {
             return Err(io::Error::from(io::ErrorKind::InvalidData));
         }
-        // The guest's setting, and then ours, each on a line.
+        // The first line is the guest's setting, and the others are ours.
         let text = fs::read_to_string(&record).unwrap_or_default();
         let mut recorded = text.lines().map(ratios_of);
         let (initial, ours) = match recorded.next() {
@@ -95,7 +95,7 @@ impl Reserve {
         record::note("vm.lowmem_reserve_ratio", &self.record, &lines.collect::<String>());
     }
 
-    /// Gives the guest back what an agent that was killed has not.
+    /// Restores the guest's setting that a killed agent has left changed.
     pub(crate) fn restore_after_another(root: &Path, run: &Path) -> io::Result<()> {
         match run.join(NAME).try_exists()? {
             true => Self::open(root, run, "")?.restore(),
@@ -103,7 +103,7 @@ impl Reserve {
         }
     }
 
-    /// Gives the guest its setting back, if what is in force is ours.
+    /// Restores the guest's setting if the current value is ours.
     pub(crate) fn restore(self) -> io::Result<()> {
         let is_ours = ratios_of(&fs::read_to_string(&self.path)?) == self.current;
         if is_ours && self.current != self.initial {
@@ -144,10 +144,10 @@ mod tests {
         Zone { kind, managed_pages: (mib << 20) / PAGE_BYTES, ..Zone::default() }
     }
 
-    /// A guest's sysctl, and a place for the record.
+    /// Guest with its sysctl and a folder for the record.
     struct Guest(Tree);
 
-    /// The setting as Linux prints it, and as the agent writes it.
+    /// Setting as Linux prints it, and as the agent writes it.
     const DEFAULTS: &str = "256\t256\t32\t0\t0\n";
     const RESTORED: &str = "256 256 32 0 0";
 
@@ -190,7 +190,7 @@ mod tests {
     fn setting_of_the_command_line_is_for_the_zones_at_boot() {
         let guest = Guest::new();
         guest.set("256\t8\t32\t0\t0\n");
-        // DRAM that the kernel got is ZONE_NORMAL, and ZONE_DMA32 need not keep 32 MiB of it.
+        // DRAM that the kernel got is ZONE_NORMAL, so ZONE_DMA32 does not have to keep 32 MiB.
         let zones =
             [zone(ZoneKind::Dma32, 295), zone(ZoneKind::Normal, 256), zone(ZoneKind::Movable, 36)];
         let mut reserve =
@@ -243,7 +243,8 @@ mod tests {
         reserve.adapt(&plugged, 0).expect("writes");
         reserve.restore().expect("restores");
         assert_eq!(guest.setting(), RESTORED);
-        // Somebody else's is not ours to take back, and nothing is written where nothing was.
+        // The agent does not replace another program's value, and does not write if nothing has
+        // changed.
         let mut reserve = guest.reserve();
         reserve.adapt(&plugged, 0).expect("writes");
         guest.set("64 64 64 0 0");
@@ -262,7 +263,7 @@ mod tests {
             guest.agent(zones);
             assert_ne!(guest.setting(), RESTORED);
         }
-        // What was plugged has gone meanwhile.
+        // Plugged memory has been unplugged meanwhile.
         guest.agent(&boot);
         assert_eq!(guest.setting(), RESTORED);
         guest.agent(&large);

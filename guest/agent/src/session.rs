@@ -1,4 +1,4 @@
-//! One connection: the hello, reports, and what the VMM answers.
+//! One connection to the VMM: hello, reports and settings.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,7 +17,7 @@ use crate::proc::ProcError;
 use crate::trigger::TRIGGERS;
 use crate::{kernel, sys};
 
-/// Until the VMM says something else, report fast while less than this part is available.
+/// Divisor of the total memory. The quotient is the watermark until the VMM sends settings.
 const DEFAULT_WATERMARK_PART: u64 = 5;
 
 #[derive(Debug, Error)]
@@ -51,7 +51,7 @@ pub(crate) struct Session<'a> {
     socket: OwnedFd,
     pace: Pace,
     lines: LineReader,
-    /// What is to be sent, and how much of it has been.
+    /// Output, and number of its bytes that have been sent.
     out: Vec<u8>,
     sent: usize,
 }
@@ -91,7 +91,7 @@ impl<'a> Session<'a> {
         Ok(session)
     }
 
-    /// Waits for whatever comes first, and answers it.
+    /// Waits for the first event and handles it.
     pub(crate) fn turn(&mut self) -> Result<(), SessionError> {
         let ready = self.wait()?;
         if ready.readable {
@@ -100,7 +100,7 @@ impl<'a> Session<'a> {
         if ready.writable {
             self.flush()?;
         }
-        // A VMM that does not read gets the newest figures when it does, not those of a minute ago.
+        // A VMM that reads late gets the newest values, and not those of a minute ago.
         if self.is_pending() {
             return Ok(self.agent.keep_house()?);
         }
@@ -118,12 +118,12 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Whether something that is to be sent has not been taken.
+    /// Returns true if a part of the output has not been sent yet.
     fn is_pending(&self) -> bool {
         self.sent < self.out.len()
     }
 
-    /// Sleeps until the socket or a trigger is ready, or something is due.
+    /// Waits until the socket or a trigger is ready, or a timer expires.
     fn wait(&mut self) -> Result<Ready, SessionError> {
         let pending = self.is_pending();
         let due_ms = if pending {
@@ -153,8 +153,8 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// A cheap look at free memory, and a dearer one at what is available if that has fallen and
-    /// counts.
+    /// Checks free memory, and reads the measured memory if the check is suspicious, which costs
+    /// more.
     fn look(&mut self, now_ms: u64) -> Result<(), SessionError> {
         let free_bytes = sys::free_bytes();
         if !self.pace.is_suspicious(free_bytes, now_ms) {
@@ -200,7 +200,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Takes what the VMM has sent. What it sends wrongly is said and passed over.
+    /// Handles messages of the VMM. Invalid ones are printed and ignored.
     fn receive(&mut self) -> Result<(), SessionError> {
         let mut buffer = [0; 2048];
         let count = sys::receive(&self.socket, &mut buffer)?.ok_or(SessionError::Closed)?;
@@ -344,7 +344,7 @@ mod tests {
             let (ours, _vmm) = UnixStream::pair().expect("socketpair");
             let mut agent = agent();
             let mut session = Session::new(&mut agent, ours.into()).expect("begins");
-            // At the watermark, and this machine has less.
+            // The watermark is above the memory of this machine.
             let settings = Settings::with_watermark(u64::MAX);
             session.pace.set(Settings { watermark_of: measure, ..settings });
             let now_ms = sys::monotonic_ms();
@@ -377,7 +377,7 @@ mod tests {
         );
     }
 
-    /// A guest whose kernel leaves memory offline, and its blocks.
+    /// Guest whose kernel leaves memory offline, with its blocks.
     fn offline_guest() -> (Agent, Tree) {
         let memory = Tree::memory("offline", &[(32, 1, "offline", "Movable")]);
         let proc =

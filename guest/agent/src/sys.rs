@@ -1,4 +1,4 @@
-//! The system calls that std does not have.
+//! System calls that std lacks.
 
 use std::io;
 use std::mem;
@@ -13,7 +13,7 @@ use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use rustix::time::ClockId;
 
-/// Turns the -1 of a system call into its error.
+/// Converts the -1 of a system call into its error.
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
@@ -24,25 +24,25 @@ pub(crate) fn monotonic_ms() -> u64 {
     now.tv_sec.cast_unsigned().saturating_mul(1000) + now.tv_nsec.cast_unsigned() / 1_000_000
 }
 
-/// Free memory, by the one system call that costs no text.
+/// Free memory, from the only system call that returns it without a text.
 pub(crate) fn free_bytes() -> u64 {
     let info = rustix::system::sysinfo();
     info.freeram.saturating_mul(u64::from(info.mem_unit))
 }
 
-/// Locks all memory that the process has and will have, so that it can report under the pressure it
-/// reports.
+/// Locks all present and future memory of the process, so that it can report under memory pressure.
 pub(crate) fn lock_memory() -> io::Result<()> {
     Ok(rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE)?)
 }
 
-/// Runs before ordinary processes: what it does is short, and late reports are of no use.
+/// Raises the priority over ordinary processes, because the agent's work is short and late reports
+/// are useless.
 pub(crate) fn raise_priority() -> io::Result<()> {
     Ok(rustix::process::setpriority_process(None, -10)?)
 }
 
-/// Calls `act`, whose system calls fail with EINTR once `limit_ms` have passed. For calls that wait
-/// for the kernel.
+/// Calls `act`, whose system calls fail with EINTR after `limit_ms`. For calls that wait for the
+/// kernel.
 #[expect(unsafe_code, reason = "rustix has no timers and no signal handlers")]
 pub(crate) fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     extern "C" fn ignore(_: libc::c_int) {}
@@ -69,17 +69,18 @@ pub(crate) fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -
         check(libc::timer_settime(timer, 0, &raw const times, ptr::null_mut()))
     };
     let result = set.and_then(|_| act());
-    // SAFETY: the timer was made above and is not used any more.
+    // SAFETY: the timer was created above and is no longer used.
     unsafe { libc::timer_delete(timer) };
     result
 }
 
-/// A descriptor that becomes readable when the process is to end, which it does not do by itself
-/// from now on. Of threads started later; so it is called before any is.
+/// Returns a descriptor that becomes readable when termination is requested. Blocks the signals, so
+/// that they no longer end the process. It must be called before any thread is started, because
+/// threads inherit the mask.
 #[expect(unsafe_code, reason = "rustix has no masks of signals and no signalfd")]
 pub(crate) fn watch_termination() -> io::Result<OwnedFd> {
-    // SAFETY: `set` outlives the calls, and sigemptyset makes a set of it before others read it.
-    // The kernel has just created the descriptor, and only the result owns it.
+    // SAFETY: `set` outlives the calls, and sigemptyset initializes it before others read it. The
+    // kernel has just created the descriptor, and only the result owns it.
     unsafe {
         let mut set: libc::sigset_t = mem::zeroed();
         libc::sigemptyset(&raw mut set);
@@ -110,20 +111,20 @@ pub(crate) fn poll<const N: usize>(
     Ok(polled.map(|fd| fd.revents()))
 }
 
-/// The highest port that Linux gives to privileged processes only (LAST_RESERVED_PORT in its
-/// af_vsock.c): the VMM takes reports from these alone.
+/// Highest port that Linux reserves for privileged processes (LAST_RESERVED_PORT in its
+/// af_vsock.c). The VMM accepts reports only from these.
 const LAST_PRIVILEGED_PORT: u32 = 1023;
-/// How many of them to try: those of earlier connections may still be in use on one side.
+/// Number of ports to try, because ports of earlier connections may still be in use on one side.
 const PORTS_TO_TRY: u32 = 64;
 
-/// The privileged ports to try, beginning with another one each millisecond.
+/// Privileged ports to try. The first one changes each millisecond.
 fn privileged_ports(now_ms: u64) -> impl Iterator<Item = u32> {
     let first = (now_ms % u64::from(PORTS_TO_TRY)) as u32;
     (0..PORTS_TO_TRY).map(move |n| LAST_PRIVILEGED_PORT - (first + n) % PORTS_TO_TRY)
 }
 
-/// Takes the first of `ports` that `bind` gets. A port in use is not the end of it; anything else
-/// is.
+/// Returns the first of `ports` for which `bind` succeeds. Any error except a port in use ends the
+/// search.
 fn bind_first(
     ports: impl Iterator<Item = u32>,
     mut bind: impl FnMut(u32) -> io::Result<()>,
@@ -165,7 +166,7 @@ unsafe impl SocketAddrArg for VsockAddress {
     }
 }
 
-/// A stream to `port` of `cid`, from a privileged port.
+/// Opens a stream to `port` of `cid` from a privileged port.
 pub(crate) fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
     let socket = rustix::net::socket_with(
         AddressFamily::VSOCK,
@@ -180,12 +181,12 @@ pub(crate) fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Sends what the socket takes now. Nothing is sent if it takes nothing.
+/// Sends as many bytes as the socket accepts without blocking, possibly none.
 pub(crate) fn send(socket: impl AsFd, bytes: &[u8]) -> io::Result<usize> {
     transferred(rustix::net::send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL))
 }
 
-/// Takes what has arrived; `None` at the end of the stream.
+/// Receives available bytes. `None` at the end of the stream.
 pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     match rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT) {
         Ok((0, _)) => Ok(None),
@@ -193,7 +194,7 @@ pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Option
     }
 }
 
-/// The count of a transfer. That nothing can be transferred now is no error.
+/// Number of transferred bytes. Zero if no transfer is possible without blocking.
 fn transferred(result: rustix::io::Result<usize>) -> io::Result<usize> {
     match result {
         Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(0),

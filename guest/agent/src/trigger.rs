@@ -1,4 +1,4 @@
-//! The kernel's pressure triggers: descriptors that become ready when tasks wait for memory.
+//! Pressure triggers of the kernel: descriptors that become ready when tasks wait for memory.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 use rustix::event::PollFlags;
 
-/// For each trigger what is asked of the kernel, best first.
+/// Requests for each trigger, in the order of preference.
 ///
-/// Some task has waited for 50 ms of 500 ms, or all of them at once for 15 ms. Linux takes no
-/// window shorter than 500 ms, and from whoever lacks CAP_SYS_RESOURCE none but multiples of 2 s,
-/// or, before 6.5, none at all (psi_trigger_create in kernel/sched/psi.c).
+/// Some task has waited for 50 ms in 500 ms, or all tasks together for 15 ms. Linux accepts no
+/// window below 500 ms. Without CAP_SYS_RESOURCE it accepts only multiples of 2 s, or before 6.5
+/// none at all (psi_trigger_create in kernel/sched/psi.c).
 const REQUESTS: [[&[u8]; 2]; 2] = [
     [b"some 50000 500000\0", b"some 200000 2000000\0"],
     [b"full 15000 500000\0", b"full 60000 2000000\0"],
@@ -20,7 +20,7 @@ const REQUESTS: [[&[u8]; 2]; 2] = [
 
 pub(crate) const TRIGGERS: usize = REQUESTS.len();
 
-/// A trigger that has been lost is asked for again after so long.
+/// Time after which a lost trigger is requested again.
 const AGAIN_MS: u64 = 10_000;
 
 /// Triggers that the kernel has granted. A missing one is requested again.
@@ -32,8 +32,8 @@ pub(crate) struct Triggers {
 }
 
 impl Triggers {
-    /// Registers them with the pressure file under `root`, which is /proc outside of tests. An
-    /// error if there is none of them.
+    /// Registers the triggers with the pressure file under `root`, which is /proc outside of tests.
+    /// Returns an error if all fail.
     pub(crate) fn register(root: &Path, now_ms: u64) -> io::Result<Self> {
         let mut triggers = Triggers {
             path: root.join("pressure/memory"),
@@ -61,13 +61,13 @@ impl Triggers {
         result
     }
 
-    /// What to poll for POLLPRI.
+    /// Descriptors to poll for POLLPRI.
     pub(crate) fn fds(&self) -> [Option<BorrowedFd<'_>>; TRIGGERS] {
         self.files.each_ref().map(|file| file.as_ref().map(AsFd::as_fd))
     }
 
-    /// Takes in what poll has said of them: whether one has fired. Those that the kernel took away
-    /// are given up, and asked for again some time later.
+    /// Processes the events of a poll, and returns true if a trigger has fired. Triggers that the
+    /// kernel has removed are closed, and requested again later.
     pub(crate) fn fired(&mut self, events: [PollFlags; TRIGGERS], now_ms: u64) -> bool {
         for (file, events) in self.files.iter_mut().zip(events) {
             if events.intersects(PollFlags::ERR | PollFlags::NVAL) {
@@ -76,7 +76,7 @@ impl Triggers {
             }
         }
         if now_ms >= self.again_ms {
-            // Without them the loop goes on at its own pace.
+            // An error is ignored, because reports continue at the usual intervals.
             let _ = self.register_missing(now_ms);
         }
         events
@@ -85,7 +85,7 @@ impl Triggers {
     }
 }
 
-/// What comes of the first of `requests` that is not refused.
+/// Result of the first of `requests` that is not refused.
 fn first_granted<T>(
     requests: [&[u8]; 2],
     mut register: impl FnMut(&[u8]) -> io::Result<T>,
@@ -104,7 +104,7 @@ fn first_granted<T>(
     }
 }
 
-/// One write makes one trigger, which lives as long as the file stays open.
+/// Registers a trigger by a single write. It exists while the file is open.
 fn register_one(path: &Path, request: &[u8]) -> io::Result<File> {
     let mut file =
         OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;

@@ -1,5 +1,4 @@
-//! Settings of the kernel that are right for memory of one kind, and wrong for a guest that grows
-//! into a second one.
+//! Kernel settings whose defaults suit one kind of memory, but not a guest that has two.
 
 use std::fs;
 use std::io;
@@ -9,22 +8,22 @@ use foreshore_proto::{Zone, full_pm_pages};
 
 use crate::record;
 
-/// What Linux has by itself, and what a guest needs while a node without CPUs, which is how PM
-/// looks, has memory.
+/// Defaults of Linux, and values for a guest in which a node without CPUs has memory. PM is such a
+/// node.
 ///
-/// 1. A fault takes a huge page from the node that it happens on, and from another one only if it
-///    may compact (mm/mempolicy.c, alloc_pages_mpol). With DRAM full, PM would serve small pages
-///    alone. Where there is nothing to compact for, which is so in a node that is full, Linux goes
-///    on to the next node at once (mm/page_alloc.c, __alloc_pages_slowpath: COMPACT_SKIPPED).
-/// 2. khugepaged takes its huge page from the node that most of the small ones are on, and reclaims
-///    there what it lacks (mm/khugepaged.c, alloc_charge_folio): it swaps DRAM while PM is free.
-/// 3. A page block that changes hands wakes kswapd to restore the zone to a boosted watermark
-///    (mm/page_alloc.c, boost_watermark). In a node that is full it cannot do so without swapping
-///    (mm/vmscan.c, balance_pgdat).
+/// 1. A page fault allocates a huge page from its own node, and from another one only if it may
+///    compact (mm/mempolicy.c, alloc_pages_mpol). With full DRAM, PM would only serve small pages.
+///    If compaction is impossible, as in a full node, Linux tries the next node at once
+///    (mm/page_alloc.c, __alloc_pages_slowpath: COMPACT_SKIPPED).
+/// 2. khugepaged allocates a huge page from the node of most of the small ones, and reclaims memory
+///    there if necessary (mm/khugepaged.c, alloc_charge_folio). It swaps DRAM while PM is free.
+/// 3. A page block that changes its type wakes kswapd to restore the zone to a boosted watermark
+///    (mm/page_alloc.c, boost_watermark). In a full node, kswapd has to swap for that (mm/vmscan.c,
+///    balance_pgdat).
 /// 4. Reclaim of DRAM swaps or drops pages unless it may move them to a slower node (mm/vmscan.c,
-///    can_demote). Kernels since 6.7 find that node in the HMAT (drivers/acpi/numa/hmat.c); older
-///    kernels find none, and the setting changes nothing. If PM is full, no page can move. Without
-///    swap Linux then still counts all pages as reclaimable (can_reclaim_anon_pages), and scans
+///    can_demote). Kernels since 6.7 find that node in the HMAT (drivers/acpi/numa/hmat.c). Older
+///    kernels find none, and the setting has no effect. If PM is full, no page can move. Without
+///    swap, Linux then still counts all pages as reclaimable (can_reclaim_anon_pages), and scans
 ///    DRAM for minutes before it calls the OOM killer. So demotion is off while PM is full.
 const SETTINGS: [Setting; 4] = [
     Setting { path: DEFRAG, usual: "madvise", beside_pm: "always", needs_free_pm: false },
@@ -40,10 +39,10 @@ const BOOST_FACTOR: &str = "proc/sys/vm/watermark_boost_factor";
 const DEMOTION: &str = "sys/kernel/mm/numa/demotion_enabled";
 const ZERO_PAGE: &str = "sys/kernel/mm/transparent_hugepage/use_zero_page";
 
-/// Guests that boot with less have no huge pages (mm/huge_memory.c, hugepage_init).
+/// Guests that boot with less memory have no huge pages (mm/huge_memory.c, hugepage_init).
 const HUGE_PAGES_FROM_BYTES: u64 = 512 << 20;
 
-/// A setting whose value depends on whether there is PM.
+/// Setting whose value depends on the presence of PM.
 #[derive(Debug)]
 struct Setting {
     path: &'static str,
@@ -53,45 +52,42 @@ struct Setting {
     needs_free_pm: bool,
 }
 
-/// The name of the record, which has a line for each setting that the agent has changed: its path,
-/// and what was there.
+/// Name of the record. It has a line for each changed setting: its path and its previous value.
 const NAME: &str = "settings";
 
-/// Adapts the kernel's settings to what memory the guest has.
+/// Adapts the kernel's settings to the guest's memory.
 ///
-/// An agent that is killed leaves them so, and what it leaves is what an owner may have set too. So
-/// what was there is on record for as long as the guest runs, and is put there before a setting is
-/// written.
+/// A killed agent leaves changed settings, which could also be an owner's. So the previous values
+/// are on record until the guest reboots. The record is written before a setting.
 #[derive(Debug)]
 pub(crate) struct Tuning {
     root: PathBuf,
     record: PathBuf,
-    /// Of each of `SETTINGS` that is changed now: what was there.
+    /// Previous values of those `SETTINGS` that are changed now.
     was: [Option<String>; SETTINGS.len()],
-    /// Nodes at the last look.
+    /// Nodes at the last call.
     nodes: Vec<u32>,
     /// Nodes without CPUs.
     pm_nodes: Vec<u32>,
     has_free_pm: bool,
     huge_pages: HugePages,
-    /// The size at which it was not known how the kernel was built, and how often that has been
-    /// so.
+    /// Size at which the kernel's build configuration was unknown, and the number of such calls.
     unknown_at: (u64, u64),
 }
 
-/// Whether a guest that was too small for huge pages at boot is to get them.
+/// Huge pages of a guest that was too small for them at boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HugePages {
-    /// It was not, it has them, or somebody else has chosen.
+    /// The guest was not too small, has huge pages now, or another program has changed the setting.
     Settled,
-    /// It was. `has_begun` where writing the settings has, so that they do not look untouched any
-    /// more; and what the command line says.
+    /// The guest was too small. `has_begun` is true if some of the settings have been written, so
+    /// that they no longer look unchanged. `by_command_line` is the choice of the command line.
     LeftOut { has_begun: bool, by_command_line: Option<Option<&'static str>> },
 }
 
 impl Tuning {
-    /// Reads what is set under `root`, which is / outside of tests, and the record under `run`,
-    /// which lasts as long as the guest runs.
+    /// Reads the settings under `root`, which is / outside of tests, and the record under `run`,
+    /// which exists until the guest reboots.
     pub(crate) fn open(root: &Path, run: &Path) -> Self {
         let mut tuning = Self {
             root: root.to_owned(),
@@ -111,8 +107,8 @@ impl Tuning {
                 .map(|(_, was)| was.to_owned())
         };
         for (index, setting) in SETTINGS.iter().enumerate() {
-            // On record, and not in force: the kill came before the setting was written, or the
-            // owner after it.
+            // A setting on record may be unchanged: the agent was killed before it wrote the
+            // setting, or the owner has changed it since.
             tuning.was[index] = recorded(setting.path)
                 .filter(|_| chosen(&tuning.read(setting.path)) == setting.beside_pm);
         }
@@ -127,8 +123,8 @@ impl Tuning {
         tuning
     }
 
-    /// Adapts them to the guest's zones and size. Does nothing while these stay as they are. What
-    /// fails is tried again when they change.
+    /// Adapts the settings to the guest's zones and size. Does nothing while these are unchanged.
+    /// After an error, it retries when they change.
     pub(crate) fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
         let huge_pages = self.give_huge_pages(total_bytes);
         let nodes = zones.chunk_by(|one, next| one.node == next.node).map(|zones| zones[0].node);
@@ -161,15 +157,16 @@ impl Tuning {
             && free_pages >= if self.has_free_pm { full_pages } else { 2 * full_pages }
     }
 
-    /// Puts everything back that depends on what is plugged.
+    /// Restores all settings that depend on plugged memory.
     pub(crate) fn restore(&mut self) -> io::Result<()> {
         self.nodes.clear();
         self.pm_nodes.clear();
         self.set()
     }
 
-    /// Linux looks at the guest's size at boot only. Whatever else decides is read here and not at
-    /// the start: then /boot may not be mounted, and nobody has set anything yet.
+    /// Enables huge pages, because Linux checks the guest's size only at boot. The other inputs are
+    /// read here and not at the start, because /boot may not have been mounted and no program has
+    /// changed a setting then.
     fn give_huge_pages(&mut self, total_bytes: u64) -> io::Result<()> {
         let HugePages::LeftOut { has_begun, by_command_line } = self.huge_pages else {
             return Ok(());
@@ -194,7 +191,7 @@ impl Tuning {
             self.huge_pages = HugePages::LeftOut { has_begun: true, by_command_line };
             self.put_on_record();
             self.huge_pages = HugePages::Settled;
-            // Defrag is to be looked at again.
+            // Makes the next call check the setting of defrag again.
             self.nodes.clear();
             self.write(DEFRAG, "madvise")?;
             self.write(COLLAPSE_DEFRAG, "1")?;
@@ -207,9 +204,9 @@ impl Tuning {
         written
     }
 
-    /// How the kernel was built, where that is said. /boot may be mounted yet, or never: where it
-    /// is missing it is looked for again when the guest's size changes, and else after once,
-    /// twice, four times as many reports.
+    /// Build configuration of the kernel, if available. /boot may be mounted later or never. If the
+    /// file is missing, it is tried again when the guest's size changes, and otherwise after one,
+    /// two, four times as many reports.
     fn config(&mut self, total_bytes: u64) -> Option<String> {
         let (at_bytes, times) = self.unknown_at;
         let times = if total_bytes == at_bytes { times + 1 } else { 1 };
@@ -221,9 +218,9 @@ impl Tuning {
         fs::read_to_string(self.root.join(path)).ok()
     }
 
-    /// Whether huge pages are off for the guest's size at boot: then Linux clears all of these,
-    /// while `transparent_hugepage=never` and whoever switches them off later touch the first
-    /// only.
+    /// Returns true if Linux disabled huge pages because of the guest's size at boot. Linux then
+    /// clears all of these settings. `transparent_hugepage=never`, or a program that disables huge
+    /// pages later, only changes the first one.
     fn has_been_left_out(&self) -> bool {
         chosen(&self.read(ENABLED)) == "never"
             && chosen(&self.read(DEFRAG)) == "never"
@@ -245,8 +242,8 @@ impl Tuning {
         Ok(())
     }
 
-    /// What somebody else has set stays. One setting that fails keeps none of the others from being
-    /// set.
+    /// Sets or restores all settings. Values of other programs stay, and an error of one setting
+    /// does not affect the others.
     fn set(&mut self) -> io::Result<()> {
         let mut result = Ok(());
         for (index, setting) in SETTINGS.iter().enumerate() {
@@ -263,7 +260,7 @@ impl Tuning {
     fn change(&mut self, index: usize) -> io::Result<()> {
         let setting = &SETTINGS[index];
         let text = match fs::read_to_string(self.root.join(setting.path)) {
-            // Kernels without it do not do what it is about.
+            // Kernels without the setting do not have the behavior either.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             text => text?,
         };
@@ -304,7 +301,7 @@ impl Tuning {
         changed.chain(begun).map(|(path, was)| format!("{path} {was}\n")).collect()
     }
 
-    /// Nothing where there is nothing to read.
+    /// Returns an empty text if the file cannot be read.
     fn read(&self, path: &str) -> String {
         fs::read_to_string(self.root.join(path)).unwrap_or_default()
     }
@@ -314,17 +311,18 @@ impl Tuning {
     }
 }
 
-/// What gives huge pages, for some memory or for all.
+/// Values that enable huge pages, for some memory or for all.
 const WORDS: [&str; 2] = ["always", "madvise"];
 
-/// What the command line says of huge pages, if anything: none, if neither of `WORDS`.
+/// Value on the command line, if there is one. The inner option is `None` for a value that is not
+/// one of `WORDS`.
 fn word_of_command_line(command_line: &str) -> Option<Option<&'static str>> {
     let words = command_line.split_whitespace();
     let word = words.filter_map(|word| word.strip_prefix("transparent_hugepage=")).next_back()?;
     Some(WORDS.into_iter().find(|known| *known == word))
 }
 
-/// What a kernel that was built so has by itself.
+/// Default value of a kernel with this build configuration.
 fn word_of_config(config: &str) -> Option<&'static str> {
     WORDS.into_iter().find(|word| {
         let line = format!("CONFIG_TRANSPARENT_HUGEPAGE_{}=y", word.to_uppercase());
@@ -332,13 +330,13 @@ fn word_of_config(config: &str) -> Option<&'static str> {
     })
 }
 
-/// The word in brackets, or all there is.
+/// Word in brackets, or the whole text.
 fn chosen(text: &str) -> &str {
     let word = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
     word.map_or(text.trim(), |(word, _)| word)
 }
 
-/// `0-1,3`, as the kernel prints sets of nodes.
+/// Parses a set of nodes in the format of the kernel: `0-1,3`.
 fn node_list(text: &str) -> Option<Vec<std::ops::RangeInclusive<u32>>> {
     let text = text.trim();
     let ranges = text.split(',').filter(|range| !range.is_empty());
@@ -368,7 +366,7 @@ mod tests {
     const USUAL: [&str; 4] = ["madvise", "1", "15000", "false"];
     const BESIDE_PM: [&str; 4] = ["always", "0", "0", "true"];
 
-    /// A guest's /proc and /sys, as far as they are looked at.
+    /// /proc and /sys of a guest, with the files that are used.
     struct Guest(Tree);
 
     impl Guest {
@@ -387,7 +385,7 @@ mod tests {
             guest
         }
 
-        /// One that was booted with less than 512 MiB.
+        /// Guest that was booted with less than 512 MiB.
         fn small(files: &[(&str, &str)]) -> Self {
             let guest = Guest::new(&[
                 (ENABLED, "always madvise [never]\n"),
@@ -594,7 +592,7 @@ mod tests {
         guest.tuning().adapt(&zones(&[0]), 1 << 20).expect("adapts");
         assert_eq!([guest.get(ENABLED), guest.get(ZERO_PAGE)], ["always", "1"]);
         assert!(!guest.run().join(NAME).exists());
-        // Who switches them off later has the last word.
+        // A program that disables them later has precedence.
         guest.put(ENABLED, "always madvise [never]\n");
         guest.tuning().adapt(&zones(&[0]), 1 << 20).expect("adapts");
         assert_eq!(guest.get(ENABLED), "never");
@@ -602,8 +600,8 @@ mod tests {
 
     #[test]
     fn an_agent_after_one_that_was_killed_knows_what_is_whose() {
-        // Of each setting: the kernel's, somebody else's, somebody else's that looks like ours, and
-        // none.
+        // For each setting: the kernel's value, another program's, another program's that equals
+        // ours, and none.
         let foreign = [("defer", "always"), ("7", "0"), ("20000", "0"), ("0", "true")];
         for which in 0..SETTINGS.len() {
             let (other, like_ours) = foreign[which];
@@ -621,10 +619,10 @@ mod tests {
                     });
                 };
                 guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
-                // The next one as well.
+                // A second agent leaves the same values.
                 guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
                 others(|setting| setting.beside_pm);
-                // What was plugged has gone meanwhile.
+                // Plugged memory has been unplugged meanwhile.
                 guest.tuning().adapt(&zones(&[0]), GIB).expect("adapts");
                 others(|setting| setting.usual);
                 assert!(
@@ -660,7 +658,7 @@ mod tests {
         guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
         guest.put(BOOST_FACTOR, "20000\n");
         let mut tuning = guest.tuning();
-        // It is forgotten at once that the agent had once changed it.
+        // The record of the agent's change is removed at once.
         guest.put(BOOST_FACTOR, "0\n");
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
         guest.tuning().restore().expect("restores");

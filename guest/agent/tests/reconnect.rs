@@ -1,5 +1,5 @@
-//! The program itself, before a VMM that comes and goes. It changes nothing on the machine that the
-//! tests run on.
+//! Tests of the program with a VMM that disappears and returns. They change nothing on the machine
+//! that runs them.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,7 +13,7 @@ use foreshore_proto::{
 };
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Against a test that never ends: nothing here takes that long.
+/// Time limit that only a hanging test exceeds.
 const LIMIT: Duration = Duration::from_secs(60);
 
 struct Agent(Child, BufReader<ChildStderr>);
@@ -30,7 +30,7 @@ impl Agent {
         Agent(child, BufReader::new(stderr))
     }
 
-    /// Waits until it has said that.
+    /// Waits for a line that contains `what`.
     fn says(&mut self, what: &str) {
         let mut line = String::new();
         while !line.contains(what) {
@@ -42,7 +42,7 @@ impl Agent {
         }
     }
 
-    /// Stops it, and waits until it stands.
+    /// Stops the agent, and waits until it is stopped.
     fn stop(&self) {
         self.signal(Signal::STOP);
         let stat = format!("/proc/{}/stat", self.0.id());
@@ -51,7 +51,7 @@ impl Agent {
         }
     }
 
-    /// How often it has slept until now.
+    /// Number of voluntary sleeps so far.
     fn wakes(&self) -> u64 {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.0.id()));
         let text = text.expect("reads");
@@ -76,7 +76,7 @@ impl Drop for Agent {
     }
 }
 
-/// The VMM's side of one connection.
+/// VMM's side of one connection.
 struct Vmm(BufReader<UnixStream>);
 
 impl Vmm {
@@ -131,7 +131,7 @@ fn listening() -> (tempfile::TempDir, UnixListener) {
     (dir, listener)
 }
 
-/// An agent that has said hello to a VMM with these settings.
+/// Starts an agent that has sent its hello to a VMM with these settings.
 fn connected(settings: Settings) -> (Agent, Vmm) {
     let (dir, listener) = listening();
     let agent = Agent::start(&socket_in(&dir));
@@ -152,7 +152,7 @@ fn a_vmm_that_comes_later_and_comes_again_gets_a_hello_and_reports_from_the_firs
     let socket = socket_in(&dir);
     let mut agent = Agent::start(&socket);
     for _ in 0..2 {
-        // Nobody there, then somebody who refuses, then a VMM.
+        // First no socket exists, then connections are refused, and then there is a VMM.
         agent.says("No such file");
         drop(UnixListener::bind(&socket).expect("binds"));
         agent.says("Connection refused");
@@ -183,7 +183,7 @@ fn a_vmm_that_accepts_and_hangs_up_at_once_is_tried_again() {
 fn a_vmm_that_does_not_read_can_neither_hold_the_agent_up_nor_keep_it_alive() {
     let (agent, mut vmm) = connected(many());
     let first = vmm.report_seq();
-    // Until no more goes in: what lies in the socket does not grow.
+    // Waits until the socket is full, when its content no longer grows.
     let mut queued = 0;
     loop {
         thread::sleep(Duration::from_millis(300));
@@ -240,12 +240,12 @@ fn one_that_is_killed_and_started_again_begins_anew() {
     }
 }
 
-/// What it costs is above all how often it wakes up; the time that it takes depends on the machine.
+/// The cost of the agent is mainly the number of wake-ups. The time depends on the machine.
 #[test]
 fn at_rest_it_wakes_up_ten_times_a_second_and_once_to_report() {
     const REPORTS: u64 = 3;
     let (agent, mut vmm) = connected(Settings::with_watermark(0));
-    // On a machine that is not at rest itself a report may come early, and then some do.
+    // On a busy machine reports may come early, in which case the test measures again.
     let at_rest = (0..LIMIT.as_secs()).find_map(|_| {
         let (since_ms, before) = (vmm.report_ms(), agent.wakes());
         let until_ms = (0..REPORTS).map(|_| vmm.report_ms()).last()?;

@@ -1,8 +1,9 @@
-//! /sys/kernel/mm/page_idle/bitmap (Documentation/admin-guide/mm/idle_page_tracking.rst): a bit per
-//! page frame. Setting one marks the page idle, an access clears it. Pages that are not user memory
-//! have none, so free memory is not among what is found.
+//! Idle page tracking: /sys/kernel/mm/page_idle/bitmap
+//! (Documentation/admin-guide/mm/idle_page_tracking.rst) with one bit per page frame. Setting a bit
+//! marks the page idle, and an access clears it. Pages that are not user memory have no bits, so
+//! free memory is not found.
 //!
-//! A sample of words, chosen anew each time, is marked and read again later.
+//! A random sample of words is marked and read again later.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,8 +15,8 @@ use foreshore_proto::scale;
 use super::{Found, MAX_NODES, PAGE_BYTES, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
-/// Of each node so many words are marked, of 64 pages each: marking and reading one costs a walk
-/// through the page tables for each page, together about 10 ms a minute.
+/// Number of words marked per node, of 64 pages each. Each page costs a walk through the page
+/// tables for marking and reading, together about 10 ms per minute.
 const WORDS: u64 = 64;
 const WORD_PAGES: u64 = 64;
 
@@ -76,10 +77,10 @@ impl Bitmap {
         Found::new(node, idle_bytes, span_bytes, false)
     }
 
-    /// A word of the bitmap whose pages lie in `ranges`, each as probable as another.
+    /// Random word of the bitmap with pages in `ranges`, with a uniform distribution.
     fn choose(&mut self, ranges: &[Range]) -> Option<u64> {
         let word_bytes = WORD_PAGES * PAGE_BYTES;
-        // xorshift64: what is asked of it is no more than to be spread out.
+        // xorshift64, because the values only need to be spread out.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
@@ -101,7 +102,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A bitmap of a guest with so much memory, in which no page is idle.
+    /// Bitmap of a guest with `mib` of memory and no idle page.
     fn bitmap(mib: u64) -> (tempfile::TempDir, Bitmap) {
         let dir = tempfile::tempdir().expect("tempdir");
         let path = dir.path().join("bitmap");
@@ -116,13 +117,13 @@ mod tests {
         let ranges = [range(0, 0, 128), range(0, 256, 384), range(1, 512, 1024)];
         assert_eq!(bitmap.look(&ranges, 1_000), [], "nothing is known yet");
         assert_eq!(bitmap.look(&ranges, 60_999), [], "nor now");
-        // All of node 1 is touched.
+        // All of node 1 is accessed.
         bitmap.file.write_all_at(&vec![0; 512 * 32], 512 * 32).expect("write");
         let found = bitmap.look(&ranges, 61_000);
         let expected =
             |node, idle_mib, span_mib| Found::new(node, idle_mib * MIB, span_mib * MIB, false);
         assert_eq!(found, [expected(0, 256, 256), expected(1, 0, 512)]);
-        // Half of the pages in every word of node 0.
+        // Half of the pages in every word of node 0 are accessed.
         bitmap.file.write_all_at(&vec![0x0f; 512 * 32], 0).expect("write");
         assert_eq!(bitmap.look(&ranges, 121_000)[0], expected(0, 128, 256));
         assert!(

@@ -1,10 +1,9 @@
-//! DAMON by sysfs (Documentation/admin-guide/mm/damon/usage.rst): the kernel samples accesses to
-//! physical addresses, in regions that it splits and merges as it sees fit.
+//! DAMON through sysfs (Documentation/admin-guide/mm/damon/usage.rst). The kernel samples accesses
+//! to physical addresses, in regions that it splits and merges by itself.
 //!
-//! Each node has a monitor of its own, whose two schemes do nothing but count: the bytes that were
-//! not accessed for the span, and all bytes. Both are totals over all aggregations since the
-//! monitor's start, so the quotient of their growth is the part that is idle, however many
-//! aggregations there were between two looks.
+//! Each node has a monitor with two schemes that only count: bytes without an access for the span,
+//! and all bytes. Both are totals over all aggregations since the start of the monitor. So the
+//! ratio of their growth is the idle part, however many aggregations there were between two calls.
 
 use std::fs;
 use std::io;
@@ -15,38 +14,38 @@ use foreshore_proto::scale;
 use super::{Found, MAX_NODES, PERIOD_MS, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
-/// Each region has one page sampled this often: with at most [`MAX_REGIONS`] regions a few hundred
-/// microseconds of a CPU a second at the very most.
+/// Interval of the samples of one page per region. With at most [`MAX_REGIONS`] regions, they take
+/// a few hundred microseconds of a CPU per second at most.
 const SAMPLE_US: u64 = 1_000_000;
 const AGGREGATION_US: u64 = 20_000_000;
 const MIN_REGIONS: u64 = 10;
 const MAX_REGIONS: u64 = 100;
 
-/// A region's age counts aggregations, beginning with 0: with one more it has not been accessed for
-/// the span.
+/// Number of aggregations without an access, after which a region is idle. A region's age counts
+/// from 0, so one more aggregation has passed.
 const MIN_AGE: u64 = SPAN_MS * 1000 / AGGREGATION_US;
 
-/// An interval that means nothing for physical addresses, and by which the agent knows its own
-/// monitors again after it was killed.
+/// Interval without effect for physical addresses. It identifies the agent's own monitors after it
+/// was killed.
 const OURS_US: u64 = 59_746_059;
 
-/// What was found is held for so long while a monitor says nothing new: two looks.
+/// Time for which a result is kept if a monitor has no new counts: two periods.
 const STALE_MS: u64 = 2 * PERIOD_MS;
 
-/// More ranges than this are taken as one: what lies between them is no memory, and is never
+/// More ranges than this are merged into one. Addresses between them are not memory and are never
 /// accessed.
 const MAX_RANGES: usize = 32;
 
-/// A monitor begins with so many regions: the kernel doubles them once in an aggregation at most,
-/// and has told little before.
+/// Initial number of regions. The kernel splits them at most once per aggregation, so results with
+/// few regions would be coarse at first.
 const FIRST_REGIONS: u64 = 32;
 const REGION_STEP: u64 = 2 << 20;
 
-/// The schemes, by their numbers.
+/// Numbers of the schemes.
 const IDLE: usize = 0;
 const ALL: usize = 1;
 
-/// The monitors, one for each node.
+/// Monitors, one for each node.
 #[derive(Debug)]
 pub(super) struct Damon {
     monitors: Vec<Monitor>,
@@ -59,43 +58,43 @@ struct Monitor {
     node: u32,
     ranges: Vec<Range>,
     started_ms: Option<u64>,
-    /// What the schemes had counted at the last look.
+    /// Counts of the schemes at the last call.
     counted: [u64; 2],
     found: Option<Found>,
     found_ms: u64,
 }
 
 impl Damon {
-    /// Takes DAMON, if nobody else has it. `root` is /sys/kernel/mm/damon/admin/kdamonds outside of
-    /// tests. There may be so many nodes.
+    /// Starts monitors for up to `nodes` nodes, unless DAMON is in use. `root` is
+    /// /sys/kernel/mm/damon/admin/kdamonds outside of tests.
     pub(super) fn open(root: &Path, nodes: u32) -> io::Result<Self> {
         let nodes = nodes.clamp(1, MAX_NODES);
         let count = count_of(root)?;
         if !(0..count).all(|number| is_ours(root, number)) {
-            // Not "busy", which is what passes.
+            // Not ResourceBusy, which stands for a temporary state.
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
                 "DAMON is in somebody else's use",
             ));
         }
-        // Ours, of an agent that was killed.
+        // Removes monitors of an agent that was killed.
         Damon::stop(root);
         write(root, "nr_kdamonds", nodes)?;
         let monitors: Vec<Monitor> = (0..nodes).map(|node| Monitor::new(root, node)).collect();
         if let Err(error) = monitors.iter().try_for_each(Monitor::prepare) {
-            // What is prepared in part nobody would know for ours.
+            // A partly prepared monitor could not be identified as ours later.
             let _ = write(root, "nr_kdamonds", 0);
             return Err(error);
         }
         Ok(Damon { monitors })
     }
 
-    /// Ends what is ours, and gives DAMON back.
+    /// Removes our monitors, so that others can use DAMON.
     pub(super) fn stop(root: &Path) {
         let count = count_of(root).unwrap_or(0);
         if (0..count).all(|number| is_ours(root, number)) {
             for number in 0..count {
-                // One that does not run says so.
+                // A monitor that does not run returns an error.
                 let _ = fs::write(root.join(format!("{number}/state")), "off");
             }
             let _ = fs::write(root.join("nr_kdamonds"), "0");
@@ -136,7 +135,7 @@ impl Monitor {
         write(&self.root, &format!("{}/{file}", self.node), value)
     }
 
-    /// All that does not change: everything but the addresses.
+    /// Sets all parameters except the addresses.
     fn prepare(&self) -> io::Result<()> {
         let attributes = "contexts/0/monitoring_attrs";
         self.write("contexts/nr_contexts", 1)?;
@@ -169,7 +168,8 @@ impl Monitor {
             *self = Monitor::new(&self.root, self.node);
             return Ok(());
         }
-        // What it knows of the addresses that stay it keeps, if it is not told of smaller ones.
+        // On a commit, DAMON keeps its knowledge of unchanged addresses, unless it receives smaller
+        // regions.
         let was_started = self.started_ms.is_some();
         let first = if was_started { ranges.clone() } else { pieces(&ranges) };
         let regions = "contexts/0/targets/0/regions";
@@ -188,7 +188,7 @@ impl Monitor {
     fn count(&mut self, now_ms: u64) {
         let Some(started_ms) = self.started_ms else { return };
         if self.write("state", "update_schemes_stats").is_err() {
-            // Somebody has switched it off: that is for them to decide.
+            // Another program has disabled the monitor. The agent does not enable it again.
             self.found = None;
             return;
         }
@@ -200,7 +200,7 @@ impl Monitor {
         else {
             return;
         };
-        // Nothing can be known to be idle for longer than it has been looked at.
+        // Memory counts as idle only after it has been monitored for the whole span.
         let is_known = now_ms.saturating_sub(started_ms) >= SPAN_MS + AGGREGATION_US / 1000;
         if all > 0 && is_known {
             let span_bytes = span_bytes(&self.ranges);
@@ -221,7 +221,7 @@ fn write(root: &Path, file: &str, value: impl ToString) -> io::Result<()> {
         .map_err(|error| io::Error::new(error.kind(), format!("{file} of DAMON: {error}")))
 }
 
-/// How many monitors there are, whosesoever.
+/// Number of monitors of all users.
 fn count_of(root: &Path) -> io::Result<u32> {
     let text = fs::read_to_string(root.join("nr_kdamonds"))?;
     text.trim().parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidData))
@@ -232,7 +232,7 @@ fn is_ours(root: &Path, number: u32) -> bool {
     fs::read_to_string(root.join(file)).is_ok_and(|text| text.trim() == OURS_US.to_string())
 }
 
-/// No more ranges than a monitor may begin with.
+/// Merges the ranges into one if there are too many for a monitor.
 fn bounded(ranges: &[Range]) -> Vec<Range> {
     match (ranges.first(), ranges.last()) {
         (Some(first), Some(last)) if ranges.len() > MAX_RANGES => {
@@ -242,7 +242,7 @@ fn bounded(ranges: &[Range]) -> Vec<Range> {
     }
 }
 
-/// The same addresses in about [`FIRST_REGIONS`] pieces of one size.
+/// Splits the addresses into about [`FIRST_REGIONS`] pieces of equal size.
 fn pieces(ranges: &[Range]) -> Vec<Range> {
     let piece_bytes =
         span_bytes(ranges).div_ceil(FIRST_REGIONS).next_multiple_of(REGION_STEP).max(REGION_STEP);
@@ -266,8 +266,8 @@ pub(super) mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// What the kernel makes when the numbers of things are written. `taken`: monitors of somebody
-    /// else's.
+    /// Files that the kernel creates when numbers of objects are written. `taken` is the number of
+    /// another program's monitors.
     pub(crate) fn sysfs(taken: u32) -> Tree {
         let tree = Tree::new(&[]);
         tree.put("nr_kdamonds", format!("{taken}\n"));
@@ -304,7 +304,7 @@ pub(super) mod tests {
         assert_eq!(damon.look(&ranges, 1_000).expect("writes"), []);
         let context = |file: &str| tree.get(&format!("0/contexts/0/{file}"));
         assert_eq!(context("operations"), "paddr");
-        // 512 MiB in pieces of 16 MiB, the last of them in the second range.
+        // 512 MiB in pieces of 16 MiB. The last one is in the second range.
         assert_eq!(context("targets/0/regions/nr_regions"), "32");
         assert_eq!(context("targets/0/regions/1/start"), (16 * MIB).to_string());
         assert_eq!(context("targets/0/regions/31/start"), (4208 * MIB).to_string());

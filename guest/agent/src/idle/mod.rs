@@ -1,9 +1,7 @@
-//! Memory that nobody touches, per node: from DAMON where the kernel has it, from the bitmap of
-//! idle pages elsewhere.
+//! Idle memory per node, from DAMON if the kernel has it, and otherwise from idle page tracking.
 //!
-//! Both answer in their own time (a write to DAMON's files waits for its next sample), so a thread
-//! of its own asks. What it costs is bounded by how many places are looked at, not by how much
-//! memory there is.
+//! Both may block (a write to DAMON's files waits for its next sample), so a separate thread uses
+//! them. The cost is bounded by the number of samples, independent of the amount of memory.
 
 mod bitmap;
 mod damon;
@@ -21,31 +19,30 @@ use self::bitmap::Bitmap;
 use self::damon::Damon;
 use crate::blocks::{Range, STACK_BYTES};
 
-/// Memory that was not touched for so long is idle.
+/// Time without an access after which memory is idle.
 const SPAN_MS: u64 = 60_000;
 
-/// How often it is asked for.
+/// Interval of queries.
 const PERIOD_MS: u64 = 20_000;
 
-/// What was found longer ago is not reported: the thread may be stuck.
+/// Age at which a result is no longer reported, because the thread may be stuck.
 const MAX_AGE_MS: u64 = 4 * PERIOD_MS + SPAN_MS;
 
-/// Of so many nodes at most, for every one costs.
+/// Largest number of monitored nodes, because each has a cost.
 const MAX_NODES: u32 = 8;
 
 const PAGE_BYTES: u64 = 4096;
 
-/// What was found in the address ranges of one node.
+/// Result for the address ranges of one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Found {
     node: u32,
-    /// So much of them lies idle.
+    /// Idle part of the ranges.
     idle_bytes: u64,
     span_bytes: u64,
-    /// Whether memory that is free, and addresses without memory, are among what lies idle; else
-    /// neither is.
+    /// True if `idle_bytes` includes free memory and addresses without memory.
     with_free: bool,
-    /// Page cache whose use is not seen, see [`Roots::unseen_bytes`].
+    /// Page cache whose use is not noticed, see [`Roots::unseen_bytes`].
     unseen_bytes: u64,
 }
 
@@ -54,7 +51,7 @@ impl Found {
         Found { node, idle_bytes, span_bytes, with_free, unseen_bytes: 0 }
     }
 
-    /// What of a node with these zones is idle. Nothing if it has none.
+    /// Idle memory of a node with these zones. `None` if the node has none.
     fn report(self, zones: &[Zone]) -> Option<NodeIdle> {
         let pages = |of: fn(&Zone) -> u64| {
             let zones = zones.iter().filter(|zone| zone.node == self.node);
@@ -63,8 +60,7 @@ impl Found {
         let (managed_bytes, free_bytes) =
             (pages(|zone| zone.managed_pages), pages(|zone| zone.free_pages));
         let idle_bytes = if self.with_free {
-            // A block may be plugged in part, and of a part that is not there nothing is ever
-            // touched.
+            // A block may be plugged in part, and the missing part is never accessed.
             let absent_bytes = self.span_bytes.saturating_sub(managed_bytes);
             self.idle_bytes.saturating_sub(absent_bytes)
         } else {
@@ -75,7 +71,7 @@ impl Found {
     }
 }
 
-/// Where the kernel has what tells.
+/// Paths of the kernel's interfaces.
 #[derive(Clone, Debug)]
 pub(crate) struct Roots {
     pub damon: PathBuf,
@@ -85,7 +81,7 @@ pub(crate) struct Roots {
 }
 
 impl Roots {
-    /// Those under `root`, which is /sys outside of tests.
+    /// Paths under `root`, which is /sys outside of tests.
     pub(crate) fn under(root: &Path) -> Self {
         let mm = root.join("kernel/mm");
         Roots {
@@ -96,17 +92,17 @@ impl Roots {
         }
     }
 
-    /// How many nodes there may be, as far as they are looked at.
+    /// Number of possible nodes, at most [`MAX_NODES`].
     fn possible_nodes(&self) -> u32 {
-        // A list as `0-1,3`.
+        // Format of the list: `0-1,3`.
         let text = fs::read_to_string(self.nodes.join("possible")).unwrap_or_default();
         let last = text.trim().rsplit([',', '-']).next().and_then(|last| last.parse::<u32>().ok());
         last.map_or(1, |last| last.saturating_add(1)).min(MAX_NODES)
     }
 
-    /// Page cache of a node of which the kernel does not notice that it is used: with the
-    /// multi-generational LRU a read() does not clear a page's idle flag (folio_mark_accessed
-    /// in mm/swap.c), so all that is not mapped seems idle. `None` if it is not known.
+    /// Page cache of a node whose use the kernel does not notice. With the multi-generational LRU,
+    /// read() does not clear a page's idle flag (folio_mark_accessed in mm/swap.c), so all unmapped
+    /// page cache seems idle. `None` if unknown.
     fn unseen_bytes(&self, node: u32) -> Option<u64> {
         let enabled = fs::read_to_string(&self.lru_gen).unwrap_or_default();
         let enabled =
@@ -135,7 +131,7 @@ impl Source {
             Ok(damon) => Ok(Source::Damon(damon)),
             Err(error) => match Bitmap::open(&roots.bitmap) {
                 Ok(bitmap) => Ok(Source::Bitmap(bitmap)),
-                // Of the two it is DAMON that a kernel of today has.
+                // Returns the error of DAMON, which is the interface of current kernels.
                 Err(_) => Err(error),
             },
         }
@@ -149,11 +145,10 @@ impl Source {
     }
 }
 
-/// A source that may have to be waited for.
+/// Source that may be busy.
 ///
-/// Linux takes one write to DAMON's files at a time, refuses others as busy, and may answer the one
-/// only with the next sample: an agent that was killed meanwhile is in the way of the one that
-/// follows it.
+/// Linux accepts one write to DAMON's files at a time and refuses others as busy. A write may
+/// return only at the next sample. So an agent that was killed during a write blocks its successor.
 struct Seeker<O> {
     open: O,
     source: Option<Source>,
@@ -161,7 +156,7 @@ struct Seeker<O> {
 }
 
 impl<O: FnMut() -> io::Result<Source>> Seeker<O> {
-    /// Opens the source. An error if that cannot succeed later either.
+    /// Opens the source. Returns an error if a later attempt cannot succeed either.
     fn start(open: O) -> io::Result<Self> {
         let mut seeker = Seeker { open, source: None, has_said_so: false };
         match (seeker.open)() {
@@ -198,7 +193,7 @@ fn is_busy(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::ResourceBusy
 }
 
-/// A source in a thread of its own.
+/// Source in a separate thread.
 #[derive(Debug)]
 pub(crate) struct IdleWatch {
     damon: PathBuf,
@@ -210,8 +205,8 @@ pub(crate) struct IdleWatch {
 }
 
 impl IdleWatch {
-    /// Starts the thread. An error if the kernel has nothing that tells, or somebody else uses it.
-    /// `clock` gives the time.
+    /// Starts the thread. Returns an error if the kernel has no interface, or if another program
+    /// uses it. `clock` returns the time.
     pub(crate) fn start(roots: &Roots, clock: fn() -> u64) -> io::Result<Self> {
         let (roots, damon) = (roots.clone(), roots.damon.clone());
         let mut source = Seeker::start({
@@ -249,12 +244,12 @@ impl IdleWatch {
         Ok(IdleWatch { damon, ranges, unsent: None, answers, found: Vec::new(), found_ms: 0 })
     }
 
-    /// Where memory is from now on. Never waits.
+    /// Sets the address ranges of memory. Does not block.
     pub(crate) fn set_ranges(&mut self, ranges: Vec<Range>) {
         self.unsent = Some(ranges);
     }
 
-    /// Puts into `idle` what is known of idle memory in a guest with these zones. Never waits.
+    /// Fills `idle` with the known idle memory of a guest with these zones. Does not block.
     pub(crate) fn poll(&mut self, zones: &[Zone], now_ms: u64, idle: &mut Vec<NodeIdle>) {
         if let Some(ranges) = self.unsent.take()
             && let Err(TrySendError::Full(ranges)) = self.ranges.try_send(ranges)
@@ -270,13 +265,13 @@ impl IdleWatch {
         }
     }
 
-    /// Leaves DAMON as it was found.
+    /// Removes the agent's monitors from DAMON.
     pub(crate) fn stop(self) {
         Damon::stop(&self.damon);
     }
 }
 
-/// The addresses of each node among `ranges`, for the nodes that are looked at, in ascending order.
+/// Groups `ranges` by node, in ascending order. Nodes beyond [`MAX_NODES`] are omitted.
 fn nodes_of(ranges: &[Range]) -> Vec<(u32, Vec<Range>)> {
     let mut nodes: Vec<(u32, Vec<Range>)> = Vec::new();
     for range in ranges.iter().filter(|range| range.node < MAX_NODES) {
@@ -322,7 +317,7 @@ mod tests {
     fn what_is_not_there_is_not_idle_memory() {
         let found = Found::new(1, 200 * MIB, 256 * MIB, true);
         let zones = [zone(0, 999, 999), zone(1, 100, 10), zone(1, 50, 0)];
-        // 106 MiB of the ranges have no memory, or memory of the kernel's.
+        // 106 MiB of the ranges have no memory, or memory that the kernel holds.
         assert_eq!(idle_mib(found, &zones), Some(94));
         assert_eq!(idle_mib(Found { idle_bytes: 100 * MIB, ..found }, &zones), Some(0));
         assert_eq!(
@@ -426,8 +421,8 @@ mod tests {
 
     #[test]
     fn a_monitor_that_is_busy_is_told_again_what_to_look_at() {
-        // A thing that cannot be written stands for one that is busy: what comes of it is the same
-        // but for the error.
+        // A directory in place of the file stands for a busy monitor. The results are the same
+        // except for the error.
         let tree = damon::tests::sysfs(0);
         tree.make("0/state");
         let mut source = Source::Damon(Damon::open(tree.path(), 1).expect("opens"));
@@ -456,7 +451,7 @@ mod tests {
             assert!(matches!(source, Source::Bitmap(_)), "{damon:?}");
             let ranges = [range(0, 0, 4)];
             assert_eq!(source.look(&ranges, 0).expect("marks"), []);
-            // A file keeps what is marked: nothing is touched.
+            // In a file, the marks stay, as if there were no accesses.
             let found = source.look(&ranges, SPAN_MS).expect("reads");
             assert_eq!(found[0].report(&[zone(0, 4, 1)]).expect("a node").idle_bytes, 4 * MIB);
             open(damon, &missing).expect_err("neither");

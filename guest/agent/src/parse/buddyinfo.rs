@@ -7,11 +7,11 @@ use super::{ParseError, lines, required, words};
 
 const FILE: &str = "/proc/buddyinfo";
 
-/// The order of the blocks that are counted: 1024 pages of 4 KiB.
+/// Order of the counted blocks: 1024 pages of 4 KiB.
 const LARGEST_ORDER: usize = 10;
 
-/// Fills in how many of the largest blocks each of `zones` has free. A kernel whose allocator keeps
-/// none that large leaves that unknown.
+/// Sets the number of largest free blocks of each of `zones`. Unknown if the kernel's allocator has
+/// no blocks of that order.
 pub(crate) fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
     zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
     for line in lines(text) {
@@ -23,8 +23,8 @@ pub(crate) fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseErro
         else {
             continue;
         };
-        // The zones were read before: memory that has come online since must not make a report that
-        // is refused.
+        // The zones were read earlier. Without the bound, memory that has come online since could
+        // make a report invalid.
         let bound = zone.managed_pages / (LARGEST_BLOCK_BYTES / 4096);
         zone.largest_free_blocks =
             free_blocks(line, LARGEST_ORDER)?.map(|blocks| blocks.min(bound));
@@ -32,8 +32,8 @@ pub(crate) fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseErro
     Ok(())
 }
 
-/// Fills in how many pages each of `zones` has free, and returns how many that are in all. `None`
-/// if the text does not tell of exactly these zones.
+/// Sets the number of free pages of each of `zones`, and returns their sum. `None` if the text does
+/// not contain exactly these zones.
 pub(crate) fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseError> {
     let (mut count, mut sum) = (0, 0u64);
     for line in lines(text).filter(|line| line.starts_with(b"Node ")) {
@@ -107,7 +107,7 @@ mod tests {
             ("", None),
             (" 3", Some(3)),
             (" 3 2 1", Some(3 + 4 + 4)),
-            // At most as many as the zone can have.
+            // At most as many as fit into the zone.
             (" 18446744073709551615 18446744073709551615", Some(1 << 20)),
         ] {
             let text = format!("Node 0, zone Normal 9 9 9 9 9 9 9 9 9 9{larger}\n");

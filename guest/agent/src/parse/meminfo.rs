@@ -6,7 +6,7 @@ use super::{ParseError, lines, number, words};
 
 const FILE: &str = "/proc/meminfo";
 
-/// Sizes. Fields that a kernel may lack are zero.
+/// Parses sizes. Missing fields are zero.
 pub(crate) fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
     let (mut memory, mut kernel) = (Memory::default(), KernelUse::default());
     let (mut total, mut free, mut available) = (None, None, None);
@@ -17,7 +17,7 @@ pub(crate) fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
         }
         let mut words = words(line);
         let Some(key) = words.next() else { continue };
-        // The bytes of the field, which is needed only where the key is one of ours.
+        // Parsed only after the key has matched.
         let mut bytes = |field| kib(words.next(), field);
         match key {
             b"MemTotal:" => total = Some(bytes("MemTotal")?),
@@ -47,7 +47,7 @@ pub(crate) fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
     Ok((memory, kernel))
 }
 
-/// A size that the kernel gives in units of 1024 bytes and calls kB.
+/// Size in units of 1024 bytes, which the kernel calls kB.
 fn kib(word: Option<&[u8]>, field: &'static str) -> Result<u64, ParseError> {
     let kib = word.and_then(number).and_then(|kib| kib.checked_mul(1024));
     kib.ok_or(ParseError::NotANumber { file: FILE, field })

@@ -1,4 +1,4 @@
-//! The kernel's texts. Every parser is a pure function of the bytes of one file.
+//! Parsers of the kernel's text files. Each is a pure function of the bytes of one file.
 
 mod buddyinfo;
 mod meminfo;
@@ -19,7 +19,7 @@ pub(crate) use zoneinfo::zoneinfo;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub(crate) enum ParseError {
-    /// A field that every supported kernel has is not there.
+    /// A field is missing that every supported kernel has.
     #[error("{file} has no {field}")]
     Missing { file: &'static str, field: &'static str },
     /// A field is not a number, or does not fit into the type.
@@ -27,7 +27,7 @@ pub(crate) enum ParseError {
     NotANumber { file: &'static str, field: &'static str },
 }
 
-/// The lines of a text. std looks for their ends some bytes at a time.
+/// Lines of a text. std searches for their ends several bytes at a time.
 fn lines(mut text: &[u8]) -> impl Iterator<Item = &[u8]> {
     std::iter::from_fn(move || {
         let all = text;

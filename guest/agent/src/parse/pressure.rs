@@ -6,8 +6,8 @@ use super::{ParseError, lines, number, required, words};
 
 const FILE: &str = "/proc/pressure/memory";
 
-/// Stall times. A kernel without pressure information has no such file; that is the caller's
-/// business.
+/// Parses stall times. A kernel without pressure information lacks the file, which the caller
+/// handles.
 pub(crate) fn pressure(text: &[u8]) -> Result<Stall, ParseError> {
     let mut stall = Stall::default();
     for line in lines(text) {
@@ -37,7 +37,7 @@ fn fields<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<(u64, u32), Parse
     Ok((total, avg10.ok_or(ParseError::Missing { file: FILE, field: "avg10" })?))
 }
 
-/// `12.34` as 1234: the kernel always writes two decimals.
+/// Parses `12.34` as 1234. The kernel always writes two decimals.
 fn hundredths(value: &[u8]) -> Option<u32> {
     let dot = value.iter().position(|&byte| byte == b'.')?;
     let (whole, decimals) = (number(&value[..dot])?, &value[dot + 1..]);

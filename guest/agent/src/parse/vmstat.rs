@@ -4,12 +4,12 @@ use foreshore_proto::Counters;
 
 use super::{ParseError, lines, required};
 
-/// Event counters. A counter that the kernel does not have is zero.
+/// Parses event counters. Missing counters are zero.
 pub(crate) fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
     let mut counters = Counters::default();
     for line in lines(text) {
-        // Some two hundred lines, of which a dozen are ours: look at the first letters before
-        // anything else.
+        // Only a dozen of some two hundred lines are needed, so the first letters are checked
+        // first.
         let is_ours = matches!(
             line,
             [b'p', b's' | b'g', ..]
@@ -26,8 +26,8 @@ pub(crate) fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
         let Some((field, counter)) = counter(&mut counters, name) else { continue };
         let value = required(Some(value), "/proc/vmstat", field)?;
         *counter = counter.saturating_add(value);
-        // The highest zone that the allocation could use: all but ZONE_MOVABLE (and ZONE_DEVICE)
-        // serve the kernel.
+        // The name is that of the highest zone that the allocation could use. All zones but
+        // ZONE_MOVABLE (and ZONE_DEVICE) serve the kernel.
         if matches!(name, b"allocstall_dma" | b"allocstall_dma32" | b"allocstall_normal") {
             counters.allocstall_kernel = counters.allocstall_kernel.saturating_add(value);
         }
@@ -35,7 +35,7 @@ pub(crate) fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
     Ok(counters)
 }
 
-/// Where the counter called `name` goes. Several may go to one place.
+/// Field for the counter `name`. Several counters may share a field.
 fn counter<'a>(counters: &'a mut Counters, name: &[u8]) -> Option<(&'static str, &'a mut u64)> {
     macro_rules! fields {
         ($($field:ident)+) => {

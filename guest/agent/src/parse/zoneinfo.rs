@@ -6,8 +6,8 @@ use super::{ParseError, lines, required, words};
 
 const FILE: &str = "/proc/zoneinfo";
 
-/// Replaces what is in `zones` by every zone that has memory. Returns the number of locked and
-/// compressed pages in the kernel's zones.
+/// Replaces `zones` by all zones with memory. Returns the number of locked and compressed pages in
+/// the kernel's zones.
 pub(crate) fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
     zones.clear();
     let mut other_user_pages = 0;
@@ -93,7 +93,7 @@ fn most_protection<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<u64, Par
     Ok(most)
 }
 
-/// `Node 0, zone    DMA32`, with which lines of `file` begin.
+/// Parses `Node 0, zone    DMA32`, the beginning of lines in `file`.
 pub(super) fn zone_of(line: &[u8], file: &'static str) -> Result<(u32, ZoneKind), ParseError> {
     let mut words = words(line).skip(1);
     let node = required(words.next().and_then(|word| word.strip_suffix(b",")), file, "node")?;
