@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_keeps_dram_for_the_descriptors_of_all_pm() {
+    fn kernel_keeps_dram_for_the_descriptors_of_all_pm() {
         // A sixteenth of 512 MiB, 16 MiB for each GiB, and 8 MiB of descriptors of boot memory.
         assert_eq!(division(512, 0, 1536), (64, [1, 32]));
         assert_eq!(division(512, 0, 7168), (152, [1, 32]));

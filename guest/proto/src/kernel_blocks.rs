@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_grows_fast_is_short_sooner() {
+    fn fast_growth_makes_the_kernel_short_sooner() {
         let mut growth = KernelBlockGrowth::default();
         let holds = |mib: u64| KernelUse { page_table_bytes: mib * MIB, ..KernelUse::default() };
         growth.counted.update(Some(&holds(0)), 0, 0);

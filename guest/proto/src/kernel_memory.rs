@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_no_counter_has_is_growth_of_the_zones() {
+    fn uncounted_memory_is_growth_of_the_zones() {
         let mut growth = ZoneGrowth::default();
         let none = KernelUse::default();
         let mib = |growth: &ZoneGrowth| growth.bytes_within(1_000) >> 20;
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn locked_and_compressed_pages_are_no_growth() {
+    fn locked_and_compressed_pages_do_not_count_as_growth() {
         let pages = |mib: u64| (mib << 20) / PAGE_BYTES;
         let growth_mib = |other_user_mib: [u64; 2], zones: [[Zone; 1]; 2]| {
             let mut growth = ZoneGrowth::default();
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn no_growth_is_known_from_one_sample_or_without_user_pages() {
+    fn growth_needs_two_samples_and_user_pages() {
         let mut growth = ZoneGrowth::default();
         growth.update(&zone_mib(10, 0), 0, Some(&KernelUse::default()), 0);
         assert_eq!(growth.bytes_within(1_000), 0);

@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endless_line_is_refused_once_and_not_kept() {
+    fn endless_line_is_refused_once_and_not_stored() {
         let mut reader = LineReader::new();
         let chunk = [b'x'; 4096];
         let mut refused = 0;

@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn kernel_memory_that_grows_is_news() {
+    fn growth_of_kernel_memory_is_reported_at_once() {
         let mut pace = pace(800, 800);
         pace.reported_kernel(40 * MIB);
         // A sixteenth of available memory.
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn the_less_there_is_the_sooner_it_reports_and_looks() {
+    fn less_memory_means_earlier_reports_and_looks() {
         for (free, available, report_due_ms, look_due_ms) in [
             (8_000, 8_000, 2_000, 1_100),
             (280, 280, 2_000, 1_000 + 35 * MIB / FASTEST_FILL_BYTES_PER_MS),
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn between_the_watermark_and_twice_as_much_the_interval_is_in_proportion() {
+    fn interval_is_proportional_up_to_twice_the_watermark() {
         for (available, expected_ms) in [
             (0, 50),
             (60 * MIB - 1, 50),
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fall_that_reaches_the_watermark_soon_is_reported_some_times_before() {
+    fn fast_fall_is_reported_several_times_before_the_watermark() {
         for (fall_per_s, expected_ms) in [
             (0, 1_000),
             (1, 1_000),
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn every_interval_lies_between_the_two_that_the_vmm_names_in_whatever_order_it_names_them() {
+    fn interval_is_within_the_two_of_the_settings_in_any_order() {
         for (rest_interval_ms, watermark_interval_ms) in
             [(1_000, 50), (50, 1_000), (20, 20), (60_000, 20)]
         {
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fall_is_known_from_two_reports_and_forgotten_by_halves() {
+    fn rate_of_a_fall_needs_two_reports_and_decays_by_halves() {
         let mut pace = pace(8_000, 1_000);
         assert_eq!(pace.fall_per_s, 0, "one report shows none");
         pace.reported(&memory(900 * MIB, 900 * MIB), 1_500);
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn near_the_watermark_with_nothing_moving_it_is_at_rest_and_any_movement_ends_that() {
+    fn steady_memory_near_the_watermark_slows_reports_until_it_changes() {
         let mut pace = pace(70, 70);
         assert!(pace.report_due_ms() < 1_300);
         for now_ms in (1_200..=4_200).step_by(200) {
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn under_the_watermark_with_nothing_moving_it_slows_down_and_any_movement_ends_that() {
+    fn steady_memory_below_the_watermark_slows_reports_until_it_changes() {
         let mut pace = pace(50, 50);
         for now_ms in (1_050..=4_000).step_by(50) {
             pace.reported(&memory(50 * MIB, 50 * MIB), now_ms);
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn an_alert_makes_it_fast_for_a_second() {
+    fn alert_makes_reports_fast_for_a_second() {
         let mut pace = pace(280, 280);
         pace.alert(1_000);
         assert_eq!(pace.report_due_ms(), 1_050);
@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fall_by_an_eighth_or_under_the_watermark_is_news() {
+    fn fall_by_an_eighth_or_below_the_watermark_is_reported_at_once() {
         for (before, now, is_news) in [
             (280, 246, false),
             (280, 245, true),
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_that_is_news_is_known_beforehand() {
+    fn threshold_of_an_immediate_report_is_exact() {
         for (available, expected) in [
             (0, None),
             (1, Some(0)),
@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn free_memory_that_falls_is_worth_a_second_look() {
+    fn fall_of_free_memory_is_suspicious() {
         const PAGE: u64 = 4096;
         for (before, now_bytes, is_suspicious) in [
             (280, 270 * MIB, false),
@@ -560,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_full_of_page_cache_reads_little_more_than_it_reports_while_nothing_moves() {
+    fn steady_guest_full_of_page_cache_reads_little_more_than_it_reports() {
         for available_mib in [70, 280, 8_000] {
             let at_rest = reads_in_ten_seconds(available_mib, |_| 20 * MIB);
             assert!(at_rest <= 2 * 10, "{available_mib} MiB available: {at_rest} reads at rest");
@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn what_page_cache_hides_is_read_again_after_a_while_also_where_nothing_seems_to_move() {
+    fn memory_hidden_by_page_cache_is_read_again_even_if_unchanged() {
         let mut pace = pace(20, 280);
         assert!(!pace.is_suspicious(20 * MIB, 1_499) && pace.is_suspicious(20 * MIB, 1_500));
         pace.read(20 * MIB, 1_500);
@@ -590,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn where_memory_falls_it_looks_again_soon_until_the_fall_is_over_or_there_is_news() {
+    fn looks_are_early_during_a_fall_until_its_end_or_a_report() {
         // A fall by 35 MiB leads to a report; an eighth of that is 4.4 MiB.
         let mut pace = pace(280, 280);
         let usual_ms = pace.look_due_ms() - 1_000;
@@ -609,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn free_memory_that_page_cache_takes_is_no_fall() {
+    fn free_memory_used_by_page_cache_does_not_count_as_a_fall() {
         let mut pace = pace(100, 280);
         pace.read(20 * MIB, 1_050);
         pace.saw_there(20 * MIB, 279 * MIB);
@@ -620,7 +620,7 @@ mod tests {
     }
 
     #[test]
-    fn however_memory_falls_there_are_a_few_looks_soon_before_there_is_news() {
+    fn any_fall_causes_a_few_early_looks_before_a_report() {
         for fall_mib in 1..=35 {
             let mut pace = pace(280, 280);
             let (mut free_bytes, mut soon) = (280 * MIB, 0);
@@ -639,7 +639,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fall_that_is_spread_over_looks_is_suspicious() {
+    fn fall_spread_over_several_looks_is_suspicious() {
         let mut pace = pace(280, 280);
         for free in [274, 268, 263] {
             assert!(!pace.is_suspicious(free * MIB, 1_100));
@@ -649,7 +649,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watermark_of_free_memory_is_not_hidden_by_what_is_available() {
+    fn available_memory_does_not_hide_a_watermark_of_free_memory() {
         assert!(free_pace(59, 8_000).is_fast(&memory(59 * MIB, 8_000 * MIB), 1_000));
         for (free, available, report_due_ms) in [
             (59, 8_000, 1_050),
@@ -666,7 +666,7 @@ mod tests {
     }
 
     #[test]
-    fn free_memory_that_falls_under_its_watermark_is_news_whatever_is_available() {
+    fn free_memory_below_its_watermark_is_reported_despite_available_memory() {
         assert!(free_pace(280, 8_000).is_suspicious(245 * MIB, 1_050), "an eighth is gone");
         assert!(!free_pace(280, 8_000).is_suspicious(246 * MIB, 1_050));
         assert!(free_pace(64, 8_000).is_suspicious(60 * MIB - 1, 1_050), "under it");
@@ -674,7 +674,7 @@ mod tests {
     }
 
     #[test]
-    fn the_little_that_page_cache_leaves_free_comes_and_goes_without_being_news() {
+    fn small_changes_of_free_memory_beside_page_cache_are_not_reported() {
         let mut pace = free_pace(10, 8_000);
         assert!(!pace.is_suspicious(3 * MIB, 1_050), "less than an eighth of the watermark");
         for at in 1..=80 {
@@ -687,7 +687,7 @@ mod tests {
     }
 
     #[test]
-    fn with_another_measure_it_begins_anew() {
+    fn change_of_the_measure_resets_rates() {
         let mut pace = pace(8_000, 8_000);
         pace.reported(&memory(8_000 * MIB, 1_000 * MIB), 1_100);
         assert_eq!(pace.report_due_ms(), 1_150, "available memory falls");

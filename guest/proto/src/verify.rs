@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sound_report_passes_unchanged() {
+    fn valid_report_is_unchanged() {
         let report = Report::try_from(raw_report()).expect("sound");
         assert_eq!(report.0, raw_report());
     }
@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn idle_memory_is_that_of_a_node_that_exists_once_and_is_no_more_than_it_has() {
+    fn idle_memory_has_a_unique_existing_node_and_fits_into_it() {
         let idle = |r: &mut RawReport, node, idle_bytes, span_ms| {
             r.idle.push(NodeIdle { node, idle_bytes, span_ms });
         };
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_holds_no_more_than_there_is() {
+    fn kernel_memory_is_at_most_the_total() {
         let bound = (512 << 20) + FREE_SLACK_PAGES * 4096;
         let kernel = |edit: fn(&mut KernelUse, u64), bytes| {
             let mut kernel = KernelUse::default();
@@ -526,7 +526,7 @@ mod tests {
 
     /// A single zone may be as large as that of any machine.
     #[test]
-    fn zones_together_have_no_more_than_the_vm_can_have() {
+    fn sum_of_zones_is_at_most_the_memory_of_the_vm() {
         const MOST_PAGES: u64 = 1 << 20;
         let check = |[free_pages, high_pages, managed_pages]: [u64; 3]| {
             let mut raw = raw_report();
@@ -557,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn large_blocks_at_their_bound_or_not_known_are_sound() {
+    fn largest_blocks_may_be_at_the_bound_or_unknown() {
         for blocks in [None, Some(0), Some((131_072 + FREE_SLACK_PAGES) / 1024)] {
             let mut raw = raw_report();
             raw.zones[0].largest_free_blocks = blocks;
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_the_value_and_the_bound() {
+    fn refusal_contains_the_value_and_the_bound() {
         let mut raw = raw_report();
         raw.zones[0].low_pages = 751;
         let refusal = Report::try_from(raw).expect_err("low above high");
@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_agents_hello_is_taken() {
+    fn hello_of_an_older_agent_is_accepted() {
         let line = br#"{"type":"hello","version":1,"agent_version":"0.1.0","kernel_release":"6.1.0-56-cloud-amd64","preemption":"dynamic","page_size_bytes":4096}"#;
         let hello = crate::decode_agent_message(line).and_then(AgentMessage::try_from);
         let Ok(AgentMessage::Hello(hello)) = hello else { panic!("{hello:?}") };

@@ -496,7 +496,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_encoded_is_decoded() {
+    fn encoded_messages_can_be_decoded() {
         let report = RawReport {
             version: PROTOCOL_VERSION,
             seq: 7,
@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_reads_as_its_enum_does() {
+    fn message_decodes_like_its_enum() {
         let report = r#""memory":{"total_bytes":1,"free_bytes":2,"available_bytes":3},"zones":[]"#;
         let hello = r#""agent_version":"1","kernel_release":"6","preemption":"none","page_size_bytes":4096"#;
         for (fields, kind) in [(report, "report"), (hello, "hello")] {
@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_not_said() {
+    fn unknown_values_are_omitted() {
         let mut line = Vec::new();
         let unknown = RawReport { zones: vec![Zone::default()], ..RawReport::default() };
         encode_report(&unknown, &mut line);
@@ -590,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_message_is_refused_with_its_reason() {
+    fn invalid_message_is_refused_with_a_reason() {
         for (line, label) in [
             (&b"\xff\xfe{}"[..], "not_utf8"),
             (b"", "not_json"),
@@ -610,7 +610,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_named_before_anything_else_is_read() {
+    fn other_version_is_refused_before_the_message_is_parsed() {
         assert_eq!(
             decode_agent_message(br#"{"type":"ode","version":2,"seq":"first"}"#),
             Err(Refusal::WrongVersion { theirs: 2, ours: PROTOCOL_VERSION })
@@ -618,7 +618,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watermark_is_of_available_memory_unless_both_sides_know_better() {
+    fn watermark_is_of_available_memory_unless_both_sides_support_another() {
         let settings = |watermark_of: &str| {
             let line = format!(
                 r#"{{"type":"settings","version":1,"watermark_bytes":5,{watermark_of}"rest_interval_ms":1000,
@@ -652,7 +652,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_cannot_ask_for_a_busy_loop_or_for_silence() {
+    fn settings_cannot_request_a_busy_loop_or_silence() {
         let wild = Settings {
             rest_interval_ms: u32::MAX,
             watermark_interval_ms: 0,

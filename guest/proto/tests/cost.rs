@@ -8,7 +8,7 @@ use foreshore_proto::{
 };
 
 #[test]
-fn a_report_is_taken_without_a_copy_of_its_fields() {
+fn report_is_decoded_without_a_copy_of_its_fields() {
     let report = RawReport {
         version: PROTOCOL_VERSION,
         zones: vec![Zone::default(); 4],
