@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_gives_its_bytes_again_and_no_others() {
+    fn seed_determines_the_bytes() {
         let mut buffers = [[0u8; 64]; 3];
         for (buffer, seed) in buffers.iter_mut().zip([7, 7, 8]) {
             Bytes::new(seed).fill(buffer);

@@ -117,7 +117,7 @@ mod tests {
     const PRESSURE: &str = "some avg10=0.00 avg60=0.00 avg300=0.00 total=5\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=6\n";
 
     #[test]
-    fn a_sample_survives_its_line() {
+    fn sample_survives_its_line() {
         let sample = MemorySample::parse(7, MEMINFO, VMSTAT, PRESSURE).unwrap();
         assert_eq!((sample.used_bytes(), sample.swapped_bytes), (600 << 10, 20 << 10));
         assert_eq!((sample.oom_kills, sample.stall_some_us, sample.stall_full_us), (4, 5, 6));
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_cannot_be_is_an_error() {
+    fn missing_or_impossible_value_is_an_error() {
         assert!(MemorySample::parse(0, "MemTotal: 1 kB\n", VMSTAT, PRESSURE).is_err());
         assert!(MemorySample::parse(0, MEMINFO, "pswpin 1\n", PRESSURE).is_err());
         assert!(MemorySample::parse(0, MEMINFO, VMSTAT, "some total=5\n").is_err());

@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_volunteer_starts_is_one_too() {
+    fn children_of_a_volunteer_are_volunteers() {
         // In a process of its own, because the test program itself must not become a victim.
         const CHILD: &str = "GUEST_TOOL_VOLUNTEERS";
         if std::env::var_os(CHILD).is_some() {
@@ -35,7 +35,7 @@ mod tests {
             return;
         }
         let this = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "oom::tests::what_a_volunteer_starts_is_one_too"])
+            .args(["--exact", "oom::tests::children_of_a_volunteer_are_volunteers"])
             .env(CHILD, "1")
             .output()
             .unwrap();

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_come_back_as_they_went() {
+    fn frames_survive_encoding() {
         for frame in [Frame::Stdout(b"out".to_vec()), Frame::Stderr(Vec::new()), Frame::Exit(-7)] {
             let mut wire = Vec::new();
             frame.write_to(&mut wire).unwrap();
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_comes_back_as_it_went() {
+    fn request_survives_encoding() {
         let request = Request("echo ü; exit 3".to_owned());
         let mut wire = Vec::new();
         request.write_to(&mut wire).unwrap();

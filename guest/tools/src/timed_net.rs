@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_of_it_goes_both_ways() {
+    fn data_is_transferred_completely_in_both_directions() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let server = SocketAddrV4::new(Ipv4Addr::LOCALHOST, listener.local_addr().unwrap().port());
         thread::spawn(move || serve(&listener));

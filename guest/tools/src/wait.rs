@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_condition_that_comes_is_waited_for() {
+    fn wait_ends_when_the_condition_is_true() {
         let mut looks = 0;
         let found = wait_for("the third look", Duration::from_secs(10), || {
             looks += 1;
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn a_condition_that_does_not_come_is_named() {
+    fn unmet_condition_is_named() {
         let error = wait_until("pigs fly", Duration::from_millis(1), || Ok(false)).unwrap_err();
         assert!(error.to_string().contains("pigs fly"), "{error}");
     }

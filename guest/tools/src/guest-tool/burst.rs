@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_total_is_that_of_proc_meminfo() {
+    fn total_equals_that_of_proc_meminfo() {
         let text = std::fs::read_to_string("/proc/meminfo").unwrap();
         let line = text
             .lines()

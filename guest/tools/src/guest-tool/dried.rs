@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_kernel_can_have_is_above_watermark_and_protection() {
+    fn usable_pages_are_above_watermark_and_protection() {
         let zoneinfo = "\
 Node 0, zone      DMA
   pages free     3000
@@ -316,7 +316,7 @@ Node 1, zone  Movable
     }
 
     #[test]
-    fn the_kernels_log_says_who_failed_and_who_was_killed() {
+    fn failures_and_kills_are_found_in_the_kernel_log() {
         let failed =
             "4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -12\n SUBSYSTEM=virtio\n";
         assert_eq!(news_in(failed).unwrap(), "failed");
@@ -333,7 +333,7 @@ Node 1, zone  Movable
     }
 
     #[test]
-    fn what_is_taken_is_in_pipes() {
+    fn taken_memory_is_in_pipes() {
         let mut taken = Taken::new(2 * PIPE).unwrap();
         (0..3 * PIPE / STEP / 2).for_each(|_| taken.take_step().unwrap());
         assert_eq!((taken.full.len(), taken.len), (1, PIPE / 2));
@@ -344,7 +344,7 @@ Node 1, zone  Movable
     }
 
     #[test]
-    fn this_machine_has_some() {
+    fn this_machine_has_usable_pages() {
         assert!(KernelMemory::open().unwrap().free_pages().unwrap() > 0);
     }
 }

@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_is_missing_changed_or_too_many_is_found() {
+    fn missing_changed_or_additional_file_is_found() {
         let dir = std::env::temp_dir().join(format!("guest-tool-filled-{}", std::process::id()));
         let write_all = || {
             (0..300).for_each(|number| write(&dir.join(name(number)), &content(7, number)).unwrap())

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stretch_is_written_where_it_belongs_whatever_the_pieces() {
+    fn stretch_is_written_to_its_sectors_in_pieces_of_any_size() {
         let path = std::env::temp_dir().join(format!("guest-tool-stamped-{}", std::process::id()));
         File::create(&path).unwrap().set_len(32 * SECTOR_BYTES as u64).unwrap();
         let target = Target::new(path.to_str().unwrap(), AREA, 8).unwrap();
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_makes_no_sense_is_refused() {
+    fn invalid_target_is_refused() {
         for longest in [0, 9] {
             assert!(Target::new("/dev/null", AREA, longest).is_err());
         }

@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_is_left_out_is_noticed() {
+    fn omitted_kernel_is_detected() {
         let file = std::env::temp_dir().join(format!("guest-tool-stream-{}", std::process::id()));
         let mut all = arrays(&file);
         for _ in 0..2 {
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn places_are_read() {
+    fn places_are_parsed() {
         assert!(matches!(Place::parse("node=1"), Ok(Place::Node(1))));
         assert!(
             matches!(Place::parse("file=/dev/dax0.0"), Ok(Place::File(path)) if path.ends_with("dax0.0"))

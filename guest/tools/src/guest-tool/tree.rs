@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_those_of_a_kernel_tree() {
+    fn sizes_match_a_kernel_tree() {
         let mut numbers = Bytes::new(1);
         let mut sizes: Vec<usize> = (0..20_000).map(|_| size(&mut numbers)).collect();
         sizes.sort_unstable();
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn files_have_places_of_their_own() {
+    fn files_have_distinct_paths() {
         let places: std::collections::BTreeSet<_> = (0..5000).map(place).collect();
         assert_eq!(places.len(), 5000);
     }

@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_history_is_found_on_the_disk_that_has_it() {
+    fn history_matches_only_its_disk() {
         let memory = Memory::new();
         let history = ["writes:1:300:2", "discards:2:300:3", "writes:3:40:1"];
         for item in history {
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_that_is_lost_or_torn_is_found() {
+    fn lost_or_torn_write_is_found() {
         // No later operation overwrites the last write.
         let program: Program = "writes:9:200:1".parse().unwrap();
         let outcome = Outcome::of_history(SHAPE, &["writes:9:200:1"]).unwrap();
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sector_that_should_fail_must() {
+    fn sector_with_an_expected_failure_must_fail() {
         let mut outcome = Outcome::untouched(SHAPE);
         outcome.set(70..71, Content::Fails);
         let memory = Memory::new();
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn made_flogs_come_first() {
+    fn flogs_must_be_first_in_a_history() {
         assert!(Outcome::of_history(SHAPE, &["writes:1:1:1", "flogs:0"]).is_err());
         assert!(Outcome::of_history(SHAPE, &["flogs:x"]).is_err());
         assert!(Outcome::of_history(SHAPE, &["writes:1:1"]).is_err());

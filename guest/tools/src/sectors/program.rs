@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_have_sectors_of_their_own_and_reach_all_of_them() {
+    fn threads_have_disjoint_sectors_and_cover_all() {
         let mut owners = BTreeMap::new();
         for (thread, step) in all_steps("writes:5:4000:3") {
             for sector in sectors(&step) {
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_around_a_border_crosses_it_and_stays_there() {
+    fn program_around_a_border_crosses_it_and_stays_near() {
         for (seed, border) in (0..40).zip(100..) {
             let text = Program::around(border, "writes", seed, 400, 4);
             let program: Program = text.parse().unwrap();
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_program_is_refused() {
+    fn invalid_program_is_refused() {
         for text in [
             "",
             "writes",

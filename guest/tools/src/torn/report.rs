@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_come_back_as_they_went() {
+    fn lines_survive_formatting() {
         for line in [
             Line::Found { thread: 3, versions: vec![0, 17, 4] },
             Line::Flushed(Stretch { first: 256, count: 12, version: 99 }),

@@ -146,14 +146,14 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read() {
+    fn written_versions_are_read() {
         assert_eq!(read(300, &sector(300, 5)), Content::Whole(5));
         assert_eq!(read(300, &vec![0; SECTOR_BYTES]), Content::Whole(0));
         assert_eq!(read(300, &sector(301, 5)), Content::Misplaced { sector: 301 });
     }
 
     #[test]
-    fn two_versions_torn_at_any_word_are_neither() {
+    fn mix_of_two_versions_at_any_word_is_torn() {
         let (old, new) = (sector(300, 41), sector(300, 42));
         for tear in 1..WORDS {
             let mut torn = new.clone();
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn any_line_of_another_version_is_seen() {
+    fn line_of_another_version_is_detected() {
         let (old, new) = (sector(300, 41), sector(300, 42));
         for line in (0..SECTOR_BYTES).step_by(LINE_WORDS * WORD_BYTES) {
             let mut torn = new.clone();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_bit_and_a_missing_line_are_seen() {
+    fn changed_bit_and_missing_line_are_detected() {
         let whole = sector(300, 5);
         for byte in 0..SECTOR_BYTES {
             let mut changed = whole.clone();
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_sector_says_where() {
+    fn torn_sector_names_its_lines() {
         let mut torn = sector(300, 42);
         torn[1280..].copy_from_slice(&sector(300, 41)[1280..]);
         let Content::Torn(lines) = read(300, &torn) else { panic!("not torn") };

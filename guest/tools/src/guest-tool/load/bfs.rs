@@ -181,12 +181,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn its_sum_is_always_the_same() {
+    fn sum_is_reproducible() {
         assert_eq!(run(4, &mut Phases::new()).unwrap(), run(4, &mut Phases::new()).unwrap());
     }
 
     #[test]
-    fn names_are_one_to_one() {
+    fn renaming_is_one_to_one() {
         for scale in [3, 10, 11] {
             let mut names: Vec<u64> =
                 (0..1 << scale).map(|vertex| renamed(vertex, scale)).collect();
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_that_is_wrong_is_found() {
+    fn wrong_tree_is_found() {
         let list = kronecker(10, 8000);
         let graph = Graph::build(1 << 10, &list);
         let root = list[0].0;

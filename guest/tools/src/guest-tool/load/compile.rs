@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_expected_is_what_the_units_call() {
+    fn expected_sum_covers_the_called_functions() {
         let path = std::env::temp_dir().join(format!("guest-tool-unit-{}", std::process::id()));
         let mut x = 1;
         for unit in 0..JOBS {

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_that_has_ended_is_not_waited_for() {
+    fn wait_fails_if_the_server_has_ended() {
         let mut server = Server(Command::new("false").spawn().unwrap());
         let error = Client::connect(&mut server, Path::new("/nonexistent/socket")).err().unwrap();
         assert!(error.to_string().contains("redis-server ended"), "{error}");

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_expected_is_a_line_for_each_read_and_one_for_all() {
+    fn expected_output_has_a_line_per_read_and_a_summary() {
         let (statements, expected) = mix(100);
         let reads = statements.matches("SELECT n ").count();
         assert_eq!(expected.lines().count(), reads + 1);

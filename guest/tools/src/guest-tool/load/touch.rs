@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn its_sum_is_always_the_same() {
+    fn sum_is_reproducible() {
         assert_eq!(run(4, &mut Phases::new()).unwrap(), run(4, &mut Phases::new()).unwrap());
     }
 }
