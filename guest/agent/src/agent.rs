@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_for_the_kernel_is_given_back_at_the_end() {
+    fn reserve_is_restored_at_the_end() {
         let setting = "lowmem_reserve_ratio";
         let tree = Tree::new(&[(setting, "256 256 32 0 0")]);
         let mut agent =
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_that_were_written_before_another_failed_are_put_back_at_the_end() {
+    fn settings_written_before_a_failure_are_restored_at_the_end() {
         let defrag = "sys/kernel/mm/transparent_hugepage/defrag";
         // A file without CPUs, so that all memory is on nodes without them.
         let tree = Tree::new(&[("sys/devices/system/node/has_cpu", "\n"), (defrag, "madvise")]);

@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_those_of_blocks_that_are_online_and_neighbours_of_one_node_are_one_range() {
+    fn adjacent_online_blocks_of_a_node_become_one_range() {
         let online = [(11, 1), (2, 0), (9, 0), (10, 1), (3, 0), (13, 1)];
         let mut blocks = online.map(|(number, node)| (number, node, "online", "Movable")).to_vec();
         blocks.push((12, 1, "offline", "Movable"));
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn the_zones_of_a_block_that_is_offline_are_not_asked_for() {
+    fn zones_of_offline_blocks_are_not_read() {
         let blocks = [(32, 1, "offline", "Movable"), (33, 1, "online", "Movable")];
         let tree = Tree::memory("offline", &blocks);
         let read = |name| {
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn policy_is_written_only_where_it_is_wrong_and_blocks_come_online_by_it() {
+    fn policy_is_written_only_if_different_and_blocks_follow_it() {
         for (online, policy, policy_after, state_after) in [
             (Online::Movable, "online", "online_movable", "online_movable"),
             // A policy that is in force is not written again, although its file ends with a
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn they_are_read_on_change_and_otherwise_seldom() {
+    fn blocks_are_read_on_change_and_otherwise_rarely() {
         let tree = Tree::memory("online_movable", &[(0, 0, "online", "Normal")]);
         // The longer a reading takes because of many blocks, the less often the blocks are read.
         for (cost_ms, rest_ms, change_ms) in [(0, 30_000, 20), (100, 100_000, 2_000)] {
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn where_some_are_offline_that_should_not_be_they_are_read_more_often() {
+    fn blocks_are_read_more_often_while_some_are_offline() {
         let tree = Tree::memory("offline", &[(0, 0, "offline", "Normal")]);
         for (online, due_ms) in
             [(Online::Movable, 2_000), (Online::Auto, 2_000), (Online::None, 31_000)]
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn the_thread_reads_when_it_is_due_and_answers_once() {
+    fn thread_reads_when_due_and_answers_once() {
         let tree = Tree::memory("online_movable", &[(0, 0, "online", "Normal")]);
         let reader = BlockReader::new(tree.path(), Online::Movable);
         let mut watch = BlockWatch::start(reader, || 1_000).expect("starts");
@@ -500,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_hotplug_has_none() {
+    fn kernel_without_hotplug_has_no_blocks() {
         let mut reader = BlockReader::new(Path::new("/missing"), Online::Movable);
         reader.read(SIGNS, || 0);
         assert_eq!(reader.seen(), &Blocks::default());

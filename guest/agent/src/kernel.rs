@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_in_use_comes_before_what_was_said_and_that_before_what_was_wanted() {
+    fn current_model_precedes_the_log_and_the_command_line() {
         const DEBIAN: &str = "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)";
         let log = "6,9,1,-;Dynamic Preempt: none\n6,99,2,-;Dynamic Preempt: voluntary\n";
         let wanted = "console=ttyS0 preempt=full preempt=none preempt=fast quiet";

@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_ends_where_no_piece_of_it_is_left() {
+    fn text_ends_if_a_further_piece_would_have_fit() {
         for (pieces, count, whole) in [
             (Pieces::One, 1, true),
             (Pieces::One, 9_000, true),
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_zones_are_read_once_a_second_and_what_is_free_each_time() {
+    fn sizes_of_zones_are_read_once_per_second_and_free_pages_each_time() {
         let tree = guest();
         let (mut proc, mut report) = (Proc::open(tree.path()).expect("open"), RawReport::default());
         let mut zones_at = |now_ms| {
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_makes_one_read_for_each_text_and_two_for_zoneinfo_once_a_second() {
+    fn report_reads_each_text_once_and_zoneinfo_once_per_second() {
         let tree = guest();
         tree.put("pressure/memory", include_str!("../tests/data/6.1-one-node/pressure"));
         tree.put("sys/fs/dentry-state", "164829\t139103\t45\t0\t93217\t0\n");
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_buddyinfo_has_its_zones_read_each_time() {
+    fn zones_are_read_each_time_without_buddyinfo() {
         let tree = guest();
         tree.remove("buddyinfo");
         let (mut proc, mut report) = (Proc::open(tree.path()).expect("open"), RawReport::default());

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn watermarks_are_linuxs_to_add_and_one_that_moves_changes_nothing() {
+    fn changed_watermark_does_not_change_the_setting() {
         let guest = Guest::new();
         let mut reserve = guest.reserve();
         let mut zones = [zone(ZoneKind::Dma32, 115), zone(ZoneKind::Movable, 50)];
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn the_setting_is_written_when_the_zones_change_and_only_then() {
+    fn setting_is_written_only_when_zones_change() {
         let guest = Guest::new();
         let [boot, plugged, _] = zones();
         let mut reserve = guest.reserve();
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_ends_gives_the_guest_its_setting_back() {
+    fn ending_agent_restores_the_setting() {
         let guest = Guest::new();
         let [_, plugged, _] = zones();
         let mut reserve = guest.reserve();
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_after_one_that_was_killed_knows_what_the_guest_had() {
+    fn successor_of_a_killed_agent_knows_the_setting_of_the_guest() {
         let guest = Guest::new();
         let [boot, small, large] = zones();
         for zones in [&small, &large, &small] {
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_sets_after_an_agent_was_killed_is_the_guests() {
+    fn setting_changed_after_a_kill_belongs_to_the_guest() {
         let guest = Guest::new();
         let [_, small, large] = zones();
         guest.agent(&small);
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_is_none_is_not_believed_and_one_that_cannot_be_made_is_done_without() {
+    fn invalid_record_is_ignored_and_a_missing_one_is_no_error() {
         let guest = Guest::new();
         let record = format!("run/agent/{NAME}");
         for text in ["", "\n", "\n256 256 32 0 0\n", "7\n256 256 32 0 0\n", "junk"] {
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_keeps_nothing_gives_back_what_another_kept() {
+    fn agent_without_a_reserve_restores_that_of_another() {
         let guest = Guest::new();
         let restore = || Reserve::restore_after_another(guest.0.path(), &guest.0.at("run/agent"));
         restore().expect("nothing to do");

@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn it_says_hello_and_reports_at_the_rate_that_the_vmm_asks_for() {
+    fn hello_is_followed_by_reports_at_the_requested_rate() {
         let (ours, vmm) = UnixStream::pair().expect("socketpair");
         let (mut agent, mut reader) = (agent(), BufReader::new(vmm.try_clone().expect("dup")));
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_and_the_wait_for_it_allocate_nothing() {
+    fn report_and_wait_allocate_nothing() {
         let (ours, vmm) = UnixStream::pair().expect("socketpair");
         let (mut agent, mut reader) = (agent(), BufReader::new(vmm));
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vmm_that_does_not_read_stops_the_reports_and_gets_whole_lines_later() {
+    fn reports_pause_while_the_vmm_does_not_read_and_lines_stay_whole() {
         let (ours, vmm) = UnixStream::pair().expect("socketpair");
         let mut agent = agent();
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_look_compares_what_the_vmm_has_named_with_its_watermark() {
+    fn look_compares_the_requested_measure_with_the_watermark() {
         let plenty =
             Memory { free_bytes: u64::MAX, available_bytes: u64::MAX, ..Memory::default() };
         let nothing = Memory::default();
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_there_is_an_error_that_says_where() {
+    fn failed_connection_is_an_error_with_its_address() {
         let address = Address::Vsock { cid: 1, port: 1 };
         let error = Session::connect(&mut agent(), &address)
             .expect_err("nobody listens on a reserved port");

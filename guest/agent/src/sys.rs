@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_in_use_is_passed_over_and_a_missing_privilege_is_not() {
+    fn port_in_use_is_skipped_and_a_missing_privilege_is_an_error() {
         let bind = |port| match port {
             1023 => Err(io::ErrorKind::AddrInUse.into()),
             1021 => Err(io::ErrorKind::PermissionDenied.into()),
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_socket_takes_nothing_and_an_ended_one_says_so() {
+    fn full_socket_accepts_nothing_and_an_ended_one_is_reported() {
         let (ours, theirs) = UnixStream::pair().expect("socketpair");
         let mut buffer = [0; 16];
         assert_eq!(receive(&ours, &mut buffer).expect("empty"), Some(0));

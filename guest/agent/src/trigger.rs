@@ -120,7 +120,7 @@ mod tests {
     const NONE: PollFlags = PollFlags::empty();
 
     #[test]
-    fn a_short_window_that_is_refused_is_followed_by_a_long_one() {
+    fn long_window_is_requested_after_a_refusal_of_the_short_one() {
         let asked = |refusal: Option<io::ErrorKind>| {
             let mut asked = Vec::new();
             let result = first_granted(REQUESTS[0], |request| {
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_what_linux_takes() {
+    fn windows_are_accepted_by_linux() {
         for (requests, what) in REQUESTS.iter().zip(["some", "full"]) {
             for (request, privileged) in requests.iter().zip([true, false]) {
                 let text = std::str::from_utf8(request).expect("ASCII").trim_end_matches('\0');
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_the_kernel_took_away_is_asked_for_again_later() {
+    fn lost_trigger_is_requested_again_later() {
         let tree = Tree::new(&[("pressure/memory", "")]);
         let mut triggers = Triggers::register(tree.path(), 0).expect("two files");
         assert!(triggers.fired([NONE, PollFlags::PRI], 1_000), "either of them");
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_pressure_information_has_none() {
+    fn kernel_without_pressure_information_has_no_triggers() {
         let error = Triggers::register(Path::new("/missing"), 0).expect_err("none");
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }

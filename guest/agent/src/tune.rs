@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_demoted_to_pm_that_is_full() {
+    fn demotion_is_off_while_pm_is_full() {
         let guest = Guest::new(&[]);
         let mut tuning = guest.tuning();
         let demotion = |tuning: &mut Tuning, free_pages| {
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_have_set_stays() {
+    fn settings_of_others_are_kept() {
         let guest = Guest::new(&[(DEFRAG, "always [defer] defer+madvise madvise never\n")]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_a_setting_does_without() {
+    fn missing_setting_is_no_error() {
         let guest = Guest::new(&[]);
         guest.0.remove(BOOST_FACTOR);
         guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_was_small_at_boot_has_the_huge_pages_of_a_large_one() {
+    fn guest_that_was_small_at_boot_gets_huge_pages_like_a_large_one() {
         let cmdline = |text| ("proc/cmdline", text);
         let none = ["never", "never", "0"];
         for (files, nodes, total_bytes, huge_pages) in [
@@ -535,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_are_given_once() {
+    fn huge_pages_are_enabled_once() {
         let guest = Guest::small(&[OF_DEBIAN]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0]), HUGE_PAGES_FROM_BYTES).expect("adapts");
@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn what_decides_is_read_when_it_is_to_be_written() {
+    fn inputs_are_read_when_the_setting_is_written() {
         // /boot is mounted after the agent has started.
         let guest = Guest::small(&[]);
         let mut tuning = guest.tuning();
@@ -565,7 +565,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_without_boot_is_asked_for_it_less_and_less_and_when_its_size_changes() {
+    fn missing_boot_folder_is_read_less_and_less_and_on_a_change_of_size() {
         let given_after = |missing: u64, total_bytes| {
             let guest = Guest::small(&[]);
             let mut tuning = guest.tuning();
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_come_also_where_a_kill_came_while_they_were_switched_on() {
+    fn huge_pages_are_enabled_after_a_kill_during_the_change() {
         let guest = Guest::small(&[("proc/cmdline", "transparent_hugepage=always\n")]);
         guest.put(&format!("run/agent/{NAME}"), &format!("{ENABLED} never\n"));
         guest.put(DEFRAG, "madvise\n");
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_after_one_that_was_killed_knows_what_is_whose() {
+    fn successor_of_a_killed_agent_distinguishes_own_and_foreign_values() {
         // For each setting: the kernel's value, another program's, another program's that equals
         // ours, and none.
         let foreign = [("defer", "always"), ("7", "0"), ("20000", "0"), ("0", "true")];
@@ -635,7 +635,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kill_between_two_settings_leaves_none_of_them_to_the_guest() {
+    fn kill_between_two_settings_leaves_neither_changed_for_good() {
         for killed_after in 0..=SETTINGS.len() {
             for has_noted in [false, true] {
                 let guest = Guest::new(&[]);
@@ -653,7 +653,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_owner_sets_after_a_kill_is_the_owners() {
+    fn value_set_by_the_owner_after_a_kill_is_kept() {
         let guest = Guest::new(&[]);
         guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
         guest.put(BOOST_FACTOR, "20000\n");
@@ -666,7 +666,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_is_none_is_not_believed_and_one_that_cannot_be_made_is_done_without() {
+    fn invalid_record_is_ignored_and_a_missing_one_is_no_error() {
         let guest = Guest::new(&[]);
         let all_ours = || {
             SETTINGS.iter().for_each(|setting| guest.put(setting.path, setting.beside_pm));
@@ -688,7 +688,7 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_that_fails_keeps_no_other_from_being_set_and_put_back() {
+    fn failed_setting_does_not_affect_the_others() {
         let guest = Guest::new(&[]);
         guest.0.remove(COLLAPSE_DEFRAG);
         guest.0.make(COLLAPSE_DEFRAG);
@@ -702,7 +702,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_of_nodes() {
+    fn sets_of_nodes_are_parsed() {
         assert_eq!(node_list("0\n"), Some(vec![0..=0]));
         assert_eq!(node_list("0-1,7\n"), Some(vec![0..=1, 7..=7]));
         assert_eq!(node_list("\n"), Some(vec![]));

@@ -147,7 +147,7 @@ fn many() -> Settings {
 }
 
 #[test]
-fn a_vmm_that_comes_later_and_comes_again_gets_a_hello_and_reports_from_the_first() {
+fn late_or_restarted_vmm_receives_hello_and_reports_from_the_first() {
     let dir = tempfile::tempdir().expect("tempdir");
     let socket = socket_in(&dir);
     let mut agent = Agent::start(&socket);
@@ -167,7 +167,7 @@ fn a_vmm_that_comes_later_and_comes_again_gets_a_hello_and_reports_from_the_firs
 }
 
 #[test]
-fn a_vmm_that_accepts_and_hangs_up_at_once_is_tried_again() {
+fn vmm_that_closes_at_once_is_retried() {
     let (dir, listener) = listening();
     let agent = Agent::start(&socket_in(&dir));
     for _ in 0..3 {
@@ -180,7 +180,7 @@ fn a_vmm_that_accepts_and_hangs_up_at_once_is_tried_again() {
 }
 
 #[test]
-fn a_vmm_that_does_not_read_can_neither_hold_the_agent_up_nor_keep_it_alive() {
+fn vmm_that_does_not_read_neither_blocks_the_agent_nor_its_end() {
     let (agent, mut vmm) = connected(many());
     let first = vmm.report_seq();
     // Waits until the socket is full, when its content no longer grows.
@@ -207,7 +207,7 @@ fn queued_bytes(stream: &UnixStream) -> u64 {
 }
 
 #[test]
-fn a_stopped_agent_goes_on_where_it_was() {
+fn stopped_agent_continues_its_connection() {
     let (agent, mut vmm) = connected(many());
     let mut last = vmm.report_seq();
     for _ in 0..3 {
@@ -226,7 +226,7 @@ fn a_stopped_agent_goes_on_where_it_was() {
 }
 
 #[test]
-fn one_that_is_killed_and_started_again_begins_anew() {
+fn restarted_agent_begins_with_a_hello() {
     let (dir, listener) = listening();
     for _ in 0..2 {
         let agent = Agent::start(&socket_in(&dir));
@@ -242,7 +242,7 @@ fn one_that_is_killed_and_started_again_begins_anew() {
 
 /// The cost of the agent is mainly the number of wake-ups. The time depends on the machine.
 #[test]
-fn at_rest_it_wakes_up_ten_times_a_second_and_once_to_report() {
+fn agent_at_rest_wakes_up_ten_times_per_second_and_once_to_report() {
     const REPORTS: u64 = 3;
     let (agent, mut vmm) = connected(Settings::with_watermark(0));
     // On a busy machine reports may come early, in which case the test measures again.

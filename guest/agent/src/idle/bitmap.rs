@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_touched_between_two_looks_is_idle_and_what_is_touched_is_not() {
+    fn pages_without_an_access_between_two_looks_are_idle() {
         let (_dir, mut bitmap) = bitmap(1024);
         let ranges = [range(0, 0, 128), range(0, 256, 384), range(1, 512, 1024)];
         assert_eq!(bitmap.look(&ranges, 1_000), [], "nothing is known yet");
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_chosen_all_over_the_ranges_and_nowhere_else() {
+    fn words_are_chosen_from_all_ranges_only() {
         let (_dir, mut bitmap) = bitmap(1);
         let ranges = [range(0, 0, 128), range(0, 512, 640)];
         let words: Vec<u64> = (0..1000).filter_map(|_| bitmap.choose(&ranges)).collect();
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bitmap_that_is_too_short_has_nothing_idle() {
+    fn too_short_bitmap_has_no_idle_pages() {
         let (_dir, mut bitmap) = bitmap(1);
         let ranges = [range(0, 512, 1024)];
         bitmap.look(&ranges, 0);

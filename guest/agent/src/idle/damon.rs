@@ -326,7 +326,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn idle_is_the_part_that_was_idle_since_the_last_look_once_the_span_has_passed() {
+    fn idle_part_since_the_last_look_is_reported_after_the_span() {
         let tree = sysfs(0);
         let mut damon = Damon::open(tree.path(), 2).expect("opens");
         let ranges = [range(1, 5120, 5632)];
@@ -362,7 +362,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_monitor_of_somebody_elses_is_left_alone() {
+    fn monitor_of_another_program_is_left_alone() {
         let tree = sysfs(1);
         let error = Damon::open(tree.path(), 2).expect_err("taken");
         assert_eq!(error.to_string(), "DAMON is in somebody else's use");
@@ -373,8 +373,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn monitors_of_an_agent_that_was_killed_are_taken_over_and_those_of_one_that_ends_are_given_back()
-     {
+    fn monitors_of_a_killed_agent_are_replaced_and_removed_at_the_end() {
         let tree = sysfs(0);
         let ranges = [range(0, 0, 384)];
         Damon::open(tree.path(), 2).expect("opens").look(&ranges, 0).expect("writes");
@@ -387,7 +386,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_could_be_prepared_in_part_only_is_given_back() {
+    fn partly_prepared_monitors_are_removed() {
         let tree = sysfs(0);
         // A write to a directory fails.
         tree.make("1/contexts/0/operations");
@@ -398,7 +397,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn pieces_cover_the_ranges_in_order_and_are_not_many_more_than_wanted() {
+    fn pieces_cover_the_ranges_in_order_in_about_the_wanted_number() {
         let terabytes = 4u64 << 20;
         for ranges in [
             vec![range(0, 0, 1)],
@@ -420,7 +419,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn very_many_ranges_are_taken_as_one() {
+    fn too_many_ranges_are_merged_into_one() {
         let many: Vec<Range> =
             (0..=MAX_RANGES as u64).map(|n| range(0, n * 256, n * 256 + 128)).collect();
         assert_eq!(bounded(&many), [range(0, 0, MAX_RANGES as u64 * 256 + 128)]);

@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_not_idle_memory() {
+    fn absent_memory_is_not_idle() {
         let found = Found::new(1, 200 * MIB, 256 * MIB, true);
         let zones = [zone(0, 999, 999), zone(1, 100, 10), zone(1, 50, 0)];
         // 106 MiB of the ranges have no memory, or memory that the kernel holds.
@@ -329,14 +329,14 @@ mod tests {
     }
 
     #[test]
-    fn where_free_memory_is_not_seen_it_counts_as_idle() {
+    fn free_memory_counts_as_idle_if_the_source_excludes_it() {
         let found = Found::new(1, 50 * MIB, 256 * MIB, false);
         assert_eq!(idle_mib(found, &[zone(1, 150, 10), zone(0, 300, 300)]), Some(60));
         assert_eq!(idle_mib(found, &[zone(1, 150, 149)]), Some(150), "no more than there is");
     }
 
     #[test]
-    fn the_thread_passes_on_what_it_finds_and_old_findings_are_dropped() {
+    fn results_of_the_thread_are_reported_until_they_are_old() {
         let tree = Tree::new(&[]);
         tree.put("kernel/mm/page_idle/bitmap", [0; 4096]);
         let watch = IdleWatch::start(&Roots::under(tree.path()), || 5);
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_whose_use_is_not_seen_is_not_called_idle() {
+    fn page_cache_whose_use_is_not_noticed_is_not_idle() {
         let found = Found { unseen_bytes: 60 * MIB, ..Found::new(1, 200 * MIB, 200 * MIB, true) };
         assert_eq!(idle_mib(found, &[zone(1, 200, 0)]), Some(140));
         assert_eq!(idle_mib(Found { idle_bytes: 50 * MIB, ..found }, &[zone(1, 200, 0)]), Some(0));
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_that_may_come_are_counted() {
+    fn possible_nodes_are_counted() {
         let tree = Tree::new(&[]);
         let roots = Roots::under(tree.path());
         assert_eq!(roots.possible_nodes(), 1, "not said");
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_is_busy_is_tried_again_and_one_that_is_not_there_is_not() {
+    fn busy_source_is_retried_and_a_missing_one_is_not() {
         let tree = Tree::new(&[]);
         tree.put("bitmap", [0; 4096]);
         let bitmap = tree.at("bitmap");
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn a_monitor_that_is_busy_is_told_again_what_to_look_at() {
+    fn ranges_are_written_again_to_a_monitor_that_was_busy() {
         // A directory in place of the file stands for a busy monitor. The results are the same
         // except for the error.
         let tree = damon::tests::sysfs(0);
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn of_both_damon_is_taken_and_the_bitmap_where_that_is_missing_or_somebody_elses() {
+    fn damon_is_preferred_and_the_bitmap_replaces_it_if_unavailable() {
         let tree = Tree::new(&[]);
         tree.put("bitmap", [0; 4096]);
         let bitmap = tree.at("bitmap");
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_has_neither_says_so() {
+    fn kernel_without_a_source_is_an_error() {
         let roots = Roots::under(Path::new("/missing"));
         let error = IdleWatch::start(&roots, || 0).expect_err("neither");
         assert_eq!(error.kind(), io::ErrorKind::NotFound);

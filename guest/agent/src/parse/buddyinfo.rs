@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn guests_that_are_filled_into_a_node_of_their_own() {
+    fn guests_with_memory_plugged_into_its_own_node() {
         let zones = |dma32, pm| {
             [
                 (0, ZoneKind::Dma, Some(0)),
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn larger_orders_count_as_so_many_and_smaller_ones_alone_are_not_known() {
+    fn larger_orders_are_converted_and_missing_ones_are_unknown() {
         for (larger, blocks) in [
             ("", None),
             (" 3", Some(3)),
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_came_online_after_the_zones_were_read_makes_no_more_than_they_have() {
+    fn blocks_that_came_online_later_do_not_exceed_the_zone() {
         let of_node =
             |node| blocks_of(&format!("Node {node}, zone Normal 0 0 0 0 0 0 0 0 0 0 9\n"), 8 << 10);
         assert_eq!([of_node(0), of_node(1)], [Some(8), None]);
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_of_other_zones_tells_nothing() {
+    fn text_of_other_zones_is_ignored() {
         let line = "Node 0, zone Normal 1 1 1\n";
         let one_more = format!("{line}Node 1, zone Normal 1\n");
         let most = format!("Node 0, zone Normal {0} {0}\n", u64::MAX);
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_named() {
+    fn invalid_number_is_named() {
         let error = buddyinfo(b"Node 0, zone Normal 0 0 0 0 0 0 0 0 0 0 x\n", &mut [zone(1)])
             .expect_err("x");
         assert_eq!(error.to_string(), "/proc/buddyinfo has a count that is not a number");

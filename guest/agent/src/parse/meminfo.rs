@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_no_number_is_named() {
+    fn missing_field_or_invalid_number_is_named() {
         let missing = meminfo(b"MemTotal: 5 kB\nMemFree: 1 kB\n").expect_err("no MemAvailable");
         assert_eq!(missing.to_string(), "/proc/meminfo has no MemAvailable");
         let wrong = meminfo(b"MemTotal: many kB\n").expect_err("no number");

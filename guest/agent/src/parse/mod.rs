@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_end_where_the_text_says() {
+    fn lines_end_at_newlines() {
         let of =
             |text: &'static str| lines(text.as_bytes()).map(<[u8]>::to_vec).collect::<Vec<_>>();
         assert_eq!(of(""), [b""; 0]);

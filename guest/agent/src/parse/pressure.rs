@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_no_number_is_named() {
+    fn missing_field_or_invalid_number_is_named() {
         assert!(pressure(b"some avg10=0.00 avg60=0.00\n").is_err());
         assert!(pressure(b"some avg10=0 total=1\n").is_err());
         assert!(pressure(b"some avg10=0.001 total=1\n").is_err());

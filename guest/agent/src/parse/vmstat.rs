@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_counter_is_found_and_stalls_of_all_zones_are_added() {
+    fn every_counter_is_parsed_and_stalls_of_zones_are_summed() {
         let text =
             b"nr_free_pages 9\npswpin 1\npswpout 2\nallocstall_dma 3\nallocstall_normal 4\nallocstall_movable 5\npgmajfault 5\n\
             pgscan_kswapd 6\npgscan_direct 7\npgscan_direct_throttle 99\npgsteal_kswapd 8\npgsteal_direct 9\n\
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_that_is_no_number_is_named() {
+    fn invalid_counter_is_named() {
         let wrong = vmstat(b"pswpout -3\n").expect_err("negative");
         assert_eq!(wrong.to_string(), "/proc/vmstat has a pswpout that is not a number");
         assert_eq!(vmstat(b"pswpout\n\n"), Ok(Counters::default()));

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_of_6_12_with_memory_plugged_into_a_node_of_its_own() {
+    fn guest_of_6_12_with_memory_plugged_into_its_own_node() {
         let zones = parse(&text_of("6.12-filled", "zoneinfo"));
         let dma = Zone {
             kind: ZoneKind::Dma,
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn user_pages_are_anonymous_and_of_files_and_locked_ones_go_elsewhere() {
+    fn user_pages_are_anonymous_or_of_files_and_locked_ones_are_separate() {
         let mut zones = Vec::new();
         let of_6_1 = text_of("6.1-filled", "zoneinfo");
         assert_eq!(zoneinfo(&of_6_1, &mut zones).expect("parses"), 511);
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_no_number_is_named() {
+    fn missing_field_or_invalid_number_is_named() {
         let mut zones = Vec::new();
         assert!(zoneinfo(b"", &mut zones).is_err());
         assert!(zoneinfo(b"Node x, zone DMA\n", &mut zones).is_err());
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn protection_is_that_from_user_pages_and_at_most_the_zone() {
+    fn protection_from_user_pages_is_at_most_the_zone() {
         let protected = |numbers: &str| {
             let text = format!(
                 "Node 0, zone DMA32\n        managed  500\n        protection: {numbers}\n"
