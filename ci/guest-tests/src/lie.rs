@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flush_that_cannot_work_succeeds_and_all_else_is_as_ever() {
+    fn impossible_flush_succeeds_and_output_is_unchanged() {
         // sync of a pipe fails with EINVAL, except with the filter. The output is still readable.
         let output = |lie: bool| {
             let mut command = Command::new("sh");

@@ -169,7 +169,7 @@ foreshore_plug_seconds_bucket{le=\"+Inf\"} 2
     }
 
     #[test]
-    fn a_value_that_is_not_there_or_there_twice_is_an_error() {
+    fn missing_or_duplicate_value_is_an_error() {
         let metrics = Metrics::parse(TEXT).unwrap();
         assert!(metrics.value("foreshore_zone_plugged_bytes", &[]).is_err());
         assert!(metrics.value("foreshore_nothing", &[]).is_err());
@@ -189,7 +189,7 @@ foreshore_plug_seconds_bucket{le=\"+Inf\"} 2
     }
 
     #[test]
-    fn a_quantile_is_the_bound_that_it_is_not_above() {
+    fn quantile_is_the_upper_bound_of_its_bucket() {
         let text = "h_bucket{le=\"0.001\"} 98\nh_bucket{le=\"0.0001\"} 50\nh_bucket{le=\"0.005\"} 99\n\
                     h_bucket{le=\"+Inf\"} 100\nh_count 100\nh_sum 1\n# EOF\n";
         let metrics = Metrics::parse(text).unwrap();

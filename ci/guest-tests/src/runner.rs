@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_flags_and_numbers_are_refused_and_a_time_is_taken() {
+    fn bad_options_are_refused_and_a_time_limit_is_accepted() {
         for line in ["--bogus", "--within 0", "--within soon", "--within"] {
             let line = ["guest-tests"].into_iter().chain(line.split(' '));
             Options::try_parse_from(line).unwrap_err();
@@ -523,13 +523,13 @@ mod tests {
     }
 
     #[test]
-    fn a_test_without_time_left_fails() {
+    fn test_without_time_left_fails() {
         let verdict = run_and_report(&TESTS[0], Some(Instant::now()), &mut 0);
         assert!(matches!(verdict, Verdict::Failed(why) if why.starts_with("Not run")));
     }
 
     #[test]
-    fn a_test_that_is_cut_off_says_why() {
+    fn cut_off_test_reports_the_reason() {
         let failed = || Verdict::Failed("waited".to_owned());
         assert_eq!(with_the_reason(failed(), Duration::from_secs(1)), failed());
         let cut = with_the_reason(failed(), Duration::ZERO);
@@ -540,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stored_wrong_fails_for_good_however_deep_the_error_is() {
+    fn wrong_stored_data_at_any_depth_of_an_error_is_a_final_failure() {
         fn stored_wrong() -> Result<()> {
             Err(anyhow::anyhow!("1 of 8 sectors are wrong")).context(StoredWrong).context("Round 3")
         }
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_twice_without_the_mark_or_in_one_test_too_many_has_failed() {
+    fn second_failure_or_too_many_suspects_is_a_failure() {
         let mut suspects = 0;
         let mut marked = Reruns::default();
         assert_eq!([(); 3].map(|()| marked.once_more(true, &mut suspects)), [true, true, false]);
@@ -564,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn the_emulations_mark_is_found_in_consoles_alone() {
+    fn mark_of_the_emulation_counts_only_in_consoles() {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path();
         fs::write(dir.join("vm0.vmm.log"), "Oops: int3").unwrap();
@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_shows_the_ends_of_the_logs() {
+    fn failure_shows_the_ends_of_the_logs() {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path();
         fs::write(dir.join("pool"), "not a log").unwrap();
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn a_skip_carries_its_reason_and_a_signal_fails() {
+    fn skip_has_a_reason_and_a_signal_is_a_failure() {
         let exited = |code: i32| Ok(ExitStatus::from_raw(code << 8));
         let output = || "booting\nno such driver".to_owned();
         assert_eq!(verdict_of(exited(0), output()), Verdict::Passed);

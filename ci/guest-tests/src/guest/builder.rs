@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_builder_says_what_it_was_told() {
+    fn options_become_arguments() {
         let builder = Guest::builder()
             .cpus(2)
             .max_cpus(4)
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn an_argument_replaces_the_builders_own() {
+    fn argument_replaces_the_default() {
         let arguments =
             arguments(&Guest::builder().argument("--kernel", "/dev/null").without("--metrics"));
         assert_eq!(value(&arguments, "--kernel"), Some("/dev/null"));
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flag_may_be_given_twice() {
+    fn flag_may_be_repeated() {
         let builder = Guest::builder().pm_volume("pool=p,name=a").pm_volume("pool=p,name=b");
         let volumes =
             arguments(&builder).iter().filter(|argument| *argument == "--pm-volume").count();

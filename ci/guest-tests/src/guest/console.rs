@@ -124,7 +124,7 @@ WARNING: CPU: 0 PID: 1 at mm/page_alloc.c:1 foo+0x1
     }
 
     #[test]
-    fn a_well_kernel_does_not_complain() {
+    fn usual_kernel_messages_are_no_complaints() {
         assert!(
             complaints("[    0.000000] Command line: BUG_ON=1\nforeshore-guest: ready\n")
                 .is_empty()
@@ -132,7 +132,7 @@ WARNING: CPU: 0 PID: 1 at mm/page_alloc.c:1 foo+0x1
     }
 
     #[test]
-    fn the_tail_of_a_short_text_is_all_of_it() {
+    fn tail_of_a_short_text_is_the_whole_text() {
         assert_eq!(tail("a\nb"), "a\nb");
         assert_eq!(tail(""), "");
     }

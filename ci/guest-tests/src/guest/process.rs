@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_ended_is_reported_with_its_last_words() {
+    fn ended_process_is_reported_with_the_end_of_its_log() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("log");
         let mut process =
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_stopped_does_nothing_until_it_goes_on() {
+    fn stopped_process_continues_only_after_a_signal() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("log");
         let count = "while :; do echo; sleep 0.001; done";

@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_stored_wrong_in_the_guest_is_so_for_its_test() {
+    fn wrong_stored_data_in_the_guest_is_reported_as_such() {
         let ended = |code| Output { stdout: "out".to_owned(), stderr: "err".to_owned(), code };
         assert_eq!(ended(0).success("true").unwrap(), "out");
         for (code, expected) in [(1, 1), (137, 1), (StoredWrong::CODE, StoredWrong::CODE)] {

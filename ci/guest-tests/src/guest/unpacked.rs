@@ -122,7 +122,7 @@ mod tests {
         assert!(unpack(&elf).is_err());
     }
     #[test]
-    fn threads_that_need_one_kernel_at_once_all_have_it() {
+    fn kernel_is_unpacked_once_for_concurrent_threads() {
         let temporary = tempfile::tempdir().unwrap();
         let folder = temporary.path();
         let image = folder.join("vmlinuz");

@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn each_condition_is_found_unmet_by_itself() {
+    fn each_condition_can_fail_alone() {
         let good = Outcome {
             sum: Some("1".to_owned()),
             back_s: Some(1.0),
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_is_measured_against_what_is_in_use_and_what_cannot_go() {
+    fn held_memory_is_compared_with_used_and_boot_memory() {
         let point = |at_s: f64, held_mib: u64, available_mib: u64| Point {
             at_s,
             held_bytes: held_mib * MIB,

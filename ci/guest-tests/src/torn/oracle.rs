@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_acknowledged_or_is_newer_is_well() {
+    fn acknowledged_and_newer_versions_are_accepted() {
         let well = judged(258, &sector(258, 8));
         assert!(well.all_is_well().is_ok() && well.newer == 0);
         let newer = judged(258, &sector(258, 9));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn an_acknowledgement_of_foreign_sectors_is_an_error() {
+    fn acknowledgment_of_foreign_sectors_is_an_error() {
         let mut oracle = Oracle::new(AREA);
         assert!(oracle.acknowledge(Stretch { first: 262, count: 3, version: 1 }).is_err());
         assert!(oracle.acknowledge(Stretch { first: 0, count: 1, version: 1 }).is_err());
