@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_spent_is_a_share_of_the_time_between() {
+    fn cpu_use_is_a_share_of_the_elapsed_time() {
         let before = Spent::parse("10.00\n1000000\n0\n").unwrap();
         let after = Spent::parse("40.00\n31000000\n3000000\n").unwrap();
         let (agent, monitors) = after.since(&before);

@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_says_how_long_it_took_to_wake_and_to_decide() {
+    fn times_of_wakeup_and_decision_are_measured() {
         let mut thread = IdleThread::start().unwrap();
         while thread.times.len() < 3 {
             let work = || {
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_are_accepted_one_after_the_other() {
+    fn consecutive_reports_are_accepted() {
         let mut governor = Governor::new().unwrap();
         for _ in 0..100 {
             let line = governor.next_line();

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_the_peer_lacks_is_compared_with_the_nearest_it_has() {
+    fn row_without_a_peer_value_is_compared_with_its_peer_row() {
         let mut samples = Samples::default();
         samples.add(Row::NvdimmWrite, QEMU, 100.0);
         samples.add(Row::HintsWrite, FORESHORE, 150.0);

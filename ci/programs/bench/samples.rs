@@ -257,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_median_is_in_the_middle() {
+    fn median_is_the_middle_value_or_mean() {
         assert_eq!(median(&[]), None);
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));

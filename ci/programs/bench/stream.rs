@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_best_is_taken_for_each_kernel_and_place() {
+    fn best_time_is_used_for_each_kernel_and_place() {
         let times = best("copy 0 3.0\ncopy 0 1.0\ncopy 0 2.0\ncopy 1 9\n").unwrap();
         assert_eq!(times[&("copy".to_owned(), 0)], 1.0);
         assert_eq!(times[&("copy".to_owned(), 1)], 9.0);

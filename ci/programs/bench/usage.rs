@@ -108,14 +108,14 @@ VmFlags: rd wr mr mw me ac sd
 ";
 
     #[test]
-    fn the_guests_memory_is_left_out() {
+    fn guest_memory_is_excluded() {
         let sum = sum_beside_guest(SMAPS, 512 << 20).unwrap();
         assert_eq!(sum, BesideGuest { pss: 1000 << 10, anonymous: 300 << 10 });
         assert!(sum_beside_guest(SMAPS, 256 << 20).is_err(), "the guest's memory was not found");
     }
 
     #[test]
-    fn a_process_uses_time() {
+    fn cpu_time_of_this_process_grows() {
         assert!(cpu_time(std::process::id()).is_ok());
         assert!(cpu_time(u32::MAX).is_err());
     }

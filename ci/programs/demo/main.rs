@@ -217,14 +217,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_get_more_time_when_the_demo_does_and_never_less_than_usual() {
+    fn step_limits_grow_with_the_limit_of_the_demo() {
         let factor = |seconds| stretch(Duration::from_secs(seconds));
         assert_eq!((factor(780), factor(2400)), (3.25, 10.0));
         assert_eq!((factor(240), factor(1)), (1.0, 1.0));
     }
 
     #[test]
-    fn logs_are_called_after_their_vm() {
+    fn logs_are_named_after_their_vm() {
         assert_eq!(plain_name("governed0.console.log"), "governed.console.log");
         assert_eq!(plain_name("restarted-nvdimm12.vmm.log"), "restarted-nvdimm.vmm.log");
         assert_eq!(plain_name("acknowledged.log"), "acknowledged.log");

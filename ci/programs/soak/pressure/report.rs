@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn rounds_of_a_kind_are_one_row_with_their_median() {
+    fn rounds_of_a_kind_become_a_row_of_medians() {
         let rows = [
             row(100, "all-dram", 2.0),
             row(50, "psi", 2.0),
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_is_said_and_a_condition_counts() {
+    fn only_conditions_count_and_times_are_reported() {
         assert!(missed(&[row(100, "all-dram", 2.0), row(50, "psi", 2.1)]).is_empty());
         let slow = missed(&[row(100, "all-dram", 2.0), row(50, "psi", 2.2)]);
         assert!(matches!(&slow[..], [(false, _)]), "{slow:?}");
