@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn heads_are_read_as_literally_as_cloud_hypervisors_client_does() {
+    fn heads_are_parsed_as_strictly_as_by_cloud_hypervisors_client() {
         assert_eq!(parse("HTTP/1.1 204 \r\nDate: x\r\n\r\n"), Some((204, 0)));
         assert_eq!(parse("HTTP/1.1 200 \r\nContent-Length: 7\r\n\r\n"), Some((200, 7)));
         assert_eq!(parse("HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n"), None);
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_written_in_a_style() {
+    fn requests_have_the_format_of_their_client() {
         let style =
             Style { base: "", headers: "Host: a\r\n", with_body: "Type: b\r\n", says_empty: true };
         assert_eq!(style.get("vm.info"), "GET /api/v1/vm.info HTTP/1.1\r\nHost: a\r\n\r\n");

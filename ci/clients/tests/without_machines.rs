@@ -212,7 +212,7 @@ fn against<T: Send + 'static>(
 }
 
 #[test]
-fn every_call_of_the_description_is_made_and_read() {
+fn crate_can_make_every_call_of_the_description() {
     let made = against(None, |vm| {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(every_call::run(vm, &|| Ok(()))).unwrap()
@@ -225,7 +225,7 @@ fn every_call_of_the_description_is_made_and_read() {
 }
 
 #[test]
-fn every_replay_is_understood() {
+fn every_replay_succeeds() {
     for (name, replay) in replay::ALL {
         let started_with = (*name == "flintlock").then(|| {
             serde_json::from_value(json!({"payload": {"kernel": "/vmlinuz"}}))

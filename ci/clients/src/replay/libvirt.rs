@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn documents_are_found_by_their_braces_however_they_come() {
+    fn documents_are_split_at_braces_independent_of_reads() {
         let mut documents = Documents::default();
         assert_eq!(documents.take(b"x {\"a\": {}"), Vec::<Vec<u8>>::new());
         assert_eq!(documents.take(b"}\n\n{}}{"), [b"{\"a\": {}}".to_vec(), b"{}".to_vec()]);
