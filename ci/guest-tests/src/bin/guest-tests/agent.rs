@@ -14,12 +14,12 @@ use serde_json::{Value, json};
 use crate::zones::MIB;
 
 guest_tests::tests![
-    the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away: 240 (long),
-    an_agent_on_6_1_is_small_and_does_without_what_that_lacks: 240 (extended),
-    tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none: 240 (long),
+    idle_agent_is_small_and_reconnects_to_a_vmm_that_returns: 240 (long),
+    agent_on_6_1_is_small_and_runs_without_newer_features: 240 (extended),
+    tasks_stalled_on_memory_are_reported_by_an_unstalled_agent: 240 (long),
     huge_pages_come_from_pm_as_well: 240 (long) => huge_pages_come_from_pm(Kernel::V6_12),
     huge_pages_come_from_pm_as_well_on_6_1: 240 (extended) => huge_pages_come_from_pm(Kernel::V6_1),
-    memory_that_nobody_touches_is_reported_and_what_is_touched_is_not: 600 (extended),
+    idle_memory_is_reported_and_accessed_memory_is_not: 600 (extended),
 ];
 
 const PORT: u32 = 9800;
@@ -211,7 +211,7 @@ fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
     Ok(())
 }
 
-fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<()> {
+fn idle_agent_is_small_and_reconnects_to_a_vmm_that_returns() -> Result<()> {
     let guest = Guest::builder().cpus(2).pressure("off").boot()?;
     let vmm = Vmm::listen(&guest)?;
     guest.wait_until("the agent looks for idle memory", LIMIT, || Ok(monitors(&guest)? != "0"))?;
@@ -254,7 +254,7 @@ fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<
     guest.no_kernel_complaints()
 }
 
-fn an_agent_on_6_1_is_small_and_does_without_what_that_lacks() -> Result<()> {
+fn agent_on_6_1_is_small_and_runs_without_newer_features() -> Result<()> {
     let guest = Guest::builder().kernel(Kernel::V6_1).cpus(2).pressure("off").boot()?;
     let vmm = Vmm::listen(&guest)?;
     redirect(&guest, "TERM")?;
@@ -264,7 +264,7 @@ fn an_agent_on_6_1_is_small_and_does_without_what_that_lacks() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none() -> Result<()> {
+fn tasks_stalled_on_memory_are_reported_by_an_unstalled_agent() -> Result<()> {
     let small =
         Guest::builder().cpus(2).memory("size=384M").cmdline("foreshore.zram=256M").pressure("off");
     let guest = small.boot()?;
@@ -300,7 +300,7 @@ fn tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none() -> Res
     Ok(())
 }
 
-fn memory_that_nobody_touches_is_reported_and_what_is_touched_is_not() -> Result<()> {
+fn idle_memory_is_reported_and_accessed_memory_is_not() -> Result<()> {
     const TOUCHED_MIB: u64 = 192;
     let pool = Pool::create("1G")?;
     let guest = Guest::builder()

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 guest_tests::tests![
     a_vm_is_created_booted_deleted_and_created_again_by_the_api,
-    a_deleted_vm_has_given_its_pool_and_sockets_back,
-    requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all,
+    deletion_of_a_vm_releases_its_pool_and_sockets,
+    requests_to_a_paused_vm_take_effect_on_resume_with_events,
 ];
 
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -101,7 +101,7 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
     vmm.power_off()
 }
 
-fn a_deleted_vm_has_given_its_pool_and_sockets_back() -> Result<()> {
+fn deletion_of_a_vm_releases_its_pool_and_sockets() -> Result<()> {
     let pool = Pool::create("64M")?;
     let vmm = empty_vmm()?;
     let mut config = config(&vmm);
@@ -119,7 +119,7 @@ fn a_deleted_vm_has_given_its_pool_and_sockets_back() -> Result<()> {
     Ok(())
 }
 
-fn requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all() -> Result<()> {
+fn requests_to_a_paused_vm_take_effect_on_resume_with_events() -> Result<()> {
     let file = this_tests_dir().join("events");
     let guest = Guest::builder()
         .cpus(2)

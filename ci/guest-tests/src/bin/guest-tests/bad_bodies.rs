@@ -19,8 +19,8 @@ use values::values;
 mod values;
 
 guest_tests::tests![
-    a_guest_does_not_notice_what_the_api_is_sent: 300,
-    a_guest_does_not_notice_a_hundred_thousand_requests: 2400 (extended) =>
+    guest_is_unaffected_by_invalid_api_requests: 300,
+    guest_is_unaffected_by_a_hundred_thousand_requests: 2400 (extended) =>
         sent_so_often(100_000, 10_000),
 ];
 
@@ -240,7 +240,7 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn a_guest_does_not_notice_what_the_api_is_sent() -> Result<()> {
+fn guest_is_unaffected_by_invalid_api_requests() -> Result<()> {
     let all = campaign()?.len();
     sent_so_often(all, all / 20)
 }

@@ -20,9 +20,9 @@ use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
     memory_beyond_the_address_space_is_refused,
-    no_kvm_and_one_without_hardware_are_refused,
+    missing_kvm_and_kvm_without_hardware_are_refused,
     files_pools_and_sockets_of_a_vm_are_refused_to_another: 240,
-    reports_that_cannot_be_are_refused_and_counted,
+    impossible_reports_are_refused_and_counted,
 ];
 
 /// Checks that the VMM refuses to start with one line that contains all `words`, and does not
@@ -136,7 +136,7 @@ fn refusal_where(prepare: &str, pool: &Pool) -> Result<String> {
     Ok(message)
 }
 
-fn no_kvm_and_one_without_hardware_are_refused() -> Result<()> {
+fn missing_kvm_and_kvm_without_hardware_are_refused() -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         return skip("mounting over /dev needs root");
     }
@@ -246,7 +246,7 @@ fn a_mounted_device_is_read_only(device: &LoopDevice) -> Result<()> {
 }
 
 /// The agent is not started. These lines come from another process that can reach its port.
-fn reports_that_cannot_be_are_refused_and_counted() -> Result<()> {
+fn impossible_reports_are_refused_and_counted() -> Result<()> {
     let hello = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
     let report = |seq: u64, available_bytes: u64| {
         let memory =

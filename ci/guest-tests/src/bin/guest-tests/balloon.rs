@@ -16,9 +16,9 @@ guest_tests::tests![
         takes_gives_and_saves(Kernel::V6_1),
     a_balloon_saves_a_guest_from_the_oom_killer_on_6_12: 300 =>
         takes_gives_and_saves(Kernel::V6_12),
-    free_pages_go_back_where_they_are_reported_on_6_1: 240 (extended) =>
+    reported_free_pages_return_to_the_host_on_6_1: 240 (extended) =>
         reports_what_is_free(Kernel::V6_1),
-    free_pages_go_back_where_they_are_reported_on_6_12: 240 (long) =>
+    reported_free_pages_return_to_the_host_on_6_12: 240 (long) =>
         reports_what_is_free(Kernel::V6_12),
     a_guest_without_an_agent_is_sized_by_statistics_on_6_1: 300 (extended) =>
         sized_by_statistics(Kernel::V6_1),

@@ -18,17 +18,17 @@ use pmem_volume::{OpenMode, Volume};
 use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
-    a_disk_goes_to_and_fro: 300 (long),
-    a_disk_of_two_arenas_goes_to_and_fro: 300 (extended),
+    linux_and_the_engine_use_a_disk_in_turn: 300 (long),
+    linux_and_the_engine_use_a_disk_of_two_arenas_in_turn: 300 (extended),
     a_readonly_volume_is_recovered_before_it_is_shown: 300,
-    linux_replays_a_log_in_every_state_as_we_do: 300 (extended) => replays(Kernel::V6_12),
-    what_linux_writes_we_read: 300 (extended) => linux_writes(Kernel::V6_12, 2, "nvdimm"),
-    what_linux_6_1_writes_we_read: 300 (extended) => linux_writes(Kernel::V6_1, 2, "nvdimm"),
-    what_linux_writes_through_virtio_pmem_we_read: 900 (extended) =>
+    linux_replays_a_log_in_every_state_as_the_engine: 300 (extended) => replays(Kernel::V6_12),
+    engine_reads_writes_of_linux: 300 (extended) => linux_writes(Kernel::V6_12, 2, "nvdimm"),
+    engine_reads_writes_of_linux_6_1: 300 (extended) => linux_writes(Kernel::V6_1, 2, "nvdimm"),
+    engine_reads_writes_of_linux_through_virtio_pmem: 900 (extended) =>
         linux_writes(Kernel::V6_12, 1, "virtio-pmem"),
-    what_we_write_linux_reads: 300 (extended) => we_write(Kernel::V6_12),
-    what_we_write_linux_6_1_reads: 300 (extended) => we_write(Kernel::V6_1),
-    linux_6_1_replays_a_log_in_every_state_as_we_do: 300 (extended) => replays(Kernel::V6_1),
+    linux_reads_writes_of_the_engine: 300 (extended) => we_write(Kernel::V6_12),
+    linux_6_1_reads_writes_of_the_engine: 300 (extended) => we_write(Kernel::V6_1),
+    linux_6_1_replays_a_log_in_every_state_as_the_engine: 300 (extended) => replays(Kernel::V6_1),
 ];
 
 const OPERATIONS: u64 = 10_000;
@@ -250,7 +250,7 @@ fn two_disks(pool: &Pool) -> Result<[Disk; 2]> {
 /// Each side finds the log as the other has left it: our engine, Linux by NVDIMM, our engine, an
 /// older Linux with one more lane, our engine, Linux by virtio-pmem. With virtio-pmem, each sector
 /// is four exits. The engine also leaves discarded sectors, which read as zeros.
-fn a_disk_goes_to_and_fro() -> Result<()> {
+fn linux_and_the_engine_use_a_disk_in_turn() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disks = two_disks(&pool)?;
     let mut history = Vec::new();
@@ -279,7 +279,7 @@ fn a_disk_goes_to_and_fro() -> Result<()> {
 
 /// As above, but each disk has two arenas, and each side writes much across and beside their
 /// border. Both sides must determine which sector belongs to which arena.
-fn a_disk_of_two_arenas_goes_to_and_fro() -> Result<()> {
+fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disk =
         |name, sector_bytes| Disk::create_with_two_arenas(&pool, name, ARENAS_MIB, sector_bytes);

@@ -16,8 +16,8 @@ use rustix::termios::{Winsize, tcsetwinsize};
 guest_tests::tests![
     a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot,
     a_shell_on_a_serial_socket_takes_the_newest_client,
-    a_console_that_nobody_reads_stops_no_guest: 120 (extended),
-    both_consoles_may_be_the_terminal,
+    unread_console_does_not_block_the_guest: 120 (extended),
+    both_consoles_can_be_the_terminal,
     a_shell_on_a_consoles_pty_follows_the_terminals_size_on_6_12 =>
         a_shell_on_a_consoles_pty(Kernel::V6_12).map(drop),
     a_shell_on_a_consoles_pty_follows_the_terminals_size_on_6_1 (long) =>
@@ -158,7 +158,7 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
     Ok(())
 }
 
-fn a_console_that_nobody_reads_stops_no_guest() -> Result<()> {
+fn unread_console_does_not_block_the_guest() -> Result<()> {
     let guest = Guest::builder().argument("--serial", "pty").boot()?;
     let path = path_of(&guest, "serial")?;
     // More than the kernel buffers for a pseudo terminal. Each byte is an exit.
@@ -181,7 +181,7 @@ fn a_console_that_nobody_reads_stops_no_guest() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn both_consoles_may_be_the_terminal() -> Result<()> {
+fn both_consoles_can_be_the_terminal() -> Result<()> {
     let guest = Guest::builder().argument("--serial", "tty").argument("--console", "tty").boot()?;
     guest.run("echo from-the-port >/dev/ttyS0; echo from-the-console >/dev/hvc0")?;
     guest.wait_until("both have been heard", ANSWER_LIMIT, || {

@@ -12,7 +12,7 @@ use guest_tests::guest::{GuestBuilder, Image};
 use guest_tests::{Guest, Pool};
 
 guest_tests::tests![
-    a_guest_reboots_whatever_it_has_written: 240 (long),
+    guest_reboots_with_signatures_on_its_disks: 240 (long),
 ];
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -40,7 +40,7 @@ fn wait_for_devices(guest: &Guest) -> Result<()> {
     guest.wait_until_run("its devices are there", LIMIT, there)
 }
 
-fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
+fn guest_reboots_with_signatures_on_its_disks() -> Result<()> {
     let head = head_of_a_pool()?;
     let (qcow, other) = (file("qcow", 16 * MIB, b"")?, file("other", 16 * MIB, b"")?);
     let (bytes, source) = (file("bytes", 16 * MIB, b"")?, file("source", 8 * MIB, &head)?);

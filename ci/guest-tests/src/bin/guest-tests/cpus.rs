@@ -15,17 +15,17 @@ guest_tests::tests![
     vcpus_come_run_and_go_on_6_1: 400 (extended) => come_and_go(Kernel::V6_1, 3),
     vcpus_come_and_go_twenty_times: 1200 (extended) => come_and_go(Kernel::V6_12, 20),
     vcpus_come_and_go_twenty_times_on_6_1: 1200 (extended) => come_and_go(Kernel::V6_1, 20),
-    a_guest_that_keeps_its_vcpus_has_them_until_a_reboot: 300 (long),
-    a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are: 300 (long),
-    a_guest_takes_no_vcpu_that_was_not_to_go: 240 (extended),
-    a_topology_is_seen_as_it_was_asked_for: 300 (long) =>
+    unreleased_vcpus_stay_until_a_reboot: 300 (long),
+    pause_nmi_and_reboot_affect_only_present_vcpus: 300 (long),
+    guest_cannot_eject_a_vcpu_without_a_request: 240 (extended),
+    guest_sees_the_requested_topology: 300 (long) =>
         seen_as(Kernel::V6_12, &[BOTH]),
-    a_topology_is_seen_as_it_was_asked_for_on_6_1: 300 (extended) =>
+    guest_sees_the_requested_topology_on_6_1: 300 (extended) =>
         seen_as(Kernel::V6_1, &[CORES, BOTH]),
     every_topology_is_seen_on_both_kernels: 900 (extended),
-    what_comes_has_its_place_in_the_topology: 240,
-    a_guest_sees_what_it_may_and_runs_where_it_may: 240,
-    a_paused_minute_locks_nothing_up: 400 (extended),
+    added_vcpus_have_their_place_in_the_topology: 240,
+    cpu_features_address_bits_and_affinity_are_applied: 240,
+    pause_of_a_minute_causes_no_lockup: 400 (extended),
 ];
 
 /// Limit of the start or the release of a vCPU. It is long because up to four vCPUs share the CPU
@@ -130,7 +130,7 @@ fn refuse_to_let_go(guest: &Guest) -> Result<()> {
     guest.run("echo 0 >/sys/firmware/acpi/hotplug/processor/enabled").map(drop)
 }
 
-fn a_guest_that_keeps_its_vcpus_has_them_until_a_reboot() -> Result<()> {
+fn unreleased_vcpus_stay_until_a_reboot() -> Result<()> {
     let guest = builder(4).boot()?;
     for (vcpus, what) in [(0, "none"), (5, "more than may be")] {
         ensure!(resize(&guest, vcpus)? == 400, "{what} is not refused");
@@ -160,7 +160,7 @@ fn a_guest_that_keeps_its_vcpus_has_them_until_a_reboot() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are() -> Result<()> {
+fn pause_nmi_and_reboot_affect_only_present_vcpus() -> Result<()> {
     let guest = builder(1).boot()?;
     grow(&guest, 1, 4)?;
     shrink(&guest, 3)?;
@@ -191,7 +191,7 @@ fn a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are() -> Result<()> 
     guest.no_kernel_complaints()
 }
 
-fn a_guest_takes_no_vcpu_that_was_not_to_go() -> Result<()> {
+fn guest_cannot_eject_a_vcpu_without_a_request() -> Result<()> {
     // With a page attribute table, Linux refuses to map the registers again, because ACPI has
     // mapped them.
     let guest = builder(3).cmdline("nopat").boot()?;
@@ -299,7 +299,7 @@ fn every_topology_is_seen_on_both_kernels() -> Result<()> {
     Ok(())
 }
 
-fn what_comes_has_its_place_in_the_topology() -> Result<()> {
+fn added_vcpus_have_their_place_in_the_topology() -> Result<()> {
     let guest = shaped(1, "boot=1,max=4,topology=2:2:1:1").boot()?;
     grow(&guest, 1, 4)?;
     ensure!(shape(&guest)? == [2, 2, 1], "The guest sees {:?}", shape(&guest)?);
@@ -308,7 +308,7 @@ fn what_comes_has_its_place_in_the_topology() -> Result<()> {
 }
 
 /// Checks that CPUID settings reach the guest, and that threads run on their CPUs.
-fn a_guest_sees_what_it_may_and_runs_where_it_may() -> Result<()> {
+fn cpu_features_address_bits_and_affinity_are_applied() -> Result<()> {
     // The last CPU. On a host with one CPU, this proves nothing. `ci/test --guest` on hardware has
     // more.
     let last = thread::available_parallelism()?.get() - 1;
@@ -342,7 +342,7 @@ fn a_guest_sees_what_it_may_and_runs_where_it_may() -> Result<()> {
 /// Longer than the guest's watchdog for hanging vCPUs allows (2 x watchdog_thresh, which is 10 s).
 const PAUSE: Duration = Duration::from_secs(60);
 
-fn a_paused_minute_locks_nothing_up() -> Result<()> {
+fn pause_of_a_minute_causes_no_lockup() -> Result<()> {
     for clock in ["kvm-clock", "tsc"] {
         let guest = builder(2).cmdline(&format!("clocksource={clock}")).boot()?;
         let load = load(&guest)?;

@@ -22,7 +22,7 @@ guest_tests::tests![
     fsdax_files_survive_a_power_cut: 300 (long),
     devdax_reaches_the_pool: 300 (long) => devdax_reaches(Kernel::V6_12),
     devdax_reaches_the_pool_on_6_1: 300 (extended) => devdax_reaches(Kernel::V6_1),
-    map_sync_on_a_raw_nvdimm_lies_on_a_page_cache: 300 (long),
+    map_sync_on_a_raw_nvdimm_is_not_durable_on_a_page_cache: 300 (long),
 ];
 
 /// File system with DAX that flushes nothing by itself during a test.
@@ -259,7 +259,7 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
 
 /// Shows the reason why a raw NVDIMM is refused on such a pool: the guest's kernel reports stores
 /// as durable although they are not. If this test fails, the refusal is unnecessary.
-fn map_sync_on_a_raw_nvdimm_lies_on_a_page_cache() -> Result<()> {
+fn map_sync_on_a_raw_nvdimm_is_not_durable_on_a_page_cache() -> Result<()> {
     const SEED: u64 = 0xbad_0000_0000;
     let _held = HeldWriteback::hold()?;
     let (disk, pool) = pool_on_disk(1024)?;

@@ -16,9 +16,9 @@ guest_tests::tests![
     memory_comes_by_acpi_on_6_1: 240 (extended) => grows(Kernel::V6_1),
     reboots_have_dimms_as_boot_memory: 240 (long),
     twenty_reboots_have_dimms_as_boot_memory: 1500 (extended) => are_boot_memory(10),
-    less_memory_is_there_after_the_next_boot: 180 (extended),
-    dimms_stay_where_pm_comes_and_goes: 240,
-    what_is_no_dimm_is_refused_and_all_dimms_can_be_used_up: 300,
+    smaller_size_takes_effect_at_the_next_boot: 180 (extended),
+    dimms_stay_while_pm_is_plugged_and_unplugged: 240,
+    invalid_dimms_are_refused_and_all_dimms_can_be_used: 300,
 ];
 
 const ONLINE_LIMIT: Duration = Duration::from_secs(60);
@@ -134,7 +134,7 @@ fn reboots_have_dimms_as_boot_memory() -> Result<()> {
     are_boot_memory(1)
 }
 
-fn less_memory_is_there_after_the_next_boot() -> Result<()> {
+fn smaller_size_takes_effect_at_the_next_boot() -> Result<()> {
     let guest = growing().boot()?;
     let before = mem_total_mib(&guest)?;
     resize_to(&guest, 512)?;
@@ -163,7 +163,7 @@ fn less_memory_is_there_after_the_next_boot() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn dimms_stay_where_pm_comes_and_goes() -> Result<()> {
+fn dimms_stay_while_pm_is_plugged_and_unplugged() -> Result<()> {
     let pool = Pool::create("512M")?;
     let guest =
         growing().pm_memory(&format!("pool={},size=256M", pool.name())).pressure("off").boot()?;
@@ -186,7 +186,7 @@ fn dimms_stay_where_pm_comes_and_goes() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn what_is_no_dimm_is_refused_and_all_dimms_can_be_used_up() -> Result<()> {
+fn invalid_dimms_are_refused_and_all_dimms_can_be_used() -> Result<()> {
     const DIMMS: u64 = 64;
     let guest = Guest::builder().memory("size=384M,hotplug_size=24G").boot()?;
     for mib in [385, 484, 384 + 24_576 + 128] {

@@ -21,7 +21,7 @@ guest_tests::tests![
     a_file_system_on_a_disk_is_made_used_and_checked: 240 => holds(Kernel::V6_12),
     a_file_system_on_a_disk_holds_on_6_1: 240 (extended) => holds(Kernel::V6_1),
     disks_show_their_shape_grow_discard_and_refuse_writes: 240,
-    images_and_a_volume_hold_what_is_written_discarded_and_zeroed: 240 (long),
+    images_and_a_volume_retain_writes_discards_and_zeroes: 240 (long),
     a_guest_lives_on_a_disk: 240 (extended),
     a_failed_flush_ends_all_writing_to_an_image_and_a_volume,
 ];
@@ -233,7 +233,7 @@ fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
 
 /// Uses ext4, because a tmpfs consists only of page cache. One image is opened with O_DIRECT, the
 /// other uses the page cache.
-fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()> {
+fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
     let disk = Disk::create(128, 160)?;
     let [direct, cached] = ["direct", "cached"].map(|name| disk.dir().join(name));
     for path in [&direct, &cached] {

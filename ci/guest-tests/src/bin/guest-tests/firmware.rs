@@ -13,7 +13,7 @@ use guest_tests::{Guest, Image, Kernel, skip};
 use crate::esp;
 
 guest_tests::tests![
-    a_firmware_finds_the_machine_that_it_looks_for,
+    firmware_finds_the_tables_and_devices,
     a_users_firmware_boots_debian_from_a_disk: 600,
 ];
 
@@ -244,7 +244,7 @@ fn numbers(log: &str, what: &str) -> Result<Vec<Vec<u32>>> {
     Ok(lines.map(numbers).collect::<Result<_, _>>()?)
 }
 
-fn a_firmware_finds_the_machine_that_it_looks_for() -> Result<()> {
+fn firmware_finds_the_tables_and_devices() -> Result<()> {
     let path = write("firmware.elf", &elf(code()))?;
     let disk = sparse_file("disk.raw", 1 << 20)?;
     let guest =

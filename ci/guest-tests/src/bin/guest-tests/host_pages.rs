@@ -20,14 +20,14 @@ use serde_json::json;
 use crate::zones::{MIB, mem_total_mib, wait_until_plugged, zone};
 
 guest_tests::tests![
-    a_size_of_odd_mebibytes_is_all_the_guests,
+    odd_number_of_mebibytes_is_fully_usable,
     shared_memory_is_counted_once_and_goes_back: 180 (long),
     a_balloon_gives_shared_memory_back: 120 (extended),
-    memory_is_there_from_the_start_where_it_is_wanted: 120 (long),
-    the_host_is_told_what_the_memory_is_for: 120 (extended),
+    memory_is_prefaulted_on_request: 120 (long),
+    memory_options_are_set_on_the_mappings: 120 (extended),
     a_balloon_in_huge_pages_takes_memory_from_the_guest: 240 (long),
     a_guest_runs_in_huge_pages_which_run_out_and_go_back: 300 (long),
-    huge_pages_are_there_from_the_start_where_it_is_wanted: 180,
+    huge_pages_are_prefaulted_on_request: 180,
     lost_huge_page_is_replaced_and_its_neighbors_stay,
     boot_memory_is_of_a_file_of_huge_pages: 300 (extended),
     boot_memory_is_of_a_file: 180 (long),
@@ -81,7 +81,7 @@ fn mappings(guest: &Guest, least_bytes: u64) -> Result<Vec<Mapping>> {
     Ok(found)
 }
 
-fn a_size_of_odd_mebibytes_is_all_the_guests() -> Result<()> {
+fn odd_number_of_mebibytes_is_fully_usable() -> Result<()> {
     let guest = Guest::builder().memory("size=385M").boot()?;
     has_all_odd_mebibytes(&guest, 385)?;
     // Without prefault, only touched memory is resident.
@@ -173,9 +173,9 @@ fn a_balloon_gives_shared_memory_back() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Plugged memory is also fully resident. [`a_size_of_odd_mebibytes_is_all_the_guests`] covers
+/// Plugged memory is also fully resident. [`odd_number_of_mebibytes_is_fully_usable`] covers
 /// memory without `prefault`.
-fn memory_is_there_from_the_start_where_it_is_wanted() -> Result<()> {
+fn memory_is_prefaulted_on_request() -> Result<()> {
     for keys in ["prefault=on", "prefault=on,shared=on"] {
         let plug = "hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=128M";
         let guest =
@@ -187,7 +187,7 @@ fn memory_is_there_from_the_start_where_it_is_wanted() -> Result<()> {
     Ok(())
 }
 
-fn the_host_is_told_what_the_memory_is_for() -> Result<()> {
+fn memory_options_are_set_on_the_mappings() -> Result<()> {
     for (keys, there, not_there) in [
         ("mergeable=on", "mg", ""),
         ("thp=off", "nh", "hg"),
@@ -353,7 +353,7 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     aside.all_are_back()
 }
 
-fn huge_pages_are_there_from_the_start_where_it_is_wanted() -> Result<()> {
+fn huge_pages_are_prefaulted_on_request() -> Result<()> {
     let Some(aside) = SetAside::pages(192)? else { return skip(NO_HUGE_PAGES) };
     let keys = "size=256M,prefault=on,hotplug_method=virtio-mem,hotplug_size=128M";
     let guest = in_huge_pages(keys).boot()?;

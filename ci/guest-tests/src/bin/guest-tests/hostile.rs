@@ -23,7 +23,7 @@ guest_tests::tests![
     garbage_from_the_blk_driver_is_survived,
     garbage_from_the_net_driver_is_survived_by_the_kernel (long),
     frames_in_unplugged_memory_are_survived_by_the_kernel: 240 (long),
-    a_touch_of_unplugged_memory_finds_nothing,
+    read_of_unplugged_memory_returns_all_ones,
 ];
 
 // PCI device IDs: 0x1040 plus the device's type (virtio 1.3, 4.1.2 and 5).
@@ -312,7 +312,7 @@ fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
 
 /// An address without a slot has no memory and reads as all ones, like a bus without a device. The
 /// VM continues to run.
-fn a_touch_of_unplugged_memory_finds_nothing() -> Result<()> {
+fn read_of_unplugged_memory_returns_all_ones() -> Result<()> {
     // The kernel excludes even root from a range that virtio_mem has claimed. The SRAT, which
     // contains the range, only exists with two nodes.
     let pool = Pool::create("256M")?;

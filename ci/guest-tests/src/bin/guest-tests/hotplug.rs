@@ -15,8 +15,8 @@ guest_tests::tests![
     a_disk_and_a_vsock_device_come_are_used_and_go: 300 => come_and_go(Kernel::V6_12),
     a_disk_goes_while_the_guest_writes: 240,
     a_guest_that_does_not_answer_keeps_its_disk: 240 (extended),
-    a_reboot_keeps_what_was_added_and_forgets_what_was_removed: 300,
-    what_cannot_be_added_or_removed_is_refused: 240,
+    reboot_keeps_additions_and_removals: 300,
+    invalid_additions_and_removals_are_refused: 240,
     a_file_comes_as_pmem_is_used_and_goes: 240 => pmem_comes_and_goes(Kernel::V6_12),
     disks_that_come_while_the_guest_boots_are_found: 240,
 ];
@@ -270,7 +270,7 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn a_reboot_keeps_what_was_added_and_forgets_what_was_removed() -> Result<()> {
+fn reboot_keeps_additions_and_removals() -> Result<()> {
     let guest = builder().boot()?;
     for id in ["stays", "goes", "slow"] {
         add_disk(&guest, &image(id)?, id)?;
@@ -322,7 +322,7 @@ fn a_disk_comes_back_as_another(guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
+fn invalid_additions_and_removals_are_refused() -> Result<()> {
     let (first, second) = (image("first")?, image("second")?);
     let link = first.with_extension("link");
     std::os::unix::fs::symlink(&first, &link)?;

@@ -19,12 +19,12 @@ use crate::volume::IO_LIMIT;
 use crate::zones::{MIB, wait_until_plugged};
 
 guest_tests::tests![
-    a_guest_that_reads_what_was_cut_off_is_paused: 300 (long) => guest_reads(Kernel::V6_12),
-    a_guest_that_reads_what_was_cut_off_is_paused_on_6_1: 300 (extended) =>
+    guest_that_reads_truncated_memory_is_paused: 300 (long) => guest_reads(Kernel::V6_12),
+    guest_that_reads_truncated_memory_is_paused_on_6_1: 300 (extended) =>
         guest_reads(Kernel::V6_1),
-    a_device_that_writes_to_what_was_cut_off_is_survived,
-    a_disk_does_not_get_zeros_for_what_was_cut_off: 300,
-    a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it: 300,
+    vmm_survives_device_writes_to_truncated_memory,
+    truncated_memory_is_not_written_to_a_disk_as_zeros: 300,
+    pause_for_a_truncated_pool_names_all_its_users: 300,
     a_guest_that_reads_bad_memory_is_paused,
 ];
 
@@ -108,7 +108,7 @@ fn device_range(guest: &Guest) -> Result<(u64, u64)> {
 }
 
 /// A driver may place its buffers there. An access by a device must not end the VMM.
-fn a_device_that_writes_to_what_was_cut_off_is_survived() -> Result<()> {
+fn vmm_survives_device_writes_to_truncated_memory() -> Result<()> {
     const RNG: &str = "0x1044";
     let path = file(&this_tests_dir(), "file", 16, "x")?;
     let flag = format!("--pmem file={}", path.display());
@@ -128,7 +128,7 @@ fn a_device_that_writes_to_what_was_cut_off_is_survived() -> Result<()> {
 }
 
 /// The source of a disk's write is cut off meanwhile. The write must fail and change nothing.
-fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
+fn truncated_memory_is_not_written_to_a_disk_as_zeros() -> Result<()> {
     const SEED: u64 = 0x1057_0000_0000_0000;
     let dir = this_tests_dir();
     let path = file(&dir, "file", 32, "x")?;
@@ -162,7 +162,7 @@ fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
 
 /// Lent memory and volumes are in one file. A pool cannot be opened while a part of its file is
 /// missing. It is unchanged when the part is back.
-fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
+fn pause_for_a_truncated_pool_names_all_its_users() -> Result<()> {
     let pool = Pool::create("256M")?;
     let (memory, volume) = (
         format!("--pm-memory pool={}", pool.name()),

@@ -10,13 +10,13 @@ use serde_json::json;
 use crate::zones::{MIB, mem_total_mib, zone};
 
 guest_tests::tests![
-    dram_is_plugged_unplugged_and_the_hosts_again_on_6_12: 180 =>
+    dram_is_plugged_unplugged_and_returned_on_6_12: 180 =>
         goes_back_to_the_host(&grows_and_shrinks(Kernel::V6_12)?),
     dram_is_plugged_and_unplugged_on_6_1: 180 => grows_and_shrinks(Kernel::V6_1).map(drop),
     a_resize_without_a_driver_ends_with_a_reason,
     a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served,
-    plugged_memory_is_asked_for_again_after_a_reboot: 240 => is_asked_for_again(1),
-    plugged_memory_is_asked_for_again_after_twenty_reboots: 1500 (extended) =>
+    plugged_memory_is_requested_again_after_a_reboot: 240 => is_asked_for_again(1),
+    plugged_memory_is_requested_again_after_twenty_reboots: 1500 (extended) =>
         is_asked_for_again(20),
 ];
 

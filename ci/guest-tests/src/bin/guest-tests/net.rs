@@ -24,11 +24,11 @@ guest_tests::tests![
     a_guest_and_its_host_talk_over_a_tap: 300 (long) => talks(Kernel::V6_12, 1),
     a_guest_and_its_host_talk_over_a_tap_on_6_1: 300 (extended) => talks(Kernel::V6_1, 2),
     frames_pass_without_offloads_and_with_small_rings: 300 (extended),
-    several_queues_are_used_and_put_aside: 300 (long),
+    several_queues_are_used: 300 (long),
     two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420 (extended),
     a_tap_that_goes_away_is_a_link_that_is_down: 180 (long),
-    what_is_no_tap_is_refused: 180,
-    given_queues_are_there_from_the_first_boot_to_their_removal: 420 (extended),
+    interfaces_other_than_taps_are_refused: 180,
+    passed_queues_work_from_the_first_boot_to_their_removal: 420 (extended),
     an_interface_comes_carries_traffic_and_goes: 300 => comes_and_goes(Kernel::V6_12, 10),
     an_interface_comes_carries_traffic_and_goes_on_6_1: 300 (extended) =>
         comes_and_goes(Kernel::V6_1, 11),
@@ -342,7 +342,7 @@ fn frames_pass_without_offloads_and_with_small_rings() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn several_queues_are_used_and_put_aside() -> Result<()> {
+fn several_queues_are_used() -> Result<()> {
     let net = Net::new(4)?;
     let guest = net.builder(",num_queues=4").cpus(2).boot()?;
     net.bring_up(&guest)?;
@@ -423,7 +423,7 @@ pub(crate) fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
     guest.power_off()
 }
 
-fn what_is_no_tap_is_refused() -> Result<()> {
+fn interfaces_other_than_taps_are_refused() -> Result<()> {
     need_tun()?;
     for (option, text) in [
         ("tap=lo", "Cannot attach to the interface lo"),
@@ -468,7 +468,7 @@ fn add_with(stream: &mut UnixStream, body: &Value, files: &[File]) -> Result<Res
 }
 
 /// Adds interfaces as libvirt does, on one connection.
-fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
+fn passed_queues_work_from_the_first_boot_to_their_removal() -> Result<()> {
     let (first, second) = (Net::new(8)?, Net::new(9)?);
     let vmm = api::empty_vmm()?;
     vmm.put("vm.create", api::config(&vmm))?;

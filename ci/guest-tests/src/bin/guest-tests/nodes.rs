@@ -11,9 +11,9 @@ use crate::decisions::{decisions, wait_for_agent};
 use crate::zones::{MIB, wait_until_plugged, zone};
 
 guest_tests::tests![
-    two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12: 180,
-    two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1: 180 (extended),
-    what_a_node_is_short_of_comes_from_near_it: 240,
+    guest_sees_two_sockets_with_pm_each_on_6_12: 180,
+    guest_sees_two_sockets_with_pm_each_on_6_1: 180 (extended),
+    shortage_of_a_node_is_met_with_near_pm: 240,
 ];
 
 const PLUG_LIMIT: Duration = Duration::from_secs(60);
@@ -184,7 +184,7 @@ fn are_seen(
     guest.no_kernel_complaints()
 }
 
-fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12() -> Result<()> {
+fn guest_sees_two_sockets_with_pm_each_on_6_12() -> Result<()> {
     let near = "preferred: 2, fallback: 2-3";
     let targets = [near, near, "preferred: 3, fallback: 3", "null"];
     are_seen(Kernel::V6_12, &["0-1", "2", "3"], targets)
@@ -192,13 +192,13 @@ fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12() -> Result<()> {
 
 /// 6.1 shows the latencies and bandwidths. Its tiers only follow drivers, and virtio-mem sets none,
 /// so demotion has no target.
-fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1() -> Result<()> {
+fn guest_sees_two_sockets_with_pm_each_on_6_1() -> Result<()> {
     are_seen(Kernel::V6_1, &["0-3"], [""; 4])
 }
 
 /// A load on the CPU of node 1 allocates from node 1 first, which has half the memory of node 0.
 /// Node 1 therefore runs short, and PM near it is plugged first.
-fn what_a_node_is_short_of_comes_from_near_it() -> Result<()> {
+fn shortage_of_a_node_is_met_with_near_pm() -> Result<()> {
     /// More than the memory of node 1, and less than that of both.
     const LOAD_MIB: u64 = 320;
     let pool = Pool::create("1G")?;

@@ -14,7 +14,7 @@ guest_tests::tests![
     several_nvdimms_are_found_in_their_order_on_6_12: 300 => found_in_order(Kernel::V6_12),
     several_nvdimms_are_found_in_their_order_on_6_1: 300 (extended) => found_in_order(Kernel::V6_1),
     a_pool_that_has_failed_is_an_nvdimm_in_critical_health: 300,
-    as_many_nvdimms_as_there_may_be_are_found: 600 (extended),
+    maximum_number_of_nvdimms_is_found: 600 (extended),
 ];
 
 /// Sizes of the NVDIMMs, which identify them.
@@ -116,7 +116,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
 /// `memory::layout::MAX_NVDIMMS` of the VMM.
 const MOST: usize = 64;
 
-fn as_many_nvdimms_as_there_may_be_are_found() -> Result<()> {
+fn maximum_number_of_nvdimms_is_found() -> Result<()> {
     let pool = Pool::create("1600M")?;
     let builder = Guest::builder().memory("size=512M").pressure("off").image(Image::Ndctl).cpus(2);
     let guest = (0..MOST)

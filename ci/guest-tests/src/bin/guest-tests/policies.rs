@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::decisions::{decisions_since, decisions_total, pressure, wait_for_agent};
 use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
-guest_tests::tests![tables_are_followed_where_page_cache_takes_what_is_free: 400 (extended)];
+guest_tests::tests![tables_are_followed_while_page_cache_fills_free_memory: 400 (extended)];
 
 const LIMIT: Duration = Duration::from_secs(120);
 /// Time for a shrink, which waits for cool-downs.
@@ -145,7 +145,7 @@ impl Cache {
     }
 }
 
-fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
+fn tables_are_followed_while_page_cache_fills_free_memory() -> Result<()> {
     let pool = Pool::create("768M")?;
     let (disk, trace) = (sparse_file("disk", 64 * MIB)?, this_tests_dir().join("trace"));
     let guest = Guest::builder()

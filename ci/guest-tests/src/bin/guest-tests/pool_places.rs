@@ -25,7 +25,7 @@ use crate::zones::{MIB, wait_until_plugged};
 guest_tests::tests![
     on_tmpfs_it_is_volatile,
     on_ext4_it_is_page_cache,
-    on_ext4_it_is_thin_if_asked,
+    on_ext4_it_is_thin_on_request,
     on_xfs_it_is_page_cache (extended),
     on_ext4_with_dax_it_is_dax_sync,
     on_xfs_with_dax_it_is_dax_sync,
@@ -221,7 +221,7 @@ fn on_ext4_it_is_page_cache() -> Result<()> {
     Ok(())
 }
 
-fn on_ext4_it_is_thin_if_asked() -> Result<()> {
+fn on_ext4_it_is_thin_on_request() -> Result<()> {
     let disk = Disk::create(128, 256)?;
     let thin = Expected { thin: true, ..page_cache() };
     let pool = serves_in_file(disk.dir(), &["--thin"], &thin)?;

@@ -16,12 +16,12 @@ guest_tests::tests![
     without_the_governor_the_same_load_swaps_or_is_killed: 240 (extended),
     a_ramp_is_served_before_kswapd_works: 240 (long),
     without_the_governor_kswapd_works_for_that_ramp: 240 (extended),
-    only_who_takes_all_pm_as_well_is_killed: 300 (long),
-    beside_pm_the_kernel_has_dram_of_its_own: 400 (long) =>
+    only_a_process_that_exhausts_pm_as_well_is_killed: 300 (long),
+    kernel_reserve_prevents_shortages_beside_pm: 400 (long) =>
         the_kernel_has_dram_of_its_own(Kernel::V6_12),
-    beside_pm_the_kernel_of_6_1_has_dram_of_its_own: 400 (extended) =>
+    kernel_reserve_prevents_shortages_beside_pm_on_6_1: 400 (extended) =>
         the_kernel_has_dram_of_its_own(Kernel::V6_1),
-    without_dram_of_its_own_the_kernel_is_short_of_memory: 400 (extended),
+    kernel_is_short_of_memory_without_its_reserve: 400 (extended),
     a_silent_agent_is_noticed: 240,
 ];
 
@@ -177,7 +177,7 @@ fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
 }
 
 /// A program that allocates 100 MB/s endlessly is not killed while PM is left.
-fn only_who_takes_all_pm_as_well_is_killed() -> Result<()> {
+fn only_a_process_that_exhausts_pm_as_well_is_killed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_without_swap(&pool).pressure("psi").boot()?;
     let mut leak = guest.start_script(GROW_LIMIT, "exec guest-tool leak 4096 100")?;
@@ -266,7 +266,7 @@ fn has_run_out(console: &str) -> bool {
 }
 
 /// Counterpart: without a reserve for the kernel, this load must show a shortage.
-fn without_dram_of_its_own_the_kernel_is_short_of_memory() -> Result<()> {
+fn kernel_is_short_of_memory_without_its_reserve() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).cmdline("movablecore=0").boot()?;
     match write_to_memory(&guest, 700) {

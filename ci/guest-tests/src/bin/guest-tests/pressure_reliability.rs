@@ -12,7 +12,7 @@ use crate::decisions::{decisions_total, has_decided, pressure, wait_for_agent};
 use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![
-    decisions_come_whatever_the_agent_does: 400 (long),
+    busy_cpus_and_false_reports_do_not_block_decisions: 400 (long),
     memory_with_pinned_pages_stays_and_the_rest_goes_back: 600 (long),
     guest_without_dram_for_descriptors_gets_no_request: 600 (long),
 ];
@@ -78,7 +78,7 @@ fn total_bytes(guest: &Guest) -> Result<u64> {
     Ok(kib * 1024)
 }
 
-fn decisions_come_whatever_the_agent_does() -> Result<()> {
+fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     const FLOOD: u32 = 600;
     let pool = Pool::create("2G")?;
     // With a swap that must stay unused.

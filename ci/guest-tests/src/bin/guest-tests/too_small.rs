@@ -12,7 +12,7 @@ use crate::zones::vmstat;
 
 guest_tests::tests![
     a_guest_with_half_of_its_dram_runs_as_with_all_of_it: 240 (long),
-    what_is_killed_for_memory_is_the_load: 400 (long),
+    oom_killer_selects_the_load: 400 (long),
 ];
 
 const WORKLOAD: Workload = Workload { name: "touch", mib: 320 };
@@ -71,7 +71,7 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
 
 /// In a guest without memory and swap, the OOM killer kills the programs of the load, and not the
 /// programs that report.
-fn what_is_killed_for_memory_is_the_load() -> Result<()> {
+fn oom_killer_selects_the_load() -> Result<()> {
     /// Time until a guest that swaps to its last page kills a process.
     const LIMIT: Duration = Duration::from_secs(300);
     let guest = Guest::builder()

@@ -25,7 +25,7 @@ guest_tests::tests![
         after_power_cut(Setup::new(Interface::Nvdimm))?.all_is_well(),
     power_cuts_lose_nothing_that_virtio_pmem_has_flushed: 300 (extended) =>
         after_power_cut(Setup::new(Interface::VirtioPmem))?.all_is_well(),
-    power_cuts_lose_what_a_lie_has_flushed: 300 (extended),
+    power_cuts_lose_data_of_ignored_flushes: 300 (extended),
 ];
 
 const KILLS: u32 = 6;
@@ -86,7 +86,7 @@ fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
 }
 
 /// Counterpart: flushes that do nothing must lose acknowledged data.
-fn power_cuts_lose_what_a_lie_has_flushed() -> Result<()> {
+fn power_cuts_lose_data_of_ignored_flushes() -> Result<()> {
     let judgement = after_power_cut(Setup { flushes_lie: true, ..Setup::new(Interface::Nvdimm) })?;
     ensure!(judgement.lost() > 0, "Flushes did nothing, and nothing was lost");
     Ok(())

@@ -25,12 +25,12 @@ guest_tests::tests![
     the_kernel_moves_frames_over_a_pause_and_a_reboot: 420 (long) => moves(Kernel::V6_12, 30),
     the_kernel_moves_frames_over_a_pause_and_a_reboot_on_6_1: 420 (extended) =>
         moves(Kernel::V6_1, 31),
-    two_pairs_of_the_kernels_follow_their_interrupts: 300 (extended),
-    an_interface_of_the_kernels_comes_and_goes: 420 (extended),
+    two_vhost_queue_pairs_follow_their_interrupts: 300 (extended),
+    vhost_interface_is_added_and_removed: 420 (extended),
     memory_comes_and_goes_under_the_kernels_frames: 480 (long),
     an_interface_that_the_kernel_loses_is_a_link_that_is_down: 300 (extended),
     a_nic_without_the_bus_is_silent_for_the_kernel_as_well: 300 (extended),
-    without_the_device_on_is_refused_and_auto_does_without: 180,
+    without_vhost_net_on_is_refused_and_auto_falls_back: 180,
 ];
 
 /// Fewer datagrams than the tap queues for a paused guest.
@@ -129,7 +129,7 @@ fn moves(kernel: Kernel, nth: u8) -> Result<()> {
     guest.power_off()
 }
 
-fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
+fn two_vhost_queue_pairs_follow_their_interrupts() -> Result<()> {
     let net = network(32)?;
     let guest = net.builder(",num_queues=4,vhost=auto").cpus(2).boot()?;
     net.bring_up(&guest)?;
@@ -153,7 +153,7 @@ fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn an_interface_of_the_kernels_comes_and_goes() -> Result<()> {
+fn vhost_interface_is_added_and_removed() -> Result<()> {
     let net = network(33)?;
     let guest = builder().boot()?;
     for _ in 0..3 {
@@ -238,7 +238,7 @@ fn a_nic_without_the_bus_is_silent_for_the_kernel_as_well() -> Result<()> {
     loses_the_bus(&net, ",vhost=on")
 }
 
-fn without_the_device_on_is_refused_and_auto_does_without() -> Result<()> {
+fn without_vhost_net_on_is_refused_and_auto_falls_back() -> Result<()> {
     let net = network(36)?;
     // Hides the device only from the VMM, in a mount namespace, so that the next tests still have
     // it. No driver has the number of the node that replaces it.

@@ -9,13 +9,13 @@ use pmem_volume::btt::InfoSource;
 use crate::btt_cross::{Disk, Linux, check, seed, write};
 use crate::volume::IO_LIMIT;
 
-guest_tests::tests![a_damaged_arena_takes_no_writes_and_the_other_does: 240];
+guest_tests::tests![damaged_arena_refuses_writes_and_the_other_accepts_them: 240];
 
 /// Sectors of the intact arena that are written, next to the damaged one.
 const BESIDE: u64 = 256;
 
 /// One disk has a damaged first arena, the other a damaged second one.
-fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
+fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
     let pool = Pool::create("96M")?;
     let mut disks = [
         Disk::create_with_two_arenas(&pool, "first", 36, 4096)?,

@@ -14,7 +14,7 @@ use crate::volume::{
 guest_tests::tests![
     acknowledged_files_survive_a_power_cut: 300 (long),
     a_failed_flush_pauses_a_guest_with_an_nvdimm: 300,
-    a_vm_that_was_paused_for_a_failed_flush_starts_anew: 300,
+    vm_paused_by_a_failed_flush_can_be_rebooted: 300,
     a_failed_flush_is_an_error_by_virtio_pmem: 300,
     persistent_memory_has_no_flush_hints,
 ];
@@ -122,7 +122,7 @@ fn has_failed(guest: &Guest) -> Result<f64> {
 }
 
 /// A device fails and is repaired. The guest finds all flushed data and can write again.
-fn a_vm_that_was_paused_for_a_failed_flush_starts_anew() -> Result<()> {
+fn vm_paused_by_a_failed_flush_can_be_rebooted() -> Result<()> {
     let room = Room::create(160)?;
     let device = LoopDevice::create_in(room.dir(), 128)?;
     let pool = Pool::by_path(device.path());

@@ -9,11 +9,11 @@ use serde_json::Value;
 use crate::volume::{guest_with, with_volume};
 
 guest_tests::tests![
-    the_agent_tells_kernel_and_full_preemption_on_6_12: 180 =>
+    agent_reports_kernel_and_full_preemption_on_6_12: 180 =>
         tells(Kernel::V6_12, "preempt=full", "full"),
-    the_agent_tells_kernel_and_voluntary_preemption_on_6_1: 180 (long) =>
+    agent_reports_kernel_and_voluntary_preemption_on_6_1: 180 (long) =>
         tells(Kernel::V6_1, "", "voluntary"),
-    an_affected_kernel_is_warned_of_once,
+    affected_kernel_causes_one_warning,
 ];
 
 const HELLO_LIMIT: Duration = Duration::from_secs(60);
@@ -65,7 +65,7 @@ fn say_hello(guest: &Guest, release: &str, preemption: &str) -> Result<()> {
     guest.run(&format!("printf '%s\\n' '{hello}' | guest-tool vsock-send 9746")).map(drop)
 }
 
-fn an_affected_kernel_is_warned_of_once() -> Result<()> {
+fn affected_kernel_causes_one_warning() -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
     let guest = guest_with(&pool, "interface=nvdimm").cmdline("foreshore.agent=off").boot()?;
     ensure!(

@@ -10,7 +10,7 @@ use crate::pool_places::refused;
 use crate::volume::{IO_LIMIT, wait_for_disk};
 
 guest_tests::tests![
-    an_image_of_what_a_guest_wrote_is_a_disk_for_the_next: 300,
+    exported_volume_can_be_imported_for_another_guest: 300,
     parts_of_a_volume_are_empty_disks: 300 (extended),
 ];
 
@@ -39,7 +39,7 @@ fn written(pool: &Pool, volume: &str) -> Result<()> {
     pmvol(&["btt", "check", &pool.name(), volume]).map(drop)
 }
 
-fn an_image_of_what_a_guest_wrote_is_a_disk_for_the_next() -> Result<()> {
+fn exported_volume_can_be_imported_for_another_guest() -> Result<()> {
     let pool = Pool::create("160M")?;
     pool.create_volume("data", "64M")?;
     pool.create_volume("copy", "72M")?;
