@@ -76,21 +76,21 @@ impl BootMemory {
         ratios
     }
 
-    /// Memory that boot memory has room to describe. In a guest with an agent, added DRAM brings
-    /// its own room, because the agent gives blocks of it to the kernel.
+    /// Largest memory to add whose page descriptors fit into boot memory. In a guest with an agent,
+    /// added DRAM brings its own room, because the agent gives blocks of it to the kernel.
     pub fn most_hotplug_bytes(&self) -> u64 {
         let boot_bytes = self.boot_bytes;
         let room_bytes = most_reserve_bytes(boot_bytes);
         let room_bytes = match self.normal_bytes() {
             0 => room_bytes,
             normal_bytes => {
-                // At most half of the memory above the hole is movable. Then each of the kernel's
-                // zones keeps as much, and no zone more than it has.
+                // At most half of the memory above the hole is movable. Each of the kernel's zones
+                // then keeps that much, or all of its memory if it has less.
                 let descriptor_bytes = descriptor_bytes(boot_bytes);
                 let half_bytes = normal_bytes.saturating_sub(descriptor_bytes) / 2;
                 let ratio = (2 * half_bytes).div_ceil(LOW_BOOT_BYTES).max(1);
-                // The agent wants no more than half of the kernel's zones. A ratio of 1 keeps as
-                // much as is movable in any case.
+                // The agent's reserve is at most half of the kernel's zones. A ratio of 1 always
+                // keeps as much as is movable.
                 let bound_bytes = half_bytes.max((LOW_BOOT_BYTES + half_bytes) / 2);
                 room_bytes.min(half_bytes + half_bytes / ratio).min(bound_bytes)
             }

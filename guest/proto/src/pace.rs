@@ -4,8 +4,8 @@
 //! use the same code, so both have the same timing.
 //!
 //! A report costs the guest the formatting of four files in /proc; a check costs one cheap system
-//! call. So at rest the agent reports once per second, but checks more often, and the more often
-//! the less memory is left. A check that finds a large decrease leads to a report at once.
+//! call. So at rest the agent reports once per second and checks more often. The less memory is
+//! left, the more often it checks. A check that finds a large decrease leads to a report at once.
 //!
 //! A check compares the measure of the VMM's settings ([`Settings::watermark_of`]), free or
 //! available memory, because the VMM decides by one of the two.
@@ -14,8 +14,8 @@
 //! when the VMM learns of it. (The simulator's guests do not use the early checks, and learn of a
 //! fall up to 35 ms later.)
 //!
-//! Between the fastest and the slowest rate, the report interval depends on the distance to the
-//! watermark, and on the time until it is reached at the present rate of the fall
+//! Between the fastest and the slowest rate, the report interval depends on two values: the
+//! distance to the watermark, and the time until it is reached at the present rate of the fall
 //! ([`interval_ms`]).
 
 use crate::{Measure, Memory, Settings, scale};
@@ -47,8 +47,8 @@ const ALERT_MS: u64 = 1_000;
 /// Time without a change after which reports slow down.
 const STEADY_MS: u64 = 3_000;
 
-/// Factor by which they slow down below the watermark. Above it, they slow down to the rate at
-/// rest.
+/// Factor by which steady reports slow down below the watermark. Above it, they slow down to the
+/// rate at rest.
 const STEADY_FACTOR: u64 = 5;
 
 /// Divisor of the last reported amount. A decrease by the quotient is reported at once.
@@ -207,12 +207,12 @@ impl Pace {
         }
     }
 
-    /// Records a check without a result.
+    /// Records a check that leads to no report.
     pub fn looked(&mut self, now_ms: u64) {
         self.looked_ms = now_ms;
     }
 
-    /// Records a read of the measured memory without a result, with `free_bytes` free.
+    /// Records a read of the measured memory that leads to no report, with `free_bytes` free.
     pub fn read(&mut self, free_bytes: u64, now_ms: u64) {
         self.looked_ms = now_ms;
         (self.read_free_bytes, self.read_ms) = (free_bytes, now_ms);

@@ -156,8 +156,9 @@ impl NodeMemory {
 }
 
 /// Ratios of `vm.lowmem_reserve_ratio` that keep the reserve in every node of `zones` that has
-/// movable memory beside kernel zones, if `hotplug_bytes` can be plugged together. A ratio applies
-/// to all nodes, so the node with the largest reserve decides. No ratio exceeds that in `least`.
+/// movable memory beside kernel zones. `hotplug_bytes` is the total memory that can be plugged. A
+/// ratio applies to all nodes, so the node with the largest reserve decides. No ratio exceeds its
+/// value in `least`.
 ///
 /// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones,
 /// so each of these keeps its share of them.
