@@ -230,7 +230,7 @@ mod tests {
         let mut agent =
             Agent::open(Path::new("/proc"), tree.path()).expect("this machine has /proc");
         let reserve = Reserve::open(tree.path(), &tree.at("run"), "").expect("opens");
-        // As if these were the guest's zones. Those of this machine, which the agent reads while it
+        // Stand for the guest's zones. The zones of this machine, which the agent reads while it
         // waits, may differ.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
         let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];

@@ -149,8 +149,8 @@ impl BlockReader {
         due_ms.max(self.not_before_ms)
     }
 
-    /// Reads the blocks again. If the agent is in charge, onlines blocks that were offline at the
-    /// last reading as well. Returns the number of blocks that did not come online. `clock` returns
+    /// Reads the blocks again. If the agent is in charge, onlines blocks that were already offline
+    /// at the last reading. Returns the number of blocks that did not come online. `clock` returns
     /// the time before and after the reading.
     pub(crate) fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> u64 {
         let start_ms = clock();

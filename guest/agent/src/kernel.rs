@@ -9,7 +9,6 @@ use foreshore_proto::{PROTOCOL_VERSION, RawHello};
 /// Maximum length of texts, because the VMM refuses longer ones.
 const MAX_TEXT_CHARS: usize = 120;
 
-/// First message of a connection.
 pub(crate) fn hello() -> RawHello {
     let kernel = rustix::system::uname();
     let (release, version) =

@@ -42,7 +42,7 @@ pub(crate) struct KernelBlocks {
 #[derive(Debug)]
 struct Exhausted {
     node: u32,
-    /// Blocks at that time. If the node's blocks change, it is tried again.
+    /// Blocks at that time. If they change, the node is tried again.
     blocks: Blocks,
 }
 
@@ -239,7 +239,7 @@ mod tests {
         RawReport { zones, blocks, ..RawReport::default() }
     }
 
-    /// A guest of 6.12 in which a program locks 200 MiB that it has.
+    /// Guest of 6.12 in which a program locks 200 MiB of its memory.
     #[test]
     fn locked_memory_does_not_make_the_kernel_short_sooner() {
         let before = include_str!("../tests/data/6.12-filled/zoneinfo");

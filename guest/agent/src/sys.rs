@@ -140,7 +140,6 @@ fn bind_first(
     Err(in_use)
 }
 
-/// Address of a virtual socket.
 struct VsockAddress(libc::sockaddr_vm);
 
 impl VsockAddress {

@@ -3,11 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A temporary directory.
 pub(crate) struct Tree(tempfile::TempDir);
 
 impl Tree {
-    /// Creates a tree with these files.
     pub(crate) fn new(files: &[(&str, &str)]) -> Self {
         let tree = Tree(tempfile::tempdir().expect("tempdir"));
         files.iter().for_each(|(path, text)| tree.put(path, text));
@@ -63,7 +61,6 @@ impl Tree {
         fs::create_dir_all(self.at(path)).expect("creates");
     }
 
-    /// Removes a file or an empty directory.
     pub(crate) fn remove(&self, path: &str) {
         let path = self.at(path);
         fs::remove_file(&path).or_else(|_| fs::remove_dir(&path)).expect("removes");

@@ -51,7 +51,6 @@ fn number(word: &[u8]) -> Option<u64> {
     })
 }
 
-/// Parses the number in a required `field` of `file`.
 fn required(
     word: Option<&[u8]>,
     file: &'static str,

@@ -80,8 +80,8 @@ fn add_user_pages(
     Ok(())
 }
 
-/// Largest number of `(0, 203, 203, 259, 259)`. There is one for allocations from each zone and
-/// from those below, so the largest is that for user pages (mm/page_alloc.c,
+/// Largest number of a list such as `(0, 203, 203, 259, 259)`. Each number applies to allocations
+/// whose highest zone has that index, so the largest one applies to user pages (mm/page_alloc.c,
 /// setup_per_zone_lowmem_reserve).
 fn most_protection<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<u64, ParseError> {
     let mut most = 0;
