@@ -20,7 +20,6 @@ pub(crate) enum Mode {
 }
 
 impl Mode {
-    /// Parses `direct` or `buffered`.
     pub(crate) fn parse(text: &str) -> Result<Self> {
         match text {
             "direct" => Ok(Self::Direct),

@@ -32,9 +32,9 @@ pub enum Content {
     Zeros,
     /// Written by this operation of the seed's program.
     Written { seed: u64, operation: u64 },
-    /// Zeros because of its map entry. It is read separately: Linux' driver treats such a sector as
-    /// the end of the data to read of a page and reports success (btt_read_pg in
-    /// drivers/nvdimm/btt.c). So sectors of 512 bytes behind it in the same page are not read.
+    /// Zeros because of its map entry. A check reads such a sector separately. Otherwise Linux'
+    /// driver skips the sectors of 512 bytes behind it in the same page, and reports success
+    /// (btt_read_pg in drivers/nvdimm/btt.c).
     Trimmed,
     /// Reads fail.
     Fails,
@@ -149,7 +149,6 @@ impl Outcome {
     }
 }
 
-/// Describes a wrong sector.
 fn describe(found: &[u8], expected: &[u8]) -> String {
     let word = |at: usize| u64::from_le_bytes(found[at..at + 8].try_into().expect("eight bytes"));
     let same = found.iter().zip(expected).filter(|(a, b)| a == b).count();

@@ -30,18 +30,16 @@ const REQUESTS_PER_LOOK: u64 = 16;
 pub(crate) enum Malice {
     /// Well-formed chains with buffers anywhere in a range of guest memory.
     Range {
-        /// Start of the range.
         first: u64,
-        /// End of the range, exclusive.
+        /// Exclusive.
         end: u64,
     },
     /// Frames of a network device in that range. Buffers of the first queue receive, those of the
     /// second send (virtio 1.3, 5.1.2). A buffer that the device does not return changes its place
     /// meanwhile.
     Frames {
-        /// Start of the range.
         first: u64,
-        /// End of the range, exclusive.
+        /// Exclusive.
         end: u64,
     },
     /// Chains that are invalid in every way: loops, indexes beyond the queue, lengths and addresses

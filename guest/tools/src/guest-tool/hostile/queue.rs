@@ -77,7 +77,6 @@ impl Queue {
         self.physical + (BUFFER_AT + at) as u64
     }
 
-    /// Writes `bytes` to the start of the buffer.
     pub(super) fn write_buffer(&mut self, bytes: &[u8]) {
         assert!(BUFFER_AT + bytes.len() <= PAGE_BYTES, "{} bytes do not fit", bytes.len());
         for (at, byte) in bytes.iter().enumerate() {

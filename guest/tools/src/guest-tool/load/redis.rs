@@ -41,8 +41,8 @@ const COMMON: &str = "
 const FILL: &str = "
     for key = a, b - 1 do redis.call('SET', 'k' .. key, value(key, 0)) end
     return b - a";
-/// Performs the second argument's number of operations, seeded by the first, on the third's number
-/// of keys. The generator is Park and Miller's, because a double can hold its products.
+/// Mixes reads and writes. Arguments: a seed, a number of operations, and a number of keys. The
+/// generator is Park and Miller's, because a double can hold its products.
 const MIX: &str = "
     local sum, keys = 0, tonumber(ARGV[3])
     local function below(bound)
