@@ -87,8 +87,8 @@ pub fn need_dax() -> Result<&'static Path> {
     }
 }
 
-/// tmpfs of a test that can be filled up. Then each operation that needs a new block for an image
-/// on it fails with an I/O error, as on a failing disk.
+/// tmpfs of a test that can be filled up. Once it is full, each operation that needs a new block
+/// for an image on it fails with an I/O error, as on a failing disk.
 #[derive(Debug)]
 pub struct Room(PathBuf);
 
@@ -115,7 +115,6 @@ impl Room {
         fill_up(&self.filler())
     }
 
-    /// Removes the file that fills it.
     pub fn make_room(&self) -> Result<()> {
         fs::remove_file(self.filler()).context("It was not filled up")
     }
@@ -124,8 +123,8 @@ impl Room {
 /// File system in a sparse file on a tmpfs of its own.
 ///
 /// The image has the content that survives a loss of power. Content that is only in the page cache
-/// of the file system does not. The tmpfs can be filled up. Then each operation that needs a new
-/// block for the image fails with an I/O error, as on a failing disk.
+/// of the file system does not. Once the tmpfs is filled up, each operation that needs a new block
+/// for the image fails with an I/O error, as on a failing disk.
 #[derive(Debug)]
 pub struct Disk {
     room: Room,
@@ -158,7 +157,6 @@ impl Disk {
         self.room.dir().join("image")
     }
 
-    /// Fills the tmpfs up, so that operations that need a new block on the disk fail.
     pub fn fill_up(&self) -> Result<()> {
         self.room.fill_up()
     }
@@ -218,7 +216,6 @@ impl LoopDevice {
         Self::create_in(&this_tests_dir(), size_mib)
     }
 
-    /// Creates one with its file in `dir`.
     pub fn create_in(dir: &Path, size_mib: u64) -> Result<Self> {
         let image = dir.join("loop-image");
         let free = Command::new("losetup").arg("-f").output().context("Cannot start losetup")?;

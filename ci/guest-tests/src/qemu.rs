@@ -126,7 +126,6 @@ impl QemuBuilder {
         Ok(QemuGuest { machine: Machine { process, endpoint, console, log }, qmp })
     }
 
-    /// File of the guest's serial console.
     pub fn console(&self) -> PathBuf {
         self.file("console.log")
     }

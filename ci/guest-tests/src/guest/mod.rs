@@ -129,7 +129,6 @@ impl Guest {
         Metrics::parse(&response.body)
     }
 
-    /// Value of one metric, see [`Metrics::value`].
     pub fn metric(&self, name: &str, labels: &[(&str, &str)]) -> Result<f64> {
         self.metrics()?.value(name, labels)
     }

@@ -108,8 +108,8 @@ pub struct Setup {
     pub interface: Interface,
     pub kernel: Kernel,
     pub format: Format,
-    /// Largest number of sectors that a thread writes before it flushes. Few are enough if each
-    /// flush is one of a disk.
+    /// Largest number of sectors that a thread writes before it flushes. A few are enough if each
+    /// flush goes to a disk.
     pub longest: u64,
     /// Number of times that a writing guest is stopped and checked before it is killed.
     pub looks: u32,

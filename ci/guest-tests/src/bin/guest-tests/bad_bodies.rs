@@ -52,8 +52,8 @@ fn fields_of(schema: &str) -> Vec<&'static str> {
     fields.filter_map(|field| field.strip_prefix(schema)?.strip_prefix('.')).collect()
 }
 
-/// Objects with each field and each value, and with fields that cause a refusal: `beside`, or
-/// `instead` if `beside` has the field itself.
+/// Returns an object for each field and value. Each object also has fields that cause a refusal:
+/// `beside`, or `instead` if `beside` contains the field.
 fn each(fields: &[&str], beside: &Value, instead: &Value) -> Vec<Value> {
     let with = |field: &str, value| {
         let mut object = if beside.get(field).is_some() { instead.clone() } else { beside.clone() };

@@ -318,8 +318,8 @@ fn linux_and_the_engine_use_a_disk_of_two_arenas_in_turn() -> Result<()> {
     Ok(())
 }
 
-/// All lanes of a BTT are in some state. The lanes of the guest's CPUs, which continue from their
-/// states, are in each of them in one of the BTTs.
+/// Each lane of a BTT is in one of the states. Across all BTTs, the lanes of the guest's CPUs,
+/// which continue from their states, cover every state.
 fn replays(kernel: Kernel) -> Result<()> {
     const CPUS: u32 = 4;
     let pool = Pool::create("512M")?;

@@ -112,7 +112,7 @@ fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
             "One in round {round}"
         );
     }
-    // In steps, and only some of them.
+    // Adds vCPUs in steps, and removes only some of them.
     grow(&guest, 1, 3)?;
     shrink(&guest, 2)?;
     grow(&guest, 2, 4)?;

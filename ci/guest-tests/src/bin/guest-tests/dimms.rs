@@ -23,7 +23,7 @@ guest_tests::tests![
 
 const ONLINE_LIMIT: Duration = Duration::from_secs(60);
 
-/// Without a method, for which Cloud Hypervisor's default is ACPI.
+/// Hotplug without a method, for which Cloud Hypervisor's default is ACPI.
 fn growing() -> GuestBuilder {
     Guest::builder().memory("size=384M,hotplug_size=2G")
 }

@@ -61,7 +61,7 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         pressure(&guest)?["paused"] == true && is_paused()? == 1.0,
         "The reboot has ended the pause"
     );
-    // The guest is short of memory, but all its reports lead to no decision.
+    // The guest is short of memory, but none of its reports leads to a decision.
     let hog = fill_but(&guest, LITTLE_MIB)?;
     let held_times = |info: &Value| {
         let decisions = info["decisions"].as_array()?;

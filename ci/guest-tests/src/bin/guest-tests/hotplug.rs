@@ -280,7 +280,7 @@ fn reboot_keeps_additions_and_removals() -> Result<()> {
     guest.wait_until("it is gone", LIMIT, || {
         Ok(guest.metric("foreshore_hotplug_pending", &[])? == 0.0)
     })?;
-    // The guest is not asked for this one before it ends.
+    // The paused guest receives no request to eject this disk before it ends.
     guest.command("vm.pause")?;
     ensure!(remove(&guest, "slow")? == 204, "It is not asked for");
     guest.command("vm.reboot")?;

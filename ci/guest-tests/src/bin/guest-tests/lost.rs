@@ -64,7 +64,7 @@ fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     Ok(())
 }
 
-/// No exit reports the loss, so the vCPU would retry forever.
+/// No exit reports the loss, so without the pause the vCPU would retry forever.
 fn guest_reads(kernel: Kernel) -> Result<()> {
     let path = file(&this_tests_dir(), "file", 16, "host")?;
     let flag = format!("--pmem file={}", path.display());

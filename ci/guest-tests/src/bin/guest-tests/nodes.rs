@@ -44,8 +44,8 @@ fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
         .boot()
 }
 
-/// As above but without hotpluggable DRAM, so that the policy's first decision is to plug PM. The
-/// policy considers each node.
+/// Like [`two_sockets`], but without hotpluggable DRAM, so that the policy's first decision is to
+/// plug PM. The policy considers each node.
 fn two_sockets_short_of_dram(pool: &Pool) -> Result<Guest> {
     Guest::builder()
         .cpus(2)
