@@ -43,7 +43,6 @@ pub(crate) struct IdleThread {
     started: Instant,
     tell: PipeWriter,
     answered: Receiver<Answer>,
-    /// All wakeups.
     pub times: Vec<Woken>,
 }
 

@@ -107,7 +107,6 @@ impl Vmm {
         }
     }
 
-    /// True if the VMM supports vhost-net.
     pub(crate) fn has_vhost_net(&self) -> bool {
         matches!(self, Self::Foreshore | Self::Qemu)
     }

@@ -23,7 +23,7 @@ struct Place {
     dir: &'static str,
     /// Durability class that `pmvol info` must report.
     class: &'static str,
-    /// Number of sectors between flushes. Few are enough if each flush is one of the disk.
+    /// Number of sectors between flushes. A few are enough if each flush goes to the disk.
     longest: u64,
 }
 

@@ -77,8 +77,8 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Runs one workload in all configurations. The run with DRAM alone is the first and determines the
-/// need, of which the others have a share.
+/// Runs one workload in all configurations. The first run has DRAM alone and determines the need.
+/// The others get a share of it.
 fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Row>> {
     let keep = |config: &Config, share: u64, outcome: Outcome| {
         let name = format!("{}-{share}-{config}-{round}", workload.name);
