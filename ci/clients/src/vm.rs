@@ -9,7 +9,6 @@ use serde_json::{Value, json};
 
 #[derive(Clone, Debug)]
 pub struct Vm {
-    /// Socket of the VMM's API.
     pub api_socket: PathBuf,
     pub kernel: PathBuf,
     pub initramfs: PathBuf,
@@ -32,7 +31,6 @@ pub struct Vm {
 /// NIC whose tap interface the client opens.
 #[derive(Debug)]
 pub struct Nic {
-    /// MAC address in the guest.
     pub mac: String,
     /// Passed descriptors.
     pub queues: Vec<File>,
