@@ -294,7 +294,6 @@ fn run_until_the_emulation_holds(
     }
 }
 
-/// Reruns of a test and their causes.
 #[derive(Default)]
 struct Reruns {
     broken: usize,

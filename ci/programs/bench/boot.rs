@@ -15,7 +15,6 @@ const INIT_LINE: &str = "foreshore-guest: init";
 /// Precision of the times.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Boots a minimal guest.
 pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let started = Instant::now();

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 
-/// Target of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Target {
     /// Maximum ratio to QEMU's value.

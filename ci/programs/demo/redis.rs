@@ -27,7 +27,6 @@ const PIPELINE: u64 = 32;
 /// Size of a fill: 779 MiB, 1.5 times the guest's DRAM.
 pub(crate) const FILL_BYTES: u64 = VALUE_BYTES * ROUNDS * VALUES_PER_ROUND;
 
-/// Result of a fill.
 #[derive(Debug, Clone)]
 pub(crate) struct Fill {
     /// True if all data is in Redis.

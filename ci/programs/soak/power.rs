@@ -39,7 +39,6 @@ const VOLATILE: &str = "/dev/shm/pool";
 /// Line after which the power may be cut.
 const ALL_WRITE: &str = "all guests write";
 
-/// Task of a boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Task {
     /// Check the content after the last cut, and write until the power is cut.

@@ -27,7 +27,6 @@ const GOOD_CONNECTION_MS: u64 = 10_000;
 /// Interval at which memory is observed while no reports can be sent.
 const HOUSE_MS: u64 = 1_000;
 
-/// State that outlives a connection.
 #[derive(Debug)]
 pub(crate) struct Agent {
     pub(crate) proc: Proc,

@@ -268,7 +268,6 @@ struct Request {
     take_charge: bool,
 }
 
-/// Result of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Answer {
     /// Blocks and their ranges, if they were read.

@@ -70,7 +70,6 @@ impl Judgement {
     }
 }
 
-/// Limit of printed faults.
 const SHOWN_FAULTS: usize = 10;
 
 impl Oracle {

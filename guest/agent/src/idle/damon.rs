@@ -45,13 +45,11 @@ const REGION_STEP: u64 = 2 << 20;
 const IDLE: usize = 0;
 const ALL: usize = 1;
 
-/// Monitors, one for each node.
 #[derive(Debug)]
 pub(super) struct Damon {
     monitors: Vec<Monitor>,
 }
 
-/// DAMON monitor of one node.
 #[derive(Debug)]
 struct Monitor {
     root: PathBuf,

@@ -15,7 +15,6 @@ guest_tests::tests![
 
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// VMM without a VM.
 pub(crate) fn without_a_vm() -> GuestBuilder {
     let flags = [
         "--kernel",

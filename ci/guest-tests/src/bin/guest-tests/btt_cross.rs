@@ -111,7 +111,6 @@ impl Disk {
         self.verify_by_engine(&outcome)
     }
 
-    /// Verifies the content that our engine reads.
     pub(crate) fn verify_by_engine(&self, outcome: &Outcome) -> Result<()> {
         let verified =
             self.with_engine(|engine| engine.verify(outcome)).context("What Engine reads");
@@ -172,7 +171,6 @@ pub(crate) struct Linux<'a> {
 }
 
 impl<'a> Linux<'a> {
-    /// Boots a guest and finds the disks.
     pub(crate) fn boot(
         pool: &Pool,
         disks: &'a [Disk],

@@ -26,7 +26,6 @@ guest_tests::tests![
     virtink_reboots: 240 (long) => Client::new("virtink").run_and_leave(),
 ];
 
-/// Time limit of the VMM's shutdown.
 const END_LIMIT: Duration = Duration::from_secs(30);
 /// FIFO that libvirt creates.
 const EVENTS: &str = "event-monitor-fifo";
@@ -39,7 +38,6 @@ fn image(name: &str, mib: u64) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Client of a VMM.
 struct Client {
     name: &'static str,
     /// Networks of the guest's NICs, which the client opens.

@@ -44,7 +44,6 @@ fn info(guest: &Guest, path: &str) -> Result<u64> {
         .with_context(|| format!("vm.info has no {path}: {info}"))
 }
 
-/// Waits until the guest has the memory.
 fn wait_until_online(guest: &Guest, total_mib: u64) -> Result<()> {
     guest.wait_until(&format!("MemTotal is {total_mib} MiB"), ONLINE_LIMIT, || {
         Ok(mem_total_mib(guest)? == total_mib)

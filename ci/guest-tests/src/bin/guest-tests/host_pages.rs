@@ -233,7 +233,6 @@ impl SetAside {
         text.trim().parse().with_context(|| format!("{name}: {text:?}"))
     }
 
-    /// Number of huge pages in use.
     fn used(&self) -> Result<u64> {
         Ok(self.pages - Self::number("free_hugepages")?)
     }

@@ -47,7 +47,6 @@ fn slots_are_registered(guest: &Guest) -> Result<()> {
     guest.run("test $(cat /sys/bus/pci/slots/1/power) = 1").map(drop)
 }
 
-/// Slot of an added device.
 pub(crate) fn slot_of(added: &Value) -> Result<u32> {
     let bdf = added["bdf"].as_str().with_context(|| format!("No bdf: {added}"))?;
     let slot = bdf.strip_prefix("0000:00:").and_then(|rest| rest.strip_suffix(".0"));

@@ -42,7 +42,6 @@ const PMEM: &str = "/dev/pmem1";
 /// Blank persistent memory as devdax.
 pub(crate) const DEVDAX: &str = "/dev/dax2.0";
 
-/// Expected properties of a pool.
 struct Expected {
     durability: &'static str,
     thin: bool,

@@ -37,7 +37,6 @@ pub(crate) fn zone(guest: &Guest, id: &str) -> Result<Zone> {
     })
 }
 
-/// Waits until `bytes` of a zone are plugged.
 pub(crate) fn wait_until_plugged(
     guest: &Guest,
     id: &str,

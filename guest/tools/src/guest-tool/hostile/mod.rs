@@ -47,7 +47,6 @@ pub(crate) enum Malice {
     Garbage,
 }
 
-/// End condition of an attack.
 pub(crate) enum Until {
     /// Number of requests.
     Sent(u64),
