@@ -27,6 +27,22 @@ Options:
   --once           Print one report to standard output and exit
   --version        Print the version and exit
   --help           Print this and exit
+
+Settings that the agent changes, only in a guest of Foreshore (the OEM ID of its
+ACPI tables is FRSHOR):
+  --online         /sys/devices/system/memory/auto_online_blocks
+  --online, --kernel-blocks
+                   /sys/devices/system/memory/memory*/state
+  --reserve        vm.lowmem_reserve_ratio
+  --tune           vm.watermark_boost_factor, and in /sys/kernel/mm:
+                   numa/demotion_enabled, transparent_hugepage/defrag, enabled,
+                   use_zero_page and khugepaged/defrag
+  --idle           /sys/kernel/mm/damon or page_idle
+
+On SIGTERM and SIGINT, the agent restores the settings of --reserve and --tune, and
+removes its monitors of DAMON. auto_online_blocks stays online_movable, because
+memory that is plugged while the agent restarts could not leave again. Blocks that
+serve the kernel and huge pages that were enabled stay as well.
 ";
 
 const HOST_CID: u32 = 2;
@@ -58,6 +74,20 @@ pub(crate) struct Options {
     pub kernel_blocks: bool,
     pub tune: bool,
     pub idle: bool,
+}
+
+impl Options {
+    /// The same address, without the parts that change the machine.
+    pub(crate) fn reporting_only(&self) -> Self {
+        Self {
+            address: self.address.clone(),
+            online: Online::None,
+            reserve: false,
+            kernel_blocks: false,
+            tune: false,
+            idle: false,
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -9,6 +9,7 @@ mod agent;
 mod allocations;
 mod args;
 mod blocks;
+mod guest;
 mod idle;
 mod kernel;
 mod kernel_blocks;
@@ -98,6 +99,7 @@ fn once() -> anyhow::Result<()> {
 }
 
 fn run(options: &Options) -> anyhow::Result<()> {
+    let options = &guest::permitted(options, Path::new(SYS));
     let mut agent = Agent::open(Path::new(PROC), Path::new(MEMORY))?;
     // Errors of the following steps are not fatal: without them the agent still reports, only less
     // reliably.

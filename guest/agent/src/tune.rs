@@ -353,9 +353,19 @@ mod tests {
     use foreshore_proto::ZoneKind;
 
     use super::*;
+    use crate::args;
     use crate::tree::Tree;
 
     const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn help_names_each_setting() {
+        let settings = SETTINGS.iter().map(|setting| setting.path);
+        for path in settings.chain([ENABLED, ZERO_PAGE]) {
+            let (_, name) = path.rsplit_once('/').expect("has a parent");
+            assert!(args::HELP.contains(name), "{path}");
+        }
+    }
 
     /// Build configuration of Debian's kernels, and another one.
     const OF_DEBIAN: (&str, &str) =

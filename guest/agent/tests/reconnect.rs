@@ -167,6 +167,17 @@ fn late_or_restarted_vmm_receives_hello_and_reports_from_the_first() {
 }
 
 #[test]
+fn agent_on_a_machine_that_is_no_guest_says_so_and_reports() {
+    let (dir, listener) = listening();
+    let mut agent = Agent::start(&socket_in(&dir));
+    let mut vmm = Vmm::accept(&listener);
+    vmm.hello();
+    assert_eq!(vmm.report_seq(), 1);
+    agent.signal(Signal::TERM);
+    agent.says("not a guest of Foreshore");
+}
+
+#[test]
 fn vmm_that_closes_at_once_is_retried() {
     let (dir, listener) = listening();
     let agent = Agent::start(&socket_in(&dir));

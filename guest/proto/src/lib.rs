@@ -51,6 +51,9 @@ pub use wire::{
 /// Vsock port on which the VMM listens for the agent.
 pub const VSOCK_PORT: u32 = 9746;
 
+/// OEM ID of the ACPI tables of every VM. The agent recognizes its guest by it.
+pub const ACPI_OEM_ID: [u8; 6] = *b"FRSHOR";
+
 /// Protocol version of this crate.
 pub const PROTOCOL_VERSION: u32 = 1;
 

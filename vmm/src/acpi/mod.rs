@@ -27,6 +27,7 @@ use acpi_tables::Aml;
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
+use balloon::proto::ACPI_OEM_ID;
 use foreshore_devices::memory::layout::{ACPI_END, RSDP_START};
 use foreshore_devices::nvdimm::Nvdimm;
 use thiserror::Error;
@@ -34,7 +35,7 @@ use vm_memory::{Address, Bytes, GuestMemoryBackend};
 
 pub(crate) use numa::{NodeMemory, NumaNode, Performance};
 
-const OEM_ID: [u8; 6] = *b"FRSHOR";
+const OEM_ID: [u8; 6] = ACPI_OEM_ID;
 const OEM_TABLE_ID: [u8; 8] = *b"FORESHOR";
 const OEM_REVISION: u32 = 1;
 /// Alignment of tables. Linux reads their 64-bit fields at natural alignment where it can.
