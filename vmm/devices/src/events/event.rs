@@ -41,7 +41,7 @@ pub enum Event<'a> {
     VmRebooted,
     /// The configuration was deleted.
     VmDeleted,
-    /// A resize was requested.
+    /// A resize has passed its checks.
     VmResizing,
     /// The guest was notified of the resize.
     VmResized,

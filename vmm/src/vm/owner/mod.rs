@@ -249,19 +249,20 @@ impl Vm {
         Ok(())
     }
 
-    /// Resizes the machine or, without one, the configuration for the next boot.
-    fn resize(&mut self, resize: &Resize) -> Result<(), VmError> {
-        if self.machine.is_none() {
-            return self.reconfigure(resize, |config| resize.apply(config));
-        }
+    /// Checks all of a resize of the machine, before its first step.
+    fn plan_resize(&mut self, resize: &Resize) -> Result<ResizePlan, VmError> {
         state::next(self.state, Verb::Change)?;
         if let Resize::Vm(ResizeRequest { desired_vcpus: Some(desired), .. }) = resize {
             check_vcpus(*desired, &self.config)?;
         }
         let plan = self.running()?.plan_resize(resize)?;
         self.check_next_boot(resize, &plan)?;
-        // All checks precede the first step. Each step is stored for the next boot at once, without
-        // waiting for the guest. It stays stored if a later step fails.
+        Ok(plan)
+    }
+
+    /// Resizes the machine. Each step is stored for the next boot at once, without waiting for the
+    /// guest, and stays stored if a later step fails.
+    fn carry_out(&mut self, plan: ResizePlan) -> Result<(), VmError> {
         for step in plan {
             let next_boot = step.next_boot().clone();
             self.running()?.resize(step)?;
@@ -488,14 +489,17 @@ impl<F: MachineFactory> Owner<F> {
         self.told.tell(Event::VmShutdown);
     }
 
+    /// Resizes the machine. Without one, resizes the configuration, which takes effect at the next
+    /// boot. Emits events only for a request that has passed its checks.
     fn resize(&mut self, resize: &Resize) -> Result<(), VmError> {
         let told = self.told.clone();
         let vm = self.vm()?;
         if vm.machine.is_none() {
-            return vm.resize(resize);
+            return vm.reconfigure(resize, |config| resize.apply(config));
         }
+        let plan = vm.plan_resize(resize)?;
         told.tell(Event::VmResizing);
-        vm.resize(resize)?;
+        vm.carry_out(plan)?;
         told.tell(Event::VmResized);
         Ok(())
     }

@@ -38,6 +38,22 @@ fn events_are_emitted_in_order() {
     });
 }
 
+#[test]
+fn refused_resize_emits_no_event() {
+    run(async {
+        let vm = start(None).await;
+        let zone = ResizeZoneRequest { id: "nosuch".to_owned(), desired_ram: 0 };
+        let vcpus = ResizeRequest { desired_vcpus: Some(9), ..ResizeRequest::default() };
+        let ram = ResizeRequest { desired_ram: Some(5001), ..ResizeRequest::default() };
+        for resize in [Resize::Zone(zone), Resize::Vm(vcpus), Resize::Vm(ram)] {
+            let text = resize.to_string();
+            let refused = vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
+            assert!(refused.is_err(), "{text}");
+        }
+        assert_eq!(vm.told().await, ["booting", "booted"]);
+    });
+}
+
 /// A guest can restart at any rate, and events may be written to a file. Restarts by a client are
 /// always emitted.
 #[test]
