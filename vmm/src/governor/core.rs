@@ -23,7 +23,7 @@ use balloon::proto::{AgentMessage, Hello, Refusal, Settings};
 use balloon::{Distances, HostView, TimeMs, ZoneId};
 use foreshore_devices::metrics::LatencyHistogram;
 
-pub use self::show::{ZoneQuery, ZoneState};
+pub use self::show::{ZoneQuery, ZoneResize, ZoneState};
 use super::GovernorError;
 use super::error::{AboveZones, DescriptorLack};
 use super::record::{Recorder, Target};

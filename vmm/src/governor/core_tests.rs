@@ -67,11 +67,29 @@ fn guest_without_progress_is_reminded_and_status_is_stuck() {
     let mut f = fixture("off", false);
     f.core.resize_zone("dram", 64 * MIB, TimeMs(0)).unwrap();
     f.core.tick(TimeMs(1000));
-    assert_eq!(f.core.resize_status("dram", TimeMs(1000)), Some(ResizeStatus::Pending));
+    let status = |f: &Fixture, at| f.core.zone_state("dram", TimeMs(at)).resize.unwrap().status;
+    assert_eq!(status(&f, 1000), ResizeStatus::Pending);
     f.core.tick(TimeMs(6000));
-    assert!(matches!(f.core.resize_status("dram", TimeMs(6000)), Some(ResizeStatus::Stuck(_))));
+    assert!(matches!(status(&f, 6000), ResizeStatus::Stuck(_)));
     assert_eq!(*f.dram.reminders.lock(), 1);
-    assert_eq!(f.core.resize_status("nvram", TimeMs(0)), None);
+    assert_eq!(f.core.zone_state("nvram", TimeMs(6000)).resize, None);
+}
+
+/// The sizes change between two steps of the governor, and it observes them only in a step.
+#[test]
+fn resize_status_belongs_to_the_sizes_that_it_is_shown_with() {
+    let mut f = fixture("off", false);
+    f.core.tick(TimeMs(0));
+    let shown = |f: &Fixture| {
+        let ZoneResize { sizes, status } = f.core.zone_state("dram", TimeMs(500)).resize.unwrap();
+        ([sizes.requested_bytes, sizes.plugged_bytes].map(|bytes| bytes / MIB), status)
+    };
+    assert_eq!(shown(&f), ([0, 0], ResizeStatus::Reached));
+    f.dram.request(64 * MIB);
+    assert_eq!(shown(&f), ([64, 0], ResizeStatus::Pending));
+    f.core.tick(TimeMs(400));
+    f.dram.sizes.lock().plugged_bytes = 64 * MIB;
+    assert_eq!(shown(&f), ([64, 64], ResizeStatus::Reached));
 }
 
 /// Without reports, all zones together are limited to 8 times the boot memory.
@@ -254,7 +272,9 @@ fn zones_of_one_node_share_its_online_memory() {
     fixture.dram.request(64 * MIB);
     fixture.pm.request(32 * MIB);
     fixture.greet();
-    let online = |fixture: &Fixture| ["dram", "pm"].map(|id| fixture.core.online_bytes(id));
+    let online = |fixture: &Fixture| {
+        ["dram", "pm"].map(|id| fixture.core.zone_state(id, TimeMs(0)).online_bytes)
+    };
     assert_eq!(online(&fixture), [None, None]);
     // The agent reports 64 MiB beyond the boot memory on node 0.
     fixture.report(200);
@@ -291,12 +311,16 @@ fn states_of_zones_come_in_the_order_of_the_query() {
         has_dimms,
     };
     let queries = [query("memory", true), query("pm", false), query("dram", false)];
-    let reached = Some(ResizeStatus::Reached);
-    let expected =
-        [(128, None), (0, reached.clone()), (128, reached)].map(|(online_mib, resize_status)| {
-            ZoneState { online_bytes: Some(online_mib * MIB), resize_status }
-        });
-    assert_eq!(f.core.zone_states(&queries, TimeMs(50)), expected);
+    let states = f.core.zone_states(&queries, TimeMs(50)).into_iter();
+    let shown: Vec<_> = states
+        .map(|ZoneState { online_bytes, resize }| {
+            let resize = resize.map(|resize| (resize.sizes.plugged_bytes, resize.status));
+            (online_bytes, resize)
+        })
+        .collect();
+    let reached = |bytes| Some((bytes, ResizeStatus::Reached));
+    let expected = [(128, None), (0, reached(0)), (128, reached(128 * MIB))];
+    assert_eq!(shown, expected.map(|(online_mib, resize)| (Some(online_mib * MIB), resize)));
 }
 
 #[test]

@@ -17,7 +17,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::time::Instant;
 
 use super::agent::{self, Heard, LineBudget};
-use super::core::Core;
+use super::core::{Core, ZoneQuery, ZoneState};
 use super::task::Clock;
 use super::{GovernedZone, GovernorError};
 use crate::config::PressureConfig;
@@ -171,6 +171,12 @@ impl Core {
 
     pub fn agent_state(&self, now: TimeMs) -> AgentState {
         self.governor.agent_state(now)
+    }
+
+    /// State of a zone that does not grow by DIMMs.
+    pub fn zone_state(&self, id: &str, now: TimeMs) -> ZoneState {
+        let query = ZoneQuery { id: id.to_owned(), guest_node: 0, boot_bytes: 0, has_dimms: false };
+        self.zone_states(&[query], now).remove(0)
     }
 
     /// Resizes a zone on behalf of a client.

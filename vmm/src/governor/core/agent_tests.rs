@@ -43,7 +43,8 @@ fn online_bytes_are_limited_to_plugged_bytes() {
     let mut line = report(1, 300, [128 * MIB, 1024 * MIB]);
     line["memory"]["total_bytes"] = json!(384 * MIB);
     f.line(&line);
-    assert_eq!((f.core.online_bytes("dram"), f.core.online_bytes("pm")), (Some(0), Some(64 * MIB)));
+    let online = ["dram", "pm"].map(|id| f.core.zone_state(id, TimeMs(0)).online_bytes);
+    assert_eq!(online, [Some(0), Some(64 * MIB)]);
 }
 
 #[test]

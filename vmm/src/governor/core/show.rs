@@ -10,7 +10,7 @@ use balloon::governor::{AgentState, AuditedZone, Entry};
 use balloon::params::Parameters;
 use balloon::policy::Policy;
 use balloon::proto::{Report, Settings};
-use balloon::{DriverState, TimeMs, ZoneId};
+use balloon::{DriverState, TimeMs, ZoneId, ZoneSizes};
 use serde_json::{Value, json};
 
 use super::Core;
@@ -132,8 +132,16 @@ pub struct ZoneQuery {
 pub struct ZoneState {
     /// Hotplugged memory that is online, by the agent's last report.
     pub online_bytes: Option<u64>,
-    /// Progress of the last resize. `None` if the governor does not size the zone.
-    pub resize_status: Option<ResizeStatus>,
+    /// Present sizes and the progress of the last resize. `None` if the governor does not size the
+    /// zone.
+    pub resize: Option<ZoneResize>,
+}
+
+/// Sizes of a zone and the status that belongs to them.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ZoneResize {
+    pub sizes: ZoneSizes,
+    pub status: ResizeStatus,
 }
 
 impl Core {
@@ -190,40 +198,44 @@ impl Core {
         })
     }
 
-    /// Online bytes and resize status of each zone, in the order of `zones`.
+    /// States of `zones`, in their order. The sizes of each zone are read once.
     pub fn zone_states(&self, zones: &[ZoneQuery], now: TimeMs) -> Vec<ZoneState> {
+        let sizes = self.zones().sizes();
         let state = |zone: &ZoneQuery| ZoneState {
             online_bytes: match zone.has_dimms {
                 true => self.online_beside_boot(zone.guest_node, zone.boot_bytes),
-                false => self.online_bytes(&zone.id),
+                false => self.online_bytes(&zone.id, &sizes),
             },
-            resize_status: self.resize_status(&zone.id, now),
+            resize: self.zone_resize(&zone.id, &sizes, now),
         };
         zones.iter().map(state).collect()
     }
 
-    /// Progress of the last resize of zone `id`. `None` if the governor does not size the zone.
-    pub fn resize_status(&self, id: &str, now: TimeMs) -> Option<ResizeStatus> {
-        let (zone, number) = self.zones().iter().zip(0..).find(|(zone, _)| zone.id == id)?;
-        let offline = self.node_blocks(zone.guest_numa_node).map_or(0, |(_, offline)| offline);
+    /// Sizes of zone `id` out of `sizes`, and their status. A copy of the tracker observes the
+    /// sizes first, because they may have changed since the governor's last step.
+    fn zone_resize(&self, id: &str, sizes: &[ZoneSizes], now: TimeMs) -> Option<ZoneResize> {
+        let (_, sizes) = self.zones().iter().zip(sizes).find(|(zone, _)| zone.id == id)?;
+        let offline = self.node_blocks(sizes.guest_numa_node).map_or(0, |(_, offline)| offline);
         let controller = self.governor.controller();
-        let tracker = controller.tracker(ZoneId(number))?;
-        Some(tracker.status(offline, controller.rules().progress_ms, now))
+        let mut tracker = controller.tracker(sizes.id)?.clone();
+        tracker.observe(sizes, now);
+        let status = tracker.status(offline, controller.rules().progress_ms, now);
+        Some(ZoneResize { sizes: *sizes, status })
     }
 
-    /// Online part of the hotplugged memory of zone `id`, from the last report. The agent reports
-    /// the sum of all zones on a node, which is assigned to them in their order, to each at most
-    /// its plugged size.
-    pub fn online_bytes(&self, id: &str) -> Option<u64> {
+    /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says
+    /// what they have together: then the first ones' memory counts first. None has more online
+    /// than it has plugged, whatever is said. `sizes` are those of all zones.
+    fn online_bytes(&self, id: &str, sizes: &[ZoneSizes]) -> Option<u64> {
         let zone = self.zones().iter().find(|zone| zone.id == id)?;
         let (online, _) = self.node_blocks(zone.guest_numa_node)?;
         let mut left = online.saturating_sub(zone.boot_bytes);
         // The memory of the balloon zone is boot memory.
-        let is_neighbour = |other: &&GovernedZone| {
+        let is_neighbour = |(other, _): &(&GovernedZone, &ZoneSizes)| {
             other.guest_numa_node == zone.guest_numa_node && other.id != BALLOON_ZONE
         };
-        for neighbour in self.zones().iter().filter(is_neighbour) {
-            let its = left.min(neighbour.device.sizes().plugged_bytes);
+        for (neighbour, sizes) in self.zones().iter().zip(sizes).filter(is_neighbour) {
+            let its = left.min(sizes.plugged_bytes);
             if neighbour.id == id {
                 return Some(its);
             }

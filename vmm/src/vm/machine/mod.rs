@@ -32,7 +32,7 @@ use tracing::warn;
 use crate::acpi::ged::Event;
 use crate::config::{ConsoleMode, DeviceConfig, VmConfig};
 use crate::cpu::run::Pausing;
-use crate::governor::core::{ZoneQuery, ZoneState};
+use crate::governor::core::{ZoneQuery, ZoneResize, ZoneState};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::governor::task::{Agents, GovernorHandle};
 use crate::vm::devices::SerialPort;
@@ -249,8 +249,8 @@ impl KvmMachine {
         self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id)
     }
 
-    /// Zones without their resident sizes. A single call of the governor's thread returns the state
-    /// of all zones.
+    /// All zones without their resident memory. One call of the governor's thread returns the state
+    /// of all of them, so that sizes and status belong together.
     fn zone_infos(&self) -> Vec<ZoneInfo> {
         let specs = self.memory.zones();
         let query = |spec: &ZoneSpec| ZoneQuery {
@@ -265,9 +265,8 @@ impl KvmMachine {
     }
 
     fn zone_info(&self, spec: &ZoneSpec, state: ZoneState) -> ZoneInfo {
-        let ZoneState { online_bytes, resize_status } = state;
-        let sizes = self.devices.handles::<MemHandle>().find(|handle| handle.zone().id == spec.id);
-        let sizes = sizes.map(MemHandle::sizes);
+        let ZoneState { online_bytes, resize } = state;
+        let (sizes, status) = resize.map(|ZoneResize { sizes, status }| (sizes, status)).unzip();
         let dimms = self.dimms_of(spec);
         let dimm_bytes = dimms.map_or(0, |dimms| dimms.plan().used_bytes());
         let plugged_bytes = sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes);
@@ -285,7 +284,7 @@ impl KvmMachine {
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,
             driver: sizes.as_ref().map(|sizes| sizes.driver),
-            status: resize_status.unwrap_or(ResizeStatus::Reached),
+            status: status.unwrap_or(ResizeStatus::Reached),
         }
     }
 }
