@@ -219,9 +219,9 @@ impl VmConfig {
         for (name, bytes) in hotplug.iter().filter(|(_, bytes)| !bytes.is_multiple_of(block_bytes))
         {
             warnings.push(format!(
-                "{name} is {}, which is rounded up to {}: Linux adds memory in blocks of {}",
+                "{name} is {}, not a multiple of {}: Linux adds memory in such blocks, and the last one takes page \
+                 descriptors for all of its block",
                 Size(*bytes),
-                Size(bytes.checked_next_multiple_of(block_bytes).unwrap_or(u64::MAX)),
                 Size(block_bytes)
             ));
         }
@@ -495,16 +495,15 @@ mod tests {
         let mut config = least();
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=130M").unwrap()];
-        let expected = "--pm-memory: size is 130 MiB, which is rounded up to 256 MiB: Linux adds memory in blocks of 128 MiB";
+        // The zone can have what its flag says, and that is the size in all messages.
+        let expected = "--pm-memory: size is 130 MiB, not a multiple of 128 MiB: Linux adds memory in such blocks, and the \
+             last one takes page descriptors for all of its block";
         assert_eq!(config.warnings(), [expected]);
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=128M").unwrap()];
         assert_eq!(config.warnings(), Vec::<String>::new());
         // Boot memory ends at 64 GiB.
         config.memory.size = 63 << 30;
-        assert!(
-            config.warnings()[0]
-                .ends_with("rounded up to 2 GiB: Linux adds memory in blocks of 2 GiB")
-        );
+        assert!(config.warnings()[0].contains("not a multiple of 2 GiB"));
         config.memory.size = 512 << 20;
         config.vsock = None;
         assert!(config.warnings()[0].contains("--vsock"));
