@@ -43,7 +43,7 @@ Examples:
 
 /// Control a running foreshore
 #[derive(Debug, Parser)]
-#[command(name = "foreshore-remote", after_help = format!("{EXAMPLES}\n\n{}", size::HELP), disable_help_subcommand = true, version = VERSION.as_str())]
+#[command(name = "foreshore-remote", after_help = format!("{EXAMPLES}\n\n{}", size::HELP), disable_help_subcommand = true, arg_required_else_help = false, version = VERSION.as_str())]
 struct Flags {
     /// API socket of the VMM
     #[arg(long, value_name = "PATH")]
@@ -615,6 +615,15 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
         assert!(matches!(verb(&["events", "--follow"]), Verb::Events { follow: true }));
         let version = run(["foreshore-remote", "--version"].map(OsString::from).to_vec()).unwrap();
         assert!(version.contains("ch-remote v"), "{version}");
+    }
+
+    #[test]
+    fn missing_command_is_a_usage_error() {
+        for args in [&["foreshore-remote"][..], &["foreshore-remote", "--api-socket", "/s"]] {
+            let error = run(args.iter().map(OsString::from).collect()).unwrap_err();
+            let WrongCommandLine(text) = error.downcast().unwrap();
+            assert!(text.contains("requires a subcommand"), "{text}");
+        }
     }
 
     #[test]
