@@ -286,7 +286,12 @@ fn few(names: &[String]) -> String {
 }
 
 fn known_text(known: &[String]) -> String {
-    if known.is_empty() { ": it has none".to_owned() } else { format!(": it has {}", few(known)) }
+    let quoted: Vec<_> = known.iter().map(|name| format!("{name:?}")).collect();
+    if known.is_empty() {
+        ": it has none".to_owned()
+    } else {
+        format!("; its volumes: {}", few(&quoted))
+    }
 }
 
 #[cfg(test)]
@@ -298,7 +303,8 @@ mod tests {
         let names: Vec<_> = (0..1000).map(|number| format!("v{number}")).collect();
         let known = names.clone();
         let text = PoolError::NoSuchVolume { name: "w".to_owned(), known }.to_string();
-        assert!(text.contains("v0, v1, v2, v3, v4, v5, v6, v7 and 992 more"), "{text}");
+        let few = r#""v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7" and 992 more"#;
+        assert_eq!(text, format!("there is no volume \"w\" in the pool; its volumes: {few}"));
         let text = PoolError::DeviceHasVolumes { path: "p".into(), volumes: names[..2].to_vec() }
             .to_string();
         assert!(text.contains("the volumes v0, v1;"), "{text}");
