@@ -139,19 +139,16 @@ pub(in crate::vm) fn check_vcpus(desired: u8, config: &VmConfig) -> Result<(), V
     Err(ConfigError::OutOfRange { flag, key, value, least: 1, most }.into())
 }
 
-/// Format in errors. It has the names of the request's fields, which can differ from those of the
-/// flags.
+/// As errors name it: neither by fields of the API nor by flags, because clients use both.
 impl fmt::Display for ResizeRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { desired_vcpus, desired_ram, desired_balloon } = *self;
         let wishes = [
-            ("desired_vcpus", desired_vcpus.map(u64::from)),
-            ("desired_ram", desired_ram),
-            ("desired_balloon", desired_balloon),
+            desired_vcpus.map(|vcpus| format!("vCPUs {vcpus}")),
+            desired_ram.map(|bytes| format!("memory {}", Size(bytes))),
+            desired_balloon.map(|bytes| format!("balloon {}", Size(bytes))),
         ];
-        let wishes =
-            wishes.into_iter().filter_map(|(name, wish)| Some(format!("{name} {}", wish?)));
-        f.write_str(&wishes.collect::<Vec<_>>().join(", "))
+        f.write_str(&wishes.into_iter().flatten().collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -200,7 +197,7 @@ impl ResizeRequest {
             (None, _) | (Some(0), None) => {}
             (Some(size_bytes), Some(balloon)) => balloon.size = size_bytes,
             (Some(size_bytes), None) => {
-                let reason = format!("desired_balloon {size_bytes}: the VM has no balloon");
+                let reason = format!("balloon {}: the VM has no balloon", Size(size_bytes));
                 return Err(VmError::BadRequest(reason));
             }
         }
@@ -227,7 +224,7 @@ fn read_zone_ram(json: Value, walk: &mut Walk) -> Result<u64, JsonError> {
 
 impl fmt::Display for ResizeZoneRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "desired_ram {} of zone {}", self.desired_ram, self.id)
+        write!(f, "zone {}, size {}", self.id, Size(self.desired_ram))
     }
 }
 
@@ -454,10 +451,10 @@ pub enum VmError {
     },
     /// The guest has no room for the page descriptors of a DIMM.
     #[error(
-        "desired_ram {size_bytes}: the guest's DRAM has no room for the page descriptors of {} more, which take {}; it has \
+        "memory {}: the guest's DRAM has no room for the page descriptors of {} more, which take {}; it has \
          room for those of {}. Add less at a time; a guest without an agent gets at most `--pressure unreported=` times \
          its boot memory",
-        Size(*dimm_bytes), Size(descriptor_bytes(*dimm_bytes)), Size(*most_bytes)
+        Size(*size_bytes), Size(*dimm_bytes), Size(descriptor_bytes(*dimm_bytes)), Size(*most_bytes)
     )]
     NoRoomForDescriptors {
         /// Requested size of DRAM.

@@ -32,7 +32,8 @@ impl KvmMachine {
         // impossible layout would end its VM.
         self.memory.could_boot_with(0, size_bytes).map_err(|err| {
             VmError::BadRequest(format!(
-                "desired_ram {size_bytes}: the VM could not boot again: {err}"
+                "memory {}: the VM could not boot again: {err}",
+                Size(size_bytes)
             ))
         })?;
         let more = size_bytes.saturating_sub(self.dram_bytes());
@@ -47,8 +48,9 @@ impl KvmMachine {
                 Ok(more)
             }
             None => Err(VmError::BadRequest(format!(
-                "desired_ram {size_bytes}: the VM has {} bytes of boot memory and no hotplug_size",
-                self.dram_bytes()
+                "memory {}: the VM has {} of boot memory and no hotplug_size",
+                Size(size_bytes),
+                Size(self.dram_bytes())
             ))),
         }
     }
@@ -66,7 +68,7 @@ impl KvmMachine {
         self.hotplug.metrics.count(KIND, "add", "error");
         match err {
             Refusal::Dimm(err) => {
-                let text = format!("desired_ram {size_bytes}: {}", foreshore_types::chain(&err));
+                let text = format!("memory {}: {}", Size(size_bytes), foreshore_types::chain(&err));
                 if err.is_the_hosts() { VmError::Failed(text) } else { VmError::BadRequest(text) }
             }
             Refusal::Descriptors(DescriptorLack { dimm_bytes, most_bytes }) => {
@@ -208,7 +210,7 @@ mod tests {
         let (mut machine, table) = growing(1024 * MIB);
         machine.plan_resize(&dram((65 + 128) * MIB)).unwrap();
         for (mib, text) in [
-            (66, "desired_ram 69206016: 1 MiB more is not a multiple of 128 MiB"),
+            (66, "memory 66 MiB: 1 MiB more is not a multiple of 128 MiB"),
             (65 + 1024 + 128, "1152 MiB more, of which hotplug_size leaves 1 GiB"),
         ] {
             let error = resize(&mut machine, mib).unwrap_err();

@@ -64,7 +64,7 @@ impl KvmMachine {
             self.memory.zones().iter().filter(|spec| spec.tier == Tier::Dram).map(id_of).collect();
         if dram != [DRAM_ZONE] {
             return Err(VmError::BadRequest(format!(
-                "desired_ram: the VM's memory is in zones; vm.resize-zone resizes each: {}",
+                "The VM's memory is in zones; vm.resize-zone resizes each: {}",
                 dram.join(", ")
             )));
         }
@@ -73,7 +73,7 @@ impl KvmMachine {
             Growth::Dimms => {
                 ZoneAction::Dimm { size_bytes, more_bytes: self.missing_bytes(size_bytes)? }
             }
-            Growth::VirtioMem => self.zone_action(spec, "the VM", size_bytes)?,
+            Growth::VirtioMem => self.zone_action(spec, "memory", size_bytes)?,
         };
         Ok(ResizeStep::of_zone(spec, size_bytes, action))
     }
@@ -83,14 +83,16 @@ impl KvmMachine {
         let spec = zone(self.memory.zones(), id)?;
         if spec.growth == Growth::Dimms {
             return Err(VmError::BadRequest(format!(
-                "desired_ram {desired_ram}: zone {id} grows by ACPI: vm.resize adds memory to it"
+                "zone {id}, size {}: it grows by ACPI, and vm.resize adds memory to it",
+                Size(*desired_ram)
             )));
         }
-        let action = self.zone_action(spec, &format!("zone {id}"), *desired_ram)?;
+        let action = self.zone_action(spec, &format!("zone {id}, size"), *desired_ram)?;
         Ok(ResizeStep::of_zone(spec, *desired_ram, action))
     }
 
-    /// Checks that a zone, which errors call `name`, can have `size_bytes`, boot part included.
+    /// Checks that a zone can have `size_bytes`, boot part included. Errors begin with `name` and
+    /// the size.
     fn zone_action(
         &self,
         spec: &ZoneSpec,
@@ -100,8 +102,10 @@ impl KvmMachine {
         let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
         let out_of_bounds = || {
             VmError::BadRequest(format!(
-                "desired_ram {size_bytes}: {name} has {boot_bytes} bytes of boot memory and can have at most \
-                 {most_bytes}"
+                "{name} {}: must be at least {}, the boot memory, and at most {}",
+                Size(size_bytes),
+                Size(boot_bytes),
+                Size(most_bytes)
             ))
         };
         let bytes = size_bytes.checked_sub(boot_bytes).ok_or_else(out_of_bounds)?;
@@ -118,7 +122,9 @@ impl KvmMachine {
                 reason: ResizeTargetError::NotMultiple { block_bytes, .. },
                 ..
             } => VmError::BadRequest(format!(
-                "desired_ram {size_bytes}: {bytes} bytes beyond boot memory are not a multiple of {}",
+                "{name} {}: {} beyond boot memory is not a multiple of {}",
+                Size(size_bytes),
+                Size(bytes),
                 Size(block_bytes)
             )),
             err => err.into(),
@@ -129,14 +135,15 @@ impl KvmMachine {
     /// `None` without a balloon.
     fn balloon_target(&self, size_bytes: u64) -> Result<Option<ResizeTarget>, VmError> {
         let refuse =
-            |reason| VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}"));
+            |reason| VmError::BadRequest(format!("balloon {}: {reason}", Size(size_bytes)));
         let Some(balloon) = self.balloon_handle() else {
             let refused = || refuse("the VM has no balloon".to_owned());
             return if size_bytes == 0 { Ok(None) } else { Err(refused()) };
         };
         let most_bytes = balloon.sizes().max_bytes;
         let left_bytes = most_bytes.checked_sub(size_bytes).ok_or_else(|| {
-            refuse(format!("the guest keeps its floor, which leaves at most {most_bytes} bytes"))
+            let most = Size(most_bytes);
+            refuse(format!("the guest keeps its floor, which leaves at most {most}"))
         })?;
         let target = self.governor.zones().target(BALLOON_ZONE, left_bytes);
         target.map(Some).map_err(|err| match err {
@@ -145,7 +152,7 @@ impl KvmMachine {
             GovernorError::NotResizable {
                 reason: ResizeTargetError::NotMultiple { block_bytes, .. },
                 ..
-            } => refuse(format!("it is not a multiple of {block_bytes} bytes")),
+            } => refuse(format!("it is not a multiple of {}", Size(block_bytes))),
             err => err.into(),
         })
     }
@@ -199,17 +206,21 @@ mod tests {
             machine.plan_resize(&dram(size_bytes)).unwrap();
             machine.plan_resize(&zone(size_bytes)).unwrap();
         }
-        let bounds = "67108864 bytes of boot memory and can have at most 201326592";
-        let blocks = "1048576 bytes beyond boot memory are not a multiple of 2 MiB";
-        for (size_bytes, for_dram, for_zone) in [
-            (62 * MIB, format!("the VM has {bounds}"), format!("zone dram has {bounds}")),
-            (194 * MIB, format!("the VM has {bounds}"), format!("zone dram has {bounds}")),
-            (65 * MIB, blocks.to_owned(), blocks.to_owned()),
+        let bounds = "must be at least 64 MiB, the boot memory, and at most 192 MiB";
+        let blocks = "1 MiB beyond boot memory is not a multiple of 2 MiB";
+        let odd = "1048577 bytes beyond boot memory is not a multiple of 2 MiB";
+        for (size_bytes, size, text) in [
+            (62 * MIB, "62 MiB", bounds),
+            (194 * MIB, "194 MiB", bounds),
+            (65 * MIB, "65 MiB", blocks),
+            (65 * MIB + 1, "68157441 bytes", odd),
         ] {
-            for (resize, text) in [(dram(size_bytes), for_dram), (zone(size_bytes), for_zone)] {
+            for (resize, name) in
+                [(dram(size_bytes), "memory"), (zone(size_bytes), "zone dram, size")]
+            {
                 let error = machine.plan_resize(&resize).unwrap_err();
                 assert!(matches!(error, VmError::BadRequest(_)));
-                assert_eq!(error.to_string(), format!("desired_ram {size_bytes}: {text}"));
+                assert_eq!(error.to_string(), format!("{name} {size}: {text}"));
             }
         }
     }
@@ -221,8 +232,8 @@ mod tests {
             machine.resize(step).unwrap();
         }
         let error = machine.plan_resize(&dram(66 * MIB)).unwrap_err().to_string();
-        let bounds = "67108864 bytes of boot memory and can have at most 67108864";
-        assert_eq!(error, format!("desired_ram 69206016: the VM has {bounds}"));
+        let bounds = "must be at least 64 MiB, the boot memory, and at most 64 MiB";
+        assert_eq!(error, format!("memory 66 MiB: {bounds}"));
     }
 
     /// The balloon is the last part that is checked.
@@ -233,7 +244,7 @@ mod tests {
         let desired_ram = Some(66 * MIB);
         let request = ResizeRequest { desired_ram, desired_balloon, ..ResizeRequest::default() };
         let error = machine.plan_resize(&Resize::Vm(request)).unwrap_err().to_string();
-        assert_eq!(error, "desired_balloon 2097152: the VM has no balloon");
+        assert_eq!(error, "balloon 2 MiB: the VM has no balloon");
         assert!(machine.pressure(0).pinned_zones.is_empty());
     }
 

@@ -37,13 +37,10 @@ fn resize_of_stopped_vm_changes_its_configuration() {
         for ((desired_vcpus, desired_ram, desired_balloon), told) in [
             ((Some(3), None, None), "vm.resize: desired_vcpus is 3, and must be 1"),
             ((Some(0), Some(1 << 30), None), "vm.resize: desired_vcpus is 0, and must be 1"),
-            (
-                (None, Some(2 << 30), Some(1 << 30)),
-                "desired_balloon 1073741824: the VM has no balloon",
-            ),
+            ((None, Some(2 << 30), Some(1 << 30)), "balloon 1 GiB: the VM has no balloon"),
             (
                 (Some(1), Some(0), None),
-                "desired_vcpus 1, desired_ram 0: --memory: size is 0, and must be at least 4 KiB",
+                "vCPUs 1, memory 0: --memory: size is 0, and must be at least 4 KiB",
             ),
         ] {
             let wrong = ResizeRequest { desired_ram, desired_vcpus, desired_balloon };
