@@ -12,7 +12,8 @@ mod remedy;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::error::{ContextKind, ContextValue};
+use clap::{CommandFactory, Parser};
 
 /// The command line is wrong, or a check has no answer: nothing is known of damage.
 const CANNOT: u8 = 2;
@@ -21,7 +22,8 @@ fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
     let arguments = match args::Arguments::try_parse() {
         Ok(arguments) => arguments,
-        Err(error) => {
+        Err(mut error) => {
+            suggest_volume(&mut error);
             // Help and version come this way too, and are no failure. If not even that can be
             // printed, so be it.
             let _ = error.print();
@@ -40,5 +42,16 @@ fn main() -> ExitCode {
                 false => ExitCode::FAILURE,
             }
         }
+    }
+}
+
+/// Suggests `volume list` for `list`, and so on for each command of volumes.
+fn suggest_volume(error: &mut clap::Error) {
+    if let Some(ContextValue::String(name)) = error.get(ContextKind::InvalidSubcommand)
+        && let Some(volume) = args::Arguments::command().find_subcommand("volume")
+        && volume.find_subcommand(name).is_some()
+    {
+        let suggested = vec![format!("volume {name}")];
+        error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(suggested));
     }
 }

@@ -346,6 +346,13 @@ fn check_finds_damage_says_where_and_changes_nothing() {
 }
 
 #[test]
+fn command_of_volumes_without_volume_is_suggested() {
+    let folder = Folder::new();
+    folder.fail(&["list", "pool"], &["unrecognized subcommand 'list'", "exists: 'volume list'"]);
+    folder.fail(&["chek", "pool"], &["exists: 'check'"]);
+}
+
+#[test]
 fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
