@@ -24,7 +24,7 @@ fn expected() -> &'static str {
         .filter(|line| line.starts_with("flags"))
         .any(|line| line.split_ascii_whitespace().any(|flag| flag == "svm" || flag == "vmx"));
     if fs::File::options().read(true).write(true).open("/dev/kvm").is_err() {
-        "Cannot open /dev/kvm"
+        "cannot open /dev/kvm"
     } else if hardware {
         "--kernel /nonexistent/vmlinuz"
     } else {

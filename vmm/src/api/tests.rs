@@ -521,7 +521,7 @@ fn vm_is_created_from_valid_configuration_and_deleted() {
         let (status, answer) =
             fixture.call("PUT", "vm.create", r#"{"payload": {"kernel": "/created"}}"#).await;
         assert_eq!(status, 405);
-        assert_eq!(messages(&answer), ["The VM is already created; vm.delete ends it"]);
+        assert_eq!(messages(&answer), ["the VM exists already; vm.delete deletes it"]);
         assert_eq!(fixture.call("PUT", "vm.delete", "").await, (204, String::new()));
     });
 }
@@ -530,20 +530,20 @@ fn vm_is_created_from_valid_configuration_and_deleted() {
 fn errors_of_the_owner_have_the_codes_of_cloud_hypervisor() {
     run(async |fixture| {
         for (call, body, expected, text) in [
-            ("vm.boot", "", 405, "The VM is Running, and vm.boot needs it created"),
-            ("vm.shutdown", "", 404, "The VM is not created"),
+            ("vm.boot", "", 405, "the VM is Running; vm.boot needs it to be created"),
+            ("vm.shutdown", "", 404, "the VM is not created"),
             ("vm.reboot", "", 500, "no memory"),
             (
                 "vm.resume",
                 "",
                 409,
-                "The VM cannot go on: flush of data failed. Reboot it or shut it down; what was not flushed is lost",
+                "the VM cannot be resumed: flush of data failed; reboot it or shut it down; unflushed data is lost",
             ),
             (
                 "vm.resize-disk",
                 r#"{"id": "x", "desired_size": 1}"#,
                 404,
-                "The VM has no disk \"x\"; its disks: _disk0",
+                "no such disk: \"x\"; existing disks: _disk0",
             ),
             (
                 "vm.resize-zone",
@@ -702,7 +702,7 @@ fn requests_are_refused_after_the_owner_ends() {
     run(async |fixture| {
         assert_eq!(fixture.call("PUT", "vmm.shutdown", "").await.0, 204);
         let (status, body) = fixture.call("GET", "vm.info", "").await;
-        assert_eq!((status, messages(&body)), (503, vec!["The VMM is ending".to_owned()]));
+        assert_eq!((status, messages(&body)), (503, vec!["the VMM is ending".to_owned()]));
     });
 }
 

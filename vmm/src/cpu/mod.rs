@@ -16,7 +16,7 @@ use thiserror::Error;
 /// Failure to create or start a vCPU.
 #[derive(Debug, Error)]
 pub(crate) enum CpuError {
-    #[error("KVM refuses to {what} vCPU {index}")]
+    #[error("KVM refused to {what} vCPU {index}")]
     Kvm {
         what: &'static str,
         index: u8,

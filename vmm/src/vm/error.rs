@@ -37,9 +37,9 @@ pub(crate) enum BuildError {
     Interface(#[from] InterfaceError),
     #[error(transparent)]
     NamedTwice(#[from] NamedTwice),
-    #[error("--kernel is needed: a VM has nothing to boot")]
+    #[error("--kernel is missing: the VM has nothing to boot")]
     NoKernel,
-    #[error("Cannot set up {device}")]
+    #[error("cannot set up {device}")]
     Device {
         device: String,
         #[source]
@@ -66,7 +66,7 @@ impl BuildError {
         move |err| {
             let remedy = match err {
                 PoolError::Missing { .. } | PoolError::NotAPool { .. } => {
-                    "; `pmvol create` makes a pool"
+                    "; create the pool with `pmvol create`"
                 }
                 PoolError::Damaged { .. }
                 | PoolError::SuperblocksDamaged { .. }
@@ -74,11 +74,9 @@ impl BuildError {
                     "; see `pmvol check` and `pmvol repair`"
                 }
                 PoolError::VolumeUnusable { .. } => "; see `pmvol check`",
-                PoolError::InUse { .. } | PoolError::DeviceReadOnly { .. } => {
-                    "; `pmvol info` shows it"
-                }
-                PoolError::NoSuchVolume { .. } => "; `pmvol volume create` makes one",
-                PoolError::PoolFull { .. } => "; `pmvol grow` makes it larger",
+                PoolError::InUse { .. } | PoolError::DeviceReadOnly { .. } => "; see `pmvol info`",
+                PoolError::NoSuchVolume { .. } => "; create the volume with `pmvol volume create`",
+                PoolError::PoolFull { .. } => "; grow the pool with `pmvol grow`",
                 _ => "",
             };
             device(foreshore_types::chain(&err) + remedy)

@@ -23,27 +23,27 @@ const DEVICE: &str = "/dev/kvm";
 
 #[derive(Debug, Error)]
 pub(crate) enum KvmError {
-    #[error("Cannot open {}: is KVM loaded, and may this user use it?", path.display())]
+    #[error("cannot open {}; load the module of KVM and give this user access to the device", path.display())]
     Open {
         path: PathBuf,
         #[source]
         source: kvm_ioctls::Error,
     },
-    #[error("{DEVICE} speaks API version {found}, needed is {KVM_API_VERSION}")]
+    #[error("{DEVICE} has API version {found}, and must have {KVM_API_VERSION}")]
     Version { found: i32 },
     /// A para-virtual KVM accepts the ioctls, but interprets the guest's kernel.
     #[error(
         "{DEVICE} cannot run a stock guest: the processor shows neither svm nor vmx in /proc/cpuinfo; use a \
-         machine with hardware or nested virtualisation"
+         machine with hardware or nested virtualization"
     )]
     NoHardware,
-    #[error("{DEVICE} lacks {capability}, which Linux has had since 5.10")]
+    #[error("{DEVICE} lacks {capability}; Linux 5.10 and later have it")]
     Capability { capability: &'static str },
-    #[error("Cannot route interrupts")]
+    #[error("cannot route interrupts")]
     Routes(#[source] io::Error),
     #[error("--cpus: features=amx: this host has no AMX for guests")]
     NoAmx(#[source] Option<io::Error>),
-    #[error("KVM refuses to {what}")]
+    #[error("KVM refused to {what}")]
     Call {
         what: &'static str,
         #[source]
@@ -133,7 +133,7 @@ impl Hypervisor {
         }
         let cpuid = kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .map_err(call("tell what CPUID it supports"))?;
+            .map_err(call("list the supported CPUID leaves"))?;
         if amx && !cpuid::has_amx(&cpuid) {
             return Err(KvmError::NoAmx(None));
         }
@@ -142,11 +142,11 @@ impl Hypervisor {
         let vm = kvm.create_vm().map_err(call("create a VM"))?;
         // Best effort. Without it, removing a slot drops all page tables, which only costs time.
         if let Err(err) = disable_zap_all(&vm) {
-            debug!(%err, "KVM keeps dropping all page tables with a slot");
+            debug!(%err, "KVM drops all page tables when a memory slot is removed");
         }
         // Best effort as well. Without it, a guest may find counters that it was not offered.
         if let Err(err) = disable_performance_counters(&vm) {
-            debug!(%err, "KVM keeps emulating performance counters");
+            debug!(%err, "KVM emulates performance counters that the guest was not offered");
         }
         // Order: the identity map and the TSS must be placed before the first vCPU (required on
         // Intel, harmless on AMD). The interrupt controllers must exist before the first vCPU gets

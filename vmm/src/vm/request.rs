@@ -400,34 +400,32 @@ pub struct PciDeviceInfo {
 #[derive(Debug, Error)]
 pub enum VmError {
     /// The request is not legal in this state.
-    #[error("The VM is {state:?}, and {verb} needs it {needs}")]
+    #[error("the VM is {state:?}; {verb} needs it to be {needs}")]
     WrongState {
         verb: &'static str,
         state: VmState,
         /// Legal states, in words.
         needs: &'static str,
     },
-    #[error("The VM has no disk {id:?}; its disks: {known}")]
+    #[error("no such disk: {id:?}; existing disks: {known}")]
     NoSuchDisk {
         id: String,
         /// Ids of the VM's disks.
         known: String,
     },
-    #[error("The VM has no device {id:?}")]
+    #[error("no such device: {id:?}")]
     NoSuchDevice { id: String },
     /// The id is in use, maybe by a device that the guest has not released yet.
-    #[error("The id {id} is taken")]
+    #[error("the ID {id} is in use")]
     IdTaken { id: String },
     /// An earlier removal of vCPUs is pending, and until its end their number cannot be changed
     /// otherwise.
-    #[error(
-        "The guest has been asked to let vCPUs go, and has not: {leaving}. Try again later; a reboot makes it so"
-    )]
+    #[error("the guest has not released these vCPUs yet: {leaving}; retry later, or reboot the VM")]
     VcpusLeaving { leaving: String },
     /// A resource of the device is in use, possibly by a device that is being removed.
     #[error(
-        "{reason}. A device that may have it is on its way out, and the guest has to let it go first: \
-         {}. Try again later",
+        "{reason}; a device that is being removed may use it until the guest releases it: {}; retry \
+         later",
         if leaving.is_empty() { "it is being stopped" } else { leaving }
     )]
     DeviceLeaving {
@@ -437,13 +435,13 @@ pub enum VmError {
         /// being stopped.
         leaving: String,
     },
-    #[error("The VM is not created")]
+    #[error("the VM is not created")]
     NotCreated,
     /// A VMM has at most one VM.
-    #[error("The VM is already created; vm.delete ends it")]
+    #[error("the VM exists already; vm.delete deletes it")]
     AlreadyCreated,
     #[error(
-        "The VM cannot go on: {reason}. Reboot it or shut it down; what was not flushed is lost"
+        "the VM cannot be resumed: {reason}; reboot it or shut it down; unflushed data is lost"
     )]
     CannotResume {
         /// Reason of the pause.
@@ -473,7 +471,7 @@ pub enum VmError {
     /// The VM could not be built or changed.
     #[error("{0}")]
     Failed(String),
-    #[error("The VMM is ending")]
+    #[error("the VMM is ending")]
     Ending,
 }
 

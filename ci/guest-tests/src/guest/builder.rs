@@ -22,7 +22,8 @@ use crate::runner::this_tests_dir;
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
 /// Parts of error messages that are about the host. With these errors the command line is valid,
 /// and the exit code is 1. All other errors are about the command line.
-const CANNOT: [&str; 3] = ["foreshore: Cannot ", " is in use", "cannot listen"];
+const CANNOT: [&str; 4] =
+    ["foreshore: cannot ", "foreshore: Cannot ", " is in use", "cannot listen"];
 /// Exit codes for a VM that cannot boot, and for an invalid command line.
 const FAILURE: i32 = 1;
 const WRONG_COMMAND_LINE: i32 = 2;

@@ -49,7 +49,7 @@ fn failed_additions_and_removals_have_a_reason() {
             ("vm.add-pmem", r#"{"file": 7}"#, 400, "file is 7, and must be a path"),
             ("vm.add-vsock", r#"{"cid": 3}"#, 400, "socket"),
             ("vm.add-vsock", r#"{"cid": -1, "socket": "/s"}"#, 400, "cid is -1, and must be a"),
-            ("vm.remove-device", r#"{"id": "x"}"#, 404, "no device \\\"x\\\""),
+            ("vm.remove-device", r#"{"id": "x"}"#, 404, "no such device: \\\"x\\\""),
             ("vm.remove-device", "{}", 400, "id"),
         ] {
             let (found, answer) = fixture.call("PUT", call, body).await;

@@ -242,7 +242,7 @@ fn build_memory(
         && is_written_back(pool.durability())
     {
         let pool = pm.pool.display();
-        warn!(%pool, "The host writes memory that is lent from this pool to its disk; tmpfs or DAX would be better");
+        warn!(%pool, "The host writes memory lent from this pool back to its disk; use a pool on tmpfs or DAX");
     }
     let table = Arc::clone(&hypervisor.vm) as Arc<dyn SlotTable>;
     let dram = if config.memory.zones.is_empty() { "--memory" } else { "--memory-zone" };
@@ -282,7 +282,7 @@ fn load_kernel(
     let boot = unsafe { boot::load(memory.boot(), &request) }?;
     // Unpacking the kernel takes most of the time before the guest runs.
     let loading_ms = started.elapsed().as_millis();
-    debug!(loading_ms, unpacked_from = ?boot.kernel.bzimage, "Kernel and initial RAM file system are in memory");
+    debug!(loading_ms, unpacked_from = ?boot.kernel.bzimage, "Loaded the kernel and the initramfs");
     Ok(boot)
 }
 

@@ -64,7 +64,7 @@ impl GuestClock {
             held.ns = self
                 .source
                 .get_ns()
-                .inspect_err(|err| debug!(%err, "The guest's clock goes on"))
+                .inspect_err(|err| debug!(%err, "Cannot read the guest's clock; it advances during the pause"))
                 .ok();
         }
     }
@@ -76,7 +76,7 @@ impl GuestClock {
         if let Some(ns) = held.ns.take()
             && let Err(err) = self.source.set_ns(ns)
         {
-            debug!(%err, "The guest's clock has gone on");
+            debug!(%err, "Cannot set the guest's clock; it has advanced during the pause");
         }
     }
 }

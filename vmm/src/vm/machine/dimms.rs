@@ -95,7 +95,7 @@ impl KvmMachine {
         let Some(dimms) = self.dimms.as_mut().filter(|_| more > 0) else {
             if size_bytes < there {
                 let (wanted, there) = (Size(size_bytes), Size(there));
-                warn!(%wanted, %there, "Memory that was there at boot or came by ACPI does not go: the next boot has less");
+                warn!(%wanted, %there, "Boot memory and DIMMs cannot be removed before the next boot");
             }
             return Ok(());
         };
@@ -111,9 +111,9 @@ impl KvmMachine {
         self.hotplug.page.dimms(|registers| registers.put(dimm, node));
         // Without the interrupt, the guest finds the DIMM at its next scan.
         if let Err(err) = self.hotplug.ged.notify(ged::Event::Memory) {
-            warn!(%err, "The guest is not told that memory has come");
+            warn!(%err, "Cannot notify the guest of the DIMM; it finds the DIMM at its next scan");
         }
-        info!(start = dimm.start, bytes = dimm.len, "A DIMM has come");
+        info!(start = dimm.start, bytes = dimm.len, "The DIMM is added");
         Ok(())
     }
 }

@@ -146,7 +146,7 @@ fn record(
 ) -> Result<Core, BuildError> {
     let nth = resources.machines();
     let Some(max_bytes) = record::room(path, nth, max_bytes.unwrap_or(RECORD_BYTES)) else {
-        sparsely!(warn, file = %path.display(), boot = nth + 1, "The VM's traces have reached their number or size, and this boot has none");
+        sparsely!(warn, file = %path.display(), boot = nth + 1, "The limit of traces or of their size is reached; this boot records none");
         return Ok(core);
     };
     match record::open(path, nth) {

@@ -110,7 +110,7 @@ impl Leaving {
     pub(in crate::vm) fn wait(&mut self) {
         for ending in self.0.drain(..) {
             if ending.thread.join().is_err() {
-                error!("The end of a device has panicked");
+                error!("The thread that stops a removed device has panicked");
             }
         }
     }
@@ -236,7 +236,7 @@ impl KvmMachine {
             return Err(VmError::NoSuchDevice { id: id.to_owned() });
         };
         let Some(kind) = attached.removable else {
-            return Err(VmError::Failed(format!("{id} is not a device that can be removed")));
+            return Err(VmError::Failed(format!("device {id} cannot be removed")));
         };
         if !std::mem::replace(&mut attached.is_leaving, true) {
             self.hotplug.metrics.count(kind, "remove", "asked");
@@ -527,7 +527,7 @@ mod tests {
         let error = rig.machine.add("second", &second).unwrap_err();
         let is_named =
             matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "first");
-        assert!(is_named && error.to_string().starts_with("a VM has one vsock device."), "{error}");
+        assert!(is_named && error.to_string().starts_with("a VM has one vsock device;"), "{error}");
         assert_eq!(rig.machine.context.pci.used() - 1, 1, "the guest has not seen it");
         rig.eject(1);
         rig.machine.add("second", &second).unwrap();

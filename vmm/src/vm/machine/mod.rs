@@ -120,7 +120,7 @@ impl Machine for KvmMachine {
 
     fn press_power_button(&mut self) {
         if let Err(err) = self.hotplug.ged.notify(Event::PowerButton) {
-            warn!(%err, "The power button does not reach the guest");
+            warn!(%err, "Cannot notify the guest of the power button");
         }
     }
 
@@ -374,19 +374,15 @@ pub(in crate::vm) mod tests {
         for _ in 0..2 {
             let begin = clock.now();
             pass(SPAN);
-            assert!(clock.now().since(begin) >= 19, "it runs before");
+            assert!(clock.now().since(begin) >= 19, "the clock runs before the pause");
             machine.pause()();
             let held = clock.now();
             pass(SPAN);
-            assert_eq!(
-                clock.now(),
-                held,
-                "somebody would be late for the time in which nobody could move"
-            );
+            assert_eq!(clock.now(), held, "deadlines would expire during the pause");
             machine.resume();
             pass(SPAN);
             let gone_by = clock.now().since(held);
-            assert!(gone_by >= 19, "it stands still for good");
+            assert!(gone_by >= 19, "the clock does not run after the pause");
         }
     }
 }

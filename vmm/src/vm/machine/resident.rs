@@ -78,7 +78,7 @@ impl Resident {
         let mut last = self.last.lock();
         let resident = last.get(plugged, Instant::now(), || {
             (self.read)().unwrap_or_else(|err| {
-                warn!(%err, "What is resident cannot be found out");
+                warn!(%err, "Cannot read the resident memory of the zones");
                 vec![0; zones.len()]
             })
         });

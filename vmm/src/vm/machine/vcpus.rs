@@ -200,7 +200,7 @@ impl<P: Processor> Vcpus<P> {
     /// Parks a vCPU that the guest has ejected. Returns the number of vCPUs if no more ejections
     /// are pending.
     fn park(&mut self, index: u8) -> Option<u8> {
-        let made = self.made.get_mut(&index).expect("one that the guest had");
+        let made = self.made.get_mut(&index).expect("a vCPU that the guest had");
         made.is_parked = true;
         // The stop is not waited for, because the vCPU may be in a long exit.
         drop(made.processor.pause());
@@ -264,7 +264,7 @@ impl KvmMachine {
 
     fn tell_vcpus(&self) {
         if let Err(err) = self.hotplug.ged.notify(ged::Event::Cpus) {
-            warn!(%err, "The guest does not hear of vCPUs");
+            warn!(%err, "Cannot notify the guest of a change of vCPUs; the next resize retries this");
         }
     }
 }

@@ -110,11 +110,11 @@ impl EventSender {
 /// Failure that ends the run of a VMM.
 #[derive(Debug, Error)]
 pub enum RunError {
-    #[error("Cannot boot the VM")]
+    #[error("cannot boot the VM")]
     Boot(#[source] VmError),
-    #[error("The VM has ended: {0}")]
+    #[error("the VM has ended: {0}")]
     Vm(VcpuEvent),
-    #[error("The VM has ended: {event}, {count} times in a row soon after its start")]
+    #[error("the VM has ended: {event}, {count} times in a row soon after its start")]
     KeepsFaulting {
         event: VcpuEvent,
         /// Number of these events.
@@ -546,7 +546,7 @@ impl<F: MachineFactory> Owner<F> {
         let over = |vm: &mut Vm| VmError::WrongState {
             verb: "vm.pause",
             state: vm.state,
-            needs: "left alone until it stands still",
+            needs: "unchanged until its vCPUs have stopped",
         };
         answer(reply, self.vm().and_then(|vm| Err(over(vm))));
     }
@@ -572,7 +572,7 @@ impl<F: MachineFactory> Owner<F> {
         // An exit in progress or the watchdog may end the guest after a pause. The client was
         // notified that the guest has stopped, so the VM stays paused.
         if vm.state == VmState::Paused && event.ends_the_guest() {
-            info!(?event, "The guest has ended itself in a pause, which follows when it goes on");
+            info!(?event, "The guest has ended during a pause; this is handled at resume");
             vm.kept.get_or_insert(event);
             return Flow::Continue;
         }
@@ -581,7 +581,7 @@ impl<F: MachineFactory> Owner<F> {
         }
         match event {
             MachineEvent::GuestShutdown => {
-                info!("The guest has switched itself off");
+                info!("The guest has powered off");
                 match self.at_guest_shutdown {
                     AtGuestShutdown::End => {
                         self.busily(Self::delete);

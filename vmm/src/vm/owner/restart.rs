@@ -77,11 +77,11 @@ impl<F: MachineFactory> Owner<F> {
             }
             (Restart::GiveUp, None) => unreachable!("only faults end a guest"),
             (Restart::After(delay), Some(event)) => {
-                sparsely!(warn, %event, ?delay, "The guest restarts");
+                sparsely!(warn, %event, ?delay, "The guest restarts itself");
                 delay
             }
             (Restart::After(delay), None) => {
-                sparsely!(info, ?delay, "The guest restarts");
+                sparsely!(info, ?delay, "The guest restarts itself");
                 delay
             }
         };

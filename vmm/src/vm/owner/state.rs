@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn refused_verb_names_the_needed_state() {
         let text = next(VmState::Created, Verb::Pause).unwrap_err().to_string();
-        assert_eq!(text, "The VM is Created, and vm.pause needs it running");
+        assert_eq!(text, "the VM is Created; vm.pause needs it to be running");
     }
 
     const SOON: Duration = Duration::from_millis(50);

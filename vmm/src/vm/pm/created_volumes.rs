@@ -46,7 +46,7 @@ impl Drop for CreatedVolumes {
             let path = path.display();
             match pool.delete_volume(&name) {
                 Ok(()) => {
-                    info!(pool = %path, volume = name, "The start failed; deleted the volume that it had created")
+                    info!(pool = %path, volume = name, "The start has failed; deleted the volume that it had created")
                 }
                 Err(err) => {
                     let error = foreshore_types::chain(&err);

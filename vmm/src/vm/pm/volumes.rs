@@ -162,12 +162,12 @@ fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Res
     let (path, size) = (path.display(), Size(size_bytes));
     match pool.grow_volume(name, size_bytes) {
         Ok(()) => {
-            info!(pool = %path, volume = name, %size, "The volume has grown by what remains of its pool")
+            info!(pool = %path, volume = name, %size, "The volume has grown to the free space of its pool")
         }
         Err(err) if pool.has_failed() => return Err(err),
         Err(err) => {
             let reason = foreshore_types::chain(&err);
-            warn!(pool = %path, volume = name, %size, reason, "The volume keeps its size; it cannot grow by what remains of its pool");
+            warn!(pool = %path, volume = name, %size, reason, "The volume keeps its size; it cannot grow to the free space of its pool");
         }
     }
     Ok(())

@@ -130,11 +130,11 @@ impl Resources {
         self.pools.retain(|path, pool| {
             let failed = pool.has_failed();
             if failed {
-                warn!(pool = %path.display(), "A write to the pool had failed; it is opened anew");
+                warn!(pool = %path.display(), "A write to the pool has failed; opening it again");
             }
             let is_cut = is_cut_short(pool.file(), pool.info().total_bytes);
             if is_cut {
-                warn!(pool = %path.display(), "The pool's file was cut short; it is opened anew");
+                warn!(pool = %path.display(), "The pool's file was truncated; opening it again");
             }
             !failed && !is_cut
         });
@@ -243,7 +243,7 @@ impl PmemFiles {
         files.retain(|(config, file)| {
             let failed = file.wants_to_be_opened_anew();
             if failed {
-                warn!(file = %config.file.display(), "A flush of the file had failed, or it was cut short; it is opened anew");
+                warn!(file = %config.file.display(), "A flush of the file has failed, or it was truncated; opening it again");
             }
             !failed
         });
@@ -398,8 +398,8 @@ mod tests {
         assert_eq!(
             foreshore_types::chain(&err),
             format!(
-                "Cannot set up --pm-memory pool={path}: pool {path}: there is no such file or device; \
-                 `pmvol create` makes a pool"
+                "cannot set up --pm-memory pool={path}: pool {path}: there is no such file or device; \
+                 create the pool with `pmvol create`"
             )
         );
     }

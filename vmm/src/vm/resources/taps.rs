@@ -142,7 +142,7 @@ mod tests {
         assert!(!config.net[0].fds[0].is_held());
         let taps = Taps::default();
         let message = foreshore_types::chain(&taps.open(&config).unwrap_err());
-        assert!(message.starts_with("Cannot set up --net id=n: fd "), "{message}");
+        assert!(message.starts_with("cannot set up --net id=n: fd "), "{message}");
         assert!(taps.list().is_empty());
         // `open`, and not `Taps::open`, serves interfaces that are added to a running machine.
         let added = open(&config.net[0]).unwrap_err();

@@ -142,7 +142,7 @@ fn missing_kvm_and_kvm_without_hardware_are_refused() -> Result<()> {
     }
     let pool = Pool::create("64M")?;
     let none = refusal_where("mount -t tmpfs none /dev", &pool)?;
-    ensure!(none.contains("Cannot open /dev/kvm"), "Without /dev/kvm: {none}");
+    ensure!(none.contains("cannot open /dev/kvm"), "Without /dev/kvm: {none}");
     let plain = this_tests_dir().join("cpuinfo.log");
     let cpuinfo = fs::read_to_string("/proc/cpuinfo")?.replace(" svm", "").replace(" vmx", "");
     fs::write(&plain, cpuinfo)?;

@@ -145,7 +145,7 @@ fn smaller_size_takes_effect_at_the_next_boot() -> Result<()> {
         "Memory that nobody took is not counted"
     );
     ensure!(
-        guest.vmm_log()?.contains("the next boot has less"),
+        guest.vmm_log()?.contains("cannot be removed before the next boot"),
         "Nobody is told that nothing happens"
     );
     // A size up to the present one adds no DIMM.

@@ -81,7 +81,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
         Ok(mem_total_mib(&guest)? > BOOT_MIB)
     })?;
     let log = guest.vmm_log()?;
-    ensure!(log.contains("tmpfs or DAX would be better"), "The VMM does not warn:\n{log}");
+    ensure!(log.contains("use a pool on tmpfs or DAX"), "The VMM does not warn:\n{log}");
     wait_for_disk(&guest)?;
     ensure!(has_hints(&guest)?, "The guest has no flush hints, which a page cache needs");
     let hog = guest.hog(HOG_MIB, IO_LIMIT)?;

@@ -71,7 +71,8 @@ async fn undone(undo: impl AsyncFnOnce(&VmHandle)) -> (VmError, Vec<&'static str
 fn pause_undone_before_standstill_is_refused() {
     run(async {
         let (refused, told) = undone(async |vm| vm.ask(VmRequest::Resume).await.unwrap()).await;
-        let expected = "The VM is Running, and vm.pause needs it left alone until it stands still";
+        let expected =
+            "the VM is Running; vm.pause needs it to be unchanged until its vCPUs have stopped";
         assert_eq!(refused.to_string(), expected);
         assert_eq!(told, ["pausing", "resuming", "resumed"]);
         let (refused, told) = undone(async |vm| vm.ask(VmRequest::Shutdown).await.unwrap()).await;
