@@ -236,11 +236,11 @@ fn change_of_parameters_is_atomic() {
         // More than all zones together can have.
         (
             json!({"dry_run": true, "rules": {"floor": 1152 * MIB + BLOCK, "cool_down": "3s"}}),
-            "floor is 1154M, must be at most 1152M, which is what all zones can have",
+            "floor is 1154M, must be at most 1152M, the maximum of all zones together",
         ),
         (
             json!({"pause": true, "policy": "fixed", "size": 2048 * MIB}),
-            "size is 2G, must be at most 1152M, which is what all zones can have",
+            "size is 2G, must be at most 1152M, the maximum of all zones together",
         ),
         // Within the range of the parameter, but in conflict with another one.
         (

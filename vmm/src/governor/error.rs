@@ -9,9 +9,9 @@ use thiserror::Error;
 /// Error of a request to the governor.
 #[derive(Debug, Error)]
 pub enum GovernorError {
-    #[error("There is no zone {id:?} that can be resized")]
+    #[error("no resizable zone: {id:?}")]
     NoSuchZone { id: String },
-    #[error("Zone {id:?} cannot be resized: {reason}")]
+    #[error("zone {id:?} cannot be resized: {reason}")]
     NotResizable { id: String, reason: ResizeTargetError },
     #[error(transparent)]
     AboveZones(#[from] AboveZones),
@@ -22,7 +22,7 @@ pub enum GovernorError {
 }
 
 #[derive(Debug, Error)]
-#[error("{name} is {}, must be at most {}, which is what all zones can have", Unit::Bytes.show(*.bytes), Unit::Bytes.show(*.most_bytes))]
+#[error("{name} is {}, must be at most {}, the maximum of all zones together", Unit::Bytes.show(*.bytes), Unit::Bytes.show(*.most_bytes))]
 pub struct AboveZones {
     pub name: &'static str,
     pub bytes: u64,

@@ -45,7 +45,7 @@ pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
         // fails with ENXIO.
         let open = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(path);
         let file = open.map_err(|err| match err.raw_os_error() {
-            Some(libc::ENXIO) => io::Error::other("nobody reads it"),
+            Some(libc::ENXIO) => io::Error::other("no process reads the pipe"),
             _ => err,
         })?;
         wait_in_writes(&file)?;
@@ -135,7 +135,7 @@ impl Write for Queue {
         if self.taken_bytes + bytes > self.max_bytes {
             warn!(
                 max_bytes = self.max_bytes,
-                "The recording of reports has reached its size and ends"
+                "The recording of reports has reached its maximum size; it ends"
             );
             self.shared.end(RecordingState::Full);
             self.lines = None;
@@ -204,7 +204,7 @@ impl Recorder {
             move || {
                 let _ended = ended;
                 if let Err(err) = write_lines(BufWriter::new(file), &lines, &shared) {
-                    warn!(file = %path.display(), %err, "The recording of reports fails and ends");
+                    warn!(file = %path.display(), %err, "Cannot write the recording of reports; it ends");
                     shared.end(RecordingState::Failed(err.to_string()));
                 }
             }
@@ -226,7 +226,7 @@ impl Recorder {
         };
         let mut writer = Writer::new(queue, &header)?;
         writer.host(now, host)?;
-        info!(file = %path.display(), max_bytes, "Reports are recorded");
+        info!(file = %path.display(), max_bytes, "Recording reports");
         Ok(Self { writer, path, shared, written })
     }
 
@@ -285,7 +285,7 @@ impl Drop for Recorder {
         self.writer.get_mut().lines = None;
         // Nothing is ever sent. The wait ends when the thread drops its sender.
         if self.written.recv_timeout(END_LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-            warn!(file = %self.path.display(), "The recording's file takes no more: its last lines are lost");
+            warn!(file = %self.path.display(), "The file of the recording accepts no more data; the last lines are lost");
         }
     }
 }

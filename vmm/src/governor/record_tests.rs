@@ -201,7 +201,7 @@ fn pipe_needs_a_reader_and_is_shared_by_machines() {
     let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
     // SAFETY: the name is a string that lives through the call.
     assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
-    assert!(open(&path, 0).unwrap_err().to_string().contains("nobody reads"));
+    assert!(open(&path, 0).unwrap_err().to_string().contains("no process reads"));
     let reader = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
     for nth in 0..2 {
         assert_eq!(open(&path, nth).unwrap().0, path);

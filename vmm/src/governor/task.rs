@@ -318,7 +318,7 @@ fn go_before_others() {
     // SAFETY: no pointers. On Linux 0 is the calling thread.
     let done = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
     if done != 0 {
-        debug!(err = %io::Error::last_os_error(), "The governor's thread has no priority");
+        debug!(err = %io::Error::last_os_error(), "Cannot raise the priority of the governor's thread");
     }
 }
 
@@ -408,14 +408,14 @@ async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
         next = tokio::select! {
             result = connection => {
                 if let Err(err) = result {
-                    debug!(%err, "The agent's connection has broken");
+                    debug!(%err, "The connection of the agent has failed");
                 }
                 link.send(AgentInput::Gone).await;
                 agents.recv().await
             }
             // A restarted agent may connect before the end of its old connection is noticed.
             newer = agents.recv() => {
-                sparsely!(warn, "Another agent connects; the older connection is dropped");
+                sparsely!(warn, "Another agent has connected; dropped the older connection");
                 newer
             }
         };

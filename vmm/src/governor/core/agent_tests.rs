@@ -153,7 +153,7 @@ fn lines_of_agent_that_does_not_read_are_handled() {
         let serve = agent::serve(vmm, || settings.get(), &bytes, &mut budget, balloon::parse_line, decide);
         tokio::select! {
             result = serve => panic!("{result:?}"),
-            heard = tokio::time::timeout(Duration::from_secs(60), talk) => heard.expect("it is heard"),
+            heard = tokio::time::timeout(Duration::from_secs(60), talk) => heard.expect("the agent is served"),
         }
     });
 }

@@ -18,7 +18,7 @@ fn floor_above_all_zones_is_refused() {
     };
     assert_eq!(build("floor=0"), Ok(()));
     let message =
-        |name| Err(format!("{name} is 64M, must be at most 0, which is what all zones can have"));
+        |name| Err(format!("{name} is 64M, must be at most 0, the maximum of all zones together"));
     assert_eq!(build("floor=64M"), message("floor"));
     assert_eq!(build("policy=fixed,size=64M"), message("size"));
 }

@@ -76,11 +76,11 @@ impl Present {
     /// Logs the differences between `self` and `now`. `id` returns the id of a zone.
     fn say_changes<'a>(&self, now: &Self, id: impl Fn(ZoneId) -> &'a str) {
         for (what, from, to) in self.changes(now) {
-            info!(what, from, to, "The governor is set anew");
+            info!(what, from, to, "Changed a setting of the governor");
         }
         let after: BTreeSet<_> = now.status.pinned.iter().collect();
         for zone in self.status.pinned.iter().filter(|zone| !after.contains(zone)) {
-            info!(zone = id(*zone), "The zone is the governor's again");
+            info!(zone = id(*zone), "The zone is governed again");
         }
     }
 
@@ -136,10 +136,10 @@ mod tests {
             lines.iter().map(|line| line.split_once(": ").unwrap().1.to_owned()).collect::<Vec<_>>()
         };
         let line = |what, from, to| {
-            format!(r#"The governor is set anew what="{what}" from="{from}" to="{to}""#)
+            format!(r#"Changed a setting of the governor what="{what}" from="{from}" to="{to}""#)
         };
         assert_eq!(said(json!({"dry_run": true})), [line("dry_run", "off", "on")]);
-        assert_eq!(said(json!({"dry_run": true})), [""; 0], "the same again is no change");
+        assert_eq!(said(json!({"dry_run": true})), [""; 0], "a repeated setting is no change");
         assert_eq!(said(json!({"pause": true})), [line("paused", "off", "on")]);
         assert_eq!(
             said(json!({"params": {"idle": "9s", "stall": 100}, "rules": {"cool_down": "2s"}})),
@@ -160,7 +160,7 @@ mod tests {
         );
         assert_eq!(
             said(json!({"resume": true, "zone": "pm"})),
-            ["The zone is the governor's again zone=\"pm\""]
+            ["The zone is governed again zone=\"pm\""]
         );
         assert_eq!(said(json!({"resume": true})), [line("paused", "on", "off")]);
         assert_eq!(said(json!({"policy": "off"})), [line("policy", "amf", "off")]);

@@ -15,12 +15,15 @@ impl Core {
     pub(super) fn write_down(&mut self, note: Note, host: &HostView, now: TimeMs) {
         match note {
             Note::AgentConnected => sparsely!(info, "The guest's agent is connected"),
-            Note::AgentGone => sparsely!(info, "The guest's agent is gone"),
+            Note::AgentGone => sparsely!(info, "The guest's agent has disconnected"),
             Note::AgentMissed => {
-                sparsely!(warn, "The guest's agent is gone, and none has come since")
+                sparsely!(
+                    warn,
+                    "The guest's agent has disconnected, and no agent has connected since"
+                )
             }
             Note::AgentState(AgentState::Silent) => {
-                warn!("The guest's agent is connected, and no report comes");
+                warn!("The guest's agent is connected, but sends no reports");
             }
             Note::AgentState(state) => {
                 info!(state = state.label(), "The guest's agent reports again")
@@ -31,7 +34,7 @@ impl Core {
                     agent = hello.agent_version(),
                     kernel = hello.kernel_release(),
                     preemption = hello.preemption(),
-                    "The guest's agent says who it is"
+                    "The guest's agent has sent its hello"
                 );
                 if let Some(listener) = &self.on_hello {
                     listener(&hello);
@@ -39,26 +42,26 @@ impl Core {
             }
             Note::Refused { refusal, by_agent, count } => {
                 let what = match by_agent {
-                    true => "A line of the agent is refused",
-                    false => "Statistics of the balloon are refused",
+                    true => "Refused a line of the agent",
+                    false => "Refused statistics of the balloon",
                 };
                 warn!(reason = refusal.label(), count, %refusal, "{what}");
             }
             Note::StatisticsTakeOver => {
-                info!("Balloon statistics size the guest until its agent reports")
+                info!("The guest is sized by balloon statistics until its agent reports")
             }
             Note::DriverReady(zone) => {
-                sparsely!(info, zone = self.name(zone), "The guest's driver is there");
+                sparsely!(info, zone = self.name(zone), "The guest's driver is ready");
             }
             Note::NoProgress(zone) => sparsely!(
                 warn,
                 zone = self.name(zone),
-                "No progress; the guest is reminded, ever more rarely"
+                "The resize makes no progress; the guest is reminded at increasing intervals"
             ),
             Note::Held(zone) => sparsely!(
                 warn,
                 zone = self.name(zone),
-                "The guest has no room for the page descriptors of the requested memory; the rest waits"
+                "The guest has no room for the page descriptors of the requested memory; the rest is held back"
             ),
             Note::Online { took_ms, grown_bytes } => {
                 info!(took_ms, grown_bytes, "The memory that the guest was short of is online");
@@ -69,7 +72,7 @@ impl Core {
             }
             Note::OnlinePolicy(policy) => self.log_online_policy(policy),
             Note::Resized(zone, size_bytes) => {
-                info!(zone = self.name(zone), size_bytes, "Resized by hand; the zone is pinned");
+                info!(zone = self.name(zone), size_bytes, "Resized manually; the zone is pinned");
             }
             Note::Decided(decided) => self.record_decision(&decided, host, now),
         }
@@ -82,14 +85,14 @@ impl Core {
     fn log_online_policy(&self, policy: OnlinePolicy) {
         let online_policy = policy.label();
         if policy == OnlinePolicy::OnlineMovable {
-            sparsely!(info, online_policy, "The guest onlines plugged memory movable again");
+            sparsely!(info, online_policy, "The guest onlines plugged memory as movable again");
             return;
         }
         sparsely!(
             warn,
             online_policy,
             lent_permille = self.governor.controller().rules().unmovable_permille,
-            "The guest does not online plugged memory movable: it may not come back, and only this part of each zone is lent"
+            "The guest does not online plugged memory as movable, so it may not be returned; only this part of each zone is lent"
         );
     }
 
