@@ -38,7 +38,7 @@ impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBod
         let bytes = read
             .map_err(|_| ApiError::Body {
                 status: StatusCode::REQUEST_TIMEOUT,
-                reason: format!("it did not end within {} s", BODY_TIMEOUT.as_secs()),
+                reason: format!("it is incomplete after {} s", BODY_TIMEOUT.as_secs()),
             })?
             .map_err(|error| ApiError::Body {
                 status: error.status(),

@@ -32,9 +32,9 @@ pub enum ClientError {
         source: io::Error,
     },
     /// The server does not use HTTP, or the answer ends early.
-    #[error("The answer of {path:?} cannot be read: {reason}")]
+    #[error("Cannot read the answer of {path:?}: {reason}")]
     Answer { path: PathBuf, reason: String },
-    #[error("File descriptors cannot be sent to {path:?}")]
+    #[error("Cannot send file descriptors to {path:?}")]
     Descriptors {
         path: PathBuf,
         #[source]
@@ -161,7 +161,7 @@ async fn send_descriptors(stream: &UnixStream, fds: &[RawFd]) -> io::Result<()> 
                 [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-                let reason = format!("{} are more than a call takes, {MAX_DESCRIPTORS}", fds.len());
+                let reason = format!("{} exceed the maximum of a call, {MAX_DESCRIPTORS}", fds.len());
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
             }
             Ok(sendmsg(stream, &[IoSlice::new(b"\r\n")], &mut control, SendFlags::NOSIGNAL)?)

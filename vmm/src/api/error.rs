@@ -12,7 +12,7 @@ use crate::vm::request::VmError;
 
 #[derive(Debug, Error)]
 pub enum ApiError {
-    #[error("There is no call {0}")]
+    #[error("no such call: {0}")]
     UnknownCall(String),
     /// A call of Cloud Hypervisor that Foreshore does not support.
     #[error("{call} is not supported by foreshore: {why}")]
@@ -21,19 +21,19 @@ pub enum ApiError {
         /// Reason for the refusal.
         why: &'static str,
     },
-    #[error("{path} does not take {method}")]
+    #[error("{path} does not support {method}")]
     WrongMethod { method: String, path: String },
-    #[error("Events have {most} followers, and may have no more")]
+    #[error("events have {most} followers, the maximum; disconnect another one first")]
     TooManyFollowers { most: usize },
     /// The body is incomplete or too large.
-    #[error("The request's body cannot be read: {reason}")]
+    #[error("cannot read the body of the request: {reason}")]
     Body {
         /// Status of the answer.
         status: StatusCode,
         reason: String,
     },
     /// The body is not valid JSON for the call.
-    #[error("The request's body is not what the call takes: {0}")]
+    #[error("invalid body of the request: {0}")]
     Json(String),
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -96,7 +96,7 @@ impl IntoResponse for ApiError {
         let causes =
             std::iter::successors(Some(&self as &dyn std::error::Error), |error| error.source());
         let chain: Vec<String> = causes.map(ToString::to_string).collect();
-        tracing::debug!(status = %self.status(), error = chain[0], "A request is refused");
+        tracing::debug!(status = %self.status(), error = chain[0], "Refused a request");
         (self.status(), Json(chain)).into_response()
     }
 }

@@ -40,7 +40,7 @@ impl Descriptors {
         waiting.extend(fds);
         if waiting.len() > MAX_WAITING {
             let reason = format!(
-                "{} file descriptors wait for a call, at most {MAX_WAITING} may",
+                "{} file descriptors wait for a call; the maximum is {MAX_WAITING}",
                 waiting.len()
             );
             waiting.clear();
@@ -79,7 +79,7 @@ impl FdReader {
         });
         self.waiting.add(fds.flatten())?;
         if received.flags.contains(ReturnFlags::CTRUNC) {
-            let reason = "file descriptors were sent that this process has no room for";
+            let reason = "cannot receive all file descriptors that were sent: the limit of open files is reached";
             return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         }
         Ok(received.bytes)

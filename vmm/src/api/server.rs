@@ -114,7 +114,7 @@ impl Server {
     pub async fn stop(mut self) {
         let _ = self.stop.send(());
         if let Err(error) = (&mut self.accepting).await {
-            warn!(%error, "A server has not ended well");
+            warn!(%error, "The task of a server has failed");
         }
     }
 }
@@ -183,7 +183,7 @@ async fn accept_loop<L>(
     drop(listener);
     let drained = async { while connections.join_next().await.is_some() {} };
     if timeout(DRAIN_TIMEOUT, drained).await.is_err() {
-        debug!("Connections with half a request are dropped");
+        debug!("Dropped connections with incomplete requests");
     }
 }
 

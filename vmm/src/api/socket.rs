@@ -26,7 +26,7 @@ pub enum SocketError {
         source: io::Error,
     },
     /// The inherited file descriptor is not a listening unix socket.
-    #[error("{flag}: file descriptor {fd} is not a unix socket that listens")]
+    #[error("{flag}: file descriptor {fd} is not a listening unix socket")]
     NotListening { flag: &'static str, fd: RawFd },
 }
 
@@ -153,7 +153,7 @@ mod tests {
         let file = std::fs::File::open("/dev/null").unwrap();
         for fd in [stream.into_raw_fd(), file.into_raw_fd(), 1_000_000] {
             let text = Socket::for_api(&ApiSocket::Fd(fd)).unwrap_err().to_string();
-            assert!(text.ends_with("is not a unix socket that listens"), "{text}");
+            assert!(text.ends_with("is not a listening unix socket"), "{text}");
         }
     }
 }

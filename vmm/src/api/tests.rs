@@ -517,7 +517,7 @@ fn vm_is_created_from_valid_configuration_and_deleted() {
             assert_eq!(status, 400, "{body}");
             assert!(messages(&answer)[0].contains(text), "{body}: {answer}");
         }
-        assert!(fixture.asked.try_recv().is_err(), "what is wrong never reaches the owner");
+        assert!(fixture.asked.try_recv().is_err(), "an invalid request has reached the owner");
         let (status, answer) =
             fixture.call("PUT", "vm.create", r#"{"payload": {"kernel": "/created"}}"#).await;
         assert_eq!(status, 405);
@@ -620,11 +620,11 @@ fn unknown_calls_and_wrong_methods_have_different_errors() {
         let (status, body) = fixture.call("PUT", "vm.fly", "").await;
         assert_eq!(
             (status, messages(&body)),
-            (404, vec!["There is no call /api/v1/vm.fly".to_owned()])
+            (404, vec!["no such call: /api/v1/vm.fly".to_owned()])
         );
         let (status, body) = fixture.call("GET", "vm.resize", "").await;
         assert_eq!(status, 405);
-        assert_eq!(messages(&body), ["/api/v1/vm.resize does not take GET"]);
+        assert_eq!(messages(&body), ["/api/v1/vm.resize does not support GET"]);
         let mut client = fixture.connect().await;
         client.send(request("GET", "/", "")).await;
         assert_eq!(client.receive().await.unwrap().0, 404);

@@ -10,7 +10,7 @@ const FLAGS: &[(&str, &[&str], &str)] = &[
     ("--dbus-service-name", &[], "there is no D-Bus interface; see --api-socket"),
     ("--dbus-system-bus", &[], "there is no D-Bus interface; see --api-socket"),
     ("--debug-console", &["debug_console"], "use --serial or --console"),
-    ("--device", &["devices", "iommu"], "there is no device passthrough"),
+    ("--device", &["devices", "iommu"], "device passthrough is not supported"),
     ("--fs", &["fs"], "virtio-fs is not implemented"),
     ("--gdb", &["gdb"], "there is no debug stub"),
     ("--generic-vhost-user", &["generic_vhost_user"], "vhost-user is not implemented"),
@@ -27,7 +27,7 @@ const FLAGS: &[(&str, &[&str], &str)] = &[
     ("--rtc", &["rtc"], "it is not implemented"),
     ("--sgx-epc", &["sgx_epc"], "SGX is not implemented"),
     ("--tpm", &["tpm"], "it is not implemented"),
-    ("--user-device", &["user_devices"], "there is no device passthrough"),
+    ("--user-device", &["user_devices"], "device passthrough is not supported"),
     ("--vdpa", &["vdpa"], "it is not implemented"),
 ];
 

@@ -3,7 +3,7 @@
 use foreshore_config::{ConfigError, OFF, Refused, section};
 
 const IOMMU: &str = "there is no virtual IOMMU";
-const PASSTHROUGH: &str = "there is no device passthrough";
+const PASSTHROUGH: &str = "device passthrough is not supported";
 const SMBIOS: &str = "there are no SMBIOS tables";
 const CONFIDENTIAL: &str = "confidential guests are not supported";
 

@@ -159,10 +159,10 @@ impl Api {
                     let (_, reason) = reasons[0].split_once(": ").expect("a reason");
                     verdict = Verdict::Refused(reason.to_owned());
                 }
-                404 if answer.contains("There is no call") => {
+                404 if answer.contains("no such call") => {
                     verdict = Verdict::NotThere("an unknown call".to_owned());
                 }
-                405 if answer.contains("does not take") => {
+                405 if answer.contains("does not support") => {
                     verdict = Verdict::NotThere("not with this method".to_owned());
                 }
                 _ => panic!("{method} {call} {body} is granted, and answered {status}: {answer}"),

@@ -54,9 +54,9 @@ fn check(change: &PressureChange) -> Result<(), ConfigError> {
     };
     let resumes = change.resume == Some(true);
     match &change.zone {
-        Some(zone) if !resumes => refused("zone", zone, "taken without \"resume\": true"),
+        Some(zone) if !resumes => refused("zone", zone, "valid without \"resume\": true"),
         None if resumes && change.pause == Some(true) => {
-            refused("pause", "true", "taken with \"resume\": true, which ends a pause")
+            refused("pause", "true", "valid with \"resume\": true, which ends a pause")
         }
         _ => Ok(()),
     }

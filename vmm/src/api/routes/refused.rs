@@ -8,12 +8,12 @@ use crate::api::body::PassedOver;
 use crate::api::error::ApiError;
 
 pub(crate) const REFUSED: [(&str, &str); 10] = [
-    ("vm.add-device", "there is no device passthrough"),
+    ("vm.add-device", "device passthrough is not supported"),
     ("vm.add-fs", "virtio-fs is not implemented"),
     ("vm.add-generic-vhost-user", "vhost-user is not implemented"),
-    ("vm.add-user-device", "there is no device passthrough"),
+    ("vm.add-user-device", "device passthrough is not supported"),
     ("vm.add-vdpa", "vDPA is not implemented"),
-    ("vm.coredump", "there is no core dump of a guest"),
+    ("vm.coredump", "core dumps of a guest are not supported"),
     ("vm.receive-migration", "migration is not implemented"),
     ("vm.restore", "snapshots are not implemented"),
     ("vm.send-migration", "migration is not implemented"),

@@ -196,7 +196,7 @@ fn followers_of_events_are_limited() {
         let (status, body) = fixture.call("GET", "vmm.events", "").await;
         assert_eq!(
             (status, &*messages(&body)[0]),
-            (429, "Events have 64 followers, and may have no more")
+            (429, "events have 64 followers, the maximum; disconnect another one first")
         );
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
         // The disconnect is detected by a write.
@@ -286,6 +286,6 @@ fn unexpected_body_may_arrive_late() {
             let (status, _) = client.receive().await.expect("an answer");
             assert!([200, 204].contains(&status), "{call}: {status}");
         }
-        assert_eq!(client.call("GET", "vmm.ping", "").await.0, 200, "It is kept");
+        assert_eq!(client.call("GET", "vmm.ping", "").await.0, 200, "the connection is kept");
     });
 }

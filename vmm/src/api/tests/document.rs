@@ -303,7 +303,7 @@ fn every_call_of_the_document_exists() {
         for (method, call) in others.iter().chain(&end) {
             let (status, body) = fixture.call(method, call, "").await;
             assert!(
-                !body.contains("There is no call") && !body.contains("does not take"),
+                !body.contains("no such call") && !body.contains("does not support"),
                 "{call}: {status} {body}"
             );
         }

@@ -570,12 +570,12 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
     ];
     /// Subcommands that the VMM refuses, with the reason.
     const CH_REMOTE_REFUSED: [(&str, &str); 10] = [
-        ("add-device", "there is no device passthrough"),
+        ("add-device", "device passthrough is not supported"),
         ("add-fs", "virtio-fs is not implemented"),
         ("add-generic-vhost-user", "vhost-user is not implemented"),
-        ("add-user-device", "there is no device passthrough"),
+        ("add-user-device", "device passthrough is not supported"),
         ("add-vdpa", "vDPA is not implemented"),
-        ("coredump", "there is no core dump of a guest"),
+        ("coredump", "core dumps of a guest are not supported"),
         ("receive-migration", "migration is not implemented"),
         ("restore", "snapshots are not implemented"),
         ("send-migration", "migration is not implemented"),
