@@ -8,7 +8,7 @@ use crate::config::Launch;
 
 /// A flag names a descriptor that was not inherited.
 #[derive(Debug, Error)]
-#[error("{flag}: fd={fd} is not open: the process that starts the VMM has to hand it over")]
+#[error("{flag}: fd={fd} is not open; the process that starts the VMM must pass it")]
 pub struct NotInherited {
     flag: &'static str,
     fd: RawFd,

@@ -47,10 +47,10 @@ fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
         tracing::warn!("{warning}");
     }
     if let Err(error) = foreshore::core_dumps::disable() {
-        tracing::warn!(%error, "Core dumps of the VMM are not disabled");
+        tracing::warn!(%error, "Cannot disable core dumps of the VMM");
     }
     if let Err(error) = foreshore_devices::open_files::raise_limit() {
-        tracing::warn!(%error, "The limit of open files stays as it is");
+        tracing::warn!(%error, "Cannot raise the limit of open files");
     }
     Ok(foreshore::run::run(launch)?)
 }

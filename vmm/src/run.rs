@@ -26,7 +26,7 @@ pub enum RunError {
     Socket(#[from] SocketError),
     #[error(transparent)]
     Monitor(#[from] MonitorError),
-    #[error("Cannot start the VMM's own tasks")]
+    #[error("cannot start the tasks of the VMM")]
     Io(#[from] io::Error),
     /// A passed descriptor is not a tap interface.
     #[error("--net")]
@@ -119,7 +119,7 @@ fn end_on_signals(handle: VmHandle) -> io::Result<impl Future<Output = ()>> {
             _ = terminate.recv() => "SIGTERM",
             _ = interrupt.recv() => "SIGINT",
         };
-        info!(signal = name, "The VMM is told to end");
+        info!(signal = name, "The VMM has received a signal to end");
         // An error means that the owner has ended already.
         let _ = handle.ask(VmRequest::ShutdownVmm).await;
     })

@@ -59,7 +59,7 @@ impl GenericEventDevice {
             && let Err(err) = (self.line)(false)
         {
             // A stuck line only makes the guest read the register again and find no events.
-            sparsely!(warn, %err, "The interrupt of the generic event device stays up");
+            sparsely!(warn, %err, "Cannot lower the interrupt of the generic event device");
         }
         taken
     }

@@ -86,7 +86,7 @@ impl PciSlots {
 }
 
 fn bit(slot: u8) -> u32 {
-    assert!(slot < PCI_SLOTS, "there is no slot {slot}");
+    assert!(slot < PCI_SLOTS, "slot {slot} is not below {PCI_SLOTS}");
     1 << slot
 }
 
@@ -193,7 +193,7 @@ mod tests {
         cpus.plug(|plug| plug.ask(1..2));
         page.write(CPUS_OFFSET + CPU_STATUS, &[1, 0, 0, 0]);
         assert!(!cpus.plug(|plug| plug.is_there(1)));
-        assert!(page.slots(|slots| slots.is_leaving(1)), "no slot is meant");
+        assert!(page.slots(|slots| slots.is_leaving(1)), "the register names no slot");
     }
 
     #[test]

@@ -70,13 +70,15 @@ impl AcpiInput {
 
 #[derive(Debug, Error)]
 pub(crate) enum AcpiError {
-    #[error("The ACPI tables have {actual_bytes} bytes, their room is {limit_bytes}")]
+    #[error("the ACPI tables have {actual_bytes} bytes, and must have at most {limit_bytes}")]
     TooLarge { actual_bytes: usize, limit_bytes: usize },
     /// Empty, or the start or size is not a multiple of the page size.
-    #[error("The NVDIMM at {start:#x} has {size_bytes} bytes: not a whole number of pages")]
+    #[error(
+        "the size of the NVDIMM at {start:#x}, {size_bytes} bytes, is not a multiple of the page size"
+    )]
     BadNvdimm { start: u64, size_bytes: u64 },
     /// Guest memory ends below the address.
-    #[error("Cannot write ACPI tables at {:#x}", RSDP_START.raw_value())]
+    #[error("cannot write the ACPI tables at {:#x}", RSDP_START.raw_value())]
     Write(#[from] vm_memory::GuestMemoryError),
 }
 

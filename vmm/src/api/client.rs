@@ -161,7 +161,8 @@ async fn send_descriptors(stream: &UnixStream, fds: &[RawFd]) -> io::Result<()> 
                 [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-                let reason = format!("{} exceed the maximum of a call, {MAX_DESCRIPTORS}", fds.len());
+                let reason =
+                    format!("{} exceed the maximum of a call, {MAX_DESCRIPTORS}", fds.len());
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
             }
             Ok(sendmsg(stream, &[IoSlice::new(b"\r\n")], &mut control, SendFlags::NOSIGNAL)?)

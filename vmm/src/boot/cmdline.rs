@@ -59,7 +59,7 @@ impl Pluggable {
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(crate) enum CommandLineError {
     #[error(
-        "the command line has {actual_bytes} bytes with what is added to it, the limit is {MAX_BYTES}"
+        "the command line has {actual_bytes} bytes with the defaults of foreshore, and must have at most {MAX_BYTES}"
     )]
     TooLong { actual_bytes: usize },
     #[error("the command line has the control character {character:?} at byte {at}")]
@@ -258,7 +258,7 @@ mod tests {
     fn words_are_split_as_in_linux() {
         let taken = |line| words(line).map(|(_, word)| word).collect::<Vec<_>>();
         assert_eq!(taken("  a\tb=\"c d\"e  "), ["a", "b=\"c d\"e"]);
-        assert_eq!(taken("a=\"b c"), ["a=\"b c"], "an open quotation goes on to the end");
+        assert_eq!(taken("a=\"b c"), ["a=\"b c"], "an open quotation extends to the end");
         assert_eq!(taken(" \t "), [""; 0]);
         assert_eq!(
             split_at_init_arguments("a \"b -- c\" -- d -- e"),

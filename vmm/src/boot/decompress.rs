@@ -77,7 +77,7 @@ impl Compression {
 
 #[derive(Debug, Error)]
 pub(crate) enum DecompressError {
-    #[error("the payload is of no known compression: it starts with {0:02x?}")]
+    #[error("the compression of the payload is unknown: it starts with {0:02x?}")]
     Unknown(Vec<u8>),
     #[error(
         "the kernel is compressed with {0}; zstd and lz4 are supported, or unpack it with extract-vmlinux"
@@ -86,13 +86,13 @@ pub(crate) enum DecompressError {
     #[error("the {compression} stream of {stream_bytes} bytes ends early")]
     Truncated { compression: Compression, stream_bytes: usize },
     #[error(
-        "the payload claims to unpack to {claimed_bytes} bytes, the limit is {MAX_KERNEL_BYTES}"
+        "the payload has {claimed_bytes} bytes unpacked, according to its trailer, and must have at most {MAX_KERNEL_BYTES}"
     )]
     TooLarge {
         /// Size in the trailer.
         claimed_bytes: u32,
     },
-    #[error("{compression} gave {actual_bytes} bytes where the trailer says {claimed_bytes}")]
+    #[error("{compression} unpacks to {actual_bytes} bytes, and the trailer has {claimed_bytes}")]
     SizeMismatch {
         compression: Compression,
         actual_bytes: usize,
@@ -105,7 +105,7 @@ pub(crate) enum DecompressError {
         /// Error of the decoder.
         reason: String,
     },
-    #[error("no memory for {bytes} bytes of kernel")]
+    #[error("cannot allocate {bytes} bytes for the unpacked kernel")]
     NoMemory { bytes: u32, source: io::Error },
 }
 
@@ -151,11 +151,7 @@ impl<'a> Packed<'a> {
     /// error, its contents are undefined.
     pub(super) fn unpack_into(&self, output: &mut [u8]) -> Result<(), DecompressError> {
         let Self { payload, stream, compression, claimed_bytes } = *self;
-        assert_eq!(
-            output.len(),
-            self.unpacked_bytes(),
-            "the buffer has the size that the trailer says"
-        );
+        assert_eq!(output.len(), self.unpacked_bytes(), "the buffer has the size in the trailer");
         let damaged = |reason: String| DecompressError::Damaged { compression, reason };
         let actual_bytes = match compression {
             Compression::Zstd => unpack_zstd(stream, output).map_err(|e| damaged(e.to_string()))?,
@@ -204,7 +200,10 @@ fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
     // The decoder verifies the stream's checksum only when it reads the end.
     match source.read(&mut [0])? {
         0 => Ok(filled),
-        _ => Err(io::Error::new(ErrorKind::InvalidData, "more comes out than the trailer says")),
+        _ => Err(io::Error::new(
+            ErrorKind::InvalidData,
+            "the output exceeds the size in the trailer",
+        )),
     }
 }
 

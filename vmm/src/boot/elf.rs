@@ -52,7 +52,7 @@ pub(crate) enum ElfError {
         /// Type of the file.
         kind: &'static str,
     },
-    #[error("it has no PVH note: it is a kernel built without CONFIG_PVH=y, or no kernel at all")]
+    #[error("it has no PVH note: it is a kernel built without CONFIG_PVH=y, or not a kernel")]
     NoPvhNote,
     #[error("the ELF file has {count} program headers of {size} bytes")]
     BadProgramHeaders { count: u16, size: u16 },
@@ -84,9 +84,9 @@ pub(crate) enum ElfError {
     },
     #[error("the PVH entry point {0:#x} is in no segment")]
     EntryOutside(u64),
-    #[error("the ELF file cannot be read")]
+    #[error("cannot read the ELF file")]
     Read(#[from] io::Error),
-    #[error("the ELF file cannot be loaded")]
+    #[error("cannot load the ELF file")]
     Load(#[source] AccessError),
 }
 

@@ -345,7 +345,10 @@ mod tests {
             foreshore_types::chain(&error)
         };
         let text = message(b"no firmware at all");
-        assert!(text.starts_with("--firmware ") && text.contains("no firmware for PVH"), "{text}");
+        assert!(
+            text.starts_with("--firmware ") && text.contains("is not a PVH firmware"),
+            "{text}"
+        );
         // Without its note, the entry point is unknown.
         let text = message(&build(&[0x90; 0x8000], &linux_note()));
         assert!(text.starts_with("--firmware ") && text.contains("no PVH note"), "{text}");

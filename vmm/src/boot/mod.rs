@@ -75,7 +75,7 @@ pub(crate) struct BootInfo {
 
 #[derive(Debug, Error)]
 pub(crate) enum BootError {
-    #[error("{flag} {}: cannot be read", path.display())]
+    #[error("{flag} {}: cannot read the file", path.display())]
     Read {
         /// Flag that names the file.
         flag: &'static str,
@@ -98,7 +98,7 @@ pub(crate) enum BootError {
         /// Description of its first bytes.
         found: String,
     },
-    #[error("--firmware {} is no firmware for PVH: expected an ELF file, found {found}", path.display())]
+    #[error("--firmware {} is not a PVH firmware: expected an ELF file, found {found}", path.display())]
     NotAFirmware {
         path: PathBuf,
         /// Description of its first bytes.
@@ -107,13 +107,13 @@ pub(crate) enum BootError {
     /// Boot image without Linux, such as memtest86+.
     #[error(
         "--kernel {} has the header of a bzImage but no Linux kernel in it, as memtest86+ and boot loaders do; \
-         foreshore starts Linux, and ELF files with a PVH note", path.display()
+         foreshore boots Linux, and ELF files with a PVH note", path.display()
     )]
     NoPayload { path: PathBuf },
     /// bzImage with a boot protocol that does not have `payload_offset`.
     #[error(
         "--kernel {} is a bzImage of boot protocol {}.{:02}: a Linux before 2.6.26, which has 2.08, or another program; \
-         foreshore starts Linux 2.6.26 and later, and ELF files with a PVH note",
+         foreshore boots Linux 2.6.26 and later, and ELF files with a PVH note",
         path.display(), version >> 8, version & 0xff
     )]
     OldProtocol {
@@ -132,10 +132,10 @@ pub(crate) enum BootError {
         /// Length of the file.
         actual_bytes: u64,
     },
-    #[error("--kernel {}: cannot be unpacked", path.display())]
+    #[error("--kernel {}: cannot unpack the file", path.display())]
     Decompress { path: PathBuf, source: DecompressError },
     /// The ELF file, or the one inside the bzImage, cannot be loaded.
-    #[error("{flag} {}: cannot be loaded", path.display())]
+    #[error("{flag} {}: cannot load the file", path.display())]
     Elf {
         /// Flag that names the file.
         flag: &'static str,
@@ -144,8 +144,8 @@ pub(crate) enum BootError {
     },
     /// The initial RAM file system does not fit between the kernel and the end of low memory.
     #[error(
-        "--initramfs {} has {size_bytes} bytes; between the kernel's end at {kernel_end:#x} and the end of low memory at \
-         {low_end:#x} it does not fit",
+        "--initramfs {} has {size_bytes} bytes, and does not fit between the kernel's end at {kernel_end:#x} and \
+         the end of low memory at {low_end:#x}",
         path.display()
     )]
     InitramfsDoesNotFit {

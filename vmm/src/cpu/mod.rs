@@ -23,7 +23,7 @@ pub(crate) enum CpuError {
         #[source]
         source: kvm_ioctls::Error,
     },
-    #[error("Cannot start the thread of vCPU {index}")]
+    #[error("cannot start the thread of vCPU {index}")]
     Thread {
         index: u8,
         #[source]
@@ -31,7 +31,7 @@ pub(crate) enum CpuError {
     },
     /// The thread of a vCPU cannot be pinned.
     #[error(
-        "Cannot let vCPU {index} run on CPUs {host_cpus:?} of the host alone (--cpus affinity=); the host's CPUs: {known}"
+        "cannot pin vCPU {index} to the host CPUs {host_cpus:?} (--cpus affinity=); the host's CPUs: {known}"
     )]
     Pin {
         index: u8,
@@ -41,9 +41,9 @@ pub(crate) enum CpuError {
         #[source]
         source: io::Error,
     },
-    #[error("Cannot install the handler of the signal that interrupts vCPUs")]
+    #[error("cannot install the handler of the signal that interrupts vCPUs")]
     Signal(#[source] vmm_sys_util::errno::Error),
-    #[error("KVM takes {taken} of {given} MSRs of vCPU {index}")]
+    #[error("KVM accepted {taken} of {given} MSRs of vCPU {index}")]
     Msrs {
         index: u8,
         /// Number of MSRs that KVM accepted, from the first.
@@ -51,6 +51,6 @@ pub(crate) enum CpuError {
         given: usize,
     },
     /// An ejected vCPU is still busy with its last exit and cannot be added again.
-    #[error("vCPU {index} has not ended what it did when the guest let it go: try again later")]
+    #[error("vCPU {index} is still busy with its last exit; retry later")]
     Busy { index: u8 },
 }

@@ -47,7 +47,7 @@ impl Cores {
             Self::Anybody => {}
             Self::Nobody => {
                 if let Err(err) = core_scheduling(PR_SCHED_CORE_CREATE, 0) {
-                    warn!(index, %err, "A vCPU may share a core of the host: there is no core scheduling");
+                    warn!(index, %err, "Core scheduling is not available: the vCPU may share a core of the host with other tasks");
                 }
             }
             Self::Vm(first) => {
@@ -62,7 +62,7 @@ impl Cores {
                     Ok(()) => drop(first.get_or_insert_with(|| unsafe { libc::gettid() })),
                     // Not a warning, because this is the default, and many hosts have no threads
                     // that share a core.
-                    Err(err) => debug!(index, %err, "There is no core scheduling"),
+                    Err(err) => debug!(index, %err, "Core scheduling is not available"),
                 }
             }
         }
@@ -144,13 +144,14 @@ mod tests {
         if !here.contains(&1023) {
             let error = pin(thread.as_pthread_t(), 3, &[1023]).unwrap_err().to_string();
             let online = fs::read_to_string(ONLINE).unwrap();
-            let told = "Cannot let vCPU 3 run on CPUs [1023] of the host alone (--cpus affinity=); the host's CPUs: ";
+            let told =
+                "cannot pin vCPU 3 to the host CPUs [1023] (--cpus affinity=); the host's CPUs: ";
             assert_eq!(error, format!("{told}{}", online.trim()));
         }
         pin(thread.as_pthread_t(), 3, &[last]).unwrap();
         go.send(()).unwrap();
         assert_eq!(thread.join().unwrap(), [last]);
-        assert_eq!(allowed(), here, "another thread is not concerned");
+        assert_eq!(allowed(), here, "the affinity of another thread is unchanged");
     }
 
     /// Cookie of the calling thread. Fails if the kernel has no core scheduling.

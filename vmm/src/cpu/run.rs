@@ -34,7 +34,7 @@ use super::state::Fresh;
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum VcpuEvent {
     /// The virtual processor shut down because it could not deliver an exception.
-    #[error("Triple fault of vCPU {index} at RIP {rip:#x}")]
+    #[error("triple fault of vCPU {index} at RIP {rip:#x}")]
     TripleFault { index: u8, rip: u64 },
     /// The guest accessed memory whose slot maps nothing accessible. KVM_RUN fails with EFAULT, and
     /// Linux 6.1 and 6.12 do not report the address.
@@ -44,7 +44,7 @@ pub enum VcpuEvent {
         /// Address of the guest's instruction.
         rip: u64,
     },
-    #[error("vCPU {index} cannot go on: {what}")]
+    #[error("vCPU {index} cannot continue: {what}")]
     Failed { index: u8, what: String },
 }
 
@@ -295,7 +295,7 @@ impl Vcpu {
         if let Some(thread) = &self.thread {
             // The thread may have ended by itself.
             if let Err(err) = thread.kill(SIGRTMIN()) {
-                debug!(%err, "vCPU thread is gone");
+                debug!(%err, "The thread of the vCPU has ended");
             }
         }
     }
@@ -340,7 +340,7 @@ impl Vcpu {
         if let Some(thread) = self.thread.take() {
             assert_ne!(thread.as_pthread_t(), self_thread(), "a vCPU does not stop itself");
             if thread.join().is_err() {
-                error!("A vCPU thread panicked");
+                error!("A vCPU thread has panicked");
             }
         }
     }
@@ -404,7 +404,7 @@ impl Runner {
                 let _ = self.fd.kvmclock_ctrl();
             }
             if let Next::Park(event) = self.deliver_nmi().unwrap_or_else(|| self.run_once()) {
-                error!(%event, "vCPU stops");
+                error!(%event, "The vCPU has stopped");
                 self.shared.park();
                 (self.events)(event);
             }
@@ -423,7 +423,7 @@ impl Runner {
         if let Err(err) = fresh.restore(&self.fd, self.index) {
             // The guest can leave a vCPU in a state that KVM cannot reset. The guest must still
             // start the vCPU, and its INIT clears most of the remaining state.
-            warn!(index = self.index, is_over, %err, "A vCPU comes back as the guest has left it");
+            warn!(index = self.index, is_over, %err, "Cannot reset the vCPU; it keeps the state in which the guest left it");
         }
     }
 
@@ -460,7 +460,7 @@ impl Runner {
                         debug,
                         port = format_args!("{port:#x}"),
                         len = data.len(),
-                        "Nobody answers a port read"
+                        "No device answers a port read"
                     );
                 }
             }
@@ -472,20 +472,20 @@ impl Runner {
                         debug,
                         port = format_args!("{port:#x}"),
                         ?data,
-                        "Nobody answers a port write"
+                        "No device answers a port write"
                     );
                 }
             }
             Ok(VcpuExit::MmioRead(address, data)) => {
                 if !self.mmio.read(address, data) {
                     let address = format_args!("{address:#x}");
-                    sparsely!(debug, address, len = data.len(), "Nobody answers a memory read");
+                    sparsely!(debug, address, len = data.len(), "No device answers a memory read");
                 }
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
                 if !self.mmio.write(address, data) {
                     let address = format_args!("{address:#x}");
-                    sparsely!(debug, address, ?data, "Nobody answers a memory write");
+                    sparsely!(debug, address, ?data, "No device answers a memory write");
                 }
             }
             Ok(VcpuExit::Intr) => {}
@@ -731,7 +731,7 @@ mod tests {
         // Stop requested between the last exit and parking.
         shared.want(Wanted::Stop);
         shared.park();
-        assert!(!shared.wait_until_wanted(), "whoever stops it waits for its thread");
+        assert!(!shared.wait_until_wanted(), "stop waits for the thread");
     }
 
     #[test]

@@ -16,13 +16,13 @@ use thiserror::Error;
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(super) enum HostError {
     /// Not exactly one Host header (RFC 9112, 3.2).
-    #[error("an HTTP/1.1 request has exactly one Host header, and this one has {0}")]
+    #[error("the request has {0} Host headers, and must have exactly one")]
     Count(usize),
     /// The header is not a valid host.
-    #[error("{0:?} is no host")]
+    #[error("{0:?} is not a valid host")]
     Malformed(String),
     /// The name is not configured, so it may belong to a web page.
-    #[error("{0:?} is neither an IP address nor localhost nor a name that --metrics host= gives")]
+    #[error("{0:?} is neither an IP address nor localhost nor a name in --metrics host=")]
     Unknown(String),
 }
 

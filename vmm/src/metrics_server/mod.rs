@@ -36,7 +36,7 @@ pub(crate) fn router(
     let router = Router::new()
         .route("/", get(async || Html(INDEX)))
         .route("/metrics", get(scrape))
-        .fallback(async || (StatusCode::NOT_FOUND, "There is /metrics, and nothing else.\n"))
+        .fallback(async || (StatusCode::NOT_FOUND, "No such page; the metrics are at /metrics.\n"))
         .with_state((Arc::clone(&metrics), vm));
     let refused_hosts = Arc::<RefusedHosts>::default();
     metrics.add(Arc::clone(&refused_hosts) as _);
@@ -81,7 +81,7 @@ async fn scrape(
 }
 
 fn fail(error: &dyn std::error::Error) -> Response {
-    tracing::warn!(%error, "Metrics cannot be written");
+    tracing::warn!(%error, "Cannot format the metrics");
     StatusCode::INTERNAL_SERVER_ERROR.into_response()
 }
 
