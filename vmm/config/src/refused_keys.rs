@@ -4,13 +4,13 @@ use crate::{OFF, Refused};
 
 /// Keys of devices on the PCI bus.
 pub const PCI: &[Refused] = &[
-    Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
-    Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
+    Refused { key: "iommu", neutral: OFF, why: "a virtual IOMMU is not implemented" },
+    Refused { key: "pci_segment", neutral: &["0"], why: "the VM has one PCI segment" },
 ];
 
 /// Keys of devices whose PCI slot cannot be chosen.
 pub const SLOT: &[Refused] =
-    &[Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" }];
+    &[Refused { key: "pci_device_id", neutral: &[], why: "slots are assigned in order" }];
 
 pub const NO_VHOST_USER: &str = "vhost-user is not implemented";
 
@@ -21,7 +21,7 @@ pub const VHOST_USER: &[Refused] = &[
     Refused { key: "vhost_socket", neutral: &[], why: NO_VHOST_USER },
 ];
 
-const NO_RATE_LIMITS: &str = "there are no rate limits: io.max of the VMM's cgroup limits disks, and tc on the tap limits networks";
+const NO_RATE_LIMITS: &str = "rate limits are not implemented; limit disks with io.max of the VMM's cgroup, and networks with tc on the tap";
 
 /// Keys of devices with rate limits in Cloud Hypervisor.
 pub const RATE_LIMITS: &[Refused] = &[

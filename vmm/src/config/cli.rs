@@ -65,7 +65,9 @@ impl Launch {
     /// Describes the system call filter that was requested and is not installed.
     pub fn seccomp_error(&self) -> Option<String> {
         let mode = self.missing_seccomp.as_ref()?;
-        Some(format!("--seccomp {mode}: there is no system call filter yet; none is installed"))
+        Some(format!(
+            "--seccomp {mode}: no system call filter is installed, because it is not implemented yet"
+        ))
     }
 }
 
@@ -118,13 +120,13 @@ struct Flags {
     metrics: Option<String>,
     #[arg(long, value_name = "TARGET", help_heading = "Control")]
     event_monitor: Option<String>,
-    /// off: accepted for compatibility with Cloud Hypervisor; there is no debug console
+    /// off: accepted for compatibility with Cloud Hypervisor; a debug console is not implemented
     #[arg(long, value_name = "MODE", hide = true)]
     debug_console: Option<String>,
-    /// Keep the VMM when the guest switches itself off
+    /// Keep the VMM when the guest powers off
     #[arg(long, help_heading = "Control")]
     no_shutdown: bool,
-    /// true|false|log|errno: accepted for compatibility; there is no filter yet
+    /// true|false|log|errno: accepted for compatibility; a filter is not implemented yet
     #[arg(long, value_name = "MODE", help_heading = "Control")]
     seccomp: Option<String>,
     /// Log to a file [default: standard error]
@@ -248,8 +250,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     let mut warnings = Vec::new();
     let missing_seccomp = missing_seccomp(flags.seccomp.as_deref())?;
     if flags.log_format.is_some() {
-        warnings
-            .push("--log-format: log lines have one format, which it does not change".to_owned());
+        warnings.push("--log-format: ignored; log lines have one format".to_owned());
     }
     let api_socket = flags.api_socket.as_deref().map(ApiSocket::parse).transpose()?;
     let event_monitor = flags.event_monitor.as_deref().map(EventMonitor::parse).transpose()?;
@@ -259,7 +260,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         && !address.ip().to_canonical().is_loopback()
     {
         warnings.push(format!(
-            "--metrics {address}: every host that reaches this address can read the metrics; 127.0.0.1 or unix:PATH keeps them on this host"
+            "--metrics {address}: every host that reaches this address can read the metrics; use 127.0.0.1 or unix:PATH to keep them on this host"
         ));
     }
     let vm_name = vm_name.flatten().unwrap_or_else(|| default_name(api_socket.as_ref()));
@@ -517,7 +518,7 @@ mod tests {
         );
         assert!(
             error(&["--memory", "size=0", "--memory-zone", "id=a,size=1G,file=/f,hugepages=on"])
-                .starts_with("--memory-zone: file=/f and hugepages=on")
+                .starts_with("--memory-zone: file=/f excludes hugepages=on")
         );
     }
 

@@ -256,7 +256,7 @@ impl VmConfig {
             return Err(ConfigError::IdTaken { flag, id });
         }
         if !config.put(device) {
-            let reason = format!("a VM has one {kind} device, and this one has it");
+            let reason = format!("a VM has at most one {kind} device, and this VM has one already");
             return Err(ConfigError::Conflict { flag, reason });
         }
         config.validate()?;

@@ -84,7 +84,7 @@ mod tests {
     use foreshore_config::Object;
 
     fn read(json: Value) -> Result<VmConfig, JsonError> {
-        let Value::Object(fields) = json else { panic!("{json} is no object") };
+        let Value::Object(fields) = json else { panic!("{json} is not an object") };
         VmConfig::from_json(fields)
     }
 
@@ -156,7 +156,7 @@ mod tests {
             (json!({"platform": {"num_pci_segments": 2, "uuid": "x"}}), "--platform: uuid="),
             (
                 json!({"memory": {"size": 536870912, "shared": true, "mergeable": true}}),
-                "--memory: mergeable=on goes with",
+                "--memory: mergeable=on excludes",
             ),
             (
                 json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "kvm_hyperv": true}}),

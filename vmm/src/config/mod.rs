@@ -154,7 +154,7 @@ impl VmConfig {
                 .collect();
         match serials.iter().enumerate().find(|(nth, serial)| serials[..*nth].contains(serial)) {
             Some((_, serial)) => conflict(format!(
-                "two disks have the serial number {serial:?}: serial= gives one another (volumes have their names)"
+                "two disks have the serial number {serial:?}: set serial= of one (a volume has its name)"
             )),
             None => Ok(()),
         }
@@ -231,20 +231,20 @@ impl VmConfig {
             self.vsock.is_some() || self.balloon.as_ref().is_some_and(|balloon| balloon.statistics);
         if can_grow && !is_heard && !matches!(&*policy, "fixed" | "off") {
             warnings.push(format!(
-                "--pressure: policy={policy} hears from the guest's agent only over --vsock, which is not given: \
-                 memory will not resize itself"
+                "--pressure: policy={policy} needs --vsock, over which the guest's agent reports; without it, memory is not \
+                 resized"
             ));
         }
         if grows_by_acpi && !can_grow && policy != "off" {
             warnings.push(format!(
-                "--pressure: policy={policy} resizes nothing: memory that comes by ACPI stays, and comes by vm.resize alone; \
-                 hotplug_method=virtio-mem lets a policy resize it"
+                "--pressure: policy={policy} resizes nothing, because ACPI memory is added only by vm.resize and never removed; \
+                 use hotplug_method=virtio-mem"
             ));
         }
         let memory = &self.memory.host;
         if memory.reserve && memory.shared && !memory.prefault {
             warnings.push(
-                "--memory: reserve=on counts private memory; what is shared is counted as it is used"
+                "--memory: reserve=on has no effect on shared memory, which the host accounts for when it is used"
                     .to_owned(),
             );
         }
@@ -252,25 +252,25 @@ impl VmConfig {
             memory.hugepages || self.memory.zones.iter().any(|zone| zone.host.hugepages);
         if self.balloon.is_some() && has_huge_pages {
             warnings.push(
-                "--balloon: hugepages=on: the host takes back whole huge pages alone, which free_page_reporting=on reports; \
-                 what inflates the balloon stays with the VM"
+                "--balloon: hugepages=on: the host reclaims only whole huge pages, which free_page_reporting=on reports; \
+                 memory in the balloon stays with the VM"
                     .to_owned(),
             );
         }
         if self.platform.as_ref().is_some_and(PlatformConfig::wants_more_segments) {
             warnings.push(
-                "--platform: there is one PCI segment, whatever num_pci_segments says".to_owned(),
+                "--platform: num_pci_segments is ignored; the VM has one PCI segment".to_owned(),
             );
         }
         if self.net.iter().any(NetConfig::is_idle_of_given) {
             warnings.push(
-                "--net: ip, mask and host_mac are whose fd it is to set; they are only shown"
+                "--net: ip, mask and host_mac are not applied to an interface passed with fd; they are only shown"
                     .to_owned(),
             );
         }
         if self.serial.mode == ConsoleMode::Tty && self.console.mode == ConsoleMode::Tty {
-            let warning = "--serial and --console are both tty: what is typed goes to the console; with --console off it goes \
-                           to the serial port";
+            let warning = "--serial and --console are both tty: input goes to the console, or with --console off to the \
+                           serial port";
             warnings.push(warning.to_owned());
         }
         for volume in self.pm_volumes.iter().filter(|volume| volume.force) {
@@ -447,7 +447,7 @@ mod tests {
         );
         config.disks.pop();
         config.pm_volumes = vec![volume("pool=/p,name=s"), volume("pool=/q,name=s")];
-        assert!(config.validate().is_ok(), "on an NVDIMM there are none");
+        assert!(config.validate().is_ok(), "a volume on an NVDIMM has no serial number");
         config.pm_volumes = vec![volume("pool=/p,name=s,interface=virtio-blk")];
         assert!(
             error(&config).contains(r#"two disks have the serial number "s""#),
@@ -519,7 +519,8 @@ mod tests {
         config.memory.host.hugepages = true;
         assert_eq!(config.validate(), Ok(()));
         assert!(
-            config.warnings()[0].starts_with("--balloon: hugepages=on: the host takes back whole")
+            config.warnings()[0]
+                .starts_with("--balloon: hugepages=on: the host reclaims only whole")
         );
         let zone = MemoryZoneConfig::parse("id=a,size=512M,hugepages=on").unwrap();
         config.memory = MemoryConfig { size: 0, zones: vec![zone], ..MemoryConfig::default() };
@@ -552,7 +553,7 @@ mod tests {
             assert_eq!(config.governing().policy, "off", "{config:?}");
             assert_eq!(config.warnings(), Vec::<String>::new());
             config.pressure = Some(PressureConfig::default());
-            assert_eq!(config.governing().policy, "psi", "who asks for a policy has it");
+            assert_eq!(config.governing().policy, "psi", "a requested policy is used");
         }
         let mut config = parsed(pm);
         assert_eq!(config.governing().policy, "psi");

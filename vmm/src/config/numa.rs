@@ -6,7 +6,7 @@ pub(super) const FLAG: &str = NumaConfig::FLAG;
 
 const REFUSED: &[Refused] = &[
     Refused { key: "sgx_epc_sections", neutral: &[], why: "SGX is not implemented" },
-    Refused { key: "pci_segments", neutral: &["0", "[0]"], why: "there is one PCI segment, 0" },
+    Refused { key: "pci_segments", neutral: &["0", "[0]"], why: "the VM has one PCI segment, 0" },
     Refused { key: "device_id", neutral: &[], why: "device passthrough is not supported" },
 ];
 

@@ -6,11 +6,7 @@ use foreshore_config::{ConfigError, OFF, Refused, section};
 
 /// Refused fields of the section in JSON, which are separate flags on the command line.
 const REFUSED: &[Refused] = &[
-    Refused {
-        key: "fw_cfg_config",
-        neutral: &[],
-        why: "there is no firmware configuration device",
-    },
+    Refused { key: "fw_cfg_config", neutral: &[], why: "fw_cfg is not implemented" },
     Refused { key: "igvm", neutral: &[], why: "confidential guests are not supported" },
     Refused { key: "host_data", neutral: &[], why: "confidential guests are not supported" },
     Refused { key: "svsm", neutral: OFF, why: "confidential guests are not supported" },
@@ -39,12 +35,11 @@ impl PayloadConfig {
             (None, None) => {
                 return Err(ConfigError::MissingFlag {
                     flag: "--kernel",
-                    why: "a VM boots a kernel, or what a --firmware finds",
+                    why: "the VM needs a kernel, or a --firmware that boots from a disk",
                 });
             }
             (Some(_), Some(_)) => {
-                let reason = "a VM boots a --kernel or what a --firmware finds, and cannot do both"
-                    .to_owned();
+                let reason = "cannot be combined with --kernel".to_owned();
                 return Err(ConfigError::Conflict { flag: "--firmware", reason });
             }
             _ => {}
@@ -54,7 +49,7 @@ impl PayloadConfig {
             return Err(ConfigError::Conflict {
                 flag: "--cmdline",
                 reason: format!(
-                    "the command line is {} bytes long, and Linux takes at most {}",
+                    "the command line has {} bytes, and must have at most {}",
                     cmdline.len(),
                     MAX_CMDLINE_BYTES - 1
                 ),
@@ -63,7 +58,7 @@ impl PayloadConfig {
         if cmdline.contains('\0') {
             return Err(ConfigError::Conflict {
                 flag: "--cmdline",
-                reason: "the command line has a zero byte in it, where it would end".to_owned(),
+                reason: "the command line contains a NUL byte, which would end it".to_owned(),
             });
         }
         Ok(())
@@ -77,7 +72,7 @@ impl PayloadConfig {
             unused.into_iter().filter(|(_, is_there)| self.firmware.is_some() && *is_there);
         unused
             .map(|(flag, _)| {
-                format!("{flag}: it is for a --kernel; a --firmware looks for its own")
+                format!("{flag}: ignored without --kernel; a --firmware finds its own on the disk")
             })
             .collect()
     }
@@ -123,7 +118,7 @@ mod tests {
         let error = with_cmdline(&"x".repeat(2048)).validate().unwrap_err();
         assert_eq!(
             error.to_string(),
-            "--cmdline: the command line is 2048 bytes long, and Linux takes at most 2047"
+            "--cmdline: the command line has 2048 bytes, and must have at most 2047"
         );
         assert!(with_cmdline("a\0b").validate().is_err());
     }

@@ -2,9 +2,9 @@
 
 use foreshore_config::{ConfigError, OFF, Refused, section};
 
-const IOMMU: &str = "there is no virtual IOMMU";
+const IOMMU: &str = "a virtual IOMMU is not implemented";
 const PASSTHROUGH: &str = "device passthrough is not supported";
-const SMBIOS: &str = "there are no SMBIOS tables";
+const SMBIOS: &str = "SMBIOS tables are not implemented";
 const CONFIDENTIAL: &str = "confidential guests are not supported";
 
 const REFUSED: &[Refused] = &[
@@ -36,7 +36,7 @@ const MAX_SEGMENTS: u16 = 96;
 section! {
     /// Machine as a whole. Kata Containers requests two segments, and adds devices to the first.
     pub struct PlatformConfig: "--platform"
-        "Accepted for compatibility with Cloud Hypervisor; there is one PCI segment" {
+        "Accepted for compatibility with Cloud Hypervisor; the VM has one PCI segment" {
         num_pci_segments (range (1..=MAX_SEGMENTS)): u16 = 1
             => "PCI segments; any number results in one",
     }
@@ -77,6 +77,6 @@ mod tests {
             "--platform: num_pci_segments is 0, and must be 1 to 96"
         );
         assert!(error("num_pci_segments=97").contains("1 to 96"));
-        assert!(error("uuid=x").contains("no SMBIOS"));
+        assert!(error("uuid=x").contains("SMBIOS tables are not implemented"));
     }
 }

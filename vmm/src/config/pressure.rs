@@ -178,7 +178,7 @@ impl PressureConfig {
     fn check_recording(&self) -> Result<(), ConfigError> {
         let Some(bytes) = self.record_size else { return Ok(()) };
         let expected = match self.record {
-            None => "taken without record=",
+            None => "valid without record=",
             Some(_) if !(LEAST_RECORD_BYTES..=MOST_RECORD_BYTES).contains(&bytes) => {
                 "from 1M to 1T"
             }
@@ -236,7 +236,7 @@ pub fn check_fixed_size(
     };
     if policy != "fixed" {
         let (key, value) = (FIXED_SIZE.to_owned(), Size(bytes).to_string());
-        let expected = format!("taken by policy {policy}, but by fixed alone");
+        let expected = format!("a parameter of policy {policy}, only of fixed");
         return Err(ConfigError::BadValue { flag, key, value, expected });
     }
     let fixed =
@@ -269,7 +269,7 @@ mod tests {
         for (text, message) in [
             (
                 "policy=psi,size=256M",
-                r#"--pressure: size="256 MiB" is not taken by policy psi, but by fixed alone"#,
+                r#"--pressure: size="256 MiB" is not a parameter of policy psi, only of fixed"#,
             ),
             (
                 "policy=fixed,size=3M",

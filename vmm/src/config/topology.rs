@@ -199,10 +199,13 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
                     .iter()
                     .enumerate()
                     .any(|(nth, pm)| pm.id_or_default(nth) == *name);
-                let hint =
-                    if is_pm { "; that of PM says its node itself: guest_numa_node" } else { "" };
+                let hint = if is_pm {
+                    "; set the node of a PM zone with its key guest_numa_node"
+                } else {
+                    ""
+                };
                 return conflict(format!(
-                    "memory_zones of node {id}: there is no zone {name:?} of DRAM; there is {known}{hint}"
+                    "memory_zones of node {id}: no such DRAM zone: {name:?}; existing DRAM zones: {known}{hint}"
                 ));
             }
             if let Some(other) = places.insert(name, id) {
@@ -353,14 +356,14 @@ fn count(
     check_node("the highest node", highest)?;
     if let Some(gap) = (0..highest).find(|&id| !in_use(id)) {
         return conflict(format!(
-            "there is node {highest} and no node {gap}: Linux counts nodes from 0 without a gap"
+            "node {highest} exists, but not node {gap}: Linux numbers nodes from 0 without gaps"
         ));
     }
     let with_cpus = cpus.len() as u32;
     if let Some(late) = cpus.keys().find(|id| **id >= with_cpus) {
         let without = (0..*late).find(|id| !cpus.contains_key(id)).unwrap_or(0);
         return conflict(format!(
-            "node {without} has no vCPUs and node {late} has some: Linux counts those with vCPUs first"
+            "node {without} has no vCPUs, but node {late} has some: nodes with vCPUs must have the lowest numbers"
         ));
     }
     Ok(highest + 1)
@@ -370,7 +373,7 @@ fn places(config: &VmConfig, cpus: &BTreeMap<u32, Vec<u8>>) -> Result<Vec<VcpuPl
     if let Some(topology) = &config.cpus.topology {
         return packages::places_of(topology).ok_or_else(|| {
             let reason =
-                "topology leaves gaps in the APIC ids, and 255 do not suffice for it".to_owned();
+                "topology leaves gaps in the APIC IDs, and exceeds their maximum of 255".to_owned();
             ConfigError::Conflict { flag: "--cpus", reason }
         });
     }
@@ -378,7 +381,7 @@ fn places(config: &VmConfig, cpus: &BTreeMap<u32, Vec<u8>>) -> Result<Vec<VcpuPl
     packages::places(&nodes).ok_or_else(|| {
         let most = nodes.iter().map(|cpus| cpus.len()).max().unwrap_or(0);
         let reason = format!(
-            "{} nodes with up to {most} vCPUs: each is a package, and 255 APIC ids do not suffice for that",
+            "{} nodes with up to {most} vCPUs: each is a package, and they exceed the maximum of 255 APIC IDs",
             nodes.len()
         );
         ConfigError::Conflict { flag: FLAG, reason }
@@ -397,7 +400,7 @@ fn given_distances(
             let to = entry.destination;
             if to >= count {
                 return conflict(format!(
-                    "distances of node {from}: there is no node {to}, the last is {}",
+                    "distances of node {from}: no such node: {to}; the last node is {}",
                     count - 1
                 ));
             }

@@ -184,7 +184,7 @@ fn zones_without_valid_node_are_refused() {
         ("--pm-memory ,id=a", "--pm-memory: two zones have the id a"),
         (
             "--numa guest_numa_id=2,memory_zones=c",
-            "--numa: memory_zones of node 2: there is no zone \"c\" of DRAM; there is a, b",
+            "--numa: memory_zones of node 2: no such DRAM zone: \"c\"; existing DRAM zones: a, b",
         ),
         ("--numa guest_numa_id=2,memory_zones=b", "--numa: zone b is in node 1 and in node 2"),
         ("--numa guest_numa_id=1", "--numa: node 1 is given twice"),
@@ -199,8 +199,8 @@ fn zones_without_valid_node_are_refused() {
     assert_eq!(error_of(&with_balloon), "--memory-zone: two zones have the id balloon");
     assert_eq!(
         error(&two_nodes(&["--pm-memory ", "--numa guest_numa_id=2,memory_zones=pm"])),
-        "--numa: memory_zones of node 2: there is no zone \"pm\" of DRAM; there is a, b; that of PM says its node itself: \
-         guest_numa_node"
+        "--numa: memory_zones of node 2: no such DRAM zone: \"pm\"; existing DRAM zones: a, b; set the node of a \
+         PM zone with its key guest_numa_node"
     );
 }
 
@@ -229,7 +229,7 @@ fn packages_beyond_apic_ids_are_refused() {
         ["--cpus boot=240"].into_iter().chain(nodes.iter().map(String::as_str)).collect();
     assert_eq!(
         error(&flags),
-        "--numa: 3 nodes with up to 80 vCPUs: each is a package, and 255 APIC ids do not suffice for that"
+        "--numa: 3 nodes with up to 80 vCPUs: each is a package, and they exceed the maximum of 255 APIC IDs"
     );
     let ids: Vec<u8> = topology(&TWO_NODES).places().iter().map(|place| place.apic_id).collect();
     assert_eq!(ids, [0, 1, 8, 9]);
@@ -239,7 +239,7 @@ fn packages_beyond_apic_ids_are_refused() {
 fn nodes_are_numbered_as_in_linux() {
     assert_eq!(
         error(&["--pm-memory ,guest_numa_node=2"]),
-        "--numa: there is node 2 and no node 1: Linux counts nodes from 0 without a gap"
+        "--numa: node 2 exists, but not node 1: Linux numbers nodes from 0 without gaps"
     );
     assert_eq!(
         error(&[
@@ -248,7 +248,7 @@ fn nodes_are_numbered_as_in_linux() {
             "--numa guest_numa_id=0,memory_zones=a",
             "--numa guest_numa_id=1,cpus=0"
         ]),
-        "--numa: node 0 has no vCPUs and node 1 has some: Linux counts those with vCPUs first"
+        "--numa: node 0 has no vCPUs, but node 1 has some: nodes with vCPUs must have the lowest numbers"
     );
     assert!(
         error(&two_nodes(&["--pm-memory ,guest_numa_node=1"]))
@@ -265,7 +265,7 @@ fn invalid_distances_are_refused() {
     for (more, expected) in [
         (
             &["--pm-memory ", "--numa guest_numa_id=2,distances=3@20"][..],
-            "--numa: distances of node 2: there is no node 3, the last is 2",
+            "--numa: distances of node 2: no such node: 3; the last node is 2",
         ),
         (
             &["--pm-memory ", "--numa guest_numa_id=2,distances=0@20:0@20"],

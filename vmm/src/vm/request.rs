@@ -416,7 +416,7 @@ pub enum VmError {
     #[error("no such device: {id:?}")]
     NoSuchDevice { id: String },
     /// The id is in use, maybe by a device that the guest has not released yet.
-    #[error("the ID {id} is in use")]
+    #[error("the id {id} is already in use")]
     IdTaken { id: String },
     /// An earlier removal of vCPUs is pending, and until its end their number cannot be changed
     /// otherwise.

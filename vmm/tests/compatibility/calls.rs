@@ -187,7 +187,7 @@ impl Api {
         match self.asked.lock().last() {
             Some(asked) if asked.contains(&value.to_string()) => Verdict::Implemented,
             Some(_) => Verdict::NotThere("it is passed over".to_owned()),
-            None => panic!("{call} {body} is no fair try: {answer:?}"),
+            None => panic!("{call} {body} is not a valid sample: {answer:?}"),
         }
     }
 }

@@ -164,7 +164,7 @@ fn attempt(place: &Place, name: &str, field: &str, value: &Value) -> Verdict {
             Verdict::of_warnings(&warnings, &flag_of(place, field)).unwrap_or(Verdict::Implemented)
         }
         Err(error) => of_json_error(&error)
-            .unwrap_or_else(|| panic!("{name}: {tried} is no fair try: {error}")),
+            .unwrap_or_else(|| panic!("{name}: {tried} is not a valid sample: {error}")),
     }
 }
 
@@ -178,7 +178,7 @@ fn verdict(place: &Place, name: &str, field: &str, text: &'static str) -> Verdic
     if let (Verdict::Refused(_), Some(default)) = (&verdict, samples.default)
         && !matches!(attempt(place, name, field, &parse(name, default)), Verdict::Refused(_))
     {
-        return verdict.and(&format!("`{default}` is taken"));
+        return verdict.and(&format!("`{default}` is accepted"));
     }
     verdict
 }

@@ -91,7 +91,7 @@ fn compare(flag: &str, without: Result<Option<Launch>, CliError>, with: &[&str])
         Ok(None) => return Verdict::Implemented,
         Err(error) => {
             return of_cli_error(&error)
-                .unwrap_or_else(|| panic!("{with:?} is no fair try: {error}"));
+                .unwrap_or_else(|| panic!("{with:?} is not a valid sample: {error}"));
         }
     };
     if let Some(neutral) = Verdict::of_warnings(
@@ -152,7 +152,7 @@ fn key_verdict(flag: &str, key: &str, text: &'static str) -> Verdict {
     if let (Verdict::Refused(_), Some(default)) = (&verdict, samples.default)
         && !matches!(try_key(flag, key, default), Verdict::Refused(_) | Verdict::NotThere(_))
     {
-        return verdict.and(&format!("`{default}` is taken"));
+        return verdict.and(&format!("`{default}` is accepted"));
     }
     verdict
 }

@@ -126,7 +126,7 @@ fn page_matches_the_verdicts() {
     let new: Vec<_> = tables.lines().filter(|line| lacks(old_tables, line)).collect();
     assert!(
         tables == old_tables,
-        "docs/reference/compatibility.md is stale; UPDATE=1 cargo test -p foreshore --test compatibility writes it anew.\n\
+        "docs/reference/compatibility.md is stale; UPDATE=1 cargo test -p foreshore --test compatibility rewrites it.\n\
          It says:\n{}\nand it is so:\n{}",
         stale.join("\n"),
         new.join("\n")

@@ -280,7 +280,7 @@ mod tests {
             error("loud")
                 .contains("the keys are off, null, tty, pty, file=, socket=, max_size=, max_rate=")
         );
-        assert!(error("pty,iommu=on").contains("no virtual IOMMU"));
+        assert!(error("pty,iommu=on").contains("a virtual IOMMU"));
         let wrong = |mode, file: Option<&str>, socket: Option<&str>| {
             let (file, socket) = (file.map(Into::into), socket.map(Into::into));
             let config = ConsoleConfig { mode, file, socket, ..Default::default() };

@@ -96,7 +96,7 @@ mod tests {
         );
         assert!(error("file=/a,size=8192T").contains("at most 4096 TiB"));
         assert!(error("file=/a,discard_writes=maybe").contains("on or off"));
-        assert!(error("file=/a,iommu=on").contains("there is no virtual IOMMU"));
+        assert!(error("file=/a,iommu=on").contains("a virtual IOMMU is not implemented"));
         assert!(error("file=/a,pci_segment=1").contains("one PCI segment"));
         assert!(error("file=/a,pci_device_id=3").contains("not supported"));
         assert!(error("file=/a,mergeable=on").contains("unknown key"));

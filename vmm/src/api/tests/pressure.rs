@@ -22,7 +22,7 @@ fn invalid_pressure_changes_never_reach_the_owner() {
             (r#"{"policy": "fixed"}"#, "size= is missing"),
             (
                 r#"{"policy": "psi", "size": 2097152}"#,
-                "is not taken by policy psi, but by fixed alone",
+                "is not a parameter of policy psi, only of fixed",
             ),
             (r#"{"policy": "fixed", "size": 0, "params": {"size": 0}}"#, "size is given twice"),
             (r#"{"size": 0, "params": {"size": "2M"}}"#, "size is given twice"),

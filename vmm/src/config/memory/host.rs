@@ -44,7 +44,7 @@ impl HostMemoryConfig {
             |reason: &str| Err(ConfigError::Conflict { flag, reason: reason.to_owned() });
         if self.mergeable && (self.shared || self.hugepages) {
             return conflict(
-                "mergeable=on goes with neither shared=on nor hugepages=on: Linux merges pages of private memory alone, and small ones",
+                "mergeable=on excludes shared=on and hugepages=on, because Linux merges only small pages of private memory",
             );
         }
         let Some(page_bytes) = self.hugepage_size else { return Ok(()) };

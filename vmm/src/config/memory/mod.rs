@@ -76,21 +76,21 @@ impl MemoryConfig {
         let flag = Self::FLAG;
         if let Some(zone) = self.zones.iter().find(|zone| zone.hotplug_size.is_some()) {
             let reason = format!(
-                "hotplug_size of --memory-zone id={} needs hotplug_method=virtio-mem: ACPI adds memory to no zone",
+                "hotplug_size of --memory-zone id={} needs hotplug_method=virtio-mem: ACPI cannot add memory to zones",
                 zone.id
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
         if let Some(bytes) = self.hotplugged_size.filter(|bytes| *bytes != 0) {
             let reason = format!(
-                "hotplugged_size is {}, which needs hotplug_method=virtio-mem: ACPI adds memory when it is asked for, by vm.resize",
+                "hotplugged_size is {}, which needs hotplug_method=virtio-mem: ACPI adds memory only by vm.resize",
                 Size(bytes)
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
         if let Some(rate) = self.plug_bandwidth {
             let reason = format!(
-                "plug_bandwidth is {}, which needs hotplug_method=virtio-mem: memory that ACPI adds stays",
+                "plug_bandwidth is {}, which needs hotplug_method=virtio-mem: ACPI memory is never unplugged",
                 Size(rate)
             );
             return Err(ConfigError::Conflict { flag, reason });
@@ -122,7 +122,7 @@ impl MemoryConfig {
         }
         if let Some(rate) = self.plug_bandwidth {
             let reason = format!(
-                "plug_bandwidth is {}, and is a key of each zone with --memory-zone",
+                "plug_bandwidth is {}; with --memory-zone, set it for each zone",
                 Size(rate)
             );
             return Err(ConfigError::Conflict { flag, reason });
@@ -131,8 +131,7 @@ impl MemoryConfig {
         // ignores it in that case.
         let of_zones = HostMemoryConfig { shared: false, ..self.host.clone() };
         if let Some(key) = of_zones.first_on() {
-            let reason =
-                format!("{key}=on is of no zone with --memory-zone: it is a key of each zone");
+            let reason = format!("{key}=on has no effect with --memory-zone; set it for each zone");
             return Err(ConfigError::Conflict { flag, reason });
         }
         self.zones.iter().try_for_each(MemoryZoneConfig::validate)
@@ -147,7 +146,7 @@ impl MemoryConfig {
         match parts.find_map(|(hotplug, page)| hotplug.and(page).filter(too_large)) {
             Some(page_bytes) if self.hotplug_method == HotplugMethod::VirtioMem => {
                 let reason = format!(
-                    "hugepage_size={} and hotplug_method=virtio-mem: its blocks are of {}, and a huge page cannot be given back in part",
+                    "hugepage_size={} excludes hotplug_method=virtio-mem, whose blocks have {}: the host cannot reclaim a part of a huge page",
                     Size(page_bytes),
                     Size(UNIT_BYTES)
                 );
@@ -230,11 +229,11 @@ mod tests {
         );
         assert!(
             error("size=0,hotplug_method=virtio-mem,plug_bandwidth=1G")
-                .contains("plug_bandwidth is 1 GiB, and is a key of each zone")
+                .contains("plug_bandwidth is 1 GiB; with --memory-zone, set it for each zone")
         );
         assert!(
             error("size=0,prefault=on,hotplug_method=virtio-mem")
-                .contains("prefault=on is of no zone"),
+                .contains("prefault=on has no effect with --memory-zone"),
             "it would be ignored"
         );
     }
@@ -266,13 +265,13 @@ mod tests {
         let virtio_mem = "hotplug_method=virtio-mem,hotplug_size=1G";
         let large = format!("size=1G,{virtio_mem},hugepages=on,hugepage_size=1G");
         assert!(error(&large).contains(
-            "hugepage_size=1 GiB and hotplug_method=virtio-mem: its blocks are of 2 MiB"
+            "hugepage_size=1 GiB excludes hotplug_method=virtio-mem, whose blocks have 2 MiB"
         ));
         let small = format!("size=1G,{virtio_mem},hugepages=on,hugepage_size=2M");
         assert_eq!(MemoryConfig::parse(&small).unwrap().validate(), Ok(()));
         assert!(error("size=3M,hugepages=on,hugepage_size=2M").contains("not a multiple of 2 MiB"));
         assert!(
-            error("size=2M,mergeable=on,shared=on").starts_with("--memory: mergeable=on goes with")
+            error("size=2M,mergeable=on,shared=on").starts_with("--memory: mergeable=on excludes")
         );
         assert!(error("size=2M,hotplug_method=balloon").contains("acpi or virtio-mem"));
     }

@@ -96,13 +96,13 @@ pub(in crate::config) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), Co
     let conflict = |reason| Err(ConfigError::Conflict { flag: PmMemoryConfig::FLAG, reason });
     if let Some(other) = others.iter().find(|other| !is_same(&other.pool, &first.pool)) {
         return conflict(format!(
-            "zones of pool {:?} and of pool {:?}: all must be of one pool",
+            "zones of pool {:?} and of pool {:?}: all zones must use the same pool",
             first.pool, other.pool
         ));
     }
     match others.iter().find(|other| other.scrub_bandwidth != first.scrub_bandwidth) {
         Some(other) => conflict(format!(
-            "scrub_bandwidth is {} in one zone and {} in another: they are of one pool, whose it is",
+            "scrub_bandwidth is {} in one zone and {} in another; it applies to the pool, and must be the same in all zones",
             Size(first.scrub_bandwidth),
             Size(other.scrub_bandwidth)
         )),
@@ -160,11 +160,11 @@ mod tests {
         assert_eq!(error(&["pool=/p,size=2M", "pool=/p,size=4M"]), Ok(()));
         assert_eq!(
             error(&["pool=/p,size=2M", "pool=/q,size=4M"]).unwrap_err(),
-            "--pm-memory: zones of pool \"/p\" and of pool \"/q\": all must be of one pool"
+            "--pm-memory: zones of pool \"/p\" and of pool \"/q\": all zones must use the same pool"
         );
         assert_eq!(
             error(&["pool=/p,size=2M", "pool=/p,size=4M,scrub_bandwidth=0"]).unwrap_err(),
-            "--pm-memory: scrub_bandwidth is 1 GiB in one zone and 0 in another: they are of one pool, whose it is"
+            "--pm-memory: scrub_bandwidth is 1 GiB in one zone and 0 in another; it applies to the pool, and must be the same in all zones"
         );
     }
 

@@ -36,7 +36,7 @@ impl MemoryZoneConfig {
         if let (Some(file), true) = (&self.file, self.host.hugepages) {
             let file = file.display();
             let reason = format!(
-                "file={file} and hugepages=on: a file has the pages of its file system; one on hugetlbfs has huge ones"
+                "file={file} excludes hugepages=on, because its file system determines the page size; use a file on hugetlbfs"
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
@@ -145,8 +145,8 @@ mod tests {
     #[test]
     fn invalid_page_sizes_are_refused() {
         for (more, text) in [
-            ("mergeable=on,shared=on", "mergeable=on goes with neither"),
-            ("mergeable=on,hugepages=on", "mergeable=on goes with neither"),
+            ("mergeable=on,shared=on", "mergeable=on excludes shared=on and hugepages=on"),
+            ("mergeable=on,hugepages=on", "mergeable=on excludes shared=on and hugepages=on"),
             ("hugepage_size=2M", "hugepage_size needs hugepages=on"),
             (
                 "hugepages=on,hugepage_size=3M",
@@ -154,7 +154,7 @@ mod tests {
             ),
             ("hugepages=on,hugepage_size=4K", r#"hugepage_size="4 KiB" is not"#),
             ("hugepages=on,hugepage_size=1G", "size is 2 MiB, which is not a multiple of 1 GiB"),
-            ("hugepages=on,file=/f", "file=/f and hugepages=on"),
+            ("hugepages=on,file=/f", "file=/f excludes hugepages=on"),
         ] {
             let message = error(&format!("id=a,size=2M,{more}"));
             assert!(

@@ -270,6 +270,6 @@ mod tests {
         }
         assert!(error("path=/d,image_type=iso").contains("is not raw"));
         assert!(error("path=/d,vhost_user=on").contains("vhost-user is not implemented"));
-        assert!(error("path=/d,bw_size=1000").contains("no rate limits"));
+        assert!(error("path=/d,bw_size=1000").contains("rate limits are not implemented"));
     }
 }

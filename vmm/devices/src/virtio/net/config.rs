@@ -562,7 +562,7 @@ mod tests {
             assert!(error(&format!("tap={tap}")).contains("at most 15 bytes"), "{tap}");
         }
         assert!(error("vhost_user=on,socket=/s").contains("vhost-user is not implemented"));
-        assert!(error("bw_size=1000").contains("no rate limits"));
+        assert!(error("bw_size=1000").contains("rate limits are not implemented"));
     }
 
     #[test]
