@@ -36,7 +36,7 @@ section! {
         hotplug_size: Option<u64> => "Memory that may be added",
         hotplugged_size: Option<u64> => "Part of hotplug_size that is requested at boot",
         plug_bandwidth (usually (DEFAULT_PLUG_BANDWIDTH)): Option<u64>
-            => "Upper limit of bytes per second plugged after an unplug; 0 is no limit",
+            => "Upper limit of bytes per second plugged after an unplug; 0 for no limit",
         zones (json_only): Vec<MemoryZoneConfig>
             => "Zones with sizes of their own, instead of those above",
     }

@@ -48,9 +48,9 @@ section! {
         bandwidth (range (MIN_BANDWIDTH..=MAX_BANDWIDTH)): u64 = BANDWIDTH
             => "Bandwidth from the near node in bytes per second, as reported to the guest",
         scrub_bandwidth: u64 = DEFAULT_SCRUB_BYTES_PER_S.get()
-            => "Upper limit of bytes per second erased after a return to the pool; 0 is no limit",
+            => "Upper limit of bytes per second erased after a return to the pool; 0 for no limit",
         plug_bandwidth: u64 = DEFAULT_PLUG_BANDWIDTH
-            => "Upper limit of bytes per second plugged after an unplug; 0 is no limit",
+            => "Upper limit of bytes per second plugged after an unplug; 0 for no limit",
     }
     strict true;
 }
