@@ -32,7 +32,7 @@ impl Vmm {
         let begin = Instant::now();
         while !folder.join("metrics").exists() {
             assert!(vmm.0.try_wait().unwrap().is_none(), "the VMM has ended");
-            assert!(begin.elapsed() < Duration::from_secs(60), "the VMM does not come up");
+            assert!(begin.elapsed() < Duration::from_secs(60), "the VMM does not start");
             std::thread::sleep(Duration::from_millis(10));
         }
         vmm

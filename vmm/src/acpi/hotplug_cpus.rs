@@ -147,7 +147,7 @@ mod tests {
         assert_eq!([0, 1, 2, 3, 4, 255, 256, u32::MAX].map(status), [1, 1, 1, 0, 0, 0, 0, 0]);
         registers.plug(|plug| plug.ask(1..3));
         assert_eq!([(); 3].map(|()| read(&registers, CPU_ASKED)), [2, 1, NONE]);
-        assert_eq!(status(2), 1, "it is there until it is let go");
+        assert_eq!(status(2), 1, "a vCPU stays until it is ejected");
         write(&registers, CPU_STATUS, !EJECT);
         assert!(gone.lock().is_empty());
         write(&registers, CPU_STATUS, EJECT);

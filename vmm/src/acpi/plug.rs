@@ -176,7 +176,7 @@ mod tests {
     fn no_other_resize_while_a_vcpu_is_leaving() {
         let mut plug = Plug::new(4, 4);
         plug.ask(2..4);
-        assert_eq!(plug.step(2), Ok(Step::Nothing), "to say it twice does no harm");
+        assert_eq!(plug.step(2), Ok(Step::Nothing), "a repeated request is harmless");
         for desired in [1, 3, 4] {
             assert_eq!(plug.step(desired), Err(Pending(vec![2, 3])));
         }
@@ -217,7 +217,7 @@ mod tests {
         }
         assert_eq!(plug, before);
         plug.ask(1..2);
-        assert!(plug.let_go(1) && !plug.let_go(1), "it goes once");
+        assert!(plug.let_go(1) && !plug.let_go(1), "the vCPU is removed once");
     }
 
     proptest! {

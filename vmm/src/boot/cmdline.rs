@@ -232,7 +232,7 @@ mod tests {
             "movable-node",
             "\"kernelcore=50%\"",
         ] {
-            assert_eq!(alone(user), format!("{user} {OURS}"), "it is the user's to say");
+            assert_eq!(alone(user), format!("{user} {OURS}"), "the parameters of the user stay");
         }
         // Words that resemble the parameters.
         for user in

@@ -269,7 +269,7 @@ impl GovernorHandle {
         call: impl FnOnce(&mut Core, TimeMs) -> R + Send + 'static,
     ) -> R {
         let result = call_on(&self.calls, call);
-        result.expect("the governor's thread has panicked: it runs as long as its handle exists")
+        result.expect("the governor's thread has panicked; it runs while its handle exists")
     }
 
     pub fn clock(&self) -> &Clock {

@@ -127,7 +127,7 @@ fn page_matches_the_verdicts() {
     assert!(
         tables == old_tables,
         "docs/reference/compatibility.md is stale; UPDATE=1 cargo test -p foreshore --test compatibility rewrites it.\n\
-         It says:\n{}\nand it is so:\n{}",
+         Rows to remove:\n{}\nRows to add:\n{}",
         stale.join("\n"),
         new.join("\n")
     );

@@ -245,7 +245,10 @@ fn assert_named<T: Serialize>(call: &str, statuses: &[T]) {
     for status in statuses {
         let answer = serde_json::to_value(status).unwrap();
         let state = answer["state"].as_str().unwrap_or_else(|| panic!("{answer} has no state"));
-        assert!(section(call).contains(&format!("`{state}`")), "{call} says nothing of {state:?}");
+        assert!(
+            section(call).contains(&format!("`{state}`")),
+            "{call} does not document {state:?}"
+        );
     }
 }
 
