@@ -22,7 +22,7 @@ Examples:
   pmvol btt export /pm/pool data --to data.img    its sectors, in an image file
   pmvol btt import /pm/pool data --from data.img
   pmvol volume rename /pm/pool data data-2026
-  pmvol volume delete /pm/pool data-2026          erases it, for good
+  pmvol volume delete /pm/pool data-2026 --force  erases it with its data
   pmvol volume split /pm/pool rest --into logs=8G --into home=rest
   pmvol info /pm/pool                             also while a VM uses the pool
   pmvol check /pm/pool                            exit code 1 if anything is damaged
@@ -324,16 +324,23 @@ Examples:
     },
     /// Delete a volume and erase its content
     ///
-    /// Done when it returns, and for good. Nothing is asked and no flag forces it: a volume that is
-    /// in use cannot be
-    /// deleted, because its pool is locked.
-    #[command(after_help = "Example:\n  pmvol volume delete /pm/pool data")]
+    /// A volume that holds data is deleted only with --force. A BTT volume that was never written,
+    /// or whose sectors were all discarded, and a raw volume of zeros hold none. The content is
+    /// erased before the command returns. A volume in use cannot be deleted, because its pool is
+    /// locked.
+    #[command(after_help = "\
+Examples:
+  pmvol volume delete /pm/pool scratch
+  pmvol volume delete /pm/pool data --force       erases its data")]
     Delete {
         /// The pool
         pool: PathBuf,
         /// Name of the volume
         #[arg(value_parser = volume_name())]
         name: String,
+        /// Delete the volume even if it holds data
+        #[arg(long)]
+        force: bool,
     },
 }
 

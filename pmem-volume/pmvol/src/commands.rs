@@ -7,6 +7,7 @@ use pmem_volume::media::{Durability, MediaError};
 use pmem_volume::pool::{SplitContent, SplitError};
 use pmem_volume::progress::OnProgress;
 use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeInfo, VolumeSize};
+use thiserror::Error;
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
 use super::btt::{self, BttCommand};
@@ -31,7 +32,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
                     CreateOptions { size_bytes, strg_bytes, thin, force, progress },
                 )
             };
-            let made = watched(create).map_err(with_flag)?;
+            let made = watched(create).map_err(|error| with_flag(error.into()))?;
             print::emit(|out| print::pool_made(out, pool, &made.info()))?;
             print::note_copy_on_write(&made);
             if thin && made.durability() == Durability::Volatile {
@@ -42,8 +43,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             Ok(Outcome::Done)
         }
         Command::Grow { pool, size, force } => {
-            let grown =
-                watched(|progress| grow(pool, *size, *force, progress)).map_err(with_flag)?;
+            let grown = watched(|progress| grow(pool, *size, *force, progress))
+                .map_err(|error| with_flag(error.into()))?;
             print::emit(|out| print::pool_grown(out, pool, &grown.info()))?;
             print::note_waiting(&grown);
             Ok(Outcome::Done)
@@ -92,13 +93,8 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             print::emit(|out| print::volume_split(out, name, &parts))?;
             print::note_waiting(&pool);
         }
-        VolumeCommand::Delete { pool, name } => {
-            changed(pool, |pool, progress| {
-                pool.delete_volume(name)?;
-                // Nobody else would do it before the pool is opened by a VMM, and who deletes a
-                // volume may want to be sure.
-                pool.scrub_all_with(progress)
-            })?;
+        VolumeCommand::Delete { pool, name, force } => {
+            changed(pool, |pool, progress| delete(pool, name, *force, progress))?;
             print::emit(|out| writeln!(out, "volume {name} deleted"))?;
         }
     }
@@ -115,6 +111,37 @@ fn list(path: &Path, output: &Output) -> anyhow::Result<()> {
     }
     print::note_damage(path, &pool);
     Ok(())
+}
+
+/// Deletes a volume and erases its content. Otherwise the content would stay until a VMM opens the
+/// pool.
+fn delete(
+    pool: &Arc<Pool>,
+    name: &str,
+    force: bool,
+    progress: OnProgress<'_>,
+) -> anyhow::Result<()> {
+    if !force && holds_data(pool, name, &mut *progress)? {
+        return Err(HoldsData { name: name.to_owned() }.into());
+    }
+    pool.delete_volume(name)?;
+    Ok(pool.scrub_all_with(progress)?)
+}
+
+/// The volume holds data and would be deleted with it.
+#[derive(Debug, Error)]
+#[error("volume {name:?} holds data")]
+pub(crate) struct HoldsData {
+    name: String,
+}
+
+/// A volume whose content cannot be examined counts as one with data.
+fn holds_data(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result<bool, PoolError> {
+    match pool.open_volume(name) {
+        Ok(volume) => Ok(btt::holds_data(&btt::Media::Volume(volume), progress)?),
+        Err(PoolError::VolumeUnusable { .. }) => Ok(true),
+        Err(error) => Err(error),
+    }
 }
 
 /// What a raw volume loses is erased at once: whoever shrinks it may want to be sure.
@@ -186,20 +213,21 @@ fn check_whole(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result
 }
 
 /// Opens a pool for writing and changes something in it.
-fn changed<T>(
+fn changed<T, E: Into<anyhow::Error>>(
     path: &Path,
-    change: impl FnOnce(&Arc<Pool>, OnProgress<'_>) -> Result<T, PoolError>,
+    change: impl FnOnce(&Arc<Pool>, OnProgress<'_>) -> Result<T, E>,
 ) -> anyhow::Result<(Arc<Pool>, T)> {
     watched(|progress| {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
-        let result = change(&pool, progress).map_err(with_flag)?;
+        let result = change(&pool, progress).map_err(|error| with_flag(error.into()))?;
         Ok((pool, result))
     })
 }
 
 /// Puts the flag before an error about its value.
-fn with_flag(error: PoolError) -> anyhow::Error {
-    let flag = match &error {
+fn with_flag(error: anyhow::Error) -> anyhow::Error {
+    let Some(pool_error) = error.downcast_ref() else { return error };
+    let flag = match pool_error {
         PoolError::Size { what: "STRG size", .. } => Some("--strg"),
         PoolError::Size { .. }
         | PoolError::PoolFull { .. }
@@ -216,8 +244,8 @@ fn with_flag(error: PoolError) -> anyhow::Error {
         _ => None,
     };
     match flag {
-        Some(flag) => anyhow::Error::new(error).context(flag),
-        None => error.into(),
+        Some(flag) => error.context(flag),
+        None => error,
     }
 }
 

@@ -5,10 +5,15 @@ use pmem_volume::btt::EngineError;
 use pmem_volume::btt_file::BttFileError;
 use pmem_volume::pool::SplitError;
 
+use super::commands::HoldsData;
+
 /// Returns a clause to print behind the error.
 pub(crate) fn of(error: &anyhow::Error) -> Option<&'static str> {
     if let Some(error) = error.downcast_ref() {
         return of_pool(error);
+    }
+    if let Some(HoldsData { .. }) = error.downcast_ref() {
+        return Some("--force deletes it with its data");
     }
     if let Some(BttFileError::Pool { .. }) = error.downcast_ref() {
         return Some("name one of its volumes, without --file");

@@ -67,6 +67,40 @@ fn a_pool_is_made_filled_listed_and_checked() {
 }
 
 #[test]
+fn deletion_of_a_volume_with_data_needs_force() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    let names = || -> Vec<String> {
+        let list = folder.json(&["volume", "list", "pool", "--json"]);
+        let volumes = list.as_array().unwrap().iter();
+        volumes.map(|volume| volume["name"].as_str().unwrap().to_owned()).collect()
+    };
+    std::fs::write(folder.path("one"), [0x5a; 4096]).unwrap();
+    for (name, format, size) in [("data", "btt", "20M"), ("dax", "raw", "8M")] {
+        folder.succeed(&["volume", "create", "pool", name, "--size", size, "--format", format]);
+        folder.succeed(&["volume", "delete", "pool", name]);
+        assert!(names().is_empty(), "an empty {format} volume needs no --force");
+
+        folder.succeed(&["volume", "create", "pool", name, "--size", size, "--format", format]);
+        folder.succeed(&["btt", "import", "pool", name, "--from", "one"]);
+        let words = [&format!("\"{name}\" holds data"), "--force deletes it with its data"];
+        folder.fail(&["volume", "delete", "pool", name], &words);
+        assert_eq!(names(), [name]);
+        folder.succeed(&["volume", "delete", "pool", name, "--force"]);
+        assert!(names().is_empty());
+    }
+    // The last byte of a raw volume counts, and so does a BTT that cannot be read.
+    folder.succeed(&["volume", "create", "pool", "dax", "--size", "8M", "--format", "raw"]);
+    overwrite(&folder.path("pool"), (12 << 20) - 1, &[1]);
+    folder.fail(&["volume", "delete", "pool", "dax"], &["holds data"]);
+    folder.succeed(&["volume", "create", "pool", "data", "--size", "20M"]);
+    overwrite(&folder.path("pool"), (12 << 20) + 4096, &[0; 4096]);
+    overwrite(&folder.path("pool"), (32 << 20) - 4096, &[0; 4096]);
+    folder.fail(&["volume", "delete", "pool", "data"], &["holds data"]);
+    folder.succeed(&["volume", "delete", "pool", "data", "--force"]);
+}
+
+#[test]
 fn a_volume_is_split_into_several_with_names() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "128M"]);

@@ -170,7 +170,7 @@ fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
                 }
             }
         }
-        if !interrupted(&["volume", "delete", "pool", "v"], &path, round % 8 * 16) {
+        if !interrupted(&["volume", "delete", "pool", "v", "--force"], &path, round % 8 * 16) {
             continue;
         }
         ended += 1;

@@ -11,6 +11,7 @@
 //!   stores become durable is the same for all media, so one commit protocol works for all.
 
 mod blocks;
+mod content;
 mod file;
 mod flush;
 mod guarded;
@@ -33,6 +34,7 @@ use smallvec::SmallVec;
 use thiserror::Error;
 
 pub(crate) use blocks::{Lacking, copy_on_write, take as take_lacking};
+pub use content::{holds_bytes, is_zero};
 pub use file::FileMedia;
 pub(crate) use file::{MAX_MAPPED_BYTES, allocate};
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::path::Path;
 use anyhow::{Context, bail};
 use foreshore_types::size::Size;
 use pmem_volume::btt::{Finding, Lost, Reader};
+use pmem_volume::media::is_zero;
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
 use super::args::{ImageFormat, Place};
@@ -180,11 +181,6 @@ fn copy(
     Ok(data_bytes)
 }
 
-pub(super) fn is_zero(bytes: &[u8]) -> bool {
-    let (words, rest) = bytes.as_chunks::<8>();
-    words.iter().all(|word| *word == [0; 8]) && rest.iter().all(|byte| *byte == 0)
-}
-
 /// Reports on stderr what is wrong with the arenas, and what follows for their sectors.
 pub(super) fn say_troubles(troubles: &[(usize, Finding)]) {
     for (arena, finding) in troubles {
@@ -268,11 +264,5 @@ mod tests {
         assert_eq!(ranges, [(4, 7), (9, 10), (10, 11)]);
         (100..300).step_by(2).for_each(|sector| lost.add(sector, &Lost::Marked));
         assert_eq!((lost.ranges.len(), lost.count), (NAMED, 105));
-    }
-
-    #[test]
-    fn zeros_of_any_length_are_zeros() {
-        assert!(is_zero(&[0; 4099]) && is_zero(&[]));
-        assert!(!is_zero(&[0, 0, 0, 0, 0, 0, 0, 0, 1]) && !is_zero(&[0, 1, 0, 0, 0, 0, 0, 0]));
     }
 }

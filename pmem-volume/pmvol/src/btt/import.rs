@@ -9,14 +9,14 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use foreshore_types::size::Size;
-use pmem_volume::btt::{self, Engine};
+use pmem_volume::btt::Engine;
+use pmem_volume::media::is_zero;
 use pmem_volume::progress::{OnProgress, Progress, Task};
 use rustix::io::Errno;
 
 use super::args::{ImageFormat, Place};
-use super::export::is_zero;
 use super::image::{converted, require_qemu_img};
-use super::media::Media;
+use super::media::{Media, holds_data};
 use super::qcow2;
 use crate::commands::Outcome;
 use crate::meter::watched;
@@ -39,7 +39,7 @@ pub(super) fn import(
     let media = Media::change(place)?;
     let target = Target::of(&media)?;
     source.check_room(place, target.len_bytes())?;
-    let holds_data = watched(|progress| target.holds_data(progress))?;
+    let holds_data = watched(|progress| holds_data(&media, progress))?;
     if holds_data && !force {
         bail!("{} holds data; --force replaces it all", place.name());
     }
@@ -184,24 +184,6 @@ impl<'a> Target<'a> {
             To::Sectors(engine) => engine.sectors() * self.unit_bytes(),
             To::Bytes(media) => media.len_bytes(),
         }
-    }
-
-    fn holds_data(&self, progress: OnProgress<'_>) -> anyhow::Result<bool> {
-        let media = match &self.to {
-            To::Sectors(engine) => return Ok(btt::holds_data(*engine.space())?),
-            To::Bytes(media) => media,
-        };
-        let total_bytes = media.len_bytes();
-        let mut piece = vec![0; PIECE_BYTES as usize];
-        for at in (0..total_bytes).step_by(PIECE_BYTES as usize) {
-            progress(Progress { task: Task::Check, done_bytes: at, total_bytes });
-            let bytes = &mut piece[..(total_bytes - at).min(PIECE_BYTES) as usize];
-            media.read(at, bytes)?;
-            if !is_zero(bytes) {
-                return Ok(true);
-            }
-        }
-        Ok(false)
     }
 
     fn write(&self, at: u64, bytes: &[u8]) -> anyhow::Result<()> {

@@ -2,14 +2,22 @@
 
 use std::ops::Deref;
 
+use pmem_volume::btt;
 use pmem_volume::btt_file::BttFile;
-use pmem_volume::media;
+use pmem_volume::media::{self, MediaError, holds_bytes};
 use pmem_volume::pool::DamagedVolume;
+use pmem_volume::progress::OnProgress;
 use pmem_volume::{OpenMode, Pool, PoolError, Volume, VolumeFormat};
 
 use super::args::Place;
 
-pub(super) enum Media {
+/// Returns true if the volume holds data. Import, split and delete need --force to discard it. A
+/// raw volume holds data if a byte is not zero. A BTT that is damaged counts as data.
+pub(crate) fn holds_data(media: &Media, progress: OnProgress<'_>) -> Result<bool, MediaError> {
+    if media.is_raw() { holds_bytes(media, progress) } else { btt::holds_data(media) }
+}
+
+pub(crate) enum Media {
     Volume(Volume),
     /// Of a pool that is looked at. It may lack chunks.
     Part(DamagedVolume),
@@ -55,7 +63,7 @@ impl Media {
     }
 
     /// Has it no BTT by what the pool says?
-    pub(super) fn is_raw(&self) -> bool {
+    pub(crate) fn is_raw(&self) -> bool {
         let info = match self {
             Media::Volume(volume) => volume.info(),
             Media::Part(volume) => volume.info(),

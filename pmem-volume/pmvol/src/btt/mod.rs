@@ -15,7 +15,7 @@ use pmem_volume::progress::{OnProgress, Progress, Task};
 
 pub(crate) use self::args::BttCommand;
 use self::args::Place;
-use self::media::Media;
+pub(crate) use self::media::{Media, holds_data};
 use crate::args::Output;
 use crate::commands::{Outcome, outcome};
 use crate::meter::watched;

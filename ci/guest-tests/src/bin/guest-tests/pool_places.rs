@@ -409,7 +409,7 @@ fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
     guest.kill9()?;
     free_chunks_are_zero(pool)?;
     pool.check()?;
-    pmvol(&["volume", "delete", &pool.name(), "data"]).map(drop)
+    pmvol(&["volume", "delete", &pool.name(), "data", "--force"]).map(drop)
 }
 
 fn a_guest_has_memory_and_a_volume_on_a_block_device() -> Result<()> {
