@@ -86,6 +86,8 @@ Examples:
         /// in use.
         #[arg(long)]
         force: bool,
+        #[command(flatten)]
+        output: Output,
     },
     /// Make a pool larger
     ///
@@ -105,6 +107,8 @@ Examples:
         /// Take more of a device even if there is something on it, which is erased
         #[arg(long)]
         force: bool,
+        #[command(flatten)]
+        output: Output,
     },
     /// Show what a pool is and how its bytes are used
     ///
@@ -176,6 +180,8 @@ Examples:
     Scrub {
         /// The pool
         pool: PathBuf,
+        #[command(flatten)]
+        output: Output,
     },
     /// Make, list, resize, split, rename and delete volumes
     #[command(subcommand)]
@@ -234,16 +240,19 @@ Examples:
         /// How its bytes are used
         #[arg(long, value_parser = volume_format(), default_value_t = VolumeFormat::Btt)]
         format: VolumeFormat,
+        #[command(flatten)]
+        output: Output,
     },
     /// List the volumes of a pool
     ///
-    /// Works while a VM uses the pool.
+    /// USABLE is the size that a guest sees: the sectors of a BTT, or all of a raw volume. It is
+    /// `-` if the BTT is damaged, or if a guest has replaced it. Works while a VM uses the pool.
     #[command(
         visible_alias = "ls",
         after_help = "\
 Examples:
   pmvol volume list /pm/pool
-  pmvol volume list /pm/pool --json | jq -r .[].name"
+  pmvol volume list /pm/pool --json | jq -r .volumes[].name"
     )]
     List {
         /// The pool
@@ -264,6 +273,8 @@ Examples:
         /// Name that it gets, which no other volume has
         #[arg(value_name = "NEW", value_parser = volume_name())]
         new_name: String,
+        #[command(flatten)]
+        output: Output,
     },
     /// Make a volume larger, or, if it is raw, smaller
     ///
@@ -291,6 +302,8 @@ Examples:
         /// Let a raw volume become smaller: what lies behind its new end is erased
         #[arg(long)]
         shrink: bool,
+        #[command(flatten)]
+        output: Output,
     },
     /// Split a volume into several, each with its own name
     ///
@@ -321,6 +334,8 @@ Examples:
         /// Also if it holds data that its parts will not have
         #[arg(long)]
         force: bool,
+        #[command(flatten)]
+        output: Output,
     },
     /// Delete a volume and erase its content
     ///
@@ -341,6 +356,8 @@ Examples:
         /// Delete the volume even if it holds data
         #[arg(long)]
         force: bool,
+        #[command(flatten)]
+        output: Output,
     },
 }
 

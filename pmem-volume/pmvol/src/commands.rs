@@ -12,6 +12,7 @@ use thiserror::Error;
 use super::args::{Arguments, Command, Output, VolumeCommand};
 use super::btt::{self, BttCommand};
 use super::meter::watched;
+use super::print::{PoolReport, ScrubReport, VolumesReport, print};
 use super::{manual, print};
 
 /// How a command ended that did not fail.
@@ -23,7 +24,7 @@ pub(crate) enum Outcome {
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
     match &arguments.command {
-        Command::Create { pool, size, strg, thin, force } => {
+        Command::Create { pool, size, strg, thin, force, output } => {
             let (size_bytes, strg_bytes, thin, force) = (*size, *strg, *thin, *force);
             let create = |progress: OnProgress<'_>| {
                 let progress = Some(progress);
@@ -33,7 +34,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
                 )
             };
             let made = watched(create).map_err(|error| with_flag(error.into()))?;
-            print::emit(|out| print::pool_made(out, pool, &made.info()))?;
+            let report = PoolReport { path: pool, info: &made.info() };
+            print(output, &report, |out| print::pool_made(out, &report))?;
             print::note_copy_on_write(&made);
             if thin && made.durability() == Durability::Volatile {
                 print::remark(format_args!(
@@ -42,10 +44,11 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             }
             Ok(Outcome::Done)
         }
-        Command::Grow { pool, size, force } => {
+        Command::Grow { pool, size, force, output } => {
             let grown = watched(|progress| grow(pool, *size, *force, progress))
                 .map_err(|error| with_flag(error.into()))?;
-            print::emit(|out| print::pool_grown(out, pool, &grown.info()))?;
+            let report = PoolReport { path: pool, info: &grown.info() };
+            print(output, &report, |out| print::pool_grown(out, &report))?;
             print::note_waiting(&grown);
             Ok(Outcome::Done)
         }
@@ -54,7 +57,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Repair { pool, dry_run, give_up_volume, output } => {
             repair(pool, *dry_run, give_up_volume.as_deref(), output)
         }
-        Command::Scrub { pool } => scrub(pool),
+        Command::Scrub { pool, output } => scrub(pool, output),
         Command::Volume(command) => volume(command),
         Command::Btt(command) => btt::run(command),
         Command::Completion { shell } => manual::completion(*shell).map(|()| Outcome::Done),
@@ -65,37 +68,45 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
 fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
     match command {
         VolumeCommand::List { pool, output } => list(pool, output)?,
-        VolumeCommand::Create { pool, name, size, format } => {
+        VolumeCommand::Create { pool, name, size, format, output } => {
             let (pool, volume) = changed(pool, |pool, progress| {
                 pool.scrub_for(*size, progress)?;
                 pool.create_volume(name, *size, *format)
             })?;
-            print::emit(|out| print::volume_made(out, &volume))?;
+            let report = VolumesReport::new(&pool, &[volume]);
+            print(output, &report, |out| print::volume_made(out, &report.volumes[0]))?;
             print::note_waiting(&pool);
         }
-        VolumeCommand::Resize { pool, name, size, shrink } => {
+        VolumeCommand::Resize { pool, name, size, shrink, output } => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
-            let (pool, volume) =
+            let (pool, (before, volume)) =
                 changed(pool, |pool, progress| resize(pool, name, *size, shrink, progress))?;
-            print::emit(|out| print::volume_resized(out, &volume))?;
+            let is_larger = volume.size_bytes > before.size_bytes;
+            let mut report = VolumesReport::new(&pool, &[volume]);
+            report.hints.extend(is_larger.then(|| print::GROWN_VOLUME.to_owned()));
+            print(output, &report, |out| print::volume_resized(out, &report.volumes[0]))?;
+            print::note_hints(output, &report.hints);
             print::note_waiting(&pool);
         }
-        VolumeCommand::Rename { pool, name, new_name } => {
+        VolumeCommand::Rename { pool, name, new_name, output } => {
             let (pool, volume) = changed(pool, |pool, _| pool.rename_volume(name, new_name))?;
-            print::emit(|out| writeln!(out, "volume {name} renamed to {}", volume.name))?;
+            let report = VolumesReport::new(&pool, &[volume]).instead_of(name);
+            print(output, &report, |out| writeln!(out, "volume {name} renamed to {new_name}"))?;
             print::note_waiting(&pool);
         }
-        VolumeCommand::Split { pool, name, into, force } => {
+        VolumeCommand::Split { pool, name, into, force, output } => {
             let content = if *force { SplitContent::GiveUp } else { SplitContent::Refuse };
             let (pool, parts) = changed(pool, |pool, progress| {
                 pool.split_volume_with(name, into, content, progress)
             })?;
-            print::emit(|out| print::volume_split(out, name, &parts))?;
+            let report = VolumesReport::new(&pool, &parts).instead_of(name);
+            print(output, &report, |out| print::volume_split(out, name, &report.volumes))?;
             print::note_waiting(&pool);
         }
-        VolumeCommand::Delete { pool, name, force } => {
-            changed(pool, |pool, progress| delete(pool, name, *force, progress))?;
-            print::emit(|out| writeln!(out, "volume {name} deleted"))?;
+        VolumeCommand::Delete { pool, name, force, output } => {
+            let (pool, ()) = changed(pool, |pool, progress| delete(pool, name, *force, progress))?;
+            let report = VolumesReport::new(&pool, &[]).instead_of(name);
+            print(output, &report, |out| writeln!(out, "volume {name} deleted"))?;
         }
     }
     Ok(Outcome::Done)
@@ -103,12 +114,8 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
 
 fn list(path: &Path, output: &Output) -> anyhow::Result<()> {
     let pool = Pool::open(path, OpenMode::Peek)?;
-    let volumes = pool.volumes();
-    if output.json {
-        print::json(&volumes)?
-    } else {
-        print::emit(|out| print::volumes(out, &volumes))?
-    }
+    let report = VolumesReport::new(&pool, &pool.volumes());
+    print(output, &report, |out| print::volumes(out, &report.volumes))?;
     print::note_damage(path, &pool);
     Ok(())
 }
@@ -144,21 +151,27 @@ fn holds_data(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result<
     }
 }
 
-/// What a raw volume loses is erased at once: whoever shrinks it may want to be sure.
+/// Returns the volume as it was and as it is. What a raw volume loses is erased at once: whoever
+/// shrinks it may want to be sure.
 fn resize(
     pool: &Arc<Pool>,
     name: &str,
     size: VolumeSize,
     shrink: Shrink,
     progress: OnProgress<'_>,
-) -> Result<VolumeInfo, PoolError> {
+) -> Result<(VolumeInfo, VolumeInfo), PoolError> {
     check_whole(pool, name, &mut *progress)?;
-    pool.scrub_for(growth(pool, name, size), &mut *progress)?;
+    let before = pool.open_volume(name)?.info().clone();
+    let growth = match size {
+        VolumeSize::Bytes(wanted) => VolumeSize::Bytes(wanted.saturating_sub(before.size_bytes)),
+        VolumeSize::Remaining => VolumeSize::Remaining,
+    };
+    pool.scrub_for(growth, &mut *progress)?;
     let volume = pool.resize_volume(name, size, shrink)?;
     if shrink == Shrink::Allow {
         pool.scrub_all_with(progress)?;
     }
-    Ok(volume)
+    Ok((before, volume))
 }
 
 /// Did a check or a repair end without an answer? Damage that stops it is one.
@@ -183,20 +196,6 @@ pub(crate) fn is_unanswered(command: &Command, error: &anyhow::Error) -> bool {
             | Command::Btt(BttCommand::Check { .. } | BttCommand::Repair { .. })
     );
     asks && !is_damage
-}
-
-/// How much more a volume will have, if there is one.
-fn growth(pool: &Pool, name: &str, size: VolumeSize) -> VolumeSize {
-    let has = pool
-        .volumes()
-        .into_iter()
-        .find(|volume| volume.name == name)
-        .map(|volume| volume.size_bytes);
-    match (size, has) {
-        (VolumeSize::Bytes(wanted), Some(has)) => VolumeSize::Bytes(wanted.saturating_sub(has)),
-        (_, None) => VolumeSize::Bytes(0),
-        (VolumeSize::Remaining, Some(_)) => VolumeSize::Remaining,
-    }
 }
 
 /// A volume whose BTT is damaged gets no other size: what is done to it may have to be undone.
@@ -268,21 +267,14 @@ fn grow(
 fn info(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
     let pool = Pool::open(path, OpenMode::Peek)?;
     let report = print::InfoReport::new(path, &pool);
-    if output.json {
-        print::json(&report)?
-    } else {
-        print::emit(|out| print::info(out, &report))?
-    }
+    print(output, &report, |out| print::info(out, &report))?;
     Ok(Outcome::Done)
 }
 
 fn check(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
     let report = watched(|progress| Pool::open(path, OpenMode::ReadOnly)?.check_with(progress))?;
-    if output.json {
-        print::json(&print::CheckOutput::new(&report))?
-    } else {
-        print::emit(|out| print::check(out, path, &report))?
-    }
+    let json = print::CheckOutput::new(path, &report);
+    print(output, &json, |out| print::check(out, path, &report))?;
     Ok(outcome(report.is_clean()))
 }
 
@@ -293,11 +285,9 @@ fn repair(
     output: &Output,
 ) -> anyhow::Result<Outcome> {
     let report = watched(|progress| Pool::repair_with(path, dry_run, give_up, progress))?;
-    if output.json {
-        print::json(&print::RepairOutput::new(&report, dry_run))?
-    } else {
-        print::emit(|out| print::repair(out, &report, dry_run))?
-    }
+    let hints = print::give_up_hints(path, &report);
+    let json = print::RepairOutput::new(&report, dry_run, &hints);
+    print(output, &json, |out| print::repair(out, &json))?;
     Ok(outcome(report.left.is_empty()))
 }
 
@@ -305,12 +295,13 @@ pub(crate) fn outcome(is_clean: bool) -> Outcome {
     if is_clean { Outcome::Done } else { Outcome::Unclean }
 }
 
-fn scrub(path: &Path) -> anyhow::Result<Outcome> {
+fn scrub(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
     let erased_bytes = watched(|progress| {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         pool.scrub_all_with(progress)?;
         Ok::<_, PoolError>(pool.scrubbed_bytes())
     })?;
-    print::emit(|out| print::scrubbed(out, path, erased_bytes))?;
+    let report = ScrubReport { path, erased_bytes };
+    print(output, &report, |out| print::scrubbed(out, &report))?;
     Ok(Outcome::Done)
 }

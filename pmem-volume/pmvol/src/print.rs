@@ -2,6 +2,7 @@
 
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::Context;
 use foreshore_types::size::Size;
@@ -9,6 +10,8 @@ use pmem_volume::btt;
 use pmem_volume::pool::{CheckReport, Finding, FreeSpace, RepairReport, Severity, VolumeCheck};
 use pmem_volume::{Pool, PoolInfo, VolumeInfo};
 use serde::Serialize;
+
+use super::args::Output;
 
 /// Where text goes, and what comes of it.
 pub(crate) type Out<'a> = &'a mut dyn Write;
@@ -28,9 +31,90 @@ pub(crate) fn remark(text: std::fmt::Arguments<'_>) {
     let _ = writeln!(io::stderr(), "pmvol: {text}");
 }
 
-pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
-    let text = serde_json::to_string_pretty(value)?;
-    emit(|out| writeln!(out, "{text}"))
+/// Version of all JSON documents. It grows if a field is removed or gets another meaning. New
+/// fields do not change it.
+const SCHEMA: u32 = 1;
+
+/// A JSON document: an object with the fields of `content`.
+#[derive(Serialize)]
+struct Document<'a, T> {
+    schema: u32,
+    #[serde(flatten)]
+    content: &'a T,
+}
+
+/// Prints a report, as JSON or as text.
+pub(crate) fn print(
+    output: &Output,
+    report: &impl Serialize,
+    text: impl FnOnce(Out<'_>) -> io::Result<()>,
+) -> anyhow::Result<()> {
+    if !output.json {
+        return emit(text);
+    }
+    let json = serde_json::to_string_pretty(&Document { schema: SCHEMA, content: report })?;
+    emit(|out| writeln!(out, "{json}"))
+}
+
+/// A pool that was created or grown.
+#[derive(Serialize)]
+pub(crate) struct PoolReport<'a> {
+    pub(crate) path: &'a Path,
+    #[serde(flatten)]
+    pub(crate) info: &'a PoolInfo,
+}
+
+#[derive(Serialize)]
+pub(crate) struct ScrubReport<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) erased_bytes: u64,
+}
+
+/// The volumes of a pool, or those that a command has made or changed.
+#[derive(Serialize)]
+pub(crate) struct VolumesReport<'a> {
+    path: &'a Path,
+    pub(crate) volumes: Vec<VolumeLine>,
+    /// Name of the volume that was renamed, split or deleted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    instead_of: Option<&'a str>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) hints: Vec<String>,
+}
+
+#[derive(Serialize)]
+pub(crate) struct VolumeLine {
+    #[serde(flatten)]
+    info: VolumeInfo,
+    /// `None` if it is unknown.
+    usable_bytes: Option<u64>,
+}
+
+impl<'a> VolumesReport<'a> {
+    pub(crate) fn new(pool: &'a Arc<Pool>, volumes: &[VolumeInfo]) -> Self {
+        let line = |info: &VolumeInfo| VolumeLine {
+            info: info.clone(),
+            usable_bytes: pool.open_volume(&info.name).ok().and_then(|open| open.usable_bytes()),
+        };
+        let volumes = volumes.iter().map(line).collect();
+        Self { path: pool.path(), volumes, instead_of: None, hints: vec![] }
+    }
+
+    pub(crate) fn instead_of(self, name: &'a str) -> Self {
+        Self { instead_of: Some(name), ..self }
+    }
+}
+
+/// Printed after a volume has grown.
+pub(crate) const GROWN_VOLUME: &str = "a guest sees the new size when its VM starts again; then \
+enlarge the partition, if there is one (growpart), and the file system (resize2fs DEVICE or \
+xfs_growfs FOLDER). A size= of --pm-volume has to name the new size";
+
+/// Prints hints on stderr, unless the JSON document has them.
+pub(crate) fn note_hints(output: &Output, hints: &[String]) {
+    if !output.json {
+        hints.iter().for_each(|hint| remark(format_args!("{hint}")));
+    }
 }
 
 #[derive(Serialize)]
@@ -230,14 +314,16 @@ fn waiting(path: &Path, waiting_bytes: u64) -> String {
     )
 }
 
-pub(crate) fn scrubbed(out: Out<'_>, path: &Path, erased_bytes: u64) -> io::Result<()> {
-    match erased_bytes {
+pub(crate) fn scrubbed(out: Out<'_>, report: &ScrubReport<'_>) -> io::Result<()> {
+    let path = report.path;
+    match report.erased_bytes {
         0 => writeln!(out, "pool {}: nothing to erase", path.display()),
         bytes => writeln!(out, "pool {}: {} erased", path.display(), Size(bytes).rounded()),
     }
 }
 
-pub(crate) fn pool_made(out: Out<'_>, path: &Path, info: &PoolInfo) -> io::Result<()> {
+pub(crate) fn pool_made(out: Out<'_>, report: &PoolReport<'_>) -> io::Result<()> {
+    let PoolReport { path, info } = report;
     writeln!(
         out,
         "pool {} made: {}, {} free, durability {}",
@@ -248,7 +334,8 @@ pub(crate) fn pool_made(out: Out<'_>, path: &Path, info: &PoolInfo) -> io::Resul
     )
 }
 
-pub(crate) fn pool_grown(out: Out<'_>, path: &Path, info: &PoolInfo) -> io::Result<()> {
+pub(crate) fn pool_grown(out: Out<'_>, report: &PoolReport<'_>) -> io::Result<()> {
+    let PoolReport { path, info } = report;
     writeln!(
         out,
         "pool {} grown: {}, {} free",
@@ -258,44 +345,47 @@ pub(crate) fn pool_grown(out: Out<'_>, path: &Path, info: &PoolInfo) -> io::Resu
     )
 }
 
-pub(crate) fn volume_made(out: Out<'_>, volume: &VolumeInfo) -> io::Result<()> {
-    writeln!(
-        out,
-        "volume {} made: {}, {}",
-        volume.name,
-        Size(volume.size_bytes).rounded(),
-        volume.format.as_str()
-    )
+pub(crate) fn volume_made(out: Out<'_>, volume: &VolumeLine) -> io::Result<()> {
+    writeln!(out, "volume {} made: {}", volume.info.name, size_of(volume))
 }
 
-pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeInfo) -> io::Result<()> {
-    writeln!(
-        out,
-        "volume {} resized: {}, {}, in {} piece(s)",
-        volume.name,
-        Size(volume.size_bytes).rounded(),
-        volume.format.as_str(),
-        volume.extents
-    )
+pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeLine) -> io::Result<()> {
+    let (name, extents) = (&volume.info.name, volume.info.extents);
+    writeln!(out, "volume {name} resized: {}, in {extents} piece(s)", size_of(volume))
 }
 
-pub(crate) fn volume_split(out: Out<'_>, name: &str, parts: &[VolumeInfo]) -> io::Result<()> {
+fn size_of(volume: &VolumeLine) -> String {
+    let size = Size(volume.info.size_bytes).rounded();
+    format!("{size}, {}, {} usable", format_name(volume.info.format), usable(volume))
+}
+
+fn usable(volume: &VolumeLine) -> String {
+    volume.usable_bytes.map_or("-".to_owned(), |bytes| Size(bytes).rounded())
+}
+
+pub(crate) fn volume_split(out: Out<'_>, name: &str, parts: &[VolumeLine]) -> io::Result<()> {
     writeln!(out, "volume {name} split into {}:", parts.len())?;
     volumes(out, parts)
 }
 
-pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeInfo]) -> io::Result<()> {
-    let width = volumes.iter().map(|v| v.name.chars().count()).chain([4]).max().unwrap_or(4);
-    writeln!(out, "{:width$}  {:>10}  {:6}  {:>7}  UUID", "NAME", "SIZE", "FORMAT", "EXTENTS")?;
+pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeLine]) -> io::Result<()> {
+    let width = volumes.iter().map(|v| v.info.name.chars().count()).chain([4]).max().unwrap_or(4);
+    writeln!(
+        out,
+        "{:width$}  {:>10}  {:>10}  {:6}  {:>7}  UUID",
+        "NAME", "SIZE", "USABLE", "FORMAT", "EXTENTS"
+    )?;
     for volume in volumes {
+        let info = &volume.info;
         writeln!(
             out,
-            "{:width$}  {:>10}  {:6}  {:>7}  {}",
-            volume.name,
-            Size(volume.size_bytes).rounded(),
-            volume.format.as_str(),
-            volume.extents,
-            volume.uuid
+            "{:width$}  {:>10}  {:>10}  {:6}  {:>7}  {}",
+            info.name,
+            Size(info.size_bytes).rounded(),
+            usable(volume),
+            format_name(info.format),
+            info.extents,
+            info.uuid
         )?;
     }
     Ok(())
@@ -304,6 +394,7 @@ pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeInfo]) -> io::Result<()> {
 /// The report, and what can be said of all of it.
 #[derive(Serialize)]
 pub(crate) struct CheckOutput<'a> {
+    path: &'a Path,
     clean: bool,
     waiting_bytes: u64,
     #[serde(flatten)]
@@ -311,8 +402,8 @@ pub(crate) struct CheckOutput<'a> {
 }
 
 impl<'a> CheckOutput<'a> {
-    pub(crate) fn new(report: &'a CheckReport) -> Self {
-        Self { clean: report.is_clean(), waiting_bytes: report.waiting_bytes(), report }
+    pub(crate) fn new(path: &'a Path, report: &'a CheckReport) -> Self {
+        Self { path, clean: report.is_clean(), waiting_bytes: report.waiting_bytes(), report }
     }
 }
 
@@ -323,12 +414,26 @@ pub(crate) struct RepairOutput<'a> {
     clean: bool,
     #[serde(flatten)]
     report: &'a RepairReport,
+    /// Commands for what is left.
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    hints: &'a [String],
 }
 
 impl<'a> RepairOutput<'a> {
-    pub(crate) fn new(report: &'a RepairReport, dry_run: bool) -> Self {
-        Self { dry_run, clean: report.left.is_empty(), report }
+    pub(crate) fn new(report: &'a RepairReport, dry_run: bool, hints: &'a [String]) -> Self {
+        Self { dry_run, clean: report.left.is_empty(), report, hints }
     }
+}
+
+/// Names the command that gives up each volume that lacks chunks.
+pub(crate) fn give_up_hints(path: &Path, report: &RepairReport) -> Vec<String> {
+    let hint = |name: &String| {
+        format!(
+            "`pmvol repair {} --give-up-volume {name}` gives up the rest of {name:?}, which cannot be read after that",
+            path.display()
+        )
+    };
+    report.incomplete_volumes.iter().map(hint).collect()
 }
 
 pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Result<()> {
@@ -360,7 +465,8 @@ pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Resu
     }
 }
 
-pub(crate) fn repair(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::Result<()> {
+pub(crate) fn repair(out: Out<'_>, output: &RepairOutput<'_>) -> io::Result<()> {
+    let RepairOutput { report, dry_run, hints, .. } = *output;
     let mended = if dry_run { "would mend" } else { "mended" };
     for what in &report.mended {
         writeln!(out, "{mended}: {what}")?;
@@ -368,11 +474,8 @@ pub(crate) fn repair(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::
     for what in &report.left {
         writeln!(out, "left: {what}")?;
     }
-    for name in &report.incomplete_volumes {
-        writeln!(
-            out,
-            "`pmvol repair --give-up-volume {name}` gives up the rest of {name:?}, which cannot be read after that"
-        )?;
+    for hint in hints {
+        writeln!(out, "{hint}")?;
     }
     match (report.mended.is_empty(), report.left.is_empty()) {
         (true, true) => writeln!(out, "nothing to mend"),

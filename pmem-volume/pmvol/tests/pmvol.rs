@@ -11,6 +11,11 @@ use foreshore_types::size::Size;
 use serde_json::Value;
 use shell::{Folder, overwrite};
 
+fn listed(folder: &Folder) -> Vec<Value> {
+    let document = folder.json(&["volume", "list", "pool", "--json"]);
+    document["volumes"].as_array().unwrap().clone()
+}
+
 #[test]
 fn a_pool_is_made_filled_listed_and_checked() {
     let folder = Folder::new();
@@ -18,10 +23,8 @@ fn a_pool_is_made_filled_listed_and_checked() {
     folder.succeed(&["volume", "create", "pool", "data", "--size", "20M"]);
     folder.succeed(&["volume", "create", "pool", "dax", "--size", "4M", "--format", "raw"]);
     folder.succeed(&["volume", "create", "pool", "rest", "--size", "remaining"]);
-    let list = folder.json(&["volume", "list", "pool", "--json"]);
+    let list = listed(&folder);
     let volumes: Vec<_> = list
-        .as_array()
-        .unwrap()
         .iter()
         .map(|v| (v["name"].as_str().unwrap(), v["size_bytes"].as_u64().unwrap() >> 20))
         .collect();
@@ -71,9 +74,8 @@ fn deletion_of_a_volume_with_data_needs_force() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     let names = || -> Vec<String> {
-        let list = folder.json(&["volume", "list", "pool", "--json"]);
-        let volumes = list.as_array().unwrap().iter();
-        volumes.map(|volume| volume["name"].as_str().unwrap().to_owned()).collect()
+        let volumes = listed(&folder);
+        volumes.iter().map(|volume| volume["name"].as_str().unwrap().to_owned()).collect()
     };
     std::fs::write(folder.path("one"), [0x5a; 4096]).unwrap();
     for (name, format, size) in [("data", "btt", "20M"), ("dax", "raw", "8M")] {
@@ -126,9 +128,8 @@ fn a_volume_is_split_into_several_with_names() {
     let split = ["volume", "split", "pool", "data", "--into", "system=20M", "--into", "home=rest"];
     folder.fail(&split, &["\"data\" cannot be split", "holds data", "--force"]);
     folder.succeed(&[&split[..], &["--force"]].concat());
-    let list = folder.json(&["volume", "list", "pool", "--json"]);
-    let volumes: Vec<_> =
-        list.as_array().unwrap().iter().map(|v| v["name"].as_str().unwrap()).collect();
+    let list = listed(&folder);
+    let volumes: Vec<_> = list.iter().map(|v| v["name"].as_str().unwrap()).collect();
     assert_eq!(volumes, ["dax", "home", "system", "tail"]);
     for name in ["system", "home"] {
         folder.succeed(&["btt", "export", "pool", name, "--to", "out", "--force"]);
@@ -409,12 +410,15 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
     overwrite(&folder.path("pool"), (2 << 20) + 4 * 16, &[0; 8]);
     let output = folder.run(&["repair", "pool", "--dry-run"]);
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("\n`pmvol repair --give-up-volume v` gives up"), "{text}");
+    let hint = "`pmvol repair pool --give-up-volume v` gives up";
+    assert!(text.contains(&format!("\n{hint}")), "{text}");
     let output = folder.run(&["repair", "pool", "--json"]);
     assert_eq!(output.status.code(), Some(1));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["left"].as_array().unwrap().len(), 3);
     assert_eq!((&report["clean"], &report["dry_run"]), (&false.into(), &false.into()));
+    assert!(report["hints"][0].as_str().unwrap().starts_with(hint), "{report}");
+    assert_eq!(report["incomplete_volumes"], serde_json::json!(["v"]));
     folder.fail(&["repair", "nothing"], &["nothing", "no such file", "`pmvol create`"]);
     // Who can do without the volume.
     let text = folder.succeed(&["repair", "pool", "--give-up-volume", "v"]);
@@ -580,7 +584,84 @@ fn the_examples_of_the_help_work_in_their_order() {
         run += 1;
     }
     assert!(run >= 10, "{help}");
-    assert_eq!(folder.json(&["volume", "list", "pool", "--json"])[0]["name"], "home");
+    assert_eq!(listed(&folder)[0]["name"], "home");
+}
+
+#[test]
+fn changes_are_reported_in_json() {
+    let folder = Folder::new();
+    let made = folder.json(&["create", "pool", "--size", "64M", "--json"]);
+    assert_eq!((&made["path"], &made["total_bytes"]), (&"pool".into(), &(64 << 20).into()));
+    let made = folder.json(&["volume", "create", "pool", "v", "--size", "20M", "--json"]);
+    assert_eq!(made["volumes"], serde_json::Value::Array(listed(&folder)));
+    let grown = folder.json(&["grow", "pool", "--size", "96M", "--json"]);
+    assert_eq!(grown["total_bytes"], 96 << 20);
+    let resized = folder.run(&["volume", "resize", "pool", "v", "--size", "48M", "--json"]);
+    assert!(resized.stderr.is_empty(), "the hint is in the document");
+    let resized: Value = serde_json::from_slice(&resized.stdout).unwrap();
+    assert_eq!(resized["volumes"][0]["size_bytes"], 48 << 20);
+    assert!(resized["hints"][0].as_str().unwrap().contains("resize2fs"), "{resized}");
+    let renamed = folder.json(&["volume", "rename", "pool", "v", "w", "--json"]);
+    assert_eq!(
+        (&renamed["instead_of"], &renamed["volumes"][0]["name"]),
+        (&"v".into(), &"w".into())
+    );
+    let split = ["volume", "split", "pool", "w", "--into", "a=20M", "--into", "b=rest", "--json"];
+    let split = folder.json(&split);
+    assert_eq!(split["instead_of"], "w");
+    assert_eq!(split["volumes"], serde_json::Value::Array(listed(&folder)));
+    let deleted = folder.json(&["volume", "delete", "pool", "a", "--json"]);
+    assert_eq!((&deleted["instead_of"], &deleted["volumes"]), (&"a".into(), &Value::Array(vec![])));
+    assert_eq!(folder.json(&["scrub", "pool", "--json"])["erased_bytes"], 0);
+    for arguments in [
+        &["info", "pool"][..],
+        &["check", "pool"],
+        &["repair", "pool"],
+        &["btt", "info", "pool", "b"],
+    ] {
+        folder.json(&[arguments, &["--json"]].concat());
+    }
+}
+
+#[test]
+fn usable_size_is_that_of_the_sectors() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    let made = folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
+    let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
+    let usable = info["sectors"].as_u64().unwrap() * 4096;
+    assert_eq!(made, format!("volume v made: 20 MiB, btt, {} usable\n", Size(usable).rounded()));
+    folder.succeed(&["volume", "create", "pool", "dax", "--size", "4M", "--format", "raw"]);
+    let volumes = listed(&folder);
+    assert_eq!(
+        (&volumes[0]["usable_bytes"], &volumes[1]["usable_bytes"]),
+        (&(4 << 20).into(), &usable.into())
+    );
+    let list = folder.succeed(&["volume", "list", "pool"]);
+    let columns = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let rounded = Size(usable).rounded();
+    let line = columns(list.lines().nth(2).unwrap());
+    assert_eq!(line[..5], ["v", "20", "MiB", &rounded[..rounded.len() - 4], "MiB"], "{list}");
+    // Both info blocks, so that the number of sectors is unknown.
+    overwrite(&folder.path("pool"), (4 << 20) + 4096, &[0; 4096]);
+    overwrite(&folder.path("pool"), (24 << 20) - 4096, &[0; 4096]);
+    assert_eq!(listed(&folder)[1]["usable_bytes"], Value::Null);
+    let list = folder.succeed(&["volume", "list", "pool"]);
+    assert_eq!(columns(list.lines().nth(2).unwrap())[3], "-", "{list}");
+}
+
+#[test]
+fn a_volume_that_grew_comes_with_a_hint() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.succeed(&["volume", "create", "pool", "dax", "--size", "4M", "--format", "raw"]);
+    let note = |arguments: &[&str]| {
+        let resize = ["volume", "resize", "pool", "dax", "--size"];
+        String::from_utf8(folder.run(&[&resize, arguments].concat()).stderr).unwrap()
+    };
+    let grown = note(&["8M"]);
+    assert!(grown.contains("growpart") && grown.contains("resize2fs"), "{grown}");
+    assert_eq!(note(&["4M", "--shrink"]), "");
 }
 
 #[test]

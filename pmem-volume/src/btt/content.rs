@@ -1,4 +1,4 @@
-//! Check if a BTT has data.
+//! Content and usable size of a BTT.
 
 use super::arena_walk::arenas;
 use super::flog::{MapKind, decode_map, recover};
@@ -35,11 +35,39 @@ pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
     Ok(false)
 }
 
+/// Bytes of all sectors. `None` if the number of sectors is unknown because an arena is damaged.
+pub fn usable_bytes(space: &impl Media) -> Option<u64> {
+    let places = arenas(space);
+    let sector_bytes = places.first()?.as_ref().ok()?.0.sector_bytes;
+    let sectors = places.iter().map(|place| match place {
+        Ok((info, _)) => Some(u64::from(info.sectors)),
+        Err(missing) => missing.sectors(sector_bytes),
+    });
+    Some(sectors.sum::<Option<u64>>()? * u64::from(sector_bytes))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::btt::{Engine, Layout};
     use crate::media::MemoryMedia;
+
+    #[test]
+    fn usable_bytes_are_those_of_the_sectors_of_all_arenas() {
+        use crate::btt::START_BYTES;
+        use crate::btt::engine::tests::{formatted, formatted_twice};
+        for sector_bytes in [512, 4096] {
+            let engine = Engine::open(formatted_twice(sector_bytes)).unwrap();
+            let bytes = engine.sectors() * u64::from(sector_bytes);
+            assert_eq!(usable_bytes(engine.space()), Some(bytes));
+            assert!(bytes > usable_bytes(&formatted(sector_bytes)).unwrap());
+        }
+        let media = formatted(4096);
+        media.store(START_BYTES, &[0; 4096]).unwrap();
+        assert!(usable_bytes(&media).is_some(), "the second info block counts");
+        media.store((18 << 20) - 4096, &[0; 4096]).unwrap();
+        assert_eq!(usable_bytes(&media), None);
+    }
 
     #[test]
     fn discarded_sectors_have_no_data() {

@@ -10,6 +10,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 
 use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
+use crate::pool::MAX_POOL_BYTES;
 use foreshore_types::size::Size;
 
 /// First bytes of an info block.
@@ -167,6 +168,20 @@ pub(super) fn arena_places_from(start: u64, volume_bytes: u64) -> Vec<(u64, u64)
         start += size;
     }
     places
+}
+
+/// Smallest volume, in whole chunks, whose sectors of [`SECTOR_BYTES`] hold `data_bytes`. `None` if
+/// no pool has room for it.
+pub fn volume_bytes_for(data_bytes: u64) -> Option<u64> {
+    let mut size_bytes = data_bytes.max(MIN_VOLUME_BYTES).checked_next_multiple_of(CHUNK_BYTES)?;
+    while size_bytes <= MAX_POOL_BYTES {
+        let layout = Layout::new(size_bytes, SECTOR_BYTES, Uuid::nil()).ok()?;
+        match data_bytes.saturating_sub(layout.sectors() * u64::from(SECTOR_BYTES)) {
+            0 => return Some(size_bytes),
+            lacking_bytes => size_bytes += lacking_bytes.next_multiple_of(CHUNK_BYTES),
+        }
+    }
+    None
 }
 
 impl Layout {
@@ -331,6 +346,22 @@ mod tests {
         let shape: Vec<_> = layout.arenas.iter().map(|a| (a.start, a.nextoff)).collect();
         assert_eq!(shape, [(4096, 512 << 30), (4096 + (512 << 30), 0)]);
         assert_eq!(arena_places((1 << 40) + (18 << 20)).len(), 3);
+    }
+
+    #[test]
+    fn volume_for_an_image_is_the_smallest_that_holds_it() {
+        let holds = |size| Layout::new(size, SECTOR_BYTES, Uuid::nil()).unwrap().sectors() * 4096;
+        let capacity = holds(64 << 20);
+        let arena = holds(START_BYTES + ARENA_MAX_BYTES);
+        for data in [capacity - 1, capacity, capacity + 1, arena, arena + 1, arena + (20 << 20)] {
+            let size = volume_bytes_for(data).unwrap();
+            assert!(size.is_multiple_of(CHUNK_BYTES) && holds(size) >= data, "{data}: {size}");
+            assert!(holds(size - CHUNK_BYTES) < data, "{data}: {size}");
+        }
+        assert_eq!(volume_bytes_for(0), Some(MIN_VOLUME_BYTES));
+        for data in [64 << 40, (1 << 63) + 1, u64::MAX] {
+            assert_eq!(volume_bytes_for(data), None, "{data}");
+        }
     }
 
     #[test]

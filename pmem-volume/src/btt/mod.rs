@@ -28,12 +28,12 @@ mod torn_entry;
 pub use arena::{ArenaInfo, InfoError, InfoSource};
 pub use arena_walk::{Missing, Place, arenas, is_replaced};
 pub use check::{ArenaReport, Finding, Report, check, check_with};
-pub use content::holds_data;
+pub use content::{holds_data, usable_bytes};
 pub use engine::{ArenaStatus, Engine, EngineError, Fault};
 pub use extend::{ExtendError, Extension, extend};
 pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES,
-    SECTOR_BYTES, START_BYTES,
+    SECTOR_BYTES, START_BYTES, volume_bytes_for,
 };
 pub use reader::{Lost, Reader, Sector};
 pub use repair::{GiveUp, Mending, Repair, plan_repair};

@@ -19,7 +19,7 @@ pub(crate) use self::media::{Media, holds_data};
 use crate::args::Output;
 use crate::commands::{Outcome, outcome};
 use crate::meter::watched;
-use crate::print::{emit, json};
+use crate::print::{RepairOutput, emit, print};
 
 pub(crate) fn run(command: &BttCommand) -> anyhow::Result<Outcome> {
     match command {
@@ -48,11 +48,7 @@ fn info(place: &Place, output: &Output) -> anyhow::Result<Outcome> {
     let media = Media::peek(place)?;
     media.require_btt()?;
     let report = print::InfoReport::new(place, &media)?;
-    if output.json {
-        json(&report)?
-    } else {
-        emit(|out| print::info(out, &report))?
-    }
+    print(output, &report, |out| print::info(out, &report))?;
     Ok(Outcome::Done)
 }
 
@@ -61,11 +57,8 @@ fn check(place: &Place, output: &Output) -> anyhow::Result<Outcome> {
     media.require_btt()?;
     let report =
         watched(|progress| looked_through(&media, progress, |r| btt::check_with(&media, r)));
-    if output.json {
-        json(&print::CheckOutput::new(place, &report))?
-    } else {
-        emit(|out| print::check(out, place, &report))?
-    }
+    let json = print::CheckOutput::new(place, &report);
+    print(output, &json, |out| print::check(out, place, &report))?;
     Ok(outcome(report.is_clean()))
 }
 
@@ -88,11 +81,9 @@ fn repair(
     if !dry_run {
         watched(|_| repair.carry_out(&media))?;
     }
-    if output.json {
-        json(&crate::print::RepairOutput::new(&report, dry_run))?
-    } else {
-        emit(|out| print::left(out, place, &report, dry_run))?
-    }
+    let hints = print::export_hint(place, &report);
+    let json = RepairOutput::new(&report, dry_run, &hints);
+    print(output, &json, |out| print::left(out, &report, dry_run, &hints))?;
     Ok(outcome(report.left.is_empty()))
 }
 

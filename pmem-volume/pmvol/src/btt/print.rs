@@ -206,22 +206,29 @@ pub(super) fn to_mend(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io:
     report.mended.iter().try_for_each(|what| writeln!(out, "{mend}: {what}"))
 }
 
+/// Command that copies out what can be read, if anything is left damaged.
+pub(super) fn export_hint(place: &Place, report: &RepairReport) -> Vec<String> {
+    let hint = format!(
+        "`pmvol btt export {} --to FILE` copies out what can be read",
+        place.as_arguments()
+    );
+    if report.left.is_empty() { vec![] } else { vec![hint] }
+}
+
 /// After it.
 pub(super) fn left(
     out: Out<'_>,
-    place: &Place,
     report: &RepairReport,
     dry_run: bool,
+    hints: &[String],
 ) -> io::Result<()> {
     report.left.iter().try_for_each(|what| writeln!(out, "left: {what}"))?;
     match (report.mended.is_empty(), report.left.is_empty()) {
         (true, true) => writeln!(out, "nothing to mend"),
         (false, true) if dry_run => writeln!(out, "nothing would be left"),
         (false, true) => writeln!(out, "mended; nothing left"),
-        (_, false) => writeln!(
-            out,
-            "not clean: nothing says what was there; `pmvol btt export {} --to FILE` copies out what can be read",
-            place.as_arguments()
-        ),
+        (_, false) => {
+            writeln!(out, "not clean: nothing says what was there; {}", hints.join("; "))
+        }
     }
 }

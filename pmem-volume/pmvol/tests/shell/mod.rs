@@ -49,7 +49,9 @@ impl Folder {
     }
 
     pub(crate) fn json(&self, arguments: &[&str]) -> Value {
-        serde_json::from_str(&self.succeed(arguments)).unwrap()
+        let document: Value = serde_json::from_str(&self.succeed(arguments)).unwrap();
+        assert_eq!(document["schema"], 1, "{arguments:?}");
+        document
     }
 }
 

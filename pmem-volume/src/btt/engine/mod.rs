@@ -33,7 +33,7 @@ mod lock;
 mod map;
 mod readers;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::ops::Range;
 

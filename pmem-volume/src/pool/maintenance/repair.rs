@@ -40,7 +40,6 @@ pub struct RepairReport {
     pub left: Vec<String>,
     /// Volumes that lack chunks for an unknown reason. A repair gives up only the volume that the
     /// caller names.
-    #[serde(skip)]
     pub incomplete_volumes: Vec<String>,
 }
 

@@ -412,6 +412,15 @@ impl<M: Media> Volume<M> {
         }
     }
 
+    /// Bytes for a guest: the sectors of a BTT, or all bytes of a raw volume. `None` if the BTT is
+    /// damaged so that the number of its sectors is unknown, or if a guest has replaced it.
+    pub fn usable_bytes(&self) -> Option<u64> {
+        match self.info.format {
+            VolumeFormat::Raw => Some(self.size_bytes()),
+            VolumeFormat::Btt => btt::usable_bytes(self),
+        }
+    }
+
     /// Checks the volume's BTT from its media alone. Returns `None` for a raw volume, which has
     /// nothing to check.
     pub fn check_btt(&self) -> Option<btt::Report> {
