@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use foreshore_types::size::{self, SizeError};
 use pmem_volume::{VolumeFormat, VolumeSize};
 
-use super::btt::BttCommand;
+use super::btt::{BttCommand, ExportOptions, ImageFormat, ImportOptions};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -19,8 +19,8 @@ Examples:
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume list /pm/pool
   pmvol btt check /pm/pool data                   its map and its log
-  pmvol btt export /pm/pool data --to data.img    its sectors, in an image file
-  pmvol btt import /pm/pool data --from data.img
+  pmvol volume export /pm/pool data --to data.img  its sectors, in an image file
+  pmvol volume import /pm/pool data --from data.img
   pmvol volume rename /pm/pool data data-2026
   pmvol volume delete /pm/pool data-2026 --force  erases it with its data
   pmvol volume split /pm/pool rest --into logs=8G --into home=rest
@@ -183,11 +183,10 @@ Examples:
         #[command(flatten)]
         output: Output,
     },
-    /// Make, list, resize, split, rename and delete volumes
+    /// Make, list, resize, split, rename, export, import and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
-    /// Look into volumes: check, repair, read and write their sectors, copy them to image files and
-    /// back
+    /// Check and repair BTTs, read and write single sectors
     #[command(subcommand)]
     Btt(BttCommand),
     /// Print a script that lets a shell complete our commands and flags
@@ -214,16 +213,21 @@ Examples:
 
 #[derive(Subcommand)]
 pub(crate) enum VolumeCommand {
-    /// Make a volume and format it
+    /// Make a volume and format it, or fill it from an image with --from
     ///
     /// A pool has room for 1024 volumes. One with BTT needs at least 18 MiB, 4 KiB in front and an
     /// arena of 16 MiB, in
     /// multiples of 2 MiB; a raw one 2 MiB.
+    ///
+    /// With --from, the volume gets its name when the import is complete. A failed import deletes
+    /// it. A killed one leaves a volume NAME.importing, which has to be deleted with --force.
     #[command(after_help = "\
 Examples:
   pmvol volume create /pm/pool data --size 8G
   pmvol volume create /pm/pool dax --size 2G --format raw
-  pmvol volume create /pm/pool rest --size remaining")]
+  pmvol volume create /pm/pool rest --size remaining
+  pmvol volume create /pm/pool root --from debian.img
+  pmvol volume create /pm/pool root --from debian.qcow2 --image-format qcow2 --size 8G")]
     Create {
         /// The pool
         pool: PathBuf,
@@ -234,12 +238,23 @@ Examples:
         /// Size of the volume, a multiple of 2M, or `remaining` for all free space. `remaining`
         /// leaves nothing for
         /// --pm-memory of a VM; create=on,size=remaining of --pm-volume leaves as much as the VM
-        /// may need
-        #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
-        size: VolumeSize,
+        /// may need. With --from FILE, the smallest size that holds the image by default
+        #[arg(
+            long,
+            value_name = "SIZE",
+            value_parser = parse_volume_size,
+            required_unless_present = "from"
+        )]
+        size: Option<VolumeSize>,
         /// How its bytes are used
         #[arg(long, value_parser = volume_format(), default_value_t = VolumeFormat::Btt)]
         format: VolumeFormat,
+        /// Fill the volume from this image, or from stdin if it is `-`
+        #[arg(long, value_name = "FILE")]
+        from: Option<PathBuf>,
+        /// Format of the image; raw by default, unless the image begins with the header of qcow2
+        #[arg(long, value_enum, value_name = "FORMAT", requires = "from")]
+        image_format: Option<ImageFormat>,
         #[command(flatten)]
         output: Output,
     },
@@ -336,6 +351,52 @@ Examples:
         force: bool,
         #[command(flatten)]
         output: Output,
+    },
+    /// Copy a volume to an image file, or to stdout with `--to -`
+    ///
+    /// A raw image file is sparse: unwritten sectors and zeros take no space. The file appears,
+    /// and replaces another one, when it is complete and durable. An interrupted export leaves no
+    /// file. qemu-img makes qcow2 images and must be installed; it cannot write to a pipe.
+    ///
+    /// Works with a damaged pool, which it does not change: sectors that cannot be read are named
+    /// and are zeros in the image. The exit code is 1 if there are any, if anything else in the
+    /// volume is damaged, or if the reader of stdout closes it early.
+    #[command(after_help = "\
+Examples:
+  pmvol volume export /pm/pool data --to data.img
+  pmvol volume export /pm/pool data --to data.qcow2 --format qcow2
+  pmvol volume export /pm/pool data --to - | zstd > data.img.zst")]
+    Export {
+        /// The pool
+        pool: PathBuf,
+        /// Name of the volume
+        #[arg(value_parser = volume_name())]
+        name: String,
+        #[command(flatten)]
+        options: ExportOptions,
+    },
+    /// Fill a volume from an image file, or from stdin with `--from -`
+    ///
+    /// Holes and zeros of the image take no space in the volume. In a BTT, each sector is the old
+    /// one or the new one after a crash; sectors of a raw volume may be torn. Repeat an
+    /// interrupted import with --force. All data is durable when the command returns.
+    ///
+    /// The format is never guessed: a guest can write a qcow2 header to its disk, and such a
+    /// header can name files of this host. qemu-img unpacks qcow2 to a file beside the image, and
+    /// must be installed. An image with a backing file or a data file is refused.
+    #[command(after_help = "\
+Examples:
+  pmvol volume import /pm/pool data --from data.img
+  pmvol volume import /pm/pool data --from debian.qcow2 --format qcow2
+  zstd -dc data.img.zst | pmvol volume import /pm/pool data --from - --force")]
+    Import {
+        /// The pool
+        pool: PathBuf,
+        /// Name of the volume
+        #[arg(value_parser = volume_name())]
+        name: String,
+        #[command(flatten)]
+        options: ImportOptions,
     },
     /// Delete a volume and erase its content
     ///

@@ -10,10 +10,10 @@ use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeInfo, 
 use thiserror::Error;
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
-use super::btt::{self, BttCommand};
+use super::btt::{self, BttCommand, Place};
 use super::meter::watched;
 use super::print::{PoolReport, ScrubReport, VolumesReport, print};
-use super::{manual, print};
+use super::{create_from, manual, print};
 
 /// How a command ended that did not fail.
 pub(crate) enum Outcome {
@@ -68,14 +68,40 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
 fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
     match command {
         VolumeCommand::List { pool, output } => list(pool, output)?,
-        VolumeCommand::Create { pool, name, size, format, output } => {
+        VolumeCommand::Create { pool, name, size, format, from: None, output, .. } => {
+            let size = size.expect("clap requires it without --from");
             let (pool, volume) = changed(pool, |pool, progress| {
-                pool.scrub_for(*size, progress)?;
-                pool.create_volume(name, *size, *format)
+                pool.scrub_for(size, progress)?;
+                pool.create_volume(name, size, (*format).into())
             })?;
             let report = VolumesReport::new(&pool, &[volume]);
             print(output, &report, |out| print::volume_made(out, &report.volumes[0]))?;
             print::note_waiting(&pool);
+        }
+        VolumeCommand::Create {
+            pool,
+            name,
+            size,
+            format,
+            from: Some(from),
+            image_format,
+            output,
+        } => {
+            let source = btt::Source::open(from, *image_format)?;
+            let new = create_from::New { name, size: *size, format: (*format).into() };
+            let (pool, volume, filled) = create_from::create(pool, &new, source)?;
+            let report = VolumesReport::new(&pool, &[volume]).filled(filled);
+            print(output, &report, |out| {
+                print::volume_made(out, &report.volumes[0])?;
+                writeln!(out, "image        {}", filled.text())
+            })?;
+            print::note_waiting(&pool);
+        }
+        VolumeCommand::Export { pool, name, options } => {
+            return btt::export(&Place::volume(pool, name), options);
+        }
+        VolumeCommand::Import { pool, name, options } => {
+            return btt::import(&Place::volume(pool, name), options);
         }
         VolumeCommand::Resize { pool, name, size, shrink, output } => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
@@ -224,7 +250,7 @@ fn changed<T, E: Into<anyhow::Error>>(
 }
 
 /// Puts the flag before an error about its value.
-fn with_flag(error: anyhow::Error) -> anyhow::Error {
+pub(crate) fn with_flag(error: anyhow::Error) -> anyhow::Error {
     let Some(pool_error) = error.downcast_ref() else { return error };
     let flag = match pool_error {
         PoolError::Size { what: "STRG size", .. } => Some("--strg"),

@@ -5,6 +5,7 @@
 mod args;
 mod btt;
 mod commands;
+mod create_from;
 mod manual;
 mod meter;
 mod print;

@@ -12,6 +12,7 @@ use pmem_volume::{Pool, PoolInfo, VolumeInfo};
 use serde::Serialize;
 
 use super::args::Output;
+use super::btt::Filled;
 
 /// Where text goes, and what comes of it.
 pub(crate) type Out<'a> = &'a mut dyn Write;
@@ -78,6 +79,9 @@ pub(crate) struct VolumesReport<'a> {
     /// Name of the volume that was renamed, split or deleted.
     #[serde(skip_serializing_if = "Option::is_none")]
     instead_of: Option<&'a str>,
+    /// Image from which a volume was filled.
+    #[serde(flatten)]
+    filled: Option<Filled>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) hints: Vec<String>,
 }
@@ -97,11 +101,15 @@ impl<'a> VolumesReport<'a> {
             usable_bytes: pool.open_volume(&info.name).ok().and_then(|open| open.usable_bytes()),
         };
         let volumes = volumes.iter().map(line).collect();
-        Self { path: pool.path(), volumes, instead_of: None, hints: vec![] }
+        Self { path: pool.path(), volumes, instead_of: None, filled: None, hints: vec![] }
     }
 
     pub(crate) fn instead_of(self, name: &'a str) -> Self {
         Self { instead_of: Some(name), ..self }
+    }
+
+    pub(crate) fn filled(self, filled: Filled) -> Self {
+        Self { filled: Some(filled), ..self }
     }
 }
 

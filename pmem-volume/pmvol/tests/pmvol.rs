@@ -557,6 +557,10 @@ fn every_command_shows_an_example() {
         &["volume", "resize"],
         &["volume", "rename"],
         &["volume", "delete"],
+        &["volume", "export"],
+        &["volume", "import"],
+        &["btt", "export"],
+        &["btt", "import"],
     ] {
         let help = folder.succeed(&[command, &["--help"]].concat());
         assert!(

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
+use serde::Serialize;
 
 use crate::args::{Output, volume_name};
 
@@ -119,87 +120,78 @@ Examples:
         #[arg(long, value_name = "FILE")]
         from: Option<PathBuf>,
     },
-    /// Copy a volume's sectors to an image file
-    ///
-    /// Raw and sparse: what was never written, and what is zeros, takes no room. The file appears,
-    /// and one that it replaces
-    /// goes, when it is complete and on the disk; until then it has no name, and an export that is
-    /// interrupted leaves
-    /// nothing. qcow2 is made of that by qemu-img, which has to be installed.
-    ///
-    /// Also out of a damaged pool, which is only looked at: what can be read is copied, and what
-    /// cannot is named and is
-    /// zeros in the file. Then, or if anything else in it is damaged, the exit code is 1. Works
-    /// with raw volumes, too.
-    #[command(after_help = "\
-Examples:
-  pmvol btt export /pm/pool data --to data.img
-  pmvol btt export /pm/pool data --to data.qcow2 --format qcow2
-  pmvol btt export --file media.img --to sectors.img")]
+    /// Copy sectors to an image file, as `pmvol volume export` does, also with --file
+    #[command(after_help = "Example:\n  pmvol btt export --file media.img --to sectors.img")]
     Export {
         #[command(flatten)]
         place: Place,
-        /// The file to make
-        #[arg(long, value_name = "FILE")]
-        to: PathBuf,
-        /// What the file is
-        #[arg(long, value_enum, default_value_t = ImageFormat::Raw)]
-        format: ImageFormat,
-        /// Replace the file if there is one
-        #[arg(long)]
-        force: bool,
+        #[command(flatten)]
+        options: ExportOptions,
     },
-    /// Fill a volume from an image file
-    ///
-    /// Holes and zeros of the image take no room in the volume. Each sector is the old one or the
-    /// new one, whatever happens
-    /// meanwhile; an import that was interrupted is begun anew with --force. Works with raw
-    /// volumes, too, whose sectors may
-    /// tear.
-    ///
-    /// The format is never guessed: a guest can write a qcow2 header to its disk, and such a header
-    /// can name files of this
-    /// host. qcow2 is unpacked by qemu-img, which has to be installed, to a file beside the image;
-    /// an image that names
-    /// another file (a backing file, a data file) is refused.
-    #[command(after_help = "\
-Examples:
-  pmvol btt import /pm/pool data --from data.img
-  pmvol btt import /pm/pool data --from debian.qcow2 --format qcow2
-  pmvol btt import /pm/pool data --from data.img --force   whatever the volume holds")]
+    /// Fill a volume from an image file, as `pmvol volume import` does, also with --file
+    #[command(after_help = "Example:\n  pmvol btt import --file media.img --from sectors.img")]
     Import {
         #[command(flatten)]
         place: Place,
-        /// The image, no larger than the volume
-        #[arg(long, value_name = "FILE")]
-        from: PathBuf,
-        /// What the file is: raw if nothing is said, but then it may not begin as qcow2 does
-        #[arg(long, value_enum)]
-        format: Option<ImageFormat>,
-        /// Also if the volume holds data, which is replaced by the image, and by zeros behind its
-        /// end
-        #[arg(long)]
-        force: bool,
+        #[command(flatten)]
+        options: ImportOptions,
     },
 }
 
-/// Where a BTT is.
 #[derive(Args)]
+pub(crate) struct ExportOptions {
+    /// Image file to create, or `-` for raw bytes on stdout
+    #[arg(long, value_name = "FILE")]
+    pub(crate) to: PathBuf,
+    /// Format of the image
+    #[arg(long, value_enum, default_value_t = ImageFormat::Raw)]
+    pub(crate) format: ImageFormat,
+    /// Replace the file if it exists
+    #[arg(long)]
+    pub(crate) force: bool,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+#[derive(Args)]
+pub(crate) struct ImportOptions {
+    /// Image no larger than the volume, or `-` for raw bytes from stdin
+    #[arg(long, value_name = "FILE")]
+    pub(crate) from: PathBuf,
+    /// Format of the image; raw by default, unless the image begins with the header of qcow2
+    #[arg(long, value_enum)]
+    pub(crate) format: Option<ImageFormat>,
+    /// Replace the data of a volume that holds some, also behind the end of the image
+    #[arg(long)]
+    pub(crate) force: bool,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// Where a BTT is.
+#[derive(Args, Serialize)]
 pub(crate) struct Place {
     /// The pool; no pool and no volume with --file
     #[arg(required_unless_present = "file", requires = "volume")]
+    #[serde(rename = "path", skip_serializing_if = "Option::is_none")]
     pub(crate) pool: Option<PathBuf>,
     /// Name of the volume
     #[arg(value_parser = volume_name())]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) volume: Option<String>,
     /// A file or device with a BTT in it, instead of a volume: a namespace's media as Linux sees it
     /// (/dev/pmem0, or the file
     /// behind a guest's NVDIMM)
     #[arg(long, value_name = "MEDIA", conflicts_with_all = ["pool", "volume"])]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) file: Option<PathBuf>,
 }
 
 impl Place {
+    pub(crate) fn volume(pool: &Path, name: &str) -> Self {
+        Self { pool: Some(pool.to_owned()), volume: Some(name.to_owned()), file: None }
+    }
+
     /// The file or device that it is in.
     pub(crate) fn path(&self) -> &Path {
         self.pool.as_deref().or(self.file.as_deref()).expect("a command line has one of them")

@@ -2,21 +2,28 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::io::{self, IsTerminal, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use foreshore_types::size::Size;
 use pmem_volume::btt::{Finding, Lost, Reader};
 use pmem_volume::media::is_zero;
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
-use super::args::{ImageFormat, Place};
-use super::image::{check_place, converted, name, nameless, require_qemu_img};
+use serde::Serialize;
+
+use super::args::{ExportOptions, ImageFormat, Place};
+use super::image::{
+    QCOW2_NEEDS_FILE, check_place, converted, is_stdio, name, nameless, require_qemu_img,
+};
 use super::media::Media;
+use crate::args::Output;
 use crate::commands::{Outcome, outcome};
 use crate::meter::watched;
-use crate::print::{emit, remark};
+use crate::print::{print, remark};
 
 /// Copied in one go.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -26,45 +33,99 @@ const PAGE_BYTES: usize = 4096;
 /// Ranges of sectors that are named.
 const NAMED: usize = 50;
 
-pub(super) fn export(
-    place: &Place,
-    to: &Path,
-    format: ImageFormat,
-    force: bool,
-) -> anyhow::Result<Outcome> {
-    if format == ImageFormat::Qcow2 {
+/// An export that has ended.
+#[derive(Serialize)]
+struct Report<'a> {
+    #[serde(flatten)]
+    place: &'a Place,
+    image: &'a Path,
+    size_bytes: u64,
+    data_bytes: u64,
+    lost_sectors: u64,
+    /// Everything could be read, and nothing was found to be damaged.
+    complete: bool,
+}
+
+pub(crate) fn export(place: &Place, options: &ExportOptions) -> anyhow::Result<Outcome> {
+    let ExportOptions { to, format, output, .. } = options;
+    let is_stream = is_stdio(to);
+    if is_stream {
+        check_stream(*format, output)?;
+    }
+    if *format == ImageFormat::Qcow2 {
         require_qemu_img()?;
     }
     let media = Media::salvage(place)?;
     let (content, troubles) = Content::of(&media)?;
     say_troubles(&troubles);
-    check_place(to, force, place.path())?;
-    let raw = nameless(to)?;
     let mut lost = LostSectors::default();
+    let data_bytes = if is_stream {
+        watched(|progress| stream(&content, &mut lost, progress))?
+    } else {
+        to_file(&content, place, options, &mut lost)?
+    };
+    lost.say();
+    // Findings alone are a failure too, because the export may hold outdated data.
+    let complete = lost.is_empty() && troubles.is_empty();
+    let report = Report {
+        place,
+        image: to,
+        size_bytes: content.len_bytes(),
+        data_bytes,
+        lost_sectors: lost.count,
+        complete,
+    };
+    let text = format!(
+        "{} exported to {}: {}, of which {} are data",
+        place.name(),
+        if is_stream { "stdout".into() } else { to.display().to_string() },
+        Size(report.size_bytes).rounded(),
+        Size(data_bytes).rounded()
+    );
+    if is_stream {
+        remark(format_args!("{text}"));
+    } else {
+        print(output, &report, |out| writeln!(out, "{text}"))?;
+    }
+    Ok(outcome(complete))
+}
+
+/// Checks, before anything else is done, that stdout can take an image.
+fn check_stream(format: ImageFormat, output: &Output) -> anyhow::Result<()> {
+    if format == ImageFormat::Qcow2 {
+        bail!("--to -: {QCOW2_NEEDS_FILE}");
+    }
+    if output.json {
+        bail!("--to -: --json prints on stdout, which gets the image; leave one of them out");
+    }
+    if io::stdout().is_terminal() {
+        bail!("--to -: stdout is a terminal; redirect it to a file or a pipe");
+    }
+    Ok(())
+}
+
+fn to_file(
+    content: &Content<'_>,
+    place: &Place,
+    options: &ExportOptions,
+    lost: &mut LostSectors,
+) -> anyhow::Result<u64> {
+    let ExportOptions { to, format, force, .. } = options;
+    check_place(to, *force, place.path())?;
+    let raw = nameless(to)?;
     let (image, data_bytes) = watched(|progress| {
-        let data_bytes = copy(&content, &raw.file, &mut lost, &mut *progress)?;
+        let data_bytes = copy(content, &raw.file, lost, &mut *progress)?;
         let image = match format {
             ImageFormat::Raw => raw,
             ImageFormat::Qcow2 => {
-                converted((&raw.file, ImageFormat::Raw), format, to, content.len_bytes(), progress)?
+                let from = (&raw.file, ImageFormat::Raw);
+                converted(from, *format, to, content.len_bytes(), progress)?
             }
         };
         anyhow::Ok((image, data_bytes))
     })?;
-    name(image, to, force)?;
-    lost.say();
-    emit(|out| {
-        writeln!(
-            out,
-            "{} exported to {}: {}, of which {} are data",
-            place.name(),
-            to.display(),
-            Size(content.len_bytes()).rounded(),
-            Size(data_bytes).rounded()
-        )
-    })?;
-    // Findings alone are a failure too, because the export may hold outdated data.
-    Ok(outcome(lost.is_empty() && troubles.is_empty()))
+    name(image, to, *force)?;
+    Ok(data_bytes)
 }
 
 type Troubles = Vec<(usize, Finding)>;
@@ -176,6 +237,45 @@ fn copy(
             }
             page_at += length as u64;
         }
+    }
+    progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
+    Ok(data_bytes)
+}
+
+/// Writes everything to stdout, zeros included, and returns how much of it is data.
+fn stream(
+    content: &Content<'_>,
+    lost: &mut LostSectors,
+    progress: OnProgress<'_>,
+) -> anyhow::Result<u64> {
+    // Without the line buffer of `io::Stdout`.
+    let out = io::stdout().as_fd().try_clone_to_owned().context("cannot write to stdout")?;
+    let mut out = File::from(out);
+    let total_bytes = content.len_bytes();
+    let mut piece = vec![0; PIECE_BYTES as usize];
+    let (mut data_bytes, mut next) = (0, content.next_data(0).unwrap_or(total_bytes));
+    for at in (0..total_bytes).step_by(PIECE_BYTES as usize) {
+        progress(Progress { task: Task::Copy, done_bytes: at, total_bytes });
+        let bytes = &mut piece[..(total_bytes - at).min(PIECE_BYTES) as usize];
+        let end = at + bytes.len() as u64;
+        if next < end {
+            content.read(at, bytes, lost);
+            next = if end < total_bytes { content.next_data(end) } else { None }
+                .unwrap_or(total_bytes);
+        } else {
+            bytes.fill(0);
+        }
+        out.write_all(bytes).map_err(|error| match error.kind() {
+            io::ErrorKind::BrokenPipe => anyhow!(
+                "the reader closed stdout before the end of the image: at most {at} of {total_bytes} bytes were read"
+            ),
+            _ => anyhow::Error::new(error).context("cannot write the image to stdout"),
+        })?;
+        data_bytes += bytes
+            .chunks(PAGE_BYTES)
+            .filter(|page| !is_zero(page))
+            .map(|page| page.len() as u64)
+            .sum::<u64>();
     }
     progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
     Ok(data_bytes)

@@ -16,6 +16,14 @@ use pmem_volume::unnamed_file::{Taken, Unnamed};
 use super::args::ImageFormat;
 
 const QEMU_IMG: &str = "qemu-img";
+/// Reason why a stream is raw.
+pub(super) const QCOW2_NEEDS_FILE: &str = "qcow2 cannot be streamed, because its reader and its writer seek; use a file, or leave --format out";
+
+/// Returns true for the name that stands for stdin or stdout.
+pub(super) fn is_stdio(path: &Path) -> bool {
+    path.as_os_str() == "-"
+}
+
 /// Is there nothing at `path`, or a file that may be replaced? Better asked before anything long is
 /// begun. What is copied, `source`, may not, nor any pool: of neither is there another.
 pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::Result<()> {

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::fs::File;
-use std::io;
+use std::io::{self, Cursor, IsTerminal, Read};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -13,14 +13,16 @@ use pmem_volume::btt::Engine;
 use pmem_volume::media::is_zero;
 use pmem_volume::progress::{OnProgress, Progress, Task};
 use rustix::io::Errno;
+use serde::Serialize;
 
-use super::args::{ImageFormat, Place};
-use super::image::{converted, require_qemu_img};
+use super::args::{ImageFormat, ImportOptions, Place};
+use super::image::{QCOW2_NEEDS_FILE, converted, is_stdio, require_qemu_img};
 use super::media::{Media, holds_data};
 use super::qcow2;
+use super::sectors::read_full;
 use crate::commands::Outcome;
 use crate::meter::watched;
-use crate::print::emit;
+use crate::print::print;
 
 /// Copied in one go.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -28,13 +30,36 @@ const PIECE_BYTES: u64 = 1 << 20;
 const PAGE_BYTES: u64 = 4096;
 const PERSIST_BYTES: u64 = 64 << 20;
 
-pub(super) fn import(
-    place: &Place,
-    from: &Path,
-    format: Option<ImageFormat>,
-    force: bool,
-) -> anyhow::Result<Outcome> {
-    let source = Source::open(from, format)?;
+/// An import that has ended.
+#[derive(Serialize)]
+struct Report<'a> {
+    #[serde(flatten)]
+    place: &'a Place,
+    image: &'a Path,
+    #[serde(flatten)]
+    filled: Filled,
+}
+
+/// Bytes that an image had.
+#[derive(Clone, Copy, Serialize)]
+pub(crate) struct Filled {
+    image_bytes: u64,
+    data_bytes: u64,
+}
+
+impl Filled {
+    pub(crate) fn text(self) -> String {
+        format!(
+            "{}, of which {} are data",
+            Size(self.image_bytes).rounded(),
+            Size(self.data_bytes).rounded()
+        )
+    }
+}
+
+pub(crate) fn import(place: &Place, options: &ImportOptions) -> anyhow::Result<Outcome> {
+    let ImportOptions { from, format, force, output } = options;
+    let source = Source::open(from, *format)?;
     // Before anything long is begun.
     let media = Media::change(place)?;
     let target = Target::of(&media)?;
@@ -43,51 +68,54 @@ pub(super) fn import(
     if holds_data && !force {
         bail!("{} holds data; --force replaces it all", place.name());
     }
-    let source = source.unpacked()?;
-    // qemu-img has seen the image later than we did.
-    source.check_room(place, target.len_bytes())?;
-    let (file, image_bytes) = (&source.file, source.len_bytes);
-    let data_bytes = watched(|progress| {
-        Copy { target: &target, file, image_bytes, holds_data, data_bytes: 0 }.run(progress)
-    })
-    .with_context(|| {
+    let filled = target.fill(place, source.unpacked()?, holds_data).with_context(|| {
         format!("{} has a part of the image; import it again with --force", place.name())
     })?;
-    emit(|out| {
-        writeln!(
-            out,
-            "{} imported to {}: {}, of which {} are data",
-            from.display(),
-            place.name(),
-            Size(image_bytes).rounded(),
-            // The last sector is filled up.
-            Size(data_bytes.min(image_bytes)).rounded()
-        )
-    })?;
+    let report = Report { place, image: from, filled };
+    let text = format!("{} imported to {}: {}", source_name(from), place.name(), filled.text());
+    print(output, &report, |out| writeln!(out, "{text}"))?;
     Ok(Outcome::Done)
 }
 
-struct Source<'a> {
+/// Fills a volume that was just created.
+pub(crate) fn fill(media: &Media, place: &Place, source: Source<'_>) -> anyhow::Result<Filled> {
+    Target::of(media)?.fill(place, source, false)
+}
+
+fn source_name(path: &Path) -> String {
+    if is_stdio(path) { "stdin".to_owned() } else { path.display().to_string() }
+}
+
+/// An image to read.
+pub(crate) struct Source<'a> {
     path: &'a Path,
-    file: File,
+    input: Input,
     format: ImageFormat,
-    /// Of what is in it.
-    len_bytes: u64,
+}
+
+enum Input {
+    File {
+        file: File,
+        /// Of what is in it.
+        len_bytes: u64,
+    },
+    /// Raw bytes up to the end of stdin.
+    Stream(Box<dyn Read>),
 }
 
 impl<'a> Source<'a> {
-    fn open(path: &'a Path, format: Option<ImageFormat>) -> anyhow::Result<Self> {
+    pub(crate) fn open(path: &'a Path, format: Option<ImageFormat>) -> anyhow::Result<Self> {
+        if is_stdio(path) {
+            let input = Input::Stream(open_stdin(format)?);
+            return Ok(Self { path, input, format: ImageFormat::Raw });
+        }
         let failed = || format!("cannot read {}", path.display());
         if !std::fs::metadata(path).with_context(failed)?.is_file() {
             bail!("{}: it is no regular file, and an image is one", path.display());
         }
         let file = File::open(path).with_context(failed)?;
         if format.is_none() && qcow2::begins_as_qcow2(&file).with_context(failed)? {
-            bail!(
-                "{}: it begins as a qcow2 image does, which may as well be what a guest has written to its disk; \
-                 say --format raw to take its bytes as they are, or --format qcow2 to unpack it",
-                path.display()
-            );
+            bail!("{}: {BEGINS_AS_QCOW2}, or --format qcow2 to unpack it", path.display());
         }
         let format = format.unwrap_or(ImageFormat::Raw);
         let len_bytes = match format {
@@ -97,35 +125,70 @@ impl<'a> Source<'a> {
                 qcow2::check(&file).with_context(|| format!("{}", path.display()))?
             }
         };
-        Ok(Self { path, file, format, len_bytes })
+        Ok(Self { path, input: Input::File { file, len_bytes }, format })
+    }
+
+    /// Bytes of the unpacked image. `None`: a stream has to be read to know it.
+    pub(crate) fn len_bytes(&self) -> Option<u64> {
+        match self.input {
+            Input::File { len_bytes, .. } => Some(len_bytes),
+            Input::Stream(_) => None,
+        }
     }
 
     fn check_room(&self, place: &Place, room_bytes: u64) -> anyhow::Result<()> {
-        if self.len_bytes > room_bytes {
-            bail!(
-                "{}: the image has {} bytes ({}), and {} has room for {room_bytes} ({})",
+        match self.len_bytes() {
+            Some(len_bytes) if len_bytes > room_bytes => bail!(
+                "{}: the image has {len_bytes} bytes ({}), and {} has room for {room_bytes} ({})",
                 self.path.display(),
-                self.len_bytes,
-                Size(self.len_bytes).rounded(),
+                Size(len_bytes).rounded(),
                 place.name(),
                 Size(room_bytes).rounded()
-            );
+            ),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// The same as raw bytes: qcow2 is unpacked to a file beside it, which is gone when it is
     /// closed.
-    fn unpacked(self) -> anyhow::Result<Self> {
-        if self.format == ImageFormat::Raw {
+    pub(crate) fn unpacked(self) -> anyhow::Result<Self> {
+        let Self { path, input: Input::File { file, len_bytes }, format: ImageFormat::Qcow2 } =
+            self
+        else {
             return Ok(self);
-        }
-        let (from, raw) = ((&self.file, self.format), ImageFormat::Raw);
-        let raw = watched(|progress| converted(from, raw, self.path, self.len_bytes, progress))?;
+        };
+        let raw = watched(|progress| {
+            converted((&file, ImageFormat::Qcow2), ImageFormat::Raw, path, len_bytes, progress)
+        })?;
         let file = raw.file.try_clone().context("cannot keep what was unpacked")?;
         let len_bytes = file.metadata().context("cannot look at what was unpacked")?.len();
-        Ok(Self { file, len_bytes, ..self })
+        Ok(Self { path, input: Input::File { file, len_bytes }, format: ImageFormat::Raw })
     }
+}
+
+const BEGINS_AS_QCOW2: &str = "it begins as a qcow2 image does, which may as well be what a guest has written to its \
+                               disk; say --format raw to take its bytes as they are";
+
+/// stdin, in front of its first byte. An empty one is refused: most likely, the program that writes
+/// to it has failed.
+fn open_stdin(format: Option<ImageFormat>) -> anyhow::Result<Box<dyn Read>> {
+    if format == Some(ImageFormat::Qcow2) {
+        bail!("--from -: {QCOW2_NEEDS_FILE}");
+    }
+    let mut stdin = io::stdin();
+    if stdin.is_terminal() {
+        bail!("--from -: stdin is a terminal; redirect it from a file or a pipe");
+    }
+    let mut first = vec![0; qcow2::MAGIC.len()];
+    let length = read_full(&mut stdin, &mut first).context("cannot read stdin")?;
+    first.truncate(length);
+    if first.is_empty() {
+        bail!("--from -: stdin has no data; look for an error of the program that writes to it");
+    }
+    if format.is_none() && first == qcow2::MAGIC {
+        bail!("--from -: {BEGINS_AS_QCOW2}, or use a file with --format qcow2 to unpack it");
+    }
+    Ok(Box::new(Cursor::new(first).chain(stdin)))
 }
 
 /// What is written to: sectors of a BTT, or a raw volume's bytes.
@@ -219,6 +282,21 @@ impl<'a> Target<'a> {
         }
     }
 
+    /// Copies an image, and makes it durable also if a part of it cannot be read.
+    fn fill(
+        &self,
+        place: &Place,
+        mut source: Source<'_>,
+        holds_data: bool,
+    ) -> anyhow::Result<Filled> {
+        // qemu-img has seen the image later than `Source::open`.
+        source.check_room(place, self.len_bytes())?;
+        watched(|progress| {
+            Copy { target: self, holds_data, image_bytes: 0, data_bytes: 0 }
+                .run(&mut source.input, progress)
+        })
+    }
+
     /// Makes everything durable, for whichever driver comes next.
     fn settle(&self) -> anyhow::Result<()> {
         match &self.to {
@@ -230,60 +308,88 @@ impl<'a> Target<'a> {
 
 struct Copy<'a> {
     target: &'a Target<'a>,
-    file: &'a File,
-    image_bytes: u64,
     /// What is not written must become zeros.
     holds_data: bool,
+    image_bytes: u64,
     data_bytes: u64,
 }
 
 impl Copy<'_> {
-    /// Copies everything, and returns how much of it is data. If it fails, what was copied is there
-    /// to stay as well.
-    fn run(mut self, progress: OnProgress<'_>) -> anyhow::Result<u64> {
-        let copied = self.copy(progress);
+    /// Copies everything. If it fails, what was copied is there to stay as well.
+    fn run(mut self, input: &mut Input, progress: OnProgress<'_>) -> anyhow::Result<Filled> {
+        let copied = match input {
+            Input::File { file, len_bytes } => self.copy_file(file, *len_bytes, progress),
+            Input::Stream(stream) => self.copy_stream(stream, progress),
+        };
         let settled = self.target.settle();
         copied?;
         settled?;
         let total_bytes = self.target.len_bytes();
         progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
-        Ok(self.data_bytes)
+        // The last sector is filled up.
+        let data_bytes = self.data_bytes.min(self.image_bytes);
+        Ok(Filled { image_bytes: self.image_bytes, data_bytes })
     }
 
-    fn copy(&mut self, progress: OnProgress<'_>) -> anyhow::Result<()> {
+    fn copy_file(
+        &mut self,
+        file: &File,
+        len_bytes: u64,
+        progress: OnProgress<'_>,
+    ) -> anyhow::Result<()> {
+        self.image_bytes = len_bytes;
         let total_bytes = self.target.len_bytes();
         let mut at = 0;
-        while at < self.image_bytes {
+        while at < len_bytes {
             progress(Progress { task: Task::Copy, done_bytes: at, total_bytes });
             // Data that starts within a piece: its zeros are found by looking at them.
-            let data =
-                next_data(self.file, at, self.image_bytes).context("cannot look for holes")?;
-            let start = data.unwrap_or(self.image_bytes) / PIECE_BYTES * PIECE_BYTES;
+            let data = next_data(file, at, len_bytes).context("cannot look for holes")?;
+            let start = data.unwrap_or(len_bytes) / PIECE_BYTES * PIECE_BYTES;
             if data.is_none() || start > at {
                 let end = if data.is_none() { total_bytes } else { start };
                 self.skip(at..end)?;
                 at = end;
                 continue;
             }
-            self.copy_piece(at)?;
-            at =
-                (at + PIECE_BYTES).min(self.image_bytes.next_multiple_of(self.target.unit_bytes()));
+            let mut bytes = vec![0; (len_bytes - at).min(PIECE_BYTES) as usize];
+            file.read_exact_at(&mut bytes, at).context("cannot read the image")?;
+            at += self.put(at, bytes)?;
         }
         self.skip(at..total_bytes)
     }
 
-    fn copy_piece(&mut self, at: u64) -> anyhow::Result<()> {
-        let unit_bytes = self.target.unit_bytes();
-        let image_bytes = (self.image_bytes - at).min(PIECE_BYTES);
-        // The image's last sector may be a part of one.
-        let mut bytes = vec![0; image_bytes.next_multiple_of(unit_bytes) as usize];
-        self.file
-            .read_exact_at(&mut bytes[..image_bytes as usize], at)
-            .context("cannot read the image")?;
-        let units: Vec<_> = bytes.chunks(unit_bytes as usize).collect();
+    fn copy_stream(
+        &mut self,
+        stream: &mut dyn Read,
+        progress: OnProgress<'_>,
+    ) -> anyhow::Result<()> {
+        let total_bytes = self.target.len_bytes();
+        let mut at = 0;
+        loop {
+            progress(Progress { task: Task::Copy, done_bytes: at.min(total_bytes), total_bytes });
+            let mut bytes = vec![0; PIECE_BYTES as usize];
+            let length = read_full(stream, &mut bytes).context("cannot read stdin")?;
+            bytes.truncate(length);
+            if length == 0 {
+                return self.skip(at..total_bytes);
+            }
+            if at + length as u64 > total_bytes {
+                bail!("stdin has more than the {total_bytes} bytes that the volume has room for");
+            }
+            self.image_bytes += length as u64;
+            at += self.put(at, bytes)?;
+        }
+    }
+
+    /// Writes a piece of the image, whose last sector may be a part of one. Returns the bytes of
+    /// all its sectors.
+    fn put(&mut self, at: u64, mut bytes: Vec<u8>) -> anyhow::Result<u64> {
+        let unit_bytes = self.target.unit_bytes() as usize;
+        bytes.resize(bytes.len().next_multiple_of(unit_bytes), 0);
+        let units: Vec<_> = bytes.chunks(unit_bytes).collect();
         let mut from = 0;
         for run in units.chunk_by(|a, b| is_zero(a) == is_zero(b)) {
-            let end = from + run.len() * unit_bytes as usize;
+            let end = from + run.len() * unit_bytes;
             let (start, stop) = (at + from as u64, at + end as u64);
             if is_zero(run[0]) {
                 self.skip(start..stop)?;
@@ -293,7 +399,7 @@ impl Copy<'_> {
             }
             from = end;
         }
-        Ok(())
+        Ok(bytes.len() as u64)
     }
 
     /// A range of zeros, which need nothing where nothing was written.

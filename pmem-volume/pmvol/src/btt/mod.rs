@@ -13,8 +13,9 @@ use pmem_volume::btt::{self, GiveUp};
 use pmem_volume::pool::RepairReport;
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
-pub(crate) use self::args::BttCommand;
-use self::args::Place;
+pub(crate) use self::args::{BttCommand, ExportOptions, ImageFormat, ImportOptions, Place};
+pub(crate) use self::export::export;
+pub(crate) use self::import::{Filled, Source, fill, import};
 pub(crate) use self::media::{Media, holds_data};
 use crate::args::Output;
 use crate::commands::{Outcome, outcome};
@@ -35,12 +36,8 @@ pub(crate) fn run(command: &BttCommand) -> anyhow::Result<Outcome> {
         BttCommand::Write { place, sector, from } => {
             sectors::write(place, *sector, from.as_deref())
         }
-        BttCommand::Export { place, to, format, force } => {
-            export::export(place, to, *format, *force)
-        }
-        BttCommand::Import { place, from, format, force } => {
-            import::import(place, from, *format, *force)
-        }
+        BttCommand::Export { place, options } => export(place, options),
+        BttCommand::Import { place, options } => import(place, options),
     }
 }
 

@@ -14,7 +14,7 @@ use crate::print::{Out, arena_findings, findings};
 
 /// How a place is called in what is printed, and how it is written on a command line.
 impl Place {
-    pub(super) fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         match self {
             Place { pool: Some(pool), volume: Some(volume), .. } => {
                 format!("volume {volume} of {}", pool.display())

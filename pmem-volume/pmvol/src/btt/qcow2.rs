@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use thiserror::Error;
 
 /// First bytes of an image.
-const MAGIC: [u8; 4] = *b"QFI\xfb";
+pub(super) const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// Bytes of a header of version 2, and of those fields of a longer one that are read here.
 const V2_BYTES: usize = 72;
 const READ_BYTES: usize = 80;

@@ -178,7 +178,8 @@ impl Written {
     ) -> anyhow::Result<()> {
         let mut piece = vec![0; PIECE_BYTES];
         loop {
-            let length = fill(source, &mut piece).context("cannot read what is to be written")?;
+            let length =
+                read_full(source, &mut piece).context("cannot read what is to be written")?;
             let whole = length / self.sector_bytes * self.sector_bytes;
             if length == 0 && !self.is_begun {
                 bail!("there is nothing to write");
@@ -213,7 +214,7 @@ impl Written {
 }
 
 /// Reads until the buffer is full, or nothing more comes.
-fn fill(source: &mut dyn Read, into: &mut [u8]) -> io::Result<usize> {
+pub(super) fn read_full(source: &mut dyn Read, into: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < into.len() {
         match source.read(&mut into[filled..]) {

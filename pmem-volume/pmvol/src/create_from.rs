@@ -1,0 +1,130 @@
+//! Creation of a volume from an image.
+//!
+//! The volume has a name of its own until the image is complete and durable. So a crash leaves no
+//! volume of the requested name that has only a part of the image.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use pmem_volume::btt::volume_bytes_for;
+use pmem_volume::pool::VolumeName;
+use pmem_volume::pool::layout::MAX_NAME_BYTES;
+use pmem_volume::{CHUNK_BYTES, OpenMode, Pool, PoolError, VolumeFormat, VolumeInfo, VolumeSize};
+
+use super::btt::{Filled, Media, Place, Source, fill};
+use super::commands::with_flag;
+use super::meter::watched;
+
+/// End of the volume's name during the import.
+const SUFFIX: &str = ".importing";
+
+/// A volume to create.
+pub(crate) struct New<'a> {
+    pub(crate) name: &'a str,
+    /// `None`: as large as the image needs.
+    pub(crate) size: Option<VolumeSize>,
+    pub(crate) format: VolumeFormat,
+}
+
+impl New<'_> {
+    fn size_for(&self, source: &Source<'_>) -> anyhow::Result<VolumeSize> {
+        if let Some(size) = self.size {
+            return Ok(size);
+        }
+        let Some(image_bytes) = source.len_bytes() else {
+            bail!("--size: the size of stdin is unknown; name the size of the volume");
+        };
+        let bytes = match self.format {
+            VolumeFormat::Btt => volume_bytes_for(image_bytes),
+            VolumeFormat::Raw => image_bytes.max(1).checked_next_multiple_of(CHUNK_BYTES),
+        };
+        bytes.map(VolumeSize::Bytes).with_context(|| {
+            format!("--from: the image has {image_bytes} bytes, and no volume can be that large")
+        })
+    }
+
+    /// Name of the volume during the import. A long name is cut.
+    fn name_of_part(&self) -> String {
+        let end = self.name.floor_char_boundary(MAX_NAME_BYTES - SUFFIX.len());
+        format!("{}{SUFFIX}", &self.name[..end])
+    }
+}
+
+/// Creates a volume and fills it. A failed import deletes the volume.
+pub(crate) fn create(
+    path: &Path,
+    new: &New<'_>,
+    source: Source<'_>,
+) -> anyhow::Result<(Arc<Pool>, VolumeInfo, Filled)> {
+    let _: VolumeName = new.name.parse().map_err(PoolError::Name)?;
+    let source = source.unpacked()?;
+    let size = new.size_for(&source)?;
+    let part = new.name_of_part();
+    let pool = watched(|progress| {
+        let pool = Pool::open(path, OpenMode::ReadWrite)?;
+        check_names(&pool, new.name, &part)?;
+        pool.scrub_for(size, progress)?;
+        pool.create_volume(&part, size, new.format)?;
+        anyhow::Ok(pool)
+    })
+    .map_err(with_flag)?;
+    match fill_part(&pool, &part, new.name, source) {
+        Ok((volume, filled)) => Ok((pool, volume, filled)),
+        Err(error) => {
+            let deleted = watched(|progress| {
+                pool.delete_volume(&part)?;
+                pool.scrub_all_with(progress)
+            });
+            Err(match deleted {
+                Ok(()) => error.context("no volume was created"),
+                Err(_) => error.context(left_over(&pool, &part)),
+            })
+        }
+    }
+}
+
+fn check_names(pool: &Pool, name: &str, part: &str) -> anyhow::Result<()> {
+    for volume in pool.volumes() {
+        if volume.name == name {
+            return Err(PoolError::VolumeExists { name: name.to_owned() }.into());
+        }
+        if volume.name == part {
+            bail!("{}", left_over(pool, part));
+        }
+    }
+    Ok(())
+}
+
+fn left_over(pool: &Pool, part: &str) -> String {
+    format!(
+        "volume {part:?} is left of an import that did not end; `pmvol volume delete {} {part} --force` removes it",
+        pool.path().display()
+    )
+}
+
+fn fill_part(
+    pool: &Arc<Pool>,
+    part: &str,
+    name: &str,
+    source: Source<'_>,
+) -> anyhow::Result<(VolumeInfo, Filled)> {
+    let media = Media::Volume(pool.open_volume(part)?);
+    let filled = fill(&media, &Place::volume(pool.path(), name), source)?;
+    drop(media);
+    Ok((pool.rename_volume(part, name)?, filled))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn name_during_the_import_is_a_valid_one() {
+        for name in ["data", &"x".repeat(MAX_NAME_BYTES), &"ü".repeat(MAX_NAME_BYTES / 2)] {
+            let new = New { name, size: None, format: VolumeFormat::Btt };
+            let part = new.name_of_part();
+            assert!(part.parse::<VolumeName>().is_ok() && part != name, "{part}");
+        }
+    }
+}

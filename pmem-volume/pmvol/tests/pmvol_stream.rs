@@ -1,0 +1,245 @@
+//! Images through pipes, and volumes that are created from images.
+
+mod shell;
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
+use std::process::{Command, Output, Stdio};
+
+use pmem_volume::{OpenMode, Pool};
+use serde_json::Value;
+use shell::{Folder, overwrite};
+
+const MIB: u64 = 1 << 20;
+const SECTOR_BYTES: u64 = 4096;
+const QCOW2: &str = "qcow2 cannot be streamed";
+
+fn pmvol(folder: &Folder, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
+    command.args(arguments).current_dir(folder.0.path());
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Runs a command with bytes on its stdin.
+fn feed(folder: &Folder, arguments: &[&str], bytes: &[u8]) -> Output {
+    let mut child = pmvol(folder, arguments).stdin(Stdio::piped()).spawn().unwrap();
+    // A command that refuses to start reads nothing.
+    let _ = child.stdin.take().unwrap().write_all(bytes);
+    child.wait_with_output().unwrap()
+}
+
+fn refused(output: &Output, words: &[&str]) {
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    words.iter().for_each(|word| assert!(text.contains(word), "{text}"));
+}
+
+fn names(folder: &Folder) -> Vec<String> {
+    let document = folder.json(&["volume", "list", "pool", "--json"]);
+    let volumes = document["volumes"].as_array().unwrap().iter();
+    volumes.map(|volume| volume["name"].as_str().unwrap().to_owned()).collect()
+}
+
+/// A pool with an empty BTT volume `v` and a raw one `r`, and an image with data in a few places.
+fn with_image() -> (Folder, Vec<u8>) {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "96M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "24M"]);
+    folder.succeed(&["volume", "create", "pool", "r", "--size", "8M", "--format", "raw"]);
+    let file = File::create(folder.path("in")).unwrap();
+    file.set_len(7 * MIB + 100).unwrap();
+    for sector in [0, 3, 4, 700, 7 * MIB / SECTOR_BYTES - 1] {
+        let mut bytes = vec![0x5a; SECTOR_BYTES as usize];
+        bytes[..8].copy_from_slice(&sector.to_le_bytes());
+        file.write_all_at(&bytes, sector * SECTOR_BYTES).unwrap();
+    }
+    file.write_all_at(b"the last bytes", 7 * MIB + 86).unwrap();
+    let image = fs::read(folder.path("in")).unwrap();
+    (folder, image)
+}
+
+fn usable(folder: &Folder, name: &str) -> usize {
+    let document = folder.json(&["volume", "list", "pool", "--json"]);
+    let mut volumes = document["volumes"].as_array().unwrap().iter();
+    let volume = volumes.find(|volume| volume["name"] == name).unwrap();
+    volume["usable_bytes"].as_u64().unwrap() as usize
+}
+
+#[test]
+fn an_image_goes_through_pipes_as_through_files() {
+    let (folder, image) = with_image();
+    for name in ["v", "r"] {
+        let output = feed(&folder, &["volume", "import", "pool", name, "--from", "-"], &image);
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let words = format!("stdin imported to volume {name} of pool: 7.0 MiB, of which 24 KiB");
+        assert!(text.starts_with(&words), "{text}");
+        let output =
+            pmvol(&folder, &["volume", "export", "pool", name, "--to", "-"]).output().unwrap();
+        assert!(output.status.success());
+        let mut expected = image.clone();
+        expected.resize(usable(&folder, name), 0);
+        assert!(output.stdout == expected, "{name}");
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains("exported to stdout") && text.lines().count() == 1, "{text}");
+        // The name of the file, and the other name of the command.
+        folder.succeed(&["volume", "export", "pool", name, "--to", "out", "--force"]);
+        assert!(fs::read(folder.path("out")).unwrap() == expected);
+        folder.succeed(&["btt", "export", "pool", name, "--to", "out", "--force"]);
+        assert!(fs::read(folder.path("out")).unwrap() == expected);
+        let again = ["volume", "import", "pool", name, "--from", "in"];
+        folder.fail(&again, &["holds data", "--force"]);
+    }
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+}
+
+#[test]
+fn a_stream_replaces_all_of_a_volume_with_force() {
+    let (folder, image) = with_image();
+    let full = vec![0x77; usable(&folder, "v")];
+    assert!(
+        feed(&folder, &["volume", "import", "pool", "v", "--from", "-"], &full).status.success()
+    );
+    let import = ["volume", "import", "pool", "v", "--from", "-"];
+    refused(&feed(&folder, &import, &image), &["holds data", "--force"]);
+    assert!(feed(&folder, &[&import[..], &["--force"]].concat(), &image).status.success());
+    folder.succeed(&["volume", "export", "pool", "v", "--to", "out"]);
+    let mut expected = image;
+    expected.resize(full.len(), 0);
+    assert!(fs::read(folder.path("out")).unwrap() == expected);
+}
+
+#[test]
+fn streams_that_cannot_be_are_refused_with_a_reason() {
+    let (folder, image) = with_image();
+    let export = ["volume", "export", "pool", "v", "--to", "-"];
+    let import = ["volume", "import", "pool", "v", "--from", "-"];
+    folder.fail(&[&export[..], &["--format", "qcow2"]].concat(), &[QCOW2]);
+    folder.fail(&[&export[..], &["--json"]].concat(), &["--json", "stdout"]);
+    refused(&feed(&folder, &[&import[..], &["--format", "qcow2"]].concat(), &image), &[QCOW2]);
+    refused(&feed(&folder, &import, b""), &["stdin has no data"]);
+    refused(&feed(&folder, &import, b"QFI\xfb and more"), &["begins as a qcow2 image does"]);
+    assert!(
+        feed(&folder, &[&import[..], &["--format", "raw"]].concat(), b"QFI\xfb").status.success()
+    );
+    let large = vec![1; usable(&folder, "v") + 1];
+    refused(
+        &feed(&folder, &[&import[..], &["--force"]].concat(), &large),
+        &["has room for", "import it again with --force"],
+    );
+}
+
+#[test]
+fn an_export_whose_reader_goes_away_fails() {
+    let (folder, _) = with_image();
+    let mut child =
+        pmvol(&folder, &["volume", "export", "pool", "v", "--to", "-"]).spawn().unwrap();
+    // More than a pipe holds comes after it.
+    let mut first = [0; 4096];
+    child.stdout.take().unwrap().read_exact(&mut first).unwrap();
+    let output = child.wait_with_output().unwrap();
+    refused(&output, &["the reader closed stdout before the end of the image"]);
+}
+
+#[test]
+fn a_volume_is_created_from_an_image() {
+    let (folder, image) = with_image();
+    let create = ["volume", "create", "pool", "new", "--from"];
+    let text = folder.succeed(&[&create[..], &["in"]].concat());
+    assert!(text.starts_with("volume new made: 18 MiB, btt, "), "{text}");
+    let document = folder.run(&[&create[..], &["in", "--json"]].concat());
+    refused(&document, &["\"new\" exists already"]);
+    folder.succeed(&["volume", "export", "pool", "new", "--to", "out"]);
+    let mut expected = image.clone();
+    expected.resize(usable(&folder, "new"), 0);
+    assert!(fs::read(folder.path("out")).unwrap() == expected);
+
+    folder.succeed(&["volume", "delete", "pool", "new", "--force"]);
+    let made = folder.json(&[&create[..], &["in", "--format", "raw", "--json"]].concat());
+    assert_eq!(
+        (&made["volumes"][0]["size_bytes"], &made["image_bytes"]),
+        (&(8 * MIB).into(), &image.len().into())
+    );
+    // A size that is given counts, and a stream needs one.
+    folder.succeed(&["volume", "delete", "pool", "new", "--force"]);
+    refused(
+        &feed(&folder, &[&create[..], &["-"]].concat(), &image),
+        &["--size", "stdin is unknown"],
+    );
+    let output = feed(&folder, &[&create[..], &["-", "--size", "20M"]].concat(), &image);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(names(&folder), ["new", "r", "v"]);
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+    folder.fail(&["volume", "create", "pool", "w"], &["--size"]);
+    folder.fail(
+        &["volume", "create", "pool", "w", "--size", "20M", "--image-format", "raw"],
+        &["--from"],
+    );
+}
+
+#[test]
+fn a_creation_whose_import_fails_leaves_no_volume() {
+    let (folder, image) = with_image();
+    let info = || folder.json(&["info", "pool", "--json"]);
+    let before = info();
+    let create = ["volume", "create", "pool", "new", "--from"];
+    for (arguments, words) in [
+        (&["in", "--size", "2M", "--format", "raw"][..], "has room for 2097152"),
+        (&["-", "--size", "2M", "--format", "raw"], "has room for"),
+        (&["nothing"], "cannot read nothing"),
+        (&["in", "--size", "1G"], "the pool is full"),
+    ] {
+        refused(&feed(&folder, &[&create[..], arguments].concat(), &image), &[words]);
+        assert_eq!(names(&folder), ["r", "v"], "{arguments:?}");
+        assert_eq!(info(), before, "{arguments:?}");
+    }
+}
+
+#[test]
+fn a_killed_creation_leaves_a_part_that_is_named_and_removed() {
+    let (folder, image) = with_image();
+    let arguments = ["volume", "create", "pool", "new", "--size", "20M", "--from", "-"];
+    let mut child = pmvol(&folder, &arguments).stdin(Stdio::piped()).spawn().unwrap();
+    child.stdin.as_mut().unwrap().write_all(&image[..4]).unwrap();
+    // The volume is there, and its import waits for more.
+    let peek = || Pool::open(&folder.path("pool"), OpenMode::Peek).unwrap().volumes();
+    while !peek().iter().any(|volume| volume.name == "new.importing") {
+        assert!(child.try_wait().unwrap().is_none());
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(names(&folder), ["new.importing", "r", "v"]);
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+    let output = feed(&folder, &arguments, &image);
+    let remedy = "pmvol volume delete pool new.importing --force";
+    refused(&output, &[remedy]);
+    folder.succeed(&remedy.split(' ').skip(1).collect::<Vec<_>>());
+    assert!(feed(&folder, &arguments, &image).status.success());
+    assert_eq!(names(&folder), ["new", "r", "v"]);
+}
+
+#[test]
+fn transfers_are_reported_in_json() {
+    let (folder, image) = with_image();
+    let filled = folder.json(&["volume", "import", "pool", "v", "--from", "in", "--json"]);
+    let expected = |document: &Value| {
+        assert_eq!((&document["path"], &document["volume"]), (&"pool".into(), &"v".into()));
+    };
+    expected(&filled);
+    assert_eq!((&filled["image"], &filled["image_bytes"]), (&"in".into(), &image.len().into()));
+    let out = folder.json(&["volume", "export", "pool", "v", "--to", "out", "--json"]);
+    expected(&out);
+    assert_eq!((&out["complete"], &out["lost_sectors"]), (&true.into(), &0.into()));
+    assert_eq!(out["size_bytes"], usable(&folder, "v"));
+    // The entry of sector 3 in the map, which marks it as lost.
+    let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
+    let map_at = 4 * MIB + info["arenas"][0]["map_at_bytes"].as_u64().unwrap();
+    overwrite(&folder.path("pool"), map_at + 4 * 3, &(3u32 | 1 << 30).to_le_bytes());
+    let arguments = ["volume", "export", "pool", "v", "--to", "out", "--force", "--json"];
+    let output = folder.run(&arguments);
+    assert_eq!(output.status.code(), Some(1));
+    let out: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&out["complete"], &out["lost_sectors"]), (&false.into(), &1.into()));
+}
