@@ -243,3 +243,53 @@ fn transfers_are_reported_in_json() {
     let out: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&out["complete"], &out["lost_sectors"]), (&false.into(), &1.into()));
 }
+
+/// The import of an empty BTT fills windows of 64 MiB, of which each becomes visible at its end.
+#[test]
+fn sectors_are_zeros_or_new_after_a_killed_import_into_an_empty_volume() {
+    const IMAGE_BYTES: u64 = 160 * MIB;
+    // Where the first sector's block lies: behind the pool's data and the info block.
+    const BLOCKS_AT: u64 = 4 * MIB + 8192;
+    let folder = Folder::new();
+    let sectors = 0..IMAGE_BYTES / SECTOR_BYTES;
+    let content = |sector: u64| {
+        let mut bytes = vec![0x5a; SECTOR_BYTES as usize];
+        bytes[..8].copy_from_slice(&sector.to_le_bytes());
+        bytes
+    };
+    fs::write(folder.path("in"), sectors.clone().flat_map(content).collect::<Vec<_>>()).unwrap();
+    let mut mixed = 0;
+    for round in 0.. {
+        assert!(round < 100, "no import was killed in between: {mixed}");
+        let _ = fs::remove_file(folder.path("pool"));
+        folder.succeed(&["create", "pool", "--size", "256M"]);
+        folder.succeed(&["volume", "create", "pool", "v", "--size", "200M"]);
+        let pool = File::open(folder.path("pool")).unwrap();
+        let mut child =
+            pmvol(&folder, &["volume", "import", "pool", "v", "--from", "in"]).spawn().unwrap();
+        // Killed once it has stored a sector of the second or the third window.
+        let watched = BLOCKS_AT + (65 + round * 7 % 90) * MIB + 100;
+        while child.try_wait().unwrap().is_none() {
+            let mut byte = [0];
+            pool.read_exact_at(&mut byte, watched).unwrap();
+            if byte[0] != 0 {
+                child.kill().unwrap();
+                break;
+            }
+        }
+        child.wait().unwrap();
+        assert_eq!(folder.json(&["btt", "check", "pool", "v", "--json"])["clean"], true);
+        let output = pmvol(&folder, &["volume", "export", "pool", "v", "--to", "-"]).output();
+        let image = output.unwrap().stdout;
+        let mut fresh = 0;
+        for (sector, bytes) in sectors.clone().zip(image.chunks(SECTOR_BYTES as usize)) {
+            let is_new = bytes == content(sector);
+            assert!(is_new || bytes.iter().all(|byte| *byte == 0), "sector {sector} is torn");
+            fresh += u64::from(is_new);
+        }
+        mixed += u32::from((1..sectors.end).contains(&fresh));
+        if mixed == 3 {
+            break;
+        }
+    }
+}

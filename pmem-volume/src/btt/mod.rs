@@ -29,7 +29,7 @@ pub use arena::{ArenaInfo, InfoError, InfoSource};
 pub use arena_walk::{Missing, Place, arenas, is_replaced};
 pub use check::{ArenaReport, Finding, Report, check, check_with};
 pub use content::{holds_data, usable_bytes};
-pub use engine::{ArenaStatus, Engine, EngineError, Fault};
+pub use engine::{ArenaStatus, Engine, EngineError, Fault, Load};
 pub use extend::{ExtendError, Extension, extend};
 pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES,

@@ -35,6 +35,9 @@ const ALLOCATE_STEP_BYTES: u64 = 1 << 30;
 /// volumes need some of them, too.
 pub(crate) const MAX_MAPPED_BYTES: u64 = 64 << 40;
 
+/// Bulk stores to the page cache of this length are system calls.
+const WRITTEN_BYTES: usize = 64 << 10;
+
 /// Unit of msync() and sync_file_range().
 const PAGE_BYTES: u64 = 4096;
 
@@ -232,6 +235,19 @@ impl FileMedia {
         self.pointer(offset_bytes, 8).cast()
     }
 
+    /// Stores bytes by a system call. A store through the mapping would take a page fault for each
+    /// page, and the kernel would fill the page before it is overwritten.
+    #[cold]
+    fn write(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.check_writable()?;
+        let range = offset_bytes..offset_bytes + bytes.len() as u64;
+        assert_inside(offset_bytes, bytes.len() as u64, self.len_bytes);
+        // The call would make a file longer that was cut.
+        self.check_length()
+            .and_then(|()| self.file.write_all_at(bytes, offset_bytes))
+            .map_err(|source| io_error("write", &range, source))
+    }
+
     /// Error of an access to a lost page.
     #[cold]
     fn lost(&self, operation: &'static str, offset_bytes: u64, length_bytes: u64) -> MediaError {
@@ -423,6 +439,10 @@ impl Media for FileMedia {
         let line = CACHE_LINE_BYTES as u64;
         let in_lines =
             offset_bytes.is_multiple_of(line) && bytes.len().is_multiple_of(CACHE_LINE_BYTES);
+        if self.durability == Durability::PageCache && bytes.len() >= WRITTEN_BYTES {
+            self.write(offset_bytes, bytes)?;
+            return self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending);
+        }
         if self.durability == Durability::PageCache || !in_lines {
             self.store(offset_bytes, bytes)?;
             return self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending);

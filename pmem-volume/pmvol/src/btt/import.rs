@@ -1,16 +1,16 @@
 //! A volume's sectors from an image file.
 
-use std::cell::RefCell;
 use std::fs::File;
 use std::io::{self, Cursor, IsTerminal, Read};
+use std::mem;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use anyhow::{Context, bail};
 use foreshore_types::size::Size;
-use pmem_volume::btt::Engine;
-use pmem_volume::media::is_zero;
+use pmem_volume::btt::{Engine, Load};
+use pmem_volume::media::{self, MediaError, Pending, is_zero};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 use rustix::io::Errno;
 use serde::Serialize;
@@ -26,7 +26,8 @@ use crate::print::print;
 
 /// Copied in one go.
 const PIECE_BYTES: u64 = 1 << 20;
-/// A raw volume is written in units of this size, and made durable after so many bytes.
+/// A raw volume is written in units of this size, and made durable each time so many bytes were
+/// written.
 const PAGE_BYTES: u64 = 4096;
 const PERSIST_BYTES: u64 = 64 << 20;
 
@@ -68,6 +69,7 @@ pub(crate) fn import(place: &Place, options: &ImportOptions) -> anyhow::Result<O
     if holds_data && !force {
         bail!("{} holds data; --force replaces it all", place.name());
     }
+    let target = if holds_data { target } else { target.empty() };
     let filled = target.fill(place, source.unpacked()?, holds_data).with_context(|| {
         format!("{} has a part of the image; import it again with --force", place.name())
     })?;
@@ -79,7 +81,7 @@ pub(crate) fn import(place: &Place, options: &ImportOptions) -> anyhow::Result<O
 
 /// Fills a volume that was just created.
 pub(crate) fn fill(media: &Media, place: &Place, source: Source<'_>) -> anyhow::Result<Filled> {
-    Target::of(media)?.fill(place, source, false)
+    Target::of(media)?.empty().fill(place, source, false)
 }
 
 fn source_name(path: &Path) -> String {
@@ -191,100 +193,108 @@ fn open_stdin(format: Option<ImageFormat>) -> anyhow::Result<Box<dyn Read>> {
     Ok(Box::new(Cursor::new(first).chain(stdin)))
 }
 
-/// What is written to: sectors of a BTT, or a raw volume's bytes.
-struct Target<'a> {
-    to: To<'a>,
-    /// Written and not durable yet, from the first byte to the last.
-    pending: RefCell<Pending>,
-}
-
-enum To<'a> {
+/// What is written to.
+enum Target<'a> {
+    /// A BTT that may hold data.
     Sectors(Box<Engine<&'a Media>>),
-    Bytes(&'a Media),
+    /// An empty BTT. Taken when it is full.
+    Empty(Option<Box<Load<&'a Media>>>),
+    /// A raw volume.
+    Bytes(Bytes<&'a Media>),
 }
 
-/// Writes that are made durable together, and holes between them.
-#[derive(Default)]
-struct Pending {
-    range: Range<u64>,
-    written_bytes: u64,
+/// A raw volume, and what was written to it and is not durable yet.
+struct Bytes<M> {
+    media: M,
+    pending: Pending,
+    pending_bytes: u64,
 }
 
-impl Pending {
-    /// One more write. What is to be made durable now, if it is enough.
-    fn add(&mut self, range: Range<u64>) -> Option<Range<u64>> {
-        self.written_bytes += range.end - range.start;
-        self.range = match self.range.is_empty() {
-            true => range,
-            false => self.range.start.min(range.start)..self.range.end.max(range.end),
-        };
-        let is_enough = self.written_bytes >= PERSIST_BYTES;
-        is_enough.then(|| std::mem::take(self).range)
+impl<M: media::Media> Bytes<M> {
+    /// Writes, and makes durable what was written so far if it is much: what a page cache has not
+    /// written yet is memory.
+    fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.media.store_bulk(at, bytes, &mut self.pending)?;
+        self.pending_bytes += bytes.len() as u64;
+        if self.pending_bytes >= PERSIST_BYTES { self.persist() } else { Ok(()) }
+    }
+
+    fn persist(&mut self) -> Result<(), MediaError> {
+        self.pending_bytes = 0;
+        self.media.end_persist(&mem::take(&mut self.pending))
     }
 }
 
 impl<'a> Target<'a> {
     fn of(media: &'a Media) -> anyhow::Result<Self> {
         if media.is_raw() {
-            return Ok(Self::new(To::Bytes(media)));
+            let (pending, pending_bytes) = (Pending::default(), 0);
+            return Ok(Target::Bytes(Bytes { media, pending, pending_bytes }));
         }
-        Ok(Self::new(To::Sectors(Box::new(Engine::open(media)?))))
+        Ok(Target::Sectors(Box::new(Engine::open(media)?)))
     }
 
-    fn new(to: To<'a>) -> Self {
-        Self { to, pending: RefCell::default() }
+    /// The same for a volume that holds no data: a BTT is filled in bulk.
+    fn empty(self) -> Self {
+        match self {
+            Target::Sectors(engine) => match engine.into_load() {
+                Ok(load) => Target::Empty(Some(Box::new(load))),
+                Err(engine) => Target::Sectors(engine),
+            },
+            other => other,
+        }
+    }
+
+    fn engine(&self) -> Option<&Engine<&'a Media>> {
+        match self {
+            Target::Sectors(engine) => Some(engine),
+            Target::Empty(load) => load.as_ref().map(|load| load.engine()),
+            Target::Bytes(_) => None,
+        }
     }
 
     fn unit_bytes(&self) -> u64 {
-        match &self.to {
-            To::Sectors(engine) => u64::from(engine.sector_bytes()),
-            To::Bytes(_) => PAGE_BYTES,
-        }
+        self.engine().map_or(PAGE_BYTES, |engine| u64::from(engine.sector_bytes()))
     }
 
     fn len_bytes(&self) -> u64 {
-        match &self.to {
-            To::Sectors(engine) => engine.sectors() * self.unit_bytes(),
-            To::Bytes(media) => media.len_bytes(),
+        match self {
+            Target::Bytes(Bytes { media, .. }) => media.len_bytes(),
+            _ => self.engine().map_or(0, Engine::sectors) * self.unit_bytes(),
         }
     }
 
-    fn write(&self, at: u64, bytes: &[u8]) -> anyhow::Result<()> {
-        match &self.to {
-            To::Sectors(engine) => Ok(engine.write(at / self.unit_bytes(), bytes)?),
-            To::Bytes(media) => {
-                media.store(at, bytes)?;
-                // Not all at the end: what a page cache has not written yet is memory.
-                match self.pending.borrow_mut().add(at..at + bytes.len() as u64) {
-                    Some(range) => Ok(media.persist(std::slice::from_ref(&range))?),
-                    None => Ok(()),
-                }
+    fn write(&mut self, at: u64, bytes: &[u8]) -> anyhow::Result<()> {
+        let sector = at / self.unit_bytes();
+        match self {
+            Target::Sectors(engine) => engine.write(sector, bytes)?,
+            Target::Empty(load) => {
+                load.as_mut().expect("it is taken at the end").write(sector, bytes)?;
             }
+            Target::Bytes(raw) => raw.write(at, bytes)?,
         }
+        Ok(())
     }
 
-    fn zero(&self, range: Range<u64>) -> anyhow::Result<()> {
-        match &self.to {
-            To::Sectors(engine) => {
-                let unit_bytes = self.unit_bytes();
-                Ok(engine.write_zeroes(range.start / unit_bytes..range.end / unit_bytes)?)
-            }
-            To::Bytes(_) => {
-                let zeros = vec![0; PIECE_BYTES as usize];
-                let mut at = range.start;
-                while at < range.end {
-                    let length = (range.end - at).min(PIECE_BYTES);
-                    self.write(at, &zeros[..length as usize])?;
-                    at += length;
-                }
-                Ok(())
-            }
+    /// Writes zeros to a volume that holds data.
+    fn zero(&mut self, range: Range<u64>) -> anyhow::Result<()> {
+        if let Target::Sectors(engine) = self {
+            let unit_bytes = u64::from(engine.sector_bytes());
+            return Ok(engine.write_zeroes(range.start / unit_bytes..range.end / unit_bytes)?);
         }
+        let zeros = vec![0; PIECE_BYTES as usize];
+        let mut at = range.start;
+        while at < range.end {
+            let length = (range.end - at).min(PIECE_BYTES);
+            self.write(at, &zeros[..length as usize])?;
+            at += length;
+        }
+        Ok(())
     }
 
     /// Copies an image, and makes it durable also if a part of it cannot be read.
     fn fill(
-        &self,
+        mut self,
         place: &Place,
         mut source: Source<'_>,
         holds_data: bool,
@@ -292,31 +302,36 @@ impl<'a> Target<'a> {
         // qemu-img has seen the image later than `Source::open`.
         source.check_room(place, self.len_bytes())?;
         watched(|progress| {
-            Copy { target: self, holds_data, image_bytes: 0, data_bytes: 0 }
-                .run(&mut source.input, progress)
+            let copy = Copy { target: &mut self, holds_data, image_bytes: 0, data_bytes: 0 };
+            copy.run(&mut source.input, progress)
         })
     }
 
     /// Makes everything durable, for whichever driver comes next.
-    fn settle(&self) -> anyhow::Result<()> {
-        match &self.to {
-            To::Sectors(engine) => Ok(engine.settle()?),
-            To::Bytes(media) => Ok(media.persist(std::slice::from_ref(&(0..media.len_bytes())))?),
+    fn settle(&mut self) -> anyhow::Result<()> {
+        match self {
+            Target::Sectors(engine) => engine.settle()?,
+            Target::Empty(load) => {
+                load.take().expect("it is taken once").finish()?.settle()?;
+            }
+            Target::Bytes(raw) => raw.persist()?,
         }
+        Ok(())
     }
 }
 
-struct Copy<'a> {
-    target: &'a Target<'a>,
+struct Copy<'a, 'b> {
+    target: &'a mut Target<'b>,
     /// What is not written must become zeros.
     holds_data: bool,
     image_bytes: u64,
     data_bytes: u64,
 }
 
-impl Copy<'_> {
+impl Copy<'_, '_> {
     /// Copies everything. If it fails, what was copied is there to stay as well.
     fn run(mut self, input: &mut Input, progress: OnProgress<'_>) -> anyhow::Result<Filled> {
+        let total_bytes = self.target.len_bytes();
         let copied = match input {
             Input::File { file, len_bytes } => self.copy_file(file, *len_bytes, progress),
             Input::Stream(stream) => self.copy_stream(stream, progress),
@@ -324,7 +339,6 @@ impl Copy<'_> {
         let settled = self.target.settle();
         copied?;
         settled?;
-        let total_bytes = self.target.len_bytes();
         progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
         // The last sector is filled up.
         let data_bytes = self.data_bytes.min(self.image_bytes);
@@ -403,7 +417,7 @@ impl Copy<'_> {
     }
 
     /// A range of zeros, which need nothing where nothing was written.
-    fn skip(&self, range: Range<u64>) -> anyhow::Result<()> {
+    fn skip(&mut self, range: Range<u64>) -> anyhow::Result<()> {
         if self.holds_data && !range.is_empty() { self.target.zero(range) } else { Ok(()) }
     }
 }
@@ -421,26 +435,51 @@ fn next_data(file: &File, from: u64, len_bytes: u64) -> io::Result<Option<u64>> 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
+    use pmem_volume::Durability;
+
     use super::*;
 
-    #[test]
-    fn writes_are_made_durable_in_batches_also_with_holes_between_them() {
-        let mut pending = Pending::default();
-        let mut durable = Vec::new();
-        let written: Vec<_> = (0..300)
-            .map(|number| number * 3 * PIECE_BYTES..(number * 3 + 1) * PIECE_BYTES)
-            .collect();
-        for (number, range) in written.iter().enumerate() {
-            durable.extend(pending.add(range.clone()));
-            let reached = durable.last().map_or(0, |range: &Range<u64>| range.end);
-            let left =
-                written[..=number].iter().filter(|range| range.start >= reached).count() as u64;
-            assert!(left * PIECE_BYTES < PERSIST_BYTES, "{left} pieces are not durable");
+    /// Media that remember what was stored and is not durable.
+    #[derive(Default)]
+    struct Recorder(Mutex<Vec<Range<u64>>>);
+
+    impl media::Media for Recorder {
+        fn len_bytes(&self) -> u64 {
+            1 << 40
         }
+
+        fn durability(&self) -> Durability {
+            Durability::PageCache
+        }
+
+        fn read(&self, _: u64, _: &mut [u8]) -> Result<(), MediaError> {
+            panic!("nothing is read")
+        }
+
+        fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+            self.0.lock().unwrap().push(offset_bytes..offset_bytes + bytes.len() as u64);
+            Ok(())
+        }
+
+        fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+            self.0.lock().unwrap().retain(|stored| !ranges.contains(stored));
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn writes_to_a_raw_volume_become_durable_in_batches_and_at_the_end() {
+        let piece = vec![0; PIECE_BYTES as usize];
+        let mut raw =
+            Bytes { media: Recorder::default(), pending: Pending::default(), pending_bytes: 0 };
         let per_batch = (PERSIST_BYTES / PIECE_BYTES) as usize;
-        assert_eq!(durable.len(), written.len() / per_batch);
-        assert!(written[..durable.len() * per_batch].iter().all(|range| {
-            durable.iter().any(|batch| batch.start <= range.start && range.end <= batch.end)
-        }));
+        for number in 0..300 {
+            raw.write(number as u64 * 3 * PIECE_BYTES, &piece).unwrap();
+            assert_eq!(raw.media.0.lock().unwrap().len(), (number + 1) % per_batch);
+        }
+        raw.persist().unwrap();
+        assert!(raw.media.0.lock().unwrap().is_empty());
     }
 }

@@ -1,11 +1,14 @@
 //! Engine: access to the sectors of a BTT for any number of threads.
 //!
-//! - [`exchange`]: order of the steps of a write.
-//! - [`readers`]: protection of blocks that are being read. Readers and writers never wait for each
-//!   other.
-//! - [`map`]: entries change under a lock of their line. Otherwise, writes with different lanes
-//!   ([`lanes`]) share nothing. Their locks ([`lock`]) do not wait for pending stores.
-//! - [`arena`]: recovery at open, reading, discarding, and handling of damage.
+//! - [`exchange`]: how sectors are written, and why in that order.
+//! - [`load`]: how an empty BTT is filled with fewer flushes.
+//! - [`readers`]: how a block that is being read is not written meanwhile. A reader waits for no
+//!   writer, and no writer for a reader.
+//! - [`map`]: entries change under a lock of their line. Beyond that, writes with different lanes
+//!   ([`lanes`]) share nothing. Their locks ([`lock`]) are made for stores that are still on their
+//!   way.
+//! - [`arena`]: recovery at open, reading, discarding, and what becomes of an arena in which
+//!   something is wrong.
 //!
 //! A write is durable when it returns, to the degree that the media supports
 //! ([`crate::Durability`]), because recovery redoes an exchange that counts. A flush therefore only
@@ -29,11 +32,12 @@ mod cpu;
 mod exchange;
 mod failed;
 mod lanes;
+mod load;
 mod lock;
 mod map;
 mod readers;
 #[cfg(test)]
-pub(super) mod tests;
+mod tests;
 
 use std::ops::Range;
 
@@ -41,6 +45,7 @@ use thiserror::Error;
 use uuid::Uuid;
 
 use self::arena::Arena;
+pub use self::load::Load;
 use self::map::{LOCKS, Locks};
 use self::readers::{Readers, SLOTS};
 use super::arena::{InfoError, InfoSource};

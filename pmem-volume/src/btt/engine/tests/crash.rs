@@ -16,7 +16,7 @@ const POINTS: usize = 256;
 
 /// Opens every image of every point. The points are numbered from `first_step` on. Returns the
 /// number of images that are different within one crash point.
-fn verify(
+pub(super) fn verify(
     points: &[(CrashPoint, Oracle)],
     bound: usize,
     seed: u64,

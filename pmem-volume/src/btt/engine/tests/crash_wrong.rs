@@ -5,7 +5,10 @@ use super::crash::{crash_at_random, hand_over_at_random, kill_at_random};
 use super::script::Wrong;
 
 /// Expects that some seed detects the wrong order.
-fn must_be_found_out(campaign: fn(u64, Wrong) -> Result<usize, String>, wrong: Wrong) -> String {
+pub(super) fn must_be_found_out(
+    campaign: fn(u64, Wrong) -> Result<usize, String>,
+    wrong: Wrong,
+) -> String {
     (1..40)
         .find_map(|seed| campaign(seed, wrong).err())
         .unwrap_or_else(|| panic!("{wrong:?} went unnoticed"))

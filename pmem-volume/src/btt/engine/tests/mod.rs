@@ -3,6 +3,7 @@
 mod crash;
 mod crash_wrong;
 mod damage;
+mod load;
 mod lock;
 mod missing;
 mod model;
@@ -18,7 +19,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::*;
 use crate::btt::arena::read_arena;
 use crate::btt::layout::{InfoBytes, START_BYTES, checksum};
-use crate::btt::{Layout, Reader, Sector, check};
+use crate::btt::{Layout, Reader, Sector, check, usable_bytes};
 use crate::media::{Media, MemoryMedia};
 
 pub(super) const VOLUME_BYTES: u64 = 18 << 20;
@@ -238,4 +239,19 @@ fn volume_of_a_pool_is_served_and_keeps_its_content() {
     for sector in sectors {
         assert!(read(&engine, sector) == content(sector, 3, 4096), "sector {sector}");
     }
+}
+
+#[test]
+fn usable_bytes_are_those_of_the_sectors_of_all_arenas() {
+    for sector_bytes in [512, 4096] {
+        let engine = Engine::open(formatted_twice(sector_bytes)).unwrap();
+        let bytes = engine.sectors() * u64::from(sector_bytes);
+        assert_eq!(usable_bytes(engine.space()), Some(bytes));
+        assert!(bytes > usable_bytes(&formatted(sector_bytes)).unwrap());
+    }
+    let media = formatted(4096);
+    media.store(START_BYTES, &[0; 4096]).unwrap();
+    assert!(usable_bytes(&media).is_some(), "the second info block counts");
+    media.store((18 << 20) - 4096, &[0; 4096]).unwrap();
+    assert_eq!(usable_bytes(&media), None);
 }

@@ -62,6 +62,8 @@ pub(super) enum Wrong {
     DataBegunTooEarly,
     /// Halves of the log are stored after their persist has begun.
     LogBegunTooEarly,
+    /// The first map entries of a load, which say zeros, are not durable before the data.
+    LoadZeros,
 }
 
 /// Begun persist of a range. Like a CPU, it writes back the current content of the lines. The end
@@ -160,6 +162,17 @@ impl Recorded {
         is_left_out || self.wrong == Wrong::ErrorFlag && !ranges.iter().any(in_metadata)
     }
 
+    /// Are these the map entries of a window that begins, and is their persist the wrong one?
+    fn is_left_out_of_load(&self, range: &Range<u64>) -> bool {
+        let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
+        let mut words = (range.start..range.end).step_by(8);
+        let says_zeros = |at| {
+            let word = Media::load_word(&self.media, at).unwrap();
+            [word as u32, (word >> 32) as u32].iter().all(|entry| entry >> 30 == 2)
+        };
+        self.wrong == Wrong::LoadZeros && is_open && self.in_map(range) && words.all(says_zeros)
+    }
+
     fn in_map(&self, range: &Range<u64>) -> bool {
         self.map.start <= range.start && range.start < self.map.end
     }
@@ -187,7 +200,9 @@ impl Media for Recorded {
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        self.persist_all(if self.is_left_out(ranges) { &[] } else { ranges });
+        let kept: Vec<_> =
+            ranges.iter().filter(|range| !self.is_left_out_of_load(range)).cloned().collect();
+        self.persist_all(if self.is_left_out(ranges) { &[] } else { &kept });
         Ok(())
     }
 
@@ -529,6 +544,18 @@ impl Held {
 }
 
 impl Oracle {
+    /// From here on, sectors may hold this version.
+    pub(super) fn expect_write(&mut self, sectors: Range<u32>, version: u64) {
+        sectors.for_each(|sector| self.0.entry(sector).or_default().pending.push(version));
+    }
+
+    /// All writes have ended.
+    pub(super) fn end_writes(&mut self) {
+        for held in self.0.values_mut() {
+            held.current = held.pending.drain(..).next_back().unwrap_or(held.current);
+        }
+    }
+
     /// Verifies an image, and returns its content as an oracle without writes in progress.
     ///
     /// 1. A check finds nothing.

@@ -1,0 +1,102 @@
+//! Filling an empty BTT in bulk: what it leaves, and what a crash leaves of it.
+
+use std::sync::atomic::Ordering;
+
+use super::crash::verify;
+use super::crash_wrong::must_be_found_out;
+use super::script::{Oracle, Recorded, SECTORS, Wrong, new_media, sparse_content};
+use super::*;
+use crate::media::simulator::Random;
+use crate::pool::tests::campaign::{Replay, seeds};
+
+/// Images of each point, at most.
+const BOUND: usize = 48;
+const WINDOW: u32 = 16;
+
+/// Fills a BTT as a seed has it, and crashes at every persist. Some of its sectors have been
+/// exchanged and discarded before, so that their blocks are others.
+fn crash_while_loading(seed: u64, wrong: Wrong) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media(), wrong, Oracle::default());
+    let mut random = Random::new(seed);
+    let engine = Engine::open(&recorded).unwrap();
+    for _ in 0..random.below(20) {
+        let sector = random.below(u64::from(SECTORS));
+        engine.write(sector, &[0x77; 4096]).unwrap();
+        engine.discard(sector..sector + 1).unwrap();
+    }
+    engine.settle().unwrap();
+    let mut load = engine.into_load().unwrap().in_windows_of(WINDOW);
+    recorded.is_open.store(true, Ordering::Relaxed);
+    recorded.record();
+    let mut at = 0;
+    while at < SECTORS {
+        let sectors = at..SECTORS.min(at + 1 + random.below(12) as u32);
+        let bytes: Vec<u8> = sectors.clone().flat_map(|sector| sparse_content(sector, 1)).collect();
+        recorded.oracle.lock().unwrap().expect_write(sectors.clone(), 1);
+        load.write(u64::from(sectors.start), &bytes).unwrap();
+        at = sectors.end + random.below(6) as u32;
+    }
+    load.finish().unwrap();
+    recorded.oracle.lock().unwrap().end_writes();
+    verify(&recorded.take_points(), BOUND, seed, 0)
+}
+
+#[test]
+fn sectors_are_zeros_or_new_after_a_crash_at_every_persist() {
+    let images: usize =
+        seeds(24).map(|seed| crash_while_loading(seed, Wrong::Nothing).unwrap()).sum();
+    Replay::from_environment().count(images, 2000);
+}
+
+#[test]
+fn data_before_its_map_entry_durably_says_zeros_is_found_out() {
+    let error = must_be_found_out(crash_while_loading, Wrong::LoadZeros);
+    assert!(error.contains("is none of"), "{error}");
+}
+
+#[test]
+fn map_entry_before_its_data_is_durable_is_found_out() {
+    let error = must_be_found_out(crash_while_loading, Wrong::Data);
+    assert!(error.contains("is none of"), "{error}");
+}
+
+#[test]
+fn load_that_ends_before_its_map_is_durable_is_found_out() {
+    must_be_found_out(crash_while_loading, Wrong::Discard);
+}
+
+#[test]
+fn a_loaded_btt_holds_the_data_and_is_served_as_any_other() {
+    let engine = Engine::open(formatted_twice(4096)).unwrap();
+    let border = engine.arenas()[1].first_sector;
+    let sectors = border - 90..border + 90;
+    let bytes: Vec<u8> = sectors.clone().flat_map(|sector| content(sector, 1, 4096)).collect();
+    let mut load = engine.into_load().unwrap().in_windows_of(64);
+    load.write(sectors.start, &bytes).unwrap();
+    // Out of order, and again.
+    load.write(3, &content(3, 1, 4096)).unwrap();
+    load.write(3, &content(3, 2, 4096)).unwrap();
+    assert!(matches!(load.write(u64::MAX, &bytes), Err(EngineError::Outside { .. })));
+    let engine = load.finish().unwrap();
+    let mut back = vec![0; bytes.len()];
+    engine.read(sectors.start, &mut back).unwrap();
+    assert!(back == bytes);
+    assert_eq!(read(&engine, 3), content(3, 2, 4096));
+    assert_eq!(read(&engine, 4), [0; 4096]);
+    engine.write(3, &content(3, 3, 4096)).unwrap();
+    engine.settle().unwrap();
+    let media = engine.common.space;
+    assert!(check(&media).is_clean());
+    let engine = Engine::open(media).unwrap();
+    assert_eq!(read(&engine, 3), content(3, 3, 4096));
+    assert_eq!(read(&engine, border), content(border, 1, 4096));
+}
+
+#[test]
+fn btt_with_data_or_small_sectors_is_not_loaded() {
+    let engine = Engine::open(formatted(4096)).unwrap();
+    engine.write(7, &content(7, 1, 4096)).unwrap();
+    let engine = engine.into_load().err().unwrap();
+    assert_eq!(read(&engine, 7), content(7, 1, 4096));
+    assert!(Engine::open(formatted(512)).unwrap().into_load().is_err());
+}
