@@ -1,0 +1,188 @@
+//! Media in files of tmpfs and of a disk.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use super::super::noted::{Noted, not_durable, noted_in};
+use super::*;
+
+fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
+    let file = tempfile::tempfile_in(folder).unwrap();
+    allocate(&file, 0..len_bytes, false, &mut unheard).unwrap();
+    FileMedia::new(file, len_bytes, true).unwrap()
+}
+
+fn erase(media: &FileMedia, range: Range<u64>) -> Result<(), MediaError> {
+    media.erase(std::slice::from_ref(&range))
+}
+
+/// A folder on tmpfs, and one that is likely to be on a disk.
+fn folders() -> Vec<std::path::PathBuf> {
+    vec!["/dev/shm".into(), std::env::current_dir().unwrap()]
+}
+
+#[test]
+fn stores_are_seen_by_loads_and_reads_and_can_be_persisted() {
+    for folder in folders() {
+        let media = media_in(&folder, 2 * CHUNK_BYTES);
+        media.store(CHUNK_BYTES + 3, b"abc").unwrap();
+        media.store_word(64, 0x0102_0304_0506_0708).unwrap();
+        media.persist(&[0..72, CHUNK_BYTES..CHUNK_BYTES + 6]).unwrap();
+        let mut back = [0; 3];
+        media.read(CHUNK_BYTES + 3, &mut back).unwrap();
+        assert_eq!(&back, b"abc");
+        assert_eq!(media.load_word(64).unwrap(), 0x0102_0304_0506_0708);
+    }
+}
+
+/// Stores that are begun to be persisted: what comes next is the end.
+type Begin = fn(&FileMedia, &mut Pending);
+
+const BEGINNINGS: [(&str, Begin); 4] = [
+    ("a word", |media, pending| {
+        media.store_word(4096, 1).unwrap();
+        media.begin_persist(4096..4104, pending).unwrap();
+    }),
+    ("bytes in three lines", |media, pending| {
+        media.store(60, &[1; 70]).unwrap();
+        media.begin_persist(60..130, pending).unwrap();
+    }),
+    ("whole lines", |media, pending| media.store_bulk(8192, &[1; 4096], pending).unwrap()),
+    ("parts of lines", |media, pending| media.store_bulk(8, &[1; 4096], pending).unwrap()),
+];
+
+#[test]
+fn on_dax_what_was_begun_to_be_persisted_is_durable_at_the_end() {
+    let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES).at_the_cost_of_dax();
+    for (what, begin) in BEGINNINGS {
+        let mut pending = Pending::default();
+        let begun = noted_in(|| begin(&media, &mut pending));
+        assert!(!not_durable(&begun).is_empty(), "{what}: the end has something to do");
+        let ended = noted_in(|| media.end_persist(&pending).unwrap());
+        let left = not_durable(&[begun, ended].concat());
+        assert!(left.is_empty(), "{what}: {left:x?}");
+    }
+    let stored = noted_in(|| {
+        media.store(60, &[1; 70]).unwrap();
+        media.store_word(4096, 1).unwrap();
+        media.persist(&[60..130, 4096..4104]).unwrap();
+    });
+    assert!(not_durable(&stored).is_empty(), "persisted at once: {stored:x?}");
+}
+
+/// A process that dies leaves what is in the caches; what went past them is to be there before
+/// what comes later is.
+#[test]
+fn on_volatile_media_what_went_past_the_caches_is_ordered_by_the_end() {
+    let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES);
+    assert_eq!(media.durability(), Durability::Volatile);
+    for (what, begin) in BEGINNINGS {
+        let mut pending = Pending::default();
+        let noted = noted_in(|| {
+            begin(&media, &mut pending);
+            media.end_persist(&pending).unwrap();
+        });
+        let streamed = noted.iter().rposition(|noted| matches!(noted, Noted::Streamed(_)));
+        let fenced = noted.iter().rposition(|noted| *noted == Noted::Fenced);
+        assert_eq!(streamed.is_some(), what == "whole lines", "{what}: {noted:x?}");
+        assert_eq!(fenced.is_some(), streamed.is_some(), "{what}: {noted:x?}");
+        assert!(fenced >= streamed, "{what}: {noted:x?}");
+    }
+}
+
+#[test]
+fn erased_chunks_read_as_zeros_and_their_neighbours_do_not() {
+    for folder in folders() {
+        let media = media_in(&folder, 3 * CHUNK_BYTES);
+        for chunk in 0..3 {
+            media.store(chunk * CHUNK_BYTES, &vec![0xaa; CHUNK_BYTES as usize]).unwrap();
+        }
+        erase(&media, CHUNK_BYTES..2 * CHUNK_BYTES).unwrap();
+        let mut back = vec![0; 3 * CHUNK_BYTES as usize];
+        media.read(0, &mut back).unwrap();
+        for (chunk, bytes) in back.chunks(CHUNK_BYTES as usize).enumerate() {
+            let expected = if chunk == 1 { 0 } else { 0xaa };
+            assert!(bytes.iter().all(|b| *b == expected), "chunk {chunk} in {}", folder.display());
+        }
+    }
+}
+
+#[test]
+fn tmpfs_is_volatile_and_gives_blocks_back_when_erased() {
+    let media = media_in(Path::new("/dev/shm"), 2 * CHUNK_BYTES);
+    assert_eq!(media.durability(), Durability::Volatile);
+    media.store(0, &vec![1; 2 * CHUNK_BYTES as usize]).unwrap();
+    assert_eq!(media.file().metadata().unwrap().blocks() * 512, 2 * CHUNK_BYTES);
+    erase(&media, 0..CHUNK_BYTES).unwrap();
+    assert_eq!(media.file().metadata().unwrap().blocks() * 512, CHUNK_BYTES);
+}
+
+#[test]
+fn a_file_on_disk_is_fully_allocated_and_stays_so_when_erased() {
+    let folder = std::env::current_dir().unwrap();
+    let media = media_in(&folder, 2 * CHUNK_BYTES);
+    if media.durability() != Durability::PageCache {
+        eprintln!("skipped: {} is {}", folder.display(), media.durability().name());
+        return;
+    }
+    erase(&media, 0..CHUNK_BYTES).unwrap();
+    assert!(media.file().metadata().unwrap().blocks() * 512 >= 2 * CHUNK_BYTES);
+}
+
+#[test]
+fn media_grows_and_what_is_behind_it_can_be_cut() {
+    for folder in folders() {
+        let media = media_in(&folder, CHUNK_BYTES);
+        media.store_word(8, 7).unwrap();
+        let grown = media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap();
+        assert_eq!(grown.load_word(8).unwrap(), 7);
+        assert_eq!(grown.load_word(2 * CHUNK_BYTES).unwrap(), 0);
+        grown.store_word(2 * CHUNK_BYTES, 5).unwrap();
+        drop(grown);
+        media.cut_tail().unwrap();
+        assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
+        assert_eq!(
+            media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap().load_word(2 * CHUNK_BYTES).unwrap(),
+            0
+        );
+    }
+}
+
+#[test]
+fn a_flush_that_failed_stays_failed_for_all_media_on_the_same_open_file() {
+    let media = media_in(&std::env::current_dir().unwrap(), 2 * CHUNK_BYTES);
+    if media.durability() != Durability::PageCache {
+        eprintln!("skipped: the folder is {}", media.durability().name());
+        return;
+    }
+    let grown = media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap();
+    grown.persist_range(0..8).unwrap();
+    media.file().set_len(CHUNK_BYTES).unwrap();
+    media.persist_range(0..8).unwrap_err();
+    media.file().set_len(3 * CHUNK_BYTES).unwrap();
+    for media in [&media, &grown] {
+        assert!(matches!(media.persist_range(0..8), Err(MediaError::Io { .. })));
+    }
+}
+
+#[test]
+fn more_than_a_process_has_addresses_for_is_refused_with_the_reason() {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(MAX_MAPPED_BYTES + CHUNK_BYTES).unwrap();
+    let mapped = FileMedia::new(file.try_clone().unwrap(), MAX_MAPPED_BYTES, false);
+    drop(mapped.expect("the bound is one that can be had"));
+    let error = FileMedia::new(file, MAX_MAPPED_BYTES + CHUNK_BYTES, false).err().unwrap();
+    let MediaError::Io { source, .. } = error else { panic!("{error}") };
+    assert!(source.to_string().contains("64 TiB"), "{source}");
+}
+
+#[test]
+fn media_open_for_reading_refuses_stores() {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    allocate(&file, 0..CHUNK_BYTES, false, &mut unheard).unwrap();
+    let media = FileMedia::new(file, CHUNK_BYTES, false).unwrap();
+    assert!(matches!(media.store(0, &[1]), Err(MediaError::ReadOnly)));
+    assert!(matches!(media.store_word(0, 1), Err(MediaError::ReadOnly)));
+    assert!(matches!(erase(&media, 0..CHUNK_BYTES), Err(MediaError::ReadOnly)));
+    assert_eq!(media.load_word(0).unwrap(), 0);
+}
