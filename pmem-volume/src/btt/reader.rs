@@ -9,8 +9,19 @@ use super::arena::ArenaInfo;
 use super::arena_walk::arenas;
 use super::check::Finding;
 use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
-use super::layout::MAP_ENTRY_BYTES;
+use super::layout::{MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
 use crate::media::{Media, MediaError};
+
+/// Sectors whose map entries are searched in one go.
+const MAP_PIECE_SECTORS: u32 = 64 << 10;
+
+fn is_unwritten(entry: &[u8; 4]) -> bool {
+    u32::from_le_bytes(*entry) & (MAP_ERROR | MAP_ZERO) == 0
+}
+
+fn is_zeros(entry: &[u8; 4]) -> bool {
+    decode_map(0, u32::from_le_bytes(*entry)).kind == MapKind::Zeros
+}
 
 /// Content of a sector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,9 +159,9 @@ impl<'a, S: Media> Reader<'a, S> {
     /// Finds the first of `sectors` that may have bytes other than zeros or that cannot be
     /// examined. Returns `None` if all of them read as zeros.
     ///
-    /// A sector whose map entry was never written maps to the block with its own number. A sector
-    /// therefore reads as zeros if both its map entry and that block are holes. The file system
-    /// reports holes, so they are not read.
+    /// A sector reads as zeros if its map entry says so. A sector whose map entry was never written
+    /// maps to the block with its own number, and reads as zeros if that block is a hole. Holes of
+    /// blocks and of the map are reported by the file system and not read.
     pub fn next_data(&self, sectors: Range<u64>) -> Option<u64> {
         let mut at = sectors.start;
         while at < sectors.end {
@@ -171,27 +182,63 @@ impl<'a, S: Media> Reader<'a, S> {
     /// Searches `sectors` of one arena. Returns a sector that cannot be examined, because reading
     /// it reports the reason.
     fn next_data_in(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
-        let Range { start, end } = sectors;
-        let entry_at = |sector: u32| arena.info.map_at + u64::from(sector) * MAP_ENTRY_BYTES;
-        let Ok(written) = self.space.next_data(entry_at(start)..entry_at(end)) else {
-            return Some(start);
-        };
-        let mapped =
-            written.map_or(end, |data| ((data.start - arena.info.map_at) / MAP_ENTRY_BYTES) as u32);
-        let pending = arena.pending.range(start..end).next().map_or(end, |(sector, _)| *sector);
-        let unmapped_end = mapped.min(pending);
-        let Some(last) = unmapped_end.checked_sub(1).filter(|last| *last >= start) else {
-            return Some(start);
-        };
-        let from = arena.info.block_at(start);
+        let pending = arena.pending.range(sectors.clone()).next();
+        let end = pending.map_or(sectors.end, |(sector, _)| *sector);
+        let mut at = sectors.start;
+        while at < end {
+            let place = |sector: u32| arena.info.map_at + u64::from(sector) * MAP_ENTRY_BYTES;
+            let Ok(written) = self.space.next_data(place(at)..place(end)) else {
+                return Some(at);
+            };
+            // Entries in a hole were never written.
+            let mapped = written
+                .map_or(end, |data| ((data.start - arena.info.map_at) / MAP_ENTRY_BYTES) as u32);
+            if let Some(sector) = self.next_unwritten_data(arena, at..mapped) {
+                return Some(sector);
+            }
+            at = mapped.saturating_add(MAP_PIECE_SECTORS).min(end);
+            if let Some(sector) = self.next_mapped_data(arena, mapped..at) {
+                return Some(sector);
+            }
+        }
+        pending.map(|(sector, _)| *sector)
+    }
+
+    /// Searches sectors by their map entries.
+    fn next_mapped_data(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
+        let mut bytes = vec![0; sectors.len() * MAP_ENTRY_BYTES as usize];
+        let at = arena.info.map_at + u64::from(sectors.start) * MAP_ENTRY_BYTES;
+        if self.space.read(at, &mut bytes).is_err() {
+            return Some(sectors.start);
+        }
+        let (entries, _) = bytes.as_chunks::<4>();
+        let mut first = sectors.start;
+        for run in entries.chunk_by(|a, b| is_unwritten(a) == is_unwritten(b)) {
+            let end = first + run.len() as u32;
+            let found = match is_unwritten(&run[0]) {
+                true => self.next_unwritten_data(arena, first..end),
+                false => (first..).zip(run).find(|(_, entry)| !is_zeros(entry)).map(|(at, _)| at),
+            };
+            if found.is_some() {
+                return found;
+            }
+            first = end;
+        }
+        None
+    }
+
+    /// Searches sectors that were never written, by their blocks.
+    fn next_unwritten_data(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
+        let last = sectors.end.checked_sub(1).filter(|last| *last >= sectors.start)?;
+        let from = arena.info.block_at(sectors.start);
         let blocks = from..arena.info.block_at(last) + u64::from(self.sector_bytes());
         match self.space.next_data(blocks) {
             Ok(Some(data)) => {
                 let block_bytes = arena.info.block_at(1) - arena.info.block_at(0);
-                Some(start + ((data.start - from) / block_bytes) as u32)
+                Some(sectors.start + ((data.start - from) / block_bytes) as u32)
             }
-            Ok(None) => (unmapped_end < end).then_some(unmapped_end),
-            Err(_) => Some(start),
+            Ok(None) => None,
+            Err(_) => Some(sectors.start),
         }
     }
 

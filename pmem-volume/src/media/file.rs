@@ -35,7 +35,7 @@ const ALLOCATE_STEP_BYTES: u64 = 1 << 30;
 /// volumes need some of them, too.
 pub(crate) const MAX_MAPPED_BYTES: u64 = 64 << 40;
 
-/// Bulk stores to the page cache of this length are system calls.
+/// Bulk stores of at least this length to tmpfs or a page cache are system calls.
 const WRITTEN_BYTES: usize = 64 << 10;
 
 /// Unit of msync() and sync_file_range().
@@ -233,6 +233,16 @@ impl FileMedia {
     fn word(&self, offset_bytes: u64) -> *mut u64 {
         assert!(offset_bytes.is_multiple_of(8), "{offset_bytes:#x} is not aligned to a word");
         self.pointer(offset_bytes, 8).cast()
+    }
+
+    /// Returns true if a store through the mapping takes pages of memory: those of tmpfs, or of the
+    /// page cache.
+    fn takes_pages(&self) -> bool {
+        match self.durability {
+            Durability::PageCache => true,
+            Durability::Volatile => self.place == Place::Memory,
+            Durability::DaxSync => false,
+        }
     }
 
     /// Stores bytes by a system call. A store through the mapping would take a page fault for each
@@ -439,7 +449,7 @@ impl Media for FileMedia {
         let line = CACHE_LINE_BYTES as u64;
         let in_lines =
             offset_bytes.is_multiple_of(line) && bytes.len().is_multiple_of(CACHE_LINE_BYTES);
-        if self.durability == Durability::PageCache && bytes.len() >= WRITTEN_BYTES {
+        if bytes.len() >= WRITTEN_BYTES && self.takes_pages() {
             self.write(offset_bytes, bytes)?;
             return self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending);
         }

@@ -12,6 +12,12 @@ fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
     FileMedia::new(file, len_bytes, true).unwrap()
 }
 
+fn tempfile_of(len_bytes: u64) -> File {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(len_bytes).unwrap();
+    file
+}
+
 fn erase(media: &FileMedia, range: Range<u64>) -> Result<(), MediaError> {
     media.erase(std::slice::from_ref(&range))
 }
@@ -33,6 +39,30 @@ fn stores_are_seen_by_loads_and_reads_and_can_be_persisted() {
         assert_eq!(&back, b"abc");
         assert_eq!(media.load_word(64).unwrap(), 0x0102_0304_0506_0708);
     }
+}
+
+#[test]
+fn long_bulk_stores_are_seen_by_loads_and_reads_and_make_no_file_longer() {
+    for folder in folders() {
+        let media = media_in(&folder, 2 * CHUNK_BYTES);
+        let bytes: Vec<u8> = (0..WRITTEN_BYTES + 64).map(|at| (at / 61) as u8).collect();
+        let mut pending = Pending::default();
+        media.store_bulk(4096, &bytes, &mut pending).unwrap();
+        media.end_persist(&pending).unwrap();
+        let mut back = vec![0; bytes.len()];
+        media.read(4096, &mut back).unwrap();
+        assert!(back == bytes);
+        media.load(4096, &mut back).unwrap();
+        assert!(back == bytes);
+        media.file().set_len(CHUNK_BYTES).unwrap();
+        let mut pending = Pending::default();
+        let error = media.store_bulk(CHUNK_BYTES, &bytes, &mut pending).unwrap_err();
+        assert!(foreshore_types::chain(&error).contains("the file was cut"), "{error}");
+        assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
+    }
+    let reading = FileMedia::new(tempfile_of(CHUNK_BYTES), CHUNK_BYTES, false).unwrap();
+    let refused = reading.store_bulk(0, &[0; WRITTEN_BYTES], &mut Pending::default());
+    assert!(matches!(refused, Err(MediaError::ReadOnly)));
 }
 
 /// Stores that are begun to be persisted: what comes next is the end.
