@@ -414,6 +414,8 @@ fn exit_codes_tell_damage_from_what_could_not_be_looked_at() {
             Some(1),
             "{command}: a pool that was cut short is damaged"
         );
+        let text = String::from_utf8(folder.run(&[command, "pool"]).stderr).unwrap();
+        assert!(text.ends_with("; see `pmvol check` and `pmvol repair`\n"), "{text}");
     }
 }
 

@@ -440,10 +440,14 @@ fn a_lost_arena_is_named_and_its_sectors_keep_their_place() {
     assert!(
         read.stdout == expected[(first_lost as usize - 1) * SECTOR_BYTES..][..2 * SECTOR_BYTES]
     );
-    // Nobody knows what is there: neither does an import write over it.
-    folder.fail(&["btt", "import", "pool", "v", "--from", "in"], &["holds data"]);
-    folder
-        .fail(&["btt", "import", "pool", "v", "--from", "in", "--force"], &["arena 1 is missing"]);
+    // --force does not help, so it is not named.
+    for force in [&[][..], &["--force"]] {
+        let import = ["btt", "import", "pool", "v", "--from", "in"];
+        folder.fail(
+            &[&import, force].concat(),
+            &["arena 1 takes no writes: neither info block", "`pmvol btt repair`"],
+        );
+    }
 }
 
 const OLD_DATA: &str =
@@ -473,6 +477,21 @@ fn a_damaged_log_is_told_by_the_exit_code_too() {
     let text = String::from_utf8(output.stderr).unwrap();
     assert!(text.contains("arena 0: the flog cannot be read"), "{text}");
     assert!(text.contains(OLD_DATA), "{text}");
+}
+
+#[test]
+fn import_over_a_damaged_log_does_not_advise_force() {
+    let folder = with_volume();
+    image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
+    let (_, log_at) = places(&folder);
+    overwrite(&folder.path("pool"), log_at + 64 * 30 + 12, &[9]);
+    for force in [&[][..], &["--force"]] {
+        let output = folder.run(&[&["btt", "import", "pool", "v", "--from", "in"], force].concat());
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains("arena 0 takes no writes: lane 30 of the flog"), "{text}");
+        assert!(!text.contains("--force"), "{text}");
+    }
 }
 
 #[test]

@@ -66,6 +66,9 @@ pub(crate) fn import(place: &Place, options: &ImportOptions) -> anyhow::Result<O
     let target = Target::of(&media)?;
     source.check_room(place, target.len_bytes())?;
     let holds_data = watched(|progress| holds_data(&media, progress))?;
+    if holds_data {
+        target.check_writable(place)?;
+    }
     if holds_data && !force {
         bail!("{} holds data; --force replaces it all", place.name());
     }
@@ -251,6 +254,20 @@ impl<'a> Target<'a> {
             Target::Empty(load) => load.as_ref().map(|load| load.engine()),
             Target::Bytes(_) => None,
         }
+    }
+
+    /// Fails if an arena takes no writes, because all of a volume that holds data is written.
+    fn check_writable(&self, place: &Place) -> anyhow::Result<()> {
+        let arenas = self.engine().map(Engine::arenas).unwrap_or_default();
+        for (number, arena) in arenas.into_iter().enumerate() {
+            if let Some(why) = arena.read_only {
+                bail!(
+                    "{}: arena {number} takes no writes: {why}; see `pmvol btt check` and `pmvol btt repair`",
+                    place.name()
+                );
+            }
+        }
+        Ok(())
     }
 
     fn unit_bytes(&self) -> u64 {
