@@ -12,8 +12,9 @@ use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
 use super::layout::{MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
 use crate::media::{Media, MediaError};
 
-/// Sectors whose map entries are searched in one go.
-const MAP_PIECE_SECTORS: u32 = 64 << 10;
+/// Sectors whose map entries are searched in one go, at first and at most. Where data is dense, the
+/// first few entries are enough.
+const MAP_PIECE_SECTORS: Range<u32> = 1 << 10..64 << 10;
 
 fn is_unwritten(entry: &[u8; 4]) -> bool {
     u32::from_le_bytes(*entry) & (MAP_ERROR | MAP_ZERO) == 0
@@ -184,7 +185,7 @@ impl<'a, S: Media> Reader<'a, S> {
     fn next_data_in(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
         let pending = arena.pending.range(sectors.clone()).next();
         let end = pending.map_or(sectors.end, |(sector, _)| *sector);
-        let mut at = sectors.start;
+        let (mut at, mut piece) = (sectors.start, MAP_PIECE_SECTORS.start);
         while at < end {
             let place = |sector: u32| arena.info.map_at + u64::from(sector) * MAP_ENTRY_BYTES;
             let Ok(written) = self.space.next_data(place(at)..place(end)) else {
@@ -196,7 +197,8 @@ impl<'a, S: Media> Reader<'a, S> {
             if let Some(sector) = self.next_unwritten_data(arena, at..mapped) {
                 return Some(sector);
             }
-            at = mapped.saturating_add(MAP_PIECE_SECTORS).min(end);
+            at = mapped.saturating_add(piece).min(end);
+            piece = (2 * piece).min(MAP_PIECE_SECTORS.end);
             if let Some(sector) = self.next_mapped_data(arena, mapped..at) {
                 return Some(sector);
             }
