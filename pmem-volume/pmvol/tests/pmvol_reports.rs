@@ -2,6 +2,8 @@
 
 mod shell;
 
+use std::process::Command;
+
 use foreshore_types::size::Size;
 use serde_json::Value;
 use shell::{Folder, overwrite};
@@ -148,4 +150,34 @@ fn json_says_what_the_text_says() {
         (&json["volumes"], &json["format_version"], &json["in_use_by"]),
         (&0.into(), &1.into(), &Value::Null)
     );
+}
+
+/// Runs a program of util-linux. Elsewhere `None`.
+fn util_linux(folder: &Folder, words: &[&str]) -> Option<String> {
+    match Command::new(words[0]).args(&words[1..]).current_dir(folder.0.path()).output() {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            eprintln!("skipped: {} is not installed (Debian: util-linux)", words[0]);
+            None
+        }
+        output => Some(String::from_utf8(output.unwrap().stdout).unwrap()),
+    }
+}
+
+#[test]
+fn wipefs_and_blkid_do_not_take_a_pool_for_an_empty_device() {
+    let folder = Folder::new();
+    let made = folder.json(&["create", "pool", "--size", "64M", "--json"]);
+    let uuid = made["uuid"].as_str().unwrap();
+    let Some(text) = util_linux(&folder, &["wipefs", "--noheadings", "pool"]) else { return };
+    assert!(text.contains("0x1fe") && text.contains("dos"), "{text}");
+    let Some(text) = util_linux(&folder, &["blkid", "-p", "-o", "export", "pool"]) else { return };
+    let id: String = (0..4).rev().map(|at| &uuid[2 * at..2 * at + 2]).collect();
+    assert!(text.contains(&format!("PTUUID={id}\nPTTYPE=dos")), "{text}");
+    // What wipefs removes, a repair restores.
+    assert!(util_linux(&folder, &["wipefs", "-a", "-f", "pool"]).is_some());
+    assert!(folder.succeed(&["info", "pool"]).contains("degraded: 1 finding"));
+    folder.succeed(&["repair", "pool"]);
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+    let text = util_linux(&folder, &["wipefs", "--noheadings", "pool"]).unwrap();
+    assert!(text.contains("dos"), "{text}");
 }

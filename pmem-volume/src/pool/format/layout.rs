@@ -100,10 +100,24 @@ pub struct SuperblockBytes {
     /// Zero, or the file size that a growth in progress may reach.
     pub growing_to_bytes: U64,
     /// Zero.
-    pub reserved: [u8; 3928],
+    pub reserved0: [u8; 280],
+    /// Disk signature of an MBR: the first bytes of the UUID. Zero in pools of older programs.
+    pub mbr_id: [u8; 4],
+    /// Zero.
+    pub reserved1: [u8; 2],
+    /// Partitions of an MBR: none. Zero.
+    pub mbr_partitions: [u8; 64],
+    /// [`MBR_SIGNATURE`], so that `wipefs`, `blkid` and others do not take the device for empty.
+    /// Zero in pools of older programs; readers ignore it.
+    pub mbr_signature: [u8; 2],
+    /// Zero.
+    pub reserved2: [u8; 3576],
     /// CRC-32 (IEEE 802.3) of all preceding bytes.
     pub checksum: U64,
 }
+
+/// Last bytes of the first 512 of an MBR.
+pub const MBR_SIGNATURE: [u8; 2] = [0x55, 0xaa];
 
 /// Volume record. Each of the two volume tables has a copy.
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -202,7 +216,10 @@ const _: () = {
     assert!(offset_of!(SuperblockBytes, volume_slots) == 120);
     assert!(offset_of!(SuperblockBytes, log_offset) == 128);
     assert!(offset_of!(SuperblockBytes, growing_to_bytes) == 152);
-    assert!(offset_of!(SuperblockBytes, reserved) == 160);
+    assert!(offset_of!(SuperblockBytes, reserved0) == 160);
+    assert!(offset_of!(SuperblockBytes, mbr_id) == 440);
+    assert!(offset_of!(SuperblockBytes, mbr_partitions) == 446);
+    assert!(offset_of!(SuperblockBytes, mbr_signature) == 510);
     assert!(offset_of!(SuperblockBytes, checksum) == 4088);
     assert!(size_of::<VolumeRecordBytes>() as u64 == VOLUME_RECORD_BYTES);
     assert!(offset_of!(VolumeRecordBytes, slot) == 16);

@@ -8,8 +8,8 @@ use zerocopy::FromZeros;
 
 use super::layout::{
     CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FEATURE_THIN, FORMAT_VERSION, LOG_BYTES, LOG_OFFSET,
-    MAX_CHUNKS, MAX_LOG_BYTES, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS,
-    SuperblockBytes, VOLUME_RECORD_BYTES, VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
+    MAX_CHUNKS, MAX_LOG_BYTES, MBR_SIGNATURE, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC,
+    SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES, VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
 };
 use super::table::Slot;
 use crate::CHUNK_BYTES;
@@ -159,6 +159,8 @@ impl Superblock {
         bytes.log_bytes.set(self.log_bytes);
         bytes.created_unix_s.set(self.created_unix_s);
         bytes.growing_to_bytes.set(self.growing_to_bytes);
+        bytes.mbr_id.copy_from_slice(&self.uuid.as_bytes()[..4]);
+        bytes.mbr_signature = MBR_SIGNATURE;
         mirrored::seal(&mut bytes);
         bytes
     }
@@ -296,6 +298,8 @@ pub(in crate::pool) fn rewrite(
 
 #[cfg(test)]
 mod tests {
+    use zerocopy::IntoBytes;
+
     use super::*;
 
     fn sample() -> Superblock {
@@ -308,6 +312,20 @@ mod tests {
             let superblock = Superblock { is_thin, ..sample() };
             assert_eq!(Superblock::parse(&superblock.to_bytes()), Ok(superblock));
         }
+    }
+
+    #[test]
+    fn first_sector_is_an_mbr_without_partitions() {
+        let superblock = Superblock { uuid: Uuid::from_u128(0x0102_0304 << 96), ..sample() };
+        let bytes = superblock.to_bytes();
+        let sector = &bytes.as_bytes()[..512];
+        assert_eq!(sector[440..446], [1, 2, 3, 4, 0, 0]);
+        assert!(sector[446..510].iter().all(|byte| *byte == 0));
+        assert_eq!(sector[510..], [0x55, 0xaa]);
+        // Pools of older programs have zeros there, and get the MBR when they grow.
+        let old = SuperblockBytes { mbr_id: [0; 4], mbr_signature: [0; 2], ..bytes.clone() };
+        assert_eq!(Superblock::parse(&old), Ok(superblock.clone()));
+        assert!(superblock.to_bytes_over(old).as_bytes() == bytes.as_bytes());
     }
 
     #[test]

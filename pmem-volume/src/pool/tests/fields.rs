@@ -39,7 +39,8 @@ fn superblock_fields() -> Vec<Field> {
     fields!(SuperblockBytes: magic, version, superblock_bytes, features_compatible, features_read_only,
         features_incompatible, sequence, uuid, size_bytes, chunk_bytes, strg_bytes, chunk_table_offset,
         chunk_table_entries, volume_table_offsets, volume_slots, volume_record_bytes, log_offset, log_bytes,
-        created_unix_s, growing_to_bytes, reserved, checksum)
+        created_unix_s, growing_to_bytes, reserved0, mbr_id, reserved1, mbr_partitions, mbr_signature,
+        reserved2, checksum)
 }
 
 fn record_fields() -> Vec<Field> {
@@ -304,7 +305,12 @@ const SUPERBLOCK_SEALED: Expected = &[
     ("log_bytes", &["SuperblockInvalid log_bytes", "SuperblockInvalid offsets", "opens"]),
     ("created_unix_s", &["opens"]),
     ("growing_to_bytes", &["SuperblockInvalid growing_to_bytes", "opens GrowthUnfinished"]),
-    ("reserved", &["opens"]),
+    ("reserved0", &["opens"]),
+    ("mbr_id", &["opens"]),
+    ("reserved1", &["opens"]),
+    ("mbr_partitions", &["opens"]),
+    ("mbr_signature", &["opens"]),
+    ("reserved2", &["opens"]),
 ];
 
 #[test]
