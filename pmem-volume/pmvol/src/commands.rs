@@ -72,7 +72,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             let size = size.expect("clap requires it without --from");
             let (pool, volume) = changed(pool, |pool, progress| {
                 pool.scrub_for(size, progress)?;
-                pool.create_volume(name, size, (*format).into())
+                pool.create_volume(name, size, *format)
             })?;
             let report = VolumesReport::new(&pool, &[volume]);
             print(output, &report, |out| print::volume_made(out, &report.volumes[0]))?;
@@ -88,7 +88,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             output,
         } => {
             let source = btt::Source::open(from, *image_format)?;
-            let new = create_from::New { name, size: *size, format: (*format).into() };
+            let new = create_from::New { name, size: *size, format: *format };
             let (pool, volume, filled) = create_from::create(pool, &new, source)?;
             let report = VolumesReport::new(&pool, &[volume]).filled(filled);
             print(output, &report, |out| {

@@ -364,7 +364,7 @@ pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeLine) -> io::Result<()
 
 fn size_of(volume: &VolumeLine) -> String {
     let size = Size(volume.info.size_bytes).rounded();
-    format!("{size}, {}, {} usable", format_name(volume.info.format), usable(volume))
+    format!("{size}, {}, {} usable", volume.info.format.as_str(), usable(volume))
 }
 
 fn usable(volume: &VolumeLine) -> String {
@@ -391,7 +391,7 @@ pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeLine]) -> io::Result<()> {
             info.name,
             Size(info.size_bytes).rounded(),
             usable(volume),
-            format_name(info.format),
+            info.format.as_str(),
             info.extents,
             info.uuid
         )?;

@@ -1,14 +1,12 @@
 //! Engine: access to the sectors of a BTT for any number of threads.
 //!
-//! - [`exchange`]: how sectors are written, and why in that order.
-//! - [`load`]: how an empty BTT is filled with fewer flushes.
-//! - [`readers`]: how a block that is being read is not written meanwhile. A reader waits for no
-//!   writer, and no writer for a reader.
-//! - [`map`]: entries change under a lock of their line. Beyond that, writes with different lanes
-//!   ([`lanes`]) share nothing. Their locks ([`lock`]) are made for stores that are still on their
-//!   way.
-//! - [`arena`]: recovery at open, reading, discarding, and what becomes of an arena in which
-//!   something is wrong.
+//! - [`exchange`]: order of the steps of a write.
+//! - [`load`]: filling an empty BTT with fewer flushes.
+//! - [`readers`]: protection of blocks that are being read. Readers and writers never wait for each
+//!   other.
+//! - [`map`]: entries change under a lock of their line. Otherwise, writes with different lanes
+//!   ([`lanes`]) share nothing. Their locks ([`lock`]) do not wait for pending stores.
+//! - [`arena`]: recovery at open, reading, discarding, and handling of damage.
 //!
 //! A write is durable when it returns, to the degree that the media supports
 //! ([`crate::Durability`]), because recovery redoes an exchange that counts. A flush therefore only

@@ -22,13 +22,13 @@ fn erase(media: &FileMedia, range: Range<u64>) -> Result<(), MediaError> {
     media.erase(std::slice::from_ref(&range))
 }
 
-/// A folder on tmpfs, and one that is likely to be on a disk.
+/// On tmpfs, and in the current folder, which is probably on a disk.
 fn folders() -> Vec<std::path::PathBuf> {
     vec!["/dev/shm".into(), std::env::current_dir().unwrap()]
 }
 
 #[test]
-fn stores_are_seen_by_loads_and_reads_and_can_be_persisted() {
+fn stores_are_visible_and_can_be_persisted() {
     for folder in folders() {
         let media = media_in(&folder, 2 * CHUNK_BYTES);
         media.store(CHUNK_BYTES + 3, b"abc").unwrap();
@@ -65,7 +65,7 @@ fn long_bulk_stores_are_seen_by_loads_and_reads_and_make_no_file_longer() {
     assert!(matches!(refused, Err(MediaError::ReadOnly)));
 }
 
-/// Stores that are begun to be persisted: what comes next is the end.
+/// Stores whose persist has begun. The next step is its end.
 type Begin = fn(&FileMedia, &mut Pending);
 
 const BEGINNINGS: [(&str, Begin); 4] = [
@@ -82,7 +82,7 @@ const BEGINNINGS: [(&str, Begin); 4] = [
 ];
 
 #[test]
-fn on_dax_what_was_begun_to_be_persisted_is_durable_at_the_end() {
+fn begun_persists_on_dax_are_durable_after_the_end() {
     let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES).at_the_cost_of_dax();
     for (what, begin) in BEGINNINGS {
         let mut pending = Pending::default();
@@ -103,7 +103,7 @@ fn on_dax_what_was_begun_to_be_persisted_is_durable_at_the_end() {
 /// A process that dies leaves what is in the caches; what went past them is to be there before
 /// what comes later is.
 #[test]
-fn on_volatile_media_what_went_past_the_caches_is_ordered_by_the_end() {
+fn end_of_a_persist_on_volatile_media_orders_non_temporal_stores() {
     let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES);
     assert_eq!(media.durability(), Durability::Volatile);
     for (what, begin) in BEGINNINGS {
@@ -121,7 +121,7 @@ fn on_volatile_media_what_went_past_the_caches_is_ordered_by_the_end() {
 }
 
 #[test]
-fn erased_chunks_read_as_zeros_and_their_neighbours_do_not() {
+fn only_erased_chunks_read_as_zeros() {
     for folder in folders() {
         let media = media_in(&folder, 3 * CHUNK_BYTES);
         for chunk in 0..3 {
@@ -138,7 +138,7 @@ fn erased_chunks_read_as_zeros_and_their_neighbours_do_not() {
 }
 
 #[test]
-fn tmpfs_is_volatile_and_gives_blocks_back_when_erased() {
+fn tmpfs_is_volatile_and_frees_erased_blocks() {
     let media = media_in(Path::new("/dev/shm"), 2 * CHUNK_BYTES);
     assert_eq!(media.durability(), Durability::Volatile);
     media.store(0, &vec![1; 2 * CHUNK_BYTES as usize]).unwrap();
@@ -148,7 +148,7 @@ fn tmpfs_is_volatile_and_gives_blocks_back_when_erased() {
 }
 
 #[test]
-fn a_file_on_disk_is_fully_allocated_and_stays_so_when_erased() {
+fn file_on_disk_keeps_all_blocks_when_erased() {
     let folder = std::env::current_dir().unwrap();
     let media = media_in(&folder, 2 * CHUNK_BYTES);
     if media.durability() != Durability::PageCache {
@@ -160,7 +160,7 @@ fn a_file_on_disk_is_fully_allocated_and_stays_so_when_erased() {
 }
 
 #[test]
-fn media_grows_and_what_is_behind_it_can_be_cut() {
+fn media_grows_and_its_tail_can_be_cut() {
     for folder in folders() {
         let media = media_in(&folder, CHUNK_BYTES);
         media.store_word(8, 7).unwrap();
@@ -179,7 +179,7 @@ fn media_grows_and_what_is_behind_it_can_be_cut() {
 }
 
 #[test]
-fn a_flush_that_failed_stays_failed_for_all_media_on_the_same_open_file() {
+fn failed_flush_fails_for_all_media_with_the_same_open_file() {
     let media = media_in(&std::env::current_dir().unwrap(), 2 * CHUNK_BYTES);
     if media.durability() != Durability::PageCache {
         eprintln!("skipped: the folder is {}", media.durability().name());
@@ -196,7 +196,7 @@ fn a_flush_that_failed_stays_failed_for_all_media_on_the_same_open_file() {
 }
 
 #[test]
-fn more_than_a_process_has_addresses_for_is_refused_with_the_reason() {
+fn media_beyond_the_address_space_is_refused_with_the_reason() {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(MAX_MAPPED_BYTES + CHUNK_BYTES).unwrap();
     let mapped = FileMedia::new(file.try_clone().unwrap(), MAX_MAPPED_BYTES, false);
@@ -207,7 +207,7 @@ fn more_than_a_process_has_addresses_for_is_refused_with_the_reason() {
 }
 
 #[test]
-fn media_open_for_reading_refuses_stores() {
+fn read_only_media_refuses_stores() {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     allocate(&file, 0..CHUNK_BYTES, false, &mut unheard).unwrap();
     let media = FileMedia::new(file, CHUNK_BYTES, false).unwrap();
