@@ -19,18 +19,18 @@ pub(crate) fn show(builder: &GuestBuilder) -> Result<Guest> {
         number(&guest, "awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?;
     claim(
         total_mib < 384,
-        &format!("free knows {total_mib} MiB, less than the 384 MiB of DRAM at boot"),
+        &format!("free shows {total_mib} MiB in total, less than the 384 MiB of DRAM at boot"),
     )?;
     let pm_blocks =
         number(&guest, "ls -d /sys/devices/system/node/node1/memory* 2>/dev/null | wc -l")?;
-    claim(pm_blocks == 0, "the guest has not one block of PM")?;
+    claim(pm_blocks == 0, "the guest has no memory block of PM")?;
     let sizes = Sizes::of(&guest)?;
     claim(
         sizes.pm.plugged_bytes == 0 && sizes.dram.plugged_bytes == 0,
-        "nothing is plugged, in neither zone",
+        "nothing is plugged in the DRAM and PM zones",
     )?;
     let swap_mib = number(&guest, "awk '/^SwapTotal/ { print int($2 / 1024) }' /proc/meminfo")?;
-    claim(swap_mib > 0, &format!("it could swap: {swap_mib} MiB of zram"))?;
+    claim(swap_mib > 0, &format!("the guest has {swap_mib} MiB of swap (zram)"))?;
     Ok(guest)
 }
 

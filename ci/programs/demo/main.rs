@@ -30,8 +30,8 @@ use guest_tests::{Guest, Image, Pool, stretch_limits};
 
 use crate::shrink::Spent;
 
-const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics of the VM governed, and of the VM \
-     policy-off; after so long it is cut off)";
+const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics of the VM governed, metrics of the VM \
+     policy-off, time limit)";
 
 /// Exit code after the time limit, as with timeout(1).
 const CUT_OFF: i32 = 124;
@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     }
     let kept = keep_logs();
     if let Err(error) = &kept {
-        println!("  the logs are lost: {error:#}");
+        println!("  cannot keep the logs: {error:#}");
     }
     if shown.and(kept).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -89,12 +89,12 @@ fn cut_off_after(limit: Duration) -> Sender<()> {
             return;
         }
         println!(
-            "  NOT SEEN: the rest; the demo was cut off after {} s (--within)",
+            "  NOT SEEN: the rest; the demo reached its time limit of {} s (--within)",
             limit.as_secs()
         );
         print_causes();
         if let Err(error) = keep_logs() {
-            println!("  the logs are lost: {error:#}");
+            println!("  cannot keep the logs: {error:#}");
         }
         exit(CUT_OFF);
     });
@@ -155,7 +155,7 @@ fn logs() -> Result<Vec<(String, PathBuf)>> {
         let path = entry?.path();
         if path.extension().is_some_and(|extension| extension == "log") {
             let name =
-                path.file_name().and_then(|name| name.to_str()).context("A file without a name")?;
+                path.file_name().and_then(|name| name.to_str()).context("file without a name")?;
             logs.push((plain_name(name), path));
         }
     }
@@ -168,7 +168,7 @@ fn keep_logs() -> Result<()> {
     let Some(out) = std::env::var_os("OUT").map(PathBuf::from) else { return Ok(()) };
     for (name, path) in logs()? {
         fs::copy(&path, out.join(name))
-            .with_context(|| format!("Cannot keep {}", path.display()))?;
+            .with_context(|| format!("cannot keep {}", path.display()))?;
     }
     Ok(())
 }
@@ -179,13 +179,13 @@ fn print_causes() {
     let printed = logs().and_then(|logs| {
         for (name, path) in logs {
             let bytes =
-                fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;
+                fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
             print!("{}", causes(&name, &String::from_utf8_lossy(&bytes)));
         }
         Ok(())
     });
     if let Err(error) = printed {
-        println!("  the logs cannot be printed: {error:#}");
+        println!("  cannot print the logs: {error:#}");
     }
 }
 
@@ -199,9 +199,9 @@ fn causes(name: &str, log: &str) -> String {
         }
     };
     let complaints = complaints(&log);
-    section("complaints of the kernel in", &complaints[..complaints.len().min(LAST_LINES)]);
+    section("kernel complaints in", &complaints[..complaints.len().min(LAST_LINES)]);
     let lines: Vec<&str> = log.lines().collect();
-    section("the last lines of", &lines[lines.len().saturating_sub(LAST_LINES)..]);
+    section("last lines of", &lines[lines.len().saturating_sub(LAST_LINES)..]);
     text
 }
 
@@ -235,8 +235,8 @@ mod tests {
         let lines: String = (0..20).map(|number| format!("line {number}\r\n")).collect();
         let log = format!("[    1.000000] BUG: unable to handle page fault\r\n{lines}");
         let text = causes("a.console.log", &log);
-        let expected = "  complaints of the kernel in a.console.log:\n    | [    1.000000] BUG: unable to handle page \
-                        fault\n  the last lines of a.console.log:\n    | line 8\n";
+        let expected = "  kernel complaints in a.console.log:\n    | [    1.000000] BUG: unable to handle page \
+                        fault\n  last lines of a.console.log:\n    | line 8\n";
         assert!(text.starts_with(expected), "{text}");
         assert!(text.ends_with("    | line 19\n"), "{text}");
         assert_eq!(causes("empty.log", ""), "");

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use guest_tests::{Guest, Output};
 
+use crate::sizes::MIB;
+
 /// Time limit of Redis' silence. A guest that swaps is slow.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);
 
@@ -24,8 +26,8 @@ const VALUES_PER_ROUND: u64 = 2496;
 /// switches.
 const PIPELINE: u64 = 32;
 
-/// Size of a fill: 779 MiB, 1.5 times the guest's DRAM.
-pub(crate) const FILL_BYTES: u64 = VALUE_BYTES * ROUNDS * VALUES_PER_ROUND;
+/// Size of the values of a fill, rounded: 779 MiB, 1.5 times the guest's DRAM.
+pub(crate) const FILL_MIB: u64 = (VALUE_BYTES * ROUNDS * VALUES_PER_ROUND + MIB / 2) / MIB;
 
 #[derive(Debug, Clone)]
 pub(crate) struct Fill {
@@ -59,7 +61,10 @@ pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Re
     let mut script = guest.start_script(SILENCE_LIMIT, &fill_script())?;
     let mut keys = 0;
     while let Some(line) = script.next_line() {
-        keys = line.trim().parse().with_context(|| format!("redis-cli dbsize says {line:?}"))?;
+        keys = line
+            .trim()
+            .parse()
+            .with_context(|| format!("unexpected output of redis-cli dbsize: {line:?}"))?;
         seen(keys)?;
     }
     let ended = script.finish();
@@ -106,7 +111,7 @@ pub(crate) fn dataset_bytes(guest: &Guest) -> Result<u64> {
     let text = guest.run(&format!("redis-cli -s {SOCKET} info memory"))?;
     let line = text.lines().find_map(|line| line.strip_prefix("used_memory_dataset:"));
     line.and_then(|bytes| bytes.trim().parse().ok())
-        .with_context(|| format!("info memory says {text:?}"))
+        .with_context(|| format!("redis-cli info memory has no used_memory_dataset: {text:?}"))
 }
 
 /// Deletes all data and returns the allocator's pages.

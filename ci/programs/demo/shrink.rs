@@ -33,34 +33,34 @@ impl Spent {
 }
 
 /// Flushes Redis and follows the shrinking guest.
-pub(crate) fn show(guest: &Guest, pool: &Pool, before: &Spent) -> Result<()> {
+pub(crate) fn show(guest: &Guest, pool: &Pool, boot: &Spent) -> Result<()> {
     phase(3, "Redis is flushed, the guest shrinks");
-    let top = Spent::on(guest, pool)?;
+    let full = Spent::on(guest, pool)?;
     event("Redis flushed");
     redis::flush(guest)?;
     let steps = follow_down(guest)?;
     pool.wait_until_clean()?;
     event("all PM is back");
     let after = Spent::on(guest, pool)?;
-    print_table(&[before, &top, &after]);
-    claim(steps.len() >= 2, &format!("PM went back in steps, to {} MiB", in_mib(&steps)))?;
-    claim(true, "DRAM stayed as long as there was PM")?;
+    print_table(&[boot, &full, &after]);
     claim(
-        after.sizes.pool_free_bytes == before.sizes.pool_free_bytes,
-        "the pool has as many bytes free as before",
+        steps.len() >= 2,
+        &format!("PM was returned in {} steps, to {} MiB", steps.len(), in_mib(&steps)),
+    )?;
+    claim(true, "DRAM stayed plugged until all PM was returned")?;
+    claim(
+        after.sizes.pool_free_bytes == boot.sizes.pool_free_bytes,
+        "the pool has as many free bytes as at boot",
     )?;
     claim(
-        after.pool_file_bytes <= before.pool_file_bytes + TOLERANCE_BYTES,
-        "the pool's file occupies no more than before",
+        after.pool_file_bytes <= boot.pool_file_bytes + TOLERANCE_BYTES,
+        "the pool's file uses no more blocks than at boot",
     )?;
-    let returned = top.rss_bytes.saturating_sub(after.rss_bytes);
+    let returned = full.rss_bytes.saturating_sub(after.rss_bytes);
     claim(
         after.sizes.pm.resident_bytes == 0
-            && returned + TOLERANCE_BYTES >= top.sizes.pm.resident_bytes,
-        &format!(
-            "the VMM's resident memory fell by {} MiB, with no PM in it any more",
-            returned / MIB
-        ),
+            && returned + TOLERANCE_BYTES >= full.sizes.pm.resident_bytes,
+        &format!("the VMM's resident memory fell by {} MiB and contains no PM", returned / MIB),
     )?;
     guest.no_kernel_complaints()
 }
@@ -79,7 +79,7 @@ fn follow_down(guest: &Guest) -> Result<Vec<u64>> {
         }
         ensure!(
             sizes.pm.plugged_bytes == 0 || sizes.dram.plugged_bytes == 128 * MIB,
-            "DRAM shrank before PM had gone: {sizes:?}"
+            "DRAM was unplugged before PM: {sizes:?}"
         );
         last = sizes;
         Ok(sizes.pm.plugged_bytes == 0)
@@ -93,14 +93,14 @@ fn in_mib(sizes_bytes: &[u64]) -> String {
 
 fn print_table(moments: &[&Spent; 3]) {
     let row = |what: &str, bytes: fn(&Spent) -> u64| {
-        let [before, top, after] = moments.map(|spent| bytes(spent) / MIB);
-        println!("    {what:26} {before:>8} {top:>8} {after:>8}");
+        let [boot, full, after] = moments.map(|spent| bytes(spent) / MIB);
+        println!("    {what:26} {boot:>8} {full:>17} {after:>8}");
     };
-    println!("    {:26} {:>8} {:>8} {:>8}", "MiB", "before", "top", "after");
+    println!("    {:26} {:>8} {:>17} {:>8}", "MiB", "at boot", "before the flush", "after");
     row("VMM's resident memory", |spent| spent.rss_bytes);
-    row("  of it DRAM", |spent| spent.sizes.dram.resident_bytes);
-    row("  of it PM", |spent| spent.sizes.pm.resident_bytes);
-    row("pool file's blocks", |spent| spent.pool_file_bytes);
+    row("  in DRAM", |spent| spent.sizes.dram.resident_bytes);
+    row("  in PM", |spent| spent.sizes.pm.resident_bytes);
+    row("pool file's used blocks", |spent| spent.pool_file_bytes);
     row("pool: free", |spent| spent.sizes.pool_free_bytes);
     row("pool: lent as memory", |spent| spent.sizes.pool_memory_bytes);
 }

@@ -34,7 +34,7 @@ impl Acknowledged {
 
     fn add(&mut self, line: String) -> Result<()> {
         let mut log = fs::File::options().append(true).open(&self.path)?;
-        writeln!(log, "{line}").context("Cannot log an acknowledged file")?;
+        writeln!(log, "{line}").context("cannot log an acknowledged file")?;
         self.lines.push(line);
         Ok(())
     }
@@ -42,7 +42,7 @@ impl Acknowledged {
     /// Reads `count` more lines from a writer.
     fn take(&mut self, writer: &mut Script, count: usize) -> Result<()> {
         for _ in 0..count {
-            self.add(writer.next_line().context("The writer ended")?)?;
+            self.add(writer.next_line().context("the writer ended")?)?;
         }
         Ok(())
     }
@@ -56,8 +56,14 @@ impl Acknowledged {
         let checked =
             guest.run_within(IO_LIMIT, &format!("guest-tool check-files {FILES} /tmp/list"))?;
         let expected = format!("checked {}", self.lines.len());
-        ensure!(checked.trim() == expected, "{checked:?} instead of {expected:?}");
-        claim(true, &format!("all {} acknowledged files are there, whole", self.lines.len()))
+        ensure!(
+            checked.trim() == expected,
+            "check-files printed {checked:?} instead of {expected:?}"
+        );
+        claim(
+            true,
+            &format!("all {} acknowledged files are present and complete", self.lines.len()),
+        )
     }
 }
 
@@ -67,12 +73,12 @@ pub(crate) fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
     let mut acknowledged = Acknowledged::new()?;
     write_and_kill(guest, &mut acknowledged)?;
     pool.check()?;
-    claim(true, "pmvol check finds nothing wrong after the kill")?;
+    claim(true, "pmvol check finds no damage after the kill")?;
 
     let restarted = with_volume(vm, pool, "nvdimm").name("restarted-nvdimm").boot()?;
     event("restarted with nvdimm");
     mount(&restarted)?;
-    claim(true, "the file system mounts, on nvdimm with two vCPUs")?;
+    claim(true, "the file system mounts with nvdimm and two vCPUs")?;
     acknowledged.check(&restarted)?;
     write_more(&restarted, &mut acknowledged)?;
     unmount(&restarted)?;
@@ -83,14 +89,14 @@ pub(crate) fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
         with_volume(vm, pool, "virtio-pmem").name("restarted-virtio-pmem").cpus(1).boot()?;
     event("restarted with virtio-pmem");
     mount(&other)?;
-    claim(true, "the file system mounts, on virtio-pmem with one vCPU")?;
+    claim(true, "the file system mounts with virtio-pmem and one vCPU")?;
     acknowledged.check(&other)?;
     write_more(&other, &mut acknowledged)?;
     acknowledged.check(&other)?;
     unmount(&other)?;
     other.power_off()?;
     pool.check()?;
-    claim(true, "pmvol check finds nothing wrong at the end")
+    claim(true, "pmvol check finds no damage at the end")
 }
 
 fn write_and_kill(guest: Guest, acknowledged: &mut Acknowledged) -> Result<()> {
@@ -107,7 +113,7 @@ fn write_and_kill(guest: Guest, acknowledged: &mut Acknowledged) -> Result<()> {
         acknowledged.add(line)?;
     }
     println!(
-        "  the VMM is killed while the guest writes; {} files were acknowledged",
+        "  the VMM was killed while the guest wrote; {} files were acknowledged",
         acknowledged.lines.len()
     );
     Ok(())
@@ -121,11 +127,11 @@ fn write_more(guest: &Guest, acknowledged: &mut Acknowledged) -> Result<()> {
     let mut writer = start_writer(guest)?;
     acknowledged.take(&mut writer, 20)?;
     drop(writer);
-    guest.wait_until_run("the writer has gone", IO_LIMIT, "! pidof guest-tool")
+    guest.wait_until_run("the writer has ended", IO_LIMIT, "! pidof guest-tool")
 }
 
 fn wait_for_disk(guest: &Guest) -> Result<()> {
-    guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")
+    guest.wait_until_run("/dev/pmem0s exists", IO_LIMIT, "test -b /dev/pmem0s")
 }
 
 fn mount(guest: &Guest) -> Result<()> {

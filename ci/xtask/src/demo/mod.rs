@@ -116,7 +116,9 @@ impl<'run> Demo<'run> {
         let (listen, pools, scratch) = if host::is_direct()? {
             let room = rustix::fs::statvfs(POOLS)?;
             if (room.f_bavail * room.f_frsize) >> 20 < POOLS_MIB {
-                bail!("the pools need {POOLS_MIB} MiB in {POOLS}");
+                bail!(
+                    "{POOLS} has less than the {POOLS_MIB} MiB of free space that the pools need"
+                );
             }
             let scratch = Scratch::new(Some(POOLS.as_ref()), "foreshore-demo.")?;
             ("127.0.0.1", scratch.path().to_owned(), Some(scratch))
@@ -187,7 +189,7 @@ impl<'run> Demo<'run> {
         if zero_s.is_some()
             && attempt(|| picture::draw(self, prometheus, *zero_s, events, false, show)).is_none()
         {
-            say!("the picture cannot be drawn");
+            say!("cannot draw the picture");
         }
         let log = self.folder.join(narrator::LOG);
         if log.exists() && read(&log)?.contains(NOT_SEEN) {
@@ -202,7 +204,7 @@ impl<'run> Demo<'run> {
 /// Lines after the picture of a demo in which all claims hold.
 const SEEN: &str = "\
 == all claims were seen to hold
-  the picture: target/demo/timeline.svg and timeline.png; its numbers: timeline.csv
-  beside them: this log (demo.log), and by VM (governed, policy-off, restarted-nvdimm, restarted-virtio-pmem)
-  the guest's console (*.console.log) and the VMM's log (*.vmm.log); docs/tutorials/try-it.md describes them
+  picture: target/demo/timeline.svg and timeline.png; its data: timeline.csv
+  in the same folder: this log (demo.log), and of each VM (governed, policy-off, restarted-nvdimm, restarted-virtio-pmem)
+  the guest's console (*.console.log) and the VMM's log (*.vmm.log); docs/tutorials/try-it.md lists all files
 ";

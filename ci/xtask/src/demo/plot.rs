@@ -22,8 +22,8 @@ pub(super) fn script(range: &Range, events: &[Event]) -> String {
         .replace("@OTHER_VM@", OTHER_VM)
 }
 
-/// Where the names of events go that happened at these times, in their order: apart from one
-/// another, on the time axis as far as there is room, and otherwise near their time.
+/// Positions of the names of events at these times, in the same order. They are apart from one
+/// another, and on the time axis if there is room, otherwise near their times.
 fn spread(times_s: &[f64], axis_s: f64) -> Vec<f64> {
     let spacing_s = axis_s * NAME_SPACING;
     // 1. To the right, away from the one before.

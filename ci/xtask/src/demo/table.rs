@@ -24,15 +24,15 @@ const COLUMNS: [(&str, &str); 14] = [
     ("oom_kills", "foreshore_guest_oom_kills_total"),
 ];
 
-/// The VM that the demo is about, and the one beside it: names by the program `demo`.
+/// Names that the program `demo` gives to the main VM and to the one without a governor.
 pub(super) const VM: &str = "governed";
 pub(super) const OTHER_VM: &str = "policy-off";
 
 const MIB: f64 = (1u64 << 20) as f64;
 const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
 
-/// Of the seconds between a VM's first and last sample, how many may lack one: it is restarted on
-/// the way.
+/// Required part of the seconds between a VM's first and last sample that have a sample. It is not
+/// 100 because a VM is restarted in between.
 const LEAST_COVERED_PERCENT: usize = 60;
 
 pub(super) struct Table {
@@ -52,7 +52,7 @@ impl Table {
         self.columns.iter().find(|(name, _)| *name == column)?.1.get(vm)
     }
 
-    fn top(&self, column: &str, vm: &str) -> f64 {
+    fn peak(&self, column: &str, vm: &str) -> f64 {
         self.series(column, vm).map_or(0.0, |series| series.values().copied().fold(0.0, f64::max))
     }
 
@@ -71,34 +71,36 @@ impl Table {
         let empty =
             self.columns.iter().filter(|(_, by_vm)| !by_vm.contains_key(VM)).map(|(name, _)| *name);
         let empty: Vec<&str> = empty.collect();
-        let (all, lacking) = (COLUMNS.len(), empty.len());
+        let all = COLUMNS.len();
+        let missing = if empty.is_empty() {
+            String::new()
+        } else {
+            format!(" (missing: {})", empty.join(", "))
+        };
         let covered = |vm| {
             let percent = self.covered_percent(vm);
-            let what = format!(
+            let claim = format!(
                 "VM {vm} was scraped in {percent} % of the seconds from its start to its end"
             );
-            (percent >= LEAST_COVERED_PERCENT, what)
+            (percent >= LEAST_COVERED_PERCENT, claim)
         };
-        let tops =
+        let peaks =
             ["pm_requested_bytes", "pm_plugged_bytes", "pm_resident_bytes", "pool_memory_bytes"]
-                .map(|column| self.top(column, VM));
-        let [requested, plugged, resident, lent] = tops.map(|bytes| bytes / MIB);
+                .map(|column| self.peak(column, VM));
+        let [requested, plugged, resident, lent] = peaks.map(|bytes| bytes / MIB);
         let last = self.series("pm_plugged_bytes", VM).and_then(|series| series.last_key_value());
         let last = last.map_or(f64::NAN, |(_, bytes)| bytes / MIB);
-        let swapped = self.top("swapped_out_pages", VM);
+        let swapped = self.peak("swapped_out_pages", VM);
         let [pages, kills] =
-            ["swapped_out_pages", "oom_kills"].map(|column| self.top(column, OTHER_VM));
+            ["swapped_out_pages", "oom_kills"].map(|column| self.peak(column, OTHER_VM));
         [
-            (
-                empty.is_empty(),
-                format!("of the {all} series of VM {VM}, {lacking} have no sample {empty:?}"),
-            ),
+            (empty.is_empty(), format!("all {all} series of VM {VM} have samples{missing}")),
             covered(VM),
             covered(OTHER_VM),
             (
-                tops.iter().all(|bytes| *bytes >= LEAST_PM_BYTES),
+                peaks.iter().all(|bytes| *bytes >= LEAST_PM_BYTES),
                 format!(
-                    "PM of VM {VM} at the top: {requested:.0} MiB requested, {plugged:.0} plugged, {resident:.0} \
+                    "peak PM of VM {VM}: {requested:.0} MiB requested, {plugged:.0} plugged, {resident:.0} \
                      resident, {lent:.0} lent by the pool"
                 ),
             ),
@@ -131,12 +133,11 @@ impl Table {
         csv
     }
 
-    /// How much there is.
     pub(super) fn summary(&self) -> String {
         let samples: usize =
             self.columns.iter().flat_map(|(_, by_vm)| by_vm.values()).map(Series::len).sum();
         format!(
-            "it has {samples} samples of {} figures over {} s",
+            "{samples} samples of {} series per VM over {} s",
             self.columns.len(),
             self.range.len_s()
         )
@@ -147,7 +148,7 @@ impl Table {
 mod tests {
     use super::*;
 
-    /// Three samples, and all has gone well.
+    /// Three samples of a good run.
     fn table() -> Table {
         let series =
             |values: [f64; 3]| Series::from([(1, values[0]), (2, values[1]), (3, values[2])]);
@@ -162,7 +163,7 @@ mod tests {
         Table { range: Range { start_s: 1, end_s: 11 }, columns: COLUMNS.map(column).into() }
     }
 
-    /// What does not hold once a value of VM `vm` is another.
+    /// Claims that fail after a value of VM `vm` is replaced.
     fn broken_by(column: &str, vm: &str, time_s: u64, value: Option<f64>) -> Vec<String> {
         let mut table = table();
         let (_, by_vm) = table.columns.iter_mut().find(|(name, _)| *name == column).unwrap();
@@ -171,11 +172,11 @@ mod tests {
             Some(value) => series.insert(time_s, value),
             None => series.remove(&time_s),
         };
-        table.claims().into_iter().filter(|(holds, _)| !holds).map(|(_, what)| what).collect()
+        table.claims().into_iter().filter(|(holds, _)| !holds).map(|(_, claim)| claim).collect()
     }
 
     #[test]
-    fn what_has_been_shown_holds() {
+    fn good_run_meets_all_claims() {
         assert!(table().claims().iter().all(|(holds, _)| *holds));
     }
 
@@ -200,7 +201,7 @@ mod tests {
             table.columns.iter_mut().find(|(name, _)| *name == "stall_full_seconds").unwrap();
         by_vm.remove(VM);
         let broken: Vec<_> = table.claims().into_iter().filter(|(holds, _)| !holds).collect();
-        assert!(broken.len() == 1 && broken[0].1.contains(r#"["stall_full_seconds"]"#));
+        assert!(broken.len() == 1 && broken[0].1.contains("(missing: stall_full_seconds)"));
     }
 
     #[test]

@@ -33,7 +33,7 @@ height = 0.122
 
 @MARKS@
 set label 1000 "Foreshore: a guest's memory grows into PM and back" at screen 0.075, 0.982 font ',16'
-set label 1001 "512 MiB of DRAM, Redis filled with 779 MiB and flushed; then a volume of the same pool. Dotted: what happened when, as in demo.log" \
+set label 1001 "512 MiB of DRAM, Redis filled with 779 MiB and flushed; then a volume of the same pool. Dotted: events, as in demo.log" \
     at screen 0.075, 0.962 tc rgb '#555555'
 
 set tmargin at screen top(0)
