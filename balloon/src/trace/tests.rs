@@ -255,7 +255,7 @@ fn damaged_line_is_refused_with_number_value_and_bound() {
             r#""at_ms":9999999999999"#,
             "at_ms is 9999999999999, must be 0 to 3162240000000",
         ),
-        (3, r#""version":1"#, r#""version":9"#, "report: Message has protocol version 9"),
+        (3, r#""version":1"#, r#""version":9"#, "report: message has protocol version 9"),
         (
             3,
             r#""free_bytes":20971520"#,

@@ -115,7 +115,7 @@ impl Agent {
             let result = tuning.adapt(&self.report.zones, self.report.memory.total_bytes);
             // `tuning` is kept after an error, because settings that were written before it must be
             // restored at the end.
-            logged("adapt settings of the kernel", result);
+            logged("adapt the kernel's settings", result);
         }
         Ok(())
     }
@@ -134,13 +134,13 @@ impl Agent {
     pub(crate) fn run(&mut self, address: &Address) {
         self.report_to(address);
         if let Some(tuning) = &mut self.tuning {
-            logged("put settings of the kernel back", tuning.restore());
+            logged("restore the kernel's settings", tuning.restore());
         }
         if let Some(idle) = self.idle.take() {
             idle.stop();
         }
         if let Some(reserve) = self.reserve.take() {
-            logged("set vm.lowmem_reserve_ratio back", reserve.restore());
+            logged("restore vm.lowmem_reserve_ratio", reserve.restore());
         }
     }
 

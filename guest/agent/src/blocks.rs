@@ -338,7 +338,7 @@ impl BlockReader {
         }
         let failed_now = self.read(signs, clock);
         if failed_now > *failed {
-            eprintln!("foreshore-agent: {failed_now} memory blocks do not come online");
+            eprintln!("foreshore-agent: Cannot bring {failed_now} memory blocks online");
         }
         *failed = failed_now;
         Answer {

@@ -86,11 +86,13 @@ impl KernelBlocks {
         self.is_busy &= result.is_none();
         match &result {
             Some(Ok(number)) => {
-                eprintln!("foreshore-agent: Memory block {number} serves the kernel");
+                eprintln!("foreshore-agent: Converted memory block {number} to kernel memory");
                 self.pace.succeeded(now_ms);
             }
             Some(Err((node, error))) => {
-                eprintln!("foreshore-agent: Cannot give a memory block to the kernel: {error}");
+                eprintln!(
+                    "foreshore-agent: Cannot convert a memory block to kernel memory: {error}"
+                );
                 self.pace.failed(now_ms);
                 if error.kind() == io::ErrorKind::NotFound {
                     self.exhausted = Some(Exhausted { node: *node, blocks: report.blocks.clone() });

@@ -41,7 +41,7 @@ pub(crate) enum ProcError {
         #[source]
         source: io::Error,
     },
-    #[error("Cannot understand the kernel's text")]
+    #[error("Cannot parse a file of the kernel")]
     Parse(#[from] ParseError),
 }
 

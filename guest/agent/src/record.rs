@@ -27,5 +27,5 @@ pub(crate) fn replace(record: &Path, text: &str) -> io::Result<()> {
 /// value is lost only if the agent is killed.
 pub(crate) fn note(what: &str, record: &Path, text: &str) {
     let result = replace(record, text);
-    logged(&format!("note the guest's {what} in {}", record.display()), result);
+    logged(&format!("record the guest's {what} in {}", record.display()), result);
 }

@@ -22,7 +22,7 @@ const DEFAULT_WATERMARK_PART: u64 = 5;
 
 #[derive(Debug, Error)]
 pub(crate) enum SessionError {
-    #[error("Cannot connect to vsock port {port} of context {cid}")]
+    #[error("Cannot connect to vsock port {port} of CID {cid}")]
     Connect {
         cid: u32,
         port: u32,
@@ -37,11 +37,11 @@ pub(crate) enum SessionError {
     },
     #[error("The VMM closed the connection")]
     Closed,
-    #[error("The connection to the VMM broke")]
+    #[error("The connection to the VMM failed")]
     Broken(#[from] io::Error),
-    #[error("No report can be made")]
+    #[error("Cannot make a report")]
     Proc(#[from] ProcError),
-    #[error("Told to end")]
+    #[error("Termination requested")]
     Terminated,
 }
 
@@ -217,7 +217,7 @@ impl<'a> Session<'a> {
                 }
                 Ok(VmmMessage::OnlineBlocks { .. }) => self.agent.take_charge = true,
                 Err(refusal) => {
-                    eprintln!("foreshore-agent: The VMM sent what is refused: {refusal}")
+                    eprintln!("foreshore-agent: Refused a message of the VMM: {refusal}")
                 }
             }
         }
@@ -369,10 +369,10 @@ mod tests {
     #[test]
     fn failed_connection_is_an_error_with_its_address() {
         let address = Address::Vsock { cid: 1, port: 1 };
-        let error = Session::connect(&mut agent(), &address)
-            .expect_err("nobody listens on a reserved port");
+        let error =
+            Session::connect(&mut agent(), &address).expect_err("a reserved port has no listener");
         assert!(
-            error.to_string().starts_with("Cannot connect to vsock port 1 of context 1"),
+            error.to_string().starts_with("Cannot connect to vsock port 1 of CID 1"),
             "{error}"
         );
     }
@@ -413,7 +413,7 @@ mod tests {
             .take_while(|_| !is_online(&memory))
             .filter(|_| agent.is_told_to_end_within(20))
             .count();
-        assert_eq!(waits, 0, "nobody told it to end");
+        assert_eq!(waits, 0, "no termination was requested");
         assert!(is_online(&memory));
     }
 

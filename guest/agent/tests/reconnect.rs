@@ -37,7 +37,7 @@ impl Agent {
             line.clear();
             assert!(
                 self.1.read_line(&mut line).expect("reads") > 0,
-                "it ended without saying {what}"
+                "the agent ended without printing {what}"
             );
         }
     }

@@ -274,7 +274,7 @@ mod tests {
         let holds = |bytes| KernelUse { slab_reclaimable_bytes: bytes, ..KernelUse::default() };
         let mut growth = KernelGrowth::default();
         growth.update(Some(&holds(500)), 0, 1_000);
-        assert_eq!(growth.bytes_within(1_000), 0, "the first sample is no growth");
+        assert_eq!(growth.bytes_within(1_000), 0, "growth needs two samples");
         growth.update(Some(&holds(600)), 0, 1_100);
         assert_eq!((growth.bytes_within(1_000), growth.bytes_within(500)), (1_000, 500));
         growth.update(Some(&holds(600)), 0, 1_350);

@@ -599,13 +599,13 @@ mod tests {
             pace.saw_free(free_mib * MIB);
             pace.look_due_ms() - now_ms
         };
-        assert_eq!(look(&mut pace, 276, 1_068), usual_ms, "a little less is no fall");
+        assert_eq!(look(&mut pace, 276, 1_068), usual_ms, "a small decrease does not count");
         assert_eq!(look(&mut pace, 271, 1_136), FALLING_LOOK_MS);
         assert_eq!(look(&mut pace, 266, 1_151), FALLING_LOOK_MS);
-        assert_eq!(look(&mut pace, 264, 1_166), usual_ms, "it is over");
+        assert_eq!(look(&mut pace, 264, 1_166), usual_ms, "the fall has ended");
         assert_eq!(look(&mut pace, 255, 1_234), FALLING_LOOK_MS);
         pace.reported(&memory(245 * MIB, 245 * MIB), 1_249);
-        assert!(pace.look_due_ms() >= 1_249 + 50, "a report begins anew");
+        assert!(pace.look_due_ms() >= 1_249 + 50, "a report restarts the interval");
     }
 
     #[test]

@@ -36,28 +36,28 @@ impl fmt::Display for Bound {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Refusal {
     /// The line exceeds the maximum length.
-    #[error("Line longer than {bound_bytes} bytes")]
+    #[error("line exceeds {bound_bytes} bytes")]
     TooLong {
         /// Maximum length.
         bound_bytes: usize,
     },
     /// The line is not UTF-8.
-    #[error("Line is not UTF-8")]
+    #[error("line is not UTF-8")]
     NotUtf8,
     /// The line is not a JSON text.
-    #[error("Line is not JSON: {reason}")]
+    #[error("line is not JSON: {reason}")]
     NotJson {
         /// Error of the parser.
         reason: String,
     },
     /// The line is JSON, but fields are missing or have another type.
-    #[error("Message has the wrong shape: {reason}")]
+    #[error("message has missing or wrong fields: {reason}")]
     WrongShape {
         /// Error of the parser.
         reason: String,
     },
     /// The sender has another version of the protocol.
-    #[error("Message has protocol version {theirs}, this side speaks {ours}")]
+    #[error("message has protocol version {theirs}, must be {ours}")]
     WrongVersion {
         /// Version in the message.
         theirs: u64,
@@ -65,7 +65,7 @@ pub enum Refusal {
         ours: u32,
     },
     /// The message type does not exist, or not in this direction.
-    #[error("Message type {kind:?} is unknown")]
+    #[error("unknown message type: {kind:?}")]
     UnknownType {
         /// Beginning of the type in the message.
         kind: String,
@@ -99,7 +99,7 @@ pub enum Refusal {
         bound: u64,
     },
     /// A report precedes the hello of its connection.
-    #[error("Report before the hello")]
+    #[error("report precedes the hello")]
     BeforeHello,
 }
 

@@ -88,7 +88,7 @@ fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
             stderr_open = forward(&mut stderr, connection, Frame::Stderr)?;
         }
         // The client sends nothing after its request, so readable means disconnected.
-        ensure!(!client_moved, "The client went away");
+        ensure!(!client_moved, "The client closed the connection");
         // The child's output ends when the child has ended and both pipes are empty. poll(2) checks
         // the pipes first, so output written between that check and the child's end shows in the
         // next round.

@@ -37,6 +37,6 @@ impl StoredWrong {
 
 impl fmt::Display for StoredWrong {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("What was stored is wrong, whatever the emulation did")
+        formatter.write_str("Stored data are wrong, which no fault of the emulation explains")
     }
 }

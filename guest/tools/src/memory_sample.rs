@@ -68,7 +68,7 @@ impl MemorySample {
         let numbers = numbers.ok().and_then(|numbers| <[u64; 10]>::try_from(numbers).ok());
         let numbers = numbers.with_context(|| format!("Not a sample: {line:?}"))?;
         let [at_ms, total, available, swapped, ins, outs, majors, kills, some, full] = numbers;
-        ensure!(available <= total, "More is available than there is: {line:?}");
+        ensure!(available <= total, "Available memory exceeds total memory: {line:?}");
         Ok(Self {
             at_ms,
             total_bytes: total,

@@ -46,7 +46,7 @@ fn answer(stream: &mut TcpStream) -> Result<()> {
             while stream.read(&mut block)? > 0 {}
             stream.write_all(&wanted)?;
         }
-        other => bail!("{other:#x} is nothing that could be wanted"),
+        other => bail!("Unknown request: {other:#x}"),
     }
     Ok(())
 }
@@ -83,7 +83,7 @@ pub fn receive(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
     let mut left = bytes;
     while left > 0 {
         let len = stream.read(&mut block)?;
-        ensure!((1..=left).contains(&len), "{len} bytes have come where {left} are left");
+        ensure!((1..=left).contains(&len), "Received {len} bytes, expected 1 to {left}");
         left -= len;
     }
     Ok(started.elapsed())
@@ -100,7 +100,7 @@ pub fn round_trip(server: SocketAddrV4, count: usize) -> Result<Duration> {
         times.push(started.elapsed());
     }
     times.sort();
-    times.get(count / 2).copied().context("No round trips")
+    times.get(count / 2).copied().context("No round trips were measured")
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ pub fn wait_for<T>(
             return Ok(found);
         }
         if started.elapsed() >= limit {
-            bail!("Waited {:.1} s in vain until {what}", limit.as_secs_f64());
+            bail!("Timed out after {:.1} s of waiting until {what}", limit.as_secs_f64());
         }
         thread::sleep(POLL_INTERVAL);
     }

@@ -10,5 +10,5 @@ fn wait_takes_its_stretched_limit_and_names_it() {
     let started = Instant::now();
     let error = wait_until("pigs fly", Duration::from_millis(100), || Ok(false)).unwrap_err();
     assert!(started.elapsed() >= Duration::from_millis(300), "{:?}", started.elapsed());
-    assert_eq!(error.to_string(), "Waited 0.3 s in vain until pigs fly");
+    assert_eq!(error.to_string(), "Timed out after 0.3 s of waiting until pigs fly");
 }

@@ -165,7 +165,7 @@ test boot::debian_6_1_boots_from_its_bzimage ... ok (8.5 s)
 rerun cpus::vcpus_come_run_and_go: the emulation broke a guest's kernel (vm0.console.log)
 test cpus::vcpus_come_run_and_go ... ok (18.9 s)
 rerun boot::a_reset_reboots: suspect, it failed without a mark of the emulation
-  | Waited 30 s in vain until the guest serves commands
+  | Timed out after 30.0 s of waiting until the guest serves commands
   |\u{20}
   | --- the end of vm0.vmm.log:
 
@@ -242,7 +242,7 @@ guest tests: 3 passed, 1 failed, 1 skipped
     fn output_of_failed_and_suspect_tests_is_repeated() {
         let expected = "\
 rerun boot::a_reset_reboots: suspect, it failed without a mark of the emulation
-  | Waited 30 s in vain until the guest serves commands
+  | Timed out after 30.0 s of waiting until the guest serves commands
   |\u{20}
   | --- the end of vm0.vmm.log:
 test balloon::free ... FAILED (3.0 s)

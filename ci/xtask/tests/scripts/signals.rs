@@ -138,7 +138,7 @@ fn wait_for<T>(what: &str, mut value: impl FnMut() -> Result<Option<T>>) -> Resu
         if let Some(value) = value()? {
             return Ok(value);
         }
-        ensure!(started.elapsed() < LIMIT, "Waited in vain until {what}");
+        ensure!(started.elapsed() < LIMIT, "Timed out waiting until {what}");
         thread::sleep(Duration::from_millis(20));
     }
 }

@@ -72,7 +72,7 @@ impl Damon {
             // Not ResourceBusy, which stands for a temporary state.
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
-                "DAMON is in somebody else's use",
+                "another program uses DAMON",
             ));
         }
         // Removes monitors of an agent that was killed.
@@ -363,7 +363,7 @@ pub(super) mod tests {
     fn monitor_of_another_program_is_left_alone() {
         let tree = sysfs(1);
         let error = Damon::open(tree.path(), 2).expect_err("taken");
-        assert_eq!(error.to_string(), "DAMON is in somebody else's use");
+        assert_eq!(error.to_string(), "another program uses DAMON");
         Damon::stop(tree.path());
         assert_eq!(tree.get("nr_kdamonds"), "1\n");
         assert!(!tree.at("0/state").exists());

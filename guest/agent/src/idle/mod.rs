@@ -169,7 +169,7 @@ impl<O: FnMut() -> io::Result<Source>> Seeker<O> {
 
     fn say(&mut self, error: &io::Error) {
         if !std::mem::replace(&mut self.has_said_so, true) {
-            eprintln!("foreshore-agent: Idle memory will be looked for later: {error}");
+            eprintln!("foreshore-agent: The search for idle memory is postponed: {error}");
         }
     }
 
@@ -234,7 +234,9 @@ impl IdleWatch {
                     }
                     Ok(None) => {}
                     Err(error) => {
-                        eprintln!("foreshore-agent: Idle memory is no longer looked for: {error}");
+                        eprintln!(
+                            "foreshore-agent: The search for idle memory has stopped: {error}"
+                        );
                         break;
                     }
                 }
@@ -356,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_whose_use_is_not_noticed_is_not_idle() {
+    fn unseen_page_cache_is_not_idle() {
         let found = Found { unseen_bytes: 60 * MIB, ..Found::new(1, 200 * MIB, 200 * MIB, true) };
         assert_eq!(idle_mib(found, &[zone(1, 200, 0)]), Some(140));
         assert_eq!(idle_mib(Found { idle_bytes: 50 * MIB, ..found }, &[zone(1, 200, 0)]), Some(0));

@@ -24,7 +24,7 @@ impl Mode {
         match text {
             "direct" => Ok(Self::Direct),
             "buffered" => Ok(Self::Buffered),
-            other => bail!("not a mode: {other:?}"),
+            other => bail!("unknown mode: {other:?}"),
         }
     }
 }
@@ -79,7 +79,7 @@ pub(crate) fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
             range
                 .device
                 .write_all_at(&block, range.offset(index))
-                .with_context(|| format!("Cannot write {index}"))?;
+                .with_context(|| format!("Cannot write block {index}"))?;
         }
         if range.mode == Mode::Buffered {
             range.device.sync_data().context("Cannot sync")?;
@@ -104,14 +104,14 @@ fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
         range
             .device
             .read_exact_at(&mut found, range.offset(index))
-            .with_context(|| format!("Cannot read {index}"))?;
+            .with_context(|| format!("Cannot read block {index}"))?;
         let matches = rounds.iter().any(|round| {
             fill(&mut expected, index, seed, *round);
             *found == *expected
         });
         ensure!(
             matches,
-            "Block {index} is of none of the rounds {rounds:?}: it begins {:02x?}",
+            "Block {index} matches none of the rounds {rounds:?}; its first bytes: {:02x?}",
             &found[..24]
         );
     }
@@ -121,7 +121,7 @@ fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
 /// Prints the time of `count` direct transfers, `depth` at a time, at scattered places of the
 /// device's first 16 MiB.
 pub(crate) fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<()> {
-    ensure!((1..=256).contains(&depth), "a depth of {depth}");
+    ensure!((1..=256).contains(&depth), "depth is {depth}, must be 1 to 256");
     let range = Range::open(device, Mode::Direct, 0, 4096)?;
     let places: Vec<u64> = range.shuffled(1237).cycle_to(count);
     let each = places.len().div_ceil(usize::try_from(depth)?).max(1);

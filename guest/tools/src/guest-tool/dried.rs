@@ -151,7 +151,7 @@ impl KernelLog {
             .custom_flags(libc::O_NONBLOCK)
             .open("/dev/kmsg")
             .context("Cannot open /dev/kmsg")?;
-        kmsg.seek(SeekFrom::End(0)).context("Cannot go to the end of /dev/kmsg")?;
+        kmsg.seek(SeekFrom::End(0)).context("Cannot seek to the end of /dev/kmsg")?;
         // Filled with ones, so that its pages exist before all other memory is taken. No record is
         // longer (kernel/printk/internal.h).
         Ok(Self { kmsg, record: vec![1; 8 << 10] })
@@ -214,7 +214,10 @@ impl Taken {
         // Not zeros, which would be a shared page of the program. Pipes copy.
         static BYTES: [u8; STEP] = [1; STEP];
         if self.len == PIPE {
-            ensure!(self.full.len() < self.full.capacity(), "There is more memory than there was");
+            ensure!(
+                self.full.len() < self.full.capacity(),
+                "More memory became free than the list of pipes has room for"
+            );
             let (full, _) = std::mem::replace(&mut self.last, pipe()?);
             self.full.push(full);
             self.len = 0;
@@ -226,10 +229,14 @@ impl Taken {
 }
 
 fn pipe() -> Result<(PipeReader, PipeWriter)> {
-    let (reader, writer) = io::pipe().context("Cannot make a pipe")?;
+    let (reader, writer) = io::pipe().context("Cannot create a pipe")?;
     // SAFETY: no pointers, and the descriptor is open.
     let size = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, PIPE as libc::c_int) };
-    ensure!(size == PIPE as libc::c_int, "A pipe has {size} bytes: {}", io::Error::last_os_error());
+    ensure!(
+        size == PIPE as libc::c_int,
+        "A pipe has {size} bytes instead of {PIPE}: {}",
+        io::Error::last_os_error()
+    );
     Ok((reader, writer))
 }
 
@@ -248,7 +255,7 @@ impl KernelMemory {
 
     fn free_pages(&mut self) -> Result<u64> {
         let len = self.zoneinfo.read_at(&mut self.text, 0)?;
-        ensure!(len < self.text.len(), "/proc/zoneinfo is longer than anybody's");
+        ensure!(len < self.text.len(), "/proc/zoneinfo exceeds the buffer");
         usable_pages(std::str::from_utf8(&self.text[..len])?)
     }
 }
@@ -271,9 +278,14 @@ fn usable_pages(zoneinfo: &str) -> Result<u64> {
             (Some("pages"), Some("free"), Some(pages)) => free = pages.parse()?,
             (Some("min"), Some(pages), None) => min = pages.parse()?,
             (Some("protection:"), ..) if is_kernels => {
-                let (_, list) = line.split_once('(').context("No list of protections")?;
-                let kept =
-                    list.trim_end_matches(')').split(',').nth(NORMAL).context("No zone Normal")?;
+                let (_, list) = line
+                    .split_once('(')
+                    .context("/proc/zoneinfo has a zone without protections")?;
+                let kept = list
+                    .trim_end_matches(')')
+                    .split(',')
+                    .nth(NORMAL)
+                    .context("/proc/zoneinfo has no protection for zone Normal")?;
                 let kept: u64 = kept.trim().parse()?;
                 sum += free.saturating_sub(min + kept);
             }

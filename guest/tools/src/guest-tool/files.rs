@@ -10,7 +10,7 @@ use guest_tools::content::{Bytes, hash};
 /// Writes files until killed. Prints the line of a file when its content and its name are durable.
 /// From then on, the file must be found after any crash.
 pub(crate) fn write(dir: &Path, bytes: u64) -> Result<()> {
-    fs::create_dir_all(dir).with_context(|| format!("Cannot make {}", dir.display()))?;
+    fs::create_dir_all(dir).with_context(|| format!("Cannot create {}", dir.display()))?;
     let parent = File::open(dir)?;
     let first = next_number(dir)?;
     let mut content = vec![0u8; usize::try_from(bytes)?.next_multiple_of(8)];
@@ -47,12 +47,13 @@ pub(crate) fn check(dir: &Path, list: &Path) -> Result<()> {
         fs::read_to_string(list).with_context(|| format!("Cannot read {}", list.display()))?;
     let mut checked = 0;
     for line in list.lines() {
-        let (name, expected) =
-            line.split_once(' ').with_context(|| format!("Not a name and a hash: {line:?}"))?;
+        let (name, expected) = line
+            .split_once(' ')
+            .with_context(|| format!("Not a file name and a hash: {line:?}"))?;
         let content = fs::read(dir.join(name))
-            .with_context(|| format!("Acknowledged, but cannot read {name}"))?;
+            .with_context(|| format!("Cannot read the acknowledged file {name}"))?;
         let found = format!("{:016x}", hash(&content));
-        ensure!(found == expected, "{name} has hash {found}, acknowledged was {expected}");
+        ensure!(found == expected, "{name} has hash {found}, but {expected} was acknowledged");
         checked += 1;
     }
     println!("checked {checked}");

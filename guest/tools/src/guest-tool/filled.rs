@@ -44,7 +44,7 @@ pub(crate) fn fill(dir: &Path, seed: u64) -> Result<()> {
             }
         }
     }
-    ensure!(number > 0, "There was no room for a single file");
+    ensure!(number > 0, "The file system has no room for a single file");
     println!("{number}");
     Ok(())
 }
@@ -62,14 +62,14 @@ pub(crate) fn check(dir: &Path, seed: u64, count: u64) -> Result<()> {
     for number in 0..count {
         let path = dir.join(name(number));
         let found = fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;
-        ensure!(found == content(seed, number), "{} has another content", path.display());
+        ensure!(found == content(seed, number), "{} has wrong content", path.display());
     }
     let expected: BTreeSet<String> = (0..count).map(name).collect();
     for directory in (0..=count / 256).map(|number| format!("d{number:03}")) {
         let Ok(entries) = fs::read_dir(dir.join(&directory)) else { continue };
         for entry in entries {
             let found = format!("{directory}/{}", entry?.file_name().to_string_lossy());
-            ensure!(expected.contains(&found), "{found} should not be there");
+            ensure!(expected.contains(&found), "Unexpected file: {found}");
         }
     }
     println!("checked {count}");

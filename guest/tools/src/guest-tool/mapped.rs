@@ -84,7 +84,7 @@ pub(crate) fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: C
         Care::None => libc::MAP_SHARED,
         Care::Fence => libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC,
     };
-    let mapping = map(&open(path)?, offset, len_bytes, flags).context("Cannot map it")?;
+    let mapping = map(&open(path)?, offset, len_bytes, flags).context("Cannot map the file")?;
     for index in 0..mapping.len() {
         mapping.store(index, seed + index as u64);
     }
@@ -158,7 +158,7 @@ pub(crate) fn say_map_sync(path: &Path, len_bytes: u64) -> Result<()> {
     match map(&file, 0, len_bytes, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC) {
         Ok(_) => println!("allowed"),
         Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => println!("refused"),
-        Err(error) => return Err(error).context("Cannot map it for another reason"),
+        Err(error) => return Err(error).context("Cannot map the file"),
     }
     Ok(())
 }
@@ -201,10 +201,10 @@ pub(crate) fn say_extents(path: &Path) -> Result<()> {
     map.extent_count = map.extents.len() as u32;
     // SAFETY: the kernel fills a structure that has room for `extent_count` extents.
     if unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut map) } != 0 {
-        return Err(io::Error::last_os_error()).context("Cannot ask for the extents");
+        return Err(io::Error::last_os_error()).context("Cannot query the extents");
     }
     if map.mapped_extents as usize == map.extents.len() {
-        bail!("More extents than there is room for");
+        bail!("The file has too many extents");
     }
     for extent in &map.extents[..map.mapped_extents as usize] {
         println!("{} {} {}", extent.logical, extent.physical, extent.length);

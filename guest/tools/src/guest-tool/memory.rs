@@ -67,13 +67,13 @@ pub(crate) fn pin(mib: u64) -> Result<()> {
         if nth % PIPE_PAGES == 0 {
             pipes.push(io::pipe()?);
         }
-        let (_, writer) = pipes.last().expect("one was just made");
+        let (_, writer) = pipes.last().expect("one was just created");
         let page = chunk.as_ptr().wrapping_add(chunk.as_ptr().align_offset(4096));
         let piece = libc::iovec { iov_base: page.cast_mut().cast(), iov_len: 4096 };
         // SAFETY: the page is within the chunk, which is kept as long as the pipe. The kernel only
         // reads it.
         let lent = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const piece, 1, 0) };
-        ensure!(lent == 4096, "A page cannot be lent: {}", io::Error::last_os_error());
+        ensure!(lent == 4096, "Cannot lend a page: {}", io::Error::last_os_error());
     }
     for chunk in &mut held {
         let first = chunk.as_ptr().align_offset(4096);
@@ -82,7 +82,7 @@ pub(crate) fn pin(mib: u64) -> Result<()> {
         let rest = chunk[first + 4096..].as_mut_ptr();
         // SAFETY: these are whole pages of the chunk, which are not read anymore.
         let given = unsafe { libc::madvise(rest.cast(), pages * 4096, libc::MADV_DONTNEED) };
-        ensure!(given == 0, "Memory cannot be given back: {}", io::Error::last_os_error());
+        ensure!(given == 0, "Cannot release memory: {}", io::Error::last_os_error());
     }
     println!("pinned");
     loop {

@@ -24,8 +24,11 @@ impl Device {
             file.with_context(|| format!("Cannot open {path}"))
         };
         let (direct, buffered) = (open(libc::O_DIRECT)?, open(0)?);
-        let name =
-            Path::new(path).file_name().context("No device")?.to_str().context("Not UTF-8")?;
+        let name = Path::new(path)
+            .file_name()
+            .context("Device path without a file name")?
+            .to_str()
+            .context("Device name is not UTF-8")?;
         let attribute = |what: &str| -> Result<u64> {
             let text = fs::read_to_string(format!("/sys/class/block/{name}/{what}"))?;
             Ok(text.trim().parse()?)

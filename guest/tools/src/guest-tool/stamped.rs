@@ -21,10 +21,10 @@ pub(crate) struct Target {
 impl Target {
     /// `longest` is the maximum number of adjacent sectors that a thread writes before a flush.
     pub(crate) fn new(device: &str, area: Area, longest: u64) -> Result<Self> {
-        ensure!(area.threads > 0 && area.per_thread > 0, "no sectors");
+        ensure!(area.threads > 0 && area.per_thread > 0, "area without sectors or threads");
         ensure!(
             (1..=area.per_thread).contains(&longest),
-            "{longest} sectors are not 1 to {}",
+            "longest write is {longest} sectors, must be 1 to {}",
             area.per_thread
         );
         Ok(Self { device: device.to_owned(), area, longest })
@@ -57,7 +57,7 @@ pub(crate) fn write(target: &Target, seed: u64) -> Result<()> {
             });
         }
     });
-    bail!("no thread writes any more")
+    bail!("all threads have stopped writing")
 }
 
 struct Writer<'a> {
@@ -141,7 +141,9 @@ fn version_of(sector: u64, bytes: &[u8]) -> Result<u64> {
 
 /// Prints a line in one write, so that lines of several threads do not mix.
 fn say(line: &Line) -> Result<()> {
-    io::stdout().write_all(format!("{line}\n").as_bytes()).context("Nobody listens")
+    io::stdout()
+        .write_all(format!("{line}\n").as_bytes())
+        .context("Cannot write to standard output")
 }
 
 #[cfg(test)]

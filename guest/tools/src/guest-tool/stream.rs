@@ -159,16 +159,16 @@ fn anonymous(node: u32, bytes: usize) -> Result<*mut f64> {
 /// place's number, microseconds.
 pub(crate) fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()> {
     // Each round multiplies the numbers by fifteen.
-    ensure!((1..=200).contains(&rounds), "1 to 200 rounds, not {rounds}");
+    ensure!((1..=200).contains(&rounds), "rounds is {rounds}, must be 1 to 200");
     ensure!(
         array_mib > 0 && array_mib.is_multiple_of(2),
-        "arrays of whole huge pages: {array_mib} MiB"
+        "array size is {array_mib} MiB, must be a positive multiple of 2"
     );
     let array_bytes = usize::try_from(array_mib)? * MIB;
     let mut arrays = Vec::new();
     for place in places {
         let opened = Arrays::new(&Place::parse(place)?, array_bytes);
-        arrays.push(opened.with_context(|| format!("Cannot have {place}"))?);
+        arrays.push(opened.with_context(|| format!("Cannot allocate arrays at {place}"))?);
     }
     // The first round is not printed, because it allocates pages and fills caches.
     let mut out = String::new();
@@ -186,7 +186,7 @@ pub(crate) fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()>
         }
     }
     for (place, arrays) in places.iter().zip(&mut arrays) {
-        arrays.check(rounds + 1).with_context(|| format!("In {place}"))?;
+        arrays.check(rounds + 1).with_context(|| format!("Arrays at {place}"))?;
     }
     Ok(io::stdout().write_all(out.as_bytes())?)
 }

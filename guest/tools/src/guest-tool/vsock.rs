@@ -25,10 +25,12 @@ const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 /// Sends the standard input to a port of the host from a privileged port, and closes the
 /// connection.
 pub(crate) fn send(port: u32) -> Result<()> {
-    let socket = socket(Some(PRIVILEGED_PORT)).context("No vsock from a privileged port")?;
-    connect(&socket, HOST_CID, port).with_context(|| format!("Port {port} of the host"))?;
+    let socket = socket(Some(PRIVILEGED_PORT))
+        .context("Cannot create a vsock socket with a privileged port")?;
+    connect(&socket, HOST_CID, port)
+        .with_context(|| format!("Cannot connect to port {port} of the host"))?;
     io::copy(&mut io::stdin().lock(), &mut File::from(socket))
-        .context("The host does not take it all")?;
+        .context("Cannot send all input to the host")?;
     Ok(())
 }
 
@@ -39,7 +41,7 @@ pub(crate) fn hold(port: u32, command: &str) -> Result<()> {
     let mut held = Vec::new();
     let mut running = None;
     loop {
-        let socket = socket(None).context("No vsock")?;
+        let socket = socket(None).context("Cannot create a vsock socket")?;
         match connect(&socket, HOST_CID, port) {
             Ok(()) => held.push(socket),
             Err(_) if running.is_none() => {
@@ -54,6 +56,10 @@ pub(crate) fn hold(port: u32, command: &str) -> Result<()> {
             // The next attempt may take the slot of a connection that another process closes.
             Err(_) => thread::sleep(BETWEEN_ATTEMPTS),
         }
-        ensure!(held.len() < MOST_HELD, "The host takes {} connections", held.len());
+        ensure!(
+            held.len() < MOST_HELD,
+            "The host accepted {} connections without a refusal",
+            held.len()
+        );
     }
 }

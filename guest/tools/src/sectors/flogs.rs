@@ -108,7 +108,11 @@ impl Flogs {
 
     pub fn make(&self, media: &impl Media) -> Result<()> {
         let arena = Arena::read(media)?;
-        ensure!(sector_of(LANES - 1) < arena.sectors, "{} sectors are too few", arena.sectors);
+        ensure!(
+            sector_of(LANES - 1) < arena.sectors,
+            "The arena has too few sectors: {}",
+            arena.sectors
+        );
         (0..LANES).try_for_each(|lane| {
             arena.make_lane(media, lane, state_of(lane, self.shift), self.padding)
         })
@@ -139,13 +143,13 @@ impl Arena {
     fn read(media: &impl Media) -> Result<Self> {
         let mut info = [0; 4096];
         media.read(START_BYTES, &mut info)?;
-        ensure!(info.starts_with(b"BTT_ARENA_INFO\0\0"), "There is no BTT");
+        ensure!(info.starts_with(b"BTT_ARENA_INFO\0\0"), "The media has no BTT");
         let u32_at =
             |at: usize| u32::from_le_bytes(info[at..at + 4].try_into().expect("four bytes"));
         let place = |at: usize| {
             START_BYTES + u64::from_le_bytes(info[at..at + 8].try_into().expect("eight bytes"))
         };
-        ensure!(u32_at(72) == LANES, "{} lanes", u32_at(72));
+        ensure!(u32_at(72) == LANES, "The arena has {} lanes, must be {LANES}", u32_at(72));
         Ok(Self {
             sector_bytes: u32_at(56),
             sectors: u32_at(60),

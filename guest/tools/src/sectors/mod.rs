@@ -60,7 +60,7 @@ impl fmt::Display for Content {
         match self {
             Self::Zeros | Self::Trimmed => write!(formatter, "zeros"),
             Self::Written { seed, operation } => {
-                write!(formatter, "what operation {operation:#x} of seed {seed} wrote")
+                write!(formatter, "the content of operation {operation:#x} of seed {seed}")
             }
             Self::Fails => write!(formatter, "an error"),
         }
@@ -121,10 +121,11 @@ impl Outcome {
             if self.contents[first as usize] == Content::Fails {
                 ensure!(
                     outcome.is_err(),
-                    anyhow!("Sector {first} can be read, and should fail").context(StoredWrong)
+                    anyhow!("Sector {first} is readable, but must fail").context(StoredWrong)
                 );
             } else {
-                outcome.with_context(|| format!("Cannot read {count} sectors from {first} on"))?;
+                outcome
+                    .with_context(|| format!("Cannot read {count} sectors from sector {first}"))?;
                 for (sector, found) in (first..).zip(found.chunks_exact(sector_bytes)) {
                     let content = self.contents[sector as usize];
                     content.fill(sector, &mut expected);
@@ -153,10 +154,10 @@ fn describe(found: &[u8], expected: &[u8]) -> String {
     let word = |at: usize| u64::from_le_bytes(found[at..at + 8].try_into().expect("eight bytes"));
     let same = found.iter().zip(expected).filter(|(a, b)| a == b).count();
     if found.iter().all(|byte| *byte == 0) {
-        return "it is all zeros".to_owned();
+        return "it contains zeros".to_owned();
     }
     format!(
-        "it says sector {}, operation {:#x} of seed {}; {same} of its {} bytes are as they should be",
+        "it contains sector {}, operation {:#x} of seed {}; {same} of its {} bytes match",
         word(0),
         word(16),
         word(8),
@@ -260,7 +261,7 @@ mod tests {
         outcome.set(70..71, Content::Fails);
         let memory = Memory::new();
         let error = format!("{:#}", memory.check(&outcome).unwrap_err());
-        assert!(error.contains("Sector 70 can be read"), "{error}");
+        assert!(error.contains("Sector 70 is readable"), "{error}");
         let reads_but_70 = |first: u64, into: &mut [u8]| {
             ensure!(first + into.len() as u64 / 512 <= 70 || first > 70, "bad");
             into.fill(0);

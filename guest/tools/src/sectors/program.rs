@@ -205,7 +205,7 @@ fn run_thread(program: &Program, shape: Shape, storage: &impl Storage, thread: u
             Step::Discard(sectors) => storage.discard(sectors.clone()),
             Step::WriteZeroes(sectors) => storage.write_zeroes(sectors.clone()),
         };
-        done.with_context(|| format!("Cannot do operation {operation:#x}: {step:?}"))?;
+        done.with_context(|| format!("Operation {operation:#x} failed: {step:?}"))?;
         if number % FLUSH_INTERVAL == 0 {
             storage.flush().context("Cannot flush")?;
         }

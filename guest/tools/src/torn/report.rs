@@ -72,7 +72,9 @@ impl FromStr for Line {
         let mut words = line.split(' ');
         let kind = words.next();
         let numbers: Vec<u64> = words
-            .map(|word| word.parse().with_context(|| format!("{word:?} is no number in {line:?}")))
+            .map(|word| {
+                word.parse().with_context(|| format!("{word:?} is not a number in {line:?}"))
+            })
             .collect::<Result<_>>()?;
         match (kind, numbers.as_slice()) {
             (Some("found"), [thread, versions @ ..]) => {

@@ -247,7 +247,7 @@ fn idle_agent_is_small_and_reconnects_to_a_vmm_that_returns() -> Result<()> {
     guest.wait_until_run(
         "the agent says so",
         LIMIT,
-        "grep 'DAMON is in somebody' /run/agent.log",
+        "grep 'another program uses DAMON' /run/agent.log",
     )?;
     end(&guest, "TERM")?;
     ensure!(monitors(&guest)? == "1", "The monitor has gone");

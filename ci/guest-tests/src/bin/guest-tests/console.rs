@@ -51,7 +51,7 @@ impl<F: Read + Write + AsFd> Visitor<F> {
             }
             ensure!(
                 since.elapsed() < ANSWER_LIMIT,
-                "Waited in vain for {what:?} after:\n{}",
+                "Timed out waiting for {what:?} after:\n{}",
                 self.heard
             );
             let mut poll = libc::pollfd {

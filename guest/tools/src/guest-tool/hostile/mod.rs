@@ -114,7 +114,7 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
             answered += u64::from(answer);
             ensure!(
                 answer || !matches!(malice, Malice::Range { .. }),
-                "Request {sent} has no answer; the device's status is {:#x}",
+                "The device did not answer request {sent}; its status is {:#x}",
                 device.status()
             );
         }
@@ -133,7 +133,7 @@ pub(crate) fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()
 pub(crate) fn negotiate_without(device_id: u64, feature: u64) -> Result<()> {
     let without = u32::try_from(feature).ok().and_then(|bit| 1u32.checked_shl(bit));
     let without =
-        without.with_context(|| format!("No feature of a device's own: bit {feature}"))?;
+        without.with_context(|| format!("Not a device-specific feature bit: {feature}"))?;
     let mut device = Device::take(u16::try_from(device_id)?)?;
     ensure!(
         !device.try_negotiate(without)?,

@@ -75,8 +75,10 @@ impl Device {
         config.write_all_at(&[0x06, 0x00], 4).context("Cannot write the command register")?;
         let mut space = [0u8; 256];
         config.read_exact_at(&mut space, 0).context("Cannot read the configuration space")?;
-        let common = capability(&space, CAP_COMMON).context("No common configuration")?;
-        let notify = capability(&space, CAP_NOTIFY).context("No notification area")?;
+        let common =
+            capability(&space, CAP_COMMON).context("The device has no common configuration")?;
+        let notify =
+            capability(&space, CAP_NOTIFY).context("The device has no notification area")?;
         let own = capability(&space, CAP_DEVICE)
             .map(|own| Ok::<_, Error>((Bar::map(&dir, own.bar)?, own.offset)));
         Ok(Self {
@@ -92,7 +94,7 @@ impl Device {
     /// Reads 8 bytes of the device-specific configuration (virtio 1.3, 4.1.4.6).
     pub(super) fn own_u64(&self, offset: usize) -> Result<u64> {
         let (bar, begin) =
-            self.own.as_ref().context("The device has no configuration of its own")?;
+            self.own.as_ref().context("The device has no device-specific configuration")?;
         let half = |at: usize| u64::from(bar.read::<u32>(begin + offset + at));
         Ok(half(0) | half(4) << 32)
     }
@@ -100,7 +102,7 @@ impl Device {
     /// Resets the device and accepts VERSION_1 and the device's own features, bits 0 to 23 (virtio
     /// 1.3, 6). No ring features are accepted, so using one of them is an attack as well.
     pub(super) fn negotiate(&mut self) -> Result<()> {
-        ensure!(self.try_negotiate(0)?, "The device does not take its own features");
+        ensure!(self.try_negotiate(0)?, "The device refuses the features that it offers");
         self.notify_offsets.clear();
         Ok(())
     }
@@ -126,7 +128,7 @@ impl Device {
         self.set_status(0);
         ensure!(
             (0..RESET_LOOKS).any(|_| self.status() == 0),
-            "A reset leaves the status at {:#x}",
+            "The status is {:#x} after a reset",
             self.status()
         );
         Ok(())
@@ -179,7 +181,7 @@ impl Device {
 }
 
 fn find(device_id: u16) -> Result<PathBuf> {
-    for entry in fs::read_dir("/sys/bus/pci/devices").context("No PCI devices")? {
+    for entry in fs::read_dir("/sys/bus/pci/devices").context("Cannot read /sys/bus/pci/devices")? {
         let dir = entry?.path();
         if id(&dir, "vendor")? == VIRTIO_VENDOR && id(&dir, "device")? == device_id {
             return Ok(dir);
@@ -245,10 +247,7 @@ impl Bar {
     }
 
     fn at<T: Register>(&self, offset: usize) -> *mut T {
-        assert!(
-            offset + size_of::<T>() <= self.len,
-            "register {offset:#x} lies outside of the BAR"
-        );
+        assert!(offset + size_of::<T>() <= self.len, "register {offset:#x} is outside the BAR");
         // SAFETY: the offset is within the mapping, as just asserted.
         let register = unsafe { self.base.add(offset) }.cast::<T>();
         assert!(register.is_aligned(), "register {offset:#x} is not aligned");

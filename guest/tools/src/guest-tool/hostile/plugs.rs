@@ -31,7 +31,7 @@ pub(crate) fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
     let (block_size, requested) = (device.own_u64(BLOCK_SIZE)?, device.own_u64(REQUESTED_SIZE)?);
     ensure!(
         requested >= u64::from(blocks) * block_size,
-        "The host requests {requested} bytes, and {blocks} blocks have {block_size} each"
+        "The host requests {requested} bytes, fewer than {blocks} blocks of {block_size}"
     );
     let address = device.own_u64(ADDR)?;
     println!("storm: begins");
@@ -67,8 +67,8 @@ fn send(
     ];
     queue.offer(&chain, 0, 1);
     device.notify(queue.index);
-    ensure!(queue.wait_until_used(ANSWER_LOOKS), "Request {code} has no answer");
+    ensure!(queue.wait_until_used(ANSWER_LOOKS), "The device did not answer request {code}");
     let answer = queue.read_buffer(ANSWER_AT);
-    ensure!(answer == ACK, "Request {code} is answered by {answer}");
+    ensure!(answer == ACK, "The device answered request {code} with {answer}");
     Ok(())
 }

@@ -148,6 +148,6 @@ fn physical_address(virtual_address: u64) -> Result<u64> {
     // Bits 0 to 54 are the page frame number, or 0 for a process without the privilege
     // (Documentation/admin-guide/mm/pagemap.rst).
     let frame = u64::from_le_bytes(entry) & ((1 << 55) - 1);
-    ensure!(frame != 0, "pagemap does not tell the frame: not root?");
+    ensure!(frame != 0, "pagemap hides the frame number; run as root");
     Ok(frame * PAGE_BYTES as u64)
 }

@@ -146,11 +146,11 @@ fn validate(root: u64, parents: &[u64], list: &[(u64, u64)]) -> Result<Vec<u64>>
         let mut vertex = start;
         while levels[vertex as usize] == NOBODY && parents[vertex as usize] != NOBODY {
             way.push(vertex);
-            ensure!(way.len() <= parents.len(), "The way up from {start} is a circle");
+            ensure!(way.len() <= parents.len(), "The path up from {start} is a cycle");
             vertex = parents[vertex as usize];
         }
         while let Some(below) = way.pop() {
-            ensure!(levels[vertex as usize] != NOBODY, "The way up from {start} ends at {vertex}");
+            ensure!(levels[vertex as usize] != NOBODY, "The path up from {start} ends at {vertex}");
             levels[below as usize] = levels[vertex as usize] + 1;
             vertex = below;
         }
@@ -162,7 +162,7 @@ fn validate(root: u64, parents: &[u64], list: &[(u64, u64)]) -> Result<Vec<u64>>
         let (one, other) = (levels[*from as usize], levels[*to as usize]);
         ensure!(
             (one == NOBODY) == (other == NOBODY) && (one == NOBODY || one.abs_diff(other) <= 1),
-            "{from} is at level {one}, its neighbour {to} at {other}"
+            "{from} is at level {one}, its neighbor {to} at {other}"
         );
         for (child, parent) in [(from, to), (to, from)] {
             if to_find[*child as usize] == *parent {
@@ -172,7 +172,7 @@ fn validate(root: u64, parents: &[u64], list: &[(u64, u64)]) -> Result<Vec<u64>>
     }
     to_find[root as usize] = NOBODY;
     let invented = to_find.iter().position(|parent| *parent != NOBODY);
-    ensure!(invented.is_none(), "{invented:?} has a parent that is no neighbour");
+    ensure!(invented.is_none(), "{invented:?} has a parent that is not its neighbor");
     Ok(levels)
 }
 
@@ -208,7 +208,7 @@ mod tests {
             parents[vertex] = parent;
             validate(root, &parents, &list).is_err()
         };
-        assert!(wrong(far, root), "a parent that is no neighbour passed");
+        assert!(wrong(far, root), "a parent that is not a neighbor passed");
         assert!(wrong(far, far as u64), "a vertex that is its own parent passed");
         assert!(wrong(far, NOBODY), "a vertex that was left out passed");
         assert!(wrong(root as usize, list[0].1), "a root with a parent passed");

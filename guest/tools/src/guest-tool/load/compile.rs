@@ -45,7 +45,7 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let jobs =
         units.iter().map(compile).collect::<Result<Vec<Child>, _>>().context("Cannot start tcc")?;
     for mut job in jobs {
-        ensure!(job.wait()?.success(), "tcc has failed");
+        ensure!(job.wait()?.success(), "tcc failed to compile a unit");
     }
     phases.end("compile");
     let objects = units.iter().map(|unit| files.path(&format!("{unit}.o")));
@@ -54,7 +54,7 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
         .arg(files.path("program"))
         .args(objects)
         .status();
-    ensure!(linked.context("Cannot start tcc")?.success(), "tcc has not linked it");
+    ensure!(linked.context("Cannot start tcc")?.success(), "tcc failed to link the program");
     phases.end("link");
     let expected = expected_sum(functions);
     let status = program(files.path("program")).status().context("Cannot start the program")?;

@@ -34,7 +34,9 @@ pub(crate) fn run(name: &str, mib: u64) -> Result<()> {
         "redis" => redis::run,
         "sqlite" => sqlite::run,
         "compile" => compile::run,
-        _ => bail!("no workload {name:?}: there are touch, bfs, redis, sqlite, compile"),
+        _ => bail!(
+            "no such workload: {name:?}; existing workloads: touch, bfs, redis, sqlite, compile"
+        ),
     };
     guest_tools::oom::volunteer()?;
     // Otherwise Linux refuses a mapping larger than all memory before the guest could grow
@@ -79,7 +81,7 @@ impl MemoryFiles {
     fn mount() -> Result<Self> {
         std::fs::create_dir_all(DIR)?;
         // A killed workload has left its own mount.
-        let dir = CString::new(DIR).expect("no NUL in it");
+        let dir = CString::new(DIR).expect("DIR contains no NUL");
         // SAFETY: the string outlives the call.
         while unsafe { libc::umount2(dir.as_ptr(), libc::MNT_DETACH) } == 0 {}
         // By default, a tmpfs has half of the memory at the time of its mount.

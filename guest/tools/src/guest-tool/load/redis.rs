@@ -73,7 +73,7 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let mut base = vec![0; BASE_BYTES];
     Bytes::new(3).fill(&mut base);
     client.send(&[b"SET", b"base", &base])?;
-    ensure!(client.line()? == "+OK", "Redis does not take the base");
+    ensure!(client.line()? == "+OK", "Redis refused the base value");
     for first in (0..keys).step_by(KEYS_AT_ONCE as usize) {
         client.eval(FILL, &[first, keys.min(first + KEYS_AT_ONCE)])?;
     }
@@ -81,7 +81,7 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let mut sum = 0;
     for batch in 0..OPERATIONS / OPERATIONS_AT_ONCE {
         let found = client.eval(MIX, &[batch + 1, OPERATIONS_AT_ONCE, keys])?;
-        ensure!(found >= 0, "A key does not have what its version says");
+        ensure!(found >= 0, "A key has wrong content for its version");
         sum = mixed(sum, found as u64);
     }
     phases.end("mix");
@@ -136,10 +136,14 @@ impl Client {
 
     fn line(&mut self) -> Result<String> {
         let mut line = String::new();
-        self.0.by_ref().take(1 << 16).read_line(&mut line).context("Redis has gone")?;
+        self.0
+            .by_ref()
+            .take(1 << 16)
+            .read_line(&mut line)
+            .context("Redis closed the connection")?;
         Ok(line
             .strip_suffix("\r\n")
-            .with_context(|| format!("Redis has gone after {line:?}"))?
+            .with_context(|| format!("Redis closed the connection after {line:?}"))?
             .to_owned())
     }
 
@@ -152,7 +156,7 @@ impl Client {
         self.send(&command)?;
         let answer = self.line()?;
         let number = answer.strip_prefix(':').and_then(|number| number.parse().ok());
-        number.with_context(|| format!("Redis answers {answer:?}"))
+        number.with_context(|| format!("Unexpected answer of Redis: {answer:?}"))
     }
 }
 

@@ -25,7 +25,7 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let (statements, expected) = mix(rows);
     let found = sql(&files, &statements)?;
     phases.end("mix");
-    ensure!(found == expected, "What was read is not what was written");
+    ensure!(found == expected, "The rows read differ from the rows written");
     Ok(found.bytes().fold(0, |sum, byte| mixed(sum, byte.into())))
 }
 
@@ -88,9 +88,13 @@ fn sql(files: &MemoryFiles, statements: &str) -> Result<String> {
         .status();
     let status = status.context("Cannot start sqlite3")?;
     ensure!(status.success(), "sqlite3 ended with {status}");
-    let printed = fs::read_to_string(&printed).context("sqlite3 does not print text")?;
+    let printed =
+        fs::read_to_string(&printed).context("Cannot read the output of sqlite3 as text")?;
     // The first setting prints its value.
-    Ok(printed.strip_prefix("memory\n").context("sqlite3 keeps its journal elsewhere")?.to_owned())
+    Ok(printed
+        .strip_prefix("memory\n")
+        .context("sqlite3 does not keep its journal in memory")?
+        .to_owned())
 }
 
 #[cfg(test)]

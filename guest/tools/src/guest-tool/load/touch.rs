@@ -24,7 +24,7 @@ pub(super) fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     for touch in 0..TOUCHES {
         let number = places.below(pages);
         let page = &mut memory[number as usize * PAGE_WORDS..][..PAGE_WORDS];
-        ensure!(page[0] == number, "Page {number} has the number {}", page[0]);
+        ensure!(page[0] == number, "Page {number} contains the number {}", page[0]);
         sum = mixed(sum, page[1]);
         page[1] = touch;
     }
