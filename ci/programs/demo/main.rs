@@ -155,7 +155,7 @@ fn logs() -> Result<Vec<(String, PathBuf)>> {
         let path = entry?.path();
         if path.extension().is_some_and(|extension| extension == "log") {
             let name =
-                path.file_name().and_then(|name| name.to_str()).context("file without a name")?;
+                path.file_name().and_then(|name| name.to_str()).context("File without a name")?;
             logs.push((plain_name(name), path));
         }
     }
@@ -168,7 +168,7 @@ fn keep_logs() -> Result<()> {
     let Some(out) = std::env::var_os("OUT").map(PathBuf::from) else { return Ok(()) };
     for (name, path) in logs()? {
         fs::copy(&path, out.join(name))
-            .with_context(|| format!("cannot keep {}", path.display()))?;
+            .with_context(|| format!("Cannot keep {}", path.display()))?;
     }
     Ok(())
 }
@@ -179,7 +179,7 @@ fn print_causes() {
     let printed = logs().and_then(|logs| {
         for (name, path) in logs {
             let bytes =
-                fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+                fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;
             print!("{}", causes(&name, &String::from_utf8_lossy(&bytes)));
         }
         Ok(())

@@ -44,7 +44,7 @@ pub(crate) fn show(guest: &Guest, boot_policy_off: &impl Fn() -> Result<Guest>) 
 }
 
 fn check_governed(guest: &Guest, run: &Run, dataset_bytes: u64) -> Result<()> {
-    ensure!(run.fill.completed, "the fill failed: {}", run.fill.last_words);
+    ensure!(run.fill.completed, "The fill failed: {}", run.fill.last_words);
     claim(
         run.fill.alive && dataset_bytes >= DRAM_BYTES * 3 / 2,
         &format!(

@@ -64,7 +64,7 @@ pub(crate) fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Re
         keys = line
             .trim()
             .parse()
-            .with_context(|| format!("unexpected output of redis-cli dbsize: {line:?}"))?;
+            .with_context(|| format!("Unexpected output of redis-cli dbsize: {line:?}"))?;
         seen(keys)?;
     }
     let ended = script.finish();

@@ -34,7 +34,7 @@ impl Acknowledged {
 
     fn add(&mut self, line: String) -> Result<()> {
         let mut log = fs::File::options().append(true).open(&self.path)?;
-        writeln!(log, "{line}").context("cannot log an acknowledged file")?;
+        writeln!(log, "{line}").context("Cannot log an acknowledged file")?;
         self.lines.push(line);
         Ok(())
     }
@@ -42,7 +42,7 @@ impl Acknowledged {
     /// Reads `count` more lines from a writer.
     fn take(&mut self, writer: &mut Script, count: usize) -> Result<()> {
         for _ in 0..count {
-            self.add(writer.next_line().context("the writer ended")?)?;
+            self.add(writer.next_line().context("The writer ended")?)?;
         }
         Ok(())
     }
