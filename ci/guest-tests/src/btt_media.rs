@@ -61,7 +61,7 @@ impl BttMedia {
         let findings: Vec<_> =
             check(self).arenas.into_iter().flat_map(|arena| arena.findings).collect();
         let is_clean = || {
-            ensure!(findings.is_empty(), "The check finds: {findings:?}");
+            ensure!(findings.is_empty(), "The check has findings: {findings:?}");
             Ok(())
         };
         is_clean().context(StoredWrong)?;
@@ -92,7 +92,7 @@ impl BttMedia {
     }
 
     fn file_ranges(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
-        assert!(range.end <= self.len_bytes(), "{range:?} is not inside the volume");
+        assert!(range.end <= self.len_bytes(), "{range:?} is outside the volume");
         self.extents.iter().filter_map(move |extent| {
             let (first, at) = (extent.volume_offset_bytes(), extent.offset_bytes());
             let start = range.start.max(first);

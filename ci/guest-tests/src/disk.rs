@@ -57,7 +57,7 @@ pub fn sparse_file(name: &str, bytes: u64) -> Result<PathBuf> {
     let path = this_tests_dir().join(name);
     fs::create_dir_all(this_tests_dir())
         .and_then(|()| File::create(&path)?.set_len(bytes))
-        .with_context(|| format!("Cannot make {}", path.display()))?;
+        .with_context(|| format!("Cannot create {}", path.display()))?;
     Ok(path)
 }
 
@@ -70,7 +70,7 @@ pub fn fill_up(path: &Path) -> Result<()> {
             match filler.write_all(&vec![0xff; step]) {
                 Ok(()) => {}
                 Err(error) if error.kind() == ErrorKind::StorageFull => break,
-                Err(error) => return Err(error).context("Cannot fill the disk up"),
+                Err(error) => return Err(error).context("Cannot fill the disk"),
             }
         }
     }
@@ -98,7 +98,7 @@ impl Room {
     pub fn create(size_mib: u64) -> Result<Self> {
         need_private_mounts()?;
         let dir = this_tests_dir().join("room");
-        fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
+        fs::create_dir_all(&dir).with_context(|| format!("Cannot create {}", dir.display()))?;
         run("mount", &["-t", "tmpfs", "-o", &format!("size={size_mib}m"), "tmpfs", text(&dir)?])?;
         Ok(Self(dir))
     }
@@ -116,7 +116,7 @@ impl Room {
     }
 
     pub fn make_room(&self) -> Result<()> {
-        fs::remove_file(self.filler()).context("It was not filled up")
+        fs::remove_file(self.filler()).context("Cannot remove the file that fills the disk")
     }
 }
 
@@ -166,14 +166,14 @@ impl Disk {
     /// several moments.
     pub fn after_power_loss(&self) -> Result<PathBuf> {
         // Unflushed data must be lost, because otherwise the copy does not simulate a power cut.
-        let marker = "nobody has flushed this";
+        let marker = "written without a flush";
         fs::write(self.mounted.join("unflushed"), marker)?;
         let (image, mounted) =
             (self.room.dir().join("image-after"), self.mounted.with_file_name("disk-after"));
         fs::copy(self.image(), &image).context("Cannot copy the disk")?;
         mount(&image, &mounted, FileSystem::Ext4, "loop")?;
         let found = fs::read_to_string(mounted.join("unflushed")).unwrap_or_default();
-        ensure!(found != marker, "What was not flushed is on the disk: the copy proves nothing");
+        ensure!(found != marker, "Data without a flush are on the disk: the copy proves nothing");
         Ok(mounted)
     }
 }
@@ -246,7 +246,7 @@ impl LoopDevice {
                 continue;
             }
             let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            fallocate(&image, mode, at, bytes.len() as u64).context("Cannot make a hole")?;
+            fallocate(&image, mode, at, bytes.len() as u64).context("Cannot punch a hole")?;
         }
         Ok(())
     }
@@ -271,7 +271,7 @@ pub fn mount(what: &Path, at: &Path, file_system: FileSystem, options: &str) -> 
     if file_system == FileSystem::Xfs {
         run("modprobe", &["xfs"])?;
     }
-    fs::create_dir_all(at).with_context(|| format!("Cannot make {}", at.display()))?;
+    fs::create_dir_all(at).with_context(|| format!("Cannot create {}", at.display()))?;
     run("mount", &["-t", file_system.name(), "-o", options, text(what)?, text(at)?])
 }
 

@@ -68,7 +68,7 @@ impl Holdings {
     pub fn check_memory(&self, before: &Self) -> Result<()> {
         ensure!(
             self.own_bytes <= before.own_bytes + OWN_BYTES_MORE,
-            "{self:?}, and before {before:?}"
+            "{self:?}, before: {before:?}"
         );
         Ok(())
     }

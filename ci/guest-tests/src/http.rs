@@ -68,7 +68,7 @@ pub fn request_with(
         body.len()
     );
     tap::send_with(stream, request.as_bytes(), files)?;
-    read_response(stream).with_context(|| format!("No answer to {call}"))
+    read_response(stream).with_context(|| format!("No response to {call}"))
 }
 
 fn exchange(
@@ -86,7 +86,7 @@ fn exchange(
     request += "\r\n";
     request += body.unwrap_or_default();
     stream.write_all(request.as_bytes()).with_context(|| format!("Cannot send {method} {path}"))?;
-    read_response(stream).with_context(|| format!("No answer to {method} {path}"))
+    read_response(stream).with_context(|| format!("No response to {method} {path}"))
 }
 
 fn read_response(stream: &mut impl Read) -> Result<Response> {
@@ -99,9 +99,9 @@ fn read_response(stream: &mut impl Read) -> Result<Response> {
     while line != "\r\n" {
         line.clear();
         stream.read_line(&mut line)?;
-        ensure!(line.ends_with("\r\n"), "The connection ended before the answer's head did");
+        ensure!(line.ends_with("\r\n"), "The connection closed within the response's header");
         let Some((key, value)) = line.split_once(':') else { continue };
-        ensure!(!key.eq_ignore_ascii_case("transfer-encoding"), "The answer comes in chunks");
+        ensure!(!key.eq_ignore_ascii_case("transfer-encoding"), "The response is chunked");
         if key.eq_ignore_ascii_case("content-length") {
             len = Some(value.trim().parse().with_context(|| format!("Not a length: {line:?}"))?);
         }
@@ -109,7 +109,7 @@ fn read_response(stream: &mut impl Read) -> Result<Response> {
     let mut body = String::new();
     if let Some(len) = len {
         stream.take(len).read_to_string(&mut body)?;
-        ensure!(body.len() as u64 == len, "The connection ended before the answer did");
+        ensure!(body.len() as u64 == len, "The connection closed within the response's body");
     } else if status != 204 {
         stream.read_to_string(&mut body)?;
     }

@@ -45,7 +45,7 @@ impl Lent {
             let error = io::Error::last_os_error();
             // devdax does not support msync, and does not need it.
             if result != 0 && error.raw_os_error() != Some(libc::EINVAL) {
-                return Err(error).context("Cannot write the memory to the disk");
+                return Err(error).context("Cannot sync the lent memory");
             }
         }
         Ok(())

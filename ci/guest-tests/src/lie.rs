@@ -77,7 +77,7 @@ mod tests {
             command.output().unwrap()
         };
         let (honest, lying) = (output(false), output(true));
-        assert!(!honest.status.success(), "sync of a pipe succeeds here: {honest:?}");
+        assert!(!honest.status.success(), "sync of a pipe succeeded: {honest:?}");
         assert!(lying.status.success(), "{lying:?}");
         assert_eq!(lying.stdout, b"said\n");
     }

@@ -23,7 +23,7 @@ impl Metrics {
         let mut samples = Vec::new();
         let mut ended = false;
         for (index, line) in text.lines().enumerate() {
-            ensure!(!ended, "Line {}: something follows # EOF: {line:?}", index + 1);
+            ensure!(!ended, "Line {} follows # EOF: {line:?}", index + 1);
             if line == "# EOF" {
                 ended = true;
             } else if !line.starts_with('#') {
@@ -59,19 +59,19 @@ impl Metrics {
     /// observations ends.
     pub fn quantile(&self, histogram: &str, share: f64) -> Result<f64> {
         let count = self.value(&format!("{histogram}_count"), &[])?;
-        ensure!(count > 0.0, "{histogram} has seen nothing");
+        ensure!(count > 0.0, "{histogram} has no observations");
         let bucket = format!("{histogram}_bucket");
         let mut bounds = self
             .matching(&bucket, &[])
             .map(|sample| match sample.labels.get("le").map(String::as_str) {
                 Some("+Inf") => Ok((f64::INFINITY, sample.value)),
                 Some(bound) => Ok((bound.parse()?, sample.value)),
-                None => bail!("A bucket without a bound: {sample:?}"),
+                None => bail!("Bucket without a bound: {sample:?}"),
             })
             .collect::<Result<Vec<(f64, f64)>>>()?;
         bounds.sort_by(|one, other| one.0.total_cmp(&other.0));
         let reached = bounds.iter().find(|(_, below)| *below >= share * count);
-        Ok(reached.context("A histogram without an end")?.0)
+        Ok(reached.context("The histogram has no bucket +Inf")?.0)
     }
 
     pub fn samples(&self) -> &[Sample] {
@@ -94,7 +94,7 @@ impl Metrics {
 
 /// Parses `name{label="value",...} value [timestamp]`.
 fn parse_sample(line: &str) -> Result<Sample> {
-    let name_len = line.find(['{', ' ']).context("No value")?;
+    let name_len = line.find(['{', ' ']).context("The line has no value")?;
     let (name, rest) = line.split_at(name_len);
     ensure!(
         !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == ':'),
@@ -105,7 +105,7 @@ fn parse_sample(line: &str) -> Result<Sample> {
         None => (BTreeMap::new(), rest),
     };
     // A following exemplar is ignored.
-    let value = rest.split_whitespace().next().context("No value")?;
+    let value = rest.split_whitespace().next().context("The line has no value")?;
     let value = match value {
         "+Inf" => f64::INFINITY,
         "-Inf" => f64::NEG_INFINITY,
@@ -122,20 +122,20 @@ fn parse_labels(mut rest: &str) -> Result<(BTreeMap<String, String>, &str)> {
         if let Some(rest) = rest.strip_prefix('}') {
             return Ok((labels, rest));
         }
-        let (key, after) = rest.split_once("=\"").context("A label without a value")?;
+        let (key, after) = rest.split_once("=\"").context("Label without a value")?;
         let mut value = String::new();
         let mut chars = after.char_indices();
         let end = loop {
-            match chars.next().context("A label's value does not end")? {
+            match chars.next().context("The value of a label has no end")? {
                 (end, '"') => break end,
-                (_, '\\') => match chars.next().context("A label's value does not end")?.1 {
+                (_, '\\') => match chars.next().context("The value of a label has no end")?.1 {
                     'n' => value.push('\n'),
                     escaped => value.push(escaped),
                 },
                 (_, c) => value.push(c),
             }
         };
-        ensure!(labels.insert(key.to_owned(), value).is_none(), "Label {key} is there twice");
+        ensure!(labels.insert(key.to_owned(), value).is_none(), "Duplicate label: {key}");
         rest = &after[end + 1..];
     }
 }

@@ -25,7 +25,7 @@ pub struct Pool {
 impl Pool {
     pub fn create(size: &str) -> Result<Self> {
         let dir = this_tests_dir();
-        fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
+        fs::create_dir_all(&dir).with_context(|| format!("Cannot create {}", dir.display()))?;
         Self::create_in(&dir, size)
     }
 
@@ -62,15 +62,14 @@ impl Pool {
 
     pub fn info(&self) -> Result<Value> {
         let text = pmvol(&["info", &self.name(), "--json"])?;
-        serde_json::from_str(&text).with_context(|| format!("pmvol info --json says {text:?}"))
+        serde_json::from_str(&text)
+            .with_context(|| format!("Unexpected output of pmvol info --json: {text:?}"))
     }
 
     pub fn durability(&self) -> Result<String> {
         let info = self.info()?;
         let durability = info["durability"].as_str();
-        Ok(durability
-            .with_context(|| format!("pmvol info says nothing of durability: {info}"))?
-            .to_owned())
+        Ok(durability.with_context(|| format!("pmvol info has no durability: {info}"))?.to_owned())
     }
 
     /// Waits until returned memory has been erased, which the VMM does in the background.

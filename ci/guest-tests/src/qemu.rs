@@ -116,7 +116,8 @@ impl QemuBuilder {
 
     pub fn start(&self) -> Result<QemuGuest> {
         let dir = this_tests_dir();
-        std::fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
+        std::fs::create_dir_all(&dir)
+            .with_context(|| format!("Cannot create {}", dir.display()))?;
         let (qmp, console) = (self.file("qmp"), self.console());
         let mut command = Command::new(program("qemu-system-x86_64"));
         command.args(self.arguments(&qmp, &console));
@@ -220,7 +221,7 @@ impl QemuGuest {
 
     pub fn plugged_bytes(&self) -> Result<u64> {
         let size = self.qmp("qom-get", json!({ "path": "vm0", "property": "size" }))?;
-        size.as_u64().with_context(|| format!("The size of vm0 is {size}"))
+        size.as_u64().with_context(|| format!("The size of vm0 is not a number: {size}"))
     }
 
     pub fn qmp_socket(&self) -> &Path {
@@ -234,7 +235,7 @@ impl QemuGuest {
         let mut lines = BufReader::new(stream.try_clone()?).lines();
         let mut answer = || -> Result<Value> {
             loop {
-                let line = lines.next().context("QMP ended the connection")??;
+                let line = lines.next().context("QMP closed the connection")??;
                 let value: Value = serde_json::from_str(&line)?;
                 if value.get("event").is_none() {
                     return Ok(value);

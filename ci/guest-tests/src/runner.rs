@@ -181,7 +181,7 @@ pub fn main(tests: &[Test]) -> Result<i32> {
     let options = Options::parse();
     if let Some(name) = options.one {
         let test = tests.iter().find(|test| short_name(test) == name);
-        return Ok(run_here(test.with_context(|| format!("no test {name}"))?));
+        return Ok(run_here(test.with_context(|| format!("no such test: {name}"))?));
     }
     let chosen = options.choose(tests)?;
     if options.list {
@@ -317,9 +317,9 @@ impl Reruns {
 
 fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
     match verdict {
-        Verdict::Failed(output) if left.is_zero() => Verdict::Failed(format!(
-            "Cut off: all tests together have used their time up\n{output}"
-        )),
+        Verdict::Failed(output) if left.is_zero() => {
+            Verdict::Failed(format!("Cut off: the tests reached their common time limit\n{output}"))
+        }
         verdict => verdict,
     }
 }
@@ -360,7 +360,7 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
         }
         _ => {}
     }
-    fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
+    fs::create_dir_all(&dir).with_context(|| format!("Cannot create {}", dir.display()))?;
     let output_path = dir.join("output");
     let output = File::create(&output_path)?;
     let mut command = Command::new(std::env::current_exe()?);

@@ -39,7 +39,7 @@ fn queue(name: &str, flags: libc::c_int) -> io::Result<File> {
 
 /// Sends all of `bytes` together with descriptors.
 pub fn send_with(stream: &UnixStream, bytes: &[u8], files: &[File]) -> Result<()> {
-    ensure!(files.len() <= FDS_MAX, "{} descriptors", files.len());
+    ensure!(files.len() <= FDS_MAX, "{} descriptors exceed the maximum {FDS_MAX}", files.len());
     let fds: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
     let data_len = size_of::<RawFd>() * fds.len();
     // Aligned as `cmsghdr` requires.
@@ -67,6 +67,6 @@ pub fn send_with(stream: &UnixStream, bytes: &[u8], files: &[File]) -> Result<()
     }
     // SAFETY: everything that the message points to outlives the call.
     let sent = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
-    ensure!(sent == bytes.len() as isize, "{sent} bytes were sent: {}", io::Error::last_os_error());
+    ensure!(sent == bytes.len() as isize, "Sent only {sent} bytes: {}", io::Error::last_os_error());
     Ok(())
 }

@@ -51,7 +51,7 @@ impl FromStr for Kernel {
 
     fn from_str(text: &str) -> Result<Self> {
         let found = [Self::V6_12, Self::V6_1].into_iter().find(|kernel| kernel.to_string() == text);
-        found.with_context(|| format!("No kernel {text:?}: there are 6.12 and 6.1"))
+        found.with_context(|| format!("No such kernel: {text:?}; existing kernels: 6.12, 6.1"))
     }
 }
 
@@ -276,7 +276,7 @@ impl GuestBuilder {
         let name = self.name.clone().unwrap_or_else(|| "vm".to_owned());
         let paths = Paths { dir: this_tests_dir(), name: format!("{name}{number}") };
         std::fs::create_dir_all(&paths.dir)
-            .with_context(|| format!("Cannot make {}", paths.dir.display()))?;
+            .with_context(|| format!("Cannot create {}", paths.dir.display()))?;
         let metrics = self.metrics.clone().map_or_else(free_address, Ok)?;
         let mut command = Command::new(&self.program);
         let listener =
@@ -303,15 +303,14 @@ impl GuestBuilder {
     pub fn expect_refusal(&self) -> Result<Refusal> {
         let guest = self.start()?;
         let log = guest.log.clone();
-        let status = guest
-            .wait_for_exit(REFUSAL_LIMIT)
-            .context("The VMM did not refuse its command line")?;
+        let status =
+            guest.wait_for_exit(REFUSAL_LIMIT).context("The VMM accepted its command line")?;
         let message = console::read(&log)?;
         let is_understood = CANNOT.iter().any(|words| message.contains(words));
         let code = if is_understood { FAILURE } else { WRONG_COMMAND_LINE };
         ensure!(
             status.code() == Some(code),
-            "The VMM ended with {status} and not {code}: {message}"
+            "The VMM ended with {status} instead of {code}: {message}"
         );
         Ok(Refusal { message })
     }

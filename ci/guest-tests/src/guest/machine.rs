@@ -98,7 +98,7 @@ impl Machine {
             log += &self.run("dmesg")?;
         }
         let found = complaints(&log);
-        ensure!(found.is_empty(), "The guest's kernel complains:\n{}", found.join("\n"));
+        ensure!(found.is_empty(), "The guest's kernel logged errors:\n{}", found.join("\n"));
         Ok(())
     }
 
@@ -117,10 +117,11 @@ impl Machine {
 
     /// Waits until the VMM holds no more resources than before.
     pub fn wait_until_nothing_is_left(&self, before: &Holdings) -> Result<()> {
-        let waited = self.wait_until("the VMM has what it had before", LEFT_LIMIT, || {
-            Ok(self.holdings()?.are_those_of(before))
-        });
-        waited.with_context(|| format!("{:?}, and before {before:?}", self.holdings()))?;
+        let waited =
+            self.wait_until("the VMM holds the same resources as before", LEFT_LIMIT, || {
+                Ok(self.holdings()?.are_those_of(before))
+            });
+        waited.with_context(|| format!("{:?}, before: {before:?}", self.holdings()))?;
         self.holdings()?.check_memory(before)
     }
 
@@ -156,7 +157,7 @@ impl Machine {
     /// Runs a command that ends the guest, so that the connection breaks before an exit code.
     pub(super) fn run_to_its_end(&self, command: &str) -> Result<()> {
         match self.start_script(END_LIMIT, command)?.finish() {
-            Ok(output) => bail!("`{command}` came back with {output:?}"),
+            Ok(output) => bail!("`{command}` returned {output:?}"),
             Err(_broken) => Ok(()),
         }
     }
@@ -178,7 +179,7 @@ impl Machine {
         });
         match answer {
             Ok(output) if output.stdout == "up\n" => Ok(()),
-            Ok(output) => bail!("The guest's shell answers {output:?}"),
+            Ok(output) => bail!("Unexpected answer of the guest's shell: {output:?}"),
             Err(error) => Err(self.with_evidence(&error)),
         }
     }

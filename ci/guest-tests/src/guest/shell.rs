@@ -96,7 +96,7 @@ impl Script {
                 break code;
             }
             self.read_frame()
-                .context("The connection to the guest's shell broke, or the script hangs")?;
+                .context("The connection to the guest's shell failed, or the script hangs")?;
         };
         Ok(Output {
             stdout: String::from_utf8_lossy(&self.pending).into_owned(),
@@ -130,7 +130,7 @@ fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<Un
         answer.push(byte[0]);
         ensure!(
             answer.len() < 64,
-            "The answer to CONNECT is no line: {:?}",
+            "The answer to CONNECT is not a line: {:?}",
             String::from_utf8_lossy(&answer)
         );
     }
@@ -146,7 +146,7 @@ fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<Un
 fn connect_vhost(cid: u32, port: u32, silence_limit: Duration) -> Result<UnixStream> {
     // UnixStream only reads, writes, shuts down and sets timeouts here, and those calls do not
     // depend on the address family.
-    let stream = UnixStream::from(vsock::socket(None).context("Cannot make a vsock socket")?);
+    let stream = UnixStream::from(vsock::socket(None).context("Cannot create a vsock socket")?);
     stream.set_read_timeout(Some(stretched(silence_limit)))?;
     vsock::connect(&stream, cid, port)
         .with_context(|| format!("Cannot connect to port {port} of CID {cid}"))?;

@@ -28,7 +28,7 @@ pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
 /// bzImage, so that a new bzImage of the same name is unpacked again.
 fn unpacked_in(folder: &Path, bzimage: &Path) -> Result<PathBuf> {
     let metadata = fs::metadata(bzimage)?;
-    let name = bzimage.file_name().context("It has no name")?.to_string_lossy();
+    let name = bzimage.file_name().context("The path has no file name")?.to_string_lossy();
     let (bytes, seconds, nanoseconds) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
     let path = folder.join(format!("{name}-{bytes}-{seconds}-{nanoseconds}.elf"));
     // A test may start guests on several threads, which would write the same file.
@@ -42,7 +42,7 @@ fn unpacked_in(folder: &Path, bzimage: &Path) -> Result<PathBuf> {
 /// Writes to a temporary name first, because another process may do the same.
 fn unpack_to(path: &Path, bzimage: &Path) -> Result<()> {
     let elf = unpack(&fs::read(bzimage)?)?;
-    fs::create_dir_all(path.parent().context("No folder")?)?;
+    fs::create_dir_all(path.parent().context("The path has no folder")?)?;
     let part = path.with_extension(std::process::id().to_string());
     fs::write(&part, elf)?;
     Ok(fs::rename(&part, path)?)
@@ -56,21 +56,24 @@ fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
     const PAYLOAD_OFFSET: usize = 0x248;
     const PAYLOAD_BYTES: usize = 0x24c;
     let word = |at: usize| -> Result<usize> {
-        let bytes = bzimage.get(at..at + 4).context("It is truncated")?;
+        let bytes = bzimage.get(at..at + 4).context("The file is truncated")?;
         Ok(u32::from_le_bytes(bytes.try_into()?) as usize)
     };
-    ensure!(bzimage.get(MAGIC..MAGIC + 4) == Some(b"HdrS"), "It is no bzImage");
+    ensure!(bzimage.get(MAGIC..MAGIC + 4) == Some(b"HdrS"), "The file is not a bzImage");
     let start = (usize::from(bzimage[SETUP_SECTORS]) + 1) * 512 + word(PAYLOAD_OFFSET)?;
     let bytes =
-        word(PAYLOAD_BYTES)?.checked_sub(4).context("Its payload has no size at its end")?;
+        word(PAYLOAD_BYTES)?.checked_sub(4).context("The payload has no size at its end")?;
     let elf_bytes = word(start + bytes)?;
-    let payload = bzimage.get(start..start + bytes).context("It is truncated")?;
+    let payload = bzimage.get(start..start + bytes).context("The file is truncated")?;
     let elf = match payload {
         [0x28, 0xb5, 0x2f, 0xfd, ..] => zstd::bulk::decompress(payload, elf_bytes)?,
         [0x02, 0x21, 0x4c, 0x18, blocks @ ..] => unpack_lz4(blocks, elf_bytes)?,
-        _ => bail!("Its payload begins with {:02x?}", &payload[..payload.len().min(4)]),
+        _ => bail!("The payload begins with {:02x?}", &payload[..payload.len().min(4)]),
     };
-    ensure!(elf.len() == elf_bytes && elf.starts_with(b"\x7fELF"), "Its payload is no ELF file");
+    ensure!(
+        elf.len() == elf_bytes && elf.starts_with(b"\x7fELF"),
+        "The payload is not an ELF file"
+    );
     Ok(elf)
 }
 

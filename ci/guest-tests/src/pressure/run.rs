@@ -170,18 +170,18 @@ fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
                 outcome.phases.push((name.to_owned(), micros.parse::<f64>()? / 1e6))
             }
             ["sum", sum] => outcome.sum = Some(sum.to_owned()),
-            _ => bail!("guest-tool load says {line:?}"),
+            _ => bail!("Unexpected line of guest-tool load: {line:?}"),
         }
     }
     outcome.run_s = outcome.phases.iter().map(|(_, seconds)| seconds).sum();
     // Without a further line, the workload has ended or has been silent for too long.
     outcome.broken = if last_line.elapsed() >= SILENCE_LIMIT {
-        Some(format!("cut off after {:.0} s", started.elapsed().as_secs_f64()))
+        Some(format!("reached its time limit of {:.0} s", started.elapsed().as_secs_f64()))
     } else {
         match script.finish() {
             Ok(output) if output.code == 0 => None,
             Ok(output) => Some(format!("ended with {}: {}", output.code, output.stderr.trim())),
-            Err(error) => Some(format!("lost: {error:#}")),
+            Err(error) => Some(format!("connection lost: {error:#}")),
         }
     };
     if outcome.broken.is_some() {

@@ -49,7 +49,7 @@ impl FromStr for Workload {
         let found = WORKLOADS.into_iter().find(|workload| workload.name == text);
         found.with_context(|| {
             format!(
-                "No workload {text:?}: there are {}",
+                "No such workload: {text:?}; existing workloads: {}",
                 WORKLOADS.map(|workload| workload.name).join(", ")
             )
         })
@@ -104,7 +104,10 @@ impl FromStr for Config {
             Some(config) => Ok(config),
             None => {
                 let names: Vec<String> = Self::all().iter().map(Self::to_string).collect();
-                bail!("No configuration {text:?}: there are {}", names.join(", "))
+                bail!(
+                    "No such configuration: {text:?}; existing configurations: {}",
+                    names.join(", ")
+                )
             }
         }
     }
@@ -195,7 +198,11 @@ pub(super) fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand
     };
     let guest = guest.boot()?;
     if let Some(device) = swap {
-        guest.wait_until_run("the swap is there", DEVICE_LIMIT, &format!("test -b {device}"))?;
+        guest.wait_until_run(
+            "the swap device exists",
+            DEVICE_LIMIT,
+            &format!("test -b {device}"),
+        )?;
         guest.run(&format!("mkswap {device} && swapon {device}"))?;
     }
     Ok(Stand { guest, boot_bytes: dram_mib * MIB, pool })

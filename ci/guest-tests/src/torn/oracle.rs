@@ -27,7 +27,7 @@ impl fmt::Display for Fault {
             Self::Torn { sector, lines } => write!(formatter, "Sector {sector} is torn: {lines}"),
             Self::Lost { sector, found, acknowledged } => write!(
                 formatter,
-                "Sector {sector} has version {found}, and version {acknowledged} was acknowledged as flushed"
+                "Sector {sector} has version {found}, but the flush of version {acknowledged} was acknowledged"
             ),
             Self::Misplaced { sector, found } => {
                 write!(formatter, "Sector {sector} has the content of sector {found}")
@@ -83,7 +83,7 @@ impl Oracle {
             let index = self
                 .area
                 .index(sector)
-                .with_context(|| format!("Nobody writes sector {sector}"))?;
+                .with_context(|| format!("Sector {sector} has no writer"))?;
             let version = &mut self.acknowledged[index];
             *version = stretch.version.max(*version);
         }

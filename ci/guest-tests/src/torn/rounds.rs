@@ -57,9 +57,9 @@ impl fmt::Display for Tally {
 /// repeated.
 pub fn seed() -> Result<u64> {
     let seed = match std::env::var("FORESHORE_TEST_SEED") {
-        Ok(text) => {
-            text.parse().with_context(|| format!("FORESHORE_TEST_SEED is {text:?}, no number"))?
-        }
+        Ok(text) => text
+            .parse()
+            .with_context(|| format!("FORESHORE_TEST_SEED is {text:?}, must be a number"))?,
         Err(_) => SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos() as u64 % 1_000_000_000,
     };
     println!("FORESHORE_TEST_SEED={seed}");
@@ -108,9 +108,8 @@ impl Schedule {
             if round > self.rounds {
                 break;
             }
-            let tally = self
-                .one_round(lane, victim)
-                .with_context(|| format!("Round {round}, in lane {lane}"));
+            let tally =
+                self.one_round(lane, victim).with_context(|| format!("Round {round}, lane {lane}"));
             let end =
                 tally.as_ref().map_or(true, |tally| self.until == Until::Torn && tally.torn > 0);
             self.stop.fetch_or(end, Ordering::Relaxed);

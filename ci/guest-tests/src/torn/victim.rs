@@ -89,7 +89,7 @@ impl FromStr for Interface {
         let found = Self::ALL.into_iter().find(|interface| interface.to_string() == text);
         found.with_context(|| {
             format!(
-                "No interface {text:?}: there are {}",
+                "No such interface: {text:?}; existing interfaces: {}",
                 Self::ALL.map(|i| i.to_string()).join(", ")
             )
         })
@@ -293,7 +293,11 @@ impl Victim {
         guest.kill9()?;
         let found = complaints(&console);
         let broken = emulation_broke(&console);
-        ensure!(found.is_empty() || broken, "The guest's kernel complains:\n{}", found.join("\n"));
+        ensure!(
+            found.is_empty() || broken,
+            "The guest's kernel logged errors:\n{}",
+            found.join("\n")
+        );
         Ok(broken)
     }
 
@@ -375,7 +379,7 @@ impl Victim {
                 // The writer has ended first, and its reader reports the cause.
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Err(RecvTimeoutError::Timeout) => {
-                    bail!("Within {IO_LIMIT:?} a thread has flushed nothing")
+                    bail!("A thread flushed nothing within {IO_LIMIT:?}")
                 }
             };
             silent.hear(&line);
@@ -439,12 +443,12 @@ impl Victim {
             .versions
             .chunks(per_thread)
             .nth(thread)
-            .context("A thread that nobody has started")?;
+            .context("Number of a thread that was not started")?;
         let theirs: Vec<Option<u64>> = versions.iter().copied().map(Some).collect();
         let compare = || {
             ensure!(
                 ours == theirs,
-                "The guest's driver finds other sectors than our reader:\nours:   {ours:?}\ntheirs: {theirs:?}"
+                "The guest's driver and our reader find different sectors:\nours:   {ours:?}\ntheirs: {theirs:?}"
             );
             Ok(())
         };
@@ -477,7 +481,7 @@ impl Victim {
             Reader::open(volume).map_err(|finding| anyhow!("The BTT cannot be read: {finding}"))?;
         self.oracle.judge(|sector, bytes| match reader.read(sector, bytes)? {
             Sector::Data | Sector::Zeros => Ok(()),
-            Sector::Error => bail!("Its map entry says that the media is bad"),
+            Sector::Error => bail!("Its map entry marks the sector as bad"),
         })
     }
 
@@ -491,10 +495,11 @@ impl Victim {
 /// Runs `pmvol check`, and returns the number of writes that the BTTs' logs have to complete.
 pub fn check(pool: &Pool) -> Result<u64> {
     let report: Value = serde_json::from_str(&pmvol(&["check", &pool.name(), "--json"])?)?;
-    let volumes =
-        report["volumes"].as_array().context("pmvol check --json says nothing of volumes")?;
+    let volumes = report["volumes"].as_array().context("pmvol check --json has no volumes")?;
     let arenas = volumes.iter().filter_map(|volume| volume["btt"]["arenas"].as_array()).flatten();
-    arenas.map(|arena| arena["redo"].as_u64().context("An arena without redo")).sum()
+    arenas
+        .map(|arena| arena["redo"].as_u64().context("pmvol check --json has an arena without redo"))
+        .sum()
 }
 
 /// Threads that have not flushed yet.

@@ -65,7 +65,7 @@ impl Vmm {
         stream.set_read_timeout(Some(LIMIT))?;
         let mut lines = Lines(BufReader::new(stream));
         let hello = lines.next()?;
-        ensure!(hello["type"] == "hello", "It begins with {hello}");
+        ensure!(hello["type"] == "hello", "The first message is not a hello: {hello}");
         Ok(lines)
     }
 }
@@ -82,14 +82,14 @@ impl Lines {
     fn next(&mut self) -> Result<Value> {
         let mut line = String::new();
         ensure!(
-            self.0.read_line(&mut line).context("No line of the agent's")? > 0,
-            "The agent hung up"
+            self.0.read_line(&mut line).context("Cannot read a line of the agent")? > 0,
+            "The agent closed the connection"
         );
         serde_json::from_str(&line).with_context(|| format!("{line:?} is not JSON"))
     }
 
     fn tell(&mut self, message: &Value) -> Result<()> {
-        writeln!(self.0.get_mut(), "{message}").context("The agent does not listen")
+        writeln!(self.0.get_mut(), "{message}").context("Cannot send a message to the agent")
     }
 
     fn idle_bytes(&mut self, node: u64) -> Result<Option<u64>> {
@@ -124,24 +124,24 @@ fn status_kib(guest: &Guest, field: &str) -> Result<u64> {
 
 /// Checks that the agent is small, that all of its memory is locked, and that every zone has a
 /// number of large free blocks.
-fn is_small_and_says_what_it_should(guest: &Guest, lines: &mut Lines) -> Result<()> {
+fn is_small_and_reports_free_blocks(guest: &Guest, lines: &mut Lines) -> Result<()> {
     for seq in 1..=3 {
         let report = lines.next()?;
-        ensure!(report["seq"] == seq, "Report {seq} is {report}");
-        let zones = report["zones"].as_array().context("No zones")?;
+        ensure!(report["seq"] == seq, "Report {seq} has another number: {report}");
+        let zones = report["zones"].as_array().context("The report has no zones")?;
         let known = |zone: &&Value| zone["largest_free_blocks"].is_u64();
         ensure!(
             zones.iter().filter(known).count() == zones.len(),
-            "Of some zone it is not known: {report}"
+            "A zone has no largest_free_blocks: {report}"
         );
         let free =
             zones.iter().filter_map(|zone| zone["largest_free_blocks"].as_u64()).sum::<u64>();
-        ensure!(free > 0, "A guest at rest has no block of 4 MiB free: {report}");
+        ensure!(free > 0, "An idle guest has no free block of 4 MiB: {report}");
     }
     let (rss_kib, locked_kib) = (status_kib(guest, "VmRSS")?, status_kib(guest, "VmLck")?);
-    ensure!(rss_kib < MOST_RSS_KIB, "The agent has {rss_kib} KiB");
-    ensure!(locked_kib >= rss_kib, "Of {rss_kib} KiB {locked_kib} are locked");
-    println!("the agent has {rss_kib} KiB, all of them locked");
+    ensure!(rss_kib < MOST_RSS_KIB, "The agent uses {rss_kib} KiB");
+    ensure!(locked_kib >= rss_kib, "Only {locked_kib} of {rss_kib} KiB are locked");
+    println!("the agent uses {rss_kib} KiB, all locked");
     is_at_rest(guest, lines)
 }
 
@@ -159,9 +159,9 @@ impl Spent {
                 awk '/^voluntary/ { print $2 }' /proc/$pid/status",
         )?;
         let numbers = text.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>();
-        match numbers.with_context(|| format!("What was spent comes to {text:?}"))?[..] {
+        match numbers.with_context(|| format!("Unexpected CPU statistics: {text:?}"))?[..] {
             [uptime_s, cpu_ns, sleeps] => Ok(Self { uptime_s, cpu_s: cpu_ns / 1e9, sleeps }),
-            _ => bail!("What was spent comes to {text:?}"),
+            _ => bail!("Unexpected CPU statistics: {text:?}"),
         }
     }
 }
@@ -171,8 +171,9 @@ impl Spent {
 fn span_ms(lines: &mut Lines, reports: u64) -> Result<u64> {
     let mut of_next = || -> Result<(u64, u64)> {
         let report = lines.next()?;
-        let number =
-            |field: &str| report[field].as_u64().with_context(|| format!("No {field}: {report}"));
+        let number = |field: &str| {
+            report[field].as_u64().with_context(|| format!("The report has no {field}: {report}"))
+        };
         Ok((number("seq")?, number("monotonic_ms")?))
     };
     let (first, start_ms) = of_next()?;
@@ -197,17 +198,17 @@ fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
     let (sleeps, cpu) =
         ((after.sleeps - before.sleeps) / seconds, (after.cpu_s - before.cpu_s) / seconds);
     println!(
-        "at rest: {REST_REPORTS} reports in {took_ms} ms, it sleeps {sleeps:.1} times a second and takes {:.2} % of a CPU",
+        "at rest: {REST_REPORTS} reports in {took_ms} ms, {sleeps:.1} sleeps a second, {:.2} % of a CPU",
         cpu * 100.0
     );
     // One report may have come early, because a program in the guest has allocated and freed
     // memory.
     ensure!(
         took_ms >= (REST_REPORTS - 1) * 1000,
-        "{REST_REPORTS} reports at rest came in {took_ms} ms"
+        "{REST_REPORTS} reports at rest took {took_ms} ms"
     );
-    ensure!(sleeps < MOST_SLEEPS, "It wakes {sleeps:.1} times a second at rest");
-    ensure!(cpu < MOST_CPU, "It takes {:.2} % of a CPU at rest", cpu * 100.0);
+    ensure!(sleeps < MOST_SLEEPS, "The agent wakes {sleeps:.1} times a second at rest");
+    ensure!(cpu < MOST_CPU, "The agent uses {:.2} % of a CPU at rest", cpu * 100.0);
     Ok(())
 }
 
@@ -218,9 +219,9 @@ fn idle_agent_is_small_and_reconnects_to_a_vmm_that_returns() -> Result<()> {
     // A killed agent leaves its monitors. The next one takes them over, and removes them when it
     // ends.
     redirect(&guest, "KILL")?;
-    ensure!(monitors(&guest)? != "0", "No monitors are left");
+    ensure!(monitors(&guest)? != "0", "The agent has no monitors");
     let mut lines = vmm.accept()?;
-    is_small_and_says_what_it_should(&guest, &mut lines)?;
+    is_small_and_reports_free_blocks(&guest, &mut lines)?;
     // Counterpart: the same count detects an agent that reports more often, as requested here.
     lines.tell(
         &json!({ "type": "settings", "version": 1, "watermark_bytes": 0, "rest_interval_ms": 50,
@@ -229,28 +230,28 @@ fn idle_agent_is_small_and_reconnects_to_a_vmm_that_returns() -> Result<()> {
     let took_ms = span_ms(&mut lines, REST_REPORTS)?;
     ensure!(
         took_ms < (REST_REPORTS - 1) * 1000,
-        "Told to hurry, it takes {took_ms} ms for {REST_REPORTS}"
+        "With shorter intervals, {REST_REPORTS} reports took {took_ms} ms"
     );
     drop((lines, vmm));
     // A new VMM starts without any state of the connection.
     let vmm = Vmm::listen(&guest)?;
     let mut lines = vmm.accept()?;
     let report = lines.next()?;
-    ensure!(report["seq"] == 1, "The first report to a new VMM is {report}");
+    ensure!(report["seq"] == 1, "The first report to a new VMM is not number 1: {report}");
     end(&guest, "TERM")?;
-    ensure!(monitors(&guest)? == "0", "Its monitors stay");
+    ensure!(monitors(&guest)? == "0", "The ended agent left its monitors");
     // The agent leaves the monitor of another program alone.
     guest.run(&format!(
         "echo 1 >{MONITORS}; foreshore-agent --port {PORT} >/run/agent.log 2>&1 & echo"
     ))?;
     drop(vmm.accept()?);
     guest.wait_until_run(
-        "the agent says so",
+        "the agent logs that DAMON is in use",
         LIMIT,
         "grep 'another program uses DAMON' /run/agent.log",
     )?;
     end(&guest, "TERM")?;
-    ensure!(monitors(&guest)? == "1", "The monitor has gone");
+    ensure!(monitors(&guest)? == "1", "The agent removed another program's monitor");
     guest.no_kernel_complaints()
 }
 
@@ -259,7 +260,7 @@ fn agent_on_6_1_is_small_and_runs_without_newer_features() -> Result<()> {
     let vmm = Vmm::listen(&guest)?;
     redirect(&guest, "TERM")?;
     let mut lines = vmm.accept()?;
-    is_small_and_says_what_it_should(&guest, &mut lines)?;
+    is_small_and_reports_free_blocks(&guest, &mut lines)?;
     guest.run("grep 'Cannot look for idle memory' /run/agent.log")?;
     guest.no_kernel_complaints()
 }
@@ -281,22 +282,17 @@ fn tasks_stalled_on_memory_are_reported_by_an_unstalled_agent() -> Result<()> {
         let report = lines.next()?;
         if report["cause"] == "stall" {
             let waited_us = report["stall"]["some_us"].as_u64();
-            ensure!(waited_us > Some(0), "Nobody has waited: {report}");
+            ensure!(waited_us > Some(0), "The report has no stall time: {report}");
             stalls += 1;
         }
         if stalls == 3 {
             break;
         }
     }
-    ensure!(stalls == 3, "After 1000 reports {stalls} of tasks that wait");
+    ensure!(stalls == 3, "1000 reports include {stalls} stall reports instead of 3");
     drop(hog);
     let after = major_faults()?;
-    ensure!(
-        before == after,
-        "The agent had {} major faults before and has {}",
-        before.trim(),
-        after.trim()
-    );
+    ensure!(before == after, "The agent had {} major faults, now {}", before.trim(), after.trim());
     Ok(())
 }
 
@@ -312,7 +308,7 @@ fn idle_memory_is_reported_and_accessed_memory_is_not() -> Result<()> {
     let vmm = Vmm::listen(&guest)?;
     let mut toucher = guest
         .start_script(Duration::from_secs(600), &format!("exec guest-tool touch {TOUCHED_MIB}"))?;
-    ensure!(toucher.next_line().as_deref() == Some("touching"), "Nothing is touched");
+    ensure!(toucher.next_line().as_deref() == Some("touching"), "guest-tool touch did not start");
     redirect(&guest, "TERM")?;
     let mut lines = vmm.accept()?;
     let mut wait_for_idle = |what: &str, enough: &dyn Fn(u64) -> bool| -> Result<u64> {
@@ -322,19 +318,25 @@ fn idle_memory_is_reported_and_accessed_memory_is_not() -> Result<()> {
                 return Ok(idle);
             }
         }
-        bail!("After 240 reports: not {what}")
+        bail!("240 reports do not show that {what}")
     };
     // DAMON finds idle memory gradually.
     let while_touched = wait_for_idle("memory is touched", &|idle| idle > 64 * MIB)?;
     let most = (512 - TOUCHED_MIB / 2) * MIB;
-    ensure!(while_touched < most, "With {TOUCHED_MIB} MiB in use {} are idle", while_touched / MIB);
+    ensure!(
+        while_touched < most,
+        "{} MiB are idle with {TOUCHED_MIB} MiB in use",
+        while_touched / MIB
+    );
     // The memory still exists but is no longer accessed.
     guest.run("killall -STOP guest-tool")?;
-    wait_for_idle("it is left alone", &|idle| idle > while_touched + TOUCHED_MIB / 2 * MIB)?;
+    wait_for_idle("memory is no longer touched", &|idle| {
+        idle > while_touched + TOUCHED_MIB / 2 * MIB
+    })?;
     let ticks = guest.run(
         "awk '{ print $14 + $15 }' /proc/$(cat /sys/kernel/mm/damon/admin/kdamonds/0/pid)/stat",
     )?;
-    println!("the monitor has taken {} ticks of 10 ms", ticks.trim());
+    println!("the monitor used {} ticks of 10 ms", ticks.trim());
     guest.no_kernel_complaints()
 }
 
@@ -399,14 +401,17 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
     println!("{huge} faults got a huge page, {small} did not");
     ensure!(
         huge > 8 * small && huge > LOAD_MIB / 4,
-        "Of {} faults {small} got small pages",
+        "{small} of {} faults got small pages",
         huge + small
     );
     // Counterpart: with the kernel's own setting, PM serves only small pages.
     guest.run("echo madvise >/sys/kernel/mm/transparent_hugepage/defrag")?;
     let (huge, small) = huge_faults(&guest)?;
-    println!("{huge} and {small} by the kernel's own setting");
-    ensure!(small > huge, "The kernel needs no setting: {huge} and {small} without");
+    println!("{huge} and {small} with the kernel's own setting");
+    ensure!(
+        small > huge,
+        "The kernel needs no setting: {huge} huge and {small} small pages without it"
+    );
     // A setting that another program has changed stays. The others are restored when the agent
     // ends. After a kill, the next agent restores them when the PM has been unplugged.
     guest.run("echo defer >/sys/kernel/mm/transparent_hugepage/defrag")?;

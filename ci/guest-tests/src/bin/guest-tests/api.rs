@@ -75,9 +75,18 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
     vmm.put("vm.create", config(&vmm))?;
     let created = vmm.get("vm.info")?;
     ensure!(created["state"] == "Created", "{created}");
-    ensure!(status(&vmm, "PUT", "vm.pause")? == 405, "a VM that does not run is paused");
-    ensure!(status(&vmm, "GET", "pool.info")? == 405, "pools of a VM that does not run are shown");
-    ensure!(vmm.try_put("vm.create", config(&vmm))?.status == 405, "it is created twice");
+    ensure!(
+        status(&vmm, "PUT", "vm.pause")? == 405,
+        "vm.pause of a VM that does not run did not return 405"
+    );
+    ensure!(
+        status(&vmm, "GET", "pool.info")? == 405,
+        "pool.info of a VM that does not run did not return 405"
+    );
+    ensure!(
+        vmm.try_put("vm.create", config(&vmm))?.status == 405,
+        "A second vm.create did not return 405"
+    );
     // The VM boots with the changed configuration.
     vmm.put("vm.resize", json!({"desired_ram": 640 << 20}))?;
     vmm.command("vm.boot")?;
@@ -92,7 +101,7 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
     );
     // The reported configuration can be used to create the same VM again.
     vmm.command("vm.delete")?;
-    ensure!(status(&vmm, "GET", "vm.info")? == 404, "a deleted VM is shown");
+    ensure!(status(&vmm, "GET", "vm.info")? == 404, "vm.info of a deleted VM did not return 404");
     vmm.put("vm.create", running["config"].clone())?;
     vmm.command("vm.boot")?;
     vmm.wait_for_shell(BOOT_LIMIT)?;
@@ -108,13 +117,13 @@ fn deletion_of_a_vm_releases_its_pool_and_sockets() -> Result<()> {
         json!([{"pool": pool.path(), "name": "data", "size": 32 << 20, "create": true}]);
     vmm.put("vm.create", config)?;
     vmm.command("vm.boot")?;
-    ensure!(pool.check().is_err(), "the pool is free while a VM has it");
+    ensure!(pool.check().is_err(), "pmvol check of a pool in use succeeded");
     vmm.command("vm.delete")?;
     pool.check()?;
-    ensure!(!vmm.vsock_socket().exists(), "the socket of vsock is left");
+    ensure!(!vmm.vsock_socket().exists(), "The socket of vsock still exists");
     vmm.command("vmm.shutdown")?;
     let ended = vmm.wait_for_exit(START_LIMIT)?;
-    ensure!(ended.success(), "the VMM ended with {ended}");
+    ensure!(ended.success(), "The VMM ended with {ended}");
     Ok(())
 }
 
@@ -137,14 +146,14 @@ fn requests_to_a_paused_vm_take_effect_on_resume_with_events() -> Result<()> {
     // unknown_nmi_error).
     for cpu in 0..2 {
         let line = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
-        guest.wait_until_run("the vCPU has got its NMI", START_LIMIT, &line)?;
+        guest.wait_until_run("the vCPU has received its NMI", START_LIMIT, &line)?;
     }
     guest.wait_until_run(
-        "the vCPU has come",
+        "the vCPU is online",
         BOOT_LIMIT,
         "test $(cat /sys/devices/system/cpu/present) = 0-2",
     )?;
-    guest.wait_until("the resize is reached", BOOT_LIMIT, || {
+    guest.wait_until("the zone has its new size", BOOT_LIMIT, || {
         Ok(guest.get("vm.info")?["memory_actual_size"] == 512 << 20)
     })?;
     guest.wait_until("the resize is an event", BOOT_LIMIT, || {

@@ -175,7 +175,7 @@ fn send(stream: &mut UnixStream, Bad { call, body, statuses }: &Bad) -> Result<(
 fn nothing_has_changed(before: &Value, guest: &Guest) -> Result<()> {
     let now = guest.get("vm.info")?;
     let differences = differences("", before, &now);
-    ensure!(differences.is_empty(), "Something has changed: {differences:#?}");
+    ensure!(differences.is_empty(), "Bad requests changed the VM: {differences:#?}");
     Ok(())
 }
 
@@ -226,7 +226,10 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
     thread::scope(|scope| -> Result<()> {
         let clients = [0, 1].map(|first| scope.spawn(move || client(first)));
         while !clients.iter().all(|client| client.is_finished()) {
-            ensure!(heart.next_line().is_some_and(|line| line == "beat"), "The guest stands still");
+            ensure!(
+                heart.next_line().is_some_and(|line| line == "beat"),
+                "The guest's heartbeat stopped"
+            );
             nothing_has_changed(&before, &guest)?;
         }
         clients.into_iter().try_for_each(|client| client.join().expect("a client does not panic"))
@@ -236,7 +239,7 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
     guest.wait_until_nothing_is_left(&held)?;
     nothing_has_changed(&before, &guest)?;
     guest.run("touch /tmp/end")?;
-    ensure!(heart.finish()?.code == 0, "The heart has stopped");
+    ensure!(heart.finish()?.code == 0, "The guest's heartbeat failed");
     guest.no_kernel_complaints()
 }
 

@@ -34,9 +34,9 @@ fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
     let lines: Vec<&str> =
         refusal.message.lines().filter(|line| !line.contains(" WARN ")).collect();
     let message = lines.join("\n");
-    ensure!(lines.len() == 1, "Not one line:\n{message}");
+    ensure!(lines.len() == 1, "Not exactly one line:\n{message}");
     for word in words {
-        ensure!(message.contains(word), "Nothing of {word:?} in: {message}");
+        ensure!(message.contains(word), "{word:?} is missing in: {message}");
     }
     are_unchanged(&before, &files(&this_tests_dir(), BEGINNING_BYTES)?)
 }
@@ -131,7 +131,7 @@ fn refusal_where(prepare: &str, pool: &Pool) -> Result<String> {
         .context("Cannot start unshare")?;
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(output.status.code() == Some(1), "{}: {message}", output.status);
-    ensure!(message.lines().count() == 1, "Not one line:\n{message}");
+    ensure!(message.lines().count() == 1, "Not exactly one line:\n{message}");
     are_unchanged(&before, &files(&this_tests_dir(), ALL_BYTES)?)?;
     Ok(message)
 }
@@ -170,8 +170,8 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
 
     let idle = ["--disk", "is a pool, and marked as one by the host: --pm-volume pool="];
     let before = files(&dir, ALL_BYTES)?;
-    refuses(&disk(&pool_path, ""), &idle).context("A pool that is not in use")?;
-    are_unchanged(&before, &files(&dir, ALL_BYTES)?).context("A pool that is not in use")?;
+    refuses(&disk(&pool_path, ""), &idle).context("Pool that is not in use")?;
+    are_unchanged(&before, &files(&dir, ALL_BYTES)?).context("Pool that is not in use")?;
     let first = disk(&image_path, "")
         .argument("--disk", &format!("path={device_path}"))
         .argument("--pmem", &format!("file={pmem_path}"))
@@ -181,7 +181,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
         .boot()?;
     // No PM is plugged, and the guest does not write to its disks after it has found them.
     let disks = "test -b /dev/vda && test -b /dev/vdb && ls /dev/pmem?s && ls /dev/pmem?";
-    first.wait_until_run("the guest has found its disks", IO_LIMIT, disks)?;
+    first.wait_until_run("the guest has its disks", IO_LIMIT, disks)?;
     let (process, contents) = (first.pid().to_string(), files(&dir, ALL_BYTES)?);
     let socket = first.api_socket().display().to_string();
     refuses(&with("--api-socket", &socket), &["--api-socket", &socket, "in use"])?;
@@ -198,7 +198,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     for path in [&pool_path, &pmem_path, &image_path, &device_path] {
         refuses(&disk(path, ""), &["--disk", path, &holder])?;
     }
-    let refused = pool.create_volume("other", "16M").err().context("pmvol has made a volume")?;
+    let refused = pool.create_volume("other", "16M").err().context("pmvol created a volume")?;
     let refused = format!("{refused:#}");
     ensure!(refused.contains(&holder), "pmvol refused for another reason: {refused}");
     // Console files are only truncated when the start can no longer fail.
@@ -210,9 +210,9 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     refuses(&consoles, &["--pm-volume", &process])?;
     ensure!(
         fs::read_to_string(&said)? == "by an earlier guest",
-        "The output of an earlier guest is gone"
+        "The output of an earlier guest is lost"
     );
-    ensure!(!unsaid.exists(), "A guest that never ran has a console's file");
+    ensure!(!unsaid.exists(), "A guest that never ran has a console file");
     fs::remove_file(&said)?;
 
     are_unchanged(&contents, &files(&dir, ALL_BYTES)?)?;
@@ -258,7 +258,7 @@ fn impossible_reports_are_refused_and_counted() -> Result<()> {
     };
     let lines = [
         report(1, 0),
-        "this is no report".to_owned(),
+        "this is not a report".to_owned(),
         hello.replace("\"version\":1", "\"version\":9"),
         hello.to_owned(),
         report(1, u64::MAX),
@@ -288,11 +288,11 @@ fn impossible_reports_are_refused_and_counted() -> Result<()> {
         Ok(refused("wrong_shape")? > 0.0)
     })?;
     let found = expected.map(|(reason, _)| (reason, refused(reason).unwrap_or(f64::NAN)));
-    ensure!(found == expected, "Refused were {found:?}, not {expected:?}");
+    ensure!(found == expected, "Refused lines: {found:?} instead of {expected:?}");
     let zone = crate::zones::zone(&guest, "dram")?;
     ensure!(
         zone.requested_bytes == 0,
-        "What was refused has made the governor plug {}",
+        "Refused lines made the governor request {} bytes",
         zone.requested_bytes
     );
     guest.get("vmm.ping")?;

@@ -17,9 +17,9 @@ guest_tests::tests![
     a_balloon_saves_a_guest_from_the_oom_killer_on_6_12: 300 =>
         takes_gives_and_saves(Kernel::V6_12),
     reported_free_pages_return_to_the_host_on_6_1: 240 (extended) =>
-        reports_what_is_free(Kernel::V6_1),
+        reports_free_pages(Kernel::V6_1),
     reported_free_pages_return_to_the_host_on_6_12: 240 (long) =>
-        reports_what_is_free(Kernel::V6_12),
+        reports_free_pages(Kernel::V6_12),
     a_guest_without_an_agent_is_sized_by_statistics_on_6_1: 300 (extended) =>
         sized_by_statistics(Kernel::V6_1),
     a_guest_without_an_agent_is_sized_by_statistics_on_6_12: 300 (long) =>
@@ -40,7 +40,7 @@ fn actual_bytes(guest: &Guest) -> Result<u64> {
     let info = guest.get("vm.info")?;
     info["balloon"]["actual_bytes"]
         .as_u64()
-        .with_context(|| format!("vm.info without a balloon: {info}"))
+        .with_context(|| format!("vm.info has no balloon: {info}"))
 }
 
 fn ask(guest: &Guest, bytes: u64) -> Result<()> {
@@ -58,7 +58,7 @@ fn touch(guest: &Guest, mib: u64) -> Result<()> {
 }
 
 fn wait_until_freed(guest: &Guest) -> Result<()> {
-    guest.wait_until("what was filled is free", FOLLOW_LIMIT, || {
+    guest.wait_until("the filled memory is free", FOLLOW_LIMIT, || {
         Ok(guest.try_run(FOLLOW_LIMIT, "pidof guest-tool")?.code != 0)
     })
 }
@@ -76,18 +76,18 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     guest.run("echo 1000 >/proc/sys/vm/percpu_pagelist_high_fraction")?;
     // The resident memory falls by the inflated size, whichever free pages the driver selects.
     let free_mib = meminfo_mib(&guest, "MemFree")?;
-    ensure!(free_mib > 320, "Only {free_mib} MiB are free: the test needs more");
+    ensure!(free_mib > 320, "Only {free_mib} MiB are free; the test needs more than 320");
     touch(&guest, free_mib - 40)?;
     let (available_mib, full_bytes) = (meminfo_mib(&guest, "MemAvailable")?, guest.rss_bytes()?);
     ask(&guest, 256 * MIB)?;
     let (left_mib, taken_bytes) = (meminfo_mib(&guest, "MemAvailable")?, guest.rss_bytes()?);
     ensure!(
         left_mib + 240 < available_mib,
-        "{available_mib} MiB were available, and now {left_mib}"
+        "{available_mib} MiB were available, now {left_mib} MiB"
     );
     ensure!(
         taken_bytes + 180 * MIB < full_bytes,
-        "{full_bytes} bytes were resident, and now {taken_bytes}"
+        "{full_bytes} bytes were resident, now {taken_bytes}"
     );
     let info = guest.get("vm.info")?;
     ensure!(info["memory_actual_size"] == json!(256 * MIB), "{info}");
@@ -99,12 +99,9 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     })?;
     // More than the remaining memory: the guest deflates the balloon before it kills a process.
     let hog = guest.hog(left_mib + 60, FOLLOW_LIMIT)?;
-    ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
+    ensure!(vmstat(&guest, "oom_kill")? == 0, "A process was killed");
     let saved = guest.metric("foreshore_balloon_oom_deflated_bytes_total", &[])?;
-    ensure!(
-        saved > 0.0 && actual_bytes(&guest)? < 256 * MIB,
-        "Nothing was taken out of the balloon"
-    );
+    ensure!(saved > 0.0 && actual_bytes(&guest)? < 256 * MIB, "The metrics count no deflation");
     drop(hog);
     // A deflation returns all of it.
     ask(&guest, 0)?;
@@ -118,7 +115,7 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
 
 /// Two guests free memory, and one of them reports its free pages. The host gets memory back only
 /// from that one, and only the freed part. The balloons are empty, and no policy is active.
-fn reports_what_is_free(kernel: Kernel) -> Result<()> {
+fn reports_free_pages(kernel: Kernel) -> Result<()> {
     const FREED_MIB: u64 = 256;
     /// Part that is reported at least. The rest are incomplete blocks of 2 MiB, and memory that
     /// other programs allocate meanwhile.
@@ -145,7 +142,7 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
         let full_bytes = guest.rss_bytes()?;
         ensure!(
             full_bytes > FREED_MIB * MIB,
-            "{full_bytes} bytes are resident of {FREED_MIB} MiB in use"
+            "Only {full_bytes} bytes are resident with {FREED_MIB} MiB in use"
         );
         drop(hog);
         wait_until_freed(guest)?;
@@ -155,23 +152,23 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
     let reported_before = given_back(&reporting, "report")?;
     let reporting_bytes = full(&reporting)?;
     let about_bytes = FREED_MIB * MIB * ABOUT_PERCENT / 100;
-    reporting.wait_until("what was freed is back on the host", FOLLOW_LIMIT, || {
+    reporting.wait_until("the freed memory is back on the host", FOLLOW_LIMIT, || {
         Ok(reporting.rss_bytes()? + about_bytes <= reporting_bytes)
     })?;
     let reported = given_back(&reporting, "report")? - reported_before;
     ensure!(reported >= about_bytes, "Only {reported} bytes were reported");
-    ensure!(given_back(&reporting, "inflate")? == 0, "The balloon has taken something");
+    ensure!(given_back(&reporting, "inflate")? == 0, "The balloon was inflated");
     // Memory in use stays: the guest still works and has not returned all of its memory.
     let left_bytes = reporting.rss_bytes()?;
-    ensure!(left_bytes >= 32 * MIB, "{left_bytes} bytes are left of the guest");
+    ensure!(left_bytes >= 32 * MIB, "Only {left_bytes} bytes of the guest are resident");
     let kept_bytes = silent.rss_bytes()?;
     ensure!(
         kept_bytes + 16 * MIB >= silent_bytes,
-        "{silent_bytes} bytes were resident, and {kept_bytes} are though nobody reported anything"
+        "{silent_bytes} bytes were resident, now {kept_bytes} without free page reporting"
     );
     ensure!(
         given_back(&silent, "report")? == 0,
-        "Free pages were reported that nobody was to report"
+        "The metrics count reported pages without free page reporting"
     );
     // The guest can use the memory again.
     drop(reporting.hog(FREED_MIB, FOLLOW_LIMIT)?);
@@ -187,7 +184,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
         // Unit tests cover the default waits.
         .pressure("psi,idle=2s,cool_down=1s")
         .boot()?;
-    guest.wait_until("memory that is idle goes into the balloon", FOLLOW_LIMIT, || {
+    guest.wait_until("idle memory is in the balloon", FOLLOW_LIMIT, || {
         Ok(actual_bytes(&guest)? >= 128 * MIB)
     })?;
     let pressure = guest.get("vm.pressure")?;
@@ -199,17 +196,17 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     let shown = guest.metric("foreshore_pressure_watermark_bytes", &[("watermark", "high")])?;
     ensure!(
         (0.8..1.25).contains(&(shown / real)),
-        "The high watermarks are {real} bytes, not {shown}"
+        "The high watermarks are {real} bytes instead of {shown}"
     );
     // More than the available memory: the balloon is deflated in time.
     let need_mib = meminfo_mib(&guest, "MemAvailable")? + 100;
     let before_bytes = actual_bytes(&guest)?;
     let hog = guest.hog(need_mib, FOLLOW_LIMIT)?;
-    ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
+    ensure!(vmstat(&guest, "oom_kill")? == 0, "A process was killed");
     let busy_bytes = actual_bytes(&guest)?;
     ensure!(
         busy_bytes + 64 * MIB < before_bytes,
-        "{before_bytes} bytes, then {busy_bytes} in the balloon"
+        "The balloon had {before_bytes} bytes, then {busy_bytes}"
     );
     // Freed memory returns to the host by free page reporting, and then the balloon is inflated.
     let full_bytes = guest.rss_bytes()?;
@@ -220,7 +217,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
         let fallen = guest.rss_bytes()? + need_mib / 2 * MIB < full_bytes;
         Ok(fallen && reported >= (64 * MIB) as f64)
     });
-    let again = guest.wait_until("idle memory goes into the balloon again", FOLLOW_LIMIT, || {
+    let again = guest.wait_until("idle memory is in the balloon again", FOLLOW_LIMIT, || {
         Ok(actual_bytes(&guest)? > busy_bytes + 64 * MIB)
     });
     if back.is_err() || again.is_err() {
@@ -277,12 +274,12 @@ fn is_given_pm(guest: &Guest, giver: &Giver) -> Result<()> {
     let pressure = || guest.get("vm.pressure");
     let before = decisions_total(guest)?;
     guest.put("vm.pressure", json!({ "policy": policy, "params": params }))?;
-    guest.wait_until("statistics are listened to", FOLLOW_LIMIT, || {
+    guest.wait_until("the governor has statistics", FOLLOW_LIMIT, || {
         let info = pressure()?;
         Ok(info["agent"] == "never" && info["details"]["source"] == "statistics")
     })?;
     let plugged = || Ok::<_, anyhow::Error>(zone(guest, "pm")?.plugged_bytes);
-    ensure!(plugged()? == 0, "PM is plugged before anybody needs it");
+    ensure!(plugged()? == 0, "PM is plugged without a shortage");
     // 1. A load that exceeds the memory, and that is not faster than statistics.
     let need_mib = meminfo_mib(guest, "MemAvailable")? + MORE_MIB;
     let mut load =
@@ -294,24 +291,24 @@ fn is_given_pm(guest: &Guest, giver: &Giver) -> Result<()> {
         "{policy}: {} MiB of PM for a load of {need_mib} MiB, {swapped} pages swapped out",
         given / MIB
     );
-    ensure!(given >= MORE_MIB / 2 * MIB, "Of PM {given} bytes are plugged");
-    ensure!(vmstat(guest, "oom_kill")? == 0, "Something was killed");
+    ensure!(given >= MORE_MIB / 2 * MIB, "Only {given} bytes of PM are plugged");
+    ensure!(vmstat(guest, "oom_kill")? == 0, "A process was killed");
     let grows = |decision: &&Value| decision["direction"] == "grow";
     let decisions = decisions_since(guest, before)?;
     ensure!(
         decisions.iter().any(|decision| grows(&decision)),
-        "Nobody has decided that: {decisions:?}"
+        "No decision grew PM: {decisions:?}"
     );
     // 2. PM returns.
     drop(load);
-    guest.wait_until("PM goes back", SHRINK_LIMIT, || Ok(plugged()? < BLOCK_MIB * MIB))?;
+    guest.wait_until("PM is unplugged", SHRINK_LIMIT, || Ok(plugged()? < BLOCK_MIB * MIB))?;
     let decisions = decisions_since(guest, before)?;
     let shrinks = || decisions.iter().filter(|decision| decision["direction"] == "shrink");
     ensure!(
         shrinks().count() > 0 && shrinks().all(|decision| decision["reason"] == *give_back),
-        "It gives back for another reason than {give_back}: {decisions:?}"
+        "No shrink, or one without the reason {give_back}: {decisions:?}"
     );
     ensure!(pressure()?["details"]["refused"] == json!({}), "{}", pressure()?);
     guest.put("vm.pressure", json!({ "policy": "fixed", "size": 0 }))?;
-    guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(plugged()? == 0))
+    guest.wait_until("all PM is unplugged", SHRINK_LIMIT, || Ok(plugged()? == 0))
 }

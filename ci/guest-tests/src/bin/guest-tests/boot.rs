@@ -32,12 +32,12 @@ fn has_its_devices(kernel: Kernel) -> Result<()> {
 
 fn rng_feeds_the_kernel(guest: &Guest) -> Result<()> {
     let current = guest.run("cat /sys/class/misc/hw_random/rng_current")?;
-    ensure!(current.starts_with("virtio_rng"), "The kernel's source is {current:?}");
+    ensure!(current.starts_with("virtio_rng"), "The kernel's entropy source is {current:?}");
     let read = guest.run(
         "dd if=/dev/hwrng bs=64 count=1 | sha256sum; dd if=/dev/hwrng bs=64 count=1 | sha256sum",
     )?;
     let mut sums = read.lines();
-    ensure!(sums.next() != sums.next(), "Two reads give the same bytes:\n{read}");
+    ensure!(sums.next() != sums.next(), "Two reads returned the same bytes:\n{read}");
     Ok(())
 }
 
@@ -52,7 +52,7 @@ fn has_nested_virtualization_and_kvm_clock(guest: &Guest) -> Result<()> {
         guest.run("cat /sys/devices/system/clocksource/clocksource0/available_clocksource")?;
     ensure!(
         clocks.split_whitespace().any(|clock| clock == "kvm-clock"),
-        "No kvm-clock among {clocks}"
+        "kvm-clock is not among {clocks}"
     );
     Ok(())
 }
@@ -67,7 +67,7 @@ fn two_cpus_work(kernel: Kernel) -> Result<Guest> {
     let boot_id = || guest.run("cat /proc/sys/kernel/random/boot_id");
     let first = boot_id()?;
     guest.reboot_from_inside()?;
-    ensure!(boot_id()? != first, "The same boot answers");
+    ensure!(boot_id()? != first, "The guest did not reboot");
     guest.no_kernel_complaints()?;
     Ok(guest)
 }

@@ -43,7 +43,7 @@ const ARENAS_MIB: u64 = 36;
 pub(crate) fn seed(own: u64) -> Result<u64> {
     match std::env::var("FORESHORE_TEST_SEED") {
         Ok(asked) => {
-            Ok(own + asked.parse::<u64>().context("FORESHORE_TEST_SEED is no number")? * 1000)
+            Ok(own + asked.parse::<u64>().context("FORESHORE_TEST_SEED is not a number")? * 1000)
         }
         Err(_) => Ok(own),
     }
@@ -106,14 +106,14 @@ impl Disk {
     /// it.
     pub(crate) fn verify(&self, history: &[impl AsRef<str>]) -> Result<()> {
         let outcome = Outcome::of_history(self.shape, history)?;
-        let verified = self.media.verify(&outcome).context("What Reader reads");
+        let verified = self.media.verify(&outcome).context("Content read by Reader");
         verified.with_context(|| format!("Volume {}", self.name))?;
         self.verify_by_engine(&outcome)
     }
 
     pub(crate) fn verify_by_engine(&self, outcome: &Outcome) -> Result<()> {
         let verified =
-            self.with_engine(|engine| engine.verify(outcome)).context("What Engine reads");
+            self.with_engine(|engine| engine.verify(outcome)).context("Content read by Engine");
         verified.with_context(|| format!("Volume {}", self.name))
     }
 
@@ -129,7 +129,7 @@ impl Disk {
             let expected = self.damaged == Some(number);
             ensure!(
                 arena.read_only.is_some() == expected,
-                "Should be read-only: {expected}. It is {arena:?}"
+                "Arena must be read-only: {expected}; found {arena:?}"
             );
         }
         work(&OnEngine(engine))
@@ -190,7 +190,7 @@ impl<'a> Linux<'a> {
         let guest = builder.boot()?;
         let count =
             format!("ls /sys/block | grep -cE '^(pmem.*s|vd.*)$' | grep -qx {}", disks.len());
-        guest.wait_until_run("the disks are there", IO_LIMIT, &count)?;
+        guest.wait_until_run("the disks exist", IO_LIMIT, &count)?;
         // The guest may find the disks in any order, so all disks of a test have different sizes.
         let sizes = guest.run("cd /sys/block && grep -s . pmem*s/size vd*/size /dev/null; true")?;
         let node = |disk: &Disk| {
@@ -225,7 +225,7 @@ impl<'a> Linux<'a> {
         let mut complaints = complaints(&log);
         complaints
             .retain(|line| expected_complaint.is_none_or(|expected| !line.contains(expected)));
-        ensure!(complaints.is_empty(), "The guest's kernel complains: {complaints:?}");
+        ensure!(complaints.is_empty(), "The guest's kernel logged errors: {complaints:?}");
         self.guest.power_off()
     }
 }

@@ -85,7 +85,7 @@ impl Client {
             }
         }
         let status = child.wait()?;
-        ensure!(status.success(), "{} ended with {status}: it says above why", self.name);
+        ensure!(status.success(), "{} ended with {status}; its output is above", self.name);
         Ok(())
     }
 
@@ -111,7 +111,11 @@ impl Client {
     fn run_and_leave(&self) -> Result<()> {
         let vmm = empty_vmm()?;
         self.run(&vmm)?;
-        ensure!(vmm.try_api("GET", "vm.info", None)?.status == 404, "{} leaves a VM", self.name);
+        ensure!(
+            vmm.try_api("GET", "vm.info", None)?.status == 404,
+            "{} did not delete its VM",
+            self.name
+        );
         vmm.command("vmm.shutdown")?;
         ends(vmm)
     }
@@ -158,11 +162,11 @@ fn flintlock_reads_the_counters() -> Result<()> {
 fn libvirt_reboots() -> Result<()> {
     let client = Client::with_nets("libvirt", [24, 25])?;
     let events = this_tests_dir().join(EVENTS);
-    ensure!(Command::new("mkfifo").arg(&events).status()?.success(), "No FIFO");
+    ensure!(Command::new("mkfifo").arg(&events).status()?.success(), "Cannot create a FIFO");
     let monitor = format!("path={}", events.display());
     let vmm = without_a_vm().api_by_descriptor().argument("--event-monitor", &monitor).start()?;
     client.run(&vmm)?;
     let said = vmm.console_log()?;
-    ensure!(said.matches("foreshore-guest: ready").count() == 2, "By the terminal came:\n{said}");
+    ensure!(said.matches("foreshore-guest: ready").count() == 2, "The terminal received:\n{said}");
     ends(vmm)
 }

@@ -39,7 +39,7 @@ impl<F: Read + Write + AsFd> Visitor<F> {
     }
 
     fn say(&mut self, text: &str) -> Result<()> {
-        self.line.write_all(text.as_bytes()).context("Cannot type")
+        self.line.write_all(text.as_bytes()).context("Cannot write to the line")
     }
 
     fn hear(&mut self, what: &str) -> Result<String> {
@@ -103,22 +103,22 @@ fn sit_down(path: &Path) -> Result<Visitor<File>> {
 fn a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot() -> Result<()> {
     let guest = with_shell("ttyS0").argument("--serial", "pty").boot()?;
     let path = path_of(&guest, "serial")?;
-    ensure!(path.starts_with("/dev/pts"), "The terminal is {}", path.display());
+    ensure!(path.starts_with("/dev/pts"), "The path of the terminal is {}", path.display());
     let mut visitor = sit_down(&path)?;
     // Output from before the terminal was opened.
     visitor.hear("foreshore-guest: ready")?;
     visitor.ask_the_shell(40, 2)?;
     drop(visitor);
-    guest.run("echo while-nobody-listened >/dev/ttyS0")?;
+    guest.run("echo without-a-listener >/dev/ttyS0")?;
     let mut visitor = sit_down(&path)?;
-    visitor.hear("while-nobody-listened")?;
+    visitor.hear("without-a-listener")?;
     visitor.ask_the_shell(100, 1)?;
     guest.reboot_from_inside()?;
-    ensure!(path_of(&guest, "serial")? == path, "It is another terminal after the reboot");
+    ensure!(path_of(&guest, "serial")? == path, "The terminal changed at the reboot");
     visitor.hear("foreshore-guest: ready")?;
     visitor.ask_the_shell(1000, 1)?;
     guest.power_off()?;
-    ensure!(!path.exists(), "The terminal is still there");
+    ensure!(!path.exists(), "The terminal still exists");
     Ok(())
 }
 
@@ -134,7 +134,10 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
     second.ask_the_shell(100, 1)?;
     first.line.set_read_timeout(Some(ANSWER_LIMIT))?;
     let mut rest = String::new();
-    first.line.read_to_string(&mut rest).context("The first client was not let go")?;
+    first
+        .line
+        .read_to_string(&mut rest)
+        .context("The connection of the first client was not closed")?;
     drop(second);
     let mut third = connect()?;
     third.ask_the_shell(7, 8)?;
@@ -154,7 +157,7 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
     ensure!(refusal.message.contains("in use"), "{}", refusal.message);
     third.ask_the_shell(2000, 1)?;
     guest.power_off()?;
-    ensure!(!socket.exists(), "The socket is still there");
+    ensure!(!socket.exists(), "The socket still exists");
     Ok(())
 }
 
@@ -184,11 +187,14 @@ fn unread_console_does_not_block_the_guest() -> Result<()> {
 fn both_consoles_can_be_the_terminal() -> Result<()> {
     let guest = Guest::builder().argument("--serial", "tty").argument("--console", "tty").boot()?;
     guest.run("echo from-the-port >/dev/ttyS0; echo from-the-console >/dev/hvc0")?;
-    guest.wait_until("both have been heard", ANSWER_LIMIT, || {
+    guest.wait_until("both lines are in the log", ANSWER_LIMIT, || {
         let log = guest.vmm_log()?;
         Ok(log.contains("from-the-port") && log.contains("from-the-console"))
     })?;
-    ensure!(guest.vmm_log()?.contains("both tty"), "No warning that they share a keyboard");
+    ensure!(
+        guest.vmm_log()?.contains("both tty"),
+        "The log has no warning about the shared terminal"
+    );
     Ok(())
 }
 
@@ -218,7 +224,7 @@ fn a_shell_on_a_consoles_pty(kernel: Kernel) -> Result<Guest> {
     visitor.say("seq 300; echo done-$((1 + 1))\n")?;
     let all = visitor.hear("done-2")?;
     let lines = all.lines().filter(|line| line.parse::<u32>().is_ok()).count();
-    ensure!(lines == 300, "{lines} lines of 300 came");
+    ensure!(lines == 300, "Received {lines} of 300 lines");
     // Resize by `stty -F`, without input.
     resize(&sit_down(&path)?.line, 90, 25)?;
     wait_for_size(&guest, 90, 25)?;
@@ -233,7 +239,8 @@ fn keeps_its_size_over_a_reboot(guest: &Guest) -> Result<()> {
 }
 
 fn a_guest_follows_the_size_of_the_vmms_terminal() -> Result<()> {
-    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).context("No pseudo terminal")?;
+    let master =
+        openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).context("Cannot open a pseudoterminal")?;
     grantpt(&master)?;
     unlockpt(&master)?;
     let path = PathBuf::from(ptsname(&master, Vec::new())?.into_string()?);

@@ -37,7 +37,7 @@ fn head_of_a_pool() -> Result<Vec<u8>> {
 
 fn wait_for_devices(guest: &Guest) -> Result<()> {
     let there = "for device in vda vdb pmem0 pmem1; do test -b /dev/$device || test -b /dev/${device}s || exit 1; done";
-    guest.wait_until_run("its devices are there", LIMIT, there)
+    guest.wait_until_run("its devices exist", LIMIT, there)
 }
 
 fn guest_reboots_with_signatures_on_its_disks() -> Result<()> {
@@ -69,7 +69,7 @@ fn guest_reboots_with_signatures_on_its_disks() -> Result<()> {
     let stays = |guest: &Guest, life: &str| -> Result<()> {
         wait_for_devices(guest)?;
         let magic = guest.run("head -c 3 /dev/vda")?;
-        ensure!(magic == "QFI", "{life}: the disk begins with {magic:?}");
+        ensure!(magic == "QFI", "{life}: the disk begins with {magic:?} instead of QFI");
         guest
             .run("cmp -n 8388608 /dev/vdb /dev/vdc")
             .with_context(|| format!("{life}: the disk lost the copy of a pool"))?;

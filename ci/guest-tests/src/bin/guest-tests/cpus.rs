@@ -55,14 +55,14 @@ fn counts(guest: &Guest) -> Result<[f64; 3]> {
 /// Adds vCPUs and brings them online in the guest, as udev would. Afterwards, vCPUs 0 to `to` - 1
 /// run.
 fn grow(guest: &Guest, from: u32, to: u32) -> Result<()> {
-    ensure!(resize(guest, to)? == 204, "{to} vCPUs are refused");
+    ensure!(resize(guest, to)? == 204, "A resize to {to} vCPUs was refused");
     for cpu in from..to {
         let online = format!("/sys/devices/system/cpu/cpu{cpu}/online");
         guest.wait_until_run("the guest has the vCPU", LIMIT, &format!("test -e {online}"))?;
         guest.run_within(LIMIT, &format!("echo 1 >{online}"))?;
     }
     let online = guest.run("cat /sys/devices/system/cpu/online")?;
-    ensure!(online.trim() == format!("0-{}", to - 1), "Of {to} vCPUs there are {online}");
+    ensure!(online.trim() == format!("0-{}", to - 1), "{online} of {to} vCPUs are online");
     // Each vCPU runs a program.
     for cpu in 0..to {
         guest.run_within(LIMIT, &format!("taskset {:x} true", 1 << cpu))?;
@@ -71,14 +71,14 @@ fn grow(guest: &Guest, from: u32, to: u32) -> Result<()> {
 }
 
 fn shrink(guest: &Guest, to: u32) -> Result<()> {
-    ensure!(resize(guest, to)? == 204, "{to} vCPUs are refused");
-    guest.wait_until("the guest lets them go", LIMIT, || {
+    ensure!(resize(guest, to)? == 204, "A resize to {to} vCPUs was refused");
+    guest.wait_until("the guest has ejected the vCPUs", LIMIT, || {
         let [present, leaving, _] = counts(guest)?;
         Ok(present == f64::from(to) && leaving == 0.0)
     })?;
     let wanted = if to == 1 { "0".to_owned() } else { format!("0-{}", to - 1) };
     guest.wait_until_run(
-        "the guest has no others",
+        "the guest has no other vCPUs",
         LIMIT,
         &format!("test $(cat /sys/devices/system/cpu/present) = {wanted}"),
     )
@@ -98,18 +98,18 @@ fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
     let events = this_tests_dir().join("events");
     let monitor = format!("path={}", events.display());
     let guest = builder(1).kernel(kernel).argument("--event-monitor", &monitor).boot()?;
-    ensure!(counts(&guest)? == [1.0, 0.0, 0.0], "The guest boots with one");
+    ensure!(counts(&guest)? == [1.0, 0.0, 0.0], "The guest did not boot with 1 vCPU");
     let load = load(&guest)?;
     for round in 0..rounds {
         grow(&guest, 1, 4)?;
         ensure!(
             counts(&guest)? == [4.0, 0.0, 0.0] && boot_vcpus(&guest)? == 4,
-            "Four in round {round}"
+            "The guest does not have 4 vCPUs in round {round}"
         );
         shrink(&guest, 1)?;
         ensure!(
             counts(&guest)? == [1.0, 0.0, 3.0] && boot_vcpus(&guest)? == 1,
-            "One in round {round}"
+            "The guest does not have 1 vCPU in round {round}"
         );
     }
     // Adds vCPUs in steps, and removes only some of them.
@@ -121,7 +121,7 @@ fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
     ensure!(output.code == 0, "The load has ended with {}", output.code);
     let told = fs::read_to_string(&events)?;
     let resized = told.matches("vcpus-resized").count();
-    ensure!(resized == 2 * rounds as usize + 3, "{resized} resizes are told:\n{told}");
+    ensure!(resized == 2 * rounds as usize + 3, "{resized} resizes are events:\n{told}");
     guest.no_kernel_complaints()
 }
 
@@ -133,29 +133,32 @@ fn refuse_to_let_go(guest: &Guest) -> Result<()> {
 fn unreleased_vcpus_stay_until_a_reboot() -> Result<()> {
     let guest = builder(4).boot()?;
     for (vcpus, what) in [(0, "none"), (5, "more than may be")] {
-        ensure!(resize(&guest, vcpus)? == 400, "{what} is not refused");
+        ensure!(resize(&guest, vcpus)? == 400, "A resize to {what} was accepted");
     }
     refuse_to_let_go(&guest)?;
-    ensure!(resize(&guest, 2)? == 204, "2 are refused");
+    ensure!(resize(&guest, 2)? == 204, "A resize to 2 vCPUs was refused");
     let said = "dmesg | grep -q 'Eject disabled'";
     guest.wait_until_run("the guest has refused", LIMIT, said)?;
-    ensure!(counts(&guest)? == [2.0, 2.0, 0.0], "They have not left");
+    ensure!(counts(&guest)? == [2.0, 2.0, 0.0], "The vCPUs are not counted as leaving");
     for vcpus in [1, 3, 4] {
-        ensure!(resize(&guest, vcpus)? == 429, "{vcpus} are not refused while some are leaving");
+        ensure!(
+            resize(&guest, vcpus)? == 429,
+            "A resize to {vcpus} vCPUs was accepted while vCPUs are leaving"
+        );
     }
-    ensure!(resize(&guest, 2)? == 204, "To say it twice does harm");
+    ensure!(resize(&guest, 2)? == 204, "A repeated resize to 2 vCPUs was refused");
     ensure!(
         guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-3",
-        "They do not run any more"
+        "The leaving vCPUs do not run"
     );
-    ensure!(boot_vcpus(&guest)? == 2, "The configuration does not say so");
+    ensure!(boot_vcpus(&guest)? == 2, "The configuration does not have 2 boot vCPUs");
     guest.command("vm.reboot")?;
     guest.wait_for_shell(BOOT_LIMIT)?;
     ensure!(
         guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-1",
-        "It did not boot with 2"
+        "The guest did not boot with 2 vCPUs"
     );
-    ensure!(counts(&guest)? == [2.0, 0.0, 0.0], "Some are leaving yet");
+    ensure!(counts(&guest)? == [2.0, 0.0, 0.0], "vCPUs are still counted as leaving");
     grow(&guest, 2, 3)?;
     guest.no_kernel_complaints()
 }
@@ -177,7 +180,7 @@ fn pause_nmi_and_reboot_affect_only_present_vcpus() -> Result<()> {
     guest.command("vm.nmi")?;
     for cpu in 0..2 {
         let said = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
-        guest.wait_until_run("the vCPU has got its NMI", LIMIT, &said)?;
+        guest.wait_until_run("the vCPU has received its NMI", LIMIT, &said)?;
     }
     // The parked vCPUs return without the NMI.
     grow(&guest, 2, 4)?;
@@ -185,7 +188,7 @@ fn pause_nmi_and_reboot_affect_only_present_vcpus() -> Result<()> {
     guest.reboot_from_inside()?;
     ensure!(
         guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-3",
-        "It did not boot with 4"
+        "The guest did not boot with 4 vCPUs"
     );
     shrink(&guest, 1)?;
     guest.no_kernel_complaints()
@@ -200,22 +203,22 @@ fn guest_cannot_eject_a_vcpu_without_a_request() -> Result<()> {
     for index in ["0", "1", "2", "3", "4", "255", "256", "0xffffffff"] {
         guest.run(&eject(index))?;
     }
-    ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "One has gone that nobody asked for");
+    ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "A vCPU was ejected without a request");
     guest.run("for cpu in 1 2 4; do taskset $cpu true; done")?;
     // The vCPU requested to leave ejects itself without being stopped first.
     refuse_to_let_go(&guest)?;
-    ensure!(resize(&guest, 2)? == 204, "2 are refused");
+    ensure!(resize(&guest, 2)? == 204, "A resize to 2 vCPUs was refused");
     let _last_words = guest.start_script(LIMIT, &format!("taskset 4 sh -c '{}'", eject("2")))?;
-    guest.wait_until("it is parked", LIMIT, || Ok(counts(&guest)? == [2.0, 0.0, 1.0]))?;
+    guest.wait_until("the vCPU is parked", LIMIT, || Ok(counts(&guest)? == [2.0, 0.0, 1.0]))?;
     guest.still_running()?;
     // It returns as a vCPU that the guest has to start, independent of its previous state.
-    ensure!(resize(&guest, 3)? == 204, "3 are refused");
-    ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "There are not 3");
+    ensure!(resize(&guest, 3)? == 204, "A resize to 3 vCPUs was refused");
+    ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "The guest does not have 3 vCPUs");
     guest.command("vm.reboot")?;
     guest.wait_for_shell(BOOT_LIMIT)?;
     ensure!(
         guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-2",
-        "It did not boot with 3"
+        "The guest did not boot with 3 vCPUs"
     );
     guest.no_kernel_complaints()
 }
@@ -264,7 +267,10 @@ fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
         // it, so Linux treats threads as cores.
         let flat = kernel == Kernel::V6_1 && amd_without_topoext(&guest)?;
         let to_be_seen = if flat { [1, threads * cores, packages] } else { expected };
-        ensure!(seen == to_be_seen, "{topology} is seen as {seen:?} and not {to_be_seen:?}");
+        ensure!(
+            seen == to_be_seen,
+            "The guest sees {topology} as {seen:?} instead of {to_be_seen:?}"
+        );
         let info = guest.get("vm.info")?;
         let said = &info["config"]["cpus"]["topology"];
         ensure!(
@@ -329,7 +335,7 @@ fn cpu_features_address_bits_and_affinity_are_applied() -> Result<()> {
             ensure!(status.contains(&here), "vCPU 0 runs elsewhere: {status}");
         }
     }
-    ensure!(found == 1, "{found} threads are vCPU 0's");
+    ensure!(found == 1, "{found} threads have the name of vCPU 0");
     guest.no_kernel_complaints()?;
     drop(guest);
     let refusal = shaped(1, "boot=1,affinity=[0@[1000]]").expect_refusal()?;
@@ -351,7 +357,7 @@ fn pause_of_a_minute_causes_no_lockup() -> Result<()> {
         thread::sleep(PAUSE);
         guest.command("vm.resume")?;
         guest.run_within(LIMIT, &format!("touch {STOP}"))?;
-        ensure!(load.finish()?.code == 0, "{clock}: The load has not survived it");
+        ensure!(load.finish()?.code == 0, "{clock}: the load failed");
         guest.no_kernel_complaints()?;
     }
     Ok(())

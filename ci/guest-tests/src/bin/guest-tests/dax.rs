@@ -64,7 +64,11 @@ impl VolumeOnHost {
         // The volume's chunks do not move while a VM uses it.
         let peeked = pmem_volume::Pool::open(pool.path(), OpenMode::Peek)?;
         let volume = peeked.open_volume("data")?;
-        ensure!(volume.info().format == VolumeFormat::Raw, "It is {:?}", volume.info());
+        ensure!(
+            volume.info().format == VolumeFormat::Raw,
+            "The volume's format is {:?}",
+            volume.info()
+        );
         let extents = volume.extents().iter();
         let extents =
             extents.map(|e| (e.volume_offset_bytes(), e.offset_bytes(), e.len_bytes())).collect();
@@ -76,7 +80,7 @@ impl VolumeOnHost {
         let extent =
             self.extents.iter().find(|(start, _, len)| (*start..start + len).contains(&offset));
         let (start, at, _) =
-            extent.with_context(|| format!("No byte {offset:#x} in the volume"))?;
+            extent.with_context(|| format!("The volume has no byte {offset:#x}"))?;
         Ok(at + offset - start)
     }
 
@@ -97,7 +101,7 @@ impl VolumeOnHost {
             let (found, expected) = (self.word(offset + 8 * index)?, word(seed, first + index));
             ensure!(
                 found == expected,
-                "{found:#x} at {:#x}, not {expected:#x}",
+                "{found:#x} at {:#x} instead of {expected:#x}",
                 offset + 8 * index
             );
         }
@@ -110,7 +114,7 @@ impl VolumeOnHost {
 fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) -> Result<()> {
     const SEED: u64 = 0x5eed_0000_0000;
     let bytes = extents.iter().map(|(_, _, len)| len).sum::<u64>();
-    ensure!(bytes == HEAP_BYTES, "{path} lies at {extents:?}");
+    ensure!(bytes == HEAP_BYTES, "{path} is at {extents:?}");
     let volume = VolumeOnHost::find(pool)?;
     let before = flushes(guest, "ok")?;
     // 1. The guest's stores are in the pool.
@@ -120,25 +124,25 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
     )?;
     ensure!(
         script.next_line().as_deref() == Some("stored"),
-        "Nothing stored: {:?}",
+        "map-store failed: {:?}",
         script.finish()
     );
     for (at, offset, len) in extents {
         volume
             .check(*offset, *len, SEED, at / 8)
-            .context("Stored in the guest, not in the pool")?;
+            .context("The guest's store is not in the pool")?;
     }
     // 2. A program that only polls sees the host's stores.
     let wait = format!("exec guest-tool map-wait {path} 0 {HEAP_BYTES} 4711");
     let mut waiting = guest.start_script(IO_LIMIT, &wait)?;
-    let line = waiting.next_line().context("It does not look")?;
-    ensure!(line == format!("waiting at {SEED:#x}"), "It found {line:?}");
+    let line = waiting.next_line().context("map-wait printed nothing")?;
+    ensure!(line == format!("waiting at {SEED:#x}"), "map-wait found {line:?}");
     volume.store(extents[0].1, 4711)?;
     ensure!(waiting.next_line().as_deref() == Some("seen"), "The host's store is not in the guest");
     volume.store(extents[0].1, SEED)?;
     // 3. No flush was necessary.
     let after = flushes(guest, "ok")?;
-    ensure!(after == before, "{} flushes came out", after - before);
+    ensure!(after == before, "The VMM received {} flushes", after - before);
     Ok(())
 }
 
@@ -172,7 +176,7 @@ fn fsdax_reaches(pool: &Pool, guest: &Guest, file_system: &FileSystem) -> Result
     // Flushes that programs request reach the host.
     let before = flushes(guest, "ok")?;
     guest.run(&format!("printf x | dd of={HEAP} conv=notrunc,fsync"))?;
-    ensure!(flushes(guest, "ok")? > before, "An fsync does not come out");
+    ensure!(flushes(guest, "ok")? > before, "An fsync caused no flush");
     file_system.unmount_and_check(guest)?;
     guest.no_kernel_complaints()
 }
@@ -223,7 +227,7 @@ fn fsdax_files_survive_a_power_cut() -> Result<()> {
 
 fn wait_for_devdax(guest: &Guest) -> Result<()> {
     guest.run("modprobe device_dax")?;
-    guest.wait_until_run("/dev/dax0.0 is there", IO_LIMIT, "test -c /dev/dax0.0")
+    guest.wait_until_run("/dev/dax0.0 exists", IO_LIMIT, "test -c /dev/dax0.0")
 }
 
 fn devdax_reaches(kernel: Kernel) -> Result<()> {
@@ -275,7 +279,7 @@ fn map_sync_on_a_raw_nvdimm_is_not_durable_on_a_page_cache() -> Result<()> {
     let mut script = guest.start_script(IO_LIMIT, &store)?;
     ensure!(
         script.next_line().as_deref() == Some("stored"),
-        "Nothing stored: {:?}",
+        "map-store failed: {:?}",
         script.finish()
     );
     guest.kill9()?;
@@ -285,7 +289,11 @@ fn map_sync_on_a_raw_nvdimm_is_not_durable_on_a_page_cache() -> Result<()> {
     guest.run(EXT4.mount)?;
     let check = format!("guest-tool map-check {HEAP} 0 {HEAP_BYTES} {SEED}");
     let output = guest.try_run(IO_LIMIT, &check)?;
-    ensure!(output.code != 0, "All of it has survived: the refusal would be for nothing");
-    ensure!(output.stderr.contains("Word"), "It failed otherwise: {}", output.stderr);
+    ensure!(output.code != 0, "All data survived, so the refusal of MAP_SYNC is not needed");
+    ensure!(
+        output.stderr.contains("Word"),
+        "map-check failed for another reason: {}",
+        output.stderr
+    );
     Ok(())
 }

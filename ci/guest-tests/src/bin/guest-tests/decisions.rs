@@ -15,11 +15,14 @@ pub(crate) fn pressure(guest: &Guest) -> Result<Value> {
 /// Decisions that the VMM retains, newest first.
 pub(crate) fn decisions(guest: &Guest) -> Result<Vec<Value>> {
     let info = pressure(guest)?;
-    Ok(info["decisions"].as_array().with_context(|| format!("No decisions: {info}"))?.clone())
+    Ok(info["decisions"]
+        .as_array()
+        .with_context(|| format!("vm.pressure has no decisions: {info}"))?
+        .clone())
 }
 
 pub(crate) fn decisions_total(guest: &Guest) -> Result<u64> {
-    pressure(guest)?["decisions_total"].as_u64().context("No decisions_total")
+    pressure(guest)?["decisions_total"].as_u64().context("vm.pressure has no decisions_total")
 }
 
 /// Decisions after the first `total` ones.
@@ -39,6 +42,6 @@ pub(crate) fn wait_for_agent(guest: &Guest, state: &str) -> Result<()> {
         Ok(guest.get("vm.pressure")?["agent"] == state)
     })?;
     let shown = guest.metric("foreshore_pressure_agent_state", &[("state", state)])?;
-    ensure!(shown == 1.0, "The metrics do not say that the agent is {state}");
+    ensure!(shown == 1.0, "The metrics do not report that the agent is {state}");
     Ok(())
 }

@@ -59,13 +59,16 @@ fn grows(kernel: Kernel) -> Result<()> {
     wait_until_online(&guest, before + 1152)?;
     ensure!(
         info(&guest, "/config/memory/size")? == 1536 * MIB,
-        "The configuration does not follow"
+        "The configuration does not have the new size"
     );
-    ensure!(info(&guest, "/memory_actual_size")? == 1536 * MIB, "DIMMs are not counted");
+    ensure!(
+        info(&guest, "/memory_actual_size")? == 1536 * MIB,
+        "memory_actual_size does not include the DIMMs"
+    );
     let dram = zone(&guest, "dram")?;
     ensure!(
         dram.plugged_bytes == 1152 * MIB && dram.state == "reached",
-        "{} bytes",
+        "vm.info has {} bytes",
         dram.plugged_bytes
     );
     // The agent reports the online part of the DIMMs.
@@ -79,7 +82,7 @@ fn grows(kernel: Kernel) -> Result<()> {
             == 1152.0 * MIB as f64
     );
     let added = metrics.value("foreshore_hotplug_total", &[("kind", "dimm"), ("result", "ok")])?;
-    ensure!(added == 2.0, "{added} DIMMs are counted");
+    ensure!(added == 2.0, "The metrics count {added} DIMMs");
     // More than the boot memory: the DIMMs are real memory.
     let hog = guest.hog(700, ONLINE_LIMIT)?;
     let resident = zone(&guest, "dram")?.resident_bytes;
@@ -107,12 +110,15 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
             "{} bytes are plugged after the reboot",
             dram.plugged_bytes
         );
-        ensure!(info(&guest, "/memory_actual_size")? == 768 * MIB, "not what was asked for");
+        ensure!(
+            info(&guest, "/memory_actual_size")? == 768 * MIB,
+            "memory_actual_size is not the requested size"
+        );
         // Now it is boot memory, of which the kernel reserves a part before it counts.
         let booted = mem_total_mib(&guest)?;
         ensure!(
             booted > before + 350,
-            "MemTotal was {before} MiB, and is {booted} after the reboot"
+            "MemTotal was {before} MiB, now {booted} MiB after the reboot"
         );
         // More can be added.
         resize_to(&guest, 896)?;
@@ -120,10 +126,10 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
         resize_to(&guest, 384)?;
         reboot(&guest, round + 1)?;
         let after = mem_total_mib(&guest)?;
-        ensure!(after == before, "MemTotal was {before} MiB, and is {after} without DIMMs");
+        ensure!(after == before, "MemTotal was {before} MiB, now {after} MiB without DIMMs");
     }
     if let Some(held) = held {
-        println!("After {rounds} rounds {:?}, and at first {held:?}", guest.holdings()?);
+        println!("After {rounds} rounds {:?}, at first {held:?}", guest.holdings()?);
         guest.wait_until_nothing_is_left(&held)?;
     }
     guest.no_kernel_complaints()
@@ -139,26 +145,29 @@ fn smaller_size_takes_effect_at_the_next_boot() -> Result<()> {
     resize_to(&guest, 512)?;
     wait_until_online(&guest, before + 128)?;
     resize_to(&guest, 256)?;
-    ensure!(info(&guest, "/config/memory/size")? == 256 * MIB, "The configuration does not follow");
+    ensure!(
+        info(&guest, "/config/memory/size")? == 256 * MIB,
+        "The configuration does not have the new size"
+    );
     ensure!(
         info(&guest, "/memory_actual_size")? == 512 * MIB,
-        "Memory that nobody took is not counted"
+        "memory_actual_size does not include unplugged memory"
     );
     ensure!(
         guest.vmm_log()?.contains("cannot be removed before the next boot"),
-        "Nobody is told that nothing happens"
+        "The log does not report the effect at the next boot"
     );
     // A size up to the present one adds no DIMM.
     resize_to(&guest, 512)?;
     ensure!(
         zone(&guest, "dram")?.plugged_bytes == 128 * MIB,
-        "A DIMM came for memory that was there"
+        "A DIMM was added for existing memory"
     );
     resize_to(&guest, 256)?;
-    ensure!(mem_total_mib(&guest)? == before + 128, "Memory has gone");
+    ensure!(mem_total_mib(&guest)? == before + 128, "MemTotal has changed");
     guest.reboot_from_inside()?;
     let after = mem_total_mib(&guest)?;
-    ensure!(after < before - 100, "MemTotal was {before} MiB, and is {after} after the reboot");
+    ensure!(after < before - 100, "MemTotal was {before} MiB, now {after} MiB after the reboot");
     guest.no_kernel_complaints()
 }
 
@@ -175,12 +184,15 @@ fn dimms_stay_while_pm_is_plugged_and_unplugged() -> Result<()> {
     };
     resize_pm(256)?;
     wait_until_online(&guest, before + 128 + 256)?;
-    ensure!(info(&guest, "/memory_actual_size")? == (512 + 256) * MIB, "not all is counted");
+    ensure!(
+        info(&guest, "/memory_actual_size")? == (512 + 256) * MIB,
+        "memory_actual_size does not include all memory"
+    );
     pool_tells_what_is_plugged(&guest, &pool)?;
     // The guest brings both online in the same way, so PM can be unplugged.
     resize_pm(0)?;
     wait_until_online(&guest, before + 128)?;
-    ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "The DIMM has gone with PM");
+    ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "The DIMM was removed with PM");
     pool_tells_what_is_plugged(&guest, &pool)?;
     guest.no_kernel_complaints()
 }
@@ -194,10 +206,7 @@ fn invalid_dimms_are_refused_and_all_dimms_can_be_used() -> Result<()> {
     }
     let by_zone = json!({ "id": "dram", "desired_ram": 512 * MIB });
     ensure!(guest.try_put("vm.resize-zone", by_zone)?.status == 400);
-    ensure!(
-        info(&guest, "/config/memory/size")? == 384 * MIB,
-        "A refused resize has changed something"
-    );
+    ensure!(info(&guest, "/config/memory/size")? == 384 * MIB, "A refused resize changed the VM");
     // The page descriptors of 24 GiB would take all of its DRAM.
     let all = json!({ "desired_ram": (384 + 24_576) * MIB });
     let refusal = guest.try_put("vm.resize", all)?;
@@ -205,13 +214,13 @@ fn invalid_dimms_are_refused_and_all_dimms_can_be_used() -> Result<()> {
         refusal.status == 409 && refusal.body.contains("page descriptors of 24 GiB"),
         "{refusal:?}"
     );
-    ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "A refused resize has added something");
+    ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "A refused resize added a DIMM");
     let before = mem_total_mib(&guest)?;
     for dimm in 1..=DIMMS {
         resize_to(&guest, 384 + 128 * dimm)?;
     }
     wait_until_online(&guest, before + 128 * DIMMS)?;
     let status = try_resize(&guest, 384 + 128 * (DIMMS + 1))?;
-    ensure!(status == 400, "One more: status {status}");
+    ensure!(status == 400, "One DIMM more than the maximum: status {status}");
     guest.no_kernel_complaints()
 }

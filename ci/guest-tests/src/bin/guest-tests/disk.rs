@@ -38,7 +38,7 @@ fn guest_with(disk: &str) -> GuestBuilder {
 }
 
 fn wait_for_disk(guest: &Guest) -> Result<()> {
-    guest.wait_until_run("/dev/vda is there", IO_LIMIT, "test -b /dev/vda")
+    guest.wait_until_run("/dev/vda exists", IO_LIMIT, "test -b /dev/vda")
 }
 
 fn holds(kernel: Kernel) -> Result<()> {
@@ -65,11 +65,11 @@ fn holds(kernel: Kernel) -> Result<()> {
     for (operation, least) in [("read", 100.0), ("write", 1.0), ("flush", 1.0)] {
         let labels = [("disk", "_disk0"), ("operation", operation), ("result", "ok")];
         let count = metrics.value("foreshore_disk_operations_total", &labels)?;
-        ensure!(count >= least, "{count} requests to {operation}");
+        ensure!(count >= least, "Only {count} requests to {operation}");
     }
     ensure!(
         metrics.value("foreshore_disk_bad_requests_total", &[("disk", "_disk0")])? == 0.0,
-        "Bad requests"
+        "The metrics count bad requests"
     );
     guest.no_kernel_complaints()
 }
@@ -90,14 +90,14 @@ fn disks_show_their_shape_grow_discard_and_refuse_writes() -> Result<()> {
         .cpus(2)
         .boot()?;
     guest.wait_until_run(
-        "all disks are there",
+        "all disks exist",
         IO_LIMIT,
         "for n in a b c d; do test -b /dev/vd$n || exit 1; done",
     )?;
-    shows_its_shape(&guest, &shaped).context("The shape")?;
+    shows_its_shape(&guest, &shaped).context("Shape of the disk")?;
     grows_under_its_guest(&guest, &growing).context("Growing")?;
-    what_is_discarded_takes_no_room(&guest, &full).context("Discards")?;
-    takes_no_writes(&guest, &read_only, &content).context("A read-only disk")?;
+    discarded_space_is_released(&guest, &full).context("Discards")?;
+    takes_no_writes(&guest, &read_only, &content).context("Read-only disk")?;
     guest.no_kernel_complaints()?;
     // Several VMs may read the image, but none may write it meanwhile.
     let second = guest_with(&reader).name("second").start()?;
@@ -127,7 +127,7 @@ fn shows_its_shape(guest: &Guest, path: &Path) -> Result<()> {
         ("ro", "0"),
     ] {
         let value = sys(file)?;
-        ensure!(value == expected, "{file} is {value:?}, not {expected:?}");
+        ensure!(value == expected, "{file} is {value:?} instead of {expected:?}");
     }
     // The driver may disable the cache.
     guest.run("echo 'write through' >/sys/block/vda/cache_type")?;
@@ -141,14 +141,14 @@ fn grows_under_its_guest(guest: &Guest, path: &Path) -> Result<()> {
     let resize = |id: &str, mib: u64| {
         guest.try_put("vm.resize-disk", json!({ "id": id, "desired_size": mib * MIB }))
     };
-    ensure!(resize("data", 64)?.status == 204, "Not resized");
+    ensure!(resize("data", 64)?.status == 204, "vm.resize-disk failed");
     guest.wait_until_run(
-        "the guest sees it",
+        "the guest has the new size",
         IO_LIMIT,
         "test $(cat /sys/block/vdb/size) = 131072",
     )?;
     guest.run("dd if=/dev/urandom of=/dev/vdb bs=1M seek=63 count=1 oflag=direct")?;
-    ensure!(fs::metadata(path)?.len() == 64 * MIB, "The file has another size");
+    ensure!(fs::metadata(path)?.len() == 64 * MIB, "The image's file was not resized");
     let refused = resize("data", 32)?;
     ensure!(refused.status == 400 && refused.body.contains("does not shrink"), "{refused:?}");
     let missing = resize("_disk9", 64)?;
@@ -158,12 +158,12 @@ fn grows_under_its_guest(guest: &Guest, path: &Path) -> Result<()> {
     Ok(())
 }
 
-fn what_is_discarded_takes_no_room(guest: &Guest, path: &Path) -> Result<()> {
+fn discarded_space_is_released(guest: &Guest, path: &Path) -> Result<()> {
     let used_mib = || Ok::<_, anyhow::Error>(fs::metadata(path)?.blocks() * 512 / MIB);
     guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/dev/vdc bs=1M count=40 oflag=direct")?;
-    ensure!(used_mib()? >= 40, "{} MiB", used_mib()?);
+    ensure!(used_mib()? >= 40, "The image uses only {} MiB", used_mib()?);
     guest.run_within(IO_LIMIT, "blkdiscard -o 0 -l 31457280 /dev/vdc")?;
-    ensure!(used_mib()? <= 11, "{} MiB after a discard of 30", used_mib()?);
+    ensure!(used_mib()? <= 11, "The image uses {} MiB after a discard of 30 MiB", used_mib()?);
     guest.run("test $(head -c 31457280 /dev/vdc | tr -d '\\0' | wc -c) = 0")?;
     // Discards of a file system.
     guest.run_within(
@@ -173,7 +173,11 @@ fn what_is_discarded_takes_no_room(guest: &Guest, path: &Path) -> Result<()> {
     guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/mnt/d/file bs=1M count=30 && sync")?;
     let full_mib = used_mib()?;
     guest.run_within(IO_LIMIT, "rm /mnt/d/file && sync && fstrim /mnt/d && umount /mnt/d")?;
-    ensure!(used_mib()? + 25 <= full_mib, "{} MiB of {full_mib} MiB after fstrim", used_mib()?);
+    ensure!(
+        used_mib()? + 25 <= full_mib,
+        "The image uses {} of {full_mib} MiB after fstrim",
+        used_mib()?
+    );
     Ok(())
 }
 
@@ -192,7 +196,7 @@ fn takes_no_writes(guest: &Guest, path: &Path, content: &[u8]) -> Result<()> {
     let start = guest.run("head -c 8192 /dev/vdd | od -An -v -tx1")?;
     let start: Result<Vec<u8>, _> =
         start.split_whitespace().map(|byte| u8::from_str_radix(byte, 16)).collect();
-    ensure!(start? == content[..8192], "The guest reads something else");
+    ensure!(start? == content[..8192], "The guest reads other content than the image has");
     Ok(())
 }
 
@@ -211,7 +215,7 @@ fn image_holds(path: &Path, shape: Shape, program: &str) -> Result<()> {
     let file = File::open(path)?;
     let holds = Outcome::of_history(shape, &[program])?
         .check(|first, into| Ok(file.read_exact_at(into, first * u64::from(shape.sector_bytes))?));
-    holds.with_context(|| format!("What {} holds", path.display()))
+    holds.with_context(|| format!("Content of {}", path.display()))
 }
 
 /// Flags of a process's open files with this path.
@@ -221,13 +225,14 @@ fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
         let entry = entry?;
         // Other files may be closed meanwhile.
         if fs::read_link(entry.path()).is_ok_and(|target| target == path) {
-            let number = entry.file_name().into_string().ok().context("A file without a number")?;
+            let number =
+                entry.file_name().into_string().ok().context("Descriptor that is not a number")?;
             let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
             let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
-            found.push(i32::from_str_radix(flags.context("No flags")?.trim(), 8)?);
+            found.push(i32::from_str_radix(flags.context("fdinfo has no flags")?.trim(), 8)?);
         }
     }
-    ensure!(!found.is_empty(), "Process {pid} does not have {} open", path.display());
+    ensure!(!found.is_empty(), "Process {pid} has not opened {}", path.display());
     Ok(found)
 }
 
@@ -249,7 +254,7 @@ fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
         .boot()?;
     // Disks precede volumes.
     let all_are_there = "test -b /dev/vda && test -b /dev/vdb && test -b /dev/vdc";
-    guest.wait_until_run("all are there", IO_LIMIT, all_are_there)?;
+    guest.wait_until_run("all disks exist", IO_LIMIT, all_are_there)?;
     for (path, is_direct) in [(&direct, true), (&cached, false)] {
         let flags = open_flags(guest.pid(), path)?;
         ensure!(
@@ -287,7 +292,7 @@ fn images_and_a_volume_retain_writes_discards_and_zeroes() -> Result<()> {
             let (done, failed) = (count(operation, "ok")?, count(operation, "error")?);
             ensure!(
                 least > 20 && done >= least as f64 && failed == 0.0,
-                "{node}: of {least} requests to {operation} {done} were done, and {failed} have failed"
+                "{node}: {done} of {least} requests to {operation} succeeded, {failed} failed"
             );
         }
     }
@@ -329,7 +334,7 @@ fn a_guest_lives_on_a_disk() -> Result<()> {
     lives_on(&guest, "/dev/vda")?;
     guest.kill9()?;
     let guest = builder.boot()?;
-    ensure!(guest.run("cat /root/life")?.trim() == "here", "What was synced is lost");
+    ensure!(guest.run("cat /root/life")?.trim() == "here", "Synced data are lost");
     guest.no_kernel_complaints()
 }
 
@@ -345,14 +350,17 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
         .pm_volume(&volume)
         .cpus(2)
         .boot()?;
-    guest.wait_until_run("both are there", IO_LIMIT, "test -b /dev/vda && test -b /dev/vdb")?;
+    guest.wait_until_run("both disks exist", IO_LIMIT, "test -b /dev/vda && test -b /dev/vdb")?;
     let write = |node: &str, more: &str| format!("dd if=/dev/urandom of=/dev/{node} bs=1M {more}");
     for node in ["vda", "vdb"] {
         guest.run_within(IO_LIMIT, &write(node, "count=4 conv=fsync"))?;
     }
     let failed = || guest.metric("foreshore_disk_failed", &[("disk", "_disk0")]);
-    ensure!(failed()? == 0.0, "A flush has failed on a disk that is well");
-    ensure!(guest.metric("foreshore_disk_io_uring", &[("disk", "_disk0")])? == 1.0, "No io_uring");
+    ensure!(failed()? == 0.0, "A flush failed on an intact disk");
+    ensure!(
+        guest.metric("foreshore_disk_io_uring", &[("disk", "_disk0")])? == 1.0,
+        "The disk does not use io_uring"
+    );
     disk.fill_up()?;
     // The writes bypass the guest's page cache but not the host's, so the flush fails. A guest with
     // failed writes sends no flush.
@@ -362,14 +370,14 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     ] {
         let output = guest.try_run(IO_LIMIT, &write(node, writes))?;
         let is_error = output.code != 0 && output.stderr.contains("Input/output error");
-        ensure!(is_error, "fsync of {node} succeeds: {output:?}");
+        ensure!(is_error, "fsync of {node} succeeded: {output:?}");
         let output = guest.try_run(IO_LIMIT, &write(node, "count=1 oflag=direct"))?;
-        ensure!(output.code != 0, "A write to {node} succeeds after one that was lost");
+        ensure!(output.code != 0, "A write to {node} succeeded after a lost write");
     }
-    ensure!(failed()? == 1.0, "No metric says that the disk has failed");
+    ensure!(failed()? == 1.0, "The metrics do not report the failed disk");
     let output =
         guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/vda bs=4096 count=1 conv=fsync")?;
-    ensure!(output.code != 0, "A second flush succeeds");
+    ensure!(output.code != 0, "A second flush succeeded");
     guest.run("dd if=/dev/vda of=/dev/null bs=1M count=4 iflag=direct")?;
     let state = guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");

@@ -72,7 +72,7 @@ fn node(guest: &Guest, interface: Interface) -> Result<String> {
         "for disk in /sys/block/*; do case $(readlink -f $disk) in {}) basename $disk; exit;; esac; done; exit 1",
         interface.path
     );
-    guest.wait_until_run(&format!("the disk of {} is there", interface.name), IO_LIMIT, &find)?;
+    guest.wait_until_run(&format!("the disk of {} exists", interface.name), IO_LIMIT, &find)?;
     Ok(format!("/dev/{}", guest.run(&find)?.trim()))
 }
 
@@ -122,7 +122,7 @@ fn partition(guest: &Guest, disk: &str) -> Result<()> {
     );
     let found = run("look", &look)?;
     let sizes: Vec<u64> = found.lines().map(str::parse).collect::<Result<_, _>>()?;
-    let [first, second, all] = sizes[..] else { bail!("Not two partitions: {found:?}") };
+    let [first, second, all] = sizes[..] else { bail!("Not exactly two partitions: {found:?}") };
     // The kernel counts in units of 512 bytes. The space outside of the partitions is the table,
     // its copy and the alignment to a MiB.
     ensure!(first == 8192, "The first partition has {first} of 8192 sectors");

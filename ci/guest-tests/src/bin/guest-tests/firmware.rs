@@ -253,20 +253,23 @@ fn firmware_finds_the_tables_and_devices() -> Result<()> {
     let log = guest.vmm_log()?;
     let status = guest.wait_for_exit(END_LIMIT).with_context(|| log)?;
     let text = fs::read_to_string(&console)?;
-    ensure!(status.success() && text.contains("firmware: done"), "{status}, and it said:\n{text}");
+    ensure!(
+        status.success() && text.contains("firmware: done"),
+        "The firmware test ended with {status}:\n{text}"
+    );
     let started = numbers(&text, "firmware: started")?;
     // Low memory up to 640 KiB, the tables, the rest, and the reserved range above.
     ensure!(started == [[4, u32::from_le_bytes(*b"RSD "), 0]], "{started:x?}");
     let slots = numbers(&text, "firmware: slot")?;
     // The host bridge has no BAR.
-    let (bridge, devices) = slots.split_first().context("No slots")?;
+    let (bridge, devices) = slots.split_first().context("The bus has no slots")?;
     ensure!(bridge.len() == 1, "{slots:x?}");
     // Entropy, sockets and the disk, each with a BAR that responds like a device after a reset.
     for kind in [0x1044, 0x1053, 0x1042] {
         let wanted = [kind << 16 | 0x1af4, 0];
         ensure!(
             devices.iter().any(|device| *device == wanted),
-            "No device {kind:x} that answers: {slots:x?}"
+            "Device {kind:x} does not answer: {slots:x?}"
         );
     }
     ensure!(devices.iter().all(|device| device[1] == 0), "A BAR does not answer: {slots:x?}");
@@ -299,7 +302,7 @@ fn a_users_firmware_boots_debian_from_a_disk() -> Result<()> {
             .boot()?;
         ensure!(
             guest.run("cat /proc/cmdline")?.contains("from=disk"),
-            "{kernel}: it was not booted from the disk"
+            "{kernel}: the guest was not booted from the disk"
         );
         ensure!(guest.run("uname -r")?.starts_with(&format!("{kernel}.")), "It is another kernel");
         guest.no_kernel_complaints()?;

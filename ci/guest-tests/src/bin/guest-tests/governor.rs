@@ -32,7 +32,7 @@ const LITTLE_MIB: u64 = 36;
 fn fill_but(guest: &Guest, left_mib: u64) -> Result<Script> {
     let mib = meminfo_mib(guest, "MemAvailable")?
         .checked_sub(left_mib)
-        .context("It has less than that already")?;
+        .context("The guest has less free memory already")?;
     guest.hog(mib, LIMIT)
 }
 
@@ -59,7 +59,7 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
     let is_paused = || guest.metric("foreshore_pressure_paused", &[]);
     ensure!(
         pressure(&guest)?["paused"] == true && is_paused()? == 1.0,
-        "The reboot has ended the pause"
+        "The reboot ended the governor's pause"
     );
     // The guest is short of memory, but none of its reports leads to a decision.
     let hog = fill_but(&guest, LITTLE_MIB)?;
@@ -67,25 +67,22 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         let decisions = info["decisions"].as_array()?;
         decisions.iter().find(|decision| decision["reason"] == "paused")?["times"].as_u64()
     };
-    let before = held_times(&pressure(&guest)?).context("Nothing was held for the pause")?;
-    guest.wait_until("reports of want are held", LIMIT, || {
+    let before = held_times(&pressure(&guest)?).context("No decision was held for the pause")?;
+    guest.wait_until("reports of a shortage are held", LIMIT, || {
         Ok(held_times(&pressure(&guest)?).is_some_and(|times| times >= before + 20))
     })?;
     let pm = zone(&guest, "pm")?;
     ensure!(
         pm.requested_bytes == 0,
-        "{} bytes were asked for during the pause: {}",
+        "{} bytes were requested during the pause: {}",
         pm.requested_bytes,
         pressure(&guest)?
     );
     // The same shortage without a pause.
     guest.put("vm.pressure", json!({ "pause": false }))?;
     wait_until_grown(&guest)?;
-    ensure!(
-        zone(&guest, "pm")?.plugged_bytes > 0 && is_paused()? == 0.0,
-        "It has grown by nothing"
-    );
-    ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
+    ensure!(zone(&guest, "pm")?.plugged_bytes > 0 && is_paused()? == 0.0, "The guest did not grow");
+    ensure!(vmstat(&guest, "oom_kill")? == 0, "A process was killed");
     drop(hog);
     guest.no_kernel_complaints()
 }
@@ -94,8 +91,12 @@ fn read(path: &Path) -> Result<Trace> {
     let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
     let trace = Trace::read(BufReader::new(file)).with_context(|| format!("{}", path.display()))?;
     ensure!(!trace.cut_off, "The last line of {} is cut off", path.display());
-    ensure!(trace.header.boot_bytes == BOOT_MIB * MIB, "Another guest: {:?}", trace.header);
-    ensure!(trace.header.zones.len() == 1, "Not one zone: {:?}", trace.header.zones);
+    ensure!(
+        trace.header.boot_bytes == BOOT_MIB * MIB,
+        "The trace is of another guest: {:?}",
+        trace.header
+    );
+    ensure!(trace.header.zones.len() == 1, "Not exactly one zone: {:?}", trace.header.zones);
     Ok(trace)
 }
 
@@ -136,7 +137,7 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
                 recorded += 1;
                 ensure!(
                     report.memory().total_bytes >= 256 * MIB,
-                    "A report of nobody's: {report:?}"
+                    "The report has less memory than the guest: {report:?}"
                 );
             }
             Entry::Host { zones, .. } => most_plugged = most_plugged.max(zones[0].plugged_bytes),
@@ -144,7 +145,7 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
                 grown += 1;
                 ensure!(
                     !plan.reason.is_empty() && !plan.targets.is_empty(),
-                    "It grows by nothing: {plan:?}"
+                    "The plan grows by 0 bytes: {plan:?}"
                 );
             }
             Entry::Plan { .. } => {}
@@ -152,11 +153,11 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
     }
     ensure!(
         f64::from(recorded) >= reports,
-        "{recorded} of at least {reports} reports are in the trace"
+        "The trace has {recorded} of at least {reports} reports"
     );
     ensure!(
         grown > 0 && most_plugged >= grown_bytes,
-        "{grown} grows up to {most_plugged} bytes, where the guest had {grown_bytes}"
+        "The trace has {grown} grows up to {most_plugged} bytes, but the guest had {grown_bytes}"
     );
     let mut second = file.clone().into_os_string();
     second.push(".2");
@@ -172,6 +173,9 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
         .output()
         .context("Cannot start foreshore-sim")?;
     let said = String::from_utf8_lossy(&output.stdout);
-    ensure!(output.status.success() && said.contains("psi"), "foreshore-sim says {output:?}");
+    ensure!(
+        output.status.success() && said.contains("psi"),
+        "Unexpected output of foreshore-sim: {output:?}"
+    );
     Ok(())
 }

@@ -33,7 +33,7 @@ fn a_guest_under_qemu_answers_and_plugs_memory() -> Result<()> {
     // script is killed.
     ensure!(guest.run("sleep 1000 & echo started")? == "started\n", "Not started");
     let mut endless = guest.start_script(LIMIT, "while :; do echo line; done")?;
-    ensure!(endless.next_line().as_deref() == Some("line"), "No line");
+    ensure!(endless.next_line().as_deref() == Some("line"), "The endless script printed no line");
     drop(endless);
     wait_until("the dropped script is gone", LIMIT, || {
         Ok(guest.try_run(LIMIT, "ps | grep -v grep | grep 'do echo line'")?.code == 1)
@@ -44,7 +44,7 @@ fn a_guest_under_qemu_answers_and_plugs_memory() -> Result<()> {
             Ok(guest.plugged_bytes()? == bytes)
         })?;
     }
-    ensure!(guest.rss_bytes()? > 0, "No RSS");
+    ensure!(guest.rss_bytes()? > 0, "QEMU has no RSS");
     let log = guest.console_log()?;
     ensure!(complaints(&log).is_empty(), "{:?}", complaints(&log));
     Ok(())

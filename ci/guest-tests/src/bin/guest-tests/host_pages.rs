@@ -96,10 +96,13 @@ fn odd_number_of_mebibytes_is_fully_usable() -> Result<()> {
 /// Checks that a guest's last memory ends at its size, which is not a multiple of 2 MiB.
 fn has_all_odd_mebibytes(guest: &Guest, mib: u64) -> Result<()> {
     let last = guest.run("grep 'System RAM' /proc/iomem | tail -n 1")?;
-    ensure!(last.contains(&format!("-{:08x}", mib * MIB - 1)), "The last memory is at {last:?}");
+    ensure!(
+        last.contains(&format!("-{:08x}", mib * MIB - 1)),
+        "The last range of memory is {last:?}"
+    );
     ensure!(mem_total_mib(guest)? + 85 > mib, "MemTotal is {} MiB", mem_total_mib(guest)?);
     let shown = guest.get("vm.info")?["memory_actual_size"].as_u64();
-    ensure!(shown == Some(mib * MIB), "vm.info says {shown:?}");
+    ensure!(shown == Some(mib * MIB), "vm.info has the size {shown:?}");
     Ok(())
 }
 
@@ -140,12 +143,15 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     let hog = guest.hog(350, LIMIT)?;
     let [rss, pss] = ["Rss", "Pss"].map(|field| of_memory_files(&guest, field));
     let (rss, pss) = (rss?, pss?);
-    ensure!(rss >= 350 * MIB && rss == pss, "Rss is {rss}, Pss {pss}: somebody has them twice");
+    ensure!(
+        rss >= 350 * MIB && rss == pss,
+        "Rss {rss} differs from Pss {pss}: pages are mapped twice"
+    );
     // The rest is the VMM's own memory. There is no second copy.
     let beside = guest.rss_bytes()?.saturating_sub(rss);
     ensure!(beside < 100 * MIB, "{beside} bytes are resident beside the guest's memory");
     let plugged_in = in_memory_files(&guest)?;
-    ensure!(plugged_in >= 150 * MIB, "{plugged_in} bytes are in the file of what is plugged");
+    ensure!(plugged_in >= 150 * MIB, "Only {plugged_in} bytes are in the file of plugged memory");
     drop(hog);
     guest.put("vm.resize", json!({ "desired_ram": 257 * MIB }))?;
     plugged(0)?;
@@ -153,7 +159,7 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     ensure!(left <= 257 * MIB, "{left} bytes of shared memory are left of 257 MiB");
     // The memory is removed from the file, and not only from the page tables.
     let left = in_memory_files(&guest)?;
-    ensure!(left == 0, "{left} bytes of what was plugged are left in its file");
+    ensure!(left == 0, "{left} bytes of unplugged memory are left in its file");
     guest.no_kernel_complaints()
 }
 
@@ -165,11 +171,11 @@ fn a_balloon_gives_shared_memory_back() -> Result<()> {
     let before = zone(&guest, "dram")?.resident_bytes;
     ensure!(before >= 300 * MIB, "{before} bytes are resident");
     guest.put("vm.resize", json!({ "desired_balloon": 256 * MIB }))?;
-    guest.wait_until("what is in the balloon is the host's", LIMIT, || {
+    guest.wait_until("the memory in the balloon is the host's", LIMIT, || {
         Ok(zone(&guest, "dram")?.resident_bytes + 150 * MIB <= before)
     })?;
     let failed = guest.metric("foreshore_balloon_discard_failures_total", &[])?;
-    ensure!(failed == 0.0, "{failed} times the host did not take pages");
+    ensure!(failed == 0.0, "The host refused to free pages {failed} times");
     guest.no_kernel_complaints()
 }
 
@@ -308,14 +314,17 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     drop(none);
     let Some(aside) = SetAside::pages(176)? else { return skip(NO_HUGE_PAGES) };
     let guest = builder.boot()?;
-    ensure!(aside.available()? == 48, "The guest's are not set aside");
+    ensure!(aside.available()? == 48, "The guest's huge pages are not set aside");
     let resize = |mib: u64| guest.put("vm.resize", json!({ "desired_ram": mib * MIB }));
     let plugged = |mib: u64| wait_until_plugged(&guest, "dram", mib * MIB, LIMIT);
     // 1. A request beyond the host's pages: the guest gets the available ones, and the API reports
     //    the reason.
     resize(512)?;
     plugged(96)?;
-    ensure!(zone(&guest, "dram")?.state == "stuck", "A size that the host has not is reached");
+    ensure!(
+        zone(&guest, "dram")?.state == "stuck",
+        "The zone reached a size that exceeds the host's memory"
+    );
     let shown = guest.get("vm.memory")?.to_string();
     let reason = format!("huge-pages: the host cannot provide the {} bytes", 256 * MIB);
     ensure!(shown.contains(&reason), "{shown}");
@@ -323,7 +332,7 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
         "foreshore_memory_refused_requests_total",
         &[("zone", "dram"), ("reason", "huge-pages")],
     )?;
-    ensure!(refused >= 1.0, "No refused request is counted");
+    ensure!(refused >= 1.0, "The metrics count no refused request");
     ensure!(aside.available()? == 0, "The host has huge pages left");
     let hog = guest.hog(220, LIMIT)?;
     let used = aside.used()?;
@@ -356,10 +365,10 @@ fn huge_pages_are_prefaulted_on_request() -> Result<()> {
     let Some(aside) = SetAside::pages(192)? else { return skip(NO_HUGE_PAGES) };
     let keys = "size=256M,prefault=on,hotplug_method=virtio-mem,hotplug_size=128M";
     let guest = in_huge_pages(keys).boot()?;
-    ensure!(aside.used()? == 128, "{} huge pages are in use, not 128", aside.used()?);
+    ensure!(aside.used()? == 128, "{} huge pages are in useinstead of 128", aside.used()?);
     guest.put("vm.resize", json!({ "desired_ram": 320 * MIB }))?;
     wait_until_plugged(&guest, "dram", 64 * MIB, LIMIT)?;
-    ensure!(aside.used()? == 160, "{} huge pages are in use, not 160", aside.used()?);
+    ensure!(aside.used()? == 160, "{} huge pages are in useinstead of 160", aside.used()?);
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     aside.all_are_back()
@@ -400,7 +409,7 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     let byte = |at: usize| unsafe { ptr::read_volatile((start + at) as *const u8) };
     // SAFETY: the range is the whole mapping, and no other code has a pointer to it.
     unsafe { ptr::write_bytes(map.cast::<u8>(), 0x5a, LEN) };
-    ensure!(aside.used()? == 3, "{} huge pages are in use, not 3", aside.used()?);
+    ensure!(aside.used()? == 3, "{} huge pages are in useinstead of 3", aside.used()?);
     file.set_len(2 * HUGE as u64)?;
     ensure!(
         lost.0.load(Ordering::Relaxed) == 0,
@@ -432,10 +441,7 @@ impl HugeFiles {
         let dir = this_tests_dir().join("huge");
         fs::create_dir_all(&dir)?;
         let mount = format!("mount -t hugetlbfs -o pagesize=2M none {}", dir.display());
-        ensure!(
-            Command::new("sh").args(["-c", &mount]).status()?.success(),
-            "`{mount}` has failed"
-        );
+        ensure!(Command::new("sh").args(["-c", &mount]).status()?.success(), "`{mount}` failed");
         Ok(Self(dir))
     }
 }
@@ -470,7 +476,7 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
     );
     // 1. A directory: the file has no name and disappears with the VM.
     let guest = builder("256M", &files.0, "").boot()?;
-    ensure!(aside.available()? == 16, "The guest's are not set aside");
+    ensure!(aside.available()? == 16, "The guest's huge pages are not set aside");
     let name = mappings(&guest, 256 * MIB)?.remove(0).name;
     ensure!(
         name.contains("(deleted)") && name.starts_with(&files.0.display().to_string()),
@@ -485,7 +491,7 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
     let file = files.0.join("memory");
     fs::File::create(&file)?.set_len(256 * MIB)?;
     let guest = builder("256M", &file, ",shared=on,prefault=on").boot()?;
-    ensure!(aside.used()? == 128, "{} huge pages are in use, not 128", aside.used()?);
+    ensure!(aside.used()? == 128, "{} huge pages are in useinstead of 128", aside.used()?);
     let refusal = builder("256M", &file, ",shared=on").expect_refusal()?;
     ensure!(refusal.message.contains("locked"), "{}", refusal.message);
     guest.reboot_from_inside()?;
@@ -508,13 +514,9 @@ fn boot_memory_is_of_a_file() -> Result<()> {
     ensure!(refusal.message.contains("memory") && refusal.message.contains("cannot be opened"));
     fs::File::create(&file)?.set_len(257 * MIB)?;
     let guest = builder(&of_file).boot()?;
-    ensure!(mib_in(&file)? >= 20, "The guest is not in the file");
+    ensure!(mib_in(&file)? >= 20, "The guest's memory is not in the file");
     let mapping = &mappings(&guest, 257 * MIB)?[0];
-    ensure!(
-        mapping.name == file.display().to_string(),
-        "The guest's memory is of {}",
-        mapping.name
-    );
+    ensure!(mapping.name == file.display().to_string(), "The guest's memory maps {}", mapping.name);
     // A second guest must not use the file.
     let refusal = builder(&of_file).expect_refusal()?;
     ensure!(refusal.message.contains("locked"), "{}", refusal.message);
@@ -536,7 +538,7 @@ fn boot_memory_is_of_a_file() -> Result<()> {
         Ok(guest.get("vm.info").is_ok_and(|info| info["state"] == "Running"))
     })?;
     let mapping = &mappings(&guest, 257 * MIB)?[0];
-    ensure!(mapping.name.contains("(deleted)"), "The guest's memory is of {}", mapping.name);
-    ensure!(mapping.bytes("Rss")? == mapping.bytes("Pss")?, "It is there twice");
+    ensure!(mapping.name.contains("(deleted)"), "The guest's memory maps {}", mapping.name);
+    ensure!(mapping.bytes("Rss")? == mapping.bytes("Pss")?, "The guest's memory is mapped twice");
     Ok(())
 }

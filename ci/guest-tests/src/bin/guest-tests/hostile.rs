@@ -56,9 +56,9 @@ fn target() -> GuestBuilder {
 fn hotplug_range(guest: &Guest) -> Result<(u64, u64)> {
     let iomem = guest.run("cat /proc/iomem")?;
     let line = iomem.lines().find(|line| line.contains(" : virtio") && !line.starts_with(' '));
-    let line = line.with_context(|| format!("No range of a virtio-mem device in\n{iomem}"))?;
-    let (range, _) = line.split_once(" : ").context("No range")?;
-    let (first, last) = range.trim().split_once('-').context("No range")?;
+    let line = line.with_context(|| format!("No virtio-mem device in\n{iomem}"))?;
+    let (range, _) = line.split_once(" : ").context("The line has no range")?;
+    let (first, last) = range.trim().split_once('-').context("The line has no range")?;
     Ok((u64::from_str_radix(first, 16)?, u64::from_str_radix(last, 16)? + 1))
 }
 
@@ -68,7 +68,7 @@ fn buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes() -> Result<
     come_and_go(&guest, "dram", |_| Ok(()))?;
     guest.run(&format!("touch {STOP}"))?;
     let Report { sent, answered, .. } = ended_well(attack)?;
-    ensure!(sent > 100 && answered == sent, "{answered} of {sent} buffers");
+    ensure!(sent > 100 && answered == sent, "The device answered {answered} of {sent} buffers");
     still_well(&guest)
 }
 
@@ -113,7 +113,7 @@ impl Moved {
     fn now(net: &Net, given: &AtomicU64) -> Result<Self> {
         let count = |what: &str| -> Result<u64> {
             let path = format!("/sys/class/net/{}/statistics/{what}", net.tap);
-            std::fs::read_to_string(path)?.trim().parse().context("A number of frames")
+            std::fs::read_to_string(path)?.trim().parse().context("Not a number of frames")
         };
         // Read first, so that frames in transit count as given.
         let (to_guest, dropped) = (count("tx_packets")?, count("tx_dropped")?);
@@ -145,7 +145,7 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
             let before = Moved::now(&net, &given)?;
             // 1. With memory, the kernel stores received frames there and sends frames from it.
             if plugged_bytes > 0 {
-                return guest.wait_until("frames come and go", ATTACK_LIMIT, || {
+                return guest.wait_until("frames are sent and received", ATTACK_LIMIT, || {
                     let now = Moved::now(&net, &given)?;
                     Ok(now.to_guest > before.to_guest + 20
                         && now.from_guest > before.from_guest + 20)
@@ -157,7 +157,7 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
                 Ok(Moved::now(&net, &given)?.missing_since(&before) > TAP_FRAMES)
             })?;
             let resident_bytes = zone(&guest, "pm")?.resident_bytes;
-            ensure!(resident_bytes == 0, "{resident_bytes} bytes of unplugged memory are there");
+            ensure!(resident_bytes == 0, "{resident_bytes} bytes of unplugged memory are resident");
             Ok(())
         });
         drop(end);
@@ -166,7 +166,7 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     })?;
     guest.run(&format!("touch {STOP}"))?;
     let Report { answered, .. } = ended_well(attack)?;
-    ensure!(answered > 100, "{answered} buffers have come back");
+    ensure!(answered > 100, "The device returned only {answered} buffers");
     vhost_net::is_moved_by_kernel(&guest, "_net0")?;
     still_well(&guest)
 }
@@ -213,7 +213,7 @@ fn report(text: &str) -> Result<Report> {
             restarted: number("restarted")?,
         })
     };
-    report().with_context(|| format!("No report of an attack: {text:?}"))
+    report().with_context(|| format!("Not a report of an attack: {text:?}"))
 }
 
 /// Checks that the attack reached the device. It did not if the device has disabled its queues or
@@ -223,7 +223,7 @@ fn garbage_was_taken(report: &Report) -> Result<()> {
     let Report { sent, answered, restarted } = report;
     ensure!(
         *sent == GARBAGE_CHAINS && *answered >= sent / 40 && *restarted >= sent / 50,
-        "Of {sent} chains {answered} were answered, with {restarted} restarts"
+        "The device answered {answered} of {sent} chains, with {restarted} restarts"
     );
     Ok(())
 }
@@ -269,7 +269,7 @@ fn garbage_from_the_net_driver_is_survived_by_the_kernel() -> Result<()> {
     garbage_is_survived(&guest, NET)?;
     // Its errors for a broken ring raised the event that the kernel was given for that.
     let broken = guest.metric("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
-    ensure!(broken > 0.0, "No queue was given up");
+    ensure!(broken > 0.0, "The metrics count no broken queue");
     Ok(())
 }
 
@@ -277,9 +277,9 @@ fn garbage_from_the_net_driver_is_survived_by_the_kernel() -> Result<()> {
 fn garbage_from_the_rng_mem_and_vsock_drivers_is_survived() -> Result<()> {
     let guest = target().boot()?;
     let results = [
-        garbage_is_survived(&guest, RNG).context("The entropy device"),
-        garbage_is_survived(&guest, MEM).context("The memory device"),
-        garbage_from_the_vsock_driver_is_survived(&guest).context("The vsock device"),
+        garbage_is_survived(&guest, RNG).context("Entropy device"),
+        garbage_is_survived(&guest, MEM).context("Memory device"),
+        garbage_from_the_vsock_driver_is_survived(&guest).context("Vsock device"),
     ];
     let failures: Vec<_> =
         results.into_iter().filter_map(Result::err).map(|error| format!("{error:#}")).collect();
@@ -328,7 +328,7 @@ fn read_of_unplugged_memory_returns_all_ones() -> Result<()> {
     let answer = guest.run(&format!("devmem 0x{first} 64"))?;
     ensure!(
         answer.trim() == "0xFFFFFFFFFFFFFFFF",
-        "The guest read {answer:?} where nothing is plugged"
+        "The guest read {answer:?} from an unplugged range"
     );
     still_well(&guest)
 }

@@ -63,11 +63,12 @@ fn threads(pid: u32) -> Result<Vec<Thread>> {
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
         // A thread that ends meanwhile is ignored.
         let Ok(stat) = fs::read_to_string(thread?.path().join("stat")) else { continue };
-        let (begin, fields) = stat.rsplit_once(')').context("No name in stat")?;
+        let (begin, fields) = stat.rsplit_once(')').context("stat has no name")?;
         // The third field follows the name (proc_pid_stat(5)).
         let fields: Vec<_> = fields.split_whitespace().collect();
-        let field =
-            |nth: usize| fields.get(nth - 3).with_context(|| format!("No field {nth} in {stat}"));
+        let field = |nth: usize| {
+            fields.get(nth - 3).with_context(|| format!("stat has no field {nth}: {stat}"))
+        };
         let (utime, stime, nice) = (field(14)?, field(15)?, field(19)?);
         let ticks = utime.parse::<u64>()? + stime.parse::<u64>()?;
         threads.push(Thread {
@@ -89,7 +90,7 @@ fn cpu_time_before_others(pid: u32) -> Result<Duration> {
     let threads = threads(pid)?;
     ensure!(
         threads.iter().any(|thread| thread.nice < 0),
-        "No thread of the VMM has a high priority"
+        "All threads of the VMM have normal priority"
     );
     Ok(threads.iter().filter(|thread| thread.nice < 0).map(|thread| thread.cpu).sum())
 }
@@ -121,7 +122,7 @@ fn start_plug_storm(guest: &Guest, stop: &str) -> Result<Script> {
         Some(line) if line == "storm: begins" => Ok(storm),
         other => {
             let ended = storm.finish()?;
-            anyhow::bail!("No storm: {other:?}, {}", ended.stderr)
+            anyhow::bail!("The storm did not start: {other:?}, {}", ended.stderr)
         }
     }
 }
@@ -162,7 +163,7 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
     let most_bytes = ZONE_BYTES + (RATE as f64 * elapsed.as_secs_f64()) as u64;
     ensure!(
         plugged_bytes <= most_bytes && erased_bytes <= most_bytes,
-        "More than the budget: {figures}"
+        "The budget was exceeded: {figures}"
     );
     ensure!(work.delayed > 0 && cpu < (elapsed - burst) / 4, "{figures}");
     guest.run(&format!("touch {STOP}"))?;
@@ -250,10 +251,10 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
     let most = most_starts(elapsed);
     ensure!(
         (3..=most).contains(&starts_so_far),
-        "{starts_so_far} starts in {elapsed:?}, and not {most}"
+        "{starts_so_far} starts in {elapsed:?}, must be at most {most}"
     );
     let delays = guest.metric("foreshore_events_total", &[("event", "restart-delayed")])?;
-    ensure!(delays >= 2.0, "{delays} delays are counted");
+    ensure!(delays >= 2.0, "The metrics count only {delays} delays");
     guest.wait_until("the guest waits for 8 s", LIMIT, || has_waited(8000))?;
     guest.command("vm.shutdown")?;
     ensure!(guest.get("vm.info")?["state"] == "Created", "The VM was not shut down");
@@ -303,7 +304,7 @@ fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
         metrics.value("foreshore_vsock_resets_total", &[])?,
     );
     println!(
-        "A program {held} connections, {open} are open, {refused} were refused; the agent was back after {:.1?}",
+        "A program {held} connections, {open} are open, {refused} were refused; the agent reconnected after {:.1?}",
         begun.elapsed()
     );
     ensure!(open > 1000.0 && refused > 0.0, "{open} connections are open, {refused} were refused");
@@ -324,7 +325,11 @@ fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
     let sum = |name: &str| Ok::<_, anyhow::Error>(guest.metrics()?.sum(name, &[]) as u64);
     let refused = || sum("foreshore_pressure_refused_reports_total");
     let mut flood = guest.start_script(LIMIT, FLOOD)?;
-    ensure!(flood.next_line().as_deref() == Some("begins"), "No flood: {:?}", flood.finish()?);
+    ensure!(
+        flood.next_line().as_deref() == Some("begins"),
+        "The flood did not start: {:?}",
+        flood.finish()?
+    );
     guest.wait_until("the first second's lines are refused", LIMIT, || Ok(refused()? >= 200))?;
     let (begun, lines_before) = (Instant::now(), refused()?);
     let (all_before, first_before) =
@@ -399,13 +404,13 @@ fn console_flood_is_held_to_the_rate_without_loss() -> Result<()> {
     for flood in [&limited, &unlimited] {
         ensure!(
             flood.bytes >= (FLOOD_MIB * MIB) as f64,
-            "Only {} bytes came: {figures}",
+            "Received only {} bytes: {figures}",
             flood.bytes
         );
         ensure!(flood.lost_bytes == 0.0, "{} bytes were lost: {figures}", flood.lost_bytes);
     }
     let most_mib = (BURST_MIB + QUEUE_MIB) as f64 + limited.elapsed.as_secs_f64();
-    ensure!(limited.bytes / MIB as f64 <= most_mib, "More than the rate: {figures}");
+    ensure!(limited.bytes / MIB as f64 <= most_mib, "The rate was exceeded: {figures}");
     ensure!(limited.throttled_s > 0.0 && unlimited.throttled_s == 0.0, "{figures}");
     Ok(())
 }

@@ -39,7 +39,7 @@ fn slots_are_registered(guest: &Guest) -> Result<()> {
     let mut numbers: Vec<u32> =
         slots.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
     numbers.sort_unstable();
-    ensure!(numbers == (1..32).collect::<Vec<_>>(), "The guest has the slots {slots}");
+    ensure!(numbers == (1..32).collect::<Vec<_>>(), "The guest has the wrong slots: {slots}");
     // A slot without a hotplug driver has no such file.
     guest.run(
         "test -w /sys/bus/pci/slots/31/power && test $(cat /sys/bus/pci/slots/31/power) = 0",
@@ -48,9 +48,9 @@ fn slots_are_registered(guest: &Guest) -> Result<()> {
 }
 
 pub(crate) fn slot_of(added: &Value) -> Result<u32> {
-    let bdf = added["bdf"].as_str().with_context(|| format!("No bdf: {added}"))?;
+    let bdf = added["bdf"].as_str().with_context(|| format!("The response has no bdf: {added}"))?;
     let slot = bdf.strip_prefix("0000:00:").and_then(|rest| rest.strip_suffix(".0"));
-    Ok(u32::from_str_radix(slot.with_context(|| format!("No bdf on bus 0: {bdf}"))?, 16)?)
+    Ok(u32::from_str_radix(slot.with_context(|| format!("The bdf is not on bus 0: {bdf}"))?, 16)?)
 }
 
 pub(crate) fn add_disk(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
@@ -67,20 +67,20 @@ pub(crate) fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
     let find = format!("grep -lx {serial} /sys/block/vd*/serial");
     guest.wait_until_run("the guest has the disk", LIMIT, &find)?;
     let found = guest.run(&find)?;
-    let node = found.trim().split('/').nth(3).context("No name")?.to_owned();
-    guest.wait_until_run("it has a node", LIMIT, &format!("test -b /dev/{node}"))?;
+    let node = found.trim().split('/').nth(3).context("The disk has no name")?.to_owned();
+    guest.wait_until_run("the disk's node exists", LIMIT, &format!("test -b /dev/{node}"))?;
     Ok(node)
 }
 
 /// Waits until neither the guest nor the VMM has the device.
 pub(crate) fn wait_until_gone(guest: &Guest, id: &str, bdf: &Value) -> Result<()> {
-    let bdf = bdf.as_str().context("No bdf")?;
+    let bdf = bdf.as_str().context("The response has no bdf")?;
     guest.wait_until_run(
-        "the guest has let go",
+        "the guest has ejected the device",
         LIMIT,
         &format!("! test -e /sys/bus/pci/devices/{bdf}"),
     )?;
-    guest.wait_until("the VMM has let go", LIMIT, || {
+    guest.wait_until("the VMM has removed the device", LIMIT, || {
         let metrics = guest.metrics()?;
         let pending = metrics.value("foreshore_hotplug_pending", &[])?;
         Ok(pending == 0.0 && metrics.value("foreshore_disk_size_bytes", &[("disk", id)]).is_err())
@@ -93,9 +93,9 @@ fn come_and_go(kernel: Kernel) -> Result<()> {
     let monitor = format!("path={}", events.display());
     let guest = builder().kernel(kernel).argument("--event-monitor", &monitor).boot()?;
     slots_are_registered(&guest)?;
-    a_disk_comes_is_used_and_goes(&guest, &events).context("A disk")?;
-    a_disk_comes_back_as_another(&guest).context("A disk's image as another disk")?;
-    a_vsock_device_goes_and_comes(&guest).context("The vsock device")?;
+    a_disk_comes_is_used_and_goes(&guest, &events).context("Disk")?;
+    a_disk_comes_back_as_another(&guest).context("The image of a disk as another disk")?;
+    a_vsock_device_goes_and_comes(&guest).context("Vsock device")?;
     guest.no_kernel_complaints()
 }
 
@@ -115,37 +115,43 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
     )?;
     guest.run_within(IO_LIMIT, "umount /mnt/d")?;
     let metrics = guest.metrics()?;
-    ensure!(metrics.value("foreshore_pci_devices", &[])? == devices + 1.0, "It is not counted");
+    ensure!(
+        metrics.value("foreshore_pci_devices", &[])? == devices + 1.0,
+        "The metrics do not count the device"
+    );
     let written = [("disk", "harbour"), ("operation", "write"), ("result", "ok")];
     ensure!(
         metrics.value("foreshore_disk_operations_total", &written)? > 0.0,
-        "Nothing was written"
+        "The metrics count no writes of the disk"
     );
     let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"][0]["id"] == "harbour", "{info}");
     let counters = guest.get("vm.counters")?;
     ensure!(counters["harbour"]["write_ops"].as_u64() > Some(0), "{counters}");
     let told = |event: &str| Ok(fs::read_to_string(events)?.contains(event));
-    guest.wait_until("it is told", LIMIT, || told("device-added"))?;
-    ensure!(!told("device-removed")?, "A removal is told before there was one");
-    ensure!(remove(guest, "harbour")? == 204, "It is not removed");
+    guest.wait_until("the event is sent", LIMIT, || told("device-added"))?;
+    ensure!(!told("device-removed")?, "device-removed precedes the removal");
+    ensure!(remove(guest, "harbour")? == 204, "vm.remove-device failed");
     let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"] == json!([]), "{info}");
     wait_until_gone(guest, "harbour", &added["bdf"])?;
-    guest.wait_until("it is told", LIMIT, || told("device-removed"))?;
-    ensure!(remove(guest, "harbour")? == 404, "It can be removed twice");
-    ensure!(guest.get("vm.counters")? == json!({}), "It still counts");
-    ensure!(guest.metric("foreshore_pci_devices", &[])? == devices, "It is still counted");
+    guest.wait_until("the event is sent", LIMIT, || told("device-removed"))?;
+    ensure!(remove(guest, "harbour")? == 404, "A second removal did not return 404");
+    ensure!(guest.get("vm.counters")? == json!({}), "vm.counters still has the device");
+    ensure!(
+        guest.metric("foreshore_pci_devices", &[])? == devices,
+        "The metrics still count the device"
+    );
     // The disk is added again, and has the written data. It now has the API's default name.
     let again =
         guest.put("vm.add-disk", json!({"path": path, "serial": "again", "num_queues": 1}))?;
-    ensure!(again["id"] == "_disk0" && again["bdf"] == added["bdf"], "{again}, and before {added}");
+    ensure!(again["id"] == "_disk0" && again["bdf"] == added["bdf"], "{again}, before: {added}");
     let node = wait_for_disk(guest, "again")?;
     guest.run_within(
         IO_LIMIT,
         &format!("mount -t ext4 /dev/{node} /mnt/d && sha256sum -c /tmp/sum && umount /mnt/d"),
     )?;
-    ensure!(remove(guest, "_disk0")? == 204, "It is not removed");
+    ensure!(remove(guest, "_disk0")? == 204, "vm.remove-device failed");
     wait_until_gone(guest, "_disk0", &again["bdf"])
 }
 
@@ -158,7 +164,7 @@ pub(crate) fn add_pmem(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value>
 pub(crate) fn wait_for_pmem(guest: &Guest) -> Result<String> {
     guest.wait_until_run("the guest has the file", LIMIT, "test -b /dev/pmem*")?;
     let node = guest.run("ls /dev | grep ^pmem")?.trim().to_owned();
-    ensure!(!node.contains(char::is_whitespace), "The guest has {node}");
+    ensure!(!node.contains(char::is_whitespace), "The guest has several nodes: {node}");
     Ok(node)
 }
 
@@ -174,21 +180,24 @@ fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
         ),
     )?;
     let flushes = [("pmem", "quay"), ("result", "ok")];
-    ensure!(guest.metric("foreshore_pmem_flushes_total", &flushes)? > 0.0, "No flush");
+    ensure!(
+        guest.metric("foreshore_pmem_flushes_total", &flushes)? > 0.0,
+        "The metrics count no flush"
+    );
     // The data is in the file, and the mapping is removed. The file can be added again.
     for _ in 0..2 {
-        ensure!(remove(&guest, "quay")? == 204, "It is not removed");
+        ensure!(remove(&guest, "quay")? == 204, "vm.remove-device failed");
         wait_until_gone(&guest, "quay", &added["bdf"])?;
         ensure!(
             guest.metric("foreshore_pmem_size_bytes", &[("pmem", "quay")]).is_err(),
-            "It is counted"
+            "The metrics still count the device"
         );
-        guest.wait_until("it is not mapped any more", LIMIT, || {
+        guest.wait_until("the file is no longer mapped", LIMIT, || {
             Ok(!fs::read_to_string(format!("/proc/{}/maps", guest.pid()))?
                 .contains(&path.display().to_string()))
         })?;
         added = add_pmem(&guest, &path, "quay")?;
-        ensure!(wait_for_pmem(&guest)? == node, "Its name is another");
+        ensure!(wait_for_pmem(&guest)? == node, "The device's name has changed");
         guest.run_within(IO_LIMIT, "sha256sum -c /tmp/sum")?;
     }
     guest.no_kernel_complaints()
@@ -201,9 +210,14 @@ fn a_vsock_device_goes_and_comes(guest: &Guest) -> Result<()> {
     let second = guest.try_put("vm.add-vsock", json!({"cid": 4, "socket": "/tmp/other"}))?;
     ensure!(second.status == 400 && second.body.contains("one vsock device"), "{second:?}");
     for _ in 0..3 {
-        ensure!(remove(guest, "_vsock0")? == 204, "It is not removed");
-        guest.wait_until("the guest has let go", LIMIT, || Ok(!guest.vsock_socket().exists()))?;
-        ensure!(guest.metric("foreshore_hotplug_pending", &[])? == 0.0, "It is pending");
+        ensure!(remove(guest, "_vsock0")? == 204, "vm.remove-device failed");
+        guest.wait_until("the guest has ejected the device", LIMIT, || {
+            Ok(!guest.vsock_socket().exists())
+        })?;
+        ensure!(
+            guest.metric("foreshore_hotplug_pending", &[])? == 0.0,
+            "The removal is still pending"
+        );
         let added = guest.put("vm.add-vsock", vsock.clone())?;
         ensure!(added["id"] == "_vsock0", "{added}");
         guest.wait_for_shell(LIMIT)?;
@@ -230,10 +244,10 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
         guest.wait_until("the guest writes", LIMIT, || {
             Ok(guest.metric("foreshore_disk_operations_total", &written)? > 50.0)
         })?;
-        ensure!(remove(&guest, &id)? == 204, "{id} is not removed");
+        ensure!(remove(&guest, &id)? == 204, "vm.remove-device of {id} failed");
         // The kernel removes the disk from the writer, and each later write fails.
         wait_until_gone(&guest, &id, &added["bdf"])?;
-        ensure!(writer.finish()?.stdout.contains("over"), "The writer goes on");
+        ensure!(writer.finish()?.stdout.contains("over"), "The writer did not end with an error");
         guest.run(&format!("rm -f /dev/{node}"))?;
     }
     ensure!(guest.get("vm.info")?["state"] == "Running", "The VM does not run");
@@ -249,10 +263,10 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     guest.command("vm.pause")?;
     // A repeated request for removal has no further effect.
     for _ in 0..2 {
-        ensure!(remove(&guest, "harbour")? == 204, "It is not asked for");
+        ensure!(remove(&guest, "harbour")? == 204, "vm.remove-device failed");
     }
     let pending = |guest: &Guest| guest.metric("foreshore_hotplug_pending", &[]);
-    ensure!(pending(&guest)? == 1.0, "{} are pending", pending(&guest)?);
+    ensure!(pending(&guest)? == 1.0, "{} removals are pending", pending(&guest)?);
     let same = guest.try_put("vm.add-disk", json!({"path": path, "id": "harbour"}))?;
     ensure!(same.status == 409 && same.body.contains("harbour"), "{same:?}");
     // Other disks can be added meanwhile.
@@ -264,7 +278,7 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
         .run(&format!("! test -e /sys/block/{node} || grep -qx other /sys/block/{node}/serial"))?;
     wait_for_disk(&guest, "other")?;
     // A removal that happens during a pause can be completed.
-    ensure!(remove(&guest, "other")? == 204, "It is not removed");
+    ensure!(remove(&guest, "other")? == 204, "vm.remove-device failed");
     wait_until_gone(&guest, "other", &other["bdf"])?;
     guest.no_kernel_complaints()
 }
@@ -275,21 +289,21 @@ fn reboot_keeps_additions_and_removals() -> Result<()> {
         add_disk(&guest, &image(id)?, id)?;
         wait_for_disk(&guest, id)?;
     }
-    ensure!(remove(&guest, "goes")? == 204, "It is not removed");
-    guest.wait_until("it is gone", LIMIT, || {
+    ensure!(remove(&guest, "goes")? == 204, "vm.remove-device failed");
+    guest.wait_until("the device is removed", LIMIT, || {
         Ok(guest.metric("foreshore_hotplug_pending", &[])? == 0.0)
     })?;
     // The paused guest receives no request to eject this disk before it ends.
     guest.command("vm.pause")?;
-    ensure!(remove(&guest, "slow")? == 204, "It is not asked for");
+    ensure!(remove(&guest, "slow")? == 204, "vm.remove-device failed");
     guest.command("vm.reboot")?;
     guest.wait_for_shell(BOOT_LIMIT)?;
     wait_for_disk(&guest, "stays")?;
     let serials = guest.run("cat /sys/block/vd*/serial")?;
-    ensure!(serials.trim() == "stays", "After a reboot the guest has {serials}");
+    ensure!(serials.trim() == "stays", "The guest has the disks {serials} after the reboot");
     let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"].as_array().is_some_and(|disks| disks.len() == 1), "{info}");
-    ensure!(guest.metric("foreshore_hotplug_pending", &[])? == 0.0, "Something is pending");
+    ensure!(guest.metric("foreshore_hotplug_pending", &[])? == 0.0, "A removal is pending");
     // All three files are either free or in use by the VM.
     add_disk(&guest, &this_tests_dir().join("goes"), "goes")?;
     add_disk(&guest, &this_tests_dir().join("slow"), "slow")?;
@@ -306,7 +320,7 @@ fn a_disk_comes_back_as_another(guest: &Guest) -> Result<()> {
     wait_for_disk(guest, "round0")?;
     let mut told_to_wait = 0;
     for round in 1..=ROUNDS {
-        ensure!(remove(guest, &format!("round{}", round - 1))? == 204, "It is not removed");
+        ensure!(remove(guest, &format!("round{}", round - 1))? == 204, "vm.remove-device failed");
         let id = format!("round{round}");
         let disk = json!({ "path": path, "id": id });
         guest.wait_until("the image is free", LIMIT, || {
@@ -317,7 +331,7 @@ fn a_disk_comes_back_as_another(guest: &Guest) -> Result<()> {
         })?;
         wait_for_disk(guest, &id)?;
     }
-    ensure!(told_to_wait > 0, "The guest has always let go before the next call");
+    ensure!(told_to_wait > 0, "The guest ejected every device before the next call");
     Ok(())
 }
 
@@ -340,9 +354,13 @@ fn invalid_additions_and_removals_are_refused() -> Result<()> {
         ensure!(answer.status == status && answer.body.contains(text), "{body}: {answer:?}");
     }
     for (id, status) in [("nobody", 404), ("__rng", 500)] {
-        ensure!(remove(&guest, id)? == status, "{id} is removed with {}", remove(&guest, id)?);
+        ensure!(
+            remove(&guest, id)? == status,
+            "vm.remove-device of {id} returned {}",
+            remove(&guest, id)?
+        );
     }
-    ensure!(guest.metric("foreshore_pci_devices", &[])? == devices, "Something was added");
+    ensure!(guest.metric("foreshore_pci_devices", &[])? == devices, "A device was added");
     // A device that the guest ejects by itself stays in its slot, and the guest can find it there
     // again.
     let node = wait_for_disk(&guest, "_disk0")?;
@@ -357,8 +375,12 @@ fn invalid_additions_and_removals_are_refused() -> Result<()> {
     )?;
     // A disk from the start of the VM can be removed as well.
     let node = wait_for_disk(&guest, "_disk0")?;
-    ensure!(remove(&guest, "_disk0")? == 204, "It is not removed");
-    guest.wait_until_run("it is gone", LIMIT, &format!("! test -e /sys/block/{node}"))?;
+    ensure!(remove(&guest, "_disk0")? == 204, "vm.remove-device failed");
+    guest.wait_until_run(
+        "the device is removed",
+        LIMIT,
+        &format!("! test -e /sys/block/{node}"),
+    )?;
     // Adds disks until the bus is full.
     let mut count = 0;
     let refused = loop {
@@ -371,7 +393,7 @@ fn invalid_additions_and_removals_are_refused() -> Result<()> {
     };
     ensure!(refused.status == 500 && refused.body.contains("31 slots"), "{refused:?}");
     guest.wait_until_run(
-        "all are there",
+        "all disks exist",
         LIMIT,
         &format!("test $(ls /sys/block | grep -c ^vd) = {count}"),
     )?;
@@ -383,7 +405,7 @@ fn invalid_additions_and_removals_are_refused() -> Result<()> {
 fn disks_that_come_while_the_guest_boots_are_found() -> Result<()> {
     const DISKS: u32 = 16;
     let guest = builder().start()?;
-    guest.wait_until("it runs", LIMIT, || {
+    guest.wait_until("the VM runs", LIMIT, || {
         Ok(guest.get("vm.info").is_ok_and(|info| info["state"] == "Running"))
     })?;
     for nth in 0..DISKS {
@@ -396,6 +418,6 @@ fn disks_that_come_while_the_guest_boots_are_found() -> Result<()> {
     // Each event was delivered once, so the next one is delivered as well.
     guest.put("vm.remove-device", json!({"id": "disk0"}))?;
     let others = format!("test $(ls -d /sys/block/vd* | wc -l) = {}", DISKS - 1);
-    guest.wait_until_run("the guest has let one go", LIMIT, &others)?;
+    guest.wait_until_run("the guest has ejected one disk", LIMIT, &others)?;
     guest.no_kernel_complaints()
 }

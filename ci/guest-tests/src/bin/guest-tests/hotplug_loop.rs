@@ -30,19 +30,19 @@ impl Before {
         let slot = slot_of(added)?;
         match self.0 {
             None if nth + 1 == WARM_UP => self.0 = Some((guest.holdings()?, slot)),
-            Some((_, first)) => ensure!(slot == first, "It is in another slot: {added}"),
+            Some((_, first)) => ensure!(slot == first, "The slot has changed: {added}"),
             None => {}
         }
         Ok(())
     }
 
     fn nothing_is_left(self, kind: &str, guest: &Guest) -> Result<()> {
-        let (before, _) = self.0.context("No rounds")?;
+        let (before, _) = self.0.context("The loop had no rounds")?;
         guest.wait_until_nothing_is_left(&before)?;
         let removed = [("kind", kind), ("action", "remove"), ("result", "ok")];
         let removed = guest.metric("foreshore_hotplug_total", &removed)?;
-        ensure!(removed == ROUNDS as f64, "{removed} were removed");
-        println!("{ROUNDS} of {kind}: {:?}, and at first {before:?}", guest.holdings()?);
+        ensure!(removed == ROUNDS as f64, "The metrics count {removed} removals");
+        println!("{ROUNDS} of {kind}: {:?}, at first {before:?}", guest.holdings()?);
         Ok(())
     }
 }
@@ -57,7 +57,7 @@ fn come_and_go(
     for nth in 0..ROUNDS {
         let id = format!("{kind}-{nth}");
         let added = add(&id).with_context(|| id.clone())?;
-        ensure!(remove(guest, &id)? == 204, "{id} is not removed");
+        ensure!(remove(guest, &id)? == 204, "vm.remove-device of {id} failed");
         wait_until_gone(guest, &id, &added["bdf"])?;
         before.look(nth, guest, &added)?;
     }
@@ -106,8 +106,8 @@ fn vsocks(guest: &Guest) -> Result<()> {
     let vsock = guest.get("vm.info")?["config"]["vsock"].clone();
     let mut before = Before::default();
     for nth in 0..ROUNDS {
-        ensure!(remove(guest, "_vsock0")? == 204, "It is not removed");
-        guest.wait_until("the VMM has let go", LIMIT, || {
+        ensure!(remove(guest, "_vsock0")? == 204, "vm.remove-device failed");
+        guest.wait_until("the VMM has removed the device", LIMIT, || {
             Ok(guest.metric("foreshore_hotplug_pending", &[])? == 0.0
                 && !guest.vsock_socket().exists())
         })?;
@@ -130,7 +130,7 @@ fn a_hundred_of_each(kernel: Kernel, cpus: u32, nth: u8) -> Result<()> {
     for section in ["disks", "net", "pmem", "vsock"] {
         let empty = |config: &Value| config[section].as_array().is_none_or(Vec::is_empty);
         let same = config[section] == original[section] || (empty(&config) && section != "vsock");
-        ensure!(same, "{section}: {config}, and before {original}");
+        ensure!(same, "{section}: {config}, before: {original}");
     }
     guest.no_kernel_complaints()
 }

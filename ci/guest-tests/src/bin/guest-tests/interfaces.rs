@@ -35,7 +35,7 @@ fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
     let mut acknowledged = String::new();
     for (boot, way) in WAYS.iter().chain(&WAYS[..1]).enumerate() {
         let guest = way.builder(&pool).boot()?;
-        guest.wait_until_run("the disk is there", IO_LIMIT, &format!("test -b {}", way.disk))?;
+        guest.wait_until_run("the disk exists", IO_LIMIT, &format!("test -b {}", way.disk))?;
         if boot == 0 {
             // Uses as few writes as possible. If each is four flushes to a disk, they take a
             // minute.
@@ -45,7 +45,7 @@ fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
         }
         guest.run(&format!("mkdir -p /mnt/data && mount -t ext4 {} /mnt/data", way.disk))?;
         check_acknowledged(&guest, &acknowledged)
-            .with_context(|| format!("By {}", way.interface))?;
+            .with_context(|| format!("Interface {}", way.interface))?;
         acknowledged += &write_files(&guest, 12)?;
         guest.run("umount /mnt/data")?;
         guest.no_kernel_complaints()?;
@@ -64,6 +64,6 @@ fn write_files(guest: &Guest, count: u32) -> Result<String> {
         acknowledged += &(writer.next_line().context("The writer ended")? + "\n");
     }
     drop(writer);
-    guest.wait_until_run("the writer has gone", IO_LIMIT, "! pidof guest-tool")?;
+    guest.wait_until_run("the writer has ended", IO_LIMIT, "! pidof guest-tool")?;
     Ok(acknowledged)
 }

@@ -85,7 +85,7 @@ struct AtRest {
 /// `load_ms`.
 fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64) -> Result<u64> {
     const REST_MS: u64 = 5_000;
-    let swap = SwapDevice::from_name("none", 0).context("No such device")?;
+    let swap = SwapDevice::from_name("none", 0).context("No such swap device")?;
     let guest = GuestConfig { boot_bytes: SMALL_DRAM_MIB * MIB, swap, ..GuestConfig::default() };
     let pm = ZoneSizes { guest_numa_node: 1, ..ZoneSizes::empty(0, Tier::Pm, pm_mib * MIB) };
     let host = HostView {
@@ -107,11 +107,11 @@ fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64
         Governed { policy: Policy::default(), rules: Rules::default(), skip: Skip::Nothing };
     let setup = VmSetup { guest, host, demand };
     let vms = run_host(vec![setup], pm_mib * MIB, &governed, &mut ())?;
-    let guest = vms.first().context("No VM")?.guest();
+    let guest = vms.first().context("The simulator has no VM")?.guest();
     let oom_kills = guest.totals().oom_kills;
     ensure!(
         oom_kills == 0,
-        "The simulator's guest had {oom_kills} kills under {load_mib} MiB in {load_ms} ms: {at_rest:?}"
+        "The simulated guest had {oom_kills} kills under a load of {load_mib} MiB in {load_ms} ms: {at_rest:?}"
     );
     Ok(guest.plugged_bytes())
 }
@@ -159,7 +159,7 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
         let allowed_bytes = (expected_bytes / DIFFERENCE_PART).max(DIFFERENCE_BYTES);
         ensure!(
             plugged_bytes.abs_diff(expected_bytes) <= allowed_bytes,
-            "{ratio}:1: {plugged_bytes} bytes of PM are plugged, and {expected_bytes} in the simulator"
+            "{ratio}:1: {plugged_bytes} bytes of PM are plugged, {expected_bytes} in the simulator"
         );
         // psi plugs memory while some is still available, so at the largest ratio it plugs all PM.
         let least_bytes = if ratio == LARGEST_RATIO {
@@ -184,7 +184,9 @@ fn at_rest(guest: &Guest) -> Result<AtRest> {
         Ok(memory()?["total_bytes"].is_u64())
     })?;
     let memory = memory()?;
-    let bytes = |key: &str| memory[key].as_u64().with_context(|| format!("No {key} in {memory}"));
+    let bytes = |key: &str| {
+        memory[key].as_u64().with_context(|| format!("The report has no {key}: {memory}"))
+    };
     let total_bytes = bytes("total_bytes")?;
     // Available memory would exclude the kernel's reserve once the agent has set it.
     Ok(AtRest { total_bytes, used_bytes: total_bytes - bytes("free_bytes")? })
@@ -247,7 +249,7 @@ fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
     let log = guest.vmm_log()?;
     ensure!(
         log.lines().any(|line| line.contains("WARN") && line.contains("24 GiB can be added")),
-        "No warning: {log}"
+        "The log has no warning: {log}"
     );
     resize_to_24_gib(&guest)?;
     guest.wait_until("the resize is stuck", RESIZE_LIMIT, || {
@@ -256,7 +258,7 @@ fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
     let zone = zone(&guest, "dram")?;
     ensure!(zone.plugged_bytes == 8 * 384 * MIB, "{} bytes are plugged", zone.plugged_bytes);
     let memory = guest.get("vm.memory")?;
-    ensure!(memory.to_string().contains("descriptors"), "No reason: {memory}");
+    ensure!(memory.to_string().contains("descriptors"), "vm.memory has no reason: {memory}");
     let held = guest.metric("foreshore_memory_held_bytes", &[("zone", "dram")])?;
     ensure!(held == ((24_576 - 384 - 8 * 384) * MIB) as f64, "{held} bytes are held back");
     wait_for_held_event(&guest, &events)?;
@@ -421,10 +423,10 @@ fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()
     let mut load = guest.start_script(LOAD_LIMIT, "exec guest-tool fill-sockets 4000")?;
     while load.next_line().is_some() {}
     let most_kib: u64 = guest.run("sort -n /run/samples | tail -n 1")?.trim().parse()?;
-    println!("The kernel had {} of {DRAM_MIB} MiB of DRAM", most_kib / 1024);
+    println!("The kernel used {} of {DRAM_MIB} MiB of DRAM", most_kib / 1024);
     ensure!(
         most_kib / 1024 >= DRAM_MIB * KERNEL_PERCENT / 100,
-        "The kernel had only {most_kib} KiB"
+        "The kernel used only {most_kib} KiB"
     );
     let killed = killed_names(&guest)?;
     ensure!(killed.first().is_some_and(|name| name == "guest-tool"), "Killed: {killed:?}");
@@ -463,7 +465,7 @@ fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
             break line;
         }
     };
-    println!("The load says {last:?}, and the kernel has {} MiB", kernel_mib(&guest)?);
+    println!("The load printed {last:?}; the kernel uses {} MiB", kernel_mib(&guest)?);
     ensure!(last.starts_with("killed after "), "The kernel had memory for all processes");
     let killed = killed_names(&guest)?;
     println!("{} processes were killed", killed.len());
@@ -486,7 +488,7 @@ fn is_killed_without_blocks(load: &Load) -> Result<()> {
         .boot()?;
     let result = run_to_goal(&guest, load);
     ensure!(!matches!(result, Ok(Some(_))), "The load reached its goal without kernel blocks");
-    ensure!(has_killed(&guest)?, "Nothing was killed");
+    ensure!(has_killed(&guest)?, "No process was killed");
     Ok(())
 }
 

@@ -105,6 +105,6 @@ fn kernel_has_no_reserve_without_the_command_line() -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = boot(&pool, "movablecore=0")?;
     let result = fill_tmpfs(&guest).and_then(|()| hold(&guest, &WITHIN_RESERVE));
-    ensure!(has_killed(&guest)?, "Nothing was killed without a reserve: {:?}", result.err());
+    ensure!(has_killed(&guest)?, "No process was killed without a reserve: {:?}", result.err());
     Ok(())
 }

@@ -39,7 +39,7 @@ fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
         Ok(guest.get("vm.info")?["state"] == "Paused")
     })?;
     // Memory that has not been accessed yet may be found later.
-    guest.wait_until("all of it is named", IO_LIMIT, || {
+    guest.wait_until("all lost memory is named", IO_LIMIT, || {
         let metrics = guest.metrics()?;
         let is_lost = |flag: &&str| metrics.value("foreshore_memory_lost", &[("memory", flag)]);
         Ok(flags.iter().map(is_lost).collect::<Result<Vec<_>>>()?.iter().all(|lost| *lost == 1.0))
@@ -49,18 +49,18 @@ fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
         "Boot memory is lost"
     );
     let reason = guest.get("vm.info")?["pause_reason"].clone();
-    let reason = reason.as_str().context("No reason")?;
+    let reason = reason.as_str().context("The VM has no pause_reason")?;
     let log = guest.vmm_log()?;
     for words in [flags[0], how] {
-        ensure!(reason.contains(words), "Nothing of {words:?} in {reason:?}");
+        ensure!(reason.contains(words), "{words:?} is missing in {reason:?}");
         ensure!(
             log.contains("The VM is paused") && log.contains(words),
-            "Nothing of {words:?} in\n{log}"
+            "{words:?} is missing in\n{log}"
         );
     }
     let refused = guest.try_api("PUT", "vm.resume", None)?;
     ensure!(refused.status == 409 && refused.body.contains(how), "{refused:?}");
-    ensure!(guest.get("vm.info")?["state"] == "Paused", "It was resumed");
+    ensure!(guest.get("vm.info")?["state"] == "Paused", "The VM was resumed");
     Ok(())
 }
 
@@ -88,10 +88,10 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     guest.command("vm.boot")?;
     guest.wait_for_shell(IO_LIMIT)?;
     wait_for_bytes(&guest)?;
-    ensure!(guest.get("vm.info")?["pause_reason"].is_null(), "It is still paused for something");
+    ensure!(guest.get("vm.info")?["pause_reason"].is_null(), "The VM still has a pause_reason");
     ensure!(
         guest.metric("foreshore_memory_lost", &[("memory", &flag)])? == 0.0,
-        "What was lost with the last machine counts for this one"
+        "Memory lost before the reboot still counts"
     );
     guest.run("dd if=/dev/pmem0 of=/dev/null bs=1M iflag=direct")?;
     guest.no_kernel_complaints()?;
@@ -102,8 +102,8 @@ fn device_range(guest: &Guest) -> Result<(u64, u64)> {
     let iomem = guest.run("cat /proc/iomem")?;
     let line = iomem.lines().find(|line| line.contains("namespace0.0"));
     let line = line.with_context(|| format!("No namespace in\n{iomem}"))?;
-    let (range, _) = line.split_once(" : ").context("No range")?;
-    let (first, last) = range.trim().split_once('-').context("No range")?;
+    let (range, _) = line.split_once(" : ").context("The line has no range")?;
+    let (first, last) = range.trim().split_once('-').context("The line has no range")?;
     Ok((u64::from_str_radix(first, 16)?, u64::from_str_radix(last, 16)? + 1))
 }
 
@@ -143,7 +143,7 @@ fn truncated_memory_is_not_written_to_a_disk_as_zeros() -> Result<()> {
     let mut transfer = guest.start_script(IO_LIMIT, &transfer)?;
     ensure!(
         transfer.next_line().as_deref() == Some("written"),
-        "Nothing written: {:?}",
+        "The transfer did not start: {:?}",
         transfer.finish()
     );
     cut(&path, 0)?;
@@ -176,7 +176,7 @@ fn pause_for_a_truncated_pool_names_all_its_users() -> Result<()> {
         .pm_volume(&format!("pool={},name=data,size=32M,create=on,interface=nvdimm", pool.name()))
         .boot()?;
     wait_until_plugged(&guest, "pm", 64 * MIB, IO_LIMIT)?;
-    guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")?;
+    guest.wait_until_run("/dev/pmem0s exists", IO_LIMIT, "test -b /dev/pmem0s")?;
     guest.run("dd if=/dev/urandom of=/dev/pmem0s bs=64k count=16 oflag=direct")?;
     let pool_bytes = fs::metadata(pool.path())?.len();
     cut(pool.path(), 4 * MIB)?;
@@ -199,7 +199,7 @@ fn a_guest_that_reads_bad_memory_is_paused() -> Result<()> {
     wait_for_bytes(&guest)?;
     guest.run("dd if=/dev/pmem0 of=/dev/null bs=1M iflag=direct")?;
     if !poison(&path, 8 * MIB)? {
-        return skip("the host's kernel cannot be told that memory is bad (CONFIG_MEMORY_FAILURE)");
+        return skip("the host's kernel lacks CONFIG_MEMORY_FAILURE");
     }
     let read = "exec dd if=/dev/pmem0 of=/dev/null bs=1M skip=8 count=1 iflag=direct";
     let read = guest.start_script(IO_LIMIT, read)?;

@@ -15,9 +15,9 @@ guest_tests::tests![
     dram_is_plugged_and_unplugged_on_6_1: 180 => grows_and_shrinks(Kernel::V6_1).map(drop),
     a_resize_without_a_driver_ends_with_a_reason,
     a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served,
-    plugged_memory_is_requested_again_after_a_reboot: 240 => is_asked_for_again(1),
+    plugged_memory_is_requested_again_after_a_reboot: 240 => is_requested_again(1),
     plugged_memory_is_requested_again_after_twenty_reboots: 1500 (extended) =>
-        is_asked_for_again(20),
+        is_requested_again(20),
 ];
 
 /// Number of reboots after which the VMM's resources must no longer grow.
@@ -57,7 +57,7 @@ fn grows_and_shrinks(kernel: Kernel) -> Result<Guest> {
     resize_to(&guest, 384)?;
     wait_until_plugged(&guest, 0)?;
     let after = mem_total_mib(&guest)?;
-    ensure!(after == before, "MemTotal was {before} MiB and is {after}");
+    ensure!(after == before, "MemTotal was {before} MiB, now {after} MiB");
     wait_until_metered(&guest, 0)?;
     guest.no_kernel_complaints()?;
     Ok(guest)
@@ -68,7 +68,10 @@ fn bounds_are_refused(guest: &Guest) -> Result<()> {
         let response = guest.try_put("vm.resize", json!({ "desired_ram": mib * MIB }))?;
         ensure!(response.status == 400, "{mib} MiB: status {}: {}", response.status, response.body);
     }
-    ensure!(zone(guest, "dram")?.requested_bytes == 0, "A refused resize has changed the target");
+    ensure!(
+        zone(guest, "dram")?.requested_bytes == 0,
+        "A refused resize changed the requested size"
+    );
     wait_until_metered(guest, 0)
 }
 
@@ -78,7 +81,7 @@ fn is_movable(guest: &Guest, mib: u64) -> Result<()> {
     )?;
     let pages: u64 =
         pages.trim().parse().with_context(|| format!("Pages in Movable: {pages:?}"))?;
-    ensure!(pages * 4096 >= mib * MIB, "{pages} pages are movable: not what was plugged");
+    ensure!(pages * 4096 >= mib * MIB, "Only {pages} pages are movable, fewer than plugged");
     Ok(())
 }
 
@@ -98,7 +101,7 @@ fn goes_back_to_the_host(guest: &Guest) -> Result<()> {
     let at_the_top = guest.rss_bytes()?;
     ensure!(
         at_the_top >= before + 400 * MIB,
-        "The RSS was {before} and is {at_the_top} bytes with 640 MiB in use"
+        "The RSS was {before} bytes, now {at_the_top} with 640 MiB in use"
     );
     drop(hog);
     resize_to(guest, 384)?;
@@ -106,7 +109,7 @@ fn goes_back_to_the_host(guest: &Guest) -> Result<()> {
     let after = guest.rss_bytes()?;
     ensure!(
         after + 350 * MIB <= at_the_top,
-        "The RSS was {before}, then {at_the_top}, and after the unplug {after} bytes"
+        "The RSS was {before} bytes, then {at_the_top}, and {after} after the unplug"
     );
     guest.no_kernel_complaints()
 }
@@ -117,7 +120,7 @@ fn a_resize_without_a_driver_ends_with_a_reason() -> Result<()> {
     guest.wait_until("the resize has ended with a reason", PLUG_LIMIT, || {
         Ok(zone(&guest, "dram")?.state == "no-driver")
     })?;
-    ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "Plugged by nobody");
+    ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "Memory is plugged without a driver");
     // The driver starts late, but the target is still valid.
     guest.run("modprobe virtio_mem")?;
     wait_until_plugged(&guest, 256)
@@ -160,7 +163,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
     let (reported, log) = (std::fs::read_to_string(&events)?, guest.vmm_log()?);
     ensure!(
         reported.matches("memory-driver-unsupported").count() == 1,
-        "Not one event: {reported}"
+        "Not exactly one event: {reported}"
     );
     let warnings =
         log.lines().filter(|line| line.contains("WARN") && line.contains("5.16")).count();
@@ -173,7 +176,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
          >/sys/bus/pci/drivers/virtio-pci/bind && modprobe virtio_mem"
     );
     guest.run(&bind)?;
-    guest.wait_until("the newer driver is there", PLUG_LIMIT, || {
+    guest.wait_until("the newer driver is ready", PLUG_LIMIT, || {
         Ok(guest.get("vm.memory")?["zones"][0]["driver"] == "ready")
     })?;
     resize_to(&guest, 640)?;
@@ -192,13 +195,13 @@ pub(crate) fn reboot(guest: &Guest, round: usize) -> Result<()> {
 /// Resources of the VMM after the agent has connected, because both ends of its connection belong
 /// to the VMM.
 pub(crate) fn holdings(guest: &Guest) -> Result<Holdings> {
-    guest.wait_until("the agent is there", BOOT_LIMIT, || {
+    guest.wait_until("the agent is connected", BOOT_LIMIT, || {
         Ok(guest.get("vm.pressure?decisions=1")?["agent"] == "live")
     })?;
     guest.holdings()
 }
 
-fn is_asked_for_again(rounds: usize) -> Result<()> {
+fn is_requested_again(rounds: usize) -> Result<()> {
     let guest = resizable().boot()?;
     let (pid, before) = (guest.pid(), mem_total_mib(&guest)?);
     resize_to(&guest, 640)?;
@@ -213,20 +216,20 @@ fn is_asked_for_again(rounds: usize) -> Result<()> {
         let total = mem_total_mib(&guest)?;
         ensure!(
             total == before + 256,
-            "Reboot {round}: MemTotal is {total} MiB, and was {before} without"
+            "Reboot {round}: MemTotal is {total} MiB, before: {before} MiB"
         );
         let info = guest.get("vm.info")?;
         ensure!(info["memory_actual_size"] == 640 * MIB, "Reboot {round}: {info}");
     }
-    ensure!(guest.pid() == pid, "Another process");
+    ensure!(guest.pid() == pid, "The reboot changed the VMM's process");
     if let Some(held) = held {
-        println!("After {rounds} reboots {:?}, and at first {held:?}", guest.holdings()?);
+        println!("After {rounds} reboots {:?}, at first {held:?}", guest.holdings()?);
         guest.wait_until_nothing_is_left(&held)?;
     }
     // After an unplug, a reboot requests nothing.
     resize_to(&guest, 384)?;
     wait_until_plugged(&guest, 0)?;
     reboot(&guest, rounds)?;
-    ensure!(zone(&guest, "dram")?.requested_bytes == 0, "It is asked for what was taken back");
+    ensure!(zone(&guest, "dram")?.requested_bytes == 0, "Unplugged memory is still requested");
     guest.no_kernel_complaints()
 }

@@ -110,7 +110,7 @@ fn bring_up(guest: &Guest, address: Ipv4Addr) -> Result<()> {
 
 fn bring_up_as(guest: &Guest, name: &str, address: Ipv4Addr) -> Result<()> {
     guest.wait_until_run(
-        "the interface is there",
+        "the interface exists",
         IO_LIMIT,
         &format!("test -e /sys/class/net/{name}"),
     )?;
@@ -131,7 +131,7 @@ pub(crate) fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     guest
         .run_within(IO_LIMIT, &format!("yes {line} | head -c {bytes} | nc {} {port}", net.host))?;
     let received = reader.join().expect("the reader does not panic")?;
-    ensure!(received == bytes, "{received} bytes of {bytes} have come from the guest");
+    ensure!(received == bytes, "Received {received} of {bytes} bytes from the guest");
     Ok(())
 }
 
@@ -223,10 +223,10 @@ fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     }
     drop(stream);
     let output = reader.finish()?;
-    ensure!(output.code == 0, "The guest has got something else: {}", output.stderr);
+    ensure!(output.code == 0, "The guest received other data: {}", output.stderr);
     ensure!(
         output.stdout.trim() == sent.to_string(),
-        "{} bytes of {sent} have come",
+        "Received {} of {sent} bytes",
         output.stdout.trim()
     );
     Ok(())
@@ -248,7 +248,7 @@ pub(crate) fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
 /// Sends two streams at once, for which the driver uses the queues of two CPUs.
 pub(crate) fn from_guest_by_two_queues(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     let queues = guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?;
-    ensure!(queues.trim() == "2", "{} queues", queues.trim());
+    ensure!(queues.trim() == "2", "The interface has {} queues", queues.trim());
     thread::scope(|scope| {
         let each = [0, 1].map(|_| scope.spawn(|| from_guest(guest, net, bytes)));
         each.into_iter().try_for_each(|one| one.join().expect("a transfer does not panic"))
@@ -267,10 +267,10 @@ fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
     for direction in ["from-guest", "to-guest"] {
         let labels = [("net", "_net0"), ("direction", direction)];
         let bytes = metrics.value("foreshore_net_bytes_total", &labels)?;
-        ensure!(bytes >= least_bytes as f64, "{bytes} bytes {direction}");
+        ensure!(bytes >= least_bytes as f64, "The metrics count only {bytes} bytes {direction}");
         ensure!(
             metrics.value("foreshore_net_frames_total", &labels)? > 0.0,
-            "no frames {direction}"
+            "The metrics count no frames {direction}"
         );
     }
     for counter in ["foreshore_net_bad_requests_total", "foreshore_net_broken_queues_total"] {
@@ -355,7 +355,10 @@ fn several_queues_are_used() -> Result<()> {
         .map(|name| name.trim().to_owned())
         .collect();
     for name in ["_net0_qp0", "_net0_qp1"] {
-        ensure!(threads.iter().any(|thread| thread == name), "No thread {name} among {threads:?}");
+        ensure!(
+            threads.iter().any(|thread| thread == name),
+            "Thread {name} is not among {threads:?}"
+        );
     }
     guest.no_kernel_complaints()
 }
@@ -390,7 +393,7 @@ fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
                 &format!("yes {line} | head -c {bytes} | nc {to_address} 5001"),
             )?;
             let output = reader.finish()?;
-            ensure!(output.code == 0, "A guest has got something else: {}", output.stderr);
+            ensure!(output.code == 0, "A guest received other data: {}", output.stderr);
         }
         Ok(())
     };
@@ -491,7 +494,7 @@ fn passed_queues_work_from_the_first_boot_to_their_removal() -> Result<()> {
     for round in 0..3 {
         if round == 1 {
             vmm.command("vm.shutdown")?;
-            ensure!(first.is_there(), "Its queues are closed");
+            ensure!(first.is_there(), "The queues of the tap are closed");
             vmm.command("vm.boot")?;
         } else {
             vmm.command("vm.reboot")?;
@@ -504,12 +507,12 @@ fn passed_queues_work_from_the_first_boot_to_their_removal() -> Result<()> {
     // One interface is removed while the guest runs, the other without a guest.
     let remove = |id: &str| vmm.put("vm.remove-device", json!({ "id": id }));
     remove("net_1")?;
-    vmm.wait_until("its queues are closed", IO_LIMIT, || Ok(!second.is_there()))?;
+    vmm.wait_until("the queues of the tap are closed", IO_LIMIT, || Ok(!second.is_there()))?;
     ping_host(&vmm, &first)?;
     vmm.no_kernel_complaints()?;
     vmm.command("vm.shutdown")?;
     remove("net_0")?;
-    vmm.wait_until("its queues are closed", IO_LIMIT, || Ok(!first.is_there()))
+    vmm.wait_until("the queues of the tap are closed", IO_LIMIT, || Ok(!first.is_there()))
 }
 
 pub(crate) fn builder() -> GuestBuilder {
@@ -549,12 +552,22 @@ fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
         }
         ensure!(counters["lan"]["rx_frames"].as_u64() > Some(0), "{counters}");
         let frames = [("net", "lan"), ("direction", "to-guest")];
-        ensure!(guest.metric("foreshore_net_frames_total", &frames)? > 0.0, "No frames");
+        ensure!(
+            guest.metric("foreshore_net_frames_total", &frames)? > 0.0,
+            "The metrics count no frames"
+        );
         guest.put("vm.remove-device", json!({"id": "lan"}))?;
-        guest.wait_until_run("the guest has let go", IO_LIMIT, "! test -e /sys/class/net/eth0")?;
-        guest.wait_until("the tap has gone", IO_LIMIT, || Ok(!net.is_there()))?;
-        ensure!(guest.metric("foreshore_net_frames_total", &frames).is_err(), "It is counted");
-        ensure!(guest.get("vm.counters")? == json!({}), "It still counts");
+        guest.wait_until_run(
+            "the guest has ejected the device",
+            IO_LIMIT,
+            "! test -e /sys/class/net/eth0",
+        )?;
+        guest.wait_until("the tap is removed", IO_LIMIT, || Ok(!net.is_there()))?;
+        ensure!(
+            guest.metric("foreshore_net_frames_total", &frames).is_err(),
+            "The metrics still count the device"
+        );
+        ensure!(guest.get("vm.counters")? == json!({}), "vm.counters still has the device");
     }
     guest.no_kernel_complaints()
 }
@@ -591,7 +604,7 @@ impl Drop for Sender {
 
 pub(crate) fn taken(net: &Net) -> Result<u64> {
     let path = format!("/sys/class/net/{}/statistics/tx_packets", net.tap);
-    std::fs::read_to_string(path)?.trim().parse().context("A number of frames")
+    std::fs::read_to_string(path)?.trim().parse().context("Not a number of frames")
 }
 
 /// Disables bus mastering of a NIC under traffic, as Linux does before it starts a kernel by kexec
@@ -614,9 +627,9 @@ pub(crate) fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
     )?;
     let at_the_end = taken(net)?;
     let ping = guest.try_run(IO_LIMIT, &format!("ping -c 5 -W 1 {}", net.host))?;
-    ensure!(ping.code != 0, "The host answers: {}", ping.stdout);
+    ensure!(ping.code != 0, "The host answered: {}", ping.stdout);
     let later = taken(net)?;
-    ensure!(later == at_the_end, "{} frames after the end", later - at_the_end);
+    ensure!(later == at_the_end, "The device sent {} frames after the end", later - at_the_end);
     let driver = "/sys/bus/pci/drivers/virtio-pci";
     guest.run_within(
         IO_LIMIT,

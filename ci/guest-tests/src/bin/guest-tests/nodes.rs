@@ -68,7 +68,7 @@ fn node_file(guest: &Guest, file: &str) -> Result<String> {
 fn check(guest: &Guest, files: &[(&str, &str)]) -> Result<()> {
     for (file, expected) in files {
         let found = node_file(guest, file)?;
-        ensure!(found == *expected, "{file} is {found:?} and not {expected:?}");
+        ensure!(found == *expected, "{file} is {found:?} instead of {expected:?}");
     }
     Ok(())
 }
@@ -123,7 +123,7 @@ fn are_seen(
     wait_until_plugged(&guest, "a", 128 * MIB, PLUG_LIMIT)?;
     let dram = [node_mib(&guest, 0)?, node_mib(&guest, 1)?];
     check(&guest, &[("has_cpu", "0-1"), ("has_memory", "0-1"), ("possible", "0-3")])?;
-    ensure!(!is_demotion_on(&guest)?, "The guest demotes pages, and has no PM");
+    ensure!(!is_demotion_on(&guest)?, "The guest demotes pages without PM");
     plug_all(&guest)?;
     check(
         &guest,
@@ -143,7 +143,7 @@ fn are_seen(
         let after = node_mib(&guest, node)?;
         ensure!(
             after - before == mib,
-            "{id}: node {node} has {before} and then {after} MiB, with {mib} plugged"
+            "{id}: node {node} had {before} MiB and has {after} MiB with {mib} MiB plugged"
         );
     }
     // 2. Latencies and bandwidths of the HMAT from the near node.
@@ -165,21 +165,21 @@ fn are_seen(
         let initiators = guest.run(&format!("cd /sys/devices/system/node/{dir} && ls -d node*"))?;
         ensure!(
             initiators.trim() == format!("node{near}"),
-            "Near to node {node} are {initiators:?}"
+            "Node {node} has the nearest initiators {initiators:?}"
         );
     }
     // 3. Tiers.
     let tiers = tiers(&guest)?;
     ensure!(
         tiers == tiers_of_the_kernel,
-        "The memory tiers are {tiers:?} and not {tiers_of_the_kernel:?}"
+        "The memory tiers are {tiers:?} instead of {tiers_of_the_kernel:?}"
     );
     // 4. Reclaim may demote pages of DRAM to PM.
     guest
         .wait_until("the agent has switched demotion on", PLUG_LIMIT, || is_demotion_on(&guest))?;
     for (node, expected) in (0..).zip(targets_of_the_kernel) {
         let targets = demotion_targets(&guest, node)?;
-        ensure!(targets == expected, "Node {node} demotes to {targets:?} and not {expected:?}");
+        ensure!(targets == expected, "Node {node} demotes to {targets:?} instead of {expected:?}");
     }
     guest.no_kernel_complaints()
 }
@@ -204,7 +204,7 @@ fn shortage_of_a_node_is_met_with_near_pm() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = two_sockets_short_of_dram(&pool)?;
     wait_for_agent(&guest, "live")?;
-    ensure!(zone(&guest, "pm1")?.requested_bytes == 0, "PM is asked for before anybody needs it");
+    ensure!(zone(&guest, "pm1")?.requested_bytes == 0, "PM is requested without a shortage");
     let _load =
         guest.start_script(PLUG_LIMIT, &format!("exec taskset 2 guest-tool hog {LOAD_MIB}"))?;
     guest.wait_until("the PM near node 1 is plugged", PLUG_LIMIT, || {
@@ -212,21 +212,22 @@ fn shortage_of_a_node_is_met_with_near_pm() -> Result<()> {
     })?;
     let decisions = decisions(&guest)?;
     let grows = decisions.iter().filter(|decision| decision["direction"] == "grow");
-    let first = grows.min_by_key(|decision| decision["seq"].as_u64()).context("No grow")?;
+    let first =
+        grows.min_by_key(|decision| decision["seq"].as_u64()).context("No decision grew a zone")?;
     ensure!(first["near"] == 1, "The first grow is for another node: {first}");
     let asked = |id: &str| {
-        let targets = first["targets"].as_array().context("No targets")?;
+        let targets = first["targets"].as_array().context("The decision has no targets")?;
         let target = targets.iter().find(|target| target["zone"] == id);
         target
             .and_then(|target| target["requested_bytes"].as_u64())
-            .with_context(|| format!("No {id}: {first}"))
+            .with_context(|| format!("The decision has no target {id}: {first}"))
     };
     let (near, far) = (asked("pm1")?, asked("pm")?);
     ensure!(
         near > 0 && (far == 0 || near == 256 * MIB),
-        "Near are {near} bytes, and farther away {far}"
+        "{near} bytes are near, {far} bytes are far"
     );
-    guest.wait_until("the guest has it in the node near node 1", PLUG_LIMIT, || {
+    guest.wait_until("the node near node 1 has the plugged PM", PLUG_LIMIT, || {
         Ok(node_mib(&guest, 3)? > 0)
     })?;
     guest.no_kernel_complaints()

@@ -31,17 +31,17 @@ fn guest_with_nvdimms(pool: &Pool) -> GuestBuilder {
 fn ndctl(guest: &Guest, flags: &str) -> Result<Vec<Value>> {
     let text = guest.run_within(IO_LIMIT, &format!("ndctl list {flags}"))?;
     match serde_json::from_str(&text)
-        .with_context(|| format!("ndctl list {flags} says {text:?}"))?
+        .with_context(|| format!("Unexpected output of ndctl list {flags}: {text:?}"))?
     {
         Value::Array(list) => Ok(list),
         one @ Value::Object(_) => Ok(vec![one]),
-        other => bail!("ndctl list {flags} says {other}"),
+        other => bail!("Unexpected output of ndctl list {flags}: {other}"),
     }
 }
 
 fn wait_for_disks(guest: &Guest, count: usize) -> Result<()> {
     let tests: Vec<_> = (0..count).map(|number| format!("test -b /dev/pmem{number}s")).collect();
-    guest.wait_until_run("all disks are there", IO_LIMIT, &tests.join(" && "))
+    guest.wait_until_run("all disks exist", IO_LIMIT, &tests.join(" && "))
 }
 
 fn by_name(list: &[Value]) -> BTreeMap<String, &Value> {
@@ -67,7 +67,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
             region["size"] == size_mib * MIB && region["type"] == "pmem",
             "Region {number}: {region}"
         );
-        ensure!(region["available_size"] == 0, "Something is left of region {number}: {region}");
+        ensure!(region["available_size"] == 0, "Region {number} has space left: {region}");
     }
 
     // 2. Every namespace covers its region, with the pool's BTT.
@@ -93,7 +93,7 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     }
     let labels =
         guest.try_run(IO_LIMIT, "ndctl read-labels nmem0 2>&1 | grep -c NAMESPACE_INDEX")?;
-    ensure!(labels.stdout.trim() == "0", "There are labels: {labels:?}");
+    ensure!(labels.stdout.trim() == "0", "The DIMMs have labels: {labels:?}");
 
     // 4. They are distinct, and keep the written data.
     for number in 0..SIZES_MIB.len() {
@@ -128,7 +128,7 @@ fn maximum_number_of_nvdimms_is_found() -> Result<()> {
     wait_for_disks(&guest, MOST)?;
     ensure!(
         ndctl(&guest, "-R")?.len() == MOST && ndctl(&guest, "-N")?.len() == MOST,
-        "Not all are listed"
+        "Not all DIMMs are listed"
     );
     let dimms = ndctl(&guest, "-DH")?;
     let ok = dimms.iter().filter(|dimm| dimm["health"]["health_state"] == "ok");
@@ -165,7 +165,7 @@ fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
     wait_for_disks(&guest, 2)?;
     let health = || -> Result<Value> {
         let dimms = ndctl(&guest, "-DH")?;
-        let [dimm] = dimms.as_slice() else { bail!("Not one DIMM: {dimms:?}") };
+        let [dimm] = dimms.as_slice() else { bail!("Not exactly one DIMM: {dimms:?}") };
         Ok(dimm["health"]["health_state"].clone())
     };
     ensure!(health()? == "ok", "{}", health()?);
@@ -182,6 +182,6 @@ fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
     for number in 0..2 {
         ensure!(states["volumes"][number]["status"]["state"] == "failed", "{states}");
     }
-    ensure!(guest.get("vm.info")?["state"] == "Running", "The VM does not run on");
+    ensure!(guest.get("vm.info")?["state"] == "Running", "The VM does not run");
     Ok(())
 }

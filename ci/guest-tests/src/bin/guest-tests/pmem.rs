@@ -54,15 +54,21 @@ fn is_flushed(kernel: Kernel) -> Result<()> {
     let guest = guest_with(&format!("file={}", path.display())).kernel(kernel).boot()?;
     wait_for_bytes(&guest)?;
     ensure!(guest.run("cat /sys/block/pmem0/size")?.trim() == "65536", "Not 32 MiB");
-    ensure!(line(&guest, "/dev/pmem0", 31)? == "host 31", "Not what the file has");
+    ensure!(
+        line(&guest, "/dev/pmem0", 31)? == "host 31",
+        "The guest does not read the file's content"
+    );
     let before = flushes(&guest, "ok")?;
     guest.run_within(IO_LIMIT, "guest-tool write-blocks /dev/pmem0 buffered 16 600 1 1")?;
     guest.run("echo guest | dd of=/dev/pmem0 bs=1M seek=31 conv=sync,fsync")?;
-    ensure!(flushes(&guest, "ok")? > before, "Two syncs, and no flush");
+    ensure!(flushes(&guest, "ok")? > before, "Two syncs caused no flush");
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
     guest.no_kernel_complaints()?;
     guest.kill9()?;
-    ensure!(fs::read(&path)?[31 * MIB as usize..].starts_with(b"guest\n"), "It is not in the file");
+    ensure!(
+        fs::read(&path)?[31 * MIB as usize..].starts_with(b"guest\n"),
+        "The guest's data are not in the file"
+    );
     Ok(())
 }
 
@@ -74,7 +80,10 @@ fn pmem_without_writes_leaves_its_file_alone() -> Result<()> {
     let guests = [guest_with(&pmem).boot()?, guest_with(&pmem).boot()?];
     for (guest, text) in guests.iter().zip(["first", "second"]) {
         wait_for_bytes(guest)?;
-        ensure!(line(guest, "/dev/pmem0", 1)? == "host 1", "Not what the file has");
+        ensure!(
+            line(guest, "/dev/pmem0", 1)? == "host 1",
+            "The guest does not read the file's content"
+        );
         guest.run(&format!("echo {text} | dd of=/dev/pmem0 bs=1M seek=1 conv=sync,fsync"))?;
     }
     for (guest, text) in guests.iter().zip(["first", "second"]) {
@@ -109,36 +118,42 @@ fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
         .argument("--pmem", &format!("file={},size=12M", unnamed.display()))
         .boot()?;
     let last_is_there =
-        || guest.wait_until_run("/dev/pmem4 is there", IO_LIMIT, "test -b /dev/pmem4");
+        || guest.wait_until_run("/dev/pmem4 exists", IO_LIMIT, "test -b /dev/pmem4");
     last_is_there()?;
     let sizes =
         guest.run("cd /sys/block && cat pmem0/size pmem1/size pmem2/size pmem3/size pmem4/size")?;
     let sizes: Vec<_> =
         sizes.lines().map(|sectors| Ok(sectors.parse::<u64>()? / 2048)).collect::<Result<_>>()?;
     ensure!(sizes == [22, 4, 8, 18, 12], "Sizes in MiB: {sizes:?}");
-    ensure!(line(&guest, "/dev/pmem1", 3)? == "a 3", "Not a");
-    ensure!(line(&guest, "/dev/pmem2", 7)? == "b 7", "Not b");
+    ensure!(line(&guest, "/dev/pmem1", 3)? == "a 3", "/dev/pmem1 is not file a");
+    ensure!(line(&guest, "/dev/pmem2", 7)? == "b 7", "/dev/pmem2 is not file b");
     let config = guest.get("vm.info")?["config"]["pmem"].clone();
-    ensure!(config.as_array().is_some_and(|devices| devices.len() == 4), "vm.info says {config}");
+    ensure!(
+        config.as_array().is_some_and(|devices| devices.len() == 4),
+        "Unexpected configuration in vm.info: {config}"
+    );
     ensure!(
         config[1]["discard_writes"] == true && config[1]["size"] == 8 * MIB,
-        "vm.info says {config}"
+        "Unexpected configuration in vm.info: {config}"
     );
     let metrics = guest.metrics()?;
     let size = |pmem| metrics.value("foreshore_pmem_size_bytes", &[("pmem", pmem)]);
     ensure!(
         size("_pmem0")? == (4 * MIB) as f64 && size("second")? == (8 * MIB) as f64,
-        "Sizes in metrics"
+        "The metrics have wrong sizes"
     );
     let durability = [("pmem", "second"), ("durability", "discarded")];
-    ensure!(metrics.value("foreshore_pmem_info", &durability)? == 1.0, "Durability in metrics");
+    ensure!(
+        metrics.value("foreshore_pmem_info", &durability)? == 1.0,
+        "The metrics have a wrong durability"
+    );
     // A file in a directory has no name. The next boot uses the same file.
     ensure!(fs::read_dir(&unnamed)?.count() == 0, "The file has a name");
     guest.run("echo guest | dd of=/dev/pmem4 bs=1M seek=5 conv=sync,fsync")?;
     guest.reboot_from_inside()?;
     last_is_there()?;
-    ensure!(line(&guest, "/dev/pmem4", 5)? == "guest", "The reboot has emptied it");
-    ensure!(line(&guest, "/dev/pmem1", 3)? == "a 3", "Not a after a reboot");
+    ensure!(line(&guest, "/dev/pmem4", 5)? == "guest", "The reboot emptied /dev/pmem4");
+    ensure!(line(&guest, "/dev/pmem1", 3)? == "a 3", "/dev/pmem1 is not file a after a reboot");
     guest.no_kernel_complaints()
 }
 

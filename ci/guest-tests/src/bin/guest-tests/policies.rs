@@ -52,7 +52,7 @@ impl Marks {
             END { print sum[\"min\"], sum[\"low\"], sum[\"high\"], sum[\"managed\"], kept + 0 }' /proc/zoneinfo";
         let text = guest.run(SUMS)?;
         let pages = text.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>();
-        match pages.with_context(|| format!("/proc/zoneinfo comes to {text:?}"))?[..] {
+        match pages.with_context(|| format!("Unexpected pages of /proc/zoneinfo: {text:?}"))?[..] {
             [min, low, high, dram, kept] => Ok(Self {
                 min: min * 4096,
                 low: low * 4096,
@@ -60,7 +60,7 @@ impl Marks {
                 dram: dram * 4096,
                 reserve: kept * 4096,
             }),
-            _ => bail!("/proc/zoneinfo comes to {text:?}"),
+            _ => bail!("Unexpected pages of /proc/zoneinfo: {text:?}"),
         }
     }
 
@@ -108,7 +108,7 @@ fn decisions(guest: &Guest, since: u64, direction: &str) -> Result<Vec<Value>> {
 /// Free memory on which a decision is based.
 fn free_bytes(decision: &Value) -> Result<u64> {
     let bytes = decision["input"]["report"]["free_bytes"].as_u64();
-    bytes.with_context(|| format!("Upon what? {decision}"))
+    bytes.with_context(|| format!("The decision has no input: {decision}"))
 }
 
 /// Reads a file in the guest until `free_bytes` of memory are free. The file is a hole, so reading
@@ -131,7 +131,7 @@ impl Cache {
                 echo read
             done";
         let mut script = guest.start_script(LIMIT, SCRIPT)?;
-        ensure!(script.next_line().as_deref() == Some("open"), "Nobody reads");
+        ensure!(script.next_line().as_deref() == Some("open"), "The reader did not start");
         Ok(Self(script))
     }
 
@@ -139,7 +139,7 @@ impl Cache {
         guest.run(&format!("echo {} >/run/until", free_bytes / 1024))?;
         ensure!(
             self.0.next_line().as_deref() == Some("read"),
-            "What is read takes nothing that is free"
+            "Reading a file did not reduce free memory"
         );
         Ok(())
     }
@@ -157,7 +157,7 @@ fn tables_are_followed_while_page_cache_fills_free_memory() -> Result<()> {
         .cmdline("transparent_hugepage=never foreshore.zram=64M")
         .pressure(&format!("off,dry_run=on,record={}", trace.display()))
         .boot()?;
-    guest.wait_until_run("the disk is there", LIMIT, "test -b /dev/vda")?;
+    guest.wait_until_run("the disk exists", LIMIT, "test -b /dev/vda")?;
     wait_for_agent(&guest, "live")?;
     // First rows of tables 2 and 3 (docs/reference/policies.md).
     let amf = Paper {
@@ -198,7 +198,7 @@ fn tables_are_followed_while_page_cache_fills_free_memory() -> Result<()> {
     }
     guest.no_kernel_complaints()?;
     guest.power_off()?;
-    was_told_at_once(&trace)
+    was_reported_at_once(&trace)
 }
 
 fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
@@ -211,11 +211,11 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     let (off, before) = (json!({ "policy": "off" }), decisions_total(guest)?);
     // 1. Above the first border, no PM is plugged.
     decide()?;
-    guest.wait_until("there is enough", LIMIT, || {
+    guest.wait_until("the guest has enough memory", LIMIT, || {
         Ok(decisions(guest, before, "hold")?.iter().any(|decision| decision["reason"] == "enough"))
     })?;
     let early = decisions(guest, before, "grow")?;
-    ensure!(early.is_empty(), "There was enough, and it grew: {early:?}");
+    ensure!(early.is_empty(), "The governor grew the guest without a shortage: {early:?}");
     // 2. Each row leads to the decision of the table. In a dry run it has no effect, so free memory
     //    stays in the row.
     let mut cache = Cache::open(guest)?;
@@ -225,35 +225,40 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
         cache.read_until(guest, row.middle() + marks.reserve)?;
         let before = decisions_total(guest)?;
         decide()?;
-        guest.wait_until("the row is decided upon", LIMIT, || {
+        guest.wait_until("the governor has decided on the row", LIMIT, || {
             let times = |decision: &Value| decision["times"].as_u64() >= Some(LOOKED_AT);
             Ok(decisions(guest, before, "grow")?.iter().any(times))
         })?;
         for decision in decisions(guest, before, "grow")? {
             let free = free_bytes(&decision)?.saturating_sub(marks.reserve);
-            let wanted = decision["wanted_bytes"].as_u64().context("Nothing wanted")?;
+            let wanted =
+                decision["wanted_bytes"].as_u64().context("The decision has no wanted_bytes")?;
             println!("{:.1} MiB free beside the reserve: {:.1} MiB wanted", mib(free), mib(wanted));
             ensure!(
                 free > row.above && free < row.up_to,
-                "It is not in the row up to {:.1}: {decision}",
+                "The decision is not in the row up to {:.1}: {decision}",
                 mib(row.up_to)
             );
             ensure!(
                 wanted.abs_diff(row.times * marks.dram) <= 2 * MIB
                     && decision["reason"] == "low_free",
-                "It is not {} times {} bytes that are wanted: {decision}",
+                "The decision does not request {} times {} bytes: {decision}",
                 row.times,
                 marks.dram
             );
         }
     }
     let details = &pressure(guest)?["details"];
-    ensure!(details["watermark_of"] == "free", "The agent watches {}", details["watermark_of"]);
-    ensure!(zone(guest, "pm")?.requested_bytes == 0, "A dry run has asked for PM");
+    ensure!(
+        details["watermark_of"] == "free",
+        "The agent's watermark refers to {}",
+        details["watermark_of"]
+    );
+    ensure!(zone(guest, "pm")?.requested_bytes == 0, "A dry run requested PM");
     // 3. Without the dry run, the amount of the last row is plugged.
     let before = decisions_total(guest)?;
     set(json!({ "dry_run": false }))?;
-    guest.wait_until("PM comes", LIMIT, || {
+    guest.wait_until("PM is plugged", LIMIT, || {
         let grown = |decision: &Value| {
             decision["reason"] == "low_free" && decision["outcome"]["state"] == "reached"
         };
@@ -264,17 +269,17 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     let hog = guest.hog(LOAD_MIB, LIMIT)?;
     let used = zone(guest, "pm")?.resident_bytes;
     println!("{} MiB of PM are plugged and {} used", top / MIB, used / MIB);
-    ensure!(used >= LOAD_MIB / 2 * MIB, "Of PM {used} bytes are used by a load of {LOAD_MIB} MiB");
+    ensure!(used >= LOAD_MIB / 2 * MIB, "A load of {LOAD_MIB} MiB uses only {used} bytes of PM");
     drop((hog, cache));
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-    guest.wait_until("PM goes", SHRINK_LIMIT, || {
+    guest.wait_until("PM is unplugged", SHRINK_LIMIT, || {
         let shrunk = |decision: &Value| decision["outcome"]["state"] == "reached";
         Ok(decisions(guest, before, "shrink")?.iter().any(shrunk))
     })?;
     let shrinks = decisions(guest, before, "shrink")?;
     ensure!(
         shrinks.iter().all(|decision| decision["reason"] == paper.gives_back),
-        "It gives back for another reason: {shrinks:?}"
+        "The governor shrank the guest for another reason: {shrinks:?}"
     );
     set(json!({ "policy": "fixed", "size": 0 }))?;
     wait_until_plugged(guest, "pm", 0, SHRINK_LIMIT)
@@ -282,7 +287,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
 
 /// Below the watermark of free memory, the agent gave that cause in every report, independent of
 /// available memory.
-fn was_told_at_once(trace: &std::path::Path) -> Result<()> {
+fn was_reported_at_once(trace: &std::path::Path) -> Result<()> {
     let trace = Trace::read(BufReader::new(File::open(trace)?))?;
     let mut causes: BTreeMap<String, u32> = BTreeMap::new();
     for entry in &trace.entries {
@@ -296,6 +301,9 @@ fn was_told_at_once(trace: &std::path::Path) -> Result<()> {
     }
     println!("{causes:?}");
     let fast = causes.get(&format!("{:?}", Cause::Watermark)).copied().unwrap_or(0);
-    ensure!(fast >= 5, "Of reports with little free and much available: {causes:?}");
+    ensure!(
+        fast >= 5,
+        "Too few fast reports with little free and much available memory: {causes:?}"
+    );
     Ok(())
 }

@@ -59,9 +59,7 @@ fn dax_sync() -> Expected {
 pub(crate) fn blank(device: &str) -> Result<PathBuf> {
     let path = PathBuf::from(device);
     if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
-        return skip(format!(
-            "what is on {device} may be somebody's on a machine that is not ours"
-        ));
+        return skip(format!("{device} may hold data of this machine's owner"));
     }
     if !path.exists() {
         return skip(format!(
@@ -93,7 +91,7 @@ pub(crate) fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
         Err(error) => {
             let text = format!("{error:#}");
             let missing = words.iter().find(|word| !text.contains(**word));
-            ensure!(missing.is_none(), "Nothing of {missing:?} in {text}");
+            ensure!(missing.is_none(), "{missing:?} is missing in {text}");
             Ok(())
         }
     }
@@ -108,8 +106,9 @@ impl Holder {
         command.args([pool.name(), bytes.to_string()]).stdout(Stdio::piped());
         let mut holder = Self(command.spawn().context("Cannot start pool-hold")?);
         let mut line = String::new();
-        BufReader::new(holder.0.stdout.as_mut().context("No output")?).read_line(&mut line)?;
-        ensure!(line == "held\n", "pool-hold says {line:?}");
+        BufReader::new(holder.0.stdout.as_mut().context("pool-hold has no output")?)
+            .read_line(&mut line)?;
+        ensure!(line == "held\n", "Unexpected line of pool-hold: {line:?}");
         Ok(holder)
     }
 
@@ -135,7 +134,10 @@ fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
     let open = open(pool)?;
     open.scrub_all()?;
     let info = open.info();
-    ensure!(info.memory_bytes + info.scrubbing_bytes == 0, "Not all came back: {info:?}");
+    ensure!(
+        info.memory_bytes + info.scrubbing_bytes == 0,
+        "The pool did not get all memory back: {info:?}"
+    );
     let lent = Lent::take(&open, info.lendable_bytes)?;
     let found = lent.find_content();
     ensure!(found.is_none(), "A free chunk has content (offset and byte): {found:?}");
@@ -150,7 +152,7 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     let info = pool.info()?;
     ensure!(
         info["durability"] == expected.durability && info["thin"] == expected.thin,
-        "It is {info}"
+        "Unexpected information: {info}"
     );
     // 1. Volumes.
     let open = open(pool)?;
@@ -172,13 +174,16 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     drop(holder);
     // 3. The memory has been erased, and the volumes are unchanged.
     free_chunks_are_zero(pool)?;
-    ensure!(pool.check()?.ends_with("clean\n"), "Not clean after a holder's death");
+    ensure!(
+        pool.check()?.ends_with("clean\n"),
+        "The pool is not clean after its holder was killed"
+    );
     // 4. The pool grows.
     grow(name)?;
     let grown = self::open(pool)?;
     ensure!(
         grown.info().total_bytes > info["total_bytes"].as_u64().unwrap_or(u64::MAX),
-        "It did not grow"
+        "The pool did not grow"
     );
     grown.delete_volume("raw")?;
     grown.delete_volume("data")?;
@@ -187,9 +192,9 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     let info = pool.info()?;
     ensure!(
         info["durability"] == expected.durability && info["thin"] == expected.thin,
-        "It became {info}"
+        "Unexpected information after the growth: {info}"
     );
-    ensure!(pool.check()?.ends_with("clean\n"), "Not clean at the end");
+    ensure!(pool.check()?.ends_with("clean\n"), "The pool is not clean at the end");
     Ok(())
 }
 
@@ -205,7 +210,11 @@ fn on_tmpfs_it_is_volatile() -> Result<()> {
     fs::create_dir_all(this_tests_dir())?;
     let volatile = Expected { durability: "volatile", thin: true };
     let pool = serves_in_file(&this_tests_dir(), &[], &volatile)?;
-    ensure!(pool.occupied_bytes()? <= 4 * MIB, "What is free has {} bytes", pool.occupied_bytes()?);
+    ensure!(
+        pool.occupied_bytes()? <= 4 * MIB,
+        "The free pool occupies {} bytes",
+        pool.occupied_bytes()?
+    );
     Ok(())
 }
 
@@ -224,7 +233,11 @@ fn on_ext4_it_is_thin_on_request() -> Result<()> {
     let disk = Disk::create(128, 256)?;
     let thin = Expected { thin: true, ..page_cache() };
     let pool = serves_in_file(disk.dir(), &["--thin"], &thin)?;
-    ensure!(pool.occupied_bytes()? < 5 * MIB, "What is free has {} bytes", pool.occupied_bytes()?);
+    ensure!(
+        pool.occupied_bytes()? < 5 * MIB,
+        "The free pool occupies {} bytes",
+        pool.occupied_bytes()?
+    );
     // On a full disk, only operations that store new data fail.
     let filler = disk.dir().join("filler");
     fill_up(&filler)?;
@@ -233,10 +246,10 @@ fn on_ext4_it_is_thin_on_request() -> Result<()> {
     fs::remove_file(&filler)?;
     free_chunks_are_zero(&pool)?;
     pmvol(&create)?;
-    ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
+    ensure!(pool.check()?.ends_with("clean\n"), "The pool is not clean");
     // The pool may exceed the disk, because chunks take space only when used.
     pmvol(&["grow", &pool.name(), "--size", "1G"])?;
-    ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
+    ensure!(pool.check()?.ends_with("clean\n"), "The pool is not clean");
     Ok(())
 }
 
@@ -273,13 +286,21 @@ fn on_a_block_device_it_is_page_cache_and_grows_with_it() -> Result<()> {
     let disk = LoopDevice::create(65)?;
     let pool = Pool::by_path(disk.path());
     pmvol(&["create", &pool.name()])?;
-    ensure!(pool.info()?["total_bytes"] == 64 * MIB, "Not all of the device: {}", pool.info()?);
+    ensure!(
+        pool.info()?["total_bytes"] == 64 * MIB,
+        "The pool does not cover the device: {}",
+        pool.info()?
+    );
     serves(&pool, &page_cache(), |name| {
         refused(&["grow", name, "--size", "96M"], &["--size", "96 MiB", "65 MiB"])?;
         disk.lengthen(97)?;
         pmvol(&["grow", name]).map(drop)
     })?;
-    ensure!(pool.info()?["total_bytes"] == 96 * MIB, "Not all of the device: {}", pool.info()?);
+    ensure!(
+        pool.info()?["total_bytes"] == 96 * MIB,
+        "The pool does not cover the device: {}",
+        pool.info()?
+    );
     // An existing pool on the device is detected and not overwritten without `--force`.
     refused(&["create", &pool.name()], &["there is a pool", "--force"])?;
     disk.lengthen(32)?;
@@ -353,10 +374,14 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
             &["create", &other, "--size", size],
             &["--size", &other, "MiB are needed", "free"],
         )?;
-        ensure!(names(disk.dir())? == files, "Files are left: {:?}", names(disk.dir())?);
+        ensure!(
+            names(disk.dir())? == files,
+            "The failed command left files: {:?}",
+            names(disk.dir())?
+        );
         ensure!(
             free_bytes(disk.dir())? == free,
-            "{free} bytes were free, and now {}",
+            "{free} bytes were free, now {}",
             free_bytes(disk.dir())?
         );
     }
@@ -364,21 +389,21 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
         refused(&["grow", name, "--size", size], &["--size", name, "MiB are needed", "free"])?;
         ensure!(
             free_bytes(disk.dir())? == free,
-            "{free} bytes were free, and now {}",
+            "{free} bytes were free, now {}",
             free_bytes(disk.dir())?
         );
-        ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
+        ensure!(pool.check()?.ends_with("clean\n"), "The pool is not clean");
         // Only sequence numbers and checksums of the superblocks may differ.
         let after = fs::read(pool.path())?;
         let differ = before.len() != after.len()
             || before[4096..(2 << 20) - 4096] != after[4096..(2 << 20) - 4096];
         ensure!(
             !differ && before[2 << 20..] == after[2 << 20..],
-            "A growth that failed has changed the pool"
+            "The failed growth changed the pool"
         );
     }
     pmvol(&["grow", name, "--size", "24M"])?;
-    ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
+    ensure!(pool.check()?.ends_with("clean\n"), "The pool is not clean");
     Ok(())
 }
 
@@ -397,13 +422,20 @@ fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
         .boot()?;
     wait_until_plugged(&guest, "pm", 128 * MIB, IO_LIMIT)?;
     wait_for_disk(&guest)?;
-    ensure!(has_hints(&guest)? == hints, "Flush hints: {}", !hints);
+    ensure!(has_hints(&guest)? == hints, "The guest has flush hints: {}", !hints);
     write_blocks(&guest, 50)?;
     let asked = flushes(&guest, "ok")?;
-    ensure!((asked > 0.0) == hints && flushes(&guest, "error")? == 0.0, "{asked} flushes");
+    ensure!(
+        (asked > 0.0) == hints && flushes(&guest, "error")? == 0.0,
+        "The guest requested {asked} flushes"
+    );
     // More than the boot memory.
     let _hog = guest.hog(380, IO_LIMIT)?;
-    ensure!(pool.info()?["memory_bytes"] == 128 * MIB, "Lent: {}", pool.info()?);
+    ensure!(
+        pool.info()?["memory_bytes"] == 128 * MIB,
+        "The pool does not lend 128 MiB: {}",
+        pool.info()?
+    );
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
     guest.no_kernel_complaints()?;
     guest.kill9()?;

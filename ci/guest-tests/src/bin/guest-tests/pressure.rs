@@ -58,28 +58,32 @@ fn give_back_soon(guest: &Guest) -> Result<()> {
 fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
-    ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM is plugged before anybody needs it");
+    ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM is plugged without a shortage");
     let idle_bytes = pool.occupied_bytes()?;
     let (hog, held) = fill(&guest, 640)?;
     ensure!(held, "The load was killed");
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
-    ensure!(dram.plugged_bytes == 128 * MIB, "Of DRAM {} bytes are plugged", dram.plugged_bytes);
-    ensure!(pm.plugged_bytes >= 192 * MIB, "Of PM {} bytes are plugged", pm.plugged_bytes);
+    ensure!(
+        dram.plugged_bytes == 128 * MIB,
+        "{} bytes of DRAM are plugged instead of 128 MiB",
+        dram.plugged_bytes
+    );
+    ensure!(pm.plugged_bytes >= 192 * MIB, "Only {} bytes of PM are plugged", pm.plugged_bytes);
     let swapped = vmstat(&guest, "pswpout")?;
     ensure!(swapped == 0, "{swapped} pages were swapped out");
-    ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
+    ensure!(vmstat(&guest, "oom_kill")? == 0, "A process was killed");
     let top_bytes = pool.occupied_bytes()?;
     ensure!(
         top_bytes > idle_bytes + 128 * MIB,
-        "The pool file grew from {idle_bytes} to {top_bytes} bytes only"
+        "The pool file grew only from {idle_bytes} to {top_bytes} bytes"
     );
     give_back_soon(&guest)?;
     drop(hog);
-    let back = guest.wait_until("all PM is back", SHRINK_LIMIT, || {
+    let back = guest.wait_until("all PM is unplugged", SHRINK_LIMIT, || {
         let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
         ensure!(
             pm.plugged_bytes == 0 || dram.plugged_bytes == 128 * MIB,
-            "DRAM went back to {} bytes while {} bytes of PM are plugged",
+            "DRAM shrank to {} bytes with {} bytes of PM plugged",
             dram.plugged_bytes,
             pm.plugged_bytes
         );
@@ -96,7 +100,7 @@ fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
     let after_bytes = pool.occupied_bytes()?;
     ensure!(
         after_bytes <= idle_bytes + 4 * MIB,
-        "The pool file occupied {idle_bytes}, then {top_bytes}, and now {after_bytes} bytes"
+        "The pool file occupied {idle_bytes} bytes, then {top_bytes}, now {after_bytes}"
     );
     ensure!(zone(&guest, "pm")?.resident_bytes == 0, "PM is still resident in the VMM");
     guest.no_kernel_complaints()
@@ -108,10 +112,7 @@ fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
     let guest = small_guest(&pool).pressure("off").boot()?;
     let (_hog, held) = fill(&guest, 640)?;
     let swapped = vmstat(&guest, "pswpout")?;
-    ensure!(
-        !held || swapped > 0,
-        "The load was held without the governor, and nothing was swapped"
-    );
+    ensure!(!held || swapped > 0, "The load fit without the governor and without swapping");
     ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM was plugged with the policy off");
     Ok(())
 }
@@ -152,14 +153,10 @@ fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     wait_for_agent(&guest, "live")?;
     let ramp = Ramp::climb(&guest)?;
     ensure!(ramp.held, "The load was killed");
-    ensure!(ramp.scanned_by_kswapd == 0, "kswapd has looked at {} pages", ramp.scanned_by_kswapd);
-    ensure!(
-        ramp.scanned_directly == 0,
-        "Who allocated has looked at {} pages",
-        ramp.scanned_directly
-    );
+    ensure!(ramp.scanned_by_kswapd == 0, "kswapd scanned {} pages", ramp.scanned_by_kswapd);
+    ensure!(ramp.scanned_directly == 0, "Direct reclaim scanned {} pages", ramp.scanned_directly);
     ensure!(ramp.swapped_out == 0, "{} pages were swapped out", ramp.swapped_out);
-    ensure!(zone(&guest, "pm")?.plugged_bytes >= 192 * MIB, "It had memory enough without PM");
+    ensure!(zone(&guest, "pm")?.plugged_bytes >= 192 * MIB, "The load fit without PM");
     guest.no_kernel_complaints()
 }
 
@@ -170,7 +167,7 @@ fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     let ramp = Ramp::climb(&guest)?;
     ensure!(
         ramp.scanned_by_kswapd > 0,
-        "kswapd has looked at nothing; the load was held: {}",
+        "kswapd scanned no pages; the load was held: {}",
         ramp.held
     );
     Ok(())
@@ -188,17 +185,20 @@ fn only_a_process_that_exhausts_pm_as_well_is_killed() -> Result<()> {
     // There is no shrink within 5 s after a grow.
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
     let end = leak.finish()?;
-    ensure!(end.code == 137, "The leak was not killed, but {end:?}");
-    ensure!(vmstat(&guest, "oom_kill")? == 1, "Another one was killed");
+    ensure!(end.code == 137, "The leak was not killed: {end:?}");
+    ensure!(vmstat(&guest, "oom_kill")? == 1, "Not exactly one process was killed");
     ensure!(
         dram.plugged_bytes == 128 * MIB && pm.plugged_bytes == 512 * MIB,
-        "It was killed after {held:?} MiB and ms, with {} bytes of DRAM and {} of PM plugged",
+        "The leak was killed after {held:?} (MiB and ms), with {} bytes of DRAM and {} of PM plugged",
         dram.plugged_bytes,
         pm.plugged_bytes
     );
-    let held_mib: u64 =
-        held.split(' ').nth(1).and_then(|mib| mib.parse().ok()).context("It held nothing")?;
-    ensure!(held_mib >= 768, "Of 1024 MiB it had {held_mib}");
+    let held_mib: u64 = held
+        .split(' ')
+        .nth(1)
+        .and_then(|mib| mib.parse().ok())
+        .context("The leak printed no size")?;
+    ensure!(held_mib >= 768, "The leak had {held_mib} of 1024 MiB");
     Ok(())
 }
 
@@ -241,13 +241,9 @@ fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
     let guest = guest_of_fixed_dram(&pool).kernel(kernel).boot()?;
     // The load is twice as large as DRAM, and leaves none for page tables, descriptors, stacks and
     // slabs.
-    ensure!(write_to_memory(&guest, 700)?, "Not all was written");
+    ensure!(write_to_memory(&guest, 700)?, "The guest did not write all data");
     let pm = zone(&guest, "pm")?;
-    ensure!(
-        pm.plugged_bytes >= 384 * MIB,
-        "It had memory enough with {} bytes of PM",
-        pm.plugged_bytes
-    );
+    ensure!(pm.plugged_bytes >= 384 * MIB, "The data fit with {} bytes of PM", pm.plugged_bytes);
     for (counter, count) in signs_of_shortage(&guest)? {
         ensure!(count == 0, "{counter} is {count}");
     }
@@ -279,7 +275,10 @@ fn kernel_is_short_of_memory_without_its_reserve() -> Result<()> {
         }
         // In the worst case the guest panics and cannot answer.
         Err(error) => {
-            ensure!(has_run_out(&guest.console_log()?), "It has not run out of memory: {error:#}")
+            ensure!(
+                has_run_out(&guest.console_log()?),
+                "The guest did not run out of memory: {error:#}"
+            )
         }
     }
     Ok(())
@@ -290,18 +289,18 @@ fn a_silent_agent_is_noticed() -> Result<()> {
     let guest = small_guest(&pool).pressure("psi").boot()?;
     let report_age_ms =
         || -> Result<Option<u64>> { Ok(guest.get("vm.pressure")?["report_age_ms"].as_u64()) };
-    guest.wait_until("a report has come", GROW_LIMIT, || Ok(report_age_ms()?.is_some()))?;
+    guest.wait_until("a report has arrived", GROW_LIMIT, || Ok(report_age_ms()?.is_some()))?;
     guest.run("killall -STOP foreshore-agent")?;
     guest.wait_until("the last report is 5 s old", GROW_LIMIT, || {
         Ok(report_age_ms()?.is_some_and(|age| age > 5000))
     })?;
     let plugged = zone(&guest, "pm")?.plugged_bytes;
     guest.run("killall -CONT foreshore-agent")?;
-    guest.wait_until("reports come again", GROW_LIMIT, || {
+    guest.wait_until("reports arrive again", GROW_LIMIT, || {
         Ok(report_age_ms()?.is_some_and(|age| age < 5000))
     })?;
     let now = zone(&guest, "pm")?.plugged_bytes;
-    ensure!(now == plugged, "PM went from {plugged} to {now} bytes in a guest at rest");
-    guest.run("pidof foreshore-agent").context("The agent has gone")?;
+    ensure!(now == plugged, "PM changed from {plugged} to {now} bytes in an idle guest");
+    guest.run("pidof foreshore-agent").context("The agent has ended")?;
     guest.no_kernel_complaints()
 }

@@ -85,8 +85,8 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     let guest =
         guest_with_pm(&pool, LARGE_PM_MIB).cmdline("foreshore.zram=256M").pressure("psi").boot()?;
     wait_for_agent(&guest, "live")?;
-    for zone in pressure(&guest)?["zones"].as_array().context("No zones")? {
-        ensure!(zone["driver_ready"] == true, "The driver is not up: {zone}");
+    for zone in pressure(&guest)?["zones"].as_array().context("vm.pressure has no zones")? {
+        ensure!(zone["driver_ready"] == true, "The driver is not ready: {zone}");
     }
     // 1. Every vCPU is busy, and so is a host with one CPU. The guest still gets memory before it
     //    would swap.
@@ -96,7 +96,7 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
         decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
     };
     guest.wait_until("a grow is reached", LIMIT, || has_decided(&guest, grown))?;
-    ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
+    ensure!(vmstat(&guest, "oom_kill")? == 0, "A process was killed");
     let swapped = vmstat(&guest, "pswpout")?;
     ensure!(swapped == 0, "{swapped} pages were swapped out");
     drop((busy, hog));
@@ -113,15 +113,15 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     //    leads to a decision while the flood continues, which lasts until it is ended.
     let (refused_before, decided) = (refused(&guest, "not_json")?, decisions_total(&guest)?);
     let left = ALL - requested_bytes(&guest)?;
-    println!("{} MiB are left to be asked for", left / MIB);
-    ensure!(left > 0, "Nothing is left to be asked for");
+    println!("{} MiB can still be requested", left / MIB);
+    ensure!(left > 0, "No memory can be requested");
     let short = lie(1, uptime_ms(&guest)?, total_bytes(&guest)?);
     let flood = format!(
         "line=$(head -c 4000 /dev/zero | tr '\\0' x); \
          {{ echo '{HELLO}'; yes $line | head -n {FLOOD}; echo '{short}'; yes $line; }} | guest-tool vsock-send 9746"
     );
     let flood = guest.start_script(LIMIT, &flood)?;
-    guest.wait_until("it is decided amid the flood", LIMIT, || {
+    guest.wait_until("the governor decides during the flood", LIMIT, || {
         has_decided(&guest, |decision| {
             let is_new =
                 decision["seq"].as_u64() > Some(decided) && decision["direction"] == "grow";
@@ -129,14 +129,17 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
         })
     })?;
     let amid = refused(&guest, "not_json")?;
-    ensure!(amid - refused_before >= f64::from(FLOOD), "Lines before the report are not counted");
-    guest.wait_until("the flood goes on", LIMIT, || Ok(refused(&guest, "not_json")? > amid))?;
+    ensure!(
+        amid - refused_before >= f64::from(FLOOD),
+        "The metrics do not count the lines before the report"
+    );
+    guest.wait_until("the flood continues", LIMIT, || Ok(refused(&guest, "not_json")? > amid))?;
     // The connection ends with its sender. Lines are long, so that few of them are in transit.
     guest.run("killall yes")?;
     drop(flood);
     wait_for_agent(&guest, "gone")?;
     // Memory that is being plugged would count for the next reports as well.
-    guest.wait_until("the grow is over", LIMIT, || {
+    guest.wait_until("the grow has ended", LIMIT, || {
         Ok(plugged_bytes(&guest)? == requested_bytes(&guest)?)
     })?;
     // 4. False reports of a guest without available memory. They lead to all memory of the zones,
@@ -148,21 +151,21 @@ fn busy_cpus_and_false_reports_do_not_block_decisions() -> Result<()> {
     let lies = lies.chain([lie(6, uptime_ms, 384 * MIB + ALL + 4096)]);
     let lies: Vec<_> = std::iter::once(HELLO.to_owned()).chain(lies).collect();
     guest.run(&format!("printf '%s\\n' '{}' | guest-tool vsock-send 9746", lines(&lies)))?;
-    guest.wait_until("the lies are gone", LIMIT, || {
+    guest.wait_until("the false reports are processed", LIMIT, || {
         Ok(pressure(&guest)?["agent"] == "gone" && refused(&guest, "out_of_range")? > out_of_range)
     })?;
     let (taken, out_of_range) =
         (reports(&guest)? - taken, refused(&guest, "out_of_range")? - out_of_range);
     ensure!(
         (taken, out_of_range) == (5.0, 1.0),
-        "{taken} lies are taken, and {out_of_range} are not"
+        "{taken} false reports were accepted, {out_of_range} were refused"
     );
     let has_grown = requested_bytes(&guest)? > requested || requested == ALL;
-    ensure!(has_grown, "A guest that says that it is short is given nothing");
+    ensure!(has_grown, "The governor did not grow a guest with a shortage");
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
     ensure!(
         dram.requested_bytes <= 128 * MIB && pm.requested_bytes <= LARGE_PM_MIB * MIB,
-        "More than there is"
+        "More memory is requested than exists"
     );
     // 5. The agent returns.
     guest.run("setsid foreshore-agent >/run/agent.log 2>&1 </dev/null &")?;
@@ -197,11 +200,8 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
                 .iter()
                 .any(|state| decision["outcome"]["state"] == *state)
     };
-    guest.wait_until("a shrink is not followed", SHRINK_LIMIT, || has_decided(&guest, tried))?;
-    ensure!(
-        zone(&guest, "dram")?.plugged_bytes == 128 * MIB,
-        "DRAM was taken in place of PM that stays"
-    );
+    guest.wait_until("a shrink times out", SHRINK_LIMIT, || has_decided(&guest, tried))?;
+    ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "DRAM was unplugged instead of PM");
     drop(pins);
     wait_until_plugged(&guest, "pm", 0, SHRINK_LIMIT)?;
     guest.no_kernel_complaints()
@@ -240,7 +240,7 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
         |decision: &Value| decision["direction"] == "hold" && decision["reason"] == "descriptors";
     guest.wait_until("the request is held back", LIMIT, || has_decided(&guest, held))?;
     let before = reports(&guest)?;
-    guest.wait_until("more reports come", LIMIT, || Ok(reports(&guest)? >= before + REPORTS))?;
+    guest.wait_until("more reports arrive", LIMIT, || Ok(reports(&guest)? >= before + REPORTS))?;
     let pm = zone(&guest, "pm")?;
     ensure!(
         (pm.requested_bytes, pm.plugged_bytes) == (0, 0),

@@ -22,7 +22,7 @@ pub(crate) const RAW: &str = "format=raw,size=96M,create=on";
 
 /// Waits until the guest's driver has found the device.
 pub(crate) fn wait_for_bytes(guest: &Guest) -> Result<()> {
-    guest.wait_until_run("/dev/pmem0 is there", IO_LIMIT, "test -b /dev/pmem0")
+    guest.wait_until_run("/dev/pmem0 exists", IO_LIMIT, "test -b /dev/pmem0")
 }
 
 /// Guest with two CPUs and the raw volume `data`, which is created if it is missing.
@@ -46,13 +46,13 @@ fn holds(kernel: Kernel) -> Result<()> {
     wait_for_bytes(&guest)?;
     ensure!(
         guest.run("ls /sys/block")?.lines().all(|name| name != "pmem0s"),
-        "A raw volume has a BTT"
+        "The raw volume has a BTT"
     );
     blocks::write(&guest, "/dev/pmem0", ["direct", "buffered", "buffered"], 3)?;
     blocks::check(&guest, "/dev/pmem0", 3)?;
     // Three rounds of two buffered writers, each with an fdatasync at its end.
     let done = flushes(&guest, "ok")?;
-    ensure!(done >= 6.0, "{done} flushes");
+    ensure!(done >= 6.0, "Only {done} flushes");
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
     guest.no_kernel_complaints()?;
     guest.power_off()?;
@@ -72,14 +72,18 @@ fn raw_flush_failures_are_errors() -> Result<()> {
         let command = format!("guest-tool write-blocks /dev/pmem0 buffered {first} {count} 2 1");
         guest.try_run(IO_LIMIT, &command)
     };
-    ensure!(write(0, 10)?.code == 0, "A flush has failed on a disk that is well");
+    ensure!(write(0, 10)?.code == 0, "A flush failed on an intact disk");
     disk.fill_up()?;
     let output = write(1000, 4000)?;
-    ensure!(output.code != 0, "What cannot be made durable was flushed");
-    ensure!(output.stderr.contains("Cannot sync"), "It failed otherwise: {}", output.stderr);
+    ensure!(output.code != 0, "A flush of lost data succeeded");
+    ensure!(
+        output.stderr.contains("Cannot sync"),
+        "The write failed for another reason: {}",
+        output.stderr
+    );
     ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
     // The data is lost, so the next flush must not succeed.
-    ensure!(write(0, 1)?.code != 0, "A flush after one that failed succeeded");
+    ensure!(write(0, 1)?.code != 0, "A flush succeeded after a failed flush");
     let state = guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
     guest.run("true").map(drop)
@@ -91,7 +95,7 @@ fn raw_is_an_nvdimm_where_a_fence_is_a_flush() -> Result<()> {
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool write-blocks /dev/pmem0 buffered 0 200 1 1")?;
     let config = guest.get("vm.info")?["config"]["pm_volumes"][0].clone();
-    ensure!(config["format"] == "raw", "vm.info says {config}");
+    ensure!(config["format"] == "raw", "Unexpected configuration in vm.info: {config}");
     guest.power_off()?;
     // The other interface provides the same bytes.
     let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;

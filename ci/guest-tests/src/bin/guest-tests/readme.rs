@@ -34,11 +34,12 @@ fn commands() -> Result<(String, String)> {
     let lines: Vec<&str> = block.collect();
     ensure!(
         lines.iter().filter(|line| of_clone(line)).count() == 4,
-        "Not those four lines: {lines:#?}"
+        "The section does not have the expected four lines: {lines:#?}"
     );
     let text = lines.into_iter().filter(|line| !of_clone(line)).collect::<Vec<_>>().join("\n");
-    let (first, second) =
-        text.split_once(OTHER_TERMINAL).context("No commands for another terminal")?;
+    let (first, second) = text
+        .split_once(OTHER_TERMINAL)
+        .context("The section has no commands for another terminal")?;
     Ok((first.to_owned(), second.lines().skip(1).collect::<Vec<_>>().join("\n")))
 }
 
@@ -48,7 +49,7 @@ impl Terminal {
     fn open(commands: &str, output: &Path) -> Result<Self> {
         let guests = std::env::var("GUESTS").unwrap_or_else(|_| "/guests".to_owned());
         let file =
-            File::create(output).with_context(|| format!("Cannot make {}", output.display()))?;
+            File::create(output).with_context(|| format!("Cannot create {}", output.display()))?;
         // The emulated host has wget of busybox and no curl.
         let script = format!(
             "set -e\ncommand -v curl >/dev/null || curl() {{ wget -q -O - \"$2\"; }}\n{commands}"
@@ -94,6 +95,6 @@ fn the_commands_under_use_it_run() -> Result<()> {
     let status = wait_for("the VMM has ended", LIMIT, || Ok(vmm.0.try_wait()?));
     fs::remove_file(POOL)?;
     checked?;
-    ensure!(status?.success(), "The commands ended badly: {}", fs::read_to_string(&console)?);
+    ensure!(status?.success(), "The commands failed: {}", fs::read_to_string(&console)?);
     Ok(())
 }

@@ -65,7 +65,7 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     let swap = run("swap", Config::SwapVirtioBlk, dram_mib(SWAPPING_SHARE_PERCENT))?;
     let missed = unmet("swap", &swap, &alone);
     let seen = missed.iter().any(|(about, _)| *about == About::SwapIns);
-    ensure!(seen, "A guest that swaps has swapped nothing in, or nobody saw it: {missed:?}");
+    ensure!(seen, "The report has no swap-ins of a swapping guest: {missed:?}");
     Ok(())
 }
 
@@ -82,10 +82,13 @@ fn oom_killer_selects_the_load() -> Result<()> {
         .pressure("off")
         .boot()?;
     let score = |process: &str| guest.run(&format!("cat /proc/{process}/oom_score_adj"));
-    ensure!(score("self")? == "0\n", "A script is spared or preferred");
-    ensure!(score("$(pidof guest-shell)")? == "-1000\n", "The guest's shell is not spared");
+    ensure!(score("self")? == "0\n", "The OOM score of a script is adjusted");
+    ensure!(
+        score("$(pidof guest-shell)")? == "-1000\n",
+        "The guest's shell is not exempt from the OOM killer"
+    );
     guest.wait_until_run(
-        "the agent is spared",
+        "the agent is exempt from the OOM killer",
         LIMIT,
         "test $(cat /proc/$(pidof foreshore-agent)/oom_score_adj) = -1000",
     )?;
@@ -97,7 +100,7 @@ fn oom_killer_selects_the_load() -> Result<()> {
         let kills = vmstat(&guest, "oom_kill")?;
         guest.run("dmesg -c >/dev/null")?;
         let end = guest.try_run(LIMIT, &format!("guest-tool load {load} {mib}"))?;
-        ensure!(end.code != 0, "{load} has found {mib} MiB: {end:?}");
+        ensure!(end.code != 0, "{load} fit into {mib} MiB: {end:?}");
         let log = guest.run("dmesg")?;
         // mm/oom_kill.c: Out of memory: Killed process 197 (redis-server) total-vm:...
         let killed = log.lines().filter_map(|line| {
@@ -113,11 +116,14 @@ fn oom_killer_selects_the_load() -> Result<()> {
         let counted = vmstat(&guest, "oom_kill")? - kills;
         ensure!(
             counted == killed.len() as u64 && counted > 0,
-            "{counted} kills, in the log {killed:?}"
+            "The counter has {counted} kills, the log {killed:?}"
         );
-        ensure!(killed.iter().all(|name| programs.contains(name)), "{load} had {killed:?} killed");
+        ensure!(
+            killed.iter().all(|name| programs.contains(name)),
+            "Other programs than those of {load} were killed: {killed:?}"
+        );
         guest.wait_until_run(
-            "its programs have gone",
+            "its programs have ended",
             LIMIT,
             "! pidof redis-server tcc guest-tool",
         )?;

@@ -51,7 +51,7 @@ pub(crate) fn network(nth: u8) -> Result<Net> {
 fn is_moved_by(backend: &str, guest: &Guest, net: &str) -> Result<()> {
     let labels = [("net", net), ("backend", backend)];
     let value = guest.metric("foreshore_net_backend", &labels)?;
-    ensure!(value == 1.0, "The frames of {net} are not moved by {backend}");
+    ensure!(value == 1.0, "{net} does not use {backend}");
     Ok(())
 }
 
@@ -69,7 +69,7 @@ fn is_counted(guest: &Guest, net: &str, least_bytes: usize) -> Result<()> {
     }
     ensure!(
         metrics.value("foreshore_net_broken_queues_total", &[("net", net)])? == 0.0,
-        "A queue broke"
+        "The metrics count a broken queue"
     );
     Ok(())
 }
@@ -78,7 +78,7 @@ fn is_counted(guest: &Guest, net: &str, least_bytes: usize) -> Result<()> {
 fn unwanted(guest: &Guest) -> Result<u64> {
     let counters = guest.run("grep ^Udp: /proc/net/snmp")?;
     let count = counters.lines().nth(1).and_then(|values| values.split(' ').nth(2)?.parse().ok());
-    count.with_context(|| format!("NoPorts in {counters:?}"))
+    count.with_context(|| format!("NoPorts is missing in {counters:?}"))
 }
 
 /// Pauses the guest during a transfer. Nothing reaches the guest during the pause, and nothing is
@@ -96,10 +96,10 @@ fn pauses(guest: &Guest, net: &Net) -> Result<()> {
         for _ in 0..DATAGRAMS {
             socket.send_to(b"for later", (net.guest, 9))?;
         }
-        ensure!(taken(net)? == paused, "Frames reach a guest that is paused");
+        ensure!(taken(net)? == paused, "Frames reached the paused guest");
         guest.command("vm.resume")?;
         // Datagrams, because TCP would retransmit lost data.
-        guest.wait_until("what was sent in the pause is there", IO_LIMIT, || {
+        guest.wait_until("the guest has the bytes sent during the pause", IO_LIMIT, || {
             Ok(unwanted(guest)? >= unwanted_before + DATAGRAMS)
         })?;
         transfer.join().expect("a transfer does not panic")
@@ -166,8 +166,12 @@ fn vhost_interface_is_added_and_removed() -> Result<()> {
         to_guest(&guest, &net, TRANSFER_BYTES / 16)?;
         is_counted(&guest, "lan", TRANSFER_BYTES / 16)?;
         guest.put("vm.remove-device", json!({"id": "lan"}))?;
-        guest.wait_until_run("the guest has let go", IO_LIMIT, "! test -e /sys/class/net/eth0")?;
-        guest.wait_until("the tap has gone", IO_LIMIT, || Ok(!net.is_there()))?;
+        guest.wait_until_run(
+            "the guest has ejected the device",
+            IO_LIMIT,
+            "! test -e /sys/class/net/eth0",
+        )?;
+        guest.wait_until("the tap is removed", IO_LIMIT, || Ok(!net.is_there()))?;
         let open = fs::read_dir(format!("/proc/{}/fd", guest.pid()))?
             .filter_map(|fd| fs::read_link(fd.ok()?.path()).ok())
             .filter(|path| path == Path::new("/dev/vhost-net"))
@@ -214,10 +218,10 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
         under_frames(&guest, &net, || {
             let added = hotplug::add_pmem(&guest, &file, "quay")?;
             hotplug::wait_for_pmem(&guest)?;
-            ensure!(hotplug::remove(&guest, "quay")? == 204, "It is not removed");
+            ensure!(hotplug::remove(&guest, "quay")? == 204, "vm.remove-device failed");
             hotplug::wait_until_gone(&guest, "quay", &added["bdf"])
         })?;
-        guest.wait_until("it is not mapped any more", IO_LIMIT, || {
+        guest.wait_until("the file is no longer mapped", IO_LIMIT, || {
             let maps = fs::read_to_string(format!("/proc/{}/maps", guest.pid()))?;
             Ok(!maps.contains(&file.display().to_string()))
         })?;
@@ -254,7 +258,7 @@ fn without_vhost_net_on_is_refused_and_auto_falls_back() -> Result<()> {
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
     let on = net.builder(",vhost=on").program(&script).name("refused").expect_refusal()?;
     for word in ["--net", "_net0", "/dev/vhost-net", "vhost_net"] {
-        ensure!(on.message.contains(word), "Nothing of {word:?} in: {}", on.message);
+        ensure!(on.message.contains(word), "{word:?} is missing in: {}", on.message);
     }
     let guest = net.builder(",vhost=auto").program(&script).verbose().boot()?;
     net.bring_up(&guest)?;
@@ -263,7 +267,7 @@ fn without_vhost_net_on_is_refused_and_auto_falls_back() -> Result<()> {
     let log = guest.vmm_log()?;
     ensure!(
         log.contains("without vhost-net") && log.contains("/dev/vhost-net"),
-        "It does not say why: {log}"
+        "The log does not name the reason: {log}"
     );
     guest.power_off()
 }

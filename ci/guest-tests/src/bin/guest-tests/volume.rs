@@ -39,7 +39,7 @@ pub(crate) fn guest_with(pool: &Pool, options: &str) -> GuestBuilder {
 }
 
 pub(crate) fn wait_for_disk(guest: &Guest) -> Result<()> {
-    guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")
+    guest.wait_until_run("/dev/pmem0s exists", IO_LIMIT, "test -b /dev/pmem0s")
 }
 
 /// Direct and buffered writers run concurrently on their own thirds of the disk, beside a load that
@@ -70,7 +70,7 @@ fn written_hard(pool: &Pool, kernel: Kernel, cpus: u32, interface: &str) -> Resu
     // The pool is on tmpfs, so there is no media to flush to.
     if interface == "nvdimm" {
         ensure!(!has_hints(&guest)?, "The guest has flush hints");
-        ensure!(flushes(&guest, "ok")? == 0.0, "Flushes have come out");
+        ensure!(flushes(&guest, "ok")? == 0.0, "The VMM received flushes");
     }
     guest.no_kernel_complaints()?;
     Ok(guest)
@@ -150,7 +150,7 @@ pub(crate) fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()
     }
     let checked = guest.run_within(IO_LIMIT, "guest-tool check-files /mnt/data/files /tmp/list")?;
     let expected = format!("checked {}\n", acknowledged.lines().count());
-    ensure!(checked == expected, "{checked:?} instead of {expected:?}");
+    ensure!(checked == expected, "check-files printed {checked:?} instead of {expected:?}");
     Ok(())
 }
 
@@ -158,7 +158,7 @@ pub(crate) fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()
 fn btt_disks(guest: &Guest, count: usize) -> Result<Vec<String>> {
     let disks: Vec<_> = (0..count).map(|number| format!("pmem{number}s")).collect();
     let all_are_there: Vec<_> = disks.iter().map(|disk| format!("test -b /dev/{disk}")).collect();
-    guest.wait_until_run("all disks are there", IO_LIMIT, &all_are_there.join(" && "))?;
+    guest.wait_until_run("all disks exist", IO_LIMIT, &all_are_there.join(" && "))?;
     let size = |disk: String| -> Result<(u64, String)> {
         Ok((guest.run(&format!("cat /sys/block/{disk}/size"))?.trim().parse()?, disk))
     };
@@ -181,7 +181,7 @@ fn a_readonly_volume_takes_no_writes() -> Result<()> {
         .pm_volume(&volume("smallest", "virtio-blk"))
         .boot()?;
     let btt = btt_disks(&guest, 2)?;
-    guest.wait_until_run("/dev/vda is there", IO_LIMIT, "test -b /dev/vda")?;
+    guest.wait_until_run("/dev/vda exists", IO_LIMIT, "test -b /dev/vda")?;
     // If an interface cannot mark its disk read-only, writes fail.
     for (interface, disk, marked) in
         [("nvdimm", &*btt[0], "1"), ("virtio-pmem", &*btt[1], "0"), ("virtio-blk", "vda", "1")]
@@ -201,14 +201,14 @@ fn a_readonly_volume_takes_no_writes() -> Result<()> {
         .count();
     ensure!(
         before.len() == after.len() && changed == 0,
-        "{changed} chunks of the pool have changed"
+        "The guest changed {changed} chunks of the pool"
     );
     Ok(())
 }
 
 fn takes_no_writes(guest: &Guest, disk: &str, marked: &str) -> Result<()> {
     let found = guest.run(&format!("cat /sys/block/{disk}/ro"))?;
-    ensure!(found.trim() == marked, "/sys/block/{disk}/ro is {}, not {marked}", found.trim());
+    ensure!(found.trim() == marked, "/sys/block/{disk}/ro is {} instead of {marked}", found.trim());
     for mode in ["oflag=direct", "conv=fsync"] {
         let write = format!("dd if=/dev/urandom of=/dev/{disk} bs=4096 count=4 {mode}");
         let output = guest.try_run(IO_LIMIT, &write)?;

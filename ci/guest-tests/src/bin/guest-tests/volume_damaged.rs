@@ -30,7 +30,7 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
         disk.damaged = Some(damaged);
     }
     let linux = Linux::boot(&pool, &disks, Kernel::V6_12, 2, "virtio-blk")?;
-    disks.iter().try_for_each(|disk| is_said(disk, &linux.guest.vmm_log()?))?;
+    disks.iter().try_for_each(|disk| is_logged(disk, &linux.guest.vmm_log()?))?;
     // All sectors are readable, before and after the refused writes.
     linux.on_each(|number, node| check(node, &histories[number]))?;
     for (disk, node) in disks.iter().zip(&linux.nodes) {
@@ -52,7 +52,7 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
     let metrics = linux.guest.metrics()?;
     for disk in &disks {
         let failed = metrics.value("foreshore_volume_failed", &[("volume", &disk.name)])?;
-        ensure!(failed == 0.0, "Volume {} has failed, and not an arena of it", disk.name);
+        ensure!(failed == 0.0, "Volume {} failed instead of one of its arenas", disk.name);
         let read_only =
             metrics.value("foreshore_volume_read_only_arenas", &[("volume", &disk.name)])?;
         let expected = f64::from(u8::from(disk.damaged.is_some()));
@@ -68,7 +68,7 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
             let found = (info.has_error, source);
             ensure!(
                 found == expected,
-                "Volume {}, arena {number}: {found:?}, not {expected:?}",
+                "Volume {}, arena {number}: {found:?} instead of {expected:?}",
                 disk.name
             );
         }
@@ -79,7 +79,7 @@ fn damaged_arena_refuses_writes_and_the_other_accepts_them() -> Result<()> {
 
 /// Checks that the VMM's log names the damaged arena, its sectors and the reason, and no other
 /// arena.
-fn is_said(disk: &Disk, log: &str) -> Result<()> {
+fn is_logged(disk: &Disk, log: &str) -> Result<()> {
     let volume = format!("volume=\"{}\"", disk.name);
     let lines =
         log.lines().filter(|line| line.contains("refuses writes") && line.contains(&volume));
@@ -97,7 +97,7 @@ fn is_said(disk: &Disk, log: &str) -> Result<()> {
     let is_whole = lines.len() == 1 && words.iter().all(|word| lines[0].contains(word));
     ensure!(
         is_whole,
-        "Nothing, too much or something else than {words:?} of {}: {lines:?}\n{log}",
+        "The log must have one line with {words:?} about {}; found {lines:?}\n{log}",
         disk.name
     );
     Ok(())
@@ -124,10 +124,7 @@ fn refuses_writes(disk: &Disk, linux: &Linux, node: &str) -> Result<()> {
             let is_error = output.code != 0 && output.stderr.contains("Input/output error");
             ensure!(is_error, "`{command}` in the damaged arena: {output:?}");
             let errors = errors(operation)?;
-            ensure!(
-                errors == f64::from(tried),
-                "{errors} {operation}s have failed, and not {tried}"
-            );
+            ensure!(errors == f64::from(tried), "{errors} {operation}s failed instead of {tried}");
         }
     }
     Ok(())

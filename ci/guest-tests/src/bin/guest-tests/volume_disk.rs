@@ -20,7 +20,7 @@ fn pool_with_volume() -> Result<Pool> {
 }
 
 fn wait_for_disk(guest: &Guest, device: &str) -> Result<()> {
-    guest.wait_until_run("the disk is there", IO_LIMIT, &format!("test -b {device}"))
+    guest.wait_until_run("the disk exists", IO_LIMIT, &format!("test -b {device}"))
 }
 
 fn write_hard(guest: &Guest) -> Result<()> {
@@ -36,7 +36,7 @@ fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
     let labels =
         [("volume", "data"), ("interface", "virtio-blk"), ("operation", "write"), ("result", "ok")];
     let writes = guest.metric("foreshore_volume_operations_total", &labels)?;
-    ensure!(writes >= 1800.0, "{writes} writes");
+    ensure!(writes >= 1800.0, "The metrics count only {writes} writes");
     let volumes = guest.get("vm.volumes")?;
     ensure!(volumes["volumes"][0]["interface"] == "virtio-blk", "{volumes}");
     guest.no_kernel_complaints()?;
@@ -75,7 +75,7 @@ fn a_volume_as_a_disk_shows_its_shape_and_discards() -> Result<()> {
         ("ro", "0"),
     ] {
         let value = guest.run(&format!("cat /sys/block/vda/{file}"))?;
-        ensure!(value.trim() == expected, "{file} is {value:?}, not {expected:?}");
+        ensure!(value.trim() == expected, "{file} is {value:?} instead of {expected:?}");
     }
     guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/dev/vda bs=1M count=8 oflag=direct")?;
     guest.run_within(IO_LIMIT, "blkdiscard -o 1048576 -l 4194304 /dev/vda")?;

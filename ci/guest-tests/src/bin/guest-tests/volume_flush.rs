@@ -62,14 +62,14 @@ pub(crate) fn files_survive_a_power_cut(
     let there = format!("test -b {device}");
     let mount = format!("mkdir -p /mnt/data && mount -t ext4 {device} /mnt/data");
     let guest = guest_with(pool, options).cpus(2).boot()?;
-    guest.wait_until_run("the volume is there", IO_LIMIT, &there)?;
+    guest.wait_until_run("the volume exists", IO_LIMIT, &there)?;
     let make = "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard";
     guest.run_within(IO_LIMIT, &format!("{make} {device} && {mount}"))?;
     let acknowledged = write_files_and_kill(guest, 15)?;
     let pool = Pool::at(&disk.after_power_loss()?);
     pool.check()?;
     let guest = guest_with(&pool, options).boot()?;
-    guest.wait_until_run("the volume is there", IO_LIMIT, &there)?;
+    guest.wait_until_run("the volume exists", IO_LIMIT, &there)?;
     guest.run(&mount)?;
     check_acknowledged(&guest, &acknowledged)?;
     guest.run_within(IO_LIMIT, &format!("umount /mnt/data && e2fsck -fn {device}"))?;
@@ -89,7 +89,7 @@ fn a_failed_flush_pauses_a_guest_with_an_nvdimm() -> Result<()> {
     wait_for_failure(&guest)?;
     let log = guest.vmm_log()?;
     for words in ["The VM is paused", "flush of data failed"] {
-        ensure!(log.contains(words), "Nothing of {words:?} in the log:\n{log}");
+        ensure!(log.contains(words), "{words:?} is missing in the log:\n{log}");
     }
     drop(writer);
     Ok(())
@@ -105,11 +105,15 @@ fn wait_for_failure(guest: &Guest) -> Result<()> {
     ensure!(failed == 1.0, "{failed} flushes have failed before the VM was paused");
     let reason = guest.get("vm.info")?["pause_reason"].clone();
     ensure!(reason.as_str().is_some_and(|text| text.contains("flush of data failed")), "{reason}");
-    ensure!(status(guest)?["state"] == "failed", "vm.volumes says {}", status(guest)?);
-    ensure!(has_failed(guest)? == 1.0, "No metric says that the volume has failed");
+    ensure!(
+        status(guest)?["state"] == "failed",
+        "The volume's state in vm.volumes: {}",
+        status(guest)?
+    );
+    ensure!(has_failed(guest)? == 1.0, "The metrics do not report the failed volume");
     let refused = guest.try_api("PUT", "vm.resume", None)?;
     ensure!(refused.status == 409 && refused.body.contains("flush of data failed"), "{refused:?}");
-    ensure!(guest.get("vm.info")?["state"] == "Paused", "It was resumed");
+    ensure!(guest.get("vm.info")?["state"] == "Paused", "The VM was resumed");
     Ok(())
 }
 
@@ -144,15 +148,15 @@ fn vm_paused_by_a_failed_flush_can_be_rebooted() -> Result<()> {
     room.make_room()?;
     guest.command("vm.reboot")?;
     guest.wait_for_shell(IO_LIMIT)?;
-    ensure!(guest.get("vm.info")?["pause_reason"].is_null(), "It is still paused for something");
+    ensure!(guest.get("vm.info")?["pause_reason"].is_null(), "The VM still has a pause_reason");
     ensure!(status(&guest)?["state"] == "ok" && has_failed(&guest)? == 0.0, "{}", status(&guest)?);
     wait_for_disk(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
     write_blocks(&guest, 50)?;
-    ensure!(flushes(&guest, "error")? == 0.0, "Flushes fail on a device that was mended");
+    ensure!(flushes(&guest, "error")? == 0.0, "Flushes failed on a repaired device");
     // Pause and resume by a client work again.
     guest.command("vm.pause")?;
-    ensure!(guest.get("vm.info")?["state"] == "Paused", "It is not paused");
+    ensure!(guest.get("vm.info")?["state"] == "Paused", "The VM is not paused");
     guest.command("vm.resume")?;
     guest.run("true")?;
     guest.no_kernel_complaints()?;
@@ -165,21 +169,29 @@ fn a_failed_flush_is_an_error_by_virtio_pmem() -> Result<()> {
     let guest = guest_with(&pool, "interface=virtio-pmem").boot()?;
     wait_for_disk(&guest)?;
     write_blocks(&guest, 10)?;
-    ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed on a disk that is well");
+    ensure!(flushes(&guest, "error")? == 0.0, "Flushes failed on an intact disk");
     disk.fill_up()?;
     let write = "guest-tool write-blocks /dev/pmem0s direct 1000 4000 2 1";
     let output = guest.try_run(IO_LIMIT, write)?;
     ensure!(output.code != 0, "A write that cannot be made durable succeeded");
-    ensure!(output.stderr.contains("Cannot write"), "It failed otherwise: {}", output.stderr);
+    ensure!(
+        output.stderr.contains("Cannot write"),
+        "The write failed for another reason: {}",
+        output.stderr
+    );
     ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
     let output =
         guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/pmem0s bs=4096 count=1 conv=fsync")?;
     ensure!(
         output.code != 0 && output.stderr.contains("Input/output error"),
-        "fsync succeeds: {output:?}"
+        "fsync succeeded: {output:?}"
     );
-    ensure!(status(&guest)?["state"] == "failed", "vm.volumes says {}", status(&guest)?);
-    ensure!(has_failed(&guest)? == 1.0, "No metric says that the volume has failed");
+    ensure!(
+        status(&guest)?["state"] == "failed",
+        "The volume's state in vm.volumes: {}",
+        status(&guest)?
+    );
+    ensure!(has_failed(&guest)? == 1.0, "The metrics do not report the failed volume");
     let state = guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
     guest.run("true").map(drop)
@@ -214,7 +226,7 @@ fn writes_synchronously_without_flushes(pool: &Pool) -> Result<()> {
     wait_for_disk(&guest)?;
     ensure!(!has_hints(&guest)?, "The guest has flush hints");
     write_blocks(&guest, 100)?;
-    ensure!(flushes(&guest, "ok")? == 0.0, "Flushes have come out");
+    ensure!(flushes(&guest, "ok")? == 0.0, "The VMM received flushes");
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     pool.check().map(drop)

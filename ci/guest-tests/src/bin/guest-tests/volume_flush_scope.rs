@@ -36,7 +36,8 @@ impl Dirty {
         for line in smaps.lines() {
             let Some((first, rest)) = line.split_once([' ', ':']) else { continue };
             if let Some((start, end)) = first.split_once('-') {
-                let address = |text| u64::from_str_radix(text, 16).context("An address of smaps");
+                let address =
+                    |text| u64::from_str_radix(text, 16).context("Not an address of smaps");
                 let of_pool = line.ends_with(&pool.name());
                 mapped_bytes = of_pool.then_some(address(end)? - address(start)?);
             } else if let (Some(bytes), "Shared_Dirty" | "Private_Dirty") = (mapped_bytes, first) {
@@ -58,13 +59,14 @@ fn written_bytes(mounted: &Path) -> Result<u64> {
     let mounts = fs::read_to_string("/proc/mounts")?;
     let at = mounted.to_str().context("The path is not UTF-8")?;
     let mut fields = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-    let mount =
-        fields.find(|fields| fields.get(1) == Some(&at)).context("Nothing is mounted there")?;
+    let mount = fields
+        .find(|fields| fields.get(1) == Some(&at))
+        .context("The path is not a mount point")?;
     let device = mount[0].trim_start_matches("/dev/");
     let stat = fs::read_to_string(format!("/sys/block/{device}/stat"))?;
     // Linux Documentation/block/stat.rst: the seventh field is the number of sectors written, of
     // 512 bytes.
-    let sectors = stat.split_whitespace().nth(6).context("No seventh number")?;
+    let sectors = stat.split_whitespace().nth(6).context("stat has no seventh number")?;
     Ok(sectors.parse::<u64>()? * 512)
 }
 
@@ -81,17 +83,17 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
         Ok(mem_total_mib(&guest)? > BOOT_MIB)
     })?;
     let log = guest.vmm_log()?;
-    ensure!(log.contains("use a pool on tmpfs or DAX"), "The VMM does not warn:\n{log}");
+    ensure!(
+        log.contains("tmpfs or DAX would be better"),
+        "The log has no warning about the pool's place:\n{log}"
+    );
     wait_for_disk(&guest)?;
     ensure!(has_hints(&guest)?, "The guest has no flush hints, which a page cache needs");
     let hog = guest.hog(HOG_MIB, IO_LIMIT)?;
 
     // 1. The guest flushes a volume with few dirty pages, while much of its memory is dirty.
     let (before, written_before) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())?);
-    ensure!(
-        before.lent_bytes >= 32 * MIB,
-        "Too little of the lent memory is dirty to tell: {before:?}"
-    );
+    ensure!(before.lent_bytes >= 32 * MIB, "Too little of the lent memory is dirty: {before:?}");
     let flushes_before = flushes(&guest, "ok")?;
     write_blocks(&guest, 100)?;
     let more_flushes = flushes(&guest, "ok")? - flushes_before;
@@ -99,10 +101,10 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     ensure!(more_flushes >= 400.0, "{more_flushes} flushes for 100 blocks");
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
     let (after, written) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
-    ensure!(after.volume_bytes == 0, "Not all of the volume has been written: {after:?}");
+    ensure!(after.volume_bytes == 0, "A part of the volume was not written: {after:?}");
     ensure!(
         after.lent_bytes >= before.lent_bytes,
-        "Lent memory has been written: {before:?}, {after:?}"
+        "Lent memory was written: {before:?}, {after:?}"
     );
     ensure!(
         written < before.lent_bytes / 2,
@@ -115,11 +117,11 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
         (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
     ensure!(
         at_end.lent_bytes < after.lent_bytes / 2,
-        "fdatasync is not seen: {after:?}, {at_end:?}"
+        "fdatasync wrote no lent memory: {after:?}, {at_end:?}"
     );
     ensure!(
         written_at_end > written + after.lent_bytes / 2,
-        "fdatasync has written {written_at_end} bytes"
+        "fdatasync wrote {written_at_end} bytes"
     );
     println!(
         "400 flushes: {} KiB written, {} KiB of lent memory still dirty; fdatasync: {} KiB written",

@@ -60,7 +60,7 @@ fn grows(kernel: Kernel, interface: &str) -> Result<()> {
     make_file_system(&before)?;
     before.run(MOUNT)?;
     let acknowledged = acknowledge_files(&before)?;
-    who_has_it_is_named(&pool, &before)?;
+    holder_is_named(&pool, &before)?;
     let size_bytes = disk_bytes(&before)?;
     before.run("umount /mnt/data")?;
     before.power_off()?;
@@ -103,12 +103,12 @@ fn acknowledge_files(guest: &Guest) -> Result<String> {
         acknowledged += &(writer.next_line().context("The writer ended")? + "\n");
     }
     drop(writer);
-    guest.wait_until_run("the writer has gone", IO_LIMIT, "! pidof guest-tool")?;
+    guest.wait_until_run("the writer has ended", IO_LIMIT, "! pidof guest-tool")?;
     Ok(acknowledged)
 }
 
 /// Neither pool nor volume can grow while a VM uses them.
-fn who_has_it_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
+fn holder_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
     let holder = format!("process {} (foreshore)", guest.pid());
     let size = pool.path().metadata()?.len();
     refused(
@@ -116,7 +116,7 @@ fn who_has_it_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
         &[&pool.name(), &holder],
     )?;
     refused(&["grow", &pool.name(), "--size", "128M"], &[&pool.name(), &holder])?;
-    ensure!(pool.path().metadata()?.len() == size, "A pool in use has another size");
+    ensure!(pool.path().metadata()?.len() == size, "The size of a pool in use has changed");
     Ok(())
 }
 
@@ -130,7 +130,7 @@ fn grow(pool: &Pool) -> Result<()> {
     pool.check()?;
     let refusal = guest_with(pool, "size=32M").expect_refusal()?;
     for word in ["--pm-volume", "data", "32 MiB", "96 MiB"] {
-        ensure!(refusal.message.contains(word), "Nothing of {word:?} in: {}", refusal.message);
+        ensure!(refusal.message.contains(word), "{word:?} is missing in: {}", refusal.message);
     }
     Ok(())
 }

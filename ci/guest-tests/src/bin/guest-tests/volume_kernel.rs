@@ -40,7 +40,7 @@ fn warnings(guest: &Guest) -> Result<usize> {
 fn tells(kernel: Kernel, cmdline: &str, model: &str) -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
     let guest = guest_with(&pool, "interface=nvdimm").kernel(kernel).cmdline(cmdline).boot()?;
-    guest.wait_until("the agent has said who it is", HELLO_LIMIT, || {
+    guest.wait_until("the agent has sent its hello", HELLO_LIMIT, || {
         Ok(!guest_kernel(&guest)?.is_null())
     })?;
     let told = guest_kernel(&guest)?;
@@ -52,9 +52,9 @@ fn tells(kernel: Kernel, cmdline: &str, model: &str) -> Result<()> {
     ensure!(judged(&guest)?["verdict"] == "safe", "{told}: {}", judged(&guest)?);
     ensure!(
         verdicts(&guest, "safe")? >= 1.0 && verdicts(&guest, "unsafe")? == 0.0,
-        "The metric says otherwise"
+        "The metric has another verdict"
     );
-    ensure!(warnings(&guest)? == 0, "A safe kernel is warned of");
+    ensure!(warnings(&guest)? == 0, "The log has a warning about a safe kernel");
     guest.power_off()
 }
 
@@ -70,14 +70,18 @@ fn affected_kernel_causes_one_warning() -> Result<()> {
     let guest = guest_with(&pool, "interface=nvdimm").cmdline("foreshore.agent=off").boot()?;
     ensure!(
         guest_kernel(&guest)?.is_null() && judged(&guest)?.is_null(),
-        "Nobody has said a kernel yet"
+        "The kernel has a verdict before the hello"
     );
     for round in 1..=3 {
         say_hello(&guest, "6.12.57", "full")?;
-        guest.wait_until("the kernel is judged", HELLO_LIMIT, || {
+        guest.wait_until("the kernel has a verdict", HELLO_LIMIT, || {
             Ok(verdicts(&guest, "unsafe")? >= f64::from(round))
         })?;
-        ensure!(warnings(&guest)? == 1, "Round {round}: {} warnings", warnings(&guest)?);
+        ensure!(
+            warnings(&guest)? == 1,
+            "Round {round}: {} warnings instead of 1",
+            warnings(&guest)?
+        );
     }
     let reason = judged(&guest)?["reason"].clone();
     ensure!(reason.as_str().is_some_and(|reason| reason.contains("6.12.57")), "{reason}");
@@ -94,9 +98,9 @@ fn affected_kernel_causes_one_warning() -> Result<()> {
     ensure!(told["release"] == "6.12.57" && verdicts(&guest, "unsafe")? == 3.0, "{told}");
     // A report of a kernel that is no risk to the volume causes no warning either.
     say_hello(&guest, "6.12.57", "voluntary")?;
-    guest.wait_until("it is judged anew", HELLO_LIMIT, || {
+    guest.wait_until("the kernel has a new verdict", HELLO_LIMIT, || {
         Ok(judged(&guest)?["verdict"] == "safe")
     })?;
-    ensure!(warnings(&guest)? == 1, "{} warnings", warnings(&guest)?);
+    ensure!(warnings(&guest)? == 1, "{} warnings instead of 1", warnings(&guest)?);
     guest.run("true").map(drop).context("The guest runs on")
 }

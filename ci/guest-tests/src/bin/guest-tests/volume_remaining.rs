@@ -50,7 +50,7 @@ fn check_size(pool: &Pool) -> Result<()> {
     let info = pool.info()?;
     ensure!(
         info["volume_bytes"] == REST && info["volumes"] == 1,
-        "The volume has not {REST} bytes: {info}"
+        "The volume does not have {REST} bytes: {info}"
     );
     Ok(())
 }
@@ -63,7 +63,7 @@ fn leaves_memory(kernel: Kernel) -> Result<()> {
     check_size(&pool)?;
     let (hog, held) = fill(&first, 700)?;
     ensure!(held, "The load was killed: {}", first.get("vm.memory")?);
-    ensure!(vmstat(&first, "oom_kill")? == 0, "Something was killed");
+    ensure!(vmstat(&first, "oom_kill")? == 0, "A process was killed");
     let lent_bytes = zone(&first, "pm")?.plugged_bytes;
     ensure!(lent_bytes >= 320 * MIB, "Only {lent_bytes} bytes of PM are lent");
     drop(hog);
@@ -122,20 +122,20 @@ fn failed_start_leaves_nothing_behind() -> Result<()> {
         );
         ensure!(
             refusal.message.contains("deleted the volume"),
-            "It created no volume: {}",
+            "The VMM did not create the volume: {}",
             refusal.message
         );
         ensure_no_volumes(&pool)?;
         pool.check()?;
     }
     let left: Vec<_> = names_in(&dir)?.difference(&before).cloned().collect();
-    ensure!(left.iter().all(|name| name.ends_with(".log")), "The starts have left {left:?}");
+    ensure!(left.iter().all(|name| name.ends_with(".log")), "The failed starts left {left:?}");
     // The refusal contains the numbers and precedes any creation.
     let refusal = guest(&pool, "nvdimm")
         .pm_volume(&format!("pool={},name=more,size=600M,create=on", pool.name()))
         .expect_refusal()?;
     for part in ["--pm-memory", "512 MiB", "420 MiB", "600 MiB"] {
-        ensure!(refusal.message.contains(part), "Nothing of {part:?} in: {}", refusal.message);
+        ensure!(refusal.message.contains(part), "{part:?} is missing in: {}", refusal.message);
     }
     ensure_no_volumes(&pool)
 }

@@ -52,7 +52,7 @@ fn pool_info(guest: &Guest) -> Result<Value> {
     let answer = guest.get("pool.info")?;
     let pools =
         answer["pools"].as_array().with_context(|| format!("pool.info has no pools: {answer}"))?;
-    ensure!(pools.len() == 1, "Not one pool: {answer}");
+    ensure!(pools.len() == 1, "Not exactly one pool: {answer}");
     Ok(pools[0].clone())
 }
 
@@ -60,7 +60,7 @@ fn pool_info(guest: &Guest) -> Result<Value> {
 /// only zone of PM, and that `pool.info`, the metrics and `pmvol info` agree.
 pub(crate) fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
     guest.wait_until(
-        "the pool has lent what is plugged, and nothing waits to be erased",
+        "the pool lends as much as is plugged, and scrubbing has ended",
         REST_LIMIT,
         || {
             let info = pool_info(guest)?;
@@ -86,12 +86,12 @@ pub(crate) fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<(
     ] {
         ensure!(
             number(name)? as f64 == metered_bytes,
-            "{name}: {metered_bytes} are metered, of {info}"
+            "{name}: the metric has {metered_bytes} bytes, pool.info {info}"
         );
     }
-    let told = info.as_object().context("A pool is an object")?;
+    let told = info.as_object().context("The pool is not an object")?;
     for (name, told) in told.iter().filter(|(name, _)| *name != "status") {
-        ensure!(by_pmvol[name] == *told, "{name}: {info}, and pmvol says {by_pmvol}");
+        ensure!(by_pmvol[name] == *told, "{name}: {info} differs from pmvol's {by_pmvol}");
     }
     let states = [
         "free_bytes",
