@@ -50,11 +50,11 @@ impl Calls {
             Err(Error::Api(error)) if error.code.as_u16() == status => {
                 let messages: Vec<String> =
                     serde_json::from_str(&error.body).with_context(|| error.body)?;
-                ensure!(!messages.is_empty(), "{call}: a refusal without a reason");
+                ensure!(!messages.is_empty(), "{call}: the refusal has no reason");
                 Ok(())
             }
-            Err(error) => bail!("{call}: {error}, and not {status}"),
-            Ok(_) => bail!("{call} is answered, and not by {status}"),
+            Err(error) => bail!("{call}: {error} instead of {status}"),
+            Ok(_) => bail!("{call} succeeded instead of returning {status}"),
         }
     }
 
@@ -69,13 +69,13 @@ impl Calls {
         match answer.await {
             Err(Error::Serde(error)) if error.is_eof() => Ok(()),
             Err(error) => bail!("{call}: {error}"),
-            Ok(_) => bail!("{call} is answered as if the VM ran"),
+            Ok(_) => bail!("{call} returned a body as for a running VM"),
         }
     }
 
     async fn state(&mut self, expected: VmState) -> Result<()> {
         let info = self.ok("vm.info", self.api.vm_info_get()).await?;
-        ensure!(info.state == expected, "The VM is {:?} and not {expected:?}", info.state);
+        ensure!(info.state == expected, "The VM is {:?} instead of {expected:?}", info.state);
         Ok(())
     }
 
@@ -92,7 +92,7 @@ impl Calls {
         };
         tokio::time::timeout(PATIENCE, looks)
             .await
-            .with_context(|| format!("It is not so: {what}"))?
+            .with_context(|| format!("Timed out waiting until {what}"))?
     }
 
     async fn until_it_has(&self, bytes: i64) -> Result<()> {
@@ -239,7 +239,7 @@ async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
             let tree = calls.api.vm_info_get().await?.device_tree.unwrap_or_default();
             Ok(!tree.contains_key(&id))
         };
-        calls.until(&format!("{id} is gone"), is_gone).await?;
+        calls.until(&format!("{id} is removed"), is_gone).await?;
     }
 
     calls.ok("vm.pause", calls.api.pause_vm()).await?;

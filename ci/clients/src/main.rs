@@ -18,18 +18,18 @@ use guest_tests::tap;
 fn until_up() -> Result<()> {
     println!("until up");
     let read = stdin().lock().read_line(&mut String::new())?;
-    ensure!(read > 0, "Nobody says that the guest is up");
+    ensure!(read > 0, "Standard input ended before the guest was up");
     Ok(())
 }
 
 fn run() -> Result<()> {
     let mut args = std::env::args().skip(1);
-    let client = args.next().context("Which client?")?;
+    let client = args.next().context("The name of the client is missing")?;
     let paths: Vec<PathBuf> = args.by_ref().take(9).map(PathBuf::from).collect();
     let [api_socket, kernel, initramfs, console, vsock, first, second, pmem, events] = &paths[..]
     else {
         bail!(
-            "API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM EVENTS are wanted, and not {paths:?}"
+            "Expected API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM EVENTS, got {paths:?}"
         );
     };
     let vm = Vm {

@@ -50,16 +50,14 @@ impl Connection {
             let mut byte = [0];
             self.0
                 .read_exact(&mut byte)
-                .context("The connection ended before the answer's head did")?;
+                .context("The connection closed within the response's header")?;
             head.push(byte[0]);
         }
         let head = String::from_utf8(head)?;
         let (status, len) =
-            parse(&head).with_context(|| format!("An answer that cannot be read: {head:?}"))?;
+            parse(&head).with_context(|| format!("Cannot parse the response: {head:?}"))?;
         let mut body = vec![0; len];
-        self.0
-            .read_exact(&mut body)
-            .context("The connection ended before the answer's body did")?;
+        self.0.read_exact(&mut body).context("The connection closed within the response's body")?;
         Ok(Response { status, body: String::from_utf8(body)? })
     }
 
@@ -72,7 +70,7 @@ impl Connection {
     /// Makes a call for which the client accepts only this status.
     pub(crate) fn expect(&mut self, status: u16, request: &str) -> Result<Response> {
         let answer = self.call(request)?;
-        ensure!(answer.status == status, "{request:?} is answered by {answer:?}, not by {status}");
+        ensure!(answer.status == status, "{request:?} returned {answer:?} instead of {status}");
         Ok(answer)
     }
 }

@@ -19,7 +19,7 @@ use foreshore_devices::events::{Event, Events, Monitor};
 use serde_json::json;
 
 /// State of the simulated VM.
-struct Said {
+struct CreatedVm {
     config: Box<VmConfig>,
     state: VmState,
     memory_bytes: u64,
@@ -27,12 +27,12 @@ struct Said {
 }
 
 struct Owner {
-    vm: Option<Said>,
+    vm: Option<CreatedVm>,
     events: Events,
 }
 
 impl Owner {
-    fn said(&mut self) -> Result<&mut Said, VmError> {
+    fn created(&mut self) -> Result<&mut CreatedVm, VmError> {
         self.vm.as_mut().ok_or(VmError::NotCreated)
     }
 
@@ -43,20 +43,19 @@ impl Owner {
         from: &[VmState],
         to: VmState,
     ) -> Result<(), VmError> {
-        let said = self.said()?;
-        if !from.contains(&said.state) {
-            return Err(VmError::WrongState { verb, state: said.state, needs: "another" });
+        let created = self.created()?;
+        if !from.contains(&created.state) {
+            return Err(VmError::WrongState { verb, state: created.state, needs: "another" });
         }
-        said.state = to;
+        created.state = to;
         self.events.tell(event);
         Ok(())
     }
 
     fn info(&mut self) -> Result<VmInfo, VmError> {
-        let said = self.said()?;
-        let state = format!("{:?}", said.state);
-        let info =
-            json!({"config": said.config, "state": state, "memory_actual_size": said.memory_bytes});
+        let created = self.created()?;
+        let state = format!("{:?}", created.state);
+        let info = json!({"config": created.config, "state": state, "memory_actual_size": created.memory_bytes});
         Ok(serde_json::from_value(info).expect("vm.info's fields"))
     }
 
@@ -65,30 +64,33 @@ impl Owner {
             return Err(VmError::AlreadyCreated);
         }
         let memory_bytes = config.memory.size;
-        self.vm = Some(Said { config, state: VmState::Created, memory_bytes, devices: 0 });
+        self.vm = Some(CreatedVm { config, state: VmState::Created, memory_bytes, devices: 0 });
         Ok(())
     }
 
     fn add(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
-        let said = self.said()?;
+        let created = self.created()?;
         if let DeviceConfig::Net(net) = device {
             // A request with an address also passes the queue.
             assert_eq!(net.fds.len(), usize::from(net.mac.is_some()), "{net:?}");
-            said.config.net.push(net);
+            created.config.net.push(net);
         }
-        said.devices += 1;
+        created.devices += 1;
         // The strict client names the first device that it adds to a running VM.
-        let id =
-            if said.devices == 2 { "disk1".to_owned() } else { format!("_device{}", said.devices) };
-        let bdf = format!("0000:00:{:02x}.0", said.devices);
-        Ok((said.state != VmState::Created).then_some(PciDeviceInfo { id, bdf }))
+        let id = if created.devices == 2 {
+            "disk1".to_owned()
+        } else {
+            format!("_device{}", created.devices)
+        };
+        let bdf = format!("0000:00:{:02x}.0", created.devices);
+        Ok((created.state != VmState::Created).then_some(PciDeviceInfo { id, bdf }))
     }
 
     fn resize(&mut self, resize: &ResizeRequest) -> Result<(), VmError> {
-        let said = self.said()?;
-        said.memory_bytes = resize.desired_ram.unwrap_or(said.memory_bytes);
-        if said.config.memory.resizes_by_acpi() {
-            said.config.memory.size = said.memory_bytes;
+        let created = self.created()?;
+        created.memory_bytes = resize.desired_ram.unwrap_or(created.memory_bytes);
+        if created.config.memory.resizes_by_acpi() {
+            created.config.memory.size = created.memory_bytes;
         }
         Ok(())
     }
@@ -128,7 +130,7 @@ impl Owner {
                 );
             }
             VmRequest::PowerButton(reply) | VmRequest::Nmi(reply) => {
-                let told = self.said().and_then(|said| match said.state {
+                let told = self.created().and_then(|created| match created.state {
                     Running | Paused => Ok(()),
                     state => Err(VmError::WrongState { verb: "a change", state, needs: "running" }),
                 });
@@ -198,7 +200,7 @@ fn against<T: Send + 'static>(
         let mut owner = Owner { vm: None, events: events.clone() };
         if let Some(config) = started_with {
             owner.create(Box::new(config)).unwrap();
-            owner.said().unwrap().state = VmState::Running;
+            owner.created().unwrap().state = VmState::Running;
         }
         let owner = tokio::spawn(own(requests, owner));
         let socket =
@@ -229,7 +231,7 @@ fn every_replay_succeeds() {
     for (name, replay) in replay::ALL {
         let started_with = (*name == "flintlock").then(|| {
             serde_json::from_value(json!({"payload": {"kernel": "/vmlinuz"}}))
-                .expect("the least there can be")
+                .expect("a minimal configuration")
         });
         against(started_with, |vm| replay(vm, &|| Ok(())))
             .unwrap_or_else(|error| panic!("{name}: {error:#}"));

@@ -34,9 +34,9 @@ impl Spent {
 
     fn parse(text: &str) -> Result<Self> {
         let numbers = text.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>();
-        match numbers.with_context(|| format!("What was spent comes to {text:?}"))?[..] {
+        match numbers.with_context(|| format!("Unexpected CPU statistics: {text:?}"))?[..] {
             [uptime_s, agent_ns, monitors_ns] => Ok(Self { uptime_s, agent_ns, monitors_ns }),
-            _ => bail!("What was spent comes to {text:?}"),
+            _ => bail!("Unexpected CPU statistics: {text:?}"),
         }
     }
 
@@ -51,7 +51,9 @@ pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     let guest = Guest::builder().memory("size=1G").pressure("psi").boot()?;
     let reports = || -> Result<u64> {
         let info = guest.get("vm.pressure")?;
-        info["details"]["reports"].as_u64().with_context(|| format!("No number of reports: {info}"))
+        info["details"]["reports"]
+            .as_u64()
+            .with_context(|| format!("vm.pressure has no number of reports: {info}"))
     };
     for _ in 0..MOST_SPANS {
         let (before, reports_before) = (Spent::read(&guest)?, reports()?);
@@ -70,7 +72,7 @@ pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
         samples.add(Row::AgentRss, FORESHORE, rss_kib / 1024.0);
         return Ok(());
     }
-    bail!("The agent does not come to rest")
+    bail!("The agent does not become idle")
 }
 
 #[cfg(test)]

@@ -22,8 +22,8 @@ pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
         Vm::Cli(guest) => rest(&guest.api_socket())?,
         Vm::Qemu(guest) => qmp(guest.qmp_socket())?,
     };
-    samples.add(Row::ApiMedian, vmm.name(), median(&times_us).context("No calls")?);
-    samples.add(Row::ApiP99, vmm.name(), p99(&times_us).context("No calls")?);
+    samples.add(Row::ApiMedian, vmm.name(), median(&times_us).context("No calls were measured")?);
+    samples.add(Row::ApiP99, vmm.name(), p99(&times_us).context("No calls were measured")?);
     Ok(())
 }
 
@@ -53,7 +53,7 @@ fn rest(path: &Path) -> Result<Vec<f64>> {
         let (mut line, mut len) = (String::new(), 0);
         while line != "\r\n" {
             line.clear();
-            ensure!(stream.read_line(&mut line)? > 0, "The connection has ended");
+            ensure!(stream.read_line(&mut line)? > 0, "The VMM closed the connection");
             if let Some((_, value)) = line.to_ascii_lowercase().split_once("content-length:") {
                 len = value.trim().parse()?;
             }
@@ -76,7 +76,7 @@ fn qmp(path: &Path) -> Result<Vec<f64>> {
         line.clear();
         while !line.contains("\"return\"") {
             line.clear();
-            ensure!(stream.read_line(&mut line)? > 0, "The connection has ended");
+            ensure!(stream.read_line(&mut line)? > 0, "The VMM closed the connection");
         }
         Ok(())
     })

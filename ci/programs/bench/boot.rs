@@ -35,7 +35,10 @@ fn wait_for_init(vm: &Vm, started: Instant) -> Result<Duration> {
             return Ok(started.elapsed());
         }
         vm.still_running()?;
-        ensure!(started.elapsed() < BOOT_LIMIT, "The guest has not come to its init");
+        ensure!(
+            started.elapsed() < BOOT_LIMIT,
+            "The guest did not start its init within {BOOT_LIMIT:?}"
+        );
         thread::sleep(LOOK_INTERVAL);
     }
 }

@@ -48,7 +48,7 @@ pub(crate) struct IdleThread {
 
 impl IdleThread {
     pub(crate) fn start() -> Result<Self> {
-        let (told, tell) = io::pipe().context("No pipe")?;
+        let (told, tell) = io::pipe().context("Cannot create a pipe")?;
         let (answers, answered) = mpsc::sync_channel(1);
         let started = Instant::now();
         thread::spawn(move || answers.send(idle(told, started, &answers)));
@@ -78,7 +78,7 @@ impl IdleThread {
     fn wake(&mut self) -> Result<()> {
         let now_ns = u64::try_from(self.started.elapsed().as_nanos())?;
         self.tell.write_all(&now_ns.to_ne_bytes())?;
-        self.times.extend(self.answered.recv().context("The idle thread is gone")??);
+        self.times.extend(self.answered.recv().context("The idle thread has ended")??);
         Ok(())
     }
 }
@@ -119,7 +119,7 @@ struct Governor {
 
 impl Governor {
     fn new() -> Result<Self> {
-        let policy = Policy::from_name("psi").context("No policy psi")?;
+        let policy = Policy::from_name("psi").context("The policy psi does not exist")?;
         let zones = vec![ZoneSizes::empty(0, Tier::Pm, 768 * MIB)];
         let host = HostView {
             boot_bytes: 384 * MIB,
@@ -179,7 +179,7 @@ impl Governor {
                 Ok(())
             }
             Ok(AgentMessage::Hello(_)) => Ok(()),
-            Err(refusal) => bail!("A report is refused: {refusal}"),
+            Err(refusal) => bail!("The report was refused: {refusal}"),
         }
     }
 }

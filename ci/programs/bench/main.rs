@@ -74,7 +74,7 @@ fn groups(names: &str) -> Result<Vec<&'static str>> {
         match all_groups().find(|known| *known == name) {
             Some(group) => groups.push(group),
             None if name == "peers" => groups.extend(PEERS),
-            None => bail!("no measurement {name:?}\n{USAGE}"),
+            None => bail!("no such measurement: {name:?}\n{USAGE}"),
         }
     }
     Ok(groups)
@@ -144,10 +144,10 @@ fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> R
                 *samples = with_these;
                 return;
             }
-            Err(error) => eprintln!("bench:   that of {} is no figure: {error:#}", vmm.name()),
+            Err(error) => eprintln!("bench:   the measurement of {} failed: {error:#}", vmm.name()),
         }
     }
-    eprintln!("bench:   {} goes without: it has failed {TRIES} times", vmm.name());
+    eprintln!("bench:   {} is left out: its measurement failed {TRIES} times", vmm.name());
 }
 
 /// Removes a file that must not exist before the VMM creates it.

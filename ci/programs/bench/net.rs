@@ -108,5 +108,5 @@ fn add(
 fn stop<const COUNT: usize>(vms: [Vm; COUNT]) -> Result<()> {
     drop(vms);
     let is_there = |tap: &&str| Path::new("/sys/class/net").join(tap).exists();
-    wait_until("the taps are gone", LIMIT, || Ok(!TAPS.iter().any(&is_there)))
+    wait_until("the taps are removed", LIMIT, || Ok(!TAPS.iter().any(&is_there)))
 }

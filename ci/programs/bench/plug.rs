@@ -25,11 +25,11 @@ pub(crate) fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     wait_for_rest(vm.pid())?;
     samples.add(Row::Plug, vmm.name(), resize(&vm, PLUG_MIB * MIB)?.as_secs_f64());
     // The driver adds the last block and brings it online after plugging it.
-    wait_until("all of it is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
+    wait_until("all memory is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
     wait_for_rest(vm.pid())?;
     samples.add(Row::Unplug, vmm.name(), resize(&vm, 0)?.as_secs_f64());
     resize(&vm, PLUG_MIB * MIB)?;
-    wait_until("all of it is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
+    wait_until("all memory is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
     vm.run(&format!(
         "mount -o remount,size=100% /dev/shm; dd if=/dev/zero of=/dev/shm/used bs=1M count={USED_MIB}; rm /dev/shm/used"
     ))?;
@@ -45,7 +45,7 @@ fn resize(vm: &Vm, bytes: u64) -> Result<Duration> {
     while vm.plugged_bytes()? != bytes {
         ensure!(
             started.elapsed() < LIMIT,
-            "{bytes} bytes are not plugged, but {}",
+            "{} bytes are plugged instead of {bytes}",
             vm.plugged_bytes()?
         );
         thread::sleep(LOOK_INTERVAL);

@@ -81,7 +81,7 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         let before_bytes = wait_for_rest(&guest)?;
         let Some(burst) = idle.during(|| burst_to_online(&guest))? else {
             enough += 1;
-            ensure!(enough < BURSTS, "The guest has enough for a burst, again and again");
+            ensure!(enough < BURSTS, "The guest had enough memory for {BURSTS} bursts");
             continue;
         };
         resize(&guest, before_bytes)?;
@@ -89,7 +89,7 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         resize(&guest, before_bytes)?;
         guest.put("vm.pressure", json!({ "resume": true, "zone": "pm" }))?;
         eprintln!(
-            "bench:     {} MiB asked for on top of {}",
+            "bench:     {} MiB requested on top of {}",
             burst.asked_bytes / MIB,
             before_bytes / MIB
         );
@@ -99,8 +99,10 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         bursts.push(burst.to_online.as_secs_f64());
         requests.push(request.as_secs_f64());
     }
-    let (burst, request) =
-        (median(&bursts).context("no burst")?, median(&requests).context("no request")?);
+    let (burst, request) = (
+        median(&bursts).context("no burst was measured")?,
+        median(&requests).context("no request was measured")?,
+    );
     samples.add(Row::BurstOverRequest, FORESHORE, burst - request);
     let metrics = guest.metrics()?;
     for (row, share) in [(Row::ReportToPlan, 0.5), (Row::ReportToPlanP99, 0.99)] {
@@ -134,7 +136,8 @@ fn plugged_and_requested(guest: &Guest) -> Result<(u64, u64)> {
     let info = guest.get("vm.memory")?;
     let zones = info["zones"].as_array().context("vm.memory has no zones")?;
     let zone = zones.iter().find(|zone| zone["id"] == "pm").context("vm.memory has no PM")?;
-    let number = |key: &str| zone[key].as_u64().with_context(|| format!("No {key}: {zone}"));
+    let number =
+        |key: &str| zone[key].as_u64().with_context(|| format!("The zone has no {key}: {zone}"));
     Ok((number("plugged_bytes")?, number("requested_bytes")?))
 }
 
@@ -176,18 +179,18 @@ fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
     let mut script = guest.start_script(LIMIT, &format!("exec guest-tool burst {BURST_MIB}"))?;
     let (mut begun, mut held) = (None, None);
     let online = loop {
-        match clocks.next(&mut script).context("While the burst went on")? {
+        match clocks.next(&mut script).context("During the burst")? {
             (Line::Begin, at) => begun = Some(at),
             (Line::Total, at) => break at,
             (Line::Held, at) => held = Some(at),
             (Line::Tick, at) if held.is_some_and(|held| at > held + ENOUGH) => return Ok(None),
-            (Line::Tick, at) => ensure!(at < LIMIT, "The burst has not come to its end in {at:?}"),
+            (Line::Tick, at) => ensure!(at < LIMIT, "The burst did not end within {at:?}"),
         }
     };
-    let begun = begun.context("Memory came before the burst")?;
+    let begun = begun.context("Memory came online before the burst")?;
     let info = guest.get("vm.pressure?decisions=1000")?;
     let asked_at = clocks.started.elapsed();
-    let decisions = info["decisions"].as_array().context("No decisions")?;
+    let decisions = info["decisions"].as_array().context("vm.pressure has no decisions")?;
     let is_grow = |decision: &&Value| {
         decision["direction"] == "grow"
             && decision["seq"].as_u64() > Some(last)
@@ -195,9 +198,9 @@ fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
     };
     // The list begins with the newest decision.
     let grow = decisions.iter().rev().find(is_grow);
-    let grow = grow.with_context(|| format!("Memory came, and nobody decided it: {info}"))?;
+    let grow = grow.with_context(|| format!("Memory came online without a decision: {info}"))?;
     let age =
-        grow["age_ms"].as_u64().map(Duration::from_millis).context("A decision without an age")?;
+        grow["age_ms"].as_u64().map(Duration::from_millis).context("Decision without an age")?;
     drop(script);
     guest.wait_until_run("the burst's memory is free", LIMIT, "! pgrep -f '^guest-tool burst'")?;
     Ok(Some(Burst {
@@ -217,7 +220,7 @@ fn request_to_online(guest: &Guest, bytes: u64) -> Result<Duration> {
     let mut script = guest.start_script(LIMIT, "exec guest-tool burst 0")?;
     for _ in 0..TICKS {
         let (line, _) = clocks.next(&mut script)?;
-        ensure!(line != Line::Total, "Memory came that nobody asked for");
+        ensure!(line != Line::Total, "Memory came online without a request");
     }
     let requested = clocks.started.elapsed();
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": bytes }))?;
@@ -226,7 +229,7 @@ fn request_to_online(guest: &Guest, bytes: u64) -> Result<Duration> {
         if line == Line::Total {
             break at;
         }
-        ensure!(at < LIMIT, "Nothing has come online in {at:?}");
+        ensure!(at < LIMIT, "No memory came online within {at:?}");
     };
     Ok((online + clocks.offset).saturating_sub(requested))
 }
@@ -272,7 +275,7 @@ impl Line {
             ["held", at] => (Self::Held, at),
             ["total", at, _] => (Self::Total, at),
             ["tick", at] => (Self::Tick, at),
-            _ => bail!("guest-tool burst says {line:?}"),
+            _ => bail!("Unexpected line of guest-tool burst: {line:?}"),
         };
         Ok((what, Duration::from_micros(at.parse()?)))
     }

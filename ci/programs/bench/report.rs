@@ -12,7 +12,7 @@ use crate::vmm::{FORESHORE, QEMU};
 
 /// Description of the machine, as set by ci/nested/host.
 fn measured_on() -> String {
-    std::env::var("FORESHORE_MEASURED_ON").unwrap_or_else(|_| "nobody has said what".to_owned())
+    std::env::var("FORESHORE_MEASURED_ON").unwrap_or_else(|_| "an unnamed machine".to_owned())
 }
 
 pub(crate) fn write(samples: &Samples, rounds: usize, dir: &Path) -> Result<()> {

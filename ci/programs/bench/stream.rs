@@ -40,7 +40,7 @@ pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
     let command = format!("guest-tool stream {ARRAY_MIB} {ROUNDS} {}", PLACES.join(" "));
     let times = best(&guest.run_within(LIMIT, &command)?)?;
     let ratio = |kernel: &str, place: usize| -> Result<f64> {
-        let of = |place| times.get(&(kernel.to_owned(), place)).context("A kernel was not run");
+        let of = |place| times.get(&(kernel.to_owned(), place)).context("A kernel has no time");
         Ok(of(place)? / of(0)?)
     };
     for (row, kernel) in [
@@ -86,7 +86,7 @@ fn make_devdax(guest: &Guest) -> Result<()> {
         "test -b /dev/pmem0 && test -b /dev/pmem1",
     )?;
     guest.run_within(LIMIT, &convert(0, Kind::DevDax))?;
-    guest.wait_until_run("the device is there", LIMIT, &format!("test -c {DEVDAX}"))
+    guest.wait_until_run("the device exists", LIMIT, &format!("test -c {DEVDAX}"))
 }
 
 /// Creates a file whose extents huge pages can map.
@@ -110,7 +110,7 @@ fn best(text: &str) -> Result<BTreeMap<(String, usize), f64>> {
         let best = times.entry((kernel.to_owned(), place.parse()?)).or_insert(f64::INFINITY);
         *best = best.min(time_us.parse()?);
     }
-    ensure!(!times.is_empty(), "stream says nothing");
+    ensure!(!times.is_empty(), "guest-tool stream printed nothing");
     Ok(times)
 }
 

@@ -33,7 +33,7 @@ fn cpu_time(pid: u32) -> Result<Duration> {
     let path = format!("/proc/{pid}/stat");
     let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
     // The name in parentheses may contain any character.
-    let (_, fields) = text.rsplit_once(") ").context("A stat line without a name")?;
+    let (_, fields) = text.rsplit_once(") ").context("Stat line without a name")?;
     let fields: Vec<&str> = fields.split(' ').collect();
     // utime and stime are fields 14 and 15, and the first one here is field 3.
     let ticks = fields[11].parse::<u64>()? + fields[12].parse::<u64>()?;
@@ -66,7 +66,8 @@ fn sum_beside_guest(smaps: &str, guest_bytes: u64) -> Result<BesideGuest> {
         let Some((field, value)) = line.split_once(':') else { continue };
         let Some(kib) = value.trim().strip_suffix(" kB") else { continue };
         let bytes =
-            kib.trim().parse::<u64>().with_context(|| format!("A line of smaps: {line:?}"))? * 1024;
+            kib.trim().parse::<u64>().with_context(|| format!("Not a line of smaps: {line:?}"))?
+                * 1024;
         match field {
             // First field of each mapping.
             "Size" => {
@@ -80,7 +81,7 @@ fn sum_beside_guest(smaps: &str, guest_bytes: u64) -> Result<BesideGuest> {
     }
     ensure!(
         guests == 1,
-        "{guests} mappings have the size of the guest's memory, {guest_bytes} bytes"
+        "{guests} mappings instead of 1 have the size of the guest's memory, {guest_bytes} bytes"
     );
     Ok(sum)
 }

@@ -199,11 +199,11 @@ impl Deref for Vm {
 impl Vm {
     pub(crate) fn number(&self, command: &str) -> Result<f64> {
         let said = self.run(command)?;
-        said.trim().parse().with_context(|| format!("`{command}` says {said:?}"))
+        said.trim().parse().with_context(|| format!("Unexpected output of `{command}`: {said:?}"))
     }
 
     pub(crate) fn wait_for_path(&self, path: &str) -> Result<()> {
-        self.wait_until_run(&format!("{path} is there"), PATH_LIMIT, &format!("test -e {path}"))
+        self.wait_until_run(&format!("{path} exists"), PATH_LIMIT, &format!("test -e {path}"))
     }
 
     pub(crate) fn request_bytes(&self, bytes: u64) -> Result<()> {

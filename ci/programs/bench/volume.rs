@@ -84,7 +84,7 @@ fn time(
     let vm = vmm.boot(&Extras { disk, ..Extras::default() })?;
     // One of the two exists.
     let found = || vm.run("ls /dev/vda /dev/pmem0s 2>/dev/null || true");
-    wait_until("the disk is there", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
+    wait_until("the disk exists", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
     let device = found()?.trim().to_owned();
     let time_us = |what| {
         vm.number(&format!("guest-tool time-blocks {device} {what} {transfers}"))

@@ -26,7 +26,7 @@ pub(crate) fn run(
     println!("{setup}, seed {seed}: {tally}");
     // Pools and logs are only needed as evidence of a fault.
     std::fs::remove_dir_all(&dir)?;
-    ensure!(tally.flushes > 0, "No flush was acknowledged: nothing was tried");
-    ensure!(!raw || tally.torn > 0, "Nothing was torn: this proves nothing");
+    ensure!(tally.flushes > 0, "No flush was acknowledged, so the test proves nothing");
+    ensure!(!raw || tally.torn > 0, "No sector was torn, so the test proves nothing");
     Ok(())
 }

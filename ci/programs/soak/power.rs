@@ -65,7 +65,7 @@ pub(crate) fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
         let setup = Setup { longest: place.longest, flushes_lie, ..Setup::new(interface) };
         let victim =
             victim(place, setup, random.next_u64(), if first { None } else { Some(&heard) });
-        let mut victim = victim.with_context(|| format!("The pool in {}", place.dir))?;
+        let mut victim = victim.with_context(|| format!("Pool in {}", place.dir))?;
         if !first {
             judge(place, &mut victim, task)?;
         }
@@ -81,12 +81,12 @@ pub(crate) fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
 /// Checks that a pool in memory disappeared with the host, and creates a new one.
 fn see_that_the_volatile_is_gone(first: bool) -> Result<()> {
     let pool = Pool::by_path(Path::new(VOLATILE));
-    ensure!(!pool.path().exists(), "{VOLATILE} has survived");
+    ensure!(!pool.path().exists(), "{VOLATILE} survived the power cut");
     guest_tests::pool::pmvol(&["create", VOLATILE, "--size", "32M"])?;
     let class = pool.durability()?;
     ensure!(class == "volatile", "{VOLATILE} is {class}");
     if !first {
-        println!("memory: volatile, and gone");
+        println!("memory: volatile and lost, as expected");
     }
     Ok(())
 }
@@ -112,7 +112,7 @@ fn victim(place: Place, setup: Setup, seed: u64, heard: Option<&String>) -> Resu
         }
     };
     let class = victim.pool().durability()?;
-    ensure!(class == place.class, "Its class is {class} and not {}", place.class);
+    ensure!(class == place.class, "The pool's durability is {class} instead of {}", place.class);
     Ok(victim)
 }
 
@@ -128,10 +128,7 @@ fn judge(place: Place, victim: &mut Victim, task: Task) -> Result<()> {
         judgement.lost()
     );
     if task == Task::LookForLosses && place.class == "page-cache" {
-        ensure!(
-            judgement.lost() > 0,
-            "Flushes did nothing, and nothing was lost: this proves nothing"
-        );
+        ensure!(judgement.lost() > 0, "No sector was lost although flushes had no effect");
         return Ok(());
     }
     judgement.all_is_well().with_context(|| format!("After the power cut, in {}", place.dir))
@@ -162,7 +159,7 @@ fn write(victims: Vec<(Place, Victim)>) -> Result<Infallible> {
         all_write.wait();
         println!("{ALL_WRITE}");
     });
-    Err(anyhow!("The guests have ended, and the power was not cut"))
+    Err(anyhow!("The guests ended before the power cut"))
 }
 
 pub(crate) fn task(name: &str) -> Result<Task> {
@@ -171,6 +168,8 @@ pub(crate) fn task(name: &str) -> Result<Task> {
         "write-and-lie" => Task::WriteAndLie,
         "look" => Task::Look,
         "look-for-losses" => Task::LookForLosses,
-        _ => bail!("{name:?} is none of write, write-and-lie, look, look-for-losses"),
+        _ => bail!(
+            "no such task: {name:?}; existing tasks: write, write-and-lie, look, look-for-losses"
+        ),
     })
 }

@@ -138,7 +138,10 @@ fn other_vmm() -> Result<Option<PathBuf>> {
 
 /// Makes another VMM available to the program `bench` on the host.
 fn add_vmm(host: &mut Command, vmm: &Path) -> Result<()> {
-    let (folder, name) = (vmm.parent().context("no folder")?, vmm.file_name().context("no name")?);
+    let (folder, name) = (
+        vmm.parent().context("path without a folder")?,
+        vmm.file_name().context("path without a file name")?,
+    );
     let peers = env::var_os(PEERS).filter(|peers| !peers.is_empty());
     let peers = peers.iter().flat_map(env::split_paths);
     host.env(PEERS, env::join_paths([vmm.to_owned()].into_iter().chain(peers))?);

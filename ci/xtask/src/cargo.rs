@@ -64,7 +64,7 @@ pub(crate) fn run(mut cargo: Command) -> Result<ExitStatus> {
     let status = thread::scope(|scope| {
         scope.spawn(move || {
             while is_over.recv_timeout(REPORT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                say!("cargo has been at work for {} s", started.elapsed().as_secs());
+                say!("cargo has been running for {} s", started.elapsed().as_secs());
             }
         });
         let status = jobs::status(&mut cargo);
@@ -72,7 +72,7 @@ pub(crate) fn run(mut cargo: Command) -> Result<ExitStatus> {
         status
     })?;
     if started.elapsed() >= REPORT_INTERVAL {
-        say!("cargo is done after {} s", started.elapsed().as_secs());
+        say!("cargo finished after {} s", started.elapsed().as_secs());
     }
     Ok(status)
 }

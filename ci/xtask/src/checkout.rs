@@ -112,7 +112,7 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
 /// Makes a symbolic link, in place of a file that is there. Other processes find one of the two at
 /// any time.
 pub(crate) fn link(target: &Path, path: &Path) -> Result<()> {
-    let mut name = path.file_name().context("no name")?.to_owned();
+    let mut name = path.file_name().context("path without a file name")?.to_owned();
     name.push(format!(".{}", std::process::id()));
     let new = path.with_file_name(name);
     remove_file(&new)?;

@@ -193,7 +193,7 @@ pub(crate) fn stream_output(
     receive: impl FnMut(&[u8]) -> Result<()>,
 ) -> Result<ExitStatus> {
     let mut job = spawn(command.stdout(Stdio::piped()))?;
-    let output = job.child.stdout.take().context("no pipe")?;
+    let output = job.child.stdout.take().context("standard output is not piped")?;
     drain(command, job, output, receive)
 }
 

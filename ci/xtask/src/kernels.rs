@@ -61,7 +61,7 @@ impl Pin {
             fs::read_dir(&modules).with_context(|| format!("no {}", modules.display()))?;
         let release =
             entries.next().with_context(|| format!("{} is empty", modules.display()))??;
-        release.file_name().into_string().ok().context("the release is not text")
+        release.file_name().into_string().ok().context("the release is not UTF-8")
     }
 
     /// The unpacked kernel itself.

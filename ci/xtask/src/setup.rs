@@ -101,16 +101,14 @@ fn add_components() -> Result<()> {
     let works = |tool: &str| {
         let mut command = programs::user("cargo");
         let command = command.args([tool, "--version"]).stdout(Stdio::null()).stderr(Stdio::null());
-        jobs::status(command).context("cargo does not run").map(|status| status.success())
+        jobs::status(command).context("cannot run cargo").map(|status| status.success())
     };
     if works("fmt")? && works("clippy")? {
         return Ok(());
     }
     say!("adding rustfmt and clippy");
     if programs::find("rustup", user_path()).is_none() {
-        bail!(
-            "cargo fmt and cargo clippy are needed, and rustup, which would add them, is not here"
-        );
+        bail!("cargo fmt and cargo clippy are missing; install them, or rustup, which adds them");
     }
     let mut rustup = programs::user("rustup");
     if !jobs::status(rustup.args(["component", "add", "rustfmt", "clippy"]))?.success() {

@@ -61,7 +61,7 @@ impl Tool {
         cargo.args(["--version", version, "--force", "--root"]).arg(checkout.ci("tools"));
         // cargo's settings of this repository are for our programs: a static build and a target.
         if !jobs::status(cargo.current_dir("/"))?.success() {
-            bail!("{name} {version} could not be built");
+            bail!("cannot build {name} {version}");
         }
         Ok(())
     }

@@ -35,7 +35,7 @@ pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let start = Instant::now();
     let (mut last, mut same) = (Value::Null, 0);
     while same < SAME || last != wanted {
-        ensure!(start.elapsed() < PATIENCE, "Memory stays at {last}");
+        ensure!(start.elapsed() < PATIENCE, "The memory size stays at {last}");
         std::thread::sleep(LOOK);
         let now = actual_size(&mut connection)?;
         same = if now == last { same + 1 } else { 0 };

@@ -86,13 +86,15 @@ pub(super) fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
 
     let disk = json!({"path": vm.disks[1], "readonly": false, "image_type": "Raw", "vhost_user": false,
                       "num_queues": 1, "queue_size": 1024, "direct": false});
-    let added = kata.put("vm.add-disk", &disk.to_string())?.context("No answer to vm.add-disk")?;
+    let added =
+        kata.put("vm.add-disk", &disk.to_string())?.context("vm.add-disk returned no body")?;
     let bdf = added["bdf"].as_str().unwrap_or_default().to_owned();
     // The runtime parses the address to find the disk.
     ensure!(bdf.starts_with("0000:00:") && bdf.ends_with(".0") && bdf.len() == 12, "{added}");
     kata.put("vm.remove-device", &json!({"id": added["id"]}).to_string())?;
 
-    let boot_bytes = kata.info()?["config"]["memory"]["size"].as_u64().context("No size")?;
+    let boot_bytes =
+        kata.info()?["config"]["memory"]["size"].as_u64().context("vm.info has no memory size")?;
     let wanted = boot_bytes + (128 << 20);
     kata.put("vm.resize", &json!({"desired_ram": wanted}).to_string())?;
     let has_come = wait_until("the guest has more memory", PATIENCE, || {

@@ -92,7 +92,7 @@ impl Events {
         let mut before = Vec::new();
         loop {
             let waited = self.0.recv_timeout(PATIENCE);
-            match waited.with_context(|| format!("There is no {wanted} after {before:?}"))?? {
+            match waited.with_context(|| format!("No event {wanted} after {before:?}"))?? {
                 name if name == wanted => return Ok(before),
                 name => before.push(name),
             }
@@ -103,10 +103,10 @@ impl Events {
 fn name(document: &[u8]) -> Result<String> {
     let text = String::from_utf8_lossy(document);
     let event: Value =
-        serde_json::from_slice(document).with_context(|| format!("No event: {text}"))?;
+        serde_json::from_slice(document).with_context(|| format!("Not an event: {text}"))?;
     match (event["source"].as_str(), event["event"].as_str()) {
         (Some(source), Some(name)) => Ok(format!("{source}:{name}")),
-        _ => bail!("No event: {text}"),
+        _ => bail!("Not an event: {text}"),
     }
 }
 
@@ -141,7 +141,7 @@ impl Documents {
 fn follow(info: &Value, followed: &mut Option<String>, log: &Path) -> Result<()> {
     ensure!(info["state"] == "Running" && info["config"].is_object(), "{info}");
     let said = &info["config"]["serial"];
-    ensure!(said["mode"] == "Pty", "The serial console is {said}");
+    ensure!(said["mode"] == "Pty", "The serial console is not a Pty: {said}");
     // An owner without machines has no terminal.
     let path = said["file"].as_str().map(str::to_owned);
     if path.is_some() && path != *followed {

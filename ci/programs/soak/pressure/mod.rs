@@ -41,9 +41,9 @@ impl Options {
                 _ => bail!("unknown flag {flag}"),
             }
         }
-        ensure!(options.rounds > 0, "--rounds 0 measures nothing");
+        ensure!(options.rounds > 0, "--rounds is 0, must be at least 1");
         let in_range = |share: &u64| (30..=100).contains(share);
-        ensure!(options.shares.iter().all(in_range), "--dram takes percent, 30 to 100");
+        ensure!(options.shares.iter().all(in_range), "--dram must be percentages, 30 to 100");
         Ok(options)
     }
 }
@@ -98,12 +98,7 @@ fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Ro
     };
     let whole = run(&Config::AllDram, workload.mib + ROOM_MIB, "all")
         .with_context(|| format!("{} with DRAM alone", workload.name))?;
-    ensure!(
-        whole.sum.is_some(),
-        "{} does not run with DRAM alone: {:?}",
-        workload.name,
-        whole.broken
-    );
+    ensure!(whole.sum.is_some(), "{} failed with DRAM alone: {:?}", workload.name, whole.broken);
     let need_mib = whole.peak_need_bytes / MIB;
     let mut rows = vec![keep(&Config::AllDram, 100, whole)?];
     for share in &options.shares {

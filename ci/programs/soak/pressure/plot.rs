@@ -9,10 +9,10 @@ use super::report::Row;
 const MOST_AXIS_S: f64 = 150.0;
 
 const PANELS: [(&str, &str, &str); 4] = [
-    ("held_mib", "memory that the VM has", "MiB"),
+    ("held_mib", "memory of the VM", "MiB"),
     ("used_mib", "memory in use in the guest", "MiB"),
     ("swapped_in_mib", "swapped in so far", "MiB"),
-    ("stall_some_s", "time in which a task has waited for memory", "s"),
+    ("stall_some_s", "time in which a task waited for memory", "s"),
 ];
 
 /// Script that gnuplot runs in the directory of the time series. It draws NAME.svg.

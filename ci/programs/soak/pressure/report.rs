@@ -143,7 +143,7 @@ pub(super) fn verdicts(rows: &[Row]) -> Vec<Verdict> {
         let what = format!("{} at {} % with {}", first.workload, first.share, first.config);
         if first.config != "psi" {
             if kind.iter().any(|row| row.outcome.contradicts(alone)) {
-                say(true, false, format!("{what}: another result than with DRAM alone"));
+                say(true, false, format!("{what}: its result differs from that with DRAM alone"));
             }
             continue;
         }

@@ -95,7 +95,7 @@ fn count(checkout: &Checkout, runner: &str, test: &str, requests: u64) -> Result
     })?;
     let output = String::from_utf8_lossy(&output);
     if !status.success() || !output.contains("1 passed") {
-        bail!("{test} has not passed: {status}\n{output}");
+        bail!("{test} failed: {status}\n{output}");
     }
     collected(&output).with_context(|| format!("{test}: no count in\n{output}"))
 }
@@ -109,7 +109,7 @@ fn collected(output: &str) -> Option<u64> {
 /// Instructions of one request.
 fn difference(few: u64, many: u64) -> Result<u64> {
     let more = many.checked_sub(few).filter(|more| *more > 0);
-    let more = more.context("more requests have not taken more instructions")?;
+    let more = more.context("more requests took no more instructions")?;
     Ok(more / (COUNTS[1] - COUNTS[0]))
 }
 

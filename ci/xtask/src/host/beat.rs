@@ -41,7 +41,7 @@ struct Pipes {
 pub(super) fn make_pipes(run: &Path, name: &str) -> Result<()> {
     for end in ["in", "out"] {
         mkfifoat(CWD, run.join(format!("{name}.{end}")), Mode::from(0o600))
-            .context("Cannot make a pipe")?;
+            .context("Cannot create a pipe")?;
     }
     Ok(())
 }

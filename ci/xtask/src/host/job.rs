@@ -21,9 +21,9 @@ const PASSED_ON_PREFIX: &str = "FORESHORE_TEST_";
 
 /// Copies the files of `--put` to a folder.
 pub(super) fn copy_puts(host: &Arguments, folder: &Path) -> Result<()> {
-    host.puts
-        .iter()
-        .try_for_each(|put| copy(put, &folder.join(put.file_name().context("no name")?)))
+    host.puts.iter().try_for_each(|put| {
+        copy(put, &folder.join(put.file_name().context("path without a file name")?))
+    })
 }
 
 /// Makes the archive `job.tar` in the folder of a run.

@@ -45,9 +45,7 @@ pub(super) fn mended_qemu(checkout: &Checkout) -> Result<PathBuf> {
         let mut program =
             fs::read(&original).with_context(|| format!("Cannot read {}", original.display()))?;
         if !mend(&mut program)? {
-            say!(
-                "this QEMU is unknown, and is used without a change: hosts may stand still (docs/design/testing.md)"
-            );
+            say!("unknown QEMU, used without the patch: hosts may hang (docs/design/testing.md)");
             return Ok(original);
         }
         let new = folder.join(format!("qemu-system-x86_64.{}", std::process::id()));

@@ -291,7 +291,7 @@ fn bring_back(run: &Path, out: &Path, has_registers: bool) -> Result<()> {
         let mut tar = programs::system("tar");
         tar.arg("-xf").arg(run.join("out")).args(["--no-overwrite-dir", "-C"]).arg(out);
         if !jobs::status(&mut tar)?.success() {
-            say!("the files that the command left under $OUT came back incomplete");
+            say!("the files that the command left under $OUT were copied incompletely");
         }
     }
     Ok(())

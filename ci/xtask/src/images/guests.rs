@@ -113,7 +113,7 @@ impl Image {
         stage.add_names("redis:x:100:100::/:/bin/sh\n", "redis:x:100:\n")?;
         stage.add_programs(checkout, apt, &EXT4)?;
         for program in built_programs(checkout) {
-            let name = program.file_name().context("no name")?;
+            let name = program.file_name().context("path without a file name")?;
             let mut strip = programs::system("strip");
             jobs::run(strip.arg("-o").arg(stage.path("usr/bin").join(name)).arg(&program))?;
         }
@@ -153,7 +153,7 @@ fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     let new = image.with_extension("img.new");
     let mut cpio = archive(stage.folder())?;
     let mut archiver = jobs::spawn(cpio.stdout(Stdio::piped()))?;
-    let archive = archiver.child().stdout.take().context("no pipe")?;
+    let archive = archiver.child().stdout.take().context("standard output is not piped")?;
     let mut lz4 = programs::system("lz4");
     lz4.args(["-l", "-9", "-q"]).stdin(archive).stdout(File::create(&new)?);
     let mut packer = jobs::spawn(&mut lz4)?;
@@ -164,7 +164,11 @@ fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     jobs::check(&lz4, status)?;
     rename(&new, image)?;
     let size = image.metadata()?.len();
-    say!("{}: {} KiB", image.file_name().context("no name")?.display(), size / 1024);
+    say!(
+        "{}: {} KiB",
+        image.file_name().context("path without a file name")?.display(),
+        size / 1024
+    );
     Ok(())
 }
 

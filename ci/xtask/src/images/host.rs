@@ -81,8 +81,11 @@ fn build_disk(checkout: &Checkout) -> Result<()> {
     }
     add_guest_images(checkout, &stage)?;
     for program in our_programs(checkout)? {
-        let name =
-            program.file_name().context("no name")?.to_str().context("a name is not text")?;
+        let name = program
+            .file_name()
+            .context("path without a file name")?
+            .to_str()
+            .context("file name is not UTF-8")?;
         stage.install(&program, &format!("usr/bin/{name}"))?;
     }
     let extra = checkout.ci("host/extra");
@@ -95,10 +98,13 @@ fn add_guest_images(checkout: &Checkout, stage: &Stage) -> Result<()> {
     let mut images = list(&checkout.ci("guests"))?;
     images.retain(|path| path.extension().is_some_and(|extension| extension == "img"));
     if images.is_empty() {
-        say!("no guest images yet (guest/image/build makes them)");
+        say!("no guest images yet (guest/image/build builds them)");
     }
     let add = |image: &PathBuf| {
-        copy(image, &stage.path("guests").join(image.file_name().context("no name")?))
+        copy(
+            image,
+            &stage.path("guests").join(image.file_name().context("path without a file name")?),
+        )
     };
     images.iter().try_for_each(add)
 }

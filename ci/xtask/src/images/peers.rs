@@ -66,7 +66,7 @@ fn named_peers() -> Vec<PathBuf> {
 fn fill(stage: &Stage, qemu: &Path) -> Result<()> {
     stage.install(qemu, "qemu/qemu-system-x86_64")?;
     let add = |file: &Path, folder: &str| {
-        copy(file, &stage.path(folder).join(file.file_name().context("no name")?))
+        copy(file, &stage.path(folder).join(file.file_name().context("path without a file name")?))
     };
     let listed = jobs::output(programs::system("ldd").arg(qemu))?;
     shared_objects(&listed).try_for_each(|object| add(object, "lib"))?;

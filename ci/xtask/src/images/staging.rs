@@ -46,7 +46,7 @@ impl Stage {
     /// the build's.
     pub(super) fn install(&self, program: &Path, path: &str) -> Result<()> {
         let target = self.path(path);
-        create_folder(target.parent().context("no folder")?)?;
+        create_folder(target.parent().context("path without a folder")?)?;
         copy(program, &target)?;
         self.make_executable(path)
     }
@@ -150,10 +150,12 @@ impl Stage {
 
     fn add_object(&self, root: &Path, object: &Path) -> Result<()> {
         let target = self.folder.join(object);
-        create_folder(target.parent().context("no folder")?)?;
+        create_folder(target.parent().context("path without a folder")?)?;
         // A program of its own takes busybox's place in PATH. Busybox's shell still prefers its own
         // mke2fs, so scripts call mkfs.ext4.
-        remove_file(&self.path("bin").join(object.file_name().context("no name")?))?;
+        remove_file(
+            &self.path("bin").join(object.file_name().context("path without a file name")?),
+        )?;
         copy(&root.join(object), &target)
     }
 }
@@ -165,7 +167,7 @@ fn module_paths(needed: &str) -> BTreeSet<PathBuf> {
 }
 
 fn add_module(module: &Path, target: &Path) -> Result<()> {
-    create_folder(target.parent().context("no folder")?)?;
+    create_folder(target.parent().context("path without a folder")?)?;
     if module.extension().is_none_or(|extension| extension != "xz") {
         return copy(module, target);
     }

@@ -55,7 +55,7 @@ impl Soak<'_> {
         }
         let heard = read(&folder.join(HEARD))?.lines().count();
         let Some((torn, lost)) = losses(&outputs(&folder.join("boots"))?, cuts) else {
-            say!("{}: not all boots print their torn and lost sectors", tasks.name);
+            say!("{}: some boots did not print their torn and lost sectors", tasks.name);
             return self.table.add_failure(tasks.name, &seed, &[folder]);
         };
         let result =

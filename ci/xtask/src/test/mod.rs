@@ -98,7 +98,7 @@ fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
     let available_bytes = space.f_bavail.saturating_mul(space.f_frsize);
     ensure!(
         available_bytes >= needed_bytes,
-        "the first run needs {} GB of disk space in {}, and {} GB are free",
+        "the first run needs {} GB of disk space in {}, but only {} GB are free",
         needed_bytes / 1_000_000_000,
         folder.display(),
         available_bytes / 1_000_000_000
@@ -147,7 +147,8 @@ mod tests {
         check_space(folder.path(), 1).unwrap();
         let error = check_space(folder.path(), u64::MAX).unwrap_err().to_string();
         let place = folder.path().display();
-        let start = format!("the first run needs 18446744073 GB of disk space in {place}, and ");
+        let start =
+            format!("the first run needs 18446744073 GB of disk space in {place}, but only ");
         assert!(error.starts_with(&start), "{error}");
     }
 }

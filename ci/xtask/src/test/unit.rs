@@ -34,8 +34,8 @@ pub(super) fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
         let build = ["test"].into_iter().chain(packages.iter().copied()).chain(["--no-run"]);
         let is_built = attempt(|| Ok(cargo::run(cargo::command(checkout, build))?.success()));
         if is_built != Some(true) {
-            say!("unit tests: they do not build, FAILED");
-            report.add_failure("unit tests: they do not build");
+            say!("build of the unit tests: FAILED");
+            report.add_failure("build of the unit tests");
             return Ok(());
         }
         report.begin_step(&format!("unit tests ({names})"));
@@ -47,7 +47,7 @@ pub(super) fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
 
 fn add_results(report: &mut Report, results: &Results, has_passed: bool) {
     if !results.skipped.is_empty() {
-        say!("unit tests that skipped themselves, or a part:");
+        say!("unit tests that were skipped, whole or in part:");
         results.skipped.iter().for_each(|skipped| eprintln!("  {skipped}"));
     }
     report.passed += results.passed.saturating_sub(results.skipped.len());
@@ -56,7 +56,7 @@ fn add_results(report: &mut Report, results: &Results, has_passed: bool) {
     if results.crash_images < LEAST_CRASH_IMAGES {
         let opened = results.crash_images;
         let failure = format!(
-            "crash images (pools and BTTs): only {opened} were opened and not {LEAST_CRASH_IMAGES}"
+            "crash images (pools and BTTs): only {opened} of at least {LEAST_CRASH_IMAGES} were opened"
         );
         say!("{failure}, FAILED");
         report.add_failure(&failure);
