@@ -84,7 +84,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     })?;
     let log = guest.vmm_log()?;
     ensure!(
-        log.contains("tmpfs or DAX would be better"),
+        log.contains("use a pool on tmpfs or DAX"),
         "The log has no warning about the pool's place:\n{log}"
     );
     wait_for_disk(&guest)?;
