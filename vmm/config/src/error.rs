@@ -97,7 +97,7 @@ pub enum ConfigError {
     #[error("{flag}: {key}={error}")]
     NotASize { flag: &'static str, key: &'static str, error: SizeError },
     /// A quote or bracket is not closed.
-    #[error("{flag}: {text:?} has a {what} that is not closed")]
+    #[error("{flag}: {text:?} has an unclosed {what}")]
     Unbalanced {
         flag: &'static str,
         text: String,
@@ -130,12 +130,10 @@ pub enum ConfigError {
         why: String,
     },
     /// A path that does not fit into a socket's address.
-    #[error(
-        "{flag}: {path:?} is {len} bytes long, and the path of a unix socket has at most {most}"
-    )]
+    #[error("{flag}: {path:?} has {len} bytes, but the path of a Unix socket has at most {most}")]
     SocketPath { flag: &'static str, path: String, len: usize, most: usize },
     /// An ID that is in use.
-    #[error("{flag}: the id {id} is taken")]
+    #[error("{flag}: the id {id} is already in use")]
     IdTaken { flag: &'static str, id: String },
     #[error("{flag}: {reason}")]
     Conflict {

@@ -129,7 +129,7 @@ impl FlagValue for u64 {
 
     /// Error with the reason, for example both readings of `64MB`.
     fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
-        let error = size::parse(text).expect_err("a text that cannot be read");
+        let error = size::parse(text).expect_err("an invalid size");
         ConfigError::NotASize { flag, key, error }
     }
 

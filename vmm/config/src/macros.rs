@@ -267,7 +267,7 @@ macro_rules! section {
 
         impl $Name {
             /// Name of the section in errors: its flag, or its call.
-            #[allow(dead_code, reason = "not every section is named outside of its table")]
+            #[allow(dead_code, reason = "not every section is used outside of its table")]
             $vis const FLAG: &'static str = $flag;
         }
 

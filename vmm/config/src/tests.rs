@@ -18,7 +18,7 @@ words! {
 section! {
     /// Part of a thing.
     pub(crate) struct Inner: "--thing" "part" {
-        shared: bool = false => "Let others use it",
+        shared: bool = false => "Share the thing",
     }
     defaults true;
     parse none;
@@ -37,7 +37,7 @@ section! {
         parts (json_only): Vec<Part> => "Parts",
     }
     words &["tty"];
-    refused &[&[Refused { key: "hugepages", neutral: OFF, why: "there are none" }]];
+    refused &[&[Refused { key: "hugepages", neutral: OFF, why: "huge pages do not exist" }]];
 }
 
 section! {
@@ -228,11 +228,11 @@ fn refused_keys_are_accepted_with_a_neutral_value() {
     for text in ["off", "OFF", "false", "", " off"] {
         assert_eq!(thing(&format!("path=/a,hugepages={text}")), thing("path=/a"));
     }
-    let refused = "--thing: hugepages=on is not supported by foreshore: there are none";
+    let refused = "--thing: hugepages=on is not supported by foreshore: huge pages do not exist";
     assert_eq!(error("path=/a,hugepages=on"), refused);
     assert_eq!(
         error("hugepages"),
-        "--thing: hugepages is not supported by foreshore: there are none"
+        "--thing: hugepages is not supported by foreshore: huge pages do not exist"
     );
     assert!(!error("hugepages=a\nb").contains('\n'));
 }
@@ -247,7 +247,7 @@ fn unreadable_values_are_named() {
         error("path=/a,count=256"),
         r#"--thing: count="256" is not a whole number from 0 to 255"#
     );
-    assert_eq!(error("list=[1,2"), r#"--thing: "list=[1,2" has a bracket that is not closed"#);
+    assert_eq!(error("list=[1,2"), r#"--thing: "list=[1,2" has an unclosed bracket"#);
     assert!(error("list=1]").contains("bracket"));
     assert!(error(r#"path="a"#).contains("quote"));
 }
@@ -320,7 +320,7 @@ fn json_errors_name_field_value_and_bound() {
         ),
         (
             with("hugepages", json!(true)),
-            "--thing: hugepages=true is not supported by foreshore: there are none",
+            "--thing: hugepages=true is not supported by foreshore: huge pages do not exist",
         ),
         (json!(7), "it is 7, and must be an object"),
     ] {
@@ -380,7 +380,7 @@ fn help_has_every_key_with_form_and_default() {
     ));
     assert!(
         listing.ends_with(
-            "\n  limit=N: Limit [default: 3]\n  shared=on|off: Let others use it [default: off]"
+            "\n  limit=N: Limit [default: 3]\n  shared=on|off: Share the thing [default: off]"
         ),
         "{listing}"
     );

@@ -316,7 +316,7 @@ mod tests {
         let before = config.clone();
         for id in ["air", "left", "p"] {
             let error = add(&mut config, disk(&format!("path=/d,id={id}"))).unwrap_err();
-            assert_eq!(error, format!("--disk: the id {id} is taken"));
+            assert_eq!(error, format!("--disk: the id {id} is already in use"));
         }
         assert_eq!(config, before);
     }
@@ -363,7 +363,7 @@ mod tests {
         let before = config.clone();
         for id in ["blk", "pmem-raw"] {
             let error = add(&mut config, disk(&format!("path=/d,id={id}"))).unwrap_err();
-            assert_eq!(error, format!("--disk: the id {id} is taken"));
+            assert_eq!(error, format!("--disk: the id {id} is already in use"));
             // Also refused in an initial configuration.
             config.net = vec![NetConfig::parse(&format!("id={id}")).unwrap()];
             assert!(
@@ -405,7 +405,7 @@ mod tests {
         assert!(
             add(&mut config, two)
                 .unwrap_err()
-                .contains("fd has 2 descriptors, and num_queues asks for 1")
+                .contains("fd has 2 descriptors, but num_queues needs 1")
         );
         config.address_devices(|| MacAddress::local([4; 6]));
         assert_eq!(config.net[0].mac, Some(MacAddress::local([4; 6])));

@@ -184,7 +184,7 @@ mod tests {
             ("/a,mode=660,a=b", r#"unknown key "a"; the keys are path=, fd=, mode=, group="#),
             ("path=/a,mode=0660,mode=0660", "mode is given twice"),
             ("/a,path=/b", "path is given twice"),
-            ("path=/[a", r#""path=/[a" has a bracket that is not closed"#),
+            ("path=/[a", r#""path=/[a" has an unclosed bracket"#),
         ];
         for (text, expected) in rows {
             assert_eq!(read(text).unwrap_or_else(|error| of(error, "--api-socket")), expected);
@@ -258,7 +258,7 @@ mod tests {
     fn long_paths_are_refused() {
         let long = "a".repeat(108);
         assert!(ApiSocket::parse(&long[1..]).is_ok());
-        let expected = "is 108 bytes long, and the path of a unix socket has at most 107";
+        let expected = "has 108 bytes, but the path of a Unix socket has at most 107";
         let error = ApiSocket::parse(&long).unwrap_err();
         assert_eq!(error.to_string(), format!("--api-socket: {long:?} {expected}"));
     }

@@ -40,12 +40,12 @@ section! {
     pub struct ConsoleConfig: "--console" "virtio-console, hvc0; tty if not given" {
         mode (json_only json_required): ConsoleMode = ConsoleMode::Off => "Destination",
         file: Option<PathBuf>
-            => "File for the output; for a pseudo terminal its path, which vm.info shows",
+            => "Output file; for a pseudo terminal its path, as vm.info shows it",
         socket: Option<PathBuf> => "Unix socket that clients connect to",
         max_size (usually (DEFAULT_MAX_SIZE)): Option<u64>
-            => "Largest size of the file; 0 is no limit",
+            => "Maximum file size; 0 disables the limit",
         max_rate (usually (DEFAULT_MAX_RATE)): Option<u64>
-            => "Largest growth of the file per second after a burst; 0 is no limit",
+            => "Maximum growth of the file per second after a burst; 0 disables the limit",
     }
     words &["off", "null", "tty", "pty"];
     refused &[refused::PCI, refused::SLOT, REFUSED];
@@ -147,7 +147,7 @@ impl ConsoleConfig {
     ) -> Result<(), ConfigError> {
         let Some(bytes) = limit else { return Ok(()) };
         if self.mode != ConsoleMode::File {
-            let reason = format!("{key} is for a file, and the mode is {:?}", self.mode);
+            let reason = format!("{key} needs mode File, but the mode is {:?}", self.mode);
             return Err(ConfigError::Conflict { flag, reason });
         }
         let value = Size(bytes);
@@ -222,7 +222,7 @@ mod tests {
         );
         assert_eq!(
             error("tty,max_size=1M"),
-            "--serial: max_size is for a file, and the mode is Tty"
+            "--serial: max_size needs mode File, but the mode is Tty"
         );
         assert!(serial("file=/log,max_size=0").validate("--serial").is_ok());
         let text = ConsoleConfig::parse_serial("file=/log,max_size=big").unwrap_err().to_string();
@@ -261,7 +261,7 @@ mod tests {
         ] {
             assert_eq!(
                 error(text),
-                format!("--console: max_rate is for a file, and the mode is {mode}")
+                format!("--console: max_rate needs mode File, but the mode is {mode}")
             );
         }
         let text = ConsoleConfig::parse_console("file=/log,max_rate=fast").unwrap_err().to_string();

@@ -15,7 +15,7 @@ use crate::events::{DeviceEvent, Event};
 /// `--pvpanic`.
 pub const SWITCH: Switch = Switch {
     key: "pvpanic",
-    about: "A pvpanic device: an event is sent if the guest's kernel panics",
+    about: "A pvpanic device, which reports a panic of the guest's kernel as an event",
     events: &[PANIC],
     build,
 };

@@ -27,7 +27,7 @@ pub struct SocketMode(pub u32);
 text_value!(
     SocketMode,
     "MODE",
-    "an octal mode from 0600 to 0777 that the owner can read and write",
+    "an octal mode from 0600 to 0777 with read and write permission for the owner",
     |text| {
         let mode = u32::from_str_radix(text, 8).ok().filter(|mode| mode & !0o777 == 0);
         mode.filter(|mode| mode & PRIVATE_MODE == PRIVATE_MODE).map(SocketMode)

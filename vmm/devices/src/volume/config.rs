@@ -93,13 +93,13 @@ section! {
         pool: PathBuf => "Pool",
         name: String => "Name of the volume in the pool",
         size: VolumeSize
-            => "Size; unless it is remaining, it must be that of an existing volume",
+            => "Size; unless it is remaining, it must match an existing volume",
         format: VolumeFormat = VolumeFormat::Btt
-            => "Format; it must be that of an existing volume",
+            => "Format; it must match an existing volume",
         interface: VolumeInterface = VolumeInterface::Auto => "Interface to the guest",
         create: bool = false => "Create the volume if it is missing",
         readonly: bool = false => "Refuse writes of the guest",
-        force: bool = false => "Attach it even if the interface is unsafe or the volume damaged",
+        force: bool = false => "Attach the volume even if it is damaged or the interface is unsafe",
     }
     strict true;
 }
@@ -125,7 +125,7 @@ impl PmVolumeConfig {
                 conflict(format!("create=on of volume {} needs a size=", self.name))
             }
             (true, _, true) => {
-                conflict(format!("volume {} cannot be created readonly=on", self.name))
+                conflict(format!("volume {} cannot be created with readonly=on", self.name))
             }
             _ => Ok(()),
         }

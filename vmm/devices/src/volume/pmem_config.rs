@@ -8,8 +8,8 @@ use foreshore_config::{ConfigError, name, section, size};
 section! {
     /// File or device that is persistent memory of the guest.
     pub struct PmemConfig: "--pmem" "Files and devices as persistent memory, /dev/pmem0 and on" {
-        file: PathBuf => "File or device, or a directory for a file without a name",
-        size: Option<u64> => "Size for the guest, instead of the whole file; needed in a directory",
+        file: PathBuf => "File or device, or a directory for an unnamed new file",
+        size: Option<u64> => "Size for the guest, instead of the whole file; required for a directory",
         discard_writes: bool = false => "Discard writes of the guest",
         id: Option<String> => "Name in the API and in metrics, instead of _pmem0 and so on",
     }

@@ -34,7 +34,7 @@ fn failed_additions_and_removals_have_a_reason() {
                 "vm.add-disk",
                 r#"{"path": "/d", "id": "taken"}"#,
                 409,
-                "--disk: the id taken is taken",
+                "--disk: the id taken is already in use",
             ),
             ("vm.add-disk", r#"{"path": "/d", "num_queues": 2}"#, 400, "num_queues is 2"),
             (

@@ -177,18 +177,13 @@ fn kata_adds_interfaces_to_a_running_vm() {
         let answer: Value = serde_json::from_str(&answer).unwrap();
         assert_eq!((status, answer), (200, json!({"id": "eth1", "bdf": "0000:00:05.0"})));
         for (body, fds, status, text) in [
-            (body, &[&fd][..], 409, "the id eth0 is taken"),
-            (
-                r#"{"id":"x"}"#,
-                &[&fd, &fd][..],
-                400,
-                "fd has 2 descriptors, and num_queues asks for 1",
-            ),
+            (body, &[&fd][..], 409, "the id eth0 is already in use"),
+            (r#"{"id":"x"}"#, &[&fd, &fd][..], 400, "fd has 2 descriptors, but num_queues needs 1"),
             (r#"{"id":"x","num_queues":10}"#, &[&fd][..], 400, "num_queues is 10"),
-            (r#"{"id":"x","tap":"tap0"}"#, &[&fd][..], 400, "fd is one that is open"),
+            (r#"{"id":"x","tap":"tap0"}"#, &[&fd][..], 400, "tap and fd exclude each other"),
             (r#"{"id":"__x"}"#, &[&fd][..], 400, "__"),
-            (r#"{"id":"x","fds":"3"}"#, &[][..], 400, "do not travel in JSON"),
-            (r#"{"id":"x","mac":"02"}"#, &[&fd][..], 400, "six bytes"),
+            (r#"{"id":"x","fds":"3"}"#, &[][..], 400, "JSON cannot carry file descriptors"),
+            (r#"{"id":"x","mac":"02"}"#, &[&fd][..], 400, "six hexadecimal bytes"),
         ] {
             let (found, answer) = add(body, fds);
             assert!(found == status && answer.contains(text), "{body}: {found} {answer}");

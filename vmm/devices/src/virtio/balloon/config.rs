@@ -17,14 +17,14 @@ const MOST_BYTES: u64 = u32::MAX as u64 * PAGE_BYTES;
 section! {
     /// Balloon in boot memory.
     pub struct BalloonConfig: "--balloon" "Balloon in boot memory" {
-        size: u64 = 0 => "Size that stays until a resize; 0 leaves it to the policy",
-        deflate_on_oom: bool = false => "Let the guest deflate it when it runs out of memory",
+        size: u64 = 0 => "Fixed size until a resize; 0 leaves the size to the policy",
+        deflate_on_oom: bool = false => "Let the guest deflate the balloon when it runs out of memory",
         free_page_reporting: bool = false
             => "Return pages to the host while the guest reports them as free",
         statistics: bool = true
-            => "Request statistics, which the governor uses if there is no agent",
+            => "Request statistics, which the governor uses without an agent",
         floor: Option<u64>
-            => "Boot memory that the guest keeps, instead of a quarter of it",
+            => "Boot memory that always stays with the guest, instead of a quarter",
         id: Option<String> => "Name, instead of __balloon",
     }
     refused &[refused::PCI, refused::SLOT];
@@ -59,7 +59,7 @@ impl BalloonConfig {
                 key: "size",
                 value: Size(self.size),
                 most: Size(most),
-                because: ", which leaves the guest floor= of its boot memory",
+                because: ", so that floor= of the boot memory stays with the guest",
             });
         }
         // The default id may be set explicitly.
@@ -119,13 +119,13 @@ mod tests {
         assert_eq!(
             most("size=0", 1 << 30),
             (16 << 20) - 2,
-            "no more than 2^32 pages can be asked for"
+            "the device can request at most 2^32 pages"
         );
     }
 
     #[test]
     fn errors_name_the_bound() {
-        let expected = "--balloon: size is 386 MiB, and must be at most 384 MiB, which leaves the guest floor= of its boot memory";
+        let expected = "--balloon: size is 386 MiB, and must be at most 384 MiB, so that floor= of the boot memory stays with the guest";
         assert_eq!(error("size=386M"), expected);
         assert_eq!(error("size=1M"), "--balloon: size is 1 MiB, which is not a multiple of 2 MiB");
         assert_eq!(

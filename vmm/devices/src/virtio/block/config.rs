@@ -21,7 +21,7 @@ const GUEST_BLOCK_SIZES: [u32; 2] = [512, 4096];
 const HOW_IT_WORKS: &str = "io_uring is used where the host's kernel allows it";
 
 const REFUSED: &[Refused] = &[
-    Refused { key: "backing_files", neutral: OFF, why: "raw images have none" },
+    Refused { key: "backing_files", neutral: OFF, why: "raw images have no backing files" },
     Refused {
         key: "queue_affinity",
         neutral: &["[]"],
@@ -46,7 +46,7 @@ const REFUSED: &[Refused] = &[
     Refused {
         key: "physical_block_size",
         neutral: &[],
-        why: "it is that of the host's device, at least 4096",
+        why: "it equals that of the host's device, at least 4096",
     },
 ];
 
@@ -113,14 +113,14 @@ impl DiskConfig {
                 value: self.num_queues,
                 least: 1,
                 most: vcpus.into(),
-                why: format!("one for each vCPU at most, and --cpus has {vcpus}"),
+                why: format!("at most one for each vCPU, and --cpus has {vcpus}"),
             });
         }
         self.check_ranges()?;
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
         if !self.queue_size.is_power_of_two() {
             return conflict(format!(
-                "queue_size is {}, which is no power of two",
+                "queue_size is {}, which is not a power of two",
                 self.queue_size
             ));
         }
@@ -135,13 +135,13 @@ impl DiskConfig {
                 flag,
                 key: "image_type",
                 value: format!("={name}"),
-                why: "only raw images are served; `qemu-img convert -O raw` makes one",
+                why: "only raw images are served; convert the image with `qemu-img convert -O raw`",
             });
         }
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
         match &self.serial {
             Some(serial) if serial.len() > MAX_SERIAL_BYTES => conflict(format!(
-                "serial {serial:?} has {} bytes, at most {MAX_SERIAL_BYTES} fit",
+                "serial {serial:?} has {} bytes, more than the maximum {MAX_SERIAL_BYTES}",
                 serial.len()
             )),
             _ => Ok(()),
@@ -224,18 +224,21 @@ mod tests {
         assert_eq!(error("readonly=on"), "--disk: path= is missing");
         assert_eq!(
             error("path=/d,num_queues=5"),
-            "--disk: num_queues is 5, and must be 1 to 4: one for each vCPU at most, and --cpus has 4"
+            "--disk: num_queues is 5, and must be 1 to 4: at most one for each vCPU, and --cpus has 4"
         );
         assert_eq!(
             error("path=/d,num_queues=0"),
-            "--disk: num_queues is 0, and must be 1 to 4: one for each vCPU at most, and --cpus has 4"
+            "--disk: num_queues is 0, and must be 1 to 4: at most one for each vCPU, and --cpus has 4"
         );
         assert_eq!(error("path=/d,queue_size=2"), "--disk: queue_size is 2, and must be 4 to 1024");
         assert_eq!(
             error("path=/d,queue_size=100"),
-            "--disk: queue_size is 100, which is no power of two"
+            "--disk: queue_size is 100, which is not a power of two"
         );
-        assert!(error("path=/d,serial=123456789012345678901").contains("21 bytes, at most 20 fit"));
+        assert!(
+            error("path=/d,serial=123456789012345678901")
+                .contains("21 bytes, more than the maximum 20")
+        );
         for id in ["__disk", "a\nb", "a\0b"] {
             assert!(error(&format!("path=/d,id={id}")).contains("without '__' in front"), "{id:?}");
         }

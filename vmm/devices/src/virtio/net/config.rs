@@ -23,7 +23,7 @@ const REFUSED: &[Refused] =
 const FDS: Refused = Refused {
     key: "fds",
     neutral: &[],
-    why: "file descriptors do not travel in JSON; send them beside vm.add-net, or use --net fd=",
+    why: "JSON cannot carry file descriptors; send them with vm.add-net as SCM_RIGHTS, or use --net fd=",
 };
 
 /// Descriptors of a queue. Linux's driver stops a queue that cannot hold 19 descriptors: the most
@@ -36,8 +36,8 @@ const IPV6_BITS: u32 = 128;
 /// Length of an interface's name, without the zero at its end.
 const MAX_TAP_BYTES: usize = 15;
 
-const FDS_IGNORED: &str = "--net: fds in JSON are ignored, because they name no file of this process: \
-     the interface is made or found by tap; send descriptors beside vm.add-net, as SCM_RIGHTS";
+const FDS_IGNORED: &str = "--net: fds in JSON are ignored, because they are not descriptors of this process; \
+     tap names the interface instead; send descriptors with vm.add-net as SCM_RIGHTS";
 
 words! {
     /// Use of vhost-net, with which the host's kernel transfers frames.
@@ -65,10 +65,12 @@ impl HostAddress {
     fn new(ip: IpAddr, mask: IpAddr) -> Result<Self, String> {
         match (ip, mask) {
             (IpAddr::V4(ip), IpAddr::V4(mask)) => Ok(Self::V4(ip, mask)),
-            (IpAddr::V6(ip), IpAddr::V6(mask)) => prefix_len(mask)
-                .map(|prefix_len| Self::V6(ip, prefix_len))
-                .ok_or_else(|| format!("mask is {mask}, which is no prefix: ones, and then zeros")),
-            _ => Err(format!("ip is {ip} and mask {mask}, and both must be IPv4, or both IPv6")),
+            (IpAddr::V6(ip), IpAddr::V6(mask)) => {
+                prefix_len(mask).map(|prefix_len| Self::V6(ip, prefix_len)).ok_or_else(|| {
+                    format!("mask is {mask}, which is not a prefix of ones followed by zeros")
+                })
+            }
+            _ => Err(format!("ip is {ip} and mask is {mask}; both must be IPv4 or both IPv6")),
         }
     }
 }
@@ -113,7 +115,7 @@ impl Serialize for MacAddress {
     }
 }
 
-text_value!(MacAddress, "MAC", "six bytes in hexadecimal with colons between them", |text| {
+text_value!(MacAddress, "MAC", "six hexadecimal bytes separated by colons", |text| {
     let mut bytes = [0; 6];
     let mut parts = text.split(':');
     for byte in &mut bytes {
@@ -172,7 +174,7 @@ impl Serialize for GivenFd {
 
 impl JsonValue for GivenFd {
     fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
-        Err(walk.wrong(&json, "a descriptor beside the request"))
+        Err(walk.wrong(&json, "a descriptor sent with the request"))
     }
 }
 
@@ -188,22 +190,22 @@ impl Item for GivenFd {
 section! {
     /// Network interface.
     pub struct NetConfig: "--net"
-        "Network interfaces, each a tap of the host that exists, is made, or is passed open" {
-        tap: Option<String> => "Interface of the host, instead of vmtap0 and so on",
-        ip: Option<IpAddr> => "Address of the host on an interface that is made",
+        "Network interfaces, each a tap of the host that exists, is created, or is passed open" {
+        tap: Option<String> => "Host interface, instead of vmtap0 and so on",
+        ip: Option<IpAddr> => "Host address on a created interface",
         mask (syntax ("MASK")): Option<IpAddr>
-            => "Mask of its network, of the same family; an IPv6 one is a prefix",
-        mac: Option<MacAddress> => "Ethernet address of the guest, instead of a random one",
-        host_mac: Option<MacAddress> => "Ethernet address of the host",
+            => "Network mask, of the same family as ip; for IPv6 a prefix",
+        mac: Option<MacAddress> => "Guest Ethernet address, instead of a random one",
+        host_mac: Option<MacAddress> => "Host Ethernet address",
         mtu (range (MIN_MTU..=u16::MAX)): Option<u16>
             => "Largest payload of a frame, instead of the interface's",
-        fds (flag "fd" with fds_from_json): Vec<GivenFd> => "Queues of a tap that is passed open",
+        fds (flag "fd" with fds_from_json): Vec<GivenFd> => "Descriptors of an open tap, one for each queue pair",
         num_queues: u16 = 2 => "Queues, two for each pair",
         queue_size (range (QUEUE_SIZES)): u16 = 256 => "Descriptors of each queue",
         id: Option<String> => "Name in the API and in metrics, instead of _net0 and so on",
         offload_tso: bool = true => "Let TCP segments be longer than frames",
         offload_ufo: bool = true => "Let UDP datagrams be longer than frames",
-        offload_csum: bool = true => "Leave checksums to the other side; required by the two above",
+        offload_csum: bool = true => "Leave checksums to the other side; required by offload_tso and offload_ufo",
         vhost (skip_default): VhostMode = VhostMode::Off => "Let the host's kernel transfer frames",
     }
     refused &[refused::PCI, refused::SLOT, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED];
@@ -247,32 +249,32 @@ impl NetConfig {
                 least: 2,
                 most,
                 why: format!(
-                    "a pair for each vCPU and {} pairs at most, and --cpus has {vcpus}",
+                    "at most a pair for each vCPU and {} pairs, and --cpus has {vcpus}",
                     Self::MAX_PAIRS
                 ),
             });
         }
         if !self.num_queues.is_multiple_of(2) {
             return conflict(format!(
-                "num_queues is {}, and there are two for each pair",
+                "num_queues is {}, and must be even: each pair has two",
                 self.num_queues
             ));
         }
         self.check_ranges()?;
         if !self.queue_size.is_power_of_two() {
             return conflict(format!(
-                "queue_size is {}, which is no power of two",
+                "queue_size is {}, which is not a power of two",
                 self.queue_size
             ));
         }
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
         for (key, mac) in [("mac", self.mac), ("host_mac", self.host_mac)] {
             if let Some(mac) = mac.filter(|mac| !mac.is_of_one_station()) {
-                return conflict(format!("{key} is {mac}, which is no single station's address"));
+                return conflict(format!("{key} is {mac}, which is not a unicast address"));
             }
         }
         if self.ip.is_some() != self.mask.is_some() {
-            return conflict("ip and mask are given together, or not at all".to_owned());
+            return conflict("ip and mask must be given together".to_owned());
         }
         if let Some((ip, mask)) = self.ip.zip(self.mask)
             && let Err(reason) = HostAddress::new(ip, mask)
@@ -295,7 +297,7 @@ impl NetConfig {
             flag: Self::FLAG,
             key: "tap".to_owned(),
             value: tap.clone(),
-            expected: format!("the name of an interface, at most {MAX_TAP_BYTES} bytes"),
+            expected: format!("an interface name of at most {MAX_TAP_BYTES} bytes"),
         })
     }
 
@@ -315,12 +317,13 @@ impl NetConfig {
         }
         if fds.len() != usize::from(self.pairs()) {
             let (count, pairs) = (fds.len(), self.pairs());
-            return conflict(format!(
-                "fd has {count} descriptors, and num_queues asks for {pairs}"
-            ));
+            return conflict(format!("fd has {count} descriptors, but num_queues needs {pairs}"));
         }
         match self.tap {
-            Some(_) => conflict("tap names an interface, and fd is one that is open".to_owned()),
+            Some(_) => conflict(
+                "tap and fd exclude each other: tap names an interface, fd passes an open one"
+                    .to_owned(),
+            ),
             None => Ok(()),
         }
     }
@@ -352,7 +355,7 @@ pub fn validate_all(nets: &[NetConfig], vcpus: u8) -> Result<(), ConfigError> {
         if let Some(tap) = &net.tap
             && earlier.iter().any(|other| other.tap.as_ref() == Some(tap))
         {
-            return conflict(format!("two devices have the interface {tap}"));
+            return conflict(format!("two devices use the interface {tap}"));
         }
         if let Some(fd) =
             net.fds.iter().find(|fd| earlier.iter().any(|other| other.fds.contains(fd)))
@@ -510,7 +513,9 @@ mod tests {
             serde_json::json!([3, 0.5]),
             serde_json::json!([2_147_483_648_u64]),
         ] {
-            assert!(read(other).unwrap_err().to_string().contains("do not travel in JSON"));
+            assert!(
+                read(other).unwrap_err().to_string().contains("JSON cannot carry file descriptors")
+            );
         }
     }
 
@@ -531,33 +536,36 @@ mod tests {
     fn errors_name_flag_value_and_bound() {
         assert_eq!(
             error("num_queues=3"),
-            "--net: num_queues is 3, and there are two for each pair"
+            "--net: num_queues is 3, and must be even: each pair has two"
         );
         assert_eq!(
             error("num_queues=10"),
-            "--net: num_queues is 10, and must be 2 to 8: a pair for each vCPU and 127 pairs at most, and --cpus has 4"
+            "--net: num_queues is 10, and must be 2 to 8: at most a pair for each vCPU and 127 pairs, and --cpus has 4"
         );
         assert_eq!(error("queue_size=16"), "--net: queue_size is 16, and must be 32 to 32768");
-        assert_eq!(error("queue_size=100"), "--net: queue_size is 100, which is no power of two");
+        assert_eq!(
+            error("queue_size=100"),
+            "--net: queue_size is 100, which is not a power of two"
+        );
         assert_eq!(error("mtu=1000"), "--net: mtu is 1000, and must be 1280 to 65535");
-        assert!(error("mac=01:00:00:00:00:00").contains("no single station's"));
-        assert!(error("host_mac=00:00:00:00:00:00").contains("no single station's"));
-        assert!(error("mac=1:2:3:4:5:6").contains("six bytes in hexadecimal"));
+        assert!(error("mac=01:00:00:00:00:00").contains("not a unicast address"));
+        assert!(error("host_mac=00:00:00:00:00:00").contains("not a unicast address"));
+        assert!(error("mac=1:2:3:4:5:6").contains("six hexadecimal bytes"));
         assert!(error("ip=10.0.0.1").contains("together"));
         assert!(error("ip=10.0.0,mask=255.0.0.0").contains("not an IPv4 or IPv6 address"));
         assert!(error("ip=fe80::1,mask=64").contains("not an IPv4 or IPv6 address"));
         assert!(error("ip=fe80::1").contains("together"));
-        let mixed = "ip is fe80::1 and mask 255.0.0.0, and both must be IPv4, or both IPv6";
+        let mixed = "ip is fe80::1 and mask is 255.0.0.0; both must be IPv4 or both IPv6";
         assert!(error("ip=fe80::1,mask=255.0.0.0").contains(mixed));
         assert!(error("ip=10.0.0.1,mask=ffff::").contains("both IPv6"));
         assert!(
             error("ip=fe80::1,mask=ffff:0:ffff::")
-                .contains("mask is ffff:0:ffff::, which is no prefix")
+                .contains("mask is ffff:0:ffff::, which is not a prefix")
         );
         assert!(error("fd=2").contains("standard"));
         assert!(error("fd=[3,3],num_queues=4").contains("twice"));
-        assert!(error("fd=[3,4]").contains("num_queues asks for 1"));
-        assert!(error("fd=3,tap=tap0").contains("fd is one that is open"));
+        assert!(error("fd=[3,4]").contains("num_queues needs 1"));
+        assert!(error("fd=3,tap=tap0").contains("tap and fd exclude each other"));
         for tap in ["a b", "a/b", "..", "tap%d", &"t".repeat(16)] {
             assert!(error(&format!("tap={tap}")).contains("at most 15 bytes"), "{tap}");
         }

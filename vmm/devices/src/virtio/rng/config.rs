@@ -8,7 +8,7 @@ use foreshore_config::{Refused, section};
 const REFUSED: &[Refused] = &[Refused {
     key: "id",
     neutral: &["__rng"],
-    why: "it is neither removed nor counted, and needs no name",
+    why: "the VM has one entropy device, which cannot be removed",
 }];
 
 section! {

@@ -14,7 +14,7 @@ pub const MAX_CID: u32 = u32::MAX - 1;
 
 section! {
     /// Sockets between guest and host.
-    pub struct VsockConfig: "--vsock" "Sockets between guest and host, which the agent needs" {
+    pub struct VsockConfig: "--vsock" "Sockets between guest and host, required by the agent" {
         cid (range (MIN_CID..=MAX_CID)): u32 => "Context id of the guest",
         socket: PathBuf => "Unix socket on the host",
         id: Option<String> => "Name in the API, instead of _vsock0",

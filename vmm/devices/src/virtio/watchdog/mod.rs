@@ -21,7 +21,7 @@ use crate::events::Event;
 /// `--watchdog`.
 pub const SWITCH: Switch = Switch {
     key: "watchdog",
-    about: "A virtio watchdog: a guest that pings it and stops for 20 s is restarted",
+    about: "A virtio watchdog, which restarts a guest that stops pinging it for 20 s",
     events: &[],
     build,
 };
