@@ -44,28 +44,28 @@ pub struct MemoryOptions {
 pub enum MemoryError {
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    #[error("Zone {zone:?} is of PM, but there is no pool")]
+    #[error("zone {zone:?} is of PM, but the VM has no pool")]
     NoPool { zone: String },
-    #[error("Zone {zone:?} is of PM and cannot have {size_bytes} bytes of boot memory")]
+    #[error("zone {zone:?} is of PM and cannot have boot memory (size {size_bytes})")]
     PmBoot {
         zone: String,
         /// Boot memory in the configuration.
         size_bytes: u64,
     },
-    #[error("Zone {zone:?} cannot be bound")]
+    #[error("cannot bind zone {zone:?} to a host node")]
     HostNode {
         zone: String,
         #[source]
         source: HostNodeError,
     },
-    #[error("Zone {zone:?}")]
+    #[error("zone {zone:?}")]
     Dram {
         zone: String,
         #[source]
         source: DramError,
     },
     #[error(
-        "Zone {zone:?}: {} of huge pages of {} cannot be had, the host has {free} of them free; vm.nr_hugepages sets some aside",
+        "zone {zone:?}: cannot allocate {} of huge pages of {}; the host has {free} of them free; raise vm.nr_hugepages",
         Size(*len), Size(*page_bytes)
     )]
     HugePages {
@@ -77,28 +77,28 @@ pub enum MemoryError {
         #[source]
         source: io::Error,
     },
-    #[error("Zone {zone:?}: file={}", path.display())]
+    #[error("zone {zone:?}: file={}", path.display())]
     File {
         zone: String,
         path: PathBuf,
         #[source]
         source: ZoneFileError,
     },
-    #[error("Zone {zone:?}: {} cannot be found at once (prefault=on)", Size(*len))]
+    #[error("zone {zone:?}: cannot populate {} at start (prefault=on)", Size(*len))]
     Prefault {
         zone: String,
         len: u64,
         #[source]
         source: io::Error,
     },
-    #[error("{len} bytes of guest memory cannot be reserved or mapped")]
+    #[error("cannot reserve or map {len} bytes of guest memory")]
     Map {
         len: u64,
         #[source]
         source: io::Error,
     },
     /// vm-memory rejects a region.
-    #[error("Guest memory regions cannot be combined")]
+    #[error("cannot combine the regions of guest memory")]
     Regions(#[from] GuestRegionCollectionError),
     #[error(transparent)]
     Slot(#[from] SlotError),
@@ -563,8 +563,8 @@ mod tests {
         // Without `shared`, data that the guest left is an error. With it, the file is emptied.
         let error = of(file.path(), false).err().unwrap();
         let source = std::error::Error::source(&error).unwrap().to_string();
-        assert!(error.to_string().starts_with("Zone \"dram\": file=/dev/shm/"), "{error}");
-        assert!(source.starts_with("there is data in it at 1048576"), "{source}");
+        assert!(error.to_string().starts_with("zone \"dram\": file=/dev/shm/"), "{error}");
+        assert!(source.starts_with("it has data at offset 1048576"), "{source}");
         let memory = of(file.path(), true).unwrap();
         assert_eq!(memory.boot().read_obj::<u64>(GuestAddress(MIB)).unwrap(), 0);
     }
@@ -578,7 +578,7 @@ mod tests {
         let options = MemoryOptions { address_bits: 48, ..OPTIONS };
         let error = build(zones, None, table, options).err().unwrap().to_string();
         assert!(
-            error.starts_with("Zone \"dram\": 3 GiB of huge pages of 2 MiB cannot be had"),
+            error.starts_with("zone \"dram\": cannot allocate 3 GiB of huge pages of 2 MiB"),
             "{error}"
         );
         let host = HostMemory { pages: HostPages::Huge(GIB), ..HostMemory::default() };
@@ -653,7 +653,7 @@ mod tests {
             );
             let reservation = Arc::clone(&range.reservation);
             drop(range);
-            assert_eq!(Arc::strong_count(&reservation), 1, "the range is still mapped");
+            assert_eq!(Arc::strong_count(&reservation), 1, "a mapping still holds the range");
             assert!(memory.view().memory().read_obj::<u8>(at).is_err() && !table.covers(4 * GIB));
             assert_eq!(memory.slots().used(), used);
         }
@@ -671,7 +671,7 @@ mod tests {
         let zone = ZoneSpec { growth: Growth::Dimms, ..dram_zone(GIB, GIB) };
         let mut memory =
             build(vec![zone], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
-        assert!(memory.take_hotplug().is_empty(), "no virtio-mem device has it");
+        assert!(memory.take_hotplug().is_empty(), "a virtio-mem device has it");
         let mut dimms = memory.take_dimms().unwrap();
         let accept = || Ok::<(), DimmError>(());
         let at = |address| memory.view().memory().write_obj(7u64, GuestAddress(address)).is_ok();

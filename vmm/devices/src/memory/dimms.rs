@@ -19,7 +19,7 @@ pub const MAX_DIMMS: usize = 64;
 #[derive(Debug, Error)]
 pub enum DimmError {
     #[error(
-        "{} more is not a multiple of {}, the blocks in which memory comes",
+        "an increase of {} is not a multiple of the block size {}",
         Size(*wanted_bytes),
         Size(*block_bytes)
     )]
@@ -29,16 +29,16 @@ pub enum DimmError {
         block_bytes: u64,
     },
     #[error(
-        "all {MAX_DIMMS} DIMMs are there; the size after the next boot can be set while the VM does not run"
+        "all {MAX_DIMMS} DIMMs are plugged; shut the VM down to set a larger size for the next boot"
     )]
     NoneLeft,
     #[error(
-        "{} more, of which hotplug_size leaves {}",
+        "an increase of {} exceeds the {} that hotplug_size leaves",
         Size(*wanted_bytes),
         Size(*left_bytes)
     )]
     TooLarge { wanted_bytes: u64, left_bytes: u64 },
-    #[error("the host cannot map it")]
+    #[error("cannot map its memory")]
     Backing(#[from] BackingError),
     #[error(transparent)]
     Slot(#[from] SlotError),
@@ -174,7 +174,7 @@ impl Dimms {
                     err,
                     start,
                     bytes = len,
-                    "Memory of a refused DIMM cannot be returned to the host; the next DIMM \
+                    "Cannot return memory of a refused DIMM to the host; the next DIMM \
                      retries this"
                 );
             }
@@ -229,7 +229,10 @@ mod tests {
         assert_eq!((plan.used_bytes(), plan.dimms().len()), (GIB, 3));
         // The rest is less than a block, although the range has been rounded up to one.
         let error = plan.place(128 * MIB).unwrap_err();
-        assert_eq!(error.to_string(), "128 MiB more, of which hotplug_size leaves 1 MiB");
+        assert_eq!(
+            error.to_string(),
+            "an increase of 128 MiB exceeds the 1 MiB that hotplug_size leaves"
+        );
         assert!(!error.is_the_hosts());
     }
 
@@ -237,19 +240,16 @@ mod tests {
     fn dimm_consists_of_whole_blocks_and_their_number_is_limited() {
         let mut plan = plan(64 * GIB);
         let error = plan.place(100 * MIB).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "100 MiB more is not a multiple of 128 MiB, the blocks in which memory comes"
-        );
+        assert_eq!(error, "an increase of 100 MiB is not a multiple of the block size 128 MiB");
         let of_large_pages = DimmPlan::new(plan.range, GIB, GIB, GIB);
         let error = of_large_pages.place(128 * MIB).unwrap_err().to_string();
-        assert!(error.contains("not a multiple of 1 GiB"), "{error}");
+        assert!(error.contains("not a multiple of the block size 1 GiB"), "{error}");
         for _ in 0..MAX_DIMMS {
             let dimm = plan.place(128 * MIB).unwrap();
             plan.put(dimm);
         }
         assert!(
-            plan.place(128 * MIB).unwrap_err().to_string().starts_with("all 64 DIMMs are there")
+            plan.place(128 * MIB).unwrap_err().to_string().starts_with("all 64 DIMMs are plugged")
         );
     }
 
@@ -293,7 +293,7 @@ mod tests {
         dimms.add(DIMM_BYTES, || Err(DimmError::NoneLeft)).unwrap_err();
         for _ in 0..2 {
             assert!(table.covers(4 * GIB));
-            dimms.reservation.populate(0, 2 * MIB).expect("the slot has memory");
+            dimms.reservation.populate(0, 2 * MIB).expect("a slot with memory");
             let error = dimms.add(2 * DIMM_BYTES, || Ok::<(), DimmError>(())).unwrap_err();
             assert!(matches!(error, DimmError::Slot(SlotError::Kvm { len: 0, .. })), "{error}");
         }

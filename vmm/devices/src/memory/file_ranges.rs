@@ -98,7 +98,7 @@ impl Drop for MappedRange {
         // 1. The guest loses the file, 2. devices lose it, 3. the addresses are free for the next
         //    file.
         if let Err(err) = files.slots.remove(*slot) {
-            sparsely!(error, %err, "A file stays in guest memory");
+            sparsely!(error, %err, "Cannot remove a file from guest memory");
             return;
         }
         files.remove_region(*guest, reservation);

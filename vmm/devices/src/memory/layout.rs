@@ -106,27 +106,27 @@ pub const MIN_BOOT_BYTES: u64 = 16 * MIB;
 
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum LayoutError {
-    #[error("Size {size_bytes} bytes of zone {zone:?} is not a multiple of {}", Size(*unit_bytes))]
+    #[error("size {size_bytes} of zone {zone:?} is not a multiple of {}", Size(*unit_bytes))]
     Unaligned {
         zone: String,
         /// Size in the configuration.
         size_bytes: u64,
         unit_bytes: u64,
     },
-    #[error("Boot memory of {size_bytes} bytes is below the minimum of {MIN_BOOT_BYTES} bytes")]
+    #[error("boot memory of {size_bytes} bytes is below the minimum of {MIN_BOOT_BYTES} bytes")]
     BootTooSmall {
         /// Boot memory of all zones.
         size_bytes: u64,
     },
     /// An additional range is empty or off the page grid, or its alignment is not a power of two.
-    #[error("A range of {len:#x} bytes aligned to {align:#x} is not a whole number of 4 KiB pages")]
+    #[error("range of {len:#x} bytes aligned to {align:#x} is not a multiple of 4 KiB")]
     BadRange {
         /// Length in bytes.
         len: u64,
         align: u64,
     },
     #[error(
-        "{what} of {size_bytes} bytes would end beyond the guest's {address_bits}-bit physical address space"
+        "{what} of {size_bytes} bytes does not fit into the guest's {address_bits}-bit physical address space"
     )]
     AddressSpace {
         what: String,
@@ -296,14 +296,14 @@ impl MemoryMap {
                 let len = high;
                 // Side by side, as in the kernel's memory map.
                 boot.push(
-                    map.take(len, PAGE_BYTES, || format!("Boot memory of zone {:?}", zone.id))?,
+                    map.take(len, PAGE_BYTES, || format!("boot memory of zone {:?}", zone.id))?,
                 );
             }
             map.zones.push(ZonePlacement { boot, hotplug: None });
         }
         let block_bytes = map.linux_block_bytes();
         for (index, zone) in zones.iter().enumerate().filter(|(_, zone)| zone.hotplug_bytes > 0) {
-            let what = || format!("The hotplug part of zone {:?}", zone.id);
+            let what = || format!("hotplug part of zone {:?}", zone.id);
             let len = zone.hotplug_bytes.checked_next_multiple_of(block_bytes).unwrap_or(u64::MAX);
             let align = match zone.growth {
                 Growth::VirtioMem => HOTPLUG_ALIGN.max(block_bytes),
@@ -338,7 +338,7 @@ impl MemoryMap {
             }
             return Ok(GuestRange { start, len });
         }
-        self.take(len, align, || "A further range".to_owned())
+        self.take(len, align, || "an additional range".to_owned())
     }
 
     /// Checks that a machine with zones `next` instead of `zones` has room for all additional
@@ -346,7 +346,7 @@ impl MemoryMap {
     pub fn has_room_for(&self, zones: &[ZoneSpec], next: &[ZoneSpec]) -> Result<(), LayoutError> {
         let behind_bytes = self.next_free - Self::new(zones, self.address_bits)?.next_free;
         let mut next = Self::new(next, self.address_bits)?;
-        next.take(behind_bytes, HOTPLUG_ALIGN, || "What lies behind the VM's memory".to_owned())?;
+        next.take(behind_bytes, HOTPLUG_ALIGN, || "the range after the VM's memory".to_owned())?;
         Ok(())
     }
 
@@ -667,7 +667,7 @@ mod tests {
             &[zone("dram", Tier::Dram, GIB, 0), zone("pm", Tier::Pm, 0, 1 << 36)],
             36,
         );
-        let what = "The hotplug part of zone \"pm\"".to_owned();
+        let what = "hotplug part of zone \"pm\"".to_owned();
         assert_eq!(
             err.unwrap_err(),
             LayoutError::AddressSpace { what, size_bytes: 1 << 36, address_bits: 36 }

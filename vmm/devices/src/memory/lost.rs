@@ -37,7 +37,7 @@ use crate::metrics::{Expose, Exposition, Family, one};
 
 /// Data copied from guest memory may be zeros, and data copied to it may be lost.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("Memory of the guest is gone")]
+#[error("guest memory is lost")]
 pub struct MemoryLost;
 
 /// Raised when a page is lost.
@@ -57,24 +57,24 @@ impl LossFlag {
 
 #[derive(Debug, Error)]
 pub enum WatchError {
-    #[error("Cannot create the eventfd that reports lost memory")]
+    #[error("cannot create the eventfd that reports lost memory")]
     Event(#[source] io::Error),
     #[error(transparent)]
     TooMany(#[from] TooManyRanges),
-    #[error("Its file cannot be kept open")]
+    #[error("cannot keep its file open")]
     File(#[source] io::Error),
 }
 
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum Loss {
-    #[error("its file was cut short to {}, of which the guest has {}", Size(*file_bytes), Size(*mapped_bytes))]
+    #[error("its file was truncated to {}, but the guest has mapped {}", Size(*file_bytes), Size(*mapped_bytes))]
     CutShort {
         /// Length of the file when the loss was detected.
         file_bytes: u64,
         /// Minimum length of the file when it was mapped.
         mapped_bytes: u64,
     },
-    #[error("a page is bad, or its file system has no room for it")]
+    #[error("a page is bad, or its file system is full")]
     Page,
 }
 
@@ -294,7 +294,7 @@ fn reason<'a>(ranges: impl Iterator<Item = (&'a str, Option<Loss>)>) -> Option<S
         ranges.filter_map(|(name, loss)| loss.map(|loss| format!("{name}: {loss}"))).collect();
     // A zone has several parts.
     lost.dedup();
-    (!lost.is_empty()).then(|| format!("memory of the guest is gone: {}", lost.join("; ")))
+    (!lost.is_empty()).then(|| format!("guest memory is lost: {}", lost.join("; ")))
 }
 
 #[cfg(test)]
@@ -370,12 +370,12 @@ mod tests {
         lost.watch_file("data".to_owned(), &reservation, file.as_fd(), 2 * MIB).unwrap();
         lost.watch_file("other".to_owned(), &other, other_file.as_fd(), 2 * MIB).unwrap();
         assert!(lost.has_files() && !lost.explains_a_fault());
-        assert!(!brake.is_pulled(), "what is not lost explains nothing");
+        assert!(!brake.is_pulled(), "memory without a loss inhibits entries");
         file.set_len(MIB).unwrap();
         let reason = lost.look().unwrap();
         assert_eq!(
             reason,
-            "memory of the guest is gone: data: its file was cut short to 1 MiB, of which the guest has 2 MiB"
+            "guest memory is lost: data: its file was truncated to 1 MiB, but the guest has mapped 2 MiB"
         );
         assert!(brake.is_pulled() && flag.is_raised());
         // The old length does not bring the content back.
@@ -407,7 +407,7 @@ mod tests {
             [("a", None), ("b", Some(Loss::Page)), ("b", Some(Loss::Page)), ("c", Some(cut))];
         let text = reason(ranges.into_iter()).unwrap();
         assert_eq!(text.matches("b: ").count(), 1, "{text}");
-        assert!(text.contains("c: its file was cut short to 0") && !text.contains("a: "), "{text}");
+        assert!(text.contains("c: its file was truncated to 0") && !text.contains("a: "), "{text}");
         assert_eq!(reason([("a", None)].into_iter()), None);
     }
 }

@@ -36,10 +36,10 @@ const MAX_SLOT_BYTES: u64 = ((1 << 31) - 1) * PAGE_BYTES;
 
 #[derive(Debug, Error)]
 pub enum SlotError {
-    #[error("All {limit} memory slots of KVM are in use")]
+    #[error("all {limit} memory slots of KVM are in use")]
     NoneLeft { limit: u32 },
     #[error(
-        "{} at {start:#x} is more than the {} that KVM takes in one piece: divide it, for example into several zones, disks or volumes",
+        "{} at {start:#x} exceeds KVM's maximum of {} for one slot; divide it, for example into several zones, disks or volumes",
         Size(*len), Size(MAX_SLOT_BYTES)
     )]
     TooLarge { start: u64, len: u64 },
@@ -48,7 +48,7 @@ pub enum SlotError {
         Size(*guest_bytes), Size(kvms_own_bytes(*guest_bytes)), Size(*host_bytes)
     )]
     MoreThanHost { guest_bytes: u64, host_bytes: u64 },
-    #[error("KVM does not take slot {slot} for {len:#x} bytes at {start:#x}")]
+    #[error("KVM refused slot {slot} for {len:#x} bytes at {start:#x}")]
     Kvm {
         slot: u32,
         start: u64,
@@ -237,7 +237,7 @@ impl Drop for Slots {
             if let Err(err) = self.remove(slot) {
                 // Leaks the reservation, because it must not be unmapped under a slot that KVM
                 // keeps.
-                error!(%err, "A memory slot cannot be removed");
+                error!(%err, "Cannot remove a memory slot");
                 std::mem::forget(self.entries.get_mut()[slot as usize].take());
             }
         }
@@ -296,7 +296,10 @@ impl HotplugSlots {
         }
         for (index, bytes) in pieces {
             self.parts[index].plugged_bytes += bytes;
-            assert!(self.parts[index].plugged_bytes <= self.slot_bytes, "blocks plugged twice");
+            assert!(
+                self.parts[index].plugged_bytes <= self.slot_bytes,
+                "blocks were plugged twice"
+            );
         }
         Ok(())
     }
@@ -380,7 +383,7 @@ impl HotplugSlots {
             }
             Err(err) => {
                 // A remaining slot gives the guest no access, because all of it is PROT_NONE.
-                error!(%err, "An empty memory slot cannot be removed");
+                error!(%err, "Cannot remove an empty memory slot");
                 false
             }
         }
@@ -491,7 +494,7 @@ mod tests {
         let reservation = Arc::new(Reservation::new(9 << 40, 1 << 21).unwrap());
         let guest = GuestRange { start: 4 << 30, len: 9 << 40 };
         let error = slots.add(guest, &reservation, 0, Access::ReadWrite).unwrap_err().to_string();
-        assert!(error.starts_with("9 TiB at 0x100000000 is more than the "), "{error}");
+        assert!(error.starts_with("9 TiB at 0x100000000 exceeds KVM's maximum of "), "{error}");
         assert!(
             slots
                 .add(
@@ -524,9 +527,7 @@ mod tests {
         );
         // The last range is checked before a slot is added for the first.
         assert!(
-            check(&[TIB, 9 * TIB], 1024)
-                .unwrap_err()
-                .starts_with("9 TiB at 0x10100000000 is more than")
+            check(&[TIB, 9 * TIB], 1024).unwrap_err().starts_with("9 TiB at 0x10100000000 exceeds")
         );
         check(&[], 0).unwrap();
     }
@@ -539,7 +540,7 @@ mod tests {
         assert!(!slots.prepare(0, now).unwrap());
         assert!(slots.prepare(SLOT, now).unwrap());
         assert!(table.covers(START + SLOT) && !table.covers(START + 2 * SLOT));
-        assert!(!slots.prepare(SLOT, now).unwrap(), "there is room for what is wanted");
+        assert!(!slots.prepare(SLOT, now).unwrap(), "a slot already exists for the requested size");
         // Plugged blocks keep a slot. A slot that stays empty is removed.
         slots.acquire(SLOT, 2 * MIB).unwrap();
         assert!(slots.prepare(SLOT, now).unwrap());

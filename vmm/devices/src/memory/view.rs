@@ -27,7 +27,7 @@ use super::lost::{LossFlag, MemoryLost};
 pub enum ViewError {
     /// Empty, off the block grid, or ending beyond the address space.
     #[error(
-        "Pluggable range {start:#x}+{len:#x} is not a whole number of blocks of {block_size:#x} bytes"
+        "pluggable range {start:#x}+{len:#x} is not a multiple of the block size {block_size:#x}"
     )]
     BadRange {
         start: u64,
@@ -35,7 +35,7 @@ pub enum ViewError {
         len: u64,
         block_size: u64,
     },
-    #[error("Pluggable range {start:#x}+{len:#x} overlaps another one")]
+    #[error("pluggable range {start:#x}+{len:#x} overlaps another one")]
     Overlap {
         start: u64,
         /// Length in bytes.
@@ -157,7 +157,7 @@ impl MappedMemory {
     /// If there is no such region.
     pub fn remove_region(&mut self, start: GuestAddress, len: u64, reservation: &Arc<Reservation>) {
         let removed = self.regions.remove_region(start, len);
-        (self.regions, _) = removed.expect("a region that was added");
+        (self.regions, _) = removed.expect("an added region");
         self.reservations.retain(|kept| !Arc::ptr_eq(kept, reservation));
         self.read_only.retain(|&(from, _)| from != start.raw_value());
         self.tell_watchers();

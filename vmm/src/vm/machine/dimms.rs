@@ -210,8 +210,11 @@ mod tests {
         let (mut machine, table) = growing(1024 * MIB);
         machine.plan_resize(&dram((65 + 128) * MIB)).unwrap();
         for (mib, text) in [
-            (66, "memory 66 MiB: 1 MiB more is not a multiple of 128 MiB"),
-            (65 + 1024 + 128, "1152 MiB more, of which hotplug_size leaves 1 GiB"),
+            (
+                66,
+                "desired_ram 69206016: an increase of 1 MiB is not a multiple of the block size 128 MiB",
+            ),
+            (65 + 1024 + 128, "an increase of 1152 MiB exceeds the 1 GiB that hotplug_size leaves"),
         ] {
             let error = resize(&mut machine, mib).unwrap_err();
             assert!(
@@ -224,7 +227,7 @@ mod tests {
         *table.calls_left.lock() = Some(0);
         let error = resize(&mut machine, 193).unwrap_err();
         assert!(
-            matches!(&error, VmError::Failed(reason) if reason.contains("KVM does not take")),
+            matches!(&error, VmError::Failed(reason) if reason.contains("KVM refused")),
             "{error}"
         );
         *table.calls_left.lock() = None;

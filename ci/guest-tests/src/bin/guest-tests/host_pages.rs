@@ -305,9 +305,9 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     let Some(none) = SetAside::pages(0)? else { return skip(NO_HUGE_PAGES) };
     let refusal = builder.expect_refusal()?;
     ensure!(
-        refusal
-            .message
-            .contains("256 MiB of huge pages of 2 MiB cannot be had, the host has 0 of them free"),
+        refusal.message.contains(
+            "cannot allocate 256 MiB of huge pages of 2 MiB; the host has 0 of them free"
+        ),
         "{}",
         refusal.message
     );
@@ -464,13 +464,13 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
     ensure!(
         refusal
             .message
-            .contains("512 MiB of huge pages of 2 MiB cannot be had, the host has 144 of them"),
+            .contains("cannot allocate 512 MiB of huge pages of 2 MiB; the host has 144 of them"),
         "{}",
         refusal.message
     );
     let refusal = builder("257M", &files.0, "").expect_refusal()?;
     ensure!(
-        refusal.message.contains("not a whole number of huge pages of 2 MiB"),
+        refusal.message.contains("not a multiple of the huge page size 2 MiB"),
         "{}",
         refusal.message
     );
@@ -511,7 +511,7 @@ fn boot_memory_is_of_a_file() -> Result<()> {
     };
     let of_file = format!("file={},shared=on", file.display());
     let refusal = builder(&of_file).expect_refusal()?;
-    ensure!(refusal.message.contains("memory") && refusal.message.contains("cannot be opened"));
+    ensure!(refusal.message.contains("memory") && refusal.message.contains("cannot open it"));
     fs::File::create(&file)?.set_len(257 * MIB)?;
     let guest = builder(&of_file).boot()?;
     ensure!(mib_in(&file)? >= 20, "The guest's memory is not in the file");
@@ -526,7 +526,7 @@ fn boot_memory_is_of_a_file() -> Result<()> {
     // A file that is not shared is not written, so it must be empty.
     let unshared = format!("file={}", file.display());
     let refusal = builder(&unshared).expect_refusal()?;
-    ensure!(refusal.message.contains("there is data in it"), "{}", refusal.message);
+    ensure!(refusal.message.contains("it has data at offset"), "{}", refusal.message);
     fs::File::create(&file)?.set_len(257 * MIB)?;
     let guest = builder(&unshared).boot()?;
     guest.run("head -c 20000000 /dev/urandom > /tmp/data && md5sum /tmp/data")?;

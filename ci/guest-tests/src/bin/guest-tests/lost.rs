@@ -75,7 +75,7 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     // The VMM also checks files regularly, so the VM may be paused before the guest confirms the
     // start of the script.
     let read = guest.start_script(IO_LIMIT, read);
-    wait_until_paused(&guest, &[&flag], "cut short to 5 MiB, of which the guest has 16 MiB")?;
+    wait_until_paused(&guest, &[&flag], "truncated to 5 MiB, but the guest has mapped 16 MiB")?;
     drop(read);
     // A file extended to its old length has lost its content.
     cut(&path, 16 * MIB)?;
@@ -122,7 +122,7 @@ fn vmm_survives_device_writes_to_truncated_memory() -> Result<()> {
         Ok(content.chunks(4096).any(|page| page[256..].iter().any(|byte| *byte != 0)))
     })?;
     cut(&path, 0)?;
-    wait_until_paused(&guest, &[&flag], "cut short to 0")?;
+    wait_until_paused(&guest, &[&flag], "truncated to 0")?;
     drop(attack);
     Ok(())
 }
@@ -147,7 +147,7 @@ fn truncated_memory_is_not_written_to_a_disk_as_zeros() -> Result<()> {
         transfer.finish()
     );
     cut(&path, 0)?;
-    wait_until_paused(&guest, &[&flag], "cut short to 0")?;
+    wait_until_paused(&guest, &[&flag], "truncated to 0")?;
     drop(transfer);
     guest.kill9()?;
     let mut content = vec![0; HEAP_BYTES as usize];
@@ -183,7 +183,7 @@ fn pause_for_a_truncated_pool_names_all_its_users() -> Result<()> {
     // As above.
     let read =
         guest.start_script(IO_LIMIT, "exec dd if=/dev/pmem0s of=/dev/null bs=64k iflag=direct");
-    wait_until_paused(&guest, &[&memory, &volume], "cut short to 4 MiB")?;
+    wait_until_paused(&guest, &[&memory, &volume], "truncated to 4 MiB")?;
     drop(read);
     let refused = guest.try_api("PUT", "vm.reboot", None)?;
     ensure!(refused.status >= 400 && refused.body.contains("cut short"), "{refused:?}");

@@ -63,7 +63,7 @@ impl Backing for DramBacking {
         if plugged.is_err() && self.source.in_file(offset).is_some() {
             self.detached.push(offset..offset + len);
             if let Err(err) = self.give_back() {
-                warn!(%err, "Memory that could not be plugged stays with the VMM for now");
+                warn!(%err, "Cannot return memory of a failed plug to the host yet");
             }
         }
         plugged
@@ -208,7 +208,7 @@ mod tests {
             |reservation: &Reservation| [0, 32 * MIB].map(|at| policy_at(reservation.addr() + at));
         let (mut backing, reservation) = backing();
         backing.plug(0, LEN).unwrap();
-        assert_eq!(policy(&reservation), [(libc::MPOL_DEFAULT, 0); 2], "nobody has said a node");
+        assert_eq!(policy(&reservation), [(libc::MPOL_DEFAULT, 0); 2], "no node was configured");
         let (mut backing, reservation) = self::backing();
         reservation.bind_to(HostNode::find(0).unwrap());
         backing.plug(0, LEN).unwrap();
@@ -359,7 +359,7 @@ mod tests {
         };
         assert_eq!(
             error(2 * MIB, 3 * MIB),
-            "3 MiB of memory, which is not a whole number of huge pages of 2 MiB"
+            "size 3 MiB is not a multiple of the huge page size 2 MiB"
         );
         // More than the hosts that run this test reserve.
         let len = 64 << 30;

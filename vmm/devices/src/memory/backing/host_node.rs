@@ -14,7 +14,7 @@ const WORD_BITS: usize = u64::BITS as usize;
 #[derive(Debug, Error)]
 pub enum HostNodeError {
     #[error(
-        "host_numa_node={node}: the host has no NUMA node {node} with memory; its nodes: {known}"
+        "host_numa_node={node}: the host has no NUMA node {node} with memory; existing nodes: {known}"
     )]
     NoSuchNode {
         node: u32,
@@ -103,7 +103,8 @@ pub(crate) mod tests {
         }
         for (node, list) in [(1, "0"), (3, "0-2,4"), (77, "0-1"), (0, ""), (4000, "0-5000")] {
             let error = HostNode::find_in(node, list).unwrap_err().to_string();
-            let told = format!("the host has no NUMA node {node} with memory; its nodes: {list}");
+            let told =
+                format!("the host has no NUMA node {node} with memory; existing nodes: {list}");
             assert_eq!(error, format!("host_numa_node={node}: {told}"));
         }
         assert_eq!(HostNode::find(0).unwrap(), HostNode(0));

@@ -31,9 +31,9 @@ use crate::pool::PoolError;
 /// Failure to back a run of blocks with memory. The host is the cause, so the guest receives BUSY.
 #[derive(Debug, Error)]
 pub enum BackingError {
-    #[error("The mapping budget of {limit} is used up: {used} in use")]
+    #[error("mapping budget is used up: {used} of {limit} in use")]
     MappingBudget { limit: usize, used: usize },
-    #[error("{len:#x} bytes at offset {offset:#x} of the zone cannot be mapped")]
+    #[error("cannot map {len:#x} bytes at offset {offset:#x} of the zone")]
     Map {
         /// Offset in the hotplug part.
         offset: u64,
@@ -42,7 +42,7 @@ pub enum BackingError {
         source: io::Error,
     },
     #[error(
-        "{} of huge pages of {} are wanted, the host has {} of them free",
+        "cannot allocate {} of huge pages of {}; the host has {} of them free",
         Size(*wanted_bytes), Size(*page_bytes), Size(*available_bytes)
     )]
     HugePages {
@@ -53,13 +53,13 @@ pub enum BackingError {
         #[source]
         source: io::Error,
     },
-    #[error("The pool has {available_bytes} bytes left, {wanted_bytes} are wanted")]
+    #[error("pool has {available_bytes} bytes left, {wanted_bytes} are needed")]
     PoolFull {
         /// Requested bytes.
         wanted_bytes: u64,
         available_bytes: u64,
     },
-    #[error("The pool fails")]
+    #[error("pool failed")]
     Pool(#[from] PoolError),
 }
 

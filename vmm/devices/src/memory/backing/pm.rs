@@ -90,7 +90,9 @@ impl PmBacking {
             if result.is_err() {
                 match reservation.unmap(offset, len) {
                     Ok(()) => mapped = 0,
-                    Err(err) => error!(%err, "Chunks of a failed plug cannot be unmapped, and are set aside"),
+                    Err(err) => {
+                        error!(%err, "Cannot unmap chunks of a failed plug; they stay set aside")
+                    }
                 }
             }
             at = offset;
@@ -119,7 +121,7 @@ impl PmBacking {
         self.detached.extend(extents);
         if let Err(err) = self.free_detached() {
             let error = foreshore_types::chain(&err);
-            error!(error, "Chunks of a failed plug cannot be freed");
+            error!(error, "Cannot free chunks of a failed plug");
         }
     }
 }
@@ -172,7 +174,7 @@ impl Drop for PmBacking {
             self.detach(0, self.reservation.len_bytes()).and_then(|()| self.free_detached());
         if let Err(err) = result {
             let error = foreshore_types::chain(&err);
-            error!(error, "Chunks cannot be given back to the pool");
+            error!(error, "Cannot return chunks to the pool");
         }
     }
 }

@@ -102,7 +102,7 @@ impl Reservation {
         // (`drop`). No code relies on the content of a lost page, and its replacement is reached
         // by volatile accesses, too.
         let watch = unsafe { Watch::new(self.addr..self.addr + self.len, on_lost) }?;
-        assert!(self.watch.set(watch).is_ok(), "a reservation is watched once");
+        assert!(self.watch.set(watch).is_ok(), "the reservation is already watched");
         Ok(())
     }
 
@@ -111,7 +111,7 @@ impl Reservation {
     /// # Panics
     /// If it was called before.
     pub fn bind_to(&self, node: HostNode) {
-        assert!(self.host_node.set(node).is_ok(), "a reservation has one host node");
+        assert!(self.host_node.set(node).is_ok(), "the reservation already has a host node");
     }
 
     /// Makes later mappings count as committed, so that they fail if memory is short.
@@ -204,7 +204,7 @@ impl Reservation {
         if prot != libc::PROT_NONE
             && let Err(err) = self.advise(offset, len, libc::MADV_DONTDUMP)
         {
-            tracing::debug!(%err, "A core dump would hold guest memory");
+            tracing::debug!(%err, "Cannot exclude guest memory from core dumps");
         }
         Ok(())
     }
@@ -220,21 +220,21 @@ impl Reservation {
     /// kernel has them.
     pub fn advise_huge_pages(&self, offset: u64, len: u64) {
         if let Err(err) = self.advise(offset, len, libc::MADV_HUGEPAGE) {
-            tracing::debug!(%err, "No transparent huge pages");
+            tracing::debug!(%err, "Cannot enable transparent huge pages");
         }
     }
 
     /// Advises the kernel not to use huge pages. A kernel without them rejects the advice.
     pub fn advise_small_pages(&self, offset: u64, len: u64) {
         if let Err(err) = self.advise(offset, len, libc::MADV_NOHUGEPAGE) {
-            tracing::debug!(%err, "No transparent huge pages in any case");
+            tracing::debug!(%err, "Cannot disable transparent huge pages");
         }
     }
 
     /// Allows the kernel to merge pages of equal content (KSM).
     pub fn advise_merging(&self, offset: u64, len: u64) {
         if let Err(err) = self.advise(offset, len, libc::MADV_MERGEABLE) {
-            tracing::warn!(%err, "The host's kernel does not merge pages");
+            tracing::warn!(%err, "The host's kernel cannot merge pages (KSM)");
         }
     }
 

@@ -76,7 +76,7 @@ impl Segments {
     /// Records `source` for `start..start + len`.
     pub(super) fn set(&mut self, start: u64, len: u64, source: Source) {
         let end = start + len;
-        assert!(len > 0 && end <= self.len, "a segment outside of its reservation");
+        assert!(len > 0 && end <= self.len, "a segment is outside of its reservation");
         self.split_at(start);
         self.split_at(end);
         let inner: Vec<u64> = self.by_start.range(start..end).map(|(&at, _)| at).collect();
@@ -142,7 +142,7 @@ impl MappingBudget {
     /// libraries, threads and volumes.
     pub fn of_host() -> Self {
         let max = read_max_map_count().unwrap_or_else(|err| {
-            tracing::warn!(%err, "vm.max_map_count cannot be read: taking its default");
+            tracing::warn!(%err, "Cannot read vm.max_map_count; using its default");
             Self::DEFAULT_MAX_MAPPINGS
         });
         Self::new(max - max / 8)
@@ -169,7 +169,7 @@ impl MappingBudget {
 
     fn release(&self, count: usize) {
         let before = self.used.fetch_sub(count, Ordering::Relaxed);
-        assert!(before >= count, "more mappings given back than taken");
+        assert!(before >= count, "more mappings returned than allocated");
     }
 }
 

@@ -20,7 +20,7 @@ use crate::memory::zone::{HostMemory, HostPages};
 
 #[derive(Debug, Error)]
 pub enum DramError {
-    #[error("the host has no file for shared memory (memfd_create)")]
+    #[error("cannot create a file for shared memory (memfd_create)")]
     NoFile(#[source] io::Error),
     #[error("the host has no huge pages of {}", Size(*page_bytes))]
     NoSuchSize {
@@ -28,12 +28,12 @@ pub enum DramError {
         #[source]
         source: io::Error,
     },
-    #[error("the host does not say how large its huge pages are (Hugepagesize in /proc/meminfo)")]
+    #[error("cannot read the host's huge page size (Hugepagesize in /proc/meminfo)")]
     Unknown(#[source] io::Error),
-    #[error("{} of memory, which is not a whole number of huge pages of {}", Size(*len), Size(*page_bytes))]
+    #[error("size {} is not a multiple of the huge page size {}", Size(*len), Size(*page_bytes))]
     NotWhole { len: u64, page_bytes: u64 },
     #[error(
-        "huge pages of {} are too large for hotplug_method=virtio-mem, whose blocks are of {}",
+        "huge pages of {} are larger than the {} blocks of hotplug_method=virtio-mem",
         Size(*page_bytes),
         Size(*block_bytes)
     )]
@@ -188,7 +188,7 @@ impl DramSource {
         }
         populate(reservation, offset, len).inspect_err(|_| {
             if let Err(err) = reservation.unmap(offset, len) {
-                warn!(%err, "Memory that could not be found stays mapped");
+                warn!(%err, "Cannot unmap memory after a failed prefault");
             }
         })
     }

@@ -20,26 +20,26 @@ use crate::file_mark;
 
 #[derive(Debug, Error)]
 pub enum ZoneFileError {
-    #[error("it cannot be opened")]
+    #[error("cannot open it")]
     Open(#[source] io::Error),
-    #[error("it is {what}, and has to be a file or a directory")]
+    #[error("it is {what}, not a file or a directory")]
     NotAFile { what: &'static str },
-    #[error("another process has it locked")]
+    #[error("it is locked by another process")]
     InUse(#[source] io::Error),
-    #[error("it has {}, and the zone's size is {}", Size(*file_bytes), Size(*size_bytes))]
+    #[error("its size {} is below the zone's size {}", Size(*file_bytes), Size(*size_bytes))]
     TooShort { file_bytes: u64, size_bytes: u64 },
     #[error(
-        "there is data in it at {at}: memory begins as zeros, and only with shared=on is the file the guest's to write"
+        "it has data at offset {at}, but guest memory starts as zeros; name an empty file, or let shared=on discard the data"
     )]
     HasData {
         /// Offset in bytes.
         at: u64,
     },
     #[error(
-        "it holds {content}, and a guest's memory begins as zeros: name another file, or remove this one"
+        "it holds {content}, which guest memory would overwrite; name another file or remove this one"
     )]
     HasContent { content: &'static str },
-    #[error("its file system cannot empty it (fallocate, punch hole)")]
+    #[error("its file system cannot punch a hole (fallocate)")]
     Empty(#[source] io::Error),
 }
 
@@ -77,7 +77,7 @@ impl ZoneFile {
         }
         let file = options.open(path).map_err(ZoneFileError::Open)?;
         if !file.metadata().map_err(ZoneFileError::Open)?.is_file() {
-            return Err(ZoneFileError::NotAFile { what: "something else by now" });
+            return Err(ZoneFileError::NotAFile { what: "another type of file now" });
         }
         let huge_page_bytes = huge_page_bytes(&file).map_err(ZoneFileError::Open)?;
         if kind.is_dir() {
@@ -121,7 +121,7 @@ impl ZoneFile {
         if let Some(at) =
             first_data(file).map_err(ZoneFileError::Open)?.filter(|at| *at < size_bytes)
         {
-            warn!(%at, "--memory-zone file=: what is in the file is discarded: a guest's memory begins as zeros");
+            warn!(%at, "--memory-zone file=: data in the file is discarded, because guest memory starts as zeros");
         }
         punch_hole(file, 0, size_bytes).map_err(ZoneFileError::Empty)
     }
@@ -196,7 +196,7 @@ mod tests {
     fn shared_file_is_zeroed_and_locked_for_one_vm() {
         let mut file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         file.write_all(&[7; 4096]).unwrap();
-        assert!(error(file.path(), true).contains("it has 4 KiB, and the zone's size is 1 MiB"));
+        assert!(error(file.path(), true).contains("its size 4 KiB is below the zone's size 1 MiB"));
         file.as_file().set_len(2 * SIZE).unwrap();
         let zone = ZoneFile::open(file.path(), SIZE, true).unwrap();
         assert_eq!(zone.access(), Access::ReadWrite);
@@ -215,7 +215,7 @@ mod tests {
         drop(pmem_volume::Pool::create(&path, 16 << 20, 0).unwrap());
         let before = std::fs::read(&path).unwrap();
         assert!(
-            error(&path, true).starts_with("it holds a pool, and a guest's memory begins as zeros")
+            error(&path, true).starts_with("it holds a pool, which guest memory would overwrite")
         );
         assert!(std::fs::read(&path).unwrap() == before);
         let memory = folder.path().join("memory");
@@ -248,12 +248,12 @@ mod tests {
         let zone = ZoneFile::open(file.path(), SIZE, false).unwrap();
         assert_eq!(zone.access(), Access::ReadWritePrivate);
         file.write_all(b"data").unwrap();
-        assert!(error(file.path(), false).starts_with("there is data in it at 0"));
+        assert!(error(file.path(), false).starts_with("it has data at offset 0"));
     }
 
     #[test]
     fn device_or_pipe_is_refused_by_name() {
         assert!(error(Path::new("/dev/null"), true).contains("it is a device"));
-        assert!(error(Path::new("/nowhere/at/all"), true).contains("cannot be opened"));
+        assert!(error(Path::new("/nowhere/at/all"), true).contains("cannot open it"));
     }
 }

@@ -150,10 +150,9 @@ impl VirtioDevice for Balloon {
                     bytes,
                     "{}",
                     match emptied {
-                        false =>
-                            "The guest has nothing else left, and takes memory out of its balloon",
+                        false => "Guest is out of memory and deflates its balloon",
                         true =>
-                            "The guest empties its balloon: it has nothing else left, or unloads its driver",
+                            "Guest emptied its balloon: it is out of memory or unloads its driver",
                     }
                 );
                 self.shared

@@ -158,7 +158,7 @@ impl Places {
                 }
                 Err(err) => {
                     metrics.discard_failures.fetch_add(1, Ordering::Relaxed);
-                    sparsely!(warn, %err, len, "Pages of a balloon stay with the host's process");
+                    sparsely!(warn, %err, len, "Cannot return pages of the balloon to the host");
                 }
             }
         }
@@ -182,7 +182,7 @@ fn taken(listed: Result<Listed, ChainError>, metrics: &BalloonMetrics) -> Option
 
 fn refuse(err: &ChainError, metrics: &BalloonMetrics) {
     metrics.refuse(Refusal::Malformed, 1);
-    sparsely!(warn, %err, "A balloon's driver sends what makes no sense");
+    sparsely!(warn, %err, "Balloon driver sent an invalid request");
 }
 
 /// Serves available chains. Returns each to the driver after `each`.
@@ -219,7 +219,7 @@ fn serve(
 
 fn tell(interrupt: &dyn VirtioInterrupt, queue: u16) {
     if let Err(err) = interrupt.signal_queue(queue) {
-        sparsely!(warn, %err, "A balloon's driver cannot be interrupted");
+        sparsely!(warn, %err, "Cannot interrupt the balloon driver");
     }
 }
 
@@ -240,7 +240,7 @@ impl MutEventSubscriber for Worker {
             queue.come_back();
         }
         if let Err(err) = ops.add(Events::with_data(&self.shared.ask, ASK, EventSet::IN)) {
-            sparsely!(error, ?err, "A balloon cannot be asked for statistics");
+            sparsely!(error, ?err, "Cannot request statistics from the balloon driver");
         }
     }
 

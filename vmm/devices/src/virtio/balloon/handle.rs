@@ -46,14 +46,14 @@ pub struct Heard {
 /// Error of a requested size.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TargetError {
-    #[error("a balloon of {bytes} bytes is above its maximum of {max_bytes} bytes")]
+    #[error("balloon size {bytes} exceeds the maximum {max_bytes}")]
     TooLarge {
         /// Requested size.
         bytes: u64,
         max_bytes: u64,
     },
     /// The size is not whole blocks.
-    #[error("a balloon of {bytes} bytes is not a multiple of {block_bytes} bytes")]
+    #[error("balloon size {bytes} is not a multiple of {block_bytes}")]
     Unaligned {
         /// Requested size.
         bytes: u64,
@@ -105,7 +105,7 @@ impl Shared {
         if let Some(interrupt) = interrupt
             && let Err(err) = interrupt.signal_config()
         {
-            sparsely!(warn, %err, "The driver cannot be told of a new size of the balloon");
+            sparsely!(warn, %err, "Cannot notify the driver of a new balloon size");
         }
     }
 }

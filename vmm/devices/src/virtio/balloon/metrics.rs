@@ -129,7 +129,7 @@ impl Expose for BalloonMetrics {
         out.counters(
             Family(
                 "balloon_deflated",
-                "Memory that the guest has taken out of the balloon.",
+                "Memory that the guest took out of the balloon.",
                 Some(Unit::Bytes),
             ),
             [(vec![], get(&self.deflated_bytes))],
@@ -143,7 +143,7 @@ impl Expose for BalloonMetrics {
             [(vec![], get(&self.oom_deflated_bytes))],
         );
         out.counters(
-            Family("balloon_refused", "Pages and requests that were refused.", None),
+            Family("balloon_refused", "Refused pages and requests.", None),
             Refusal::ALL.map(|reason| (one("reason", reason.as_str()), self.refused(reason))),
         );
         out.counters(

@@ -25,12 +25,12 @@ pub const MAX_RANGES: usize = 256;
 /// Error of a chain, which is returned to the driver.
 #[derive(Debug, Error)]
 pub enum ChainError {
-    #[error("A descriptor points outside of plugged memory")]
+    #[error("descriptor points outside of plugged memory")]
     Descriptors(#[from] virtio_queue::Error),
-    #[error("A request cannot be read")]
+    #[error("cannot read the request")]
     Read(#[source] io::Error),
     /// The length does not match the content.
-    #[error("A request of {bytes} bytes is not what belongs into this queue")]
+    #[error("request of {bytes} bytes has an invalid length for this queue")]
     Length { bytes: usize },
 }
 

@@ -41,7 +41,7 @@ impl BalloonState {
         assert!(max_bytes.is_multiple_of(block_bytes) && block_bytes.is_multiple_of(PAGE_BYTES));
         assert!(
             max_bytes / PAGE_BYTES <= u64::from(u32::MAX),
-            "more than the configuration can say"
+            "more than the configuration space can express"
         );
         Self {
             max_bytes,
@@ -217,7 +217,11 @@ mod tests {
         assert_eq!(tell(&mut state, 7 * BLOCK), Told::Following);
         state.set_target(10 * BLOCK);
         state.set_target(12 * BLOCK);
-        assert_eq!(tell(&mut state, 6 * BLOCK), Told::Following, "it was on its way to 4");
+        assert_eq!(
+            tell(&mut state, 6 * BLOCK),
+            Told::Following,
+            "the driver had been deflating to 4"
+        );
         assert_eq!(state.target_bytes(), 12 * BLOCK);
         // A second report below the target is not part of the earlier step.
         assert_eq!(tell(&mut state, 5 * BLOCK), Told::TakenBack(BLOCK));
@@ -267,7 +271,7 @@ mod tests {
         tell(&mut state, 8 * BLOCK);
         // The driver empties the balloon, reports this once, and resets the device.
         assert_eq!(tell(&mut state, 0), Told::TakenBack(8 * BLOCK));
-        assert_eq!(state.target_bytes(), 0, "for all that can be known by now");
+        assert_eq!(state.target_bytes(), 0, "no size is requested yet");
         state.end();
         assert_eq!((state.target_bytes(), state.actual_bytes()), (8 * BLOCK, 0));
         // A driver with a partly inflated balloon.

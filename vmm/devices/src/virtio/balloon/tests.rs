@@ -352,7 +352,7 @@ fn invalid_chains_are_returned_and_counted() {
     assert_eq!(rig.refused(), [("malformed", 12)]);
     assert_eq!((rig.inflated(), rig.reported()), (0, 0));
     rig.list(INFLATE, &[8 * MIB]);
-    assert_eq!(rig.inflated(), PAGE, "the next one is served");
+    assert_eq!(rig.inflated(), PAGE, "the next request was not served");
 }
 
 #[test]
@@ -454,7 +454,11 @@ fn statistics_are_received_on_request() {
     };
     let first = wait(&rig, 1);
     assert_eq!(first.statistics.get(Tag::Total), Some(100 * MIB));
-    assert_eq!(rig.driver.used(STATS), None, "kept until the next are wanted");
+    assert_eq!(
+        rig.driver.used(STATS),
+        None,
+        "the buffer stays with the device until the next request"
+    );
     rig.handle.ask_statistics();
     assert_eq!(rig.driver.wait_used(STATS), (head, 0));
     // A second request before the answer has no buffer to return.
@@ -503,7 +507,7 @@ fn invalid_statistics_are_counted_and_requested_again() {
 #[test]
 fn target_and_reported_size_are_exchanged_by_the_configuration() {
     let mut rig = Rig::new(0);
-    assert_eq!(rig.target_pages(), 1024, "what it begins with");
+    assert_eq!(rig.target_pages(), 1024, "the initial size");
     let told = rig.told.load(Ordering::Relaxed);
     rig.handle.set_target(8 * MIB).unwrap();
     assert_eq!(rig.target_pages(), 2048);

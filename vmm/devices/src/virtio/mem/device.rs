@@ -56,8 +56,7 @@ impl MemDevice {
         budget: Arc<Mutex<PlugBudget>>,
     ) -> (Self, MemHandle) {
         let HotplugPart { spec, range, linux_block_bytes, backing, slots } = part;
-        let node_id =
-            u16::try_from(spec.guest_node).expect("a node that configuration has validated");
+        let node_id = u16::try_from(spec.guest_node).expect("a validated node");
         let name = device_id(&spec.id);
         let shared = Arc::new(Shared {
             state: Mutex::new(MemState::new(
@@ -157,7 +156,7 @@ impl MemDevice {
             warn!(
                 %zone,
                 device = self.name,
-                "Guest driver refused, no memory is requested from the zone: {UNSUPPORTED_DRIVER}"
+                "Guest driver refused; the zone is not resized: {UNSUPPORTED_DRIVER}"
             );
         }
     }

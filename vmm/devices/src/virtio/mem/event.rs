@@ -90,7 +90,7 @@ impl Worker {
         if served > 0
             && let Err(err) = self.interrupt.signal_queue(0)
         {
-            sparsely!(error, zone = %self.shared.zone.id, %err, "The driver cannot be told of an answer");
+            sparsely!(error, zone = %self.shared.zone.id, %err, "Cannot interrupt the driver for a response");
         }
         // The driver processes its answer in the meantime. Its next request is served before the
         // next step.
@@ -137,7 +137,7 @@ impl Worker {
         let len = match answer.map(|(reply, response)| reply.write(&guard, response)) {
             Some(Ok(len)) => len,
             Some(Err(err)) => {
-                sparsely!(warn, zone = %self.shared.zone.id, %err, "An answer has no place in plugged memory");
+                sparsely!(warn, zone = %self.shared.zone.id, %err, "Response buffer is outside of plugged memory");
                 self.shared.metrics.malformed.fetch_add(1, Ordering::Relaxed);
                 0
             }
@@ -145,7 +145,7 @@ impl Worker {
         };
         let added = self.queue.queue.add_used(&*guard, head, len);
         if let Err(err) = &added {
-            sparsely!(warn, zone = %self.shared.zone.id, %err, "The used ring cannot be written");
+            sparsely!(warn, zone = %self.shared.zone.id, %err, "Cannot write the used ring");
         }
         if added.is_ok() { Answer::Given } else { Answer::Lost }
     }
@@ -163,7 +163,7 @@ impl Worker {
     fn retry_after(&mut self, wait: Duration) {
         // A timer set to 0 would never expire.
         if let Err(err) = self.budget_timer.reset(wait.max(Duration::from_nanos(1)), None) {
-            sparsely!(error, zone = %self.shared.zone.id, %err, "No timer for a delayed request; it is tried again and again");
+            sparsely!(error, zone = %self.shared.zone.id, %err, "Cannot set the timer of a delayed request; retrying at once");
             self.queue.come_back();
         }
     }
@@ -179,7 +179,7 @@ impl Worker {
         Some(match read_request(&guard, chain) {
             Ok((request, reply)) => Popped::Request(Pending { head, request, reply, delay: None }),
             Err(err) => {
-                sparsely!(warn, zone = %self.shared.zone.id, %err, "The driver sends what is no request");
+                sparsely!(warn, zone = %self.shared.zone.id, %err, "Driver sent an invalid request");
                 self.shared.metrics.malformed.fetch_add(1, Ordering::Relaxed);
                 Popped::Malformed { head }
             }
@@ -193,7 +193,7 @@ impl Worker {
         let wait = due.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         if let Err(err) = self.sweep_timer.reset(wait, None) {
             // A later timer, or the end of the VM, removes them.
-            sparsely!(warn, zone = %self.shared.zone.id, %err, "Empty memory slots stay for now");
+            sparsely!(warn, zone = %self.shared.zone.id, %err, "Cannot set the timer that removes empty memory slots");
         }
     }
 }
@@ -203,7 +203,7 @@ impl MutEventSubscriber for Worker {
         self.queue.watch(KICK, ops);
         for (timer, data) in [(&self.sweep_timer, SWEEP), (&self.budget_timer, BUDGET)] {
             if let Err(err) = ops.add(Events::with_data(timer, data, EventSet::IN)) {
-                sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wait for its timer");
+                sparsely!(error, zone = %self.shared.zone.id, %err, "Cannot watch a timer of the worker");
             }
         }
         // A notification may have preceded the worker, and slots may have become empty under an

@@ -59,7 +59,7 @@ pub type MemObserver = Arc<dyn Fn(&str, MemEvent) + Send + Sync>;
 /// Error of a requested size.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RequestSizeError {
-    #[error("{bytes} bytes of zone {zone:?} are above its maximum of {max_bytes} bytes")]
+    #[error("size {bytes} of zone {zone:?} exceeds the maximum {max_bytes}")]
     TooLarge {
         zone: String,
         /// Requested size.
@@ -69,9 +69,7 @@ pub enum RequestSizeError {
     #[error("zone {zone:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
     UnsupportedDriver { zone: String },
     /// The size is not whole blocks.
-    #[error(
-        "{bytes} bytes of zone {zone:?} are not a multiple of its block size of {block_bytes} bytes"
-    )]
+    #[error("size {bytes} of zone {zone:?} is not a multiple of the block size {block_bytes}")]
     Unaligned {
         zone: String,
         /// Requested size.
@@ -130,7 +128,7 @@ impl Shared {
         if let Some(interrupt) = interrupt
             && let Err(err) = interrupt.signal_config()
         {
-            sparsely!(warn, zone = %self.zone.id, %err, "The driver cannot be told of a new requested size");
+            sparsely!(warn, zone = %self.zone.id, %err, "Cannot notify the driver of a new requested size");
         }
     }
 }

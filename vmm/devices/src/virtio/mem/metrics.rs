@@ -154,12 +154,12 @@ impl Expose for PlugMetrics {
             (and(&one("zone", &self.zone), "tier", &self.tier), &self.counters);
         out.latencies(
             "memory_plug_duration",
-            "Time that the VMM takes for a plug request.",
+            "Time that the VMM spends on a plug request.",
             [(labels.clone(), counters.plug.latency().sample())],
         );
         out.latencies(
             "memory_unplug_duration",
-            "Time that the VMM takes for an unplug request.",
+            "Time that the VMM spends on an unplug request.",
             [(labels.clone(), counters.unplug.latency().sample())],
         );
         out.counters(
@@ -171,11 +171,7 @@ impl Expose for PlugMetrics {
             [(labels.clone(), counters.unplug.bytes())],
         );
         out.counters(
-            Family(
-                "memory_refused_requests",
-                "Requests of the guest's driver that were refused.",
-                None,
-            ),
+            Family("memory_refused_requests", "Refused requests of the guest's driver.", None),
             self.refused().map(|(reason, count)| (and(&labels, "reason", reason), count)),
         );
         out.counters(

@@ -93,7 +93,7 @@ impl Executor {
                 sparsely!(
                     warn,
                     zone = %self.shared.zone.id, code,
-                    "The driver sends requests of an unknown type"
+                    "Driver sent a request of an unknown type"
                 );
                 self.refuse(Refusal::Error)
             }
@@ -134,7 +134,7 @@ impl Executor {
             && let Err(err) = self.backing.populate(step.start, step.end - step.start)
         {
             // The guest's own faults will show if memory is available.
-            debug!(zone = %self.shared.zone.id, %err, "No pages ahead of the next unplug");
+            debug!(zone = %self.shared.zone.id, %err, "Cannot populate pages for the next unplug");
             self.ahead.pause();
         }
         let missing = {
@@ -145,7 +145,7 @@ impl Executor {
         if missing > 0
             && let Err(err) = self.slots.prepare(missing, now)
         {
-            debug!(zone = %self.shared.zone.id, %err, "No slot ahead of the next request");
+            debug!(zone = %self.shared.zone.id, %err, "Cannot prepare a slot for the next request");
         }
         self.ahead.is_busy()
     }
@@ -223,7 +223,7 @@ impl Executor {
             warn,
             zone = %self.shared.zone.id,
             err = err as &dyn std::error::Error,
-            "The host cannot do what the driver asks for"
+            "Host cannot carry out a request of the driver"
         );
         self.shared.metrics.failed(reason);
         self.shared.report(MemEvent::HostFailure { reason, plugged_bytes, requested_bytes });
@@ -270,7 +270,7 @@ impl Executor {
             sparsely!(
                 error,
                 zone = %self.shared.zone.id, %err,
-                "Memory of a failed plug cannot be given back, and is set aside"
+                "Cannot return the memory of a failed plug; it stays set aside"
             );
         }
     }
@@ -295,7 +295,7 @@ impl Executor {
             sparsely!(
                 error,
                 zone = %self.shared.zone.id, %err,
-                "Unplugged memory cannot be given back, and is set aside"
+                "Cannot return unplugged memory; it stays set aside"
             );
         }
         // 5. The state. The caller acknowledges the request.

@@ -87,11 +87,11 @@ impl Response {
 /// Error of a descriptor chain without a request. The driver is broken and gets no answer.
 #[derive(Debug, Error)]
 pub(super) enum ChainError {
-    #[error("A descriptor points outside of plugged memory")]
+    #[error("descriptor points outside of plugged memory")]
     Descriptors(#[from] virtio_queue::Error),
-    #[error("A request is shorter than {REQUEST_BYTES} bytes, or cannot be read")]
+    #[error("request is shorter than {REQUEST_BYTES} bytes or unreadable")]
     Read(#[source] io::Error),
-    #[error("There is room for {bytes} bytes of an answer that has {RESPONSE_BYTES}")]
+    #[error("response buffer has {bytes} bytes, {RESPONSE_BYTES} are needed")]
     NoRoom { bytes: usize },
 }
 

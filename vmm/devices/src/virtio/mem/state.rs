@@ -239,7 +239,7 @@ impl MemState {
         assert_eq!(
             already,
             if plugged { 0 } else { len },
-            "a run of blocks that was checked before"
+            "a run of blocks that was validated before"
         );
         for block in self.blocks(offset, len) {
             let (word, mask) = ((block / 64) as usize, 1 << (block % 64));

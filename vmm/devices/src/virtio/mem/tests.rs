@@ -315,7 +315,7 @@ impl Guest {
     fn prepared_bytes(&self) -> u64 {
         let begun = Instant::now();
         while self.device.is_preparing() {
-            assert!(begun.elapsed() < PATIENCE, "The device goes on and on");
+            assert!(begun.elapsed() < PATIENCE, "the device did not become idle");
             thread::yield_now();
         }
         self.memory.resident_bytes().unwrap()[0]
@@ -533,7 +533,7 @@ fn empty_slots_leave_kvm_after_a_quiet_time() {
     assert_eq!(guest.unplug(60, 4), ACK);
     let deadline = std::time::Instant::now() + PATIENCE;
     while guest.table.covers(START) {
-        assert!(std::time::Instant::now() < deadline, "the empty slot stays");
+        assert!(std::time::Instant::now() < deadline, "the empty slot was not removed");
         thread::yield_now();
     }
     assert!(guest.table.covers(second));
@@ -737,7 +737,7 @@ proptest! {
                     if code == ACK {
                         prop_assert!(run.clone().all(|block| !plugged.contains(&block)));
                         for block in run {
-                            prop_assert_eq!(guest.read(block), 0, "block {} is not scrubbed", block);
+                            prop_assert_eq!(guest.read(block), 0, "block {} was not scrubbed", block);
                             guest.write(block, block + 1);
                             plugged.insert(block);
                         }

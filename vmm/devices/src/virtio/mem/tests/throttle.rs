@@ -48,14 +48,14 @@ fn used_head(guest: &Guest, nth: u16) -> u32 {
 fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let begun = Instant::now();
     while !condition() {
-        assert!(begun.elapsed() < PATIENCE, "{what}");
+        assert!(begun.elapsed() < PATIENCE, "waited too long until {what}");
         thread::yield_now();
     }
 }
 
 fn wait_until_throttled(guest: &Guest, requests: u64) {
     let metrics = guest.handle.metrics();
-    wait_until("no request is delayed", || metrics.throttled.requests() == requests);
+    wait_until("a request is delayed", || metrics.throttled.requests() == requests);
 }
 
 /// Fills the budget and wakes the worker, as its timer would.
@@ -155,7 +155,7 @@ fn requests_behind_a_delayed_one_are_answered_after_it() {
     post(&mut guest, 2, STATE, 0, 4);
     assert_eq!((used(&guest), guest.handle.sizes().plugged_bytes), (2, 0));
     refill(&guest);
-    wait_until("both are answered", || used(&guest) == 4);
+    wait_until("both requests are answered", || used(&guest) == 4);
     assert_eq!((used_head(&guest, 2), used_head(&guest, 3)), (0, 2));
     // The state is that after the plug.
     let state: u16 = guest.memory.boot().read_obj(GuestAddress(ANSWER + 0x80 + 8)).unwrap();
@@ -233,7 +233,7 @@ fn notification_beside_the_timer_does_not_block_the_loop() {
     *guest.budget.lock() = drained(ZONE_BYTES / 60);
     guest.kick.write(1).unwrap();
     let begun = Instant::now();
-    wait_until("the timer is due", || begun.elapsed() > Duration::from_millis(1100));
+    wait_until("the timer expires", || begun.elapsed() > Duration::from_millis(1100));
     event_loop.release();
     // A blocked loop cannot be held again.
     event_loop.hold();
@@ -243,7 +243,7 @@ fn notification_beside_the_timer_does_not_block_the_loop() {
         waiter.wait_until_held();
         let _ = held.send(());
     });
-    is_held.recv_timeout(PATIENCE).expect("the loop is blocked");
+    is_held.recv_timeout(PATIENCE).expect("a blocked event loop");
     event_loop.release();
     refill(&guest);
     wait_until("the plug is answered", || used(&guest) == 1);
