@@ -429,7 +429,7 @@ pub(crate) fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
 fn interfaces_other_than_taps_are_refused() -> Result<()> {
     need_tun()?;
     for (option, text) in [
-        ("tap=lo", "Cannot attach to the interface lo"),
+        ("tap=lo", "cannot attach to the interface lo"),
         ("fd=1000", "fd=1000 is not open"),
         ("num_queues=4", "num_queues is 4"),
         ("vhost_user=on", "vhost-user is not implemented"),
@@ -444,9 +444,9 @@ fn interfaces_other_than_taps_are_refused() -> Result<()> {
         let file = || File::open("/dev/null").map(|file| vec![file]);
         let plain = |name| tap::open_with(name, 1, 0);
         for (body, files, text) in [
-            (json!({}), file()?, "is no tap interface"),
+            (json!({}), file()?, "is not a tap interface"),
             (json!({}), plain("fstap7")?, "without IFF_VNET_HDR"),
-            (json!({"fds": "3"}), Vec::new(), "do not travel in JSON"),
+            (json!({"fds": "3"}), Vec::new(), "JSON cannot carry file descriptors"),
         ] {
             let answer = add_with(&mut connect(&vmm)?, &body, &files)?;
             ensure!(answer.status == 400 && answer.body.contains(text), "{body}: {answer:?}");

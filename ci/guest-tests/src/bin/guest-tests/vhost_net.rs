@@ -266,7 +266,7 @@ fn without_vhost_net_on_is_refused_and_auto_falls_back() -> Result<()> {
     is_moved_by("vmm", &guest, "_net0")?;
     let log = guest.vmm_log()?;
     ensure!(
-        log.contains("without vhost-net") && log.contains("/dev/vhost-net"),
+        log.contains("vhost-net is not available") && log.contains("/dev/vhost-net"),
         "The log does not name the reason: {log}"
     );
     guest.power_off()

@@ -39,15 +39,15 @@ enum Command {
 /// Reason to answer with `VIRTIO_NET_ERR`.
 #[derive(Debug, Error, PartialEq, Eq)]
 enum CommandError {
-    #[error("There is no class and no command")]
+    #[error("request is too short for a class and a command")]
     TooShort,
-    #[error("Command {command} of class {class} is not known, or was not agreed on")]
+    #[error("command {command} of class {class} is unknown or was not negotiated")]
     Unknown { class: u8, command: u8 },
-    #[error("Command {command} of class {class} has {len} bytes of data")]
+    #[error("command {command} of class {class} has invalid data of {len} bytes")]
     Length { class: u8, command: u8, len: usize },
-    #[error("{pairs} pairs of queues are asked for, and there are {most}")]
+    #[error("requested {pairs} queue pairs exceed the maximum {most}")]
     Pairs { pairs: u16, most: u16 },
-    #[error("Offloads {bits:#x} were not agreed on, or lean on what is missing")]
+    #[error("offloads {bits:#x} were not negotiated, or need others that are off")]
     Offloads { bits: u64 },
 }
 
@@ -184,14 +184,14 @@ impl Control {
             Ok(Command::SetPairs(pairs)) => self.net.set_pairs(pairs),
             Ok(Command::SetOffloads(offloads)) => self.net.host().set_offloads(offloads),
             Err(err) => {
-                debug!(net, %err, "A command is refused");
+                debug!(net, %err, "Control command refused");
                 return VIRTIO_NET_ERR as u8;
             }
         };
         match done {
             Ok(()) => VIRTIO_NET_OK as u8,
             Err(err) => {
-                sparsely!(warn, net, ?command, %err, "The host's interface does not do what the guest asks for");
+                sparsely!(warn, net, ?command, %err, "Host interface cannot carry out a control command of the guest");
                 VIRTIO_NET_ERR as u8
             }
         }
@@ -206,13 +206,13 @@ impl Control {
         if let Err(err) =
             used::give_back(&mut self.queue.queue, memory, &[(head, u32::from(written))])
         {
-            debug!(net = self.net.shape().id, %err, "A device's used ring cannot be written");
+            debug!(net = self.net.shape().id, %err, "Cannot write the used ring");
             return false;
         }
         let tell = used::wants_interrupt(&self.queue.queue, memory, old);
         drop(guard);
         if tell && let Err(err) = self.interrupt.signal_queue(self.index) {
-            sparsely!(warn, net = self.net.shape().id, %err, "A network interface cannot interrupt");
+            sparsely!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
         }
         true
     }
@@ -260,7 +260,7 @@ mod tests {
         ] {
             assert_eq!(parse(bytes, FEATURES, 4), result, "{bytes:?}");
         }
-        assert!(parse(&[4, 0, 1, 0], 0, 4).is_err(), "it was not agreed on");
+        assert!(parse(&[4, 0, 1, 0], 0, 4).is_err(), "the command was not negotiated");
     }
 
     #[test]

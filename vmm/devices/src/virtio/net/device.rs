@@ -24,7 +24,7 @@ pub enum NetError {
     #[error(transparent)]
     Thread(#[from] EventLoopError),
     /// An event cannot be created.
-    #[error("The device cannot set its files up")]
+    #[error("cannot set up the device's files")]
     Io(#[from] std::io::Error),
 }
 
@@ -105,7 +105,10 @@ impl Net {
         }
         if let Some(queue) = control {
             let worker = Control::new(Arc::clone(&self.net), (view, interrupt), queue, features);
-            self.workers.last_mut().expect("that of the control queue").start(Box::new(worker))?;
+            self.workers
+                .last_mut()
+                .expect("the worker of the control queue")
+                .start(Box::new(worker))?;
         }
         Ok(())
     }
@@ -466,7 +469,7 @@ mod tests {
             }
             last = passes();
         }
-        panic!("{last} passes, and no end");
+        panic!("{last} passes without an end");
     }
 
     #[test]

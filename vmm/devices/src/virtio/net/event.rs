@@ -89,7 +89,7 @@ impl Worker {
             used: Vec::with_capacity(FRAMES_MAX),
             is_starving: false,
             input: Interest::new("frames of a network interface", INPUT, EventSet::IN),
-            room: Interest::new("room of a network interface", ROOM, EventSet::OUT),
+            room: Interest::new("send buffer of a network interface", ROOM, EventSet::OUT),
         })
     }
 
@@ -127,7 +127,7 @@ impl Worker {
                     return false;
                 }
                 Err(err) => {
-                    debug!(net = self.net.shape().id, %err, "The host does not take a frame");
+                    debug!(net = self.net.shape().id, %err, "Host refused a frame");
                     metrics.dropped(Direction::FromGuest, DropReason::Host, 1);
                 }
             }
@@ -155,7 +155,7 @@ impl Worker {
         }
         self.count_broken(was_broken, self.transmit.is_broken());
         if let Err(err) = used::give_back(&mut self.transmit.queue, memory, &self.used) {
-            debug!(net = self.net.shape().id, %err, "A device's used ring cannot be written");
+            debug!(net = self.net.shape().id, %err, "Cannot write the used ring");
             // Further chains would be lost as well. The next notification tries again.
             return false;
         }
@@ -179,7 +179,7 @@ impl Worker {
                 Ok(len) => self.outgoing.push(len),
                 Err(err) => {
                     self.net.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
-                    debug!(net = self.net.shape().id, %err, "A frame is refused");
+                    debug!(net = self.net.shape().id, %err, "Frame refused");
                 }
             }
         }
@@ -188,7 +188,7 @@ impl Worker {
 
     fn be_quiet(&mut self, memory: &MappedMemory) {
         if let Err(err) = self.transmit.queue.disable_notification(memory) {
-            debug!(%err, "The driver cannot be told to be quiet");
+            debug!(%err, "Cannot disable queue notifications");
         }
     }
 
@@ -247,7 +247,7 @@ impl Worker {
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => return Fetched::All,
                 Err(err) if err.raw_os_error() == Some(libc::EBADFD) => return Fetched::Gone,
                 Err(err) => {
-                    debug!(net = self.net.shape().id, %err, "The host does not give a frame");
+                    debug!(net = self.net.shape().id, %err, "Cannot read a frame from the host");
                     DropReason::Host
                 }
             };
@@ -267,7 +267,7 @@ impl Worker {
         let memory: &MappedMemory = &guard;
         let (old, was_broken) = (self.receive.queue.next_used(), self.receive.is_broken());
         if let Err(err) = self.receive.queue.disable_notification(memory) {
-            debug!(%err, "The driver cannot be told to be quiet");
+            debug!(%err, "Cannot disable queue notifications");
         }
         // Limits refused chains, because another vCPU may add them as fast as they are taken.
         let mut chains_left = usize::from(self.receive.queue.size());
@@ -302,7 +302,7 @@ impl Worker {
                     match self.hand.write(memory, packet, count, &mut self.used) {
                         Ok(()) => metrics.passed(Direction::ToGuest, packet.len() - HEADER_LEN),
                         Err(err) => {
-                            debug!(net = self.net.shape().id, %err, "A frame has no place");
+                            debug!(net = self.net.shape().id, %err, "Frame does not fit into the receive buffers");
                             metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
                             metrics.dropped(Direction::ToGuest, DropReason::Buffers, 1);
                         }
@@ -323,7 +323,7 @@ impl Worker {
                     *chains_left -= 1;
                     let head = chain.head_index();
                     if let Err(err) = self.hand.take(&mut chain, self.limits.max_descriptors) {
-                        debug!(net = self.net.shape().id, %err, "A buffer is refused");
+                        debug!(net = self.net.shape().id, %err, "Receive buffer refused");
                         metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
                         self.used.push((head, 0));
                     }
@@ -337,7 +337,7 @@ impl Worker {
     fn give_back(&mut self, memory: &MappedMemory) -> bool {
         let result = used::give_back(&mut self.receive.queue, memory, &self.used);
         if let Err(err) = &result {
-            debug!(net = self.net.shape().id, %err, "A device's used ring cannot be written");
+            debug!(net = self.net.shape().id, %err, "Cannot write the used ring");
             self.net.metrics().dropped(Direction::ToGuest, DropReason::Ring, 1);
         }
         result.is_ok()
@@ -351,7 +351,7 @@ impl Worker {
 
     fn signal(&self, queue: u16) {
         if let Err(err) = self.interrupt.signal_queue(queue) {
-            sparsely!(warn, net = self.net.shape().id, %err, "A network interface cannot interrupt");
+            sparsely!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
         }
     }
 }
@@ -370,7 +370,12 @@ impl MutEventSubscriber for Worker {
         self.receive.watch(RECEIVE_KICK, ops);
         self.transmit.watch(TRANSMIT_KICK, ops);
         if let Err(err) = ops.add(Events::with_data(self.net.wake(self.pair), WAKE, EventSet::IN)) {
-            sparsely!(error, ?err, net = self.net.shape().id, "Cannot wait for a change of queues");
+            sparsely!(
+                error,
+                ?err,
+                net = self.net.shape().id,
+                "Cannot watch for changes of the queue pairs"
+            );
         }
         self.serve_transmit(ops);
         self.serve_receive(ops);

@@ -91,9 +91,9 @@ impl Offloads {
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum HeaderError {
     /// The checksum is offloaded, but the offload was not negotiated.
-    #[error("A checksum is missing, and it was not agreed that it may")]
+    #[error("checksum offload was not negotiated")]
     Csum,
-    #[error("A checksum from {start} on belongs at {at}, beyond the frame's {len} bytes")]
+    #[error("checksum field at {at} (data from {start}) is beyond the frame of {len} bytes")]
     CsumOutside {
         /// Start of the checksummed data.
         start: u16,
@@ -101,12 +101,10 @@ pub enum HeaderError {
         len: usize,
     },
     /// The kind of segmentation was not negotiated.
-    #[error("Segmentation of kind {gso_type:#x} was not agreed on")]
+    #[error("segmentation type {gso_type:#x} was not negotiated")]
     Gso { gso_type: u8 },
     /// Segmentation without a checksum or a segment length.
-    #[error(
-        "Segmentation of kind {gso_type:#x} needs a length of segments, and a checksum to fill in"
-    )]
+    #[error("segmentation type {gso_type:#x} needs a segment length and an offloaded checksum")]
     GsoIncomplete { gso_type: u8 },
 }
 

@@ -110,7 +110,10 @@ impl NetMetrics {
     /// Takes the counters from `host`, because the kernel transfers the frames.
     pub fn leave_to(&self, host: &Arc<dyn HostInterface>) {
         let elsewhere = Elsewhere { host: Arc::downgrade(host), start: host.traffic() };
-        assert!(self.elsewhere.set(elsewhere).is_ok(), "it is left to one interface");
+        assert!(
+            self.elsewhere.set(elsewhere).is_ok(),
+            "only one interface reports the frames of others"
+        );
     }
 
     /// Returns true if the host's kernel transfers the frames.

@@ -34,7 +34,7 @@ pub use state::NetShape;
 /// Builds the `--net` device on `tap`. The configuration must have an id and an address.
 pub fn build(config: &NetConfig, tap: &Arc<Tap>, context: &DeviceContext) -> SetupResult {
     let id = config.id.clone().expect("a VM's devices have ids");
-    info!(net = id, tap = tap.name(), "A network interface of the guest is this one of the host");
+    info!(net = id, tap = tap.name(), "Network interface attached to a host interface");
     let shape = NetShape {
         id: id.clone(),
         mac: config.mac.expect("a VM's interfaces have addresses").bytes(),

@@ -21,7 +21,7 @@ pub(super) fn is_kernel_used(
                 info!(
                     net,
                     error = err as &dyn std::error::Error,
-                    "Frames are moved without vhost-net"
+                    "vhost-net is not available; the VMM transfers the frames"
                 );
             }
             Ok(result.is_ok())
@@ -41,14 +41,16 @@ mod tests {
 
     #[test]
     fn vhost_is_used_if_requested_and_possible() {
-        assert!(!is_kernel_used(VhostMode::Off, "n", || panic!("nobody asked for it")).unwrap());
+        assert!(
+            !is_kernel_used(VhostMode::Off, "n", || panic!("vhost-net was not requested")).unwrap()
+        );
         assert!(is_kernel_used(VhostMode::On, "n", || Ok(())).unwrap());
         assert!(is_kernel_used(VhostMode::Auto, "n", || Ok(())).unwrap());
         assert!(!is_kernel_used(VhostMode::Auto, "n", no_device).unwrap());
         let error = is_kernel_used(VhostMode::On, "n", no_device).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "Cannot open /dev/vhost-net: is the module vhost_net loaded?"
+            "cannot open /dev/vhost-net; is the module vhost_net loaded?"
         );
     }
 }

@@ -18,23 +18,23 @@ pub const DESCRIPTORS_MAX: u16 = 1024;
 #[derive(Debug, Error)]
 pub enum RequestError {
     /// The chain ends although its last descriptor has a next one.
-    #[error("The chain is broken after {descriptors} descriptors")]
+    #[error("chain is broken after {descriptors} descriptors")]
     Broken {
         /// Number of valid descriptors.
         descriptors: u16,
     },
-    #[error("The chain has more than {max} descriptors")]
+    #[error("chain has more than {max} descriptors")]
     TooManyDescriptors { max: u16 },
     /// A device-writable descriptor in a transmit queue, or a device-readable one in a receive
     /// queue.
-    #[error("A descriptor goes the wrong way")]
+    #[error("descriptor has the wrong direction")]
     Direction,
     /// Shorter than the shortest frame, or without room for a header.
-    #[error("The chain has {len} bytes, at least {least} are needed")]
+    #[error("chain has {len} bytes, at least {least} are needed")]
     TooShort { len: usize, least: usize },
-    #[error("The chain has more than {PACKET_LEN_MAX} bytes")]
+    #[error("chain has more than {PACKET_LEN_MAX} bytes")]
     TooLong,
-    #[error("A buffer cannot be reached")]
+    #[error("buffer is outside of guest memory")]
     Memory(#[source] vm_memory::guest_memory::Error),
     /// The header is invalid or uses an offload that was not negotiated.
     #[error(transparent)]
@@ -298,15 +298,18 @@ mod tests {
         let mut driver = TestDriver::new(1);
         let mut error = |buffers: &[Buffer]| read(&mut driver, buffers).unwrap_err().to_string();
         assert!(error(&[Buffer::Out(BUFFERS, 25)]).contains("25 bytes, at least 26"));
-        assert!(error(&[Buffer::Out(BUFFERS, 12), Buffer::In(BUFFERS, 100)]).contains("wrong way"));
+        assert!(
+            error(&[Buffer::Out(BUFFERS, 12), Buffer::In(BUFFERS, 100)])
+                .contains("wrong direction")
+        );
         assert!(error(&[Buffer::Out(BUFFERS, PACKET_LEN_MAX as u32 + 1)]).contains("more than"));
         assert!(
             error(&[Buffer::Out(BUFFERS, 60_000), Buffer::Out(BUFFERS, 6000)])
                 .contains("more than")
         );
         assert!(error(&[Buffer::Out(BUFFERS, u32::MAX)]).contains("more than"));
-        assert!(error(&[Buffer::Out(MEMORY_LEN - 10, 26)]).contains("cannot be reached"));
-        assert!(error(&[Buffer::Out(u64::MAX - 10, 26)]).contains("cannot be reached"));
+        assert!(error(&[Buffer::Out(MEMORY_LEN - 10, 26)]).contains("outside of guest memory"));
+        assert!(error(&[Buffer::Out(u64::MAX - 10, 26)]).contains("outside of guest memory"));
         assert!(error(&[Buffer::Out(BUFFERS, 8); 9]).contains("more than 8 descriptors"));
         driver.write(BUFFERS, &[1, 1, 0, 0, 0, 5]);
         assert!(matches!(
@@ -324,8 +327,10 @@ mod tests {
                 .unwrap_err()
                 .to_string()
         };
-        assert!(take(&[Buffer::Out(BUFFERS, 100)]).contains("wrong way"));
-        assert!(take(&[Buffer::In(BUFFERS, 50), Buffer::Out(BUFFERS, 50)]).contains("wrong way"));
+        assert!(take(&[Buffer::Out(BUFFERS, 100)]).contains("wrong direction"));
+        assert!(
+            take(&[Buffer::In(BUFFERS, 50), Buffer::Out(BUFFERS, 50)]).contains("wrong direction")
+        );
         assert!(take(&[Buffer::In(BUFFERS, 11)]).contains("11 bytes, at least 12"));
         assert!(take(&[Buffer::In(BUFFERS, 100); 5]).contains("more than 4"));
         assert_eq!((hand.segments.len(), hand.chains.len()), (0, 0));

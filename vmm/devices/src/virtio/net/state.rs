@@ -198,12 +198,12 @@ impl Interface {
     pub(super) fn lose_link(&self) {
         if self.is_up.swap(false, Ordering::AcqRel) {
             let id = &self.shape.id;
-            sparsely!(warn, net = id, "The host's interface is gone: the link is down");
+            sparsely!(warn, net = id, "Host interface was removed; the link is down");
             let interrupt = self.interrupt.lock().clone();
             if let Some(interrupt) = interrupt
                 && let Err(err) = interrupt.signal_config()
             {
-                sparsely!(warn, net = id, %err, "The driver cannot be told that the link is down");
+                sparsely!(warn, net = id, %err, "Cannot notify the driver that the link is down");
             }
         }
     }

@@ -58,9 +58,9 @@ pub trait HostQueue: Send {
 /// Error of the creation of an interface.
 #[derive(Debug, Error)]
 pub enum TapError {
-    #[error("Cannot open {DEVICE}: is the module tun loaded?")]
+    #[error("cannot open {DEVICE}; is the module tun loaded?")]
     Open(#[source] io::Error),
-    #[error("Cannot attach to the interface {name}{hint}")]
+    #[error("cannot attach to the interface {name}{hint}")]
     Attach {
         name: String,
         /// Command that root can run instead; may be empty.
@@ -69,7 +69,7 @@ pub enum TapError {
         source: io::Error,
     },
     /// The kernel refused a setting.
-    #[error("Cannot set {what} of the interface {name}{hint}")]
+    #[error("cannot set {what} of the interface {name}{hint}")]
     Set {
         what: &'static str,
         name: String,
@@ -79,7 +79,7 @@ pub enum TapError {
         source: io::Error,
     },
     /// A passed descriptor is not a queue of a tap interface.
-    #[error("fd {fd} is no tap interface")]
+    #[error("fd {fd} is not a tap interface")]
     NoTap {
         fd: RawFd,
         #[source]
@@ -91,7 +91,7 @@ pub enum TapError {
         /// Missing or unsuitable flag.
         lacks: &'static str,
     },
-    #[error("fd {fd} is a queue of {name}, and the one before is of {first}")]
+    #[error("fd {fd} is a queue of {name}, but the fds before it are queues of {first}")]
     Mixed { fd: RawFd, name: String, first: String },
 }
 
@@ -186,7 +186,7 @@ impl Tap {
             let hint = match source.raw_os_error() {
                 Some(libc::EPERM) if !arguments.is_empty() => {
                     format!(
-                        ": it takes CAP_NET_ADMIN; without, root does it beforehand: ip {arguments}"
+                        ": it needs CAP_NET_ADMIN; without it, run as root beforehand: ip {arguments}"
                     )
                 }
                 _ => String::new(),
@@ -389,10 +389,10 @@ fn attach(name: &str, flags: c_int) -> Result<(File, String), TapError> {
     call(&file, libc::TUNSETIFF, &mut interface).map_err(|source| {
         let hint = match source.raw_os_error() {
             Some(libc::EPERM) => {
-                ": making one needs CAP_NET_ADMIN, and one that is there must be this user's"
+                ": creating one needs CAP_NET_ADMIN, and an existing one must belong to this user"
             }
-            Some(libc::EBUSY) => ": somebody else has it",
-            Some(libc::EINVAL) => ": it is no tap, or not made for several queues",
+            Some(libc::EBUSY) => ": another process uses it",
+            Some(libc::EINVAL) => ": it is not a tap, or was created without multi_queue",
             _ => "",
         };
         TapError::Attach { name: name.to_owned(), hint, source }
@@ -437,7 +437,7 @@ fn check_queue(fd: RawFd, queue: &OwnedFd, several: bool) -> Result<String, TapE
 /// Returns the missing or unsuitable flag of a queue that was opened with `flags`.
 fn lacks(flags: c_int, several: bool) -> Option<&'static str> {
     match flags {
-        _ if flags & IFF_TAP == 0 => Some("as tun, which has no Ethernet"),
+        _ if flags & IFF_TAP == 0 => Some("as tun, without Ethernet frames"),
         _ if flags & IFF_NO_PI == 0 => Some("without IFF_NO_PI"),
         _ if flags & IFF_VNET_HDR == 0 => Some("without IFF_VNET_HDR"),
         _ if several && flags & IFF_MULTI_QUEUE == 0 => Some("without IFF_MULTI_QUEUE"),
@@ -655,7 +655,7 @@ mod tests {
             // SAFETY: takes a number, and changes the namespace of this thread only.
             if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 || make_persistent("down").is_err()
             {
-                return eprintln!("skipped: no interfaces can be made here (that needs root)");
+                return eprintln!("skipped: cannot create an interface (needs root)");
             }
             make_persistent("up").unwrap();
             let open = |name: &str, options: TapOptions| {
@@ -673,7 +673,7 @@ mod tests {
             let refused = |name, options| open(name, options).unwrap_err().to_string();
             let expected = |what: &str, name: &str, command: &str| {
                 format!(
-                    "Cannot set {what} of the interface {name}: it takes CAP_NET_ADMIN; without, root does it \
+                    "cannot set {what} of the interface {name}: it needs CAP_NET_ADMIN; without it, run as root \
                      beforehand: ip link set dev {name} {command}"
                 )
             };

@@ -76,7 +76,7 @@ impl Engine {
             && let Err(err) = rings.detach()
         {
             // Closing the file detaches the pair as well.
-            debug!(%err, "vhost-net does not stop when it is asked to");
+            debug!(%err, "Cannot stop vhost-net");
         }
     }
 
@@ -110,7 +110,7 @@ impl Engine {
     fn check(&self, state: &mut State, result: Result<(), VhostError>) {
         if let Err(err) = result {
             let error = &err as &dyn std::error::Error;
-            sparsely!(warn, error, "vhost-net fails: a pair of queues ends");
+            sparsely!(warn, error, "vhost-net failed; a queue pair is disabled");
             state.rings = None;
             // Fails only if the counter is full, and then the failure is signaled.
             let _ = self.failure.write(1);
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(rig.calls(), Vec::<String>::new());
         rig.engine.go_on();
         assert_eq!(rig.calls(), ["attach"]);
-        assert!(rig.is_kicked(), "what was said meanwhile is looked at");
+        assert!(rig.is_kicked(), "a notification during the pause was not handled");
         rig.engine.use_pair(true);
         assert_eq!(rig.calls(), Vec::<String>::new());
         rig.engine.stand_still();

@@ -31,7 +31,9 @@ fn open(memory: Arc<GuestMemoryMmap>) -> Result<Net<Arc<GuestMemoryMmap>>, Vhost
 
 /// Features of the kernel's vhost-net.
 pub(super) fn features() -> Result<u64, VhostError> {
-    open(Arc::new(GuestMemoryMmap::new()))?.get_features().map_err(call("to be asked"))
+    open(Arc::new(GuestMemoryMmap::new()))?
+        .get_features()
+        .map_err(call("a request for its features"))
 }
 
 struct KernelRings {
@@ -52,13 +54,13 @@ pub(super) fn connect(setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
     let net = open(Arc::new(regions.memory.clone()))?;
     net.set_owner().map_err(call("an owner"))?;
     net.set_features(features & RING_FEATURES).map_err(call("the features"))?;
-    net.set_mem_table(&table.regions()).map_err(call("the table of memory"))?;
+    net.set_mem_table(&table.regions()).map_err(call("the memory table"))?;
     let mut ring_starts = Vec::new();
     for index in QUEUES {
         ring_starts.extend(set_ring(&net, &table, index, queues[index])?);
-        net.set_vring_kick(index, kicks[index]).map_err(call("an event of notifications"))?;
-        net.set_vring_call(index, calls[index]).map_err(call("an event of interrupts"))?;
-        net.set_vring_err(index, errors[index]).map_err(call("an event of errors"))?;
+        net.set_vring_kick(index, kicks[index]).map_err(call("a notification event"))?;
+        net.set_vring_call(index, calls[index]).map_err(call("an interrupt event"))?;
+        net.set_vring_err(index, errors[index]).map_err(call("an error event"))?;
     }
     Ok(Box::new(KernelRings { net, tap, ring_starts, reservations: regions.reservations.clone() }))
 }
@@ -89,9 +91,9 @@ fn set_ring(
         avail_ring_addr: available,
         log_addr: None,
     };
-    net.set_vring_num(index, queue.size()).map_err(call("a queue's size"))?;
-    net.set_vring_base(index, queue.next_avail()).map_err(call("a queue's first index"))?;
-    net.set_vring_addr(index, &config).map_err(call("a queue's addresses"))?;
+    net.set_vring_num(index, queue.size()).map_err(call("a queue size"))?;
+    net.set_vring_base(index, queue.next_avail()).map_err(call("the first index of a queue"))?;
+    net.set_vring_addr(index, &config).map_err(call("the addresses of a queue"))?;
     Ok(starts)
 }
 
@@ -107,14 +109,14 @@ impl Rings for KernelRings {
     /// retains its position in the available ring, and reads that of the used ring when it resumes
     /// (vhost_vq_init_access).
     fn detach(&mut self) -> Result<(), VhostError> {
-        QUEUES
-            .into_iter()
-            .try_for_each(|index| self.net.set_backend(index, None).map_err(call("a queue back")))
+        QUEUES.into_iter().try_for_each(|index| {
+            self.net.set_backend(index, None).map_err(call("the removal of a queue"))
+        })
     }
 
     fn set_regions(&mut self, regions: &Regions) -> Result<(), VhostError> {
         let table = Table::new(&regions.memory)?;
-        self.net.set_mem_table(&table.regions()).map_err(call("the table of memory"))?;
+        self.net.set_mem_table(&table.regions()).map_err(call("the memory table"))?;
         self.reservations = reserved(&self.reservations, &regions.reservations, &self.ring_starts);
         Ok(())
     }

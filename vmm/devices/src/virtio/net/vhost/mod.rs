@@ -37,7 +37,7 @@ const RING_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
 #[derive(Debug, Error)]
 pub(super) enum VhostError {
     /// The device does not exist or is not accessible.
-    #[error("Cannot open {DEVICE}: is the module vhost_net loaded?")]
+    #[error("cannot open {DEVICE}; is the module vhost_net loaded?")]
     Open(#[source] io::Error),
     #[error("{DEVICE} lacks the features {missing:#x}")]
     Features {
@@ -46,27 +46,27 @@ pub(super) enum VhostError {
     },
     /// vhost-net might send from pages that the guest has returned.
     #[error(
-        "The module vhost_net was loaded with experimental_zcopytx={value}: it would keep pages that the guest gives back"
+        "module vhost_net was loaded with experimental_zcopytx={value}, so it could use pages that the guest returned; reload it with experimental_zcopytx=0"
     )]
     ZeroCopy {
         /// Value of the parameter.
         value: String,
     },
     #[error(
-        "Cannot read {ZERO_COPY}, which says whether vhost_net keeps pages that the guest gives back"
+        "cannot read {ZERO_COPY}, which shows if vhost_net could use pages that the guest returned"
     )]
     ZeroCopyUnknown(#[source] io::Error),
-    #[error("{DEVICE} does not take {what}")]
+    #[error("{DEVICE} rejected {what}")]
     Call {
         what: &'static str,
         #[source]
         source: vhost::Error,
     },
     /// No memory, or too many ranges.
-    #[error("Guest memory lies in {ranges} ranges, and must in 1 to {}", table::RANGES_MAX)]
+    #[error("guest memory has {ranges} ranges; vhost-net supports 1 to {}", table::RANGES_MAX)]
     Ranges { ranges: usize },
     /// Each part of a ring must be contiguous, because the kernel accesses it by one address.
-    #[error("The {part} at {address:#x}, of {len} bytes, lies in no single range of guest memory")]
+    #[error("{part} at {address:#x} of {len} bytes is not in one range of guest memory")]
     Ring {
         part: &'static str,
         /// Guest address of the part.
@@ -75,7 +75,7 @@ pub(super) enum VhostError {
         len: u64,
     },
     /// A file of a tap's queue or an event cannot be created.
-    #[error("The queues' files cannot be set up")]
+    #[error("cannot set up the files of the queues")]
     Io(#[from] io::Error),
 }
 

@@ -33,7 +33,7 @@ impl Pair {
         }
     }
 
-    fn asked(&self) -> Vec<String> {
+    fn take_calls(&self) -> Vec<String> {
         std::mem::take(&mut self.record.lock().calls)
     }
 }
@@ -68,8 +68,8 @@ impl Rig {
         self.net.activate(activation).unwrap();
     }
 
-    fn asked(&self, pair: usize) -> Vec<String> {
-        self.pairs.lock()[pair].asked()
+    fn take_calls(&self, pair: usize) -> Vec<String> {
+        self.pairs.lock()[pair].take_calls()
     }
 
     /// Sets the number of active pairs by the control queue.
@@ -88,10 +88,10 @@ impl Rig {
     }
 
     /// Waits for the next calls for a pair.
-    fn wait_asked(&self, pair: usize) -> Vec<String> {
+    fn wait_calls(&self, pair: usize) -> Vec<String> {
         wait(|| {
-            let asked = self.asked(pair);
-            (!asked.is_empty()).then_some(asked)
+            let calls = self.take_calls(pair);
+            (!calls.is_empty()).then_some(calls)
         })
     }
 }
@@ -121,33 +121,33 @@ fn wait<T>(mut look: impl FnMut() -> Option<T>) -> T {
 #[test]
 fn pairs_are_attached_while_the_driver_uses_them() {
     let mut rig = Rig::new();
-    assert_eq!((rig.asked(0), rig.asked(1)), (vec!["attach".to_owned()], Vec::new()));
+    assert_eq!((rig.take_calls(0), rig.take_calls(1)), (vec!["attach".to_owned()], Vec::new()));
     assert_eq!(rig.pairs.lock()[0].features, rig.net.features());
     // A command has taken effect when it is answered.
     rig.use_pairs(2);
-    assert_eq!(rig.asked(1), ["attach"]);
+    assert_eq!(rig.take_calls(1), ["attach"]);
     rig.use_pairs(1);
-    assert_eq!(rig.asked(1), ["detach"]);
-    assert_eq!(rig.asked(0), Vec::<String>::new());
+    assert_eq!(rig.take_calls(1), ["detach"]);
+    assert_eq!(rig.take_calls(0), Vec::<String>::new());
     rig.net.reset();
-    assert_eq!(rig.asked(0), ["detach", "closed"]);
-    assert_eq!(rig.asked(1), ["detach", "closed"]);
+    assert_eq!(rig.take_calls(0), ["detach", "closed"]);
+    assert_eq!(rig.take_calls(1), ["detach", "closed"]);
     rig.activate();
     assert_eq!(rig.pairs.lock().len(), 4);
-    assert_eq!((rig.asked(2), rig.asked(3)), (vec!["attach".to_owned()], Vec::new()));
+    assert_eq!((rig.take_calls(2), rig.take_calls(3)), (vec!["attach".to_owned()], Vec::new()));
 }
 
 #[test]
 fn pairs_are_detached_while_their_thread_is_held() {
     let rig = Rig::new();
-    rig.asked(0);
+    rig.take_calls(0);
     let loops = rig.net.loops();
     assert_eq!(loops.len(), 1);
     loops[0].hold();
     loops[0].wait_until_held();
-    assert_eq!(rig.asked(0), ["detach"]);
+    assert_eq!(rig.take_calls(0), ["detach"]);
     loops[0].release();
-    assert_eq!(rig.wait_asked(0), ["attach"]);
+    assert_eq!(rig.wait_calls(0), ["attach"]);
 }
 
 #[test]
@@ -163,14 +163,14 @@ fn interrupts_without_an_irqfd_are_delivered_by_the_worker() {
 fn error_of_the_kernel_ends_a_pair_until_a_reset() {
     for queue in 0..2 {
         let mut rig = Rig::new();
-        rig.asked(0);
+        rig.take_calls(0);
         rig.pairs.lock()[0].errors[queue].write(1).unwrap();
         wait(|| (rig.driver.resets_needed() == 1).then_some(()));
-        assert_eq!(rig.asked(0), ["detach", "closed"]);
+        assert_eq!(rig.take_calls(0), ["detach", "closed"]);
         assert_eq!(rig.net.metrics().broken_queues.load(Ordering::Relaxed), 1);
         rig.net.reset();
         rig.activate();
-        assert_eq!(rig.asked(2), ["attach"]);
+        assert_eq!(rig.take_calls(2), ["attach"]);
     }
 }
 
@@ -180,17 +180,17 @@ fn failed_attach_needs_a_reset() {
     rig.pairs.lock()[1].record.lock().refuse = true;
     rig.use_pairs(2);
     wait(|| (rig.driver.resets_needed() == 1).then_some(()));
-    assert_eq!(rig.asked(1), ["attach", "closed"]);
+    assert_eq!(rig.take_calls(1), ["attach", "closed"]);
 }
 
 #[test]
 fn removed_interface_is_reported_as_link_down() {
     let rig = Rig::new();
-    rig.asked(0);
+    rig.take_calls(0);
     rig.tap.is_gone.store(true, Ordering::Relaxed);
     rig.pairs.lock()[0].errors[1].write(1).unwrap();
     wait(|| (!rig.is_up()).then_some(()));
-    assert_eq!(rig.asked(0), ["detach", "closed"]);
+    assert_eq!(rig.take_calls(0), ["detach", "closed"]);
     assert_eq!(rig.driver.resets_needed(), 0);
 }
 
@@ -205,7 +205,7 @@ fn interface_removed_during_a_pause_is_reported_as_link_down() {
     rig.pairs.lock()[0].record.lock().refuse = true;
     loops[0].release();
     wait(|| (!rig.is_up()).then_some(()));
-    assert_eq!(rig.asked(0), ["attach", "detach", "attach", "closed"]);
+    assert_eq!(rig.take_calls(0), ["attach", "detach", "attach", "closed"]);
     assert_eq!(rig.driver.resets_needed(), 0);
 }
 
@@ -217,7 +217,7 @@ fn device_removed_during_a_pause_is_not_attached_again() {
     loops[0].wait_until_held();
     loops[0].dismiss();
     rig.net.reset();
-    assert_eq!(rig.asked(0), ["attach", "detach", "detach", "closed"]);
+    assert_eq!(rig.take_calls(0), ["attach", "detach", "detach", "closed"]);
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn error_of_an_inactive_pair_is_ignored() {
     // When this is answered, the error has been handled, or is handled before the next command.
     rig.use_pairs(1);
     rig.use_pairs(2);
-    assert_eq!(rig.asked(1), ["attach"]);
+    assert_eq!(rig.take_calls(1), ["attach"]);
     assert_eq!(rig.driver.resets_needed(), 0);
 }
 

@@ -110,7 +110,7 @@ impl Worker {
         if self.calls[nth].read().is_ok()
             && let Err(err) = self.interrupt.signal_queue(self.queue(nth))
         {
-            sparsely!(warn, net = self.net.shape().id, %err, "A network interface cannot interrupt");
+            sparsely!(warn, net = self.net.shape().id, %err, "Cannot interrupt the driver");
         }
     }
 
@@ -126,7 +126,7 @@ impl Worker {
             // is used again.
             return;
         }
-        debug!(net = self.net.shape().id, queue = self.queue(nth), "vhost-net does not go on");
+        debug!(net = self.net.shape().id, queue = self.queue(nth), "vhost-net stopped a queue");
         engine.give_up();
         self.end_pair();
     }
@@ -145,10 +145,10 @@ impl Worker {
             warn,
             net = self.net.shape().id,
             pair = self.pair,
-            "A pair of queues ends: its device needs a reset"
+            "Queue pair disabled; the device needs a reset"
         );
         if let Err(err) = self.interrupt.needs_reset() {
-            sparsely!(warn, %err, "A driver cannot be told that its device needs a reset");
+            sparsely!(warn, %err, "Cannot notify a driver that its device needs a reset");
         }
     }
 }
@@ -173,12 +173,17 @@ impl MutEventSubscriber for Worker {
         ];
         for (event, data) in events {
             if let Err(err) = ops.add(Events::with_data(event, data, EventSet::IN)) {
-                sparsely!(error, ?err, net = self.net.shape().id, "Cannot wait for vhost-net");
+                sparsely!(
+                    error,
+                    ?err,
+                    net = self.net.shape().id,
+                    "Cannot watch the events of vhost-net"
+                );
             }
         }
         if let Err(err) = self.bind() {
             // Interrupts then arrive here and are delivered, only slower.
-            sparsely!(warn, %err, net = self.net.shape().id, "Interrupts of vhost-net take a way round");
+            sparsely!(warn, %err, net = self.net.shape().id, "Cannot bind vhost-net interrupts to the queues; the VMM delivers them");
         }
         match self.hand_over() {
             Ok(engine) => {
@@ -192,7 +197,7 @@ impl MutEventSubscriber for Worker {
                     error,
                     net = self.net.shape().id,
                     error,
-                    "vhost-net does not take a pair of queues"
+                    "vhost-net rejected a queue pair"
                 );
                 self.end_pair();
             }
