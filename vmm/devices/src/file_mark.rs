@@ -16,10 +16,10 @@ pub(crate) fn set(mark: Mark, file: &File, path: &Path) {
         warn!(
             ?path,
             %err,
-            "The file cannot be marked: what the guest writes to it may prevent the next start of its VM"
+            "Cannot mark the file; data that the guest writes to it could prevent the next start of the VM"
         );
     } else {
-        debug!(?path, %err, "The file cannot be marked");
+        debug!(?path, %err, "Cannot mark the file");
     }
 }
 

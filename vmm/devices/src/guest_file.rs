@@ -21,15 +21,15 @@ use crate::file_mark;
 #[derive(Debug, Error)]
 pub enum GuestFileError {
     #[error(
-        "{path:?} is a pool, and marked as one by the host: --pm-volume pool={} attaches volumes of it",
+        "{path:?} is marked as a pool; attach its volumes with --pm-volume pool={}",
         path.display()
     )]
     MarkedPool { path: PathBuf },
     /// A pool without the host's mark, for example a copy of a pool's file.
     #[error(
-        "{path:?} holds a pool, and is not marked as a disk: --pm-volume pool={} attaches volumes \
-         of it; if a guest has written the pool, `setfattr -n {attribute} -v disk {path:?}` or \
-         image_type=raw of --disk admits the file",
+        "{path:?} holds a pool and is not marked as a disk; attach its volumes with \
+         --pm-volume pool={}; if a guest wrote the pool to this disk, allow it with \
+         `setfattr -n {attribute} -v disk {path:?}` or image_type=raw of --disk",
         path.display()
     )]
     UnmarkedPool {
@@ -102,7 +102,7 @@ pub(crate) fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(),
     }
     warn!(
         ?path,
-        "The file holds a pool and is served as raw bytes; --pm-volume attaches a pool's volumes"
+        "File holds a pool and is served as raw bytes; attach its volumes with --pm-volume"
     );
     Ok(())
 }
@@ -200,28 +200,28 @@ mod tests {
         type Broken = fn(Case) -> Decision;
         let broken: [(&str, Broken); 9] = [
             ("marks are ignored", |case| Case { mark: None, ..case }.decide()),
-            ("a missing mark is a pool's", |case| {
+            ("a missing mark counts as a pool's", |case| {
                 Case { mark: case.mark.or(Some(Mark::Pool)), ..case }.decide()
             }),
-            ("a missing mark is a disk's", |case| {
+            ("a missing mark counts as a disk's", |case| {
                 Case { mark: case.mark.or(Some(Mark::Disk)), ..case }.decide()
             }),
-            ("the guest's bytes are the mark", |case| match case.content {
+            ("the guest's bytes decide instead of the mark", |case| match case.content {
                 PoolContent::Pool => Case { mark: Some(Mark::Pool), ..case }.decide(),
                 _ => case.decide(),
             }),
-            ("a mark of another release is none", |case| {
+            ("a mark of another release is ignored", |case| {
                 Case { mark: case.mark.filter(|mark| *mark != Mark::Unknown), ..case }.decide()
             }),
-            ("a device that has vanished holds no pool", |case| match case.content {
+            ("a removed device counts as one without a pool", |case| match case.content {
                 PoolContent::Unreadable => Case { content: PoolContent::NoPool, ..case }.decide(),
                 _ => case.decide(),
             }),
-            ("bytes that cannot be read are a pool", |case| match case.content {
+            ("unreadable bytes count as a pool", |case| match case.content {
                 PoolContent::Unreadable => Case { content: PoolContent::Pool, ..case }.decide(),
                 _ => case.decide(),
             }),
-            ("a declaration replaces the mark of a pool", |case| {
+            ("a declaration overrides the mark of a pool", |case| {
                 Case { mark: case.mark.filter(|_| !case.access.is_declared_raw), ..case }.decide()
             }),
             ("a device needs a mark", |case| Case { is_file: true, ..case }.decide()),
@@ -236,7 +236,7 @@ mod tests {
         for (mark, access) in
             [(Some(Mark::Disk), WRITABLE), (Some(Mark::Disk), READABLE), (None, RAW)]
         {
-            let decision = decide(mark, true, access, || panic!("the content is examined"));
+            let decision = decide(mark, true, access, || panic!("the content was examined"));
             assert_eq!(decision, Decision::Serve);
         }
     }
@@ -246,7 +246,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let [pool, copy] = pool_and_copy(folder.path());
         for access in [WRITABLE, RAW] {
-            assert!(check_path(&pool, access).unwrap_err().contains("marked as one by the host"));
+            assert!(check_path(&pool, access).unwrap_err().contains("is marked as a pool"));
         }
         // The check leaves no mark, so the second attempt fails as well.
         for _ in 0..2 {

@@ -216,7 +216,7 @@ impl DirectIo {
                 info!(
                     ?path,
                     unit_bytes,
-                    "The host takes larger transfers only from now on: smaller ones are widened"
+                    "The host requires larger transfers from now on; smaller ones are extended"
                 );
             }
             return result;

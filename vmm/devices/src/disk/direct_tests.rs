@@ -153,7 +153,7 @@ fn partial_unit_at_the_end_of_a_file_is_served_and_keeps_its_size() {
     let mut data = Buffers::default().take(1024);
     let is_open = || direct.buffered.as_ref().unwrap().opened.get().is_some();
     direct.read(&media, 0, data.bytes_mut()).unwrap();
-    assert!(!is_open(), "whole units do not go through the page cache");
+    assert!(!is_open(), "whole units used the page cache");
     for offset in [SIZE - 512, SIZE] {
         let len = (size - offset) as usize;
         direct.read(&media, offset, &mut data.bytes_mut()[..len]).unwrap();

@@ -95,12 +95,12 @@ impl RawImage {
             true => Ok(metadata.file_type()),
             false => Err(ImageError::Kind { path: path.to_owned() }),
         };
-        refuse_others(fs::metadata(path).map_err(error("looked at"))?)?;
+        refuse_others(fs::metadata(path).map_err(error("examined"))?)?;
         // 2. Open it as it will be used, and lock it. All later checks use this open file.
         let flags = if options.direct { libc::O_DIRECT } else { 0 };
         let file =
             claim(path, !options.readonly, flags).map_err(|err| claim_error(path, options, err))?;
-        let kind = refuse_others(file.metadata().map_err(error("looked at"))?)?;
+        let kind = refuse_others(file.metadata().map_err(error("examined"))?)?;
         // 3. Determine its properties.
         let size_bytes = (&file).seek(SeekFrom::End(0)).map_err(error("measured"))?;
         let device_block_bytes = kind.is_block_device().then(|| device_block_bytes(&file));
@@ -124,7 +124,7 @@ impl RawImage {
         if served_bytes != size_bytes {
             warn!(
                 ?path,
-                size_bytes, block_bytes, "The end of the image is no whole block and is not served"
+                size_bytes, block_bytes, "The last, partial block of the image is not served"
             );
         }
         let geometry = Geometry {
@@ -147,7 +147,7 @@ impl RawImage {
                 ?path,
                 block_bytes,
                 unit_bytes,
-                "The host takes larger transfers only: smaller ones are widened"
+                "The host requires larger transfers; smaller ones are extended"
             );
         }
         Ok(Arc::new(Self {
@@ -364,7 +364,7 @@ impl BlockDevice for RawImage {
         match Uring::new(Arc::clone(&self), depth) {
             Ok(uring) => Some(Box::new(uring)),
             Err(err) => {
-                warn!(?path, %err, "There is no io_uring: each queue does one transfer at a time");
+                warn!(?path, %err, "io_uring is not available; each queue transfers one request at a time");
                 None
             }
         }
@@ -409,8 +409,8 @@ fn warn_of_format(file: &File, path: &Path) {
         warn!(
             ?path,
             format,
-            "The image looks like this, and is served as raw bytes; if no guest has written it, convert it \
-             (qemu-img convert -O raw); image_type=raw ends this warning"
+            "Image looks like this format but is served as raw bytes; if no guest wrote it, convert it with \
+             `qemu-img convert -O raw`; image_type=raw silences this warning"
         );
     }
 }
@@ -420,7 +420,7 @@ fn claim_error(path: &Path, options: ImageOptions, err: ClaimError) -> ImageErro
     let done = match (options.direct, options.readonly) {
         (true, _) => "opened with direct=on",
         (false, true) => "opened",
-        (false, false) => "opened for writing; readonly=on needs less",
+        (false, false) => "opened for writing; to only read it, use readonly=on",
     };
     match err {
         ClaimError::Open(source) => ImageError::Io { path, done, source },

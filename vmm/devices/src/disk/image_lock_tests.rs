@@ -18,7 +18,7 @@ fn direct_image() -> Option<(tempfile::TempDir, Arc<RawImage>)> {
     File::create(&path).unwrap().set_len(IMAGE_BYTES).unwrap();
     let options = ImageOptions { direct: true, sparse: true, ..ImageOptions::default() };
     let Ok(image) = RawImage::open(&path, options) else {
-        eprintln!("skipped: no O_DIRECT here");
+        eprintln!("skipped: the file system does not support O_DIRECT");
         return None;
     };
     image.direct.as_ref().unwrap().set_unit(BLOCK);
@@ -58,19 +58,19 @@ fn cycle_and_other_changes_of_its_block_exclude_each_other() {
         assert!(image.carry_out_unaligned(&mut step, &event).is_none(), "{name}");
     }
     drop(cycle);
-    assert!(event.read().is_ok(), "the release raises the event");
+    assert!(event.read().is_ok(), "the release did not raise the event");
     // The unit may grow during a cycle, so the cycle also locks the neighboring blocks.
     for (whole_name, whole) in changes(BLOCK, BLOCK) {
         let guard = image.lock_aligned(&whole, &event).unwrap();
         assert!(guard.is_some(), "{whole_name}");
         assert!(
             image.lock_aligned(&whole, &event).is_ok(),
-            "whole blocks exclude no other whole block"
+            "whole blocks must not exclude each other"
         );
         for (name, mut step) in changes(SECTOR, SECTOR) {
             assert!(
                 image.carry_out_unaligned(&mut step, &event).is_none(),
-                "{name} beside {whole_name}"
+                "{name} ran during {whole_name}"
             );
         }
     }
@@ -96,7 +96,7 @@ fn calls_wait_for_a_cycle_of_the_same_block() {
         thread::scope(|scope| {
             let waiter = scope.spawn(|| call(&image).unwrap());
             while !locks.has_waiter() {
-                assert!(!waiter.is_finished(), "{name} does not wait");
+                assert!(!waiter.is_finished(), "{name} did not wait");
                 thread::yield_now();
             }
             drop(cycle);

@@ -34,13 +34,13 @@ pub struct Geometry {
 #[derive(Debug, Error)]
 pub enum ResizeError {
     /// Shrinking would lose data that the guest may still use.
-    #[error("it has {size_bytes} bytes and does not shrink to {wanted_bytes}")]
+    #[error("cannot shrink from {size_bytes} to {wanted_bytes} bytes")]
     Shrinks {
         size_bytes: u64,
         /// Requested size.
         wanted_bytes: u64,
     },
-    #[error("{wanted_bytes} bytes are not whole blocks of {block_bytes}")]
+    #[error("size {wanted_bytes} is not a multiple of the block size {block_bytes}")]
     PartOfBlock {
         /// Requested size.
         wanted_bytes: u64,
@@ -49,7 +49,7 @@ pub enum ResizeError {
     /// The image is resized by other means.
     #[error("{0}")]
     NotHere(String),
-    #[error("its file cannot be resized to {wanted_bytes} bytes: {source}")]
+    #[error("cannot resize its file to {wanted_bytes} bytes: {source}")]
     Io {
         /// Requested size.
         wanted_bytes: u64,

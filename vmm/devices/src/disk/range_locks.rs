@@ -133,7 +133,7 @@ mod tests {
             }
         }
         drop((shared, second));
-        assert!(event.read().is_ok(), "the waiting ring is woken");
+        assert!(event.read().is_ok(), "the waiting ring was not woken");
         let alone = try_lock(0..4096, Access::Exclusive).unwrap();
         drop((beside, alone));
         assert!(try_lock(0..u64::MAX, Access::Exclusive).is_some());
@@ -146,7 +146,7 @@ mod tests {
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| drop(locks.lock(0..4096, Access::Exclusive)));
             while !locks.has_waiter() {
-                assert!(!waiter.is_finished(), "the lock is granted beside another one");
+                assert!(!waiter.is_finished(), "the lock was granted beside another one");
                 std::thread::yield_now();
             }
             drop(held);

@@ -86,7 +86,7 @@ impl Uring {
         let needed =
             [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
         if !needed.into_iter().all(|code| probe.is_supported(code)) {
-            return Err(io::Error::other("the kernel's io_uring is too old"));
+            return Err(io::Error::other("the kernel's io_uring lacks a required operation"));
         }
         let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
         ring.submitter().register_eventfd(event.as_raw_fd())?;
@@ -129,7 +129,7 @@ impl Uring {
             return;
         };
         let entry = entry.user_data(token as u64);
-        assert!(self.running[token].is_none(), "token {token} is used twice");
+        assert!(self.running[token].is_none(), "token {token} was used twice");
         self.running[token] = Some(running);
         self.under_way += 1;
         self.untold = true;
@@ -196,9 +196,7 @@ impl Uring {
 
     /// Continues without the ring, which is never entered again.
     fn give_up(&mut self) {
-        warn!(
-            "io_uring takes no more: this queue of a disk does one transfer at a time from now on"
-        );
+        warn!("io_uring failed; this disk queue transfers one request at a time from now on");
         // 1. Wait for the steps that the kernel has accepted, and process their results.
         while self.under_way > self.ring.submission().len() {
             let completed = self.completed();
@@ -246,7 +244,7 @@ impl Uring {
         let completed: Vec<_> = completions
             .map(|completion| {
                 let token = completion.user_data() as usize;
-                (token, running[token].take().expect("a step that was begun"), completion.result())
+                (token, running[token].take().expect("a step in progress"), completion.result())
             })
             .collect();
         self.under_way -= completed.len();
@@ -311,7 +309,7 @@ impl Running {
             }
             (Step::Read(..) | Step::Write(..) | Step::WriteZeroes(..), bytes) => {
                 self.done += bytes as usize;
-                assert!(self.done <= len, "the kernel did more than it was asked for");
+                assert!(self.done <= len, "the kernel transferred more than requested");
                 (self.done == len).then_some(Ok(()))
             }
         }

@@ -27,7 +27,7 @@ fn image() -> (File, Arc<RawImage>) {
 /// Returns `None` and prints the reason if the kernel refuses a ring, as in many containers.
 fn ring(image: &Arc<RawImage>) -> Option<Uring> {
     Uring::new(Arc::clone(image), 16)
-        .inspect_err(|err| eprintln!("skipped: no io_uring here: {err}"))
+        .inspect_err(|err| eprintln!("skipped: io_uring is not available: {err}"))
         .ok()
 }
 
@@ -265,7 +265,7 @@ fn zeroing_tries_three_methods_and_discard_is_a_hint() {
     let mut zeros =
         Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Forbidden), false);
     assert_eq!(zeros.way, Way::Zero);
-    assert_eq!(outcome(&mut zeros, 0), Some(Ok(())), "the call says 0 of all of them");
+    assert_eq!(outcome(&mut zeros, 0), Some(Ok(())), "fallocate returns 0 for the whole range");
     let mut zeros = Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Allowed), true);
     assert_eq!(outcome(&mut zeros, -libc::ENOSPC), Some(Err(io::ErrorKind::StorageFull)));
     assert_eq!(
@@ -291,17 +291,17 @@ fn ring_does_not_wait_for_a_range_that_another_step_changes() {
     File::create(&path).unwrap().set_len(IMAGE_BYTES).unwrap();
     let options = ImageOptions { direct: true, sparse: true, ..ImageOptions::default() };
     let Ok(image) = RawImage::open(&path, options) else {
-        return eprintln!("skipped: no O_DIRECT here");
+        return eprintln!("skipped: the file system does not support O_DIRECT");
     };
     let Some(mut ring) = ring(&image) else { return };
     let locked = image.lock_unaligned(0, 512).expect("an image with O_DIRECT has locks");
     ring.add(0, Step::Write(4096, buffer(4096, 7)));
     assert!(!ring.begin() && !ring.arm());
-    assert!(ring.next_done().is_none(), "the step is deferred");
+    assert!(ring.next_done().is_none(), "the step was not deferred");
     drop(locked);
-    assert!(ring.event.read().is_ok(), "the release raises the ring's event");
+    assert!(ring.event.read().is_ok(), "the release did not raise the ring's event");
     assert!(ring.arm());
-    let done = ring.next_done().expect("the step is done");
+    let done = ring.next_done().expect("a completed step");
     assert!(done.token == 0 && done.result.is_ok());
     assert_eq!(std::fs::read(&path).unwrap()[4096..8192], [7; 4096]);
 }

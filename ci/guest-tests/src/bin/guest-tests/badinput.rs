@@ -168,7 +168,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     let with = |flag: &str, value: &str| Guest::builder().memory("size=384M").argument(flag, value);
     let disk = |path: &str, options: &str| with("--disk", &format!("path={path}{options}"));
 
-    let idle = ["--disk", "is a pool, and marked as one by the host: --pm-volume pool="];
+    let idle = ["--disk", "is marked as a pool; attach its volumes with --pm-volume pool="];
     let before = files(&dir, ALL_BYTES)?;
     refuses(&disk(&pool_path, ""), &idle).context("Pool that is not in use")?;
     are_unchanged(&before, &files(&dir, ALL_BYTES)?).context("Pool that is not in use")?;

@@ -158,7 +158,7 @@ impl Worker {
     /// Disables notifications, because the worker takes requests anyway.
     pub(super) fn silence(&mut self, memory: &MappedMemory) {
         if let Err(err) = self.queue.queue.disable_notification(memory) {
-            debug!(%err, "The driver cannot be told to be quiet");
+            debug!(%err, "Cannot disable queue notifications");
         }
     }
 
@@ -182,7 +182,7 @@ impl Worker {
             Err(refusal) => {
                 self.disk.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
                 let id = &self.disk.shape().id;
-                debug!(disk = id, err = %refusal.error, "A request is refused");
+                debug!(disk = id, err = %refusal.error, "Request refused");
                 match refusal.status {
                     Some(status) => self.answer(memory, head, status, refusal.error.status(), 0),
                     None => self.give_back(memory, head, 0),
@@ -304,7 +304,7 @@ impl Worker {
             }
             Err(err) => {
                 let (disk, operation) = (&self.disk.shape().id, kind.as_str());
-                sparsely!(warn, disk, operation, %err, "A request of the guest has failed");
+                sparsely!(warn, disk, operation, %err, "Guest request failed");
                 (Status::IoError, 0)
             }
         };
@@ -325,7 +325,7 @@ impl Worker {
             Ok(()) => u32::try_from(len + 1).unwrap_or(u32::MAX),
             Err(err) => {
                 self.disk.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
-                debug!(disk = self.disk.shape().id, %err, "A status byte is not in memory");
+                debug!(disk = self.disk.shape().id, %err, "Cannot write a status byte");
                 0
             }
         };
@@ -349,7 +349,7 @@ impl Worker {
         if std::mem::take(&mut self.is_interrupt_due)
             && let Err(err) = self.interrupt.signal_queue(self.index)
         {
-            sparsely!(warn, disk = self.disk.shape().id, %err, "A disk cannot interrupt");
+            sparsely!(warn, disk = self.disk.shape().id, %err, "Cannot interrupt the driver");
         }
     }
 
@@ -412,7 +412,12 @@ impl MutEventSubscriber for Worker {
             if let Some(event) = event
                 && let Err(err) = ops.add(Events::with_data(event, data, EventSet::IN))
             {
-                sparsely!(error, ?err, disk = self.disk.shape().id, "Cannot wait for a disk");
+                sparsely!(
+                    error,
+                    ?err,
+                    disk = self.disk.shape().id,
+                    "Cannot watch the files of a disk"
+                );
             }
         }
         self.serve_or_wait();

@@ -113,7 +113,7 @@ mod tests {
         assert!(!flushes.is_settled(answered, &event));
         assert!(event.read().is_err());
         drop(later);
-        assert!(event.read().is_ok(), "it looks again");
+        assert!(event.read().is_ok(), "the waiting queue was not notified");
         assert!(!flushes.is_settled(answered, &event));
         let later = flushes.begin();
         drop(first);
@@ -121,6 +121,6 @@ mod tests {
         assert!(flushes.is_settled(answered, &event));
         flushes.wait(answered);
         drop(later);
-        assert!(event.read().is_err(), "nobody waits any more");
+        assert!(event.read().is_err(), "no queue waits any more");
     }
 }

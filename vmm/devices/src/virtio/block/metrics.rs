@@ -179,7 +179,7 @@ impl Expose for DiskMetrics {
             "Time to make the disk durable.",
             [(labels.clone(), counters.flushes.sample())],
         );
-        let bad = Family("disk_bad_requests", "Requests that the disk has refused.", None);
+        let bad = Family("disk_bad_requests", "Requests refused by the disk.", None);
         out.counters(bad, get(&counters.bad_requests));
         let broken = Family(
             "disk_broken_queues",
@@ -194,7 +194,7 @@ impl Expose for DiskMetrics {
         );
         out.flags(by_ring, is_set(&counters.io_uring));
         let failed =
-            Family("disk_failed", "1 when a flush has failed; all writes fail since then.", None);
+            Family("disk_failed", "1 after a flush has failed; all later writes fail.", None);
         out.flags(failed, is_set(&counters.read_only));
     }
 }

@@ -122,35 +122,33 @@ pub struct Refusal {
 #[derive(Debug, Error)]
 pub enum RequestError {
     /// The chain ends although its last descriptor has a next one.
-    #[error("The chain is broken after {descriptors} descriptors")]
+    #[error("chain is broken after {descriptors} descriptors")]
     Broken {
         /// Number of valid descriptors.
         descriptors: usize,
     },
-    #[error("The chain has more than {max} descriptors")]
+    #[error("chain has more than {max} descriptors")]
     TooManyDescriptors { max: u16 },
-    #[error("A descriptor that is read follows one that is written")]
+    #[error("readable descriptor follows a writable one")]
     Order,
-    #[error("There is no status byte")]
+    #[error("chain has no status byte")]
     NoStatus,
-    #[error("The header has {len} bytes, needed are {HEADER_LEN}")]
+    #[error("header has {len} bytes, {HEADER_LEN} are needed")]
     ShortHeader { len: u64 },
     /// The header or the data after it is not in memory.
-    #[error("The {what} cannot be read")]
+    #[error("cannot read the {what}")]
     Memory {
         what: &'static str,
         #[source]
         source: vm_memory::guest_memory::Error,
     },
     /// The type is unknown or was not negotiated.
-    #[error("Requests of type {kind} are not supported")]
+    #[error("unsupported request type {kind}")]
     UnknownType { kind: u32 },
     /// Device-readable or device-writable buffers that the type does not use.
-    #[error("A request of type {kind} has {len} bytes of buffers that go the wrong way")]
+    #[error("request of type {kind} has {len} bytes of buffers of the wrong direction")]
     Direction { kind: u32, len: u64 },
-    #[error(
-        "{len_bytes} bytes from sector {first_sector} are not within the disk's {capacity_bytes} bytes"
-    )]
+    #[error("{len_bytes} bytes at sector {first_sector} exceed the disk size {capacity_bytes}")]
     Outside {
         first_sector: u64,
         /// Length of the range.
@@ -158,7 +156,7 @@ pub enum RequestError {
         capacity_bytes: u64,
     },
     #[error(
-        "{len_bytes} bytes from sector {first_sector} are not whole blocks of {block_bytes} bytes"
+        "{len_bytes} bytes at sector {first_sector} are not a multiple of the block size {block_bytes}"
     )]
     PartOfBlock {
         first_sector: u64,
@@ -166,16 +164,16 @@ pub enum RequestError {
         len_bytes: u64,
         block_bytes: u32,
     },
-    #[error("The disk is read-only, and the request is of type {kind}")]
+    #[error("disk is read-only; refused request type {kind}")]
     ReadOnly { kind: u32 },
     #[error("{len} bytes are not 1 to {MAX_RANGES} ranges of {RANGE_LEN} bytes")]
     BadRanges {
         /// Length of the data.
         len: u64,
     },
-    #[error("A range has {sectors} sectors, at most {MAX_RANGE_SECTORS} are taken")]
+    #[error("range of {sectors} sectors exceeds the maximum {MAX_RANGE_SECTORS}")]
     LongRange { sectors: u32 },
-    #[error("The flags {flags:#x} do not go with type {kind}")]
+    #[error("flags {flags:#x} are invalid for request type {kind}")]
     BadFlags { kind: u32, flags: u32 },
 }
 

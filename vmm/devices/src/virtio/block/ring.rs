@@ -43,7 +43,7 @@ impl Ring {
 
     fn end(&mut self, token: usize) -> (Job, Option<Ticket>) {
         self.free.push(token);
-        self.jobs[token].take().expect("the job of a step that was begun")
+        self.jobs[token].take().expect("the job of a step in progress")
     }
 
     /// Waits for the steps in progress and returns the flushes. Keep each ticket until the result

@@ -92,7 +92,7 @@ impl Segments {
             memory.read_slice(now, segment.address)?;
             rest = later;
         }
-        assert!(rest.is_empty(), "more is read than the buffers have");
+        assert!(rest.is_empty(), "read more than the buffers hold");
         Ok(())
     }
 
@@ -109,7 +109,7 @@ impl Segments {
             memory.write_slice(now, segment.address)?;
             rest = later;
         }
-        assert!(rest.is_empty(), "more is written than the buffers have");
+        assert!(rest.is_empty(), "wrote more than the buffers hold");
         Ok(())
     }
 

@@ -227,16 +227,14 @@ impl Disk {
         let Err(err) = result else { return };
         self.failure.record(err);
         if !self.metrics.read_only.swap(true, Ordering::AcqRel) {
-            error!(disk = self.shape.id, %err, "A flush has failed: the disk takes no more writes");
+            error!(disk = self.shape.id, %err, "Flush failed; the disk refuses all later writes");
         }
     }
 
     /// Result of a successful flush, when all flushes that it overlapped have ended.
     pub(super) fn settled(&self) -> std::io::Result<()> {
         match self.has_failed() {
-            true => Err(std::io::Error::other(
-                "another flush has failed, and it may have been this one",
-            )),
+            true => Err(std::io::Error::other("a concurrent flush failed")),
             false => Ok(()),
         }
     }
@@ -253,7 +251,7 @@ impl Disk {
         if let Some(interrupt) = interrupt
             && let Err(err) = interrupt.signal_config()
         {
-            sparsely!(warn, disk = self.shape.id, %err, "The driver cannot be told of the disk's new size");
+            sparsely!(warn, disk = self.shape.id, %err, "Cannot notify the driver of the new disk size");
         }
         Ok(())
     }

@@ -67,7 +67,7 @@ fn reset_waits_for_one_step_of_a_request_of_64_gib() {
             drop(go_on);
             reset.join().unwrap();
         });
-        assert_eq!(has_begun.try_iter().count(), 0, "more steps before the reset has returned");
+        assert_eq!(has_begun.try_iter().count(), 0, "steps began before the reset returned");
         assert_eq!(rig.status(), UNTOUCHED);
     }
 }
@@ -110,13 +110,15 @@ fn thread_is_idle_after_an_invalid_index_until_a_reset() {
     };
     rig.driver.jump(0, 33);
     rig.driver.kick(0);
-    wait("the device trusts the ring", &|| metrics.broken_queues.load(Ordering::Relaxed) == 1);
+    wait("the device did not reject the ring", &|| {
+        metrics.broken_queues.load(Ordering::Relaxed) == 1
+    });
     let mut allowed = passes() + 1;
     for _ in 0..3 {
         let before = passes();
         rig.driver.kick_spuriously(0);
         allowed += 1;
-        wait("a notification is not seen", &|| passes() > before);
+        wait("a notification was not handled", &|| passes() > before);
     }
     assert_eq!(rig.driver.resets_needed(), 1);
     // When this returns, the thread has ended all its passes.

@@ -128,7 +128,7 @@ fn ranges_are_discarded_and_zeroed() {
 fn flush_makes_writes_durable_and_is_timed() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[1; 512]), OK);
-    assert!(fake.is_dirty(), "nobody has asked for it");
+    assert!(fake.is_dirty(), "no flush was requested");
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (OK, 1));
     assert!(!fake.is_dirty());
     assert_eq!(rig.metrics().flushes.count(), 1);
@@ -139,7 +139,7 @@ fn writes_are_durable_after_the_cache_is_switched_off() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[1; 512]), OK);
     rig.device.write_config(32, &[0]);
-    assert!(!fake.is_dirty(), "what was written before");
+    assert!(!fake.is_dirty(), "an earlier write is still in the cache");
     assert_eq!(rig.write(0, &[2; 512]), OK);
     assert!(!fake.is_dirty());
     rig.device.write_config(32, &[1]);
@@ -206,7 +206,7 @@ fn failed_transfers_are_errors_and_the_disk_continues() {
     fake.set_hook(|_| io_error());
     assert_eq!(rig.write(0, &[1; 512]), IOERR);
     assert_eq!(rig.read(0, 512), Err(IOERR));
-    assert_eq!(rig.driver.read(DATA, 512), [0xaa; 512], "nothing was read");
+    assert_eq!(rig.driver.read(DATA, 512), [0xaa; 512], "data was read");
     fake.set_hook(|_| Ok(()));
     assert_eq!(rig.write(0, &[1; 512]), OK);
 }
@@ -300,5 +300,5 @@ fn device_works_after_a_reset() {
     assert_eq!(rig.read(0, 512), Ok(vec![5; 512]));
     let flushes = fake.flushes.load(Ordering::Relaxed);
     assert_eq!(rig.write(0, &[6; 512]), OK);
-    assert_eq!(fake.flushes.load(Ordering::Relaxed), flushes, "the cache is on again");
+    assert_eq!(fake.flushes.load(Ordering::Relaxed), flushes, "the cache is not on again");
 }

@@ -91,7 +91,7 @@ fn two_overlap(by_ring: bool, first: io::Result<()>, second: io::Result<()>) -> 
         flushes.rig.send(1, 2, VIRTIO_BLK_T_GET_ID, 0);
         flushes.rig.driver.wait_used(1);
         assert_eq!(flushes.rig.status_of(2), OK);
-        assert_eq!(flushes.statuses()[1], UNTOUCHED, "the other may have its error");
+        assert_eq!(flushes.statuses()[1], UNTOUCHED, "the other flush may have received the error");
     }
     flushes.end(0, first);
     for queue in 0..2 {
@@ -163,7 +163,10 @@ fn held_queue_answers_open_requests_and_takes_no_more() {
         let loops = flushes.rig.device.loops();
         let (gate, began) = (loops[1].gate(), Instant::now());
         while !gate.is_busy() {
-            assert!(began.elapsed() < PATIENCE, "the loop does not know of an open request");
+            assert!(
+                began.elapsed() < PATIENCE,
+                "the event loop does not wait for a request in progress"
+            );
             thread::yield_now();
         }
         loops.iter().for_each(EventLoopHandle::hold);

@@ -207,7 +207,7 @@ fn metric_shows_a_ring_only_if_all_queues_have_one() {
     fake.without_ring.store(1, Ordering::Relaxed);
     let mut rig = Rig::shaped(DiskShape { queues: 2, ..shape() }, fake.clone());
     let metrics = rig.metrics();
-    assert!(!metrics.io_uring.load(Ordering::Relaxed), "the first queue has none");
+    assert!(!metrics.io_uring.load(Ordering::Relaxed), "the first queue uses io_uring");
     rig.device.reset();
     let activation = rig.driver.activation(rig.device.features());
     rig.device.activate(activation).unwrap();

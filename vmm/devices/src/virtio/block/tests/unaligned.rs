@@ -35,7 +35,9 @@ impl Device {
             .arg(&image)
             .output();
         let Some(output) = output.ok().filter(|output| output.status.success()) else {
-            eprintln!("skipped: no loop devices with sectors of 4096 bytes here (they need root)");
+            eprintln!(
+                "skipped: cannot create a loop device with sectors of 4096 bytes (needs root)"
+            );
             return None;
         };
         let path = String::from_utf8(output.stdout).unwrap().trim().into();
@@ -52,7 +54,7 @@ impl Device {
         device.is_mounted = done(Command::new("mkfs.ext4").arg("-q").arg(&device.path))
             && done(Command::new("mount").arg(&device.path).arg(&folder));
         if !device.is_mounted {
-            eprintln!("skipped: no ext4 can be made and mounted here");
+            eprintln!("skipped: cannot create and mount an ext4 file system");
         }
         device.is_mounted.then_some(device)
     }

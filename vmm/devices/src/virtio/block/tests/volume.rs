@@ -39,10 +39,10 @@ fn volume_retains_written_data_as_a_disk() {
     assert_eq!(rig.write(16, &data), OK);
     assert_eq!(rig.read(16, 32 << 10), Ok(data.clone()));
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (OK, 1));
-    assert_eq!(rig.write(1, &[1; 512]), IOERR, "sectors have 4096 bytes");
+    assert_eq!(rig.write(1, &[1; 512]), IOERR, "a write smaller than the sector of 4096 bytes");
     rig.driver.write(DATA, &[&24u64.to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat());
     assert_eq!(rig.request(VIRTIO_BLK_T_DISCARD, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
-    assert!(pool.open_volume("data").is_err(), "the disk has it");
+    assert!(pool.open_volume("data").is_err(), "the disk uses the volume");
     assert!(rig.handle().resize(32 * MIB).unwrap_err().to_string().contains("pmvol"));
     drop(rig);
     let mut expected = data;
@@ -64,7 +64,7 @@ fn failed_write_is_an_error_and_failed_flush_is_recorded() {
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (IOERR, 1));
     assert!(failure.reason().unwrap().contains("arena 0 is read-only"));
     device.set_hook(|_| Ok(()));
-    assert_eq!(rig.write(0, &[1; 4096]), IOERR, "nobody knows what the media has");
+    assert_eq!(rig.write(0, &[1; 4096]), IOERR, "the content of the media is unknown");
 }
 
 #[test]
