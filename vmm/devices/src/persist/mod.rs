@@ -10,12 +10,12 @@ pub use self::watched::{FirstFailure, Watched};
 pub enum PersistError {
     /// An earlier persist has failed. The content of the media is unknown until the pool is
     /// reopened.
-    #[error("The pool is read-only since a persist failed")]
+    #[error("pool is read-only since a persist failed")]
     ReadOnly,
     /// The guest may only read the volume, and its stores were discarded.
-    #[error("The volume is read-only")]
+    #[error("volume is read-only")]
     ReadOnlyVolume,
-    #[error("The backing cannot be made durable: {0}")]
+    #[error("cannot make the backing durable: {0}")]
     Backing(Box<dyn std::error::Error + Send + Sync>),
 }
 

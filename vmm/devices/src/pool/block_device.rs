@@ -33,7 +33,7 @@ fn io_error(err: EngineError) -> io::Error {
 
 /// Refusal to resize a volume that a VM uses.
 pub(super) fn resized_elsewhere() -> ResizeError {
-    ResizeError::NotHere("a volume is resized by pmvol, while no VM has its pool".to_owned())
+    ResizeError::NotHere("resize a volume with pmvol while no VM uses its pool".to_owned())
 }
 
 impl BlockDevice for Engine<Volume> {

@@ -57,7 +57,7 @@ fn warn_of_blocks(pool: &Pool) {
         match finding {
             Finding::BlocksLost { hole_bytes, shared_bytes } => {
                 let lost = Size(hole_bytes + shared_bytes);
-                warn!(pool = %path, %lost, "The pool's file had lost blocks, as after a sparse copy; it has all blocks again");
+                warn!(pool = %path, %lost, "Pool file lacked blocks, as after a sparse copy; they were allocated again");
             }
             finding @ Finding::CopyOnWrite { .. } => warn!(pool = %path, "{finding}"),
             _ => {}
@@ -161,8 +161,8 @@ impl PoolVolume for Volume {
             warn!(
                 volume = name,
                 arena,
-                "The volume's BTT has lost its first info block, and the guest's driver finds no sectors; a guest that has made \
-                 something else of its volume does that. If this one has not, `pmvol btt repair` restores the BTT"
+                "BTT lost its first info block, so the guest's driver finds no sectors; if the guest did not \
+                 overwrite it on purpose, restore the BTT with `pmvol btt repair`"
             );
             return Ok(());
         }
@@ -180,8 +180,8 @@ impl PoolVolume for Volume {
                 warn!(
                     volume = name,
                     error,
-                    "The volume's BTT cannot be opened and is not recovered; the guest gets the \
-                     volume as it is. `pmvol btt check` reports its damage"
+                    "Cannot open the BTT; it is not recovered, and the guest gets the volume as it \
+                     is. `pmvol btt check` reports the damage"
                 );
                 Ok(())
             }
@@ -224,14 +224,14 @@ fn warn_of_loss(volume: &str, loss: &BttLoss) {
         BttLoss::Replaced { reason } => warn!(
             volume,
             reason,
-            "The volume is no longer a BTT: the disk shows the bytes that the guest has left, and takes no writes. If no guest \
-             has replaced the BTT, `pmvol btt repair` restores it; with interface=nvdimm the guest can write"
+            "Volume is no longer a BTT; the disk is read-only and shows the bytes of the volume. If no guest replaced \
+             the BTT, restore it with `pmvol btt repair`; with interface=nvdimm the guest can write"
         ),
         BttLoss::Damaged { reason } => warn!(
             volume,
             reason,
-            "The volume's BTT is damaged: the disk shows the bytes of the volume, and takes no writes. `pmvol btt repair` cannot \
-             restore the arena"
+            "BTT is damaged; the disk is read-only and shows the bytes of the volume. `pmvol btt repair` cannot restore \
+             the arena"
         ),
     }
 }
@@ -254,7 +254,7 @@ fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
                 first_sector,
                 sectors,
                 reason,
-                "An arena of the volume refuses writes, and reads of sectors that it cannot locate"
+                "Arena refuses writes, and reads of sectors that it cannot locate"
             );
         }
     }
@@ -356,7 +356,7 @@ mod tests {
         assert_eq!(volume.size_bytes(), 24 * MIB);
         assert_eq!(volume.extents().iter().map(len).sum::<u64>(), 24 * MIB);
         volume.persist().unwrap();
-        assert!(pool.open_volume("data").is_err(), "it is open");
+        assert!(pool.open_volume("data").is_err(), "the volume is open");
         assert!(pool.grow_volume("data", 40 * MIB).is_err(), "it is open");
         assert!(pool.delete_volume("data").is_err(), "it is open");
         drop(volume);
@@ -404,7 +404,7 @@ mod tests {
         // State after a power cut: the log has the write, but the map does not.
         file.write_all_at(&old, at).unwrap();
         let volume = pool.open_volume("data").unwrap();
-        assert_eq!(word(), old, "to open a volume is not enough");
+        assert_eq!(word(), old, "opening the volume changed the word");
         volume.settle().unwrap();
         assert_eq!(word(), new);
     }
@@ -426,7 +426,7 @@ mod tests {
         file.write_all_at(&[0x55; 4096], map_at).unwrap();
         let before = fs::read(&path).unwrap();
         pool.open_volume("data").unwrap().settle().unwrap();
-        assert!(fs::read(&path).unwrap() == before, "the guest's bytes are left alone");
+        assert!(fs::read(&path).unwrap() == before, "the guest's bytes were changed");
         // As a disk, at any number of boots.
         for _ in 0..2 {
             check_bytes_as_disk(&pool, &path, at - 4096);
@@ -464,7 +464,7 @@ mod tests {
         assert!(is_refused(device.write_zeroes(DiskRange::at(0, 4096), Unmap::Allowed)));
         device.flush().unwrap();
         drop(device);
-        assert!(fs::read(path).unwrap() == before, "the guest's bytes are changed");
+        assert!(fs::read(path).unwrap() == before, "the guest's bytes were changed");
     }
 
     /// Creates the volume `data` with three arenas. Returns the offsets of their info blocks in the

@@ -60,7 +60,7 @@ impl BlockDevice for LostBtt {
         let (len_bytes, size_bytes) = (data.len(), self.volume.size_bytes());
         if offset_bytes.checked_add(len_bytes as u64).is_none_or(|end| end > size_bytes) {
             return Err(io::Error::other(format!(
-                "{len_bytes} bytes at {offset_bytes} are not inside the volume, which has {size_bytes} bytes"
+                "range {offset_bytes}+{len_bytes} ends beyond the volume of {size_bytes} bytes"
             )));
         }
         self.volume.read(offset_bytes, data).map_err(io::Error::other)

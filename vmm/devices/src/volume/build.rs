@@ -219,7 +219,7 @@ fn build_virtio_pmem(new: MappedVolume<'_>, context: &DeviceContext) -> SetupRes
         true => Arc::new(ReadOnly),
         false => Arc::clone(&new.watched) as Arc<dyn Persist>,
     };
-    let name = Chosen::VirtioPmem.device_id(&config.name).expect("it is on the PCI bus");
+    let name = Chosen::VirtioPmem.device_id(&config.name).expect("a device on the PCI bus");
     let device = match config.format {
         VolumeFormat::Btt => Pmem::new(name, guest.start, guest.len, backing),
         VolumeFormat::Raw => Pmem::raw(name, guest.start, guest.len, backing)?,

@@ -25,43 +25,43 @@ use crate::persist::{Persist, PersistError};
 
 #[derive(Debug, Error)]
 pub enum PmemFileError {
-    #[error("Cannot open {}", path.display())]
+    #[error("cannot open {}", path.display())]
     Open {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("It has no size that can be told or set")]
+    #[error("cannot determine or set its size")]
     Length(#[source] io::Error),
-    #[error("It cannot be locked")]
+    #[error("cannot lock it")]
     Lock(#[source] io::Error),
-    #[error("It is in use by {holder}")]
+    #[error("it is in use by {holder}")]
     InUse { holder: Holder },
-    #[error("It is in use: {by}")]
+    #[error("it is in use: {by}")]
     DeviceInUse { by: String },
     #[error(transparent)]
     Pool(#[from] GuestFileError),
     /// A new file has no size of its own.
-    #[error("It is a directory, in which a file is made: size= has to say how large")]
+    #[error("it is a directory, in which a new file is created; set the file's size with size=")]
     DirectoryWithoutSize,
     #[error(
-        "It is a directory, in which an empty file is made: discard_writes=on would show zeros for ever"
+        "it is a directory, in which an empty file is created; with discard_writes=on the guest could only read zeros"
     )]
     DirectoryWithoutWrites,
     /// The guest would access bytes beyond the end.
-    #[error("It has {}, less than the {} that size= asks for", Size(*file_bytes), Size(*wanted_bytes))]
+    #[error("its size {} is below the {} of size=", Size(*file_bytes), Size(*wanted_bytes))]
     Short {
         file_bytes: u64,
         /// Requested size.
         wanted_bytes: u64,
     },
     #[error(
-        "It has {}, which is no multiple of {}: make it longer, or show less of it by size=",
+        "its size {} is not a multiple of {}; extend it, or pass a smaller part with size=",
         Size(*file_bytes), Size(UNIT_BYTES)
     )]
     Uneven { file_bytes: u64 },
     /// For example, files in /proc cannot be mapped.
-    #[error("It cannot be mapped")]
+    #[error("cannot map it")]
     Media(#[from] MediaError),
 }
 
@@ -260,25 +260,23 @@ mod tests {
         assert_eq!(PmemFile::open(&config(&path, ",size=4M")).unwrap().len_bytes(), 4 * MIB);
         assert_eq!(
             error(&config(&path, ",size=10M")),
-            "It has 8 MiB, less than the 10 MiB that size= asks for"
+            "its size 8 MiB is below the 10 MiB of size="
         );
         let path = file(&folder, 3 * MIB);
-        assert!(
-            error(&config(&path, "")).starts_with("It has 3 MiB, which is no multiple of 2 MiB")
-        );
+        assert!(error(&config(&path, "")).starts_with("its size 3 MiB is not a multiple of 2 MiB"));
         assert_eq!(PmemFile::open(&config(&path, ",size=2M")).unwrap().len_bytes(), 2 * MIB);
         let path = file(&folder, 0);
-        assert!(error(&config(&path, "")).starts_with("It has 0,"));
-        assert!(error(&config(&folder.path().join("none"), "")).contains("Cannot open"));
-        assert!(error(&config(Path::new("/dev/null"), ",size=2M")).contains("no size"));
+        assert!(error(&config(&path, "")).starts_with("its size 0 "));
+        assert!(error(&config(&folder.path().join("none"), "")).contains("cannot open"));
+        assert!(error(&config(Path::new("/dev/null"), ",size=2M")).contains("cannot determine"));
     }
 
     #[test]
     fn directory_gets_an_unnamed_file() {
         let folder = folder();
-        assert!(error(&config(folder.path(), "")).contains("size= has to say"));
+        assert!(error(&config(folder.path(), "")).contains("with size="));
         assert!(
-            error(&config(folder.path(), ",size=4M,discard_writes=on")).contains("zeros for ever")
+            error(&config(folder.path(), ",size=4M,discard_writes=on")).contains("only read zeros")
         );
         let pmem = PmemFile::open(&config(folder.path(), ",size=4M")).unwrap();
         assert_eq!(pmem.len_bytes(), 4 * MIB);
@@ -375,7 +373,7 @@ mod tests {
         File::open(&path).unwrap().sync_all().unwrap();
         assert_eq!(cached_pages(&path), 1024);
         let reader = PmemFile::open(&config(&path, ",discard_writes=on")).unwrap();
-        assert_eq!(cached_pages(&path), 1024, "who only reads has no reason to");
+        assert_eq!(cached_pages(&path), 1024, "a read-only file keeps its cached pages");
         drop(reader);
         let pmem = PmemFile::open(&config(&path, "")).unwrap();
         if pmem.durability() == Some(Durability::PageCache) {
@@ -391,7 +389,7 @@ mod tests {
         // SAFETY: creates a node from a valid name.
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         for options in [",size=2M", ",size=2M,discard_writes=on"] {
-            assert!(error(&config(&path, options)).contains("no size"));
+            assert!(error(&config(&path, options)).contains("cannot determine"));
         }
     }
 

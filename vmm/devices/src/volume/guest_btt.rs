@@ -68,13 +68,13 @@ impl GuestBtt {
                 pool = %volume.pool.display(),
                 verdict = verdict.label(),
                 reason,
-                "The guest's BTT driver is not to be trusted with its volumes: take interface=virtio-blk, boot the \
-                 guest with preempt=voluntary, or give it a newer kernel (docs/reference/volumes.md)"
+                "The guest's BTT driver could corrupt its volumes; use interface=virtio-blk, boot the guest with \
+                 preempt=voluntary, or install a newer kernel in it (docs/reference/volumes.md)"
             );
         } else {
             info!(
                 verdict = verdict.label(),
-                reason, "The guest's BTT driver is still not to be trusted"
+                reason, "The guest's BTT driver could still corrupt its volumes"
             );
         }
         first

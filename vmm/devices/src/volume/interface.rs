@@ -70,7 +70,7 @@ pub enum InterfaceError {
     /// virtio-pmem device cannot arrive in time.
     #[error(
         "--pm-volume name={name}: interface=virtio-pmem is unsafe with more than one possible vCPU (max={max_vcpus}): \
-         the guest's BTT driver flushes under a spinlock and would have to sleep there; use interface=nvdimm, \
+         the guest's BTT driver flushes under a spinlock, where it must not sleep; use interface=nvdimm, \
          interface=virtio-blk, max=1, or force=on"
     )]
     UnsafeVirtioPmem {
@@ -80,7 +80,7 @@ pub enum InterfaceError {
     },
     /// Raw bytes lack the guarantees of a disk.
     #[error(
-        "--pm-volume name={name}: interface=virtio-blk serves the sectors of a BTT, and format=raw has none; use \
+        "--pm-volume name={name}: interface=virtio-blk serves the sectors of a BTT, but the volume has format=raw; use \
          interface=virtio-pmem"
     )]
     RawBlocks { name: String },
@@ -97,7 +97,7 @@ pub enum InterfaceError {
     },
     /// Flush hint pages and health registers are limited.
     #[error(
-        "--pm-volume: {count} volumes would be NVDIMMs, and a guest may have at most {MAX_NVDIMMS}; name another \
+        "--pm-volume: {count} volumes would be NVDIMMs, but a guest can have at most {MAX_NVDIMMS}; choose another \
          interface for the rest"
     )]
     TooManyNvdimms {
@@ -107,8 +107,8 @@ pub enum InterfaceError {
     /// Programs in the guest would use a fence as a flush, and a power loss would destroy their
     /// data.
     #[error(
-        "--pm-volume name={name}: interface=nvdimm with format=raw is unsafe on a {} pool: a guest allows MAP_SYNC \
-         on an NVDIMM, and takes a fence for a flush there, which this pool needs to be asked for; use \
+        "--pm-volume name={name}: interface=nvdimm with format=raw is unsafe on a {} pool: the guest allows MAP_SYNC \
+         on an NVDIMM and treats a fence as a flush, but this pool needs an explicit flush; use \
          interface=virtio-pmem, readonly=on, or force=on",
         durability.name()
     )]
@@ -229,7 +229,7 @@ mod tests {
             .unwrap_err()
             .to_string();
         for part in ["data", "interface=virtio-blk", "format=raw", "interface=virtio-pmem"] {
-            assert!(text.contains(part), "{part} in {text}");
+            assert!(text.contains(part), "{part} is not in {text}");
         }
     }
 
@@ -243,7 +243,7 @@ mod tests {
         let raw = "format=raw,interface=nvdimm";
         let text = checked(raw, PageCache).unwrap_err().to_string();
         for part in ["data", "page-cache", "MAP_SYNC", "interface=virtio-pmem", "force=on"] {
-            assert!(text.contains(part), "{part} in {text}");
+            assert!(text.contains(part), "{part} is not in {text}");
         }
         assert_eq!(text.lines().count(), 1);
         for (options, durability) in [
@@ -317,7 +317,7 @@ mod tests {
         let text =
             choose(&volume("interface=virtio-pmem"), 2, Payload::Linux).unwrap_err().to_string();
         for part in ["data", "max=2", "spinlock", "interface=nvdimm", "force=on"] {
-            assert!(text.contains(part), "{part} in {text}");
+            assert!(text.contains(part), "{part} is not in {text}");
         }
     }
 }

@@ -184,10 +184,10 @@ pub fn judge(kernel: &GuestKernel, interface: Chosen, max_vcpus: u8) -> Verdict 
         )),
         (Some((fixes, true)), Preemption::Unknown) => Verdict::Suspect(format!(
             "the BTT of kernel {fixes} lets two writers share a lane if it preempts fully (CVE-2026-74365), and the \
-             agent cannot tell whether it does"
+             agent cannot determine if it does"
         )),
         (None, Preemption::Full) => Verdict::Suspect(format!(
-            "kernel {:?} preempts fully, and its name does not tell whether its BTT has the fix of CVE-2026-74365",
+            "kernel {:?} preempts fully, and its release does not show if its BTT has the fix of CVE-2026-74365",
             kernel.release
         )),
         (None, Preemption::Unknown) => Verdict::Unknown,

@@ -128,7 +128,7 @@ impl Expose for VolumeMetrics {
             "Time to make the volume durable; waiting flushes share one call.",
             [(labels.clone(), self.persists())],
         );
-        let bad = Family("volume_bad_requests", "Requests that the device has refused.", None);
+        let bad = Family("volume_bad_requests", "Requests refused by the device.", None);
         out.counters(bad, self.bad_requests().map(|count| (labels.clone(), count)));
         self.expose_translation(out, &labels);
         if let VolumeCounters::VirtioBlk { disk, .. } = &self.counters {

@@ -33,9 +33,9 @@ pub enum Step {
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum PlanError {
     /// The volume does not exist and may not be created.
-    #[error("There is no volume {name:?} in the pool; create it with create=on and size=")]
+    #[error("no such volume in the pool: {name:?}; create it with create=on and size=")]
     NoVolume { name: String },
-    #[error("Volume {name:?} has {}, not the {} of size=", Size(*size_bytes), Size(*wanted_bytes))]
+    #[error("volume {name:?} has {}, not the {} of size=", Size(*size_bytes), Size(*wanted_bytes))]
     VolumeSize {
         name: String,
         size_bytes: u64,
@@ -43,7 +43,7 @@ pub enum PlanError {
         wanted_bytes: u64,
     },
     #[error(
-        "Volume {name:?} is {found}, not {wanted}: format={found} attaches it (the default is btt)"
+        "volume {name:?} is {found}, not {wanted}; attach it with format={found} (the default is btt)"
     )]
     VolumeFormat {
         name: String,
@@ -51,14 +51,16 @@ pub enum PlanError {
         /// The format in the configuration.
         wanted: VolumeFormat,
     },
-    #[error("size=remaining is for one volume of a pool, and volume {first:?} has it as well")]
+    #[error(
+        "only one volume of a pool can have size=remaining, and volume {first:?} has it already"
+    )]
     TwoRemaining {
         name: String,
         /// The volume before it in the configuration.
         first: String,
     },
     #[error(
-        "Volume {name:?} needs {}, and {} of the pool are left for it",
+        "volume {name:?} needs {}, but the pool has only {} left for it",
         Size(*wanted_bytes), Size(*left_bytes)
     )]
     NoRoom {
@@ -68,7 +70,7 @@ pub enum PlanError {
         left_bytes: u64,
     },
     #[error(
-        "Volume {name:?} with size=remaining would have {}, and must have at least {}: {} of the pool are free, and the \
+        "volume {name:?} with size=remaining would have {}, but must have at least {}: {} of the pool are free, and the \
          zones of --pm-memory may need {}",
         Size(*remaining_bytes), Size(*least_bytes), Size(*free_bytes), Size(*memory_bytes)
     )]
@@ -84,7 +86,7 @@ pub enum PlanError {
     },
     /// The pool can never lend as much as the zones may need.
     #[error(
-        "The zones may need {}, and the pool can lend at most {} of its {}: {} are its own data, and {} are kept for \
+        "zones may need {}, but the pool can lend at most {} of its {}: {} are metadata, and {} are reserved for \
          volumes (its reserve is {}, and all volumes have {})",
         Size(*memory_bytes), Size(self.most_memory_bytes()), Size(*total_bytes),
         Size(total_bytes - usable_bytes), Size(*strg_bytes.max(volume_bytes)), Size(*strg_bytes),
@@ -319,7 +321,7 @@ mod tests {
         assert_eq!(error.volume(), None);
         let text = error.to_string();
         for part in ["594 MiB", "592 MiB", "1 GiB", "4 MiB", "428 MiB", "128 MiB"] {
-            assert!(text.contains(part), "nothing of {part} in: {text}");
+            assert!(text.contains(part), "{part} is not in {text}");
         }
     }
 
@@ -348,7 +350,7 @@ mod tests {
             let text = error.to_string();
             let numbers = [least - 2, 512, 514 - least].map(|mib| Size(mib * MIB).to_string());
             for part in numbers.iter().chain([&format!("at least {least} MiB")]) {
-                assert!(text.contains(part.as_str()), "nothing of {part} in: {text}");
+                assert!(text.contains(part.as_str()), "{part} is not in {text}");
             }
         }
     }
@@ -358,9 +360,9 @@ mod tests {
         let found =
             [stored("a", VolumeFormat::Btt, 20 * MIB), stored("r", VolumeFormat::Raw, 20 * MIB)];
         for (volumes, refused, parts) in [
-            (&["name=b"][..], "b", &["no volume \"b\"", "create=on"][..]),
-            (&["name=b,size=2M"], "b", &["no volume \"b\""]),
-            (&["name=b,size=remaining"], "b", &["no volume \"b\""]),
+            (&["name=b"][..], "b", &["no such volume in the pool: \"b\"", "create=on"][..]),
+            (&["name=b,size=2M"], "b", &["no such volume in the pool: \"b\""]),
+            (&["name=b,size=remaining"], "b", &["no such volume in the pool: \"b\""]),
             (&["name=a,size=8M"], "a", &["20 MiB", "8 MiB"]),
             (&["name=a,size=8M,create=on"], "a", &["20 MiB", "8 MiB"]),
             (&["name=a,format=raw"], "a", &["is btt, not raw", "format=btt"]),

@@ -17,7 +17,7 @@ guest_tests::tests![
 ];
 
 const HELLO_LIMIT: Duration = Duration::from_secs(60);
-const WARNING: &str = "BTT driver is not to be trusted";
+const WARNING: &str = "BTT driver could corrupt its volumes";
 
 fn guest_kernel(guest: &Guest) -> Result<Value> {
     Ok(guest.get("vm.info")?["guest_kernel"].clone())

@@ -147,7 +147,7 @@ impl Flusher {
         for (head, request) in requests {
             let written = self.answer(memory, request, answer);
             if let Err(err) = queue.add_used(memory, head, written) {
-                debug!(device = self.name, %err, "The used ring cannot be written");
+                debug!(device = self.name, %err, "Cannot write the used ring");
             }
         }
         queue.needs_notification(memory).unwrap_or(true)
@@ -251,7 +251,7 @@ impl VirtioDevice for Pmem {
         if self.flusher.serve(active)
             && let Err(err) = active.interrupt.signal_queue_now(FLUSH_QUEUE)
         {
-            sparsely!(error, device = self.flusher.name, %err, "The guest cannot be interrupted");
+            sparsely!(error, device = self.flusher.name, %err, "Cannot interrupt the driver");
         }
     }
 }

@@ -26,7 +26,7 @@ impl Worker {
         if self.flusher.serve(&mut self.active)
             && let Err(err) = self.active.interrupt.signal_queue(FLUSH_QUEUE)
         {
-            sparsely!(error, device = self.flusher.name(), %err, "The guest cannot be interrupted");
+            sparsely!(error, device = self.flusher.name(), %err, "Cannot interrupt the driver");
         }
     }
 }
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn slow_flush_delays_neither_vcpus_nor_plugs() {
         let mut f = fixture();
-        assert!(f.device.synchronous_queues().is_empty(), "a vCPU would wait");
+        assert!(f.device.synchronous_queues().is_empty(), "a vCPU could block in a notification");
         let first = flush(&mut f, 0);
         f.begun.recv().unwrap();
         // Memory can be plugged meanwhile, because no guard is held.
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(
             f.backing.ended.load(Ordering::Relaxed),
             1,
-            "the ring may be written after the reset"
+            "the ring could be written after the reset"
         );
         disk.join().unwrap();
         // The worker has stopped, and the device can be activated again.

@@ -62,7 +62,7 @@ impl Expose for PmemFileMetrics {
         );
         let bad = Family(
             "pmem_bad_requests",
-            "Requests of another type than flush, or with invalid buffers.",
+            "Requests other than flushes, or with invalid buffers.",
             None,
         );
         out.counters(bad, [(labels, get(&counters.bad_requests))]);

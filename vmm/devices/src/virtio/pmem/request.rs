@@ -30,14 +30,14 @@ pub(super) struct Request {
 /// Error of a chain that is not a request. It is returned without an answer.
 #[derive(Debug, Error)]
 pub(super) enum RequestError {
-    #[error("The chain ends before its {0} descriptor")]
+    #[error("chain ends before its {0} descriptor")]
     Missing(&'static str),
-    #[error("The {0} descriptor goes the wrong way")]
+    #[error("{0} descriptor has the wrong direction")]
     Direction(&'static str),
-    #[error("The {which} descriptor has {len} bytes, needed are {WORD_LEN}")]
+    #[error("{which} descriptor has {len} bytes, {WORD_LEN} are needed")]
     Short { which: &'static str, len: u32 },
     /// A descriptor points outside of memory.
-    #[error("The {which} descriptor points outside of memory")]
+    #[error("{which} descriptor points outside of memory")]
     Memory {
         which: &'static str,
         #[source]
