@@ -22,14 +22,14 @@ use crate::file_mark;
 #[derive(Debug, Error)]
 pub enum OutputFileError {
     #[error(
-        "{path:?} holds {content}, which output would destroy: name another file, or remove this one"
+        "{path:?} holds {content}, which output would destroy; name another file or remove this one"
     )]
     HasContent { path: PathBuf, content: &'static str },
-    #[error("{path:?} is a block device, and output goes to a file, a pipe or a terminal")]
+    #[error("{path:?} is a block device; output needs a file, a pipe or a terminal")]
     BlockDevice { path: PathBuf },
     #[error("{path:?} is in use by {holder}")]
     InUse { path: PathBuf, holder: Holder },
-    #[error("cannot find out what {path:?} holds")]
+    #[error("cannot determine the content of {path:?}")]
     Io {
         path: PathBuf,
         /// Reason of the operating system.

@@ -118,7 +118,7 @@ impl Drop for DiskFile {
             if self.shared.taken.wait_for(&mut queue, LINGER).timed_out() && !queue.is_done {
                 warn!(
                     bytes = queue.bytes.len(),
-                    "A console's file takes no more: what the guest said last is lost"
+                    "Console file is stalled; the guest's last output is lost"
                 );
                 return;
             }
@@ -263,7 +263,7 @@ mod tests {
         drop(file);
         let written = seen.iter().collect::<Vec<_>>().concat();
         assert_eq!(written[0], b'x');
-        assert!(written[1..] == sent[..sent.len() - lost], "the rest is there in order");
+        assert!(written[1..] == sent[..sent.len() - lost], "the remaining output is out of order");
     }
 
     #[test]
@@ -324,7 +324,7 @@ mod tests {
         written.extend(seen.try_iter().flatten());
         assert!(written == sent);
         assert!(metrics.throttled.delay() > Duration::ZERO);
-        assert_eq!(metrics.throttled.requests(), 1, "the rest is not delayed");
+        assert_eq!(metrics.throttled.requests(), 1, "the remaining output was delayed");
     }
 
     #[test]

@@ -130,7 +130,7 @@ impl Drop for ConsoleFiles {
             if let Some(made) = &opened.made
                 && let Err(err) = opened.remove(made)
             {
-                warn!(%err, path = %opened.path.display(), "The file of a console stays, though there is no VM");
+                warn!(%err, path = %opened.path.display(), "Cannot remove the console file of a VM that was not created");
             }
         }
     }
@@ -183,10 +183,10 @@ mod tests {
 
     #[test]
     fn file_is_emptied_only_when_its_vm_begins() {
-        let (_folder, path) = folder_with("console", "of an earlier VM");
+        let (_folder, path) = folder_with("console", "earlier output");
         let mut files = files(FileStart::Empty);
         let mut file = files.open(&path).unwrap();
-        assert_eq!(fs::read_to_string(&path).unwrap(), "of an earlier VM");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "earlier output");
         files.begin().unwrap();
         file.write_all(b"hello").unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "hello");
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn failed_build_leaves_files_unchanged() {
-        let (folder, old) = folder_with("old", "of an earlier VM");
+        let (folder, old) = folder_with("old", "earlier output");
         let [new, link, target, replaced] =
             ["new", "link", "target", "replaced"].map(|name| folder.path().join(name));
         std::os::unix::fs::symlink(&target, &link).unwrap();
@@ -213,12 +213,12 @@ mod tests {
             files.open(path).unwrap();
         }
         fs::remove_file(&replaced).unwrap();
-        fs::write(&replaced, "somebody else's").unwrap();
+        fs::write(&replaced, "another program's").unwrap();
         drop(files);
-        assert_eq!(fs::read_to_string(&old).unwrap(), "of an earlier VM");
+        assert_eq!(fs::read_to_string(&old).unwrap(), "earlier output");
         assert!(!new.exists());
         assert!(link.is_symlink() && !target.exists());
-        assert_eq!(fs::read_to_string(&replaced).unwrap(), "somebody else's");
+        assert_eq!(fs::read_to_string(&replaced).unwrap(), "another program's");
     }
 
     fn path_of(file: &impl AsRawFd) -> PathBuf {
@@ -229,7 +229,7 @@ mod tests {
     fn failure_to_empty_a_file_removes_new_files() {
         let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
         let mut sealed = File::from(memfd_create("console", flags).unwrap());
-        sealed.write_all(b"of an earlier VM").unwrap();
+        sealed.write_all(b"earlier output").unwrap();
         fcntl_add_seals(&sealed, SealFlags::SHRINK).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let new = folder.path().join("new");
@@ -239,7 +239,7 @@ mod tests {
         let error = files.begin().unwrap_err();
         assert!(matches!(error, ConsoleError::Empty { path, .. } if path == path_of(&sealed)));
         assert!(!new.exists());
-        assert_eq!(fs::read_to_string(path_of(&sealed)).unwrap(), "of an earlier VM");
+        assert_eq!(fs::read_to_string(path_of(&sealed)).unwrap(), "earlier output");
     }
 
     #[test]
@@ -255,7 +255,7 @@ mod tests {
         let new = path_of(&deep).join("new");
         let mut files = files(FileStart::Empty);
         files.open(&new).unwrap_err();
-        assert!(new.exists(), "it has been made");
+        assert!(new.exists(), "the file was not created");
         drop(files);
         assert!(!new.exists());
     }
@@ -288,7 +288,7 @@ mod tests {
 
     #[test]
     fn console_files_have_limits_over_reboots() {
-        let (folder, path) = folder_with("console", "of an earlier VM");
+        let (folder, path) = folder_with("console", "earlier output");
         for (start, turns) in [(FileStart::Empty, 1), (FileStart::Continue, 3)] {
             for _ in 0..turns {
                 let mut files = files(start);
@@ -349,7 +349,7 @@ mod tests {
 
     #[test]
     fn two_consoles_can_share_a_file() {
-        let (_folder, path) = folder_with("console", "of an earlier VM");
+        let (_folder, path) = folder_with("console", "earlier output");
         let mut files = files(FileStart::Empty);
         let [mut one, mut two] = [(); 2].map(|()| files.open(&path).unwrap());
         files.begin().unwrap();

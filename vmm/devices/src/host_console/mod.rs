@@ -35,34 +35,34 @@ use crate::unix_socket::UnixSocketError;
 
 #[derive(Debug, Error)]
 pub enum ConsoleError {
-    #[error("Cannot open the console's file {path:?}")]
+    #[error("cannot open the console file {path:?}")]
     File {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("Cannot empty the console's file {path:?}")]
+    #[error("cannot empty the console file {path:?}")]
     Empty {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
     /// Mode `File` without a path.
-    #[error("The console goes to a file, but no file is named")]
+    #[error("console mode File needs a file")]
     NoFile,
     /// Mode `Socket` without a path.
-    #[error("The console goes to a socket, but no socket is named")]
+    #[error("console mode Socket needs a socket")]
     NoSocket,
     #[error(transparent)]
     Socket(#[from] UnixSocketError),
-    #[error("Cannot open a pseudo terminal")]
+    #[error("cannot open a pseudo terminal")]
     Pty(#[source] io::Error),
     /// No pipe or eventfd for a pseudo terminal or socket.
-    #[error("Cannot set up a console that somebody can come to")]
+    #[error("cannot set up a console for clients")]
     Line(#[source] io::Error),
-    #[error("Cannot start the thread of consoles that somebody can come to")]
+    #[error("cannot start the thread of console clients")]
     Worker(#[source] EventLoopError),
-    #[error("Cannot use the terminal as console")]
+    #[error("cannot use the terminal as console")]
     Terminal(#[source] io::Error),
 }
 
@@ -138,7 +138,7 @@ mod tests {
         let config =
             ConsoleConfig { mode: ConsoleMode::File, file: path, ..ConsoleConfig::default() };
         let error = HostConsole::open(Port::Serial, &config, &mut files()).err().unwrap();
-        assert_eq!(error.to_string(), r#"Cannot open the console's file "/nowhere/at/all""#);
+        assert_eq!(error.to_string(), r#"cannot open the console file "/nowhere/at/all""#);
     }
 
     #[test]

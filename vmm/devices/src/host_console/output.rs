@@ -290,7 +290,7 @@ mod tests {
             assert_eq!(output.flush().len, 0);
             reader.read_exact(part).unwrap();
         }
-        assert!(got == text[..got.len()], "what was kept comes in order");
+        assert!(got == text[..got.len()], "the retained output is out of order");
         assert!(!output.is_behind());
         assert_eq!(output.send(b"again").len, 0);
         reader.read_exact(&mut got[..5]).unwrap();

@@ -89,7 +89,7 @@ mod tests {
         let original = (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());
         // All checks are in one test because they share the global state.
         assert!(RawMode::hold(original, || Err(rustix::io::Errno::IO)).is_err());
-        assert!(ORIGINAL.lock().is_none(), "a terminal that failed is not restored at the end");
+        assert!(ORIGINAL.lock().is_none(), "a terminal that failed is not to be restored");
         let before = local_modes();
         assert!(before.contains(LocalModes::ICANON));
         let raw = RawMode::enter(&slave).unwrap();
@@ -99,7 +99,7 @@ mod tests {
         let again = || (slave.try_clone().unwrap(), tcgetattr(&slave).unwrap());
         assert!(RawMode::hold(again(), || Err(rustix::io::Errno::IO)).is_err());
         assert!(RawMode::hold(again(), || Ok(())).unwrap().is_none());
-        assert!(!local_modes().intersects(changed), "the terminal stays raw");
+        assert!(!local_modes().intersects(changed), "the terminal is still raw");
         drop(raw);
         assert_eq!(local_modes(), before);
     }

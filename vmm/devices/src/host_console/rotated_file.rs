@@ -54,7 +54,7 @@ enum KeepError {
     /// The path cannot be determined, for example because the file was removed before.
     #[error("the path of the file is unknown")]
     NoPath,
-    #[error("{0:?} is another file now")]
+    #[error("{0:?} was replaced by another file")]
     Replaced(PathBuf),
     /// Not output of a VMM.
     #[error("{0:?} exists and is not the output of a VMM")]
@@ -191,7 +191,7 @@ impl Current {
             sparsely!(
                 warn,
                 %err,
-                "A console's file has reached its limit and is emptied: it cannot be kept as {OLDER}"
+                "Console file reached its limit and is emptied, because it cannot be renamed to {OLDER}"
             );
             let bytes = self.file.metadata()?.len();
             self.file.set_len(0)?;
@@ -233,7 +233,7 @@ impl Current {
         // The earlier output is PATH.1 now, so this file must not be written or emptied any more.
         self.older = hold_unmarked(mem::replace(&mut self.file, file));
         if let Err(err) = rename(&newer, &path) {
-            sparsely!(warn, %err, "A console's file has reached its limit and is continued as {newer:?}");
+            sparsely!(warn, %err, "Console file reached its limit and continues as {newer:?}");
         }
         Ok(())
     }
@@ -250,7 +250,7 @@ pub(super) fn adopt_newer(path: &Path) {
     let renamed = replaceable_bytes(&newer, None)
         .and_then(|_| fs::rename(&newer, &path).map_err(failed("rename")));
     if let Err(err) = renamed {
-        warn!(%err, "{newer:?} is not renamed to {path:?}");
+        warn!(%err, "Cannot rename {newer:?} to {path:?}");
     }
 }
 
@@ -338,7 +338,7 @@ impl Expose for ConsoleFileSource {
         out.counters(
             Family(
                 "console_file_rotations",
-                "Times that a console's file has reached its size limit.",
+                "Times that a console file reached its size limit.",
                 None,
             ),
             get(&self.counters.rotations),
@@ -346,14 +346,14 @@ impl Expose for ConsoleFileSource {
         out.counters(
             Family(
                 "console_file_discarded",
-                "Earlier output that was removed because a console's file reached its limit.",
+                "Earlier output removed because a console file reached its size limit.",
                 Some(Unit::Bytes),
             ),
             get(&self.counters.discarded_bytes),
         );
         out.seconds_total(
             "console_file_throttled",
-            "Time by which the rate limit of a console's file delayed its output.",
+            "Time by which the rate limit of a console file delayed its output.",
             [(one("device", self.device), self.counters.throttled.delay().as_secs_f64())],
         );
     }
@@ -603,7 +603,7 @@ mod tests {
         let newer = folder.path().join("serial.log.new");
         open(&newer).write_all(&[b'y'; 70]).unwrap();
         adopt_newer(&path);
-        assert!(newer.exists(), "the path has a file");
+        assert!(newer.exists(), "the path has no file");
         file.write_all(&[b'x'; 150]).unwrap();
         assert_eq!(counts(&file), (1, 70));
         assert!(!newer.exists() && fs::read(&path).unwrap() == [b'x'; 50]);

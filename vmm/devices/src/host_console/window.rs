@@ -124,7 +124,7 @@ mod tests {
         let (window, peer) = Window::of_test();
         assert_eq!(window.size(), WindowSize::default());
         window.look();
-        assert!(window.changed().read().is_err(), "nothing is no news");
+        assert!(window.changed().read().is_err(), "an unchanged size was reported");
         resize(&peer, 132, 43);
         assert_eq!(window.size(), WindowSize { columns: 132, rows: 43 });
         window.look();

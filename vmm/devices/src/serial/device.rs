@@ -20,9 +20,9 @@ use crate::host_console::HostConsole;
 
 #[derive(Debug, Error)]
 pub enum SerialError {
-    #[error("Cannot set up the serial port")]
+    #[error("cannot set up the serial port")]
     Io(#[from] io::Error),
-    #[error("Cannot start the serial port's worker")]
+    #[error("cannot start the worker of the serial port")]
     Worker(#[from] EventLoopError),
 }
 

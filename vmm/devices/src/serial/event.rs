@@ -54,7 +54,7 @@ impl Worker {
                     // The buffer has room. While the driver tests the port in loopback mode, input
                     // is lost, as on real hardware.
                     if let Err(err) = uart.enqueue_raw_bytes(&data[..len]) {
-                        warn!(%err, "The guest cannot be told of input");
+                        warn!(%err, "Cannot interrupt the guest for serial input");
                     }
                 }
                 Ok(Read::Nothing) => {
@@ -63,7 +63,7 @@ impl Worker {
                 }
                 end => {
                     if let Err(err) = end {
-                        warn!(%err, "Input of the serial port has ended");
+                        warn!(%err, "Input of the serial port ended");
                     }
                     drop(uart);
                     self.waiting.set(false, &*input, ops);
@@ -81,7 +81,7 @@ impl MutEventSubscriber for Worker {
         let drained = Events::with_data(&self.drained, DRAINED, EventSet::IN);
         for event in [timer, drained] {
             if let Err(err) = ops.add(event) {
-                warn!(?err, "Cannot wait for the serial port");
+                warn!(?err, "Cannot watch the input of the serial port");
             }
         }
         self.pump(ops);

@@ -58,7 +58,7 @@ impl LineWriter {
         self.metrics.lost_bytes.fetch_add(lost.len as u64, Ordering::Relaxed);
         if lost.len > 0 && !self.losing {
             // Limited, because with a slow reader, a guest can cause losses at any rate.
-            sparsely!(warn, err = ?lost.error, "Output of the serial port is lost");
+            sparsely!(warn, err = ?lost.error, "Output of the serial port lost");
         }
         // A loss ends when the reader has caught up, not with each line that is accepted.
         self.losing = lost.len > 0 || self.losing && self.output.is_behind();

@@ -81,8 +81,8 @@ struct Peer {
 impl Peer {
     /// `files` must be duplicates of one non-blocking file.
     fn new([reader, writer]: [File; 2]) -> Self {
-        let reading = Interest::new("input of a console's line", INPUT, EventSet::IN);
-        let writing = Interest::new("output of a console's line", OUTPUT, EventSet::OUT);
+        let reading = Interest::new("input of a console client", INPUT, EventSet::IN);
+        let writing = Interest::new("output of a console client", OUTPUT, EventSet::OUT);
         Self { reader, writer, reading, writing, is_silent: false }
     }
 
@@ -100,8 +100,8 @@ impl Bridge {
         typing: PipeWriter,
     ) -> io::Result<Self> {
         fcntl_setfl(&typing, fcntl_getfl(&typing)? | OFlags::NONBLOCK)?;
-        let room = Interest::new("room for input of a console's line", ROOM, EventSet::OUT);
-        let listening = Interest::new("who comes to a console's line", ARRIVAL, EventSet::IN);
+        let room = Interest::new("input pipe of a console", ROOM, EventSet::OUT);
+        let listening = Interest::new("clients of a console", ARRIVAL, EventSet::IN);
         let (said, typed, again) = (Vec::new(), Vec::new(), TimerFd::new()?);
         Ok(Self { peer: None, ring, said, typing, typed, room, end, listening, again, window })
     }
@@ -124,11 +124,11 @@ impl Bridge {
             }
             Ok(None) => {}
             Err(err) => {
-                sparsely!(warn, %err, "Nobody can come to a console's line");
+                sparsely!(warn, %err, "Cannot accept a console client");
                 // The client is still pending, and would keep the loop busy.
                 self.listen(false, ops);
                 if let Err(err) = self.again.reset(AGAIN_DELAY, None) {
-                    warn!(%err, "Nobody can come to a console's line any more");
+                    warn!(%err, "Console accepts no further clients");
                 }
             }
         }
@@ -163,7 +163,7 @@ impl Bridge {
     fn leave(&mut self, ops: &mut EventOps) {
         if let Some(mut peer) = self.peer.take() {
             peer.forget(ops);
-            debug!("Nobody is at a console's line");
+            debug!("Console client disconnected");
         }
         self.ring.put_back(&std::mem::take(&mut self.said));
     }
@@ -176,7 +176,7 @@ impl Bridge {
                 Ok(Written::All) => return peer.writing.set(false, &peer.writer, ops),
                 Ok(Written::NoRoom) => break,
                 Err(err) => {
-                    debug!(%err, "Whoever was at a console's line has gone");
+                    debug!(%err, "Cannot write to a console client");
                     return self.leave(ops);
                 }
             }
@@ -223,7 +223,7 @@ impl Bridge {
                 Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
                 Err(err) => {
                     if err.kind() != io::ErrorKind::WouldBlock {
-                        sparsely!(warn, %err, "What is typed does not reach the guest");
+                        sparsely!(warn, %err, "Cannot pass console input to the guest");
                     }
                     if let Some(peer) = &mut self.peer {
                         peer.reading.set(false, &peer.reader, ops);
@@ -267,10 +267,10 @@ fn write_some(ring: &Ring, said: &mut Vec<u8>, writer: &mut File) -> io::Result<
 impl MutEventSubscriber for Bridge {
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(err) = ops.add(Events::with_data(self.ring.filled(), FILLED, EventSet::IN)) {
-            warn!(?err, "Cannot wait for output of a console");
+            warn!(?err, "Cannot watch the output of a console");
         }
         if let Err(err) = ops.add(Events::with_data(&self.again, AGAIN, EventSet::IN)) {
-            warn!(?err, "Cannot wait for a timer of a console");
+            warn!(?err, "Cannot watch the timer of a console");
         }
         self.listen(true, ops);
         self.look(ops);

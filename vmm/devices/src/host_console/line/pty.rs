@@ -97,7 +97,7 @@ impl Pty {
 /// Uses an inotify watch, or a timer if the user has no watch left.
 fn arrivals_at(path: &Path) -> io::Result<File> {
     let arrivals = watch(path).or_else(|err| {
-        debug!(%err, "No watch for a pseudo terminal: it is looked at from time to time");
+        debug!(%err, "No inotify watch for a pseudo terminal; polling it instead");
         ticks()
     });
     arrivals.map(File::from)
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn clients_are_detected_when_they_open_or_close() {
         let mut pty = Pty::open().unwrap();
-        drop(watch(pty.path()).expect("this system has no watches to spare"));
+        drop(watch(pty.path()).expect("an inotify watch"));
         for _ in 0..2 {
             assert!(!pty.look().unwrap());
             let somebody = open(&pty);

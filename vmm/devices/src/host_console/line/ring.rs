@@ -106,7 +106,7 @@ mod tests {
         ring.push(b"");
         assert_eq!(ring.take(2), b"ab");
         ring.push(b"");
-        assert!(ring.filled().read().is_err(), "nothing is no news");
+        assert!(ring.filled().read().is_err(), "an empty push raised the event");
         ring.push(b"c");
         assert_eq!(ring.filled().read().unwrap(), 1);
     }
@@ -121,6 +121,6 @@ mod tests {
         ring.push(&vec![0; LEN_MAX - 2]);
         ring.put_back(b"abcde");
         assert!(ring.take(3).starts_with(b"de"));
-        assert_eq!(ring.push(b"x"), 3, "what did not fit is told with the next loss");
+        assert_eq!(ring.push(b"x"), 3, "the next push reports bytes that did not fit");
     }
 }

@@ -102,15 +102,15 @@ fn output_without_a_client_is_kept_except_the_oldest() {
         let mut somebody = sit_down(&lines);
         somebody.write_all(b"x").unwrap();
         typed(&mut console, b"x");
-        let text = format!("while somebody is there {round}.");
+        let text = format!("with a client {round}.");
         console.output.send(text.as_bytes());
         assert!(read_to(&somebody, text.as_bytes()).ends_with(text.as_bytes()));
         drop(somebody);
-        console.output.send(b"while nobody is.");
+        console.output.send(b"without a client.");
     }
     // The last output can be read once.
     let somebody = sit_down(&lines);
-    read_to(&somebody, b"while nobody is.");
+    read_to(&somebody, b"without a client.");
     assert!(!ready(somebody.as_fd(), PollFlags::IN, Duration::ZERO).unwrap());
 }
 
@@ -134,7 +134,7 @@ fn terminal_without_a_client_causes_no_events() {
         run_until_idle();
         drop(somebody);
         run_until_idle();
-        ring.push(b"to nobody");
+        ring.push(b"unread");
         run_until_idle();
     }
 }
@@ -148,7 +148,7 @@ fn size_of_a_pseudo_terminal_is_reported_on_input_or_close() {
     let is_told = || {
         let since = Instant::now();
         while window.changed().read().is_err() {
-            assert!(since.elapsed() < LIMIT, "nobody was told");
+            assert!(since.elapsed() < LIMIT, "no change of the window size was reported");
         }
     };
     let mut somebody = sit_down_at(&lines.path(Port::Console).unwrap());
@@ -173,15 +173,15 @@ fn new_client_of_a_socket_replaces_the_old_one() {
     let lines = Lines::default();
     let mut console = machine(&lines, &socket(&path));
     assert_eq!(lines.path(Port::Serial), None);
-    console.output.send(b"before anybody came.");
+    console.output.send(b"before the first client.");
     let mut first = UnixStream::connect(&path).unwrap();
-    assert_eq!(read_to(&first, b"."), b"before anybody came.");
+    assert_eq!(read_to(&first, b"."), b"before the first client.");
     first.write_all(b"one\n").unwrap();
     assert_eq!(typed(&mut console, b"\n"), b"one\n");
     let mut second = UnixStream::connect(&path).unwrap();
     second.write_all(b"two\n").unwrap();
     assert_eq!(typed(&mut console, b"\n"), b"two\n");
-    assert_eq!(first.read(&mut [0]).unwrap(), 0, "the first one was let go");
+    assert_eq!(first.read(&mut [0]).unwrap(), 0, "the first client is still connected");
     console.output.send(b"hello.");
     assert_eq!(read_to(&second, b"."), b"hello.");
     drop(second);
@@ -194,7 +194,7 @@ fn new_client_of_a_socket_replaces_the_old_one() {
     drop(lines);
     assert_eq!(read_to(&third, b"."), b"bye.");
     assert_eq!(third.read(&mut [0]).unwrap(), 0);
-    assert!(!path.exists(), "the socket goes with the VM");
+    assert!(!path.exists(), "the socket outlived the VM");
 }
 
 #[test]

@@ -91,7 +91,7 @@ impl Worker {
 
     fn lose(&self, lost: &Lost) {
         if lost.len > 0 {
-            debug!(err = ?lost.error, bytes = lost.len, "Output of the console is lost");
+            debug!(err = ?lost.error, bytes = lost.len, "Output of the console lost");
             add(&self.metrics.lost_bytes, lost.len);
         }
     }
@@ -201,13 +201,13 @@ impl Worker {
         // Several changes count as one.
         let _ = window.changed().read();
         if let Err(err) = self.interrupt.signal_config() {
-            sparsely!(warn, %err, "The console cannot say how large its terminal is");
+            sparsely!(warn, %err, "Cannot notify the driver of a new terminal size");
         }
     }
 
     fn signal(&self, queue: u16) {
         if let Err(err) = self.interrupt.signal_queue(queue) {
-            sparsely!(warn, %err, queue, "The console cannot interrupt");
+            sparsely!(warn, %err, queue, "Cannot interrupt the console driver");
         }
     }
 }
@@ -249,7 +249,7 @@ fn fill(
         Ok(Read::Nothing) => Filled::Nothing,
         Ok(Read::End) => Filled::End,
         Err(err) => {
-            sparsely!(warn, %err, "Input of the console has ended");
+            sparsely!(warn, %err, "Input of the console ended");
             Filled::End
         }
     }
@@ -310,7 +310,7 @@ impl MutEventSubscriber for Worker {
         if let Some(window) = &self.window
             && let Err(err) = ops.add(Events::with_data(window.changed(), RESIZED, EventSet::IN))
         {
-            warn!(?err, "Cannot wait for another size of a console's terminal");
+            warn!(?err, "Cannot watch the terminal size of a console");
         }
         // Linux reads even the first size only after a configuration change (virtcons_probe,
         // config_work_handler).

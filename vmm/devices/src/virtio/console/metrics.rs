@@ -33,11 +33,7 @@ impl Expose for ConsoleMetrics {
             [(vec![], get(&self.lost_bytes))],
         );
         out.counters(
-            Family(
-                "console_bad_requests",
-                "Requests without a buffer that the device can use.",
-                None,
-            ),
+            Family("console_bad_requests", "Requests without a usable buffer.", None),
             [(vec![], get(&self.bad_requests))],
         );
     }
