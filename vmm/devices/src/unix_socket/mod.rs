@@ -31,7 +31,7 @@ pub enum UnixSocketError {
     /// Another process listens there, or is about to.
     #[error("{flag}: {path:?} is in use: another process {what}")]
     InUse { flag: &'static str, path: PathBuf, what: &'static str },
-    #[error("{flag}: {path:?} exists, and is not a socket")]
+    #[error("{flag}: {path:?} exists and is not a socket")]
     Exists { flag: &'static str, path: PathBuf },
     #[error("{flag}: cannot listen on {path:?}")]
     BindPath {
@@ -52,15 +52,15 @@ pub fn listen(
 ) -> Result<(UnixListener, SocketFile), UnixSocketError> {
     let fail = |source| UnixSocketError::BindPath { flag, path: path.to_owned(), source };
     let in_use = |what| UnixSocketError::InUse { flag, path: path.to_owned(), what };
-    let lock = PathLock::take(path).map_err(fail)?.ok_or_else(|| in_use("has its lock"))?;
+    let lock = PathLock::take(path).map_err(fail)?.ok_or_else(|| in_use("holds its lock"))?;
     match what_is_at(path).map_err(fail)? {
         Place::Free => {}
-        Place::Used => return Err(in_use("answers on it")),
+        Place::Used => return Err(in_use("listens on it")),
         Place::SomethingElse => {
             return Err(UnixSocketError::Exists { flag, path: path.to_owned() });
         }
         Place::LeftBehind => {
-            tracing::info!(?path, "A socket that was left behind is replaced");
+            tracing::info!(?path, "Replaced a stale socket");
             fs::remove_file(path).map_err(fail)?;
         }
     }
@@ -92,7 +92,7 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
     let file =
         OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
     if !file.metadata()?.file_type().is_socket() {
-        return Err(io::Error::other("something else has taken its place"));
+        return Err(io::Error::other("the path was replaced meanwhile"));
     }
     let file = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     if let Some(group) = group {
@@ -163,7 +163,7 @@ impl Drop for SocketFile {
         let ours = fs::symlink_metadata(&self.path)
             .is_ok_and(|now| (now.dev(), now.ino()) == (self.device, self.inode));
         if ours && let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(path = ?self.path, %error, "A socket is left behind");
+            tracing::warn!(path = ?self.path, %error, "Cannot remove the socket");
         }
     }
 }
@@ -202,7 +202,7 @@ mod tests {
         let error = listen("--metrics", &path, &unknown).unwrap_err();
         let source = std::error::Error::source(&error).unwrap().to_string();
         assert_eq!(source, "the host has no group \"no such group\"");
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left behind");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "a file was left behind");
     }
 
     #[test]
@@ -213,11 +213,11 @@ mod tests {
         let text = listen_on(&path).unwrap_err().to_string();
         assert!(
             text.starts_with("--api-socket: ")
-                && text.ends_with("in use: another process has its lock"),
+                && text.ends_with("in use: another process holds its lock"),
             "{text}"
         );
         drop(first);
-        assert!(!path.exists(), "the socket goes with its owner");
+        assert!(!path.exists(), "the socket outlived its owner");
         // Stale sockets of killed VMMs, with and without a lock.
         for lock in [true, false] {
             drop(UnixListener::bind(&path).unwrap());
@@ -238,7 +238,7 @@ mod tests {
         let error = || listen_on(&path).unwrap_err().to_string();
         // 1. Files of other kinds.
         fs::write(&path, "mine").unwrap();
-        assert!(error().ends_with("exists, and is not a socket"), "{}", error());
+        assert!(error().ends_with("exists and is not a socket"), "{}", error());
         assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
         fs::remove_file(&path).unwrap();
         let elsewhere = dir.path().join("elsewhere");
@@ -248,20 +248,20 @@ mod tests {
         fs::remove_file(&path).unwrap();
         // 2. Sockets: one that accepts nothing, one with a full queue, one of another kind.
         let listener = UnixListener::bind(&path).unwrap();
-        assert!(error().ends_with("is in use: another process answers on it"), "{}", error());
+        assert!(error().ends_with("is in use: another process listens on it"), "{}", error());
         // SAFETY: a system call on an open descriptor.
         assert_eq!(unsafe { libc::listen(std::os::fd::AsRawFd::as_raw_fd(&listener), 0) }, 0);
         let _fills_it = [what_is_at(&path).unwrap(), what_is_at(&path).unwrap()];
-        assert!(error().ends_with("answers on it"), "{}", error());
+        assert!(error().ends_with("listens on it"), "{}", error());
         drop(listener);
         fs::remove_file(&path).unwrap();
         let datagrams = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
-        assert!(error().ends_with("answers on it"), "{}", error());
+        assert!(error().ends_with("listens on it"), "{}", error());
         drop(datagrams);
         fs::remove_file(&path).unwrap();
         // 3. A path on which another process is about to listen.
         let lock = PathLock::take(&path).unwrap();
-        assert!(error().ends_with("another process has its lock"), "{}", error());
+        assert!(error().ends_with("another process holds its lock"), "{}", error());
         drop(lock);
         assert!(listen_on(&path).is_ok());
     }

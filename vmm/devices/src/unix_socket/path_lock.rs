@@ -31,7 +31,7 @@ impl PathLock {
             // A lock file is empty. A file with content belongs to another program and must stay,
             // whereas dropping the lock removes its file.
             if file.metadata()?.len() > 0 {
-                return Err(io::Error::other(format!("{path:?} has content, and is no lock")));
+                return Err(io::Error::other(format!("lock file {path:?} is not empty")));
             }
             if !try_lock(&file)? {
                 return Ok(None);
@@ -49,7 +49,7 @@ impl Drop for PathLock {
     /// The file is removed before the lock is released, so that a waiting process opens a new file.
     fn drop(&mut self) {
         if let Err(error) = fs::remove_file(&self.path) {
-            tracing::debug!(path = ?self.path, %error, "A lock is left behind");
+            tracing::debug!(path = ?self.path, %error, "Cannot remove the lock file");
         }
     }
 }
@@ -102,7 +102,7 @@ mod tests {
         fs::write(lock_path(&path), "").unwrap();
         assert!(PathLock::take(&path).unwrap().is_some());
         fs::write(lock_path(&path), "somebody's").unwrap();
-        assert!(PathLock::take(&path).unwrap_err().to_string().contains("is no lock"));
+        assert!(PathLock::take(&path).unwrap_err().to_string().contains("is not empty"));
         assert_eq!(fs::read_to_string(lock_path(&path)).unwrap(), "somebody's");
     }
 

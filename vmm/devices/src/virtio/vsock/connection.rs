@@ -32,9 +32,9 @@ pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(8);
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(super) enum Violation {
     /// The operation is invalid in this state.
-    #[error("{op:?} is out of place")]
+    #[error("{op:?} is not allowed in this state")]
     OutOfPlace { op: Op },
-    #[error("{len_bytes} bytes of payload, but credit is {credit_bytes}")]
+    #[error("payload of {len_bytes} bytes exceeds the credit of {credit_bytes}")]
     CreditExceeded {
         /// Length of the payload.
         len_bytes: u32,
@@ -271,7 +271,7 @@ impl Connection {
             Op::Data { len_bytes } => {
                 assert!(
                     len_bytes <= self.guest_room_bytes(),
-                    "more sent than the guest has room for"
+                    "sent more than the guest has room for"
                 );
                 self.sent += len_bytes;
             }

@@ -221,11 +221,11 @@ impl Guest {
         match op {
             Op::Data { len_bytes } => {
                 self.unread_bytes += len_bytes;
-                assert!(self.unread_bytes <= self.capacity_bytes, "the guest's buffer is overrun");
+                assert!(self.unread_bytes <= self.capacity_bytes, "the guest's buffer overflowed");
             }
             Op::CreditRequest => self.post(Op::CreditUpdate),
             Op::Response | Op::CreditUpdate | Op::Shutdown(_) => {}
-            Op::Request | Op::Reset => panic!("{op:?} is out of place"),
+            Op::Request | Op::Reset => panic!("unexpected {op:?}"),
         }
     }
 }
@@ -263,7 +263,7 @@ impl Pair {
 
     fn receive_from_guest(&mut self) -> bool {
         let Some((op, credit)) = self.guest.to_host.pop_front() else { return false };
-        self.connection.on_guest_packet(op, credit).expect("the guest keeps to the protocol");
+        self.connection.on_guest_packet(op, credit).expect("a valid packet");
         true
     }
 

@@ -136,7 +136,7 @@ fn transfer(driver: &mut Driver, link: Link, mut host_credit: Credit, outgoing: 
             (moved || can_send).then_some(false)
         });
         if ended {
-            assert_eq!(sent, outgoing.len(), "the host ends when it has everything");
+            assert_eq!(sent, outgoing.len(), "the host shut down before it received everything");
             return incoming;
         }
         let room = host_credit.buf_alloc - (sent as u32 - host_credit.fwd_cnt);
@@ -173,8 +173,8 @@ fn one_mebibyte_both_ways(features: u64) {
     let credit = Credit { buf_alloc: 128 * 1024, fwd_cnt: 0 };
     let received = transfer(&mut fixture.driver, link, credit, &to_host);
     let (mut client, sent) = reader.join().unwrap();
-    assert!(received == to_guest, "what the guest got is not what the host sent");
-    assert!(sent == to_host, "what the host got is not what the guest sent");
+    assert!(received == to_guest, "the guest did not receive the data that the host sent");
+    assert!(sent == to_host, "the host did not receive the data that the guest sent");
     fixture.driver.send(link, Op::Shutdown(BOTH), &[]);
     fixture.driver.expect(link, Op::Reset);
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
@@ -244,7 +244,7 @@ fn memory_can_be_unplugged_while_the_guest_is_being_connected() {
                 drop(view.exclusive());
                 unplugged.send(()).unwrap();
             });
-            done.recv_timeout(Duration::from_secs(60)).expect("memory that nobody holds");
+            done.recv_timeout(Duration::from_secs(60)).expect("a guard of unused memory");
             Ok(())
         }
         fn unwatch(&mut self, _: &UnixStream) {}
@@ -369,7 +369,7 @@ fn invalid_ring_stops_the_device_until_the_reset() {
     let metrics = fixture.device.metrics();
     let patience = Instant::now() + Duration::from_secs(30);
     while metrics.broken_queues_total.get() == 0 {
-        assert!(Instant::now() < patience, "the device trusts the ring");
+        assert!(Instant::now() < patience, "the device did not reject the ring");
         thread::yield_now();
     }
     fixture.device.reset();

@@ -42,7 +42,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Error of a ring that is ignored until the next reset.
 #[derive(Debug, Error)]
-#[error("Queue {index} is unusable")]
+#[error("queue {index} is invalid")]
 struct BrokenQueue {
     index: u16,
     #[source]
@@ -102,11 +102,11 @@ impl Worker {
                 Ok(true) => self.tx.come_back(),
                 Ok(false) => {}
                 Err(err) => {
-                    sparsely!(error, %err, source = %err.source, "vsock stops until the guest resets it");
+                    sparsely!(error, %err, source = %err.source, "vsock stopped until the guest resets it");
                     self.metrics.broken_queues_total.increment();
                     self.broken = true;
                     if let Err(err) = self.interrupt.needs_reset() {
-                        sparsely!(error, %err, "The guest cannot be told that vsock needs a reset");
+                        sparsely!(error, %err, "Cannot notify the guest that vsock needs a reset");
                     }
                 }
             }
@@ -263,7 +263,7 @@ impl Worker {
     fn on_client(&mut self, ops: &mut EventOps, now: Instant) {
         if let Err(err) = self.muxer.accept(&mut EpollWatch(ops), now) {
             // Usually no file descriptor is free. The listener would be reported again and again.
-            sparsely!(warn, %err, "Cannot accept vsock clients for a moment");
+            sparsely!(warn, %err, "Cannot accept vsock clients; retrying later");
             let events = Events::with_data(self.muxer.host().listener(), LISTENER, EventSet::IN);
             if let Err(err) = ops.remove(events) {
                 sparsely!(error, ?err, "Cannot stop watching the vsock socket");
@@ -309,7 +309,7 @@ impl MutEventSubscriber for Worker {
 
 fn add(ops: &mut EventOps, source: &impl AsRawFd, data: u32, set: EventSet) {
     if let Err(err) = ops.add(Events::with_data(source, data, set)) {
-        sparsely!(error, ?err, data, "vsock cannot watch one of its files");
+        sparsely!(error, ?err, data, "Cannot watch a file of vsock");
     }
 }
 

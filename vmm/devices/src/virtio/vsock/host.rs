@@ -29,11 +29,11 @@ const MAX_GREETING_BYTES: usize = 32;
 #[derive(Debug, Error)]
 pub enum VsockError {
     /// The context id is reserved (virtio 1.3, 5.10.4).
-    #[error("Context id {cid} is reserved; a guest has one from 3 to 4294967294")]
+    #[error("context id {cid} is reserved; use 3 to 4294967294")]
     InvalidCid { cid: u32 },
     #[error(transparent)]
     Socket(#[from] UnixSocketError),
-    #[error("Port {port} has a listener in this process already")]
+    #[error("port {port} already has a listener in this process")]
     PortTaken { port: u32 },
 }
 
@@ -95,20 +95,20 @@ impl VsockPorts {
 #[derive(Debug, Error)]
 pub(super) enum ConnectError {
     /// The listener in this process was dropped, or its backlog is full.
-    #[error("{port} has no room or no listener in this process")]
+    #[error("listener of {port} in this process is full or closed")]
     InProcess { port: HostPort },
     /// The listener accepts only privileged processes.
-    #[error("{link} is not from a privileged port, which is at most {LAST_PRIVILEGED_PORT}")]
+    #[error("port of {link} exceeds the last privileged port {LAST_PRIVILEGED_PORT}")]
     Unprivileged { link: Link },
     /// The socket does not exist or has no listener.
-    #[error("Cannot connect to socket {path:?}")]
+    #[error("cannot connect to socket {path:?}")]
     Socket {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
     /// No file descriptor is free.
-    #[error("Cannot make a pair of sockets")]
+    #[error("cannot create a socket pair")]
     Pair(#[from] io::Error),
 }
 
@@ -299,7 +299,7 @@ mod tests {
         let path = dir.path().join("vsock");
         let first = HostSide::bind(&path, VsockPorts::new()).unwrap();
         let error = HostSide::bind(&path, VsockPorts::new()).unwrap_err();
-        let named = format!("--vsock: {path:?} is in use: another process has its lock");
+        let named = format!("--vsock: {path:?} is in use: another process holds its lock");
         assert_eq!(error.to_string(), named);
         assert!(UnixStream::connect(&path).is_ok());
         assert!(path.exists());
@@ -312,7 +312,7 @@ mod tests {
 
         fs::write(&path, "precious").unwrap();
         let error = HostSide::bind(&path, VsockPorts::new()).unwrap_err();
-        assert!(error.to_string().ends_with("exists, and is not a socket"), "{error}");
+        assert!(error.to_string().ends_with("exists and is not a socket"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
     }
 
@@ -368,7 +368,7 @@ mod tests {
                 Ok(stream) => kept.push(stream),
                 Err(error) => break error,
             }
-            assert!(kept.len() < 100_000, "the backlog is never full");
+            assert!(kept.len() < 100_000, "the backlog did not fill up");
         };
         let ConnectError::Socket { source, .. } = error else { panic!("{error}") };
         assert!(!kept.is_empty());

@@ -241,7 +241,7 @@ impl Muxer {
     pub(super) fn accept(&mut self, watch: &mut dyn Watch, now: Instant) -> io::Result<()> {
         while let Some(stream) = self.host.accept()? {
             if !self.has_room(false) {
-                debug!("Too many vsock connections: a client is turned away");
+                debug!("Too many vsock connections; client rejected");
                 self.metrics.rejected_total.increment();
                 continue;
             }
@@ -336,7 +336,7 @@ impl Muxer {
                 break link;
             }
         };
-        let socket = self.sockets.get_mut(&token).expect("the socket that was greeted");
+        let socket = self.sockets.get_mut(&token).expect("the socket of the greeting");
         socket.role = Role::Joined(Joined::new(link, Connection::requested(now)));
         // Data after the greeting may have arrived with it, and causes no further edge.
         socket.readable = true;
@@ -354,7 +354,10 @@ impl Muxer {
         watch: &mut dyn Watch,
         now: Instant,
     ) {
-        assert!(self.asking.is_none(), "a guest's wish to connect comes before its next packet");
+        assert!(
+            self.asking.is_none(),
+            "a connect request of the guest is handled before its next packet"
+        );
         self.metrics.packets_from_guest_total.increment();
         if !header.is_to_host_from(self.guest_cid) {
             self.metrics.dropped_total.increment();
@@ -396,7 +399,7 @@ impl Muxer {
         let Some(packet) = self.asking.take() else { return };
         let link = packet.link;
         if !self.has_room(self.host.listens_in_process(link.host)) {
-            debug!(%link, "Too many vsock connections: the guest is turned away");
+            debug!(%link, "Too many vsock connections; connection of the guest rejected");
             self.metrics.rejected_total.increment();
             self.owe_reset(link);
             return;
@@ -405,7 +408,7 @@ impl Muxer {
         let added = match self.host.connect(link) {
             Ok(stream) => self.add(stream, role, watch),
             Err(err) => {
-                debug!(%link, err = &err as &dyn std::error::Error, "The guest's connection is refused");
+                debug!(%link, err = &err as &dyn std::error::Error, "Connection of the guest refused");
                 self.metrics.rejected_total.increment();
                 self.owe_reset(link);
                 return;
@@ -462,7 +465,7 @@ impl Muxer {
                 return;
             }
             Err(violation) => {
-                debug!(link = %packet.link, %violation, "The guest broke the vsock protocol");
+                debug!(link = %packet.link, %violation, "Guest violated the vsock protocol");
                 self.metrics.violations_total.increment();
                 self.break_off(token, watch);
                 return;
@@ -620,9 +623,9 @@ impl Muxer {
     /// Ends the connection for the guest. If the guest has closed it properly, the host still
     /// receives the remaining data.
     fn part(&mut self, token: Token, watch: &mut dyn Watch, now: Instant) {
-        let socket = self.sockets.get_mut(&token).expect("the socket that was parted from");
+        let socket = self.sockets.get_mut(&token).expect("the socket of a closed connection");
         let Role::Joined(joined) = &mut socket.role else {
-            unreachable!("only joined sockets part")
+            unreachable!("only joined sockets are closed")
         };
         if !joined.connection.guest_ended().sending || joined.unsent.is_empty() {
             self.remove(token, watch);

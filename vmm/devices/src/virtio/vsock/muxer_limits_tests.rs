@@ -143,7 +143,7 @@ fn agent_connects_while_all_other_sockets_are_used() {
     );
     let client = fixture.client();
     fixture.poll();
-    assert_eq!(fixture.muxer.sockets.len(), taken.len(), "nor do clients on the host get one");
+    assert_eq!(fixture.muxer.sockets.len(), taken.len(), "clients on the host are rejected too");
     assert_eq!(request(&mut fixture, AGENT, 3000), Op::Response);
     drop((client, listener));
 }

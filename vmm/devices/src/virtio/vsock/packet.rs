@@ -234,7 +234,7 @@ pub(crate) mod tests {
     pub(crate) fn parse_by_guest(header: &RawHeader) -> GuestPacket {
         RawHeader { src_port: header.dst_port, dst_port: header.src_port, ..*header }
             .parse_guest_packet()
-            .expect("we send only what can be understood")
+            .expect("a valid operation")
     }
 
     #[test]

@@ -244,7 +244,7 @@ impl Driver {
                 .changed
                 .wait_timeout_while(count, PATIENCE, |count| *count == before)
                 .unwrap();
-            assert!(!timeout.timed_out(), "the device does not interrupt");
+            assert!(!timeout.timed_out(), "the device did not interrupt");
         }
     }
 
