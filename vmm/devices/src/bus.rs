@@ -45,13 +45,13 @@ impl IoEvents for VmFd {
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum BusError {
     /// The range is empty or ends beyond 2^64.
-    #[error("Range {base:#x}+{len:#x} is empty or ends beyond the address space")]
+    #[error("range {base:#x}+{len:#x} is empty or ends beyond the address space")]
     BadRange {
         base: u64,
         /// Length in bytes.
         len: u64,
     },
-    #[error("Range {base:#x}+{len:#x} overlaps the one at {other:#x}")]
+    #[error("range {base:#x}+{len:#x} overlaps the range at {other:#x}")]
     Overlap {
         base: u64,
         /// Length in bytes.
@@ -67,7 +67,7 @@ struct Entry {
 }
 
 /// Range of a device that may be dropped before its bus. Dropping it takes the range off the bus.
-#[must_use = "the range leaves the bus when this is dropped"]
+#[must_use = "dropping this removes the range from the bus"]
 pub struct BusRange {
     bus: Arc<Bus>,
     base: u64,
@@ -260,7 +260,7 @@ mod tests {
         let bus = Arc::new(Bus::default());
         let range = bus.attach(0x1000, 0x10, Arc::new(Recorder::default())).unwrap();
         assert!(bus.attach(0x1000, 0x10, Arc::new(Recorder::default())).is_err());
-        assert!(bus.write(0x1000, &[0]), "the refused device takes nothing off the bus");
+        assert!(bus.write(0x1000, &[0]), "the refused device removed a range from the bus");
         drop(range);
         assert!(!bus.write(0x1000, &[0]));
     }

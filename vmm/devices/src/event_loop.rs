@@ -20,19 +20,19 @@ pub type Subscriber = Box<dyn MutEventSubscriber + Send>;
 
 #[derive(Debug, Error)]
 pub enum EventLoopError {
-    #[error("Cannot create the event loop {name:?}")]
+    #[error("cannot create event loop {name:?}")]
     Create {
         name: String,
         #[source]
         source: event_manager::Error,
     },
-    #[error("Cannot start the thread of event loop {name:?}")]
+    #[error("cannot start the thread of event loop {name:?}")]
     Spawn {
         name: String,
         #[source]
         source: io::Error,
     },
-    #[error("The event loop has ended")]
+    #[error("event loop has ended")]
     Ended(#[source] event_manager::Error),
 }
 
@@ -168,7 +168,7 @@ impl EventLoop {
                     if let Err(err) = manager.run() {
                         // Subscribers handle their own errors, so this is a failure of epoll
                         // itself.
-                        error!(%err, "Event loop cannot wait");
+                        error!(%err, "Event loop failed to wait for events");
                         break;
                     }
                 }
@@ -191,7 +191,7 @@ impl Drop for EventLoop {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            error!("An event loop's thread panicked");
+            error!("Event loop thread panicked");
         }
     }
 }
@@ -286,12 +286,14 @@ impl Interest {
         if on {
             match ops.add(event) {
                 Ok(()) => self.on = true,
-                Err(err) => sparsely!(warn, ?err, file = self.what, "Cannot begin to wait"),
+                Err(err) => {
+                    sparsely!(warn, ?err, file = self.what, "Cannot watch a file for events")
+                }
             }
         } else {
             self.on = false;
             if let Err(err) = ops.remove(event) {
-                sparsely!(error, ?err, file = self.what, "Cannot end waiting");
+                sparsely!(error, ?err, file = self.what, "Cannot stop watching a file");
             }
         }
     }
@@ -414,10 +416,10 @@ mod tests {
 
     impl Helper for Watched {
         fn stand_still(&self) {
-            self.0.lock().push("stands");
+            self.0.lock().push("stopped");
         }
         fn go_on(&self) {
-            self.0.lock().push("goes on");
+            self.0.lock().push("continued");
         }
     }
 
@@ -431,12 +433,12 @@ mod tests {
             handle.hold();
             handle.hold();
             handle.wait_until_held();
-            assert_eq!(*helper.0.lock(), ["stands"]);
+            assert_eq!(*helper.0.lock(), ["stopped"]);
             handle.release();
             while is_held(&handle) {
                 thread::yield_now();
             }
-            assert_eq!(std::mem::take(&mut *helper.0.lock()), ["stands", "goes on"]);
+            assert_eq!(std::mem::take(&mut *helper.0.lock()), ["stopped", "continued"]);
         }
         // A dropped helper is not called.
         drop(helper);
@@ -461,7 +463,7 @@ mod tests {
         handle.dismiss();
         // The loop's thread responds, so it has resumed.
         handle.remove(id).unwrap();
-        assert_eq!(*helper.0.lock(), ["stands"]);
+        assert_eq!(*helper.0.lock(), ["stopped"]);
     }
 
     #[test]

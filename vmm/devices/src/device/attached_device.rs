@@ -156,7 +156,7 @@ impl DeviceList {
     /// device whose id is taken.
     pub fn push(&mut self, device: AttachedDevice) {
         let id = &device.id;
-        assert!(self.0.iter().all(|attached| attached.id != *id), "two devices have the id {id}");
+        assert!(self.0.iter().all(|attached| attached.id != *id), "id {id} is used by two devices");
         self.0.push(device);
     }
 

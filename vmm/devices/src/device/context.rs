@@ -93,7 +93,7 @@ impl DeviceContext {
 
 /// Registration of an event that raises an interrupt of the I/O APIC. Dropping it unregisters the
 /// event.
-#[must_use = "the interrupt is unregistered when this is dropped"]
+#[must_use = "dropping this unregisters the interrupt"]
 pub struct InterruptLine {
     interrupts: Arc<dyn MsiController>,
     event: EventFd,

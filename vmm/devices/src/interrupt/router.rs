@@ -17,21 +17,21 @@ const GSI_END: u32 = 4096;
 
 #[derive(Debug, Error)]
 pub enum RouteError {
-    #[error("All interrupt routes are taken: KVM has {GSI_END}")]
+    #[error("all {GSI_END} interrupt routes of KVM are in use")]
     Full,
-    #[error("Cannot make the eventfd of GSI {gsi}")]
+    #[error("cannot create the eventfd of GSI {gsi}")]
     EventFd {
         gsi: u32,
         #[source]
         source: io::Error,
     },
-    #[error("KVM refuses the route of GSI {gsi}")]
+    #[error("KVM refused the route of GSI {gsi}")]
     Route {
         gsi: u32,
         #[source]
         source: io::Error,
     },
-    #[error("KVM refuses the irqfd of GSI {gsi}")]
+    #[error("KVM refused the irqfd of GSI {gsi}")]
     Irqfd {
         gsi: u32,
         #[source]

@@ -94,8 +94,8 @@ impl ConfigSpace {
     /// # Panics
     /// If the BAR does not exist or is in use, or if `len` is not a power of two of at least 16.
     pub fn add_bar(&mut self, bar: u8, len: u32) {
-        assert!(len.is_power_of_two() && len >= 16, "a BAR cannot have {len:#x} bytes");
-        assert!(self.bar_len[usize::from(bar)].replace(len).is_none(), "BAR {bar} twice");
+        assert!(len.is_power_of_two() && len >= 16, "{len:#x} bytes are not a valid BAR size");
+        assert!(self.bar_len[usize::from(bar)].replace(len).is_none(), "BAR {bar} was added twice");
         // Address bits below the size are wired to zero, by which software determines the size.
         self.allow(BAR0 + 4 * usize::from(bar), &(!(len - 1)).to_le_bytes());
     }
@@ -152,7 +152,7 @@ impl ConfigSpace {
 
     /// Bytes at `at`, which must be within the 256 bytes.
     pub fn get<const N: usize>(&self, at: usize) -> [u8; N] {
-        self.bytes[at..at + N].try_into().expect("as many as were asked for")
+        self.bytes[at..at + N].try_into().expect("a slice of that length")
     }
 
     fn set(&mut self, at: usize, value: &[u8]) {
@@ -204,7 +204,7 @@ mod tests {
         space.write(0x10, &[0xff; 4]);
         assert_eq!(read_u32(&space, 0x10), 0xffff_8000);
         space.write(0x14, &[0xff; 4]);
-        assert_eq!(read_u32(&space, 0x14), 0, "a BAR that is not there has no bits");
+        assert_eq!(read_u32(&space, 0x14), 0, "a missing BAR has no writable bits");
 
         space.write(0x10, &0xc001_0000u32.to_le_bytes());
         assert_eq!(space.decoded_bars(), []);

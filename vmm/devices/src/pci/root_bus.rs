@@ -31,14 +31,14 @@ pub enum PciError {
         /// Requested slot.
         slot: u8,
     },
-    #[error("PCI slot {slot} is taken")]
+    #[error("PCI slot {slot} is in use")]
     SlotTaken {
         /// Requested slot.
         slot: u8,
     },
-    #[error("All 31 slots of the PCI bus are taken")]
+    #[error("all 31 slots of the PCI bus are in use")]
     Full,
-    #[error("A BAR of {len:#x} bytes does not fit in the window {MMIO32_START:#x}+{MMIO32_LEN:#x}")]
+    #[error("BAR of {len:#x} bytes does not fit into the window {MMIO32_START:#x}+{MMIO32_LEN:#x}")]
     NoAddress {
         len: u64,
         #[source]
@@ -259,7 +259,7 @@ impl RootBus {
                     slot.device.bar_moved(range.bar, Some(range.base));
                 }
                 Err(err) => {
-                    sparsely!(info, %err, bar = range.bar, "The guest has put a BAR where it cannot be")
+                    sparsely!(info, %err, bar = range.bar, "Guest moved a BAR to an invalid address")
                 }
             }
         }
@@ -304,7 +304,7 @@ fn place_bars(
 
 fn free(addresses: &mut AddressAllocator, given: &[RangeInclusive]) {
     for range in given {
-        addresses.free(range).expect("an address that was given");
+        addresses.free(range).expect("an allocated address");
     }
 }
 

@@ -328,7 +328,7 @@ fn removed_function_frees_slot_and_addresses() {
     assert_eq!(machine.root.used(), 1);
     assert_eq!((machine.read(3, 0), *function.base.lock()), (u32::MAX, None));
     assert!(!machine.answers(base.into()));
-    assert_eq!(Arc::strong_count(&function), 1, "somebody keeps it");
+    assert_eq!(Arc::strong_count(&function), 1, "a reference to the removed function remains");
     // The next function gets the slot and the address.
     machine.root.add(Some(3), Function::new(8)).unwrap();
     assert_eq!((machine.read(3, 0) >> 16, machine.read(3, 0x10)), (8, base));
@@ -553,7 +553,7 @@ fn hold_against(machine: &Machine, model: &BTreeMap<u8, Arc<Tagged>>) -> Result<
     for place in places {
         let at = MMIO32_START + place * u64::from(LARGEST);
         if !claimed.iter().any(|(base, (len, _))| (*base..base + len).contains(&at)) {
-            return Err(format!("somebody answers at {at:#x}"));
+            return Err(format!("a function answers at {at:#x}"));
         }
     }
     Ok(())

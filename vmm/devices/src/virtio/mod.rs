@@ -59,12 +59,12 @@ pub struct Activation {
 #[derive(Debug, Error)]
 pub enum ActivateError {
     /// The driver did not enable a queue that the device requires.
-    #[error("Queue {index} is needed, but the driver has not enabled it")]
+    #[error("required queue {index} is not enabled by the driver")]
     QueueMissing { index: u16 },
     /// The event loop did not accept the worker.
-    #[error("The device's worker cannot be started")]
+    #[error("cannot start the device's worker")]
     Worker(#[from] crate::event_loop::EventLoopError),
-    #[error("The device cannot set its files up")]
+    #[error("cannot set up the device's files")]
     Io(#[from] std::io::Error),
 }
 

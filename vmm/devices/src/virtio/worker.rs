@@ -28,7 +28,7 @@ impl WorkerSlot {
 
     /// Starts the worker. Its `init` has run when this returns.
     pub(super) fn start(&mut self, worker: Subscriber) -> Result<(), ActivateError> {
-        assert!(self.worker.is_none(), "activated twice without a reset");
+        assert!(self.worker.is_none(), "device activated twice without a reset");
         self.worker = Some(self.event_loop.add(worker)?);
         Ok(())
     }
@@ -38,7 +38,7 @@ impl WorkerSlot {
         let Some(worker) = self.worker.take() else { return false };
         if let Err(err) = self.event_loop.remove(worker) {
             // The loop has ended, and the worker with it.
-            debug!(%err, "A device's worker has ended before");
+            debug!(%err, "Device worker had already ended");
         }
         true
     }
@@ -90,9 +90,9 @@ impl ActiveQueue {
         }
         next_chain(&mut self.queue, memory).unwrap_or_else(|err| {
             self.is_broken = true;
-            sparsely!(warn, %err, "A driver's ring cannot be read: its device needs a reset");
+            sparsely!(warn, %err, "Cannot read a driver's ring; its device needs a reset");
             if let Err(err) = interrupt.needs_reset() {
-                sparsely!(warn, %err, "A driver cannot be told that its device needs a reset");
+                sparsely!(warn, %err, "Cannot notify a driver that its device needs a reset");
             }
             None
         })
@@ -141,7 +141,7 @@ impl ActiveQueue {
     /// Registers the notifications with the event loop. They arrive as `data`.
     pub(super) fn watch(&self, data: u32, ops: &mut EventOps) {
         if let Err(err) = ops.add(Events::with_data(&self.kick, data, EventSet::IN)) {
-            sparsely!(error, ?err, "Cannot wait for a driver");
+            sparsely!(error, ?err, "Cannot watch for notifications of a driver");
         }
     }
 
@@ -163,7 +163,7 @@ impl ActiveQueue {
     pub(super) fn give_back(&mut self, memory: &MappedMemory, head: u16, len: u32) -> bool {
         let result = self.queue.add_used(memory, head, len);
         if let Err(err) = &result {
-            debug!(%err, "A device's used ring cannot be written");
+            debug!(%err, "Cannot write the used ring of a device");
         }
         result.is_ok()
     }
@@ -216,7 +216,7 @@ mod tests {
             assert_eq!((queue.is_broken(), driver.resets_needed()), (breaks, usize::from(breaks)));
             assert!(
                 !queue.wait_for_more(&guard),
-                "index {index}: there is nothing to come back for"
+                "index {index}: the worker was rescheduled without work"
             );
         }
     }

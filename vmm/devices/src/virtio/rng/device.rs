@@ -195,7 +195,7 @@ mod tests {
         // After the first answer, the device reads for the second request at once.
         let begin = Instant::now();
         let answered = std::iter::from_fn(|| Some(driver.used(0))).find(|used| {
-            assert!(begin.elapsed() < Duration::from_secs(60), "no answer");
+            assert!(begin.elapsed() < Duration::from_secs(60), "no response");
             used.is_some()
         });
         assert_eq!(answered.flatten(), Some((first, 3)));
@@ -204,7 +204,7 @@ mod tests {
             drop(view.exclusive());
             unplugged.send(()).unwrap();
         });
-        done.recv_timeout(Duration::from_secs(60)).expect("memory that nobody holds");
+        done.recv_timeout(Duration::from_secs(60)).expect("a guard of unused memory");
         writer.write_all(b"two").unwrap();
         assert_eq!(driver.wait_used(0), (second, 3));
     }

@@ -70,7 +70,7 @@ impl Worker {
                 Ok(len) => len,
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
                 Err(err) => {
-                    sparsely!(warn, %err, "There is no entropy for the guest");
+                    sparsely!(warn, %err, "Cannot read entropy for the guest");
                     0
                 }
             };
@@ -82,7 +82,7 @@ impl Worker {
         let tell =
             used && self.queue.queue.needs_notification(&*self.view.memory()).unwrap_or(true);
         if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
-            sparsely!(warn, %err, "The entropy device cannot interrupt");
+            sparsely!(warn, %err, "Cannot interrupt the driver of the entropy device");
         }
     }
 
@@ -113,7 +113,7 @@ impl Worker {
             }
             Err(err) => {
                 metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
-                debug!(%err, "A request for entropy has no buffer");
+                debug!(%err, "Request for entropy has no usable buffer");
                 0
             }
         };
@@ -170,7 +170,7 @@ impl Supply {
 
     fn fall_back(&mut self, err: &io::Error, ops: &mut EventOps) {
         let source = &self.source;
-        sparsely!(warn, %err, ?source, "The entropy source has failed: the kernel's generator takes its place");
+        sparsely!(warn, %err, ?source, "Entropy source failed; the device reads from the kernel's generator instead");
         self.metrics.source_failures.fetch_add(1, Ordering::Relaxed);
         // While the file is open. epoll would continue to report a closed one, because the device
         // has another descriptor of it.

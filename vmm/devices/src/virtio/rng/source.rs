@@ -12,7 +12,7 @@ use thiserror::Error;
 const KERNEL_DEVICES: [&str; 2] = ["/dev/urandom", "/dev/random"];
 
 #[derive(Debug, Error)]
-#[error("Cannot open the entropy source {path:?}")]
+#[error("cannot open the entropy source {path:?}")]
 pub struct SourceError {
     path: PathBuf,
     #[source]
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn missing_source_is_named() {
         let error = EntropySource::open(Path::new("/nowhere/rng")).unwrap_err();
-        assert_eq!(error.to_string(), r#"Cannot open the entropy source "/nowhere/rng""#);
+        assert_eq!(error.to_string(), r#"cannot open the entropy source "/nowhere/rng""#);
     }
 
     #[test]

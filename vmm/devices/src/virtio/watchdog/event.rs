@@ -68,25 +68,25 @@ impl Worker {
             self.begin();
         }
         if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
-            sparsely!(warn, %err, "The watchdog cannot interrupt");
+            sparsely!(warn, %err, "Cannot interrupt the watchdog driver");
         }
     }
 
     fn begin(&mut self) {
         if let Err(err) = self.timer.reset(TICK, Some(TICK)) {
-            warn!(%err, "The watchdog has no timer: a guest that hangs is not restarted");
+            warn!(%err, "Cannot set the watchdog timer; a guest that hangs is not restarted");
         }
     }
 
     fn tick(&mut self) {
         if self.countdown.tick() {
-            warn!("The guest has not pinged its watchdog for too long");
+            warn!("Guest did not ping its watchdog in time");
             (self.on_silence)();
         }
         if !self.countdown.is_on()
             && let Err(err) = self.timer.clear()
         {
-            warn!(%err, "The watchdog's timer does not stop");
+            warn!(%err, "Cannot stop the watchdog timer");
         }
     }
 }
@@ -100,7 +100,7 @@ impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         self.queue.watch(KICK, ops);
         if let Err(err) = ops.add(Events::with_data(&self.timer, TICKED, EventSet::IN)) {
-            warn!(?err, "Cannot wait for the watchdog's timer");
+            warn!(?err, "Cannot watch the watchdog timer");
         }
         self.serve();
     }
@@ -143,7 +143,7 @@ mod tests {
                 .unwrap();
         let ticks = |worker: &mut Worker| (0..100).for_each(|_| worker.tick());
         ticks(&mut worker);
-        assert_eq!(silences.load(Ordering::Relaxed), 0, "nobody has begun to ping");
+        assert_eq!(silences.load(Ordering::Relaxed), 0, "the guest has not begun to ping");
         assert!(!worker.timer.is_armed().unwrap());
         for expected in 1..3 {
             driver.add(0, &[Buffer::In(BUFFERS, 1)]);
@@ -151,7 +151,7 @@ mod tests {
             assert!(worker.timer.is_armed().unwrap());
             ticks(&mut worker);
             assert_eq!(silences.load(Ordering::Relaxed), expected);
-            assert!(!worker.timer.is_armed().unwrap(), "a timer that is of no use does not ring");
+            assert!(!worker.timer.is_armed().unwrap(), "an unused timer is still armed");
         }
     }
 }

@@ -30,14 +30,14 @@ const CONFIG_LEN_MAX: usize = 256;
 #[derive(Debug, Error)]
 pub enum TransportError {
     /// The device has more queues than the transport supports.
-    #[error("Device {name} has {queues} queues; there is room for {}", layout::QUEUES_MAX)]
+    #[error("device {name} has {queues} queues, more than the maximum {}", layout::QUEUES_MAX)]
     TooManyQueues { name: String, queues: usize },
     /// A queue's size is not a power of two.
     #[error(
-        "Queue {index} of device {name} has a size of {size}: it must be a power of two up to 32768"
+        "queue {index} of device {name} has size {size}, which must be a power of two up to 32768"
     )]
     QueueSize { name: String, index: usize, size: u16 },
-    #[error("Cannot make the notifications of device {name}")]
+    #[error("cannot create the notifications of device {name}")]
     Notifications {
         name: String,
         #[source]
@@ -334,7 +334,7 @@ impl registers::Device for Backend {
                 info,
                 device = self.device.name(),
                 features,
-                "The driver's features are not enough"
+                "Driver accepts too few features"
             );
         }
         accepted
@@ -350,7 +350,7 @@ impl registers::Device for Backend {
                 device = self.device.name(),
                 index,
                 ?queue,
-                "The driver's queue cannot be used"
+                "Driver set up an invalid queue"
             );
         }
         valid
@@ -382,7 +382,7 @@ impl registers::Device for Backend {
             sparsely!(
                 error,
                 %err, device = self.device.name(),
-                "The driver cannot be told that the device needs a reset"
+                "Cannot notify the driver that the device needs a reset"
             );
         }
     }

@@ -167,7 +167,7 @@ impl PciInterrupt {
             if let Err(err) = followed {
                 // The event's owner then delivers the interrupt, which is only slower.
                 *line = None;
-                sparsely!(warn, %err, queue, "A queue's event goes without an irqfd");
+                sparsely!(warn, %err, queue, "Cannot connect a queue's event to an irqfd; the VMM delivers its interrupts");
             }
         }
     }
@@ -214,7 +214,7 @@ impl PciInterrupt {
             None => self.router.connect(message).and_then(|line| slot.insert(line).signal(message)),
         };
         sent.or_else(|err| {
-            sparsely!(warn, %err, vector, "An interrupt goes without its irqfd");
+            sparsely!(warn, %err, vector, "Cannot signal an irqfd; the VMM delivers the interrupt");
             self.router.send(message)
         })
     }
@@ -285,7 +285,7 @@ mod tests {
     fn queues_are_signaled_by_irqfd_or_by_message() {
         let rig = Rig::new();
         rig.interrupt.set_control(ENABLE);
-        assert_eq!(rig.controller.take_calls(), [], "a vector costs nothing until it is used");
+        assert_eq!(rig.controller.take_calls(), [], "an unused vector needs no route");
         rig.interrupt.signal_queue(0).unwrap();
         assert_eq!(
             rig.controller.take_calls(),
@@ -317,14 +317,18 @@ mod tests {
         let rig = Rig::new();
         let call = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
         rig.interrupt.bind_queue(0, &call).unwrap();
-        assert_eq!(rig.controller.take_calls(), [], "without MSI-X its owner takes it");
+        assert_eq!(
+            rig.controller.take_calls(),
+            [],
+            "without MSI-X the event's owner delivers the interrupt"
+        );
         rig.interrupt.set_control(ENABLE);
         assert_eq!(
             rig.controller.take_calls(),
             [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]
         );
         call.write(1).unwrap();
-        assert_eq!(rig.controller.count_of(24), 1, "it is the same event");
+        assert_eq!(rig.controller.count_of(24), 1, "the same event");
         // 1. Mask the vector.
         // 2. Unmask it with another message.
         // 3. Unmap it.
@@ -387,14 +391,14 @@ mod tests {
                 Err(io::Error::from_raw_os_error(libc::ENOSPC))
             }
             fn register_irqfd(&self, _: &vmm_sys_util::eventfd::EventFd, _: u32) -> io::Result<()> {
-                unreachable!("there is no route")
+                unreachable!("the device has no route")
             }
             fn unregister_irqfd(
                 &self,
                 _: &vmm_sys_util::eventfd::EventFd,
                 _: u32,
             ) -> io::Result<()> {
-                unreachable!("there is no route")
+                unreachable!("the device has no route")
             }
             fn set_line(&self, _: u32, _: bool) -> io::Result<()> {
                 unreachable!("a virtio device has no line")

@@ -94,13 +94,15 @@ impl Notifications {
             if let Some(address) = queue.registered_at.take()
                 && let Err(err) = self.io_events.unregister(&queue.kick, address)
             {
-                sparsely!(warn, %err, address, "Cannot take an ioeventfd away");
+                sparsely!(warn, %err, address, "Cannot remove an ioeventfd");
             }
             if let Some(address) = wanted {
                 match self.io_events.register(&queue.kick, address) {
                     Ok(()) => queue.registered_at = wanted,
                     // Notifications of the queue then cause exits, which are only slower.
-                    Err(err) => sparsely!(warn, %err, address, "A queue goes without ioeventfd"),
+                    Err(err) => {
+                        sparsely!(warn, %err, address, "Cannot register an ioeventfd; notifications of the queue cause exits")
+                    }
                 }
             }
         }

@@ -330,7 +330,7 @@ mod tests {
             queue.descriptors != 0
         }
         fn activate(&mut self, features: u64, queues: &[QueueRegisters]) -> bool {
-            assert!(!self.active, "activated twice");
+            assert!(!self.active, "device activated twice");
             self.active = !self.refuse;
             self.activations.push((features, queues.iter().map(|queue| queue.enabled).collect()));
             self.active
@@ -455,7 +455,7 @@ mod tests {
         rig.write(0x08, 4, 0);
         rig.write(0x0c, 4, 0);
         rig.status(15);
-        assert_eq!(rig.device.activations[0].0, OFFERED, "agreed features cannot be taken back");
+        assert_eq!(rig.device.activations[0].0, OFFERED, "negotiated features cannot change");
     }
 
     #[test]
@@ -467,7 +467,7 @@ mod tests {
         rig.negotiate(OFFERED);
         rig.write(0x20, 8, 0);
         rig.write(0x1c, 2, 1);
-        assert_eq!(rig.read(0x1c, 2), 0, "the device has refused");
+        assert_eq!(rig.read(0x1c, 2), 0, "the device refused the features");
         for bad in [0, 3, 512, 0xffff] {
             rig.write(0x18, 2, bad);
             assert_eq!(rig.read(0x18, 2), 256);
@@ -527,7 +527,7 @@ mod tests {
         let mut rig = Rig::new();
         rig.negotiate(OFFERED);
         rig.registers.lose_bus(&mut rig.device);
-        assert_eq!((rig.status(11), rig.device.resets), (11, 0), "it does not run yet");
+        assert_eq!((rig.status(11), rig.device.resets), (11, 0), "the device is not active yet");
         assert_eq!(rig.status(15), 15);
         rig.registers.lose_bus(&mut rig.device);
         assert_eq!(

@@ -60,7 +60,7 @@ impl VirtioDevice for FakeDevice {
     }
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let mut log = self.0.lock();
-        assert!(log.active.is_none(), "activated twice");
+        assert!(log.active.is_none(), "device activated twice");
         if log.refuse {
             return Err(ActivateError::QueueMissing { index: 0 });
         }
@@ -409,7 +409,7 @@ fn access_capability_reaches_the_bar() {
     rig.write_config(at + access::DATA, &[0]);
     rig.write_config(at + access::BAR as u16, &[0]);
     rig.read_config(at + access::DATA, &mut status);
-    assert_eq!(status, [3], "there is no BAR 1");
+    assert_eq!(status, [3], "BAR 1 does not exist");
 }
 
 #[test]
@@ -451,7 +451,7 @@ fn dropped_device_is_detached_from_everything() {
     let device = new(1).attach(&rig.context).unwrap();
     rig.write_config(4, &6u16.to_le_bytes());
     rig.start();
-    assert!(new(1).attach(&rig.context).is_err(), "the slot is taken");
+    assert!(new(1).attach(&rig.context).is_err(), "the slot is in use");
     assert_eq!(dropped.lock().len(), 1, "the refused device drops its mapping");
     let counts = || {
         let registered = rig.fake.io_events.registered.lock().len();
@@ -547,7 +547,7 @@ fn removed_devices_release_ioeventfds_and_gsis() {
             Call::Register(gsi) => Some(*gsi),
             _ => None,
         });
-        assert!(gsis.into_iter().all(|gsi| gsi < 27), "a GSI is not given back: {calls:?}");
+        assert!(gsis.into_iter().all(|gsi| gsi < 27), "a GSI was not released: {calls:?}");
         rig.add_device();
         rig.write_config(4, &6u16.to_le_bytes());
         rig.start();
