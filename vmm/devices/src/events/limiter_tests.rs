@@ -84,7 +84,7 @@ fn withheld_event_is_dropped_if_the_state_changes_back() {
     assert_eq!(
         limiter.hear(zone(), &3, now),
         Verdict::Known,
-        "it is as it was when something was told last"
+        "the state equals that of the last event"
     );
     assert_eq!((limiter.due(), limiter.release_all()), (None, vec![]));
 }
@@ -97,11 +97,7 @@ fn result_of_a_request_is_sent_beyond_the_allowance() {
     assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell);
     hear_hundred(&mut limiter, &zone(), now);
     limiter.ask(zone(), now);
-    assert_eq!(
-        limiter.hear(zone(), &98, now),
-        Verdict::Tell,
-        "what was withheld has been replaced"
-    );
+    assert_eq!(limiter.hear(zone(), &98, now), Verdict::Tell, "the withheld event was replaced");
     assert_eq!(
         (limiter.hear(zone(), &1, now), limiter.due()),
         (Verdict::Withhold, Some(now + BOUNDS.span))
@@ -233,12 +229,12 @@ fn check(rule: &mut dyn Rule, source: &Source, steps: &[(u32, Step)]) -> Result<
         }
         let most = BOUNDS.burst + ((now - start).as_secs() / BOUNDS.span.as_secs()) as u32;
         if told > most {
-            return Err(format!("{told} of {most} after {:?}", now - start));
+            return Err(format!("{told} of {most} events after {:?}", now - start));
         }
     }
     seen = rule.release(now + BOUNDS.span).into_iter().next_back().or(seen);
     if happened.is_some() && seen != happened {
-        return Err(format!("{happened:?} has happened, and {seen:?} is known"));
+        return Err(format!("{happened:?} happened, but {seen:?} was seen"));
     }
     Ok(())
 }
@@ -272,7 +268,7 @@ fn faulty_limiters_are_detected() {
         assert!(wrong.starts_with("5 of 4"), "{wrong}");
     }
     let wrong = check(&mut ForgetsTheLast(Limiter::new(BOUNDS)), &zone(), &flaps[..5]).unwrap_err();
-    assert_eq!(wrong, "Some(0) has happened, and Some(1) is known");
+    assert_eq!(wrong, "Some(0) happened, but Some(1) was seen");
 }
 
 #[test]

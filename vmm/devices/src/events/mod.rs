@@ -127,11 +127,11 @@ impl Expose for EventCounters {
             .told()
             .into_iter()
             .map(|((source, event), count)| (and(&one("source", source), "event", event), count));
-        out.counters(Family("events", "Events that were sent.", None), told);
+        out.counters(Family("events", "Events sent.", None), told);
         let lost =
             Family("events_lost", "Events lost because a watcher read them too slowly.", None);
         out.counters(lost, [(vec![], self.lost())]);
-        let help = "Events that were withheld at first, because the guest caused them too often.";
+        let help = "Events delayed by the rate limit because the guest caused them too often.";
         out.counters(Family("events_withheld", help, None), [(vec![], self.withheld())]);
     }
 }
@@ -352,7 +352,7 @@ mod tests {
             // On a slow machine, some of the events in between are sent as well.
             loop {
                 let Some(Seen::Event(told)) = watcher.next().await else {
-                    panic!("nothing is told")
+                    panic!("no event was expected")
                 };
                 if told.properties.as_ref().unwrap()["plugged_bytes"] == "99" {
                     break;

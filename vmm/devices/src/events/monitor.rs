@@ -48,7 +48,7 @@ impl Monitor {
     /// Waits until all events have been written. Call it after [`Events::end`].
     pub fn finish(self) {
         if self.thread.join().is_err() {
-            warn!("The thread that writes events has panicked");
+            warn!("Event monitor thread panicked");
         }
     }
 }
@@ -89,10 +89,10 @@ fn write_all(mut file: File, mut watcher: Watcher) {
             Seen::Event(told) => {
                 if let Err(error) = write(&mut file, &told) {
                     watcher.counters.add_lost(1);
-                    debug!(%error, event = told.event, "An event is lost");
+                    debug!(%error, event = told.event, "Event lost");
                 }
             }
-            Seen::Lost(count) => debug!(count, "Events are lost"),
+            Seen::Lost(count) => debug!(count, "Events lost"),
         }
     }
 }
@@ -154,7 +154,7 @@ mod tests {
     fn file_has_every_event_after_the_monitor_finishes() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("events");
-        fs::write(&path, "what was there").unwrap();
+        fs::write(&path, "earlier content").unwrap();
         let events = Events::start();
         let monitor = Monitor::start(&EventMonitor::Path(path.clone()), &events).unwrap();
         events.tell(Event::VmBooting);

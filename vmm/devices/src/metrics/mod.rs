@@ -50,7 +50,7 @@ impl fmt::Debug for Sources {
 
 /// Registration of a source. Dropping it removes the source from the exposition.
 #[derive(Debug)]
-#[must_use = "the source is removed when this is dropped"]
+#[must_use = "dropping this removes the source"]
 pub struct Registration {
     id: u64,
     sources: Arc<Sources>,
