@@ -34,7 +34,7 @@ fn main() {
         Ok(()) if whole => POOL_BYTES,
         Ok(()) => SMALL_POOL_BYTES,
         Err(error) => {
-            println!("a tmpfs of its own cannot be mounted ({error}): a small pool only");
+            println!("cannot mount a private tmpfs ({error}): using a small pool");
             SMALL_POOL_BYTES
         }
     };

@@ -16,7 +16,7 @@ use crate::pool::{Holder, LockKind, try_lock};
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum BttFileError {
-    #[error("{path}: cannot {action} it")]
+    #[error("cannot {action} {path}")]
     File {
         path: PathBuf,
         action: &'static str,
@@ -25,13 +25,13 @@ pub enum BttFileError {
     },
     #[error("{path}: {reason}")]
     Place { path: PathBuf, reason: String },
-    #[error("{path}: it is a pool, and its volumes have BTTs")]
+    #[error("{path} is a pool, and only its volumes have BTTs")]
     Pool { path: PathBuf },
-    #[error("{path}: it is in use by {holder}")]
+    #[error("{path} is in use by {holder}")]
     InUse { path: PathBuf, holder: Holder },
-    #[error("{path}: it is empty")]
+    #[error("{path} is empty")]
     Empty { path: PathBuf },
-    #[error("{path}: its media failed")]
+    #[error("the media of {path} failed")]
     Media {
         path: PathBuf,
         #[source]

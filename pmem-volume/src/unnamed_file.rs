@@ -230,7 +230,7 @@ mod tests {
             assert_eq!(fs::read(&path).unwrap(), b"old");
             unnamed.name(&path, Taken::IsReplaced).unwrap();
             assert_eq!(fs::read(&path).unwrap(), b"new");
-            assert_eq!(io::read_to_string(&old).unwrap(), "old", "it is another file");
+            assert_eq!(io::read_to_string(&old).unwrap(), "old", "the name refers to another file");
             assert_eq!(names_in(folder.path()), ["image"]);
             // A file that cannot be replaced stays, and no temporary file is left.
             let unnamed = make(&path);

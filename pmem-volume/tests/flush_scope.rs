@@ -146,7 +146,7 @@ fn flush_writes_only_its_volume_and_all_extents_of_it() {
         |parts: &Parts| parts.volume.flush_guest_stores(0..parts.volume.size_bytes()).unwrap();
     assert!(
         leaves_the_others_alone(&parts, flush),
-        "every flush wrote what is lent, or another volume"
+        "every flush wrote lent memory or another volume"
     );
 }
 
@@ -161,9 +161,7 @@ fn flush_of_the_whole_file_is_detected() {
 #[test]
 #[should_panic(expected = "the volume has not been written")]
 fn flush_that_omits_an_extent_is_detected() {
-    let Some(parts) = parts() else {
-        panic!("the volume has not been written: there is no disk to see it on")
-    };
+    let Some(parts) = parts() else { panic!("the volume has not been written; this needs a disk") };
     // For a machine that writes pages slowly by itself.
     for _ in 0..ROUNDS {
         leaves_the_others_alone(&parts, |parts| {

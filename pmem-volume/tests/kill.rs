@@ -283,7 +283,7 @@ type State = BTreeMap<String, Known>;
 fn split_known(state: &mut State, words: &[&str]) {
     let number = |at: usize| words[at].parse::<u64>().unwrap();
     let (first, rest, base) = (number(1), number(3), number(4));
-    let whole = state.remove(words[0]).expect("it is there");
+    let whole = state.remove(words[0]).expect("the volume exists");
     let marked = if words[0].starts_with('b') { 0 } else { whole.marked };
     let origin = |first| Some(Origin { base, first });
     let parts = [
@@ -314,22 +314,22 @@ impl Said {
         match words[0] {
             "make" => drop(next.insert(words[1].to_owned(), Known::new(chunks()))),
             "resize" => {
-                let volume = next.get_mut(words[1]).expect("it is there");
+                let volume = next.get_mut(words[1]).expect("the volume exists");
                 *volume =
                     Known { chunks: chunks(), marked: volume.marked.min(chunks()), ..*volume };
             }
             "mark" => {
-                let volume = next.get_mut(words[1]).expect("it is there");
+                let volume = next.get_mut(words[1]).expect("the volume exists");
                 *volume = Known { marked: chunks(), origin: None, ..*volume };
             }
             "split" => split_known(&mut next, &words[1..]),
             "rename" => {
-                let volume = next.remove(words[1]).expect("it is there");
+                let volume = next.remove(words[1]).expect("the volume exists");
                 next.insert(words[2].to_owned(), volume);
             }
             "delete" => drop(next.remove(words[1])),
             "done" => {
-                self.state = self.next.take().expect("something was begun");
+                self.state = self.next.take().expect("an operation was begun");
                 self.done += 1;
                 return;
             }
@@ -385,10 +385,10 @@ fn verify_content(pool: &Arc<Pool>, [least, most]: &[State; 2]) {
                 |known: &Known| index < known.marked && word == known.origin(&volume).mark(index);
             let is_zero = word == 0 && index >= least.marked;
             let what = format!("chunk {index} of {}: {word:#x}", volume.name);
-            assert!(is_mark(least) || is_mark(most) || is_zero, "{what}: lost, or not its own");
+            assert!(is_mark(least) || is_mark(most) || is_zero, "{what}: lost, or foreign content");
             assert!(
                 rest.iter().chain(&pages[1]).all(|byte| *byte == 0),
-                "{what}: somebody's memory"
+                "{what}: content of lent memory"
             );
         }
     }
@@ -457,7 +457,7 @@ fn kill_again_and_again(folder: &Path, rounds: u64) {
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut enough = 5 + random.below(60);
         while enough > 0 {
-            let line = lines.next().expect("the process goes on until it is killed").unwrap();
+            let line = lines.next().expect("the process runs until it is killed").unwrap();
             said.hear(&line);
             enough -= u64::from(line.contains('@'));
         }

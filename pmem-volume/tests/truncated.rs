@@ -56,7 +56,7 @@ fn assert_fails(
     assert!(!pool.is_writable(), "{what}");
     let cause = pool.info().latched.expect(&what);
     assert!(
-        cause.contains("the file was cut") || cause.contains("failed to fill"),
+        cause.contains("the file was truncated") || cause.contains("failed to fill"),
         "{what}: {cause}"
     );
     assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::Latched { .. })), "{what}");
@@ -117,7 +117,7 @@ fn truncated_chunks_are_not_freed_and_the_file_is_not_lengthened() {
 fn flush_of_a_truncated_volume_fails() {
     let (pool, _folder) = new_pool(&std::env::current_dir().unwrap());
     if pool.durability() != pmem_volume::Durability::PageCache {
-        eprintln!("skipped: here files are {}, and a flush does nothing", pool.durability().name());
+        eprintln!("skipped: files are {}, so a flush does nothing", pool.durability().name());
         return;
     }
     let volume = pool.open_volume("raw").unwrap();

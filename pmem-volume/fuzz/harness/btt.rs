@@ -216,7 +216,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
         Err(error) => {
             assert!(
                 !is_clean || matches!(error, EngineError::SectorSize { .. }),
-                "clean, and {error}"
+                "clean, but {error}"
             );
             return;
         }
@@ -238,7 +238,7 @@ pub(crate) fn btt_engine(data: &[u8]) {
         };
         // Unwritten sectors may be in error.
         let is_refused = matches!(result, Err(EngineError::Sector { .. })) && what == 0;
-        assert!(!is_clean || result.is_ok() == is_inside || is_refused, "clean, and {result:?}");
+        assert!(!is_clean || result.is_ok() == is_inside || is_refused, "clean, but {result:?}");
         if what > 0 {
             touched.push(sectors.clone());
         }
@@ -256,16 +256,16 @@ pub(crate) fn btt_engine(data: &[u8]) {
     {
         assert!(
             after.get(sector) == Some(bytes),
-            "sector {sector} was right, and nobody has written it"
+            "sector {sector} was readable and has not been written"
         );
     }
     if is_clean {
-        assert!(btt::check(&space).is_clean(), "a clean volume is damaged after use");
+        assert!(btt::check(&space).is_clean(), "use has damaged a clean volume");
         let engine = Engine::open(&space).unwrap();
         let mut bytes = vec![0; sector_bytes];
         for (sector, byte) in written {
             engine.read(sector, &mut bytes).unwrap();
-            assert!(bytes.iter().all(|b| *b == byte), "sector {sector} is not what was written");
+            assert!(bytes.iter().all(|b| *b == byte), "sector {sector} lacks its last write");
         }
     }
 }
@@ -288,7 +288,7 @@ pub(crate) fn btt_check(data: &[u8]) {
     let reader = btt::Reader::open(&space);
     if report.is_clean() {
         let reader =
-            reader.as_ref().unwrap_or_else(|finding| panic!("clean, and no reader: {finding}"));
+            reader.as_ref().unwrap_or_else(|finding| panic!("clean, but unreadable: {finding}"));
         assert_eq!(reader.sectors(), report.sectors());
     }
     if let Ok(reader) = &reader {
@@ -306,10 +306,10 @@ pub(crate) fn btt_check(data: &[u8]) {
     assert_eq!(
         format!("{found:?}"),
         format!("{:?}", repair.after),
-        "a repair does not do what it said"
+        "the repair differs from its plan"
     );
     let again = btt::plan_repair(&space, btt::GiveUp::Nothing, &mut |_| {}).unwrap();
-    assert!(again.mendings.is_empty(), "what was repaired is still damaged: {again:?}");
+    assert!(again.mendings.is_empty(), "the repair left damage: {again:?}");
     let now = sectors_of(&space);
     for (sector, bytes) in
         right.iter().filter(|(sector, bytes)| base.content.get(sector) == Some(bytes))
@@ -326,7 +326,7 @@ pub(crate) fn btt_check(data: &[u8]) {
     assert_eq!(
         format!("{found:?}"),
         format!("{:?}", giving_up.after),
-        "nor if it gives sectors up"
+        "no refusal if sectors are discarded"
     );
     if let Ok(extension) = btt::extend(&space, space.len_bytes() + 18 * MIB).unwrap() {
         let mut image = space.0.into_inner().unwrap();
@@ -337,6 +337,6 @@ pub(crate) fn btt_check(data: &[u8]) {
             .link()
             .into_iter()
             .for_each(|(at, word)| grown.0.lock().unwrap().write_word(at, word));
-        assert!(btt::check(&grown).arenas.len() > report.arenas.len(), "growth is not seen");
+        assert!(btt::check(&grown).arenas.len() > report.arenas.len(), "the growth is not visible");
     }
 }

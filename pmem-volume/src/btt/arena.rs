@@ -68,9 +68,9 @@ pub enum InfoSource {
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum InfoError {
-    #[error("it cannot be read: {0}")]
+    #[error("cannot read it: {0}")]
     Media(String),
-    #[error("there is no signature")]
+    #[error("no BTT signature")]
     Signature,
     #[error("the checksum is wrong")]
     Checksum,
@@ -161,12 +161,7 @@ impl ArenaInfo {
         let next_is_inside = ARENA_MIN_BYTES <= next && next <= room - ARENA_MIN_BYTES.min(room);
         let next_fits = next == 0 || next_is_inside && next.is_multiple_of(512);
         check_geometry(info)?;
-        require(
-            "nextoff",
-            next,
-            next_fits,
-            "the next arena lies inside the volume, aligned to 512",
-        )?;
+        require("nextoff", next, next_fits, "the next arena is inside the volume, aligned to 512")?;
         check_regions(info, if next == 0 { room } else { next })?;
         Ok(Self {
             start_bytes: start,
@@ -203,14 +198,19 @@ fn check_geometry(info: &InfoBytes) -> Result<(), InfoError> {
         "external_lbasize",
         number(sector),
         known,
-        "it is 512 or 4096, or one with integrity data",
+        "supported sizes are 512, 4096 and those with integrity data",
     )?;
     let block = info.internal_lbasize.get();
     let holds = (sector..=2 * PAGE_BYTES as u32).contains(&block);
     require("internal_lbasize", number(block), holds, "a block holds a sector and little more")?;
     let (sectors, blocks, lanes) =
         (info.external_nlba.get(), info.internal_nlba.get(), info.nfree.get());
-    require("nfree", number(lanes), lanes > 0 && lanes <= MAX_LANES, "there are 1 to 65536 lanes")?;
+    require(
+        "nfree",
+        number(lanes),
+        lanes > 0 && lanes <= MAX_LANES,
+        "an arena has 1 to 65536 lanes",
+    )?;
     require(
         "internal_nlba",
         number(blocks),
@@ -218,12 +218,7 @@ fn check_geometry(info: &InfoBytes) -> Result<(), InfoError> {
         "a map entry has 30 bits for a block",
     )?;
     let spare = sectors > 0 && sectors.checked_add(lanes).is_some_and(|sum| sum <= blocks);
-    require(
-        "external_nlba",
-        number(sectors),
-        spare,
-        "there is a block for each sector and each lane",
-    )
+    require("external_nlba", number(sectors), spare, "each sector and each lane has a block")
 }
 
 /// Checks the offsets of the regions. The geometry must be checked before.

@@ -21,17 +21,17 @@ const MAP_PIECE: u32 = 1 << 16;
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Finding {
-    #[error("neither info block is whole ({0})")]
+    #[error("neither info block is intact ({0})")]
     NoInfo(InfoError),
     #[error(
-        "the first info block is damaged; its copy is whole. A Linux guest would see no BTT here"
+        "the first info block is damaged and its copy is intact, so a Linux guest would not detect the BTT"
     )]
     FirstInfo,
-    #[error("the second info block is damaged; the first one is whole")]
+    #[error("the second info block is damaged and the first is intact")]
     SecondInfo,
-    #[error("the two info blocks are whole and differ")]
+    #[error("the two info blocks are intact but differ")]
     InfoDiffers,
-    #[error("the error flag is set: the arena takes no writes")]
+    #[error("the error flag is set: the arena is read-only")]
     ErrorFlag,
     #[error("the flog cannot be read: {0}")]
     FlogUnreadable(String),
@@ -40,11 +40,11 @@ pub enum Finding {
     /// Reported once, for the first unreadable sector of the lanes' newest entries.
     #[error("the map entry of sector L{sector} cannot be read: {why}")]
     EntryUnreadable { sector: u32, why: String },
-    #[error("the flog uses its slots in no known way")]
+    #[error("the flog uses its slots in an unknown way")]
     FlogPadding,
     #[error("lane {lane} of the flog has the sequence numbers {} and {}", sequences[0], sequences[1])]
     FlogSequence { lane: u32, sequences: [u32; 2] },
-    #[error("lane {lane} of the flog has {field} {value}, and the bound is {bound}")]
+    #[error("lane {lane} of the flog has {field} {value}, which is not below {bound}")]
     FlogRange {
         lane: u32,
         field: &'static str,
@@ -52,16 +52,16 @@ pub enum Finding {
         /// First number out of range.
         bound: u32,
     },
-    #[error("sector L{sector} is mapped to block B{block}, and the bound is B{bound}")]
+    #[error("sector L{sector} is mapped to block B{block}, which is not below B{bound}")]
     MapRange {
         sector: u32,
         block: u32,
         /// First number out of range.
         bound: u32,
     },
-    #[error("block B{block} is named twice, the second time by {by}")]
+    #[error("block B{block} is referenced twice, the second time by {by}")]
     BlockTwice { block: u32, by: String },
-    #[error("{count} block(s) are named by neither map nor flog, the first is B{first}")]
+    #[error("{count} block(s) are referenced by neither map nor flog; the first is B{first}")]
     BlocksLost { count: u32, first: u32 },
 }
 

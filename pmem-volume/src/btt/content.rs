@@ -60,7 +60,7 @@ mod tests {
     fn discarded_sectors_have_no_data() {
         const SIZE: u64 = 18 << 20;
         let media = MemoryMedia::new(SIZE);
-        assert!(holds_data(&media).unwrap(), "nobody knows what it is");
+        assert!(holds_data(&media).unwrap(), "the content is unknown");
         Layout::new(SIZE, 4096, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
         assert!(!holds_data(&media).unwrap());
         let engine = Engine::open(&media).unwrap();

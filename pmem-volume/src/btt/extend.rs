@@ -24,14 +24,14 @@ const PIECE_BYTES: u64 = 1 << 20;
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum ExtendError {
-    #[error("arena {arena} of its BTT is damaged ({reason})")]
+    #[error("arena {arena} of the BTT is damaged ({reason})")]
     Damaged { arena: usize, reason: String },
     #[error(
-        "its BTT has {limit} arenas, which are as many as are served, and each growth makes another: copy it to a new volume"
+        "cannot extend the BTT: it already has {limit} arenas, the maximum; copy the volume to a new one"
     )]
     TooMany { limit: usize },
     #[error(
-        "volume size {size_bytes} ({}) leaves too little for a further arena of the BTT, which needs 16 MiB; the least that does is {} ({})",
+        "volume size {size_bytes} ({}) leaves less than the 16 MiB that another arena of the BTT needs; the minimum size is {} ({})",
         Size(*size_bytes).rounded(), least_bytes, Size(*least_bytes).rounded()
     )]
     TooLittle { size_bytes: u64, least_bytes: u64 },
@@ -63,7 +63,7 @@ pub fn extend(
         let info = match read_arena(space, start, room.min(ARENA_MAX_BYTES)) {
             Err(error) => return damaged(error.to_string()),
             Ok((_, source)) if source != InfoSource::Both => {
-                return damaged("one of its info blocks".to_owned());
+                return damaged("one info block is not intact".to_owned());
             }
             Ok((info, _)) if info.has_error => return damaged("its error flag is set".to_owned()),
             Ok((info, _)) => info,

@@ -344,7 +344,7 @@ impl<'a, S: Media> Reader<'a, S> {
             }
             sector -= part.sectors();
         }
-        panic!("sector {sector} is behind the end of the volume");
+        panic!("sector {sector} is after the end of the volume");
     }
 }
 

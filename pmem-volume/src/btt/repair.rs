@@ -186,7 +186,7 @@ fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
         let mut whole = InfoBytes::new_zeroed();
         space.read(from, whole.as_mut_bytes())?;
         let which = if at == first { "second" } else { "first" };
-        let what = format!("{finding}: it is written again from the {which}");
+        let what = format!("{finding}; the {which} is copied over the other");
         mendings.push(Mending::new(number, what, vec![vec![(at, whole.as_bytes().to_vec())]]));
     }
     Ok(mendings)
@@ -208,7 +208,8 @@ fn without_error_flag(
         let word = |at: usize| (start + at as u64, block.as_bytes()[at..at + 8].to_vec());
         vec![word(std::mem::offset_of!(InfoBytes, flags)), word(INFO_BYTES as usize - 8)]
     };
-    let what = "the error flag is cleared: map and flog name every block once".to_owned();
+    let what =
+        "the error flag is cleared, because map and flog reference every block once".to_owned();
     Ok(Mending::new(number, what, vec![words(info.start_bytes), words(info.copy_at)]))
 }
 
@@ -321,7 +322,7 @@ fn restored(
     block: u32,
 ) -> Result<Mending, MediaError> {
     let what = format!(
-        "sector L{sector} is mapped outside the arena: it is mapped to B{block}, the only block that nobody has"
+        "sector L{sector} is mapped outside the arena; it is remapped to B{block}, the only unreferenced block"
     );
     let words = map_words(space, info, &[(sector, entry & !MAP_BLOCK | block)].into())?;
     Ok(Mending::new(number, what, vec![words]))
@@ -330,7 +331,7 @@ fn restored(
 fn marked_lost(number: usize, lost: &[(u32, u32)], words: Vec<Store>) -> Mending {
     let sectors: Vec<_> = lost.iter().map(|(sector, _)| *sector).collect();
     let what = format!(
-        "{} sector(s) are marked as lost, because nothing says where they are: {}. Reads of them fail until they are written",
+        "{} sector(s) are marked as lost, because their blocks are unknown: {}. Reads of them fail until they are written",
         sectors.len(),
         listed("L", &sectors)
     );
@@ -342,7 +343,7 @@ fn marked_lost(number: usize, lost: &[(u32, u32)], words: Vec<Store>) -> Mending
 fn given(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)]) -> Mending {
     let numbers: Vec<_> = lanes.iter().map(|(lane, _)| *lane).collect();
     let what = format!(
-        "{} lane(s) of the flog get blocks that no sector has: {}",
+        "{} lane(s) of the flog get unreferenced blocks: {}",
         lanes.len(),
         listed("lane ", &numbers)
     );

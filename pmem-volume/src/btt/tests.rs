@@ -51,7 +51,7 @@ impl<'a> Writer<'a> {
     pub(super) fn new(media: &'a MemoryMedia, second: usize) -> Self {
         let (arena, _) = read_arena(media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
         let recovery = recover(media, &arena);
-        assert!(recovery.redo.is_empty(), "this writer starts on a recovered volume");
+        assert!(recovery.redo.is_empty(), "the volume is recovered before the writer starts");
         let lanes = recovery.free.iter().map(|(block, _)| (*block, 2, 1)).collect();
         Self { media, arena, lanes, second }
     }
@@ -242,7 +242,7 @@ fn copy_with_another_offset_does_not_replace_the_first_info_block() {
     assert!(matches!(findings(&media)[..], [Finding::NoInfo(_)]));
     assert!(
         plan_repair(&media, GiveUp::Nothing, &mut |_| {}).unwrap().mendings.is_empty(),
-        "what lies at its place would be taken for it"
+        "the bytes at its offset would be accepted as it"
     );
 }
 
@@ -515,7 +515,7 @@ fn reader_finds_every_sector_with_data_and_reads_no_hole() {
             }
             // A page of data is several small sectors, so a sector may be found early, and none may
             // be missed.
-            assert!(found.is_some() || expected.is_none(), "nothing from {start} on");
+            assert!(found.is_some() || expected.is_none(), "no data from {start} on");
             assert!(
                 found.is_none_or(|found| found >= start && expected.is_none_or(|at| found <= at)),
                 "{found:?}"

@@ -260,6 +260,6 @@ mod tests {
             assert_eq!(copy_on_write_name(magic, || false), Some(name));
             assert_eq!(copy_on_write_name(magic, || true), None);
         }
-        assert_eq!(copy_on_write_name(libc::EXT4_SUPER_MAGIC, || panic!("not looked at")), None);
+        assert_eq!(copy_on_write_name(libc::EXT4_SUPER_MAGIC, || panic!("not read")), None);
     }
 }

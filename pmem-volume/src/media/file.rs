@@ -66,7 +66,7 @@ pub struct FileMedia {
 /// The file is too large for a mapping.
 #[derive(Debug, Error)]
 #[error(
-    "all of a pool is mapped at once, and a process has addresses for {} of it",
+    "a mapping has at most {}, the limit of a process's address space",
     Size(MAX_MAPPED_BYTES).rounded()
 )]
 struct TooLarge;
@@ -74,9 +74,9 @@ struct TooLarge;
 /// Reason why an access to the mapping failed, or a range of it, without an error from the kernel.
 #[derive(Debug, Error)]
 enum Lost {
-    #[error("the file was cut to {file_bytes:#x} bytes, and has {media_bytes:#x} in a pool")]
+    #[error("the file was truncated to {file_bytes:#x} bytes, but the media has {media_bytes:#x}")]
     Truncated { file_bytes: u64, media_bytes: u64 },
-    #[error("SIGBUS: the memory is bad, or the file system has no room for it")]
+    #[error("SIGBUS: the memory failed, or the file system has no space for it")]
     Page,
 }
 
@@ -100,7 +100,7 @@ impl FileMedia {
         if len_bytes > MAX_MAPPED_BYTES {
             return Err(failed("mmap", io::Error::other(TooLarge)));
         }
-        let place = Place::of(&file).map_err(|e| failed("a look", io::Error::other(e)))?;
+        let place = Place::of(&file).map_err(|e| failed("inspection", io::Error::other(e)))?;
         // MAP_SYNC succeeds only where a mapped store is durable once it has left the CPU's caches
         // (Linux Documentation/filesystems/dax.rst). Elsewhere the error is EOPNOTSUPP, or EINVAL
         // before MAP_SHARED_VALIDATE. devdax accepts it for volatile memory, too.
@@ -339,7 +339,7 @@ impl FileMedia {
 
     fn erase_by_kernel(&self, range: &Range<u64>) -> Result<(), MediaError> {
         let (operation, result) = match self.makes_holes {
-            true => ("punching a hole", zeroing::punch(&self.file, range)),
+            true => ("hole punch", zeroing::punch(&self.file, range)),
             false => ("zeroing", zeroing::zero(&self.file, range)),
         };
         result.map_err(|source| io_error(operation, range, source))
@@ -393,7 +393,7 @@ impl Media for FileMedia {
             // Space behind the end of a truncated file is not a hole. Reading it reports the error.
             Place::Memory | Place::Disk if all.is_some() && self.check_length().is_ok() => {
                 holes::next_data(&self.file, range.clone())
-                    .map_err(|source| io_error("a look", &range, source))
+                    .map_err(|source| io_error("inspection", &range, source))
             }
             _ => Ok(all),
         }
@@ -518,7 +518,7 @@ impl Media for FileMedia {
             }
             Ok(())
         };
-        cut().map_err(|source| io_error("cutting the file", &(0..self.len_bytes), source))
+        cut().map_err(|source| io_error("truncation", &(0..self.len_bytes), source))
     }
 
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
@@ -613,7 +613,7 @@ fn map_shared(
     // Core dumps must not contain guests' memory and data. The mapping stays in core dumps if the
     // kernel lacks this advice. SAFETY: advice about the new mapping, which changes no content.
     unsafe { libc::madvise(map, length, libc::MADV_DONTDUMP) };
-    Ok(NonNull::new(map.cast()).expect("mmap does not return null unless asked to"))
+    Ok(NonNull::new(map.cast()).expect("mmap returns null only on request"))
 }
 
 fn unmap(map: NonNull<u8>, len_bytes: u64) {
@@ -623,4 +623,199 @@ fn unmap(map: NonNull<u8>, len_bytes: u64) {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+    use std::path::Path;
+
+    use super::super::noted::{Noted, not_durable, noted_in};
+    use super::*;
+
+    fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
+        let file = tempfile::tempfile_in(folder).unwrap();
+        allocate(&file, 0..len_bytes, false, &mut unheard).unwrap();
+        FileMedia::new(file, len_bytes, true).unwrap()
+    }
+
+    fn erase(media: &FileMedia, range: Range<u64>) -> Result<(), MediaError> {
+        media.erase(std::slice::from_ref(&range))
+    }
+
+    /// On tmpfs, and in the current folder, which is probably on a disk.
+    fn folders() -> Vec<std::path::PathBuf> {
+        vec!["/dev/shm".into(), std::env::current_dir().unwrap()]
+    }
+
+    #[test]
+    fn stores_are_visible_and_can_be_persisted() {
+        for folder in folders() {
+            let media = media_in(&folder, 2 * CHUNK_BYTES);
+            media.store(CHUNK_BYTES + 3, b"abc").unwrap();
+            media.store_word(64, 0x0102_0304_0506_0708).unwrap();
+            media.persist(&[0..72, CHUNK_BYTES..CHUNK_BYTES + 6]).unwrap();
+            let mut back = [0; 3];
+            media.read(CHUNK_BYTES + 3, &mut back).unwrap();
+            assert_eq!(&back, b"abc");
+            assert_eq!(media.load_word(64).unwrap(), 0x0102_0304_0506_0708);
+        }
+    }
+
+    /// Stores whose persist has begun. The next step is its end.
+    type Begin = fn(&FileMedia, &mut Pending);
+
+    const BEGINNINGS: [(&str, Begin); 4] = [
+        ("a word", |media, pending| {
+            media.store_word(4096, 1).unwrap();
+            media.begin_persist(4096..4104, pending).unwrap();
+        }),
+        ("bytes in three lines", |media, pending| {
+            media.store(60, &[1; 70]).unwrap();
+            media.begin_persist(60..130, pending).unwrap();
+        }),
+        ("whole lines", |media, pending| media.store_bulk(8192, &[1; 4096], pending).unwrap()),
+        ("parts of lines", |media, pending| media.store_bulk(8, &[1; 4096], pending).unwrap()),
+    ];
+
+    #[test]
+    fn begun_persists_on_dax_are_durable_after_the_end() {
+        let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES).at_the_cost_of_dax();
+        for (what, begin) in BEGINNINGS {
+            let mut pending = Pending::default();
+            let begun = noted_in(|| begin(&media, &mut pending));
+            assert!(!not_durable(&begun).is_empty(), "{what}: the end has work to do");
+            let ended = noted_in(|| media.end_persist(&pending).unwrap());
+            let left = not_durable(&[begun, ended].concat());
+            assert!(left.is_empty(), "{what}: {left:x?}");
+        }
+        let stored = noted_in(|| {
+            media.store(60, &[1; 70]).unwrap();
+            media.store_word(4096, 1).unwrap();
+            media.persist(&[60..130, 4096..4104]).unwrap();
+        });
+        assert!(not_durable(&stored).is_empty(), "persisted at once: {stored:x?}");
+    }
+
+    /// If the process dies, stores to the caches remain. Stores that bypass them must be ordered
+    /// before later stores.
+    #[test]
+    fn end_of_a_persist_on_volatile_media_orders_non_temporal_stores() {
+        let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES);
+        assert_eq!(media.durability(), Durability::Volatile);
+        for (what, begin) in BEGINNINGS {
+            let mut pending = Pending::default();
+            let noted = noted_in(|| {
+                begin(&media, &mut pending);
+                media.end_persist(&pending).unwrap();
+            });
+            let streamed = noted.iter().rposition(|noted| matches!(noted, Noted::Streamed(_)));
+            let fenced = noted.iter().rposition(|noted| *noted == Noted::Fenced);
+            assert_eq!(streamed.is_some(), what == "whole lines", "{what}: {noted:x?}");
+            assert_eq!(fenced.is_some(), streamed.is_some(), "{what}: {noted:x?}");
+            assert!(fenced >= streamed, "{what}: {noted:x?}");
+        }
+    }
+
+    #[test]
+    fn only_erased_chunks_read_as_zeros() {
+        for folder in folders() {
+            let media = media_in(&folder, 3 * CHUNK_BYTES);
+            for chunk in 0..3 {
+                media.store(chunk * CHUNK_BYTES, &vec![0xaa; CHUNK_BYTES as usize]).unwrap();
+            }
+            erase(&media, CHUNK_BYTES..2 * CHUNK_BYTES).unwrap();
+            let mut back = vec![0; 3 * CHUNK_BYTES as usize];
+            media.read(0, &mut back).unwrap();
+            for (chunk, bytes) in back.chunks(CHUNK_BYTES as usize).enumerate() {
+                let expected = if chunk == 1 { 0 } else { 0xaa };
+                assert!(
+                    bytes.iter().all(|b| *b == expected),
+                    "chunk {chunk} in {}",
+                    folder.display()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn tmpfs_is_volatile_and_frees_erased_blocks() {
+        let media = media_in(Path::new("/dev/shm"), 2 * CHUNK_BYTES);
+        assert_eq!(media.durability(), Durability::Volatile);
+        media.store(0, &vec![1; 2 * CHUNK_BYTES as usize]).unwrap();
+        assert_eq!(media.file().metadata().unwrap().blocks() * 512, 2 * CHUNK_BYTES);
+        erase(&media, 0..CHUNK_BYTES).unwrap();
+        assert_eq!(media.file().metadata().unwrap().blocks() * 512, CHUNK_BYTES);
+    }
+
+    #[test]
+    fn file_on_disk_keeps_all_blocks_when_erased() {
+        let folder = std::env::current_dir().unwrap();
+        let media = media_in(&folder, 2 * CHUNK_BYTES);
+        if media.durability() != Durability::PageCache {
+            eprintln!("skipped: {} is {}", folder.display(), media.durability().name());
+            return;
+        }
+        erase(&media, 0..CHUNK_BYTES).unwrap();
+        assert!(media.file().metadata().unwrap().blocks() * 512 >= 2 * CHUNK_BYTES);
+    }
+
+    #[test]
+    fn media_grows_and_its_tail_can_be_cut() {
+        for folder in folders() {
+            let media = media_in(&folder, CHUNK_BYTES);
+            media.store_word(8, 7).unwrap();
+            let grown = media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap();
+            assert_eq!(grown.load_word(8).unwrap(), 7);
+            assert_eq!(grown.load_word(2 * CHUNK_BYTES).unwrap(), 0);
+            grown.store_word(2 * CHUNK_BYTES, 5).unwrap();
+            drop(grown);
+            media.cut_tail().unwrap();
+            assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
+            assert_eq!(
+                media
+                    .grown(3 * CHUNK_BYTES, &mut unheard)
+                    .unwrap()
+                    .load_word(2 * CHUNK_BYTES)
+                    .unwrap(),
+                0
+            );
+        }
+    }
+
+    #[test]
+    fn failed_flush_fails_for_all_media_with_the_same_open_file() {
+        let media = media_in(&std::env::current_dir().unwrap(), 2 * CHUNK_BYTES);
+        if media.durability() != Durability::PageCache {
+            eprintln!("skipped: the folder is {}", media.durability().name());
+            return;
+        }
+        let grown = media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap();
+        grown.persist_range(0..8).unwrap();
+        media.file().set_len(CHUNK_BYTES).unwrap();
+        media.persist_range(0..8).unwrap_err();
+        media.file().set_len(3 * CHUNK_BYTES).unwrap();
+        for media in [&media, &grown] {
+            assert!(matches!(media.persist_range(0..8), Err(MediaError::Io { .. })));
+        }
+    }
+
+    #[test]
+    fn media_beyond_the_address_space_is_refused_with_the_reason() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(MAX_MAPPED_BYTES + CHUNK_BYTES).unwrap();
+        let mapped = FileMedia::new(file.try_clone().unwrap(), MAX_MAPPED_BYTES, false);
+        drop(mapped.expect("a process can map the maximum"));
+        let error = FileMedia::new(file, MAX_MAPPED_BYTES + CHUNK_BYTES, false).err().unwrap();
+        let MediaError::Io { source, .. } = error else { panic!("{error}") };
+        assert!(source.to_string().contains("64 TiB"), "{source}");
+    }
+
+    #[test]
+    fn read_only_media_refuses_stores() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        allocate(&file, 0..CHUNK_BYTES, false, &mut unheard).unwrap();
+        let media = FileMedia::new(file, CHUNK_BYTES, false).unwrap();
+        assert!(matches!(media.store(0, &[1]), Err(MediaError::ReadOnly)));
+        assert!(matches!(media.store_word(0, 1), Err(MediaError::ReadOnly)));
+        assert!(matches!(erase(&media, 0..CHUNK_BYTES), Err(MediaError::ReadOnly)));
+        assert_eq!(media.load_word(0).unwrap(), 0);
+    }
+}

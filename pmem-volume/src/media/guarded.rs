@@ -345,7 +345,7 @@ fn install() {
     // SAFETY: a query, which fills the struct. It is zeroed, which is valid too.
     let previous = unsafe {
         let result = libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr());
-        assert_eq!(result, 0, "SIGBUS can be asked for");
+        assert_eq!(result, 0, "sigaction accepts SIGBUS");
         previous.assume_init()
     };
     PREVIOUS.set(previous).expect("installed once");
@@ -641,7 +641,7 @@ mod tests {
             // SAFETY: a system call with numbers.
             unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const none) };
             child();
-            panic!("the child was to end before");
+            panic!("the child did not end");
         }
         let mut command = Command::new(env::current_exe().unwrap());
         command.args(["--exact", &format!("media::guarded::tests::{name}")]).env(CHILD, "1");

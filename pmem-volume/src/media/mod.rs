@@ -76,11 +76,9 @@ impl Durability {
             Durability::DaxSync => {
                 "persistent memory, mapped synchronously: a fence makes stores durable"
             }
-            Durability::PageCache => {
-                "page cache of a disk: flushes are durable, and survive a loss of power"
-            }
+            Durability::PageCache => "page cache of a disk: flushed data survives a loss of power",
             Durability::Volatile => {
-                "volatile memory: survives the death of a process, not that of the host"
+                "volatile memory: survives a crash of the process, but not of the host"
             }
         }
     }
@@ -90,7 +88,7 @@ impl Durability {
 /// become durable line by line, or by themselves. The value stays with the thread, because a fence
 /// orders only the stores of its own thread.
 #[derive(Debug, Default)]
-#[must_use = "what is begun is durable once it has ended"]
+#[must_use = "stores are durable only after `end_persist`"]
 pub struct Pending {
     ranges: SmallVec<[Range<u64>; 4]>,
     _of_this_thread: PhantomData<*mut ()>,
@@ -124,7 +122,7 @@ pub enum MediaError {
     },
     #[error("the media is open for reading only")]
     ReadOnly,
-    #[error("the pool is read-only since an earlier failure ({cause})")]
+    #[error("the pool is read-only because of an earlier failure ({cause})")]
     Latched { cause: String },
 }
 

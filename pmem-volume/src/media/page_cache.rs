@@ -105,7 +105,7 @@ mod tests {
         let folder = std::env::current_dir().unwrap();
         let file = tempfile::tempfile_in(&folder).unwrap();
         if super::super::Place::of(&file).unwrap() != super::super::Place::Disk {
-            eprintln!("skipped: {} is on no disk", folder.display());
+            eprintln!("skipped: {} is not on a disk", folder.display());
             return;
         }
         let pages = 64;

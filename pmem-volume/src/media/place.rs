@@ -35,15 +35,15 @@ pub(crate) enum Place {
 /// Reason why media cannot be in a file or device.
 #[derive(Debug, Error)]
 pub(crate) enum PlaceError {
-    #[error("it is a character device of the kind `{subsystem}`, not of devdax")]
+    #[error("a character device of subsystem `{subsystem}` is not a devdax device")]
     NotDax { subsystem: String },
     #[error(
-        "it is a devdax device with an alignment of {align_bytes} bytes, more than the {CHUNK_BYTES} of a chunk"
+        "the alignment {align_bytes} of the devdax device exceeds the {CHUNK_BYTES} bytes of a chunk"
     )]
     Align { align_bytes: u64 },
-    #[error("it is neither a file nor a device")]
+    #[error("neither a file nor a device")]
     Other,
-    #[error("cannot look at {what}")]
+    #[error("cannot inspect {what}")]
     Io {
         what: String,
         #[source]
@@ -58,7 +58,7 @@ impl Place {
         let metadata = file.metadata().map_err(|e| unseen("it", e))?;
         let kind = metadata.file_type();
         if kind.is_file() {
-            let in_memory = is_in_memory(file).map_err(|e| unseen("its file system", e))?;
+            let in_memory = is_in_memory(file).map_err(|e| unseen("the file system", e))?;
             Ok(if in_memory { Place::Memory } else { Place::Disk })
         } else if kind.is_block_device() {
             let is_volatile = is_ram_disk(&sysfs_of("block", metadata.rdev()));

@@ -21,7 +21,7 @@ use super::MediaError;
 
 /// The kernel reported no error to this flush, but one to another flush.
 #[derive(Debug, Error)]
-#[error("another write to the file failed, and it may have been this one: {cause}")]
+#[error("another flush of the file failed, possibly because of this write: {cause}")]
 pub(super) struct Overlooked {
     cause: String,
 }
@@ -97,7 +97,7 @@ impl Drop for Ticket<'_> {
     }
 }
 
-const NO_PANIC: &str = "no code panics while it holds it";
+const NO_PANIC: &str = "no code panics while holding the lock";
 
 #[cfg(test)]
 mod tests {

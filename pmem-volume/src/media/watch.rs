@@ -35,7 +35,7 @@ pub trait OnPageLost: Send + Sync {
 
 /// The table of watched ranges is full.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("{RANGES_MAX} ranges of memory are watched for lost pages already")]
+#[error("{RANGES_MAX} memory ranges are already watched for lost pages, the maximum")]
 pub struct TooManyRanges;
 
 /// Watched range. Dropping it ends the watch.
@@ -381,7 +381,7 @@ mod tests {
             unsafe { pages.byte(page).write_volatile(7) };
         }
         pages.file.set_len(PAGE_BYTES as u64).unwrap();
-        assert_eq!(count(), 0, "nobody has touched it");
+        assert_eq!(count(), 0, "the page has not been accessed");
         for _ in 0..2 {
             // SAFETY: inside the mapping. The handler is under test.
             assert_eq!(unsafe { pages.byte(1).read_volatile() }, 0);
@@ -393,7 +393,7 @@ mod tests {
         assert_eq!(unsafe { pages.byte(3).read_volatile() }, 9);
         assert_eq!(count(), 2);
         // SAFETY: as above.
-        assert_eq!(unsafe { pages.byte(0).read_volatile() }, 7, "it is still there");
+        assert_eq!(unsafe { pages.byte(0).read_volatile() }, 7, "the page still exists");
         assert_eq!(others_lost.0.load(Ordering::Relaxed), 0);
     }
 
@@ -433,7 +433,7 @@ mod tests {
         assert!(error.to_string().contains("256"), "{error}");
         assert_eq!(Arc::strong_count(&lost), 1 + RANGES_MAX);
         drop(all);
-        assert_eq!(Arc::strong_count(&lost), 1, "what is not watched is not kept");
+        assert_eq!(Arc::strong_count(&lost), 1, "the watches hold no references");
     }
 
     #[test]

@@ -188,8 +188,7 @@ mod tests {
         zero_on_full(0..4096, read(0), |_, _| full()).unwrap();
         let error = zero_on_full(0..4096, read(7), |_, _| full()).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
-        zero_on_full(0..4096, |_, _| panic!("nobody looks at what was written"), |_, _| Ok(()))
-            .unwrap();
+        zero_on_full(0..4096, |_, _| panic!("the content is not verified"), |_, _| Ok(())).unwrap();
         let broken = |_: u64, _: &[u8]| Err(io::Error::from_raw_os_error(libc::EIO));
         zero_on_full(0..4096, read(0), broken).unwrap_err();
     }

@@ -73,7 +73,7 @@ impl Pool {
         let unnamed = Unnamed::in_folder_of(path, PRIVATE_MODE).map_err(|source| {
             PoolError::File { path: path.to_owned(), action: "create", source }
         })?;
-        let what = "there is nothing yet, and";
+        let what = "the pool will be a new file";
         let size_bytes = options
             .size_bytes
             .ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned(), what })?;
@@ -194,7 +194,7 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
             {
                 return Err(unknown_volumes(damage.to_string()));
             }
-            Some("there is a pool on it already, without volumes".to_owned())
+            Some("it already has a pool without volumes".to_owned())
         }
         Err(unreadable) => return Err(unknown_volumes(foreshore_types::chain(&unreadable))),
     };
@@ -231,7 +231,7 @@ pub(super) fn plan(
     let usable_bytes = size_bytes - u64::from(superblock.metadata_chunks()) * CHUNK_BYTES;
     if strg_bytes > usable_bytes {
         let rule = format!(
-            "is more than the {} that the pool can hold besides its own data",
+            "exceeds the maximum {}, which is the pool size less its metadata",
             Size(usable_bytes).rounded()
         );
         return size("STRG size", strg_bytes, rule);

@@ -21,78 +21,74 @@ use foreshore_types::size::Size;
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum PoolError {
-    #[error("pool {path}: there is no such file or device")]
+    #[error("pool {path}: no such file or device")]
     Missing { path: PathBuf },
-    #[error(
-        "pool {path}: the file exists already; a pool is only made where nothing is, so choose another name or remove it first"
-    )]
+    #[error("pool {path}: the file already exists; choose another name, or remove the file first")]
     AlreadyExists { path: PathBuf },
-    #[error("pool {path}: there is no folder {folder}; make it first, or look for its name")]
+    #[error("pool {path}: folder {folder} does not exist; create it first, or correct the path")]
     NoFolder { path: PathBuf, folder: PathBuf },
     #[error(
-        "pool {path}: there is no such device, and no pool is made as a file in /dev; look for the name with `lsblk` or `ndctl list`"
+        "pool {path}: no such device, and a pool file cannot be in /dev; list the devices with `lsblk` or `ndctl list`"
     )]
     NoDevice { path: PathBuf },
     #[error(
-        "pool {path}: it is {kind}, and a pool lies in a regular file, on a block device or on a devdax device"
+        "pool {path}: {kind} cannot hold a pool; use a regular file, a block device or a devdax device"
     )]
     NotAFile { path: PathBuf, kind: &'static str },
     #[error(
-        "pool {path}: it is a character device of the kind `{subsystem}`; of character devices, only devdax (/dev/dax0.0) can hold a pool"
+        "pool {path}: a character device of subsystem `{subsystem}` cannot hold a pool; use a devdax device, such as /dev/dax0.0"
     )]
     NotDax { path: PathBuf, subsystem: String },
     #[error(
-        "pool {path}: it is a devdax device that maps in pages of {} only, and a pool lends pieces of 2 MiB; make its namespace anew with `ndctl create-namespace --mode devdax --align 2M`",
+        "pool {path}: the alignment {} of the devdax device exceeds the maximum 2 MiB; create its namespace again with `ndctl create-namespace --mode devdax --align 2M`",
         Size(*align_bytes).rounded()
     )]
     DaxAlign { path: PathBuf, align_bytes: u64 },
     #[error("pool {path}: the device is in use: {by}")]
     DeviceInUse { path: PathBuf, by: String },
-    #[error(
-        "pool {path}: the device is read-only (`blockdev --getro`), and this would write to it"
-    )]
+    #[error("pool {path}: the device is read-only (`blockdev --getro`) and cannot be changed")]
     DeviceReadOnly { path: PathBuf },
     #[error("pool {path}: the device is not empty: {found}")]
     DeviceNotEmpty { path: PathBuf, found: String },
-    #[error("pool {path}: the part of the device that it would grow into is not empty: {found}")]
+    #[error("pool {path}: the part of the device after the pool is not empty: {found}")]
     DeviceGrowthNotEmpty { path: PathBuf, found: String },
     #[error(
-        "pool {path}: there is a pool on the device already, with the volumes {}; delete them first if nobody needs them",
+        "pool {path}: the device already has a pool with the volumes {}; delete the volumes first if they are not needed",
         few(volumes)
     )]
     DeviceHasVolumes { path: PathBuf, volumes: Vec<String> },
     #[error(
-        "pool {path}: there is a pool on the device already, and it may have volumes that cannot be seen ({reason}). To give it up for good, zero the first 2 MiB of the device yourself"
+        "pool {path}: the device already has a pool, which may have volumes that cannot be read ({reason}). To discard the pool, zero the first 2 MiB of the device"
     )]
     DeviceUnknownVolumes { path: PathBuf, reason: String },
     #[error(
-        "pool {path}: {} are needed and the device has {}; choose a smaller size, or none for all of the device",
+        "pool {path} needs {} but the device has {}; choose a smaller size, or omit it to use all of the device",
         Size(*needed_bytes).rounded(),
         Size(*device_bytes).rounded()
     )]
     DeviceTooSmall { path: PathBuf, needed_bytes: u64, device_bytes: u64 },
-    #[error("pool {path}: {what} a file needs a size; only a device has one already")]
+    #[error("pool {path}: {what}, so a size is required")]
     SizeNeeded { path: PathBuf, what: &'static str },
     #[error(
-        "pool {path}: it has all of the device, and the device has not grown ({}); enlarge that first",
+        "pool {path} already uses all of the device ({}); enlarge the device first",
         Size(*device_bytes).rounded()
     )]
     DeviceNotGrown { path: PathBuf, device_bytes: u64 },
     #[error(
-        "pool {path}: it is a device, and only a file can be thin: a device has all of its blocks already"
+        "pool {path}: a pool on a device cannot be thin, because a device has all of its blocks"
     )]
     ThinDevice { path: PathBuf },
-    #[error("pool {path}: cannot {action} it")]
+    #[error("cannot {action} pool {path}")]
     File {
         path: PathBuf,
         action: &'static str,
         #[source]
         source: io::Error,
     },
-    #[error("pool {path}: it is not a pool: {found}; nothing was changed")]
+    #[error("{path} is not a pool: {found}; nothing was changed")]
     NotAPool { path: PathBuf, found: String },
     #[error(
-        "pool {path}: it was a pool: its volume table is there, and both superblocks are gone; nothing was changed. Nothing says how large it was, so it cannot be mended: restore it from a copy, and make no new one over it as long as it matters"
+        "pool {path}: both superblocks are lost, although a volume table exists; nothing was changed. The pool cannot be repaired, because its size is unknown: restore it from a copy, and do not create a new pool in its place while its data matters"
     )]
     SuperblocksGone { path: PathBuf },
     #[error(
@@ -100,7 +96,7 @@ pub enum PoolError {
     )]
     SuperblocksDamaged { path: PathBuf },
     #[error(
-        "pool {path}: the superblock passes its checksum and makes no sense; nothing was changed. Restore the pool from a copy, or use the program that wrote it"
+        "pool {path}: the superblock has a correct checksum but invalid content; nothing was changed. Restore the pool from a copy, or use the program that wrote it"
     )]
     SuperblockInvalid {
         path: PathBuf,
@@ -108,39 +104,39 @@ pub enum PoolError {
         source: SuperblockError,
     },
     #[error(
-        "pool {path}: it has format version {version}, and this program knows version {supported}; nothing was changed. {}",
+        "pool {path} has format version {version}, but this program supports version {supported}; nothing was changed. {}",
         version_advice(*version, *supported)
     )]
     Version { path: PathBuf, version: u32, supported: u32 },
     #[error(
-        "pool {path}: it uses features {features:#x} that this program does not know{hint}; nothing was changed. Use a newer program"
+        "pool {path} uses features {features:#x}, which this program does not support{hint}; nothing was changed. Use a newer program"
     )]
     Features { path: PathBuf, features: u64, hint: &'static str },
     #[error(
-        "pool {path}: it has {file_bytes} bytes and the pool {pool_bytes} ({}): it was cut short; nothing was changed. Restore the pool from a copy; or, to save what is left, make it {} again (a file: `truncate -s {pool_bytes} {path}`), then check it",
+        "pool {path} has {file_bytes} bytes instead of {pool_bytes} ({}), so it was cut short; nothing was changed. Restore the pool from a copy; or, to save the remaining data, extend it to {} (a file: `truncate -s {pool_bytes} {path}`), then check it",
         Size(*pool_bytes).rounded(), Size(*pool_bytes).rounded()
     )]
     Truncated { path: PathBuf, file_bytes: u64, pool_bytes: u64 },
     #[error(
-        "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}; nothing was changed. Cut it with `truncate -s {pool_bytes} {path}`: what lies behind the pool's end is lost then"
+        "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}; nothing was changed. Truncate the file with `truncate -s {pool_bytes} {path}`, which discards the data after the pool's end"
     )]
     Enlarged { path: PathBuf, file_bytes: u64, pool_bytes: u64 },
-    #[error("pool {path}: it is in use by {holder}; end that first")]
+    #[error("pool {path} is in use by {holder}; stop it first")]
     InUse { path: PathBuf, holder: Holder },
     #[error(
-        "pool {path}: {first} ({count} finding(s) in all); nothing was changed. A check lists them, and a repair mends them where possible"
+        "pool {path}: {first} ({count} finding(s) in total); nothing was changed. A check lists the findings, and a repair corrects them if possible"
     )]
     Damaged { path: PathBuf, first: Box<Finding>, count: usize },
     #[error("{what} {value} ({}) {rule}", Size(*value).rounded())]
     Size { what: &'static str, value: u64, rule: String },
     /// A raw volume shrinks only if the caller allows it.
     #[error(
-        "volume size {size_bytes} ({}) is less than the {} that the volume has: the data behind it would be erased",
+        "volume size {size_bytes} ({}) is less than the current {}: a shrink erases the data after the new end",
         Size(*size_bytes).rounded(), Size(*has_bytes).rounded()
     )]
     ShrinkRefused { size_bytes: u64, has_bytes: u64 },
     #[error(
-        "pool {path}: {} are needed and the file system has {} free; make room there, or choose a smaller size or another file system",
+        "pool {path} needs {} but the file system has {} free; free more space there, or choose a smaller size or another file system",
         Size(*needed_bytes).rounded(),
         Size(*free_bytes).rounded()
     )]
@@ -148,9 +144,7 @@ pub enum PoolError {
     /// The pool cannot be opened for writing, because its file lacks blocks and the allocation of
     /// new ones has failed.
     #[error(
-        "pool {path}: its file has lost {} of its {} on the file system, as after a sparse copy or `fallocate --dig-holes`, and a \
-         store there would end its user; the file system has {} free: make room there, or copy the pool to where \
-         there is room",
+        "pool {path}: the file lacks {} of its {} on the file system, as after a sparse copy or `fallocate --dig-holes`, and a store there would kill the process; the file system has {} free: free more space there, or copy the pool to a file system with more space",
         Size(*lacking_bytes).rounded(), Size(*size_bytes).rounded(), Size(*free_bytes).rounded()
     )]
     BlocksLost {
@@ -161,12 +155,11 @@ pub enum PoolError {
         source: io::Error,
     },
     #[error(
-        "pool {path}: its file has lost {} of its {} on the file system, as after a sparse copy, and the file system cannot give \
-         them back; copy the pool with `cp --sparse=never --reflink=never`, and use the copy",
+        "pool {path}: the file lacks {} of its {} on the file system, as after a sparse copy, and the file system cannot allocate them; copy the pool with `cp --sparse=never --reflink=never`, and use the copy",
         Size(*lacking_bytes).rounded(), Size(*size_bytes).rounded()
     )]
     BlocksNotTaken { path: PathBuf, lacking_bytes: u64, size_bytes: u64 },
-    #[error("The thread that erases what is given back cannot be started")]
+    #[error("cannot start the thread that erases freed chunks")]
     Scrubber(#[source] io::Error),
     #[error(
         "the pool is full: {}{}",
@@ -183,41 +176,41 @@ pub enum PoolError {
     /// The requested name is invalid.
     #[error(transparent)]
     Name(#[from] NameError),
-    #[error("volume {name:?} exists already; choose another name, or delete it first")]
+    #[error("volume {name:?} already exists; choose another name, or delete it first")]
     VolumeExists { name: String },
-    #[error("volume {name:?}: that is its name already")]
+    #[error("volume {name:?} already has that name")]
     SameName { name: String },
-    #[error("there is no volume {name:?} in the pool{}", known_text(known))]
+    #[error("no such volume: {name:?}; {}", known_text(known))]
     NoSuchVolume { name: String, known: Vec<String> },
     /// Another handle in this process has the volume open.
-    #[error("volume {name:?} is in use; end what uses it first")]
+    #[error("volume {name:?} is in use; stop its user first")]
     VolumeInUse { name: String },
     /// The volume has unexpected holes or an unsupported format.
     #[error("volume {name:?} cannot be used: {reason}")]
     VolumeUnusable { name: String, reason: String },
-    #[error("volume {name:?} is raw: it has no BTT, and no sectors")]
+    #[error("volume {name:?} is raw: it has no BTT and no sectors")]
     NotBtt { name: String },
     #[error(
-        "volume {name:?} is a part of one that was split, which did not finish; the next who opens the pool for writing finishes it"
+        "volume {name:?} is part of an unfinished split; the next open of the pool for writing completes it"
     )]
     VolumeUnfinished { name: String },
-    #[error("volume {name:?} cannot be split: {reason}")]
+    #[error("cannot split volume {name:?}: {reason}")]
     Split { name: String, reason: SplitError },
-    #[error("volume {name:?} lacks nothing, so it is not given up")]
+    #[error("volume {name:?} has all of its chunks, so it is not discarded")]
     VolumeLacksNothing { name: String },
-    #[error("the pool has room for {limit} volumes and has that many; delete one first")]
+    #[error("the pool already has {limit} volumes, the maximum; delete one first")]
     NoVolumeSlot { limit: u32 },
     #[error("extent {extent} is not lent as memory")]
     NotLent { extent: Extent },
-    #[error("pool {path}: it is open for reading only, and this would change it")]
+    #[error("pool {path} is open for reading only, so it cannot be changed")]
     ReadOnly { path: PathBuf },
     /// An earlier store or persist failed, so it is unknown which writes are durable.
-    #[error("pool {path}: read-only since a write to it failed ({cause}); open it again to go on")]
+    #[error("pool {path} is read-only because a write failed ({cause}); open it again to continue")]
     Latched { path: PathBuf, cause: String },
     #[error("the pool's media failed; the pool is read-only until it is opened again")]
     Media(#[from] MediaError),
     #[error(
-        "the pool's log has {log_bytes} bytes, and the operation needs {needed_bytes}; make a new volume instead"
+        "the pool's log has {log_bytes} bytes, but the operation needs {needed_bytes}; create a new volume instead"
     )]
     LogTooSmall { log_bytes: u64, needed_bytes: u64 },
     /// The volume's BTT cannot grow to the requested size.
@@ -234,12 +227,12 @@ pub enum PoolError {
 pub enum SplitError {
     #[error("a split needs at least 2 parts, not {count}")]
     TooFew { count: usize },
-    #[error("two parts are to have the name {name:?}")]
+    #[error("two parts have the name {name:?}")]
     NameTwice { name: String },
-    #[error("only one part can have the rest, and {first:?} and {second:?} are to")]
+    #[error("only one part can have the rest, not both {first:?} and {second:?}")]
     RestTwice { first: String, second: String },
     #[error(
-        "its parts have {parts_bytes} bytes ({}) together, and it has {volume_bytes} ({}); one of them may have the rest",
+        "the parts have {parts_bytes} bytes ({}) in total, but the volume has {volume_bytes} ({}); one part may have the rest",
         Size(*parts_bytes).rounded(), Size(*volume_bytes).rounded()
     )]
     Sum { parts_bytes: u64, volume_bytes: u64 },
@@ -247,21 +240,21 @@ pub enum SplitError {
     NoRest { name: String, parts_bytes: u64 },
     #[error("part {name:?}: {reason}")]
     Size { name: String, reason: String },
-    #[error("it holds data, and a BTT cannot be cut: its parts would be empty")]
+    #[error("the volume holds data, and a BTT cannot be cut: its parts would be empty")]
     HoldsData,
 }
 
 fn version_advice(version: u32, supported: u32) -> &'static str {
     match version > supported {
-        true => "Use a newer program: at least the one that made it",
-        false => "Use the older program that made it, and copy its volumes to a new pool",
+        true => "Use a newer program, at least the one that created the pool",
+        false => "Use the older program that created the pool, and copy its volumes to a new pool",
     }
 }
 
 fn reserved_text(reserved_bytes: u64) -> String {
     match reserved_bytes {
         0 => String::new(),
-        bytes => format!(", of which {} are kept for volumes (STRG)", Size(bytes).rounded()),
+        bytes => format!(", of which {} are reserved for volumes (STRG)", Size(bytes).rounded()),
     }
 }
 
@@ -269,7 +262,7 @@ fn full_text(requested_bytes: u64, free_bytes: u64) -> String {
     match requested_bytes {
         0 => "nothing is free".to_owned(),
         bytes => {
-            format!("{} asked for, {} free", Size(bytes).rounded(), Size(free_bytes).rounded())
+            format!("{} requested, {} free", Size(bytes).rounded(), Size(free_bytes).rounded())
         }
     }
 }
@@ -288,9 +281,9 @@ fn few(names: &[String]) -> String {
 fn known_text(known: &[String]) -> String {
     let quoted: Vec<_> = known.iter().map(|name| format!("{name:?}")).collect();
     if known.is_empty() {
-        ": it has none".to_owned()
+        "the pool has no volumes".to_owned()
     } else {
-        format!("; its volumes: {}", few(&quoted))
+        format!("existing volumes: {}", few(&quoted))
     }
 }
 
@@ -304,7 +297,7 @@ mod tests {
         let known = names.clone();
         let text = PoolError::NoSuchVolume { name: "w".to_owned(), known }.to_string();
         let few = r#""v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7" and 992 more"#;
-        assert_eq!(text, format!("there is no volume \"w\" in the pool; its volumes: {few}"));
+        assert_eq!(text, format!("no such volume: \"w\"; existing volumes: {few}"));
         let text = PoolError::DeviceHasVolumes { path: "p".into(), volumes: names[..2].to_vec() }
             .to_string();
         assert!(text.contains("the volumes v0, v1;"), "{text}");
@@ -316,10 +309,10 @@ mod tests {
         let text =
             PoolError::Truncated { path: path.clone(), file_bytes: 4096, pool_bytes }.to_string();
         assert!(
-            text.contains("make it 64 MiB again (a file: `truncate -s 67108864 /pm/pool`)"),
+            text.contains("extend it to 64 MiB (a file: `truncate -s 67108864 /pm/pool`)"),
             "{text}"
         );
         let text = PoolError::Enlarged { path, file_bytes: 1 << 30, pool_bytes }.to_string();
-        assert!(text.contains("`truncate -s 67108864 /pm/pool`: what lies behind"), "{text}");
+        assert!(text.contains("`truncate -s 67108864 /pm/pool`, which discards"), "{text}");
     }
 }

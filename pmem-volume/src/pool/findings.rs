@@ -40,34 +40,34 @@ impl Severity {
 pub enum Finding {
     #[error("superblock {copy} is damaged; the other one is used")]
     SuperblockCopy { copy: usize },
-    #[error("superblock {copy} is older than the other one: a crash came between the two")]
+    #[error(
+        "superblock {copy} is older than the other one, because of a crash between their updates"
+    )]
     SuperblockStale { copy: usize },
-    #[error("growing the pool to {} did not finish; the next open cuts the file to the pool's size", Size(*to_bytes).rounded())]
+    #[error("growth of the pool to {} did not finish; the next open truncates the file to the pool's size", Size(*to_bytes).rounded())]
     GrowthUnfinished { to_bytes: u64 },
     #[error("copy {copy} of volume record {slot} is damaged; the other one is used")]
     VolumeRecordCopy { slot: u16, copy: usize },
     #[error(
-        "copy {copy} of volume record {slot} is older than the other one: a crash came between the two"
+        "copy {copy} of volume record {slot} is older than the other one, because of a crash between their updates"
     )]
     VolumeRecordStale { slot: u16, copy: usize },
     #[error("both copies of volume record {slot} are damaged")]
     VolumeRecordLost { slot: u16 },
-    #[error("volume record {slot} makes no sense: {reason}")]
+    #[error("volume record {slot} is invalid: {reason}")]
     VolumeRecordInvalid { slot: u16, reason: String },
     #[error("two volumes have the name {name:?}")]
     VolumeNameTwice { name: String },
-    #[error(
-        "volume {name:?} is a part of one that was split, which did not finish; the next open finishes it"
-    )]
+    #[error("volume {name:?} is part of an unfinished split; the next open completes it")]
     SplitUnfinished { name: String },
     #[error("the owner word of chunk {chunk} is damaged ({word:#018x})")]
     OwnerWord { chunk: ChunkId, word: u64 },
-    #[error("the wear count of chunk {chunk} is damaged ({word:#018x}); it starts anew")]
+    #[error("the wear count of chunk {chunk} is damaged ({word:#018x}); it restarts at 0")]
     WearWord { chunk: ChunkId, word: u64 },
     /// Findings of one severity beyond those that are listed.
-    #[error("{count} more like these are not listed")]
+    #[error("{count} more findings of this severity are not listed")]
     More { severity: Severity, count: u64 },
-    #[error("chunk {chunk} belongs to a volume in slot {slot}, and the pool has {slots} slots")]
+    #[error("chunk {chunk} belongs to a volume in slot {slot}, but the pool has {slots} slots")]
     SlotOutside { chunk: ChunkId, slot: u16, slots: u32 },
     #[error("chunk {chunk} holds the pool's own data but is marked as {marked}")]
     MetadataTaken { chunk: ChunkId, marked: String },
@@ -80,35 +80,28 @@ pub enum Finding {
     )]
     IndexMissing { name: String, missing: u32, chunks: u32, first_index: u32 },
     #[error(
-        "free chunk {chunk} holds data of an earlier owner, which its next owner could read; a repair erases it unless a volume may lack it"
+        "free chunk {chunk} holds data of an earlier owner, which the next owner could read; a repair erases it unless a volume may lack it"
     )]
     NotErased { chunk: ChunkId },
     /// The file lacks blocks of its file system. The next open for writing allocates them or fails.
     #[error(
-        "the file has lost blocks: {} of it are holes, and {} are shared with a clone, as after a sparse copy, \
-         `fallocate --dig-holes` or `cp --reflink`; the next program that opens the pool for writing takes new ones if the \
-         file system has room",
+        "the file lacks blocks: {} of it are holes, and {} are shared with a clone, as after a sparse copy, `fallocate --dig-holes` or `cp --reflink`; the next open for writing allocates new blocks if the file system has space",
         Size(*hole_bytes).rounded(), Size(*shared_bytes).rounded()
     )]
     BlocksLost { hole_bytes: u64, shared_bytes: u64 },
     #[error(
-        "the file system is {file_system}, which writes changed blocks to a new place: when it is full, a store is a SIGBUS, and \
-         a guest's vCPU stops; create the pool in a folder with `chattr +C` (btrfs), or on ext4 or XFS"
+        "the file system is {file_system}, which is copy-on-write: when it is full, a store raises SIGBUS and stops a guest's vCPU; create the pool in a folder with `chattr +C` (btrfs), or on ext4 or XFS"
     )]
     CopyOnWrite { file_system: &'static str },
     #[error("the log holds a committed transaction of {entries} word(s); the next open redoes it")]
     LogPending { entries: usize },
     #[error("the log is damaged: {reason}")]
     LogDamaged { reason: &'static str },
-    #[error(
-        "{chunks} chunk(s) are still marked as lent memory; they are erased before they are used again"
-    )]
+    #[error("{chunks} chunk(s) are still marked as lent memory; they are erased before reuse")]
     StillLent { chunks: u32 },
-    #[error("{chunks} chunk(s) wait to be erased; they are before they are used again")]
+    #[error("{chunks} chunk(s) wait to be erased, which happens before reuse")]
     Unscrubbed { chunks: u32 },
-    #[error(
-        "{chunks} chunk(s) are left over from an operation that did not finish; they are erased before they are used again"
-    )]
+    #[error("{chunks} chunk(s) remain from an unfinished operation; they are erased before reuse")]
     Leftover { chunks: u32 },
 }
 

@@ -24,7 +24,7 @@ impl fmt::Display for Holder {
         match (&self.pid, &self.program) {
             (Some(pid), Some(program)) => write!(f, "process {pid} ({program})"),
             (Some(pid), None) => write!(f, "process {pid}"),
-            (None, _) => f.write_str("a process that is not visible from here"),
+            (None, _) => f.write_str("a process that is not visible in this PID namespace"),
         }
     }
 }

@@ -466,8 +466,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect(NO_PANIC)
 }
 
-const NO_PANIC: &str = "no code panics while it holds the pool's state";
-const HELD: &str = "a guard that does not wait holds the state";
+const NO_PANIC: &str = "no code panics while holding the pool's state";
+const HELD: &str = "a guard outside a wait holds the state";
 
 impl<M: Media> Drop for Pool<M> {
     fn drop(&mut self) {

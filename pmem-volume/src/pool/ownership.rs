@@ -139,7 +139,7 @@ pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Optio
     Ok(match found {
         Some(Mark::Disk) if !is_empty => Some("the data of a guest's disk"),
         Some(Mark::Pool) if !is_empty => Some("the data of a pool"),
-        Some(Mark::Unknown) => Some("data that another release of Foreshore has marked"),
+        Some(Mark::Unknown) => Some("data marked by another release of Foreshore"),
         _ => None,
     })
 }
@@ -256,7 +256,7 @@ mod tests {
                     assert_eq!(content(len, &sample), Some(format.name()), "{sample:x?}");
                     if sample.len() > 1 {
                         let text = [(0, &[b'a'; 4096][..]), sample[0]];
-                        assert_eq!(content(len, &text), None, "text is taken for {sample:x?}");
+                        assert_eq!(content(len, &text), None, "text is identified as {sample:x?}");
                     }
                 }
             }
@@ -301,7 +301,7 @@ mod tests {
         set_unknown(file.as_file(), b"volume");
         for mark in [Mark::Output, Mark::Memory] {
             let lost = content_lost_to(mark, file.as_file(), file.path()).unwrap();
-            assert_eq!(lost, Some("data that another release of Foreshore has marked"));
+            assert_eq!(lost, Some("data marked by another release of Foreshore"));
         }
     }
 

@@ -66,7 +66,7 @@ pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogStat
     }
     let count = header.entries.get();
     if count > (superblock.log_bytes - HEADER_BYTES) / ENTRY_BYTES {
-        return Ok(LogState::Damaged("it has more entries than there is room for"));
+        return Ok(LogState::Damaged("it has more entries than fit"));
     }
     let mut bytes = vec![0; (count * ENTRY_BYTES) as usize];
     media.read(superblock.log_offset + HEADER_BYTES, &mut bytes)?;
@@ -78,7 +78,7 @@ pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogStat
     }
     for entry in entries {
         if !is_allowed(media, superblock, entry.offset.get())? {
-            return Ok(LogState::Damaged("it stores outside the tables and the volumes"));
+            return Ok(LogState::Damaged("an entry stores outside the tables and the volumes"));
         }
     }
     Ok(LogState::Committed(entries.to_vec()))
@@ -215,7 +215,7 @@ pub(crate) fn commit(
     let log = superblock.log_offset;
     let entries_at = log + size_of::<LogHeaderBytes>() as u64;
     let end = entries_at + entries.as_bytes().len() as u64;
-    assert!(end <= log + superblock.log_bytes, "the caller checked that there is room");
+    assert!(end <= log + superblock.log_bytes, "the caller checked that the entries fit");
     media.store(entries_at, entries.as_bytes())?;
     media.store(log, LogHeaderBytes { commit: 0.into(), ..header.clone() }.as_bytes())?;
     media.persist_range(log..end)?;

@@ -31,4 +31,4 @@ impl FailedBlocks {
     }
 }
 
-const NO_PANIC: &str = "no code panics while it holds the list of failed blocks";
+const NO_PANIC: &str = "no code panics while holding the list of failed blocks";

@@ -92,7 +92,7 @@ pub enum Fault {
     #[error("{0}")]
     Unreadable(Finding),
     /// A store or persist failed.
-    #[error("the media failed before ({0})")]
+    #[error("the media failed earlier ({0})")]
     Media(String),
 }
 
@@ -101,20 +101,20 @@ pub enum Fault {
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum EngineError {
     /// There is no BTT, or its first arena is lost, so the size of a sector is unknown.
-    #[error("arena 0, at {start_bytes:#x}: neither info block is whole ({why})")]
+    #[error("arena 0, at {start_bytes:#x}: neither info block is intact ({why})")]
     NoBtt { start_bytes: u64, why: InfoError },
-    #[error("its sectors have {sector_bytes} bytes; 512 and 4096 are served")]
+    #[error("sector size {sector_bytes} is not supported; supported sizes are 512 and 4096")]
     SectorSize { sector_bytes: u32 },
     /// An arena is missing, and the arenas behind it cannot be found, because a guest's data may
     /// look like an arena.
     #[error(
-        "arena {arena}, at {start_bytes:#x}, is missing ({why}), and its end is unknown, so the numbers of the sectors behind it are unknown too. Sectors in front of it can be read"
+        "arena {arena}, at {start_bytes:#x}, is missing ({why}). Its end is unknown, and so are the numbers of the sectors after it. Sectors before it can be read"
     )]
     Ambiguous { arena: usize, start_bytes: u64, why: InfoError },
     /// More arenas than any volume needs. Each uses memory.
-    #[error("there are more than {MAX_ARENAS} arenas")]
+    #[error("the BTT has more than {MAX_ARENAS} arenas, the maximum")]
     Arenas,
-    #[error("sectors {first} to {} are not inside the volume, which has {sectors}", end.saturating_sub(1))]
+    #[error("sectors {first} to {} are outside the volume, which has {sectors}", end.saturating_sub(1))]
     Outside {
         first: u64,
         /// First sector behind the range.
@@ -131,10 +131,10 @@ pub enum EngineError {
     /// The last write of the sector is unknown. Its arena is read-only.
     #[error("sector {sector} is not recovered: a part of the map could not be read")]
     SectorNotRecovered { sector: u64 },
-    #[error("arena {arena} is missing: neither info block is whole ({why})")]
+    #[error("arena {arena} is missing: neither info block is intact ({why})")]
     Missing { arena: usize, why: InfoError },
     /// The sector cannot be read. It can be written.
-    #[error("sector {sector} is in error: what it held is lost")]
+    #[error("sector {sector} is marked as failed: its content is lost")]
     Sector { sector: u64 },
     /// The media under the sector failed. The sector can be written.
     #[error("sector {sector} cannot be read")]
@@ -216,7 +216,7 @@ impl<S: Media> Engine<S> {
             Err(missing) => {
                 let sectors = missing
                     .sectors(self.sector_bytes)
-                    .expect("it was checked that its end is known");
+                    .expect("the end of the arena was checked to be known");
                 let Missing { start_bytes, why, .. } = missing;
                 Place::Missing { arena, start_bytes, first_sector, sectors, why }
             }
@@ -430,7 +430,7 @@ impl Place {
                 sectors,
                 uuid: None,
                 source: None,
-                read_only: Some(format!("neither info block is whole ({why})")),
+                read_only: Some(format!("neither info block is intact ({why})")),
             },
         }
     }

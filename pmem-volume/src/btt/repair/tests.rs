@@ -58,18 +58,22 @@ fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>
     let repair = plan(media, give_up);
     repair.carry_out(media).unwrap();
     let found = check(media);
-    assert_eq!(format!("{found:?}"), format!("{:?}", repair.after), "it is not what was said");
+    assert_eq!(
+        format!("{found:?}"),
+        format!("{:?}", repair.after),
+        "the repair differs from its plan"
+    );
     let after = sectors(media);
     for (sector, bytes) in right.iter().filter(|(sector, bytes)| before.get(sector) == Some(bytes))
     {
         if give_up == GiveUp::Nothing {
             assert!(
                 after.get(sector) == Some(bytes),
-                "sector L{sector} was right, and is not: {repair:?}"
+                "the repair damaged sector L{sector}: {repair:?}"
             );
         }
     }
-    assert!(plan(media, give_up).mendings.is_empty(), "a second repair would go on");
+    assert!(plan(media, give_up).mendings.is_empty(), "a second repair changes more");
     repair
 }
 
@@ -433,7 +437,7 @@ fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Resul
                 .iter()
                 .find(|(sector, bytes)| **sector != 20 && read.get(sector) != Some(bytes));
             if let Some((sector, _)) = wrong {
-                return Err(failed(format!("sector L{sector} is not what it was")));
+                return Err(failed(format!("sector L{sector} has changed")));
             }
             // The sector may be restored, but only with its own content.
             if read.get(&20).is_some_and(|bytes| *bytes != right[&20]) {
@@ -466,7 +470,7 @@ fn repair_of_a_lane_in_one_phase_is_detected() {
     }
     space.record();
     repair.carry_out(&space).unwrap();
-    verify_points(&space.take_points(), &right).expect_err("the wrong order went unnoticed");
+    verify_points(&space.take_points(), &right).expect_err("the wrong order was not detected");
 }
 
 /// Writes a sector twice, kills the process at each persist, and damages the lanes that wrote.
@@ -529,7 +533,7 @@ fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, Strin
                 .into_iter()
                 .find(|(sector, bytes)| *sector != 12 && *bytes != right[sector]);
             if let Some((sector, _)) = wrong {
-                return Err(format!("killed at {number}: sector L{sector} is not what it was"));
+                return Err(format!("killed at {number}: sector L{sector} has changed"));
             }
         }
     }
@@ -547,5 +551,5 @@ fn repair_based_on_volatile_metadata_is_detected() {
     let found = survive_kills(|repair, space| {
         repair.mendings.iter().try_for_each(|mending| mending.carry_out(space)).unwrap();
     });
-    found.expect_err("it went unnoticed");
+    found.expect_err("it was not detected");
 }

@@ -194,7 +194,7 @@ impl Buddy {
         let end = run.start.0 + run.chunks;
         let mut at = run.start.0;
         while at < end {
-            let around = self.around(at).expect("the caller saw that the run is free");
+            let around = self.around(at).expect("the caller checked that the run is free");
             self.remove(around);
             self.free_chunks -= around.chunks();
             let around_end = around.start.0 + around.chunks();
@@ -243,19 +243,20 @@ impl Buddy {
     fn take(&mut self, wanted: u8, placement: Placement) -> Extent {
         let source = self.source(wanted);
         let set = &self.by_wear[usize::from(source)];
-        let (level, lowest) = level_and_start(*set.first().expect("the source has one"));
+        let (level, lowest) =
+            level_and_start(*set.first().expect("the source order has a free extent"));
         let start = match placement {
             Placement::Low => lowest,
             Placement::High => {
                 level_and_start(
-                    *set.range(..=key(level, u32::MAX)).next_back().expect("one at least"),
+                    *set.range(..=key(level, u32::MAX)).next_back().expect("the set is not empty"),
                 )
                 .1
             }
         };
         let mut extent = Extent { start: ChunkId(start), order: source };
         let removed = self.remove(extent);
-        assert!(removed, "what is listed by wear is free");
+        assert!(removed, "an extent in the wear index is free");
         while extent.order > wanted {
             // Halve the extent and keep the less worn half, or of equal halves the one at the end
             // that `placement` selects.
@@ -332,7 +333,7 @@ mod tests {
         fn set(&mut self, extent: Extent, free: bool) {
             for id in extent.run().ids() {
                 let flag = &mut self.free[id.0 as usize];
-                assert_ne!(*flag, free, "{id} changes to what it was");
+                assert_ne!(*flag, free, "{id} does not change");
                 *flag = free;
             }
         }
@@ -396,7 +397,7 @@ mod tests {
                 assert_eq!(
                     runs.len() == 1,
                     chunks <= model.longest_run(),
-                    "one piece if there is one"
+                    "one extent if available"
                 );
                 let extents: Vec<_> = runs.iter().flat_map(|run| run.extents()).collect();
                 extents.iter().for_each(|e| model.set(*e, false));
@@ -440,7 +441,7 @@ mod tests {
             }
             let mut whole = Buddy::default();
             whole.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
-            prop_assert!(buddy.free_extents().eq(whole.free_extents()), "everything given back merges to what was there at first");
+            prop_assert!(buddy.free_extents().eq(whole.free_extents()), "after all chunks are freed, the initial extents are restored");
         }
     }
 

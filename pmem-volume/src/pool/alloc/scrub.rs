@@ -98,7 +98,7 @@ impl<M: Media> Pool<M> {
         mut state: StateGuard<'a>,
         missing: u32,
     ) -> Result<StateGuard<'a>, PoolError> {
-        assert!(0 < missing && missing <= state.scrub.pending(), "there is nothing to wait for");
+        assert!(0 < missing && missing <= state.scrub.pending(), "an erasure is in flight");
         let not_in_flight = missing.saturating_sub(state.scrub.in_flight());
         let batch = state.scrub.take(not_in_flight.min(AWAITED_BATCH_CHUNKS));
         if batch.is_empty() {

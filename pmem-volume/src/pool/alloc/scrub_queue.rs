@@ -43,7 +43,7 @@ impl ScrubQueue {
         let (mut start, mut end) = (run.start.0, run.end().0);
         self.waiting += run.chunks;
         if let Some((&before, &chunks)) = self.runs.range(..end).next_back() {
-            assert!(before + chunks <= start, "chunks of {run:?} wait already");
+            assert!(before + chunks <= start, "chunks of {run:?} are already waiting");
             if before + chunks == start {
                 start = before;
             }
@@ -63,7 +63,7 @@ impl ScrubQueue {
         self.in_flight += left;
         while left > 0 {
             let next = self.runs.range(self.sweep..).next().or_else(|| self.runs.first_key_value());
-            let (&start, &has) = next.expect("as many wait as are counted");
+            let (&start, &has) = next.expect("the waiting count equals the queued chunks");
             let run = Run { start: ChunkId(start), chunks: has.min(left) };
             self.runs.remove(&start);
             if run.chunks < has {
@@ -80,7 +80,7 @@ impl ScrubQueue {
     pub(crate) fn finish(&mut self, batch: &[Run]) {
         let chunks: u32 = batch.iter().map(|run| run.chunks).sum();
         self.in_flight =
-            self.in_flight.checked_sub(chunks).expect("only what was taken is finished");
+            self.in_flight.checked_sub(chunks).expect("only batches in flight are finished");
     }
 }
 
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "wait already")]
+    #[should_panic(expected = "are already waiting")]
     fn adding_a_waiting_chunk_panics() {
         let mut queue = ScrubQueue::default();
         queue.add(run(4, 4));

@@ -125,7 +125,7 @@ impl ScrubWake {
         let signals = locked(&self.signals);
         let idle = |signals: &mut Signals| !signals.work && !signals.ended;
         let mut signals =
-            self.changed.wait_while(signals, idle).expect("no code panics while it holds it");
+            self.changed.wait_while(signals, idle).expect("no code panics while holding the lock");
         signals.work = false;
         (!signals.ended).then_some(*signals)
     }
@@ -135,7 +135,7 @@ impl ScrubWake {
         let signals = locked(&self.signals);
         let idle = |signals: &mut Signals| !signals.ended && signals.bytes_per_s == bytes_per_s;
         let waited = self.changed.wait_timeout_while(signals, pause, idle);
-        let (signals, _) = waited.expect("no code panics while it holds it");
+        let (signals, _) = waited.expect("no code panics while holding the lock");
         (!signals.ended).then_some(*signals)
     }
 }

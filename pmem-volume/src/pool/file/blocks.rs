@@ -21,7 +21,7 @@ pub(in crate::pool) fn look(
         return Ok(findings);
     }
     let failed =
-        |source| PoolError::File { path: path.to_owned(), action: "look at the blocks of", source };
+        |source| PoolError::File { path: path.to_owned(), action: "inspect the blocks of", source };
     let (file, size_bytes) = (media.file(), media.len_bytes());
     let lacking = Lacking::of(file, size_bytes).map_err(failed)?;
     let file_system = copy_on_write(file).map_err(failed)?;

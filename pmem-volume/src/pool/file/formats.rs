@@ -50,7 +50,10 @@ const fn format(
 ) -> Format {
     let mut nth = 0;
     while nth < magics.len() {
-        assert!(magics[nth].len() >= DISTINCT_BYTES, "so few bytes need further ones or a reason");
+        assert!(
+            magics[nth].len() >= DISTINCT_BYTES,
+            "an ambiguous signature needs further bytes or a reason"
+        );
         nth += 1;
     }
     Format { name, places, magics, further: &[] }
@@ -509,7 +512,7 @@ impl Place {
 
 /// Offset at a distance from `offset`.
 fn beside(offset: u64, distance: i64) -> u64 {
-    offset.checked_add_signed(distance).expect("the table has no bytes in front of the start")
+    offset.checked_add_signed(distance).expect("offsets at the start need bytes of the file")
 }
 
 impl Format {
@@ -570,7 +573,7 @@ mod tests {
     use super::*;
 
     #[test]
-    #[should_panic(expected = "further ones or a reason")]
+    #[should_panic(expected = "further bytes or a reason")]
     fn row_with_too_few_bytes_is_refused() {
         format("a short one", &[Start(0)], &[b"XFSB", b"BD\0"]);
     }

@@ -41,7 +41,7 @@ impl<M: Media> Pool<M> {
         }
         let file_system = FileSystem::of(media.file()).map_err(|source| PoolError::File {
             path: self.path.clone(),
-            action: "look at the file system of",
+            action: "inspect the file system of",
             source,
         })?;
         // A tmpfs without a limit reports no size.
@@ -89,7 +89,7 @@ pub(in crate::pool) fn check_room(
 ) -> Result<(), PoolError> {
     let file_system = FileSystem::of(file).map_err(|source| PoolError::File {
         path: path.to_owned(),
-        action: "look at the file system of",
+        action: "inspect the file system of",
         source,
     })?;
     let is_in_memory = Place::of(file).map_err(|e| place_error(path, e))? == Place::Memory;
@@ -122,6 +122,6 @@ pub(in crate::pool) fn check_device(
 }
 
 pub(in crate::pool) fn file_too_large(size_bytes: u64) -> PoolError {
-    let rule = "is larger than a file may be on this file system (ext4: 16 TiB)".to_owned();
+    let rule = "exceeds the maximum file size of the file system (ext4: 16 TiB)".to_owned();
     PoolError::Size { what: "pool size", value: size_bytes, rule }
 }

@@ -26,10 +26,10 @@ const ATTRIBUTES: [Attribute; 2] = [
 #[derive(Debug, Error)]
 pub enum MarkError {
     /// The file system has no attributes that this user may set.
-    #[error("the file system has no extended attributes")]
+    #[error("the file system does not support extended attributes")]
     Unsupported,
     /// The mark of another release, which is kept.
-    #[error("the file has a mark that this release does not know")]
+    #[error("the file has a mark of another release")]
     Unknown,
     /// The earlier mark cannot be read, so it is kept.
     #[error("fgetxattr: {0}")]

@@ -223,9 +223,9 @@ pub(in crate::pool) fn place_error(path: &Path, error: PlaceError) -> PoolError 
     match error {
         PlaceError::NotDax { subsystem } => PoolError::NotDax { path, subsystem },
         PlaceError::Align { align_bytes } => PoolError::DaxAlign { path, align_bytes },
-        PlaceError::Other => PoolError::NotAFile { path, kind: "no file or device" },
+        PlaceError::Other => PoolError::NotAFile { path, kind: "a special file" },
         PlaceError::Io { .. } => {
-            PoolError::File { path, action: "look at", source: io::Error::other(error) }
+            PoolError::File { path, action: "inspect", source: io::Error::other(error) }
         }
     }
 }
@@ -271,10 +271,11 @@ pub(in crate::pool) fn user_of_device(path: &Path, device: u64) -> Result<Holder
     }
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     Err(match (mount_point(&mounts, device), upper_device(&sysfs_of("block", device))) {
-        (Some(place), _) => format!("it is mounted on {place}"),
-        (None, Some(upper)) => format!("it is part of {upper}"),
+        (Some(place), _) => format!("mounted on {place}"),
+        (None, Some(upper)) => format!("part of {upper}"),
         (None, None) => {
-            "the kernel or another program has it, or a part of it (a mount, swap, RAID)".to_owned()
+            "the kernel or another program holds it or a part of it (a mount, swap, RAID)"
+                .to_owned()
         }
     })
 }
@@ -329,11 +330,7 @@ pub(in crate::pool) fn judge_superblocks(
     }
     let features = bytes.features_read_only.get();
     if features != 0 && mode == OpenMode::ReadWrite {
-        return Err(PoolError::Features {
-            path: path(),
-            features,
-            hint: " well enough to change it",
-        });
+        return Err(PoolError::Features { path: path(), features, hint: " for writing" });
     }
     let superblock = Superblock::parse(&bytes)
         .map_err(|source| PoolError::SuperblockInvalid { path: path(), source })?;

@@ -39,7 +39,7 @@ pub(in crate::pool) fn found_in(
     for start in [range.start, range.end - look_bytes] {
         device.read(start, &mut bytes)?;
         if let Some(at) = bytes.iter().position(|byte| *byte != 0) {
-            return Ok(Some(format!("there is data at byte {}", start + at as u64)));
+            return Ok(Some(format!("it has data at byte {}", start + at as u64)));
         }
     }
     Ok(None)
@@ -58,7 +58,7 @@ pub(in crate::pool) fn seems_to_be(first: &[u8], len_bytes: u64) -> String {
     match find_at_start(FORMATS, first) {
         Some(format) => format!("it looks like {}", format.name()),
         None if first.iter().all(|byte| *byte == 0) => "it starts with zeros".to_owned(),
-        None => "it does not start like one".to_owned(),
+        None => "it has no superblock".to_owned(),
     }
 }
 
@@ -92,9 +92,9 @@ mod tests {
     #[test]
     fn nonzero_byte_at_either_end_is_content() {
         assert_eq!(found(0, &[0]), None);
-        assert_eq!(found(12345, &[1]).unwrap(), "there is data at byte 12345");
+        assert_eq!(found(12345, &[1]).unwrap(), "it has data at byte 12345");
         let last = 4 * CHUNK_BYTES - 1;
-        assert_eq!(found(last, &[1]).unwrap(), format!("there is data at byte {last}"));
+        assert_eq!(found(last, &[1]).unwrap(), format!("it has data at byte {last}"));
         assert_eq!(found(2 * CHUNK_BYTES, &[1]), None, "the middle is not looked at");
         let device = MemoryMedia::new(4 * CHUNK_BYTES);
         device.store(CHUNK_BYTES - 1, &[1]).unwrap();

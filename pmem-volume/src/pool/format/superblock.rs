@@ -236,7 +236,7 @@ impl Superblock {
     fn check_strg(&self) -> Result<(), SuperblockError> {
         let usable_bytes = u64::from(self.chunks - self.metadata_chunks()) * CHUNK_BYTES;
         let fits = self.strg_bytes.is_multiple_of(CHUNK_BYTES) && self.strg_bytes <= usable_bytes;
-        let rule = "STRG is a multiple of 2 MiB and no more than the pool can hold";
+        let rule = "STRG is a multiple of 2 MiB, at most the capacity of the pool";
         require("strg_bytes", self.strg_bytes, fits, rule)
     }
 }
@@ -252,7 +252,7 @@ fn check_sizes(bytes: &SuperblockBytes) -> Result<(), SuperblockError> {
     let fits = size.is_multiple_of(CHUNK_BYTES) && chunks > 0 && chunks <= MAX_CHUNKS;
     require("size_bytes", size, fits, "a pool is a multiple of 2 MiB, up to 512 TiB")?;
     let entries = bytes.chunk_table_entries.get();
-    let rule = "there is one entry for each chunk of the pool";
+    let rule = "each chunk of the pool has one entry";
     require("chunk_table_entries", entries, entries == chunks, rule)?;
     let record = u64::from(bytes.volume_record_bytes.get());
     require(
@@ -269,7 +269,7 @@ fn check_sizes(bytes: &SuperblockBytes) -> Result<(), SuperblockError> {
         "a chunk's owner word has 16 bits for a slot",
     )?;
     let log = bytes.log_bytes.get();
-    require("log_bytes", log, log <= MAX_LOG_BYTES, "a log has no more than 2 MiB")
+    require("log_bytes", log, log <= MAX_LOG_BYTES, "a log has at most 2 MiB")
 }
 
 fn require(

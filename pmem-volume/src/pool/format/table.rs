@@ -54,13 +54,13 @@ impl std::fmt::Display for Owner {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Owner::Free => f.write_str("free"),
-            Owner::Metadata => f.write_str("the pool's own"),
+            Owner::Metadata => f.write_str("pool metadata"),
             Owner::Volume { slot, index } => {
                 write!(f, "chunk {index} of the volume in slot {}", slot.0)
             }
             Owner::Memory => f.write_str("lent memory"),
-            Owner::Scrub => f.write_str("to be erased"),
-            Owner::Retired => f.write_str("taken out of use"),
+            Owner::Scrub => f.write_str("waiting for erasure"),
+            Owner::Retired => f.write_str("retired"),
         }
     }
 }

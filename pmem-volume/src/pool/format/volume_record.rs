@@ -23,19 +23,19 @@ pub struct VolumeName(String);
 #[derive(Debug, Error, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum NameError {
-    #[error("a volume's name may not be empty")]
+    #[error("a volume name must not be empty")]
     Empty,
-    #[error("the volume name {name:?} has {length_bytes} bytes; at most {MAX_NAME_BYTES} fit")]
+    #[error("volume name {name:?} has {length_bytes} bytes; the maximum is {MAX_NAME_BYTES}")]
     TooLong { name: String, length_bytes: usize },
     /// A character that flags, shells or paths treat specially.
-    #[error("the volume name {name:?} has {character:?} in it; use letters, digits and . _ -")]
+    #[error("volume name {name:?} contains {character:?}; use letters, digits and . _ -")]
     Character { name: String, character: char },
     /// The name looks like a flag or a hidden file.
     #[error(
-        "the volume name {name:?} must not start with {character:?}; start with a letter, a digit or _"
+        "volume name {name:?} must not start with {character:?}; start with a letter, a digit or _"
     )]
     Start { name: String, character: char },
-    #[error("a volume's name on the media is not UTF-8, or has bytes behind its end")]
+    #[error("the stored volume name is not UTF-8, or has bytes after its end")]
     NotText,
 }
 
@@ -78,9 +78,9 @@ impl std::str::FromStr for VolumeName {
 /// Impossible field of a record with a correct checksum.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(crate) enum VolumeRecordError {
-    #[error("it is the record of slot {0}")]
+    #[error("its slot number is {0}")]
     Slot(u32),
-    #[error("its slot is empty, and it still describes a volume")]
+    #[error("its state is empty, but it describes a volume")]
     NotEmpty,
     #[error("state {0} is unknown")]
     State(u8),
@@ -90,13 +90,11 @@ pub(crate) enum VolumeRecordError {
     Flags(u64),
     #[error("size {0:#x} is not a multiple of 2 MiB between 2 MiB and 512 TiB")]
     Size(u64),
-    #[error("it is a part of the volume in slot {slot}, from chunk {index} on")]
+    #[error("its origin, chunk {index} of slot {slot}, is invalid")]
     Origin { slot: u32, index: u32 },
-    #[error(
-        "it is no part of another volume, and names the one in slot {slot} and its chunk {index}"
-    )]
+    #[error("it is not part of another volume, but its origin is chunk {index} of slot {slot}")]
     NoPart { slot: u32, index: u32 },
-    #[error("its BTT is to be written, and it cannot have one")]
+    #[error("its BTT is marked as unwritten, but its format or size allows none")]
     NoBtt,
     /// The name in the record is invalid.
     #[error(transparent)]

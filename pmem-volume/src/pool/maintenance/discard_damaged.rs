@@ -43,7 +43,7 @@ pub(in crate::pool) fn give_up(
     let offsets = whole_one_last(&view, superblock.volume_record_offsets(slot))?;
     let has_chunks = volume.record.chunks;
     let what = format!(
-        "volume {name:?}, which lacks {} of its {has_chunks} chunks, is given up, and what is free is erased again",
+        "volume {name:?}, which lacks {} of its {has_chunks} chunks, is discarded, and free chunks are erased again",
         has_chunks - volume.allocated()
     );
     let mut changed = Vec::new();

@@ -58,9 +58,11 @@ impl Pool {
         let grown =
             carry_out(media, &pool.superblock, &new, lengthen).map_err(
                 |failure| match failure {
-                    Failure::NoRoom(source) if media.place().is_device() => {
-                        PoolError::File { path: path.to_owned(), action: "erase more of", source }
-                    }
+                    Failure::NoRoom(source) if media.place().is_device() => PoolError::File {
+                        path: path.to_owned(),
+                        action: "erase the added part of",
+                        source,
+                    },
                     Failure::NoRoom(source) if source.raw_os_error() == Some(libc::EFBIG) => {
                         file_too_large(size_bytes)
                     }
@@ -84,9 +86,10 @@ impl Pool {
                     }
                 }
             }
-            None => {
-                Err(PoolError::SizeNeeded { path: self.path.clone(), what: "it is a file, and" })
-            }
+            None => Err(PoolError::SizeNeeded {
+                path: self.path.clone(),
+                what: "the pool is in a file",
+            }),
         }
     }
 
@@ -94,7 +97,7 @@ impl Pool {
     fn refuse_foreign(&self, range: Range<u64>) -> Result<(), PoolError> {
         let failed = |source| PoolError::File {
             path: self.path.clone(),
-            action: "look behind the end of",
+            action: "read beyond the end of",
             source,
         };
         let file = self.media().file().try_clone().map_err(failed)?;
@@ -175,15 +178,12 @@ pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superbl
     }
     if size_bytes <= old_bytes {
         return refuse(format!(
-            "is not more than the {} that the pool has, and a pool only grows",
+            "does not exceed the current {}, and a pool cannot shrink",
             Size(old_bytes).rounded()
         ));
     }
     if size_bytes > MAX_POOL_BYTES {
-        return refuse(format!(
-            "is more than {}, the largest pool",
-            Size(MAX_POOL_BYTES).rounded()
-        ));
+        return refuse(format!("exceeds the maximum {}", Size(MAX_POOL_BYTES).rounded()));
     }
     let chunks = (size_bytes / CHUNK_BYTES) as u32;
     // Two updates: announcement and new size.
@@ -200,12 +200,12 @@ pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superbl
     let table_bytes = (u64::from(chunks) * CHUNK_ENTRY_BYTES).next_multiple_of(CHUNK_BYTES);
     if old_bytes + table_bytes > size_bytes {
         return refuse(format!(
-            "leaves no room for the larger chunk table, which takes {} of what is new",
+            "is too small, because the larger chunk table needs {} of the added space",
             Size(table_bytes).rounded()
         ));
     }
     let moved = Superblock { chunk_table_offset: old_bytes, ..grown };
-    assert!(is_whole(&moved), "a table behind all that there was overlaps nothing");
+    assert!(is_whole(&moved), "a table after the old end overlaps no region");
     Ok(moved)
 }
 

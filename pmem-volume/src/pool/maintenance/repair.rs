@@ -317,7 +317,7 @@ fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, 
     }
     let words =
         wrong.iter().filter(|(_, bits, _)| *bits != 0).map(|(at, _, word)| (*at, *word)).collect();
-    Ok(vec![Mending { what: "one bit of the empty log's head is wrong".to_owned(), words }])
+    Ok(vec![Mending { what: "the header of the empty log has one wrong bit".to_owned(), words }])
 }
 
 /// Repairs superblocks if both copies are damaged, in different words.
@@ -325,7 +325,7 @@ pub(in crate::pool) fn mend_superblocks(
     media: &dyn Media,
     merged: &SuperblockBytes,
 ) -> Result<Mending, MediaError> {
-    let what = "both superblocks are damaged; their whole parts make one".to_owned();
+    let what = "both superblocks are damaged; their intact parts are combined".to_owned();
     mend_copies(media, SUPERBLOCK_OFFSETS, merged, what)
 }
 
@@ -357,7 +357,7 @@ fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mendin
             continue;
         }
         let what = format!(
-            "both copies of volume record {} are damaged; their whole parts make one",
+            "both copies of volume record {} are damaged; their intact parts are combined",
             slot.0
         );
         mendings.push(mend_copies(media, offsets, &merged, what)?);
@@ -384,10 +384,10 @@ pub(in crate::pool) fn mend_owners(
             (Owner::Volume { index, .. }, Some(volume)) => {
                 format!("chunk {index} of volume {}", volume.record.name)
             }
-            (Owner::Scrub, _) => "it will be erased".to_owned(),
+            (Owner::Scrub, _) => "to be erased".to_owned(),
             (owner, _) => owner.to_string(),
         };
-        let what = format!("the owner word of chunk {chunk} is wrong, and {why}: {is}");
+        let what = format!("the owner word of chunk {chunk} is wrong; {why}: {is}");
         let words = vec![owner_word(superblock, chunk, owner)];
         mendings.push(Mending { what, words });
     };
@@ -406,13 +406,13 @@ pub(in crate::pool) fn mend_owners(
         }
     }
     for chunk in own {
-        mended(chunk, Owner::Metadata, "the superblock says whose it is");
+        mended(chunk, Owner::Metadata, "according to the superblock");
     }
     // 1. Gaps that a single chunk claims. If a crash keeps only some of these words, the others
     //    stay as they were.
     let mut gaps = Gaps::of(seen);
     for ((slot, index), chunk) in sole_claims(&bad, &gaps) {
-        mended(chunk, Owner::Volume { slot, index }, "one bit turned back makes it whole");
+        mended(chunk, Owner::Volume { slot, index }, "correction of one bit makes it valid");
         gaps.fill(slot, index);
         bad.remove(&chunk);
     }
@@ -426,10 +426,10 @@ pub(in crate::pool) fn mend_owners(
             }
         }
         (true, 1) => {
-            let (slot, index) = gaps.first().expect("there is one");
+            let (slot, index) = gaps.first().expect("the count is 1");
             if let (Some((chunk, None)), None) = (rest.next(), rest.next()) {
                 let owner = Owner::Volume { slot, index };
-                mended(chunk, owner, "it is the only chunk that the only gap can be");
+                mended(chunk, owner, "the chunk fills the only gap");
             }
         }
         _ => {}
@@ -455,12 +455,10 @@ fn is_accounted(seen: &Scan) -> bool {
 fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
     match says {
         // The volume already has the index, or ends before it.
-        Some(Owner::Volume { .. }) | None => {
-            (Owner::Scrub, "no volume lacks a chunk, so it is nobody's")
-        }
+        Some(Owner::Volume { .. }) | None => (Owner::Scrub, "no volume lacks a chunk"),
         // Erased again, because the erasure is unproven.
-        Some(Owner::Free) => (Owner::Scrub, "one bit turned back makes it free"),
-        Some(owner) => (owner, "one bit turned back makes it whole"),
+        Some(Owner::Free) => (Owner::Scrub, "correction of one bit makes it free"),
+        Some(owner) => (owner, "correction of one bit makes it valid"),
     }
 }
 
@@ -569,7 +567,7 @@ pub(in crate::pool) fn mend_free(
         return Ok((None, left.into_list()));
     }
     let what = format!(
-        "{} free chunk(s), the first of them {first}, hold old content and are erased",
+        "{} free chunk(s) hold old content and are erased; the first is {first}",
         chunks.len()
     );
     let words = chunks.iter().map(|chunk| owner_word(superblock, *chunk, Owner::Scrub)).collect();

@@ -29,7 +29,7 @@ fn refused(fixture: &Fixture, what: &str, words: &[&str]) {
     for error in errors {
         assert!(error.contains("nothing was changed"), "{what}: {error}");
         for word in words {
-            assert!(error.contains(word), "{what}: {error:?} does not say {word:?}");
+            assert!(error.contains(word), "{what}: {error:?} lacks {word:?}");
         }
     }
     assert!(before == whole(fixture), "{what}: the file has changed");
@@ -63,16 +63,16 @@ fn foreign_files_are_identified_and_unchanged() {
         ("nothing", vec![], "it has 0 bytes"),
         ("one byte", vec![b'F'], "it has 1 bytes"),
         ("zeros", vec![0; POOL_BYTES as usize], "starts with zeros"),
-        ("ones", ones, "does not start like one"),
-        ("text", text, "does not start like one"),
+        ("ones", ones, "no superblock"),
+        ("text", text, "no superblock"),
         ("ext4", ext4_head(), "ext4 file system"),
         ("XFS", xfs, "an XFS file system"),
         ("a BTT without its pool", btt_raw(), "starts with zeros"),
-        ("a program", fs::read("/proc/self/exe").unwrap(), "does not start like one"),
+        ("a program", fs::read("/proc/self/exe").unwrap(), "no superblock"),
     ] {
         let fixture = Fixture::new();
         fs::write(fixture.path(), bytes).unwrap();
-        refused(&fixture, what, &["it is not a pool", words]);
+        refused(&fixture, what, &["not a pool: ", words]);
     }
 }
 
@@ -99,7 +99,7 @@ fn truncated_or_lengthened_pool_is_refused_and_unchanged() {
     }
     for bytes in [0, 1, 4095] {
         fs::write(fixture.path(), &good[..bytes]).unwrap();
-        refused(&fixture, &format!("cut to {bytes}"), &["it is not a pool"]);
+        refused(&fixture, &format!("cut to {bytes}"), &["not a pool: "]);
     }
     for more in [1, 4096, CHUNK_BYTES] {
         let mut bytes = good.clone();
@@ -109,7 +109,7 @@ fn truncated_or_lengthened_pool_is_refused_and_unchanged() {
     }
     // Pool at a wrong offset: behind a header, or without its first part.
     fs::write(fixture.path(), [&[0; 512], &good[..]].concat()).unwrap();
-    refused(&fixture, "shifted", &["it is not a pool"]);
+    refused(&fixture, "shifted", &["not a pool: "]);
     fs::write(fixture.path(), &good).unwrap();
     assert!(fixture.check().is_clean());
 }
@@ -119,9 +119,9 @@ fn error_of_other_versions_and_features_names_the_program() {
     let fixture = Fixture::new();
     drop(fixture.create(POOL_BYTES, 0));
     with_superblock(&fixture, |s| s.version.set(2));
-    refused(&fixture, "newer", &["format version 2", "knows version 1", "newer program"]);
+    refused(&fixture, "newer", &["format version 2", "supports version 1", "newer program"]);
     with_superblock(&fixture, |s| s.version.set(0));
-    refused(&fixture, "older", &["format version 0", "knows version 1", "older program"]);
+    refused(&fixture, "older", &["format version 0", "supports version 1", "older program"]);
     with_superblock(&fixture, |s| {
         s.version.set(1);
         s.features_incompatible.set(1 << 63);
@@ -131,7 +131,7 @@ fn error_of_other_versions_and_features_names_the_program() {
         s.features_incompatible.set(0);
         s.chunk_bytes.set(4096);
     });
-    refused(&fixture, "makes no sense", &["makes no sense", "Restore"]);
+    refused(&fixture, "invalid content", &["invalid content", "Restore"]);
 }
 
 #[test]
@@ -142,20 +142,17 @@ fn errors_of_names_and_sizes_have_the_rule() {
     let before = whole(&fixture);
     let says = |error: PoolError, words: &[&str]| {
         let text = error.to_string();
-        assert!(
-            words.iter().all(|word| text.contains(word)),
-            "{text:?} does not say all of {words:?}"
-        );
+        assert!(words.iter().all(|word| text.contains(word)), "{text:?} lacks one of {words:?}");
     };
     let create = |name: &str, size_bytes| {
         pool.create_volume(name, VolumeSize::Bytes(size_bytes), VolumeFormat::Raw).unwrap_err()
     };
-    says(create("", 2 * MIB), &["may not be empty"]);
-    says(create(&"ä".repeat(33), 2 * MIB), &["66 bytes", "at most 64"]);
+    says(create("", 2 * MIB), &["must not be empty"]);
+    says(create(&"ä".repeat(33), 2 * MIB), &["66 bytes", "the maximum is 64"]);
     says(create("a/b", 2 * MIB), &["'/'", "use letters, digits"]);
     says(create("a\0b", 2 * MIB), &["'\\0'", "use letters, digits"]);
-    says(create("a", 2 * MIB), &["\"a\"", "exists already", "choose another name"]);
-    says(pool.rename_volume("a", "a").unwrap_err(), &["that is its name already"]);
+    says(create("a", 2 * MIB), &["\"a\"", "already exists", "choose another name"]);
+    says(pool.rename_volume("a", "a").unwrap_err(), &["already has that name"]);
     for size_bytes in [0, 1, 4096, 2 * MIB - 1, 2 * MIB + 1, 3 * MIB] {
         says(
             create("b", size_bytes),
@@ -164,6 +161,6 @@ fn errors_of_names_and_sizes_have_the_rule() {
         let error = pool.alloc_memory(size_bytes).unwrap_err();
         says(error, &["memory size", &size_bytes.to_string(), "multiple of 2 MiB"]);
     }
-    says(create("b", 64 * MIB), &["the pool is full", "64 MiB asked for", "58 MiB free"]);
+    says(create("b", 64 * MIB), &["the pool is full", "64 MiB requested", "58 MiB free"]);
     assert!(before == whole(&fixture));
 }

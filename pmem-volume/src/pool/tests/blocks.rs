@@ -62,7 +62,7 @@ fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
         drop(pool);
         assert!(allocated_bytes(&path) < 8 << 20);
         let pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
-        assert_eq!(lost_bytes(&pool.findings_at_open()), lost, "the log of a VMM says it");
+        assert_eq!(lost_bytes(&pool.findings_at_open()), lost, "a VMM logs it");
         assert!(allocated_bytes(&path) >= 32 << 20, "{name} has {}", allocated_bytes(&path));
         let mut bytes = [0; 4096];
         pool.open_volume("data").unwrap().read(0, &mut bytes).unwrap();
@@ -81,9 +81,9 @@ fn repair_allocates_lost_blocks() {
         Command::new("cp").arg("--sparse=always").args([&original, &path]).status().unwrap();
     assert!(copied.success() && allocated_bytes(&path) < 8 << 20);
     assert!(
-        Pool::repair(&path, true).unwrap().mended.iter().any(|line| line.contains("lost blocks"))
+        Pool::repair(&path, true).unwrap().mended.iter().any(|line| line.contains("lacks blocks"))
     );
-    assert!(allocated_bytes(&path) < 8 << 20, "a dry run takes none");
+    assert!(allocated_bytes(&path) < 8 << 20, "a dry run allocates none");
     assert!(Pool::repair(&path, false).unwrap().left.is_empty());
     assert!(allocated_bytes(&path) >= 32 << 20);
 }
@@ -118,7 +118,7 @@ fn pool_without_room_for_its_blocks_is_opened_read_only() {
             mirrored::write(pool.media(), SUPERBLOCK_OFFSETS, &solid.to_bytes()).unwrap();
         }
         Err(PoolError::Size { .. }) => {
-            return eprintln!("skipped: no file may be larger than what is free here");
+            return eprintln!("skipped: files here cannot exceed the free space");
         }
         Err(error) => panic!("{error}"),
     }
@@ -131,12 +131,12 @@ fn pool_without_room_for_its_blocks_is_opened_read_only() {
             text
         }
         Err(error) => panic!("{error}"),
-        Ok(_) => panic!("it was opened"),
+        Ok(_) => panic!("the open succeeded"),
     };
-    for word in ["lost", "sparse copy", "free", "make room"] {
-        assert!(text.contains(word), "{text:?} does not say {word:?}");
+    for word in ["lacks", "sparse copy", "free", "free more space"] {
+        assert!(text.contains(word), "{text:?} lacks {word:?}");
     }
-    assert_eq!(allocated_bytes(&path), before, "nothing is taken in vain");
+    assert_eq!(allocated_bytes(&path), before, "no block is allocated");
     let pool = Pool::open(&path, OpenMode::ReadOnly).unwrap();
     assert!(lost_bytes(&pool.findings_at_open()) > free_bytes);
 }

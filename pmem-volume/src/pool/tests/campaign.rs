@@ -43,11 +43,11 @@ impl Replay {
     pub(crate) fn count(&self, images: usize, least: usize) {
         say_images(images);
         if self.is_wanted() {
-            assert!(images > 0, "{self:?} names no image of this test");
+            assert!(images > 0, "{self:?} matches no image of this test");
         } else {
             assert!(
                 images >= least,
-                "only {images} images and not {least}: the simulator sees too little"
+                "only {images} images instead of {least}: the simulator tracks too little"
             );
         }
     }
@@ -68,7 +68,8 @@ thread_local! {
 
 /// Runs `run` as if the numbers in an error's text were in the environment.
 pub(crate) fn replayed<T>(error: &str, run: impl FnOnce() -> T) -> T {
-    let (_, numbers) = error.split_once("PMEM_VOLUME_CRASH_SEED=").expect("how to open it again");
+    let (_, numbers) =
+        error.split_once("PMEM_VOLUME_CRASH_SEED=").expect("the steps to reproduce it");
     let numbers = numbers.split(' ').next().expect("a word");
     INSTEAD.set(Some(Replay::parse(numbers)));
     let result = run();
@@ -96,7 +97,7 @@ pub(crate) fn replay_as(seed: &str, step: usize, error: &str) -> String {
         .collect();
     let numbers = numbers.join(",");
     format!(
-        "{error}\nPMEM_VOLUME_CRASH_SEED={seed},{step},{numbers} and the name of this test open it again"
+        "{error}\nrun this test with PMEM_VOLUME_CRASH_SEED={seed},{step},{numbers} to reproduce it"
     )
 }
 

@@ -172,7 +172,7 @@ pub(super) fn verify_fresh(image: &Simulator, volume: &OtherVolume) -> Result<()
         let found = image.dirty_words(Extent::chunk(chunk).run().byte_range());
         if found != expected {
             return Err(format!(
-                "chunk {index} of the new BTT {} has {found} words and not {expected}: old content",
+                "chunk {index} of the new BTT {} has {found} words instead of {expected}: old content",
                 info.name
             ));
         }
@@ -205,7 +205,7 @@ fn verify_content(
     scrub(image, &pool)?;
     let volumes = volumes_of(&pool);
     if !allowed.contains(&&volumes) {
-        return Err(format!("has volumes {volumes:?}, and only {allowed:?} are right"));
+        return Err(format!("has volumes {volumes:?}, but only {allowed:?} are allowed"));
     }
     for name in volumes.keys() {
         let volume = pool.open_volume(name).map_err(|error| error.to_string())?;
@@ -225,7 +225,7 @@ fn verify_content(
                 if index >= marked.chunks
                     && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0
                 {
-                    return Err(format!("volume {name} can read what chunk {chunk} held before"));
+                    return Err(format!("volume {name} exposes the old content of chunk {chunk}"));
                 }
             }
         }
@@ -264,13 +264,13 @@ pub(super) fn verify_space(image: &Simulator, pool: &Arc<OtherPool>) -> Result<(
     let free = info.total_bytes - metadata_bytes - u64::from(owned) * CHUNK_BYTES;
     if image.file_bytes() != info.total_bytes {
         return Err(format!(
-            "the file has {} bytes and the pool {}",
+            "the file has {} bytes but the pool has {}",
             image.file_bytes(),
             info.total_bytes
         ));
     }
     if info.free_bytes != free {
-        return Err(format!("{} bytes are free and {free} should be", info.free_bytes));
+        return Err(format!("{} bytes are free instead of {free}", info.free_bytes));
     }
     let report = pool.check().map_err(|error| error.to_string())?;
     for VolumeCheck { name, btt, unusable } in &report.volumes {
@@ -314,7 +314,7 @@ fn rename_that_writes_both_copies_at_once_is_detected() {
     let points = media.take_points();
     let after = Volumes::from([("w".to_owned(), 2)]);
     let error = verify_points(&points, 256, &[&before, &after], &mut Random::new(21))
-        .expect_err("the wrong order went unnoticed");
+        .expect_err("the wrong order was not detected");
     assert!(error.contains("damaged"), "{error}");
 }
 
@@ -329,7 +329,7 @@ pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> 
     wrong(&media, &pool);
     let points = media.take_points();
     verify_points(&points, 64, &[&volumes, &Volumes::new()], &mut Random::new(9))
-        .expect_err("the wrong order went unnoticed: the other tests prove nothing")
+        .expect_err("the wrong order was not detected, so the other tests prove nothing")
 }
 
 #[test]

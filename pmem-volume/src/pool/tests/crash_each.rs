@@ -62,7 +62,7 @@ pub(super) const OPERATIONS: [(&str, Operation, usize); 21] = [
     ("take back", |s| s.pool.free_memory(&s.lent).unwrap(), 480),
     ("take a part back", |s| s.pool.free_memory(&[Extent::chunk(s.lent[0].start)]).unwrap(), 165),
     ("take back and scrub", take_back_and_scrub, 450),
-    ("lend what waits", lend_what_waits, 2500),
+    ("lend waiting chunks", lend_waiting_chunks, 2500),
     ("make a raw volume", |s| make(s, "x", 2, VolumeFormat::Raw), 2900),
     ("make a BTT volume", |s| make(s, "x", 9, VolumeFormat::Btt), 5500),
     ("delete a volume", |s| s.pool.delete_volume("v").unwrap(), 2700),
@@ -104,7 +104,7 @@ fn take_back_and_scrub(start: &Start) {
 }
 
 /// Lends more than the clean chunks.
-fn lend_what_waits(start: &Start) {
+fn lend_waiting_chunks(start: &Start) {
     start.pool.free_memory(&start.lent).unwrap();
     let clean_bytes = start.pool.info().free_bytes;
     fill_memory(&start.media, &start.pool.alloc_memory(clean_bytes + 2 * CHUNK_BYTES).unwrap());

@@ -90,8 +90,8 @@ fn longer_file_before_its_announcement_is_detected() {
     grow::announce(&grown, &pool.superblock, &new).unwrap();
     grow::write_table(&grown, &pool.superblock, &new).unwrap();
     superblock::rewrite(&grown, &new).unwrap();
-    let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order went unnoticed");
-    assert!(error.contains("does not open") && error.contains("Cut it"), "{error}");
+    let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order was not detected");
+    assert!(error.contains("does not open") && error.contains("Truncate the file"), "{error}");
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn superblock_before_its_table_is_detected() {
         let grown = media.grown(new_bytes());
         superblock::rewrite(&grown, &new).unwrap();
         grow::write_table(&grown, &pool.superblock, &new).unwrap();
-        let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order went unnoticed");
+        let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order was not detected");
         assert!(error.contains("does not open") && error.contains("owner word"), "{error}");
     }
 }
@@ -156,7 +156,7 @@ fn table_without_space_moves_to_new_chunks_or_growth_is_refused() {
     let full = Superblock::new(uuid::Uuid::nil(), 0, 131_072, 0);
     let plan = |chunks: u64| grow::plan(&full, chunks * CHUNK_BYTES);
     let error = plan(131_073).unwrap_err();
-    assert!(error.to_string().contains("takes 4 MiB of what is new"), "{error}");
+    assert!(error.to_string().contains("needs 4 MiB of the added space"), "{error}");
     let moved = plan(131_074).unwrap();
     assert_eq!(moved.chunk_table_offset, 131_072 * CHUNK_BYTES);
     assert_eq!(moved.metadata_chunks(), 3);
@@ -187,7 +187,7 @@ fn interrupted_growth_is_reported_and_undone() {
         let report = fixture.check();
         assert_eq!(report.pool, [Finding::GrowthUnfinished { to_bytes: 96 * MIB }]);
         assert!(report.is_clean());
-        assert_eq!(fixture.image().1, file_bytes, "a look changes nothing");
+        assert_eq!(fixture.image().1, file_bytes, "a check changes nothing");
     }
     resize(98 * MIB);
     assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Enlarged { .. }));

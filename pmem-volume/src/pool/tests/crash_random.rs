@@ -218,16 +218,16 @@ fn verify_strg(pool: &OtherPool, strg_bytes: u64) -> Result<(), String> {
     let available_bytes = info.free_bytes + info.scrubbing_bytes;
     if info.strg_bytes != strg_bytes || available_bytes < kept_bytes {
         return Err(format!(
-            "of {strg_bytes} bytes for volumes {kept_bytes} are to be kept: {info:?}"
+            "{kept_bytes} of the {strg_bytes} bytes for volumes must be reserved: {info:?}"
         ));
     }
     let lendable_bytes = available_bytes - kept_bytes;
     if info.lendable_bytes != lendable_bytes {
-        return Err(format!("{lendable_bytes} bytes are to be lent: {info:?}"));
+        return Err(format!("{lendable_bytes} bytes must be lendable: {info:?}"));
     }
     match pool.alloc_memory(lendable_bytes + CHUNK_BYTES) {
         Err(PoolError::PoolFull { reserved_bytes, .. }) if reserved_bytes == kept_bytes => Ok(()),
-        other => Err(format!("what is kept for volumes was asked for: {other:?}")),
+        other => Err(format!("the reserve of the volumes was requested: {other:?}")),
     }
 }
 
@@ -240,7 +240,7 @@ fn oracle_with_a_larger_reserve_fails() {
         }
         verify_strg(&pool, strg_bytes).unwrap();
         verify_strg(&pool, strg_bytes + CHUNK_BYTES)
-            .expect_err("a pool that keeps too little went unnoticed");
+            .expect_err("a pool that reserves too little was not detected");
     }
 }
 

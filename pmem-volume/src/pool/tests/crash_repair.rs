@@ -90,7 +90,7 @@ fn crash_in_a_repair_of_superblocks_leaves_repairable_ones() {
     };
     let mended = |media: &Simulator, _: &Superblock| {
         let mending = mend_it(media);
-        assert_eq!(mending.words.len(), 5, "words that are right are not stored: {mending:?}");
+        assert_eq!(mending.words.len(), 5, "correct words are stored: {mending:?}");
         vec![mending]
     };
     let again = |image: &Simulator, _: &Superblock| {
@@ -164,7 +164,7 @@ fn crash_in_a_repair_of_random_damage_does_not_change_the_outcome() {
             // correct.
             (Ok(volumes), Ok(expected)) if volumes == *expected => Ok(()),
             (Err(_), Err(_)) => Ok(()),
-            (now, expected) => Err(format!("{now:?} and without a crash {expected:?}")),
+            (now, expected) => Err(format!("{now:?}, but {expected:?} without a crash")),
         };
         if replay.has_step(seed as usize) {
             images += verify_each(&points, 64, &mut random, &judge)
@@ -174,6 +174,6 @@ fn crash_in_a_repair_of_random_damage_does_not_change_the_outcome() {
     replay.count(images, 950);
     assert!(
         mended > 50 && left > 20,
-        "{mended} mended and {left} left: one of them is hardly tried"
+        "{mended} repaired and {left} left: one case is hardly tested"
     );
 }

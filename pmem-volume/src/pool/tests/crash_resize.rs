@@ -57,7 +57,7 @@ fn verify_growth(
         let look = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
         let report = look.check().map_err(|error| error.to_string())?;
         if !report.is_clean() {
-            return Err(format!("a look finds {report:?}"));
+            return Err(format!("a check finds {report:?}"));
         }
         let (seen, seen_sectors) = (volumes_of(&look), sectors(&look));
         drop(look);
@@ -69,7 +69,7 @@ fn verify_growth(
             return Err(format!("{now:?} has {now_sectors} sectors, or has lost content"));
         }
         if (seen, seen_sectors) != (now, now_sectors) {
-            return Err("a look saw something else than the open that followed".to_owned());
+            return Err("a check and the next open differ".to_owned());
         }
         Ok(())
     };
@@ -117,7 +117,7 @@ fn grow_wrongly(
     finish(&media, &pool, &space, &extension, &record);
     let new_sectors = 2 * old_sectors + 1;
     verify_growth(&media.take_points(), [old_sectors, new_sectors], &held)
-        .expect_err("the wrong order went unnoticed: the other test proves nothing")
+        .expect_err("the wrong order was not detected, so the other test proves nothing")
 }
 
 fn store_words(media: &Simulator, words: &[(u64, u64)]) {
@@ -131,7 +131,7 @@ fn linking_arenas_without_the_log_is_detected() {
         let words = pool.growth_words(space, extension, record).unwrap();
         store_words(media, &words);
     });
-    assert!(error.contains("a look finds"), "{error}");
+    assert!(error.contains("a check finds"), "{error}");
 }
 
 #[test]
@@ -176,7 +176,7 @@ fn clearing_the_log_before_its_words_are_durable_is_detected() {
         store_words(media, &[(commit, 0)]);
         store_words(media, &words);
     });
-    assert!(error.contains("a look finds"), "{error}");
+    assert!(error.contains("a check finds"), "{error}");
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn reuse_of_an_index_before_the_scrub_mark_is_detected() {
     pool.mark(&[again], |_| table::Owner::Volume { slot, index: 3 }).unwrap();
     write(&grown);
     let error = verify_points(&media.take_points(), 64, &[&only(3), &only(4)], &mut Random::new(7))
-        .expect_err("the wrong order went unnoticed");
+        .expect_err("the wrong order was not detected");
     assert!(error.contains("are both chunk 3"), "{error}");
 }
 
@@ -222,7 +222,7 @@ fn shrinking_a_raw_volume_is_atomic_and_removed_chunks_are_erased() {
         // Added chunks have no marks yet.
         match content(&pool, 4)[2..] {
             [0, 0] => verify_space(image, &pool),
-            _ => Err("what it had lost is back".to_owned()),
+            _ => Err("the lost content is back".to_owned()),
         }
     };
     let images = verify_each(&points, 200, &mut Random::new(6), &judge).unwrap();
@@ -263,7 +263,7 @@ fn erasing_before_a_volume_has_shrunk_is_detected() {
     media.erase(&[gone.byte_range()]).unwrap();
     pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
     let error = verify_points(&media.take_points(), 64, &[&only(6), &only(2)], &mut Random::new(7))
-        .expect_err("the wrong order went unnoticed");
+        .expect_err("the wrong order was not detected");
     assert!(error.contains("has lost chunk"), "{error}");
 }
 
@@ -353,17 +353,14 @@ fn impossible_sizes_are_refused_without_changes() {
     };
     let says = |error: PoolError, words: &[&str]| {
         let text = error.to_string();
-        assert!(
-            words.iter().all(|word| text.contains(word)),
-            "{text:?} does not say all of {words:?}"
-        );
+        assert!(words.iter().all(|word| text.contains(word)), "{text:?} lacks one of {words:?}");
     };
     says(refused("btt", 0), &["volume size 0", "multiple of 2 MiB"]);
     says(refused("btt", 21 * MIB), &["22020096", "multiple of 2 MiB"]);
     says(refused("btt", 20 * MIB), &["20971520", "already"]);
     says(refused("btt", 18 * MIB), &["18874368", "20 MiB", "BTT cannot shrink"]);
     says(refused("btt", 34 * MIB), &["35651584", "16 MiB", "37748736"]);
-    says(refused("raw", 4 * MIB), &["4194304", "6 MiB", "erased"]);
+    says(refused("raw", 4 * MIB), &["4194304", "6 MiB", "erases"]);
     assert!(
         matches!(refused("btt", 60 * MIB), PoolError::PoolFull { free_bytes, .. } if free_bytes == 34 * MIB)
     );

@@ -82,7 +82,7 @@ fn judge_raw(image: &Simulator, before: &Volumes) -> Result<(), String> {
     let pool = open(image).map_err(|error| error.to_string())?;
     let volumes = volumes_of(&pool);
     if seen != volumes {
-        return Err(format!("{seen:?} are seen, and there are {volumes:?}"));
+        return Err(format!("{seen:?} are visible, but the volumes are {volumes:?}"));
     }
     let parts: &[(&str, std::ops::Range<u64>)] = match volumes {
         volumes if volumes == *before => &[("v", 0..6)],
@@ -163,7 +163,7 @@ fn owner_words_before_the_records_are_detected() {
     redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
     let points = media.take_points();
     verify_each(&points, 100, &mut Random::new(5), &|image| judge_raw(image, &before))
-        .expect_err("the wrong order went unnoticed");
+        .expect_err("the wrong order was not detected");
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn records_without_a_transaction_are_detected() {
     }
     let points = media.take_points();
     verify_each(&points, 100, &mut Random::new(5), &|image| judge_raw(image, &before))
-        .expect_err("the wrong order went unnoticed");
+        .expect_err("the wrong order was not detected");
 }
 
 /// Pool with a BTT volume `v` of 18 chunks, which has content and has grown once.
@@ -229,7 +229,7 @@ fn judge_btt(image: &Simulator, before: &Volumes, every: usize) -> Result<(), St
             for sector in (0..reader.sectors()).step_by(every) {
                 reader.read(sector, &mut bytes).unwrap();
                 if bytes != [0; 4096] {
-                    return Err(format!("sector {sector} of {name} shows what was there before"));
+                    return Err(format!("sector {sector} of {name} has old content"));
                 }
             }
         }
@@ -272,7 +272,7 @@ fn split_wrongly(
     let points = media.take_points();
     let judge = |image: &Simulator| judge_btt(image, &before, 97);
     let crashes = verify_each(&points, 20, &mut Random::new(5), &judge);
-    crashes.and_then(|_| judge(&media)).expect_err("the wrong order went unnoticed")
+    crashes.and_then(|_| judge(&media)).expect_err("the wrong order was not detected")
 }
 
 fn commit(media: &Simulator, pool: &OtherPool, records: &[volume_record::VolumeRecord]) {
@@ -397,7 +397,7 @@ fn pool_is_usable_while_parts_are_erased() {
         volume.read(0, &mut bytes).unwrap();
         assert!(
             !bytes.chunks(4096).any(|page| page.ends_with(&[0xcd; 64])),
-            "{name} shows old content"
+            "{name} has old content"
         );
     }
     drop(pool);
@@ -436,12 +436,9 @@ fn impossible_parts_are_refused_without_changes() {
     let bytes = |name: &str, mib: u64| (name.to_owned(), VolumeSize::Bytes(mib * MIB));
     let refused = |name: &str, parts: &[(String, VolumeSize)], words: &[&str]| {
         let text = pool.split_volume(name, parts, SplitContent::Refuse).unwrap_err().to_string();
-        assert!(
-            words.iter().all(|word| text.contains(word)),
-            "{text:?} does not say all of {words:?}"
-        );
+        assert!(words.iter().all(|word| text.contains(word)), "{text:?} lacks one of {words:?}");
     };
-    refused("nothing", &[bytes("a", 4), rest("b")], &["no volume \"nothing\""]);
+    refused("nothing", &[bytes("a", 4), rest("b")], &["no such volume: \"nothing\""]);
     refused("raw", &[], &["\"raw\"", "at least 2 parts, not 0"]);
     refused("raw", &[rest("a")], &["not 1"]);
     refused(
@@ -454,7 +451,7 @@ fn impossible_parts_are_refused_without_changes() {
     refused("raw", &[rest("a"), rest("b")], &["\"a\" and \"b\""]);
     refused("raw", &[bytes("a", 4), bytes("a", 4)], &["two parts", "\"a\""]);
     refused("raw", &[bytes("a", 1), rest("b")], &["\"a\"", "1048576", "2 MiB"]);
-    refused("raw", &[bytes("a", 4), rest("btt")], &["\"btt\" exists"]);
+    refused("raw", &[bytes("a", 4), rest("btt")], &["\"btt\" already exists"]);
     refused("raw", &[bytes("a b", 4), rest("c")], &["a b", "' '"]);
     refused("btt", &[bytes("a", 24), rest("b")], &["\"b\"", "16777216", "18 MiB"]);
     let many: Vec<_> = (0..80).map(|number| bytes(&format!("p{number}"), 2)).collect();

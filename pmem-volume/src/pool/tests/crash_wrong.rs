@@ -62,7 +62,7 @@ fn record_of_a_btt_volume_before_its_format_is_detected() {
     layout.format(&Space { media: &media, extents: &volume_extents(&[run]) }).unwrap();
     let allowed = [&Volumes::new(), &Volumes::from([("b".to_owned(), PLACE)])];
     let error = verify_points(&media.take_points(), 64, &allowed, &mut Random::new(4))
-        .expect_err("the wrong order went unnoticed");
+        .expect_err("the wrong order was not detected");
     assert!(error.contains("BTT of b"), "{error}");
 }
 
@@ -81,7 +81,7 @@ fn freeing_before_erasing_is_detected() {
     pool.persist_entries(&runs).unwrap();
     media.erase(&runs.iter().map(|run| run.byte_range()).collect::<Vec<_>>()).unwrap();
     let error = verify_points(&media.take_points(), 64, &[&Volumes::new()], &mut Random::new(4))
-        .expect_err("the wrong order went unnoticed");
+        .expect_err("the wrong order was not detected");
     assert!(error.contains("old content"), "{error}");
 }
 
@@ -126,8 +126,8 @@ fn chunk_that_is_free_during_its_erasure_is_detected() {
     let judge =
         |image: &Simulator| verify_marked(image, &[&Volumes::new(), &after], &BTreeMap::new());
     let error = verify_each(&media.take_points(), 64, &mut Random::new(4), &judge)
-        .expect_err("the wrong order went unnoticed");
-    assert!(error.contains("held before") || error.contains("old content"), "{error}");
+        .expect_err("the wrong order was not detected");
+    assert!(error.contains("the old content of chunk") || error.contains("old content"), "{error}");
 }
 
 /// Open rewrites a damaged superblock in the wrong way: both copies at once.
@@ -142,6 +142,6 @@ fn open_that_also_writes_the_good_superblock_is_detected() {
     }
     let opens = |image: &Simulator| open(image).map(drop).map_err(|error| error.to_string());
     let error = verify_each(&media.take_points(), 64, &mut Random::new(4), &opens)
-        .expect_err("the wrong order went unnoticed");
+        .expect_err("the wrong order was not detected");
     assert!(error.contains("both superblocks are damaged"), "{error}");
 }

@@ -38,7 +38,7 @@ fn flipped_bit_in_one_superblock_is_repaired_from_the_other() {
             assert_eq!(report.pool, [Finding::SuperblockCopy { copy }], "{name}");
             assert!(!report.is_clean());
             assert_eq!(fixture.open().volumes().len(), 1, "{name}");
-            assert!(good == fixture.image(), "{name}: opening wrote the damaged copy again");
+            assert!(good == fixture.image(), "{name}: opening rewrote the damaged copy");
         }
     }
 }
@@ -109,7 +109,7 @@ fn volume_record_is_read_from_either_copy() {
         let error = fixture.open_error(OpenMode::ReadWrite);
         assert!(
             matches!(&error, PoolError::Damaged { first, count: 1, .. } if **first == Finding::VolumeRecordLost { slot: 0 }),
-            "the volume's chunks are not taken for left-overs: {error}"
+            "the volume's chunks must not count as leftover: {error}"
         );
         assert!(!fixture.check().is_clean());
         VOLUME_TABLE_OFFSETS.iter().for_each(|table| fixture.flip(table + offset, 1));

@@ -39,7 +39,7 @@ fn missing_chunk_of_a_volume_is_neither_lent_nor_erased() {
         assert!(error.to_string().contains("\"raw\" lacks 1 of its 3 chunks"), "{error}");
         let reader = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
         assert_eq!(reader.volumes().len(), 2);
-        assert!(reader.open_volume("btt").is_ok(), "the others may be read");
+        assert!(reader.open_volume("btt").is_ok(), "the other chunks are readable");
         let report = reader.check().unwrap();
         let not_erased = Finding::NotErased { chunk: ChunkId(12) };
         assert_eq!(report.pool.contains(&not_erased), lost == Owner::Free, "{report:?}");
@@ -151,7 +151,7 @@ fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
     give_up(&media).unwrap();
     let judge = |image: &Simulator| {
         let copies = mirrored::read::<layout::VolumeRecordBytes>(image, VOLUME_TABLE_OFFSETS);
-        assert!(!matches!(copies.unwrap(), Copies::Lost), "a crash has taken the record");
+        assert!(!matches!(copies.unwrap(), Copies::Lost), "a crash has destroyed the record");
         match open(image) {
             Err(PoolError::Damaged { .. }) => give_up(image).unwrap(),
             result => assert_eq!(volumes_of(&result.unwrap()), kept),

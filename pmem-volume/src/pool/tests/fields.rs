@@ -117,7 +117,7 @@ fn outcome(image: &Simulator) -> String {
             pool.check().unwrap();
         }
     }
-    assert!(before == image.content(), "looking changed the media");
+    assert!(before == image.content(), "the check changed the media");
     match open(image) {
         Err(error) => {
             assert!(before == image.content(), "a refused open changed the media: {error}");
@@ -472,7 +472,7 @@ fn refused_file_is_unchanged() {
             }
             let _ = Pool::repair(&fixture.path(), true);
             let same = || before == (fs::read(fixture.path()).unwrap(), fixture.image());
-            assert!(same(), "looking changed the file: bit {bit}");
+            assert!(same(), "the check changed the file: bit {bit}");
             if let Err(error) = Pool::open(&fixture.path(), OpenMode::ReadWrite) {
                 assert!(same(), "{error}: the file has changed");
                 refused.insert(name_of(&error));

@@ -80,23 +80,22 @@ fn million_random_operations_leave_large_extents_that_merge_again() {
         let (free_large, lent_large) = (large_percent(free.iter().copied()), large_percent(lent()));
         let lent_chunks: u32 = lent().map(|extent| extent.chunks()).sum();
         let free_chunks: u32 = free.iter().map(|extent| extent.chunks()).sum();
-        assert_eq!(lent_chunks + free_chunks, CHUNKS, "nothing is lost and nothing is there twice");
+        assert_eq!(lent_chunks + free_chunks, CHUNKS, "each chunk is listed once");
         // Bypasses the test harness, which captures the output of passing tests.
         let _ = writeln!(
             std::io::stderr(),
-            "{percent} % lent, {OPERATIONS} operations: largest free order {}, in extents of 1 GiB and more: \
-             {free_large:.0} % of what is free, {lent_large:.0} % of what is lent",
+            "{percent} % lent, {OPERATIONS} operations: largest free order {}, in extents of 1 GiB and more: {free_large:.0} % of free memory, {lent_large:.0} % of lent memory",
             largest.map_or("none".to_owned(), |order| order.to_string()),
         );
         assert!(
             largest >= Some(LARGE_ORDER - 1),
-            "not even 512 MiB are free in one piece: {largest:?}"
+            "the largest free extent is less than 512 MiB: {largest:?}"
         );
         assert!(free_large > 20.0 && lent_large > 50.0, "{free_large} % and {lent_large} %");
         free.into_iter().chain(lent()).for_each(|extent| buddy.free(extent));
         assert_eq!(buddy.free_chunks(), CHUNKS);
         assert_eq!(buddy.longest_run(), CHUNKS);
         let whole = free_extents(&mut buddy);
-        assert!(whole.iter().all(|extent| extent.order == MAX_ORDER), "all of it merges");
+        assert!(whole.iter().all(|extent| extent.order == MAX_ORDER), "all free chunks merge");
     }
 }

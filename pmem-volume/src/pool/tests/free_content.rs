@@ -41,16 +41,15 @@ fn old_content_of_a_free_chunk_is_detected_and_erased() {
         let done = Pool::repair(&fixture.path(), false).unwrap();
         assert_eq!((&dry.mended, &dry.left), (&done.mended, &done.left));
         assert!(
-            done.mended
-                .iter()
-                .any(|text| text.starts_with("2 free chunk(s), the first of them C7,")),
+            done.mended.iter().any(|text| text
+                .starts_with("2 free chunk(s) hold old content and are erased; the first is C7")),
             "{done:?}"
         );
         assert_eq!(done.left, [""; 0]);
         assert_eq!(fixture.check().pool, []);
         let pool = fixture.open();
         [7, 9].iter().for_each(|chunk| assert!(is_zero(&pool, Extent::chunk(ChunkId(*chunk)))));
-        assert!(!is_zero(&pool, Extent::chunk(ChunkId(2))), "the volume has what it had");
+        assert!(!is_zero(&pool, Extent::chunk(ChunkId(2))), "the volume keeps its content");
     }
 }
 

@@ -181,7 +181,7 @@ proptest! {
             }
         }
         let dry = Pool::repair(&fixture.path(), true);
-        prop_assert!(bytes == fs::read(fixture.path()).unwrap(), "looking changed the media");
+        prop_assert!(bytes == fs::read(fixture.path()).unwrap(), "the check changed the media");
         repair_a_copy(&bytes, dry)?;
         match Pool::open(&fixture.path(), OpenMode::ReadWrite) {
             Err(_) => prop_assert!(bytes == fs::read(fixture.path()).unwrap(), "a refused open changed the media"),

@@ -78,7 +78,7 @@ fn process_that_checks_a_huge_pool() {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     let peak_kib: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
-    assert!(peak_kib << 10 < MAX_RESIDENT_BYTES, "it took {peak_kib} KiB");
+    assert!(peak_kib << 10 < MAX_RESIDENT_BYTES, "it used {peak_kib} KiB");
 }
 
 fn assert_takes_little(what: &str, make: impl FnOnce(&fs::File, &Superblock)) {

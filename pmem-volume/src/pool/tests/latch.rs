@@ -93,7 +93,7 @@ fn first_failure_makes_the_pool_read_only_until_it_is_reopened() {
         ));
         assert!(matches!(pool.delete_volume("a"), Err(PoolError::Latched { .. })));
         assert!(matches!(pool.scrub_all(), Err(PoolError::Latched { .. })));
-        assert!(pool.check().is_ok(), "it may still be looked at");
+        assert!(pool.check().is_ok(), "it is still readable");
         assert_states_add_up(&pool.info());
         drop(pool);
         assert_survives_loss_of_power(&media);
@@ -160,7 +160,7 @@ fn truncated_file_makes_arena_and_pool_read_only() {
     for is_dax in [false, true] {
         // The map stays, so that the write reaches the log.
         let (_fixture, pool, engine, _) = open_and_cut(is_dax);
-        assert_read_only(&pool, &engine, engine.write(7, &[2; 4096]), "the file was cut");
+        assert_read_only(&pool, &engine, engine.write(7, &[2; 4096]), "the file was truncated");
 
         // The data was stored before the truncation, and is lost before its write-back. This cannot
         // be detected where a persist does nothing.
@@ -169,7 +169,7 @@ fn truncated_file_makes_arena_and_pool_read_only() {
         assert_eq!(begun.is_err(), is_dax, "{begun:?}");
         assert_eq!(pool.is_writable(), !is_dax);
         if let Err(error) = begun {
-            assert!(foreshore_types::chain(&error).contains("the file was cut"), "{error:?}");
+            assert!(foreshore_types::chain(&error).contains("the file was truncated"), "{error:?}");
             assert!(error.to_string().contains("write-back"), "{error}");
             let cause = pool.info().latched.expect("the pool is read-only");
             assert_eq!(cause, foreshore_types::chain(&error));
@@ -188,9 +188,9 @@ fn open_and_cut(is_dax: bool) -> (Fixture, Arc<Pool>, Engine<Volume>, u64) {
         false => fixture.open(),
     };
     let volume = pool.open_volume("a").unwrap();
-    let [only] = volume.extents() else { panic!("it lies in one piece") };
+    let [only] = volume.extents() else { panic!("it has one extent") };
     let Ok((info, _)) = &arenas(&volume)[0] else { panic!("it has an arena") };
-    assert!(info.flog_at.is_multiple_of(4096), "pages are what is lost");
+    assert!(info.flog_at.is_multiple_of(4096), "the loss of pages is tested");
     let (flog_at, end_bytes) = (info.flog_at, only.offset_bytes() + info.flog_at);
     let engine = Engine::open(volume).unwrap();
     engine.write(7, &[1; 4096]).unwrap();
@@ -255,7 +255,7 @@ fn wait_until_asleep(thread: libc::pid_t) {
         stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S"))
     };
     while !is_asleep() {
-        assert!(Instant::now() < end, "it waits for nothing");
+        assert!(Instant::now() < end, "it does not wait");
         thread::yield_now();
     }
 }

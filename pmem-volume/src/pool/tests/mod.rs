@@ -1,6 +1,5 @@
 //! Tests of pools through the public interface.
 
-mod asked;
 mod bad_input;
 mod blocks;
 pub(crate) mod campaign;
@@ -24,6 +23,7 @@ mod hostile;
 mod huge;
 mod latch;
 mod model;
+mod persisted_ranges;
 mod places;
 mod progress;
 mod repair;
@@ -212,7 +212,7 @@ fn returned_memory_is_erased_and_its_blocks_are_freed() {
     extents.iter().for_each(|e| fill(&pool, *e, 0xc5));
     assert!(pool.file().metadata().unwrap().blocks() >= blocks_before + 8 * MIB / 512);
     pool.free_memory(&extents).unwrap();
-    assert!(extents.iter().all(|e| !is_zero(&pool, *e)), "it was erased before it was asked for");
+    assert!(extents.iter().all(|e| !is_zero(&pool, *e)), "erased before a scrub was requested");
     pool.scrub_all().unwrap();
     assert_eq!(pool.scrubbed_bytes(), 8 * MIB);
     assert_eq!(pool.file().metadata().unwrap().blocks(), blocks_before);
@@ -253,20 +253,20 @@ fn memory_lent_at_a_crash_is_erased_and_freed_after_the_next_open() {
     drop(pool);
     let report = fixture.check();
     assert_eq!(report.pool, [Finding::StillLent { chunks: 5 }]);
-    assert!(report.is_clean(), "a crash is no damage");
+    assert!(report.is_clean(), "a crash leaves no damage");
     let pool = fixture.open();
     assert_eq!((pool.info().memory_bytes, pool.info().scrubbing_bytes), (0, 10 * MIB));
-    assert!(extents.iter().all(|e| !is_zero(&pool, *e)), "the open waited for it");
+    assert!(extents.iter().all(|e| !is_zero(&pool, *e)), "the open waited for the erasure");
     drop(pool);
     assert_eq!(
         fixture.check().pool,
         [Finding::Unscrubbed { chunks: 5 }],
-        "marked again, as another thing"
+        "marked again with another mark"
     );
     let pool = fixture.open();
     pool.scrub_all().unwrap();
     assert_eq!(pool.info().free_bytes, 60 * MIB);
-    assert!(extents.iter().all(|e| is_zero(&pool, *e)), "what was memory cannot be read any more");
+    assert!(extents.iter().all(|e| is_zero(&pool, *e)), "former memory is unreadable");
     drop(pool);
     assert_eq!(fixture.check().pool, []);
 }
@@ -402,7 +402,7 @@ fn wrong_sizes_and_names_are_refused_without_changes() {
     }
     let error = Pool::create(&fixture.path(), 1 << 45, 0).unwrap_err();
     assert!(matches!(error, PoolError::FileSystemFull { .. }), "{error}");
-    assert_eq!(fs::read_dir(fixture.folder.path()).unwrap().count(), 0, "nothing was left behind");
+    assert_eq!(fs::read_dir(fixture.folder.path()).unwrap().count(), 0, "no file remains");
 
     let pool = fixture.create(64 * MIB, 0);
     pool.create_volume("a", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();

@@ -232,7 +232,7 @@ impl World {
                     () => End::Done,
                 };
                 if expected == End::Done {
-                    let volume = model.volumes.remove(&name(number)).expect("just seen");
+                    let volume = model.volumes.remove(&name(number)).expect("checked before");
                     model.volumes.insert(name(new_name), volume);
                 }
                 (end_of(&self.pool.rename_volume(&name(number), &name(new_name))), expected)
@@ -289,7 +289,7 @@ impl World {
         prop_assert!(
             bytes(model.free() + model.in_volumes())
                 >= info.strg_bytes.min(bytes(model.chunks - METADATA)),
-            "memory has taken what STRG keeps"
+            "lent memory includes the STRG reserve"
         );
         let volumes: BTreeMap<_, _> = self
             .pool
@@ -304,7 +304,7 @@ impl World {
             for extent in self.pool.open_volume(name).unwrap().extents() {
                 prop_assert!(
                     extent.run.ids().all(|chunk| taken.insert(chunk)),
-                    "{} lies over another",
+                    "{} overlaps another",
                     name
                 );
             }
@@ -315,7 +315,7 @@ impl World {
             );
             prop_assert!(
                 extent.run().ids().all(|chunk| taken.insert(chunk)),
-                "{} is somebody's",
+                "{} has another owner",
                 extent
             );
         }

@@ -170,11 +170,11 @@ fn pool_grows_into_an_enlarged_block_device() {
     disk.write(48 * MIB - 512, b"the end");
     let error = Pool::grow_with(&disk.device, None, false, &mut unheard).unwrap_err();
     let text = error.to_string();
-    assert!(text.contains("there is data at byte 50331136"), "{text}");
+    assert!(text.contains("it has data at byte 50331136"), "{text}");
     assert_eq!(disk.open().unwrap().info().total_bytes, 32 * MIB);
     assert!(
         disk.content().ends_with(&[b"the end".as_slice(), &[0; 505]].concat()),
-        "it was touched"
+        "the device was changed"
     );
     let mut heard = Vec::new();
     let pool =
@@ -424,7 +424,7 @@ fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
 
 /// Verifies a crash image of a growth on a device. Returns the size of the pool.
 fn verify_device(device: &Simulator) -> Result<u64, String> {
-    let pool = open_device(device).map_err(|error| format!("it does not open: {error}"))?;
+    let pool = open_device(device).map_err(|error| format!("cannot open it: {error}"))?;
     let volumes: Vec<_> =
         pool.volumes().into_iter().map(|volume| (volume.name, volume.size_bytes)).collect();
     if volumes != [("v".to_owned(), 4 * CHUNK_BYTES)] {
@@ -544,7 +544,7 @@ fn growth_on_a_device_of_the_same_size_is_refused() {
     drop(disk.create().unwrap());
     let error = Pool::grow_with(&disk.device, None, false, &mut unheard).unwrap_err();
     assert!(matches!(error, PoolError::DeviceNotGrown { .. }), "{error:?}");
-    assert!(error.to_string().contains("the device has not grown (32 MiB)"), "{error}");
+    assert!(error.to_string().contains("uses all of the device (32 MiB)"), "{error}");
 }
 
 #[test]
@@ -553,7 +553,7 @@ fn pool_on_a_disk_is_thin_only_on_request() {
     assert!(!pool.info().thin && blocks_bytes(&pool) >= 64 * MIB);
     let fixture = Fixture::new();
     assert!(fixture.create(64 * MIB, 0).info().thin, "tmpfs is always thin");
-    assert!(!fixture.open().superblock.is_thin, "and the pool does not say so");
+    assert!(!fixture.open().superblock.is_thin, "the pool reports it");
     let error = Pool::create_with(&fixture.folder.path().join("other"), CreateOptions::default())
         .unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");

@@ -41,10 +41,10 @@ fn only_missing_clean_chunks_are_erased_for_a_volume() {
     };
     let (heard, waits) = scrub_for(VolumeSize::Bytes(20 * MIB));
     assert_whole(&heard, Task::Erase, 0);
-    assert_eq!(waits, 40, "that much is clean");
+    assert_eq!(waits, 40, "so many bytes are clean");
     let (heard, waits) = scrub_for(VolumeSize::Bytes(61 * MIB));
     assert_whole(&heard, Task::Erase, 0);
-    assert_eq!(waits, 40, "that much there never is");
+    assert_eq!(waits, 40, "so many bytes never exist");
     let (heard, waits) = scrub_for(VolumeSize::Bytes(29 * MIB));
     assert_whole(&heard, Task::Erase, 10 * MIB);
     assert_eq!(waits, 30);
@@ -88,7 +88,7 @@ fn allocation_of_a_file_on_a_disk_reports_progress() {
     };
     let pool = Pool::create_with(&path, options).unwrap();
     if pool.durability() == Durability::Volatile {
-        eprintln!("skipped: {} is no disk", folder.path().display());
+        eprintln!("skipped: {} is not on a disk", folder.path().display());
         return;
     }
     drop(pool);

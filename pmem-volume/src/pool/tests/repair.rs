@@ -42,13 +42,13 @@ fn mends(what: &str, damage: impl Fn(&Fixture), words: &str) {
     assert_eq!(
         (&report.mended, &report.left),
         (&dry.mended, &dry.left),
-        "{what}: a dry run says the same"
+        "{what}: a dry run reports the same"
     );
     assert_eq!(report.left, [""; 0], "{what}");
     assert!(report.mended.iter().any(|text| text.contains(words)), "{what}: {:?}", report.mended);
-    assert!(good == fs::read(fixture.path()).unwrap(), "{what}: not as it was");
+    assert!(good == fs::read(fixture.path()).unwrap(), "{what}: not restored");
     assert!(fixture.check().is_clean());
-    assert_eq!(repair(&fixture, false).mended, [""; 0], "{what}: nothing is left to do");
+    assert_eq!(repair(&fixture, false).mended, [""; 0], "{what}: the repair is incomplete");
 }
 
 /// Damages a pool, and expects a repair to leave it unchanged.
@@ -59,7 +59,10 @@ fn leaves(what: &str, damage: impl Fn(&Fixture), words: &str) {
     for dry_run in [true, false] {
         let report = repair(&fixture, dry_run);
         assert!(report.left.iter().any(|text| text.contains(words)), "{what}: {report:?}");
-        assert!(damaged == fs::read(fixture.path()).unwrap(), "{what}: it was touched: {report:?}");
+        assert!(
+            damaged == fs::read(fixture.path()).unwrap(),
+            "{what}: the media was changed: {report:?}"
+        );
     }
 }
 
@@ -76,7 +79,7 @@ fn flipped_bit_in_any_owner_word_is_repaired() {
 #[test]
 fn chunk_whose_repaired_word_is_free_is_erased() {
     let fixture = with_volumes();
-    fixture.overwrite(ChunkId(20).offset_bytes() + 64, b"who knows whose");
+    fixture.overwrite(ChunkId(20).offset_bytes() + 64, b"unknown owner");
     fixture.flip(entry(20) + 6, 3);
     assert_eq!(repair(&fixture, false).left, [""; 0]);
     assert!(is_zero(&fixture.open(), Extent::chunk(ChunkId(20))));
@@ -86,12 +89,20 @@ fn chunk_whose_repaired_word_is_free_is_erased() {
 fn lost_owner_word_is_repaired_by_elimination_or_stays() {
     let zero = |fixture: &Fixture, chunk| fixture.overwrite(entry(chunk), &[0; 8]);
     mends("of a volume", |f| zero(f, 12), "the only gap");
-    mends("of a free chunk", |f| zero(f, 20), "it is nobody's");
-    mends("of two free chunks", |f| [20, 21].iter().for_each(|c| zero(f, *c)), "it is nobody's");
-    mends("of the pool's own", |f| zero(f, 1), "the superblock says");
+    mends("of a free chunk", |f| zero(f, 20), "no volume lacks a chunk");
+    mends(
+        "of two free chunks",
+        |f| [20, 21].iter().for_each(|c| zero(f, *c)),
+        "no volume lacks a chunk",
+    );
+    mends("of the pool's own", |f| zero(f, 1), "according to the superblock");
     // A *free* word, although the chunk contains metadata.
     let freed = table::encode_owner(ChunkId(1), Owner::Free).to_le_bytes();
-    mends("of the pool's own, free", |f| f.overwrite(entry(1), &freed), "the superblock says");
+    mends(
+        "of the pool's own, free",
+        |f| f.overwrite(entry(1), &freed),
+        "according to the superblock",
+    );
     // Two damaged words of one volume cannot be told apart, nor can one from a free chunk.
     leaves(
         "two of one volume",
@@ -106,7 +117,11 @@ fn lost_owner_word_is_repaired_by_elimination_or_stays() {
     // A word with one wrong bit that claims an index which another chunk has.
     let twice =
         table::encode_owner(ChunkId(20), Owner::Volume { slot: Slot(1), index: 0 }) ^ 1 << 5;
-    mends("a second claim", |f| f.overwrite(entry(20), &twice.to_le_bytes()), "it is nobody's");
+    mends(
+        "a second claim",
+        |f| f.overwrite(entry(20), &twice.to_le_bytes()),
+        "no volume lacks a chunk",
+    );
 }
 
 /// Pool on sparse media with space for a distant chunk.
@@ -200,12 +215,12 @@ fn only_words_that_fill_gaps_are_trusted_while_a_gap_is_left() {
         VOLUME_TABLE_OFFSETS.iter().for_each(|table| f.flip(table + 256 + 50, 1));
         one_bit_off(f, 20, Owner::Free);
     };
-    leaves("nobody knows the volume", lost_record, "owner word of chunk C20");
+    leaves("unknown volume", lost_record, "owner word of chunk C20");
     let filled = |f: &Fixture| {
         [12, 20].iter().for_each(|chunk| f.flip(entry(*chunk), 3));
         zero(f, 21);
     };
-    mends("a gap that is filled", filled, "it is nobody's");
+    mends("a gap that is filled", filled, "no volume lacks a chunk");
 }
 
 #[test]
@@ -260,7 +275,7 @@ fn chunk_is_not_unused_while_a_record_is_lost() {
     let mut seen = scan::scan(pool.media(), &pool.superblock).unwrap();
     seen.findings.clear();
     let wrong = mend_owners(pool.media(), &pool.superblock, &seen).unwrap();
-    assert!(wrong[0].what.contains("it will be erased"), "{wrong:?}");
+    assert!(wrong[0].what.contains("to be erased"), "{wrong:?}");
 }
 
 #[test]
@@ -319,7 +334,7 @@ fn explained_damage_of_a_btt_is_repaired() {
     leaves(
         "map",
         |f| f.overwrite(map_at, &entry(20)),
-        "volume btt: arena 0: block B20 is named twice",
+        "volume btt: arena 0: block B20 is referenced twice",
     );
 }
 

@@ -45,7 +45,7 @@ fn wait_until_clean(pool: &Arc<Pool<impl Media + 'static>>) {
         drop(waiter);
         let _ = done.send(());
     });
-    clean.recv_timeout(PATIENCE).expect("nobody erases");
+    clean.recv_timeout(PATIENCE).expect("no thread erases");
 }
 
 /// Kernel's ID of the calling thread.
@@ -91,7 +91,10 @@ fn clean_chunks_are_lent_while_a_scrub_hangs() {
         let during = levels(&pool.info());
         barrier.set(Gate::Open);
         assert_eq!(scrub.join().unwrap(), 4 * MIB);
-        assert!(matches!(done, Ok((Ok(()), Ok(())))), "they wait for the scrub: {done:?}");
+        assert!(
+            matches!(done, Ok((Ok(()), Ok(())))),
+            "the chunks must wait for the scrub: {done:?}"
+        );
         assert_eq!(during, [26, 4, 0, 6]);
     });
     assert_eq!(levels(&pool.info()), [26, 4, 4, 2]);
@@ -210,13 +213,13 @@ fn opening_a_pool_erases_nothing() {
     assert_eq!(
         calls.load(Ordering::SeqCst),
         2,
-        "two persists: of what was seen, and of what is to be erased"
+        "two persists: of the scan, and of the chunks to erase"
     );
     assert_eq!(levels(&pool.info()), [0, 0, 6, 30]);
     assert_eq!(media.load_word(memory[0].offset_bytes()).unwrap(), 7);
     drop(pool);
     assert_eq!(levels(&open(media.clone()).info()), [0, 0, 6, 30]);
-    assert_eq!(calls.load(Ordering::SeqCst), 4, "the next open has as little to do");
+    assert_eq!(calls.load(Ordering::SeqCst), 4, "the next open does no more");
 }
 
 #[test]
@@ -355,7 +358,7 @@ fn scrubber_ends_with_or_before_its_pool() {
         let early =
             answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || ended.try_recv().ok());
         barrier.set(Gate::Open);
-        assert!(early.is_none(), "it did not wait for the batch that its thread is at");
+        assert!(early.is_none(), "it did not wait for the current batch of the thread");
     });
     assert!(pool.scrubbed_bytes() >= 16 * MIB, "the batch was finished");
     // The reverse order: the scrubber does not keep the pool open.

@@ -48,7 +48,7 @@ impl Barrier {
     pub(super) fn wait_until_shut(&self) {
         let gate = self.gate.lock().unwrap();
         let waiting = self.changed.wait_timeout_while(gate, PATIENCE, |gate| *gate != Gate::Shut);
-        assert!(!waiting.unwrap().1.timed_out(), "nobody asks anything of the media");
+        assert!(!waiting.unwrap().1.timed_out(), "the media is idle");
     }
 
     /// Returns the levels of the pool while `change` waits for the media, and the result of the

@@ -24,7 +24,7 @@ impl<M: Media> Pool<M> {
         self: &Arc<Self>,
         name: &str,
     ) -> Result<DamagedVolume<M>, PoolError> {
-        assert!(self.mode != OpenMode::ReadWrite, "what is damaged is only looked at");
+        assert!(self.mode != OpenMode::ReadWrite, "a damaged volume is opened for reading only");
         let state = self.lock_state();
         let entry = &state.volumes[&state.require_volume(name)?];
         entry.check_finished()?;

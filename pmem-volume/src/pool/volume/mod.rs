@@ -129,7 +129,7 @@ impl<M: Media> Pool<M> {
             }
         };
         self.check_format_room(chunks)?;
-        let taken = state.buddy.allocate_lasting(chunks).expect("just seen to be free");
+        let taken = state.buddy.allocate_lasting(chunks).expect("checked to be free");
         // Count them as chunks to erase until the volume exists. They are erased if its creation
         // fails.
         state.counts.scrubbing += chunks;
@@ -311,7 +311,7 @@ impl VolumeEntry {
         let unusable =
             |reason| Err(PoolError::VolumeUnusable { name: self.record.name.to_string(), reason });
         if self.record.thin {
-            return unusable("it is thin, which this version does not serve".to_owned());
+            return unusable("thin volumes are not supported".to_owned());
         }
         match self.record.chunks - self.allocated() {
             0 => self.check_finished(),

@@ -82,10 +82,11 @@ impl<M: Media> Pool<M> {
             .ok_or_else(|| state.full(size_bytes - has_bytes))?;
         let refuse = |rule| Err(PoolError::Size { what: "volume size", value: size_bytes, rule });
         match (chunks.cmp(&has_chunks), format) {
-            (std::cmp::Ordering::Equal, _) => refuse("is what the volume has already".to_owned()),
+            (std::cmp::Ordering::Equal, _) => {
+                refuse("is already the size of the volume".to_owned())
+            }
             (std::cmp::Ordering::Less, VolumeFormat::Btt) => refuse(format!(
-                "is less than the {} that the volume has, and a BTT cannot shrink: its map and log lie at its end, \
-                 and a sector may lie anywhere; copy what is in it to a smaller volume",
+                "is less than the current {}, and a BTT cannot shrink: its map and flog are at its end, and its sectors may be anywhere; copy its content to a smaller volume",
                 Size(has_bytes).rounded()
             )),
             (std::cmp::Ordering::Less, VolumeFormat::Raw) if shrink == Shrink::Refuse => {
@@ -134,7 +135,7 @@ impl<M: Media> Pool<M> {
         let has_chunks = entry.record.chunks;
         let old = runs(entry.chunk_ids());
         let after = old.last().expect("a volume has a chunk").end();
-        let taken = state.buddy.allocate_lasting_at(after, more).expect("just seen to be free");
+        let taken = state.buddy.allocate_lasting_at(after, more).expect("checked to be free");
         // Count them as chunks to erase until the growth is committed. They are erased if it fails.
         state.counts.scrubbing += more;
         self.latch(self.mark(&taken, |place| Owner::Volume { slot, index: has_chunks + place }))?;

@@ -266,7 +266,7 @@ pub(in crate::pool) fn batches(runs: &[Run]) -> Vec<Vec<Range<u64>>> {
                 room = BATCH_CHUNKS;
             }
             let now = Run { start: rest.start, chunks: rest.chunks.min(room) };
-            batches.last_mut().expect("there is room in one").push(now.byte_range());
+            batches.last_mut().expect("the last batch has space").push(now.byte_range());
             rest = Run { start: now.end(), chunks: rest.chunks - now.chunks };
             room -= now.chunks;
         }
@@ -282,7 +282,7 @@ pub(in crate::pool) fn format_parts(
     for volume in unformatted(volumes, slots) {
         let record = &volume.record;
         let layout = Layout::new(record.size_bytes(), btt::SECTOR_BYTES, record.uuid)
-            .expect("a record that says so was checked to have room");
+            .expect("the size was checked when the record was parsed");
         layout.format(&Space { media, extents: &volume_extents(&runs(volume.chunk_ids())) })?;
     }
     Ok(())
@@ -351,7 +351,7 @@ fn check_sizes(
                 .map_err(|error| refused(error.to_string()))?;
         }
         debug_assert_eq!(chunks, Some((*size_bytes / CHUNK_BYTES) as u32));
-        chunks.ok_or_else(|| refused("it is larger than any volume".to_owned()))
+        chunks.ok_or_else(|| refused("the size exceeds that of any volume".to_owned()))
     };
     parts.iter().zip(sizes).map(check).collect()
 }

@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(error("pool=/p,name="), "--pm-volume: name= is missing");
         assert!(
             error(&format!("pool=/p,name={}", "a".repeat(65)))
-                .ends_with("65 bytes; at most 64 fit")
+                .ends_with("65 bytes; the maximum is 64")
         );
         assert_eq!(
             error("pool=/p,name=a,format=qcow2"),

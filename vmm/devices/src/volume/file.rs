@@ -408,7 +408,7 @@ mod tests {
         File::options().write(true).open(&path).unwrap().set_len(2 * MIB).unwrap();
         let error = pmem.persist().unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("cut to 0x200000 bytes"), "{text}");
+        assert!(text.contains("truncated to 0x200000 bytes"), "{text}");
         assert!(failure.load(Ordering::Relaxed));
     }
 }

@@ -235,7 +235,7 @@ fn a_mounted_device_is_read_only(device: &LoopDevice) -> Result<()> {
             .memory("size=384M")
             .argument("--disk", &format!("path={}{options}", device.path().display()))
     };
-    let result = refuses(&with(""), &["--disk", "in use: it is mounted on"]).and_then(|()| {
+    let result = refuses(&with(""), &["--disk", "in use: mounted on"]).and_then(|()| {
         let reader = with(",readonly=on").start()?;
         reader.wait_until("a VM that only reads it runs", IO_LIMIT, || {
             Ok(reader.get("vm.info").is_ok_and(|info| info["state"] == "Running"))

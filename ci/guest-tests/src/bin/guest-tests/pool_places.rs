@@ -242,7 +242,7 @@ fn on_ext4_it_is_thin_on_request() -> Result<()> {
     let filler = disk.dir().join("filler");
     fill_up(&filler)?;
     let create = ["volume", "create", &pool.name(), "v", "--size", "36M"];
-    refused(&create, &["file system has", "make room"])?;
+    refused(&create, &["file system has", "free more space"])?;
     fs::remove_file(&filler)?;
     free_chunks_are_zero(&pool)?;
     pmvol(&create)?;
@@ -302,7 +302,7 @@ fn on_a_block_device_it_is_page_cache_and_grows_with_it() -> Result<()> {
         pool.info()?
     );
     // An existing pool on the device is detected and not overwritten without `--force`.
-    refused(&["create", &pool.name()], &["there is a pool", "--force"])?;
+    refused(&["create", &pool.name()], &["already has a pool", "--force"])?;
     disk.lengthen(32)?;
     refused(&["info", &pool.name()], &["cut short", "33554432", "100663296"])
 }
@@ -322,7 +322,7 @@ fn on_devdax_it_is_dax_sync() -> Result<()> {
     pmvol(&["volume", "create", &pool.name(), "kept", "--size", "2M", "--format", "raw"])?;
     refused(&["create", &pool.name(), "--force"], &["volumes kept", "delete"])?;
     pmvol(&["volume", "delete", &pool.name(), "kept"])?;
-    refused(&["create", &pool.name()], &["there is a pool", "--force"])?;
+    refused(&["create", &pool.name()], &["already has a pool", "--force"])?;
     serves(&pool, &dax_sync(), |name| pmvol(&["grow", name, "--force"]).map(drop))?;
     pmvol(&["repair", &pool.name()]).map(drop)
 }
@@ -370,10 +370,7 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
     let (free, files) = (free_bytes(disk.dir())?, names(disk.dir())?);
     let other = disk.dir().join("other").display().to_string();
     for size in ["64M", "24M"] {
-        refused(
-            &["create", &other, "--size", size],
-            &["--size", &other, "MiB are needed", "free"],
-        )?;
+        refused(&["create", &other, "--size", size], &["--size", &other, "needs", "free"])?;
         ensure!(
             names(disk.dir())? == files,
             "The failed command left files: {:?}",
@@ -386,7 +383,7 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
         );
     }
     for size in ["72M", "32M"] {
-        refused(&["grow", name, "--size", size], &["--size", name, "MiB are needed", "free"])?;
+        refused(&["grow", name, "--size", size], &["--size", name, "needs", "free"])?;
         ensure!(
             free_bytes(disk.dir())? == free,
             "{free} bytes were free, now {}",

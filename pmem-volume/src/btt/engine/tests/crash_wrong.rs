@@ -11,7 +11,7 @@ pub(super) fn must_be_found_out(
 ) -> String {
     (1..40)
         .find_map(|seed| campaign(seed, wrong).err())
-        .unwrap_or_else(|| panic!("{wrong:?} went unnoticed"))
+        .unwrap_or_else(|| panic!("{wrong:?} was not detected"))
 }
 
 #[test]

@@ -87,14 +87,14 @@ fn impossible_flog_makes_its_arena_read_only() {
     let changes: [(&str, Change); 8] = [
         ("sequence numbers 9 and 0", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 12, 9)),
         ("sequence numbers 0 and 0", |m, a, _| m.store(a.flog_at + 3 * 64, &[0; 64]).unwrap()),
-        ("no known way", |m, a, _| store_u32(m, a.flog_at + 48, 1)),
+        ("an unknown way", |m, a, _| store_u32(m, a.flog_at + 48, 1)),
         ("lba", |m, a, _| store_u32(m, a.flog_at + 3 * 64, MAP_BLOCK)),
         ("old_map", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 4, MAP_BLOCK)),
         ("new_map", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 8, MAP_BLOCK)),
-        ("named twice, the second time by lane 4", |m, a, r| {
+        ("referenced twice, the second time by lane 4", |m, a, r| {
             store_u32(m, a.flog_at + 4 * 64 + 4, r.free[3].0);
         }),
-        ("named twice, the second time by sector L3", |m, a, r| {
+        ("referenced twice, the second time by sector L3", |m, a, r| {
             store_u32(m, a.map_at + 4 * 3, r.free[4].0 | MAP_ERROR | MAP_ZERO);
         }),
     ];
@@ -201,7 +201,7 @@ fn damaged_info_block_is_replaced_by_its_copy_or_the_arena_is_missing() {
     assert_eq!((status.uuid, status.sectors, engine.sectors()), (None, sectors - border, sectors));
     assert_eq!(
         status.read_only.as_deref(),
-        Some("neither info block is whole (the checksum is wrong)")
+        Some("neither info block is intact (the checksum is wrong)")
     );
     engine.write(border - 1, &content(border - 1, 1, 4096)).unwrap();
     let results = [
@@ -216,7 +216,7 @@ fn damaged_info_block_is_replaced_by_its_copy_or_the_arena_is_missing() {
     spoil(&media, info_at_copy(&media));
     let error = Engine::open(&media).unwrap_err();
     assert!(
-        error.to_string().starts_with("arena 0, at 0x1000: neither info block is whole"),
+        error.to_string().starts_with("arena 0, at 0x1000: neither info block is intact"),
         "{error}"
     );
 }
@@ -256,7 +256,7 @@ fn crash_at_the_error_flag(wrong: Wrong) -> Result<usize, String> {
     assert!(Engine::open(&recorded).unwrap().arenas()[0].read_only.is_some());
     let judge = |image: &Simulator| {
         let engine = Engine::open(image).map_err(|error| error.to_string())?;
-        engine.arenas()[0].read_only.clone().ok_or("served as if nothing were wrong")?;
+        engine.arenas()[0].read_only.clone().ok_or("served despite the damage")?;
         Oracle::default().read(&engine).map(drop)
     };
     let points: Vec<_> = recorded.take_points().into_iter().map(|(point, _)| point).collect();
@@ -273,7 +273,7 @@ fn crash_while_the_error_flag_is_set_leaves_a_whole_info_block() {
 #[test]
 fn error_flag_set_in_both_blocks_at_once_is_detected() {
     let error = crash_at_the_error_flag(Wrong::ErrorFlag).unwrap_err();
-    assert!(error.contains("neither info block is whole"), "{error}");
+    assert!(error.contains("neither info block is intact"), "{error}");
 }
 
 /// Media whose changes fail after `left` successful ones, and with ranges that can be neither read

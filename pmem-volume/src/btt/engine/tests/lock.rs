@@ -35,7 +35,7 @@ fn sleeping_threads_get_the_released_lock() {
         while !lock.is_awaited() {
             thread::yield_now();
         }
-        assert!(is_got.try_recv().is_err(), "it was not given back yet");
+        assert!(is_got.try_recv().is_err(), "the lock is still held");
         drop(held);
         (0..2).for_each(|_| is_got.recv().unwrap());
     });

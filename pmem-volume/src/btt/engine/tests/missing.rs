@@ -201,7 +201,7 @@ fn unreadable_metadata_affects_only_its_arena() {
                 };
                 assert!(is_refused, "{what}: {result:?}");
                 assert_eq!(read(&engine, border - 1), content(border - 1, 1, 4096));
-                assert!(engine.settle().is_err(), "it is not known what is left to be redone");
+                assert!(engine.settle().is_err(), "the remaining recovery is unknown");
             }
         }
         drop(engine);

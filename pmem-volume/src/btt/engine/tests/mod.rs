@@ -164,7 +164,7 @@ fn impossible_requests_are_refused_with_the_reason() {
     assert!(matches!(engine.write(end, &two), Err(EngineError::Outside { .. })));
     assert!(matches!(engine.write(u64::MAX, &two), Err(EngineError::Outside { .. })));
     assert!(matches!(engine.discard(end - 1..end + 1), Err(EngineError::Outside { .. })));
-    #[expect(clippy::reversed_empty_ranges, reason = "it is what is to be refused")]
+    #[expect(clippy::reversed_empty_ranges, reason = "expected a refusal")]
     let reversed = 5..4;
     assert!(matches!(engine.write_zeroes(reversed), Err(EngineError::Outside { .. })));
     assert!(matches!(engine.write(0, &two[..100]), Err(EngineError::Length { .. })));

@@ -1,19 +1,19 @@
 //! Engine sources compiled for the memory model of loom instead of the CPU.
 
 #[path = "../lock.rs"]
-#[allow(clippy::duplicate_mod, dead_code, reason = "as below")]
+#[allow(clippy::duplicate_mod, dead_code, reason = "see below")]
 mod lock;
 #[path = "../map.rs"]
 #[allow(
     clippy::duplicate_mod,
     dead_code,
-    reason = "the same code with other atomics, and not all of it modelled"
+    reason = "the same code with other atomics, not all of which is modelled"
 )]
 mod map;
 #[path = "order.rs"]
 mod order;
 #[path = "../readers.rs"]
-#[allow(clippy::duplicate_mod, dead_code, reason = "as above")]
+#[allow(clippy::duplicate_mod, dead_code, reason = "see above")]
 mod readers;
 
 mod cpu {

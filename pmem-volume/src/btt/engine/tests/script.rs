@@ -574,7 +574,7 @@ impl Oracle {
         let engine = Engine::open(image).map_err(|error| error.to_string())?;
         let found = self.read(&engine)?;
         if check_is_clean("after")?.arenas[0].redo > 0 {
-            return Err("something is left to redo".to_owned());
+            return Err("recovery is incomplete".to_owned());
         }
         Ok(found)
     }

@@ -196,7 +196,7 @@ fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>)
 fn block_being_read_is_not_overwritten_and_no_writer_waits() {
     let at_data = |media: &Stopping| media.stop_at_data.store(true, Ordering::SeqCst);
     let (version, of_block) = read_while_overwritten(at_data);
-    assert_eq!(version, Some(1), "as it was when the reader looked");
+    assert_eq!(version, Some(1), "unchanged since the read");
     assert_eq!(of_block, content(1, 1, 4096));
 }
 

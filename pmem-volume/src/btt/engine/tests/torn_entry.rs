@@ -55,7 +55,7 @@ fn torn_entry_is_redone_by_check_reader_and_engine() {
         assert_eq!(read(&engine, SECTOR), content(SECTOR, 3, 4096));
         assert_eq!(check(&media).arenas[0].redo, 0);
     }
-    assert!(tried > 0, "no entry was neither the old nor the new one");
+    assert!(tried > 0, "each torn entry equals the old or the new entry");
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn entry_that_only_looks_torn_stays() {
     let owner = torn & MAP_BLOCK;
     assert!(
         owner < info.sectors && map_entry(&media, &info, owner) == 0,
-        "the block is that of a sector's own number"
+        "the block has the sector's number"
     );
     // As if other lanes had written both sectors since, and had made other writes later: each block
     // has one owner.

@@ -112,7 +112,9 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
         }
         match class {
             Durability::Volatile if named == [0, 0] => {}
-            Durability::Volatile => return Err(format!("{named:?} ranges are named, in vain")),
+            Durability::Volatile => {
+                return Err(format!("{named:?} ranges are persisted unnecessarily"));
+            }
             Durability::DaxSync | Durability::PageCache if left_out.is_empty() => {}
             Durability::DaxSync | Durability::PageCache => {
                 return Err(format!("{left_out:?} is not durable"));
@@ -194,7 +196,7 @@ fn stores_across_an_extent_boundary_leave_the_caches() {
     for fence in fences {
         let left = not_durable(&noted[..=fence]);
         assert!(left.is_empty(), "at fence {fence}: {left:x?}");
-        assert!(!not_durable(&noted[..fence]).is_empty(), "it has something to do");
+        assert!(!not_durable(&noted[..fence]).is_empty(), "it has work to do");
     }
     assert!(!not_durable(&noted).is_empty(), "the last words of the map are the next exchange's");
 }
@@ -212,7 +214,7 @@ fn wrong_class_is_detected() {
         let error = judge(class, Durability::Volatile).unwrap_err();
         assert!(error.contains("is not durable"), "{error}");
         let error = judge(Durability::Volatile, class).unwrap_err();
-        assert!(error.contains("in vain"), "{error}");
+        assert!(error.contains("unnecessarily"), "{error}");
     }
 }
 
