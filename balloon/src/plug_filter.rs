@@ -125,8 +125,12 @@ mod tests {
             stayed(&[(0, 0), (100, 8), (1_099, 8), (1_100, 8), (9_000, 8)]),
             [None, None, None, Some(100), None]
         );
-        assert_eq!(stayed(&[(0, 8), (5_000, 8)]), [None, None], "what was there at first");
-        assert_eq!(stayed(&[(0, 0), (100, 8), (110, 0), (1_200, 0)]), [None; 4], "it has gone");
+        assert_eq!(stayed(&[(0, 8), (5_000, 8)]), [None, None], "the initial memory");
+        assert_eq!(
+            stayed(&[(0, 0), (100, 8), (110, 0), (1_200, 0)]),
+            [None; 4],
+            "the memory is gone"
+        );
         assert_eq!(
             stayed(&[(0, 0), (100, 8), (110, 0), (120, 8), (1_100, 8), (1_120, 8)])[4..],
             [None, Some(120)]
@@ -149,7 +153,7 @@ mod tests {
         for (at, bytes) in [(3_000, 220), (3_100, 256), (3_110, 220)] {
             filter.observe(256, bytes, TimeMs(at));
         }
-        assert_eq!(filter.pending_since(), Some(TimeMs(3_000)), "all of the second has gone");
+        assert_eq!(filter.pending_since(), Some(TimeMs(3_000)), "all of the second is unplugged");
     }
 
     #[test]
@@ -170,7 +174,7 @@ mod tests {
         assert_eq!(
             stayed(&[&drops[..], &[(3_320, 4), (4_319, 4), (4_320, 4)]].concat())[8..],
             [None, None, Some(2_320)],
-            "more than before, for longer than what has gone"
+            "more than before, for longer than the removed memory"
         );
     }
 
@@ -186,7 +190,7 @@ mod tests {
         assert_eq!(
             (filter.stayed_bytes(128), filter.pending_since()),
             (0, None),
-            "it is neither there nor news"
+            "it is neither plugged nor new"
         );
         // The memory stays as long as the first time, and is unplugged again.
         assert_eq!(filter.observe(256, 128, TimeMs(6_100)), None);
@@ -197,12 +201,12 @@ mod tests {
             (128, None),
             "twice as long"
         );
-        assert_eq!(filter.stayed_bytes(64), 64, "never more than there is");
+        assert_eq!(filter.stayed_bytes(64), 64, "at most the plugged memory");
         filter.observe(256, 192, TimeMs(8_000));
         assert_eq!(
             filter.observe(256, 192, TimeMs(9_000)),
             Some(TimeMs(8_000)),
-            "what has stayed longer vouches"
+            "memory that stayed longer counts"
         );
     }
 

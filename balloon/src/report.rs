@@ -324,7 +324,7 @@ mod tests {
         let taken: Vec<bool> = (1..60).map(|n| speak(&mut intake, n)).collect();
         let deaf = (RIVAL_MS / 1000) as usize;
         assert_eq!(taken.iter().filter(|taken| !**taken).count(), deaf, "{taken:?}");
-        assert!(taken[deaf..].iter().all(|taken| *taken), "and all that follow");
+        assert!(taken[deaf..].iter().all(|taken| *taken), "and all later ones");
         // The host's clock bounds the clock of such a guest as usual.
         let bound = 30 * DAY_MS + 60_000 + MAX_CLOCK_LEAD_MS;
         assert_eq!(
@@ -363,7 +363,7 @@ mod tests {
             assert!(intake.accept_line(&report_line(8, DAY_MS), now).is_err());
             assert!(is_taken_within(&mut intake, honest, RIVAL_MS));
             let next = report_line(honest.seq + 31, honest.guest_ms + 3100);
-            assert!(intake.accept_line(&next, now + 3100).is_ok(), "and all that follow");
+            assert!(intake.accept_line(&next, now + 3100).is_ok(), "and all later ones");
         }
     }
 

@@ -582,7 +582,7 @@ mod tests {
             let statistics = statistics().with(Tag::AllocStalls, stalls).with(Tag::SwapIn, swap_in);
             *estimator.report(&statistics, known(), TimeMs(at)).unwrap().stall()
         };
-        assert_eq!(report(20, 0, 1000).some_us, 0, "what was before is not known");
+        assert_eq!(report(20, 0, 1000).some_us, 0, "earlier values are unknown");
         assert_eq!(report(70, 0, 2000).some_us, 50_000);
         assert_eq!(report(70, 1000, 3000).some_us, 150_000);
         let all = report(70_000, 1000, 4000);
@@ -602,7 +602,7 @@ mod tests {
                 .with(Tag::SwapIn, pages * PAGE_BYTES)
         };
         let first = estimator.report(&old(0), known(), TimeMs(0)).unwrap();
-        assert_eq!(first.memory().available_bytes, MIB, "free, where nothing better is told");
+        assert_eq!(first.memory().available_bytes, MIB, "free, without better data");
         let report = estimator.report(&old(500), known(), TimeMs(1000)).unwrap();
         assert_eq!(report.stall().some_us, 50_000);
     }
@@ -627,7 +627,7 @@ mod tests {
         let mut estimator = Estimator::default();
         let policy = |report: Report| report.blocks().online_policy;
         let first = estimator.report(&statistics(), known(), TimeMs(0)).unwrap();
-        assert_eq!(policy(first.clone()), OnlinePolicy::Unknown, "nobody has said it");
+        assert_eq!(policy(first.clone()), OnlinePolicy::Unknown, "it is unknown");
         for said in [OnlinePolicy::Online, OnlinePolicy::Offline, OnlinePolicy::OnlineMovable] {
             let mut raw = first.as_raw().clone();
             raw.blocks.online_policy = said;
@@ -664,7 +664,7 @@ mod tests {
         assert_eq!(corrected.zones()[0].managed_pages, (480 - 128) * 256);
         assert_eq!(corrected.zones()[0].high_pages, report.zones()[0].high_pages);
         let uncounted = Known { counted: false, ..known };
-        assert_eq!(correct(report.clone(), uncounted), report, "Linux has done it itself");
+        assert_eq!(correct(report.clone(), uncounted), report, "Linux has onlined it");
         // A driver that claims an impossible size does not remove memory that the report shows.
         let lie = correct(report, Known { ballooned_bytes: u64::MAX, ..known });
         assert_eq!(lie.memory().total_bytes, 200 * MIB);

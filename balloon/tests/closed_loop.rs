@@ -214,7 +214,7 @@ fn page_cache_that_is_read_once_does_not_grow_guest() {
     psi.habits.stream_bytes_per_s = 256 * MIB;
     let plans = psi.run(300_000, 0);
     assert!(plans.is_empty(), "{plans:?}");
-    assert!(psi.guest().cached_bytes() > 200 * MIB, "it fills the memory that is there");
+    assert!(psi.guest().cached_bytes() > 200 * MIB, "it fills the available memory");
     // Policies that decide by free pages provide all memory.
     let mut pmb = Rig::of("pmb");
     pmb.habits.stream_bytes_per_s = 256 * MIB;
@@ -232,7 +232,7 @@ fn page_cache_that_is_read_again_fits_after_growth_and_stays() {
     psi.run(60_000, 0);
     let (before, plugged) = (*psi.totals(), psi.guest().plugged_bytes());
     psi.run(200_000, 0);
-    assert_eq!(psi.totals().stall_us, before.stall_us, "nothing has to be read again");
+    assert_eq!(psi.totals().stall_us, before.stall_us, "no file is read again");
     assert_eq!(psi.totals().refaulted_bytes, before.refaulted_bytes);
     assert_eq!(psi.guest().plugged_bytes(), plugged);
     // Without `psi`, the files are read from the disk all the time.
@@ -252,12 +252,12 @@ fn endless_allocation_meets_oom_killer_only_after_the_last_pm() {
         );
         psi.run(3_000, 0);
         psi.run_until(57_000, 100, |vm| vm.guest().totals().oom_kills > 0);
-        assert!(psi.guest().now() < TimeMs(60_000), "1.5 GiB last for 15 s");
+        assert!(psi.guest().now() < TimeMs(60_000), "1.5 GiB suffice for 15 s");
         for zone in psi.guest().zones() {
             let now = psi.guest().now();
             assert_eq!(
                 zone.plugged_bytes, zone.max_bytes,
-                "killed while there was memory, at {now}"
+                "killed despite available memory, at {now}"
             );
         }
     }
@@ -348,7 +348,7 @@ fn memory_that_guest_refuses_to_return_is_requested_less_and_less_often() {
     assert_eq!(
         left_bytes,
         (peak_bytes / 1000 * 400).next_multiple_of(2 * MIB),
-        "what can go has gone"
+        "all removable memory is unplugged"
     );
     assert!(asked[1] * 3 <= asked[0] && asked[1] <= 2, "{asked:?}");
     // Memory that stayed serves the next demand at once.
@@ -378,7 +378,7 @@ fn swapped_memory_that_returns_finds_room() {
     assert_eq!(
         Figures::of(&psi).swapped_out_mib,
         before.swapped_out_mib,
-        "nothing has to go to make room"
+        "no memory is unplugged for space"
     );
     assert!(psi.guest().swapped_bytes() < MIB);
 }
@@ -388,7 +388,7 @@ fn swapped_memory_that_is_not_used_holds_nothing() {
     let mut psi = swapped();
     psi.vm.set_policy(Policy::default()).expect("in range");
     psi.run(120_000, 0);
-    assert!(psi.guest().swapped_bytes() > 200 * MIB, "it is there");
+    assert!(psi.guest().swapped_bytes() > 200 * MIB, "it stays swapped out");
     let over_bytes = psi.guest().total_bytes() - psi.guest().resident_bytes();
     assert!(over_bytes < may_hold_over_bytes(&psi, 0), "{} MiB", over_bytes / MIB);
 }

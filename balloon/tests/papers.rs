@@ -1,7 +1,7 @@
 //! Tests of the papers' policies with a model of a guest: they provide memory, come to rest, and
 //! return memory.
 
-#[allow(dead_code, reason = "it has more than these policies need")]
+#[allow(dead_code, reason = "more than these policies need")]
 mod rig;
 
 use balloon::MIB;
@@ -33,7 +33,7 @@ impl Loop {
         let plans = self.rig.run(ms, mib_per_s);
         assert!(
             plans.iter().all(|plan| plan.watermark_of == Measure::Free),
-            "they decide by free pages"
+            "these policies use free pages"
         );
         self.asked.extend(plans.iter().map(|plan| (plan.direction, plan.requested_bytes())));
     }
@@ -80,7 +80,7 @@ fn memorage_with_scale_of_paper_acts_after_kswapd() {
     let mut papers = Loop::new("memorage", &[("watermark-scale", "1")]);
     papers.run(3_000, 0);
     papers.run(9_000, 100);
-    assert!(papers.swapped_out_mib() > 0, "which is why the default is another");
+    assert!(papers.swapped_out_mib() > 0, "so the default differs");
 }
 
 #[test]

@@ -102,5 +102,5 @@ fn long_trace_is_replayed_in_a_part_of_its_size() {
     let (peak, trace) =
         peak_bytes(|| Trace::read(BufReader::new(Long::new(REPORTS))).expect("sound"));
     assert_eq!(trace.entries.len() as u64, REPORTS);
-    assert!(peak > bytes, "all of it at a time takes {peak}, so the above tells");
+    assert!(peak > bytes, "the whole trace takes {peak}, so the bound is meaningful");
 }

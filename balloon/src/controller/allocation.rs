@@ -391,9 +391,9 @@ mod tests {
 
     #[test]
     fn shrink_reverses_order_of_grow() {
-        assert_eq!(shrunk_mib(Some(1), 16), [4, 4, 0, 16], "what is remote to node 1");
+        assert_eq!(shrunk_mib(Some(1), 16), [4, 4, 0, 16], "memory that is remote to node 1");
         assert_eq!(shrunk_mib(Some(1), 20), [4, 4, 0, 12], "then its own");
-        assert_eq!(shrunk_mib(Some(1), 34), [2, 4, 0, 0], "DRAM when all PM is gone");
+        assert_eq!(shrunk_mib(Some(1), 34), [2, 4, 0, 0], "DRAM after all PM is used");
         assert_eq!(shrunk_mib(Some(0), 38), [2, 0, 0, 0]);
     }
 

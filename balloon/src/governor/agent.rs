@@ -94,7 +94,7 @@ mod tests {
             let effects = governor.effects_of(event, &host, TimeMs(now));
             effects.notes.iter().any(|note| matches!(note, Note::AgentMissed))
         };
-        assert!(!step(Event::Tick, 60_000), "there was none");
+        assert!(!step(Event::Tick, 60_000), "no agent was connected");
         step(Event::AgentConnected, 60_000);
         assert!(!step(Event::Tick, 120_000), "it is connected");
         step(Event::AgentGone, 120_000);
@@ -102,6 +102,6 @@ mod tests {
         assert_eq!(missed, [false, true, false]);
         step(Event::AgentConnected, 130_000);
         step(Event::AgentGone, 130_000);
-        assert!(step(Event::Tick, 133_000), "another one");
+        assert!(step(Event::Tick, 133_000), "another agent");
     }
 }

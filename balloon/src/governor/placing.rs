@@ -141,7 +141,11 @@ mod tests {
                 [(0, 608, free_mib - in_pm), (1, 1024, in_pm)],
                 "{free_mib} MiB free"
             );
-            assert_eq!(placed.memory(), report(1632, free_mib).memory(), "what was said stays");
+            assert_eq!(
+                placed.memory(),
+                report(1632, free_mib).memory(),
+                "the reported amounts stay"
+            );
             let marks =
                 |report: &Report| report.zones().iter().map(|zone| zone.high_pages).sum::<u64>();
             assert_eq!(marks(&placed), marks(&report(1632, free_mib)));
@@ -280,7 +284,7 @@ mod tests {
                 decision.want_bytes
             };
             let whole = report(480 + 2048, 2200);
-            assert_eq!(want(&whole), None, "{name} knows of no PM");
+            assert_eq!(want(&whole), None, "{name} ignores PM");
             let placed = seen_bare().place(whole, &host);
             assert!(want(&placed).is_some_and(|want| want < 2048 * MIB), "{name}");
         }

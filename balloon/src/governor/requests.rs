@@ -18,7 +18,7 @@ pub struct ResizeTarget {
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum ResizeTargetError {
     /// The region is smaller.
-    #[error("{} is above the maximum of {}", Size(*size_bytes), Size(*max_bytes))]
+    #[error("{} exceeds the maximum {}", Size(*size_bytes), Size(*max_bytes))]
     TooLarge {
         /// Requested size.
         size_bytes: u64,
@@ -26,7 +26,7 @@ pub enum ResizeTargetError {
         max_bytes: u64,
     },
     /// The size is not whole blocks.
-    #[error("{} is not a multiple of its block size, {}", Size(*size_bytes), Size(*block_bytes))]
+    #[error("{} is not a multiple of the block size {}", Size(*size_bytes), Size(*block_bytes))]
     NotMultiple {
         /// Requested size.
         size_bytes: u64,

@@ -334,7 +334,7 @@ mod tests {
     fn pm_that_is_not_onlined_as_movable_is_pm() {
         let mut rig = rig();
         rig.raw.zones[2].kind = ZoneKind::Normal;
-        assert_eq!(view(&rig).len(), 3, "a node with DRAM, as far as reports tell");
+        assert_eq!(view(&rig).len(), 3, "a node with DRAM, according to reports");
         rig.raw.blocks.online_policy = OnlinePolicy::Online;
         let nodes = view(&rig);
         assert_eq!((nodes.len(), nodes[0].pm_free_bytes), (2, GIB));
@@ -362,7 +362,7 @@ mod tests {
         assert_eq!(
             (coming.for_node(&nodes[0]), coming.for_node(&nodes[1])),
             (4 * GIB, GIB),
-            "1 GiB is nobody's"
+            "1 GiB has no node"
         );
         // Plugged memory is not online yet.
         rig.host.zones[0].plugged_bytes = 4 * GIB;
@@ -419,7 +419,7 @@ mod tests {
         let decision = rig.report(50);
         assert_eq!(rig.added(decision), asked_bytes, "{}", rig.policy.name());
         rig.host.zones[0].requested_bytes = asked_bytes;
-        assert_eq!(rig.report(50).want_bytes, None, "asked for already");
+        assert_eq!(rig.report(50).want_bytes, None, "already requested");
         rig.host.zones[0].plugged_bytes = online_bytes;
         rig.raw.zones[1].managed_pages = online_bytes / PAGE_BYTES;
         rig.free(1, free_bytes / PAGE_BYTES);

@@ -279,7 +279,7 @@ impl Agent {
         self.looked = self.reported;
         self.read_reclaimed_bytes = reclaimed_bytes(guest);
         let report = Report::try_from(raw);
-        report.expect("a model tells the truth")
+        report.expect("a model reports correctly")
     }
 
     fn fill_zones(&mut self, zones: &mut Vec<Zone>, guest: &Guest) {
@@ -453,10 +453,13 @@ mod tests {
     fn only_looks_of_the_pace_find_news() {
         let (mut guest, mut agent, segment) = filling(512 << 20, 0);
         let news = agent.news_due(&guest, &segment).expect("it fills");
-        assert!((101..199).contains(&news.0), "with plenty the looks are 100 ms apart: {news}");
+        assert!(
+            (101..199).contains(&news.0),
+            "with plenty of memory the polls are 100 ms apart: {news}"
+        );
         assert_eq!(seen_at((guest.clone(), agent.clone(), segment)), 200);
         guest.live(TimeMs(199), &segment, &mut NoPool);
-        assert!(agent.is_news(&guest) && !agent.looks(&guest), "nobody looks at this moment");
+        assert!(agent.is_news(&guest) && !agent.looks(&guest), "the agent does not poll now");
         // 30 MiB above the watermark, looks are 58 ms apart.
         let watermark_bytes = filling(512 << 20, 0).0.available_bytes() - (30 << 20);
         assert_eq!(seen_at(filling(512 << 20, watermark_bytes)), 116);
@@ -471,7 +474,7 @@ mod tests {
             guest.live(TimeMs(*look_ms), &segment, &mut NoPool);
             agent.looks(&guest)
         });
-        let seen_ms = seen_ms.expect("a look finds it");
+        let seen_ms = seen_ms.expect("a poll finds it");
         assert!((news.0..news.0 + 100).contains(&seen_ms), "{seen_ms} ms, with news at {news}");
     }
 

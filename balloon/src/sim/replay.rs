@@ -38,10 +38,12 @@ pub enum ReplayError {
     #[error("The trace has {0} reports, must be at least 2")]
     Reports(u64),
     /// The balloon can take all boot memory, but the simulated guest has no balloon.
-    #[error("The trace's guest booted with {0} bytes beside its balloon, must be at least 1048576")]
+    #[error(
+        "The trace's guest booted with {0} bytes outside its balloon, must be at least 1048576"
+    )]
     Boot(u64),
     /// The trace is too short.
-    #[error("The trace's reports are {0} ms apart in all, must be at least 1000")]
+    #[error("The trace's reports span {0} ms, must be at least 1000")]
     Short(u64),
 }
 
@@ -486,7 +488,7 @@ mod tests {
             );
         }
         assert!(kept.windows(2).all(|pair| pair[0].at_ms < pair[1].at_ms), "in order");
-        assert!(kept.len() > 16, "there is something in between: {}", kept.len());
+        assert!(kept.len() > 16, "a segment in between: {}", kept.len());
     }
 
     /// Results for reports at intervals of a second. Each has the cached MiB, and the MiB that were

@@ -190,11 +190,11 @@ fn vms_of_a_host_share_its_pool_and_return_memory() {
     let setups = || (0..4).map(|seed| setup(Workload::Burst, 1_800_000, seed)).collect::<Vec<_>>();
     let mut most = Most::default();
     let vms = run_host(setups(), 512 * MIB, &governed("psi"), &mut most).expect("in range");
-    assert_eq!(most.0, 512 * MIB, "never more than there is");
+    assert_eq!(most.0, 512 * MIB, "at most the plugged memory");
     let enough = run_host(setups(), 8192 * MIB, &governed("psi"), &mut ()).expect("in range");
     let swapped =
         |vms: &[Vm]| vms.iter().map(|vm| vm.guest().totals().swapped_out_bytes).sum::<u64>();
-    assert!(swapped(&vms) > swapped(&enough), "a pool that is too small for all is felt");
+    assert!(swapped(&vms) > swapped(&enough), "a pool that is too small has an effect");
 }
 
 #[test]
@@ -297,7 +297,7 @@ fn reports_can_be_lost_or_late_and_demand_can_be_extended() {
     vm.set_channel(Channel { loses_all: true, ..Channel::default() });
     vm.go_on(Segment { anon_bytes: 0, anon_bytes_per_s: 1 << 20, ..flat }, 10_000);
     run(&mut vm, &mut log);
-    assert_eq!(vm.guest().wanted_bytes(), 74 * MIB, "it begins where it was");
+    assert_eq!(vm.guest().wanted_bytes(), 74 * MIB, "it continues from its last state");
     assert_eq!(decided(&log).len(), 2);
     assert!(
         log.0.len() >= 11
@@ -386,15 +386,15 @@ struct Recorder(trace::Writer<Vec<u8>>);
 
 impl Observer for Recorder {
     fn report(&mut self, at: TimeMs, report: &foreshore_proto::Report) {
-        self.0.report(at, report).expect("a Vec takes all");
+        self.0.report(at, report).expect("a Vec accepts all bytes");
     }
 
     fn host(&mut self, at: TimeMs, host: &HostView) {
-        self.0.host(at, host).expect("a Vec takes all");
+        self.0.host(at, host).expect("a Vec accepts all bytes");
     }
 
     fn plan(&mut self, at: TimeMs, plan: &crate::plan::Plan, host: &HostView) {
-        self.0.plan(at, plan, host).expect("a Vec takes all");
+        self.0.plan(at, plan, host).expect("a Vec accepts all bytes");
     }
 }
 
@@ -406,14 +406,15 @@ fn recorded(setup: &VmSetup, policy: &str) -> Vec<u8> {
         balloon: setup.host.balloon,
         distances: setup.host.distances.clone(),
     };
-    let mut recorder = Recorder(trace::Writer::new(Vec::new(), &header).expect("a Vec takes all"));
+    let mut recorder =
+        Recorder(trace::Writer::new(Vec::new(), &header).expect("a Vec accepts all bytes"));
     let governed = Governed { skip: Skip::Nothing, ..governed(policy) };
     run_host(vec![setup.clone()], 4096 * MIB, &governed, &mut recorder).expect("in range");
     recorder.0.into_inner()
 }
 
 fn replayed(text: &[u8], guest: &GuestConfig) -> Result<(VmSetup, u64), ReplayError> {
-    let mut reader = trace::Reader::new(text).expect("what is written is read");
+    let mut reader = trace::Reader::new(text).expect("written traces are readable");
     replay(&mut reader, guest, 100_000, 800)
 }
 

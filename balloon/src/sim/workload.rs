@@ -262,7 +262,7 @@ impl<'a> Track<'a> {
         if self.goes_on() {
             self.rest(self.duration_ms - self.now_ms);
         }
-        Demand::new(self.segments, TimeMs(self.duration_ms)).expect("made in order")
+        Demand::new(self.segments, TimeMs(self.duration_ms)).expect("generated in order")
     }
 }
 

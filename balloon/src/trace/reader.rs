@@ -30,7 +30,7 @@ const MAX_QUOTED_CHARS: usize = 128;
 #[derive(Debug, Error)]
 pub enum TraceError {
     /// Reading the file or stream has failed.
-    #[error("Line {line} of the trace cannot be read")]
+    #[error("cannot read line {line} of the trace")]
     Io {
         /// Line that was being read, from 1.
         line: u64,
@@ -55,7 +55,7 @@ pub enum Fault {
     #[error("the trace is empty")]
     Empty,
     /// The last line has no newline, because its writer was killed.
-    #[error("it is cut off after {bytes} bytes")]
+    #[error("it is truncated after {bytes} bytes")]
     CutOff {
         /// Bytes of the line.
         bytes: usize,
@@ -96,7 +96,7 @@ pub enum Fault {
         last: u64,
     },
     /// The zones differ from those of the header.
-    #[error("its zones are {found:?}, the header's are {expected:?}")]
+    #[error("its zones are {found:?} instead of the header's {expected:?}")]
     Zones {
         /// Zones of the line.
         found: Vec<u32>,
@@ -104,10 +104,10 @@ pub enum Fault {
         expected: Vec<u32>,
     },
     /// The balloon is not a zone of the header.
-    #[error("the balloon is zone {0}, which there is not")]
+    #[error("the balloon is zone {0}, which does not exist")]
     NoZone(u32),
     /// A zone occurs twice.
-    #[error("zone {0} is named twice")]
+    #[error("zone {0} occurs twice")]
     Twice(u32),
     /// A text is too long or has invalid characters.
     #[error("{name} is {value:?}, must be up to {bound} bytes of {of}")]

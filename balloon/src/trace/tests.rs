@@ -79,7 +79,7 @@ fn plan(requested_mib: [u64; 2]) -> Plan {
 /// Content of the golden trace: one entry of each kind, and a plan that changes nothing.
 fn written() -> Vec<u8> {
     let mut host = host();
-    let mut writer = Writer::new(Vec::new(), &header()).expect("a Vec takes all");
+    let mut writer = Writer::new(Vec::new(), &header()).expect("a Vec accepts all bytes");
     assert!(writer.host(TimeMs(1000), &host).unwrap(), "the pool is news");
     writer.report(TimeMs(1500), &report()).unwrap();
     writer.plan(TimeMs(1500), &plan([128, 40]), &host).unwrap();
@@ -163,8 +163,8 @@ fn report_of_kernel() -> Report {
 
 #[test]
 fn reports_of_newer_agents_are_written_and_read() {
-    let mut writer = Writer::new(Vec::new(), &header()).expect("a Vec takes all");
-    writer.report(TimeMs(1500), &report_of_kernel()).expect("a Vec takes all");
+    let mut writer = Writer::new(Vec::new(), &header()).expect("a Vec accepts all bytes");
+    writer.report(TimeMs(1500), &report_of_kernel()).expect("a Vec accepts all bytes");
     let text = String::from_utf8(writer.into_inner()).expect("text");
     assert_eq!(text, include_str!("../../tests/golden/trace-v1-kernel.jsonl"));
     let entries = vec![Entry::Report { at: TimeMs(1500), report: Box::new(report_of_kernel()) }];
@@ -223,7 +223,7 @@ fn damaged_line_is_refused_with_number_value_and_bound() {
             r#""boot_bytes":70368744177665"#,
             "boot_bytes is 70368744177665, must be 0 to 70368744177664",
         ),
-        (1, r#""id":1"#, r#""id":0"#, "zone 0 is named twice"),
+        (1, r#""id":1"#, r#""id":0"#, "zone 0 occurs twice"),
         (1, r#""block_bytes":2097152"#, r#""block_bytes":0"#, "block_bytes is 0, must be 4096 to"),
         (
             1,
@@ -241,7 +241,7 @@ fn damaged_line_is_refused_with_number_value_and_bound() {
         (1, r#""type":"trace""#, r#""type":"plan""#, "missing field"),
         (2, r#""at_ms":1000"#, r#""at_ms":-1"#, "invalid value"),
         (2, r#""pool_free_bytes":4294967296"#, r#""pool_free_bytes":"much""#, "invalid type"),
-        (2, r#"{"id":0"#, r#"{"id":5"#, "its zones are [5, 1], the header's are [0, 1]"),
+        (2, r#"{"id":0"#, r#"{"id":5"#, "its zones are [5, 1] instead of the header's [0, 1]"),
         (2, r#""type":"host""#, r#""type":"guest""#, "unknown variant `guest`"),
         (
             3,
@@ -304,12 +304,12 @@ fn balloon_and_distances_are_in_the_header() {
     distances.set(1, 0, 28);
     // A balloon that may have all boot memory leaves nothing.
     let header = Header { boot_bytes: 0, balloon: Some(ZoneId(0)), distances, ..header() };
-    let text = Writer::new(Vec::new(), &header).expect("a Vec takes all").into_inner();
-    let trace = Trace::read(&text[..]).expect("what is written is read");
+    let text = Writer::new(Vec::new(), &header).expect("a Vec accepts all bytes").into_inner();
+    let trace = Trace::read(&text[..]).expect("written traces are readable");
     assert_eq!(trace.header, header);
     let text = String::from_utf8(text).expect("JSON");
     for (from, to, message) in [
-        (r#""balloon":0"#, r#""balloon":7"#, "the balloon is zone 7, which there is not"),
+        (r#""balloon":0"#, r#""balloon":7"#, "the balloon is zone 7, which does not exist"),
         (r#""distance":17"#, r#""distance":9"#, "distance is 9, must be 10 to 255"),
         (r#"{"from":0"#, r#"{"from":1024"#, "from is 1024, must be 0 to 1023"),
     ] {
@@ -323,12 +323,13 @@ fn balloon_counts_in_pages_and_other_zones_count_in_blocks() {
     let mut host = host();
     host.zones[0].plugged_bytes = 64 * MIB + 4096;
     let header = |balloon| Header { zones: host.zones.clone(), balloon, ..header() };
-    let mut writer = Writer::new(Vec::new(), &header(Some(ZoneId(0)))).expect("a Vec takes all");
+    let mut writer =
+        Writer::new(Vec::new(), &header(Some(ZoneId(0)))).expect("a Vec accepts all bytes");
     // Linux inflates or deflates up to 256 pages at a time.
     host.zones[0].plugged_bytes -= 255 * 4096;
     assert!(writer.host(TimeMs(1000), &host).unwrap());
     let text = writer.into_inner();
-    let trace = read(&text).expect("what is written is read");
+    let trace = read(&text).expect("written traces are readable");
     let [Entry::Host { zones, .. }] = &trace.entries[..] else { panic!("{:?}", trace.entries) };
     assert_eq!(zones[0].plugged_bytes, 64 * MIB - 254 * 4096);
     let text = String::from_utf8(text).expect("JSON");

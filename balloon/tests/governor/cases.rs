@@ -329,7 +329,7 @@ fn statistics_are_requested_faster_below_the_policys_watermark() {
             (world.governor.is_fast(), world.statistics_requests() - before)
         };
         assert_eq!(asked_for(50), (false, 5));
-        assert_eq!(asked_for(360), (true, 20), "with each tick");
+        assert_eq!(asked_for(360), (true, 20), "at each tick");
         assert_eq!(world.governor.settings().watermark_of, measure);
     }
 }

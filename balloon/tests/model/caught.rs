@@ -17,7 +17,7 @@ fn each_broken_controller_is_detected() {
         let caught = is_caught(|index, rules, life| {
             World::under(rules, policy(index), Some(broken)).live(life)
         });
-        assert!(caught, "{broken:?} goes unnoticed");
+        assert!(caught, "{broken:?} is not detected");
     }
 }
 
@@ -33,7 +33,7 @@ fn grow_or_shrink_without_reason_amid_surplus_is_detected() {
     assert_eq!(wrong_where_much_is_left_over(None), None);
     for (broken, what) in [
         (Broken::GivesAll, "less than it wants"),
-        (Broken::FillsNothing, "given back without pressure: Filling"),
+        (Broken::FillsNothing, "returned without pressure: Filling"),
     ] {
         let wrong = wrong_where_much_is_left_over(Some(broken));
         assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains(what)), "{broken:?}: {wrong:?}");
@@ -41,7 +41,7 @@ fn grow_or_shrink_without_reason_amid_surplus_is_detected() {
 }
 
 /// Violation in the life of a guest that grows back after a shrink and has to shrink again.
-fn wrong_where_a_shrink_is_undone(broken: Option<Broken>) -> Option<String> {
+fn violation_if_shrink_is_undone(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(10), broken);
     let sized = |mib| {
         let followed = (0..ZONES).map(|zone| (Happening::Follow { zone, permille: 1000 }, 1));
@@ -56,8 +56,8 @@ fn wrong_where_a_shrink_is_undone(broken: Option<Broken>) -> Option<String> {
 
 #[test]
 fn cool_down_that_does_not_double_after_an_undone_shrink_is_detected() {
-    assert_eq!(wrong_where_a_shrink_is_undone(None), None);
-    let wrong = wrong_where_a_shrink_is_undone(Some(Broken::NeverDoubles));
+    assert_eq!(violation_if_shrink_is_undone(None), None);
+    let wrong = violation_if_shrink_is_undone(Some(Broken::NeverDoubles));
     assert!(
         wrong.as_ref().is_some_and(|wrong| wrong.contains("too soon after a grow")),
         "{wrong:?}"
@@ -66,7 +66,7 @@ fn cool_down_that_does_not_double_after_an_undone_shrink_is_detected() {
 
 /// Violation in the life of a short guest. Its last zone of DRAM is unplugged again whenever it was
 /// plugged.
-fn wrong_where_what_is_plugged_bounces(broken: Option<Broken>) -> Option<String> {
+fn violation_if_plugged_memory_bounces(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let round = [
         (short(), 300),
@@ -82,15 +82,13 @@ fn wrong_where_what_is_plugged_bounces(broken: Option<Broken>) -> Option<String>
 
 #[test]
 fn counting_memory_that_does_not_stay_as_progress_is_detected() {
-    assert_eq!(wrong_where_what_is_plugged_bounces(None), None);
-    let wrong = wrong_where_what_is_plugged_bounces(Some(Broken::FlapIsProgress));
+    assert_eq!(violation_if_plugged_memory_bounces(None), None);
+    let wrong = violation_if_plugged_memory_bounces(Some(Broken::FlapIsProgress));
     assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("is waited for")), "{wrong:?}");
 }
 
 /// Violation in the life of a short guest that follows no request, after the start of a dry run.
-fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(
-    broken: Option<Broken>,
-) -> Option<String> {
+fn violation_in_dry_run_of_stuck_guest(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let lived = world.live(&[(short(), 300), (Happening::DryRun { on: true }, 1)]);
     let lived = lived.and_then(|()| (0..30).try_for_each(|_| world.live(&[(short(), 1_000)])));
@@ -99,10 +97,9 @@ fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(
 
 #[test]
 fn repeated_report_of_a_dry_run_is_detected() {
-    assert_eq!(wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(None), None);
-    let wrong =
-        wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(Some(Broken::SaysOneThing));
-    assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("it goes on saying")), "{wrong:?}");
+    assert_eq!(violation_in_dry_run_of_stuck_guest(None), None);
+    let wrong = violation_in_dry_run_of_stuck_guest(Some(Broken::SaysOneThing));
+    assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("it keeps repeating")), "{wrong:?}");
 }
 
 #[test]
@@ -110,5 +107,5 @@ fn controller_that_never_rests_is_detected() {
     let broken = Broken::Restless;
     let caught =
         is_caught(|index, _, _| World::new(policy(index), Some(broken)).comes_to_rest(700));
-    assert!(caught, "it goes unnoticed");
+    assert!(caught, "it is not detected");
 }

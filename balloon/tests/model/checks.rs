@@ -18,7 +18,7 @@ impl World {
             );
             prop_assert!(
                 !pinned || bytes == zone.requested_bytes,
-                "a zone sized by hand is left alone"
+                "a zone with a manual size is not changed"
             );
         }
         prop_assert_eq!(plan.dry_run, self.dry_run);
@@ -26,7 +26,7 @@ impl World {
             prop_assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::Paused));
             prop_assert!(
                 plan.changes(&self.host).next().is_none(),
-                "a loop that is paused changes nothing"
+                "a paused controller changes nothing"
             );
         }
         self.check_unheard(plan)?;
@@ -112,7 +112,7 @@ impl World {
         }
         if self.is_by_rule(plan) {
             // Once for each zone, and again after plugged memory has been unplugged.
-            prop_assert!(self.told < 2 * ZONES, "it goes on saying {:?}", plan.reason);
+            prop_assert!(self.told < 2 * ZONES, "it keeps repeating {:?}", plan.reason);
             return Ok(());
         }
         let Some(decision) =
@@ -146,11 +146,11 @@ impl World {
         }
         let by_order = [Reason::AboveCeiling, Reason::FixedSize].contains(&plan.reason);
         let is_taken = plan.direction == Direction::Shrink;
-        prop_assert!(!is_taken || by_order, "{:?} of a guest that is not heard", plan.reason);
+        prop_assert!(!is_taken || by_order, "{:?} without a report of the guest", plan.reason);
         let was_short = self.heard.is_some_and(|(_, was_short)| was_short);
         let may_try = self.controller.rules().lost_steps > 0;
         let is_owed = may_try && was_short && self.is_unheard() && !self.tried_unheard;
-        prop_assert!(!(is_owed && is_held_unheard(plan)), "a guest that was short is left alone");
+        prop_assert!(!(is_owed && is_held_unheard(plan)), "a guest with a shortage gets no memory");
         Ok(())
     }
 
@@ -175,7 +175,7 @@ impl World {
         let seen = self.counted_ms[kind]
             .iter()
             .any(|ms| (until_ms.saturating_sub(LOOKS_BACK_MS)..=until_ms).contains(ms));
-        prop_assert!(seen, "{:?} was not seen: {:?}", plan.reason, self.counted_ms[kind]);
+        prop_assert!(seen, "{:?} was not observed: {:?}", plan.reason, self.counted_ms[kind]);
         Ok(())
     }
 
@@ -194,7 +194,7 @@ impl World {
         let idle_bytes: u64 = report.idle().iter().map(|idle| idle.idle_bytes).sum();
         let taken = self.taken_bytes(plan);
         let bound = idle_bytes.max(report.memory().free_bytes);
-        prop_assert!(taken <= bound, "{} of {} that nobody touches", taken, bound);
+        prop_assert!(taken <= bound, "{} of {} that no task uses", taken, bound);
         Ok(())
     }
 
@@ -209,7 +209,7 @@ impl World {
             "above the ceiling"
         );
         let is_asked_twice = plan.reason == Reason::HostShort && !self.is_lacking;
-        prop_assert!(!is_asked_twice, "what the host lacks is asked for again: {:?}", plan);
+        prop_assert!(!is_asked_twice, "memory that the host lacks is requested again: {:?}", plan);
         self.check_seen(plan)?;
         let (mut new_pm, mut owed) = (0, 0);
         for (index, (zone, target)) in host.zones.iter().zip(&plan.targets).enumerate() {
@@ -228,7 +228,7 @@ impl World {
             [Reason::ReportsLost, Reason::BelowFloor, Reason::FixedSize, Reason::HostShort]
                 .contains(&plan.reason);
         let justified = by_order || self.misled || self.wants(plan.reason);
-        prop_assert!(!undone || justified, "given back without pressure: {:?}", plan.reason);
+        prop_assert!(!undone || justified, "returned without pressure: {:?}", plan.reason);
         Ok(())
     }
 
@@ -248,9 +248,9 @@ impl World {
         let taken = host.requested_bytes() - plan.requested_bytes();
         let share_bytes = host.plugged_bytes() * rules.shrink_share_permille / 1000;
         prop_assert!(taken <= rules.shrink_step_bytes.max(share_bytes), "a step of {}", taken);
-        prop_assert!(self.has_followed(), "the last step has not been followed");
+        prop_assert!(self.has_followed(), "the guest has not completed the last step");
         let cooled = self.last_grow.is_none_or(|at| self.now.since(at) >= self.cool_down_ms);
-        prop_assert!(cooled, "taken back too soon after a grow");
+        prop_assert!(cooled, "shrunk too soon after a grow");
         let is_next =
             self.last_shrink.is_none_or(|at| self.now.since(at) >= rules.shrink_interval_ms);
         prop_assert!(is_next, "a step too soon after the last");

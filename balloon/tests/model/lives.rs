@@ -5,7 +5,7 @@ use super::*;
 /// Values of a report: the free part of each zone and the cached part of the rest, in thousandths,
 /// and increases of counters.
 #[derive(Default)]
-struct Said {
+struct Report {
     free_permille: [u64; ZONES],
     cached_permille: u64,
     stall_ms: u64,
@@ -14,24 +14,24 @@ struct Said {
     late: bool,
 }
 
-fn said(said: Said) -> Happening {
+fn report(report: Report) -> Happening {
     Happening::Report {
-        free_permille: said.free_permille,
-        cached_permille: said.cached_permille,
-        stall_ms: said.stall_ms,
-        counted: Counted { file_refaults: said.file_refaults, ..Counted::default() },
+        free_permille: report.free_permille,
+        cached_permille: report.cached_permille,
+        stall_ms: report.stall_ms,
+        counted: Counted { file_refaults: report.file_refaults, ..Counted::default() },
         swap_used_mib: 0,
-        idle: said.idle,
-        late: said.late,
+        idle: report.idle,
+        late: report.late,
     }
 }
 
 fn free(free_permille: [u64; ZONES], cached_permille: u64) -> Happening {
-    said(Said { free_permille, cached_permille, ..Said::default() })
+    report(Report { free_permille, cached_permille, ..Report::default() })
 }
 
 fn full() -> Happening {
-    said(Said::default())
+    report(Report::default())
 }
 
 fn squeeze(zone: usize) -> Happening {
@@ -82,7 +82,8 @@ fn memory_that_has_just_arrived_is_no_surplus() {
 /// its way.
 #[test]
 fn memory_on_its_way_is_not_idle() {
-    let touched = said(Said { cached_permille: 208, idle: Some((19, 10_000)), ..Said::default() });
+    let touched =
+        report(Report { cached_permille: 208, idle: Some((19, 10_000)), ..Report::default() });
     let life = [
         (Happening::Squeeze { zones: [false; ZONES], above: false }, 1),
         (free([0, 0, 14, 0], 103), 4),
@@ -97,10 +98,10 @@ fn memory_on_its_way_is_not_idle() {
 /// All missed page cache counts as used. The model counted free memory as available.
 #[test]
 fn missed_page_cache_is_not_available() {
-    let missing = said(Said { cached_permille: 139, file_refaults: 256, ..Said::default() });
+    let missing = report(Report { cached_permille: 139, file_refaults: 256, ..Report::default() });
     let free_permille = [59, 0, 0, 642];
     let waiting =
-        said(Said { free_permille, cached_permille: 165, stall_ms: 301, ..Said::default() });
+        report(Report { free_permille, cached_permille: 165, stall_ms: 301, ..Report::default() });
     let life = [
         (follow(0), 1),
         (Happening::Oom { pages: 16_163 }, 1),
@@ -116,8 +117,8 @@ fn missed_page_cache_is_not_available() {
 /// was plugged, and the next one seemed to add it.
 #[test]
 fn overtaken_report_misleads_no_policy() {
-    let late = said(Said { late: true, ..Said::default() });
-    let touched = said(Said { idle: Some((0, 1_000)), ..Said::default() });
+    let late = report(Report { late: true, ..Report::default() });
+    let touched = report(Report { idle: Some((0, 1_000)), ..Report::default() });
     let life = [
         (squeeze(1), 1),
         (resume(), 1),

@@ -147,7 +147,7 @@ impl World {
 
     /// Sum of the high watermarks of DRAM, or of all zones.
     fn high_bytes(&self, all: bool) -> u64 {
-        let (_, report) = self.arrived.as_ref().expect("asked of a report");
+        let (_, report) = self.arrived.as_ref().expect("read from a report");
         let zones = report.zones().iter().filter(|zone| zone.managed_pages > 0);
         zones
             .filter(|zone| all || zone.kind == ZoneKind::Normal)

@@ -1,6 +1,6 @@
 //! A VM of the simulator. A test controls its demand step by step.
 
-#[allow(dead_code, reason = "not every test runs them")]
+#[allow(dead_code, reason = "not all tests use all functions")]
 pub(crate) mod workload;
 
 use balloon::controller::Rules;

@@ -41,11 +41,11 @@ fn resize_that_a_zone_cannot_carry_out_is_an_error_with_the_reason() {
         assert!(ready.eq([true, false]), "{driver:?}");
     }
     for (zone, bytes, message) in [
-        ("dram", 130 * MIB, "\"dram\" cannot be resized: 130 MiB is above the maximum of 128 MiB"),
+        ("dram", 130 * MIB, "\"dram\" cannot be resized: 130 MiB exceeds the maximum 128 MiB"),
         (
             "dram",
             MIB,
-            "\"dram\" cannot be resized: 1 MiB is not a multiple of its block size, 2 MiB",
+            "\"dram\" cannot be resized: 1 MiB is not a multiple of the block size 2 MiB",
         ),
         ("pm", BLOCK, UNSUPPORTED_DRIVER),
         ("nvram", BLOCK, "nvram"),

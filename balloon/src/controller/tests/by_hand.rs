@@ -50,7 +50,7 @@ fn rule_7_pending_request_of_a_client_does_not_delay_shrinks() {
         rig.want(by_hand_mib);
         assert_eq!(rig.tick(6_000).direction, Direction::Shrink);
         assert_eq!(rig.requested_mib(), (by_hand_mib, 144));
-        assert_eq!(rig.tick(1_000).reason, Reason::InProgress, "its own step is waited for");
+        assert_eq!(rig.tick(1_000).reason, Reason::InProgress, "it waits for its own step");
         rig.host.zones[PM].plugged_bytes = 144 * MIB;
         assert_eq!(rig.tick(1_000).direction, Direction::Shrink);
     }
@@ -61,16 +61,16 @@ fn rule_7_client_request_without_progress_does_not_delay_grow() {
     let mut rig = Rig::new(Policy::default());
     rig.pin(ZoneId(0));
     rig.host.zones[DRAM].requested_bytes = 128 * MIB;
-    assert_eq!(rig.report(1000, 10).direction, Direction::Hold, "what is on its way is enough");
+    assert_eq!(rig.report(1000, 10).direction, Direction::Hold, "the pending memory is enough");
     for _ in 0..4 {
         rig.report(1000, 10);
     }
     let plan = rig.report(1000, 10);
     assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::LowAvailable));
-    assert_eq!(rig.requested_mib().0, 128, "the hand's request stays");
+    assert_eq!(rig.requested_mib().0, 128, "the manual request stays");
     assert!(
         (16..128).contains(&rig.requested_mib().1),
-        "what the guest lacks, no more: {:?}",
+        "only the guest's shortage: {:?}",
         rig.requested_mib()
     );
 }
@@ -92,7 +92,7 @@ fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) 
         "{:?}",
         plan.reason
     );
-    assert_eq!(plan.targets[by_hand].requested_bytes, 128 * MIB, "the hand's request stays");
+    assert_eq!(plan.targets[by_hand].requested_bytes, 128 * MIB, "the manual request stays");
 }
 
 #[test]

@@ -67,5 +67,5 @@ fn new_parameters_keep_state_of_policy() {
     rig.controller.set_policy(other).expect("in bounds");
     assert_eq!(rig.controller.state, state);
     rig.want(0);
-    assert_ne!(rig.controller.state, state, "another policy begins anew");
+    assert_ne!(rig.controller.state, state, "another policy restarts");
 }

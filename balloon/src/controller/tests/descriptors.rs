@@ -211,7 +211,7 @@ fn goal_ends_when_host_or_policy_requests_another_size() {
     assert_eq!(rig.step(), []);
     rig.describe(100);
     rig.report(50, 280);
-    assert_eq!(rig.step(), [], "the pool is empty, and a client has to ask again");
+    assert_eq!(rig.step(), [], "the pool is empty, so the client must repeat its request");
     rig.host.zones[PM].shortfall = None;
     rig.describe(2);
     rig.report(50, 280);

@@ -51,11 +51,11 @@ fn rule_8_dry_run_reports_no_progress_once_then_policy_decisions() {
     rig.controller.set_dry_run(true);
     rig.controller.set_policy(Policy::default()).expect("in range");
     for round in 0..2 {
-        assert_eq!(rig.tick(5_000).reason, Reason::NoProgress, "what it would do");
+        assert_eq!(rig.tick(5_000).reason, Reason::NoProgress, "the planned step");
         for _ in 0..10 {
             let plan = rig.report(1_000, 20);
             assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::LowAvailable));
-            assert_eq!(plan.wanted_bytes, plan.requested_bytes(), "beside what does not come");
+            assert_eq!(plan.wanted_bytes, plan.requested_bytes(), "besides the missing part");
             assert_eq!(rig.tick(10).reason, Reason::Quiet);
         }
         // A change of the request is reported again, even a small one.
@@ -74,7 +74,7 @@ fn rule_8_dry_run_reports_no_progress_once_then_policy_decisions() {
         assert_eq!((plan.direction, plan.reason), (Direction::Shrink, Reason::FixedSize));
         assert_eq!((plan.targets[DRAM].requested_bytes, plan.wanted_bytes), (128 * MIB, 100 * MIB));
     }
-    assert_eq!(rig.requested_mib(), (4, 512), "nothing is asked of the guest");
+    assert_eq!(rig.requested_mib(), (4, 512), "nothing is requested of the guest");
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn rule_8_dry_run_reports_bounds_once_then_policy_decisions() {
     let plan = rig.report(1_000, 20);
     assert_eq!((plan.reason, plan.limited_by), (Reason::LowAvailable, Some(Reason::BelowFloor)));
     assert_eq!(plan.requested_bytes(), 1024 * MIB);
-    assert!(plan.wanted_bytes < 1024 * MIB, "what the policy wants: {plan:?}");
+    assert!(plan.wanted_bytes < 1024 * MIB, "the policy's plan: {plan:?}");
 
     // New bounds are reported again.
     let rules = Rules { floor_bytes: 0, ceiling_bytes: 512 * MIB, ..rules };
@@ -99,7 +99,7 @@ fn rule_8_dry_run_reports_bounds_once_then_policy_decisions() {
     rig.host.zones[PM].requested_bytes = 1024 * MIB;
     rig.follow();
     rig.raw.memory.total_bytes += 1024 * MIB;
-    assert_eq!(rig.report(10, 500).reason, Reason::Enough, "too soon to be taken back");
+    assert_eq!(rig.report(10, 500).reason, Reason::Enough, "too soon for a shrink");
     assert_eq!(rig.report(10_000, 500).reason, Reason::AboveCeiling);
     for _ in 0..3 {
         assert_eq!(rig.tick(500).reason, Reason::Quiet);
@@ -113,9 +113,9 @@ fn rule_8_dry_run_reports_bounds_once_then_policy_decisions() {
     assert_eq!(
         (plan.direction, plan.reason),
         (Direction::Hold, Reason::AtCeiling),
-        "as it would be"
+        "the planned size"
     );
-    assert!(plan.wanted_bytes > 1024 * MIB, "what the policy wants: {plan:?}");
+    assert!(plan.wanted_bytes > 1024 * MIB, "the policy's plan: {plan:?}");
 }
 
 /// A removal that `dapper` decides on while nothing is carried out leaves no state behind.

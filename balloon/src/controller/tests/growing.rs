@@ -53,7 +53,7 @@ fn rule_1_request_is_in_progress_until_plugged() {
 
 /// Size requested by the first plan that is carried out for a short guest, after 5 s of reports
 /// without one.
-fn asked_after(mut rig: Rig, act: impl Fn(&mut Rig)) -> u64 {
+fn requested_after(mut rig: Rig, act: impl Fn(&mut Rig)) -> u64 {
     for _ in 0..100 {
         rig.report(50, 30);
         assert_eq!(rig.requested_mib(), (0, 0));
@@ -65,27 +65,27 @@ fn asked_after(mut rig: Rig, act: impl Fn(&mut Rig)) -> u64 {
 
 #[test]
 fn psi_doubles_only_steps_that_were_requested_from_guest() {
-    let fresh = asked_after_nothing();
+    let fresh = requested_without_change();
     let mut paused = Rig::new(Policy::default());
     paused.controller.pause();
-    assert_eq!(asked_after(paused, |rig| rig.controller.unpause()), fresh);
+    assert_eq!(requested_after(paused, |rig| rig.controller.unpause()), fresh);
     let mut dry = Rig::new(Policy::default());
     dry.controller.set_dry_run(true);
-    assert_eq!(asked_after(dry, |rig| rig.controller.set_dry_run(false)), fresh);
+    assert_eq!(requested_after(dry, |rig| rig.controller.set_dry_run(false)), fresh);
     let mut nobody_has_any = Rig::new(Policy::default());
     nobody_has_any.host.pool_free_bytes = 0;
     nobody_has_any.host.zones[DRAM].max_bytes = 0;
     let has_some = |rig: &mut Rig| rig.host.pool_free_bytes = 4096 * MIB;
-    assert_eq!(asked_after(nobody_has_any, has_some), fresh);
+    assert_eq!(requested_after(nobody_has_any, has_some), fresh);
     let mut bounded = Rig::new(Policy::default());
     let rules = Rules { ceiling_bytes: 0, ..Rules::default() };
     bounded.controller.set_rules(rules).expect("in range");
     let no_bound = |rig: &mut Rig| rig.controller.set_rules(Rules::default()).expect("in range");
-    assert_eq!(asked_after(bounded, no_bound), fresh);
+    assert_eq!(requested_after(bounded, no_bound), fresh);
 }
 
 /// Size requested by a first plan without such a delay.
-fn asked_after_nothing() -> u64 {
+fn requested_without_change() -> u64 {
     let mut rig = Rig::new(Policy::default());
     rig.report(50, 30);
     rig.host.requested_bytes()

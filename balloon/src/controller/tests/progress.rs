@@ -42,9 +42,9 @@ fn rule_5_driver_that_loads_late_gets_request_at_once() {
             break;
         }
     }
-    assert_eq!(alone_s, 12, "it is never left alone");
+    assert_eq!(alone_s, 12, "the requests never pause");
     rig.tick(10);
-    assert_eq!(rig.host.requested_bytes(), 0, "and is still");
+    assert_eq!(rig.host.requested_bytes(), 0, "and still is");
     rig.host.zones[0].driver = DriverState::Ready;
     assert_eq!(rig.tick(10).direction, Direction::Grow);
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
@@ -102,7 +102,7 @@ fn after_an_outage_of(outage_ms: u64) -> (u64, u64, u64) {
             return (first_ms, first_mib, after_ms);
         }
     }
-    unreachable!("it is asked for ever");
+    unreachable!("it is requested forever");
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn rule_5_failures_delay_rest_of_grow_by_one_second() {
 /// Requests for the PM of a guest that should have 256 MiB, with their times. For each new request,
 /// the driver plugs the result of `takes` and unplugs it again, because it has no memory for page
 /// descriptors.
-fn asked_of_a_guest_that_keeps_nothing(takes: impl Fn(u64) -> u64) -> Vec<(TimeMs, u64)> {
+fn requests_to_guest_that_unplugs(takes: impl Fn(u64) -> u64) -> Vec<(TimeMs, u64)> {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
     let mut asked = Vec::new();
@@ -136,10 +136,10 @@ fn asked_of_a_guest_that_keeps_nothing(takes: impl Fn(u64) -> u64) -> Vec<(TimeM
 
 #[test]
 fn rule_5_memory_unplugged_again_at_once_is_no_progress() {
-    let nothing = asked_of_a_guest_that_keeps_nothing(|_| 0);
+    let nothing = requests_to_guest_that_unplugs(|_| 0);
     assert!(nothing.len() < 40, "{nothing:?}");
-    assert_eq!(asked_of_a_guest_that_keeps_nothing(|requested| requested), nothing);
-    assert_eq!(asked_of_a_guest_that_keeps_nothing(|requested| requested.min(128 * MIB)), nothing);
+    assert_eq!(requests_to_guest_that_unplugs(|requested| requested), nothing);
+    assert_eq!(requests_to_guest_that_unplugs(|requested| requested.min(128 * MIB)), nothing);
 }
 
 /// Requests 256 MiB of PM. The guest plugs the first half at once and the second half 10 ms later.
@@ -156,7 +156,7 @@ fn second_half_that_does_not_stay(ms: &[u64], rest_ms: u64) {
     rig.host.zones[PM].plugged_bytes = 128 * MIB;
     rig.tick(10);
     assert_eq!(rig.tick(rest_ms).reason, Reason::InProgress);
-    assert_eq!(rig.tick(10).reason, Reason::NoProgress, "5 s since the first came");
+    assert_eq!(rig.tick(10).reason, Reason::NoProgress, "5 s since the first plug");
 }
 
 #[test]
@@ -203,12 +203,12 @@ fn rule_5_memory_plugged_before_a_failure_does_not_undo_it() {
     assert_eq!(
         rig.requested_mib(),
         (0, 192),
-        "the first has stayed for a second, and that is no news"
+        "the first has stayed for a second, which does not count as progress"
     );
     rig.follow();
     rig.tick(10);
     rig.tick(1_000);
-    assert_eq!(rig.requested_mib(), (0, 256), "what came since has stayed");
+    assert_eq!(rig.requested_mib(), (0, 256), "the later memory has stayed");
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn rule_5_part_that_stays_is_progress() {
     // The 5 s count from the first section, not from the second one, which did not stay.
     assert_eq!(rig.tick(4_970).reason, Reason::InProgress);
     assert_eq!(rig.tick(10).reason, Reason::NoProgress);
-    assert_eq!(rig.requested_mib(), (0, 192), "half of what is missing");
+    assert_eq!(rig.requested_mib(), (0, 192), "half of the missing memory");
     // The guest plugs that and keeps it, so all is requested again.
     rig.host.zones[PM].plugged_bytes = 192 * MIB;
     rig.tick(10);
@@ -244,7 +244,7 @@ fn rule_5_zone_without_driver_is_used_last() {
         rig.requested_mib()
     };
     assert_eq!(asked(64, [false, true]), (0, 64));
-    assert_eq!(asked(1100, [false, true]), (76, 1024), "what PM has no room for");
+    assert_eq!(asked(1100, [false, true]), (76, 1024), "the part that exceeds PM");
     // Neither zone has a driver, so the order is as usual.
     assert_eq!(asked(64, [false, false]), (64, 0));
     assert_eq!(asked(64, [true, false]), (64, 0));
@@ -302,7 +302,7 @@ fn rule_5_zone_without_driver_is_used_normally_if_no_other_has_room() {
 }
 
 /// A controller with a floor of 64 MiB, which it has requested and the guest does not follow.
-fn floor_that_nobody_follows(zones: usize, pool_mib: u64) -> Rig {
+fn floor_without_progress(zones: usize, pool_mib: u64) -> Rig {
     let mut rig = Rig::new(Policy::default());
     rig.host.zones.truncate(zones);
     rig.host.pool_free_bytes = pool_mib * MIB;
@@ -315,12 +315,12 @@ fn floor_that_nobody_follows(zones: usize, pool_mib: u64) -> Rig {
 
 #[test]
 fn rule_5_floor_stays_requested_if_no_other_zone_has_room() {
-    let mut rig = floor_that_nobody_follows(1, 0);
+    let mut rig = floor_without_progress(1, 0);
     let said = (0..600).filter(|_| rig.tick(100).reason == Reason::NoProgress).count();
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
-    assert_eq!(said, 1, "once for as long as nothing happens");
+    assert_eq!(said, 1, "once until something changes");
     // A short guest does not wait for it.
-    let mut rig = floor_that_nobody_follows(2, 0);
+    let mut rig = floor_without_progress(2, 0);
     assert_eq!(rig.tick(100).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (64, 0));
     rig.host.pool_free_bytes = 4096 * MIB;
@@ -331,7 +331,7 @@ fn rule_5_floor_stays_requested_if_no_other_zone_has_room() {
 
 #[test]
 fn rule_5_floor_is_requested_from_another_zone() {
-    let mut rig = floor_that_nobody_follows(2, 4096);
+    let mut rig = floor_without_progress(2, 4096);
     let mut seen = Vec::new();
     for _ in 0..40 {
         if rig.tick(1_000).reason == Reason::NoProgress {
@@ -362,7 +362,7 @@ fn rule_5_refused_shrink_is_withdrawn_without_removing_dram_instead() {
     assert_eq!(rig.requested_mib(), (128, 144));
     assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (128, 272), "withdrawn");
-    assert_eq!(rig.tick(2_000).reason, Reason::NoProgress, "left alone for a while");
+    assert_eq!(rig.tick(2_000).reason, Reason::NoProgress, "paused");
     let plan = rig.tick(3_500);
     assert_eq!(plan.direction, Direction::Shrink);
     assert_eq!(rig.requested_mib(), (128, 208), "half as much");
@@ -388,8 +388,8 @@ fn rule_5_shrink_refused_by_one_pm_zone_continues_in_another() {
     assert_eq!(rig.host.zones[2].requested_bytes, refused, "withdrawn");
     let second = rig.tick(1_000);
     assert_eq!(second.direction, Direction::Shrink);
-    assert_eq!(second.targets[2].requested_bytes, refused, "left alone");
-    assert!(second.targets[PM].requested_bytes < plugged, "the other is asked");
+    assert_eq!(second.targets[2].requested_bytes, refused, "paused");
+    assert!(second.targets[PM].requested_bytes < plugged, "the other zone is requested");
     assert_eq!(second.targets[DRAM].requested_bytes, 128 * MIB);
 }
 
@@ -405,7 +405,7 @@ fn rule_5_withdrawn_request_is_rounded_to_whole_blocks() {
     rig.host.zones[DRAM].plugged_bytes = 101 * MIB + 4096;
     rig.tick(1_000);
     assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
-    assert_eq!(rig.requested_mib(), (102, 0), "what it has stays, and the rest of the block");
+    assert_eq!(rig.requested_mib(), (102, 0), "the plugged size stays, and the rest of the block");
     // The missing part of the block is not a request that could fail.
     rig.want(102);
     assert_eq!(rig.tick(60_000).reason, Reason::Enough);
@@ -445,7 +445,7 @@ fn rule_5_memory_missing_on_host_is_requested_from_another_zone_at_once() {
     rig.follow();
     rig.want(120);
     rig.tick(10);
-    assert_eq!(rig.requested_mib(), (34, 86), "asked again");
+    assert_eq!(rig.requested_mib(), (34, 86), "requested again");
     // The memory is plugged, so the host has memory again.
     rig.follow();
     rig.want(128);
@@ -529,11 +529,7 @@ fn rule_5_host_shortfall_expires_after_a_second() {
         (rig.tick(0).reason, rig.requested_mib())
     };
     assert_eq!(paused_for(990), (Reason::HostShort, (24, 104)));
-    assert_eq!(
-        paused_for(1_000),
-        (Reason::NoReport, (24, 0)),
-        "what is wanted is another question by then"
-    );
+    assert_eq!(paused_for(1_000), (Reason::NoReport, (24, 0)), "the goal has changed by then");
 }
 
 #[test]
@@ -550,7 +546,7 @@ fn rule_5_host_shortfall_outlasts_withdrawn_request() {
     assert_eq!(rig.requested_mib(), (64, 256));
     let plan = rig.tick(10);
     assert_eq!((plan.reason, rig.requested_mib().0), (Reason::HostShort, 64));
-    assert_eq!(rig.tick(10).reason, Reason::NoReport, "and is asked for once");
+    assert_eq!(rig.tick(10).reason, Reason::NoReport, "and is requested once");
 }
 
 #[test]

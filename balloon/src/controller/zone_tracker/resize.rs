@@ -180,7 +180,7 @@ impl ZoneTracker {
             self.sizes;
         let lacks = |Shortfall { reason, wanted_bytes }| {
             let text = format!(
-                "{reason}: the host cannot provide the {wanted_bytes} bytes that are wanted, only {requested_bytes}"
+                "{reason}: the host cannot provide the {wanted_bytes} bytes, only {requested_bytes}"
             );
             ResizeStatus::Stuck(text)
         };
@@ -191,7 +191,7 @@ impl ZoneTracker {
         }
         if self.is_held(patience_ms, now) {
             return ResizeStatus::Stuck(format!(
-                "descriptors: the guest has no DRAM for the page descriptors of the other {held_bytes} bytes"
+                "descriptors: the guest lacks DRAM for the page descriptors of the other {held_bytes} bytes"
             ));
         }
         if plugged_bytes == requested_bytes && held_bytes > 0 {
@@ -210,11 +210,12 @@ impl ZoneTracker {
             return lacks(shortfall);
         }
         ResizeStatus::Stuck(if plugged_bytes > requested_bytes {
-            "the guest holds pages in these blocks that it cannot move".to_owned()
+            "the guest has pages in these blocks that it cannot move".to_owned()
         } else if offline_bytes > 0 {
-            format!("the guest has {offline_bytes} bytes plugged that nobody has onlined")
+            format!("the guest has {offline_bytes} bytes of plugged memory that is not online")
         } else {
-            "the guest does not plug more: it may lack memory for page descriptors".to_owned()
+            "the guest plugs no more memory, possibly because it lacks memory for page descriptors"
+                .to_owned()
         })
     }
 }
@@ -306,7 +307,7 @@ mod tests {
         assert!(!zone.reaches(sizes(10, 2, true), TimeMs(104_999)));
         assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(109_998)), ResizeStatus::Pending);
         assert!(!zone.reaches(sizes(10, 10, true), TimeMs(109_998)));
-        assert!(zone.reaches(sizes(10, 10, true), TimeMs(110_998)), "it has stayed");
+        assert!(zone.reaches(sizes(10, 10, true), TimeMs(110_998)), "the memory has stayed");
         assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(200_000)), ResizeStatus::Reached);
     }
 
@@ -431,7 +432,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         assert_eq!(reminded(30_000), [30_000, 90_000, 150_000]);
-        assert_eq!(reminded(90_000), [90_000, 180_000], "Nobody is reminded before it is late");
+        assert_eq!(reminded(90_000), [90_000, 180_000], "no reminder before the deadline");
         assert_eq!(reminded(1_000)[..4], [1_000, 3_000, 7_000, 15_000]);
         assert_eq!(reminded(PATIENCE_MS)[..5], [5_000, 15_000, 35_000, 75_000, 135_000]);
         let mut without_driver = tracker(sizes(10, 0, false), TimeMs(0));
@@ -456,7 +457,7 @@ mod tests {
         assert_eq!(
             zone.remind(PATIENCE_MS, TimeMs(5_010)),
             Some(Reminder::First),
-            "5 s since the first part came"
+            "5 s since the first part was plugged"
         );
         // The memory plugged now has to stay for a second of its own.
         assert!(!zone.reaches(sizes(20, 18, true), TimeMs(6_000)));
@@ -484,7 +485,7 @@ mod tests {
             assert_eq!(
                 zone.is_late(PATIENCE_MS, TimeMs(now)),
                 now >= 5_000,
-                "{now}: it came at the beginning, and stayed"
+                "{now}: the memory was plugged first and stayed"
             );
         }
         // A size above all earlier ones is progress.
@@ -500,7 +501,7 @@ mod tests {
         assert!(!zone.reaches(sizes(10, 4, true), TimeMs(60_000)));
         assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(64_999)), ResizeStatus::Pending);
         assert!(zone.is_late(PATIENCE_MS, TimeMs(65_000)));
-        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(65_000)), "it was reached before");
+        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(65_000)), "it was already reached");
     }
 
     #[test]

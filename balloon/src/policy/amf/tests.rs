@@ -213,7 +213,7 @@ fn node_without_pm_of_its_own_left_counts_pm_of_others() {
     for zone in [0, 2] {
         rig.free(zone, 0);
     }
-    assert_eq!(rig.report(1_000).want_bytes, None, "it is given the other node's");
+    assert_eq!(rig.report(1_000).want_bytes, None, "it gets the other node's memory");
     // With PM of its own left, it would get that.
     rig.host.zones[0].max_bytes = 2 * GIB;
     let decision = rig.report(3_000);
@@ -246,7 +246,7 @@ fn sections_stay_until_descriptors_take_three_percent_of_dram() {
     rig.plug(0, 0);
     assert_eq!(rig.report(1_000).want_bytes, None);
     rig.plug(0, 50 * SECTION_BYTES);
-    assert_eq!(rig.report(1_000).want_bytes, None, "and then it begins anew");
+    assert_eq!(rig.report(1_000).want_bytes, None, "and then it restarts");
 }
 
 #[test]

@@ -138,7 +138,7 @@ mod table_3 {
         for _ in 0..5 {
             let decision = rig.report(50);
             assert_eq!(rig.added(decision), 16 * D);
-            served.push(decision.near.expect("for a node's sake"));
+            served.push(decision.near.expect("for a node"));
         }
         assert_eq!(served, [0, 2, 0, 2, 0], "the one in between needs nothing");
         rig.free(1, 0);
@@ -271,7 +271,7 @@ mod table_4 {
         let mut rig = Rig { state: rig.policy.initial_state(), ..rig };
         rig.free(1, 6 * GIB / PAGE_BYTES);
         // 14 GiB are free. Half of P has to go, but at most 6 GiB minus the first border.
-        let until = rig.report(1_000).want_bytes.expect("something goes");
+        let until = rig.report(1_000).want_bytes.expect("some memory is removed");
         let total = P - until;
         for gone in [GIB, 2 * GIB, 3 * GIB] {
             rig.host.zones[0].requested_bytes = P - gone;
@@ -279,7 +279,7 @@ mod table_4 {
             rig.raw.zones[1].managed_pages = (P - gone) / PAGE_BYTES;
             rig.free(1, (6 * GIB - gone) / PAGE_BYTES);
             let decision = rig.report(1_000);
-            assert_eq!(decision.want_bytes, Some(until), "of {total} bytes {gone} are gone");
+            assert_eq!(decision.want_bytes, Some(until), "{gone} of {total} bytes are used");
         }
     }
 
@@ -294,7 +294,7 @@ mod table_4 {
         rig.free(1, 7 * GIB / PAGE_BYTES);
         rig.dry_run = false;
         let decision = rig.report(3_600_000);
-        assert_eq!(rig.taken(decision), P / 16 * 2, "what the table says now");
+        assert_eq!(rig.taken(decision), P / 16 * 2, "the table's current amount");
     }
 
     #[test]
@@ -324,7 +324,7 @@ mod table_4 {
         let decision = rig.report(50);
         assert_eq!((decision.reason, rig.added(decision)), (Reason::LowFree, D));
         rig.free(1, 2 * HIGH + 1);
-        assert_eq!(rig.report(50).reason, Reason::Enough, "what was to go is needed");
+        assert_eq!(rig.report(50).reason, Reason::Enough, "the memory to unplug is needed");
     }
 
     #[test]

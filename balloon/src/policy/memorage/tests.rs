@@ -59,7 +59,7 @@ fn memorage_unit_on_its_way_is_not_lent_again() {
         assert_eq!(rig.report(50).want_bytes, None);
     }
     rig.plug(0, UNIT);
-    assert_eq!(rig.report(50).want_bytes, None, "it is there");
+    assert_eq!(rig.report(50).want_bytes, None, "it is plugged");
     rig.free(1, HIGH - 1);
     let decision = rig.report(50);
     assert_eq!(rig.added(decision), UNIT, "it is used up: the next one");
@@ -97,12 +97,12 @@ fn memorage_without_storage_to_lend_holds_with_reason_storage_short() {
     rig.free(0, 0);
     rig.host.pool_free_bytes = 9 * GIB;
     let decision = rig.report(50);
-    assert_eq!(rig.added(decision), GIB, "what is above the floor");
+    assert_eq!(rig.added(decision), GIB, "the part above the floor");
     rig.host.zones[0].requested_bytes = GIB;
     rig.raw.zones[0].high_pages = GIB / PAGE_BYTES + 1;
     let decision = rig.report(50);
     let said = (decision.want_bytes, decision.reason, decision.pressure);
-    assert_eq!(said, (None, Reason::StorageShort, false), "what is on its way is gone already");
+    assert_eq!(said, (None, Reason::StorageShort, false), "pending memory is already subtracted");
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn memorage_returns_memory_first_if_storage_is_short() {
     rig.host.zones[0].plugged_bytes = GIB;
     rig.host.pool_free_bytes = 0;
     let decision = rig.report(1_000);
-    assert_eq!(rig.taken(decision), GIB, "no more than is lent");
+    assert_eq!(rig.taken(decision), GIB, "at most the lent memory");
 }
 
 #[test]
@@ -152,13 +152,17 @@ fn memorage_returns_memory_after_time_without_pressure() {
     rig.plug(0, UNIT);
     rig.free(0, 0);
     assert_eq!(rig.report(1_000).want_bytes, None);
-    assert_eq!(rig.report(9_900).want_bytes, None, "neither at once");
+    assert_eq!(rig.report(9_900).want_bytes, None, "not at once");
     let decision = rig.report(100);
     let kept = 2 * HIGH * PAGE_BYTES;
-    assert_eq!((rig.taken(decision), decision.reason), (UNIT - kept, Reason::Calm), "nor never");
+    assert_eq!(
+        (rig.taken(decision), decision.reason),
+        (UNIT - kept, Reason::Calm),
+        "and not never"
+    );
     rig.plug(0, kept);
     rig.free(0, 0);
-    assert_eq!(rig.report(1_000).want_bytes, None, "it comes to rest");
+    assert_eq!(rig.report(1_000).want_bytes, None, "it settles");
 }
 
 /// A guest with no free memory waits for a unit, and fills the first part as soon as that is in the
@@ -175,10 +179,10 @@ fn memorage_memory_that_has_not_been_free_is_not_returned() {
     rig.free(1, 0);
     assert_eq!(rig.report(50).want_bytes, None, "it may yet become free");
     rig.free(1, UNIT / PAGE_BYTES);
-    assert_eq!(rig.report(50).want_bytes, None, "it has become that");
+    assert_eq!(rig.report(50).want_bytes, None, "it has become free");
     assert_eq!(rig.report(4_900).want_bytes, None);
     let decision = rig.report(100);
-    assert_eq!(decision.reason, Reason::Calm, "and has been that for long enough");
+    assert_eq!(decision.reason, Reason::Calm, "and has been free for long enough");
 }
 
 #[test]

@@ -148,5 +148,5 @@ fn pmb_memory_that_has_not_been_free_is_no_surplus() {
     rig.plug(0, GIB);
     rig.raw.zones[1].largest_free_blocks = Some(16);
     rig.free(1, 16 * UNIT_PAGES);
-    assert_eq!(rig.report(50).want_bytes, None, "it is all that there is");
+    assert_eq!(rig.report(50).want_bytes, None, "all of the PM");
 }

@@ -159,7 +159,7 @@ mod tests {
         assert_eq!(missing_mib(19, 0, 128), None);
         assert_eq!(missing_mib(18, 0, 128), Some(160));
         assert_eq!(missing_mib(18, 100, 128), Some(60));
-        assert_eq!(missing_mib(0, 500, 128), Some(0), "the agent has all that it needs");
+        assert_eq!(missing_mib(0, 500, 128), Some(0), "the agent has enough memory");
         assert_eq!(missing_mib(0, 0, 0), None, "balloon statistics");
     }
 

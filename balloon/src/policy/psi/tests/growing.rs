@@ -35,7 +35,7 @@ fn rule_1_headroom_absorbs_burst_until_more_memory_is_online() {
     assert_eq!(
         bridge_mib(Needs { kswapd_bytes: 77 * MIB, ..needs }),
         77,
-        "nor than kswapd's watermarks"
+        "at least kswapd's watermarks"
     );
 }
 
@@ -72,7 +72,7 @@ fn rule_2_fast_filling_guest_grows_before_it_is_short() {
     let decision = rig.report(100, 189);
     assert_eq!(decision.reason, Reason::Filling);
     let want = want_mib(decision).expect("grows");
-    assert!((130..=180).contains(&want), "44 + 2 x 150 - 189 and a little, not {want}");
+    assert!((130..=180).contains(&want), "slightly more than 44 + 2 x 150 - 189, not {want}");
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn rule_3_memory_on_its_way_counts_as_available() {
     let want = rig.report(3000, 30).want_bytes.expect("grows");
     rig.host.zones[1].requested_bytes = want;
     for _ in 0..5 {
-        assert_eq!(rig.report(50, 40).want_bytes, None, "asked for already");
+        assert_eq!(rig.report(50, 40).want_bytes, None, "already requested");
     }
     // With half of it online, the sum is the same.
     rig.host.zones[1].plugged_bytes = want;
@@ -190,7 +190,7 @@ fn short_with_a_block_onlining(online_mib: u64) -> Rig {
     rig.report(1000, 45);
     assert!(rig.report(1000, 43).pressure);
     rig.host.zones[1].requested_bytes = 128 * MIB;
-    assert_eq!(rig.report(50, 43).want_bytes, None, "asked for already");
+    assert_eq!(rig.report(50, 43).want_bytes, None, "already requested");
     rig.host.zones[1].plugged_bytes = 128 * MIB;
     rig.raw.memory.total_bytes += online_mib * MIB;
     rig
@@ -402,7 +402,7 @@ fn rule_5_swapping_grows_if_little_memory_is_available() {
     // The headroom and a quarter of 352 MiB are 132 MiB.
     let decision = rig.report(1000, 131);
     assert_eq!(decision.reason, Reason::Swapping);
-    assert_eq!(want_mib(decision), Some(80), "twice what was swapped");
+    assert_eq!(want_mib(decision), Some(80), "twice the swapped memory");
 }
 
 #[test]
@@ -453,7 +453,7 @@ fn rule_5_signs_before_a_grow_do_not_count_again() {
     rig.stall().some_us += 500_000;
     assert_eq!(want_mib(rig.report(1000, 100)), Some(16));
     rig.host.zones[1].requested_bytes = 16 * MIB;
-    assert_eq!(rig.report(50, 100).want_bytes, None, "on its way");
+    assert_eq!(rig.report(50, 100).want_bytes, None, "pending");
     rig.plug(16);
     for _ in 0..10 {
         // The guest is still below the limit: the headroom and a quarter of 368 MiB are 138 MiB.

@@ -8,7 +8,7 @@ fn rule_6_returning_page_cache_grows_only_while_tasks_wait() {
     rig.raw.memory.cached_bytes = 150 * MIB;
     rig.report(1000, 250);
     rig.counters().workingset_refault_file += 100_000;
-    assert_eq!(rig.report(1000, 250).want_bytes, None, "nobody waits for it");
+    assert_eq!(rig.report(1000, 250).want_bytes, None, "no task waits for it");
     rig.counters().workingset_refault_file += 100_000;
     rig.stall().some_us += 500_000;
     assert_eq!(rig.report(1000, 250).reason, Reason::Thrashing);
@@ -84,7 +84,7 @@ fn beside_plenty(pages: impl Fn(&mut Counters)) {
         assert!(!decision.pressure, "{decision:?}");
         shrunk += u32::from(decision.reason == Reason::Surplus);
     }
-    assert!(shrunk > 50, "it goes on shrinking: {shrunk}");
+    assert!(shrunk > 50, "it keeps shrinking: {shrunk}");
     // The guest shrinks only while the signs do not count for it.
     let mut total_mib = 10 << 10;
     for _ in 0..60 {
@@ -157,7 +157,7 @@ fn rule_6_page_cache_that_returns_as_fast_after_three_grows_is_ignored() {
     rig.stall().some_us += 500_000;
     assert!(rig.report(1000, available_mib).pressure, "five minutes later it is tried again");
     let (_, helped) = grows(|grows| 20_000 * 6u64.pow(grows as u32) / 10u64.pow(grows as u32));
-    assert_eq!(helped, 5, "each has helped, until less than 8 MiB/s came back");
+    assert_eq!(helped, 5, "each has helped, until less than 8 MiB/s was refaulted");
 }
 
 #[test]

@@ -185,7 +185,7 @@ fn rule_14_memory_near_short_node_comes_first() {
     assert_eq!(
         near(&[first, zone(2, ZoneKind::Movable, 1_000)]),
         None,
-        "a node of PM is none to be near to"
+        "a node of PM has no CPUs to be near"
     );
     let hotplugged = zone(1, ZoneKind::Movable, 9_000);
     assert_eq!(near(&[first, second, hotplugged]), None, "it has movable memory as well");
@@ -227,7 +227,7 @@ fn first_totals_of_agent_after_balloon_statistics_are_no_signs() {
     assert_eq!(
         rig.report(1000, 250).reason,
         Reason::Enough,
-        "waiting alone says nothing beside plenty"
+        "waiting alone is insignificant with plenty of memory"
     );
     // Changes from now on count.
     rig.counters().workingset_refault_file += 20_000;

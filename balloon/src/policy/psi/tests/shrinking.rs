@@ -73,10 +73,10 @@ fn rule_8_memory_that_is_not_available_yet_is_no_surplus() {
     let mut rig = Rig::new();
     rig.host.zones[1].requested_bytes = 512 * MIB;
     for _ in 0..100 {
-        assert_eq!(want_mib(rig.report(50, 10)), None, "it is on its way");
+        assert_eq!(want_mib(rig.report(50, 10)), None, "it is pending");
     }
     rig.plug(512);
-    assert_eq!(want_mib(rig.report(50, 10)), None, "whoever waits for it may have filled it");
+    assert_eq!(want_mib(rig.report(50, 10)), None, "waiting tasks may have filled it");
     // It is free, but was not idle while it was on its way.
     assert_eq!(want_mib(rig.report(50, 522)), None);
     assert_eq!(want_mib(rig.report(2_950, 522)), None);
@@ -143,7 +143,7 @@ fn rule_8_page_cache_in_use_is_no_surplus() {
     assert_eq!(surplus_mib(&[(500, 9_000)]), all, "idle, all of it");
     assert_eq!(surplus_mib(&[(300, 9_000)]), all - 200);
     assert_eq!(surplus_mib(&[(300, 2_999)]), all, "not known for long enough");
-    assert_eq!(surplus_mib(&[(50, 9_000)]), 0, "what is free is 100, and all else is touched");
+    assert_eq!(surplus_mib(&[(50, 9_000)]), 0, "100 MiB is free, and the rest is in use");
 }
 
 #[test]
@@ -190,13 +190,13 @@ fn rule_9_memory_that_growing_guest_unplugs_is_no_shrink() {
     rig.host.zones[1].requested_bytes = 128 * MIB;
     for plugged_mib in [8, 0, 8, 0] {
         rig.host.zones[1].plugged_bytes = plugged_mib * MIB;
-        assert_eq!(rig.report(50, 30).want_bytes, None, "on its way");
+        assert_eq!(rig.report(50, 30).want_bytes, None, "pending");
     }
     rig.plug(128);
     rig.report(1000, 30);
     rig.host.zones[1].requested_bytes += 16 * MIB;
     rig.report(50, 30);
-    assert_eq!(rig.state.patience.ms(&rig.params), 3_000, "nothing was asked back");
+    assert_eq!(rig.state.patience.ms(&rig.params), 3_000, "nothing was requested back");
 }
 
 #[test]
@@ -253,7 +253,7 @@ fn rule_10_refused_memory_is_not_requested_again_for_a_while() {
     assert!(rig.report(1000, 372).want_bytes.is_some());
     refuse(&mut rig, 256, 372);
     assert_eq!(rig.report(9_999, 372).want_bytes, None);
-    assert!(rig.report(1, 372).want_bytes.is_some(), "the pauses begin anew");
+    assert!(rig.report(1, 372).want_bytes.is_some(), "the pauses restart");
 }
 
 #[test]
