@@ -18,29 +18,27 @@ Examples:
   foreshore-sim                                        every policy, bursts beyond DRAM
   foreshore-sim --workload diurnal --duration 24h      a day
   foreshore-sim --trace trace.jsonl --policy psi --policy off
-                                                       what `foreshore --pressure record=trace.jsonl` has seen
-  foreshore-sim --workload burst --vms 8 --pool 4G     eight VMs that share a pool which is too small for all
+                                                       a trace that `foreshore --pressure record=trace.jsonl` recorded
+  foreshore-sim --workload burst --vms 8 --pool 4G     eight VMs that share a pool that is too small for all
   foreshore-sim --workload sawtooth,rate=500M --policy psi --policy psi,horizon=3s --plot sawtooth.svg
   foreshore-sim --policy psi,cool_down=2s,ceiling=1G --policy psi
-                                                       rules above the policy, as `--pressure` takes them
+                                                       rules above the policy, as for `--pressure`
   foreshore-sim --workload diurnal --hosts 1000 --vms 10 --duration 24h --format json
 
-Times have ms, s, m or h.";
+Times have the unit ms, s, m or h.";
 
 /// Bursts to three times the DRAM, one in two minutes. They are so fast that stalls differ between
 /// the policies as well. A single ramp causes none, except under `off`.
 const DEFAULT_WORKLOAD: &str = "burst,high=3000,rate=2G,period=2m";
 
 pub(crate) const EXIT_STATUS: &str =
-    "0: done. 1: it failed, and stderr says why. 2: the command line is wrong.";
+    "0: success. 1: failure, with the reason on stderr. 2: invalid command line.";
 
-/// Replays a recorded or generated demand for memory under several policies, over a model of a
-/// guest
+/// Replay a recorded or generated memory demand under several policies, with a model of a guest
 ///
-/// For each policy: how long tasks waited for memory, what was swapped, how much memory was held
-/// that nobody needed,
-/// how often the guest was resized, energy and wear. docs/reference/simulator.md says what the
-/// model knows and what it leaves out.
+/// The figures of each policy include waits for memory, swapping, held memory that the guest did
+/// not need, resizes, energy and wear. docs/reference/simulator.md describes the model and its
+/// limits.
 #[derive(Parser)]
 #[command(name = "foreshore-sim", version, after_help = format!("{EXAMPLES}\n{}", size::HELP), args_conflicts_with_subcommands = true)]
 pub(crate) struct Arguments {
@@ -52,9 +50,9 @@ pub(crate) struct Arguments {
 
 #[derive(Subcommand)]
 pub(crate) enum Command {
-    /// Print a script that lets a shell complete our flags
+    /// Print a shell completion script
     Completion {
-        /// The shell
+        /// Shell
         #[arg(value_enum)]
         shell: clap_complete::Shell,
     },
@@ -64,49 +62,46 @@ pub(crate) enum Command {
 
 #[derive(Args)]
 pub(crate) struct Scenario {
-    /// What the guest wants: steady, ramp, burst, sawtooth, leak, diurnal or cache-heavy, and its
-    /// parameters low, high, rate,
-    /// period, touches, hot, files, stream
+    /// Memory demand of the guest: steady, ramp, burst, sawtooth, leak, diurnal or cache-heavy, and
+    /// its parameters low, high, rate, period, touches, hot, files, stream and kernel
     #[arg(long, value_name = "NAME[,PARAM=VALUE...]", default_value = DEFAULT_WORKLOAD, value_parser = parse_workload, conflicts_with = "trace")]
     pub(crate) workload: NamedWorkload,
-    /// Replay what a guest used, as `--pressure record=` has recorded it
+    /// Replay the memory use of a guest that `--pressure record=` has recorded
     #[arg(long, value_name = "FILE", conflicts_with_all = ["dram", "hotplug", "pm", "duration"])]
     pub(crate) trace: Option<PathBuf>,
-    /// A policy, with its parameters and those of the rules above it (floor, ceiling, cool_down,
-    /// ...), as `--pressure` takes
-    /// them; may be given again. Without it, all policies are compared: fixed with the largest
-    /// size,
-    /// amf and dapper with watermark-share=375, the others with their defaults
+    /// Policy with its parameters and those of the rules above it (floor, ceiling, cool_down, ...),
+    /// as for `--pressure`. Can be repeated. By default, all policies are compared: fixed with the
+    /// largest size, amf and dapper with watermark-share=375, the others with their defaults
     #[arg(long, value_name = "NAME[,PARAM=VALUE...]", value_parser = parse_policy)]
     pub(crate) policy: Vec<NamedPolicy>,
-    /// For how long the guest lives: 1s to 10 years
+    /// Run time of the guest, 1s to 10 years
     #[arg(long, value_name = "TIME", default_value = "15m", value_parser = bounded(Unit::Ms, 1_000, 315_360_000_000))]
     pub(crate) duration: u64,
-    /// DRAM that the guest boots with
+    /// DRAM of the guest at boot
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = bounded(Unit::Blocks, 64 << 20, 1 << 44))]
     pub(crate) dram: u64,
-    /// DRAM that it can have in addition; a quarter of --dram if nothing is said
+    /// Hotpluggable DRAM [default: a quarter of --dram]
     #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Blocks, 0, 1 << 44))]
     pub(crate) hotplug: Option<u64>,
-    /// PM that it can have; four times --dram if nothing is said
+    /// Hotpluggable PM [default: four times --dram]
     #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Blocks, 0, 1 << 44))]
     pub(crate) pm: Option<u64>,
-    /// The PM of a host's pool, which its VMs share; enough for all if nothing is said
+    /// PM in a host's pool, which its VMs share [default: enough for all]
     #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Blocks, 0, 1 << 45))]
     pub(crate) pool: Option<u64>,
-    /// VMs on a host
+    /// VMs per host
     #[arg(long, value_name = "COUNT", default_value = "1", value_parser = bounded(Unit::Count, 1, 1_000))]
     pub(crate) vms: u64,
-    /// Hosts
+    /// Number of hosts
     #[arg(long, value_name = "COUNT", default_value = "1", value_parser = bounded(Unit::Count, 1, 1_000_000))]
     pub(crate) hosts: u64,
-    /// The guest's swap device
+    /// Swap device of the guest
     #[arg(long, default_value = "disk", value_parser = PossibleValuesParser::new(SwapDevice::NAMES))]
     pub(crate) swap: String,
-    /// Its size; four times --dram if nothing is said
+    /// Size of the swap device [default: four times --dram]
     #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Bytes, 0, 1 << 48))]
     pub(crate) swap_size: Option<u64>,
-    /// From a request until the first block is plugged
+    /// Time from a request until the first block is plugged
     #[arg(long, value_name = "TIME", default_value = "50ms", value_parser = bounded(Unit::Ms, 0, 60_000))]
     pub(crate) plug_delay: u64,
     /// Microseconds to plug 2 MiB
@@ -115,45 +110,45 @@ pub(crate) struct Scenario {
     /// Microseconds to unplug 2 MiB
     #[arg(long, value_name = "COUNT", default_value = "1500", value_parser = bounded(Unit::Count, 1, 1_000_000))]
     pub(crate) unplug_block_us: u64,
-    /// The part of what was ever plugged of a zone that does not come back, in thousandths
+    /// Part of the plugged memory of a zone that cannot be unplugged, in thousandths
     #[arg(long, value_name = "PERMILLE", default_value = "0", value_parser = bounded(Unit::Permille, 0, 1000))]
     pub(crate) refused: u64,
-    /// Do not demote pages to PM, as kernels before 6.7 do not
+    /// Do not demote pages to PM, like kernels before 6.7
     #[arg(long)]
     pub(crate) no_demotion: bool,
-    /// What a VM's volumes write to PM in a day, for its wear
+    /// Daily writes of a VM's volumes to PM, for the wear of PM
     #[arg(long, value_name = "SIZE", default_value = "12G", value_parser = bounded(Unit::Bytes, 1 << 20, 1 << 50))]
     pub(crate) storage_writes: u64,
-    /// How many times as many writes the cells of memory bear as those of PM, for its wear
+    /// Write endurance of memory cells as a multiple of that of PM, for the wear of PM
     #[arg(long, value_name = "COUNT", default_value = "10", value_parser = bounded(Unit::Count, 1, 1_000_000))]
     pub(crate) endurance: u64,
-    /// What is random is so by this number
+    /// Seed of the random times
     #[arg(long, value_name = "NUMBER", default_value = "1")]
     pub(crate) seed: u64,
-    /// Hand every report to the controller, also those that cannot change anything: slower, and the
-    /// same
+    /// Hand every report to the controller, even one that cannot change anything. This is slower,
+    /// and the figures are equal
     #[arg(long)]
     pub(crate) every_report: bool,
-    /// Draw the first VM over time under each policy: DRAM, PM, memory in use, available memory,
-    /// swap, and stalls. FILE ends in .svg or .png
+    /// Plot the first VM over time under each policy: DRAM, PM, used and available memory, swap and
+    /// stalls. FILE ends in .svg or .png
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(PlotFile::try_from))]
     pub(crate) plot: Option<PlotFile>,
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t = Format::Table)]
     pub(crate) format: Format,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
-    /// For people
+    /// Table for people
     Table,
-    /// An object for each policy, with every figure
+    /// One object per policy, with all figures
     Json,
-    /// A line for each policy, with every figure
+    /// One line per policy, with all figures
     Csv,
 }
 
-/// A workload as the command line names it.
+/// Workload of the command line.
 #[derive(Clone, Debug)]
 pub(crate) struct NamedWorkload {
     /// Text of the command line.
@@ -162,17 +157,17 @@ pub(crate) struct NamedWorkload {
     pub(crate) params: WorkloadParams,
 }
 
-/// A policy as it was asked for.
+/// Policy of the command line.
 #[derive(Clone, Debug)]
 pub(crate) struct NamedPolicy {
-    /// What the user wrote.
+    /// Text of the command line.
     pub(crate) label: String,
     pub(crate) policy: Policy,
-    /// What stands above it.
+    /// Rules above the policy.
     pub(crate) rules: Rules,
 }
 
-/// clap names the flag and quotes the value.
+/// Parser of a value in a range. clap adds the flag and the value to the error.
 fn bounded(unit: Unit, low: u64, high: u64) -> impl TypedValueParser<Value = u64> {
     clap::builder::StringValueParser::new().try_map(move |text| {
         let value = unit.parse(&text).map_err(|error| error.to_string())?;
@@ -199,7 +194,7 @@ fn parse_workload(text: &str) -> Result<NamedWorkload, String> {
     let (name, settings) = split(text);
     let workload = Workload::from_name(name).ok_or_else(|| {
         let names: Vec<_> = Workload::ALL.into_iter().map(Workload::name).collect();
-        format!("the workload {name:?} is none of {}", names.join(", "))
+        format!("unknown workload {name:?}; existing workloads: {}", names.join(", "))
     })?;
     let mut params = workload.defaults();
     for setting in settings {
@@ -219,7 +214,7 @@ fn parse_workload(text: &str) -> Result<NamedWorkload, String> {
     Ok(NamedWorkload { label: text.to_owned(), workload, params })
 }
 
-/// Those that it takes.
+/// Parameters of a workload, for an error.
 fn workload_parameters(workload: Workload) -> String {
     let names = WorkloadParams::TABLE.iter().map(|param| param.name);
     names.filter(|name| !workload.ignores().contains(name)).collect::<Vec<_>>().join(", ")
@@ -227,19 +222,19 @@ fn workload_parameters(workload: Workload) -> String {
 
 fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
     let (name, settings) = split(text);
-    let policy = Policy::from_name(name)
-        .ok_or_else(|| format!("the policy {name:?} is none of {}", Policy::NAMES.join(", ")))?;
+    let policy = Policy::from_name(name).ok_or_else(|| {
+        format!("unknown policy {name:?}; existing policies: {}", Policy::NAMES.join(", "))
+    })?;
     let settings = settings.collect::<Result<Vec<_>, _>>()?;
     for (index, (key, _)) in settings.iter().enumerate() {
         if settings[..index].iter().any(|(other, _)| other == key) {
-            return Err(format!("{key} is given twice"));
+            return Err(format!("{key} is specified twice"));
         }
     }
     let settings = settings.iter().map(|(key, value)| (*key, value));
     let is_rule = |name: &str| Rules::TABLE.iter().any(|rule| rule.name == name);
     let (rules, params): (Vec<_>, Vec<_>) = settings.partition(|(name, _)| is_rule(name));
-    // As in `--pressure`: without one it would be 0, and nobody who writes "fixed" means that all
-    // memory is to go.
+    // As in `--pressure`: the default 0 would unplug all memory, which no user of `fixed` intends.
     if matches!(policy, Policy::Fixed(_)) && !params.iter().any(|(name, _)| *name == "size") {
         return Err("size= is missing".to_owned());
     }

@@ -23,8 +23,7 @@ fn main() -> ExitCode {
     let arguments = match args::Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
-            // Help and version come this way too, and are no failure. If not even that can be
-            // printed, so be it.
+            // clap also returns help and version as errors. A failure to print is ignored.
             let _ = error.print();
             return if error.use_stderr() { ExitCode::from(USAGE) } else { ExitCode::SUCCESS };
         }
@@ -48,7 +47,7 @@ fn make_files_private() {
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
 }
 
-/// A reader that has seen enough is no failure.
+/// Prints the text. A reader that closes the pipe early is not an error.
 fn print(text: &[u8]) -> anyhow::Result<()> {
     match std::io::stdout().write_all(text) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),

@@ -1,4 +1,4 @@
-//! Shell completion and the manual page, made from the description that parses the command line.
+//! Shell completion and the manual page, generated from the definition of the command line.
 
 use clap::CommandFactory;
 use clap_complete::Shell;
@@ -14,8 +14,7 @@ pub(crate) fn completion(shell: Shell) -> anyhow::Result<Vec<u8>> {
 pub(crate) fn page() -> anyhow::Result<Vec<u8>> {
     let mut page = Vec::new();
     clap_mangen::Man::new(Arguments::command().disable_help_subcommand(true)).render(&mut page)?;
-    // What stands behind the help is examples, which clap_mangen cannot know, nor how the program
-    // ends.
+    // clap_mangen does not know that the text after the help has examples, or the exit status.
     let page = String::from_utf8(page)?.replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n");
     Ok(format!("{}\n.SH EXIT STATUS\n{EXIT_STATUS}\n", page.trim_end()).into_bytes())
 }

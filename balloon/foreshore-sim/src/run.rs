@@ -1,4 +1,4 @@
-//! Makes the VMs, runs them under each policy, and prints what has come of it.
+//! Creates the VMs, runs them under each policy, and prints the results.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -21,7 +21,7 @@ use super::args::{Format, NamedPolicy, NamedWorkload, Scenario};
 use super::plot::{self, Panel, Plot};
 use super::table;
 
-/// What one policy has come to.
+/// Result of a policy.
 pub(crate) struct Row {
     pub(crate) label: String,
     pub(crate) outcome: Outcome,
@@ -176,7 +176,7 @@ fn read_trace(scenario: &Scenario, path: &Path) -> anyhow::Result<(VmSetup, u64)
     let replayed =
         replay(&mut trace, &guest(scenario), touched.touches_per_s, touched.hot_permille);
     if trace.is_cut_off() {
-        eprintln!("foreshore-sim: the last line of {} is cut off, and left out", path.display());
+        eprintln!("foreshore-sim: the incomplete last line of {} is ignored", path.display());
     }
     let (setup, pool_bytes) = replayed.with_context(failed)?;
     Ok((setup, scenario.pool.unwrap_or(pool_bytes.saturating_mul(scenario.vms))))

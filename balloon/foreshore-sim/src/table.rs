@@ -1,4 +1,4 @@
-//! What has come of it, as a table, as JSON and as CSV.
+//! Results as a table, JSON and CSV.
 
 use balloon::sim::Outcome;
 use serde::Serialize;

@@ -10,7 +10,7 @@ use balloon::policy::Policy;
 
 fn sim(arguments: &[&str]) -> Output {
     let program = env!("CARGO_BIN_EXE_foreshore-sim");
-    Command::new(program).args(arguments).output().expect("the program runs")
+    Command::new(program).args(arguments).output().expect("foreshore-sim starts")
 }
 
 fn printed(arguments: &[&str]) -> String {
@@ -33,7 +33,10 @@ fn bad_input_is_refused_with_value_and_bound() {
         (&["--storage-writes", "0"], "'0' for '--storage-writes <SIZE>': must be 1M to 1024T"),
         (&["--endurance", "0"], "'0' for '--endurance <COUNT>': must be 1 to 1000000"),
         (&["--swap", "tape"], "[possible values: none, disk, pm]"),
-        (&["--workload", "tide"], "the workload \"tide\" is none of steady, ramp, burst"),
+        (
+            &["--workload", "tide"],
+            "unknown workload \"tide\"; existing workloads: steady, ramp, burst",
+        ),
         (&["--workload", "ramp,low=5"], "low is 5, must be 10 to 100000"),
         (
             &["--workload", "ramp,low=900,high=800"],
@@ -52,7 +55,7 @@ fn bad_input_is_refused_with_value_and_bound() {
             "those of steady are low, high, rate, touches, hot, files, stream, kernel\n",
         ),
         (&["--plot", "day.jpg"], "'day.jpg' for '--plot <FILE>': day.jpg must end in .svg or .png"),
-        (&["--policy", "magic"], "the policy \"magic\" is none of psi, amf"),
+        (&["--policy", "magic"], "unknown policy \"magic\"; existing policies: psi, amf"),
         (&["--policy", "psi,headroom=9"], "headroom is 9, must be 10 to 500"),
         (&["--policy", "psi,headroom"], "\"headroom\" is not PARAM=VALUE"),
         (&["--policy", "psi,cool_down=5ms"], "cool_down is 5ms, must be 100ms to 24h"),
@@ -66,7 +69,7 @@ fn bad_input_is_refused_with_value_and_bound() {
             "max_cool_down is 1m, must be at least cool_down, which is 2m",
         ),
         (&["--policy", "psi,depth=1"], "; those of the rules are floor, ceiling, cool_down"),
-        (&["--policy", "psi,lost=2s,lost=3s"], "lost is given twice"),
+        (&["--policy", "psi,lost=2s,lost=3s"], "lost is specified twice"),
         (
             &["--policy", "fixed"],
             "'fixed' for '--policy <NAME[,PARAM=VALUE...]>': size= is missing",
@@ -123,9 +126,8 @@ fn policies_of_the_default_comparison_have_a_watermark_share() {
     assert_eq!(with_share, ["amf,watermark-share=375", "dapper,watermark-share=375"]);
 }
 
-/// Those of the policy that was named, and of no other.
 #[test]
-fn an_unknown_parameter_is_told_with_those_of_its_policy() {
+fn unknown_parameter_is_reported_with_parameters_of_its_policy() {
     for name in Policy::NAMES {
         let policy = Policy::from_name(name).expect("listed");
         let table = policy.parameters().map_or(&[][..], |parameters| parameters.table());
@@ -142,7 +144,7 @@ fn an_unknown_parameter_is_told_with_those_of_its_policy() {
 }
 
 #[test]
-fn a_trace_that_cannot_be_replayed_is_said_with_its_line() {
+fn invalid_trace_is_reported_with_its_line() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/trace-v1.jsonl");
     let damaged = folder.join("damaged.jsonl");
@@ -169,10 +171,10 @@ fn a_trace_that_cannot_be_replayed_is_said_with_its_line() {
 /// them, and ends.
 const RECORDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/recorded-load.jsonl");
 
-/// The guest test of the same load says that it is held without swapping under `psi`, and swaps or
-/// is killed under `off`.
+/// The guest test of the same load shows no swapping under `psi`, and swapping or a kill under
+/// `off`.
 #[test]
-fn what_a_vmm_has_recorded_is_replayed_under_every_policy_and_comes_to_what_it_came_to() {
+fn replay_of_recorded_load_swaps_only_under_policy_off() {
     let figures = |more: &[&str]| -> Vec<serde_json::Value> {
         let text = printed(&[&["--trace", RECORDED, "--format", "json"], more].concat());
         serde_json::from_str(&text).expect("JSON")
@@ -194,9 +196,9 @@ fn what_a_vmm_has_recorded_is_replayed_under_every_policy_and_comes_to_what_it_c
     assert!(kills(1) > Some(0), "{without_swap:#?}");
 }
 
-/// The same guest, which rests and is shrunk by 512 MiB: what went was not wanted.
+/// The same guest at rest, shrunk by 512 MiB. The unplugged memory is not demand.
 #[test]
-fn a_recorded_guest_that_shrinks_is_not_grown_for_what_goes() {
+fn replay_does_not_grow_guest_for_memory_that_was_unplugged() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/recorded-shrinking.jsonl");
     let text = printed(&["--trace", trace, "--policy", "psi", "--format", "json"]);
     let rows: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
@@ -204,7 +206,7 @@ fn a_recorded_guest_that_shrinks_is_not_grown_for_what_goes() {
 }
 
 #[test]
-fn all_formats_say_the_same_and_a_seed_is_a_run() {
+fn formats_agree_and_seed_determines_run() {
     let run = [
         "--workload",
         "burst",
@@ -243,7 +245,7 @@ fn all_formats_say_the_same_and_a_seed_is_a_run() {
     let heavy: serde_json::Value = serde_json::from_str(&heavy).expect("JSON");
     let heavy = [heavy[0]["storage_wear"].as_f64(), heavy[0]["pooled_lifetime"].as_f64()];
     assert!(heavy[0] < written[0] && heavy[1] < written[1], "{heavy:?} and {written:?}");
-    assert_eq!(table, with(&[]), "the same again");
+    assert_eq!(table, with(&[]), "the same result again");
     assert_ne!(table, with(&["--seed", "2"]));
     assert_eq!(with(&["--format", "csv"]), csv);
     // With every report the controller is called more often, and that is all.
@@ -255,7 +257,7 @@ fn documented() -> Vec<(&'static str, &'static str)> {
     let docs = include_str!("../../../docs/reference/simulator.md");
     let (_, from) =
         docs.split_once("| key | in the table | |\n|---|---|---|\n").expect("the table");
-    let (table, _) = from.split_once("\n\n").expect("its end");
+    let (table, _) = from.split_once("\n\n").expect("the end of the table");
     let cells = |row: &'static str| {
         let mut cells = row.split('|').map(str::trim);
         let key = cells.nth(1).and_then(|key| key.strip_prefix('`')?.strip_suffix('`')).expect(row);
@@ -265,13 +267,13 @@ fn documented() -> Vec<(&'static str, &'static str)> {
 }
 
 #[test]
-fn every_key_is_documented_and_there_are_no_others() {
+fn documented_keys_are_complete() {
     let with = |format| printed(&["--policy", "off", "--duration", "1m", "--format", format]);
     let json: Vec<serde_json::Map<String, serde_json::Value>> =
         serde_json::from_str(&with("json")).expect("JSON");
     let mut keys: Vec<_> = documented().iter().map(|(key, _)| *key).collect();
     keys.sort_unstable();
-    assert!(json[0].keys().eq(keys.iter()), "{:?} are not {keys:?}", json[0]);
+    assert!(json[0].keys().eq(keys.iter()), "{:?} differs from {keys:?}", json[0]);
     let csv = with("csv");
     let (policy, figures): (Vec<&str>, Vec<&str>) = keys.iter().partition(|key| **key == "policy");
     assert_eq!(csv.lines().next(), Some([policy, figures].concat().join(",").as_str()));
@@ -286,7 +288,7 @@ fn every_key_is_documented_and_there_are_no_others() {
     assert_eq!(headings, "");
 }
 
-/// What the guest holds on the average.
+/// Average hotplugged memory.
 fn held_gib(row: &serde_json::Value) -> f64 {
     row["held_gib_h"].as_f64().expect("a number") * 3600.0
         / row["run_s"].as_f64().expect("a number")
@@ -294,7 +296,7 @@ fn held_gib(row: &serde_json::Value) -> f64 {
 
 /// `--pressure policy=psi,cool_down=2s,ceiling=256M,...` is a policy and rules above it.
 #[test]
-fn rules_are_chosen_as_parameters_are_and_rule_in_replays_and_in_generated_runs() {
+fn rules_of_policy_apply_in_replays_and_generated_runs() {
     let policies = [
         "psi",
         "psi,cool_down=100ms,shrink_interval=0ms,idle=1s,shrink_step=1G",
@@ -310,7 +312,7 @@ fn rules_are_chosen_as_parameters_are_and_rule_in_replays_and_in_generated_runs(
         let rows: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
         assert!(rows.iter().map(|row| row["policy"].as_str()).eq(policies.map(Some)), "{text}");
         let held: Vec<f64> = rows.iter().map(held_gib).collect();
-        assert!(held[1] < held[0], "what is taken back sooner is not held: {held:?}");
+        assert!(held[1] < held[0], "memory that is unplugged sooner is not held: {held:?}");
         assert!(
             held[2] > 0.0 && held[2] <= 0.125 && held[2] < held[0],
             "never above the ceiling: {held:?}"
@@ -319,7 +321,7 @@ fn rules_are_chosen_as_parameters_are_and_rule_in_replays_and_in_generated_runs(
         // Plugging takes a part of a second.
         assert!(held[4] > 0.2 && held[4] <= 0.25, "never below the floor: {held:?}");
         assert!(held[5] > 0.4 && held[5] <= 1.0, "both: {held:?}");
-        // What is left out of reports changes nothing under such rules either.
+        // Skipped reports change nothing under such rules either.
         assert_eq!(
             without_steps(&text),
             without_steps(&printed(&[run, &named, &["--every-report"]].concat()))
@@ -327,7 +329,7 @@ fn rules_are_chosen_as_parameters_are_and_rule_in_replays_and_in_generated_runs(
     }
 }
 
-/// Every figure but how often the controller was asked.
+/// All figures except the number of decisions and skipped reports.
 fn without_steps(json: &str) -> Vec<&str> {
     json.lines()
         .filter(|line| !["\"steps\"", "\"skipped\""].iter().any(|name| line.contains(name)))
@@ -364,7 +366,7 @@ fn plot_names_workload_guest_and_policies() {
 }
 
 #[test]
-fn plot_is_written_to_a_pipe_and_refused_where_it_cannot_be() {
+fn plot_is_written_to_pipe_and_unwritable_path_is_refused() {
     printed(&["--duration", "1s", "--policy", "off", "--plot", "/dev/null"]);
     let output = sim(&["--duration", "1s", "--policy", "off", "--plot", "/nonexistent/plot.svg"]);
     assert_eq!(output.status.code(), Some(1));
@@ -418,7 +420,7 @@ fn png_has_the_size_of_the_svg_and_all_series() {
 }
 
 #[test]
-fn a_plot_replaces_a_plot_and_nothing_else() {
+fn plot_replaces_only_earlier_plot_or_empty_file() {
     use std::os::unix::fs::PermissionsExt;
     // The rule in docs/reference/consoles.md for files that flags name.
     let page = include_str!("../../../docs/reference/consoles.md");
@@ -466,7 +468,7 @@ fn a_plot_replaces_a_plot_and_nothing_else() {
 
 /// Guest of 1 GiB that uses 100 MiB all day, and 600 MiB once for a second.
 #[test]
-fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
+fn plot_of_a_day_shows_burst_of_a_second() {
     const NOON_MS: u64 = 43_200_000;
     const MIB: u64 = 1 << 20;
     const USED: &str = "#000000";
@@ -498,7 +500,7 @@ fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
         // The lowest and the highest place of the line of used memory. Zero is at the bottom.
         let place = |line: &str| -> Vec<f64> {
             let (_, points) = line.split_once(" points=\"").expect("points");
-            let (points, _) = points.split_once('"').expect("their end");
+            let (points, _) = points.split_once('"').expect("the end of the lines");
             let y = |point: &str| point.split_once(',').expect("x,y").1.parse().expect("a number");
             points.split_whitespace().map(y).collect()
         };
@@ -521,7 +523,7 @@ fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
 }
 
 #[test]
-fn it_describes_itself() {
+fn completion_and_manual_page_are_printed() {
     assert!(printed(&["completion", "bash"]).contains("--workload"));
     let page = printed(&["man"]);
     assert!(page.contains(".SH EXAMPLES") && page.contains(".SH EXIT STATUS"), "{page}");
