@@ -9,8 +9,8 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::CHUNK_BYTES;
-use crate::media::{Media, MediaError};
-use crate::pool::MAX_POOL_BYTES;
+use crate::media::{MAX_MAPPED_BYTES, Media, MediaError};
+
 use foreshore_types::size::Size;
 
 /// First bytes of an info block.
@@ -174,7 +174,7 @@ pub(super) fn arena_places_from(start: u64, volume_bytes: u64) -> Vec<(u64, u64)
 /// no pool has room for it.
 pub fn volume_bytes_for(data_bytes: u64) -> Option<u64> {
     let mut size_bytes = data_bytes.max(MIN_VOLUME_BYTES).checked_next_multiple_of(CHUNK_BYTES)?;
-    while size_bytes <= MAX_POOL_BYTES {
+    while size_bytes <= MAX_MAPPED_BYTES {
         let layout = Layout::new(size_bytes, SECTOR_BYTES, Uuid::nil()).ok()?;
         match data_bytes.saturating_sub(layout.sectors() * u64::from(SECTOR_BYTES)) {
             0 => return Some(size_bytes),
