@@ -150,7 +150,7 @@ fn a_volume_is_created_from_an_image() {
     let text = folder.succeed(&[&create[..], &["in"]].concat());
     assert!(text.starts_with("volume new made: 18 MiB, btt, "), "{text}");
     let document = folder.run(&[&create[..], &["in", "--json"]].concat());
-    refused(&document, &["\"new\" exists already"]);
+    refused(&document, &["\"new\" already exists"]);
     folder.succeed(&["volume", "export", "pool", "new", "--to", "out"]);
     let mut expected = image.clone();
     expected.resize(usable(&folder, "new"), 0);

@@ -57,7 +57,7 @@ fn long_bulk_stores_are_seen_by_loads_and_reads_and_make_no_file_longer() {
         media.file().set_len(CHUNK_BYTES).unwrap();
         let mut pending = Pending::default();
         let error = media.store_bulk(CHUNK_BYTES, &bytes, &mut pending).unwrap_err();
-        assert!(foreshore_types::chain(&error).contains("the file was cut"), "{error}");
+        assert!(foreshore_types::chain(&error).contains("the file was truncated"), "{error}");
         assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
     }
     let reading = FileMedia::new(tempfile_of(CHUNK_BYTES), CHUNK_BYTES, false).unwrap();
@@ -87,7 +87,7 @@ fn begun_persists_on_dax_are_durable_after_the_end() {
     for (what, begin) in BEGINNINGS {
         let mut pending = Pending::default();
         let begun = noted_in(|| begin(&media, &mut pending));
-        assert!(!not_durable(&begun).is_empty(), "{what}: the end has something to do");
+        assert!(!not_durable(&begun).is_empty(), "{what}: the end has work to do");
         let ended = noted_in(|| media.end_persist(&pending).unwrap());
         let left = not_durable(&[begun, ended].concat());
         assert!(left.is_empty(), "{what}: {left:x?}");
@@ -200,7 +200,7 @@ fn media_beyond_the_address_space_is_refused_with_the_reason() {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(MAX_MAPPED_BYTES + CHUNK_BYTES).unwrap();
     let mapped = FileMedia::new(file.try_clone().unwrap(), MAX_MAPPED_BYTES, false);
-    drop(mapped.expect("the bound is one that can be had"));
+    drop(mapped.expect("a process can map the maximum"));
     let error = FileMedia::new(file, MAX_MAPPED_BYTES + CHUNK_BYTES, false).err().unwrap();
     let MediaError::Io { source, .. } = error else { panic!("{error}") };
     assert!(source.to_string().contains("64 TiB"), "{source}");
