@@ -1,7 +1,11 @@
 //! Tables of the VMM's answers.
 
+use std::collections::BTreeMap;
+
 use balloon::DriverState;
-use foreshore::vm::request::{PoolInfo, PoolStatus, ResizeStatus, ZoneInfo};
+use foreshore::vm::request::{
+    PoolInfo, PoolStatus, ResizeStatus, VmInfo, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
+};
 
 use crate::table::{size_cell, table};
 
@@ -78,8 +82,84 @@ pub(crate) fn pools_table(pools: &[PoolInfo]) -> String {
     table(header, 2, rows)
 }
 
+/// Lines about the VM, and a table of its devices.
+pub(crate) fn info_lines(info: &VmInfo) -> String {
+    let state = match info.state {
+        VmState::Created => "created",
+        VmState::Running => "running",
+        VmState::Paused => "paused",
+    };
+    let cpus = &info.config.cpus;
+    let mut lines = vec![("STATE", state.to_owned())];
+    lines.extend(info.pause_reason.as_ref().map(|reason| ("PAUSED", printable(reason))));
+    lines.push(("MEMORY", size_cell(info.memory_actual_size)));
+    lines.push(("VCPUS", format!("{}, at most {}", cpus.boot_vcpus, cpus.max_vcpus)));
+    lines.extend(info.balloon.map(|balloon| {
+        let [actual, target, max] =
+            [balloon.actual_bytes, balloon.target_bytes, balloon.max_bytes].map(size_cell);
+        ("BALLOON", format!("{actual}, requested {target}, at most {max}"))
+    }));
+    lines.extend(info.guest_kernel.as_ref().map(|kernel| {
+        let text = format!("{}, preemption {}", kernel.release, kernel.preemption);
+        ("KERNEL", printable(&text))
+    }));
+    let mut text: String =
+        lines.iter().map(|(name, value)| format!("{name:<8} {value}\n")).collect();
+    // The function of a device has its address.
+    let functions = info.device_tree.iter().flat_map(BTreeMap::values);
+    let mut devices: Vec<_> = functions
+        .filter_map(|function| Some([function.pci_bdf.clone()?, function.children.join(", ")]))
+        .collect();
+    if !devices.is_empty() {
+        devices.sort();
+        text.push('\n');
+        text.push_str(&table(["ADDRESS", "DEVICE"], 1, devices));
+    }
+    text
+}
+
+/// Counters of each device, by its ID.
+pub(crate) type Counters = BTreeMap<String, BTreeMap<String, i64>>;
+
+pub(crate) fn counters_table(counters: &Counters) -> String {
+    let rows = counters.iter().flat_map(|(device, counters)| {
+        let row =
+            |(name, value): (&String, &i64)| [device.clone(), name.clone(), value.to_string()];
+        counters.iter().map(row)
+    });
+    table(["DEVICE", "COUNTER", "VALUE"], 2, rows)
+}
+
+pub(crate) fn volumes_table(volumes: &[VolumeInfo]) -> String {
+    let header =
+        ["VOLUME", "POOL", "SIZE", "ACCESS", "INTERFACE", "DURABILITY", "GUEST-BTT", "STATUS"];
+    let rows = volumes.iter().map(|volume| {
+        [
+            volume.name.clone(),
+            volume.pool.clone(),
+            size_cell(volume.size_bytes),
+            if volume.readonly { "read-only" } else { "read-write" }.to_owned(),
+            volume.interface.clone(),
+            volume.durability.clone(),
+            volume.guest_btt.as_ref().map_or("-", |verdict| verdict.label()).to_owned(),
+            match &volume.status {
+                VolumeStatus::Ok => "ok".to_owned(),
+                VolumeStatus::Failed(reason) => format!("failed: {reason}"),
+            },
+        ]
+    });
+    table(header, 2, rows)
+}
+
+/// Escapes the control characters of a text of the guest.
+fn printable(text: &str) -> String {
+    text.escape_debug().to_string()
+}
+
 #[cfg(test)]
 mod tests {
+    use foreshore_devices::volume::kernel_gate::Verdict;
+
     use super::*;
 
     fn zone() -> ZoneInfo {
@@ -134,5 +214,89 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
 ";
         let pools = [PoolStatus::Ok, PoolStatus::ReadOnly("no room".to_owned())].map(pool);
         assert_eq!(pools_table(&pools), expected);
+    }
+
+    #[test]
+    fn vm_is_shown_in_lines_and_its_devices_in_columns() {
+        let info = serde_json::json!({
+            "config": {
+                "payload": { "kernel": "/vmlinuz" },
+                "cpus": { "boot_vcpus": 2, "max_vcpus": 4 },
+            },
+            "state": "Paused",
+            "memory_actual_size": 768u64 << 20,
+            "pause_reason": "no room",
+            "balloon": {
+                "target_bytes": 64u64 << 20,
+                "actual_bytes": 32u64 << 20,
+                "max_bytes": 128u64 << 20,
+                "driver_ready": true,
+            },
+            "guest_kernel": { "release": "6.12.9\u{1b}", "version": "", "preemption": "full" },
+            "device_tree": {
+                "_disk0": {
+                    "id": "_disk0", "resources": [], "parent": "_virtio-pci-_disk0",
+                    "children": [], "pci_bdf": null,
+                },
+                "_virtio-pci-_disk0": {
+                    "id": "_virtio-pci-_disk0", "resources": [], "parent": null,
+                    "children": ["_disk0"], "pci_bdf": "0000:00:02.0",
+                },
+            },
+        });
+        let expected = "\
+STATE    paused
+PAUSED   no room
+MEMORY   768 MiB
+VCPUS    2, at most 4
+BALLOON  32 MiB, requested 64 MiB, at most 128 MiB
+KERNEL   6.12.9\\u{1b}, preemption full
+
+ADDRESS       DEVICE
+0000:00:02.0  _disk0
+";
+        assert_eq!(info_lines(&serde_json::from_value(info).unwrap()), expected);
+        let bare = serde_json::json!({
+            "config": { "payload": { "kernel": "/vmlinuz" } },
+            "state": "Created",
+            "memory_actual_size": 512u64 << 20,
+        });
+        let expected = "STATE    created\nMEMORY   512 MiB\nVCPUS    1, at most 1\n";
+        assert_eq!(info_lines(&serde_json::from_value(bare).unwrap()), expected);
+    }
+
+    #[test]
+    fn counters_are_shown_in_columns() {
+        let json = r#"{"_net1": {"rx_bytes": 9}, "_disk0": {"read_ops": 2, "latency_avg": 120}}"#;
+        let expected = "\
+DEVICE  COUNTER      VALUE
+_disk0  latency_avg  120
+_disk0  read_ops     2
+_net1   rx_bytes     9
+";
+        assert_eq!(counters_table(&serde_json::from_str(json).unwrap()), expected);
+    }
+
+    #[test]
+    fn volumes_are_shown_in_columns() {
+        let volume = |guest_btt, status| VolumeInfo {
+            pool: "/pm/pool".to_owned(),
+            name: "data".to_owned(),
+            size_bytes: 8 << 30,
+            interface: "nvdimm".to_owned(),
+            readonly: false,
+            durability: "dax-sync".to_owned(),
+            extents: 1,
+            guest_btt,
+            status,
+        };
+        let expected = "\
+VOLUME  POOL       SIZE      ACCESS  INTERFACE  DURABILITY  GUEST-BTT  STATUS
+data    /pm/pool  8 GiB  read-write     nvdimm    dax-sync          -  ok
+data    /pm/pool  8 GiB  read-write     nvdimm    dax-sync       safe  failed: no room
+";
+        let failed = VolumeStatus::Failed("no room".to_owned());
+        let volumes = [volume(None, VolumeStatus::Ok), volume(Some(Verdict::Safe), failed)];
+        assert_eq!(volumes_table(&volumes), expected);
     }
 }

@@ -1,6 +1,6 @@
 //! Subcommands `add-*` and `remove-device`. A device is described as on the VMM's command line.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Args;
 use foreshore::api::Client;
 use foreshore::config::{DiskConfig, GivenFd, NetConfig, PmemConfig, VsockConfig};
@@ -8,7 +8,8 @@ use foreshore_config::ConfigError;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::text_of;
+use crate::WrongCommandLine;
+use crate::output::text_of;
 
 /// Device to add.
 #[derive(Debug, Args)]
@@ -45,7 +46,9 @@ impl Device {
 
 /// Strips the dashes of the flag from an error, because the flag is a subcommand here.
 fn refusing<T>(parsed: Result<T, ConfigError>) -> Result<T> {
-    parsed.or_else(|error| bail!("{}", error.to_string().trim_start_matches("--")))
+    parsed.map_err(|error| {
+        WrongCommandLine(error.to_string().trim_start_matches("--").to_owned()).into()
+    })
 }
 
 /// Adds a device. If the VM runs, the answer has the device's PCI address.

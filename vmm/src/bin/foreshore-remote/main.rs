@@ -4,11 +4,14 @@
 
 mod answers;
 mod devices;
+mod events;
+mod output;
+mod ping;
 mod pressure;
 mod table;
 
 use std::ffi::OsString;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::LazyLock;
@@ -16,14 +19,16 @@ use std::sync::LazyLock;
 use anyhow::Context;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
-use foreshore::api::{Client, MemoryAnswer, PoolsAnswer};
+use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, VolumesAnswer};
 use foreshore::config::{COMPATIBLE_WITH, usage_line};
 use foreshore::vm::request::{ResizeDiskRequest, ResizeRequest, ResizeZoneRequest};
 use foreshore_types::size;
-use serde_json::Value;
 
-use self::answers::{pools_table, zones_table};
+use self::answers::{counters_table, info_lines, pools_table, volumes_table, zones_table};
 use self::devices::Device;
+use self::events::Events;
+use self::output::{Origin, Output, text_of};
+use self::ping::Ping;
 use self::pressure::Pressure;
 
 const EXAMPLES: &str = "\
@@ -43,11 +48,14 @@ Examples:
 #[command(name = "foreshore-remote", after_help = format!("{EXAMPLES}\n\n{}", size::HELP), disable_help_subcommand = true, arg_required_else_help = false, version = VERSION.as_str())]
 struct Flags {
     /// API socket of the VMM
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", env = API_SOCKET, hide_env_values = true)]
     api_socket: PathBuf,
     #[command(subcommand)]
     verb: Verb,
 }
+
+/// Environment variable with the socket.
+const API_SOCKET: &str = "FORESHORE_API_SOCKET";
 
 /// Version text of the client, and the compatible version of ch-remote.
 static VERSION: LazyLock<String> =
@@ -65,8 +73,8 @@ enum Verb {
     AddVsock(Device),
     /// Boot a VM that has been created, or shut down
     Boot,
-    /// Show the counters of disks and network interfaces as JSON
-    Counters,
+    /// Show the counters of disks and network interfaces
+    Counters(Output),
     /// Create a VM from a JSON configuration, as shown by info
     Create {
         /// File with the configuration [default: standard input]
@@ -75,32 +83,20 @@ enum Verb {
     },
     /// End the VM and delete its configuration
     Delete,
-    /// Show each event as a line of JSON until the VMM ends
-    Events {
-        /// No effect; events are always followed
-        #[arg(long)]
-        follow: bool,
-    },
-    /// Show the configuration and state of the VM as JSON
-    Info,
+    /// Show events as they occur, until the VMM ends
+    Events(Events),
+    /// Show the state, memory, vCPUs and devices of the VM; its configuration with --json
+    Info(Output),
     /// Show every memory zone with its requested, plugged, online and resident size
-    Memory {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Memory(Output),
     /// Send every vCPU a non-maskable interrupt
     Nmi,
     /// Stop the vCPUs
     Pause,
     /// Check that the VMM responds
-    Ping,
+    Ping(Ping),
     /// Show every open pool with its use of space and its status
-    Pool {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Pool(Output),
     /// Press the guest's power button
     PowerButton,
     /// Show or change the state of the governor
@@ -124,8 +120,8 @@ enum Verb {
     Shutdown,
     /// End the VM and the VMM
     ShutdownVmm,
-    /// Show every volume with its interface, durability and failures as JSON
-    Volumes,
+    /// Show every volume with its interface, durability and failures
+    Volumes(Output),
     /// Verbs of ch-remote whose calls the VMM refuses, with its reason
     #[command(flatten)]
     Refused(Refused),
@@ -248,7 +244,7 @@ fn run(args: Vec<OsString>) -> anyhow::Result<String> {
             return Err(WrongCommandLine(format!("{}{}", usage_line(&error), hint(&error))).into());
         }
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(execute(&Client::new(&flags.api_socket), flags.verb))
 }
 
@@ -265,27 +261,24 @@ fn hint(error: &clap::Error) -> &'static str {
 /// Executes a subcommand, and returns the text to print.
 async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
     match verb {
-        Verb::Info => text_of(&vmm.get("vm.info").await?),
-        Verb::Counters => text_of(&vmm.get("vm.counters").await?),
-        Verb::Volumes => text_of(&vmm.get("vm.volumes").await?),
-        Verb::Ping => text_of(&vmm.get("vmm.ping").await?),
-        Verb::Memory { json } => {
-            let answer = vmm.get("vm.memory").await?;
-            if json {
-                return text_of(&answer);
-            }
-            let memory: MemoryAnswer =
-                serde_json::from_slice(&answer).context("The answer is not a list of zones")?;
-            Ok(zones_table(&memory.zones))
+        Verb::Info(output) => {
+            output.format(Origin::ChRemote, &vmm.get("vm.info").await?, info_lines)
         }
-        Verb::Pool { json } => {
-            let answer = vmm.get("pool.info").await?;
-            if json {
-                return text_of(&answer);
-            }
-            let pools: PoolsAnswer =
-                serde_json::from_slice(&answer).context("The answer is not a list of pools")?;
-            Ok(pools_table(&pools.pools))
+        Verb::Counters(output) => {
+            output.format(Origin::ChRemote, &vmm.get("vm.counters").await?, counters_table)
+        }
+        Verb::Ping(ping) => ping.execute(vmm).await,
+        Verb::Memory(output) => {
+            let table = |memory: &MemoryAnswer| zones_table(&memory.zones);
+            output.format(Origin::Foreshore, &vmm.get("vm.memory").await?, table)
+        }
+        Verb::Pool(output) => {
+            let table = |pools: &PoolsAnswer| pools_table(&pools.pools);
+            output.format(Origin::Foreshore, &vmm.get("pool.info").await?, table)
+        }
+        Verb::Volumes(output) => {
+            let table = |volumes: &VolumesAnswer| volumes_table(&volumes.volumes);
+            output.format(Origin::Foreshore, &vmm.get("vm.volumes").await?, table)
         }
         Verb::Pressure(pressure) => pressure.execute(vmm).await,
         Verb::Resize(Resize { cpus: None, memory: None, balloon: None }) => {
@@ -308,7 +301,7 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             let body = ResizeZoneRequest { id, desired_ram };
             put(vmm, "vm.resize-zone", Some(serde_json::to_string(&body)?)).await
         }
-        Verb::Events { follow: _ } => follow(vmm).await,
+        Verb::Events(events) => events.execute(vmm).await,
         Verb::AddDisk(device) => device.add_disk(vmm).await,
         Verb::AddNet(device) => device.add_net(vmm).await,
         Verb::AddPmem(device) => device.add_pmem(vmm).await,
@@ -328,16 +321,6 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
     }
 }
 
-async fn follow(vmm: &Client) -> anyhow::Result<String> {
-    let mut out = io::stdout();
-    vmm.follow("vmm.events", |piece| {
-        out.write_all(piece)?;
-        out.flush()
-    })
-    .await?;
-    Ok(String::new())
-}
-
 /// Reads a file, or standard input for `-`.
 fn read(path: &Path) -> anyhow::Result<String> {
     if path == Path::new("-") {
@@ -348,23 +331,6 @@ fn read(path: &Path) -> anyhow::Result<String> {
 
 async fn put(vmm: &Client, call: &str, body: Option<String>) -> anyhow::Result<String> {
     text_of(&vmm.put(call, body).await?)
-}
-
-/// Formats an answer: unchanged for programs, with line breaks for a terminal.
-fn text_of(answer: &[u8]) -> anyhow::Result<String> {
-    shown(answer, io::stdout().is_terminal())
-}
-
-fn shown(answer: &[u8], to_a_terminal: bool) -> anyhow::Result<String> {
-    let text = std::str::from_utf8(answer).context("The answer is not text")?;
-    match to_a_terminal {
-        _ if text.is_empty() => Ok(String::new()),
-        true => {
-            let value: Value = serde_json::from_str(text).context("The answer is not JSON")?;
-            Ok(format!("{value:#}\n"))
-        }
-        false => Ok(format!("{text}\n")),
-    }
 }
 
 #[cfg(test)]
@@ -390,15 +356,6 @@ mod tests {
         for text in ["64MiB", "64M", "65536K", "0.0625G", "67108864"] {
             let Verb::Resize(resize) = verb(&["resize", "--balloon", text]) else { panic!() };
             assert_eq!(resize.balloon, Some(64 << 20), "{text}");
-        }
-    }
-
-    #[test]
-    fn answer_is_unchanged_for_programs_and_indented_for_a_terminal() {
-        assert_eq!(shown(br#"{"a":1}"#, false).unwrap(), "{\"a\":1}\n");
-        assert_eq!(shown(br#"{"a":1}"#, true).unwrap(), "{\n  \"a\": 1\n}\n");
-        for to_a_terminal in [false, true] {
-            assert_eq!(shown(b"", to_a_terminal).unwrap(), "");
         }
     }
 
@@ -481,8 +438,8 @@ mod tests {
     #[test]
     fn subcommands_parse_their_arguments() {
         assert!(matches!(verb(&["remove-device", "d"]), Verb::RemoveDevice { id } if id == "d"));
-        assert!(matches!(verb(&["events", "--follow"]), Verb::Events { follow: true }));
-        assert!(matches!(verb(&["pool", "--json"]), Verb::Pool { json: true }));
+        assert!(matches!(verb(&["events", "--follow"]), Verb::Events(_)));
+        assert!(matches!(verb(&["pool", "--json"]), Verb::Pool(Output { json: true })));
         let version = run(["foreshore-remote", "--version"].map(OsString::from).to_vec()).unwrap();
         assert!(version.contains("ch-remote v"), "{version}");
     }

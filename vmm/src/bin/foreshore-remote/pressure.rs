@@ -14,8 +14,9 @@ use foreshore::vm::decision::{DECISIONS_KEPT, DecisionInfo, Outcome};
 use foreshore_config::FlagValue;
 use foreshore_types::size;
 
+use crate::output::{Origin, Output};
 use crate::table::{size_cell, table};
-use crate::{put, text_of};
+use crate::{WrongCommandLine, put};
 
 /// Default number of decisions to show.
 const SHOWN: u64 = 10;
@@ -130,17 +131,15 @@ fn switch(value: &str) -> Result<bool> {
 impl Pressure {
     /// Executes the subcommand, and returns the text to print.
     pub(crate) async fn execute(self, vmm: &Client) -> Result<String> {
-        let (log, json, params) = (self.log.unwrap_or(SHOWN), self.json, self.params);
-        match self.change()? {
+        let (log, params) = (self.log.unwrap_or(SHOWN), self.params);
+        let output = Output { json: self.json };
+        let change = self.change().map_err(|error| WrongCommandLine(error.to_string()))?;
+        match change {
             Some(change) => put(vmm, "vm.pressure", Some(serde_json::to_string(&change)?)).await,
             None => {
                 let answer = vmm.get(&format!("vm.pressure?decisions={log}")).await?;
-                if json {
-                    return text_of(&answer);
-                }
-                let info =
-                    serde_json::from_slice(&answer).context("The answer is not vm.pressure's")?;
-                Ok(if params { parameters_table(&info) } else { show(&info) })
+                let table = if params { parameters_table } else { show };
+                output.format(Origin::Foreshore, &answer, table)
             }
         }
     }
@@ -209,14 +208,14 @@ fn show(info: &PressureInfo) -> String {
     }
     let header = [
         "DECISION",
-        "AGO",
+        "AGE",
         "TIMES",
         "POLICY",
-        "WHAT",
+        "ACTION",
         "AVAILABLE",
         "ASKED",
         "REQUESTED",
-        "WHY",
+        "REASON",
         "OUTCOME",
     ];
     // Newest last, as in a log.
@@ -227,8 +226,8 @@ fn show(info: &PressureInfo) -> String {
 
 /// Parameter with its value in the VMM.
 struct Parameter {
-    /// Policy or rules to which it belongs.
-    of: String,
+    /// Name of its policy, or `rules`.
+    scope: String,
     param: &'static Param,
     value: u64,
 }
@@ -250,22 +249,22 @@ impl fmt::Display for Parameter {
 /// are shown in JSON only.
 fn parameters(info: &PressureInfo) -> impl Iterator<Item = Parameter> {
     let policy = Policy::from_name(&info.policy).map_or(&[][..], |policy| policy.table());
-    let tables = [(info.policy.as_str(), "params", policy), ("the rules", "rules", Rules::TABLE)];
-    tables.into_iter().flat_map(|(of, key, table)| {
+    let tables = [(info.policy.as_str(), "params", policy), ("rules", "rules", Rules::TABLE)];
+    tables.into_iter().flat_map(|(scope, key, table)| {
         let values = info.details.get(key);
         table.iter().filter_map(move |param| {
             let value = values?.get(param.name)?.as_u64()?;
-            Some(Parameter { of: of.to_owned(), param, value })
+            Some(Parameter { scope: scope.to_owned(), param, value })
         })
     })
 }
 
 fn parameters_table(info: &PressureInfo) -> String {
-    let rows = parameters(info).map(|Parameter { of, param, value }| {
+    let rows = parameters(info).map(|Parameter { scope, param, value }| {
         let [value, default] = [value, param.default].map(|value| param.unit.show(value));
-        [param.name.to_owned(), of, value, default, param.about.trim().to_owned()]
+        [param.name.to_owned(), scope, value, default, param.about.trim().to_owned()]
     });
-    table(["PARAMETER", "OF", "VALUE", "DEFAULT", "MEANING"], 2, rows)
+    table(["PARAMETER", "SCOPE", "VALUE", "DEFAULT", "MEANING"], 2, rows)
 }
 
 fn decisions(header: [&str; 10], decisions: &[DecisionInfo]) -> String {
@@ -468,9 +467,9 @@ paused: nothing is decided
 ZONE  DRIVER  PINNED
 pm    yes     yes
 
-DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED                          WHY  OUTCOME
-       6     2 h     12     amf  hold          -        0    128 MiB                       enough  -
-       7  61.2 s      1     psi  grow     20 MiB  128 MiB    256 MiB  low_available (descriptors)  reached after 85 ms
+DECISION     AGE  TIMES  POLICY  ACTION  AVAILABLE    ASKED  REQUESTED                       REASON  OUTCOME
+       6     2 h     12     amf    hold          -        0    128 MiB                       enough  -
+       7  61.2 s      1     psi    grow     20 MiB  128 MiB    256 MiB  low_available (descriptors)  reached after 85 ms
 ";
         assert_eq!(show(&info), expected);
     }
@@ -509,10 +508,10 @@ DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED            
             serde_json::json!({"params": {"watermark-scale": 1024, "reclaim": 40}, "rules": {"lost": 3_000}}),
         );
         let expected = "\
-PARAMETER        OF         VALUE  DEFAULT  MEANING
-watermark-scale  amf         1024     1024  Factor from the watermarks to the limits of Table 2.
-reclaim          amf           40       30  Free sections are returned when their page descriptors take more than this share of DRAM.
-lost             the rules     3s       3s  Time without a report after which reports count as lost.
+PARAMETER        SCOPE  VALUE  DEFAULT  MEANING
+watermark-scale  amf     1024     1024  Factor from the watermarks to the limits of Table 2.
+reclaim          amf       40       30  Free sections are returned when their page descriptors take more than this share of DRAM.
+lost             rules     3s       3s  Time without a report after which reports count as lost.
 ";
         assert_eq!(parameters_table(&info), expected);
     }

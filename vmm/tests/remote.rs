@@ -1,0 +1,88 @@
+//! `foreshore-remote` as a process: its environment, its exit codes and its wait for a VMM. Needs
+//! no KVM.
+
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use tempfile::TempDir;
+
+fn remote(args: &[&str], api_socket: Option<&Path>) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore-remote"));
+    command.args(args).env_remove("FORESHORE_API_SOCKET");
+    command.envs(api_socket.map(|path| ("FORESHORE_API_SOCKET", path)));
+    command
+}
+
+fn run(args: &[&str], api_socket: Option<&Path>) -> (Option<i32>, String, String) {
+    let Output { status, stdout, stderr } = remote(args, api_socket).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (status.code(), text(stdout), text(stderr))
+}
+
+/// VMM without a VM. Dropping it ends it.
+struct Vmm(Child);
+
+impl Vmm {
+    fn start(api_socket: &Path) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+        Self(command.arg("--api-socket").arg(api_socket).spawn().unwrap())
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn ping_waits_for_a_vmm_that_starts_later() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("api");
+    let mut ping = remote(&["ping", "--wait"], Some(&path));
+    let ping = ping.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let _vmm = Vmm::start(&path);
+    let Output { status, stdout, stderr } = ping.wait_with_output().unwrap();
+    assert!(status.success(), "{}", String::from_utf8_lossy(&stderr));
+    assert!(stdout.starts_with(b"{\"build_version\":"), "{}", String::from_utf8_lossy(&stdout));
+    // The flag takes precedence over the environment, and `info` of no VM is an error of the VMM.
+    let other = folder.path().join("other");
+    let flag = ["--api-socket", path.to_str().unwrap(), "info"];
+    let (code, stdout, stderr) = run(&flag, Some(&other));
+    assert_eq!((code, &*stdout), (Some(1), ""));
+    assert!(stderr.starts_with("foreshore-remote: 404 Not Found: "), "{stderr}");
+}
+
+#[test]
+fn ping_that_waits_in_vain_names_the_socket() {
+    let folder = TempDir::new().unwrap();
+    let (code, stdout, stderr) = run(&["ping", "--wait", "0"], Some(&folder.path().join("api")));
+    assert_eq!((code, &*stdout), (Some(1), ""));
+    let message = "foreshore-remote: No VMM has answered within 0 s: Cannot reach a VMM at ";
+    assert!(stderr.starts_with(message), "{stderr}");
+}
+
+#[test]
+fn wrong_command_line_has_exit_code_2() {
+    let socket = Some(Path::new("/nowhere/api"));
+    for (args, socket, message) in [
+        (&["ping"][..], None, "--api-socket"),
+        (&[], socket, ""),
+        (&["memroy"], socket, "did you mean 'memory'?"),
+        (&["resize"], socket, "at least one of"),
+        (&["resize", "--memory", "1Q"], socket, "not a size"),
+        (&["add-disk", "readonly=on"], socket, "path= is missing"),
+        (&["add-net", "fd=x"], socket, "fd"),
+        (&["pressure", "set"], socket, "NAME=VALUE"),
+        (&["pressure", "set", "idle=5s,idle=6s"], socket, "idle is given twice"),
+        (&["ping", "--wait", "soon"], socket, "'soon'"),
+    ] {
+        let (code, stdout, stderr) = run(args, socket);
+        assert_eq!((code, &*stdout, stderr.lines().count()), (Some(2), "", 1), "{args:?}");
+        assert!(stderr.starts_with("foreshore-remote: "), "{stderr}");
+        assert!(stderr.contains(message), "{stderr}");
+    }
+    let (code, _, stderr) = run(&["ping"], socket);
+    assert_eq!(code, Some(1), "{stderr}");
+}
