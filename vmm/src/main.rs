@@ -6,9 +6,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use foreshore::config::{Command, Launch, parse_command_line};
-
-/// Exit code for a wrong command line, as in clap and Cloud Hypervisor.
-const WRONG_COMMAND_LINE: u8 = 2;
+use foreshore_cli::WRONG_COMMAND_LINE;
 
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();

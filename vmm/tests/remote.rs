@@ -1,6 +1,9 @@
 //! `foreshore-remote` as a process: its environment, its exit codes and its wait for a VMM. Needs
 //! no KVM.
 
+#[path = "../../pmem-volume/pmvol/tests/shell/complete.rs"]
+mod complete;
+
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -85,4 +88,43 @@ fn wrong_command_line_has_exit_code_2() {
     }
     let (code, _, stderr) = run(&["ping"], socket);
     assert_eq!(code, Some(1), "{stderr}");
+}
+
+#[test]
+fn client_completes_its_own_command_line_and_that_of_the_vmm() {
+    let folder = TempDir::new().unwrap();
+    std::fs::write(folder.path().join("vm.sock"), "").unwrap();
+    std::fs::write(folder.path().join("vmlinuz"), "").unwrap();
+    let completed = |words: &[&str]| {
+        let script = ["completion", "bash", words[0]];
+        let program = env!("CARGO_BIN_EXE_foreshore-remote");
+        complete::completions(program, &script, folder.path(), words)
+    };
+    assert_eq!(completed(&["foreshore-remote", "pre"]), "pressure");
+    assert_eq!(completed(&["foreshore-remote", "--api-socket", "vm.s"]), "vm.sock");
+    assert_eq!(completed(&["foreshore-remote", "pressure", "set", "policy=da"]), "policy=dapper");
+    assert_eq!(completed(&["foreshore-remote", "pressure", "set", "--policy", "da"]), "dapper");
+    assert_eq!(completed(&["foreshore-remote", "create", "vm.s"]), "vm.sock");
+    assert_eq!(completed(&["foreshore", "--kernel", "vml"]), "vmlinuz");
+    assert_eq!(completed(&["foreshore", "--disk", "rea"]), "readonly=");
+    assert_eq!(completed(&["foreshore", "--pressure", "policy=ps"]), "policy=psi");
+    assert_eq!(completed(&["foreshore", "--api-socket", "vm.s"]), "vm.sock");
+    assert_eq!(completed(&["foreshore", "--pm-m"]), "--pm-memory");
+}
+
+#[test]
+fn manual_pages_of_client_and_vmm_need_no_vmm() {
+    let folder = TempDir::new().unwrap();
+    let (code, page, _) = run(&["man"], None);
+    assert_eq!(code, Some(0));
+    assert!(page.contains(".TH foreshore-remote 1"), "{page}");
+    let (code, text, _) = run(&["man", folder.path().to_str().unwrap()], None);
+    assert_eq!((code, &*text), (Some(0), ""));
+    let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+    assert!(read("foreshore.1").contains("\\-\\-pm\\-volume"));
+    assert!(read("foreshore-remote-pressure-set.1").contains("ceiling=1G"));
+    let pages = std::fs::read_dir(folder.path()).unwrap();
+    let mut names = pages.map(|page| page.unwrap().file_name().into_string().unwrap());
+    let refused = names.find(|name| name == "foreshore-remote-snapshot.1");
+    assert_eq!(refused, None, "refused verbs are hidden");
 }

@@ -54,10 +54,13 @@ pub(crate) enum Command {
     Completion {
         /// Shell
         #[arg(value_enum)]
-        shell: clap_complete::Shell,
+        shell: foreshore_cli::Shell,
     },
-    /// Print the manual page
-    Man,
+    /// Print the manual page, or write the pages of all commands
+    Man {
+        /// Folder for the pages, created if it is missing
+        folder: Option<PathBuf>,
+    },
 }
 
 #[derive(Args)]

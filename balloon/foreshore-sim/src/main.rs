@@ -15,22 +15,18 @@ use std::process::ExitCode;
 use clap::Parser;
 use rustix::fs::Mode;
 
-/// The command line is wrong.
-const USAGE: u8 = 2;
-
 fn main() -> ExitCode {
     make_files_private();
+    foreshore_cli::answer_completion(|_| manual::description());
     let arguments = match args::Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
-            // clap also returns help and version as errors. A failure to print is ignored.
-            let _ = error.print();
-            return if error.use_stderr() { ExitCode::from(USAGE) } else { ExitCode::SUCCESS };
+            return foreshore_cli::report("foreshore-sim", &error);
         }
     };
     let result = match &arguments.command {
         Some(args::Command::Completion { shell }) => manual::completion(*shell),
-        Some(args::Command::Man) => manual::page(),
+        Some(args::Command::Man { folder }) => manual::page(folder.as_deref()),
         None => run::run(&arguments.scenario),
     };
     match result.and_then(|text| print(&text)) {

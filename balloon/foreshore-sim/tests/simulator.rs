@@ -1,5 +1,7 @@
 //! `foreshore-sim` from the command line.
 
+#[path = "../../../pmem-volume/pmvol/tests/shell/complete.rs"]
+mod complete;
 #[path = "../../../pmem-volume/pmvol/tests/shell/umask.rs"]
 mod umask;
 
@@ -524,9 +526,18 @@ fn plot_of_a_day_shows_burst_of_a_second() {
 
 #[test]
 fn completion_and_manual_page_are_printed() {
-    assert!(printed(&["completion", "bash"]).contains("--workload"));
     let page = printed(&["man"]);
     assert!(page.contains(".SH EXAMPLES") && page.contains(".SH EXIT STATUS"), "{page}");
+    let completed = |words: &[&str]| {
+        let words = [&["foreshore-sim"], words].concat();
+        let program = env!("CARGO_BIN_EXE_foreshore-sim");
+        complete::completions(program, &["completion", "bash"], Path::new("/"), &words)
+    };
+    assert_eq!(completed(&["--workl"]), "--workload");
+    assert_eq!(completed(&["--policy", "da"]), "dapper");
+    assert_eq!(completed(&["--policy", "psi,cool"]), "psi,cool_down=");
+    assert_eq!(completed(&["--workload", "saw"]), "sawtooth");
+    assert_eq!(completed(&["--format", "c"]), "csv");
 }
 
 #[test]

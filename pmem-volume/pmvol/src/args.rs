@@ -198,7 +198,7 @@ Examples:
     Completion {
         /// The shell
         #[arg(value_enum)]
-        shell: clap_complete::Shell,
+        shell: foreshore_cli::Shell,
     },
     /// Print the manual page, or write the pages of all commands
     #[command(after_help = "\

@@ -21,14 +21,12 @@ const CANNOT: u8 = 2;
 
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
+    foreshore_cli::answer_completion(|_| manual::description());
     let arguments = match args::Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(mut error) => {
             suggest_volume(&mut error);
-            // Help and version come this way too, and are no failure. If not even that can be
-            // printed, so be it.
-            let _ = error.print();
-            return if error.use_stderr() { ExitCode::from(CANNOT) } else { ExitCode::SUCCESS };
+            return foreshore_cli::report("pmvol", &error);
         }
     };
     match commands::run(&arguments) {

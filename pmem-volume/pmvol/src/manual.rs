@@ -1,68 +1,57 @@
-//! Shell completion and manual pages, made from the same description that parses the command line,
-//! so that they cannot say something else.
+//! Shell completion and manual pages.
 
-use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 use anyhow::Context;
-use clap::CommandFactory;
-use clap_complete::Shell;
+use clap::{Arg, Command, CommandFactory};
+use foreshore_cli::{Manual, Shell, complete_values, completion_script};
+use pmem_volume::{OpenMode, Pool};
 
 use super::args::{Arguments, EXIT_STATUS};
 use super::print::emit;
 
 const PROGRAM: &str = "pmvol";
-/// Every user of the host may read the documentation.
-const PAGE_MODE: u32 = 0o644;
+/// Arguments that name a volume of the pool in front of them.
+const VOLUME_ARGUMENTS: [&str; 3] = ["name", "volume", "give_up_volume"];
+/// Command whose argument is a new name.
+const CREATE: &str = "create";
 
-/// Prints what the shell needs to complete our commands and flags.
+/// Prints the completion script of a shell.
 pub(crate) fn completion(shell: Shell) -> anyhow::Result<()> {
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Arguments::command(), PROGRAM, &mut script);
+    let script = completion_script(shell, PROGRAM, PROGRAM).context("cannot make the script")?;
     emit(|out| out.write_all(&script))
 }
 
 /// Prints the main page, or writes one for each command into a folder.
 pub(crate) fn pages(folder: Option<&Path>) -> anyhow::Result<()> {
-    let Some(folder) = folder else {
-        let mut page = Vec::new();
-        clap_mangen::Man::new(described()).render(&mut page)?;
-        let page = with_examples(&String::from_utf8(page)?);
-        return emit(|out| out.write_all(page.as_bytes()));
-    };
-    let failed = || format!("cannot write manual pages to {}", folder.display());
-    fs::create_dir_all(folder).with_context(failed)?;
-    clap_mangen::generate_to(described(), folder).with_context(failed)?;
-    for entry in fs::read_dir(folder).with_context(failed)? {
-        let path = entry.with_context(failed)?.path();
-        if path.file_name().is_some_and(|name| is_ours(&name.to_string_lossy())) {
-            let page = fs::read_to_string(&path).with_context(failed)?;
-            fs::write(&path, with_examples(&page)).with_context(failed)?;
-            fs::set_permissions(&path, Permissions::from_mode(PAGE_MODE)).with_context(failed)?;
-        }
+    let page = Manual::new(Arguments::command(), EXIT_STATUS).page_or_write(folder)?;
+    emit(|out| out.write_all(page.as_bytes()))
+}
+
+/// Description of the command line that completes the names of volumes.
+pub(crate) fn description() -> Command {
+    with_volumes(Arguments::command())
+}
+
+fn with_volumes(command: Command) -> Command {
+    if command.get_name() == CREATE {
+        return command;
     }
-    Ok(())
+    let is_volume = |arg: &Arg| VOLUME_ARGUMENTS.contains(&arg.get_id().as_str());
+    let command = command.mut_args(|arg| match is_volume(&arg) {
+        true => arg.add(complete_values(volumes)),
+        false => arg,
+    });
+    command.mut_subcommands(with_volumes)
 }
 
-/// The commands that have pages: `pmvol help` says what they say.
-fn described() -> clap::Command {
-    Arguments::command()
-        .disable_help_subcommand(true)
-        .mut_subcommand("volume", |volume| volume.disable_help_subcommand(true))
-        .mut_subcommand("btt", |btt| btt.disable_help_subcommand(true))
-}
-
-/// There may be pages of others in the folder.
-fn is_ours(file_name: &str) -> bool {
-    file_name
-        .strip_prefix(PROGRAM)
-        .is_some_and(|rest| rest == ".1" || rest.starts_with('-') && rest.ends_with(".1"))
-}
-
-/// What stands behind the help is examples, and clap_mangen cannot know (man-pages(7) calls the
-/// section so); nor does it know how commands end.
-fn with_examples(page: &str) -> String {
-    let page = page.replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n");
-    format!("{}\n.SH EXIT STATUS\n{EXIT_STATUS}\n", page.trim_end())
+/// Names of the volumes of the first pool among the words of a command line.
+fn volumes(words: &[OsString]) -> Vec<String> {
+    let is_option = |word: &OsStr| word.as_encoded_bytes().starts_with(b"-");
+    let paths = words.iter().skip(1).filter(|word| !is_option(word));
+    let pool = paths.filter_map(|path| Pool::open(Path::new(path), OpenMode::Peek).ok()).next();
+    pool.map_or_else(Vec::new, |pool| {
+        pool.volumes().into_iter().map(|volume| volume.name).collect()
+    })
 }

@@ -1,5 +1,7 @@
 //! `pmvol` as people use it.
 
+#[path = "shell/complete.rs"]
+mod complete;
 mod shell;
 #[path = "shell/umask.rs"]
 mod umask;
@@ -462,21 +464,25 @@ fn a_shell_completes_our_commands_and_flags() {
         assert!(folder.succeed(&["completion", shell]).contains("pmvol"), "{shell}");
     }
     folder.fail(&["completion", "tcsh"], &["tcsh", "bash"]);
-    std::fs::write(folder.path("script"), folder.succeed(&["completion", "bash"])).unwrap();
-    // As bash does it when Tab is pressed behind these words.
-    let completions = |words: &str, last: &str, before: &str| {
-        let line = format!(
-            "source ./script; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); \
-             _pmvol pmvol '{last}' '{before}'; echo ${{COMPREPLY[@]}}"
-        );
-        let output =
-            Command::new("bash").args(["-c", &line]).current_dir(folder.0.path()).output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.succeed(&["volume", "create", "pool", "data", "--size", "2M", "--format", "raw"]);
+    folder.succeed(&["volume", "create", "pool", "logs", "--size", "2M", "--format", "raw"]);
+    let completed = |words: &[&str]| {
+        let words = [&["pmvol"], words].concat();
+        let program = env!("CARGO_BIN_EXE_pmvol");
+        complete::completions(program, &["completion", "bash"], folder.0.path(), &words)
     };
-    assert_eq!(completions("pmvol vol", "vol", "pmvol"), "volume");
-    assert_eq!(completions("pmvol volume re", "re", "volume"), "rename resize");
-    assert_eq!(completions("pmvol volume resize --sh", "--sh", "resize"), "--shrink");
+    assert_eq!(completed(&["vol"]), "volume");
+    assert_eq!(completed(&["volume", "re"]), "rename resize");
+    assert_eq!(completed(&["volume", "resize", "--sh"]), "--shrink");
+    assert_eq!(completed(&["volume", "delete", "poo"]), "pool");
+    let all = completed(&["volume", "delete", "pool", ""]);
+    assert!(all.starts_with("data logs"), "{all}");
+    assert_eq!(completed(&["volume", "rename", "pool", "lo"]), "logs");
+    assert_eq!(completed(&["repair", "pool", "--give-up-volume", "d"]), "data");
+    assert_eq!(completed(&["btt", "check", "pool", "d"]), "data");
+    assert_eq!(completed(&["volume", "create", "pool", "d"]), "", "name of a new volume");
+    assert_eq!(completed(&["volume", "delete", "nowhere", "d"]), "");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser};
+use foreshore_cli::usage_line;
 use foreshore_config::{ConfigError, Table};
 use foreshore_devices::events::EventMonitor;
 use foreshore_devices::host_console::config as console;
@@ -196,7 +197,7 @@ struct VmFlags {
 }
 
 /// Tables of all flags with keys.
-pub(super) const TABLES: [Table; 19] = [
+pub const TABLES: [Table; 19] = [
     Table::of::<CpusConfig>(),
     Table::of::<PlatformConfig>(),
     Table::of::<MemoryConfig>(),
@@ -218,8 +219,8 @@ pub(super) const TABLES: [Table; 19] = [
     EventMonitor::TABLE,
 ];
 
-/// Returns the command line with help from the tables.
-pub(super) fn command() -> clap::Command {
+/// Description of the command line, with help from the tables.
+pub fn description() -> clap::Command {
     Flags::command().args(Switches::args()).mut_args(|arg| {
         match TABLES.iter().find(|table| arg.get_long() == table.flag.strip_prefix("--")) {
             Some(table) => arg.help(table.line()).long_help(table.listing()),
@@ -230,7 +231,7 @@ pub(super) fn command() -> clap::Command {
 
 /// Reads and validates a command line, whose first word is the program's name.
 pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Command, CliError> {
-    let matches = command().try_get_matches_from(args);
+    let matches = description().try_get_matches_from(args);
     let read = |matches| Ok((Flags::from_arg_matches(&matches)?, Switches::from_matches(&matches)));
     let (flags, switches) = match matches.and_then(read) {
         Ok((flags, _)) if flags.version => {
@@ -373,25 +374,6 @@ fn check_descriptors(launch: &Launch) -> Result<(), ConfigError> {
         }
     }
     Ok(())
-}
-
-/// Describes in one line a command line that clap refuses, with clap's suggestion.
-pub fn usage_line(error: &clap::Error) -> String {
-    let rendered = error.render().to_string();
-    // Takes the first paragraph. Its further lines list missing arguments.
-    let lines = rendered.lines().map(str::trim).take_while(|line| !line.is_empty());
-    let text = lines.collect::<Vec<_>>().join(" ");
-    let text = text.strip_prefix("error: ").unwrap_or(&text);
-    let suggested =
-        [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::SuggestedValue]
-            .into_iter()
-            .find_map(|kind| match error.get(kind)? {
-                ContextValue::String(name) => Some(name.clone()),
-                ContextValue::Strings(names) => names.first().cloned(),
-                _ => None,
-            });
-    let suggested = suggested.map_or_else(String::new, |name| format!("; did you mean '{name}'?"));
-    format!("{text}{suggested}; see --help")
 }
 
 fn usage_error(error: &clap::Error) -> CliError {
@@ -636,7 +618,7 @@ mod tests {
 
     #[test]
     fn every_flag_of_cloud_hypervisor_is_supported_or_refused_with_a_reason() {
-        let (ours, mut seen) = (command(), 0);
+        let (ours, mut seen) = (description(), 0);
         let names = include_str!("../../tests/compatibility/cloud-hypervisor-0.3.0.names");
         for name in names.lines().filter_map(|line| line.strip_prefix("flag --")) {
             let long = name.split(' ').next().unwrap();

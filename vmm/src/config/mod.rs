@@ -41,7 +41,9 @@ use foreshore_types::size::Size;
 use self::json::{one_or_many, serial as serial_from_json};
 
 pub use self::at_guest_shutdown::AtGuestShutdown;
-pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, parse_command_line, usage_line};
+pub use self::cli::{
+    COMPATIBLE_WITH, CliError, Command, Launch, TABLES, description, parse_command_line,
+};
 pub use self::devices::DeviceConfig;
 #[cfg(test)]
 pub(crate) use self::json::fields;

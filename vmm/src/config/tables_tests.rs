@@ -8,7 +8,7 @@ use foreshore_config::{Key, Options, Table};
 use foreshore_types::size;
 use serde_json::Value;
 
-use super::cli::{TABLES, command, parse_command_line};
+use super::cli::{TABLES, description, parse_command_line};
 use super::{ConfigError, json};
 
 type Names = BTreeSet<String>;
@@ -101,7 +101,7 @@ fn bounds_in_the_help_are_enforced() {
 
 #[test]
 fn long_help_lists_the_keys_that_the_parser_takes() {
-    let help = command().render_long_help().to_string();
+    let help = description().render_long_help().to_string();
     for table in TABLES {
         let lines: Vec<_> = help_of(&help, table.flag).lines().skip(2).map(str::trim).collect();
         // Optional keys are in brackets.
@@ -123,7 +123,7 @@ fn long_help_lists_the_keys_that_the_parser_takes() {
 
 #[test]
 fn short_help_has_every_key_in_one_line() {
-    let help = command().render_help().to_string();
+    let help = description().render_help().to_string();
     for table in TABLES {
         let line = help
             .lines()

@@ -5,6 +5,7 @@
 mod answers;
 mod devices;
 mod events;
+mod manual;
 mod output;
 mod ping;
 mod pressure;
@@ -20,13 +21,15 @@ use anyhow::Context;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, VolumesAnswer};
-use foreshore::config::{COMPATIBLE_WITH, usage_line};
+use foreshore::config::COMPATIBLE_WITH;
 use foreshore::vm::request::{ResizeDiskRequest, ResizeRequest, ResizeZoneRequest};
+use foreshore_cli::{WRONG_COMMAND_LINE, usage_line};
 use foreshore_types::size;
 
 use self::answers::{counters_table, info_lines, pools_table, volumes_table, zones_table};
 use self::devices::Device;
 use self::events::Events;
+use self::manual::ManualVerb;
 use self::output::{Origin, Output, text_of};
 use self::ping::Ping;
 use self::pressure::Pressure;
@@ -49,7 +52,7 @@ Examples:
 struct Flags {
     /// API socket of the VMM
     #[arg(long, value_name = "PATH", env = API_SOCKET, hide_env_values = true)]
-    api_socket: PathBuf,
+    api_socket: Option<PathBuf>,
     #[command(subcommand)]
     verb: Verb,
 }
@@ -63,6 +66,16 @@ static VERSION: LazyLock<String> =
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    /// Verbs for a VMM
+    #[command(flatten)]
+    Call(Call),
+    /// Verbs about this program
+    #[command(flatten)]
+    Manual(ManualVerb),
+}
+
+#[derive(Debug, Subcommand)]
+enum Call {
     /// Add a disk, described as for --disk
     AddDisk(Device),
     /// Add a network interface, described as for --net; descriptors of fd= are sent
@@ -217,6 +230,7 @@ struct WrongCommandLine(String);
 
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
+    foreshore_cli::answer_completion(manual::description);
     match run(std::env::args_os().collect()) {
         Ok(text) => {
             // A reader such as `head` may have closed the pipe.
@@ -227,7 +241,7 @@ fn main() -> ExitCode {
             let message = format!("{error:#}").replace('\n', " ");
             let _ = writeln!(io::stderr(), "foreshore-remote: {message}");
             let is_usage = error.is::<WrongCommandLine>();
-            if is_usage { ExitCode::from(2) } else { ExitCode::FAILURE }
+            if is_usage { ExitCode::from(WRONG_COMMAND_LINE) } else { ExitCode::FAILURE }
         }
     }
 }
@@ -244,8 +258,16 @@ fn run(args: Vec<OsString>) -> anyhow::Result<String> {
             return Err(WrongCommandLine(format!("{}{}", usage_line(&error), hint(&error))).into());
         }
     };
+    let call = match flags.verb {
+        Verb::Call(call) => call,
+        Verb::Manual(verb) => return verb.execute(),
+    };
+    let Some(api_socket) = &flags.api_socket else {
+        let missing = format!("--api-socket is missing, and {API_SOCKET} is not set; see --help");
+        return Err(WrongCommandLine(missing).into());
+    };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(execute(&Client::new(&flags.api_socket), flags.verb))
+    runtime.block_on(execute(&Client::new(api_socket), call))
 }
 
 /// Hint for `pressure policy=amf`, which has the syntax of the VMM's flag.
@@ -259,33 +281,33 @@ fn hint(error: &clap::Error) -> &'static str {
 }
 
 /// Executes a subcommand, and returns the text to print.
-async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
-    match verb {
-        Verb::Info(output) => {
+async fn execute(vmm: &Client, call: Call) -> anyhow::Result<String> {
+    match call {
+        Call::Info(output) => {
             output.format(Origin::ChRemote, &vmm.get("vm.info").await?, info_lines)
         }
-        Verb::Counters(output) => {
+        Call::Counters(output) => {
             output.format(Origin::ChRemote, &vmm.get("vm.counters").await?, counters_table)
         }
-        Verb::Ping(ping) => ping.execute(vmm).await,
-        Verb::Memory(output) => {
+        Call::Ping(ping) => ping.execute(vmm).await,
+        Call::Memory(output) => {
             let table = |memory: &MemoryAnswer| zones_table(&memory.zones);
             output.format(Origin::Foreshore, &vmm.get("vm.memory").await?, table)
         }
-        Verb::Pool(output) => {
+        Call::Pool(output) => {
             let table = |pools: &PoolsAnswer| pools_table(&pools.pools);
             output.format(Origin::Foreshore, &vmm.get("pool.info").await?, table)
         }
-        Verb::Volumes(output) => {
+        Call::Volumes(output) => {
             let table = |volumes: &VolumesAnswer| volumes_table(&volumes.volumes);
             output.format(Origin::Foreshore, &vmm.get("vm.volumes").await?, table)
         }
-        Verb::Pressure(pressure) => pressure.execute(vmm).await,
-        Verb::Resize(Resize { cpus: None, memory: None, balloon: None }) => {
+        Call::Pressure(pressure) => pressure.execute(vmm).await,
+        Call::Resize(Resize { cpus: None, memory: None, balloon: None }) => {
             let missing = "resize needs at least one of --cpus, --memory and --balloon";
             Err(WrongCommandLine(missing.to_owned()).into())
         }
-        Verb::Resize(Resize { cpus, memory, balloon }) => {
+        Call::Resize(Resize { cpus, memory, balloon }) => {
             let body = ResizeRequest {
                 desired_vcpus: cpus,
                 desired_ram: memory,
@@ -293,31 +315,31 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             };
             put(vmm, "vm.resize", Some(serde_json::to_string(&body)?)).await
         }
-        Verb::ResizeDisk(ResizeDisk { disk: id, size: desired_size }) => {
+        Call::ResizeDisk(ResizeDisk { disk: id, size: desired_size }) => {
             let body = ResizeDiskRequest { id, desired_size };
             put(vmm, "vm.resize-disk", Some(serde_json::to_string(&body)?)).await
         }
-        Verb::ResizeZone(ResizeZone { id, size: desired_ram }) => {
+        Call::ResizeZone(ResizeZone { id, size: desired_ram }) => {
             let body = ResizeZoneRequest { id, desired_ram };
             put(vmm, "vm.resize-zone", Some(serde_json::to_string(&body)?)).await
         }
-        Verb::Events(events) => events.execute(vmm).await,
-        Verb::AddDisk(device) => device.add_disk(vmm).await,
-        Verb::AddNet(device) => device.add_net(vmm).await,
-        Verb::AddPmem(device) => device.add_pmem(vmm).await,
-        Verb::AddVsock(device) => device.add_vsock(vmm).await,
-        Verb::RemoveDevice { id } => devices::remove(vmm, &id).await,
-        Verb::Refused(verb) => put(vmm, verb.call(), None).await,
-        Verb::Create { path } => put(vmm, "vm.create", Some(read(&path)?)).await,
-        Verb::Delete => put(vmm, "vm.delete", None).await,
-        Verb::Boot => put(vmm, "vm.boot", None).await,
-        Verb::Pause => put(vmm, "vm.pause", None).await,
-        Verb::Resume => put(vmm, "vm.resume", None).await,
-        Verb::PowerButton => put(vmm, "vm.power-button", None).await,
-        Verb::Nmi => put(vmm, "vm.nmi", None).await,
-        Verb::Reboot => put(vmm, "vm.reboot", None).await,
-        Verb::Shutdown => put(vmm, "vm.shutdown", None).await,
-        Verb::ShutdownVmm => put(vmm, "vmm.shutdown", None).await,
+        Call::Events(events) => events.execute(vmm).await,
+        Call::AddDisk(device) => device.add_disk(vmm).await,
+        Call::AddNet(device) => device.add_net(vmm).await,
+        Call::AddPmem(device) => device.add_pmem(vmm).await,
+        Call::AddVsock(device) => device.add_vsock(vmm).await,
+        Call::RemoveDevice { id } => devices::remove(vmm, &id).await,
+        Call::Refused(refused) => put(vmm, refused.call(), None).await,
+        Call::Create { path } => put(vmm, "vm.create", Some(read(&path)?)).await,
+        Call::Delete => put(vmm, "vm.delete", None).await,
+        Call::Boot => put(vmm, "vm.boot", None).await,
+        Call::Pause => put(vmm, "vm.pause", None).await,
+        Call::Resume => put(vmm, "vm.resume", None).await,
+        Call::PowerButton => put(vmm, "vm.power-button", None).await,
+        Call::Nmi => put(vmm, "vm.nmi", None).await,
+        Call::Reboot => put(vmm, "vm.reboot", None).await,
+        Call::Shutdown => put(vmm, "vm.shutdown", None).await,
+        Call::ShutdownVmm => put(vmm, "vmm.shutdown", None).await,
     }
 }
 
@@ -341,20 +363,22 @@ mod tests {
 
     use super::*;
 
-    fn verb(args: &[&str]) -> Verb {
-        Flags::try_parse_from([&["foreshore-remote", "--api-socket", "/s"], args].concat())
-            .unwrap()
-            .verb
+    fn call(args: &[&str]) -> Call {
+        let args = [&["foreshore-remote", "--api-socket", "/s"], args].concat();
+        match Flags::try_parse_from(args).unwrap().verb {
+            Verb::Call(call) => call,
+            Verb::Manual(verb) => panic!("{verb:?}"),
+        }
     }
 
     #[test]
     fn sizes_are_parsed_with_units() {
-        let Verb::Resize(resize) = verb(&["resize", "--memory", "1G", "--cpus", "2"]) else {
+        let Call::Resize(resize) = call(&["resize", "--memory", "1G", "--cpus", "2"]) else {
             panic!()
         };
         assert_eq!((resize.memory, resize.cpus, resize.balloon), (Some(1 << 30), Some(2), None));
         for text in ["64MiB", "64M", "65536K", "0.0625G", "67108864"] {
-            let Verb::Resize(resize) = verb(&["resize", "--balloon", text]) else { panic!() };
+            let Call::Resize(resize) = call(&["resize", "--balloon", text]) else { panic!() };
             assert_eq!(resize.balloon, Some(64 << 20), "{text}");
         }
     }
@@ -408,7 +432,8 @@ mod tests {
         ("snapshot", "snapshots are not implemented"),
     ];
     /// Subcommands that ch-remote does not have.
-    const OURS: [&str; 5] = ["events", "memory", "pool", "pressure", "volumes"];
+    const OURS: [&str; 7] =
+        ["completion", "events", "man", "memory", "pool", "pressure", "volumes"];
 
     #[test]
     fn subcommands_include_all_of_ch_remote() {
@@ -417,29 +442,29 @@ mod tests {
         let expected = CH_REMOTE.iter().map(|(verb, ..)| *verb).chain(OURS).collect();
         assert_eq!(verbs, expected);
         let page = include_str!("../../../../docs/reference/compatibility.md");
-        for (name, args, call) in CH_REMOTE {
-            let parsed = verb(&[&[name], args].concat());
+        for (name, args, path) in CH_REMOTE {
+            let parsed = call(&[&[name], args].concat());
             let told = CH_REMOTE_REFUSED.iter().find(|(refused, _)| *refused == name);
             match (parsed, told) {
-                (Verb::Refused(refused), Some((_, why))) => {
-                    assert_eq!(refused.call(), call);
+                (Call::Refused(refused), Some((_, why))) => {
+                    assert_eq!(refused.call(), path);
                     assert!(
-                        page.contains(&format!("| `PUT {call}` | refused | {why} |")),
+                        page.contains(&format!("| `PUT {path}` | refused | {why} |")),
                         "{name}: {why}"
                     );
                 }
-                (Verb::Refused(_), None) => panic!("{name} is refused, and nobody says why"),
+                (Call::Refused(_), None) => panic!("{name} is refused, and nobody says why"),
                 (_, Some(_)) => panic!("{name} is not refused any more"),
-                (_, None) => assert!(page.contains(&format!(" {call}` | implemented |")), "{name}"),
+                (_, None) => assert!(page.contains(&format!(" {path}` | implemented |")), "{name}"),
             }
         }
     }
 
     #[test]
     fn subcommands_parse_their_arguments() {
-        assert!(matches!(verb(&["remove-device", "d"]), Verb::RemoveDevice { id } if id == "d"));
-        assert!(matches!(verb(&["events", "--follow"]), Verb::Events(_)));
-        assert!(matches!(verb(&["pool", "--json"]), Verb::Pool(Output { json: true })));
+        assert!(matches!(call(&["remove-device", "d"]), Call::RemoveDevice { id } if id == "d"));
+        assert!(matches!(call(&["events", "--follow"]), Call::Events(_)));
+        assert!(matches!(call(&["pool", "--json"]), Call::Pool(Output { json: true })));
         let version = run(["foreshore-remote", "--version"].map(OsString::from).to_vec()).unwrap();
         assert!(version.contains("ch-remote v"), "{version}");
     }

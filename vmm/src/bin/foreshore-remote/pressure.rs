@@ -335,11 +335,13 @@ mod tests {
     use foreshore::vm::decision::{DecisionInput, DecisionTarget};
 
     use super::*;
-    use crate::{Flags, Verb};
+    use crate::{Call, Flags, Verb};
 
     fn change(args: &[&str]) -> Result<Option<String>> {
         let args = [&["foreshore-remote", "--api-socket", "/s", "pressure"], args].concat();
-        let Verb::Pressure(pressure) = Flags::try_parse_from(args)?.verb else { panic!() };
+        let Verb::Call(Call::Pressure(pressure)) = Flags::try_parse_from(args)?.verb else {
+            panic!()
+        };
         Ok(pressure.change()?.map(|change| {
             let all = serde_json::to_value(&change).unwrap();
             let said = all.as_object().unwrap().iter().filter(|(_, value)| !value.is_null());

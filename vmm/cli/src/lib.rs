@@ -1,0 +1,17 @@
+//! Command lines of Foreshore's programs: errors, manual pages and completion.
+//!
+//! The crate depends on no other crate of the workspace.
+
+#![forbid(unsafe_code)]
+
+mod completion;
+mod manual;
+mod usage;
+
+pub use clap_complete::Shell;
+
+pub use self::completion::{
+    answer_completion, complete_options, complete_values, completion_script,
+};
+pub use self::manual::{Manual, ManualError};
+pub use self::usage::{WRONG_COMMAND_LINE, report, usage_line};

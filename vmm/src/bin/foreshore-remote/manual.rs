@@ -1,0 +1,135 @@
+//! Shell completion and manual pages of this program and of the VMM, which stays smaller without
+//! them.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use balloon::controller::Rules;
+use balloon::policy::Policy;
+use clap::{Command, CommandFactory, Subcommand, ValueEnum, ValueHint};
+use foreshore::config::{self, TABLES};
+use foreshore_cli::{Manual, Shell, complete_options, completion_script};
+
+use crate::Flags;
+
+/// Program that answers requests for completion.
+const COMPLETER: &str = "foreshore-remote";
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Program {
+    Foreshore,
+    ForeshoreRemote,
+}
+
+impl Program {
+    fn description(self) -> Command {
+        match self {
+            Self::Foreshore => config::description(),
+            Self::ForeshoreRemote => Flags::command(),
+        }
+    }
+
+    fn exit_status(self) -> &'static str {
+        match self {
+            Self::Foreshore => {
+                "0: end of the VMM by its guest or a client. 1: failure, with the reason on standard error. 2: wrong command line."
+            }
+            Self::ForeshoreRemote => {
+                "0: success. 1: failure of the call, or no answer of a VMM, with the reason on standard error. 2: wrong command line."
+            }
+        }
+    }
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ManualVerb {
+    /// Print a completion script for a shell
+    #[command(after_help = "\
+Examples:
+  foreshore-remote completion bash > /usr/share/bash-completion/completions/foreshore-remote
+  foreshore-remote completion bash foreshore > /usr/share/bash-completion/completions/foreshore
+  source <(foreshore-remote completion bash)      for this shell alone")]
+    Completion {
+        /// Shell
+        #[arg(value_enum)]
+        shell: Shell,
+        /// Program whose command line the script completes
+        #[arg(value_enum, default_value = "foreshore-remote")]
+        program: Program,
+    },
+    /// Print the manual page, or write the pages of foreshore and all commands
+    #[command(after_help = "\
+Examples:
+  foreshore-remote man | man -l -
+  foreshore-remote man /usr/share/man/man1")]
+    Man {
+        /// Folder for the pages, created if it is missing
+        folder: Option<PathBuf>,
+    },
+}
+
+impl ManualVerb {
+    /// Executes the subcommand, and returns the text to print.
+    pub(crate) fn execute(&self) -> Result<String> {
+        match self {
+            Self::Completion { shell, program } => {
+                let description = program.description();
+                let script = completion_script(*shell, description.get_name(), COMPLETER)
+                    .context("Cannot make the script")?;
+                Ok(String::from_utf8(script)?)
+            }
+            Self::Man { folder } => {
+                let page = |program: Program| {
+                    let manual = Manual::new(program.description(), program.exit_status());
+                    manual.page_or_write(folder.as_deref())
+                };
+                if folder.is_some() {
+                    page(Program::Foreshore)?;
+                }
+                Ok(page(Program::ForeshoreRemote)?)
+            }
+        }
+    }
+}
+
+/// Description of a program's command line that completes options and policies.
+pub(crate) fn description(program: &str) -> Command {
+    let programs = Program::value_variants().iter().map(|program| program.description());
+    let found = programs.into_iter().find(|description| description.get_name() == program);
+    with_values(found.unwrap_or_else(Flags::command))
+}
+
+fn with_values(command: Command) -> Command {
+    let command = command.mut_args(|arg| {
+        let flag = arg.get_long().unwrap_or_default();
+        let table = TABLES.iter().find(|table| table.flag.strip_prefix("--") == Some(flag));
+        match (arg.get_id().as_str(), table) {
+            ("api_socket", _) => arg.value_hint(ValueHint::AnyPath),
+            ("policy", _) => arg.add(complete_options(policies)),
+            ("pressure" | "settings", _) => arg.add(complete_options(settings)),
+            (_, Some(table)) => {
+                let keys = || table.names().map(|key| format!("{key}=")).collect();
+                arg.add(complete_options(keys))
+            }
+            (_, None) => arg,
+        }
+    });
+    command.mut_subcommands(with_values)
+}
+
+/// Policies, and parameters with their `=`.
+fn policies() -> Vec<String> {
+    let tables = Policy::NAMES.into_iter().filter_map(Policy::from_name);
+    let params = tables.flat_map(|policy| policy.table()).chain(Rules::TABLE);
+    let params = params.map(|param| format!("{}=", param.name));
+    Policy::NAMES.map(str::to_owned).into_iter().chain(params).collect()
+}
+
+/// Options of `--pressure`.
+fn settings() -> Vec<String> {
+    let policies = policies().into_iter().map(|option| match option.ends_with('=') {
+        true => option,
+        false => format!("policy={option}"),
+    });
+    policies.chain(["dry_run=on", "dry_run=off"].map(str::to_owned)).collect()
+}
