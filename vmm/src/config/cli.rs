@@ -95,10 +95,10 @@ const EXAMPLES: &str = "\
 Flags follow Cloud Hypervisor's syntax.
 
 Examples:
-  A guest on DRAM alone, its console on this terminal:
+  A guest on DRAM alone, with its console on this terminal:
     foreshore --kernel vmlinuz --initramfs initrd.img --cmdline console=hvc0 --memory size=512M
 
-  One that grows by itself, DRAM first, then PM, and has a volume:
+  A guest that grows on demand, DRAM first, then PM, with a volume:
     pmvol create /pm/pool --size 16G
     foreshore --kernel vmlinuz --initramfs initrd.img --cpus boot=2 \\
       --memory size=512M,hotplug_method=virtio-mem,hotplug_size=512M \\
@@ -107,8 +107,7 @@ Examples:
       --pressure policy=psi --vsock cid=3,socket=/run/vm.vsock \\
       --api-socket /run/vm.sock --metrics 127.0.0.1:9745";
 
-/// A virtual machine monitor whose guest takes memory and storage from one pool of persistent
-/// memory.
+/// Virtual machine monitor with guest memory and storage from one pool of persistent memory
 #[derive(Debug, Parser)]
 #[command(name = "foreshore", after_help = format!("{}\n{EXAMPLES}", size::HELP), disable_version_flag = true, args_override_self = false)]
 struct Flags {

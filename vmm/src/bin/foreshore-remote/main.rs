@@ -36,6 +36,7 @@ use self::pressure::Pressure;
 
 const EXAMPLES: &str = "\
 Examples:
+  foreshore-remote --api-socket /run/vm.sock ping --wait
   foreshore-remote --api-socket /run/vm.sock info
   foreshore-remote --api-socket /run/vm.sock resize --memory 768M
   foreshore-remote --api-socket /run/vm.sock add-disk path=/d.raw,id=d
@@ -46,7 +47,7 @@ Examples:
   foreshore-remote --api-socket /run/vm.sock pressure set policy=amf,reclaim=40,ceiling=1G
   foreshore-remote --api-socket /run/vm.sock pressure resume pm";
 
-/// Control a running foreshore
+/// Control a running VM
 #[derive(Debug, Parser)]
 #[command(name = "foreshore-remote", after_help = format!("{EXAMPLES}\n\n{}", size::HELP), disable_help_subcommand = true, arg_required_else_help = false, version = VERSION.as_str())]
 struct Flags {
@@ -84,7 +85,7 @@ enum Call {
     AddPmem(Device),
     /// Add the vsock device, described as for --vsock
     AddVsock(Device),
-    /// Boot a VM that has been created, or shut down
+    /// Boot a created or shut-down VM
     Boot,
     /// Show the counters of disks and network interfaces
     Counters(Output),
@@ -104,13 +105,13 @@ enum Call {
     Memory(Output),
     /// Send every vCPU a non-maskable interrupt
     Nmi,
-    /// Stop the vCPUs
+    /// Pause the VM
     Pause,
     /// Check that the VMM responds
     Ping(Ping),
     /// Show every open pool with its use of space and its status
     Pool(Output),
-    /// Press the guest's power button
+    /// Press the power button of the guest
     PowerButton,
     /// Show or change the state of the governor
     Pressure(Pressure),
