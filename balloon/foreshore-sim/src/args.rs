@@ -8,10 +8,12 @@ use balloon::params::{Parameters, Setting, Unit};
 use balloon::policy::Policy;
 use balloon::sim::{SwapDevice, Workload, WorkloadParams};
 use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use foreshore_types::size;
 
 use super::image::PlotFile;
+use super::plot;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -46,6 +48,20 @@ pub(crate) struct Arguments {
     pub(crate) command: Option<Command>,
     #[command(flatten)]
     pub(crate) scenario: Scenario,
+}
+
+impl Arguments {
+    /// Parses and checks the command line.
+    pub(crate) fn read() -> Result<Self, clap::Error> {
+        let arguments = Self::try_parse()?;
+        let Scenario { plot, policy, .. } = &arguments.scenario;
+        if plot.is_some() && policy.len() > plot::MAX_PANELS {
+            let (count, most) = (policy.len(), plot::MAX_PANELS);
+            let message = format!("--plot for {count} policies, must be at most {most}");
+            return Err(Self::command().error(ErrorKind::TooManyValues, message));
+        }
+        Ok(arguments)
+    }
 }
 
 #[derive(Subcommand)]

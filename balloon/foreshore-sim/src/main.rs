@@ -12,13 +12,12 @@ mod table;
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::Parser;
 use rustix::fs::Mode;
 
 fn main() -> ExitCode {
     make_files_private();
     foreshore_cli::answer_completion(|_| manual::description());
-    let arguments = match args::Arguments::try_parse() {
+    let arguments = match args::Arguments::read() {
         Ok(arguments) => arguments,
         Err(error) => {
             return foreshore_cli::report("foreshore-sim", &error);

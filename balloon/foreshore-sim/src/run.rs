@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use balloon::controller::Rules;
 use balloon::params::Unit;
 use balloon::policy::{Policy, amf, dapper};
@@ -35,9 +35,6 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
         None => hotplug_and_pm(scenario).iter().sum(),
     };
     let policies = policies(scenario, all_bytes);
-    if scenario.plot.is_some() && policies.len() > plot::MAX_PANELS {
-        bail!("--plot for {} policies, must be at most {}", policies.len(), plot::MAX_PANELS);
-    }
     let mut rows = Vec::new();
     let mut drawing = None;
     for NamedPolicy { label, policy, rules } in policies {

@@ -82,6 +82,7 @@ fn bad_input_is_refused_with_value_and_bound() {
         let output = sim(arguments);
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(error.starts_with("foreshore-sim: "), "{arguments:?}: {error}");
         assert!(error.contains(expected), "{arguments:?}: {error}\nlacks {expected}");
     }
 }
@@ -378,7 +379,7 @@ fn plot_is_written_to_pipe_and_unwritable_path_is_refused() {
     );
     let policies = ["--policy", "off"].repeat(101);
     let output = sim(&[&["--duration", "1s", "--plot", "/dev/null"], &policies[..]].concat());
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(2));
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(error.contains("--plot for 101 policies, must be at most 100"), "{error}");
 }

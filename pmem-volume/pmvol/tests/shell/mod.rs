@@ -42,6 +42,7 @@ impl Folder {
         let command = if arguments[0] == "btt" { arguments[1] } else { arguments[0] };
         let cannot = text.contains("try '--help'") || ["check", "repair"].contains(&command);
         assert_eq!(output.status.code(), Some(if cannot { 2 } else { 1 }), "{arguments:?}: {text}");
+        assert!(text.starts_with("pmvol: "), "{arguments:?}: {text}");
         assert!(output.stdout.is_empty(), "{arguments:?}");
         for word in words {
             assert!(text.contains(word), "{arguments:?}: {text:?} does not say {word:?}");
