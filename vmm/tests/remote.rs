@@ -117,11 +117,16 @@ fn manual_pages_of_client_and_vmm_need_no_vmm() {
     let folder = TempDir::new().unwrap();
     let (code, page, _) = run(&["man"], None);
     assert_eq!(code, Some(0));
-    assert!(page.contains(".TH foreshore-remote 1"), "{page}");
+    for text in [".TH foreshore-remote 1", "FORESHORE_API_SOCKET"] {
+        assert!(page.contains(text), "{text} is not in {page}");
+    }
     let (code, text, _) = run(&["man", folder.path().to_str().unwrap()], None);
     assert_eq!((code, &*text), (Some(0), ""));
     let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
-    assert!(read("foreshore.1").contains("\\-\\-pm\\-volume"));
+    let page = read("foreshore.1");
+    for text in ["\\-\\-pm\\-volume", concat!("\"foreshore ", env!("CARGO_PKG_VERSION"))] {
+        assert!(page.contains(text), "{text} is not in {page}");
+    }
     assert!(read("foreshore-remote-pressure-set.1").contains("ceiling=1G"));
     let pages = std::fs::read_dir(folder.path()).unwrap();
     let mut names = pages.map(|page| page.unwrap().file_name().into_string().unwrap());

@@ -33,6 +33,9 @@ Times have the unit ms, s, m or h.";
 /// the policies as well. A single ramp causes none, except under `off`.
 const DEFAULT_WORKLOAD: &str = "burst,high=3000,rate=2G,period=2m";
 
+/// Version, and commit and date of the build.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\n", env!("FORESHORE_BUILD"));
+
 pub(crate) const EXIT_STATUS: &str =
     "0: success. 1: failure, with the reason on stderr. 2: invalid command line.";
 
@@ -42,7 +45,7 @@ pub(crate) const EXIT_STATUS: &str =
 /// not need, resizes, energy and wear. docs/reference/simulator.md describes the model and its
 /// limits.
 #[derive(Parser)]
-#[command(name = "foreshore-sim", version, after_help = format!("{EXAMPLES}\n{}", size::HELP), args_conflicts_with_subcommands = true)]
+#[command(name = "foreshore-sim", version, long_version = VERSION, after_help = format!("{EXAMPLES}\n{}", size::HELP), args_conflicts_with_subcommands = true)]
 pub(crate) struct Arguments {
     #[command(subcommand)]
     pub(crate) command: Option<Command>,

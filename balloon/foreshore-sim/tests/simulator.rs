@@ -526,7 +526,11 @@ fn plot_of_a_day_shows_burst_of_a_second() {
 }
 
 #[test]
-fn completion_and_manual_page_are_printed() {
+fn version_completion_and_manual_page_are_printed() {
+    let version = printed(&["--version"]);
+    let lines: Vec<_> = version.lines().collect();
+    assert_eq!(lines[0], concat!("foreshore-sim ", env!("CARGO_PKG_VERSION")));
+    assert!(lines[1].starts_with("commit ") && lines.len() == 2, "{version}");
     let page = printed(&["man"]);
     assert!(page.contains(".SH EXAMPLES") && page.contains(".SH EXIT STATUS"), "{page}");
     let completed = |words: &[&str]| {

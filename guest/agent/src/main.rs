@@ -78,7 +78,8 @@ fn execute(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Help => print(args::HELP.as_bytes()),
         Command::Version => {
-            print(format!("foreshore-agent {}\n", env!("CARGO_PKG_VERSION")).as_bytes())
+            let (version, build) = (env!("CARGO_PKG_VERSION"), env!("FORESHORE_BUILD"));
+            print(format!("foreshore-agent {version}\n{build}\n").as_bytes())
         }
         Command::Once => once(),
         Command::Run(options) => run(&options),

@@ -18,3 +18,18 @@ fn wrong_arguments_are_refused_with_a_line_and_exit_code_2() {
         assert_eq!((status.code(), &stdout[..]), (Some(2), &b""[..]), "{message}");
     }
 }
+
+/// Text that the program prints on standard output.
+fn printed(flag: &str) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_foreshore-agent")).arg(flag).output().unwrap();
+    assert!(output.status.success());
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn version_has_commit_and_date_in_its_second_line() {
+    let version = printed("--version");
+    let lines: Vec<_> = version.lines().collect();
+    assert_eq!(lines[0], concat!("foreshore-agent ", env!("CARGO_PKG_VERSION")));
+    assert!(lines[1].starts_with("commit ") && lines.len() == 2, "{version}");
+}

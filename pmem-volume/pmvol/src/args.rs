@@ -34,6 +34,9 @@ const BOUNDS: &str = "\
 Sizes of pools and volumes are multiples of 2 MiB. A pool has at least 8 MiB, a volume with BTT
 18 MiB, one without 2 MiB.";
 
+/// Version, and commit and date of the build.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\n", env!("FORESHORE_BUILD"));
+
 /// What manual pages say of how a command ends.
 pub(crate) const EXIT_STATUS: &str = "\
 0: done; of check and repair: all is well. 1: it failed, and stderr says why; of check and repair: something is damaged; \
@@ -42,7 +45,7 @@ not be looked at, because it is in use for instance.";
 
 /// Pools of persistent memory and the volumes in them.
 #[derive(Parser)]
-#[command(name = "pmvol", version, after_help = format!("{EXAMPLES}\n{}\n{BOUNDS}", size::HELP))]
+#[command(name = "pmvol", version, long_version = VERSION, after_help = format!("{EXAMPLES}\n{}\n{BOUNDS}", size::HELP))]
 pub(crate) struct Arguments {
     #[command(subcommand)]
     pub(crate) command: Command,

@@ -486,6 +486,14 @@ fn a_shell_completes_our_commands_and_flags() {
 }
 
 #[test]
+fn version_has_commit_and_date_in_its_second_line() {
+    let version = Folder::new().succeed(&["--version"]);
+    let lines: Vec<_> = version.lines().collect();
+    assert_eq!(lines[0], concat!("pmvol ", env!("CARGO_PKG_VERSION")));
+    assert!(lines[1].starts_with("commit ") && lines.len() == 2, "{version}");
+}
+
+#[test]
 fn manual_pages_say_what_help_says() {
     let folder = Folder::new();
     let page = folder.succeed(&["man"]);

@@ -4,6 +4,9 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(test)]
+#[path = "../build_info.rs"]
+mod build_info;
 mod completion;
 mod manual;
 mod usage;

@@ -109,7 +109,7 @@ Examples:
 
 /// Virtual machine monitor with guest memory and storage from one pool of persistent memory
 #[derive(Debug, Parser)]
-#[command(name = "foreshore", after_help = format!("{}\n{EXAMPLES}", size::HELP), disable_version_flag = true, args_override_self = false)]
+#[command(name = "foreshore", after_help = format!("{}\n{EXAMPLES}", size::HELP), version, disable_version_flag = true, args_override_self = false)]
 struct Flags {
     #[command(flatten)]
     vm: Option<VmFlags>,
@@ -290,11 +290,13 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     Ok(Command::Launch(Box::new(launch)))
 }
 
-/// Version text. libvirt identifies the program as Cloud Hypervisor by the start of the first line,
-/// and its features by the version number.
+/// Version text, with commit and date of the build in the second line. libvirt identifies the
+/// program as Cloud Hypervisor by the start of the first line, and its features by the version
+/// number.
 fn version() -> String {
     let ours = env!("CARGO_PKG_VERSION");
-    format!("cloud-hypervisor v{COMPATIBLE_WITH} (foreshore v{ours})\nforeshore v{ours}\n")
+    let build = env!("FORESHORE_BUILD");
+    format!("cloud-hypervisor v{COMPATIBLE_WITH} (foreshore v{ours})\n{build}\n")
 }
 
 fn vm_config(flags: VmFlags, switches: Switches) -> Result<VmConfig, ConfigError> {
@@ -582,10 +584,9 @@ mod tests {
         };
         let ours = env!("CARGO_PKG_VERSION");
         let version = print("--version");
-        assert_eq!(
-            version,
-            format!("cloud-hypervisor v54.0.0 (foreshore v{ours})\nforeshore v{ours}\n")
-        );
+        let lines: Vec<_> = version.lines().collect();
+        assert_eq!(lines[0], format!("cloud-hypervisor v54.0.0 (foreshore v{ours})"));
+        assert!(lines[1].starts_with("commit ") && lines.len() == 2, "{version}");
         // libvirt parses the number after the `v`. Its features require at most 40.
         let number =
             version.strip_prefix("cloud-hypervisor v").unwrap().split(['.', ' ']).next().unwrap();

@@ -49,7 +49,7 @@ Examples:
 
 /// Control a running VM
 #[derive(Debug, Parser)]
-#[command(name = "foreshore-remote", after_help = format!("{EXAMPLES}\n\n{}", size::HELP), disable_help_subcommand = true, arg_required_else_help = false, version = VERSION.as_str())]
+#[command(name = "foreshore-remote", after_help = format!("{EXAMPLES}\n\n{}", size::HELP), disable_help_subcommand = true, arg_required_else_help = false, version = VERSION.as_str(), long_version = LONG_VERSION.as_str())]
 struct Flags {
     /// API socket of the VMM
     #[arg(long, value_name = "PATH", env = API_SOCKET, hide_env_values = true)]
@@ -64,6 +64,9 @@ const API_SOCKET: &str = "FORESHORE_API_SOCKET";
 /// Version text of the client, and the compatible version of ch-remote.
 static VERSION: LazyLock<String> =
     LazyLock::new(|| format!("v{} (ch-remote v{COMPATIBLE_WITH})", env!("CARGO_PKG_VERSION")));
+/// Version text, and commit and date of the build.
+static LONG_VERSION: LazyLock<String> =
+    LazyLock::new(|| format!("{}\n{}", *VERSION, env!("FORESHORE_BUILD")));
 
 #[derive(Debug, Subcommand)]
 enum Verb {
@@ -467,7 +470,8 @@ mod tests {
         assert!(matches!(call(&["events", "--follow"]), Call::Events(_)));
         assert!(matches!(call(&["pool", "--json"]), Call::Pool(Output { json: true })));
         let version = run(["foreshore-remote", "--version"].map(OsString::from).to_vec()).unwrap();
-        assert!(version.contains("ch-remote v"), "{version}");
+        let lines: Vec<_> = version.lines().collect();
+        assert!(lines[0].contains("ch-remote v") && lines[1].starts_with("commit "), "{version}");
     }
 
     #[test]
