@@ -1,5 +1,6 @@
 //! Command lines that the program refuses.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Output};
@@ -32,4 +33,26 @@ fn version_has_commit_and_date_in_its_second_line() {
     let lines: Vec<_> = version.lines().collect();
     assert_eq!(lines[0], concat!("foreshore-agent ", env!("CARGO_PKG_VERSION")));
     assert!(lines[1].starts_with("commit ") && lines.len() == 2, "{version}");
+}
+
+#[test]
+fn manual_page_has_the_flags_values_and_defaults_of_the_help() {
+    let help = printed("--help");
+    let options = help.split("Options:\n").nth(1).unwrap().split("\n\n").next().unwrap();
+    let page = include_str!("../../systemd/foreshore-agent.8");
+    let flags = |text: &str, mark: &str| -> BTreeSet<String> {
+        let names = text.lines().filter_map(|line| line.trim_start().strip_prefix(mark));
+        let end = |c: char| !c.is_ascii_lowercase() && c != '-';
+        names.map(|name| name.split(end).next().unwrap().to_owned()).collect()
+    };
+    assert_eq!(flags(page, ".It Fl -"), flags(options, "--"));
+    // Rows of the list, each with the text up to the next one.
+    let rows: Vec<_> = page.split(".It Fl -").skip(1).collect();
+    for option in options.strip_prefix("  --").unwrap().split("\n  --") {
+        let name = option.split([' ', '\n']).next().unwrap();
+        let row = rows.iter().find(|row| row.split([' ', '\n']).next() == Some(name)).unwrap();
+        let Some((_, default)) = option.split_once("[default: ") else { continue };
+        let default = default.split([']', ',']).next().unwrap();
+        assert!(row.contains(&format!("default is {default}")), "--{name}: {default}");
+    }
 }
