@@ -147,7 +147,7 @@ mod tests {
         write(root, "tide/src/lib.rs", "");
         write(root, "moon/Cargo.toml", "[dependencies]\ntide.workspace = true\n");
         write(root, "moon/src/main.rs", "");
-        write(root, "docs/tide.md", "");
+        write(root, "notes.txt", "");
         let sources = sources(root, &root.join("moon"));
         let described = |epoch| description(root, &sources, epoch);
         assert_eq!(described(None), "commit unknown");
@@ -156,7 +156,7 @@ mod tests {
         assert_eq!(described(None), format!("commit {hash}, 2026-03-01"));
         assert_eq!(described(Some("0")), format!("commit {hash}, 1970-01-01"));
         assert_eq!(described(Some("tomorrow")), format!("commit {hash}, 2026-03-01"));
-        write(root, "docs/tide.md", "high");
+        write(root, "notes.txt", "high");
         assert_eq!(described(None), format!("commit {hash}, 2026-03-01"));
         write(root, "tide/src/new.rs", "");
         assert_eq!(described(None), format!("commit {hash} with changes, 2026-03-01"));

@@ -190,7 +190,7 @@ fn show(info: &PressureInfo) -> String {
         text.push_str("paused: nothing is decided\n");
     }
     if info.dry_run {
-        text.push_str("dry run: nothing is asked of the guest\n");
+        text.push_str("dry run: nothing is requested from the guest\n");
     }
     let set: Vec<_> =
         parameters(info).filter(Parameter::is_set).map(|set| set.to_string()).collect();
