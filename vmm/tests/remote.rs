@@ -71,7 +71,7 @@ fn wrong_command_line_has_exit_code_2() {
     let socket = Some(Path::new("/nowhere/api"));
     for (args, socket, message) in [
         (&["ping"][..], None, "--api-socket"),
-        (&[], socket, ""),
+        (&[], socket, "requires a subcommand"),
         (&["memroy"], socket, "did you mean 'memory'?"),
         (&["resize"], socket, "at least one of"),
         (&["resize", "--memory", "1Q"], socket, "not a size"),
