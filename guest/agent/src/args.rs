@@ -7,26 +7,25 @@ use foreshore_proto::VSOCK_PORT;
 use thiserror::Error;
 
 pub(crate) const HELP: &str = "\
-Reports the guest's memory pressure to the VMM.
+Report the memory pressure of the guest to the VMM
 
 Usage: foreshore-agent [OPTIONS]
 
 Options:
-  --cid CID        The VMM's vsock context [default: 2, the host]
-  --port PORT      The VMM's vsock port [default: 9746]
-  --online POLICY  How plugged memory comes online: movable, so that it can leave
-                   again; auto, as the kernel sees fit; none, as it does without
-                   the agent [default: movable]
-  --reserve on|off Keep some DRAM for the kernel's own needs [default: on]
+  --cid CID        vsock context of the VMM [default: 2, the host]
+  --port PORT      vsock port of the VMM [default: 9746]
+  --online POLICY  Zone of plugged memory: movable, so that it can be unplugged
+                   again; auto, chosen by the kernel; none, as without the agent
+                   [default: movable]
+  --reserve on|off Reserve DRAM for the kernel [default: on]
   --kernel-blocks on|off
                    Give blocks of plugged DRAM to the kernel when it runs short; they
                    stay with it until the next boot [default: on]
-  --tune on|off    Adapt settings of the kernel to memory of two kinds
-                   [default: on]
-  --idle on|off    Report what memory is idle [default: on]
+  --tune on|off    Adapt settings of the kernel to DRAM and PM [default: on]
+  --idle on|off    Report idle memory [default: on]
   --once           Print one report to standard output and exit
   --version        Print the version and exit
-  --help           Print this and exit
+  --help           Print this help and exit
 
 Settings that the agent changes, only in a guest of Foreshore (the OEM ID of its
 ACPI tables is FRSHOR):
