@@ -11,23 +11,23 @@ use super::btt::{BttCommand, ExportOptions, ImageFormat, ImportOptions};
 
 const EXAMPLES: &str = "\
 Examples:
-  pmvol create /pm/pool --size 16G --strg 4G      a pool of 16 GiB, 4 of them kept for volumes
+  pmvol create /pm/pool --size 16G --strg 4G      a pool of 16 GiB, of which 4 GiB are for volumes
   pmvol create /dev/dax0.0                        a pool on all of a device
   pmvol volume create /pm/pool data --size 8G     a volume with atomic sectors (BTT)
-  pmvol grow /pm/pool --size 32G                  to 32 GiB, nothing moves
+  pmvol grow /pm/pool --size 32G                  to 32 GiB, without moving data
   pmvol volume resize /pm/pool data --size 16G
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume list /pm/pool
-  pmvol btt check /pm/pool data                   its map and its log
-  pmvol volume export /pm/pool data --to data.img  its sectors, in an image file
+  pmvol btt check /pm/pool data                   check map and log
+  pmvol volume export /pm/pool data --to data.img  copy its sectors to an image
   pmvol volume import /pm/pool data --from data.img
   pmvol volume rename /pm/pool data data-2026
-  pmvol volume delete /pm/pool data-2026 --force  erases it with its data
+  pmvol volume delete /pm/pool data-2026 --force  erase it with its data
   pmvol volume split /pm/pool rest --into logs=8G --into home=rest
-  pmvol info /pm/pool                             also while a VM uses the pool
-  pmvol check /pm/pool                            exit code 1 if anything is damaged
+  pmvol info /pm/pool                             works while a VM uses the pool
+  pmvol check /pm/pool                            exit code 1 for a damaged pool
   pmvol repair /pm/pool --dry-run
-  pmvol scrub /pm/pool                            erases what a VM that was killed has left
+  pmvol scrub /pm/pool                            erase the memory that a killed VM has left
 ";
 
 const BOUNDS: &str = "\
@@ -37,13 +37,13 @@ Sizes of pools and volumes are multiples of 2 MiB. A pool has at least 8 MiB, a 
 /// Version, and commit and date of the build.
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\n", env!("FORESHORE_BUILD"));
 
-/// What manual pages say of how a command ends.
+/// Exit status for the manual pages.
 pub(crate) const EXIT_STATUS: &str = "\
-0: done; of check and repair: all is well. 1: it failed, and stderr says why; of check and repair: something is damaged; \
-of btt read and export: not everything could be read. 2: the command line is wrong; of check and repair: the pool could \
-not be looked at, because it is in use for instance.";
+0: success; of check and repair: no damage. 1: failure, with the reason on standard error; of check and repair: damage; \
+of btt read and export: unreadable sectors. 2: wrong command line; of check and repair: the pool cannot be read, for \
+example because it is in use.";
 
-/// Pools of persistent memory and the volumes in them.
+/// Manage pools of persistent memory and their volumes
 #[derive(Parser)]
 #[command(name = "pmvol", version, long_version = VERSION, after_help = format!("{EXAMPLES}\n{}\n{BOUNDS}", size::HELP))]
 pub(crate) struct Arguments {
@@ -53,67 +53,62 @@ pub(crate) struct Arguments {
 
 #[derive(Subcommand)]
 pub(crate) enum Command {
-    /// Make a pool in a new file, on a block device or on a devdax device
+    /// Create a pool in a new file, on a block device or on a devdax device
     ///
-    /// On a disk file system all of the file is allocated; on tmpfs memory is taken when it is
-    /// used. Of a device, all that
-    /// the pool gets is erased first, which takes its time; if that is interrupted there is no
-    /// pool. A device that is
-    /// mounted, or otherwise in use, is refused.
+    /// All of a file on a disk file system is allocated; tmpfs allocates memory on use. The part of
+    /// a device that the pool gets is erased first, which takes time; an interruption leaves no
+    /// pool. A device that is mounted or otherwise in use is refused.
     #[command(after_help = "\
 Examples:
   pmvol create /pm/pool --size 16G --strg 4G
-  pmvol create /srv/pool --size 1T --thin      a file that takes blocks when they are used
+  pmvol create /srv/pool --size 1T --thin      a file that allocates blocks on use
   pmvol create /dev/nvme1n1                    all of a block device
   pmvol create /dev/dax0.0 --strg 64G          all of a devdax device")]
     Create {
-        /// The file to make, or the device
+        /// File to create, or device
         pool: PathBuf,
-        /// Size of the pool, a multiple of 2M and at least 8M; of a device, all of it if nothing is
-        /// said
+        /// Size of the pool, a multiple of 2M and at least 8M; required for a file [default: all of
+        /// a device]
         #[arg(long, value_name = "SIZE", value_parser = size::parse)]
         size: Option<u64>,
-        /// How much of it is kept for volumes and never lent as memory. Fixed from then on
+        /// Part that is reserved for volumes and never lent as memory; cannot be changed
         #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
         strg: u64,
-        /// Let a file on a disk take blocks only for what is used
+        /// Allocate blocks of a file on a disk on use
         ///
-        /// Then the file system must not become full: a guest that needs a block for its memory or
-        /// its volume, and gets
-        /// none, stands still there. A file on tmpfs is always thin.
+        /// The file system must not become full: a guest that needs a block of it for its memory or
+        /// its volume would stop. A file on tmpfs is always thin.
         #[arg(long)]
         thin: bool,
-        /// Make the pool on a device even if there is something on it, which is erased
+        /// Erase data on the device
         ///
-        /// Not if that is a pool with volumes, or one that may have some, and not if the device is
-        /// in use.
+        /// A pool that has volumes, or may have some, and a device in use are refused all the same.
         #[arg(long)]
         force: bool,
         #[command(flatten)]
         output: Output,
     },
-    /// Make a pool larger
+    /// Enlarge a pool
     ///
-    /// Volumes and their content stay. The pool must not be in use; a crash leaves it at its old
-    /// size or the new one. What
-    /// it gets of a device is erased first.
+    /// Volumes keep their content. The pool must not be in use; after a crash it has its old size
+    /// or the new one. The added part of a device is erased first.
     #[command(after_help = "\
 Examples:
   pmvol grow /pm/pool --size 32G
   pmvol grow /dev/vg0/pool                  to all of the device, after that has grown")]
     Grow {
-        /// The pool
+        /// Pool
         pool: PathBuf,
-        /// Size that it gets, a multiple of 2M; of a device, all of it if nothing is said
+        /// New size, a multiple of 2M; required for a file [default: all of a device]
         #[arg(long, value_name = "SIZE", value_parser = size::parse)]
         size: Option<u64>,
-        /// Take more of a device even if there is something on it, which is erased
+        /// Erase data in the added part of a device
         #[arg(long)]
         force: bool,
         #[command(flatten)]
         output: Output,
     },
-    /// Show what a pool is and how its bytes are used
+    /// Show a pool and its use of space
     ///
     /// Works while a VM uses the pool.
     #[command(after_help = "\
@@ -121,85 +116,80 @@ Examples:
   pmvol info /pm/pool
   pmvol info /pm/pool --json | jq .free_bytes")]
     Info {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         #[command(flatten)]
         output: Output,
     },
-    /// Check a pool and every volume in it, without changing anything
+    /// Check a pool and its volumes, without changes
     ///
-    /// The pool must not be in use. What a crash leaves behind by design is noted, and is no
-    /// damage. Free space is read, to
-    /// see that it holds nothing; holes of a sparse file are not.
+    /// The pool must not be in use. Leftovers of a crash are noted, but are not damage. Free space
+    /// is read to check that it is empty, except for holes of a sparse file.
     ///
-    /// Exit code 0: all is well, 1: something is damaged, 2: the pool could not be looked at, or
-    /// the command line is wrong.
+    /// Exit code 0: no damage, 1: damage, 2: the pool cannot be read, or the command line is wrong.
     #[command(after_help = "\
 Examples:
   pmvol check /pm/pool
   pmvol check /pm/pool --json | jq .clean")]
     Check {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         #[command(flatten)]
         output: Output,
     },
-    /// Mend what is damaged in a pool, as far as the pool itself says what was there
+    /// Repair a pool from its redundant records
     ///
-    /// From the other copy of a record, by turning back a single bit that a checksum finds, or
-    /// because everything else
-    /// is accounted for. What none of these explains is listed and not touched. Run it on a copy if
-    /// you have room for one.
+    /// A record is restored from its copy, by a single bit that corrects its checksum, or from the
+    /// other records. Damage that none of these explains is listed and stays. Run it on a copy of
+    /// the pool if there is space for one.
     ///
-    /// Exit code 0: all is well now (with --dry-run: would be), 1: something is left, 2: the pool
-    /// could not be looked at.
+    /// Exit code 0: no damage is left (with --dry-run: would be left), 1: damage is left, 2: the
+    /// pool cannot be read.
     #[command(after_help = "\
 Examples:
-  pmvol repair /pm/pool --dry-run      what it would do
+  pmvol repair /pm/pool --dry-run      print the repairs alone
   pmvol repair /pm/pool
   pmvol repair /pm/pool --give-up-volume data")]
     Repair {
-        /// The pool
+        /// Pool
         pool: PathBuf,
-        /// Change nothing, and say what would be done
+        /// Print the repairs without making them
         #[arg(long)]
         dry_run: bool,
-        /// Delete this volume, which lacks chunks that nothing explains, and erase again whatever
-        /// is free: any of that may
-        /// be one of them. Keep a copy of the pool first if what is left of the volume matters
+        /// Delete this volume, whose missing chunks nothing explains, and erase all free space,
+        /// because any of it may be one of them. Copy the pool first if the rest of the volume
+        /// matters
         #[arg(long, value_name = "NAME")]
         give_up_volume: Option<String>,
         #[command(flatten)]
         output: Output,
     },
-    /// Erase now what waits to be erased
+    /// Erase the memory that earlier VMs have left
     ///
-    /// A VM that was killed leaves the memory that it had, with its content. Nobody gets any of it
-    /// before it is erased, and
-    /// the next VM does that while it runs, so this is never needed: it is for who wants the
-    /// content gone, the host's
-    /// memory back (on tmpfs and in thin files), or the next VM to find everything clean.
+    /// A VM that was killed leaves the content of its memory in the pool. It is erased before
+    /// anything uses it, at the latest while the next VM runs, so this command is optional. It
+    /// erases the content at once, and returns memory to the host on tmpfs and in thin files.
     #[command(after_help = "Example:\n  pmvol scrub /pm/pool")]
     Scrub {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         #[command(flatten)]
         output: Output,
     },
-    /// Make, list, resize, split, rename, export, import and delete volumes
+    /// Create, list, resize, split, rename, export, import and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
     /// Check and repair BTTs, read and write single sectors
     #[command(subcommand)]
     Btt(BttCommand),
-    /// Print a script that lets a shell complete our commands and flags
+    /// Print a completion script for a shell
     #[command(after_help = "\
 Examples:
   pmvol completion bash > /usr/share/bash-completion/completions/pmvol
   pmvol completion zsh > /usr/share/zsh/site-functions/_pmvol
   source <(pmvol completion bash)      for this shell alone")]
     Completion {
-        /// The shell
+        /// Shell
         #[arg(value_enum)]
         shell: foreshore_cli::Shell,
     },
@@ -209,21 +199,20 @@ Examples:
   pmvol man | man -l -
   pmvol man /usr/share/man/man1")]
     Man {
-        /// Folder for a page of each command; it is made if it is not there
+        /// Folder for the pages, created if it is missing
         folder: Option<PathBuf>,
     },
 }
 
 #[derive(Subcommand)]
 pub(crate) enum VolumeCommand {
-    /// Make a volume and format it, or fill it from an image with --from
+    /// Create a volume, empty or from an image
     ///
-    /// A pool has room for 1024 volumes. One with BTT needs at least 18 MiB, 4 KiB in front and an
-    /// arena of 16 MiB, in
-    /// multiples of 2 MiB; a raw one 2 MiB.
+    /// A pool has space for 1024 volumes. A BTT volume needs at least 18 MiB, 4 KiB in front and an
+    /// arena of 16 MiB, in multiples of 2 MiB; a raw one needs 2 MiB.
     ///
     /// With --from, the volume gets its name when the import is complete. A failed import deletes
-    /// it. A killed one leaves a volume NAME.importing, which has to be deleted with --force.
+    /// it. A killed import leaves a volume NAME.importing, which has to be deleted with --force.
     #[command(after_help = "\
 Examples:
   pmvol volume create /pm/pool data --size 8G
@@ -232,10 +221,10 @@ Examples:
   pmvol volume create /pm/pool root --from debian.img
   pmvol volume create /pm/pool root --from debian.qcow2 --image-format qcow2 --size 8G")]
     Create {
-        /// The pool
+        /// Pool
         pool: PathBuf,
-        /// Name of the volume: up to 64 bytes of letters and digits (of any script) and . _ -, the
-        /// first of them no . or -
+        /// Name of the volume: up to 64 bytes of letters and digits (of any script), `.`, `_` and
+        /// `-`; the first is neither `.` nor `-`
         #[arg(value_parser = volume_name())]
         name: String,
         /// Size of the volume, a multiple of 2M, or `remaining` for all free space. `remaining`
@@ -249,7 +238,7 @@ Examples:
             required_unless_present = "from"
         )]
         size: Option<VolumeSize>,
-        /// How its bytes are used
+        /// Format of the volume
         #[arg(long, value_parser = volume_format(), default_value_t = VolumeFormat::Btt)]
         format: VolumeFormat,
         /// Fill the volume from this image, or from stdin if it is `-`
@@ -273,41 +262,39 @@ Examples:
   pmvol volume list /pm/pool --json | jq -r .volumes[].name"
     )]
     List {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         #[command(flatten)]
         output: Output,
     },
-    /// Give a volume another name
+    /// Rename a volume
     ///
     /// VMs find volumes by name, so change their --pm-volume too. Refused while the pool is in use.
     #[command(after_help = "Example:\n  pmvol volume rename /pm/pool data data-2026")]
     Rename {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         /// Name of the volume
         #[arg(value_name = "OLD", value_parser = volume_name())]
         name: String,
-        /// Name that it gets, which no other volume has
+        /// New name, unused by other volumes
         #[arg(value_name = "NEW", value_parser = volume_name())]
         new_name: String,
         #[command(flatten)]
         output: Output,
     },
-    /// Make a volume larger, or, if it is raw, smaller
+    /// Resize a volume; only a raw one can shrink
     ///
-    /// What is in the volume stays. A BTT volume grows by further arenas, each of at least 16 MiB
-    /// and with 256 blocks in
-    /// reserve, so grow it in few large steps; it cannot shrink. The file system in it stays as it
-    /// is: enlarge that in the
-    /// guest afterwards (resize2fs, xfs_growfs).
+    /// The volume keeps its content. A BTT volume grows by further arenas, each of at least 16 MiB
+    /// and with 256 blocks in reserve, so enlarge it in few large steps. Enlarge the file system in
+    /// the guest afterwards (resize2fs, xfs_growfs).
     #[command(after_help = "\
 Examples:
   pmvol volume resize /pm/pool data --size 16G
   pmvol volume resize /pm/pool data --size remaining
   pmvol volume resize /pm/pool dax --size 2G --shrink      a raw volume; what lies behind 2G is erased")]
     Resize {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         /// Name of the volume
         #[arg(value_parser = volume_name())]
@@ -317,39 +304,36 @@ Examples:
         /// for --pm-memory of a VM; size=remaining of --pm-volume leaves as much as the VM may need
         #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
         size: VolumeSize,
-        /// Let a raw volume become smaller: what lies behind its new end is erased
+        /// Let a raw volume shrink; the data behind its new end is erased
         #[arg(long)]
         shrink: bool,
         #[command(flatten)]
         output: Output,
     },
-    /// Split a volume into several, each with its own name
+    /// Split a volume into several
     ///
-    /// Its chunks become the parts', in the order in which they are named; after a crash the volume
-    /// is as it was, or all
-    /// parts are there. One of them may have its name. A raw volume's parts keep their bytes. A BTT
-    /// cannot be cut: its
-    /// content is erased, and its parts are empty volumes, each with a BTT of its own; so a volume
-    /// that holds data is only
-    /// split with --force.
+    /// The parts get the chunks of the volume in the order of --into, and one of them may keep its
+    /// name. After a crash, either the volume or all parts exist. Parts of a raw volume keep their
+    /// bytes. A BTT cannot be cut: its content is erased, and each part gets an empty BTT, so a BTT
+    /// volume that holds data requires --force.
     ///
-    /// For partitions in one volume that a guest sees as one disk, use the guest's own tools: every
-    /// interface takes them.
+    /// For partitions in one volume that a guest sees as one disk, use the tools of the guest:
+    /// every interface supports them.
     #[command(after_help = "\
 Examples:
   pmvol volume split /pm/pool data --into system=8G --into home=rest
   pmvol volume split /pm/pool dax --into dax=2G --into dax2=rest
   pmvol volume split /pm/pool data --into a=18M --into b=rest --force")]
     Split {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         /// Name of the volume
         #[arg(value_parser = volume_name())]
         name: String,
-        /// A part: its name, and its size, a multiple of 2M, or `rest` for what the others leave
+        /// Name and size of a part; the size is a multiple of 2M, or `rest` for the remaining space
         #[arg(long, value_name = "NAME=SIZE", required = true, value_parser = parse_part)]
         into: Vec<(String, VolumeSize)>,
-        /// Also if it holds data that its parts will not have
+        /// Split the volume even if its data is lost
         #[arg(long)]
         force: bool,
         #[command(flatten)]
@@ -370,7 +354,7 @@ Examples:
   pmvol volume export /pm/pool data --to data.qcow2 --format qcow2
   pmvol volume export /pm/pool data --to - | zstd > data.img.zst")]
     Export {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         /// Name of the volume
         #[arg(value_parser = volume_name())]
@@ -393,7 +377,7 @@ Examples:
   pmvol volume import /pm/pool data --from debian.qcow2 --format qcow2
   zstd -dc data.img.zst | pmvol volume import /pm/pool data --from - --force")]
     Import {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         /// Name of the volume
         #[arg(value_parser = volume_name())]
@@ -412,7 +396,7 @@ Examples:
   pmvol volume delete /pm/pool scratch
   pmvol volume delete /pm/pool data --force       erases its data")]
     Delete {
-        /// The pool
+        /// Pool
         pool: PathBuf,
         /// Name of the volume
         #[arg(value_parser = volume_name())]

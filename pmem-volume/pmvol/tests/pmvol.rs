@@ -498,7 +498,7 @@ fn manual_pages_say_what_help_says() {
     let folder = Folder::new();
     let page = folder.succeed(&["man"]);
     assert!(
-        page.contains("\n.SH EXIT STATUS\n0: done") && !page.contains("pmvol\\-help"),
+        page.contains("\n.SH EXIT STATUS\n0: success;") && !page.contains("pmvol\\-help"),
         "{page}"
     );
     assert!(page.contains(".TH pmvol 1") && page.contains("\n.SH EXAMPLES\n"), "{page}");

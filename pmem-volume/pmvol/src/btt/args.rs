@@ -9,8 +9,7 @@ use crate::args::{Output, volume_name};
 
 #[derive(Subcommand)]
 pub(crate) enum BttCommand {
-    /// Show the arenas of a BTT: where they lie, how many sectors they have, whether they take
-    /// writes
+    /// Show the arenas of a BTT with their place, sectors and state
     ///
     /// Works while a VM uses the pool.
     #[command(after_help = "\
@@ -24,15 +23,13 @@ Examples:
         #[command(flatten)]
         output: Output,
     },
-    /// Check that map and log of each arena name every block exactly once, without changing
-    /// anything
+    /// Check that map and log of each arena name every block exactly once, without changes
     ///
-    /// What a crash leaves for the next who opens the volume is noted, and is no damage. Nobody may
-    /// have the pool or the
-    /// file open for writing; that a kernel or QEMU has a file is not seen.
+    /// Leftovers of a crash, which the next writer completes, are noted, but are not damage. No
+    /// other program may have the pool or the file open for writing; a kernel or QEMU that uses a
+    /// file is not detected.
     ///
-    /// Exit code 0: all is well, 1: something is damaged, 2: it could not be looked at, or the
-    /// command line is wrong.
+    /// Exit code 0: no damage, 1: damage, 2: the BTT cannot be read, or the command line is wrong.
     #[command(after_help = "\
 Examples:
   pmvol btt check /pm/pool data
@@ -44,37 +41,32 @@ Examples:
         #[command(flatten)]
         output: Output,
     },
-    /// Mend what is damaged in a BTT, as far as the BTT itself says what was there
+    /// Repair a BTT from its redundant records
     ///
-    /// An info block comes from its copy. A lane of the log that makes no sense gets a block that
-    /// nobody has. A sector that
-    /// is mapped to no block gets the only one that nobody has; if there are several such sectors,
-    /// they are marked as lost,
-    /// and reads of them fail until they are written. The error flag, which keeps an arena from
-    /// being written, is cleared
-    /// when nothing else is wrong. Each step is printed before it is taken; --dry-run takes none.
+    /// An info block is restored from its copy. An invalid lane of the log gets an unused block. A
+    /// sector that is mapped to no block gets the only unused one; several such sectors are marked
+    /// as lost, and reads of them fail until they are written. The error flag, which makes an arena
+    /// read-only, is cleared if no other damage is left. Each step is printed before it is taken.
     ///
-    /// No sector that can be read reads otherwise afterwards, and no block that may hold a sector's
-    /// data is written. Where
-    /// two sectors share a block, or a sector and the log, nothing says who is right: they stay,
-    /// and the arena stays
-    /// read-only. Then `pmvol btt export` copies out what can be read, or --give-up-sectors marks
-    /// these sectors as lost.
+    /// Readable sectors keep their content, and no block that may hold data is written. If two
+    /// sectors share a block, or a sector and the log, both stay, and the arena stays read-only.
+    /// Copy the readable sectors with `pmvol btt export`, or mark these sectors as lost with
+    /// --give-up-sectors.
     ///
-    /// Exit code 0: all is well now (with --dry-run: would be), 1: something is left, 2: it could
-    /// not be looked at.
+    /// Exit code 0: no damage is left (with --dry-run: would be left), 1: damage is left, 2: the
+    /// BTT cannot be read.
     #[command(after_help = "\
 Examples:
-  pmvol btt repair /pm/pool data --dry-run          what it would do
+  pmvol btt repair /pm/pool data --dry-run          print the repairs alone
   pmvol btt repair /pm/pool data
   pmvol btt repair --file media.img --give-up-sectors")]
     Repair {
         #[command(flatten)]
         place: Place,
-        /// Change nothing, and say what would be done
+        /// Print the repairs without making them
         #[arg(long)]
         dry_run: bool,
-        /// Mark sectors as lost that share a block, so that the arena can be written again
+        /// Mark sectors that share a block as lost, so that the arena becomes writable
         #[arg(long)]
         give_up_sectors: bool,
         #[command(flatten)]
@@ -82,9 +74,8 @@ Examples:
     },
     /// Print sectors, as bytes or in hexadecimal
     ///
-    /// On a terminal always in hexadecimal. A sector that cannot be read is named, and printed as
-    /// zeros. Then, or if
-    /// anything else in the volume is damaged, the exit code is 1.
+    /// A terminal always gets hexadecimal. A sector that cannot be read is named, and printed as
+    /// zeros. Then, or if other damage is found in the volume, the exit code is 1.
     #[command(after_help = "\
 Examples:
   pmvol btt read /pm/pool data --sector 0 --hex
@@ -93,19 +84,19 @@ Examples:
     Read {
         #[command(flatten)]
         place: Place,
-        /// The first sector, counted from 0
+        /// First sector, counted from 0
         #[arg(long, value_name = "NUMBER")]
         sector: u64,
-        /// How many
+        /// Number of sectors
         #[arg(long, value_name = "NUMBER", default_value_t = 1)]
         count: u64,
-        /// In hexadecimal, with the text beside it
+        /// Print hexadecimal and text
         #[arg(long)]
         hex: bool,
     },
-    /// Write sectors from stdin or a file, which has whole sectors
+    /// Write whole sectors from stdin or a file
     ///
-    /// Each sector is the old one or the new one, whatever happens meanwhile.
+    /// After a crash, each sector is the old one or the new one.
     #[command(after_help = "\
 Examples:
   pmvol btt write /pm/pool data --sector 0 < boot.bin
@@ -113,10 +104,10 @@ Examples:
     Write {
         #[command(flatten)]
         place: Place,
-        /// The first sector, counted from 0
+        /// First sector, counted from 0
         #[arg(long, value_name = "NUMBER")]
         sector: u64,
-        /// Where the bytes come from, if not from stdin
+        /// File to read [default: stdin]
         #[arg(long, value_name = "FILE")]
         from: Option<PathBuf>,
     },
@@ -171,7 +162,7 @@ pub(crate) struct ImportOptions {
 /// Where a BTT is.
 #[derive(Args, Serialize)]
 pub(crate) struct Place {
-    /// The pool; no pool and no volume with --file
+    /// Pool; omitted with --file
     #[arg(required_unless_present = "file", requires = "volume")]
     #[serde(rename = "path", skip_serializing_if = "Option::is_none")]
     pub(crate) pool: Option<PathBuf>,
@@ -179,9 +170,8 @@ pub(crate) struct Place {
     #[arg(value_parser = volume_name())]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) volume: Option<String>,
-    /// A file or device with a BTT in it, instead of a volume: a namespace's media as Linux sees it
-    /// (/dev/pmem0, or the file
-    /// behind a guest's NVDIMM)
+    /// File or device with a BTT, instead of a volume: the media of a namespace as seen by Linux
+    /// (/dev/pmem0, or the file behind the NVDIMM of a guest)
     #[arg(long, value_name = "MEDIA", conflicts_with_all = ["pool", "volume"])]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) file: Option<PathBuf>,
@@ -200,7 +190,7 @@ impl Place {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ImageFormat {
-    /// The bytes as they are
+    /// Plain bytes
     Raw,
     /// QEMU's copy-on-write format, by `qemu-img convert`
     Qcow2,
