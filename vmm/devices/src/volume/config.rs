@@ -213,8 +213,7 @@ mod tests {
                 .contains("auto, nvdimm, virtio-pmem or virtio-blk")
         );
         assert!(
-            error("pool=/p,name=a/b")
-                .starts_with(r#"--pm-volume: the volume name "a/b" has '/' in it"#)
+            error("pool=/p,name=a/b").starts_with(r#"--pm-volume: volume name "a/b" contains '/'"#)
         );
         assert_eq!(error("pool=/p,name="), "--pm-volume: name= is missing");
         assert!(

@@ -210,10 +210,7 @@ mod tests {
         let (mut machine, table) = growing(1024 * MIB);
         machine.plan_resize(&dram((65 + 128) * MIB)).unwrap();
         for (mib, text) in [
-            (
-                66,
-                "desired_ram 69206016: an increase of 1 MiB is not a multiple of the block size 128 MiB",
-            ),
+            (66, "memory 66 MiB: an increase of 1 MiB is not a multiple of the block size 128 MiB"),
             (65 + 1024 + 128, "an increase of 1152 MiB exceeds the 1 GiB that hotplug_size leaves"),
         ] {
             let error = resize(&mut machine, mib).unwrap_err();

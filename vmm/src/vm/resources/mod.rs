@@ -398,8 +398,8 @@ mod tests {
         assert_eq!(
             foreshore_types::chain(&err),
             format!(
-                "Cannot set up --pm-memory pool={path}: pool {path}: no such file or device; \
-                 `pmvol create` makes a pool"
+                "cannot set up --pm-memory pool={path}: pool {path}: no such file or device; \
+                 create the pool with `pmvol create`"
             )
         );
     }
