@@ -15,19 +15,26 @@ const OEM_ID_OFFSET: usize = 10;
 
 /// Checks the ACPI tables, which do not depend on the VMM's readiness: memory that a VM plugs
 /// before the VMM accepts reports must come online as well.
-fn is_ours(sys: &Path) -> bool {
-    let table = fs::read(sys.join(FADT)).unwrap_or_default();
-    table.get(OEM_ID_OFFSET..).is_some_and(|rest| rest.starts_with(&ACPI_OEM_ID))
+///
+/// Returns the reason if the machine is not recognized as a guest.
+fn check_ours(sys: &Path) -> Result<(), String> {
+    let path = sys.join(FADT);
+    let table = fs::read(&path)
+        .map_err(|error| format!("Cannot recognize the machine by {}: {error}", path.display()))?;
+    let is_ours = table.get(OEM_ID_OFFSET..).is_some_and(|rest| rest.starts_with(&ACPI_OEM_ID));
+    is_ours.then_some(()).ok_or_else(|| "This is not a guest of Foreshore (ACPI)".to_owned())
 }
 
 /// Returns `options`, without the parts that change the machine unless it is a guest of Foreshore.
 /// `sys` is /sys outside of tests.
 pub(crate) fn permitted(options: &Options, sys: &Path) -> Options {
-    if is_ours(sys) {
-        return options.clone();
+    match check_ours(sys) {
+        Ok(()) => options.clone(),
+        Err(reason) => {
+            eprintln!("foreshore-agent: {reason}; no settings are changed");
+            options.reporting_only()
+        }
     }
-    eprintln!("foreshore-agent: This is not a guest of Foreshore (ACPI): no settings are changed");
-    options.reporting_only()
 }
 
 #[cfg(test)]
@@ -63,5 +70,17 @@ mod tests {
             }
             assert_eq!(&permitted(&all, &tree.at("sys")), expected, "{text:?}");
         }
+    }
+
+    #[test]
+    fn reason_distinguishes_another_machine_from_an_unreadable_table() {
+        let tree = Tree::new(&[]);
+        let reason = check_ours(&tree.at("sys")).unwrap_err();
+        assert!(reason.starts_with("Cannot recognize the machine by"), "{reason}");
+        tree.put(&format!("sys/{FADT}"), "FACP");
+        assert_eq!(
+            check_ours(&tree.at("sys")).unwrap_err(),
+            "This is not a guest of Foreshore (ACPI)"
+        );
     }
 }

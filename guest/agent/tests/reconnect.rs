@@ -174,7 +174,7 @@ fn agent_on_a_machine_that_is_no_guest_says_so_and_reports() {
     vmm.hello();
     assert_eq!(vmm.report_seq(), 1);
     agent.signal(Signal::TERM);
-    agent.says("not a guest of Foreshore");
+    agent.says("no settings are changed");
 }
 
 #[test]

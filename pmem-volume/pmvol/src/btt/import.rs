@@ -331,7 +331,11 @@ impl<'a> Target<'a> {
             Target::Empty(load) => {
                 load.take().expect("it is taken once").finish()?.settle()?;
             }
-            Target::Bytes(raw) => raw.persist()?,
+            Target::Bytes(raw) => {
+                raw.persist()?;
+                // Zeros that the volume already had were not stored, and may not be durable yet.
+                raw.media.persist_range(0..raw.media.len_bytes())?;
+            }
         }
         Ok(())
     }

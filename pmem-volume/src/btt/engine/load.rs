@@ -24,6 +24,7 @@ use std::ops::Range;
 use super::arena::Arena;
 use super::map::{self, LINE_SECTORS};
 use super::{Common, Engine, EngineError, Place};
+use crate::btt::check;
 use crate::btt::content::holds_data;
 use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
 use crate::media::{Media, MediaError, Pending};
@@ -36,6 +37,9 @@ pub struct Load<S> {
     engine: Engine<S>,
     window_sectors: u32,
     window: Option<Window>,
+    /// Arena and first sector of the last window. Entering a window erases it, so no window is
+    /// entered twice.
+    last_entered: Option<(usize, u32)>,
 }
 
 /// Sectors between steps 1 and 3.
@@ -53,17 +57,20 @@ impl<S: Media> Engine<S> {
     /// be written one by one:
     ///
     /// - A sector holds data, or an arena takes no writes.
+    /// - A check has findings. A guest may have stored map entries that name no block, or the same
+    ///   block twice.
     /// - Sectors are smaller than a page. See [`Engine::discard`] for the reason.
     pub fn into_load(self) -> Result<Load<S>, Box<Self>> {
         let is_writable = |place: &Place| place.arena().and_then(Arena::check_writable).is_ok();
         let is_empty = u64::from(self.sector_bytes) >= PAGE_BYTES
             && self.places.iter().all(is_writable)
-            && holds_data(self.space()).is_ok_and(|holds_data| !holds_data);
+            && holds_data(self.space()).is_ok_and(|holds_data| !holds_data)
+            && check(self.space()).is_clean();
         if !is_empty {
             return Err(Box::new(self));
         }
         let window_sectors = (WINDOW_BYTES / u64::from(self.sector_bytes)) as u32;
-        Ok(Load { engine: self, window_sectors, window: None })
+        Ok(Load { engine: self, window_sectors, window: None, last_entered: None })
     }
 }
 
@@ -73,8 +80,12 @@ impl<S: Media> Load<S> {
         &self.engine
     }
 
-    /// Stores whole sectors, in any order. They are durable when [`Load::finish`] has returned.
-    /// After a crash, each reads as zeros or as what was stored last.
+    /// Stores whole sectors. They are durable when [`Load::finish`] has returned. After a crash,
+    /// each reads as zeros or as its last stored data.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the sectors precede the current window.
     pub fn write(&mut self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
         let sectors = self.engine.whole_sectors(first_sector, bytes.len())?;
         let sector_bytes = self.engine.sector_bytes as usize;
@@ -115,6 +126,8 @@ impl<S: Media> Load<S> {
         let Engine { places, common, .. } = &self.engine;
         let place = places[arena].arena()?;
         let start = sector / self.window_sectors * self.window_sectors;
+        let previous = self.last_entered.replace((arena, start));
+        assert!(previous < Some((arena, start)), "windows are stored in ascending order");
         let end = start.saturating_add(self.window_sectors).min(place.info.sectors);
         let failed = place.store_discarded(common, start..end)?;
         assert!(failed.is_empty(), "sectors in error are data, and an empty BTT has none");

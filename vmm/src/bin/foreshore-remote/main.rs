@@ -236,11 +236,15 @@ fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
     foreshore_cli::answer_completion(manual::description);
     match run(std::env::args_os().collect()) {
-        Ok(text) => {
+        Ok(text) => match io::stdout().write_all(text.as_bytes()) {
             // A reader such as `head` may have closed the pipe.
-            let _ = io::stdout().write_all(text.as_bytes());
-            ExitCode::SUCCESS
-        }
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                let _ =
+                    writeln!(io::stderr(), "foreshore-remote: cannot write the output: {error}");
+                ExitCode::FAILURE
+            }
+            _ => ExitCode::SUCCESS,
+        },
         Err(error) => {
             let message = format!("{error:#}").replace('\n', " ");
             let _ = writeln!(io::stderr(), "foreshore-remote: {message}");

@@ -4,8 +4,11 @@ use std::sync::atomic::Ordering;
 
 use super::crash::verify;
 use super::crash_wrong::must_be_found_out;
+use super::damage::second_of;
 use super::script::{Oracle, Recorded, SECTORS, Wrong, new_media, sparse_content};
 use super::*;
+use crate::btt::holds_data;
+use crate::btt::layout::{MAP_BLOCK, MAP_ZERO};
 use crate::media::simulator::Random;
 use crate::pool::tests::campaign::{Replay, seeds};
 
@@ -72,10 +75,11 @@ fn a_loaded_btt_holds_the_data_and_is_served_as_any_other() {
     let sectors = border - 90..border + 90;
     let bytes: Vec<u8> = sectors.clone().flat_map(|sector| content(sector, 1, 4096)).collect();
     let mut load = engine.into_load().unwrap().in_windows_of(64);
-    load.write(sectors.start, &bytes).unwrap();
-    // Out of order, and again.
+    // Out of order within a window, and again.
+    load.write(9, &content(9, 1, 4096)).unwrap();
     load.write(3, &content(3, 1, 4096)).unwrap();
     load.write(3, &content(3, 2, 4096)).unwrap();
+    load.write(sectors.start, &bytes).unwrap();
     assert!(matches!(load.write(u64::MAX, &bytes), Err(EngineError::Outside { .. })));
     let engine = load.finish().unwrap();
     let mut back = vec![0; bytes.len()];
@@ -90,6 +94,29 @@ fn a_loaded_btt_holds_the_data_and_is_served_as_any_other() {
     let engine = Engine::open(media).unwrap();
     assert_eq!(read(&engine, 3), content(3, 3, 4096));
     assert_eq!(read(&engine, border), content(border, 1, 4096));
+}
+
+#[test]
+#[should_panic(expected = "ascending order")]
+fn window_that_was_left_is_not_entered_again() {
+    let engine = Engine::open(formatted_twice(4096)).unwrap();
+    let mut load = engine.into_load().unwrap().in_windows_of(64);
+    for sector in [0, 64, 1] {
+        load.write(sector, &content(sector, 1, 4096)).unwrap();
+    }
+}
+
+#[test]
+fn btt_whose_empty_entries_name_wrong_blocks_is_not_loaded() {
+    // A block that does not exist, and the block of another sector.
+    for block in [MAP_BLOCK, 6] {
+        let media = formatted_twice(4096);
+        let entry_at = second_of(&media).map_at + 4 * 5;
+        media.store(entry_at, &(MAP_ZERO | block).to_le_bytes()).unwrap();
+        let engine = Engine::open(media).unwrap();
+        assert!(!holds_data(engine.space()).unwrap());
+        assert!(engine.into_load().is_err(), "{block}");
+    }
 }
 
 #[test]
