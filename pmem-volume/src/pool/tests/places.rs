@@ -341,7 +341,10 @@ fn error_of_a_block_device_in_use_names_the_holder() {
     drop(claimed);
     // udev reads a disk under a shared lock after writes.
     let udev = File::open(&disk.device).unwrap();
-    assert!(try_lock(&udev, LockKind::Shared).unwrap().is_ok());
+    // The forked child may have a copy of this descriptor as well.
+    while try_lock(&udev, LockKind::Shared).unwrap().is_err() {
+        thread::yield_now();
+    }
     let looks = thread::spawn(move || {
         thread::sleep(Duration::from_millis(100));
         drop(udev);
