@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::statistics::BalloonState;
 use crate::units::BLOCK_BYTES;
 
-/// ID of a zone of one VM. The caller chooses the numbers.
+/// ID of a zone within one VM. The caller chooses the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct ZoneId(pub u32);
 
@@ -18,22 +18,22 @@ impl fmt::Display for ZoneId {
     }
 }
 
-/// State of the guest's driver of a zone, as its device reports it.
+/// State of the guest's driver for one zone, as the zone's device reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DriverState {
-    /// No driver has loaded since the guest started, or the last one has reset the device.
+    /// No driver has been loaded since the guest started, or the last driver has reset the device.
     #[default]
     Absent,
     /// The driver carries out requests.
     Ready,
-    /// The device has refused the driver, because it lacks a feature. No memory is requested from
+    /// The device has refused the driver because it lacks a feature. No memory is requested from
     /// the zone.
     Unsupported,
 }
 
 impl DriverState {
-    /// All states, for a metric that shows each of them.
+    /// All states, for a metric with one series per state.
     pub const ALL: [Self; 3] = [Self::Absent, Self::Ready, Self::Unsupported];
 
     /// Name in metrics and in the API.
@@ -46,38 +46,38 @@ impl DriverState {
     }
 }
 
-/// Part of the size requested last that the host could not provide. The device has lowered the
-/// request.
+/// Part of the last requested size that the host could not provide. The device has lowered the
+/// request by this part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Shortfall {
-    /// Reason as in the metrics: `pool-full`.
+    /// Reason as shown in metrics, for example `pool-full`.
     pub reason: &'static str,
     /// Size that was requested.
     pub wanted_bytes: u64,
 }
 
-/// Reason of a request that was withdrawn, because the guest's driver is unsupported.
+/// Reason shown if a request was withdrawn because the guest's driver is unsupported.
 pub const UNSUPPORTED_DRIVER_REASON: &str = "driver";
 
-/// Reason why a driver is refused, for logs, errors and statuses. Linux commit 61082ad6a6e1, first
-/// released in 5.16.
+/// Explanation of a refused driver for logs, errors and statuses. The missing feature was added by
+/// Linux commit 61082ad6a6e1, first released in 5.16.
 pub const UNSUPPORTED_DRIVER: &str = "the guest's virtio_mem driver lacks \
     VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE, which Linux has since version 5.16";
 
-/// The hotplug part of a zone, as its virtio-mem device has it.
+/// Sizes of a zone's hotpluggable part, as its virtio-mem device reports them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ZoneSizes {
     /// ID of the zone.
     pub id: ZoneId,
-    /// Type of its memory.
+    /// Type of the zone's memory.
     pub tier: Tier,
-    /// Node of the zone in the guest.
+    /// Guest NUMA node of the zone.
     pub guest_numa_node: u32,
-    /// Size of the device's blocks. Each size is a multiple of it.
+    /// Block size of the device. Every other size is a multiple of it.
     pub block_bytes: u64,
     /// Lower limit of the requested size.
     pub floor_bytes: u64,
-    /// Upper limit of the requested size: the device's region.
+    /// Upper limit of the requested size, which is the size of the device's region.
     pub max_bytes: u64,
     /// Requested size.
     pub requested_bytes: u64,
@@ -85,19 +85,19 @@ pub struct ZoneSizes {
     pub plugged_bytes: u64,
     /// State of the guest's driver.
     pub driver: DriverState,
-    /// Part of a client's request that is withheld until the guest has room for its page
-    /// descriptors.
+    /// Part of a client's request that is withheld until the guest has room for the page
+    /// descriptors of that memory.
     pub held_bytes: u64,
-    /// Shortfall of the last requested size. Cleared by the next request.
+    /// Shortfall of the last requested size. The next request clears it.
     pub shortfall: Option<Shortfall>,
-    /// The last requested size was withdrawn, because the driver is unsupported. Cleared by the
-    /// next request.
+    /// The last requested size was withdrawn because the driver is unsupported. The next request
+    /// clears this flag.
     pub is_withdrawn: bool,
 }
 
 impl ZoneSizes {
-    /// Creates a zone with blocks of 2 MiB and nothing plugged, on the guest node with the same
-    /// number.
+    /// Creates a zone with blocks of 2 MiB and no plugged memory. Its guest node has the same
+    /// number as the zone.
     pub fn empty(id: u32, tier: Tier, max_bytes: u64) -> Self {
         ZoneSizes {
             id: ZoneId(id),
@@ -115,14 +115,15 @@ impl ZoneSizes {
         }
     }
 
-    /// Reason why the device has lowered the request, as in the API: `pool-full`, `driver`.
+    /// Returns the reason why the device lowered the request, as in the API: `pool-full` or
+    /// `driver`.
     pub fn lowered_by(&self) -> Option<&'static str> {
         let driver = self.is_withdrawn.then_some(UNSUPPORTED_DRIVER_REASON);
         self.shortfall.map(|shortfall| shortfall.reason).or(driver)
     }
 
-    /// Upper limit of the requested size: the device's region, or the requested size if the driver
-    /// is unsupported.
+    /// Returns the upper limit of the requested size. This is the size of the device's region, or
+    /// the present request if the driver is unsupported.
     pub fn requestable_bytes(&self) -> u64 {
         match self.driver {
             DriverState::Unsupported => self.requested_bytes.min(self.max_bytes),
@@ -130,12 +131,12 @@ impl ZoneSizes {
         }
     }
 
-    /// Requested memory that is not plugged yet.
+    /// Returns the requested memory that is not plugged yet.
     pub fn outstanding_grow_bytes(&self) -> u64 {
         self.requested_bytes.saturating_sub(self.plugged_bytes)
     }
 
-    /// Plugged memory that has to be unplugged.
+    /// Returns the plugged memory that still has to be unplugged.
     pub fn outstanding_shrink_bytes(&self) -> u64 {
         self.plugged_bytes.saturating_sub(self.requested_bytes)
     }
@@ -144,29 +145,29 @@ impl ZoneSizes {
 /// Distance from one guest node to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct NodeDistance {
-    /// Node with the CPU.
+    /// Node of the CPU.
     pub from: u32,
-    /// Node with the memory.
+    /// Node of the memory.
     pub to: u32,
-    /// Distance as in ACPI's SLIT, where a node has distance 10 to itself.
+    /// Distance as in ACPI's SLIT. The distance from a node to itself is 10.
     pub distance: u8,
 }
 
-/// Distances between the guest's nodes, as in its SLIT.
+/// Distances between the guest's nodes, as in the guest's SLIT.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct Distances {
-    /// Distances other than the defaults, in order of their nodes.
+    /// Distances that differ from the defaults, ordered by their nodes.
     set: Vec<NodeDistance>,
 }
 
 impl Distances {
     /// Default distance from a node to itself.
     pub const LOCAL: u8 = 10;
-    /// Default distance from a node to another one.
+    /// Default distance between two different nodes.
     pub const REMOTE: u8 = 20;
 
-    /// Sets one distance. The opposite direction is separate.
+    /// Sets the distance in one direction. The opposite direction is set separately.
     pub fn set(&mut self, from: u32, to: u32, distance: u8) {
         let entry = NodeDistance { from, to, distance };
         match self.find(from, to) {
@@ -184,7 +185,7 @@ impl Distances {
         }
     }
 
-    /// Returns the distances that were set, in order of their nodes.
+    /// Returns the distances that were set, ordered by their nodes.
     pub fn iter(&self) -> impl Iterator<Item = &NodeDistance> {
         self.set.iter()
     }
@@ -194,23 +195,23 @@ impl Distances {
     }
 }
 
-/// A VM's memory at one moment, as the host observes it.
+/// A VM's memory at one point in time, as the host observes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct HostView {
-    /// Zones with a hotplug part, and the balloon zone.
+    /// All zones with hotpluggable memory, and the balloon zone.
     pub zones: Vec<ZoneSizes>,
-    /// Boot memory, and memory that was added later and is never unplugged (DIMMs).
+    /// Boot memory, including DIMMs that were added later. It is never unplugged.
     pub boot_bytes: u64,
-    /// Volumes and files that are mapped into the guest, which may use them as memory.
+    /// Volumes and files that are mapped into the guest. The guest may use them as memory.
     pub mapped_bytes: u64,
-    /// Free memory of the pool for zones of tier `pm`.
+    /// Free memory in the pool for zones of tier `pm`.
     pub pool_free_bytes: u64,
     /// Distances between the guest's nodes.
     pub distances: Distances,
-    /// The zone that is a balloon in boot memory, if any. Its memory needs neither page descriptors
-    /// nor onlining when it grows, because it is the guest's already.
+    /// Zone that is a balloon in boot memory, if any. It already belongs to the guest, so growing
+    /// it needs neither page descriptors nor onlining.
     pub balloon: Option<ZoneId>,
-    /// The balloon, if its statistics size a guest without an agent.
+    /// State of the balloon, if its statistics are used to size a guest without an agent.
     #[serde(skip)]
     pub balloon_state: Option<BalloonState>,
 }
@@ -226,25 +227,25 @@ impl HostView {
         self.sum(|zone| zone.plugged_bytes)
     }
 
-    /// Sum of the sizes of all devices' regions.
+    /// Sum of the region sizes of all devices.
     pub fn region_bytes(&self) -> u64 {
         self.sum(|zone| zone.max_bytes)
     }
 
-    /// Upper limit of the memory that a report can contain.
+    /// Upper limit of the memory that a valid report can contain.
     pub fn most_memory_bytes(&self) -> u64 {
         let sizes = [self.boot_bytes, self.region_bytes(), self.mapped_bytes];
         sizes.into_iter().fold(0, u64::saturating_add)
     }
 
-    /// Sum over all zones of the largest size that may be requested. A zone with an unsupported
-    /// driver keeps its requested size.
+    /// Sum, over all zones, of the largest size that may be requested. For a zone with an
+    /// unsupported driver, this is its present request.
     pub fn max_bytes(&self) -> u64 {
         self.sum(ZoneSizes::requestable_bytes)
     }
 
-    /// Memory that virtio-mem zones can have plugged together. The guest reserves DRAM for its page
-    /// descriptors.
+    /// Largest total size that all virtio-mem zones can have plugged. The guest reserves DRAM for
+    /// the page descriptors of that much memory.
     pub fn pluggable_bytes(&self) -> u64 {
         self.sum(|zone| match zone.driver {
             _ if self.balloon == Some(zone.id) => 0,
@@ -253,12 +254,12 @@ impl HostView {
         })
     }
 
-    /// Requested memory that is not plugged yet, of all zones.
+    /// Requested memory that is not plugged yet, in all zones.
     pub fn outstanding_grow_bytes(&self) -> u64 {
         self.sum(ZoneSizes::outstanding_grow_bytes)
     }
 
-    /// Plugged memory that has to be unplugged, of all zones.
+    /// Plugged memory that still has to be unplugged, in all zones.
     pub fn outstanding_shrink_bytes(&self) -> u64 {
         self.sum(ZoneSizes::outstanding_shrink_bytes)
     }

@@ -1,8 +1,8 @@
-//! Governor of a VM's memory: policies, and the controller that turns reports of a guest into
-//! plans.
+//! Sizes a VM's memory: policies decide on a size, and the controller turns the guest's reports
+//! into plans.
 //!
 //! This crate is pure: it has no clock, I/O or KVM. The caller passes reports, the sizes of the
-//! VM's zones and the time. The same calls always return the same plans.
+//! VM's zones and the time. The same sequence of calls always returns the same plans.
 //!
 //! ```text
 //!   line -> Intake -> Report -+
@@ -11,10 +11,10 @@
 //! ```
 //!
 //! A [`Policy`](policy::Policy) decides how much hotplugged memory the guest should have. The
-//! [`Controller`](controller::Controller) applies to every policy. It divides that size among the
-//! zones, and decides on the pace, the order, the bounds, and the reaction to a guest that does not
-//! follow. The [`Governor`](governor::Governor) turns events of a VM into calls of the controller,
-//! and plans into requests.
+//! [`Controller`](controller::Controller) is the same for every policy. It divides that size among
+//! the zones, sets the pace and order of changes, applies the bounds, and reacts to a guest that
+//! does not follow requests. The [`Governor`](governor::Governor) calls the controller for each
+//! event of the VM, and turns plans into requests.
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]

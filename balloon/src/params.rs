@@ -1,5 +1,5 @@
-//! Parameters by name: one table for each policy and for the rules. The flag, the API and
-//! docs/reference/policies.md get names, units, bounds and defaults from these tables.
+//! Named parameters, with one table for each policy and one for the rules. The command line, the
+//! API and docs/reference/policies.md read names, units, bounds and defaults from these tables.
 
 use std::fmt;
 
@@ -16,21 +16,22 @@ use crate::BLOCK_BYTES;
 pub enum Unit {
     /// Bytes, for example `4096` or `512M`.
     Bytes,
-    /// Bytes in whole blocks of 2 MiB.
+    /// Bytes that must be a multiple of the block size of 2 MiB.
     Blocks,
     /// Milliseconds, for example `500ms` or `2s`.
     Ms,
-    /// Thousandths.
+    /// Thousandths of a whole.
     Permille,
     /// A plain number.
     Count,
 }
 
-/// `ms` precedes `m` and `s`, because it ends with the one and begins with the other.
+/// Units of time. `ms` precedes `m` and `s` because suffixes are tried in this order, and it
+/// contains both letters.
 const TIMES: [(&str, u64); 4] = [("ms", 1), ("h", 3_600_000), ("m", 60_000), ("s", 1_000)];
 
 impl Unit {
-    /// Returns the name in documentation.
+    /// Returns the unit's name in documentation.
     pub fn label(self) -> &'static str {
         match self {
             Unit::Bytes => "bytes",
@@ -41,7 +42,7 @@ impl Unit {
         }
     }
 
-    /// Describes valid values.
+    /// Describes the valid values of the unit.
     fn expected(self) -> String {
         match self {
             Unit::Bytes => format!("a size: {}", size::SYNTAX),
@@ -54,18 +55,18 @@ impl Unit {
         }
     }
 
-    /// Parses a value.
+    /// Parses a value with this unit.
     pub fn parse(self, text: &str) -> Result<u64, ValueError> {
         let value = match self {
             Unit::Bytes | Unit::Blocks => Some(size::parse(text)?),
-            // Users might take a time without a unit for seconds.
+            // A time needs a unit, because users might read a plain number as seconds.
             Unit::Ms => with_suffix(text, &TIMES),
             Unit::Permille | Unit::Count => digits(text),
         };
         value.filter(|value| self.fits(*value)).ok_or(ValueError::Unfit(self))
     }
 
-    /// Formats a value in the largest unit that divides it.
+    /// Formats a value with the largest suffix that divides it evenly.
     pub fn show(self, value: u64) -> String {
         match self {
             Unit::Bytes | Unit::Blocks => Size(value).compact(),
@@ -86,7 +87,7 @@ impl Unit {
 }
 
 fn digits(text: &str) -> Option<u64> {
-    // `u64::from_str` accepts a sign, which no parameter has.
+    // `u64::from_str` accepts a leading `+`, but parameters have no sign.
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }
 
@@ -98,21 +99,22 @@ fn with_suffix(text: &str, units: &[(&str, u64)]) -> Option<u64> {
     })
 }
 
-/// Reason why a text is not a value of a unit.
+/// Reason why a text is not a valid value for a unit.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ValueError {
-    /// Not a size.
+    /// The text is not a size.
     #[error(transparent)]
     Size(#[from] SizeError),
-    /// Not a time or a number, or a size that is not whole blocks.
+    /// The text is not a time or a number, or it is a size that is not a multiple of the block
+    /// size.
     #[error("must be {}", .0.expected())]
     Unfit(Unit),
 }
 
-/// Parameter of a policy or of the rules.
+/// Description of one parameter of a policy or of the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Param {
-    /// Name on the command line, on the API and in errors.
+    /// Name on the command line, in the API and in errors.
     pub name: &'static str,
     /// Unit of the value.
     pub unit: Unit,
@@ -122,11 +124,11 @@ pub struct Param {
     pub high: u64,
     /// Default value.
     pub default: u64,
-    /// Description.
+    /// Description for users.
     pub about: &'static str,
 }
 
-/// Value as a user has given it: a number in the parameter's own unit (bytes, milliseconds,
+/// Value as the user entered it: a number in the parameter's own unit (bytes, milliseconds or
 /// thousandths), or a text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
@@ -138,12 +140,12 @@ pub enum Setting {
 }
 
 impl Setting {
-    /// Completes "must be" in an error about JSON.
+    /// End of the error "must be ..." for a JSON value of the wrong type.
     pub const EXPECTED: &'static str = r#"a whole number, or a text such as "512M" or "2s""#;
 }
 
 impl<'de> Deserialize<'de> for Setting {
-    /// Equivalent to `#[serde(untagged)]`, except that errors also name the value that was found.
+    /// Works like `#[serde(untagged)]`, except that errors also show the value that was found.
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         struct NumberOrText;
 
@@ -182,7 +184,7 @@ impl fmt::Display for Setting {
     }
 }
 
-/// Reason why a parameter is refused. Earlier settings stay.
+/// Reason why a parameter is refused. The other settings remain unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ParamError {
     /// The value is out of bounds.
@@ -199,7 +201,7 @@ pub enum ParamError {
         /// Upper bound.
         high: u64,
     },
-    /// The value is below that of another parameter.
+    /// The value is below the value of another parameter.
     #[error("{name} is {}, must be at least {other}, which is {}", .unit.show(*.value), .unit.show(*.bound))]
     BelowOther {
         /// Name of the parameter.
@@ -213,20 +215,20 @@ pub enum ParamError {
         /// Value of the other parameter.
         bound: u64,
     },
-    /// The value is not a size.
+    /// The text is not a size.
     #[error("{name}={error}")]
     NotASize {
         /// Name of the parameter.
         name: &'static str,
-        /// Cause.
+        /// Reason why the text is not a size.
         error: SizeError,
     },
-    /// The value does not fit the unit.
+    /// The value does not fit the parameter's unit.
     #[error("{name} is {setting}, must be {}", .unit.expected())]
     NotAValue {
         /// Name of the parameter.
         name: &'static str,
-        /// Setting that was given.
+        /// Value as the user entered it.
         setting: Setting,
         /// Unit of the parameter.
         unit: Unit,
@@ -234,38 +236,38 @@ pub enum ParamError {
     /// No parameter has this name.
     #[error("parameter {name:?} is unknown; those of {of} are {known}")]
     Unknown {
-        /// Name that was given.
+        /// Name that the user entered.
         name: String,
-        /// Policy or rules that were searched.
+        /// Name of the policy whose parameters were searched, or of the rules.
         of: &'static str,
-        /// Names of their parameters.
+        /// Names of all parameters in that policy or in the rules.
         known: String,
     },
 }
 
-/// A set of parameters with its table.
+/// Struct of parameters that are described by a table.
 pub trait Parameters {
-    /// Returns all parameters, in a fixed order.
+    /// Returns the descriptions of all parameters, in a fixed order.
     fn table(&self) -> &'static [Param];
 
-    /// Returns pairs of parameters. The second of a pair must not be below the first.
+    /// Returns pairs of parameters. The second parameter of a pair must not be less than the first.
     fn order(&self) -> &'static [(&'static str, &'static str)];
 
-    /// Returns the value of the parameter at an index of the table.
+    /// Returns the parameter's value at this index of the table.
     fn value(&self, index: usize) -> u64;
 
-    /// Returns the place of a value. Only [`Parameters::validate`] checks values that are written
-    /// there.
+    /// Returns a mutable reference to a value. A value written through it is not checked until
+    /// [`Parameters::validate`] is called.
     fn slot(&mut self, index: usize) -> &mut u64;
 
-    /// Returns the value of the parameter with this name.
+    /// Returns the value of the parameter called `name`.
     fn get(&self, name: &str) -> Option<u64> {
         let index = self.table().iter().position(|param| param.name == name)?;
         Some(self.value(index))
     }
 
-    /// Sets a parameter. `of` names the set of parameters in errors. [`Parameters::validate`]
-    /// checks pairs later, so that both parameters of a pair can be changed.
+    /// Sets a parameter. `of` names this set of parameters in errors. Pairs are not checked until
+    /// [`Parameters::validate`] is called, so that both parameters of a pair can be changed first.
     fn set(&mut self, of: &'static str, name: &str, setting: &Setting) -> Result<(), ParamError> {
         let table = self.table();
         let Some(index) = table.iter().position(|param| param.name == name) else {
@@ -286,7 +288,7 @@ pub trait Parameters {
         Ok(())
     }
 
-    /// Checks all parameters against their bounds, and the pairs.
+    /// Checks that all parameters are within their bounds and that all pairs are in order.
     fn validate(&self) -> Result<(), ParamError> {
         let table = self.table();
         table.iter().zip(0..).try_for_each(|(param, index)| param.check(self.value(index)))?;
@@ -325,7 +327,7 @@ impl Param {
     }
 }
 
-/// Lists the names of a table for an error.
+/// Joins the names in a table into a list for an error.
 fn names(table: &[Param]) -> String {
     if table.is_empty() {
         return "none".to_owned();
@@ -358,7 +360,7 @@ macro_rules! params {
         }
 
         impl $struct {
-            /// All parameters.
+            /// Descriptions of all parameters.
             $vis const TABLE: &'static [$crate::params::Param] = &[$($crate::params::Param {
                 name: $name,
                 unit: $crate::params::Unit::$unit,
@@ -368,7 +370,7 @@ macro_rules! params {
                 about: concat!($($doc,)+),
             },)*];
 
-            /// Checks all parameters against their bounds.
+            /// Checks that all parameters are within their bounds.
             $vis fn validate(&self) -> Result<(), $crate::ParamError> {
                 $crate::params::Parameters::validate(self)
             }

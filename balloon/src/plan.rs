@@ -1,4 +1,4 @@
-//! Plans of the governor.
+//! Plans, which are the governor's requests for all zones of a VM.
 
 use foreshore_proto::Measure;
 use serde::Serialize;
@@ -9,20 +9,20 @@ use crate::{HostView, ZoneId};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Direction {
-    /// The guest gets memory.
+    /// The guest receives memory.
     Grow,
     /// The guest returns memory.
     Shrink,
-    /// The guest gets no new request. A request that the guest has not followed may be reduced or
-    /// withdrawn.
+    /// No size is increased or reduced, except that a request that the guest does not follow may be
+    /// reduced or withdrawn.
     Hold,
 }
 
 impl Direction {
-    /// All directions, for a metric with a series for each from the start.
+    /// All directions, for a metric with one series per direction from the start.
     pub const ALL: [Direction; 3] = [Direction::Grow, Direction::Shrink, Direction::Hold];
 
-    /// Returns the name in metrics and on the API.
+    /// Returns the name in metrics and in the API.
     pub fn label(self) -> &'static str {
         match self {
             Direction::Grow => "grow",
@@ -42,10 +42,11 @@ macro_rules! reasons {
         }
 
         impl Reason {
-            /// All reasons, for a metric with a series for each from the start.
+            /// All reasons, for a metric with one series per reason from the start.
             pub const ALL: &'static [Reason] = &[$(Reason::$name,)*];
 
-            /// Returns the name in metrics and on the API. It does not change between releases.
+            /// Returns the name in metrics and in the API. The name does not change between
+            /// releases.
             pub fn label(self) -> &'static str {
                 match self {
                     $(Reason::$name => $label,)*
@@ -138,34 +139,35 @@ reasons! {
 pub struct ZoneTarget {
     /// ID of the zone.
     pub zone: ZoneId,
-    /// The size to request: a multiple of the zone's block, within its floor and ceiling.
+    /// Size to request: a multiple of the zone's block size, between its floor and its ceiling.
     pub requested_bytes: u64,
 }
 
-/// Requests for all zones, with the reason.
+/// Requests for all zones, and the reason for them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Plan {
-    /// Direction of the VM as a whole.
+    /// Direction in which the VM's total size changes.
     pub direction: Direction,
-    /// Reason for the plan. For a hold, it may be the obstacle.
+    /// Reason for the plan. For `Hold`, it may be the obstacle that prevents a change.
     pub reason: Reason,
-    /// Reason why a grow or shrink is smaller than the policy wants, or the bound that makes it
+    /// Reason why a grow or shrink is smaller than the policy wants, or the bound that made it
     /// larger.
     pub limited_by: Option<Reason>,
     /// Hotplugged memory that the policy wants in total.
     pub wanted_bytes: u64,
-    /// One entry for each zone, in the order of the host's view, including zones without a change.
+    /// One target for each zone, in the order of the zones in the host's view. Zones that do not
+    /// change are included.
     pub targets: Vec<ZoneTarget>,
-    /// The plan was made in a dry run, so the targets must not be requested.
+    /// The plan was made in a dry run, so its targets must not be requested.
     pub dry_run: bool,
     /// Size below which the agent should report at its fast rate.
     pub watermark_bytes: u64,
-    /// Measure of `watermark_bytes`.
+    /// Measure that is compared with `watermark_bytes`.
     pub watermark_of: Measure,
 }
 
 impl Plan {
-    /// Returns the targets that differ from the requests of `host`.
+    /// Returns the targets that differ from the present requests in `host`.
     pub fn changes<'a>(&'a self, host: &'a HostView) -> impl Iterator<Item = &'a ZoneTarget> {
         self.targets.iter().filter(|target| {
             host.zones.iter().any(|zone| {

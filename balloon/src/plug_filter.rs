@@ -1,32 +1,33 @@
-//! Filter of plugged memory, which counts once it stays.
+//! Filter for a zone's plugged size. Plugged memory counts only after it has remained plugged for
+//! some time.
 //!
 //! A guest without memory for page descriptors plugs a block, fails to add it, and unplugs it again
-//! within some 10 ms (drivers/virtio/virtio_mem.c, virtio_mem_mb_plug_and_add). The host may
-//! observe any moment of this.
+//! within about 10 ms (drivers/virtio/virtio_mem.c, virtio_mem_mb_plug_and_add). The host may
+//! observe the zone at any point in between.
 
 use crate::TimeMs;
 
-/// Time after which plugged memory counts.
+/// Time for which memory must remain plugged before it counts.
 pub const STAYS_MS: u64 = 1_000;
-/// Upper limit of that time. No guest tries for longer to find memory for a block.
+/// Upper limit of that time. No guest searches longer for the memory that a new block needs.
 const MOST_STAYS_MS: u64 = 16_000;
 
-/// Filter of the plugged size of one zone. Each size counts from the time at which it was first
-/// reached, so memory plugged earlier does not confirm memory plugged later. Memory that has
-/// stayed, was unplugged without a request and is plugged again is not new.
+/// Filter for the plugged size of one zone. The time of each size starts when that size is first
+/// reached, so memory plugged earlier does not confirm memory plugged later. Memory that was
+/// confirmed, was then unplugged without a request, and is plugged again is not new.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlugFilter {
-    /// Largest requested size that has stayed. Only a size above it is new. `None` before the first
-    /// observation.
+    /// Largest requested size that has been confirmed. Only a larger size is new. `None` before the
+    /// first observation.
     known_bytes: Option<u64>,
-    /// Part of the plugged size that has stayed and has not been unplugged since. Below
-    /// `known_bytes` after an unplug without a request.
+    /// Part of the plugged size that has been confirmed and has not been unplugged since. It is
+    /// less than `known_bytes` after an unplug without a request.
     certain_bytes: u64,
-    /// Time that memory must stay. It doubles when memory that had stayed is unplugged without a
-    /// request.
+    /// Time for which memory must remain plugged to be confirmed. It doubles whenever confirmed
+    /// memory is unplugged without a request.
     stays_ms: u64,
-    /// Plugged sizes above the certain one, and the times since which at least that much is
-    /// plugged, smallest and oldest first.
+    /// Plugged sizes above `certain_bytes`, smallest and oldest first. Each one has the time since
+    /// which at least that much has been plugged.
     levels: Vec<Level>,
 }
 
@@ -43,7 +44,7 @@ impl Default for PlugFilter {
 }
 
 impl PlugFilter {
-    /// Creates the filter of a zone with this plugged size.
+    /// Creates a filter for a zone with this plugged size.
     pub fn of(asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Self {
         let mut filter = Self::default();
         filter.observe(asked_bytes, plugged_bytes, now);
@@ -51,10 +52,10 @@ impl PlugFilter {
     }
 
     /// Updates the filter with the plugged size. `asked_bytes` is the smallest requested size since
-    /// the last observation. If a new size has stayed for long enough, returns the time at which it
-    /// was reached. The first size is not new.
+    /// the last observation. Returns the time at which a new size was reached, if it has now
+    /// remained for long enough. The first observed size is not new.
     pub fn observe(&mut self, asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Option<TimeMs> {
-        // Memory that is unplugged on request is new when it is plugged again.
+        // Memory that was unplugged on request is new when it is plugged again.
         let most_bytes = asked_bytes.max(plugged_bytes);
         let known_bytes = self.known_bytes.unwrap_or(plugged_bytes).min(most_bytes);
         let was_certain = self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes);
@@ -63,7 +64,7 @@ impl PlugFilter {
             self.stays_ms = self.stays_ms.saturating_mul(2).min(MOST_STAYS_MS);
         }
         if let Some(gone) = self.levels.iter().position(|level| level.bytes > plugged_bytes) {
-            // A part of the first of these levels is still plugged.
+            // Part of the first of these levels is still plugged.
             self.levels.truncate(gone + 1);
             self.levels[gone].bytes = plugged_bytes;
             self.levels.dedup_by_key(|level| level.bytes);
@@ -78,26 +79,26 @@ impl PlugFilter {
         self.known_bytes = Some(news.map_or(known_bytes, |level| level.bytes));
         self.levels.retain(|level| level.bytes > self.certain_bytes);
         if plugged_bytes > self.levels.last().map_or(self.certain_bytes, |level| level.bytes) {
-            // At most one level per millisecond.
+            // The list has at most one level per millisecond.
             self.levels.pop_if(|level| level.since == now);
             self.levels.push(Level { since: now, bytes: plugged_bytes });
         }
         news.map(|level| level.since)
     }
 
-    /// Returns the time at which the present size was reached, if it is new and may not stay.
+    /// Returns the time at which the present size was reached, if it is new and not confirmed yet.
     pub fn pending_since(&self) -> Option<TimeMs> {
         let known_bytes = self.known_bytes?;
         self.levels.last().filter(|level| level.bytes > known_bytes).map(|level| level.since)
     }
 
-    /// Returns the size that is certain to stay. Memory that had stayed, was unplugged and has just
-    /// been plugged again is not included.
+    /// Returns the confirmed part of the plugged size. Confirmed memory that was unplugged and has
+    /// just been plugged again is not included.
     pub fn stayed_bytes(&self, plugged_bytes: u64) -> u64 {
         self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes.min(plugged_bytes))
     }
 
-    /// Treats the present size as known, regardless of how long it stays.
+    /// Treats the present size as confirmed, although it may not have remained for long enough.
     pub fn settle(&mut self) {
         if let Some(level) = self.levels.pop() {
             self.certain_bytes = level.bytes;
@@ -111,7 +112,8 @@ impl PlugFilter {
 mod tests {
     use super::*;
 
-    /// Results for a zone with 256 requested and these plugged sizes at these times.
+    /// Observes a zone of requested size 256 at these times with these plugged sizes. Returns each
+    /// result.
     fn stayed(plugged: &[(u64, u64)]) -> Vec<Option<u64>> {
         let mut filter = PlugFilter::default();
         let observe =
@@ -145,7 +147,7 @@ mod tests {
         }
         assert_eq!(filter.observe(256, 256, TimeMs(1_010)), Some(TimeMs(10)), "the first of them");
         assert_eq!((filter.stayed_bytes(256), filter.pending_since()), (128, Some(TimeMs(1_005))));
-        // A part of the second level is unplugged. The rest was plugged with it.
+        // Part of the second level is unplugged. The rest was plugged at the same time.
         assert_eq!(filter.observe(256, 200, TimeMs(1_020)), None);
         assert_eq!(filter.pending_since(), Some(TimeMs(1_005)));
         assert_eq!(filter.observe(256, 200, TimeMs(2_005)), Some(TimeMs(1_005)));
@@ -181,8 +183,8 @@ mod tests {
     #[test]
     fn memory_unplugged_without_request_has_to_stay_again() {
         let mut filter = PlugFilter::default();
-        // A guest that writes a long message about its lack of memory to its console keeps the
-        // block meanwhile.
+        // The guest writes a long message about its lack of memory to its console. Meanwhile, the
+        // block remains plugged.
         for (at, bytes) in [(0, 0), (100, 128), (1_200, 128), (1_300, 0)] {
             filter.observe(256, bytes, TimeMs(at));
         }
@@ -192,7 +194,7 @@ mod tests {
             (0, None),
             "it is neither plugged nor new"
         );
-        // The memory stays as long as the first time, and is unplugged again.
+        // The memory remains plugged as long as the first time, and is then unplugged again.
         assert_eq!(filter.observe(256, 128, TimeMs(6_100)), None);
         assert_eq!((filter.stayed_bytes(128), filter.pending_since()), (0, None));
         assert_eq!(filter.observe(256, 128, TimeMs(7_000)), None);
@@ -214,7 +216,7 @@ mod tests {
     fn memory_unplugged_on_request_is_new_when_plugged_again() {
         let mut filter = PlugFilter::default();
         filter.observe(256, 256, TimeMs(0));
-        // A shrink by half is withdrawn after a part of it.
+        // A shrink by half is withdrawn after the guest has followed part of it.
         filter.observe(128, 200, TimeMs(100));
         assert_eq!((filter.observe(128, 200, TimeMs(5_000)), filter.pending_since()), (None, None));
         filter.observe(200, 256, TimeMs(5_100));

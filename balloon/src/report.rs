@@ -1,31 +1,31 @@
-//! Verification of reports across messages.
+//! Checks each report against earlier reports of the same guest.
 
 use foreshore_proto::{AgentMessage, Refusal, Report, ZoneKind, decode_agent_message};
 
 use crate::TimeMs;
 
-/// Largest lead that the guest's clock may gain on the host's between two reports. The limit is
-/// generous, because it must detect false reports and not drift.
+/// Largest lead that the guest's clock may gain on the host's clock between two reports. The limit
+/// is generous, because it must detect false reports rather than clock drift.
 const MAX_CLOCK_LEAD_MS: u64 = 5_000;
 
-/// Largest speed of the guest's clock relative to the host's: Linux allows a tick that is longer by
-/// a tenth (adjtimex(2), `tick`).
+/// Largest speed-up of the guest's clock relative to the host's clock, as a fraction: one tenth.
+/// Linux allows a tick that is longer by a tenth (adjtimex(2), `tick`).
 const CLOCK_SLEW_PART: u64 = 10;
 
-/// Time for which reports are refused that are consistent with each other but not with the last
-/// accepted one. After that they are more likely to be true, and the governor must not refuse the
-/// truth forever.
+/// Time after which refused reports are accepted, if they are consistent with each other but not
+/// with the last accepted one. By then they are more likely to be true than the accepted one, and
+/// the governor must not refuse true reports forever.
 const RIVAL_MS: u64 = 3_000;
 
-/// Parses one line of the agent, without its newline. Parsing needs no state, so another thread can
-/// do it.
+/// Parses one line of the agent, without its newline. Parsing needs no state, so any thread can do
+/// it.
 pub fn parse_line(line: &[u8]) -> Result<AgentMessage, Refusal> {
     AgentMessage::try_from(decode_agent_message(line)?)
 }
 
-/// Returns true if `report` is from an agent. Such reports contain the zones that every x86-64
-/// guest has below 4 GiB, and the size of memory blocks. Reports made from balloon statistics
-/// contain neither.
+/// Returns true if `report` is from an agent. An agent's report contains the zones below 4 GiB that
+/// every x86-64 guest has, and the size of memory blocks. A report made from balloon statistics
+/// contains neither.
 pub(crate) fn is_by_agent(report: &Report) -> bool {
     let is_low = |kind| matches!(kind, ZoneKind::Dma | ZoneKind::Dma32);
     report.blocks().block_bytes > 0 || report.zones().iter().any(|zone| is_low(zone.kind))
@@ -39,7 +39,7 @@ struct Heard {
 }
 
 impl Heard {
-    /// Returns the guest's clock at `now`, if this report had no delay.
+    /// Returns the guest's clock at `now`, assuming that this report arrived without delay.
     fn clock_at(&self, now: TimeMs) -> u64 {
         self.guest_ms.saturating_add(now.since(self.at))
     }
@@ -56,12 +56,12 @@ impl Heard {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Line {
     last: Heard,
-    /// Report with the smallest delay, with which the clocks are compared. A delayed report makes
-    /// the guest's clock seem slow, and the next report without a delay would seem to be from the
-    /// future.
+    /// Report with the smallest delay, which is used to compare the clocks. A delayed report makes
+    /// the guest's clock seem slow. If it were used, the next report without delay would seem to be
+    /// from the future.
     quickest: Heard,
     since: TimeMs,
-    /// Reports have shown for long enough that the guest is older than its VM.
+    /// True if reports have shown for long enough that the guest is older than its VM.
     is_elder: bool,
 }
 
@@ -91,22 +91,23 @@ impl Line {
 
 /// State of an agent's connection that determines which reports are accepted.
 ///
-/// One report must not determine forever which reports are accepted later, because a false one
-/// would lock out the true ones. Therefore a new connection starts without a state.
+/// A false report must not determine forever which reports are accepted, because it would lock out
+/// the true ones. Therefore the state starts empty on each new connection.
 ///
-/// The bound of a first report is the host's own clock, because a guest that was booted in its VM
-/// is not older than the VM. A guest that was hibernated elsewhere is older, because its clock
-/// continues from the image. Within a connection, the last accepted report bounds the next one. A
-/// sequence of refused reports overrides both bounds. False reports harm only their own guest, and
-/// refusing all reports would harm it too.
+/// The first report is bounded by the host's clock, because a guest that was booted in its VM is
+/// not older than the VM. A guest that was hibernated in another VM is older, because its clock
+/// continues from the image. After the first report, the last accepted report bounds the next one.
+/// A long enough sequence of refused reports overrides both bounds. False reports harm only their
+/// own guest, and refusing all reports would harm it too.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Intake {
     /// Start of the guest.
     started: TimeMs,
     greeted: bool,
-    /// Accepted reports of this connection.
+    /// Reports that were accepted on this connection.
     accepted: Option<Line>,
-    /// Reports that were refused since, if they are consistent with each other.
+    /// Reports that were refused since the last accepted one, if they are consistent with each
+    /// other.
     rival: Option<Line>,
 }
 
@@ -116,18 +117,19 @@ impl Intake {
         Self { started: now, greeted: false, accepted: None, rival: None }
     }
 
-    /// Resets the state for a new connection of an agent.
+    /// Resets the state when an agent opens a new connection.
     pub fn connected(&mut self) {
         *self = Self::new(self.started);
     }
 
-    /// Parses and checks one line, without its newline: [`parse_line`] and [`Self::accept`].
+    /// Parses one line, without its newline, and checks the message. Combines [`parse_line`] and
+    /// [`Self::accept`].
     pub fn accept_line(&mut self, line: &[u8], now: TimeMs) -> Result<AgentMessage, Refusal> {
         self.accept(parse_line(line)?, now)
     }
 
-    /// Checks one message. A refused message does not affect the check of the next one. However, if
-    /// refused messages are consistent with each other for `RIVAL_MS`, they are accepted instead.
+    /// Checks one message. A refused message does not affect the check of the next one, except that
+    /// messages are accepted after all if they have been consistent with each other for `RIVAL_MS`.
     pub fn accept(&mut self, message: AgentMessage, now: TimeMs) -> Result<AgentMessage, Refusal> {
         match &message {
             AgentMessage::Hello(_) => self.greeted = true,
@@ -158,7 +160,7 @@ impl Intake {
         Ok(())
     }
 
-    /// Returns the accepted reports with this one.
+    /// Checks a report against the accepted ones. Returns the accepted reports including this one.
     fn judge(&self, heard: Heard) -> Result<Line, Refusal> {
         if !self.accepted.is_some_and(|line| line.is_elder) {
             self.check_age(heard)?;
@@ -166,8 +168,8 @@ impl Intake {
         self.accepted.map_or_else(|| Ok(Line::begin(heard)), |line| line.go_on(heard))
     }
 
-    /// Checks the age of a guest that was booted in its VM. Its kernel may have started late, or
-    /// again (kexec), but not before the VM.
+    /// Checks that a guest that was booted in its VM is not older than the VM. Its kernel may have
+    /// started later than the VM, or again (kexec), but never earlier.
     fn check_age(&self, heard: Heard) -> Result<(), Refusal> {
         let age_ms = heard.at.since(self.started);
         heard.not_after(
@@ -256,7 +258,7 @@ mod tests {
     fn report_after_a_delayed_one_is_not_from_the_future() {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(1, 1000), TimeMs(1000)).is_ok());
-        // For three minutes, reports of the guest were not read.
+        // The guest's reports were not read for three minutes.
         assert!(intake.accept_line(&report_line(2, 2000), TimeMs(180_000)).is_ok());
         assert!(intake.accept_line(&report_line(3, 180_040), TimeMs(180_050)).is_ok());
         let bound = 180_060 + MAX_CLOCK_LEAD_MS;
@@ -305,7 +307,7 @@ mod tests {
         let mut intake = Intake::new(TimeMs(700));
         greet(&mut intake, TimeMs(DAY_MS));
         let bound = (DAY_MS - 700) + (DAY_MS - 700) / 10 + MAX_CLOCK_LEAD_MS;
-        // The number of reports does not matter if they are not consistent with each other.
+        // Any number of reports is refused if they are not consistent with each other.
         for n in 1..100 {
             let now = TimeMs(DAY_MS + n * 100);
             let line = report_line(n, bound + 1 + n * 110 + (n % 2) * DAY_MS);
@@ -316,7 +318,7 @@ mod tests {
 
     #[test]
     fn guest_hibernated_elsewhere_is_accepted_after_consistent_reports() {
-        // The agent's connection has ended with its earlier VM. It reports once per second.
+        // The agent's old connection ended with the earlier VM. The agent reports once per second.
         let mut intake = greeted();
         let speak = |intake: &mut Intake, n: u64| {
             intake.accept_line(&report_line(n, 30 * DAY_MS + n * 1000), TimeMs(n * 1000)).is_ok()
@@ -325,15 +327,15 @@ mod tests {
         let deaf = (RIVAL_MS / 1000) as usize;
         assert_eq!(taken.iter().filter(|taken| !**taken).count(), deaf, "{taken:?}");
         assert!(taken[deaf..].iter().all(|taken| *taken), "and all later ones");
-        // The host's clock bounds the clock of such a guest as usual.
+        // The guest's clock is still bounded by the host's clock.
         let bound = 30 * DAY_MS + 60_000 + MAX_CLOCK_LEAD_MS;
         assert_eq!(
             label(intake.accept_line(&report_line(60, bound + 1), TimeMs(60_000))),
             "from_the_future"
         );
         assert!(speak(&mut intake, 60));
-        // After false reports of such an age, true ones are accepted, and the age of the VM is the
-        // bound again.
+        // After false reports of such an age, true reports are accepted again, and the VM's age
+        // bounds the guest's age again.
         let honest = Heard { seq: 1, guest_ms: 61_000, at: TimeMs(61_000) };
         assert!(is_taken_within(&mut intake, honest, RIVAL_MS));
         let climb = |n: u64| (100 + n, 64_000 + n * 4_000);
@@ -344,7 +346,8 @@ mod tests {
         }
     }
 
-    /// Returns true if one of the reports at intervals of 100 ms is accepted within `deadline_ms`.
+    /// Sends a report every 100 ms, and returns true if one of them is accepted within
+    /// `deadline_ms`.
     fn is_taken_within(intake: &mut Intake, first: Heard, deadline_ms: u64) -> bool {
         (0..=deadline_ms / 100).any(|n| {
             let line = report_line(first.seq + n, first.guest_ms + n * 100);
@@ -384,7 +387,7 @@ mod tests {
         assert!(intake.accept_line(&report_line(10, 51_000), TimeMs(51_000)).is_ok());
     }
 
-    /// Action of a client with access to the port.
+    /// Action of a client that has access to the agent's port.
     #[derive(Clone, Debug)]
     enum Deed {
         Connect,
@@ -429,7 +432,7 @@ mod tests {
                         if is_taken {
                             let is_old_enough = guest_ms <= now.0 + now.0 / 10 + MAX_CLOCK_LEAD_MS;
                             prop_assert!(is_old_enough || now.since(connected) >= RIVAL_MS);
-                            // Neither an older report nor the same one is accepted after it.
+                            // An older report or a repeated one is refused.
                             prop_assert!(intake.accept_line(&report_line(seq, guest_ms), now).is_err());
                             prop_assert!(intake.accept_line(&report_line(seq.saturating_sub(1), guest_ms), now).is_err());
                             last = Some(Heard { seq, guest_ms, at: now });
@@ -437,7 +440,7 @@ mod tests {
                     }
                 }
             }
-            // True reports, of a kernel that was started some time after the VM.
+            // These reports are true. Their kernel started some time after the VM.
             let guest_ms = now.0.saturating_sub(booted_after_ms);
             if reconnects {
                 greet(&mut intake, now);

@@ -1,9 +1,9 @@
-//! Reports of guests without an agent, made from the statistics of the virtio-balloon driver
-//! (virtio 1.3, 5.5.6.4), and the correction of reports of guests with a balloon.
+//! Makes reports from the virtio-balloon driver's statistics (virtio 1.3, 5.5.6.4) for guests
+//! without an agent. Also corrects the reports of guests with a balloon.
 //!
-//! The driver sends fewer values than an agent. The others are computed as Linux does (watermarks)
-//! or estimated from its counters (stall time). docs/reference/balloon.md describes the estimates
-//! and their accuracy.
+//! The driver sends fewer values than an agent. Watermarks are computed as Linux computes them, and
+//! stall time is estimated from the driver's counters. docs/reference/balloon.md describes the
+//! estimates and their accuracy.
 
 use foreshore_proto::{
     Blocks, Bound, Cause, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Refusal,
@@ -13,34 +13,34 @@ use foreshore_proto::{
 use crate::TimeMs;
 use crate::units::{PAGE_BYTES, scale};
 
-/// Bytes of a statistic: a tag of 2 and a value of 8.
+/// Size of one statistic on the wire: a tag of 2 bytes and a value of 8 bytes.
 const ENTRY_BYTES: usize = 10;
 
-/// Size above which a guest has another zone: memory that does not fit below the 32-bit devices is
-/// above 4 GiB.
+/// Memory size above which a guest has an additional memory zone, because the memory that does not
+/// fit below the 32-bit devices is placed above 4 GiB.
 const LOW_MEMORY_BYTES: u64 = 3 << 30;
 
-/// Pages of a huge page. khugepaged keeps some huge pages free.
+/// Pages in a huge page. khugepaged keeps several huge pages free.
 const PAGEBLOCK_PAGES: u64 = 512;
 
-/// Estimated stall of an allocation that enters direct reclaim. Reclaim scans 32 pages at a time,
-/// and a few rounds with one or two writes take about this time.
+/// Estimated stall of an allocation that enters direct reclaim. Reclaim scans 32 pages at a time. A
+/// few rounds with one or two writes take about this long.
 const STALL_US: u64 = 1000;
 
-/// Estimated time to swap in a page, from a disk that is at least as fast as an SSD.
+/// Estimated time to swap in a page from a disk that is at least as fast as an SSD.
 const SWAP_IN_US: u64 = 100;
 
-/// Time for which sets are refused that are consistent with each other but not with the last
-/// accepted one. After that they are more likely to be true, and the estimator must not refuse the
-/// truth forever.
+/// Time after which refused sets of statistics are accepted, if they are consistent with each other
+/// but not with the last accepted set. By then they are more likely to be true, and the estimator
+/// must not refuse true sets forever.
 const RIVAL_MS: u64 = 3_000;
 
-/// Period of the average `avg10`.
+/// Averaging period of `avg10`.
 const AVERAGE_MS: u64 = 10_000;
 
 macro_rules! tags {
     ($($(#[$doc:meta])* $name:ident => $label:literal $unit:ident,)*) => {
-        /// Tag of a statistic, in the order of the numbers on the wire.
+        /// Tag of a statistic. The order is that of the tag numbers in the specification.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Tag {
             $($(#[$doc])* $name,)*
@@ -50,12 +50,12 @@ macro_rules! tags {
             /// All tags, in the order of their numbers.
             pub const ALL: [Tag; 16] = [$(Tag::$name,)*];
 
-            /// Returns the name in metrics.
+            /// Returns the statistic's name in metrics.
             pub fn label(self) -> &'static str {
                 match self { $(Tag::$name => $label,)* }
             }
 
-            /// Returns true for a size or amount in bytes, and false for a number of events.
+            /// Returns true if the value is in bytes, and false if it counts events.
             pub fn is_bytes(self) -> bool {
                 match self { $(Tag::$name => tags!(@$unit),)* }
             }
@@ -100,40 +100,41 @@ tags! {
     DirectReclaim => "direct_reclaim" bytes,
 }
 
-/// Set of statistics that the device has received.
+/// One set of statistics that the device has received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
     /// Statistics as the driver sent them.
     pub statistics: Statistics,
-    /// Number of the set.
+    /// Sequence number of the set.
     pub number: u64,
-    /// Number of the driver's life.
+    /// Generation of the driver, which increases when a driver is loaded again.
     pub driver_life: u64,
 }
 
-/// State of a guest's balloon at one moment, except its sizes.
+/// State of a guest's balloon at one point in time, except its sizes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BalloonState {
-    /// The last statistics.
+    /// Last set of statistics.
     pub sample: Option<Sample>,
     /// Memory in the balloon.
     pub ballooned_bytes: u64,
-    /// The guest counts that memory as used.
+    /// True if the guest counts the memory in the balloon as used.
     pub is_counted: bool,
 }
 
-/// Set of statistics as the driver sent it. The values are not trusted.
+/// Set of statistics as the driver sent it. Its values are not trusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     values: [Option<u64>; Tag::ALL.len()],
 }
 
 impl Statistics {
-    /// Largest size of a set in bytes. Linux sends 16 entries.
+    /// Largest size of a set in bytes. Linux sends 16 statistics.
     pub const MAX_BYTES: usize = 64 * ENTRY_BYTES;
 
-    /// Parses the driver's buffer. Returns `None` if it has incomplete entries, none, or too many.
-    /// Tags of later versions are skipped. If a tag occurs twice, the last value counts.
+    /// Parses the driver's buffer. Returns `None` if it is empty, too large, or contains an
+    /// incomplete entry. Tags of later versions are skipped. If a tag occurs twice, the last value
+    /// is used.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         if bytes.is_empty()
             || bytes.len() > Self::MAX_BYTES
@@ -153,32 +154,34 @@ impl Statistics {
         Some(statistics)
     }
 
-    /// Returns one value.
+    /// Returns the value of `tag`.
     pub fn get(&self, tag: Tag) -> Option<u64> {
         self.values[tag as usize]
     }
 
-    /// Returns this set with another value of one tag.
+    /// Returns a copy of this set in which `tag` has another value.
     pub fn with(mut self, tag: Tag, value: u64) -> Self {
         self.values[tag as usize] = Some(value);
         self
     }
 }
 
-/// Facts that the host knows about the guest that sends statistics.
+/// Facts that the host knows about the guest that sends the statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Known {
-    /// Number of the driver's life. Counters may restart with each life.
+    /// Generation of the driver. Counters may restart with each generation.
     pub driver_life: u64,
-    /// All memory that the guest can have: boot memory and plugged memory.
+    /// Largest amount of memory that the guest can have: boot memory and plugged memory.
     pub memory_bytes: u64,
     /// Memory in the balloon.
     pub ballooned_bytes: u64,
-    /// Linux counts that memory as used. It does so with DEFLATE_ON_OOM only.
+    /// True if the guest counts the memory in the balloon as used. Linux does so only with
+    /// DEFLATE_ON_OOM.
     pub counted: bool,
 }
 
-/// Sets of one driver that are consistent with each other, but not with the last accepted set.
+/// Sets of statistics from one driver that are consistent with each other, but not with the last
+/// accepted set.
 #[derive(Clone, Copy, Debug)]
 struct Rival {
     driver_life: u64,
@@ -186,28 +189,29 @@ struct Rival {
     since: TimeMs,
 }
 
-/// Makes reports from statistics.
+/// Makes reports from balloon statistics.
 ///
-/// The last accepted set bounds the counters of the next one. A false set would do so forever, so a
-/// sequence of refused sets overrides it, as for an agent's reports ([`crate::Intake`]).
+/// The last accepted set bounds the counters of the next one. To prevent a false set from doing so
+/// forever, a long enough sequence of refused sets overrides it, as for an agent's reports
+/// ([`crate::Intake`]).
 #[derive(Clone, Debug, Default)]
 pub struct Estimator {
     last: Option<(u64, Statistics)>,
-    /// Sets that were refused since, if they are consistent with each other.
+    /// Refused sets since the last accepted one, if they are consistent with each other.
     rival: Option<Rival>,
     seq: u64,
     /// Estimated clock of the guest, and the host's time of that estimate. Statistics contain no
-    /// time, so the clock continues from the last report of an agent, if any, and policies see one
-    /// clock.
+    /// time. The clock therefore continues from the last report of an agent, if any, so that
+    /// policies see a single clock.
     clock: Option<(u64, TimeMs)>,
     stall: Stall,
-    /// How the guest onlines plugged memory, from the last report of an agent. The guest continues
-    /// without the agent.
+    /// How the guest onlines plugged memory, from the last report of an agent. The guest keeps this
+    /// setting after the agent has stopped.
     online_policy: OnlinePolicy,
 }
 
 impl Estimator {
-    /// Continues from a report of an agent.
+    /// Continues the clock and the online policy from an agent's report.
     pub fn follow(&mut self, report: &Report, now: TimeMs) {
         self.clock = Some((report.monotonic_ms(), now));
         self.stall = *report.stall();
@@ -215,8 +219,8 @@ impl Estimator {
         (self.last, self.rival) = (None, None);
     }
 
-    /// Returns a report with the values that `statistics` contain. A refused set does not affect
-    /// the check of the next one, unless consistent sets are refused for `RIVAL_MS`.
+    /// Returns a report made from `statistics`. A refused set does not affect the check of the next
+    /// set, unless consistent sets have been refused for `RIVAL_MS`.
     pub fn report(
         &mut self,
         statistics: &Statistics,
@@ -254,7 +258,7 @@ impl Estimator {
             memory: Memory {
                 total_bytes: total,
                 free_bytes: free,
-                // Linux before 4.6 does not send it.
+                // Linux before 4.6 does not send this statistic.
                 available_bytes: statistics.get(Tag::Available).unwrap_or(free),
                 cached_bytes: statistics.get(Tag::Caches).unwrap_or(0),
                 ..Memory::default()
@@ -274,8 +278,7 @@ impl Estimator {
         Ok(correct(report, known))
     }
 
-    /// Returns true if a set that is not consistent with the last accepted one ends a long enough
-    /// sequence of such sets.
+    /// Returns true if this set ends a sequence of refused sets that is long enough to be accepted.
     fn is_insisted_on(&mut self, statistics: &Statistics, driver_life: u64, now: TimeMs) -> bool {
         let goes_on = |rival: &Rival| {
             rival.driver_life == driver_life && check_order(&rival.last, statistics).is_ok()
@@ -299,7 +302,7 @@ impl Estimator {
         let waits_us = since(Tag::AllocStalls)
             .saturating_mul(STALL_US)
             .saturating_add((since(Tag::SwapIn) / PAGE_BYTES).saturating_mul(SWAP_IN_US));
-        // Stall time passes only once, regardless of the number of waiting tasks.
+        // Stall time cannot exceed the elapsed time, even if several tasks wait.
         let elapsed_us = elapsed_ms.saturating_mul(1000);
         let some_us = waits_us.min(elapsed_us);
         let share = scale(some_us, 10_000, elapsed_us.max(1));
@@ -346,10 +349,11 @@ fn counters(statistics: &Statistics) -> Counters {
     }
 }
 
-/// Returns all memory of the guest as one zone. Linux divides watermarks by the size of zones, so
-/// the sums are the same.
+/// Returns a single zone with all memory of the guest. Linux divides the watermarks among zones by
+/// size, so their sums are the same.
 fn estimate_zone(total_bytes: u64, free_bytes: u64, known: Known) -> Zone {
-    // Linux computes watermarks at boot and when memory is plugged. A balloon does not change them.
+    // Linux computes watermarks at boot and when memory is plugged. Inflating a balloon does not
+    // change them.
     let whole_bytes =
         if known.counted { total_bytes } else { total_bytes.saturating_add(known.ballooned_bytes) };
     let marks = Watermarks::estimate(whole_bytes);
@@ -368,17 +372,18 @@ fn estimate_zone(total_bytes: u64, free_bytes: u64, known: Known) -> Zone {
 /// Sums of the watermarks of all zones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Watermarks {
-    /// Below this size, only the kernel's reserves serve allocations.
+    /// Number of free pages below which only the kernel's reserves serve allocations.
     pub min_pages: u64,
-    /// Below this size, kswapd is woken.
+    /// Number of free pages below which kswapd is woken.
     pub low_pages: u64,
-    /// Free pages at which kswapd stops.
+    /// Number of free pages at which kswapd stops.
     pub high_pages: u64,
 }
 
 impl Watermarks {
-    /// Computes the watermarks of Linux 6.x for an x86-64 guest. Assumes that kernel and programs
-    /// can use all memory, and that transparent huge pages are on, as distributions have them.
+    /// Computes the watermarks of Linux 6.x for an x86-64 guest. Assumes that the kernel and
+    /// programs can use all memory, and that transparent huge pages are enabled, as they are in
+    /// distributions.
     pub fn estimate(memory_bytes: u64) -> Self {
         let pages = memory_bytes / PAGE_BYTES;
         // 1. mm/page_alloc.c, calculate_min_free_kbytes(): sqrt(16 x low memory in KiB), 128 KiB to
@@ -398,38 +403,38 @@ impl Watermarks {
     }
 }
 
-/// Returns the report without the memory in the balloon. Linux counts that memory as used with
-/// DEFLATE_ON_OOM only. Otherwise, the report excludes it already.
+/// Returns the report without the memory in the balloon. Linux reports that memory as used only
+/// with DEFLATE_ON_OOM. Otherwise, the report already excludes it.
 pub fn correct(report: Report, known: Known) -> Report {
     if !known.counted || known.ballooned_bytes == 0 {
         return report;
     }
     let mut raw = report.as_raw().clone();
     let memory = &mut raw.memory;
-    // A driver reports the size of its balloon after a change, so memory that the report shows
-    // elsewhere is not in the balloon.
+    // A driver updates the balloon's size only after a change. Memory that the report shows as free
+    // or idle is therefore not in the balloon.
     let seen_bytes = memory
         .free_bytes
         .max(memory.available_bytes)
         .max(memory.anon_bytes)
         .max(memory.cached_bytes);
     memory.total_bytes = memory.total_bytes.saturating_sub(known.ballooned_bytes).max(seen_bytes);
-    // The zones of the memory in the balloon are unknown, so it is divided in proportion to their
-    // used memory.
+    // The zones of the memory in the balloon are unknown. It is therefore divided among the zones
+    // in proportion to their used memory.
     let used = |zone: &Zone| zone.managed_pages.saturating_sub(zone.free_pages);
     let all_used = raw.zones.iter().fold(0u64, |sum, zone| sum.saturating_add(used(zone)));
     let ballooned_pages = (known.ballooned_bytes / PAGE_BYTES).min(all_used);
     for zone in &mut raw.zones {
         zone.managed_pages -= scale(ballooned_pages, used(zone), all_used).min(used(zone));
     }
-    // Memory in the balloon is never touched, so it may have been counted as idle.
+    // Memory in the balloon is never touched, so the report may have counted it as idle.
     for idle in &mut raw.idle {
         let zones = raw.zones.iter().filter(|zone| zone.node == idle.node);
         let managed_pages = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
         idle.idle_bytes = idle.idle_bytes.min(managed_pages.saturating_mul(PAGE_BYTES));
     }
-    // Reduced values stay within their bounds. If the new report is nevertheless invalid, the
-    // original one is better than none.
+    // Reducing valid values keeps them within their bounds. If the new report is invalid
+    // nevertheless, the original report is better than none.
     Report::try_from(raw).unwrap_or(report)
 }
 
@@ -516,8 +521,8 @@ mod tests {
         assert_eq!(label(statistics()), None);
         assert_eq!(label(Statistics::default().with(Tag::Total, 480 * MIB)), Some("wrong_shape"));
         assert_eq!(label(Statistics::default().with(Tag::Free, MIB)), Some("wrong_shape"));
-        // More memory than the host has given, more free memory than total, and fewer swapped pages
-        // than before.
+        // The sets contain more memory than the host gave to the guest, more free memory than total
+        // memory, and fewer swapped pages than before.
         assert_eq!(label(statistics().with(Tag::Total, 512 * MIB + 1)), Some("out_of_range"));
         assert_eq!(label(statistics().with(Tag::Free, 481 * MIB)), Some("out_of_range"));
         assert_eq!(label(statistics().with(Tag::Available, u64::MAX)), Some("out_of_range"));
@@ -525,7 +530,7 @@ mod tests {
         assert_eq!(label(statistics().with(Tag::OomKills, u64::MAX)), Some("out_of_range"));
         assert_eq!(label(statistics().with(Tag::SwapIn, 8 * MIB - 1)), Some("out_of_order"));
         assert_eq!(label(statistics()), None);
-        // Counters of another driver start again.
+        // Counters restart with another driver.
         let other = Known { driver_life: 2, ..known() };
         assert!(estimator.report(&statistics().with(Tag::SwapIn, 0), other, TimeMs(1000)).is_ok());
     }
@@ -541,7 +546,7 @@ mod tests {
         let lie = is_taken(1 << 60, 2).unwrap();
         let deaf = (3..3_600).filter(|at_s| is_taken(8 * MIB + at_s, *at_s).is_err()).count();
         assert_eq!(deaf as u64, RIVAL_MS / 1000, "of the hour after");
-        // The stall time from the false set stays, and nothing is added to it.
+        // The stall time of the false set remains, but nothing is added to it.
         let honest = is_taken(8 * MIB + 3_600, 3_600).unwrap();
         assert_eq!(honest.stall().some_us, lie.stall().some_us);
         assert_eq!(honest.counters().pswpin, 2048);
@@ -566,8 +571,8 @@ mod tests {
                 "each counts less: {at_s} s"
             );
         }
-        // A set that is consistent with the last accepted one ends the sequence, and so does
-        // another driver.
+        // The sequence ends when a set is consistent with the last accepted one, or when another
+        // driver is loaded.
         assert_eq!(label(1 << 40, 60, 1), None);
         assert_eq!(label(MIB, 61, 1), Some("out_of_order"));
         assert_eq!(label(1 << 40, 62, 2), None);
@@ -588,7 +593,7 @@ mod tests {
         let all = report(70_000, 1000, 4000);
         assert_eq!(all.some_us, 1_150_000);
         assert!((900..=1100).contains(&all.some_avg10_basis_points), "{all:?}");
-        // The average declines.
+        // The average declines over time.
         assert!(report(70_000, 1000, 60_000).some_avg10_basis_points < 600);
     }
 
@@ -641,16 +646,16 @@ mod tests {
 
     #[test]
     fn watermarks_equal_those_of_debian_guests() {
-        // Sums of /proc/zoneinfo over DMA, DMA32 and Normal, in pages; see
+        // Sums of the watermarks in /proc/zoneinfo over DMA, DMA32 and Normal, in pages; see
         // docs/reference/balloon.md.
         let marks = Watermarks::estimate(480 * MIB);
         assert_eq!(marks.min_pages, 480 * 256 / 20);
         assert_eq!(marks.low_pages, marks.min_pages + marks.min_pages / 4);
         assert_eq!(marks.high_pages - marks.low_pages, marks.low_pages - marks.min_pages);
-        // Two zones and three zones, with 11 page blocks each.
+        // These guests have two and three zones, with 11 page blocks for each zone.
         assert_eq!(Watermarks::estimate(2048 * MIB).min_pages, 2 * 11 * 512);
         assert_eq!(Watermarks::estimate(8192 * MIB).min_pages, 3 * 11 * 512);
-        // With much memory, the root determines the value, up to its bound.
+        // With much memory, the square root determines the value, up to its upper bound.
         assert_eq!(Watermarks::estimate(1 << 40).min_pages, 131_072 / 4);
     }
 
@@ -665,7 +670,8 @@ mod tests {
         assert_eq!(corrected.zones()[0].high_pages, report.zones()[0].high_pages);
         let uncounted = Known { counted: false, ..known };
         assert_eq!(correct(report.clone(), uncounted), report, "Linux has onlined it");
-        // A driver that claims an impossible size does not remove memory that the report shows.
+        // A driver that claims an impossible balloon size does not remove memory that the report
+        // shows.
         let lie = correct(report, Known { ballooned_bytes: u64::MAX, ..known });
         assert_eq!(lie.memory().total_bytes, 200 * MIB);
         assert!(lie.zones()[0].managed_pages >= lie.zones()[0].free_pages);

@@ -3,23 +3,23 @@
 use super::{AgentState, Effects, Governor, Note};
 use crate::TimeMs;
 
-/// The guest's agent.
+/// State of the guest's agent.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Agent {
     pub connected: bool,
-    /// Time of the connection, or of the last report.
+    /// Time of the last report, or of the connection if no report has arrived on it.
     pub heard: Option<TimeMs>,
     /// Time at which the connection ended.
     gone: Option<TimeMs>,
-    /// Last state that was noted.
+    /// Last state for which a note was written.
     noted: Option<AgentState>,
-    /// It was noted that no agent has connected again.
+    /// True if a note was written that no agent has reconnected.
     missed: bool,
 }
 
 impl Agent {
     /// Returns true once if no agent has connected for too long. A disconnect alone is normal,
-    /// because it also happens when a guest ends.
+    /// because the agent also disconnects when its guest shuts down.
     fn is_missed(&mut self, now: TimeMs, lost_ms: u64) -> bool {
         let is_late = self.gone.is_some_and(|at| now.since(at) >= lost_ms);
         let is_news = is_late && !self.missed;
@@ -49,7 +49,7 @@ impl Governor {
         effects.notes.push(Note::AgentGone);
     }
 
-    /// Returns the state of the agent. A connected agent without valid reports is silent.
+    /// Returns the agent's state. A connected agent is silent if it sends no valid reports.
     pub fn agent_state(&self, now: TimeMs) -> AgentState {
         match self.agent {
             Agent { heard: None, .. } => AgentState::Never,
@@ -61,7 +61,7 @@ impl Governor {
         }
     }
 
-    /// Notes once that an agent has become silent or does not connect again, and once that it
+    /// Writes one note if an agent has become silent or has not reconnected, and one when it
     /// reports again.
     pub(super) fn watch_agent(&mut self, now: TimeMs, effects: &mut Effects) {
         if self.agent.is_missed(now, self.controller.rules().lost_ms) {
@@ -83,7 +83,8 @@ mod tests {
     use crate::governor::Event;
     use crate::policy::Policy;
 
-    /// An agent disconnects when its guest ends, which needs no warning.
+    /// A disconnect alone causes no warning, because an agent also disconnects when its guest shuts
+    /// down.
     #[test]
     fn agent_that_is_gone_is_missed_once_if_none_connects() {
         let (host, rules) = (HostView::default(), Rules::default());

@@ -1,4 +1,4 @@
-//! Balloon statistics in place of reports, for a guest without an agent.
+//! Sizes a guest without an agent by its balloon statistics, which replace the agent's reports.
 
 use foreshore_proto::{Memory, Refusal, Report, Settings};
 
@@ -7,48 +7,48 @@ use super::{Effects, Request};
 use crate::statistics::{Estimator, Known, correct};
 use crate::{HostView, TimeMs};
 
-/// Time since the last report of an agent after which the governor uses statistics instead, so that
-/// an agent can restart. A connection does not extend this time, because a program may connect and
-/// die in a loop.
+/// Time since the agent's last report after which the governor uses statistics instead. It gives an
+/// agent time to restart. A new connection does not extend this time, because a program may connect
+/// and crash in a loop.
 ///
-/// If no agent has reported under the present kernel, the governor uses statistics at once, because
-/// a guest may run short as soon as it has booted. If the agent decides how plugged memory is
-/// onlined, the governor waits as long for its first report.
+/// If no agent has reported under the present kernel, the governor uses statistics immediately,
+/// because a guest may run short of memory as soon as it has booted. However, if the agent decides
+/// how plugged memory is onlined, the governor waits for the agent's first report, up to this time.
 const PATIENCE_MS: u64 = 10_000;
-/// Time between two requests for statistics.
+/// Interval between requests for statistics.
 const REST_INTERVAL_MS: u64 = 1_000;
-/// Time between two requests for statistics below the policy's watermark. An agent then reports
-/// twice as often, but statistics cost the guest more.
+/// Interval between requests for statistics while memory is below the policy's watermark. An agent
+/// then reports twice as often, but statistics cost the guest more.
 pub const FAST_INTERVAL_MS: u64 = 100;
 
 /// Source of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reporter {
-    /// The agent, which reports zones.
+    /// The agent. Its reports show each zone.
     Agent,
-    /// The statistics of the balloon, which have totals only.
+    /// Statistics of the balloon. They contain totals only.
     Statistics,
 }
 
-/// Component that brings memory online that is plugged before the agent reports.
+/// Component that onlines memory that is plugged before the agent's first report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Onlining {
-    /// The kernel, by the VMM's command line: all memory as movable.
+    /// The kernel, which the VMM's command line configures to online all memory as movable.
     CommandLine,
-    /// The agent. Until it starts, memory may come online in a way that prevents its removal.
+    /// The agent. Until it starts, memory may be onlined in a way that prevents its removal.
     Agent,
 }
 
-/// Last report of an agent.
+/// Last report of the agent.
 #[derive(Clone, Copy, Debug)]
 struct Reported {
     at: TimeMs,
-    /// Life of the balloon driver at that time, if it had sent statistics. A new life means that
-    /// the driver was loaded again, perhaps by another kernel after kexec.
+    /// Generation of the balloon driver at that time, if the driver had sent statistics. A new
+    /// generation means that the driver was loaded again, possibly by another kernel after kexec.
     driver_life: Option<u64>,
 }
 
-/// State for statistics in place of reports.
+/// State of the statistics that replace the agent's reports.
 #[derive(Clone, Debug)]
 pub(super) struct Agentless {
     onlining: Onlining,
@@ -62,7 +62,7 @@ pub(super) struct Agentless {
 }
 
 impl Agentless {
-    /// Creates the state before any agent has reported.
+    /// Creates the state for a guest whose agent has not reported yet.
     pub(super) fn new(onlining: Onlining) -> Self {
         Self {
             onlining,
@@ -76,17 +76,17 @@ impl Agentless {
         }
     }
 
-    /// Returns true if statistics take the agent's place.
+    /// Returns true if statistics currently replace the agent's reports.
     pub(super) fn is_active(&self) -> bool {
         self.is_active
     }
 
-    /// Returns true if statistics are needed more often than at rest.
+    /// Returns true if statistics should be requested at the fast rate.
     pub(super) fn is_fast(&self, settings: &Settings) -> bool {
         self.is_active && self.memory.is_some_and(|memory| settings.is_under(&memory))
     }
 
-    /// Handles a report of an agent, which replaces statistics from now on. Returns the report
+    /// Handles an agent's report, after which statistics are no longer used. Returns the report
     /// without the memory in the balloon.
     pub(super) fn agent_reported(
         &mut self,
@@ -102,8 +102,8 @@ impl Agentless {
         correct(report, known(driver_life.unwrap_or(0), host))
     }
 
-    /// Requests the next statistics when they are due. Returns a report made from new statistics,
-    /// if the agent is not awaited.
+    /// Requests statistics when they are due. If new statistics have arrived and no agent's report
+    /// is awaited, returns a report made from them.
     pub(super) fn tick(
         &mut self,
         settings: &Settings,
@@ -140,8 +140,8 @@ impl Agentless {
         }
     }
 
-    /// Divides a report of statistics by nodes. An agent's report stays as it is and calibrates the
-    /// division.
+    /// Splits a report made from statistics into nodes. An agent's report is returned unchanged,
+    /// and its values calibrate the split.
     pub(super) fn place(&mut self, report: Report, from: Reporter, host: &HostView) -> Report {
         match from {
             Reporter::Statistics => self.placing.place(report, host),

@@ -1,13 +1,14 @@
-//! Audit of decisions with their input, reason and outcome.
+//! Record of recent decisions with their input, reason and outcome.
 //!
-//! A decision requests sizes from zones. It stays open until each zone has followed, or until a
-//! later decision withdraws or reverses its request. A later decision that requests more of the
-//! same leaves it open, because the guest reaches its size on the way. A decision that was reached
-//! is opened again if the size does not stay for a second, unless another size has been requested
-//! from the zone meanwhile.
+//! A decision requests sizes from zones. It remains open until each zone has followed, or until a
+//! later decision withdraws or reverses a request. A later decision that requests more in the same
+//! direction leaves it open, because the guest reaches the smaller size on the way. A decision that
+//! was reached is reopened if the zone leaves the size within a second, unless another size has
+//! been requested from the zone in the meantime.
 //!
-//! A decision without a request that repeats an earlier one only increases a count there. Such
-//! decisions follow every report and would push out the ones with requests.
+//! If a decision without a request repeats an earlier decision, only that decision's counter is
+//! incremented. Otherwise, such decisions, made with every report, would displace decisions with
+//! requests.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,37 +23,39 @@ use super::decision::{
     ReportDigest,
 };
 
-/// Time for which a dry run's decision counts for similar ones, regardless of their sizes. The
-/// guest follows none of them, so each report leads to another size.
+/// Time during which a decision of a dry run counts as a repetition of a similar one, whatever its
+/// size. The guest does not follow dry runs, so each report leads to another size.
 const DRY_RUN_MS: u64 = 1_000;
 
-/// The last decisions.
+/// Recent decisions.
 #[derive(Clone, Debug, Default)]
 pub struct Audit {
-    /// Decisions, shared with readers, which take longer than a step.
+    /// Recent decisions, oldest first. They are shared with readers, because reading takes longer
+    /// than a step of the governor.
     ring: VecDeque<Arc<Entry>>,
-    /// Number of decisions so far, and number of the newest one.
+    /// Number of decisions so far, which is also the number of the newest one.
     total: u64,
-    /// Numbers of decisions that the guest has not followed yet, oldest first.
+    /// Numbers of decisions that the guest has not completely followed yet, oldest first.
     open: Vec<u64>,
-    /// Numbers of decisions that the guest has just followed, but may leave again.
+    /// Numbers of decisions that the guest has followed just now. The guest may still leave their
+    /// sizes.
     fresh: Vec<(u64, TimeMs)>,
 }
 
-/// Input of a decision.
+/// Input that is recorded with a decision.
 #[derive(Clone, Copy, Debug)]
 pub struct DecisionContext<'a> {
     /// The policy's name.
     pub policy: &'static str,
-    /// The last report and the time of its arrival.
+    /// Last report, and the time at which it arrived.
     pub report: Option<(TimeMs, &'a Report)>,
     /// Guest node for which the policy decided.
     pub near: Option<u32>,
-    /// Sizes of zones and pool.
+    /// Sizes of the zones and the pool.
     pub host: &'a HostView,
 }
 
-/// A decision. A reader has a copy of its state at the time of reading.
+/// A recorded decision. A reader receives a copy of its state at the time of reading.
 #[derive(Clone, Debug)]
 pub struct Entry {
     seq: u64,
@@ -62,26 +65,26 @@ pub struct Entry {
     report: Option<ReportDigest>,
     near: Option<u32>,
     pool_free_bytes: u64,
-    /// Requested and plugged size of each zone.
+    /// Requested and plugged size of each zone before the decision.
     before: Vec<(u64, u64)>,
     plan: Plan,
     asks: Vec<Ask>,
     end: Option<Outcome>,
 }
 
-/// Request of a decision to one zone.
+/// Request that a decision makes to one zone.
 #[derive(Clone, Copy, Debug)]
 struct Ask {
     zone: usize,
-    /// The request is above the previous request. The plugged size at that time may be above or
-    /// below either.
+    /// True if the request is larger than the previous request. The plugged size at that time may
+    /// be larger or smaller than either request.
     grows: bool,
-    /// Plugged size at the decision.
+    /// Plugged size when the decision was made.
     from_bytes: u64,
     target_bytes: u64,
     reached: Option<TimeMs>,
-    /// The request was reached, and another size has been requested from the zone since, so later
-    /// changes do not count.
+    /// True if the request was reached and another size has been requested from the zone since.
+    /// Later changes of the plugged size are then ignored.
     is_over: bool,
 }
 
@@ -99,12 +102,12 @@ impl Ask {
         ask
     }
 
-    /// Updates the request with the zone's present sizes. A grow that is unplugged again at once,
-    /// although it is still requested, has not been reached.
+    /// Updates the request with the zone's present sizes. If memory of a grow is unplugged again
+    /// soon although it is still requested, the request was not reached.
     ///
-    /// The zone's tracker cannot replace this. It follows the newest request alone, and counts
-    /// memory only after it has stayed, for up to 16 s. An ask may be older than that request, and
-    /// is shown as reached at once.
+    /// The zone's tracker cannot be used instead. It follows only the newest request, and counts
+    /// memory only after it has remained plugged, which takes up to 16 s. A recorded request may be
+    /// older than the newest one, and is shown as reached immediately.
     fn observe(&mut self, sizes: &ZoneSizes, now: TimeMs) {
         let is_reached = self.is_reached_by(sizes.plugged_bytes);
         let is_asked = self.grows && sizes.requested_bytes >= self.target_bytes;
@@ -125,12 +128,12 @@ impl Ask {
         }
     }
 
-    /// Returns true if a request for `bytes` withdraws this one.
+    /// Returns true if requesting `bytes` withdraws this request.
     fn is_undone_by(&self, bytes: u64) -> bool {
         self.reached.is_none() && self.is_turned_by(bytes)
     }
 
-    /// Returns true if a request for `bytes` goes in the opposite direction.
+    /// Returns true if requesting `bytes` is a change in the opposite direction.
     fn is_turned_by(&self, bytes: u64) -> bool {
         if self.grows { bytes < self.target_bytes } else { bytes > self.target_bytes }
     }
@@ -144,7 +147,7 @@ impl Ask {
         }
     }
 
-    /// Memory to plug or unplug for the request.
+    /// Amount of memory to plug or unplug for this request.
     fn asked_bytes(&self) -> u64 {
         self.moved_bytes(self.target_bytes)
     }
@@ -156,8 +159,8 @@ impl Audit {
         self.total
     }
 
-    /// Records a decision that is about to be carried out. Returns true if it does not repeat an
-    /// earlier one.
+    /// Records a decision before it is carried out. Returns false if it repeats an earlier
+    /// decision.
     pub fn record(&mut self, plan: &Plan, context: DecisionContext<'_>, now: TimeMs) -> bool {
         if plan.direction == Direction::Hold && plan.reason == Reason::Quiet {
             return false;
@@ -214,9 +217,9 @@ impl Audit {
         true
     }
 
-    /// Returns the earlier decision of the policy that a decision without a request repeats. A hold
-    /// repeats the last hold for its reason since the last other decision. A decision of a dry run
-    /// repeats the last one of its kind.
+    /// Returns the earlier decision that a decision without a request repeats, if any. A hold
+    /// repeats an earlier hold for the same reason, unless a decision other than a hold was made in
+    /// between. A dry run's decision repeats the last decision of the same kind.
     fn said_before(&mut self, plan: &Plan, policy: &str, now: TimeMs) -> Option<&mut Entry> {
         let hold = plan.direction == Direction::Hold;
         let counts = |entry: &Entry| {
@@ -228,7 +231,7 @@ impl Audit {
         stands.then(|| Arc::make_mut(same))
     }
 
-    /// Ends the decisions that the newest one withdraws or reverses.
+    /// Ends the decisions that the newest decision withdraws or reverses.
     fn undo(&mut self, plan: &Plan, plugged: &[u64], now: TimeMs) {
         let target = |ask: &Ask| plan.targets.get(ask.zone);
         self.end_watch(|ask| {
@@ -249,7 +252,7 @@ impl Audit {
         });
     }
 
-    /// Ends decisions because a client has sized a zone.
+    /// Ends decisions because a client has resized a zone.
     pub fn sized_by_hand(&mut self, zone: usize, sizes: &[ZoneSizes], now: TimeMs) {
         self.end_watch(|ask| ask.zone == zone);
         let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
@@ -260,7 +263,7 @@ impl Audit {
         });
     }
 
-    /// Updates decisions with the zones' present sizes.
+    /// Updates the open decisions with the zones' present sizes.
     pub fn observe(&mut self, sizes: &[ZoneSizes], now: TimeMs) {
         self.reopen(sizes, now);
         if self.open.is_empty() {
@@ -275,8 +278,8 @@ impl Audit {
                 fresh.push((entry.seq, now));
                 return Some(Outcome::Reached { after_ms });
             }
-            // The device has lowered the request, because the host could not provide all of it or
-            // the driver was refused, and the guest has the lower size.
+            // The device has lowered the request, because the host could not provide all memory or
+            // the driver was refused. The guest has reached the lowered size.
             let lack = entry.asks.iter().find_map(|ask| {
                 let sizes = sizes.get(ask.zone)?;
                 let has_it = ask.is_undone_by(sizes.requested_bytes)
@@ -290,7 +293,8 @@ impl Audit {
         self.fresh.append(&mut fresh);
     }
 
-    /// Makes reached requests final, because another size has been requested from their zone.
+    /// Makes the outcome of reached requests final, because another size has been requested from
+    /// their zones.
     fn end_watch(&mut self, is_over: impl Fn(&Ask) -> bool) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
         let fresh = self.fresh.iter().map(|&(seq, _)| seq);
@@ -304,7 +308,7 @@ impl Audit {
         }
     }
 
-    /// Opens decisions again that were reached for less than [`STAYS_MS`].
+    /// Reopens decisions whose sizes the guest has left within [`STAYS_MS`].
     fn reopen(&mut self, sizes: &[ZoneSizes], now: TimeMs) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
         let (ring, open) = (&mut self.ring, &mut self.open);
@@ -316,7 +320,7 @@ impl Audit {
             entry.observe(sizes, now);
             if !entry.is_reached() {
                 entry.end = None;
-                // A later decision may be open already.
+                // A later decision may already be open.
                 open.insert(open.partition_point(|other| *other < seq), seq);
             }
             entry.is_reached()
@@ -334,13 +338,13 @@ impl Audit {
         });
     }
 
-    /// Returns the last decisions, newest first.
+    /// Returns the last `count` decisions, newest first.
     pub fn newest(&self, count: usize) -> Vec<Arc<Entry>> {
         self.ring.iter().rev().take(count).cloned().collect()
     }
 }
 
-/// State of a zone that an outcome depends on.
+/// State of a zone that determines the outcome of decisions.
 #[derive(Clone, Copy, Debug)]
 pub struct AuditedZone<'a> {
     /// ID of the zone.
@@ -374,7 +378,7 @@ impl Entry {
         self.asks.iter().map(moved).fold(0, u64::saturating_add)
     }
 
-    /// Returns the decision for the API, with its outcome for the present sizes of `zones`.
+    /// Returns the decision as the API shows it, with an outcome for the present state of `zones`.
     pub fn info(&self, zones: &[AuditedZone<'_>], now: TimeMs) -> DecisionInfo {
         let id =
             |index: usize| zones.get(index).map_or_else(String::new, |zone| zone.id.to_owned());

@@ -1,4 +1,4 @@
-//! Outcomes of decisions, for plans made by hand.
+//! Outcomes of decisions, tested with plans that the tests construct.
 
 use crate::plan::ZoneTarget;
 use crate::{Shortfall, Tier, ZoneId, ZoneSizes};
@@ -6,7 +6,7 @@ use foreshore_proto::Measure;
 
 use super::*;
 
-/// Two zones with these requested and plugged sizes.
+/// Sizes of two zones, each with its requested and its plugged size.
 fn sizes(zones: [(u64, u64); 2]) -> Vec<ZoneSizes> {
     let sizes = |((requested_bytes, plugged_bytes), id)| ZoneSizes {
         block_bytes: 1,
@@ -66,7 +66,7 @@ impl Fixture {
         self.0.observe(&sizes(zones), TimeMs(now));
     }
 
-    /// Outcomes of the decisions, oldest first, for these plugged sizes.
+    /// Returns the outcomes of all decisions, oldest first, if the zones have these plugged sizes.
     fn outcomes(&self, plugged: [u64; 2], late: bool) -> Vec<Outcome> {
         let zone = |(id, plugged_bytes)| AuditedZone { id, plugged_bytes, late };
         let zones = [("dram", plugged[0]), ("pm", plugged[1])].map(zone);
@@ -92,7 +92,7 @@ fn decision_is_reached_when_all_zones_have_followed() {
     assert_eq!(f.outcomes([10, 5], true), [Outcome::Stuck { moved_bytes: 15 }]);
     f.observe([(10, 10), (20, 20)], 180);
     assert_eq!(f.outcomes([10, 20], false), [Outcome::Reached { after_ms: 80 }]);
-    // After a second, the outcome is final.
+    // The outcome is final after one second.
     f.observe([(10, 10), (20, 20)], 1_180);
     f.observe([(10, 0), (20, 0)], 1_180);
     assert_eq!(f.outcomes([0, 0], true), [Outcome::Reached { after_ms: 80 }]);
@@ -107,7 +107,7 @@ fn grow_unplugged_again_at_once_is_not_reached() {
     f.observe([(10, 10), (20, 0)], 160);
     assert_eq!(f.outcomes([10, 0], false), [Outcome::Pending { moved_bytes: 10 }]);
     assert_eq!(f.outcomes([10, 0], true), [Outcome::Stuck { moved_bytes: 10 }]);
-    // The first zone is unplugged as well, while the second one is awaited.
+    // The first zone is unplugged too, while the second zone has not followed yet.
     f.observe([(10, 4), (20, 0)], 170);
     assert_eq!(f.outcomes([4, 0], false), [Outcome::Pending { moved_bytes: 4 }]);
     f.observe([(10, 10), (20, 20)], 500);
@@ -141,14 +141,14 @@ fn reached_and_reversed_decision_is_not_reopened_by_later_requests() {
     f.observe([(10, 4), (0, 0)], 310);
     let pending = Outcome::Pending { moved_bytes: 0 };
     assert_eq!(f.outcomes([4, 0], false), [reached(50), reached(50), pending.clone()]);
-    // A client's request does not reopen it either.
+    // A client's request does not reopen the decision either.
     let mut f = fixture();
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
     f.observe([(10, 10), (0, 0)], 150);
     f.0.sized_by_hand(0, &sizes([(12, 10), (0, 0)]), TimeMs(200));
     f.observe([(12, 8), (0, 0)], 210);
     assert_eq!(f.outcomes([8, 0], false), [reached(50)]);
-    // This also applies to the first part of a decision if its second part is still open.
+    // The same applies to the first part of a decision while its second part is still open.
     let mut f = fixture();
     f.record(&grow([10, 20]), [(0, 0), (0, 0)], 100);
     f.observe([(10, 10), (20, 0)], 150);
@@ -210,14 +210,14 @@ fn request_that_guest_does_not_follow_is_withdrawn_in_part_or_whole() {
     f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
     let less = |to| plan(Direction::Hold, Reason::NoProgress, to);
     assert!(f.record(&less([5, 0]), [(10, 0), (0, 0)], 5000));
-    // The reason is the same, but the decision is another one, because it has a request.
+    // Although the reason is the same, this is another decision, because it makes a request.
     assert!(f.record(&less([3, 0]), [(5, 3), (0, 0)], 10_000));
     f.observe([(3, 3), (0, 0)], 10_001);
     assert_eq!(
         f.outcomes([3, 0], false),
         [
             Outcome::Withdrawn { after_ms: 5000, by: 2 },
-            // The guest already had no more than this size.
+            // The guest already had this size or less.
             Outcome::Reached { after_ms: 0 },
             Outcome::Reached { after_ms: 0 },
         ]
@@ -238,12 +238,12 @@ fn grow_during_shrink_counts_as_grow() {
     let mut f = fixture();
     let shrink = plan(Direction::Shrink, Reason::Surplus, [100, 0]);
     f.record(&shrink, [(200, 200), (0, 0)], 0);
-    // The requested memory is still plugged, so nothing is awaited.
+    // The requested memory is still plugged, so there is nothing to wait for.
     f.record(&grow([150, 0]), [(100, 200), (0, 0)], 10);
     let superseded = Outcome::Superseded { moved_bytes: 0, after_ms: 10, by: 2 };
     assert_eq!(f.outcomes([200, 0], false), [superseded, Outcome::Reached { after_ms: 0 }]);
     assert_eq!(f.0.newest(1)[0].info(&[], TimeMs(10)).asked_bytes, 0);
-    // If more than the plugged size is requested, only the excess is awaited.
+    // If the request exceeds the plugged size, only the excess has to be plugged.
     f.record(&grow([230, 0]), [(150, 200), (0, 0)], 20);
     f.observe([(230, 190), (0, 0)], 25);
     assert_eq!(f.outcomes([190, 0], false)[2], Outcome::Pending { moved_bytes: 0 });
@@ -272,7 +272,7 @@ fn alternating_holds_push_out_no_decision() {
     assert_eq!(f.0.total(), 3);
     let times: Vec<_> = f.0.newest(10).iter().map(|entry| entry.times).collect();
     assert_eq!(times, [2 * DECISIONS_KEPT as u64, 2 * DECISIONS_KEPT as u64, 1]);
-    // Holds after the next decision are new.
+    // Holds after the next decision count as new decisions.
     f.record(&grow([20, 0]), [(10, 10), (0, 0)], 300_000);
     assert!(f.record(&plan(Direction::Hold, Reason::Enough, [20, 0]), [(20, 20), (0, 0)], 300_050));
 }
@@ -299,7 +299,7 @@ fn dry_run_records_one_decision_of_a_kind_per_second() {
         .collect();
     assert_eq!(said.iter().filter(|said| **said).count(), 3);
     assert!(said[0] && said[20] && said[40]);
-    // Holds in between make no difference.
+    // Holds in between do not affect the result.
     let mut f = fixture();
     let mut said = 0;
     for at in 0..60u64 {
@@ -378,7 +378,7 @@ fn oldest_decisions_are_dropped_including_open_ones() {
     }
     assert_eq!(f.0.ring.len(), DECISIONS_KEPT);
     assert_eq!(f.0.open.len(), DECISIONS_KEPT);
-    // A number of a dropped decision would be out of bounds here.
+    // The number of a dropped decision would be out of bounds here.
     f.observe([(2000, 2000), (0, 0)], 9000);
     assert!(f.0.open.is_empty());
     let outcomes = f.outcomes([2000, 0], false);

@@ -2,20 +2,20 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Number of decisions that are kept.
+/// Number of past decisions that are kept in memory.
 pub const DECISIONS_KEPT: usize = 1_000;
-/// Number of decisions that are shown by default.
+/// Default number of decisions that `vm.pressure` shows.
 pub const DECISIONS_SHOWN: usize = 50;
 
-/// A decision with its input, reason and outcome.
+/// A decision with its input, its reason and its outcome.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DecisionInfo {
-    /// Number of the decision, from 1 since the VM was started or last rebooted.
+    /// Sequence number of the decision. Numbers start at 1 when the VM is started or rebooted.
     pub seq: u64,
     /// Time since the decision.
     pub age_ms: u64,
-    /// Number of times that this decision was made without a request to the guest. A decision with
-    /// a request counts alone.
+    /// Number of consecutive times that this decision was made without a request to the guest. It
+    /// is 1 for a decision with a request.
     pub times: u64,
     /// Name of the policy.
     pub policy: String,
@@ -23,17 +23,17 @@ pub struct DecisionInfo {
     pub direction: String,
     /// Label of the reason.
     pub reason: String,
-    /// Reason why less was requested than wanted.
+    /// Reason why the request was smaller than the policy wanted.
     pub limited_by: Option<String>,
-    /// Guest node for which the decision was made. `None` for the VM as a whole.
+    /// Guest node for which the decision was made. `None` for a decision about the whole VM.
     pub near: Option<u32>,
     /// Hotplugged memory that the policy wants in total.
     pub wanted_bytes: u64,
-    /// Requested size of all zones together.
+    /// Sum of the requested sizes of all zones.
     pub requested_bytes: u64,
-    /// Memory that the guest has to plug or unplug for the decision.
+    /// Amount of memory that the guest has to plug or unplug to follow the decision.
     pub asked_bytes: u64,
-    /// Available memory of the guest. `None` before the first report.
+    /// Guest's available memory. `None` before the first report.
     pub available_bytes: Option<u64>,
     /// The decision was made in a dry run, so nothing was requested from the guest.
     pub dry_run: bool,
@@ -48,7 +48,7 @@ pub struct DecisionInfo {
 /// Input of a decision.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DecisionInput {
-    /// The last report. `None` before the first.
+    /// Last report. `None` before the first report.
     pub report: Option<ReportDigest>,
     /// Free memory of the pool.
     pub pool_free_bytes: u64,
@@ -56,16 +56,16 @@ pub struct DecisionInput {
     pub zones: Vec<DecisionSizes>,
 }
 
-/// Main values of a report. Totals are since the guest booted.
+/// Main values of a report. Totals are counted since the guest booted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReportDigest {
-    /// Number of the report on the agent's connection.
+    /// Sequence number of the report on the agent's connection.
     pub seq: u64,
-    /// Age of the report at the decision.
+    /// Age of the report when the decision was made.
     pub age_ms: u64,
-    /// Time of the report by the guest's clock.
+    /// Time of the report, by the guest's clock.
     pub monotonic_ms: u64,
-    /// Memory of the guest's page allocator.
+    /// Memory managed by the guest's page allocator.
     pub total_bytes: u64,
     /// Available memory.
     pub available_bytes: u64,
@@ -94,7 +94,7 @@ pub struct DecisionSizes {
     pub plugged_bytes: u64,
 }
 
-/// Decision for a zone.
+/// Request to one zone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DecisionTarget {
     /// ID of the zone.
@@ -103,63 +103,63 @@ pub struct DecisionTarget {
     pub requested_bytes: u64,
 }
 
-/// Outcome of a decision. `after_ms` is the time since the decision, and `moved_bytes` the memory
-/// that the guest has plugged or unplugged for it.
+/// Outcome of a decision. `after_ms` counts from the decision, and `moved_bytes` is the memory that
+/// the guest has plugged or unplugged because of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state")]
 pub enum Outcome {
-    /// No request to the guest.
+    /// The decision made no request to the guest.
     None,
-    /// No request to the guest, because of a dry run.
+    /// The decision made no request to the guest because it was a dry run.
     DryRun,
     /// The guest is following the request.
     Pending {
         /// Memory moved so far.
         moved_bytes: u64,
     },
-    /// The guest makes no progress, but the request still stands.
+    /// The guest makes no progress, but the request has not been withdrawn.
     Stuck {
         /// Memory moved so far.
         moved_bytes: u64,
     },
     /// The guest has followed the whole request.
     Reached {
-        /// Time until then.
+        /// Time from the decision until the guest had followed it.
         after_ms: u64,
     },
-    /// The guest has followed a part. The rest was withdrawn, by decision `by` or because the host
-    /// could not provide it.
+    /// The guest has followed part of the request. The rest was withdrawn by decision `by`, or
+    /// because the host could not provide the memory.
     Partly {
-        /// Memory moved.
+        /// Memory moved in total.
         moved_bytes: u64,
         /// Time until the rest was withdrawn.
         after_ms: u64,
         /// Decision that withdrew the rest.
         by: Option<u64>,
-        /// Reason of the host.
+        /// Reason why the host could not provide the memory.
         lack: Option<String>,
     },
-    /// The guest has followed no part of the request, and decision `by` withdrew it.
+    /// The guest has not followed any part of the request, and decision `by` withdrew it.
     Withdrawn {
-        /// Time until then.
+        /// Time until the request was withdrawn.
         after_ms: u64,
         /// Decision that withdrew the request.
         by: u64,
     },
-    /// A decision with the opposite direction replaced this one before the guest had followed.
+    /// A decision in the opposite direction replaced this one before the guest had followed it.
     Superseded {
-        /// Memory moved until then.
+        /// Memory moved before the replacement.
         moved_bytes: u64,
-        /// Time until then.
+        /// Time until the replacement.
         after_ms: u64,
-        /// The other decision.
+        /// Number of the decision that replaced this one.
         by: u64,
     },
-    /// A client sized the zone before the guest had followed.
+    /// A client resized the zone before the guest had followed the decision.
     ByHand {
-        /// Memory moved until then.
+        /// Memory moved before the resize.
         moved_bytes: u64,
-        /// Time until then.
+        /// Time until the resize.
         after_ms: u64,
     },
 }

@@ -1,4 +1,4 @@
-//! Input and output of [`Governor::run`](super::Governor::run).
+//! Input and output types of [`Governor::run`](super::Governor::run).
 
 use foreshore_proto::{AgentMessage, Hello, OnlinePolicy, Refusal, Report};
 
@@ -8,7 +8,7 @@ use crate::plan::Plan;
 use crate::policy::Policy;
 use crate::{HostView, TimeMs, ZoneId};
 
-/// Event of a VM.
+/// Event that the governor handles.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// An agent has connected.
@@ -17,90 +17,93 @@ pub enum Event {
     AgentGone,
     /// The agent has sent a line.
     Message {
-        /// The message, or the reason why the line was refused.
+        /// The message, or the reason why its line was refused.
         message: Result<AgentMessage, Refusal>,
-        /// The present time including the time in which the host slept.
+        /// Present time, including time during which the host was suspended.
         with_sleep: TimeMs,
     },
-    /// The guest has reported. The report has passed all checks.
+    /// The guest has sent a report, and it has passed all checks.
     Report(Report),
-    /// Time has passed, or a plugged size or statistics have changed. Due at least once a second.
+    /// Time has passed, or a plugged size or the statistics have changed. Required at least once
+    /// per second.
     Tick,
-    /// A client has sized a zone, which pins it.
+    /// A client has resized a zone, which also pins it.
     Resize(ResizeTarget),
-    /// A zone has a size at boot. The policy may change it later.
+    /// A zone has been given a size at boot. The policy may change this size later.
     BootWith(ResizeTarget),
-    /// A client has changed the governor.
+    /// A client has changed the governor's settings.
     Change(Change),
-    /// A DIMM of this size in bytes is added. Its page descriptors need room like those of a zone.
+    /// A DIMM of this size in bytes is being added. Like a zone's memory, it needs room for its
+    /// page descriptors.
     AddDimm(u64),
 }
 
-/// Change of the governor. `None` leaves a value unchanged. All values have been validated.
+/// Change of the governor's settings. `None` leaves a setting unchanged. All values have been
+/// validated.
 #[derive(Clone, Debug, Default)]
 pub struct Change {
-    /// The policy with its parameters.
+    /// New policy with its parameters.
     pub policy: Option<Policy>,
-    /// The rules' parameters.
+    /// New parameters of the rules.
     pub rules: Option<Rules>,
-    /// Make decisions without carrying them out.
+    /// If true, decisions are made but not carried out.
     pub dry_run: Option<bool>,
-    /// Return a zone, or all zones (`None`), to the governor. The latter also ends a pause of the
-    /// governor.
+    /// Zone to return to the governor, or `None` for all zones. Returning all zones also ends a
+    /// pause of the governor.
     pub resume: Option<Option<ZoneId>>,
-    /// Pause or resume decisions.
+    /// If true, pauses the governor. If false, ends a pause.
     pub paused: Option<bool>,
 }
 
 /// Access to the devices of a VM.
 pub trait Devices {
-    /// Performs the requests of a step.
+    /// Sends the requests of one step to the devices.
     fn perform(&mut self, requests: Vec<Request>);
 
-    /// Reads the sizes of zones, pool and balloon.
+    /// Reads the sizes of the zones, the pool and the balloon.
     fn host(&mut self) -> HostView;
 }
 
-/// Notes of a step, with the host on which it was decided.
+/// Notes of one step, and the host's state on which the step was based.
 #[derive(Clone, Debug)]
 pub struct StepNotes {
     /// Notes for the log, the trace and metrics.
     pub notes: Vec<Note>,
-    /// The host before the requests of the step.
+    /// State of the host before the requests of this step.
     pub host: HostView,
 }
 
-/// Results of a step, in the order in which they are performed.
+/// Results of one step, in the order in which they are carried out.
 #[derive(Debug, Default)]
 pub(super) struct Effects {
     pub requests: Vec<Request>,
     pub notes: Vec<Note>,
-    /// Step that follows the requests.
+    /// Step to run after the requests.
     pub next: Option<FollowUp>,
 }
 
-/// Step that follows the requests of another one.
+/// Step to run after the requests of another step.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum FollowUp {
-    /// Requests the next steps towards sizes that a client requested, after the requests of a plan.
+    /// Requests the next steps towards the sizes that clients requested, after a plan's requests.
     Goals {
-        /// Decides after these steps.
+        /// If true, makes a decision after these steps.
         then_decide: bool,
     },
-    /// Second half of a tick, after steps towards a client's size.
+    /// Second half of a tick, which runs after steps towards the sizes that clients requested.
     Decide,
-    /// Only observes the new sizes.
+    /// Observes the new sizes without making a decision.
     Observe,
 }
 
 impl Effects {
-    /// Reports that a zone waits for room for page descriptors.
+    /// Notes that a zone waits until the guest has room for page descriptors.
     pub(super) fn report_held(&mut self, zone: ZoneId) {
         self.requests.push(Request::ReportHeld(zone));
         self.notes.push(Note::Held(zone));
     }
 
-    /// Returns true if sizes are requested.
+    /// Returns true if any request changes a size.
     pub(super) fn is_sizing(&self) -> bool {
         let is_size =
             |request: &Request| matches!(request, Request::Size(..) | Request::Step { .. });
@@ -111,9 +114,10 @@ impl Effects {
 /// Request to a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Request a size in bytes: a multiple of the zone's block size, within its bounds.
+    /// Request a size in bytes. It is a multiple of the zone's block size and within the zone's
+    /// bounds.
     Size(ZoneId, u64),
-    /// Request a size as a step towards another one.
+    /// Request a size that is a step towards the size that a client requested.
     Step {
         /// The zone.
         zone: ZoneId,
@@ -122,12 +126,12 @@ pub enum Request {
         /// Size that the client requested.
         goal_bytes: u64,
     },
-    /// Notify the guest's driver again of the requested size. A driver that waits for its next try
-    /// makes it at once.
+    /// Notify the guest's driver again of the requested size. A driver that is waiting before its
+    /// next attempt then retries immediately.
     Remind(ZoneId),
-    /// Report that a size is out of reach, because the guest has no room for page descriptors.
+    /// Report that a size cannot be reached because the guest has no room for page descriptors.
     ReportHeld(ZoneId),
-    /// Request statistics from the driver of the balloon.
+    /// Request statistics from the balloon driver.
     AskStatistics,
 }
 
@@ -138,55 +142,55 @@ pub enum Note {
     AgentConnected,
     /// The agent's connection has ended.
     AgentGone,
-    /// No agent has connected for `lost` since the last one disconnected.
+    /// No agent has connected for the time `lost` since the last agent disconnected.
     AgentMissed,
-    /// The state of the agent has changed to `Silent`, or from it.
+    /// The agent's state has changed to `Silent`, or from `Silent` to another state.
     AgentState(AgentState),
-    /// Hello of the agent.
+    /// The agent has sent its hello.
     Hello(Hello),
-    /// A line of the agent, or statistics of the balloon, were refused.
+    /// A line from the agent or a set of balloon statistics was refused.
     Refused {
         /// The reason.
         refusal: Refusal,
-        /// False for statistics.
+        /// True for a line from the agent, and false for statistics.
         by_agent: bool,
-        /// Number of refusals for this reason.
+        /// Number of refusals so far for this reason.
         count: u64,
     },
-    /// Statistics of the balloon replace reports from now on.
+    /// From now on, balloon statistics replace the agent's reports.
     StatisticsTakeOver,
     /// The guest's driver of a zone is ready.
     DriverReady(ZoneId),
-    /// A zone makes no progress, and its driver is reminded for the first time.
+    /// A zone makes no progress, and its driver has been reminded for the first time.
     NoProgress(ZoneId),
-    /// A zone waits for room for page descriptors.
+    /// A zone waits until the guest has room for page descriptors.
     Held(ZoneId),
-    /// The memory that the guest was short of is online.
+    /// A shortage has ended because the requested memory is online.
     Online {
         /// Time since the first report of the shortage.
         took_ms: u64,
-        /// Growth of the guest.
+        /// Amount of memory that was added during the shortage.
         grown_bytes: u64,
     },
-    /// A zone has reached the size in bytes that was requested last.
+    /// A zone has reached the last requested size, in bytes.
     Reached(ZoneId, u64),
     /// The online policy of the guest has changed.
     OnlinePolicy(OnlinePolicy),
-    /// A client has requested another size of a zone, in bytes.
+    /// A client has requested another size for a zone, in bytes.
     Resized(ZoneId, u64),
-    /// A plan was made.
+    /// The governor has made a plan.
     Decided(Decided),
 }
 
-/// A plan, for the log and the trace.
+/// A plan as written to the log and the trace.
 #[derive(Clone, Debug)]
 pub struct Decided {
     /// The plan.
     pub plan: Plan,
     /// Name of the policy.
     pub policy: &'static str,
-    /// The plan follows a report, which is the last one.
+    /// True if a report caused the plan. It is the governor's last report.
     pub has_reported: bool,
-    /// Number of the decision. `None` if it repeats an earlier one.
+    /// Number of the decision. `None` if the plan repeats an earlier decision.
     pub number: Option<u64>,
 }

@@ -1,4 +1,4 @@
-//! The governor of one VM: a state machine without a clock, devices or sockets.
+//! Governor of one VM. It is a state machine without a clock, devices or sockets.
 //!
 //! ```text
 //!   Event: message of the agent, resize, time ──┐              ┌─► requests to devices
@@ -6,9 +6,9 @@
 //!   TimeMs ─────────────────────────────────────┘    ::run
 //! ```
 //!
-//! The caller reads the host and calls [`Governor::run`]. [`Devices`] perform the requests, and the
-//! host may be read again after that, because a device may have lowered a request. The caller
-//! writes the notes last, because the guest waits for the requests.
+//! The caller reads the host's state and calls [`Governor::run`]. [`Devices`] carry out the
+//! requests. After that, the host's state may be read again, because a device may have lowered a
+//! request. The caller writes the notes last, because the guest waits for the requests.
 
 mod agent;
 mod agentless;
@@ -39,21 +39,21 @@ use crate::plan::{Plan, ZoneTarget};
 use crate::policy::Policy;
 use crate::{DriverState, HostView, Intake, ParamError, TimeMs, ZoneId, ZoneSizes};
 
-/// Totals since the governor started.
+/// Counters since the governor started.
 #[derive(Clone, Debug, Default)]
 pub struct Counters {
-    /// Plans by policy, direction and reason, without plans that request nothing and repeat an
-    /// earlier one.
+    /// Number of plans by policy, direction and reason. Plans that request nothing and repeat an
+    /// earlier plan are not counted.
     pub plans: BTreeMap<(&'static str, &'static str, &'static str), u64>,
-    /// Policies that have been in force.
+    /// Policies that have been used.
     pub policies: BTreeSet<&'static str>,
-    /// Accepted reports.
+    /// Number of accepted reports.
     pub reports: u64,
-    /// Refused lines by reason.
+    /// Number of refused lines, by reason.
     pub refused: BTreeMap<&'static str, u64>,
-    /// Connections of agents.
+    /// Number of agent connections.
     pub connections: u64,
-    /// Reminders sent to guests that made no progress.
+    /// Number of reminders sent to guests that made no progress.
     pub reminders: u64,
 }
 
@@ -70,7 +70,7 @@ pub struct Governor {
     held_plan: HeldPlan,
     counters: Counters,
     last_online_ms: Option<u64>,
-    /// Zones that have reached their requested size, with that size, since the last note about it.
+    /// Zones that have reached their requested size since the last note about it, with that size.
     reached: Vec<(ZoneId, u64)>,
     agentless: Option<Agentless>,
     /// Last known online policy of the guest.
@@ -78,7 +78,7 @@ pub struct Governor {
 }
 
 impl Governor {
-    /// Creates the governor of a guest that has just started. `host` has its zones.
+    /// Creates the governor of a guest that has just started. `host` contains the guest's zones.
     pub fn new(
         policy: Policy,
         rules: Rules,
@@ -111,13 +111,14 @@ impl Governor {
         Ok(governor)
     }
 
-    /// Uses the statistics of the guest's balloon while no agent reports.
+    /// Enables the use of balloon statistics while no agent reports.
     pub fn use_statistics(&mut self, onlining: Onlining) {
         self.agentless = Some(Agentless::new(onlining));
     }
 
-    /// Handles an event, and has `devices` perform the requests. `host` is the host at this moment.
-    /// Returns the notes of each step with the host that it saw, for the log and the trace.
+    /// Handles an event, and passes the resulting requests to `devices`. `host` is the host's
+    /// present state. Returns the notes of each step for the log and the trace, with the host's
+    /// state before that step.
     pub fn run(
         &mut self,
         event: Event,
@@ -165,8 +166,9 @@ impl Governor {
         }
     }
 
-    /// Handles a message of the agent, or the reason why its line was refused. The guest's clock is
-    /// compared with `with_sleep`, which is `now` including the time in which the host slept.
+    /// Handles a message of the agent, or the reason why its line was refused. `with_sleep` is
+    /// `now` plus the time during which the host was suspended. The guest's clock is compared with
+    /// it.
     fn message(
         &mut self,
         message: Result<AgentMessage, Refusal>,
@@ -189,7 +191,7 @@ impl Governor {
         }
     }
 
-    /// Decides on a report of the agent, and requests the next steps towards sizes that a client
+    /// Decides after an agent's report, and requests the next steps towards sizes that clients
     /// requested.
     fn agent_report(
         &mut self,
@@ -199,7 +201,7 @@ impl Governor {
         effects: &mut Effects,
     ) {
         self.report(report, Reporter::Agent, host, now, effects);
-        // The plan's requests change the sizes that the goals start from.
+        // The plan's requests change the sizes from which the goals proceed.
         match effects.requests.is_empty() {
             true => self.goals(false, host, now, effects),
             false if self.controller.has_goals() => {
@@ -209,8 +211,8 @@ impl Governor {
         }
     }
 
-    /// Accepts a message of the agent if its values are possible for this VM. The protocol itself
-    /// only checks bounds that apply to any machine.
+    /// Accepts an agent's message if its values are possible for this VM. The protocol only checks
+    /// bounds that apply to any machine.
     fn accept(
         &mut self,
         message: AgentMessage,
@@ -224,7 +226,8 @@ impl Governor {
         Ok(message)
     }
 
-    /// Counts a refusal. Notes it at powers of two, so that the log grows slowly.
+    /// Counts a refusal. Writes a note when the count is a power of two, so that the log grows
+    /// slowly.
     fn refused(&mut self, refusal: Refusal, from: Reporter, effects: &mut Effects) {
         let count = self.counters.refused.entry(refusal.label()).or_default();
         *count += 1;
@@ -280,8 +283,8 @@ impl Governor {
         }
     }
 
-    /// Requests the next steps towards sizes that a client requested. Decides on a tick after them
-    /// if `then_decide` is set, or at once without such steps.
+    /// Requests the next steps towards sizes that clients requested. If `then_decide` is set, makes
+    /// a tick's decision after those steps, or immediately if there are none.
     fn goals(&mut self, then_decide: bool, host: &HostView, now: TimeMs, effects: &mut Effects) {
         if self.follow_goals(host, now, effects) {
             effects.next = Some(if then_decide { FollowUp::Decide } else { FollowUp::Observe });
@@ -290,12 +293,12 @@ impl Governor {
         }
     }
 
-    /// Reminds zones without progress, and decides without a report.
+    /// Reminds zones that make no progress, and makes a decision without a report.
     fn decide(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
         let (patience_ms, is_dry_run) =
             (self.controller.rules().progress_ms, self.controller.rules().dry_run);
         for (zone, sizes) in self.controller.trackers_mut().zip(&host.zones) {
-            // A dry run requests nothing from the guest, but a client does.
+            // In a dry run, the guest receives requests from clients only.
             if is_dry_run && !zone.is_pinned() {
                 continue;
             }
@@ -315,7 +318,7 @@ impl Governor {
         self.note(plan, None, false, host, now, effects);
     }
 
-    /// Passes the host's present sizes to the controller, once per step.
+    /// Passes the host's present sizes to the controller. Called once per step.
     fn observe(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
         for (seen, sizes) in self.controller.observe(host, now).into_iter().zip(&host.zones) {
             self.shortage.lacks(seen.lowered_bytes);
@@ -330,7 +333,7 @@ impl Governor {
         self.settings.hotplug_bytes = host.pluggable_bytes();
     }
 
-    /// Makes the requests of a plan, unless it is a dry run.
+    /// Makes a plan's requests, unless the plan is a dry run.
     fn request(&mut self, plan: &Plan, host: &HostView, now: TimeMs, effects: &mut Effects) {
         if plan.watermark_bytes != 0 {
             self.settings.watermark_bytes = plan.watermark_bytes;
@@ -350,7 +353,8 @@ impl Governor {
         }
     }
 
-    /// Returns the zone that an event about a held plan names, because a plan is for all zones.
+    /// Returns the zone to name in an event about a plan on hold. The event needs one zone, but the
+    /// plan applies to all zones.
     fn first_that_could_grow(&self, plan: &Plan, host: &HostView) -> Option<ZoneId> {
         let could_grow = |(zone, target): &(&ZoneSizes, &ZoneTarget)| {
             host.balloon != Some(zone.id)
@@ -361,7 +365,7 @@ impl Governor {
         host.zones.iter().zip(&plan.targets).find(could_grow).map(|(zone, _)| zone.id)
     }
 
-    /// Notes a plan and the changes that preceded it.
+    /// Writes a note about a plan, after notes about the changes that preceded it.
     fn note(
         &mut self,
         plan: Plan,
@@ -395,7 +399,8 @@ impl Governor {
             .extend(self.reached.drain(..).map(|(zone, bytes)| Note::Reached(zone, bytes)));
     }
 
-    /// Notes each change of the guest's online policy, which decides how much memory is lent.
+    /// Writes a note for each change of the guest's online policy, because that policy limits how
+    /// much memory is lent.
     fn watch_online_policy(&mut self, host: &HostView, effects: &mut Effects) {
         let Some((_, report)) = &self.last_report else { return };
         let (before, now) = (self.online_policy, report.blocks().online_policy);
@@ -403,7 +408,7 @@ impl Governor {
             return;
         }
         self.online_policy = now;
-        // The balloon's memory is online in any case.
+        // The balloon's memory is always online.
         let has_hotplug = host.zones.iter().any(|zone| host.balloon != Some(zone.id));
         let is_first_movable =
             now == OnlinePolicy::OnlineMovable && before == OnlinePolicy::Unknown;
@@ -415,7 +420,7 @@ impl Governor {
 
 #[cfg(test)]
 impl Governor {
-    /// Effects of an event, without the steps that follow them.
+    /// Returns the effects of an event, without the steps that follow them.
     fn effects_of(&mut self, event: Event, host: &HostView, now: TimeMs) -> Effects {
         let mut effects = Effects::default();
         self.handle(event, host, now, &mut effects);
@@ -423,19 +428,19 @@ impl Governor {
     }
 }
 
-/// State for the API and for metrics.
+/// State that the API and metrics show.
 impl Governor {
-    /// Returns the settings for the agent: watermark and hotplugged size.
+    /// Returns the settings for the agent: its watermark and the hotplugged size.
     pub fn settings(&self) -> Settings {
         self.settings
     }
 
-    /// Returns true if the next tick is due sooner than usual.
+    /// Returns true if the next tick is due earlier than usual.
     pub fn is_fast(&self) -> bool {
         self.agentless.as_ref().is_some_and(|agentless| agentless.is_fast(&self.settings))
     }
 
-    /// Returns true if the guest is sized by the statistics of its balloon. `None` without a
+    /// Returns true if the guest is currently sized by its balloon statistics. `None` if it has no
     /// balloon.
     pub fn by_statistics(&self) -> Option<bool> {
         self.agentless.as_ref().map(Agentless::is_active)
@@ -450,12 +455,12 @@ impl Governor {
         &self.controller
     }
 
-    /// Returns the last accepted report with the time of its arrival.
+    /// Returns the last accepted report, and the time at which it arrived.
     pub fn last_report(&self) -> Option<(TimeMs, &Report)> {
         self.last_report.as_ref().map(|(at, report)| (*at, report))
     }
 
-    /// Returns the totals.
+    /// Returns the counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -465,13 +470,13 @@ impl Governor {
         self.agent.connected
     }
 
-    /// Returns the duration of the last shortage, from its first report until the memory was
-    /// online.
+    /// Returns the duration of the last shortage, from the first report of it until the requested
+    /// memory was online.
     pub fn last_online_ms(&self) -> Option<u64> {
         self.last_online_ms
     }
 
-    /// Returns the audit of the decisions.
+    /// Returns the record of recent decisions.
     pub fn audit(&self) -> &Audit {
         &self.audit
     }

@@ -1,28 +1,30 @@
-//! Division of a guest's memory into DRAM and PM, for statistics, which have totals only.
+//! Splits a guest's memory into DRAM and PM for reports made from statistics, which only contain
+//! totals.
 
 use foreshore_proto::{RawReport, Report, Zone, ZoneKind};
 
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, Tier};
 
-/// Splits the single zone of a report made from statistics into DRAM and PM. The division follows
-/// from the host's sizes and from the order in which Linux fills memory.
+/// Splits the single zone of a report made from statistics into DRAM and PM. The split is computed
+/// from the sizes that the host knows, and from the order in which Linux fills memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Placing {
-    /// Boot memory that the guest's kernel reserves for itself: the part that was missing in the
-    /// guest's total while no PM was plugged.
+    /// Boot memory that the guest's kernel reserves for itself. It was missing from the guest's
+    /// total while no PM was plugged.
     missing_bytes: Option<u64>,
 }
 
 impl Placing {
-    /// Learns from a report of an agent or from statistics.
+    /// Updates the reserved amount from a report of an agent, or from one made from statistics.
     pub(super) fn learn(&mut self, report: &Report, host: &HostView) {
         if plugged_bytes(host, Tier::Pm) == 0 {
             let bare_bytes =
                 report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
             // Plugged or ACPI memory that is not online yet also seems to be missing, so the
-            // smallest value counts. A report from before an unplug that arrives after it has more
-            // memory than the guest has now. It is ignored, because it would never be corrected.
+            // smallest value is used. A report sent before an unplug may arrive after it, and then
+            // shows more memory than the guest has. It is ignored, because its error would never be
+            // corrected.
             if let Some(missing_bytes) = host.boot_bytes.checked_sub(bare_bytes) {
                 let least_bytes =
                     self.missing_bytes.map_or(missing_bytes, |least| least.min(missing_bytes));
@@ -31,14 +33,14 @@ impl Placing {
         }
     }
 
-    /// Adds a zone for the PM of each node to a report made from statistics, which has one zone. A
-    /// report of an agent must not be passed, because it may have one zone as well.
+    /// Adds a zone for the PM of each node to a report made from statistics, which has a single
+    /// zone. An agent's report must not be passed, because it may also have a single zone.
     ///
-    /// The online part of plugged PM is the guest's total minus all other memory. This is a lower
-    /// bound, because the kernel may reserve some. Processes fill DRAM down to kswapd's watermark
-    /// before PM, so free memory above that watermark counts as free PM. If it is free DRAM
-    /// instead, DRAM has room for as many pages of PM, and the guest's driver moves them there when
-    /// the PM is removed.
+    /// The online part of plugged PM is computed as the guest's total minus all other memory. The
+    /// result is a lower bound, because the kernel may reserve some memory. Processes fill DRAM
+    /// down to kswapd's watermark before they use PM. Free memory above that watermark is therefore
+    /// counted as free PM. If it is free DRAM instead, removing PM still succeeds, because the
+    /// guest's driver can move as many pages from PM to DRAM.
     pub(super) fn place(&mut self, report: Report, host: &HostView) -> Report {
         self.learn(&report, host);
         let plugged_pm_bytes = plugged_bytes(host, Tier::Pm);
@@ -68,8 +70,8 @@ impl Placing {
                 ..Zone::default()
             });
         }
-        // All values are parts of valid values. If the new report is nevertheless invalid, the
-        // original one is better than none.
+        // Each value is part of a valid value. If the new report is invalid nevertheless, the
+        // original report is better than none.
         let raw = RawReport { zones, ..report.as_raw().clone() };
         Report::try_from(raw).unwrap_or(report)
     }
@@ -90,7 +92,8 @@ mod tests {
     const BOOT: u64 = 512 * MIB;
     const KERNEL: u64 = 32 * MIB;
 
-    /// A guest with zones of DRAM, of PM in node 1 and of PM in node 2, with these plugged sizes.
+    /// Host of a guest that has zones for DRAM, for PM in node 1 and for PM in node 2, with these
+    /// plugged sizes.
     fn host(plugged_mib: [u64; 3]) -> HostView {
         let zones =
             [(Tier::Dram, 0), (Tier::Pm, 1), (Tier::Pm, 2)].into_iter().zip(plugged_mib).zip(0..);
@@ -112,7 +115,7 @@ mod tests {
         Estimator::default().report(&statistics, known, TimeMs(60_000)).expect("sound")
     }
 
-    /// Node, managed MiB and free MiB of each zone.
+    /// Returns the node, the managed MiB and the free MiB of each zone.
     fn zones(report: &Report) -> Vec<(u32, u64, u64)> {
         let mib = |pages| pages * PAGE_BYTES / MIB;
         report
@@ -122,7 +125,7 @@ mod tests {
             .collect()
     }
 
-    /// State after a report of a guest with nothing plugged.
+    /// State after a report of a guest that has no plugged memory.
     fn seen_bare() -> Placing {
         let mut placing = Placing::default();
         placing.learn(&report(480, 400), &host([0, 0, 0]));
@@ -157,7 +160,7 @@ mod tests {
         let (mut placing, host) = (seen_bare(), host([0, 1024, 0]));
         assert_eq!(zones(&placing.place(report(480, 300), &host)), [(0, 480, 300)]);
         assert_eq!(zones(&placing.place(report(736, 700), &host)), [(0, 480, 444), (1, 256, 256)]);
-        // A guest with more memory than possible does not have the excess in PM.
+        // If a guest has more memory than possible, the excess is not counted as PM.
         assert_eq!(
             zones(&placing.place(report(4000, 4000), &host)),
             [(0, 2976, 2976), (1, 1024, 1024)]
@@ -174,7 +177,7 @@ mod tests {
     fn without_earlier_report_pm_is_a_lower_bound() {
         let host = host([0, 1024, 0]);
         let placed = Placing::default().place(report((BOOT - KERNEL) / MIB + 1024, 1200), &host);
-        // The boot memory that the kernel reserves is unknown.
+        // The amount of boot memory that the kernel reserves is unknown.
         assert_eq!(zones(&placed)[1], (1, 1024 - KERNEL / MIB, 1024 - KERNEL / MIB));
     }
 
@@ -200,8 +203,8 @@ mod tests {
         }
     }
 
-    /// The guest of [`host`] as the governor represents it, with a balloon of at most 1 GiB in
-    /// addition to the boot memory that it keeps.
+    /// The guest of [`host`] with an additional balloon zone of 1 GiB in boot memory, as the
+    /// governor represents it.
     fn host_with_balloon(ballooned_mib: u64, pm_mib: u64) -> HostView {
         let mut host = host([0, pm_mib, 0]);
         let balloon = &mut host.zones[0];
@@ -220,7 +223,7 @@ mod tests {
                 &report(480 + 1024 - seen_with_mib, 400),
                 &host_with_balloon(seen_with_mib, 0),
             );
-            // A report from before the inflation that arrives after it.
+            // This report was sent before the inflation and arrives after it.
             placing.learn(&report(480 + 1024, 400), &host_with_balloon(1024, 0));
             for ballooned_mib in [0, 512, 1024] {
                 let dram_mib = 480 + 1024 - ballooned_mib;
@@ -241,7 +244,7 @@ mod tests {
         for seen_with_dimm in [false, true] {
             let mut placing = seen_bare();
             if seen_with_dimm {
-                // The DIMM is not online at once.
+                // The DIMM's memory is not online immediately.
                 placing.learn(&report(480, 400), &with_dimm(0));
                 placing.learn(&report(480 + 256, 400), &with_dimm(0));
             }

@@ -1,4 +1,4 @@
-//! Requests of clients: sizes of zones, and changes of the governor.
+//! Requests of clients, which resize zones or change the governor.
 
 use foreshore_types::size::Size;
 use thiserror::Error;
@@ -7,17 +7,17 @@ use super::{Change, Effects, FollowUp, Governor, Note, Request};
 use crate::controller::GoalStep;
 use crate::{DriverState, HostView, TimeMs, ZoneId, ZoneSizes};
 
-/// Size in bytes that a zone can have: whole blocks within its region.
+/// Requested size that is valid for its zone: a multiple of the block size, within the region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResizeTarget {
     zone: ZoneId,
     size_bytes: u64,
 }
 
-/// Reason why a zone cannot have a size.
+/// Reason why a zone cannot be resized to the requested size.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum ResizeTargetError {
-    /// The region is smaller.
+    /// The requested size exceeds the zone's region.
     #[error("{} exceeds the maximum {}", Size(*size_bytes), Size(*max_bytes))]
     TooLarge {
         /// Requested size.
@@ -25,7 +25,7 @@ pub enum ResizeTargetError {
         /// Size of the region.
         max_bytes: u64,
     },
-    /// The size is not whole blocks.
+    /// The size is not a multiple of the block size.
     #[error("{} is not a multiple of the block size {}", Size(*size_bytes), Size(*block_bytes))]
     NotMultiple {
         /// Requested size.
@@ -39,7 +39,7 @@ pub enum ResizeTargetError {
 }
 
 impl ResizeTarget {
-    /// Checks that `zone` can have `size_bytes`.
+    /// Checks that `zone` can be resized to `size_bytes`.
     pub fn parse(zone: &ZoneSizes, size_bytes: u64) -> Result<Self, ResizeTargetError> {
         let ZoneSizes { id, max_bytes, block_bytes, .. } = *zone;
         if size_bytes > max_bytes {
@@ -55,8 +55,8 @@ impl ResizeTarget {
         Ok(target)
     }
 
-    /// Returns false if the device has refused the driver that the size needs. Unlike the bounds,
-    /// the driver can change at any time.
+    /// Returns false if the requested size needs a driver that the device has refused. Unlike the
+    /// bounds of the size, the driver can change at any time.
     pub fn has_driver(&self, zone: &ZoneSizes) -> bool {
         zone.driver != DriverState::Unsupported || self.size_bytes == zone.plugged_bytes
     }
@@ -73,7 +73,7 @@ impl ResizeTarget {
 }
 
 impl Governor {
-    /// Sizes a zone for a client and pins it.
+    /// Resizes a zone for a client, and pins it.
     pub(super) fn resize(
         &mut self,
         target: ResizeTarget,
@@ -88,7 +88,8 @@ impl Governor {
         let sizes = &host.zones[index];
         self.shortage.abandoned();
         self.audit.sized_by_hand(index, &host.zones, now);
-        // If the device has lowered the last request, the same size is a new request.
+        // If the device has lowered the last request, requesting the same size again is not a
+        // repetition.
         if size_bytes != sizes.requested_bytes + sizes.held_bytes || sizes.lowered_by().is_some() {
             effects.notes.push(Note::Resized(zone, size_bytes));
             self.controller.set_goal(zone, size_bytes);
@@ -97,8 +98,9 @@ impl Governor {
         self.note_reached(effects);
     }
 
-    /// Requests as much of the goals as the guest has room to describe. Returns true if any step
-    /// was requested. The timeout of a resize begins when the new sizes are observed.
+    /// Requests the next steps towards the sizes that clients requested, as far as the guest has
+    /// room for page descriptors. Returns true if a step was requested. The timeout of a resize
+    /// starts when the new sizes are observed.
     pub(super) fn follow_goals(
         &mut self,
         host: &HostView,
@@ -117,7 +119,7 @@ impl Governor {
         is_sizing
     }
 
-    /// Changes settings of the governor.
+    /// Changes the governor's settings.
     pub(super) fn change(&mut self, change: Change, host: &HostView, effects: &mut Effects) {
         let Change { policy, rules, dry_run, resume, paused } = change;
         // The caller has validated all values.
@@ -142,8 +144,8 @@ impl Governor {
         }
     }
 
-    /// Ends the goals of one zone or of all zones at the size that is requested now, because the
-    /// controller has dropped them.
+    /// Ends the goals of one zone or of all zones, because the controller has dropped them. The
+    /// requested size at this time becomes final.
     fn end_goals(&self, zone: Option<ZoneId>, host: &HostView, effects: &mut Effects) {
         let is_ended = |id| zone.is_none_or(|zone| zone == id);
         let held = host.zones.iter().filter(|zone| is_ended(zone.id) && zone.held_bytes > 0);

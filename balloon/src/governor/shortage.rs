@@ -1,20 +1,20 @@
-//! Time that a short guest waits for its memory.
+//! Measures how long a guest that is short of memory waits for it.
 //!
-//! A shortage begins with the first report that leads to a grow, and includes every grow until its
-//! end. It ends with the first report in which the guest's own total has grown by the requested
-//! memory.
+//! A shortage begins with the first report that leads to a grow, and includes all grows until its
+//! end. It ends with the first report in which the guest's total memory has grown by the requested
+//! amount.
 //!
-//! A guest is also short while a lack of room for page descriptors holds back its plans. Each size
-//! at which that happens is reported once.
+//! A guest also counts as short of memory while plans are on hold because its DRAM has no room for
+//! page descriptors. Each size at which this happens is reported once.
 
 use crate::plan::{Plan, Reason};
 use crate::{HostView, TimeMs};
 
-/// Part of the plugged memory that may be missing in the guest's total, because Linux reserves some
-/// blocks.
+/// Part of the plugged memory that may be missing from the guest's total, because Linux reserves
+/// some blocks.
 const TOLERANCE_PERCENT: u64 = 2;
 
-/// The present shortage, if any.
+/// Present shortage, if any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Shortage {
     running: Option<Running>,
@@ -23,7 +23,7 @@ pub(super) struct Shortage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Running {
     started: TimeMs,
-    /// The guest's total in bytes at the start.
+    /// Guest's total memory in bytes when the shortage began.
     from_bytes: u64,
     grown_bytes: u64,
 }
@@ -31,15 +31,15 @@ struct Running {
 /// A shortage that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ended {
-    /// Time from the first report until the memory was online.
+    /// Time from the first report until the requested memory was online.
     pub took_ms: u64,
-    /// Requested growth.
+    /// Sum of the requested grows.
     pub grown_bytes: u64,
 }
 
 impl Shortage {
-    /// Starts, extends or ends a shortage for a plan. `total_bytes` is the guest's total in the
-    /// last report.
+    /// Starts, extends or ends a shortage because of a plan. `total_bytes` is the guest's total
+    /// memory in the last report.
     pub(super) fn requested(
         &mut self,
         plan: &Plan,
@@ -48,8 +48,8 @@ impl Shortage {
         now: TimeMs,
     ) {
         let (before, after) = (host.requested_bytes(), plan.requested_bytes());
-        // Memory that is still plugged, because the guest has not followed a shrink, is online
-        // already.
+        // If the guest has not completed a shrink, the memory that is still plugged is already
+        // online.
         let to_come = after.saturating_sub(before.max(host.plugged_bytes()));
         match total_bytes {
             Some(total_bytes) if to_come > 0 => self.grown(to_come, total_bytes, now),
@@ -58,31 +58,31 @@ impl Shortage {
         }
     }
 
-    /// Adds a grow by `bytes` of a guest with a total of `total_bytes`.
+    /// Adds a grow by `bytes` to the shortage. `total_bytes` is the guest's present total memory.
     fn grown(&mut self, bytes: u64, total_bytes: u64, now: TimeMs) {
         let start = Running { started: now, from_bytes: total_bytes, grown_bytes: 0 };
         self.running.get_or_insert(start).grown_bytes += bytes;
     }
 
-    /// Subtracts memory that the host could not provide. If it is requested from another zone, that
-    /// grow is part of the same shortage.
+    /// Subtracts memory that the host could not provide. If another zone grows instead, that grow
+    /// is part of the same shortage.
     pub(super) fn lacks(&mut self, bytes: u64) {
         if let Some(running) = &mut self.running {
             running.grown_bytes = running.grown_bytes.saturating_sub(bytes);
         }
     }
 
-    /// Ends the shortage without a result, because less was requested, so the missing memory will
-    /// not arrive.
+    /// Ends the shortage without a result. A smaller size was requested, so the missing memory will
+    /// never arrive.
     pub(super) fn abandoned(&mut self) {
         self.running = None;
     }
 
-    /// Handles a report with a total of `total_bytes`.
+    /// Handles a report in which the guest's total memory is `total_bytes`.
     pub(super) fn reported(&mut self, total_bytes: u64, now: TimeMs) -> Option<Ended> {
         let running = self.running?;
         if running.grown_bytes == 0 {
-            // The host could provide nothing, and no other zone got a request.
+            // The host could provide none of the memory, and no other zone received a request.
             self.running = None;
             return None;
         }
@@ -95,7 +95,7 @@ impl Shortage {
     }
 }
 
-/// Requested size at which page descriptors hold back the plans.
+/// Requested size at which plans are on hold because page descriptors have no room.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HeldPlan {
     held: Option<Held>,
@@ -109,11 +109,11 @@ struct Held {
 }
 
 impl HeldPlan {
-    /// Returns whether page descriptors have held back the plans for `patience_ms` at one size. It
-    /// returns true once until the plans proceed, although the policy makes a plan with each
-    /// report.
+    /// Returns true if plans have been on hold for `patience_ms` at the same size, because page
+    /// descriptors have no room. Although the policy makes a plan for each report, the function
+    /// returns true only once until the plans proceed.
     ///
-    /// A quiet plan decides nothing, so it changes nothing here.
+    /// A plan with the reason `Quiet` does not affect the result.
     pub(super) fn is_held_too_long(&mut self, plan: &Plan, patience_ms: u64, now: TimeMs) -> bool {
         if plan.reason == Reason::Quiet {
             return false;

@@ -9,7 +9,7 @@ pub enum AgentState {
     /// No agent has connected since the VM was started or last rebooted.
     #[default]
     Never,
-    /// The agent reports.
+    /// The agent is connected and reports.
     Live,
     /// The agent is connected, but no valid report has arrived for the time `lost`.
     Silent,
@@ -18,10 +18,10 @@ pub enum AgentState {
 }
 
 impl AgentState {
-    /// All states, for a metric with a series for each.
+    /// All states, for a metric with one series per state.
     pub const ALL: [Self; 4] = [Self::Never, Self::Live, Self::Silent, Self::Gone];
 
-    /// Returns the name in metrics and on the API.
+    /// Returns the name in metrics and in the API.
     pub fn label(self) -> &'static str {
         match self {
             Self::Never => "never",

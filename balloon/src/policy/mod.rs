@@ -1,8 +1,8 @@
-//! Policies, which decide on the size of a guest's hotplugged memory.
+//! Policies, which decide how much hotplugged memory a guest should have.
 //!
 //! A policy is a pure function of parameters, state, input and time. It returns a new state and a
-//! [`Decision`]. Limits of zones, cool-downs and requests without progress are the same for every
-//! policy, so the controller handles them.
+//! [`Decision`]. The controller handles zone limits, cool-downs and requests without progress,
+//! because they are the same for every policy.
 
 pub mod amf;
 pub mod dapper;
@@ -31,40 +31,41 @@ use crate::{HostView, ParamError, TimeMs};
 /// Input of a policy.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'a> {
-    /// Last report of the guest.
+    /// Last report from the guest.
     pub report: &'a Report,
-    /// Sizes of the zones and of the pool.
+    /// Sizes of the zones and the pool.
     pub host: &'a HostView,
-    /// The decision is carried out within the rules above every policy. False in a dry run or a
-    /// pause, in which a policy must not begin anything that takes several steps.
+    /// True if the decision will be carried out, within the rules that apply to every policy. False
+    /// in a dry run or a pause. The policy must then not start a change that takes several steps.
     pub is_carried_out: bool,
 }
 
 /// Decision of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Decision {
-    /// Hotplugged memory that the guest should have in all zones together. `None` leaves it
+    /// Total hotplugged memory that the guest should have in all zones. `None` leaves the size
     /// unchanged.
     pub want_bytes: Option<u64>,
-    /// Guest node for which the size changes: memory near it is added first and removed last.
-    /// `None` for the VM as a whole.
+    /// Guest node for which the size changes. Memory near this node is added first and removed
+    /// last. `None` for the VM as a whole.
     pub near: Option<u32>,
-    /// Guest node from which memory is removed: within a tier, the memory nearest to it goes first.
-    /// For a shrink only.
+    /// Guest node from which a shrink removes memory. Within a tier, memory nearest to this node is
+    /// removed first.
     pub from: Option<u32>,
     /// Reason for the decision.
     pub reason: Reason,
-    /// The guest is short now, so no cool-down applies. If reports are lost after this one, the
-    /// guest grows.
+    /// The guest is short of memory now, so no cool-down applies. If no further report arrives, the
+    /// guest still grows.
     pub pressure: bool,
     /// Size below which the agent should report at its fast rate.
     pub watermark_bytes: u64,
-    /// Measure of `watermark_bytes`, which is the one that the policy decides by.
+    /// Measure that is compared with `watermark_bytes`. It is the measure that the policy itself
+    /// uses.
     pub watermark_of: Measure,
 }
 
 impl Decision {
-    /// Leaves the size unchanged.
+    /// Returns a decision that leaves the size unchanged.
     fn hold(reason: Reason) -> Self {
         Decision {
             want_bytes: None,
@@ -77,18 +78,19 @@ impl Decision {
         }
     }
 
-    /// Requests a total size of `bytes`.
+    /// Returns a decision that requests a total size of `bytes`.
     fn want(bytes: u64, reason: Reason) -> Self {
         Decision { want_bytes: Some(bytes), ..Decision::hold(reason) }
     }
 
-    /// Adds fast reports while less than `watermark_bytes` are free.
+    /// Requests fast reports while free memory is below `watermark_bytes`.
     fn watching_free(self, watermark_bytes: u64) -> Self {
         Decision { watermark_bytes, watermark_of: Measure::Free, ..self }
     }
 
-    /// Adds fast reports for a policy with one watermark: below 1.5 times the watermark, so that
-    /// they begin before it is reached, but at most below half of the guest's memory.
+    /// Requests fast reports for a policy with a single watermark. They start below 1.5 times the
+    /// watermark, before the watermark itself is reached, but at most below half of the guest's
+    /// memory.
     fn watching_one(self, watermark_bytes: u64, input: Input<'_>) -> Self {
         let watch_bytes = watermark_bytes.saturating_add(watermark_bytes / 2);
         self.watching_free(watch_bytes.min(input.report.memory().total_bytes / 2))
@@ -99,15 +101,15 @@ impl Decision {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "policy", rename_all = "snake_case")]
 pub enum Policy {
-    /// Sizes by available memory and signs of pressure. The default.
+    /// Sizes the guest by its available memory and by signs of pressure. This is the default.
     Psi(psi::Params),
-    /// Integrates by scaled watermarks, and reclaims by the size of page descriptors.
+    /// Adds memory by scaled watermarks, and removes it by the size of page descriptors.
     Amf(amf::Params),
-    /// Integrates for each node by scaled watermarks, and reclaims by free memory.
+    /// Adds memory for each node by scaled watermarks, and removes it by the amount of free memory.
     Dapper(dapper::Params),
-    /// Moves small units at one watermark, and returns them when they are free.
+    /// Moves small units of memory at a single watermark, and returns units that are free.
     Pmb(pmb::Params),
-    /// Lends large units before kswapd wakes, and returns them in the background.
+    /// Lends large units of memory before kswapd wakes, and returns them in the background.
     Memorage(memorage::Params),
     /// Keeps a fixed size.
     Fixed(fixed::Params),
@@ -115,7 +117,7 @@ pub enum Policy {
     Off,
 }
 
-/// State of a policy between two reports.
+/// State that a policy keeps between two reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PolicyState {
     /// State of `psi`.
@@ -128,7 +130,7 @@ pub enum PolicyState {
     Pmb(Box<pmb::State>),
     /// State of `memorage`.
     Memorage(Box<memorage::State>),
-    /// For policies without state.
+    /// No state, for policies that need none.
     Empty,
 }
 
@@ -156,7 +158,7 @@ impl Policy {
         }
     }
 
-    /// Returns the policy called `name`, with default parameters.
+    /// Returns the policy called `name` with default parameters.
     pub fn from_name(name: &str) -> Option<Self> {
         Some(match name {
             "psi" => Policy::Psi(psi::Params::default()),
@@ -195,12 +197,12 @@ impl Policy {
         })
     }
 
-    /// Returns the table of the parameters.
+    /// Returns the table of the policy's parameters.
     pub fn table(&self) -> &'static [Param] {
         self.parameters().map_or(&[], |params| params.table())
     }
 
-    /// Returns this policy with changed parameters. On an error, none is changed.
+    /// Returns this policy with changed parameters. If one of them is invalid, none is changed.
     pub fn with<'a>(
         &self,
         settings: impl IntoIterator<Item = (&'a str, &'a Setting)>,
@@ -222,13 +224,13 @@ impl Policy {
         Ok(changed)
     }
 
-    /// Checks the parameters.
+    /// Checks that all parameters are valid.
     pub fn validate(&self) -> Result<(), ParamError> {
         self.parameters().map_or(Ok(()), |params| params.validate())
     }
 
-    /// Returns the policy's own reasons to grow and to shrink a guest, without those of the rules
-    /// above every policy.
+    /// Returns the policy's own reasons to grow and to shrink a guest. Reasons of the rules that
+    /// apply to every policy are not included.
     pub fn reasons(&self) -> (&'static [Reason], &'static [Reason]) {
         match self {
             Policy::Psi(_) => (
@@ -264,22 +266,23 @@ impl Policy {
         }
     }
 
-    /// Returns the time for which reports must have been the same before the passing of time alone
-    /// changes no decision, unless `state` requires more. This is the longest time that the policy
-    /// compares a duration with.
+    /// Returns how long reports must have been the same before time alone no longer changes a
+    /// decision. This is the longest time that the policy compares with a duration. `state` may
+    /// require more time.
     pub fn settle_ms(&self) -> u64 {
         // Longest period over which rates are computed, and after which sizes count as settled.
         const WINDOWS_MS: u64 = 5_000;
         let times = self.table().iter().zip(0..).filter(|(param, _)| param.unit == Unit::Ms);
         let longest = times.filter_map(|(_, index)| Some(self.parameters()?.value(index))).max();
         match self {
-            // Learned values fade over hours, so [`Policy::is_settled`] checks the state.
+            // [`Policy::is_settled`] checks the state instead, because learned values decay over
+            // hours.
             Policy::Psi(_) => WINDOWS_MS,
             _ => WINDOWS_MS + longest.unwrap_or(0),
         }
     }
 
-    /// Returns true if time alone does not change `state`, once reports have been the same for
+    /// Returns true if time alone does not change `state` after reports have been the same for
     /// [`Policy::settle_ms`].
     pub fn is_settled(&self, state: &PolicyState, now: TimeMs) -> bool {
         match (self, state) {
@@ -288,8 +291,8 @@ impl Policy {
         }
     }
 
-    /// Decides on one report. A state of another policy is replaced by the initial one, so that
-    /// policies can be exchanged while a VM runs.
+    /// Makes a decision after a report. If the state belongs to another policy, it is replaced by
+    /// the initial state, so the policy can be changed while a VM runs.
     pub fn decide(
         &self,
         state: PolicyState,
@@ -301,7 +304,7 @@ impl Policy {
                 let (left, reserve_bytes) = reserve::without_reserve(input.report, input.host);
                 let (state, decision) =
                     self.decide_on(state, Input { report: &left, ..input }, now);
-                // The agent compares its watermark with free memory that includes the reserve.
+                // The agent compares the watermark with free memory that includes the reserve.
                 let watermark_bytes = match decision.watermark_of {
                     Measure::Free => decision.watermark_bytes.saturating_add(reserve_bytes),
                     Measure::Available => decision.watermark_bytes,
@@ -318,7 +321,7 @@ impl Policy {
         input: Input<'_>,
         now: TimeMs,
     ) -> (PolicyState, Decision) {
-        /// Calls a policy with its own state, and wraps the new state.
+        /// Calls a policy with its own type of state, and wraps the new state.
         macro_rules! by {
             ($policy:ident, $variant:ident, $params:expr) => {{
                 let own = match state {
