@@ -1,17 +1,17 @@
-//! Division of a size for the VM among its zones.
+//! Divides a size for the VM among its zones.
 
 use super::ZoneTracker;
 use crate::plan::Reason;
 use crate::units::round_down;
 use crate::{DriverState, HostView, Tier, TimeMs, ZoneSizes};
 
-/// One zone during allocation.
+/// State of one zone during an allocation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
     /// Index of the zone in the host's view.
     index: usize,
     tier: Tier,
-    /// Distance from the node for which the zones are sized.
+    /// Distance from the node for which the zones are resized.
     distance: u8,
     block_bytes: u64,
     floor_bytes: u64,
@@ -19,45 +19,46 @@ pub(super) struct Share {
     /// Size to request.
     pub requested_bytes: u64,
     ceiling_bytes: u64,
-    /// Reason for the ceiling. [`Reason::AtCeiling`] if the zone's size is the limit.
+    /// Reason for the ceiling. It is [`Reason::AtCeiling`] if the zone's own size is the limit.
     ceiling_reason: Reason,
     shrink_cap_bytes: u64,
     pinned: bool,
     is_balloon: bool,
-    /// The zone has no driver, and another zone with a driver has room. It grows last.
+    /// True if the zone has no driver, and another zone with a driver has room. The zone then grows
+    /// last.
     is_last: bool,
 }
 
-/// All zones during allocation.
+/// State of all zones during an allocation.
 #[derive(Clone, Debug)]
 pub(super) struct Allocation {
     shares: Vec<Share>,
-    /// Free memory of the pool, without plugged and outstanding memory.
+    /// Free memory in the pool, minus the requested memory that is not plugged yet.
     pool_bytes: u64,
-    /// Memory that may be added until the guest lacks DRAM for page descriptors.
+    /// Memory that can be added before the guest has no more DRAM for page descriptors.
     descriptor_bytes: u64,
-    /// Memory that may be added to all zones together.
+    /// Memory that can be added to all zones in total.
     room_bytes: u64,
 }
 
-/// Limits of the zones other than their sizes.
+/// Limits of the zones, apart from their sizes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Memory that may be requested in addition to the present requests, see
-    /// [`super::descriptors`].
+    /// Memory that can be requested in addition to the present requests. [`super::descriptors`]
+    /// computes it.
     pub descriptor_bytes: u64,
-    /// Memory that may be added to all zones together.
+    /// Memory that can be added to all zones in total.
     pub room_bytes: u64,
-    /// Share of a zone that may be lent, in thousandths, if the guest does not online it as
+    /// Share of each zone that may be lent, in thousandths, if the guest does not online it as
     /// movable.
     pub unmovable_permille: Option<u64>,
-    /// Zones without a driver are used last, see [`has_live_room`].
+    /// True if zones without a driver are used last. [`has_live_room`] decides this.
     pub driverless_last: bool,
 }
 
-/// Returns true if a zone has no live driver and another zone, which has one, can grow now. Must
-/// not find more room than [`Allocation::grow`] does. Otherwise, each report would request the
-/// difference from a zone without a driver.
+/// Returns true if some zone has no driver and another zone with a ready driver can grow now. The
+/// room found here must not exceed the room that [`Allocation::grow`] finds. Otherwise, each report
+/// would request the difference from a zone without a driver.
 pub(super) fn has_live_room(
     host: &HostView,
     zones: &[ZoneTracker],
@@ -81,7 +82,8 @@ pub(super) fn has_live_room(
     })
 }
 
-/// Largest size that may be requested of a zone, in whole blocks, and the reason for that limit.
+/// Returns the largest size that may be requested from a zone, in whole blocks, and the reason for
+/// this limit.
 fn ceiling(
     zone: &ZoneSizes,
     tracker: &ZoneTracker,
@@ -103,10 +105,10 @@ fn ceiling(
 }
 
 impl Allocation {
-    /// Starts from the requested sizes. `awaited` is the host without requests that make no
-    /// progress, so that these reserve no memory of the pool. `zones` are the trackers of the
-    /// host's zones. `near` is the guest node for which the zones are sized, and `from` the node
-    /// from which memory is removed.
+    /// Creates an allocation that starts from the requested sizes. `awaited` is the host without
+    /// requests that make no progress, so that they do not reserve memory in the pool. `zones` are
+    /// the trackers of the host's zones. `near` is the guest node for which the zones are resized.
+    /// `from` is the node from which memory is removed.
     pub(super) fn new(
         host: &HostView,
         awaited: &HostView,
@@ -123,7 +125,7 @@ impl Allocation {
             .enumerate()
             .map(|(index, (zone, tracker))| {
                 let to_zone = |node| host.distances.between(node, zone.guest_numa_node);
-                // A shrink starts with the zone at the end of the order.
+                // A shrink starts at the end of this order.
                 let distance = match (from, near) {
                     (Some(from), _) => u8::MAX - to_zone(from),
                     (None, Some(near)) => to_zone(near),
@@ -136,8 +138,8 @@ impl Allocation {
             })
             .collect();
         // DRAM comes first. Within DRAM, the balloon comes first, because Linux fills it with pages
-        // of any node. Within a tier, the nearest zones come first, and equally near ones in the
-        // host's order.
+        // from any node. Within a tier, zones are ordered by distance. Equally near zones keep the
+        // order of the host's view.
         shares.sort_by_key(|share| (share.tier, !share.is_balloon, share.distance, share.index));
         let awaited_pm = awaited.zones.iter().filter(|zone| zone.tier == Tier::Pm);
         let owed_pm =
@@ -150,17 +152,17 @@ impl Allocation {
         }
     }
 
-    /// Reserves memory of the pool that is requested but not awaited, because the guest may still
+    /// Reserves memory in the pool that is requested but no longer awaited. The guest may still
     /// plug it.
     pub(super) fn owing(mut self, pm_bytes: u64) -> Self {
         self.pool_bytes = self.pool_bytes.saturating_sub(pm_bytes);
         self
     }
 
-    /// Adds `bytes`. Returns the bytes added and, if these are fewer, the obstacle.
+    /// Adds `bytes`. Returns the number of bytes added and, if that is less, the obstacle.
     pub(super) fn grow(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
-        // 1. Blocks that are requested back but still plugged are available at once.
+        // 1. Blocks that should be unplugged but are still plugged are available immediately.
         for share in self.shares.iter_mut().filter(|share| !share.pinned) {
             let back =
                 share.plugged_bytes.min(share.ceiling_bytes).saturating_sub(share.requested_bytes);
@@ -168,7 +170,8 @@ impl Allocation {
             bytes -= share.add(round_down(back.min(self.room_bytes), share.block_bytes), bytes);
             self.room_bytes -= share.requested_bytes - before;
         }
-        // 2. DRAM, then PM, then zones without a driver, because it may still load.
+        // 2. DRAM comes next, then PM, then zones without a driver, because a driver may still
+        // load.
         let mut limit = None;
         let free = self.shares.iter_mut().filter(|share| !share.pinned);
         let (last, first): (Vec<_>, Vec<_>) = free.partition(|share| share.is_last);
@@ -201,15 +204,15 @@ impl Allocation {
         (wanted - bytes, Some(limit.unwrap_or(Reason::Pinned)))
     }
 
-    /// Removes `bytes`. Returns the bytes removed and, if these are fewer, the obstacle.
+    /// Removes `bytes`. Returns the number of bytes removed and, if that is less, the obstacle.
     pub(super) fn shrink(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
         let mut limit = None;
         let mut taken_from = None;
         let mut stays_in = None;
-        // PM is removed first, and DRAM only if no removable PM is left. A step removes from one
-        // tier only. The guest serves its devices in parallel, so it would unplug DRAM while it
-        // still has PM.
+        // PM is removed first. DRAM is removed only if no removable PM is left. Each step removes
+        // memory from a single tier. Otherwise, the guest would unplug DRAM while it still has PM,
+        // because it handles requests of all devices in parallel.
         for share in self.shares.iter_mut().rev().filter(|share| !share.pinned) {
             if stays_in.is_some_and(|tier| tier != share.tier) {
                 break;
@@ -226,8 +229,8 @@ impl Allocation {
                 taken_from = Some(share.tier);
             }
             if share.shrink_cap_bytes < over && bytes >= share.block_bytes {
-                // The guest does not release more of this zone. Other zones of the tier follow, but
-                // not the next tier.
+                // The guest does not release more memory of this zone. Other zones of the same tier
+                // are tried, but not the next tier.
                 stays_in = Some(share.tier);
             }
             limit = Some(if stays_in.is_some() { Reason::NoProgress } else { Reason::AtFloor });
@@ -236,7 +239,7 @@ impl Allocation {
         if bytes < left_over {
             return (wanted - bytes, None);
         }
-        // With a pinned zone above its floor, not all zones are at their floors.
+        // If a pinned zone is above its floor, the obstacle is the pin instead of the floors.
         let is_held = |share: &Share| share.pinned && share.requested_bytes > share.floor_bytes;
         if limit.is_none_or(|limit| limit == Reason::AtFloor) && self.shares.iter().any(is_held) {
             limit = Some(Reason::Pinned);
@@ -244,7 +247,7 @@ impl Allocation {
         (wanted - bytes, Some(limit.unwrap_or(Reason::AtFloor)))
     }
 
-    /// Returns the sizes to request, in the host's order.
+    /// Returns the sizes to request, in the order of the host's zones.
     pub(super) fn into_requests(mut self) -> Vec<u64> {
         self.shares.sort_by_key(|share| share.index);
         self.shares.into_iter().map(|share| share.requested_bytes).collect()
@@ -273,8 +276,8 @@ impl Share {
         }
     }
 
-    /// Adds `wanted`, rounded up to a block, but at most `allowed`. Returns the part of `wanted`
-    /// that was added.
+    /// Adds `wanted`, rounded up to whole blocks, but no more than `allowed`. Returns the part of
+    /// `wanted` that was added.
     fn add(&mut self, allowed: u64, wanted: u64) -> u64 {
         let added = crate::units::round_up(wanted.min(allowed), self.block_bytes).min(allowed);
         self.requested_bytes += added;
@@ -309,8 +312,8 @@ mod tests {
     use super::*;
     use crate::{MIB, ZoneId};
 
-    /// Nodes 0 and 1 with 4 MiB of pluggable DRAM each, and nodes 2 and 3 with PM. Node 2 is near
-    /// node 0, and node 3 is near node 1.
+    /// Guest in which nodes 0 and 1 have 4 MiB of pluggable DRAM each, and nodes 2 and 3 have PM.
+    /// Node 2 is near node 0, and node 3 is near node 1.
     fn two_sockets(requested_mib: [u64; 4]) -> HostView {
         let tiers = [Tier::Dram, Tier::Dram, Tier::Pm, Tier::Pm];
         let mut host = HostView { pool_free_bytes: 64 * MIB, ..HostView::default() };
@@ -350,7 +353,7 @@ mod tests {
         allocation.into_requests().into_iter().map(|bytes| bytes / MIB).collect()
     }
 
-    /// Requested sizes after shrinks by `mib` in total. The guest follows each one.
+    /// Requested sizes after shrinks by `mib` in total. The guest follows each of them.
     fn shrunk_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
         let mut left = [4, 4, 16, 16];
         let mut to_go = mib * MIB;
@@ -399,7 +402,8 @@ mod tests {
 
     #[test]
     fn shrink_from_node_removes_pm_near_that_node() {
-        // Three nodes of DRAM with one node of PM near each. All other distances are equal.
+        // The guest has three nodes of DRAM, each with one near node of PM. All other distances are
+        // equal.
         let mut host = two_sockets([0; 4]);
         host.distances = crate::Distances::default();
         host.zones.truncate(3);
@@ -434,7 +438,7 @@ mod tests {
         assert_eq!(allocation.into_requests(), [4, 4, 2, 16].map(|mib| mib * MIB));
     }
 
-    /// Adds a balloon in front of the zones of the two sockets, as the governor does.
+    /// Adds a balloon before the zones of the two sockets, as the governor does.
     fn with_balloon(requested_mib: [u64; 5]) -> HostView {
         let [balloon_mib, rest @ ..] = requested_mib;
         let mut host = two_sockets(rest);
@@ -452,7 +456,7 @@ mod tests {
 
     #[test]
     fn balloon_grows_first_and_shrinks_last() {
-        // The balloon's zone has node 0, but its memory is from every node.
+        // The balloon's zone is on node 0, but its memory is from all nodes.
         for (near, next) in [(None, [2, 0]), (Some(0), [2, 0]), (Some(1), [0, 2])] {
             let mut grown = allocation(&with_balloon([60, 0, 0, 0, 0]), near);
             assert_eq!(grown.grow(6 * MIB), (6 * MIB, None));

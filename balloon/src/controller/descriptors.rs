@@ -1,9 +1,9 @@
-//! Rule 4: limits requests to the memory that the guest can provide page descriptors for.
+//! Rule 4: limits requests to the memory for which the guest can provide page descriptors.
 //!
-//! Linux allocates the page descriptors of hotplugged memory from memory that is not movable: 2 MiB
-//! for each section of 128 MiB (mm/sparse-vmemmap.c; virtio_mem adds memory without
-//! MHP_MEMMAP_ON_MEMORY). If a guest has no such memory left, it cannot add a block, and Linux soon
-//! kills processes because other kernel allocations fail.
+//! Linux allocates the page descriptors of hotplugged memory from memory that is not movable. It
+//! needs 2 MiB for each section of 128 MiB (mm/sparse-vmemmap.c; virtio_mem adds memory without
+//! MHP_MEMMAP_ON_MEMORY). A guest without such memory cannot add a block. Linux soon kills its
+//! processes, because other kernel allocations fail too.
 
 use foreshore_proto::{KernelMemory, Report};
 
@@ -11,21 +11,20 @@ use super::Rules;
 use crate::units::{MIB, PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
 use crate::{HostView, TimeMs, ZoneSizes};
 
-/// Part of the kernel's zones that stays free of page descriptors, because the kernel makes other
-/// allocations as well.
+/// Fraction of the kernel's zones that is kept free of page descriptors for other kernel
+/// allocations.
 const FLOOR_PART: u64 = 64;
-/// Bounds of that part.
+/// Bounds of that fraction, in bytes.
 const MIN_FLOOR_BYTES: u64 = 4 * MIB;
 const MAX_FLOOR_BYTES: u64 = 64 * MIB;
 
-/// Limit of the plugged memory of a guest.
+/// Limit for the plugged memory of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DescriptorLimit {
     reported: Option<Reported>,
-    /// Memory that was added as DIMMs, outside of the zones.
+    /// Memory that was added as DIMMs, which are not part of any zone.
     dimm_bytes: u64,
-    /// DIMMs that were added so recently that the guest may not have allocated their page
-    /// descriptors.
+    /// DIMMs that were added recently. The guest may not have allocated their page descriptors yet.
     arriving: Option<Arriving>,
 }
 
@@ -35,11 +34,11 @@ struct Arriving {
     bytes: u64,
 }
 
-/// Time allowed for a guest to bring a DIMM online. A report within this time may precede the
-/// allocation of the DIMM's page descriptors.
+/// Time allowed for a guest to online a DIMM. A report within this time may precede the allocation
+/// of the DIMM's page descriptors.
 const ARRIVAL_MS: u64 = 10_000;
 
-/// Limit of zones and DIMMs together, computed from the last report.
+/// Limit for zones and DIMMs in total, computed from the last report.
 #[derive(Clone, Copy, Debug)]
 struct Reported {
     at: TimeMs,
@@ -47,10 +46,10 @@ struct Reported {
 }
 
 impl DescriptorLimit {
-    /// Takes the limit from a report. `host` has the sizes at the time of the report.
+    /// Updates the limit from a report. `host` contains the sizes at the time of the report.
     pub(super) fn observe(&mut self, report: &Report, host: &HostView, now: TimeMs) {
-        // Balloon statistics have no memory blocks and do not separate the kernel's memory from the
-        // rest.
+        // Balloon statistics do not contain memory blocks, and do not separate the kernel's memory
+        // from other memory.
         if report.blocks().block_bytes == 0 {
             return;
         }
@@ -62,7 +61,7 @@ impl DescriptorLimit {
         self.reported = Some(Reported { at: now, limit_bytes });
     }
 
-    /// Counts a DIMM towards the limit.
+    /// Counts the memory of a DIMM towards the limit.
     pub(super) fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
         self.dimm_bytes = self.dimm_bytes.saturating_add(bytes);
         let arriving = self.arriving.filter(|arriving| now.since(arriving.since) < ARRIVAL_MS);
@@ -70,18 +69,18 @@ impl DescriptorLimit {
         self.arriving = Some(Arriving { since: now, bytes: before_bytes.saturating_add(bytes) });
     }
 
-    /// Memory that may be requested beyond the requested or plugged memory.
+    /// Returns the memory that can be requested beyond the requested or plugged memory.
     ///
-    /// The limit is a total size that changes only with reports. A limit relative to the plugged
-    /// size would allow another section as soon as the last one is plugged, until the guest has no
-    /// DRAM left.
+    /// The limit is a total size that changes only with reports. If it were relative to the plugged
+    /// size, another section would be allowed as soon as the last one is plugged, until the guest
+    /// has no DRAM left.
     pub(super) fn room_bytes(&self, rules: &Rules, host: &HostView, now: TimeMs) -> u64 {
         let boot_bytes = host.boot_bytes.saturating_add(balloon_zone_bytes(host));
         let unreported_bytes = boot_bytes.saturating_mul(rules.unreported_multiple);
         let limit_bytes = match self.reported {
             None => unreported_bytes,
             Some(reported) if now.since(reported.at) < rules.lost_ms => reported.limit_bytes,
-            // The guest may have used the room since the report.
+            // The guest may have used up the room since the report.
             Some(reported) => reported.limit_bytes.min(unreported_bytes),
         };
         let added_bytes = sum(host, |zone| zone.requested_bytes.max(zone.plugged_bytes));
@@ -89,24 +88,24 @@ impl DescriptorLimit {
     }
 }
 
-/// Boot memory that the balloon could hold and leaves to the guest.
+/// Boot memory that the balloon could take, but that the guest has at present.
 fn balloon_zone_bytes(host: &HostView) -> u64 {
     let zones = host.zones.iter().filter(|zone| host.balloon == Some(zone.id));
     zones.fold(0, |sum, zone| sum.saturating_add(zone.plugged_bytes))
 }
 
-/// Sum over the zones with memory that needs new descriptors. The balloon zone is boot memory,
-/// which has descriptors already.
+/// Sum over the zones whose memory needs new page descriptors. The balloon zone is not included,
+/// because boot memory already has its descriptors.
 fn sum(host: &HostView, size_bytes: impl Fn(&ZoneSizes) -> u64) -> u64 {
     let zones = host.zones.iter().filter(|zone| host.balloon != Some(zone.id));
     zones.fold(0, |sum, zone| sum.saturating_add(size_bytes(zone)))
 }
 
-/// Memory that the guest can plug before its next report. Half of the free memory of the kernel's
-/// zones stays free for other allocations.
+/// Memory that the guest can plug before its next report. Half of the free memory in the kernel's
+/// zones is reserved for other allocations.
 ///
-/// A guest that can swap out pages of the kernel's zones has room for one section at a time, as
-/// long as such pages are left.
+/// If a guest can swap out pages of the kernel's zones, it has room for one section at a time until
+/// no such pages are left.
 fn describable_bytes(report: &Report) -> u64 {
     let kernel = KernelMemory::of(report.zones().iter());
     let user_pages = report

@@ -1,26 +1,27 @@
-//! Sizes requested by a client or at boot.
+//! Sizes that a client requested or that were set at boot.
 //!
-//! The controller requests such a size in steps within rule 4, because the guest allocates the page
-//! descriptors of plugged memory from DRAM. If a guest has no room for them, Linux kills its
-//! processes.
+//! The controller requests such a size in steps within the limit of rule 4, because the guest
+//! allocates the page descriptors of plugged memory from DRAM. If a guest has no room for them,
+//! Linux kills its processes.
 
 use super::{Controller, ZoneTracker};
 use crate::units::round_down;
 use crate::{DriverState, HostView, TimeMs, ZoneId};
 
-/// Request for a zone on the way to its goal.
+/// Request to a zone that is a step towards its goal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GoalStep {
-    /// Zone to request from.
+    /// Zone to resize.
     pub zone: ZoneId,
     /// Size to request now.
     pub requested_bytes: u64,
-    /// Size requested by the client, at least `requested_bytes` unless it is a shrink.
+    /// Size that the client requested. It is less than `requested_bytes` only for a shrink.
     pub goal_bytes: u64,
 }
 
 impl Controller {
-    /// Stops sizing a zone that a client has sized, until [`Controller::resume`].
+    /// Pins a zone that a client has resized. The controller does not resize it until
+    /// [`Controller::resume`].
     ///
     /// # Panics
     ///
@@ -29,8 +30,8 @@ impl Controller {
         self.observed(id).pin();
     }
 
-    /// Sets the size that an observed zone has to reach in steps. [`Controller::next_steps`]
-    /// returns the first step.
+    /// Sets the size that an observed zone has to reach in steps. The first step is returned by
+    /// [`Controller::next_steps`].
     pub(crate) fn set_goal(&mut self, id: ZoneId, size_bytes: u64) {
         let zone = self.observed(id);
         (zone.goal_bytes, zone.is_goal_new) = (Some(size_bytes), true);
@@ -41,15 +42,15 @@ impl Controller {
         zone.unwrap_or_else(|| panic!("{id} is not a zone of the VM"))
     }
 
-    /// Returns true if some zone has a goal that its requests have not reached.
+    /// Returns true if some zone has a goal that has not been requested completely.
     pub(crate) fn has_goals(&self) -> bool {
         self.zones.iter().any(|zone| zone.goal_bytes.is_some())
     }
 
-    /// Returns requests that bring zones closer to their goals. Call [`Controller::observe`] with
-    /// the same host first. Carry the requests out, and read the host again before
-    /// [`Controller::step`]. Goals stay in force while the controller is paused and in a dry run,
-    /// because a client set them.
+    /// Returns the next requests towards the goals. Call [`Controller::observe`] with the same host
+    /// first. Carry out the requests, and read the host's state again before calling
+    /// [`Controller::step`]. Goals also apply during a pause and a dry run, because a client set
+    /// them.
     pub(crate) fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<GoalStep> {
         if !self.has_goals() {
             return Vec::new();
@@ -58,7 +59,8 @@ impl Controller {
         let mut steps = Vec::new();
         for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
             let Some(goal_bytes) = followed.goal_bytes else { continue };
-            // The device or the host has lowered the request: only another request can raise it.
+            // The device has lowered the request. The goal ends, because only a new request can
+            // raise the size again.
             let is_unsupported =
                 zone.driver == DriverState::Unsupported && goal_bytes != zone.requested_bytes;
             if is_unsupported || (!followed.is_goal_new && zone.shortfall.is_some()) {
@@ -66,7 +68,7 @@ impl Controller {
                 continue;
             }
             let missing_bytes = goal_bytes.saturating_sub(zone.requested_bytes);
-            // Blocks that are still plugged have their descriptors already.
+            // Blocks that are still plugged already have their page descriptors.
             let plugged_bytes = zone.outstanding_shrink_bytes().min(missing_bytes);
             let needs_descriptors = host.balloon != Some(zone.id);
             let allowed_bytes = match needs_descriptors {

@@ -1,5 +1,5 @@
-//! Rules above every policy. docs/reference/policies.md lists them, and comments here use its
-//! numbers.
+//! Rules that apply to every policy. Comments use the numbers of the rules in
+//! docs/reference/policies.md.
 
 mod allocation;
 mod descriptors;
@@ -25,20 +25,20 @@ use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState};
 use crate::{DriverState, HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
 
-/// Rule 6: time after the last sign of shortage in which a guest still counts as short if its
-/// reports stop.
+/// Rule 6: time for which a guest counts as short of memory after the last sign of shortage. The
+/// guest grows if its reports stop within this time.
 const SHORT_MS: u64 = 1_000;
 
-/// Reason for a call of the controller.
+/// Reason for which the controller is called.
 #[derive(Clone, Copy, Debug)]
 pub enum Event<'a> {
-    /// A report from the guest.
+    /// The guest has sent a report.
     Report(&'a Report),
-    /// Time has passed, or a plugged size has changed. Expected at least once a second.
+    /// Time has passed, or a plugged size has changed. Required at least once per second.
     Tick,
 }
 
-/// State of the controller of one VM, except the state of its policy.
+/// State of one VM's controller, including the state of its policy.
 #[derive(Clone, Debug)]
 pub struct Controller {
     rules: Rules,
@@ -53,16 +53,17 @@ pub struct Controller {
     lost: Lost,
     host_shortfall: HostShortfall,
     descriptors: DescriptorLimit,
-    /// A dry run has reported the plan of rule 3 for the present requests.
+    /// True if a dry run has already reported the plan of rule 3 for the present requests.
     told_bounds: bool,
 }
 
-/// Parts of the last report that later decisions need.
+/// Values from the last report that later decisions need.
 #[derive(Clone, Copy, Debug)]
 struct LastReport {
     at: TimeMs,
     decision: Decision,
-    /// Last time at which the guest was known to be short, if it is less than [`SHORT_MS`] ago.
+    /// Last time at which the guest was known to be short of memory, if that was less than
+    /// [`SHORT_MS`] ago.
     short_at: Option<TimeMs>,
     online_policy: OnlinePolicy,
 }
@@ -72,22 +73,22 @@ struct LastReport {
 pub struct Status {
     /// Name of the policy.
     pub policy: &'static str,
-    /// Decisions are made but not carried out.
+    /// True if decisions are made but not carried out.
     pub dry_run: bool,
-    /// The operator has paused the controller.
+    /// True if the operator has paused the controller.
     pub paused: bool,
-    /// Zones sized by a client.
+    /// Zones that a client has resized. The controller does not change them.
     pub pinned: Vec<ZoneId>,
     /// Time of the last report.
     pub last_report: Option<TimeMs>,
-    /// The policy's decision on that report.
+    /// Decision that the policy made after that report.
     pub last_decision: Option<Decision>,
-    /// Present cool-down. Longer than configured after a shrink that had to be undone.
+    /// Present cool-down. It exceeds the configured one if a shrink had to be undone.
     pub cool_down_ms: u64,
 }
 
 impl Controller {
-    /// Creates the controller of a guest that has just started.
+    /// Creates the controller for a guest that has just started.
     pub fn new(policy: Policy, rules: Rules) -> Result<Self, ParamError> {
         policy.validate()?;
         rules.validate()?;
@@ -108,13 +109,13 @@ impl Controller {
         })
     }
 
-    /// Decides on `event`. Read `host` after the last plan has been carried out.
+    /// Makes a decision about `event`. Read `host` after the last plan has been carried out.
     pub fn step(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         self.observe(host, now);
         self.decide(event, host, now)
     }
 
-    /// Decides on `event`. Call [`Controller::observe`] with the same host first.
+    /// Makes a decision about `event`. Call [`Controller::observe`] with the same host first.
     pub(crate) fn decide(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         for zone in &mut self.zones {
             zone.by_hand = false;
@@ -136,27 +137,27 @@ impl Controller {
         self.zones.iter().find(|zone| zone.id == id)
     }
 
-    /// Returns the trackers of all zones, in the host's order.
+    /// Returns the trackers of all zones, in the order of the host's zones.
     pub(crate) fn trackers_mut(&mut self) -> impl Iterator<Item = &mut ZoneTracker> {
         self.zones.iter_mut()
     }
 
-    /// Returns the size of the memory that the guest can provide page descriptors for (rule 4).
+    /// Returns the amount of memory for which the guest can provide page descriptors (rule 4).
     pub fn describable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
         self.descriptors.room_bytes(&self.rules, host, now)
     }
 
-    /// Counts a DIMM that is added to the guest towards the limit of rule 4.
+    /// Counts a DIMM that is being added to the guest towards the limit of rule 4.
     pub fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
         self.descriptors.add_dimm(bytes, now);
     }
 
-    /// Returns true if a client has sized the zone, so that the controller leaves it alone.
+    /// Returns true if a client has resized the zone, so that the controller does not change it.
     pub fn is_pinned(&self, id: ZoneId) -> bool {
         self.zones.iter().any(|zone| zone.id == id && zone.pinned)
     }
 
-    /// Resumes sizing of zone `id`. Without `id`, resumes all zones and a paused controller.
+    /// Unpins zone `id`. Without `id`, unpins all zones and ends a pause.
     pub fn resume(&mut self, id: Option<ZoneId>) {
         for zone in self.zones.iter_mut().filter(|zone| id.is_none_or(|id| zone.id == id)) {
             (zone.pinned, zone.goal_bytes) = (false, None);
@@ -164,12 +165,12 @@ impl Controller {
         self.paused = self.paused && id.is_some();
     }
 
-    /// Stops all decisions until [`Controller::resume`] or [`Controller::unpause`].
+    /// Stops all decisions until [`Controller::resume`] or [`Controller::unpause`] is called.
     pub fn pause(&mut self) {
         self.paused = true;
     }
 
-    /// Resumes decisions. Zones sized by a client stay pinned.
+    /// Ends a pause. Zones that a client has resized remain pinned.
     pub fn unpause(&mut self) {
         self.paused = false;
     }
@@ -179,10 +180,10 @@ impl Controller {
         self.rules.dry_run = dry_run;
     }
 
-    /// Replaces the policy. If a parameter is out of range, the present policy stays.
+    /// Replaces the policy. If a parameter is out of range, the present policy remains in use.
     pub fn set_policy(&mut self, policy: Policy) -> Result<(), ParamError> {
         policy.validate()?;
-        // A policy keeps its state if only its parameters change.
+        // If only the parameters change, the policy keeps its state.
         if std::mem::discriminant(&policy) != std::mem::discriminant(&self.policy) {
             self.state = policy.initial_state();
         }
@@ -192,11 +193,11 @@ impl Controller {
         Ok(())
     }
 
-    /// Replaces the parameters of the rules. If one is out of range, the present ones stay.
+    /// Replaces the parameters of the rules. If one is out of range, none is replaced.
     pub fn set_rules(&mut self, rules: Rules) -> Result<(), ParamError> {
         rules.validate()?;
-        // A cool-down that was learned stays, within the new bounds. Otherwise, it is as
-        // configured.
+        // A learned cool-down is kept within its new bounds. Otherwise, the configured cool-down is
+        // used.
         self.cool_down_ms = match self.cool_down_ms == self.rules.cool_down_ms {
             true => rules.cool_down_ms,
             false => self.cool_down_ms.clamp(rules.cool_down_ms, rules.max_cool_down_ms),
@@ -211,7 +212,7 @@ impl Controller {
         &self.policy
     }
 
-    /// Returns the node for which the policy decided on the last report.
+    /// Returns the node for which the policy made its decision after the last report.
     pub fn near(&self) -> Option<u32> {
         self.last.and_then(|last| last.decision.near)
     }
@@ -221,8 +222,8 @@ impl Controller {
         &self.rules
     }
 
-    /// Returns true if the passing of time alone does not change the policy's decision, once
-    /// reports have been the same for [`Policy::settle_ms`].
+    /// Returns true if time alone does not change the policy's decision after reports have been the
+    /// same for [`Policy::settle_ms`].
     pub fn is_settled(&self, now: TimeMs) -> bool {
         self.policy.is_settled(&self.state, now)
     }
@@ -240,9 +241,9 @@ impl Controller {
         }
     }
 
-    /// Updates the trackers with the host's present sizes. A zone that grows without a plan, for
-    /// example a balloon that the guest deflates on OOM, counts as a grow, so that the memory is
-    /// not removed again at once. A second call with the same sizes changes nothing.
+    /// Updates the trackers with the host's present sizes. If a zone grows without a plan, this
+    /// counts as a grow, so that the memory is not removed immediately. For example, the guest may
+    /// deflate a balloon on OOM. A second call with the same sizes has no effect.
     pub fn observe(&mut self, host: &HostView, now: TimeMs) -> Vec<Seen> {
         if !host.zones.iter().map(|zone| zone.id).eq(self.zones.iter().map(|known| known.id)) {
             let known = std::mem::take(&mut self.zones);
@@ -278,14 +279,14 @@ impl Controller {
         let input = Input { report, host: &seen, is_carried_out };
         let (state, mut decision) = self.policy.decide(state, input, now);
         self.state = state;
-        // The policy's size is relative to the requested size in its input.
+        // The policy's size is relative to the requested size that was passed to it.
         let change = |want: u64| {
             want.saturating_add(host.requested_bytes()).saturating_sub(seen.requested_bytes())
         };
         decision.want_bytes = decision.want_bytes.map(change);
         self.lost = Lost::default();
-        // While a grow is in progress, the policy reports no pressure, but the guest may still be
-        // short.
+        // The policy reports no pressure while a grow is in progress, but the guest may still be
+        // short of memory.
         let was_short_at = self.last.and_then(|last| last.short_at);
         let is_short = decision.pressure || (was_short_at.is_some() && self.is_growing(host));
         let short_at = if is_short { Some(now) } else { was_short_at };
@@ -297,10 +298,10 @@ impl Controller {
         });
     }
 
-    /// Returns the sizes that are the input of the policy. Memory on its way to or from a zone
-    /// counts as long as it makes progress, regardless of the origin of the request. If a request
-    /// makes no progress and rule 5 does not withdraw it, the zone counts with its plugged size.
-    /// Otherwise, a guest that is short would wait for memory that a client has requested in vain.
+    /// Returns the sizes to pass to the policy. Requested memory is included as long as the guest
+    /// makes progress, whoever requested it. A request without progress that rule 5 does not
+    /// withdraw is replaced by the plugged size. Otherwise, a guest that is short would wait for
+    /// memory that a client requested in vain.
     fn without_stuck<'a>(
         &self,
         trackers: &[ZoneTracker],
@@ -313,7 +314,7 @@ impl Controller {
             let is_left =
                 followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
             let is_stuck = followed.is_stuck(zone, &self.rules, now);
-            // Another zone with a driver has room.
+            // Another zone that has a driver can grow.
             let is_driverless = zone.driver == DriverState::Absent;
             let is_passed_over = passes_over
                 && is_driverless
@@ -327,8 +328,8 @@ impl Controller {
     }
 
     /// Rule 5: returns true if zones without a driver are used last and are not waited for, because
-    /// another zone has room. If none has, they are used as if they had a driver, because it may
-    /// still load.
+    /// another zone can grow. If no other zone can grow, they are used as if they had a driver,
+    /// because a driver may still load.
     fn passes_over_driverless(
         &self,
         trackers: &[ZoneTracker],
@@ -339,37 +340,39 @@ impl Controller {
         allocation::has_live_room(host, trackers, self.unmovable_permille(online_policy), now)
     }
 
-    /// Share of a zone that may be lent to a guest with this onlining policy.
+    /// Share of each zone that may be lent to a guest with this online policy. `None` if there is
+    /// no limit.
     fn unmovable_permille(&self, online_policy: OnlinePolicy) -> Option<u64> {
         let movable = matches!(online_policy, OnlinePolicy::OnlineMovable | OnlinePolicy::Unknown);
         (!movable).then_some(self.rules.unmovable_permille)
     }
 
-    /// Zones that the controller sizes. Pinned zones are excluded, because the client waits for its
-    /// own request.
+    /// Zones that the controller resizes. Pinned zones are excluded, because the client that
+    /// resized them waits for its own request.
     fn own<'a>(&'a self, host: &'a HostView) -> impl Iterator<Item = &'a ZoneSizes> {
         let zones = host.zones.iter().zip(&self.zones);
         zones.filter(|(_, followed)| !followed.pinned).map(|(zone, _)| zone)
     }
 
-    /// Returns true if a zone that the controller sizes has not reached its requested size.
+    /// Returns true if some zone that the controller resizes has not reached its requested size.
     fn is_in_progress(&self, host: &HostView) -> bool {
         self.is_growing(host) || self.own(host).any(|zone| zone.outstanding_shrink_bytes() > 0)
     }
 
-    /// Returns true if memory that the controller has requested is on its way to the guest. Less
-    /// than a block is not waited for.
+    /// Returns true if the guest has not plugged all memory that the controller requested. A
+    /// difference of less than a block is ignored.
     fn is_growing(&self, host: &HostView) -> bool {
         self.own(host).any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
     }
 
-    /// Floor of all zones together, at most the sum of their limits: a zone with an unsupported
-    /// driver cannot grow.
+    /// Floor of all zones in total. It is limited to the sum of the zones' limits, because a zone
+    /// with an unsupported driver cannot grow.
     fn floor_bytes(&self, host: &HostView) -> u64 {
         self.rules.floor_bytes.min(host.max_bytes())
     }
 
-    /// Stand-in for a report, so that `fixed` works without an agent. Assumes an idle guest.
+    /// Replacement for a report, so that `fixed` works without an agent. It assumes that the guest
+    /// is idle.
     fn unreported(&self, decision: Decision, now: TimeMs) -> LastReport {
         LastReport {
             at: now,
@@ -379,7 +382,7 @@ impl Controller {
         }
     }
 
-    /// Allocation for the state in `trackers`.
+    /// Creates an allocation for the state in `trackers`.
     fn allocation(
         &self,
         trackers: &[ZoneTracker],
@@ -434,13 +437,13 @@ impl Controller {
         }
     }
 
-    /// Updates the state for a plan that is carried out.
+    /// Updates the state for a plan that will be carried out.
     fn note(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         for ((zone, target), before) in self.zones.iter_mut().zip(&plan.targets).zip(&host.zones) {
             zone.asked(target.requested_bytes, before.requested_bytes, now);
         }
         match (plan.reason, plan.direction) {
-            // The plan requests everything that other zones can provide.
+            // The plan requests all of the memory that other zones can provide.
             (Reason::HostShort, _) => self.host_shortfall = HostShortfall::default(),
             (_, Direction::Grow) => {
                 self.host_shortfall
@@ -455,8 +458,8 @@ impl Controller {
         }
     }
 
-    /// Rule 2: a grow soon after a shrink lengthens the cool-down, because the shrink came too
-    /// early.
+    /// Rule 2: a grow that follows soon after a shrink lengthens the cool-down, because the shrink
+    /// was too early.
     fn has_grown(&mut self, now: TimeMs) {
         let undone = self.shrunk_at.filter(|at| now.since(*at) < self.rules.max_cool_down_ms);
         self.cool_down_ms = match undone {
@@ -470,7 +473,7 @@ impl Controller {
     }
 }
 
-/// Requested size of each zone.
+/// Requested sizes of all zones.
 fn requested(host: &HostView) -> impl Iterator<Item = u64> {
     host.zones.iter().map(|zone| zone.requested_bytes)
 }

@@ -1,4 +1,4 @@
-//! Parameters of the rules above every policy.
+//! Parameters of the rules that apply to every policy.
 
 use crate::params::{Parameters, Setting, params};
 use crate::{MIB, ParamError};
@@ -43,7 +43,7 @@ params! {
 }
 
 impl Rules {
-    /// Returns these rules with changed parameters. On an error, none is changed.
+    /// Returns these rules with changed parameters. If one of them is invalid, none is changed.
     pub fn with<'a>(
         &self,
         settings: impl IntoIterator<Item = (&'a str, &'a Setting)>,

@@ -1,8 +1,8 @@
-//! Tracker of a zone.
+//! Tracks one zone's requests and their results.
 //!
-//! The controller passes the zone's sizes once per step. From these, the tracker derives three
-//! results: whether the guest's driver follows the request (rule 5), the memory that the host could
-//! not provide, and the progress of a resize for its status and for reminders.
+//! The controller passes the zone's sizes once per step. The tracker derives from them whether the
+//! guest's driver follows the request (rule 5), how much memory the host could not provide, and the
+//! progress of a resize for its status and for reminders.
 
 mod resize;
 
@@ -13,67 +13,71 @@ use crate::plug_filter::PlugFilter;
 use crate::units::{round_down, round_up};
 use crate::{TimeMs, ZoneId, ZoneSizes};
 
-/// Tracker of one zone.
+/// Tracks the requests to one zone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZoneTracker {
     pub(super) id: ZoneId,
-    /// Sized by a client, so the controller leaves it alone.
+    /// True if a client has resized the zone. The controller does not change a pinned zone.
     pub(super) pinned: bool,
-    /// Sized by a client since the last decision, so a grow may be the client's.
+    /// True if a client has resized the zone since the last decision. A grow may then be the
+    /// client's.
     pub(super) by_hand: bool,
-    /// Size requested by a client or at boot, until all of it is requested from the guest.
+    /// Size that a client or the boot configuration requested, until all of it has been requested
+    /// from the guest.
     pub(super) goal_bytes: Option<u64>,
-    /// No step towards the goal has been taken yet.
+    /// True until the first step towards the goal is requested.
     pub(super) is_goal_new: bool,
-    /// A dry run has reported the plan of rule 5 for the present request.
+    /// True if a dry run has reported the plan of rule 5 for the present request.
     pub(super) told: bool,
-    /// Sizes at the last observation.
+    /// Sizes when the zone was last observed.
     sizes: ZoneSizes,
-    /// Requested size, from the last observation or from a plan after it.
+    /// Requested size when the zone was last observed, or as a later plan has changed it.
     requested_bytes: u64,
-    /// The last request was from a plan, not from a client.
+    /// True if the last request was made by a plan and not by a client.
     is_requested_by_plan: bool,
     plug_filter: PlugFilter,
-    /// Last change of the requested or the plugged size that was not undone.
+    /// Time of the last change of the requested or plugged size, except changes that were undone.
     moved: TimeMs,
     grow: Attempt,
     shrink: Attempt,
-    /// Grows that the host could not provide.
+    /// Limit after grows for which the host could not provide the memory.
     host: Attempt,
-    /// The request stays for the floor, although the guest does not follow it.
+    /// True if the request is kept because of the floor, although the guest does not follow it.
     kept: bool,
     resize: Resize,
 }
 
-/// Changes of a zone since the last observation.
+/// Changes of a zone since it was last observed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// The requested size has grown without a plan.
+    /// True if the requested size has grown without a plan.
     pub(super) has_grown: bool,
-    /// Requested memory that the host could not provide.
+    /// Requested memory that the host could not provide, in bytes.
     pub(super) shortfall_bytes: u64,
-    /// Bytes by which the device has lowered a plan's request.
+    /// Bytes by which the device has lowered a request of a plan.
     pub lowered_bytes: u64,
-    /// The guest's driver has become ready, so its time to follow starts again.
+    /// True if the guest's driver has become ready. The time to follow the request then starts
+    /// again.
     pub has_driver_come: bool,
-    /// The requested size has been reached, and stays. True once for each requested size, because a
-    /// guest may give memory back and plug it again as often as it likes.
+    /// True if the requested size was reached and has remained plugged for some time. This is
+    /// reported once for each requested size, because a guest may return memory and plug it again
+    /// at any rate.
     pub is_reached: bool,
 }
 
-/// Limit of requests after a failure of the guest or the host.
+/// Limit for requests after the guest or the host has failed to follow one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Attempt {
-    /// Most memory that may be outstanding. `None` if unlimited.
+    /// Maximum size of an outstanding request. `None` if there is no limit.
     cap_bytes: Option<u64>,
-    /// Time before which nothing may be requested.
+    /// Time before which no request may be made.
     retry_at: Option<TimeMs>,
-    /// Length of the last pause. The next one is twice as long.
+    /// Duration of the last pause. The next pause is twice as long.
     pause_ms: u64,
 }
 
 impl ZoneTracker {
-    /// Creates the tracker of a zone.
+    /// Creates a tracker for a zone.
     pub fn new(zone: &ZoneSizes, now: TimeMs) -> Self {
         ZoneTracker {
             id: zone.id,
@@ -95,7 +99,7 @@ impl ZoneTracker {
         }
     }
 
-    /// Updates the tracker with the zone's present sizes.
+    /// Updates the tracker with the present sizes of the zone.
     pub fn observe(&mut self, zone: &ZoneSizes, now: TimeMs) -> Seen {
         let has_driver_come = self.has_driver_come(zone, now);
         let before = std::mem::replace(&mut self.sizes, *zone);
@@ -105,7 +109,7 @@ impl ZoneTracker {
         let less_bytes = requested_before.saturating_sub(zone.requested_bytes);
         let is_lowered = self.is_requested_by_plan && zone.lowered_by().is_some();
 
-        // Memory that the guest unplugs without a request does not count as progress.
+        // If the guest unplugs memory without a request, that is not progress.
         let is_asked_back =
             zone.plugged_bytes < before.plugged_bytes && asked_bytes < before.plugged_bytes;
         if zone.requested_bytes != requested_before || is_asked_back {
@@ -119,14 +123,14 @@ impl ZoneTracker {
         if let Some(since) = stayed_since {
             (self.moved, self.kept) = (self.moved.max(since), false);
             self.grow = Attempt::default();
-            // Memory plugged before the host's retry was available to the host earlier, so it does
-            // not end the pause.
+            // Memory that was plugged before the host's retry does not end the pause, because the
+            // host provided it earlier.
             if !is_short && self.host.allowed(since) != Some(0) {
                 self.host = Attempt::default();
             }
         }
-        // A guest that unplugs memory without a request has made no progress. If it had reached the
-        // requested size, its time to follow starts again.
+        // If a guest unplugs memory without a request, it has made no progress. However, if it had
+        // reached the requested size, its time to follow starts again.
         let has_left =
             zone.plugged_bytes < before.plugged_bytes && was_settled && resize::is_reached(&before);
         if is_asked_back {
@@ -142,12 +146,12 @@ impl ZoneTracker {
         }
     }
 
-    /// Pauses requests because the host could not provide the requested memory.
+    /// Pauses requests to this zone because the host could not provide the requested memory.
     pub(super) fn fell_short(&mut self, rules: &Rules, now: TimeMs) {
         self.host.pause(rules, now);
     }
 
-    /// Records the request of a plan. `before_bytes` is the size requested before it.
+    /// Records a request that a plan makes. `before_bytes` is the previously requested size.
     pub(super) fn asked(&mut self, requested_bytes: u64, before_bytes: u64, now: TimeMs) {
         if requested_bytes != before_bytes {
             (self.goal_bytes, self.is_requested_by_plan) = (None, true);
@@ -159,37 +163,37 @@ impl ZoneTracker {
         }
     }
 
-    /// Returns true if the zone was sized by a client, so that the controller leaves it alone.
+    /// Returns true if a client has resized the zone, so that the controller does not change it.
     pub fn is_pinned(&self) -> bool {
         self.pinned
     }
 
-    /// Pins the zone because a client has sized it.
+    /// Pins the zone because a client has resized it.
     pub(super) fn pin(&mut self) {
         (self.pinned, self.by_hand, self.is_requested_by_plan) = (true, true, false);
     }
 
-    /// Keeps a request that [`ZoneTracker::fall_back`] has withdrawn.
+    /// Keeps a request although [`ZoneTracker::fall_back`] has withdrawn it.
     pub(super) fn keep(&mut self, requested_bytes: u64) {
         self.requested_bytes = requested_bytes;
         self.kept = true;
     }
 
-    /// Returns true if a withdrawn request is kept and nothing has been plugged for it since.
+    /// Returns true if a withdrawn request is kept, and no memory has been plugged for it since.
     pub(super) fn is_kept(&self) -> bool {
         self.kept && self.plug_filter.pending_since().is_none()
     }
 
-    /// Returns true if the plugged memory stays, or is the rest after a shrink.
+    /// Returns true if the plugged memory has been confirmed, or if it is the rest after a shrink.
     fn is_settled(&self) -> bool {
         self.plug_filter
             .pending_since()
             .is_none_or(|since| self.resize.asked_back_at >= Some(since))
     }
 
-    /// Restarts the tracker for a driver that has become ready, because failures under another
-    /// driver or none do not count for it. The filter starts from the sizes before this driver,
-    /// because memory that it has plugged since still has to stay.
+    /// Restarts the tracker because a driver has become ready. Failures under another driver or
+    /// without a driver do not count for this driver. The filter starts from the sizes before this
+    /// driver, because memory that the driver has plugged is not confirmed yet.
     fn begin_anew(&mut self, now: TimeMs) {
         self.moved = now;
         self.plug_filter =
@@ -200,13 +204,13 @@ impl ZoneTracker {
     }
 
     /// Returns the request to make instead if the guest has not followed for too long. A grow is
-    /// halved, because only a change of the request makes the driver try again. In the end, it is
-    /// withdrawn to the plugged size. A shrink is withdrawn at once, because the guest uses the
-    /// memory, and the next one is smaller.
+    /// halved, because the driver retries only after the request changes. In the end, it is
+    /// withdrawn down to the plugged size. A shrink is withdrawn immediately, because the guest
+    /// uses the memory. The next shrink is smaller.
     ///
-    /// A guest with a balloon counts in pages, so its plugged size may lie between two blocks, but
-    /// requests are whole blocks. A withdrawn shrink leaves the whole block. A grow that lacks less
-    /// than a block counts as reached.
+    /// A balloon is inflated in pages, so the plugged size may not be a multiple of the block size,
+    /// but requests must be. A withdrawn shrink leaves the whole block to the guest. A grow that is
+    /// incomplete by less than a block counts as reached.
     pub(super) fn fall_back(
         &mut self,
         zone: &ZoneSizes,
@@ -221,7 +225,7 @@ impl ZoneTracker {
         let half = round_down(missing / 2, zone.block_bytes);
         let attempt = if growing { &mut self.grow } else { &mut self.shrink };
         attempt.failed(half, zone, rules, now, growing);
-        // Memory plugged earlier does not undo the failure by staying.
+        // If memory that was plugged earlier is confirmed now, that does not undo the failure.
         self.plug_filter.settle();
         self.moved = now;
         self.kept = false;
@@ -230,7 +234,7 @@ impl ZoneTracker {
         Some(left)
     }
 
-    /// Returns true if the guest has not followed for too long.
+    /// Returns true if the guest has not followed the request for too long.
     pub(super) fn has_failed(&self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> bool {
         let is_there = (0..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
         self.is_stuck(zone, rules, now) && !(is_there && zone.requested_bytes > zone.plugged_bytes)
@@ -243,7 +247,7 @@ impl ZoneTracker {
         zone.requested_bytes != zone.plugged_bytes && now.since(moved) >= rules.progress_ms
     }
 
-    /// Largest size that may be requested, after failures of the guest's driver.
+    /// Largest size that may be requested, considering failures of the guest's driver.
     pub(super) fn ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
         match self.grow.allowed(now) {
             Some(cap) => self.plug_filter.stayed_bytes(zone.plugged_bytes).saturating_add(cap),
@@ -251,7 +255,7 @@ impl ZoneTracker {
         }
     }
 
-    /// Largest size that may be requested, after failures of the host.
+    /// Largest size that may be requested, considering failures of the host.
     pub(super) fn host_ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
         match self.host.allowed(now) {
             Some(cap) => zone.plugged_bytes.saturating_add(cap),
@@ -259,13 +263,13 @@ impl ZoneTracker {
         }
     }
 
-    /// Most memory that one step may remove, after failures of the guest's driver.
+    /// Largest amount that one step may remove, considering failures of the guest's driver.
     pub(super) fn shrink_cap_bytes(&self, now: TimeMs) -> u64 {
         self.shrink.allowed(now).unwrap_or(u64::MAX)
     }
 }
 
-/// Fallback request after a timeout: the plugged size plus, for a grow, `more_bytes`.
+/// Fallback request after a timeout. It is the plugged size, plus `more_bytes` for a grow.
 pub(super) fn left_bytes(zone: &ZoneSizes, more_bytes: u64) -> u64 {
     let left = match zone.requested_bytes > zone.plugged_bytes {
         true => round_down(zone.plugged_bytes + more_bytes, zone.block_bytes),

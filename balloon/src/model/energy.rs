@@ -1,29 +1,29 @@
-//! Energy of memory.
+//! Energy that memory consumes.
 //!
-//! There are two models: one of memory technologies (PRAM paper, Table 2), and one of the states of
-//! memory (AMF paper, section 6). Their results are not comparable, because the first has an idle
-//! power for each technology, and the second has one technology.
+//! There are two models: one of memory technologies (PRAM paper, Table 2), and one of memory states
+//! (AMF paper, section 6). Their results cannot be compared. The first model has an idle power for
+//! each technology, and the second has a single technology.
 
-/// Unit that the papers call GB without a definition. A module of "1 GB" has this size.
+/// Size of a "GB" in the papers, which do not define it. This is the size of a "1 GB" module.
 const GIB: f64 = (1u64 << 30) as f64;
 const BITS_PER_BYTE: f64 = 8.0;
 const JOULES_PER_NANOJOULE: f64 = 1e-9;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Technology {
-    /// Time from the request until the data is read.
+    /// Time from a read request until the data is available.
     pub read_ns: u64,
-    /// Time from the request until the data is stored.
+    /// Time from a write request until the data is stored.
     pub write_ns: u64,
-    /// Energy to read a bit.
+    /// Energy to read one bit.
     pub read_nj_per_bit: f64,
-    /// Energy to write a bit.
+    /// Energy to write one bit.
     pub write_nj_per_bit: f64,
-    /// Power to hold a GiB.
+    /// Power to retain one GiB.
     pub idle_w_per_gib: f64,
 }
 
-/// DRAM in Table 2 of the PRAM paper.
+/// DRAM, from Table 2 of the PRAM paper.
 pub(crate) const DRAM: Technology = Technology {
     read_ns: 50,
     write_ns: 50,
@@ -32,7 +32,7 @@ pub(crate) const DRAM: Technology = Technology {
     idle_w_per_gib: 1.0,
 };
 
-/// PRAM in Table 2 of the PRAM paper.
+/// PRAM, from Table 2 of the PRAM paper.
 pub(crate) const PRAM: Technology = Technology {
     read_ns: 50,
     write_ns: 1_000,
@@ -42,18 +42,18 @@ pub(crate) const PRAM: Technology = Technology {
 };
 
 impl Technology {
-    /// Joules to hold memory.
+    /// Joules to retain memory contents.
     pub(crate) fn idle_joules(&self, byte_seconds: f64) -> f64 {
         self.idle_w_per_gib * byte_seconds / GIB
     }
 
-    /// Joules to read and write memory.
+    /// Joules for reading and writing memory.
     pub(crate) fn access_joules(&self, read_bytes: f64, written_bytes: f64) -> f64 {
         let nanojoules = self.read_nj_per_bit * read_bytes + self.write_nj_per_bit * written_bytes;
         nanojoules * BITS_PER_BYTE * JOULES_PER_NANOJOULE
     }
 
-    /// Additional time of an access, compared with `other`, if `write_permille` of all accesses are
+    /// Additional time per access compared with `other`, if `write_permille` of all accesses are
     /// writes.
     pub(crate) fn slower_ns(&self, other: &Technology, write_permille: u64) -> u64 {
         let mean = |technology: &Technology| {
@@ -64,21 +64,21 @@ impl Technology {
     }
 }
 
-/// Power of memory by its state (AMF paper, section 6).
+/// Power of memory in each of its states (AMF paper, section 6).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct States {
-    /// Power of an unused GB.
+    /// Power of one unused GB.
     pub idle_w_per_gib: f64,
-    /// Power of a GB in use.
+    /// Power of one GB in use.
     pub active_w_per_gib: f64,
-    /// Power of a GB during its transition to active.
+    /// Power of one GB during its transition to active.
     pub transition_w_per_gib: f64,
-    /// Duration of a transition. The paper has no value. A section is onlined and first used within
-    /// about a second.
+    /// Duration of a transition. The paper has no value for it. A section is onlined and first used
+    /// within about a second.
     pub transition_s: f64,
 }
 
-/// Values of the AMF paper, section 6.2, after Micron.
+/// Values from section 6.2 of the AMF paper, which are based on data by Micron.
 pub(crate) const AMF: States = States {
     idle_w_per_gib: 0.23,
     active_w_per_gib: 1.34,
@@ -87,7 +87,8 @@ pub(crate) const AMF: States = States {
 };
 
 impl States {
-    /// Joules of memory with these active and idle times. `activated_bytes` of it became active.
+    /// Joules of memory with these active and idle times. `activated_bytes` is the amount that
+    /// became active.
     pub(crate) fn joules(
         &self,
         active_byte_seconds: f64,
@@ -120,8 +121,8 @@ mod tests {
 
     #[test]
     fn pram_table_access_energy() {
-        // A gigabit is 125,000,000 bytes, so its energy in joules equals the energy of a bit in
-        // nanojoules.
+        // A gigabit is 125,000,000 bytes, so its energy in joules has the same value as the energy
+        // of one bit in nanojoules.
         let gigabit = 125e6;
         about(DRAM.access_joules(gigabit, 0.0), 0.1);
         about(DRAM.access_joules(0.0, gigabit), 0.1);
@@ -154,13 +155,14 @@ mod tests {
 
     #[test]
     fn amf_saves_energy_of_idle_memory() {
-        // A day of 64 GB that are used for a quarter of the day, integrated once and returned once.
+        // One day of 64 GB of memory that are used for a quarter of the day, added once and
+        // returned once.
         let always = AMF.joules(64.0 * GIB * DAY_S, 0.0, 0.0);
         let lazily = AMF.joules(16.0 * GIB * DAY_S, 48.0 * GIB * DAY_S, 64.0 * GIB);
         about(always, 64.0 * 1.34 * DAY_S);
         assert!(lazily < always * 0.4, "{lazily} of {always}");
-        // A transition costs less than 0.7 s of active memory, so only a resize every second would
-        // cancel the saving.
+        // A transition costs less than 0.7 s of active memory. Only a resize every second would
+        // therefore cancel the saving.
         let restless = AMF.joules(16.0 * GIB * DAY_S, 48.0 * GIB * DAY_S, 64.0 * GIB * DAY_S);
         assert!(restless > lazily * 1.5);
     }

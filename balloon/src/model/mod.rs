@@ -1,4 +1,4 @@
-//! Costs of memory other than time: energy and wear, by models of the papers.
+//! Costs of memory other than time, which are energy and wear, computed by models from the papers.
 //! docs/reference/simulator.md lists the source of each value.
 
 pub(crate) mod energy;

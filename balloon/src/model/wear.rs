@@ -1,51 +1,52 @@
-//! Lifetime of persistent memory, by the equations of the Memorage paper (section 4.4).
+//! Lifetime of persistent memory, computed by the equations in section 4.4 of the Memorage paper.
 //!
-//! Storage and memory wear differently, because memory is written much more, and storage is much
-//! larger. If storage lends capacity to memory, memory wears less and storage wears more.
+//! Storage and memory wear at different rates, because memory is written much more and storage is
+//! much larger. If storage lends capacity to memory, memory wears less and storage wears more.
 
 use serde::Serialize;
 
-/// Ratios of storage and memory.
+/// Ratios between memory and storage.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Ratios {
-    /// a: ratio of storage capacity to memory capacity.
+    /// a: storage capacity divided by memory capacity.
     pub capacity: f64,
-    /// b: ratio of write bandwidth to memory to that to storage.
+    /// b: write bandwidth to memory divided by write bandwidth to storage.
     pub bandwidth: f64,
-    /// g: ratio of the endurance of memory cells to that of storage cells.
+    /// g: endurance of memory cells divided by endurance of storage cells.
     pub endurance: f64,
 }
 
 impl Ratios {
-    /// Equation 1: factor of the memory's lifetime if its writes are spread evenly over memory and
-    /// storage.
+    /// Equation 1: factor by which the memory's lifetime changes if its writes are spread evenly
+    /// over memory and storage.
     pub(crate) fn pooled_lifetime(&self) -> f64 {
         (1.0 + self.capacity / self.endurance) * self.bandwidth / (1.0 + self.bandwidth)
     }
 }
 
-/// Memory with a share on borrowed storage.
+/// Memory that has a share of its data on borrowed storage.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Lending {
     /// h: the share, from 0 to 1.
     pub share: f64,
-    /// b: ratio of write bandwidth to memory to that to storage.
+    /// b: write bandwidth to memory divided by write bandwidth to storage.
     pub bandwidth: f64,
     /// Cm: capacity of memory.
     pub memory_bytes: f64,
-    /// Bs: bytes that users of storage write in a day.
+    /// Bs: bytes that users of storage write per day.
     pub storage_bytes_per_day: f64,
-    /// tau: days between two exchanges of the borrowed capacity. Each exchange writes it twice.
+    /// tau: number of days between two exchanges of the borrowed capacity. Each exchange writes
+    /// that capacity twice.
     pub exchange_days: f64,
 }
 
 impl Lending {
-    /// Equation 2, left: factor of the memory's lifetime.
+    /// Equation 2, left: factor by which the memory's lifetime changes.
     pub(crate) fn memory_lifetime(&self) -> f64 {
         1.0 / (1.0 - self.share)
     }
 
-    /// Equation 2, right: factor of the storage's wear.
+    /// Equation 2, right: factor by which the storage's wear changes.
     pub(crate) fn storage_wear(&self) -> f64 {
         let exchanged = 2.0 * self.share * self.memory_bytes;
         1.0 + self.bandwidth * self.share
@@ -59,13 +60,12 @@ mod tests {
 
     const GIB: f64 = (1u64 << 30) as f64;
 
-    /// Setting of the paper: 8 GB of memory with cells that last ten times as long as those of
-    /// storage.
+    /// Setting of the paper: 8 GB of memory whose cells last ten times as long as storage cells.
     fn paper(storage_gib: f64, bandwidth: f64) -> f64 {
         Ratios { capacity: storage_gib / 8.0, bandwidth, endurance: 10.0 }.pooled_lifetime()
     }
 
-    /// Rounded down to a tenth, because the paper has 6.9 for 6.96.
+    /// Value in tenths. It is rounded down, because the paper has 6.9 for 6.96.
     fn tenths(value: f64) -> u64 {
         (value * 10.0) as u64
     }
@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn equation_2_storage_wears_by_writes_and_by_exchanges() {
         assert_eq!(lending(0.0).storage_wear(), 1.0);
-        // b h = 2. 2 h Cm = 8 GB in a day, which is a tenth of the other writes.
+        // b h is 2. 2 h Cm is 8 GB per day, which is a tenth of the other writes.
         assert!((lending(0.5).storage_wear() - 3.1).abs() < 1e-12);
         let seldom = Lending { exchange_days: 10.0, ..lending(0.5) };
         assert!((seldom.storage_wear() - 3.01).abs() < 1e-12);
@@ -117,8 +117,9 @@ mod tests {
 
     #[test]
     fn equation_2_gives_values_of_figure_11() {
-        // 8 GB, 12 GB per day, b = 720. With h = 0.5, the memory lasts twice as long. If the
-        // capacity is exchanged a thousand times a day, storage wears a thousand times as fast.
+        // 8 GB of memory, 12 GB written per day, and b = 720. With h = 0.5, the memory lasts twice
+        // as long. If the capacity is exchanged a thousand times a day, storage wears a thousand
+        // times as fast.
         let figure = |share, exchange_days| Lending {
             share,
             bandwidth: 720.0,

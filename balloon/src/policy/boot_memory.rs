@@ -1,24 +1,25 @@
-//! The guest's total without its hotplugged memory, learned from reports. While blocks are on their
-//! way, the host's plugged size differs from the guest's online memory.
+//! The guest's total memory without its hotplugged memory, learned from reports. It cannot be
+//! computed from each report, because the host's plugged size differs from the guest's online
+//! memory while blocks are being plugged or unplugged.
 
 use super::Input;
 use crate::units::scale;
 use crate::{HostView, TimeMs};
 
-/// Time without a change of the total and the plugged size after which their difference is the boot
-/// memory.
+/// Time for which the guest's total and the plugged size must not change before their difference is
+/// used as boot memory.
 const SETTLE_MS: u64 = 2_000;
 
-/// Learned boot memory.
+/// Boot memory learned from reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BootMemory {
     bytes: Option<u64>,
-    /// Total and plugged size, and the time since when both are unchanged.
+    /// Guest's total and plugged size, and the time since which neither has changed.
     still: Option<(u64, u64, TimeMs)>,
 }
 
 impl BootMemory {
-    /// Learns from a report.
+    /// Updates the boot memory from a report.
     pub(crate) fn learn(&mut self, input: Input<'_>, now: TimeMs) {
         let total = input.report.memory().total_bytes;
         let plugged = input.host.plugged_bytes();
@@ -32,13 +33,13 @@ impl BootMemory {
         if settled && total > plugged {
             self.bytes = Some(total - plugged);
         } else if first {
-            // No report was at rest yet. The kernel reserves a small part of boot memory for
-            // itself.
+            // The sizes have not been constant for long enough yet, so the boot memory is
+            // estimated. The kernel reserves a small part of it for itself.
             self.bytes = Some(total.min(scale(input.host.boot_bytes, 31, 32)));
         }
     }
 
-    /// Returns the online part of hotplugged memory in a guest with `total_bytes`.
+    /// Returns the online part of the hotplugged memory, if the guest's total is `total_bytes`.
     pub(crate) fn online_bytes(&self, total_bytes: u64, host: &HostView) -> u64 {
         total_bytes.saturating_sub(self.bytes.unwrap_or(total_bytes)).min(host.max_bytes())
     }

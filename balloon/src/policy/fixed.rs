@@ -1,4 +1,4 @@
-//! `fixed`: one size, regardless of reports.
+//! `fixed`: keeps one size, whatever the guest reports.
 
 use super::Decision;
 use crate::HostView;
@@ -13,7 +13,7 @@ params! {
     }
 }
 
-/// Wants the configured size. Needs no report.
+/// Requests the configured size. It needs no report.
 pub fn decide(params: &Params, host: &HostView) -> Decision {
     match host.requested_bytes() == params.size_bytes {
         true => Decision::hold(Reason::Enough),

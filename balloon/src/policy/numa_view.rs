@@ -1,7 +1,8 @@
-//! The guest's nodes as the papers' tables use them, and memory on its way to them.
+//! The guest's nodes as the tables of the papers need them, and requested memory that has not
+//! arrived on them yet.
 //!
-//! The papers' kernels add PM to the node that is short. Here PM is a node of its own, so "the
-//! node" of a table is a node with DRAM and the PM nearest to it.
+//! In the papers, the kernel adds PM to the node that is short of memory. Here, PM is a node of its
+//! own. "The node" of a table therefore means a node with DRAM, together with the PM nearest to it.
 
 use foreshore_proto::{OnlinePolicy, Zone, ZoneKind};
 
@@ -11,33 +12,35 @@ use super::onlining::OnliningMemory;
 use crate::units::{PAGE_BYTES, SECTION_BYTES};
 use crate::{HostView, Tier, TimeMs};
 
-/// A node with DRAM, and the PM nearest to it.
+/// A node with DRAM, together with the PM nearest to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct NodeView {
-    /// Number of the node.
+    /// Number of the node with DRAM.
     pub node: u32,
-    /// R: free pages of its DRAM and its PM, or of all PM once its own is used up.
+    /// R: free pages of the node's DRAM and PM. Once the node's PM is used up, free pages of all
+    /// other PM are included.
     pub free_pages: u64,
-    /// `free_pages` without PM of other nodes.
+    /// `free_pages` without the PM of other nodes.
     pub own_free_pages: u64,
-    /// Sums of the watermarks over the zones of its DRAM. The papers' watermarks stay as they were
-    /// at boot, but those of PM would change with every integration.
+    /// Sums of the watermarks over the zones of the node's DRAM. PM's watermarks are not included,
+    /// because they would change with each integration, and those in the papers are constant after
+    /// boot.
     pub min_pages: u64,
     pub low_pages: u64,
     pub high_pages: u64,
-    /// D: DRAM that the guest manages.
+    /// D: DRAM on the node that the guest manages.
     pub dram_bytes: u64,
-    /// P: PM that it can have, plugged or not.
+    /// P: PM that the node can have, whether plugged or not.
     pub pm_bytes: u64,
     /// Requested part of P.
     pub pm_requested_bytes: u64,
-    /// Part of P that is online and free.
+    /// Part of P that is both online and free.
     pub pm_free_bytes: u64,
-    /// `pm_free_bytes` in whole sections.
+    /// Number of whole sections in `pm_free_bytes`.
     pub pm_free_sections: u64,
 }
 
-/// Returns the guest's nodes with DRAM, in order of their numbers.
+/// Returns the guest's nodes with DRAM, ordered by number.
 pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
     let Input { report, host, .. } = input;
     let mut nodes: Vec<NodeView> = Vec::new();
@@ -72,8 +75,8 @@ pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
         }
     }
     for node in &mut nodes {
-        // A node that has used up its own PM gets PM of other nodes, so free PM there serves its
-        // need.
+        // A node that has used up its own PM receives PM of other nodes. Free PM on other nodes is
+        // therefore available to it.
         node.own_free_pages = node.free_pages + node.pm_free_bytes / PAGE_BYTES;
         let used_up = node.pm_requested_bytes >= node.pm_bytes;
         node.free_pages =
@@ -86,15 +89,14 @@ pub(super) fn pm_zones(input: Input<'_>) -> impl Iterator<Item = &Zone> {
     input.report.zones().iter().filter(move |zone| zone.managed_pages > 0 && is_pm(zone, input))
 }
 
-/// Sum of the nodes' high watermarks, times `scale`.
+/// Sum of the high watermarks of `nodes`, multiplied by `scale`.
 pub(super) fn scaled_high_bytes(nodes: &[NodeView], scale: u64) -> u64 {
     let pages = nodes.iter().fold(0u64, |sum, node| sum.saturating_add(node.high_pages));
     pages.saturating_mul(PAGE_BYTES).saturating_mul(scale)
 }
 
-/// Returns true if a zone of the guest is PM. A node of PM has memory only in ZONE_MOVABLE. If DRAM
-/// can be plugged into the node as well, reports do not distinguish them, and the node counts as
-/// DRAM.
+/// Returns true if a zone of the guest is PM. A node of PM has memory only in ZONE_MOVABLE. A node
+/// into which DRAM can also be plugged counts as DRAM, because reports do not distinguish the two.
 fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
     let here = |tier| {
         let zones = input.host.zones.iter();
@@ -109,7 +111,7 @@ fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
     );
     match zone.kind {
         ZoneKind::Movable => true,
-        // If a guest does not online memory as movable, the first memory of a node is in
+        // If a guest does not online memory as movable, the first memory on a node is placed in
         // ZONE_NORMAL.
         ZoneKind::Normal => {
             let plugged =
@@ -120,7 +122,7 @@ fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
     }
 }
 
-/// DRAM of a zone: all of it, unless PM is plugged into its node as well.
+/// DRAM pages in a zone. These are all of its pages, unless PM is also plugged into its node.
 fn dram_pages(zone: &Zone, host: &HostView) -> u64 {
     let here = || host.zones.iter().filter(|sizes| sizes.guest_numa_node == zone.node);
     if zone.kind != ZoneKind::Movable || here().all(|sizes| sizes.tier == Tier::Dram) {
@@ -131,44 +133,44 @@ fn dram_pages(zone: &Zone, host: &HostView) -> u64 {
     zone.managed_pages.min(plugged / PAGE_BYTES)
 }
 
-/// Index of the node nearest to `pm`, or the first of equally near ones.
+/// Index of the node nearest to node `pm`. If several are equally near, the first one is returned.
 fn nearest(nodes: &[NodeView], pm: u32, host: &HostView) -> Option<usize> {
     (0..nodes.len()).min_by_key(|index| host.distances.between(nodes[*index].node, pm))
 }
 
-/// Requested memory that is not free yet, by the node that it was requested for.
+/// Requested memory that is not free yet, by the node for which it was requested.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Coming {
     boot_memory: BootMemory,
     onlining: OnliningMemory,
-    /// Size at the last report.
+    /// Requested size at the last report.
     requested_bytes: u64,
     on_way_bytes: u64,
     granted: Vec<Grant>,
 }
 
-/// Memory requested for a node. A part of it is still on its way.
+/// Memory that was requested for one node. Part of it has not arrived yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Grant {
     node: u32,
     asked_bytes: u64,
-    /// Part that the table has requested on the last report. The next report shows how much of it
-    /// was requested from the guest.
+    /// Part that the table requested after the last report. The next report shows how much of it
+    /// the controller requested from the guest.
     said_bytes: u64,
     on_way_bytes: u64,
-    /// Free memory of the node without this memory.
+    /// Free memory on the node, not including the memory of this grant.
     free_bytes: u64,
 }
 
 impl Grant {
-    /// Subtracts memory that will not arrive.
+    /// Subtracts memory that will never arrive.
     fn lose(&mut self, bytes: u64) {
         self.asked_bytes = self.asked_bytes.saturating_sub(bytes);
         self.on_way_bytes = self.on_way_bytes.saturating_sub(bytes);
     }
 
-    /// Returns the part that has arrived and is free, if `free_bytes` of the node are free. A node
-    /// that uses it up is short again.
+    /// Returns the part that has arrived and is still free, if the node has `free_bytes` of free
+    /// memory. A node that uses this part up is short of memory again.
     fn free_of_it(&self, free_bytes: u64) -> u64 {
         let came_bytes = self.asked_bytes.saturating_sub(self.on_way_bytes);
         free_bytes.saturating_sub(self.free_bytes).min(came_bytes)
@@ -176,14 +178,14 @@ impl Grant {
 }
 
 impl Coming {
-    /// Learns from a report. Memory that is online and has had the time to become free does not
-    /// count as on its way any more.
+    /// Updates the amounts from a report. Memory that is online and has had time to become free no
+    /// longer counts as being on its way.
     pub(super) fn observe(&mut self, input: Input<'_>, now: TimeMs) {
         let memory = input.report.memory();
         self.boot_memory.learn(input, now);
         let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, input.host);
-        // Tables use the zones' free pages, which are not read together with the total. Memory that
-        // only one of the two shows has not arrived yet.
+        // Tables use the free pages of the zones, which the agent does not read at the same time as
+        // the total. Memory that only one of the two shows has not arrived yet.
         let zones_free_pages =
             input.report.zones().iter().fold(0u64, |sum, zone| sum + zone.free_pages);
         let free_bytes = memory.free_bytes.min(zones_free_pages * PAGE_BYTES);
@@ -198,8 +200,9 @@ impl Coming {
         self.granted.retain(|grant| grant.on_way_bytes > 0);
     }
 
-    /// Reduces grants to the memory requested from the guest. The rules above the policy may
-    /// request less than a table, or withdraw a request, and such memory does not arrive.
+    /// Reduces grants to the memory that was really requested from the guest. The rules that apply
+    /// to every policy may request less than a table, or withdraw a request, and that memory never
+    /// arrives.
     fn follow_requests(&mut self, requested_bytes: u64) {
         let before_bytes = std::mem::replace(&mut self.requested_bytes, requested_bytes);
         let mut risen_bytes = requested_bytes.saturating_sub(before_bytes);
@@ -216,14 +219,14 @@ impl Coming {
         }
     }
 
-    /// Returns the memory on its way to the guest.
+    /// Returns the requested memory that the guest does not have yet.
     pub(super) fn bytes(&self) -> u64 {
         self.on_way_bytes
     }
 
-    /// Returns the memory on its way for `node` or for no particular node, and the part that has
-    /// arrived for it and is free. The kernels of the papers evaluate a table again once all memory
-    /// that they integrate has arrived.
+    /// Returns the memory that is on its way to `node` or to no particular node, plus the memory
+    /// that has arrived for `node` and is still free. In the papers, a kernel evaluates a table
+    /// again only after all the memory that it adds has arrived.
     pub(super) fn for_node(&self, node: &NodeView) -> u64 {
         let others = self.granted.iter().filter(|grant| grant.node != node.node);
         let to_others = others.fold(0u64, |sum, grant| sum.saturating_add(grant.on_way_bytes));
@@ -235,7 +238,7 @@ impl Coming {
         })
     }
 
-    /// Records a request of `bytes` for `node`.
+    /// Records that `bytes` were requested for `node`.
     pub(super) fn grant(&mut self, node: &NodeView, bytes: u64) {
         let free_bytes = node.free_pages.saturating_mul(PAGE_BYTES);
         match self.granted.iter_mut().find(|grant| grant.node == node.node) {
@@ -321,8 +324,8 @@ mod tests {
         rig.raw.zones[2].node = 0;
         let nodes = view(&rig);
         assert_eq!((nodes[0].dram_bytes, nodes[0].pm_free_bytes), (4 * GIB, GIB));
-        // With DRAM to plug into the same node, reports do not distinguish them, but the host's
-        // plugged size of DRAM is known.
+        // If DRAM can be plugged into the same node, reports do not distinguish it from PM.
+        // However, the host knows how much DRAM is plugged.
         let dram =
             crate::ZoneSizes { tier: Tier::Dram, plugged_bytes: 512 * MIB, ..rig.host.zones[0] };
         rig.host.zones.push(dram);
@@ -364,7 +367,7 @@ mod tests {
             (4 * GIB, GIB),
             "1 GiB has no node"
         );
-        // Plugged memory is not online yet.
+        // The memory is plugged but not online yet.
         rig.host.zones[0].plugged_bytes = 4 * GIB;
         observe(&rig, &mut coming, 100);
         assert_eq!(coming.bytes(), 4 * GIB);
@@ -387,9 +390,9 @@ mod tests {
         assert_eq!(coming.bytes(), 0);
     }
 
-    /// Guests of 213 MiB with 33 MiB free, one for each policy. In the tables, they are in rows of
-    /// twice the DRAM. The policies with one watermark lack 40 MiB. Each case has the memory that
-    /// the policy requests, and the part that comes online first.
+    /// Guests of 213 MiB with 33 MiB free, one for each policy. The policies with tables request
+    /// twice the DRAM for them. The policies with a single watermark lack 40 MiB. Each case
+    /// contains the memory that the policy requests, and the part of it that is onlined first.
     fn short() -> [(Rig, u64, u64); 4] {
         let case = |policy, settings: &[(&str, &str)], asked_mib, online_mib| {
             let settings =
@@ -413,8 +416,8 @@ mod tests {
         ]
     }
 
-    /// Requests the missing memory, and brings `online_bytes` of it online, `free_bytes` of them
-    /// free.
+    /// Requests `asked_bytes`, and onlines `online_bytes` of them. After that, `free_bytes` of the
+    /// onlined memory are free.
     fn asked_and_online(rig: &mut Rig, asked_bytes: u64, online_bytes: u64, free_bytes: u64) {
         let decision = rig.report(50);
         assert_eq!(rig.added(decision), asked_bytes, "{}", rig.policy.name());
@@ -473,8 +476,8 @@ mod tests {
         }
     }
 
-    /// The controller repeatedly requests less than a table, or withdraws it. Such memory has not
-    /// arrived when the guest frees pages of its own.
+    /// The controller repeatedly requests less than a table does, or withdraws the request. When
+    /// the guest frees some of its own pages, they must not be counted as memory of that request.
     #[test]
     fn memory_not_requested_from_guest_has_not_arrived() {
         for is_taken_back in [false, true] {
@@ -487,7 +490,7 @@ mod tests {
                     assert_eq!(rig.report(50).want_bytes, None, "{name}");
                 }
                 rig.host.zones[0].requested_bytes = 64 * MIB;
-                // 35 MiB free are in the same row as 33.
+                // With 35 MiB free, the guest is in the same row as with 33 MiB.
                 for free_mib in [33, 33, 33, 35, 35] {
                     rig.free(0, free_mib * MIB / PAGE_BYTES);
                     let decision = rig.report(50);
@@ -501,17 +504,17 @@ mod tests {
         }
     }
 
-    /// All memory that a table requested arrives before the table is evaluated again. Blocks that
-    /// arrive and leave the node in its row cause no further request.
+    /// A table is evaluated again only after all the memory that it requested has arrived. If
+    /// blocks arrive and the node remains in its row, no further request is made.
     #[test]
     fn free_part_of_a_grow_causes_no_second_shortage() {
         for (mut rig, asked_bytes, _) in short().into_iter().take(2) {
-            // 35 MiB are free, in the same row as 33.
+            // 35 MiB are free. This is in the same row as 33 MiB.
             asked_and_online(&mut rig, asked_bytes, 2 * MIB, 2 * MIB);
             for _ in 0..20 {
                 assert_eq!(rig.report(50).want_bytes, None, "{}", rig.policy.name());
             }
-            // All memory has arrived and is used up.
+            // All requested memory has arrived and has been used up.
             rig.plug(0, asked_bytes);
             rig.free(1, 0);
             let decision = rig.report(1_000);

@@ -1,4 +1,4 @@
-//! `off`: reports are accepted and shown, but no decisions are made.
+//! `off`: accepts and shows reports, but makes no decisions.
 
 use super::Decision;
 use crate::plan::Reason;

@@ -1,32 +1,34 @@
-//! Memory that a report includes in the guest's total, but not yet in free memory.
+//! Memory that a report includes in the guest's total but not in free memory yet.
 //!
-//! Linux brings a block online in isolated pageblocks. Its pages become managed, and part of the
-//! total, one after the other (mm/memory_hotplug.c, online_pages_range). But free pages of an
-//! isolated pageblock do not count as free (mm/page_alloc.c, account_freepages) until the whole
-//! block is online (undo_isolate_page_range). A report in between looks as if the block were used
-//! up. A report with some values from before and others from after that time does, too.
+//! While Linux onlines a block, its pageblocks are isolated. Pages become managed one after the
+//! other, and are then part of the total (mm/memory_hotplug.c, online_pages_range). However, free
+//! pages of an isolated pageblock do not count as free (mm/page_alloc.c, account_freepages) until
+//! the whole block is online (undo_isolate_page_range). In a report made in between, the block
+//! seems to be used up. The same happens if some values of a report were read before that time and
+//! others after it.
 
 use crate::TimeMs;
 
-/// Time and number of reports, from the first report with a block in the total, after which the
-/// block counts as used unless it is free.
+/// Minimum time and number of reports since a block first appeared in the total. After both have
+/// passed, the block counts as used unless it is free.
 const ONLINING_MS: u64 = 100;
 const ONLINING_REPORTS: u32 = 2;
 
-/// Time after which it counts as used regardless of the number of reports, because a short guest
-/// must not wait longer.
+/// Time after which a block counts as used whatever the number of reports, because a guest that is
+/// short of memory must not wait longer.
 const MAX_ONLINING_MS: u64 = 500;
 
-/// Distance of two reports above which memory that arrived in between has had that time. Otherwise,
-/// a guest with slow reports would wait for another one. This is above the 250 ms of an agent
-/// without a reason for fast reports, because it may wake late.
+/// Distance between two reports that gives memory enough time to become free between them. Without
+/// this limit, a guest with slow reports would wait for one more report. The value exceeds 250 ms,
+/// the report interval of an agent without a reason for fast reports, because the agent may wake
+/// late.
 const GAP_MS: u64 = 300;
 
-/// Memory in the total that has not been free yet.
+/// Memory that is part of the total but has not been free yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct OnliningMemory {
     last: Option<Last>,
-    /// Oldest first.
+    /// Parts of that memory, oldest first.
     parts: Vec<Part>,
 }
 
@@ -38,13 +40,13 @@ struct Last {
     free_bytes: u64,
 }
 
-/// Memory that a report had in the total for the first time.
+/// Memory that appeared in the total in the same report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
     since: TimeMs,
-    /// Number of reports with this memory in the total.
+    /// Number of reports in which this memory was part of the total.
     reports: u32,
-    /// Part that has not been free yet.
+    /// Part of this memory that has not been free yet.
     unseen_bytes: u64,
 }
 
@@ -56,7 +58,8 @@ impl Part {
 }
 
 impl OnliningMemory {
-    /// Learns from a report. Returns the part of `total_bytes` that may still become free.
+    /// Updates the state from a report. Returns the part of `total_bytes` that may still become
+    /// free.
     pub(super) fn learn(&mut self, total_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
         let report = Last { at: now, total_bytes, free_bytes };
         let last = self.last.replace(report).unwrap_or(report);
@@ -67,10 +70,11 @@ impl OnliningMemory {
         let freed_bytes = self.see(free_bytes.saturating_sub(last.free_bytes));
         let came_bytes = total_bytes.saturating_sub(last.total_bytes);
         let unseen_bytes = came_bytes.saturating_sub(freed_bytes);
-        // A block becomes free as a whole. If most of it is free, the rest is already in use.
+        // All pages of a block become free at the same time. If most of a block is free, the rest
+        // is already in use.
         if unseen_bytes > came_bytes / 2 && now.since(last.at) <= GAP_MS {
             match self.parts.last_mut() {
-                // At most one part per millisecond, so that fast reports do not create more.
+                // Fast reports must not create more than one part per millisecond.
                 Some(part) if part.since == now => {
                     part.unseen_bytes = part.unseen_bytes.saturating_add(unseen_bytes);
                 }
@@ -80,12 +84,12 @@ impl OnliningMemory {
         self.bytes()
     }
 
-    /// Returns the result for the last report.
+    /// Returns the memory that may still become free after the last report.
     pub(super) fn bytes(&self) -> u64 {
         self.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.unseen_bytes))
     }
 
-    /// Counts `freed_bytes` as free, in the oldest parts first. Returns the remainder.
+    /// Counts `freed_bytes` as free memory of the oldest parts first. Returns the remainder.
     fn see(&mut self, mut freed_bytes: u64) -> u64 {
         for part in &mut self.parts {
             let seen_bytes = freed_bytes.min(part.unseen_bytes);
@@ -101,7 +105,7 @@ impl OnliningMemory {
 mod tests {
     use super::*;
 
-    /// Results for reports with these times, totals and free sizes.
+    /// Processes reports with these times, totals and free sizes. Returns each result.
     fn onlining(reports: &[(u64, u64, u64)]) -> Vec<u64> {
         let mut onlining = OnliningMemory::default();
         let learn =
@@ -136,7 +140,8 @@ mod tests {
     fn block_that_does_not_become_free_counts_as_used() {
         let reports = [(0, 500, 30), (50, 628, 30), (149, 628, 30), (150, 628, 30)];
         assert_eq!(onlining(&reports), [0, 128, 128, 0]);
-        // If reports are 5 ms apart, the time decides, and otherwise the number.
+        // With a report every 5 ms, the minimum time is reached last. With slower reports, the
+        // minimum number of reports is reached last.
         let reports: Vec<_> =
             (0..=21).map(|at| (at * 5, if at > 0 { 628 } else { 500 }, 30)).collect();
         let fast = onlining(&reports);
@@ -145,10 +150,10 @@ mod tests {
             let at = |reports: u64| (reports * ms, if reports > 0 { 628 } else { 500 }, 30);
             assert_eq!(onlining(&[0, 1, 2, 3].map(at)), [0, 128, 128, 0], "each {ms} ms");
         }
-        // The limit is half a second.
+        // After half a second, the block counts as used in any case.
         assert_eq!(onlining(&[(0, 500, 30), (50, 628, 30), (549, 628, 30)]), [0, 128, 128]);
         assert_eq!(onlining(&[(0, 500, 30), (50, 628, 30), (550, 628, 30)]), [0, 128, 0]);
-        // Each block has its own time, which later blocks do not extend.
+        // Each block has its own time limit. Blocks that arrive later do not extend it.
         let reports = [(0, 500, 30), (50, 628, 30), (100, 756, 30), (150, 884, 30), (200, 884, 30)];
         assert_eq!(onlining(&reports), [0, 128, 256, 256, 128]);
     }
@@ -167,7 +172,7 @@ mod tests {
         }
     }
 
-    /// A total that alternates and grows without becoming free.
+    /// The total rises and falls, and grows overall, but nothing becomes free.
     #[test]
     fn no_memory_is_onlining_for_long() {
         for ms in [1, 20, 50, 100, 250, 1_000] {

@@ -1,7 +1,7 @@
-//! Free pages that are reserved for the kernel.
+//! Free pages that are reserved for the guest's kernel.
 //!
-//! The kernels of the papers have no reserve in DRAM for the page descriptors of PM. In Foreshore's
-//! guests the free pages of DRAM include such a reserve. If a policy counted the reserve as free,
+//! In the papers, the kernel reserves no DRAM for the page descriptors of PM. In Foreshore's
+//! guests, the free pages of DRAM include such a reserve. If a policy counted the reserve as free,
 //! it would not act before the guest swaps.
 
 use std::borrow::Cow;
@@ -14,14 +14,14 @@ use foreshore_proto::{
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, Tier, ZoneSizes};
 
-/// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size
-/// of these pages. Reports from balloon statistics do not separate DRAM from other memory, so they
-/// stay as they are.
+/// Returns a report without the free DRAM pages that are reserved for the kernel, and the size of
+/// these pages. A report made from balloon statistics is returned unchanged, because it does not
+/// separate DRAM from other memory.
 ///
 /// An agent reports the reserve. For an older agent that does not report it, the reserve is
-/// computed as the agent sets it in a guest without ratios of its own. Page descriptors of plugged
-/// memory are already allocated and are not part of the reserve. They may have been allocated from
-/// it, so fewer pages may be free than the reserve has.
+/// computed as the agent sets it in a guest with default ratios. Page descriptors of plugged memory
+/// are already allocated, so they are not part of the reserve. However, they may have been
+/// allocated from it, and then fewer pages are free than the reserve contains.
 pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'a, Report>, u64) {
     if report.blocks().block_bytes == 0 {
         return (Cow::Borrowed(report), 0);
@@ -44,19 +44,19 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
         reserve_bytes = reserve_bytes.saturating_add(taken_pages * PAGE_BYTES);
     }
     raw.memory.free_bytes = raw.memory.free_bytes.saturating_sub(reserve_bytes);
-    // Fewer free pages are valid in every report, so the conversion does not fail.
+    // A report with fewer free pages is always valid, so the conversion does not fail.
     (Report::try_from(raw).map_or(Cow::Borrowed(report), Cow::Owned), reserve_bytes)
 }
 
-/// Forecast of the kernel's reserve for other sizes of DRAM.
+/// Forecasts the kernel's reserve for other sizes of DRAM.
 ///
-/// Ratios of the reserve are whole numbers, so the reserve can grow by all DRAM that is plugged, or
-/// fall by half when the agent raises a ratio.
+/// Ratios of the reserve are whole numbers. Therefore, the reserve can grow by all of the plugged
+/// DRAM, or fall by half when the agent increases a ratio.
 pub(super) struct Forecast<'a> {
     zones: &'a [Zone],
     host: &'a HostView,
-    /// Present reserve. `None` if the agent does not report it, or if the guest has another
-    /// reserve than the agent sets, which is unknown for other sizes.
+    /// Present reserve. `None` if the agent does not report it, or if the reserve differs from the
+    /// one that the agent sets. Such a reserve cannot be forecast for other sizes.
     now_bytes: Option<u64>,
 }
 
@@ -84,8 +84,9 @@ impl<'a> Forecast<'a> {
         )
     }
 
-    /// Returns the change of the reserve once the guest has followed its requests, reduced to a
-    /// total of `requested_bytes`. PM shrinks before DRAM, and the balloon zone last.
+    /// Returns how much the reserve will change after the guest has followed its requests, if those
+    /// are reduced to a total of `requested_bytes`. PM shrinks before DRAM, and the balloon zone
+    /// shrinks last.
     pub(super) fn change_bytes(&self, requested_bytes: u64) -> i64 {
         let Some(now_bytes) = self.now_bytes else { return 0 };
         let (balloons, dram): (Vec<&ZoneSizes>, Vec<&ZoneSizes>) = self
@@ -112,8 +113,8 @@ impl<'a> Forecast<'a> {
         bytes(self.reserve_bytes(&zones)) - bytes(now_bytes)
     }
 
-    /// Returns the part of `bytes` that can be removed without losing more than `surplus_bytes` of
-    /// available memory. The reserve can grow by more than the DRAM that is removed.
+    /// Returns the part of `bytes` whose removal costs at most `surplus_bytes` of available memory.
+    /// The reserve can grow by more than the DRAM that is removed.
     pub(super) fn part_beside_reserve(&self, bytes: u64, surplus_bytes: u64) -> u64 {
         let requested_bytes = self.host.requested_bytes();
         let change_bytes = |bytes: u64| self.change_bytes(requested_bytes.saturating_sub(bytes));
@@ -128,15 +129,15 @@ impl<'a> Forecast<'a> {
     }
 }
 
-/// Largest difference between the reported and the computed reserve, as a part of the latter: a
-/// sixteenth.
+/// Largest difference between the reported and the computed reserve, as a fraction of the computed
+/// reserve: a sixteenth.
 const TOLERANCE_PART: u64 = 16;
 
-/// Number of sizes that are tried for a removal.
+/// Number of sizes that are tried when memory is to be removed.
 const PARTS: u64 = 16;
 
-/// Returns ZONE_MOVABLE of a node. A report has none if the node has no movable memory, so an empty
-/// one is added.
+/// Returns ZONE_MOVABLE of a node. If the node has no movable memory, the report does not contain
+/// the zone, and an empty one is added.
 fn movable_zone(zones: &mut Vec<Zone>, node: u32) -> &mut Zone {
     let is_it = |zone: &Zone| zone.node == node && zone.kind == ZoneKind::Movable;
     let at = zones.iter().position(is_it).unwrap_or_else(|| {
@@ -154,8 +155,8 @@ mod tests {
     use crate::policy::{Input, Policy};
     use crate::{MIB, TimeMs};
 
-    /// Guest with 512 MiB of DRAM, 88 MiB of it movable, and 512 MiB of PM. 200 MiB of the kernel's
-    /// DRAM and 100 MiB of PM are free.
+    /// Guest with 512 MiB of DRAM, 88 MiB of which are movable, and 512 MiB of PM. 200 MiB of the
+    /// kernel's DRAM and 100 MiB of PM are free.
     fn raw_report() -> RawReport {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
         let zone = |node, kind, managed, free| Zone {
@@ -206,7 +207,7 @@ mod tests {
             let zones = left.zones().iter().map(|zone| zone.free_pages * PAGE_BYTES / MIB);
             (left.memory().free_bytes / MIB, zones.collect::<Vec<_>>())
         };
-        // A sixteenth of 512 MiB, and the descriptors of 3.5 GiB.
+        // The reserve is a sixteenth of 512 MiB, and the descriptors of 3.5 GiB.
         assert_eq!(free_mib(&raw), (300 - 88, vec![200 - 88, 0, 100]));
         raw.zones[0].free_pages = 20 * MIB / PAGE_BYTES;
         raw.memory.free_bytes = 120 * MIB;
@@ -215,8 +216,8 @@ mod tests {
         assert_eq!(free_mib(&raw), (120, vec![20, 0, 100]));
     }
 
-    /// Linux reserves at most the movable memory of the node, regardless of the PM that the agent
-    /// counts.
+    /// Linux reserves at most the node's movable memory, however much PM the agent includes in its
+    /// computation.
     #[test]
     fn reserve_of_384_mib_with_24_gib_of_pm_equals_that_of_linux() {
         let boot = BootMemory { boot_bytes: 384 * MIB, dram_bytes: 0, pm_bytes: 24 << 30 };
@@ -244,9 +245,9 @@ mod tests {
         assert_eq!(without_reserve(&report, &host()).1, 70 * MIB);
     }
 
-    /// A guest with 512 MiB of DRAM, 88 MiB of it movable, and with 256 MiB of DRAM and 4 GiB of PM
-    /// to plug. The reserve is a sixteenth of DRAM and the page descriptors of 4352 MiB, which is
-    /// 100 to 116 MiB.
+    /// Guest with 512 MiB of DRAM, 88 MiB of which are movable. It can plug another 256 MiB of DRAM
+    /// and 4 GiB of PM. The reserve is a sixteenth of DRAM plus the page descriptors of 4352 MiB,
+    /// which is 100 to 116 MiB in total.
     fn with_dram_to_plug() -> (RawReport, HostView) {
         let mut raw = raw_report();
         for zone in &mut raw.zones {
@@ -263,7 +264,7 @@ mod tests {
         Forecast::new(&report, host).change_bytes(requested_mib * MIB) / MIB as i64
     }
 
-    /// All plugged DRAM is reserved until twice the reserve is movable.
+    /// All plugged DRAM is reserved until the movable memory is twice the reserve.
     #[test]
     fn reserve_grows_with_requested_dram() {
         let (mut raw, mut host) = with_dram_to_plug();
@@ -273,7 +274,8 @@ mod tests {
         assert_eq!(change_mib(&raw, &host, 1124), 100);
         host.zones[0].requested_bytes = 256 * MIB;
         assert_eq!(change_mib(&raw, &host, 1280), (88 + 256) / 2 - 88);
-        // The forecast supports only the agent's ratios, and needs the reserve in the report.
+        // The forecast needs the reserve in the report, and supports only the ratios that the agent
+        // sets.
         raw.zones[0].protected_pages = Some(60 * MIB / PAGE_BYTES);
         assert_eq!(change_mib(&raw, &host, 1280), 0);
         raw.zones[0].protected_pages = None;
@@ -297,7 +299,7 @@ mod tests {
         assert_eq!(change_mib(&raw, &host, 256), 0, "PM goes first");
         assert_eq!(change_mib(&raw, &host, 80), 88 + 80 - present_mib as i64);
         assert_eq!(change_mib(&raw, &host, 120), 88 + 120 - present_mib as i64);
-        // The balloon changes no zone of the guest, and shrinks last.
+        // The balloon does not change the guest's zones, and it shrinks last.
         host.zones.push(ZoneSizes {
             requested_bytes: 200 * MIB,
             ..ZoneSizes::empty(2, Tier::Dram, 200 * MIB)

@@ -1,5 +1,5 @@
-//! Helpers for the tests of several policies: a guest with adjustable values, and rows and borders
-//! of tables.
+//! Helpers for the tests of several policies: a guest whose values can be set, and checks for the
+//! rows and borders of tables.
 
 use foreshore_proto::{
     Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Zone, ZoneKind,
@@ -14,25 +14,26 @@ use crate::{HostView, MIB, Tier, TimeMs, ZoneSizes};
 
 pub(super) const GIB: u64 = 1024 * MIB;
 
-/// Watermarks of the machine on which AMF was measured, in pages: 16, 20 and 24 MiB.
+/// Watermarks of the machine on which AMF was measured, in pages (16, 20 and 24 MiB).
 pub(super) const MIN: u64 = 4097;
 pub(super) const LOW: u64 = 5121;
 pub(super) const HIGH: u64 = 6145;
 
-/// A guest with nodes of DRAM, nodes of PM, and a policy.
+/// A policy, and a guest with nodes of DRAM and nodes of PM.
 pub(super) struct Rig {
     pub policy: Policy,
     pub state: PolicyState,
     pub host: HostView,
     pub raw: RawReport,
     pub now: TimeMs,
-    /// Decisions are not carried out.
+    /// True if decisions are not carried out.
     pub dry_run: bool,
 }
 
 impl Rig {
-    /// Creates nodes of DRAM with these sizes, and then as many nodes of PM with these maximum
-    /// sizes and nothing plugged. The first node of PM is near the first node of DRAM, and so on.
+    /// Creates nodes of DRAM with these sizes, and the same number of nodes of PM with these
+    /// maximum sizes and nothing plugged. Each node of PM is near the node of DRAM with the same
+    /// index.
     pub(super) fn new(policy: Policy, dram_bytes: &[u64], pm_bytes: &[u64]) -> Self {
         let mut host = HostView {
             boot_bytes: dram_bytes.iter().sum(),
@@ -75,7 +76,7 @@ impl Rig {
         rig
     }
 
-    /// Computes the guest's totals from its zones.
+    /// Computes the guest's totals from the sizes of its zones.
     pub(super) fn sum_up(&mut self) {
         let zones = &self.raw.zones;
         let free_bytes = zones.iter().map(|zone| zone.free_pages).sum::<u64>() * PAGE_BYTES;
@@ -84,13 +85,14 @@ impl Rig {
             Memory { total_bytes, free_bytes, available_bytes: free_bytes, ..self.raw.memory };
     }
 
-    /// Sets the free pages of a zone in the report.
+    /// Sets the number of free pages in a zone of the report.
     pub(super) fn free(&mut self, zone: usize, pages: u64) {
         self.raw.zones[zone].free_pages = pages;
         self.sum_up();
     }
 
-    /// Plugs `bytes` of a zone of PM, all of them online and free, with nothing on its way.
+    /// Plugs `bytes` of a zone of PM. All of them are online and free, and no other memory is on
+    /// its way.
     pub(super) fn plug(&mut self, pm: usize, bytes: u64) {
         let zone = &mut self.host.zones[pm];
         (zone.requested_bytes, zone.plugged_bytes) = (bytes, bytes);
@@ -100,7 +102,7 @@ impl Rig {
         self.sum_up();
     }
 
-    /// Reports `ms` after the last report.
+    /// Sends a report `ms` after the previous one.
     pub(super) fn report(&mut self, ms: u64) -> Decision {
         self.now = self.now + ms;
         self.raw.seq += 1;
@@ -112,12 +114,12 @@ impl Rig {
         decision
     }
 
-    /// Memory that a decision adds.
+    /// Amount of memory that a decision adds.
     pub(super) fn added(&self, decision: Decision) -> u64 {
         decision.want_bytes.map_or(0, |want| want.saturating_sub(self.host.requested_bytes()))
     }
 
-    /// Memory that a decision removes.
+    /// Amount of memory that a decision removes.
     pub(super) fn taken(&self, decision: Decision) -> u64 {
         decision.want_bytes.map_or(0, |want| self.host.requested_bytes().saturating_sub(want))
     }
@@ -128,15 +130,15 @@ pub(super) struct TableRig {
     pub policy: fn(u64) -> Policy,
     pub table: &'static [Row],
     pub scale: u64,
-    /// Watermarks min, low and high in pages.
+    /// Watermarks min, low and high, in pages.
     pub marks: [u64; 3],
 }
 
 impl TableRig {
-    /// The node's DRAM.
+    /// Size of the node's DRAM.
     const D: u64 = 64 * GIB;
 
-    /// Checks that the policy integrates `times` D with `free_pages` free, and the reason.
+    /// Checks that the policy adds `times` D if `free_pages` are free, and checks the reason.
     pub(super) fn check(&self, free_pages: u64, times: u64) {
         let mut rig = Rig::new((self.policy)(self.scale), &[Self::D], &[4096 * GIB]);
         let zone = &mut rig.raw.zones[0];
@@ -160,7 +162,7 @@ impl TableRig {
         NodeView { free_pages, min_pages, low_pages, high_pages, ..NodeView::default() }
     }
 
-    /// Returns true if the cases distinguish `table` from the correct one.
+    /// Returns true if some case has a different result with `table` than with the correct table.
     fn tells(&self, cases: &[(u64, u64)], table: &[Row]) -> bool {
         cases.iter().any(|(free, times)| {
             threshold_table::row(table, &self.node(*free), Factor::Times(self.scale)).times
@@ -168,7 +170,7 @@ impl TableRig {
         })
     }
 
-    /// Checks that the cases distinguish each faulty table from the correct one.
+    /// Checks that each faulty table fails at least one case.
     pub(super) fn check_cases(&self, cases: &[(u64, u64)]) {
         assert!(!self.tells(cases, self.table));
         for index in 0..self.table.len() {
@@ -176,8 +178,8 @@ impl TableRig {
             broken[index].times += 1;
             assert!(self.tells(cases, &broken), "amount of row {index}");
         }
-        // The last border of the paper separates nothing, because the rows on both sides integrate
-        // the same amount.
+        // The last border in the paper has no effect, because the rows on both sides add the same
+        // amount.
         for index in 0..self.table.len() - 2 {
             let mut broken = self.table.to_vec();
             broken[index].at = true;
@@ -188,8 +190,8 @@ impl TableRig {
         }
     }
 
-    /// Checks that the cases distinguish the lookup from one that takes the first row with a border
-    /// below the free pages, regardless of the row's upper limit.
+    /// Checks that the cases detect a faulty lookup, which takes the first row whose border is
+    /// below the free pages and ignores the row's upper limit.
     pub(super) fn check_overlap(&self, cases: &[(u64, u64)]) {
         assert!(!self.tells(cases, self.table));
         let first = |free: u64| {
@@ -204,8 +206,8 @@ impl TableRig {
     }
 }
 
-/// Defines a test for each case, and lists the cases in `CASES`, so that other tests can check that
-/// a broken table fails them.
+/// Defines one test for each case. Also lists the cases in `CASES`, so that other tests can check
+/// that a faulty table fails them.
 macro_rules! cases {
     ($check:expr; $($name:ident: $at:expr => $amount:expr;)*) => {
         $(

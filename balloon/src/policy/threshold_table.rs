@@ -1,4 +1,5 @@
-//! Tables of AMF and Dapper, which map free pages to the amount to integrate, and their evaluation.
+//! Tables of AMF and Dapper, which map a number of free pages to the amount of memory to add, and
+//! code to evaluate them.
 
 use super::numa_view::{self, Coming, NodeView};
 use super::{Decision, Input};
@@ -6,7 +7,7 @@ use crate::TimeMs;
 use crate::plan::Reason;
 use crate::units::{PAGE_BYTES, scale};
 
-/// One of the node's watermarks.
+/// One of a node's watermarks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mark {
     Min,
@@ -14,18 +15,18 @@ pub(super) enum Mark {
     High,
 }
 
-/// Factor by which a table multiplies watermarks.
+/// Factor by which watermarks in a table are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Factor {
-    /// One number for all nodes, as in the papers.
+    /// The same factor for all nodes, as in the papers.
     Times(u64),
-    /// A number for each node, so that its scaled high watermark is this share of its DRAM, in
-    /// thousandths.
+    /// A separate factor for each node. It makes the node's scaled high watermark equal to this
+    /// share of its DRAM, in thousandths.
     ShareOfDram(u64),
 }
 
 impl Factor {
-    /// Returns the factor that the parameters `watermark-scale` and `watermark-share` give. A share
+    /// Returns the factor for the parameters `watermark-scale` and `watermark-share`. The share
     /// takes precedence unless it is 0.
     pub(super) fn new(watermark_scale: u64, share_permille: u64) -> Self {
         if share_permille == 0 {
@@ -45,8 +46,8 @@ impl Factor {
     }
 }
 
-/// Border between rows: `scales` times the watermark, multiplied by the table's factor. If `scales`
-/// is 0, the border is the watermark itself.
+/// Border between two rows: the watermark times `scales`, multiplied by the table's factor. If
+/// `scales` is 0, the border is the watermark itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Border {
     pub mark: Mark,
@@ -67,35 +68,35 @@ impl Border {
     }
 }
 
-/// Row for numbers of free pages above its border, up to the border of the row before it.
+/// Row that applies above its border, up to the border of the previous row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Row {
-    /// `None` for all lower numbers.
+    /// Lower border. `None` if the row applies to all lower numbers.
     pub above: Option<Border>,
-    /// The border itself is part of the row.
+    /// True if the border itself belongs to the row.
     pub at: bool,
-    /// Amount to integrate, as a multiple of the node's DRAM.
+    /// Amount of memory to add, as a multiple of the node's DRAM.
     pub times: u64,
     pub reason: Reason,
 }
 
-/// Row for numbers above a border.
+/// Creates a row that applies above a border.
 pub(super) const fn above(mark: Mark, scales: u64, times: u64, reason: Reason) -> Row {
     Row { above: Some(Border { mark, scales }), at: false, times, reason }
 }
 
-/// Row for numbers at a border and above it.
+/// Creates a row that applies at a border and above it.
 pub(super) const fn from(mark: Mark, scales: u64, times: u64, reason: Reason) -> Row {
     Row { at: true, ..above(mark, scales, times, reason) }
 }
 
-/// Row for all numbers below the rows before it.
+/// Creates a row that applies below all previous rows.
 pub(super) const fn rest(times: u64, reason: Reason) -> Row {
     Row { above: None, at: false, times, reason }
 }
 
-/// Returns the row for a node. With a small factor, rows overlap because min x factor is below
-/// high. Then the matching row that integrates most applies.
+/// Returns the row that applies to a node. With a small factor, min x factor is below high, and
+/// rows overlap. In that case, the matching row with the largest amount is used.
 pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a Row {
     let is_above = |row: &Row| match row.above.map(|border| border.pages(node, factor)) {
         None => true,
@@ -104,44 +105,44 @@ pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a 
     let is_up_to =
         |index: usize| index.checked_sub(1).is_none_or(|before| !is_above(&table[before]));
     let rows = table.iter().enumerate().filter(|(index, row)| is_above(row) && is_up_to(*index));
-    // The last row has no border, so one row always matches.
+    // The last row has no border, so at least one row matches.
     rows.map(|(_, row)| row).max_by_key(|row| row.times).unwrap_or(&table[table.len() - 1])
 }
 
-/// Returns true if a node has enough only because of free PM of other nodes. Then no PM can be
-/// removed.
+/// Returns true if a node has enough memory only because PM of other nodes is free. In that case,
+/// no PM can be removed.
 pub(super) fn leans_on_others(table: &[Row], node: &NodeView, factor: Factor) -> bool {
     let alone = NodeView { free_pages: node.own_free_pages, ..*node };
     row(table, &alone, factor).times > 0
 }
 
-/// Returns the border in pages above which a table integrates nothing.
+/// Returns the border in pages above which a table adds no memory.
 pub(super) fn first_border(table: &[Row], node: &NodeView, factor: Factor) -> u64 {
     table[0].above.map_or(0, |border| border.pages(node, factor))
 }
 
-/// Node for which a table integrates memory.
+/// Node to which a table adds memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shortage<'a> {
     pub node: NodeView,
     pub row: &'a Row,
-    /// Part of the row's amount that is not on its way yet, so that a shortage is answered once,
-    /// although it is reported several times.
+    /// Part of the row's amount that has not been requested yet. It ensures that a shortage is
+    /// answered only once, although several reports show it.
     pub missing_bytes: u64,
 }
 
-/// Result of a table for a report.
+/// Result of evaluating a table after a report.
 pub(super) struct Asked<'a> {
-    /// The guest's nodes, in order of their numbers.
+    /// Guest's nodes, ordered by number.
     pub nodes: Vec<NodeView>,
-    /// Nodes for which the table integrates memory, in the same order.
+    /// Nodes to which the table adds memory, in the same order.
     pub short: Vec<Shortage<'a>>,
     requested_bytes: u64,
     watermark_bytes: u64,
 }
 
 impl<'a> Asked<'a> {
-    /// Evaluates `table`, and subtracts memory on its way.
+    /// Evaluates `table`, and subtracts the memory that has been requested already.
     pub(super) fn new(
         table: &'a [Row],
         factor: Factor,
@@ -163,8 +164,8 @@ impl<'a> Asked<'a> {
         Asked { nodes, short, requested_bytes, watermark_bytes }
     }
 
-    /// Grows the guest by the missing memory of `served`. If memory on its way is enough for all
-    /// nodes, leaves the size unchanged.
+    /// Grows the guest by the missing memory of `served`. Leaves the size unchanged if the memory
+    /// that has been requested is enough for all nodes.
     pub(super) fn serve(&self, served: Option<&Shortage<'_>>, coming: &mut Coming) -> Decision {
         let Some(short) = served else { return self.hold(Reason::InProgress) };
         coming.grant(&short.node, short.missing_bytes);
@@ -184,9 +185,9 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Free memory below which a table may soon request more. Above it, one report per second is
-/// enough. The result is at most a quarter of the guest's memory, because a large factor would make
-/// it all memory.
+/// Free memory below which a table may soon request more memory. Above it, one report per second is
+/// enough. The result is at most a quarter of the guest's memory, because with a large factor it
+/// would otherwise be all memory.
 fn watch_bytes(nodes: &[NodeView], table: &[Row], factor: Factor, input: Input<'_>) -> u64 {
     let pages = nodes.iter().map(|node| first_border(table, node, factor));
     let bytes = pages.fold(0u64, |sum, pages| sum.saturating_add(pages)).saturating_mul(PAGE_BYTES);

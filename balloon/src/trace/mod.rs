@@ -1,9 +1,9 @@
-//! Traces of the reports, host sizes and plans of a VM, as JSON lines. docs/reference/format.md
-//! describes the format.
+//! Traces, which are JSON lines that record a VM's reports, host sizes and plans.
+//! docs/reference/format.md describes the format.
 //!
-//! [`Writer`] writes whole lines to its output. It does not decide when, where or how much to
-//! write. [`Reader`] trusts no input: all values of an entry are within their bounds, and an error
-//! names the line.
+//! [`Writer`] writes whole lines to its output. The caller decides when, where and how much to
+//! write. [`Reader`] does not trust its input: it checks that all values of an entry are within
+//! their bounds, and its errors name the line.
 
 mod reader;
 #[cfg(test)]
@@ -18,48 +18,48 @@ pub use writer::Writer;
 use crate::plan::Direction;
 use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 
-/// Version of the format that this crate writes, and the only one that it reads.
+/// Version of the format. This crate only writes and reads this version.
 pub const TRACE_VERSION: u32 = 1;
 
-/// Length of the longest line, without its newline: the longest report of the protocol and its
-/// wrapping.
+/// Length of the longest line without its newline. It is the length of the protocol's longest
+/// report plus the fields around it.
 pub const MAX_LINE_BYTES: usize = foreshore_proto::MAX_LINE_BYTES + 1024;
 
-/// First line of a trace, which describes the VM.
+/// First line of a trace. It describes the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Name of the VM, up to 128 bytes of printable ASCII. It may be empty.
+    /// Name of the VM: up to 128 bytes of printable ASCII, or an empty name.
     pub vm: String,
-    /// Boot memory of the guest, without the part that a balloon may take.
+    /// Guest's boot memory, without the part that a balloon may take.
     pub boot_bytes: u64,
-    /// Zones with a hotplug part, at the start of the trace.
+    /// Zones with hotpluggable memory, as they were when the trace started.
     pub zones: Vec<ZoneSizes>,
-    /// The zone that is a balloon.
+    /// Zone that is a balloon, if any.
     pub balloon: Option<ZoneId>,
     /// Distances between the guest's nodes.
     pub distances: Distances,
 }
 
-/// Line after the first.
+/// Any line after the first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// Report of the guest.
+    /// A report of the guest.
     Report {
-        /// Time of arrival, by the host's clock.
+        /// Time at which the report arrived, by the host's clock.
         at: TimeMs,
         /// The report.
         report: Box<Report>,
     },
-    /// Change of a size on the host.
+    /// A change of a size on the host.
     Host {
         /// Time of the change.
         at: TimeMs,
-        /// All zones of the header, in its order.
+        /// All zones of the header, in the same order.
         zones: Vec<HostZone>,
-        /// Free size of the pool.
+        /// Free memory in the pool.
         pool_free_bytes: u64,
     },
-    /// Plan.
+    /// A plan of the governor.
     Plan {
         /// Time of the plan.
         at: TimeMs,
@@ -77,7 +77,7 @@ impl Entry {
     }
 }
 
-/// Variable sizes of a zone.
+/// Sizes of a zone that may change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostZone {
     /// ID of the zone.
@@ -88,19 +88,19 @@ pub struct HostZone {
     pub plugged_bytes: u64,
 }
 
-/// Plan as it was recorded. Its reasons are strings, because a later version may have more of them.
+/// Plan as it was recorded. Its reasons are strings, because a later version may add reasons.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordedPlan {
-    /// Direction of the VM as a whole.
+    /// Direction in which the VM's total size changes.
     pub direction: Direction,
     /// Label of the reason.
     pub reason: String,
-    /// Reason why less was requested than wanted.
+    /// Reason why the request was smaller than the policy wanted.
     pub limited_by: Option<String>,
     /// Hotplugged memory that the policy wants in total.
     pub wanted_bytes: u64,
-    /// Requested size of each zone. Empty for a plan that changed nothing.
+    /// Requested size of each zone. Empty if the plan changed nothing.
     pub targets: Vec<(ZoneId, u64)>,
-    /// The plan was made in a dry run.
+    /// True if the plan was made in a dry run.
     pub dry_run: bool,
 }

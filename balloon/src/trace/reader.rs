@@ -1,4 +1,4 @@
-//! Reader of traces. Their content is not trusted.
+//! Reads traces. Their content is not trusted.
 
 use std::io::{self, BufRead, Read};
 
@@ -11,30 +11,31 @@ use crate::plan::Direction;
 use crate::units::PAGE_BYTES;
 use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 
-/// Physical memory that four levels of page tables can map on x86-64, as in a report.
+/// Largest amount of memory in a report, which is the physical memory that four levels of page
+/// tables can map on x86-64.
 const MAX_BYTES: u64 = 1 << 46;
-/// Largest number of zones, as in a report.
+/// Largest number of zones. The limit is the same as in a report.
 const MAX_ZONES: usize = 256;
-/// Largest number of distances. A line has no room for as many.
+/// Largest number of distances. The limit on the length of a line is reached earlier.
 const MAX_DISTANCES: usize = 4096;
-/// Largest node number of Linux.
+/// Largest node number that Linux supports.
 const MAX_NODE: u64 = 1023;
-/// A hundred years.
+/// Largest time in a trace, which is one hundred years.
 const MAX_AT_MS: u64 = 100 * 366 * 86_400_000;
 const MAX_NAME_BYTES: usize = 128;
 const MAX_REASON_BYTES: usize = 64;
-/// Longest part of a trace's text that an error quotes.
+/// Maximum number of characters of a trace that an error quotes.
 const MAX_QUOTED_CHARS: usize = 128;
 
-/// Reason why reading a trace has failed.
+/// Reason why a trace could not be read.
 #[derive(Debug, Error)]
 pub enum TraceError {
-    /// Reading the file or stream has failed.
+    /// The file or stream could not be read.
     #[error("cannot read line {line} of the trace")]
     Io {
-        /// Line that was being read, from 1.
+        /// Number of the line that was being read, from 1.
         line: u64,
-        /// Cause.
+        /// Error of the file or stream.
         #[source]
         source: io::Error,
     },
@@ -43,33 +44,33 @@ pub enum TraceError {
     Line {
         /// Number of the line, from 1.
         line: u64,
-        /// Fault of the line.
+        /// Reason why the line is invalid.
         fault: Fault,
     },
 }
 
-/// Fault of a line.
+/// Reason why a line is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Fault {
-    /// The trace has no first line.
+    /// The trace is empty.
     #[error("the trace is empty")]
     Empty,
-    /// The last line has no newline, because its writer was killed.
+    /// The last line has no newline, because the recorder was killed while it wrote the line.
     #[error("it is truncated after {bytes} bytes")]
     CutOff {
-        /// Bytes of the line.
+        /// Number of bytes in the incomplete line.
         bytes: usize,
     },
-    /// The line is too long.
+    /// The line exceeds the maximum length.
     #[error("it is longer than {MAX_LINE_BYTES} bytes")]
     TooLong,
-    /// The line is not JSON, or lacks the fields of a line.
+    /// The line is not valid JSON, or it lacks required fields.
     #[error("{0}")]
     Shape(String),
-    /// The version is unsupported.
+    /// The version of the format is not supported.
     #[error("the version is {0}, must be {TRACE_VERSION}")]
     Version(u32),
-    /// The first line is not a header, or a later line is one.
+    /// The first line is not a header, or a later line is a header.
     #[error("{0}")]
     Order(&'static str),
     /// The report is invalid.
@@ -87,38 +88,38 @@ pub enum Fault {
         /// Upper bound.
         high: u64,
     },
-    /// The time is before that of an earlier line.
+    /// The time is earlier than the time of a previous line.
     #[error("at_ms is {value}, which is before the {last} of an earlier line")]
     Backwards {
-        /// Time of the line.
+        /// Time of this line.
         value: u64,
-        /// Time of the earlier line.
+        /// Time of the previous line.
         last: u64,
     },
-    /// The zones differ from those of the header.
+    /// The zones differ from the zones in the header.
     #[error("its zones are {found:?} instead of the header's {expected:?}")]
     Zones {
-        /// Zones of the line.
+        /// IDs of the zones in this line.
         found: Vec<u32>,
-        /// Zones of the header.
+        /// IDs of the zones in the header.
         expected: Vec<u32>,
     },
-    /// The balloon is not a zone of the header.
+    /// The balloon is not one of the zones in the header.
     #[error("the balloon is zone {0}, which does not exist")]
     NoZone(u32),
-    /// A zone occurs twice.
+    /// A zone occurs twice in the line.
     #[error("zone {0} occurs twice")]
     Twice(u32),
-    /// A text is too long or has invalid characters.
+    /// A text is too long, or contains invalid characters.
     #[error("{name} is {value:?}, must be up to {bound} bytes of {of}")]
     Text {
         /// Name of the text.
         name: &'static str,
-        /// Beginning of the text.
+        /// Beginning of the text, for the error message.
         value: String,
-        /// Largest length in bytes.
+        /// Maximum length in bytes.
         bound: usize,
-        /// Valid characters.
+        /// Description of the valid characters.
         of: &'static str,
     },
 }
@@ -136,7 +137,7 @@ pub struct Reader<R> {
 }
 
 impl<R: BufRead> Reader<R> {
-    /// Reads the header.
+    /// Creates a reader and reads the header.
     pub fn new(mut input: R) -> Result<Self, TraceError> {
         let mut buffer = Vec::new();
         let at_line = |fault| TraceError::Line { line: 1, fault };
@@ -155,13 +156,13 @@ impl<R: BufRead> Reader<R> {
         &self.header
     }
 
-    /// Returns the number of the last line that was read, from 1.
+    /// Returns the number of the line that was read last, from 1.
     pub fn line(&self) -> u64 {
         self.line
     }
 
-    /// Returns true if the last line was incomplete and was skipped, because the recorder was
-    /// killed while it wrote the line.
+    /// Returns true if the last line was skipped because it is incomplete. This happens if the
+    /// recorder is killed while it writes a line.
     pub fn is_cut_off(&self) -> bool {
         self.cut_off
     }
@@ -180,7 +181,7 @@ impl<R: BufRead> Reader<R> {
     }
 }
 
-/// Ends after an error, because lines after a damaged one may belong to another time.
+/// The iterator ends after an error, because lines after a damaged one may belong to another time.
 impl<R: BufRead> Iterator for Reader<R> {
     type Item = Result<Entry, TraceError>;
 
@@ -200,21 +201,21 @@ impl<R: BufRead> Iterator for Reader<R> {
     }
 }
 
-/// A whole trace.
+/// A complete trace in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trace {
     /// First line of the trace.
     pub header: Header,
-    /// Entries in order.
+    /// Entries, in the order of their lines.
     pub entries: Vec<Entry>,
-    /// The last line was incomplete and was skipped, because the recorder was killed while it wrote
-    /// the line.
+    /// True if the last line was skipped because it is incomplete. This happens if the recorder is
+    /// killed while it writes a line.
     pub cut_off: bool,
 }
 
 impl Trace {
-    /// Reads a whole trace. Traces are long, so use a [`Reader`] if the entries are not needed at
-    /// the same time.
+    /// Reads a complete trace. Traces are long, so use a [`Reader`] unless all entries are needed
+    /// at the same time.
     pub fn read(input: impl BufRead) -> Result<Self, TraceError> {
         let mut reader = Reader::new(input)?;
         let entries = reader.by_ref().collect::<Result<_, _>>()?;
@@ -222,14 +223,14 @@ impl Trace {
     }
 }
 
-/// Reads one line without its newline. Returns false at the end.
+/// Reads one line without its newline. Returns false at the end of the trace.
 fn read_line(
     input: &mut impl BufRead,
     buffer: &mut Vec<u8>,
     line: u64,
 ) -> Result<bool, TraceError> {
     buffer.clear();
-    // One byte more than a line with its newline, so that a longer line is detected.
+    // One byte more than the longest line and its newline, so that a longer line is detected.
     let most = MAX_LINE_BYTES as u64 + 1;
     input.take(most).read_until(b'\n', buffer).map_err(|source| TraceError::Io { line, source })?;
     let fault = match buffer.pop() {
@@ -243,14 +244,14 @@ fn read_line(
 
 fn parse(line: &[u8]) -> Result<Raw, Fault> {
     let text = std::str::from_utf8(line).map_err(|_| Fault::Shape("it is not UTF-8".to_owned()))?;
-    // The parser's text may quote the trace, and it names a line number, which is always 1.
+    // The parser's message may quote the trace. It also contains a line number, which is always 1.
     serde_json::from_str(text).map_err(|error| {
         let column = error.column();
         let reason = error.to_string();
         let reason = reason.split(" at line ").next().unwrap_or_default();
         let printable = |c: char| if c.is_control() { ' ' } else { c };
         let reason: String = reason.chars().take(MAX_QUOTED_CHARS).map(printable).collect();
-        // A missing value, or one of a wrong type, in valid JSON has no position.
+        // In valid JSON, a missing value or a value of the wrong type has no position.
         let place = if column == 0 { String::new() } else { format!(" (byte {column})") };
         Fault::Shape(format!("{reason}{place}"))
     })
@@ -283,7 +284,7 @@ fn check_header(raw: RawHeader) -> Result<Header, Fault> {
     }
     let printable = |byte: u8| byte.is_ascii_graphic() || byte == b' ';
     text("vm", &raw.vm, MAX_NAME_BYTES, "printable ASCII", printable)?;
-    // A balloon may have all boot memory.
+    // Boot memory may be 0, because all of it may be in a balloon.
     in_range("boot_bytes", raw.boot_bytes, 0, MAX_BYTES)?;
     in_range("the number of zones", raw.zones.len() as u64, 0, MAX_ZONES as u64)?;
     let balloon = raw.balloon.map(ZoneId);
@@ -321,7 +322,7 @@ fn check_zone(raw: RawZone, balloon: Option<ZoneId>) -> Result<ZoneSizes, Fault>
         floor_bytes: raw.floor_bytes,
         requested_bytes: raw.requested_bytes,
         plugged_bytes: raw.plugged_bytes,
-        // Traces contain neither drivers nor shortfalls.
+        // Traces do not contain drivers or shortfalls.
         ..ZoneSizes::empty(raw.id, raw.tier, raw.max_bytes)
     };
     check_requested(raw.requested_bytes, &sizes)?;
@@ -329,14 +330,14 @@ fn check_zone(raw: RawZone, balloon: Option<ZoneId>) -> Result<ZoneSizes, Fault>
     Ok(sizes)
 }
 
-/// Checks a requested size: whole blocks, also of a balloon.
+/// Checks that a requested size consists of whole blocks. This also applies to a balloon.
 fn check_requested(value: u64, zone: &ZoneSizes) -> Result<(), Fault> {
     in_range("requested_bytes", value, 0, zone.max_bytes)?;
     in_range("requested_bytes modulo block_bytes", value % zone.block_bytes, 0, 0)
 }
 
-/// Checks a plugged size. A guest with a balloon counts in pages, and its driver moves up to 256 of
-/// them at a time.
+/// Checks a plugged size. A balloon's size may be any number of pages, because its driver moves up
+/// to 256 pages at a time.
 fn check_plugged(value: u64, zone: &ZoneSizes, balloon: Option<ZoneId>) -> Result<(), Fault> {
     in_range("plugged_bytes", value, 0, zone.max_bytes)?;
     match balloon == Some(zone.id) {
@@ -373,7 +374,7 @@ fn check_time(at_ms: u64, last: TimeMs) -> Result<TimeMs, Fault> {
     Ok(TimeMs(at_ms))
 }
 
-/// Checks that these are the zones of the header, in its order.
+/// Checks that these zones are the zones of the header, in the same order.
 fn same_zones(found: impl Iterator<Item = u32> + Clone, zones: &[ZoneSizes]) -> Result<(), Fault> {
     let expected = zones.iter().map(|zone| zone.id.0);
     if found.clone().eq(expected.clone()) {

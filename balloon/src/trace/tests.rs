@@ -1,4 +1,4 @@
-//! Tests that traces are read as they were written, and that errors name the damaged line.
+//! Checks that traces are read as they were written, and that errors name the damaged line.
 
 use std::io::Cursor;
 
@@ -76,7 +76,7 @@ fn plan(requested_mib: [u64; 2]) -> Plan {
     }
 }
 
-/// Content of the golden trace: one entry of each kind, and a plan that changes nothing.
+/// Content of the golden trace: one entry of each kind, and one plan that changes nothing.
 fn written() -> Vec<u8> {
     let mut host = host();
     let mut writer = Writer::new(Vec::new(), &header()).expect("a Vec accepts all bytes");
@@ -139,7 +139,7 @@ fn written_trace_is_read_unchanged() {
     assert_eq!(trace, Trace { header: header(), entries: expected_entries(), cut_off: false });
 }
 
-/// Report of the other golden trace, with fields of newer agents.
+/// Report in the second golden trace, which contains fields of newer agents.
 fn report_of_kernel() -> Report {
     let mut raw = RawReport::from(report());
     raw.kernel = Some(KernelUse {
@@ -179,7 +179,7 @@ fn version_1_of_the_format_can_be_read() {
 
 #[test]
 fn writer_writes_version_1() {
-    // A report of a later agent may have more fields.
+    // A report of a later agent may contain additional fields.
     let written = String::from_utf8(written()).expect("JSON");
     for (ours, golden) in written.lines().zip(GOLDEN.lines()) {
         if !golden.starts_with(r#"{"type":"report""#) {
@@ -195,7 +195,7 @@ fn fields_of_later_writers_are_skipped() {
     assert_eq!(read(text).expect("sound").entries, expected_entries());
 }
 
-/// The golden trace with `old` replaced by `new` in its line `line`.
+/// Returns the golden trace after replacing `old` by `new` in line `line`.
 fn damaged(line: usize, old: &str, new: &str) -> String {
     let lines = GOLDEN.lines().enumerate().map(|(index, text)| match index + 1 {
         at if at == line => {
@@ -302,7 +302,7 @@ fn balloon_and_distances_are_in_the_header() {
     let mut distances = Distances::default();
     distances.set(0, 1, 17);
     distances.set(1, 0, 28);
-    // A balloon that may have all boot memory leaves nothing.
+    // If a balloon may take all boot memory, none is left.
     let header = Header { boot_bytes: 0, balloon: Some(ZoneId(0)), distances, ..header() };
     let text = Writer::new(Vec::new(), &header).expect("a Vec accepts all bytes").into_inner();
     let trace = Trace::read(&text[..]).expect("written traces are readable");
@@ -325,7 +325,7 @@ fn balloon_counts_in_pages_and_other_zones_count_in_blocks() {
     let header = |balloon| Header { zones: host.zones.clone(), balloon, ..header() };
     let mut writer =
         Writer::new(Vec::new(), &header(Some(ZoneId(0)))).expect("a Vec accepts all bytes");
-    // Linux inflates or deflates up to 256 pages at a time.
+    // Linux inflates and deflates a balloon by up to 256 pages at a time.
     host.zones[0].plugged_bytes -= 255 * 4096;
     assert!(writer.host(TimeMs(1000), &host).unwrap());
     let text = writer.into_inner();
@@ -397,7 +397,7 @@ fn read_error_differs_from_damaged_line() {
     assert!(matches!(error, TraceError::Io { line: 8, .. }), "{error}");
 }
 
-/// A recorder that is killed leaves whole lines, and perhaps an incomplete one.
+/// If a recorder is killed, the trace has whole lines, and possibly an incomplete line at its end.
 #[test]
 fn whole_lines_of_truncated_trace_are_read_at_any_length() {
     for length in 0..GOLDEN.len() {
@@ -413,7 +413,7 @@ fn whole_lines_of_truncated_trace_are_read_at_any_length() {
 }
 
 proptest! {
-    /// Any content results in entries or in an error that names a line.
+    /// Any content results either in entries or in an error that names a line.
     #[test]
     fn damage_does_not_cause_panic(at in 0..GOLDEN.len(), byte: u8, cut in 0..GOLDEN.len()) {
         let mut text = GOLDEN.as_bytes().to_vec();

@@ -1,11 +1,12 @@
-//! Lines of the trace format, which docs/reference/format.md describes. No other file defines them.
+//! Lines of the trace format, which docs/reference/format.md describes. Only this file defines
+//! them.
 
 use foreshore_proto::RawReport;
 use serde::{Deserialize, Serialize};
 
 use crate::{NodeDistance, Tier, ZoneSizes};
 
-/// Line that was read, with a valid shape and unchecked values.
+/// A line after parsing. Its shape is valid, but its values have not been checked.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Raw {
@@ -15,7 +16,7 @@ pub(super) enum Raw {
     Plan(RawPlan),
 }
 
-/// Line to write.
+/// A line to be written.
 #[derive(Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Line<'a> {
@@ -28,7 +29,7 @@ pub(super) enum Line<'a> {
         at_ms: u64,
         zones: &'a [RawHostZone],
         pool_free_bytes: u64,
-        /// Number of lines that are missing before this one.
+        /// Number of lines that were lost before this one.
         #[serde(skip_serializing_if = "is_none")]
         lost_lines: u64,
     },

@@ -1,4 +1,4 @@
-//! Writer of traces.
+//! Writes traces.
 
 use std::io;
 
@@ -9,8 +9,8 @@ use super::{Header, TRACE_VERSION};
 use crate::plan::{Direction, Plan};
 use crate::{HostView, TimeMs};
 
-/// Writes a trace. Each call passes its line in one piece, so a truncated trace ends in at most one
-/// incomplete line.
+/// Writes a trace. Each line is passed to the output in a single call, so a truncated trace ends in
+/// at most one incomplete line.
 #[derive(Debug)]
 pub struct Writer<W> {
     out: W,
@@ -20,7 +20,7 @@ pub struct Writer<W> {
 }
 
 impl<W: io::Write> Writer<W> {
-    /// Writes the header of a trace.
+    /// Creates a writer and writes the header of the trace.
     pub fn new(out: W, header: &Header) -> io::Result<Self> {
         let zones: Vec<RawHostZone> = header.zones.iter().map(RawHostZone::from).collect();
         let mut writer = Writer { out, line: Vec::new(), zones, pool_free_bytes: None };
@@ -40,8 +40,8 @@ impl<W: io::Write> Writer<W> {
         self.write(&Line::Report { at_ms: at.0, report: report.as_raw() })
     }
 
-    /// Writes the sizes on the host if they have changed since the last ones. Returns true if they
-    /// have.
+    /// Writes the host's sizes if they have changed since they were last written. Returns true in
+    /// that case.
     pub fn host(&mut self, at: TimeMs, host: &HostView) -> io::Result<bool> {
         let zones = host.zones.iter().map(RawHostZone::from);
         if self.pool_free_bytes == Some(host.pool_free_bytes)
@@ -53,8 +53,8 @@ impl<W: io::Write> Writer<W> {
         Ok(true)
     }
 
-    /// Writes the sizes on the host after `lost_lines` could not be written, even if they have not
-    /// changed.
+    /// Writes the host's sizes after `lost_lines` lines could not be written, even if the sizes
+    /// have not changed.
     pub fn host_after_loss(
         &mut self,
         at: TimeMs,
@@ -73,7 +73,7 @@ impl<W: io::Write> Writer<W> {
         Ok(())
     }
 
-    /// Writes a plan for `host`. Its targets are written if they differ from the requests of
+    /// Writes a plan for `host`. The targets are written only if they differ from the requests in
     /// `host`.
     pub fn plan(&mut self, at: TimeMs, plan: &Plan, host: &HostView) -> io::Result<()> {
         let changes = plan.changes(host).next().is_some();
@@ -108,7 +108,7 @@ impl<W: io::Write> Writer<W> {
         &self.out
     }
 
-    /// Returns the output for changes.
+    /// Returns a mutable reference to the output.
     pub fn get_mut(&mut self) -> &mut W {
         &mut self.out
     }

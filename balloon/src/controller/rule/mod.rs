@@ -1,8 +1,8 @@
-//! Rules above every policy, as pure functions. docs/reference/policies.md explains them, and
-//! comments here use its numbers.
+//! Rules that apply to every policy, as pure functions. Comments use the numbers of the rules in
+//! docs/reference/policies.md.
 //!
-//! Rules 1, 2, 4 and 8 limit the plans of the other rules: see [`policy`], [`super::descriptors`]
-//! and [`Context::left`].
+//! Rules 1, 2, 4 and 8 limit the plans of the other rules. They are implemented in [`policy`],
+//! [`super::descriptors`] and [`Context::left`].
 
 mod policy;
 
@@ -14,10 +14,11 @@ use crate::policy::{Decision, Policy, off};
 use crate::units::round_up;
 use crate::{HostView, TimeMs, ZoneSizes};
 
-/// Decides on a context, or leaves the decision to the next rule.
+/// Returns a plan, or leaves the decision to the next rule.
 type Rule = fn(&Context<'_>) -> Verdict;
 
-/// Rules in order of precedence, before the policy. The first that returns a plan decides.
+/// Rules in order of precedence. They precede the policy. The first plan that a rule returns is
+/// used.
 const RULES: [Rule; 5] = [
     by_hand,      // 7
     no_progress,  // 5
@@ -34,10 +35,10 @@ pub(super) struct Context<'a> {
     pub now: TimeMs,
 }
 
-/// Decision of a rule.
+/// Result of a rule.
 #[derive(Default)]
 struct Verdict {
-    /// `None`: the next rule decides.
+    /// Plan of the rule. `None` if the next rule decides.
     plan: Option<Plan>,
     memory: Option<Memory>,
 }
@@ -48,32 +49,32 @@ impl From<Option<Plan>> for Verdict {
     }
 }
 
-/// State that the controller keeps after a rule, also if the next rule decides.
+/// State that the controller keeps after a rule, even if the next rule decides.
 enum Memory {
     Zones(Vec<ZoneTracker>),
-    /// No zone has failed: a dry run reports the next failure again.
+    /// No zone has failed, so a dry run reports the next failure again.
     NoneFailed,
-    /// A dry run has reported the plan of rule 3.
+    /// True if a dry run has reported the plan of rule 3.
     BoundsTold(bool),
-    /// Grows since reports were lost.
+    /// Number and time of the grows since reports were lost.
     Lost(Lost),
 }
 
 impl Context<'_> {
-    /// Rule 8: sizes on which a dry run decides. Requests that rule 5 would withdraw count as
-    /// withdrawn. Otherwise, the dry run would report nothing else.
+    /// Rule 8: returns the sizes on which a dry run decides. Requests that rule 5 would withdraw
+    /// count as withdrawn. Otherwise, the dry run would report nothing except the withdrawal.
     pub(super) fn left(&self) -> Cow<'_, HostView> {
         self.controller.without_failed(self.host, self.now)
     }
 
-    /// The last report, or `decision` before the first one.
+    /// Returns the last report, or a replacement with `decision` if there was none.
     fn last_or(&self, decision: Decision) -> LastReport {
         self.controller.last.unwrap_or_else(|| self.controller.unreported(decision, self.now))
     }
 }
 
 impl Controller {
-    /// Applies the rules in their order.
+    /// Applies the rules in order of precedence.
     pub(super) fn plan(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         for rule in RULES {
             let Verdict { plan, memory } = rule(&Context { controller: self, event, host, now });
@@ -107,8 +108,8 @@ impl Controller {
     }
 }
 
-/// Rule 7: holds while the controller is paused or the policy is `off`. The allocation excludes
-/// pinned zones.
+/// Rule 7: changes nothing while the controller is paused or the policy is `off`. Pinned zones are
+/// excluded by the allocation instead.
 fn by_hand(context: &Context<'_>) -> Verdict {
     let controller = context.controller;
     let reason = match () {
@@ -119,15 +120,15 @@ fn by_hand(context: &Context<'_>) -> Verdict {
     reason.map(|reason| controller.hold(reason, context.host)).into()
 }
 
-/// Rule 5: replaces a request that the guest does not follow by a smaller change or none. A dry run
-/// reports this once.
+/// Rule 5: withdraws or reduces a request that the guest does not follow. A dry run reports this
+/// once.
 fn no_progress(context: &Context<'_>) -> Verdict {
     let Context { controller, host, now, .. } = *context;
     let rules = &controller.rules;
     let has_failed = |(zone, tracker): (&ZoneSizes, &ZoneTracker)| {
         !tracker.pinned && tracker.has_failed(zone, rules, now)
     };
-    // Usually no zone has failed, and the copies below are not needed.
+    // In the usual case, no zone has failed, and the copies below are not needed.
     if !host.zones.iter().zip(&controller.zones).any(has_failed) {
         return Verdict { plan: None, memory: Some(Memory::NoneFailed) };
     }
@@ -159,9 +160,9 @@ fn no_progress(context: &Context<'_>) -> Verdict {
     Verdict { plan, memory: Some(Memory::Zones(zones)) }
 }
 
-/// Rule 3 limits rule 5: the requests must not fall below the floor. Bytes of the floor that rule 5
-/// withdraws are requested from other zones. Bytes that no other zone has stay requested from the
-/// failed zones.
+/// Rule 3 limits rule 5: the requested total must not fall below the floor. If rule 5 withdraws
+/// part of the floor, that part is requested from other zones. If other zones have no room, the
+/// requests to the failed zones are kept.
 fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTracker]) {
     let Context { controller, host, now, .. } = *context;
     let floor = controller.rules.floor_bytes.min(host.requested_bytes());
@@ -187,15 +188,15 @@ fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTrac
     }
 }
 
-/// Rule 3: keeps all zones together between floor and ceiling, regardless of the policy.
+/// Rule 3: keeps the total of all zones between floor and ceiling, whatever the policy decides.
 fn bounds(context: &Context<'_>) -> Verdict {
     let controller = context.controller;
     let Some(plan) = come_within_bounds(context) else {
         return Verdict { plan: None, memory: Some(Memory::BoundsTold(false)) };
     };
-    // Rule 8: a dry run reports the plan of this rule once, and after that the plans of the policy.
-    // A plan that only holds is not reported, because its obstacle prevents the policy's plan as
-    // well.
+    // Rule 8: a dry run reports the plan of this rule once, and the plans of the policy after that.
+    // A plan that changes nothing is not reported, because its obstacle also prevents the policy's
+    // plan.
     let (is_dry_run, was_told) = (controller.rules.dry_run, controller.told_bounds);
     let changes = plan.direction != Direction::Hold;
     let is_news = !is_dry_run || (changes && !was_told);
@@ -218,10 +219,10 @@ fn come_within_bounds(context: &Context<'_>) -> Option<Plan> {
     }
 }
 
-/// Time after which a shortfall expires. By then, the guest may need a different amount.
+/// Time after which a shortfall expires, because the guest's need may have changed.
 const SHORTFALL_MS: u64 = 1_000;
 
-/// Bytes that the host could not provide and that have not been requested from another zone.
+/// Bytes that the host could not provide and that have not been requested from another zone yet.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HostShortfall {
     bytes: u64,
@@ -229,7 +230,7 @@ pub(super) struct HostShortfall {
 }
 
 impl HostShortfall {
-    /// Bytes that have not expired.
+    /// Returns the bytes that have not expired.
     fn bytes_at(&self, now: TimeMs) -> u64 {
         if now.since(self.at) < SHORTFALL_MS { self.bytes } else { 0 }
     }
@@ -240,17 +241,17 @@ impl HostShortfall {
         }
     }
 
-    /// Subtracts bytes that have been requested from other zones.
+    /// Subtracts bytes that have now been requested from other zones.
     pub(super) fn is_asked(&mut self, bytes: u64) {
         self.bytes = self.bytes.saturating_sub(bytes);
     }
 }
 
-/// Rule 5: if the host could not provide memory for a zone, requests as much from other zones at
-/// once, or more if the policy wants more by now.
+/// Rule 5: if the host could not provide memory for a zone, immediately requests the same amount
+/// from other zones, or more if the policy now wants more.
 ///
-/// The shortfall is kept while the controller is paused or another rule decides first. A dry run
-/// requests nothing, so its shortfall would never end.
+/// The shortfall is kept while the controller is paused or another rule decides first. In a dry
+/// run, this rule does not apply, because nothing is requested and the shortfall would never end.
 fn host_short(context: &Context<'_>) -> Verdict {
     let Context { controller, now, .. } = *context;
     let shortfall_bytes = controller.host_shortfall.bytes_at(now);
@@ -267,24 +268,24 @@ fn host_short(context: &Context<'_>) -> Verdict {
     };
     let reason = Reason::HostShort;
     let plan = controller.grow(shortfall_bytes.max(more), reason, last, host, now);
-    // The reason stays `HostShort` even if no other zone has room, because the host's shortfall is
-    // the cause.
+    // The reason remains `HostShort` even if no other zone has room, because the host's shortfall
+    // is the cause.
     Some(Plan { reason, ..plan }).into()
 }
 
-/// Grows since reports were lost.
+/// Number and time of the grows since reports were lost.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Lost {
     steps: u64,
     at: Option<TimeMs>,
 }
 
-/// Rule 6: holds while reports are lost. If the guest was short when they stopped, grows in a
-/// limited number of steps.
+/// Rule 6: changes nothing while reports are lost. If the guest was short of memory when they
+/// stopped, grows it in a limited number of steps.
 fn lost_reports(context: &Context<'_>) -> Verdict {
     let Context { controller, now, .. } = *context;
     let rules = &controller.rules;
-    // The policy `fixed` needs no reports.
+    // The policy `fixed` does not use reports.
     let is_by_reports = !matches!(controller.policy, Policy::Fixed(_));
     let is_lost = |at: TimeMs| now.since(at) >= rules.lost_ms;
     let Some(last) = controller.last.filter(|last| is_by_reports && is_lost(last.at)) else {

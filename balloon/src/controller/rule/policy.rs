@@ -1,4 +1,4 @@
-//! Rules 1, 2 and 4: grows to the policy's size at once, and shrinks to it in steps.
+//! Rules 1, 2 and 4: grows the guest to the policy's size immediately, and shrinks it in steps.
 
 use super::Context;
 use crate::controller::allocation::Allocation;
@@ -28,8 +28,8 @@ impl Controller {
         let (floor, ceiling) = (self.floor_bytes(host), self.rules.ceiling_bytes);
         let reason = last.decision.reason;
         match last.decision.want_bytes {
-            // The policy's size can be outside of the bounds only if a dry run leaves requests
-            // outside of them.
+            // The policy's size can be outside of the bounds only in a dry run, which leaves the
+            // requests outside of them.
             Some(want) if want > requested && want < floor => bound(
                 self.grow(floor - requested, reason, last, host, now),
                 want,
@@ -44,7 +44,7 @@ impl Controller {
             Some(want) if want < requested => {
                 self.shrink(requested - want, reason, last, host, now)
             }
-            // The guest has enough only with memory that is still on its way.
+            // The guest has enough memory only if memory that has not arrived yet is included.
             _ if reason == Reason::Enough
                 && self.is_in_progress(&self.without_stuck(&self.zones, host, now)) =>
             {
@@ -54,7 +54,8 @@ impl Controller {
         }
     }
 
-    /// Rules 1, 2 and 4: grows at once, DRAM first, within the room for page descriptors.
+    /// Rules 1, 2 and 4: grows the guest immediately, DRAM first, as far as there is room for page
+    /// descriptors.
     pub(super) fn grow(
         &self,
         bytes: u64,
@@ -63,15 +64,15 @@ impl Controller {
         host: &HostView,
         now: TimeMs,
     ) -> Plan {
-        // A grow ignores the node from which the last decision wanted to remove memory. The floor
-        // or lost reports may cause a grow after such a decision.
+        // A grow ignores the node from which the last decision wanted to remove memory. Such a
+        // decision may be followed by a grow because of the floor or because of lost reports.
         let mut allocation = self.allocation(&self.zones, last, None, host, now);
         let moved = allocation.grow(bytes);
         let plan = self.plan_move(Direction::Grow, reason, moved, allocation, host);
         Plan { wanted_bytes: host.requested_bytes().saturating_add(bytes), ..plan }
     }
 
-    /// Rules 2 and 3: shrinks in steps after a cool-down, PM first.
+    /// Rules 2 and 3: shrinks the guest in steps after a cool-down, PM first.
     pub(super) fn shrink(
         &self,
         bytes: u64,
@@ -100,7 +101,7 @@ impl Controller {
         Plan { wanted_bytes: wanted, ..plan }
     }
 
-    /// Returns a plan for the bytes that could be moved, or one that holds without such bytes.
+    /// Returns a plan that moves `moved_bytes`, or a plan that changes nothing if there are none.
     fn plan_move(
         &self,
         direction: Direction,
@@ -117,7 +118,7 @@ impl Controller {
     }
 }
 
-/// Changes a plan of the policy to one that ends at a bound of all zones together.
+/// Changes a plan of the policy so that it ends at a bound for all zones.
 fn bound(plan: Plan, wanted_bytes: u64, by: Reason) -> Plan {
     let limited_by = (plan.direction != Direction::Hold).then(|| plan.limited_by.unwrap_or(by));
     Plan { wanted_bytes, limited_by, ..plan }

@@ -1,4 +1,4 @@
-//! Rule 3: floors, ceilings and the free part of the pool.
+//! Rule 3: floors, ceilings and the pool's free memory.
 
 use super::*;
 
@@ -19,7 +19,7 @@ fn rule_3_floors_and_ceilings_of_zones_limit_requests() {
     assert_eq!(rig.tick(6_000).reason, Reason::AtFloor);
 }
 
-/// A guest with full DRAM and two nodes of PM. Its last shrink was from node 1.
+/// Guest with full DRAM and two nodes of PM. Its last shrink removed memory from node 1.
 fn shrunk_from_node_1() -> Rig {
     let mut rig = Rig::new(Policy::default());
     rig.host.zones[DRAM].requested_bytes = 128 * MIB;
@@ -44,7 +44,7 @@ fn rule_3_grow_to_floor_ignores_node_of_last_shrink() {
         let plan = rig.tick(100);
         let pm = [PM, PM + 1].map(|zone| rig.host.zones[zone].requested_bytes / MIB);
         match ceiling_mib {
-            // In the host's order, as for every grow without a near node.
+            // The order is that of the host's zones, as in every grow without a near node.
             None => assert_eq!((plan.reason, pm), (Reason::BelowFloor, [320, 256])),
             Some(_) => assert_eq!((plan.reason, pm), (Reason::AboveCeiling, [192, 256])),
         }
@@ -57,7 +57,7 @@ fn rule_3_empty_pool_limits_pm_and_is_reported() {
     rig.host.pool_free_bytes = 101 * MIB;
     assert_eq!(rig.tick(0).limited_by, Some(Reason::PoolEmpty));
     assert_eq!(rig.requested_mib(), (128, 100));
-    // Requested memory that is not plugged yet will still be allocated from the pool.
+    // Requested memory that is not plugged yet will also be allocated from the pool.
     assert_eq!(rig.tick(1_000).reason, Reason::PoolEmpty);
     assert_eq!(rig.requested_mib(), (128, 100));
 }
@@ -86,7 +86,7 @@ fn rule_3_floor_and_ceiling_limit_sum_of_zones() {
     let mut rig = Rig::new(Policy::default());
     let rules = Rules { floor_bytes: 200 * MIB, ceiling_bytes: 300 * MIB, ..Rules::default() };
     rig.controller.set_rules(rules).expect("in bounds");
-    // The floor needs neither report nor pressure.
+    // Growing to the floor needs neither a report nor pressure.
     let plan = rig.tick(0);
     assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::BelowFloor));
     assert_eq!(rig.requested_mib(), (128, 72));

@@ -1,4 +1,4 @@
-//! Rule 7: zones sized by a client.
+//! Rule 7: zones that a client has resized.
 
 use super::*;
 
@@ -75,8 +75,8 @@ fn rule_7_client_request_without_progress_does_not_delay_grow() {
     );
 }
 
-/// A client requests memory of zone `by_hand`, which does not arrive, and the guest is short.
-/// Asserts that the other zones hold with `reason` for 5 s and then grow.
+/// A client requests memory from zone `by_hand`, the memory does not arrive, and the guest is
+/// short. Checks that the other zones do not change for 5 s, with `reason`, and then grow.
 fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) {
     rig.pin(rig.host.zones[by_hand].id);
     rig.host.zones[by_hand].requested_bytes = 128 * MIB;

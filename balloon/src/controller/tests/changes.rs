@@ -1,4 +1,4 @@
-//! Changes at run time: pauses, policies, parameters.
+//! Changes at run time: pauses, policies and parameters.
 
 use super::*;
 

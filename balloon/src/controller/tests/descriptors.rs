@@ -1,4 +1,4 @@
-//! Rule 4: requests stay within the memory that the guest's DRAM can provide page descriptors for.
+//! Rule 4: requests are limited to the memory for which the guest's DRAM can hold page descriptors.
 
 use super::*;
 
@@ -9,7 +9,7 @@ fn grow_is_limited_to_describable_memory() {
     rig.raw.memory.total_bytes = 800 * MIB;
     let plan = rig.report(1000, 1);
     assert_eq!((plan.direction, plan.limited_by), (Direction::Grow, None));
-    // The high watermarks of this guest make it need 300 MiB.
+    // Because of its high watermarks, this guest needs 300 MiB.
     let mut rig = Rig::new(Policy::default());
     rig.raw.zones[0].high_pages = 76_800;
     rig.describe(2);
@@ -27,7 +27,7 @@ fn grow_is_limited_to_describable_memory() {
 fn nothing_is_requested_from_guest_without_room() {
     let mut rig = Rig::new(Policy::default());
     rig.describe(0);
-    // Movable memory holds no page descriptors.
+    // Page descriptors cannot be placed in movable memory.
     let movable = Zone {
         kind: ZoneKind::Movable,
         free_pages: 60_000,
@@ -38,7 +38,7 @@ fn nothing_is_requested_from_guest_without_room() {
     rig.raw.memory.total_bytes = 4000 * MIB;
     assert_eq!(rig.report(1000, 1).reason, Reason::Descriptors);
     assert_eq!(rig.requested_mib(), (0, 0));
-    // Reclaim makes room for one section at a time.
+    // Reclaim can make room for one section at a time.
     rig.raw.memory.swap_total_bytes = 64 * MIB;
     rig.raw.memory.swap_free_bytes = 4 * MIB;
     assert_eq!(rig.report(50, 1).reason, Reason::Descriptors, "no page can be swapped out");
@@ -47,7 +47,7 @@ fn nothing_is_requested_from_guest_without_room() {
     assert_eq!(rig.requested_mib(), (128, 0));
 }
 
-/// A guest with free swap. Its kernel has used up its zones, section by section.
+/// Guest with free swap. Its kernel uses up its zones, section by section.
 #[test]
 fn swap_gives_room_only_while_the_kernels_zones_have_user_pages() {
     let mut rig = Rig::fixed(16_384);
@@ -68,12 +68,12 @@ fn swap_gives_room_only_while_the_kernels_zones_have_user_pages() {
         }
         user_bytes = user_bytes.saturating_sub(2 * MIB);
     }
-    // One section for each 2 MiB, until fewer than 4 MiB are left.
+    // One section is added for each 2 MiB, until less than 4 MiB are left.
     assert_eq!(user_bytes, 2 * MIB);
     assert_eq!(rig.requested_mib().0 + rig.requested_mib().1, 31 * 128);
 }
 
-/// The limit does not change between reports, regardless of the number of ticks.
+/// The limit does not change between two reports, whatever the number of ticks.
 #[test]
 fn limit_is_constant_between_two_reports() {
     let mut rig = Rig::fixed(1024);
@@ -103,7 +103,7 @@ fn unreported_guest_is_limited_to_multiple_of_boot_memory() {
     rig.controller.set_rules(rules).expect("in bounds");
     rig.tick(1_000);
     assert_eq!(rig.requested_mib(), (128, 16 * 384 - 128));
-    // Reports of an agent replace this limit until they are lost.
+    // Reports of an agent replace this limit until reports are lost.
     rig.describe(10);
     rig.follow();
     rig.report(50, 280);
@@ -114,8 +114,8 @@ fn unreported_guest_is_limited_to_multiple_of_boot_memory() {
     }
 }
 
-/// The host counts boot memory without the largest balloon. The part that the guest keeps is boot
-/// memory as well.
+/// The host's boot memory does not include the largest balloon. The part of the balloon that the
+/// guest keeps is also boot memory.
 #[test]
 fn unreported_limit_counts_boot_memory_outside_the_balloon() {
     for (in_balloon_mib, boot_mib) in [(0, 384), (100, 284), (288, 96)] {
@@ -134,7 +134,7 @@ fn unreported_limit_counts_boot_memory_outside_the_balloon() {
     }
 }
 
-/// Balloon statistics do not separate the kernel's memory from the rest.
+/// Balloon statistics do not separate the kernel's memory from other memory.
 #[test]
 fn balloon_statistics_do_not_raise_unreported_limit() {
     let mut rig = Rig::fixed(16_384);
@@ -189,8 +189,8 @@ fn new_goal_yields_step_even_if_nothing_can_be_requested() {
         [GoalStep { zone: ZoneId(1), requested_bytes: 0, goal_bytes: 600 * MIB }]
     );
     assert_eq!(rig.step(), []);
-    // A smaller size is requested at once. Blocks that are still plugged have their descriptors
-    // already.
+    // A smaller size is requested immediately. Blocks that are still plugged already have their
+    // descriptors.
     rig.host.zones[PM].plugged_bytes = 512 * MIB;
     rig.host.zones[PM].requested_bytes = 256 * MIB;
     rig.set_goal(ZoneId(1), 600 * MIB);
@@ -228,7 +228,7 @@ fn goal_ends_when_host_or_policy_requests_another_size() {
     assert_eq!(rig.step(), []);
 }
 
-/// A DIMM uses up room like a zone's memory, until a report shows the remaining room.
+/// Like a zone's memory, a DIMM takes up room until a report shows how much room is left.
 #[test]
 fn dimms_count_towards_the_limit() {
     let mut rig = Rig::new(Policy::default());

@@ -42,8 +42,8 @@ fn rule_8_dry_run_leaves_no_state_of_skipped_actions() {
     assert_eq!(rig.host.requested_bytes() - before, 64 * MIB, "the first of the steps");
 }
 
-/// After reporting `no_progress` once, a dry run shows the decisions of a policy for a guest that
-/// does not follow.
+/// If the guest does not follow, a dry run reports `no_progress` once. After that, it shows the
+/// decisions of the policy.
 #[test]
 fn rule_8_dry_run_reports_no_progress_once_then_policy_decisions() {
     let mut rig = Rig::fixed(64);
@@ -58,11 +58,11 @@ fn rule_8_dry_run_reports_no_progress_once_then_policy_decisions() {
             assert_eq!(plan.wanted_bytes, plan.requested_bytes(), "besides the missing part");
             assert_eq!(rig.tick(10).reason, Reason::Quiet);
         }
-        // A change of the request is reported again, even a small one.
+        // Even a small change of the request is reported again.
         rig.host.zones[DRAM].requested_bytes = (round + 1) * 2 * MIB;
         rig.tick(10);
     }
-    // A shrink that the guest does not follow is not waited for either.
+    // The dry run does not wait for a shrink that the guest does not follow either.
     rig.host.zones[DRAM].plugged_bytes = 128 * MIB;
     rig.host.zones[PM].requested_bytes = 512 * MIB;
     rig.host.zones[PM].plugged_bytes = 512 * MIB;
@@ -93,7 +93,7 @@ fn rule_8_dry_run_reports_bounds_once_then_policy_decisions() {
     assert_eq!(plan.requested_bytes(), 1024 * MIB);
     assert!(plan.wanted_bytes < 1024 * MIB, "the policy's plan: {plan:?}");
 
-    // New bounds are reported again.
+    // After the bounds change, the plan is reported again.
     let rules = Rules { floor_bytes: 0, ceiling_bytes: 512 * MIB, ..rules };
     rig.controller.set_rules(rules).expect("in range");
     rig.host.zones[PM].requested_bytes = 1024 * MIB;
@@ -118,8 +118,8 @@ fn rule_8_dry_run_reports_bounds_once_then_policy_decisions() {
     assert!(plan.wanted_bytes > 1024 * MIB, "the policy's plan: {plan:?}");
 }
 
-/// A removal that `dapper` decides on while nothing is carried out leaves no state behind.
-/// Afterwards, the table is evaluated again.
+/// If `dapper` decides on a removal while nothing is carried out, the removal leaves no state
+/// behind. The table is evaluated again afterwards.
 #[test]
 fn rule_8_removal_during_dry_run_or_pause_does_not_continue_afterwards() {
     let begin: [fn(&mut Controller); 2] =
@@ -146,7 +146,7 @@ fn rule_8_removal_during_dry_run_or_pause_does_not_continue_afterwards() {
             rig.raw.memory.free_bytes = (dram_pages + pm_pages) * PAGE_BYTES;
         };
         begin(&mut rig.controller);
-        // The table allows removal of all PM.
+        // The table permits the removal of all PM.
         free(&mut rig, 70_000, 1024);
         rig.report(1_000, 1_200);
         assert_eq!(rig.requested_mib().1, 1024);

@@ -1,4 +1,4 @@
-//! Rule 1: a grow requests its full target at once, DRAM first.
+//! Rule 1: a grow requests the whole target immediately, DRAM first.
 
 use super::*;
 
@@ -24,7 +24,7 @@ fn pressure_undoes_shrink_that_guest_has_not_followed() {
     rig.want(0);
     rig.tick(6_000);
     assert_eq!(rig.requested_mib(), (128, 256));
-    // Blocks that are still plugged are available before more DRAM is.
+    // Blocks that are still plugged are used before additional DRAM.
     rig.host.zones[DRAM].max_bytes = 256 * MIB;
     rig.want(500);
     rig.tick(100);
@@ -40,8 +40,8 @@ fn rule_1_request_is_in_progress_until_plugged() {
     assert_eq!(rig.tick(100).reason, Reason::InProgress);
     rig.follow();
     assert_eq!(rig.tick(100).reason, Reason::Enough);
-    // A client's request is not the controller's, and memory that is kept for the floor is not
-    // waited for.
+    // A client's request does not count as the controller's. Memory that is kept for the floor is
+    // not waited for.
     rig.pin(ZoneId(1));
     rig.host.zones[PM].requested_bytes = 64 * MIB;
     rig.want(128);
@@ -51,8 +51,8 @@ fn rule_1_request_is_in_progress_until_plugged() {
     assert_eq!(rig.report(50, 40).reason, Reason::InProgress);
 }
 
-/// Size requested by the first plan that is carried out for a short guest, after 5 s of reports
-/// without one.
+/// Runs a short guest for 5 s of reports without a plan that is carried out. Returns the size that
+/// the first plan after that requests.
 fn requested_after(mut rig: Rig, act: impl Fn(&mut Rig)) -> u64 {
     for _ in 0..100 {
         rig.report(50, 30);
@@ -84,7 +84,7 @@ fn psi_doubles_only_steps_that_were_requested_from_guest() {
     assert_eq!(requested_after(bounded, no_bound), fresh);
 }
 
-/// Size requested by a first plan without such a delay.
+/// Size that the first plan requests if there is no such delay.
 fn requested_without_change() -> u64 {
     let mut rig = Rig::new(Policy::default());
     rig.report(50, 30);

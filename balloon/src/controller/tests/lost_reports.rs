@@ -40,7 +40,8 @@ fn rule_6_guest_that_never_reported_is_left_alone() {
     }
 }
 
-/// Guest with 5 MiB available under `policy`. It can describe more memory than any policy requests.
+/// Guest with 5 MiB available under `policy`. It can describe more memory than any policy will
+/// request.
 fn short(policy: &str) -> Rig {
     let mut rig = Rig::new(Policy::from_name(policy).expect("listed"));
     rig.host.zones[PM].max_bytes = 16_384 * MIB;
@@ -52,7 +53,7 @@ fn short(policy: &str) -> Rig {
     rig
 }
 
-/// MiB added in a minute without reports, if the guest follows each request at once.
+/// MiB that are added in one minute without reports, if the guest follows each request immediately.
 fn added_without_reports(rig: &mut Rig) -> u64 {
     let before = rig.host.requested_bytes();
     for _ in 0..60 {
@@ -67,8 +68,8 @@ fn rule_6_guest_that_loses_its_agent_during_grow_counts_as_short() {
     for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
         let mut rig = short(policy);
         assert_eq!(rig.report(1000, 5).direction, Direction::Grow, "{policy}");
-        // With the requested memory on its way, the policy reports no pressure. This report may be
-        // the last one.
+        // The policy reports no pressure while the requested memory has not arrived yet. This
+        // report may be the last one.
         assert_ne!(rig.report(50, 5).reason, Reason::ReportsLost);
         assert_ne!(added_without_reports(&mut rig), 0, "{policy}");
     }

@@ -1,4 +1,4 @@
-//! The rules above every policy, one by one.
+//! Tests of the rules that apply to every policy, one by one.
 
 mod bounds;
 mod by_hand;
@@ -21,7 +21,7 @@ use crate::{MIB, Shortfall, Tier, ZoneSizes};
 const DRAM: usize = 0;
 const PM: usize = 1;
 
-/// A VM of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to plug, and its controller.
+/// VM of 384 MiB with its controller. 128 MiB of DRAM and 1 GiB of PM can be plugged.
 struct Rig {
     controller: Controller,
     host: HostView,
@@ -75,7 +75,7 @@ impl Rig {
         self.controller.set_policy(policy).expect("in range");
     }
 
-    /// Advances time by `ms`, calls the controller without a report and carries out the plan.
+    /// Advances time by `ms`, calls the controller without a report, and carries out its plan.
     fn tick(&mut self, ms: u64) -> Plan {
         self.now = self.now + ms;
         let plan = self.controller.step(Event::Tick, &self.host, self.now);
@@ -83,7 +83,7 @@ impl Rig {
         plan
     }
 
-    /// Advances time by `ms`, passes a report and carries out the plan.
+    /// Advances time by `ms`, passes a report, and carries out the plan.
     fn report(&mut self, ms: u64, available_mib: u64) -> Plan {
         self.now = self.now + ms;
         self.raw.seq += 1;
@@ -107,12 +107,12 @@ impl Rig {
         }
     }
 
-    /// Sets the free memory above the high watermarks so that the guest can describe exactly
-    /// `sections`.
+    /// Sets the free memory above the high watermarks so that the guest has page descriptors for
+    /// exactly `sections`.
     fn describe(&mut self, sections: u64) {
         let zone = &mut self.raw.zones[0];
         let floor_pages = zone.managed_pages.div_ceil(64).max(1024);
-        // The descriptors of a section take 2 MiB, and half of the free memory stays free.
+        // The descriptors of a section take 2 MiB, and half of the free memory is kept free.
         zone.free_pages = zone.high_pages + floor_pages + sections * 1024;
     }
 
@@ -136,13 +136,14 @@ impl Rig {
         steps
     }
 
-    /// Refuses the guest's driver of a zone and withdraws the request, as the device does.
+    /// Refuses the guest's driver of a zone and withdraws the request, as the zone's device does.
     fn refuse_driver(&mut self, zone: usize) {
         let zone = &mut self.host.zones[zone];
         (zone.driver, zone.requested_bytes) = (DriverState::Unsupported, zone.plugged_bytes);
     }
 
-    /// Lowers the request of a zone to `mib`, as the device does when the host has no more memory.
+    /// Lowers the request of a zone to `mib`. The device does this when the host has no more
+    /// memory.
     fn host_has(&mut self, zone: usize, mib: u64) {
         let zone = &mut self.host.zones[zone];
         assert!(zone.requested_bytes > mib * MIB);
@@ -150,7 +151,7 @@ impl Rig {
         zone.shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes });
     }
 
-    /// Plugs and unplugs all requested memory, as the guest's driver does.
+    /// Plugs and unplugs memory until all requests are followed, as the guest's driver does.
     fn follow(&mut self) {
         for zone in &mut self.host.zones {
             zone.plugged_bytes = zone.requested_bytes;

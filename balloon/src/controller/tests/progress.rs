@@ -1,8 +1,8 @@
-//! Rule 5: guests that do not follow, and hosts without memory.
+//! Rule 5: guests that do not follow requests, and hosts without memory.
 
 use super::*;
 
-/// State of a driver that is ready, or absent.
+/// State of a driver that is either ready or absent.
 fn driver_state(is_ready: bool) -> DriverState {
     if is_ready { DriverState::Ready } else { DriverState::Absent }
 }
@@ -18,7 +18,7 @@ fn rule_5_request_without_driver_is_halved_then_withdrawn() {
             seen.push(rig.requested_mib());
         }
     }
-    // DRAM is halved. The withdrawn part is requested from PM, which has no driver either.
+    // DRAM is halved. The withdrawn part is requested from PM, which also has no driver.
     assert!(seen.len() > 10, "{seen:?}");
     assert!(
         seen.iter().any(|(dram, _)| *dram == 32) && seen.iter().any(|(dram, _)| *dram == 0),
@@ -34,7 +34,7 @@ fn rule_5_driver_that_loads_late_gets_request_at_once() {
     rig.host.zones.truncate(1);
     rig.host.zones[0].driver = DriverState::Absent;
     let mut alone_s = 0;
-    // Until requests are rare.
+    // Runs until requests are rare.
     for _ in 0..300 {
         rig.tick(1_000);
         alone_s = if rig.host.requested_bytes() == 0 { alone_s + 1 } else { 0 };
@@ -48,12 +48,12 @@ fn rule_5_driver_that_loads_late_gets_request_at_once() {
     rig.host.zones[0].driver = DriverState::Ready;
     assert_eq!(rig.tick(10).direction, Direction::Grow);
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
-    // It has the full time to follow.
+    // The driver has the full time to follow the request.
     assert_ne!(rig.tick(4_900).reason, Reason::NoProgress);
     assert_eq!(rig.tick(100).reason, Reason::NoProgress);
 }
 
-/// The guest is short but plugs nothing, and its driver loads and unloads each second.
+/// The guest is short but plugs nothing, and its driver loads and unloads every second.
 #[test]
 fn rule_5_requests_to_driver_that_flaps_decline() {
     let mut rig = Rig::new(Policy::default());
@@ -82,9 +82,9 @@ fn rule_5_progress_restores_full_request() {
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
 }
 
-/// A guest that should have 512 MiB of PM plugs nothing for `outage_ms`, and then follows each
-/// request within 10 ms. Returns the time from the end of the outage to the first memory, the size
-/// of that memory in MiB, and the time to all memory.
+/// Runs a guest that should have 512 MiB of PM. It plugs nothing for `outage_ms`, and then follows
+/// each request within 10 ms. Returns the time from the end of the outage to the first memory, the
+/// size of that memory in MiB, and the time to all of the memory.
 fn after_an_outage_of(outage_ms: u64) -> (u64, u64, u64) {
     let mut rig = Rig::fixed(512);
     rig.host.zones[DRAM].max_bytes = 0;
@@ -107,14 +107,15 @@ fn after_an_outage_of(outage_ms: u64) -> (u64, u64, u64) {
 
 #[test]
 fn rule_5_failures_delay_rest_of_grow_by_one_second() {
-    // No failure, one failure, two failures, and so many that one block is left.
+    // The cases are no failure, one failure, two failures, and enough failures to leave a single
+    // block.
     assert_eq!(after_an_outage_of(4_000), (0, 512, 0));
     assert_eq!(after_an_outage_of(7_500), (0, 256, 1_010));
     assert_eq!(after_an_outage_of(12_500), (0, 128, 1_010));
     assert_eq!(after_an_outage_of(42_500), (0, 2, 1_010));
 }
 
-/// Requests for the PM of a guest that should have 256 MiB, with their times. For each new request,
+/// Requests and their times for the PM of a guest that should have 256 MiB. For each new request,
 /// the driver plugs the result of `takes` and unplugs it again, because it has no memory for page
 /// descriptors.
 fn requests_to_guest_that_unplugs(takes: impl Fn(u64) -> u64) -> Vec<(TimeMs, u64)> {
@@ -142,8 +143,8 @@ fn rule_5_memory_unplugged_again_at_once_is_no_progress() {
     assert_eq!(requests_to_guest_that_unplugs(|requested| requested.min(128 * MIB)), nothing);
 }
 
-/// Requests 256 MiB of PM. The guest plugs the first half at once and the second half 10 ms later.
-/// It unplugs the second half after ticks at the intervals `ms`.
+/// Requests 256 MiB of PM. The guest plugs the first half immediately and the second half 10 ms
+/// later. It unplugs the second half after ticks at the intervals `ms`.
 #[track_caller]
 fn second_half_that_does_not_stay(ms: &[u64], rest_ms: u64) {
     let mut rig = Rig::fixed(256);
@@ -161,13 +162,13 @@ fn second_half_that_does_not_stay(ms: &[u64], rest_ms: u64) {
 
 #[test]
 fn rule_5_stable_block_does_not_confirm_later_one() {
-    // The first half has stayed for more than 1 s, without a step in between.
+    // The first half has been plugged for more than 1 s, without a step in between.
     second_half_that_does_not_stay(&[1_500], 3_480);
 }
 
 #[test]
 fn rule_5_each_block_has_to_stay_for_itself() {
-    // After the second step, the first half has stayed for 1 s and the second half for 5 ms.
+    // After the second step, the first half has been plugged for 1 s and the second half for 5 ms.
     second_half_that_does_not_stay(&[995, 5], 3_980);
 }
 
@@ -177,7 +178,7 @@ fn rule_5_block_plugged_and_unplugged_forever_is_no_progress() {
     rig.host.zones[DRAM].max_bytes = 0;
     let mut asked = vec![(0, 256)];
     for ms in (0..20_000).step_by(100) {
-        // It stays for more than a second each time.
+        // The memory is plugged for more than a second each time.
         rig.host.zones[PM].plugged_bytes = if ms % 1_200 == 0 { 0 } else { 2 * MIB };
         rig.tick(100);
         let (_, requested_mib) = rig.requested_mib();
@@ -185,7 +186,7 @@ fn rule_5_block_plugged_and_unplugged_forever_is_no_progress() {
             asked.push((ms, requested_mib));
         }
     }
-    // Times since the block was first plugged.
+    // Times are relative to the moment at which the block was first plugged.
     assert_eq!(asked, [(0, 256), (5_100, 128), (10_100, 64), (15_100, 32)]);
 }
 
@@ -216,16 +217,17 @@ fn rule_5_part_that_stays_is_progress() {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
     rig.tick(0);
-    // One section of two finds memory for its page descriptors.
+    // The guest finds memory for the page descriptors of only one section of two.
     for plugged_mib in [128, 256, 128] {
         rig.host.zones[PM].plugged_bytes = plugged_mib * MIB;
         rig.tick(10);
     }
-    // The 5 s count from the first section, not from the second one, which did not stay.
+    // The 5 s start when the first section is plugged. The second section was unplugged again and
+    // does not count.
     assert_eq!(rig.tick(4_970).reason, Reason::InProgress);
     assert_eq!(rig.tick(10).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (0, 192), "half of the missing memory");
-    // The guest plugs that and keeps it, so all is requested again.
+    // The guest plugs this memory and keeps it, so the whole size is requested again.
     rig.host.zones[PM].plugged_bytes = 192 * MIB;
     rig.tick(10);
     rig.tick(1_000);
@@ -245,10 +247,10 @@ fn rule_5_zone_without_driver_is_used_last() {
     };
     assert_eq!(asked(64, [false, true]), (0, 64));
     assert_eq!(asked(1100, [false, true]), (76, 1024), "the part that exceeds PM");
-    // Neither zone has a driver, so the order is as usual.
+    // Neither zone has a driver, so the usual order applies.
     assert_eq!(asked(64, [false, false]), (64, 0));
     assert_eq!(asked(64, [true, false]), (64, 0));
-    // PM is removed before DRAM even if the driver of DRAM is missing.
+    // PM is removed before DRAM even if DRAM has no driver.
     let mut rig = Rig::fixed(64);
     for zone in &mut rig.host.zones {
         (zone.requested_bytes, zone.plugged_bytes) = (64 * MIB, 64 * MIB);
@@ -268,7 +270,7 @@ fn rule_5_request_to_zone_without_driver_is_not_awaited_if_another_has_room() {
     rig.report(50, 20);
     let (left, pm) = rig.requested_mib();
     assert!(pm > 0 && left == dram, "{left} and {pm} MiB");
-    // PM is requested once.
+    // PM is requested only once.
     assert_eq!(rig.report(50, 20).reason, Reason::InProgress);
     assert_eq!(rig.requested_mib(), (dram, pm));
 }
@@ -294,14 +296,14 @@ fn rule_5_zone_without_driver_is_used_normally_if_no_other_has_room() {
     for without_room in cases {
         assert_eq!(asked(false, without_room), asked(true, without_room));
     }
-    // With little room in another zone, requests do not accumulate either.
+    // Requests do not accumulate either if another zone has little room.
     let little: fn(&mut Rig) = |rig| rig.host.pool_free_bytes = 4 * MIB;
     let (most, as_ever) = (asked(false, little), asked(true, little));
     let sum = |asked: &[(u64, u64)]| asked.iter().map(|(dram, pm)| dram + pm).max();
     assert!(sum(&most) <= sum(&as_ever), "{most:?}");
 }
 
-/// A controller with a floor of 64 MiB, which it has requested and the guest does not follow.
+/// Controller with a floor of 64 MiB. It has requested the floor, and the guest does not follow.
 fn floor_without_progress(zones: usize, pool_mib: u64) -> Rig {
     let mut rig = Rig::new(Policy::default());
     rig.host.zones.truncate(zones);
@@ -319,7 +321,7 @@ fn rule_5_floor_stays_requested_if_no_other_zone_has_room() {
     let said = (0..600).filter(|_| rig.tick(100).reason == Reason::NoProgress).count();
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
     assert_eq!(said, 1, "once until something changes");
-    // A short guest does not wait for it.
+    // A guest that is short of memory does not wait for the floor.
     let mut rig = floor_without_progress(2, 0);
     assert_eq!(rig.tick(100).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (64, 0));
@@ -377,7 +379,7 @@ fn rule_5_shrink_refused_by_one_pm_zone_continues_in_another() {
         rig.follow();
     }
     assert_eq!(rig.host.zones[2].plugged_bytes, 64 * MIB);
-    // The zone that shrinks first releases nothing.
+    // The zone that shrinks first does not release any memory.
     rig.want(1024);
     let first = rig.tick(10_000);
     assert_eq!(first.targets[2].requested_bytes, 0);
@@ -393,7 +395,7 @@ fn rule_5_shrink_refused_by_one_pm_zone_continues_in_another() {
     assert_eq!(second.targets[DRAM].requested_bytes, 128 * MIB);
 }
 
-/// A guest inflates and deflates its balloon by pages, so it can stop within a block.
+/// A guest inflates and deflates its balloon in pages, so it can stop in the middle of a block.
 #[test]
 fn rule_5_withdrawn_request_is_rounded_to_whole_blocks() {
     let mut rig = Rig::fixed(128);
@@ -406,7 +408,7 @@ fn rule_5_withdrawn_request_is_rounded_to_whole_blocks() {
     rig.tick(1_000);
     assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (102, 0), "the plugged size stays, and the rest of the block");
-    // The missing part of the block is not a request that could fail.
+    // The missing part of a block does not count as a request that can fail.
     rig.want(102);
     assert_eq!(rig.tick(60_000).reason, Reason::Enough);
 
@@ -437,7 +439,7 @@ fn rule_5_memory_missing_on_host_is_requested_from_another_zone_at_once() {
         (Direction::Grow, Reason::HostShort, None)
     );
     assert_eq!(rig.requested_mib(), (24, 76));
-    // Memory that arrives from the earlier request does not end the pause of the zone.
+    // The pause of the zone does not end when memory of the earlier request arrives.
     rig.follow();
     rig.want(110);
     assert_eq!(rig.tick(4_990).reason, Reason::FixedSize);
@@ -446,7 +448,7 @@ fn rule_5_memory_missing_on_host_is_requested_from_another_zone_at_once() {
     rig.want(120);
     rig.tick(10);
     assert_eq!(rig.requested_mib(), (34, 86), "requested again");
-    // The memory is plugged, so the host has memory again.
+    // The memory was plugged, which shows that the host has memory again.
     rig.follow();
     rig.want(128);
     rig.tick(10);
@@ -477,7 +479,8 @@ fn rule_5_requests_to_exhausted_host_become_rarer() {
 
 #[test]
 fn rule_5_memory_unplugged_again_at_once_does_not_end_pause_for_host() {
-    // The host has no memory. The guest plugs `plugs_mib` of each request and unplugs it again.
+    // The host has no memory. The guest plugs `plugs_mib` of each request, and then unplugs it
+    // again.
     let asked_s = |plugs_mib| {
         let mut rig = Rig::fixed(64);
         rig.host.zones.truncate(1);
@@ -501,7 +504,7 @@ fn rule_5_memory_unplugged_again_at_once_does_not_end_pause_for_host() {
     assert_eq!(asked_s(2), nothing);
 }
 
-/// A report may precede the notification of the device, and its demand counts as well.
+/// A report may arrive before the device's notification. The demand in it counts too.
 #[test]
 fn rule_5_new_demand_is_requested_together_with_host_shortfall() {
     let mut rig = Rig::new(Policy::default());
@@ -516,7 +519,8 @@ fn rule_5_new_demand_is_requested_together_with_host_shortfall() {
 
 #[test]
 fn rule_5_host_shortfall_expires_after_a_second() {
-    // Requests 128 MiB of DRAM from a host with 24 MiB, and pauses the controller for `ms`.
+    // Requests 128 MiB of DRAM from a host that has 24 MiB, and then pauses the controller for
+    // `ms`.
     let paused_for = |ms| {
         let mut rig = Rig::fixed(128);
         rig.tick(0);
@@ -540,7 +544,7 @@ fn rule_5_host_shortfall_outlasts_withdrawn_request() {
     rig.tick(100);
     assert_eq!(rig.requested_mib(), (128, 512));
     rig.controller.set_policy(Policy::default()).expect("defaults");
-    // PM makes no progress, and at the same time the host runs out of DRAM.
+    // PM makes no progress, and the host runs out of DRAM at the same time.
     rig.host_has(DRAM, 64);
     assert_eq!(rig.tick(4_900).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib(), (64, 256));

@@ -1,4 +1,4 @@
-//! Rule 2: shrinks come later and in steps.
+//! Rule 2: shrinks are delayed and done in steps.
 
 use super::*;
 
@@ -33,7 +33,7 @@ fn rule_2_next_step_waits_for_the_last_one() {
     assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::InProgress));
 }
 
-/// A guest with 64 GiB plugged and a wanted size of 0.
+/// Guest that has 64 GiB plugged and should have none.
 fn large() -> Rig {
     let mut rig = Rig::fixed(64 << 10);
     rig.host.zones[PM].max_bytes = 128 << 30;
@@ -89,8 +89,8 @@ fn rule_2_shrink_that_had_to_be_undone_doubles_cool_down() {
     assert_eq!(rig.controller.status().cool_down_ms, 5_000, "forgotten after a minute");
 }
 
-/// Seconds at which the balloon is inflated. The guest deflates it a second later, as its device
-/// does on OOM.
+/// Times in seconds at which the balloon is inflated. The guest deflates it a second later, which
+/// the device does on OOM.
 fn fought_at(rig: &mut Rig) -> Vec<u64> {
     let mut at = Vec::new();
     for second in 1..=200 {
@@ -115,8 +115,8 @@ fn rule_2_deflation_on_oom_makes_inflation_rarer() {
         rig.host.zones[DRAM].requested_bytes = 128 * MIB;
         rig.follow();
         rig.controller.set_rules(rules).expect("in bounds");
-        // 1 s until the guest deflates, 1 s until that is observed, and the cool-down of 10, 20, 40
-        // and 60 s.
+        // The guest deflates the balloon after 1 s, which is observed after another 1 s. The
+        // cool-downs are 10, 20, 40 and 60 s.
         assert_eq!(fought_at(&mut rig), [1, 13, 35, 77, 139], "fixed at {size_mib} MiB");
         assert_eq!(rig.controller.status().cool_down_ms, 60_000);
     }

@@ -1,9 +1,9 @@
-//! Zones with a guest driver that the device has refused.
+//! Zones whose guest driver was refused by the device.
 
 use super::*;
 
-/// A controller of a guest with unsupported drivers and 384 MiB of boot memory, 256 MiB of it in
-/// the balloon.
+/// Controller of a guest with unsupported drivers. The guest has 384 MiB of boot memory, 256 MiB of
+/// which are in the balloon.
 fn guest_with_balloon(policy: Policy) -> Rig {
     let mut rig = Rig::new(policy);
     let balloon = ZoneId(2);
@@ -38,7 +38,8 @@ fn short_guest_with_unsupported_drivers_gets_reason_at_each_report() {
         let plan = rig.report(50, 20);
         assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::UnsupportedDriver));
     }
-    // The kernel has no room for descriptors either, but the driver remains the reason.
+    // The kernel has no room for page descriptors either, but the driver remains the reported
+    // reason.
     rig.describe(0);
     assert_eq!(rig.report(50, 20).reason, Reason::UnsupportedDriver);
 }
@@ -68,7 +69,7 @@ fn driver_after_an_unsupported_one_gets_request_at_once() {
 
 #[test]
 fn unsupported_driver_is_not_awaited() {
-    // The only other zone has no driver yet.
+    // The only other zone does not have a driver yet.
     let mut rig = Rig::fixed(64);
     rig.refuse_driver(PM);
     rig.host.zones[DRAM].driver = DriverState::Absent;
@@ -83,14 +84,14 @@ fn guest_with_unsupported_drivers_is_sized_by_its_balloon() {
     assert_eq!((plan.direction, rig.requested_mib()), (Direction::Grow, (0, 0)));
     let deflated_bytes = rig.host.zones[2].requested_bytes;
     assert!(deflated_bytes > 0);
-    // At rest the guest returns the deflated memory to the balloon.
+    // While idle, the guest returns the deflated memory to the balloon.
     rig.raw.memory.total_bytes += deflated_bytes;
     for _ in 0..100 {
         rig.follow();
         rig.report(1_000, 340);
     }
     assert!(rig.host.zones[2].requested_bytes < deflated_bytes, "{:?}", rig.host.zones);
-    // A short guest gets all memory of the balloon, and no other memory.
+    // A guest that is short receives all memory in the balloon, but no other memory.
     for _ in 0..100 {
         rig.report(50, 2);
         rig.follow();
@@ -108,7 +109,7 @@ fn floor_beyond_zones_with_usable_drivers_is_ignored() {
     assert_eq!(rig.tick(0).direction, Direction::Grow);
     assert_eq!((rig.host.zones[2].requested_bytes, rig.requested_mib()), (256 * MIB, (0, 0)));
     rig.follow();
-    // The unreachable part of the floor does not replace the policy's decision.
+    // Part of the floor cannot be reached. This does not replace the policy's decision.
     assert_eq!(rig.tick(10_000).reason, Reason::AtFloor);
 }
 

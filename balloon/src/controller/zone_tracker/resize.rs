@@ -1,7 +1,7 @@
-//! Progress of a resize, for its status and for reminders.
+//! Progress of a resize, for its status and for reminders to the guest's driver.
 //!
-//! A resize without progress for the time `progress` of the rules (`patience_ms`) is stuck, and the
-//! guest's driver is reminded.
+//! A resize is stuck if it has made no progress for the time `progress` of the rules
+//! (`patience_ms`). The guest's driver is then reminded.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,32 +10,32 @@ use crate::{
     DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER, UNSUPPORTED_DRIVER_REASON, ZoneSizes,
 };
 
-/// Longest time between two reminders. Equal to the default of `max_retry`, after which a withdrawn
-/// request is repeated.
+/// Longest time between two reminders. It equals the default of `max_retry`, after which a
+/// withdrawn request is repeated.
 const MOST_PATIENCE_MS: u64 = 60_000;
 
-/// Shortest time between two restarts for a driver, because a guest can reset a device as often as
-/// it likes.
+/// Minimum time between two restarts because of a driver. A guest can reset a device at any rate.
 const ANEW_MS: u64 = 60_000;
 
-/// Times of the last changes, and flags for results that were reported.
+/// Times of the last changes, and flags for results that have already been reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Resize {
-    /// Last change of a size that was not undone, or last new request.
+    /// Time of the last request or of the last change of a size, except changes that were undone.
     changed_at: TimeMs,
     reminded_at: TimeMs,
-    /// Number of reminders since something changed.
+    /// Number of reminders since the last change.
     reminders: u32,
-    /// Last time at which the driver became ready and its time to follow started again.
+    /// Last time at which the driver became ready and the time to follow the request started again.
     came_at: Option<TimeMs>,
-    /// Last unplug that was requested. The memory that is left was plugged before.
+    /// Time of the last unplug on request. The memory that is left was plugged before it.
     pub asked_back_at: Option<TimeMs>,
-    /// The size requested last has not been reached yet.
+    /// True if the last requested size has not been reached yet.
     is_awaited: bool,
-    /// Plugged size at which rule 5 has just withdrawn the request. It differs from the requested
-    /// size.
+    /// Plugged size to which rule 5 has just withdrawn the request, if it differed from the
+    /// requested size.
     pub withdrawn_bytes: Option<u64>,
-    /// It was reported that the guest has no room for the page descriptors of the last request.
+    /// True if it was reported that the guest has no room for the page descriptors of the last
+    /// request.
     is_held_reported: bool,
 }
 
@@ -49,16 +49,16 @@ pub enum ResizeStatus {
     Pending,
     /// The guest's driver is not ready.
     NoDriver,
-    /// The guest makes no progress, with the known reason.
+    /// The guest makes no progress. The value is the reason, as far as it is known.
     Stuck(String),
 }
 
-/// A reminder that is due.
+/// A reminder that should be sent now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reminder {
-    /// The first reminder since the last change. It is logged.
+    /// The first reminder since the last change, which is also logged.
     First,
-    /// Another reminder without a change in between.
+    /// Another reminder, with no change since the previous one.
     Again,
 }
 
@@ -82,8 +82,8 @@ impl Resize {
 }
 
 impl ZoneTracker {
-    /// Returns true if the guest's driver has become ready since the last observation. Its time to
-    /// follow then starts again, at most once per [`ANEW_MS`].
+    /// Returns true if the guest's driver has become ready since the last observation. The time to
+    /// follow the request then starts again, at most once per [`ANEW_MS`].
     pub(super) fn has_driver_come(&mut self, zone: &ZoneSizes, now: TimeMs) -> bool {
         let has_come = zone.driver == DriverState::Ready
             && self.sizes.driver != DriverState::Ready
@@ -96,9 +96,9 @@ impl ZoneTracker {
         has_come
     }
 
-    /// Returns true if the resize has just ended: the requested size is plugged and stays, and the
-    /// host has not lowered it. `has_moved` is true if plugged memory was unplugged, on request or
-    /// from a size that had been reached.
+    /// Returns true if the resize has just ended. This means that the requested size is plugged and
+    /// has remained plugged, and that the host has not lowered it. `has_moved` is true if memory
+    /// was unplugged, either on request or after its size had been reached.
     pub(super) fn observe_resize(
         &mut self,
         before: &ZoneSizes,
@@ -110,13 +110,15 @@ impl ZoneTracker {
         let goal_bytes = |sizes: &ZoneSizes| sizes.requested_bytes + sizes.held_bytes;
         resize.is_held_reported &= goal_bytes(sizes) == goal_bytes(before) && sizes.held_bytes > 0;
         resize.is_awaited |= sizes.requested_bytes != before.requested_bytes && !is_reached(sizes);
-        // A withdrawn request does not count as reached, even if a supported driver loads later.
+        // A withdrawn request does not count as reached, even if a supported driver is loaded
+        // later.
         let is_withdrawn_by_plan = resize.withdrawn_bytes.take() == Some(sizes.requested_bytes);
         resize.is_awaited &= !sizes.is_withdrawn && !is_withdrawn_by_plan;
         if let Some(since) = stayed_since.filter(|since| *since >= resize.changed_at) {
             resize.has_changed(since);
         }
-        // Plugged memory counts once it stays. A driver that loads or unloads is not progress.
+        // Plugged memory counts after it has remained plugged for some time. Loading or unloading a
+        // driver is not progress.
         let (plugged_bytes, driver) = (sizes.plugged_bytes, sizes.driver);
         if *sizes != (ZoneSizes { plugged_bytes, driver, ..*before }) || has_moved {
             resize.has_changed(now);
@@ -126,8 +128,8 @@ impl ZoneTracker {
         has_ended
     }
 
-    /// Time of the last change, including plugged memory that may not stay, and the number of
-    /// reminders since.
+    /// Returns the time of the last change and the number of reminders since. Memory that was
+    /// plugged just now counts as a change, although it may be unplugged again.
     fn rests(&self) -> (TimeMs, u32) {
         let Resize { changed_at, reminders, .. } = self.resize;
         match self.plug_filter.pending_since() {
@@ -136,8 +138,8 @@ impl ZoneTracker {
         }
     }
 
-    /// Returns the reminder that is due now. The first is due after `patience_ms` without progress,
-    /// and each pause is twice the one before.
+    /// Returns the reminder to send now, if any. The first one is sent after `patience_ms` without
+    /// progress, and each pause is twice as long as the previous one.
     pub fn remind(&mut self, patience_ms: u64, now: TimeMs) -> Option<Reminder> {
         let (changed_at, reminders) = self.rests();
         let doubled_ms = patience_ms.saturating_mul(1 << reminders.min(31));
@@ -153,7 +155,8 @@ impl ZoneTracker {
         Some(if reminders == 0 { Reminder::First } else { Reminder::Again })
     }
 
-    /// Returns true once for each request that waits too long for room for its page descriptors.
+    /// Returns true once for each request that has waited too long for room for its page
+    /// descriptors.
     pub fn is_held_too_long(&mut self, patience_ms: u64, now: TimeMs) -> bool {
         let is_news = self.is_held(patience_ms, now) && !self.resize.is_held_reported;
         self.resize.is_held_reported |= is_news;
@@ -173,8 +176,8 @@ impl ZoneTracker {
             && now.since(self.rests().0) >= patience_ms
     }
 
-    /// Returns the state of the resize. `offline_bytes` is the memory of the zone's node that is
-    /// not online, as the agent reported it last.
+    /// Returns the state of the resize. `offline_bytes` is the memory on the zone's node that was
+    /// not online in the agent's last report.
     pub fn status(&self, offline_bytes: u64, patience_ms: u64, now: TimeMs) -> ResizeStatus {
         let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, driver, shortfall, .. } =
             self.sizes;
@@ -270,9 +273,9 @@ mod tests {
             panic!("{zone:?}")
         };
         assert!(reason.starts_with("pool-full: ") && reason.contains("10 bytes"), "{reason}");
-        // The driver has nothing left to do, so it gets no reminder.
+        // The driver has already done all it can, so it is not reminded.
         assert_eq!(zone.remind(PATIENCE_MS, TimeMs(60_000)), None);
-        // A new request after the host's shortfall has ended.
+        // Another request is made after the host's shortfall has ended.
         assert!(!zone.reaches(sizes(10, 6, true), TimeMs(60_000)));
         assert!(!zone.reaches(sizes(10, 10, true), TimeMs(60_100)));
         assert!(zone.reaches(sizes(10, 10, true), TimeMs(61_100)));
@@ -285,7 +288,7 @@ mod tests {
         assert!(!zone.reaches(sizes(10, 0, false), TimeMs(0)));
         let driver = DriverState::Unsupported;
         let withdrawn = ZoneSizes { driver, is_withdrawn: true, ..sizes(0, 0, false) };
-        // It is not reached at the refusal, nor when a newer driver loads.
+        // The request is not reached when the driver is refused, nor when a newer driver is loaded.
         let seen = [
             (withdrawn, 100),
             (withdrawn, 60_000),
@@ -370,7 +373,7 @@ mod tests {
         for now in [1_060, 1_100, 5_000] {
             assert!(!zone.reaches(sizes(8, 8, true), TimeMs(now)), "{now}");
         }
-        // The next request is awaited as usual.
+        // The next request can be reached as usual.
         assert!(!zone.reaches(sizes(12, 8, true), TimeMs(6_000)));
         assert!(!zone.reaches(sizes(12, 12, true), TimeMs(6_100)));
         assert!(zone.reaches(sizes(12, 12, true), TimeMs(6_100 + STAYS_MS)));
@@ -404,7 +407,7 @@ mod tests {
         for now in (0..=80_000).step_by(10) {
             if let Some(reminder) = zone.remind(PATIENCE_MS, TimeMs(now)) {
                 reminders.push((now, reminder));
-                // The guest tries, but has no memory for page descriptors.
+                // The guest tries to plug the memory, but has no memory for page descriptors.
                 assert!(!zone.reaches(sizes(10, 10, true), TimeMs(now)));
             } else {
                 assert!(!zone.reaches(sizes(10, 0, true), TimeMs(now)));
@@ -415,7 +418,7 @@ mod tests {
         let ResizeStatus::Stuck(_) = zone.status(0, PATIENCE_MS, TimeMs(80_000)) else {
             panic!("{zone:?}")
         };
-        // Memory that stays is progress.
+        // Memory that remains plugged is progress.
         assert!(!zone.reaches(sizes(10, 8, true), TimeMs(80_000)));
         assert!(!zone.is_late(PATIENCE_MS, TimeMs(84_990)));
         assert_eq!(zone.remind(PATIENCE_MS, TimeMs(85_000)), Some(Reminder::First));
@@ -440,7 +443,7 @@ mod tests {
         let zone = tracker(sizes(10, 0, true), TimeMs(0));
         assert_eq!(zone.status(0, 30_000, TimeMs(29_999)), ResizeStatus::Pending);
         assert!(matches!(zone.status(0, 30_000, TimeMs(30_000)), ResizeStatus::Stuck(_)));
-        // The patience may change during a resize.
+        // The patience may be changed during a resize.
         assert!(zone.is_late(PATIENCE_MS, TimeMs(29_999)) && !zone.is_late(30_000, TimeMs(29_999)));
     }
 
@@ -448,8 +451,8 @@ mod tests {
     fn memory_that_stays_does_not_confirm_memory_plugged_later() {
         let mut zone = tracker(sizes(20, 0, true), TimeMs(0));
         zone.reaches(sizes(20, 10, true), TimeMs(10));
-        // The rest is plugged, and the next observation follows just after the first part has
-        // stayed.
+        // The rest is plugged. The next observation follows just after the first part has been
+        // plugged for long enough.
         for (plugged, now) in [(20, 1_000), (20, 1_010), (10, 1_020)] {
             assert!(!zone.reaches(sizes(20, plugged, true), TimeMs(now)), "reached at {now}");
         }
@@ -459,7 +462,7 @@ mod tests {
             Some(Reminder::First),
             "5 s since the first part was plugged"
         );
-        // The memory plugged now has to stay for a second of its own.
+        // The memory that is plugged now also has to remain plugged for a second.
         assert!(!zone.reaches(sizes(20, 18, true), TimeMs(6_000)));
         assert!(!zone.reaches(sizes(20, 20, true), TimeMs(6_990)));
         assert!(!zone.reaches(sizes(20, 20, true), TimeMs(7_989)));
@@ -488,7 +491,7 @@ mod tests {
                 "{now}: the memory was plugged first and stayed"
             );
         }
-        // A size above all earlier ones is progress.
+        // A size larger than all earlier ones is progress.
         assert!(!zone.reaches(sizes(10, 9, true), TimeMs(8_000)));
         assert!(!zone.is_late(PATIENCE_MS, TimeMs(12_900)));
     }

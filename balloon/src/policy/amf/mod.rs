@@ -1,5 +1,5 @@
-//! `amf`: integrates PM by the watermarks of a node and returns it lazily, as in "Adaptive Memory
-//! Fusion". docs/design/papers.md lists the differences from the paper.
+//! `amf`: adds PM by the watermarks of each node, and returns it lazily, as in the paper "Adaptive
+//! Memory Fusion". docs/design/papers.md lists the differences from the paper.
 
 #[cfg(test)]
 mod tests;
@@ -31,7 +31,7 @@ impl Params {
     }
 }
 
-/// Table 2. The paper has no row below `low`, which is the last one here.
+/// Table 2. The last row applies below `low`, for which the paper has no row.
 pub(super) const TABLE_2: &[Row] = &[
     above(Mark::High, 1, 0, Reason::Enough),
     above(Mark::Low, 1, 1, Reason::LowFree),
@@ -41,15 +41,16 @@ pub(super) const TABLE_2: &[Row] = &[
     rest(5, Reason::AtWatermarks),
 ];
 
-/// State of `amf`.
+/// State of `amf` between two reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     coming: Coming,
-    /// Sections are being returned in steps of the controller, until none is left.
+    /// True while free sections are being returned. The controller returns them in steps until none
+    /// is left.
     reclaiming: bool,
 }
 
-/// Decides on one report.
+/// Makes a decision after a report.
 pub fn decide(
     params: &Params,
     mut state: State,
@@ -70,24 +71,25 @@ pub fn decide(
         }
     } else {
         state.reclaiming = false;
-        // The node furthest down the table is served, or the first of equal ones.
+        // The node in the lowest row of the table is served. If several nodes are in that row, the
+        // first one is served.
         let missing = asked.short.iter().filter(|short| short.missing_bytes > 0);
         let served = missing.max_by_key(|short| (short.row.times, u32::MAX - short.node.node));
         asked.serve(served, &mut state.coming)
     };
-    // A removal that is not carried out is not in progress.
+    // A removal that is not carried out has not started.
     state.reclaiming &= input.is_carried_out;
     (state, decision)
 }
 
-/// Pages that can leave a node without being brought back by Table 2.
+/// Number of pages that can be removed from a node before Table 2 would add memory again.
 fn spare_pages(node: &NodeView, factor: Factor) -> u64 {
     node.own_free_pages.saturating_sub(threshold_table::first_border(TABLE_2, node, factor) + 1)
 }
 
 impl State {
-    /// Returns the memory to return: free sections of PM, once their page descriptors take enough
-    /// DRAM.
+    /// Returns the amount of memory to return: all free sections of PM, once their page descriptors
+    /// occupy too large a share of DRAM.
     fn removable_bytes(&mut self, params: &Params, nodes: &[NodeView]) -> u64 {
         let factor = params.factor();
         if nodes.iter().any(|node| threshold_table::leans_on_others(TABLE_2, node, factor)) {

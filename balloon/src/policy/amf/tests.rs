@@ -1,4 +1,5 @@
-//! Each row and each edge of Table 2, and the rules around it.
+//! Tests of `amf`: each row and each border of Table 2, and the rules for adding and returning
+//! memory.
 
 use crate::plan::Reason;
 use crate::policy::Policy;
@@ -43,7 +44,7 @@ fn each_broken_table_2_is_detected() {
 }
 
 /// If min x scale is below high, the row in between is empty, and rows overlap with those of the
-/// kernel's own watermarks. Then the largest amount applies.
+/// kernel's own watermarks. In an overlap, the largest amount is used.
 mod overlap {
     use super::*;
 
@@ -110,8 +111,8 @@ fn scale_moves_borders() {
     }
 }
 
-/// With `watermark-share`, the borders follow the DRAM of each node, not the distance between its
-/// watermarks.
+/// With `watermark-share`, the borders depend on the DRAM of each node instead of the distance
+/// between its watermarks.
 #[test]
 fn watermark_share_makes_the_first_border_a_share_of_dram() {
     let policy = amf(1024).with([("watermark-share", &"250".into())]).expect("in bounds");
@@ -167,7 +168,8 @@ fn shortage_is_answered_once_although_reported_again() {
         let decision = rig.report(50);
         assert_eq!((decision.want_bytes, decision.reason), (None, Reason::InProgress));
     }
-    // Half of it is online and used up. The rest is still on its way, but a lower row applies.
+    // Half of the requested memory is online and used up. The rest is not online yet, but a lower
+    // row of the table now applies.
     rig.host.zones[0].plugged_bytes = D / 2;
     rig.raw.zones[1].managed_pages = D / 2 / PAGE_BYTES;
     rig.free(0, LOW * 1024);
@@ -197,7 +199,7 @@ fn node_furthest_down_is_served_first_in_multiples_of_its_own_dram() {
     rig.free(1, LOW * 1024);
     let decision = rig.report(1_000);
     assert_eq!((decision.near, rig.added(decision)), (Some(1), D));
-    // Memory on its way to it leaves the other node short.
+    // Memory that is about to arrive on the second node does not help the first one.
     rig.host.zones[1].requested_bytes = D;
     let decision = rig.report(50);
     assert_eq!((decision.near, rig.added(decision)), (Some(0), D));
@@ -214,13 +216,13 @@ fn node_without_pm_of_its_own_left_counts_pm_of_others() {
         rig.free(zone, 0);
     }
     assert_eq!(rig.report(1_000).want_bytes, None, "it gets the other node's memory");
-    // With PM of its own left, it would get that.
+    // If the first node could still add PM of its own, it would add that PM.
     rig.host.zones[0].max_bytes = 2 * GIB;
     let decision = rig.report(3_000);
     assert_eq!((decision.near, rig.added(decision)), (Some(0), 5 * D));
 }
 
-/// A guest with free online sections of PM, in which Table 2 integrates nothing at scale 64.
+/// Guest with this number of free online sections of PM. At scale 64, Table 2 adds no memory to it.
 fn with_free_sections(sections: u64) -> Rig {
     let mut rig = Rig::new(amf(64), &[8 * GIB], &[1024 * GIB]);
     rig.plug(0, sections * SECTION_BYTES);
@@ -229,7 +231,8 @@ fn with_free_sections(sections: u64) -> Rig {
 
 #[test]
 fn sections_stay_until_descriptors_take_three_percent_of_dram() {
-    // 3 % of 8 GiB are 245.76 MiB, which are the descriptors of 122 sections but not of 123.
+    // 3 % of 8 GiB are 245.76 MiB. This is enough for the descriptors of 122 sections, but not of
+    // 123.
     assert_eq!(with_free_sections(122).report(1_000).want_bytes, None);
     let mut rig = with_free_sections(123);
     let decision = rig.report(1_000);
@@ -239,8 +242,8 @@ fn sections_stay_until_descriptors_take_three_percent_of_dram() {
         "all together"
     );
     assert!(!decision.pressure);
-    // The controller removes them in steps. The rest is removed as well, although its descriptors
-    // take less than 3 %.
+    // The controller removes the sections in steps. The last ones are removed too, although their
+    // descriptors take less than 3 % of DRAM.
     rig.plug(0, 50 * SECTION_BYTES);
     assert_eq!(rig.report(1_000).want_bytes, Some(0));
     rig.plug(0, 0);
@@ -261,7 +264,7 @@ fn dry_run_leaves_no_removal_in_progress() {
 
 #[test]
 fn sections_with_descriptors_of_exactly_three_percent_stay() {
-    // 3 % of 8000 MiB are 240 MiB: the descriptors of 120 sections.
+    // 3 % of 8000 MiB are 240 MiB, the size of the descriptors of 120 sections.
     for (sections, want_bytes) in [(120, None), (121, Some(0))] {
         let mut rig = Rig::new(amf(64), &[8000 * MIB], &[1024 * GIB]);
         rig.plug(0, sections * SECTION_BYTES);

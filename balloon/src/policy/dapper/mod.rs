@@ -1,4 +1,4 @@
-//! `dapper`: integrates PM for each node by Table 3, and removes it by Table 4, of "Dapper".
+//! `dapper`: adds PM to each node by Table 3 of the paper "Dapper", and removes it by Table 4.
 //! docs/design/papers.md lists the differences from the paper.
 
 #[cfg(test)]
@@ -29,7 +29,7 @@ impl Params {
     }
 }
 
-/// Table 3. The paper has no row for `low` and below, which is the last one here.
+/// Table 3. The last row applies at `low` and below, for which the paper has no row.
 pub(super) const TABLE_3: &[Row] = &[
     above(Mark::High, 2, 0, Reason::Enough),
     above(Mark::High, 1, 1, Reason::LowFree),
@@ -40,8 +40,8 @@ pub(super) const TABLE_3: &[Row] = &[
     rest(16, Reason::AtWatermarks),
 ];
 
-/// Row of Table 4: if more than `above_16ths` of the node's PM is free on the node, `remove_16ths`
-/// of it are removed.
+/// Row of Table 4. If more than `above_16ths` of the node's PM is free on the node, `remove_16ths`
+/// of the PM is removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Removal {
     above_16ths: u64,
@@ -52,29 +52,29 @@ const fn removal(above_16ths: u64, remove_16ths: u64) -> Removal {
     Removal { above_16ths, remove_16ths }
 }
 
-/// Table 4. The paper has no row for a sixteenth and less, where nothing is removed here.
+/// Table 4. The last row removes nothing at a sixteenth and below, for which the paper has no row.
 pub(super) const TABLE_4: &[Removal] =
     &[removal(16, 16), removal(12, 8), removal(8, 4), removal(4, 2), removal(2, 1), removal(1, 0)];
 
-/// State of `dapper`.
+/// State of `dapper` between two reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     coming: Coming,
     /// Node that was served last.
     served: Option<u32>,
-    /// Removal that the controller carries out in steps. Table 4 was evaluated once, before the
-    /// first of them.
+    /// Removal that the controller is carrying out in steps. Table 4 was evaluated only once,
+    /// before the first step.
     removing: Option<Removing>,
 }
 
-/// Removal in progress.
+/// A removal in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Removing {
     node: u32,
     until_bytes: u64,
 }
 
-/// Decides on one report.
+/// Makes a decision after a report.
 pub fn decide(
     params: &Params,
     mut state: State,
@@ -98,14 +98,15 @@ pub fn decide(
         asked.serve(served, &mut state.coming)
     };
     if !input.is_carried_out {
-        // No memory was removed or added, so Table 4 is evaluated again, and the turn of the nodes
-        // stays.
+        // No memory was removed or added. Table 4 will be evaluated again, and the order of the
+        // nodes does not advance.
         (state.removing, state.served) = (None, served_before);
     }
     (state, decision)
 }
 
-/// Round robin: the items after the node that was served last, then the others.
+/// Returns the items in round-robin order: first those after the node that was served last, then
+/// the others.
 fn in_turn<T>(
     items: &[T],
     node: impl Fn(&T) -> u32,
@@ -115,14 +116,15 @@ fn in_turn<T>(
     items[start..].iter().chain(&items[..start])
 }
 
-/// Amount that Table 4 removes from a node with `pm_bytes` of PM and `free_bytes` of free memory.
+/// Amount that Table 4 removes from a node that has `pm_bytes` of PM and `free_bytes` of free
+/// memory.
 fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
     let row = table.iter().find(|row| free_bytes > scale(pm_bytes, row.above_16ths, 16));
     row.map_or(0, |row| scale(pm_bytes, row.remove_16ths, 16))
 }
 
-/// Free PM that can leave a node without being brought back by Table 3. Table 3 brings back a whole
-/// D, so one D above its first border stays.
+/// Free PM that can be removed from a node before Table 3 would add memory again. Table 3 adds at
+/// least one D, so one D above its first border is kept.
 fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
     let kept_pages = threshold_table::first_border(TABLE_3, node, factor)
         .saturating_add(node.dram_bytes / PAGE_BYTES);
@@ -131,7 +133,7 @@ fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
 }
 
 impl State {
-    /// Returns the node that loses PM, and the total size that stays.
+    /// Returns the node to take PM from, and the total size that remains.
     fn remove(
         &mut self,
         params: &Params,
@@ -144,14 +146,14 @@ impl State {
             return None;
         }
         let requested_bytes = input.host.requested_bytes();
-        // A node of plugged DRAM may disappear, and with it the removal of PM near it.
+        // If a node of plugged DRAM has disappeared, the removal of the PM near it has ended.
         self.removing = self.removing.filter(|removing| {
             requested_bytes > removing.until_bytes
                 && nodes.iter().any(|node| node.node == removing.node)
         });
         if self.removing.is_none() {
             self.removing = in_turn(nodes, |node| node.node, self.served).find_map(|node| {
-                // F is the free memory of the node itself (section 4.4.2: "free memory on node1").
+                // F is the node's own free memory (section 4.4.2: "free memory on node1").
                 let free_bytes = node.own_free_pages.saturating_mul(PAGE_BYTES);
                 let bytes = removed_bytes(TABLE_4, free_bytes, node.pm_bytes)
                     .min(spare_bytes(node, params.factor()));
@@ -166,7 +168,7 @@ impl State {
         let least_bytes = requested_bytes.saturating_sub(spare_bytes(node, params.factor()));
         let want_bytes = removing.until_bytes.max(least_bytes);
         if requested_bytes - want_bytes < BLOCK_BYTES {
-            // The guest uses the memory now.
+            // The guest now uses the memory that was to be removed.
             self.removing = None;
             return None;
         }

@@ -1,4 +1,5 @@
-//! Each row and each edge of Tables 3 and 4, and the rules around them.
+//! Tests of `dapper`: each row and each border of Tables 3 and 4, and the rules for adding and
+//! removing memory.
 
 use super::{TABLE_3, TABLE_4, removed_bytes};
 use crate::plan::Reason;
@@ -49,7 +50,7 @@ mod table_3 {
     }
 
     /// If min x scale is below high, the row in between is empty, and rows overlap with those of
-    /// the kernel's own watermarks. Then the largest amount applies.
+    /// the kernel's own watermarks. In an overlap, the largest amount is used.
     mod overlap {
         use super::*;
 
@@ -176,19 +177,20 @@ mod table_4 {
     use super::*;
     use crate::policy::testing::cases;
 
-    /// Size of PM. Whole sixteenths of it are whole blocks.
+    /// Size of PM. Each sixteenth of it is a multiple of the block size.
     const P: u64 = 16 * GIB;
     const D: u64 = 8 * GIB;
 
-    /// Checks that `sixteenths` of P are removed if `free_bytes` are free in a guest with one node
-    /// of DRAM and one of PM.
+    /// Checks that `sixteenths` of P are removed if `free_bytes` are free in a guest that has one
+    /// node of DRAM and one of PM.
     fn check_removal(free_bytes: u64, sixteenths: u64) {
         let mut rig = Rig::new(dapper(1), &[64 * GIB], &[P]);
         rig.plug(0, P);
         let in_pm = free_bytes.min(P);
         rig.free(1, in_pm / PAGE_BYTES);
         rig.free(0, (free_bytes - in_pm) / PAGE_BYTES);
-        // Isolates Table 4: Table 3 neither needs free memory nor keeps any, and no DRAM is used.
+        // These values isolate Table 4. Table 3 neither adds memory nor prevents its removal, and
+        // no DRAM is used.
         rig.raw.zones[0].high_pages = 0;
         (rig.raw.zones[0].min_pages, rig.raw.zones[0].low_pages) = (0, 0);
         rig.raw.zones[0].managed_pages = rig.raw.zones[0].free_pages.max(1);
@@ -240,7 +242,7 @@ mod table_4 {
             broken[index].remove_16ths += 1;
             assert!(is_caught(&broken), "amount of row {index}");
         }
-        // The last border separates nothing, because below it nothing is removed either.
+        // The last border has no effect, because nothing is removed on either side of it.
         for index in 0..TABLE_4.len() - 1 {
             let mut broken = TABLE_4.to_vec();
             broken[index].above_16ths += 1;
@@ -251,7 +253,8 @@ mod table_4 {
         }
     }
 
-    /// A guest with no used memory and all of P plugged. At scale 1 the first border is 48 MiB.
+    /// Guest with no used memory, in which all of P is plugged. At scale 1, the first border is 48
+    /// MiB.
     fn idle() -> Rig {
         let mut rig = Rig::new(dapper(1), &[D], &[P]);
         rig.plug(0, P);
@@ -263,14 +266,16 @@ mod table_4 {
         let mut rig = idle();
         rig.free(0, 4 * GIB / PAGE_BYTES);
         rig.free(1, 9 * GIB / PAGE_BYTES);
-        // 13 of 16 GiB are free, so half of P has to go, but D above the first border stays.
+        // 13 of 16 GiB are free, so Table 4 removes half of P. However, D above the first border
+        // must remain.
         let spare = 13 * GIB - 2 * HIGH * PAGE_BYTES - D;
         let decision = rig.report(1_000);
         assert_eq!(rig.taken(decision), spare.min(P / 2));
         rig.free(0, D / PAGE_BYTES);
         let mut rig = Rig { state: rig.policy.initial_state(), ..rig };
         rig.free(1, 6 * GIB / PAGE_BYTES);
-        // 14 GiB are free. Half of P has to go, but at most 6 GiB minus the first border.
+        // 14 GiB are free. Table 4 removes half of P, but at most 6 GiB minus the first border can
+        // be removed.
         let until = rig.report(1_000).want_bytes.expect("some memory is removed");
         let total = P - until;
         for gone in [GIB, 2 * GIB, 3 * GIB] {
@@ -363,7 +368,7 @@ mod table_4 {
         rig.free(0, D / PAGE_BYTES);
         let decision = rig.report(1_000);
         // Node 0 has more free memory than PM, so all of its PM is removed. Node 1 has four times
-        // as much PM, so an eighth of it is removed.
+        // as much PM, and an eighth of it is removed.
         assert_eq!(
             (decision.from, decision.want_bytes),
             (Some(0), Some(P + 2 * HIGH * PAGE_BYTES))
@@ -386,8 +391,8 @@ mod table_4 {
         rig.free(3, 112 * GIB / PAGE_BYTES);
         let decision = rig.report(1_000);
         assert_eq!((decision.from, rig.taken(decision)), (Some(0), PM / 8));
-        // The free memory of the whole guest selects another row, so this test distinguishes the
-        // two.
+        // The test can distinguish a node's free memory from that of the whole guest, because the
+        // latter selects another row.
         assert_eq!(removed_bytes(TABLE_4, 40 * GIB, PM), PM / 8);
         assert_eq!(removed_bytes(TABLE_4, 160 * GIB, PM), PM);
     }
@@ -399,7 +404,7 @@ mod table_4 {
         rig.plug(1, P);
         rig.free(2, 0);
         assert_eq!(rig.report(1_000).from, Some(1), "of node 0's PM nothing is free");
-        // All DRAM of node 1 was hotplugged, and is unplugged.
+        // All DRAM of node 1 was hotplugged. Now it is unplugged.
         rig.raw.zones[1].managed_pages = 0;
         rig.free(1, 0);
         rig.free(2, P / PAGE_BYTES);

@@ -1,5 +1,6 @@
-//! `memorage`: lends storage in large units before kswapd wakes, and takes it back in the
-//! background, as in "Memorage". docs/design/papers.md lists the differences from the paper.
+//! `memorage`: lends storage to the guest in large units before kswapd wakes, and returns it in the
+//! background, as in the paper "Memorage". docs/design/papers.md lists the differences from the
+//! paper.
 
 #[cfg(test)]
 mod tests;
@@ -25,14 +26,14 @@ params! {
     }
 }
 
-/// State of `memorage`.
+/// State of `memorage` between two reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     coming: Coming,
     calm: Option<Calm>,
 }
 
-/// Start of the time in which enough memory is free, and its minimum since.
+/// Time since which enough memory has been free, and the minimum of free memory since then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Calm {
     since: TimeMs,
@@ -52,18 +53,18 @@ pub(super) fn decide(
     let free_bytes = input.report.memory().free_bytes;
     let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = host.requested_bytes();
-    // Memory on its way serves a shortage but does not count as surplus, because tasks that wait
-    // for it may fill it as it arrives.
+    // Memory that has not arrived yet reduces a shortage. It is not surplus, because tasks that
+    // wait for it may fill it as soon as it arrives.
     let surplus_bytes = state.surplus(params, trigger_bytes, free_bytes, now);
     let storage = Storage::new(params, host);
     let decision = if storage.owed_bytes > 0 {
-        // Storage is short, so memory is returned first, even while the guest is short.
+        // Storage is short of space, so memory is returned even if the guest is also short.
         Decision::want(requested_bytes - storage.owed_bytes, Reason::StorageShort)
     } else if coming_bytes < trigger_bytes {
         let units = (trigger_bytes - coming_bytes).div_ceil(params.unit_bytes);
         let bytes = units.saturating_mul(params.unit_bytes).min(storage.lendable_bytes);
         match bytes {
-            // The guest has to swap.
+            // No memory can be lent, so the guest has to swap.
             0 if storage.has_room => Decision::hold(Reason::StorageShort),
             0 => Decision::hold(Reason::AtCeiling),
             _ => {
@@ -79,15 +80,15 @@ pub(super) fn decide(
     (state, decision.watching_one(trigger_bytes, input))
 }
 
-/// Memory that storage can lend, and memory that it needs back.
+/// Memory that storage can lend, and memory that must be returned to storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Storage {
-    /// Memory that can be added to the guest: DRAM that is not requested yet, and PM above the
-    /// floor.
+    /// Memory that can be added to the guest. This is the unrequested DRAM, and the pool's free
+    /// memory above its floor for storage.
     lendable_bytes: u64,
-    /// Zones of PM can grow.
+    /// True if zones of PM can still grow.
     has_room: bool,
-    /// Memory to return to storage.
+    /// Memory that must be returned to storage.
     owed_bytes: u64,
 }
 
@@ -98,8 +99,8 @@ impl Storage {
             zones.fold(0u64, |sum, zone| sum.saturating_add(size(zone)))
         };
         let room = |zone: &ZoneSizes| zone.requestable_bytes().saturating_sub(zone.requested_bytes);
-        // Outstanding requests count as followed: grows have left the pool, and shrinks have
-        // returned to it.
+        // Outstanding requests are treated as completed. Grows have already left the pool, and
+        // shrinks have already returned to it.
         let free_bytes = host
             .pool_free_bytes
             .saturating_add(sum(Tier::Pm, ZoneSizes::outstanding_shrink_bytes))
@@ -118,9 +119,9 @@ impl Storage {
 }
 
 impl State {
-    /// Returns the memory that has been free for long enough, beyond the memory to keep. It begins
-    /// at three times the trigger and leaves twice the trigger, so that it does not cause the next
-    /// loan.
+    /// Returns the memory that was free for long enough and that need not be kept. There is surplus
+    /// if more than three times the trigger is free. Twice the trigger is kept, so that returning
+    /// memory does not cause the next loan.
     fn surplus(
         &mut self,
         params: &Params,

@@ -1,4 +1,5 @@
-//! The trigger and its edges, units, the return of memory, and the floor of storage.
+//! Tests of `memorage`: the trigger and its edges, units, the return of memory, and storage's
+//! floor.
 
 use crate::plan::Reason;
 use crate::policy::Policy;
@@ -123,7 +124,7 @@ fn memorage_returns_memory_first_if_storage_is_short() {
     rig.plug(0, 4 * GIB);
     rig.host.pool_free_bytes = 8 * GIB;
     assert_eq!(rig.report(1_000).want_bytes, None, "at the floor");
-    // Memory is returned although the guest is short.
+    // Memory is returned even though the guest is short of memory.
     for (zone, pages) in [(0, 0), (1, 0)] {
         rig.free(zone, pages);
     }
@@ -131,7 +132,7 @@ fn memorage_returns_memory_first_if_storage_is_short() {
     let decision = rig.report(1_000);
     assert_eq!((rig.taken(decision), decision.reason), (GIB + 2 * MIB, Reason::StorageShort));
     assert!(!decision.pressure);
-    // Memory on its way back to the pool counts as returned.
+    // Memory that the guest is still returning counts as returned to the pool.
     rig.host.zones[0].requested_bytes -= GIB + 2 * MIB;
     let decision = rig.report(1_000);
     assert_eq!(
@@ -165,8 +166,8 @@ fn memorage_returns_memory_after_time_without_pressure() {
     assert_eq!(rig.report(1_000).want_bytes, None, "it settles");
 }
 
-/// A guest with no free memory waits for a unit, and fills the first part as soon as that is in the
-/// total.
+/// A guest without free memory waits for a unit. It fills the first part as soon as that part is in
+/// its total.
 #[test]
 fn memorage_memory_that_has_not_been_free_is_not_returned() {
     let mut rig = with(rig(), "calm", "5s");

@@ -1,5 +1,6 @@
-//! `pmb`: one watermark, and small units that are returned once all of their pages are free, as in
-//! "PM Buddy" (SAY-Go). docs/design/papers.md lists the differences from the paper.
+//! `pmb`: adds small units at a single watermark, and returns each unit once all of its pages are
+//! free, as in the paper "PM Buddy" (SAY-Go). docs/design/papers.md lists the differences from the
+//! paper.
 
 #[cfg(test)]
 mod tests;
@@ -11,7 +12,7 @@ use crate::plan::Reason;
 use crate::units::PAGE_BYTES;
 use crate::{MIB, Tier, TimeMs};
 
-/// Size of a free block of the largest order of Linux's page allocator on x86-64.
+/// Size of the largest free block of Linux's page allocator on x86-64.
 const LARGEST_BLOCK_BYTES: u64 = 4 * MIB;
 
 params! {
@@ -24,7 +25,7 @@ params! {
     }
 }
 
-/// State of `pmb`.
+/// State of `pmb` between two reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     coming: Coming,
@@ -42,15 +43,15 @@ pub(super) fn decide(
     let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = input.host.requested_bytes();
     let decision = if coming_bytes < watermark {
-        // As many units as the paper's allocator would have migrated by now.
+        // The paper's allocator would have moved the same number of units by now.
         let units = (watermark - coming_bytes) / params.unit_bytes + 1;
         let bytes = units.saturating_mul(params.unit_bytes);
         let grow = Decision::want(requested_bytes.saturating_add(bytes), Reason::LowFree);
         Decision { pressure: true, ..grow }
     } else {
-        // Twice the watermark stays, because otherwise the next few pages would bring back the
-        // units. Only memory that has been free counts, because tasks that wait for memory on its
-        // way may fill it as it arrives.
+        // Twice the watermark is kept free, because otherwise the next few allocations would add
+        // the units again. Memory that has not arrived yet is not counted, because tasks that wait
+        // for it may fill it as soon as it arrives.
         let spare_bytes = free_bytes.saturating_sub(watermark.saturating_mul(2));
         match free_units_bytes(params, input).min(spare_bytes) / params.unit_bytes
             * params.unit_bytes
@@ -62,8 +63,8 @@ pub(super) fn decide(
     (state, decision.watching_one(watermark, input))
 }
 
-/// Free units of PM. If the agent does not count free blocks, this is an estimate that assumes
-/// adjacent free pages.
+/// Size of the free units of PM. If the agent does not report the number of free blocks, the result
+/// is an estimate that assumes that free pages are adjacent.
 fn free_units_bytes(params: &Params, input: Input<'_>) -> u64 {
     let zones = numa_view::pm_zones(input);
     let free_bytes = zones.fold(0u64, |sum, zone| {

@@ -1,4 +1,4 @@
-//! The watermark and its edges, and the return of units.
+//! Tests of `pmb`: the watermark and its edges, and the return of units.
 
 use crate::plan::Reason;
 use crate::policy::Policy;
@@ -8,7 +8,7 @@ use crate::{MIB, Tier};
 
 const UNIT: u64 = 4 * MIB;
 const UNIT_PAGES: u64 = UNIT / PAGE_BYTES;
-/// The watermark in pages, at the scale of these tests.
+/// Watermark in pages at the scale that these tests use.
 const W: u64 = 8 * HIGH;
 
 fn rig() -> Rig {
@@ -16,7 +16,7 @@ fn rig() -> Rig {
     Rig::new(policy, &[4 * GIB], &[16 * GIB])
 }
 
-/// Units that are added if `free_pages` are free.
+/// Number of units that are added if `free_pages` are free.
 fn units(free_pages: u64) -> u64 {
     let mut rig = rig();
     rig.free(0, free_pages);
@@ -68,7 +68,7 @@ fn pmb_unit_is_a_parameter() {
     assert_eq!(rig.added(decision), 64 * MIB);
 }
 
-/// A guest with 1 GiB of PM online, with this number of free blocks and free pages.
+/// Guest with 1 GiB of online PM, and with this number of free blocks and free pages.
 fn with_units(blocks: Option<u64>, free_pages: u64) -> Rig {
     let mut rig = rig();
     rig.plug(0, GIB);
@@ -129,15 +129,15 @@ fn pmb_twice_the_watermark_stays_to_prevent_oscillation() {
     assert!(directions[0] > 0 && directions[1..].iter().all(|taken| *taken == 0), "{directions:?}");
     assert!(rig.host.requested_bytes() >= 2 * W * PAGE_BYTES);
     assert!(rig.host.requested_bytes() < 2 * W * PAGE_BYTES + 2 * UNIT);
-    // This amount can be used again before the next unit is added.
+    // The guest can use this amount of memory before the next unit is added.
     rig.free(1, W);
     assert_eq!(rig.report(50).want_bytes, None);
     rig.free(1, W - 1);
     assert!(rig.report(50).pressure);
 }
 
-/// A large block is arriving. A few of its units are free already, but tasks that wait for it will
-/// fill the rest.
+/// A large block is arriving. Some of its units are already free, but tasks that wait for the block
+/// will fill the rest.
 #[test]
 fn pmb_memory_that_has_not_been_free_is_no_surplus() {
     let mut rig = rig();

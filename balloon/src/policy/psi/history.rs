@@ -1,4 +1,4 @@
-//! The last reports, and rates between them.
+//! Recent reports, and rates that are computed from them.
 
 use foreshore_proto::Report;
 
@@ -6,78 +6,80 @@ use super::Params;
 use crate::report::is_by_agent;
 use crate::units::PAGE_BYTES;
 
-/// Number of reports that are kept. Enough for more than the window at 20 reports per second.
+/// Number of reports that are kept. It covers more than the window at 20 reports per second.
 const LENGTH: usize = 40;
 
-/// Window of the rates. Older reports do not show the present.
+/// Period over which rates are computed. Older reports no longer show the guest's present state.
 const WINDOW_MS: u64 = 1_600;
 
-/// Extended window for reports at the rest rate of 1 Hz, in which the report before the last one is
-/// used.
+/// Longer period that is used if the agent reports at its slow rate of 1 Hz. It includes the report
+/// before the last one.
 const STRETCH_MS: u64 = 2_500;
 
-/// Shortest distance of reports to compare, because closer ones show noise.
+/// Shortest time between two reports that are compared. The difference of closer reports is mostly
+/// noise.
 const MIN_GAP_MS: u64 = 90;
 
-/// Smallest change of used memory that is not noise, because Linux counts free pages per CPU and
-/// sums them up late.
+/// Smallest change of used memory that is not noise. Linux counts free pages per CPU and adds the
+/// counts up late.
 const NOISE_BYTES: u64 = 4 << 20;
 
-/// Largest part of plugged memory that does not become available: 1/4.
+/// Largest part of plugged memory that does not become available: a quarter.
 const KEPT_PART: u64 = 4;
 
-/// Values of a report.
+/// Values from one report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sample {
     guest_ms: u64,
-    /// True for a report of an agent, false for balloon statistics.
+    /// True for an agent's report, and false for one made from balloon statistics.
     by_agent: bool,
     total_bytes: u64,
     used_bytes: u64,
-    /// Part of it that may still become available.
+    /// Part of the used memory that may still become available, because it is being onlined.
     onlining_bytes: u64,
     some_us: u64,
     swapped_out_pages: u64,
-    /// Pages that kswapd and allocating tasks have scanned.
+    /// Number of pages that kswapd and allocating tasks have scanned.
     scanned_pages: u64,
     swapped_in_pages: u64,
     refault_pages: u64,
     file_refault_pages: u64,
 }
 
-/// Rates and events in the window.
+/// Rates and events within the window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rates {
-    /// The window has a period in which signs of shortage count.
+    /// True if the window includes a period in which signs of shortage count.
     pub watched: bool,
-    /// Growth of used memory: the highest rate of all periods that end now.
+    /// Growth of used memory per second. This is the highest rate of all periods that end with the
+    /// newest report.
     pub fill_bytes_per_s: u64,
-    /// Bytes swapped out.
+    /// Memory that was swapped out within the window.
     pub swapped_out_bytes: u64,
-    /// Tasks waited for at least the configured share of the time.
+    /// True if tasks waited for memory for at least the configured share of the time.
     pub stalled: bool,
-    /// Evicted pages returned at the configured rate.
+    /// True if evicted pages were read back at the configured rate or faster.
     pub refaulting: bool,
-    /// Evicted anonymous pages returned at the configured rate.
+    /// True if evicted anonymous pages were read back at the configured rate or faster.
     pub anon_refaulting: bool,
-    /// Evicted pages of files returned at the configured rate.
+    /// True if evicted file pages were read back at the configured rate or faster.
     pub files_refaulting: bool,
-    /// Rate of returning pages of files.
+    /// Rate at which evicted file pages were read back.
     pub file_refault_bytes_per_s: u64,
-    /// Pages were swapped in at the configured refault rate.
+    /// True if pages were swapped in at the configured refault rate or faster.
     pub swapping_in: bool,
 }
 
-/// The last reports, newest last.
+/// Recent reports, newest last.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct History {
     samples: std::collections::VecDeque<Sample>,
 }
 
 impl History {
-    /// Adds a report. Its used memory includes `offlining_bytes`, which are about to be unplugged,
-    /// and `onlining_bytes`, which are plugged but not available yet. A report from another
-    /// reporter, or with a clock or totals that have restarted, discards the older reports.
+    /// Adds a report. Its used memory includes `offlining_bytes`, which are being unplugged, and
+    /// `onlining_bytes`, which are plugged but not available yet. The older reports are discarded
+    /// if the source of the reports has changed, or if a clock or total has restarted.
     pub(super) fn push(&mut self, report: &Report, offlining_bytes: u64, onlining_bytes: u64) {
         let sample = Sample { onlining_bytes, ..Sample::of(report, offlining_bytes) };
         if self.samples.back().is_some_and(|last| !sample.goes_on_from(last)) {
@@ -89,8 +91,9 @@ impl History {
         self.samples.push_back(sample);
     }
 
-    /// Returns the rates up to the newest report. Stalls, swapping and refaults count from
-    /// `signs_from_ms` on the guest's clock, because earlier ones have been answered.
+    /// Returns the rates up to the newest report. Stalls, swapping and refaults before
+    /// `signs_from_ms` on the guest's clock are ignored, because memory has been requested for
+    /// them.
     pub(super) fn rates(&self, params: &Params, signs_from_ms: u64) -> Rates {
         let Some((newest, older)) = self.newest_and_older() else {
             return Rates::default();
@@ -120,15 +123,16 @@ impl History {
         }
     }
 
-    /// Returns the newest report and the earlier ones that it can be compared with, oldest first.
+    /// Returns the newest report, and the earlier reports that it can be compared with, oldest
+    /// first.
     fn newest_and_older(&self) -> Option<(&Sample, impl Iterator<Item = &Sample> + Clone)> {
         let newest = self.samples.back()?;
-        // `push` keeps the order of the guest's clock.
+        // `push` guarantees that reports are ordered by the guest's clock.
         let first_within =
             |ms: u64| self.samples.partition_point(|sample| newest.guest_ms - sample.guest_ms > ms);
         let end =
             self.samples.partition_point(|sample| newest.guest_ms - sample.guest_ms >= MIN_GAP_MS);
-        // At rest the window is empty, so it is extended to the report before.
+        // If no earlier report is within the window, the window is extended to the previous report.
         let begin = match first_within(WINDOW_MS) {
             begin if begin < end => begin,
             _ => first_within(STRETCH_MS).min(end),
@@ -158,8 +162,8 @@ impl Sample {
         }
     }
 
-    /// Returns true if the totals continue those of `last`. Reports made from balloon statistics
-    /// have no refaults, and count stalls in another way.
+    /// Returns true if the totals of `self` continue those of `last`. The source must be the same,
+    /// because reports made from balloon statistics have no refaults and count stalls differently.
     fn goes_on_from(&self, last: &Sample) -> bool {
         let totals = |sample: &Sample| {
             [
@@ -176,10 +180,10 @@ impl Sample {
         grow && last.by_agent == self.by_agent
     }
 
-    /// Bytes swapped out for the guest's lack of memory. Such swapping scans at least as many
-    /// pages. If a cgroup's own limit causes swapping, Linux does not count the pages as scanned
-    /// (mm/vmscan.c, shrink_inactive_list: cgroup_reclaim). Balloon statistics do not always have
-    /// this count.
+    /// Memory that was swapped out because the guest was short of memory. Such swapping scans at
+    /// least as many pages as it swaps. If a cgroup's own limit causes the swapping, Linux does not
+    /// count the pages as scanned (mm/vmscan.c, shrink_inactive_list: cgroup_reclaim). Balloon
+    /// statistics do not always contain the number of scanned pages.
     fn swapped_out_since(&self, older: &Sample) -> u64 {
         let pages = self.swapped_out_pages.saturating_sub(older.swapped_out_pages);
         let looked_at = self.scanned_pages.saturating_sub(older.scanned_pages);
@@ -188,13 +192,13 @@ impl Sample {
     }
 
     fn fill_since(&self, older: &Sample) -> u64 {
-        // Memory that was swapped out in the meantime was filled as well.
+        // Memory that was swapped out in the meantime was also filled.
         let swapped = self.swapped_out_since(older);
-        // Not all memory plugged in the meantime became available: page descriptors, watermarks and
-        // the kernel's reserve are no fill.
+        // Part of the memory plugged in the meantime did not become available, because page
+        // descriptors, watermarks and the kernel's reserve occupy it. That part is not fill.
         let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;
-        // The older report counts onlining memory as used. The kernel's part of it stays used, so
-        // neither report counts it as fill.
+        // Memory that was being onlined counts as used in the older report. The part that the
+        // kernel keeps remains used in the newer report. It is fill in neither of them.
         let used_bytes = self.used_bytes.saturating_sub(self.onlining_bytes);
         let rise = used_bytes
             .saturating_add(swapped)
@@ -206,13 +210,13 @@ impl Sample {
     }
 }
 
-/// Memory in use. Plugging changes the available memory and not the used memory.
+/// Used memory. Plugging memory changes the available memory, but not the used memory.
 pub(super) fn used_bytes(report: &Report) -> u64 {
     unprotected_bytes(report).saturating_sub(report.memory().available_bytes)
 }
 
-/// Total memory without the kernel's reserve, which is neither available nor used. The size of the
-/// reserve jumps when the agent changes a ratio.
+/// Total memory without the kernel's reserve, which is neither available nor used. The reserve
+/// changes abruptly when the agent changes a ratio.
 pub(super) fn unprotected_bytes(report: &Report) -> u64 {
     let pages = report.zones().iter().map(|zone| zone.protected_pages.unwrap_or(0));
     let protected_bytes = pages.fold(0u64, u64::saturating_add).saturating_mul(PAGE_BYTES);

@@ -1,10 +1,10 @@
-//! Rule 13: memory of the kernel.
+//! Rule 13: memory for the guest's kernel.
 //!
-//! MemAvailable includes slabs that cannot be reclaimed (the dentries of a tmpfs, inodes with page
-//! cache) and free PM, which the kernel cannot use. Therefore only the free pages of the kernel's
-//! own zones, and dentries and inodes on LRU lists, show the memory that the kernel has left. The
-//! agent turns blocks of plugged DRAM into kernel memory. This needs movable memory with room for
-//! the pages of a block.
+//! MemAvailable includes memory that the kernel cannot use: free PM, and slabs that cannot be
+//! reclaimed (the dentries of a tmpfs, inodes with page cache). The kernel's remaining memory is
+//! therefore computed from the free pages in the kernel's own zones, and from the dentries and
+//! inodes on LRU lists. The agent can convert blocks of plugged DRAM to kernel memory, which needs
+//! free movable memory for the pages of each block.
 
 use foreshore_proto::{
     Blocks, KernelGrowth, KernelMemory, NodeBlocks, Report, kernel_reserve_bytes,
@@ -13,29 +13,30 @@ use foreshore_proto::{
 use crate::units::scale;
 use crate::{HostView, Tier};
 
-/// Part of the usual reserve below which the kernel is short, in thousandths. The agent acts at a
-/// half.
+/// Part of the usual reserve below which the kernel is short of memory, in thousandths. The agent
+/// acts at one half.
 const SHORT_PERMILLE: u64 = 750;
-/// Free movable memory that a block needs, in thousandths of its size: watermarks take some of it.
+/// Free movable memory that a block needs, in thousandths of the block's size. The excess is for
+/// watermarks.
 const ROOM_PERMILLE: u64 = 1250;
 
-/// Time from a report until the kernel has another block: the agent's report, plugging, and the
-/// move of its pages.
+/// Time from a report until the kernel has another block. It includes the agent's report, plugging,
+/// and moving the block's pages.
 const LEAD_MS: u64 = 1_000;
-/// Upper limit of the growth in that time, as a part of DRAM.
+/// Upper limit of the kernel's growth in that time, as a fraction of DRAM: a quarter.
 const MAX_GROWTH_PART: u64 = 4;
 
-/// Movable memory that the agent needs in order to give blocks to the kernel.
+/// Movable memory that the agent needs before it can convert blocks to kernel memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Need {
-    /// Free movable memory that the agent needs.
+    /// Free movable memory that the agent needs in total.
     pub need_bytes: u64,
-    /// Part of `need_bytes` that is neither free nor on its way.
+    /// Part of `need_bytes` that is neither free nor requested yet.
     pub missing_bytes: u64,
 }
 
-/// Returns the need of the kernel. `None` if it has enough, if no block of DRAM can become kernel
-/// memory, or if the report does not separate its zones.
+/// Returns the memory that is needed for the kernel. Returns `None` if the kernel has enough
+/// memory, if no block of DRAM can be converted, or if the report does not separate zones.
 pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> Option<Need> {
     let block_bytes = report.blocks().block_bytes;
     let kernel = KernelMemory::of(report.zones().iter());
@@ -52,11 +53,11 @@ pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> O
     Some(Need { need_bytes, missing_bytes: need_bytes.saturating_sub(coming_bytes) })
 }
 
-/// Returns true if DRAM that can become kernel memory is plugged or can be plugged. Boot memory and
-/// PM cannot.
+/// Returns true if DRAM that can be converted to kernel memory is plugged or can be plugged. Boot
+/// memory and PM cannot be converted.
 ///
-/// Reports do not separate movable blocks of boot memory from plugged ones on the same node. A node
-/// with both may count as one that has a block left when the kernel has all plugged blocks.
+/// On the same node, reports do not separate movable blocks of boot memory from plugged blocks. For
+/// a node with both, the result may be true although the kernel already has all plugged blocks.
 fn has_block(report: &Report, host: &HostView) -> bool {
     let Blocks { block_bytes, nodes, .. } = report.blocks();
     let mut dram =
@@ -79,7 +80,7 @@ mod tests {
     use crate::units::PAGE_BYTES;
     use crate::{MIB, Tier, ZoneSizes};
 
-    /// Report of a guest with 400 MiB of DRAM, all of it for the kernel, and 512 MiB of PM.
+    /// Report of a guest that has 400 MiB of DRAM, all of it for the kernel, and 512 MiB of PM.
     fn report(kernel_free_mib: u64, pm_free_mib: u64, block_mib: u64) -> Report {
         report_with(kernel_free_mib, pm_free_mib, block_mib, 1)
     }
@@ -122,7 +123,7 @@ mod tests {
         NodeBlocks { node: 0, online_bytes: 512 * MIB, offline_bytes: 0, movable_online_bytes }
     }
 
-    /// A VM with this part of 256 MiB of DRAM plugged.
+    /// VM in which this part of 256 MiB of DRAM is plugged.
     fn host(plugged_mib: u64) -> HostView {
         let dram = ZoneSizes {
             requested_bytes: plugged_mib * MIB,
@@ -182,7 +183,8 @@ mod tests {
         };
         growth.update(Some(&holds(0)), 0, 0);
         growth.update(Some(&holds(50)), 0, 1_000);
-        // 18.75 MiB and the growth of a second: two blocks of 16 MiB, and a quarter.
+        // 18.75 MiB and one second of growth take two blocks of 16 MiB. The agent needs their size
+        // and a quarter more.
         assert_eq!(missing_mib(&growth, 69), None);
         assert_eq!(missing_mib(&growth, 68), Some(20));
         assert_eq!(missing_mib(&growth, 48), Some(40));

@@ -1,5 +1,5 @@
-//! State that `psi` learns about a guest: the plug time, memory that the guest does not return,
-//! shrinks that were too early, and the page cache and swapped memory that the guest needs.
+//! State that `psi` learns about a guest: its plug time, memory that it does not return, shrinks
+//! that were too early, and the page cache and swapped memory that it needs.
 
 use std::collections::VecDeque;
 
@@ -9,50 +9,50 @@ use super::Params;
 use super::history::Rates;
 use crate::{HostView, Tier, TimeMs, ZoneId};
 
-/// Plug time before the first measurement.
+/// Plug time that is assumed before the first measurement.
 const PLUG_MS: u64 = 250;
 
-/// Time between two reports of a short guest.
+/// Time between two reports while the guest is short of memory.
 const REPORT_MS: u64 = 50;
 
-/// Bounds of the plug time, because a late report distorts the measurement.
+/// Bounds of the plug time. They limit the error that a late report causes.
 const PLUG_BOUNDS_MS: (u64, u64) = (20, 2_000);
 
-/// Time for which refused memory is not requested again. It doubles from the first to the second
-/// value.
+/// Time for which refused memory is not requested again. It starts at the first value, and doubles
+/// up to the second value.
 const REFUSED_MS: (u64, u64) = (10_000, 600_000);
 
-/// Time after a shrink in which a grow undoes it.
+/// Time after a shrink within which a grow shows that the shrink was too early.
 const REGRET_MS: u64 = 60_000;
 
-/// Time without such a grow after which the learned patience is halved.
+/// Time without an early shrink after which the learned patience is halved.
 const FORGIVEN_MS: u64 = 300_000;
 
-/// Time for which page cache counts as needed after it was last missed. It doubles from the first
-/// to the second value.
+/// Time for which page cache counts as needed after it was last missed. It starts at the first
+/// value, and doubles up to the second value.
 const CACHE_MS: (u64, u64) = (300_000, 3_600_000);
 
-/// Number of grows in a row without effect after which page cache is ignored. Data that is read in
-/// a loop is missed until all of it fits, so the first grows may not help.
+/// Number of consecutive grows without effect after which page cache is ignored. If data is read in
+/// a loop, pages are missed until all of the data fits, so the first grows may not help.
 const VAIN_GROWS: u32 = 3;
 
-/// Time without a moved page after which swapped memory does not count as needed.
+/// Swapped memory no longer counts as needed if no page was swapped for this time.
 const SWAP_COLD_MS: u64 = 60_000;
 
-/// Time from a request until the first of its memory is online.
+/// Time from a request until the first part of the requested memory is online.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PlugTime {
     ms: u64,
     asked: Option<Asked>,
 }
 
-/// Request for more memory.
+/// A request for more memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Asked {
     at: TimeMs,
-    /// The guest's total at that time.
+    /// Guest's total memory when the request was made.
     total_bytes: u64,
-    /// Time of the last report without any of it online.
+    /// Time of the last report in which none of the requested memory was online.
     nothing_at: TimeMs,
 }
 
@@ -75,12 +75,13 @@ impl PlugTime {
         self.asked.get_or_insert(Asked { at: now, total_bytes, nothing_at: now });
     }
 
-    /// Adopts a longer time at once, and a shorter time by a quarter of the difference.
+    /// Ends a measurement if memory has arrived. A longer time replaces the plug time immediately.
+    /// A shorter time reduces it by a quarter of the difference.
     pub(super) fn learn(&mut self, total_bytes: u64, host: &HostView, now: TimeMs) {
         let Some(asked) = &mut self.asked else { return };
         if total_bytes > asked.total_bytes {
-            // The memory came online between two reports, which may be a second apart. It is
-            // assumed to have come soon after the first of them.
+            // The memory was onlined between two reports, which may be one second apart. It is
+            // assumed to have been onlined soon after the first of them.
             let took =
                 asked.nothing_at.since(asked.at) + now.since(asked.nothing_at).min(REPORT_MS);
             let took = took.clamp(PLUG_BOUNDS_MS.0, PLUG_BOUNDS_MS.1);
@@ -89,13 +90,13 @@ impl PlugTime {
         } else if host.outstanding_grow_bytes() > 0 {
             asked.nothing_at = now;
         } else if now > asked.at {
-            // The request was not carried out, or was withdrawn.
+            // The request was withdrawn, or was never made.
             self.asked = None;
         }
     }
 }
 
-/// Memory that the guest did not return on request.
+/// Memory that the guest did not return when it was requested to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Refusals {
     zones: Vec<Refusal>,
@@ -104,9 +105,9 @@ pub(super) struct Refusals {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Refusal {
     id: ZoneId,
-    /// Smallest requested size while memory has to go.
+    /// Smallest requested size while the zone still has to unplug memory.
     going_to: Option<u64>,
-    /// Size that stayed plugged.
+    /// Plugged size that remained after the last refusal.
     stays_bytes: u64,
     until: Option<TimeMs>,
     pause_ms: u64,
@@ -119,8 +120,8 @@ impl Refusals {
             .all(|zone| zone.going_to.is_none() && zone.until.is_none_or(|until| until <= now))
     }
 
-    /// Learns from the results of the last requests. A shrink that was withdrawn without a grow of
-    /// `psi` was refused.
+    /// Updates the refusals from the results of the last requests. If a shrink was withdrawn and
+    /// `psi` did not grow the guest, the guest refused the shrink.
     pub(super) fn learn(&mut self, host: &HostView, now: TimeMs) {
         for zone in &host.zones {
             let index =
@@ -154,15 +155,16 @@ impl Refusals {
         }
     }
 
-    /// Drops pending shrinks because of a grow, because the memory then stays for that reason.
+    /// Forgets pending shrinks when the guest grows. In that case, memory remains plugged because
+    /// of the grow and not because it was refused.
     pub(super) fn grown(&mut self) {
         for zone in &mut self.zones {
             zone.going_to = None;
         }
     }
 
-    /// Returns the memory that can be requested back: per zone the memory that it has not refused
-    /// to return, and no DRAM in place of PM that stays.
+    /// Returns the memory that can be requested back: for each zone, the memory that it has not
+    /// refused to return. If any PM was refused, DRAM is not requested in its place.
     pub(super) fn givable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
         let stays = |id: ZoneId| {
             let known = self.zones.iter().find(|known| known.id == id)?;
@@ -180,25 +182,26 @@ impl Refusals {
     }
 }
 
-/// Minimum or maximum of a value over a period. Values that a later one supersedes are dropped.
+/// Minimum or maximum of a value over a period. A value is dropped as soon as a later value makes
+/// it irrelevant.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Window {
     values: VecDeque<(TimeMs, i64)>,
 }
 
 impl Window {
-    /// Returns true if only the last value is left, so that time changes nothing.
+    /// Returns true if a single value is left, so that time alone no longer changes the result.
     pub(super) fn is_settled(&self) -> bool {
         self.values.len() <= 1
     }
 
-    /// Adds a value. Returns the minimum of the last `ms`.
+    /// Adds a value. Returns the minimum over the last `ms`.
     pub(super) fn least(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
         while self.values.pop_back_if(|(_, earlier)| *earlier >= value).is_some() {}
         self.push(value, ms, now)
     }
 
-    /// Adds a value. Returns the maximum of the last `ms`.
+    /// Adds a value. Returns the maximum over the last `ms`.
     pub(super) fn most(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
         while self.values.pop_back_if(|(_, earlier)| *earlier <= value).is_some() {}
         self.push(value, ms, now)
@@ -211,18 +214,18 @@ impl Window {
     }
 }
 
-/// Time for which memory must be idle before it is surplus, and the minimum of idle memory in that
-/// time.
+/// Time for which memory must be idle before it is surplus, and the minimum of idle memory during
+/// that time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Patience {
-    /// Start of the time without signs of shortage.
+    /// Time since which there has been no sign of shortage.
     calm_since: Option<TimeMs>,
-    /// Expected available memory without the requested memory, so that requests in the meantime do
+    /// Expected available memory minus the requested memory, so that requests during the period do
     /// not change it.
     available: Window,
-    /// Memory that was online throughout, regardless of requests.
+    /// Memory that was online during the whole period, whatever was requested.
     there: Window,
-    /// Learned patience, if the configured one was too short.
+    /// Learned patience, if the configured patience was too short. Otherwise 0.
     longer_ms: u64,
     regretted_at: TimeMs,
     plugged_bytes: u64,
@@ -236,13 +239,14 @@ impl Patience {
         self.longer_ms == 0 && is_over && self.available.is_settled() && self.there.is_settled()
     }
 
-    /// Returns the time for which memory must be idle.
+    /// Returns the time for which memory must be idle before it is surplus.
     pub(super) fn ms(&self, params: &Params) -> u64 {
         params.idle_ms.max(self.longer_ms).min(params.max_idle_ms)
     }
 
-    /// Records a shrink since the last report. Memory that a growing guest unplugs is not a shrink:
-    /// Linux unplugs memory again if it lacks page descriptors, and retries.
+    /// Records whether the guest has shrunk since the last report. If a growing guest unplugs
+    /// memory, that is not a shrink: Linux unplugs memory that it has no page descriptors for, and
+    /// plugs it again later.
     pub(super) fn learn(&mut self, host: &HostView, now: TimeMs) {
         let plugged_bytes = host.plugged_bytes();
         let is_growing =
@@ -256,9 +260,9 @@ impl Patience {
         }
     }
 
-    /// Records a grow. If it follows a shrink closely, the shrink was too early, so the patience
-    /// doubles. It is at least the time since the previous grow, because the demand may be
-    /// periodic.
+    /// Records a grow. If it follows soon after a shrink, the shrink was too early, and the
+    /// patience doubles. The new patience is at least the time since the previous grow, because the
+    /// demand may be periodic.
     pub(super) fn grown(&mut self, params: &Params, now: TimeMs) {
         self.disturbed();
         if self.shrunk_at.take().is_some_and(|at| now.since(at) < REGRET_MS) {
@@ -270,13 +274,15 @@ impl Patience {
         self.grown_at = now;
     }
 
-    /// Restarts the patience because the guest is short or waits, so its memory is not idle.
+    /// Restarts the period because the guest is short of memory or waits for it, so its memory is
+    /// not idle.
     pub(super) fn disturbed(&mut self) {
         self.calm_since = None;
     }
 
-    /// Returns the minimum of expected available memory over the patience, once it has passed. At
-    /// most the memory that was online throughout.
+    /// Returns the minimum of expected available memory over the period, or `None` if the period
+    /// has not passed yet. The result is at most the memory that was online during the whole
+    /// period.
     pub(super) fn least_bytes(
         &mut self,
         params: &Params,
@@ -286,7 +292,7 @@ impl Patience {
         now: TimeMs,
     ) -> Option<u64> {
         let (since, ms) = (*self.calm_since.get_or_insert(now), self.ms(params));
-        // Sizes of memory are far from the bounds of both types.
+        // Sizes of memory are far below the limits of both types.
         let least = self.available.least(coming_bytes as i64 - requested_bytes as i64, ms, now);
         let there_bytes = self.there.least(there_bytes as i64, ms, now) as u64;
         (now.since(since) >= ms)
@@ -294,24 +300,24 @@ impl Patience {
     }
 }
 
-/// Page cache that the guest needs.
+/// Page cache that counts as needed by the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Cache {
     needed_bytes: u64,
     missed_at: TimeMs,
     keep_ms: u64,
-    /// Last grow for page cache.
+    /// Last grow that was made for page cache.
     tried: Option<Tried>,
     /// Time until which the guest does not grow for page cache.
     vain_until: Option<TimeMs>,
     vain_ms: u64,
 }
 
-/// Grow for page cache, and the number of grows in a row without effect.
+/// A grow that was made for page cache, and the number of consecutive grows without effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tried {
     at: TimeMs,
-    /// The guest's total at that time. Memory that has not arrived cannot have helped.
+    /// Guest's total memory before the grow. Memory that has not arrived cannot have helped.
     total_bytes: u64,
     refault_bytes_per_s: u64,
     in_vain: u32,
@@ -322,8 +328,8 @@ impl Cache {
         self.is_forgotten(now) && !self.is_beyond_help(now)
     }
 
-    /// Checks if the last grow for page cache has helped: the rate of returning pages must fall by
-    /// a quarter.
+    /// Checks if the last grow for page cache has helped. To help, it must reduce the rate at which
+    /// evicted pages are read back by a quarter.
     pub(super) fn learn(&mut self, total_bytes: u64, rates: &Rates, now: TimeMs) {
         let Some(tried) = self.tried.filter(|_| rates.watched) else { return };
         if rates.file_refault_bytes_per_s < tried.refault_bytes_per_s / 4 * 3 {
@@ -344,18 +350,19 @@ impl Cache {
         let before = self.tried.filter(|before| now.since(before.at) < REGRET_MS);
         let came = before.is_none_or(|before| total_bytes > before.total_bytes);
         let in_vain = before.map_or(0, |before| before.in_vain) + u32::from(came);
-        // Rates are compared with the one before the first grow.
+        // The rate is compared with the rate before the first grow.
         let refault_bytes_per_s =
             before.map_or(refault_bytes_per_s, |before| before.refault_bytes_per_s);
         self.tried = Some(Tried { at: now, total_bytes, refault_bytes_per_s, in_vain });
     }
 
-    /// Returns true while page cache is ignored because grows did not help.
+    /// Returns true while page cache is ignored because growing did not help.
     pub(super) fn is_beyond_help(&self, now: TimeMs) -> bool {
         self.vain_until.is_some_and(|until| now < until)
     }
 
-    /// Records that tasks wait for evicted pages, so the present page cache is needed.
+    /// Records that tasks wait for evicted pages, which means that the present page cache is
+    /// needed.
     pub(super) fn missed(&mut self, report: &Report, now: TimeMs) {
         let cached_bytes = report.memory().cached_bytes;
         let forgotten = self.is_forgotten(now);
@@ -383,7 +390,7 @@ impl Cache {
     }
 }
 
-/// Swapped memory that may return.
+/// Swapped memory that the guest may need again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Swapped {
     pages: u64,
@@ -395,9 +402,9 @@ impl Swapped {
         self.moved_at.is_some_and(|at| now.since(at) >= SWAP_COLD_MS)
     }
 
-    /// Returns the swapped memory that counts as needed: all of it until no page has moved for a
-    /// minute. The minute also begins with the first report, because the guest may be about to need
-    /// the memory.
+    /// Returns the swapped memory that counts as needed. This is all of it until no page has been
+    /// swapped for a minute. The minute also starts with the first report, because the guest may be
+    /// about to need the memory.
     pub(super) fn needed_bytes(&mut self, report: &Report, now: TimeMs) -> u64 {
         let (memory, counters) = (report.memory(), report.counters());
         let pages = counters.pswpin.saturating_add(counters.pswpout);

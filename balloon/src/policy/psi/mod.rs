@@ -1,5 +1,5 @@
-//! `psi`: sizes a guest by its expected available memory and by signs of pressure.
-//! docs/reference/policies.md explains the rules, and comments here use its numbers.
+//! `psi`: sizes a guest by its expected available memory and by signs of pressure. Comments use the
+//! numbers of the rules in docs/reference/policies.md.
 
 mod history;
 mod kernel;
@@ -23,62 +23,65 @@ use crate::plan::Reason;
 use crate::units::scale;
 use crate::{HostView, TimeMs};
 
-/// Largest number of doublings. More would add more memory than any fill rate needs.
+/// Maximum number of times that the smallest step doubles. More doublings would add more memory
+/// than any fill rate needs.
 const MAX_STREAK: u32 = 7;
 
-/// Number of margins (`slack`) that a guest keeps after a grow. At rest it keeps one.
+/// Number of margins (`slack`) that a guest keeps after a grow. An idle guest keeps one.
 const ACTIVE_SLACKS: u64 = 4;
 
-/// Time in which the agent notices a burst. The latency of its report is part of the plug time.
+/// Time until the agent notices a burst. The time until its report arrives is part of the plug
+/// time.
 const NOTICE_MS: u64 = 50;
 
-/// Grows closer together than this are one grow, which several reports show.
+/// Grows that are less than this apart count as a single grow, because several reports show the
+/// same demand.
 const SAME_GROW_MS: u64 = 250;
 
-/// State of `psi`.
+/// State of `psi` between two reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     history: History,
     boot_memory: BootMemory,
     onlining: OnliningMemory,
     grown: Option<Grown>,
-    /// Request of the last decision. The next report shows if it was carried out.
+    /// Grow that the last decision requested. The next report shows if it was carried out.
     asked: Option<Asked>,
-    /// Time on the guest's clock at which memory was last on its way to it.
+    /// Last time on the guest's clock at which requested memory had not arrived yet.
     coming_ms: u64,
     offlining: OffliningMemory,
-    /// Time of the last grow or fast fill.
+    /// Time of the last grow, or of the last time that the guest filled memory fast.
     active_at: TimeMs,
     plug_time: PlugTime,
     refusals: Refusals,
     patience: Patience,
-    /// Fill rates over the patience.
+    /// Fill rates during the patience.
     fills: Window,
     cache: Cache,
     swapped: Swapped,
     kernel_growth: KernelGrowth,
 }
 
-/// The last grow, and the number of grows before it in close succession.
+/// The last grow, and the number of grows that preceded it in close succession.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Grown {
     at: TimeMs,
     streak: u32,
 }
 
-/// A grow that was decided on, and that may have been carried out.
+/// A grow that was decided, but that may not have been carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Asked {
     at: TimeMs,
     step: Grown,
-    /// Requested size before the grow.
+    /// Requested size before this grow.
     requested_bytes: u64,
     total_bytes: u64,
-    /// Rate of returning pages of files, for a grow for page cache.
+    /// Rate at which evicted file pages were read back, if the grow was made for page cache.
     file_refault_bytes_per_s: Option<u64>,
 }
 
-/// Decides on one report.
+/// Makes a decision after a report.
 pub fn decide(
     params: &Params,
     mut state: State,
@@ -103,9 +106,9 @@ pub fn decide(
     state.patience.learn(input.host, now);
 
     let rates = state.history.rates(params, state.coming_ms.min(input.report.monotonic_ms()));
-    // Expected available memory, once the guest has followed every request: the present available
-    // memory and memory on its way, without memory that has to go and without growth of the
-    // kernel's reserve.
+    // Expected available memory is the memory that will be available when the guest has followed
+    // every request. It includes memory that has been requested. It excludes memory that the guest
+    // has to unplug, and growth of the kernel's reserve.
     let reserve = Forecast::new(input.report, input.host);
     let reserve_change_bytes = reserve.change_bytes(input.host.requested_bytes());
     let coming = |available_bytes: u64| {
@@ -131,13 +134,13 @@ pub fn decide(
     let allocstalls = input.report.counters().allocstall_kernel;
     state.kernel_growth.update(input.report.kernel(), allocstalls, input.report.monotonic_ms());
     let kernel = kernel::need(input.report, input.host, &state.kernel_growth);
-    // The kernel can be short while much memory is available, so reports must be fast in that case
-    // as well.
+    // The kernel can be short of memory while much memory is available, so reports must be fast in
+    // that case too.
     let watch_bytes = if kernel.is_some() { memory.total_bytes } else { marks.watch_bytes };
     let marks = Marks { watch_bytes, ..marks };
 
     let missing_bytes = kernel.map_or(0, |need| need.missing_bytes);
-    // The block that the agent converts to kernel memory needs free memory as well.
+    // Converting a block to kernel memory needs free memory for the pages of the block.
     let beside_block_bytes = coming_bytes.saturating_sub(kernel.map_or(0, |need| need.need_bytes));
     let for_kernel = (missing_bytes > 0).then_some((Reason::KernelMemory, missing_bytes));
     let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input)
@@ -175,27 +178,27 @@ fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Mark
     Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes, watermark_of }
 }
 
-/// Available page cache. Shared memory is excluded if the report shows it.
+/// Available page cache. If the report shows shared memory, it is not included.
 fn available_cache_bytes(report: &Report) -> u64 {
     let memory = report.memory();
     memory.cached_bytes.min(memory.available_bytes.saturating_sub(memory.free_bytes))
 }
 
-/// Rules 5 and 6: signs of shortage, by their cause.
+/// Rules 5 and 6: signs of shortage, grouped by their cause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Signs {
     swapping: bool,
     thrashing: bool,
     stalled: bool,
-    /// Evicted pages of files return, and more memory helps.
+    /// Evicted file pages are being read back, and more memory would help.
     misses_files: bool,
-    /// There are signs, and the guest is the cause.
+    /// There are signs of shortage, and the guest as a whole causes them.
     own: bool,
-    /// There are signs, and the limit of a cgroup is the cause.
+    /// There are signs of shortage, and a cgroup limit causes them.
     elsewhere: bool,
-    /// Evicted pages of files return, for any cause.
+    /// Evicted file pages are being read back, whatever the cause.
     files_refaulting: bool,
-    /// Page cache in expected available memory.
+    /// Page cache that is included in the expected available memory.
     cache_bytes: u64,
 }
 
@@ -217,26 +220,27 @@ impl Signs {
     }
 }
 
-/// Sizes of available memory that are limits of rules.
+/// Amounts of available memory that the rules use as limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Marks {
-    /// Rule 1: headroom, which absorbs a burst until more memory is online.
+    /// Rule 1: the headroom, which absorbs a burst until more memory is online.
     rest_bytes: u64,
-    /// Rule 2: headroom, and the memory that the guest fills at its present rate.
+    /// Rule 2: the headroom plus the memory that the guest will fill at its present rate.
     low_bytes: u64,
-    /// Rule 3: target of a grow.
+    /// Rule 3: the target of a grow.
     aim_bytes: u64,
-    /// Rule 8: target of a shrink.
+    /// Rule 8: the target of a shrink.
     keep_bytes: u64,
-    /// Rule 8: limit of a surplus.
+    /// Rule 8: the limit above which there is surplus.
     high_bytes: u64,
-    /// Rule 5: limit below which signs of shortage count for the guest.
+    /// Rule 5: the limit below which signs of shortage are attributed to the guest instead of a
+    /// cgroup.
     tight_bytes: u64,
-    /// Rule 12: limit of fast reports.
+    /// Rule 12: the limit below which the agent reports fast.
     watch_bytes: u64,
 }
 
-/// Input of the marks.
+/// Values from which the limits are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Needs {
     total_bytes: u64,
@@ -244,7 +248,7 @@ struct Needs {
     used_bytes: u64,
     swapped_bytes: u64,
     fill_bytes_per_s: u64,
-    /// Highest fill rate over the patience.
+    /// Highest fill rate during the patience.
     filled_bytes_per_s: u64,
     reaction_ms: u64,
     is_at_rest: bool,
@@ -255,9 +259,9 @@ impl Marks {
         let total_bytes = needs.total_bytes;
         let rest_bytes =
             Self::rest_bytes(params, total_bytes, needs.kswapd_bytes, needs.reaction_ms);
-        // A burst may look faster than any rate that lasts, and plugging in vain costs the guest
-        // time twice. The target of a grow has two of these amounts, so each is at most half of the
-        // guest's memory.
+        // A burst may look faster than any lasting rate, and unneeded memory costs the guest time
+        // when it is plugged and again when it is unplugged. The target of a grow contains this
+        // amount twice, so the amount is limited to half of the guest's memory.
         let horizon_ms = params.horizon_ms.max(needs.reaction_ms.saturating_mul(2));
         let ahead = |rate| scale(rate, horizon_ms, 1000).min(total_bytes / 2);
         let fill_bytes = ahead(needs.fill_bytes_per_s);
@@ -267,10 +271,10 @@ impl Marks {
         let keep_bytes =
             if needs.is_at_rest { slack_bytes } else { slack_bytes.saturating_mul(ACTIVE_SLACKS) };
         let with = |bytes: u64| low_bytes.saturating_add(bytes);
-        // At most the guest's memory, because the size of swapped memory does not show how much of
-        // it returns at once.
+        // Limited to the guest's memory, because the size of the swapped memory does not show how
+        // much of it the guest needs at the same time.
         let swapped_bytes = needs.swapped_bytes.min(total_bytes);
-        // The demand of a guest that has filled fast and is at rest may be periodic.
+        // If a guest has filled memory fast and is now idle, its demand may be periodic.
         let kept = |bytes: u64| {
             let low_bytes = rest_bytes.saturating_add(ahead(needs.filled_bytes_per_s));
             low_bytes.saturating_add(bytes).saturating_add(swapped_bytes)
@@ -298,8 +302,9 @@ impl Marks {
         rest_bytes.saturating_add(total_bytes / 4)
     }
 
-    /// Marks for a guest in which the limit of a cgroup causes signs of shortage. A surplus begins
-    /// and ends above `tight_bytes`, because below it the signs would count for the guest.
+    /// Returns the limits for a guest in which a cgroup limit causes the signs of shortage. Both
+    /// limits of a surplus are above `tight_bytes`, because below it the signs would be attributed
+    /// to the guest.
     fn beside_want(&self, signs: &Signs) -> Self {
         let half_slack_bytes = self.high_bytes - self.keep_bytes;
         let cache_bytes = if signs.files_refaulting { signs.cache_bytes } else { 0 };
@@ -309,7 +314,7 @@ impl Marks {
     }
 }
 
-/// Rules 1 to 7: returns the reason and the missing memory, if the guest is short.
+/// Rules 1 to 7: returns the reason and the missing amount if the guest is short of memory.
 fn shortage(
     params: &Params,
     marks: &Marks,
@@ -318,7 +323,7 @@ fn shortage(
     coming_bytes: u64,
     input: Input<'_>,
 ) -> Option<(Reason, u64)> {
-    // Page cache that tasks wait for is filled as fast as evicted pages return.
+    // Page cache for which tasks wait is filled at the rate at which evicted pages are read back.
     let missed_bytes = if signs.misses_files {
         scale(rates.file_refault_bytes_per_s, params.horizon_ms, 1000)
             .min(input.report.memory().cached_bytes)
@@ -331,7 +336,7 @@ fn shortage(
             if coming_bytes < marks.rest_bytes { Reason::LowAvailable } else { Reason::Filling };
         return Some((reason, need_bytes));
     }
-    // The signs below are from the past, and memory on its way answers them already.
+    // The signs below are from the past. Memory has already been requested for them.
     if input.host.outstanding_grow_bytes() > 0 {
         return None;
     }
@@ -348,18 +353,19 @@ fn shortage(
 }
 
 impl State {
-    /// Returns true if the passing of time alone does not change decisions any more. If reports
-    /// have been the same for 5 s and stay so, the next decision is then final. Each new field
-    /// needs a check here.
+    /// Returns true if time alone no longer changes decisions. If reports have been the same for 5
+    /// s, the next decision is then final until a report changes. Each new field needs a check
+    /// here.
     pub(super) fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
         let State {
-            // Decisions look back at these for less than 5 s, or only at events that do not happen
-            // at rest.
+            // Decisions use less than 5 s of these fields' past, or only events that do not occur
+            // in an idle guest.
             history: _,
             boot_memory: _,
             onlining: _,
             grown: _,
-            // The rate falls to zero within a second; caches count again 10 s after a stall.
+            // The rate falls to zero within a second. Caches count as free memory again 10 s after
+            // a stall.
             kernel_growth,
             asked: _,
             coming_ms: _,
@@ -382,9 +388,9 @@ impl State {
             && swapped.is_settled(now)
     }
 
-    /// Rule 6: returns true if more memory would keep the page cache that returns. If plenty of
-    /// memory besides page cache is available, the limit of a cgroup evicts it. Grows in a row that
-    /// do not help have the same meaning.
+    /// Rule 6: returns true if more memory would prevent the eviction of page cache. If plenty of
+    /// memory besides page cache is available, a cgroup limit causes the eviction. The same is
+    /// assumed after several consecutive grows that did not help.
     fn files_count(&self, params: &Params, bare_bytes: u64, report: &Report, now: TimeMs) -> bool {
         let total_bytes = report.memory().total_bytes;
         let reaction_ms = NOTICE_MS + self.plug_time.ms();
@@ -394,7 +400,7 @@ impl State {
     }
 
     /// Rule 4: records the last grow if it was carried out. If a dry run, a pause, a bound or a
-    /// lack of memory prevented it, nothing is learned, and the next grow starts a new streak.
+    /// lack of memory prevented it, nothing is recorded, and the next grow starts a new streak.
     fn learn_grow(&mut self, params: &Params, host: &HostView) {
         let Some(asked) = self.asked.take() else { return };
         if host.requested_bytes() <= asked.requested_bytes {
@@ -409,8 +415,8 @@ impl State {
         }
     }
 
-    /// Rule 4: returns the next grow, with the number of grows before it in close succession. Each
-    /// of them doubles the smallest step.
+    /// Rule 4: returns the next grow, with the number of grows that preceded it in close
+    /// succession. Each of those grows doubles the smallest step.
     fn next_step(&self, params: &Params, now: TimeMs) -> Grown {
         let streak = match self.grown {
             Some(grown) if now.since(grown.at) < SAME_GROW_MS => grown.streak,
@@ -446,7 +452,7 @@ impl State {
         Marks::new(params, needs)
     }
 
-    /// Rules 8 and 10: returns the memory that was idle for long enough, without the memory to keep
+    /// Rules 8 and 10: returns the memory that was idle for long enough, minus the memory to keep
     /// and the memory that the guest has refused to return.
     fn surplus(
         &mut self,
@@ -465,14 +471,14 @@ impl State {
         if filling {
             self.active_at = now;
         }
-        // Page cache in use is not surplus, although it is available.
+        // Page cache that is in use is available, but it is not surplus.
         let memory = input.report.memory();
         let idle_bytes = nodes::idle_bytes(input.report, params.idle_ms).unwrap_or(u64::MAX);
         let touched_bytes =
             memory.available_bytes.saturating_sub(idle_bytes.max(memory.free_bytes));
         let spare_bytes = coming_bytes.saturating_sub(touched_bytes);
-        // Memory that was not online for that time is not surplus either, because tasks that wait
-        // for it may fill it as it arrives.
+        // Memory that was not online for the whole period is not surplus either, because tasks that
+        // wait for it may fill it as soon as it arrives.
         let requested_bytes = input.host.requested_bytes();
         let online_bytes = self.boot_memory.online_bytes(memory.total_bytes, input.host);
         let on_way_bytes =

@@ -1,4 +1,4 @@
-//! Values of single nodes in reports.
+//! Values of individual nodes in a report.
 
 use std::collections::BTreeMap;
 
@@ -6,12 +6,13 @@ use foreshore_proto::{Report, ZoneKind};
 
 use crate::units::PAGE_BYTES;
 
-/// A node is short if every other one has more than this multiple of its free memory.
+/// A node is short if every other node has more free memory than this multiple of the node's free
+/// memory.
 const SHORT_FACTOR: u64 = 2;
 
-/// Returns the node of DRAM with the least free memory above kswapd's watermarks, if every other
-/// one has more than twice as much. Nodes with only movable memory are PM, which fills last and has
-/// no CPUs.
+/// Returns the DRAM node with the least free memory above kswapd's watermarks, if every other DRAM
+/// node has more than twice as much. Nodes that have only movable memory are PM. They are ignored,
+/// because Linux fills PM last and PM has no CPUs.
 pub(super) fn shortest(report: &Report) -> Option<u32> {
     let mut free: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
     for zone in report.zones().iter().filter(|zone| zone.managed_pages > 0) {
@@ -31,7 +32,7 @@ pub(super) fn shortest(report: &Report) -> Option<u32> {
     }
 }
 
-/// Returns the memory that was idle for `span_ms`, if every node reports it.
+/// Returns the memory that was idle for `span_ms`. Returns `None` if any node does not report it.
 pub(super) fn idle_bytes(report: &Report, span_ms: u64) -> Option<u64> {
     let mut nodes: Vec<u32> =
         report.zones().iter().filter(|zone| zone.managed_pages > 0).map(|zone| zone.node).collect();
@@ -44,7 +45,7 @@ pub(super) fn idle_bytes(report: &Report, span_ms: u64) -> Option<u64> {
     })
 }
 
-/// Sum of kswapd's high watermarks.
+/// Sum of kswapd's high watermarks over all zones.
 pub(super) fn kswapd_bytes(report: &Report) -> u64 {
     report
         .zones()

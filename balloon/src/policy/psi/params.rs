@@ -1,4 +1,4 @@
-//! Parameters of `psi`, with their bounds.
+//! Parameters of `psi` and their bounds.
 
 use crate::MIB;
 use crate::params::params;

@@ -1,4 +1,4 @@
-//! Rules 1 to 5: grows of a short guest.
+//! Rules 1 to 5: grows of a guest that is short of memory.
 
 use super::*;
 
@@ -14,7 +14,8 @@ fn rule_1_guest_with_headroom_is_left_alone() {
 #[test]
 fn rule_1_available_memory_below_headroom_grows() {
     let mut rig = Rig::new();
-    // 256 MiB/s for 0.3 s would be more than an eighth of 352 MiB, which is 44.
+    // The headroom is an eighth of 352 MiB, which is 44 MiB, because 256 MiB/s for 0.3 s would be
+    // more.
     assert_eq!(rig.report(1000, 44).want_bytes, None);
     let decision = rig.report(3000, 43);
     assert_eq!(decision.reason, Reason::LowAvailable);
@@ -51,13 +52,13 @@ fn rule_1_plug_time_is_learned() {
     rig.plug(16);
     rig.report(50, 59);
     assert_eq!(rig.state.plug_time.ms(), 650, "a slower one counts at once");
-    // Another grow, which is online before the next report a second later.
+    // Another grow is requested. It is online when the next report arrives one second later.
     rig.report(3000, 40);
     rig.host.zones[1].requested_bytes = 32 * MIB;
     rig.plug(32);
     rig.report(1000, 56);
     assert_eq!(rig.state.plug_time.ms(), 500, "a faster one by a quarter: 650 - (650 - 50) / 4");
-    // A grow that is not carried out. Later changes by a client teach nothing.
+    // This grow is not carried out. Later changes by a client do not affect the plug time.
     rig.report(3000, 40);
     rig.report(5000, 40);
     assert_eq!(rig.state.plug_time.ms(), 500);
@@ -68,7 +69,7 @@ fn rule_2_fast_filling_guest_grows_before_it_is_short() {
     let mut rig = Rig::new();
     rig.report(1000, 200);
     assert_eq!(rig.report(100, 199).reason, Reason::Enough, "a megabyte is noise");
-    // 100 MiB/s for 1.5 s are 150 MiB, and the headroom is 44 MiB.
+    // At 100 MiB/s, 1.5 s of fill are 150 MiB. The headroom is 44 MiB.
     let decision = rig.report(100, 189);
     assert_eq!(decision.reason, Reason::Filling);
     let want = want_mib(decision).expect("grows");
@@ -120,12 +121,11 @@ fn rule_2_plugged_memory_that_guest_reserves_is_no_fill() {
     let mut rig = Rig::new();
     rig.report(1000, 280);
     rig.plug(128);
-    // 26 of 128 MiB went to page descriptors and reserves.
+    // 26 of 128 MiB were used for page descriptors and reserves.
     assert_eq!(rig.report(100, 382).reason, Reason::Enough);
 }
 
-/// Ratios of the reserve are whole numbers, so the reserve may double while plugged DRAM is
-/// removed.
+/// Ratios of the reserve are whole numbers, so the reserve may double when plugged DRAM is removed.
 #[test]
 fn rule_2_growth_of_reserve_is_no_fill() {
     let reason = |protected_mib: u64| {
@@ -138,9 +138,9 @@ fn rule_2_growth_of_reserve_is_no_fill() {
     assert_eq!((reason(70), reason(0)), (Reason::Enough, Reason::Filling));
 }
 
-/// A block is in the total but not available, and the report before is a second old, so the block
-/// may have been filled. If it was, the guest cannot wait another second. If it was not, the guest
-/// gets memory once that it returns later.
+/// A block is in the total but not available, and the previous report is one second old. The block
+/// may have been filled since. If it was, the guest cannot wait another second. If it was not, the
+/// guest grows once too often and returns the memory later.
 #[test]
 fn rule_2_block_halfway_online_in_slow_report_counts_as_filled() {
     for is_filled in [false, true] {
@@ -151,8 +151,8 @@ fn rule_2_block_halfway_online_in_slow_report_counts_as_filled() {
         rig.plug(128);
         let decision = rig.report(1000, 150);
         assert_eq!(decision.reason, Reason::Filling);
-        // A quarter of 128 MiB stays in the guest, which leaves 96 MiB/s. The headroom is 60 MiB,
-        // and the smallest margin 16.
+        // A quarter of 128 MiB is not counted as fill, which leaves a rate of 96 MiB/s. The
+        // headroom is 60 MiB, and the smallest margin is 16 MiB.
         assert_eq!(want_mib(decision), Some(128 + 60 + 2 * 144 + 16 - 150));
         rig.host.zones[1].requested_bytes = decision.want_bytes.expect("grows");
         let available_mib = if is_filled { 150 } else { 150 + 102 };
@@ -176,14 +176,14 @@ fn rule_3_memory_on_its_way_counts_as_available() {
     for _ in 0..5 {
         assert_eq!(rig.report(50, 40).want_bytes, None, "already requested");
     }
-    // With half of it online, the sum is the same.
+    // When half of the memory is online, the sum is the same.
     rig.host.zones[1].plugged_bytes = want;
     rig.raw.memory.total_bytes += want / 2;
     assert_eq!(rig.report(50, 40 + want / 2 / MIB).want_bytes, None);
 }
 
-/// A guest that has filled slowly and is below its headroom, with 128 MiB on their way. Its total
-/// includes `online_mib` of them, and none of them is available yet.
+/// Guest that has filled slowly and is below its headroom, and for which 128 MiB have been
+/// requested. Its total includes `online_mib` of them, and none of them is available yet.
 fn short_with_a_block_onlining(online_mib: u64) -> Rig {
     let mut rig = Rig::new();
     rig.report(1000, 45);
@@ -208,8 +208,8 @@ fn rule_3_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
                 "{online_mib} MiB"
             );
         }
-        // 26 of 128 MiB were used for page descriptors and reserves, which does not count as a fill
-        // later either.
+        // 26 of 128 MiB were used for page descriptors and reserves. They do not count as fill in
+        // later reports either.
         rig.plug(128);
         for _ in 0..40 {
             assert_eq!(rig.report(50, 43 + 102).want_bytes, None);
@@ -225,14 +225,14 @@ fn rule_3_filled_block_is_missing_two_fast_reports_later() {
     let decision = rig.report(50, 43);
     assert!(decision.pressure);
     assert!(decision.want_bytes > Some(128 * MIB));
-    // A block that has been available and is filled is missing at once.
+    // If a block was available and has been filled, more memory is requested immediately.
     let mut rig = short_with_a_block_onlining(128);
     assert_eq!(rig.report(50, 43 + 128).want_bytes, None);
     assert!(rig.report(50, 43).pressure);
-    // If more than the block is missing, the guest grows at once as well.
+    // If more memory than the block is missing, the guest also grows immediately.
     let mut rig = short_with_a_block_onlining(128);
     assert!(rig.report(50, 3).pressure);
-    // Late reports show the missing memory at once.
+    // After a late report, the missing memory is requested immediately.
     for ms in [301, 1_000] {
         assert!(short_with_a_block_onlining(128).report(ms, 43).pressure, "{ms} ms");
     }
@@ -249,7 +249,7 @@ fn rule_3_memory_to_be_removed_does_not_count_as_available() {
         rig.report(1000, 200);
     }
     rig.host.zones[1].requested_bytes = 256 * MIB;
-    // 200 MiB are available, and 256 MiB have to go.
+    // 200 MiB are available, and the guest has to unplug 256 MiB.
     let decision = rig.report(50, 200);
     assert_eq!(decision.reason, Reason::LowAvailable);
     assert!(decision.want_bytes > Some(256 * MIB));
@@ -264,7 +264,8 @@ fn rule_3_memory_about_to_leave_is_neither_fill_nor_missing_twice() {
     for _ in 0..3 {
         rig.report(1000, 400);
     }
-    // 128 MiB are requested back. Linux removes them from free memory, and then from the total.
+    // The guest has to unplug 128 MiB. Linux removes them first from free memory, then from the
+    // total.
     rig.host.zones[1].requested_bytes = 384 * MIB;
     for available in [400, 350, 272, 272] {
         let decision = rig.report(50, available);
@@ -301,7 +302,7 @@ fn rule_3_growth_of_reserve_is_not_memory_about_to_leave() {
         for _ in 0..5 {
             rig.report(1000, 300);
         }
-        // 128 MiB have to go. Meanwhile the available memory falls by 100 MiB.
+        // The guest has to unplug 128 MiB. Meanwhile, the available memory falls by 100 MiB.
         rig.host.zones[1].requested_bytes = 384 * MIB;
         rig.raw.zones[0].protected_pages = Some(protected_mib * MIB / PAGE_BYTES);
         rig.report(1000, 200).pressure
@@ -319,12 +320,13 @@ fn rule_3_dram_that_becomes_reserve_does_not_count() {
         rig.host.zones[0].requested_bytes = requested_mib * MIB;
         rig.report(1000, 20).reason
     };
-    // The headroom is 42 MiB. All of 40 MiB of DRAM are reserved, and 20 of 80 MiB.
+    // The headroom is 42 MiB. With 40 MiB of DRAM, all of it is reserved. With 80 MiB, only 20 MiB
+    // are reserved.
     assert_eq!((reason(40, true), reason(80, true)), (Reason::LowAvailable, Reason::Enough));
     assert_eq!(reason(40, false), Reason::Enough);
 }
 
-/// DRAM that is online and reserved for the kernel never becomes available.
+/// DRAM that is online but reserved for the kernel never becomes available.
 #[test]
 fn rule_3_dram_in_reserve_is_not_onlining() {
     let is_short = |protected_mib: u64| {
@@ -347,7 +349,8 @@ fn rule_4_grows_in_close_succession_double() {
     let mut steps = Vec::new();
     let mut requested = 0;
     for _ in 0..5 {
-        // Available memory stays the same after each grow, because the guest fills it.
+        // The available memory does not change after a grow, because the guest fills the new
+        // memory.
         rig.raw.memory.total_bytes = 352 * MIB + requested;
         let want = rig.report(1000, 30).want_bytes.expect("grows");
         steps.push((want - requested) / MIB);
@@ -375,7 +378,7 @@ fn rule_4_grow_after_a_pause_is_small_again() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
     rig.report(1000, 46);
-    // Only 2 MiB of each grow arrive, which make no difference.
+    // Only 2 MiB of each grow arrive, which is too little to matter.
     let mut mib = 0;
     let mut more_mib = |rig: &mut Rig, ms, available_mib| {
         let more = want_mib(rig.report(ms, available_mib)).map(|want| want - mib);
@@ -399,7 +402,7 @@ fn rule_5_swapping_grows_if_little_memory_is_available() {
     rig.params.horizon_ms = 0;
     rig.report(1000, 131);
     rig.swapped_out();
-    // The headroom and a quarter of 352 MiB are 132 MiB.
+    // The headroom and a quarter of 352 MiB are 132 MiB in total.
     let decision = rig.report(1000, 131);
     assert_eq!(decision.reason, Reason::Swapping);
     assert_eq!(want_mib(decision), Some(80), "twice the swapped memory");
@@ -418,12 +421,12 @@ fn rule_5_swapping_with_plenty_available_is_a_cgroup_limit() {
 fn rule_5_memory_that_a_cgroup_limit_swaps_out_is_neither_fill_nor_shortage() {
     let mut rig = Rig::new();
     rig.report(1000, 120);
-    // More than 1 MiB is swapped out in every period, and no pages are scanned.
+    // More than 1 MiB is swapped out in every period, but no pages are scanned.
     for _ in 0..4 {
         rig.counters().pswpout += 10_240;
         assert_eq!(rig.report(1000, 120).want_bytes, None);
     }
-    // Swapped pages count for the guest up to the number of scanned pages.
+    // Swapped pages are attributed to the guest up to the number of scanned pages.
     let grows_by_mib = |looked_at| {
         let mut rig = Rig::new();
         rig.report(1000, 120);
@@ -456,7 +459,7 @@ fn rule_5_signs_before_a_grow_do_not_count_again() {
     assert_eq!(rig.report(50, 100).want_bytes, None, "pending");
     rig.plug(16);
     for _ in 0..10 {
-        // The guest is still below the limit: the headroom and a quarter of 368 MiB are 138 MiB.
+        // The guest is still below the limit. The headroom and a quarter of 368 MiB are 138 MiB.
         assert_eq!(rig.report(100, 116).want_bytes, None, "has come");
     }
     rig.stall().some_us += 500_000;

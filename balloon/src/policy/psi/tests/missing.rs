@@ -1,4 +1,4 @@
-//! Rules 6 and 7, and pages that a cgroup misses at its own limit.
+//! Rules 6 and 7, and evictions that a cgroup's own limit causes.
 
 use super::*;
 
@@ -25,15 +25,15 @@ fn rule_6_grow_includes_page_cache_that_returns_during_plugging() {
         want_mib(rig.report(1000, 250))
     };
     assert_eq!(want_after(2_047, 130), None, "under 8 MiB/s");
-    // 120 MiB are left, which is enough, but less than the headroom and a quarter, which are 132
-    // MiB.
+    // 120 MiB are left. This is above the headroom, but below the limit for signs of shortage: the
+    // headroom plus a quarter of memory, which is 132 MiB.
     assert_eq!(want_after(2_048, 130), Some(32), "12 MiB in 1.5 s");
     assert_eq!(want_after(12_800, 130), Some(75));
     assert_eq!(want_after(25_600, 130), Some(130), "at most as much again as is cached");
     assert_eq!(want_after(25_600, 118), None, "132 are left: it is not the guest that evicts");
 }
 
-/// Reports with `cached_mib` of available page cache for which tasks have waited.
+/// Reports `cached_mib` of available page cache, for which tasks have waited.
 fn missed(rig: &mut Rig, cached_mib: u64) -> Decision {
     rig.raw.memory.cached_bytes = cached_mib * MIB;
     rig.counters().workingset_refault_file += 100_000;
@@ -51,7 +51,7 @@ fn rule_6_missed_page_cache_counts_as_used_until_forgotten() {
         assert_eq!(rig.report(1000, 250).reason, Reason::LowAvailable);
     }
     assert_eq!(rig.report(1000, 250).reason, Reason::Enough, "after five minutes");
-    // It is missed again, so it is remembered for twice as long.
+    // The page cache is missed again, so it counts as needed for twice as long.
     missed(&mut rig, 220);
     assert_eq!(rig.report(599_000, 250).reason, Reason::LowAvailable);
     assert_eq!(rig.report(1_000, 250).reason, Reason::Enough);
@@ -69,7 +69,7 @@ fn rule_6_missed_anonymous_memory_makes_no_page_cache_needed() {
     assert_eq!(rig.report(1000, 131).reason, Reason::Enough, "100 of 131 would be too little");
 }
 
-/// A guest with 10 GiB of PM online and mostly free, in which a cgroup of a few hundred MiB exceeds
+/// Guest with 10 GiB of PM online and mostly free, in which a cgroup of a few hundred MiB exceeds
 /// its limit.
 fn beside_plenty(pages: impl Fn(&mut Counters)) {
     let mut rig = Rig::new();
@@ -85,7 +85,7 @@ fn beside_plenty(pages: impl Fn(&mut Counters)) {
         shrunk += u32::from(decision.reason == Reason::Surplus);
     }
     assert!(shrunk > 50, "it keeps shrinking: {shrunk}");
-    // The guest shrinks only while the signs do not count for it.
+    // The guest shrinks only while the signs are not attributed to it.
     let mut total_mib = 10 << 10;
     for _ in 0..60 {
         pages(rig.counters());
@@ -117,8 +117,8 @@ fn rule_6_cgroup_that_misses_page_cache_neither_grows_guest_nor_prevents_shrink(
     beside_plenty(|counters| counters.workingset_refault_file += 20_000);
 }
 
-/// Number of grows of a guest full of page cache. After each grow, `pages` of it return a second
-/// later.
+/// Number of grows of a guest that is full of page cache. One second after each grow, `pages`
+/// evicted pages are read back.
 fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
     let mut rig = Rig::new();
     rig.host.zones[1].max_bytes = 1 << 40;
@@ -136,7 +136,7 @@ fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
             rig.plug(want);
             plugged_mib = want;
             rig.raw.memory.cached_bytes = (200 + want) * MIB;
-            // Reports from after the memory has arrived.
+            // These reports are made after the memory has arrived.
             rig.report(3000, 250 + plugged_mib);
         }
     }
@@ -175,13 +175,13 @@ fn rule_7_swapped_memory_counts_as_need_until_it_is_cold() {
     let mut rig = Rig::new();
     rig.raw.memory.swap_total_bytes = 1024 * MIB;
     rig.raw.memory.swap_free_bytes = 904 * MIB;
-    // The first report of a guest that has swapped before.
+    // First report of a guest that has swapped before.
     assert_eq!(want_mib(rig.report(1000, 43)), Some(60 + 120 - 43));
     rig.plug(512);
     rig.raw.memory.swap_free_bytes = 904 * MIB;
     let mut warm = rig.clone();
-    // With 60 MiB swapped in, there is surplus beyond the swapped memory that may return. A minute
-    // later, that memory is surplus as well.
+    // After 60 MiB were swapped in, there is surplus beyond the memory that is still swapped out. A
+    // minute later, that memory is surplus too.
     let left_after = |rig: &mut Rig, ms| {
         rig.report(ms, 430).want_bytes.map(|want| (want + 430 * MIB) / MIB - 512)
     };

@@ -1,4 +1,4 @@
-//! Rules of docs/reference/policies.md, one by one.
+//! Tests of the rules in docs/reference/policies.md, one by one.
 
 mod growing;
 mod missing;
@@ -11,7 +11,7 @@ use crate::HostView;
 use crate::units::PAGE_BYTES;
 use crate::{MIB, Tier, ZoneSizes};
 
-/// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to plug, under `psi`.
+/// Guest of 384 MiB under `psi`, with 128 MiB of DRAM and 1 GiB of PM that can be plugged.
 #[derive(Clone)]
 struct Rig {
     params: Params,
@@ -25,7 +25,7 @@ impl Rig {
         let zone = |id, tier, max_mib| ZoneSizes::empty(id, tier, max_mib * MIB);
         let total_bytes = 352 * MIB;
         Rig {
-            // Rules 8 and 9 use multiples of this time, so it is short.
+            // Rules 8 and 9 use multiples of this time, so the tests use a short one.
             params: Params { idle_ms: 3_000, ..Params::default() },
             state: State::default(),
             host: HostView {
@@ -53,9 +53,9 @@ impl Rig {
         }
     }
 
-    /// A guest of 340 MiB with a ZONE_MOVABLE of 40 MiB, and `dram_mib` of plugged DRAM. Its
-    /// reserve for the kernel is 39 to 43 MiB, or more because ratios of the reserve are whole
-    /// numbers.
+    /// Guest of 340 MiB with a ZONE_MOVABLE of 40 MiB, and `dram_mib` of plugged DRAM. Its reserve
+    /// for the kernel is at least 39 to 43 MiB. It may be larger, because ratios of the reserve are
+    /// whole numbers.
     fn with_dram(dram_mib: u64) -> Self {
         let mut rig = Self::new();
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
@@ -70,7 +70,7 @@ impl Rig {
         rig
     }
 
-    /// Sets the available memory, and reports `ms` after the report before.
+    /// Sets the available memory, and sends a report `ms` after the previous one.
     fn report(&mut self, ms: u64, available_mib: u64) -> Decision {
         self.raw.seq += 1;
         self.raw.monotonic_ms += ms;
@@ -83,7 +83,7 @@ impl Rig {
         decision
     }
 
-    /// Plugs `mib` of PM, all of it online and available.
+    /// Plugs `mib` of PM. All of it is online and available.
     fn plug(&mut self, mib: u64) {
         self.host.zones[1].requested_bytes = mib * MIB;
         self.host.zones[1].plugged_bytes = mib * MIB;
@@ -94,7 +94,7 @@ impl Rig {
         &mut self.raw.counters
     }
 
-    /// 40 MiB swapped out by kswapd, which scans pages before it swaps them.
+    /// Counts 40 MiB as swapped out by kswapd, which scans pages before it swaps them.
     fn swapped_out(&mut self) {
         let counters = self.counters();
         (counters.pswpout, counters.pgscan_kswapd) = (10_240, 10_240);
@@ -159,7 +159,7 @@ fn rule_11_guest_at_rest_holds_at_most_a_tenth_above_need() {
 #[test]
 fn rule_12_reports_are_fast_before_guest_is_short() {
     let mut rig = Rig::new();
-    // The headroom of 44 MiB, and a quarter of the smallest margin.
+    // Sum of the headroom of 44 MiB and a quarter of the smallest margin.
     assert_eq!(rig.report(1000, 280).watermark_bytes, (44 + 4) * MIB);
 }
 
@@ -209,7 +209,7 @@ fn first_totals_of_agent_after_balloon_statistics_are_no_signs() {
         rig.stall().some_us += 150_000;
         rig.report(1000, 250);
     }
-    // Totals since the guest booted, days ago.
+    // These totals count from the guest's boot, which was days ago.
     rig.raw.zones[0].kind = ZoneKind::Dma32;
     rig.stall().some_us = 3_600_000_000;
     rig.counters().workingset_refault_file = 1 << 30;
@@ -217,7 +217,7 @@ fn first_totals_of_agent_after_balloon_statistics_are_no_signs() {
     for _ in 0..3 {
         assert_eq!(rig.report(1000, 250).reason, Reason::Enough);
     }
-    // Statistics again: their lower totals are not compared either.
+    // Balloon statistics arrive again. Their lower totals are not compared either.
     rig.raw.zones[0].kind = ZoneKind::Normal;
     (rig.counters().workingset_refault_file, rig.counters().workingset_refault_anon) = (0, 0);
     assert_eq!(rig.report(1000, 250).reason, Reason::Enough);
@@ -229,7 +229,7 @@ fn first_totals_of_agent_after_balloon_statistics_are_no_signs() {
         Reason::Enough,
         "waiting alone is insignificant with plenty of memory"
     );
-    // Changes from now on count.
+    // Changes are counted from now on.
     rig.counters().workingset_refault_file += 20_000;
     rig.stall().some_us += 500_000;
     assert_eq!(rig.report(1000, 250).reason, Reason::Thrashing);
@@ -246,7 +246,7 @@ fn parameters_out_of_range_are_named_with_their_bounds() {
     assert!(wrong.validate().expect_err("none").to_string().starts_with("watermark-scale is 0,"));
 }
 
-/// The end of a stall's time changes the room of the kernel.
+/// When a stall no longer counts, the memory available to the kernel changes.
 #[test]
 fn rule_13_stall_of_kernel_allocation_is_not_settled_until_forgotten() {
     let mut rig = Rig::new();

@@ -12,7 +12,7 @@ fn rule_8_surplus_is_returned_after_it_was_idle() {
         if let Some(want) = decision.want_bytes {
             assert_eq!(decision.reason, Reason::Surplus);
             assert!(!decision.pressure);
-            // The headroom is 76.8 MiB, and a margin of 16 MiB stays.
+            // The headroom is 76.8 MiB, and a margin of 16 MiB is kept.
             assert_eq!(want.div_ceil(MIB), 512 - 500 + 93);
             shrunk_after = Some(second);
             break;
@@ -40,7 +40,7 @@ fn rule_8_nothing_is_returned_while_guest_fills_or_waits() {
     let mut rig = Rig::new();
     rig.plug(512);
     rig.report(1000, 250);
-    // The headroom and a quarter of 864 MiB are 292 MiB.
+    // The headroom and a quarter of 864 MiB are 292 MiB in total.
     for _ in 0..10 {
         rig.stall().some_us += 200_000;
         assert_eq!(rig.report(1000, 250).reason, Reason::Stalled);
@@ -49,7 +49,7 @@ fn rule_8_nothing_is_returned_while_guest_fills_or_waits() {
     rig.plug(512);
     rig.report(1000, 700);
     for available in (600..700).rev().step_by(10) {
-        // 40 MiB/s are 60 MiB in 1.5 s, more than a quarter of the headroom.
+        // At 40 MiB/s, 1.5 s of fill are 60 MiB, which is more than a quarter of the headroom.
         assert_eq!(rig.report(250, available).want_bytes, None);
     }
 }
@@ -61,13 +61,13 @@ fn rule_8_surplus_begins_half_a_margin_above_size_after_shrink() {
         rig.plug(512);
         (0..5).find_map(|_| rig.report(1000, available).want_bytes)
     };
-    // The headroom is 76.8 MiB. A margin is 31 thousandths of it and of the used memory, 864 - 103
-    // MiB: 26 MiB.
+    // The headroom is 76.8 MiB. The margin is 31 thousandths of the headroom and the used memory
+    // (864 - 103 MiB), which is 26 MiB.
     assert_eq!(surplus(115), None);
     assert_eq!(surplus(117).map(|want| (512 * MIB - want) / MIB), Some(14));
 }
 
-/// A guest with almost no available memory waits for longer than `idle` for memory on its way.
+/// A guest with almost no available memory waits for requested memory for longer than `idle`.
 #[test]
 fn rule_8_memory_that_is_not_available_yet_is_no_surplus() {
     let mut rig = Rig::new();
@@ -77,7 +77,7 @@ fn rule_8_memory_that_is_not_available_yet_is_no_surplus() {
     }
     rig.plug(512);
     assert_eq!(want_mib(rig.report(50, 10)), None, "waiting tasks may have filled it");
-    // It is free, but was not idle while it was on its way.
+    // The memory is free, but it was not idle before it arrived.
     assert_eq!(want_mib(rig.report(50, 522)), None);
     assert_eq!(want_mib(rig.report(2_950, 522)), None);
     assert_eq!(rig.report(1, 522).reason, Reason::Surplus, "3,001 ms after it was not there");
@@ -110,8 +110,8 @@ fn rule_8_guest_that_has_filled_fast_keeps_memory_for_another_fill() {
     assert_eq!(keep_bytes(100) - keep_bytes(0), 150 * MIB);
 }
 
-/// With a ratio of 2, 50 of 100 MiB are reserved. Below 84 MiB the ratio is 1 and all is reserved,
-/// so removing the 17th MiB enlarges the reserve by 42 MiB.
+/// With a ratio of 2, 50 of 100 MiB are reserved. Below 84 MiB, the ratio is 1 and all DRAM is
+/// reserved. Removing the 17th MiB therefore enlarges the reserve by 42 MiB.
 #[test]
 fn rule_8_dram_stays_if_its_removal_enlarges_reserve_by_more() {
     let want_mib = |available_mib: u64, reports_reserve: bool| {
@@ -121,7 +121,7 @@ fn rule_8_dram_stays_if_its_removal_enlarges_reserve_by_more() {
         }
         (0..5).find_map(|_| want_mib(rig.report(1000, available_mib)))
     };
-    // The headroom is 50 MiB, and a margin of 16 MiB stays.
+    // The headroom is 50 MiB, and a margin of 16 MiB is kept.
     assert_eq!((want_mib(85, true), want_mib(85, false)), (Some(44), Some(41)));
     assert_eq!(want_mib(140, true), Some(0), "the reserve is 40 MiB without added DRAM");
 }
@@ -205,7 +205,7 @@ fn rule_9_patience_doubles_at_least() {
     let (params, mut rig) = (Params::default(), Rig::new());
     let mut steps = Vec::new();
     for round in 1..6u64 {
-        // Memory is removed and added again within a second.
+        // Memory is removed, and added again within a second.
         let now = TimeMs(100_000 + round * 1_000);
         rig.plug(64);
         patience.learn(&rig.host, now);
@@ -214,7 +214,7 @@ fn rule_9_patience_doubles_at_least() {
         patience.grown(&params, now);
         steps.push(patience.ms(&params));
     }
-    // Before the first grow, more time has passed than the upper limit.
+    // The time before the first grow is longer than the upper limit.
     assert_eq!(steps, [30_000; 5]);
     let mut patience = Patience::default();
     patience.grown(&params, TimeMs(1_000));
@@ -226,7 +226,7 @@ fn rule_9_patience_doubles_at_least() {
     assert_eq!(patience.ms(&params), 20_000);
 }
 
-/// Requests `mib` of PM. The guest returns no more memory, and the request is withdrawn.
+/// Requests `mib` of PM. The guest returns no more memory, and the request is then withdrawn.
 fn refuse(rig: &mut Rig, mib: u64, available_mib: u64) {
     rig.host.zones[1].requested_bytes = mib * MIB;
     rig.report(1000, available_mib);
@@ -246,7 +246,7 @@ fn rule_10_refused_memory_is_not_requested_again_for_a_while() {
         assert_eq!(rig.report(pause_ms - 1, 500).want_bytes, None, "round {round}");
         assert!(rig.report(1, 500).want_bytes.is_some(), "round {round}");
     }
-    // The guest returns the memory after all.
+    // The guest finally returns the memory.
     rig.host.zones[1].requested_bytes = 384 * MIB;
     rig.report(1000, 500);
     rig.plug(384);
@@ -267,7 +267,7 @@ fn rule_10_only_refused_part_stays() {
     rig.report(1000, 500);
     rig.plug(400);
     refuse(&mut rig, 384, 388);
-    // The guest has 64 MiB more for a while. Only these are returned.
+    // The guest temporarily has 64 MiB more. Only this memory is returned.
     rig.plug(464);
     assert_eq!(rig.report(5_000, 452).want_bytes, Some(400 * MIB));
 }
@@ -295,7 +295,7 @@ fn rule_10_grow_instead_of_shrink_is_no_refusal() {
         rig.report(1000, 500);
     }
     rig.host.zones[1].requested_bytes = 384 * MIB;
-    // The guest needs the memory.
+    // The guest needs the memory now.
     assert!(rig.report(1000, 150).pressure);
     rig.host.zones[1].requested_bytes = 512 * MIB;
     rig.report(1000, 150);
