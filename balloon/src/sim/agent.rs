@@ -1,4 +1,5 @@
-//! Reports of the simulated guest's agent, and their times. The agent's own code sets the pace.
+//! Agent of the simulated guest: its reports and their times. The agent's own code decides when to
+//! report.
 
 use foreshore_proto::{
     Blocks, Cause, Counters, KernelUse, LARGEST_BLOCK_BYTES, Measure, Memory, NodeBlocks,
@@ -11,16 +12,16 @@ use super::kernel_blocks::KernelBlocks;
 use crate::TimeMs;
 use crate::units::SECTION_BYTES;
 
-/// Size of a memory block of Linux, the smallest on x86-64.
+/// Size of a memory block in the guest's Linux. This is the smallest size on x86-64.
 const MEMORY_BLOCK_BYTES: u64 = SECTION_BYTES;
-/// Each report without a fall halves the fall that the pace remembers, so after this number nothing
-/// is left.
+/// Number of reports after which the pace has forgotten a fall of memory. Each report without
+/// another fall halves the remembered value.
 const FORGOTTEN_REPORTS: u64 = 64;
-/// Trigger of the kernel: tasks have waited for this time within a window.
+/// Stall time within a window that fires the kernel's trigger.
 const TRIGGER_US: u64 = 50_000;
 const TRIGGER_WINDOW_MS: u64 = 500;
-/// Uptime of the guest at the start of the run. Its clock starts before its agent, so reports have
-/// later times than the run.
+/// Uptime of the guest when the run starts. The guest's clock starts before its agent, so times in
+/// reports are later than times in the run.
 const BOOTED_MS: u64 = 10_000;
 
 #[derive(Clone, Debug)]
@@ -28,12 +29,13 @@ pub(super) struct Agent {
     pace: Pace,
     settings: Settings,
     reported: TimeMs,
-    /// Time of the last look or report, from which looks are counted.
+    /// Time of the last look at memory or of the last report. The time of the next look is counted
+    /// from it.
     looked: TimeMs,
-    /// Reclaimed memory at the last time that the agent read the available memory.
+    /// Reclaimed memory when the agent last read the available memory.
     read_reclaimed_bytes: u64,
     trigger: (TimeMs, u64),
-    /// Buffer of the last report, so that a report allocates no memory.
+    /// Buffer of the last report. It is reused so that a report does not allocate memory.
     report: Option<RawReport>,
     seq: u64,
     free: Vec<u64>,
@@ -41,7 +43,7 @@ pub(super) struct Agent {
     kernel_blocks: KernelBlocks,
 }
 
-/// 10 s average of stall times. The kernel updates it every 2 s.
+/// 10 s average of stall times, which the kernel updates every 2 s.
 #[derive(Clone, Copy, Debug, Default)]
 struct StallAverage {
     at: TimeMs,
@@ -55,7 +57,7 @@ impl StallAverage {
     fn fold(&mut self, now: TimeMs, total_us: u64) -> u32 {
         while now.since(self.at) >= Self::FOLD_MS {
             let ms = now.since(self.at);
-            // At rest, the length of the time makes no difference.
+            // While there are no stalls, any number of updates can be skipped.
             if total_us == self.total_us && self.basis_points == 0 {
                 self.at = self.at + ms / Self::FOLD_MS * Self::FOLD_MS;
                 continue;
@@ -63,7 +65,7 @@ impl StallAverage {
             let share = ((total_us - self.total_us) * 10 / Self::FOLD_MS).min(10_000);
             self.total_us = total_us;
             self.at = self.at + Self::FOLD_MS;
-            // exp(-2/10), in thousandths. Less than a hundredth of a percent becomes 0.
+            // 819 is exp(-2/10) in thousandths. Values below a hundredth of a percent become 0.
             self.basis_points = (self.basis_points * 819 + share * 181) / 1000;
         }
         self.basis_points as u32
@@ -98,30 +100,32 @@ impl Agent {
         }
     }
 
-    /// Returns the time of the next report if nothing happens. The first one is due at once.
+    /// Returns the time of the next report if nothing happens until then. The first report is due
+    /// immediately.
     pub(super) fn report_due(&self) -> TimeMs {
         if self.seq == 0 { TimeMs(0) } else { TimeMs(self.pace.report_due_ms() - BOOTED_MS) }
     }
 
-    /// Returns the time from one report to the next if nothing happens.
+    /// Returns the interval between reports if nothing happens.
     pub(super) fn interval_ms(&self) -> u64 {
         self.report_due().since(self.reported)
     }
 
-    /// Returns true if averages stay constant while no memory moves, and no conversion is needed or
-    /// in progress.
+    /// Returns true if stall averages remain constant as long as no memory moves, and if no
+    /// conversion is needed or in progress.
     pub(super) fn is_at_rest(&self) -> bool {
         self.stall.basis_points == 0 && self.kernel_blocks.is_at_rest()
     }
 
-    /// Begins to convert a block of DRAM to kernel memory if the last report shows that the kernel
-    /// is short.
+    /// Starts to convert a block of DRAM to kernel memory if the last report shows that the kernel
+    /// is short of memory.
     pub(super) fn give_kernel_block(&mut self, guest: &mut Guest) {
         let now_ms = guest.now().0 + BOOTED_MS;
         self.kernel_blocks.begin(guest, MEMORY_BLOCK_BYTES, now_ms);
     }
 
-    /// Returns the time of the next news if only the segment moves memory, regardless of looks.
+    /// Returns the time at which news first exists, whenever the agent looks. Assumes that only the
+    /// segment moves memory.
     pub(super) fn news_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
         if self.is_news(guest) {
             return Some(guest.now());
@@ -137,23 +141,24 @@ impl Agent {
         TimeMs(self.pace.look_due_ms() - BOOTED_MS).since(self.looked)
     }
 
-    /// Returns the next look after `now` that may find news: the first one at `at` or later, or the
-    /// look before it, with which it is compared.
+    /// Returns the next look after `now` that may find news. This is the first look at `at` or
+    /// later, or the look before it if that has not been made, because the agent compares
+    /// successive looks.
     pub(super) fn look_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
         let look_ms = self.look_ms();
         let due = self.looked + at.max(now + 1).since(self.looked).div_ceil(look_ms) * look_ms;
         if due.since(now) > look_ms { TimeMs(due.0 - look_ms) } else { due }
     }
 
-    /// Looks if a look is due now. Returns true if the VMM must be notified at once.
+    /// Looks at memory if a look is due. Returns true if the VMM must be notified immediately.
     pub(super) fn looks(&mut self, guest: &Guest) -> bool {
         let (now, look_ms) = (guest.now(), self.look_ms());
         if now == self.looked || !now.since(self.looked).is_multiple_of(look_ms) {
             return false;
         }
         let reclaimed_bytes = reclaimed_bytes(guest);
-        // The model returns exactly the reclaimed memory. Linux reclaims 32 pages at a time, so
-        // free memory changes.
+        // The model reclaims exactly as much memory as tasks need, so free memory does not change.
+        // Linux reclaims 32 pages at a time, so free memory does change.
         let moved_bytes = if reclaimed_bytes == self.read_reclaimed_bytes { 0 } else { PAGE_BYTES };
         let free_bytes = guest.free_bytes();
         let now_ms = now.0 + BOOTED_MS;
@@ -169,10 +174,10 @@ impl Agent {
         false
     }
 
-    /// Returns true if the kernel's trigger fires.
+    /// Returns true if the kernel's stall trigger fires.
     pub(super) fn is_stalled(&mut self, guest: &Guest) -> bool {
         let (since, total_us) = self.trigger;
-        // The kernel's window begins with a stall (kernel/sched/psi.c, init_rtpoll_triggers).
+        // The kernel's window starts with a stall (kernel/sched/psi.c, init_rtpoll_triggers).
         if guest.totals().stall_us == total_us {
             self.trigger.0 = guest.now();
             return false;
@@ -187,12 +192,12 @@ impl Agent {
         false
     }
 
-    /// Reports fast for a while because of news.
+    /// Switches to fast reports for a while because there is news.
     pub(super) fn alert(&mut self, now: TimeMs) {
         self.pace.alert(now.0 + BOOTED_MS);
     }
 
-    /// Records that `count` reports with the same values were skipped.
+    /// Records that `count` reports with unchanged values were skipped.
     pub(super) fn skipped(&mut self, count: u64, guest: &Guest) {
         let interval_ms = self.interval_ms();
         self.seq += count;
@@ -209,12 +214,12 @@ impl Agent {
         self.looked = self.reported;
     }
 
-    /// Takes a report back to reuse its buffers.
+    /// Returns a report so that its buffers can be reused.
     pub(super) fn take_back(&mut self, report: Report) {
         self.report = Some(report.into());
     }
 
-    /// Creates a report of the present state.
+    /// Creates a report of the guest's present state.
     pub(super) fn report(&mut self, guest: &Guest, cause: Cause) -> Report {
         let mut raw = self.report.take().unwrap_or_else(|| RawReport {
             version: PROTOCOL_VERSION,
@@ -241,7 +246,7 @@ impl Agent {
             swap_total_bytes: swap.size_bytes,
             swap_free_bytes: swap.size_bytes - guest.swapped_bytes(),
         };
-        // The model's kernel has no reclaimable caches.
+        // The simulated kernel has no reclaimable caches.
         raw.kernel = Some(KernelUse {
             slab_unreclaimable_bytes: guest.kernel_bytes(),
             unused_dentries: Some(0),
@@ -324,7 +329,7 @@ impl Agent {
             let user_bytes = movable_bytes.saturating_sub(free);
             let node = sizes.guest_numa_node;
             let plugged = zone(node, ZoneKind::Movable, free, marks, movable_bytes, user_bytes);
-            // Linux has one ZONE_MOVABLE in a node.
+            // In Linux, each node has a single ZONE_MOVABLE.
             match zones.iter_mut().find(|zone| zone.node == node && zone.kind == ZoneKind::Movable)
             {
                 Some(movable) => add(movable, &plugged),
@@ -334,7 +339,7 @@ impl Agent {
     }
 }
 
-/// Adds the pages of a part of the same zone.
+/// Adds the pages of `part`, which belongs to the same zone.
 fn add(zone: &mut Zone, part: &Zone) {
     zone.free_pages += part.free_pages;
     zone.min_pages += part.min_pages;
@@ -363,7 +368,7 @@ fn fill_blocks(nodes: &mut Vec<NodeBlocks>, guest: &Guest) {
                 nodes.len() - 1
             }
         };
-        // Linux counts a block that is plugged in part as online.
+        // Linux counts a partly plugged block as online.
         let blocks = |bytes: u64| bytes.next_multiple_of(MEMORY_BLOCK_BYTES);
         nodes[at].online_bytes += blocks(sizes.plugged_bytes);
         nodes[at].movable_online_bytes += blocks(guest.zone_movable_bytes(index));
@@ -407,7 +412,7 @@ mod tests {
                     let mut agent = Agent::new();
                     agent.set_watermark(watermark_bytes, watermark_of);
                     agent.report(&guest, Cause::Rest);
-                    // Page cache takes almost nothing of available memory.
+                    // Reading files hardly changes available memory.
                     if watermark_of == Measure::Available && stream > 0 {
                         assert_eq!(
                             agent.news_due(&guest, &segment).is_some(),
@@ -426,7 +431,7 @@ mod tests {
         }
     }
 
-    /// A guest of 1 GiB that fills `anon_bytes_per_s` and has reported at its start.
+    /// Guest of 1 GiB that fills `anon_bytes_per_s`, after its first report.
     fn filling(anon_bytes_per_s: i64, watermark_bytes: u64) -> (Guest, Agent, Segment) {
         let segment = Segment { anon_bytes: 160 << 20, anon_bytes_per_s, ..Segment::default() };
         let config = GuestConfig { boot_bytes: 1 << 30, ..GuestConfig::default() };
@@ -437,7 +442,7 @@ mod tests {
         (guest, agent, segment)
     }
 
-    /// Time at which a look finds news.
+    /// Returns the time at which a look finds news.
     fn seen_at((mut guest, mut agent, segment): (Guest, Agent, Segment)) -> u64 {
         while guest.now() < TimeMs(1_000) {
             let news = agent.news_due(&guest, &segment).expect("it fills");
@@ -460,14 +465,14 @@ mod tests {
         assert_eq!(seen_at((guest.clone(), agent.clone(), segment)), 200);
         guest.live(TimeMs(199), &segment, &mut NoPool);
         assert!(agent.is_news(&guest) && !agent.looks(&guest), "the agent does not poll now");
-        // 30 MiB above the watermark, looks are 58 ms apart.
+        // If memory is 30 MiB above the watermark, looks are 58 ms apart.
         let watermark_bytes = filling(512 << 20, 0).0.available_bytes() - (30 << 20);
         assert_eq!(seen_at(filling(512 << 20, watermark_bytes)), 116);
     }
 
     #[test]
     fn gradual_fall_is_found_by_the_first_look_after_it_is_news() {
-        // The fall from one look to the next is less than half of an eighth.
+        // Memory falls by less than half of an eighth between two looks.
         let (mut guest, mut agent, segment) = filling(300 << 20, 0);
         let news = agent.news_due(&guest, &segment).expect("it fills");
         let seen_ms = (100..1_000).step_by(100).find(|look_ms| {

@@ -1,4 +1,4 @@
-//! Memory demand of a guest's processes over time.
+//! Memory that a guest's processes demand over time.
 
 use std::sync::Arc;
 
@@ -6,37 +6,37 @@ use thiserror::Error;
 
 use crate::TimeMs;
 
-/// Demand from one moment until the next segment.
+/// Demand from one point in time until the next segment starts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Segment {
     /// Start of the segment.
     pub at: TimeMs,
-    /// Anonymous memory at the start of the segment.
+    /// Anonymous memory when the segment starts.
     pub anon_bytes: u64,
-    /// Change of `anon_bytes` per second.
+    /// Change of `anon_bytes` per second during the segment.
     pub anon_bytes_per_s: i64,
-    /// Kernel memory at the start of the segment, for example slabs that cannot be reclaimed, page
+    /// Kernel memory when the segment starts, for example slabs that cannot be reclaimed, page
     /// tables and stacks. It occupies the kernel's zones and cannot be swapped.
     pub kernel_bytes: u64,
-    /// Change of `kernel_bytes` per second.
+    /// Change of `kernel_bytes` per second during the segment.
     pub kernel_bytes_per_s: i64,
-    /// Files that are read repeatedly.
+    /// Size of the files that are read repeatedly.
     pub file_bytes: u64,
-    /// Files that are read once, in bytes per second.
+    /// Rate at which other files are read once, in bytes per second.
     pub stream_bytes_per_s: u64,
-    /// Pages touched per second, of those in use.
+    /// Number of pages touched per second, among the pages in use.
     pub touches_per_s: u64,
-    /// Part of anonymous memory that is in use, in thousandths. The rest is never touched again.
+    /// Share of anonymous memory that is in use, in thousandths. The rest is never touched again.
     pub hot_permille: u64,
 }
 
 impl Segment {
-    /// Returns the anonymous memory wanted at a moment of the segment.
+    /// Returns the demand for anonymous memory at a time in the segment.
     pub fn anon_bytes_at(&self, now: TimeMs) -> u64 {
         self.at_rate(self.anon_bytes, self.anon_bytes_per_s, now)
     }
 
-    /// Returns the kernel memory wanted at a moment of the segment.
+    /// Returns the demand for kernel memory at a time in the segment.
     pub fn kernel_bytes_at(&self, now: TimeMs) -> u64 {
         self.at_rate(self.kernel_bytes, self.kernel_bytes_per_s, now)
     }
@@ -49,19 +49,19 @@ impl Segment {
         u64::try_from((i128::from(bytes) + change).max(0)).unwrap_or(u64::MAX)
     }
 
-    /// Returns true if the demand is constant, and no file is read once.
+    /// Returns true if the demand is constant and no files are read once.
     pub fn is_flat(&self) -> bool {
         [self.anon_bytes_per_s, self.kernel_bytes_per_s] == [0, 0] && self.stream_bytes_per_s == 0
     }
 }
 
-/// Reason why segments are not a demand.
+/// Reason why segments do not form a valid demand.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DemandError {
-    /// The first segment does not begin at the start.
+    /// The first segment does not start at time 0.
     #[error("The first segment begins at {0}, must be 0ms")]
     Late(TimeMs),
-    /// A segment begins before the end of the previous one.
+    /// A segment does not start after the previous one.
     #[error("Segment {index} begins at {at}, must be after {last}")]
     Order {
         /// Index of the segment.
@@ -71,12 +71,12 @@ pub enum DemandError {
         /// Start of the previous segment.
         last: TimeMs,
     },
-    /// A share is above 1000 thousandths.
+    /// A share exceeds 1000 thousandths.
     #[error("Segment {index} has {value} thousandths in use, must be 0 to 1000")]
     Hot {
         /// Index of the segment.
         index: usize,
-        /// Value of the share.
+        /// The invalid share.
         value: u64,
     },
 }
@@ -84,15 +84,15 @@ pub enum DemandError {
 /// Demand of a guest's processes from its start to the end of the run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Demand {
-    /// Shared, because a recorded guest may have a million segments, and many guests may have the
-    /// same.
+    /// Segments in order. They are shared, because a recorded guest may have a million of them and
+    /// many guests may have the same demand.
     segments: Arc<Vec<Segment>>,
     end: TimeMs,
 }
 
 impl Demand {
-    /// Creates a demand from segments in order and the end of the run. Segments at or after the end
-    /// are dropped.
+    /// Creates a demand from ordered segments and the end of the run. Segments that start at or
+    /// after the end are dropped.
     pub fn new(mut segments: Vec<Segment>, end: TimeMs) -> Result<Self, DemandError> {
         match segments.first() {
             Some(Segment { at: TimeMs(0), .. }) => {}
@@ -116,8 +116,8 @@ impl Demand {
         Ok(Demand { segments: Arc::new(segments), end })
     }
 
-    /// Continues for `ms` after the end. `segment` determines the demand, except that its memory
-    /// sizes start from the last ones.
+    /// Extends the demand by `ms`. `segment` describes the extension, except that its memory sizes
+    /// start from the last ones.
     pub fn go_on(&mut self, segment: Segment, ms: u64) {
         if ms == 0 {
             return;
@@ -132,7 +132,7 @@ impl Demand {
         self.end = self.end + ms;
     }
 
-    /// Ends the demand at a moment of the last segment.
+    /// Ends the demand at a time in the last segment.
     pub fn end_at(&mut self, at: TimeMs) {
         self.end = self.end.min(at);
     }
@@ -147,7 +147,7 @@ impl Demand {
         self.end
     }
 
-    /// Returns the peak of the wanted memory, including kernel memory and files that are read
+    /// Returns the peak demand for memory, including kernel memory and files that are read
     /// repeatedly.
     pub fn peak_bytes(&self) -> u64 {
         let ends = self.segments.iter().enumerate().map(|(index, segment)| {

@@ -1,4 +1,4 @@
-//! Hosts: VMs that share a pool, and many hosts on several threads.
+//! Simulates a host whose VMs share a pool, and many hosts on several threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,7 +10,7 @@ use crate::controller::Rules;
 use crate::policy::Policy;
 use crate::{HostView, ParamError};
 
-/// Pool of a host, with its free bytes.
+/// Pool of a host. The value is its free bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostPool(pub u64);
 
@@ -30,30 +30,30 @@ impl Pool for HostPool {
     }
 }
 
-/// A VM before it runs.
+/// Configuration of a VM that has not started yet.
 #[derive(Clone, Debug)]
 pub struct VmSetup {
     /// Configuration of the guest.
     pub guest: GuestConfig,
-    /// Zones of the guest, as the host has them.
+    /// Zones of the guest, in the host's view.
     pub host: HostView,
     /// Demand of the guest.
     pub demand: Demand,
 }
 
-/// Policy and rules of a run.
+/// Policy and rules under which VMs run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Governed {
     /// The policy, with its parameters.
     pub policy: Policy,
-    /// The rules above the policy.
+    /// Rules that apply to every policy.
     pub rules: Rules,
-    /// Selection of the reports that reach the governor.
+    /// Determines which reports the governor receives.
     pub skip: Skip,
 }
 
-/// Runs the VMs of one host to the end. They share a pool that has `pool_bytes` free at the start.
-/// The observer receives the events of the first VM.
+/// Runs all VMs of one host to the end. They share a pool with `pool_bytes` of free memory at the
+/// start. The observer receives the events of the first VM.
 pub fn run_host(
     setups: Vec<VmSetup>,
     pool_bytes: u64,
@@ -66,7 +66,8 @@ pub fn run_host(
         Vm::new(setup.guest, setup.host, setup.demand, policy, rules, governed.skip)
     };
     let mut vms = setups.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
-    // The VM that is furthest behind runs next, so that each VM sees the pool as it is at its time.
+    // The VM with the earliest time runs next, so that each VM finds the pool as it is at that
+    // time.
     while let Some((index, _)) = vms
         .iter()
         .enumerate()
@@ -81,12 +82,12 @@ pub fn run_host(
     Ok(vms)
 }
 
-/// Runs `hosts` hosts on `threads` threads and adds up the outcomes. `setup` creates the VMs of one
-/// host and returns the free size of its pool. The result depends neither on the threads nor on
-/// their order.
+/// Runs `hosts` hosts on `threads` threads, and returns the sum of the outcomes. `setup` creates
+/// the VMs of one host, and returns the free size of its pool. The result does not depend on the
+/// number of threads or the order in which hosts run.
 ///
-/// Hosts are independent and take long, so an atomic counter divides them evenly among threads of
-/// the standard library. rayon is not needed.
+/// Hosts are independent and take long to simulate. An atomic counter is therefore enough to divide
+/// them evenly among standard threads, and rayon is not needed.
 pub fn run_fleet(
     hosts: usize,
     governed: &Governed,
@@ -117,7 +118,7 @@ pub fn run_fleet(
     for part in parts {
         all.extend(part?);
     }
-    // Sums of floating-point numbers depend on their order.
+    // The sum of floating-point numbers depends on their order.
     all.sort_by_key(|(host, _)| *host);
     let mut sum = Outcome::default();
     all.iter().for_each(|(_, outcome)| sum.add(outcome));

@@ -1,25 +1,26 @@
-//! Blocks of DRAM that the agent converts to kernel memory. The agent's own code decides.
+//! Blocks of DRAM that the agent converts to kernel memory. The agent's own code makes the
+//! decisions.
 
 use foreshore_proto::{KernelBlockGrowth, KernelBlockPace, RawReport, short_node};
 
 use super::guest::Guest;
 
-/// Part of the agent that converts blocks.
+/// The part of the agent that converts blocks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct KernelBlocks {
     growth: KernelBlockGrowth,
     pace: KernelBlockPace,
-    /// Node that has to give a block, according to the last report.
+    /// Node that needs another kernel block according to the last report.
     short_node: Option<u32>,
-    /// Size of the converted blocks when the present conversion began.
+    /// Total size of the converted blocks at the start of the present conversion.
     before_bytes: Option<u64>,
 }
 
 impl KernelBlocks {
-    /// Processes a report and the result of the last conversion.
+    /// Updates the state from a report and from the result of the last conversion.
     pub(super) fn update(&mut self, report: &RawReport, guest: &Guest) {
         let now_ms = report.monotonic_ms;
-        // The model has no locked or compressed pages.
+        // The simulated guest has no locked or compressed pages.
         self.growth.update(report, 0, now_ms);
         if let Some(before_bytes) = self.before_bytes.take_if(|_| !guest.is_converting()) {
             match guest.kernel_block_bytes() > before_bytes {
@@ -30,7 +31,7 @@ impl KernelBlocks {
         self.short_node = short_node(&report.zones, &report.blocks, &self.growth, None);
     }
 
-    /// Begins a conversion if the kernel is short.
+    /// Starts a conversion if the kernel is short of memory.
     pub(super) fn begin(&mut self, guest: &mut Guest, block_bytes: u64, now_ms: u64) {
         let Some(node) = self.short_node.filter(|_| self.before_bytes.is_none()) else { return };
         if !self.pace.is_due(now_ms) {
@@ -58,11 +59,11 @@ mod tests {
     use super::*;
     use crate::{MIB, Tier, TimeMs, ZoneSizes};
 
-    /// Kernel memory that leaves less than half of the usual reserve.
+    /// Amount of kernel memory that leaves less than half of the usual reserve.
     const KERNEL_BYTES: u64 = 335 * MIB;
 
-    /// Simulates a second in which programs want `anon_mib`. Returns true if the agent begins a
-    /// conversion after it.
+    /// Simulates one second in which programs demand `anon_mib`. Returns true if the agent then
+    /// starts a conversion.
     fn begins(guest: &mut Guest, agent: &mut Agent, anon_mib: u64) -> bool {
         let segment = Segment {
             anon_bytes: anon_mib * MIB,
@@ -80,8 +81,8 @@ mod tests {
         guest_with(0)
     }
 
-    /// Guest of 384 MiB with 256 MiB of plugged DRAM, and another zone of `other_bytes` to plug.
-    /// Its kernel is short of memory.
+    /// Guest of 384 MiB with 256 MiB of plugged DRAM, and another zone of which `other_bytes` can
+    /// be plugged. Its kernel is short of memory.
     fn guest_with(other_bytes: u64) -> Guest {
         let dram = ZoneSizes {
             requested_bytes: 256 * MIB,
@@ -97,7 +98,7 @@ mod tests {
     fn conversion_without_room_for_pages_is_retried_after_a_pause() {
         let (mut guest, mut agent) = (short_guest(), Agent::new());
         assert!(begins(&mut guest, &mut agent, 0));
-        // Programs fill the room during each conversion.
+        // Programs fill all free memory during each conversion.
         let mut pauses_s = Vec::new();
         for second in 1..=40 {
             let is_full = guest.is_converting();

@@ -1,5 +1,5 @@
-//! Model of guests for the comparison of policies. docs/reference/simulator.md describes it and
-//! lists its limits.
+//! Model of guests, which is used to compare policies. docs/reference/simulator.md describes the
+//! model and its limits.
 //!
 //! ```text
 //!   Workload or Trace -> Demand -> Vm: Guest <-> Agent -> Report -> Governor -> Requests -> Guest
@@ -7,8 +7,9 @@
 //!                              Pool, shared by the VMs of a host
 //! ```
 //!
-//! The governor and the policies are those of the VMM. Everything else here is a model. It has no
-//! clock and no I/O, and its only randomness is from a seed, so a run is the same on every machine.
+//! The governor and the policies are the same code as in the VMM. Everything else in this module is
+//! a model. It has no clock and no I/O, and random numbers are generated from a seed, so a run has
+//! the same result on every machine.
 
 mod agent;
 mod demand;

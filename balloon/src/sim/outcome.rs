@@ -7,57 +7,58 @@ use super::vm::Vm;
 use crate::model::{energy, wear};
 
 const GIB: f64 = (1u64 << 30) as f64;
-/// Bytes of a touch, which is one access to a cache line.
+/// Bytes that one touch accesses, which is one cache line.
 const LINE_BYTES: f64 = 64.0;
 const MS_PER_HOUR: f64 = 3_600_000.0;
 
-/// Outcome of a run of one VM or of several. Times are sums over the VMs.
+/// Outcome of a run of one or several VMs. Times are summed over the VMs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Outcome {
     /// Number of VMs.
     pub vms: u64,
     /// Simulated time.
     pub run_s: f64,
-    /// Time in which tasks waited for memory.
+    /// Time for which tasks waited for memory.
     pub stall_s: f64,
-    /// Additional time of accesses to PM, compared with DRAM.
+    /// Additional time of accesses to PM compared with DRAM.
     pub pm_slower_s: f64,
     /// Memory swapped in.
     pub swap_in_gib: f64,
     /// Memory swapped out.
     pub swap_out_gib: f64,
-    /// Pages of files that were evicted and read again.
+    /// File pages that were evicted and then read again.
     pub refault_gib: f64,
-    /// Hotplugged memory times time.
+    /// Hotplugged memory multiplied by time.
     pub held_gib_h: f64,
     /// Part of `held_gib_h` that was not needed.
     pub over_gib_h: f64,
-    /// Missing memory times time.
+    /// Missing memory multiplied by time.
     pub short_gib_h: f64,
-    /// Plans that grew a guest.
+    /// Number of plans that grew a guest.
     pub grows: u64,
-    /// Plans that shrank one.
+    /// Number of plans that shrank a guest.
     pub shrinks: u64,
-    /// OOM kills.
+    /// Number of OOM kills.
     pub oom_kills: u64,
-    /// Energy to hold, read and write memory (PRAM paper, Table 2).
+    /// Energy to retain, read and write memory (PRAM paper, Table 2).
     pub energy_kj: f64,
-    /// Energy by states of memory (AMF paper).
+    /// Energy computed from the states of memory (AMF paper).
     pub amf_energy_kj: f64,
-    /// Memory written to PM, as memory and as swap.
+    /// Bytes written to PM, both as memory and as swap.
     pub pm_written_gib: f64,
-    /// Mean share of memory on PM: h of the Memorage paper.
+    /// Mean share of memory that is on PM (h in the Memorage paper).
     pub lent_share: f64,
-    /// Factor of the lifetime of the guest's memory, if it wears like PM and writes are spread
-    /// evenly over memory and PM: equation 1 of Memorage. The mean of several VMs.
+    /// Factor by which the lifetime of the guest's memory changes, if it wears like PM and writes
+    /// are spread evenly over memory and PM (equation 1 of Memorage). For several VMs, the mean.
     pub pooled_lifetime: f64,
-    /// Factor of the lifetime for the share on PM: equation 2, left.
+    /// Factor by which the memory's lifetime changes because of the share on PM (equation 2, left).
     pub memory_lifetime: f64,
-    /// Factor of the wear of PM by lent memory: equation 2, right. The mean of several VMs.
+    /// Factor by which PM wears faster because of lent memory (equation 2, right). For several VMs,
+    /// the mean.
     pub storage_wear: f64,
-    /// Plans of the governor.
+    /// Number of plans that the governor made.
     pub steps: u64,
-    /// Reports that were skipped because they could not have changed anything.
+    /// Number of reports that were skipped because they could not change anything.
     pub skipped: u64,
 }
 
@@ -69,7 +70,7 @@ impl Outcome {
         let gib = |bytes: u64| bytes as f64 / GIB;
         let gib_h = |byte_ms: u128| byte_ms as f64 / GIB / MS_PER_HOUR;
         let run_ms = guest.now().0;
-        // Touches per second, times milliseconds, times thousandths, are millionths of touches.
+        // Touches per second times milliseconds times thousandths are millionths of touches.
         let touches = totals.touches_ms.map(|sum| sum as f64 / 1e6);
         let mut outcome = Outcome {
             vms: 1,
@@ -113,7 +114,7 @@ impl Outcome {
                 .access_joules(totals.swapped_in_bytes as f64, totals.swapped_out_bytes as f64);
         }
         self.energy_kj = joules / 1e3;
-        // PM that is not plugged is present and idle.
+        // PM that is not plugged is powered and idle.
         let all_pm: u64 = guest
             .zones()
             .iter()
@@ -129,7 +130,7 @@ impl Outcome {
     fn account_wear(&mut self, guest: &Guest, touches: [f64; 2]) {
         let (totals, config) = (guest.totals(), guest.config());
         let mut written = touches[1] * LINE_BYTES * config.write_permille as f64 / 1e3;
-        // Memory is zeroed or filled when it is plugged.
+        // All plugged memory is written once, when it is zeroed or filled.
         written += totals.plugged_in_bytes[1] as f64;
         if config.swap.is_pm {
             written += (totals.swapped_out_bytes / PAGE_BYTES * PAGE_BYTES) as f64;
@@ -142,7 +143,7 @@ impl Outcome {
         self.account_equations(guest, touches);
     }
 
-    /// Computes equations 1 and 2 of Memorage. The writes are those to memory in the run, and those
+    /// Computes equations 1 and 2 of Memorage. It uses the run's writes to memory, and the writes
     /// to PM by volumes and as swap.
     fn account_equations(&mut self, guest: &Guest, touches: [f64; 2]) {
         let (totals, config) = (guest.totals(), guest.config());
@@ -159,20 +160,20 @@ impl Outcome {
         let capacity = most(crate::Tier::Pm) / (config.boot_bytes as f64 + most(crate::Tier::Dram));
         let endurance = config.endurance.max(1) as f64;
         self.pooled_lifetime = wear::Ratios { capacity, bandwidth, endurance }.pooled_lifetime();
-        // Mean over the run.
+        // This is the mean over the run.
         let pm_bytes = totals.plugged_byte_ms[1] as f64 / (self.run_s * 1e3).max(1.0);
         let lending = wear::Lending {
             share: self.lent_share,
             bandwidth,
             memory_bytes: if self.lent_share > 0.0 { pm_bytes / self.lent_share } else { 0.0 },
             storage_bytes_per_day: storage_bytes / days.max(f64::MIN_POSITIVE),
-            // Mean time after which lent memory has been lent again.
+            // This is the mean time after which lent memory was lent again.
             exchange_days: pm_bytes * days / (totals.plugged_in_bytes[1] as f64).max(1.0),
         };
         self.storage_wear = if self.lent_share > 0.0 { lending.storage_wear() } else { 1.0 };
     }
 
-    /// Adds the outcome of other VMs.
+    /// Adds the outcomes of other VMs.
     pub fn add(&mut self, other: &Outcome) {
         let vms = self.vms + other.vms;
         let mean =

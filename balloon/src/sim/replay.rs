@@ -1,4 +1,4 @@
-//! Conversion of a recorded trace to the demand of its guest.
+//! Converts a recorded trace to the demand of the recorded guest.
 
 use std::io::BufRead;
 
@@ -18,14 +18,14 @@ use crate::trace::{Entry, Header, HostZone, Reader, RecordedPlan, TraceError};
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, MIB, Tier, TimeMs};
 
-/// Largest number of moments that are kept from a trace. A recording of the default size has no
-/// more.
+/// Maximum number of reports that are kept from a trace. A recording of the default size does not
+/// have more.
 const MOST_MOMENTS: usize = 1 << 20;
 
-/// Time for which files with evicted pages that returned count as read repeatedly.
+/// Time for which files count as read repeatedly after their evicted pages were read again.
 const AGAIN_MS: u64 = 3_600_000;
-/// Time in which returning pages show files that have no room in the page cache in addition to its
-/// content.
+/// Period over which pages that are read again are counted in addition to the page cache. They
+/// belong to files for which the page cache has no room.
 const THRASH_MS: u64 = 1_000;
 
 /// Reason why a trace cannot be replayed.
@@ -37,7 +37,7 @@ pub enum ReplayError {
     /// The trace has too few reports.
     #[error("The trace has {0} reports, must be at least 2")]
     Reports(u64),
-    /// The balloon can take all boot memory, but the simulated guest has no balloon.
+    /// The recorded balloon could take all boot memory, but the simulated guest has no balloon.
     #[error(
         "The trace's guest booted with {0} bytes outside its balloon, must be at least 1048576"
     )]
@@ -47,31 +47,31 @@ pub enum ReplayError {
     Short(u64),
 }
 
-/// Demand that a report shows.
+/// Demand according to one report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Seen {
     at_ms: u64,
     anon_bytes: u64,
     kernel_bytes: u64,
-    /// Files that are read repeatedly.
+    /// Size of the files that are read repeatedly.
     file_bytes: u64,
-    /// Bytes of other files that were read since the start of the trace.
+    /// Bytes of other files that have been read since the start of the trace.
     streamed_bytes: u64,
 }
 
-/// Kernel memory that a report shows.
+/// Kernel memory according to one report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct KernelUsed {
-    /// Slabs, page tables and stacks, without the dentries and inodes that Linux can reclaim.
+    /// Slabs, page tables and stacks, without dentries and inodes that Linux can reclaim.
     needed_bytes: u64,
-    /// Part of the kernel memory that is not available. Without the kernel memory, a report shows
-    /// it as anonymous memory.
+    /// Part of the kernel memory that is not available. If a report does not contain kernel memory,
+    /// this part seems to be anonymous memory.
     used_bytes: u64,
 }
 
 impl Seen {
-    /// Separates kernel memory from anonymous memory, which includes it if the report does not
-    /// contain kernel memory.
+    /// Separates kernel memory from anonymous memory. If a report does not contain kernel memory,
+    /// its anonymous memory includes it.
     fn separate(&mut self, kernel: KernelUsed) {
         let missing_bytes = kernel.used_bytes.saturating_sub(self.anon_bytes);
         self.anon_bytes = self.anon_bytes.saturating_sub(kernel.used_bytes);
@@ -79,41 +79,42 @@ impl Seen {
     }
 }
 
-/// Page cache and reads of files, derived from successive reports.
+/// Page cache and file reads, derived from successive reports.
 #[derive(Debug, Default)]
 struct Files {
     last: Option<(u64, Counters)>,
-    /// Page cache of the last report.
+    /// Size of the page cache in the last report.
     cached_bytes: u64,
-    /// Pages that were evicted and have not returned. Negative if they were evicted before the
-    /// first report.
+    /// Pages that were evicted and have not been read again. Negative if pages were read again that
+    /// had been evicted before the first report.
     gone_bytes: i128,
-    /// Pages that returned recently, which is a lower bound for files that are read repeatedly.
+    /// Pages that were read again recently. This is a lower bound for the size of files that are
+    /// read repeatedly.
     again_bytes: u64,
-    /// Pages that returned just now.
+    /// Pages that were read again within the last second.
     thrashing_bytes: u64,
     file_bytes: u64,
-    /// Sum of all rises of `file_bytes`. These bytes were read as well, but are not other files.
+    /// Sum of all increases of `file_bytes`. These bytes were also read, but not from other files.
     risen_bytes: i128,
     streamed_bytes: u64,
 }
 
 impl Files {
-    /// Prepares for reports from another source. The first of them shows `cached_bytes` of page
-    /// cache. The new counters started at another time, and the source may count page cache in
-    /// another way, so neither difference is a change in the guest.
+    /// Prepares for reports from another source. Its first report shows `cached_bytes` of page
+    /// cache. Counters from the new source started at another time, and it may count page cache
+    /// differently. Such differences are not changes in the guest.
     fn change_reporter(&mut self, cached_bytes: u64) {
         self.last = None;
         self.gone_bytes += i128::from(self.cached_bytes) - i128::from(cached_bytes);
     }
 
-    /// Learns from a report. Each page that enters the page cache is still there, or was evicted.
-    /// If it was evicted before, it returns. Otherwise it was read for the first time. A report
-    /// does not show pages that are dropped because their file is deleted. Later reads of that size
-    /// count as their replacement.
+    /// Updates the values from a report. Each page that was added to the page cache is still there,
+    /// or was evicted. It was either read for the first time, or had been evicted before. A report
+    /// does not show pages that are dropped because their file is deleted. The same amount of later
+    /// reads counts as their replacement.
     fn see(&mut self, at_ms: u64, cached_bytes: u64, counters: &Counters) {
         if let Some((last_ms, last)) = &self.last {
-            // Counters of a kernel that has booted again start at 0.
+            // The counters restart at 0 if the kernel boots again.
             let bytes = |count: fn(&Counters) -> u64| {
                 count(counters).saturating_sub(count(last)).saturating_mul(PAGE_BYTES)
             };
@@ -139,12 +140,13 @@ impl Files {
     }
 }
 
-/// Memory that the guest is about to unplug. It seems to be used, but is not part of the demand.
+/// Memory that the guest is about to unplug. It seems to be in use, but it is not part of the
+/// demand.
 struct Unwanted {
     host: HostView,
     boot_memory: BootMemory,
     offlining: OffliningMemory,
-    /// Memory on its way out at the last report.
+    /// Memory that was being unplugged at the last report.
     offlining_bytes: u64,
 }
 
@@ -160,7 +162,7 @@ impl Unwanted {
         }
     }
 
-    /// Updates the host's sizes.
+    /// Updates the sizes of the zones on the host.
     fn sizes(&mut self, zones: &[HostZone]) {
         for (zone, sizes) in self.host.zones.iter_mut().zip(zones) {
             zone.requested_bytes = sizes.requested_bytes;
@@ -168,16 +170,17 @@ impl Unwanted {
         }
     }
 
-    /// Updates the requested sizes for a plan that was carried out.
+    /// Updates the requested sizes after a plan was carried out.
     fn asked(&mut self, plan: &RecordedPlan) {
         for (zone, (_, requested_bytes)) in self.host.zones.iter_mut().zip(&plan.targets) {
             zone.requested_bytes = *requested_bytes;
         }
     }
 
-    /// Learns from a report, and returns the part of its used memory that is on its way out: the
-    /// rise of used memory that is not anonymous, up to the memory that has to be unplugged.
-    /// Balloon statistics do not report anonymous memory, so every rise counts.
+    /// Updates the state from a report, and returns the part of its used memory that is being
+    /// unplugged. This part is the increase of used memory that is not anonymous, up to the amount
+    /// that has to be unplugged. Balloon statistics do not report anonymous memory, so with them
+    /// every increase counts.
     fn see(&mut self, at: TimeMs, used: &Used, report: &Report) -> u64 {
         let memory = report.memory();
         self.boot_memory.learn(Input { report, host: &self.host, is_carried_out: true }, at);
@@ -188,14 +191,14 @@ impl Unwanted {
         self.offlining_bytes
     }
 
-    /// Prepares for reports from another source. `report` is its first report. The source may show
-    /// other memory as used, so only the size of the memory on its way out stays as it was.
+    /// Prepares for reports from another source. `report` is the first of them. The source may
+    /// count used memory differently, so only the amount of memory that is being unplugged is kept.
     fn change_reporter(&mut self, used: &Used, report: &Report) {
         self.offlining =
             OffliningMemory::continued(Self::other_bytes(used, report), self.offlining_bytes);
     }
 
-    /// Used memory that is not anonymous.
+    /// Returns the used memory that is not anonymous.
     fn other_bytes(used: &Used, report: &Report) -> i128 {
         let memory = report.memory();
         let swapped_bytes = memory.swap_total_bytes - memory.swap_free_bytes;
@@ -204,11 +207,11 @@ impl Unwanted {
     }
 }
 
-/// Demand at the moments of reports, up to a limited number.
+/// Demand at the times of reports. The number of reports is limited.
 struct Moments {
     seen: Vec<Seen>,
     most: usize,
-    /// Kernel memory of the last report that contained it.
+    /// Kernel memory in the last report that contained it.
     kernel: Option<KernelUsed>,
 }
 
@@ -217,9 +220,10 @@ impl Moments {
         Moments { seen: Vec::new(), most, kernel: None }
     }
 
-    /// Adds a report. `seen` excludes kernel memory, and `kernel` is the report's kernel memory. A
-    /// report without that gets the figure of the last report that has it, or else of the first.
-    /// Otherwise kernel memory would seem to grow when the next reporter shows it.
+    /// Adds a report. `seen` does not include kernel memory, and `kernel` is the kernel memory in
+    /// the report. If the report does not contain it, the value of the last report that does is
+    /// used, or else that of the first. Otherwise, kernel memory would seem to grow when another
+    /// source starts to report it.
     fn push(&mut self, mut seen: Seen, kernel: Option<KernelUsed>) {
         match (kernel, self.kernel) {
             (Some(first), None) => self.seen.iter_mut().for_each(|seen| seen.separate(first)),
@@ -230,7 +234,7 @@ impl Moments {
             seen.kernel_bytes = kernel.needed_bytes;
             self.kernel = Some(kernel);
         }
-        // If two reports are from one millisecond, the later one counts.
+        // If two reports have the same time in milliseconds, the later one is used.
         if self.seen.last().is_some_and(|last| last.at_ms == seen.at_ms) {
             self.seen.pop();
         }
@@ -240,8 +244,8 @@ impl Moments {
         self.seen.push(seen);
     }
 
-    /// Keeps the minimum and maximum of equal intervals at their moments, and the first and last
-    /// moment. Later moments are kept in full until the limit is reached again.
+    /// Divides the time into equal intervals, and keeps only the minimum and maximum of each, and
+    /// the first and last report. Later reports are all kept until the limit is reached again.
     fn thin_out(&mut self) {
         let (Some(first), Some(last)) = (self.seen.first().copied(), self.seen.last().copied())
         else {
@@ -264,13 +268,14 @@ impl Moments {
     }
 }
 
-/// Returns the VM of a trace, with the demand of the recorded guest, and the free size of its pool.
-/// `guest` has all settings that a trace does not contain. Only a part of a long trace is held in
-/// memory.
+/// Returns the VM of a trace with the demand of the recorded guest, and the free size of its pool.
+/// `guest` contains the settings that are not in a trace. A long trace is never held in memory as a
+/// whole.
 ///
-/// A short guest had less memory than it wanted, and the trace does not show memory that tasks
-/// waited for, so its demand is a lower bound. Swapped memory counts as wanted. Files with evicted
-/// pages that returned are read repeatedly. Other files that entered the page cache are read once.
+/// If the recorded guest was short of memory, it had less memory than it needed. The trace does not
+/// show memory that tasks waited for, so the demand is a lower bound. Swapped memory counts as
+/// demand. Files whose evicted pages were read again count as read repeatedly. Other files that
+/// were added to the page cache count as read once.
 pub fn replay(
     trace: &mut Reader<impl BufRead>,
     guest: &GuestConfig,
@@ -293,14 +298,14 @@ pub fn replay(
         }
         files.see(at_ms, used.cached_bytes, report.counters());
         let Files { file_bytes, streamed_bytes, .. } = files;
-        // The page cache at the start of the trace is read in its first moments.
+        // The page cache at the start of the trace is read soon after the run starts.
         let streamed_bytes = if reports == 1 { 0 } else { streamed_bytes };
         let anon_bytes = used.anon_bytes - unwanted.see(at, &used, report);
         let seen = Seen { at_ms, anon_bytes, kernel_bytes: 0, file_bytes, streamed_bytes };
         moments.push(seen, used.kernel);
     };
-    // A report is followed by the sizes of the same moment, if these have changed, and by the plan
-    // that was made on it.
+    // After a report, the trace contains the host's sizes at the same time if they have changed,
+    // and then the plan that was based on the report.
     let mut last: Option<(TimeMs, Box<Report>)> = None;
     for entry in trace {
         let entry = entry?;
@@ -353,11 +358,11 @@ pub fn replay(
     if boot_bytes < MIB {
         return Err(ReplayError::Boot(boot_bytes));
     }
-    // A balloon of the recorded guest is hotplugged memory in the simulated guest.
+    // A balloon of the recorded guest becomes hotplugged memory in the simulated guest.
     let mut host =
         HostView { boot_bytes, distances: header.distances.clone(), ..HostView::default() };
     host.zones = header.zones.clone();
-    // The run starts like a guest, with boot memory and the floors of its zones.
+    // The run starts with boot memory and the floors of the zones, as a guest does.
     for zone in &mut host.zones {
         zone.requested_bytes = zone.floor_bytes - zone.floor_bytes % zone.block_bytes;
         zone.plugged_bytes = zone.requested_bytes;
@@ -368,14 +373,14 @@ pub fn replay(
     Ok((VmSetup { guest, host, demand }, pool_bytes))
 }
 
-/// Memory use of the guest, according to a report.
+/// Memory that the guest uses, according to one report.
 struct Used {
-    /// Memory in use except page cache and the kernel's own memory, plus the memory in swap. It
-    /// includes kernel memory if the report does not show that.
+    /// Used memory without page cache and the kernel's own memory, plus swapped memory. It includes
+    /// kernel memory if the report does not contain that.
     anon_bytes: u64,
-    /// `None` if the report does not contain kernel memory.
+    /// Kernel memory. `None` if the report does not contain it.
     kernel: Option<KernelUsed>,
-    /// Page cache of files, without memory that processes share.
+    /// Page cache of files. Memory that processes share is not included.
     cached_bytes: u64,
 }
 
@@ -388,7 +393,8 @@ impl Used {
             boot_memory(header.boot_bytes, &header.zones).managed_movable_bytes() / 4096;
         let serves_kernel =
             |node: u32| report.zones().iter().any(|zone| zone.node == node && zone.serves_kernel());
-        // Agents that do not report the reserve did not count memory that can be plugged.
+        // Older agents, which do not report the reserve, did not consider memory that can be
+        // plugged.
         let ratios = reserve_ratios(report.zones(), 0, &LINUX_RESERVE_RATIOS);
         let kept = |zone: &Zone| {
             zone.protected_pages.unwrap_or_else(|| kept_pages(zone, report.zones(), &ratios))
@@ -398,7 +404,7 @@ impl Used {
             low_pages += zone.low_pages;
             match zone.kind {
                 ZoneKind::Movable => {
-                    // Page descriptors of boot memory are not in the total.
+                    // The guest's total does not include the page descriptors of boot memory.
                     let of_boot = if serves_kernel(zone.node) {
                         boot_pages.min(zone.managed_pages)
                     } else {
@@ -411,13 +417,13 @@ impl Used {
                 _ => all_kept_pages += kept(zone),
             }
         }
-        // MemAvailable excludes the watermarks and the reserve of boot memory. It also excludes
-        // half of page cache, or the low watermarks if that is less (mm/show_mem.c,
-        // si_mem_available()). It does not include shared memory.
+        // MemAvailable does not include the watermarks and the reserve of boot memory. It also
+        // leaves out half of the page cache, or the sum of the low watermarks if that is less
+        // (mm/show_mem.c, si_mem_available()). Shared memory is not included either.
         let left_out = (high_pages + all_kept_pages) * 4096;
         let low_bytes = low_pages * 4096;
         let kernel = report.kernel().copied().unwrap_or_default();
-        // MemAvailable includes reclaimable slabs in the same way as page cache.
+        // MemAvailable includes reclaimable slabs in the same way as it includes page cache.
         let slab_bytes = kernel.slab_reclaimable_bytes;
         let slab_left_out = (slab_bytes / 2).min(low_bytes);
         let beside_free =
@@ -426,13 +432,13 @@ impl Used {
         let cached_bytes =
             memory.cached_bytes.min(beside_free.saturating_add(beside_free.min(low_bytes)));
         let cached_left_out = (cached_bytes / 2).min(low_bytes);
-        // The kernel uses page descriptors.
+        // Page descriptors are used by the kernel.
         let kept = left_out + cached_left_out + descriptors;
         let used_kernel_bytes = (kernel.total_bytes() - slab_bytes).saturating_add(slab_left_out);
         let kept = kept.saturating_add(used_kernel_bytes);
         let anon_bytes =
             (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
-        // Linux reclaims the dentries and inodes on LRU lists as it reclaims page cache. Other
+        // Linux reclaims dentries and inodes on LRU lists in the same way as page cache. Other
         // reclaimable slabs may be pinned, so the guest needs them (docs/reference/agent.md).
         let kernel = report.kernel().map(|kernel| KernelUsed {
             needed_bytes: kernel.total_bytes() - kernel.caches_bytes(),
@@ -470,7 +476,7 @@ mod tests {
 
     #[test]
     fn thinning_keeps_start_end_and_peaks_at_their_times() {
-        // At rest for hours, except for three bursts of one report each, and a dip.
+        // The guest is at rest for hours, except for three bursts and a dip of one report each.
         let spikes = [(1_234, 900), (50_001, 800), (99_998, 700), (70_000, 1)];
         let level = |at: u64| {
             spikes.iter().find(|(spike, _)| *spike == at).map_or(100 + at % 3, |(_, v)| *v)
@@ -491,8 +497,8 @@ mod tests {
         assert!(kept.len() > 16, "a segment in between: {}", kept.len());
     }
 
-    /// Results for reports at intervals of a second. Each has the cached MiB, and the MiB that were
-    /// reclaimed and returned since the last one.
+    /// Results for reports at intervals of one second. Each report contains the cached MiB, and the
+    /// MiB that were reclaimed and read again since the last report.
     fn seen_of(reports: &[(u64, u64, u64)]) -> Vec<(u64, u64)> {
         let (mut files, mut counters) = (Files::default(), Counters::default());
         let mut see = |(nth, (cached, reclaimed, back)): (usize, &(u64, u64, u64))| {
@@ -506,15 +512,15 @@ mod tests {
 
     #[test]
     fn files_with_returning_pages_are_read_repeatedly_and_others_once() {
-        // 10 MiB per second fill the page cache, and then replace each other.
+        // 10 MiB per second first fill the page cache, and then replace each other.
         let filling = seen_of(&[(100, 0, 0), (110, 0, 0), (110, 10, 0), (110, 10, 0)]);
         assert_eq!(filling, [(0, 100), (0, 110), (0, 120), (0, 130)]);
-        // A file that is deleted and written again uses no more page cache than before.
+        // If a file is deleted and written again, the page cache remains the same size.
         assert_eq!(
             seen_of(&[(100, 0, 0), (60, 0, 0), (100, 0, 0), (101, 0, 0)]).last(),
             Some(&(0, 101))
         );
-        // 30 MiB replace each other and return, so none of them is new.
+        // 30 MiB replace each other and are read again, so none of them is new.
         let thrashing = seen_of(&[
             (20, 0, 0),
             (20, 10, 10),
@@ -525,7 +531,7 @@ mod tests {
         ]);
         assert!(thrashing.iter().map(|seen| seen.0).eq([0, 10, 20, 30, 30, 20]), "{thrashing:?}");
         assert!(thrashing.iter().all(|seen| seen.1 == 20), "{thrashing:?}");
-        // Counters of a kernel that has booted again start at 0.
+        // The counters restart at 0 if the kernel boots again.
         let (mut files, mut counters) = (Files::default(), Counters::default());
         counters.pgsteal_kswapd = 1_000;
         files.see(0, 0, &counters);
@@ -541,8 +547,8 @@ mod tests {
         assert_eq!((seen[1].0, seen[3_600].0 < 16, seen[5 * 3_600 - 1].0), (40, true, 1));
     }
 
-    /// Line of a trace, in MiB: total, available and anonymous memory of a report, sizes, or a
-    /// plan. A report without anonymous memory is made from balloon statistics.
+    /// A line of a trace: a report with its total, available and anonymous memory in MiB, sizes, or
+    /// a plan. A report without anonymous memory is made from balloon statistics.
     enum Line {
         Report(u64, [u64; 3]),
         Sizes(u64, [u64; 2]),
@@ -550,8 +556,8 @@ mod tests {
     }
     use Line::{Plan, Report, Sizes};
 
-    /// Demand of a guest of 1 GiB with 512 MiB of hotplugged DRAM at each report, as the difference
-    /// to the first in MiB.
+    /// Demand at each report of a guest of 1 GiB with 512 MiB of hotplugged DRAM. Each value is the
+    /// difference to the first report, in MiB.
     fn wanted(lines: &[Line]) -> Vec<i64> {
         let zone = r#""id":0,"tier":"dram","guest_numa_node":0,"block_bytes":2097152,"floor_bytes":0,"max_bytes":536870912"#;
         let mut text = format!(
@@ -585,15 +591,15 @@ mod tests {
         let (segments, end) = (setup.demand.segments(), setup.demand.end());
         let last = segments[segments.len() - 1].anon_bytes_at(end);
         let all = segments.iter().map(|segment| segment.anon_bytes).chain([last]);
-        // Rounded, because rates are in whole bytes per second.
+        // The result is rounded, because rates are whole numbers of bytes per second.
         all.map(|bytes| (bytes as i64 - segments[0].anon_bytes as i64 + 1000) / MIB as i64)
             .collect()
     }
 
     #[test]
     fn memory_on_its_way_out_is_not_wanted() {
-        // 500 of 1536 MiB are in use. Linux removes a block from free memory, and 100 ms later from
-        // the total.
+        // 500 of 1536 MiB are in use. Linux first removes a block from free memory, and 100 ms
+        // later from the total.
         let shrinking = |plan, sizes| {
             wanted(&[
                 Report(1_000, [1536, 1036, 400]),
@@ -606,10 +612,10 @@ mod tests {
             ])
         };
         assert_eq!(shrinking(Plan(4_000, 384, false), [384, 384]), [0; 5]);
-        // Broken variant: the memory was not requested back.
+        // Broken variant: the guest was not requested to unplug the memory.
         assert_eq!(shrinking(Plan(4_000, 384, true), [512, 512]), [0, 0, 128, 128, 0]);
         assert_eq!(shrinking(Plan(4_000, 512, false), [512, 512]), [0, 0, 128, 128, 0]);
-        // Broken variant: only a part of it was requested back.
+        // Broken variant: the guest was requested to unplug only part of the memory.
         assert_eq!(shrinking(Plan(4_000, 448, false), [448, 384]), [0, 0, 64, 64, 0]);
     }
 
@@ -623,12 +629,13 @@ mod tests {
             Report(4_600, [1408, 808, 500]),
             Sizes(4_600, [256, 384]),
             Report(5_000, [1408, 608, 572]),
-            // Memory of a withdrawn request does not leave.
+            // If the request is withdrawn, the memory is not unplugged.
             Sizes(5_100, [384, 384]),
             Report(5_200, [1408, 736, 572]),
         ]);
         assert_eq!(filling, [0, 0, 100, 100, 172, 172]);
-        // Without anonymous memory, the two cannot be distinguished until the memory has left.
+        // Without the anonymous memory, the two cases cannot be distinguished until the memory is
+        // unplugged.
         let unknown = wanted(&[
             Report(1_000, [1536, 1036, 0]),
             Report(4_000, [1536, 1036, 0]),
@@ -656,7 +663,7 @@ mod tests {
 
     #[test]
     fn sizes_of_the_moment_of_a_report_apply_after_it() {
-        // A client has requested a smaller size, so no plan shows it.
+        // A client has requested a smaller size, which no plan shows.
         let by_hand = wanted(&[
             Report(1_000, [1536, 1036, 400]),
             Report(4_000, [1536, 1036, 400]),
@@ -664,15 +671,15 @@ mod tests {
             Sizes(4_500, [384, 512]),
             Report(4_550, [1536, 908, 400]),
             Sizes(4_560, [384, 384]),
-            // This report was on its way when the block left.
+            // This report was sent before the block was removed, and arrives after it.
             Report(4_561, [1536, 908, 400]),
             Report(4_600, [1408, 908, 400]),
         ]);
         assert_eq!(by_hand, [0; 6]);
     }
 
-    /// Demand that the replay of a guest of 1 GiB finds. 500 MiB are available, 300 MiB of them
-    /// free. Every two seconds, a report also contains the next of `parts`.
+    /// Demand that results from replaying a guest of 1 GiB, in which 500 MiB are available and 300
+    /// MiB of them are free. Every two seconds, a report also contains the next one of `parts`.
     fn demand_of(parts: &[&str]) -> Vec<Segment> {
         let mut text =
             String::from(r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#);
@@ -689,7 +696,8 @@ mod tests {
         setup.demand.segments().to_vec()
     }
 
-    /// Anonymous and kernel memory in MiB of [`demand_of`] reports that contain `kernel`.
+    /// Anonymous and kernel memory in MiB, from a replay of [`demand_of`] in which reports contain
+    /// `kernel`.
     fn wanted_with(kernel: &str) -> [u64; 2] {
         let first = demand_of(&[kernel; 2])[0];
         [first.anon_bytes, first.kernel_bytes].map(|bytes| bytes / MIB)
@@ -698,7 +706,7 @@ mod tests {
     #[test]
     fn counters_and_kernel_memory_of_new_reporter_are_no_change() {
         let statistics = r#""counters":{"pgsteal_kswapd":1000},"#;
-        // 100 MiB of unreclaimable slabs, and counters of a year.
+        // The guest has 100 MiB of unreclaimable slabs, and counters that have run for a year.
         let agent = r#""counters":{"pgsteal_kswapd":50000000,"workingset_refault_file":40000000},"blocks":{"block_bytes":134217728},"kernel":{"slab_unreclaimable_bytes":104857600,"slab_reclaimable_bytes":0,"page_table_bytes":0,"stack_bytes":0},"#;
         let demand = demand_of(&[statistics, statistics, agent, agent, statistics, statistics]);
         let first_stream = demand[0].stream_bytes_per_s;
@@ -726,11 +734,12 @@ mod tests {
                 5 * MIB,
             ))
         };
-        // The watermarks and page cache take 30 of the 524 MiB that are not available.
+        // The watermarks and page cache account for 30 of the 524 MiB that are not available.
         let [anon_mib, none] = wanted_with("");
         assert_eq!((anon_mib, none), (494, 0), "an older agent");
         assert_eq!(kernel(0, 0), [394, 100]);
-        // MemAvailable leaves out 10 MiB of reclaimable slabs, the low watermark.
+        // MemAvailable does not include 10 MiB of the reclaimable slabs, which is the low
+        // watermark.
         assert_eq!(kernel(120, 0), [384, 220], "page cache and files in use pin them");
         assert_eq!(kernel(120, 120 * MIB / 192), [384, 100], "Linux can reclaim them");
     }

@@ -1,4 +1,4 @@
-//! Values of a run over time, for a plot.
+//! Values of a run over time, which are used for a plot.
 
 use super::demand::Segment;
 use super::guest::Guest;
@@ -6,7 +6,7 @@ use super::vm::Observer;
 use crate::units::scale;
 use crate::{Tier, TimeMs};
 
-/// Minimum and maximum of a value in an interval of the run.
+/// Minimum and maximum of a value in one interval of the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extremes {
     /// Minimum.
@@ -27,22 +27,23 @@ impl From<u64> for Extremes {
     }
 }
 
-/// The guest in an interval of the run. Minimum and maximum show even short peaks and dips.
+/// State of the guest in one interval of the run. Minimum and maximum show even short peaks and
+/// dips.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Point {
     /// Start of the interval.
     pub at: TimeMs,
-    /// Memory in use, including kernel memory, without page cache.
+    /// Memory in use. It includes kernel memory but not page cache.
     pub used_bytes: Extremes,
     /// DRAM of the guest, including boot memory.
     pub dram_bytes: Extremes,
-    /// DRAM and PM of the guest together.
+    /// Sum of the guest's DRAM and PM.
     pub total_bytes: Extremes,
     /// Available memory.
     pub available_bytes: Extremes,
     /// Swapped memory.
     pub swapped_bytes: Extremes,
-    /// Time of the interval in which tasks waited for memory.
+    /// Time within the interval for which tasks waited for memory.
     pub stall_us: u64,
 }
 
@@ -59,7 +60,7 @@ impl Point {
         }
     }
 
-    /// Includes the state at one moment, in which minimum and maximum are equal.
+    /// Includes another state, in which minimum and maximum are equal.
     fn with(self, seen: &Point) -> Self {
         Point {
             at: self.at,
@@ -73,13 +74,13 @@ impl Point {
     }
 }
 
-/// Points of a run, one for each interval.
+/// Points of a run, with one point for each interval.
 #[derive(Clone, Debug)]
 pub struct Series {
     stretch_ms: u64,
     points: Vec<Point>,
     last: Option<Point>,
-    /// Stall time of the run up to `last`.
+    /// Stall time from the start of the run to `last`.
     stall_us: u64,
 }
 
@@ -90,17 +91,17 @@ impl Series {
         Series { stretch_ms, points: Vec::new(), last: None, stall_us: 0 }
     }
 
-    /// Length of a stretch. The last one ends with the run.
+    /// Returns the length of an interval. The last interval ends with the run.
     pub fn stretch_ms(&self) -> u64 {
         self.stretch_ms
     }
 
-    /// Returns the points so far, one for each interval.
+    /// Returns the points so far, with one point for each interval.
     pub fn points(&self) -> &[Point] {
         &self.points
     }
 
-    /// Spreads the stalls between two moments evenly over the stretches between them.
+    /// Distributes the stall time between two times evenly over the intervals between them.
     fn add_stalls(&mut self, from_ms: u64, to_ms: u64, total_us: u64) {
         let new_us = total_us - self.stall_us;
         self.stall_us = total_us;
@@ -121,8 +122,7 @@ impl Series {
 impl Observer for Series {
     fn lived(&mut self, guest: &Guest, _: &Segment) {
         let seen = Point::of(guest, guest.now());
-        // The last state also applies to the intervals since then, because nothing has changed in
-        // them.
+        // Nothing has changed since the last state, so it also applies to the intervals since then.
         let before = self.last.unwrap_or(seen);
         let stretch = guest.now().0 / self.stretch_ms;
         while (self.points.len() as u64) <= stretch {

@@ -5,15 +5,15 @@ use serde::Serialize;
 /// A swap device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct SwapDevice {
-    /// Name on the command line.
+    /// Name that `--swap` accepts.
     pub name: &'static str,
-    /// Size.
+    /// Size of the device.
     pub size_bytes: u64,
-    /// Time from a fault until its page is present.
+    /// Time from a page fault until the page is present.
     pub in_us: u64,
-    /// Time to write a page, in a sequence of pages.
+    /// Time to write one page in a sequence of pages.
     pub out_us: u64,
-    /// The device is in persistent memory, which its writes wear.
+    /// True if the device is in persistent memory, which is worn by writes.
     pub is_pm: bool,
 }
 
@@ -23,9 +23,10 @@ impl SwapDevice {
 
     /// Returns the device called `name`.
     ///
-    /// `pm` has the values that SAY-Go measured for swap on persistent memory. `disk` has those of
-    /// a virtio-blk disk. A guest that touched 60,000 pages at random took 10.8 s instead of 0.032
-    /// s, which is 180 us for each page. Pages were written at about 200 MB/s.
+    /// The values of `pm` are those that SAY-Go measured for swap on persistent memory. The values
+    /// of `disk` are from a virtio-blk disk: a guest that touched 60,000 pages in random order took
+    /// 10.8 s instead of 0.032 s, which is 180 us per page, and pages were written at about 200
+    /// MB/s.
     pub fn from_name(name: &str, size_bytes: u64) -> Option<Self> {
         let device = |name, size_bytes, in_us, out_us, is_pm| {
             Some(SwapDevice { name, size_bytes, in_us, out_us, is_pm })

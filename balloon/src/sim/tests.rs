@@ -1,4 +1,4 @@
-//! Invariants of every run, and the main results of the papers.
+//! Invariants that hold in every run, and the main results of the papers.
 
 mod compared;
 mod kernel;
@@ -12,7 +12,7 @@ use crate::policy::{Policy, fixed};
 use crate::trace;
 use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 
-/// Host of a VM that can plug a quarter of its DRAM, and PM.
+/// Host of a VM that can plug PM, and as much DRAM as a quarter of its boot DRAM.
 fn view(dram_bytes: u64, pm_bytes: u64) -> HostView {
     let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
     for (id, tier, max_bytes) in [(0, Tier::Dram, dram_bytes / 4), (1, Tier::Pm, pm_bytes)] {
@@ -48,8 +48,8 @@ fn run(setup: VmSetup, policy: &str) -> Outcome {
     Outcome::of(&vms[0])
 }
 
-/// Checks the invariants of a guest: each wanted byte is in exactly one place, which has room for
-/// it.
+/// Checks the invariants of a guest. For example, each demanded byte is in exactly one place, and
+/// that place has room for it.
 fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     let wanted = segment.anon_bytes_at(guest.now());
     let parts = [
@@ -103,7 +103,7 @@ fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks the invariants at every moment.
+/// Observer that checks the invariants after each step. It contains the first violation.
 #[derive(Default)]
 struct Lawful(Option<String>);
 
@@ -153,7 +153,7 @@ proptest! {
     }
 }
 
-/// A guest with 256 MiB plugged, with one violation at a time.
+/// Guest with 256 MiB plugged. Each case violates one invariant.
 #[test]
 fn violations_of_invariants_are_detected() {
     let segment = Segment { anon_bytes: 100 * MIB, hot_permille: 1000, ..Segment::default() };
@@ -226,14 +226,15 @@ fn burst_is_noticed_at_a_look_although_memory_moves_evenly() {
         }
     }
     for file_bytes in [0, 1024 * MIB] {
-        // The guest has room for some hundred milliseconds of the burst.
+        // The guest has enough room for several hundred milliseconds of the burst.
         let rest = Segment {
             anon_bytes: 64 * MIB,
             hot_permille: 1000,
             touches_per_s: 1,
             ..Segment::default()
         };
-        // Files without room are read endlessly, so memory does not move evenly.
+        // Files for which there is no room are read again endlessly, so memory does not move
+        // evenly.
         let rest = Segment { file_bytes, ..rest };
         let burst = Segment { at: TimeMs(10_100), anon_bytes_per_s: 512 << 20, ..rest };
         let setup = VmSetup {
@@ -243,7 +244,7 @@ fn burst_is_noticed_at_a_look_although_memory_moves_evenly() {
         };
         let mut first = First::default();
         run_host(vec![setup], 1024 * MIB, &governed("psi"), &mut first).expect("in range");
-        // The time to fill an eighth of available memory at 512 MiB/s, and one look.
+        // Time to fill an eighth of available memory at 512 MiB/s, plus the time of one look.
         assert!(
             first.0.is_some_and(|at| at <= TimeMs(10_100 + 110 + 100)),
             "{file_bytes}: {first:?}"
@@ -253,7 +254,7 @@ fn burst_is_noticed_at_a_look_although_memory_moves_evenly() {
 
 #[test]
 fn reports_can_be_lost_or_late_and_demand_can_be_extended() {
-    /// Times of reports, and decisions.
+    /// Times of reports, and times and reasons of decisions.
     #[derive(Default)]
     struct Log(Vec<TimeMs>, Vec<(TimeMs, crate::plan::Reason)>);
     impl Observer for Log {
@@ -321,12 +322,12 @@ fn leaking_guest_without_swap_is_killed_only_without_pm() {
     assert_eq!((psi.oom_kills, psi.swap_out_gib), (0, 0.0));
 }
 
-/// Run time of a load, including the time that its tasks waited.
+/// Run time of a load, including the time for which its tasks waited.
 fn run_time_s(outcome: &Outcome) -> f64 {
     outcome.run_s + outcome.stall_s + outcome.pm_slower_s
 }
 
-/// A guest with a working set of 512 MiB, all of it in use, and `dram_permille` of that as DRAM.
+/// Guest with a working set of 512 MiB, all of it in use. Its DRAM is `dram_permille` of that size.
 fn deficit(dram_permille: u64, swap: &str) -> VmSetup {
     let dram_bytes = 512 * MIB * dram_permille / 1000;
     let segment = Segment {
@@ -348,7 +349,7 @@ fn deficit(dram_permille: u64, swap: &str) -> VmSetup {
     }
 }
 
-/// Returns `policy` with this `watermark-scale`.
+/// Returns `policy` with the parameter `watermark-scale` set to `scale`.
 fn scaled(policy: &str, scale: &str) -> Governed {
     let setting = Setting::from(scale);
     let policy = Policy::from_name(policy).expect("known").with([("watermark-scale", &setting)]);
@@ -361,7 +362,7 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
     for dram_permille in [750, 500] {
         let with_swap = run_time_s(&run(deficit(dram_permille, "disk"), "off")) / all_dram;
         assert!(with_swap > 1.5, "{dram_permille}: {with_swap}");
-        // The policy of the paper, and `psi`.
+        // The test runs the policy of the paper and `psi`.
         for policy in ["pmb", "psi"] {
             let with_pm = run_time_s(&run(deficit(dram_permille, "disk"), policy)) / all_dram;
             assert!(
@@ -369,8 +370,8 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
                 "{policy}, {dram_permille}: {with_pm}"
             );
         }
-        // Broken variant: with the kernel's own watermark, reports arrive after kswapd has run, and
-        // the result is the same as without PM.
+        // Broken variant: with the kernel's own watermark, reports arrive after kswapd has run. The
+        // result is then the same as without PM.
         let late = run_host(
             vec![deficit(dram_permille, "disk")],
             4096 * MIB,
@@ -381,7 +382,7 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
     }
 }
 
-/// Records events as the governor does.
+/// Records events in the same way as the governor.
 struct Recorder(trace::Writer<Vec<u8>>);
 
 impl Observer for Recorder {
@@ -431,8 +432,8 @@ fn recorded_guest_has_same_demand_in_replay() {
         let (again, pool_bytes) = replayed(&trace, &original.guest).expect("long enough");
         assert_eq!(pool_bytes, 4096 * MIB);
         assert_eq!(again.host.zones, original.host.zones);
-        // Two reports are at most a second apart. Between them, the rise at 100 MB/s is linear, but
-        // a drop is not.
+        // Reports are at most one second apart. Between them, the increase at 100 MB/s is linear,
+        // but a drop is not.
         let mut far = 0;
         for at in (0..again.demand.end().0).step_by(1_000).map(TimeMs) {
             let (wanted, seen) =
@@ -440,7 +441,8 @@ fn recorded_guest_has_same_demand_in_replay() {
             far += u64::from(wanted.abs_diff(seen) > 16 * MIB);
         }
         assert!(far <= 30, "{}: {far} of 900 moments", workload.name());
-        // Under `psi` no needed file was evicted, so the trace does not show that it was needed.
+        // Under `psi`, no needed file was evicted, so the trace does not show which files were
+        // needed.
         let mut without_files = original;
         let segments =
             without_files.demand.segments().iter().map(|s| Segment { file_bytes: 0, ..*s });
@@ -455,7 +457,7 @@ fn recorded_guest_has_same_demand_in_replay() {
     }
 }
 
-/// Largest size that a policy has held, and the number of its grows.
+/// Largest size that a policy held, and how often it grew the guest.
 fn most_held(setup: VmSetup, policy: &str) -> (u64, u64) {
     #[derive(Default)]
     struct Most(u64);
@@ -469,21 +471,22 @@ fn most_held(setup: VmSetup, policy: &str) -> (u64, u64) {
     (most.0, vms[0].decided().grows)
 }
 
-/// `psi` provides little memory for files that are read once. The other policies grow for them.
+/// `psi` provides little memory for files that are read once. The other policies grow the guest for
+/// them.
 #[test]
 fn page_cache_is_replayed_and_grows_guest_by_policy() {
     let original = setup(Workload::CacheHeavy, 900_000, 3);
     let trace = recorded(&original, "psi");
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
-    // After the start, the demand is constant, also while `psi` removes memory.
+    // After the start, the demand is constant, even while `psi` removes memory.
     let rest = again.demand.segments().iter().filter(|segment| segment.at > TimeMs(10_000));
     let levels = rest.map(|segment| segment.anon_bytes / MIB);
     assert_eq!((levels.clone().min(), levels.max()), (Some(256), Some(256)), "MiB");
     for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
         let [(first, first_grows), (second, second_grows)] =
             [&original, &again].map(|setup| most_held(setup.clone(), policy));
-        // The need under `psi` depends on the files that are read repeatedly. A trace does not show
-        // those that were never evicted.
+        // Under `psi`, the need depends on the files that are read repeatedly. A trace does not
+        // show such files unless their pages were evicted.
         let grows = first_grows > 0 && (policy == "psi" || second_grows > 0);
         assert!(grows, "{policy}: {first_grows} and {second_grows}");
         let is_near = policy == "psi" || first.abs_diff(second) <= first / 4 + 32 * MIB;
@@ -491,7 +494,7 @@ fn page_cache_is_replayed_and_grows_guest_by_policy() {
     }
 }
 
-/// A guest that evicts files that it needs, and reads them again.
+/// Guest that evicts files that it needs, and then reads them again.
 #[test]
 fn files_with_returning_pages_are_read_repeatedly_in_replay() {
     let original = setup(Workload::CacheHeavy, 900_000, 3);
@@ -507,7 +510,7 @@ fn files_with_returning_pages_are_read_repeatedly_in_replay() {
     assert!(cured.refault_gib < 0.1 * second.refault_gib && cured.grows > 0, "{cured:?}");
 }
 
-/// A guest that `psi` shrank from 978 MiB to 466 MiB, in blocks of 128 MiB.
+/// Guest that `psi` shrank from 978 MiB to 466 MiB in blocks of 128 MiB.
 #[test]
 fn memory_that_a_recorded_guest_unplugged_is_not_wanted() {
     let trace = include_bytes!("../../tests/golden/recorded-shrinking.jsonl");
@@ -516,7 +519,7 @@ fn memory_that_a_recorded_guest_unplugged_is_not_wanted() {
     let rises =
         segments.windows(2).map(|pair| pair[1].anon_bytes.saturating_sub(pair[0].anon_bytes) / MIB);
     assert!(rises.max() <= Some(3), "MiB from one report to the next");
-    // A process returns memory slowly after it has freed it.
+    // After a process has freed memory, the guest returns it slowly.
     assert!(
         segments.iter().all(|segment| (31..=100).contains(&(segment.anon_bytes / MIB))),
         "{segments:?}"
@@ -551,11 +554,12 @@ fn replay_of_short_guest_includes_swapped_memory() {
 fn memorage_is_faster_than_swap_to_pm_with_a_fifth_of_dram_missing() {
     let [lent, swapped] =
         ["memorage", "off"].map(|policy| run_time_s(&run(deficit(800, "pm"), policy)));
-    // 16.5 % on average of the paper's programs, at most 40.5 %.
+    // For the programs in the paper, it is 16.5 % on average and at most 40.5 %.
     assert!(lent < swapped && lent > 0.5 * swapped, "{lent} and {swapped}");
 }
 
-/// The paper has no such comparison. The test shows that the model's guest needs the PM.
+/// The paper does not contain this comparison. The test shows that the simulated guest needs the
+/// PM.
 #[test]
 fn guest_without_pm_swaps_where_amf_does_not() {
     let [fused, without] = ["amf", "off"].map(|policy| run(deficit(750, "disk"), policy));
@@ -563,7 +567,8 @@ fn guest_without_pm_swaps_where_amf_does_not() {
     assert_eq!((fused.swap_out_gib, fused.swap_in_gib), (0.0, 0.0), "{fused:?}");
 }
 
-/// Size of the first request, and memory that was swapped and reclaimed until all PM was plugged.
+/// Size of the first request, and the memory that was swapped and reclaimed before all PM was
+/// plugged.
 #[derive(Default)]
 struct Integrated {
     first_bytes: Option<u64>,
@@ -584,7 +589,8 @@ impl Observer for Integrated {
     }
 }
 
-/// [`deficit`] of a quarter under `amf`, with this size of PM.
+/// Runs the guest of [`deficit`] with a quarter of its working set as DRAM under `amf`, with this
+/// size of PM.
 fn fused(pm_bytes: u64, scale: &str) -> (Outcome, Integrated) {
     let mut setup = deficit(750, "disk");
     setup.host = view(384 * MIB, pm_bytes);
@@ -596,9 +602,9 @@ fn fused(pm_bytes: u64, scale: &str) -> (Outcome, Integrated) {
 
 const UNIFIED_PM_BYTES: u64 = 16 << 30;
 
-/// A guest with 512 MiB of DRAM and 16 GiB of PM. The page descriptors of the PM take half of DRAM.
-/// The working set is 64 MiB for a minute and then 384 MiB. In `Unified`, AMF's baseline, all PM is
-/// online from the start.
+/// Guest with 512 MiB of DRAM and 16 GiB of PM, whose page descriptors take half of the DRAM. The
+/// working set is 64 MiB for a minute and 384 MiB after that. In AMF's baseline `Unified`, all PM
+/// is online from the start.
 fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
     #[derive(Default)]
     struct MostDescriptors(u64);
@@ -632,10 +638,10 @@ fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
     (Outcome::of(&vms[0]), most.0)
 }
 
-/// The paper's claim at full strength: PM that is not needed takes no DRAM for page descriptors.
-/// Its figures (46.1 % fewer page faults, 29.5 % less swap) are not reproduced. A kernel with its
-/// DRAM full of descriptors swaps although PM is free, but the model's kernel places the pages in
-/// PM.
+/// Tests the paper's claim in its strictest form: PM that is not needed takes no DRAM for page
+/// descriptors. The paper's figures (46.1 % fewer page faults, 29.5 % less swap) are not
+/// reproduced. If descriptors fill its DRAM, the kernel in the paper swaps although PM is free. The
+/// simulated kernel places the pages in PM instead.
 #[test]
 fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
     let unified = || {
@@ -662,13 +668,13 @@ fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
         amf.amf_energy_kj,
         all.amf_energy_kj
     );
-    // Broken variant: the papers' factor requests all PM and gets as much as the rule of
-    // descriptors allows.
+    // Broken variant: with the papers' factor, the policy requests all PM, and receives as much as
+    // the limit for page descriptors allows.
     let (_, late_descriptors) = against_unified(Policy::from_name("amf").expect("known"), false);
     assert!(late_descriptors > all_descriptors / 8, "{} MiB", late_descriptors / MIB);
 }
 
-/// With these scales the table has the proportions of the paper's table.
+/// With these scales, the table has the same proportions as the paper's table.
 #[test]
 fn amf_integrates_before_kswapd_wakes() {
     for scale in ["64", "128"] {
@@ -677,7 +683,8 @@ fn amf_integrates_before_kswapd_wakes() {
     }
 }
 
-/// The guest starts with 256 MiB free. The scale determines the row of Table 2 for that size.
+/// The guest starts with 256 MiB of free memory. The scale determines which row of Table 2 applies
+/// to that size.
 #[test]
 fn amf_integrates_multiple_of_dram_that_table_2_gives() {
     let dram_bytes = (384 - 16 - 384 / 32) * MIB;
@@ -696,13 +703,14 @@ fn wear_follows_equations_of_memorage() {
         (Outcome::of(&vms[0]), *vms[0].guest().totals())
     };
     let (outcome, totals) = figures(deficit(500, "disk"), &governed);
-    // 200,000 touches per second for a minute. Half of them write 64 bytes. Memory is filled when
-    // it is plugged.
+    // The guest makes 200,000 touches per second for one minute. Half of them write 64 bytes. All
+    // plugged memory is also written once.
     let [dram, pm] = totals.plugged_in_bytes.map(|bytes| bytes as f64);
     let written = 60.0 * 100_000.0 * 64.0 + dram + pm;
     let stored = (12u64 << 30) as f64 * 60.0 / 86_400.0;
     let bandwidth = written / stored;
-    // 1 GiB of PM, and 320 MiB of DRAM with cells that endure ten times as many writes.
+    // The guest has 1 GiB of PM and 320 MiB of DRAM. The cells of its DRAM endure ten times as many
+    // writes.
     let pooled = (1.0 + 3.2 / 10.0) * bandwidth / (1.0 + bandwidth);
     assert!(
         (outcome.pooled_lifetime / pooled - 1.0).abs() < 1e-9,

@@ -1,4 +1,4 @@
-//! A VM: a guest, its agent, and the governor of the VMM.
+//! A simulated VM: a guest, its agent, and the VMM's governor.
 
 use std::collections::VecDeque;
 
@@ -13,72 +13,72 @@ use crate::plan::{Direction, Plan, Reason};
 use crate::policy::Policy;
 use crate::{HostView, ParamError, TimeMs};
 
-/// Longest time between two ticks of the VMM while a guest has to follow a request.
+/// Longest time between two ticks of the VMM while a request is outstanding.
 const TICK_MS: u64 = 1_000;
 
-/// Selection of the reports that reach the governor.
+/// Determines which reports the governor receives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Skip {
-    /// All reports except those that cannot change anything, see [`Vm`].
+    /// All reports except those that cannot change anything (see [`Vm`]).
     #[default]
     AtRest,
     /// All reports.
     Nothing,
 }
 
-/// Receives events of a run in order.
+/// Receives the events of a run, in order.
 pub trait Observer {
     /// Receives a report of the guest.
     fn report(&mut self, _at: TimeMs, _report: &Report) {}
-    /// Receives the sizes on the host, before each plan and after it was carried out.
+    /// Receives the sizes on the host before each plan, and again after the plan was carried out.
     fn host(&mut self, _at: TimeMs, _host: &HostView) {}
     /// Receives a plan that was made for `host`.
     fn plan(&mut self, _at: TimeMs, _plan: &Plan, _host: &HostView) {}
-    /// Receives the guest after it was simulated up to its present time.
+    /// Receives the guest each time it was simulated up to its present time.
     fn lived(&mut self, _guest: &Guest, _segment: &Segment) {}
 }
 
 /// Ignores all events.
 impl Observer for () {}
 
-/// Counts of decisions.
+/// Counts of the governor's decisions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Decided {
-    /// Plans of the governor.
+    /// Number of plans that the governor made.
     pub steps: u64,
-    /// Reports that were skipped because they would not have changed anything.
+    /// Number of reports that were skipped because they would not have changed anything.
     pub skipped: u64,
-    /// Plans that grew the guest.
+    /// Number of plans that grew the guest.
     pub grows: u64,
-    /// Plans that shrank the guest.
+    /// Number of plans that shrank the guest.
     pub shrinks: u64,
 }
 
-/// Transport of reports.
+/// Faults of the connection on which reports are sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Channel {
-    /// No report arrives.
+    /// True if no report arrives.
     pub loses_all: bool,
-    /// Delay of reports.
+    /// Delay of each report.
     pub delay_ms: u64,
 }
 
-/// A VM and its progress.
+/// A simulated VM, which advances from event to event.
 ///
-/// **Skipped reports.** A guest is at rest if its demand is constant, nothing is on its way, and no
-/// page is reclaimed or faulted in. Its reports are then the same.
+/// **Skipped reports.** A guest is at rest if its demand is constant, no request is outstanding,
+/// and no page is reclaimed or faulted in. All reports of a guest at rest are the same.
 ///
-/// A policy is a function of its state, a report and the time. The time only enters as a distance
-/// from an earlier event. The next decision is the same, and so on until the demand changes, under
-/// two conditions. First, reports have been the same for longer than all limits of such distances
-/// ([`Policy::settle_ms`]), or the state shows that no limit matters any more
+/// A policy is a function of its state, a report and the time. It uses the time only to compute the
+/// time since earlier events. Therefore, all decisions until the demand changes are the same if two
+/// conditions are met. First, reports have been the same for longer than any limit that such a time
+/// is compared with ([`Policy::settle_ms`]), or the state shows that no limit matters any more
 /// ([`Controller::is_settled`](crate::controller::Controller::is_settled)). Second, the decision
-/// leaves everything unchanged. Before the demand changes, as many reports are processed again, so
-/// that the policy's state includes the usual last reports.
+/// leaves everything unchanged. Before the demand changes, reports are again processed for the same
+/// time, so that the policy's state includes the usual last reports.
 ///
-/// The rules above the policy do not act on a decision without a change: a guest with a request
-/// that makes no progress, lost reports or a cool-down is not at rest. A test compares runs with
-/// and without skipped reports, plan by plan.
+/// The rules that apply to every policy do nothing if a decision changes nothing. A guest is not at
+/// rest during a request without progress, lost reports or a cool-down. A test compares the plans
+/// of runs with and without skipped reports one by one.
 #[derive(Clone, Debug)]
 pub struct Vm {
     guest: Guest,
@@ -96,7 +96,7 @@ pub struct Vm {
     decided: Decided,
 }
 
-/// Zones of the simulated guest, which has no balloon and no driver that needs reminders.
+/// Zones of the simulated guest. It has no balloon, and its drivers do not need reminders.
 struct GuestDevices<'a> {
     guest: &'a mut Guest,
     host: &'a mut HostView,
@@ -125,7 +125,7 @@ impl Devices for GuestDevices<'_> {
 }
 
 impl Vm {
-    /// Creates a VM that has just started. `host` has its zones.
+    /// Creates a VM that has just started. `host` contains its zones.
     pub fn new(
         guest: GuestConfig,
         host: HostView,
@@ -166,19 +166,20 @@ impl Vm {
         &self.demand
     }
 
-    /// Continues the demand, see [`Demand::go_on`].
+    /// Extends the demand (see [`Demand::go_on`]).
     pub fn go_on(&mut self, segment: Segment, ms: u64) {
         self.demand.go_on(segment, ms);
     }
 
-    /// Ends the demand now.
+    /// Ends the demand at the present time.
     pub fn stop(&mut self) {
         self.demand.end_at(self.guest.now());
         self.segment = self.demand.segments().len();
         self.rest_since = None;
     }
 
-    /// Changes the transport of reports. No report is skipped unless the transport is perfect.
+    /// Changes the connection on which reports are sent. Reports are skipped only if the connection
+    /// has no faults.
     pub fn set_channel(&mut self, channel: Channel) {
         self.channel = channel;
     }
@@ -195,7 +196,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Returns the time up to which the VM was simulated. `None` at the end.
+    /// Returns the time up to which the VM was simulated, or `None` if the run has ended.
     pub fn now(&self) -> Option<TimeMs> {
         (self.segment < self.demand.segments().len()).then(|| self.guest.now())
     }
@@ -206,7 +207,7 @@ impl Vm {
         (segments[self.segment], end)
     }
 
-    /// Simulates the guest until the next event, and handles that event.
+    /// Simulates the guest until the next event, and handles the event.
     pub fn turn(&mut self, pool: &mut impl Pool, observer: &mut impl Observer) {
         let (segment, end) = self.segment();
         let to = self.next_event(&segment, end);
@@ -244,8 +245,8 @@ impl Vm {
         if self.is_followed() {
             to = to.min(self.ticked + TICK_MS);
         }
-        // The agent looks all the time. While memory moves evenly, the time at which a look finds
-        // news is known.
+        // The agent looks at memory all the time. While memory moves evenly, the time at which a
+        // look will find news can be computed.
         let even = (!self.guest.is_at_rest(segment)).then(|| self.guest.next_look(segment));
         let news = self.agent.news_due(&self.guest, segment);
         if let Some(at) = news.into_iter().chain(even).min() {
@@ -254,8 +255,8 @@ impl Vm {
         to.max(self.guest.now())
     }
 
-    /// Returns true if a request has not been followed yet, or reports may be lost, so the VMM
-    /// sends ticks.
+    /// Returns true if the VMM has to send ticks, because a request is outstanding or reports may
+    /// be lost.
     fn is_followed(&self) -> bool {
         self.channel != Channel::default()
             || self.guest.zones().iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
@@ -283,8 +284,8 @@ impl Vm {
         self.rest_since = rests.then(|| self.rest_since.unwrap_or(self.guest.now()));
     }
 
-    /// Sends a report or a tick to the governor. Returns true if nothing has changed and a
-    /// repetition would not change anything either.
+    /// Passes a report or a tick to the governor. Returns true if nothing has changed and repeating
+    /// the call would not change anything either.
     fn step(
         &mut self,
         report: Option<&Report>,
@@ -312,7 +313,7 @@ impl Vm {
         is_at_rest
     }
 
-    /// Counts a plan. Returns true if it leaves everything unchanged for good.
+    /// Counts a plan. Returns true if the plan leaves everything unchanged permanently.
     fn count(&mut self, plan: &Plan) -> bool {
         self.decided.steps += 1;
         match plan.direction {
@@ -324,7 +325,8 @@ impl Vm {
             && matches!(plan.reason, Reason::Enough | Reason::Off | Reason::FixedSize)
     }
 
-    /// Skips to the last report before the end of the rest that may still matter.
+    /// Skips the reports of the rest that cannot matter any more. The last ones before its end are
+    /// processed.
     fn skip_rest(
         &mut self,
         segment: &Segment,
@@ -358,7 +360,8 @@ mod tests {
     use super::*;
     use crate::{MIB, Tier, ZoneSizes};
 
-    /// Result of a run: each plan with a request, and all values except the number of decisions.
+    /// Result of a run: every plan that requests a change, and all values except the number of
+    /// decisions.
     #[derive(Default, PartialEq, Debug)]
     struct Log {
         plans: Vec<(TimeMs, Vec<u64>, Reason)>,
@@ -383,7 +386,7 @@ mod tests {
         let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
         host.zones = vec![zone(0, Tier::Dram, 128 * MIB), zone(1, Tier::Pm, 1024 * MIB)];
         let mut params = workload.defaults();
-        // Several periods fit into the run.
+        // The run is long enough for several periods.
         params.period_ms = params.period_ms.min(1_800_000);
         params.kernel_permille = 300 * seed;
         let demand = workload.demand(&params, dram_bytes, 3_600_000, &mut Random::new(seed, 0));
@@ -409,7 +412,7 @@ mod tests {
         (log, skipped)
     }
 
-    /// Returns the number of skipped reports.
+    /// Checks that skipped reports change nothing, and returns their number.
     fn assert_that_reports_change_nothing(policy: &Policy) -> u64 {
         let mut skipped_in_all = 0;
         for workload in Workload::ALL {
@@ -436,7 +439,7 @@ mod tests {
         assert!(skipped > 10_000, "{skipped}");
     }
 
-    /// Broken variant: the time until reports are skipped is too short.
+    /// Broken variant: reports are skipped too early.
     #[test]
     fn skipping_too_many_reports_is_detected() {
         let policy = Policy::default();

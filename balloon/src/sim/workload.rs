@@ -1,4 +1,4 @@
-//! Generated demand.
+//! Generates the demand of a guest.
 
 use super::demand::{Demand, Segment};
 use super::random::Random;
@@ -34,23 +34,25 @@ params! {
     order { "low" <= "high"; }
 }
 
-/// Kind of generated demand.
+/// Kind of a generated demand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Workload {
-    /// Rises to `high` once and stays there.
+    /// The demand rises to `high` once and does not change after that.
     Steady,
-    /// Rises at `rate`, stays for `period`, and ends.
+    /// The demand rises at `rate`, remains at `high` for `period`, and ends.
     Ramp,
-    /// Rests at `low`. Once in each period, at a random time, rises for a tenth of it.
+    /// The demand is at `low`. It rises once in each period at a random time, for a tenth of the
+    /// period.
     Burst,
-    /// Rises at `rate` and drops at once, repeatedly.
+    /// The demand repeatedly rises at `rate` and drops immediately.
     Sawtooth,
-    /// Rises slowly over the whole run.
+    /// The demand rises slowly during the whole run.
     Leak,
-    /// A day with `low` at night and `high` at noon, in uneven steps of five minutes.
+    /// The demand varies over the day from `low` at night to `high` at noon, in uneven steps of
+    /// five minutes.
     Diurnal,
-    /// Little anonymous memory and many files: some that are read repeatedly, and more that are
-    /// read once.
+    /// The demand for anonymous memory is small. Many files are read, some repeatedly and more of
+    /// them once.
     CacheHeavy,
 }
 
@@ -79,7 +81,7 @@ impl Workload {
         }
     }
 
-    /// Returns the workload of this name.
+    /// Returns the workload called `name`.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|workload| workload.name() == name)
     }
@@ -104,7 +106,7 @@ impl Workload {
         }
     }
 
-    /// Returns the names of the parameters that have no effect.
+    /// Returns the names of the parameters that do not affect this workload.
     pub fn ignores(self) -> &'static [&'static str] {
         match self {
             Workload::Steady | Workload::CacheHeavy => &["period"],
@@ -113,8 +115,8 @@ impl Workload {
         }
     }
 
-    /// Generates the demand of a guest with `dram_bytes` for `duration_ms`. Irregular values are
-    /// from `random`.
+    /// Generates the demand of a guest with `dram_bytes` for `duration_ms`. `random` provides the
+    /// irregular values.
     pub fn demand(
         self,
         params: &Params,
@@ -179,20 +181,20 @@ impl Workload {
     }
 }
 
-/// Mean demand at a time of the day: a parabola each for day and night. This needs no floating
-/// point and is within 6 % of a cosine.
+/// Mean demand at a time of day. It consists of one parabola for the day and one for the night. It
+/// needs no floating point, and differs from a cosine by less than 6 %.
 fn day(low: u64, high: u64, at_ms: u64, period_ms: u64) -> u64 {
     let half = (period_ms / 2).max(1);
-    // The first and the last quarter are night, so shift by a quarter.
+    // The first and last quarter of the period are night, so the time is shifted by a quarter.
     let at = (at_ms + period_ms - period_ms / 4) % period_ms;
     let x = u128::from(at % half) * 2000 / u128::from(half);
-    // 0 at both ends of the half, 1000 in its middle.
+    // The value is 0 at both ends of the half, and 1000 in its middle.
     let arch = x * (2000 - x) / 1000;
     let permille = if at < half { 500 + arch / 2 } else { 500 - arch / 2 };
     low + (u128::from(high - low) * permille / 1000) as u64
 }
 
-/// Segments under construction.
+/// Segments that are being generated.
 struct Track<'a> {
     params: &'a Params,
     dram_bytes: u64,
@@ -216,7 +218,7 @@ impl<'a> Track<'a> {
         self.now_ms < self.duration_ms
     }
 
-    /// Adds a segment of `ms` with a change by `anon_bytes_per_s`.
+    /// Adds a segment of `ms` in which anonymous memory changes by `anon_bytes_per_s`.
     fn push(&mut self, anon_bytes_per_s: i64, ms: u64) {
         if ms == 0 {
             return;
@@ -244,7 +246,7 @@ impl<'a> Track<'a> {
         self.push(0, ms);
     }
 
-    /// Rises or falls to `bytes` at the rate.
+    /// Rises or falls to `bytes` at the configured rate.
     fn go(&mut self, bytes: u64) {
         let rate = self.params.rate_bytes_per_s;
         let ms = (self.now_bytes.abs_diff(bytes)).saturating_mul(1000) / rate;
@@ -253,7 +255,7 @@ impl<'a> Track<'a> {
         self.now_bytes = bytes;
     }
 
-    /// Falls to `bytes` at once, because processes end faster than they fill memory.
+    /// Falls to `bytes` immediately, because processes end faster than they fill memory.
     fn drop_to(&mut self, bytes: u64) {
         self.now_bytes = bytes;
     }

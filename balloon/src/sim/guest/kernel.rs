@@ -1,4 +1,4 @@
-//! Memory of the guest's kernel. It occupies the kernel's zones and cannot move or be swapped.
+//! Memory of the guest's kernel. It occupies the kernel's zones, and cannot be moved or swapped.
 
 use foreshore_proto::{CONVERSION_MS, OFFLINE_LIMIT_MS, full_pm_pages};
 
@@ -9,19 +9,19 @@ use crate::sim::demand::Segment;
 use crate::units::{SECTION_DESCRIPTOR_BYTES, scale};
 use crate::{Tier, TimeMs};
 
-/// Kernel memory that a segment wants. It does not include page descriptors and the memory that the
-/// kernel takes at boot.
+/// Kernel memory that a segment demands. Page descriptors and the memory that the kernel uses from
+/// boot are not included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct KernelLoad {
-    /// Allocated part.
+    /// Part of the demand that is allocated.
     pub held_bytes: u64,
-    /// Part that tasks wait for.
+    /// Part of the demand that tasks wait for.
     pub waiting_bytes: u64,
-    /// Part that belonged to processes that the OOM killer has ended.
+    /// Part of the demand that belonged to processes that the OOM killer has ended.
     pub killed_bytes: u64,
-    /// True while kswapd frees memory of the kernel's zones.
+    /// True while kswapd frees memory in the kernel's zones.
     pub kswapd: bool,
-    /// Time for which tasks have waited and got no memory.
+    /// Time for which tasks have been waiting without receiving any memory.
     pub stuck_ms: u64,
 }
 
@@ -39,8 +39,8 @@ impl KernelLoad {
         self.stuck_ms = 0;
     }
 
-    /// Frees a quarter of the allocated memory and drops the requests of all tasks that wait.
-    /// Returns the sum of both.
+    /// Frees a quarter of the allocated memory, and drops the requests of all waiting tasks.
+    /// Returns the total of both.
     pub(super) fn kill(&mut self) -> u64 {
         let taken_bytes = self.held_bytes / 4;
         self.held_bytes -= taken_bytes;
@@ -51,18 +51,18 @@ impl KernelLoad {
     }
 }
 
-/// Block of plugged DRAM that becomes kernel memory as soon as its pages have moved away.
+/// Block of plugged DRAM that will become kernel memory after its pages have been moved away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Conversion {
     zone: usize,
     block_bytes: u64,
     ends: TimeMs,
-    /// Time at which the agent cancels it.
+    /// Time at which the agent cancels the conversion.
     limit: TimeMs,
 }
 
 impl Guest {
-    /// Begins to convert `block_bytes` of plugged DRAM in `node` to kernel memory. Returns false if
+    /// Starts to convert `block_bytes` of plugged DRAM on `node` to kernel memory. Returns false if
     /// the node has no plugged DRAM that can be converted.
     pub(in crate::sim) fn begin_conversion(&mut self, node: u32, block_bytes: u64) -> bool {
         let has_block = |index: &usize| {
@@ -82,20 +82,20 @@ impl Guest {
         self.conversion.is_some()
     }
 
-    /// Plugged DRAM that serves the kernel.
+    /// Returns the size of the plugged DRAM that was converted to kernel memory.
     pub fn kernel_block_bytes(&self) -> u64 {
         self.boot.block_bytes()
     }
 
-    /// Returns true if a change of a zone's size waits for a conversion. Linux adds no memory while
-    /// it takes a block offline (mm/memory_hotplug.c, mem_hotplug_begin), and virtio_mem changes
-    /// nothing of the block's device (virtio_mem_memory_notifier_cb).
+    /// Returns true if a zone's size cannot be changed until a conversion has ended. While Linux
+    /// takes a block offline, it adds no memory (mm/memory_hotplug.c, mem_hotplug_begin), and
+    /// virtio_mem does not change the block's device (virtio_mem_memory_notifier_cb).
     pub(super) fn waits_for_conversion(&self, zone: usize, grows: bool) -> bool {
         self.conversion.is_some_and(|conversion| grows || conversion.zone == zone)
     }
 
-    /// Completes a conversion that is due. While other movable memory has no room for the pages of
-    /// the block, Linux retries until the agent cancels the conversion.
+    /// Completes a conversion that is due. If other movable memory has no room for the block's
+    /// pages, Linux retries until the agent cancels the conversion.
     pub(super) fn convert(&mut self) {
         let Some(conversion) = self.conversion.filter(|conversion| conversion.ends <= self.now)
         else {
@@ -117,7 +117,7 @@ impl Guest {
         self.adapt_reserve();
     }
 
-    /// Moves the pages of a block of `block_bytes` to other movable memory, to DRAM first.
+    /// Moves the pages of a block of `block_bytes` to other movable memory. DRAM is filled first.
     fn move_from_block(&mut self, block_bytes: u64) {
         self.place();
         let left_bytes = self.movable_dram_bytes() - block_bytes;
@@ -126,9 +126,9 @@ impl Guest {
         self.totals.foreign_bytes += pm_bytes;
     }
 
-    /// Moves user pages out of blocks that serve the kernel, before `bytes` of the zone are
-    /// unplugged. Linux unplugs movable blocks first, and migrates pages to movable memory if that
-    /// has room (drivers/virtio/virtio_mem.c, virtio_mem_sbm_unplug_request).
+    /// Moves user pages out of kernel blocks before `bytes` of the zone are unplugged. Linux
+    /// unplugs movable blocks first. It migrates pages to movable memory if there is room
+    /// (drivers/virtio/virtio_mem.c, virtio_mem_sbm_unplug_request).
     pub(super) fn move_from_kernel_part(&mut self, zone: usize, bytes: u64) {
         let kernel_part_bytes = bytes.saturating_sub(self.zone_movable_bytes(zone));
         if kernel_part_bytes == 0 {
@@ -148,29 +148,29 @@ impl Guest {
         self.totals.foreign_bytes += moved_bytes - to_dram_bytes;
     }
 
-    /// Allocated part of the kernel memory that the segment wants.
+    /// Returns the allocated part of the kernel memory that the segment demands.
     pub fn kernel_bytes(&self) -> u64 {
         self.kernel.held_bytes
     }
 
-    /// Kernel memory that tasks wait for.
+    /// Returns the kernel memory that tasks wait for.
     pub fn kernel_waiting_bytes(&self) -> u64 {
         self.kernel.waiting_bytes
     }
 
-    /// Kernel memory of processes that the OOM killer has ended.
+    /// Returns the kernel memory of processes that the OOM killer has ended.
     pub fn kernel_killed_bytes(&self) -> u64 {
         self.kernel.killed_bytes
     }
 
-    /// Memory of the kernel's zones that user pages cannot use: page descriptors of plugged memory,
-    /// and the allocated kernel memory.
+    /// Returns the memory in the kernel's zones that user pages cannot use. This is the allocated
+    /// kernel memory and the page descriptors of plugged memory.
     pub(in crate::sim) fn kernel_used_bytes(&self) -> u64 {
         self.descriptor_bytes() + self.kernel.held_bytes
     }
 
-    /// Allocates the kernel memory of the first segment down to the high watermark. Tasks wait for
-    /// the rest.
+    /// Allocates the kernel memory that the first segment demands, down to the high watermark.
+    /// Tasks wait for the rest.
     pub(super) fn boot_kernel(&mut self, segment: &Segment) {
         let high_bytes = self.boot.kernel_mark(|marks| marks.high) * PAGE_BYTES;
         let room_bytes =
@@ -180,7 +180,7 @@ impl Guest {
         self.kernel.waiting_bytes = segment.kernel_bytes - held_bytes;
     }
 
-    /// Updates the wanted kernel memory to the present time.
+    /// Updates the demand for kernel memory to the present time.
     pub(super) fn want_kernel(&mut self, segment: &Segment) {
         let (wanted_bytes, before_bytes) =
             (segment.kernel_bytes_at(self.now), self.kernel.wanted_bytes());
@@ -190,7 +190,7 @@ impl Guest {
         }
     }
 
-    /// Free memory of the kernel's zones above `mark_pages`, with the user pages where
+    /// Free memory above `mark_pages` in the kernel's zones, if user pages remain where
     /// [`Guest::place`] has placed them.
     fn kernel_room_bytes(&self, mark_pages: u64) -> u64 {
         let used_bytes = self.kernel_used_bytes() + self.held_bytes() + mark_pages * PAGE_BYTES;
@@ -204,9 +204,9 @@ impl Guest {
         got_bytes
     }
 
-    /// Serves waiting kernel allocations from free memory of the kernel's zones, and frees more
-    /// there if needed. Kernel allocations may use the reserve that user pages leave. Returns the
-    /// time that tasks waited.
+    /// Serves waiting kernel allocations from free memory in the kernel's zones, and frees more
+    /// memory there if needed. Kernel allocations may use the reserve that user pages leave free.
+    /// Returns the time for which tasks waited.
     pub(super) fn allocate_kernel(&mut self, ms: u64, budget: &mut Budget) -> u64 {
         if self.kernel.waiting_bytes == 0 {
             self.kernel.stuck_ms = 0;
@@ -217,7 +217,7 @@ impl Guest {
         let mut missing_bytes = wanted_bytes - self.take_kernel(wanted_bytes);
         self.kernel.kswapd |= self.kernel_room_bytes(self.boot.kernel_mark(|marks| marks.low)) == 0;
         if missing_bytes > 0 {
-            // kswapd demotes pages and drops page cache as fast as the kernel needs their memory.
+            // kswapd demotes pages and drops page cache as fast as the kernel needs the memory.
             self.demote_from_kernel_zones(missing_bytes);
             missing_bytes -= self.take_kernel(missing_bytes);
         }
@@ -244,8 +244,9 @@ impl Guest {
         scale(ms * 1000, missing_bytes, wanted_bytes)
     }
 
-    /// Frees memory of the kernel's zones: up to the high watermark while kswapd runs, and enough
-    /// for the page descriptors of a section while memory is being plugged.
+    /// Frees memory in the kernel's zones. While kswapd runs, it frees memory up to the high
+    /// watermark. While memory is being plugged, it frees enough for the page descriptors of one
+    /// section.
     pub(super) fn run_kernel_kswapd(&mut self, budget: &mut Budget) {
         let bytes = |pages: u64| pages * PAGE_BYTES;
         let for_kernel =
@@ -266,15 +267,16 @@ impl Guest {
         self.kernel.kswapd &= freed_bytes < missing_bytes && freed_bytes > 0;
     }
 
-    /// Free movable memory.
+    /// Returns the free movable memory.
     fn movable_room_bytes(&self) -> u64 {
         let outside_bytes = self.user_bytes() - self.held_bytes();
         self.movable_bytes().saturating_sub(outside_bytes)
     }
 
     /// Moves user pages from the kernel's zones to free PM, and returns their size. Linux demotes
-    /// pages to a slower node (`demotion_enabled`) before it drops or swaps pages, and the agent
-    /// disables that while PM is full. Linux moves no page to another zone of the same node.
+    /// pages to a slower node (`demotion_enabled`) before it drops or swaps pages. The agent
+    /// disables demotion while PM is full. Linux does not move pages to another zone of the same
+    /// node.
     fn demote_from_kernel_zones(&mut self, bytes: u64) -> u64 {
         if !self.config.demotes {
             return 0;
@@ -295,8 +297,8 @@ impl Guest {
         demoted_bytes
     }
 
-    /// Reclaims at most `bytes` of the user pages in the kernel's zones with `reclaim`, and returns
-    /// their size.
+    /// Reclaims user pages in the kernel's zones by calling `reclaim`, at most `bytes` of them.
+    /// Returns their size.
     fn reclaim_kernel_zones(
         &mut self,
         bytes: u64,

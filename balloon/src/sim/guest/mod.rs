@@ -1,9 +1,9 @@
-//! Model of a guest's memory management, which is Linux'. docs/reference/simulator.md lists its
-//! rules and its limits.
+//! Model of the memory management of a Linux guest. docs/reference/simulator.md lists the rules and
+//! limits of the model.
 //!
-//! The model advances within a segment of demand. While nothing moves, or everything moves evenly,
-//! that is one step of any length. While memory is reclaimed, plugged or waited for, steps take
-//! milliseconds.
+//! The model advances within a segment of demand. While nothing moves or everything moves evenly,
+//! it advances in one step of any length. While memory is reclaimed, plugged or waited for, a step
+//! takes several milliseconds.
 
 mod kernel;
 mod paging;
@@ -23,15 +23,16 @@ pub(super) use crate::units::PAGE_BYTES;
 use crate::units::{SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, scale};
 use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 
-/// Step while memory is plugged or waited for.
+/// Length of a step while memory is being plugged or waited for.
 const BUSY_STEP_MS: u64 = 10;
-/// Step while pages only move.
+/// Length of a step while pages move and no memory is being plugged or waited for.
 const PAGING_STEP_MS: u64 = 50;
 
-/// Speed at which processes fill memory: the kernel zeroes it, and they write it.
+/// Speed at which processes fill memory. It includes the time in which the kernel zeroes the
+/// memory.
 const FILL_BYTES_PER_MS: u64 = 2 * MIB;
 
-/// Size of the pieces that Linux removes from free memory before it unplugs them.
+/// Amount of memory that Linux removes from free memory at a time before unplugging it.
 const LEAVING_BYTES: u64 = SECTION_BYTES;
 
 /// Configuration of a guest.
@@ -47,23 +48,23 @@ pub struct GuestConfig {
     pub plug_block_us: u64,
     /// Time to unplug 2 MiB.
     pub unplug_block_us: u64,
-    /// Part of the largest plugged size of a zone that stays plugged, in thousandths, because its
-    /// pages cannot move.
+    /// Share of a zone's largest plugged size that cannot be unplugged because its pages cannot be
+    /// moved, in thousandths.
     pub refused_permille: u64,
-    /// Linux demotes pages to PM. Kernels before 6.7 and those without an HMAT do not.
+    /// True if Linux demotes pages to PM. Kernels before 6.7 and kernels without an HMAT do not.
     pub demotes: bool,
-    /// Part of touches that are writes, in thousandths.
+    /// Share of touches that are writes, in thousandths.
     pub write_permille: u64,
-    /// Additional time of an access to PM, compared with DRAM.
+    /// Additional time of an access to PM compared with DRAM.
     pub pm_slower_ns: u64,
-    /// Bytes that volumes write to PM in a day, without lent memory.
+    /// Bytes that volumes write to PM per day. Writes to lent memory are not included.
     pub storage_bytes_per_day: u64,
-    /// Writes that cells of memory endure, as a multiple of those that PM endures.
+    /// Number of writes that memory cells endure, as a multiple of the number that PM endures.
     pub endurance: u64,
 }
 
 impl Default for GuestConfig {
-    /// A guest of 384 MiB with the values of docs/reference/simulator.md.
+    /// Returns a guest of 384 MiB with the values in docs/reference/simulator.md.
     fn default() -> Self {
         use crate::model::energy::{DRAM, PRAM};
         let write_permille = 500;
@@ -92,27 +93,28 @@ pub(super) struct Marks {
 }
 
 impl Marks {
-    /// mm/page_alloc.c, __setup_per_zone_wmarks(): a step is a quarter of `min`, or a thousandth of
-    /// the zone if that is more.
+    /// Computes watermarks as mm/page_alloc.c, __setup_per_zone_wmarks(): they are a quarter of
+    /// `min` apart, or a thousandth of the zone if that is more.
     fn new(min: u64, managed_pages: u64) -> Self {
         let step = (min / 4).max(managed_pages / 1000);
         Marks { min, low: min + step, high: min + 2 * step }
     }
 
-    /// Watermarks of a zone with `bytes`, if `self` is for zones with `all_bytes`.
+    /// Returns the watermarks of a zone of `bytes`, where `self` is the sum for zones of
+    /// `all_bytes`.
     fn part(&self, bytes: u64, all_bytes: u64) -> Self {
         let part = |pages| scale(pages, bytes, all_bytes);
         Marks { min: part(self.min), low: part(self.low), high: part(self.high) }
     }
 
-    /// Watermarks of ZONE_DMA32 or ZONE_NORMAL: min_free_kbytes is 4 times the root of the
-    /// kilobytes.
+    /// Returns the watermarks of ZONE_DMA32 or ZONE_NORMAL. min_free_kbytes is 4 times the square
+    /// root of the zone's size in KiB.
     fn lowmem(bytes: u64) -> Self {
         let min_kbytes = (bytes / 1024 * 16).isqrt().clamp(128, 262_144);
         Self::new(min_kbytes / 4, bytes / PAGE_BYTES)
     }
 
-    /// Watermarks of ZONE_MOVABLE, which gets no part of min_free_kbytes.
+    /// Returns the watermarks of ZONE_MOVABLE, which has no share of min_free_kbytes.
     fn movable(bytes: u64) -> Self {
         if bytes == 0 {
             return Marks::default();
@@ -125,80 +127,81 @@ impl Marks {
 /// State of a zone in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plug {
-    /// Time of the present request.
+    /// Time at which the present request was made.
     asked: TimeMs,
-    /// Time spent on the present block, in microseconds.
+    /// Time that has been spent on the present block, in microseconds.
     done_us: u64,
     /// Largest plugged size so far.
     peak_bytes: u64,
-    /// Size of the memory blocks that serve the kernel. They are the first blocks of the zone, and
-    /// the last of them may be plugged in part.
+    /// Total size of the memory blocks that were converted to kernel memory. They are the first
+    /// blocks of the zone, and the last of them may be partly plugged.
     kernel_blocks_bytes: u64,
     marks: Marks,
 }
 
 impl Plug {
-    /// Part of `plugged_bytes` that serves the kernel.
+    /// Returns the part of `plugged_bytes` that was converted to kernel memory.
     fn kernel_bytes(&self, plugged_bytes: u64) -> u64 {
         self.kernel_blocks_bytes.min(plugged_bytes)
     }
 
-    /// Forgets the blocks that are not plugged any more. Linux removes them, and they will be
-    /// movable when they are plugged again. The rest of a partly plugged block serves the kernel.
+    /// Removes blocks that are no longer plugged. Linux removes them too, so they will be movable
+    /// when they are plugged again. The unplugged part of a partly plugged block remains kernel
+    /// memory.
     fn trim_kernel_blocks(&mut self, plugged_bytes: u64) {
         let blocks_bytes = plugged_bytes.next_multiple_of(SECTION_BYTES);
         self.kernel_blocks_bytes = self.kernel_blocks_bytes.min(blocks_bytes);
     }
 }
 
-/// Totals since the guest's start.
+/// Totals since the guest started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// Time in which tasks waited for memory.
+    /// Time for which tasks waited for memory.
     pub stall_us: u64,
     /// Memory swapped in.
     pub swapped_in_bytes: u64,
     /// Memory swapped out.
     pub swapped_out_bytes: u64,
-    /// Pages of files that were evicted and read again.
+    /// File pages that were evicted and then read again.
     pub refaulted_bytes: u64,
-    /// Page cache that other pages replaced at once.
+    /// Page cache that was evicted immediately.
     pub replaced_bytes: u64,
     /// Memory freed by kswapd.
     pub kswapd_bytes: u64,
-    /// Memory freed by tasks themselves.
+    /// Memory that tasks freed by direct reclaim.
     pub direct_bytes: u64,
-    /// Allocations that had to reclaim memory.
+    /// Number of allocations that had to reclaim memory.
     pub allocstalls: u64,
-    /// Part of `allocstalls` for kernel memory.
+    /// Number of these allocations that were for kernel memory.
     pub kernel_allocstalls: u64,
     /// User pages that were placed in PM because DRAM had no room.
     pub foreign_bytes: u64,
-    /// User pages that were moved from DRAM to PM to free memory for the kernel.
+    /// User pages that were moved from DRAM to PM in order to free memory for the kernel.
     pub demoted_bytes: u64,
     /// OOM kills.
     pub oom_kills: u64,
     /// Memory of processes that the OOM killer has ended.
     pub oom_killed_bytes: u64,
-    /// Plugged memory times time, by tier (DRAM, PM), in bytes and milliseconds.
+    /// Plugged memory multiplied by time, for each tier (DRAM, PM), in bytes times milliseconds.
     pub plugged_byte_ms: [u128; 2],
-    /// Part of plugged memory that was not needed, times time.
+    /// Plugged memory that was not needed, multiplied by time.
     pub over_byte_ms: u128,
-    /// Missing memory, times time.
+    /// Missing memory, multiplied by time.
     pub short_byte_ms: u128,
-    /// Sum of plugged memory, by tier.
+    /// Total amount of memory that was plugged, for each tier.
     pub plugged_in_bytes: [u64; 2],
-    /// Touches of pages by tier: touches per second, times milliseconds, times thousandths.
+    /// Page touches for each tier, as touches per second times milliseconds times thousandths.
     pub touches_ms: [u128; 2],
 }
 
-/// Source of PM.
+/// Pool from which PM is allocated.
 pub trait Pool {
-    /// Returns the free size.
+    /// Returns the free memory in the pool.
     fn free_bytes(&self) -> u64;
-    /// Takes at most `bytes`. Returns the size that was taken.
+    /// Allocates at most `bytes`. Returns the allocated size.
     fn take(&mut self, bytes: u64) -> u64;
-    /// Returns memory to the pool.
+    /// Returns `bytes` to the pool.
     fn give(&mut self, bytes: u64);
 }
 
@@ -215,11 +218,12 @@ pub struct Guest {
     swapped_bytes: u64,
     waiting_bytes: u64,
     killed_bytes: u64,
-    /// Page cache of files that are read repeatedly, and of other files.
+    /// Page cache of the files that are read repeatedly. `stream_bytes` is the page cache of other
+    /// files.
     file_bytes: u64,
     stream_bytes: u64,
     kswapd: bool,
-    /// Time for which waiting allocations got no memory.
+    /// Time for which waiting allocations have received no memory.
     stuck_ms: u64,
     kernel: KernelLoad,
     conversion: Option<Conversion>,
@@ -227,8 +231,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Creates a guest that has booted, with zones as the host has them. It has the first wanted
-    /// memory, if there is room.
+    /// Creates a guest that has booted, with the zones that the host has. It already holds the
+    /// memory that the first segment demands, as far as there is room.
     pub fn new(config: GuestConfig, zones: &[ZoneSizes], segment: &Segment) -> Self {
         let plug = |zone: &ZoneSizes| Plug {
             asked: TimeMs(0),
@@ -290,27 +294,27 @@ impl Guest {
         &self.totals
     }
 
-    /// Wanted memory that is present.
+    /// Returns the demanded memory that is resident.
     pub fn resident_bytes(&self) -> u64 {
         self.resident_bytes
     }
 
-    /// Wanted memory on the swap device.
+    /// Returns the demanded memory that is on the swap device.
     pub fn swapped_bytes(&self) -> u64 {
         self.swapped_bytes
     }
 
-    /// Wanted memory that tasks wait for.
+    /// Returns the demanded memory that tasks wait for.
     pub fn waiting_bytes(&self) -> u64 {
         self.waiting_bytes
     }
 
-    /// Wanted memory of processes that the OOM killer has ended.
+    /// Returns the demanded memory of processes that the OOM killer has ended.
     pub fn killed_bytes(&self) -> u64 {
         self.killed_bytes
     }
 
-    /// Page cache.
+    /// Returns the size of the page cache.
     pub fn cached_bytes(&self) -> u64 {
         self.file_bytes + self.stream_bytes
     }
@@ -328,7 +332,7 @@ impl Guest {
         self.boot.bytes() + self.plugged_bytes() - self.kernel_block_bytes()
     }
 
-    /// Plugged memory of all zones.
+    /// Returns the plugged memory in all zones.
     pub fn plugged_bytes(&self) -> u64 {
         self.zones.iter().map(|zone| zone.plugged_bytes).sum()
     }
@@ -337,7 +341,7 @@ impl Guest {
         self.zones.iter().filter(|zone| zone.tier == tier).map(|zone| zone.plugged_bytes).sum()
     }
 
-    /// Page descriptors of plugged memory.
+    /// Returns the size of the page descriptors of plugged memory.
     pub fn descriptor_bytes(&self) -> u64 {
         self.zones
             .iter()
@@ -363,7 +367,7 @@ impl Guest {
         (self.boot.kernel_mark(&mark) + mark(&self.boot.movable_marks) + zones) * PAGE_BYTES
     }
 
-    /// Memory that is about to be unplugged and not free any more.
+    /// Memory that is no longer free because it is about to be unplugged.
     fn leaving_bytes(&self) -> u64 {
         let outstanding = |(zone, plug): (&ZoneSizes, &Plug)| {
             if zone.plugged_bytes <= zone.requested_bytes
@@ -393,22 +397,22 @@ impl Guest {
         (self.free_bytes() + cached - (cached / 2).min(low)).saturating_sub(kept)
     }
 
-    /// Plugged memory that cannot be unplugged.
+    /// Plugged memory in `zone` that cannot be unplugged.
     fn stuck_bytes(&self, zone: &ZoneSizes, plug: &Plug) -> u64 {
         let stuck = plug.peak_bytes / 1000 * self.config.refused_permille;
-        // Kernel memory in blocks that serve the kernel cannot move, and user pages can.
+        // In kernel blocks, kernel memory cannot be moved, but user pages can.
         let pinned = self.boot.pinned_block_bytes(self.kernel_used_bytes());
         let pinned = pinned.min(plug.kernel_bytes(zone.plugged_bytes));
         [stuck, pinned].map(|bytes| bytes.next_multiple_of(zone.block_bytes)).iter().sum()
     }
 
-    /// Requests sizes of the zones.
+    /// Requests a size for each zone.
     pub fn request(&mut self, sizes: impl IntoIterator<Item = u64>) {
         for ((zone, plug), requested_bytes) in self.zones.iter_mut().zip(&mut self.plugs).zip(sizes)
         {
             if zone.requested_bytes != requested_bytes {
-                // A driver that is at work adopts the new size. A driver that is idle, or has to
-                // change its direction, starts again.
+                // A driver that is working on a request adopts the new size. A driver that is idle
+                // or has to change its direction starts again.
                 let way = |requested: u64| requested.cmp(&zone.plugged_bytes);
                 if way(zone.requested_bytes) != way(requested_bytes) {
                     plug.asked = self.now;
@@ -419,27 +423,28 @@ impl Guest {
         }
     }
 
-    /// Writes the sizes to `host`.
+    /// Writes the sizes of the zones and the pool to `host`.
     pub fn show(&self, host: &mut HostView, pool_free_bytes: u64) {
         host.zones.clear();
         host.zones.extend_from_slice(&self.zones);
         host.pool_free_bytes = pool_free_bytes;
     }
 
-    /// Returns true if nothing moves until the demand or a request changes, so only the time
+    /// Returns true if nothing moves until the demand or a request changes, so that only time
     /// advances.
     pub fn is_at_rest(&self, segment: &Segment) -> bool {
         segment.is_flat() && self.is_even(segment)
     }
 
-    /// Returns true if a step of any length only advances totals.
+    /// Returns true if a step of any length would only change totals.
     fn is_still(&self, segment: &Segment) -> bool {
         self.is_at_rest(segment)
             && self.file_bytes <= segment.file_bytes
             && self.room_bytes() >= self.marks_bytes(|marks| marks.low)
     }
 
-    /// Returns true if everything moves evenly: no reclaim, nothing on its way, and no task waits.
+    /// Returns true if everything moves evenly: no memory is reclaimed, no request is outstanding,
+    /// and no task waits.
     fn is_even(&self, segment: &Segment) -> bool {
         !self.kswapd
             && !self.kernel.kswapd
@@ -451,7 +456,7 @@ impl Guest {
             && !self.is_moving()
     }
 
-    /// Returns the time for which everything continues to move evenly.
+    /// Returns the time for which everything will continue to move evenly.
     fn even_ms(&self, segment: &Segment) -> u64 {
         if !self.is_even(segment) {
             return 0;
@@ -470,7 +475,7 @@ impl Guest {
         lasts_ms(room, anon + kernel).min(lasts_ms(kernel_room, kernel))
     }
 
-    /// MemFree or MemAvailable.
+    /// Returns MemFree or MemAvailable.
     pub(super) fn there_bytes(&self, measure: Measure) -> u64 {
         match measure {
             Measure::Free => self.free_bytes(),
@@ -478,8 +483,9 @@ impl Guest {
         }
     }
 
-    /// Returns the time at which free or available memory falls to `bytes` if only the segment
-    /// moves it. `None` if never, or if something else moves memory at present.
+    /// Returns the time at which free or available memory will have fallen to `bytes`, if only the
+    /// segment moves it. `None` if it never falls so far, or if something else moves memory at
+    /// present.
     pub(super) fn falls_to(
         &self,
         measure: Measure,
@@ -490,7 +496,8 @@ impl Guest {
         let growth = u64::try_from(growth).unwrap_or(0);
         let there = self.there_bytes(measure);
         let fall = there.checked_sub(bytes).filter(|fall| *fall > 0)?;
-        // Files that are read use free memory down to the high watermark, but no available memory.
+        // Reading files uses free memory down to the high watermark, but does not use available
+        // memory.
         let for_files = self.room_bytes().saturating_sub(self.marks_bytes(|marks| marks.high));
         let streamed = match measure {
             Measure::Free if growth > 0 || fall <= for_files => segment.stream_bytes_per_s,
@@ -503,8 +510,7 @@ impl Guest {
         Some(self.now + fall.saturating_mul(1000).div_ceil(rate))
     }
 
-    /// Returns the time up to which the guest can be simulated until an uneven change needs another
-    /// look.
+    /// Returns the time up to which the guest can be simulated before an uneven change may occur.
     pub fn next_look(&self, segment: &Segment) -> TimeMs {
         self.now + self.step_ms(segment)
     }
@@ -523,7 +529,7 @@ impl Guest {
             || self.zones.iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
     }
 
-    /// Simulates the guest until `to`, which is in the segment.
+    /// Simulates the guest until `to`, which must be within the segment.
     pub fn live(&mut self, to: TimeMs, segment: &Segment, pool: &mut impl Pool) {
         if self.now < to && self.is_still(segment) {
             let ms = to.since(self.now);
@@ -563,7 +569,7 @@ impl Guest {
         self.count(ms, segment);
     }
 
-    /// Wanted memory. Each byte of it is in exactly one place.
+    /// Returns the demanded memory. Each byte of it is in exactly one place.
     pub fn wanted_bytes(&self) -> u64 {
         self.resident_bytes + self.swapped_bytes + self.waiting_bytes + self.killed_bytes
     }
@@ -591,7 +597,7 @@ impl Guest {
             };
             let marks = Marks::movable(self.zone_movable_bytes(index));
             let plug = &mut self.plugs[index];
-            // A block that could not be moved starts again.
+            // If a block could not be moved, the driver starts again with it.
             plug.done_us = if moved == 0 && done_bytes > 0 { 0 } else { work_us % block_us };
             if moved > 0 {
                 plug.peak_bytes = plug.peak_bytes.max(self.zones[index].plugged_bytes);
@@ -601,8 +607,8 @@ impl Guest {
         }
     }
 
-    /// Plugs at most `done_bytes`, and returns the plugged size. The page descriptors of a section
-    /// need room first.
+    /// Plugs at most `done_bytes` and returns the plugged size. Memory for the page descriptors of
+    /// a section must be free first.
     fn plug_zone(&mut self, index: usize, done_bytes: u64, pool: &mut impl Pool) -> u64 {
         let zone = self.zones[index];
         let mut bytes = done_bytes.min(zone.requested_bytes - zone.plugged_bytes);
@@ -621,13 +627,14 @@ impl Guest {
         bytes
     }
 
-    /// Unplugs at most `done_bytes`. Only free memory can leave, so pages in the blocks move there.
+    /// Unplugs at most `done_bytes`. Only free memory can be unplugged, so pages in the blocks are
+    /// moved to other free memory.
     fn unplug_zone(&mut self, index: usize, done_bytes: u64, pool: &mut impl Pool) -> u64 {
         let (zone, plug) = (self.zones[index], self.plugs[index]);
         let least = zone.requested_bytes.max(self.stuck_bytes(&zone, &plug));
         let bytes = done_bytes.min(zone.plugged_bytes.saturating_sub(least));
         let high = self.marks_bytes(|marks| marks.high);
-        // Page cache that is not read again makes room for the pages that move.
+        // Page cache that will not be read again makes room for the pages that have to be moved.
         let clean = (bytes + high).saturating_sub(self.room_bytes()).min(self.stream_bytes);
         self.stream_bytes -= clean;
         self.totals.replaced_bytes += clean;
@@ -661,11 +668,12 @@ impl Guest {
         }
     }
 
-    /// Memory that the guest needs so that all wanted memory is present.
+    /// Returns the memory that the guest needs to hold all demanded memory.
     pub fn needed_bytes(&self, segment: &Segment) -> u64 {
         let overhead =
             self.total_bytes() - self.capacity_bytes() + self.marks_bytes(|marks| marks.high);
-        // The capacity does not include allocated kernel memory, so this counts as overhead.
+        // The capacity does not include allocated kernel memory, which therefore counts as
+        // overhead.
         let kernel = segment.kernel_bytes_at(self.now).saturating_sub(self.kernel.held_bytes);
         segment.anon_bytes_at(self.now) + kernel + segment.file_bytes + overhead
     }

@@ -1,24 +1,25 @@
-//! Paging of a guest: allocation, reclaim, swap, page cache and OOM kills.
+//! Paging in the simulated guest: allocation, reclaim, swap, page cache and OOM kills.
 
 use super::{FILL_BYTES_PER_MS, Guest, PAGE_BYTES};
 use crate::MIB;
 use crate::sim::demand::Segment;
 use crate::sim::swap::SwapDevice;
 
-/// Speed at which clean page cache is dropped.
+/// Speed at which the kernel drops clean page cache.
 const DROP_BYTES_PER_MS: u64 = 4 * MIB;
 
-/// Time without any free memory after which the OOM killer runs: 16 rounds of direct reclaim
-/// without a result.
+/// Time without any free memory after which the OOM killer runs. It stands for 16 rounds of direct
+/// reclaim without a result.
 pub(super) const OOM_MS: u64 = 300;
 
-/// Time to read a page of a file that is not in the page cache from a disk, with read-ahead.
+/// Time to read a file page from disk if it is not in the page cache. It takes read-ahead into
+/// account.
 const FILE_READ_US: u64 = 180;
 const READ_AHEAD_PAGES: u64 = 8;
 
 impl Guest {
-    /// Releases memory of processes that free it or end. Their swapped memory is released in
-    /// proportion.
+    /// Releases memory that processes free, or that they hold when they end. A proportional share
+    /// of their swapped memory is released too.
     pub(super) fn release(&mut self, mut bytes: u64) {
         for part in [&mut self.waiting_bytes, &mut self.killed_bytes] {
             let gone = bytes.min(*part);
@@ -36,7 +37,7 @@ impl Guest {
         self.stuck_ms = 0;
     }
 
-    /// Allocates waiting memory from free memory and by reclaim. Returns the time that tasks
+    /// Serves waiting allocations from free memory and by reclaim. Returns the time for which tasks
     /// waited.
     pub(super) fn allocate(&mut self, ms: u64, budget: &mut Budget) -> u64 {
         if self.waiting_bytes == 0 {
@@ -49,8 +50,8 @@ impl Guest {
         let mut got = wanted.min(self.room_bytes().saturating_sub(low));
         self.resident_bytes += got;
         if got < wanted {
-            // Below the low watermark kswapd runs. Until it has freed memory, tasks use the reserve
-            // down to min.
+            // kswapd runs below the low watermark. Until it has freed memory, tasks use the reserve
+            // down to the min watermark.
             self.kswapd = true;
             let clean = self.drop_clean(wanted - got, budget);
             self.totals.kswapd_bytes += clean;
@@ -75,12 +76,13 @@ impl Guest {
                 self.kill();
             }
         }
-        // Tasks that get a part of the memory that they want wait for the rest of the time.
+        // Tasks that receive only part of the memory wait for the rest of the step.
         crate::units::scale(ms * 1000, wanted - got, wanted)
     }
 
-    /// Linux' OOM killer ends the largest process. The model frees a quarter of the resident memory
-    /// and of the kernel memory instead, and drops the requests of all tasks that wait.
+    /// Models the OOM killer. Linux ends the largest process. The model instead frees a quarter of
+    /// the resident memory and a quarter of the kernel memory, and drops the requests of all
+    /// waiting tasks.
     pub(super) fn kill(&mut self) {
         let taken = self.resident_bytes / 4;
         self.resident_bytes -= taken;
@@ -102,7 +104,7 @@ impl Guest {
         let high = self.marks_bytes(|marks| marks.high);
         let reclaimed = self.reclaim(high.saturating_sub(room), budget);
         self.totals.kswapd_bytes += reclaimed;
-        // kswapd ends when it is done, or if nothing is left to reclaim.
+        // kswapd stops when it has freed enough, or when nothing can be reclaimed.
         self.kswapd = self.room_bytes() < high && (reclaimed > 0 || self.can_reclaim());
     }
 
@@ -112,11 +114,13 @@ impl Guest {
         self.cached_bytes() > 0 || (swaps && self.resident_bytes >= PAGE_BYTES)
     }
 
-    /// Reclaims page cache first, then files that are read repeatedly, then anonymous pages.
+    /// Reclaims page cache that is read once, then files that are read repeatedly, then anonymous
+    /// pages.
     pub(super) fn reclaim(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
         let mut freed = self.drop_clean(bytes, budget);
         if self.cached_bytes() > 0 {
-            // The rest follows in the next step. No page is swapped while page cache is left.
+            // The rest is reclaimed in the next step. No page is swapped while any page cache is
+            // left.
             return freed;
         }
         let swap_free = self.config.swap.size_bytes.saturating_sub(self.swapped_bytes);
@@ -141,7 +145,8 @@ impl Guest {
         freed
     }
 
-    /// Anonymous memory that is in use but swapped out. Linux swaps out unused memory first.
+    /// Returns the anonymous memory that is in use but swapped out. Linux swaps out unused memory
+    /// first.
     pub(super) fn missing_hot_bytes(&self, segment: &Segment) -> u64 {
         if segment.touches_per_s == 0 || self.swapped_bytes == 0 {
             return 0;
@@ -151,7 +156,7 @@ impl Guest {
         self.swapped_bytes.saturating_sub(cold)
     }
 
-    /// Files in use that are not in the page cache.
+    /// Returns the size of the files in use that are not in the page cache.
     pub(super) fn missing_file_bytes(&self, segment: &Segment) -> u64 {
         if segment.touches_per_s == 0 {
             0
@@ -160,8 +165,7 @@ impl Guest {
         }
     }
 
-    /// Touches pages in use for `us`, and brings in those that are missing. Returns the additional
-    /// time.
+    /// Touches pages in use for `us`, and reads the missing ones in. Returns the additional time.
     pub(super) fn touch(&mut self, us: u64, segment: &Segment, budget: &mut Budget) -> u64 {
         let (anon, file) = (self.missing_hot_bytes(segment), self.missing_file_bytes(segment));
         if anon + file == 0 || us == 0 {
@@ -172,13 +176,13 @@ impl Guest {
             u128::from(crate::units::scale(held, segment.hot_permille, 1000) + segment.file_bytes)
                 .max(1);
         let [anon, file] = [anon, file].map(u128::from);
-        // A touch takes 1/rate if the page is present, and a fault in addition if it is not. The
-        // share of missing pages is the share of touches that fault.
+        // A touch takes 1/rate if the page is present. If the page is missing, the time of a fault
+        // is added. The share of touches that fault equals the share of pages that are missing.
         let touch_ns = u128::from(1_000_000_000 / segment.touches_per_s.max(1));
         let [anon_us, file_us] = [self.config.swap.in_us, FILE_READ_US].map(u128::from);
         let fault_ns = (anon * anon_us + file * file_us) * 1000 / hot;
         let touches = u128::from(us) * 1000 / (touch_ns + fault_ns).max(1);
-        // Rounded up, because the last few pages are touched at some time, too.
+        // The number is rounded up, because the last few pages are also touched at some time.
         let faults =
             |missing: u128| u64::try_from((touches * missing).div_ceil(hot)).unwrap_or(u64::MAX);
         let [anon_faults, file_faults] = [anon, file].map(faults);
@@ -187,7 +191,7 @@ impl Guest {
         if self.room_bytes() < self.marks_bytes(|marks| marks.low) {
             self.kswapd = true;
         }
-        // Tasks also waited for pages that found no room.
+        // Tasks also waited for pages for which there was no room.
         anon_faults
             .saturating_mul(self.config.swap.in_us)
             .saturating_add(file_faults.saturating_mul(FILE_READ_US))
@@ -208,8 +212,8 @@ impl Guest {
         self.totals.swapped_in_bytes += bytes;
     }
 
-    /// Reads files in. Without room, a page replaces another page of such files, which is read
-    /// again later.
+    /// Reads files into the page cache. If there is no room, each page replaces another page of
+    /// these files, which has to be read again later.
     fn read_in(&mut self, bytes: u64, segment: &Segment) {
         let bytes = bytes.min(self.missing_file_bytes(segment));
         let high = self.marks_bytes(|marks| marks.high);
@@ -222,10 +226,10 @@ impl Guest {
         self.totals.replaced_bytes += streamed + bytes - added;
     }
 
-    /// Reads files once. They fill free memory down to the high watermark, and then replace each
-    /// other.
+    /// Reads files that are read once. They fill free memory down to the high watermark. After
+    /// that, each page replaces an older one.
     pub(super) fn read_files(&mut self, ms: u64, segment: &Segment) {
-        // Files that are not read repeatedly any more become other page cache.
+        // Files that are no longer read repeatedly become other page cache.
         let left = self.file_bytes.saturating_sub(segment.file_bytes);
         self.file_bytes -= left;
         self.stream_bytes += left;
@@ -237,7 +241,7 @@ impl Guest {
     }
 }
 
-/// Amounts that can be reclaimed in a step.
+/// Amounts that can be reclaimed in one step.
 #[derive(Debug)]
 pub(super) struct Budget {
     drop_bytes: u64,

@@ -1,4 +1,4 @@
-//! Zones of boot memory, and places of user pages.
+//! Zones of boot memory, and the zones in which user pages are placed.
 
 use foreshore_proto::{BootMemory, LINUX_RESERVE_RATIOS, NodeMemory, ZoneKind};
 
@@ -6,7 +6,7 @@ use super::{Guest, Marks, PAGE_BYTES};
 use crate::units::{SECTION_DESCRIPTOR_BYTES, scale};
 use crate::{MIB, Tier, ZoneSizes};
 
-/// Boot memory of a guest, and the memory that `zones` can add.
+/// Returns the boot memory of a guest, and the memory that can be added in `zones`.
 pub(in crate::sim) fn boot_memory(boot_bytes: u64, zones: &[ZoneSizes]) -> BootMemory {
     let most_bytes = |tier: Tier| {
         let zones = zones.iter().filter(|zone| zone.tier == tier);
@@ -15,61 +15,61 @@ pub(in crate::sim) fn boot_memory(boot_bytes: u64, zones: &[ZoneSizes]) -> BootM
     BootMemory { boot_bytes, dram_bytes: most_bytes(Tier::Dram), pm_bytes: most_bytes(Tier::Pm) }
 }
 
-/// A zone of boot memory that serves the kernel.
+/// A zone from which the kernel can allocate memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct KernelZone {
     pub kind: ZoneKind,
-    /// Managed memory.
+    /// Memory that the zone manages.
     pub bytes: u64,
     pub marks: Marks,
-    /// Free part that user pages leave to the kernel. The agent sets it for the present zones
-    /// (docs/reference/agent.md).
+    /// Reserve that user pages must leave free for the kernel. The agent sets it for the present
+    /// zones (docs/reference/agent.md).
     pub kept_bytes: u64,
 }
 
 impl KernelZone {
-    /// Room for user pages in this zone in addition to `pinned_bytes`.
+    /// Returns the room for user pages if the kernel uses `pinned_bytes` of this zone.
     fn room_bytes(&self, pinned_bytes: u64) -> u64 {
         (self.bytes - self.kept_bytes).saturating_sub(pinned_bytes)
     }
 }
 
-/// Use of a zone that serves the kernel.
+/// Use of a zone from which the kernel can allocate memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct KernelPart<'a> {
     pub zone: &'a KernelZone,
-    /// Memory of the kernel itself, including page descriptors.
+    /// Memory that the kernel itself uses, including page descriptors.
     pub pinned_bytes: u64,
     pub user_bytes: u64,
 }
 
-/// Zones of boot memory, divided as the VMM's command line divides them. Blocks of plugged DRAM
-/// that serve the kernel count as ZONE_NORMAL.
+/// Zones of boot memory, with the sizes that the VMM's command line sets. Blocks of plugged DRAM
+/// that were converted to kernel memory count as ZONE_NORMAL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct BootZones {
-    /// Memory that can be plugged.
+    /// Total memory that can be plugged.
     hotplug_bytes: u64,
-    /// Plugged DRAM that serves the kernel.
+    /// Plugged DRAM that was converted to kernel memory.
     block_bytes: u64,
-    /// ZONE_DMA32, and ZONE_NORMAL or a zone without memory. Page descriptors of plugged memory
-    /// are allocated from them.
+    /// ZONE_DMA32 and ZONE_NORMAL, which may be empty. Page descriptors of plugged memory are
+    /// allocated from these zones.
     kernel_zones: [KernelZone; 2],
-    /// ZONE_MOVABLE of boot memory.
+    /// Size of ZONE_MOVABLE in boot memory.
     pub movable_bytes: u64,
     pub movable_marks: Marks,
 }
 
 impl BootZones {
     pub(crate) fn new(boot_bytes: u64, zones: &[ZoneSizes]) -> Self {
-        // The kernel's code, and page descriptors of boot memory.
+        // The kernel's code and the page descriptors of boot memory are not managed.
         let all_bytes = boot_bytes.saturating_sub(16 * MIB + boot_bytes / 32).max(MIB);
         let memory = boot_memory(boot_bytes, zones);
         let movable_bytes = memory.managed_movable_bytes();
         let movable_bytes = movable_bytes.min(all_bytes / 2) / PAGE_BYTES * PAGE_BYTES;
         let kernel_bytes = all_bytes - movable_bytes;
         let [_, _, normal_bytes] = memory.node().zones_bytes.map(|bytes| bytes.min(kernel_bytes));
-        // Linux divides min_free_kbytes by the size of the zones (mm/page_alloc.c,
-        // __setup_per_zone_wmarks).
+        // Linux divides min_free_kbytes among the zones in proportion to their sizes
+        // (mm/page_alloc.c, __setup_per_zone_wmarks).
         let marks = Marks::lowmem(kernel_bytes);
         let zone = |kind, bytes| KernelZone {
             kind,
@@ -89,35 +89,36 @@ impl BootZones {
         }
     }
 
-    /// Plugged DRAM that serves the kernel.
+    /// Returns the size of the plugged DRAM that was converted to kernel memory.
     pub(crate) fn block_bytes(&self) -> u64 {
         self.block_bytes
     }
 
-    /// Kernel memory in blocks of plugged DRAM, if the kernel has `pinned_bytes` in all.
+    /// Returns the kernel memory in blocks of plugged DRAM, if the kernel uses `pinned_bytes` in
+    /// total.
     pub(crate) fn pinned_block_bytes(&self, pinned_bytes: u64) -> u64 {
         let normal_bytes = self.kernel_zones[1].bytes;
         pinned_bytes.min(normal_bytes).saturating_sub(normal_bytes - self.block_bytes)
     }
 
-    /// Managed memory of all zones.
+    /// Returns the managed memory of all zones.
     pub(crate) fn bytes(&self) -> u64 {
         self.kernel_bytes() + self.movable_bytes
     }
 
-    /// Managed memory of the kernel's zones.
+    /// Returns the managed memory of the kernel's zones.
     pub(crate) fn kernel_bytes(&self) -> u64 {
         self.kernel_zones.iter().map(|zone| zone.bytes).sum()
     }
 
-    /// Sum of a watermark of the kernel's zones, in pages.
+    /// Returns the sum of one watermark over the kernel's zones, in pages.
     pub(crate) fn kernel_mark(&self, mark: impl Fn(&Marks) -> u64) -> u64 {
         self.kernel_zones.iter().map(|zone| mark(&zone.marks)).sum()
     }
 
-    /// Parts of `used_bytes` in the kernel's zones that have memory, the highest zone first. Linux
-    /// allocates page descriptors and other memory of the kernel (`pinned_bytes`) from the highest
-    /// zone that has free memory, and places user pages down to the reserve of that zone.
+    /// Divides `used_bytes` among the kernel's zones that have memory, the highest zone first.
+    /// Linux allocates page descriptors and other kernel memory (`pinned_bytes`) from the highest
+    /// zone with free memory. It places user pages in that zone down to its reserve.
     pub(crate) fn kernel_zones(
         &self,
         used_bytes: u64,
@@ -132,7 +133,7 @@ impl BootZones {
         let above = KernelPart {
             zone: normal,
             pinned_bytes: above_pinned_bytes,
-            // A reserve that grows moves no page.
+            // No page is moved when a reserve grows.
             user_bytes: user_bytes - below_user_bytes,
         };
         let below = KernelPart {
@@ -143,21 +144,22 @@ impl BootZones {
         [above, below].into_iter().filter(|part| part.zone.bytes > 0)
     }
 
-    /// Room for user pages in the kernel's zones in addition to the kernel's own memory.
+    /// Returns the room for user pages in the kernel's zones, besides the kernel's own memory.
     pub(crate) fn room_bytes(&self, pinned_bytes: u64) -> u64 {
         let parts = self.kernel_zones(pinned_bytes, pinned_bytes);
         parts.map(|part| part.zone.room_bytes(part.pinned_bytes)).sum()
     }
 
-    /// Memory of the kernel's zones that MemAvailable leaves out: the reserve and the high
-    /// watermark, at most the zone (mm/page_alloc.c, calculate_totalreserve_pages).
+    /// Returns the memory in the kernel's zones that MemAvailable does not include. For each zone,
+    /// this is the reserve and the high watermark, but at most the whole zone (mm/page_alloc.c,
+    /// calculate_totalreserve_pages).
     pub(crate) fn unavailable_bytes(&self) -> u64 {
         let zones = self.kernel_zones.iter();
         zones.map(|zone| (zone.kept_bytes + zone.marks.high * PAGE_BYTES).min(zone.bytes)).sum()
     }
 
-    /// Sets the size of the blocks of plugged DRAM that serve the kernel. They are above 4 GiB, in
-    /// ZONE_NORMAL.
+    /// Sets the total size of the DRAM blocks that were converted to kernel memory. They are above
+    /// 4 GiB, in ZONE_NORMAL.
     fn set_kernel_blocks(&mut self, block_bytes: u64) {
         let before_bytes = std::mem::replace(&mut self.block_bytes, block_bytes);
         self.kernel_zones[1].bytes = self.kernel_zones[1].bytes - before_bytes + block_bytes;
@@ -168,9 +170,9 @@ impl BootZones {
         }
     }
 
-    /// Sets the reserve for `plugged_bytes` of movable memory in the node of the boot memory, as
-    /// the agent of a guest with Linux' default ratios does. `block_bytes` is the size of the
-    /// plugged DRAM that serves the kernel.
+    /// Sets the reserve for `plugged_bytes` of movable memory on the boot memory's node, as the
+    /// agent does in a guest with Linux's default ratios. `block_bytes` is the size of the plugged
+    /// DRAM that was converted to kernel memory.
     pub(crate) fn adapt(&mut self, plugged_bytes: u64, block_bytes: u64) {
         if self.block_bytes != block_bytes {
             self.set_kernel_blocks(block_bytes);
@@ -187,24 +189,24 @@ impl BootZones {
     }
 }
 
-/// User pages when they were last placed.
+/// User pages as they were last placed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Placed {
     pub user_bytes: u64,
-    /// Part of `user_bytes` in the kernel's zones of boot memory.
+    /// Part of `user_bytes` that is in the kernel's zones of boot memory.
     pub kernel_zone_bytes: u64,
-    /// Part of `user_bytes` in PM.
+    /// Part of `user_bytes` that is in PM.
     pub pm_bytes: u64,
 }
 
 impl Placed {
-    /// Part in the movable zones of DRAM.
+    /// Returns the part that is in the movable zones of DRAM.
     pub(super) fn movable_dram_bytes(&self) -> u64 {
         self.user_bytes.saturating_sub(self.kernel_zone_bytes + self.pm_bytes)
     }
 }
 
-/// Free bytes of boot memory.
+/// Free memory in boot memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct BootFree {
     pub kernel_bytes: u64,
@@ -212,30 +214,30 @@ pub(in crate::sim) struct BootFree {
 }
 
 impl Guest {
-    /// Total memory that user pages can occupy.
+    /// Returns the total memory that user pages can occupy.
     pub(super) fn capacity_bytes(&self) -> u64 {
         self.movable_bytes() + self.kernel_zone_limit_bytes()
     }
 
-    /// Memory of all movable zones.
+    /// Returns the memory in all movable zones.
     pub(super) fn movable_bytes(&self) -> u64 {
         self.boot.movable_bytes + self.plugged_bytes() - self.kernel_block_bytes()
     }
 
-    /// Memory of the movable zones of DRAM.
+    /// Returns the memory in the movable zones of DRAM.
     pub(super) fn movable_dram_bytes(&self) -> u64 {
         self.boot.movable_bytes + self.plugged_of(Tier::Dram) - self.kernel_block_bytes()
     }
 
-    /// Movable memory of a zone that can be plugged.
+    /// Returns the plugged movable memory of the zone at `index`.
     pub(in crate::sim) fn zone_movable_bytes(&self, index: usize) -> u64 {
         let plugged_bytes = self.zones[index].plugged_bytes;
         plugged_bytes - self.plugs[index].kernel_bytes(plugged_bytes)
     }
 
-    /// Sets the kernel's zones and the reserve for the present sizes of all zones.
+    /// Updates the kernel's zones and the reserve to the present sizes of all zones.
     pub(super) fn adapt_reserve(&mut self) {
-        // Node 0 has the boot memory.
+        // Boot memory is on node 0.
         let of_node = (0..self.zones.len()).filter(|index| self.zones[*index].guest_numa_node == 0);
         let plugged_bytes = of_node.map(|index| self.zone_movable_bytes(index)).sum();
         let zones = self.zones.iter().zip(&self.plugs);
@@ -243,11 +245,11 @@ impl Guest {
         self.boot.adapt(plugged_bytes, block_bytes);
     }
 
-    /// Largest size of user pages in the kernel's zones.
+    /// Returns the maximum size of user pages in the kernel's zones.
     ///
-    /// New user pages leave the reserve free in addition to the allocated kernel memory. Later
-    /// kernel allocations take free memory of the reserve, and a reserve that grows later moves no
-    /// page. In both cases, freed user pages refill the reserve.
+    /// New user pages must leave the reserve free, in addition to the allocated kernel memory. A
+    /// later kernel allocation uses free memory of the reserve, and growing the reserve moves no
+    /// page. In both cases, the reserve is filled again when user pages are freed.
     fn kernel_zone_limit_bytes(&self) -> u64 {
         let next_bytes = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
         let used_bytes = self.kernel_used_bytes();
@@ -257,10 +259,10 @@ impl Guest {
         limit_bytes.max(self.held_bytes().min(left_bytes.saturating_sub(next_bytes)))
     }
 
-    /// Places of the user pages that have stayed since they were last placed.
+    /// Returns the places of the user pages that have remained since pages were last placed.
     ///
-    /// Pages of PM are freed first, and then pages of all DRAM alike. If user pages occupy the
-    /// reserve of the kernel's zones, pages of all memory are freed alike.
+    /// Pages in PM are freed first, and after that the same share of pages in all DRAM. If user
+    /// pages occupy the reserve of the kernel's zones, the same share is freed in all memory.
     pub(super) fn held(&self) -> Placed {
         let placed = self.placed;
         let user_bytes = self.user_bytes();
@@ -278,21 +280,21 @@ impl Guest {
         Placed { user_bytes, kernel_zone_bytes, pm_bytes }
     }
 
-    /// Size of the user pages that are still in the kernel's zones.
+    /// Returns the size of the user pages that are still in the kernel's zones.
     pub(super) fn held_bytes(&self) -> u64 {
         self.held().kernel_zone_bytes
     }
 
-    /// Places of all user pages.
+    /// Returns the places of all user pages.
     ///
-    /// New pages fill movable DRAM first, then the kernel's zones down to the reserve, and then PM,
-    /// which is how Linux' lists of zones are ordered. Placed pages stay until they are freed, or
-    /// until their memory is unplugged or serves the kernel. Linux moves no page when memory is
-    /// onlined.
+    /// New pages fill movable DRAM first, then the kernel's zones down to the reserve, and then PM.
+    /// This is the order of the zone lists in Linux. Placed pages remain where they are until they
+    /// are freed, or until their memory is unplugged or converted to kernel memory. Linux does not
+    /// move pages when memory is onlined.
     pub(super) fn places(&self) -> Placed {
         let (held, user_bytes) = (self.held(), self.user_bytes());
         let dram_bytes = self.movable_dram_bytes();
-        // Old pages outside the kernel's zones and PM, and new ones.
+        // This includes old pages outside of PM and the kernel's zones, and all new pages.
         let rest_bytes = held.movable_dram_bytes() + (user_bytes - held.user_bytes);
         let movable_bytes = rest_bytes.min(dram_bytes);
         let above_bytes = rest_bytes - movable_bytes;
@@ -300,7 +302,7 @@ impl Guest {
         let new_bytes = above_bytes.min(limit_bytes.saturating_sub(held.kernel_zone_bytes));
         let kernel_left_bytes = self.boot.kernel_bytes().saturating_sub(self.kernel_used_bytes());
         let kernel_zone_bytes = (held.kernel_zone_bytes + new_bytes).min(kernel_left_bytes);
-        // Pages of unplugged PM move to DRAM.
+        // If PM was unplugged, its pages move to DRAM.
         let mut homeless_bytes = (user_bytes - movable_bytes - kernel_zone_bytes)
             .saturating_sub(self.plugged_of(Tier::Pm));
         let to_movable_bytes = homeless_bytes.min(dram_bytes - movable_bytes);
@@ -323,7 +325,7 @@ impl Guest {
         self.boot.kernel_bytes().saturating_sub(used_bytes)
     }
 
-    /// Free bytes of boot memory, and of each zone in `free`.
+    /// Returns the free memory in boot memory. Writes the free memory of each zone to `free`.
     pub(in crate::sim) fn free_by_zone(&self, free: &mut [u64]) -> BootFree {
         let places = self.places();
         let mut leaving = self.leaving_bytes();
@@ -349,7 +351,7 @@ impl Guest {
         BootFree { kernel_bytes: self.kernel_free_bytes(), movable_bytes }
     }
 
-    /// Part of user pages in PM, in thousandths.
+    /// Returns the share of user pages that is in PM, in thousandths.
     pub(super) fn pm_permille(&self) -> u64 {
         let users = self.user_bytes();
         if users == 0 {

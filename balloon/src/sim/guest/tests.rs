@@ -1,10 +1,10 @@
-//! Tests of steps that a guest at rest skips.
+//! Tests that a guest at rest is the same if its steps are skipped.
 
 use super::*;
 use crate::sim::{HostPool, Random, Workload};
 
 impl Guest {
-    /// [`Guest::live`] without skipped steps.
+    /// Same as [`Guest::live`], but never skips a step.
     fn live_in_steps(&mut self, to: TimeMs, segment: &Segment, pool: &mut impl Pool) {
         while self.now < to {
             let ms = to.since(self.now).min(self.step_ms(segment));
@@ -43,7 +43,7 @@ fn steps_skipped_at_rest_change_nothing() {
     assert!(stills > 1_000, "{stills}");
 }
 
-/// Each condition that prevents rest, alone.
+/// Each change that prevents rest is tested on its own.
 #[test]
 fn guest_with_pending_change_is_not_still() {
     let segment = Segment {
@@ -68,12 +68,12 @@ fn guest_with_pending_change_is_not_still() {
     assert!(!full.is_still(&segment), "kswapd wakes");
 }
 
-/// Plugged size every 10 ms of a second. 256 MiB are requested at its start, and `then` bytes after
-/// half of it.
+/// Returns the plugged size every 10 ms for one second. 256 MiB are requested at the start, and
+/// `then` bytes after half a second.
 fn plugged(then: u64) -> Vec<u64> {
     let zone = ZoneSizes::empty(0, Tier::Dram, 512 * MIB);
     let segment = Segment { anon_bytes: 64 * MIB, hot_permille: 1000, ..Segment::default() };
-    // Plugs a block in 4 ms.
+    // Plugging a block takes 4 ms.
     let config = GuestConfig { plug_delay_ms: 100, plug_block_us: 4_000, ..GuestConfig::default() };
     let mut guest = Guest::new(config, &[zone], &segment);
     let at = |ms: u64| {
@@ -97,7 +97,7 @@ fn working_driver_adopts_new_size_and_reversed_one_starts_again() {
     assert_eq!((back[59], back[100] < 200), (200, true), "a pause, and back");
 }
 
-/// A guest with 512 MiB of DRAM and 7 GiB of PM.
+/// Guest with 512 MiB of DRAM and 7 GiB of PM.
 struct Loaded {
     guest: Guest,
     now_ms: u64,
@@ -112,7 +112,7 @@ impl Loaded {
         Self { guest: Guest::new(config, &[pm], &Segment::default()), now_ms: 0 }
     }
 
-    /// Simulates a minute with this size of anonymous memory.
+    /// Simulates one minute with `anon_mib` of anonymous memory.
     fn live(&mut self, anon_mib: u64) {
         self.now_ms += 60_000;
         let segment = Segment { anon_bytes: anon_mib * MIB, ..Segment::default() };
@@ -125,14 +125,14 @@ impl Loaded {
         assert_eq!(self.guest.plugged_bytes(), mib * MIB);
     }
 
-    /// Free memory of the kernel's zone, in MiB.
+    /// Returns the free memory in the kernel's zone, in MiB.
     fn kernel_free_mib(&self) -> u64 {
         self.guest.free_by_zone(&mut [0]).kernel_bytes / MIB
     }
 }
 
-/// A sixteenth of DRAM, and the page descriptors of 7 GiB, which are 112 MiB. The ratio is 1, so
-/// all of ZONE_MOVABLE is reserved.
+/// Sum of a sixteenth of DRAM and the page descriptors of 7 GiB, which are 112 MiB. The ratio is 1,
+/// so all of ZONE_MOVABLE is reserved.
 const KEPT_MIB: u64 = 144;
 
 #[test]
@@ -169,14 +169,14 @@ fn reserve_is_refilled_when_some_pages_are_freed() {
     loaded.plug(2048, 320);
     loaded.live(1500);
     assert!(loaded.kernel_free_mib() < KEPT_MIB);
-    // Half of the pages in the kernel's zone are freed with half of all pages.
+    // Half of all pages are freed, and so is half of the pages in the kernel's zone.
     loaded.live(750);
     loaded.live(1500);
     assert_eq!(loaded.kernel_free_mib(), KEPT_MIB);
 }
 
-/// Guest of 384 MiB without PM and swap. Its programs have 250 MiB. After `plugged_mib` of DRAM
-/// have been plugged, the kernel wants 250 MiB.
+/// Guest of 384 MiB without PM and swap. Its programs use 250 MiB. After `plugged_mib` of DRAM have
+/// been plugged, the kernel demands 250 MiB.
 fn kernel_load_after(plugged_mib: u64) -> Guest {
     let dram = ZoneSizes::empty(0, Tier::Dram, 256 * MIB);
     let swap = SwapDevice::from_name("none", 0).expect("listed");
@@ -197,7 +197,8 @@ fn plugged_dram_does_not_empty_the_zones_of_the_kernel() {
     assert!(without.totals().oom_kills > 0);
     assert_eq!(with.totals().oom_kills, without.totals().oom_kills);
     assert_eq!((with.totals().demoted_bytes, with.kernel_killed_bytes() > 0), (0, true));
-    // New pages go to plugged memory, so the kernel keeps the freed memory of its zones.
+    // New pages are placed in plugged memory, so the kernel keeps the memory that was freed in its
+    // zones.
     let mut guest = with;
     let more = Segment { anon_bytes: 400 * MIB, ..Segment::default() };
     guest.live(TimeMs(21_000), &Segment::default(), &mut HostPool(0));

@@ -1,12 +1,12 @@
-//! Comparison of `psi` with every other policy, for every generated workload.
+//! Compares `psi` with every other policy under each generated workload.
 
 use super::*;
 use crate::policy::psi;
 
 const HOUR_MS: u64 = 3_600_000;
 
-/// Runs an hour, or a day of `diurnal`, of a guest with four times as much PM as DRAM. `fixed` has
-/// the largest possible size, as in foreshore-sim.
+/// Runs a guest with four times as much PM as DRAM for one hour, or for one day under `diurnal`.
+/// `fixed` has the largest possible size, as in foreshore-sim.
 fn live(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
     let host = view(dram_bytes, 4 * dram_bytes);
     let policy = match policy {
@@ -27,24 +27,24 @@ fn live(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
     Outcome::of(&vms[0])
 }
 
-/// Additional time that tasks may wait under `psi`, compared with the policy with the shortest
-/// wait.
+/// Time that tasks may wait under `psi` in addition to the shortest wait under any policy.
 fn may_stall_s(workload: Workload, run_s: f64) -> f64 {
     match workload {
-        // If need rises slowly, available memory becomes page cache, and files that are read
-        // repeatedly are evicted as well. Their pages return too slowly for rule 6 of `psi`, until
-        // it notices the rise itself (rule 1). Policies that decide by free pages grow earlier.
+        // If the need rises slowly, the page cache uses up available memory, and files that are
+        // read repeatedly are also evicted. Their pages are read again too slowly for rule 6 of
+        // `psi`, until rule 1 detects the rise itself. Policies that use free pages grow the guest
+        // earlier.
         Workload::Leak | Workload::Diurnal => run_s / 500.0,
-        // Needed files are known when their pages return. A policy that grows for all files does
-        // not have to know.
+        // `psi` detects that files are needed when their pages are read again. A policy that grows
+        // the guest for all files does not have to detect it.
         Workload::CacheHeavy => 0.1,
-        // The kernel's reserve is not available (docs/design/decisions/0022).
+        // The kernel's reserve does not count as available (docs/design/decisions/0022).
         Workload::Burst => 0.05,
         Workload::Steady | Workload::Ramp | Workload::Sawtooth => 0.0,
     }
 }
 
-/// Lists results in which another policy is better than the given `psi`.
+/// Returns the results in which another policy is better than `psi`.
 fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
     let ours = live(workload, dram_bytes, psi.clone());
     let mut lost = Vec::new();
@@ -56,14 +56,15 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
         let swaps_more =
             ours.swap_in_gib + ours.swap_out_gib > theirs.swap_in_gib + theirs.swap_out_gib;
         let holds_more = match name {
-            // The other policy waits instead.
+            // Under the other policy, tasks wait longer instead.
             _ if theirs.stall_s > ours.stall_s => false,
-            // Units of 4 MiB follow each tooth up and down, but `psi` keeps memory for the next one
-            // (rule 8). Therefore `pmb` holds less, with more than ten times as many resizes.
+            // With its units of 4 MiB, `pmb` follows each tooth up and down. `psi` keeps memory for
+            // the next tooth (rule 8). `pmb` therefore holds less memory, but resizes the guest
+            // more than ten times as often.
             "pmb" if workload == Workload::Sawtooth => {
                 over[0] > 2.0 * over[1] || resizes[1] < 10 * resizes[0]
             }
-            // Policies that request all memory at once never wait.
+            // Policies that request all memory immediately never have to wait.
             "amf" | "dapper" | "fixed" => 8.0 * over[0] > over[1],
             _ => over[0] >= over[1],
         };
@@ -97,8 +98,8 @@ fn psi_is_at_least_as_good_as_other_policies() {
     assert!(lost.is_empty(), "{lost:#?}");
 }
 
-/// Broken variants: headroom that is too small for a burst, no grow for files, a wide margin, and
-/// no return of memory.
+/// Broken variants: the headroom is too small for a burst, the guest does not grow for files, the
+/// margin is wide, or memory is not returned.
 #[test]
 fn worse_psi_is_detected() {
     let psi = psi::Params::default();

@@ -1,18 +1,18 @@
-//! Tests of the kernel memory of a load.
+//! Tests of loads that use kernel memory.
 
 use foreshore_proto::{Report, Zone, ZoneKind};
 
 use super::*;
 use crate::plan::{Direction, Plan, Reason};
 
-/// Kernel memory during [`REST_MS`]. It then grows for [`GROWTH_MS`].
+/// Kernel memory during the first [`REST_MS`]. After that, it grows for [`GROWTH_MS`].
 const REST_MIB: u64 = 16;
 const REST_MS: u64 = 10_000;
 const GROWTH_MS: u64 = 20_000;
 const END_MS: u64 = 60_000;
 
-/// Guest with 512 MiB of DRAM and no other memory. Its kernel wants `kernel_mib` in the end, and
-/// its programs want `anon_mib` all the time.
+/// Guest with 512 MiB of DRAM and no other memory. Its kernel finally demands `kernel_mib`, and its
+/// programs demand `anon_mib` during the whole run.
 fn load(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     let rest = Segment {
         anon_bytes: anon_mib * MIB,
@@ -31,7 +31,7 @@ fn load(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     }
 }
 
-/// [`load`] in a guest that has 1 GiB of PM, all of it plugged from the start.
+/// The guest of [`load`] with an additional 1 GiB of PM that is plugged from the start.
 fn load_with_pm(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     let mut setup = load(kernel_mib, anon_mib);
     let size_bytes = 1024 * MIB;
@@ -43,7 +43,7 @@ fn load_with_pm(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     setup
 }
 
-/// Last report, and first violation of the laws.
+/// Last report, and first violation of the invariants.
 #[derive(Default)]
 struct Seen {
     lawful: Lawful,
@@ -60,7 +60,7 @@ impl Observer for Seen {
     }
 }
 
-/// Runs a guest of constant size.
+/// Runs a guest whose size does not change.
 fn live(setup: VmSetup) -> (Vm, Report) {
     let mut seen = Seen::default();
     let governed = Governed { skip: Skip::Nothing, ..governed("off") };
@@ -102,7 +102,7 @@ fn kernel_memory_larger_than_its_zones_ends_in_oom_kill_although_pm_is_free() {
     assert_eq!(counters.pswpout, 0);
     assert!(report.memory().free_bytes > 1024 * MIB, "{:?}", report.memory());
     assert!(vm.guest().kernel_killed_bytes() > 0);
-    // 600 MiB of user pages fit.
+    // There is room for 600 MiB of user pages.
     let (vm, _) = live(load_with_pm(REST_MIB, 600));
     assert_eq!((vm.guest().totals().oom_kills, vm.guest().resident_bytes()), (0, 600 * MIB));
 }
@@ -117,7 +117,7 @@ fn killed_process_returns_its_kernel_memory() {
     assert!(vm.guest().killed_bytes() > 0);
 }
 
-/// The kernel's zone has 432 MiB, and ZONE_MOVABLE of boot memory has 48 MiB.
+/// The kernel's zone has 432 MiB. The boot memory's ZONE_MOVABLE has 48 MiB.
 #[test]
 fn user_pages_of_kernel_zones_move_to_pm_and_without_pm_to_swap() {
     let (vm, report) = live(load_with_pm(400, 300));
@@ -126,7 +126,7 @@ fn user_pages_of_kernel_zones_move_to_pm_and_without_pm_to_swap() {
     let totals = vm.guest().totals();
     assert_eq!((vm.guest().kernel_bytes(), vm.guest().resident_bytes()), (400 * MIB, 300 * MIB));
     assert_eq!((totals.swapped_out_bytes, totals.kernel_allocstalls), (0, 0));
-    // 252 MiB of the user pages have no room in ZONE_MOVABLE.
+    // ZONE_MOVABLE has no room for 252 MiB of the user pages.
     assert!(totals.demoted_bytes > 150 * MIB, "{totals:?}");
     let counters = report.counters();
     assert_eq!(counters.numa_other, counters.numa_miss + totals.demoted_bytes / 4096);
@@ -190,8 +190,8 @@ fn replay_repeats_recorded_kernel_memory() {
     }
 }
 
-/// Guest with 384 MiB of boot memory that can plug 256 MiB of DRAM and 512 MiB of PM.
-/// Programs hold `anon_mib`, and the kernel grows to `kernel_mib`.
+/// Guest with 384 MiB of boot memory that can plug 256 MiB of DRAM and 512 MiB of PM. Programs use
+/// `anon_mib`, and kernel memory grows to `kernel_mib`.
 fn load_with_dram(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     let mut setup = load(kernel_mib, anon_mib);
     let boot_bytes = 384 * MIB;
@@ -202,13 +202,13 @@ fn load_with_dram(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     setup
 }
 
-/// Decisions of the policy, and the first violation of the laws.
+/// Decisions of the policy, and the first violation of the invariants.
 #[derive(Default)]
 struct Decisions {
     lawful: Lawful,
-    /// Times and reasons of plans that requested more memory.
+    /// Times and reasons of the plans that requested more memory.
     grows: Vec<(TimeMs, Reason)>,
-    /// Time of each change of the size of the converted blocks, and the new size.
+    /// Each new total size of the converted blocks, with the time of the change.
     blocks: Vec<(TimeMs, u64)>,
     last: Option<Report>,
 }
@@ -276,7 +276,8 @@ fn rest_of_a_partly_plugged_block_serves_the_kernel_as_well() {
     assert!(sizes[0] < 128 && sizes.is_sorted(), "{sizes:?}");
 }
 
-/// Sizes of the zones in MiB, an hour after the kernel has freed all but `rest_mib`.
+/// Sizes of the zones in MiB, one hour after the kernel has freed all of its memory except
+/// `rest_mib`.
 fn plugged_after_an_hour_with(rest_mib: u64) -> (Vec<u64>, Vm) {
     let mut setup = load_with_dram(500, 100);
     let rest = setup.demand.segments()[0];
@@ -291,14 +292,16 @@ fn plugged_after_an_hour_with(rest_mib: u64) -> (Vec<u64>, Vm) {
 #[test]
 fn free_parts_of_kernel_blocks_can_be_unplugged() {
     let (plugged_mib, vm) = plugged_after_an_hour_with(REST_MIB);
-    // The rest of the kernel memory, and page descriptors of the section that is still plugged.
+    // Sum of the remaining kernel memory, and the page descriptors of the section that is still
+    // plugged.
     let pinned_mib = REST_MIB + 2;
     assert_eq!(
         (plugged_mib, vm.guest().kernel_block_bytes()),
         (vec![pinned_mib, 0], pinned_mib * MIB)
     );
     assert_eq!((vm.guest().resident_bytes(), vm.guest().totals().oom_kills), (100 * MIB, 0));
-    // The rest of a block serves the kernel when it is plugged again, and another block is movable.
+    // When the rest of a partly plugged block is plugged again, it becomes kernel memory. Another
+    // block becomes movable.
     let mut guest = vm.guest().clone();
     guest.request([256 * MIB, 0]);
     let segment = *vm.demand().segments().last().expect("one");
