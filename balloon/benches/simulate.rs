@@ -1,5 +1,5 @@
-//! Speed of the simulator: a day of one VM under `psi`, with and without skipped reports, a day of
-//! each workload under each policy, and a day of 10,000 VMs.
+//! Speed of the simulator. It is measured for one day of a VM under `psi` with and without skipped
+//! reports, for one day of each workload under each policy, and for one day of 10,000 VMs.
 
 use std::time::{Duration, Instant};
 
@@ -47,9 +47,9 @@ fn days(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Prints the time of a day of each workload under each policy, in milliseconds. It is the fastest
-/// of three runs, because other load only adds time. Criterion would take minutes for as many
-/// values, and values below a second do not need its precision.
+/// Prints the time in milliseconds that one day of each workload takes under each policy. The
+/// fastest of three runs is used, because other load on the machine only adds time. Criterion would
+/// need minutes for that many values, and times below a second do not need its precision.
 fn table() {
     print!("{:12}", "ms for a day");
     Policy::NAMES.iter().for_each(|name| print!("{name:>10}"));
@@ -76,7 +76,7 @@ fn table() {
 }
 
 /// Runs `foreshore-sim --workload diurnal --duration 24h --hosts 1000 --vms 10 --policy psi` on all
-/// processors. Runs it once, because Criterion would run it at least ten times.
+/// processors. It runs only once, because Criterion would run it at least ten times.
 fn fleet() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let host = |host| {
@@ -95,7 +95,8 @@ fn fleet() {
     );
 }
 
-/// CPU time of this process: fields 14 and 15 of proc(5)'s stat, in Linux' ticks of 10 ms.
+/// CPU time of this process, from fields 14 and 15 of /proc/self/stat in Linux's ticks of 10 ms
+/// (proc(5)).
 fn cpu_time() -> Duration {
     let stat = std::fs::read_to_string("/proc/self/stat").expect("Linux");
     let after_name = stat.rsplit_once(')').expect("a name in parentheses").1;
@@ -108,7 +109,8 @@ criterion_group!(benches, days);
 fn main() {
     benches();
     Criterion::default().configure_from_args().final_summary();
-    // `cargo bench` passes `--bench`. Without it, Criterion only checks that its benchmarks run.
+    // `cargo bench` passes `--bench`. Without this argument, Criterion only checks that its
+    // benchmarks run.
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let has_filter = arguments.iter().any(|argument| !argument.starts_with('-'));
     if arguments.iter().any(|argument| argument == "--bench") && !has_filter {

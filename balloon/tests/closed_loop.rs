@@ -1,4 +1,4 @@
-//! Tests of policies in a closed loop with a model of a guest.
+//! Tests of policies in a closed loop with a simulated guest.
 
 mod rig;
 
@@ -24,8 +24,8 @@ fn ramp_far_beyond_dram_does_not_swap_with_psi() {
     }
 }
 
-/// Memory that kswapd reclaims in ramps of this rate. Each ramp starts at another moment of a guest
-/// that has rested at its need.
+/// Returns the memory that kswapd reclaims during ramps of this rate. Before each ramp, the guest
+/// rests at its need. The ramps start at different times.
 fn taken_by_kswapd_bytes(policy: Policy, mib_per_s: i64) -> u64 {
     let mut rested = Rig::new(policy, config());
     for (ms, mib_per_s) in [(3_000, 0), (5_600, 100), (300_000, 0)] {
@@ -47,7 +47,7 @@ fn ramp_of_up_to_256_mib_per_second_is_served_before_kswapd_runs() {
     }
 }
 
-/// `psi` with `permille` of the default headroom.
+/// `psi` with this share of its default headroom, in thousandths.
 fn with_bridge_of(permille: u64) -> Policy {
     let part = |whole: u64| whole * permille / 1000;
     let whole = psi::Params::default();
@@ -61,7 +61,7 @@ fn with_bridge_of(permille: u64) -> Policy {
 
 #[test]
 fn kswapd_runs_with_half_the_headroom() {
-    // The margin of a guest at rest compensates for a third less.
+    // If the headroom is smaller by a third, the margin of a guest at rest compensates for it.
     assert!(taken_by_kswapd_bytes(with_bridge_of(500), 256) > 0);
 }
 
@@ -116,20 +116,20 @@ fn guest_with_constant_need_comes_to_rest() {
     }
 }
 
-/// Upper limit of memory above need after a minute at rest: the headroom, and a tenth of need and
-/// headroom.
+/// Upper limit for memory above the need after a minute at rest. It is the headroom, plus a tenth
+/// of the sum of need and headroom.
 fn may_hold_over_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
     let bridge_bytes = bridge_bytes(rig, report_delay_ms);
     bridge_bytes + (rig.need_bytes() + bridge_bytes) / 10
 }
 
-/// Memory that [`TO_SWAP`] leaves in swap. It is the same in each run, because the model is
+/// Memory that is in swap after [`TO_SWAP`]. It is the same in each run, because the simulation is
 /// deterministic.
 const SWAPPED_MIB: u64 = 326;
 
 #[test]
 fn each_workload_is_served_with_little_excess_memory() {
-    // With --nocapture, this table shows the effect of a change.
+    // With --nocapture, this table shows how a change affects each workload.
     println!(
         "{:24}{:>9}{:>9}{:>9}{:>5}{:>12}{:>10}{:>9}",
         "workload", "out MiB", "in MiB", "stall ms", "oom", "over GiB s", "at end %", "resizes"
@@ -147,15 +147,15 @@ fn each_workload_is_served_with_little_excess_memory() {
             f.over_end_permille as f64 / 10.0,
             f.resizes
         );
-        // At 400 MiB/s, which is more than `burst`, 1 MiB may be swapped out, depending on the time
-        // of the last look.
+        // 400 MiB/s is more than `burst`. Depending on the time of the last look, up to 1 MiB may
+        // be swapped out.
         let swapped_out_bound_mib = u64::from(name == "hard burst after rest");
         assert!(
             f.swapped_out_mib <= swapped_out_bound_mib,
             "{name}: {} MiB swapped out",
             f.swapped_out_mib
         );
-        // Memory that was in swap before returns once, and no other memory was in swap.
+        // Memory that was in swap before is swapped in once. No other memory was in swap.
         let swapped_in_bound_mib =
             if name == "swapped before" { SWAPPED_MIB } else { swapped_out_bound_mib };
         assert!(
@@ -165,10 +165,10 @@ fn each_workload_is_served_with_little_excess_memory() {
         );
         assert_eq!(f.oom_kills, 0, "{name}");
         let stall_bound_ms = match name {
-            // The disk reads 32 KiB in 180 us, so 600 MiB take 3.5 s. Another seventh is read
-            // before the guest has grown.
+            // The disk reads 32 KiB in 180 us, so 600 MiB take 3.5 s. Before the guest has grown,
+            // another seventh of them is read.
             "files read again" => 4_020,
-            // Swapped memory returns at 4 KiB in 180 us, regardless of the host.
+            // Swapped memory is read at 4 KiB per 180 us, whatever the host does.
             "swapped before" => SWAPPED_MIB * 256 * 180 / 1_000,
             _ => 0,
         };
@@ -177,7 +177,7 @@ fn each_workload_is_served_with_little_excess_memory() {
             may_hold_over_bytes(&rig, if name == "late reports" { LATE_REPORTS_MS } else { 0 });
         let over_bound_bytes = match name {
             "pinned pages" => 128 * MIB + refused_bytes(&rig),
-            // The demand is at its lowest, and the guest keeps memory for the next tooth.
+            // The demand is at its lowest point, and the guest keeps memory for the next tooth.
             "sawtooth of 5 s" | "sawtooth of 40 s" => 400 * MIB + may_hold_bytes * 2,
             _ => may_hold_bytes,
         };
@@ -190,7 +190,7 @@ fn each_workload_is_served_with_little_excess_memory() {
     }
 }
 
-/// Part of the PM plugged so far that stays plugged.
+/// Part of the PM plugged so far that the guest cannot unplug.
 fn refused_bytes(rig: &Rig) -> u64 {
     rig.totals().plugged_in_bytes[1] / 1000 * rig.guest().config().refused_permille + 2 * MIB
 }
@@ -201,8 +201,8 @@ fn workload(name: &str) -> Workload {
 
 #[test]
 fn twice_the_margin_is_detected() {
-    // Broken variant of the test above. After a grow, a guest at rest may have up to one margin and
-    // a half, depending on the end of its last step.
+    // Broken variant of the test above. After a grow, a guest at rest may have up to one and a half
+    // margins, depending on where its last step ended.
     let policy = Policy::Psi(psi::Params { slack_permille: 200, ..psi::Params::default() });
     let (rig, _) = workload("ramp 10 MiB/s, rest").run(policy);
     assert!(rig.over_bytes() > may_hold_over_bytes(&rig, 0));
@@ -215,7 +215,7 @@ fn page_cache_that_is_read_once_does_not_grow_guest() {
     let plans = psi.run(300_000, 0);
     assert!(plans.is_empty(), "{plans:?}");
     assert!(psi.guest().cached_bytes() > 200 * MIB, "it fills the available memory");
-    // Policies that decide by free pages provide all memory.
+    // Policies that use free pages provide all memory.
     let mut pmb = Rig::of("pmb");
     pmb.habits.stream_bytes_per_s = 256 * MIB;
     pmb.run(60_000, 0);
@@ -235,7 +235,7 @@ fn page_cache_that_is_read_again_fits_after_growth_and_stays() {
     assert_eq!(psi.totals().stall_us, before.stall_us, "no file is read again");
     assert_eq!(psi.totals().refaulted_bytes, before.refaulted_bytes);
     assert_eq!(psi.guest().plugged_bytes(), plugged);
-    // Without `psi`, the files are read from the disk all the time.
+    // Without `psi`, the files are continuously read from the disk.
     let mut off = Rig::of("off");
     read_again(&mut off);
     off.run(260_000, 0);
@@ -275,7 +275,7 @@ fn same_guest_is_killed_with_free_pm_under_off() {
 #[test]
 fn burst_leads_to_request_within_a_tenth_of_a_second() {
     let mut took = Vec::new();
-    // A guest that has rested for five minutes at 600 MiB.
+    // This guest has rested at 600 MiB for five minutes.
     let mut rested = Rig::of("psi");
     rested.run(3_000, 0);
     rested.run(5_600, 100);
@@ -291,8 +291,8 @@ fn burst_leads_to_request_within_a_tenth_of_a_second() {
         took.push(psi.guest().now().since(begin));
     }
     took.sort_unstable();
-    // After 50 ms, an eighth of available memory is used. Little is left, so the next look is at
-    // most 50 ms later.
+    // After 50 ms, an eighth of the available memory has been used. Little memory is left, so the
+    // next look is at most 50 ms later.
     assert!(took[took.len() / 2] <= 80, "{took:?}");
     assert!(took[took.len() - 1] <= 115, "{took:?}");
 }
@@ -337,7 +337,7 @@ fn memory_that_guest_refuses_to_return_is_requested_less_and_less_often() {
     psi.run(3_000, 0);
     psi.run(9_000, 100);
     psi.run(1_000, -900);
-    // Shrinks begin later than this.
+    // The first shrink is later than this.
     let peak_bytes = psi.guest().zones()[1].plugged_bytes;
     let mut asked = [0, 0];
     for part in &mut asked {
@@ -351,12 +351,12 @@ fn memory_that_guest_refuses_to_return_is_requested_less_and_less_often() {
         "all removable memory is unplugged"
     );
     assert!(asked[1] * 3 <= asked[0] && asked[1] <= 2, "{asked:?}");
-    // Memory that stayed serves the next demand at once.
+    // The memory that was kept is immediately available for the next demand.
     let plans = psi.run(1_000, 100);
     assert!(plans.is_empty(), "{plans:?}");
 }
 
-/// A guest that wants 600 MiB. A part of that is in swap and not touched.
+/// Guest that needs 600 MiB. Part of this memory is in swap and is not touched.
 fn swapped() -> Rig {
     let mut rig = Rig::of("off");
     TO_SWAP.into_iter().for_each(|(ms, mib_per_s)| drop(rig.run(ms, mib_per_s)));

@@ -1,4 +1,4 @@
-//! Test that docs/reference/format.md lists all keys of a report.
+//! Checks that docs/reference/format.md lists all keys of a report.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 const DOCS: &str = include_str!("../../docs/reference/format.md");
 
-/// Report with all optional fields.
+/// Report that contains all optional fields.
 fn full() -> RawReport {
     let mut report = RawReport {
         kernel: Some(KernelUse {
@@ -42,14 +42,14 @@ fn keys_of(value: &Value, keys: &mut BTreeSet<String>) {
     }
 }
 
-/// Words in backquotes in the table.
+/// Returns the words in backquotes from the table.
 fn documented() -> BTreeSet<String> {
     let (_, section) = DOCS.split_once("\n### A report\n").expect("a section");
     let rows = section.lines().filter(|line| line.starts_with("| `"));
     rows.flat_map(|row| row.split('`').skip(1).step_by(2)).map(str::to_owned).collect()
 }
 
-/// Name of a value in JSON.
+/// Returns the name of a value in JSON.
 fn word(value: impl Serialize) -> String {
     let value = serde_json::to_value(value).expect("a word");
     value.as_str().expect("a word").to_owned()

@@ -1,5 +1,5 @@
-//! Tests of the papers' policies with a model of a guest: they provide memory, come to rest, and
-//! return memory.
+//! Tests of the papers' policies with a simulated guest. They check that each policy provides
+//! memory, stops changing sizes, and returns memory.
 
 #[allow(dead_code, reason = "more than these policies need")]
 mod rig;
@@ -12,7 +12,7 @@ use balloon::proto::Measure;
 
 use crate::rig::{Rig, config};
 
-/// A guest, and the requests to it, one for each change.
+/// A guest, and its requested sizes with one entry for each change.
 struct Loop {
     rig: Rig,
     asked: Vec<(Direction, u64)>,
@@ -49,13 +49,14 @@ impl Loop {
 
 const PAPERS: [&str; 4] = ["amf", "dapper", "pmb", "memorage"];
 
-/// Uses scales with which this guest's watermarks (4 MiB) put the first border of the tables at 64
-/// and 128 MiB.
+/// Returns a guest with scales that place the first border of the tables at 64 and 128 MiB, because
+/// its watermarks are 4 MiB.
 fn scaled(policy: &str) -> Loop {
     let scale = if policy == "dapper" { "16" } else { "32" };
     let others: &[(&str, &str)] = match policy {
         "memorage" => &[("unit", "256M")],
-        // 3 % of so little DRAM are the page descriptors of more PM than there is.
+        // With so little DRAM, 3 % of it could hold the page descriptors of more PM than the guest
+        // has.
         "amf" => &[("reclaim", "10")],
         _ => &[],
     };

@@ -1,4 +1,4 @@
-//! Tests that docs/reference/policies.md lists all parameters and reasons, and that
+//! Checks that docs/reference/policies.md lists all parameters and reasons, and that
 //! docs/reference/simulator.md lists all parameters of workloads.
 
 use std::fmt::Write;
@@ -12,7 +12,7 @@ use balloon::sim::{Workload, WorkloadParams};
 const DOCS: &str = include_str!("../../docs/reference/policies.md");
 const SIMULATOR_DOCS: &str = include_str!("../../docs/reference/simulator.md");
 
-/// Table of parameters as the documentation has it.
+/// Returns a table of parameters in the format of the documentation.
 fn documented(table: &[Param]) -> String {
     let mut text =
         "| parameter | unit | from | to | default | meaning |\n|---|---|---|---|---|---|\n"
@@ -86,7 +86,7 @@ fn each_reason_is_documented() {
     assert!(DOCS.contains(&text), "docs/reference/policies.md lacks:\n{text}");
 }
 
-/// Content of a cell in the first row that starts with `begin`.
+/// Returns the content of a cell in the first row that starts with `begin`.
 fn cell(begin: &str, nth: usize) -> Option<&'static str> {
     let row = SIMULATOR_DOCS.lines().find(|line| line.starts_with(begin))?;
     row.split('|').nth(nth).map(str::trim)

@@ -1,5 +1,5 @@
-//! Test of the memory that a long trace needs. It is alone in its program, because all allocations
-//! of the program are counted.
+//! Tests how much memory is needed to process a long trace. This is a separate test program,
+//! because all allocations of the program are counted.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{BufReader, Read};
@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use balloon::sim::{GuestConfig, replay};
 use balloon::trace::{Reader, Trace};
 
-/// The system's allocator with a count of the allocated memory.
+/// The system's allocator, extended by a count of the allocated memory.
 struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: Each call is passed to the system's allocator unchanged, and counting allocates nothing.
+// SAFETY: Each call is passed to the system's allocator unchanged, and counting does not allocate
+// memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
@@ -33,7 +34,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Peak of the memory that `act` allocates in addition to the present memory.
+/// Returns the peak of the memory that `act` allocates in addition to the memory allocated before.
 fn peak_bytes<T>(act: impl FnOnce() -> T) -> (usize, T) {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -44,7 +45,7 @@ fn peak_bytes<T>(act: impl FnOnce() -> T) -> (usize, T) {
 const HEADER: &str =
     r#"{"type":"trace","version":1,"vm":"long","boot_bytes":402653184,"zones":[]}"#;
 
-/// A trace with a report every 50 ms that is generated while it is read.
+/// A trace with a report every 50 ms. It is generated while it is read.
 struct Long {
     reports: u64,
     next: u64,

@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line of `foreshore-sim`.
 
 use std::path::PathBuf;
 
@@ -29,11 +29,11 @@ Examples:
 
 Times have the unit ms, s, m or h.";
 
-/// Bursts to three times the DRAM, one in two minutes. They are so fast that stalls differ between
-/// the policies as well. A single ramp causes none, except under `off`.
+/// Bursts to three times the DRAM, once in two minutes. They are so fast that stalls also differ
+/// between the policies. A single ramp causes no stalls, except under `off`.
 const DEFAULT_WORKLOAD: &str = "burst,high=3000,rate=2G,period=2m";
 
-/// Version, and commit and date of the build.
+/// Version, and the commit and date of the build.
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\n", env!("FORESHORE_BUILD"));
 
 pub(crate) const EXIT_STATUS: &str =
@@ -170,26 +170,26 @@ pub(crate) enum Format {
     Csv,
 }
 
-/// Workload of the command line.
+/// Workload from the command line.
 #[derive(Clone, Debug)]
 pub(crate) struct NamedWorkload {
-    /// Text of the command line.
+    /// Text on the command line.
     pub(crate) label: String,
     pub(crate) workload: Workload,
     pub(crate) params: WorkloadParams,
 }
 
-/// Policy of the command line.
+/// Policy from the command line.
 #[derive(Clone, Debug)]
 pub(crate) struct NamedPolicy {
-    /// Text of the command line.
+    /// Text on the command line.
     pub(crate) label: String,
     pub(crate) policy: Policy,
-    /// Rules above the policy.
+    /// Rules that apply to every policy.
     pub(crate) rules: Rules,
 }
 
-/// Parser of a value in a range. clap adds the flag and the value to the error.
+/// Parser for a value within a range. clap adds the flag and the value to its errors.
 fn bounded(unit: Unit, low: u64, high: u64) -> impl TypedValueParser<Value = u64> {
     clap::builder::StringValueParser::new().try_map(move |text| {
         let value = unit.parse(&text).map_err(|error| error.to_string())?;
@@ -200,7 +200,7 @@ fn bounded(unit: Unit, low: u64, high: u64) -> impl TypedValueParser<Value = u64
     })
 }
 
-/// `name,key=value,key=value`.
+/// Splits `name,key=value,key=value` into the name and the settings.
 fn split(text: &str) -> (&str, impl Iterator<Item = Result<(&str, Setting), String>>) {
     let mut parts = text.split(',');
     let name = parts.next().unwrap_or_default();
@@ -236,7 +236,7 @@ fn parse_workload(text: &str) -> Result<NamedWorkload, String> {
     Ok(NamedWorkload { label: text.to_owned(), workload, params })
 }
 
-/// Parameters of a workload, for an error.
+/// Lists the parameters of a workload for an error.
 fn workload_parameters(workload: Workload) -> String {
     let names = WorkloadParams::TABLE.iter().map(|param| param.name);
     names.filter(|name| !workload.ignores().contains(name)).collect::<Vec<_>>().join(", ")
@@ -256,7 +256,8 @@ fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
     let settings = settings.iter().map(|(key, value)| (*key, value));
     let is_rule = |name: &str| Rules::TABLE.iter().any(|rule| rule.name == name);
     let (rules, params): (Vec<_>, Vec<_>) = settings.partition(|(name, _)| is_rule(name));
-    // As in `--pressure`: the default 0 would unplug all memory, which no user of `fixed` intends.
+    // As in `--pressure`, a size is required. The default 0 would unplug all memory, which no user
+    // of `fixed` intends.
     if matches!(policy, Policy::Fixed(_)) && !params.iter().any(|(name, _)| *name == "size") {
         return Err("size= is missing".to_owned());
     }

@@ -12,19 +12,22 @@ use plotters::style::{FontStyle, register_font};
 
 use super::plot::{self, Plot};
 
-/// First bytes of an SVG plot.
+/// First bytes of every SVG plot that this program writes.
 const SVG_MARK: &str = "<!-- foreshore-sim -->\n";
 /// First bytes of every PNG file.
 const PNG_SIGNATURE: &[u8] = b"\x89PNG\r\n\x1a\n";
-/// Text chunk of a PNG plot. The PNG specification defines the keyword.
+/// Text chunk of every PNG plot that this program writes. The PNG specification defines the
+/// keyword.
 const PNG_TEXT: [&str; 2] = ["Software", "foreshore-sim"];
-/// Length of a file's beginning that has the mark. In a PNG file it follows the header chunk.
+/// Number of bytes at the start of a file that include the mark. In a PNG file, the mark follows
+/// the header chunk.
 const HEAD_BYTES: u64 = 128;
 
-/// Noto Sans, reduced to Latin letters (fonts/README.md). A static program has no other font.
+/// Noto Sans, reduced to Latin letters (fonts/README.md). A static program cannot use the system's
+/// fonts.
 const FONT: &[u8] = include_bytes!("../fonts/NotoSans-Latin.ttf");
 
-/// A file for a plot, as `--plot` names it.
+/// File to which `--plot` writes a plot.
 #[derive(Clone, Debug)]
 pub(crate) struct PlotFile {
     path: PathBuf,
@@ -40,7 +43,8 @@ enum ImageFormat {
 impl TryFrom<PathBuf> for PlotFile {
     type Error = String;
 
-    /// Chooses the format by the extension. A path without one, such as a pipe, gets an SVG.
+    /// Chooses the format by the file's extension. SVG is used for a path without an extension,
+    /// such as a pipe.
     fn try_from(path: PathBuf) -> Result<Self, String> {
         let extension = path.extension().map(OsStr::to_ascii_lowercase);
         let format = match extension.as_ref().and_then(|extension| extension.to_str()) {
@@ -54,7 +58,8 @@ impl TryFrom<PathBuf> for PlotFile {
 }
 
 impl PlotFile {
-    /// Draws the plot into the file. Replaces an existing file only if it is empty or a plot.
+    /// Draws the plot and writes it to the file. An existing file is replaced only if it is empty
+    /// or a plot.
     pub(crate) fn write(&self, plot: &Plot) -> anyhow::Result<()> {
         let image = match self.format {
             ImageFormat::Svg => svg(plot)?.into_bytes(),
@@ -81,7 +86,7 @@ impl PlotFile {
     }
 }
 
-/// Checks a file's beginning for the mark of a plot, in either format.
+/// Returns true if a file that starts with `head` is a plot in either format.
 fn is_plot(head: &[u8]) -> bool {
     let text = format!("tEXt{}", PNG_TEXT.join("\0"));
     head.starts_with(SVG_MARK.as_bytes())
@@ -111,8 +116,8 @@ fn png(plot: &Plot) -> anyhow::Result<Vec<u8>> {
     Ok(image)
 }
 
-/// Makes the font known to plotters. An SVG image names only its family, but its layout depends on
-/// the size of texts.
+/// Registers the font with plotters. An SVG image contains only the name of the font family, but
+/// its layout depends on the size of its texts.
 fn register() -> anyhow::Result<()> {
     let is_valid = register_font(plot::FONT_FAMILY, FontStyle::Normal, FONT).is_ok();
     ensure!(is_valid, "the font of plots is damaged");

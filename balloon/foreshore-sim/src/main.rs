@@ -1,4 +1,4 @@
-//! `foreshore-sim`: how a policy would have done.
+//! `foreshore-sim`: simulates how policies would size a guest.
 
 #![forbid(unsafe_code)]
 
@@ -37,12 +37,12 @@ fn main() -> ExitCode {
     }
 }
 
-/// Denies other users all access to the files that this process creates, for example the plot.
+/// Denies other users all access to the files that this process creates, such as the plot.
 fn make_files_private() {
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
 }
 
-/// Prints the text. A reader that closes the pipe early is not an error.
+/// Prints the text. It is not an error if the reader of a pipe closes it early.
 fn print(text: &[u8]) -> anyhow::Result<()> {
     match std::io::stdout().write_all(text) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),

@@ -18,13 +18,13 @@ pub(crate) fn completion(shell: Shell) -> anyhow::Result<Vec<u8>> {
     completion_script(shell, PROGRAM, PROGRAM).context("cannot make the script")
 }
 
-/// Returns the page, or writes it into a folder.
+/// Returns the manual page, or writes the pages to a folder.
 pub(crate) fn page(folder: Option<&Path>) -> anyhow::Result<Vec<u8>> {
     let manual = Manual::new(Arguments::command(), EXIT_STATUS);
     Ok(manual.page_or_write(folder)?.into_bytes())
 }
 
-/// Description of the command line that completes policies, workloads and their parameters.
+/// Description of the command line, with completion of policies, workloads and their parameters.
 pub(crate) fn description() -> Command {
     Arguments::command().mut_args(|arg| match arg.get_id().as_str() {
         "policy" => arg.add(complete_options(policies)),

@@ -1,48 +1,48 @@
-//! Draws runs over time: for each policy a panel of its memory and a panel of its stalls. All
-//! panels have the same axes.
+//! Draws runs over time. Each policy has one panel for its memory and one for its stalls. The axes
+//! are the same in all panels.
 
 use balloon::sim::{Extremes, Point};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-/// Family of all texts.
+/// Font family of all texts.
 pub(super) const FONT_FAMILY: &str = "sans-serif";
 
 const WIDTH: i32 = 1000;
-/// Width of the marks and names of the vertical axes.
+/// Width of the tick marks and names of the vertical axes.
 const LEFT: i32 = 72;
-/// Part of `LEFT` that stays free, because plotters rotates the name around its upper corner.
+/// Part of `LEFT` that is left empty, because plotters rotates the name around its upper corner.
 const MARGIN: i32 = 8;
 const RIGHT: i32 = 28;
 const HEADER: i32 = 84;
-/// Height of the caption of a policy.
+/// Height of a policy's caption.
 const CAPTION: i32 = 26;
 const MEMORY: i32 = 160;
 const GAP: i32 = 10;
 const STALLS: i32 = 56;
-/// Height of the marks of the time axis.
+/// Height of the tick marks and labels of the time axis.
 const TIMES: i32 = 34;
 const PANEL: i32 = CAPTION + MEMORY + GAP + STALLS + TIMES;
 
-/// Stretches of a run: each is at least a pixel wide.
+/// Number of intervals into which a run is divided. Each is at least one pixel wide.
 pub(crate) const STRETCHES: u64 = (WIDTH - LEFT - RIGHT - 1) as u64;
 
-/// Most policies in a plot. The pixels of an image then take 86 MB.
+/// Maximum number of policies in a plot. With this number, the pixels of the image take 86 MB.
 pub(crate) const MAX_PANELS: usize = 100;
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// A quantity of the memory panel.
+/// A quantity that is drawn in the memory panel.
 struct Curve {
     name: &'static str,
     color: RGBColor,
     value: fn(&Point) -> Extremes,
 }
 
-// The colors of Okabe and Ito, which people with color blindness can distinguish. Areas are pale,
-// so that lines are visible above them.
+// The colors are those of Okabe and Ito, which people with color blindness can distinguish. Areas
+// are pale, so that lines are visible on top of them.
 
-/// Areas, in the order in which they are drawn: the second one covers the lower part of the first.
+/// Areas in the order in which they are drawn. The second area covers the lower part of the first.
 const AREAS: [Curve; 2] = [
     Curve { name: "PM", color: RGBColor(247, 215, 150), value: |point| point.total_bytes },
     Curve { name: "DRAM", color: RGBColor(173, 216, 240), value: |point| point.dram_bytes },
@@ -58,7 +58,7 @@ const STALL_NAME: &str = "stalled";
 const STALL_COLOR: RGBColor = RGBColor(204, 121, 167);
 const AXIS_COLOR: RGBColor = RGBColor(90, 90, 90);
 
-/// Steps of the time axis, in milliseconds.
+/// Possible steps of the time axis, in milliseconds.
 const TIME_STEPS: [u64; 17] = [
     1_000,
     2_000,
@@ -79,12 +79,13 @@ const TIME_STEPS: [u64; 17] = [
     604_800_000,
 ];
 
-/// Stalls are in basis points of the time, which are hundredths of a percent.
+/// Basis points in the whole time. Stalls are measured in this unit, which is a hundredth of a
+/// percent.
 const BASIS_POINTS: u64 = 10_000;
-/// Upper ends of the stall axis.
+/// Possible upper ends of the stall axis.
 const STALL_ENDS: [u64; 7] = [100, 200, 500, 1_000, 2_000, 5_000, BASIS_POINTS];
 
-/// A plot: the run, and its course under each policy.
+/// A plot: the title of a run, and its values over time under each policy.
 pub(crate) struct Plot {
     /// Workload and duration.
     pub(crate) title: String,
@@ -94,12 +95,12 @@ pub(crate) struct Plot {
     pub(crate) panels: Vec<Panel>,
 }
 
-/// Run of a VM under a policy.
+/// Run of one VM under one policy.
 pub(crate) struct Panel {
     pub(crate) policy: String,
-    /// Length of a stretch. The last one ends with the run.
+    /// Length of an interval. The last interval ends with the run.
     pub(crate) stretch_ms: u64,
-    /// A point for each stretch.
+    /// One point for each interval.
     pub(crate) points: Vec<Point>,
 }
 
@@ -108,7 +109,8 @@ impl Panel {
         self.points.iter().map(|point| point.stall_us).sum::<u64>() as f64 / 1e6
     }
 
-    /// Stretches with stalls: begin, end, and the part of the time in which tasks waited.
+    /// Returns the intervals with stalls, each with its start, its end, and the share of the time
+    /// for which tasks waited.
     fn stalls(&self, duration_ms: u64) -> impl Iterator<Item = (u64, u64, u64)> {
         let stalled = self.points.iter().filter(|point| point.stall_us > 0);
         stalled.map(move |point| {
@@ -122,7 +124,7 @@ impl Panel {
 }
 
 impl Plot {
-    /// Width and height in pixels.
+    /// Returns the width and height in pixels.
     pub(crate) fn size(&self) -> (u32, u32) {
         let height = HEADER as u32 + PANEL as u32 * self.panels.len() as u32;
         (WIDTH as u32, height)
@@ -144,7 +146,7 @@ impl Plot {
 
 type Area<B> = DrawingArea<B, Shift>;
 
-/// Draws the plot on an area of its size.
+/// Draws the plot on an area of the plot's size.
 pub(super) fn draw<B: DrawingBackend>(area: &Area<B>, plot: &Plot) -> DrawResult<(), B> {
     area.fill(&WHITE)?;
     let (header, panels) = area.split_vertically(HEADER);
@@ -160,7 +162,7 @@ pub(super) fn draw<B: DrawingBackend>(area: &Area<B>, plot: &Plot) -> DrawResult
     area.present()
 }
 
-/// Ends of the axes, which all panels share.
+/// Upper ends of the axes, which all panels share.
 struct Scale {
     duration_ms: u64,
     most_bytes: u64,
@@ -171,7 +173,7 @@ fn text(size: u32) -> TextStyle<'static> {
     (FONT_FAMILY, size).into_text_style(&(1, 1)).color(&BLACK)
 }
 
-/// Title and legend.
+/// Draws the title and the legend.
 fn draw_header<B: DrawingBackend>(area: &Area<B>, plot: &Plot) -> DrawResult<(), B> {
     area.draw_text(&plot.title, &text(22), (LEFT, 6))?;
     area.draw_text(&plot.subtitle, &text(15).color(&AXIS_COLOR), (LEFT, 34))?;
@@ -222,7 +224,7 @@ fn draw_memory<B: DrawingBackend>(
     for Curve { color, value, .. } in &LINES {
         chart.draw_series([PathElement::new(path(points, *value, end), color.stroke_width(2))])?;
     }
-    // The grid comes last, because the areas would cover it.
+    // The grid is drawn last, because the areas would cover it.
     chart
         .configure_mesh()
         .disable_x_mesh()
@@ -250,10 +252,10 @@ fn draw_stalls<B: DrawingBackend>(
         .set_label_area_size(LabelAreaPosition::Left, LEFT - MARGIN)
         .set_label_area_size(LabelAreaPosition::Bottom, TIMES)
         .build_cartesian_2d(times, percents)?;
-    // The bar of a short stall is two pixels above the axis, so that it is visible.
+    // The bar of a short stall ends two pixels above the axis, so that it is visible.
     let least = (scale.stall_end * 3).div_ceil(STALLS as u64);
     let bars = panel.stalls(end).map(|(begin_ms, end_ms, part)| {
-        // The last stretch may be shorter than a pixel.
+        // The last interval may be narrower than a pixel.
         let begin_ms = begin_ms.min(end_ms.saturating_sub(panel.stretch_ms));
         Rectangle::new([(begin_ms, 0), (end_ms, part.max(least))], STALL_COLOR.filled())
     });
@@ -271,8 +273,9 @@ fn draw_stalls<B: DrawingBackend>(
         .draw()
 }
 
-/// A curve from point to point. At each point it goes from the extreme that is closer to the
-/// previous value to the other one, so peaks and dips within a stretch keep their height.
+/// Returns the curve through all points. At each point, it first goes to the extreme that is closer
+/// to the previous value, and then to the other extreme, so that peaks and dips within an interval
+/// keep their height.
 fn path(points: &[Point], value: fn(&Point) -> Extremes, duration_ms: u64) -> Vec<(u64, u64)> {
     let mut path = Vec::new();
     let mut before: Option<u64> = None;
@@ -286,7 +289,7 @@ fn path(points: &[Point], value: fn(&Point) -> Extremes, duration_ms: u64) -> Ve
         }
         before = Some(second);
     }
-    // The last stretch lasts until the end of the run.
+    // The last interval ends at the end of the run.
     path.extend(before.map(|bytes| (duration_ms, bytes)));
     path
 }
@@ -295,13 +298,13 @@ fn ticks(end: u64, step: u64) -> Vec<u64> {
     (0..=end / step).map(|index| index * step).collect()
 }
 
-/// Step of the time axis with at most nine marks.
+/// Returns a step of the time axis that results in at most nine tick marks.
 fn time_step(duration_ms: u64) -> u64 {
     let fits = |step: &u64| duration_ms / step <= 8;
     TIME_STEPS.into_iter().find(fits).unwrap_or_else(|| duration_ms.div_ceil(8))
 }
 
-/// Step of the memory axis: a power of two, with at most five marks.
+/// Returns a step of the memory axis. It is a power of two that results in at most five tick marks.
 fn size_step(most_bytes: u64) -> u64 {
     (most_bytes / 4).max(1).next_power_of_two()
 }
@@ -332,7 +335,7 @@ mod tests {
         }
     }
 
-    /// A plot of 10 s with stretches of 1 s.
+    /// Plot of 10 s with intervals of 1 s.
     fn plot(panels: Vec<(&str, Vec<Point>)>) -> Plot {
         let panel = |(policy, points): (&str, _)| Panel {
             policy: policy.to_owned(),
@@ -347,7 +350,7 @@ mod tests {
         }
     }
 
-    /// Values of an attribute of the elements with this name and color, in order.
+    /// Values of one attribute, from all elements with this name and color, in order.
     fn attributes<'a>(svg: &'a str, element: &str, color: RGBColor, name: &str) -> Vec<&'a str> {
         let color = format!("=\"#{:02X}{:02X}{:02X}\"", color.0, color.1, color.2);
         let elements = svg
@@ -437,7 +440,7 @@ mod tests {
         let points = vec![stalled(0, 500_000), stalled(1, 0), stalled(2, 10), stalled(10, 0)];
         let svg = svg(&plot(vec![("psi", points)])).unwrap();
         let heights = attributes(&svg, "rect", STALL_COLOR, "height");
-        // The first one is in the legend. The axis ends at 50 %.
+        // The first element is in the legend. The axis ends at 50 %.
         assert_eq!(heights[1..], [(STALLS - 1).to_string(), "2".to_owned()]);
         assert!(svg.contains("Policy psi: stalled 0.50 s") && svg.contains(">\n50\n</text>"));
     }

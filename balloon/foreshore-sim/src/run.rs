@@ -21,7 +21,7 @@ use super::args::{Format, NamedPolicy, NamedWorkload, Scenario};
 use super::plot::{self, Panel, Plot};
 use super::table;
 
-/// Result of a policy.
+/// Results of one policy.
 pub(crate) struct Row {
     pub(crate) label: String,
     pub(crate) outcome: Outcome,
@@ -67,10 +67,10 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
     }
 }
 
-/// A plot of the first VM, without panels.
+/// Plot of the first VM without any panels.
 fn empty_plot(scenario: &Scenario, setup: &VmSetup) -> Plot {
     let run = match scenario.trace.as_deref().and_then(Path::file_name) {
-        // A file name may have characters that an image cannot have.
+        // A file name may contain characters that an image cannot contain.
         Some(name) => format!("Trace {}", name.to_string_lossy().replace(char::is_control, "?")),
         None => format!("Workload {}", scenario.workload.label),
     };
@@ -99,12 +99,13 @@ fn empty_plot(scenario: &Scenario, setup: &VmSetup) -> Plot {
 }
 
 /// Scaled high watermark of `amf` and `dapper` in the default comparison, in thousandths of DRAM.
-/// On the machine of the AMF paper it was 24 GiB (24 MiB x 1024) of 64 GiB. With their default
-/// factor, both policies take all PM at once on current kernels.
+/// On the machine in the AMF paper, it was 24 GiB (24 MiB x 1024) of 64 GiB. With their default
+/// factor, both policies request all PM immediately on current kernels.
 const WATERMARK_SHARE: u64 = 375;
 
-/// Policies of the command line, or all policies if it names none. `fixed` then keeps the largest
-/// size that the guest can have, so its row shows a guest with all memory for the whole run.
+/// Policies from the command line, or all policies if there are none. In that case, `fixed` keeps
+/// the largest size that the guest can have, so its row shows a guest with all memory for the whole
+/// run.
 fn policies(scenario: &Scenario, all_bytes: u64) -> Vec<NamedPolicy> {
     if !scenario.policy.is_empty() {
         return scenario.policy.clone();
@@ -147,7 +148,7 @@ fn guest(scenario: &Scenario) -> GuestConfig {
     }
 }
 
-/// The VMs of a host and its pool.
+/// Creates the VMs of a host, and returns them with the size of the host's pool.
 fn generated(scenario: &Scenario, host: usize) -> (Vec<VmSetup>, u64) {
     let tiers = [Tier::Dram, Tier::Pm].into_iter().zip(hotplug_and_pm(scenario)).zip(0..);
     let zone = |((tier, max_bytes), id)| ZoneSizes::empty(id, tier, max_bytes);
@@ -168,7 +169,7 @@ fn read_trace(scenario: &Scenario, path: &Path) -> anyhow::Result<(VmSetup, u64)
     let failed = || format!("cannot replay {}", path.display());
     let file = File::open(path).with_context(failed)?;
     let mut trace = Reader::new(BufReader::new(file)).with_context(failed)?;
-    // A trace does not show what is touched: what a workload has that says nothing.
+    // A trace does not show which memory is touched, so the default touches of a workload are used.
     let touched = WorkloadParams::default();
     let replayed =
         replay(&mut trace, &guest(scenario), touched.touches_per_s, touched.hot_permille);

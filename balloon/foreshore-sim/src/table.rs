@@ -1,4 +1,4 @@
-//! Results as a table, JSON and CSV.
+//! Prints results as a table, as JSON or as CSV.
 
 use balloon::sim::Outcome;
 use serde::Serialize;
@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use super::run::Row;
 
-/// Unit of a column. It is the unit of the key in JSON and CSV, so a figure means the same in every
-/// run and format.
+/// Unit of a column. It is the unit that the key in JSON and CSV contains, so a figure has the same
+/// meaning in every run and format.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Unit {
     Second,
@@ -31,7 +31,7 @@ impl Unit {
     }
 }
 
-/// A column of the table: heading, unit, figure in this unit.
+/// A column of the table: its heading, its unit, and the figure in that unit.
 type Column = (&'static str, Unit, fn(&Outcome) -> f64);
 
 const COLUMNS: [Column; 15] = [
@@ -52,7 +52,8 @@ const COLUMNS: [Column; 15] = [
     ("PM wear", Unit::Ratio, |outcome| outcome.storage_wear),
 ];
 
-/// A figure with three significant digits and at most four decimals. Only zero is shown as 0.
+/// Formats a figure with three significant digits and at most four decimals. Only zero is shown as
+/// 0.
 fn figure(value: f64) -> String {
     match value {
         0.0 => "0".to_owned(),
@@ -65,7 +66,7 @@ fn figure(value: f64) -> String {
     }
 }
 
-/// A table with a line for each policy.
+/// Returns a table with one line for each policy.
 pub(crate) fn text(rows: &[Row]) -> String {
     let mut lines = vec![vec!["policy".to_owned()], vec![String::new()]];
     lines.extend(rows.iter().map(|row| vec![row.label.clone()]));
@@ -95,7 +96,7 @@ pub(crate) fn text(rows: &[Row]) -> String {
     text
 }
 
-/// An array with an object for each policy.
+/// Returns an array with one object for each policy.
 pub(crate) fn json(rows: &[Row]) -> anyhow::Result<Vec<u8>> {
     #[derive(Serialize)]
     struct Named<'a> {
@@ -109,7 +110,8 @@ pub(crate) fn json(rows: &[Row]) -> anyhow::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// RFC 4180: what has a comma or quotes is in quotes. The policy, and the figures by their names.
+/// Returns the policies and their figures in the format of RFC 4180, in which values with a comma
+/// or quotes are quoted. The columns are named like the figures.
 pub(crate) fn csv(rows: &[Row]) -> anyhow::Result<Vec<u8>> {
     let mut text = String::new();
     for (index, row) in rows.iter().enumerate() {
@@ -153,7 +155,7 @@ mod tests {
         assert_eq!(text(&[row("psi", short), row("off", long)]), expected);
     }
 
-    /// JSON has the unit in the key.
+    /// In JSON, the key contains the unit.
     #[test]
     fn columns_have_the_figures_and_units_of_the_json_keys() {
         let outcome = Outcome {

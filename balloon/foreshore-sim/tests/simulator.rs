@@ -1,4 +1,4 @@
-//! `foreshore-sim` from the command line.
+//! Tests of `foreshore-sim` on the command line.
 
 #[path = "../../../pmem-volume/pmvol/tests/shell/complete.rs"]
 mod complete;
@@ -87,7 +87,7 @@ fn bad_input_is_refused_with_value_and_bound() {
     }
 }
 
-/// Figures of each policy of `args`, as JSON has them.
+/// Runs `foreshore-sim` with `args`. Returns the figures of each policy from the JSON output.
 fn rows(args: &[&str]) -> Vec<serde_json::Value> {
     serde_json::from_str(&printed(&[args, &["--format", "json"]].concat())).expect("JSON")
 }
@@ -99,7 +99,7 @@ fn figure(row: &serde_json::Value, key: &str) -> f64 {
 #[test]
 fn policies_of_the_default_comparison_clearly_differ() {
     const KEYS: [&str; 4] = ["stall_s", "held_gib_h", "grows", "shrinks"];
-    // The larger of two figures is at least a third above the other.
+    // The larger of two figures exceeds the smaller one by at least a third.
     let differ = |a: f64, b: f64| a.max(b) > a.min(b) * 4.0 / 3.0;
     for seed in ["1", "2", "3"] {
         let rows = rows(&["--seed", seed]);
@@ -117,7 +117,7 @@ fn policies_of_the_default_comparison_clearly_differ() {
     }
 }
 
-/// With the papers' factor, `amf` and `dapper` hold the same memory.
+/// With the papers' factor, `amf` and `dapper` would hold the same amount of memory.
 #[test]
 fn policies_of_the_default_comparison_have_a_watermark_share() {
     let with_factor = rows(&["--policy", "amf", "--policy", "dapper"]);
@@ -170,12 +170,12 @@ fn invalid_trace_is_reported_with_its_line() {
     }
 }
 
-/// `--pressure policy=psi,record=` in a guest of 384 MiB in which a process fills 640 MiB, holds
-/// them, and ends.
+/// Recorded with `--pressure policy=psi,record=` in a guest of 384 MiB. A process in this guest
+/// fills 640 MiB, keeps them for some time, and ends.
 const RECORDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/recorded-load.jsonl");
 
-/// The guest test of the same load shows no swapping under `psi`, and swapping or a kill under
-/// `off`.
+/// In the guest test of the same load, the guest does not swap under `psi`. Under `off`, it swaps
+/// or kills a process.
 #[test]
 fn replay_of_recorded_load_swaps_only_under_policy_off() {
     let figures = |more: &[&str]| -> Vec<serde_json::Value> {
@@ -186,7 +186,7 @@ fn replay_of_recorded_load_swaps_only_under_policy_off() {
     assert_eq!(all.len(), 7);
     for row in &all {
         let swapped_gib = row["swap_out_gib"].as_f64().expect("a number");
-        // 640 MiB in the 300 MiB that the guest has without help.
+        // The process fills 640 MiB. Without more memory, the guest has 300 MiB.
         let expected_gib = if row["policy"] == "off" { 0.3..0.6 } else { 0.0..0.001 };
         assert!(expected_gib.contains(&swapped_gib), "{row:#}");
         assert_eq!(row["oom_kills"], 0, "{row:#}");
@@ -199,7 +199,8 @@ fn replay_of_recorded_load_swaps_only_under_policy_off() {
     assert!(kills(1) > Some(0), "{without_swap:#?}");
 }
 
-/// The same guest at rest, shrunk by 512 MiB. The unplugged memory is not demand.
+/// The guest of the recorded load, at rest and shrunk by 512 MiB. The unplugged memory must not
+/// count as demand.
 #[test]
 fn replay_does_not_grow_guest_for_memory_that_was_unplugged() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/recorded-shrinking.jsonl");
@@ -235,7 +236,7 @@ fn formats_agree_and_seed_determines_run() {
 
     let table = with(&[]);
     assert_eq!(table.lines().count(), 4);
-    // Memorage's equations: nothing is lent under `off`.
+    // In Memorage's equations, nothing is lent under `off`.
     let last =
         |line: usize| table.lines().nth(line).expect("a line").split_whitespace().rev().take(3);
     assert!(last(1).eq(["x", "x", "x"]) && last(3).take(2).eq(["1.00", "1.00"]), "{table}");
@@ -251,11 +252,11 @@ fn formats_agree_and_seed_determines_run() {
     assert_eq!(table, with(&[]), "the same result again");
     assert_ne!(table, with(&["--seed", "2"]));
     assert_eq!(with(&["--format", "csv"]), csv);
-    // With every report the controller is called more often, and that is all.
+    // With `--every-report`, the controller is called more often, but the results are the same.
     assert_eq!(table, with(&["--every-report"]));
 }
 
-/// The keys of docs/reference/simulator.md, each with its heading in the table.
+/// Keys in docs/reference/simulator.md, each with its heading in the table.
 fn documented() -> Vec<(&'static str, &'static str)> {
     let docs = include_str!("../../../docs/reference/simulator.md");
     let (_, from) =
@@ -291,13 +292,14 @@ fn documented_keys_are_complete() {
     assert_eq!(headings, "");
 }
 
-/// Average hotplugged memory.
+/// Returns the average size of the hotplugged memory.
 fn held_gib(row: &serde_json::Value) -> f64 {
     row["held_gib_h"].as_f64().expect("a number") * 3600.0
         / row["run_s"].as_f64().expect("a number")
 }
 
-/// `--pressure policy=psi,cool_down=2s,ceiling=256M,...` is a policy and rules above it.
+/// `--pressure policy=psi,cool_down=2s,ceiling=256M,...` sets the policy and the rules that apply
+/// to it.
 #[test]
 fn rules_of_policy_apply_in_replays_and_generated_runs() {
     let policies = [
@@ -321,10 +323,10 @@ fn rules_of_policy_apply_in_replays_and_generated_runs() {
             "never above the ceiling: {held:?}"
         );
         assert_eq!(held[3], 0.0, "off stays off");
-        // Plugging takes a part of a second.
+        // Plugging the memory takes a fraction of a second.
         assert!(held[4] > 0.2 && held[4] <= 0.25, "never below the floor: {held:?}");
         assert!(held[5] > 0.4 && held[5] <= 1.0, "both: {held:?}");
-        // Skipped reports change nothing under such rules either.
+        // Under such rules too, skipping reports does not change the results.
         assert_eq!(
             without_steps(&text),
             without_steps(&printed(&[run, &named, &["--every-report"]].concat()))
@@ -332,14 +334,14 @@ fn rules_of_policy_apply_in_replays_and_generated_runs() {
     }
 }
 
-/// All figures except the number of decisions and skipped reports.
+/// All figures except the numbers of decisions and of skipped reports.
 fn without_steps(json: &str) -> Vec<&str> {
     json.lines()
         .filter(|line| !["\"steps\"", "\"skipped\""].iter().any(|name| line.contains(name)))
         .collect()
 }
 
-/// Path of a file that does not exist.
+/// Returns the path of a file that does not exist.
 fn temporary(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_file(&path);
@@ -384,7 +386,7 @@ fn plot_is_written_to_pipe_and_unwritable_path_is_refused() {
     assert!(error.contains("--plot for 101 policies, must be at most 100"), "{error}");
 }
 
-/// Each series has a color of its own, and texts are drawn with the font of the program.
+/// Each series has its own color, and texts are drawn in the program's own font.
 #[test]
 fn png_has_the_size_of_the_svg_and_all_series() {
     const COLORS: [[u8; 3]; 6] = [
@@ -417,7 +419,7 @@ fn png_has_the_size_of_the_svg_and_all_series() {
             assert!(count >= 20, "{count} pixels of {color:?} in the {name}");
         }
     }
-    // The title is in the first 30 rows, which are white otherwise.
+    // The title is in the first 30 rows of pixels, which are otherwise white.
     let dark = header[..1000 * 30].iter().filter(|pixel| pixel.iter().all(|part| *part < 100));
     assert!(dark.count() > 500);
 }
@@ -425,7 +427,7 @@ fn png_has_the_size_of_the_svg_and_all_series() {
 #[test]
 fn plot_replaces_only_earlier_plot_or_empty_file() {
     use std::os::unix::fs::PermissionsExt;
-    // The rule in docs/reference/consoles.md for files that flags name.
+    // This is the rule in docs/reference/consoles.md for files that flags name.
     let page = include_str!("../../../docs/reference/consoles.md");
     let rows: Vec<_> = page.lines().filter(|line| line.starts_with("| `foreshore-sim ")).collect();
     let row =
@@ -449,7 +451,7 @@ fn plot_replaces_only_earlier_plot_or_empty_file() {
         printed(&args);
         let plot = std::fs::read(&path).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        // A longer plot, so that its rest would be behind the new one.
+        // The first plot is longer, so that its end would be visible after the new one.
         printed(&[&args[..], &["--policy", "psi"]].concat());
         assert_ne!(std::fs::read(&path).unwrap(), plot);
         printed(&args);
@@ -469,7 +471,7 @@ fn plot_replaces_only_earlier_plot_or_empty_file() {
     }
 }
 
-/// Guest of 1 GiB that uses 100 MiB all day, and 600 MiB once for a second.
+/// Guest of 1 GiB that uses 100 MiB all day, except that it uses 600 MiB once for one second.
 #[test]
 fn plot_of_a_day_shows_burst_of_a_second() {
     const NOON_MS: u64 = 43_200_000;
@@ -500,7 +502,7 @@ fn plot_of_a_day_shows_burst_of_a_second() {
         let [from, to] = [from.to_str().expect("text"), to.to_str().expect("text")];
         printed(&["--trace", from, "--policy", "off", "--plot", to]);
         let svg = std::fs::read_to_string(to).expect("drawn");
-        // The lowest and the highest place of the line of used memory. Zero is at the bottom.
+        // Lowest and highest position of the line for used memory. Zero is at the bottom.
         let place = |line: &str| -> Vec<f64> {
             let (_, points) = line.split_once(" points=\"").expect("points");
             let (points, _) = points.split_once('"').expect("the end of the lines");

@@ -1,42 +1,42 @@
-//! Faulty callers of the governor. Each breaks one invariant.
+//! Faulty callers of the governor. Each of them breaks one invariant.
 
 use balloon::governor::Request;
 use balloon::{BLOCK_BYTES, DriverState, HostView, Tier};
 
 use super::world::State;
 
-/// Invariant that is broken.
+/// Fault of a caller. Each breaks one invariant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Broken {
     Unaligned,
     AboveMaximum,
     BelowZoneFloor,
-    /// Requests nothing of all zones, regardless of the floor.
+    /// Requests size 0 for all zones, although the floor is higher.
     BelowFloor,
     IgnoresCeiling,
     IgnoresPool,
     ActsInDryRun,
     ActsInPause,
     MovesPinned,
-    /// Presents a refused driver as ready.
+    /// Shows a refused driver to the governor as ready.
     HidesRefusal,
-    /// Requests a policy's size as a step.
+    /// Requests the size that a policy wants as a step.
     StepsWithoutGoal,
     StepsAfterResume,
-    /// Does not request a client's size.
+    /// Does not request the size that a client wants.
     DropsSteps,
-    /// Does not end the goals of a resumed zone.
+    /// Does not end the goals of a zone that is returned to the governor.
     KeepsGoals,
-    /// Requests the whole goal at once.
+    /// Requests the whole goal in a single step.
     IgnoresDescriptors,
-    /// Presents DRAM as PM and PM as DRAM.
+    /// Shows DRAM to the governor as PM, and PM as DRAM.
     SwapsTiers,
-    /// Requests more when it handles an event again.
+    /// Requests more memory when it handles the same event a second time.
     Wavers,
 }
 
 impl Broken {
-    /// Faulty callers, with the message of the check that must fail.
+    /// All faulty callers, each with the message of the check that must fail.
     pub(crate) const ALL: [(Self, &str); 21] = [
         (Self::Unaligned, "not whole blocks"),
         (Self::Unaligned, "no step to the goal"),
@@ -61,7 +61,7 @@ impl Broken {
         (Self::Wavers, "effects differ upon the same inputs"),
     ];
 
-    /// Changes the requests of a step.
+    /// Applies the fault to the requests of a step.
     pub(crate) fn distort(self, requests: &mut Vec<Request>, state: &State) {
         requests.retain(|request| match *request {
             Request::Step { zone, size_bytes, goal_bytes } => {
@@ -107,7 +107,7 @@ impl Broken {
         }
     }
 
-    /// Changes the host that the governor sees.
+    /// Applies the fault to the host that the governor observes.
     pub(crate) fn distort_host(self, host: &mut HostView) {
         if self == Self::IgnoresPool {
             host.pool_free_bytes = u64::MAX;

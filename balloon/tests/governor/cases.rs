@@ -1,4 +1,4 @@
-//! Sequences of events with one expected result each. The checks of the world apply as well.
+//! Sequences of events, each with one expected result. The checks in `World` run as well.
 
 use balloon::controller::{ResizeStatus, Rules};
 use balloon::governor::{AgentState, Change, Decided, Event, Note, Onlining, Request};
@@ -16,14 +16,14 @@ const PMB: usize = 7;
 const OFF: usize = 11;
 
 const DRAM: usize = 1;
-/// Zone of PM without a floor.
+/// A zone of PM without a floor.
 const PM: usize = 3;
 
 fn ready(index: usize) -> World {
     World::new(policy(index), true, None)
 }
 
-/// A guest that does not follow requests.
+/// Guest that does not follow requests.
 fn slow(index: usize) -> World {
     World::new(policy(index), false, None)
 }
@@ -37,7 +37,7 @@ impl World {
         self.happen(&Happening::Report(free_permille, OnlineMovable), 50);
     }
 
-    /// Report with changes, 1 s after the last event.
+    /// Sends a report after `change` was applied to it, 1 s after the last event.
     fn report_with(&mut self, free_permille: u64, change: impl FnOnce(&mut RawReport)) {
         self.now = self.now + 1_000;
         self.seq += 1;
@@ -46,7 +46,7 @@ impl World {
         self.say(raw);
     }
 
-    /// Statistics of a guest that uses `used_mib`, every 250 ms.
+    /// Sends statistics of a guest that uses `used_mib` every 250 ms.
     fn send_statistics_for(&mut self, seconds: u64, used_mib: u64) {
         for _ in 0..seconds * 4 {
             let free_permille = self.free_permille(used_mib);
@@ -73,7 +73,7 @@ impl World {
         refused.iter().map(|(label, count)| (*label, *count)).collect()
     }
 
-    /// Memory and nodes of the last report.
+    /// Returns the total memory and the nodes in the last report.
     fn reported(&self) -> (u64, Vec<u32>) {
         let (_, report) = self.governor.last_report().expect("reported");
         let nodes = report.zones().iter().map(|zone| zone.node).collect();
@@ -84,7 +84,7 @@ impl World {
         self.governor.counters().reports
     }
 
-    /// Zones of the requests to report that a size is out of reach.
+    /// Zones for which it was requested to report that a size is out of reach.
     fn held(&self) -> Vec<u32> {
         let held = |request: &Request| match request {
             Request::ReportHeld(zone) => Some(zone.0),
@@ -141,7 +141,7 @@ fn refusals_are_counted_by_reason_and_noted_at_powers_of_two() {
     world.report_free(500);
     (0..4).for_each(|_| world.happen(&Happening::RefusedLine, 1));
     world.happen(&Happening::StaleReport, 1);
-    // The VM cannot have that much memory.
+    // A VM of this size cannot have that much memory.
     world.report_with(500, |raw| raw.memory.total_bytes = 1 << 40);
     assert_eq!(world.refused(), [("not_utf8", 4), ("out_of_order", 1), ("out_of_range", 1)]);
     let noted = world.state.notes.iter().filter_map(|note| match note {
@@ -154,7 +154,7 @@ fn refusals_are_counted_by_reason_and_noted_at_powers_of_two() {
     assert_eq!(world.reports(), 2);
     world.happen(&Happening::Lie([1 << 30, 9, 9, 9]), 1);
     assert_eq!(world.reports(), 3);
-    // Statistics of a new kernel are refused in the same way, and the next are used.
+    // The first statistics of a new kernel are also refused, and the next ones are accepted.
     world.driver_life += 1;
     world.happen(&Happening::Statistics(1_001), 250);
     let is_of_statistics = |note: &Note| matches!(note, Note::Refused { by_agent: false, .. });
@@ -164,14 +164,14 @@ fn refusals_are_counted_by_reason_and_noted_at_powers_of_two() {
     assert_eq!(world.reports(), 4);
 }
 
-/// During host sleep, only the guest's clock runs.
+/// While the host is suspended, only the guest's clock runs.
 #[test]
 fn host_sleep_makes_reports_neither_invalid_nor_late() {
     let mut world = slow(PSI);
     world.report_free(0);
     let before = world.state.host.requested_bytes();
     world.slept_ms = 8 * 3_600_000;
-    // Neither does a pause, in which no time passes.
+    // The same is true for a pause, in which no time passes.
     (0..180).for_each(|_| world.tick(0));
     assert_eq!(world.state.host.requested_bytes(), before);
     world.report_free(0);
@@ -182,8 +182,8 @@ fn host_sleep_makes_reports_neither_invalid_nor_late() {
     world.assert_sound();
 }
 
-/// The agent, the drivers and the clock start again, and the drivers unplug all memory
-/// (virtio_mem_init_hotplug). The VM stays the same.
+/// kexec restarts the agent, the drivers and the guest's clock. The drivers unplug all memory
+/// (virtio_mem_init_hotplug). The VM itself continues.
 #[test]
 fn kernel_started_by_kexec_gets_memory_like_the_first_one() {
     let mut world = ready(PSI);
@@ -218,7 +218,7 @@ fn guest_without_agent_gets_memory_if_short_and_returns_it() {
         assert_eq!(world.requested_mib(), [0; ZONES]);
         world.send_statistics_for(20, 800);
         assert!(world.state.host.plugged_bytes() > 440 * MIB, "{:?}", world.requested_mib());
-        // Statistics are divided by nodes. An agent's report is not.
+        // Reports made from statistics are split into nodes. An agent's reports are not changed.
         let has_bytes = 360 * MIB + world.state.host.plugged_bytes();
         assert_eq!(world.reported(), (has_bytes, vec![0, 2]));
         world.report_free(500);
@@ -257,7 +257,7 @@ fn statistics_are_used_while_no_agent_reports() {
     world.send_statistics_for(1, 100);
     assert!(world.reports() > 20);
     assert_eq!(world.governor.by_statistics(), Some(true));
-    // A connection without reports does not interrupt reports from statistics.
+    // If an agent connects but does not report, statistics are still used.
     let before = world.reports();
     for is_connected in [false, true, false, true] {
         world.happen(&Happening::Agent(is_connected), 0);
@@ -292,7 +292,7 @@ fn statistics_of_a_new_driver_do_not_wait_for_the_old_kernels_agent() {
     assert_eq!(world.reports(), before + 4);
 }
 
-/// The agent's clock and counters started with the guest's kernel, after the governor's.
+/// The agent's clock and counters start with the guest's kernel, which starts after the governor.
 #[test]
 fn agent_that_takes_over_from_statistics_changes_no_request() {
     for uptime_ms in [3_000, 50_000] {
@@ -317,7 +317,7 @@ fn agent_that_takes_over_from_statistics_changes_no_request() {
     }
 }
 
-/// `pmb` decides by free pages, `psi` by available memory.
+/// `pmb` uses free pages, and `psi` uses available memory.
 #[test]
 fn statistics_are_requested_faster_below_the_policys_watermark() {
     for (index, measure) in [(PSI, Measure::Available), (PMB, Measure::Free)] {
@@ -353,7 +353,7 @@ fn resize_repeats_size_that_device_has_lowered() {
     world.happen(&Happening::Host(PM, 1000), 0);
     resize(&mut world, 100);
     assert_eq!((world.status(PM), world.requested_mib()[PM]), (ResizeStatus::Reached, 200));
-    // A refused driver ends a request in the same way.
+    // If the driver is refused, a request ends in the same way.
     let mut world = slow(OFF);
     world.happen(&Happening::Driver(PM, DriverState::Absent), 0);
     resize(&mut world, 100);
@@ -401,19 +401,20 @@ fn memory_still_plugged_after_a_shrink_is_not_awaited() {
     world.report_free(300);
     let zone = &mut world.state.host.zones[DRAM];
     (zone.requested_bytes, zone.plugged_bytes) = (64 * MIB, 128 * MIB);
-    // All zones have 80 MiB requested and 144 MiB plugged.
+    // In each zone, 80 MiB are requested and 144 MiB are plugged.
     for (size_mib, ended) in [(112, vec![]), (176, vec![(50, 32 * MIB)])] {
         world.fix(size_mib, Rules::default());
         world.report_free(300);
         assert_eq!(world.state.host.requested_bytes(), size_mib * MIB);
-        // Only the balloon grows beyond its plugged size.
+        // Only the balloon grows beyond the size that is plugged.
         world.happen(&Happening::Follow(0, 1000), 0);
         world.report_free(300);
         assert_eq!(world.ended(), ended);
     }
 }
 
-/// Reports of 20 s from a guest that is short and has no room for page descriptors.
+/// Sends reports for 20 s from a guest that is short of memory and has no room for page
+/// descriptors.
 fn report_without_room(world: &mut World) {
     (0..400).for_each(|_| world.report_free(0));
 }
@@ -425,7 +426,7 @@ fn plan_held_back_by_descriptors_is_reported_once_until_it_proceeds() {
     assert_eq!((world.held().as_slice(), world.requested_mib()), (&[][..], [128, 0, 0, 0]));
     report_without_room(&mut world);
     assert_eq!(world.held(), [1]);
-    // The guest has room for the descriptors of DRAM, and then none for those of PM.
+    // The guest first has room for the descriptors of DRAM, and then no room for those of PM.
     while world.requested_mib()[DRAM] < 256 {
         world.report_with(40, |raw| raw.memory.available_bytes = 0);
     }

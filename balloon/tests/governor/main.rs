@@ -1,5 +1,5 @@
-//! Property tests of the governor with random sequences of events and host views. Each invariant is
-//! also broken by a faulty caller, for which the same checks must fail.
+//! Property tests of the governor with random events and random hosts. For each invariant, a faulty
+//! caller breaks it and the same checks must fail.
 
 mod broken;
 mod cases;
@@ -45,7 +45,7 @@ fn happening() -> impl Strategy<Value = Happening> {
     ]
 }
 
-/// Events of a guest that follows requests at once, on a host with enough memory.
+/// Events of a guest that follows each request immediately, on a host that has enough memory.
 fn ready() -> impl Strategy<Value = Happening> {
     prop_oneof![
         4 => (0u64..=1000).prop_map(|free| Happening::Report(free, OnlineMovable)),
@@ -60,7 +60,8 @@ fn life(happening: impl Strategy<Value = Happening>) -> impl Strategy<Value = Li
     (0..POLICIES.len(), prop::collection::vec((happening, ms), 1..80))
 }
 
-/// Runs a life. With a faulty caller, only the expected violation is a failure.
+/// Runs a sequence of events. With a faulty caller, only the expected violation counts as a
+/// failure.
 fn live((index, life): &Life, follows: bool, broken: Option<(Broken, &str)>) -> TestCaseResult {
     let mut world = World::new(policy(*index), follows, broken.map(|(broken, _)| broken));
     for (happening, ms) in life {
@@ -84,7 +85,7 @@ proptest! {
 }
 
 fn is_caught(broken: Broken, text: &str) -> bool {
-    // The order of zones shows only if the guest follows requests.
+    // The order of zones is visible only if the guest follows requests.
     let follows = broken == Broken::SwapsTiers;
     let happening = if follows { ready().boxed() } else { happening().boxed() };
     fails(2000, &life(happening), |life| live(&life, follows, Some((broken, text))))

@@ -1,4 +1,4 @@
-//! Simulated VM around the governor, and checks of the governor's requests.
+//! A simulated VM for tests of the governor, with checks of the governor's requests.
 
 use std::fmt::Debug;
 
@@ -18,68 +18,68 @@ use balloon::{
 use super::broken::Broken;
 use super::policy;
 
-/// The balloon, DRAM and two zones of PM.
+/// The zones are the balloon, DRAM and two zones of PM.
 pub(crate) const ZONES: usize = 4;
 
 const HELLO: &[u8] = br#"{"type":"hello","version":1,"agent_version":"0.1.0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
 
 const BOOT_BYTES: u64 = 512 * MIB;
 
-/// An event of the VM, or a change of its host or guest. Shares are in permille.
+/// An event of the VM, or a change of its host or guest. Shares are in thousandths.
 #[derive(Clone, Debug)]
 pub(crate) enum Happening {
-    /// Report with this share of free memory.
+    /// Sends a report in which this share of the memory is free.
     Report(u64, OnlinePolicy),
-    /// Report with arbitrary memory, free pages, watermark and counters.
+    /// Sends a report with arbitrary memory, free pages, watermark and counters.
     Lie([u64; 4]),
-    /// Repeats the number of the last report.
+    /// Sends a report with the number of the previous one.
     StaleReport,
     RefusedLine,
     /// The agent connects or disconnects.
     Agent(bool),
     Tick,
-    /// The guest carries out this share of a zone's request.
+    /// The guest carries out this share of the request to a zone.
     Follow(usize, u64),
     Driver(usize, DriverState),
-    /// The host can provide this share of a zone's maximum from now on.
+    /// From now on, the host can provide only this share of a zone's maximum.
     Host(usize, u64),
-    /// Free memory of the pool in MiB.
+    /// Sets the pool's free memory, in MiB.
     Pool(u64),
-    /// The virtio balloon's driver sends statistics with this share of free memory.
+    /// The balloon driver reports statistics in which this share of the memory is free.
     Statistics(u64),
-    /// A client sizes a zone, in blocks.
+    /// A client resizes a zone to this number of blocks.
     Resize(usize, u64),
-    /// A zone has a size at boot, in blocks.
+    /// A zone is given this number of blocks at boot.
     Boot(usize, u64),
     Resume(Option<usize>),
     Pause(bool),
     DryRun(bool),
     Policy(usize),
-    /// Floor and ceiling of all zones together, in blocks.
+    /// Floor and ceiling for all zones in total, in blocks.
     Bounds(u64, u64),
     Dimm,
 }
 
-/// Devices and settings of a client, as the checks expect them.
+/// State of the devices and a client's settings, as far as the checks need them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct State {
     pub host: HostView,
-    /// Memory that the host can provide for each zone.
+    /// Memory that the host can provide to each zone.
     available_bytes: [u64; ZONES],
     pub pinned: [bool; ZONES],
-    /// Goal of each zone. Steps must lead to it.
+    /// Goal of each zone. Each step must bring the zone closer to it.
     goals: [Option<u64>; ZONES],
     is_paused: bool,
     rules: Rules,
     follows: bool,
     broken: Option<Broken>,
-    /// True while an event is handled for the second time.
+    /// True while the same event is handled for the second time.
     pub is_again: bool,
-    /// Requests of each step since the last event, with the host before them.
+    /// Requests of each step since the last event, with the host's state before that step.
     steps: Vec<(Vec<Request>, HostView)>,
-    /// All requests since the start.
+    /// All requests since the start of the test.
     pub requests: Vec<Request>,
-    /// All notes since the start.
+    /// All notes since the start of the test.
     pub notes: Vec<Note>,
     wrong: Vec<String>,
 }
@@ -88,20 +88,21 @@ pub(crate) struct World {
     pub governor: Governor,
     pub state: State,
     pub now: TimeMs,
-    /// Number of the last report.
+    /// Sequence number of the last report.
     pub seq: u64,
-    /// Time in which the host slept.
+    /// Total time for which the host was suspended.
     pub slept_ms: u64,
-    /// Start of the guest's kernel.
+    /// Start time of the guest's kernel.
     pub booted_ms: u64,
-    /// Linux counts the memory in the balloon as used memory.
+    /// True if Linux counts the memory in the balloon as used.
     pub is_counted: bool,
-    /// Life of the balloon's driver.
+    /// Generation of the balloon driver.
     pub driver_life: u64,
     is_connected: bool,
 }
 
-/// Growth of a zone beyond its requested and plugged size.
+/// Returns the part of `size_bytes` that exceeds both the requested and the plugged size of the
+/// zone.
 fn new_bytes(zone: &ZoneSizes, size_bytes: u64) -> u64 {
     size_bytes.saturating_sub(zone.requested_bytes.max(zone.plugged_bytes))
 }
@@ -122,17 +123,18 @@ impl State {
         }
     }
 
-    /// Returns `value` unless the caller is faulty in this way.
+    /// Returns `value`, or `None` if the caller has the fault `broken`.
     fn unless<T>(&self, broken: Broken, value: T) -> Option<T> {
         (self.broken != Some(broken)).then_some(value)
     }
 
-    /// Checks a policy's request for a zone before it is performed.
+    /// Checks a policy's request to a zone before it is carried out.
     fn check_size(&mut self, id: ZoneId, bytes: u64) {
         let (zone, is_pinned) = (*self.zone(id), self.pinned[id.0 as usize]);
-        // A client may have sized the zone below its floor.
+        // A client may have resized the zone to less than its floor.
         let floor_bytes = zone.floor_bytes.min(zone.requested_bytes);
-        // The device ignores a request for more. Memory stays until a driver unplugs it.
+        // With an unsupported driver, the device ignores a request for more memory. Plugged memory
+        // remains until a driver unplugs it.
         let is_served = zone.driver != DriverState::Unsupported || bytes <= zone.requested_bytes;
         for (holds, what) in [
             (bytes.is_multiple_of(BLOCK_BYTES), "not whole blocks"),
@@ -147,7 +149,7 @@ impl State {
         }
     }
 
-    /// Checks the requests of a policy together before they are performed.
+    /// Checks the total of a policy's requests before they are carried out.
     fn check_sum(&mut self, requests: &[Request]) {
         let old = self.host.requested_bytes();
         let (mut sum, mut pm) = (old, 0);
@@ -157,8 +159,8 @@ impl State {
             sum = sum + bytes - zone.requested_bytes;
             pm += if zone.tier == Tier::Pm { new_bytes(zone, *bytes) } else { 0 };
         }
-        // If the guest does not follow a shrink, the request rises again, at most to the plugged
-        // size.
+        // If the guest does not follow a shrink, the request is increased again, but not beyond the
+        // plugged size.
         let zones = self.host.zones.iter();
         let left = zones.map(|zone| zone.requested_bytes.max(zone.plugged_bytes)).sum();
         let (floor, ceiling) =
@@ -169,8 +171,8 @@ impl State {
         self.expect(pm <= pool, "more PM than the pool has", (pm, pool));
     }
 
-    /// Checks a step before it is performed. Without a goal, it can only end an earlier goal at the
-    /// size that is requested already.
+    /// Checks a step before it is carried out. If the zone has no goal, the step must end an
+    /// earlier goal at the size that is already requested.
     fn check_step(&mut self, id: ZoneId, size_bytes: u64, goal_bytes: u64) {
         let (zone, goal) = (*self.zone(id), self.goals[id.0 as usize]);
         let is_expected = match goal {
@@ -185,7 +187,7 @@ impl State {
         self.expect(is_valid, "no step to the goal", step);
     }
 
-    /// Sets the size, up to the memory that the host has, as a device does. A device that has
+    /// Sets the size as a device does, limited to the memory that the host has. A device that has
     /// refused its driver ignores the request.
     fn size(&mut self, id: ZoneId, size_bytes: u64, goal_bytes: u64) {
         let index = id.0 as usize;
@@ -210,9 +212,9 @@ impl State {
         }
     }
 
-    /// Checks the order of tiers in a plan.
+    /// Checks that a plan changes the tiers in the correct order.
     fn check_order(&mut self, plan: &Plan, before: &HostView) {
-        // A dry run decides on sizes that are never requested.
+        // A dry run computes sizes that are never requested.
         if plan.dry_run {
             return;
         }
@@ -306,7 +308,7 @@ impl World {
         world
     }
 
-    /// First violation that contains `text`.
+    /// Returns the first violation whose message contains `text`.
     pub(crate) fn wrong(&self, text: &str) -> Option<&String> {
         self.state.wrong.iter().find(|wrong| wrong.contains(text))
     }
@@ -321,7 +323,7 @@ impl World {
         self.handle(Event::Message { message, with_sleep: self.now + self.slept_ms });
     }
 
-    /// Handles an event twice from the same state, and checks that the effects are the same.
+    /// Handles an event twice from the same state, and checks that both results are the same.
     pub(crate) fn handle(&mut self, event: Event) {
         let (governor, state) = (self.governor.clone(), self.state.clone());
         let effects = self.run(event.clone());
@@ -410,7 +412,7 @@ impl World {
         }
     }
 
-    /// Changes the governor's settings.
+    /// Changes the governor's settings as `happening` describes.
     fn change(&mut self, happening: &Happening) {
         let (state, mut change) = (&mut self.state, Change::default());
         match *happening {
@@ -441,7 +443,8 @@ impl World {
         self.handle(Event::Change(change));
     }
 
-    /// Sets the state of a zone's driver. The next tick drops goals that no driver serves.
+    /// Sets the state of a zone's driver. On the next tick, the governor drops goals that need the
+    /// driver if it is not usable.
     fn set_driver(&mut self, index: usize, driver: DriverState) {
         let zone = &mut self.state.host.zones[index];
         if driver == DriverState::Unsupported {
@@ -484,7 +487,8 @@ impl World {
 
     fn lie(&mut self, [total_bytes, free_pages, mark_pages, count]: [u64; 4]) {
         let mut raw = self.raw(0, OnlinePolicy::OnlineMovable);
-        // A report with more memory than the VM can have is refused regardless of its other values.
+        // A report with more memory than the VM can have is always refused. Therefore the total is
+        // kept below that limit.
         let total_bytes = (total_bytes % self.state.host.most_memory_bytes()).max(128 * MIB);
         let free_pages = free_pages % (total_bytes / 4096);
         raw.memory = Memory {
@@ -549,7 +553,7 @@ impl World {
     fn send_statistics(&mut self, free_permille: u64) {
         let total_bytes = self.total_bytes();
         let free_bytes = total_bytes * free_permille / 1000;
-        // Tags of virtio 1.3, 5.5.6.4: free, total, available, caches.
+        // The tags are those of virtio 1.3, 5.5.6.4: free, total, available and caches.
         let entries = [(4u16, free_bytes), (5, total_bytes), (6, free_bytes), (7, 0)];
         let bytes =
             entries.map(|(tag, value)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat());

@@ -1,67 +1,67 @@
-//! Controllers with one fault each.
+//! Faulty controllers. Each of them has one fault.
 
 use super::*;
 
-/// Fault of a controller.
+/// Fault that is applied to the controller's plans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Broken {
     /// Shrinks a zone below its floor.
     ZoneFloor,
     /// Grows a zone above its maximum.
     ZoneCeiling,
-    /// Requests half a block.
+    /// Requests a size that is not a multiple of the block size.
     HalfBlock,
-    /// Shrinks all zones together below their floor.
+    /// Shrinks the total of all zones below the floor.
     Floor,
-    /// Grows all zones together above their ceiling.
+    /// Grows the total of all zones above the ceiling.
     Ceiling,
     /// Shrinks during the cool-down.
     EarlyShrink,
     /// Does not lengthen the cool-down after a shrink that had to be undone.
     NeverDoubles,
-    /// Shrinks in steps of an eighth of the plugged memory, regardless of the rules' share.
+    /// Shrinks in steps of an eighth of the plugged memory, whatever share the rules permit.
     OwnShare,
-    /// Grows again after a shrink without pressure.
+    /// Grows the guest again after a shrink, although there is no pressure.
     GrowBack,
-    /// Grows again after a shrink for a fill that did not happen.
+    /// Grows the guest again after a shrink because of a fill that did not happen.
     FillsNothing,
     /// Shrinks while reports are lost.
     FailsShut,
-    /// Does not grow a guest that was short when reports were lost.
+    /// Does not grow a guest that was short of memory when reports were lost.
     HoldsShut,
-    /// Gives a grow the reason of a hold or of another policy.
+    /// Gives a grow the reason of a hold or of a policy that is not in use.
     GrowReason,
     /// Gives a shrink the reason of a grow.
     ShrinkReason,
-    /// Gives a hold the reason of a policy that is not in force.
+    /// Gives a hold the reason of a policy that is not in use.
     HoldReason,
     /// Shrinks DRAM before PM.
     DramFirst,
-    /// Resizes a zone that a client has sized.
+    /// Resizes a zone that a client has pinned.
     Hands,
-    /// Continues while it is paused.
+    /// Continues to resize the guest during a pause.
     Unpaused,
     /// Carries out plans in a dry run.
     NoDryRun,
-    /// Leaves all zones together outside of their bounds.
+    /// Does not correct a total that is outside of its bounds.
     StaysOut,
-    /// Shrinks a guest that is short.
+    /// Shrinks a guest that is short of memory.
     ShortShrink,
-    /// Removes memory in use.
+    /// Removes memory that is in use.
     TakesTouched,
-    /// Gives a grow the reason swapping, refaults or stalls without such events.
+    /// Gives swapping, refaults or stalls as the reason of a grow, although no such event happened.
     Unseen(Reason),
-    /// Requests memory that the host lacks from other zones as long as the host is short.
+    /// Requests the memory that the host could not provide from other zones again and again.
     AsksAgain,
-    /// Withdraws requests for the floor by rule 5.
+    /// Lets rule 5 withdraw requests that the floor needs.
     FallsBelowFloor,
-    /// Counts memory that is unplugged again at once as progress.
+    /// Counts memory as progress although it is unplugged again immediately.
     FlapIsProgress,
-    /// Reports repeatedly in a dry run that the guest does not follow.
+    /// Reports repeatedly in a dry run that the guest does not follow a request.
     SaysOneThing,
-    /// Removes surplus together with the memory that the guest should keep.
+    /// Removes the memory that the guest should keep in addition to the surplus.
     GivesAll,
-    /// Never comes to rest.
+    /// Never stops changing sizes.
     Restless,
 }
 
@@ -96,7 +96,7 @@ pub(super) const LIVES: [Broken; 27] = [
 ];
 
 impl Broken {
-    /// Applies the fault to a plan, if it is applicable.
+    /// Applies the fault to a plan if it can be applied.
     pub(super) fn distort(self, plan: &mut Plan, world: &World) {
         let rules = world.controller.rules();
         let own = world.controller.policy().reasons();

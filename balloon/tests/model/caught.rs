@@ -1,10 +1,11 @@
-//! Tests that the checks that a correct controller passes detect each broken one.
+//! Tests that the checks detect each faulty controller. A correct controller passes the same
+//! checks.
 
 use super::broken::LIVES;
 use super::happening::short;
 use super::*;
 
-/// Returns true if a check fails in one of many lives with a broken controller.
+/// Returns true if a check fails in one of many random runs with a faulty controller.
 fn is_caught(
     check: impl Fn(usize, Rules, &[(Happening, u64)]) -> Result<(), TestCaseError>,
 ) -> bool {
@@ -21,7 +22,7 @@ fn each_broken_controller_is_detected() {
     }
 }
 
-/// Violation in the life of a guest that stops using most of its memory.
+/// Returns the violation in a run in which the guest stops using most of its memory.
 fn wrong_where_much_is_left_over(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let lived = world.comes_to_rest(1_200).and_then(|()| world.comes_to_rest(700));
@@ -40,7 +41,8 @@ fn grow_or_shrink_without_reason_amid_surplus_is_detected() {
     }
 }
 
-/// Violation in the life of a guest that grows back after a shrink and has to shrink again.
+/// Returns the violation in a run in which the guest grows soon after a shrink and then has to
+/// shrink again.
 fn violation_if_shrink_is_undone(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(10), broken);
     let sized = |mib| {
@@ -64,8 +66,8 @@ fn cool_down_that_does_not_double_after_an_undone_shrink_is_detected() {
     );
 }
 
-/// Violation in the life of a short guest. Its last zone of DRAM is unplugged again whenever it was
-/// plugged.
+/// Returns the violation in a run of a guest that is short of memory. Whenever memory is plugged in
+/// its last zone of DRAM, it is unplugged again.
 fn violation_if_plugged_memory_bounces(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let round = [
@@ -87,7 +89,8 @@ fn counting_memory_that_does_not_stay_as_progress_is_detected() {
     assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("is waited for")), "{wrong:?}");
 }
 
-/// Violation in the life of a short guest that follows no request, after the start of a dry run.
+/// Returns the violation in a run of a guest that is short of memory and follows no request, after
+/// a dry run has started.
 fn violation_in_dry_run_of_stuck_guest(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let lived = world.live(&[(short(), 300), (Happening::DryRun { on: true }, 1)]);

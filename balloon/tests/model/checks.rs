@@ -1,4 +1,4 @@
-//! Checks of a plan.
+//! Checks that every plan of the controller must pass.
 
 use super::*;
 
@@ -43,8 +43,8 @@ impl World {
         }
     }
 
-    /// Checks that sizes outside of the bounds of all zones together are corrected as much as
-    /// possible, regardless of the origin of the requests.
+    /// Checks that a total outside of its bounds is corrected as much as possible, whoever
+    /// requested it.
     fn check_bounds(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (rules, requested) = (self.controller.rules(), self.base().requested_bytes());
         prop_assert!(
@@ -52,7 +52,7 @@ impl World {
             "below the floor: {:?}",
             plan
         );
-        // A dry run reports this once, which another check covers.
+        // A dry run reports this only once. Another check covers that.
         if self.dry_run {
             return Ok(());
         }
@@ -82,10 +82,10 @@ impl World {
         Ok(())
     }
 
-    /// Checks that a request that the guest does not follow is changed. Memory that is unplugged
-    /// again at once does not count as progress.
+    /// Checks that a request which the guest does not follow is changed. Memory that is unplugged
+    /// again immediately does not count as progress.
     fn check_waits(&self, plan: &Plan) -> Result<(), TestCaseError> {
-        // A request for the floor may stay.
+        // A request that is needed for the floor may remain unchanged.
         if !self.decides()
             || self.dry_run
             || plan.reason == Reason::NoProgress
@@ -104,14 +104,14 @@ impl World {
         Ok(())
     }
 
-    /// Checks that a dry run shows the policy's decisions, and shows plans of rules for the same
-    /// sizes at most once.
+    /// Checks that a dry run shows the policy's decisions. Plans of the rules for the same sizes
+    /// may be shown at most once.
     fn check_dry_run(&self, plan: &Plan) -> Result<(), TestCaseError> {
         if !self.dry_run || self.paused {
             return Ok(());
         }
         if self.is_by_rule(plan) {
-            // Once for each zone, and again after plugged memory has been unplugged.
+            // A plan is shown once for each zone, and again after plugged memory was unplugged.
             prop_assert!(self.told < 2 * ZONES, "it keeps repeating {:?}", plan.reason);
             return Ok(());
         }
@@ -138,8 +138,8 @@ impl World {
         Ok(())
     }
 
-    /// Checks that without reports only a fixed size or a bound shrinks the guest, and that a guest
-    /// that was short grows.
+    /// Checks that without reports, only a fixed size or a bound shrinks the guest. Also checks
+    /// that a guest that was short of memory grows.
     fn check_unheard(&self, plan: &Plan) -> Result<(), TestCaseError> {
         if self.arrived.is_some() {
             return Ok(());
@@ -154,7 +154,7 @@ impl World {
         Ok(())
     }
 
-    /// Returns true if the guest has followed all requests of the controller.
+    /// Returns true if the guest has followed all requests that the controller made.
     pub(super) fn has_followed(&self) -> bool {
         let host = self.base();
         let own = host.zones.iter().zip(self.pinned).filter(|(_, pinned)| !pinned);
@@ -163,7 +163,7 @@ impl World {
         outstanding.all(|(grow, shrink)| grow < BLOCK_BYTES && shrink == 0)
     }
 
-    /// Checks that the guest counted the events that `psi` gives as a reason.
+    /// Checks that the guest counted the events that `psi` gives as the reason for a plan.
     fn check_seen(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let kind = match plan.reason {
             Reason::Swapping => 0,
@@ -179,7 +179,7 @@ impl World {
         Ok(())
     }
 
-    /// Checks that `psi` removes at most the idle or the free memory, if all nodes report idle
+    /// Checks that `psi` does not remove more memory than is idle or free, if all nodes report idle
     /// memory.
     fn check_idle(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived)
@@ -187,7 +187,7 @@ impl World {
             return Ok(());
         };
         let is_known = report.idle().iter().any(|idle| idle.span_ms >= params.idle_ms);
-        // A late report shows earlier changes as new, and the next report then lacks them.
+        // A late report shows earlier changes as new. They are then missing from the next report.
         if plan.reason != Reason::Surplus || !is_known || self.misled {
             return Ok(());
         }
@@ -267,8 +267,8 @@ impl World {
         Ok(())
     }
 
-    /// Checks that a hold requests nothing new. A request may only move towards the plugged size.
-    /// The reason must not be that of another policy.
+    /// Checks that a plan which holds requests no additional memory. A request may only move
+    /// towards the plugged size. The reason must not be that of another policy.
     fn check_hold(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let own = self.controller.policy().reasons();
         let is_of =
@@ -282,7 +282,7 @@ impl World {
             let (now, then) = (zone.requested_bytes, target.requested_bytes);
             if then != now {
                 prop_assert_eq!(plan.reason, Reason::NoProgress);
-                // Memory for the floor that another zone has not provided.
+                // This memory is needed for the floor, and no other zone could provide it.
                 if then > now && then > zone.plugged_bytes && at_floor {
                     continue;
                 }

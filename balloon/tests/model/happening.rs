@@ -1,11 +1,11 @@
-//! Events of a VM, and lives composed of them.
+//! Random events of a VM, and runs that consist of them.
 
 use super::*;
 
-/// Event of a VM.
+/// An event of the VM.
 #[derive(Clone, Debug)]
 pub(super) enum Happening {
-    /// Report with the free part of each zone in thousandths, and other values.
+    /// A report with the free share of each zone in thousandths, and other values.
     Report {
         free_permille: [u64; ZONES],
         cached_permille: u64,
@@ -15,26 +15,26 @@ pub(super) enum Happening {
         idle: Idle,
         late: bool,
     },
-    /// The first of the late reports arrives, unless a newer one has arrived before it.
+    /// The oldest of the late reports arrives, unless a newer report has arrived before it.
     Arrival,
     Tick,
-    /// The guest follows this share of a zone's request.
+    /// The guest carries out this share of the request to a zone.
     Follow {
         zone: usize,
         permille: u64,
     },
-    /// The guest plugs the request of a zone, and unplugs it again after `ms`. The controller
-    /// observes both.
+    /// The guest plugs the requested memory of a zone, and unplugs it again after `ms`. The
+    /// controller observes both changes.
     Flap {
         zone: usize,
         ms: u64,
     },
-    /// The host has only a part of the request of a zone, and the device lowers the request.
+    /// The host can provide only part of a zone's request, and the device lowers the request.
     Short {
         zone: usize,
         permille: u64,
     },
-    /// Free memory of the pool.
+    /// Free memory in the pool.
     Pool {
         mib: u64,
     },
@@ -43,47 +43,47 @@ pub(super) enum Happening {
         zone: usize,
         mib: u64,
     },
-    /// A client resumes a zone, or all zones and a paused controller.
+    /// A client returns a zone to the controller, or all zones and ends a pause.
     Resume {
         zone: Option<usize>,
     },
-    /// The controller is paused or resumed. Zones stay pinned.
+    /// The controller is paused, or its pause ends. Zones remain pinned.
     Pause {
         on: bool,
     },
-    /// Plans are not carried out, or are again.
+    /// A dry run starts or ends.
     DryRun {
         on: bool,
     },
-    /// The guest takes pages out of its balloon on OOM, and the device lowers its target.
+    /// The guest takes pages out of its balloon because of OOM, and the device lowers the balloon's
+    /// target.
     Oom {
         pages: u64,
     },
     Policy {
         index: usize,
     },
-    /// `fixed` with this size.
+    /// The policy becomes `fixed` with this size.
     Fix {
         mib: u64,
     },
-    /// Floor and ceiling of all zones together.
+    /// Floor and ceiling for the total of all zones.
     Bounds {
         floor_mib: u64,
         more_mib: u64,
     },
-    /// A client sizes these zones so that all zones together are outside of the bounds, which are
-    /// set accordingly.
+    /// A client resizes these zones, and the bounds are set so that the total is outside of them.
     Squeeze {
         zones: [bool; ZONES],
         above: bool,
     },
-    /// The guest onlines memory as movable, or not.
+    /// The guest starts or stops onlining memory as movable.
     Online {
         movable: bool,
     },
 }
 
-/// Increases of counters since the last report, in pages.
+/// Increase of each counter since the last report, in pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counted {
     pub(super) swapped_out: u64,
@@ -92,10 +92,11 @@ pub(super) struct Counted {
     pub(super) file_refaults: u64,
 }
 
-/// Idle part of all memory in thousandths, and the idle time in ms. `None` if it is unknown.
+/// Share of all memory that is idle in thousandths, and the time for which it was idle in ms.
+/// `None` if this is unknown.
 pub(super) type Idle = Option<(u64, u64)>;
 
-/// Report of a guest without free memory, and with unchanged counters.
+/// Report of a guest that has no free memory, and whose counters have not changed.
 pub(super) fn short() -> Happening {
     Happening::Report {
         free_permille: [0; ZONES],
@@ -163,7 +164,7 @@ fn happening() -> impl Strategy<Value = Happening> {
     ]
 }
 
-/// A life: the initial policy and rules, and events with the milliseconds before each.
+/// A run: the initial policy and rules, and events with the time before each in milliseconds.
 pub(super) fn life() -> impl Strategy<Value = (usize, Rules, Vec<(Happening, u64)>)> {
     let ms = prop_oneof![3 => 1u64..200, 2 => 200u64..7000];
     (0..POLICIES.len(), rules::rules(), prop::collection::vec((happening(), ms), 1..120))

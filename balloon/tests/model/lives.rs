@@ -1,9 +1,9 @@
-//! Regressions: lives with a failure, as short as possible.
+//! Regression tests: runs that failed in the past, shortened as much as possible.
 
 use super::*;
 
-/// Values of a report: the free part of each zone and the cached part of the rest, in thousandths,
-/// and increases of counters.
+/// Values of a report: the free share of each zone and the cached share of the rest, in
+/// thousandths, and the increases of counters.
 #[derive(Default)]
 struct Report {
     free_permille: [u64; ZONES],
@@ -50,7 +50,8 @@ fn lived(index: usize, life: &[(Happening, u64)]) {
     World::new(policy(index), None).live(life).expect("as it must be");
 }
 
-/// `memorage` and `pmb` removed other memory in place of memory that had arrived but was not free.
+/// `memorage` and `pmb` counted memory that had arrived but was not free yet as surplus, and
+/// removed other memory in its place.
 #[test]
 fn memory_that_has_just_arrived_is_no_surplus() {
     let bounds = |floor_mib, more_mib| Happening::Bounds { floor_mib, more_mib };
@@ -78,8 +79,8 @@ fn memory_that_has_just_arrived_is_no_surplus() {
     lived(7, &units);
 }
 
-/// `psi` removed page cache in use in place of memory that a client had requested and that was on
-/// its way.
+/// A client had requested memory that had not arrived yet. `psi` counted it as idle, and removed
+/// page cache that was in use.
 #[test]
 fn memory_on_its_way_is_not_idle() {
     let touched =
@@ -95,7 +96,7 @@ fn memory_on_its_way_is_not_idle() {
     lived(0, &life);
 }
 
-/// All missed page cache counts as used. The model counted free memory as available.
+/// All missed page cache counts as used. The checks had counted free memory as available.
 #[test]
 fn missed_page_cache_is_not_available() {
     let missing = report(Report { cached_permille: 139, file_refaults: 256, ..Report::default() });
@@ -113,8 +114,8 @@ fn missed_page_cache_is_not_available() {
     lived(1, &life);
 }
 
-/// The model delivered a report after newer ones. Such a report is refused. It had less memory than
-/// was plugged, and the next one seemed to add it.
+/// The test delivered a report after newer ones. Such a report is refused. It contained less memory
+/// than was plugged, so the next report seemed to add memory.
 #[test]
 fn overtaken_report_misleads_no_policy() {
     let late = report(Report { late: true, ..Report::default() });
@@ -148,8 +149,8 @@ fn overtaken_report_misleads_no_policy() {
     assert!(!world.misled);
 }
 
-/// Above the ceiling, a dry run shows the whole shrink to it with the policy's reason. The model
-/// attributed all of it to `pmb`.
+/// If the total is above the ceiling, a dry run shows the whole shrink to the ceiling with the
+/// policy's reason. The checks had assumed that `pmb` wanted all of it.
 #[test]
 fn dry_run_above_ceiling_shrinks_by_more_than_policy_wants() {
     let life = [
@@ -167,7 +168,7 @@ fn dry_run_above_ceiling_shrinks_by_more_than_policy_wants() {
     lived(2, &life);
 }
 
-/// The model assumed that a paused controller withdraws a request.
+/// The checks had assumed that a paused controller withdraws a request.
 #[test]
 fn paused_controller_withdraws_nothing() {
     let life = [
@@ -184,8 +185,8 @@ fn paused_controller_withdraws_nothing() {
 }
 
 /// Memory was plugged for long enough, but was unplugged between two observations. The controller
-/// saw no progress and withdrew the request, which then stayed for the floor. The model waited from
-/// the time of plugging.
+/// observed no progress and withdrew the request, but kept it because of the floor. The checks had
+/// measured the time since the memory was plugged.
 #[test]
 fn request_kept_for_floor_is_withdrawn_when_controller_reports_it() {
     let bounds = |zone: Option<usize>, above| Happening::Squeeze {

@@ -1,6 +1,6 @@
-//! Property tests of the controller under every policy with random events: reports of several
-//! nodes, late and lost reports, refusals, resizes by clients, other policies and other bounds. For
-//! each invariant, a broken controller must fail the same checks.
+//! Property tests of the controller under every policy with random events. Examples are reports of
+//! several nodes, late and lost reports, refusals, clients that resize zones, and changes of policy
+//! and bounds. For each invariant, a faulty controller must fail the same checks.
 
 mod broken;
 mod caught;
@@ -31,33 +31,34 @@ use self::happening::{Counted, Happening, Idle, life, report};
 use self::properties::{POLICIES, fails, policy};
 
 const PAGES_PER_MIB: u64 = 256;
-/// Boot memory that the guest's two nodes with DRAM manage.
+/// Boot memory that each of the guest's two DRAM nodes manages.
 const BOOT_MIB: [u64; 2] = [300, 180];
-/// Number of zones. In the host's order: PM near node 1, PM near node 0, DRAM of node 0, DRAM of
-/// node 1.
+/// Number of zones. In the order of the host, they are PM near node 1, PM near node 0, DRAM of node
+/// 0, and DRAM of node 1.
 const ZONES: usize = 4;
-/// The DRAM of node 0 is a balloon. Its size is any number of pages.
+/// The zone with the DRAM of node 0 is a balloon. Its size can be any number of pages.
 const BALLOON: usize = 2;
 const BALLOON_ID: u32 = 3;
-/// Time for which `psi` looks back at reports.
+/// Time for which `psi` takes earlier reports into account.
 const LOOKS_BACK_MS: u64 = 2_500;
 
-/// Request of a zone, and the plugged size at that time.
+/// Request to a zone, and the zone's plugged size.
 #[derive(Clone, Copy, Debug, Default)]
 struct Wait {
     requested_bytes: u64,
     plugged_bytes: u64,
-    /// Last change of the request.
+    /// Time of the last change of the request.
     asked: TimeMs,
-    /// Last change of either size, except memory that was plugged and unplugged again at once.
+    /// Time of the last change of either size. Memory that was plugged and immediately unplugged
+    /// again does not count.
     since: TimeMs,
-    /// `since`, or the time at which the controller withdrew the request.
+    /// `since`, or the later time at which the controller withdrew the request.
     anew: TimeMs,
-    /// Memory was plugged and unplugged again at once meanwhile.
+    /// True if memory was plugged and immediately unplugged again since then.
     has_flapped: bool,
 }
 
-/// A VM with two nodes of DRAM and two nodes of PM.
+/// A VM with two nodes of DRAM and two nodes of PM, and its controller.
 struct World {
     host: HostView,
     controller: Controller,
@@ -71,42 +72,45 @@ struct World {
     paused: bool,
     dry_run: bool,
     pinned: [bool; ZONES],
-    /// Sized by a client since the last step, or not observed by the controller yet.
+    /// True if a client has resized the zone since the last step, or if the controller has not
+    /// observed this yet.
     by_hand: [bool; ZONES],
-    /// Late reports that are newer than any that has arrived.
+    /// Late reports that are newer than all reports that have arrived.
     late: VecDeque<Report>,
-    /// A late report has arrived, and a policy may still look back at it, so its conclusions are
-    /// not checked.
+    /// True if a late report has arrived and a policy may still use it. The policy's conclusions
+    /// are then not checked.
     misled: bool,
-    /// Time since which no arriving report was late.
+    /// Time since which no late report has arrived.
     in_time_since: Option<TimeMs>,
-    /// Report of the last step, and the time of its arrival.
+    /// Report of the last step, and the time at which it arrived.
     arrived: Option<(TimeMs, Report)>,
-    /// Time of the last report, and true if it showed a shortage.
+    /// Time of the last report, and whether it showed a shortage.
     heard: Option<(TimeMs, bool)>,
-    /// The controller has tried to grow the guest since, or another plan had priority.
+    /// True if the controller has tried to grow the guest since the last report, or if another plan
+    /// took precedence.
     tried_unheard: bool,
-    /// Times on the guest's clock at which it counted swapping, refaults and stalls.
+    /// Times on the guest's clock at which the guest counted swapping, refaults and stalls.
     counted_ms: [Vec<u64>; 3],
-    /// Present cool-down after a grow.
+    /// Present cool-down after a grow, as the controller should have it.
     cool_down_ms: u64,
     last_grow: Option<TimeMs>,
     last_shrink: Option<TimeMs>,
-    /// Expected available memory after the last shrink, from the report that led to it.
+    /// Expected available memory after the last shrink, computed from the report that led to it.
     left_bytes: Option<u64>,
-    /// Maximum of expected available memory since then.
+    /// Maximum of the expected available memory since the last shrink.
     had_bytes: Option<u64>,
-    /// The host has fallen short since other zones last got a request for that.
+    /// True if the host could not provide memory, and other zones have not been requested to
+    /// replace it yet.
     is_lacking: bool,
-    /// A zone with memory plugged for a while: its index, its earlier size, and the end.
+    /// Zone in which memory is plugged temporarily: its index, its previous size, and the end time.
     flapped: Option<(usize, u64, TimeMs)>,
-    /// Requests of each zone that the guest has not followed.
+    /// Outstanding request of each zone.
     waits: [Wait; ZONES],
     /// Number of times that a dry run has shown plans of rules 3 and 5 for the present sizes.
     told: usize,
-    /// Memory of a zone was plugged for a while. The times of observations determine whether that
-    /// was progress, when the controller withdraws the request, and the memory that a dry run
-    /// counts as withdrawn.
+    /// True if memory of the zone was plugged temporarily. Whether this counts as progress depends
+    /// on the times at which the controller observed it. They also determine when the controller
+    /// withdraws the request, and how much a dry run counts as withdrawn.
     doubtful: [bool; ZONES],
     broken: Option<Broken>,
 }
@@ -225,7 +229,7 @@ impl World {
                     self.late.push_back(report);
                     return None;
                 }
-                // Reports that were sent before it and arrive later are refused.
+                // Reports that were sent before this one and arrive later are refused.
                 self.late.clear();
                 return Some(self.step(Event::Report(&report)));
             }
@@ -287,7 +291,7 @@ impl World {
                 }
             }
             Happening::Policy { index } => {
-                // The new policy may want more.
+                // The new policy may want more memory.
                 (self.left_bytes, self.had_bytes) = (None, None);
                 self.controller.set_policy(policy(index)).expect("in range")
             }
@@ -309,7 +313,7 @@ impl World {
         self.end_flap();
         self.controller.observe(&self.host, self.now);
         self.controller.pin(self.host.zones[zone].id);
-        // The controller observes all zones then.
+        // At this point, the controller observes all zones.
         self.see_growth();
         self.see_sizes();
         let sizes = &mut self.host.zones[zone];
@@ -332,7 +336,7 @@ impl World {
         }
     }
 
-    /// Unplugs memory that was plugged for a while, unless less is requested by now.
+    /// Unplugs memory that was plugged temporarily, unless less memory is requested now.
     fn end_flap(&mut self) {
         if let Some((zone, before, _)) = self.flapped.take_if(|(.., until)| *until <= self.now) {
             let sizes = &mut self.host.zones[zone];
@@ -352,14 +356,14 @@ impl World {
 
     fn set_rules(&mut self, rules: Rules) {
         self.told = 0;
-        // A cool-down that was learned stays within the new bounds.
+        // A learned cool-down is kept within the new bounds.
         let is_doubled = self.cool_down_ms != self.controller.rules().cool_down_ms;
         let most_ms = if is_doubled { rules.max_cool_down_ms } else { rules.cool_down_ms };
         self.cool_down_ms = self.cool_down_ms.clamp(rules.cool_down_ms, most_ms);
         self.controller.set_rules(Rules { dry_run: self.dry_run, ..rules }).expect("in range");
     }
 
-    /// Resets the learned cool-down by bounds that leave no room for it.
+    /// Resets the learned cool-down by setting bounds that permit only one value.
     fn forget_cool_down(&mut self) {
         let rules = self.controller.rules().clone();
         if self.controller.status().cool_down_ms > rules.cool_down_ms {
@@ -382,8 +386,8 @@ impl World {
         }
     }
 
-    /// Records if the report is late. A policy is misled by a late report as long as it looks back
-    /// at it.
+    /// Records whether the report is late. A late report misleads a policy for as long as the
+    /// policy takes it into account.
     fn see_lateness(&mut self, report: &Report) {
         if report.monotonic_ms() < self.now.0 {
             (self.misled, self.in_time_since) = (true, None);
@@ -393,7 +397,7 @@ impl World {
         }
     }
 
-    /// Records a grow if a zone has grown without a plan since the last observation.
+    /// Records a grow if a zone has grown without a plan since it was last observed.
     fn see_growth(&mut self) {
         let has_grown = (0..ZONES).any(|zone| {
             let is_left = self.pinned[zone] || self.by_hand[zone];
@@ -404,7 +408,8 @@ impl World {
         }
     }
 
-    /// Doubles the cool-down if a grow follows a shrink closely, because the shrink came too early.
+    /// Doubles the cool-down if a grow follows soon after a shrink, because the shrink was too
+    /// early.
     fn has_grown(&mut self) {
         let rules = self.controller.rules();
         let is_soon =
@@ -417,15 +422,15 @@ impl World {
         self.last_grow = Some(self.now);
     }
 
-    /// Returns true if the policy found a shortage in the last report. `want.rs` checks the report
-    /// itself.
+    /// Returns true if the policy found a shortage in the last report. The checks in `want.rs`
+    /// examine the report itself.
     fn says_short(&self) -> bool {
         self.controller.status().last_decision.is_some_and(|decision| decision.pressure)
     }
 
-    /// Returns true if a client's request for a zone may have made no progress for too long, so
-    /// that it is not waited for. Memory that was plugged for long enough, but was unplugged
-    /// between two observations, did not count as progress for the controller.
+    /// Returns true if a client's request to a zone may have made no progress for too long, so that
+    /// it is not waited for. If memory was plugged for long enough but was unplugged between two
+    /// observations, the controller did not count it as progress.
     fn is_stuck(&self, zone: usize) -> bool {
         let (wait, progress_ms) = (self.waits[zone], self.controller.rules().progress_ms);
         let since = if self.doubtful[zone] { wait.asked } else { wait.since };
@@ -437,8 +442,9 @@ impl World {
         self.heard.is_some_and(|(at, _)| self.now.since(at) >= self.controller.rules().lost_ms)
     }
 
-    /// Updates the waits with the present sizes. Possible progress ends a wait. Memory that is
-    /// unplugged again at once does not count as progress.
+    /// Updates the outstanding requests with the present sizes. A change that may be progress
+    /// restarts the time of a request. Memory that is immediately unplugged again does not count as
+    /// progress.
     fn see_sizes(&mut self) {
         for (zone, wait) in self.host.zones.iter().zip(&mut self.waits) {
             let sizes = (zone.requested_bytes, zone.plugged_bytes);
@@ -458,13 +464,13 @@ impl World {
         }
     }
 
-    /// Returns true if the controller has waited too long for its request of a zone.
+    /// Returns true if the controller's request to a zone has made no progress for too long.
     fn is_due(&self, zone: usize) -> bool {
         self.is_due_since(zone, self.waits[zone].anew)
     }
 
-    /// Returns true if the controller may have waited too long, because it may not have observed
-    /// that memory plugged for a while had stayed.
+    /// Returns true if the controller's request to a zone may have made no progress for too long.
+    /// The controller may not have observed that temporarily plugged memory counted as progress.
     fn may_be_due(&self, zone: usize) -> bool {
         self.is_due(zone)
             || (self.doubtful[zone] && self.is_due_since(zone, self.waits[zone].asked))
@@ -479,13 +485,13 @@ impl World {
             && self.now.since(since) >= self.controller.rules().progress_ms
     }
 
-    /// Returns true if the controller makes decisions, carried out or not.
+    /// Returns true if the controller makes decisions, whether they are carried out or not.
     fn decides(&self) -> bool {
         !self.paused && *self.controller.policy() != Policy::Off
     }
 
-    /// Returns the sizes that a plan is made for. A dry run counts requests as withdrawn that rule
-    /// 5 would withdraw.
+    /// Returns the sizes on which a plan is based. In a dry run, requests that rule 5 would
+    /// withdraw count as withdrawn.
     fn base(&self) -> HostView {
         let mut base = self.host.clone();
         let is_left = self.dry_run && self.decides();
@@ -510,7 +516,7 @@ impl World {
         base
     }
 
-    /// Returns true if a plan is from rule 3 or 5, which act regardless of the policy.
+    /// Returns true if the plan is from rule 3 or rule 5, which do not depend on the policy.
     fn is_by_rule(&self, plan: &Plan) -> bool {
         let is_withdrawn = (plan.direction, plan.reason) == (Direction::Hold, Reason::NoProgress)
             && plan.wanted_bytes == self.host.requested_bytes();
@@ -526,7 +532,7 @@ impl World {
         zone.plugged_bytes = zone.plugged_bytes + grow - shrink;
     }
 
-    /// Managed memory of each node, including plugged DRAM, in the order of the zones.
+    /// Managed memory of each node including plugged DRAM, in the order of the zones.
     fn managed_pages(&self) -> [u64; ZONES] {
         let boot = [0, 0, BOOT_MIB[0], BOOT_MIB[1]];
         std::array::from_fn(|zone| {
@@ -564,7 +570,7 @@ impl World {
                 idle_bytes: managed_pages[index] * permille / 1000 * 4096,
                 span_ms: span_ms.min(self.now.0),
             };
-            // In the order of the node numbers.
+            // The result is ordered by node number.
             [2, 3, 1, 0].map(of_node).to_vec()
         });
         Report::try_from(RawReport {
@@ -614,9 +620,10 @@ impl World {
                 zone.shortfall = None;
             }
         }
-        // The controller waits again from now on, also for requests that it keeps. It does not
-        // report each time that it keeps a request for the floor, and only such a request stays
-        // unchanged after it was withdrawn. A controller that makes no decisions withdraws nothing.
+        // The controller waits again from this time, even for requests that it keeps. It does not
+        // report each time that it keeps a request for the floor. Only such a request remains
+        // unchanged after it was withdrawn. A controller that makes no decisions does not withdraw
+        // requests.
         let has_floor = self.controller.rules().floor_bytes > 0;
         if self.decides() && (plan.reason == Reason::NoProgress || has_floor) {
             for zone in 0..ZONES {
@@ -640,19 +647,19 @@ impl World {
         Ok(())
     }
 
-    /// Checks that plans stop changing sizes after a while if the guest uses `used_mib` and follows
-    /// each request.
+    /// Checks that plans stop changing sizes after some time, if the guest uses `used_mib` and
+    /// follows each request.
     fn comes_to_rest(&mut self, used_mib: u64) -> Result<(), TestCaseError> {
         self.happen(&Happening::Resume { zone: None });
         self.happen(&Happening::DryRun { on: false });
-        // With other rules, it may take days.
+        // With other rules, this could take days.
         let Rules { floor_bytes, ceiling_bytes, .. } = *self.controller.rules();
         self.set_rules(Rules { floor_bytes, ceiling_bytes, ..Rules::default() });
         self.movable = true;
         let mut changed = Vec::new();
         for second in 0..1_500 {
             self.now = self.now + 1_000;
-            // DRAM fills first.
+            // The guest fills DRAM before PM.
             let managed = self.managed_pages();
             let (mut used, mut free) = (used_mib * PAGES_PER_MIB, managed);
             for zone in [2, 3, 1, 0] {
@@ -680,20 +687,20 @@ impl World {
     }
 }
 
-/// Returns true if a plan holds because reports are lost.
+/// Returns true if a plan changes nothing because reports are lost.
 fn is_held_unheard(plan: &Plan) -> bool {
     (plan.direction, plan.reason) == (Direction::Hold, Reason::ReportsLost)
 }
 
-/// Returns true if each zone of DRAM has its maximum.
+/// Returns true if each DRAM zone has its maximum size.
 fn dram_is_full(host: &HostView, plan: &Plan) -> bool {
     let mut zones =
         host.zones.iter().zip(&plan.targets).filter(|(zone, _)| zone.tier == Tier::Dram);
     zones.all(|(zone, target)| target.requested_bytes == zone.max_bytes)
 }
 
-/// Uses the same cases in each run, so that a change that breaks something fails at once.
-/// `FORESHORE_MODEL_CASES` sets a number of other cases.
+/// Uses the same cases in each run, so that a change that breaks an invariant fails immediately. If
+/// `FORESHORE_MODEL_CASES` is set, that number of different cases is used instead.
 fn config(cases: u32) -> ProptestConfig {
     let others =
         std::env::var("FORESHORE_MODEL_CASES").ok().map(|cases| cases.parse().expect("a number"));

@@ -1,10 +1,10 @@
-//! Rules for a life, some of them other than the defaults.
+//! Generates the rules of a run. Some of them differ from the defaults.
 
 use balloon::params::{Param, Parameters};
 
 use super::*;
 
-/// Mostly the defaults, because rare events would be even rarer with other rules.
+/// Most of the rules have their defaults, because rare events would be even rarer with other rules.
 pub(super) fn rules() -> impl Strategy<Value = Rules> {
     prop_oneof![3 => Just(Rules::default()), 1 => drawn()]
 }
@@ -21,10 +21,10 @@ fn drawn() -> impl Strategy<Value = Rules> {
     })
 }
 
-/// A sixteenth of the default up to 32 times as much, or a bound.
+/// Generates a value between a sixteenth and 32 times the default, or one of the bounds.
 fn value(param: &Param) -> BoxedStrategy<u64> {
     let Param { low, high, default, .. } = *param;
-    // Lives contain changes of these.
+    // Events in the run change these parameters.
     if ["floor", "ceiling"].contains(&param.name) {
         return Just(default).boxed();
     }

@@ -1,4 +1,4 @@
-//! A VM of the simulator. A test controls its demand step by step.
+//! A simulated VM whose demand a test controls step by step.
 
 #[allow(dead_code, reason = "not all tests use all functions")]
 pub(crate) mod workload;
@@ -14,16 +14,16 @@ use balloon::{HostView, MIB, Tier, TimeMs, ZoneSizes};
 /// Memory that init and the agent use.
 pub(crate) const IDLE_BYTES: u64 = 40 * MIB;
 
-/// A VM, and the part of its demand that stays the same.
+/// A simulated VM, and the part of its demand that does not change.
 #[derive(Clone)]
 pub(crate) struct Rig {
     pub vm: Vm,
-    /// Files and touches. [`Rig::run`] sets the sizes and rates of anonymous memory.
+    /// Files and touches. The sizes and rates of anonymous memory are set by [`Rig::run`].
     pub habits: Segment,
     pool: HostPool,
 }
 
-/// Plans with a change, in order.
+/// Plans that change a size, in order.
 #[derive(Default)]
 struct Plans(Vec<Plan>);
 
@@ -33,7 +33,7 @@ impl Observer for Plans {
     }
 }
 
-/// 384 MiB of boot memory. Plugging takes 0.2 s, and then continues at 1 GiB/s.
+/// Guest with 384 MiB of boot memory. Plugging starts after 0.2 s, and continues at 1 GiB/s.
 pub(crate) fn config() -> GuestConfig {
     GuestConfig {
         boot_bytes: 384 * MIB,
@@ -46,7 +46,7 @@ pub(crate) fn config() -> GuestConfig {
 }
 
 impl Rig {
-    /// Creates a VM with 128 MiB of DRAM and 1 GiB of PM to plug.
+    /// Creates a VM with 128 MiB of DRAM and 1 GiB of PM that can be plugged.
     pub(crate) fn new(policy: Policy, config: GuestConfig) -> Self {
         let zone = ZoneSizes::empty;
         let host = HostView {
@@ -57,7 +57,7 @@ impl Rig {
         let habits = Segment { hot_permille: 1000, ..Segment::default() };
         let idle = Segment { anon_bytes: IDLE_BYTES, ..habits };
         let demand = Demand::new(vec![idle], TimeMs(1)).expect("in order");
-        // No report is skipped, because tests look at the times in between.
+        // No report is skipped, because tests examine the VM at any time.
         let vm = Vm::new(config, host, demand, policy, Rules::default(), Skip::Nothing)
             .expect("in bounds");
         Rig { vm, habits, pool: HostPool(2048 * MIB) }
@@ -67,13 +67,13 @@ impl Rig {
         Self::new(Policy::from_name(policy).expect("known"), config())
     }
 
-    /// Runs for `ms` while processes want `mib_per_s` more, and returns the plans with a change.
-    /// Memory of init and the agent is never freed.
+    /// Runs for `ms` while the demand of processes increases by `mib_per_s`. Returns the plans that
+    /// change a size. The memory of init and the agent is never freed.
     pub(crate) fn run(&mut self, ms: u64, mib_per_s: i64) -> Vec<Plan> {
         self.run_until(ms, mib_per_s, |_| false)
     }
 
-    /// [`Self::run`] that ends early if `ends` returns true.
+    /// Same as [`Self::run`], but ends early if `ends` returns true.
     pub(crate) fn run_until(
         &mut self,
         ms: u64,
@@ -117,7 +117,7 @@ impl Rig {
         self.vm.decided().grows + self.vm.decided().shrinks
     }
 
-    /// Memory that the guest needs in order not to wait.
+    /// Returns the memory that the guest needs so that no task waits.
     pub(crate) fn need_bytes(&self) -> u64 {
         self.guest().needed_bytes(&Segment {
             anon_bytes: self.guest().wanted_bytes(),
@@ -126,7 +126,8 @@ impl Rig {
         })
     }
 
-    /// Memory above that need. Boot memory does not count, because no decision affects it.
+    /// Returns the memory above that need. Boot memory is not counted, because no decision affects
+    /// it.
     pub(crate) fn over_bytes(&self) -> u64 {
         let total_bytes = self.guest().total_bytes();
         let boot_bytes = total_bytes - self.guest().plugged_bytes();

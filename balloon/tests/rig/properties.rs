@@ -1,4 +1,4 @@
-//! Policies and runs of broken code that the property tests share.
+//! Policies, and runs of faulty code, that several property tests share.
 
 use balloon::params::Setting;
 use balloon::policy::Policy;
@@ -28,7 +28,7 @@ pub(crate) fn policy(index: usize) -> Policy {
     policy.with(settings.iter().map(|(name, setting)| (*name, setting))).expect("in bounds")
 }
 
-/// Returns true if `check` fails for one of `cases` inputs, which are the same in each run.
+/// Returns true if `check` fails for any of `cases` inputs. The inputs are the same in each run.
 pub(crate) fn fails<S: Strategy>(
     cases: u32,
     inputs: &S,

@@ -1,4 +1,4 @@
-//! Workloads of guests, and their results.
+//! Workloads of guests, and the results of running them.
 
 use balloon::MIB;
 use balloon::policy::Policy;
@@ -6,27 +6,27 @@ use balloon::sim::{Channel, GuestConfig, Segment};
 
 use super::{Rig, config};
 
-/// A guest and its demand in steps: a duration in ms, and a growth in MiB/s.
+/// A guest and the steps of its demand. Each step has a duration in ms and a growth in MiB/s.
 pub(crate) struct Workload {
     pub name: &'static str,
     config: GuestConfig,
     habits: Segment,
     channel: Channel,
-    /// Steps without a policy before the others, in which the guest swaps.
+    /// First steps, in which no policy is used and the guest swaps.
     ungoverned: Vec<(u64, i64)>,
     steps: Vec<(u64, i64)>,
 }
 
-/// Results of a workload.
+/// Results of running a workload.
 #[derive(Clone, Copy)]
 pub(crate) struct Figures {
     pub swapped_out_mib: u64,
     pub swapped_in_mib: u64,
     pub stall_ms: u64,
     pub oom_kills: u64,
-    /// Memory above need, over the whole time.
+    /// Memory above the need, summed over the whole time.
     pub over_gib_s: f64,
-    /// Memory above need at the end, in thousandths of need.
+    /// Memory above the need at the end, in thousandths of the need.
     pub over_end_permille: u64,
     pub resizes: u64,
 }
@@ -84,15 +84,17 @@ impl Figures {
     }
 }
 
-/// Headroom of `psi` in this guest: a burst of 256 MiB/s until more memory is online.
+/// Headroom of `psi` in this guest. It is the memory that a burst of 256 MiB/s needs until more
+/// memory is online.
 pub(crate) fn bridge_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
-    // The agent notices within 0.1 s, and reports 20 times per second.
+    // The agent notices a burst within 0.1 s, and reports 20 times per second.
     256 * MIB * (100 + rig.guest().config().plug_delay_ms + 50 + report_delay_ms) / 1000
 }
 
 pub(crate) const LATE_REPORTS_MS: u64 = 300;
 
-/// Steps that bring a guest without help to 600 MiB, some of it in swap, with a little room.
+/// Steps in which a guest without a policy grows to 600 MiB. Part of this memory is then in swap,
+/// and a little memory is free.
 pub(crate) const TO_SWAP: [(u64, i64); 4] = [(3_000, 0), (6_400, 100), (1_000, -80), (10_000, 0)];
 
 pub(crate) fn workloads() -> Vec<Workload> {
