@@ -1,5 +1,5 @@
-//! Speed of the simulator. It is measured for one day of a VM under `psi` with and without skipped
-//! reports, for one day of each workload under each policy, and for one day of 10,000 VMs.
+//! Measures the speed of the simulator for one day of a VM under `psi`, with and without skipped
+//! reports. Also measures one day of each workload under each policy, and one day of 10,000 VMs.
 
 use std::time::{Duration, Instant};
 

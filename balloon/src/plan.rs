@@ -13,8 +13,8 @@ pub enum Direction {
     Grow,
     /// The guest returns memory.
     Shrink,
-    /// No size is increased or reduced, except that a request that the guest does not follow may be
-    /// reduced or withdrawn.
+    /// No size changes. However, a request that the guest does not follow may be reduced or
+    /// withdrawn.
     Hold,
 }
 

@@ -128,7 +128,7 @@ impl Intake {
         self.accept(parse_line(line)?, now)
     }
 
-    /// Checks one message. A refused message does not affect the check of the next one, except that
+    /// Checks one message. A refused message does not affect the check of the next one. However,
     /// messages are accepted after all if they have been consistent with each other for `RIVAL_MS`.
     pub fn accept(&mut self, message: AgentMessage, now: TimeMs) -> Result<AgentMessage, Refusal> {
         match &message {

@@ -47,7 +47,7 @@ fn ramp_of_up_to_256_mib_per_second_is_served_before_kswapd_runs() {
     }
 }
 
-/// `psi` with this share of its default headroom, in thousandths.
+/// `psi` with `permille` thousandths of its default headroom.
 fn with_bridge_of(permille: u64) -> Policy {
     let part = |whole: u64| whole * permille / 1000;
     let whole = psi::Params::default();
@@ -168,7 +168,7 @@ fn each_workload_is_served_with_little_excess_memory() {
             // The disk reads 32 KiB in 180 us, so 600 MiB take 3.5 s. Before the guest has grown,
             // another seventh of them is read.
             "files read again" => 4_020,
-            // Swapped memory is read at 4 KiB per 180 us, whatever the host does.
+            // Swapped memory is read at 4 KiB per 180 us, independently of the host.
             "swapped before" => SWAPPED_MIB * 256 * 180 / 1_000,
             _ => 0,
         };

@@ -273,9 +273,9 @@ fn draw_stalls<B: DrawingBackend>(
         .draw()
 }
 
-/// Returns the curve through all points. At each point, it first goes to the extreme that is closer
-/// to the previous value, and then to the other extreme, so that peaks and dips within an interval
-/// keep their height.
+/// Returns the curve through all points. At each point, it goes first to the extreme that is closer
+/// to the previous value, and then to the other extreme. Peaks and dips within an interval
+/// therefore keep their height.
 fn path(points: &[Point], value: fn(&Point) -> Extremes, duration_ms: u64) -> Vec<(u64, u64)> {
     let mut path = Vec::new();
     let mut before: Option<u64> = None;

@@ -159,7 +159,8 @@ impl Allocation {
         self
     }
 
-    /// Adds `bytes`. Returns the number of bytes added and, if that is less, the obstacle.
+    /// Adds `bytes`. Returns the number of bytes added, and the obstacle if fewer than `bytes` were
+    /// added.
     pub(super) fn grow(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
         // 1. Blocks that should be unplugged but are still plugged are available immediately.
@@ -204,7 +205,8 @@ impl Allocation {
         (wanted - bytes, Some(limit.unwrap_or(Reason::Pinned)))
     }
 
-    /// Removes `bytes`. Returns the number of bytes removed and, if that is less, the obstacle.
+    /// Removes `bytes`. Returns the number of bytes removed, and the obstacle if fewer than `bytes`
+    /// were removed.
     pub(super) fn shrink(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
         let mut limit = None;

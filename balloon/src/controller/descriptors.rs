@@ -71,9 +71,9 @@ impl DescriptorLimit {
 
     /// Returns the memory that can be requested beyond the requested or plugged memory.
     ///
-    /// The limit is a total size that changes only with reports. If it were relative to the plugged
-    /// size, another section would be allowed as soon as the last one is plugged, until the guest
-    /// has no DRAM left.
+    /// The limit is a total size that changes only with reports. A limit relative to the plugged
+    /// size would allow another section as soon as the last one is plugged, until the guest has no
+    /// DRAM left.
     pub(super) fn room_bytes(&self, rules: &Rules, host: &HostView, now: TimeMs) -> u64 {
         let boot_bytes = host.boot_bytes.saturating_add(balloon_zone_bytes(host));
         let unreported_bytes = boot_bytes.saturating_mul(rules.unreported_multiple);

@@ -1,8 +1,8 @@
 //! Tracks one zone's requests and their results.
 //!
-//! The controller passes the zone's sizes once per step. The tracker derives from them whether the
-//! guest's driver follows the request (rule 5), how much memory the host could not provide, and the
-//! progress of a resize for its status and for reminders.
+//! The controller passes the zone's sizes once per step. The tracker uses them to check that the
+//! guest's driver follows the request (rule 5), and to compute the memory that the host could not
+//! provide. It also derives the progress of a resize, for its status and for reminders.
 
 mod resize;
 
@@ -19,8 +19,8 @@ pub struct ZoneTracker {
     pub(super) id: ZoneId,
     /// True if a client has resized the zone. The controller does not change a pinned zone.
     pub(super) pinned: bool,
-    /// True if a client has resized the zone since the last decision. A grow may then be the
-    /// client's.
+    /// True if a client has resized the zone since the last decision. A grow may then be due to the
+    /// client's request.
     pub(super) by_hand: bool,
     /// Size that a client or the boot configuration requested, until all of it has been requested
     /// from the guest.

@@ -13,7 +13,7 @@ pub(super) struct Agent {
     gone: Option<TimeMs>,
     /// Last state for which a note was written.
     noted: Option<AgentState>,
-    /// True if a note was written that no agent has reconnected.
+    /// True if a note about the missing agent was already written.
     missed: bool,
 }
 

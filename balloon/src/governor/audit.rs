@@ -4,11 +4,11 @@
 //! later decision withdraws or reverses a request. A later decision that requests more in the same
 //! direction leaves it open, because the guest reaches the smaller size on the way. A decision that
 //! was reached is reopened if the zone leaves the size within a second, unless another size has
-//! been requested from the zone in the meantime.
+//! been requested meanwhile.
 //!
 //! If a decision without a request repeats an earlier decision, only that decision's counter is
-//! incremented. Otherwise, such decisions, made with every report, would displace decisions with
-//! requests.
+//! incremented. Such decisions are made with every report, and would otherwise displace decisions
+//! with requests.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,8 +23,8 @@ use super::decision::{
     ReportDigest,
 };
 
-/// Time during which a decision of a dry run counts as a repetition of a similar one, whatever its
-/// size. The guest does not follow dry runs, so each report leads to another size.
+/// Time during which a decision of a dry run counts as a repetition of a similar one, even if their
+/// sizes differ. The guest does not follow dry runs, so each report leads to another size.
 const DRY_RUN_MS: u64 = 1_000;
 
 /// Recent decisions.

@@ -70,7 +70,8 @@ pub struct Governor {
     held_plan: HeldPlan,
     counters: Counters,
     last_online_ms: Option<u64>,
-    /// Zones that have reached their requested size since the last note about it, with that size.
+    /// Zones that have reached their requested size, with that size. An entry is removed when its
+    /// note is written.
     reached: Vec<(ZoneId, u64)>,
     agentless: Option<Agentless>,
     /// Last known online policy of the guest.
@@ -283,8 +284,8 @@ impl Governor {
         }
     }
 
-    /// Requests the next steps towards sizes that clients requested. If `then_decide` is set, makes
-    /// a tick's decision after those steps, or immediately if there are none.
+    /// Requests the next steps towards sizes that clients requested. If `then_decide` is set, the
+    /// decision of the tick follows those steps. If no step is needed, it is made immediately.
     fn goals(&mut self, then_decide: bool, host: &HostView, now: TimeMs, effects: &mut Effects) {
         if self.follow_goals(host, now, effects) {
             effects.next = Some(if then_decide { FollowUp::Decide } else { FollowUp::Observe });
@@ -470,8 +471,8 @@ impl Governor {
         self.agent.connected
     }
 
-    /// Returns the duration of the last shortage, from the first report of it until the requested
-    /// memory was online.
+    /// Returns the duration of the last shortage, from its first report until the requested memory
+    /// was online.
     pub fn last_online_ms(&self) -> Option<u64> {
         self.last_online_ms
     }

@@ -1,4 +1,4 @@
-//! `fixed`: keeps one size, whatever the guest reports.
+//! `fixed`: keeps one size and ignores reports.
 
 use super::Decision;
 use crate::HostView;

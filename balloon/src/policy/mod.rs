@@ -103,11 +103,14 @@ impl Decision {
 pub enum Policy {
     /// Sizes the guest by its available memory and by signs of pressure. This is the default.
     Psi(psi::Params),
-    /// Adds memory by scaled watermarks, and removes it by the size of page descriptors.
+    /// Adds memory if free memory is below scaled watermarks, and removes it if page descriptors
+    /// take too much DRAM.
     Amf(amf::Params),
-    /// Adds memory for each node by scaled watermarks, and removes it by the amount of free memory.
+    /// Adds memory to a node if its free memory is below scaled watermarks, and removes memory if a
+    /// large part of it is free.
     Dapper(dapper::Params),
-    /// Moves small units of memory at a single watermark, and returns units that are free.
+    /// Adds small units of memory below a single watermark, and returns units that are completely
+    /// free.
     Pmb(pmb::Params),
     /// Lends large units of memory before kswapd wakes, and returns them in the background.
     Memorage(memorage::Params),

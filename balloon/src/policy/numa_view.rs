@@ -23,12 +23,12 @@ pub(super) struct NodeView {
     /// `free_pages` without the PM of other nodes.
     pub own_free_pages: u64,
     /// Sums of the watermarks over the zones of the node's DRAM. PM's watermarks are not included,
-    /// because they would change with each integration, and those in the papers are constant after
+    /// because each integration would change them. In the papers, watermarks are constant after
     /// boot.
     pub min_pages: u64,
     pub low_pages: u64,
     pub high_pages: u64,
-    /// D: DRAM on the node that the guest manages.
+    /// D: managed DRAM of the node.
     pub dram_bytes: u64,
     /// P: PM that the node can have, whether plugged or not.
     pub pm_bytes: u64,
@@ -179,7 +179,7 @@ impl Grant {
 
 impl Coming {
     /// Updates the amounts from a report. Memory that is online and has had time to become free no
-    /// longer counts as being on its way.
+    /// longer counts as outstanding.
     pub(super) fn observe(&mut self, input: Input<'_>, now: TimeMs) {
         let memory = input.report.memory();
         self.boot_memory.learn(input, now);
@@ -224,9 +224,9 @@ impl Coming {
         self.on_way_bytes
     }
 
-    /// Returns the memory that is on its way to `node` or to no particular node, plus the memory
-    /// that has arrived for `node` and is still free. In the papers, a kernel evaluates a table
-    /// again only after all the memory that it adds has arrived.
+    /// Returns the memory that was requested for `node` or for no particular node and has not
+    /// arrived yet, plus the memory that has arrived for `node` and is still free. In the papers, a
+    /// kernel evaluates a table again only after all the memory that it adds has arrived.
     pub(super) fn for_node(&self, node: &NodeView) -> u64 {
         let others = self.granted.iter().filter(|grant| grant.node != node.node);
         let to_others = others.fold(0u64, |sum, grant| sum.saturating_add(grant.on_way_bytes));

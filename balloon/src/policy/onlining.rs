@@ -14,14 +14,14 @@ use crate::TimeMs;
 const ONLINING_MS: u64 = 100;
 const ONLINING_REPORTS: u32 = 2;
 
-/// Time after which a block counts as used whatever the number of reports, because a guest that is
+/// Time after which a block counts as used even if there were few reports, because a guest that is
 /// short of memory must not wait longer.
 const MAX_ONLINING_MS: u64 = 500;
 
 /// Distance between two reports that gives memory enough time to become free between them. Without
 /// this limit, a guest with slow reports would wait for one more report. The value exceeds 250 ms,
-/// the report interval of an agent without a reason for fast reports, because the agent may wake
-/// late.
+/// because an agent that reports at this interval may wake late. An agent does so if it has no
+/// reason for fast reports.
 const GAP_MS: u64 = 300;
 
 /// Memory that is part of the total but has not been free yet.

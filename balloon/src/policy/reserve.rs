@@ -155,7 +155,7 @@ mod tests {
     use crate::policy::{Input, Policy};
     use crate::{MIB, TimeMs};
 
-    /// Guest with 512 MiB of DRAM, 88 MiB of which are movable, and 512 MiB of PM. 200 MiB of the
+    /// Guest with 512 MiB of DRAM and 512 MiB of PM. 88 MiB of the DRAM are movable. 200 MiB of the
     /// kernel's DRAM and 100 MiB of PM are free.
     fn raw_report() -> RawReport {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
@@ -245,9 +245,9 @@ mod tests {
         assert_eq!(without_reserve(&report, &host()).1, 70 * MIB);
     }
 
-    /// Guest with 512 MiB of DRAM, 88 MiB of which are movable. It can plug another 256 MiB of DRAM
-    /// and 4 GiB of PM. The reserve is a sixteenth of DRAM plus the page descriptors of 4352 MiB,
-    /// which is 100 to 116 MiB in total.
+    /// Guest with 512 MiB of DRAM. 88 MiB of the DRAM are movable. The guest can plug another 256
+    /// MiB of DRAM and 4 GiB of PM. The reserve is a sixteenth of DRAM plus the page descriptors of
+    /// 4352 MiB, which is 100 to 116 MiB in total.
     fn with_dram_to_plug() -> (RawReport, HostView) {
         let mut raw = raw_report();
         for zone in &mut raw.zones {

@@ -214,7 +214,7 @@ impl Agent {
         self.looked = self.reported;
     }
 
-    /// Returns a report so that its buffers can be reused.
+    /// Takes a used report back, so that its buffers can be reused.
     pub(super) fn take_back(&mut self, report: Report) {
         self.report = Some(report.into());
     }

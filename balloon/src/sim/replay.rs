@@ -221,8 +221,8 @@ impl Moments {
     }
 
     /// Adds a report. `seen` does not include kernel memory, and `kernel` is the kernel memory in
-    /// the report. If the report does not contain it, the value of the last report that does is
-    /// used, or else that of the first. Otherwise, kernel memory would seem to grow when another
+    /// the report. If the report does not contain it, the value is taken from the last report that
+    /// does, or else from the first. Otherwise, kernel memory would seem to grow when another
     /// source starts to report it.
     fn push(&mut self, mut seen: Seen, kernel: Option<KernelUsed>) {
         match (kernel, self.kernel) {

@@ -24,8 +24,8 @@ impl SwapDevice {
     /// Returns the device called `name`.
     ///
     /// The values of `pm` are those that SAY-Go measured for swap on persistent memory. The values
-    /// of `disk` are from a virtio-blk disk: a guest that touched 60,000 pages in random order took
-    /// 10.8 s instead of 0.032 s, which is 180 us per page, and pages were written at about 200
+    /// of `disk` are those of a virtio-blk disk. A guest that touched 60,000 pages in random order
+    /// took 10.8 s instead of 0.032 s, which is 180 us per page. Pages were written at about 200
     /// MB/s.
     pub fn from_name(name: &str, size_bytes: u64) -> Option<Self> {
         let device = |name, size_bytes, in_us, out_us, is_pm| {

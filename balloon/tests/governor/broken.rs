@@ -20,7 +20,7 @@ pub(crate) enum Broken {
     MovesPinned,
     /// Shows a refused driver to the governor as ready.
     HidesRefusal,
-    /// Requests the size that a policy wants as a step.
+    /// Turns a policy's request into a step without a goal.
     StepsWithoutGoal,
     StepsAfterResume,
     /// Does not request the size that a client wants.

@@ -1,5 +1,5 @@
-//! Property tests of the governor with random events and random hosts. For each invariant, a faulty
-//! caller breaks it and the same checks must fail.
+//! Property tests of the governor with random events and random hosts. Each invariant is also
+//! broken by a faulty caller, and the same checks must then fail.
 
 mod broken;
 mod cases;

@@ -19,7 +19,7 @@ pub(super) enum Broken {
     EarlyShrink,
     /// Does not lengthen the cool-down after a shrink that had to be undone.
     NeverDoubles,
-    /// Shrinks in steps of an eighth of the plugged memory, whatever share the rules permit.
+    /// Shrinks in steps of an eighth of the plugged memory, even if the rules set another share.
     OwnShare,
     /// Grows the guest again after a shrink, although there is no pressure.
     GrowBack,

@@ -43,7 +43,7 @@ impl World {
         }
     }
 
-    /// Checks that a total outside of its bounds is corrected as much as possible, whoever
+    /// Checks that a total outside of its bounds is corrected as much as possible, even if a client
     /// requested it.
     fn check_bounds(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (rules, requested) = (self.controller.rules(), self.base().requested_bytes());

@@ -91,7 +91,7 @@ struct World {
     tried_unheard: bool,
     /// Times on the guest's clock at which the guest counted swapping, refaults and stalls.
     counted_ms: [Vec<u64>; 3],
-    /// Present cool-down after a grow, as the controller should have it.
+    /// Cool-down that the controller should currently apply after a grow.
     cool_down_ms: u64,
     last_grow: Option<TimeMs>,
     last_shrink: Option<TimeMs>,

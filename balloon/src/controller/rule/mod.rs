@@ -188,7 +188,8 @@ fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTrac
     }
 }
 
-/// Rule 3: keeps the total of all zones between floor and ceiling, whatever the policy decides.
+/// Rule 3: keeps the total of all zones between floor and ceiling, even if the policy wants another
+/// size.
 fn bounds(context: &Context<'_>) -> Verdict {
     let controller = context.controller;
     let Some(plan) = come_within_bounds(context) else {

@@ -73,7 +73,7 @@ fn swap_gives_room_only_while_the_kernels_zones_have_user_pages() {
     assert_eq!(rig.requested_mib().0 + rig.requested_mib().1, 31 * 128);
 }
 
-/// The limit does not change between two reports, whatever the number of ticks.
+/// The limit does not change between two reports, even after many ticks.
 #[test]
 fn limit_is_constant_between_two_reports() {
     let mut rig = Rig::fixed(1024);

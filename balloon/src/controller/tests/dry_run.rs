@@ -62,7 +62,7 @@ fn rule_8_dry_run_reports_no_progress_once_then_policy_decisions() {
         rig.host.zones[DRAM].requested_bytes = (round + 1) * 2 * MIB;
         rig.tick(10);
     }
-    // The dry run does not wait for a shrink that the guest does not follow either.
+    // The dry run also does not wait for a shrink that the guest does not follow.
     rig.host.zones[DRAM].plugged_bytes = 128 * MIB;
     rig.host.zones[PM].requested_bytes = 512 * MIB;
     rig.host.zones[PM].plugged_bytes = 512 * MIB;

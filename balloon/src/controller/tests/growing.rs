@@ -51,8 +51,8 @@ fn rule_1_request_is_in_progress_until_plugged() {
     assert_eq!(rig.report(50, 40).reason, Reason::InProgress);
 }
 
-/// Runs a short guest for 5 s of reports without a plan that is carried out. Returns the size that
-/// the first plan after that requests.
+/// Sends reports of a guest that is short of memory for 5 s, while no plan is carried out. Returns
+/// the size that the first plan after that requests.
 fn requested_after(mut rig: Rig, act: impl Fn(&mut Rig)) -> u64 {
     for _ in 0..100 {
         rig.report(50, 30);

@@ -83,8 +83,8 @@ fn rule_5_progress_restores_full_request() {
 }
 
 /// Runs a guest that should have 512 MiB of PM. It plugs nothing for `outage_ms`, and then follows
-/// each request within 10 ms. Returns the time from the end of the outage to the first memory, the
-/// size of that memory in MiB, and the time to all of the memory.
+/// each request within 10 ms. Returns the time from the end of the outage until the first memory is
+/// plugged, its size in MiB, and the time until all memory is plugged.
 fn after_an_outage_of(outage_ms: u64) -> (u64, u64, u64) {
     let mut rig = Rig::fixed(512);
     rig.host.zones[DRAM].max_bytes = 0;

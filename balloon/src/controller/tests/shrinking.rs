@@ -33,7 +33,7 @@ fn rule_2_next_step_waits_for_the_last_one() {
     assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::InProgress));
 }
 
-/// Guest that has 64 GiB plugged and should have none.
+/// Guest with 64 GiB plugged, for which the policy wants a size of 0.
 fn large() -> Rig {
     let mut rig = Rig::fixed(64 << 10);
     rig.host.zones[PM].max_bytes = 128 << 30;
@@ -89,8 +89,8 @@ fn rule_2_shrink_that_had_to_be_undone_doubles_cool_down() {
     assert_eq!(rig.controller.status().cool_down_ms, 5_000, "forgotten after a minute");
 }
 
-/// Times in seconds at which the balloon is inflated. The guest deflates it a second later, which
-/// the device does on OOM.
+/// Times in seconds at which the balloon is inflated. One second later, the guest deflates it, as
+/// on OOM.
 fn fought_at(rig: &mut Rig) -> Vec<u64> {
     let mut at = Vec::new();
     for second in 1..=200 {

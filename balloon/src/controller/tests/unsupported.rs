@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Controller of a guest with unsupported drivers. The guest has 384 MiB of boot memory, 256 MiB of
-/// which are in the balloon.
+/// Controller of a guest with unsupported drivers. The guest has 384 MiB of boot memory, and 256
+/// MiB of it are in the balloon.
 fn guest_with_balloon(policy: Policy) -> Rig {
     let mut rig = Rig::new(policy);
     let balloon = ZoneId(2);

@@ -56,7 +56,7 @@ pub enum ResizeStatus {
 /// A reminder that should be sent now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reminder {
-    /// The first reminder since the last change, which is also logged.
+    /// The first reminder since the last change. It is also logged.
     First,
     /// Another reminder, with no change since the previous one.
     Again,

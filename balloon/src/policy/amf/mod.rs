@@ -1,5 +1,5 @@
-//! `amf`: adds PM by the watermarks of each node, and returns it lazily, as in the paper "Adaptive
-//! Memory Fusion". docs/design/papers.md lists the differences from the paper.
+//! `amf`: adds PM if a node's free memory is below scaled watermarks, and returns it lazily, as in
+//! the paper "Adaptive Memory Fusion". docs/design/papers.md lists the differences from the paper.
 
 #[cfg(test)]
 mod tests;

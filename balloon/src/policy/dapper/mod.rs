@@ -1,5 +1,5 @@
-//! `dapper`: adds PM to each node by Table 3 of the paper "Dapper", and removes it by Table 4.
-//! docs/design/papers.md lists the differences from the paper.
+//! `dapper`: adds PM to each node according to Table 3 of the paper "Dapper", and removes it
+//! according to Table 4. docs/design/papers.md lists the differences from the paper.
 
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,6 @@
-//! State that `psi` learns about a guest: its plug time, memory that it does not return, shrinks
-//! that were too early, and the page cache and swapped memory that it needs.
+//! State that `psi` learns about a guest: its plug time, memory that it does not return, and
+//! shrinks that were too early. It also learns the page cache and swapped memory that the guest
+//! needs.
 
 use std::collections::VecDeque;
 
@@ -223,7 +224,7 @@ pub(super) struct Patience {
     /// Expected available memory minus the requested memory, so that requests during the period do
     /// not change it.
     available: Window,
-    /// Memory that was online during the whole period, whatever was requested.
+    /// Memory that was online during the whole period. Requests do not change it.
     there: Window,
     /// Learned patience, if the configured patience was too short. Otherwise 0.
     longer_ms: u64,
@@ -328,8 +329,8 @@ impl Cache {
         self.is_forgotten(now) && !self.is_beyond_help(now)
     }
 
-    /// Checks if the last grow for page cache has helped. To help, it must reduce the rate at which
-    /// evicted pages are read back by a quarter.
+    /// Checks if the last grow for page cache has helped. It has helped if the rate at which
+    /// evicted pages are read back has fallen by a quarter.
     pub(super) fn learn(&mut self, total_bytes: u64, rates: &Rates, now: TimeMs) {
         let Some(tried) = self.tried.filter(|_| rates.watched) else { return };
         if rates.file_refault_bytes_per_s < tried.refault_bytes_per_s / 4 * 3 {

@@ -196,7 +196,7 @@ struct Signs {
     own: bool,
     /// There are signs of shortage, and a cgroup limit causes them.
     elsewhere: bool,
-    /// Evicted file pages are being read back, whatever the cause.
+    /// Evicted file pages are being read back, for any cause.
     files_refaulting: bool,
     /// Page cache that is included in the expected available memory.
     cache_bytes: u64,

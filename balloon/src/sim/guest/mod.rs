@@ -173,7 +173,7 @@ pub struct Totals {
     pub direct_bytes: u64,
     /// Number of allocations that had to reclaim memory.
     pub allocstalls: u64,
-    /// Number of these allocations that were for kernel memory.
+    /// Number of `allocstalls` that were for kernel memory.
     pub kernel_allocstalls: u64,
     /// User pages that were placed in PM because DRAM had no room.
     pub foreign_bytes: u64,
@@ -412,7 +412,7 @@ impl Guest {
         {
             if zone.requested_bytes != requested_bytes {
                 // A driver that is working on a request adopts the new size. A driver that is idle
-                // or has to change its direction starts again.
+                // or has to change direction starts from the beginning.
                 let way = |requested: u64| requested.cmp(&zone.plugged_bytes);
                 if way(zone.requested_bytes) != way(requested_bytes) {
                     plug.asked = self.now;

@@ -248,8 +248,8 @@ impl Guest {
     /// Returns the maximum size of user pages in the kernel's zones.
     ///
     /// New user pages must leave the reserve free, in addition to the allocated kernel memory. A
-    /// later kernel allocation uses free memory of the reserve, and growing the reserve moves no
-    /// page. In both cases, the reserve is filled again when user pages are freed.
+    /// later kernel allocation uses free memory of the reserve, and no page is moved when the
+    /// reserve grows. In both cases, the reserve is filled again when user pages are freed.
     fn kernel_zone_limit_bytes(&self) -> u64 {
         let next_bytes = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
         let used_bytes = self.kernel_used_bytes();
@@ -261,8 +261,9 @@ impl Guest {
 
     /// Returns the places of the user pages that have remained since pages were last placed.
     ///
-    /// Pages in PM are freed first, and after that the same share of pages in all DRAM. If user
-    /// pages occupy the reserve of the kernel's zones, the same share is freed in all memory.
+    /// Pages in PM are freed first. After that, the same share of pages is freed in each zone of
+    /// DRAM. If user pages occupy the reserve of the kernel's zones, the same share is freed in all
+    /// memory, including PM.
     pub(super) fn held(&self) -> Placed {
         let placed = self.placed;
         let user_bytes = self.user_bytes();
