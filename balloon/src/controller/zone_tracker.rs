@@ -203,8 +203,8 @@ impl ZoneTracker {
         self.kept = false;
     }
 
-    /// Returns the request to make instead if the guest has not followed for too long. A grow is
-    /// halved, because the driver retries only after the request changes. In the end, it is
+    /// Returns the replacement for a request that the guest has failed to follow for too long. A
+    /// grow is halved, because the driver retries only after the request changes. In the end, it is
     /// withdrawn down to the plugged size. A shrink is withdrawn immediately, because the guest
     /// uses the memory. The next shrink is smaller.
     ///
@@ -234,7 +234,7 @@ impl ZoneTracker {
         Some(left)
     }
 
-    /// Returns true if the guest has not followed the request for too long.
+    /// Returns true if the guest has failed to follow the request for too long.
     pub(super) fn has_failed(&self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> bool {
         let is_there = (0..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
         self.is_stuck(zone, rules, now) && !(is_there && zone.requested_bytes > zone.plugged_bytes)

@@ -102,8 +102,8 @@ impl Ask {
         ask
     }
 
-    /// Updates the request with the zone's present sizes. If memory of a grow is unplugged again
-    /// soon although it is still requested, the request was not reached.
+    /// Updates the request with the zone's present sizes. A request to grow was not reached if the
+    /// guest soon unplugs the memory again, although it is still requested.
     ///
     /// The zone's tracker cannot be used instead. It follows only the newest request, and counts
     /// memory only after it has remained plugged, which takes up to 16 s. A recorded request may be

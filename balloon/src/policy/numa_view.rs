@@ -200,9 +200,9 @@ impl Coming {
         self.granted.retain(|grant| grant.on_way_bytes > 0);
     }
 
-    /// Reduces grants to the memory that was really requested from the guest. The rules that apply
-    /// to every policy may request less than a table, or withdraw a request, and that memory never
-    /// arrives.
+    /// Reduces grants to the memory that the controller requested from the guest. The rules that
+    /// apply to every policy may request less than a table, or withdraw a request, and that memory
+    /// never arrives.
     fn follow_requests(&mut self, requested_bytes: u64) {
         let before_bytes = std::mem::replace(&mut self.requested_bytes, requested_bytes);
         let mut risen_bytes = requested_bytes.saturating_sub(before_bytes);

@@ -46,7 +46,7 @@ impl World {
         self.say(raw);
     }
 
-    /// Sends statistics of a guest that uses `used_mib` every 250 ms.
+    /// Every 250 ms, sends statistics of a guest that uses `used_mib`.
     fn send_statistics_for(&mut self, seconds: u64, used_mib: u64) {
         for _ in 0..seconds * 4 {
             let free_permille = self.free_permille(used_mib);

@@ -51,7 +51,7 @@ fn rule_1_request_is_in_progress_until_plugged() {
     assert_eq!(rig.report(50, 40).reason, Reason::InProgress);
 }
 
-/// Sends reports of a guest that is short of memory for 5 s, while no plan is carried out. Returns
+/// For 5 s, sends reports of a guest that is short of memory, while no plan is carried out. Returns
 /// the size that the first plan after that requests.
 fn requested_after(mut rig: Rig, act: impl Fn(&mut Rig)) -> u64 {
     for _ in 0..100 {
